@@ -1,0 +1,1 @@
+"""cdmpp: how long will this tensor program take on that device?"""

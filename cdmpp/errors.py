@@ -1,0 +1,69 @@
+"""Typed exceptions and the failure kinds of a record.
+
+Every error a user can cause derives from :class:`CdmppError`; the command line prints its message on one
+line and exits with code 2. A failed measurement is not an exception but a record with one of
+:data:`FAILURE_KINDS` as its status.
+"""
+
+from __future__ import annotations
+
+#: Why a program has no latency. These are data: they train the validity model.
+FAILURE_KINDS: tuple[str, ...] = (
+    "build_error",
+    "build_timeout",
+    "run_error",
+    "run_timeout",
+    "device_lost",
+    "invalid_config",
+)
+
+#: Every status a record may have.
+STATUSES: tuple[str, ...] = ("ok", *FAILURE_KINDS)
+
+
+class CdmppError(Exception):
+    """Base of all errors that cdmpp raises on purpose."""
+
+
+class NetworkError(CdmppError):
+    """A network cannot be found, read or imported."""
+
+
+class UnsupportedOpError(NetworkError):
+    """A network uses an operator that TVM cannot import; the message names it."""
+
+
+class ProgramError(CdmppError):
+    """A program cannot be rebuilt, parsed or encoded."""
+
+
+class UnknownDeviceError(CdmppError):
+    """A device name that is in no table; the message suggests near names."""
+
+
+class DatasetError(CdmppError):
+    """A dataset is missing, unreadable or cannot be written."""
+
+
+class SchemaVersionError(DatasetError):
+    """A dataset was written with another schema version."""
+
+
+class SplitError(DatasetError):
+    """A split is empty, malformed or not disjoint."""
+
+
+class LabelError(CdmppError):
+    """A latency is NaN, infinite, zero or negative."""
+
+
+class PredictorError(CdmppError):
+    """A predictor cannot be loaded, trained or asked."""
+
+
+class FeatureMismatchError(PredictorError):
+    """Features were made by another feature set than the one asked for."""
+
+
+class ProfilerError(CdmppError):
+    """Measuring cannot start or go on."""
