@@ -1,0 +1,11 @@
+"""What the fork server imports once, so that each worker starts in milliseconds with TVM at hand."""
+
+from cdmpp.program.tvm_env import import_tvm
+
+import_tvm()
+
+import tvm.s_tir.meta_schedule
+
+import cdmpp.profiler.build
+import cdmpp.profiler.cpu_runner
+import cdmpp.program.space  # noqa: F401

@@ -1,0 +1,83 @@
+"""What the operating system lets a measuring process do, and what it says about disturbances (Linux)."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import resource
+import signal
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when the one that started it dies."""
+    if hasattr(signal, "SIGKILL"):
+        libc = ctypes.CDLL(None, use_errno=True)
+        if hasattr(libc, "prctl"):
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def pin(cores: tuple[int, ...]) -> None:
+    """Keep this process on `cores`."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+
+
+def usable_cores() -> tuple[int, ...]:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def own_the_core(priority: int = 10) -> str:
+    """Run before everything else on this process's cores, if the system allows it.
+
+    Returns
+    -------
+    str
+        ``"fifo"`` under the real-time scheduler, ``"nice"`` with a raised normal priority, else ``"normal"``.
+    """
+    try:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(priority))
+        return "fifo"
+    except (OSError, AttributeError) as err:
+        logger.debug("no real-time priority: %s", err)
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, -10)
+        return "nice"
+    except OSError:
+        return "normal"
+
+
+def stand_back(niceness: int = 10) -> None:
+    """Give way to measuring processes."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, niceness)
+    except OSError as err:
+        logger.debug("cannot lower the priority: %s", err)
+
+
+def preemptions() -> int:
+    """Times this thread was taken off its core against its will."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
+
+
+def steal_ticks(cores: tuple[int, ...]) -> int:
+    """Hundredths of a second that the hypervisor took from `cores` since boot; 0 where it does not say."""
+    try:
+        lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    wanted = {f"cpu{c}" for c in cores}
+    total = 0
+    for line in lines:
+        fields = line.split()
+        if fields and fields[0] in wanted and len(fields) > 8:
+            total += int(fields[8])
+    return total
