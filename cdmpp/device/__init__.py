@@ -1,0 +1,16 @@
+"""Devices: what they are called, what is known about them, and what this machine is."""
+
+from cdmpp.device.features import DEVICE_FEATURES, device_features
+from cdmpp.device.spec import Device
+from cdmpp.device.table import DeviceTable, detect, detect_gpus, get_device, load_table
+
+__all__ = [
+    "DEVICE_FEATURES",
+    "Device",
+    "DeviceTable",
+    "detect",
+    "detect_gpus",
+    "device_features",
+    "get_device",
+    "load_table",
+]

@@ -1,0 +1,115 @@
+"""Parquet files that are written whole or not at all, and know their schema version."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cdmpp.dataset.schema import SCHEMA_VERSION
+from cdmpp.errors import DatasetError, SchemaVersionError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_META_KEY = b"cdmpp"
+
+
+def write_parquet(path: Path, table: pa.Table, **meta: Any) -> None:
+    """Write, read back and compare, then move into place.
+
+    Parameters
+    ----------
+    meta
+        JSON values kept in the file's metadata, beside the schema version.
+
+    Raises
+    ------
+    DatasetError
+        The disk is full, or what was read back differs; the file that was there before is untouched.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    note = json.dumps({"schema_version": SCHEMA_VERSION, **meta}).encode()
+    table = table.replace_schema_metadata({_META_KEY: note})
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        pq.write_table(table, draft, compression="zstd", compression_level=19, write_page_checksum=True)
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
+        if not pq.read_table(draft, schema=table.schema).equals(table):
+            raise DatasetError(f"{path}: what was written does not read back; nothing is replaced")
+        draft.replace(path)
+        sync_folder(path.parent)
+    except (OSError, pa.ArrowException) as error:
+        raise DatasetError(f"cannot write {path}: {error}") from error
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def read_parquet(path: Path, schema: pa.Schema) -> tuple[pa.Table, dict[str, Any]]:
+    """The table, with the columns of ``schema``, and the metadata of :func:`write_parquet`.
+
+    Raises
+    ------
+    DatasetError
+        The file is damaged, or not one of ours.
+    SchemaVersionError
+        It was written with another schema version.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(path, page_checksum_verification=True)
+        note = json.loads((file.schema_arrow.metadata or {}).get(_META_KEY, b"null"))
+    except (OSError, pa.ArrowException, ValueError) as error:
+        raise DatasetError(f"{path} is damaged: {_one_line(error)}") from error
+    if not isinstance(note, dict):
+        raise DatasetError(f"{path} is not a dataset file of cdmpp")
+    check_schema_version(note, path)
+    try:
+        return file.read(columns=schema.names).cast(schema), note
+    except (OSError, pa.ArrowException, KeyError) as error:
+        raise DatasetError(f"{path} is damaged: {_one_line(error)}") from error
+
+
+def check_schema_version(meta: Mapping[str, Any], path: Path) -> None:
+    """Refuse any schema version but ours (SchemaVersionError says both)."""
+    version = meta.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise SchemaVersionError(
+            f"{path} has dataset schema version {version!r}; this cdmpp reads and writes version {SCHEMA_VERSION}"
+        )
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a small JSON file atomically (DatasetError if it cannot be written)."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            json.dump(value, file, indent=1, sort_keys=True)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError as error:
+        raise DatasetError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in a folder survive a power cut."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,286 @@
+"""What this machine is: its CPU as a row of the device table.
+
+Read from ``/proc/cpuinfo``, ``/proc/meminfo`` and ``/sys``; nothing is measured.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from cdmpp.device.row import DeviceRow
+
+_LOG = logging.getLogger(__name__)
+
+#: Intel family 6: model -> (microarchitecture, LLVM's name). Model 85 depends on the stepping.
+_INTEL: dict[int, tuple[str, str]] = {
+    **dict.fromkeys((0x2A, 0x2D), ("sandybridge", "sandybridge")),
+    **dict.fromkeys((0x3A, 0x3E), ("ivybridge", "ivybridge")),
+    **dict.fromkeys((0x3C, 0x3F, 0x45, 0x46), ("haswell", "haswell")),
+    **dict.fromkeys((0x3D, 0x47, 0x4F, 0x56), ("broadwell", "broadwell")),
+    **dict.fromkeys((0x4E, 0x5E), ("skylake", "skylake")),
+    **dict.fromkeys((0x8E, 0x9E), ("kabylake", "skylake")),
+    **dict.fromkeys((0xA5, 0xA6), ("cometlake", "skylake")),
+    **dict.fromkeys((0x6A, 0x6C), ("icelake-server", "icelake-server")),
+    **dict.fromkeys((0x7D, 0x7E), ("icelake-client", "icelake-client")),
+    **dict.fromkeys((0x8C, 0x8D), ("tigerlake", "tigerlake")),
+    0xA7: ("rocketlake", "rocketlake"),
+    0x8F: ("sapphirerapids", "sapphirerapids"),
+    0xCF: ("emeraldrapids", "sapphirerapids"),
+    **dict.fromkeys((0xAD, 0xAE), ("graniterapids", "graniterapids")),
+    **dict.fromkeys((0x97, 0x9A), ("alderlake", "alderlake")),
+    **dict.fromkeys((0xB7, 0xBA, 0xBF), ("raptorlake", "raptorlake")),
+    **dict.fromkeys((0xAA, 0xAC), ("meteorlake", "meteorlake")),
+}
+
+#: (implementer, part) of an Arm core -> (vendor, microarchitecture, LLVM's name).
+_ARM: dict[tuple[int, int], tuple[str, str, str]] = {
+    (0x41, 0xD03): ("arm", "cortex-a53", "cortex-a53"),
+    (0x41, 0xD08): ("arm", "cortex-a72", "cortex-a72"),
+    (0x41, 0xD0B): ("arm", "cortex-a76", "cortex-a76"),
+    (0x41, 0xD0C): ("arm", "neoverse-n1", "neoverse-n1"),
+    (0x41, 0xD40): ("arm", "neoverse-v1", "neoverse-v1"),
+    (0x41, 0xD49): ("arm", "neoverse-n2", "neoverse-n2"),
+    (0x41, 0xD4F): ("arm", "neoverse-v2", "neoverse-v2"),
+}
+
+_LEVELS: dict[str, set[str]] = {
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"},
+    "x86-64-v2": {"sse4_2", "ssse3", "popcnt", "cx16"},
+}
+
+#: Flags without which code for an ``mcpu`` may not run: a hypervisor can hide what the real core has.
+_NEEDS: dict[str, set[str]] = {
+    **dict.fromkeys(
+        ("haswell", "broadwell", "skylake", "alderlake", "raptorlake", "meteorlake"), _LEVELS["x86-64-v3"]
+    ),
+    **dict.fromkeys(("znver1", "znver2", "znver3"), _LEVELS["x86-64-v3"]),
+    "sandybridge": {"avx"},
+    "ivybridge": {"avx", "f16c"},
+    "skylake-avx512": _LEVELS["x86-64-v4"],
+    "cascadelake": _LEVELS["x86-64-v4"] | {"avx512_vnni"},
+    "cooperlake": _LEVELS["x86-64-v4"] | {"avx512_vnni", "avx512_bf16"},
+    **dict.fromkeys(
+        ("icelake-server", "icelake-client", "tigerlake", "rocketlake"),
+        _LEVELS["x86-64-v4"] | {"avx512_vnni", "avx512_vbmi2", "gfni", "vaes"},
+    ),
+    **dict.fromkeys(
+        ("sapphirerapids", "graniterapids"), _LEVELS["x86-64-v4"] | {"avx512_bf16", "avx512_fp16", "amx_tile"}
+    ),
+    **dict.fromkeys(
+        ("znver4", "znver5"), _LEVELS["x86-64-v4"] | {"avx512_vnni", "avx512_bf16", "avx512_vbmi2"}
+    ),
+}
+
+
+@dataclass(frozen=True)
+class CpuFacts:
+    """What Linux says about the CPU. None, 0 or "" for what it does not say."""
+
+    machine: str
+    vendor_id: str = ""
+    model_name: str = ""
+    family: int = 0
+    model: int = 0
+    stepping: int = 0
+    arm_implementer: int = 0
+    arm_part: int = 0
+    flags: frozenset[str] = frozenset()
+    current_mhz: float | None = None
+    max_mhz: float | None = None
+    cores: int = 1
+    l1_kb: float | None = None
+    l2_kb: float | None = None
+    l3_kb: float | None = None
+    mem_gb: float | None = None
+
+
+def read_cpu_facts(root: Path = Path("/"), machine: str = "") -> CpuFacts:
+    """Read ``/proc`` and ``/sys`` below ``root``; what cannot be read stays unknown."""
+    cpus = [_fields(block) for block in _text(root / "proc/cpuinfo").split("\n\n") if block.strip()]
+    cpus = [cpu for cpu in cpus if "processor" in cpu] or [{}]
+    first = cpus[0]
+    allowed = (
+        {str(n) for n in os.sched_getaffinity(0)}
+        if root == Path("/")
+        else {c.get("processor", "") for c in cpus}
+    )
+    here = [cpu for cpu in cpus if cpu.get("processor") in allowed] or cpus
+    cores = {(cpu.get("physical id", "0"), cpu.get("core id", cpu.get("processor", "0"))) for cpu in here}
+    caches = _caches(root / "sys/devices/system/cpu/cpu0/cache")
+    mem_kb = re.search(r"MemTotal:\s+(\d+) kB", _text(root / "proc/meminfo"))
+    max_khz = _text(root / "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq").strip()
+    return CpuFacts(
+        machine=machine or platform.machine(),
+        vendor_id=first.get("vendor_id", ""),
+        model_name=first.get("model name", ""),
+        family=_int(first.get("cpu family")),
+        model=_int(first.get("model")),
+        stepping=_int(first.get("stepping")),
+        arm_implementer=_int(first.get("CPU implementer")),
+        arm_part=_int(first.get("CPU part")),
+        flags=frozenset((first.get("flags") or first.get("Features") or "").split()),
+        current_mhz=float(first["cpu MHz"]) if first.get("cpu MHz") else None,
+        max_mhz=int(max_khz) / 1000 if max_khz.isdigit() else None,
+        cores=len(cores),
+        l1_kb=caches.get("1"),
+        l2_kb=caches.get("2"),
+        l3_kb=caches.get("3"),
+        mem_gb=round(int(mem_kb.group(1)) / 2**20, 1) if mem_kb else None,
+    )
+
+
+def cpu_row(facts: CpuFacts) -> DeviceRow:
+    """The row of a CPU: named after its brand, microarchitecture and nominal clock."""
+    vendor, arch, wanted = _microarchitecture(facts)
+    nominal_mhz = _nominal_mhz(facts)
+    clock = f"-{nominal_mhz / 1000:.3g}ghz" if nominal_mhz else ""
+    brand = _brand(facts.model_name)
+    name = "-".join(part for part in (brand, arch) if part and part != vendor) or "cpu"
+    x86 = facts.machine in ("x86_64", "AMD64")
+    simd_bits, fma = _x86_simd(facts.flags) if x86 else _arm_simd(facts.flags)
+    return DeviceRow(
+        name=f"{name}{clock}",
+        kind="cpu",
+        vendor=vendor,
+        model=facts.model_name or arch,
+        arch=arch,
+        mcpu=_usable_mcpu(wanted, facts.flags) if x86 else wanted,
+        clock_mhz=nominal_mhz,
+        cores=facts.cores,
+        simd_bits=simd_bits,
+        fma=fma,
+        l1_kb=facts.l1_kb,
+        l2_kb=facts.l2_kb,
+        l3_kb=facts.l3_kb,
+        mem_gb=facts.mem_gb,
+        virtual=("hypervisor" in facts.flags) if x86 else None,
+        source="detected: /proc/cpuinfo, /sys; peak assumes two vector pipes a core",
+    )
+
+
+def detect_gpu_names() -> list[str]:
+    """Model names of the NVIDIA GPUs that ``nvidia-smi`` lists; empty without it."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        _LOG.debug("no NVIDIA GPU: %s", error)
+        return []
+    return [line.strip() for line in output.splitlines() if line.strip()]
+
+
+def _microarchitecture(facts: CpuFacts) -> tuple[str, str, str]:
+    """Vendor, microarchitecture and LLVM's name ("" if unknown)."""
+    if facts.arm_implementer:
+        unknown = ("arm", f"arm-{facts.arm_implementer:x}-{facts.arm_part:x}", "")
+        return _ARM.get((facts.arm_implementer, facts.arm_part), unknown)
+    if facts.vendor_id == "GenuineIntel":
+        if facts.family == 6 and facts.model == 0x55:
+            late = "cooperlake" if facts.stepping >= 10 else "cascadelake"
+            arch = late if facts.stepping >= 5 else "skylake-avx512"
+            return "intel", arch, arch
+        if facts.family == 6 and facts.model in _INTEL:
+            return "intel", *_INTEL[facts.model]
+        return "intel", f"intel-{facts.family:x}-{facts.model:x}", ""
+    if facts.vendor_id in ("AuthenticAMD", "HygonGenuine"):
+        zen = _zen(facts.family, facts.model)
+        if zen:
+            return "amd", f"zen{zen}", f"znver{zen}"
+        return "amd", f"amd-{facts.family:x}-{facts.model:x}", ""
+    return facts.vendor_id.lower() or "unknown", facts.machine, ""
+
+
+def _zen(family: int, model: int) -> int:
+    if family in (0x17, 0x18):
+        return 1 if model < 0x30 else 2
+    if family == 0x19:
+        return 4 if 0x10 <= model <= 0x1F or 0x60 <= model <= 0x7F or 0xA0 <= model <= 0xAF else 3
+    return 5 if family == 0x1A else 0
+
+
+def _usable_mcpu(wanted: str, flags: frozenset[str]) -> str:
+    """``wanted`` if all its instructions are there, else the best x86-64 level that is."""
+    if wanted and _NEEDS.get(wanted, set()) <= flags:
+        return wanted
+    needed: set[str] = set()
+    best = "x86-64"
+    for level in reversed(_LEVELS):
+        needed |= _LEVELS[level]
+        if needed <= flags:
+            best = level
+    return best
+
+
+def _x86_simd(flags: frozenset[str]) -> tuple[int, bool]:
+    bits = 512 if "avx512f" in flags else 256 if "avx" in flags else 128
+    return bits, "fma" in flags
+
+
+def _arm_simd(flags: frozenset[str]) -> tuple[int | None, bool | None]:
+    if "asimd" in flags:
+        return 128, True
+    return None, None
+
+
+def _nominal_mhz(facts: CpuFacts) -> float | None:
+    told = re.search(r"@\s*([\d.]+)\s*GHz", facts.model_name)
+    if told:
+        return float(told.group(1)) * 1000
+    mhz = facts.max_mhz or facts.current_mhz
+    return round(mhz, -1) if mhz else None
+
+
+def _brand(model_name: str) -> str:
+    name = model_name.lower()
+    for brand in (
+        "xeon",
+        "epyc",
+        "ryzen",
+        "threadripper",
+        "core",
+        "pentium",
+        "celeron",
+        "atom",
+        "altra",
+        "graviton",
+    ):
+        if re.search(rf"\b{brand}\b", name.replace("(r)", " ").replace("(tm)", " ")):
+            return brand
+    return ""
+
+
+def _caches(folder: Path) -> dict[str, float]:
+    """Level -> KiB of the data or unified cache that core 0 sees."""
+    sizes: dict[str, float] = {}
+    for index in sorted(folder.glob("index*")):
+        size = re.fullmatch(r"(\d+)([KM]?)", _text(index / "size").strip())
+        if size and _text(index / "type").strip() != "Instruction":
+            unit = {"": 1 / 1024, "K": 1, "M": 1024}[size.group(2)]
+            sizes[_text(index / "level").strip()] = int(size.group(1)) * unit
+    return sizes
+
+
+def _fields(block: str) -> dict[str, str]:
+    pairs = (line.partition(":") for line in block.splitlines() if ":" in line)
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _int(value: str | None) -> int:
+    try:
+        return int(value or "0", 0)
+    except ValueError:
+        return 0
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,207 @@
+"""The table of known devices: the one that ships, and what users add."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from cdmpp.device.build import ISAS, build_device
+from cdmpp.device.detect import cpu_row, detect_gpu_names, read_cpu_facts
+from cdmpp.device.row import DeviceRow
+from cdmpp.device.spec import Device
+from cdmpp.errors import UnknownDeviceError
+
+#: Environment variable: YAML files of devices, separated by ``:``.
+DEVICES_VARIABLE = "CDMPP_DEVICES"
+
+#: The name that stands for the CPU at hand.
+THIS_CPU = "this-cpu"
+
+_SHIPPED = Path(__file__).with_name("table.yaml")
+
+
+class DeviceTable:
+    """Rows by name and alias.
+
+    Parameters
+    ----------
+    rows
+        A later row replaces an earlier one of the same name.
+    this_cpu
+        The CPU at hand, known as ``this-cpu`` and by its own name; it wins over a row of that name.
+    """
+
+    def __init__(self, rows: Iterable[DeviceRow], this_cpu: DeviceRow | None = None) -> None:
+        self._rows: dict[str, DeviceRow] = {}
+        self._keys: dict[str, str] = {}
+        for row in rows:
+            self._add(row)
+        self.this_cpu = self._as_in_table(this_cpu) if this_cpu else None
+        if self.this_cpu:
+            self._add(self.this_cpu)
+            self._keys[THIS_CPU] = self.this_cpu.name
+
+    def _add(self, row: DeviceRow) -> None:
+        self._rows[row.name] = row
+        for name in (row.name, row.model, *row.aliases):
+            if name:
+                self._keys[normalise(name)] = row.name
+        self._keys[normalise(row.name)] = row.name
+
+    def _as_in_table(self, row: DeviceRow) -> DeviceRow:
+        """The detected row, completed by the row of the table that names the same model."""
+        known = self._rows.get(self._keys.get(normalise(row.model), ""))
+        if known is None:
+            known = self._rows.get(row.name)
+        if known is None or known.kind != "cpu":
+            return row
+        detected = row.model_dump(
+            exclude_none=True, exclude_defaults=True, exclude={"name", "aliases", "source"}
+        )
+        sources = "; ".join(source for source in (known.source, row.source) if source)
+        if known.source == row.source:
+            sources = row.source
+        if known.cores != row.cores:
+            detected["peak_gflops"] = {}
+        return DeviceRow(**{**known.model_dump(), **detected, "source": sources})
+
+    @property
+    def rows(self) -> list[DeviceRow]:
+        """All rows, in the order of their names."""
+        return [self._rows[name] for name in sorted(self._rows)]
+
+    def get(self, name: str) -> Device:
+        """The device of a name ``base[.isa][@share]``.
+
+        ``base`` is a name, a model string or an alias, in any case, with spaces, ``_`` or ``-``. ``isa`` is one of
+        :data:`cdmpp.device.build.ISAS`. ``share`` is a number of cores of a CPU or a fraction of a GPU.
+
+        Raises
+        ------
+        UnknownDeviceError
+            No such device (the message suggests near names), share or instruction set.
+        """
+        base, at, share_text = name.partition("@")
+        share = None
+        if at:
+            try:
+                share = float(share_text)
+            except ValueError:
+                raise UnknownDeviceError(f"{name!r}: after @ comes a share, such as @1 or @0.5") from None
+        row = self._find(base)
+        isa = ""
+        if row is None:
+            for candidate in ISAS:
+                if normalise(base).endswith(f".{candidate}"):
+                    isa = candidate
+                    row = self._find(normalise(base)[: -len(candidate) - 1])
+        if row is None:
+            raise UnknownDeviceError(
+                f"unknown device {name!r}{self._suggest(base)}; `cdmpp devices` lists all"
+            )
+        return build_device(row, share, isa)
+
+    def _find(self, base: str) -> DeviceRow | None:
+        key = self._keys.get(normalise(base))
+        return None if key is None else self._rows[key]
+
+    def _suggest(self, base: str) -> str:
+        near = difflib.get_close_matches(normalise(base), list(self._keys), n=6, cutoff=0.5)
+        names = list(dict.fromkeys(THIS_CPU if key == THIS_CPU else self._keys[key] for key in near))[:3]
+        return f"; did you mean {' or '.join(names)}?" if names else ""
+
+
+def normalise(name: str) -> str:
+    """A name without case, marks and kinds of separators: ``"AMD_Instinct MI100"`` -> ``"amd-instinct-mi100"``."""
+    plain = re.sub(r"\((r|tm|c)\)", " ", name.lower())
+    return re.sub(r"[\s_/-]+", "-", plain).strip("-")
+
+
+def read_device_file(path: str | Path) -> list[DeviceRow]:
+    """The rows of a YAML file: a list of mappings, or one mapping.
+
+    Raises
+    ------
+    UnknownDeviceError
+        The file cannot be read, or a field is wrong: the message names the row and the field.
+    """
+    import yaml
+    from pydantic import ValidationError
+
+    path = Path(path)
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UnknownDeviceError(
+            f"cannot read devices from {path}: {' '.join(str(error).split())}"
+        ) from error
+    rows = []
+    for number, item in enumerate([content] if isinstance(content, dict) else content or [], start=1):
+        who = item.get("name", f"row {number}") if isinstance(item, dict) else f"row {number}"
+        try:
+            rows.append(DeviceRow.model_validate(item))
+        except ValidationError as error:
+            wrong = "; ".join(_explain(dict(detail)) for detail in error.errors())
+            raise UnknownDeviceError(f"{path}: {who}: {wrong}") from error
+    if not rows:
+        raise UnknownDeviceError(f"{path} holds no device")
+    return rows
+
+
+def _explain(detail: dict[str, object]) -> str:
+    place = detail.get("loc")
+    field = ".".join(str(part) for part in place) if isinstance(place, tuple) else ""
+    return f"{field or 'row'}: {detail.get('msg')} (got {detail.get('input')!r})"
+
+
+@functools.cache
+def _shipped_rows() -> tuple[DeviceRow, ...]:
+    return tuple(read_device_file(_SHIPPED))
+
+
+@functools.cache
+def _this_cpu() -> DeviceRow:
+    return cpu_row(read_cpu_facts())
+
+
+def load_table(extra: Sequence[str | Path] = ()) -> DeviceTable:
+    """The shipped rows, the user's files and this machine's CPU.
+
+    User's files are those of the environment variable ``CDMPP_DEVICES`` (or else
+    ``~/.config/cdmpp/devices.yaml`` if it exists), and ``extra``.
+    """
+    configured = [Path(p) for p in os.environ.get(DEVICES_VARIABLE, "").split(os.pathsep) if p]
+    home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "cdmpp" / "devices.yaml"
+    if not configured and home.exists():
+        configured = [home]
+    own = [row for path in (*configured, *map(Path, extra)) for row in read_device_file(path)]
+    return DeviceTable([*_shipped_rows(), *own], _this_cpu())
+
+
+def get_device(name: str, table: DeviceTable | None = None) -> Device:
+    """The device of a name such as ``this-cpu@1``, ``this-cpu.x86-64-v2@1``, ``h200`` or ``h200@0.5``.
+
+    See :meth:`DeviceTable.get`; without a table, :func:`load_table` says which devices there are.
+    """
+    return (table or load_table()).get(name)
+
+
+def detect() -> Device:
+    """The CPU of this machine with all cores that this process may use."""
+    return get_device(THIS_CPU)
+
+
+def detect_gpus() -> list[Device]:
+    """The GPUs of this machine that the table knows, as ``nvidia-smi`` lists them."""
+    table = load_table()
+    found = []
+    for name in detect_gpu_names():
+        try:
+            found.append(table.get(name))
+        except UnknownDeviceError:
+            continue
+    return found
