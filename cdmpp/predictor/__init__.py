@@ -1,0 +1,48 @@
+"""The predictor: features in, seconds out. Torch is imported when something here is first used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cdmpp.predictor.config import Config, config_from_dict, load_config
+    from cdmpp.predictor.data import TrainingData, ast_resolver, gather
+    from cdmpp.predictor.predictor import Predictor
+    from cdmpp.predictor.run import TrainResult, train
+    from cdmpp.predictor.scoring import evaluate
+    from cdmpp.predictor.splitting import split_data
+
+_HOME = {
+    "Config": "config",
+    "config_from_dict": "config",
+    "load_config": "config",
+    "TrainingData": "data",
+    "ast_resolver": "data",
+    "gather": "data",
+    "evaluate": "scoring",
+    "Predictor": "predictor",
+    "TrainResult": "run",
+    "train": "run",
+    "split_data": "splitting",
+}
+
+__all__ = [
+    "Config",
+    "Predictor",
+    "TrainResult",
+    "TrainingData",
+    "ast_resolver",
+    "config_from_dict",
+    "evaluate",
+    "gather",
+    "load_config",
+    "split_data",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

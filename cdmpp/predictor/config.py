@@ -1,0 +1,196 @@
+"""Configuration of a training run, read from YAML; unknown keys are errors, not ignored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from cdmpp.errors import PredictorError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(_Section):
+    """The network, see :mod:`cdmpp.predictor.network`.
+
+    Attributes
+    ----------
+    dim, layers, heads, ffn_dim
+        Width, depth, attention heads and feed-forward width of the transformer encoder.
+    dropout
+        Drop-out probability inside the encoder and the decoder.
+    positional
+        Pre-order positional encoding added to the leaves: ``standard`` frequencies, the ``paper``'s, or
+        ``none``.
+    pooling
+        How leaves become one vector: masked ``sum``, ``mean`` or learned ``attention`` pooling.
+    device
+        How the device enters: ``film`` scales and shifts every leaf, ``token`` adds one sequence element,
+        ``none`` hides the device from the network.
+    embedding_dim, embedding_activation
+        Size and activation of the pooled embedding; bounded (``tanh``, ``sigmoid``) so that CMD is defined.
+    decoder_dim, decoder_layers
+        Hidden width and number of hidden layers of the MLP from embedding and device to the label.
+    """
+
+    dim: int = Field(128, ge=4)
+    layers: int = Field(3, ge=1)
+    heads: int = Field(4, ge=1)
+    ffn_dim: int = Field(256, ge=1)
+    dropout: float = Field(0.05, ge=0, lt=1)
+    positional: Literal["standard", "paper", "none"] = "standard"
+    pooling: Literal["sum", "mean", "attention"] = "attention"
+    device: Literal["film", "token", "none"] = "film"
+    embedding_dim: int = Field(128, ge=1)
+    embedding_activation: Literal["tanh", "sigmoid", "none"] = "tanh"
+    decoder_dim: int = Field(256, ge=1)
+    decoder_layers: int = Field(2, ge=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelConfig:
+        if self.dim % self.heads or self.dim % 2:
+            raise ValueError(
+                f"dim must be even and a multiple of heads, got dim={self.dim}, heads={self.heads}"
+            )
+        return self
+
+
+class EncoderConfig(_Section):
+    """Feature scaling: standardised values are clipped to ``[-clip, clip]``."""
+
+    clip: float = Field(8.0, gt=0)
+
+
+class LabelConfig(_Section):
+    """Label transform, see :mod:`cdmpp.predictor.transforms`."""
+
+    transform: Literal["box-cox", "log"] = "box-cox"
+
+
+class LossConfig(_Section):
+    """``mse(transformed) + mape_weight * mape(seconds)``, see :mod:`cdmpp.predictor.losses`.
+
+    ``mape_cap`` is the over-prediction factor above which the relative error grows linearly in the log ratio.
+    """
+
+    mse_weight: float = Field(1.0, ge=0)
+    mape_weight: float = Field(0.3, ge=0)
+    mape_cap: float = Field(2.0, gt=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> LossConfig:
+        if self.mse_weight == 0 and self.mape_weight == 0:
+            raise ValueError("mse_weight and mape_weight must not both be zero")
+        return self
+
+
+class TrainConfig(_Section):
+    """Optimisation.
+
+    Attributes
+    ----------
+    epochs, patience
+        Most epochs, and epochs without a better validation MAPE after which training stops.
+    batch_size
+        Records a step.
+    learning_rate, weight_decay, warmup_fraction, grad_clip
+        AdamW with linear warm-up and cosine decay over ``epochs``; the gradient norm is clipped.
+    ema_decay
+        Decay a step of the averaged weights that are validated and saved; 0 turns averaging off.
+    seed
+        Of initialisation, order and drop-out.
+    threads
+        Torch threads; None leaves torch's setting.
+    device
+        Where to train: ``cpu``, ``cuda`` or ``auto``.
+    """
+
+    epochs: int = Field(60, ge=1)
+    patience: int = Field(15, ge=1)
+    batch_size: int = Field(256, ge=1)
+    learning_rate: float = Field(1e-3, gt=0)
+    weight_decay: float = Field(1e-2, ge=0)
+    warmup_fraction: float = Field(0.05, ge=0, lt=1)
+    grad_clip: float = Field(1.0, gt=0)
+    ema_decay: float = Field(0.995, ge=0, lt=1)
+    seed: int = 0
+    threads: int | None = Field(None, ge=1)
+    device: Literal["cpu", "cuda", "auto"] = "cpu"
+
+
+class DataConfig(_Section):
+    """Which records: dataset folders (or folders of them), devices and program origins (None: all)."""
+
+    paths: tuple[str, ...] = ()
+    devices: tuple[str, ...] | None = None
+    origins: tuple[str, ...] | None = None
+
+
+class SplitConfig(_Section):
+    """A split specification as :meth:`cdmpp.dataset.Split.parse` takes it."""
+
+    spec: str = "by_network:k=4;seed=0"
+
+
+class Config(_Section):
+    """Everything a training run depends on besides the records."""
+
+    model: ModelConfig = ModelConfig()  # type: ignore[call-arg]
+    encoder: EncoderConfig = EncoderConfig()  # type: ignore[call-arg]
+    label: LabelConfig = LabelConfig()
+    loss: LossConfig = LossConfig()  # type: ignore[call-arg]
+    train: TrainConfig = TrainConfig()  # type: ignore[call-arg]
+    data: DataConfig = DataConfig()
+    split: SplitConfig = SplitConfig()
+
+
+def config_from_dict(values: Any, source: str = "configuration") -> Config:
+    """Build a configuration from nested dictionaries.
+
+    Raises
+    ------
+    PredictorError
+        An unknown key or a value out of range; the message names each with its path.
+    """
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise PredictorError(f"{source}: expected a mapping of sections, got {type(values).__name__}")
+    try:
+        return Config.model_validate(values)
+    except ValidationError as err:
+        raise PredictorError(f"{source}: " + "; ".join(_explain(e) for e in err.errors())) from err
+
+
+def load_config(path: str | Path) -> Config:
+    """Read a configuration from a YAML file; raises PredictorError if it is missing or wrong."""
+    path = Path(path)
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as err:
+        raise PredictorError(f"{path}: cannot read configuration: {err.strerror or err}") from err
+    except (yaml.YAMLError, UnicodeDecodeError) as err:
+        raise PredictorError(f"{path}: not valid YAML: {' '.join(str(err).split())}") from err
+    return config_from_dict(values, str(path))
+
+
+def dump_config(config: Config) -> str:
+    """The configuration as YAML that :func:`load_config` reads back unchanged."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _explain(error: Any) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        section: Any = Config
+        for part in error["loc"][:-1]:
+            section = section.model_fields[part].annotation
+        known = ", ".join(section.model_fields)
+        return f"unknown key '{where}' (known here: {known})"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    return f"{where}: {message}" if where else message

@@ -1,0 +1,208 @@
+"""From datasets to what models train on: the label table, the compact ASTs and the devices."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdmpp.errors import DatasetError, PredictorError, ProgramError
+from cdmpp.predictor.config import DataConfig
+from cdmpp.program.types import Program
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from cdmpp.dataset import DatasetView
+    from cdmpp.device import Device
+    from cdmpp.program.ast import CompactAST
+
+logger = logging.getLogger(__name__)
+
+#: File in a dataset folder that keeps the compact ASTs of its programs.
+AST_FILE = "asts.parquet"
+
+#: ``done, total``: called while ASTs are computed.
+CountCallback = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Labelled (program, device) pairs and what describes their programs and devices.
+
+    Attributes
+    ----------
+    labels
+        One row per pair: program, task, device, latency_s, noise, origin; index 0..n-1.
+    asts
+        Program hash -> CompactAST, of every program in ``labels``.
+    devices
+        Device name -> Device, of every device in ``labels``.
+    networks
+        Task hash -> the networks it occurs in.
+    families
+        Network -> family, as far as known.
+    view
+        The dataset behind it; None for data made otherwise.
+    """
+
+    labels: pd.DataFrame
+    asts: Mapping[str, CompactAST]
+    devices: Mapping[str, Device]
+    networks: Mapping[str, tuple[str, ...]]
+    families: Mapping[str, str]
+    view: DatasetView | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def noise_floor_mape(self) -> float | None:
+        """Mean noise of the labels; None where no label has a noise figure."""
+        noise = self.labels["noise"].to_numpy(dtype=np.float64)
+        noise = noise[np.isfinite(noise)]
+        return float(noise.mean()) if len(noise) else None
+
+    def device_vectors(self) -> dict[str, NDArray[np.float64]]:
+        """Raw features of every device."""
+        from cdmpp.device import device_features
+
+        return {
+            name: np.asarray(device_features(device), dtype=np.float64)
+            for name, device in self.devices.items()
+        }
+
+    def members(self, grouping: str, rows: NDArray[np.int64] | None = None) -> list[tuple[str, ...]]:
+        """For each pair the groups it belongs to.
+
+        Parameters
+        ----------
+        grouping
+            ``device``, ``task``, ``network``, ``family`` or ``origin``. A task of several networks belongs to
+            all.
+
+        Raises
+        ------
+        PredictorError
+            Another grouping.
+        """
+        table = self.labels if rows is None else self.labels.iloc[rows]
+        if grouping in ("device", "task", "origin"):
+            return [(str(name),) for name in table[grouping]]
+        if grouping == "network":
+            return [self.networks.get(task, ()) for task in table["task"]]
+        if grouping == "family":
+            return [
+                tuple(sorted({self.families[n] for n in self.networks.get(task, ()) if n in self.families}))
+                for task in table["task"]
+            ]
+        raise PredictorError(f"cannot group by '{grouping}' (known: device, task, network, family, origin)")
+
+
+def gather(
+    datasets: DatasetView | str | Path | Sequence[str | Path],
+    config: DataConfig | None = None,
+    progress: CountCallback | None = None,
+) -> TrainingData:
+    """Collect labels, ASTs and devices of datasets.
+
+    ASTs are read from each dataset's ``asts.parquet``; missing ones are computed, which needs TVM and some
+    milliseconds a program, and written there if the folder can be written.
+
+    Raises
+    ------
+    DatasetError
+        No dataset, or none of its records is left after the choice of devices and origins.
+    """
+    from cdmpp.dataset import DatasetView, load_datasets
+    from cdmpp.device import get_device
+
+    view = datasets if isinstance(datasets, DatasetView) else load_datasets(datasets)
+    config = config or DataConfig()
+    labels = view.labels(list(config.devices) if config.devices is not None else None)
+    if config.origins is not None:
+        labels = labels[labels["origin"].isin(config.origins)]
+    labels = labels.reset_index(drop=True)
+    if labels.empty:
+        raise DatasetError("no ok record is left after the choice of devices and origins")
+    asts = collect_asts(view, labels["program"].unique(), progress)
+    missing = ~labels["program"].isin(list(asts))
+    if missing.any():
+        logger.warning("%d labels left out: their programs have no AST", int(missing.sum()))
+        labels = labels[~missing].reset_index(drop=True)
+    return TrainingData(
+        labels,
+        asts,
+        {name: get_device(name) for name in sorted(labels["device"].unique())},
+        {task.hash: tuple(sorted(task.networks)) for task in view.tasks.values()},
+        dict(view.network_families),
+        view,
+    )
+
+
+def collect_asts(
+    view: DatasetView, programs: Iterable[str], progress: CountCallback | None = None
+) -> dict[str, CompactAST]:
+    """ASTs of programs, from the datasets' ``asts.parquet`` or computed.
+
+    Programs that cannot be rebuilt are left out.
+    """
+    from cdmpp.program.ast_store import load_asts, save_asts
+
+    wanted = list(dict.fromkeys(programs))
+    asts: dict[str, CompactAST] = {}
+    for part in view.parts:
+        path = Path(part.path) / AST_FILE
+        if path.exists():
+            asts.update(load_asts(path))
+    missing = [program for program in wanted if program not in asts]
+    if missing:
+        resolve = ast_resolver(view)
+        fresh: dict[str, CompactAST] = {}
+        for done, program in enumerate(missing, start=1):
+            try:
+                fresh[program] = resolve(view.programs[program])
+            except (KeyError, ProgramError) as err:
+                logger.warning("program %s has no AST: %s", program, err)
+            if progress is not None:
+                progress(done, len(missing))
+        asts.update(fresh)
+        for part in view.parts:
+            own = {program: ast for program, ast in asts.items() if program in part.programs}
+            if fresh.keys() & own.keys():
+                _try_save(lambda path, content: save_asts(path, content), Path(part.path) / AST_FILE, own)
+    return {program: asts[program] for program in wanted if program in asts}
+
+
+def ast_resolver(view: DatasetView) -> Callable[[Program], CompactAST]:
+    """A function from the programs of a dataset to their ASTs (rebuilds them with TVM)."""
+    from cdmpp.program.ast import compact_ast
+    from cdmpp.program.space import Rebuilder
+
+    rebuild = Rebuilder()
+
+    def resolve(program: Program) -> CompactAST:
+        space = view.spaces.get(program.space_hash) if program.space_hash else None
+        return compact_ast(rebuild(program, view.tasks[program.task_hash], space))
+
+    return resolve
+
+
+def subset(data: TrainingData, rows: NDArray[np.int64]) -> TrainingData:
+    """The pairs with these row numbers as data of their own."""
+    labels = data.labels.iloc[rows].reset_index(drop=True)
+    asts = {program: data.asts[program] for program in labels["program"].unique()}
+    devices = {name: data.devices[name] for name in sorted(labels["device"].unique())}
+    return replace(data, labels=labels, asts=asts, devices=devices)
+
+
+def _try_save(save: Callable[[Path, Any], None], path: Path, content: Any) -> None:
+    try:
+        save(path, content)
+    except (OSError, DatasetError) as err:
+        logger.warning("%s is not written: %s", path, err)

@@ -1,0 +1,194 @@
+"""From raw feature values to what the network sees: signed logarithm, standardisation, clipping.
+
+All statistics are fitted on training programs and training devices alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdmpp.errors import FeatureMismatchError, PredictorError
+
+FloatArray = NDArray[np.float32]
+
+#: Standard deviations (of signed logarithms) below which a column counts as constant.
+_CONSTANT_STD = 1e-5
+
+
+def signed_log1p(values: NDArray[Any]) -> NDArray[np.float64]:
+    """``sign(x) * log(1 + |x|)``: keeps zero and flags, compresses counts and bytes."""
+    values = np.asarray(values, dtype=np.float64)
+    return np.sign(values) * np.log1p(np.abs(values))
+
+
+@dataclass(frozen=True)
+class ColumnScaler:
+    """Signed logarithm and standardisation per column.
+
+    Attributes
+    ----------
+    mean, std
+        Shape (n_columns,), of the signed logarithm of the training rows, ignoring NaN.
+    active
+        Columns that varied in training. The others are encoded as 0 always: whatever weights they meet
+        were never trained.
+    clip
+        Standardised values are clipped to ``[-clip, clip]``.
+    """
+
+    mean: NDArray[np.float64]
+    std: NDArray[np.float64]
+    active: NDArray[np.bool_]
+    clip: float
+
+    @classmethod
+    def fit(cls, rows: NDArray[Any], clip: float) -> ColumnScaler:
+        """Fit to rows of shape (n, n_columns), n >= 1; NaN is missing."""
+        rows = np.asarray(rows)
+        if rows.ndim != 2 or rows.shape[0] == 0:
+            raise PredictorError(f"a scaler needs rows of shape (n >= 1, columns), got {rows.shape}")
+        logs = signed_log1p(rows)
+        known = ~np.isnan(logs)
+        count = np.maximum(known.sum(0), 1)
+        mean = np.where(known, logs, 0.0).sum(0) / count
+        std = np.sqrt((np.where(known, logs - mean, 0.0) ** 2).sum(0) / count)
+        active = std > _CONSTANT_STD
+        return cls(mean, np.where(active, std, 1.0), active, float(clip))
+
+    def transform(self, rows: NDArray[Any]) -> FloatArray:
+        """Encode rows of shape (n, n_columns); NaN becomes 0, the training mean."""
+        scaled = (signed_log1p(rows) - self.mean) / self.std
+        scaled = np.where(self.active & ~np.isnan(scaled), np.clip(scaled, -self.clip, self.clip), 0.0)
+        return scaled.astype(np.float32)
+
+
+@dataclass(frozen=True)
+class FeatureEncoder:
+    """Scalers of leaves and devices, with the names of the columns they were fitted to.
+
+    Attributes
+    ----------
+    feature_set
+        Identity of the leaf features (:data:`cdmpp.program.ast.FEATURE_SET`).
+    leaf_features, device_features
+        Column names, in order.
+    leaf, device
+        The scalers. The device scaler sees every training device once, whatever its number of records.
+    """
+
+    feature_set: str
+    leaf_features: tuple[str, ...]
+    device_features: tuple[str, ...]
+    leaf: ColumnScaler
+    device: ColumnScaler
+
+    @classmethod
+    def fit(
+        cls,
+        leaves: NDArray[Any],
+        devices: NDArray[Any],
+        *,
+        feature_set: str,
+        leaf_features: Sequence[str],
+        device_features: Sequence[str],
+        clip: float = 8.0,
+    ) -> FeatureEncoder:
+        """Fit to raw leaves of all training programs, one a row, and raw training devices, one a row.
+
+        Raises
+        ------
+        FeatureMismatchError
+            Columns and names differ in number.
+        PredictorError
+            A leaf value is not finite, or there are no rows.
+        """
+        _check_columns(leaves, leaf_features, "leaf")
+        _check_columns(devices, device_features, "device")
+        _check_finite(leaves)
+        return cls(
+            feature_set,
+            tuple(leaf_features),
+            tuple(device_features),
+            ColumnScaler.fit(leaves, clip),
+            ColumnScaler.fit(devices, clip),
+        )
+
+    @property
+    def leaf_dim(self) -> int:
+        """Width of an encoded leaf."""
+        return len(self.leaf_features)
+
+    @property
+    def device_dim(self) -> int:
+        """Width of an encoded device: values and missing flags."""
+        return 2 * len(self.device_features)
+
+    def encode_leaves(self, leaves: NDArray[Any]) -> FloatArray:
+        """Raw leaves (n, n_leaf_features) -> float32 of the same shape."""
+        _check_columns(leaves, self.leaf_features, "leaf")
+        _check_finite(leaves)
+        return self.leaf.transform(leaves)
+
+    def encode_devices(self, devices: NDArray[Any]) -> FloatArray:
+        """Raw devices (m, n_device_features) -> float32 (m, device_dim): values, then missing flags."""
+        _check_columns(devices, self.device_features, "device")
+        devices = np.asarray(devices, dtype=np.float64)
+        return np.concatenate([self.device.transform(devices), np.isnan(devices).astype(np.float32)], axis=1)
+
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        """The fitted statistics, to be stored beside the weights."""
+        return {
+            f"encoder.{part}.{name}": np.asarray(getattr(scaler, name), dtype=np.float64)
+            for part, scaler in (("leaf", self.leaf), ("device", self.device))
+            for name in ("mean", "std", "active")
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Names and settings as JSON values; the statistics are in :meth:`to_arrays`."""
+        return {
+            "feature_set": self.feature_set,
+            "leaf_features": list(self.leaf_features),
+            "device_features": list(self.device_features),
+            "clip": {"leaf": self.leaf.clip, "device": self.device.clip},
+        }
+
+    @classmethod
+    def from_arrays(cls, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> FeatureEncoder:
+        """Rebuild from :meth:`to_json` and :meth:`to_arrays`; PredictorError if they do not fit together."""
+        try:
+            leaf_names, device_names = tuple(state["leaf_features"]), tuple(state["device_features"])
+            scalers = {}
+            for part, names in (("leaf", leaf_names), ("device", device_names)):
+                columns = [np.asarray(arrays[f"encoder.{part}.{key}"]) for key in ("mean", "std", "active")]
+                if any(column.shape != (len(names),) for column in columns):
+                    raise PredictorError(
+                        f"encoder statistics of {part} features are not of shape ({len(names)},)"
+                    )
+                mean, std, active = columns
+                scalers[part] = ColumnScaler(mean, std, active.astype(bool), float(state["clip"][part]))
+            return cls(
+                str(state["feature_set"]), leaf_names, device_names, scalers["leaf"], scalers["device"]
+            )
+        except (KeyError, TypeError, ValueError) as err:
+            raise PredictorError(f"encoder state is incomplete or malformed: {err!r}") from err
+
+
+def _check_columns(rows: NDArray[Any], names: Sequence[str], what: str) -> None:
+    if np.ndim(rows) != 2 or np.shape(rows)[1] != len(names):
+        raise FeatureMismatchError(
+            f"expected {what} features of shape (n, {len(names)}), got {np.shape(rows)}"
+        )
+
+
+def _check_finite(leaves: NDArray[Any]) -> None:
+    bad = ~np.isfinite(leaves)
+    if bad.any():
+        row, column = np.argwhere(bad)[0]
+        raise PredictorError(
+            f"{int(bad.sum())} leaf features are not finite, the first in row {row}, column {column}"
+        )

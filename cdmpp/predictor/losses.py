@@ -1,0 +1,85 @@
+"""Training losses: hybrid MSE + MAPE, and central moment discrepancy between two sets of embeddings."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from cdmpp.predictor.config import LossConfig
+from cdmpp.predictor.transforms import LabelTransform
+
+
+def relative_error(log_predicted: torch.Tensor, log_target: torch.Tensor, cap: float) -> torch.Tensor:
+    """``|predicted - target| / target`` from logarithms, shape (n,), with a bounded gradient.
+
+    Up to ``predicted = cap * target`` it is the relative error exactly. Beyond, where it would explode on an
+    untrained network, it continues as its tangent in the log ratio (continuous with continuous slope).
+    """
+    log_cap = math.log(cap)
+    ratio = log_predicted - log_target
+    inside = torch.expm1(ratio.clamp(max=log_cap)).abs()
+    return inside + cap * (ratio - log_cap).clamp(min=0)
+
+
+class HybridLoss:
+    """``mse_weight * MSE`` of transformed labels plus ``mape_weight * MAPE`` of seconds."""
+
+    def __init__(self, config: LossConfig, transform: LabelTransform) -> None:
+        self._config = config
+        self._transform = transform
+
+    def __call__(
+        self,
+        label: torch.Tensor,
+        target: torch.Tensor,
+        log_target_s: torch.Tensor,
+        log_reference: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Scalar loss.
+
+        Parameters
+        ----------
+        label, target
+            Predicted and true standardised labels, shape (n,).
+        log_target_s
+            Natural logarithm of the true latency in seconds, shape (n,).
+        log_reference
+            Natural logarithm of the reference in seconds where the transform is relative.
+        """
+        loss = self._config.mse_weight * torch.mean((label - target) ** 2)
+        if self._config.mape_weight:
+            log_predicted = self._transform.log_inverse(label, log_reference)
+            errors = relative_error(log_predicted, log_target_s, self._config.mape_cap)
+            loss = loss + self._config.mape_weight * errors.mean()
+        return loss
+
+
+def central_moment_discrepancy(
+    source: torch.Tensor, target: torch.Tensor, moments: int = 5, low: float = -1.0, high: float = 1.0
+) -> torch.Tensor:
+    """CMD between two samples of embeddings bounded to ``[low, high]`` (Zellinger et al. 2017, equation 1).
+
+    ``|E x - E y| / (b - a) + sum_{k=2..K} |c_k(x) - c_k(y)| / (b - a)^k`` with ``c_k`` the vector of k-th
+    central moments and ``|.|`` the Euclidean norm.
+
+    Parameters
+    ----------
+    source, target
+        Shapes (n, d) and (m, d).
+    moments
+        K, at least 1.
+    """
+    width = high - low
+    source_mean, target_mean = source.mean(0), target.mean(0)
+    total = _norm(source_mean - target_mean) / width
+    source_centred, target_centred = source - source_mean, target - target_mean
+    for k in range(2, moments + 1):
+        difference = (source_centred**k).mean(0) - (target_centred**k).mean(0)
+        total = total + _norm(difference) / width**k
+    return total
+
+
+def _norm(vector: torch.Tensor) -> torch.Tensor:
+    # the tiny constant keeps the gradient of the norm defined at zero
+    return torch.sqrt((vector**2).sum() + 1e-16)

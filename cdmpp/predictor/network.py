@@ -1,0 +1,166 @@
+"""The network: a transformer encoder over the leaves of a compact AST, and a decoder to one label.
+
+After CDMPP (EuroSys'24), with a padding mask and pooling in place of one network per number of leaves.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import torch
+from torch import nn
+
+from cdmpp.predictor.batching import PackedPrograms, PaddedBatch, inference_batches
+from cdmpp.predictor.config import ModelConfig
+from cdmpp.predictor.positional import positional_encoding
+
+#: The table of positional encodings grows in steps of this many positions.
+_POSITION_STEP = 256
+
+
+class PreOrderEncoding(nn.Module):
+    """Looks up the positional encoding of pre-order node positions; the table grows as needed."""
+
+    def __init__(self, dim: int, variant: str) -> None:
+        super().__init__()
+        self._dim, self._variant = dim, variant
+        self._table: torch.Tensor
+        self.register_buffer("_table", torch.zeros(0, dim), persistent=False)
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        """int64 (...) -> float32 (..., dim)."""
+        table = self._table
+        needed = int(positions.max()) + 1
+        if needed > table.shape[0]:
+            size = -(-needed // _POSITION_STEP) * _POSITION_STEP
+            values = positional_encoding(np.arange(size), self._dim, self._variant)
+            table = torch.from_numpy(np.asarray(values, dtype=np.float32)).to(positions.device)
+            self._table = table
+        return table[positions]
+
+
+class AttentionPooling(nn.Module):
+    """Weighted mean of the leaves with learned weights, one set a head."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self._heads = heads
+        self.score = nn.Linear(dim, heads)
+
+    def forward(self, leaves: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        """(batch, length, dim) and its mask -> (batch, dim)."""
+        batch, length, dim = leaves.shape
+        scores = self.score(leaves).masked_fill(padding[:, :, None], float("-inf"))
+        weights = torch.softmax(scores, dim=1)[..., None]
+        heads = leaves.view(batch, length, self._heads, dim // self._heads)
+        return (weights * heads).sum(1).reshape(batch, dim)
+
+
+class LatencyNetwork(nn.Module):
+    """Leaves, positions, mask and device -> one standardised label a program.
+
+    Parameters
+    ----------
+    config
+        Sizes and variants.
+    leaf_dim, device_dim
+        Widths of an encoded leaf and an encoded device.
+    """
+
+    def __init__(self, config: ModelConfig, leaf_dim: int, device_dim: int) -> None:
+        super().__init__()
+        self.config = config
+        dim = config.dim
+        self.leaf_projection = nn.Linear(leaf_dim, dim)
+        self.position = None if config.positional == "none" else PreOrderEncoding(dim, config.positional)
+        self.device_projection: nn.Module | None = None
+        decoder_in = config.embedding_dim
+        if config.device != "none":
+            out = 2 * dim if config.device == "film" else dim
+            self.device_projection = nn.Sequential(nn.Linear(device_dim, dim), nn.GELU(), nn.Linear(dim, out))
+            decoder_in += device_dim
+        layer = nn.TransformerEncoderLayer(
+            dim, config.heads, config.ffn_dim, config.dropout, "gelu", batch_first=True, norm_first=True
+        )
+        self.encoder = nn.TransformerEncoder(layer, config.layers, enable_nested_tensor=False)
+        self.norm = nn.LayerNorm(dim)
+        self.pool = AttentionPooling(dim, config.heads) if config.pooling == "attention" else None
+        # sums grow with the number of leaves, so the pooled vector also carries its logarithm
+        self.embedding = nn.Linear(dim + 1, config.embedding_dim)
+        widths = [decoder_in] + [config.decoder_dim] * config.decoder_layers
+        hidden: list[nn.Module] = []
+        for before, after in itertools.pairwise(widths):
+            hidden += [nn.Linear(before, after), nn.GELU(), nn.Dropout(config.dropout)]
+        self.decoder = nn.Sequential(*hidden, nn.Linear(widths[-1], 1))
+
+    def forward(self, batch: PaddedBatch, device: torch.Tensor) -> torch.Tensor:
+        """Standardised labels, shape (batch,); ``device`` is float32 (batch, device_dim)."""
+        return self.decode(self.embed(batch, device), device)
+
+    def embed(self, batch: PaddedBatch, device: torch.Tensor) -> torch.Tensor:
+        """Bounded embedding of each program on its device, shape (batch, embedding_dim)."""
+        config, padding = self.config, batch.padding
+        leaves = self.leaf_projection(batch.leaves)
+        if self.position is not None:
+            leaves = leaves + self.position(batch.positions)
+        if self.device_projection is not None:
+            condition = self.device_projection(device)[:, None, :]
+            if config.device == "film":
+                scale, shift = condition.chunk(2, dim=-1)
+                leaves = leaves * (1 + scale) + shift
+            else:
+                leaves = torch.cat([condition, leaves], dim=1)
+                padding = torch.cat([padding.new_zeros(len(padding), 1), padding], dim=1)
+        hidden = self.norm(self.encoder(leaves, src_key_padding_mask=padding))
+        count = (~padding).sum(1, keepdim=True).to(hidden.dtype)
+        if self.pool is not None:
+            pooled = self.pool(hidden, padding)
+        else:
+            pooled = hidden.masked_fill(padding[:, :, None], 0.0).sum(1)
+            if config.pooling == "mean":
+                pooled = pooled / count
+        embedding = self.embedding(torch.cat([pooled, torch.log(count)], dim=1))
+        if config.embedding_activation == "tanh":
+            return torch.tanh(embedding)
+        if config.embedding_activation == "sigmoid":
+            return torch.sigmoid(embedding)
+        return embedding
+
+    def decode(self, embedding: torch.Tensor, device: torch.Tensor) -> torch.Tensor:
+        """Standardised labels, shape (batch,)."""
+        if self.device_projection is not None:
+            embedding = torch.cat([embedding, device], dim=1)
+        return self.decoder(embedding).squeeze(-1)
+
+
+def predict_labels(
+    network: LatencyNetwork,
+    packed: PackedPrograms,
+    programs: np.ndarray,
+    device_rows: torch.Tensor,
+    device_index: np.ndarray,
+    batch_size: int = 1024,
+) -> np.ndarray:
+    """Standardised labels of (program, device) pairs, float64 (n,), in evaluation mode.
+
+    Parameters
+    ----------
+    programs, device_index
+        int (n,): program number and row of ``device_rows`` of each pair.
+    device_rows
+        float32 (devices, device_dim), encoded.
+    """
+    where = next(network.parameters()).device
+    training = network.training
+    network.eval()
+    labels = np.empty(len(programs), dtype=np.float64)
+    try:
+        with torch.inference_mode():
+            for rows in inference_batches(packed.lengths[programs], batch_size):
+                batch = packed.batch(programs[rows]).to(where)
+                device = device_rows[torch.from_numpy(device_index[rows])].to(where)
+                labels[rows] = network(batch, device).double().cpu().numpy()
+    finally:
+        network.train(training)
+    return labels

@@ -1,0 +1,271 @@
+"""The trained predictor: programs and a device in, seconds out; a folder of safetensors and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdmpp.errors import FeatureMismatchError, PredictorError
+from cdmpp.predictor.config import ModelConfig
+from cdmpp.predictor.encoding import FeatureEncoder
+from cdmpp.predictor.transforms import LabelTransform, transform_from_json
+from cdmpp.program.types import Program, Task
+
+if TYPE_CHECKING:
+    from cdmpp.device import Device
+    from cdmpp.predictor.network import LatencyNetwork
+    from cdmpp.program.ast import CompactAST
+
+FORMAT = "cdmpp-predictor"
+FORMAT_VERSION = 1
+
+_JSON_FILE = "predictor.json"
+_WEIGHTS_FILE = "weights.safetensors"
+_DEFAULT_FOLDER = Path(__file__).parent / "weights" / "default"
+
+#: Program -> its AST or PrimFunc.
+Resolver = Callable[[Program], Any]
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """A trained latency model. Make one with :func:`cdmpp.predictor.train`, :meth:`load` or :meth:`default`.
+
+    Attributes
+    ----------
+    network
+        The network, with its weights.
+    encoder, transform
+        Feature encoder and label transform fitted on the training data.
+    devices
+        Devices seen in training: name -> raw device features, as :func:`cdmpp.device.device_features` gave
+        them.
+    training
+        Summary of the training data and run (JSON values): records, tasks, split, validation error.
+    """
+
+    network: LatencyNetwork = field(repr=False)
+    encoder: FeatureEncoder = field(repr=False)
+    transform: LabelTransform
+    devices: Mapping[str, NDArray[np.float64]] = field(repr=False)
+    training: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def predict(self, programs: Any, device: str | Device, *, resolver: Resolver | None = None) -> Any:
+        """Latency in seconds.
+
+        Parameters
+        ----------
+        programs
+            One program or a list of them, each a CompactAST, a TIR PrimFunc or IRModule, a
+            :class:`~cdmpp.program.types.Task` (as it is, unscheduled) or, with ``resolver``, a
+            :class:`~cdmpp.program.types.Program`.
+        device
+            A device name or a Device. Devices that were not seen in training are extrapolated to.
+        resolver
+            Gives the AST or PrimFunc of a Program (such as ``cdmpp.predictor.ast_resolver(dataset)``).
+
+        Returns
+        -------
+        A float for one program, a float64 array of shape (n,) for a list.
+
+        Raises
+        ------
+        UnknownDeviceError
+            No such device.
+        ProgramError
+            A program has no computation or cannot be read.
+        PredictorError
+            A Program was given without a resolver.
+        """
+        if isinstance(programs, list | tuple):
+            return self.predict_features([_as_ast(p, resolver) for p in programs], device)
+        return float(self.predict_features([_as_ast(programs, resolver)], device)[0])
+
+    def predict_features(self, asts: Sequence[CompactAST], device: str | Device) -> NDArray[np.float64]:
+        """Latencies in seconds of ASTs on one device, float64 (n,); what :meth:`predict` calls."""
+        return self.predict_pairs(asts, [device], np.zeros(len(asts), dtype=np.int64))
+
+    def predict_pairs(
+        self, asts: Sequence[CompactAST], devices: Sequence[str | Device], device_index: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """Latencies in seconds of ``asts[i]`` on ``devices[device_index[i]]``, float64 (n,)."""
+        import torch
+
+        from cdmpp.predictor.batching import PackedPrograms
+        from cdmpp.predictor.network import predict_labels
+
+        rows = np.stack([self.device_vector(device) for device in devices])
+        packed = PackedPrograms.pack(asts, self.encoder)
+        encoded = torch.from_numpy(self.encoder.encode_devices(rows))
+        labels = predict_labels(self.network, packed, np.arange(len(asts)), encoded, np.asarray(device_index))
+        return self.transform.inverse(labels)
+
+    def device_vector(self, device: str | Device) -> NDArray[np.float64]:
+        """Raw features of a device: as in training where its name was seen, else of its specification."""
+        from cdmpp.device import device_features, get_device
+
+        if isinstance(device, str):
+            if device in self.devices:
+                return self.devices[device]
+            device = get_device(device)
+        return np.asarray(device_features(device), dtype=np.float64)
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``predictor.json`` and ``weights.safetensors`` into a folder (made if missing)."""
+        import torch
+
+        import cdmpp
+        from cdmpp.predictor.checkpoint import save_tensors
+
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {f"network.{k}": v for k, v in self.network.state_dict().items()}
+        tensors.update({k: torch.from_numpy(v.copy()) for k, v in self.encoder.to_arrays().items()})
+        save_tensors(folder / _WEIGHTS_FILE, tensors, {"format": FORMAT})
+        state = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "cdmpp_version": getattr(cdmpp, "__version__", "unknown"),
+            "model": self.network.config.model_dump(mode="json"),
+            "encoder": self.encoder.to_json(),
+            "label_transform": self.transform.to_json(),
+            "devices": {name: _to_json(vector) for name, vector in self.devices.items()},
+            "training": dict(self.training),
+        }
+        temporary = folder / (_JSON_FILE + ".tmp")
+        temporary.write_text(json.dumps(state, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        temporary.replace(folder / _JSON_FILE)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Predictor:
+        """Load a predictor folder, or the run folder that holds one.
+
+        Raises
+        ------
+        FeatureMismatchError
+            It was trained on another feature set than this cdmpp computes.
+        PredictorError
+            Missing, damaged, incomplete or of another version.
+        """
+        folder = Path(folder)
+        if not (folder / _JSON_FILE).exists() and (folder / "predictor" / _JSON_FILE).exists():
+            folder = folder / "predictor"
+        state = _read_state(folder)
+        _check_features(state, folder)
+        return _build(state, folder)
+
+    @classmethod
+    def default(cls) -> Predictor:
+        """The predictor that ships with cdmpp; PredictorError where this installation has none."""
+        if not (_DEFAULT_FOLDER / _JSON_FILE).exists():
+            raise PredictorError(
+                f"this installation ships no default predictor (expected in {_DEFAULT_FOLDER}); "
+                "train one with cdmpp train"
+            )
+        return cls.load(_DEFAULT_FOLDER)
+
+
+def predict(programs: Any, device: str | Device, predictor: Predictor | str | Path = "default") -> Any:
+    """Latency in seconds: :meth:`Predictor.predict` with the predictor that ships, or another.
+
+    Parameters
+    ----------
+    predictor
+        A predictor, its folder, or ``"default"``.
+    """
+    if not isinstance(predictor, Predictor):
+        predictor = Predictor.default() if predictor == "default" else Predictor.load(predictor)
+    return predictor.predict(programs, device)
+
+
+def _as_ast(program: Any, resolver: Resolver | None) -> CompactAST:
+    from cdmpp.program.ast import CompactAST, compact_ast
+
+    if isinstance(program, Program):
+        if resolver is None:
+            raise PredictorError(f"program {program.hash} is a reference: pass resolver= to predict it")
+        program = resolver(program)
+    if isinstance(program, Task):
+        program = program.prim_func()
+    return program if isinstance(program, CompactAST) else compact_ast(program)
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    path = folder / _JSON_FILE
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as err:
+        raise PredictorError(
+            f"{folder}: no predictor here, expected {_JSON_FILE} and {_WEIGHTS_FILE}"
+        ) from err
+    except ValueError as err:
+        raise PredictorError(f"{path}: expected JSON, but it is damaged: {err}") from err
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise PredictorError(f'{path}: expected "format": "{FORMAT}"')
+    if state.get("format_version") != FORMAT_VERSION:
+        raise PredictorError(
+            f"{path}: predictor format {state.get('format_version')}, this cdmpp reads {FORMAT_VERSION}"
+        )
+    return state
+
+
+def _check_features(state: Mapping[str, Any], folder: Path) -> None:
+    from cdmpp.device import DEVICE_FEATURES
+    from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURES
+
+    encoder = state.get("encoder")
+    if not isinstance(encoder, dict):
+        raise PredictorError(f"{folder / _JSON_FILE}: expected an object under 'encoder'")
+    if encoder.get("feature_set") != FEATURE_SET or encoder.get("leaf_features") != list(LEAF_FEATURES):
+        raise FeatureMismatchError(
+            f"{folder}: trained on features {encoder.get('feature_set')}, this cdmpp computes {FEATURE_SET}"
+        )
+    if encoder.get("device_features") != list(DEVICE_FEATURES):
+        raise FeatureMismatchError(
+            f"{folder}: trained on device features {encoder.get('device_features')}, "
+            f"this cdmpp computes {list(DEVICE_FEATURES)}"
+        )
+
+
+def _build(state: Mapping[str, Any], folder: Path) -> Predictor:
+    from pydantic import ValidationError
+
+    from cdmpp.predictor.checkpoint import load_tensors
+    from cdmpp.predictor.network import LatencyNetwork
+
+    tensors, _ = load_tensors(folder / _WEIGHTS_FILE)
+    arrays = {name: t.numpy() for name, t in tensors.items() if name.startswith("encoder.")}
+    weights = {name.removeprefix("network."): t for name, t in tensors.items() if name.startswith("network.")}
+    path = folder / _JSON_FILE
+    try:
+        encoder = FeatureEncoder.from_arrays(state["encoder"], arrays)
+        transform = transform_from_json(state["label_transform"])
+        devices = {str(name): _from_json(vector) for name, vector in state["devices"].items()}
+        network = LatencyNetwork(
+            ModelConfig.model_validate(state["model"]), encoder.leaf_dim, encoder.device_dim
+        )
+        training = dict(state["training"])
+    except (KeyError, TypeError, ValueError, AttributeError, ValidationError) as err:
+        raise PredictorError(
+            f"{path}: incomplete or malformed: {' '.join(str(err).split()) or err!r}"
+        ) from err
+    try:
+        network.load_state_dict(weights)
+    except RuntimeError as err:
+        raise PredictorError(f"{folder}: weights do not fit the network of {_JSON_FILE}: {err}") from err
+    network.eval()
+    return Predictor(network, encoder, transform, devices, training)
+
+
+def _to_json(vector: NDArray[np.float64]) -> list[float | None]:
+    return [None if np.isnan(value) else float(value) for value in vector]
+
+
+def _from_json(values: Sequence[float | None]) -> NDArray[np.float64]:
+    return np.asarray([np.nan if value is None else value for value in values], dtype=np.float64)

@@ -1,0 +1,282 @@
+"""A training run from configuration and datasets to a folder with a predictor.
+
+The run folder holds ``config.yaml``, ``split.json``, ``history.jsonl`` (one line an epoch),
+``checkpoint.safetensors`` and, when training is done, ``predictor/``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdmpp.errors import PredictorError
+from cdmpp.predictor.config import Config, dump_config
+from cdmpp.predictor.data import TrainingData, gather
+from cdmpp.predictor.encoding import FeatureEncoder
+from cdmpp.predictor.predictor import Predictor
+from cdmpp.predictor.splitting import split_data
+from cdmpp.predictor.transforms import LabelTransform, fit_transform
+
+if TYPE_CHECKING:
+    from cdmpp.dataset import DatasetView, Split
+    from cdmpp.predictor.trainer import LabelledArrays, ProgressCallback, Trainer, TrainerState
+
+CHECKPOINT_FILE = "checkpoint.safetensors"
+HISTORY_FILE = "history.jsonl"
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a training run gives.
+
+    Attributes
+    ----------
+    predictor
+        The predictor of the best epoch.
+    data, split
+        What it was trained on, to be evaluated with.
+    history
+        One line an epoch, as in ``history.jsonl``.
+    """
+
+    predictor: Predictor
+    data: TrainingData
+    split: Split
+    history: list[dict[str, Any]]
+
+
+def train(
+    config: Config,
+    datasets: TrainingData | DatasetView | str | Path | Sequence[str | Path] | None,
+    out: str | Path,
+    progress: ProgressCallback | None = None,
+    resume: bool = False,
+) -> TrainResult:
+    """Train a predictor and write the run folder.
+
+    Parameters
+    ----------
+    config
+        See :mod:`cdmpp.predictor.config`.
+    datasets
+        Data or dataset folders; None takes ``config.data.paths``.
+    out
+        The run folder.
+    progress
+        Called with every epoch's history line.
+    resume
+        Continue the run in ``out`` if there is one; the result is that of an unbroken run.
+
+    Raises
+    ------
+    PredictorError
+        ``out`` holds a run and ``resume`` is off, or it belongs to another configuration or other records;
+        training diverged.
+    DatasetError, SplitError
+        No records; a split that cannot be made.
+    """
+    out = Path(out)
+    if not resume and any((out / name).exists() for name in (CHECKPOINT_FILE, HISTORY_FILE, "predictor")):
+        raise PredictorError(f"{out} holds a training run: resume it, or choose another folder")
+    data = _as_data(config, datasets)
+    split = split_data(config.split.spec, data)
+    fitted = prepare(config, data, split)
+    fingerprint = _fingerprint(config, data, split)
+    out.mkdir(parents=True, exist_ok=True)
+    state = _restore(fitted.trainer, out, fingerprint) if resume else None
+    history = _read_history(out, state.epoch if state else 0)
+    (out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    (out / "split.json").write_text(json.dumps(split.to_json()), encoding="utf-8")
+    final = _fit(fitted.trainer, out, fingerprint, history, progress)
+    predictor = fitted.predictor(final.best, training_summary(config, data, split, final))
+    predictor.save(out / "predictor")
+    return TrainResult(predictor, data, split, history)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A trainer with everything that was fitted on the training part of a split.
+
+    Attributes
+    ----------
+    encoder, transform
+        Fitted on training programs, training devices and training labels alone.
+    arrays
+        All pairs, encoded.
+    trainer
+        Ready to fit.
+    devices
+        Training devices: name -> raw features.
+    """
+
+    encoder: FeatureEncoder
+    transform: LabelTransform
+    arrays: LabelledArrays
+    trainer: Trainer
+    devices: dict[str, NDArray[np.float64]]
+
+    def predictor(self, weights: dict[str, Any], training: dict[str, Any]) -> Predictor:
+        """The predictor with these weights; takes over the trainer's network."""
+        network = self.trainer.network.cpu()
+        network.load_state_dict(weights)
+        network.eval()
+        return Predictor(network, self.encoder, self.transform, self.devices, training)
+
+
+def prepare(config: Config, data: TrainingData, split: Split) -> Fitted:
+    """Fit encoder and label transform on the training part and make the trainer."""
+    from cdmpp.device import DEVICE_FEATURES
+    from cdmpp.predictor.trainer import Trainer
+    from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURES
+
+    train_rows, valid_rows = np.asarray(split.train), np.asarray(split.valid)
+    labels = data.labels
+    if not len(train_rows):
+        raise PredictorError("the split leaves no training records")
+    programs = labels["program"].iloc[train_rows].unique()
+    vectors = data.device_vectors()
+    train_devices = sorted(labels["device"].iloc[train_rows].unique())
+    encoder = FeatureEncoder.fit(
+        np.concatenate([data.asts[program].leaves for program in programs]),
+        np.stack([vectors[name] for name in train_devices]),
+        feature_set=FEATURE_SET,
+        leaf_features=LEAF_FEATURES,
+        device_features=DEVICE_FEATURES,
+        clip=config.encoder.clip,
+    )
+    transform = fit_transform(config.label.transform, labels["latency_s"].to_numpy()[train_rows])
+    arrays = encode(data, encoder)
+    trainer = Trainer(
+        config,
+        transform,
+        arrays.take(train_rows),
+        arrays.take(valid_rows),
+        encoder.leaf_dim,
+        encoder.device_dim,
+    )
+    return Fitted(encoder, transform, arrays, trainer, {name: vectors[name] for name in train_devices})
+
+
+def encode(data: TrainingData, encoder: FeatureEncoder) -> LabelledArrays:
+    """All pairs of the data as arrays, encoded with a fitted encoder."""
+    import torch
+
+    from cdmpp.predictor.batching import PackedPrograms
+    from cdmpp.predictor.trainer import LabelledArrays
+
+    programs = list(dict.fromkeys(data.labels["program"]))
+    number = {program: i for i, program in enumerate(programs)}
+    devices = sorted(data.devices)
+    vectors = data.device_vectors()
+    device_number = {name: i for i, name in enumerate(devices)}
+    return LabelledArrays(
+        PackedPrograms.pack([data.asts[program] for program in programs], encoder),
+        torch.from_numpy(encoder.encode_devices(np.stack([vectors[name] for name in devices]))),
+        np.asarray([number[program] for program in data.labels["program"]], dtype=np.int64),
+        np.asarray([device_number[name] for name in data.labels["device"]], dtype=np.int64),
+        data.labels["latency_s"].to_numpy(dtype=np.float64),
+    )
+
+
+def training_summary(config: Config, data: TrainingData, split: Split, state: TrainerState) -> dict[str, Any]:
+    """JSON values that say what a predictor was trained on and how it ended."""
+    table = data.labels.iloc[np.asarray(split.train)]
+    tasks = sorted(table["task"].unique())
+    noise = table["noise"].to_numpy(dtype=np.float64)
+    noise = noise[np.isfinite(noise)]
+    return {
+        "split": config.split.spec,
+        "seed": config.train.seed,
+        "records": len(table),
+        "programs": int(table["program"].nunique()),
+        "records_by_device": {str(k): int(v) for k, v in sorted(table["device"].value_counts().items())},
+        "networks": sorted({network for task in tasks for network in data.networks.get(task, ())}),
+        "tasks": tasks,
+        "latency_s_range": [float(table["latency_s"].min()), float(table["latency_s"].max())],
+        "noise_floor_mape": float(noise.mean()) if len(noise) else None,
+        "epochs": state.epoch,
+        "best_epoch": state.best_epoch,
+        "valid_mape": state.best_mape,
+    }
+
+
+def _as_data(config: Config, datasets: Any) -> TrainingData:
+    if isinstance(datasets, TrainingData):
+        return datasets
+    if datasets is None:
+        if not config.data.paths:
+            raise PredictorError("no data: give dataset folders, or data.paths in the configuration")
+        datasets = config.data.paths
+    return gather(datasets, config.data)
+
+
+def _fit(
+    trainer: Trainer,
+    out: Path,
+    fingerprint: str,
+    history: list[dict[str, Any]],
+    progress: ProgressCallback | None,
+) -> TrainerState:
+    from cdmpp.predictor.checkpoint import save_checkpoint
+
+    with (out / HISTORY_FILE).open("w", encoding="utf-8") as file:
+        for line in history:
+            file.write(json.dumps(line) + "\n")
+        file.flush()
+
+        def record(line: dict[str, Any]) -> None:
+            history.append(line)
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            if progress is not None:
+                progress(line)
+
+        return trainer.fit(lambda state: save_checkpoint(out / CHECKPOINT_FILE, state, fingerprint), record)
+
+
+def _restore(trainer: Trainer, out: Path, fingerprint: str) -> TrainerState | None:
+    from cdmpp.predictor.checkpoint import load_checkpoint
+
+    path = out / CHECKPOINT_FILE
+    if not path.exists():
+        return None
+    state = load_checkpoint(path, fingerprint)
+    trainer.restore(state)
+    return state
+
+
+def _read_history(out: Path, epochs: int) -> list[dict[str, Any]]:
+    """The history lines of the epochs that a checkpoint holds; a line cut by a kill is dropped."""
+    path = out / HISTORY_FILE
+    if epochs == 0 or not path.exists():
+        return []
+    lines: list[dict[str, Any]] = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if line["epoch"] <= epochs:
+            lines.append(line)
+    return lines
+
+
+def _fingerprint(config: Config, data: TrainingData, split: Split) -> str:
+    """Identifies everything that the result of a run depends on."""
+    from cdmpp.program.ast import FEATURE_SET
+
+    settings = config.model_dump(mode="json", exclude={"data": True, "train": {"threads"}})
+    digest = hashlib.sha256(json.dumps([settings, FEATURE_SET], sort_keys=True).encode())
+    for column in ("program", "device"):
+        digest.update("\n".join(data.labels[column]).encode())
+    digest.update(data.labels["latency_s"].to_numpy(dtype=np.float64).tobytes())
+    for rows in (split.train, split.valid):
+        digest.update(np.asarray(rows, dtype=np.int64).tobytes())
+    return digest.hexdigest()[:32]

@@ -1,0 +1,129 @@
+"""Scoring a predictor on records, overall and by group."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdmpp.errors import PredictorError
+from cdmpp.predictor.data import TrainingData
+from cdmpp.report.metrics import evaluate_groups, evaluate_predictions
+
+if TYPE_CHECKING:
+    from cdmpp.dataset import Split
+    from cdmpp.predictor.predictor import Predictor
+
+logger = logging.getLogger(__name__)
+
+#: Split specification that scores every record.
+ALL_RECORDS = "all"
+
+
+def evaluate(
+    predictor: Predictor,
+    data: TrainingData,
+    split: Split | str | None = None,
+    by: Sequence[str] = ("device", "network"),
+    part: str = "test",
+) -> dict[str, Any]:
+    """Score a predictor; the result is the content of ``cdmpp evaluate --json``.
+
+    Parameters
+    ----------
+    predictor
+        The predictor.
+    data
+        Records to score, see :func:`cdmpp.predictor.gather`.
+    split
+        A split of ``data``, a specification, ``"all"`` for every record, or None for the split the predictor
+        was trained with. A specification that is only a kind (``"by_network"``) also means the split of
+        training where that was of the kind: another one would test on training records.
+    by
+        Groupings: device, network, task, family, origin.
+    part
+        Part of the split to score: train, valid or test.
+
+    Returns
+    -------
+    ``{"overall": {...}, "groups": {grouping: {group: {...}}}, "split": str, "part": str, "seed": int,
+    "n_trained_tasks": int}``; the last is the number of scored records whose task was trained on.
+    Metrics are defined in :mod:`cdmpp.report.metrics`.
+
+    Raises
+    ------
+    PredictorError
+        No records to score, or an unknown part or grouping.
+    SplitError
+        The split cannot be made of this data.
+    """
+    if part not in ("train", "valid", "test"):
+        raise PredictorError(f"unknown part '{part}' (known: train, valid, test)")
+    name, rows = _rows(predictor, data, split, part)
+    if not len(rows):
+        raise PredictorError(f"no records to score: the {part} part of split {name} is empty")
+    predicted_s = predict_rows(predictor, data, rows)
+    trained = set(predictor.training.get("tasks", ()))
+    seen = int(data.labels["task"].iloc[rows].isin(list(trained)).sum())
+    if seen and part == "test" and not name.startswith("within_task"):
+        logger.warning("%d of %d scored records are of tasks the predictor was trained on", seen, len(rows))
+    return {
+        **score(data, rows, predicted_s, by),
+        "split": name,
+        "part": part,
+        "seed": predictor.training.get("seed"),
+        "n_trained_tasks": seen,
+    }
+
+
+def score(
+    data: TrainingData, rows: NDArray[np.int64], predicted_s: NDArray[np.float64], by: Sequence[str]
+) -> dict[str, Any]:
+    """``{"overall": metrics, "groups": ...}`` of predictions (n,) for these rows (n,) of the label table."""
+    table = data.labels.iloc[rows]
+    columns = (
+        table["latency_s"].to_numpy(dtype=np.float64),
+        predicted_s,
+        table["task"].tolist(),
+        table["device"].tolist(),
+        table["noise"].to_numpy(dtype=np.float64),
+    )
+    groups = {grouping: data.members(grouping, rows) for grouping in by}
+    return {"overall": evaluate_predictions(*columns), "groups": evaluate_groups(*columns, groups)}
+
+
+def predict_rows(predictor: Predictor, data: TrainingData, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Predicted seconds for these rows of the label table, float64 (n,)."""
+    table = data.labels.iloc[rows]
+    names = sorted(table["device"].unique())
+    number = {name: i for i, name in enumerate(names)}
+    devices = [name if name in predictor.devices else data.devices[name] for name in names]
+    index = np.asarray([number[name] for name in table["device"]], dtype=np.int64)
+    return predictor.predict_pairs([data.asts[program] for program in table["program"]], devices, index)
+
+
+def _rows(
+    predictor: Predictor, data: TrainingData, split: Split | str | None, part: str
+) -> tuple[str, NDArray[np.int64]]:
+    from cdmpp.predictor.splitting import split_data
+
+    if split == ALL_RECORDS:
+        return ALL_RECORDS, np.arange(len(data))
+    if split is None or isinstance(split, str):
+        spec = _specification(predictor, split)
+        return spec, np.asarray(getattr(split_data(spec, data), part))
+    return split.spec, np.asarray(getattr(split, part))
+
+
+def _specification(predictor: Predictor, spec: str | None) -> str:
+    trained = predictor.training.get("split")
+    if spec is None:
+        if trained is None:
+            raise PredictorError("the predictor does not say which split it was trained with: name one")
+        return str(trained)
+    if trained is not None and ":" not in spec and str(trained).split(":", 1)[0] == spec:
+        return str(trained)
+    return spec

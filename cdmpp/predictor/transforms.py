@@ -1,0 +1,221 @@
+"""Label transforms: latency in seconds <-> the scale the network predicts.
+
+Fitted on training labels only, invertible, and safe on any network output: the inverse is clamped to a wide
+range around the training labels, because a Box-Cox inverse is undefined beyond ``-1 / lambda``.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from cdmpp.errors import LabelError, PredictorError
+
+if TYPE_CHECKING:
+    import torch
+
+#: Predictions may leave the range of the training labels by this factor on either side.
+RANGE_FACTOR = 1e3
+
+#: ``|lambda * log(latency / scale)|`` is kept below the first number for training labels and below the second
+#: for the range of the inverse: beyond, Box-Cox saturates and its inverse amplifies rounding without bound.
+_SATURATION = (4.0, 5.0)
+
+#: Box-Cox exponents closer to zero than this are treated as the logarithm, its limit.
+_LOG_LAMBDA = 1e-6
+
+
+@dataclass(frozen=True)
+class LabelTransform(ABC):
+    """An invertible, increasing, standardised map of ``latency / reference``.
+
+    Attributes
+    ----------
+    mean, std
+        Of the unstandardised transformed training labels.
+    log_low, log_high
+        Natural logarithm of the smallest and largest ratio the inverse returns.
+    relative
+        Whether latencies are divided by a per-program reference (such as a roofline time) first; then every
+        method needs ``reference_s``.
+    """
+
+    mean: float
+    std: float
+    log_low: float
+    log_high: float
+    relative: bool = False
+
+    kind = "abstract"
+
+    @abstractmethod
+    def _raw(self, log_ratio: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Log ratio -> unstandardised transformed label."""
+
+    @abstractmethod
+    def _log_of_raw(self, raw: Any) -> Any:
+        """Inverse of :meth:`_raw` on its clamped range; array or tensor."""
+
+    def forward(self, latency_s: ArrayLike, reference_s: ArrayLike | None = None) -> NDArray[np.float64]:
+        """Seconds -> standardised label, same shape. LabelError for a latency that is not finite and > 0."""
+        return (self._raw(self._log_ratio(latency_s, reference_s)) - self.mean) / self.std
+
+    def inverse(self, label: ArrayLike, reference_s: ArrayLike | None = None) -> NDArray[np.float64]:
+        """Standardised label -> seconds, same shape, always finite and > 0 (NaN labels stay NaN)."""
+        low, high = self._raw(np.asarray([self.log_low, self.log_high]))
+        raw = np.clip(np.asarray(label, dtype=np.float64) * self.std + self.mean, low, high)
+        log_ratio = np.asarray(self._log_of_raw(raw))
+        return np.exp(log_ratio + self._log_reference(reference_s))
+
+    def log_inverse(self, label: torch.Tensor, log_reference: torch.Tensor | None = None) -> torch.Tensor:
+        """Standardised label -> log seconds, differentiable inside the clamped range."""
+        low, high = self._raw(np.asarray([self.log_low, self.log_high]))
+        # a hair inside, so that rounding to single precision never leaves the domain
+        margin = 1e-5 * (high - low)
+        log_ratio = self._log_of_raw((label * self.std + self.mean).clamp(low + margin, high - margin))
+        if self.relative:
+            if log_reference is None:
+                raise PredictorError("this label transform is relative: a reference per program is needed")
+            return log_ratio + log_reference
+        return log_ratio
+
+    def to_json(self) -> dict[str, Any]:
+        """State as JSON values."""
+        state = {"kind": self.kind, "mean": self.mean, "std": self.std, "relative": self.relative}
+        return {**state, "log_low": self.log_low, "log_high": self.log_high}
+
+    def _log_reference(self, reference_s: ArrayLike | None) -> NDArray[np.float64] | float:
+        if not self.relative:
+            return 0.0
+        if reference_s is None:
+            raise PredictorError("this label transform is relative: a reference per program is needed")
+        return np.log(_checked(reference_s, "reference"))
+
+    def _log_ratio(self, latency_s: ArrayLike, reference_s: ArrayLike | None) -> NDArray[np.float64]:
+        return np.log(_checked(latency_s, "latency")) - self._log_reference(reference_s)
+
+
+@dataclass(frozen=True)
+class LogTransform(LabelTransform):
+    """Natural logarithm, standardised."""
+
+    kind = "log"
+
+    def _raw(self, log_ratio: NDArray[np.float64]) -> NDArray[np.float64]:
+        return log_ratio
+
+    def _log_of_raw(self, raw: Any) -> Any:
+        return raw
+
+
+@dataclass(frozen=True)
+class BoxCoxTransform(LabelTransform):
+    """Box-Cox ``((y / scale)**lambda - 1) / lambda``, standardised (CDMPP's label normalisation).
+
+    ``scale`` is the geometric mean of the training labels. Dividing by it does not change the fitted
+    ``lambda`` and keeps microseconds and seconds well conditioned.
+    """
+
+    lambda_: float = 0.0
+    log_scale: float = 0.0
+
+    kind = "box-cox"
+
+    def _raw(self, log_ratio: NDArray[np.float64]) -> NDArray[np.float64]:
+        centred = log_ratio - self.log_scale
+        if abs(self.lambda_) < _LOG_LAMBDA:
+            return centred
+        return np.expm1(self.lambda_ * centred) / self.lambda_
+
+    def _log_of_raw(self, raw: Any) -> Any:
+        if abs(self.lambda_) < _LOG_LAMBDA:
+            return raw + self.log_scale
+        log1p = np.log1p if isinstance(raw, np.ndarray) else type(raw).log1p
+        return log1p(raw * self.lambda_) / self.lambda_ + self.log_scale
+
+    def to_json(self) -> dict[str, Any]:
+        return {**super().to_json(), "lambda": self.lambda_, "log_scale": self.log_scale}
+
+
+def fit_transform(kind: str, latency_s: ArrayLike, reference_s: ArrayLike | None = None) -> LabelTransform:
+    """Fit a label transform to training labels.
+
+    Parameters
+    ----------
+    kind
+        ``"box-cox"`` (scikit-learn's PowerTransformer finds lambda by maximum likelihood) or ``"log"``.
+    latency_s
+        Training labels in seconds, shape (n,), n >= 1.
+    reference_s
+        Per-program reference in seconds for a relative transform, shape (n,).
+
+    Raises
+    ------
+    LabelError
+        No labels, or one that is not finite and positive.
+    PredictorError
+        Unknown kind.
+    """
+    log_ratio = np.log(_checked(latency_s, "latency"))
+    if reference_s is not None:
+        log_ratio = log_ratio - np.log(_checked(reference_s, "reference"))
+    if log_ratio.size == 0:
+        raise LabelError("a label transform needs at least one training label")
+    relative = reference_s is not None
+    low = float(log_ratio.min()) - math.log(RANGE_FACTOR)
+    high = float(log_ratio.max()) + math.log(RANGE_FACTOR)
+    if kind == "log":
+        return LogTransform(float(log_ratio.mean()), _spread(log_ratio), low, high, relative)
+    if kind != "box-cox":
+        raise PredictorError(f"unknown label transform '{kind}' (known: box-cox, log)")
+    log_scale = float(log_ratio.mean())
+    lambda_ = 0.0
+    if np.ptp(log_ratio) > 1e-9:
+        from sklearn.preprocessing import PowerTransformer
+
+        fitted = PowerTransformer(method="box-cox", standardize=False).fit(
+            np.exp(log_ratio - log_scale)[:, None]
+        )
+        limit = _SATURATION[0] / float(np.abs(log_ratio - log_scale).max())
+        lambda_ = float(np.clip(fitted.lambdas_[0], -limit, limit))
+        if abs(lambda_) >= _LOG_LAMBDA:
+            reach = _SATURATION[1] / abs(lambda_)
+            low, high = max(low, log_scale - reach), min(high, log_scale + reach)
+    unscaled = BoxCoxTransform(0.0, 1.0, low, high, relative, lambda_, log_scale)
+    raw = unscaled._raw(log_ratio)
+    return BoxCoxTransform(float(raw.mean()), _spread(raw), low, high, relative, lambda_, log_scale)
+
+
+def transform_from_json(state: dict[str, Any]) -> LabelTransform:
+    """Rebuild a transform from :meth:`LabelTransform.to_json`; PredictorError if the state is not one."""
+    try:
+        base = [float(state[key]) for key in ("mean", "std", "log_low", "log_high")]
+        relative = bool(state["relative"])
+        if state["kind"] == "log":
+            return LogTransform(*base, relative)
+        if state["kind"] == "box-cox":
+            return BoxCoxTransform(*base, relative, float(state["lambda"]), float(state["log_scale"]))
+    except (KeyError, TypeError, ValueError) as err:
+        raise PredictorError(f"label transform state is incomplete or malformed: {err!r}") from err
+    raise PredictorError(f"unknown label transform '{state['kind']}' (known: box-cox, log)")
+
+
+def _spread(values: NDArray[np.float64]) -> float:
+    std = float(values.std())
+    return std if std > 1e-9 else 1.0
+
+
+def _checked(values: ArrayLike, what: str) -> NDArray[np.float64]:
+    array = np.asarray(values, dtype=np.float64)
+    bad = ~(np.isfinite(array) & (array > 0))
+    if bad.any():
+        first = np.argwhere(np.atleast_1d(bad))[0].tolist()
+        raise LabelError(
+            f"every {what} must be finite and above 0 s; {int(bad.sum())} are not, the first at {first}"
+        )
+    return array

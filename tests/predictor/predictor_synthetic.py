@@ -1,0 +1,46 @@
+"""Synthetic programs whose latency is a known function of two leaf features and the device's clock."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from cdmpp.program.ast import LEAF_FEATURES, CompactAST
+
+from cdmpp.device import Device
+from cdmpp.predictor.data import TrainingData
+
+
+def make_ast(rng: np.random.Generator, n_leaves: int, scale: float = 1.0) -> CompactAST:
+    leaves = np.zeros((n_leaves, len(LEAF_FEATURES)), dtype=np.float32)
+    leaves[:, :10] = np.exp(rng.uniform(0, 8, (n_leaves, 10))) * scale
+    leaves[:, 10] = rng.integers(0, 2, n_leaves)
+    positions = np.cumsum(rng.integers(1, 9, n_leaves)).astype(np.int32)
+    return CompactAST(leaves=leaves, positions=positions, n_nodes=int(positions[-1]) + 1)
+
+
+def make_device(name: str, clock_mhz: float) -> Device:
+    return Device(
+        name=name, base=name, kind="cpu", vendor="intel", model=name, share=1.0, cores=2, cores_used=1,
+        clock_mhz=clock_mhz, simd_bits=256,
+    )  # fmt: skip
+
+
+def make_data(n_tasks: int = 12, per_task: int = 30, seed: int = 0) -> TrainingData:
+    rng = np.random.default_rng(seed)
+    devices = {"slow": make_device("slow", 1000.0), "fast": make_device("fast", 4000.0)}
+    asts, rows = {}, []
+    for task in range(n_tasks):
+        n_leaves = int(rng.integers(1, 5))
+        for i in range(per_task):
+            program = f"p{task:03d}_{i:03d}"
+            ast = asts[program] = make_ast(rng, n_leaves)
+            # latency: the work of every leaf, four times slower where its flag is off
+            work = (ast.leaves[:, 0] * np.where(ast.leaves[:, 10] > 0, 1.0, 4.0)).sum()
+            for name, device in devices.items():
+                rows.append(
+                    (program, f"t{task:03d}", name, 1e-6 * work * 1000 / device.clock_mhz, 0.01, "random")
+                )
+    labels = pd.DataFrame(rows, columns=["program", "task", "device", "latency_s", "noise", "origin"])
+    networks = {f"t{task:03d}": (f"net{task % 4}",) for task in range(n_tasks)}
+    families = {"net0": "cnn", "net1": "cnn", "net2": "transformer", "net3": "mlp"}
+    return TrainingData(labels, asts, devices, networks, families)

@@ -1,0 +1,94 @@
+"""Feature encoding: standardised on training, constants dropped, outliers clipped, missing values flagged."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from cdmpp.errors import FeatureMismatchError, PredictorError
+from cdmpp.predictor.encoding import ColumnScaler, FeatureEncoder, signed_log1p
+
+
+def make_encoder(leaves, devices, clip=4.0):
+    return FeatureEncoder.fit(
+        np.asarray(leaves, np.float32),
+        np.asarray(devices, np.float64),
+        feature_set="test/1",
+        leaf_features=[f"l{i}" for i in range(np.shape(leaves)[1])],
+        device_features=[f"d{i}" for i in range(np.shape(devices)[1])],
+        clip=clip,
+    )
+
+
+def test_signed_log_keeps_sign_and_zero():
+    assert signed_log1p(np.array([0.0, np.e - 1, 1 - np.e])) == pytest.approx([0.0, 1.0, -1.0])
+
+
+def test_leaves_are_standardised_on_the_fitted_rows():
+    leaves = np.exp(np.random.default_rng(0).normal(size=(500, 3)) * 2).astype(np.float32)
+    encoded = make_encoder(leaves, [[1.0], [2.0]], clip=100.0).encode_leaves(leaves)
+    assert encoded.dtype == np.float32
+    assert encoded.mean(0) == pytest.approx(0, abs=1e-5)
+    assert encoded.std(0) == pytest.approx(1, abs=1e-4)
+
+
+def test_constant_columns_are_zero_whatever_comes_later():
+    encoder = make_encoder([[1.0, 5.0], [9.0, 5.0]], [[1.0], [2.0]])
+    assert encoder.encode_leaves(np.array([[1.0, 5.0], [1.0, 1e6]]))[:, 1].tolist() == [0.0, 0.0]
+
+
+def test_far_out_values_are_clipped():
+    encoder = make_encoder([[1.0], [2.0]], [[1.0], [2.0]], clip=4.0)
+    assert encoder.encode_leaves(np.array([[1e30], [-1e30]])).ravel().tolist() == [4.0, -4.0]
+
+
+def test_missing_device_values_become_the_mean_with_a_flag():
+    encoder = make_encoder([[1.0], [2.0]], [[10.0, 1.0], [1000.0, np.nan], [100.0, 3.0]])
+    encoded = encoder.encode_devices(np.array([[10.0, np.nan], [np.nan, 1.0]]))
+    assert encoded.shape == (2, encoder.device_dim) == (2, 4)
+    assert encoded[0, 1] == 0 and encoded[1, 0] == 0
+    assert encoded[0, 0] < 0  # 10 is the smallest of the fitted devices
+    assert encoded[:, 2:].tolist() == [[0, 1], [1, 0]]
+
+
+def test_a_column_missing_on_all_training_devices_is_constant():
+    encoder = make_encoder([[1.0], [2.0]], [[1.0, np.nan], [2.0, np.nan]])
+    assert encoder.encode_devices(np.array([[1.0, 7.0]]))[0, 1] == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    hnp.arrays(np.float64, (6, 3), elements=st.floats(-1e12, 1e12)),
+    hnp.arrays(np.float64, (4, 3), elements=st.floats(-1e30, 1e30) | st.just(np.nan)),
+)
+def test_scaled_values_are_always_finite_and_bounded(fitted, rows):
+    encoded = ColumnScaler.fit(fitted, clip=5.0).transform(rows)
+    assert np.isfinite(encoded).all()
+    assert np.abs(encoded).max() <= 5.0
+
+
+def test_round_trip_through_json_and_arrays():
+    rng = np.random.default_rng(1)
+    leaves, devices = rng.exponential(100, (50, 4)), rng.exponential(100, (3, 2))
+    encoder = make_encoder(leaves, devices)
+    again = FeatureEncoder.from_arrays(json.loads(json.dumps(encoder.to_json())), encoder.to_arrays())
+    assert (again.encode_leaves(leaves) == encoder.encode_leaves(leaves)).all()
+    assert (again.encode_devices(devices) == encoder.encode_devices(devices)).all()
+    assert again.feature_set == "test/1"
+
+
+def test_errors_say_what_is_wrong():
+    encoder = make_encoder([[1.0, 2.0], [3.0, 4.0]], [[1.0], [2.0]])
+    with pytest.raises(FeatureMismatchError, match=r"\(n, 2\)"):
+        encoder.encode_leaves(np.zeros((3, 5)))
+    with pytest.raises(PredictorError, match="row 1, column 0"):
+        encoder.encode_leaves(np.array([[1.0, 1.0], [np.nan, 1.0]]))
+    arrays = encoder.to_arrays()
+    del arrays["encoder.leaf.std"]
+    with pytest.raises(PredictorError, match="incomplete"):
+        FeatureEncoder.from_arrays(encoder.to_json(), arrays)

@@ -1,0 +1,170 @@
+"""Training runs on disk: what is written, resuming after a kill, leakage, bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cdmpp.errors import PredictorError
+from cdmpp.predictor import Predictor, evaluate, load_config, train
+from cdmpp.predictor.run import prepare
+from cdmpp.predictor.splitting import split_data
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture()
+def by_task(config):
+    return config.model_copy(update={"split": config.split.model_copy(update={"spec": "by_task:seed=0"})})
+
+
+def test_a_run_folder_holds_everything(data, by_task, tmp_path):
+    lines = []
+    result = train(by_task, data, tmp_path / "run", progress=lines.append)
+    assert load_config(tmp_path / "run" / "config.yaml") == by_task
+    history = [json.loads(line) for line in (tmp_path / "run" / "history.jsonl").read_text().splitlines()]
+    assert history == lines == result.history
+    split = json.loads((tmp_path / "run" / "split.json").read_text())
+    assert split["train"] and split["test"]
+    loaded = Predictor.load(tmp_path / "run")
+    assert loaded.training["valid_mape"] == min(line["valid_mape"] for line in lines)
+    assert loaded.training["records_by_device"].keys() == {"fast", "slow"}
+    scores = evaluate(loaded, data, result.split)
+    assert scores["overall"] == evaluate(result.predictor, data)["overall"]
+
+
+def test_a_run_is_not_overwritten(data, by_task, tmp_path):
+    train(by_task, data, tmp_path)
+    with pytest.raises(PredictorError, match="holds a training run"):
+        train(by_task, data, tmp_path)
+    # resuming a finished run gives it back
+    again = train(by_task, data, tmp_path, resume=True)
+    assert len(again.history) == by_task.train.epochs
+
+
+def test_resuming_another_configuration_or_other_data_is_refused(data, by_task, tmp_path):
+    train(by_task, data, tmp_path)
+    other = by_task.model_copy(update={"loss": by_task.loss.model_copy(update={"mape_weight": 0.9})})
+    with pytest.raises(PredictorError, match="another configuration"):
+        train(other, data, tmp_path, resume=True)
+    labels = data.labels.assign(latency_s=data.labels["latency_s"] * 1.001)
+    with pytest.raises(PredictorError, match="other records"):
+        train(by_task, replace(data, labels=labels), tmp_path, resume=True)
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from predictor_synthetic import make_data
+from cdmpp.predictor import load_config, train
+train(load_config(sys.argv[2]), make_data(), sys.argv[3], resume=True)
+"""
+
+
+def test_a_killed_run_resumes_to_the_same_predictor(data, by_task, tmp_path):
+    longer = by_task.model_copy(
+        update={"train": by_task.train.model_copy(update={"epochs": 25, "patience": 25})}
+    )
+    expected = train(longer, data, tmp_path / "unbroken")
+    run = tmp_path / "killed"
+    command = [
+        sys.executable,
+        "-c",
+        SCRIPT,
+        str(Path(__file__).parent),
+        str(tmp_path / "unbroken/config.yaml"),
+        str(run),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment)
+    deadline = time.monotonic() + 60
+    while not (run / "history.jsonl").exists() or len((run / "history.jsonl").read_text().splitlines()) < 3:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (run / "predictor").exists()
+    resumed = train(longer, data, run, resume=True)
+    weights, reference = resumed.predictor.network.state_dict(), expected.predictor.network.state_dict()
+    assert all((weights[name] == reference[name]).all() for name in reference)
+    assert [line["epoch"] for line in resumed.history] == list(range(1, 26))
+    assert len((run / "history.jsonl").read_text().splitlines()) == 25
+
+
+def test_nothing_is_fitted_on_validation_or_test(data, by_task):
+    """Wild values outside the training part change neither encoder nor label transform."""
+    split = split_data("by_task:seed=0", data)
+    fitted = prepare(by_task, data, split)
+    outside = np.concatenate([split.valid, split.test])
+    latency_s = data.labels["latency_s"].to_numpy().copy()
+    latency_s[outside] *= 1e3
+    programs = set(data.labels["program"].iloc[outside])
+    asts = {p: replace(ast, leaves=ast.leaves * 99) if p in programs else ast for p, ast in data.asts.items()}
+    wild = replace(data, labels=data.labels.assign(latency_s=latency_s), asts=asts)
+    again = prepare(by_task, wild, split)
+    assert again.transform == fitted.transform
+    for name, array in fitted.encoder.to_arrays().items():
+        assert (again.encoder.to_arrays()[name] == array).all()
+
+
+def test_a_device_only_in_test_is_not_fitted_on(data, by_task):
+    split = split_data("by_device:heldout=fast;seed=0", data)
+    fitted = prepare(by_task, data, split)
+    assert fitted.devices.keys() == {"slow"}
+    # one training device: every device column is constant, so encoded as 0
+    assert (
+        fitted.encoder.encode_devices(data.device_vectors()["fast"][None])[
+            :, : fitted.encoder.device_dim // 2
+        ]
+        == 0
+    ).all()
+
+
+def test_evaluate_reports_groups_and_trained_tasks(data, by_task, tmp_path):
+    result = train(by_task, data, tmp_path)
+    scores = evaluate(result.predictor, data, by=("device", "network", "task", "family"))
+    assert scores["n_trained_tasks"] == 0
+    assert scores["split"] == "by_task:seed=0" and scores["seed"] == 0
+    assert scores["groups"]["device"].keys() == {"fast", "slow"}
+    assert (
+        sum(g["n"] for g in scores["groups"]["task"].values())
+        == scores["overall"]["n"]
+        == len(result.split.test)
+    )
+    assert scores["groups"]["family"].keys() <= {"cnn", "transformer", "mlp"}
+    json.dumps(scores, allow_nan=False)
+    everything = evaluate(result.predictor, data, "all")
+    assert everything["overall"]["n"] == len(data) and everything["n_trained_tasks"] > 0
+    assert evaluate(result.predictor, data, "by_task")["overall"] == scores["overall"]
+    with pytest.raises(PredictorError, match="cannot group by 'colour'"):
+        evaluate(result.predictor, data, by=("colour",))
+    with pytest.raises(PredictorError, match="unknown part"):
+        evaluate(result.predictor, data, part="dev")
+
+
+def test_no_data_is_said(config, tmp_path):
+    with pytest.raises(PredictorError, match="no data"):
+        train(config, None, tmp_path)
+
+
+def test_train_py_reports_bad_input_in_one_line(tmp_path):
+    command = [
+        sys.executable,
+        "train.py",
+        "--config",
+        str(tmp_path / "none.yaml"),
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
