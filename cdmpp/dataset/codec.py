@@ -179,7 +179,7 @@ def records_from_arrow(table: pa.Table) -> pd.DataFrame:
 
 def split_meta(meta: Mapping[str, Any]) -> tuple[list[Any], str]:
     """The values of :data:`META_COLUMNS` and the rest as JSON ("" if there is none)."""
-    kinds = {"float": (float, int), "int": int, "str": str}
+    kinds: dict[str, tuple[type, ...]] = {"float": (float, int), "int": (int,), "str": (str,)}
     rest = plain_meta(meta)
     columns = []
     for name, kind in META_COLUMNS.items():

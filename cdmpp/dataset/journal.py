@@ -1,8 +1,9 @@
 """Append-only JSON lines that know when they are damaged.
 
-A line is ``<crc32 of the JSON, 8 hex digits> <JSON>\\n``. Each line is handed to the kernel in one write, so a killed
-process loses nothing it had appended; ``fsync`` at most once a second bounds what a power cut can take. A line whose
-checksum does not match (a cut tail, a flipped bit, a foreign line) is skipped and counted, never fatal.
+A line is ``<crc32 of the JSON, 8 hex digits> <JSON>\\n``. Each line is handed to the kernel in one write,
+so a killed process loses nothing it had appended; ``fsync`` at most once a second bounds what a power cut
+can take. A line whose checksum does not match (a cut tail, a flipped bit, a foreign line) is skipped and
+counted, never fatal.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class JournalContent:
     corrupt_lines
         Lines that were skipped.
     n_bytes, crc32
-        Of the whole file as read. ``finalize`` notes them so that a journal that is already in the parquet file
-        is not read again.
+        Of the whole file as read. ``finalize`` notes them so that a journal that is already in the parquet
+        file is not read again.
     """
 
     values: list[Any]
@@ -65,8 +66,9 @@ def read_journal(path: Path, ingested: tuple[int, int] | None = None) -> Journal
     Parameters
     ----------
     ingested
-        (n_bytes, crc32) of the journal that a parquet file already contains. If the file starts with exactly those
-        bytes they are skipped (a crash between writing the parquet file and deleting the journal).
+        (n_bytes, crc32) of the journal that a parquet file already contains. If the file starts with
+        exactly those bytes they are skipped (a crash between writing the parquet file and deleting the
+        journal).
 
     Raises
     ------
@@ -96,8 +98,8 @@ def read_journal(path: Path, ingested: tuple[int, int] | None = None) -> Journal
 class JournalWriter:
     """Appends lines to one journal. One writer at a time (see :mod:`cdmpp.dataset.lock`).
 
-    A tail that was cut before is closed with a newline, so that it spoils no line but its own. When the disk is
-    full the half-written line is taken back.
+    A tail that was cut before is closed with a newline, so that it spoils no line but its own. When the
+    disk is full the half-written line is taken back.
     """
 
     def __init__(self, path: Path) -> None:
@@ -132,7 +134,7 @@ class JournalWriter:
         except OSError as error:
             self._take_back()
             raise DatasetError(
-                f"cannot write {self.path}: {error.strerror}; everything before is kept, resume when there is room"
+                f"cannot write {self.path}: {error.strerror}; what was added before is kept"
             ) from error
         self._size += len(line)
         self._dirty = True
@@ -182,7 +184,7 @@ class JournalSet:
         self._synced_at = clock()
 
     def append(self, name: str, value: Any) -> None:
-        """Write one line to the journal of that name; sync all if the last time is a second ago (DatasetError)."""
+        """Write one line to the journal of that name; sync all once a second (DatasetError)."""
         if name not in self._writers:
             self._writers[name] = JournalWriter(self._paths[name])
         self._writers[name].append(value)

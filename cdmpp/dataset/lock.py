@@ -53,7 +53,7 @@ class WriterLock:
 
     def _is_current(self, fd: int) -> bool:
         try:
-            return os.fstat(fd).st_ino == os.stat(self.path).st_ino
+            return os.fstat(fd).st_ino == self.path.stat().st_ino
         except FileNotFoundError:
             return False
 

@@ -82,7 +82,7 @@ def check_schema_version(meta: Mapping[str, Any], path: Path) -> None:
     version = meta.get("schema_version")
     if version != SCHEMA_VERSION:
         raise SchemaVersionError(
-            f"{path} has dataset schema version {version!r}; this cdmpp reads and writes version {SCHEMA_VERSION}"
+            f"{path} has dataset schema version {version!r}; this cdmpp reads version {SCHEMA_VERSION}"
         )
 
 

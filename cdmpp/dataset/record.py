@@ -27,7 +27,8 @@ class Record:
     samples_s
         The samples behind the label, in seconds, in the order in which they were taken. Stored as float32.
     noise
-        Relative difference of the labels of the two halves of the samples, |a - b| / mean(a, b); None if unknown.
+        Relative difference of the labels of the two halves of the samples, |a - b| / mean(a, b); None if
+        unknown.
     error
         What went wrong, for people; "" for an ok record.
     measured_at

@@ -2,8 +2,8 @@
 
 A dataset is a folder::
 
-    meta.json          {"schema_version": 1, "created_at": unix seconds, ...}: free for notes; ``network_families``
-                       ({network: family}) is read by the splits
+    meta.json          {"schema_version": 1, "created_at": unix seconds, ...}: free for notes;
+                       ``network_families`` ({network: family}) is read by the splits
     tasks.jsonl        while profiling: append-only journals (see :mod:`cdmpp.dataset.journal`)
     spaces.jsonl
     programs.jsonl
@@ -80,8 +80,8 @@ def arrow_schema(table: str) -> pa.Schema:
         ]  # fmt: skip
     elif table == "spaces":
         fields = [
-            ("hash", text), ("task_hash", text), ("rule", text), ("num_cores", pa.int32()), ("index", pa.int32()),
-            ("insts_json", text),
+            ("hash", text), ("task_hash", text), ("rule", text), ("num_cores", pa.int32()),
+            ("index", pa.int32()), ("insts_json", text),
         ]  # fmt: skip
     elif table == "programs":
         fields = [

@@ -30,8 +30,8 @@ _LOG = logging.getLogger(__name__)
 class Dataset(DatasetView):
     """One dataset folder (see :mod:`cdmpp.dataset.schema` for what is in it).
 
-    Reading is lazy. The first ``add_...`` takes the writer's lock; it is given back by :meth:`close` (or use the
-    dataset as a context manager). Not for several threads at once.
+    Reading is lazy. The first ``add_...`` takes the writer's lock; it is given back by :meth:`close` (or
+    use the dataset as a context manager). Not for several threads at once.
 
     Attributes
     ----------

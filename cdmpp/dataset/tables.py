@@ -26,8 +26,8 @@ class StoredTables:
     Attributes
     ----------
     corrupt_lines
-        Table -> damaged journal lines that were skipped, those of journals that became parquet included. Has a
-        table once it was read.
+        Table -> damaged journal lines that were skipped, those of journals that became parquet included.
+        Has a table once it was read.
     journal_end
         Table -> (bytes, crc32) of the journal as it was read.
     """

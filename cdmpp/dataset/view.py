@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +13,6 @@ from cdmpp.program.types import Program, Space, Task
 
 if TYPE_CHECKING:
     import pandas as pd
-
-_LOG = logging.getLogger(__name__)
 
 
 class DatasetView:
@@ -38,8 +35,11 @@ class DatasetView:
 
     @property
     def records(self) -> pd.DataFrame:
-        """All records, one a row, columns :data:`cdmpp.dataset.schema.RECORD_COLUMNS`; ``latency_s`` and ``noise``
-        are NaN where there is none, ``task`` and ``origin`` are "" where the program is unknown."""
+        """All records, one a row, columns :data:`cdmpp.dataset.schema.RECORD_COLUMNS`.
+
+        ``latency_s`` and ``noise`` are NaN where there is none, ``task`` and ``origin`` are "" where the
+        program is unknown.
+        """
         raise NotImplementedError
 
     @property
@@ -74,7 +74,7 @@ class DatasetView:
                 noise=None if row["noise"] != row["noise"] else row["noise"],
                 error=row["error"],
                 measured_at=row["measured_at"],
-                meta=join_meta(row),
+                meta=join_meta({str(name): value for name, value in row.items()}),
             )
 
     def labels(self, devices: Sequence[str] | None = None, aggregate: str = "median") -> pd.DataFrame:
@@ -93,8 +93,8 @@ class DatasetView:
 class DatasetCollection(DatasetView):
     """Several datasets read as one. Made by :func:`load_datasets`.
 
-    The first dataset that has a task, space or program defines it; the networks of a task are united. Records are
-    all kept, in the order of the datasets.
+    The first dataset that has a task, space or program defines it; the networks of a task are united.
+    Records are all kept, in the order of the datasets.
     """
 
     def __init__(self, parts: Sequence[DatasetView]) -> None:

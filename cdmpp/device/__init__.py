@@ -2,7 +2,7 @@
 
 from cdmpp.device.features import DEVICE_FEATURES, device_features
 from cdmpp.device.spec import Device
-from cdmpp.device.table import DeviceTable, detect, detect_gpus, get_device, load_table
+from cdmpp.device.table import DeviceTable, detect, detect_gpus, get_device, known_devices, load_table
 
 __all__ = [
     "DEVICE_FEATURES",
@@ -12,5 +12,6 @@ __all__ = [
     "detect_gpus",
     "device_features",
     "get_device",
+    "known_devices",
     "load_table",
 ]

@@ -30,8 +30,9 @@ ISAS: dict[str, Isa] = {
     )
 }
 
-#: Vector instructions a core starts per cycle where the row does not say: two 128- to 512-bit pipes are what server
-#: cores since Haswell and Zen 2 have (some Xeon Silver and Bronze have one 512-bit FMA pipe: their peak is half).
+#: Vector instructions a core starts per cycle where the row does not say: two 128- to 512-bit pipes are
+#: what server cores since Haswell and Zen 2 have (some Xeon Silver and Bronze have one 512-bit FMA pipe:
+#: their peak is half).
 ASSUMED_SIMD_PIPES = 2
 
 
@@ -155,8 +156,8 @@ def _gpu_target(row: DeviceRow) -> dict[str, Any]:
 def _common(row: DeviceRow) -> dict[str, Any]:
     same = (
         "kind", "vendor", "model", "cores", "arch", "clock_mhz", "l1_kb", "l2_kb", "l3_kb", "shared_kb",
-        "registers_per_core", "warp_size", "max_threads_per_core", "mem_gb", "bandwidth_gb_s", "launch_overhead_us",
-        "virtual",
+        "registers_per_core", "warp_size", "max_threads_per_core", "mem_gb", "bandwidth_gb_s",
+        "launch_overhead_us", "virtual",
     )  # fmt: skip
     values = {name: getattr(row, name) for name in same}
     return {**values, "base": row.name, "sources": (row.source,) if row.source else ()}

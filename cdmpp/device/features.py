@@ -61,7 +61,7 @@ DEVICE_FEATURES: tuple[str, ...] = tuple(_FEATURES)
 
 
 def device_features(device: Device) -> np.ndarray:
-    """Raw features of a device, float32, shape ``(len(DEVICE_FEATURES),)``; NaN where the value is unknown."""
+    """Raw features of a device, float32, shape ``(len(DEVICE_FEATURES),)``; NaN where unknown."""
     import numpy as np
 
     return np.array([value(device) for value in _FEATURES.values()], dtype=np.float32)

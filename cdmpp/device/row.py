@@ -8,9 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
 #: Data types that ``peak_gflops`` may name.
 PeakName = Literal[
-    "float64", "float32", "float16", "bfloat16", "int8",
-    "float64_matrix", "float32_matrix", "tfloat32_matrix", "float16_matrix", "bfloat16_matrix", "float8_matrix",
-    "int8_matrix",
+    "float64", "float32", "float16", "bfloat16", "int8", "float64_matrix", "float32_matrix",
+    "tfloat32_matrix", "float16_matrix", "bfloat16_matrix", "float8_matrix", "int8_matrix",
 ]  # fmt: skip
 
 

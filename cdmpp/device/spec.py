@@ -14,7 +14,8 @@ class Device:
     Attributes
     ----------
     name
-        Canonical: ``base[.isa][@share]``, such as ``xeon-cascadelake-2.5ghz.x86-64-v2@1``, ``h200`` or ``h200@0.5``.
+        Canonical: ``base[.isa][@share]``, such as ``xeon-cascadelake-2.5ghz.x86-64-v2@1``, ``h200`` or
+        ``h200@0.5``.
     base
         The hardware without restriction and share.
     kind
@@ -38,8 +39,8 @@ class Device:
     fma
         Whether a multiply-add is one instruction.
     lanes_per_core
-        fp32 operations that one core starts per cycle (a multiply-add counts once): CPU pipes x vector lanes, GPU
-        lanes per SM.
+        fp32 operations that one core starts per cycle (a multiply-add counts once): CPU pipes x vector
+        lanes, GPU lanes per SM.
     l1_kb
         Data cache of one core or SM. NVIDIA since Volta: L1 and shared memory together.
     l2_kb
@@ -55,8 +56,8 @@ class Device:
     mem_gb, bandwidth_gb_s
         Memory of the whole device; a share keeps both, as one core may use more than its part.
     peak_gflops
-        Peak by data type *of the share*: ``float32``, ``float16``, ``float64``, and ``..._matrix`` for matrix units
-        (``tfloat32_matrix``, ``float16_matrix``), dense.
+        Peak by data type *of the share*: ``float32``, ``float16``, ``float64``, and ``..._matrix`` for
+        matrix units (``tfloat32_matrix``, ``float16_matrix``), dense.
     launch_overhead_us
         Cost of starting one kernel.
     virtual

@@ -77,8 +77,9 @@ class DeviceTable:
     def get(self, name: str) -> Device:
         """The device of a name ``base[.isa][@share]``.
 
-        ``base`` is a name, a model string or an alias, in any case, with spaces, ``_`` or ``-``. ``isa`` is one of
-        :data:`cdmpp.device.build.ISAS`. ``share`` is a number of cores of a CPU or a fraction of a GPU.
+        ``base`` is a name, a model string or an alias, in any case, with spaces, ``_`` or ``-``. ``isa`` is
+        one of :data:`cdmpp.device.build.ISAS`. ``share`` is a number of cores of a CPU or a fraction of a
+        GPU.
 
         Raises
         ------
@@ -116,7 +117,7 @@ class DeviceTable:
 
 
 def normalise(name: str) -> str:
-    """A name without case, marks and kinds of separators: ``"AMD_Instinct MI100"`` -> ``"amd-instinct-mi100"``."""
+    """A name without case, marks and kinds of separator: ``AMD_Instinct MI100`` -> ``amd-instinct-mi100``."""
     plain = re.sub(r"\((r|tm|c)\)", " ", name.lower())
     return re.sub(r"[\s_/-]+", "-", plain).strip("-")
 
@@ -205,3 +206,9 @@ def detect_gpus() -> list[Device]:
         except UnknownDeviceError:
             continue
     return found
+
+
+def known_devices(table: DeviceTable | None = None) -> list[Device]:
+    """Every device of the table with all its cores, GPUs first, each in the order of names."""
+    rows = (table or load_table()).rows
+    return [build_device(row) for row in sorted(rows, key=lambda row: (row.kind != "gpu", row.name))]

@@ -1,0 +1,340 @@
+"""The four kinds of clean splits.
+
+Choices depend on the seed and on the *names* of what is chosen from (a hash of both), not on the order of the
+labels: more data later moves few tasks from one part to another.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cdmpp.dataset.labels import label_fingerprint
+from cdmpp.dataset.split import Split, TaskNetworks, architecture, networks_of, row_array
+from cdmpp.errors import SplitError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+#: Networks that ``by_network`` holds out unless told otherwise.
+DEFAULT_HELD_OUT_NETWORKS = 4
+
+#: Chosen test networks should take at most so much of the tasks; if that is too little, at most so much.
+_TEST_SHARES = (0.35, 0.5)
+
+#: A validation network may take at most so much of the training labels.
+_MAX_VALID_SHARE = 0.25
+
+
+def by_network(
+    labels: pd.DataFrame,
+    networks: TaskNetworks,
+    held_out: Collection[str] | int | None = None,
+    seed: int = 0,
+    valid: float | Collection[str] = 0.1,
+    families: Mapping[str, str] | None = None,
+) -> Split:
+    """Test on networks whose tasks appear nowhere in training.
+
+    Every task that occurs in a held-out network is a test task, also where a training network has it too. A
+    network is held out at every batch size (``resnet18@b4`` goes with ``resnet18``).
+
+    Parameters
+    ----------
+    labels
+        Label table.
+    networks
+        Task -> networks.
+    held_out
+        Names, or how many to choose; None chooses four (fewer if there are fewer than six networks). Chosen
+        networks are of different families as far as ``families`` and the number allow, and leave at least
+        half of the tasks to training.
+    valid
+        Names of the validation networks, or the fraction of the other labels they should have at least.
+        Their tasks are in no other part. With a single network left to train on, validation tasks are drawn
+        from it.
+    families
+        Network -> family.
+
+    Raises
+    ------
+    SplitError
+        A name that no task has, too few networks to choose from, or a part would be empty.
+    """
+    task_rows = _task_rows(labels)
+    members = {task: {architecture(n) for n in networks_of(networks, task)} for task in task_rows}
+    every = sorted(set().union(*members.values()))
+    if isinstance(held_out, int) or held_out is None:
+        held = _choose_networks(every, members, held_out, seed, families or {})
+    else:
+        held = _known_names([architecture(name) for name in held_out], every, "network")
+    test_tasks = {task for task, names in members.items() if names & set(held)}
+    rest = {task: names for task, names in members.items() if task not in test_tasks}
+    if isinstance(valid, float | int):
+        chosen = _validation_networks(rest, task_rows, float(valid), seed)
+        valid_text = "+".join(chosen) if chosen else f"{valid:g}"
+    else:
+        chosen = _known_names([architecture(name) for name in valid], every, "network")
+        valid_text = "+".join(chosen)
+    if chosen:
+        valid_tasks = {task for task, names in rest.items() if names & set(chosen)}
+    else:
+        valid_tasks = _draw(rest, float(valid), seed, "valid") if isinstance(valid, float | int) else set()
+    spec = f"by_network:heldout={'+'.join(held)};valid={valid_text};seed={seed}"
+    split = _by_tasks("by_network", spec, seed, labels, test_tasks, valid_tasks, tuple(held))
+    split.check_disjoint(labels, networks)
+    return split
+
+
+def by_task(labels: pd.DataFrame, test: float = 0.2, valid: float = 0.1, seed: int = 0) -> Split:
+    """Test on tasks that appear nowhere in training; fractions are of the tasks.
+
+    Raises
+    ------
+    SplitError
+        Fewer than two tasks (three with validation), or fractions that leave nothing to train on.
+    """
+    _check_fractions(test, valid)
+    tasks = set(_task_rows(labels))
+    test_tasks = _draw(tasks, test, seed, "test")
+    valid_tasks = _draw(tasks - test_tasks, valid / (1 - test), seed, "valid")
+    spec = f"by_task:test={test:g};valid={valid:g};seed={seed}"
+    split = _by_tasks("by_task", spec, seed, labels, test_tasks, valid_tasks)
+    split.check_disjoint(labels)
+    return split
+
+
+def by_device(
+    labels: pd.DataFrame,
+    held_out: Collection[str] | None = None,
+    allowed_tasks: Collection[str] = (),
+    valid: float = 0.1,
+    seed: int = 0,
+) -> Split:
+    """Test on devices that appear nowhere in training.
+
+    The held-out devices' programs may well be in training, measured on other devices: that is the question
+    asked. Validation tasks are drawn from the training devices; few have enough devices to spare one.
+
+    Parameters
+    ----------
+    held_out
+        Device names, aliases included; None chooses one.
+    allowed_tasks
+        Few-shot: labels of these tasks on the held-out devices go to training.
+    valid
+        Fraction of the tasks.
+
+    Raises
+    ------
+    SplitError
+        A device without labels, or a part would be empty.
+    """
+    _check_fractions(0.0, valid)
+    devices = sorted(set(labels["device"]))
+    if held_out is None:
+        if len(devices) < 2:
+            raise SplitError("by_device needs labels of at least two devices")
+        held = [_ordered(devices, seed, "device")[0]]
+    else:
+        held = [_device_name(name, devices) for name in held_out]
+    tasks = labels["task"]
+    allowed = sorted(set(allowed_tasks))
+    unknown = set(allowed) - set(tasks)
+    if unknown:
+        raise SplitError(f"by_device: no label of task {', '.join(sorted(unknown)[:3])}")
+    on_held = labels["device"].isin(held).to_numpy()
+    shots = on_held & tasks.isin(allowed).to_numpy()
+    candidates = set(tasks[~on_held]) - set(allowed)
+    valid_tasks = _draw(candidates, valid, seed, "valid")
+    is_valid = ~on_held & tasks.isin(valid_tasks).to_numpy()
+    is_test = on_held & ~shots
+    spec = f"by_device:heldout={'+'.join(held)}"
+    spec += f";tasks={'+'.join(allowed)}" if allowed else ""
+    split = _split(
+        "by_device", f"{spec};valid={valid:g};seed={seed}", seed, labels, is_test, is_valid, held, allowed
+    )
+    split.check_disjoint(labels)
+    return split
+
+
+def within_task(labels: pd.DataFrame, test: float = 0.2, valid: float = 0.1, seed: int = 0) -> Split:
+    """Test on programs that are not in training, of tasks that are; fractions are of the programs.
+
+    The easiest of the four: it tells how well the predictor fits, not what it knows of new work.
+
+    Raises
+    ------
+    SplitError
+        Too few programs, or fractions that leave nothing to train on.
+    """
+    _check_fractions(test, valid)
+    programs = set(labels["program"])
+    test_programs = _draw(programs, test, seed, "test")
+    valid_programs = _draw(programs - test_programs, valid / (1 - test), seed, "valid")
+    is_test = labels["program"].isin(test_programs).to_numpy()
+    is_valid = labels["program"].isin(valid_programs).to_numpy()
+    spec = f"within_task:test={test:g};valid={valid:g};seed={seed}"
+    split = _split("within_task", spec, seed, labels, is_test, is_valid)
+    split.check_disjoint(labels)
+    return split
+
+
+def _choose_networks(
+    every: Sequence[str],
+    members: Mapping[str, set[str]],
+    number: int | None,
+    seed: int,
+    families: Mapping[str, str],
+) -> list[str]:
+    """Networks to hold out: of different families and with few tasks first, never with more than half of them."""
+    few = max(1, len(every) // 3)
+    wanted = number if number is not None else DEFAULT_HELD_OUT_NETWORKS if len(every) >= 6 else few
+    if wanted < 1 or len(every) <= wanted:
+        raise SplitError(
+            f"by_network cannot hold out {wanted} of {len(every)} networks; by_task splits a single network"
+        )
+    family = {architecture(name): kind for name, kind in families.items()}
+    chosen: list[str] = []
+    used: set[str] = set()
+    tries = [(share, new_family_only) for share in _TEST_SHARES for new_family_only in (True, False)]
+    for share, new_family_only in tries:
+        for name in _ordered(every, seed, "network"):
+            kind = family.get(name)
+            if len(chosen) == wanted or name in chosen or (new_family_only and kind in used):
+                continue
+            held = {*chosen, name}
+            if sum(bool(names & held) for names in members.values()) <= share * len(members):
+                chosen.append(name)
+                used.update([kind] if kind is not None else [])
+    if not chosen or (number is not None and len(chosen) < number):
+        raise SplitError(
+            f"by_network cannot hold out {wanted} of {len(every)} networks and leave half of the tasks to "
+            "training; name the networks, or use by_task"
+        )
+    return sorted(chosen)
+
+
+def _validation_networks(
+    rest: Mapping[str, set[str]], task_rows: Mapping[str, int], fraction: float, seed: int
+) -> list[str]:
+    """Networks with about the fraction of the labels that are left; none if every one would take too much."""
+    _check_fractions(0.0, fraction)
+    total = sum(task_rows[task] for task in rest)
+    chosen: list[str] = []
+    for name in _ordered(set().union(*rest.values()) if rest else (), seed, "valid"):
+        taken = sum(task_rows[task] for task, names in rest.items() if names & set(chosen))
+        if taken >= fraction * total:
+            break
+        more = sum(task_rows[task] for task, names in rest.items() if names & {*chosen, name})
+        if more <= max(_MAX_VALID_SHARE, 2 * fraction) * total and more < total:
+            chosen.append(name)
+    return sorted(chosen)
+
+
+def _by_tasks(
+    kind: str,
+    spec: str,
+    seed: int,
+    labels: pd.DataFrame,
+    test_tasks: Collection[str],
+    valid_tasks: Collection[str],
+    held_out: Sequence[str] = (),
+) -> Split:
+    tasks = labels["task"].to_numpy()
+    return _split(
+        kind,
+        spec,
+        seed,
+        labels,
+        np.isin(tasks, sorted(test_tasks)),
+        tasks.isin(valid_tasks).to_numpy(),
+        held_out,
+    )
+
+
+def _split(
+    kind: str,
+    spec: str,
+    seed: int,
+    labels: pd.DataFrame,
+    is_test: np.ndarray,
+    is_valid: np.ndarray,
+    held_out: Sequence[str] = (),
+    allowed_tasks: Sequence[str] = (),
+) -> Split:
+    is_train = ~(is_test | is_valid)
+    for name, mask in (("train", is_train), ("test", is_test)):
+        if not mask.any():
+            raise SplitError(f"split {spec}: nothing is left for {name} of {len(labels)} labels")
+    return Split(
+        kind=kind,
+        spec=spec,
+        seed=seed,
+        train=row_array(np.flatnonzero(is_train)),
+        valid=row_array(np.flatnonzero(is_valid)),
+        test=row_array(np.flatnonzero(is_test)),
+        held_out=tuple(held_out),
+        allowed_tasks=tuple(allowed_tasks),
+        fingerprint=label_fingerprint(labels),
+    )
+
+
+def _task_rows(labels: pd.DataFrame) -> dict[str, int]:
+    """Task -> number of its labels (SplitError for an empty table)."""
+    if not len(labels):
+        raise SplitError("there are no labels to split")
+    return {str(task): int(n) for task, n in labels["task"].value_counts().sort_index().items()}
+
+
+def _key(name: str, seed: int, purpose: str) -> float:
+    """A number in [0, 1) that depends on nothing but the arguments."""
+    digest = hashlib.sha256(f"{purpose}:{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:7], "big") / 2**56
+
+
+def _ordered(names: Iterable[str], seed: int, purpose: str) -> list[str]:
+    return sorted(names, key=lambda name: (_key(name, seed, purpose), name))
+
+
+def _draw(names: Collection[str], fraction: float, seed: int, purpose: str) -> set[str]:
+    """About the fraction of the names; at least one if any is wanted and one is left."""
+    drawn = {name for name in names if _key(name, seed, purpose) < fraction}
+    if not drawn and fraction > 0 and len(names) > 1:
+        drawn = {_ordered(names, seed, purpose)[0]}
+    return drawn
+
+
+def _check_fractions(test: float, valid: float) -> None:
+    if not (0 <= test < 1 and 0 <= valid < 1 and test + valid < 1):
+        raise SplitError(
+            f"fractions test={test:g} and valid={valid:g} must be at least 0 and below 1 together"
+        )
+
+
+def _known_names(names: Iterable[str], every: Collection[str], what: str) -> list[str]:
+    found = sorted(set(names))
+    for name in found:
+        if name not in every:
+            near = difflib.get_close_matches(name, list(every), n=3, cutoff=0.4) or sorted(every)[:3]
+            raise SplitError(f"no label is of {what} {name!r}; there are {', '.join(near)}, ...")
+    if not found:
+        raise SplitError(f"no {what} is named")
+    return found
+
+
+def _device_name(name: str, devices: Collection[str]) -> str:
+    from cdmpp.device import get_device
+    from cdmpp.errors import UnknownDeviceError
+
+    if name in devices:
+        return name
+    try:
+        canonical = get_device(name).name
+    except UnknownDeviceError:
+        canonical = name
+    return _known_names([canonical], devices, "device")[0]
