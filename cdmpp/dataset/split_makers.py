@@ -191,7 +191,7 @@ def _choose_networks(
     seed: int,
     families: Mapping[str, str],
 ) -> list[str]:
-    """Networks to hold out: of different families and with few tasks first, never with more than half of them."""
+    """Networks to hold out: of different families and with few tasks first, never with more than half."""
     few = max(1, len(every) // 3)
     wanted = number if number is not None else DEFAULT_HELD_OUT_NETWORKS if len(every) >= 6 else few
     if wanted < 1 or len(every) <= wanted:
@@ -245,16 +245,8 @@ def _by_tasks(
     valid_tasks: Collection[str],
     held_out: Sequence[str] = (),
 ) -> Split:
-    tasks = labels["task"].to_numpy()
-    return _split(
-        kind,
-        spec,
-        seed,
-        labels,
-        np.isin(tasks, sorted(test_tasks)),
-        tasks.isin(valid_tasks).to_numpy(),
-        held_out,
-    )
+    is_test, is_valid = (labels["task"].isin(tasks).to_numpy() for tasks in (test_tasks, valid_tasks))
+    return _split(kind, spec, seed, labels, is_test, is_valid, held_out)
 
 
 def _split(
