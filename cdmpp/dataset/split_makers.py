@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ from cdmpp.errors import SplitError
 
 if TYPE_CHECKING:
     import pandas as pd
+
+_LOG = logging.getLogger(__name__)
 
 #: Networks that ``by_network`` holds out unless told otherwise.
 DEFAULT_HELD_OUT_NETWORKS = 4
@@ -63,7 +66,8 @@ def by_network(
     Raises
     ------
     SplitError
-        A name that no task has, too few networks to choose from, or a part would be empty.
+        No task has any of the names (some: a warning), too few networks to choose from, or nothing would be
+        left to train on or to test.
     """
     task_rows = _task_rows(labels)
     members = {task: {architecture(n) for n in networks_of(networks, task)} for task in task_rows}
@@ -71,14 +75,14 @@ def by_network(
     if isinstance(held_out, int) or held_out is None:
         held = _choose_networks(every, members, held_out, seed, families or {})
     else:
-        held = _known_names([architecture(name) for name in held_out], every, "network")
+        held = _known_names(map(architecture, held_out), every, "network")
     test_tasks = {task for task, names in members.items() if names & set(held)}
     rest = {task: names for task, names in members.items() if task not in test_tasks}
     if isinstance(valid, float | int):
         chosen = _validation_networks(rest, task_rows, float(valid), seed)
         valid_text = "+".join(chosen) if chosen else f"{valid:g}"
     else:
-        chosen = _known_names([architecture(name) for name in valid], every, "network")
+        chosen = _known_names(map(architecture, valid), every, "network")
         valid_text = "+".join(chosen)
     if chosen:
         valid_tasks = {task for task, names in rest.items() if names & set(chosen)}
@@ -132,7 +136,7 @@ def by_device(
     Raises
     ------
     SplitError
-        A device without labels, or a part would be empty.
+        No label is of the devices or tasks named, or nothing would be left to train on or to test.
     """
     _check_fractions(0.0, valid)
     devices = sorted(set(labels["device"]))
@@ -262,7 +266,7 @@ def _split(
     is_train = ~(is_test | is_valid)
     for name, mask in (("train", is_train), ("test", is_test)):
         if not mask.any():
-            raise SplitError(f"split {spec}: nothing is left for {name} of {len(labels)} labels")
+            raise SplitError(f"split {spec}: nothing is left to {name} of {len(labels)} labels")
     return Split(
         kind=kind,
         spec=spec,
@@ -309,13 +313,21 @@ def _check_fractions(test: float, valid: float) -> None:
 
 
 def _known_names(names: Iterable[str], every: Collection[str], what: str) -> list[str]:
-    found = sorted(set(names))
-    for name in found:
-        if name not in every:
-            near = difflib.get_close_matches(name, list(every), n=3, cutoff=0.4) or sorted(every)[:3]
-            raise SplitError(f"no label is of {what} {name!r}; there are {', '.join(near)}, ...")
-    if not found:
+    """The names that have labels, sorted; SplitError if none has, a warning if some have not.
+
+    The specification of a predictor's split must serve on data that have some of its networks only.
+    """
+    asked = sorted(set(names))
+    found = [name for name in asked if name in every]
+    if not asked:
         raise SplitError(f"no {what} is named")
+    unknown = [name for name in asked if name not in every]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], list(every), n=3, cutoff=0.4) or sorted(every)[:3]
+        message = f"no label is of {what} {' or '.join(unknown)}; there are {', '.join(near)}, ..."
+        if not found:
+            raise SplitError(message)
+        _LOG.warning("%s", message)
     return found
 
 

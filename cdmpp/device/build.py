@@ -36,7 +36,7 @@ ISAS: dict[str, Isa] = {
 ASSUMED_SIMD_PIPES = 2
 
 
-def build_device(row: DeviceRow, share: float | None = None, isa: str = "") -> Device:
+def build_device(row: DeviceRow, share: float | None = None, isa: str = "", here: bool = False) -> Device:
     """The device of a table row, as used.
 
     Parameters
@@ -45,6 +45,9 @@ def build_device(row: DeviceRow, share: float | None = None, isa: str = "") -> D
         Cores of a CPU (a whole number), fraction of a GPU (0 < share <= 1); None for all.
     isa
         One of :data:`ISAS`, or "" for all that the CPU has.
+    here
+        The device is to be used, not only spoken of: a virtual machine has the cores that it has. Elsewhere
+        there may be a larger one with the same CPU.
 
     Raises
     ------
@@ -53,10 +56,10 @@ def build_device(row: DeviceRow, share: float | None = None, isa: str = "") -> D
     """
     if row.kind == "gpu":
         return _gpu(row, 1.0 if share is None else share, isa)
-    return _cpu(row, share, isa)
+    return _cpu(row, share, isa, here)
 
 
-def _cpu(row: DeviceRow, share: float | None, isa_name: str) -> Device:
+def _cpu(row: DeviceRow, share: float | None, isa_name: str, here: bool) -> Device:
     if share is None:
         if row.cores is None:
             raise UnknownDeviceError(
@@ -66,7 +69,9 @@ def _cpu(row: DeviceRow, share: float | None, isa_name: str) -> Device:
     if share != int(share) or share < 1:
         raise UnknownDeviceError(f"{row.name}@{share:g}: the share of a CPU is a number of cores, 1 or more")
     if row.cores is not None and share > row.cores:
-        raise UnknownDeviceError(f"{row.name}@{share:g}: it has {row.cores} cores")
+        if here or not row.virtual:
+            raise UnknownDeviceError(f"{row.name}@{share:g}: it has {row.cores} cores")
+        row = row.model_copy(update={"cores": int(share), "mem_gb": None})
     simd_bits, fma, mcpu = row.simd_bits, row.fma, row.mcpu
     if isa_name:
         isa = ISAS[isa_name]
