@@ -134,7 +134,7 @@ class DataConfig(_Section):
 class SplitConfig(_Section):
     """A split specification as :meth:`cdmpp.dataset.Split.parse` takes it."""
 
-    spec: str = "by_network:k=4;seed=0"
+    spec: str = "by_network:heldout=4;seed=0"
 
 
 class Config(_Section):

@@ -38,7 +38,7 @@ class TrainingData:
     Attributes
     ----------
     labels
-        One row per pair: program, task, device, latency_s, noise, origin; index 0..n-1.
+        One row per pair, columns :data:`cdmpp.dataset.labels.LABEL_COLUMNS`; index 0..n-1.
     asts
         Program hash -> CompactAST, of every program in ``labels``.
     devices
@@ -63,10 +63,10 @@ class TrainingData:
 
     @property
     def noise_floor_mape(self) -> float | None:
-        """Mean noise of the labels; None where no label has a noise figure."""
-        noise = self.labels["noise"].to_numpy(dtype=np.float64)
-        noise = noise[np.isfinite(noise)]
-        return float(noise.mean()) if len(noise) else None
+        """Expected MAPE of a perfect predictor on these labels; None where their noise is unknown."""
+        from cdmpp.dataset import noise_floor_mape
+
+        return noise_floor_mape(self.labels)
 
     def device_vectors(self) -> dict[str, NDArray[np.float64]]:
         """Raw features of every device."""

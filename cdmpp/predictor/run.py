@@ -93,7 +93,7 @@ def train(
     state = _restore(fitted.trainer, out, fingerprint) if resume else None
     history = _read_history(out, state.epoch if state else 0)
     (out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-    (out / "split.json").write_text(json.dumps(split.to_json()), encoding="utf-8")
+    (out / "split.json").write_text(split.to_json(), encoding="utf-8")
     final = _fit(fitted.trainer, out, fingerprint, history, progress)
     predictor = fitted.predictor(final.best, training_summary(config, data, split, final))
     predictor.save(out / "predictor")
@@ -187,12 +187,12 @@ def encode(data: TrainingData, encoder: FeatureEncoder) -> LabelledArrays:
 
 def training_summary(config: Config, data: TrainingData, split: Split, state: TrainerState) -> dict[str, Any]:
     """JSON values that say what a predictor was trained on and how it ended."""
+    from cdmpp.dataset import noise_floor_mape
+
     table = data.labels.iloc[np.asarray(split.train)]
     tasks = sorted(table["task"].unique())
-    noise = table["noise"].to_numpy(dtype=np.float64)
-    noise = noise[np.isfinite(noise)]
     return {
-        "split": config.split.spec,
+        "split": split.spec,
         "seed": config.train.seed,
         "records": len(table),
         "programs": int(table["program"].nunique()),
@@ -200,7 +200,7 @@ def training_summary(config: Config, data: TrainingData, split: Split, state: Tr
         "networks": sorted({network for task in tasks for network in data.networks.get(task, ())}),
         "tasks": tasks,
         "latency_s_range": [float(table["latency_s"].min()), float(table["latency_s"].max())],
-        "noise_floor_mape": float(noise.mean()) if len(noise) else None,
+        "noise_floor_mape": noise_floor_mape(table),
         "epochs": state.epoch,
         "best_epoch": state.best_epoch,
         "valid_mape": state.best_mape,

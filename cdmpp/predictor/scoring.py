@@ -90,6 +90,7 @@ def score(
         table["task"].tolist(),
         table["device"].tolist(),
         table["noise"].to_numpy(dtype=np.float64),
+        table["error_floor"].to_numpy(dtype=np.float64),
     )
     groups = {grouping: data.members(grouping, rows) for grouping in by}
     return {"overall": evaluate_predictions(*columns), "groups": evaluate_groups(*columns, groups)}
@@ -114,8 +115,8 @@ def _rows(
         return ALL_RECORDS, np.arange(len(data))
     if split is None or isinstance(split, str):
         spec = _specification(predictor, split)
-        return spec, np.asarray(getattr(split_data(spec, data), part))
-    return split.spec, np.asarray(getattr(split, part))
+        return spec, split_data(spec, data).part(part)
+    return split.spec, split.part(part)
 
 
 def _specification(predictor: Predictor, spec: str | None) -> str:

@@ -24,4 +24,4 @@ def split_data(spec: str, data: TrainingData) -> Split:
     """
     from cdmpp.dataset import Split
 
-    return Split.parse(spec, data.labels, data.networks)
+    return Split.parse(spec, data.labels, data.networks, data.families)

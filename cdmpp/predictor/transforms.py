@@ -194,12 +194,14 @@ def fit_transform(kind: str, latency_s: ArrayLike, reference_s: ArrayLike | None
 def transform_from_json(state: dict[str, Any]) -> LabelTransform:
     """Rebuild a transform from :meth:`LabelTransform.to_json`; PredictorError if the state is not one."""
     try:
-        base = [float(state[key]) for key in ("mean", "std", "log_low", "log_high")]
+        mean, std, low, high = (float(state[key]) for key in ("mean", "std", "log_low", "log_high"))
         relative = bool(state["relative"])
         if state["kind"] == "log":
-            return LogTransform(*base, relative)
+            return LogTransform(mean, std, low, high, relative)
         if state["kind"] == "box-cox":
-            return BoxCoxTransform(*base, relative, float(state["lambda"]), float(state["log_scale"]))
+            return BoxCoxTransform(
+                mean, std, low, high, relative, float(state["lambda"]), float(state["log_scale"])
+            )
     except (KeyError, TypeError, ValueError) as err:
         raise PredictorError(f"label transform state is incomplete or malformed: {err!r}") from err
     raise PredictorError(f"unknown label transform '{state['kind']}' (known: box-cox, log)")

@@ -19,7 +19,8 @@ Definitions
     on the device, minus one, averaged over those with at least two programs (for top 5: six).
     ``top1_regret_median`` is the median in place of the mean.
 ``noise_floor_mape``
-    Mean noise of the labels: the error that stays if only the labels' noise is left.
+    Expected MAPE of a perfect predictor, given the labels' noise (:mod:`cdmpp.dataset.noise`): mean error floor
+    of the labels, or half of the mean noise where error floors are not given.
 
 A metric that is not defined on the records (no pair, no noise figure) is None.
 """
@@ -59,6 +60,7 @@ def evaluate_predictions(
     task: Sequence[Hashable],
     device: Sequence[Hashable],
     noise: ArrayLike | None = None,
+    error_floor: ArrayLike | None = None,
 ) -> Metrics:
     """Score predictions; see the module's text for every definition.
 
@@ -69,7 +71,9 @@ def evaluate_predictions(
     task, device
         Task and device of each record, length n; programs are ranked within both.
     noise
-        Relative noise of each label, shape (n,); NaN where unknown.
+        Relative split-half noise of each label, shape (n,); NaN where unknown. Decides which pairs are ties.
+    error_floor
+        Expected relative error of a perfect predictor on each label, shape (n,); NaN where unknown.
 
     Raises
     ------
@@ -80,8 +84,9 @@ def evaluate_predictions(
     """
     labels = np.asarray(label_s, dtype=np.float64)
     predictions = np.asarray(predicted_s, dtype=np.float64)
-    noises = np.full(len(labels), np.nan) if noise is None else np.asarray(noise, dtype=np.float64)
-    if not len(labels) == len(predictions) == len(task) == len(device) == len(noises):
+    noises = _or_unknown(noise, len(labels))
+    floors = noises / 2 if error_floor is None else _or_unknown(error_floor, len(labels))
+    if len({len(labels), len(predictions), len(task), len(device), len(noises), len(floors)}) != 1:
         raise PredictorError("labels, predictions, tasks, devices and noises must have the same length")
     if len(labels) == 0:
         raise PredictorError("no records to score")
@@ -90,7 +95,7 @@ def evaluate_predictions(
     if not (np.isfinite(predictions) & (predictions > 0)).all():
         raise PredictorError("every prediction must be finite and above 0 s")
     error = np.abs(predictions - labels) / labels
-    known = noises[np.isfinite(noises)]
+    known = floors[np.isfinite(floors)]
     ranking = _ranking_metrics(
         labels, predictions, np.nan_to_num(noises, nan=0.0), list(zip(task, device, strict=True))
     )
@@ -112,6 +117,7 @@ def evaluate_groups(
     task: Sequence[Hashable],
     device: Sequence[Hashable],
     noise: ArrayLike | None,
+    error_floor: ArrayLike | None,
     groups: Mapping[str, Sequence[Iterable[str]]],
 ) -> dict[str, dict[str, Metrics]]:
     """Score subsets of the records.
@@ -127,7 +133,8 @@ def evaluate_groups(
     Grouping -> group -> metrics, groups sorted by name.
     """
     labels, predictions = np.asarray(label_s, dtype=np.float64), np.asarray(predicted_s, dtype=np.float64)
-    noises = np.full(len(labels), np.nan) if noise is None else np.asarray(noise, dtype=np.float64)
+    noises = _or_unknown(noise, len(labels))
+    floors = noises / 2 if error_floor is None else _or_unknown(error_floor, len(labels))
     scored: dict[str, dict[str, Metrics]] = {}
     for grouping, members in groups.items():
         rows: dict[str, list[int]] = {}
@@ -141,10 +148,15 @@ def evaluate_groups(
                 [task[i] for i in index],
                 [device[i] for i in index],
                 noises[index],
+                floors[index],
             )
             for name, index in sorted(rows.items())
         }
     return scored
+
+
+def _or_unknown(values: ArrayLike | None, n: int) -> NDArray[np.float64]:
+    return np.full(n, np.nan) if values is None else np.asarray(values, dtype=np.float64)
 
 
 def _ranking_metrics(

@@ -41,6 +41,7 @@ def make_data(n_tasks: int = 12, per_task: int = 30, seed: int = 0) -> TrainingD
                     (program, f"t{task:03d}", name, 1e-6 * work * 1000 / device.clock_mhz, 0.01, "random")
                 )
     labels = pd.DataFrame(rows, columns=["program", "task", "device", "latency_s", "noise", "origin"])
+    labels = labels.assign(n_records=1, error_floor=0.005)
     networks = {f"t{task:03d}": (f"net{task % 4}",) for task in range(n_tasks)}
     families = {"net0": "cnn", "net1": "cnn", "net2": "transformer", "net3": "mlp"}
     return TrainingData(labels, asts, devices, networks, families)

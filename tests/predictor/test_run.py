@@ -133,7 +133,7 @@ def test_evaluate_reports_groups_and_trained_tasks(data, by_task, tmp_path):
     result = train(by_task, data, tmp_path)
     scores = evaluate(result.predictor, data, by=("device", "network", "task", "family"))
     assert scores["n_trained_tasks"] == 0
-    assert scores["split"] == "by_task:seed=0" and scores["seed"] == 0
+    assert scores["split"] == result.split.spec and scores["seed"] == 0
     assert scores["groups"]["device"].keys() == {"fast", "slow"}
     assert (
         sum(g["n"] for g in scores["groups"]["task"].values())
