@@ -6,6 +6,9 @@ memory-backed folder. The process compiles only; it never runs what it built.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import shutil
 import subprocess
 import time
@@ -87,7 +90,41 @@ def compile_to_shared_object(func: Any, target: dict[str, Any], path: Path) -> N
         obj.unlink(missing_ok=True)
 
 
-def build_worker(connection: Connection, target: dict[str, Any], folder: str, niceness: int) -> None:
+class ObjectCache:
+    """Shared objects kept between runs, by program and target.
+
+    The number of cores is not part of the key: it steers the design space, not the code that is generated.
+    """
+
+    def __init__(self, folder: str | None, target: dict[str, Any]) -> None:
+        self._folder = None if folder is None else Path(folder)
+        key = json.dumps({k: v for k, v in target.items() if k != "num-cores"}, sort_keys=True)
+        self._suffix = hashlib.blake2b(key.encode(), digest_size=4).hexdigest()
+
+    def _path(self, program: str) -> Path | None:
+        return None if self._folder is None else self._folder / program[:2] / f"{program}-{self._suffix}.so"
+
+    def fetch(self, program: str, to: Path) -> bool:
+        """Copy the object of a program; False if it is not there."""
+        path = self._path(program)
+        if path is None or not path.exists():
+            return False
+        shutil.copyfile(path, to)
+        return True
+
+    def keep(self, program: str, built: Path) -> None:
+        """Keep a copy of an object."""
+        path = self._path(program)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(f"{path.name}.{os.getpid()}")
+            shutil.copyfile(built, partial)
+            partial.replace(path)
+
+
+def build_worker(
+    connection: Connection, target: dict[str, Any], folder: str, niceness: int, object_cache: str | None = None
+) -> None:
     """Serve :class:`BuildJob` after :class:`BuildJob` until the connection closes (runs in its own process)."""
     from cdmpp.profiler import machine
     from cdmpp.program.space import Rebuilder
@@ -95,7 +132,9 @@ def build_worker(connection: Connection, target: dict[str, Any], folder: str, ni
 
     machine.die_with_parent()
     machine.stand_back(niceness)
+    machine.redirect_stderr(Path(folder) / f"stderr-{os.getpid()}")
     import_tvm()
+    cache = ObjectCache(object_cache, target)
     rebuild = Rebuilder()
     while True:
         try:
@@ -109,7 +148,9 @@ def build_worker(connection: Connection, target: dict[str, Any], folder: str, ni
         try:
             func = rebuild(job.program, job.task, job.space)
             args = argument_specs(func)
-            compile_to_shared_object(func, target, path)
+            if not cache.fetch(job.program.hash, path):
+                compile_to_shared_object(func, target, path)
+                cache.keep(job.program.hash, path)
             built = Built(job.program, "ok", str(path), args, "", time.perf_counter() - started)
         except ProgramError as err:
             built = Built(job.program, "invalid_config", error=str(err), build_s=time.perf_counter() - started)

@@ -58,6 +58,8 @@ class EngineConfig:
     overlap
         Measure while building. Without it everything is built first, then measured with nothing else running:
         the calibration's yardstick.
+    object_cache
+        Folder in which shared objects are kept between runs; None keeps none.
     work_dir
         Where shared objects are kept meanwhile; default a fresh folder in memory.
     """
@@ -73,6 +75,7 @@ class EngineConfig:
     max_drift: float = 0.05
     realtime: bool = True
     overlap: bool = True
+    object_cache: str | None = None
     work_dir: str | None = None
 
 
@@ -137,7 +140,7 @@ class CpuEngine:
             self._folder = Path(tempfile.mkdtemp(prefix="cdmpp-", dir=parent))
         except OSError as err:
             raise ProfilerError(f"cannot make a folder for shared objects in {parent}: {err}") from err
-        build_args = (self.config.target, str(self._folder), 10)
+        build_args = (self.config.target, str(self._folder), 5, self.config.object_cache)
         self._builders = [
             Worker(build_worker, build_args, f"builder-{i}") for i in range(max(1, self.config.builders))
         ]

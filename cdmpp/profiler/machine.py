@@ -22,6 +22,13 @@ def die_with_parent() -> None:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def redirect_stderr(path: Path) -> None:
+    """Let this process, and the C++ code in it, write its complaints to a file."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
 def pin(cores: tuple[int, ...]) -> None:
     """Keep this process on `cores`."""
     if hasattr(os, "sched_setaffinity"):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cdmpp.errors import ProgramError
-from cdmpp.program.tvm_env import import_tvm
+from cdmpp.program.tvm_env import import_tvm, quiet
 from cdmpp.program.types import Program, Space, Task
 
 logger = logging.getLogger(__name__)
@@ -115,12 +115,18 @@ class TaskSpaces:
             rand_state=1,
         )
         try:
-            schedules = context.generate_design_space()
+            with quiet():
+                schedules = context.generate_design_space()
         except Exception as err:  # TVM raises its own InternalError types, by message only
             raise ProgramError(f"TVM found no design space for task {task.name} ({task.hash}): {err}") from err
         self._context = context
         self._postprocs = list(context.space_generator.postprocs)
-        self._mutators = [(m, float(p)) for m, p in context.space_generator.mutator_probs.items()]
+        # MutateParallel changes an instruction in place of a decision, so its programs are not of the space any more.
+        self._mutators = [
+            (m, float(p))
+            for m, p in context.space_generator.mutator_probs.items()
+            if "MutateParallel" not in str(m)
+        ]
         self._traced: list[_Traced] = []
         for index, schedule in enumerate(schedules):
             insts = _dumps(_plain(schedule.trace.as_json(remove_postproc=True)[0]))

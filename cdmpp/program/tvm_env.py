@@ -7,12 +7,19 @@ sets that cdmpp uses, so an empty module is put in its place unless the caller a
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import logging
+import os
 import sys
+import tempfile
 import types
+from collections.abc import Iterator
 from typing import Any
 
 from cdmpp.errors import CdmppError
+
+logger = logging.getLogger(__name__)
 
 _STUB = "tvm.s_tir.tensor_intrin"
 
@@ -48,3 +55,28 @@ def import_tvm(tensor_intrinsics: bool = False) -> Any:
     if tensor_intrinsics:
         importlib.import_module(_STUB)
     return tvm
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Send what TVM's C++ side writes to stderr (hundreds of warnings a network) to the debug log.
+
+    Only the process's file descriptor 2 is redirected, so Python code inside should log rather than print.
+    """
+    sys.stderr.flush()
+    try:
+        saved = os.dup(2)
+    except OSError:  # no stderr to be quiet on
+        yield
+        return
+    with tempfile.TemporaryFile() as sink:
+        os.dup2(sink.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+            if logger.isEnabledFor(logging.DEBUG):
+                sink.seek(0)
+                for line in sink.read().decode(errors="replace").splitlines():
+                    logger.debug("TVM: %s", line)

@@ -1,0 +1,33 @@
+# Two commands do everything on a fresh machine:  make demo   and   make test
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+# More threads than cores make torch and numpy slower, and one test process is all that two cores serve well.
+export OMP_NUM_THREADS ?= $(shell nproc)
+
+.PHONY: demo test install lint types check clean
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+install: $(VENV)/.installed
+
+demo: install
+	$(BIN)/python -m cdmpp demo
+
+test: install
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+check: test lint types
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info

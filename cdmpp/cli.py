@@ -1,0 +1,296 @@
+"""The ``cdmpp`` command: parse, call one public function, render. Everything it does can be done from Python."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cdmpp.errors import CdmppError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Namespace = argparse.Namespace
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code (2 for bad input, 130 after Ctrl-C)."""
+    args = _parser().parse_args(argv)
+    level = logging.DEBUG if args.verbose else logging.WARNING
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        result = args.run(args)
+        if args.json is not None:
+            _write_json(args.json, result)
+    except CdmppError as err:
+        print(f"cdmpp: {err}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("cdmpp: interrupted; what was measured or trained so far is kept (--resume)", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of a pipe went away, as `head` does
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
+        return 0
+    return 0
+
+
+def _write_json(path: str, result: Any) -> None:
+    text = json.dumps(result, indent=1, allow_nan=False, default=_jsonable) + "\n"
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as err:
+        raise CdmppError(f"cannot write {path}: {err.strerror or err}") from err
+
+
+def _jsonable(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} is no JSON value")
+
+
+def _console(*, err: bool = False) -> Console:
+    from rich.console import Console
+
+    # Wide tables are cut to 80 columns in a pipe unless told otherwise.
+    wide = None if (sys.stderr if err else sys.stdout).isatty() else 140
+    return Console(stderr=err, width=wide, highlight=False)
+
+
+# -- parsing ---------------------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    from cdmpp import __version__
+
+    parser = argparse.ArgumentParser(prog="cdmpp", description="Predicts how long a tensor program takes on a device.")
+    parser.add_argument("--version", action="version", version=f"cdmpp {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        sub.add_argument("--json", metavar="FILE", help="write the same numbers as JSON")
+        sub.add_argument("--verbose", action="store_true", help="log what happens inside")
+        sub.set_defaults(run=run)
+        return sub
+
+    command("devices", _devices, "known devices, and this machine as detected")
+    command("networks", _networks, "the zoo: family, inputs, number of tasks")
+
+    sub = command("dataset", _dataset, "what datasets hold: records, failures, tasks, networks, devices, noise floor")
+    sub.add_argument("paths", nargs="+", metavar="DIR", help="dataset folders, or folders of them")
+
+    sub = command("profile", _profile, "measure programs of networks on a device")
+    sub.add_argument("networks", nargs="*", metavar="NETWORK", help="zoo name (name@b4), .onnx or .pt2 file, or 'zoo'")
+    sub.add_argument("--device", default="this-cpu@1", metavar="D", help="such as this-cpu@1 (default)")
+    sub.add_argument("--out", required=True, metavar="DIR", help="dataset folder")
+    sub.add_argument("--programs-per-task", type=int, default=64, metavar="N")
+    sub.add_argument("--workers", default="auto", metavar="auto|N", help="measuring processes; auto calibrates")
+    sub.add_argument("--builders", type=int, metavar="N", help="building processes (default: one per core)")
+    sub.add_argument("--search-fraction", type=float, default=0.25, metavar="F", help="part drawn from a search")
+    sub.add_argument("--seed", type=int, default=0)
+    sub.add_argument("--resume", action="store_true", help="go on; nothing is measured twice")
+    sub.add_argument("--tasks", metavar="FILE", help="profile these tasks only (JSON with 'tasks', or a hash a line)")
+    sub.add_argument("--programs-of", metavar="DIR", help="measure the programs of this dataset instead")
+    sub.add_argument("--limit", type=int, metavar="N", help="with --programs-of: so many, evenly over the tasks")
+    sub.add_argument("--remeasure", action="store_true", help="with --programs-of: also what --out has already")
+    sub.add_argument("--build-timeout", type=float, default=20.0, metavar="S", help="CPU seconds of one build")
+    sub.add_argument("--run-timeout", type=float, default=2.0, metavar="S", help="seconds of one run")
+    sub.add_argument("--object-cache", metavar="DIR", help="keep shared objects, to measure them again elsewhere")
+    sub.add_argument("--max-seconds", type=float, metavar="S", help="stop after this time (go on with --resume)")
+
+    sub = command("train", _train, "train a predictor")
+    sub.add_argument("--config", metavar="FILE", help="configs/*.yaml (default: configs/cpu.yaml's values)")
+    sub.add_argument("--data", nargs="+", metavar="DIR", help="dataset folders (default: those of the configuration)")
+    sub.add_argument("--out", required=True, metavar="DIR", help="run folder")
+    sub.add_argument("--split", metavar="SPEC", help="in place of the configuration's, such as by_network")
+    sub.add_argument("--resume", action="store_true", help="go on with the run in --out")
+
+    sub = command("evaluate", _evaluate, "score a predictor on measured programs")
+    sub.add_argument("--predictor", default="default", metavar="DIR", help="a run or predictor folder, or 'default'")
+    sub.add_argument("--data", nargs="+", required=True, metavar="DIR")
+    sub.add_argument("--split", metavar="SPEC", help="by_network, by_task:seed=1, ..., or all (default: of training)")
+    sub.add_argument("--part", choices=("train", "valid", "test"), default="test")
+    sub.add_argument("--by", default="device,network", metavar="G,G", help="device, network, task, family, origin")
+
+    sub = command("predict", _predict, "predict the latency of programs or of a network's tasks")
+    sub.add_argument("target", metavar="PROGRAM.json|NETWORK", help="TIR as JSON, or a network (zoo, .onnx, .pt2)")
+    sub.add_argument("--predictor", default="default", metavar="DIR")
+    sub.add_argument("--device", required=True, metavar="D")
+    sub.add_argument("--programs-per-task", type=int, default=64, metavar="N", help="schedules tried per task")
+    sub.add_argument("--seed", type=int, default=0)
+
+    sub = command("demo", _demo, "train on the data that ships, show held-out error, predict a program")
+    sub.add_argument("--data", nargs="+", metavar="DIR", help="default: the datasets in data/")
+    sub.add_argument("--out", default="runs/demo", metavar="DIR")
+    sub.add_argument("--config", default="configs/demo.yaml", metavar="FILE")
+    return parser
+
+
+# -- verbs -----------------------------------------------------------------------------------------------------
+
+
+def _devices(args: Namespace) -> Any:
+    from cdmpp.cli_render import show_devices
+    from cdmpp.device import get_device, known_devices
+
+    here = get_device("this-cpu")
+    table = known_devices()
+    show_devices(_console(), here, table)
+    return {"this_machine": here.to_json(), "devices": [d.to_json() for d in table]}
+
+
+def _networks(args: Namespace) -> Any:
+    from cdmpp.cli_render import show_networks
+    from cdmpp.program.zoo import task_counts, zoo_networks
+
+    counts = task_counts()
+    rows = [
+        {
+            "name": entry.name,
+            "family": entry.family,
+            "inputs": [str(i) for i in entry.inputs],
+            "tasks": counts.get(entry.name),
+            "description": entry.description,
+        }
+        for entry in zoo_networks()
+    ]
+    show_networks(_console(), rows)
+    return rows
+
+
+def _dataset(args: Namespace) -> Any:
+    from cdmpp.cli_render import show_summary
+    from cdmpp.dataset import load_datasets
+
+    summary = load_datasets(args.paths).summary()
+    show_summary(_console(), summary)
+    return summary
+
+
+def _profile(args: Namespace) -> Any:
+    from cdmpp.cli_render import ProfileBar
+    from cdmpp.errors import ProfilerError
+    from cdmpp.profiler.profile import ProfileConfig, profile, read_task_file
+    from cdmpp.program.zoo import zoo_networks
+
+    if bool(args.networks) == bool(args.programs_of):
+        raise ProfilerError("name networks to profile, or a dataset with --programs-of, not both")
+    networks = [n for name in args.networks for n in (_zoo_names(zoo_networks()) if name == "zoo" else [name])]
+    workers = args.workers if args.workers == "auto" else _whole("--workers", args.workers)
+    config = ProfileConfig(
+        programs_per_task=args.programs_per_task,
+        search_fraction=args.search_fraction,
+        workers=workers,
+        builders=args.builders,
+        seed=args.seed,
+        build_timeout_s=args.build_timeout,
+        run_timeout_s=args.run_timeout,
+        object_cache=args.object_cache,
+        limit=args.limit,
+        max_seconds=args.max_seconds,
+    )
+    with ProfileBar(_console(err=True)) as bar:
+        report = profile(
+            networks,
+            device=args.device,
+            out=args.out,
+            config=config,
+            tasks=None if args.tasks is None else read_task_file(args.tasks),
+            programs_of=args.programs_of,
+            resume=args.resume,
+            remeasure=args.remeasure,
+            progress=bar.update,
+            notify=bar.say,
+        )
+    failures = ", ".join(f"{n} {kind}" for kind, n in sorted(report.failures.items())) or "none"
+    print(
+        f"{report.path}: {report.ok} labels on {report.device} in {report.elapsed_s:.0f} s "
+        f"({report.new / max(report.elapsed_s, 1e-9):.1f}/s, degree {report.workers}); failures: {failures}"
+    )
+    return {
+        "path": str(report.path),
+        "device": report.device,
+        "new": report.new,
+        "ok": report.ok,
+        "failures": report.failures,
+        "elapsed_s": report.elapsed_s,
+        "workers": report.workers,
+        "calibration": None if report.calibration is None else report.calibration.to_json(),
+    }
+
+
+def _zoo_names(entries: Any) -> list[str]:
+    return [entry.name for entry in entries]
+
+
+def _whole(option: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as err:
+        raise CdmppError(f"{option} takes auto or a whole number, not {text!r}") from err
+
+
+def _train(args: Namespace) -> Any:
+    from cdmpp.cli_render import TrainTable, show_metrics
+    from cdmpp.predictor import config_from_dict, evaluate, load_config, train
+
+    config = load_config(args.config) if args.config else config_from_dict({})
+    if args.split:
+        config = config.model_copy(update={"split": config.split.model_copy(update={"spec": args.split})})
+    with TrainTable(_console(err=True)) as table:
+        result = train(config, args.data, args.out, progress=table.update, resume=args.resume)
+    scores = evaluate(result.predictor, result.data, result.split)
+    show_metrics(_console(), f"{args.out}: held-out part of {scores['split']}", {"cdmpp": scores["overall"]})
+    return scores
+
+
+def _load_predictor(name: str) -> Any:
+    from cdmpp.predictor import Predictor
+
+    return Predictor.default() if name == "default" else Predictor.load(name)
+
+
+def _evaluate(args: Namespace) -> Any:
+    from cdmpp.cli_render import show_groups, show_metrics
+    from cdmpp.predictor import evaluate, gather
+
+    predictor = _load_predictor(args.predictor)
+    by = [g for g in args.by.split(",") if g]
+    result = evaluate(predictor, gather(args.data), args.split, by, args.part)
+    console = _console()
+    show_metrics(console, f"{args.part} part of {result['split']}", {"cdmpp": result["overall"]})
+    show_groups(console, result["groups"])
+    return result
+
+
+def _predict(args: Namespace) -> Any:
+    from cdmpp.cli_render import show_predictions
+    from cdmpp.endtoend.tasks import predict_network, predict_program_file
+
+    predictor = _load_predictor(args.predictor)
+    if args.target.endswith(".json"):
+        result = predict_program_file(predictor, args.target, args.device)
+    else:
+        result = predict_network(
+            predictor, args.target, args.device, programs_per_task=args.programs_per_task, seed=args.seed
+        )
+    show_predictions(_console(), result)
+    return result
+
+
+def _demo(args: Namespace) -> Any:
+    from cdmpp.demo import run_demo
+
+    return run_demo(_console(), args.config, args.data, args.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Whole networks: what their tasks take."""
