@@ -1,18 +1,45 @@
 """From a Relax module with its weights to fused, legalised TIR functions, as TVM would run them.
 
-Everything that depends on weights alone (transposes, batch-norm scales) is moved out of the function, as a
-deployment does once at load time, so that it does not appear among the tasks. It is moved, not computed: folding
-constants compiles every operator, moving them costs milliseconds.
+Everything that depends on weights alone (transposes, batch-norm scales) is moved into a function of its own,
+which a deployment runs once at load time, so that it is not among the tasks. It is moved, not computed:
+folding constants compiles every operator, moving them costs milliseconds.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from cdmpp.program.tvm_env import import_tvm
 
+#: The function that makes the weights as ``main`` wants them, from the weights as the network has them.
+PREPARE_WEIGHTS = "main_transform_params"
 
-def fuse(module: Any, target: Any = None) -> Any:
+
+@dataclass(frozen=True)
+class FusedNetwork:
+    """A network as calls of fused PrimFuncs.
+
+    Attributes
+    ----------
+    module
+        ``tvm.IRModule``: ``main(*inputs, *prepared_weights)`` calls PrimFuncs by ``call_tir``;
+        ``main_transform_params(weights)`` returns the tuple of prepared weights.
+    weights
+        The network's weights as runtime tensors, in the order ``main_transform_params`` takes them.
+    num_inputs
+        How many of ``main``'s parameters are inputs.
+    calls
+        Names of the PrimFuncs that ``main`` calls, in order of execution.
+    """
+
+    module: Any
+    weights: tuple[Any, ...] = field(repr=False)
+    num_inputs: int
+    calls: tuple[str, ...]
+
+
+def fuse(module: Any, target: Any = None) -> FusedNetwork:
     """Legalise and fuse a Relax module whose weights are bound as constants.
 
     Parameters
@@ -21,16 +48,12 @@ def fuse(module: Any, target: Any = None) -> Any:
         ``tvm.IRModule`` with a Relax function ``main``.
     target
         ``tvm.target.Target``; one llvm core if None. Legalisation hardly depends on it.
-
-    Returns
-    -------
-    tvm.IRModule
-        ``main`` calls fused PrimFuncs by ``call_tir``; it takes the network's inputs and the transformed weights.
     """
     tvm = import_tvm()
     from tvm import relax
 
     transform = relax.transform
+    entries = ["main", PREPARE_WEIGHTS]
     if target is None:
         target = tvm.target.Target({"kind": "llvm", "num-cores": 1})
     with target:
@@ -44,22 +67,21 @@ def fuse(module: Any, target: Any = None) -> Any:
                 transform.DeadCodeElimination(["main"]),
             ]
         )(module)
-        module = _constants_to_parameters(module)
-        module = transform.LiftTransformParams()(module)
-        if "main_transform_params" in [var.name_hint for var in module.get_global_vars()]:
-            del module["main_transform_params"]
+        module, weights = _constants_to_parameters(module)
         module = tvm.transform.Sequential(
             [
+                transform.LiftTransformParams(),
                 transform.LegalizeOps(),
                 transform.AnnotateTIROpPattern(),
-                transform.DeadCodeElimination(["main"]),
+                transform.DeadCodeElimination(entries),
                 transform.FuseOps(),
                 transform.FuseTIR(),
-                transform.RewriteDataflowReshape(),
-                transform.DeadCodeElimination(["main"]),
+                transform.RewriteDataflowReshape(),  # a reshape on its own is a view: no kernel runs
+                transform.DeadCodeElimination(entries),
             ]
         )(module)
-    return module
+    num_inputs = int(module["main"].attrs["num_input"])
+    return FusedNetwork(module, weights, num_inputs, tuple(_calls(module["main"])))
 
 
 def _simplify_batch_norm(module: Any) -> Any:
@@ -87,31 +109,46 @@ def _simplify_batch_norm(module: Any) -> Any:
     return module
 
 
-def _constants_to_parameters(module: Any) -> Any:
-    """Turn every constant tensor of ``main`` into a parameter, so that it is data and not part of a task."""
+def _constants_to_parameters(module: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Turn every constant tensor of ``main`` into a parameter, so that it is data and not part of a task.
+
+    Returns the module and the constants' values in the order of the new parameters, which follow the inputs.
+    """
     from tvm import relax
 
     @relax.expr_functor.mutator
-    class Lifter(relax.PyExprMutator):  # type: ignore[misc]
+    class Lifter(relax.PyExprMutator):
         def __init__(self) -> None:
             super().__init__()
-            self.parameters: dict[int, Any] = {}
+            self.parameters: dict[int, tuple[Any, Any]] = {}
 
         def visit_generic_const_(self, op: Any) -> Any:
-            if not op.ty.shape or len(op.ty.shape) == 0:
-                return op
+            if not isinstance(op.ty, relax.TensorType) or len(op.ty.shape) == 0:
+                return op  # a scalar is part of the computation
             key = hash(op)  # of the object's address: one constant used twice is one parameter
             if key not in self.parameters:
-                self.parameters[key] = relax.Var(f"weight{len(self.parameters)}", op.ty)
-            return self.parameters[key]
+                self.parameters[key] = (relax.Var(f"weight{len(self.parameters)}", op.ty), op.value)
+            return self.parameters[key][0]
 
     function = module["main"]
     lifter = Lifter()
     body = lifter.visit_expr(function.body)
-    number = len(function.params)
-    if function.attrs and "num_input" in function.attrs:
-        number = int(function.attrs["num_input"])
-    module["main"] = relax.Function(
-        [*function.params, *lifter.parameters.values()], body, function.ret_ty, function.is_pure, function.attrs
-    ).with_attr("num_input", number)
-    return module
+    variables = [variable for variable, _ in lifter.parameters.values()]
+    lifted = relax.Function(
+        [*function.params, *variables], body, function.ret_ty, function.is_pure, function.attrs
+    )
+    module["main"] = lifted.with_attr("num_input", len(function.params))
+    return module, tuple(value for _, value in lifter.parameters.values())
+
+
+def _calls(function: Any) -> list[str]:
+    from tvm import relax
+
+    calls: list[str] = []
+
+    def visit(expr: Any) -> None:
+        if isinstance(expr, relax.Call) and getattr(expr.op, "name", "").startswith("relax.call_tir"):
+            calls.append(str(expr.args[0].name_hint))
+
+    relax.analysis.post_order_visit(function.body, visit)
+    return calls

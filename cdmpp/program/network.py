@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cdmpp.errors import NetworkError, UnsupportedOpError
-from cdmpp.program.tvm_env import import_tvm
-from cdmpp.program.zoo import TensorSpec, zoo_entry
+from cdmpp.errors import NetworkError
+from cdmpp.program import importers
+from cdmpp.program.zoo import TensorSpec, ZooEntry, zoo_entry
 
 if TYPE_CHECKING:
     from torch import nn
 
-logger = logging.getLogger(__name__)
+_BATCH = re.compile(r"(?P<base>.*)@b(?P<batch>[0-9]+)")
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,15 @@ class Network:
     Attributes
     ----------
     name
-        How it is called in datasets and reports, e.g. ``resnet18@b4``.
+        How it is called in datasets and reports: ``resnet18``, ``resnet18@b4``, ``my_model.onnx``.
     family
         Kind of network; ``user`` for a file or module.
     inputs
-        Names, shapes and types of the inputs.
+        Names, shapes and types of the inputs, all fixed.
     source
-        ``zoo``, ``onnx``, ``pt2`` or ``torch``.
+        ``zoo``, ``torch`` or the path of the file.
+    description
+        One line, for people.
     """
 
     name: str
@@ -39,82 +41,118 @@ class Network:
     inputs: tuple[TensorSpec, ...]
     source: str
     description: str = ""
-    _importer: Callable[[], Any] = field(default=lambda: None, repr=False, compare=False)
+    importer: Callable[[], Any] = field(repr=False, compare=False, kw_only=True)
 
     def to_relax(self) -> Any:
-        """Import: a ``tvm.IRModule`` with ``main`` and the weights as constants.
+        """Import: a ``tvm.IRModule`` with a Relax function ``main`` and the weights as constants.
 
         Raises
         ------
         NetworkError
-            It cannot be read, exported or imported.
+            It cannot be exported or imported.
         UnsupportedOpError
-            TVM has no import for one of its operators.
+            TVM has no import for one of its operators; the message names it.
         """
-        return self._importer()
+        return self.importer()
 
     @staticmethod
     def from_torch(module: nn.Module, args: Sequence[Any], name: str = "network") -> Network:
-        """A network of a torch module and example inputs (tensors)."""
+        """A network of a torch module and example inputs (tensors), which fix the shapes."""
         inputs = tuple(
             TensorSpec(f"x{index}", tuple(arg.shape), str(arg.dtype).removeprefix("torch."))
             for index, arg in enumerate(args)
         )
-        return Network(name, "user", inputs, "torch", "", lambda: _import_torch(name, module, tuple(args)))
+
+        def importer() -> Any:
+            return importers.import_exported(name, importers.export_torch(name, module, args), {}, 1)
+
+        return Network(name, "user", inputs, "torch", type(module).__name__, importer=importer)
 
 
-def load_network(spec: str | Path) -> Network:
-    """A network by zoo name (``resnet18``, ``resnet18@b4``) or by path of a ``.onnx`` or ``.pt2`` file.
+def load_network(spec: str | Path, shapes: Mapping[str, Sequence[int]] | None = None) -> Network:
+    """A network by zoo name or by the path of a ``.onnx`` or ``.pt2`` file.
+
+    Parameters
+    ----------
+    spec
+        ``resnet18``, ``resnet18@b4`` (batch 4), ``path/to/model.onnx``, ``path/to/model.pt2``. A dynamic
+        batch of a file is 1 unless ``@b4`` follows its name.
+    shapes
+        Input name -> shape, for files with other dynamic extents.
 
     Raises
     ------
     NetworkError
-        Unknown name (the message suggests near ones), bad batch size, missing or unreadable file.
-    UnsupportedOpError
-        The file uses an operator that TVM cannot import.
+        Unknown name (the message suggests near ones), bad batch, missing or unreadable file, unknown shape.
     """
-    return _from_zoo(str(spec))
+    text = str(spec)
+    match = _BATCH.fullmatch(text)
+    base = match["base"] if match else text
+    batch = int(match["batch"]) if match else None
+    if batch == 0:
+        raise NetworkError(f"bad network {text!r}: the batch must be at least 1")
+    suffix = Path(base).suffix.lower()
+    if suffix not in (".onnx", ".pt2"):
+        if match is None and "@" in text:
+            raise NetworkError(f"bad network {text!r}: after @ comes a batch, as in {text.split('@')[0]}@b4")
+        if shapes:
+            raise NetworkError(f"{text} has fixed shapes; `shapes` is for .onnx and .pt2 files")
+        return _from_zoo(zoo_entry(base), batch or 1)
+    path = Path(base)
+    if not path.is_file():
+        raise NetworkError(f"no such file: {path}")
+    load = _from_onnx if suffix == ".onnx" else _from_pt2
+    return load(path, path.name if batch is None else f"{path.name}@b{batch}", dict(shapes or {}), batch)
 
 
-def _from_zoo(spec: str) -> Network:
-    name, _, suffix = spec.partition("@")
-    batch = 1
-    entry = zoo_entry(name)
-    if suffix:
-        if not suffix.startswith("b") or not suffix[1:].isdigit() or int(suffix[1:]) < 1:
-            raise NetworkError(f"bad network {spec!r}: after @ comes a batch size as in {name}@b4")
-        batch = int(suffix[1:])
+def example_inputs(network: Network, seed: int = 0) -> tuple[Any, ...]:
+    """Random torch tensors of the network's inputs; integers stay below each input's bound."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    tensors = []
+    for item in network.inputs:
+        dtype = getattr(torch, item.dtype)
+        if dtype.is_floating_point:
+            tensors.append(torch.randn(item.shape, generator=generator).to(dtype))
+        else:
+            tensors.append(torch.randint(0, item.high, item.shape, generator=generator).to(dtype))
+    return tuple(tensors)
+
+
+def _from_zoo(entry: ZooEntry, batch: int) -> Network:
+    name = entry.name if batch == 1 else f"{entry.name}@b{batch}"
     inputs = tuple(item.with_batch(batch) for item in entry.inputs)
 
     def importer() -> Any:
-        import torch
+        exported = importers.export_torch(name, entry.build(), example_inputs(network))
+        return importers.import_exported(name, exported, {}, 1)
 
-        generator = torch.Generator().manual_seed(0)
-        args = tuple(_example(item, generator) for item in inputs)
-        return _import_torch(spec, entry.build(), args)
-
-    canonical = name if batch == 1 else f"{name}@b{batch}"
-    return Network(canonical, entry.family, inputs, "zoo", entry.description, importer)
+    network = Network(name, entry.family, inputs, "zoo", entry.description, importer=importer)
+    return network
 
 
-def _example(spec: TensorSpec, generator: Any) -> Any:
-    import torch
-
-    if spec.dtype == "int64":
-        return torch.randint(0, spec.high, spec.shape, generator=generator)
-    return torch.randn(spec.shape, generator=generator)
-
-
-def _import_torch(name: str, module: nn.Module, args: tuple[Any, ...]) -> Any:
-    import torch
-
-    with torch.no_grad():
-        exported = torch.export.export(module.eval(), args)
-    return _import_exported(name, exported)
+def _from_onnx(path: Path, name: str, shapes: Mapping[str, Sequence[int]], batch: int | None) -> Network:
+    model = importers.load_onnx(path)
+    inputs = importers.fix_shapes(name, importers.onnx_inputs(model), shapes, batch)
+    return Network(
+        name,
+        "user",
+        inputs,
+        str(path.resolve()),
+        model.graph.name,
+        importer=lambda: importers.import_onnx(name, model, inputs),
+    )
 
 
-def _import_exported(name: str, exported: Any) -> Any:
-    import_tvm()
-    from tvm.relax.frontend.torch import from_exported_program
-
-    return from_exported_program(exported)
+def _from_pt2(path: Path, name: str, shapes: Mapping[str, Sequence[int]], batch: int | None) -> Network:
+    exported = importers.load_pt2(path)
+    inputs = importers.fix_shapes(name, importers.exported_inputs(exported), shapes, batch)
+    given = {item.name: item.shape for item in inputs}
+    return Network(
+        name,
+        "user",
+        inputs,
+        str(path.resolve()),
+        importer=lambda: importers.import_exported(name, exported, given, batch or 1),
+    )

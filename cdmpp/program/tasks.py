@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from cdmpp.errors import ProgramError
+from cdmpp.errors import NetworkError, ProgramError
 from cdmpp.program.fusion import fuse
 from cdmpp.program.network import Network, load_network
 from cdmpp.program.tvm_env import import_tvm
@@ -42,61 +43,49 @@ def extract_tasks(
     Raises
     ------
     NetworkError, UnsupportedOpError
-        A network cannot be imported.
+        A network cannot be imported, or two different ones have the same name.
     """
     tvm = import_tvm()
     if target is not None and not isinstance(target, tvm.target.Target):
         target = tvm.target.Target(target)
     specs = list(networks)
+    seen: dict[str, Network] = {}
     tasks: dict[str, Task] = {}
     for number, spec in enumerate(specs, start=1):
-        if progress is not None:
-            progress(spec if isinstance(spec, str) else spec.name, number, len(specs))
         network = load_network(spec) if isinstance(spec, str) else spec
+        if progress is not None:
+            progress(network.name, number, len(specs))
+        if network.name in seen:
+            same = network is seen[network.name] or (
+                network == seen[network.name] and network.source != "torch"
+            )
+            if not same:
+                raise NetworkError(f"two different networks are called {network.name}: rename one")
+            logger.warning("%s was given twice: counted once", network.name)
+            continue
+        seen[network.name] = network
         for task in _network_tasks(network, target):
             known = tasks.get(task.hash)
-            if known is None:
-                tasks[task.hash] = task
-                continue
-            weights = dict(known.networks)
-            for name, weight in task.networks.items():
-                weights[name] = weights.get(name, 0.0) + weight
-            tasks[task.hash] = replace(known, networks=weights)
+            if known is not None:
+                task = replace(known, networks={**known.networks, **task.networks})
+            tasks[task.hash] = task
     return list(tasks.values())
 
 
 def _network_tasks(network: Network, target: Any) -> list[Task]:
-    module = fuse(network.to_relax(), target)
+    fused = fuse(network.to_relax(), target)
     found: dict[str, Task] = {}
-    for name, count in _calls(module).items():
-        func = module[name]
+    for name, count in Counter(fused.calls).items():
         try:
-            task = task_from_prim_func(func, name=name, networks={network.name: float(count)})
+            task = task_from_prim_func(fused.module[name], name=name, networks={network.name: float(count)})
         except ProgramError as err:
-            logger.info("%s: %s is no task: %s", network.name, name, err)
+            logger.info("%s: left out: %s", network.name, err)
             continue
         known = found.get(task.hash)
         if known is not None:
-            total = known.networks[network.name] + count
-            task = replace(known, networks={network.name: total})
+            task = replace(known, networks={network.name: known.networks[network.name] + count})
         found[task.hash] = task
     return list(found.values())
-
-
-def _calls(module: Any) -> dict[str, int]:
-    """Names of the PrimFuncs that ``main`` calls, with the number of calls, in order of execution."""
-    from tvm import relax
-
-    calls: dict[str, int] = {}
-    for block in module["main"].body.blocks:
-        for binding in block.bindings:
-            value = binding.value
-            if not isinstance(value, relax.Call) or not hasattr(value.op, "name"):
-                continue
-            if value.op.name.startswith("relax.call_tir"):
-                name = str(value.args[0].name_hint)
-                calls[name] = calls.get(name, 0) + 1
-    return calls
 
 
 def task_from_prim_func(func: Any, name: str = "main", networks: Mapping[str, float] | None = None) -> Task:

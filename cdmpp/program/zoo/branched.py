@@ -8,7 +8,9 @@ from torch import nn
 from cdmpp.program.zoo.layers import Branches, ConvNormAct, Head
 
 
-def _inception(channels_in: int, one: int, three: tuple[int, int], five: tuple[int, int], pool: int) -> nn.Module:
+def _inception(
+    channels_in: int, one: int, three: tuple[int, int], five: tuple[int, int], pool: int
+) -> nn.Module:
     return Branches(
         ConvNormAct(channels_in, one, 1),
         nn.Sequential(ConvNormAct(channels_in, three[0], 1), ConvNormAct(three[0], three[1], 3)),
@@ -18,7 +20,7 @@ def _inception(channels_in: int, one: int, three: tuple[int, int], five: tuple[i
 
 
 def googlenet() -> nn.Module:
-    """GoogLeNet (Szegedy 2014) without the auxiliary heads; 3x3 in the third branch, as torchvision has it."""
+    """GoogLeNet (Szegedy 2014) without the auxiliary heads; 3x3 in the third branch, like torchvision."""
     return nn.Sequential(
         ConvNormAct(3, 64, 7, 2),
         nn.MaxPool2d(3, 2, 1),
@@ -62,7 +64,9 @@ def _inception_c(channels_in: int, width: int) -> nn.Module:
     return Branches(
         ConvNormAct(channels_in, 192, 1),
         nn.Sequential(
-            ConvNormAct(channels_in, width, 1), ConvNormAct(width, width, row), ConvNormAct(width, 192, column)
+            ConvNormAct(channels_in, width, 1),
+            ConvNormAct(width, width, row),
+            ConvNormAct(width, 192, column),
         ),
         nn.Sequential(
             ConvNormAct(channels_in, width, 1),

@@ -41,7 +41,9 @@ class _Mixer(nn.Module):
     def __init__(self, width: int, depth: int, patch: int, tokens: int) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, width, patch, patch)
-        self.blocks = nn.Sequential(*[_MixerBlock(tokens, width, width // 2, width * 4) for _ in range(depth)])
+        self.blocks = nn.Sequential(
+            *[_MixerBlock(tokens, width, width // 2, width * 4) for _ in range(depth)]
+        )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 1000)
 

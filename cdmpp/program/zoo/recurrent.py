@@ -7,7 +7,9 @@ from torch import nn
 
 
 class _Unrolled(nn.Module):
-    def __init__(self, cell: type[nn.LSTMCell] | type[nn.GRUCell], width_in: int, width: int, classes: int) -> None:
+    def __init__(
+        self, cell: type[nn.LSTMCell] | type[nn.GRUCell], width_in: int, width: int, classes: int
+    ) -> None:
         super().__init__()
         self.cell = cell(width_in, width)
         self.classify = nn.Linear(width, classes)

@@ -73,7 +73,7 @@ class ZooEntry:
     arguments: tuple[tuple[str, Any], ...] = ()
 
     def build(self, seed: int = 0) -> nn.Module:
-        """The network in evaluation mode with random weights that depend on ``seed`` alone (imports torch)."""
+        """The network in evaluation mode, its random weights made from ``seed`` alone (imports torch)."""
         import torch
 
         module, function = self.builder.split(":")
@@ -115,29 +115,68 @@ _ENTRIES: tuple[ZooEntry, ...] = (
     _entry("googlenet", "inception", "GoogLeNet", _image(), "branched:googlenet"),
     _entry("inception_v3", "inception", "Inception V3", _image(299), "branched:inception_v3"),
     _entry("convnext_tiny", "convnext", "ConvNeXt-T", _image(), "hf:convnext_tiny"),
-    _entry("vit_tiny", "vit", "DeiT-Ti / ViT-Ti, 16x16 patches", _image(), "hf:vit", hidden=192, layers=12, heads=3),
+    _entry(
+        "vit_tiny",
+        "vit",
+        "DeiT-Ti / ViT-Ti, 16x16 patches",
+        _image(),
+        "hf:vit",
+        hidden=192,
+        layers=12,
+        heads=3,
+    ),
     _entry("vit_small", "vit", "ViT-S/16", _image(), "hf:vit", hidden=384, layers=12, heads=6),
     _entry("vit_base", "vit", "ViT-B/16", _image(), "hf:vit", hidden=768, layers=12, heads=12),
     _entry("swin_tiny", "swin", "Swin-T", _image(), "hf:swin_tiny"),
     _entry(
-        "bert_tiny", "bert", "BERT, 2 layers of 128", _tokens(128, 30522), "hf:bert", hidden=128, layers=2, heads=2
+        "bert_tiny",
+        "bert",
+        "BERT, 2 layers of 128",
+        _tokens(128, 30522),
+        "hf:bert",
+        hidden=128,
+        layers=2,
+        heads=2,
     ),
     _entry(
-        "bert_small", "bert", "BERT, 4 layers of 512", _tokens(128, 30522), "hf:bert", hidden=512, layers=4, heads=8
+        "bert_small",
+        "bert",
+        "BERT, 4 layers of 512",
+        _tokens(128, 30522),
+        "hf:bert",
+        hidden=512,
+        layers=4,
+        heads=8,
+    ),
+    _entry("bert_base", "bert", "BERT base", _tokens(128, 30522), "hf:bert", hidden=768, layers=12, heads=12),
+    _entry(
+        "gpt2",
+        "gpt",
+        "GPT-2 small, prefill of 128",
+        _tokens(128, 50257),
+        "hf:gpt2",
+        hidden=768,
+        layers=12,
+        heads=12,
     ),
     _entry(
-        "bert_base", "bert", "BERT base", _tokens(128, 30522), "hf:bert", hidden=768, layers=12, heads=12
+        "llama_small",
+        "llama",
+        "Llama-like, 4 layers of 512, prefill of 128",
+        _tokens(128, 32000),
+        "hf:llama",
+        hidden=512,
+        layers=4,
+        heads=8,
+        kv_heads=4,
+        intermediate=1376,
     ),
     _entry(
-        "gpt2", "gpt", "GPT-2 small, prefill of 128", _tokens(128, 50257), "hf:gpt2", hidden=768, layers=12, heads=12
-    ),
-    _entry(
-        "llama_small", "llama", "Llama-like, 4 layers of 512, prefill of 128", _tokens(128, 32000), "hf:llama",
-        hidden=512, layers=4, heads=8, kv_heads=4, intermediate=1376,
-    ),
-    _entry(
-        "t5_small", "encoder-decoder", "T5-small, 2+2 layers",
-        (*_tokens(128, 32128), TensorSpec("decoder_input_ids", (1, 32), "int64", 32128)), "hf:t5_small",
+        "t5_small",
+        "encoder-decoder",
+        "T5-small, 2+2 layers",
+        (*_tokens(128, 32128), TensorSpec("decoder_input_ids", (1, 32), "int64", 32128)),
+        "hf:t5_small",
     ),
     _entry("mlp", "mlp", "Four linear layers", (TensorSpec("x", (1, 784)),), "perceptron:mlp"),
     _entry("mlp_mixer", "mixer", "MLP-Mixer S/16", _image(), "perceptron:mlp_mixer"),
@@ -146,25 +185,42 @@ _ENTRIES: tuple[ZooEntry, ...] = (
     _entry("unet", "segmentation", "U-Net, 4 levels", _image(128), "dense_prediction:unet"),
     _entry("segformer_b0", "segmentation", "SegFormer-B0", _image(256), "hf:segformer_b0"),
     _entry(
-        "dcgan", "generative", "DCGAN generator, 64x64", (TensorSpec("z", (1, 100, 1, 1)),), "dense_prediction:dcgan"
+        "dcgan",
+        "generative",
+        "DCGAN generator, 64x64",
+        (TensorSpec("z", (1, 100, 1, 1)),),
+        "dense_prediction:dcgan",
     ),
     _entry("espcn", "generative", "ESPCN, 3x super-resolution", _image(112, 1), "dense_prediction:espcn"),
     _entry(
-        "wavenet", "audio", "WaveNet-like dilated 1-D convolutions", (TensorSpec("audio", (1, 1, 4000)),),
+        "wavenet",
+        "audio",
+        "WaveNet-like dilated 1-D convolutions",
+        (TensorSpec("audio", (1, 1, 4000)),),
         "dense_prediction:wavenet",
     ),
     _entry(
-        "resnet3d", "video", "ResNet-3D-8, 8 frames", (TensorSpec("video", (1, 3, 8, 112, 112)),), "residual:resnet3d"
+        "resnet3d",
+        "video",
+        "ResNet-3D-8, 8 frames",
+        (TensorSpec("video", (1, 3, 8, 112, 112)),),
+        "residual:resnet3d",
     ),
     _entry(
-        "dlrm", "recommender", "DLRM, 8 tables",
-        (TensorSpec("dense", (1, 13)), TensorSpec("sparse", (1, 8), "int64", 10_000)), "perceptron:dlrm",
+        "dlrm",
+        "recommender",
+        "DLRM, 8 tables",
+        (TensorSpec("dense", (1, 13)), TensorSpec("sparse", (1, 8), "int64", 10_000)),
+        "perceptron:dlrm",
     ),
     _entry(
-        "gcn", "graph", "Three dense graph convolutions, 256 nodes",
-        (TensorSpec("x", (1, 256, 128)), TensorSpec("adjacency", (1, 256, 256))), "perceptron:gcn",
+        "gcn",
+        "graph",
+        "Three dense graph convolutions, 256 nodes",
+        (TensorSpec("x", (1, 256, 128)), TensorSpec("adjacency", (1, 256, 256))),
+        "perceptron:gcn",
     ),
-)  # fmt: skip
+)
 
 
 def zoo_networks() -> dict[str, ZooEntry]:
