@@ -1,0 +1,288 @@
+"""How much memory a leaf touches while its inner loops run, and what that means for caches and registers.
+
+A classical analytical model, independent of the device: sizes of the caches appear as a fixed series of
+capacities only. All arrays are over (leaf | access, depth or loop from inside), see
+:mod:`cdmpp.program.ast_table`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cdmpp.program.ast_loops import SERIAL, UNROLLED, VECTORIZED
+from cdmpp.program.ast_table import (
+    ACCESS_COLUMNS, LEAF_COLUMNS, BoolArray, FloatArray, IntArray, LeafTable,
+)  # fmt: skip
+
+LINE_BYTES = 64.0
+_ACCESS = {name: i for i, name in enumerate(ACCESS_COLUMNS)}
+_LEAF = {name: i for i, name in enumerate(LEAF_COLUMNS)}
+
+
+@dataclass(frozen=True)
+class LoopNest:
+    """Loops of each leaf; loops that a leaf does not have are of extent 1 and kind -1.
+
+    Attributes
+    ----------
+    extent, kind, reduction, unrolled, node
+        (leaves, loops), innermost first.
+    points
+        (leaves, depths): iterations of the ``k`` innermost loops.
+    n
+        (leaves,): number of loops.
+    vector
+        (leaves, loops): vectorised, and not turned back into a serial loop.
+    simd
+        (leaves,): the loop SIMD lanes can run along: the vectorised one, else the innermost.
+    explicit_simd
+        (leaves,): there is a vectorised one.
+    tile
+        (leaves,): number of inner loops that are vectorised or unrolled: their iterations are straight-line code.
+    """
+
+    extent: FloatArray
+    kind: IntArray
+    reduction: BoolArray
+    unrolled: BoolArray
+    node: IntArray
+    points: FloatArray
+    n: IntArray
+    vector: BoolArray
+    simd: IntArray
+    explicit_simd: BoolArray
+    tile: IntArray
+
+    @property
+    def iterations(self) -> FloatArray:
+        """Iterations of all loops, (leaves,)."""
+        return self.points[:, -1]
+
+    @classmethod
+    def of(cls, table: LeafTable) -> LoopNest:
+        """The loops of a batch."""
+        n_leaves, loops = len(table.leaf), table.coef.shape[1]
+        at = table.loop[:, 0], table.loop[:, 1]
+        extent = np.ones((n_leaves, loops))
+        kind = np.full((n_leaves, loops), -1, dtype=np.int64)
+        node = np.full((n_leaves, loops), -1, dtype=np.int64)
+        flags = np.zeros((3, n_leaves, loops), dtype=bool)
+        extent[at] = table.loop[:, 2]
+        kind[at] = table.loop[:, 3]
+        node[at] = table.loop[:, 7]
+        for i in range(3):
+            flags[i][at] = table.loop[:, 4 + i] != 0
+        reduction, unrolled, scalarised = flags
+        vector = (kind == VECTORIZED) & ~scalarised
+        explicit = vector.any(axis=1)
+        straight = np.logical_and.accumulate(vector | unrolled, axis=1)
+        return cls(
+            extent=extent,
+            kind=kind,
+            reduction=reduction,
+            unrolled=unrolled,
+            node=node,
+            points=_with_one(np.cumprod(extent, axis=1)),
+            n=table.leaf[:, _LEAF["loops"]].astype(np.int64),
+            vector=vector,
+            simd=np.where(explicit, vector.argmax(axis=1), 0),
+            explicit_simd=explicit,
+            tile=straight.sum(axis=1),
+        )
+
+
+def _with_one(array: FloatArray) -> FloatArray:
+    return np.concatenate([np.ones((len(array), 1)), array], axis=1)
+
+
+@dataclass(frozen=True)
+class Footprints:
+    """What the accesses touch.
+
+    Attributes
+    ----------
+    leaf, buffer
+        (accesses,): which leaf, which buffer of the batch.
+    elements
+        (accesses, depths): distinct elements touched by the ``k`` innermost loops.
+    lines
+        (accesses, depths): distinct cache lines, in bytes.
+    stride
+        (accesses, loops): elements between the addresses of successive iterations of one loop.
+    uses
+        (accesses, loops): the address depends on the loop.
+    gathers
+        (accesses, loops): it does so in a way that is not affine.
+    storage
+        (accesses,): bytes of the buffer as it will be allocated.
+    working_set
+        (leaves, depths): bytes touched by all leaves below the ``k``-th loop while it runs once through.
+    program_bytes
+        (programs,): bytes touched by the whole program.
+    """
+
+    leaf: IntArray
+    buffer: IntArray
+    elements: FloatArray
+    lines: FloatArray
+    stride: FloatArray
+    uses: BoolArray
+    gathers: BoolArray
+    storage: FloatArray
+    working_set: FloatArray
+    program_bytes: FloatArray
+
+    @classmethod
+    def of(cls, table: LeafTable, nest: LoopNest) -> Footprints:
+        """The footprints of a batch."""
+        access = table.access
+        leaf = access[:, 0].astype(np.int64)
+        buffer = access[:, 1].astype(np.int64)
+        starts = np.searchsorted(table.row_access, np.arange(len(access)))
+        row_leaf = leaf[table.row_access]
+        shape = _storage_shape(table, buffer)
+        caps = _with_one(np.cumprod(np.where(table.uses, nest.extent[row_leaf], 1.0), axis=1))
+        span = np.minimum(table.span, (shape - 1)[:, None])
+        count = np.minimum(span + 1, caps)
+        uses = np.logical_or.reduceat(table.uses, starts, axis=0)
+        points = _with_one(np.cumprod(np.where(uses, nest.extent[leaf], 1.0), axis=1))
+        elements = np.minimum(np.multiply.reduceat(count, starts, axis=0), points)
+        lines, strides = _lines(table, starts, shape, span, count, access[:, _ACCESS["itemsize"]])
+        lines = np.minimum(lines, elements) * LINE_BYTES
+        stride = np.add.reduceat(table.coef * strides[:, None], starts, axis=0)
+        storage = np.multiply.reduceat(shape, starts) * access[:, _ACCESS["itemsize"]]
+        working_set, program_bytes = _working_sets(table, nest, leaf, buffer, lines)
+        return cls(
+            leaf=leaf,
+            buffer=buffer,
+            elements=elements,
+            lines=lines,
+            stride=stride,
+            uses=uses,
+            gathers=np.logical_or.reduceat(table.atom_uses, starts, axis=0),
+            storage=storage,
+            working_set=working_set,
+            program_bytes=program_bytes,
+        )
+
+
+def _storage_shape(table: LeafTable, buffer: IntArray) -> FloatArray:
+    """Extent of each row's dimension as allocated: TVM shrinks a buffer to what is live between the loops that
+    all its accesses share."""
+    shape = table.shape
+    allocated = table.access[table.row_access, _ACCESS["allocated"]] > 0
+    if not allocated.any():
+        return shape
+    dims = int(table.row_dim.max()) + 1
+    key = buffer[table.row_access] * dims + table.row_dim
+    live = np.zeros(table.n_buffers * dims)
+    np.maximum.at(live, key, table.span[:, -1] + 1)
+    return np.where(allocated, np.minimum(shape, live[key]), shape)
+
+
+def _lines(
+    table: LeafTable, starts: IntArray, shape: FloatArray, span: FloatArray, count: FloatArray, itemsize: FloatArray
+) -> tuple[FloatArray, FloatArray]:
+    """Cache lines touched (accesses, depths) and the element stride of each row (rows,)."""
+    n = len(starts)
+    ends = np.append(starts[1:], len(shape))
+    dims = ends - starts
+    depths = span.shape[1]
+    strides = np.ones(len(shape))
+    size = np.ones(n)
+    run = np.ones((n, depths))
+    run_count = np.ones((n, depths))
+    outer = np.ones((n, depths))
+    whole = np.ones((n, depths), dtype=bool)
+    linear = np.zeros((n, depths))
+    for j in range(int(dims.max(initial=1))):
+        have = np.flatnonzero(dims > j)
+        row = ends[have] - 1 - j
+        strides[row] = size[have]
+        s, c = span[row], count[row]
+        full = whole[have]
+        linear[have] += s * size[have, None]
+        run[have] = np.where(full, run[have] + s * size[have, None], run[have])
+        run_count[have] *= np.where(full, c, 1.0)
+        outer[have] *= np.where(full, 1.0, c)
+        whole[have] = full & (s + 1 >= shape[row][:, None])
+        size[have] *= shape[row]
+    per_line = (LINE_BYTES / itemsize)[:, None]
+    lines = outer * np.minimum(np.ceil(run / per_line), run_count)
+    return np.minimum(lines, np.ceil((linear + 1) / per_line)), strides
+
+
+def _working_sets(
+    table: LeafTable, nest: LoopNest, leaf: IntArray, buffer: IntArray, lines: FloatArray
+) -> tuple[FloatArray, FloatArray]:
+    """Bytes touched below each loop by all leaves in it, and by each program.
+
+    A buffer that several leaves touch counts once, with the largest of their footprints.
+    """
+    n_leaves, loops = nest.extent.shape
+    n_nodes, n_programs = len(table.node_program), len(table.program_leaves)
+    node = nest.node[leaf]
+    root = n_nodes + table.leaf[leaf, 0].astype(np.int64)
+    have = node >= 0
+    nodes = np.concatenate([node[have], root])
+    buffers = np.concatenate([np.broadcast_to(buffer[:, None], node.shape)[have], buffer])
+    values = np.concatenate([lines[:, 1:][have], lines[:, -1]])
+    key = nodes * max(1, table.n_buffers) + buffers
+    order = np.argsort(key, kind="stable")
+    key = key[order]
+    first = np.flatnonzero(np.append(True, key[1:] != key[:-1]))
+    largest = np.maximum.reduceat(values[order], first) if len(key) else values
+    total = np.bincount(nodes[order][first], weights=largest, minlength=n_nodes + n_programs)
+    own = np.bincount(leaf, weights=lines[:, 0], minlength=n_leaves)
+    program = table.leaf[:, 0].astype(np.int64)
+    working_set = np.empty((n_leaves, loops + 1))
+    working_set[:, 0] = own
+    working_set[:, 1:] = np.where(nest.node >= 0, total[nest.node], 0.0)
+    np.maximum.accumulate(working_set, axis=1, out=working_set)
+    return working_set, total[n_nodes:][:n_programs] if len(program) else np.zeros(n_programs)
+
+
+def traffic(nest: LoopNest, feet: Footprints, capacity: float) -> FloatArray:
+    """Bytes each access moves into a memory of some capacity, (accesses,).
+
+    Let ``k`` inner loops be the most whose working set fits. Loop ``k + 1`` then finds again what one iteration
+    left, so that its new data are moved once; every loop around it moves all of that again.
+    """
+    fits = (feet.working_set[:, 1:] <= capacity) & (nest.node >= 0)
+    k = np.minimum(fits.sum(axis=1) + 1, nest.n)
+    rows = np.arange(len(k))
+    outer = nest.iterations / nest.points[rows, k]
+    return feet.lines[np.arange(len(feet.leaf)), k[feet.leaf]] * outer[feet.leaf]
+
+
+def register_elements(nest: LoopNest, feet: Footprints) -> FloatArray:
+    """Element loads (or stores) each access needs when straight-line code loads an element once, (accesses,).
+
+    If the loop around the straight-line code does not move the access, it is held in registers across it.
+    """
+    k = nest.tile[feet.leaf]
+    rows = np.arange(len(k))
+    still = (k < nest.n[feet.leaf]) & ~feet.uses[rows, np.minimum(k, feet.uses.shape[1] - 1)]
+    k = k + still
+    return feet.elements[rows, k] * (nest.iterations[feet.leaf] / nest.points[feet.leaf, k])
+
+
+def auto_simd(table: LeafTable, nest: LoopNest, feet: Footprints) -> BoolArray:
+    """Whether a compiler can run the innermost loop in lanes although the schedule did not say so, (leaves,)."""
+    kind = nest.kind[:, 0]
+    simple = np.isin(kind, (SERIAL, UNROLLED)) & ~nest.reduction[:, 0] & ~nest.explicit_simd
+    simple &= (table.leaf[:, _LEAF["branch_inner"]] == 0) & (table.leaf[:, _LEAF["opaque"]] == 0)
+    bad = (np.abs(feet.stride[:, 0]) > 1) | feet.gathers[:, 0]
+    return simple & (np.bincount(feet.leaf, weights=bad, minlength=len(kind)) == 0)
+
+
+def simd_packs(table: LeafTable, nest: LoopNest, auto: BoolArray, simd_bytes: int) -> FloatArray:
+    """Instructions per iteration of a leaf if lanes are ``simd_bytes`` wide, (leaves,): 1 for scalar code."""
+    lanes = np.maximum(1.0, simd_bytes / np.maximum(table.leaf[:, _LEAF["itemsize"]], 1.0))
+    extent = nest.extent[np.arange(len(lanes)), nest.simd]
+    explicit = np.ceil(extent / lanes) / extent
+    automatic = (np.floor(extent / lanes) + extent % lanes) / extent
+    return np.where(nest.explicit_simd, explicit, np.where(auto, automatic, 1.0))
+

@@ -1,0 +1,189 @@
+"""Loops and leaves of a program as plain data, and what TVM's lowering will do to the loops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from cdmpp.program.affine import Form, IndexSpace
+from cdmpp.program.ast_body import Body
+from cdmpp.program.ast_nodes import NodeTypes
+
+#: Kinds of loops; the first four are TVM's own numbers.
+SERIAL, PARALLEL, VECTORIZED, UNROLLED, BLOCK_IDX, THREAD_IDX, VTHREAD = range(7)
+#: TVM's number for a loop bound to a thread axis; the tag then tells which of the last three it is.
+THREAD_BINDING = 4
+
+#: TVM's UnrollLoop nests automatic unrolling at most this deep (its ``auto_max_depth``).
+_UNROLL_MAX_DEPTH = 8
+#: Virtual threads below this extent are written out one after the other by TVM.
+_VTHREAD_UNROLLED_BELOW = 16
+
+
+@dataclass(slots=True)
+class Loop:
+    """A loop that runs more than once.
+
+    Attributes
+    ----------
+    parent
+        Number of the loop around it, -1 at the top.
+    extent
+        Iterations.
+    kind
+        ``SERIAL`` ... ``VTHREAD``.
+    max_step, explicit
+        Value of ``pragma_auto_unroll_max_step`` that holds in it and whether unrolling is done by TVM itself.
+    nest
+        Which of the top-level loop nests it belongs to.
+    position
+        In the pre-order of the AST.
+    unrolled
+        TVM's unrolling pass will unroll it (found after the walk).
+    scalarised
+        A vectorised loop that TVM turns back into a serial one, for a branch depends on it.
+    children
+        What it contains in order: loops (>= 0) and leaves (-1 - number).
+    """
+
+    parent: int
+    extent: int
+    kind: int
+    max_step: int
+    explicit: int
+    nest: int
+    position: int
+    unrolled: bool = False
+    scalarised: bool = False
+    children: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Leaf:
+    """A computation in its loops.
+
+    Attributes
+    ----------
+    body
+        What it does per iteration.
+    chain
+        Numbers of the loops around it, outermost first.
+    kept
+        Which of ``chain``, by depth, repeat it: all, but for an initialisation only those that its output
+        depends on.
+    space
+        The loops of ``chain`` and the atoms of its indices.
+    forms
+        Indices of each access as forms over ``chain``.
+    buffers
+        Program-wide number of each buffer of ``body``.
+    position
+        In the pre-order of the AST.
+    reduction
+        Depths of the loops that its reduction runs over.
+    branch
+        Depths of the loops its branches and predicate depend on.
+    predicated, is_init, guarded
+        It runs under a condition; it initialises a reduction; it belongs to a reduction whose initialisation
+        is guarded in the same loops.
+    nest
+        Which of the top-level loop nests it belongs to.
+    """
+
+    body: Body
+    chain: tuple[int, ...]
+    kept: list[int]
+    space: IndexSpace
+    forms: list[list[Form]]
+    buffers: list[int]
+    position: int
+    reduction: set[int]
+    branch: set[int]
+    predicated: bool
+    is_init: bool
+    guarded: bool
+    nest: int
+
+
+@dataclass(slots=True)
+class RawProgram:
+    """Loops and leaves of one program.
+
+    Attributes
+    ----------
+    shared_prefix
+        For each buffer allocated in the program, how many outer loops all its accesses have in common, at most
+        those around which its storage can live; -1 for parameters.
+    """
+
+    loops: list[Loop]
+    leaves: list[Leaf]
+    n_nodes: int
+    n_buffers: int
+    shared_prefix: list[int]
+
+
+def mark_unrolled(loops: list[Loop], leaves: list[Leaf]) -> None:
+    """Set :attr:`Loop.unrolled` as TVM's UnrollLoop pass will decide (src/s_tir/transform/unroll_loop.cc).
+
+    A serial loop is unrolled if all loops in it are, and its body then has at most ``max_step`` stores.
+    """
+
+    def visit(number: int) -> tuple[int, int, int]:
+        """(stores, depth of unrolled loops, depth of other loops) of what one loop becomes."""
+        loop = loops[number]
+        stores = unrolled = normal = 0
+        for child in loop.children:
+            s, u, n = visit(child) if child >= 0 else (max(1, leaves[-1 - child].body.stores), 0, 0)
+            stores, unrolled, normal = stores + s, max(unrolled, u), max(normal, n)
+        kind = loop.kind
+        if (kind == VECTORIZED and not loop.scalarised) or kind in (BLOCK_IDX, THREAD_IDX):
+            return stores, unrolled, normal
+        if kind == VTHREAD:
+            return (stores * loop.extent if loop.extent < _VTHREAD_UNROLLED_BELOW else stores), unrolled, normal
+        auto = kind != PARALLEL and normal == 0 and unrolled <= _UNROLL_MAX_DEPTH
+        if kind == UNROLLED or (auto and loop.extent * stores <= loop.max_step):
+            loop.unrolled = True
+            return stores * loop.extent, unrolled + 1, normal
+        return stores, unrolled, normal + 1
+
+    for number, loop in enumerate(loops):
+        if loop.parent < 0:
+            visit(number)
+
+
+def interval(t: NodeTypes, expr: Any, env: dict[int, Any], extents: list[int]) -> tuple[int, int] | None:
+    """Smallest and largest value of an integer expression over the loops; None if it has free variables."""
+    kind = type(expr)
+    if kind is t.IntImm:
+        return int(expr.value), int(expr.value)
+    if kind is t.Var:
+        bound = env.get(expr.__chandle__())
+        if bound is None:
+            return None
+        if isinstance(bound, int):
+            return 0, extents[bound] - 1
+        return (bound[0], bound[0]) if isinstance(bound, tuple) else interval(t, bound, env, extents)
+    if kind is t.Cast:
+        return interval(t, expr.value, env, extents)
+    if kind not in (t.Add, t.Sub, t.Mul, t.FloorDiv, t.FloorMod, t.Min, t.Max):
+        return None
+    a, b = interval(t, expr.a, env, extents), interval(t, expr.b, env, extents)
+    if a is None or b is None:
+        return None
+    if kind is t.Add:
+        return a[0] + b[0], a[1] + b[1]
+    if kind is t.Sub:
+        return a[0] - b[1], a[1] - b[0]
+    if kind is t.Mul:
+        corners = [x * y for x in a for y in b]
+        return min(corners), max(corners)
+    if kind is t.Min or kind is t.Max:
+        pick = min if kind is t.Min else max
+        return pick(a[0], b[0]), pick(a[1], b[1])
+    if b[0] <= 0:
+        return None
+    if kind is t.FloorDiv:
+        corners = [x // y for x in a for y in b]
+        return min(corners), max(corners)
+    return 0, min(b[1] - 1, a[1]) if a[0] >= 0 else b[1] - 1
