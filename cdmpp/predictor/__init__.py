@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cdmpp.predictor.config import Config, config_from_dict, load_config
-    from cdmpp.predictor.data import TrainingData, ast_resolver, gather
+    from cdmpp.predictor.data import TrainingData, gather, program_resolver
     from cdmpp.predictor.predictor import Predictor
     from cdmpp.predictor.run import TrainResult, train
     from cdmpp.predictor.scoring import evaluate
@@ -18,7 +18,7 @@ _HOME = {
     "config_from_dict": "config",
     "load_config": "config",
     "TrainingData": "data",
-    "ast_resolver": "data",
+    "program_resolver": "data",
     "gather": "data",
     "evaluate": "scoring",
     "Predictor": "predictor",
@@ -32,11 +32,11 @@ __all__ = [
     "Predictor",
     "TrainResult",
     "TrainingData",
-    "ast_resolver",
     "config_from_dict",
     "evaluate",
     "gather",
     "load_config",
+    "program_resolver",
     "split_data",
     "train",
 ]

@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 
     from cdmpp.dataset import DatasetView
     from cdmpp.device import Device
-    from cdmpp.program.ast import CompactAST
+    from cdmpp.program.ast import AstBuilder, CompactAST
 
 logger = logging.getLogger(__name__)
 
 #: File in a dataset folder that keeps the compact ASTs of its programs.
 AST_FILE = "asts.parquet"
+
+#: Programs rebuilt and walked at a time.
+_AST_CHUNK = 128
 
 #: ``done, total``: called while ASTs are computed.
 CountCallback = Callable[[int, int], None]
@@ -162,35 +165,63 @@ def collect_asts(
             asts.update(load_asts(path))
     missing = [program for program in wanted if program not in asts]
     if missing:
-        resolve = ast_resolver(view)
-        fresh: dict[str, CompactAST] = {}
-        for done, program in enumerate(missing, start=1):
-            try:
-                fresh[program] = resolve(view.programs[program])
-            except (KeyError, ProgramError) as err:
-                logger.warning("program %s has no AST: %s", program, err)
-            if progress is not None:
-                progress(done, len(missing))
+        fresh = _compute_asts(view, missing, progress)
         asts.update(fresh)
         for part in view.parts:
             own = {program: ast for program, ast in asts.items() if program in part.programs}
             if fresh.keys() & own.keys():
-                _try_save(lambda path, content: save_asts(path, content), Path(part.path) / AST_FILE, own)
+                path = Path(part.path) / AST_FILE
+                try:
+                    save_asts(path, own)
+                except (OSError, DatasetError) as err:
+                    logger.warning("%s is not written: %s", path, err)
     return {program: asts[program] for program in wanted if program in asts}
 
 
-def ast_resolver(view: DatasetView) -> Callable[[Program], CompactAST]:
-    """A function from the programs of a dataset to their ASTs (rebuilds them with TVM)."""
-    from cdmpp.program.ast import compact_ast
+def program_resolver(view: DatasetView) -> Callable[[Program], Any]:
+    """A function from the programs of a dataset to their PrimFuncs (rebuilds them with TVM)."""
     from cdmpp.program.space import Rebuilder
 
     rebuild = Rebuilder()
 
-    def resolve(program: Program) -> CompactAST:
+    def resolve(program: Program) -> Any:
         space = view.spaces.get(program.space_hash) if program.space_hash else None
-        return compact_ast(rebuild(program, view.tasks[program.task_hash], space))
+        return rebuild(program, view.tasks[program.task_hash], space)
 
     return resolve
+
+
+def _compute_asts(
+    view: DatasetView, programs: Sequence[str], progress: CountCallback | None
+) -> dict[str, CompactAST]:
+    from cdmpp.program.ast import AstBuilder
+
+    resolve, builder = program_resolver(view), AstBuilder()
+    asts: dict[str, CompactAST] = {}
+    for begin in range(0, len(programs), _AST_CHUNK):
+        funcs: dict[str, Any] = {}
+        for program in programs[begin : begin + _AST_CHUNK]:
+            try:
+                funcs[program] = resolve(view.programs[program])
+            except (KeyError, ProgramError) as err:
+                logger.warning("program %s cannot be rebuilt: %s", program, err)
+        try:
+            asts.update(zip(funcs, builder.build(list(funcs.values())), strict=True))
+        except ProgramError:  # one of the chunk: find it by taking them one by one
+            asts.update(_build_each(builder, funcs))
+        if progress is not None:
+            progress(min(begin + _AST_CHUNK, len(programs)), len(programs))
+    return asts
+
+
+def _build_each(builder: AstBuilder, funcs: Mapping[str, Any]) -> dict[str, CompactAST]:
+    asts: dict[str, CompactAST] = {}
+    for program, func in funcs.items():
+        try:
+            asts[program] = builder.build([func])[0]
+        except ProgramError as err:
+            logger.warning("program %s has no AST: %s", program, err)
+    return asts
 
 
 def subset(data: TrainingData, rows: NDArray[np.int64]) -> TrainingData:
@@ -199,10 +230,3 @@ def subset(data: TrainingData, rows: NDArray[np.int64]) -> TrainingData:
     asts = {program: data.asts[program] for program in labels["program"].unique()}
     devices = {name: data.devices[name] for name in sorted(labels["device"].unique())}
     return replace(data, labels=labels, asts=asts, devices=devices)
-
-
-def _try_save(save: Callable[[Path, Any], None], path: Path, content: Any) -> None:
-    try:
-        save(path, content)
-    except (OSError, DatasetError) as err:
-        logger.warning("%s is not written: %s", path, err)

@@ -68,7 +68,7 @@ class Predictor:
         device
             A device name or a Device. Devices that were not seen in training are extrapolated to.
         resolver
-            Gives the AST or PrimFunc of a Program (such as ``cdmpp.predictor.ast_resolver(dataset)``).
+            Gives the AST or PrimFunc of a Program (such as ``cdmpp.predictor.program_resolver(dataset)``).
 
         Returns
         -------
@@ -84,8 +84,8 @@ class Predictor:
             A Program was given without a resolver.
         """
         if isinstance(programs, list | tuple):
-            return self.predict_features([_as_ast(p, resolver) for p in programs], device)
-        return float(self.predict_features([_as_ast(programs, resolver)], device)[0])
+            return self.predict_features(_as_asts(programs, resolver), device)
+        return float(self.predict_features(_as_asts([programs], resolver), device)[0])
 
     def predict_features(self, asts: Sequence[CompactAST], device: str | Device) -> NDArray[np.float64]:
         """Latencies in seconds of ASTs on one device, float64 (n,); what :meth:`predict` calls."""
@@ -184,16 +184,22 @@ def predict(programs: Any, device: str | Device, predictor: Predictor | str | Pa
     return predictor.predict(programs, device)
 
 
-def _as_ast(program: Any, resolver: Resolver | None) -> CompactAST:
-    from cdmpp.program.ast import CompactAST, compact_ast
+def _as_asts(programs: Sequence[Any], resolver: Resolver | None) -> list[CompactAST]:
+    from cdmpp.program.ast import CompactAST, compact_asts
 
+    items = [_resolved(program, resolver) for program in programs]
+    funcs = [item for item in items if not isinstance(item, CompactAST)]
+    fresh = iter(compact_asts(funcs) if funcs else ())
+    return [item if isinstance(item, CompactAST) else next(fresh) for item in items]
+
+
+def _resolved(program: Any, resolver: Resolver | None) -> Any:
+    """An AST or what one can be made of."""
     if isinstance(program, Program):
         if resolver is None:
             raise PredictorError(f"program {program.hash} is a reference: pass resolver= to predict it")
         program = resolver(program)
-    if isinstance(program, Task):
-        program = program.prim_func()
-    return program if isinstance(program, CompactAST) else compact_ast(program)
+    return program.prim_func() if isinstance(program, Task) else program
 
 
 def _read_state(folder: Path) -> dict[str, Any]:

@@ -19,8 +19,8 @@ Definitions
     on the device, minus one, averaged over those with at least two programs (for top 5: six).
     ``top1_regret_median`` is the median in place of the mean.
 ``noise_floor_mape``
-    Expected MAPE of a perfect predictor, given the labels' noise (:mod:`cdmpp.dataset.noise`): mean error floor
-    of the labels, or half of the mean noise where error floors are not given.
+    Expected MAPE of a perfect predictor, given the labels' noise (:mod:`cdmpp.dataset.noise`): mean error
+    floor of the labels, or half of the mean noise where error floors are not given.
 
 A metric that is not defined on the records (no pair, no noise figure) is None.
 """

@@ -141,7 +141,7 @@ def collect_per_store(
     Missing ones are extracted (10-30 ms a program with its rebuilding) and written back where the folder can
     be written. Programs that cannot be rebuilt or analysed are left out.
     """
-    from cdmpp.program.space import Rebuilder
+    from cdmpp.predictor.data import program_resolver
 
     wanted = list(dict.fromkeys(programs))
     known: dict[str, NDArray[np.float32]] = {}
@@ -151,15 +151,13 @@ def collect_per_store(
             known.update(load_per_store(path))
     missing = [program for program in wanted if program not in known]
     if missing:
-        rebuild, extract = Rebuilder(), PerStoreExtractor()
+        resolve, extract = program_resolver(view), PerStoreExtractor()
         fresh: set[str] = set()
         for begin in range(0, len(missing), batch):
             funcs: dict[str, Any] = {}
             for program in missing[begin : begin + batch]:
                 try:
-                    item = view.programs[program]
-                    space = view.spaces.get(item.space_hash) if item.space_hash else None
-                    funcs[program] = rebuild(item, view.tasks[item.task_hash], space)
+                    funcs[program] = resolve(view.programs[program])
                 except (KeyError, ProgramError) as err:
                     logger.warning("program %s has no per-store features: %s", program, err)
             for program, matrix in _extract_each(extract, funcs).items():

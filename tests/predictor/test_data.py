@@ -1,0 +1,133 @@
+"""From a dataset on disk to a prediction, with real programs."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+
+from cdmpp.dataset import Dataset, Record
+from cdmpp.errors import DatasetError
+from cdmpp.predictor import config_from_dict, evaluate, gather, program_resolver, split_data, train
+from cdmpp.predictor.baselines import XGBoostModel, evaluate_models
+from cdmpp.predictor.baselines.per_store import PER_STORE_FILE, collect_per_store
+from cdmpp.predictor.config import DataConfig
+from cdmpp.predictor.data import AST_FILE
+
+DEVICES = ("h200", "v100")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two tasks of three networks, 12 random programs each, made-up latencies on two devices, one failure."""
+    from cdmpp.program.space import TaskSpaces
+    from cdmpp.program.tasks import task_from_prim_func
+    from cdmpp.program.tvm_env import import_tvm
+
+    import_tvm()
+    from tvm import te
+
+    def matmul(n):
+        a, b = te.placeholder((n, n), name="a"), te.placeholder((n, n), name="b")
+        k = te.reduce_axis((0, n), name="k")
+        c = te.compute((n, n), lambda i, j: te.sum(a[i, k] * b[k, j], axis=k), name="c")
+        return te.create_prim_func([a, b, c])
+
+    path = tmp_path_factory.mktemp("data") / "d"
+    rng = np.random.default_rng(0)
+    with Dataset.create(path, network_families={"one": "mlp", "two": "mlp", "three": "cnn"}) as dataset:
+        for n, networks in ((64, {"one": 1.0, "two": 2.0}), (128, {"two": 1.0}), (96, {"three": 1.0})):
+            task = task_from_prim_func(matmul(n), "matmul", networks)
+            spaces = TaskSpaces(task)
+            dataset.add_task(task)
+            for space in spaces.spaces:
+                dataset.add_space(space)
+            for i, program in enumerate(spaces.sample(12, seed=0)):
+                dataset.add_program(program)
+                for scale, device in enumerate(DEVICES, start=1):
+                    if i == 11:
+                        record = Record(program.hash, device, "build_error", error="made up")
+                    else:
+                        latency_s = float(1e-9 * n**3 * scale * rng.uniform(1, 3))
+                        record = Record(program.hash, device, "ok", latency_s, noise=0.02)
+                    dataset.add_record(record)
+        dataset.finalize()
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(folder):
+    return gather(folder)
+
+
+def test_gather_computes_asts_once(folder, data, monkeypatch):
+    assert len(data) == 3 * 11 * 2
+    assert set(data.devices) == set(DEVICES)
+    assert (folder / AST_FILE).exists()
+    monkeypatch.setattr("cdmpp.predictor.data._compute_asts", lambda *_: pytest.fail("computed again"))
+    again = gather(folder)
+    for program, ast in data.asts.items():
+        assert (again.asts[program].leaves == ast.leaves).all()
+        assert (again.asts[program].positions == ast.positions).all()
+
+
+def test_choice_of_devices_and_origins(folder):
+    assert len(gather(folder, DataConfig(devices=("h200",)))) == 33
+    with pytest.raises(DatasetError, match="no ok record is left"):
+        gather(folder, DataConfig(origins=("search",)))
+
+
+def test_groups_of_shared_tasks(data):
+    networks = data.members("network")
+    assert set(networks) == {("one", "two"), ("two",), ("three",)}
+    assert set(data.members("family")) == {("mlp",), ("cnn",)}
+
+
+def test_programs_that_cannot_be_rebuilt_are_left_out_and_said(folder, monkeypatch, caplog, tmp_path):
+    import shutil
+    from dataclasses import replace
+
+    copy = tmp_path / "d"
+    shutil.copytree(folder, copy)
+    (copy / AST_FILE).unlink()
+    dataset = Dataset.open(copy)
+    broken = next(iter(dataset.programs))
+    programs = {**dataset.programs, broken: replace(dataset.programs[broken], decisions="[[0, 5]]")}
+    monkeypatch.setattr(Dataset, "programs", programs)
+    with caplog.at_level(logging.WARNING):
+        gathered = gather(dataset)
+    assert broken not in gathered.asts and broken not in set(gathered.labels["program"])
+    assert "labels left out" in caplog.text
+
+
+def test_dataset_to_prediction(folder, data, tmp_path):
+    config = config_from_dict(
+        {
+            "model": {"dim": 16, "layers": 1, "heads": 2, "embedding_dim": 16, "decoder_dim": 32},
+            "train": {"epochs": 3, "threads": 1, "batch_size": 16},
+            "data": {"paths": [str(folder)]},
+            "split": {"spec": "by_network:heldout=three;valid=one;seed=0"},
+        }
+    )
+    result = train(config, None, tmp_path / "run")
+    scores = evaluate(result.predictor, data, "by_network", by=("network",))
+    assert scores["groups"]["network"].keys() == {"three"}
+    assert scores["overall"]["n"] == 22 and scores["n_trained_tasks"] == 0
+    assert scores["overall"]["noise_floor_mape"] == pytest.approx(0.01)
+    program = next(iter(data.view.programs.values()))
+    resolver = program_resolver(data.view)
+    seconds = result.predictor.predict(program, "h200", resolver=resolver)
+    assert seconds == pytest.approx(result.predictor.predict(data.asts[program.hash], "h200"), rel=1e-5)
+    task = data.view.tasks[program.task_hash]
+    assert result.predictor.predict(task.prim_func(), "h200") > 0
+    assert result.predictor.predict([task, program], "v100", resolver=resolver).shape == (2,)
+
+
+def test_xgboost_on_per_store_features(folder, data):
+    split = split_data("within_task:seed=0", data)
+    results = evaluate_models([XGBoostModel(rounds=30)], data, split)
+    assert results["xgboost-perstore"]["overall"]["mape"] < 1.0
+    assert (folder / PER_STORE_FILE).exists()
+    programs = list(data.asts)[:3]
+    assert collect_per_store(data.view, programs).keys() == set(programs)
