@@ -196,7 +196,7 @@ def join_meta(row: Mapping[str, Any]) -> dict[str, Any]:
     meta: dict[str, Any] = json.loads(row["meta"]) if row["meta"] else {}
     for name, kind in META_COLUMNS.items():
         value = row[name]
-        if value is not None and not pd.isna(value):
+        if value != "" and not pd.isna(value):
             meta[name] = {"float": float, "int": int, "str": str}[kind](value)
     return meta
 

@@ -12,7 +12,8 @@ for labels that are means of independent samples, and a good approximation for m
 *Re-measurements.* Two records of one program and device, taken at different times, differ by :math:`E|e_1 -
 e_2| = 2 \sigma / \sqrt\pi`: the floor is **their mean relative difference over** :math:`\sqrt 2`. This sees
 what split halves cannot (another process, another placement in memory, another hour), so where a device has
-re-measurements its split-half floors are scaled to agree with them.
+re-measurements its split-half floors are scaled to agree with them. The scaling also mends what adaptive
+sampling does to split halves: who stops when the halves agree reports a difference that is too small.
 
 A label of n records has its floor divided by :math:`\sqrt n`.
 """

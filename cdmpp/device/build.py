@@ -66,7 +66,7 @@ def _cpu(row: DeviceRow, share: float | None, isa_name: str, here: bool) -> Devi
                 f"{row.name}: the number of its cores is unknown; say how many, as {row.name}@1"
             )
         share = row.cores
-    if share != int(share) or share < 1:
+    if not float(share).is_integer() or share < 1:
         raise UnknownDeviceError(f"{row.name}@{share:g}: the share of a CPU is a number of cores, 1 or more")
     if row.cores is not None and share > row.cores:
         if here or not row.virtual:

@@ -1,0 +1,197 @@
+"""Labels, their noise floor, and the summary."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from cdmpp.dataset import Dataset, load_datasets, noise_floor_mape
+from cdmpp.dataset.labels import LABEL_COLUMNS, label_fingerprint, label_table
+from cdmpp.dataset.noise import MIN_REMEASURED, error_floor, remeasured_difference
+from cdmpp.errors import FAILURE_KINDS, DatasetError
+from tests.dataset.dataset_samples import (
+    DEVICE,
+    OTHER_DEVICE,
+    add_all,
+    failure,
+    program,
+    record,
+    small_dataset,
+    task,
+)
+
+
+def records(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    base = {
+        "program": "p",
+        "task": "t",
+        "device": "d",
+        "status": "ok",
+        "latency_s": 1.0,
+        "noise": 0.02,
+        "origin": "random",
+        "measured_at": 0.0,
+    }
+    return pd.DataFrame([{**base, **row} for row in rows])
+
+
+def test_one_label_per_program_and_device(tmp_path: Path) -> None:
+    with Dataset.create(tmp_path / "d") as dataset:
+        for number in (2, 1, 0):
+            add_all(dataset, number)
+            dataset.add_record(record(number))
+        dataset.add_record(record(0, device=OTHER_DEVICE))
+        dataset.add_record(record(1, latency_s=9e-3))
+        dataset.add_record(record(1, latency_s=5e-3))
+        dataset.add_record(failure(2))
+        add_all(dataset, 3)
+        dataset.add_record(failure(3))
+        labels = dataset.labels()
+    assert tuple(labels.columns) == LABEL_COLUMNS
+    assert list(labels.index) == [0, 1, 2, 3]
+    assert list(labels["program"]) == [program(0).hash] * 2 + [program(1).hash, program(2).hash]
+    assert list(labels["device"]) == [DEVICE, OTHER_DEVICE, DEVICE, DEVICE]
+    assert list(labels["latency_s"]) == pytest.approx([1e-3, 1e-3, 5e-3, 3e-3])  # the median of 2, 9 and 5
+    assert list(labels["n_records"]) == [1, 1, 3, 1]
+    assert set(labels["task"]) == {task(1).hash}
+    assert len(dataset.labels([OTHER_DEVICE])) == 1
+    assert dataset.labels(aggregate="first")["latency_s"][2] in (2e-3, 5e-3, 9e-3)
+    assert dataset.labels(aggregate="min")["latency_s"][2] == 2e-3
+    with pytest.raises(DatasetError, match="no aggregate 'mode'"):
+        dataset.labels(aggregate="mode")
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, -1.0])
+def test_no_label_without_a_usable_latency(bad: float, caplog: pytest.LogCaptureFixture) -> None:
+    frame = records([{"latency_s": bad}, {"program": "q"}, {"program": "r", "task": ""}])
+    labels = label_table(frame)
+    assert list(labels["program"]) == ["q"]
+    assert "2 ok records have no usable latency or program" in caplog.text
+
+
+def test_latencies_of_another_writer_that_are_no_labels_are_counted(tmp_path: Path) -> None:
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    with small_dataset(tmp_path / "d") as dataset:
+        dataset.finalize()
+    file = tmp_path / "d" / "records.parquet"
+    table = pq.read_table(file)
+    zeros = pc.multiply(table.column("latency_s"), 0.0)
+    column = table.schema.get_field_index("latency_s")
+    pq.write_table(table.set_column(column, table.schema.field(column), zeros), file)
+    again = Dataset.open(tmp_path / "d")
+    assert len(again.labels()) == 0
+    assert again.summary()["datasets"][0]["invalid_records"] == 5
+
+
+def test_fingerprints_tell_tables_apart() -> None:
+    table = label_table(records([{"program": "a"}, {"program": "b"}]))
+    other = label_table(records([{"program": "a"}, {"program": "c"}]))
+    assert label_fingerprint(table) == label_fingerprint(table.copy())
+    assert label_fingerprint(table) != label_fingerprint(other)
+
+
+def simulated(
+    sigma: float, session_sigma: float, repeats: int, n: int = 4000
+) -> tuple[pd.DataFrame, np.ndarray]:
+    """Records of programs of true latency 1 s: ten noisy samples each, and an error of each record."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for number in range(n):
+        for _ in range(repeats):
+            samples = 1 + sigma * rng.standard_normal(10)
+            samples *= 1 + session_sigma * rng.standard_normal()
+            a, b = samples[0::2].mean(), samples[1::2].mean()
+            rows.append(
+                {"program": str(number), "latency_s": samples.mean(), "noise": 2 * abs(a - b) / (a + b)}
+            )
+    frame = records(rows)
+    labels = frame.groupby("program")["latency_s"].median()
+    errors = np.abs(1 - labels.to_numpy()) / labels.to_numpy()
+    return frame, errors
+
+
+def test_split_halves_estimate_the_error_of_a_perfect_predictor() -> None:
+    frame, errors = simulated(sigma=0.05, session_sigma=0.0, repeats=1)
+    floor = noise_floor_mape(label_table(frame))
+    assert floor == pytest.approx(errors.mean(), rel=0.05)
+    assert floor == pytest.approx(0.05 / math.sqrt(10) * math.sqrt(2 / math.pi), rel=0.05)
+
+
+def test_remeasurements_see_the_error_that_split_halves_do_not() -> None:
+    frame, _ = simulated(sigma=0.02, session_sigma=0.03, repeats=2)
+    single = frame.drop_duplicates("program")
+    blind = noise_floor_mape(label_table(single))
+    # a tenth of the programs is measured a second time
+    some = pd.concat(
+        [single, frame[frame["program"].astype(int) % 10 == 0].drop(single.index, errors="ignore")]
+    )
+    corrected = label_table(some)
+    once = corrected[corrected["n_records"] == 1]
+    true_error = float(np.mean(np.abs(1 - once["latency_s"]) / once["latency_s"]))
+    assert blind is not None and blind < 0.3 * true_error
+    assert noise_floor_mape(once) == pytest.approx(true_error, rel=0.1)
+
+
+def test_more_records_make_a_better_label() -> None:
+    frame, errors = simulated(sigma=0.02, session_sigma=0.03, repeats=2)
+    labels = label_table(frame)
+    assert noise_floor_mape(labels) == pytest.approx(errors.mean(), rel=0.1)
+
+
+def test_difference_of_remeasurements_is_of_pairs() -> None:
+    frame = records([{"latency_s": 1.0}, {"latency_s": 3.0}, {"program": "q"}])
+    difference = remeasured_difference(frame)
+    assert dict(difference) == {("p", "d"): 1.0}  # |3 - 1| / 2
+
+
+def test_few_remeasurements_change_nothing_and_unknown_noise_takes_the_mean() -> None:
+    rows = [{"program": str(n), "noise": 0.02} for n in range(MIN_REMEASURED - 1)]
+    frame = records(
+        [*rows, *[{**row, "latency_s": 2.0} for row in rows], {"program": "x", "noise": math.nan}]
+    )
+    labels = label_table(frame)
+    floors = dict(zip(labels["program"], labels["error_floor"], strict=True))
+    assert floors["0"] == pytest.approx(0.01 / math.sqrt(2))
+    assert floors["x"] == pytest.approx(0.01)
+
+
+def test_a_device_without_any_noise_figure_has_no_floor() -> None:
+    labels = label_table(records([{"noise": math.nan}]))
+    assert np.isnan(error_floor(labels, records([{"noise": math.nan}]))).all()
+    assert noise_floor_mape(labels) is None
+
+
+def test_summary_is_the_contract(tmp_path: Path) -> None:
+    small_dataset(tmp_path / "all" / "a")
+    with Dataset.create(tmp_path / "all" / "b") as dataset:
+        add_all(dataset, 0, networks={"net": 1.0, "two": 1.0})
+        dataset.add_record(record(0, device=OTHER_DEVICE))
+        dataset.add_record(failure(0, status="run_timeout"))
+        dataset.add_record(record(0, device=OTHER_DEVICE, latency_s=1.1e-3))
+        dataset.finalize()
+    with (tmp_path / "all" / "a" / "records.jsonl").open("a") as file:
+        file.write("half a li")
+    summary = load_datasets(tmp_path / "all").summary()
+    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+    total = summary["total"]
+    assert {"records", "ok", "failures", "tasks", "networks", "devices", "noise_floor_mape"} <= total.keys()
+    assert (total["records"], total["ok"]) == (9, 7)
+    assert total["failures"] == {**dict.fromkeys(FAILURE_KINDS, 0), "build_error": 1, "run_timeout": 1}
+    assert (total["tasks"], total["networks"], total["devices"], total["programs"]) == (1, 2, 2, 6)
+    assert 0 < total["noise_floor_mape"] < 0.02
+    first, second = summary["datasets"]
+    assert first["path"].endswith("a") and first["corrupt_lines"] == 1 and second["corrupt_lines"] == 0
+    assert first["network_names"] == ["net"] and second["device_names"] == [DEVICE, OTHER_DEVICE]
+    assert first["origins"] == {"random": 5}
+    assert second["by_device"][DEVICE]["failures"]["run_timeout"] == 1
+    assert second["by_device"][OTHER_DEVICE]["ok"] == 2
+    assert second["remeasured"] == 1
+    assert second["remeasured_difference"] == pytest.approx(0.1 / 1.05)

@@ -1,0 +1,289 @@
+"""Splits: nothing of the test part is known in training."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from cdmpp.dataset import Split
+from cdmpp.dataset.split import architecture, networks_of
+from cdmpp.dataset.split_makers import by_device, by_network, by_task, within_task
+from cdmpp.dataset.split_spec import read_spec
+from cdmpp.errors import SplitError
+from tests.dataset.dataset_samples import DEVICE, OTHER_DEVICE, zoo_dataset
+
+Networks = dict[str, tuple[str, ...]]
+
+
+def table(rows: list[tuple[str, str, str]]) -> pd.DataFrame:
+    labels = pd.DataFrame(sorted(set(rows)), columns=["task", "program", "device"])
+    return labels.assign(latency_s=1e-3)
+
+
+@st.composite
+def labelled(draw: st.DrawFn) -> tuple[pd.DataFrame, Networks]:
+    """A label table and the networks of its tasks, shared tasks and batch sizes included."""
+    names = [f"net{i}{suffix}" for i in range(draw(st.integers(2, 8))) for suffix in ("", "@b4")]
+    n_tasks = draw(st.integers(3, 25))
+    networks = {
+        f"t{i}": tuple(draw(st.lists(st.sampled_from(names), min_size=0, max_size=3, unique=True)))
+        for i in range(n_tasks)
+    }
+    rows = []
+    for name in networks:
+        for number in range(draw(st.integers(1, 4))):
+            # the same program may be measured on several devices
+            for device in draw(st.sets(st.sampled_from(["d1", "d2", "d3"]), min_size=1)):
+                rows.append((name, f"{name}p{number}", device))
+    return table(rows), networks
+
+
+def make(maker: Callable[[], Split]) -> Split:
+    try:
+        return maker()
+    except SplitError as error:
+        message = str(error)
+        assert (
+            "nothing is left" in message or "cannot hold out" in message or "at least two devices" in message
+        )
+        assume(False)
+        raise
+
+
+def parts(split: Split, labels: pd.DataFrame, column: str) -> tuple[set[str], set[str], set[str]]:
+    train, valid, test = (set(labels[column].iloc[split.part(name)]) for name in ("train", "valid", "test"))
+    return train, valid, test
+
+
+def check_partition(split: Split, labels: pd.DataFrame) -> None:
+    rows = np.concatenate([split.train, split.valid, split.test])
+    assert sorted(rows) == list(range(len(labels)))
+    assert len(split.train) and len(split.test)
+    assert all(split.part(name).dtype == np.int64 for name in ("train", "valid", "test"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(labelled(), st.integers(0, 5), st.one_of(st.none(), st.integers(1, 4)))
+def test_tasks_of_held_out_networks_are_nowhere_in_training(
+    data: tuple[pd.DataFrame, Networks], seed: int, number: int | None
+) -> None:
+    labels, networks = data
+    split = make(lambda: by_network(labels, networks, number, seed))
+    check_partition(split, labels)
+    train, valid, test = parts(split, labels, "task")
+    assert not train & test and not valid & test and not train & valid
+    held = set(split.held_out)
+    for name, members in networks.items():
+        if held & {architecture(n) for n in members}:
+            assert name not in train | valid
+    for name in test:
+        assert held & {architecture(n) for n in networks[name]}
+    assert 2 * len(test) <= len(networks)  # at least half of the tasks remain
+    again = Split.parse(split.spec, labels, networks)
+    for name in ("train", "valid", "test"):
+        assert (again.part(name) == split.part(name)).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(labelled(), st.integers(0, 5), st.sampled_from([0.1, 0.3, 0.5]), st.sampled_from([0.0, 0.1, 0.4]))
+def test_by_task_and_within_task_are_disjoint(
+    data: tuple[pd.DataFrame, Networks], seed: int, test: float, valid: float
+) -> None:
+    labels, _ = data
+    for maker, column in ((by_task, "task"), (within_task, "program")):
+        split = make(lambda maker=maker: maker(labels, test, valid, seed))  # type: ignore[misc]
+        check_partition(split, labels)
+        train_units, valid_units, test_units = parts(split, labels, column)
+        assert not train_units & test_units and not valid_units & test_units and not train_units & valid_units
+        again = Split.parse(split.spec, labels)
+        assert (again.test == split.test).all() and (again.valid == split.valid).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(labelled(), st.integers(0, 5), st.sets(st.sampled_from(["t0", "t1", "t2"])))
+def test_a_held_out_device_is_not_in_training_but_for_allowed_tasks(
+    data: tuple[pd.DataFrame, Networks], seed: int, shots: set[str]
+) -> None:
+    labels, _ = data
+    split = make(lambda: by_device(labels, None, shots & set(labels["task"]), seed=seed))
+    check_partition(split, labels)
+    held = set(split.held_out)
+    assert set(labels["device"].iloc[split.test]) == held
+    known = labels.iloc[np.concatenate([split.train, split.valid])]
+    assert set(known[known["device"].isin(held)]["task"]) <= shots
+    assert not set(labels["task"].iloc[split.train]) & set(labels["task"].iloc[split.valid])
+    again = Split.parse(split.spec, labels)
+    assert (again.train == split.train).all()
+
+
+def test_a_shared_task_of_a_held_out_network_is_tested_not_trained() -> None:
+    labels = table([(f"t{i}", f"p{i}", "d") for i in range(6)])
+    networks = {"t0": ("a",), "t1": ("a", "b"), "t2": ("b",), "t3": ("c",), "t4": ("c", "b"), "t5": ("b",)}
+    split = by_network(labels, networks, ["a"], valid=0.0)
+    assert list(labels["task"].iloc[split.test]) == ["t0", "t1"]
+    split.check_disjoint(labels, networks)
+    moved = replace(split, train=np.append(split.train, split.test[1]), test=split.test[:1])
+    with pytest.raises(SplitError, match="task t1 of held-out network a is in train"):
+        moved.check_disjoint(labels, networks)
+
+
+def test_a_network_is_held_out_at_every_batch_size() -> None:
+    labels = table([(f"t{i}", f"p{i}", "d") for i in range(4)])
+    networks = {"t0": ("resnet18",), "t1": ("resnet18@b4",), "t2": ("vgg",), "t3": ("vgg@b8",)}
+    for name in ("resnet18", "resnet18@b4"):
+        split = by_network(labels, networks, [name], valid=0.0)
+        assert list(labels["task"].iloc[split.test]) == ["t0", "t1"]
+        assert split.held_out == ("resnet18",)
+
+
+def test_the_default_holds_out_four_networks_of_different_families(tmp_path: Path) -> None:
+    dataset = zoo_dataset(tmp_path / "d", networks=16)
+    labels, families = dataset.labels(), dataset.network_families
+    seen = set()
+    for seed in range(5):
+        split = Split.parse(f"by_network:seed={seed}", labels, dataset.tasks, families)
+        assert len(split.held_out) == 4
+        assert len({families[name] for name in split.held_out}) == 4
+        assert 0.05 * len(labels) < len(split.valid) < 0.3 * len(labels)
+        assert len(split.train) > 0.4 * len(labels)
+        seen.add(split.held_out)
+    assert len(seen) > 2  # the seed chooses
+    assert Split.parse("by_network", labels, dataset.tasks, families).held_out in seen
+
+
+def test_a_choice_does_not_hang_on_the_order_or_number_of_labels() -> None:
+    labels = table([(f"t{i}", f"p{i}", "d") for i in range(40)])
+    fewer = labels.iloc[::-1].iloc[:30].reset_index(drop=True)
+    full, part = by_task(labels, seed=3), by_task(fewer, seed=3)
+    test = set(labels["task"].iloc[full.test])
+    assert set(fewer["task"].iloc[part.test]) == test & set(fewer["task"])
+
+
+def test_devices_go_by_their_aliases() -> None:
+    labels = table([(f"t{i}", f"p{i}", d) for i in range(5) for d in ("h200", "v100-pcie-32gb", "t4")])
+    split = Split.parse("by_device:heldout=NVIDIA H200,Tesla T4", labels)
+    assert split.held_out == ("h200", "t4")
+    few_shot = Split.parse("by_device:heldout=h200;tasks=t0+t1", labels)
+    trained = labels.iloc[np.concatenate([few_shot.train, few_shot.valid])]
+    assert set(trained[trained["device"] == "h200"]["task"]) == {"t0", "t1"}
+
+
+def test_validation_falls_back_to_tasks_where_one_network_is_left() -> None:
+    labels = table([(f"t{i}", f"p{i}", "d") for i in range(20)])
+    networks = {f"t{i}": ("a",) if i < 5 else ("b",) for i in range(20)}
+    split = by_network(labels, networks, ["a"])
+    assert len(split.valid) and len(split.train)
+    assert not set(labels["task"].iloc[split.train]) & set(labels["task"].iloc[split.valid])
+
+
+def test_named_validation_networks() -> None:
+    labels = table([(f"t{i}", f"p{i}", "d") for i in range(9)])
+    networks = {f"t{i}": ("abc"[i // 3],) for i in range(9)}
+    split = Split.parse("by_network:heldout=a;valid=b", labels, networks)
+    assert list(labels["task"].iloc[split.valid]) == ["t3", "t4", "t5"]
+
+
+def test_a_trained_split_serves_on_data_with_some_of_its_networks(caplog: pytest.LogCaptureFixture) -> None:
+    labels = table([(f"t{i}", f"p{i}", "d") for i in range(6)])
+    networks = {f"t{i}": ("ab"[i // 3],) for i in range(6)}
+    with caplog.at_level(logging.WARNING):
+        split = Split.parse("by_network:heldout=a+missing;valid=0", labels, networks)
+    assert split.held_out == ("a",) and "missing" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("by_magic", "no split 'by_magic'; there are by_network"),
+        ("by_task:heldout=a", "by_task has no 'heldout', only test, valid, seed"),
+        ("by_task:test", "test has no value"),
+        ("by_task:test=much", "must be a fraction"),
+        ("by_task:test=0.7;valid=0.5", "below 1 together"),
+        ("by_task:test=0.2;test=0.3", "given twice"),
+        ("by_task:seed=x", "seed must be a whole number"),
+        ("by_network:heldout=resnet", "no label is of network resnet; there are net"),
+        ("by_network:heldout=net0+net1", "nothing is left to train"),
+        ("by_network:heldout=2", "cannot hold out 2 of 2 networks"),
+        ("by_network:heldout=+", "no network is named"),
+        ("by_device:heldout=h300", "no label is of device h300"),
+        ("by_device:heldout=d1", "nothing is left to train"),
+        ("by_device", "at least two devices"),
+        ("by_device:heldout=d1;tasks=nope", "no label of task nope"),
+        ("by_device:heldout=d1;valid=x", "valid must be a fraction"),
+    ],
+)
+def test_specifications_that_cannot_be(spec: str, message: str) -> None:
+    labels = table([(f"t{i}", f"p{i}", "d1") for i in range(4)])
+    networks = {f"t{i}": (f"net{i % 2}",) for i in range(4)}
+    with pytest.raises(SplitError, match=message):
+        Split.parse(spec, labels, networks)
+
+
+def test_by_network_needs_networks_and_labels() -> None:
+    labels = table([("t", "p", "d")])
+    with pytest.raises(SplitError, match="needs the networks"):
+        Split.parse("by_network", labels)
+    with pytest.raises(SplitError, match="no labels to split"):
+        by_task(labels.iloc[:0])
+
+
+def test_reading_a_specification() -> None:
+    assert read_spec(" by_network : heldout = a,b ; seed=1; "[1:].replace(" :", ":")) == (
+        "by_network",
+        {"heldout": "a,b", "seed": "1"},
+    )
+
+
+def test_json_round_trip(tmp_path: Path) -> None:
+    dataset = zoo_dataset(tmp_path / "d", devices=(DEVICE, OTHER_DEVICE))
+    labels = dataset.labels()
+    for spec in ("by_network", "by_task", "within_task", f"by_device:heldout={OTHER_DEVICE}"):
+        split = Split.parse(spec, labels, dataset.tasks)
+        again = Split.from_json(split.to_json())
+        assert again.to_json() == split.to_json()
+        again.check_disjoint(labels, dataset.tasks)
+        description = json.loads(json.dumps(again.describe(labels)))
+        assert sum(description[part]["labels"] for part in ("train", "valid", "test")) == len(labels)
+    for text in ("{}", "3", '{"kind": "by_magic"}', "half"):
+        with pytest.raises(SplitError):
+            Split.from_json(text)
+
+
+def test_a_split_of_another_table_and_overlapping_rows_are_refused() -> None:
+    labels = table([(f"t{i}", f"p{i}", "d") for i in range(10)])
+    split = by_task(labels)
+    with pytest.raises(SplitError, match="another label table"):
+        split.check_disjoint(labels.iloc[::-1].reset_index(drop=True))
+    with pytest.raises(SplitError, match="has a row twice"):
+        replace(split, valid=split.train[:1]).check_disjoint(labels)
+    with pytest.raises(SplitError, match="rows outside"):
+        replace(split, test=np.array([99])).check_disjoint(labels)
+    with pytest.raises(SplitError, match="no part 'training'"):
+        split.part("training")
+
+
+@pytest.mark.parametrize("column", ["task", "program", "device"])
+def test_shared_units_are_found(column: str) -> None:
+    kind = {"task": "by_task", "program": "within_task", "device": "by_device"}[column]
+    labels = table([("t0", "p0", "d0"), ("t1", "p1", "d1"), ("t2", "p2", "d2")])
+    labels.loc[1, column] = labels.loc[0, column]
+    rows = [np.array([i]) for i in range(3)]
+    split = Split(kind, kind, 0, rows[0], rows[2], rows[1])
+    with pytest.raises(SplitError, match=f"1 {column}s in train and test"):
+        split.check_disjoint(labels)
+
+
+def test_networks_of_tasks_or_names(tmp_path: Path) -> None:
+    dataset = zoo_dataset(tmp_path / "d", networks=2)
+    task = next(iter(dataset.tasks))
+    assert networks_of(dataset.tasks, task) == networks_of({task: tuple(dataset.tasks[task].networks)}, task)
+    assert networks_of({}, "unknown") == ()

@@ -1,0 +1,316 @@
+"""Names, shares, restrictions, users' own devices, and what a predictor sees of a device."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cdmpp.device import (
+    DEVICE_FEATURES,
+    Device,
+    DeviceTable,
+    add_device_file,
+    device_features,
+    get_device,
+    known_devices,
+    load_table,
+)
+from cdmpp.device.build import build_device
+from cdmpp.device.row import DeviceRow
+from cdmpp.device.table import normalise, read_device_file
+from cdmpp.errors import UnknownDeviceError
+
+HERE = DeviceRow(
+    name="xeon-cascadelake-2.5ghz",
+    kind="cpu",
+    vendor="intel",
+    model="Intel(R) Xeon(R) Processor @ 2.50GHz",
+    mcpu="cascadelake",
+    clock_mhz=2500,
+    cores=2,
+    simd_bits=512,
+    fma=True,
+    virtual=True,
+    source="detected",
+)
+SHIPPED = [row for row in load_table().rows if row.source[:8] != "detected"]
+TABLE = DeviceTable(SHIPPED, HERE)
+
+#: Every name in NeuSight's device table and measurements, and in the benchmark hub.
+PUBLIC_NAMES = {
+    "AMD Instinct MI100": "mi100",
+    "AMD Instinct MI210": "mi210",
+    "AMD Instinct MI250": "mi250",
+    "NVIDIA A100-PCIE-40GB": "a100-pcie-40gb",
+    "NVIDIA A100-SXM4-40GB": "a100-sxm4-40gb",
+    "NVIDIA A100 80GB PCIe": "a100-pcie-80gb",
+    "NVIDIA H100 80GB HBM3": "h100-sxm",
+    "NVIDIA L4": "l4",
+    "Tesla P100-PCIE-16GB": "p100-pcie-16gb",
+    "Tesla P4": "p4",
+    "Tesla T4": "t4",
+    "Tesla V100-PCIE-32GB": "v100-pcie-32gb",
+    "AMD_Instinct_MI250": "mi250",
+    "NVIDIA_A100-PCIE-40GB": "a100-pcie-40gb",
+    "Tesla_V100-PCIE-32GB": "v100-pcie-32gb",
+    "NVIDIA RTX A4000": "rtx-a4000",
+    "AMD Radeon PRO W6600": "radeon-pro-w6600",
+    "NVIDIA GeForce RTX 2080 Ti": "rtx-2080-ti",
+    "NVIDIA GeForce RTX 3060 Laptop GPU": "rtx-3060-laptop",
+    "A100": "a100-pcie-40gb",
+    "A4000": "rtx-a4000",
+    "MI250X": "mi250x",
+    "W6600": "radeon-pro-w6600",
+    "RTX_2080_Ti": "rtx-2080-ti",
+    "RTX_3060_laptop": "rtx-3060-laptop",
+    "NVIDIA H200": "h200",
+}
+
+
+@pytest.mark.parametrize(("name", "canonical"), PUBLIC_NAMES.items())
+def test_names_of_public_data_resolve(name: str, canonical: str) -> None:
+    assert get_device(name).name == canonical
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical"),
+    [
+        ("this-cpu@1", "xeon-cascadelake-2.5ghz@1"),
+        ("this-cpu@2", "xeon-cascadelake-2.5ghz@2"),
+        ("this-cpu", "xeon-cascadelake-2.5ghz@2"),
+        ("This_CPU@1.0", "xeon-cascadelake-2.5ghz@1"),
+        ("this-cpu.x86-64-v2@1", "xeon-cascadelake-2.5ghz.x86-64-v2@1"),
+        ("xeon-cascadelake-2.5ghz.x86-64-v2@1", "xeon-cascadelake-2.5ghz.x86-64-v2@1"),
+        ("Intel(R) Xeon(R) Processor @ 2.50GHz", None),
+        ("h200", "h200"),
+        ("h200@1.0", "h200"),
+        ("h200@0.5", "h200@0.5"),
+        ("H200@0.50", "h200@0.5"),
+        ("epyc-7763.x86-64-v3@8", "epyc-7763.x86-64-v3@8"),
+    ],
+)
+def test_canonical_names(name: str, canonical: str | None) -> None:
+    if canonical is None:  # a model with an @ is no name: after @ comes a share
+        with pytest.raises(UnknownDeviceError, match="after @ comes a share"):
+            TABLE.get(name)
+        return
+    device = TABLE.get(name)
+    assert device.name == canonical
+    assert TABLE.get(canonical) == device
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("h20", "unknown device 'h20'; did you mean h200"),
+        ("tesla-v100", "did you mean v100"),
+        ("this-cup@1", "did you mean this-cpu"),
+        ("zzzzzzzz", "unknown device 'zzzzzzzz'; `cdmpp devices` lists all"),
+        ("this-cpu@3", "it has 2 cores"),
+        ("epyc-7742@65", "it has 64 cores"),
+        ("this-cpu@0.5", "a number of cores"),
+        ("this-cpu@0", "a number of cores"),
+        ("this-cpu@nan", "a number of cores"),
+        ("this-cpu@many", "after @ comes a share"),
+        ("h200@0", "above 0 and at most 1"),
+        ("h200@2", "above 0 and at most 1"),
+        ("h200@nan", "above 0 and at most 1"),
+        ("h200.x86-64-v2", "only a CPU can be restricted"),
+        ("epyc-7742.x86-64-v4@1", "has no 512-bit vectors"),
+        ("this-cpu.avx9@1", "unknown device"),
+        ("", "unknown device"),
+    ],
+)
+def test_names_that_are_none(name: str, message: str) -> None:
+    with pytest.raises(UnknownDeviceError, match=message):
+        TABLE.get(name)
+
+
+@given(st.text(max_size=30))
+def test_any_text_resolves_or_is_refused_in_one_line(name: str) -> None:
+    try:
+        TABLE.get(name)
+    except UnknownDeviceError as error:
+        assert "\n" not in str(error)
+
+
+def test_a_cpu_share_and_a_restriction_change_what_they_should() -> None:
+    one, two, narrow = (TABLE.get(f"this-cpu{suffix}") for suffix in ("@1", "@2", ".x86-64-v2@1"))
+    # 2.5 GHz x 16 lanes x 2 pipes x 2 (multiply and add)
+    assert one.peak_gflops == {"float32": 160.0, "float64": 80.0}
+    assert two.peak_gflops["float32"] == 320.0
+    # 128-bit, and no fused multiply-add below v3: 2.5 GHz x 4 lanes x 2 pipes
+    assert narrow.peak_gflops["float32"] == 20.0
+    assert (narrow.simd_bits, narrow.fma, narrow.isa) == (128, False, "x86-64-v2")
+    assert one.target == {"kind": "llvm", "mcpu": "cascadelake", "num-cores": 1}
+    assert two.target["num-cores"] == 2
+    assert narrow.target == {"kind": "llvm", "mcpu": "x86-64-v2", "num-cores": 1}
+    assert one.model == narrow.model == HERE.model and one.base == narrow.base
+    assert (one.share_fraction, two.share_fraction) == (0.5, 1.0)
+
+
+def test_a_gpu_share_scales_compute_and_keeps_memory() -> None:
+    whole, half = TABLE.get("h200"), TABLE.get("h200@0.5")
+    assert (whole.cores, whole.cores_used, half.cores_used) == (132, 132, 66)
+    assert half.peak_gflops["float32"] == whole.peak_gflops["float32"] / 2
+    assert half.bandwidth_gb_s == whole.bandwidth_gb_s == 4800
+    assert whole.target == {
+        "kind": "cuda",
+        "arch": "sm_90",
+        "max_threads_per_block": 1024,
+        "max_shared_memory_per_block": 49152,
+        "thread_warp_size": 32,
+    }
+    assert TABLE.get("mi210").target["kind"] == "rocm"
+    assert TABLE.get("graviton2@1").target["mtriple"] == "aarch64-linux-gnu"
+
+
+def test_a_larger_machine_with_this_cpu_can_be_spoken_of() -> None:
+    device = TABLE.get("xeon-cascadelake-2.5ghz@8")
+    assert device.cores_used == 8 and device.peak_gflops["float32"] == 1280
+
+
+def test_shipped_rows_are_sourced_and_plausible() -> None:
+    devices = known_devices()
+    assert len(devices) >= 30 and len({device.name for device in devices}) == len(devices)
+    for device in devices:
+        assert device.sources and all(device.sources), device.name
+        assert device.model and device.vendor and device.arch and device.target, device.name
+        assert device.cores and device.clock_mhz and 500 <= device.clock_mhz <= 6000
+        peak = device.peak_gflops["float32"]
+        # stated peaks agree with lanes x clock; NVIDIA rounds, and quotes some at another clock
+        fma = 2 if device.fma else 1
+        assert device.lanes_per_core
+        computed = fma * device.cores * device.lanes_per_core * device.clock_mhz / 1e3
+        assert peak == pytest.approx(computed, rel=0.05), device.name
+        for dtype in ("float16_matrix", "tfloat32_matrix", "float32_matrix"):
+            assert device.peak_gflops.get(dtype, math.inf) > peak
+        if device.kind == "gpu":
+            assert device.bandwidth_gb_s and 100 < device.bandwidth_gb_s < 10000
+            assert device.warp_size in (32, 64) and device.mem_gb and device.l2_kb
+
+
+def test_known_answers_of_the_table() -> None:
+    v100, a100, mi100 = get_device("v100"), get_device("a100"), get_device("mi100")
+    assert (v100.cores, v100.bandwidth_gb_s, v100.l2_kb, v100.mem_gb) == (80, 900, 6144, 32)
+    assert (a100.cores, a100.clock_mhz, a100.bandwidth_gb_s) == (108, 1410, 1555)
+    assert a100.peak_gflops["tfloat32_matrix"] == 156000
+    assert (mi100.cores, mi100.peak_gflops["float32_matrix"], mi100.warp_size) == (120, 46100, 64)
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_a_user_adds_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv("CDMPP_DEVICES", raising=False)
+    file = write(
+        tmp_path / "mine.yaml",
+        "- {name: my-gpu, kind: gpu, aliases: [My GPU 9000], cores: 10, lanes_per_core: 64,\n"
+        "   clock_mhz: 1000}\n"
+        "- {name: h200, kind: gpu, launch_overhead_us: 3.5}\n",
+    )
+    with pytest.raises(UnknownDeviceError):
+        get_device("my-gpu")
+    monkeypatch.setenv("CDMPP_DEVICES", str(file))
+    assert get_device("My GPU 9000@0.5").peak_gflops["float32"] == pytest.approx(640)
+    # a row of a known name changes the fields that it gives
+    assert get_device("h200").launch_overhead_us == 3.5 and get_device("h200").cores == 132
+    monkeypatch.delenv("CDMPP_DEVICES")
+    assert get_device("my-gpu", load_table([file])).cores == 10
+    assert add_device_file(file) == ["my-gpu", "h200"]
+    assert get_device("my-gpu").cores == 10 and get_device("NVIDIA H200").launch_overhead_us == 3.5
+    add_device_file(write(tmp_path / "more.yaml", "{name: my-gpu, kind: gpu, cores: 12, mem_gb: 4}"))
+    assert get_device("my-gpu").cores == 12 and get_device("my-gpu").clock_mhz == 1000
+    assert "my-gpu" in [device.name for device in known_devices()]
+
+
+def test_a_device_of_which_little_is_known_still_has_features(tmp_path: Path) -> None:
+    rows = read_device_file(write(tmp_path / "a.yaml", "name: bare\nkind: gpu\n"))
+    device = build_device(rows[0])
+    vector = dict(zip(DEVICE_FEATURES, device_features(device), strict=True))
+    assert vector["is_gpu"] == 1 and vector["share_fraction"] == 1
+    assert math.isnan(vector["bandwidth_gb_s"]) and math.isnan(vector["peak_float32_gflops"])
+    assert device.target == {}
+    bare_cpu = read_device_file(write(tmp_path / "b.yaml", "name: bare-cpu\nkind: cpu\n"))[0]
+    with pytest.raises(UnknownDeviceError, match="say how many, as bare-cpu@1"):
+        build_device(bare_cpu)
+    assert build_device(bare_cpu, 4).share_fraction is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- {name: x, kind: tpu}", "x: kind: Input should be 'cpu' or 'gpu'"),
+        ("- {kind: gpu}", "row 1: name: Field required"),
+        ("- {name: x, kind: gpu}\n- {name: y, kind: gpu, clock_mhz: fast}", r"y: clock_mhz: .*got 'fast'"),
+        ("- {name: x, kind: gpu, cores: -3}", "x: cores: Input should be greater than 0"),
+        ("- {name: x, kind: gpu, mem_gb: .nan}", "x: mem_gb"),
+        ("- {name: x, kind: gpu, clock_ghz: 3}", "x: clock_ghz: Extra inputs are not permitted"),
+        ("- {name: x, kind: gpu, peak_gflops: {fp32: 3}}", "x: peak_gflops.fp32"),
+        ("- {name: Has Space, kind: gpu}", "Has Space: name"),
+        ("- 3", "row 1: row"),
+        ("- [", "cannot read devices"),
+        ("", "holds no device"),
+    ],
+)
+def test_a_wrong_row_is_named_with_its_field(tmp_path: Path, text: str, message: str) -> None:
+    file = write(tmp_path / "wrong.yaml", text)
+    with pytest.raises(UnknownDeviceError, match=message) as caught:
+        read_device_file(file)
+    assert "\n" not in str(caught.value) and "wrong.yaml" in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UnknownDeviceError, match=r"none\.yaml"):
+        read_device_file(tmp_path / "none.yaml")
+
+
+def test_features_are_raw_float32_and_tell_devices_apart() -> None:
+    devices = [
+        TABLE.get(name) for name in ("this-cpu@1", "this-cpu@2", "this-cpu.x86-64-v2@1", "h200", "h200@0.5")
+    ]
+    vectors = [device_features(device) for device in devices]
+    assert 20 <= len(DEVICE_FEATURES) == len(set(DEVICE_FEATURES)) <= 26
+    for device, vector in zip(devices, vectors, strict=True):
+        assert vector.dtype == np.float32 and vector.shape == (len(DEVICE_FEATURES),)
+        known = dict(zip(DEVICE_FEATURES, vector, strict=True))
+        assert known["is_cpu"] + known["is_gpu"] == 1
+        assert known["clock_mhz"] == device.clock_mhz
+        assert (vector[~np.isnan(vector)] >= 0).all()
+    assert len({tuple(np.nan_to_num(vector, nan=-1.0).tolist()) for vector in vectors}) == len(vectors)
+    h200 = dict(zip(DEVICE_FEATURES, vectors[3], strict=True))
+    assert h200["bytes_per_flop"] == pytest.approx(4800 / 66900)
+    assert h200["peak_matrix_gflops"] == pytest.approx(1978900)
+
+
+def test_a_device_goes_through_json() -> None:
+    for device in (TABLE.get("this-cpu@1"), TABLE.get("h200@0.5")):
+        text = json.dumps(device.to_json(), allow_nan=False)
+        assert Device.from_json(json.loads(text)) == device
+        later: dict[str, Any] = {**json.loads(text), "a_field_of_a_later_version": 1}
+        assert Device.from_json(later) == device
+
+
+def test_normalised_names() -> None:
+    assert normalise("AMD_Instinct  MI100") == "amd-instinct-mi100"
+    assert normalise("Intel(R) Core(TM) i7") == "intel-core-i7"
+
+
+def test_neither_dataset_nor_device_needs_tvm() -> None:
+    code = (
+        "import sys; import cdmpp.dataset, cdmpp.device as d; d.device_features(d.get_device('this-cpu@1')); "
+        "assert not {'tvm', 'torch', 'xgboost'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
