@@ -15,6 +15,9 @@ from cdmpp.program.tvm_env import import_tvm
 #: The function that makes the weights as ``main`` wants them, from the weights as the network has them.
 PREPARE_WEIGHTS = "main_transform_params"
 
+#: Operators that make a view of a tensor and run no kernel.
+_VIEWS = ("relax.reshape", "relax.shape_of", "relax.shape_to_tensor", "relax.memory.view")
+
 
 @dataclass(frozen=True)
 class FusedNetwork:
@@ -31,12 +34,15 @@ class FusedNetwork:
         How many of ``main``'s parameters are inputs.
     calls
         Names of the PrimFuncs that ``main`` calls, in order of execution.
+    untranslated
+        Names of the operators in ``main`` that did not become TIR, so that no task stands for them.
     """
 
     module: Any
     weights: tuple[Any, ...] = field(repr=False)
     num_inputs: int
     calls: tuple[str, ...]
+    untranslated: tuple[str, ...] = ()
 
 
 def fuse(module: Any, target: Any = None) -> FusedNetwork:
@@ -71,6 +77,8 @@ def fuse(module: Any, target: Any = None) -> FusedNetwork:
         module = tvm.transform.Sequential(
             [
                 transform.LiftTransformParams(),
+                relax.backend.DispatchSampling(),
+                relax.backend.DispatchSortScan(),
                 transform.LegalizeOps(),
                 transform.AnnotateTIROpPattern(),
                 transform.DeadCodeElimination(entries),
@@ -81,7 +89,8 @@ def fuse(module: Any, target: Any = None) -> FusedNetwork:
             ]
         )(module)
     num_inputs = int(module["main"].attrs["num_input"])
-    return FusedNetwork(module, weights, num_inputs, tuple(_calls(module["main"])))
+    calls, untranslated = _calls(module["main"])
+    return FusedNetwork(module, weights, num_inputs, calls, untranslated)
 
 
 def _simplify_batch_norm(module: Any) -> Any:
@@ -141,14 +150,22 @@ def _constants_to_parameters(module: Any) -> tuple[Any, tuple[Any, ...]]:
     return module, tuple(value for _, value in lifter.parameters.values())
 
 
-def _calls(function: Any) -> list[str]:
+def _calls(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     from tvm import relax
 
     calls: list[str] = []
+    others: list[str] = []
 
     def visit(expr: Any) -> None:
-        if isinstance(expr, relax.Call) and getattr(expr.op, "name", "").startswith("relax.call_tir"):
+        if not isinstance(expr, relax.Call):
+            return
+        operator = str(getattr(expr.op, "name", "?"))
+        if operator.startswith("relax.call_tir"):
             calls.append(str(expr.args[0].name_hint))
+        elif operator == "relax.call_dps_packed":
+            others.append(str(expr.args[0].global_symbol))
+        elif operator not in _VIEWS:
+            others.append(operator)
 
     relax.analysis.post_order_visit(function.body, visit)
-    return calls
+    return tuple(calls), tuple(others)

@@ -16,6 +16,13 @@ from cdmpp.program.types import Task
 
 logger = logging.getLogger(__name__)
 
+_PACKED_CALLS = (
+    "tirx.tvm_call_packed",
+    "tirx.tvm_call_cpacked",
+    "tirx.call_extern",
+    "tirx.tvm_call_packed_lowered",
+)
+
 #: Called with the name of a network, its number (from 1) and the number of networks before it is imported.
 Progress = Callable[[str, int, int], None]
 
@@ -74,6 +81,9 @@ def extract_tasks(
 
 def _network_tasks(network: Network, target: Any) -> list[Task]:
     fused = fuse(network.to_relax(), target)
+    if fused.untranslated:
+        names = ", ".join(sorted(set(fused.untranslated)))
+        logger.warning("%s: no task stands for %s, which TVM does not translate to TIR", network.name, names)
     found: dict[str, Task] = {}
     for name, count in Counter(fused.calls).items():
         try:
@@ -94,7 +104,7 @@ def task_from_prim_func(func: Any, name: str = "main", networks: Mapping[str, fl
     Raises
     ------
     ProgramError
-        The function has no loop or no computation, or its shapes are not fixed.
+        The function has no loop, its shapes are not fixed, or it is not made of schedulable blocks.
     """
     tvm = import_tvm()
     from tvm.s_tir.analysis import estimate_tir_flops
@@ -112,8 +122,7 @@ def task_from_prim_func(func: Any, name: str = "main", networks: Mapping[str, fl
             elements *= int(extent)
         dtype = str(param.dtype)
         total_bytes += elements * max(1, tvm.DataType(dtype).bits // 8)
-    if not _has_loop(func):
-        raise ProgramError(f"{name} has no loop")
+    _check_schedulable(func, name)
     return Task(
         hash=prim_func_hash(func),
         name=name,
@@ -139,15 +148,35 @@ def prim_func_hash(func: Any) -> str:
     return f"{tvm_ffi.structural_hash(func) & 0xFFFFFFFFFFFFFFFF:016x}"
 
 
-def _has_loop(func: Any) -> bool:
+def _check_schedulable(func: Any, name: str) -> None:
+    """Raise ProgramError unless there is a loop around a block, which is what MetaSchedule works on."""
     import tvm_ffi
 
     tvm = import_tvm()
-    found = False
+    from tvm.s_tir.stmt import SBlock
+
+    loops: list[Any] = []
+    external: list[str] = []
 
     def visit(node: Any) -> None:
-        nonlocal found
-        found = found or isinstance(node, tvm.tirx.For)
+        if isinstance(node, tvm.tirx.For):
+            loops.append(node)
+        elif isinstance(node, tvm.ir.Call) and str(getattr(node.op, "name", "")) in _PACKED_CALLS:
+            external.append(str(getattr(node.args[0], "value", "?")))
 
     tvm_ffi.structural_walk(func.body, visit, order="pre")
-    return found
+    if external:
+        raise ProgramError(f"{name} calls the external function {external[0]}")
+    if not loops:
+        raise ProgramError(f"{name} has no loop")
+    blocks: list[Any] = []
+
+    def collect(node: Any) -> None:
+        if isinstance(node, SBlock):
+            blocks.append(node)
+
+    for loop in loops:
+        tvm_ffi.structural_walk(loop.body, collect, order="pre")
+        if blocks:
+            return
+    raise ProgramError(f"{name} has loops inside of an opaque block only: there is nothing to schedule")

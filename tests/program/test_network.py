@@ -1,0 +1,255 @@
+"""Loading networks: zoo names, batches, .onnx and .pt2 files, and what each kind of bad input says."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cdmpp.errors import NetworkError, UnsupportedOpError
+from cdmpp.program.network import Network, example_inputs, load_network
+from cdmpp.program.tasks import extract_tasks
+
+torch = pytest.importorskip("torch")
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("tvm")
+
+
+class TwoLayers(torch.nn.Module):
+    """Linear, relu, linear: small enough for every test here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(16, 32)
+        self.second = torch.nn.Linear(32, 8)
+
+    def forward(self, x: Any) -> Any:
+        return self.second(torch.relu(self.first(x)))
+
+
+def save_onnx(path: Path, shape: Sequence[int | str], op: str = "Relu", domain: str = "") -> Path:
+    """An ONNX model ``op(x @ w)`` written with onnx.helper."""
+    helper = onnx.helper
+    weight = onnx.numpy_helper.from_array(np.ones((16, 4), "float32"), "w")
+    graph = helper.make_graph(
+        [
+            helper.make_node("MatMul", ["x", "w"], ["y"]),
+            helper.make_node(op, ["y"], ["z"], domain=domain),
+        ],
+        "tiny",
+        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info("z", onnx.TensorProto.FLOAT, None)],
+        [weight],
+    )
+    opsets = [helper.make_opsetid("", 17)] + ([helper.make_opsetid(domain, 1)] if domain else [])
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), str(path))
+    return path
+
+
+def save_pt2(path: Path, batch: int = 1, dynamic: bool = False) -> Path:
+    shapes = ({0: torch.export.Dim("batch", min=2, max=64)},) if dynamic else None
+    exported = torch.export.export(TwoLayers().eval(), (torch.randn(batch, 16),), dynamic_shapes=shapes)
+    torch.export.save(exported, str(path))
+    return path
+
+
+def hashes(*networks: Network | str) -> set[str]:
+    return {task.hash for task in extract_tasks(networks)}
+
+
+def test_zoo_name_with_and_without_batch() -> None:
+    plain, batched = load_network("mlp"), load_network("mlp@b4")
+    assert (plain.name, plain.family, plain.source) == ("mlp", "mlp", "zoo")
+    assert plain.inputs[0].shape == (1, 784)
+    assert (batched.name, batched.inputs[0].shape) == ("mlp@b4", (4, 784))
+    assert load_network("mlp@b1").name == "mlp"
+    assert hashes(plain).isdisjoint(hashes(batched))
+
+
+@pytest.mark.parametrize("spec", ["mlp@4", "mlp@b", "mlp@bx", "mlp@b0", "mlp@"])
+def test_bad_batch(spec: str) -> None:
+    with pytest.raises(NetworkError, match="batch"):
+        load_network(spec)
+
+
+def test_unknown_name_suggests() -> None:
+    with pytest.raises(NetworkError, match="did you mean resnet18"):
+        load_network("resnet_18")
+
+
+def test_example_inputs_respect_types_and_bounds() -> None:
+    dense, sparse = example_inputs(load_network("dlrm@b64"))
+    assert dense.dtype == torch.float32 and dense.shape == (64, 13)
+    assert sparse.dtype == torch.int64
+    assert int(sparse.min()) >= 0 and 1000 < int(sparse.max()) < 10_000
+
+
+def test_torch_module_and_its_pt2_are_the_same_tasks(tmp_path: Path) -> None:
+    module = TwoLayers().train()
+    network = Network.from_torch(module, (torch.randn(1, 16),), name="two")
+    from_module = extract_tasks([network])
+    assert module.training, "the user's module is left as it was"
+    assert [dict(task.networks) for task in from_module] == [{"two": 1.0}] * 2
+    loaded = load_network(save_pt2(tmp_path / "two.pt2"))
+    assert loaded.name == "two.pt2" and loaded.inputs[0].shape == (1, 16)
+    assert hashes(loaded) == {task.hash for task in from_module}
+
+
+def test_pt2_dynamic_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = save_pt2(tmp_path / "two.pt2", batch=2, dynamic=True)
+    with caplog.at_level(logging.WARNING):
+        one = load_network(path)
+    assert "dynamic batch" in caplog.text and "taken as 1" in caplog.text
+    assert one.inputs[0].shape == (1, 16)
+    assert hashes(one) == hashes(Network.from_torch(TwoLayers(), (torch.randn(1, 16),)))
+    four = load_network(f"{path}@b4")
+    assert (four.name, four.inputs[0].shape) == ("two.pt2@b4", (4, 16))
+    assert hashes(four) == hashes(Network.from_torch(TwoLayers(), (torch.randn(4, 16),)))
+
+
+def test_fixed_batch_cannot_be_changed(tmp_path: Path) -> None:
+    path = save_pt2(tmp_path / "two.pt2")
+    with pytest.raises(NetworkError, match="fixed batch"):
+        load_network(f"{path}@b4")
+
+
+def test_onnx(tmp_path: Path) -> None:
+    network = load_network(save_onnx(tmp_path / "tiny.onnx", (3, 16)))
+    assert network.name == "tiny.onnx" and network.inputs[0].shape == (3, 16)
+    (task,) = extract_tasks([network])
+    assert "matmul" in task.name and "relu" in task.name
+    assert task.flops == 3 * 4 * (2 * 16 + 1)
+    assert task.bytes == 4 * (3 * 16 + 16 * 4 + 3 * 4)
+
+
+def test_onnx_dynamic_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = save_onnx(tmp_path / "tiny.onnx", ("n", 16))
+    with caplog.at_level(logging.WARNING):
+        assert load_network(path).inputs[0].shape == (1, 16)
+    assert "taken as 1" in caplog.text
+    assert hashes(f"{path}@b3") == hashes(str(save_onnx(tmp_path / "three.onnx", (3, 16))))
+
+
+def test_onnx_other_dynamic_extents_must_be_given(tmp_path: Path) -> None:
+    path = save_onnx(tmp_path / "tiny.onnx", (1, "length", 16))
+    with pytest.raises(NetworkError, match=r"input x has the dynamic shape 1x\?x16"):
+        load_network(path)
+    network = load_network(path, shapes={"x": (1, 5, 16)})
+    assert network.inputs[0].shape == (1, 5, 16)
+    assert len(hashes(network)) == 1
+    with pytest.raises(NetworkError, match="does not fit"):
+        load_network(path, shapes={"x": (1, 5, 17)})
+    with pytest.raises(NetworkError, match="no input q"):
+        load_network(path, shapes={"q": (1, 5, 16)})
+
+
+@pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
+@pytest.mark.parametrize("content", [b"", b"this is not a network\n" * 50, b"\x08\x01\x12"])
+def test_file_that_is_not_a_network(tmp_path: Path, suffix: str, content: bytes) -> None:
+    path = tmp_path / f"bad{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(NetworkError, match="not a") as caught:
+        load_network(path)
+    assert "\n" not in str(caught.value) and path.name in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
+def test_file_cut_in_half(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"half{suffix}"
+    if suffix == ".onnx":
+        save_onnx(path, (1, 16))
+    else:
+        save_pt2(path)
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    with pytest.raises(NetworkError, match="half") as caught:
+        load_network(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
+def test_missing_file(tmp_path: Path, suffix: str) -> None:
+    with pytest.raises(NetworkError, match="no such file"):
+        load_network(tmp_path / f"nothing{suffix}")
+
+
+def test_zip_of_another_kind_is_no_pt2(tmp_path: Path) -> None:
+    path = tmp_path / "archive.pt2"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("hello.txt", "hello")
+    with pytest.raises(NetworkError, match=r"not a readable \.pt2"):
+        load_network(path)
+
+
+class _Evil:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.marker,))
+
+
+def test_pt2_with_pickled_code_does_not_run_it(tmp_path: Path) -> None:
+    path, marker = save_pt2(tmp_path / "evil.pt2"), tmp_path / "ran"
+    evil = pickle.dumps(_Evil(marker))
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    replaced = [
+        name for name in members if name.endswith(".pt") or "/weights/" in name or "constants" in name
+    ]
+    assert replaced
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, evil if name in replaced and not name.endswith(".json") else data)
+    with pytest.raises(NetworkError):
+        load_network(path)
+    assert not marker.exists()
+
+
+def test_unsupported_onnx_op_is_named(tmp_path: Path) -> None:
+    network = load_network(save_onnx(tmp_path / "odd.onnx", (1, 16), op="StringNormalizer"))
+    with pytest.raises(UnsupportedOpError, match="StringNormalizer"):
+        network.to_relax()
+
+
+def test_unsupported_custom_onnx_op_is_named(tmp_path: Path) -> None:
+    network = load_network(save_onnx(tmp_path / "odd.onnx", (1, 16), op="MyFancyOp", domain="my.company"))
+    with pytest.raises(UnsupportedOpError, match="MyFancyOp"):
+        network.to_relax()
+
+
+class Fourier(torch.nn.Module):
+    def forward(self, x: Any) -> Any:
+        return torch.fft.rfft(x).abs()
+
+
+def test_unsupported_torch_op_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedOpError, match="_fft_r2c"):
+        Network.from_torch(Fourier(), (torch.randn(4, 8),), name="fourier").to_relax()
+    path = tmp_path / "fourier.pt2"
+    torch.export.save(torch.export.export(Fourier(), (torch.randn(4, 8),)), str(path))
+    with pytest.raises(UnsupportedOpError, match="_fft_r2c") as caught:
+        extract_tasks([str(path)])
+    assert "\n" not in str(caught.value)
+
+
+class Broken(torch.nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x @ torch.ones(3, 3)
+
+
+def test_module_that_does_not_run() -> None:
+    with pytest.raises(NetworkError, match=r"broken: torch\.export failed") as caught:
+        Network.from_torch(Broken(), (torch.randn(4, 8),), name="broken").to_relax()
+    assert "\n" not in str(caught.value)
+
+
+def test_shapes_are_for_files_only() -> None:
+    with pytest.raises(NetworkError, match="fixed shapes"):
+        load_network("mlp", shapes={"x": (2, 784)})

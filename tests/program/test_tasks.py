@@ -1,0 +1,241 @@
+"""Networks to tasks: what is a task, what is not, and that fusing changes no result."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cdmpp.errors import NetworkError, ProgramError
+from cdmpp.program.fusion import PREPARE_WEIGHTS, fuse
+from cdmpp.program.network import Network, example_inputs, load_network
+from cdmpp.program.tasks import extract_tasks, prim_func_hash, task_from_prim_func
+from cdmpp.program.tvm_env import import_tvm
+from cdmpp.program.zoo import zoo_entry
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("tvm")
+
+
+class ConvNet(torch.nn.Module):
+    """Convolution with batch norm, batch norm on its own, pooling, reshape, linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.norm = torch.nn.BatchNorm2d(8)
+        self.second_norm = torch.nn.BatchNorm2d(8)
+        self.biased = torch.nn.Conv2d(8, 8, 3)
+        self.biased_norm = torch.nn.BatchNorm2d(8)
+        self.linear = torch.nn.Linear(8 * 3 * 3, 5)
+        for norm in (self.norm, self.second_norm, self.biased_norm):
+            norm.running_mean.uniform_(-1, 1)
+            norm.running_var.uniform_(0.5, 2)
+            torch.nn.init.uniform_(norm.weight, 0.5, 2)
+            torch.nn.init.uniform_(norm.bias, -1, 1)
+
+    def forward(self, x: Any) -> Any:
+        x = torch.relu(self.norm(self.conv(x)))
+        x = torch.relu(self.second_norm(torch.nn.functional.max_pool2d(x, 2)))
+        x = torch.relu(self.biased_norm(self.biased(x)))
+        return self.linear(x.flatten(1))
+
+
+def wrap(function: Any, *args: Any, name: str = "net") -> Network:
+    class Module(torch.nn.Module):
+        def forward(self, *values: Any) -> Any:
+            return function(*values)
+
+    return Network.from_torch(Module(), args, name=name)
+
+
+def conv_net() -> tuple[Any, tuple[Any, ...]]:
+    torch.manual_seed(0)
+    return ConvNet().eval(), (torch.randn(1, 3, 10, 10),)
+
+
+def run_fused(network: Network, args: tuple[Any, ...]) -> np.ndarray:
+    tvm = import_tvm()
+    fused = fuse(network.to_relax())
+    assert fused.num_inputs == len(args)
+    target = tvm.target.Target({"kind": "llvm", "num-cores": 1})
+    machine = tvm.relax.VirtualMachine(tvm.compile(fused.module, target=target), tvm.cpu())
+    weights = machine[PREPARE_WEIGHTS](list(fused.weights))
+    output = machine["main"](*[tvm.runtime.tensor(arg.numpy()) for arg in args], *weights)
+    return (output if hasattr(output, "numpy") else output[0]).numpy()
+
+
+def test_fused_network_computes_what_the_module_computes() -> None:
+    module, args = conv_net()
+    with torch.no_grad():
+        expected = module(*args).numpy()
+    np.testing.assert_allclose(
+        run_fused(Network.from_torch(module, args), args), expected, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_fused_zoo_transformer_computes_what_the_module_computes() -> None:
+    network = load_network("bert_tiny")
+    args = example_inputs(network, seed=7)
+    with torch.no_grad():
+        expected = zoo_entry("bert_tiny").build()(*args).numpy()
+    np.testing.assert_allclose(run_fused(network, args), expected, rtol=1e-3, atol=1e-5)
+
+
+def test_weight_transforms_are_no_tasks() -> None:
+    module, args = conv_net()
+    tasks = extract_tasks([Network.from_torch(module, args, name="conv_net")])
+    names = {re.sub(r"[0-9]+(?=_|$)", "", task.name) for task in tasks}
+    assert names == {
+        "fused_conv2d_add_relu",  # batch norm is folded into the convolution
+        "fused_max_pool2d_multiply_add_relu",  # batch norm on its own is one scale and one shift
+        "fused_conv2d_add_multiply_add_relu",
+        "fused_matmul_add",
+    }
+
+
+def test_constants_are_arguments_and_json_is_small() -> None:
+    for task in extract_tasks(["mlp", "lstm"]):
+        assert len(task.tir_json) < 80_000, task.name
+    weights = next(task for task in extract_tasks(["mlp"]) if task.name == "fused_matmul_add_relu")
+    shapes = [tuple(int(extent) for extent in param.shape) for param in weights.prim_func().params]
+    assert shapes == [(1, 784), (784, 1024), (1024,), (1, 1024)]
+    assert weights.flops == 1024 * (2 * 784 + 1 + 1)
+    assert weights.bytes == 4 * (784 + 784 * 1024 + 1024 + 1024)
+    assert weights.dtype == "float32"
+
+
+def test_equal_tasks_of_several_networks_are_one() -> None:
+    def stack(depth: int) -> Network:
+        layers = torch.nn.Sequential(
+            *[layer for _ in range(depth) for layer in (torch.nn.Linear(16, 16), torch.nn.ReLU())]
+        )
+        return Network.from_torch(layers, (torch.randn(1, 16),), name=f"stack{depth}")
+
+    (task,) = extract_tasks([stack(2), stack(5)])
+    assert dict(task.networks) == {"stack2": 2.0, "stack5": 5.0}
+
+
+def test_weights_count_every_step_of_an_unrolled_network() -> None:
+    weights = [task.networks["lstm"] for task in extract_tasks(["lstm"])]
+    assert max(weights) >= 7, "eight steps, the first or last of which may fuse differently"
+
+
+def test_hash_is_stable_between_processes() -> None:
+    code = (
+        "from cdmpp.program.tasks import extract_tasks;"
+        "print(' '.join(task.hash for task in extract_tasks(['mlp', 'gcn'])))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    here = [task.hash for task in extract_tasks(["mlp", "gcn"])]
+    assert done.stdout.split() == here
+    assert all(len(item) == 16 and int(item, 16) >= 0 for item in here)
+
+
+def test_hash_ignores_names_and_sees_shapes() -> None:
+    def tasks(function: Any, *shape: int) -> list[str]:
+        return [task.hash for task in extract_tasks([wrap(function, torch.randn(*shape))])]
+
+    def named(first: Any) -> Any:
+        return torch.relu(first) * 2
+
+    def otherwise(second: Any) -> Any:
+        result = torch.relu(second)
+        return result * 2
+
+    assert tasks(named, 4, 8) == tasks(otherwise, 4, 8)
+    assert tasks(named, 4, 8) != tasks(named, 4, 9)
+    assert tasks(named, 4, 8) != tasks(lambda x: torch.relu(x) * 3, 4, 8)
+
+
+def test_task_round_trip_and_metaschedule_space() -> None:
+    tvm = import_tvm()
+    from tvm.s_tir import meta_schedule as ms
+
+    task = extract_tasks(["mlp"])[0]
+    func = task.prim_func()
+    assert prim_func_hash(func) == task.hash
+    context = ms.TuneContext(
+        mod=tvm.IRModule({"main": func}),
+        target=tvm.target.Target({"kind": "llvm", "num-cores": 1}),
+        space_generator=ms.space_generator.PostOrderApply(
+            sch_rules="llvm", postprocs="llvm", mutator_probs="llvm"
+        ),
+        num_threads=1,
+        rand_state=1,
+    )
+    assert len(context.generate_design_space()) >= 2
+
+
+def test_reshape_alone_is_no_task() -> None:
+    assert extract_tasks([wrap(lambda x: x.reshape(2, 128), torch.randn(4, 64))]) == []
+    (task,) = extract_tasks([wrap(lambda x: x.t().contiguous(), torch.randn(4, 64))])
+    assert task.flops == 0 and task.bytes == 2 * 4 * 4 * 64
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "reason"),
+    [
+        (lambda x: x + 1, (), "has no loop"),
+        (lambda x: torch.topk(x, 5)[0], (4, 64), "external function tvm.contrib.sort.topk"),
+        (lambda x: x.cumsum(1), (4, 64), "nothing to schedule"),
+    ],
+)
+def test_what_cannot_be_scheduled_is_left_out_with_a_reason(
+    function: Any, shape: tuple[int, ...], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="cdmpp"):
+        assert extract_tasks([wrap(function, torch.randn(shape))]) == []
+    assert reason in caplog.text
+
+
+def test_task_without_loop_asked_for_directly() -> None:
+    import_tvm()
+    from tvm.script import tirx as T
+
+    @T.prim_func(s_tir=True)
+    def scalar(a: T.Buffer((), "float32"), b: T.Buffer((), "float32")):  # type: ignore[no-untyped-def]
+        with T.sblock("b"):
+            b[()] = a[()] + T.float32(1)
+
+    with pytest.raises(ProgramError, match="scalar has no loop"):
+        task_from_prim_func(scalar, name="scalar")
+
+
+def test_dynamic_shape_asked_for_directly() -> None:
+    tvm = import_tvm()
+    from tvm import te
+
+    n = te.var("n", "int64")
+    a = te.placeholder((n, 8), "float32", name="a")
+    func = te.create_prim_func([a, te.compute((n, 8), lambda i, j: a[i, j] + 1.0)])
+    del tvm
+    with pytest.raises(ProgramError, match="add has a dynamic shape"):
+        task_from_prim_func(func, name="add")
+
+
+def test_same_name_twice(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        (once, twice) = extract_tasks(["espcn"]), extract_tasks(["espcn", "espcn"])
+    assert [task.networks for task in once] == [task.networks for task in twice]
+    assert "given twice" in caplog.text
+    with pytest.raises(NetworkError, match="two different networks are called net"):
+        extract_tasks([wrap(torch.relu, torch.randn(4)), wrap(torch.tanh, torch.randn(4))])
+
+
+def test_progress_is_told_every_network() -> None:
+    told: list[tuple[str, int, int]] = []
+    extract_tasks(["gcn", "mlp@b2"], progress=lambda *args: told.append(args))
+    assert told == [("gcn", 1, 2), ("mlp@b2", 2, 2)]
+
+
+def test_target_may_be_a_dict() -> None:
+    target = {"kind": "llvm", "mcpu": "x86-64-v2", "num-cores": 2}
+    assert [task.hash for task in extract_tasks(["mlp"], target)] == [
+        task.hash for task in extract_tasks(["mlp"])
+    ]

@@ -1,0 +1,105 @@
+"""The zoo: what it lists, that listing is cheap, that weights are reproducible and counts are true."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from cdmpp.errors import NetworkError
+from cdmpp.program.zoo import task_counts, zoo_entry, zoo_networks
+from cdmpp.program.zoo.count_tasks import count_tasks
+
+
+def test_has_enough_networks_and_families() -> None:
+    entries = zoo_networks()
+    assert len(entries) >= 18
+    assert len({entry.family for entry in entries.values()}) >= 9
+    assert all(name == entry.name for name, entry in entries.items())
+    assert all(entry.description and entry.inputs for entry in entries.values())
+    assert all(item.shape[0] == 1 for entry in entries.values() for item in entry.inputs)
+
+
+def test_listing_imports_neither_torch_nor_tvm() -> None:
+    code = (
+        "import sys; from cdmpp.program.zoo import zoo_networks, task_counts; zoo_networks(); task_counts();"
+        "import cdmpp.program.network;"
+        "print(sorted({'torch', 'tvm', 'transformers', 'onnx'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("resnet81", "resnet18"), ("bert", "bert_tiny"), ("mobilenetv2", "mobilenet_v2")]
+)
+def test_unknown_name_suggests_near_ones(wrong: str, right: str) -> None:
+    with pytest.raises(NetworkError, match=right) as caught:
+        zoo_entry(wrong)
+    assert "\n" not in str(caught.value)
+    assert wrong in str(caught.value)
+
+
+def test_unknown_name_without_near_ones_says_where_to_look() -> None:
+    with pytest.raises(NetworkError, match="cdmpp networks"):
+        zoo_entry("xyzzy")
+
+
+def test_weights_depend_on_the_seed_alone() -> None:
+    import torch
+
+    entry = zoo_entry("mlp")
+    torch.manual_seed(1)
+    first = entry.build(seed=3)
+    after_first = torch.rand(1)
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(1), after_first), "building must leave the global generator alone"
+    second, third = entry.build(seed=3), entry.build(seed=4)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(first.parameters(), third.parameters(), strict=True))
+    assert not first.training
+
+
+@pytest.mark.parametrize(
+    "name", ["squeezenet", "mobilenet_v3", "shufflenet_v2", "dlrm", "gcn", "gru", "unet", "espcn"]
+)
+def test_networks_run(name: str) -> None:
+    import torch
+
+    from cdmpp.program.network import example_inputs, load_network
+
+    network = load_network(f"{name}@b2")
+    with torch.no_grad():
+        output = zoo_entry(name).build()(*example_inputs(network))
+    assert output.shape[0] == 2
+    assert bool(torch.isfinite(output).all())
+
+
+def test_parameter_counts_are_the_published_ones() -> None:
+    published = {
+        "alexnet": 61.10e6,
+        "resnet18": 11.69e6,
+        "resnet50": 25.56e6,
+        "resnext50": 25.03e6,
+        "mobilenet_v2": 3.50e6,
+        "efficientnet_b0": 5.29e6,
+        "shufflenet_v2": 2.28e6,
+        "densenet121": 7.98e6,
+        "squeezenet": 1.24e6,
+    }
+    for name, expected in published.items():
+        count = sum(parameter.numel() for parameter in zoo_entry(name).build().parameters())
+        assert count == pytest.approx(expected, rel=0.005), name
+
+
+def test_shipped_counts_cover_the_zoo() -> None:
+    counts = task_counts()
+    assert set(counts) == set(zoo_networks())
+    assert all(count > 0 for count in counts.values())
+    assert sum(counts.values()) >= 250
+
+
+def test_shipped_counts_are_those_of_the_extraction() -> None:
+    names = ["mlp", "gcn", "lstm", "espcn"]
+    assert count_tasks(names) == {name: task_counts()[name] for name in names}
