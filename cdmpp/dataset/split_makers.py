@@ -29,6 +29,10 @@ DEFAULT_HELD_OUT_NETWORKS = 4
 #: Chosen test networks should take at most so much of the tasks; if that is too little, at most so much.
 _TEST_SHARES = (0.35, 0.5)
 
+#: Of so many random choices, the first is taken that tests this share of the tasks at least.
+_CHOICES = 8
+_MIN_TEST_SHARE = 0.15
+
 #: A validation network may take at most so much of the training labels.
 _MAX_VALID_SHARE = 0.25
 
@@ -203,24 +207,38 @@ def _choose_networks(
             f"by_network cannot hold out {wanted} of {len(every)} networks; by_task splits a single network"
         )
     family = {architecture(name): kind for name, kind in families.items()}
-    chosen: list[str] = []
-    used: set[str] = set()
-    tries = [(share, new_family_only) for share in _TEST_SHARES for new_family_only in (True, False)]
-    for share, new_family_only in tries:
-        for name in _ordered(every, seed, "network"):
-            kind = family.get(name)
-            if len(chosen) == wanted or name in chosen or (new_family_only and kind in used):
-                continue
-            held = {*chosen, name}
-            if sum(bool(names & held) for names in members.values()) <= share * len(members):
-                chosen.append(name)
-                used.update([kind] if kind is not None else [])
-    if not chosen or (number is not None and len(chosen) < number):
+    best: tuple[int, float, list[str]] = (0, 0.0, [])
+    for attempt in range(_CHOICES):
+        order = _ordered(every, seed, f"network{attempt}")
+        chosen = _first_fitting(order, members, wanted, family)
+        held = set(chosen)
+        share = sum(bool(names & held) for names in members.values()) / len(members)
+        best = max(best, (len(chosen), min(share, _MIN_TEST_SHARE), chosen), key=lambda choice: choice[:2])
+    if not best[0] or (number is not None and best[0] < number):
         raise SplitError(
             f"by_network cannot hold out {wanted} of {len(every)} networks and leave half of the tasks to "
             "training; name the networks, or use by_task"
         )
-    return sorted(chosen)
+    return sorted(best[2])
+
+
+def _first_fitting(
+    order: Sequence[str], members: Mapping[str, set[str]], wanted: int, family: Mapping[str, str]
+) -> list[str]:
+    """The first networks in this order that are of different families and have few tasks together."""
+    chosen: list[str] = []
+    used: set[str] = set()
+    for share in _TEST_SHARES:
+        for new_family_only in (True, False):
+            for name in order:
+                kind = family.get(name)
+                if len(chosen) == wanted or name in chosen or (new_family_only and kind in used):
+                    continue
+                held = {*chosen, name}
+                if sum(bool(names & held) for names in members.values()) <= share * len(members):
+                    chosen.append(name)
+                    used.update([kind] if kind is not None else [])
+    return chosen
 
 
 def _validation_networks(

@@ -155,6 +155,7 @@ def test_the_default_holds_out_four_networks_of_different_families(tmp_path: Pat
         assert len({families[name] for name in split.held_out}) == 4
         assert 0.05 * len(labels) < len(split.valid) < 0.3 * len(labels)
         assert len(split.train) > 0.4 * len(labels)
+        assert 0.15 * len(labels) <= len(split.test) <= 0.5 * len(labels)
         seen.add(split.held_out)
     assert len(seen) > 2  # the seed chooses
     assert Split.parse("by_network", labels, dataset.tasks, families).held_out in seen
