@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.errors import DatasetError, PredictorError, ProgramError
+from cdmpp.errors import DatasetError, FeatureMismatchError, PredictorError, ProgramError
 from cdmpp.predictor.config import DataConfig
 from cdmpp.program.types import Program
 
@@ -162,7 +162,10 @@ def collect_asts(
     for part in view.parts:
         path = Path(part.path) / AST_FILE
         if path.exists():
-            asts.update(load_asts(path))
+            try:
+                asts.update(load_asts(path))
+            except (FeatureMismatchError, DatasetError) as err:
+                logger.warning("ASTs are computed again: %s", err)
     missing = [program for program in wanted if program not in asts]
     if missing:
         fresh = _compute_asts(view, missing, progress)

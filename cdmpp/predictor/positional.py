@@ -43,7 +43,9 @@ def positional_encoding(positions: ArrayLike, dim: int, variant: str = "standard
         Unknown variant, no columns or a negative position.
     """
     if variant not in VARIANTS:
-        raise PredictorError(f"unknown positional encoding {variant!r}: expected one of {', '.join(VARIANTS)}")
+        raise PredictorError(
+            f"unknown positional encoding {variant!r}: expected one of {', '.join(VARIANTS)}"
+        )
     if dim < 1:
         raise PredictorError(f"a positional encoding needs at least one column, got {dim}")
     pos = np.asarray(positions, dtype=np.float64)

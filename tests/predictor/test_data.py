@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -72,6 +74,17 @@ def test_gather_computes_asts_once(folder, data, monkeypatch):
         assert (again.asts[program].positions == ast.positions).all()
 
 
+def test_a_damaged_or_outdated_ast_file_is_made_again(folder, data, tmp_path, caplog):
+    copy = tmp_path / "d"
+    shutil.copytree(folder, copy)
+    (copy / AST_FILE).write_bytes(b"PAR1 cut")
+    again = gather(copy)
+    assert "computed again" in caplog.text
+    program = next(iter(data.asts))
+    assert (again.asts[program].leaves == data.asts[program].leaves).all()
+    assert len(gather(copy).asts) == len(data.asts)
+
+
 def test_choice_of_devices_and_origins(folder):
     assert len(gather(folder, DataConfig(devices=("h200",)))) == 33
     with pytest.raises(DatasetError, match="no ok record is left"):
@@ -85,8 +98,6 @@ def test_groups_of_shared_tasks(data):
 
 
 def test_programs_that_cannot_be_rebuilt_are_left_out_and_said(folder, monkeypatch, caplog, tmp_path):
-    import shutil
-    from dataclasses import replace
 
     copy = tmp_path / "d"
     shutil.copytree(folder, copy)

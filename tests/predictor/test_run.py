@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from predictor_synthetic import make_data
 
 from cdmpp.errors import PredictorError
 from cdmpp.predictor import Predictor, evaluate, load_config, train
@@ -66,38 +66,33 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from predictor_synthetic import make_data
 from cdmpp.predictor import load_config, train
-train(load_config(sys.argv[2]), make_data(), sys.argv[3], resume=True)
+train(load_config(sys.argv[2]), make_data(8, 15), sys.argv[3], resume=True)
 """
 
 
-def test_a_killed_run_resumes_to_the_same_predictor(data, by_task, tmp_path):
-    longer = by_task.model_copy(
-        update={"train": by_task.train.model_copy(update={"epochs": 25, "patience": 25})}
-    )
-    expected = train(longer, data, tmp_path / "unbroken")
-    run = tmp_path / "killed"
-    command = [
-        sys.executable,
-        "-c",
-        SCRIPT,
-        str(Path(__file__).parent),
-        str(tmp_path / "unbroken/config.yaml"),
-        str(run),
-    ]
+def test_a_killed_run_resumes_to_the_same_predictor(by_task, tmp_path):
+    epochs = 15
+    more = by_task.train.model_copy(update={"epochs": epochs, "patience": epochs})
+    config, data, run = by_task.model_copy(update={"train": more}), make_data(8, 15), tmp_path / "killed"
+    expected = train(config, data, tmp_path / "unbroken")
+    arguments = [Path(__file__).parent, tmp_path / "unbroken" / "config.yaml", run]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, *map(str, arguments)], cwd=ROOT, env=environment
+    )
+    history = run / "history.jsonl"
     deadline = time.monotonic() + 60
-    while not (run / "history.jsonl").exists() or len((run / "history.jsonl").read_text().splitlines()) < 3:
+    while not history.exists() or history.read_text().count("\n") < 2:
         assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
+        time.sleep(0.002)
+    process.kill()
     process.wait()
-    assert not (run / "predictor").exists()
-    resumed = train(longer, data, run, resume=True)
+    assert not (run / "predictor").exists(), "it finished before it was killed"
+    resumed = train(config, data, run, resume=True)
     weights, reference = resumed.predictor.network.state_dict(), expected.predictor.network.state_dict()
     assert all((weights[name] == reference[name]).all() for name in reference)
-    assert [line["epoch"] for line in resumed.history] == list(range(1, 26))
-    assert len((run / "history.jsonl").read_text().splitlines()) == 25
+    assert [line["epoch"] for line in resumed.history] == list(range(1, epochs + 1))
+    assert history.read_text().count("\n") == epochs
 
 
 def test_nothing_is_fitted_on_validation_or_test(data, by_task):

@@ -148,7 +148,10 @@ def collect_per_store(
     for part in view.parts:
         path = Path(part.path) / PER_STORE_FILE
         if path.exists():
-            known.update(load_per_store(path))
+            try:
+                known.update(load_per_store(path))
+            except (FeatureMismatchError, DatasetError) as err:
+                logger.warning("per-store features are extracted again: %s", err)
     missing = [program for program in wanted if program not in known]
     if missing:
         resolve, extract = program_resolver(view), PerStoreExtractor()
