@@ -228,41 +228,45 @@ class IndexSpace:
         return form
 
 
-def spans_by_depth(space: IndexSpace, number: int, cache: dict[int, list[int]]) -> list[int]:
-    """Span of atom ``number`` while only the ``k`` innermost loops vary, for k = 0 ... number of loops.
+def spans_by_depth(
+    space: IndexSpace, number: int, order: list[int], cache: dict[int, list[int]]
+) -> list[int]:
+    """Span of an atom while only the first ``k`` loops of ``order`` vary, for k = 0 ... len(order).
 
     Parameters
     ----------
     number
         Negative number of the atom in ``space``.
+    order
+        Loops, innermost first; -1 stands for a loop that changes nothing.
     cache
-        Results by atom, filled here.
+        Results by atom for this order, filled here.
     """
     known = cache.get(number)
     if known is not None:
         return known
     atom = space.atoms[-1 - number]
-    extents = space.extents
-    n = len(extents)
-    out = [0] * (n + 1)
+    extents, source = space.extents, atom.source
+    out = [0]
     if atom.op == OPAQUE:
         points = 1
-        for k in range(1, n + 1):
-            loop = n - k
-            if loop in atom.source:
+        for loop in order:
+            if loop in source:
                 points *= extents[loop]
-            out[k] = min(points, atom.factor or points) - 1
+            out.append(min(points, atom.factor or points) - 1)
     else:
-        inner = [spans_by_depth(space, key, cache) for key in atom.source if key < 0]
-        weights = [abs(c) for key, c in atom.source.items() if key < 0]
+        inner = [
+            (abs(coef), spans_by_depth(space, key, order, cache)) for key, coef in source.items() if key < 0
+        ]
         total = 0
-        for k in range(n + 1):
-            if k:
-                coef = atom.source.get(n - k)
-                if coef:
-                    total += abs(coef) * (extents[n - k] - 1)
-            span = total + sum(w * s[k] for w, s in zip(weights, inner, strict=True))
-            out[k] = span // atom.factor if atom.op == DIV else min(span, atom.factor - 1)
+        for k, loop in enumerate(order, 1):
+            coef = source.get(loop, 0) if loop >= 0 else 0
+            if coef:
+                total += abs(coef) * (extents[loop] - 1)
+            span = total
+            for weight, spans in inner:
+                span += weight * spans[k]
+            out.append(span // atom.factor if atom.op == DIV else min(span, atom.factor - 1))
     cache[number] = out
     return out
 

@@ -34,7 +34,8 @@ _CALLS = {
 #: An index expression over slots: constant, linear form, or (operator, operands...) where it is not affine.
 Tree = int | dict[int, int] | tuple[Any, ...]
 
-SCOPES = ("global", "shared", "local")
+#: Where a buffer lives; everything that is neither global nor shared belongs to one thread.
+GLOBAL, SHARED, LOCAL = range(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class BufferInfo:
     itemsize
         Bytes of an element.
     scope
-        Index into :data:`SCOPES`.
+        ``GLOBAL``, ``SHARED`` or ``LOCAL``.
     where
         ``(0, i)``: region ``i`` of the block's writes, ``(1, i)``: of its reads; how to find it again in an
         equal block. None if it is in neither.
@@ -100,6 +101,8 @@ class Body:
         The variable of each slot; for the iteration variables of a block they come first.
     domain
         Extent of each iteration variable of the block (empty outside blocks).
+    points
+        Points of the domain that it runs for: for an initialisation, of the variables it depends on.
     reduces
         It updates what it stores.
     init
@@ -115,6 +118,7 @@ class Body:
     is_float: bool
     slot_vars: tuple[Any, ...] = field(repr=False)
     domain: tuple[int, ...]
+    points: int
     reduces: bool
     init: Body | None
 
@@ -163,7 +167,9 @@ class BodyAnalyser:
         Tells where a buffer is in the regions of the block.
     """
 
-    def __init__(self, types: NodeTypes, slot_vars: list[Any], find: Callable[[Any], tuple[int, int] | None]) -> None:
+    def __init__(
+        self, types: NodeTypes, slot_vars: list[Any], find: Callable[[Any], tuple[int, int] | None]
+    ) -> None:
         self.types = types
         self.slot_vars = slot_vars
         self.slot_of = {var.__chandle__(): i for i, var in enumerate(slot_vars)}
@@ -179,10 +185,18 @@ class BodyAnalyser:
         self.branch: frozenset[int] = frozenset()
         self.itemsize, self.is_float = 0.0, True
 
-    def body(self, domain: tuple[int, ...], init: Body | None) -> Body:
+    def body(self, domain: tuple[int, ...], init: Body | None, is_init: bool = False) -> Body:
         """What has been analysed so far."""
         keys = list(self.stores) + [k for k in self.loads if k not in self.stores]
-        accesses = tuple(Access(k[0], self.trees[k], self.loads.get(k, 0), self.stores.get(k, 0)) for k in keys)
+        slots: set[int] = set()
+        for tree in (tree for key in self.stores for tree in self.trees[key]):
+            slots |= tree_slots(tree)
+        points = 1
+        for slot, extent in enumerate(domain):
+            points *= extent if slot in slots or not is_init else 1
+        accesses = tuple(
+            Access(k[0], self.trees[k], self.loads.get(k, 0), self.stores.get(k, 0)) for k in keys
+        )
         return Body(
             ops=tuple(self.ops),
             accesses=accesses,
@@ -193,6 +207,7 @@ class BodyAnalyser:
             is_float=self.is_float,
             slot_vars=tuple(self.slot_vars),
             domain=domain,
+            points=points,
             reduces=any(k in self.loads for k in self.stores),
             init=init,
         )
@@ -300,11 +315,13 @@ class BodyAnalyser:
         shape = []
         for extent in ty.shape:
             if type(extent) is not self.types.IntImm:
-                raise ProgramError(f"buffer {buffer.name} has the symbolic extent {extent}: shapes must be fixed")
+                raise ProgramError(
+                    f"buffer {buffer.name} has the symbolic extent {extent}: shapes must be fixed"
+                )
             shape.append(int(extent.value))
         dtype = ty.dtype.dtype
         scope = str(ty.storage_scope)
-        code = 1 if scope.startswith("shared") else 0 if scope in ("", "global") else 2
+        code = SHARED if scope.startswith("shared") else GLOBAL if scope in ("", "global") else LOCAL
         return BufferInfo(tuple(shape), dtype.bits * dtype.lanes / 8, code, self.find(buffer))
 
     def _buffer_dtype(self, buffer: Any) -> Any:
@@ -421,7 +438,9 @@ def analyse_block(
     for iter_var in iter_vars:
         extent = iter_var.dom.extent
         if type(extent) is not t.IntImm:
-            raise ProgramError(f"block {block.name_hint} has the symbolic extent {extent}: shapes must be fixed")
+            raise ProgramError(
+                f"block {block.name_hint} has the symbolic extent {extent}: shapes must be fixed"
+            )
         domain.append(int(extent.value))
     where = {
         region.source.__chandle__(): (side, i)
@@ -429,12 +448,12 @@ def analyse_block(
         for i, region in enumerate(regions)
     }
 
-    def analyse(stmt: Any, init: Body | None) -> tuple[Body, list[int]]:
+    def analyse(stmt: Any, init: Body | None, is_init: bool = False) -> tuple[Body, list[int]]:
         analyser = BodyAnalyser(t, [v.var for v in iter_vars], lambda buffer: where.get(buffer.__chandle__()))
         _straight(t, stmt, analyser)
-        return analyser.body(tuple(domain), init), [number(b) for b in analyser.objects]
+        return analyser.body(tuple(domain), init, is_init), [number(b) for b in analyser.objects]
 
-    init, init_numbers = analyse(block.init, None) if block.init is not None else (None, [])
+    init, init_numbers = analyse(block.init, None, is_init=True) if block.init is not None else (None, [])
     body, numbers = analyse(block.body, init)
     if not body.stores and not any(body.ops):
         return None, [], True

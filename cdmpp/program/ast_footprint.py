@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cdmpp.program.ast_loops import SERIAL, UNROLLED, VECTORIZED
+from cdmpp.program.ast_loops import SERIAL, THREAD_IDX, UNROLLED, VECTORIZED
 from cdmpp.program.ast_table import (
     ACCESS_COLUMNS, LEAF_COLUMNS, BoolArray, FloatArray, IntArray, LeafTable,
 )  # fmt: skip
@@ -36,11 +36,12 @@ class LoopNest:
     vector
         (leaves, loops): vectorised, and not turned back into a serial loop.
     simd
-        (leaves,): the loop SIMD lanes can run along: the vectorised one, else the innermost.
+        (leaves,): the loop lanes run along: GPU threads, else the vectorised one, else the innermost.
     explicit_simd
         (leaves,): there is a vectorised one.
     tile
-        (leaves,): number of inner loops that are vectorised or unrolled: their iterations are straight-line code.
+        (leaves,): number of inner loops that are vectorised, unrolled or GPU threads: their iterations are
+        straight-line code.
     """
 
     extent: FloatArray
@@ -77,7 +78,9 @@ class LoopNest:
         reduction, unrolled, scalarised = flags
         vector = (kind == VECTORIZED) & ~scalarised
         explicit = vector.any(axis=1)
-        straight = np.logical_and.accumulate(vector | unrolled, axis=1)
+        threads = kind == THREAD_IDX
+        lanes = np.where(threads.any(axis=1)[:, None], threads, vector)
+        straight = np.logical_and.accumulate(vector | unrolled | threads, axis=1)
         return cls(
             extent=extent,
             kind=kind,
@@ -87,7 +90,7 @@ class LoopNest:
             points=_with_one(np.cumprod(extent, axis=1)),
             n=table.leaf[:, _LEAF["loops"]].astype(np.int64),
             vector=vector,
-            simd=np.where(explicit, vector.argmax(axis=1), 0),
+            simd=lanes.argmax(axis=1),
             explicit_simd=explicit,
             tile=straight.sum(axis=1),
         )
@@ -106,13 +109,15 @@ class Footprints:
     leaf, buffer
         (accesses,): which leaf, which buffer of the batch.
     elements
-        (accesses, depths): distinct elements touched by the ``k`` innermost loops.
+        (accesses, depths): distinct elements of storage touched by the ``k`` innermost loops.
+    data
+        (accesses, depths): distinct elements of data, for storage may be used anew.
     lines
         (accesses, depths): distinct cache lines, in bytes.
     stride
         (accesses, loops): elements between the addresses of successive iterations of one loop.
     uses
-        (accesses, loops): the address depends on the loop.
+        (accesses, loops): the data accessed depend on the loop.
     gathers
         (accesses, loops): it does so in a way that is not affine.
     storage
@@ -126,6 +131,7 @@ class Footprints:
     leaf: IntArray
     buffer: IntArray
     elements: FloatArray
+    data: FloatArray
     lines: FloatArray
     stride: FloatArray
     uses: BoolArray
@@ -146,7 +152,7 @@ class Footprints:
         caps = _with_one(np.cumprod(np.where(table.uses, nest.extent[row_leaf], 1.0), axis=1))
         span = np.minimum(table.span, (shape - 1)[:, None])
         count = np.minimum(span + 1, caps)
-        uses = np.logical_or.reduceat(table.uses, starts, axis=0)
+        uses = np.logical_or.reduceat(table.uses, starts, axis=0) if len(access) else table.uses
         points = _with_one(np.cumprod(np.where(uses, nest.extent[leaf], 1.0), axis=1))
         elements = np.minimum(np.multiply.reduceat(count, starts, axis=0), points)
         lines, strides = _lines(table, starts, shape, span, count, access[:, _ACCESS["itemsize"]])
@@ -158,10 +164,11 @@ class Footprints:
             leaf=leaf,
             buffer=buffer,
             elements=elements,
+            data=elements * _with_one(np.cumprod(np.where(table.renewed, nest.extent[leaf], 1.0), axis=1)),
             lines=lines,
             stride=stride,
-            uses=uses,
-            gathers=np.logical_or.reduceat(table.atom_uses, starts, axis=0),
+            uses=uses | table.renewed,
+            gathers=table.gathers,
             storage=storage,
             working_set=working_set,
             program_bytes=program_bytes,
@@ -183,7 +190,12 @@ def _storage_shape(table: LeafTable, buffer: IntArray) -> FloatArray:
 
 
 def _lines(
-    table: LeafTable, starts: IntArray, shape: FloatArray, span: FloatArray, count: FloatArray, itemsize: FloatArray
+    table: LeafTable,
+    starts: IntArray,
+    shape: FloatArray,
+    span: FloatArray,
+    count: FloatArray,
+    itemsize: FloatArray,
 ) -> tuple[FloatArray, FloatArray]:
     """Cache lines touched (accesses, depths) and the element stride of each row (rows,)."""
     n = len(starts)
@@ -266,14 +278,15 @@ def register_elements(nest: LoopNest, feet: Footprints) -> FloatArray:
     rows = np.arange(len(k))
     still = (k < nest.n[feet.leaf]) & ~feet.uses[rows, np.minimum(k, feet.uses.shape[1] - 1)]
     k = k + still
-    return feet.elements[rows, k] * (nest.iterations[feet.leaf] / nest.points[feet.leaf, k])
+    return feet.data[rows, k] * (nest.iterations[feet.leaf] / nest.points[feet.leaf, k])
 
 
 def auto_simd(table: LeafTable, nest: LoopNest, feet: Footprints) -> BoolArray:
     """Whether a compiler can run the innermost loop in lanes although the schedule did not say so, (leaves,)."""
     kind = nest.kind[:, 0]
     simple = np.isin(kind, (SERIAL, UNROLLED)) & ~nest.reduction[:, 0] & ~nest.explicit_simd
-    simple &= (table.leaf[:, _LEAF["branch_inner"]] == 0) & (table.leaf[:, _LEAF["opaque"]] == 0)
+    for name in ("branch_inner", "opaque", "guarded"):
+        simple &= table.leaf[:, _LEAF[name]] == 0
     bad = (np.abs(feet.stride[:, 0]) > 1) | feet.gathers[:, 0]
     return simple & (np.bincount(feet.leaf, weights=bad, minlength=len(kind)) == 0)
 
@@ -285,4 +298,3 @@ def simd_packs(table: LeafTable, nest: LoopNest, auto: BoolArray, simd_bytes: in
     explicit = np.ceil(extent / lanes) / extent
     automatic = (np.floor(extent / lanes) + extent % lanes) / extent
     return np.where(nest.explicit_simd, explicit, np.where(auto, automatic, 1.0))
-

@@ -112,8 +112,11 @@ class RawProgram:
     Attributes
     ----------
     shared_prefix
-        For each buffer allocated in the program, how many outer loops all its accesses have in common, at most
-        those around which its storage can live; -1 for parameters.
+        For each buffer allocated in the program, how many outer loops all its accesses have in common; -1 for
+        parameters.
+    renewed
+        For each buffer, the depths of those of these loops whose every iteration uses the same storage anew:
+        TVM allocates the buffer inside them (threads share what is in shared memory, blocks what is global).
     """
 
     loops: list[Loop]
@@ -121,6 +124,12 @@ class RawProgram:
     n_nodes: int
     n_buffers: int
     shared_prefix: list[int]
+    renewed: list[frozenset[int]]
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether loops are bound to GPU threads."""
+        return any(loop.kind == THREAD_IDX for loop in self.loops)
 
 
 def mark_unrolled(loops: list[Loop], leaves: list[Leaf]) -> None:
@@ -140,7 +149,11 @@ def mark_unrolled(loops: list[Loop], leaves: list[Leaf]) -> None:
         if (kind == VECTORIZED and not loop.scalarised) or kind in (BLOCK_IDX, THREAD_IDX):
             return stores, unrolled, normal
         if kind == VTHREAD:
-            return (stores * loop.extent if loop.extent < _VTHREAD_UNROLLED_BELOW else stores), unrolled, normal
+            return (
+                (stores * loop.extent if loop.extent < _VTHREAD_UNROLLED_BELOW else stores),
+                unrolled,
+                normal,
+            )
         auto = kind != PARALLEL and normal == 0 and unrolled <= _UNROLL_MAX_DEPTH
         if kind == UNROLLED or (auto and loop.extent * stores <= loop.max_step):
             loop.unrolled = True

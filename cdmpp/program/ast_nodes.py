@@ -8,7 +8,19 @@ from typing import Any
 from cdmpp.program.tvm_env import import_tvm
 
 #: Fields that hold operands of the expressions that are not handled one by one.
-_OPERANDS = ("a", "b", "value", "base", "stride", "condition", "true_value", "false_value", "body", "vectors", "args")
+_OPERANDS = (
+    "a",
+    "b",
+    "value",
+    "base",
+    "stride",
+    "condition",
+    "true_value",
+    "false_value",
+    "body",
+    "vectors",
+    "args",
+)
 
 
 class NodeTypes:
@@ -40,11 +52,21 @@ class NodeTypes:
         self.SBlock: Any = s_stmt.SBlock
         self.SBlockRealize: Any = s_stmt.SBlockRealize
         string = getattr(ir_expr, "StringImm", None)
-        self.constants = frozenset(c for c in (self.IntImm, self.FloatImm, string, str, int, float) if c is not None)
+        self.constants = frozenset(
+            c for c in (self.IntImm, self.FloatImm, string, str, int, float) if c is not None
+        )
         self.division = frozenset((self.FloorDiv, self.FloorMod, self.Mod, self.Div))
         self.arithmetic = frozenset((self.Add, self.Sub, self.Mul, self.Div, self.Min, self.Max))
         self.compare = frozenset((self.EQ, self.NE, self.LT, self.LE, self.GT, self.GE))
-        logic = (self.And, self.Or, self.LShift, self.RShift, self.BitwiseAnd, self.BitwiseOr, self.BitwiseXor)
+        logic = (
+            self.And,
+            self.Or,
+            self.LShift,
+            self.RShift,
+            self.BitwiseAnd,
+            self.BitwiseOr,
+            self.BitwiseXor,
+        )
         self.binary = self.division | self.arithmetic | self.compare | frozenset(logic)
 
     def __getattr__(self, name: str) -> Any:

@@ -2,6 +2,7 @@
 
 Loops are numbered from the innermost here: column ``k`` of an array over loops is the ``k``-th loop from inside,
 column ``k`` of an array over *depths* is the state in which the ``k`` innermost loops vary (0: one iteration).
+The threads of a GPU block run together: loops bound to threads count as innermost, but for a vectorised loop.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.program.affine import DIV, MOD, spans_by_depth, step
-from cdmpp.program.ast_loops import Leaf, Loop, RawProgram
+from cdmpp.program.affine import DIV, MOD, Form, IndexSpace, scale, spans_by_depth, step
+from cdmpp.program.ast_loops import THREAD_IDX, VECTORIZED, Leaf, Loop, RawProgram
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
+
+_GPU_ORDER = {VECTORIZED: 0, THREAD_IDX: 1}
 
 #: Columns of :attr:`LeafTable.leaf`.
 LEAF_COLUMNS = (
@@ -45,8 +48,10 @@ class LeafTable:
         float64 (leaves, len(OP_KINDS)), operations per iteration.
     loop
         int64 (leaf-loop pairs, len(LOOP_COLUMNS)); ``node`` is the loop's number in the batch.
+    renewed
+        bool (accesses, loops): every iteration of the loop uses the storage of the buffer anew.
     access
-        int64 or float64 (accesses, len(ACCESS_COLUMNS)), ordered by leaf.
+        float64 (accesses, len(ACCESS_COLUMNS)), ordered by leaf.
     shape
         float64 (rows,): a row is one dimension of one access; extent of the buffer in it.
     row_access, row_dim
@@ -57,8 +62,8 @@ class LeafTable:
         float64 (rows, depths): largest minus smallest index while the ``k`` innermost loops vary.
     uses
         bool (rows, loops): the index depends on the loop.
-    atom_uses
-        bool (rows, loops): the same, through what is not affine.
+    gathers
+        bool (accesses, loops): the address depends on the loop in a way that is not affine.
     n_buffers
         Number of buffers of all programs.
     node_program
@@ -77,7 +82,8 @@ class LeafTable:
     coef: FloatArray
     span: FloatArray
     uses: BoolArray
-    atom_uses: BoolArray
+    gathers: BoolArray
+    renewed: BoolArray
     n_buffers: int
     node_program: IntArray
     program_leaves: IntArray
@@ -99,6 +105,8 @@ class TableBuilder:
         self._steps: list[tuple[int, int, int]] = []  # the same through atoms
         self._atom_uses: list[tuple[int, int]] = []
         self._atom_spans: list[tuple[int, list[int]]] = []
+        self._gathers: list[tuple[int, int]] = []
+        self._renewed: list[tuple[int, int]] = []
         self._nodes: list[int] = []
         self._buffers = 0
         self._program_leaves: list[int] = []
@@ -127,26 +135,32 @@ class TableBuilder:
         n = len(kept)
         self.max_loops = max(self.max_loops, n)
         place = [-1] * len(chain)
-        for i, depth in enumerate(kept):
-            k = n - 1 - i
+        order = kept[::-1]
+        if raw.on_gpu:
+            # A stable sort: vectorised, threads, then the rest from inside.
+            order.sort(key=lambda depth: _GPU_ORDER.get(raw.loops[chain[depth]].kind, 2))
+        for k, depth in enumerate(order):
             place[depth] = k
             loop = raw.loops[chain[depth]]
             self._loop.append((
                 number, k, loop.extent, loop.kind, depth in leaf.reduction, loop.unrolled, loop.scalarised,
                 first_node + chain[depth],
             ))  # fmt: skip
-        cache: dict[int, list[int]] = {}
+        caches: dict[frozenset[int], tuple[list[int], dict[int, list[int]]]] = {}
         atoms: set[int] = set()
         for access, forms in zip(body.accesses, leaf.forms, strict=True):
             info = body.buffers[access.buffer]
             buffer = leaf.buffers[access.buffer]
-            prefix = raw.shared_prefix[buffer]
-            start = max(prefix, 0)
+            number_of_access = len(self._access)
+            renewed = raw.renewed[buffer]
+            for depth in renewed:
+                if depth < len(chain) and place[depth] >= 0:
+                    self._renewed.append((number_of_access, place[depth]))
             irregular = 0
             dims = len(forms)
             for i in range(dims or 1):
                 row = len(self._shape)
-                self._row_access.append(len(self._access))
+                self._row_access.append(number_of_access)
                 self._row_dim.append(max(dims, 1) - 1 - i)
                 self._shape.append(info.shape[i] if i < len(info.shape) else 1)
                 form = forms[i] if dims else 0
@@ -154,39 +168,40 @@ class TableBuilder:
                     continue
                 for key, coef in form.items():
                     if key >= 0:
-                        if key >= start and place[key] >= 0:
+                        if place[key] >= 0 and key not in renewed:
                             self._linear.append((row, place[key], coef))
                         continue
                     atoms.add(key)
                     irregular |= space.atoms[-1 - key].op not in (DIV, MOD)
-                    spans = spans_by_depth(space, key, cache)
-                    last = len(chain) - start
+                    if renewed not in caches:
+                        caches[renewed] = [-1 if d in renewed else d for d in order], {}
+                    spans = spans_by_depth(space, key, *caches[renewed])
                     weight = abs(coef)
-                    taken = [0] + [len(chain) - kept[n - k] for k in range(1, n + 1)]
-                    self._atom_spans.append((row, [weight * spans[min(k, last)] for k in taken]))
+                    self._atom_spans.append((row, [weight * span for span in spans]))
                     for depth in space.loops_of({key: 1}):
-                        if depth >= start and place[depth] >= 0:
+                        if depth not in renewed and place[depth] >= 0:
                             self._atom_uses.append((row, place[depth]))
                             move = step(space, {key: coef}, depth)
                             if move:
                                 self._steps.append((row, place[depth], move))
+            if dims and any(isinstance(f, dict) and min(f) < 0 for f in forms):
+                for depth in _irregular_loops(space, forms, info.shape):
+                    if place[depth] >= 0:
+                        self._gathers.append((number_of_access, place[depth]))
             elements = 1
             for extent in info.shape:
                 elements *= extent
             self._access.append((
-                number, self._buffers + buffer, info.itemsize, access.loads, access.stores, info.scope, start,
-                prefix >= 0, elements, max(dims, 1), irregular,
+                number, self._buffers + buffer, info.itemsize, access.loads, access.stores, info.scope,
+                max(raw.shared_prefix[buffer], 0), raw.shared_prefix[buffer] >= 0, elements, max(dims, 1), irregular,
             ))  # fmt: skip
         inner = kept[-1] if kept else -1
         splits = [a for a in atoms if space.atoms[-1 - a].op in (DIV, MOD)]
         last_loop = raw.loops[chain[-1]] if chain else None
-        domain = 1
-        for extent in body.domain:
-            domain *= extent
         self._leaf.append((
             program, n, body.itemsize, body.is_float, body.stores, leaf.is_init, bool(leaf.reduction), leaf.guarded,
             leaf.predicated, leaf.position, leaf.nest, last_loop.max_step if last_loop else 0,
-            last_loop.explicit if last_loop else 0, domain, inner in leaf.branch, len(splits),
+            last_loop.explicit if last_loop and last_loop.max_step else 0, body.points if body.domain else 0, inner in leaf.branch, len(splits),
             sum(inner in space.loops_of({a: 1}) for a in splits), len(atoms) - len(splits), index, *around,
         ))  # fmt: skip
         self._ops.append(body.ops)
@@ -204,14 +219,9 @@ class TableBuilder:
         row_leaf = access[row_access, 0].astype(np.int64) if rows else row_access
         span = np.zeros((rows, loops + 1))
         np.cumsum(np.abs(linear) * extent_less_1[row_leaf], axis=1, out=span[:, 1:])
-        uses = linear != 0
         for row, values in self._atom_spans:
             span[row, : len(values)] += values
             span[row, len(values) :] += values[-1]
-        atom_uses = np.zeros((rows, loops), dtype=bool)
-        if self._atom_uses:
-            at = np.array(self._atom_uses, dtype=np.int64)
-            atom_uses[at[:, 0], at[:, 1]] = True
         return LeafTable(
             leaf=np.array(self._leaf, dtype=np.float64).reshape(-1, len(LEAF_COLUMNS)),
             ops=np.array(self._ops, dtype=np.float64),
@@ -222,8 +232,9 @@ class TableBuilder:
             row_dim=np.array(self._row_dim, dtype=np.int64),
             coef=linear + _dense(self._steps, rows, loops),
             span=span,
-            uses=uses | atom_uses,
-            atom_uses=atom_uses,
+            uses=(linear != 0) | _marks(self._atom_uses, rows, loops),
+            gathers=_marks(self._gathers, len(access), loops),
+            renewed=_marks(self._renewed, len(access), loops),
             n_buffers=self._buffers,
             node_program=np.array(self._nodes, dtype=np.int64),
             program_leaves=np.array(self._program_leaves, dtype=np.int64),
@@ -231,11 +242,31 @@ class TableBuilder:
         )
 
 
+def _irregular_loops(space: IndexSpace, forms: list[Form], shape: tuple[int, ...]) -> set[int]:
+    """Loops that the flat address depends on in a way that is not affine."""
+    flat: Form = 0
+    stride = 1
+    for form, extent in zip(reversed(forms), reversed(shape), strict=True):
+        flat = space.sum(flat, scale(form, stride))
+        stride *= extent
+    if isinstance(flat, int):
+        return set()
+    return space.loops_of({key: coef for key, coef in flat.items() if key < 0})
+
+
 def _dense(triplets: list[tuple[int, int, int]], rows: int, columns: int) -> FloatArray:
     out = np.zeros((rows, columns))
     if triplets:
         array = np.array(triplets, dtype=np.int64)
         np.add.at(out, (array[:, 0], array[:, 1]), array[:, 2])
+    return out
+
+
+def _marks(pairs: list[tuple[int, int]], rows: int, columns: int) -> BoolArray:
+    out = np.zeros((rows, columns), dtype=bool)
+    if pairs:
+        at = np.array(pairs, dtype=np.int64)
+        out[at[:, 0], at[:, 1]] = True
     return out
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from cdmpp.errors import ProgramError
 from cdmpp.program.affine import Form, IndexSpace, scale
-from cdmpp.program.ast_body import Body, analyse_block, analyse_statement, evaluate
+from cdmpp.program.ast_body import GLOBAL, SHARED, Body, analyse_block, analyse_statement, evaluate
 from cdmpp.program.ast_loops import (
     BLOCK_IDX, SERIAL, THREAD_BINDING, THREAD_IDX, VECTORIZED, VTHREAD, Leaf, Loop, RawProgram, interval, mark_unrolled,
 )  # fmt: skip
@@ -73,6 +73,8 @@ class _Walk:
         self.extents: list[int] = []
         #: handle of a variable -> depth of its loop, (constant,) or the expression it is bound to
         self.env: dict[int, Any] = {}
+        #: thread axis -> depth of the loop bound to it
+        self.axes: dict[str, int] = {}
         self.conditions: list[Any] = []
         self.buffers: dict[int, int] = {}
         self.allocated: set[int] = set()
@@ -98,7 +100,7 @@ class _Walk:
         if not self.leaves:
             raise ProgramError("the program has no computation: it stores nothing and calls nothing")
         mark_unrolled(self.loops, self.leaves)
-        return RawProgram(self.loops, self.leaves, self.position + 1, len(self.buffers), self._shared_prefix())
+        return RawProgram(self.loops, self.leaves, self.position + 1, len(self.buffers), *self._storage())
 
     def visit(self, stmt: Any) -> None:
         handler = self.handlers.get(type(stmt))
@@ -125,11 +127,25 @@ class _Walk:
             self.visit(stmt.body)
         else:
             kind = int(stmt.kind)
-            if kind == THREAD_BINDING:
+            depth = len(self.chain)
+            variable = stmt.loop_var.__chandle__()
+            if kind != THREAD_BINDING:
+                self.env[variable] = depth
+                self._loop(n, kind, stmt.body)
+            else:
                 tag = str(stmt.thread_binding.thread_tag)
-                kind = BLOCK_IDX if tag.startswith("block") else VTHREAD if tag.startswith("v") else THREAD_IDX
-            self.env[stmt.loop_var.__chandle__()] = len(self.chain)
-            self._loop(n, kind, stmt.body)
+                kind = (
+                    BLOCK_IDX if tag.startswith("block") else VTHREAD if tag.startswith("v") else THREAD_IDX
+                )
+                outer = self.axes.get(tag) if kind != VTHREAD else None
+                self.env[variable] = depth if outer is None else outer
+                if outer is not None:
+                    # The same thread axis again: the same threads, no further loop.
+                    self.visit(stmt.body)
+                else:
+                    self.axes[tag] = depth
+                    self._loop(n, kind, stmt.body)
+                    del self.axes[tag]
         self.max_step, self.explicit = saved
 
     def _loop(self, extent: int, kind: int, body: Any) -> None:
@@ -222,7 +238,9 @@ class _Walk:
         regions = (block.writes, block.reads)
         item = self.item
         bodies = [body] if body.init is None else [body, body.init]
-        return [[self._number(item(regions[b.where[0]], b.where[1]).source) for b in x.buffers] for x in bodies]
+        return [
+            [self._number(item(regions[b.where[0]], b.where[1]).source) for b in x.buffers] for x in bodies
+        ]
 
     def _leaf(self, body: Body, slots: list[Form], space: IndexSpace, numbers: list[list[int]]) -> None:
         if body.init is not None:
@@ -230,7 +248,13 @@ class _Walk:
         self._add(body, slots, space, numbers[0], is_init=False, guarded=body.init is not None)
 
     def _add(
-        self, body: Body, slots: list[Form], space: IndexSpace, buffers: list[int], is_init: bool, guarded: bool
+        self,
+        body: Body,
+        slots: list[Form],
+        space: IndexSpace,
+        buffers: list[int],
+        is_init: bool,
+        guarded: bool,
     ) -> None:
         if len(body.slot_vars) > len(slots):
             slots = slots + [self._form(var, space) for var in body.slot_vars[len(slots) :]]
@@ -263,8 +287,19 @@ class _Walk:
             self.nest += 1
         self.leaves.append(
             Leaf(
-                body, tuple(self.chain), kept, space, forms, buffers, self.position, reduction, branch,
-                bool(self.conditions), is_init, guarded, self.nest,
+                body,
+                tuple(self.chain),
+                kept,
+                space,
+                forms,
+                buffers,
+                self.position,
+                reduction,
+                branch,
+                bool(self.conditions),
+                is_init,
+                guarded,
+                self.nest,
             )  # fmt: skip
         )
 
@@ -309,8 +344,8 @@ class _Walk:
             raise ProgramError(f"a loop has the symbolic extent {extent}: shapes must be fixed")
         return max(1, values[1])
 
-    def _shared_prefix(self) -> list[int]:
-        """See :attr:`RawProgram.shared_prefix`."""
+    def _storage(self) -> tuple[list[int], list[frozenset[int]]]:
+        """See :attr:`RawProgram.shared_prefix` and :attr:`RawProgram.renewed`."""
         chains: dict[int, tuple[int, ...]] = {}
         scope: dict[int, int] = {}
         for leaf in self.leaves:
@@ -328,8 +363,14 @@ class _Walk:
                         same += 1
                     chains[number] = known[:same]
         prefix = [-1] * len(self.buffers)
+        renewed: list[frozenset[int]] = [frozenset()] * len(self.buffers)
         for number, chain in chains.items():
             kinds = [self.loops[i].kind for i in chain]
-            outside = ((BLOCK_IDX, THREAD_IDX, VTHREAD), (THREAD_IDX,), ())[scope[number]]
-            prefix[number] = next((i for i, kind in enumerate(kinds) if kind in outside), len(kinds))
-        return prefix
+            depths: list[int] = list(range(len(kinds)))
+            if scope[number] == GLOBAL:
+                depths = depths[: next((i for i, kind in enumerate(kinds) if kind >= BLOCK_IDX), len(kinds))]
+            elif scope[number] == SHARED:
+                depths = [i for i in depths if kinds[i] != THREAD_IDX]
+            prefix[number] = len(kinds)
+            renewed[number] = frozenset(depths)
+        return prefix, renewed

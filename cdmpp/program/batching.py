@@ -55,7 +55,9 @@ def pad_asts(asts: Sequence[CompactAST], length: int | None = None) -> AstBatch:
     if length is None:
         length = longest
     elif longest > length:
-        raise ProgramError(f"program {int(lengths.argmax())} has {longest} leaves, the batch has room for {length}")
+        raise ProgramError(
+            f"program {int(lengths.argmax())} has {longest} leaves, the batch has room for {length}"
+        )
     mask = np.arange(length) < lengths[:, None]
     leaves = np.zeros((len(asts), length, asts[0].leaves.shape[1]), dtype=np.float32)
     positions = np.zeros((len(asts), length), dtype=np.int32)

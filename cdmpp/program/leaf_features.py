@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from cdmpp.program.ast_body import GLOBAL, LOCAL, SHARED
 from cdmpp.program.ast_footprint import (
     Footprints, LoopNest, auto_simd, register_elements, simd_packs, traffic,
 )  # fmt: skip
@@ -18,7 +19,9 @@ from cdmpp.program.leaf_schema import (
 _LEAF = {name: i for i, name in enumerate(LEAF_COLUMNS)}
 _ACCESS = {name: i for i, name in enumerate(ACCESS_COLUMNS)}
 #: Floating-point operations that each kind of operation counts as.
-_FLOPS = np.array([{"fadd": 1, "fmul": 1, "fma": 2, "fdiv": 1, "fminmax": 1}.get(k, 0) for k in OP_KINDS], float)
+_FLOPS = np.array(
+    [{"fadd": 1, "fmul": 1, "fma": 2, "fdiv": 1, "fminmax": 1}.get(k, 0) for k in OP_KINDS], float
+)
 #: Floating-point instructions that each kind is, where it is one.
 _FP = np.minimum(_FLOPS, 1)
 _SPECIAL = np.array([k in ("exp", "tanh", "erf", "transcendental", "sqrt") for k in OP_KINDS], float)
@@ -42,7 +45,9 @@ def leaf_vectors(table: LeafTable) -> NDArray[np.float32]:
         * nest.iterations[:, None],
         _code(table, nest, feet, auto),
         _instructions(table, nest, feet, auto, registers, times),
-        np.stack([np.bincount(feet.leaf, weights=row * times, minlength=len(table.leaf)) for row in moved], axis=1),
+        np.stack(
+            [np.bincount(feet.leaf, weights=row * times, minlength=len(table.leaf)) for row in moved], axis=1
+        ),
         feet.working_set[:, [min(k, feet.working_set.shape[1] - 1) for k in WORKING_SET_DEPTHS]],
         _program(table, nest, feet, flops),
         _window(nest),
@@ -91,7 +96,11 @@ def _loops(table: LeafTable, nest: LoopNest) -> FloatArray:
     inner = np.where(has_parallel, (kind == PARALLEL).argmax(axis=1), extent.shape[1])
     iterations = nest.iterations
     domain = table.leaf[:, _LEAF["domain"]]
-    blocks, threads, vthreads = product(kind == BLOCK_IDX), product(kind == THREAD_IDX), product(kind == VTHREAD)
+    blocks, threads, vthreads = (
+        product(kind == BLOCK_IDX),
+        product(kind == THREAD_IDX),
+        product(kind == VTHREAD),
+    )
     columns = [
         nest.n,
         iterations,
@@ -121,10 +130,12 @@ def _code(table: LeafTable, nest: LoopNest, feet: Footprints, auto: NDArray[np.b
     rows = np.arange(n_leaves)
     at = np.arange(len(feet.leaf))
     tile = nest.tile
-    in_tile = feet.elements[at, tile[feet.leaf]]
+    in_tile = feet.data[at, tile[feet.leaf]]
     stores = table.access[:, _ACCESS["stores"]] > 0
     outputs = np.bincount(feet.leaf, weights=in_tile * stores, minlength=n_leaves)
-    inputs = np.bincount(feet.leaf, weights=in_tile * (table.access[:, _ACCESS["loads"]] > 0), minlength=n_leaves)
+    inputs = np.bincount(
+        feet.leaf, weights=in_tile * (table.access[:, _ACCESS["loads"]] > 0), minlength=n_leaves
+    )
     is_reduction = table.leaf[:, _LEAF["is_reduction"]]
     loops = np.arange(nest.extent.shape[1])
     outside = loops[None, :] >= tile[:, None]
@@ -133,12 +144,11 @@ def _code(table: LeafTable, nest: LoopNest, feet: Footprints, auto: NDArray[np.b
     has_next = tile < nest.n
     next_loop = np.minimum(tile, nest.extent.shape[1] - 1)
     simd_stride = np.abs(feet.stride[at, nest.simd[feet.leaf]])
-    simd_uses = feet.uses[at, nest.simd[feet.leaf]]
     gather = feet.gathers[at, nest.simd[feet.leaf]]
     classes = [
         (simd_stride == 1) & ~gather,
-        ~simd_uses,
-        simd_uses & ~gather & (simd_stride != 1),
+        (simd_stride == 0) & ~gather,
+        (simd_stride > 1) & ~gather,
         gather,
     ]
     columns = [
@@ -186,10 +196,24 @@ def _program(table: LeafTable, nest: LoopNest, feet: Footprints, flops: FloatArr
         all_flops,
         all_iterations,
         feet.program_bytes[program],
+        *[allocated[program] for allocated in _allocations(table, feet)],
         nest.iterations / all_iterations,
         leaf_flops / np.maximum(all_flops, 1.0),
     ]
     return np.stack(columns, axis=1)
+
+
+def _allocations(table: LeafTable, feet: Footprints) -> list[FloatArray]:
+    """Bytes of the buffers each program allocates, by scope."""
+    _, first = np.unique(feet.buffer, return_index=True)
+    program = table.leaf[feet.leaf[first], 0].astype(np.int64)
+    allocated = table.access[first, _ACCESS["allocated"]] > 0
+    scope = table.access[first, _ACCESS["scope"]]
+    n = len(table.program_leaves)
+    return [
+        np.bincount(program, feet.storage[first] * (allocated & (scope == s)), n)
+        for s in (GLOBAL, SHARED, LOCAL)
+    ]
 
 
 def _window(nest: LoopNest) -> FloatArray:
@@ -214,7 +238,6 @@ def _slots(
     at = np.arange(n)
     iterations = nest.iterations[leaf]
     stride = np.abs(feet.stride)
-    thread = nest.kind[leaf] == THREAD_IDX
     # The innermost loop that comes back to the same elements, and what is touched in one iteration of it.
     again = ~feet.uses & (nest.kind[leaf] >= 0)
     carries = again.any(axis=1)
@@ -232,14 +255,13 @@ def _slots(
         access[:, _ACCESS["irregular"]],
         stride[at, nest.simd[leaf]],
         *[stride[:, k] if k < depths - 1 else np.zeros(n) for k in range(3)],
-        np.where(thread.any(axis=1), stride[at, thread.argmax(axis=1)], 0.0),
         feet.elements[at, nest.tile[leaf]],
         registers,
         *[feet.lines[:, min(k, depths - 1)] for k in SLOT_DEPTHS],
         feet.lines[:, -1],
         feet.elements[:, -1] * access[:, _ACCESS["itemsize"]],
         feet.storage,
-        iterations / feet.elements[:, -1],
+        iterations / feet.data[:, -1],
         np.where(carries, feet.working_set[leaf, first], 0.0),
         np.where(allocated, feet.working_set[leaf, below], 0.0),
         np.where(allocated, iterations / nest.points[leaf, below], 0.0),

@@ -77,7 +77,7 @@ _LOOPS_ALL = {
     "explicit_unroll": "1 if TVM unrolls itself, 0 if it asks the compiler to",
 }
 _CODE = {
-    "tile_points": "iterations in one run of the straight-line code: inner loops that are vectorised or unrolled",
+    "tile_points": "iterations in one run of the straight-line code (loops vectorised, unrolled or GPU threads)",
     "tile_outputs": "distinct elements it stores in there: independent accumulators of a reduction",
     "tile_inputs": "distinct elements it loads in there",
     "tile_statements": "copies of the statement in there (vectorised loops count once)",
@@ -85,7 +85,7 @@ _CODE = {
     "hold": "iterations of the reduction loops directly around the tile: how long accumulators stay in registers",
     "next_extent": "extent of the loop directly around the tile",
     "next_reduction": "1 if its reduction runs over that loop",
-    "simd_extent": "extent of the loop lanes run along: the vectorised one, else the innermost",
+    "simd_extent": "extent of the loop lanes run along: GPU threads, else the vectorised one, else the innermost",
     "simd_auto": "1 if it is not vectorised but a compiler can do it",
     "simd_contiguous": "accesses with stride 1 along it",
     "simd_broadcast": "accesses that do not change along it",
@@ -104,14 +104,15 @@ _SLOT = {
     "stride_1": "elements between successive iterations of the innermost loop",
     "stride_2": "the same, second loop from inside",
     "stride_3": "the same, third loop from inside",
-    "thread_stride": "the same, innermost loop bound to GPU threads",
     "tile_elements": "distinct elements touched in one run of the straight-line code",
     "register_elements": "element loads or stores left when registers hold what they can",
-    **{f"bytes_{k}": f"bytes of distinct cache lines touched by the {k} innermost loops" for k in SLOT_DEPTHS},
+    **{
+        f"bytes_{k}": f"bytes of distinct cache lines touched by the {k} innermost loops" for k in SLOT_DEPTHS
+    },
     "bytes_all": "bytes of distinct cache lines touched by all loops",
     "unique": "bytes of distinct elements touched by all loops",
     "storage": "bytes of the buffer as it will be allocated",
-    "reuse": "iterations / distinct elements",
+    "reuse": "iterations / distinct data elements",
     "reuse_distance": "bytes touched by all accesses between two uses of an element (innermost loop of reuse)",
     "handover": "bytes touched in one iteration of the loops that all uses of an intermediate buffer share",
     "handovers": "number of such iterations",
@@ -134,7 +135,10 @@ LOOP_FEATURES: tuple[str, ...] = tuple(_LOOP)
 def _describe() -> dict[str, str]:
     out = dict(_CONTEXT)
     out |= _LOOPS_ALL
-    out |= {f"cores_{n}": f"largest share of {n} cores in the parallel iterations, times {n}: 1 is balanced" for n in CORES}
+    out |= {
+        f"cores_{n}": f"largest share of {n} cores in the parallel iterations, times {n}: 1 is balanced"
+        for n in CORES
+    }
     out |= {f"op_{name}": f"{name} operations per iteration" for name in OP_KINDS}
     out |= {
         "flops": "floating-point operations of all iterations (a fused multiply-add is two)",
@@ -145,8 +149,12 @@ def _describe() -> dict[str, str]:
     out |= _CODE
     for width in SIMD_BYTES:
         out[f"fp_instructions_{width}b"] = f"floating-point instructions with SIMD registers of {width} bytes"
-        out[f"mem_instructions_{width}b"] = f"loads and stores with SIMD registers of {width} bytes, after register reuse"
-    out |= {f"moved_{_size(c)}": f"bytes moved into a memory of {c} bytes, by the loop order" for c in CAPACITIES}
+        out[f"mem_instructions_{width}b"] = (
+            f"loads and stores with SIMD registers of {width} bytes, after register reuse"
+        )
+    out |= {
+        f"moved_{_size(c)}": f"bytes moved into a memory of {c} bytes, by the loop order" for c in CAPACITIES
+    }
     out |= {
         f"working_set_{k}": f"bytes touched by the {k} innermost loops (with other leaves in them)"
         for k in WORKING_SET_DEPTHS
@@ -155,6 +163,9 @@ def _describe() -> dict[str, str]:
         "program_flops": "floating-point operations of the whole program",
         "program_iterations": "iterations of all leaves of the program",
         "program_bytes": "bytes touched by the whole program",
+        "program_allocated": "bytes of the buffers it allocates in global memory",
+        "program_shared": "bytes of GPU shared memory it allocates",
+        "program_local": "bytes it allocates for each GPU thread",
         "share_iterations": "its share of program_iterations",
         "share_flops": "its share of program_flops",
     }
