@@ -149,7 +149,7 @@ def _devices(args: Namespace) -> Any:
 
 def _networks(args: Namespace) -> Any:
     from cdmpp.cli_render import show_networks
-    from cdmpp.program.zoo import task_counts, zoo_networks
+    from cdmpp.program.zoo import task_counts, zoo_entry, zoo_networks
 
     counts = task_counts()
     rows = [
@@ -160,7 +160,7 @@ def _networks(args: Namespace) -> Any:
             "tasks": counts.get(entry.name),
             "description": entry.description,
         }
-        for entry in zoo_networks()
+        for entry in map(zoo_entry, zoo_networks())
     ]
     show_networks(_console(), rows)
     return rows
@@ -183,7 +183,7 @@ def _profile(args: Namespace) -> Any:
 
     if bool(args.networks) == bool(args.programs_of):
         raise ProfilerError("name networks to profile, or a dataset with --programs-of, not both")
-    networks = [n for name in args.networks for n in (_zoo_names(zoo_networks()) if name == "zoo" else [name])]
+    networks = [n for name in args.networks for n in (zoo_networks() if name == "zoo" else [name])]
     workers = args.workers if args.workers == "auto" else _whole("--workers", args.workers)
     config = ProfileConfig(
         programs_per_task=args.programs_per_task,
@@ -225,10 +225,6 @@ def _profile(args: Namespace) -> Any:
         "workers": report.workers,
         "calibration": None if report.calibration is None else report.calibration.to_json(),
     }
-
-
-def _zoo_names(entries: Any) -> list[str]:
-    return [entry.name for entry in entries]
 
 
 def _whole(option: str, text: str) -> int:

@@ -32,11 +32,13 @@ def summarise(view: DatasetView) -> dict[str, Any]:
 
 def _total(view: DatasetView) -> dict[str, Any]:
     records = view.records
+    # A profiler stores all tasks of its networks at once: those without a record do not count.
+    measured = set(records["task"]) & set(view.tasks)
     return {
         **_counts(records),
         "programs": len(view.programs),
-        "tasks": len(view.tasks),
-        "networks": len(view.network_names),
+        "tasks": len(measured),
+        "networks": len({network for task in measured for network in view.tasks[task].networks}),
         "devices": len(view.device_names),
         "noise_floor_mape": noise_floor_mape(label_table(records)),
     }

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
+import statistics
 import tempfile
 import time
 from collections import deque
@@ -24,10 +25,14 @@ from typing import Any
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler.build import BuildJob, Built, build_worker
 from cdmpp.profiler.cpu_runner import BatchDone, Measured, RunnerConfig, Starting, measure_worker
+from cdmpp.profiler.machine import make_work_folder
 from cdmpp.profiler.statistics import SamplingPlan, label, split_half_difference
 from cdmpp.profiler.workers import Worker, ready
 
 logger = logging.getLogger(__name__)
+
+#: Drift is relative to the median reference time of so many first batches: the very first is often a slow one.
+_BASELINE_BATCHES = 25
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,8 @@ class EngineConfig:
         CPU seconds that one build may take.
     run_timeout_s
         Seconds that one run may take.
+    loading_s
+        Seconds allowed for loading a program and filling its arguments before its first run.
     plan
         The sampling.
     max_steal_pct, max_drift
@@ -70,6 +77,7 @@ class EngineConfig:
     batch_size: int = 8
     build_timeout_s: float = 20.0
     run_timeout_s: float = 2.0
+    loading_s: float = 10.0
     plan: SamplingPlan = field(default_factory=SamplingPlan)
     max_steal_pct: float = 2.0
     max_drift: float = 0.05
@@ -129,18 +137,20 @@ class CpuEngine:
         self._waiting: dict[str, list[_Item]] = {}
         self._batches: deque[list[_Item]] = deque()
         self._outcomes: deque[Outcome] = deque()
-        self._reference_baseline_s: float | None = None
+        self._reference_times_s: list[float] = []
 
     # -- life ------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> CpuEngine:
         shm = Path("/dev/shm")
-        parent = self.config.work_dir or (str(shm) if shm.is_dir() else None)
+        parent = Path(self.config.work_dir or (shm if shm.is_dir() else tempfile.gettempdir()))
         try:
-            self._folder = Path(tempfile.mkdtemp(prefix="cdmpp-", dir=parent))
+            self._folder = make_work_folder(parent)
         except OSError as err:
             raise ProfilerError(f"cannot make a folder for shared objects in {parent}: {err}") from err
-        build_args = (self.config.target, str(self._folder), 5, self.config.object_cache)
+        # Measuring processes preempt builders by themselves where they run under the real-time scheduler.
+        niceness = 0 if self.config.realtime else 10
+        build_args = (self.config.target, str(self._folder), niceness, self.config.object_cache)
         self._builders = [
             Worker(build_worker, build_args, f"builder-{i}") for i in range(max(1, self.config.builders))
         ]
@@ -301,8 +311,7 @@ class CpuEngine:
 
     @property
     def _first_run_s(self) -> float:
-        # Loading, allocating and filling the arguments come before the first run.
-        return self.config.run_timeout_s + 10.0
+        return self.config.run_timeout_s + self.config.loading_s
 
     def _hear_runner(self, worker: Worker) -> None:
         batch, starting = worker.load
@@ -326,8 +335,8 @@ class CpuEngine:
         return 10.0 + len(batch) * (2 * self.config.plan.max_measure_s + 8 * self.config.run_timeout_s)
 
     def _batch_done(self, batch: list[_Item], done: BatchDone) -> None:
-        if self._reference_baseline_s is None:
-            self._reference_baseline_s = done.reference_before_s
+        if len(self._reference_times_s) < _BASELINE_BATCHES:
+            self._reference_times_s.append(done.reference_before_s)
         within = abs(done.reference_after_s / done.reference_before_s - 1)
         disturbed = done.steal_pct > self.config.max_steal_pct or within > self.config.max_drift
         again: list[_Item] = []
@@ -355,8 +364,10 @@ class CpuEngine:
             "attempts": item.attempts,
             **measured.meta,
         }
-        if done is not None and self._reference_baseline_s:
-            meta["drift"] = round(done.reference_before_s / self._reference_baseline_s - 1, 4)
+        if done is not None and done.reference_before_s > 0:
+            baseline_s = statistics.median(self._reference_times_s)
+            meta["reference_s"] = done.reference_before_s
+            meta["drift"] = round(done.reference_before_s / baseline_s - 1, 4)
             meta["drift_within"] = round(done.reference_after_s / done.reference_before_s - 1, 4)
             meta["steal_pct"] = round(done.steal_pct, 2)
             meta["scheduler"] = done.scheduler

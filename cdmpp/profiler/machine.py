@@ -6,16 +6,22 @@ import ctypes
 import logging
 import os
 import resource
+import shutil
 import signal
+import tempfile
 from pathlib import Path
+
+import psutil
 
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
+_FOLDER_PREFIX = "cdmpp-"
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the one that started it dies."""
+    """Leave Ctrl-C to the parent, and ask the kernel to kill this process when the one that started it dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "SIGKILL"):
         libc = ctypes.CDLL(None, use_errno=True)
         if hasattr(libc, "prctl"):
@@ -88,3 +94,18 @@ def steal_ticks(cores: tuple[int, ...]) -> int:
         if fields and fields[0] in wanted and len(fields) > 8:
             total += int(fields[8])
     return total
+
+
+def make_work_folder(parent: Path) -> Path:
+    """A fresh folder that names this process; folders of processes that were killed are removed.
+
+    Raises
+    ------
+    OSError
+        It cannot be made.
+    """
+    for stale in parent.glob(f"{_FOLDER_PREFIX}*"):
+        owner = stale.name.removeprefix(_FOLDER_PREFIX).split("-")[0]
+        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(stale, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}-", dir=parent))

@@ -149,7 +149,7 @@ def profile(
         if remeasure and config.limit is None:
             raise ProfilerError("re-measuring needs a limit: how many programs?")
     else:
-        chosen, families = _tasks(networks, tasks, say)
+        chosen, families = _tasks(networks, tasks, path, say)
         plan = TaskPlan(
             chosen,
             config.programs_per_task,
@@ -164,6 +164,12 @@ def profile(
         if not remeasure:
             for program, latency_s in _known(dataset, target_device.name):
                 plan.learn(program, latency_s)
+        if isinstance(plan, TaskPlan) and tasks is None:
+            # A task is stored before it is measured, so that a resumed run need not import the networks again.
+            for task in plan.tasks:
+                dataset.add_task(task)
+            complete = {*dataset.meta.get("complete_networks", []), *families}
+            dataset.update_meta(complete_networks=sorted(complete))
         session, started = uuid.uuid4().hex[:12], time.time()
         engine_config = EngineConfig(
             target=dict(target_device.target),
@@ -290,7 +296,7 @@ def _threads(device: Device) -> int:
 
 
 def _tasks(
-    networks: Sequence[Network | str], wanted: Sequence[str] | None, say: Callable[[str], None]
+    networks: Sequence[Network | str], wanted: Sequence[str] | None, path: Path, say: Callable[[str], None]
 ) -> tuple[list[Task], dict[str, str]]:
     from cdmpp.program.network import load_network
     from cdmpp.program.tasks import extract_tasks
@@ -298,7 +304,9 @@ def _tasks(
     loaded = [load_network(n) if isinstance(n, str) else n for n in networks]
     if not loaded:
         raise ProfilerError("no network to profile")
-    tasks = extract_tasks(loaded, progress=lambda name, i, n: say(f"importing {name} ({i}/{n})"))
+    tasks = _stored_tasks(loaded, path)
+    if tasks is None:
+        tasks = extract_tasks(loaded, progress=lambda name, i, n: say(f"importing {name} ({i}/{n})"))
     if wanted is not None:
         missing = set(wanted) - {t.hash for t in tasks}
         if missing:
@@ -306,6 +314,22 @@ def _tasks(
         tasks = [t for t in tasks if t.hash in set(wanted)]
     say(f"{len(tasks)} tasks of {len(loaded)} networks")
     return tasks, {n.name: n.family for n in loaded}
+
+
+def _stored_tasks(networks: Sequence[Network], path: Path) -> list[Task] | None:
+    """All tasks of the networks, from the dataset that a resumed run goes on with.
+
+    Only of networks of the zoo, of which a name says everything: importing all of it takes minutes.
+    """
+    from cdmpp.dataset import Dataset
+
+    names = {n.name for n in networks}
+    if not (path / "meta.json").exists() or any(n.source != "zoo" for n in networks):
+        return None
+    dataset = Dataset.open(path)
+    if not names <= set(dataset.meta.get("complete_networks", [])):
+        return None
+    return [t for t in dataset.tasks.values() if names & set(t.networks)]
 
 
 def read_task_file(path: str | Path) -> list[str]:

@@ -32,7 +32,7 @@ class SamplingPlan:
     min_samples: int = 8
     max_samples: int = 24
     target_noise: float = 0.01
-    max_measure_s: float = 0.5
+    max_measure_s: float = 0.25
 
     def repeats(self, run_s: float) -> int:
         """Runs that make one sample of a program that takes `run_s` seconds."""

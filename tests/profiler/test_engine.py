@@ -1,0 +1,175 @@
+"""The parallel engine with real compilers, real processes and programs that misbehave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cdmpp.errors import ProfilerError
+from cdmpp.profiler.build import BuildJob, ObjectCache
+from cdmpp.profiler.calibration import core_groups
+from cdmpp.profiler.engine import CpuEngine, EngineConfig, Outcome
+from cdmpp.profiler.machine import usable_cores
+from cdmpp.profiler.statistics import SamplingPlan
+
+from tests.profiler.programs import TARGET, as_it_is, endless_task, matmul_task, sampled, segfault_task, slow_build_task
+
+QUICK = EngineConfig(
+    target=TARGET,
+    core_groups=core_groups(usable_cores(), 1, 1),
+    builders=1,
+    batch_size=4,
+    plan=SamplingPlan(min_sample_s=0.0005, min_samples=2, max_samples=4),
+    run_timeout_s=1.0,
+    loading_s=2.0,
+)
+
+
+def measure(jobs: list[BuildJob], config: EngineConfig = QUICK) -> dict[str, Outcome]:
+    with CpuEngine(config) as engine:
+        outcomes = list(engine.run(iter(jobs)))
+    assert len(outcomes) == len(jobs), "every job has one outcome"
+    return {o.job.program.hash: o for o in outcomes}
+
+
+def test_all_programs_are_measured_with_samples_and_noise() -> None:
+    jobs = sampled(matmul_task(), 6)
+    outcomes = measure(jobs)
+    assert set(outcomes) == {j.program.hash for j in jobs}
+    for outcome in outcomes.values():
+        assert outcome.status == "ok", outcome.error
+        assert outcome.latency_s is not None and 1e-7 < outcome.latency_s < 0.1
+        assert len(outcome.samples_s) >= 2
+        assert outcome.noise is not None and outcome.noise >= 0
+        assert outcome.meta["build_s"] > 0
+
+
+def test_labels_follow_the_work() -> None:
+    small, large = as_it_is(matmul_task(16)), as_it_is(matmul_task(64))
+    outcomes = measure([small, large])
+    ratio = outcomes[large.program.hash].latency_s / outcomes[small.program.hash].latency_s  # type: ignore[operator]
+    assert 10 < ratio < 1000, "64 times the operations"
+
+
+def test_a_program_that_segfaults_costs_one_record() -> None:
+    bad, good = as_it_is(segfault_task()), sampled(matmul_task(), 3)
+    outcomes = measure([*good, bad])
+    assert outcomes[bad.program.hash].status == "run_error"
+    assert "signal 11" in outcomes[bad.program.hash].error
+    assert all(outcomes[j.program.hash].status == "ok" for j in good)
+
+
+def test_a_program_that_runs_too_long_is_ended() -> None:
+    bad, good = as_it_is(endless_task()), sampled(matmul_task(), 2)
+    outcomes = measure([bad, *good])
+    assert outcomes[bad.program.hash].status == "run_timeout"
+    assert all(outcomes[j.program.hash].status == "ok" for j in good)
+
+
+def test_a_build_that_hangs_is_ended_and_its_process_is_gone() -> None:
+    bad, good = as_it_is(slow_build_task()), sampled(matmul_task(), 2)
+    config = replace(QUICK, build_timeout_s=1.0)
+    with CpuEngine(config) as engine:
+        hung = engine._builders[0].pid
+        outcomes = {o.job.program.hash: o for o in engine.run(iter([bad, *good]))}
+        assert not Path(f"/proc/{hung}").exists() or engine._builders[0].pid != hung
+    assert outcomes[bad.program.hash].status == "build_timeout"
+    assert all(outcomes[j.program.hash].status == "ok" for j in good)
+
+
+@pytest.mark.parametrize("kind", ["_builders", "_runners"])
+def test_a_worker_killed_from_outside_loses_nothing(kind: str) -> None:
+    jobs = sampled(matmul_task(), 8)
+    with CpuEngine(QUICK) as engine:
+        run = engine.run(iter(jobs))
+        outcomes = [next(run)]
+        os.kill(getattr(engine, kind)[0].pid, signal.SIGKILL)
+        outcomes += list(run)
+    assert sorted(o.job.program.hash for o in outcomes) == sorted(j.program.hash for j in jobs)
+    assert all(o.status == "ok" for o in outcomes)
+
+
+def test_a_program_that_does_not_replay_is_invalid() -> None:
+    job = sampled(matmul_task(), 1)[0]
+    forged = BuildJob(replace(job.program, hash="0" * 16), job.task, job.space)
+    outcome = measure([forged])["0" * 16]
+    assert outcome.status == "invalid_config"
+    assert "replays as" in outcome.error
+
+
+def test_workers_and_files_are_gone_afterwards() -> None:
+    with CpuEngine(QUICK) as engine:
+        list(engine.run(iter(sampled(matmul_task(), 1))))
+        pids = [w.pid for w in [*engine._builders, *engine._runners]]
+        folder = engine._folder
+    assert folder is not None and not folder.exists()
+    assert not any(_alive(pid) for pid in pids)
+
+
+def _alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
+
+
+def test_waiting_for_outcomes_does_not_end_the_run() -> None:
+    jobs = sampled(matmul_task(), 2)
+    seen: list[Outcome] = []
+
+    def source() -> Iterator[BuildJob | None]:
+        yield jobs[0]
+        while not seen:
+            yield None
+        yield jobs[1]
+
+    with CpuEngine(QUICK) as engine:
+        for outcome in engine.run(source()):
+            seen.append(outcome)
+    assert [o.job.program.hash for o in seen] == [j.program.hash for j in jobs]
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1536k", "none", str(tmp_path)], capture_output=True)
+    if mount.returncode:
+        pytest.skip("mounting a small file system is not allowed here")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=False)
+
+
+def test_a_full_disk_is_one_clear_error(tiny_disk: Path) -> None:
+    (tiny_disk / "ballast").write_bytes(b"x" * 1_400_000)
+    jobs = sampled(matmul_task(), 16)
+    config = replace(QUICK, work_dir=str(tiny_disk), batch_size=16)
+    with pytest.raises(ProfilerError, match="no space left"), CpuEngine(config) as engine:
+        list(engine.run(iter(jobs)))
+
+
+def test_object_cache_serves_what_was_built_before(tmp_path: Path) -> None:
+    jobs = sampled(matmul_task(), 2)
+    config = replace(QUICK, object_cache=str(tmp_path))
+    measure(jobs, config)
+    kept = sorted(tmp_path.glob("*/*.so"))
+    assert len(kept) == 2
+    stamps = [k.stat().st_mtime_ns for k in kept]
+    # Another number of cores is the same code.
+    measure(jobs, replace(config, target={**TARGET, "num-cores": 2}))
+    assert [k.stat().st_mtime_ns for k in kept] == stamps
+    assert not ObjectCache(str(tmp_path), {**TARGET, "mcpu": "haswell"}).fetch(
+        jobs[0].program.hash, tmp_path / "other.so"
+    )
+
+
+def test_core_groups_are_disjoint_and_refused_where_there_are_too_few() -> None:
+    groups = core_groups(range(8), 2, 3)
+    cores = np.concatenate(groups)
+    assert len(set(cores)) == 6
+    assert all(len(g) == 2 for g in groups)
+    with pytest.raises(ProfilerError, match="need 4"):
+        core_groups(range(3), 2, 2)

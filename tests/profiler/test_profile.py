@@ -1,0 +1,201 @@
+"""From networks to a dataset: resume, kill -9, re-measuring, other devices, bad input."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cdmpp.dataset import Dataset
+from cdmpp.device import get_device
+from cdmpp.errors import DatasetError, ProfilerError, UnknownDeviceError
+from cdmpp.profiler.engine import Outcome
+from cdmpp.profiler.plan import ReplayPlan, TaskPlan
+from cdmpp.profiler.profile import ProfileConfig, profile, read_task_file
+from cdmpp.profiler.statistics import SamplingPlan
+from tests.profiler.programs import matmul_task
+
+QUICK = ProfileConfig(
+    programs_per_task=8,
+    workers=1,
+    builders=1,
+    plan=SamplingPlan(min_sample_s=0.0005, min_samples=2, max_samples=4),
+)
+
+
+@pytest.fixture(scope="module")
+def mlp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A profiled MLP."""
+    out = tmp_path_factory.mktemp("mlp") / "data"
+    report = profile(["mlp"], out=out, config=QUICK)
+    assert report.ok == report.new > 10
+    return out
+
+
+def test_records_name_device_origin_and_session(mlp: Path) -> None:
+    dataset = Dataset.open(mlp)
+    records = dataset.records
+    assert set(records["status"]) == {"ok"}
+    assert set(records["device"]) == {get_device("this-cpu@1").name}
+    assert {"random", "search"} <= set(records["origin"])
+    session = dataset.meta["sessions"][0]
+    assert session["machine"]["model"] == get_device("this-cpu").model
+    assert session["versions"]["apache-tvm"]
+    assert session["cache"] == "warm"
+    assert records["noise"].notna().all()
+
+
+def test_resume_measures_nothing_twice(mlp: Path) -> None:
+    before = Dataset.open(mlp).records
+    report = profile(["mlp"], out=mlp, config=QUICK, resume=True)
+    assert report.new == 0
+    after = Dataset.open(mlp).records
+    assert len(after) == len(before)
+    assert not after.duplicated(["program", "device"]).any()
+
+
+def test_an_existing_dataset_is_not_touched_without_resume(mlp: Path) -> None:
+    with pytest.raises(DatasetError, match="--resume"):
+        profile(["mlp"], out=mlp, config=QUICK)
+
+
+def test_the_same_programs_on_another_device(mlp: Path, tmp_path: Path) -> None:
+    config = ProfileConfig(**{**QUICK.__dict__, "limit": 6})
+    report = profile(device="this-cpu.x86-64-v2@1", programs_of=mlp, out=tmp_path / "v2", config=config)
+    records = Dataset.open(tmp_path / "v2").records
+    assert report.ok == len(records) == 6
+    assert set(records["program"]) <= set(Dataset.open(mlp).records["program"])
+    assert ".x86-64-v2@1" in records["device"].iloc[0]
+    # Measured once more into the same dataset: both records are kept.
+    profile(
+        device="this-cpu.x86-64-v2@1", programs_of=mlp, out=tmp_path / "v2", config=config, remeasure=True
+    )
+    assert len(Dataset.open(tmp_path / "v2").records) == 12
+
+
+def test_kill_9_loses_at_most_what_was_in_flight(tmp_path: Path) -> None:
+    out = tmp_path / "data"
+    command = [sys.executable, "-m", "cdmpp", "profile", "mlp", "--workers", "1", "--programs-per-task", "24"]
+    process = subprocess.Popen([*command, "--out", str(out)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    journal = out / "records.jsonl"
+    deadline = time.monotonic() + 120
+    while not (journal.exists() and journal.read_bytes().count(b"\n") >= 5):
+        assert process.poll() is None and time.monotonic() < deadline, "profiling did not get going"
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    kept = len(Dataset.open(out).records)
+    assert kept >= 5
+    time.sleep(0.5)
+    assert not _children_of(process.pid), "workers outlived their parent"
+    first = set(Dataset.open(out).records["program"])
+    subprocess.run([*command, "--out", str(out), "--resume"], check=True, capture_output=True)
+    records = Dataset.open(out).records
+    assert first <= set(records["program"])
+    assert not records.duplicated(["program", "device"]).any(), "nothing is measured twice"
+    assert len(records) > kept
+
+
+def _children_of(pid: int) -> list[str]:
+    found = []
+    for status in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            stat = (status.parent / "stat").read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(stat[1]) == pid and stat[0] != "Z":
+            found.append(status.parent.name)
+    return found
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
+    out = tmp_path / "data"
+    command = [sys.executable, "-m", "cdmpp", "profile", "mlp", "--workers", "1", "--programs-per-task", "64"]
+    process = subprocess.Popen([*command, "--out", str(out)], stderr=subprocess.PIPE, text=True)
+    journal = out / "records.jsonl"
+    deadline = time.monotonic() + 120
+    while not (journal.exists() and journal.read_bytes().count(b"\n") >= 5):
+        assert process.poll() is None and time.monotonic() < deadline, "profiling did not get going"
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in err and "Traceback" not in err
+    assert len(Dataset.open(out).records) >= 5
+
+
+def test_devices_that_are_not_here_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ProfilerError, match="measure them there"):
+        profile(["mlp"], device="h200", out=tmp_path / "a", config=QUICK)
+    with pytest.raises(ProfilerError, match="cores"):
+        profile(["mlp"], device="this-cpu@4096", out=tmp_path / "b", config=QUICK)
+    with pytest.raises(UnknownDeviceError, match="h200"):
+        profile(["mlp"], device="h2000", out=tmp_path / "c", config=QUICK)
+
+
+def test_task_files(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"tasks": ["0123456789abcdef"]}')
+    (tmp_path / "b.txt").write_text("0123456789abcdef\nfedcba9876543210\n")
+    (tmp_path / "c.json").write_text("{")
+    assert read_task_file(tmp_path / "a.json") == ["0123456789abcdef"]
+    assert len(read_task_file(tmp_path / "b.txt")) == 2
+    for name in ("c.json", "missing"):
+        with pytest.raises(ProfilerError, match="no task file"):
+            read_task_file(tmp_path / name)
+
+
+def fake_measure(plan: TaskPlan, latency_of: dict[str, float] | None = None) -> list[Outcome]:
+    """Run a plan with made-up latencies, one outcome after each job."""
+    outcomes: list[Outcome] = []
+    pending: list[Outcome] = []
+    jobs: Iterator = plan.jobs()
+    while True:
+        try:
+            job = next(jobs)
+        except StopIteration:
+            return outcomes
+        if job is None:
+            assert pending, "the plan waits for nothing"
+            for outcome in pending:
+                plan.done(outcome)
+            pending.clear()
+            continue
+        outcome = Outcome(job, "ok", 1e-3 * (1 + len(outcomes)), (1e-3,), 0.0)
+        outcomes.append(outcome)
+        pending.append(outcome)
+
+
+def test_a_quarter_of_the_programs_comes_from_a_search() -> None:
+    outcomes = fake_measure(TaskPlan([matmul_task(64)], 32))
+    origins = [o.job.program.origin for o in outcomes]
+    assert len(outcomes) == 32
+    assert origins.count("search") == 8
+    assert len({o.job.program.hash for o in outcomes}) == 32
+
+
+def test_a_plan_that_learned_of_earlier_records_draws_the_rest_only() -> None:
+    task = matmul_task(64)
+    first = fake_measure(TaskPlan([task], 16))
+    plan = TaskPlan([task], 32)
+    for outcome in first:
+        plan.learn(outcome.job.program, outcome.latency_s)
+    second = fake_measure(plan)
+    known = {o.job.program.hash for o in first}
+    assert len(second) == 16
+    assert known.isdisjoint(o.job.program.hash for o in second)
+
+
+def test_a_replay_is_even_over_the_tasks(mlp: Path) -> None:
+    dataset = Dataset.open(mlp)
+    plan = ReplayPlan(dataset, limit=8)
+    jobs = list(plan.jobs())
+    assert len({j.program.hash for j in jobs if j}) == 8
+    per_task = [sum(j.task.hash == t.hash for j in jobs if j) for t in plan.tasks]
+    assert len(plan.tasks) == len(dataset.tasks)
+    assert min(per_task) >= 1

@@ -1,0 +1,110 @@
+"""The command line: contracts of its JSON, exit codes and one-line errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cdmpp.cli import main
+from cdmpp.profiler.profile import ProfileConfig, profile
+from cdmpp.profiler.statistics import SamplingPlan
+from tests.profiler.programs import matmul_task
+
+_METRICS = {
+    "mape", "median_ape", "within_10pct", "within_20pct", "rmse_s", "pairwise_accuracy", "spearman",
+    "top1_regret", "top5_regret", "n", "noise_floor_mape",
+}  # fmt: skip
+
+
+def run(tmp_path: Path, *args: str) -> dict:
+    out = tmp_path / "out.json"
+    assert main([*args, "--json", str(out)]) == 0
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("cli") / "data"
+    plan = SamplingPlan(min_sample_s=0.0005, min_samples=2, max_samples=4)
+    config = ProfileConfig(programs_per_task=10, workers=1, builders=2, plan=plan)
+    profile(["mlp", "gru"], out=out, config=config)
+    return out
+
+
+@pytest.fixture(scope="module")
+def predictor(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("cli") / "run"
+    args = ["train", "--config", "configs/smoke.yaml", "--data", str(data), "--out", str(out)]
+    assert main([*args, "--split", "within_task:test=0.3"]) == 0
+    return out
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    assert main(list(args)) == 2
+    err = capsys.readouterr().err.strip()
+    assert err.startswith("cdmpp: ") and "\n" not in err, "one clear line"
+    return err
+
+
+def test_devices_names_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(tmp_path, "devices")
+    assert result["this_machine"]["kind"] == "cpu"
+    assert "h200" in {d["name"] for d in result["devices"]}
+    assert "this machine" in capsys.readouterr().out
+
+
+def test_networks_lists_families(tmp_path: Path) -> None:
+    result = run(tmp_path, "networks")
+    assert len(result) >= 16
+    assert len({row["family"] for row in result}) >= 8
+    assert all(row["tasks"] for row in result)
+
+
+def test_dataset_summary(tmp_path: Path, data: Path) -> None:
+    total = run(tmp_path, "dataset", str(data))["total"]
+    assert {"records", "ok", "failures", "tasks", "networks", "devices", "noise_floor_mape"} <= set(total)
+    assert total["ok"] > 20 and total["networks"] == 2 and total["devices"] == 1
+
+
+def test_evaluate_has_the_keys_that_others_script_against(tmp_path: Path, data: Path, predictor: Path) -> None:
+    result = run(tmp_path, "evaluate", "--predictor", str(predictor), "--data", str(data), "--by", "device,task")
+    assert {"overall", "groups", "split", "seed"} <= set(result)
+    assert set(result["overall"]) >= _METRICS
+    assert set(result["groups"]) == {"device", "task"}
+    for metrics in result["groups"]["device"].values():
+        assert set(metrics) >= _METRICS
+
+
+def test_predict_a_network_per_task(tmp_path: Path, predictor: Path) -> None:
+    args = ("predict", "--predictor", str(predictor), "--device", "this-cpu@1", "mlp", "--programs-per-task", "4")
+    result = run(tmp_path, *args)
+    assert len(result["tasks"]) >= 3
+    for row in result["tasks"]:
+        assert 0 < row["best_s"] <= row["median_s"] <= row["worst_s"]
+    total = sum(r["weight"] * r["best_s"] for r in result["tasks"])
+    assert result["total_best_s"] == pytest.approx(total)
+
+
+def test_predict_a_program_file(tmp_path: Path, predictor: Path) -> None:
+    program = tmp_path / "program.json"
+    program.write_text(matmul_task(32).tir_json)
+    result = run(tmp_path, "predict", "--predictor", str(predictor), "--device", "this-cpu@1", str(program))
+    assert result["latency_s"] > 0
+
+
+def test_bad_input_is_one_line_and_exit_code_2(
+    tmp_path: Path, predictor: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "not.onnx").write_bytes(b"not a network")
+    (tmp_path / "not.json").write_text("{}")
+    p = ("predict", "--predictor", str(predictor), "--device")
+    assert "h200" in error_of(capsys, *p, "h20", "mlp")
+    assert "resnet18" in error_of(capsys, *p, "this-cpu@1", "resnet19")
+    assert "not.onnx" in error_of(capsys, *p, "this-cpu@1", str(tmp_path / "not.onnx"))
+    assert "not.json" in error_of(capsys, *p, "this-cpu@1", str(tmp_path / "not.json"))
+    assert "missing" in error_of(capsys, "dataset", str(tmp_path / "missing"))
+    assert "no predictor" in error_of(capsys, "evaluate", "--predictor", str(tmp_path), "--data", str(tmp_path))
+    assert "not both" in error_of(capsys, "profile", "--out", str(tmp_path / "x"))
+    assert "whole number" in error_of(capsys, "profile", "mlp", "--workers", "two", "--out", str(tmp_path / "x"))

@@ -1,0 +1,45 @@
+"""Importing the package is cheap, and its core needs no TVM."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import cdmpp
+
+_CORE = (
+    "cdmpp",
+    "cdmpp.cli",
+    "cdmpp.dataset",
+    "cdmpp.dataset.splits",
+    "cdmpp.device",
+    "cdmpp.predictor",
+    "cdmpp.predictor.run",
+    "cdmpp.predictor.trainer",
+    "cdmpp.program.ast",
+    "cdmpp.program.types",
+    "cdmpp.report.metrics",
+)
+
+
+def _modules_after(code: str) -> set[str]:
+    code += "\nimport sys; print(*sys.modules)"
+    return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
+
+
+def test_import_loads_nothing_heavy() -> None:
+    loaded = _modules_after("import cdmpp")
+    assert not loaded & {"torch", "tvm", "tvm_ffi", "pandas", "sklearn", "numpy", "rich", "xgboost"}
+
+
+def test_core_imports_without_tvm() -> None:
+    code = "import sys; sys.modules['tvm'] = sys.modules['tvm_ffi'] = None\n"
+    loaded = _modules_after(code + "\n".join(f"import {name}" for name in _CORE))
+    assert "cdmpp.predictor.run" in loaded
+    assert not [name for name in loaded if name.startswith("tvm.")]
+
+
+def test_every_public_name_resolves() -> None:
+    for name in cdmpp.__all__:
+        assert getattr(cdmpp, name) is not None
+    assert not hasattr(cdmpp, "no_such_name")
