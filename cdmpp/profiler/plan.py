@@ -61,6 +61,8 @@ class TaskPlan:
         self.rule, self.num_cores, self.seed = rule, num_cores, seed
         self._latencies: dict[str, dict[str, float]] = defaultdict(dict)
         self._programs: dict[str, dict[str, Program]] = defaultdict(dict)
+        # Of all tasks: different tasks can be scheduled into the same program, which is measured once.
+        self._seen: set[str] = set()
         self._spent: set[str] = set()  # tasks whose spaces hold no more random programs
         self._in_flight: dict[str, int] = defaultdict(int)
 
@@ -76,6 +78,7 @@ class TaskPlan:
     def learn(self, program: Program, latency_s: float | None) -> None:
         """Take note of a program that was measured (or failed: None), now or in an earlier run."""
         self._programs[program.task_hash][program.hash] = program
+        self._seen.add(program.hash)
         if latency_s is not None:
             self._latencies[program.task_hash][program.hash] = latency_s
 
@@ -102,6 +105,7 @@ class TaskPlan:
     def _emit(self, task: Task, programs: Sequence[Program], spaces: Mapping[str, object]) -> Iterator[BuildJob]:
         for program in programs:
             self._programs[task.hash][program.hash] = program
+            self._seen.add(program.hash)
         for program in programs:
             self._in_flight[task.hash] += 1
             yield BuildJob(program, task, spaces[str(program.space_hash)])  # type: ignore[arg-type]
@@ -121,7 +125,7 @@ class TaskPlan:
             self._spent.add(task.hash)
             return
         # The seed depends on what is there, so that a resumed run draws what the broken one lacks.
-        programs = spaces.sample(need, _seed(self.seed, task.hash, have), exclude=known)
+        programs = spaces.sample(need, _seed(self.seed, task.hash, have), exclude=self._seen)
         if len(programs) < need:
             self._spent.add(task.hash)
         yield from self._emit(task, programs, {s.hash: s for s in spaces.spaces})
@@ -141,7 +145,7 @@ class TaskPlan:
         if not elite:
             return
         spaces = TaskSpaces(task, self.rule, self.num_cores)
-        programs = spaces.mutate(elite, need, _seed(self.seed, task.hash, have), exclude=known)
+        programs = spaces.mutate(elite, need, _seed(self.seed, task.hash, have), exclude=self._seen)
         yield from self._emit(task, programs, {s.hash: s for s in spaces.spaces})
 
 

@@ -114,7 +114,8 @@ def _children_of(pid: int) -> list[str]:
     return found
 
 
-def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, number: int) -> None:
     out = tmp_path / "data"
     command = [sys.executable, "-m", "cdmpp", "profile", "mlp", "--workers", "1", "--programs-per-task", "64"]
     process = subprocess.Popen([*command, "--out", str(out)], stderr=subprocess.PIPE, text=True)
@@ -123,7 +124,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     while not (journal.exists() and journal.read_bytes().count(b"\n") >= 5):
         assert process.poll() is None and time.monotonic() < deadline, "profiling did not get going"
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "interrupted" in err and "Traceback" not in err
