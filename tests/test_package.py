@@ -11,7 +11,7 @@ _CORE = (
     "cdmpp",
     "cdmpp.cli",
     "cdmpp.dataset",
-    "cdmpp.dataset.splits",
+    "cdmpp.dataset.split",
     "cdmpp.device",
     "cdmpp.predictor",
     "cdmpp.predictor.run",
