@@ -60,7 +60,9 @@ def draw(n: int, networks: Sequence[str], seed: int) -> list[BuildJob]:
 def ours(engine: CpuEngine, jobs: Sequence[BuildJob]) -> tuple[dict[str, float], float]:
     started = time.perf_counter()
     labels = {
-        o.job.program.hash: o.latency_s for o in engine.run(iter(jobs)) if o.status == "ok" and o.latency_s is not None
+        o.job.program.hash: o.latency_s
+        for o in engine.run(iter(jobs))
+        if o.status == "ok" and o.latency_s is not None
     }
     return labels, time.perf_counter() - started
 
@@ -142,19 +144,28 @@ def main() -> int:
         run_timeout_s=30.0,
     )
     theirs = MetaSchedule(target, plan, timeout_s=30.0)
-    labels: dict[tuple[str, int], dict[str, float]] = {(s, r): {} for s in ("ours", "metaschedule") for r in (0, 1)}
+    labels: dict[tuple[str, int], dict[str, float]] = {
+        (s, r): {} for s in ("ours", "metaschedule") for r in (0, 1)
+    }
     rates: dict[str, list[float]] = {"ours": [], "metaschedule": []}
     with CpuEngine(config, reference_job()) as engine:
         ours(engine, jobs[:4])  # processes are up and warm
         for round_number in (0, 1):
             for begin in range(0, len(jobs), args.chunk):
                 chunk = jobs[begin : begin + args.chunk]
-                sides = ("ours", "metaschedule") if (begin // args.chunk + round_number) % 2 == 0 else ("metaschedule", "ours")
+                sides = (
+                    ("ours", "metaschedule")
+                    if (begin // args.chunk + round_number) % 2 == 0
+                    else ("metaschedule", "ours")
+                )
                 for side in sides:
                     got, elapsed_s = ours(engine, chunk) if side == "ours" else theirs.measure(chunk)
                     labels[side, round_number].update(got)
                     rates[side].append(len(got) / elapsed_s)
-                    print(f"round {round_number} {side:13s} {len(got)} labels, {rates[side][-1]:.2f}/s", file=sys.stderr)
+                    print(
+                        f"round {round_number} {side:13s} {len(got)} labels, {rates[side][-1]:.2f}/s",
+                        file=sys.stderr,
+                    )
     ours_rate, their_rate = statistics.median(rates["ours"]), statistics.median(rates["metaschedule"])
     pairs = [a / b for a, b in zip(rates["ours"], rates["metaschedule"], strict=True)]
     result = {
@@ -165,7 +176,9 @@ def main() -> int:
         "ratio_max": max(pairs),
         "median_disagreement": difference(labels["ours", 0], labels["metaschedule", 0]),
         "ours_remeasurement_difference": difference(labels["ours", 0], labels["ours", 1]),
-        "metaschedule_remeasurement_difference": difference(labels["metaschedule", 0], labels["metaschedule", 1]),
+        "metaschedule_remeasurement_difference": difference(
+            labels["metaschedule", 0], labels["metaschedule", 1]
+        ),
         "programs": len(jobs),
         "labels": {f"{s}_{r}": len(v) for (s, r), v in labels.items()},
         "networks": args.networks,
@@ -178,7 +191,9 @@ def main() -> int:
     }
     print(f"{'':15s}{'labels/s':>10s}{'re-measured':>14s}")
     print(f"{'cdmpp':15s}{ours_rate:10.2f}{100 * result['ours_remeasurement_difference']:12.2f} %")
-    print(f"{'MetaSchedule':15s}{their_rate:10.2f}{100 * result['metaschedule_remeasurement_difference']:12.2f} %")
+    print(
+        f"{'MetaSchedule':15s}{their_rate:10.2f}{100 * result['metaschedule_remeasurement_difference']:12.2f} %"
+    )
     print(
         f"ratio {result['ratio']:.2f} ({min(pairs):.2f} to {max(pairs):.2f} over {len(pairs)} chunks), "
         f"median disagreement {100 * result['median_disagreement']:.2f} %"

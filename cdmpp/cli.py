@@ -77,7 +77,9 @@ def _console(*, err: bool = False) -> Console:
 def _parser() -> argparse.ArgumentParser:
     from cdmpp import __version__
 
-    parser = argparse.ArgumentParser(prog="cdmpp", description="Predicts how long a tensor program takes on a device.")
+    parser = argparse.ArgumentParser(
+        prog="cdmpp", description="Predicts how long a tensor program takes on a device."
+    )
     parser.add_argument("--version", action="version", version=f"cdmpp {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
@@ -91,47 +93,79 @@ def _parser() -> argparse.ArgumentParser:
     command("devices", _devices, "known devices, and this machine as detected")
     command("networks", _networks, "the zoo: family, inputs, number of tasks")
 
-    sub = command("dataset", _dataset, "what datasets hold: records, failures, tasks, networks, devices, noise floor")
+    sub = command(
+        "dataset", _dataset, "what datasets hold: records, failures, tasks, networks, devices, noise floor"
+    )
     sub.add_argument("paths", nargs="+", metavar="DIR", help="dataset folders, or folders of them")
 
     sub = command("profile", _profile, "measure programs of networks on a device")
-    sub.add_argument("networks", nargs="*", metavar="NETWORK", help="zoo name (name@b4), .onnx or .pt2 file, or 'zoo'")
+    sub.add_argument(
+        "networks", nargs="*", metavar="NETWORK", help="zoo name (name@b4), .onnx or .pt2 file, or 'zoo'"
+    )
     sub.add_argument("--device", default="this-cpu@1", metavar="D", help="such as this-cpu@1 (default)")
     sub.add_argument("--out", required=True, metavar="DIR", help="dataset folder")
     sub.add_argument("--programs-per-task", type=int, default=64, metavar="N")
-    sub.add_argument("--workers", default="auto", metavar="auto|N", help="measuring processes; auto calibrates")
+    sub.add_argument(
+        "--workers", default="auto", metavar="auto|N", help="measuring processes; auto calibrates"
+    )
     sub.add_argument("--builders", type=int, metavar="N", help="building processes (default: one per core)")
-    sub.add_argument("--search-fraction", type=float, default=0.25, metavar="F", help="part drawn from a search")
+    sub.add_argument(
+        "--search-fraction", type=float, default=0.25, metavar="F", help="part drawn from a search"
+    )
     sub.add_argument("--seed", type=int, default=0)
     sub.add_argument("--resume", action="store_true", help="go on; nothing is measured twice")
-    sub.add_argument("--tasks", metavar="FILE", help="profile these tasks only (JSON with 'tasks', or a hash a line)")
+    sub.add_argument(
+        "--tasks", metavar="FILE", help="profile these tasks only (JSON with 'tasks', or a hash a line)"
+    )
     sub.add_argument("--programs-of", metavar="DIR", help="measure the programs of this dataset instead")
-    sub.add_argument("--limit", type=int, metavar="N", help="with --programs-of: so many, evenly over the tasks")
-    sub.add_argument("--remeasure", action="store_true", help="with --programs-of: also what --out has already")
-    sub.add_argument("--build-timeout", type=float, default=20.0, metavar="S", help="CPU seconds of one build")
+    sub.add_argument(
+        "--limit", type=int, metavar="N", help="with --programs-of: so many, evenly over the tasks"
+    )
+    sub.add_argument(
+        "--remeasure", action="store_true", help="with --programs-of: also what --out has already"
+    )
+    sub.add_argument(
+        "--build-timeout", type=float, default=20.0, metavar="S", help="CPU seconds of one build"
+    )
     sub.add_argument("--run-timeout", type=float, default=2.0, metavar="S", help="seconds of one run")
-    sub.add_argument("--object-cache", metavar="DIR", help="keep shared objects, to measure them again elsewhere")
-    sub.add_argument("--max-seconds", type=float, metavar="S", help="stop after this time (go on with --resume)")
+    sub.add_argument(
+        "--object-cache", metavar="DIR", help="keep shared objects, to measure them again elsewhere"
+    )
+    sub.add_argument(
+        "--max-seconds", type=float, metavar="S", help="stop after this time (go on with --resume)"
+    )
 
     sub = command("train", _train, "train a predictor")
     sub.add_argument("--config", metavar="FILE", help="configs/*.yaml (default: configs/cpu.yaml's values)")
-    sub.add_argument("--data", nargs="+", metavar="DIR", help="dataset folders (default: those of the configuration)")
+    sub.add_argument(
+        "--data", nargs="+", metavar="DIR", help="dataset folders (default: those of the configuration)"
+    )
     sub.add_argument("--out", required=True, metavar="DIR", help="run folder")
     sub.add_argument("--split", metavar="SPEC", help="in place of the configuration's, such as by_network")
     sub.add_argument("--resume", action="store_true", help="go on with the run in --out")
 
     sub = command("evaluate", _evaluate, "score a predictor on measured programs")
-    sub.add_argument("--predictor", default="default", metavar="DIR", help="a run or predictor folder, or 'default'")
+    sub.add_argument(
+        "--predictor", default="default", metavar="DIR", help="a run or predictor folder, or 'default'"
+    )
     sub.add_argument("--data", nargs="+", required=True, metavar="DIR")
-    sub.add_argument("--split", metavar="SPEC", help="by_network, by_task:seed=1, ..., or all (default: of training)")
+    sub.add_argument(
+        "--split", metavar="SPEC", help="by_network, by_task:seed=1, ..., or all (default: of training)"
+    )
     sub.add_argument("--part", choices=("train", "valid", "test"), default="test")
-    sub.add_argument("--by", default="device,network", metavar="G,G", help="device, network, task, family, origin")
+    sub.add_argument(
+        "--by", default="device,network", metavar="G,G", help="device, network, task, family, origin"
+    )
 
     sub = command("predict", _predict, "predict the latency of programs or of a network's tasks")
-    sub.add_argument("target", metavar="PROGRAM.json|NETWORK", help="TIR as JSON, or a network (zoo, .onnx, .pt2)")
+    sub.add_argument(
+        "target", metavar="PROGRAM.json|NETWORK", help="TIR as JSON, or a network (zoo, .onnx, .pt2)"
+    )
     sub.add_argument("--predictor", default="default", metavar="DIR")
     sub.add_argument("--device", required=True, metavar="D")
-    sub.add_argument("--programs-per-task", type=int, default=64, metavar="N", help="schedules tried per task")
+    sub.add_argument(
+        "--programs-per-task", type=int, default=64, metavar="N", help="schedules tried per task"
+    )
     sub.add_argument("--seed", type=int, default=0)
 
     sub = command("demo", _demo, "train on the data that ships, show held-out error, predict a program")

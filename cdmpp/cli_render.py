@@ -71,7 +71,17 @@ def show_networks(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
 def show_summary(console: Console, summary: Mapping[str, Any]) -> None:
     """``cdmpp dataset``."""
     table = Table(title="datasets")
-    for name in ("dataset", "records", "ok", "tasks", "networks", "devices", "origins", "failures", "noise floor"):
+    for name in (
+        "dataset",
+        "records",
+        "ok",
+        "tasks",
+        "networks",
+        "devices",
+        "origins",
+        "failures",
+        "noise floor",
+    ):
         table.add_column(name, justify="left" if name in ("dataset", "origins", "failures") else "right")
 
     def listed(counts: Mapping[str, int]) -> str:
@@ -132,7 +142,9 @@ def show_metrics(console: Console, title: str, models: Mapping[str, Mapping[str,
         table.add_row(name, *(form(metrics.get(key)) for key, _, form in _METRICS))
     console.print(table)
     floor = next(iter(models.values())).get("noise_floor_mape")
-    console.print(f"A perfect predictor would score a MAPE of {_percent(floor)}: the noise of the labels themselves.")
+    console.print(
+        f"A perfect predictor would score a MAPE of {_percent(floor)}: the noise of the labels themselves."
+    )
 
 
 def show_groups(console: Console, groups: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
@@ -205,7 +217,7 @@ class ProfileBar:
         """Show where the run stands; one line a minute where there is no terminal."""
         rate = state.rate_per_s
         left_s = (state.total - state.done) / rate if rate > 0 else 0.0
-        shown = {
+        shown: dict[str, Any] = {
             "rate": f"{rate:.1f}/s",
             "left": f"{left_s // 60:.0f} min left" if left_s >= 60 else f"{left_s:.0f} s left",
             "failed": f"{sum(state.failures.values())} failed",
@@ -213,7 +225,9 @@ class ProfileBar:
         if not self._console.is_terminal:
             if state.elapsed_s - self._last_line_s >= 60:
                 self._last_line_s = state.elapsed_s
-                self._console.print(f"{state.done}/{state.total} {shown['rate']}, {shown['left']}, {shown['failed']}")
+                self._console.print(
+                    f"{state.done}/{state.total} {shown['rate']}, {shown['left']}, {shown['failed']}"
+                )
             return
         if self._task is None:
             self._progress.start()

@@ -62,7 +62,9 @@ def run_demo(console: Console, config_path: str, data: Sequence[str] | None, out
         **evaluate_models(models[:1], gathered, split, fit=False),
         **evaluate_models(models[1:], gathered, split),
     }
-    show_metrics(console, f"held-out networks: {held_out}", {name: s["overall"] for name, s in scores.items()})
+    show_metrics(
+        console, f"held-out networks: {held_out}", {name: s["overall"] for name, s in scores.items()}
+    )
 
     console.print("\n[bold]3. Predict[/] a program of a held-out network, without running it")
     example = _example(gathered, split.test)

@@ -68,8 +68,12 @@ def test_dataset_summary(tmp_path: Path, data: Path) -> None:
     assert total["ok"] > 20 and total["networks"] == 2 and total["devices"] == 1
 
 
-def test_evaluate_has_the_keys_that_others_script_against(tmp_path: Path, data: Path, predictor: Path) -> None:
-    result = run(tmp_path, "evaluate", "--predictor", str(predictor), "--data", str(data), "--by", "device,task")
+def test_evaluate_has_the_keys_that_others_script_against(
+    tmp_path: Path, data: Path, predictor: Path
+) -> None:
+    result = run(
+        tmp_path, "evaluate", "--predictor", str(predictor), "--data", str(data), "--by", "device,task"
+    )
     assert {"overall", "groups", "split", "seed"} <= set(result)
     assert set(result["overall"]) >= _METRICS
     assert set(result["groups"]) == {"device", "task"}
@@ -78,7 +82,16 @@ def test_evaluate_has_the_keys_that_others_script_against(tmp_path: Path, data: 
 
 
 def test_predict_a_network_per_task(tmp_path: Path, predictor: Path) -> None:
-    args = ("predict", "--predictor", str(predictor), "--device", "this-cpu@1", "mlp", "--programs-per-task", "4")
+    args = (
+        "predict",
+        "--predictor",
+        str(predictor),
+        "--device",
+        "this-cpu@1",
+        "mlp",
+        "--programs-per-task",
+        "4",
+    )
     result = run(tmp_path, *args)
     assert len(result["tasks"]) >= 3
     for row in result["tasks"]:
@@ -105,6 +118,10 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert "not.onnx" in error_of(capsys, *p, "this-cpu@1", str(tmp_path / "not.onnx"))
     assert "not.json" in error_of(capsys, *p, "this-cpu@1", str(tmp_path / "not.json"))
     assert "missing" in error_of(capsys, "dataset", str(tmp_path / "missing"))
-    assert "no predictor" in error_of(capsys, "evaluate", "--predictor", str(tmp_path), "--data", str(tmp_path))
+    assert "no predictor" in error_of(
+        capsys, "evaluate", "--predictor", str(tmp_path), "--data", str(tmp_path)
+    )
     assert "not both" in error_of(capsys, "profile", "--out", str(tmp_path / "x"))
-    assert "whole number" in error_of(capsys, "profile", "mlp", "--workers", "two", "--out", str(tmp_path / "x"))
+    assert "whole number" in error_of(
+        capsys, "profile", "mlp", "--workers", "two", "--out", str(tmp_path / "x")
+    )

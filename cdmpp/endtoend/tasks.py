@@ -32,9 +32,9 @@ def predict_network(
     Returns
     -------
     dict
-        ``network``, ``device``, ``tasks`` (a list of ``task``, ``name``, ``weight``, ``flops``, ``programs``, ``best_s``,
-        ``median_s``, ``worst_s``; seconds), ``total_best_s`` and ``total_median_s`` (sums over the tasks, weighted), and
-        ``note`` where the prediction needs one.
+        ``network``, ``device``, ``tasks`` (a list of ``task``, ``name``, ``weight``, ``flops``, ``programs``,
+        ``best_s``, ``median_s``, ``worst_s``; seconds), ``total_best_s`` and ``total_median_s`` (sums over the
+        tasks, weighted), and ``note`` where the prediction needs one.
 
     Raises
     ------

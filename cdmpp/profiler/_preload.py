@@ -4,7 +4,6 @@ from cdmpp.program.tvm_env import import_tvm
 
 import_tvm()
 
-import tvm.s_tir.meta_schedule
 
 import cdmpp.profiler.build
 import cdmpp.profiler.cpu_runner

@@ -85,7 +85,9 @@ def compile_to_shared_object(func: Any, target: dict[str, Any], path: Path) -> N
     obj = path.with_suffix(".o")
     try:
         executable.mod.write_to_file(str(obj), "o")
-        subprocess.run([linker, "-shared", "-o", str(path), str(obj)], check=True, capture_output=True, text=True)
+        subprocess.run(
+            [linker, "-shared", "-o", str(path), str(obj)], check=True, capture_output=True, text=True
+        )
     finally:
         obj.unlink(missing_ok=True)
 
@@ -123,7 +125,11 @@ class ObjectCache:
 
 
 def build_worker(
-    connection: Connection, target: dict[str, Any], folder: str, niceness: int, object_cache: str | None = None
+    connection: Connection,
+    target: dict[str, Any],
+    folder: str,
+    niceness: int,
+    object_cache: str | None = None,
 ) -> None:
     """Serve :class:`BuildJob` after :class:`BuildJob` until the connection closes (runs in its own process)."""
     from cdmpp.profiler import machine
@@ -153,7 +159,9 @@ def build_worker(
                 cache.keep(job.program.hash, path)
             built = Built(job.program, "ok", str(path), args, "", time.perf_counter() - started)
         except ProgramError as err:
-            built = Built(job.program, "invalid_config", error=str(err), build_s=time.perf_counter() - started)
+            built = Built(
+                job.program, "invalid_config", error=str(err), build_s=time.perf_counter() - started
+            )
         except subprocess.CalledProcessError as err:
             built = Built(job.program, "build_error", error=f"ld: {err.stderr[-400:]}")
         except Exception as err:  # TVM reports through its own error types

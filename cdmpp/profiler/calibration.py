@@ -72,18 +72,24 @@ def core_groups(cores: Sequence[int], threads: int, degree: int) -> tuple[tuple[
     return tuple(tuple(sorted(chosen[i * threads : (i + 1) * threads])) for i in range(degree))
 
 
-def _labels(config: EngineConfig, reference: BuildJob, jobs: Sequence[BuildJob]) -> tuple[dict[str, float], float]:
+def _labels(
+    config: EngineConfig, reference: BuildJob, jobs: Sequence[BuildJob]
+) -> tuple[dict[str, float], float]:
     import time
 
     with CpuEngine(config, reference) as engine:
         started = time.perf_counter()
         labels = {
-            o.job.program.hash: o.latency_s for o in engine.run(iter(jobs)) if o.status == "ok" and o.latency_s
+            o.job.program.hash: o.latency_s
+            for o in engine.run(iter(jobs))
+            if o.status == "ok" and o.latency_s
         }
         return labels, len(labels) / (time.perf_counter() - started)
 
 
-def _compare(degree: int, alone: dict[str, float], other: dict[str, float], rate: float, tolerance: float) -> DegreeResult:
+def _compare(
+    degree: int, alone: dict[str, float], other: dict[str, float], rate: float, tolerance: float
+) -> DegreeResult:
     common = sorted(set(alone) & set(other))
     if not common:
         return DegreeResult(degree, 0, float("nan"), float("nan"), float("nan"), rate, False)

@@ -176,7 +176,9 @@ class _Loaded:
         return self.plan.needs_more(self.samples, self.spent_s)
 
 
-def _measure_batch(batch: list[Built], config: RunnerConfig, arguments: _Arguments) -> Iterator[Starting | Measured]:
+def _measure_batch(
+    batch: list[Built], config: RunnerConfig, arguments: _Arguments
+) -> Iterator[Starting | Measured]:
     """Measure `batch` interleaved; yields what the parent should know, results as soon as they are final."""
     loaded: list[_Loaded] = []
     for built in batch:
@@ -248,5 +250,7 @@ def measure_worker(connection: Connection, config: RunnerConfig) -> None:
             connection.send(message)
         after_s = time_reference()
         elapsed = time.perf_counter() - started
-        steal = (machine.steal_ticks(config.cores) - stolen) / 100 / len(config.cores) / max(elapsed, 0.01) * 100
+        steal = (
+            (machine.steal_ticks(config.cores) - stolen) / 100 / len(config.cores) / max(elapsed, 0.01) * 100
+        )
         connection.send(BatchDone(before_s, after_s, min(steal, 100.0), scheduler))

@@ -16,7 +16,7 @@ import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -183,7 +183,9 @@ class CpuEngine:
         try:
             built: Built = worker.connection.recv()
         except EOFError as err:
-            raise ProfilerError(f"the builder died at the reference program ({worker.exit_reason()})") from err
+            raise ProfilerError(
+                f"the builder died at the reference program ({worker.exit_reason()})"
+            ) from err
         worker.finished()
         if built.status != "ok":
             raise ProfilerError(f"the reference program does not build: {built.error}")
@@ -314,7 +316,7 @@ class CpuEngine:
         return self.config.run_timeout_s + self.config.loading_s
 
     def _hear_runner(self, worker: Worker) -> None:
-        batch, starting = worker.load
+        batch, _ = worker.load
         try:
             message: Starting | Measured | BatchDone = worker.connection.recv()
         except (EOFError, ConnectionResetError):
@@ -376,7 +378,9 @@ class CpuEngine:
             return
         value = label(measured.samples_s)
         if not 0 < value < float("inf"):
-            self._outcomes.append(Outcome(item.job, "run_error", error=f"the clock gave {value} s", meta=meta))
+            self._outcomes.append(
+                Outcome(item.job, "run_error", error=f"the clock gave {value} s", meta=meta)
+            )
             return
         noise = split_half_difference(measured.samples_s)
         self._outcomes.append(Outcome(item.job, "ok", value, measured.samples_s, noise, meta=meta))
@@ -402,7 +406,10 @@ class CpuEngine:
             job, _ = worker.load
             worker.replace()
             self._fail(
-                job, "build_timeout", f"over {self.config.build_timeout_s:g} s", build_s=self.config.build_timeout_s
+                job,
+                "build_timeout",
+                f"over {self.config.build_timeout_s:g} s",
+                build_s=self.config.build_timeout_s,
             )
             return
         batch, starting = worker.load

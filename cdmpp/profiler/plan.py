@@ -102,7 +102,9 @@ class TaskPlan:
             for task in behind:
                 yield from self._search(task, wanted)
 
-    def _emit(self, task: Task, programs: Sequence[Program], spaces: Mapping[str, object]) -> Iterator[BuildJob]:
+    def _emit(
+        self, task: Task, programs: Sequence[Program], spaces: Mapping[str, object]
+    ) -> Iterator[BuildJob]:
         for program in programs:
             self._programs[task.hash][program.hash] = program
             self._seen.add(program.hash)

@@ -285,7 +285,9 @@ def _threads(device: Device) -> int:
     from cdmpp.device import get_device
 
     if device.kind != "cpu":
-        raise ProfilerError(f"{device.name} is a {device.kind}: bundle the programs here and measure them there")
+        raise ProfilerError(
+            f"{device.name} is a {device.kind}: bundle the programs here and measure them there"
+        )
     here = get_device("this-cpu")
     if device.base != here.base:
         raise ProfilerError(f"{device.name} is not this machine, which is {here.name}")
@@ -310,7 +312,9 @@ def _tasks(
     if wanted is not None:
         missing = set(wanted) - {t.hash for t in tasks}
         if missing:
-            raise ProfilerError(f"{len(missing)} wanted tasks are not of these networks, first {min(missing)}")
+            raise ProfilerError(
+                f"{len(missing)} wanted tasks are not of these networks, first {min(missing)}"
+            )
         tasks = [t for t in tasks if t.hash in set(wanted)]
     say(f"{len(tasks)} tasks of {len(loaded)} networks")
     return tasks, {n.name: n.family for n in loaded}

@@ -118,7 +118,9 @@ class TaskSpaces:
             with quiet():
                 schedules = context.generate_design_space()
         except Exception as err:  # TVM raises its own InternalError types, by message only
-            raise ProgramError(f"TVM found no design space for task {task.name} ({task.hash}): {err}") from err
+            raise ProgramError(
+                f"TVM found no design space for task {task.name} ({task.hash}): {err}"
+            ) from err
         self._context = context
         self._postprocs = list(context.space_generator.postprocs)
         # MutateParallel changes an instruction in place of a decision, so its programs are not of the space any more.
@@ -191,7 +193,9 @@ class TaskSpaces:
                 alive.remove(traced)
         return programs
 
-    def mutate(self, parents: Iterable[Program], n: int, seed: int, exclude: Iterable[str] = ()) -> list[Program]:
+    def mutate(
+        self, parents: Iterable[Program], n: int, seed: int, exclude: Iterable[str] = ()
+    ) -> list[Program]:
         """Up to `n` unique mutants of `parents` by MetaSchedule's own mutators (origin ``search``).
 
         One to three mutations each, mutators drawn with the rule set's probabilities, as its evolutionary
@@ -333,7 +337,9 @@ def unscheduled(task: Task) -> Program:
     return Program(task.hash, task.hash, None, "", "unscheduled", "library")
 
 
-def sample_programs(task: Task, n: int, *, rule: str = "llvm", num_cores: int = 1, seed: int = 0) -> list[Program]:
+def sample_programs(
+    task: Task, n: int, *, rule: str = "llvm", num_cores: int = 1, seed: int = 0
+) -> list[Program]:
     """Draw up to `n` unique random programs of `task`; see :meth:`TaskSpaces.sample`."""
     return TaskSpaces(task, rule, num_cores).sample(n, seed)
 

@@ -18,8 +18,15 @@ from cdmpp.profiler.calibration import core_groups
 from cdmpp.profiler.engine import CpuEngine, EngineConfig, Outcome
 from cdmpp.profiler.machine import usable_cores
 from cdmpp.profiler.statistics import SamplingPlan
-
-from tests.profiler.programs import TARGET, as_it_is, endless_task, matmul_task, sampled, segfault_task, slow_build_task
+from tests.profiler.programs import (
+    TARGET,
+    as_it_is,
+    endless_task,
+    matmul_task,
+    sampled,
+    segfault_task,
+    slow_build_task,
+)
 
 QUICK = EngineConfig(
     target=TARGET,
@@ -136,7 +143,9 @@ def test_waiting_for_outcomes_does_not_end_the_run() -> None:
 
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1536k", "none", str(tmp_path)], capture_output=True)
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1536k", "none", str(tmp_path)], capture_output=True
+    )
     if mount.returncode:
         pytest.skip("mounting a small file system is not allowed here")
     yield tmp_path

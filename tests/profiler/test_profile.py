@@ -82,7 +82,9 @@ def test_the_same_programs_on_another_device(mlp: Path, tmp_path: Path) -> None:
 def test_kill_9_loses_at_most_what_was_in_flight(tmp_path: Path) -> None:
     out = tmp_path / "data"
     command = [sys.executable, "-m", "cdmpp", "profile", "mlp", "--workers", "1", "--programs-per-task", "24"]
-    process = subprocess.Popen([*command, "--out", str(out)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [*command, "--out", str(out)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
     journal = out / "records.jsonl"
     deadline = time.monotonic() + 120
     while not (journal.exists() and journal.read_bytes().count(b"\n") >= 5):
