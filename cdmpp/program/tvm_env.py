@@ -51,7 +51,7 @@ def import_tvm(tensor_intrinsics: bool = False) -> Any:
     except ImportError as err:
         raise CdmppError(f"this needs TVM: pip install apache-tvm==0.27.0.post1 ({err})") from err
     if not hasattr(s_tir, "tensor_intrin"):
-        s_tir.tensor_intrin = sys.modules.get(_STUB)
+        vars(s_tir)["tensor_intrin"] = sys.modules.get(_STUB)
     if tensor_intrinsics:
         importlib.import_module(_STUB)
     return tvm
