@@ -109,7 +109,11 @@ def machine() -> dict[str, Any]:
     cpu = platform.processor()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line.split(":", 1)[1].strip()
+            for line in info.read_text().splitlines()
+            if line.startswith("model name")
+        ]
         cpu = names[0] if names else cpu
     packages = ("apache-tvm", "apache-tvm-ffi", "numpy")
     return {"cpu": cpu, "python": platform.python_version(), **{name: version(name) for name in packages}}
@@ -129,7 +133,9 @@ def main() -> None:
     result |= {"networks": args.networks, "seed": args.seed, "machine": machine()}
     print(f"{'':24}{'ms a program':>14}{'programs/s':>14}")
     print(f"{'compact AST':24}{result['ours_ms']:14.3f}{result['ours_programs_per_s']:14.0f}")
-    print(f"{'  one call a program':24}{result['ours_one_by_one_ms']:14.3f}{1e3 / result['ours_one_by_one_ms']:14.0f}")
+    print(
+        f"{'  one call a program':24}{result['ours_one_by_one_ms']:14.3f}{1e3 / result['ours_one_by_one_ms']:14.0f}"
+    )
     per_store = result["per_store_feature_ms"], result["per_store_feature_programs_per_s"]
     print(f"{'TVM PerStoreFeature':24}{per_store[0]:14.3f}{per_store[1]:14.0f}")
     print(

@@ -9,8 +9,8 @@ that MetaSchedule makes of fused loops mostly cancel. Nothing here imports TVM.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import gcd
+from typing import NamedTuple
 
 #: A constant, or loop (>= 0) / atom (< 0) -> coefficient. Never mutated once made.
 Form = int | dict[int, int]
@@ -18,8 +18,7 @@ Form = int | dict[int, int]
 DIV, MOD, OPAQUE = 0, 1, 2
 
 
-@dataclass(frozen=True, slots=True)
-class Atom:
+class Atom(NamedTuple):
     """A part of an index that is not affine in the loops.
 
     Attributes
@@ -39,10 +38,6 @@ class Atom:
     source: dict[int, int]
     factor: int
     span: int
-
-
-def _by_size(term: tuple[int, int]) -> tuple[int, int]:
-    return -abs(term[1]), term[0]
 
 
 def add(a: Form, b: Form) -> Form:
@@ -79,12 +74,15 @@ class IndexSpace:
         Extents of the loops, outermost first.
     """
 
-    __slots__ = ("_known", "atoms", "extents")
+    __slots__ = ("_known", "_splits", "atom_loops", "atoms", "extents")
 
     def __init__(self, extents: list[int]) -> None:
         self.extents = extents
         self.atoms: list[Atom] = []
+        #: Loops that each atom depends on.
+        self.atom_loops: list[frozenset[int]] = []
         self._known: dict[tuple[object, ...], int] = {}
+        self._splits: dict[tuple[object, ...], tuple[Form, Form]] = {}
 
     def span(self, form: Form) -> int:
         """Largest minus smallest value of a form over all loops (an upper bound if atoms are correlated)."""
@@ -99,20 +97,18 @@ class IndexSpace:
         """The loops a form depends on, through atoms too."""
         if isinstance(form, int):
             return set()
-        loops: set[int] = set()
-        for key in form:
-            if key >= 0:
-                loops.add(key)
-            else:
-                loops |= self.loops_of(self.atoms[-1 - key].source)
+        loops = set(form)
+        if self.atoms:
+            for key in form:
+                if key < 0:
+                    loops.discard(key)
+                    loops |= self.atom_loops[-1 - key]
         return loops
 
     def sum(self, a: Form, b: Form) -> Form:
         """``a + b``, in which ``k * (s // k) + s % k`` becomes ``s``."""
         out = add(a, b)
-        if not self.atoms or isinstance(out, int):
-            return out
-        return self._join(out)
+        return self.joined(out) if len(self.atoms) > 1 and not isinstance(out, int) else out
 
     def product(self, a: Form, b: Form) -> Form:
         """``a * b``; an opaque atom if neither is constant."""
@@ -126,13 +122,13 @@ class IndexSpace:
         """``floor(a / b)``."""
         if not isinstance(b, int) or b <= 0:
             return self.opaque([a, b])
-        return a // b if isinstance(a, int) else self._split(a, b)[0]
+        return a // b if isinstance(a, int) else self.split(a, b)[0]
 
     def floormod(self, a: Form, b: Form) -> Form:
         """``a - floor(a / b) * b``."""
         if not isinstance(b, int) or b <= 0:
             return self.opaque([a, b])
-        return a % b if isinstance(a, int) else self._split(a, b)[1]
+        return a % b if isinstance(a, int) else self.split(a, b)[1]
 
     def opaque(self, parts: list[Form], values: int = 0) -> Form:
         """Some function of forms that takes at most ``values`` values (0: as many as its loops)."""
@@ -147,8 +143,16 @@ class IndexSpace:
             points *= self.extents[loop]
         return {self._atom(OPAQUE, source, values, min(points, values or points) - 1): 1}
 
+    def split(self, form: dict[int, int], factor: int) -> tuple[Form, Form]:
+        """Quotient and remainder of a form by a positive constant."""
+        key = (factor, *form.items())
+        known = self._splits.get(key)
+        if known is None:
+            known = self._splits[key] = self._split(form, factor)
+        return known
+
     def _split(self, form: dict[int, int], factor: int) -> tuple[Form, Form]:
-        """Quotient and remainder by a positive constant.
+        """What :meth:`split` returns.
 
         The terms are parted into a high and a low part such that the low part stays below a common divisor
         ``g`` of the factor and the high part: then ``form // factor = (high / g) // (factor / g)`` and
@@ -157,75 +161,121 @@ class IndexSpace:
         """
         if factor == 1:
             return form, 0
-        whole = {k: c // factor for k, c in form.items() if c % factor == 0}
-        if whole:
-            rest_form = {k: c for k, c in form.items() if c % factor}
-            if not rest_form:
-                return whole, 0
-            quotient, remainder = self._split(rest_form, factor)
-            return self.sum(whole, quotient), remainder
-        terms = sorted(form.items(), key=_by_size)
         extents, atoms = self.extents, self.atoms
-        spans = [
-            coef * (extents[key] - 1 if key >= 0 else atoms[-1 - key].span) if coef > 0 else factor
-            for key, coef in terms
-        ]
+        whole: dict[int, int] = {}
+        terms: list[
+            tuple[int, int, int, int]
+        ] = []  # size and sign for sorting, loop or atom, coefficient, span
+        rest_span = 0
+        for key, coef in form.items():
+            if coef % factor == 0:
+                whole[key] = coef // factor
+                continue
+            if coef > 0:
+                span = coef * (extents[key] - 1 if key >= 0 else atoms[-1 - key].span)
+                terms.append((coef, key, coef, span))
+            else:
+                span = factor
+                terms.append((-coef, key, coef, span))
+            rest_span += span
+        if not terms:
+            return whole, 0
         # The fewer terms are in the high part, the larger the common divisor: take the first cut that works.
-        g, cut, rest_span = factor, 0, sum(spans)
-        while rest_span >= g:
-            if cut == len(terms):
-                break
-            g = gcd(g, terms[cut][1])
-            rest_span -= spans[cut]
+        if rest_span < factor:
+            return whole or 0, {key: coef for _, key, coef, _ in terms}
+        terms.sort(reverse=True)
+        g, cut = factor, 0
+        while rest_span >= g and cut < len(terms):
+            term = terms[cut]
+            g = gcd(g, term[2])
+            rest_span -= term[3]
             cut += 1
-        high, low = dict(terms[:cut]), dict(terms[cut:])
-        if not high:
-            return 0, low or 0
-        high = {k: c // g for k, c in high.items()}
-        rest = factor // g
-        if rest == 1:
-            return high, low or 0
-        if all(c > 0 for c in high.values()) and self.span(high) < rest:
-            return 0, self.sum(scale(high, g), low or 0)
+        low = {key: coef for _, key, coef, _ in terms[cut:]}
+        high = {key: coef // g for _, key, coef, _ in terms[:cut]}
+        quotient, remainder = self._split_high(high, factor // g)
+        if g > 1:
+            remainder = scale(remainder, g)
+        return (
+            self.sum(whole, quotient) if whole else quotient,
+            self.sum(remainder, low) if low else remainder,
+        )
+
+    def _split_high(self, high: dict[int, int], factor: int) -> tuple[Form, Form]:
+        """Quotient and remainder of a form that has no low part and no common divisor with the factor."""
+        if factor == 1:
+            return high, 0
+        span = 0
+        positive = True
+        for key, coef in high.items():
+            positive &= coef > 0
+            span += abs(coef) * (self.extents[key] - 1 if key >= 0 else self.atoms[-1 - key].span)
+        if positive and span < factor:
+            return 0, high
         if len(high) == 1:
             ((key, coef),) = high.items()
             if key < 0 and coef == 1:
                 atom = self.atoms[-1 - key]
-                if atom.op == DIV and not low:
-                    quotient = self.floordiv(atom.source, atom.factor * rest)
-                    return quotient, {self._atom(MOD, high, rest, min(atom.span, rest - 1)): g}
-                if atom.op == MOD and atom.factor % rest == 0:
-                    remainder = self.floormod(atom.source, rest)
-                    quotient = {self._atom(DIV, high, rest, atom.span // rest): 1}
-                    return quotient, self.sum(scale(remainder, g), low or 0)
-        span = self.span(high)
-        quotient = {self._atom(DIV, high, rest, span // rest): 1}
-        remainder = {self._atom(MOD, high, rest, min(span, rest - 1)): g}
-        return quotient, add(remainder, low or 0)
+                if atom.op == DIV:
+                    quotient = self.floordiv(atom.source, atom.factor * factor)
+                    return quotient, {self._atom(MOD, high, factor, min(span, factor - 1)): 1}
+                if atom.op == MOD and atom.factor % factor == 0:
+                    remainder = self.floormod(atom.source, factor)
+                    return {self._atom(DIV, high, factor, span // factor): 1}, remainder
+        return (
+            {self._atom(DIV, high, factor, span // factor): 1},
+            {self._atom(MOD, high, factor, min(span, factor - 1)): 1},
+        )
 
     def _atom(self, op: int, source: dict[int, int], factor: int, span: int) -> int:
-        key = (op, factor, tuple(sorted(source.items())))
+        key = (op, factor, frozenset(source.items()))
         number = self._known.get(key)
         if number is None:
             self.atoms.append(Atom(op, source, factor, span))
+            self.atom_loops.append(frozenset(self.loops_of(source)))
             number = self._known[key] = -len(self.atoms)
         return number
 
-    def _join(self, form: dict[int, int]) -> Form:
-        """Put quotient and remainder of the same source together again."""
-        if sum(key < 0 for key in form) < 2:
-            return form
-        for key, coef in form.items():
-            if key >= 0:
+    def joined(self, form: dict[int, int]) -> Form:
+        """The form with quotients and remainders put together again.
+
+        ``k * (s // k) + s % k`` is ``s``, and ``k * ((s % n) // k) + s % k`` is ``s % n`` where ``k`` divides ``n``.
+        """
+        while True:
+            found = [(key, self.atoms[-1 - key]) for key in form if key < 0]
+            if len(found) < 2:
+                return form
+            pair = self._pair(form, found)
+            if pair is None:
+                return form
+            remainder, quotient = pair
+            out = {key: coef for key, coef in form.items() if key not in pair}
+            merged = add(out, scale(self.atoms[-1 - quotient].source, form[remainder]))
+            if isinstance(merged, int):
+                return merged
+            form = merged
+
+    def _pair(self, form: dict[int, int], found: list[tuple[int, Atom]]) -> tuple[int, int] | None:
+        """A remainder and a quotient among the atoms of a form that :meth:`joined` can put together."""
+        for remainder, mod in found:
+            if mod.op != MOD:
                 continue
-            atom = self.atoms[-1 - key]
-            if atom.op != MOD:
-                continue
-            other = self._known.get((DIV, atom.factor, tuple(sorted(atom.source.items()))))
-            if other is not None and form.get(other) == coef * atom.factor:
-                rest = {k: c for k, c in form.items() if k not in (key, other)}
-                return self.sum(rest or 0, scale(atom.source, coef))
-        return form
+            coef = form[remainder] * mod.factor
+            for quotient, div in found:
+                if div.op != DIV or div.factor != mod.factor or form[quotient] != coef:
+                    continue
+                if div.source == mod.source:
+                    return remainder, quotient
+                if len(div.source) == 1:
+                    ((key, one),) = div.source.items()
+                    inner = self.atoms[-1 - key] if key < 0 and one == 1 else None
+                    if (
+                        inner
+                        and inner.op == MOD
+                        and inner.source == mod.source
+                        and inner.factor % mod.factor == 0
+                    ):
+                        return remainder, quotient
+        return None
 
 
 def spans_by_depth(

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cdmpp.errors import ProgramError
 from cdmpp.program.affine import Form, IndexSpace, add, scale
@@ -81,6 +85,64 @@ class Access:
     stores: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BodyTable:
+    """The accesses of a body as arrays; a *row* is one dimension of one access (one row if it has none).
+
+    Attributes
+    ----------
+    access
+        float64 (accesses, 6): bytes of an element, loads, stores, scope, elements of the buffer, dimensions.
+    buffer
+        int64 (accesses,): index into :attr:`Body.buffers`.
+    row_access, row_dim
+        int64 (rows,): the access, and the dimension counted from the last.
+    shape
+        float64 (rows,): extent of the buffer.
+    term
+        int64 (terms, 3): row, slot and coefficient; every index is the sum of its terms if ``linear``.
+    linear
+        All indices are linear in the slots.
+    """
+
+    access: NDArray[np.float64]
+    buffer: NDArray[np.int64]
+    row_access: NDArray[np.int64]
+    row_dim: NDArray[np.int64]
+    shape: NDArray[np.float64]
+    term: NDArray[np.int64]
+    linear: bool
+
+    @classmethod
+    def of(cls, accesses: tuple[Access, ...], buffers: tuple[BufferInfo, ...]) -> BodyTable:
+        """The arrays of a body's accesses."""
+        columns: list[tuple[float, ...]] = []
+        rows: list[tuple[int, int, int]] = []
+        terms: list[tuple[int, int, int]] = []
+        linear = True
+        for number, access in enumerate(accesses):
+            info = buffers[access.buffer]
+            dims = max(1, len(access.index))
+            size = prod(info.shape)
+            columns.append((info.itemsize, access.loads, access.stores, info.scope, size, dims))
+            for i in range(dims):
+                tree = access.index[i] if access.index else 0
+                if isinstance(tree, dict):
+                    terms.extend((len(rows), slot, coef) for slot, coef in tree.items())
+                linear &= not isinstance(tree, tuple)
+                rows.append((number, dims - 1 - i, info.shape[i] if i < len(info.shape) else 1))
+        row = np.array(rows, dtype=np.int64).reshape(-1, 3)
+        return cls(
+            access=np.array(columns, dtype=np.float64).reshape(-1, 6),
+            buffer=np.array([access.buffer for access in accesses], dtype=np.int64),
+            row_access=row[:, 0],
+            row_dim=row[:, 1],
+            shape=row[:, 2].astype(np.float64),
+            term=np.array(terms, dtype=np.int64).reshape(-1, 3),
+            linear=linear,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Body:
     """One computation.
@@ -103,6 +165,8 @@ class Body:
         Extent of each iteration variable of the block (empty outside blocks).
     points
         Points of the domain that it runs for: for an initialisation, of the variables it depends on.
+    store_slots
+        Slots its stores depend on.
     reduces
         It updates what it stores.
     init
@@ -119,8 +183,10 @@ class Body:
     slot_vars: tuple[Any, ...] = field(repr=False)
     domain: tuple[int, ...]
     points: int
+    store_slots: frozenset[int]
     reduces: bool
     init: Body | None
+    table: BodyTable = field(repr=False)
 
 
 def evaluate(tree: Tree, slots: list[Form], space: IndexSpace) -> Form:
@@ -128,6 +194,9 @@ def evaluate(tree: Tree, slots: list[Form], space: IndexSpace) -> Form:
     if isinstance(tree, int):
         return tree
     if isinstance(tree, dict):
+        if len(tree) == 1:
+            ((slot, coef),) = tree.items()
+            return slots[slot] if coef == 1 else scale(slots[slot], coef)
         total: Form = 0
         for slot, coef in tree.items():
             total = space.sum(total, scale(slots[slot], coef))
@@ -191,9 +260,7 @@ class BodyAnalyser:
         slots: set[int] = set()
         for tree in (tree for key in self.stores for tree in self.trees[key]):
             slots |= tree_slots(tree)
-        points = 1
-        for slot, extent in enumerate(domain):
-            points *= extent if slot in slots or not is_init else 1
+        points = prod(extent for slot, extent in enumerate(domain) if slot in slots or not is_init)
         accesses = tuple(
             Access(k[0], self.trees[k], self.loads.get(k, 0), self.stores.get(k, 0)) for k in keys
         )
@@ -208,15 +275,17 @@ class BodyAnalyser:
             slot_vars=tuple(self.slot_vars),
             domain=domain,
             points=points,
+            store_slots=frozenset(slots),
             reduces=any(k in self.loads for k in self.stores),
             init=init,
+            table=BodyTable.of(accesses, tuple(self.infos)),
         )
 
     def store(self, stmt: Any) -> None:
         """Add a ``BufferStore``."""
         self._touch(stmt.buffer, stmt.indices, self.stores)
         if not self.itemsize:
-            dtype = self._buffer_dtype(stmt.buffer)
+            dtype = stmt.buffer.ty.dtype.dtype
             self.itemsize, self.is_float = dtype.bits * dtype.lanes / 8, self._float(dtype)
         self.value(stmt.value)
 
@@ -289,7 +358,7 @@ class BodyAnalyser:
         name = str(getattr(expr.op, "name", expr.op)).rpartition(".")[2]
         kind = _CALLS.get(name, "call")
         self.ops[_OP[kind]] += 1
-        args = list(expr.args)
+        args = self.types.items(expr.args)
         if name == "sigmoid":
             self.ops[_OP["fdiv"]] += 1
             self.ops[_OP["fadd"]] += 1
@@ -305,7 +374,7 @@ class BodyAnalyser:
             number = self.buffers[handle] = len(self.infos)
             self.infos.append(self._info(buffer))
             self.objects.append(buffer)
-        trees = tuple(self.tree(i) for i in indices)
+        trees = tuple([self.tree(i) for i in self.types.items(indices)])
         key = (number, _freeze(trees))
         self.trees[key] = trees
         into[key] = into.get(key, 0) + 1
@@ -313,7 +382,7 @@ class BodyAnalyser:
     def _info(self, buffer: Any) -> BufferInfo:
         ty = buffer.ty
         shape = []
-        for extent in ty.shape:
+        for extent in self.types.items(ty.shape):
             if type(extent) is not self.types.IntImm:
                 raise ProgramError(
                     f"buffer {buffer.name} has the symbolic extent {extent}: shapes must be fixed"
@@ -324,13 +393,8 @@ class BodyAnalyser:
         code = SHARED if scope.startswith("shared") else GLOBAL if scope in ("", "global") else LOCAL
         return BufferInfo(tuple(shape), dtype.bits * dtype.lanes / 8, code, self.find(buffer))
 
-    def _buffer_dtype(self, buffer: Any) -> Any:
-        return buffer.ty.dtype.dtype
-
     @staticmethod
     def _float(dtype: Any) -> bool:
-        if not hasattr(dtype, "type_code"):
-            dtype = dtype.dtype
         return int(dtype.type_code) not in (0, 1, 6)  # int, uint, bool
 
     def tree(self, expr: Any) -> Tree:
@@ -433,7 +497,8 @@ def analyse_block(
     """
     if not _straight(t, block.body, None) or (block.init is not None and not _straight(t, block.init, None)):
         return None, [], True
-    iter_vars = list(block.iter_vars)
+    iter_vars = t.items(block.iter_vars)
+    variables = [v.var for v in iter_vars]
     domain = []
     for iter_var in iter_vars:
         extent = iter_var.dom.extent
@@ -445,11 +510,11 @@ def analyse_block(
     where = {
         region.source.__chandle__(): (side, i)
         for side, regions in ((1, block.reads), (0, block.writes))
-        for i, region in enumerate(regions)
+        for i, region in enumerate(t.items(regions))
     }
 
     def analyse(stmt: Any, init: Body | None, is_init: bool = False) -> tuple[Body, list[int]]:
-        analyser = BodyAnalyser(t, [v.var for v in iter_vars], lambda buffer: where.get(buffer.__chandle__()))
+        analyser = BodyAnalyser(t, list(variables), lambda buffer: where.get(buffer.__chandle__()))
         _straight(t, stmt, analyser)
         return analyser.body(tuple(domain), init, is_init), [number(b) for b in analyser.objects]
 

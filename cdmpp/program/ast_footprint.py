@@ -13,7 +13,12 @@ import numpy as np
 
 from cdmpp.program.ast_loops import SERIAL, THREAD_IDX, UNROLLED, VECTORIZED
 from cdmpp.program.ast_table import (
-    ACCESS_COLUMNS, LEAF_COLUMNS, BoolArray, FloatArray, IntArray, LeafTable,
+    ACCESS_COLUMNS,
+    LEAF_COLUMNS,
+    BoolArray,
+    FloatArray,
+    IntArray,
+    LeafTable,
 )  # fmt: skip
 
 LINE_BYTES = 64.0
@@ -144,8 +149,7 @@ class Footprints:
     def of(cls, table: LeafTable, nest: LoopNest) -> Footprints:
         """The footprints of a batch."""
         access = table.access
-        leaf = access[:, 0].astype(np.int64)
-        buffer = access[:, 1].astype(np.int64)
+        leaf, buffer = table.access_leaf, table.access_buffer
         starts = np.searchsorted(table.row_access, np.arange(len(access)))
         row_leaf = leaf[table.row_access]
         shape = _storage_shape(table, buffer)

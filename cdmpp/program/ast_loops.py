@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from cdmpp.program.affine import Form, IndexSpace
 from cdmpp.program.ast_body import Body
-from cdmpp.program.ast_nodes import NodeTypes
 
 #: Kinds of loops; the first four are TVM's own numbers.
 SERIAL, PARALLEL, VECTORIZED, UNROLLED, BLOCK_IDX, THREAD_IDX, VTHREAD = range(7)
@@ -73,8 +71,8 @@ class Leaf:
         depends on.
     space
         The loops of ``chain`` and the atoms of its indices.
-    forms
-        Indices of each access as forms over ``chain``.
+    slots
+        The slots of ``body`` as forms over ``chain``.
     buffers
         Program-wide number of each buffer of ``body``.
     position
@@ -94,7 +92,7 @@ class Leaf:
     chain: tuple[int, ...]
     kept: list[int]
     space: IndexSpace
-    forms: list[list[Form]]
+    slots: list[Form]
     buffers: list[int]
     position: int
     reduction: set[int]
@@ -115,8 +113,10 @@ class RawProgram:
         For each buffer allocated in the program, how many outer loops all its accesses have in common; -1 for
         parameters.
     renewed
-        For each buffer, the depths of those of these loops whose every iteration uses the same storage anew:
-        TVM allocates the buffer inside them (threads share what is in shared memory, blocks what is global).
+        For each buffer, how many outer loops have it allocated inside, so that every iteration of them uses the
+        same storage anew.
+    threads_share
+        For each buffer, whether the threads among these loops share one allocation.
     """
 
     loops: list[Loop]
@@ -124,7 +124,8 @@ class RawProgram:
     n_nodes: int
     n_buffers: int
     shared_prefix: list[int]
-    renewed: list[frozenset[int]]
+    renewed: list[int]
+    threads_share: list[bool]
 
     @property
     def on_gpu(self) -> bool:
@@ -138,65 +139,30 @@ def mark_unrolled(loops: list[Loop], leaves: list[Leaf]) -> None:
     A serial loop is unrolled if all loops in it are, and its body then has at most ``max_step`` stores.
     """
 
-    def visit(number: int) -> tuple[int, int, int]:
-        """(stores, depth of unrolled loops, depth of other loops) of what one loop becomes."""
-        loop = loops[number]
-        stores = unrolled = normal = 0
-        for child in loop.children:
-            s, u, n = visit(child) if child >= 0 else (max(1, leaves[-1 - child].body.stores), 0, 0)
-            stores, unrolled, normal = stores + s, max(unrolled, u), max(normal, n)
-        kind = loop.kind
-        if (kind == VECTORIZED and not loop.scalarised) or kind in (BLOCK_IDX, THREAD_IDX):
-            return stores, unrolled, normal
-        if kind == VTHREAD:
-            return (
-                (stores * loop.extent if loop.extent < _VTHREAD_UNROLLED_BELOW else stores),
-                unrolled,
-                normal,
-            )
-        auto = kind != PARALLEL and normal == 0 and unrolled <= _UNROLL_MAX_DEPTH
-        if kind == UNROLLED or (auto and loop.extent * stores <= loop.max_step):
-            loop.unrolled = True
-            return stores * loop.extent, unrolled + 1, normal
-        return stores, unrolled, normal + 1
-
-    for number, loop in enumerate(loops):
-        if loop.parent < 0:
-            visit(number)
+    if any(loop.max_step or loop.kind == UNROLLED for loop in loops):
+        for number, loop in enumerate(loops):
+            if loop.parent < 0:
+                _unroll(number, loops, leaves)
 
 
-def interval(t: NodeTypes, expr: Any, env: dict[int, Any], extents: list[int]) -> tuple[int, int] | None:
-    """Smallest and largest value of an integer expression over the loops; None if it has free variables."""
-    kind = type(expr)
-    if kind is t.IntImm:
-        return int(expr.value), int(expr.value)
-    if kind is t.Var:
-        bound = env.get(expr.__chandle__())
-        if bound is None:
-            return None
-        if isinstance(bound, int):
-            return 0, extents[bound] - 1
-        return (bound[0], bound[0]) if isinstance(bound, tuple) else interval(t, bound, env, extents)
-    if kind is t.Cast:
-        return interval(t, expr.value, env, extents)
-    if kind not in (t.Add, t.Sub, t.Mul, t.FloorDiv, t.FloorMod, t.Min, t.Max):
-        return None
-    a, b = interval(t, expr.a, env, extents), interval(t, expr.b, env, extents)
-    if a is None or b is None:
-        return None
-    if kind is t.Add:
-        return a[0] + b[0], a[1] + b[1]
-    if kind is t.Sub:
-        return a[0] - b[1], a[1] - b[0]
-    if kind is t.Mul:
-        corners = [x * y for x in a for y in b]
-        return min(corners), max(corners)
-    if kind is t.Min or kind is t.Max:
-        pick = min if kind is t.Min else max
-        return pick(a[0], b[0]), pick(a[1], b[1])
-    if b[0] <= 0:
-        return None
-    if kind is t.FloorDiv:
-        corners = [x // y for x in a for y in b]
-        return min(corners), max(corners)
-    return 0, min(b[1] - 1, a[1]) if a[0] >= 0 else b[1] - 1
+def _unroll(number: int, loops: list[Loop], leaves: list[Leaf]) -> tuple[int, int, int]:
+    """(stores, depth of unrolled loops, depth of other loops) of what one loop becomes."""
+    loop = loops[number]
+    stores = unrolled = normal = 0
+    for child in loop.children:
+        if child >= 0:
+            s, u, n = _unroll(child, loops, leaves)
+            unrolled, normal = max(unrolled, u), max(normal, n)
+        else:
+            s = max(1, leaves[-1 - child].body.stores)
+        stores += s
+    kind = loop.kind
+    if (kind == VECTORIZED and not loop.scalarised) or kind in (BLOCK_IDX, THREAD_IDX):
+        return stores, unrolled, normal
+    if kind == VTHREAD:
+        return (stores * loop.extent if loop.extent < _VTHREAD_UNROLLED_BELOW else stores), unrolled, normal
+    auto = kind != PARALLEL and normal == 0 and unrolled <= _UNROLL_MAX_DEPTH
+    if kind == UNROLLED or (auto and loop.extent * stores <= loop.max_step):
+        loop.unrolled = True
+        return stores * loop.extent, unrolled + 1, normal
+    return stores, unrolled, normal + 1

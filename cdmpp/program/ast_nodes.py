@@ -69,6 +69,18 @@ class NodeTypes:
         )
         self.binary = self.division | self.arithmetic | self.compare | frozenset(logic)
 
+        import tvm_ffi
+
+        # The containers' own methods check their arguments in Python, which takes longer than the access.
+        self.item: Any = tvm_ffi.get_global_func("ffi.ArrayGetItem")
+        self.size: Any = tvm_ffi.get_global_func("ffi.ArraySize")
+        self.map_size: Any = tvm_ffi.get_global_func("ffi.MapSize")
+
+    def items(self, array: Any) -> list[Any]:
+        """The elements of an ``Array``."""
+        item = self.item
+        return [item(array, i) for i in range(self.size(array))]
+
     def __getattr__(self, name: str) -> Any:
         # Only reached for names that __init__ did not set; declared for the type checker.
         raise AttributeError(name)

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.program.affine import DIV, MOD, Form, IndexSpace, scale, spans_by_depth, step
+from cdmpp.program.ast_body import Body
+from cdmpp.program.ast_irregular import IrregularRows
 from cdmpp.program.ast_loops import THREAD_IDX, VECTORIZED, Leaf, Loop, RawProgram
 
-FloatArray = NDArray[np.float64]
+FloatArray = NDArray[Any]
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
@@ -28,10 +31,18 @@ LEAF_COLUMNS = (
     "position", "nest", "max_step", "explicit", "domain", "branch_inner", "divmod", "divmod_inner", "opaque",
     "index", "shared_before", "shared_after",
 )  # fmt: skip
-#: Columns of :attr:`LeafTable.access`.
+#: Columns of :attr:`LeafTable.access`; the first six are those of :attr:`cdmpp.program.ast_body.BodyTable.access`.
 ACCESS_COLUMNS = (
-    "leaf", "buffer", "itemsize", "loads", "stores", "scope", "prefix", "allocated", "elements", "dims", "irregular",
-)  # fmt: skip
+    "itemsize",
+    "loads",
+    "stores",
+    "scope",
+    "elements",
+    "dims",
+    "prefix",
+    "allocated",
+    "irregular",
+)
 #: Columns of :attr:`LeafTable.loop`.
 LOOP_COLUMNS = ("leaf", "k", "extent", "kind", "reduction", "unrolled", "scalarised", "node")
 
@@ -48,10 +59,12 @@ class LeafTable:
         float64 (leaves, len(OP_KINDS)), operations per iteration.
     loop
         int64 (leaf-loop pairs, len(LOOP_COLUMNS)); ``node`` is the loop's number in the batch.
-    renewed
-        bool (accesses, loops): every iteration of the loop uses the storage of the buffer anew.
     access
         float64 (accesses, len(ACCESS_COLUMNS)), ordered by leaf.
+    access_leaf, access_buffer
+        int64 (accesses,): its leaf, and its buffer's number in the batch.
+    renewed
+        bool (accesses, loops): every iteration of the loop uses the storage of the buffer anew.
     shape
         float64 (rows,): a row is one dimension of one access; extent of the buffer in it.
     row_access, row_dim
@@ -76,6 +89,8 @@ class LeafTable:
     ops: FloatArray
     loop: IntArray
     access: FloatArray
+    access_leaf: IntArray
+    access_buffer: IntArray
     shape: FloatArray
     row_access: IntArray
     row_dim: IntArray
@@ -91,183 +106,250 @@ class LeafTable:
 
 
 class TableBuilder:
-    """Collects programs; :meth:`finish` makes the arrays."""
+    """Collects programs; :meth:`finish` makes the arrays.
+
+    What is the same for all leaves with one body is in the body's own table and taken from there in bulk. Only
+    indices that are not affine are worked out one by one.
+    """
 
     def __init__(self) -> None:
+        self._bodies: list[Body] = []
+        self._body_number: dict[int, int] = {}
         self._leaf: list[tuple[float, ...]] = []
-        self._ops: list[tuple[float, ...]] = []
-        self._loop: list[tuple[int, ...]] = []
-        self._access: list[tuple[float, ...]] = []
-        self._shape: list[int] = []
-        self._row_access: list[int] = []
-        self._row_dim: list[int] = []
-        self._linear: list[tuple[int, int, int]] = []  # row, loop, coefficient
-        self._steps: list[tuple[int, int, int]] = []  # the same through atoms
-        self._atom_uses: list[tuple[int, int]] = []
-        self._atom_spans: list[tuple[int, list[int]]] = []
-        self._gathers: list[tuple[int, int]] = []
-        self._renewed: list[tuple[int, int]] = []
-        self._nodes: list[int] = []
-        self._buffers = 0
+        self._leaf_body: list[int] = []
+        # Of each leaf's loops, innermost first: the loop, and whether the reduction runs over it.
+        self._node: list[int] = []
+        self._depth: list[int] = []
+        self._reduction: list[bool] = []
+        # Of the loops around each leaf by depth: its place among the leaf's own loops, or -1.
+        self._place: list[int] = []
+        self._chain_length: list[int] = []
+        # Slots of the leaves whose indices are affine, as terms (loop by depth, coefficient).
+        self._slot_count: list[int] = []
+        self._slot_terms: list[int] = []
+        self._slot_depth: list[int] = []
+        self._slot_coef: list[int] = []
+        self._buffer: list[int] = []
+        self._buffer_count: list[int] = []
+        self._loops: list[tuple[int, int, bool, bool]] = []
+        self._loop_program: list[int] = []
+        self._prefix: list[int] = []
+        self._renewed: list[int] = []
+        self._threads_share: list[bool] = []
         self._program_leaves: list[int] = []
         self._program_nests: list[int] = []
-        self.max_loops = 1
+        self._irregular = IrregularRows()
 
     def add(self, raw: RawProgram) -> None:
         """Add one program."""
         program = len(self._program_leaves)
-        first_node = len(self._nodes)
-        self._nodes.extend([program] * len(raw.loops))
-        count = len(raw.leaves)
-        shared = [_shared(raw.leaves[i], raw.leaves[i + 1], raw.loops) for i in range(count - 1)]
-        for i, leaf in enumerate(raw.leaves):
-            around = (shared[i - 1] if i else 1, shared[i] if i + 1 < count else 1)
-            self._add_leaf(raw, leaf, program, first_node, i, around)
-        self._buffers += raw.n_buffers
-        self._program_leaves.append(count)
-        self._program_nests.append(max(leaf.nest for leaf in raw.leaves) + 1)
+        first_node, first_buffer = len(self._loops), len(self._prefix)
+        self._loops.extend([(loop.extent, loop.kind, loop.unrolled, loop.scalarised) for loop in raw.loops])
+        self._loop_program.extend([program] * len(raw.loops))
+        leaves = raw.leaves
+        shared = [1, *[_shared(a, b, raw.loops) for a, b in pairwise(leaves)], 1]
+        on_gpu = raw.on_gpu
+        for i, leaf in enumerate(leaves):
+            self._add_leaf(raw, leaf, (program, i, shared[i], shared[i + 1]), first_node, on_gpu)
+            self._buffer.extend([first_buffer + b for b in leaf.buffers])
+            self._buffer_count.append(len(leaf.buffers))
+        self._prefix.extend(raw.shared_prefix)
+        self._renewed.extend(raw.renewed)
+        self._threads_share.extend(raw.threads_share)
+        self._program_leaves.append(len(leaves))
+        self._program_nests.append(leaves[-1].nest + 1)
 
     def _add_leaf(
-        self, raw: RawProgram, leaf: Leaf, program: int, first_node: int, index: int, around: tuple[int, int]
+        self, raw: RawProgram, leaf: Leaf, where: tuple[int, int, int, int], first_node: int, on_gpu: bool
     ) -> None:
-        number = len(self._leaf)
         chain, kept, body, space = leaf.chain, leaf.kept, leaf.body, leaf.space
         n = len(kept)
-        self.max_loops = max(self.max_loops, n)
-        place = [-1] * len(chain)
         order = kept[::-1]
-        if raw.on_gpu:
+        if on_gpu:
             # A stable sort: vectorised, threads, then the rest from inside.
             order.sort(key=lambda depth: _GPU_ORDER.get(raw.loops[chain[depth]].kind, 2))
-        for k, depth in enumerate(order):
-            place[depth] = k
-            loop = raw.loops[chain[depth]]
-            self._loop.append((
-                number, k, loop.extent, loop.kind, depth in leaf.reduction, loop.unrolled, loop.scalarised,
-                first_node + chain[depth],
-            ))  # fmt: skip
-        caches: dict[frozenset[int], tuple[list[int], dict[int, list[int]]]] = {}
-        atoms: set[int] = set()
-        for access, forms in zip(body.accesses, leaf.forms, strict=True):
-            info = body.buffers[access.buffer]
-            buffer = leaf.buffers[access.buffer]
-            number_of_access = len(self._access)
-            renewed = raw.renewed[buffer]
-            for depth in renewed:
-                if depth < len(chain) and place[depth] >= 0:
-                    self._renewed.append((number_of_access, place[depth]))
-            irregular = 0
-            dims = len(forms)
-            for i in range(dims or 1):
-                row = len(self._shape)
-                self._row_access.append(number_of_access)
-                self._row_dim.append(max(dims, 1) - 1 - i)
-                self._shape.append(info.shape[i] if i < len(info.shape) else 1)
-                form = forms[i] if dims else 0
+        if n == len(chain) and not on_gpu:
+            place = order  # of n loops, the one at depth d is the (n - 1 - d)-th from inside
+        else:
+            place = [-1] * len(chain)
+            for k, depth in enumerate(order):
+                place[depth] = k
+        self._node.extend([first_node + chain[depth] for depth in order])
+        self._depth.extend(order)
+        reduction = leaf.reduction
+        self._reduction.extend([depth in reduction for depth in order])
+        self._place.extend(place)
+        self._chain_length.append(len(chain))
+        body_number = self._body_number.get(id(body))
+        if body_number is None:
+            body_number = self._body_number[id(body)] = len(self._bodies)
+            self._bodies.append(body)
+        self._leaf_body.append(body_number)
+        splits = (0, 0, 0)
+        if space.atoms or not body.table.linear:
+            self._slot_count.append(0)
+            splits = self._irregular.add(raw, leaf, order, place)
+        else:
+            self._irregular.skip(body)
+            self._slot_count.append(len(leaf.slots))
+            for form in leaf.slots:
                 if isinstance(form, int):
-                    continue
-                for key, coef in form.items():
-                    if key >= 0:
-                        if place[key] >= 0 and key not in renewed:
-                            self._linear.append((row, place[key], coef))
-                        continue
-                    atoms.add(key)
-                    irregular |= space.atoms[-1 - key].op not in (DIV, MOD)
-                    if renewed not in caches:
-                        caches[renewed] = [-1 if d in renewed else d for d in order], {}
-                    spans = spans_by_depth(space, key, *caches[renewed])
-                    weight = abs(coef)
-                    self._atom_spans.append((row, [weight * span for span in spans]))
-                    for depth in space.loops_of({key: 1}):
-                        if depth not in renewed and place[depth] >= 0:
-                            self._atom_uses.append((row, place[depth]))
-                            move = step(space, {key: coef}, depth)
-                            if move:
-                                self._steps.append((row, place[depth], move))
-            if dims and any(isinstance(f, dict) and min(f) < 0 for f in forms):
-                for depth in _irregular_loops(space, forms, info.shape):
-                    if place[depth] >= 0:
-                        self._gathers.append((number_of_access, place[depth]))
-            elements = 1
-            for extent in info.shape:
-                elements *= extent
-            self._access.append((
-                number, self._buffers + buffer, info.itemsize, access.loads, access.stores, info.scope,
-                max(raw.shared_prefix[buffer], 0), raw.shared_prefix[buffer] >= 0, elements, max(dims, 1), irregular,
-            ))  # fmt: skip
-        inner = kept[-1] if kept else -1
-        splits = [a for a in atoms if space.atoms[-1 - a].op in (DIV, MOD)]
-        last_loop = raw.loops[chain[-1]] if chain else None
+                    self._slot_terms.append(0)
+                else:
+                    self._slot_terms.append(len(form))
+                    self._slot_depth.extend(form)
+                    self._slot_coef.extend(form.values())
+        last = raw.loops[chain[-1]] if chain else None
+        max_step = last.max_step if last else 0
+        program, index, before, after = where
         self._leaf.append((
-            program, n, body.itemsize, body.is_float, body.stores, leaf.is_init, bool(leaf.reduction), leaf.guarded,
-            leaf.predicated, leaf.position, leaf.nest, last_loop.max_step if last_loop else 0,
-            last_loop.explicit if last_loop and last_loop.max_step else 0, body.points if body.domain else 0, inner in leaf.branch, len(splits),
-            sum(inner in space.loops_of({a: 1}) for a in splits), len(atoms) - len(splits), index, *around,
+            program, n, body.itemsize, body.is_float, body.stores, leaf.is_init, len(reduction) > 0, leaf.guarded,
+            leaf.predicated, leaf.position, leaf.nest, max_step, last.explicit if last and max_step else 0,
+            body.points if body.domain else 0, n > 0 and order[0] in leaf.branch, *splits, index, before, after,
         ))  # fmt: skip
-        self._ops.append(body.ops)
 
     def finish(self) -> LeafTable:
         """The arrays of all programs added."""
-        loops = self.max_loops
-        rows = len(self._shape)
-        linear = _dense(self._linear, rows, loops)
-        loop = np.array(self._loop, dtype=np.int64).reshape(-1, len(LOOP_COLUMNS))
-        access = np.array(self._access, dtype=np.float64).reshape(-1, len(ACCESS_COLUMNS))
-        row_access = np.array(self._row_access, dtype=np.int64)
-        extent_less_1 = np.zeros((len(self._leaf), loops))
+        leaf = np.array(self._leaf, dtype=np.float64).reshape(-1, len(LEAF_COLUMNS))
+        n_loops = leaf[:, 1].astype(np.int64)
+        width = max(1, int(n_loops.max(initial=0)))
+        tables = [body.table for body in self._bodies]
+        of_body = np.array(self._leaf_body, dtype=np.int64)
+        # Accesses and rows of all leaves, body after body.
+        accesses = _Ragged([len(t.access) for t in tables], of_body)
+        rows = _Ragged([len(t.shape) for t in tables], of_body)
+        terms = _Ragged([len(t.term) for t in tables], of_body)
+        access_leaf, row_leaf = accesses.owner, rows.owner
+        row_access = np.concatenate([t.row_access for t in tables])[rows.source] + accesses.start[row_leaf]
+        buffer_start = _starts(self._buffer_count)
+        access_buffer = np.array(self._buffer, dtype=np.int64)[
+            np.concatenate([t.buffer for t in tables])[accesses.source] + buffer_start[access_leaf]
+        ]
+        loop = self._loop_columns(n_loops)
+        renewed = self._renewed_loops(loop, n_loops, width, access_leaf, access_buffer)
+        # Affine indices: terms over slots times terms of slots over loops.
+        slots = self._slot_matrix(width)
+        term = np.concatenate([t.term for t in tables])[terms.source]
+        affine = np.array(self._slot_count, dtype=np.int64)[terms.owner] > 0
+        term, owner = term[affine], terms.owner[affine]
+        linear = np.zeros((len(rows.source), width))
+        row = term[:, 0] + rows.start[owner]
+        slot = term[:, 1] + _starts(self._slot_count)[owner]
+        if len(row):
+            # Terms come row after row, so that sums over runs are sums over rows.
+            run = np.flatnonzero(np.append(True, row[1:] != row[:-1]))
+            linear[row[run]] = np.add.reduceat(slots[slot] * term[:, 2:], run, axis=0)
+        irregular = self._irregular
+        irregular.add_linear(linear)
+        linear[renewed[row_access]] = 0
+        extent_less_1 = np.zeros((len(leaf), width))
         extent_less_1[loop[:, 0], loop[:, 1]] = loop[:, 2] - 1
-        row_leaf = access[row_access, 0].astype(np.int64) if rows else row_access
-        span = np.zeros((rows, loops + 1))
-        np.cumsum(np.abs(linear) * extent_less_1[row_leaf], axis=1, out=span[:, 1:])
-        for row, values in self._atom_spans:
-            span[row, : len(values)] += values
-            span[row, len(values) :] += values[-1]
+        delta = np.abs(linear) * extent_less_1[row_leaf]
+        irregular.add_deltas(delta)
+        span = np.zeros((len(linear), width + 1))
+        np.cumsum(delta, axis=1, out=span[:, 1:])
+        uses = linear != 0
+        irregular.add_uses(linear, uses)
+        shape = np.concatenate([t.shape for t in tables])[rows.source]
+        irregular.flatten(shape)
+        access = np.empty((len(access_leaf), len(ACCESS_COLUMNS)))
+        access[:, :6] = np.concatenate([t.access for t in tables])[accesses.source]
+        prefix = np.array(self._prefix, dtype=np.int64)[access_buffer] if len(access) else access_buffer
+        access[:, 6] = np.maximum(prefix, 0)
+        access[:, 7] = prefix >= 0
+        access[:, 8] = irregular.opaque(len(access))
         return LeafTable(
-            leaf=np.array(self._leaf, dtype=np.float64).reshape(-1, len(LEAF_COLUMNS)),
-            ops=np.array(self._ops, dtype=np.float64),
+            leaf=leaf,
+            ops=np.array([body.ops for body in self._bodies])[of_body],
             loop=loop,
             access=access,
-            shape=np.array(self._shape, dtype=np.float64),
+            access_leaf=access_leaf,
+            access_buffer=access_buffer,
+            shape=shape,
             row_access=row_access,
-            row_dim=np.array(self._row_dim, dtype=np.int64),
-            coef=linear + _dense(self._steps, rows, loops),
+            row_dim=np.concatenate([t.row_dim for t in tables])[rows.source],
+            coef=linear,
             span=span,
-            uses=(linear != 0) | _marks(self._atom_uses, rows, loops),
-            gathers=_marks(self._gathers, len(access), loops),
-            renewed=_marks(self._renewed, len(access), loops),
-            n_buffers=self._buffers,
-            node_program=np.array(self._nodes, dtype=np.int64),
+            uses=uses,
+            gathers=irregular.gathers(len(access), width),
+            renewed=renewed,
+            n_buffers=len(self._prefix),
+            node_program=np.array(self._loop_program, dtype=np.int64),
             program_leaves=np.array(self._program_leaves, dtype=np.int64),
             program_nests=np.array(self._program_nests, dtype=np.int64),
         )
 
+    def _loop_columns(self, n_loops: IntArray) -> IntArray:
+        """:attr:`LeafTable.loop`."""
+        node = np.array(self._node, dtype=np.int64)
+        loops = np.array(self._loops, dtype=np.int64).reshape(-1, 4)[node]
+        owner = np.repeat(np.arange(len(n_loops)), n_loops)
+        k = np.arange(len(node)) - (np.cumsum(n_loops) - n_loops)[owner]
+        return np.stack(
+            [
+                owner,
+                k,
+                loops[:, 0],
+                loops[:, 1],
+                np.array(self._reduction, np.int64),
+                loops[:, 2],
+                loops[:, 3],
+                node,
+            ],
+            axis=1,
+        )
 
-def _irregular_loops(space: IndexSpace, forms: list[Form], shape: tuple[int, ...]) -> set[int]:
-    """Loops that the flat address depends on in a way that is not affine."""
-    flat: Form = 0
-    stride = 1
-    for form, extent in zip(reversed(forms), reversed(shape), strict=True):
-        flat = space.sum(flat, scale(form, stride))
-        stride *= extent
-    if isinstance(flat, int):
-        return set()
-    return space.loops_of({key: coef for key, coef in flat.items() if key < 0})
+    def _renewed_loops(
+        self, loop: IntArray, n_loops: IntArray, width: int, access_leaf: IntArray, access_buffer: IntArray
+    ) -> BoolArray:
+        """:attr:`LeafTable.renewed`."""
+        depth = np.full((len(n_loops), width), np.iinfo(np.int64).max)
+        depth[loop[:, 0], loop[:, 1]] = self._depth
+        thread = np.zeros(depth.shape, dtype=bool)
+        thread[loop[:, 0], loop[:, 1]] = loop[:, 3] == THREAD_IDX
+        inside = np.array(self._renewed, dtype=np.int64)[access_buffer]
+        share = np.array(self._threads_share, dtype=bool)[access_buffer]
+        out: BoolArray = (depth[access_leaf] < inside[:, None]) & ~(thread[access_leaf] & share[:, None])
+        return out
+
+    def _slot_matrix(self, width: int) -> FloatArray:
+        """Coefficients of all slots of affine leaves, (slots, loops)."""
+        counts = np.array(self._slot_terms, dtype=np.int64)
+        slot_leaf = np.repeat(np.arange(len(self._slot_count)), self._slot_count)
+        row = np.repeat(np.arange(len(counts)), counts)
+        at = np.array(self._slot_depth, dtype=np.int64) + _starts(self._chain_length)[slot_leaf[row]]
+        k = np.array(self._place, dtype=np.int64)[at] if len(at) else at
+        out = np.zeros((len(counts), width))
+        have = k >= 0
+        out[row[have], k[have]] = np.array(self._slot_coef, dtype=np.float64)[have]
+        return out
 
 
-def _dense(triplets: list[tuple[int, int, int]], rows: int, columns: int) -> FloatArray:
-    out = np.zeros((rows, columns))
-    if triplets:
-        array = np.array(triplets, dtype=np.int64)
-        np.add.at(out, (array[:, 0], array[:, 1]), array[:, 2])
-    return out
+class _Ragged:
+    """Rows of every leaf, where each leaf has the rows of its body.
+
+    Attributes
+    ----------
+    source
+        (rows,): row of the concatenated bodies.
+    owner
+        (rows,): the leaf.
+    start
+        (leaves,): first row of each leaf.
+    """
+
+    def __init__(self, body_counts: list[int], of_body: IntArray) -> None:
+        counts = np.array(body_counts, dtype=np.int64)
+        first = np.cumsum(counts) - counts
+        per_leaf = counts[of_body]
+        self.start = np.cumsum(per_leaf) - per_leaf
+        self.owner = np.repeat(np.arange(len(of_body)), per_leaf)
+        self.source = np.arange(int(per_leaf.sum())) + (first[of_body] - self.start)[self.owner]
 
 
-def _marks(pairs: list[tuple[int, int]], rows: int, columns: int) -> BoolArray:
-    out = np.zeros((rows, columns), dtype=bool)
-    if pairs:
-        at = np.array(pairs, dtype=np.int64)
-        out[at[:, 0], at[:, 1]] = True
-    return out
+def _starts(counts: list[int]) -> IntArray:
+    array = np.array(counts, dtype=np.int64)
+    return np.cumsum(array) - array
 
 
 def _shared(a: Leaf, b: Leaf, loops: Sequence[Loop]) -> int:

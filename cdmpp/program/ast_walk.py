@@ -15,10 +15,20 @@ from collections.abc import Callable
 from typing import Any
 
 from cdmpp.errors import ProgramError
-from cdmpp.program.affine import Form, IndexSpace, scale
-from cdmpp.program.ast_body import GLOBAL, SHARED, Body, analyse_block, analyse_statement, evaluate
+from cdmpp.program.affine import Form, IndexSpace
+from cdmpp.program.ast_body import GLOBAL, SHARED, Body, analyse_block, analyse_statement
+from cdmpp.program.ast_forms import Environment, form_reader, interval
 from cdmpp.program.ast_loops import (
-    BLOCK_IDX, SERIAL, THREAD_BINDING, THREAD_IDX, VECTORIZED, VTHREAD, Leaf, Loop, RawProgram, interval, mark_unrolled,
+    BLOCK_IDX,
+    SERIAL,
+    THREAD_BINDING,
+    THREAD_IDX,
+    VECTORIZED,
+    VTHREAD,
+    Leaf,
+    Loop,
+    RawProgram,
+    mark_unrolled,
 )  # fmt: skip
 from cdmpp.program.ast_nodes import NodeTypes, node_types
 
@@ -41,10 +51,15 @@ class ProgramWalker:
         self.types = node_types()
         self.bodies: dict[int, Body | None] = {}
         self.hash: Callable[..., int] = tvm_ffi.structural_hash
-        self.item: Callable[[Any, int], Any] = tvm_ffi.get_global_func("ffi.ArrayGetItem")
+        # Made once and shared by all walks, so that a walk leaves no reference cycles behind: they would pile up
+        # until the collector runs.
+        self.env: Environment = {}
+        self.form_of = form_reader(self.types, self.env)
+        self.handlers = _handlers(self.types)
 
     def walk(self, func: Any) -> RawProgram:
         """Loops and leaves of a PrimFunc or of the only PrimFunc of an IRModule."""
+        self.env.clear()
         return _Walk(self).run(_prim_func(func, self.types))
 
 
@@ -59,41 +74,35 @@ def _prim_func(func: Any, t: NodeTypes) -> Any:
     return func
 
 
+def _thread_kind(stmt: Any) -> tuple[int, str]:
+    """Kind of a loop bound to a thread axis, and the axis."""
+    tag = str(stmt.thread_binding.thread_tag)
+    return BLOCK_IDX if tag.startswith("block") else VTHREAD if tag.startswith("v") else THREAD_IDX, tag
+
+
 class _Walk:
-    """The walk of one program. Variables and buffers are told apart by their handles, which are stable while
-    the program is alive: comparing TVM's variables with ``==`` would build expressions."""
+    """The walk of one program."""
 
     def __init__(self, walker: ProgramWalker) -> None:
         t = self.t = walker.types
         self.walker = walker
-        self.item = walker.item
+        self.item = t.item
         self.loops: list[Loop] = []
         self.leaves: list[Leaf] = []
         self.chain: list[int] = []
         self.extents: list[int] = []
-        #: handle of a variable -> depth of its loop, (constant,) or the expression it is bound to
-        self.env: dict[int, Any] = {}
+        self.env = walker.env
+        self.form_of = walker.form_of
         #: thread axis -> depth of the loop bound to it
         self.axes: dict[str, int] = {}
+        self.axes_seen = False
         self.conditions: list[Any] = []
         self.buffers: dict[int, int] = {}
         self.allocated: set[int] = set()
         self.position = 0
         self.nest = -1
         self.max_step, self.explicit = 0, 1
-        self.handlers: dict[Any, Callable[[Any], None]] = {
-            t.For: self._for,
-            t.SeqStmt: self._seq,
-            t.SBlockRealize: self._realize,
-            t.SBlock: self._block,
-            t.BufferStore: self._plain,
-            t.Evaluate: self._plain,
-            t.IfThenElse: self._if,
-            t.While: self._while,
-            t.AttrStmt: self._attr,
-            t.Bind: self._bind,
-            t.AllocBuffer: self._alloc,
-        }
+        self.handlers = walker.handlers
 
     def run(self, func: Any) -> RawProgram:
         self.visit(func.body)
@@ -105,50 +114,55 @@ class _Walk:
     def visit(self, stmt: Any) -> None:
         handler = self.handlers.get(type(stmt))
         if handler is not None:
-            handler(stmt)
+            handler(self, stmt)
 
     # Statements
 
     def _seq(self, stmt: Any) -> None:
-        seq = stmt.seq
-        for i in range(len(seq)):
-            self.visit(self.item(seq, i))
+        for part in self.t.items(stmt.seq):
+            self.visit(part)
 
     def _for(self, stmt: Any) -> None:
-        extent = stmt.extent
-        n = extent.value if type(extent) is self.t.IntImm else self._bound(extent)
+        t, chain = self.t, self.chain
         saved = self.max_step, self.explicit
-        annotations = stmt.annotations
-        if len(annotations):
-            self.max_step = int(annotations.get("pragma_auto_unroll_max_step", self.max_step))
-            self.explicit = int(annotations.get("pragma_unroll_explicit", self.explicit))
-        if n == 1:
-            self.env[stmt.loop_var.__chandle__()] = (0,)
-            self.visit(stmt.body)
-        else:
-            kind = int(stmt.kind)
-            depth = len(self.chain)
+        opened = 0
+        axes: list[str] = []
+        while True:
+            extent = stmt.extent
+            n = extent.value if type(extent) is t.IntImm else self._bound(extent)
+            annotations = stmt.annotations
+            if t.map_size(annotations):
+                self.max_step = int(annotations.get("pragma_auto_unroll_max_step", self.max_step))
+                self.explicit = int(annotations.get("pragma_unroll_explicit", self.explicit))
             variable = stmt.loop_var.__chandle__()
-            if kind != THREAD_BINDING:
-                self.env[variable] = depth
-                self._loop(n, kind, stmt.body)
+            if n == 1:
+                self.env[variable] = (0,)
             else:
-                tag = str(stmt.thread_binding.thread_tag)
-                kind = (
-                    BLOCK_IDX if tag.startswith("block") else VTHREAD if tag.startswith("v") else THREAD_IDX
-                )
-                outer = self.axes.get(tag) if kind != VTHREAD else None
-                self.env[variable] = depth if outer is None else outer
-                if outer is not None:
+                kind = int(stmt.kind)
+                depth = len(chain)
+                if kind == THREAD_BINDING:
+                    kind, tag = _thread_kind(stmt)
                     # The same thread axis again: the same threads, no further loop.
-                    self.visit(stmt.body)
-                else:
-                    self.axes[tag] = depth
-                    self._loop(n, kind, stmt.body)
-                    del self.axes[tag]
+                    depth = self.axes.get(tag, depth)
+                    if depth == len(chain) and kind != VTHREAD:
+                        self.axes[tag] = depth
+                        axes.append(tag)
+                    self.axes_seen = True
+                self.env[variable] = depth
+                if depth == len(chain):
+                    self._open(n, kind)
+                    opened += 1
+            stmt = stmt.body
+            if type(stmt) is not t.For:
+                break
+        self.visit(stmt)
+        if opened:
+            del chain[-opened:], self.extents[-opened:]
+        for tag in axes:
+            del self.axes[tag]
         self.max_step, self.explicit = saved
 
-    def _loop(self, extent: int, kind: int, body: Any) -> None:
+    def _open(self, extent: int, kind: int) -> None:
         number = len(self.loops)
         self.position += 1
         parent = -1
@@ -160,12 +174,12 @@ class _Walk:
         self.loops.append(Loop(parent, extent, kind, self.max_step, self.explicit, self.nest, self.position))
         self.chain.append(number)
         self.extents.append(extent)
-        self.visit(body)
-        self.chain.pop()
-        self.extents.pop()
 
     def _while(self, stmt: Any) -> None:
-        self._loop(_WHILE_TRIPS, SERIAL, stmt.body)
+        self._open(_WHILE_TRIPS, SERIAL)
+        self.visit(stmt.body)
+        self.chain.pop()
+        self.extents.pop()
 
     def _if(self, stmt: Any) -> None:
         self.conditions.append(stmt.condition)
@@ -219,8 +233,9 @@ class _Walk:
             if numbers is None:
                 numbers = self._find_buffers(block, body)
             values = realize.iter_values
+            item, form_of = self.item, self.form_of
             space = IndexSpace(self.extents.copy())
-            slots = [self._form(self.item(values, i), space) for i in range(len(body.domain))]
+            slots = [form_of(item(values, i), space) for i in range(len(body.domain))]
             self._leaf(body, slots, space, numbers)
         if conditional:
             self.conditions.pop()
@@ -239,7 +254,8 @@ class _Walk:
         item = self.item
         bodies = [body] if body.init is None else [body, body.init]
         return [
-            [self._number(item(regions[b.where[0]], b.where[1]).source) for b in x.buffers] for x in bodies
+            [self._number(item(regions[b.where[0]], b.where[1]).source) for b in x.buffers]  # type: ignore[index]
+            for x in bodies
         ]
 
     def _leaf(self, body: Body, slots: list[Form], space: IndexSpace, numbers: list[list[int]]) -> None:
@@ -257,13 +273,10 @@ class _Walk:
         guarded: bool,
     ) -> None:
         if len(body.slot_vars) > len(slots):
-            slots = slots + [self._form(var, space) for var in body.slot_vars[len(slots) :]]
-        forms = [[evaluate(tree, slots, space) for tree in access.index] for access in body.accesses]
+            slots = slots + [self.form_of(var, space) for var in body.slot_vars[len(slots) :]]
         outputs: set[int] = set()
-        for access, form in zip(body.accesses, forms, strict=True):
-            if access.stores:
-                for f in form:
-                    outputs |= space.loops_of(f)
+        for slot in body.store_slots:
+            outputs |= space.loops_of(slots[slot])
         depth = len(self.chain)
         kept = list(range(depth))
         reduction: set[int] = set()
@@ -275,7 +288,7 @@ class _Walk:
         for slot in body.branch_slots:
             branch |= space.loops_of(slots[slot])
         for condition in self.conditions:
-            branch |= space.loops_of(self._form(condition, space))
+            branch |= space.loops_of(self.form_of(condition, space))
         for d in branch:
             loop = self.loops[self.chain[d]]
             if loop.kind == VECTORIZED:
@@ -291,7 +304,7 @@ class _Walk:
                 tuple(self.chain),
                 kept,
                 space,
-                forms,
+                slots,
                 buffers,
                 self.position,
                 reduction,
@@ -300,42 +313,11 @@ class _Walk:
                 is_init,
                 guarded,
                 self.nest,
-            )  # fmt: skip
+            )
         )
 
     def _number(self, buffer: Any) -> int:
         return self.buffers.setdefault(buffer.__chandle__(), len(self.buffers))
-
-    # Expressions
-
-    def _form(self, expr: Any, space: IndexSpace) -> Form:
-        """An expression over loop variables as a form."""
-        t = self.t
-        kind = type(expr)
-        if kind is t.Var:
-            bound = self.env.get(expr.__chandle__())
-            if isinstance(bound, int):
-                return {bound: 1}
-            if bound is None:
-                return 0
-            return bound[0] if isinstance(bound, tuple) else self._form(bound, space)
-        if kind is t.IntImm:
-            return int(expr.value)
-        if kind is t.Add:
-            return space.sum(self._form(expr.a, space), self._form(expr.b, space))
-        if kind is t.Mul:
-            return space.product(self._form(expr.a, space), self._form(expr.b, space))
-        if kind is t.FloorDiv:
-            return space.floordiv(self._form(expr.a, space), self._form(expr.b, space))
-        if kind is t.FloorMod:
-            return space.floormod(self._form(expr.a, space), self._form(expr.b, space))
-        if kind is t.Sub:
-            return space.sum(self._form(expr.a, space), scale(self._form(expr.b, space), -1))
-        if kind is t.Cast:
-            return self._form(expr.value, space)
-        if kind is t.TensorLoad:
-            return space.opaque([self._form(i, space) for i in expr.indices])
-        return space.opaque([self._form(part, space) for part in t.children(expr)])
 
     def _bound(self, extent: Any) -> int:
         """Largest value of an extent that is not constant."""
@@ -344,13 +326,14 @@ class _Walk:
             raise ProgramError(f"a loop has the symbolic extent {extent}: shapes must be fixed")
         return max(1, values[1])
 
-    def _storage(self) -> tuple[list[int], list[frozenset[int]]]:
-        """See :attr:`RawProgram.shared_prefix` and :attr:`RawProgram.renewed`."""
+    def _storage(self) -> tuple[list[int], list[int], list[bool]]:
+        """:attr:`RawProgram.shared_prefix`, ``renewed`` and ``threads_share``."""
         chains: dict[int, tuple[int, ...]] = {}
         scope: dict[int, int] = {}
+        allocated = self.allocated
         for leaf in self.leaves:
             for number, info in zip(leaf.buffers, leaf.body.buffers, strict=True):
-                if number not in self.allocated:
+                if number not in allocated:
                     continue
                 known = chains.get(number)
                 if known is None:
@@ -363,14 +346,30 @@ class _Walk:
                         same += 1
                     chains[number] = known[:same]
         prefix = [-1] * len(self.buffers)
-        renewed: list[frozenset[int]] = [frozenset()] * len(self.buffers)
+        renewed = [0] * len(self.buffers)
+        share = [False] * len(self.buffers)
         for number, chain in chains.items():
-            kinds = [self.loops[i].kind for i in chain]
-            depths: list[int] = list(range(len(kinds)))
-            if scope[number] == GLOBAL:
-                depths = depths[: next((i for i, kind in enumerate(kinds) if kind >= BLOCK_IDX), len(kinds))]
-            elif scope[number] == SHARED:
-                depths = [i for i in depths if kinds[i] != THREAD_IDX]
-            prefix[number] = len(kinds)
-            renewed[number] = frozenset(depths)
-        return prefix, renewed
+            prefix[number] = renewed[number] = len(chain)
+            if scope[number] == GLOBAL and self.axes_seen:
+                # What is in global memory belongs to all threads of a kernel.
+                kinds = [self.loops[i].kind for i in chain]
+                renewed[number] = next((i for i, kind in enumerate(kinds) if kind >= BLOCK_IDX), len(kinds))
+            share[number] = scope[number] == SHARED
+        return prefix, renewed, share
+
+
+def _handlers(t: NodeTypes) -> dict[Any, Callable[[_Walk, Any], None]]:
+    """What to do with each kind of statement; others hold nothing that counts."""
+    return {
+        t.For: _Walk._for,
+        t.SeqStmt: _Walk._seq,
+        t.SBlockRealize: _Walk._realize,
+        t.SBlock: _Walk._block,
+        t.BufferStore: _Walk._plain,
+        t.Evaluate: _Walk._plain,
+        t.IfThenElse: _Walk._if,
+        t.While: _Walk._while,
+        t.AttrStmt: _Walk._attr,
+        t.Bind: _Walk._bind,
+        t.AllocBuffer: _Walk._alloc,
+    }

@@ -7,12 +7,25 @@ from numpy.typing import NDArray
 
 from cdmpp.program.ast_body import GLOBAL, LOCAL, SHARED
 from cdmpp.program.ast_footprint import (
-    Footprints, LoopNest, auto_simd, register_elements, simd_packs, traffic,
+    Footprints,
+    LoopNest,
+    auto_simd,
+    register_elements,
+    simd_packs,
+    traffic,
 )  # fmt: skip
 from cdmpp.program.ast_loops import BLOCK_IDX, PARALLEL, SERIAL, THREAD_IDX, UNROLLED, VECTORIZED, VTHREAD
 from cdmpp.program.ast_table import ACCESS_COLUMNS, LEAF_COLUMNS, FloatArray, IntArray, LeafTable
 from cdmpp.program.leaf_schema import (
-    CAPACITIES, CORES, LEAF_FEATURES, N_LOOPS, N_SLOTS, OP_KINDS, SIMD_BYTES, SLOT_DEPTHS, SLOT_FEATURES,
+    CAPACITIES,
+    CORES,
+    LEAF_FEATURES,
+    N_LOOPS,
+    N_SLOTS,
+    OP_KINDS,
+    SIMD_BYTES,
+    SLOT_DEPTHS,
+    SLOT_FEATURES,
     WORKING_SET_DEPTHS,
 )  # fmt: skip
 

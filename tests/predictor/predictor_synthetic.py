@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
-from cdmpp.program.ast import LEAF_FEATURES, CompactAST
 
 from cdmpp.device import Device
 from cdmpp.predictor.data import TrainingData
+from cdmpp.program.ast import LEAF_FEATURES, CompactAST
 
 
 def make_ast(rng: np.random.Generator, n_leaves: int, scale: float = 1.0) -> CompactAST:

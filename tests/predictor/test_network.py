@@ -7,11 +7,11 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from cdmpp.predictor.positional import positional_encoding
 
 from cdmpp.predictor.batching import PaddedBatch
 from cdmpp.predictor.config import ModelConfig
 from cdmpp.predictor.network import LatencyNetwork, PreOrderEncoding
+from cdmpp.predictor.positional import positional_encoding
 
 LEAF_DIM, DEVICE_DIM = 7, 3
 SMALL = {"dim": 16, "layers": 2, "heads": 2, "ffn_dim": 32, "embedding_dim": 12, "decoder_dim": 16}

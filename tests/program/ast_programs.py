@@ -164,7 +164,6 @@ def parse(text: str) -> Any:
     """A PrimFunc from TVMScript text."""
     import_tvm()
     import tvm
-
     from tvm.script import tirx
 
     return tvm.script.from_source(text.strip(), {"T": tirx})

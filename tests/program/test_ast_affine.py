@@ -166,3 +166,16 @@ def test_forms_are_linear() -> None:
     assert scale({0: 2}, 0) == 0
     assert add(3, 4) == 7
     assert scale(2, 3) == 6
+
+
+def test_address_of_a_fused_loop_over_three_dimensions_is_affine_again() -> None:
+    # f over 6 x 30 x 10 elements: indices f // 300, f % 300 // 10 and f % 10 of a buffer with these extents.
+    space = IndexSpace([1800])
+    f: Form = {0: 1}
+    outer, middle, inner = (
+        space.floordiv(f, 300),
+        space.floordiv(space.floormod(f, 300), 10),
+        space.floormod(f, 10),
+    )
+    address = space.sum(space.sum(scale(outer, 300), scale(middle, 10)), inner)
+    assert address == {0: 1}
