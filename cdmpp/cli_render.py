@@ -235,6 +235,39 @@ class ProfileBar:
         self._progress.update(self._task, completed=state.done, total=state.total, **shown)
 
 
+class CountBar:
+    """A bar for work that says how much of it is done; shown only if there is any."""
+
+    def __init__(self, console: Console, text: str) -> None:
+        self._text = text
+        self._progress = Progress(
+            TextColumn(text),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task: Any = None
+
+    def __enter__(self) -> CountBar:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def update(self, done: int, total: int) -> None:
+        """`done` of `total` are done."""
+        if self._task is None:
+            if not self._progress.console.is_terminal:
+                self._progress.console.print(f"{self._text}: {total}")
+            self._progress.start()
+            self._task = self._progress.add_task(self._text, total=total)
+        self._progress.update(self._task, completed=done, total=total)
+
+
 class TrainTable:
     """Progress of a training run: one line an epoch that got better, or every tenth."""
 

@@ -23,9 +23,10 @@ def run_demo(console: Console, config_path: str, data: Sequence[str] | None, out
     CdmppError
         The data or the configuration is not there.
     """
-    from cdmpp.cli_render import TrainTable, show_metrics, show_summary
+    from cdmpp.cli_render import CountBar, TrainTable, show_metrics, show_summary
     from cdmpp.predictor import gather, load_config, split_data
     from cdmpp.predictor.baselines import CdmppModel, TaskMedian, XGBoostModel, evaluate_models
+    from cdmpp.predictor.baselines.per_store import collect_per_store
     from cdmpp.predictor.run import train
 
     folders = list(data or [DEFAULT_DATA])
@@ -35,9 +36,10 @@ def run_demo(console: Console, config_path: str, data: Sequence[str] | None, out
             "or say where they are with --data and --config"
         )
     config = load_config(config_path)
-    gathered = gather(folders, config.data)
-    if gathered.view is not None:
-        show_summary(console, gathered.view.summary())
+    with CountBar(console, "compact ASTs that are not stored yet") as bar:
+        gathered = gather(folders, config.data, bar.update)
+    assert gathered.view is not None, "folders were gathered"
+    show_summary(console, gathered.view.summary())
     split = split_data(config.split.spec, gathered)
     held_out = ", ".join(split.held_out)
     console.print(
@@ -53,9 +55,11 @@ def run_demo(console: Console, config_path: str, data: Sequence[str] | None, out
     console.print(f"trained in {time.perf_counter() - started:.0f} s")
 
     console.print("\n[bold]2. Compare[/] on the held-out networks, all models trained on the same records")
+    with CountBar(console, "the baseline's features that are not stored yet") as bar:
+        vectors = collect_per_store(gathered.view, gathered.labels["program"].unique(), bar.update)
     models = [
         CdmppModel(predictor=result.predictor),
-        XGBoostModel(seed=config.train.seed),
+        XGBoostModel(vectors=vectors, seed=config.train.seed),
         TaskMedian(),
     ]
     scores = {
