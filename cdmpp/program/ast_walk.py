@@ -16,7 +16,8 @@ from typing import Any
 
 from cdmpp.errors import ProgramError
 from cdmpp.program.affine import Form, IndexSpace
-from cdmpp.program.ast_body import GLOBAL, SHARED, Body, analyse_block, analyse_statement
+from cdmpp.program.ast_analysis import analyse_block, analyse_statement
+from cdmpp.program.ast_body import GLOBAL, SHARED, Body
 from cdmpp.program.ast_forms import Environment, form_reader, interval
 from cdmpp.program.ast_loops import (
     BLOCK_IDX,
