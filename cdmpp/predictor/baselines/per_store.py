@@ -23,6 +23,9 @@ PER_STORE_FILE = "perstore.parquet"
 #: Numbers per buffer written, as TVM 0.27 extracts them.
 PER_STORE_DIM = 164
 
+#: Extracted features are written back after so many programs: extraction takes minutes and can be interrupted.
+_WRITE_EVERY = 2000
+
 #: Identity of the aggregated features; stored in the file, another one is refused.
 PER_STORE_SET = "perstore-sum-max-count/1"
 
@@ -81,11 +84,16 @@ def extract_per_store(func: Any, target: Mapping[str, Any] | None = None) -> NDA
 
 
 def aggregate_per_store(matrix: NDArray[np.float64]) -> NDArray[np.float32]:
-    """(stores, 164) -> float32 (329,): sum and maximum over the stores, and their number."""
-    if matrix.ndim != 2 or matrix.shape[1] != PER_STORE_DIM or not len(matrix):
+    """(stores, 164) -> float32 (329,): sum and maximum over the stores, and their number.
+
+    TVM finds no store in some programs that only move data; theirs are zeros.
+    """
+    if matrix.ndim != 2 or matrix.shape[1] != PER_STORE_DIM:
         raise FeatureMismatchError(
-            f"expected per-store features of shape (n >= 1, {PER_STORE_DIM}), got {matrix.shape}"
+            f"expected per-store features of shape (n, {PER_STORE_DIM}), got {matrix.shape}"
         )
+    if not len(matrix):
+        return np.zeros(AGGREGATED_DIM, dtype=np.float32)
     return np.concatenate([matrix.sum(0), matrix.max(0), [len(matrix)]]).astype(np.float32)
 
 
@@ -166,6 +174,9 @@ def collect_per_store(
             for program, matrix in _extract_each(extract, funcs).items():
                 known[program] = aggregate_per_store(matrix)
                 fresh.add(program)
+            if len(fresh) >= _WRITE_EVERY:
+                _write_back(view, known, fresh)
+                fresh.clear()
             if progress is not None:
                 progress(min(begin + batch, len(missing)), len(missing))
         _write_back(view, known, fresh)
