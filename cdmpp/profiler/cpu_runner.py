@@ -10,8 +10,11 @@ State that a label depends on, and how it is fixed here:
   then as many timed runs back to back as fill ``SamplingPlan.min_sample_s``.
 * **Interleaving**: the samples of a batch of programs are taken in turn (A B C A B C ...), so that a slow
   disturbance hits all of them and is seen by the split-half difference.
-* **Disturbance**: a sample during which the thread was preempted is taken again; a reference program is timed
-  before and after each batch, and its drift and the hypervisor's steal time come with the results.
+* **Disturbance**: a sample is taken when a :class:`~cdmpp.profiler.sentinel.Sentinel` says that the core is
+  undisturbed, and counts only if it still says so afterwards and the thread was not preempted; waiting costs nothing,
+  builders use the core meanwhile. A program that gets too few such samples in its time is reported with the
+  others, and with their share. A reference program is timed before and after each batch, and its drift and the
+  hypervisor's steal time come with the results.
 """
 
 from __future__ import annotations
@@ -27,12 +30,15 @@ from typing import Any
 import numpy as np
 
 from cdmpp.profiler.build import ArgSpec, Built
+from cdmpp.profiler.sentinel import Sentinel
 from cdmpp.profiler.statistics import SamplingPlan
 
 #: Bytes of arguments kept between batches for programs of equal signature.
 _ARGUMENT_CACHE_BYTES = 2 << 30
-#: A preempted sample is taken again at most this often.
-_MAX_RETAKES = 4
+#: Samples in all, disturbed ones included, relative to ``SamplingPlan.max_samples``.
+_MAX_TAKEN = 2
+#: Undisturbed samples of the reference program, of three times as many attempts.
+_REFERENCE_SAMPLES = 3
 #: From here on a run is timed from Python (2 us of overhead) without an untimed run before it: refilling the
 #: caches is a vanishing part of it, and the untimed run would double the cost.
 _LONG_RUN_S = 0.02
@@ -122,17 +128,21 @@ class _Arguments:
 class _Loaded:
     """A program ready to run, with its samples so far."""
 
-    def __init__(self, built: Built, arguments: _Arguments, plan: SamplingPlan) -> None:
+    def __init__(
+        self, built: Built, arguments: _Arguments, plan: SamplingPlan, sentinel: Sentinel
+    ) -> None:
         import tvm
 
         self.hash = built.program.hash
         self.plan = plan
+        self.sentinel = sentinel
         self.args = arguments.get(built.args)
         self.module = tvm.runtime.load_module(built.path)
         self.entry = self.module["main"]
-        self.samples: list[float] = []
+        self.calm: list[float] = []
+        self.disturbed: list[float] = []
         self.spent_s = 0.0
-        self.retakes = 0
+        self.waited_s = 0.0
         self.repeats = 1
         self.first_s = 0.0
         self._timer: Any = None
@@ -157,34 +167,42 @@ class _Loaded:
         return time.perf_counter() - started
 
     def sample(self) -> None:
-        """One sample: an untimed run, then the mean of `repeats` runs; taken again if preempted."""
+        """One sample: an untimed run, then the mean of `repeats` runs."""
         from cdmpp.profiler.machine import preemptions
 
-        started = time.perf_counter()
-        for _ in range(_MAX_RETAKES):
-            before = preemptions()
-            # time_evaluator makes one untimed call before it starts its clock.
-            value = self._run_once() if self._timer is None else self._timer(*self.args).mean
-            if preemptions() == before:
-                break
-            self.retakes += 1
-        self.samples.append(value)
+        calm, waited_s = self.sentinel.wait(max(0.0, self.plan.max_wait_s - self.waited_s))
+        self.waited_s += waited_s
+        started, before = time.perf_counter(), preemptions()
+        # time_evaluator makes one untimed call before it starts its clock.
+        value = self._run_once() if self._timer is None else self._timer(*self.args).mean
+        calm = calm and preemptions() == before and self.sentinel.calm()
+        (self.calm if calm else self.disturbed).append(value)
         self.spent_s += time.perf_counter() - started
 
     @property
     def wants_more(self) -> bool:
-        return self.plan.needs_more(self.samples, self.spent_s)
+        taken = len(self.calm) + len(self.disturbed)
+        if taken >= 2 and self.spent_s >= self.plan.max_measure_s:
+            return False
+        return taken < _MAX_TAKEN * self.plan.max_samples and self.plan.needs_more(self.calm, 0.0)
+
+    def result(self) -> tuple[tuple[float, ...], float]:
+        """The samples that the label is made of, and the share of disturbed ones among them."""
+        if len(self.calm) >= max(2, self.plan.min_samples // 2) or not self.disturbed:
+            return tuple(self.calm), 0.0
+        taken = self.calm + self.disturbed
+        return tuple(taken), len(self.disturbed) / len(taken)
 
 
 def _measure_batch(
-    batch: list[Built], config: RunnerConfig, arguments: _Arguments
+    batch: list[Built], config: RunnerConfig, arguments: _Arguments, sentinel: Sentinel
 ) -> Iterator[Starting | Measured]:
     """Measure `batch` interleaved; yields what the parent should know, results as soon as they are final."""
     loaded: list[_Loaded] = []
     for built in batch:
         yield Starting(built.program.hash)
         try:
-            program = _Loaded(built, arguments, config.plan)
+            program = _Loaded(built, arguments, config.plan, sentinel)
             program.start()
         except Exception as err:  # whatever a foreign shared object or the runtime raises
             yield Measured(built.program.hash, "run_error", error=f"{type(err).__name__}: {err}"[:500])
@@ -200,12 +218,18 @@ def _measure_batch(
             program.sample()
         for program in [p for p in loaded if not p.wants_more]:
             loaded.remove(program)
+            samples_s, disturbed = program.result()
             yield Measured(
                 program.hash,
                 "ok",
-                tuple(program.samples),
+                samples_s,
                 run_s=program.spent_s + program.first_s,
-                meta={"repeats": program.repeats, "retakes": program.retakes},
+                meta={
+                    "repeats": program.repeats,
+                    "retakes": len(program.disturbed),
+                    "waited_s": round(program.waited_s, 3),
+                    "disturbed": round(disturbed, 3),
+                },
             )
 
 
@@ -223,19 +247,23 @@ def measure_worker(connection: Connection, config: RunnerConfig) -> None:
     from cdmpp.program.tvm_env import import_tvm
 
     import_tvm()
-    arguments = _Arguments(config.seed)
+    arguments, sentinel = _Arguments(config.seed), Sentinel()
     reference: _Loaded | None = None
     if config.reference is not None:
-        reference = _Loaded(config.reference, arguments, config.plan)
+        reference = _Loaded(config.reference, arguments, config.plan, sentinel)
         reference.start()
 
     def time_reference() -> float:
         if reference is None:
             return float("nan")
-        reference.samples.clear()
-        for _ in range(3):
+        reference.calm.clear()
+        reference.disturbed.clear()
+        reference.waited_s = 0.0
+        for _ in range(_REFERENCE_SAMPLES * 3):
             reference.sample()
-        return float(np.median(reference.samples))
+            if len(reference.calm) == _REFERENCE_SAMPLES:
+                break
+        return float(np.median(reference.calm or reference.disturbed))
 
     while True:
         try:
@@ -246,7 +274,7 @@ def measure_worker(connection: Connection, config: RunnerConfig) -> None:
             return
         started, stolen = time.perf_counter(), machine.steal_ticks(config.cores)
         before_s = time_reference()
-        for message in _measure_batch(batch, config, arguments):
+        for message in _measure_batch(batch, config, arguments, sentinel):
             connection.send(message)
         after_s = time_reference()
         elapsed = time.perf_counter() - started

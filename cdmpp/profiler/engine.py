@@ -9,10 +9,10 @@ The engine deals in :class:`BuildJob` and :class:`Outcome`; it knows nothing of 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import logging
 import shutil
-import statistics
 import tempfile
 import time
 from collections import deque
@@ -31,8 +31,13 @@ from cdmpp.profiler.workers import Worker, ready
 
 logger = logging.getLogger(__name__)
 
-#: Drift is relative to the median reference time of so many first batches: the very first is often a slow one.
-_BASELINE_BATCHES = 25
+#: Drift is relative to this quantile of the reference times so far: disturbances only add time.
+_BASELINE_QUANTILE = 0.1
+#: A program whose samples were mostly disturbed is measured again after this time, in which a neighbour may
+#: have finished.
+_LATER_S = 20.0
+#: Programs that may wait for that: their shared objects lie in memory.
+_MAX_LATER = 256
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,10 @@ class EngineConfig:
     max_steal_pct, max_drift
         A batch during which the hypervisor took more than this share of the cores, or the reference program's
         time changed by more than this fraction, is measured once more.
+    max_disturbed
+        A program of which more than this share of the samples was disturbed is measured again a while later.
+    max_attempts
+        Times that a program is measured at most for these reasons; the fastest label counts.
     realtime
         Ask for the real-time scheduler.
     overlap
@@ -81,6 +90,8 @@ class EngineConfig:
     plan: SamplingPlan = field(default_factory=SamplingPlan)
     max_steal_pct: float = 2.0
     max_drift: float = 0.05
+    max_disturbed: float = 0.25
+    max_attempts: int = 3
     realtime: bool = True
     overlap: bool = True
     object_cache: str | None = None
@@ -112,6 +123,13 @@ class _Item:
     deaths: int = 0
     attempts: int = 0
     measured: Measured | None = None
+    best: Measured | None = None
+
+    def settle(self) -> None:
+        """Let the best attempt so far be the result: undisturbed before disturbed, then fast before slow."""
+        tries = [m for m in (self.best, self.measured) if m is not None and m.status == "ok"]
+        if tries:
+            self.measured = min(tries, key=lambda m: (m.meta.get("disturbed", 0.0) > 0, label(m.samples_s)))
 
 
 class CpuEngine:
@@ -137,6 +155,7 @@ class CpuEngine:
         self._waiting: dict[str, list[_Item]] = {}
         self._batches: deque[list[_Item]] = deque()
         self._outcomes: deque[Outcome] = deque()
+        self._later: deque[tuple[float, _Item]] = deque()
         self._reference_times_s: list[float] = []
 
     # -- life ------------------------------------------------------------------------------------------------
@@ -217,7 +236,7 @@ class CpuEngine:
                 yield self._outcomes.popleft()
             busy = [w for w in [*self._builders, *self._runners] if w.load is not None]
             if not busy and not self._to_build and not self._batches and not self._waiting:
-                if exhausted:
+                if exhausted and not self._later:
                     return
                 time.sleep(0.02)
                 continue
@@ -304,6 +323,13 @@ class CpuEngine:
     def _start_measuring(self) -> None:
         if not self.config.overlap and (self._to_build or any(w.load is not None for w in self._builders)):
             return
+        idle = not self._batches and all(w.load is None for w in [*self._builders, *self._runners])
+        while self._later and (
+            idle or self._later[0][0] <= time.monotonic() or len(self._later) > _MAX_LATER
+        ):
+            idle = False
+            due = [self._later.popleft()[1] for _ in range(min(self.config.batch_size, len(self._later)))]
+            self._batches.append(due)
         for worker in self._runners:
             if worker.load is None and self._batches:
                 batch = self._batches.popleft()
@@ -334,22 +360,33 @@ class CpuEngine:
 
     def _sampling_s(self, batch: list[_Item]) -> float:
         # Each program may overrun its time by a few samples and their retakes.
-        return 10.0 + len(batch) * (2 * self.config.plan.max_measure_s + 8 * self.config.run_timeout_s)
+        plan = self.config.plan
+        each = plan.max_wait_s + 2 * plan.max_measure_s + 8 * self.config.run_timeout_s
+        return 10.0 + len(batch) * each
 
     def _batch_done(self, batch: list[_Item], done: BatchDone) -> None:
-        if len(self._reference_times_s) < _BASELINE_BATCHES:
-            self._reference_times_s.append(done.reference_before_s)
+        if done.reference_before_s > 0:
+            bisect.insort(self._reference_times_s, done.reference_before_s)
         within = abs(done.reference_after_s / done.reference_before_s - 1)
         disturbed = done.steal_pct > self.config.max_steal_pct or within > self.config.max_drift
         again: list[_Item] = []
         for item in batch:
             measured = item.measured
             item.attempts += 1
-            if measured is not None and measured.status == "ok" and disturbed and item.attempts < 2:
+            if measured is None or measured.status != "ok":
+                self._finish(item, done)
+                continue
+            item.settle()
+            item.best = item.measured
+            share = item.measured.meta.get("disturbed", 0.0) if item.measured is not None else 0.0
+            if share > self.config.max_disturbed and item.attempts < self.config.max_attempts:
+                item.measured = None
+                self._later.append((time.monotonic() + _LATER_S, item))
+            elif disturbed and item.attempts < 2:
                 item.measured = None
                 again.append(item)
-                continue
-            self._finish(item, done)
+            else:
+                self._finish(item, done)
         if again:
             self._batches.append(again)
 
@@ -367,7 +404,8 @@ class CpuEngine:
             **measured.meta,
         }
         if done is not None and done.reference_before_s > 0:
-            baseline_s = statistics.median(self._reference_times_s)
+            times_s = self._reference_times_s
+            baseline_s = times_s[int(_BASELINE_QUANTILE * len(times_s))]
             meta["reference_s"] = done.reference_before_s
             meta["drift"] = round(done.reference_before_s / baseline_s - 1, 4)
             meta["drift_within"] = round(done.reference_after_s / done.reference_before_s - 1, 4)
@@ -395,7 +433,10 @@ class CpuEngine:
                 self._finish(item, None)
                 continue
             item.deaths += 1
-            if item.deaths >= 2:
+            if item.best is not None:
+                item.measured = item.best
+                self._finish(item, None)
+            elif item.deaths >= 2:
                 self._fail(item.job, "run_error", f"the measuring process died with it twice, last {reason}")
                 Path(item.built.path).unlink(missing_ok=True)
             else:
@@ -419,8 +460,12 @@ class CpuEngine:
             return
         worker.replace()
         batch.remove(slow)
-        Path(slow.built.path).unlink(missing_ok=True)
-        self._fail(slow.job, "run_timeout", f"one run took over {self.config.run_timeout_s:g} s")
+        if slow.best is not None:
+            slow.measured = slow.best
+            self._finish(slow, None)
+        else:
+            Path(slow.built.path).unlink(missing_ok=True)
+            self._fail(slow.job, "run_timeout", f"one run took over {self.config.run_timeout_s:g} s")
         for item in batch:
             if item.measured is not None:
                 self._finish(item, None)

@@ -140,7 +140,8 @@ class TaskPlan:
         need = round(wanted * self.search_fraction) - have
         if need <= 0 or task.hash in self._spent:
             return
-        while self._in_flight[task.hash] > 0:
+        # A few that are measured again later, because somebody disturbed them, are not waited for.
+        while self._in_flight[task.hash] > len(known) // 4:
             yield None
         latencies = self._latencies[task.hash]
         elite = [known[h] for h in sorted(latencies, key=latencies.__getitem__)[:_ELITE]]

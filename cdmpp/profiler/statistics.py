@@ -26,6 +26,8 @@ class SamplingPlan:
     max_measure_s
         Time that one program's samples may take. Slow programs get fewer samples for it, at least two: a long
         sample averages its own noise.
+    max_wait_s
+        Time that one program's samples may wait, in all, for the core to be undisturbed.
     """
 
     min_sample_s: float = 0.002
@@ -33,6 +35,7 @@ class SamplingPlan:
     max_samples: int = 24
     target_noise: float = 0.01
     max_measure_s: float = 0.25
+    max_wait_s: float = 0.6
 
     def repeats(self, run_s: float) -> int:
         """Runs that make one sample of a program that takes `run_s` seconds."""

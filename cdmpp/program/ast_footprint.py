@@ -20,6 +20,7 @@ from cdmpp.program.ast_table import (
     IntArray,
     LeafTable,
 )  # fmt: skip
+from cdmpp.program.leaf_schema import SIMD_BYTES
 
 LINE_BYTES = 64.0
 _ACCESS = {name: i for i, name in enumerate(ACCESS_COLUMNS)}
@@ -296,9 +297,17 @@ def auto_simd(table: LeafTable, nest: LoopNest, feet: Footprints) -> BoolArray:
 
 
 def simd_packs(table: LeafTable, nest: LoopNest, auto: BoolArray, simd_bytes: int) -> FloatArray:
-    """Instructions per iteration of a leaf if lanes are ``simd_bytes`` wide, (leaves,): 1 for scalar code."""
-    lanes = np.maximum(1.0, simd_bytes / np.maximum(table.leaf[:, _LEAF["itemsize"]], 1.0))
-    extent = nest.extent[np.arange(len(lanes)), nest.simd]
-    explicit = np.ceil(extent / lanes) / extent
-    automatic = (np.floor(extent / lanes) + extent % lanes) / extent
+    """Instructions per iteration of a leaf if lanes are ``simd_bytes`` wide, (leaves,): 1 for scalar code.
+
+    A vectorised loop is one vector that is cut into registers, the last one partly used. A compiler uses the widest
+    registers that suit the number of iterations, and runs the rest one by one.
+    """
+    itemsize = np.maximum(table.leaf[:, _LEAF["itemsize"]], 1.0)
+    extent = nest.extent[np.arange(len(itemsize)), nest.simd]
+    explicit = np.ceil(extent / np.maximum(1.0, simd_bytes / itemsize)) / extent
+    automatic = np.ones(len(itemsize))
+    for width in SIMD_BYTES:
+        if width <= simd_bytes:
+            lanes = np.maximum(1.0, width / itemsize)
+            automatic = np.minimum(automatic, (np.floor(extent / lanes) + extent % lanes) / extent)
     return np.where(nest.explicit_simd, explicit, np.where(auto, automatic, 1.0))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 
 #: Raised whenever the meaning of a feature changes while its name stays.
-FEATURE_VERSION = 1
+FEATURE_VERSION = 2
 
 #: Operations that are counted per iteration ("f": floating point, "i": integer or boolean).
 OP_KINDS: tuple[str, ...] = (

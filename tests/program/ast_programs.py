@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from cdmpp.program.tvm_env import import_tvm
@@ -160,6 +161,7 @@ def main(W: T.Buffer((1000, 64), "float32"), I: T.Buffer((16,), "int32"), Y: T.B
 """
 
 
+@lru_cache(maxsize=64)
 def parse(text: str) -> Any:
     """A PrimFunc from TVMScript text."""
     import_tvm()

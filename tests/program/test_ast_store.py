@@ -1,0 +1,109 @@
+"""Stored compact ASTs: round trip, refusal of other features, damage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cdmpp.errors import DatasetError, FeatureMismatchError
+from cdmpp.program import ast_store
+from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURES, CompactAST
+from cdmpp.program.ast_store import load_asts, save_asts, stored_feature_set
+
+
+def make(leaves: int, seed: int) -> CompactAST:
+    """An AST of random numbers."""
+    rng = np.random.default_rng(seed)
+    values = rng.lognormal(3, 5, (leaves, len(LEAF_FEATURES))).astype(np.float32)
+    values[rng.random(values.shape) < 0.3] = 0
+    positions = np.sort(rng.choice(np.arange(1, 10 * leaves + 1), leaves, replace=False)).astype(np.int32)
+    return CompactAST(values, positions, int(positions[-1]) + 1)
+
+
+def assert_same(a: dict[str, CompactAST], b: dict[str, CompactAST]) -> None:
+    assert a.keys() == b.keys()
+    for program, tree in a.items():
+        np.testing.assert_array_equal(tree.leaves, b[program].leaves)
+        np.testing.assert_array_equal(tree.positions, b[program].positions)
+        assert tree.n_nodes == b[program].n_nodes
+        assert b[program].leaves.dtype == np.float32
+        assert b[program].positions.dtype == np.int32
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(1, 9), max_size=12), st.integers(0, 1000))
+def test_round_trip(tmp_path_factory: pytest.TempPathFactory, sizes: list[int], seed: int) -> None:
+    asts = {f"{i * 7919 + seed:016x}": make(n, seed + i) for i, n in enumerate(sizes)}
+    path = tmp_path_factory.mktemp("asts") / "asts.parquet"
+    save_asts(path, asts)
+    assert_same(asts, load_asts(path))
+    assert stored_feature_set(path) == FEATURE_SET
+
+
+def test_like_programs_take_little_room(tmp_path: Path) -> None:
+    base = make(4, 0)
+    asts = {}
+    for i in range(200):
+        values = base.leaves.copy()
+        values[:, i % 40] *= 2.0 ** (i % 7)
+        asts[f"{i:016x}"] = CompactAST(values, base.positions, base.n_nodes)
+    save_asts(tmp_path / "asts.parquet", asts)
+    assert (tmp_path / "asts.parquet").stat().st_size < 40 * 4 * 200
+
+
+def test_another_feature_set_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "asts.parquet"
+    monkeypatch.setattr(ast_store, "FEATURE_SET", "ast0-deadbeef")
+    save_asts(path, {"a": make(2, 0)})
+    monkeypatch.undo()
+    with pytest.raises(FeatureMismatchError, match="ast0-deadbeef"):
+        load_asts(path)
+
+
+def test_vectors_of_another_length_are_refused(tmp_path: Path) -> None:
+    wrong = CompactAST(np.zeros((1, 3), np.float32), np.ones(1, np.int32), 2)
+    with pytest.raises(FeatureMismatchError, match="a1"):
+        save_asts(tmp_path / "asts.parquet", {"a1": wrong})
+    assert not list(tmp_path.iterdir())
+
+
+def test_missing_foreign_and_damaged_files(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    with pytest.raises(DatasetError, match="nothing"):
+        load_asts(tmp_path / "nothing.parquet")
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "other.parquet")
+    with pytest.raises(DatasetError, match="holds no compact ASTs"):
+        load_asts(tmp_path / "other.parquet")
+    path = tmp_path / "asts.parquet"
+    save_asts(path, {f"{i}": make(3, i) for i in range(50)})
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(DatasetError, match=r"asts\.parquet"):
+        load_asts(path)
+    flipped = bytearray(content)
+    flipped[len(content) // 2] ^= 0xFF
+    path.write_bytes(bytes(flipped))
+    with pytest.raises(DatasetError, match=r"asts\.parquet"):
+        load_asts(path)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "asts.parquet"
+    old = {"a": make(2, 1)}
+    save_asts(path, old)
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pq, "write_table", full)
+    with pytest.raises(DatasetError, match="No space left"):
+        save_asts(path, {"b": make(2, 2)})
+    monkeypatch.undo()
+    assert_same(old, load_asts(path))
+    assert [p.name for p in tmp_path.iterdir()] == ["asts.parquet"]
