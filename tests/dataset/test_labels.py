@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from cdmpp.dataset import Dataset, load_datasets, noise_floor_mape
-from cdmpp.dataset.labels import LABEL_COLUMNS, label_fingerprint, label_table
+from cdmpp.dataset.labels import LABEL_COLUMNS, disturbance, label_fingerprint, label_table
 from cdmpp.dataset.noise import MIN_REMEASURED, error_floor, remeasured_difference
 from cdmpp.errors import FAILURE_KINDS, DatasetError
 from tests.dataset.dataset_samples import (
@@ -39,6 +39,23 @@ def records(rows: list[dict[str, Any]]) -> pd.DataFrame:
         "measured_at": 0.0,
     }
     return pd.DataFrame([{**base, **row} for row in rows])
+
+
+def test_undisturbed_records_count_where_there_are_any() -> None:
+    rows = [
+        {"latency_s": 2.0, "meta": '{"disturbed": 0.9}'},
+        {"latency_s": 1.0, "meta": '{"disturbed": 0.0}', "measured_at": 1.0},
+        {"latency_s": 5.0, "program": "q", "meta": '{"disturbed": 0.9}'},
+        # Before samples were watched: a slow reference program or halves that disagree say the same.
+        {"latency_s": 3.0, "program": "r", "meta": "{}", "drift": 0.3},
+        {"latency_s": 4.0, "program": "r", "meta": "{}", "noise": 0.3},
+        {"latency_s": 2.5, "program": "r", "meta": "{}", "drift": 0.01},
+    ]
+    frame = records([{"drift": np.nan, **row} for row in rows])
+    assert list(disturbance(frame)) == [0.9, 0.0, 0.9, 1.0, 1.0, 0.0]
+    labels = label_table(frame).set_index("program")
+    assert dict(labels["latency_s"]) == {"p": 1.0, "q": 5.0, "r": 2.5}
+    assert dict(labels["n_records"]) == {"p": 1, "q": 1, "r": 1}
 
 
 def test_one_label_per_program_and_device(tmp_path: Path) -> None:

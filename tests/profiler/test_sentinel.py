@@ -1,0 +1,144 @@
+"""Samples are taken, and programs measured again, according to who else uses the core."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cdmpp.profiler import sentinel as module
+from cdmpp.profiler.build import Built
+from cdmpp.profiler.cpu_runner import BatchDone, Measured, _Loaded
+from cdmpp.profiler.engine import CpuEngine, EngineConfig, Outcome, _Item
+from cdmpp.profiler.sentinel import Sentinel
+from cdmpp.profiler.statistics import SamplingPlan
+from cdmpp.program.types import Program
+
+
+class Core:
+    """A clock on which the sentinel's loop takes 10 us, or `slow` times as long while a neighbour is busy."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.slow = 1.0
+        self.busy_until = 0.0
+        self._inside = False
+
+    def perf_counter(self) -> float:
+        # Every other reading ends a loop.
+        if self._inside:
+            self.now += 10e-6 * (self.slow if self.now < self.busy_until else 1.0)
+        self._inside = not self._inside
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def core(monkeypatch: pytest.MonkeyPatch) -> Core:
+    clock = Core()
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock.perf_counter, sleep=clock.sleep))
+    return clock
+
+
+def watch(core: Core) -> Sentinel:
+    watcher = Sentinel(settle_s=0.0)
+    watcher.clean_s = 10e-6
+    core._inside = False
+    return watcher
+
+
+def test_a_busy_neighbour_is_seen_and_clock_changes_are_not(core: Core) -> None:
+    watcher = watch(core)
+    assert watcher.calm()
+    core.busy_until, core.slow = float("inf"), 1.8
+    core._inside = False
+    watcher._seen_at = float("-inf")
+    slow = watcher._pass_s()
+    assert slow == pytest.approx(18e-6)
+    assert slow > module._TOLERANCE * watcher.clean_s
+    core._inside = False
+    core.slow = 1.15
+    assert watcher._pass_s() < module._TOLERANCE * watcher.clean_s
+
+
+def test_a_faster_pass_corrects_what_undisturbed_means(core: Core) -> None:
+    watcher = watch(core)
+    watcher.clean_s = 30e-6
+    watcher.calm()
+    assert watcher.clean_s == pytest.approx(10e-6)
+
+
+class Script:
+    """A sentinel that answers from a list; True at its end."""
+
+    def __init__(self, answers: list[bool]) -> None:
+        self.answers = list(answers)
+
+    def calm(self) -> bool:
+        return self.answers.pop(0) if self.answers else True
+
+    def wait(self, at_most_s: float) -> tuple[bool, float]:
+        return (True, 0.0) if at_most_s > 0 else (False, 0.0)
+
+
+def loaded(answers: list[bool], plan: SamplingPlan) -> Any:
+    program = _Loaded.__new__(_Loaded)
+    program.plan, program.sentinel = plan, Script(answers)  # type: ignore[assignment]
+    program.calm, program.disturbed = [], []
+    program.spent_s = program.waited_s = 0.0
+    program._timer = None
+    values = iter(float(i) for i in range(1, 100))
+    program._run_once = lambda: next(values)  # type: ignore[method-assign]
+    return program
+
+
+def test_only_undisturbed_samples_count() -> None:
+    program = loaded([True, False, False, True, True, True], SamplingPlan(min_samples=4, max_samples=4))
+    while program.wants_more:
+        program.sample()
+    assert program.calm == [1.0, 4.0, 5.0, 6.0]
+    assert program.disturbed == [2.0, 3.0]
+    assert program.result() == ((1.0, 4.0, 5.0, 6.0), 0.0)
+
+
+def test_a_program_that_was_never_left_alone_is_reported_as_such() -> None:
+    program = loaded([False] * 7 + [True] + [False] * 50, SamplingPlan(min_samples=4, max_samples=4))
+    while program.wants_more:
+        program.sample()
+    samples_s, share = program.result()
+    assert sorted(samples_s) == [float(i) for i in range(1, 9)], "twice max_samples, then it ends"
+    assert share == pytest.approx(7 / 8)
+
+
+def outcomes(attempts: list[tuple[float, float]]) -> tuple[list[Outcome], int]:
+    """Feed one program's attempts (latency, disturbed share) to an engine that has no processes."""
+    engine = CpuEngine(EngineConfig(target={}, core_groups=((0,),)))
+    built = Built(Program("p", "t", None, "", "random"), "ok", path="/nonexistent")
+    item = _Item(SimpleNamespace(program=built.program, task=SimpleNamespace(hash="t")), built)  # type: ignore[arg-type]
+    for n, (latency_s, share) in enumerate(attempts, 1):
+        item.measured = Measured("p", "ok", (latency_s,) * 4, meta={"disturbed": share})
+        engine._batch_done([item], BatchDone(1e-3, 1e-3, 0.0, "fifo"))
+        if engine._outcomes:
+            return list(engine._outcomes), n
+        assert engine._later.popleft()[1] is item
+    return [], len(attempts)
+
+
+@pytest.mark.parametrize(
+    ("attempts", "latency_s", "taken"),
+    [
+        ([(1.0, 0.0)], 1.0, 1),
+        ([(2.0, 0.9), (1.5, 0.0)], 1.5, 2),
+        ([(2.0, 0.9), (1.8, 0.9), (1.9, 0.5)], 1.8, 3),  # never left alone: the fastest
+        ([(1.0, 0.9), (1.2, 0.0)], 1.2, 2),  # undisturbed counts, though it is slower
+    ],
+)
+def test_disturbed_programs_are_measured_again_later(
+    attempts: list[tuple[float, float]], latency_s: float, taken: int
+) -> None:
+    found, n = outcomes(attempts)
+    assert [o.latency_s for o in found] == [latency_s]
+    assert n == taken == found[0].meta["attempts"]
