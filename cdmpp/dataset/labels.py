@@ -51,7 +51,9 @@ def disturbance(records: pd.DataFrame) -> np.ndarray:
     """
     import numpy as np
 
-    drift = records["drift"].to_numpy(dtype=np.float64) if "drift" in records else np.full(len(records), np.nan)
+    drift = (
+        records["drift"].to_numpy(dtype=np.float64) if "drift" in records else np.full(len(records), np.nan)
+    )
     noise = records["noise"].to_numpy(dtype=np.float64)
     guess = ((drift > _DISTURBED_DRIFT) | (noise > _DISTURBED_NOISE)).astype(np.float64)
     if "meta" not in records:
@@ -60,7 +62,9 @@ def disturbance(records: pd.DataFrame) -> np.ndarray:
         json.loads(text).get("disturbed") if isinstance(text, str) and '"disturbed"' in text else None
         for text in records["meta"]
     ]
-    return np.array([g if k is None else float(k) for g, k in zip(guess, known, strict=True)], dtype=np.float64)
+    return np.array(
+        [g if k is None else float(k) for g, k in zip(guess, known, strict=True)], dtype=np.float64
+    )
 
 
 def _calmest(ok: pd.DataFrame) -> pd.DataFrame:

@@ -115,7 +115,7 @@ def gather(
     """Collect labels, ASTs and devices of datasets.
 
     ASTs are read from each dataset's ``asts.parquet``; missing ones are computed, which needs TVM and some
-    milliseconds a program, and written there if the folder can be written.
+    milliseconds a program, and written to the first folder that holds the program if it can be written.
 
     Raises
     ------
@@ -170,15 +170,25 @@ def collect_asts(
     if missing:
         fresh = _compute_asts(view, missing, progress)
         asts.update(fresh)
-        for part in view.parts:
-            own = {program: ast for program, ast in asts.items() if program in part.programs}
+        for folder, held in first_holders(view).items():
+            own = {program: ast for program, ast in asts.items() if program in held}
             if fresh.keys() & own.keys():
-                path = Path(part.path) / AST_FILE
+                path = folder / AST_FILE
                 try:
                     save_asts(path, own)
                 except (OSError, DatasetError) as err:
                     logger.warning("%s is not written: %s", path, err)
     return {program: asts[program] for program in wanted if program in asts}
+
+
+def first_holders(view: DatasetView) -> dict[Path, set[str]]:
+    """Folder -> hashes of its programs that no earlier folder holds: what is derived from a program is kept once."""
+    holders: dict[Path, set[str]] = {}
+    held: set[str] = set()
+    for part in view.parts:
+        holders[Path(part.path)] = set(part.programs) - held
+        held |= set(part.programs)
+    return holders
 
 
 def program_resolver(view: DatasetView) -> Callable[[Program], Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.errors import PredictorError
+from cdmpp.errors import PredictorError, SplitError
 from cdmpp.predictor.data import TrainingData
 from cdmpp.report.metrics import evaluate_groups, evaluate_predictions
 
@@ -115,7 +115,16 @@ def _rows(
         return ALL_RECORDS, np.arange(len(data))
     if split is None or isinstance(split, str):
         spec = _specification(predictor, split)
-        return spec, split_data(spec, data).part(part)
+        try:
+            return spec, split_data(spec, data).part(part)
+        except SplitError as err:
+            # The split of training may name networks that this data does not have. Where none of its tasks was
+            # trained on, every record is one of a network never seen.
+            trained = set(predictor.training.get("tasks", ()))
+            if part != "test" or not trained or spec == split or set(data.labels["task"]) & trained:
+                raise
+            logger.warning("every record is scored, no task was trained on (%s)", err)
+            return ALL_RECORDS, np.arange(len(data))
     return split.spec, split.part(part)
 
 

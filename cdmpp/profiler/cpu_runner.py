@@ -128,9 +128,7 @@ class _Arguments:
 class _Loaded:
     """A program ready to run, with its samples so far."""
 
-    def __init__(
-        self, built: Built, arguments: _Arguments, plan: SamplingPlan, sentinel: Sentinel
-    ) -> None:
+    def __init__(self, built: Built, arguments: _Arguments, plan: SamplingPlan, sentinel: Sentinel) -> None:
         import tvm
 
         self.hash = built.program.hash

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from cdmpp.profiler.build import BuildJob
-from cdmpp.program.space import structural_hash
-from cdmpp.program.tvm_env import import_tvm
+from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.program.types import Program, Task
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cdmpp.errors import ProgramError
-from cdmpp.program.tvm_env import import_tvm, quiet
+from cdmpp.program.tvm_env import import_tvm, quiet, structural_hash
 from cdmpp.program.types import Program, Space, Task
 
 logger = logging.getLogger(__name__)
@@ -37,13 +37,6 @@ _CUDA_SPACE_TARGET: dict[str, Any] = {
 _MAX_REJECTED = 300
 #: ... or after this many in a row that were drawn before.
 _MAX_REPEATED = 40
-
-
-def structural_hash(func: Any) -> str:
-    """16 hexadecimal digits of TVM's structural hash of a PrimFunc."""
-    import tvm_ffi
-
-    return f"{tvm_ffi.structural_hash(func) & (2**64 - 1):016x}"
 
 
 def _plain(obj: Any) -> Any:

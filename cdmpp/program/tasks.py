@@ -11,7 +11,7 @@ from typing import Any
 from cdmpp.errors import NetworkError, ProgramError
 from cdmpp.program.fusion import fuse
 from cdmpp.program.network import Network, load_network
-from cdmpp.program.tvm_env import import_tvm
+from cdmpp.program.tvm_env import import_tvm, quiet, structural_hash
 from cdmpp.program.types import Task
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,8 @@ def extract_tasks(
 
 
 def _network_tasks(network: Network, target: Any) -> list[Task]:
-    fused = fuse(network.to_relax(), target)
+    with quiet():
+        fused = fuse(network.to_relax(), target)
     if fused.untranslated:
         names = ", ".join(sorted(set(fused.untranslated)))
         logger.warning("%s: no task stands for %s, which TVM does not translate to TIR", network.name, names)
@@ -124,7 +125,7 @@ def task_from_prim_func(func: Any, name: str = "main", networks: Mapping[str, fl
         total_bytes += elements * max(1, tvm.DataType(dtype).bits // 8)
     _check_schedulable(func, name)
     return Task(
-        hash=prim_func_hash(func),
+        hash=structural_hash(func),
         name=name,
         tir_json=tvm.ir.save_json(func),
         networks=dict(networks or {}),
@@ -139,13 +140,6 @@ def normalise(func: Any) -> Any:
     if "op_pattern" in func.attrs:
         func = func.without_attr("op_pattern")
     return func.with_attr("global_symbol", "main").with_attr("tirx.noalias", True)
-
-
-def prim_func_hash(func: Any) -> str:
-    """16 hexadecimal digits of the structural hash; names of variables and buffers do not matter."""
-    import tvm_ffi
-
-    return f"{tvm_ffi.structural_hash(func) & 0xFFFFFFFFFFFFFFFF:016x}"
 
 
 def _check_schedulable(func: Any, name: str) -> None:

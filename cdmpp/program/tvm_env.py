@@ -80,3 +80,10 @@ def quiet() -> Iterator[None]:
                 sink.seek(0)
                 for line in sink.read().decode(errors="replace").splitlines():
                     logger.debug("TVM: %s", line)
+
+
+def structural_hash(func: Any) -> str:
+    """16 hexadecimal digits of TVM's structural hash of a PrimFunc: names of variables and buffers do not matter."""
+    import tvm_ffi
+
+    return f"{tvm_ffi.structural_hash(func) & (2**64 - 1):016x}"

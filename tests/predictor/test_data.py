@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from cdmpp.dataset import Dataset, Record
-from cdmpp.errors import DatasetError
+from cdmpp.errors import DatasetError, SplitError
 from cdmpp.predictor import config_from_dict, evaluate, gather, program_resolver, split_data, train
 from cdmpp.predictor.baselines import XGBoostModel, evaluate_models
 from cdmpp.predictor.baselines.per_store import PER_STORE_FILE, collect_per_store
 from cdmpp.predictor.config import DataConfig
-from cdmpp.predictor.data import AST_FILE
+from cdmpp.predictor.data import AST_FILE, subset
 
 DEVICES = ("h200", "v100")
 
@@ -74,6 +74,20 @@ def test_gather_computes_asts_once(folder, data, monkeypatch):
         assert (again.asts[program].positions == ast.positions).all()
 
 
+def test_what_is_derived_from_a_program_is_kept_once(folder, data, tmp_path, monkeypatch):
+    copies = [tmp_path / name for name in ("a", "b")]
+    for copy in copies:
+        shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.lock"))
+        (copy / AST_FILE).unlink()
+    monkeypatch.setattr(
+        "cdmpp.predictor.data._compute_asts", lambda _, programs, __: {p: data.asts[p] for p in programs}
+    )
+    gather([str(c) for c in copies])
+    assert (copies[0] / AST_FILE).exists() and not (copies[1] / AST_FILE).exists()
+    gather(copies[1])
+    assert (copies[1] / AST_FILE).exists()
+
+
 def test_a_damaged_or_outdated_ast_file_is_made_again(folder, data, tmp_path, caplog):
     copy = tmp_path / "d"
     shutil.copytree(folder, copy)
@@ -112,7 +126,7 @@ def test_programs_that_cannot_be_rebuilt_are_left_out_and_said(folder, monkeypat
     assert "labels left out" in caplog.text
 
 
-def test_dataset_to_prediction(folder, data, tmp_path):
+def test_dataset_to_prediction(folder, data, tmp_path, caplog):
     config = config_from_dict(
         {
             "model": {"dim": 16, "layers": 1, "heads": 2, "embedding_dim": 16, "decoder_dim": 32},
@@ -126,6 +140,16 @@ def test_dataset_to_prediction(folder, data, tmp_path):
     assert scores["groups"]["network"].keys() == {"three"}
     assert scores["overall"]["n"] == 22 and scores["n_trained_tasks"] == 0
     assert scores["overall"]["noise_floor_mape"] == pytest.approx(0.01)
+    # Data of new networks only: none is the one that was held out, and none was trained on.
+    trained = set(result.predictor.training["tasks"])
+    new = subset(data, np.flatnonzero(~data.labels["task"].isin(trained)))
+    new = replace(new, networks={task: ("new",) for task in new.networks})
+    scores = evaluate(result.predictor, new, "by_network", by=())
+    assert (scores["split"], scores["overall"]["n"], scores["n_trained_tasks"]) == ("all", len(new), 0)
+    assert "every record is scored" in caplog.text
+    renamed = replace(data, networks={task: ("new",) for task in data.networks})
+    with pytest.raises(SplitError, match="three"):
+        evaluate(result.predictor, renamed, "by_network")
     program = next(iter(data.view.programs.values()))
     resolver = program_resolver(data.view)
     seconds = result.predictor.predict(program, "h200", resolver=resolver)

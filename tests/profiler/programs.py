@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from cdmpp.profiler.build import BuildJob
-from cdmpp.program.space import TaskSpaces, structural_hash
-from cdmpp.program.tvm_env import import_tvm
+from cdmpp.program.space import TaskSpaces
+from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.program.types import Program, Task
 
 TARGET = {"kind": "llvm", "mcpu": "x86-64-v2", "num-cores": 1}

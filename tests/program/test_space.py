@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from cdmpp.errors import ProgramError
-from cdmpp.program.space import Rebuilder, TaskSpaces, rebuild, sample_programs, structural_hash, unscheduled
+from cdmpp.program.space import Rebuilder, TaskSpaces, rebuild, sample_programs, unscheduled
+from cdmpp.program.tvm_env import structural_hash
 from tests.profiler.programs import matmul_task, te_task
 
 

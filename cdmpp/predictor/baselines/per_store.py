@@ -198,10 +198,12 @@ def _extract_each(extract: PerStoreExtractor, funcs: Mapping[str, Any]) -> dict[
 
 
 def _write_back(view: DatasetView, known: Mapping[str, NDArray[np.float32]], fresh: set[str]) -> None:
-    for part in view.parts:
-        own = {program: vector for program, vector in known.items() if program in part.programs}
+    from cdmpp.predictor.data import first_holders
+
+    for folder, held in first_holders(view).items():
+        own = {program: vector for program, vector in known.items() if program in held}
         if fresh & own.keys():
-            path = Path(part.path) / PER_STORE_FILE
+            path = folder / PER_STORE_FILE
             try:
                 save_per_store(path, own)
             except OSError as err:
