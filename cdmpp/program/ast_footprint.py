@@ -23,6 +23,9 @@ from cdmpp.program.ast_table import (
 from cdmpp.program.leaf_schema import SIMD_BYTES
 
 LINE_BYTES = 64.0
+PAGE_BYTES = 4096.0
+#: Sets of a cache of 64 sets (32 KB, 8 ways) and of 1024 sets (1 MB, 16 ways) come round after so many bytes.
+SET_PERIODS = (4 << 10, 64 << 10)
 _ACCESS = {name: i for i, name in enumerate(ACCESS_COLUMNS)}
 _LEAF = {name: i for i, name in enumerate(LEAF_COLUMNS)}
 
@@ -120,6 +123,10 @@ class Footprints:
         (accesses, depths): distinct elements of data, for storage may be used anew.
     lines
         (accesses, depths): distinct cache lines, in bytes.
+    pages
+        (accesses, depths): distinct pages of 4 KB.
+    runs
+        (accesses, depths): elements that lie side by side in storage.
     stride
         (accesses, loops): elements between the addresses of successive iterations of one loop.
     uses
@@ -139,6 +146,8 @@ class Footprints:
     elements: FloatArray
     data: FloatArray
     lines: FloatArray
+    pages: FloatArray
+    runs: FloatArray
     stride: FloatArray
     uses: BoolArray
     gathers: BoolArray
@@ -160,8 +169,10 @@ class Footprints:
         uses = np.logical_or.reduceat(table.uses, starts, axis=0) if len(access) else table.uses
         points = _with_one(np.cumprod(np.where(uses, nest.extent[leaf], 1.0), axis=1))
         elements = np.minimum(np.multiply.reduceat(count, starts, axis=0), points)
-        lines, strides = _lines(table, starts, shape, span, count, access[:, _ACCESS["itemsize"]])
-        lines = np.minimum(lines, elements) * LINE_BYTES
+        extents = _extents(table, starts, shape, span, count)
+        itemsize = access[:, _ACCESS["itemsize"]]
+        lines = np.minimum(extents.blocks(LINE_BYTES / itemsize), elements) * LINE_BYTES
+        strides = extents.strides
         stride = np.add.reduceat(table.coef * strides[:, None], starts, axis=0)
         storage = np.multiply.reduceat(shape, starts) * access[:, _ACCESS["itemsize"]]
         working_set, program_bytes = _working_sets(table, nest, leaf, buffer, lines)
@@ -171,6 +182,8 @@ class Footprints:
             elements=elements,
             data=elements * _with_one(np.cumprod(np.where(table.renewed, nest.extent[leaf], 1.0), axis=1)),
             lines=lines,
+            pages=np.minimum(extents.blocks(PAGE_BYTES / itemsize), elements),
+            runs=np.minimum(np.minimum(extents.run, extents.run_count), elements),
             stride=stride,
             uses=uses | table.renewed,
             gathers=table.gathers,
@@ -194,15 +207,31 @@ def _storage_shape(table: LeafTable, buffer: IntArray) -> FloatArray:
     return np.where(allocated, np.minimum(shape, live[key]), shape)
 
 
-def _lines(
-    table: LeafTable,
-    starts: IntArray,
-    shape: FloatArray,
-    span: FloatArray,
-    count: FloatArray,
-    itemsize: FloatArray,
-) -> tuple[FloatArray, FloatArray]:
-    """Cache lines touched (accesses, depths) and the element stride of each row (rows,)."""
+@dataclass(frozen=True)
+class _Extents:
+    """Where in storage the elements of each access lie, (accesses, depths) each.
+
+    ``run`` elements from first to last without a gap between rows, ``run_count`` of them touched, ``outer`` such
+    runs, ``linear`` elements from the very first to the very last. ``strides`` is the element stride of each
+    row, (rows,).
+    """
+
+    run: FloatArray
+    run_count: FloatArray
+    outer: FloatArray
+    linear: FloatArray
+    strides: FloatArray
+
+    def blocks(self, size: FloatArray) -> FloatArray:
+        """Aligned blocks (lines, pages) of ``size`` elements (accesses,) that are touched, (accesses, depths)."""
+        size = size[:, None]
+        blocks = self.outer * np.minimum(np.ceil(self.run / size), self.run_count)
+        return np.minimum(blocks, np.ceil((self.linear + 1) / size))
+
+
+def _extents(
+    table: LeafTable, starts: IntArray, shape: FloatArray, span: FloatArray, count: FloatArray
+) -> _Extents:
     n = len(starts)
     ends = np.append(starts[1:], len(shape))
     dims = ends - starts
@@ -226,9 +255,7 @@ def _lines(
         outer[have] *= np.where(full, 1.0, c)
         whole[have] = full & (s + 1 >= shape[row][:, None])
         size[have] *= shape[row]
-    per_line = (LINE_BYTES / itemsize)[:, None]
-    lines = outer * np.minimum(np.ceil(run / per_line), run_count)
-    return np.minimum(lines, np.ceil((linear + 1) / per_line)), strides
+    return _Extents(run, run_count, outer, linear, strides)
 
 
 def _working_sets(
@@ -267,11 +294,44 @@ def traffic(nest: LoopNest, feet: Footprints, capacity: float) -> FloatArray:
     Let ``k`` inner loops be the most whose working set fits. Loop ``k + 1`` then finds again what one iteration
     left, so that its new data are moved once; every loop around it moves all of that again.
     """
-    fits = (feet.working_set[:, 1:] <= capacity) & (nest.node >= 0)
-    k = np.minimum(fits.sum(axis=1) + 1, nest.n)
+    return _moved(nest, feet, feet.lines, feet.working_set[:, 1:] <= capacity)
+
+
+def conflict_traffic(
+    table: LeafTable, nest: LoopNest, feet: Footprints, capacity: float, period: int
+) -> FloatArray:
+    """As :func:`traffic`, into a cache whose sets come round after ``period`` bytes, (accesses,).
+
+    An access that strides by a multiple of a large power of two uses few of the sets. Its lines then fill the cache
+    as many times faster as there are sets that it leaves out.
+    """
+    sets = period / LINE_BYTES
+    itemsize = table.access[:, _ACCESS["itemsize"]][:, None]
+    extent = np.where(feet.uses, nest.extent[feet.leaf], 1.0)
+    step = np.abs(feet.stride) * itemsize
+    whole = np.where(feet.gathers | (step == 0), 1, step).astype(np.int64)
+    positions = np.minimum(extent, period // np.gcd(whole, period))
+    used = np.maximum(1.0, positions * np.minimum(1.0, step / LINE_BYTES))
+    used = np.where(feet.gathers, extent, used)
+    used = np.minimum(_with_one(np.cumprod(used, axis=1)), sets)
+    crowding = np.maximum(1.0, np.minimum(feet.lines / LINE_BYTES, sets) / used)
+    extra = np.zeros(feet.working_set.shape)
+    np.add.at(extra, feet.leaf, feet.lines * (crowding - 1))
+    return _moved(nest, feet, feet.lines, (feet.working_set + extra)[:, 1:] <= capacity)
+
+
+def page_traffic(nest: LoopNest, feet: Footprints, entries: int) -> FloatArray:
+    """Pages each access moves into a table of so many entries (a TLB), (accesses,); as :func:`traffic`."""
+    held = np.zeros(feet.working_set.shape)
+    np.add.at(held, feet.leaf, feet.pages)
+    return _moved(nest, feet, feet.pages, held[:, 1:] <= entries)
+
+
+def _moved(nest: LoopNest, feet: Footprints, touched: FloatArray, fits: BoolArray) -> FloatArray:
+    k = np.minimum((np.logical_and.accumulate(fits, axis=1) & (nest.node >= 0)).sum(axis=1) + 1, nest.n)
     rows = np.arange(len(k))
     outer = nest.iterations / nest.points[rows, k]
-    return feet.lines[np.arange(len(feet.leaf)), k[feet.leaf]] * outer[feet.leaf]
+    return touched[np.arange(len(feet.leaf)), k[feet.leaf]] * outer[feet.leaf]
 
 
 def register_elements(nest: LoopNest, feet: Footprints) -> FloatArray:
@@ -311,3 +371,18 @@ def simd_packs(table: LeafTable, nest: LoopNest, auto: BoolArray, simd_bytes: in
             lanes = np.maximum(1.0, width / itemsize)
             automatic = np.minimum(automatic, (np.floor(extent / lanes) + extent % lanes) / extent)
     return np.where(nest.explicit_simd, explicit, np.where(auto, automatic, 1.0))
+
+
+def neighbour_packs(table: LeafTable, nest: LoopNest, feet: Footprints, simd_bytes: int) -> FloatArray:
+    """Instructions per iteration if a compiler packs statements that store side by side, (leaves,).
+
+    Straight-line code that is not vectorised by the schedule can still be put into lanes, where copies of a
+    statement store to neighbouring elements (superword-level parallelism).
+    """
+    at = np.arange(len(feet.leaf))
+    stores = table.access[:, _ACCESS["stores"]] > 0
+    beside = np.zeros(len(table.leaf))
+    np.maximum.at(beside, feet.leaf, np.where(stores, feet.runs[at, nest.tile[feet.leaf]], 0.0))
+    lanes = np.maximum(1.0, simd_bytes / np.maximum(table.leaf[:, _LEAF["itemsize"]], 1.0))
+    used = np.exp2(np.floor(np.log2(np.clip(beside, 1.0, lanes))))
+    return 1.0 / used

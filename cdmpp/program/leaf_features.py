@@ -7,9 +7,13 @@ from numpy.typing import NDArray
 
 from cdmpp.program.ast_body import GLOBAL, LOCAL, SHARED
 from cdmpp.program.ast_footprint import (
+    SET_PERIODS,
     Footprints,
     LoopNest,
     auto_simd,
+    conflict_traffic,
+    neighbour_packs,
+    page_traffic,
     register_elements,
     simd_packs,
     traffic,
@@ -26,6 +30,7 @@ from cdmpp.program.leaf_schema import (
     SIMD_BYTES,
     SLOT_DEPTHS,
     SLOT_FEATURES,
+    TLB_ENTRIES,
     WORKING_SET_DEPTHS,
 )  # fmt: skip
 
@@ -47,6 +52,11 @@ def leaf_vectors(table: LeafTable) -> NDArray[np.float32]:
     feet = Footprints.of(table, nest)
     moved = np.stack([traffic(nest, feet, c) for c in CAPACITIES])
     registers = register_elements(nest, feet)
+    conflicts = [
+        conflict_traffic(table, nest, feet, capacity, period)
+        for capacity, period in zip((32 << 10, 1 << 20), SET_PERIODS, strict=True)
+    ]
+    pages = [page_traffic(nest, feet, entries) for entries in TLB_ENTRIES]
     times = (table.access[:, _ACCESS["loads"]] > 0).astype(float) + (table.access[:, _ACCESS["stores"]] > 0)
     auto = auto_simd(table, nest, feet)
     flops = table.ops @ _FLOPS
@@ -58,9 +68,8 @@ def leaf_vectors(table: LeafTable) -> NDArray[np.float32]:
         * nest.iterations[:, None],
         _code(table, nest, feet, auto),
         _instructions(table, nest, feet, auto, registers, times),
-        np.stack(
-            [np.bincount(feet.leaf, weights=row * times, minlength=len(table.leaf)) for row in moved], axis=1
-        ),
+        ((table.ops @ _FP) * nest.iterations * neighbour_packs(table, nest, feet, 32))[:, None],
+        _sums(table, feet, [row * times for row in (*moved, *conflicts)] + pages),
         feet.working_set[:, [min(k, feet.working_set.shape[1] - 1) for k in WORKING_SET_DEPTHS]],
         _program(table, nest, feet, flops),
         _window(nest),
@@ -69,6 +78,11 @@ def leaf_vectors(table: LeafTable) -> NDArray[np.float32]:
     vectors = np.concatenate(blocks, axis=1)
     assert vectors.shape[1] == len(LEAF_FEATURES)
     return vectors.astype(np.float32)
+
+
+def _sums(table: LeafTable, feet: Footprints, rows: list[FloatArray]) -> FloatArray:
+    """Sums over the accesses of each leaf, (leaves, rows)."""
+    return np.stack([np.bincount(feet.leaf, weights=row, minlength=len(table.leaf)) for row in rows], axis=1)
 
 
 def _by_leaf(table: LeafTable, feet: Footprints, column: str) -> FloatArray:
@@ -164,6 +178,10 @@ def _code(table: LeafTable, nest: LoopNest, feet: Footprints, auto: NDArray[np.b
         (simd_stride > 1) & ~gather,
         gather,
     ]
+    run = feet.runs[at, tile[feet.leaf]]
+    runs = np.zeros((2, n_leaves))
+    np.maximum.at(runs[0], feet.leaf, np.where(stores, run, 0.0))
+    np.maximum.at(runs[1], feet.leaf, np.where(table.access[:, _ACCESS["loads"]] > 0, run, 0.0))
     columns = [
         nest.points[rows, tile],
         outputs,
@@ -176,6 +194,7 @@ def _code(table: LeafTable, nest: LoopNest, feet: Footprints, auto: NDArray[np.b
         nest.extent[rows, nest.simd],
         auto,
         *[np.bincount(feet.leaf, weights=c, minlength=n_leaves) for c in classes],
+        *runs,
     ]
     return np.stack(columns, axis=1)
 
@@ -268,6 +287,7 @@ def _slots(
         access[:, _ACCESS["irregular"]],
         stride[at, nest.simd[leaf]],
         *[stride[:, k] if k < depths - 1 else np.zeros(n) for k in range(3)],
+        feet.runs[at, nest.tile[leaf]],
         feet.elements[at, nest.tile[leaf]],
         registers,
         *[feet.lines[:, min(k, depths - 1)] for k in SLOT_DEPTHS],

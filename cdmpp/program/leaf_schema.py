@@ -25,6 +25,8 @@ SIMD_BYTES: tuple[int, ...] = (16, 32, 64)
 N_LOOPS = 8
 #: Accesses described one by one: stores first, then loads by bytes moved.
 N_SLOTS = 5
+#: Entries of translation look-aside buffers for which the pages moved are estimated.
+TLB_ENTRIES: tuple[int, ...] = (64, 1536)
 #: Depths (number of inner loops) at which working sets and footprints are given.
 WORKING_SET_DEPTHS: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 8)
 SLOT_DEPTHS: tuple[int, ...] = (1, 2, 3)
@@ -91,6 +93,8 @@ _CODE = {
     "simd_broadcast": "accesses that do not change along it",
     "simd_strided": "accesses with another stride along it",
     "simd_gather": "accesses that are not affine along it",
+    "run_stored": "elements stored side by side by the straight-line code: a compiler may pack their statements",
+    "run_loaded": "the longest run of elements loaded side by side by it",
 }
 _SLOT = {
     "itemsize": "bytes of an element (0: no such access)",
@@ -104,6 +108,7 @@ _SLOT = {
     "stride_1": "elements between successive iterations of the innermost loop",
     "stride_2": "the same, second loop from inside",
     "stride_3": "the same, third loop from inside",
+    "tile_run": "elements side by side that are touched in one run of the straight-line code",
     "tile_elements": "distinct elements touched in one run of the straight-line code",
     "register_elements": "element loads or stores left when registers hold what they can",
     **{
@@ -152,9 +157,15 @@ def _describe() -> dict[str, str]:
         out[f"mem_instructions_{width}b"] = (
             f"loads and stores with SIMD registers of {width} bytes, after register reuse"
         )
+    out["fp_instructions_packed"] = (
+        "floating-point instructions with SIMD registers of 32 bytes if statements that store side by side are packed"
+    )
     out |= {
         f"moved_{_size(c)}": f"bytes moved into a memory of {c} bytes, by the loop order" for c in CAPACITIES
     }
+    out["conflict_32kb"] = "bytes moved into a cache of 32 KB with 64 sets, which strides may use unevenly"
+    out["conflict_1mb"] = "bytes moved into a cache of 1 MB with 1024 sets, which strides may use unevenly"
+    out |= {f"pages_{n}": f"pages of 4 KB moved into a table of {n} entries" for n in TLB_ENTRIES}
     out |= {
         f"working_set_{k}": f"bytes touched by the {k} innermost loops (with other leaves in them)"
         for k in WORKING_SET_DEPTHS

@@ -161,6 +161,22 @@ def main(W: T.Buffer((1000, 64), "float32"), I: T.Buffer((16,), "int32"), Y: T.B
 """
 
 
+#: Sums of the columns of a matrix whose rows are 4 KB, column after column: every access in a new page and the same set.
+COLUMNS = """
+@T.prim_func(s_tir=True)
+def main(X: T.Buffer((64, 1024), "float32"), S: T.Buffer((1024,), "float32")):
+    with T.sblock("root"):
+        for i in range(1024):
+            for j in range(64):
+                with T.sblock("add"):
+                    vi = T.axis.spatial(1024, i)
+                    vj = T.axis.reduce(64, j)
+                    T.reads(S[vi], X[vj, vi])
+                    T.writes(S[vi])
+                    S[vi] = S[vi] + X[vj, vi]
+"""
+
+
 @lru_cache(maxsize=64)
 def parse(text: str) -> Any:
     """A PrimFunc from TVMScript text."""

@@ -19,7 +19,7 @@ from cdmpp.program.ast import (
     compact_ast,
     compact_asts,
 )
-from tests.program.ast_programs import CHAIN, CONV, CUDA, GATHER, MATMUL, PREDICATED, parse
+from tests.program.ast_programs import CHAIN, COLUMNS, CONV, CUDA, GATHER, MATMUL, PREDICATED, parse
 
 
 def leaf(ast: CompactAST, number: int) -> dict[str, float]:
@@ -104,6 +104,8 @@ def test_straight_line_code_of_a_tiled_matmul() -> None:
         fp_instructions_32b=131072 / 8,
         fp_instructions_64b=131072 / 16,
     )
+    # 16 of a row of C or B lie side by side, 4 of a row of A.
+    expect(update, run_stored=16, run_loaded=16, slot1_tile_run=16, fp_instructions_packed=131072 / 8)
     # C stays in registers over k0: 128 elements, 32 times. A: 32 elements 256 times. B: 64 elements 256 times.
     expect(update, slot1_register_elements=128 * 32, slot2_register_elements=32 * 256)
     expect(update, slot3_register_elements=64 * 256)
@@ -370,3 +372,32 @@ def test_importing_the_module_does_not_import_tvm() -> None:
         "assert 'tvm' not in sys.modules and 'tvm_ffi' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_columns_use_few_sets_of_a_cache_and_many_pages() -> None:
+    # One column: 64 lines of X, 4 KB apart, and a line of S: 4160 bytes, which fit 32 KB. All of X is then moved once
+    # (256 KB, S 4 KB is loaded and stored).
+    add = leaf(compact_ast(parse(COLUMNS)), 0)
+    expect(add, working_set_1=65 * 64, moved_32kb=262144 + 2 * 4096)
+    # But all 64 lines belong to one of 64 sets, as if they were 64 times as many: each column is moved anew.
+    expect(add, conflict_32kb=1024 * (64 * 64 + 2 * 64))
+    # In a cache of 1024 sets they are spread over 16, which is enough.
+    expect(add, conflict_1mb=262144 + 2 * 4096)
+    # 64 pages of X and one of S are one more than 64 entries hold.
+    expect(add, pages_64=1024 * 65, pages_1536=65)
+
+
+def test_unrolled_statements_that_store_side_by_side_can_be_packed() -> None:
+    # Two steps of the sum in four neighbouring columns: the innermost loop cannot be run in lanes, the columns can.
+    text = COLUMNS.replace("for i in range(1024)", "for i0 in range(256)")
+    text = text.replace(
+        "for j in range(64):",
+        'for j0 in T.serial(32, annotations={"pragma_auto_unroll_max_step": 8, "pragma_unroll_explicit": 1}):\n'
+        "              for i1, j1 in T.grid(4, 2):",
+    )
+    text = text.replace("spatial(1024, i)", "spatial(1024, i0 * 4 + i1)").replace(
+        "reduce(64, j)", "reduce(64, j0 * 2 + j1)"
+    )
+    add = leaf(compact_ast(parse(text)), 0)
+    expect(add, unrolled=8, vectorized=1, run_stored=4, run_loaded=4)
+    expect(add, fp_instructions_packed=65536 / 4, fp_instructions_32b=65536)
