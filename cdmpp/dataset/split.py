@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +23,9 @@ KINDS: dict[str, str] = {
     "by_device": "device",
     "within_task": "program",
 }
+
+#: The parts of a split; ``adapt`` may be empty, and its labels are not to be used.
+PARTS: tuple[str, ...] = ("train", "valid", "test", "adapt")
 
 #: Task hash -> networks it occurs in; a :class:`~cdmpp.program.types.Task` will do as the value.
 TaskNetworks = Mapping[str, Any]
@@ -49,6 +52,10 @@ class Split:
         ``by_device``: tasks whose labels on the held-out devices may train (few-shot).
     fingerprint
         Of the label table (:func:`cdmpp.dataset.labels.label_fingerprint`).
+    adapt
+        Rows of what is held out whose programs may be looked at, but not their labels (domain adaptation),
+        sorted, int64. None of their programs is in test. Compare models with and without adaptation on the same
+        split: these rows are not tested.
     """
 
     kind: str
@@ -60,6 +67,7 @@ class Split:
     held_out: tuple[str, ...] = ()
     allowed_tasks: tuple[str, ...] = ()
     fingerprint: str = ""
+    adapt: NDArray[np.int64] = field(default_factory=lambda: row_array(()))
 
     @staticmethod
     def parse(
@@ -74,9 +82,9 @@ class Split:
         return parse_split(spec, labels, networks, families)
 
     def part(self, name: str) -> NDArray[np.int64]:
-        """``train``, ``valid`` or ``test`` (SplitError for another name)."""
-        if name not in ("train", "valid", "test"):
-            raise SplitError(f"a split has no part {name!r}; it has train, valid and test")
+        """``train``, ``valid``, ``test`` or ``adapt`` (SplitError for another name)."""
+        if name not in PARTS:
+            raise SplitError(f"a split has no part {name!r}; it has {', '.join(PARTS)}")
         rows: NDArray[np.int64] = getattr(self, name)
         return rows
 
@@ -94,11 +102,11 @@ class Split:
         ------
         SplitError
             The table is another one, a part holds a row twice or shares one with another part, or train,
-            valid and test share what they must not (see :data:`KINDS`); for ``by_network`` also if a task
-            of a held-out network is in train or valid.
+            valid and test share what they must not (see :data:`KINDS`), or adapt and test share a program;
+            for ``by_network`` also if a task of a held-out network is in train or valid.
         """
         self.check_table(labels)
-        rows = np.concatenate([self.train, self.valid, self.test])
+        rows = np.concatenate([self.part(name) for name in PARTS])
         if len(rows) and (rows.min() < 0 or rows.max() >= len(labels)):
             raise SplitError(f"split {self.spec} has rows outside of the {len(labels)} labels")
         if len(np.unique(rows)) != len(rows):
@@ -110,6 +118,10 @@ class Split:
             if shared:
                 some = ", ".join(sorted(shared)[:3])
                 raise SplitError(f"split {self.spec}: {len(shared)} {unit}s in {known} and {hidden}: {some}")
+        seen = set(labels["program"].iloc[self.adapt]) & set(labels["program"].iloc[self.test])
+        if seen:
+            some = ", ".join(sorted(seen)[:3])
+            raise SplitError(f"split {self.spec}: {len(seen)} programs in adapt and test: {some}")
         if self.kind == "by_network":
             self._check_networks(labels, networks)
 
@@ -140,7 +152,7 @@ class Split:
     def describe(self, labels: pd.DataFrame) -> dict[str, Any]:
         """Labels, tasks, programs and devices of each part, and what is held out."""
         parts = {}
-        for name in ("train", "valid", "test"):
+        for name in self._parts():
             table = labels.iloc[self.part(name)]
             parts[name] = {
                 "labels": len(table),
@@ -163,9 +175,12 @@ class Split:
             "held_out": list(self.held_out),
             "allowed_tasks": list(self.allowed_tasks),
             "fingerprint": self.fingerprint,
-            **{name: self.part(name).tolist() for name in ("train", "valid", "test")},
+            **{name: self.part(name).tolist() for name in self._parts()},
         }
         return json.dumps(value)
+
+    def _parts(self) -> tuple[str, ...]:
+        return PARTS if len(self.adapt) else PARTS[:3]
 
     @classmethod
     def from_json(cls, text: str) -> Split:
@@ -184,6 +199,7 @@ class Split:
                 train=row_array(value["train"]),
                 valid=row_array(value["valid"]),
                 test=row_array(value["test"]),
+                adapt=row_array(value.get("adapt", ())),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise SplitError(f"not a split: {error}") from error

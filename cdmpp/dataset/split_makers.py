@@ -44,6 +44,7 @@ def by_network(
     seed: int = 0,
     valid: float | Collection[str] = 0.1,
     families: Mapping[str, str] | None = None,
+    adapt: float = 0.0,
 ) -> Split:
     """Test on networks whose tasks appear nowhere in training.
 
@@ -66,6 +67,8 @@ def by_network(
         from it.
     families
         Network -> family.
+    adapt
+        Fraction of the held-out networks' programs that go to the unlabelled part in place of test.
 
     Raises
     ------
@@ -92,8 +95,8 @@ def by_network(
         valid_tasks = {task for task, names in rest.items() if names & set(chosen)}
     else:
         valid_tasks = _draw(rest, float(valid), seed, "valid") if isinstance(valid, float | int) else set()
-    spec = f"by_network:heldout={'+'.join(held)};valid={valid_text};seed={seed}"
-    split = _by_tasks("by_network", spec, seed, labels, test_tasks, valid_tasks, tuple(held))
+    spec = f"by_network:heldout={'+'.join(held)};valid={valid_text}{_adapt_text(adapt)};seed={seed}"
+    split = _by_tasks("by_network", spec, seed, labels, test_tasks, valid_tasks, tuple(held), adapt)
     split.check_disjoint(labels, networks)
     return split
 
@@ -122,6 +125,7 @@ def by_device(
     allowed_tasks: Collection[str] = (),
     valid: float = 0.1,
     seed: int = 0,
+    adapt: float = 0.0,
 ) -> Split:
     """Test on devices that appear nowhere in training.
 
@@ -136,6 +140,9 @@ def by_device(
         Few-shot: labels of these tasks on the held-out devices go to training.
     valid
         Fraction of the tasks.
+    adapt
+        Fraction of the held-out devices' programs (those of allowed tasks aside) that go to the unlabelled part
+        in place of test.
 
     Raises
     ------
@@ -147,7 +154,7 @@ def by_device(
     if held_out is None:
         if len(devices) < 2:
             raise SplitError("by_device needs labels of at least two devices")
-        held = [_ordered(devices, seed, "device")[0]]
+        held = [ordered(devices, seed, "device")[0]]
     else:
         held = [_device_name(name, devices) for name in held_out]
     tasks = labels["task"]
@@ -163,9 +170,8 @@ def by_device(
     is_test = on_held & ~shots
     spec = f"by_device:heldout={'+'.join(held)}"
     spec += f";tasks={'+'.join(allowed)}" if allowed else ""
-    split = _split(
-        "by_device", f"{spec};valid={valid:g};seed={seed}", seed, labels, is_test, is_valid, held, allowed
-    )
+    spec += f";valid={valid:g}{_adapt_text(adapt)};seed={seed}"
+    split = _split("by_device", spec, seed, labels, is_test, is_valid, held, allowed, adapt)
     split.check_disjoint(labels)
     return split
 
@@ -209,7 +215,7 @@ def _choose_networks(
     family = {architecture(name): kind for name, kind in families.items()}
     best: tuple[int, float, list[str]] = (0, 0.0, [])
     for attempt in range(_CHOICES):
-        order = _ordered(every, seed, f"network{attempt}")
+        order = ordered(every, seed, f"network{attempt}")
         chosen = _first_fitting(order, members, wanted, family)
         held = set(chosen)
         share = sum(bool(names & held) for names in members.values()) / len(members)
@@ -248,7 +254,7 @@ def _validation_networks(
     _check_fractions(0.0, fraction)
     total = sum(task_rows[task] for task in rest)
     chosen: list[str] = []
-    for name in _ordered(set().union(*rest.values()) if rest else (), seed, "valid"):
+    for name in ordered(set().union(*rest.values()) if rest else (), seed, "valid"):
         taken = sum(task_rows[task] for task, names in rest.items() if names & set(chosen))
         if taken >= fraction * total:
             break
@@ -266,9 +272,10 @@ def _by_tasks(
     test_tasks: Collection[str],
     valid_tasks: Collection[str],
     held_out: Sequence[str] = (),
+    adapt: float = 0.0,
 ) -> Split:
     is_test, is_valid = (labels["task"].isin(tasks).to_numpy() for tasks in (test_tasks, valid_tasks))
-    return _split(kind, spec, seed, labels, is_test, is_valid, held_out)
+    return _split(kind, spec, seed, labels, is_test, is_valid, held_out, adapt=adapt)
 
 
 def _split(
@@ -280,8 +287,12 @@ def _split(
     is_valid: np.ndarray,
     held_out: Sequence[str] = (),
     allowed_tasks: Sequence[str] = (),
+    adapt: float = 0.0,
 ) -> Split:
     is_train = ~(is_test | is_valid)
+    programs = labels["program"]
+    is_adapt = is_test & programs.isin(_draw(set(programs[is_test]), adapt, seed, "adapt")).to_numpy()
+    is_test = is_test & ~is_adapt
     for name, mask in (("train", is_train), ("test", is_test)):
         if not mask.any():
             raise SplitError(f"split {spec}: nothing is left to {name} of {len(labels)} labels")
@@ -295,6 +306,7 @@ def _split(
         held_out=tuple(held_out),
         allowed_tasks=tuple(allowed_tasks),
         fingerprint=label_fingerprint(labels),
+        adapt=row_array(np.flatnonzero(is_adapt)),
     )
 
 
@@ -311,7 +323,8 @@ def _key(name: str, seed: int, purpose: str) -> float:
     return int.from_bytes(digest[:7], "big") / 2**56
 
 
-def _ordered(names: Iterable[str], seed: int, purpose: str) -> list[str]:
+def ordered(names: Iterable[str], seed: int, purpose: str) -> list[str]:
+    """The names in a random order that hangs on nothing but the arguments."""
     return sorted(names, key=lambda name: (_key(name, seed, purpose), name))
 
 
@@ -319,8 +332,15 @@ def _draw(names: Collection[str], fraction: float, seed: int, purpose: str) -> s
     """About the fraction of the names; at least one if any is wanted and one is left."""
     drawn = {name for name in names if _key(name, seed, purpose) < fraction}
     if not drawn and fraction > 0 and len(names) > 1:
-        drawn = {_ordered(names, seed, purpose)[0]}
+        drawn = {ordered(names, seed, purpose)[0]}
     return drawn
+
+
+def _adapt_text(adapt: float) -> str:
+    """For the specification; SplitError for no fraction. Specifications without adaptation do not mention it."""
+    if not 0 <= adapt < 1:
+        raise SplitError(f"fraction adapt={adapt:g} must be at least 0 and below 1")
+    return f";adapt={adapt:g}" if adapt else ""
 
 
 def _check_fractions(test: float, valid: float) -> None:

@@ -1,11 +1,13 @@
 """Splits by text: ``kind:key=value;key=value``.
 
 ``by_network``
-    ``heldout`` (names joined by ``+`` or ``,``, or a number), ``valid`` (fraction of the labels, or names)
+    ``heldout`` (names joined by ``+`` or ``,``, or a number), ``valid`` (fraction of the labels, or names),
+    ``adapt`` (fraction of the held-out networks' programs that may be looked at without their labels)
 ``by_task``
     ``test``, ``valid`` (fractions of the tasks)
 ``by_device``
-    ``heldout`` (names), ``tasks`` (few-shot: hashes), ``valid`` (fraction of the tasks)
+    ``heldout`` (names), ``tasks`` (few-shot: hashes), ``valid`` (fraction of the tasks), ``adapt`` (as above, of
+    the held-out devices' programs)
 ``within_task``
     ``test``, ``valid`` (fractions of the programs)
 
@@ -26,9 +28,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _KEYS: dict[str, tuple[str, ...]] = {
-    "by_network": ("heldout", "valid", "seed"),
+    "by_network": ("heldout", "valid", "adapt", "seed"),
     "by_task": ("test", "valid", "seed"),
-    "by_device": ("heldout", "tasks", "valid", "seed"),
+    "by_device": ("heldout", "tasks", "valid", "adapt", "seed"),
     "within_task": ("test", "valid", "seed"),
 }
 
@@ -59,9 +61,11 @@ def parse_split(
     """
     kind, options = read_spec(spec)
     arguments: dict[str, Any] = {"seed": _whole("seed", options["seed"])} if "seed" in options else {}
-    for name in ("test", "valid"):
+    for name in ("test", "valid", "adapt"):
         if name in options and _is_number(options[name]):
             arguments[name] = float(options[name])
+    if "adapt" in options and "adapt" not in arguments:
+        raise SplitError(f"split {spec!r}: adapt must be a fraction, got {options['adapt']!r}")
     if kind in ("by_task", "within_task"):
         for name in ("test", "valid"):
             if name in options and name not in arguments:

@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cdmpp.dataset import Split
-from cdmpp.dataset.split import architecture, networks_of
+from cdmpp.dataset.split import PARTS, architecture, networks_of
 from cdmpp.dataset.split_makers import by_device, by_network, by_task, within_task
 from cdmpp.dataset.split_spec import read_spec
 from cdmpp.errors import SplitError
@@ -125,6 +125,61 @@ def test_a_held_out_device_is_not_in_training_but_for_allowed_tasks(
     assert (again.train == split.train).all()
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    labelled(), st.integers(0, 5), st.sampled_from([0.05, 0.3, 0.7]), st.sets(st.sampled_from(["t0", "t1"]))
+)
+def test_adapt_rows_leave_test_and_share_no_program_with_it(
+    data: tuple[pd.DataFrame, Networks], seed: int, adapt: float, shots: set[str]
+) -> None:
+    labels, networks = data
+    shots = shots & set(labels["task"])
+    makers: tuple[Callable[[float], Split], ...] = (
+        lambda share: by_network(labels, networks, None, seed, adapt=share),
+        lambda share: by_device(labels, None, shots, seed=seed, adapt=share),
+    )
+    for maker in makers:
+        without, split = make(lambda maker=maker: maker(0.0)), make(lambda maker=maker: maker(adapt))  # type: ignore[misc]
+        check_partition(without, labels)
+        # only rows of test move, and every row of a program moves together
+        assert (split.train == without.train).all() and (split.valid == without.valid).all()
+        assert sorted([*split.test, *split.adapt]) == list(without.test)
+        programs = labels["program"]
+        assert not set(programs.iloc[split.adapt]) & set(programs.iloc[split.test])
+        assert len(split.adapt) or len(set(programs.iloc[without.test])) == 1
+        if split.kind == "by_device":
+            assert set(labels["device"].iloc[split.adapt]) <= set(split.held_out)
+            assert not set(labels["task"].iloc[split.adapt]) & shots
+        again = Split.parse(split.spec, labels, networks)
+        read = Split.from_json(split.to_json())
+        for part in PARTS:
+            assert (again.part(part) == split.part(part)).all() and (
+                read.part(part) == split.part(part)
+            ).all()
+
+
+def test_a_split_without_adapt_rows_is_written_as_before() -> None:
+    labels = table([(f"t{i}", f"p{i}", "d") for i in range(9)])
+    networks = {f"t{i}": ("abc"[i // 3],) for i in range(9)}
+    split = by_network(labels, networks, ["a"], valid=["b"])
+    assert split.spec == "by_network:heldout=a;valid=b;seed=0"
+    assert "adapt" not in json.loads(split.to_json()) and "adapt" not in split.describe(labels)
+    assert Split.from_json(split.to_json()).adapt.shape == (0,)
+
+
+def test_adapt_and_test_with_a_program_in_common_are_refused() -> None:
+    labels = table([(f"t{i}", f"p{i}", d) for i in range(6) for d in ("d1", "d2", "d3")])
+    split = by_device(labels, ["d1", "d2"], valid=0.0, adapt=0.4)
+    split.check_disjoint(labels)
+    assert split.describe(labels)["adapt"]["labels"] == len(split.adapt) > 0
+    with pytest.raises(SplitError, match="1 programs in adapt and test"):
+        replace(split, adapt=split.adapt[1:], test=np.append(split.test, split.adapt[0])).check_disjoint(
+            labels
+        )
+    with pytest.raises(SplitError, match="has a row twice"):
+        replace(split, adapt=split.train[:1]).check_disjoint(labels)
+
+
 def test_a_shared_task_of_a_held_out_network_is_tested_not_trained() -> None:
     labels = table([(f"t{i}", f"p{i}", "d") for i in range(6)])
     networks = {"t0": ("a",), "t1": ("a", "b"), "t2": ("b",), "t3": ("c",), "t4": ("c", "b"), "t5": ("b",)}
@@ -220,6 +275,9 @@ def test_a_trained_split_serves_on_data_with_some_of_its_networks(caplog: pytest
         ("by_device", "at least two devices"),
         ("by_device:heldout=d1;tasks=nope", "no label of task nope"),
         ("by_device:heldout=d1;valid=x", "valid must be a fraction"),
+        ("by_device:heldout=d1;adapt=x", "adapt must be a fraction"),
+        ("by_network:heldout=net0;adapt=1", "adapt=1 must be at least 0 and below 1"),
+        ("by_task:adapt=0.3", "by_task has no 'adapt', only test, valid, seed"),
     ],
 )
 def test_specifications_that_cannot_be(spec: str, message: str) -> None:
@@ -247,13 +305,19 @@ def test_reading_a_specification() -> None:
 def test_json_round_trip(tmp_path: Path) -> None:
     dataset = zoo_dataset(tmp_path / "d", devices=(DEVICE, OTHER_DEVICE))
     labels = dataset.labels()
-    for spec in ("by_network", "by_task", "within_task", f"by_device:heldout={OTHER_DEVICE}"):
+    for spec in (
+        "by_network",
+        "by_task",
+        "within_task",
+        f"by_device:heldout={OTHER_DEVICE}",
+        "by_network:adapt=0.3",
+    ):
         split = Split.parse(spec, labels, dataset.tasks)
         again = Split.from_json(split.to_json())
         assert again.to_json() == split.to_json()
         again.check_disjoint(labels, dataset.tasks)
         description = json.loads(json.dumps(again.describe(labels)))
-        assert sum(description[part]["labels"] for part in ("train", "valid", "test")) == len(labels)
+        assert sum(description[part]["labels"] for part in PARTS if part in description) == len(labels)
     for text in ("{}", "3", '{"kind": "by_magic"}', "half"):
         with pytest.raises(SplitError):
             Split.from_json(text)
