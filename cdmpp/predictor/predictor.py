@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,9 @@ from numpy.typing import NDArray
 from cdmpp.errors import FeatureMismatchError, PredictorError
 from cdmpp.predictor.config import ModelConfig
 from cdmpp.predictor.encoding import FeatureEncoder
+from cdmpp.predictor.familiarity import Familiarity
 from cdmpp.predictor.transforms import LabelTransform, transform_from_json
+from cdmpp.predictor.uncertainty import Calibration, check_coverage
 from cdmpp.program.types import Program, Task
 
 if TYPE_CHECKING:
@@ -48,6 +51,9 @@ class Predictor:
         them.
     training
         Summary of the training data and run (JSON values): records, tasks, split, validation error.
+    calibration, familiarity
+        What :meth:`predict_interval` and :meth:`unfamiliar` need; None for a predictor that was saved before
+        there were any (:func:`cdmpp.predictor.uncertainty.calibrated` adds them).
     """
 
     network: LatencyNetwork = field(repr=False)
@@ -55,6 +61,8 @@ class Predictor:
     transform: LabelTransform
     devices: Mapping[str, NDArray[np.float64]] = field(repr=False)
     training: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    calibration: Calibration | None = field(default=None, repr=False)
+    familiarity: Familiarity | None = field(default=None, repr=False)
 
     def predict(self, programs: Any, device: str | Device, *, resolver: Resolver | None = None) -> Any:
         """Latency in seconds.
@@ -87,6 +95,69 @@ class Predictor:
             return self.predict_features(_as_asts(programs, resolver), device)
         return float(self.predict_features(_as_asts([programs], resolver), device)[0])
 
+    def predict_interval(
+        self, programs: Any, device: str | Device, coverage: float = 0.9, resolver: Resolver | None = None
+    ) -> tuple[Any, Any]:
+        """Lowest and highest latency in seconds that the measurement of a program falls between.
+
+        Split conformal, see :mod:`cdmpp.predictor.uncertainty` for what is guaranteed and when it is not. The
+        prediction is the interval's geometric middle.
+
+        Parameters
+        ----------
+        programs, device, resolver
+            As :meth:`predict` takes them.
+        coverage
+            Part of the measurements that should fall between, above 0 and below 1.
+
+        Returns
+        -------
+        ``(low, high)``: floats for one program, float64 arrays of shape (n,) for a list.
+
+        Raises
+        ------
+        PredictorError
+            The predictor was not calibrated, or on too few tasks for this coverage; a coverage out of range.
+        UnknownDeviceError, ProgramError
+            As :meth:`predict` does.
+        """
+        check_coverage(coverage)
+        if self.calibration is None:
+            raise PredictorError("this predictor was not calibrated, so it has no intervals: train it again")
+        factor = math.exp(self.calibration.half_width(self.device_name(device), coverage))
+        seconds = self.predict(programs, device, resolver=resolver)
+        return seconds / factor, seconds * factor
+
+    def unfamiliar(self, programs: Any, device: str | Device, *, resolver: Resolver | None = None) -> Any:
+        """Whether programs on a device are far from the training data, so that little speaks for the prediction.
+
+        What is far is defined in :mod:`cdmpp.predictor.familiarity`.
+
+        Parameters
+        ----------
+        programs, device, resolver
+            As :meth:`predict` takes them.
+
+        Returns
+        -------
+        A bool for one program, a bool array of shape (n,) for a list.
+
+        Raises
+        ------
+        PredictorError
+            The predictor was saved without what this needs.
+        UnknownDeviceError, ProgramError
+            As :meth:`predict` does.
+        """
+        if self.familiarity is None:
+            raise PredictorError(
+                "this predictor does not know how far its training data reach: train it again"
+            )
+        many = isinstance(programs, list | tuple)
+        asts = _as_asts(programs if many else [programs], resolver)
+        flags = self.familiarity.unfamiliar(self.encoder, asts, self.device_vector(device))
+        return flags if many else bool(flags[0])
+
     def predict_features(self, asts: Sequence[CompactAST], device: str | Device) -> NDArray[np.float64]:
         """Latencies in seconds of ASTs on one device, float64 (n,); what :meth:`predict` calls."""
         return self.predict_pairs(asts, [device], np.zeros(len(asts), dtype=np.int64))
@@ -116,6 +187,14 @@ class Predictor:
             device = get_device(device)
         return np.asarray(device_features(device), dtype=np.float64)
 
+    def device_name(self, device: str | Device) -> str:
+        """Canonical name of a device: a training device's is taken as it is, aliases are resolved."""
+        from cdmpp.device import get_device
+
+        if isinstance(device, str):
+            return device if device in self.devices else get_device(device).name
+        return device.name
+
     def save(self, folder: str | Path) -> None:
         """Write ``predictor.json`` and ``weights.safetensors`` into a folder (made if missing)."""
         import torch
@@ -126,7 +205,10 @@ class Predictor:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"network.{k}": v for k, v in self.network.state_dict().items()}
-        tensors.update({k: torch.from_numpy(v.copy()) for k, v in self.encoder.to_arrays().items()})
+        extras = {"calibration": self.calibration, "familiarity": self.familiarity}
+        for part in (self.encoder, *extras.values()):
+            if part is not None:
+                tensors.update({k: torch.from_numpy(v.copy()) for k, v in part.to_arrays().items()})
         save_tensors(folder / _WEIGHTS_FILE, tensors, {"format": FORMAT})
         state = {
             "format": FORMAT,
@@ -137,6 +219,7 @@ class Predictor:
             "label_transform": self.transform.to_json(),
             "devices": {name: _to_json(vector) for name, vector in self.devices.items()},
             "training": dict(self.training),
+            **{name: part.to_json() for name, part in extras.items() if part is not None},
         }
         temporary = folder / (_JSON_FILE + ".tmp")
         temporary.write_text(json.dumps(state, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -246,7 +329,7 @@ def _build(state: Mapping[str, Any], folder: Path) -> Predictor:
     from cdmpp.predictor.network import LatencyNetwork
 
     tensors, _ = load_tensors(folder / _WEIGHTS_FILE)
-    arrays = {name: t.numpy() for name, t in tensors.items() if name.startswith("encoder.")}
+    arrays = {name: t.numpy() for name, t in tensors.items() if not name.startswith("network.")}
     weights = {name.removeprefix("network."): t for name, t in tensors.items() if name.startswith("network.")}
     path = folder / _JSON_FILE
     try:
@@ -257,6 +340,12 @@ def _build(state: Mapping[str, Any], folder: Path) -> Predictor:
             ModelConfig.model_validate(state["model"]), encoder.leaf_dim, encoder.device_dim
         )
         training = dict(state["training"])
+        calibration = (
+            Calibration.from_arrays(state["calibration"], arrays) if "calibration" in state else None
+        )
+        familiarity = (
+            Familiarity.from_arrays(state["familiarity"], arrays, encoder) if "familiarity" in state else None
+        )
     except (KeyError, TypeError, ValueError, AttributeError, ValidationError) as err:
         raise PredictorError(
             f"{path}: incomplete or malformed: {' '.join(str(err).split()) or err!r}"
@@ -266,7 +355,7 @@ def _build(state: Mapping[str, Any], folder: Path) -> Predictor:
     except RuntimeError as err:
         raise PredictorError(f"{folder}: weights do not fit the network of {_JSON_FILE}: {err}") from err
     network.eval()
-    return Predictor(network, encoder, transform, devices, training)
+    return Predictor(network, encoder, transform, devices, training, calibration, familiarity)
 
 
 def _to_json(vector: NDArray[np.float64]) -> list[float | None]:

@@ -23,6 +23,7 @@ from cdmpp.predictor.encoding import FeatureEncoder
 from cdmpp.predictor.predictor import Predictor
 from cdmpp.predictor.splitting import split_data
 from cdmpp.predictor.transforms import LabelTransform, fit_transform
+from cdmpp.predictor.uncertainty import calibrated
 
 if TYPE_CHECKING:
     from cdmpp.dataset import DatasetView, Split
@@ -96,6 +97,7 @@ def train(
     (out / "split.json").write_text(split.to_json(), encoding="utf-8")
     final = _fit(fitted.trainer, out, fingerprint, history, progress)
     predictor = fitted.predictor(final.best, training_summary(config, data, split, final))
+    predictor = calibrated(predictor, data, split)
     predictor.save(out / "predictor")
     return TrainResult(predictor, data, split, history)
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError, SplitError
 from cdmpp.predictor.data import TrainingData
+from cdmpp.predictor.uncertainty import interval_metrics
 from cdmpp.report.metrics import evaluate_groups, evaluate_predictions
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ def evaluate(
     -------
     ``{"overall": {...}, "groups": {grouping: {group: {...}}}, "split": str, "part": str, "seed": int,
     "n_trained_tasks": int}``; the last is the number of scored records whose task was trained on.
-    Metrics are defined in :mod:`cdmpp.report.metrics`.
+    Metrics are defined in :mod:`cdmpp.report.metrics`. ``overall`` holds besides, as ``interval``, how well the
+    predictor's 90 % intervals hold (:func:`cdmpp.predictor.uncertainty.interval_metrics`), None without any.
 
     Raises
     ------
@@ -60,18 +62,35 @@ def evaluate(
     SplitError
         The split cannot be made of this data.
     """
-    if part not in ("train", "valid", "test"):
-        raise PredictorError(f"unknown part '{part}' (known: train, valid, test)")
-    name, rows = _rows(predictor, data, split, part)
-    if not len(rows):
-        raise PredictorError(f"no records to score: the {part} part of split {name} is empty")
-    predicted_s = predict_rows(predictor, data, rows)
+    name, rows = rows_to_score(predictor, data, split, part)
+    return evaluate_rows(predictor, data, rows, predict_rows(predictor, data, rows), by, name, part)
+
+
+def evaluate_rows(
+    predictor: Predictor,
+    data: TrainingData,
+    rows: NDArray[np.int64],
+    predicted_s: NDArray[np.float64],
+    by: Sequence[str],
+    name: str,
+    part: str = "test",
+) -> dict[str, Any]:
+    """What :func:`evaluate` gives, of predictions (n,) made already for these rows (n,) of split ``name``."""
     trained = set(predictor.training.get("tasks", ()))
     seen = int(data.labels["task"].iloc[rows].isin(list(trained)).sum())
     if seen and part == "test" and not name.startswith("within_task"):
         logger.warning("%d of %d scored records are of tasks the predictor was trained on", seen, len(rows))
+    scores = score(data, rows, predicted_s, by)
+    table = data.labels.iloc[rows]
+    scores["overall"]["interval"] = interval_metrics(
+        predictor.calibration,
+        table["latency_s"].to_numpy(dtype=np.float64),
+        predicted_s,
+        table["task"].tolist(),
+        table["device"].tolist(),
+    )
     return {
-        **score(data, rows, predicted_s, by),
+        **scores,
         "split": name,
         "part": part,
         "seed": predictor.training.get("seed"),
@@ -106,7 +125,19 @@ def predict_rows(predictor: Predictor, data: TrainingData, rows: NDArray[np.int6
     return predictor.predict_pairs([data.asts[program] for program in table["program"]], devices, index)
 
 
-def _rows(
+def rows_to_score(
+    predictor: Predictor, data: TrainingData, split: Split | str | None, part: str = "test"
+) -> tuple[str, NDArray[np.int64]]:
+    """Name of the split and rows of its part, n >= 1; arguments and errors as of :func:`evaluate`."""
+    if part not in ("train", "valid", "test"):
+        raise PredictorError(f"unknown part '{part}' (known: train, valid, test)")
+    name, rows = _split_rows(predictor, data, split, part)
+    if not len(rows):
+        raise PredictorError(f"no records to score: the {part} part of split {name} is empty")
+    return name, rows
+
+
+def _split_rows(
     predictor: Predictor, data: TrainingData, split: Split | str | None, part: str
 ) -> tuple[str, NDArray[np.int64]]:
     from cdmpp.predictor.splitting import split_data

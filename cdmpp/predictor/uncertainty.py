@@ -1,0 +1,286 @@
+r"""Prediction intervals with a finite-sample guarantee: split conformal prediction in log seconds.
+
+The score of a validation record is :math:`s = |\log(\text{measured} / \text{predicted})|` of the final weights. The
+interval of a prediction :math:`p` is :math:`[p\,e^{-q}, p\,e^{q}]`, with :math:`q` a quantile of the scores.
+
+*Units.* Residuals of one task resemble each other: the records of a task are not exchangeable with those of a new
+one. Where the split holds out tasks (``by_network``, ``by_task``, ``by_device``) the unit is the **task**: with K
+calibration tasks of :math:`N_k` records each, q is the smallest score with
+
+.. math:: \sum_k \frac{1}{N_k}\,\#\{i : s_{ki} \le q\} \;\ge\; (K + 1)\,(1 - \alpha),
+
+so every task weighs the same whatever its number of records, and a record of a new task is covered with probability
+:math:`1 - \alpha` at least (hierarchical conformal prediction: Lee, Barber and Willett, "Distribution-free inference
+with hierarchical data", 2023). With one record a unit, q is the :math:`\lceil (n + 1)(1 - \alpha) \rceil`-th smallest
+of n scores, the ordinary split conformal quantile; that is taken for ``within_task``, where a new program is as good
+as any other of the same tasks and the unit is the **record**.
+
+*Devices.* Scores are kept per device. A device with fewer than :data:`MIN_UNITS` units, and one that was not in the
+validation part, takes the scores of all devices pooled.
+
+*When the guarantee does not hold.* It is for tasks drawn as the calibration tasks were. Tasks of a held-out network
+are not: they share a kind of layers that validation networks may not have, and there are too few networks to take
+them as the unit (a coverage of 0.9 needs nine). A held-out device has no scores of its own. The validation part
+also chose the epoch, which makes its residuals a little too small. Adaptive choice breaks it too: the program
+predicted fastest of many is more often slower than predicted than a program picked blindly. ``evaluate`` reports
+the coverage that is reached.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from cdmpp.errors import PredictorError
+
+if TYPE_CHECKING:
+    from cdmpp.dataset import Split
+    from cdmpp.predictor.data import TrainingData
+    from cdmpp.predictor.predictor import Predictor
+
+#: A device needs so many units for scores of its own: the coverage of one calibration set varies with a standard
+#: deviation of sqrt(0.9 * 0.1 / (units + 2)) around 0.9, 5 points for 30.
+MIN_UNITS = 30
+
+#: Steps kept of a distribution of scores. Dropped ones are rounded up, which widens intervals by a hair.
+MAX_STEPS = 2048
+
+#: Name of the pooled scores where devices are named.
+ALL_DEVICES = "all devices"
+
+
+@dataclass(frozen=True)
+class ScoreDistribution:
+    """The step function from a score to the mass of calibration units at or below it.
+
+    Attributes
+    ----------
+    units
+        Number of units K.
+    scores
+        Ascending, float64 (m,), m >= 1.
+    mass
+        Units at or below each score, float64 (m,), the last one K.
+    """
+
+    units: int
+    scores: NDArray[np.float64]
+    mass: NDArray[np.float64]
+
+    def __post_init__(self) -> None:
+        steps = (self.scores, self.mass)
+        if self.scores.ndim != 1 or self.scores.shape != self.mass.shape or not len(self.scores):
+            raise PredictorError("a calibration needs as many masses as scores, one at least")
+        if not all(np.isfinite(values).all() and (np.diff(values) >= 0).all() for values in steps):
+            raise PredictorError("calibration scores and masses must be finite and ascending")
+
+    @classmethod
+    def fit(cls, scores: ArrayLike, unit: Sequence[Hashable]) -> ScoreDistribution:
+        """From the scores of n >= 1 records and the unit of each; every unit weighs the same."""
+        values = np.asarray(scores, dtype=np.float64)
+        _, number, counts = np.unique(
+            np.asarray([str(u) for u in unit]), return_inverse=True, return_counts=True
+        )
+        order = np.argsort(values, kind="stable")
+        ascending, mass = values[order], np.cumsum(1.0 / counts[number[order]])
+        if len(ascending) > MAX_STEPS:
+            # the last of every run of steps: a score that is reached only with more mass than needed
+            kept = np.unique(np.linspace(0, len(ascending) - 1, MAX_STEPS).round().astype(np.int64))
+            ascending, mass = ascending[kept], mass[kept]
+        return cls(len(counts), ascending, mass)
+
+    def quantile(self, coverage: float) -> float:
+        """The score that a new unit's stays below with probability ``coverage``; infinite with too few units."""
+        needed = (self.units + 1) * coverage
+        # sums of 1 / N and products with a coverage are rounded
+        step = int(np.searchsorted(self.mass, needed - 1e-9 * (self.units + 1)))
+        return float(self.scores[step]) if step < len(self.scores) else math.inf
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Scores of the validation part, per device and pooled.
+
+    Attributes
+    ----------
+    unit
+        ``"task"`` or ``"record"``, see the module's text.
+    pooled
+        Of all devices.
+    devices
+        Of each device with :data:`MIN_UNITS` units at least.
+    """
+
+    unit: str
+    pooled: ScoreDistribution
+    devices: Mapping[str, ScoreDistribution]
+
+    @classmethod
+    def fit(
+        cls,
+        label_s: ArrayLike,
+        predicted_s: ArrayLike,
+        task: Sequence[str],
+        device: Sequence[str],
+        unit: str = "task",
+    ) -> Calibration:
+        """From measured and predicted seconds of n >= 1 calibration records, and the task and device of each.
+
+        Raises
+        ------
+        PredictorError
+            No records, or a unit other than task and record.
+        """
+        if unit not in ("task", "record"):
+            raise PredictorError(f"unknown calibration unit '{unit}' (known: task, record)")
+        scores = log_errors(label_s, predicted_s)
+        if not len(scores):
+            raise PredictorError("no records to calibrate with")
+        units = np.asarray(list(task)) if unit == "task" else np.arange(len(scores)).astype(str)
+        where = np.asarray(list(device))
+        every = {
+            str(name): ScoreDistribution.fit(scores[where == name], units[where == name].tolist())
+            for name in np.unique(where)
+        }
+        devices = {name: scored for name, scored in every.items() if scored.units >= MIN_UNITS}
+        return cls(unit, ScoreDistribution.fit(scores, units.tolist()), devices)
+
+    def basis(self, device: str, coverage: float) -> str:
+        """Whose scores an interval on a device is made of: the device's name, or :data:`ALL_DEVICES`."""
+        own = self.devices.get(device)
+        return device if own is not None and own.quantile(coverage) < math.inf else ALL_DEVICES
+
+    def half_width(self, device: str, coverage: float) -> float:
+        """Half the interval's width in log seconds.
+
+        Raises
+        ------
+        PredictorError
+            The coverage is not between 0 and 1, or more than the number of calibration units can give.
+        """
+        check_coverage(coverage)
+        scores = self.devices.get(self.basis(device, coverage), self.pooled)
+        width = scores.quantile(coverage)
+        if width == math.inf:
+            needed = math.ceil(coverage / (1 - coverage) - 1e-9)
+            raise PredictorError(
+                f"an interval of coverage {coverage:g} needs {needed} calibration {self.unit}s, "
+                f"this predictor was calibrated on {scores.units}"
+            )
+        return width
+
+    def to_json(self) -> dict[str, Any]:
+        """Names and numbers as JSON values; the scores are in :meth:`to_arrays`."""
+        return {
+            "unit": self.unit,
+            "scores": [{"device": name, "units": scores.units} for name, scores in self._named()],
+        }
+
+    def to_arrays(self) -> dict[str, NDArray[np.float64]]:
+        """The distributions, to be stored beside the weights."""
+        arrays: dict[str, NDArray[np.float64]] = {}
+        for number, (_, scores) in enumerate(self._named()):
+            arrays[f"calibration.{number}.scores"] = scores.scores
+            arrays[f"calibration.{number}.mass"] = scores.mass
+        return arrays
+
+    @classmethod
+    def from_arrays(cls, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Calibration:
+        """Rebuild from :meth:`to_json` and :meth:`to_arrays`; KeyError or PredictorError if they do not fit."""
+        every = {
+            entry["device"]: ScoreDistribution(
+                int(entry["units"]),
+                np.asarray(arrays[f"calibration.{number}.scores"], dtype=np.float64),
+                np.asarray(arrays[f"calibration.{number}.mass"], dtype=np.float64),
+            )
+            for number, entry in enumerate(state["scores"])
+        }
+        pooled = every.pop(None)
+        return cls(str(state["unit"]), pooled, every)
+
+    def _named(self) -> list[tuple[str | None, ScoreDistribution]]:
+        return [(None, self.pooled), *sorted(self.devices.items())]
+
+
+def log_errors(label_s: ArrayLike, predicted_s: ArrayLike) -> NDArray[np.float64]:
+    """``|log(measured / predicted)|`` of seconds (n,)."""
+    return np.abs(np.log(np.asarray(label_s, dtype=np.float64) / np.asarray(predicted_s, dtype=np.float64)))
+
+
+def check_coverage(coverage: float) -> None:
+    """PredictorError unless ``0 < coverage < 1``."""
+    if not 0 < coverage < 1:
+        raise PredictorError(f"coverage must be between 0 and 1, such as 0.9, got {coverage}")
+
+
+def interval_metrics(
+    calibration: Calibration | None,
+    label_s: ArrayLike,
+    predicted_s: ArrayLike,
+    task: Sequence[str],
+    device: Sequence[str],
+    coverage: float = 0.9,
+) -> dict[str, Any] | None:
+    """How well intervals hold on scored records.
+
+    Returns
+    -------
+    ``{"coverage": asked for, "covered": fraction of the records inside, "covered_by_task": mean over the tasks of
+    that fraction, "width": median of high / low, "pooled_devices": devices without scores of their own}``; None
+    without a calibration, or with too few units for the coverage.
+    """
+    check_coverage(coverage)
+    if calibration is None or calibration.pooled.quantile(coverage) == math.inf:
+        return None
+    names = np.asarray(list(device))
+    half = np.empty(len(names))
+    pooled: list[str] = []
+    for name in np.unique(names).tolist():
+        half[names == name] = calibration.half_width(name, coverage)
+        if calibration.basis(name, coverage) == ALL_DEVICES:
+            pooled.append(name)
+    inside = log_errors(label_s, predicted_s) <= half
+    _, number, counts = np.unique(np.asarray(list(task)), return_inverse=True, return_counts=True)
+    return {
+        "coverage": coverage,
+        "covered": float(inside.mean()),
+        "covered_by_task": float((np.bincount(number, weights=inside) / counts).mean()),
+        "width": float(np.median(np.exp(2 * half))),
+        "pooled_devices": pooled,
+    }
+
+
+def calibrated(predictor: Predictor, data: TrainingData, split: Split, seed: int = 0) -> Predictor:
+    """The predictor with intervals and familiarity, both from the split it was trained with.
+
+    Intervals are calibrated on the validation part alone, see the module's text; familiarity
+    (:mod:`cdmpp.predictor.familiarity`) is fitted to the training part, its threshold to the validation part.
+
+    Raises
+    ------
+    PredictorError
+        The split has no training or no validation records.
+    """
+    from cdmpp.predictor.familiarity import Familiarity
+    from cdmpp.predictor.scoring import predict_rows
+
+    rows = np.asarray(split.valid, dtype=np.int64)
+    if not len(rows) or not len(split.train):
+        raise PredictorError("calibrating needs training and validation records")
+    table = data.labels.iloc[rows]
+    calibration = Calibration.fit(
+        table["latency_s"].to_numpy(dtype=np.float64),
+        predict_rows(predictor, data, rows),
+        table["task"].tolist(),
+        table["device"].tolist(),
+        "record" if split.kind == "within_task" else "task",
+    )
+    familiarity = Familiarity.fit(
+        predictor.encoder, data, np.asarray(split.train, dtype=np.int64), rows, seed
+    )
+    return replace(predictor, calibration=calibration, familiarity=familiarity)
