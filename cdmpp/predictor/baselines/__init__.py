@@ -1,9 +1,90 @@
 """Models to compare with: one interface (``base``), one harness (``harness``), same records and split."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cdmpp.errors import PredictorError
 from cdmpp.predictor.baselines.base import LatencyModel
 from cdmpp.predictor.baselines.harness import comparison_table, evaluate_models
 from cdmpp.predictor.baselines.ours import CdmppModel
 from cdmpp.predictor.baselines.simple import TaskMedian
 from cdmpp.predictor.baselines.xgboost import XGBoostModel
+from cdmpp.predictor.config import LossConfig, TrainConfig, config_from_dict
 
-__all__ = ["CdmppModel", "LatencyModel", "TaskMedian", "XGBoostModel", "comparison_table", "evaluate_models"]
+#: Names that :func:`make_model` knows.
+MODEL_NAMES: tuple[str, ...] = (
+    "ours", "xgboost-perstore", "xgboost-ast", "released", "lstm", "task-median", "roofline",
+)  # fmt: skip
+
+__all__ = [
+    "MODEL_NAMES",
+    "CdmppModel",
+    "LatencyModel",
+    "TaskMedian",
+    "XGBoostModel",
+    "comparison_table",
+    "evaluate_models",
+    "make_model",
+]
+
+
+def make_model(name: str, seed: int = 0, **options: Any) -> LatencyModel:
+    """A model by its name.
+
+    Parameters
+    ----------
+    name
+        One of :data:`MODEL_NAMES`.
+    seed
+        Of initialisation, order and sampling; models without chance ignore it.
+    options
+        Arguments of the model's constructor. Configurations (``config`` of ours; ``train``, ``loss`` and
+        ``sizes`` of the networks) may be mappings, as a YAML file gives them.
+
+    Raises
+    ------
+    PredictorError
+        No such model, or a configuration with an unknown key or a value out of range.
+    """
+    if name == "ours":
+        config = options.pop("config", None)
+        config = config_from_dict(config) if config is None or isinstance(config, Mapping) else config
+        return CdmppModel(config.model_copy(update={"train": _seeded(config.train, seed)}), **options)
+    if name in ("xgboost-perstore", "xgboost-ast"):
+        return XGBoostModel(name.removeprefix("xgboost-"), seed=seed, **options)
+    if name == "released":
+        from cdmpp.predictor.baselines import released
+
+        if isinstance(options.get("sizes"), Mapping):
+            options["sizes"] = released.ReleasedSizes(**options["sizes"])
+        options = _network_options(options, seed, released.RELEASED_TRAIN, released.RELEASED_LOSS)
+        return released.CdmppReleased(**options)
+    if name == "lstm":
+        from cdmpp.predictor.baselines.lstm import LstmModel
+
+        return LstmModel(**_network_options(options, seed, TrainConfig(), LossConfig()))
+    if name == "task-median":
+        return TaskMedian(**options)
+    if name == "roofline":
+        from cdmpp.predictor.baselines.roofline import RooflineModel
+
+        return RooflineModel(**options)
+    raise PredictorError(f"unknown model '{name}' (known: {', '.join(MODEL_NAMES)})")
+
+
+def _network_options(
+    options: dict[str, Any], seed: int, train: TrainConfig, loss: LossConfig
+) -> dict[str, Any]:
+    """Options with ``train`` and ``loss`` as configurations, these where keys are left out, and the seed."""
+    options = {"train": train, "loss": loss, **options}
+    for key, default in (("train", train), ("loss", loss)):
+        if isinstance(options[key], Mapping):
+            values = {**default.model_dump(), **options[key]}
+            options[key] = getattr(config_from_dict({key: values}, f"options of {key}"), key)
+    return {**options, "train": _seeded(options["train"], seed)}
+
+
+def _seeded(train: TrainConfig, seed: int) -> TrainConfig:
+    return train.model_copy(update={"seed": seed})
