@@ -73,14 +73,28 @@ class LabelConfig(_Section):
 
 
 class LossConfig(_Section):
-    """``mse(transformed) + mape_weight * mape(seconds)``, see :mod:`cdmpp.predictor.losses`.
+    """Terms of the training loss and their weights, see :mod:`cdmpp.predictor.losses`.
 
-    ``mape_cap`` is the over-prediction factor above which the relative error grows linearly in the log ratio.
+    Attributes
+    ----------
+    mse_weight, mape_weight
+        MSE of the transformed labels, MAPE of the seconds.
+    mape_cap
+        Over-prediction factor above which the relative error grows linearly in the log ratio.
+    cmd_weight, cmd_moments
+        Central moment discrepancy between the embeddings of a batch and of as many programs of the split's
+        unlabelled part (``adapt`` in the specification), and its highest moment. Batches are then not sorted by
+        length: the embeddings of programs of one length are not a sample of their domain.
+    rank_weight
+        Pairwise logistic loss on the order of programs of one task on one device.
     """
 
     mse_weight: float = Field(1.0, ge=0)
     mape_weight: float = Field(0.3, ge=0)
     mape_cap: float = Field(2.0, gt=1)
+    cmd_weight: float = Field(0.0, ge=0)
+    cmd_moments: int = Field(5, ge=1)
+    rank_weight: float = Field(0.0, ge=0)
 
     @model_validator(mode="after")
     def _check(self) -> LossConfig:

@@ -1,4 +1,4 @@
-"""Training losses: hybrid MSE + MAPE, and central moment discrepancy between two sets of embeddings."""
+"""Training losses: hybrid MSE + MAPE, pairwise ranking, and central moment discrepancy between embeddings."""
 
 from __future__ import annotations
 
@@ -53,6 +53,27 @@ class HybridLoss:
             errors = relative_error(log_predicted, log_target_s, self._config.mape_cap)
             loss = loss + self._config.mape_weight * errors.mean()
         return loss
+
+
+def pairwise_ranking(
+    log_predicted: torch.Tensor, log_target: torch.Tensor, group: torch.Tensor
+) -> torch.Tensor:
+    """Mean logistic loss over the pairs of a group with different latencies; 0 without such a pair (RankNet).
+
+    ``log(1 + exp(log p_fast - log p_slow))`` with ``p`` the predicted latencies of the faster and the slower one
+    (Burges et al. 2005, equation 3, with log latencies as the scores).
+
+    Parameters
+    ----------
+    log_predicted, log_target
+        Natural logarithms of predicted and true latencies in seconds, shape (n,).
+    group
+        int64 (n,): programs are compared where it is equal, such as one task on one device.
+    """
+    slower = (group[:, None] == group[None, :]) & (log_target[:, None] > log_target[None, :])
+    slow, fast = torch.nonzero(slower, as_tuple=True)
+    losses = torch.nn.functional.softplus(log_predicted[fast] - log_predicted[slow])
+    return losses.sum() / max(1, len(losses))
 
 
 def central_moment_discrepancy(

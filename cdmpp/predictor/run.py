@@ -162,6 +162,7 @@ def prepare(config: Config, data: TrainingData, split: Split) -> Fitted:
         arrays.take(valid_rows),
         encoder.leaf_dim,
         encoder.device_dim,
+        arrays.unlabelled(np.asarray(split.adapt)),
     )
     return Fitted(encoder, transform, arrays, trainer, {name: vectors[name] for name in train_devices})
 
@@ -184,6 +185,7 @@ def encode(data: TrainingData, encoder: FeatureEncoder) -> LabelledArrays:
         np.asarray([number[program] for program in data.labels["program"]], dtype=np.int64),
         np.asarray([device_number[name] for name in data.labels["device"]], dtype=np.int64),
         data.labels["latency_s"].to_numpy(dtype=np.float64),
+        group=data.labels.groupby(["task", "device"], observed=True).ngroup().to_numpy(dtype=np.int64),
     )
 
 
@@ -279,6 +281,6 @@ def _fingerprint(config: Config, data: TrainingData, split: Split) -> str:
     for column in ("program", "device"):
         digest.update("\n".join(data.labels[column]).encode())
     digest.update(data.labels["latency_s"].to_numpy(dtype=np.float64).tobytes())
-    for rows in (split.train, split.valid):
+    for rows in (split.train, split.valid, split.adapt):
         digest.update(np.asarray(rows, dtype=np.int64).tobytes())
     return digest.hexdigest()[:32]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,20 +14,26 @@ import torch
 from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError
-from cdmpp.predictor.batching import PackedPrograms, training_batches
+from cdmpp.predictor.batching import PackedPrograms, PaddedBatch, training_batches
 from cdmpp.predictor.checkpoint import TrainerState
 from cdmpp.predictor.config import Config
-from cdmpp.predictor.losses import HybridLoss
+from cdmpp.predictor.losses import HybridLoss, central_moment_discrepancy, pairwise_ranking
 from cdmpp.predictor.network import LatencyNetwork, predict_labels
 from cdmpp.predictor.transforms import LabelTransform
 
 #: Called after every epoch with that epoch's line of the history.
 ProgressCallback = Callable[[dict[str, Any]], None]
 
+#: An epoch's batches, as numbers of training pairs; the same number of batches in every epoch.
+BatchSampler = Callable[[np.random.Generator], list[NDArray[np.int64]]]
+
+#: Bounds of the embedding by its activation: CMD is defined between bounded samples only.
+_BOUNDS = {"tanh": (-1.0, 1.0), "sigmoid": (0.0, 1.0)}
+
 
 @dataclass(frozen=True)
-class LabelledArrays:
-    """Labelled (program, device) pairs as arrays.
+class PairArrays:
+    """(program, device) pairs as arrays, without labels.
 
     Attributes
     ----------
@@ -37,21 +43,39 @@ class LabelledArrays:
         float32 (devices, device_dim), encoded.
     program, device
         int64 (n,): program number and row of ``device_rows`` of each pair.
-    latency_s
-        float64 (n,), the labels.
-    reference_s
-        float64 (n,), where the label transform is relative.
     """
 
     packed: PackedPrograms
     device_rows: torch.Tensor
     program: NDArray[np.int64]
     device: NDArray[np.int64]
-    latency_s: NDArray[np.float64]
-    reference_s: NDArray[np.float64] | None = None
 
     def __len__(self) -> int:
-        return len(self.latency_s)
+        return len(self.program)
+
+    def batch(self, rows: NDArray[np.int64], where: torch.device) -> tuple[PaddedBatch, torch.Tensor]:
+        """What the network takes of the pairs with these numbers, on a torch device."""
+        device = self.device_rows[torch.from_numpy(self.device[rows])]
+        return self.packed.batch(self.program[rows]).to(where), device.to(where)
+
+
+@dataclass(frozen=True)
+class LabelledArrays(PairArrays):
+    """Labelled (program, device) pairs as arrays.
+
+    Attributes
+    ----------
+    latency_s
+        float64 (n,), the labels.
+    reference_s
+        float64 (n,), where the label transform is relative.
+    group
+        int64 (n,), equal where task and device are; the ranking loss needs it.
+    """
+
+    latency_s: NDArray[np.float64]
+    reference_s: NDArray[np.float64] | None = None
+    group: NDArray[np.int64] | None = None
 
     def take(self, rows: NDArray[np.int64]) -> LabelledArrays:
         """The pairs with these numbers; programs and devices are shared."""
@@ -63,7 +87,12 @@ class LabelledArrays:
             self.device[rows],
             self.latency_s[rows],
             reference_s,
+            None if self.group is None else self.group[rows],
         )
+
+    def unlabelled(self, rows: NDArray[np.int64]) -> PairArrays:
+        """The pairs with these numbers without their labels."""
+        return PairArrays(self.packed, self.device_rows, self.program[rows], self.device[rows])
 
     def predict(self, network: LatencyNetwork, transform: LabelTransform) -> NDArray[np.float64]:
         """Predicted seconds of every pair, shape (n,)."""
@@ -102,6 +131,18 @@ class Trainer:
         Training and validation pairs.
     leaf_dim, device_dim
         Widths of the encoded features.
+    adapt
+        Pairs of the domain to adapt to, without labels; needed where ``loss.cmd_weight`` is above 0.
+    weights
+        Where the network starts; None starts at random.
+    sampler
+        Makes the batches of an epoch; None takes every training pair once, in batches of similar length.
+
+    Raises
+    ------
+    PredictorError
+        No training or no validation pairs; CMD without pairs to adapt to or with an unbounded embedding;
+        weights of another network.
     """
 
     def __init__(
@@ -112,6 +153,9 @@ class Trainer:
         valid: LabelledArrays,
         leaf_dim: int,
         device_dim: int,
+        adapt: PairArrays | None = None,
+        weights: Mapping[str, torch.Tensor] | None = None,
+        sampler: BatchSampler | None = None,
     ) -> None:
         if not len(train) or not len(valid):
             raise PredictorError(
@@ -120,9 +164,15 @@ class Trainer:
         self._config = config.train
         self._transform = transform
         self._train, self._valid = train, valid
+        self._terms = config.loss
+        self._adapt = adapt
+        self._bounds = _cmd_bounds(config, adapt)
+        self._sampler = sampler or self._every_pair_once
         self._where = pick_device(config.train.device)
         with seeded(config.train.seed):
             self.network = LatencyNetwork(config.model, leaf_dim, device_dim).to(self._where)
+        if weights is not None:
+            _load(self.network, weights, "weights to start from do")
         self._optimizer = torch.optim.AdamW(
             self.network.parameters(), lr=config.train.learning_rate, weight_decay=config.train.weight_decay
         )
@@ -132,6 +182,9 @@ class Trainer:
         self._log_reference = (
             None if train.reference_s is None else torch.from_numpy(np.log(train.reference_s)).float()
         )
+        if config.loss.rank_weight and train.group is None:
+            raise PredictorError("loss.rank_weight is above 0, but the pairs' tasks are not known")
+        self._group = torch.from_numpy(np.zeros(0, np.int64) if train.group is None else train.group)
         self._average = {k: v.detach().clone() for k, v in self.network.state_dict().items()}
         self._state = TrainerState()
 
@@ -178,28 +231,28 @@ class Trainer:
 
     def restore(self, state: TrainerState) -> None:
         """Continue from a saved state; PredictorError if it belongs to another network."""
+        _load(self.network, state.weights, "checkpoint does")
         try:
-            self.network.load_state_dict(state.weights)
             groups = self._optimizer.state_dict()["param_groups"]
             self._optimizer.load_state_dict({"state": state.optimizer, "param_groups": groups})
-        except (RuntimeError, KeyError, ValueError) as err:
-            raise PredictorError(f"checkpoint does not fit the network: {err}") from err
+        except (KeyError, ValueError) as err:
+            raise PredictorError(f"checkpoint does not fit the optimiser: {err}") from err
         self._average = {k: v.to(self._where) for k, v in state.average.items()}
         self._state = state
 
     def _run_epoch(self) -> dict[str, Any]:
         config, state = self._config, self._state
         started = time.perf_counter()
-        rng = np.random.default_rng([config.seed, state.epoch])
-        batches = training_batches(self._train.packed.lengths[self._train.program], config.batch_size, rng)
+        batches = self._sampler(np.random.default_rng([config.seed, state.epoch]))
         # the number of batches is the same in every epoch
         total_steps = config.epochs * len(batches)
-        loss_sum = 0.0
+        pairs = sum(len(rows) for rows in batches)
+        sums = np.zeros(2)
         with seeded(config.seed * 100_003 + state.epoch + 1):
             self.network.train()
             for rows in batches:
                 rate = learning_rate(state.step, total_steps, config.learning_rate, config.warmup_fraction)
-                loss_sum += self._step(rows, rate) * len(rows)
+                sums += np.multiply(self._step(rows, rate), len(rows))
         state.epoch += 1
         mape = self._validate()
         if not math.isfinite(mape):
@@ -212,23 +265,41 @@ class Trainer:
             "epoch": state.epoch,
             "epochs": config.epochs,
             "step": state.step,
-            "train_loss": loss_sum / len(self._train),
+            "train_loss": sums[0] / pairs,
+            **({"train_cmd": sums[1] / pairs} if self._terms.cmd_weight else {}),
             "valid_mape": mape,
             "best_mape": state.best_mape,
             "best_epoch": state.best_epoch,
             "learning_rate": rate,
             "elapsed_s": round(elapsed_s, 3),
-            "samples_per_s": round(len(self._train) / elapsed_s, 1),
+            "samples_per_s": round(pairs / elapsed_s, 1),
         }
 
-    def _step(self, rows: NDArray[np.int64], rate: float) -> float:
-        data, where = self._train, self._where
+    def _every_pair_once(self, rng: np.random.Generator) -> list[NDArray[np.int64]]:
+        lengths = self._train.packed.lengths[self._train.program]
+        if self._terms.cmd_weight:  # not sorted by length: see LossConfig
+            lengths = np.zeros_like(lengths)
+        return training_batches(lengths, self._config.batch_size, rng)
+
+    def _step(self, rows: NDArray[np.int64], rate: float) -> tuple[float, float]:
+        """One update; gives the loss and, of it, the discrepancy before its weight."""
+        where, terms = self._where, self._terms
         index = torch.from_numpy(rows)
-        batch = data.packed.batch(data.program[rows]).to(where)
-        device = data.device_rows[torch.from_numpy(data.device[rows])].to(where)
+        batch, device = self._train.batch(rows, where)
         reference = None if self._log_reference is None else self._log_reference[index].to(where)
-        label = self.network(batch, device)
-        loss = self._loss(label, self._target[index].to(where), self._log_latency[index].to(where), reference)
+        log_latency = self._log_latency[index].to(where)
+        embedding = self.network.embed(batch, device)
+        label = self.network.decode(embedding, device)
+        loss = self._loss(label, self._target[index].to(where), log_latency, reference)
+        if terms.rank_weight:
+            log_predicted = self._transform.log_inverse(label, reference)
+            group = self._group[index].to(where)
+            loss = loss + terms.rank_weight * pairwise_ranking(log_predicted, log_latency, group)
+        cmd = torch.zeros(())
+        if terms.cmd_weight:
+            target = self.network.embed(*self._target_batch(len(rows)))
+            cmd = central_moment_discrepancy(embedding, target, terms.cmd_moments, *self._bounds)
+            loss = loss + terms.cmd_weight * cmd
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.zero_grad(set_to_none=True)
@@ -237,7 +308,14 @@ class Trainer:
         self._optimizer.step()
         self._state.step += 1
         self._update_average()
-        return float(loss.detach())
+        return float(loss.detach()), float(cmd.detach())
+
+    def _target_batch(self, size: int) -> tuple[PaddedBatch, torch.Tensor]:
+        """Pairs to adapt to, drawn by seed and step alone, so that a resumed run draws the same."""
+        assert self._adapt is not None
+        rng = np.random.default_rng([self._config.seed, self._state.step, 1])
+        rows = rng.choice(len(self._adapt), min(size, len(self._adapt)), replace=False)
+        return self._adapt.batch(rows, self._where)
 
     def _update_average(self) -> None:
         # the decay grows with the steps, so that early averages forget the initial weights
@@ -253,6 +331,30 @@ class Trainer:
         predicted_s = self._valid.predict(self.network, self._transform)
         self.network.load_state_dict(current)
         return float(np.mean(np.abs(predicted_s / self._valid.latency_s - 1)))
+
+
+def _cmd_bounds(config: Config, adapt: PairArrays | None) -> tuple[float, float]:
+    """Bounds of the embedding; PredictorError where CMD is asked for and cannot be had."""
+    activation = config.model.embedding_activation
+    if config.loss.cmd_weight:
+        if adapt is None or not len(adapt):
+            raise PredictorError(
+                "loss.cmd_weight is above 0, but there are no programs to adapt to: a by_network or by_device split "
+                "has them with adapt=0.3, a finetuning with --adapt 0.3"
+            )
+        if activation not in _BOUNDS:
+            raise PredictorError(
+                f"loss.cmd_weight needs a bounded embedding: model.embedding_activation is {activation}, "
+                f"not {' or '.join(_BOUNDS)}"
+            )
+    return _BOUNDS.get(activation, (-1.0, 1.0))
+
+
+def _load(network: LatencyNetwork, weights: Mapping[str, torch.Tensor], what: str) -> None:
+    try:
+        network.load_state_dict(dict(weights))
+    except RuntimeError as err:
+        raise PredictorError(f"{what} not fit the network: {err}") from err
 
 
 @contextmanager

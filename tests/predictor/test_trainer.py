@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,16 +13,18 @@ from cdmpp.errors import PredictorError
 from cdmpp.predictor.checkpoint import load_checkpoint, save_checkpoint
 from cdmpp.predictor.run import prepare
 from cdmpp.predictor.splitting import split_data
-from cdmpp.predictor.trainer import learning_rate, pick_device
+from cdmpp.predictor.trainer import Trainer, learning_rate, pick_device
 
 
 @pytest.fixture()
 def make_trainer(data, config):
-    split = split_data("by_task:seed=0", data)
-
-    def make(**train):
-        changed = config.model_copy(update={"train": config.train.model_copy(update=train)})
-        return prepare(changed, data, split).trainer
+    def make(spec="by_task:seed=0", loss=None, model=None, **train):
+        changed = {
+            "train": config.train.model_copy(update=train),
+            "loss": config.loss.model_copy(update=loss or {}),
+            "model": config.model.model_copy(update=model or {}),
+        }
+        return prepare(config.model_copy(update=changed), data, split_data(spec, data)).trainer
 
     return make
 
@@ -53,10 +56,16 @@ def test_the_callers_random_state_is_left_alone(make_trainer):
     assert torch.equal(torch.rand(3), expected)
 
 
-@pytest.mark.parametrize("cut", [1, 3])
-def test_resuming_gives_the_result_of_an_unbroken_run(make_trainer, tmp_path, cut):
+ADAPT = "by_network:heldout=net0;valid=0.2;adapt=0.5;seed=0"
+
+
+@pytest.mark.parametrize(
+    ("cut", "options"),
+    [(1, {}), (3, {}), (2, {"spec": ADAPT, "loss": {"cmd_weight": 0.5, "rank_weight": 0.5}})],
+)
+def test_resuming_gives_the_result_of_an_unbroken_run(make_trainer, tmp_path, cut, options):
     unbroken = []
-    expected = make_trainer(epochs=4).fit(progress=unbroken.append)
+    expected = make_trainer(epochs=4, **options).fit(progress=unbroken.append)
 
     class Killed(Exception):
         pass
@@ -67,8 +76,8 @@ def test_resuming_gives_the_result_of_an_unbroken_run(make_trainer, tmp_path, cu
 
     path = tmp_path / "c.safetensors"
     with pytest.raises(Killed):
-        make_trainer(epochs=4).fit(lambda state: save_checkpoint(path, state, "f"), kill)
-    resumed, lines = make_trainer(epochs=4), []
+        make_trainer(epochs=4, **options).fit(lambda state: save_checkpoint(path, state, "f"), kill)
+    resumed, lines = make_trainer(epochs=4, **options), []
     resumed.restore(load_checkpoint(path, "f"))
     state = resumed.fit(progress=lines.append)
     assert_same(state.best, expected.best)
@@ -131,3 +140,66 @@ def test_a_checkpoint_of_another_run_or_damaged_is_refused(make_trainer, tmp_pat
         load_checkpoint(path, "this run")
     with pytest.raises(PredictorError, match="cannot read"):
         load_checkpoint(tmp_path / "none", "this run")
+
+
+@pytest.mark.parametrize("spec", [ADAPT, "by_device:heldout=fast;adapt=0.5;seed=0"])
+def test_cmd_draws_the_domains_together(make_trainer, spec):
+    """The discrepancy falls far below what it is where its weight is next to nothing."""
+    last = {}
+    for weight in (1e-9, 3.0):
+        lines = []
+        trainer = make_trainer(spec, {"cmd_weight": weight}, epochs=6, patience=6, ema_decay=0.0)
+        trainer.fit(progress=lines.append)
+        last[weight] = lines[-1]["train_cmd"]
+    assert last[3.0] < 0.7 * last[1e-9]
+
+
+def test_labels_of_the_adapted_part_change_nothing(data, config):
+    """Neither do labels and programs of the tested part."""
+    loss = config.loss.model_copy(update={"cmd_weight": 1.0, "rank_weight": 1.0})
+    changed = config.model_copy(update={"loss": loss, "train": config.train.model_copy(update={"epochs": 2})})
+    split = split_data(ADAPT, data)
+    assert len(split.adapt) and len(split.test)
+    expected = prepare(changed, data, split).trainer.fit().best
+    latency_s = data.labels["latency_s"].to_numpy().copy()
+    latency_s[np.concatenate([split.adapt, split.test])] *= 77
+    tested = set(data.labels["program"].iloc[split.test])
+    asts = {p: replace(ast, leaves=ast.leaves * 99) if p in tested else ast for p, ast in data.asts.items()}
+    wild = replace(data, labels=data.labels.assign(latency_s=latency_s), asts=asts)
+    assert_same(prepare(changed, wild, split).trainer.fit().best, expected)
+    # programs of the adapted part do
+    seen = set(data.labels["program"].iloc[split.adapt])
+    asts = {p: replace(ast, leaves=ast.leaves * 99) if p in seen else ast for p, ast in data.asts.items()}
+    other = prepare(changed, replace(data, asts=asts), split).trainer.fit().best
+    assert any(not torch.equal(expected[name], other[name]) for name in expected)
+
+
+def test_cmd_needs_programs_to_adapt_to_and_a_bounded_embedding(make_trainer):
+    with pytest.raises(PredictorError, match=r"no programs to adapt to: .* adapt=0\.3"):
+        make_trainer(loss={"cmd_weight": 1.0})
+    with pytest.raises(PredictorError, match="embedding_activation is none, not tanh or sigmoid"):
+        make_trainer(ADAPT, {"cmd_weight": 1.0}, {"embedding_activation": "none"})
+
+
+def test_ranking_improves_the_order_within_tasks(make_trainer):
+    """With next to no other loss, the training pairs of a task still come out in their order."""
+    loss = {"mse_weight": 1e-6, "mape_weight": 0.0, "rank_weight": 1.0}
+    trainer = make_trainer(loss=loss, epochs=8, patience=8)
+    trainer.fit()
+    pairs, predicted_s = trainer._train, trainer._train.predict(trainer.network, trainer._transform)
+    same = (pairs.group[:, None] == pairs.group) & (pairs.latency_s[:, None] > 1.1 * pairs.latency_s)
+    assert np.mean((predicted_s[:, None] > predicted_s)[same]) > 0.85
+
+
+def test_starting_weights_are_taken_and_must_fit(make_trainer, data, config):
+    trained = make_trainer(epochs=2).fit().best
+    fitted = prepare(config, data, split_data("by_task:seed=0", data))
+    split, dims = split_data("by_task:seed=0", data), (fitted.encoder.leaf_dim, fitted.encoder.device_dim)
+    train, valid = (fitted.arrays.take(np.asarray(rows)) for rows in (split.train, split.valid))
+    trainer = Trainer(config, fitted.transform, train, valid, *dims, weights=trained)
+    assert_same(trainer.network.state_dict(), trained)
+    with pytest.raises(PredictorError, match="do not fit the network"):
+        Trainer(config, fitted.transform, train, valid, dims[0] + 1, dims[1], weights=trained)
+    with pytest.raises(PredictorError, match="tasks are not known"):
+        ranked = config.model_copy(update={"loss": config.loss.model_copy(update={"rank_weight": 1.0})})
+        Trainer(ranked, fitted.transform, replace(train, group=None), valid, *dims)
