@@ -76,6 +76,7 @@ def _console(*, err: bool = False) -> Console:
 
 def _parser() -> argparse.ArgumentParser:
     from cdmpp import __version__
+    from cdmpp.cli_search import add_search_arguments
 
     parser = argparse.ArgumentParser(
         prog="cdmpp", description="Predicts how long a tensor program takes on a device."
@@ -143,6 +144,10 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--out", required=True, metavar="DIR", help="run folder")
     sub.add_argument("--split", metavar="SPEC", help="in place of the configuration's, such as by_network")
     sub.add_argument("--resume", action="store_true", help="go on with the run in --out")
+
+    add_search_arguments(
+        command("search", _search, "search for hyper-parameters, judged by the validation part")
+    )
 
     sub = command("evaluate", _evaluate, "score a predictor on measured programs")
     sub.add_argument(
@@ -287,6 +292,12 @@ def _train(args: Namespace) -> Any:
     scores = evaluate(result.predictor, result.data, result.split)
     show_metrics(_console(), f"{args.out}: held-out part of {scores['split']}", {"cdmpp": scores["overall"]})
     return scores
+
+
+def _search(args: Namespace) -> Any:
+    from cdmpp.cli_search import run_search
+
+    return run_search(args, _console(), _console(err=True))
 
 
 def _load_predictor(name: str) -> Any:

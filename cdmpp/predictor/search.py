@@ -1,0 +1,410 @@
+"""Hyper-parameter search with Optuna: TPE, median pruning, resumable; judged by the validation part alone.
+
+Every model has a space of its own (:func:`search_space`); the same number of trials for each is what "tuned
+with equal effort" means here. The search folder holds ``search.db`` (Optuna's storage), ``summary.json`` (every
+trial) and ``best.yaml``, both written anew after every trial.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cdmpp.errors import PredictorError
+from cdmpp.predictor.config import Config, config_from_dict, dump_config
+from cdmpp.predictor.data import TrainingData, gather
+from cdmpp.predictor.splitting import split_data
+
+if TYPE_CHECKING:
+    import optuna
+    from optuna.distributions import BaseDistribution
+
+    from cdmpp.dataset import DatasetView, Split
+
+STORAGE_FILE = "search.db"
+SUMMARY_FILE = "summary.json"
+BEST_FILE = "best.yaml"
+
+#: Models that have a search space.
+SEARCHED_MODELS: tuple[str, ...] = ("ours", "xgboost-perstore", "xgboost-ast", "lstm", "released")
+
+#: Trials drawn at random before TPE takes over, and trials that must have reached an epoch before one is pruned there.
+_RANDOM_TRIALS = 10
+_UNPRUNED_TRIALS = 5
+
+#: Part of the epochs in which no trial is pruned: warm-up says little about where a trial ends.
+_UNPRUNED_EPOCHS = 0.2
+
+#: Called with a trial's line of the summary when the trial ends.
+TrialCallback = Callable[[dict[str, Any]], None]
+
+
+def search_space(model: str) -> dict[str, BaseDistribution]:
+    """Dotted option -> distribution.
+
+    Of ``ours`` the options are keys of the configuration; of the others, arguments of
+    :func:`cdmpp.predictor.baselines.make_model`.
+
+    Raises
+    ------
+    PredictorError
+        A model that is not one of :data:`SEARCHED_MODELS`, or Optuna is not installed.
+    """
+    try:
+        from optuna.distributions import CategoricalDistribution as Choice
+        from optuna.distributions import FloatDistribution as Float
+        from optuna.distributions import IntDistribution as Int
+    except ImportError as err:
+        raise PredictorError(f"searching needs Optuna: pip install 'cdmpp[search]' ({err})") from err
+
+    optimisation: dict[str, BaseDistribution] = {
+        "train.batch_size": Choice([64, 128, 256, 512]),
+        "train.learning_rate": Float(2e-4, 5e-3, log=True),
+        "train.weight_decay": Float(1e-4, 1e-1, log=True),
+        "loss.mape_weight": Float(0.05, 3.0, log=True),
+    }
+    if model == "ours":
+        return {
+            "model.dim": Choice([64, 96, 128, 192]),
+            "model.layers": Int(1, 5),
+            "model.heads": Choice([2, 4, 8]),
+            "model.ffn_dim": Choice([128, 256, 512]),
+            "model.dropout": Float(0.0, 0.2),
+            "model.pooling": Choice(["sum", "mean", "attention"]),
+            "model.device": Choice(["film", "token"]),
+            "model.decoder_dim": Choice([128, 256, 512]),
+            "model.decoder_layers": Int(1, 3),
+            "label.transform": Choice(["box-cox", "log"]),
+            **optimisation,
+            "loss.rank_weight": Choice([0.0, 0.03, 0.1, 0.3]),
+            "train.ema_decay": Choice([0.0, 0.98, 0.99, 0.995, 0.998]),
+        }
+    if model == "lstm":
+        return {
+            "hidden": Choice([64, 128, 192, 256, 384]),
+            "layers": Int(1, 3),
+            "dropout": Float(0.0, 0.3),
+            **optimisation,
+            "train.ema_decay": Choice([0.0, 0.98, 0.99, 0.995, 0.998]),
+        }
+    if model == "released":  # its sizes are what makes it the released network
+        return {
+            **optimisation,
+            "train.batch_size": Choice([128, 256, 600]),
+            "train.learning_rate": Float(1e-5, 1e-3, log=True),
+            "sizes.dropout": Float(0.0, 0.3),
+        }
+    if model in ("xgboost-perstore", "xgboost-ast"):
+        return {
+            "params.max_depth": Int(4, 12),
+            "params.eta": Float(0.01, 0.3, log=True),
+            "params.subsample": Float(0.5, 1.0),
+            "params.colsample_bytree": Float(0.1, 1.0),
+            "params.min_child_weight": Float(0.5, 50.0, log=True),
+            "params.lambda": Float(1e-2, 100.0, log=True),
+            "params.gamma": Float(1e-4, 1.0, log=True),
+        }
+    raise PredictorError(f"no search space for model '{model}' (known: {', '.join(SEARCHED_MODELS)})")
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found.
+
+    Attributes
+    ----------
+    summary
+        Content of ``summary.json``: model, split, seed, space, numbers of records, ``best`` and ``trials`` (each
+        number, state, values, validation MAPE, epochs, seconds and what went wrong).
+    best
+        The best values as arguments of :func:`cdmpp.predictor.baselines.make_model`, ``name`` and ``seed``
+        included.
+    """
+
+    summary: dict[str, Any]
+    best: dict[str, Any]
+
+
+def search(
+    config: Config,
+    datasets: TrainingData | DatasetView | str | Path | Sequence[str | Path] | None,
+    out: str | Path,
+    trials: int,
+    model: str = "ours",
+    resume: bool = False,
+    progress: TrialCallback | None = None,
+) -> SearchResult:
+    """Search for the hyper-parameters with the lowest MAPE on the validation part.
+
+    Labels of the test part are blanked first, so nothing can look at them.
+
+    Parameters
+    ----------
+    config
+        What is not searched: data, split, epochs, patience, threads, seed; of ours everything else too.
+    datasets
+        Data or dataset folders; None takes ``config.data.paths``.
+    out
+        The search folder.
+    trials
+        Trials in all, those of resumed searches, pruned and failed ones included.
+    model
+        One of :data:`SEARCHED_MODELS`.
+    resume
+        Go on with the search in ``out`` if there is one. A trial that was cut short does not count.
+    progress
+        Called when a trial ends.
+
+    Raises
+    ------
+    PredictorError
+        ``out`` holds a search and ``resume`` is off, or it is one of another model, configuration or other
+        records; no trial succeeded; Optuna is not installed.
+    DatasetError, SplitError
+        No records; a split that cannot be made.
+    """
+    if trials < 1:
+        raise PredictorError(f"a search needs at least one trial, got {trials}")
+    space = search_space(model)
+    out = Path(out)
+    if not resume and (out / STORAGE_FILE).exists():
+        raise PredictorError(f"{out} holds a search: resume it, or choose another folder")
+    data, split = _known_data(config, datasets)
+    study = _open_study(out, config, model, space, data, split)
+    options = _options(model, data, split)
+
+    def result() -> SearchResult:
+        return _result(study, config, model, space, split)
+
+    while _finished(study) < trials:
+        trial = study.ask(space)
+        _run_trial(study, trial, config, model, options, data, split)
+        _write(result(), config, out)
+        if progress is not None:
+            progress(_line(study.trials[trial.number]))
+    done = result()
+    if done.summary["best"] is None:
+        errors = [line["error"] for line in done.summary["trials"] if line["error"]]
+        raise PredictorError(
+            f"none of {len(done.summary['trials'])} trials succeeded; the first: {errors[0]}"
+        )
+    _write(done, config, out)
+    return done
+
+
+def trial_options(config: Config, model: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of :func:`cdmpp.predictor.baselines.make_model` for these values of the search space."""
+    nested: dict[str, Any] = {}
+    for name, value in values.items():
+        *path, last = name.split(".")
+        section = nested
+        for part in path:
+            section = section.setdefault(part, {})
+        section[last] = value
+    base = config.model_dump(mode="json")
+    seed = config.train.seed
+    if model == "ours":
+        merged = {name: {**section, **nested.get(name, {})} for name, section in base.items()}
+        return {"name": model, "seed": seed, "config": merged}
+    if model.startswith("xgboost"):
+        return {"name": model, "seed": seed, "threads": config.train.threads or 1, **nested}
+    shared = {key: base["train"][key] for key in ("epochs", "patience", "threads", "device")}
+    return {"name": model, "seed": seed, **nested, "train": {**shared, **nested.get("train", {})}}
+
+
+def _known_data(config: Config, datasets: Any) -> tuple[TrainingData, Split]:
+    """Data and split, the labels of the test part blanked: whatever would use them fails."""
+    if datasets is None and not config.data.paths:
+        raise PredictorError("no data: give dataset folders, or data.paths in the configuration")
+    if not isinstance(datasets, TrainingData):
+        datasets = gather(config.data.paths if datasets is None else datasets, config.data)
+    split = split_data(config.split.spec, datasets)
+    latency_s = datasets.labels["latency_s"].to_numpy(dtype=np.float64).copy()
+    latency_s[split.test] = np.nan
+    return replace(datasets, labels=datasets.labels.assign(latency_s=latency_s)), split
+
+
+def _options(model: str, data: TrainingData, split: Split) -> dict[str, Any]:
+    """What all trials of a model share because it is costly to make."""
+    if model != "xgboost-perstore" or data.view is None:
+        return {}
+    from cdmpp.predictor.baselines.per_store import collect_per_store
+
+    rows = np.concatenate([split.train, split.valid])
+    return {"vectors": collect_per_store(data.view, data.labels["program"].iloc[rows])}
+
+
+def _open_study(
+    out: Path,
+    config: Config,
+    model: str,
+    space: Mapping[str, BaseDistribution],
+    data: TrainingData,
+    split: Split,
+) -> optuna.Study:
+    import optuna
+    from optuna.trial import TrialState
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    out.mkdir(parents=True, exist_ok=True)
+    study = optuna.create_study(
+        storage=f"sqlite:///{(out / STORAGE_FILE).resolve()}",
+        study_name="cdmpp",
+        direction="minimize",
+        pruner=optuna.pruners.MedianPruner(
+            n_startup_trials=_UNPRUNED_TRIALS,
+            n_warmup_steps=1 + math.ceil(_UNPRUNED_EPOCHS * config.train.epochs),  # epochs count from 1
+        ),
+        load_if_exists=True,
+    )
+    fingerprint = _fingerprint(config, model, space, data, split)
+    if study.user_attrs.get("fingerprint", fingerprint) != fingerprint:
+        raise PredictorError(
+            f"{out}: belongs to another model, configuration or other records; start a new search"
+        )
+    study.set_user_attr("fingerprint", fingerprint)
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        study.tell(trial.number, state=TrialState.FAIL)  # it was cut short
+    # the sampler's state is not stored: with the same seed a resumed search would draw its first trials again
+    study.sampler = optuna.samplers.TPESampler(
+        seed=config.train.seed + len(study.trials), n_startup_trials=_RANDOM_TRIALS
+    )
+    return study
+
+
+def _run_trial(
+    study: optuna.Study,
+    trial: optuna.Trial,
+    config: Config,
+    model: str,
+    options: Mapping[str, Any],
+    data: TrainingData,
+    split: Split,
+) -> None:
+    import optuna
+    from optuna.trial import TrialState
+
+    from cdmpp.predictor.baselines import make_model
+
+    def report(line: Mapping[str, Any]) -> None:
+        trial.report(float(line["valid_mape"]), int(line["epoch"]))
+        if trial.should_prune():
+            raise optuna.TrialPruned
+
+    extra = dict(options) if model.startswith("xgboost") else {"progress": report}
+    try:
+        fitted = make_model(**trial_options(config, model, trial.params), **extra)
+        fitted.fit(data, split)
+        predicted_s = fitted.predict(data, split.valid)
+        latency_s = data.labels["latency_s"].to_numpy(dtype=np.float64)[split.valid]
+        mape = float(np.mean(np.abs(predicted_s / latency_s - 1)))
+        if not math.isfinite(mape):
+            raise PredictorError(f"validation MAPE is {mape}")
+    except optuna.TrialPruned:
+        study.tell(trial, state=TrialState.PRUNED)
+    except PredictorError as err:  # it diverged
+        trial.set_user_attr("error", str(err))
+        study.tell(trial, state=TrialState.FAIL)
+    else:
+        study.tell(trial, mape)
+
+
+def _finished(study: optuna.Study) -> int:
+    """Trials that ended by themselves."""
+    return sum(_line(trial)["state"] in ("complete", "pruned", "failed") for trial in study.trials)
+
+
+def _line(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
+    """A trial as JSON values."""
+    error = trial.user_attrs.get("error")
+    state = trial.state.name.lower()
+    if state == "fail":
+        state = "failed" if error else "interrupted"
+    last = trial.last_step
+    value = (
+        trial.value if state == "complete" else trial.intermediate_values.get(-1 if last is None else last)
+    )
+    return {
+        "trial": trial.number,
+        "state": state,
+        "values": dict(trial.params),
+        "valid_mape": None if value is None or not math.isfinite(value) else value,
+        "epochs": last,
+        "seconds": None if trial.duration is None else round(trial.duration.total_seconds(), 3),
+        "error": error,
+    }
+
+
+def _result(
+    study: optuna.Study, config: Config, model: str, space: Mapping[str, BaseDistribution], split: Split
+) -> SearchResult:
+    lines = [_line(trial) for trial in study.trials]
+    complete = [line for line in lines if line["state"] == "complete"]
+    best = min(complete, key=lambda line: line["valid_mape"]) if complete else None
+    summary = {
+        "model": model,
+        "split": split.spec,
+        "seed": config.train.seed,
+        "n_train": len(split.train),
+        "n_valid": len(split.valid),
+        "space": _space_json(space),
+        "best": best,
+        "seconds": round(sum(line["seconds"] or 0.0 for line in lines), 3),
+        "trials": lines,
+    }
+    return SearchResult(summary, trial_options(config, model, best["values"]) if best else {})
+
+
+def _write(result: SearchResult, config: Config, out: Path) -> None:
+    import yaml
+
+    _replace(out / SUMMARY_FILE, json.dumps(result.summary, indent=1, allow_nan=False) + "\n")
+    best = result.summary["best"]
+    if best is None:
+        return
+    found = (
+        f"trial {best['trial']} of {len(result.summary['trials'])}, validation MAPE {best['valid_mape']:.4f}"
+    )
+    if result.summary["model"] == "ours":
+        note = f"# Found by cdmpp search: {found}.\n"
+        text = dump_config(config_from_dict(result.best["config"]))
+    else:
+        note = f"# Arguments of cdmpp.predictor.baselines.make_model, found by cdmpp search: {found}.\n"
+        text = yaml.safe_dump(result.best, sort_keys=False)
+    _replace(out / BEST_FILE, note + text)
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def _space_json(space: Mapping[str, BaseDistribution]) -> dict[str, Any]:
+    from optuna.distributions import distribution_to_json
+
+    return {name: json.loads(distribution_to_json(distribution)) for name, distribution in space.items()}
+
+
+def _fingerprint(
+    config: Config, model: str, space: Mapping[str, BaseDistribution], data: TrainingData, split: Split
+) -> str:
+    """Identifies everything that the value of a trial depends on besides its values."""
+    from cdmpp.program.ast import FEATURE_SET
+
+    settings = config.model_dump(mode="json", exclude={"data": True, "train": {"threads"}})
+    text = json.dumps([settings, model, _space_json(space), FEATURE_SET, split.spec], sort_keys=True)
+    digest = hashlib.sha256(text.encode())
+    for column in ("program", "device"):
+        digest.update("\n".join(data.labels[column]).encode())
+    for rows in (split.train, split.valid):
+        digest.update(np.asarray(rows, dtype=np.int64).tobytes())
+        digest.update(data.labels["latency_s"].to_numpy(dtype=np.float64)[rows].tobytes())
+    return digest.hexdigest()[:32]

@@ -1,0 +1,225 @@
+"""The hyper-parameter search: what it writes, resuming, failed and pruned trials, and what it may look at."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+
+import numpy as np
+import optuna
+import pytest
+import yaml
+from predictor_synthetic import make_data
+from rich.console import Console
+
+from cdmpp.cli import main
+from cdmpp.cli_search import add_search_arguments, show_search
+from cdmpp.errors import LabelError, PredictorError
+from cdmpp.predictor import config_from_dict, load_config, train
+from cdmpp.predictor.baselines import CdmppModel, LatencyModel, TaskMedian, make_model
+from cdmpp.predictor.search import SEARCHED_MODELS, search, search_space, trial_options
+
+
+@pytest.fixture(scope="module")
+def data():
+    return make_data(6, 8)
+
+
+@pytest.fixture()
+def small(config):
+    """Values of the search space decide about size, so epochs keep the tests short."""
+    return config.model_copy(
+        update={
+            "train": config.train.model_copy(update={"epochs": 2, "patience": 2}),
+            "split": config.split.model_copy(update={"spec": "by_task:seed=0"}),
+        }
+    )
+
+
+@pytest.fixture()
+def scripted(monkeypatch):
+    """Replaces all models by one whose fit is a function of the trial's number."""
+
+    def use(fit):
+        count = iter(range(1000))
+
+        class Scripted(TaskMedian):
+            def __init__(self, progress):
+                super().__init__()
+                self.progress = progress
+
+            def fit(self, data, split):
+                super().fit(data, split)
+                fit(next(count), self)
+
+        monkeypatch.setattr("cdmpp.predictor.baselines.make_model", lambda progress, **_: Scripted(progress))
+
+    return use
+
+
+def test_best_yaml_trains_to_the_error_that_the_search_found(data, small, tmp_path):
+    lines = []
+    result = search(small, data, tmp_path / "search", 2, progress=lines.append)
+    summary = json.loads((tmp_path / "search" / "summary.json").read_text())
+    assert summary == result.summary and summary["trials"] == lines
+    assert [line["state"] for line in lines] == ["complete"] * 2
+    assert all(line["values"].keys() == search_space("ours").keys() for line in lines)
+    assert summary["best"] == min(lines, key=lambda line: line["valid_mape"])
+    best = load_config(tmp_path / "search" / "best.yaml")
+    assert best.model.dim == summary["best"]["values"]["model.dim"]
+    assert best.train.epochs == 2 and best.split == small.split, "what is not searched stays"
+    trained = train(best, data, tmp_path / "run").predictor
+    assert trained.training["valid_mape"] == pytest.approx(summary["best"]["valid_mape"], rel=1e-5)
+
+
+def test_the_best_values_of_a_baseline_make_that_model(data, small, tmp_path):
+    result = search(small, data, tmp_path, 2, model="xgboost-ast")
+    options = yaml.safe_load((tmp_path / "best.yaml").read_text())
+    assert options == result.best and options["name"] == "xgboost-ast"
+    model = make_model(**options)
+    assert model._params["max_depth"] == result.summary["best"]["values"]["params.max_depth"]
+
+
+@pytest.mark.parametrize("name", SEARCHED_MODELS)
+def test_every_space_gives_models(name, small):
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    for _ in range(20):
+        trial = study.ask(search_space(name))
+        model = make_model(**trial_options(small, name, trial.params))
+        assert isinstance(model, LatencyModel)
+        if name == "ours":
+            assert model._config.train.seed == small.train.seed
+            assert model._config.encoder == small.encoder
+        elif name in ("lstm", "released"):
+            assert (model.train.epochs, model.train.threads) == (2, 1)
+            assert model.train.learning_rate == trial.params["train.learning_rate"]
+
+
+def test_a_resumed_search_goes_on(data, small, tmp_path, scripted):
+    scripted(lambda number, model: None)
+    first = search(small, data, tmp_path, 2, model="lstm")
+    with pytest.raises(PredictorError, match="holds a search"):
+        search(small, data, tmp_path, 4, model="lstm")
+    more = search(small, data, tmp_path, 4, model="lstm", resume=True)
+    assert more.summary["trials"][:2] == first.summary["trials"]
+    assert len(more.summary["trials"]) == 4
+    drawn = [json.dumps(line["values"]) for line in more.summary["trials"]]
+    assert len(set(drawn)) == 4, "the first trials are not drawn again"
+    again = search(small, data, tmp_path, 4, model="lstm", resume=True)
+    assert again.summary == more.summary
+
+
+def test_another_model_configuration_or_other_records_are_refused(data, small, tmp_path, scripted):
+    scripted(lambda number, model: None)
+    search(small, data, tmp_path, 1, model="lstm")
+    other = small.model_copy(update={"train": small.train.model_copy(update={"epochs": 3})})
+    labels = data.labels.assign(latency_s=data.labels["latency_s"] * 1.01)
+    for config, records, model in (
+        (small, data, "ours"),
+        (other, data, "lstm"),
+        (small, replace(data, labels=labels), "lstm"),
+    ):
+        with pytest.raises(PredictorError, match="belongs to another"):
+            search(config, records, tmp_path, 2, model=model, resume=True)
+
+
+def test_a_trial_that_was_cut_short_does_not_count(data, small, tmp_path, scripted):
+    def interrupted(number, model):
+        if number == 1:
+            raise KeyboardInterrupt
+
+    scripted(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        search(small, data, tmp_path, 3, model="lstm")
+    assert (tmp_path / "best.yaml").exists(), "what was found so far is there"
+    result = search(small, data, tmp_path, 3, model="lstm", resume=True)
+    states = [line["state"] for line in result.summary["trials"]]
+    assert states == ["complete", "interrupted", "complete", "complete"]
+
+
+def test_a_diverging_trial_fails_and_the_search_goes_on(data, small, tmp_path, scripted):
+    def diverges(number, model):
+        if number == 0:
+            raise PredictorError("training diverged in epoch 1")
+        if number == 1:
+            model.predict = lambda data, rows: np.full(len(rows), np.nan)
+
+    scripted(diverges)
+    result = search(small, data, tmp_path, 3, model="lstm")
+    trials = result.summary["trials"]
+    assert [line["state"] for line in trials] == ["failed", "failed", "complete"]
+    assert "diverged" in trials[0]["error"] and "nan" in trials[1]["error"]
+    assert result.summary["best"]["trial"] == 2
+    console = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
+    show_search(console, result.summary)
+    text = console.export_text()
+    assert "1 complete, 2 failed" in text and "hidden=" in text
+
+
+def test_a_search_without_a_success_says_why(data, small, tmp_path, scripted):
+    def fails(number, model):
+        raise PredictorError(f"no luck {number}")
+
+    scripted(fails)
+    with pytest.raises(PredictorError, match=r"none of 2 trials succeeded; the first: no luck 0"):
+        search(small, data, tmp_path, 2, model="lstm")
+
+
+def test_poor_trials_are_pruned_on_the_epochs_validation_error(data, small, tmp_path, scripted):
+    def reports(number, model):
+        for epoch in range(1, 5):
+            model.progress({"epoch": epoch, "valid_mape": 9.0 if number == 6 else 0.5 + 0.01 * number})
+
+    scripted(reports)
+    result = search(small, data, tmp_path, 7, model="lstm")
+    last = result.summary["trials"][-1]
+    assert (last["state"], last["epochs"], last["valid_mape"]) == ("pruned", 2, 9.0)
+    assert all(line["state"] != "pruned" for line in result.summary["trials"][:5])
+
+
+def test_the_test_part_cannot_be_looked_at(data, small, tmp_path, monkeypatch):
+    seen = []
+
+    class Peeks(CdmppModel):
+        def fit(self, data, split):
+            seen.append(data.labels["latency_s"].to_numpy()[split.test])
+            raise LabelError("enough")
+
+    monkeypatch.setattr("cdmpp.predictor.baselines.make_model", lambda **_: Peeks())
+    with pytest.raises(LabelError):
+        search(small, data, tmp_path, 1)
+    assert len(seen[0]) and np.isnan(seen[0]).all()
+
+
+def test_the_command_goes_on_where_it_stopped(data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("cdmpp.predictor.search.gather", lambda paths, config: data)
+    out, shown = tmp_path / "search", tmp_path / "shown.json"
+    args = ["search", "--config", "configs/smoke.yaml", "--data", "somewhere", "--model", "xgboost-ast"]
+    args += ["--split", "within_task:test=0.3", "--out", str(out), "--json", str(shown)]
+    assert main([*args, "--trials", "1"]) == 0
+    first = json.loads(shown.read_text())
+    assert first == json.loads((out / "summary.json").read_text())
+    assert first["split"].startswith("within_task") and "trial   0" in capsys.readouterr().err
+    assert main([*args, "--trials", "2"]) == 2
+    assert "holds a search" in capsys.readouterr().err
+    assert main([*args, "--trials", "2", "--resume"]) == 0
+    more = json.loads(shown.read_text())
+    assert more["trials"][0] == first["trials"][0] and len(more["trials"]) == 2
+    assert "2 complete" in capsys.readouterr().out
+
+
+def test_the_command_offers_the_models_that_have_a_space():
+    parser = argparse.ArgumentParser()
+    add_search_arguments(parser)
+    (model,) = [action for action in parser._actions if action.dest == "model"]
+    assert tuple(model.choices) == SEARCHED_MODELS
+
+
+def test_bad_input(data, small, tmp_path):
+    with pytest.raises(PredictorError, match="no search space for model 'roofline'"):
+        search(small, data, tmp_path, 1, model="roofline")
+    with pytest.raises(PredictorError, match="at least one trial"):
+        search(small, data, tmp_path, 0)
+    with pytest.raises(PredictorError, match="no data"):
+        search(config_from_dict({}), None, tmp_path, 1)
