@@ -62,7 +62,7 @@ def leaf_vectors(table: LeafTable) -> NDArray[np.float32]:
     flops = table.ops @ _FLOPS
     blocks = [
         _context(table),
-        _loops(table, nest),
+        _loops(table, nest, feet),
         table.ops,
         np.stack([flops, table.ops @ _SPECIAL, table.ops @ _INTEGER, _by_leaf(table, feet, "loads")], axis=1)
         * nest.iterations[:, None],
@@ -110,8 +110,14 @@ def _context(table: LeafTable) -> FloatArray:
     return np.concatenate([leaf[:, [_LEAF[n] for n in names]], np.stack(extra, axis=1)], axis=1)
 
 
-def _loops(table: LeafTable, nest: LoopNest) -> FloatArray:
+def _loops(table: LeafTable, nest: LoopNest, feet: Footprints) -> FloatArray:
     kind, extent = nest.kind, nest.extent
+    used = np.zeros(extent.shape, dtype=bool)
+    row_leaf = table.access_leaf[table.row_access]
+    np.logical_or.at(used, row_leaf, table.uses)
+    np.logical_or.at(used, feet.leaf, feet.gathers)
+    vector = np.where(nest.vector, extent, 1.0).prod(axis=1).astype(np.int64)
+    divisor = vector & -vector
 
     def product(mask: NDArray[np.bool_]) -> FloatArray:
         return np.where(mask, extent, 1.0).prod(axis=1)
@@ -136,9 +142,12 @@ def _loops(table: LeafTable, nest: LoopNest) -> FloatArray:
         product(serial & ~nest.reduction),
         product(serial & nest.reduction),
         product(nest.reduction),
+        product(~used),
         parallel,
         nest.points[np.arange(len(inner)), inner],
-        product(nest.vector),
+        vector,
+        divisor,
+        vector != divisor,
         product((kind == VECTORIZED) & ~nest.vector),
         product(nest.unrolled),
         blocks,

@@ -94,6 +94,7 @@ def test_straight_line_code_of_a_tiled_matmul() -> None:
     # of straight-line code is 512 points that update 8 x 16 accumulators from 8 x 4 of A and 4 x 16 of B.
     update = leaf(compact_ast(parse(MATMUL)), 1)
     expect(update, max_step=64, explicit_unroll=1, unrolled=32)
+    expect(update, vectorized=16, vector_divisor=16, vector_odd=0, invariant=1)
     expect(update, tile_points=512, tile_statements=32, tile_outputs=128, tile_inputs=128 + 32 + 64)
     expect(update, hold=8, next_extent=8, next_reduction=1, chain=131072 / 128)
     expect(update, op_fma=1, op_fadd=0, op_fmul=0, flops=2 * 131072, loads=3 * 131072)
@@ -401,3 +402,17 @@ def test_unrolled_statements_that_store_side_by_side_can_be_packed() -> None:
     add = leaf(compact_ast(parse(text)), 0)
     expect(add, unrolled=8, vectorized=1, run_stored=4, run_loaded=4)
     expect(add, fp_instructions_packed=65536 / 4, fp_instructions_32b=65536)
+
+
+def test_vectors_of_odd_length_and_what_is_computed_again() -> None:
+    text = MATMUL.replace("j1 in T.vectorized(16)", "j1 in T.serial(16)")
+    text = text.replace("j2 in T.vectorized(16)", "j2 in T.vectorized(12)").replace(
+        "in range(4)", "in range(5)"
+    )
+    text = text.replace("j0 * 16 + j2", "j0 * 12 + j2").replace("64, j0 * 16 + j1", "64, j1 * 4 + j0 // 5")
+    init, update = (leaf(compact_ast(parse(text)), i) for i in range(2))
+    expect(init, vectorized=1, vector_divisor=1, vector_odd=0)
+    expect(update, vectorized=12, vector_divisor=4, vector_odd=1)
+    # Every row of tiles does the same if nothing depends on it.
+    again = leaf(compact_ast(parse(MATMUL.replace("i0 * 8 + i2", "i2"))), 1)
+    expect(again, invariant=8, parallel=8)

@@ -1,0 +1,161 @@
+"""What can be said about a program's latency without learning: a lower bound, and an analytical estimate.
+
+Both are computed from the compact AST and the device's specification alone. They serve as baselines, and as the scale
+that labels are relative to: the network then predicts how far a program stays behind (CDMPP predicts the time itself).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdmpp.errors import PredictorError
+from cdmpp.program.leaf_schema import CAPACITIES, LEAF_FEATURES, SIMD_BYTES
+
+if TYPE_CHECKING:
+    from cdmpp.device import Device
+    from cdmpp.program.ast import CompactAST
+
+FloatArray = NDArray[np.float64]
+
+#: No program takes less than this, whatever the bound says: the resolution of a kernel launch or function call.
+_MIN_S = 1e-8
+#: Cycles that a dependent floating-point operation waits for the one before.
+_LATENCY_CYCLES = 4.0
+#: Cycles of an exponential, square root and the like, a SIMD register of them at a time.
+_SPECIAL_CYCLES = 12.0
+#: Loads and stores a core starts per cycle.
+_MEMORY_PORTS = 2.0
+#: Instructions that wait in a core for their operands: dependent chains that are this short overlap.
+_WINDOW = 200.0
+#: Instructions a core starts per cycle.
+_ISSUE = 4.0
+#: Bytes per cycle and core from the second and the third cache level.
+_L2_BYTES, _L3_BYTES = 32.0, 8.0
+#: Where a specification has a gap.
+_DEFAULT_CLOCK_MHZ, _DEFAULT_BANDWIDTH_GB_S, _DEFAULT_PEAK_GFLOPS = 2000.0, 20.0, 50.0
+
+_COLUMN = {name: i for i, name in enumerate(LEAF_FEATURES)}
+
+
+def roofline_s(asts: Sequence[CompactAST], device: Device) -> FloatArray:
+    """Lower bound of each program's latency on a device, float64 seconds (n,).
+
+    Williams et al. (CACM 2009): floating-point operations over peak, or bytes touched over memory bandwidth,
+    whichever is longer; plus the launch overhead, where known. What fits the last-level cache may come from there, so
+    bytes count against memory only beyond its size.
+    """
+    peak = 1e9 * (device.peak_gflops.get("float32") or _DEFAULT_PEAK_GFLOPS)
+    bandwidth = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH_GB_S)
+    cache = 1024.0 * max(device.l3_kb or 0.0, device.l2_kb or 0.0)
+    flops = _first(asts, "program_flops")
+    beyond = np.maximum(0.0, _first(asts, "program_bytes") - cache)
+    launch = 1e-6 * (device.launch_overhead_us or 0.0)
+    return np.maximum(np.maximum(flops / peak, beyond / bandwidth) + launch, _MIN_S)
+
+
+def estimate_s(asts: Sequence[CompactAST], device: Device) -> FloatArray:
+    """Analytical estimate of each program's latency on a device, float64 seconds (n,): the sum over its leaves.
+
+    A leaf takes as long as its slowest resource in the core (arithmetic, loads and stores, the chain of dependent
+    updates) plus the lines that each cache level moves for it, over the cores that its parallel loops keep busy.
+    On a GPU the same with lanes in place of SIMD registers. Constants are of current hardware in general; it is meant to
+    rank programs and to give their scale, not to be exact.
+    """
+    leaves = np.concatenate([ast.leaves for ast in asts]).astype(np.float64)
+    owner = np.repeat(np.arange(len(asts)), [ast.n_leaves for ast in asts])
+    seconds = _cpu_leaf_s(leaves, device) if device.kind == "cpu" else _gpu_leaf_s(leaves, device)
+    launch = 1e-6 * (device.launch_overhead_us or 0.0)
+    total = np.bincount(owner, weights=seconds, minlength=len(asts)) + launch
+    return np.maximum(total, roofline_s(asts, device))
+
+
+def _cpu_leaf_s(leaves: FloatArray, device: Device) -> FloatArray:
+    def column(name: str) -> FloatArray:
+        return leaves[:, _COLUMN[name]]
+
+    clock = 1e6 * (device.clock_mhz or _DEFAULT_CLOCK_MHZ)
+    width = max(w for w in SIMD_BYTES if w <= max((device.simd_bits or 128) / 8, SIMD_BYTES[0]))
+    pipes = max(1.0, (device.lanes_per_core or width / 2) / (width / 4))
+    without_fma = 1.0 if device.fma else 2.0
+    arithmetic = without_fma * np.minimum(
+        column(f"fp_instructions_{width}b"), column("fp_instructions_packed")
+    )
+    special = _SPECIAL_CYCLES * column("special") * 4 / width
+    memory, index = column(f"mem_instructions_{width}b"), column("index_ops")
+    instructions = arithmetic + memory + index
+    # Updates of one accumulator wait for each other; a core overlaps those of as many accumulators as it holds
+    # in flight, and several runs over the reduction if they are short.
+    per_tile = instructions / np.maximum(column("iterations"), 1.0) * column("tile_points")
+    overlapped = np.maximum(1.0, _WINDOW / np.maximum(column("hold") * per_tile, 1.0))
+    chain = _LATENCY_CYCLES * without_fma * column("chain") / overlapped
+    core = np.maximum.reduce(
+        [arithmetic / pipes + special, memory / _MEMORY_PORTS, chain, index / _ISSUE, instructions / _ISSUE]
+    )
+    l1 = np.maximum(_moved(leaves, device.l1_kb or 32), column("conflict_32kb"))
+    l2 = np.maximum(_moved(leaves, device.l2_kb or 512), column("conflict_1mb"))
+    l3 = _moved(leaves, device.l3_kb or 8192)
+    per_cycle = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH_GB_S) / clock
+    cycles = core + l1 / _L2_BYTES + l2 / _L3_BYTES
+    cores = max(1.0, device.cores_used or 1.0)
+    parallel = np.maximum(column("parallel"), 1.0)
+    busy = parallel / np.ceil(parallel / cores)
+    return (cycles / np.maximum(busy, 1.0) + l3 / per_cycle) / clock
+
+
+def _gpu_leaf_s(leaves: FloatArray, device: Device) -> FloatArray:
+    def column(name: str) -> FloatArray:
+        return leaves[:, _COLUMN[name]]
+
+    peak = 1e9 * (device.peak_gflops.get("float32") or _DEFAULT_PEAK_GFLOPS)
+    bandwidth = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH_GB_S)
+    cores = max(1.0, device.cores_used or 1.0)
+    blocks, threads = np.maximum(column("block_idx"), 1.0), np.maximum(column("thread_idx"), 1.0)
+    lanes = device.lanes_per_core or 128.0
+    # Waves of blocks over the cores, and lanes that too small blocks leave idle.
+    waves = blocks / (np.ceil(blocks / cores) * cores)
+    filled = np.minimum(1.0, threads * np.maximum(1.0, blocks / cores) / lanes)
+    flops = column("flops") + _SPECIAL_CYCLES * column("special")
+    arithmetic = flops / (peak * waves * filled)
+    return np.maximum(arithmetic, _moved(leaves, device.l2_kb or 4096) / bandwidth)
+
+
+def _moved(leaves: FloatArray, kb: float) -> FloatArray:
+    """Bytes moved into a memory of some size: of the largest that the features give and that is not larger."""
+    size = max(c for c in CAPACITIES if c <= max(kb * 1024, CAPACITIES[0]))
+    name = (
+        f"moved_{size >> 20}mb"
+        if size >= 1 << 20
+        else f"moved_{size >> 10}kb"
+        if size >= 1 << 10
+        else f"moved_{size}b"
+    )
+    return leaves[:, _COLUMN[name]]
+
+
+def _first(asts: Sequence[CompactAST], name: str) -> FloatArray:
+    """A feature of whole programs, which all leaves of one repeat."""
+    return np.array([ast.leaves[0, _COLUMN[name]] for ast in asts], dtype=np.float64)
+
+
+#: What labels can be relative to.
+REFERENCES: dict[str, Callable[[Sequence[CompactAST], Device], FloatArray]] = {
+    "roofline": roofline_s,
+    "estimate": estimate_s,
+}
+
+
+def reference_s(kind: str, asts: Sequence[CompactAST], device: Device) -> FloatArray:
+    """Reference latencies of one of :data:`REFERENCES`, float64 seconds (n,), above 0.
+
+    Raises
+    ------
+    PredictorError
+        Unknown kind.
+    """
+    if kind not in REFERENCES:
+        raise PredictorError(f"no reference {kind!r}; there are {', '.join(REFERENCES)}")
+    return REFERENCES[kind](asts, device) if len(asts) else np.zeros(0)

@@ -1,0 +1,104 @@
+"""Bounds and estimates without learning, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from predictor_synthetic import make_data
+
+from cdmpp.device import Device, get_device
+from cdmpp.errors import PredictorError
+from cdmpp.predictor import split_data
+from cdmpp.predictor.baselines import make_model
+from cdmpp.predictor.roofline import REFERENCES, estimate_s, reference_s, roofline_s
+from cdmpp.program.ast import LEAF_FEATURES, CompactAST
+
+CPU = Device(
+    name="c", base="c", kind="cpu", vendor="intel", model="c", share=1.0, cores=4, cores_used=1.0,
+    clock_mhz=2000.0, simd_bits=256, fma=True, lanes_per_core=16, l1_kb=32.0, l2_kb=512.0, l3_kb=8192.0,
+    bandwidth_gb_s=10.0, peak_gflops={"float32": 64.0},
+)  # fmt: skip
+
+
+def program(*leaves: dict[str, float]) -> CompactAST:
+    vectors = np.zeros((len(leaves), len(LEAF_FEATURES)), dtype=np.float32)
+    for vector, leaf in zip(vectors, leaves, strict=True):
+        for name, value in {
+            "iterations": 1.0,
+            "parallel": 1.0,
+            "hold": 1.0,
+            "tile_points": 1.0,
+            **leaf,
+        }.items():
+            vector[LEAF_FEATURES.index(name)] = value
+    return CompactAST(vectors, np.arange(1, len(leaves) + 1, dtype=np.int32), len(leaves) + 1)
+
+
+def test_roofline_is_the_longer_of_arithmetic_and_memory() -> None:
+    compute = program({"program_flops": 64e6, "program_bytes": 1e6})
+    memory = program({"program_flops": 1.0, "program_bytes": (8192 << 10) + 1e7})
+    cached = program({"program_flops": 0.0, "program_bytes": 1e6})
+    assert roofline_s([compute, memory, cached], CPU) == pytest.approx([1e-3, 1e-3, 1e-8])
+    launched = replace(CPU, launch_overhead_us=5.0)
+    assert roofline_s([compute], launched) == pytest.approx([1.005e-3])
+
+
+def test_estimate_takes_the_slowest_resource_of_each_leaf_and_adds_leaves() -> None:
+    # 256-bit registers and 16 lanes: two pipes, so 1e6 instructions are 5e5 cycles of 0.5 ns.
+    arithmetic = {"iterations": 8e6, "fp_instructions_32b": 1e6, "fp_instructions_packed": 8e6}
+    loads = {"iterations": 8e6, "mem_instructions_32b": 4e6}  # two a cycle
+    lines = {"iterations": 1.0, "moved_32kb": 32e6}  # 32 bytes a cycle from the second level
+    found = estimate_s([program(arithmetic), program(loads), program(lines), program(arithmetic, loads)], CPU)
+    assert found == pytest.approx([2.5e-4, 1e-3, 5e-4, 1.25e-3])
+
+
+def test_chains_wait_unless_others_overlap_them() -> None:
+    # One accumulator updated 1e6 times: 4 cycles each. Runs of two updates, of two instructions each, overlap 50-fold.
+    chain = {
+        "iterations": 1e6,
+        "fp_instructions_32b": 1e6,
+        "fp_instructions_packed": 1e6,
+        "mem_instructions_32b": 1e6,
+    }
+    held = program({**chain, "chain": 1e6, "hold": 1e6})
+    short = program({**chain, "chain": 1e6, "hold": 2})
+    assert estimate_s([held, short], CPU) == pytest.approx([4e6 / 2e9, 0.5e6 / 2e9])
+
+
+def test_parallel_loops_fill_the_cores_they_are_given() -> None:
+    work = {"iterations": 8e6, "mem_instructions_32b": 4e6}
+    four = replace(CPU, cores_used=4.0)
+    found = estimate_s([program({**work, "parallel": n}) for n in (1, 4, 5)], four)
+    assert found == pytest.approx([1e-3, 0.25e-3, 1e-3 * 2 / 5])
+
+
+@pytest.mark.parametrize("device", ["h200", "v100", "a100", "xeon-cascadelake-2.5ghz@1"])
+@pytest.mark.parametrize("kind", list(REFERENCES))
+def test_references_are_finite_positive_and_never_below_the_bound(kind: str, device: str) -> None:
+    asts = list(make_data(2, 3).asts.values())
+    found = reference_s(kind, asts, get_device(device))
+    assert found.shape == (6,)
+    assert np.isfinite(found).all() and (found > 0).all()
+    assert (found >= roofline_s(asts, get_device(device))).all()
+
+
+def test_unknown_reference_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(PredictorError, match=r"roofline, estimate"):
+        reference_s("guess", [], CPU)
+
+
+def test_the_baseline_learns_one_factor_a_device() -> None:
+    data = make_data()
+    split = split_data("by_task:seed=0", data)
+    model = make_model("roofline")
+    model.fit(data, split)
+    plain = make_model("roofline", scaled=False)
+    plain.fit(data, split)
+    for device in data.devices:
+        rows = np.asarray([i for i in split.train if data.labels["device"][i] == device])
+        ratio = data.labels["latency_s"].to_numpy()[rows] / model.predict(data, rows)
+        assert np.median(ratio) == pytest.approx(1.0)
+        factor = model.predict(data, rows) / plain.predict(data, rows)
+        assert factor == pytest.approx(factor[0])
