@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cdmpp.predictor.config import Config, config_from_dict, load_config
     from cdmpp.predictor.data import TrainingData, gather, program_resolver
+    from cdmpp.predictor.finetuning import FinetuneResult, few_shot, finetune, finetune_config
     from cdmpp.predictor.predictor import Predictor
     from cdmpp.predictor.run import TrainResult, train
     from cdmpp.predictor.scoring import evaluate
+    from cdmpp.predictor.selection import TaskSelection, select_tasks
     from cdmpp.predictor.splitting import split_data
 
 _HOME = {
@@ -21,7 +23,13 @@ _HOME = {
     "program_resolver": "data",
     "gather": "data",
     "evaluate": "scoring",
+    "FinetuneResult": "finetuning",
+    "few_shot": "finetuning",
+    "finetune": "finetuning",
+    "finetune_config": "finetuning",
     "Predictor": "predictor",
+    "TaskSelection": "selection",
+    "select_tasks": "selection",
     "TrainResult": "run",
     "train": "run",
     "split_data": "splitting",
@@ -29,14 +37,20 @@ _HOME = {
 
 __all__ = [
     "Config",
+    "FinetuneResult",
     "Predictor",
+    "TaskSelection",
     "TrainResult",
     "TrainingData",
     "config_from_dict",
     "evaluate",
+    "few_shot",
+    "finetune",
+    "finetune_config",
     "gather",
     "load_config",
     "program_resolver",
+    "select_tasks",
     "split_data",
     "train",
 ]

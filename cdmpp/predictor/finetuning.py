@@ -1,0 +1,499 @@
+"""A trained predictor taught a new device by the records of a few tasks.
+
+The label transform stays, and so does the encoding of everything the predictor knows; the weights continue at a low
+learning rate. The run folder holds ``config.yaml``, ``tasks.json`` (what was chosen, and how), ``history.jsonl`` and
+``predictor/``.
+
+Its intervals are calibrated on programs of the chosen tasks that were held out: on other tasks of the device they are
+too narrow, as no task is spared to calibrate on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdmpp.dataset.split_makers import ordered
+from cdmpp.errors import PredictorError, SplitError
+from cdmpp.predictor.config import Config, TrainConfig, dump_config
+from cdmpp.predictor.data import TrainingData, gather, subset
+from cdmpp.predictor.encoding import FeatureEncoder, signed_log1p
+from cdmpp.predictor.predictor import Predictor
+from cdmpp.predictor.run import HISTORY_FILE, Fitted, encode, prepare, training_summary
+from cdmpp.predictor.selection import TaskSelection, select_tasks, write_task_file
+from cdmpp.predictor.splitting import split_data
+from cdmpp.predictor.uncertainty import calibrated
+
+if TYPE_CHECKING:
+    import torch
+
+    from cdmpp.dataset import DatasetView, Split
+    from cdmpp.predictor.checkpoint import TrainerState
+    from cdmpp.predictor.trainer import LabelledArrays, ProgressCallback
+
+logger = logging.getLogger(__name__)
+
+TASK_FILE = "tasks.json"
+
+#: Part of the chosen tasks' programs that training stops by.
+HELD_OUT_PROGRAMS = 0.2
+
+#: Few records make few batches: they are gone through again until an epoch has so many.
+_BATCHES_PER_EPOCH = 20
+
+#: Two encoded device features closer than this are equal.
+_SAME = 1e-5
+
+
+@dataclass(frozen=True)
+class FinetuneResult:
+    """What a finetuning gives.
+
+    Attributes
+    ----------
+    predictor, split
+        The finetuned predictor and the few-shot split that it may be scored on; None where the device has no
+        records yet, the split also where no record of the device is left to score.
+    data
+        What it was trained on.
+    selection
+        The chosen tasks; ``selection.tasks`` is empty where the device has no records yet.
+    task_file
+        File with the chosen tasks, to be profiled.
+    next_command
+        What to run next where the device has no records yet, else None.
+    history
+        One line an epoch.
+    """
+
+    predictor: Predictor | None
+    split: Split | None
+    data: TrainingData
+    selection: TaskSelection
+    task_file: Path
+    next_command: str | None
+    history: list[dict[str, Any]]
+
+
+def finetune_config(seed: int = 0) -> Config:
+    """The configuration of a finetuning unless one is given: a low learning rate, few epochs."""
+    return Config(
+        train=TrainConfig(epochs=30, patience=8, batch_size=64, learning_rate=2e-4, ema_decay=0.99, seed=seed)  # type: ignore[call-arg]
+    )
+
+
+def finetune(
+    predictor: Predictor | str | Path,
+    datasets: TrainingData | DatasetView | str | Path | Sequence[str | Path],
+    device: str,
+    out: str | Path,
+    *,
+    tasks: int | Sequence[str] | None = None,
+    select: str = "kmeans",
+    seed: int = 0,
+    adapt: float = 0.0,
+    config: Config | None = None,
+    progress: ProgressCallback | None = None,
+) -> FinetuneResult:
+    """Teach a predictor a device and write a run folder.
+
+    It trains on the chosen tasks' records of the device, and half of each batch, at most, on records of other
+    devices and tasks it was trained on before. Training stops by programs of the chosen tasks that are held out.
+
+    Parameters
+    ----------
+    predictor
+        Where to start, or its folder.
+    datasets
+        Data or dataset folders: the device's records and, to be kept in mind, others.
+    device
+        The device, known to the predictor or not.
+    out
+        The run folder.
+    tasks
+        How many tasks to choose, or which; None takes every task with records of the device.
+    select, seed
+        How to choose (:func:`cdmpp.predictor.selection.select_tasks`; the programs compared are those measured on
+        other devices, if there are any, so that the choice is the same before and after the device is profiled).
+        The seed is also that of training unless ``config`` is given.
+    adapt
+        Fraction of the device's other programs that may be looked at without labels, and are not scored; for
+        ``config.loss.cmd_weight``.
+    config
+        Its ``loss``, ``train`` and ``data`` are used; model, encoder and label transform are the predictor's.
+    progress
+        Called with every epoch's history line.
+
+    Returns
+    -------
+    Where the device has no records: without predictor, with the file of the chosen tasks and the command that
+    profiles them.
+
+    Raises
+    ------
+    PredictorError
+        ``out`` holds a run; nothing to choose from; fewer than two programs to learn from; training diverged.
+    UnknownDeviceError, DatasetError
+        No such device; no data.
+    """
+    out = Path(out)
+    if any((out / name).exists() for name in (HISTORY_FILE, "predictor")):
+        raise PredictorError(f"{out} holds a training run: choose another folder")
+    source = "a predictor in memory" if isinstance(predictor, Predictor) else str(predictor)
+    base = predictor if isinstance(predictor, Predictor) else Predictor.load(predictor)
+    config = config or finetune_config(seed)
+    data = datasets if isinstance(datasets, TrainingData) else gather(datasets, config.data)
+    name = _device_name(device, data)
+    selection = choose_tasks(base, data, name, tasks, select, seed)
+    task_file = out / TASK_FILE
+    networks = _networks(data, selection.wanted)
+    write_task_file(task_file, selection, device=name, predictor=source, networks=networks)
+    if not selection.tasks:
+        command = (
+            f"cdmpp profile {shlex.join(networks) or 'NETWORK...'} --device {shlex.quote(device)} "
+            f"--tasks {shlex.quote(str(task_file))} --out DIR"
+        )
+        return FinetuneResult(None, None, data, selection, task_file, command, [])
+    job = _Finetuning(base, source, data, name, selection, config, adapt)
+    (out / "config.yaml").write_text(dump_config(job.config), encoding="utf-8")
+    history: list[dict[str, Any]] = []
+    with (out / HISTORY_FILE).open("w", encoding="utf-8") as file:
+
+        def record(line: dict[str, Any]) -> None:
+            history.append(line)
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            if progress is not None:
+                progress(line)
+
+        tuned, used = job.run(record)
+    tuned = calibrated(tuned, data, used)
+    tuned.save(out / "predictor")
+    return FinetuneResult(tuned, job.split, data, selection, task_file, None, history)
+
+
+def few_shot(
+    predictor: Predictor | Config,
+    data: TrainingData,
+    device: str,
+    k: int,
+    select: str = "kmeans",
+    seed: int = 0,
+    *,
+    config: Config | None = None,
+    adapt: float = 0.0,
+) -> tuple[Predictor, Split]:
+    """A predictor that saw ``k`` tasks of a device, and the split whose test part are the device's other tasks.
+
+    Parameters
+    ----------
+    predictor
+        One that never saw the device, or the configuration to train one with, on the records of the other devices.
+    data
+        Records of the device and of others.
+    device, k, select, seed
+        As :func:`finetune` takes them. Tasks are chosen among those with records on the device and on another.
+    config
+        Of the finetuning, with its seed; None takes :func:`finetune_config`.
+    adapt
+        Fraction of the device's other programs that may be looked at without labels, and are not tested; for
+        ``config.loss.cmd_weight``.
+
+    Returns
+    -------
+    Predictor and split, for ``evaluate(predictor, data, split)``.
+
+    Raises
+    ------
+    PredictorError
+        The predictor was trained on records of the device: its figures would not be those of an unseen one.
+        Otherwise as :func:`finetune`.
+    SplitError
+        Nothing is left to train on or to test.
+    """
+    name = _device_name(device, data)
+    if isinstance(predictor, Config):
+        split = split_data(f"by_device:heldout={name};seed={seed}", data)
+        fitted = prepare(predictor, data, split)
+        state = fitted.trainer.fit()
+        base = fitted.predictor(state.best, training_summary(predictor, data, split, state))
+    else:
+        base = predictor
+    if name in base.training.get("records_by_device", base.devices):
+        raise PredictorError(
+            f"the predictor was trained on {name}: few-shot starts from one that never saw it"
+        )
+    selection = choose_tasks(base, data, name, k, select, seed)
+    if not selection.tasks:
+        raise PredictorError(f"there are no records of {name}")
+    config = config or finetune_config(seed)
+    job = _Finetuning(base, "a predictor in memory", data, name, selection, config, adapt)
+    if job.split is None:
+        raise SplitError(f"every task with records on {name} is chosen: none is left to test")
+    tuned, _ = job.run()
+    return tuned, job.split
+
+
+def choose_tasks(
+    predictor: Predictor,
+    data: TrainingData,
+    device: str,
+    tasks: int | Sequence[str] | None,
+    select: str = "kmeans",
+    seed: int = 0,
+) -> TaskSelection:
+    """The tasks to teach a device by, see :func:`finetune`; without records of it, ``tasks`` is empty.
+
+    Parameters
+    ----------
+    device
+        Canonical name.
+
+    Raises
+    ------
+    PredictorError
+        No named task has records on the device; nothing to choose from.
+    """
+    on_device = _on(data, device)
+    measured = sorted(set(data.labels["task"][on_device]))
+    if isinstance(tasks, int):
+        rows = np.flatnonzero(~on_device) if not on_device.all() else None
+        pool = set(data.labels["task"] if rows is None else data.labels["task"].iloc[rows])
+        free = pool.intersection(measured) if measured else None
+        if free is not None and not free:
+            raise PredictorError(
+                f"no task has records on {device} and on another device: nothing to choose from"
+            )
+        chosen = select_tasks(data, tasks, select, seed, predictor=predictor, rows=rows, available=free)
+        return chosen if measured else replace(chosen, tasks=())
+    if tasks is None and measured:
+        return TaskSelection(tuple(measured), tuple(measured), "all", seed, "none", len(measured))
+    wanted = sorted(set(tasks or ()))
+    if not wanted:
+        raise PredictorError(f"there are no records of {device}: say how many tasks to choose to be profiled")
+    chosen_tasks = tuple(task for task in wanted if task in set(measured))
+    if measured and not chosen_tasks:
+        raise PredictorError(f"none of the {len(wanted)} tasks named has records on {device}")
+    if measured and len(chosen_tasks) < len(wanted):
+        logger.warning(
+            "%d of %d tasks have no records on %s", len(wanted) - len(chosen_tasks), len(wanted), device
+        )
+    return TaskSelection(chosen_tasks, tuple(wanted), "named", seed, "none", len(measured))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Row numbers of the label table: records of the device to train and to stop by, and of others to replay."""
+
+    new: NDArray[np.int64]
+    valid: NDArray[np.int64]
+    replay: NDArray[np.int64]
+
+
+class _Finetuning:
+    """One finetuning: choice of records, training, summary."""
+
+    def __init__(
+        self,
+        base: Predictor,
+        source: str,
+        data: TrainingData,
+        device: str,
+        selection: TaskSelection,
+        config: Config,
+        adapt: float,
+    ) -> None:
+        self.config = config.model_copy(update={"model": base.network.config})
+        self._base, self._source, self._data = base, source, data
+        self._device, self._selection = device, selection
+        self._on_device = _on(data, device)
+        tasks = "+".join(selection.tasks)
+        # the split that tests the device's other tasks; nothing of it is spared to validate
+        extra = f";adapt={adapt:g}" if adapt else ""
+        self._spec = f"by_device:heldout={device};tasks={tasks};valid=0{extra};seed={selection.seed}"
+        self._shots = self._on_device & data.labels["task"].isin(selection.tasks).to_numpy()
+        self.split = split_data(self._spec, data) if (self._on_device & ~self._shots).any() else None
+
+    def run(self, progress: ProgressCallback | None = None) -> tuple[Predictor, Split]:
+        """Train; gives the predictor and the records it was trained on and stopped by, as a split without test."""
+        from cdmpp.dataset import Split
+        from cdmpp.predictor.trainer import Trainer
+
+        base, data, config = self._base, self._data, self.config
+        vectors = data.device_vectors()
+        encoder, fresh = extend_encoder(base.encoder, list(base.devices.values()), vectors[self._device])
+        rows = self._rows(encoder)
+        adapt = np.zeros(0, np.int64) if self.split is None else self.split.adapt
+        parts = (rows.new, rows.replay, rows.valid, adapt)
+        arrays: LabelledArrays = encode(subset(data, np.concatenate(parts)), encoder)
+        ends = np.cumsum([len(part) for part in parts])
+        known, stop, target = np.split(np.arange(ends[-1]), ends[1:3])
+        trainer = Trainer(
+            config,
+            base.transform,
+            arrays.take(known),
+            arrays.take(stop),
+            encoder.leaf_dim,
+            encoder.device_dim,
+            arrays.unlabelled(target),
+            _starting_weights(base, fresh),
+            lambda rng: mixed_batches(len(rows.new), len(rows.replay), config.train.batch_size, rng),
+        )
+        state = trainer.fit(progress=progress)
+        train = np.sort(np.concatenate([rows.new, rows.replay]))
+        none = np.zeros(0, dtype=np.int64)
+        used = Split("by_device", self._spec, self._selection.seed, train, rows.valid, none)
+        devices = {name: vectors[name] for name in sorted(set(data.labels["device"].iloc[train]))}
+        fitted = Fitted(encoder, base.transform, arrays, trainer, {**devices, **base.devices})
+        return fitted.predictor(state.best, self._summary(rows, used, state)), used
+
+    def _rows(self, encoder: FeatureEncoder) -> _Rows:
+        """The records to use. What is held out to stop by is not replayed on other devices either."""
+        labels, device = self._data.labels, self._device
+        programs = set(labels["program"][self._shots])
+        if len(programs) < 2:
+            raise PredictorError(
+                f"finetuning needs at least two programs of the chosen tasks on {device}, got {len(programs)}"
+            )
+        number = max(1, round(HELD_OUT_PROGRAMS * len(programs)))
+        stop = ordered(programs, self._selection.seed, "finetune")[:number]
+        held = labels["program"].isin(stop).to_numpy()
+        twins = _twins(self._base, encoder, self._data, device)
+        if twins:
+            logger.warning(
+                "not replayed, as the network cannot tell them from %s: %s", device, ", ".join(twins)
+            )
+        replayed = ~self._on_device & ~held & ~labels["device"].isin(twins).to_numpy()
+        trained = self._base.training.get("tasks")
+        if trained is not None:
+            replayed &= labels["task"].isin(list(trained)).to_numpy()
+        masks = (self._shots & ~held, self._shots & held, replayed)
+        return _Rows(*(np.flatnonzero(mask) for mask in masks))
+
+    def _summary(self, rows: _Rows, used: Split, state: TrainerState) -> dict[str, Any]:
+        """As of a training, and where it started; tasks and networks are those of both trainings."""
+        before = self._base.training
+        summary = training_summary(self.config, self._data, used, state)
+        for name in ("tasks", "networks"):
+            summary[name] = sorted({*summary[name], *before.get(name, ())})
+        summary["finetuned"] = {
+            "predictor": self._source,
+            "device": self._device,
+            "records_of_device": len(rows.new),
+            "records_replayed": len(rows.replay),
+            "records_to_stop_by": len(rows.valid),
+            "selection": self._selection.to_json(),
+            "before": {name: value for name, value in before.items() if name not in ("tasks", "networks")},
+        }
+        return summary
+
+
+def _twins(base: Predictor, encoder: FeatureEncoder, data: TrainingData, device: str) -> list[str]:
+    """Other devices that the network sees as this one: their labels would contradict its."""
+    vectors = data.device_vectors()
+    others = [name for name in sorted(vectors) if name != device]
+    if base.network.config.device == "none":
+        return others
+    encoded = encoder.encode_devices(np.stack([vectors[name] for name in [device, *others]]))
+    same = np.abs(encoded[1:] - encoded[0]).max(axis=1, initial=0.0) < _SAME
+    return [name for name, is_same in zip(others, same, strict=True) if is_same]
+
+
+def extend_encoder(
+    encoder: FeatureEncoder, known: Sequence[NDArray[np.float64]], vector: NDArray[np.float64]
+) -> tuple[FeatureEncoder, NDArray[np.int64]]:
+    """Make device features that were constant in training, and so are hidden, tell a new device from the known.
+
+    Known devices are encoded as before, and so are all features that varied. Where a feature did not vary and has
+    another value on the new device, that is encoded as 1 or -1.
+
+    Parameters
+    ----------
+    known
+        Raw features of the training devices.
+    vector
+        Raw features of the new device, float64 (device_features,).
+
+    Returns
+    -------
+    The encoder, and the columns of an encoded device that were 0 in training and are not on the new device.
+    """
+    scaler = encoder.device
+    logs = signed_log1p(vector)
+    seen = signed_log1p(np.stack(known))
+    # a feature that no known device has stands at 0 for them, whatever the mean
+    unknown = np.isnan(seen).all(0)
+    mean = np.where(unknown, logs - 1.0, scaler.mean)
+    distance = np.abs(logs - mean)
+    fresh = ~scaler.active & ~np.isnan(logs) & (distance > _SAME)
+    newly_missing = np.isnan(logs) & ~np.isnan(seen).any(0)
+    device = replace(
+        scaler,
+        mean=np.where(fresh, mean, scaler.mean),
+        std=np.where(fresh, distance, scaler.std),
+        active=scaler.active | fresh,
+    )
+    return replace(encoder, device=device), np.flatnonzero(np.concatenate([fresh, newly_missing]))
+
+
+def _starting_weights(base: Predictor, fresh: NDArray[np.int64]) -> dict[str, torch.Tensor]:
+    """The predictor's weights; those that device features met which were always 0 are still random: they become 0."""
+    weights = {name: value.detach().clone() for name, value in base.network.state_dict().items()}
+    if base.network.config.device != "none":
+        weights["device_projection.0.weight"][:, fresh] = 0.0
+        weights["decoder.0.weight"][:, base.network.config.embedding_dim + fresh] = 0.0
+    return weights
+
+
+def mixed_batches(
+    new: int, replay: int, batch_size: int, rng: np.random.Generator
+) -> list[NDArray[np.int64]]:
+    """Batches of pairs ``0..new-1`` (the new device's) and ``new..new+replay-1``, at least half of each new.
+
+    Every new pair is taken equally often; so many replayed ones are drawn as a batch has new ones, fewer where the
+    batch is full or there are no more.
+    """
+    own = max(1, batch_size - batch_size // 2) if replay else batch_size
+    rounds = -(-_BATCHES_PER_EPOCH // -(-new // own))
+    batches = []
+    for _ in range(rounds):
+        order = rng.permutation(new)
+        for begin in range(0, new, own):
+            rows = order[begin : begin + own]
+            number = min(len(rows), batch_size - own, replay)
+            batches.append(np.concatenate([rows, new + rng.choice(replay, number, replace=False)]))
+    return batches
+
+
+def _on(data: TrainingData, device: str) -> NDArray[np.bool_]:
+    on_device: NDArray[np.bool_] = (data.labels["device"] == device).to_numpy(dtype=bool)
+    return on_device
+
+
+def _device_name(device: str, data: TrainingData) -> str:
+    from cdmpp.device import get_device
+
+    return device if device in data.devices else get_device(device).name
+
+
+def _networks(data: TrainingData, tasks: Sequence[str]) -> list[str]:
+    """Few networks that have all of these tasks between them: always the one with the most of what is left."""
+    members: dict[str, set[str]] = {}
+    for task in tasks:
+        for network in data.networks.get(task, ()):
+            members.setdefault(network, set()).add(task)
+    left = set().union(*members.values()) if members else set()
+    chosen: list[str] = []
+    while left:
+        best = max(sorted(members), key=lambda name: len(members[name] & left))
+        chosen.append(best)
+        left -= members[best]
+    return sorted(chosen)

@@ -1,0 +1,254 @@
+"""Which tasks to measure on a new device: KMeans over what the model sees of them.
+
+After CDMPP (EuroSys'24), which clusters programs and measures the tasks nearest the centres. Here a task is one
+point, the mean of its programs: tasks with many programs do not take over.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdmpp.errors import PredictorError
+from cdmpp.predictor.encoding import signed_log1p
+
+if TYPE_CHECKING:
+    from cdmpp.predictor.data import TrainingData
+    from cdmpp.predictor.predictor import Predictor
+    from cdmpp.program.ast import CompactAST
+
+logger = logging.getLogger(__name__)
+
+Select = Literal["kmeans", "random"]
+
+#: Aggregated features that vary less than this between tasks count as constant: they become 0.
+_CONSTANT_STD = 1e-6
+
+
+@dataclass(frozen=True)
+class TaskSelection:
+    """Tasks chosen to be measured on a device.
+
+    Attributes
+    ----------
+    tasks
+        Their hashes, sorted.
+    wanted
+        What would have been chosen if every task could be; differs from ``tasks`` where some were not available.
+    select, seed
+        How they were chosen.
+    features
+        What tasks were compared by: ``embedding``, ``ast`` or, for a random choice, ``none``.
+    candidates
+        Number of tasks that were there to choose from.
+    """
+
+    tasks: tuple[str, ...]
+    wanted: tuple[str, ...]
+    select: str
+    seed: int
+    features: str
+    candidates: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
+
+
+def select_tasks(
+    data: TrainingData,
+    k: int,
+    select: str = "kmeans",
+    seed: int = 0,
+    *,
+    predictor: Predictor | None = None,
+    rows: NDArray[np.int64] | None = None,
+    available: Collection[str] | None = None,
+    weights: Mapping[str, float] | None = None,
+) -> TaskSelection:
+    """Choose tasks to measure on a new device.
+
+    Labels are not looked at. Equal arguments give an equal choice.
+
+    Parameters
+    ----------
+    data
+        The tasks to choose from, with their programs.
+    k
+        How many; all if there are fewer.
+    select
+        ``kmeans``, or ``random``, the baseline.
+    seed
+        Of the choice.
+    predictor
+        Tasks are compared by its embeddings, see :func:`embed_programs`; without one, by
+        :func:`ast_features` standardised over the tasks.
+    rows
+        Choose from the tasks and programs of these rows of ``data.labels``; None for all.
+    available
+        Tasks that may be chosen. In place of one that may not, the next nearest of its cluster is, and where
+        there is none, the nearest of all. None for all.
+    weights
+        Task -> how much it counts for the clusters, such as its share of network time; tasks that are not named
+        count 0. None counts all alike.
+
+    Raises
+    ------
+    PredictorError
+        ``k`` below 1, another ``select``, no task to choose, or weights that leave nothing.
+    """
+    if k < 1:
+        raise PredictorError(f"the number of tasks must be at least 1, got {k}")
+    if select not in get_args(Select):
+        raise PredictorError(f"unknown selection '{select}' (known: {', '.join(get_args(Select))})")
+    table = data.labels if rows is None else data.labels.iloc[rows]
+    programs = table.drop_duplicates("program")
+    tasks = sorted(set(programs["task"]))
+    free = np.asarray([available is None or task in available for task in tasks], dtype=bool)
+    if not free.any():
+        raise PredictorError("there is no task to choose from")
+    everything = np.ones(len(tasks), dtype=bool)
+    features = "none"
+    if select == "random":
+        order = np.random.default_rng(seed).permutation(len(tasks))
+        chosen, wanted = ([i for i in order if mask[i]][:k] for mask in (free, everything))
+    else:
+        features = "ast" if predictor is None else "embedding"
+        vectors = task_vectors(tasks, programs["program"], programs["task"], data.asts, predictor)
+        distances = _distances(vectors, min(k, len(tasks)), seed, _weights(tasks, weights))
+        chosen, wanted = (_nearest(distances, mask) for mask in (free, everything))
+    names = [tuple(sorted(tasks[i] for i in picked)) for picked in (chosen, wanted)]
+    missing = len(set(names[1]) - set(names[0]))
+    if missing:
+        logger.warning("%d of %d tasks cannot be chosen; others take their place", missing, len(names[1]))
+    return TaskSelection(names[0], names[1], select, seed, features, len(tasks))
+
+
+def task_vectors(
+    tasks: Sequence[str],
+    programs: Sequence[str],
+    task_of: Sequence[str],
+    asts: Mapping[str, CompactAST],
+    predictor: Predictor | None = None,
+) -> NDArray[np.float64]:
+    """The mean over the programs of every task, float64 (tasks, features).
+
+    Parameters
+    ----------
+    tasks
+        Rows of the result.
+    programs, task_of
+        Program hashes and the task of each, n of both.
+    asts
+        Program hash -> CompactAST.
+    predictor
+        Gives the features (:func:`embed_programs`); without one they are :func:`ast_features`, standardised.
+    """
+    chosen = [asts[program] for program in programs]
+    rows = ast_features(chosen) if predictor is None else embed_programs(predictor, chosen)
+    number = {task: i for i, task in enumerate(tasks)}
+    index = np.asarray([number[task] for task in task_of], dtype=np.int64)
+    sums = np.zeros((len(tasks), rows.shape[1]))
+    np.add.at(sums, index, rows)
+    vectors = sums / np.bincount(index, minlength=len(tasks))[:, None]
+    if predictor is not None:
+        return vectors
+    std = vectors.std(0)
+    return (vectors - vectors.mean(0)) / np.where(std > _CONSTANT_STD, std, np.inf)
+
+
+def embed_programs(predictor: Predictor, asts: Sequence[CompactAST]) -> NDArray[np.float64]:
+    """The network's pooled embeddings of programs, float64 (n, embedding_dim).
+
+    The device enters the network before its encoder does its work, so there is no embedding of the program alone.
+    Every program is embedded on the same made-up device, the mean of the encoded training devices: what differs
+    between two embeddings is the programs' own.
+    """
+    import torch
+
+    from cdmpp.predictor.batching import PackedPrograms, inference_batches
+
+    encoder, network = predictor.encoder, predictor.network
+    device = torch.from_numpy(encoder.encode_devices(np.stack(list(predictor.devices.values()))).mean(0))
+    packed = PackedPrograms.pack(asts, encoder)
+    embeddings = np.empty((len(asts), network.config.embedding_dim))
+    training = network.training
+    network.eval()
+    try:
+        with torch.inference_mode():
+            for rows in inference_batches(packed.lengths, 1024):
+                embedding = network.embed(packed.batch(rows), device.expand(len(rows), -1))
+                embeddings[rows] = embedding.double().numpy()
+    finally:
+        network.train(training)
+    return embeddings
+
+
+def ast_features(asts: Sequence[CompactAST]) -> NDArray[np.float64]:
+    """Mean and maximum of the leaves' log features and the logarithm of their number, float64 (n, 2 f + 1)."""
+    rows = []
+    for ast in asts:
+        leaves = signed_log1p(ast.leaves)
+        rows.append(np.concatenate([leaves.mean(0), leaves.max(0), [np.log(len(leaves))]]))
+    return np.stack(rows)
+
+
+def write_task_file(path: str | Path, selection: TaskSelection, **notes: Any) -> None:
+    """Write the file that ``cdmpp profile --tasks`` takes: what is *wanted*, how it was chosen, and notes.
+
+    ``cdmpp.profiler.profile.read_task_file`` reads the tasks back.
+    """
+    value = {**selection.to_json(), "tasks": list(selection.wanted), **notes}
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as err:
+        raise PredictorError(f"cannot write {path}: {err.strerror or err}") from err
+
+
+def _weights(tasks: Sequence[str], weights: Mapping[str, float] | None) -> NDArray[np.float64] | None:
+    if weights is None:
+        return None
+    values = np.asarray([weights.get(task, 0.0) for task in tasks], dtype=np.float64)
+    if not np.isfinite(values).all() or (values < 0).any() or not values.any():
+        raise PredictorError("weights of tasks must be finite, at least 0, and above 0 for one of the tasks")
+    return values
+
+
+def _distances(
+    vectors: NDArray[np.float64], k: int, seed: int, weights: NDArray[np.float64] | None
+) -> NDArray[np.float64]:
+    """Distances of every task to every centre, float64 (tasks, k)."""
+    import warnings
+
+    from sklearn.cluster import KMeans
+    from sklearn.exceptions import ConvergenceWarning
+
+    means = KMeans(n_clusters=k, n_init=10, random_state=seed)
+    with warnings.catch_warnings():
+        # fewer different tasks than clusters: the rest is filled up below
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        distances: NDArray[np.float64] = means.fit(vectors, sample_weight=weights).transform(vectors)
+    return distances
+
+
+def _nearest(distances: NDArray[np.float64], free: NDArray[np.bool_]) -> list[int]:
+    """One free task for every centre: the nearest of its cluster, else the nearest that is left."""
+    cluster = distances.argmin(1)
+    left = set(np.flatnonzero(free).tolist())
+    chosen: dict[int, int] = {}
+    for own_cluster in (True, False):
+        for centre in range(distances.shape[1]):
+            pool = [i for i in sorted(left) if cluster[i] == centre or not own_cluster]
+            if pool and centre not in chosen:
+                chosen[centre] = pool[int(distances[pool, centre].argmin())]
+                left.discard(chosen[centre])
+    return list(chosen.values())
