@@ -76,6 +76,7 @@ def _console(*, err: bool = False) -> Console:
 
 def _parser() -> argparse.ArgumentParser:
     from cdmpp import __version__
+    from cdmpp.cli_report import add_report_arguments
     from cdmpp.cli_search import add_search_arguments
 
     parser = argparse.ArgumentParser(
@@ -172,6 +173,10 @@ def _parser() -> argparse.ArgumentParser:
         "--programs-per-task", type=int, default=64, metavar="N", help="schedules tried per task"
     )
     sub.add_argument("--seed", type=int, default=0)
+
+    add_report_arguments(
+        command("report", _report, "what there is to say about a training run, as one HTML file")
+    )
 
     sub = command("demo", _demo, "train on the data that ships, show held-out error, predict a program")
     sub.add_argument("--data", nargs="+", metavar="DIR", help="default: the datasets in data/")
@@ -287,6 +292,10 @@ def _train(args: Namespace) -> Any:
     config = load_config(args.config) if args.config else config_from_dict({})
     if args.split:
         config = config.model_copy(update={"split": config.split.model_copy(update={"spec": args.split})})
+    if args.data:  # so that the run's config.yaml says what it was trained on
+        config = config.model_copy(
+            update={"data": config.data.model_copy(update={"paths": tuple(args.data)})}
+        )
     with TrainTable(_console(err=True)) as table:
         result = train(config, args.data, args.out, progress=table.update, resume=args.resume)
     scores = evaluate(result.predictor, result.data, result.split)
@@ -332,6 +341,12 @@ def _predict(args: Namespace) -> Any:
         )
     show_predictions(_console(), result)
     return result
+
+
+def _report(args: Namespace) -> Any:
+    from cdmpp.cli_report import run_report
+
+    return run_report(args, _console())
 
 
 def _demo(args: Namespace) -> Any:

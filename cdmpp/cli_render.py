@@ -27,6 +27,10 @@ def _seconds(value: float) -> str:
     return f"{value / 1e-9:.3g} ns"
 
 
+def _interval(low_s: float, high_s: float) -> str:
+    return f"{_seconds(low_s)} to {_seconds(high_s)}"
+
+
 def _number(value: Any, form: str = "g") -> str:
     return "-" if value is None else format(value, form)
 
@@ -145,6 +149,12 @@ def show_metrics(console: Console, title: str, models: Mapping[str, Mapping[str,
     console.print(
         f"A perfect predictor would score a MAPE of {_percent(floor)}: the noise of the labels themselves."
     )
+    for name, metrics in models.items():
+        if interval := metrics.get("interval"):
+            console.print(
+                f"{name}: intervals of {100 * interval['coverage']:g} % hold {_percent(interval['covered'])} of the "
+                f"records; their upper end is {interval['width']:.3g} times the lower in the median."
+            )
 
 
 def show_groups(console: Console, groups: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
@@ -160,19 +170,31 @@ def show_predictions(console: Console, result: Mapping[str, Any]) -> None:
     """``cdmpp predict``."""
     if "latency_s" in result:
         console.print(f"{result['program']} on {result['device']}: {_seconds(result['latency_s'])}")
+        if result["low_s"] is not None:
+            console.print(
+                f"{100 * result['coverage']:g} % interval: {_interval(result['low_s'], result['high_s'])}"
+            )
+        if result["unfamiliar"]:
+            console.print("[yellow]unfamiliar: the program is far from the training data[/]")
+        if result["note"]:
+            console.print(f"[yellow]{result['note']}[/]")
         return
     table = Table(title=f"{result['network']} on {result['device']}: predicted latency per task")
-    for name in ("task", "name", "runs", "best of", "best", "median", "worst"):
+    interval = f"{100 * result['coverage']:g} % interval of best"
+    for name in ("task", "name", "runs", "best of", "best", interval, "median", "worst", "unfamiliar"):
         table.add_column(name, justify="left" if name in ("task", "name") else "right")
     for row in result["tasks"]:
+        far = row["unfamiliar"]
         table.add_row(
             row["task"],
             row["name"],
             _number(row["weight"]),
             str(row["programs"]),
             _seconds(row["best_s"]),
+            "-" if row["best_low_s"] is None else _interval(row["best_low_s"], row["best_high_s"]),
             _seconds(row["median_s"]),
             _seconds(row["worst_s"]),
+            "-" if far is None else f"[yellow]{far} of {row['programs']}[/]" if far else "no",
         )
     console.print(table)
     console.print(

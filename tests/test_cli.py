@@ -96,6 +96,10 @@ def test_predict_a_network_per_task(tmp_path: Path, predictor: Path) -> None:
     assert len(result["tasks"]) >= 3
     for row in result["tasks"]:
         assert 0 < row["best_s"] <= row["median_s"] <= row["worst_s"]
+        assert 0 <= row["unfamiliar"] <= row["programs"]
+        assert (row["best_low_s"] is None) == (row["best_high_s"] is None)
+        assert row["best_low_s"] is None or row["best_low_s"] < row["best_s"] < row["best_high_s"]
+    assert result["coverage"] == 0.9
     total = sum(r["weight"] * r["best_s"] for r in result["tasks"])
     assert result["total_best_s"] == pytest.approx(total)
 
@@ -105,6 +109,15 @@ def test_predict_a_program_file(tmp_path: Path, predictor: Path) -> None:
     program.write_text(matmul_task(32).tir_json)
     result = run(tmp_path, "predict", "--predictor", str(predictor), "--device", "this-cpu@1", str(program))
     assert result["latency_s"] > 0
+    assert {"low_s", "high_s", "coverage", "note"} <= set(result)
+    assert result["unfamiliar"] in (True, False)
+
+
+def test_report_is_one_file(tmp_path: Path, predictor: Path) -> None:
+    out = tmp_path / "report.html"
+    result = run(tmp_path, "report", str(predictor), "--out", str(out))
+    assert set(result["overall"]) >= _METRICS
+    assert out.read_text().startswith("<!DOCTYPE html>")
 
 
 def test_bad_input_is_one_line_and_exit_code_2(

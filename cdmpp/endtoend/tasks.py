@@ -12,7 +12,11 @@ from cdmpp.errors import ProgramError
 if TYPE_CHECKING:
     from cdmpp.device import Device
     from cdmpp.predictor import Predictor
+    from cdmpp.program.ast import CompactAST
     from cdmpp.program.network import Network
+
+#: Coverage of the intervals given with predictions.
+COVERAGE = 0.9
 
 
 def predict_network(
@@ -27,20 +31,24 @@ def predict_network(
 
     A task has no latency by itself, its programs have: of each task, `programs_per_task` random programs are drawn
     from MetaSchedule's design space for the device and predicted. ``best_s`` is what a cost-model-guided choice among
-    them would promise, ``median_s`` what a blind choice would get.
+    them would promise, ``median_s`` what a blind choice would get. The interval is the one of the best program's own
+    prediction: the best of many predictions is more often too low than one of them picked blindly.
 
     Returns
     -------
     dict
         ``network``, ``device``, ``tasks`` (a list of ``task``, ``name``, ``weight``, ``flops``, ``programs``,
-        ``best_s``, ``median_s``, ``worst_s``; seconds), ``total_best_s`` and ``total_median_s`` (sums over the
-        tasks, weighted), and ``note`` where the prediction needs one.
+        ``best_s``, ``median_s``, ``worst_s``; seconds; ``best_low_s`` and ``best_high_s``, the interval of the best,
+        None where the predictor has none; ``unfamiliar``, how many of the programs are far from the training data,
+        None where the predictor cannot tell), ``coverage`` of the intervals, ``total_best_s`` and
+        ``total_median_s`` (sums over the tasks, weighted), and ``note`` where the prediction needs one.
 
     Raises
     ------
     NetworkError, UnknownDeviceError, PredictorError
     """
     from cdmpp.device import get_device
+    from cdmpp.program.ast import compact_asts
     from cdmpp.program.network import load_network
     from cdmpp.program.space import Rebuilder, TaskSpaces, unscheduled
     from cdmpp.program.tasks import extract_tasks
@@ -60,7 +68,10 @@ def predict_network(
         funcs = [rebuild(p, task, by_hash[str(p.space_hash)]) for p in programs] or [
             rebuild(unscheduled(task), task, None)
         ]
-        latencies = np.asarray(predictor.predict(funcs, resolved))
+        asts = compact_asts(funcs)
+        latencies = np.asarray(predictor.predict(asts, resolved))
+        low_s, high_s = _interval(predictor, asts[int(latencies.argmin())], resolved)
+        flags = None if predictor.familiarity is None else predictor.unfamiliar(asts, resolved)
         rows.append(
             {
                 "task": task.hash,
@@ -71,26 +82,31 @@ def predict_network(
                 "best_s": float(latencies.min()),
                 "median_s": float(np.median(latencies)),
                 "worst_s": float(latencies.max()),
+                "best_low_s": low_s,
+                "best_high_s": high_s,
+                "unfamiliar": None if flags is None else int(flags.sum()),
             }
-        )
-    note = ""
-    if resolved.name not in predictor.devices:
-        note = (
-            f"{resolved.name} is not among the devices of training ({', '.join(predictor.devices)}): "
-            "these are extrapolations"
         )
     return {
         "network": loaded.name,
         "device": resolved.name,
         "tasks": rows,
+        "coverage": COVERAGE,
         "total_best_s": sum(r["weight"] * r["best_s"] for r in rows),
         "total_median_s": sum(r["weight"] * r["median_s"] for r in rows),
-        "note": note,
+        "note": _note(predictor, resolved),
     }
 
 
 def predict_program_file(predictor: Predictor, path: str | Path, device: str | Device) -> dict[str, Any]:
     """Predicted latency of one program: a PrimFunc or IRModule as TVM's JSON (``tvm.ir.save_json``).
+
+    Returns
+    -------
+    dict
+        ``program``, ``device``, ``latency_s``, ``low_s`` and ``high_s`` (its interval, None where the predictor has
+        none), ``coverage`` of the interval, ``unfamiliar`` (whether it is far from the training data, None where
+        the predictor cannot tell), and ``note`` where the prediction needs one.
 
     Raises
     ------
@@ -98,6 +114,7 @@ def predict_program_file(predictor: Predictor, path: str | Path, device: str | D
         The file is missing or is not such JSON.
     """
     from cdmpp.device import get_device
+    from cdmpp.program.ast import compact_asts
     from cdmpp.program.tvm_env import import_tvm
 
     tvm = import_tvm()
@@ -112,8 +129,47 @@ def predict_program_file(predictor: Predictor, path: str | Path, device: str | D
         raise ProgramError(f"{path} is no TIR: expected what tvm.ir.save_json(prim_func) writes") from err
     if not isinstance(program, tvm.tirx.PrimFunc | tvm.IRModule):
         raise ProgramError(f"{path} holds a {type(program).__name__}: expected a PrimFunc or an IRModule")
+    ast = compact_asts([program])[0]
+    low_s, high_s = _interval(predictor, ast, resolved)
     return {
         "program": str(path),
         "device": resolved.name,
-        "latency_s": float(predictor.predict(program, resolved)),
+        "latency_s": float(predictor.predict(ast, resolved)),
+        "low_s": low_s,
+        "high_s": high_s,
+        "coverage": COVERAGE,
+        "unfamiliar": None if predictor.familiarity is None else predictor.unfamiliar(ast, resolved),
+        "note": _note(predictor, resolved),
     }
+
+
+def _interval(
+    predictor: Predictor, ast: CompactAST, device: Device
+) -> tuple[float, float] | tuple[None, None]:
+    """Lowest and highest seconds, None where the predictor cannot say (:func:`_note` says why)."""
+    if predictor.calibration is None or not predictor.calibration.supports(COVERAGE):
+        return None, None
+    low_s, high_s = predictor.predict_interval(ast, device, COVERAGE)
+    return float(low_s), float(high_s)
+
+
+def _note(predictor: Predictor, device: Device) -> str:
+    """What to keep in mind about predictions on a device."""
+    from cdmpp.predictor.uncertainty import ALL_DEVICES
+
+    notes = []
+    seen = device.name in predictor.devices
+    if not seen:
+        known = ", ".join(predictor.devices)
+        notes.append(
+            f"{device.name} is not among the devices of training ({known}): these are extrapolations"
+        )
+    if predictor.calibration is None:
+        notes.append("the predictor was not calibrated, so there are no intervals")
+    elif not predictor.calibration.supports(COVERAGE):
+        units = f"{predictor.calibration.pooled.units} {predictor.calibration.unit}s"
+        notes.append(f"calibrated on {units}, too few for intervals of {100 * COVERAGE:g} %")
+    elif predictor.calibration.basis(device.name, COVERAGE) == ALL_DEVICES:
+        why = " because it has too few calibration records of its own" if seen else ""
+        notes.append(f"intervals are those of all devices of training pooled{why}")
+    return "; ".join(notes)

@@ -150,6 +150,10 @@ class Calibration:
         devices = {name: scored for name, scored in every.items() if scored.units >= MIN_UNITS}
         return cls(unit, ScoreDistribution.fit(scores, units.tolist()), devices)
 
+    def supports(self, coverage: float) -> bool:
+        """Whether there are enough units for intervals of this coverage."""
+        return self.pooled.quantile(coverage) < math.inf
+
     def basis(self, device: str, coverage: float) -> str:
         """Whose scores an interval on a device is made of: the device's name, or :data:`ALL_DEVICES`."""
         own = self.devices.get(device)
@@ -165,14 +169,13 @@ class Calibration:
         """
         check_coverage(coverage)
         scores = self.devices.get(self.basis(device, coverage), self.pooled)
-        width = scores.quantile(coverage)
-        if width == math.inf:
+        if not self.supports(coverage):
             needed = math.ceil(coverage / (1 - coverage) - 1e-9)
             raise PredictorError(
                 f"an interval of coverage {coverage:g} needs {needed} calibration {self.unit}s, "
-                f"this predictor was calibrated on {scores.units}"
+                f"this predictor was calibrated on {self.pooled.units}"
             )
-        return width
+        return scores.quantile(coverage)
 
     def to_json(self) -> dict[str, Any]:
         """Names and numbers as JSON values; the scores are in :meth:`to_arrays`."""
@@ -235,7 +238,7 @@ def interval_metrics(
     without a calibration, or with too few units for the coverage.
     """
     check_coverage(coverage)
-    if calibration is None or calibration.pooled.quantile(coverage) == math.inf:
+    if calibration is None or not calibration.supports(coverage):
         return None
     names = np.asarray(list(device))
     half = np.empty(len(names))
