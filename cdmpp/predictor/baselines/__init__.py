@@ -11,7 +11,7 @@ from cdmpp.predictor.baselines.harness import comparison_table, evaluate_models
 from cdmpp.predictor.baselines.ours import CdmppModel
 from cdmpp.predictor.baselines.simple import TaskMedian
 from cdmpp.predictor.baselines.xgboost import XGBoostModel
-from cdmpp.predictor.config import LossConfig, TrainConfig, config_from_dict
+from cdmpp.predictor.config import Config, LossConfig, TrainConfig, config_from_dict
 
 #: Names that :func:`make_model` knows.
 MODEL_NAMES: tuple[str, ...] = (
@@ -64,7 +64,8 @@ def make_model(name: str, seed: int = 0, **options: Any) -> LatencyModel:
     if name == "lstm":
         from cdmpp.predictor.baselines.lstm import LstmModel
 
-        return LstmModel(**_network_options(options, seed, TrainConfig(), LossConfig()))
+        defaults = Config()
+        return LstmModel(**_network_options(options, seed, defaults.train, defaults.loss))
     if name == "task-median":
         return TaskMedian(**options)
     if name == "roofline":

@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from cdmpp.predictor.baselines.fitting import NetworkModel
 from cdmpp.predictor.batching import PaddedBatch
-from cdmpp.predictor.config import LossConfig, TrainConfig
+from cdmpp.predictor.config import Config, LossConfig, TrainConfig
 from cdmpp.predictor.trainer import LabelledArrays, ProgressCallback
 
 
@@ -71,7 +71,8 @@ class LstmModel(NetworkModel):
         max_seconds: float | None = None,
         progress: ProgressCallback | None = None,
     ) -> None:
-        super().__init__(train or TrainConfig(), loss or LossConfig(), max_seconds, progress)
+        defaults = Config()
+        super().__init__(train or defaults.train, loss or defaults.loss, max_seconds, progress)
         self.hidden, self.layers, self.dropout = hidden, layers, dropout
 
     def make_network(self, train: LabelledArrays, leaf_dim: int, device_dim: int) -> nn.Module:

@@ -13,7 +13,7 @@ from torch import nn
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.baselines.fitting import NetworkModel
 from cdmpp.predictor.batching import PaddedBatch
-from cdmpp.predictor.config import LossConfig, TrainConfig
+from cdmpp.predictor.config import Config, LossConfig, TrainConfig
 from cdmpp.predictor.network import PreOrderEncoding
 from cdmpp.predictor.trainer import LabelledArrays, ProgressCallback
 
@@ -21,10 +21,12 @@ logger = logging.getLogger(__name__)
 
 #: Optimisation of the released configuration, as far as our loop has it: batch, weight decay and the top of its
 #: cyclic learning rate. It averages no weights.
-RELEASED_TRAIN = TrainConfig(batch_size=600, learning_rate=1.7e-4, weight_decay=1.3e-3, ema_decay=0.0)
+RELEASED_TRAIN: TrainConfig = Config().train.model_copy(
+    update={"batch_size": 600, "learning_rate": 1.7e-4, "weight_decay": 1.3e-3, "ema_decay": 0.0}
+)
 
 #: MSE + MAPE with equal weights.
-RELEASED_LOSS = LossConfig(mse_weight=1.0, mape_weight=1.0)
+RELEASED_LOSS: LossConfig = Config().loss.model_copy(update={"mse_weight": 1.0, "mape_weight": 1.0})
 
 
 @dataclass(frozen=True)
