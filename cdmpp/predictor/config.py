@@ -67,9 +67,14 @@ class EncoderConfig(_Section):
 
 
 class LabelConfig(_Section):
-    """Label transform, see :mod:`cdmpp.predictor.transforms`."""
+    """Label transform, see :mod:`cdmpp.predictor.transforms`.
+
+    ``relative_to`` is what latencies are divided by before: the ``roofline`` of the program on the device or an
+    analytical ``estimate`` (:mod:`cdmpp.predictor.roofline`), so that the network predicts an efficiency.
+    """
 
     transform: Literal["box-cox", "log"] = "box-cox"
+    relative_to: Literal["none", "roofline", "estimate"] = "none"
 
 
 class LossConfig(_Section):

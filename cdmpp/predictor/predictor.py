@@ -175,7 +175,19 @@ class Predictor:
         packed = PackedPrograms.pack(asts, self.encoder)
         encoded = torch.from_numpy(self.encoder.encode_devices(rows))
         labels = predict_labels(self.network, packed, np.arange(len(asts)), encoded, np.asarray(device_index))
-        return self.transform.inverse(labels)
+        return self.transform.inverse(labels, self._references_s(asts, devices, device_index))
+
+    def _references_s(
+        self, asts: Sequence[CompactAST], devices: Sequence[str | Device], device_index: NDArray[np.int64]
+    ) -> NDArray[np.float64] | None:
+        """What predicted labels are relative to, seconds (n,); None for a predictor of the latency itself."""
+        from cdmpp.device import get_device
+        from cdmpp.predictor.roofline import references_s
+
+        if not self.transform.relative:
+            return None
+        known = [get_device(device) if isinstance(device, str) else device for device in devices]
+        return references_s(self.transform.relative_to, asts, [known[i] for i in device_index])
 
     def device_vector(self, device: str | Device) -> NDArray[np.float64]:
         """Raw features of a device: as in training where its name was seen, else of its specification."""

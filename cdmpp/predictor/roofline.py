@@ -17,6 +17,7 @@ from cdmpp.program.leaf_schema import CAPACITIES, LEAF_FEATURES, SIMD_BYTES
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
+    from cdmpp.predictor.data import TrainingData
     from cdmpp.program.ast import CompactAST
 
 FloatArray = NDArray[np.float64]
@@ -159,3 +160,23 @@ def reference_s(kind: str, asts: Sequence[CompactAST], device: Device) -> FloatA
     if kind not in REFERENCES:
         raise PredictorError(f"no reference {kind!r}; there are {', '.join(REFERENCES)}")
     return REFERENCES[kind](asts, device) if len(asts) else np.zeros(0)
+
+
+def pair_reference_s(data: TrainingData, kind: str) -> FloatArray:
+    """Reference latency of every row of the label table, float64 seconds (n,)."""
+    return references_s(
+        kind,
+        [data.asts[program] for program in data.labels["program"]],
+        [data.devices[name] for name in data.labels["device"]],
+    )
+
+
+def references_s(kind: str, asts: Sequence[CompactAST], devices: Sequence[Device]) -> FloatArray:
+    """Reference latencies of ``asts[i]`` on ``devices[i]``, float64 seconds (n,)."""
+    groups: dict[str, tuple[Device, list[int]]] = {}
+    for i, device in enumerate(devices):
+        groups.setdefault(device.name, (device, []))[1].append(i)
+    out = np.empty(len(asts))
+    for device, here in groups.values():
+        out[here] = reference_s(kind, [asts[i] for i in here], device)
+    return out

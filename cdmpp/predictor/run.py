@@ -21,6 +21,7 @@ from cdmpp.predictor.config import Config, dump_config
 from cdmpp.predictor.data import TrainingData, gather
 from cdmpp.predictor.encoding import FeatureEncoder
 from cdmpp.predictor.predictor import Predictor
+from cdmpp.predictor.roofline import pair_reference_s
 from cdmpp.predictor.splitting import split_data
 from cdmpp.predictor.transforms import LabelTransform, fit_transform
 from cdmpp.predictor.uncertainty import calibrated
@@ -153,8 +154,11 @@ def prepare(config: Config, data: TrainingData, split: Split) -> Fitted:
         device_features=DEVICE_FEATURES,
         clip=config.encoder.clip,
     )
-    transform = fit_transform(config.label.transform, labels["latency_s"].to_numpy()[train_rows])
-    arrays = encode(data, encoder)
+    arrays = encode(data, encoder, config.label.relative_to)
+    fitting = arrays.take(train_rows)
+    transform = fit_transform(
+        config.label.transform, fitting.latency_s, fitting.reference_s, config.label.relative_to
+    )
     trainer = Trainer(
         config,
         transform,
@@ -167,8 +171,11 @@ def prepare(config: Config, data: TrainingData, split: Split) -> Fitted:
     return Fitted(encoder, transform, arrays, trainer, {name: vectors[name] for name in train_devices})
 
 
-def encode(data: TrainingData, encoder: FeatureEncoder) -> LabelledArrays:
-    """All pairs of the data as arrays, encoded with a fitted encoder."""
+def encode(data: TrainingData, encoder: FeatureEncoder, relative_to: str = "") -> LabelledArrays:
+    """All pairs of the data as arrays, encoded with a fitted encoder.
+
+    ``relative_to`` names the reference latencies that come with them, "" or "none" for none.
+    """
     import torch
 
     from cdmpp.predictor.batching import PackedPrograms
@@ -179,12 +186,14 @@ def encode(data: TrainingData, encoder: FeatureEncoder) -> LabelledArrays:
     devices = sorted(data.devices)
     vectors = data.device_vectors()
     device_number = {name: i for i, name in enumerate(devices)}
+    reference = pair_reference_s(data, relative_to) if relative_to not in ("", "none") else None
     return LabelledArrays(
         PackedPrograms.pack([data.asts[program] for program in programs], encoder),
         torch.from_numpy(encoder.encode_devices(np.stack([vectors[name] for name in devices]))),
         np.asarray([number[program] for program in data.labels["program"]], dtype=np.int64),
         np.asarray([device_number[name] for name in data.labels["device"]], dtype=np.int64),
         data.labels["latency_s"].to_numpy(dtype=np.float64),
+        reference,
         group=data.labels.groupby(["task", "device"], observed=True).ngroup().to_numpy(dtype=np.int64),
     )
 

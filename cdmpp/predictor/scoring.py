@@ -120,7 +120,9 @@ def predict_rows(predictor: Predictor, data: TrainingData, rows: NDArray[np.int6
     table = data.labels.iloc[rows]
     names = sorted(table["device"].unique())
     number = {name: i for i, name in enumerate(names)}
-    devices = [name if name in predictor.devices else data.devices[name] for name in names]
+    # Names mean the features seen in training; a reference latency needs the whole specification.
+    by_name = predictor.devices.keys() if not predictor.transform.relative else ()
+    devices = [name if name in by_name else data.devices[name] for name in names]
     index = np.asarray([number[name] for name in table["device"]], dtype=np.int64)
     return predictor.predict_pairs([data.asts[program] for program in table["program"]], devices, index)
 

@@ -40,18 +40,24 @@ class LabelTransform(ABC):
         Of the unstandardised transformed training labels.
     log_low, log_high
         Natural logarithm of the smallest and largest ratio the inverse returns.
-    relative
-        Whether latencies are divided by a per-program reference (such as a roofline time) first; then every
-        method needs ``reference_s``.
+    relative_to
+        What latencies are divided by first: a per-program reference (a key of
+        :data:`cdmpp.predictor.roofline.REFERENCES`), which every method then needs as ``reference_s``. "" for
+        nothing.
     """
 
     mean: float
     std: float
     log_low: float
     log_high: float
-    relative: bool = False
+    relative_to: str = ""
 
     kind = "abstract"
+
+    @property
+    def relative(self) -> bool:
+        """Whether latencies are divided by a reference."""
+        return bool(self.relative_to)
 
     @abstractmethod
     def _raw(self, log_ratio: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -86,7 +92,7 @@ class LabelTransform(ABC):
 
     def to_json(self) -> dict[str, Any]:
         """State as JSON values."""
-        state = {"kind": self.kind, "mean": self.mean, "std": self.std, "relative": self.relative}
+        state = {"kind": self.kind, "mean": self.mean, "std": self.std, "relative_to": self.relative_to}
         return {**state, "log_low": self.log_low, "log_high": self.log_high}
 
     def _log_reference(self, reference_s: ArrayLike | None) -> NDArray[np.float64] | float:
@@ -142,7 +148,9 @@ class BoxCoxTransform(LabelTransform):
         return {**super().to_json(), "lambda": self.lambda_, "log_scale": self.log_scale}
 
 
-def fit_transform(kind: str, latency_s: ArrayLike, reference_s: ArrayLike | None = None) -> LabelTransform:
+def fit_transform(
+    kind: str, latency_s: ArrayLike, reference_s: ArrayLike | None = None, relative_to: str = "reference"
+) -> LabelTransform:
     """Fit a label transform to training labels.
 
     Parameters
@@ -153,6 +161,8 @@ def fit_transform(kind: str, latency_s: ArrayLike, reference_s: ArrayLike | None
         Training labels in seconds, shape (n,), n >= 1.
     reference_s
         Per-program reference in seconds for a relative transform, shape (n,).
+    relative_to
+        The name of that reference.
 
     Raises
     ------
@@ -166,7 +176,7 @@ def fit_transform(kind: str, latency_s: ArrayLike, reference_s: ArrayLike | None
         log_ratio = log_ratio - np.log(_checked(reference_s, "reference"))
     if log_ratio.size == 0:
         raise LabelError("a label transform needs at least one training label")
-    relative = reference_s is not None
+    relative = relative_to if reference_s is not None else ""
     low = float(log_ratio.min()) - math.log(RANGE_FACTOR)
     high = float(log_ratio.max()) + math.log(RANGE_FACTOR)
     if kind == "log":
@@ -195,7 +205,7 @@ def transform_from_json(state: dict[str, Any]) -> LabelTransform:
     """Rebuild a transform from :meth:`LabelTransform.to_json`; PredictorError if the state is not one."""
     try:
         mean, std, low, high = (float(state[key]) for key in ("mean", "std", "log_low", "log_high"))
-        relative = bool(state["relative"])
+        relative = str(state["relative_to"])
         if state["kind"] == "log":
             return LogTransform(mean, std, low, high, relative)
         if state["kind"] == "box-cox":

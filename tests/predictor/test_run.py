@@ -16,6 +16,8 @@ from predictor_synthetic import make_data
 
 from cdmpp.errors import PredictorError
 from cdmpp.predictor import Predictor, evaluate, load_config, train
+from cdmpp.predictor.config import LabelConfig
+from cdmpp.predictor.roofline import REFERENCES
 from cdmpp.predictor.run import prepare
 from cdmpp.predictor.splitting import split_data
 
@@ -163,3 +165,17 @@ def test_train_py_reports_bad_input_in_one_line(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("reference", ["roofline", "estimate"])
+def test_labels_relative_to_a_reference(data, by_task, tmp_path, monkeypatch, reference):
+    config = by_task.model_copy(update={"label": LabelConfig(transform="log", relative_to=reference)})
+    result = train(config, data, tmp_path / "run")
+    assert result.predictor.transform.relative_to == reference
+    loaded = Predictor.load(tmp_path / "run" / "predictor")
+    program, device = next(iter(data.asts.values())), data.devices["slow"]
+    assert loaded.predict(program, device) == pytest.approx(result.predictor.predict(program, device))
+    assert evaluate(result.predictor, data)["overall"]["mape"] > 0
+    before, original = loaded.predict(program, device), REFERENCES[reference]
+    monkeypatch.setitem(REFERENCES, reference, lambda asts, on: 10 * original(asts, on))
+    assert loaded.predict(program, device) == pytest.approx(10 * before)

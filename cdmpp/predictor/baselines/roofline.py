@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.predictor.baselines.base import LatencyModel
-from cdmpp.predictor.roofline import reference_s
+from cdmpp.predictor.roofline import references_s
 
 if TYPE_CHECKING:
     from cdmpp.dataset import Split
@@ -48,10 +48,5 @@ class RooflineModel(LatencyModel):
 
     def _of(self, data: TrainingData, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         table = data.labels.iloc[rows]
-        device = table["device"].to_numpy()
         asts = [data.asts[program] for program in table["program"]]
-        out = np.empty(len(table))
-        for name in dict.fromkeys(device):
-            here = np.flatnonzero(device == name)
-            out[here] = reference_s(self._reference, [asts[i] for i in here], data.devices[name])
-        return out
+        return references_s(self._reference, asts, [data.devices[name] for name in table["device"]])
