@@ -76,6 +76,7 @@ def _console(*, err: bool = False) -> Console:
 
 def _parser() -> argparse.ArgumentParser:
     from cdmpp import __version__
+    from cdmpp.cli_finetune import add_finetune_arguments
     from cdmpp.cli_report import add_report_arguments
     from cdmpp.cli_search import add_search_arguments
 
@@ -148,6 +149,10 @@ def _parser() -> argparse.ArgumentParser:
 
     add_search_arguments(
         command("search", _search, "search for hyper-parameters, judged by the validation part")
+    )
+
+    add_finetune_arguments(
+        command("finetune", _finetune, "teach a predictor a device by the records of a few tasks")
     )
 
     sub = command("evaluate", _evaluate, "score a predictor on measured programs")
@@ -307,6 +312,12 @@ def _search(args: Namespace) -> Any:
     from cdmpp.cli_search import run_search
 
     return run_search(args, _console(), _console(err=True))
+
+
+def _finetune(args: Namespace) -> Any:
+    from cdmpp.cli_finetune import run_finetune
+
+    return run_finetune(args, _console(), _console(err=True))
 
 
 def _load_predictor(name: str) -> Any:

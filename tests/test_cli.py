@@ -81,6 +81,28 @@ def test_evaluate_has_the_keys_that_others_script_against(
         assert set(metrics) >= _METRICS
 
 
+def test_finetune_trains_or_says_what_to_profile(
+    tmp_path: Path, data: Path, predictor: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ("finetune", "--predictor", str(predictor), "--data", str(data))
+    out = tmp_path / "tuned"
+    args = ("--device", "this-cpu@1", "--tasks", "2", "--config", "configs/smoke.yaml", "--out", str(out))
+    result = run(tmp_path, *base, *args)
+    assert len(result["selection"]["tasks"]) == 2 and result["next_command"] is None
+    assert set(result["overall"]) >= _METRICS
+    run(tmp_path, "evaluate", "--predictor", str(out), "--data", str(data))
+
+    capsys.readouterr()
+    elsewhere = ("--device", "h200", "--out", str(tmp_path / "h200"))
+    result = run(tmp_path, *base, *elsewhere, "--tasks", "3")
+    assert "finetune again" in (shown := capsys.readouterr().out) and result["next_command"] in shown
+    assert f"--tasks {result['task_file']}" in result["next_command"]
+    assert len(json.loads(Path(result["task_file"]).read_text())["tasks"]) == 3
+    assert "no records of h200" in error_of(capsys, *base, *elsewhere)
+    assert "at least 1, got 0" in error_of(capsys, *base, *elsewhere, "--tasks", "0")
+    assert "no task file" in error_of(capsys, *base, *elsewhere, "--tasks", "nothing.json")
+
+
 def test_predict_a_network_per_task(tmp_path: Path, predictor: Path) -> None:
     args = (
         "predict",
