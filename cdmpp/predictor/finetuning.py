@@ -311,7 +311,10 @@ class _Finetuning:
         config: Config,
         adapt: float,
     ) -> None:
-        self.config = config.model_copy(update={"model": base.network.config})
+        transform = {"transform": base.transform.kind, "relative_to": base.transform.relative_to or "none"}
+        self.config = config.model_copy(
+            update={"model": base.network.config, "label": config.label.model_copy(update=transform)}
+        )
         self._base, self._source, self._data = base, source, data
         self._device, self._selection = device, selection
         self._on_device = _on(data, device)
@@ -333,7 +336,9 @@ class _Finetuning:
         rows = self._rows(encoder)
         adapt = np.zeros(0, np.int64) if self.split is None else self.split.adapt
         parts = (rows.new, rows.replay, rows.valid, adapt)
-        arrays: LabelledArrays = encode(subset(data, np.concatenate(parts)), encoder)
+        arrays: LabelledArrays = encode(
+            subset(data, np.concatenate(parts)), encoder, base.transform.relative_to
+        )
         ends = np.cumsum([len(part) for part in parts])
         known, stop, target = np.split(np.arange(ends[-1]), ends[1:3])
         trainer = Trainer(

@@ -293,8 +293,8 @@ class Trainer:
         loss = self._loss(label, self._target[index].to(where), log_latency, reference)
         if terms.rank_weight:
             log_predicted = self._transform.log_inverse(label, reference)
-            group = self._group[index].to(where)
-            loss = loss + terms.rank_weight * pairwise_ranking(log_predicted, log_latency, group)
+            compared = self._group[index].to(where)
+            loss = loss + terms.rank_weight * pairwise_ranking(log_predicted, log_latency, compared)
         cmd = torch.zeros(())
         if terms.cmd_weight:
             target = self.network.embed(*self._target_batch(len(rows)))

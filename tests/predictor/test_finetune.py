@@ -12,6 +12,7 @@ from predictor_synthetic import make_data, make_device
 
 from cdmpp.errors import PredictorError, SplitError, UnknownDeviceError
 from cdmpp.predictor import Predictor, evaluate, few_shot, finetune, load_config
+from cdmpp.predictor.config import LabelConfig
 from cdmpp.predictor.data import subset
 from cdmpp.predictor.finetuning import choose_tasks, extend_encoder, mixed_batches
 from cdmpp.predictor.run import prepare, training_summary
@@ -90,6 +91,21 @@ def test_it_learns_the_device_and_keeps_the_other(small, base, config, tmp_path)
     slow = subset(small, np.flatnonzero(rows_of(small, "slow")))
     kept = [evaluate(p, slow, "all")["overall"]["mape"] for p in (base, result.predictor)]
     assert kept[1] < kept[0] + 0.15
+
+
+def test_a_predictor_of_efficiencies_stays_one(small, config, tmp_path):
+    """Labels relative to a roofline: the new device's are relative to its own."""
+    changed = quick(config, epochs=8, learning_rate=0.01)
+    changed = changed.model_copy(update={"label": LabelConfig(transform="log", relative_to="roofline")})
+    split = split_data("by_device:heldout=fast;seed=0", small)
+    fitted = prepare(changed, small, split)
+    state = fitted.trainer.fit()
+    base = fitted.predictor(state.best, training_summary(changed, small, split, state))
+    result = finetune(base, small, "fast", tmp_path, tasks=4, config=quick(config, epochs=8))
+    assert result.predictor.transform == base.transform
+    assert load_config(tmp_path / "config.yaml").label == changed.label
+    before, after = (evaluate(p, small, result.split)["overall"]["mape"] for p in (base, result.predictor))
+    assert after < before
 
 
 def test_what_is_not_chosen_changes_nothing(small, base, config, tmp_path):
