@@ -89,8 +89,8 @@ def scatter_figure(records: pd.DataFrame, noise_floor: float | None) -> bytes:
 def history_figure(history: Sequence[Mapping[str, Any]], noise_floor: float | None) -> bytes:
     """Training loss and validation MAPE against epoch and wall time."""
     figure = _figure(11.0, 5.0)
-    panels = figure.subplots(2, 2, sharey="row", sharex="col")
-    epochs = [line["epoch"] for line in history]
+    panels: Any = figure.subplots(2, 2, sharey="row", sharex="col")
+    epochs = np.asarray([line["epoch"] for line in history])
     elapsed, unit = np.cumsum([line["elapsed_s"] for line in history]), "seconds"
     if elapsed[-1] >= 300:
         elapsed, unit = elapsed / 60, "minutes"
