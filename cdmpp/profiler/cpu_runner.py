@@ -182,6 +182,9 @@ class _Loaded:
         taken = len(self.calm) + len(self.disturbed)
         if taken >= 2 and self.spent_s >= self.plan.max_measure_s:
             return False
+        if taken >= self.plan.min_samples // 2 and self.waited_s >= self.plan.max_wait_s:
+            # More of the same would only keep builders from the core; it is measured again later.
+            return False
         return taken < _MAX_TAKEN * self.plan.max_samples and self.plan.needs_more(self.calm, 0.0)
 
     def result(self) -> tuple[tuple[float, ...], float]:
