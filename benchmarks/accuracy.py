@@ -1,0 +1,191 @@
+"""Held-out error of our predictor and of every baseline on the same records, for every kind of split.
+
+    python benchmarks/accuracy.py --data data --json accuracy.json
+    python benchmarks/accuracy.py --splits by_network --models ours xgboost-perstore roofline --seeds 0 1 2 --json a.json
+
+All models of a split and a seed are trained on the same records in this process. Results are written after every model, and a
+run that goes on with the same file skips what is there. ``by_device`` is zero-shot on each device in turn;
+``few_shot`` teaches the predictor that saw the other devices the records of K tasks, chosen by KMeans and at random, and
+tests on the device's other tasks. The baselines get the same K tasks as training records (chosen at random).
+
+The table gives mean and standard deviation over seeds (and over devices where they vary), the number of test records, and the
+noise floor: what a perfect predictor would score.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections import defaultdict
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from cdmpp.predictor import Config, TrainingData
+
+SPLITS = ("within_task", "by_task", "by_network", "by_device", "few_shot")
+METRICS = ("mape", "median_ape", "within_20pct", "pairwise_accuracy", "spearman", "top1_regret")
+
+
+class Results:
+    """What is done, kept in a file after every step."""
+
+    def __init__(self, path: Path | None, notes: dict[str, Any]) -> None:
+        self._path = path
+        self.content: dict[str, Any] = {"notes": notes, "rows": []}
+        if path is not None and path.exists():
+            self.content["rows"] = json.loads(path.read_text(encoding="utf-8"))["rows"]
+
+    def have(self, **key: Any) -> bool:
+        return any(all(row.get(k) == v for k, v in key.items()) for row in self.content["rows"])
+
+    def add(self, overall: dict[str, Any], **key: Any) -> None:
+        self.content["rows"].append({**key, **overall})
+        print(" ".join(f"{k}={v}" for k, v in key.items()), f"MAPE {100 * overall['mape']:.1f} %", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        if self._path is not None:
+            temporary = self._path.with_name(self._path.name + ".tmp")
+            temporary.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
+            temporary.replace(self._path)
+
+
+def specifications(kind: str, data: TrainingData, seed: int, heldout: str | None) -> list[tuple[str, str]]:
+    """(split specification, what is held out) for one seed."""
+    if kind == "by_device":
+        return [(f"by_device:heldout={name};seed={seed}", name) for name in sorted(data.devices)]
+    if kind == "by_network" and heldout:
+        return [(f"by_network:heldout={heldout};seed={seed}", heldout)]
+    return [(f"{kind}:seed={seed}", "")]
+
+
+def score_models(
+    kind: str, data: TrainingData, args: argparse.Namespace, config: Config, results: Results
+) -> None:
+    from cdmpp.predictor import split_data
+    from cdmpp.predictor.baselines import evaluate_models, make_model
+
+    for seed in args.seeds:
+        for spec, held in specifications(kind, data, seed, args.heldout):
+            split = split_data(spec, data)
+            for name in args.models:
+                key = {"split": kind, "held_out": held, "seed": seed, "model": name}
+                if results.have(**key):
+                    continue
+                options = {"config": config} if name == "ours" else {}
+                model = make_model(name, seed, **options)
+                (found,) = evaluate_models([model], data, split).values()
+                times = {k: found[k] for k in ("fit_s", "predict_s")}
+                results.add(
+                    {**found["overall"], **times, "spec": split.spec, "n_train": len(split.train)}, **key
+                )
+
+
+def score_few_shot(data: TrainingData, args: argparse.Namespace, config: Config, results: Results) -> None:
+    from cdmpp.predictor import evaluate, few_shot, split_data
+    from cdmpp.predictor.baselines import evaluate_models, make_model
+    from cdmpp.predictor.run import prepare, training_summary
+
+    for device in sorted(data.devices):
+        base = None
+        for seed in args.few_shot_seeds:
+            for k in args.tasks:
+                for select in ("kmeans", "random"):
+                    key = {"split": "few_shot", "held_out": device, "seed": seed, "k": k, "select": select}
+                    if not results.have(**key, model="ours"):
+                        if base is None:
+                            split = split_data(f"by_device:heldout={device};seed=0", data)
+                            fitted = prepare(config, data, split)
+                            state = fitted.trainer.fit()
+                            base = fitted.predictor(state.best, training_summary(config, data, split, state))
+                        tuned, split = few_shot(base, data, device, k, select, seed)
+                        overall = evaluate(tuned, data, split, by=())["overall"]
+                        results.add({**overall, "spec": split.spec}, **key, model="ours")
+                    if select == "random":
+                        spec = next(
+                            row["spec"] for row in results.content["rows"] if key.items() <= row.items()
+                        )
+                        for name in [m for m in args.models if m != "ours"]:
+                            if not results.have(**key, model=name):
+                                model = make_model(name, seed)
+                                (found,) = evaluate_models([model], data, split_data(spec, data)).values()
+                                results.add({**found["overall"], "spec": spec}, **key, model=name)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """One line a split and model: mean and standard deviation over seeds and held-out devices."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        groups[row["split"], row.get("k"), row.get("select"), row["model"]].append(row)
+    lines = [
+        f"{'split':22}{'model':18}"
+        + "".join(f"{m:>20}" for m in METRICS)
+        + f"{'runs':>6}{'n':>8}{'floor':>8}"
+    ]
+    for (kind, k, select, model), found in groups.items():
+        name = kind if k is None else f"{kind} K={k} {select}"
+        cells = ""
+        for metric in METRICS:
+            values = [row[metric] for row in found if row[metric] is not None]
+            cells += f"{np.mean(values):>12.3f} ± {np.std(values):.3f}" if values else f"{'-':>20}"
+        floors = [row["noise_floor_mape"] for row in found if row["noise_floor_mape"] is not None]
+        floor = f"{np.mean(floors):8.4f}" if floors else f"{'-':>8}"
+        lines.append(
+            f"{name:22}{model:18}{cells}{len(found):6d}{round(np.mean([r['n'] for r in found])):8d}{floor}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    from cdmpp.predictor import gather, load_config
+    from cdmpp.predictor.baselines import MODEL_NAMES
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--data", nargs="+", default=["data"], metavar="DIR")
+    parser.add_argument("--config", default="configs/cpu.yaml", help="of our predictor")
+    parser.add_argument("--splits", nargs="+", default=list(SPLITS), choices=SPLITS)
+    parser.add_argument("--models", nargs="+", default=list(MODEL_NAMES), choices=MODEL_NAMES)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--tasks", nargs="+", type=int, default=[5, 10, 20], help="K of few_shot")
+    parser.add_argument("--few-shot-seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
+    parser.add_argument(
+        "--heldout", help="networks of by_network, joined by '+' (default: drawn by the seed)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+
+    config = load_config(args.config)
+    data = gather(args.data, config.data)
+    notes = {
+        "data": args.data,
+        "records": len(data),
+        "devices": sorted(data.devices),
+        "config": config.model_dump(mode="json"),
+        "machine": platform.processor() or platform.machine(),
+        "versions": {
+            name: metadata.version(name) for name in ("cdmpp", "torch", "xgboost-cpu", "scikit-learn")
+        },
+    }
+    results = Results(args.json, notes)
+    started = time.perf_counter()
+    for kind in args.splits:
+        if kind in ("by_device", "few_shot") and len(data.devices) < 2:
+            print(f"{kind} needs records of two devices", file=sys.stderr)
+        elif kind == "few_shot":
+            score_few_shot(data, args, config, results)
+        else:
+            score_models(kind, data, args, config, results)
+    print(table(results.content["rows"]))
+    print(f"{time.perf_counter() - started:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
