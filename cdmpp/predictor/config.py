@@ -28,7 +28,10 @@ class ModelConfig(_Section):
         Pre-order positional encoding added to the leaves: ``standard`` frequencies, the ``paper``'s, or
         ``none``.
     pooling
-        How leaves become one vector: masked ``sum``, ``mean`` or learned ``attention`` pooling.
+        How leaves become one vector: masked ``sum``, ``mean`` or learned ``attention`` pooling, or ``flatten``
+        (as in CDMPP): one after the other.
+    flatten_leaves
+        How many leaves ``flatten`` keeps; programs with fewer are padded with zeros.
     device
         How the device enters: ``film`` scales and shifts every leaf, ``token`` adds one sequence element,
         ``none`` hides the device from the network.
@@ -44,7 +47,8 @@ class ModelConfig(_Section):
     ffn_dim: int = Field(256, ge=1)
     dropout: float = Field(0.05, ge=0, lt=1)
     positional: Literal["standard", "paper", "none"] = "standard"
-    pooling: Literal["sum", "mean", "attention"] = "attention"
+    pooling: Literal["sum", "mean", "attention", "flatten"] = "attention"
+    flatten_leaves: int = Field(16, ge=1)
     device: Literal["film", "token", "none"] = "film"
     embedding_dim: int = Field(128, ge=1)
     embedding_activation: Literal["tanh", "sigmoid", "none"] = "tanh"

@@ -87,7 +87,8 @@ class LatencyNetwork(nn.Module):
         self.norm = nn.LayerNorm(dim)
         self.pool = AttentionPooling(dim, config.heads) if config.pooling == "attention" else None
         # sums grow with the number of leaves, so the pooled vector also carries its logarithm
-        self.embedding = nn.Linear(dim + 1, config.embedding_dim)
+        pooled_dim = dim * config.flatten_leaves if config.pooling == "flatten" else dim
+        self.embedding = nn.Linear(pooled_dim + 1, config.embedding_dim)
         widths = [decoder_in] + [config.decoder_dim] * config.decoder_layers
         hidden: list[nn.Module] = []
         for before, after in itertools.pairwise(widths):
@@ -117,9 +118,12 @@ class LatencyNetwork(nn.Module):
         if self.pool is not None:
             pooled = self.pool(hidden, padding)
         else:
-            pooled = hidden.masked_fill(padding[:, :, None], 0.0).sum(1)
-            if config.pooling == "mean":
-                pooled = pooled / count
+            hidden = hidden.masked_fill(padding[:, :, None], 0.0)
+            if config.pooling == "flatten":
+                kept = hidden[:, : config.flatten_leaves]
+                pooled = nn.functional.pad(kept, (0, 0, 0, config.flatten_leaves - kept.shape[1])).flatten(1)
+            else:
+                pooled = hidden.sum(1) / (count if config.pooling == "mean" else 1.0)
         embedding = self.embedding(torch.cat([pooled, torch.log(count)], dim=1))
         if config.embedding_activation == "tanh":
             return torch.tanh(embedding)

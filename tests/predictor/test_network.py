@@ -39,7 +39,7 @@ def pad(batch: PaddedBatch, extra: int, value: float) -> PaddedBatch:
     )
 
 
-VARIANTS = list(itertools.product(("sum", "mean", "attention"), ("film", "token", "none")))
+VARIANTS = list(itertools.product(("sum", "mean", "attention", "flatten"), ("film", "token", "none")))
 
 
 @pytest.mark.parametrize(("pooling", "device"), VARIANTS)
