@@ -143,11 +143,11 @@ def test_dataset_to_prediction(folder, data, tmp_path, caplog):
     # Data of new networks only: none is the one that was held out, and none was trained on.
     trained = set(result.predictor.training["tasks"])
     new = subset(data, np.flatnonzero(~data.labels["task"].isin(trained)))
-    new = replace(new, networks={task: ("new",) for task in new.networks})
+    new = replace(new, networks=dict.fromkeys(new.networks, ("new",)))
     scores = evaluate(result.predictor, new, "by_network", by=())
     assert (scores["split"], scores["overall"]["n"], scores["n_trained_tasks"]) == ("all", len(new), 0)
     assert "every record is scored" in caplog.text
-    renamed = replace(data, networks={task: ("new",) for task in data.networks})
+    renamed = replace(data, networks=dict.fromkeys(data.networks, ("new",)))
     with pytest.raises(SplitError, match="three"):
         evaluate(result.predictor, renamed, "by_network")
     program = next(iter(data.view.programs.values()))
