@@ -105,7 +105,7 @@ class MetaSchedule:
             for (job, module), result in zip(part, built, strict=True):
                 if result.artifact_path is not None:
                     args = ms.arg_info.ArgInfo.from_entry_func(module, remove_preproc=True)
-                    inputs.append(ms.runner.RunnerInput(result.artifact_path, "llvm", args))
+                    inputs.append(ms.runner.RunnerInput(result.artifact_path, "cpu", args))
                     hashes.append(job.program.hash)
             for digest, future in zip(hashes, self._runner.run(inputs), strict=True):
                 result = future.result()
