@@ -111,8 +111,16 @@ def show_summary(console: Console, summary: Mapping[str, Any]) -> None:
     console.print(table)
     for row in summary["datasets"]:
         for device, n in row.get("by_device", {}).items():
-            count = n if isinstance(n, int) else n.get("ok")
-            console.print(f"{row['path']}: {device}: {count} ok")
+            line = f"{row['path']}: {device}: {n['ok']} ok"
+            if n["split_half_median"] is not None:
+                line += f"; labels of split halves differ by {_percent(n['split_half_median'])} in the median"
+                line += f", {_percent(n['split_half_mean'])} in the mean"
+            console.print(line)
+        if row.get("remeasured"):
+            console.print(
+                f"{row['path']}: {row['remeasured']} programs were measured again, "
+                f"their labels differ by {_percent(row['remeasured_difference'])} in the median"
+            )
         if row.get("corrupt_lines"):
             console.print(f"[yellow]{row['path']}: {row['corrupt_lines']} damaged lines were skipped[/]")
 
