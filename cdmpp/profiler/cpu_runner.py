@@ -175,14 +175,17 @@ class _Loaded:
         value = self._run_once() if self._timer is None else self._timer(*self.args).mean
         calm = calm and preemptions() == before and self.sentinel.calm()
         (self.calm if calm else self.disturbed).append(value)
-        self.spent_s += time.perf_counter() - started
+        elapsed_s = time.perf_counter() - started
+        self.spent_s += elapsed_s
+        self.sentinel.measured(elapsed_s)
 
     @property
     def wants_more(self) -> bool:
         taken = len(self.calm) + len(self.disturbed)
         if taken >= 2 and self.spent_s >= self.plan.max_measure_s:
             return False
-        if taken >= self.plan.min_samples // 2 and self.waited_s >= self.plan.max_wait_s:
+        patient = self.waited_s < self.plan.max_wait_s and self.sentinel.patient
+        if taken >= self.plan.min_samples // 2 and self.disturbed and not patient:
             # More of the same would only keep builders from the core; it is measured again later.
             return False
         return taken < _MAX_TAKEN * self.plan.max_samples and self.plan.needs_more(self.calm, 0.0)

@@ -36,6 +36,8 @@ _BASELINE_QUANTILE = 0.1
 #: A program whose samples were mostly disturbed is measured again after this time, in which a neighbour may
 #: have finished.
 _LATER_S = 20.0
+#: That is given up where it helps fewer than this share of the programs, judged after so many.
+_LATER_HELPS, _LATER_TRIALS = 0.3, 16
 #: Programs that may wait for that: their shared objects lie in memory.
 _MAX_LATER = 256
 
@@ -156,6 +158,7 @@ class CpuEngine:
         self._batches: deque[list[_Item]] = deque()
         self._outcomes: deque[Outcome] = deque()
         self._later: deque[tuple[float, _Item]] = deque()
+        self._retried = self._recovered = 0
         self._reference_times_s: list[float] = []
 
     # -- life ------------------------------------------------------------------------------------------------
@@ -379,7 +382,11 @@ class CpuEngine:
             item.settle()
             item.best = item.measured
             share = item.measured.meta.get("disturbed", 0.0) if item.measured is not None else 0.0
-            if share > self.config.max_disturbed and item.attempts < self.config.max_attempts:
+            if item.attempts > 1:
+                self._retried += 1
+                self._recovered += share <= self.config.max_disturbed
+            hopeful = self._retried < _LATER_TRIALS or self._recovered > _LATER_HELPS * self._retried
+            if share > self.config.max_disturbed and item.attempts < self.config.max_attempts and hopeful:
                 item.measured = None
                 self._later.append((time.monotonic() + _LATER_S, item))
             elif disturbed and item.attempts < 2:

@@ -19,6 +19,8 @@ _PASSES = 3
 _TOLERANCE = 1.3
 #: An answer is taken for valid so long.
 _FRESH_S = 0.0005
+#: Waiting may take so much longer than measuring has taken in all: where a neighbour never rests, patience is no use.
+_PATIENCE_S = 2.0
 #: Between looks while waiting; the core is free for other processes meanwhile.
 _PAUSE_S = 0.004
 
@@ -34,6 +36,7 @@ class Sentinel:
 
     def __init__(self, settle_s: float = 0.3) -> None:
         self.clean_s = float("inf")
+        self._patience_s = _PATIENCE_S
         self._seen_at = float("-inf")
         end = time.perf_counter() + settle_s
         while time.perf_counter() < end:
@@ -58,8 +61,17 @@ class Sentinel:
         self._seen_at = time.perf_counter()
         return True
 
+    @property
+    def patient(self) -> bool:
+        """Whether waiting is still worth it."""
+        return self._patience_s > 0
+
+    def measured(self, seconds: float) -> None:
+        """So long was measured: as long may be waited."""
+        self._patience_s = min(self._patience_s + seconds, 10 * _PATIENCE_S)
+
     def wait(self, at_most_s: float) -> tuple[bool, float]:
-        """Wait until the core is undisturbed.
+        """Wait until the core is undisturbed, but in all no longer than was measured.
 
         Returns
         -------
@@ -68,9 +80,11 @@ class Sentinel:
         if time.perf_counter() - self._seen_at < _FRESH_S:
             return True, 0.0
         started = time.perf_counter()
-        while not self.calm():
-            waited = time.perf_counter() - started
-            if waited >= at_most_s:
-                return False, waited
+        at_most_s = min(at_most_s, self._patience_s)
+        while not (calm := self.calm()):
+            if time.perf_counter() - started >= at_most_s:
+                break
             time.sleep(_PAUSE_S)
-        return True, time.perf_counter() - started
+        waited = time.perf_counter() - started
+        self._patience_s -= waited
+        return calm, waited

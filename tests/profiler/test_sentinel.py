@@ -23,12 +23,13 @@ class Core:
         self.now = 0.0
         self.slow = 1.0
         self.busy_until = 0.0
+        self.loop_s = 10e-6
         self._inside = False
 
     def perf_counter(self) -> float:
         # Every other reading ends a loop.
         if self._inside:
-            self.now += 10e-6 * (self.slow if self.now < self.busy_until else 1.0)
+            self.now += self.loop_s * (self.slow if self.now < self.busy_until else 1.0)
         self._inside = not self._inside
         return self.now
 
@@ -71,6 +72,23 @@ def test_a_faster_pass_corrects_what_undisturbed_means(core: Core) -> None:
     assert watcher.clean_s == pytest.approx(10e-6)
 
 
+def test_waiting_is_given_up_where_a_neighbour_never_rests(
+    core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watcher = watch(core)
+    monkeypatch.setattr(core, "loop_s", 0.0)  # the clock stands still but for pauses
+    monkeypatch.setattr(watcher, "_pass_s", lambda: 2 * watcher.clean_s)
+    waited = 0.0
+    for _ in range(100):
+        calm, seconds = watcher.wait(0.5)
+        waited += seconds
+        assert not calm
+    assert module._PATIENCE_S <= waited < module._PATIENCE_S + 1.0
+    assert not watcher.patient
+    watcher.measured(0.25)
+    assert watcher.patient
+
+
 class Script:
     """A sentinel that answers from a list; True at its end."""
 
@@ -79,6 +97,11 @@ class Script:
 
     def calm(self) -> bool:
         return self.answers.pop(0) if self.answers else True
+
+    patient = True
+
+    def measured(self, seconds: float) -> None:
+        pass
 
     def wait(self, at_most_s: float) -> tuple[bool, float]:
         return (True, 0.0) if at_most_s > 0 else (False, 0.0)
@@ -142,3 +165,18 @@ def test_disturbed_programs_are_measured_again_later(
     found, n = outcomes(attempts)
     assert [o.latency_s for o in found] == [latency_s]
     assert n == taken == found[0].meta["attempts"]
+
+
+def test_measuring_again_is_given_up_where_it_does_not_help() -> None:
+    engine = CpuEngine(EngineConfig(target={}, core_groups=((0,),)))
+    attempts = []
+    for number in range(40):
+        built = Built(Program(f"p{number}", "t", None, "", "random"), "ok", path="/nonexistent")
+        item = _Item(SimpleNamespace(program=built.program, task=SimpleNamespace(hash="t")), built)  # type: ignore[arg-type]
+        while not engine._outcomes:
+            item.measured = Measured(built.program.hash, "ok", (1.0,) * 4, meta={"disturbed": 1.0})
+            engine._batch_done([item], BatchDone(1e-3, 1e-3, 0.0, "fifo"))
+            engine._later.clear()
+        attempts.append(engine._outcomes.popleft().meta["attempts"])
+    assert attempts[:5] == [3] * 5
+    assert attempts[-5:] == [1] * 5
