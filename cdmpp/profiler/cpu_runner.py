@@ -185,7 +185,7 @@ class _Loaded:
         if taken >= 2 and self.spent_s >= self.plan.max_measure_s:
             return False
         patient = self.waited_s < self.plan.max_wait_s and self.sentinel.patient
-        if taken >= self.plan.min_samples // 2 and self.disturbed and not patient:
+        if taken >= max(2, self.plan.min_samples // 2) and self.disturbed and not patient:
             # More of the same would only keep builders from the core; it is measured again later.
             return False
         return taken < _MAX_TAKEN * self.plan.max_samples and self.plan.needs_more(self.calm, 0.0)

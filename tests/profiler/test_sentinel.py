@@ -136,6 +136,13 @@ def test_a_program_that_was_never_left_alone_is_reported_as_such() -> None:
     assert share == pytest.approx(7 / 8)
 
 
+def test_at_least_two_samples_are_taken_whatever_happens() -> None:
+    program = loaded([False] * 50, SamplingPlan(min_samples=2, max_samples=4, max_wait_s=0.0))
+    while program.wants_more:
+        program.sample()
+    assert program.result() == ((1.0, 2.0), 1.0)
+
+
 def outcomes(attempts: list[tuple[float, float]]) -> tuple[list[Outcome], int]:
     """Feed one program's attempts (latency, disturbed share) to an engine that has no processes."""
     engine = CpuEngine(EngineConfig(target={}, core_groups=((0,),)))
