@@ -10,7 +10,6 @@ too narrow, as no task is spared to calibrate on.
 
 from __future__ import annotations
 
-import json
 import logging
 import shlex
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from cdmpp.predictor.config import Config, TrainConfig, dump_config
 from cdmpp.predictor.data import TrainingData, gather, subset
 from cdmpp.predictor.encoding import FeatureEncoder, signed_log1p
 from cdmpp.predictor.predictor import Predictor
-from cdmpp.predictor.run import HISTORY_FILE, Fitted, encode, prepare, training_summary
+from cdmpp.predictor.run import HISTORY_FILE, Fitted, encode, prepare, recorded, training_summary
 from cdmpp.predictor.selection import TaskSelection, select_tasks, write_task_file
 from cdmpp.predictor.splitting import split_data
 from cdmpp.predictor.uncertainty import calibrated
@@ -165,15 +164,7 @@ def finetune(
     job = _Finetuning(base, source, data, name, selection, config, adapt)
     (out / "config.yaml").write_text(dump_config(job.config), encoding="utf-8")
     history: list[dict[str, Any]] = []
-    with (out / HISTORY_FILE).open("w", encoding="utf-8") as file:
-
-        def record(line: dict[str, Any]) -> None:
-            history.append(line)
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            if progress is not None:
-                progress(line)
-
+    with recorded(out, history, progress) as record:
         tuned, used = job.run(record)
     tuned = calibrated(tuned, data, used)
     tuned.save(out / "predictor")

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError
-from cdmpp.program.leaf_schema import CAPACITIES, LEAF_FEATURES, SIMD_BYTES
+from cdmpp.program.leaf_schema import CAPACITIES, LEAF_FEATURES, SIMD_BYTES, size_name
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
@@ -127,14 +127,7 @@ def _gpu_leaf_s(leaves: FloatArray, device: Device) -> FloatArray:
 def _moved(leaves: FloatArray, kb: float) -> FloatArray:
     """Bytes moved into a memory of some size: of the largest that the features give and that is not larger."""
     size = max(c for c in CAPACITIES if c <= max(kb * 1024, CAPACITIES[0]))
-    name = (
-        f"moved_{size >> 20}mb"
-        if size >= 1 << 20
-        else f"moved_{size >> 10}kb"
-        if size >= 1 << 10
-        else f"moved_{size}b"
-    )
-    return leaves[:, _COLUMN[name]]
+    return leaves[:, _COLUMN[f"moved_{size_name(size)}"]]
 
 
 def _first(asts: Sequence[CompactAST], name: str) -> FloatArray:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -239,6 +240,18 @@ def _fit(
 ) -> TrainerState:
     from cdmpp.predictor.checkpoint import save_checkpoint
 
+    with recorded(out, history, progress) as record:
+        return trainer.fit(lambda state: save_checkpoint(out / CHECKPOINT_FILE, state, fingerprint), record)
+
+
+@contextmanager
+def recorded(
+    out: Path, history: list[dict[str, Any]], progress: ProgressCallback | None
+) -> Iterator[ProgressCallback]:
+    """What to call after every epoch: it adds the line to ``history`` and to the run folder's file, then reports it.
+
+    The file begins with the lines that ``history`` holds already.
+    """
     with (out / HISTORY_FILE).open("w", encoding="utf-8") as file:
         for line in history:
             file.write(json.dumps(line) + "\n")
@@ -251,7 +264,7 @@ def _fit(
             if progress is not None:
                 progress(line)
 
-        return trainer.fit(lambda state: save_checkpoint(out / CHECKPOINT_FILE, state, fingerprint), record)
+        yield record
 
 
 def _restore(trainer: Trainer, out: Path, fingerprint: str) -> TrainerState | None:

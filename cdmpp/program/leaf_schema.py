@@ -34,7 +34,8 @@ SLOT_DEPTHS: tuple[int, ...] = (1, 2, 3)
 CORES: tuple[int, ...] = (2, 4, 8, 16, 32)
 
 
-def _size(n: int) -> str:
+def size_name(n: int) -> str:
+    """A capacity in bytes as feature names give it: 512b, 32kb, 2mb."""
     return f"{n >> 20}mb" if n >= 1 << 20 else f"{n >> 10}kb" if n >= 1 << 10 else f"{n}b"
 
 
@@ -164,7 +165,8 @@ def _describe() -> dict[str, str]:
         "floating-point instructions with SIMD registers of 32 bytes if statements that store side by side are packed"
     )
     out |= {
-        f"moved_{_size(c)}": f"bytes moved into a memory of {c} bytes, by the loop order" for c in CAPACITIES
+        f"moved_{size_name(c)}": f"bytes moved into a memory of {c} bytes, by the loop order"
+        for c in CAPACITIES
     }
     out["conflict_32kb"] = "bytes moved into a cache of 32 KB with 64 sets, which strides may use unevenly"
     out["conflict_1mb"] = "bytes moved into a cache of 1 MB with 1024 sets, which strides may use unevenly"
