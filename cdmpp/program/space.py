@@ -58,6 +58,11 @@ def _dumps(obj: Any) -> str:
     return json.dumps(obj, separators=(",", ":"))
 
 
+def _postprocessors(context: Any, verify: bool) -> list[Any]:
+    """Those of the rule set; without the one that only rejects if `verify` is False."""
+    return [p for p in context.space_generator.postprocs if verify or "VerifyGPUCode" not in str(p)]
+
+
 @dataclass(frozen=True)
 class _Traced:
     """A space with the live TVM trace that samples it."""
@@ -77,6 +82,9 @@ class TaskSpaces:
         ``"llvm"`` or ``"cuda"`` (no tensor cores).
     num_cores
         Cores the llvm rules parallelise for; ignored for cuda.
+    verify
+        Reject programs that cannot run on a GPU (MetaSchedule's ``VerifyGPUCode``). Without it both kinds are
+        drawn, which is what a validity model learns from.
 
     Raises
     ------
@@ -84,7 +92,7 @@ class TaskSpaces:
         The rule set is unknown or TVM cannot make a space of the task.
     """
 
-    def __init__(self, task: Task, rule: str = "llvm", num_cores: int = 1) -> None:
+    def __init__(self, task: Task, rule: str = "llvm", num_cores: int = 1, *, verify: bool = True) -> None:
         if rule not in ("llvm", "cuda"):
             raise ProgramError(f"unknown rule set {rule!r}: expected 'llvm' or 'cuda'")
         tvm = import_tvm()
@@ -115,7 +123,7 @@ class TaskSpaces:
                 f"TVM found no design space for task {task.name} ({task.hash}): {err}"
             ) from err
         self._context = context
-        self._postprocs = list(context.space_generator.postprocs)
+        self._postprocs = _postprocessors(context, verify)
         # MutateParallel changes an instruction in place of a decision, so its programs are not of the space any more.
         self._mutators = [
             (m, float(p))
@@ -260,9 +268,15 @@ class Rebuilder:
 
     Making a :class:`TaskSpaces` costs tens of milliseconds (the rules run), replaying a program about three.
     To rebuild without running the rules again, only the postprocessors are set up here.
+
+    Parameters
+    ----------
+    verify
+        As for :class:`TaskSpaces`: without it programs are rebuilt that cannot run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, verify: bool = True) -> None:
+        self._verify = verify
         self._postprocs: dict[tuple[str, int], list[Any]] = {}
         self._mods: dict[str, Any] = {}
         self._insts: dict[str, Any] = {}
@@ -284,7 +298,7 @@ class Rebuilder:
                 rand_state=1,
             )
             # The context owns the postprocessors' target: keep it alive with them.
-            self._postprocs[key] = [context, *context.space_generator.postprocs]
+            self._postprocs[key] = [context, *_postprocessors(context, self._verify)]
         return self._postprocs[key][1:]
 
     def __call__(self, program: Program, task: Task, space: Space | None) -> Any:
