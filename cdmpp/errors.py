@@ -67,3 +67,7 @@ class FeatureMismatchError(PredictorError):
 
 class ProfilerError(CdmppError):
     """Measuring cannot start or go on."""
+
+
+class TunerError(CdmppError):
+    """Tuning cannot start or go on."""

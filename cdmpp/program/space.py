@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cdmpp.errors import ProgramError
+from cdmpp.program import generators
 from cdmpp.program.tvm_env import import_tvm, quiet, structural_hash
 from cdmpp.program.types import Program, Space, Task
 
@@ -56,6 +57,11 @@ def _plain(obj: Any) -> Any:
 
 def _dumps(obj: Any) -> str:
     return json.dumps(obj, separators=(",", ":"))
+
+
+def _space_hash(task: Task, rule: str, num_cores: int, insts: str) -> str:
+    key = f"{task.hash}|{rule}|{num_cores}|{insts}"
+    return hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
 
 
 def _postprocessors(context: Any, verify: bool) -> list[Any]:
@@ -133,8 +139,7 @@ class TaskSpaces:
         self._traced: list[_Traced] = []
         for index, schedule in enumerate(schedules):
             insts = _dumps(_plain(schedule.trace.as_json(remove_postproc=True)[0]))
-            key = f"{task.hash}|{rule}|{self.num_cores}|{insts}"
-            digest = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+            digest = _space_hash(task, rule, self.num_cores, insts)
             if any(t.space.hash == digest for t in self._traced):
                 continue  # the rules offer some spaces twice
             space = Space(digest, task.hash, rule, self.num_cores, index, insts)
@@ -313,6 +318,8 @@ class Rebuilder:
             return task.prim_func()
         if space is None or space.hash != program.space_hash:
             raise ProgramError(f"program {program.hash} needs its design space {program.space_hash}")
+        if space.rule == generators.RULE:
+            return _checked(program, generators.build_program(space, program.decisions))
         tvm = import_tvm()
         from tvm.s_tir.schedule import Schedule, Trace
 
@@ -334,9 +341,31 @@ class Rebuilder:
         return func
 
 
+def _checked(program: Program, func: Any) -> Any:
+    """What a generator built, if it is the program that was stored."""
+    digest = structural_hash(func)
+    if digest != program.hash:
+        raise ProgramError(f"program {program.hash} is generated as {digest}: made by another version?")
+    return func
+
+
 def rebuild(program: Program, task: Task, space: Space | None) -> Any:
     """Rebuild one program; use :class:`Rebuilder` for many."""
     return Rebuilder()(program, task, space)
+
+
+def program_of_schedule(
+    schedule: Any, task: Task, rule: str = "llvm", num_cores: int = 1, origin: str = "search"
+) -> tuple[Program, Space]:
+    """A postprocessed schedule, as MetaSchedule's search makes them, as a program and its design space.
+
+    A search may change instructions besides decisions (how much is parallel): the space is then none of
+    :attr:`TaskSpaces.spaces`, and its index is -1.
+    """
+    insts, decisions = (_dumps(_plain(part)) for part in schedule.trace.as_json(remove_postproc=True))
+    cores = num_cores if rule == "llvm" else 0
+    space = Space(_space_hash(task, rule, cores, insts), task.hash, rule, cores, -1, insts)
+    return Program(structural_hash(schedule.mod["main"]), task.hash, space.hash, decisions, origin), space
 
 
 def unscheduled(task: Task) -> Program:

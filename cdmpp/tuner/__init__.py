@@ -1,0 +1,37 @@
+"""Tuning: MetaSchedule's search with a cost model that is pretrained, and a profiler that wastes little.
+
+Everything below is imported when it is first used: :class:`CostModel` and what searches need TVM.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cdmpp.tuner.cost_model import CostModel
+    from cdmpp.tuner.measure import Measurer, cpu_measurer
+    from cdmpp.tuner.metaschedule import builder_and_runner
+    from cdmpp.tuner.online import Anchors
+
+_HOME = {
+    "Anchors": "cdmpp.tuner.online",
+    "CostModel": "cdmpp.tuner.cost_model",
+    "Measurer": "cdmpp.tuner.measure",
+    "builder_and_runner": "cdmpp.tuner.metaschedule",
+    "cpu_measurer": "cdmpp.tuner.measure",
+}
+
+__all__ = [  # noqa: F822
+    "Anchors",
+    "CostModel",
+    "Measurer",
+    "builder_and_runner",
+    "cpu_measurer",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'cdmpp.tuner' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -1,0 +1,162 @@
+"""The profiler as MetaSchedule's builder and runner, and as a service that measures while a search goes on.
+
+A thread feeds the engine's builders and measuring processes and hears what they say; whoever submits programs gets
+futures. So the search of one task's next programs overlaps with the building and measuring of another's.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from cdmpp.errors import TunerError
+
+if TYPE_CHECKING:
+    from cdmpp.profiler.build import BuildJob
+    from cdmpp.profiler.engine import EngineConfig, Outcome
+
+logger = logging.getLogger(__name__)
+
+
+class Engine(Protocol):
+    """What measures: :class:`~cdmpp.profiler.engine.CpuEngine`, or a stand-in for it."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def run(self, jobs: Iterator[BuildJob | None]) -> Iterator[Outcome]:
+        """Outcomes of jobs, as they become final; None among the jobs says "ask again"."""
+
+
+class _Aborted(Exception):
+    """Ends the engine's loop without waiting for what is under way."""
+
+
+class Measurer:
+    """Measures programs in the background; use as a context manager.
+
+    Leaving it after an error or Ctrl-C ends builders and measuring processes at once; otherwise what was submitted
+    is finished first.
+
+    Parameters
+    ----------
+    engine
+        What measures, not started yet.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._queue: queue.SimpleQueue[BuildJob | None] = queue.SimpleQueue()
+        self._futures: dict[str, Future[Outcome]] = {}
+        self._lock = threading.Lock()
+        self._abort = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="measurer", daemon=True)
+        self._broken: BaseException | None = None
+
+    def __enter__(self) -> Measurer:
+        self._engine.__enter__()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._abort.set()
+        self._queue.put(None)
+        self._thread.join()
+        aborted = self._abort.is_set() and kind is None
+        self._engine.__exit__(_Aborted if aborted else kind, value, trace)
+
+    def submit(self, jobs: Sequence[BuildJob]) -> list[Future[Outcome]]:
+        """Have programs measured; a future each. A program that is under way already is not measured twice.
+
+        Raises
+        ------
+        TunerError
+            The engine has failed.
+        """
+        futures = []
+        for job in jobs:
+            with self._lock:
+                if self._broken is not None:
+                    raise TunerError(f"measuring has stopped: {self._broken}") from self._broken
+                known = self._futures.get(job.program.hash)
+                future = known or Future()
+                self._futures[job.program.hash] = future
+            futures.append(future)
+            if known is None:
+                self._queue.put(job)
+        return futures
+
+    def abort(self) -> None:
+        """Give up what is under way; its futures are cancelled."""
+        self._abort.set()
+        self._thread.join()
+
+    def _jobs(self) -> Iterator[BuildJob | None]:
+        while True:
+            if self._abort.is_set():
+                raise _Aborted
+            try:
+                job = self._queue.get_nowait()
+            except queue.Empty:
+                yield None
+                continue
+            if job is None:
+                return
+            yield job
+
+    def _serve(self) -> None:
+        try:
+            for outcome in self._engine.run(self._jobs()):
+                with self._lock:
+                    future = self._futures.pop(outcome.job.program.hash, None)
+                if future is not None:
+                    future.set_result(outcome)
+                if self._abort.is_set():
+                    raise _Aborted
+        except _Aborted:
+            self._end(None)
+        except BaseException as err:  # whoever waits for a future must hear of it
+            self._end(err)
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._lock:
+            self._broken = error or TunerError("given up")
+            waiting, self._futures = list(self._futures.values()), {}
+        for future in waiting:
+            if error is None:
+                future.cancel()
+            else:
+                future.set_exception(error)
+
+
+def cpu_measurer(config: EngineConfig) -> Measurer:
+    """A measurer of programs on this machine's CPU."""
+    from cdmpp.profiler.engine import CpuEngine
+    from cdmpp.profiler.reference import reference_job
+
+    return Measurer(CpuEngine(config, reference_job()))
+
+
+def job_of_module(mod: Any) -> BuildJob:
+    """A scheduled IRModule with one function ``main`` as a job."""
+    from cdmpp.profiler.build import BuildJob
+    from cdmpp.program.tvm_env import import_tvm, structural_hash
+    from cdmpp.program.types import Program, Task
+
+    tvm = import_tvm()
+    func = mod["main"]
+    digest = structural_hash(func)
+    # The scheduled function stands for the task, so that the builder takes it as it is.
+    task = Task(digest, "candidate", tvm.ir.save_json(func), {}, 0.0, 0.0)
+    return BuildJob(Program(digest, digest, None, "", "search"), task, None)

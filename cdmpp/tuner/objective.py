@@ -1,0 +1,200 @@
+"""When to stop, what it has cost, and what another minute would bring."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from cdmpp.errors import TunerError
+
+_DURATION = re.compile(r"(?:(?P<h>[0-9.]+)h)?(?:(?P<m>[0-9.]+)m(?:in)?)?(?:(?P<s>[0-9.]+)s?)?")
+
+#: Points that a forecast needs.
+_LEAST_POINTS = 4
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Limits of a tuning, earlier runs of a resumed one included; None is no limit.
+
+    Attributes
+    ----------
+    trials
+        Candidates that the search proposes, dropped ones included.
+    max_measurements
+        Candidates that are built and measured.
+    budget_s
+        Wall time.
+    least_gain_per_minute
+        Fraction of the network's latency that the next minute must be expected to bring: see :meth:`Curve.gain`.
+    """
+
+    trials: int
+    max_measurements: int | None = None
+    budget_s: float | None = None
+    least_gain_per_minute: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value is not None and value <= 0:
+                raise TunerError(f"{name.replace('_', ' ')} must be above 0, got {value:g}")
+
+    def reached(self, costs: Costs, curve: Curve) -> str | None:
+        """Why to stop now, in words; None to go on."""
+        if costs.trials >= self.trials:
+            return f"{self.trials} trials"
+        if self.max_measurements is not None and costs.measurements >= self.max_measurements:
+            return f"{self.max_measurements} measurements"
+        if self.budget_s is not None and costs.wall_s >= self.budget_s:
+            return f"the budget of {self.budget_s:g} s"
+        if self.least_gain_per_minute is not None:
+            gain = curve.gain()
+            if gain is not None and gain < self.least_gain_per_minute:
+                return f"another minute is expected to bring {100 * gain:.2g} %"
+        return None
+
+    def room(self, costs: Costs, wanted: int) -> int:
+        """How many of `wanted` programs may still be measured."""
+        if self.max_measurements is None:
+            return wanted
+        return max(0, min(wanted, self.max_measurements - costs.measurements))
+
+
+@dataclass
+class Costs:
+    """What tuning has cost so far.
+
+    Attributes
+    ----------
+    wall_s
+        Wall time, between the start of the search and its end.
+    search_cpu_s
+        CPU seconds of the search: generating candidates, predicting them, learning.
+    build_s
+        Seconds that builders worked, each on one core.
+    device_s
+        Seconds that programs ran on the cores they were measured on.
+    trials, dropped, measurements, failures
+        Candidates proposed; of them dropped without building; measured; and of these failed.
+    saved_s
+        Seconds of building and measuring that dropped candidates would have cost, had they cost what their task's
+        others did on average.
+    """
+
+    wall_s: float = 0.0
+    search_cpu_s: float = 0.0
+    build_s: float = 0.0
+    device_s: float = 0.0
+    trials: int = 0
+    dropped: int = 0
+    measurements: int = 0
+    failures: int = 0
+    saved_s: float = 0.0
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds of everything: search, builders and measuring."""
+        return self.search_cpu_s + self.build_s + self.device_s
+
+
+@dataclass(frozen=True)
+class Point:
+    """The network's latency after a round.
+
+    Attributes
+    ----------
+    wall_s, trials, measurements
+        Since the start.
+    latency_s
+        Sum over the tasks, weighted, of the best so far: measured alone, without what runs between tasks.
+    task
+        Whose round it was.
+    """
+
+    wall_s: float
+    trials: int
+    measurements: int
+    latency_s: float
+    task: str = ""
+
+
+@dataclass
+class Curve:
+    """Latency against time.
+
+    Attributes
+    ----------
+    points
+        In the order of time; the first is the untuned network where all of its tasks run untuned.
+    """
+
+    points: list[Point] = field(default_factory=list)
+
+    def gain(self, seconds: float = 60.0) -> float | None:
+        """Expected decrease within the next `seconds`, as a fraction of the latency now; None with too few points.
+
+        Tuning curves are close to straight over the logarithm of time: each doubling brings the same. A line
+        ``latency = a - b log(time)`` is fitted to the points of the later three quarters of the time, by least squares, and
+        ``b log((t + seconds) / t)`` is what it promises. That is a guess about luck, and ends where the space does.
+        """
+        now = self.points[-1].wall_s if self.points else 0.0
+        recent = [p for p in self.points if p.wall_s >= now / 4 and p.wall_s > 0]
+        if len(recent) < _LEAST_POINTS:
+            return None
+        x = np.log([p.wall_s for p in recent])
+        y = np.array([p.latency_s for p in recent])
+        spread = float(((x - x.mean()) ** 2).sum())
+        if spread < 1e-12:
+            return None
+        slope = -float(((x - x.mean()) * (y - y.mean())).sum()) / spread
+        latency_s = recent[-1].latency_s
+        return min(1.0, max(0.0, slope * math.log1p(seconds / now) / latency_s))
+
+    def trials_to(self, latency_s: float) -> int | None:
+        """Measurements after which the latency was first at or below this; None if it never was."""
+        return next((p.measurements for p in self.points if p.latency_s <= latency_s), None)
+
+    def seconds_to(self, latency_s: float) -> float | None:
+        """Wall time after which the latency was first at or below this; None if it never was."""
+        return next((p.wall_s for p in self.points if p.latency_s <= latency_s), None)
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of ``90``, ``90s``, ``10m`` or ``1h30m``.
+
+    Raises
+    ------
+    TunerError
+        It is none of these.
+    """
+    match = _DURATION.fullmatch(text.strip().lower())
+    try:
+        parts = [float(p) if p else 0.0 for p in match.group("h", "m", "s")] if match and text.strip() else []
+    except ValueError:
+        parts = []
+    if not parts:
+        raise TunerError(f"{text!r} is no duration: expected such as 90s, 10m or 1h30m")
+    return 3600 * parts[0] + 60 * parts[1] + parts[2]
+
+
+def parse_fraction(text: str) -> float:
+    """0.01 of ``0.01`` or ``1%``.
+
+    Raises
+    ------
+    TunerError
+        It is neither.
+    """
+    try:
+        return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError as err:
+        raise TunerError(f"{text!r} is no fraction: expected such as 0.01 or 1%") from err
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Of positive numbers, one at least."""
+    return float(np.exp(np.mean(np.log(values))))

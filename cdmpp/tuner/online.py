@@ -1,0 +1,222 @@
+"""A latency model that learns while tuning: a prior, and the correction that measurements make to it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdmpp.errors import PredictorError
+from cdmpp.tuner.prior import Encoded, Prior
+from cdmpp.tuner.residual import Correction, fit_correction
+
+if TYPE_CHECKING:
+    from cdmpp.program.ast import CompactAST
+
+FloatArray = NDArray[np.float64]
+
+FORMAT = "cdmpp-cost-model"
+FORMAT_VERSION = 1
+
+#: Records that the correction is fitted to, the latest: its inverse takes a third of a second.
+_MAX_RECORDS = 1024
+#: Records from which on intervals are the correction's; with fewer they are the prior's.
+_OWN_INTERVALS = 20
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Predicted latencies.
+
+    Attributes
+    ----------
+    seconds
+        float64 (n,).
+    deviation
+        Standard deviation of log(measured / seconds), float64 (n,).
+    """
+
+    seconds: FloatArray
+    deviation: FloatArray
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """Labelled programs of the predictor's validation part, on which learning must do no harm.
+
+    Attributes
+    ----------
+    asts
+        The programs.
+    latency_s
+        Their measured seconds on the device that is tuned for, (n,).
+    """
+
+    asts: Sequence[CompactAST]
+    latency_s: FloatArray
+
+
+class OnlineModel:
+    """Predicts seconds on one device, and learns from measurements.
+
+    Parameters
+    ----------
+    prior
+        What is known at the start.
+    anchors
+        Programs on which the error must not grow beyond the prior's; a correction that does harm there is fitted anew
+        without what tasks share, which leaves other tasks as they were.
+    """
+
+    def __init__(self, prior: Prior, anchors: Anchors | None = None) -> None:
+        self.prior = prior
+        self._anchors: tuple[Encoded, FloatArray] | None = None
+        if anchors is not None and len(anchors.asts):
+            labels = np.asarray(anchors.latency_s, dtype=np.float64)
+            self._anchors = (prior.encode(anchors.asts), labels)
+        self._tasks: dict[str, int] = {}
+        #: (task, program) -> log of the prior's prediction, embedding, log of the measured seconds; oldest first.
+        self._records: dict[tuple[str, str], tuple[float, FloatArray, float]] = {}
+        self._correction: Correction | None = None
+        self.rolled_back = False
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def predict(self, task: str, programs: Encoded) -> Estimate:
+        """Predict programs of one task."""
+        if self._correction is None:
+            return Estimate(np.exp(programs.log_s), np.full(len(programs), math.inf))
+        shift, deviation = self._correction.predict(programs.z, self._tasks.get(task, -1))
+        return Estimate(np.exp(programs.log_s + shift), deviation)
+
+    def interval(self, task: str, programs: Encoded, coverage: float) -> tuple[FloatArray, FloatArray]:
+        """Lowest and highest seconds that measurements fall between, (n,) each: (0, inf) where nothing tells.
+
+        The prior's interval before there are enough records, then that of the corrected prediction; both conformal,
+        though a search that picks the best of many programs is not the random choice their guarantee is for.
+        """
+        estimate = self.predict(task, programs)
+        width = None
+        if self._correction is not None and len(self._correction) >= _OWN_INTERVALS:
+            width = self._correction.width(coverage)
+        if width is not None:
+            half = width * estimate.deviation
+        else:
+            of_prior = self.prior.half_width(coverage)
+            half = np.full(len(programs), math.inf if of_prior is None else of_prior)
+        with np.errstate(over="ignore"):
+            return estimate.seconds * np.exp(-half), estimate.seconds * np.exp(half)
+
+    def learn(
+        self, task: str, hashes: Sequence[str], programs: Encoded, latency_s: Sequence[float] | FloatArray
+    ) -> None:
+        """Take measurements of programs of one task; call :meth:`fit` when all are in.
+
+        Raises
+        ------
+        PredictorError
+            A latency is not finite and above 0.
+        """
+        labels = np.asarray(latency_s, dtype=np.float64)
+        if not (np.isfinite(labels) & (labels > 0)).all():
+            raise PredictorError("measured latencies must be finite and above 0")
+        self._tasks.setdefault(task, len(self._tasks))
+        for digest, log_s, z, label in zip(hashes, programs.log_s, programs.z, np.log(labels), strict=True):
+            self._records.pop((task, digest), None)
+            self._records[task, digest] = (float(log_s), z, float(label))
+
+    def fit(self) -> None:
+        """Fit the correction to the latest records; roll back to less of it where it does harm."""
+        if not self._records:
+            return
+        latest = list(self._records.items())[-_MAX_RECORDS:]
+        task = np.array([self._tasks[name] for (name, _), _ in latest], dtype=np.int64)
+        z = np.stack([record[1] for _, record in latest])
+        residual = np.array([label - log_s for _, (log_s, _, label) in latest])
+        self._correction = fit_correction(z, task, residual, common=self.prior.common)
+        self.rolled_back = False
+        if self._anchors is not None and self.anchor_error() > self.anchor_error(corrected=False):
+            self._correction = fit_correction(z, task, residual, may_share=False)
+            self.rolled_back = True
+
+    def anchor_error(self, corrected: bool = True) -> float:
+        """MAPE on the anchors, as of a task that was not measured; NaN without anchors."""
+        if self._anchors is None:
+            return math.nan
+        programs, labels = self._anchors
+        predicted = self.predict("", programs).seconds if corrected else np.exp(programs.log_s)
+        return float(np.mean(np.abs(predicted / labels - 1)))
+
+    def describe(self) -> dict[str, Any]:
+        """What was learned, as JSON values."""
+        kernel = None if self._correction is None else self._correction.kernel
+        return {
+            "records": len(self._records),
+            "tasks": len(self._tasks),
+            "kernel": None if kernel is None else vars(kernel),
+            "left_out_error": None
+            if self._correction is None
+            else self._correction.left_out.mean_square**0.5,
+            "rolled_back": self.rolled_back,
+        }
+
+    # -- storing ---------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write what was learned into one safetensors file; the predictor itself is not in it."""
+        import torch
+
+        from cdmpp.predictor.checkpoint import save_tensors
+
+        records = list(self._records.values())
+        depth = len(records[0][1]) if records else 0
+        tensors = {
+            "log_s": torch.tensor([r[0] for r in records], dtype=torch.float64),
+            "z": torch.tensor(np.array([r[1] for r in records]).reshape(len(records), depth)),
+            "label": torch.tensor([r[2] for r in records], dtype=torch.float64),
+        }
+        state = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "prior": self.prior.fingerprint,
+            "keys": list(self._records),
+        }
+        save_tensors(Path(path), tensors, {"state": json.dumps(state)})
+
+    def load(self, path: str | Path) -> None:
+        """Replace what was learned by what :meth:`save` wrote.
+
+        Raises
+        ------
+        PredictorError
+            Missing, damaged, or learned beside another predictor or for another device.
+        """
+        from cdmpp.predictor.checkpoint import load_tensors
+
+        tensors, metadata = load_tensors(Path(path))
+        try:
+            state: Mapping[str, Any] = json.loads(metadata["state"])
+            known = state["format"] == FORMAT and state["format_version"] == FORMAT_VERSION
+            columns = [tensors[name].numpy() for name in ("log_s", "z", "label")]
+            keys = [(str(task), str(digest)) for task, digest in state["keys"]]
+        except (KeyError, ValueError, TypeError) as err:
+            raise PredictorError(f"{path}: not a complete cost model of cdmpp: {err!r}") from err
+        if not known:
+            raise PredictorError(f"{path}: not a cost model that this cdmpp reads")
+        if state["prior"] != self.prior.fingerprint:
+            raise PredictorError(f"{path}: learned beside another predictor or for another device")
+        self._records = {
+            key: (float(log_s), z, float(label)) for key, log_s, z, label in zip(keys, *columns, strict=True)
+        }
+        self._tasks = {}
+        for task, _ in keys:
+            self._tasks.setdefault(task, len(self._tasks))
+        self._correction = None
+        self.fit()

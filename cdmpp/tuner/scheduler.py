@@ -1,0 +1,91 @@
+"""Which task of a network to tune next.
+
+The rule is that of TVM's gradient-based scheduler, after Ansor (Zheng et al., OSDI'20, section 6): every task gets one
+round, then the one whose next round promises most for the network, judged by what its last rounds brought and by how many
+it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+#: Weight of what the last rounds brought against the optimistic guess that latency falls with the number of rounds.
+_ALPHA = 0.2
+#: Rounds looked back on.
+_WINDOW = 3
+#: A task is given up after so many rounds in a row without one program that works, or without one worth measuring.
+_FRUITLESS = 3
+
+
+@dataclass
+class TaskState:
+    """Where the tuning of one task stands.
+
+    Attributes
+    ----------
+    name, weight
+        Of the task; how often the network runs it.
+    untuned_s
+        Latency of the unscheduled task, None if it does not run.
+    best_s
+        Latency of the best scheduled program, None before there is one.
+    history
+        ``best_s`` after each round, infinite while there is none.
+    measured, failed, dropped
+        Candidates.
+    spent_s
+        Seconds of building and measuring.
+    fruitless
+        Rounds in a row that measured no working program.
+    finished
+        Why it is not tuned any more; "" while it is.
+    """
+
+    name: str
+    weight: float
+    untuned_s: float | None = None
+    best_s: float | None = None
+    history: list[float] = field(default_factory=list)
+    measured: int = 0
+    failed: int = 0
+    dropped: int = 0
+    spent_s: float = 0.0
+    fruitless: int = 0
+    finished: str = ""
+
+    @property
+    def latency_s(self) -> float | None:
+        """The best of scheduled and unscheduled."""
+        known = [s for s in (self.best_s, self.untuned_s) if s is not None]
+        return min(known, default=None)
+
+    def end_round(self, worked: int) -> None:
+        """Take note of a round in which so many programs worked."""
+        self.history.append(float("inf") if self.best_s is None else self.best_s)
+        self.fruitless = 0 if worked else self.fruitless + 1
+        if self.fruitless >= _FRUITLESS and not self.finished:
+            rounds = f"{self.fruitless} rounds"
+            if self.best_s is None:
+                self.finished = f"no program worked in {rounds}"
+            else:
+                self.finished = f"nothing worth measuring in {rounds}"
+
+
+def next_task(states: Sequence[TaskState], busy: Sequence[int] = ()) -> int | None:
+    """Number of the task to tune next; None if all others are finished or busy."""
+    open_ = [i for i, state in enumerate(states) if not state.finished and i not in busy]
+    return max(open_, key=lambda i: _gradient(states[i]), default=None)
+
+
+def _gradient(state: TaskState) -> float:
+    """Seconds of the network that a round promises."""
+    rounds = len(state.history)
+    if rounds == 0:
+        return float("inf")
+    best = state.history[-1]
+    if best == float("inf"):
+        return 1e9 / rounds  # not yet a program that works: before those that have one, in turn
+    before = state.history[-1 - _WINDOW] if rounds > _WINDOW else best
+    brought = (before - best) / _WINDOW if before < float("inf") else 0.0
+    return state.weight * (_ALPHA * brought + (1 - _ALPHA) * best / rounds)

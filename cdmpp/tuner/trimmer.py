@@ -1,0 +1,59 @@
+"""Dropping candidates that cannot win before they are built.
+
+A candidate is dropped where even the lower end of its predicted interval is no better than the best program measured of
+its task. With a coverage of 0.9 at most one in twenty of those that would have won is lost, as far as the intervals hold
+(:meth:`cdmpp.tuner.online.OnlineModel.interval`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdmpp.errors import TunerError
+
+
+class IntervalModel(Protocol):
+    """What tells how fast candidates may be: :class:`cdmpp.tuner.CostModel`."""
+
+    def interval_s(
+        self, context: Any, candidates: Sequence[Any], coverage: float
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Lowest and highest seconds, (n,) each."""
+
+
+@dataclass(frozen=True)
+class Trimmer:
+    """Says which candidates are worth building.
+
+    Parameters
+    ----------
+    model
+        Whose intervals to believe.
+    coverage
+        Of the intervals, above 0 and below 1: the less, the more is dropped.
+
+    Raises
+    ------
+    TunerError
+        The coverage is out of range.
+    """
+
+    model: IntervalModel
+    coverage: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not 0 < self.coverage < 1:
+            raise TunerError(f"the trimmer's coverage must be between 0 and 1, got {self.coverage:g}")
+
+    def worth(self, context: Any, candidates: Sequence[Any], best_s: float | None) -> NDArray[np.bool_]:
+        """Whether each candidate may beat `best_s`, bool (n,); all of them where nothing was measured yet."""
+        if best_s is None or not candidates:
+            return np.ones(len(candidates), dtype=bool)
+        low, _ = self.model.interval_s(context, candidates, self.coverage)
+        worth: NDArray[np.bool_] = low < best_s
+        return worth
