@@ -155,6 +155,13 @@ def _gpu_target(row: DeviceRow) -> dict[str, Any]:
             "max_shared_memory_per_block": shared,
             "thread_warp_size": row.warp_size or 64,
         }
+    if row.vendor == "intel":
+        return {
+            "kind": "opencl",
+            "max_threads_per_block": threads,
+            "max_shared_memory_per_block": shared,
+            "thread_warp_size": row.warp_size or 1,
+        }
     return {}
 
 
