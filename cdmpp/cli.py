@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     from cdmpp.cli_finetune import add_finetune_arguments
     from cdmpp.cli_report import add_report_arguments
     from cdmpp.cli_search import add_search_arguments
+    from cdmpp.cli_validity import add_validity_arguments
 
     parser = argparse.ArgumentParser(
         prog="cdmpp", description="Predicts how long a tensor program takes on a device."
@@ -136,6 +137,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument(
         "--max-seconds", type=float, metavar="S", help="stop after this time (go on with --resume)"
+    )
+
+    add_validity_arguments(
+        command(
+            "validity-data", _validity, "judge CUDA programs by what a GPU's block may take, without a GPU"
+        )
     )
 
     sub = command("train", _train, "train a predictor")
@@ -312,6 +319,12 @@ def _search(args: Namespace) -> Any:
     from cdmpp.cli_search import run_search
 
     return run_search(args, _console(), _console(err=True))
+
+
+def _validity(args: Namespace) -> Any:
+    from cdmpp.cli_validity import run_validity
+
+    return run_validity(args, _console(), _console(err=True))
 
 
 def _finetune(args: Namespace) -> Any:

@@ -1,0 +1,157 @@
+"""What a CUDA kernel may take on each architecture, and whether a program stays within it.
+
+The numbers are those of the table "Technical Specifications per Compute Capability" of the CUDA C++ Programming
+Guide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cdmpp.errors import ProfilerError
+from cdmpp.profiler.cuda_compile import KernelResources
+
+
+@dataclass(frozen=True)
+class ArchLimits:
+    """Limits of one compute capability.
+
+    Attributes
+    ----------
+    threads_per_block, block_z
+        Of one block; its first two extents may be as large as the whole.
+    shared_static_bytes
+        Shared memory that a kernel may declare.
+    shared_optin_bytes
+        Shared memory of a block that a kernel may ask for when it is launched (dynamic, opted in).
+    registers_per_block, registers_per_thread
+        32-bit registers.
+    threads_per_sm, blocks_per_sm, shared_per_sm_bytes, registers_per_sm
+        Of one multiprocessor, for the occupancy.
+    """
+
+    threads_per_block: int = 1024
+    block_z: int = 64
+    shared_static_bytes: int = 49152
+    shared_optin_bytes: int = 49152
+    registers_per_block: int = 65536
+    registers_per_thread: int = 255
+    threads_per_sm: int = 2048
+    blocks_per_sm: int = 32
+    shared_per_sm_bytes: int = 49152
+    registers_per_sm: int = 65536
+
+
+def _arch(optin_kb: int, sm_kb: int, threads: int = 2048, blocks: int = 32) -> ArchLimits:
+    return ArchLimits(
+        shared_optin_bytes=optin_kb * 1024,
+        shared_per_sm_bytes=sm_kb * 1024,
+        threads_per_sm=threads,
+        blocks_per_sm=blocks,
+    )
+
+
+#: Architecture -> limits.
+ARCH_LIMITS: Mapping[str, ArchLimits] = {
+    "sm_70": _arch(96, 96),
+    "sm_75": _arch(64, 64, threads=1024, blocks=16),
+    "sm_80": _arch(163, 164),
+    "sm_86": _arch(99, 100, threads=1536, blocks=16),
+    "sm_89": _arch(99, 100, threads=1536, blocks=24),
+    "sm_90": _arch(227, 228),
+}
+
+#: Largest grid: its first extent, and the other two.
+_GRID_X, _GRID_YZ = 2**31 - 1, 65535
+#: Registers are handed out to warps in units of so many.
+_REGISTER_UNIT = 256
+
+
+@dataclass(frozen=True)
+class KernelShape:
+    """How a kernel is launched: grid and block extents (x, y, z), and the shared bytes that it declares."""
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int = 0
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return math.prod(self.block)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the grid."""
+        return math.prod(self.grid)
+
+
+def arch_limits(arch: str) -> ArchLimits:
+    """The limits of an architecture (ProfilerError for one that is not in the table)."""
+    try:
+        return ARCH_LIMITS[arch]
+    except KeyError:
+        raise ProfilerError(
+            f"unknown architecture {arch!r}: expected one of {', '.join(ARCH_LIMITS)}"
+        ) from None
+
+
+def shape_fault(kernels: Sequence[KernelShape], arch: str) -> tuple[str, str] | None:
+    """Why a program cannot be launched, as far as that shows before it is compiled.
+
+    Returns
+    -------
+    Kind (``threads``, ``block``, ``grid`` or ``shared``) and a sentence; None if nothing speaks against it.
+    """
+    limits = arch_limits(arch)
+    for kernel in kernels:
+        if kernel.threads > limits.threads_per_block:
+            return "threads", f"{kernel.threads} threads a block, at most {limits.threads_per_block}"
+        if kernel.block[2] > limits.block_z:
+            return "block", f"{kernel.block[2]} threads along z, at most {limits.block_z}"
+        if kernel.grid[0] > _GRID_X or max(kernel.grid[1:]) > _GRID_YZ:
+            return "grid", f"a grid of {kernel.grid}, at most ({_GRID_X}, {_GRID_YZ}, {_GRID_YZ})"
+        if kernel.shared_bytes > limits.shared_static_bytes:
+            return (
+                "shared",
+                f"{kernel.shared_bytes} bytes of shared memory, at most {limits.shared_static_bytes}",
+            )
+    return None
+
+
+def block_registers(registers: int, threads: int) -> int:
+    """Registers that a block takes: those of a warp are rounded up to the unit in which they are handed out."""
+    warps = -(-threads // 32)
+    per_warp = -(-registers * 32 // _REGISTER_UNIT) * _REGISTER_UNIT
+    return warps * per_warp
+
+
+def resource_fault(
+    kernels: Sequence[KernelShape], resources: Sequence[KernelResources], arch: str
+) -> tuple[str, str] | None:
+    """Why a compiled program cannot be launched: its registers or what ptxas counts of shared memory."""
+    limits = arch_limits(arch)
+    for kernel, taken in zip(kernels, resources, strict=True):
+        needed = block_registers(taken.registers, kernel.threads)
+        if needed > limits.registers_per_block:
+            return "registers", f"{needed} registers a block, at most {limits.registers_per_block}"
+        if taken.shared_bytes > limits.shared_static_bytes:
+            return (
+                "shared",
+                f"{taken.shared_bytes} bytes of shared memory, at most {limits.shared_static_bytes}",
+            )
+    return None
+
+
+def blocks_per_sm(kernel: KernelShape, taken: KernelResources, arch: str) -> int:
+    """Blocks of a kernel that one multiprocessor holds at a time (0 if not even one fits)."""
+    limits = arch_limits(arch)
+    by = [limits.blocks_per_sm, limits.threads_per_sm // (-(-kernel.threads // 32) * 32)]
+    shared = max(kernel.shared_bytes, taken.shared_bytes)
+    if shared:
+        by.append(limits.shared_per_sm_bytes // shared)
+    if taken.registers:
+        by.append(limits.registers_per_sm // block_registers(taken.registers, kernel.threads))
+    return min(by)
