@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     from cdmpp.cli_finetune import add_finetune_arguments
     from cdmpp.cli_report import add_report_arguments
     from cdmpp.cli_search import add_search_arguments
+    from cdmpp.cli_tune import add_tune_arguments
     from cdmpp.cli_validity import add_validity_arguments
 
     parser = argparse.ArgumentParser(
@@ -185,6 +186,8 @@ def _parser() -> argparse.ArgumentParser:
         "--programs-per-task", type=int, default=64, metavar="N", help="schedules tried per task"
     )
     sub.add_argument("--seed", type=int, default=0)
+
+    add_tune_arguments(command("tune", _tune, "find fast schedules for a network's tasks, by measuring few"))
 
     add_report_arguments(
         command("report", _report, "what there is to say about a training run, as one HTML file")
@@ -365,6 +368,12 @@ def _predict(args: Namespace) -> Any:
         )
     show_predictions(_console(), result)
     return result
+
+
+def _tune(args: Namespace) -> Any:
+    from cdmpp.cli_tune import run_tune
+
+    return run_tune(args, _console(), _console(err=True))
 
 
 def _report(args: Namespace) -> Any:

@@ -12,22 +12,34 @@ if TYPE_CHECKING:
     from cdmpp.tuner.cost_model import CostModel
     from cdmpp.tuner.measure import Measurer, cpu_measurer
     from cdmpp.tuner.metaschedule import builder_and_runner
+    from cdmpp.tuner.objective import Objective
     from cdmpp.tuner.online import Anchors
+    from cdmpp.tuner.tune import TuneConfig, TuneReport, tune, tune_tasks
 
 _HOME = {
     "Anchors": "cdmpp.tuner.online",
     "CostModel": "cdmpp.tuner.cost_model",
     "Measurer": "cdmpp.tuner.measure",
+    "Objective": "cdmpp.tuner.objective",
+    "TuneConfig": "cdmpp.tuner.tune",
+    "TuneReport": "cdmpp.tuner.tune",
     "builder_and_runner": "cdmpp.tuner.metaschedule",
     "cpu_measurer": "cdmpp.tuner.measure",
+    "tune": "cdmpp.tuner.tune",
+    "tune_tasks": "cdmpp.tuner.tune",
 }
 
-__all__ = [  # noqa: F822
+__all__ = [
     "Anchors",
     "CostModel",
     "Measurer",
+    "Objective",
+    "TuneConfig",
+    "TuneReport",
     "builder_and_runner",
     "cpu_measurer",
+    "tune",
+    "tune_tasks",
 ]
 
 

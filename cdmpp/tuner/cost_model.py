@@ -133,8 +133,9 @@ class CostModel(PyCostModel):  # type: ignore[misc]
     def interval_s(
         self, context: Any, candidates: Sequence[Any], coverage: float
     ) -> tuple[FloatArray, FloatArray]:
-        """Lowest and highest seconds, float64 (n,) each; infinite for what failed or cannot be read."""
-        low, high = np.full(len(candidates), np.inf), np.full(len(candidates), np.inf)
+        """Lowest and highest seconds, float64 (n,) each: (inf, inf) for what failed, (0, inf) for what cannot be read."""
+        low = np.array([np.inf if digest in self._failed else 0.0 for digest in _hashes(candidates)])
+        high = np.full(len(candidates), np.inf)
         rows, programs = self._encode(context, candidates)
         if programs is not None:
             low[rows], high[rows] = self.model.interval(_task(context), programs, coverage)

@@ -1,0 +1,296 @@
+"""A whole network compiled with and without tuned schedules, and run side by side in the Relax VM.
+
+Both modules differ in the schedules of the tasks alone. Without them LLVM compiles the loops as the operators define
+them, which is what TVM does on a CPU by default.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cdmpp.errors import ProgramError, TunerError
+from cdmpp.profiler.machine import make_work_folder
+from cdmpp.profiler.statistics import SamplingPlan, label, split_half_difference
+from cdmpp.program.fusion import PREPARE_WEIGHTS, FusedNetwork, fuse
+from cdmpp.program.tasks import normalise, task_from_prim_func
+from cdmpp.program.tvm_env import import_tvm, quiet
+
+if TYPE_CHECKING:
+    from cdmpp.device import Device
+    from cdmpp.program.network import Network
+    from cdmpp.program.types import Task
+
+logger = logging.getLogger(__name__)
+
+#: Sampling of whole networks: few, long samples.
+PLAN = SamplingPlan(min_sample_s=0.02, min_samples=8, max_samples=24, max_measure_s=10.0, max_wait_s=5.0)
+#: Compiling and running a network may take so long.
+_TIMEOUT_S = 1800.0
+#: Outputs of both modules may differ by so much, relative to the largest value: sums are taken in another order.
+_SAME_OUTPUT = 1e-2
+
+
+@dataclass(frozen=True)
+class NetworkLatency:
+    """Latency of a network's modules, run in turn.
+
+    Attributes
+    ----------
+    latency_s
+        Name of a module -> label in seconds (mean of the faster half of its samples).
+    noise
+        Name -> relative split-half difference of the label.
+    output_difference
+        Largest difference between outputs of the modules, relative to the largest output.
+    """
+
+    latency_s: Mapping[str, float]
+    noise: Mapping[str, float]
+    output_difference: float
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What the process that runs networks needs to know."""
+
+    modules: dict[str, str]
+    data: str
+    cores: tuple[int, ...]
+    plan: SamplingPlan
+    realtime: bool
+
+
+def import_network(network: Network) -> FusedNetwork:
+    """Import, legalise and fuse a network."""
+    import_tvm()
+    with quiet():
+        return fuse(network.to_relax())
+
+
+def weighted_tasks(fused: FusedNetwork, network: str) -> list[tuple[Task, float]]:
+    """The distinct tasks of a network and how often it runs each.
+
+    Raises
+    ------
+    TunerError
+        Not one of its functions can be scheduled.
+    """
+    found: dict[str, tuple[Task, float]] = {}
+    for name, count in Counter(fused.calls).items():
+        try:
+            task = task_from_prim_func(fused.module[name], name, {network: float(count)})
+        except ProgramError as err:
+            logger.info("%s: not tuned: %s", network, err)
+            continue
+        known = found.get(task.hash)
+        found[task.hash] = (task, count) if known is None else (known[0], known[1] + count)
+    if not found:
+        raise TunerError(f"{network} has no task that can be tuned")
+    return list(found.values())
+
+
+def apply_database(module: Any, database: Any, target: Any) -> tuple[Any, list[str]]:
+    """A fused network with the best schedules of a MetaSchedule database, and names of the functions that got one."""
+    tvm = import_tvm()
+    functions, tuned = {}, []
+    for variable, func in module.functions_items():
+        if isinstance(func, tvm.tirx.PrimFunc):
+            workload = tvm.IRModule({"main": normalise(func)})
+            best = database.query_ir_module(workload, target, variable.name_hint)
+            if best is not None:
+                func = best["main"].with_attr("global_symbol", variable.name_hint)
+                func = func.with_attr("tirx.is_scheduled", True)
+                tuned.append(variable.name_hint)
+        functions[variable] = func
+    changed = module.clone() if hasattr(module, "clone") else tvm.IRModule(dict(module.functions_items()))
+    for variable, func in functions.items():
+        changed.update_func(variable, func)
+    return changed, tuned
+
+
+def measure_network(
+    fused: FusedNetwork,
+    network: Network,
+    device: Device,
+    modules: Mapping[str, Any],
+    cores: tuple[int, ...],
+    *,
+    plan: SamplingPlan = PLAN,
+    realtime: bool = True,
+) -> NetworkLatency:
+    """Compile variants of a fused network for a device and run them in turn, in a process that owns its cores.
+
+    Parameters
+    ----------
+    modules
+        Name -> variant of ``fused.module``; two at least are compared with each other.
+    cores
+        To run on, one thread each.
+
+    Raises
+    ------
+    TunerError
+        A variant does not compile, or the process died.
+    """
+    from cdmpp.profiler.workers import Worker
+    from cdmpp.program.network import example_inputs
+
+    tvm = import_tvm()
+    target = tvm.target.Target(dict(device.target))
+    shm = Path("/dev/shm")
+    folder = make_work_folder(shm if shm.is_dir() else Path(tempfile.gettempdir()))
+    try:
+        paths = {
+            name: str(_compile(module, target, folder / f"{name}.so")) for name, module in modules.items()
+        }
+        arrays = [*(t.numpy() for t in example_inputs(network)), *(w.numpy() for w in fused.weights)]
+        np.savez(folder / "data.npz", *arrays, inputs=np.array(fused.num_inputs))
+        request = _Request(paths, str(folder / "data.npz"), cores, plan, realtime)
+        worker = Worker(_serve, (), "network")
+        try:
+            worker.submit(request, request, _TIMEOUT_S)
+            if not worker.connection.poll(_TIMEOUT_S):
+                raise TunerError(f"running {network.name} took over {_TIMEOUT_S:g} s")
+            answer: NetworkLatency | str = worker.connection.recv()
+        except EOFError as err:
+            raise TunerError(f"running {network.name} failed: {worker.exit_reason()}") from err
+        finally:
+            worker.kill()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if isinstance(answer, str):
+        raise TunerError(f"running {network.name} failed: {answer}")
+    if answer.output_difference > _SAME_OUTPUT:
+        logger.warning("%s: tuned and untuned outputs differ by %.2g", network.name, answer.output_difference)
+    return answer
+
+
+def _compile(module: Any, target: Any, path: Path) -> Path:
+    tvm = import_tvm()
+    from tvm import relax
+    from tvm.relax.backend.cpu_generic.pipeline import dataflow_lower_passes, finalize_passes
+
+    passes = tvm.transform.Sequential([*dataflow_lower_passes(target), *finalize_passes(target)])
+    try:
+        with quiet(), target, tvm.transform.PassContext(opt_level=3):
+            executable = relax.build(module, target=target, relax_pipeline=passes)
+            linker = {} if shutil.which("ld") is None else {"fcompile": _link}
+            executable.export_library(str(path), **linker)
+    except Exception as err:  # TVM reports through its own error types
+        reason = (str(err).strip().splitlines() or [type(err).__name__])[-1]
+        raise TunerError(f"the network does not compile: {reason[:300]}") from err
+    return path
+
+
+def _link(output: str, objects: Sequence[str], **_: Any) -> None:
+    """Link without a compiler driver, as the profiler does."""
+    subprocess.run(["ld", "-shared", "-o", output, *objects], check=True, capture_output=True, text=True)
+
+
+_link.output_format = "so"  # type: ignore[attr-defined]
+
+
+def _serve(connection: Connection) -> None:
+    """Answer one request (runs in its own process)."""
+    from cdmpp.profiler import machine
+
+    machine.die_with_parent()
+    request: _Request = connection.recv()
+    machine.pin(request.cores)
+    os.environ["TVM_NUM_THREADS"] = str(len(request.cores))
+    os.environ["TVM_BIND_THREADS"] = "0"
+    if request.realtime:
+        machine.own_the_core()
+    try:
+        connection.send(_run(request))
+    except Exception as err:  # whatever a foreign module or the runtime raises
+        connection.send(f"{type(err).__name__}: {err}"[:500])
+
+
+def _run(request: _Request) -> NetworkLatency:
+    """Samples of every module in turn (A B A B ...), so that a slow disturbance hits all of them."""
+    from cdmpp.profiler.sentinel import Sentinel
+
+    sentinel = Sentinel()
+    runs = {name: _Loaded(path, request.data) for name, path in request.modules.items()}
+    plan = request.plan
+    repeats = {name: plan.repeats(run.seconds(1)) for name, run in runs.items()}
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    spent = dict.fromkeys(runs, 0.0)
+    open_ = list(runs)
+    while open_:
+        for name in list(open_):
+            sentinel.wait(plan.max_wait_s / plan.max_samples)
+            started = time.perf_counter()
+            samples[name].append(runs[name].seconds(repeats[name]))
+            spent[name] += time.perf_counter() - started
+            sentinel.measured(time.perf_counter() - started)
+        open_ = [name for name in open_ if plan.needs_more(samples[name], spent[name])]
+    outputs = [run.outputs() for run in runs.values()]
+    differences = [_difference(outputs[0], other) for other in outputs[1:]]
+    return NetworkLatency(
+        {name: label(values) for name, values in samples.items()},
+        {name: split_half_difference(values) for name, values in samples.items()},
+        max(differences, default=0.0),
+    )
+
+
+class _Loaded:
+    """A compiled network with its inputs and prepared weights."""
+
+    def __init__(self, path: str, data: str) -> None:
+        import tvm
+        from tvm import relax
+
+        vm = relax.VirtualMachine(tvm.runtime.load_module(path), tvm.cpu())
+        with np.load(data) as stored:
+            number = len(stored.files) - 1
+            tensors = [tvm.runtime.tensor(stored[f"arr_{i}"]) for i in range(number)]
+            inputs = int(stored["inputs"])
+        weights = tensors[inputs:]
+        prepared = list(vm[PREPARE_WEIGHTS](tuple(weights))) if weights else []
+        self._vm, self._main = vm, vm["main"]
+        self._args = [*tensors[:inputs], *prepared]
+        self._main(*self._args)
+
+    def seconds(self, repeats: int) -> float:
+        """Mean time of back-to-back runs."""
+        started = time.perf_counter()
+        for _ in range(repeats):
+            self._main(*self._args)
+        return (time.perf_counter() - started) / repeats
+
+    def outputs(self) -> list[np.ndarray]:
+        """All output tensors."""
+        result = self._main(*self._args)
+        flat = [result] if hasattr(result, "numpy") else list(result)
+        return [item.numpy() for item in flat if hasattr(item, "numpy")]
+
+
+def _difference(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> float:
+    """Largest difference relative to the largest finite value."""
+    worst = 0.0
+    for a, b in zip(first, second, strict=True):
+        if np.asarray(a).dtype.kind != "f":
+            continue
+        x, y = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+        both = np.isfinite(x) & np.isfinite(y)
+        scale = float(np.abs(x[both]).max(initial=0.0))
+        if scale > 0:
+            worst = max(worst, float(np.abs(x[both] - y[both]).max()) / scale)
+        if (np.isfinite(x) != np.isfinite(y)).any():
+            worst = float("inf")
+    return worst

@@ -1,0 +1,343 @@
+"""The tuning of a network's tasks: propose, drop, measure, learn, until an objective is reached."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, wait
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from cdmpp.errors import TunerError
+from cdmpp.profiler.build import BuildJob
+from cdmpp.program.space import unscheduled
+from cdmpp.tuner.objective import Costs, Objective, Point
+from cdmpp.tuner.scheduler import TaskState, next_task
+
+if TYPE_CHECKING:
+    from cdmpp.profiler.engine import Outcome
+    from cdmpp.program.types import Task
+    from cdmpp.tuner.measure import Measurer
+    from cdmpp.tuner.store import TuningStore
+    from cdmpp.tuner.task_tuner import Candidate, TaskTuner
+    from cdmpp.tuner.trimmer import Trimmer
+
+logger = logging.getLogger(__name__)
+
+#: Rounds of different tasks under way at a time: one is searched for while another is measured.
+_DEPTH = 2
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a tuning stands."""
+
+    costs: Costs
+    trials: int
+    latency_s: float | None
+    untuned_s: float | None
+    task: str
+    gain: float | None
+
+
+@dataclass
+class _Round:
+    """Candidates of one task on their way through measuring."""
+
+    index: int
+    candidates: list[Candidate]
+    futures: list[Future[Outcome]]
+    proposed: list[Any] = field(default_factory=list)
+
+
+class TuningSession:
+    """Tunes tasks with one cost model.
+
+    Parameters
+    ----------
+    tuners
+        One a task.
+    weights
+        How often the network runs each.
+    cost_model
+        A MetaSchedule cost model.
+    store
+        Where everything measured goes; what it holds already is not measured again.
+    measurer
+        What measures; running.
+    objective
+        When to stop.
+    trimmer
+        Drops candidates before they are built; None drops none.
+    batch
+        Candidates of a round.
+    first
+        Programs of earlier tunings to measure before any search, by task number, best first.
+    progress
+        Called after every round.
+    clock
+        Gives seconds.
+    """
+
+    def __init__(
+        self,
+        tuners: Sequence[TaskTuner],
+        weights: Sequence[float],
+        cost_model: Any,
+        store: TuningStore,
+        measurer: Measurer,
+        objective: Objective,
+        *,
+        trimmer: Trimmer | None = None,
+        batch: int = 16,
+        first: Mapping[int, Sequence[Candidate]] | None = None,
+        progress: Callable[[Progress], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not tuners:
+            raise TunerError("no task to tune")
+        if batch < 1:
+            raise TunerError(f"a round needs one candidate at least, got {batch}")
+        self._tuners, self._model, self._store = tuners, cost_model, store
+        self._measurer, self._objective, self._trimmer = measurer, objective, trimmer
+        self._batch = batch
+        self._first = {i: list(candidates) for i, candidates in (first or {}).items()}
+        self._progress, self._clock = progress, clock
+        self.states = [TaskState(t.task.name, w) for t, w in zip(tuners, weights, strict=True)]
+        self.curve, self.costs = store.curve()
+        self._known = store.outcomes()
+        self._started: set[int] = set()
+        self._began = self._cpu = 0.0
+        self._before_s = self.costs.wall_s
+
+    @property
+    def latency_s(self) -> float | None:
+        """Sum over the tasks, weighted, of the best so far; None while one of them has none."""
+        parts = [(s.weight, s.latency_s) for s in self.states if not (s.finished and s.latency_s is None)]
+        if not parts or any(latency is None for _, latency in parts):
+            return None
+        return sum(weight * latency for weight, latency in parts if latency is not None)
+
+    @property
+    def untuned_s(self) -> float | None:
+        """Sum over the tasks, weighted, of the unscheduled tasks; None where one does not run."""
+        parts = [(s.weight, s.untuned_s) for s in self.states]
+        if any(latency is None for _, latency in parts):
+            return None
+        return sum(weight * latency for weight, latency in parts if latency is not None)
+
+    def run(self) -> str:
+        """Tune until the objective is reached, or until there is nothing more to try; says which."""
+        self._began = self._clock() - self._before_s
+        self._cpu = time.process_time() - self.costs.search_cpu_s
+        self._recall()
+        self._measure_untuned()
+        under_way: deque[_Round] = deque()
+        reason = None
+        while reason is None:
+            self._tick()
+            reason = self._objective.reached(self.costs, self.curve)
+            if reason is not None:
+                break
+            index = next_task(self.states, [r.index for r in under_way])
+            if index is None and not under_way:
+                reason = "nothing more to try"
+                break
+            if index is not None:
+                begun = self._begin_round(index)
+                if begun is not None:
+                    under_way.append(begun)
+            if under_way and (index is None or len(under_way) >= _DEPTH):
+                self._end_round(under_way.popleft())
+        for begun in under_way:
+            self._end_round(begun)
+        self._tick()
+        return reason
+
+    # -- rounds ----------------------------------------------------------------------------------------------
+
+    def _begin_round(self, index: int) -> _Round | None:
+        """Search, drop, and hand the rest over; None where nothing is left to measure."""
+        state, tuner = self.states[index], self._tuners[index]
+        candidates = self._first.pop(index, None)
+        proposed: list[Any] = []
+        if candidates is None:
+            found = self._search(index)
+            if found is None:
+                state.finished = "its space gives no more valid programs"
+                return None
+            proposed = [c.measure for c in found]
+            candidates = found
+        candidates = [c for c in candidates if c.hash not in self._known]
+        candidates = candidates[: max(0, self._objective.trials - self.costs.trials)]
+        self.costs.trials += len(candidates)
+        kept = self._worth(index, candidates)
+        kept = kept[: self._objective.room(self.costs, len(kept))]
+        if not kept:
+            tuner.tell(proposed, self._no_results(proposed)) if index in self._started else None
+            state.end_round(0)
+            return None
+        self.costs.measurements += len(kept)
+        self._known.update((c.hash, None) for c in kept)
+        return _Round(index, kept, self._measurer.submit([c.job for c in kept]), proposed)
+
+    def _search(self, index: int) -> list[Candidate] | None:
+        tuner = self._tuners[index]
+        if index not in self._started:
+            tuner.start(self._store.database, self._model, self._batch)
+            self._started.add(index)
+        return tuner.propose()
+
+    def _worth(self, index: int, candidates: list[Candidate]) -> list[Candidate]:
+        """Without the candidates that cannot win."""
+        if self._trimmer is None or not candidates:
+            return candidates
+        state = self.states[index]
+        worth = self._trimmer.worth(
+            self._tuners[index].context, [c.measure for c in candidates], state.latency_s
+        )
+        kept = [c for c, good in zip(candidates, worth, strict=True) if good]
+        dropped = len(candidates) - len(kept)
+        state.dropped += dropped
+        self.costs.dropped += dropped
+        self.costs.saved_s += dropped * state.spent_s / max(1, state.measured)
+        return kept
+
+    def _end_round(self, begun: _Round) -> None:
+        """Wait for the outcomes, as long as the budget allows, and learn from them."""
+        from cdmpp.tuner.metaschedule import runner_result
+
+        state, tuner = self.states[begun.index], self._tuners[begun.index]
+        done: list[tuple[Candidate, Outcome]] = []
+        for candidate, outcome in zip(begun.candidates, self._outcomes(begun.futures), strict=True):
+            if outcome is None:
+                self.costs.measurements -= 1
+                continue
+            self._take(state, outcome)
+            if outcome.latency_s is not None:
+                self._store.commit(tuner, candidate, outcome.latency_s)
+            done.append((candidate, outcome))
+        measures = [c.measure for c, _ in done]
+        results = [runner_result(o) for _, o in done]
+        if done:
+            self._model.update(tuner.context, measures, results)
+        if begun.index in self._started:
+            tuner.tell(begun.proposed, self._no_results(begun.proposed))
+        if done or not begun.candidates:
+            state.end_round(sum(o.latency_s is not None for _, o in done))
+        self._note(state)
+
+    def _outcomes(self, futures: Sequence[Future[Outcome]]) -> Iterator[Outcome | None]:
+        """Outcomes as they come in order; None for what the budget leaves no time for."""
+        budget_s = self._objective.budget_s
+        if budget_s is not None:
+            wait(futures, timeout=max(0.0, budget_s - (self._clock() - self._began)))
+            if not all(future.done() for future in futures):
+                self._measurer.abort()
+        for future in futures:
+            try:
+                yield future.result()
+            except CancelledError:
+                yield None
+
+    def _take(self, state: TaskState, outcome: Outcome) -> None:
+        self._store.add(outcome)
+        self._known[outcome.job.program.hash] = outcome.latency_s
+        build_s = float(outcome.meta.get("build_s", 0.0))
+        run_s = float(outcome.meta.get("run_s", 0.0))
+        self.costs.build_s += build_s
+        self.costs.device_s += run_s
+        if outcome.job.program.space_hash is None:
+            state.untuned_s = outcome.latency_s
+            return
+        state.spent_s += build_s + run_s
+        self._count(state, outcome.latency_s)
+        self.costs.failures += outcome.latency_s is None
+
+    @staticmethod
+    def _count(state: TaskState, latency_s: float | None) -> None:
+        state.measured += 1
+        if latency_s is None:
+            state.failed += 1
+        elif state.best_s is None or latency_s < state.best_s:
+            state.best_s = latency_s
+
+    @staticmethod
+    def _no_results(measures: Sequence[Any]) -> list[Any]:
+        """MetaSchedule's search counts results and reads none: its parents are the database's."""
+        from tvm.s_tir.meta_schedule.runner import RunnerResult
+
+        return [RunnerResult(None, "not looked at") for _ in measures]
+
+    # -- before the first round --------------------------------------------------------------------------------
+
+    def _recall(self) -> None:
+        """Take up what earlier runs into this store measured: the state of every task, and what the model learned."""
+        from tvm.s_tir.meta_schedule.runner import RunnerResult
+
+        from cdmpp.tuner.store import replayed
+
+        dataset = self._store.dataset
+        by_task = {tuner.task.hash: i for i, tuner in enumerate(self._tuners)}
+        seen: dict[int, list[tuple[Candidate, float | None]]] = {}
+        for digest, latency_s in self._known.items():
+            program = dataset.programs[digest]
+            index = by_task.get(program.task_hash)
+            if index is None:
+                continue
+            if program.space_hash is None:
+                self.states[index].untuned_s = latency_s
+            else:
+                self._count(self.states[index], latency_s)
+        tuners = {tuner.task.hash: tuner for tuner in self._tuners}
+        for tuner, candidate in replayed(dataset, list(self._known), tuners):
+            seen.setdefault(by_task[tuner.task.hash], []).append((candidate, self._known[candidate.hash]))
+        for index, pairs in seen.items():
+            results = [
+                RunnerResult(None, "failed before") if latency_s is None else RunnerResult([latency_s], None)
+                for _, latency_s in pairs
+            ]
+            self._model.update(self._tuners[index].context, [c.measure for c, _ in pairs], results)
+            state = self.states[index]
+            state.history = [state.best_s or float("inf")] * -(-len(pairs) // self._batch)
+
+    def _measure_untuned(self) -> None:
+        """Measure the unscheduled tasks: what tuning starts from. They are no trials."""
+        jobs = [
+            (state, BuildJob(unscheduled(tuner.task), tuner.task, None))
+            for state, tuner in zip(self.states, self._tuners, strict=True)
+            if unscheduled(tuner.task).hash not in self._known
+        ]
+        futures = self._measurer.submit([job for _, job in jobs])
+        for (state, _), outcome in zip(jobs, self._outcomes(futures), strict=True):
+            if outcome is not None:
+                self._take(state, outcome)
+        if jobs and self.untuned_s is not None and not self.curve.points:
+            self._note(self.states[0], task="")
+
+    def _note(self, state: TaskState, task: str | None = None) -> None:
+        """Add a point to the curve and report."""
+        self._tick()
+        latency_s = self.latency_s
+        name = state.name if task is None else task
+        if latency_s is not None:
+            point = Point(self.costs.wall_s, self.costs.trials, self.costs.measurements, latency_s, name)
+            self.curve.points.append(point)
+            self._store.add_point(point, self.costs)
+        if self._progress is not None:
+            self._progress(
+                Progress(
+                    self.costs, self._objective.trials, latency_s, self.untuned_s, name, self.curve.gain()
+                )
+            )
+
+    def _tick(self) -> None:
+        self.costs.wall_s = self._clock() - self._began
+        self.costs.search_cpu_s = time.process_time() - self._cpu
+
+
+def order_by_work(tasks: Sequence[tuple[Task, float]]) -> list[tuple[Task, float]]:
+    """Tasks with their weights, those first that the network spends most operations and bytes on."""
+    return sorted(tasks, key=lambda pair: -pair[1] * (pair[0].flops + pair[0].bytes))

@@ -1,0 +1,264 @@
+"""What a tuning leaves behind: a MetaSchedule database, and a dataset of everything that was measured.
+
+The folder holds ``database_workload.json`` and ``database_tuning_record.json`` in TVM's own format (every program that
+ran), ``measured/`` (a cdmpp dataset: every measurement with its samples, failures included, so that predictors can learn
+from it), ``tuning.json`` (what was tuned, and how) and ``curve.jsonl``. The dataset is written first; the database is
+made from it anew where the two differ after a crash.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cdmpp.errors import DatasetError, ProgramError, TunerError
+from cdmpp.tuner.objective import Costs, Curve, Point
+
+if TYPE_CHECKING:
+    from cdmpp.dataset import Dataset
+    from cdmpp.device import Device
+    from cdmpp.profiler.engine import Outcome
+    from cdmpp.tuner.task_tuner import Candidate, TaskTuner
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+TUNING_FILE = "tuning.json"
+CURVE_FILE = "curve.jsonl"
+DATASET_FOLDER = "measured"
+WORKLOAD_FILE = "database_workload.json"
+RECORD_FILE = "database_tuning_record.json"
+
+#: What must be as it was when a tuning is resumed.
+_FIXED = ("network", "device", "cost_model", "seed", "tvm")
+
+
+def tvm_version() -> str:
+    """Version of the TVM in use."""
+    return metadata.version("apache-tvm")
+
+
+class TuningStore:
+    """A tuning's folder.
+
+    Parameters
+    ----------
+    folder
+        Where; made if missing.
+    settings
+        JSON values that say what is tuned and how; ``network``, ``device``, ``cost_model`` and ``seed`` must be the same
+        when it is resumed.
+    device
+        The device.
+    resume
+        Go on with what is there.
+
+    Raises
+    ------
+    TunerError
+        There is a tuning and `resume` was not asked for, or it is of something else or by another TVM.
+    DatasetError
+        The dataset cannot be written.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], device: Device, resume: bool) -> None:
+        from cdmpp.dataset import Dataset
+
+        self.folder, self._device = folder, device
+        settings = {**settings, "device": device.name, "tvm": tvm_version(), "format_version": FORMAT_VERSION}
+        known = read_settings(folder) if (folder / TUNING_FILE).exists() else None
+        if known is not None:
+            if not resume:
+                raise TunerError(f"{folder} holds a tuning already: go on with --resume, or choose another")
+            _check_same(folder, known, settings)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as err:
+            raise TunerError(f"cannot make {folder}: {err.strerror}") from err
+        self.settings = settings
+        self._write_settings()
+        self.dataset: Dataset = Dataset.open_or_create(folder / DATASET_FOLDER)
+        self.dataset.update_meta(
+            devices={**self.dataset.meta.get("devices", {}), device.name: device.to_json()},
+            sessions=[
+                *self.dataset.meta.get("sessions", []),
+                {"started_at": time.time(), "device": device.name, "versions": {"apache-tvm": tvm_version()}},
+            ],
+        )
+        self.database: Any = None
+
+    def close(self) -> None:
+        """Make sure of everything, and let others write."""
+        self.dataset.close()
+
+    # -- the database ------------------------------------------------------------------------------------------
+
+    def open_database(self, tuners: Sequence[TaskTuner]) -> None:
+        """Open the MetaSchedule database, made anew from the dataset if they differ."""
+        wanted = {program for program, _ in self._ok_records()}
+        try:
+            self.database = json_database(self.folder)
+            complete = len(self.database) == len(wanted)
+        except TunerError as err:
+            logger.warning("%s; it is made anew from %s", err, self.folder / DATASET_FOLDER)
+            complete = False
+        if complete:
+            return
+        for name in (WORKLOAD_FILE, RECORD_FILE):
+            (self.folder / name).unlink(missing_ok=True)
+        self.database = json_database(self.folder)
+        by_task = {tuner.task.hash: tuner for tuner in tuners}
+        latencies = dict(self._ok_records())
+        for tuner, candidate in replayed(self.dataset, sorted(latencies), by_task):
+            self.commit(tuner, candidate, latencies[candidate.hash])
+
+    def _ok_records(self) -> Iterator[tuple[str, float]]:
+        """Scheduled programs of this dataset that ran, with their labels."""
+        frame = self.dataset.records
+        frame = frame[(frame["device"] == self._device.name) & (frame["status"] == "ok")]
+        for row in frame.itertuples():
+            if self.dataset.programs[str(row.program)].space_hash is not None:
+                yield str(row.program), float(row.latency_s)
+
+    def outcomes(self) -> dict[str, float | None]:
+        """Label of every program measured so far, in the order of measuring; None where it failed."""
+        frame = self.dataset.records
+        frame = frame[frame["device"] == self._device.name]
+        return {
+            str(row.program): float(row.latency_s) if row.status == "ok" else None
+            for row in frame.itertuples()
+        }
+
+    def add(self, outcome: Outcome) -> None:
+        """Put an outcome into the dataset."""
+        from cdmpp.dataset import Record
+
+        job = outcome.job
+        self.dataset.add_task(job.task)
+        if job.space is not None:
+            self.dataset.add_space(job.space)
+        self.dataset.add_program(job.program)
+        self.dataset.add_record(
+            Record(
+                program=job.program.hash,
+                device=self._device.name,
+                status=outcome.status,
+                latency_s=outcome.latency_s,
+                samples_s=outcome.samples_s,
+                noise=outcome.noise,
+                error=outcome.error,
+                measured_at=time.time(),
+                meta={"threads": int(self._device.share), "cache": "warm", **outcome.meta},
+            )
+        )
+
+    def commit(self, tuner: TaskTuner, candidate: Candidate, latency_s: float) -> None:
+        """Put a program that ran into the MetaSchedule database."""
+        from tvm.s_tir import meta_schedule as ms
+
+        workload = self.database.commit_workload(tuner.mod)
+        measure = candidate.measure
+        record = ms.database.TuningRecord(
+            measure.sch.trace, workload, [latency_s], tuner.context.target, measure.args_info
+        )
+        self.database.commit_tuning_record(record)
+
+    # -- the curve ---------------------------------------------------------------------------------------------
+
+    def add_point(self, point: Point, costs: Costs) -> None:
+        """Append to the curve, with what everything has cost so far."""
+        line = json.dumps({"point": asdict(point), "costs": asdict(costs)})
+        with (self.folder / CURVE_FILE).open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def curve(self) -> tuple[Curve, Costs]:
+        """The curve so far and what it cost; a line that a crash cut off is left out."""
+        path = self.folder / CURVE_FILE
+        curve, costs = Curve(), Costs()
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            try:
+                entry = json.loads(line)
+                point, costs = Point(**entry["point"]), Costs(**entry["costs"])
+            except (ValueError, TypeError, KeyError):
+                logger.warning("%s: a damaged line was skipped", path)
+                continue
+            curve.points.append(point)
+        return curve, costs
+
+    def _write_settings(self) -> None:
+        path = self.folder / TUNING_FILE
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self.settings, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(path)
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """``tuning.json``; TunerError if it is damaged or of another version."""
+    path = folder / TUNING_FILE
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        version = settings["format_version"]
+    except (OSError, ValueError, KeyError, TypeError) as err:
+        raise TunerError(f"{path} is damaged: {err}") from err
+    if version != FORMAT_VERSION:
+        raise TunerError(f"{path}: tuning format {version}, this cdmpp reads {FORMAT_VERSION}")
+    return dict(settings)
+
+
+def json_database(folder: Path) -> Any:
+    """MetaSchedule's JSON database of a folder; made if missing.
+
+    Raises
+    ------
+    TunerError
+        The files are damaged or were written by a TVM whose format this one does not read.
+    """
+    from cdmpp.program.tvm_env import import_tvm, quiet
+
+    import_tvm()
+    from tvm.s_tir import meta_schedule as ms
+
+    try:
+        with quiet():
+            return ms.database.JSONDatabase(work_dir=str(folder))
+    except Exception as err:  # TVM raises its own error types
+        reason = (str(err).strip().splitlines() or ["no reason given"])[-1]
+        raise TunerError(
+            f"{folder} holds no database that TVM {tvm_version()} reads (written by another TVM, or damaged): "
+            f"{reason[:200]}"
+        ) from err
+
+
+def replayed(
+    dataset: Any, programs: Sequence[str], tuners: Mapping[str, TaskTuner]
+) -> Iterator[tuple[TaskTuner, Candidate]]:
+    """Programs of a dataset as candidates, of the tasks that there are; those that do not replay are counted and left."""
+    lost = 0
+    for digest in programs:
+        program = dataset.programs[digest]
+        tuner = tuners.get(program.task_hash)
+        if tuner is None or program.space_hash is None:
+            continue
+        try:
+            yield tuner, tuner.replay(program, dataset.spaces[program.space_hash])
+        except ProgramError as err:
+            logger.debug("%s", err)
+            lost += 1
+    if lost:
+        logger.warning("%d programs of earlier records do not replay with TVM %s", lost, tvm_version())
+
+
+def _check_same(folder: Path, known: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    for name in _FIXED:
+        if known.get(name) != settings.get(name):
+            raise TunerError(
+                f"{folder} was tuned with {name} {known.get(name)}, not {settings.get(name)}: choose another folder"
+            )
+    if not (folder / DATASET_FOLDER).is_dir():
+        raise DatasetError(f"{folder / DATASET_FOLDER} is missing: what was measured cannot be read")

@@ -1,0 +1,177 @@
+"""One task under MetaSchedule's evolutionary search: proposes candidates, replays earlier programs."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cdmpp.errors import ProgramError, TunerError
+from cdmpp.profiler.build import BuildJob
+from cdmpp.program.space import program_of_schedule
+from cdmpp.program.tvm_env import import_tvm, quiet, structural_hash
+from cdmpp.program.types import Program, Space, Task
+
+if TYPE_CHECKING:
+    from cdmpp.device import Device
+
+logger = logging.getLogger(__name__)
+
+#: MetaSchedule's search has a limit of its own, which is not used.
+_NO_LIMIT = 1 << 30
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """MetaSchedule's evolutionary search; each round it asks for about ``population * (generations + 1)`` predictions.
+
+    Attributes
+    ----------
+    population
+        Programs of a generation (TVM's default is 512).
+    generations
+        Times that the population is mutated (4).
+    measured_share
+        Part of the first generation that comes from the best programs measured (0.2).
+    random_share
+        Part of the proposed candidates that is drawn at random (0.05).
+    """
+
+    population: int = 256
+    generations: int = 3
+    measured_share: float = 0.2
+    random_share: float = 0.05
+
+    def __post_init__(self) -> None:
+        if self.population < 2 or self.generations < 1:
+            raise TunerError(
+                f"the search needs a population of 2 and a generation at least, got {self.population} "
+                f"and {self.generations}"
+            )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A program that is proposed.
+
+    Attributes
+    ----------
+    measure
+        MetaSchedule's MeasureCandidate.
+    job
+        The same for the profiler.
+    """
+
+    measure: Any
+    job: BuildJob
+
+    @property
+    def hash(self) -> str:
+        """Of the program."""
+        return self.job.program.hash
+
+
+class TaskTuner:
+    """Search for programs of one task.
+
+    Parameters
+    ----------
+    task
+        The task.
+    device
+        What is tuned for: its TVM target and its number of cores make the design space.
+    search
+        The search.
+    seed
+        Of the search.
+
+    Raises
+    ------
+    ProgramError
+        TVM finds no design space.
+    """
+
+    def __init__(self, task: Task, device: Device, search: SearchConfig, seed: int) -> None:
+        tvm = import_tvm()
+        from tvm.s_tir import meta_schedule as ms
+
+        self.task = task
+        self.mod = tvm.IRModule({"main": task.prim_func()})
+        self._rule, self._cores = "llvm", int(device.share)
+        self.context = ms.TuneContext(
+            mod=self.mod,
+            target=tvm.target.Target(dict(device.target)),
+            # Asked for by name: what TVM chooses for a CPU with AVX-512 needs its slow import of tensor intrinsics.
+            space_generator=ms.space_generator.PostOrderApply(
+                sch_rules=self._rule, postprocs=self._rule, mutator_probs=self._rule
+            ),
+            search_strategy=ms.search_strategy.EvolutionarySearch(
+                population_size=search.population,
+                genetic_num_iters=search.generations,
+                init_measured_ratio=search.measured_share,
+                init_min_unmeasured=1,
+                eps_greedy=search.random_share,
+            ),
+            task_name=task.name,
+            rand_state=seed,
+            num_threads=1,
+            logger=logging.getLogger(f"{__name__}.metaschedule"),
+        )
+        try:
+            with quiet():
+                self._spaces = self.context.generate_design_space()
+        except Exception as err:  # TVM raises its own InternalError types, by message only
+            raise ProgramError(f"TVM found no design space for task {task.name}: {err}") from err
+        self._postprocs = list(self.context.space_generator.postprocs)
+
+    def start(self, database: Any, cost_model: Any, batch: int) -> None:
+        """Begin the search, with the best programs of a MetaSchedule database as parents."""
+        self.context.pre_tuning(_NO_LIMIT, batch, self._spaces, database, cost_model)
+
+    def propose(self) -> list[Candidate] | None:
+        """The next candidates, none of them proposed before; None where the space gives none."""
+        found = self.context.generate_measure_candidates()
+        if found is None:
+            return None
+        return [self._candidate(measure, "search") for measure in found]
+
+    def tell(self, measures: Sequence[Any], results: Sequence[Any]) -> None:
+        """End the round: as many MetaSchedule results as candidates were proposed."""
+        self.context.notify_runner_results(list(measures), list(results))
+
+    def replay(self, program: Program, space: Space) -> Candidate:
+        """An earlier program of the task as a candidate.
+
+        Raises
+        ------
+        ProgramError
+            It does not replay, or gives another program than its hash says: it was made by another TVM.
+        """
+        from tvm.s_tir.schedule import Schedule, Trace
+
+        try:
+            schedule = Schedule(self.mod)
+            Trace.apply_json_to_schedule(
+                [json.loads(space.insts_json), json.loads(program.decisions)], schedule
+            )
+            schedule.enter_postproc()
+            accepted = all(postproc.apply(schedule) for postproc in self._postprocs)
+        except Exception as err:  # TVM raises its own error types
+            raise ProgramError(f"program {program.hash} does not replay: {err}") from err
+        digest = structural_hash(schedule.mod["main"])
+        if not accepted or digest != program.hash:
+            raise ProgramError(f"program {program.hash} replays as {digest}: made by another TVM?")
+        return self.candidate_of(schedule, program.origin)
+
+    def candidate_of(self, schedule: Any, origin: str = "search") -> Candidate:
+        """A postprocessed schedule of the task as a candidate."""
+        from tvm.s_tir import meta_schedule as ms
+
+        args = ms.arg_info.ArgInfo.from_entry_func(schedule.mod, remove_preproc=True)
+        return self._candidate(ms.MeasureCandidate(schedule, args), origin)
+
+    def _candidate(self, measure: Any, origin: str) -> Candidate:
+        program, space = program_of_schedule(measure.sch, self.task, self._rule, self._cores, origin)
+        return Candidate(measure, BuildJob(program, self.task, space))

@@ -1,0 +1,202 @@
+"""Records of earlier tunings and collections as the start of a new one.
+
+Of the same device they teach the cost model, whatever tasks they are of (only cdmpp's learns from tasks that are not
+tuned). Of the same tasks, whatever the device, the best of them are measured first: their labels are not trusted to hold
+here and now, their schedules are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cdmpp.errors import ProgramError, TunerError
+from cdmpp.tuner.store import DATASET_FOLDER, RECORD_FILE, json_database, replayed, tvm_version
+
+if TYPE_CHECKING:
+    from cdmpp.dataset import DatasetView
+    from cdmpp.device import Device
+    from cdmpp.tuner.task_tuner import Candidate, TaskTuner
+
+logger = logging.getLogger(__name__)
+
+#: Records of tasks that are not tuned, at most: the latest.
+_OTHER_TASKS = 512
+
+
+@dataclass
+class WarmStart:
+    """What earlier records give.
+
+    Attributes
+    ----------
+    first
+        Task number -> candidates to measure before any search, best first.
+    learned
+        Records the cost model learned from.
+    """
+
+    first: dict[int, list[Candidate]] = field(default_factory=dict)
+    learned: int = 0
+
+
+@dataclass(frozen=True)
+class _Earlier:
+    """A program of a task that is tuned, measured earlier."""
+
+    candidate: Candidate
+    latency_s: float | None
+    here: bool
+
+
+def warm_start(
+    paths: Sequence[str | Path],
+    tuners: Sequence[TaskTuner],
+    device: Device,
+    cost_model: Any,
+    per_task: int = 4,
+) -> WarmStart:
+    """Teach a cost model from earlier records, and choose what to measure first.
+
+    Parameters
+    ----------
+    paths
+        Dataset folders (or folders of them), tuning folders, or folders of a MetaSchedule JSON database.
+    tuners
+        The tasks to be tuned.
+    device
+        The device that is tuned for.
+    cost_model
+        A MetaSchedule cost model.
+    per_task
+        Programs of a task to measure first, at most.
+
+    Raises
+    ------
+    TunerError
+        A database that this TVM does not read.
+    DatasetError
+        A path is neither.
+    """
+    earlier: dict[int, dict[str, _Earlier]] = {}
+    started = WarmStart()
+    for path in map(Path, paths):
+        if (path / RECORD_FILE).exists() and not (path / DATASET_FOLDER).is_dir():
+            found = _of_database(path, tuners, device)
+        else:
+            folder = path / DATASET_FOLDER if (path / DATASET_FOLDER).is_dir() else path
+            from cdmpp.dataset import load_datasets
+
+            view = load_datasets([folder])
+            found = _of_dataset(view, tuners, device)
+            started.learned += _learn_other_tasks(view, tuners, device, cost_model)
+        for index, entry in found:
+            earlier.setdefault(index, {})[entry.candidate.hash] = entry
+    for index, entries in earlier.items():
+        started.learned += _learn(tuners[index], list(entries.values()), cost_model)
+        ran = [e for e in entries.values() if e.latency_s is not None]
+        # what was measured here first, then by latency: other devices' order is only a hint
+        ran.sort(key=lambda e: (not e.here, e.latency_s))
+        started.first[index] = [e.candidate for e in ran[:per_task]]
+    started.first = {index: candidates for index, candidates in started.first.items() if candidates}
+    return started
+
+
+def _learn(tuner: TaskTuner, entries: Sequence[_Earlier], cost_model: Any) -> int:
+    from tvm.s_tir.meta_schedule.runner import RunnerResult
+
+    here = [e for e in entries if e.here]
+    if here:
+        results = [
+            RunnerResult(None, "failed earlier") if e.latency_s is None else RunnerResult([e.latency_s], None)
+            for e in here
+        ]
+        cost_model.update(tuner.context, [e.candidate.measure for e in here], results)
+    return len(here)
+
+
+def _of_dataset(
+    view: DatasetView, tuners: Sequence[TaskTuner], device: Device
+) -> Iterator[tuple[int, _Earlier]]:
+    number = {tuner.task.hash: i for i, tuner in enumerate(tuners)}
+    frame = view.records
+    frame = frame[frame["task"].isin(list(number))]
+    # records of this device count, where there are others of the same program too
+    frame = frame.assign(here=frame["device"] == device.name).sort_values("here", kind="stable")
+    rows = {str(row.program): row for row in frame.itertuples()}
+    for tuner, candidate in replayed(view, list(rows), {t.task.hash: t for t in tuners}):
+        row = rows[candidate.hash]
+        latency_s = float(row.latency_s) if row.status == "ok" else None
+        yield number[tuner.task.hash], _Earlier(candidate, latency_s, bool(row.here))
+
+
+def _learn_other_tasks(
+    view: DatasetView, tuners: Sequence[TaskTuner], device: Device, cost_model: Any
+) -> int:
+    """Let a cost model that can learn from tasks that are not tuned; gives how many records it took."""
+    from cdmpp.program.space import Rebuilder
+
+    if not hasattr(cost_model, "learn"):
+        return 0
+    frame = view.records
+    tuned = {tuner.task.hash for tuner in tuners}
+    frame = frame[(frame["device"] == device.name) & (frame["status"] == "ok") & ~frame["task"].isin(tuned)]
+    rebuild, taken = Rebuilder(), 0
+    for task_hash, rows in frame.tail(_OTHER_TASKS).groupby("task", sort=False):
+        funcs, hashes, latencies = [], [], []
+        for row in rows.itertuples():
+            program = view.programs[str(row.program)]
+            space = None if program.space_hash is None else view.spaces[program.space_hash]
+            try:
+                funcs.append(rebuild(program, view.tasks[str(task_hash)], space))
+            except ProgramError as err:
+                logger.debug("%s", err)
+                continue
+            hashes.append(program.hash)
+            latencies.append(float(row.latency_s))
+        cost_model.learn(str(task_hash), hashes, funcs, latencies)
+        taken += len(hashes)
+    return taken
+
+
+def _of_database(path: Path, tuners: Sequence[TaskTuner], device: Device) -> Iterator[tuple[int, _Earlier]]:
+    import numpy as np
+
+    from cdmpp.program.tvm_env import structural_hash
+
+    number = {tuner.task.hash: i for i, tuner in enumerate(tuners)}
+    lost = 0
+    for record in json_database(path).get_all_tuning_records():
+        index = number.get(structural_hash(record.workload.mod["main"]))
+        if index is None:
+            continue
+        try:
+            candidate = tuners[index].candidate_of(record.as_measure_candidate().sch, "earlier")
+        except Exception as err:  # TVM raises its own error types
+            logger.debug("a record does not replay: %s", err)
+            lost += 1
+            continue
+        seconds = [float(s) for s in record.run_secs or ()]
+        # TVM writes failures as 1e10 seconds
+        latency_s = float(np.median(seconds)) if seconds and max(seconds) < 1e9 else None
+        yield index, _Earlier(candidate, latency_s, _same_target(record.target, device.target))
+    if lost:
+        logger.warning("%s: %d records do not replay with TVM %s", path, lost, tvm_version())
+
+
+def _same_target(target: Any, wanted: Mapping[str, Any]) -> bool:
+    """Whether a record was measured on code for the same instruction set and number of cores."""
+    if target is None or str(target.kind.name) != wanted.get("kind"):
+        return False
+    attributes = dict(target.attrs)
+    return all(str(attributes.get(name, "")) == str(wanted.get(name, "")) for name in ("mcpu", "num-cores"))
+
+
+def check_paths(paths: Sequence[str | Path]) -> None:
+    """TunerError unless all paths are folders."""
+    for path in map(Path, paths):
+        if not path.is_dir():
+            raise TunerError(f"{path} is no folder of earlier records")
