@@ -76,8 +76,10 @@ def run_validity(args: argparse.Namespace, console: Console, errors: Console) ->
     console.print(table)
     kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(summary["programs_by_kind"].items()))
     console.print(f"programs: {kinds}")
+    rules = summary["rules"]
     console.print(
-        f"{summary['compiled']} compilations; of {summary['rule_checked']} that a rule had decided, the compiler "
-        f"disagreed with {summary['rule_contradicted']}"
+        f"{summary['compiled']} compilations; the compiler accepts {rules['of_them_valid']} of "
+        f"{rules['excluded_and_compiled']} that a rule excludes and refuses {rules['of_them_invalid']} of "
+        f"{rules['not_excluded_and_compiled']} others"
     )
     return summary

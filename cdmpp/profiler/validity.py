@@ -5,13 +5,14 @@ switched off, lowered to CUDA C++ and judged:
 
 1. TVM does not lower it: invalid on all architectures (``lowering``).
 2. Threads, block, grid or declared shared memory exceed what every architecture allows: invalid on all
-   (``threads``, ``block``, ``grid``, ``shared``), without compiling. A part is compiled all the same, to check the rule.
+   (``threads``, ``block``, ``grid``, ``shared``), without compiling; asynchronous copies need sm_80 (``async``). A part is
+   compiled all the same, to check the rules.
 3. Everything else is compiled to a cubin for one architecture drawn at random, a part for all of them. The compiler
    refuses (``compile``, or ``shared``: alignment counts), takes too long (``timeout``), the registers of a block exceed the
    limit (``registers``), or the program is valid.
-
-Programs of very long source take most of the compiler's time; of those that no rule decides only a part is kept, and
-their rows weigh accordingly more (``weight``).
+4. Of programs with long source, which take most of the compiler's time, only a part is compiled; the others are taken to be
+   valid everywhere (TVM states the block's size, so ptxas keeps the registers within the limit, by spilling). How often
+   the compiler contradicts that on the compiled part is in the summary.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +31,14 @@ if TYPE_CHECKING:
 
     from cdmpp.profiler.build import BuildJob
     from cdmpp.profiler.cuda_compile import CudaCompiler, KernelResources
-    from cdmpp.profiler.cuda_limits import KernelShape
     from cdmpp.profiler.cuda_lowering import CudaLowering
     from cdmpp.profiler.cuda_program import CudaProgram
 
 #: Architectures of the shipped data: Volta, Turing, Ampere (server, desktop), Hopper.
 ARCHS: tuple[str, ...] = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
+
+#: Bytes of shared memory that the alignment of a kernel's arrays may add to their sum.
+_ALIGNMENT_SLACK = 1024
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class ValidityConfig:
     audit
         Part of the programs decided by a rule that is compiled all the same.
     long_source_bytes, long_part
-        Of undecided programs with longer source only this part is kept.
+        Of programs with longer source that no rule excludes only this part is compiled.
     timeout_s
         CPU seconds of one program's compilation; more is ``timeout``.
     per_round
@@ -64,10 +67,10 @@ class ValidityConfig:
     programs: int = 10_000
     everywhere: float = 0.05
     audit: float = 0.03
-    long_source_bytes: int = 60_000
-    long_part: float = 0.1
+    long_source_bytes: int = 16_000
+    long_part: float = 0.05
     timeout_s: float = 30.0
-    per_round: int = 4
+    per_round: int = 10
     seed: int = 0
 
 
@@ -80,8 +83,10 @@ class Verdict:
     valid
         Whether it compiles and a block of it can be launched.
     kind, error
-        Why not: ``lowering``, ``threads``, ``block``, ``grid``, ``shared``, ``registers``, ``compile``, ``timeout``;
-        and in words.
+        Why not: ``lowering``, ``threads``, ``block``, ``grid``, ``shared``, ``async``, ``registers``, ``compile``,
+        ``timeout``; and in words.
+    rule
+        The kind by the rules alone; "" if none excludes it.
     compiled
         Whether the compiler was asked (the resources below are then known, unless it refused).
     threads, blocks, shared_declared_bytes
@@ -90,8 +95,6 @@ class Verdict:
         Largest of its kernels, as ptxas reports them; -1 where unknown.
     fits_opt_in
         Whether the declared shared memory would fit if it were dynamic and the kernel opted in to all there is.
-    weight
-        Programs like it that it stands for.
     """
 
     program: str
@@ -99,6 +102,7 @@ class Verdict:
     valid: bool
     kind: str = ""
     error: str = ""
+    rule: str = ""
     compiled: bool = False
     threads: int = -1
     blocks: int = -1
@@ -111,7 +115,6 @@ class Verdict:
     stack_bytes: int = -1
     fits_opt_in: bool = False
     source_bytes: int = -1
-    weight: float = 1.0
 
 
 def draw_archs(program: str, config: ValidityConfig) -> tuple[str, ...]:
@@ -128,70 +131,75 @@ def judge(
     compilers: Callable[[str], CudaCompiler],
     starting: Callable[[Verdict], None] | None = None,
 ) -> list[Verdict]:
-    """Verdicts of a lowered program; none if it is not kept (a long source that was not drawn).
+    """Verdicts of a lowered program.
 
     `starting` is called before each compilation with the verdict that holds if it never ends.
     """
-    from cdmpp.profiler.cuda_limits import shape_fault
+    from cdmpp.profiler.cuda_limits import arch_limits
 
-    archs = draw_archs(program, config)
-    rng = random.Random(f"{config.seed}:{program}:audit")
-    fault = shape_fault(cuda.shapes, config.archs[0])
+    drawn = draw_archs(program, config)
+    rng = random.Random(f"{config.seed}:{program}:compile")
+    audited, long_drawn = rng.random() < config.audit, rng.random() < config.long_part
     known = _shape_columns(cuda)
-    rows: dict[str, Verdict] = {}
-    weight = 1.0
-    if fault is not None:
-        for arch in config.archs:
-            fits = _fits_opt_in(cuda.shapes, arch)
-            rows[arch] = Verdict(program, arch, False, *fault, **known, fits_opt_in=fits)
-        if rng.random() >= config.audit:
-            return list(rows.values())
-    elif len(cuda.source) > config.long_source_bytes:
-        if rng.random() >= config.long_part:
-            return []
-        weight = 1 / config.long_part
-    for arch in archs:
-        if starting is not None:
+    near = arch_limits(config.archs[0]).shared_static_bytes - _ALIGNMENT_SLACK
+    short = known["source_bytes"] <= config.long_source_bytes or known["shared_declared_bytes"] > near
+    verdicts = []
+    for arch in config.archs:
+        fault = rule_fault(cuda, arch)
+        wanted = audited if fault else short or long_drawn
+        verdict = Verdict(
+            program,
+            arch,
+            fault is None,
+            *(fault or ("", "")),
+            rule=fault[0] if fault else "",
+            fits_opt_in=known["shared_declared_bytes"] <= arch_limits(arch).shared_optin_bytes,
+            **known,
+        )
+        if wanted and arch in drawn:
             late = f"compiling took over {config.timeout_s:g} s"
-            fits = _fits_opt_in(cuda.shapes, arch)
-            starting(
-                Verdict(program, arch, False, "timeout", late, True, **known, fits_opt_in=fits, weight=weight)
-            )
-        verdict = _compile(program, cuda, arch, known, weight, compilers(arch))
-        if fault is not None and not verdict.valid:
-            # The rule's kind stays: a compiler has its own words for it.
-            verdict = Verdict(**{**asdict(verdict), "kind": fault[0]})
-        rows[arch] = verdict
-    return list(rows.values())
+            if starting is not None:
+                starting(replace(verdict, valid=False, kind="timeout", error=late, compiled=True))
+            verdicts.append(_compile(cuda, verdict, compilers(arch)))
+        elif not wanted or fault:
+            # Nothing is said of an architecture that no rule excludes and the compiler was not asked about, unless
+            # it was not asked about any.
+            verdicts.append(verdict)
+    return verdicts
 
 
-def _compile(
-    program: str,
-    cuda: CudaProgram,
-    arch: str,
-    known: dict[str, int],
-    weight: float,
-    compiler: CudaCompiler,
-) -> Verdict:
+def rule_fault(cuda: CudaProgram, arch: str) -> tuple[str, str] | None:
+    """Why a lowered program cannot run on an architecture, as far as that shows before it is compiled.
+
+    Returns
+    -------
+    Kind (``threads``, ``block``, ``grid``, ``shared``, ``async``) and a sentence; None if no rule excludes it.
+    """
+    from cdmpp.profiler.cuda_limits import arch_limits, shape_fault
+
+    fault = shape_fault(cuda.shapes, arch)
+    if fault is None and "cp.async" in cuda.source and not arch_limits(arch).async_copies:
+        return "async", f"it copies asynchronously, which {arch} cannot"
+    return fault
+
+
+def _compile(cuda: CudaProgram, verdict: Verdict, compiler: CudaCompiler) -> Verdict:
+    """The verdict of the rules as the compiler sees it; a rule's kind stays where both refuse."""
     from cdmpp.profiler.cuda_compile import CompileError
     from cdmpp.profiler.cuda_limits import resource_fault
 
-    common: dict[str, Any] = {
-        **known,
-        "compiled": True,
-        "weight": weight,
-        "fits_opt_in": _fits_opt_in(cuda.shapes, arch),
-    }
+    def refused(kind: str, err: Exception) -> Verdict:
+        return replace(verdict, valid=False, kind=verdict.rule or kind, error=str(err), compiled=True)
+
     try:
-        compiled = compiler.compile(cuda.source, arch)
+        compiled = compiler.compile(cuda.source, verdict.arch)
     except CompileError as err:
-        kind = "shared" if "too much shared" in str(err) else "compile"
-        return Verdict(program, arch, False, kind, str(err), **common)
+        return refused("shared" if "too much shared" in str(err) else "compile", err)
     except TimeoutError as err:
-        return Verdict(program, arch, False, "timeout", str(err), **common)
+        return refused("timeout", err)
     taken = [compiled.resources[launch.kernel] for launch in cuda.launches]
-    fault = resource_fault(cuda.shapes, taken, arch)
-    return Verdict(program, arch, fault is None, *(fault or ("", "")), **common, **_resource_columns(taken))
+    kind, error = resource_fault(cuda.shapes, taken, verdict.arch) or ("", "")
+    return replace(verdict, valid=not kind, kind=kind, error=error, compiled=True, **_resource_columns(taken))
 
 
 def _shape_columns(cuda: CudaProgram) -> dict[str, int]:
@@ -208,12 +216,6 @@ def _resource_columns(taken: Sequence[KernelResources]) -> dict[str, int]:
     return {name: max(getattr(t, name) for t in taken) for name in taken[0].to_json()}
 
 
-def _fits_opt_in(shapes: Sequence[KernelShape], arch: str) -> bool:
-    from cdmpp.profiler.cuda_limits import arch_limits
-
-    return max(s.shared_bytes for s in shapes) <= arch_limits(arch).shared_optin_bytes
-
-
 def judge_job(
     job: BuildJob,
     func: Any,
@@ -227,7 +229,7 @@ def judge_job(
         cuda = lowering(func)
     except ProgramError as err:
         digest = job.program.hash
-        return [Verdict(digest, arch, False, "lowering", str(err)) for arch in config.archs]
+        return [Verdict(digest, a, False, "lowering", str(err), "lowering") for a in config.archs]
     return judge(job.program.hash, cuda, config, compilers, starting)
 
 
@@ -256,25 +258,34 @@ def load_verdicts(path: str | Path) -> pd.DataFrame:
 
 
 def summarise(frame: pd.DataFrame) -> dict[str, Any]:
-    """Counts: programs, verdicts, valid and invalid by kind, by architecture, and how the rules fared."""
-    checked = frame[frame["compiled"] & (frame["shared_declared_bytes"] > 49152)]
+    """Counts: programs by kind (on the last architecture asked about), verdicts by architecture, and how often the compiler contradicted a rule."""
+    compiled = frame[frame["compiled"]]
+    excluded = compiled["rule"] != ""
     by_arch = {
-        str(arch): {"valid": int(part["valid"].sum()), "invalid": int((~part["valid"]).sum())}
-        for arch, part in frame.groupby("arch")
+        str(arch): {
+            "valid": int(part["valid"].sum()),
+            "invalid": int((~part["valid"]).sum()),
+            "compiled": int(part["compiled"].sum()),
+        }
+        for arch, part in frame.groupby("arch", observed=True)
     }
-    first = frame.drop_duplicates("program")
-    kinds = Counter("valid" if v else str(k) for v, k in zip(first["valid"], first["kind"], strict=True))
-    per_program = frame[frame["compiled"]].groupby("program")["valid"].agg(["min", "max", "size"])
+    newest = frame.drop_duplicates("program", keep="last")
+    kinds = Counter("valid" if v else str(k) for v, k in zip(newest["valid"], newest["kind"], strict=True))
+    per_program = compiled.groupby("program")["valid"].agg(["min", "max", "size"])
     several = per_program[per_program["size"] > 1]
     return {
         "programs": int(frame["program"].nunique()),
-        "tasks": int(frame["task"].nunique()) if "task" in frame else 0,
+        "tasks": int(frame["task"].nunique()),
         "verdicts": len(frame),
         "programs_by_kind": dict(kinds),
         "verdicts_by_arch": by_arch,
-        "compiled": int(frame["compiled"].sum()),
-        "rule_checked": len(checked),
-        "rule_contradicted": int(checked["valid"].sum()),
+        "compiled": len(compiled),
+        "rules": {
+            "excluded_and_compiled": int(excluded.sum()),
+            "of_them_valid": int(compiled.loc[excluded, "valid"].sum()),
+            "not_excluded_and_compiled": int((~excluded).sum()),
+            "of_them_invalid": int((~compiled.loc[~excluded, "valid"]).sum()),
+        },
         "programs_compiled_everywhere": len(several),
         "of_them_not_equal_everywhere": int((several["min"] != several["max"]).sum()),
     }

@@ -12,7 +12,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -146,8 +146,8 @@ class _Judges:
         pending = self._pending.pop(job.program.hash, None)
         if pending is None:  # it was lowering that did not end
             arch = self._config.archs[0]
-            return [Verdict(job.program.hash, arch, False, "lowering", error)]
-        return [Verdict(**{**asdict(pending), "kind": kind, "error": error})]
+            return [Verdict(job.program.hash, arch, False, "lowering", error, "lowering")]
+        return [replace(pending, kind=kind, error=error)]
 
     def close(self) -> None:
         """End the processes."""
@@ -206,34 +206,27 @@ def collect_validity(
         kinds = Counter(_kind(rows) for rows in known.values())
         try:
             for job, verdicts in judges.run(_jobs(tasks, config, known, drawn)):
-                if verdicts:
-                    programs.add_task(job.task)
-                    assert job.space is not None
-                    programs.add_space(job.space)
-                    programs.add_program(job.program)
+                programs.add_task(job.task)
+                assert job.space is not None
+                programs.add_space(job.space)
+                programs.add_program(job.program)
                 known[job.program.hash] = verdicts
                 line = {"program": job.program.hash, "task": job.task.hash}
                 journal.append({**line, "verdicts": [asdict(v) for v in verdicts]})
                 kinds[_kind(verdicts)] += 1
                 if progress is not None:
-                    progress(ValidityProgress(_kept(known), config.programs, dict(kinds)))
+                    progress(ValidityProgress(len(known), config.programs, dict(kinds)))
         finally:
             judges.close()
             journal.close()
-        if not any(known.values()):
+        if not known:
             raise ProfilerError("not one program was judged")
         programs.finalize()
         return _finish(out, programs, config, compilers, sorted(networks), say)
 
 
-def _kept(known: dict[str, list[Verdict]]) -> int:
-    return sum(1 for verdicts in known.values() if verdicts)
-
-
 def _kind(verdicts: list[Verdict]) -> str:
-    if not verdicts:
-        return "not kept"
-    return "valid" if verdicts[0].valid else verdicts[0].kind
+    return "valid" if verdicts[-1].valid else verdicts[-1].kind
 
 
 def _tasks(networks: Sequence[str], tasks_of: str | Path | None, say: Callable[[str], None]) -> list[Task]:
@@ -251,7 +244,7 @@ def _tasks(networks: Sequence[str], tasks_of: str | Path | None, say: Callable[[
 
 
 def _known(out: Path) -> tuple[dict[str, list[Verdict]], Counter[str]]:
-    """What was judged before: program -> verdicts (none if it was not kept), and programs by task."""
+    """What was judged before: program -> verdicts, and programs by task."""
     known: dict[str, list[Verdict]] = {}
     task_of: dict[str, str] = {}
     if (out / TABLE_FILE).exists():
@@ -274,10 +267,10 @@ def _jobs(
     random.Random(config.seed).shuffle(order)
     seen = set(known)
     number = 0
-    while order and _kept(known) < config.programs:
+    while order and len(known) < config.programs:
         number += 1
         for task in list(order):
-            if _kept(known) >= config.programs:
+            if len(known) >= config.programs:
                 return
             have = drawn[task.hash]
             need = config.per_round * number - have
@@ -313,10 +306,10 @@ def _finish(
 
     from cdmpp.program.ast_store import load_asts, save_asts
 
-    kept = {digest: rows for digest, rows in _known(out)[0].items() if rows and digest in programs.programs}
+    kept = {digest: rows for digest, rows in _known(out)[0].items() if digest in programs.programs}
     frame = pd.DataFrame([asdict(v) for rows in kept.values() for v in rows])
     frame["task"] = [programs.programs[p].task_hash for p in frame["program"]]
-    for column in ("arch", "kind", "error", "task"):
+    for column in ("arch", "kind", "error", "rule", "task"):
         frame[column] = frame[column].astype("category")
     for column in frame.columns[frame.dtypes == "int64"]:
         frame[column] = frame[column].astype("int32")
