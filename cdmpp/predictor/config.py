@@ -24,6 +24,8 @@ class ModelConfig(_Section):
         Width, depth, attention heads and feed-forward width of the transformer encoder.
     dropout
         Drop-out probability inside the encoder and the decoder.
+    bins
+        Bins of the piecewise-linear encoding that each leaf feature gets besides its value; 0 leaves it out.
     positional
         Pre-order positional encoding added to the leaves: ``standard`` frequencies, the ``paper``'s, or
         ``none``.
@@ -46,6 +48,7 @@ class ModelConfig(_Section):
     heads: int = Field(4, ge=1)
     ffn_dim: int = Field(256, ge=1)
     dropout: float = Field(0.05, ge=0, lt=1)
+    bins: int = Field(0, ge=0)
     positional: Literal["standard", "paper", "none"] = "standard"
     pooling: Literal["sum", "mean", "attention", "flatten"] = "attention"
     flatten_leaves: int = Field(16, ge=1)
@@ -119,6 +122,10 @@ class TrainConfig(_Section):
     ----------
     epochs, patience
         Most epochs, and epochs without a better validation MAPE after which training stops.
+    select
+        Which epoch's weights are kept: the ``best`` by validation MAPE, or the ``last``, whatever the
+        validation says (and then all epochs are run). With few validation networks their MAPE is ruled by a handful
+        of programs, and the end of the cosine is the safer choice.
     batch_size
         Records a step.
     learning_rate, weight_decay, warmup_fraction, grad_clip
@@ -135,6 +142,7 @@ class TrainConfig(_Section):
 
     epochs: int = Field(60, ge=1)
     patience: int = Field(15, ge=1)
+    select: Literal["best", "last"] = "best"
     batch_size: int = Field(256, ge=1)
     learning_rate: float = Field(1e-3, gt=0)
     weight_decay: float = Field(1e-2, ge=0)

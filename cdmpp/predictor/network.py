@@ -17,6 +17,8 @@ from cdmpp.predictor.positional import positional_encoding
 
 #: The table of positional encodings grows in steps of this many positions.
 _POSITION_STEP = 256
+#: Where bins begin that no value fills (encoded values are clipped far below).
+_NEVER = 1e6
 
 
 class PreOrderEncoding(nn.Module):
@@ -38,6 +40,48 @@ class PreOrderEncoding(nn.Module):
             table = torch.from_numpy(np.asarray(values, dtype=np.float32)).to(positions.device)
             self._table = table
         return table[positions]
+
+
+class PiecewiseLinear(nn.Module):
+    """Piecewise-linear encoding of numerical features (Gorishniy et al., NeurIPS 2022, section 3.2).
+
+    Each feature is cut into bins at quantiles of the training data; a value fills the bins below it, its own in part,
+    and none above. A linear layer on top can then treat an extent of 7 unlike one of 8, which it cannot from the
+    value itself.
+
+    Parameters
+    ----------
+    features, bins
+        Number of features, and of bins of each. Features with fewer distinct values use fewer.
+    """
+
+    def __init__(self, features: int, bins: int) -> None:
+        super().__init__()
+        self.low: torch.Tensor
+        self.width: torch.Tensor
+        self.register_buffer("low", torch.full((features, bins), _NEVER))
+        self.register_buffer("width", torch.ones(features, bins))
+
+    def fit(self, rows: torch.Tensor) -> None:
+        """Place the bins for training values, float32 (n, features)."""
+        values = rows.double().numpy()
+        bins = self.low.shape[1]
+        at = np.linspace(0, 1, bins + 1)
+        self.low.fill_(_NEVER)
+        self.width.fill_(1.0)
+        for j in range(values.shape[1]):
+            distinct = np.unique(values[:, j])
+            edges = np.unique(np.quantile(values[:, j], at))
+            if len(edges) - 1 <= bins // 2:  # most values are the same: let the distinct ones decide
+                edges = np.unique(np.quantile(distinct, at))
+            if len(edges) > 1:
+                low = torch.from_numpy(edges.astype(np.float32))
+                self.low[j, : len(edges) - 1] = low[:-1]
+                self.width[j, : len(edges) - 1] = low.diff()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """float32 (..., features) -> (..., features * bins), between 0 and 1."""
+        return ((x[..., None] - self.low) / self.width).clamp(0, 1).flatten(-2)
 
 
 class AttentionPooling(nn.Module):
@@ -72,7 +116,8 @@ class LatencyNetwork(nn.Module):
         super().__init__()
         self.config = config
         dim = config.dim
-        self.leaf_projection = nn.Linear(leaf_dim, dim)
+        self.bins = PiecewiseLinear(leaf_dim, config.bins) if config.bins else None
+        self.leaf_projection = nn.Linear(leaf_dim * (1 + config.bins), dim)
         self.position = None if config.positional == "none" else PreOrderEncoding(dim, config.positional)
         self.device_projection: nn.Module | None = None
         decoder_in = config.embedding_dim
@@ -102,7 +147,10 @@ class LatencyNetwork(nn.Module):
     def embed(self, batch: PaddedBatch, device: torch.Tensor) -> torch.Tensor:
         """Bounded embedding of each program on its device, shape (batch, embedding_dim)."""
         config, padding = self.config, batch.padding
-        leaves = self.leaf_projection(batch.leaves)
+        leaves = batch.leaves
+        if self.bins is not None:
+            leaves = torch.cat([leaves, self.bins(leaves)], dim=-1)
+        leaves = self.leaf_projection(leaves)
         if self.position is not None:
             leaves = leaves + self.position(batch.positions)
         if self.device_projection is not None:

@@ -53,6 +53,12 @@ class PairArrays:
     def __len__(self) -> int:
         return len(self.program)
 
+    @property
+    def leaves(self) -> torch.Tensor:
+        """Encoded leaves of the programs of these pairs, each program's once, float32 (leaves, leaf_dim)."""
+        of_program = np.repeat(np.arange(len(self.packed)), self.packed.lengths)
+        return self.packed.leaves[torch.from_numpy(np.isin(of_program, self.program))]
+
     def batch(self, rows: NDArray[np.int64], where: torch.device) -> tuple[PaddedBatch, torch.Tensor]:
         """What the network takes of the pairs with these numbers, on a torch device."""
         device = self.device_rows[torch.from_numpy(self.device[rows])]
@@ -171,6 +177,8 @@ class Trainer:
         self._where = pick_device(config.train.device)
         with seeded(config.train.seed):
             self.network = LatencyNetwork(config.model, leaf_dim, device_dim).to(self._where)
+        if self.network.bins is not None and weights is None:
+            self.network.bins.fit(train.leaves)
         if weights is not None:
             _load(self.network, weights, "weights to start from do")
         self._optimizer = torch.optim.AdamW(
@@ -257,7 +265,7 @@ class Trainer:
         mape = self._validate()
         if not math.isfinite(mape):
             raise PredictorError(f"training diverged in epoch {state.epoch}: validation MAPE is {mape}")
-        if mape < state.best_mape:
+        if mape < state.best_mape or config.select == "last":
             state.best_mape, state.best_epoch = mape, state.epoch
             state.best = {k: v.detach().clone() for k, v in self._average.items()}
         elapsed_s = time.perf_counter() - started
