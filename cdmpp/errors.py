@@ -69,5 +69,9 @@ class ProfilerError(CdmppError):
     """Measuring cannot start or go on."""
 
 
+class BundleError(ProfilerError):
+    """A bundle is missing, damaged, of another version, or cannot be written."""
+
+
 class TunerError(CdmppError):
     """Tuning cannot start or go on."""

@@ -258,7 +258,8 @@ def load_verdicts(path: str | Path) -> pd.DataFrame:
 
 
 def summarise(frame: pd.DataFrame) -> dict[str, Any]:
-    """Counts: programs by kind (on the last architecture asked about), verdicts by architecture, and how often the compiler contradicted a rule."""
+    """Counts: programs by kind (on the last architecture asked about), verdicts by architecture, and how often the
+    compiler contradicted a rule."""
     compiled = frame[frame["compiled"]]
     excluded = compiled["rule"] != ""
     by_arch = {

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 from cdmpp.dataset import Dataset
 from cdmpp.dataset.journal import JournalWriter, read_journal
 from cdmpp.dataset.parquet import write_json
-from cdmpp.errors import DatasetError, ProfilerError, ProgramError
+from cdmpp.errors import DatasetError, FeatureMismatchError, ProfilerError, ProgramError
 from cdmpp.profiler.build import BuildJob
+from cdmpp.profiler.cuda_tasks import network_tasks
 from cdmpp.profiler.validity import (
     ValidityConfig,
     Verdict,
@@ -198,7 +199,7 @@ def collect_validity(
             f"{out} holds validity data already: go on with --resume, or choose another folder"
         )
     compilers = sorted({find_compiler(arch).name for arch in config.archs})
-    tasks = _tasks(networks, tasks_of, say)
+    tasks, _ = network_tasks(networks, tasks_of, say)
     with Dataset.open_or_create(out / PROGRAMS_FOLDER) as programs:
         known, drawn = _known(out)
         journal = JournalWriter(out / _JOURNAL)
@@ -227,20 +228,6 @@ def collect_validity(
 
 def _kind(verdicts: list[Verdict]) -> str:
     return "valid" if verdicts[-1].valid else verdicts[-1].kind
-
-
-def _tasks(networks: Sequence[str], tasks_of: str | Path | None, say: Callable[[str], None]) -> list[Task]:
-    if tasks_of is not None:
-        stored = Dataset.open(tasks_of).tasks.values()
-        tasks = [t for t in stored if set(networks) & set(t.networks)]
-    else:
-        from cdmpp.program.tasks import extract_tasks
-
-        tasks = extract_tasks(networks, progress=lambda name, i, n: say(f"importing {name} ({i}/{n})"))
-    if not tasks:
-        raise ProfilerError("no task of these networks")
-    say(f"{len(tasks)} tasks of {len(networks)} networks")
-    return tasks
 
 
 def _known(out: Path) -> tuple[dict[str, list[Verdict]], Counter[str]]:
@@ -313,7 +300,10 @@ def _finish(
         frame[column] = frame[column].astype("category")
     for column in frame.columns[frame.dtypes == "int64"]:
         frame[column] = frame[column].astype("int32")
-    asts = load_asts(out / AST_FILE) if (out / AST_FILE).exists() else {}
+    try:
+        asts = load_asts(out / AST_FILE) if (out / AST_FILE).exists() else {}
+    except FeatureMismatchError:  # of an older version: all anew
+        asts = {}
     missing = [digest for digest in kept if digest not in asts]
     say(f"compact ASTs of {len(missing)} programs")
     asts.update(_asts(missing, programs))

@@ -1,0 +1,277 @@
+"""The measuring process of a GPU: keeps its lanes filled, samples them in rounds, loads what comes next meanwhile.
+
+A round takes one sample in every lane at the same time. Samples are of equal length whatever the program
+(``SamplingPlan.min_sample_s``), so that lanes keep each other company for all of it. A program's first run is alone: it tells
+how long a run is, and a fault or hang is then certainly its own.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from cdmpp.errors import ProfilerError
+from cdmpp.profiler.bundle import BundledProgram, Reference
+from cdmpp.profiler.cuda_check import compare, reference_inputs, summarise_outputs
+from cdmpp.profiler.cuda_gpu import Gpu, GpuFacts, GpuFault, make_gpu
+from cdmpp.profiler.statistics import SamplingPlan
+
+#: Runs of one sample at most: more only take longer to capture.
+_MAX_REPEATS = 256
+
+
+@dataclass(frozen=True)
+class GpuWorkerConfig:
+    """What the measuring process needs to know.
+
+    Attributes
+    ----------
+    gpu, gpu_arguments
+        Class of the GPU as ``module:Class``, and what it is made with.
+    plan
+        The sampling.
+    run_timeout_s
+        A program whose run takes longer is not sampled.
+    cold
+        Fill the level-2 cache with something else before every sample.
+    loaders
+        Threads that load programs while others are measured; 0 loads in turn.
+    """
+
+    gpu: str
+    gpu_arguments: Mapping[str, Any]
+    plan: SamplingPlan = field(default_factory=SamplingPlan)
+    run_timeout_s: float = 2.0
+    cold: bool = False
+    loaders: int = 2
+
+
+@dataclass(frozen=True)
+class MeasureJob:
+    """One program to measure, with at most `degree` programs at the same time, itself included."""
+
+    kernel: BundledProgram
+    degree: int = 1
+    reference: Reference | None = None
+
+
+@dataclass(frozen=True)
+class Running:
+    """Sent when what runs changes: a deadline holds for it."""
+
+    programs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class GpuMeasured:
+    """Samples of one program, or why there are none."""
+
+    program: str
+    status: str
+    samples_s: tuple[float, ...] = ()
+    error: str = ""
+    run_s: float = 0.0
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Faulted:
+    """Sent last: the context is broken, and one of these programs did it."""
+
+    programs: tuple[str, ...]
+    error: str
+
+
+@dataclass
+class _Lane:
+    """A program in a lane, with its samples so far."""
+
+    job: MeasureJob
+    loaded: Any
+    prepared: Any
+    repeats: int
+    first_s: float
+    started: float
+    meta: dict[str, Any]
+    samples_s: list[float] = field(default_factory=list)
+
+
+class Measurer:
+    """Measures jobs on a GPU.
+
+    Parameters
+    ----------
+    gpu
+        The GPU.
+    config
+        See there.
+    send
+        Takes :class:`Running` and :class:`GpuMeasured`.
+    executor
+        Loads programs while others are measured; None loads each when its turn comes.
+    clock
+        Seconds.
+    """
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        config: GpuWorkerConfig,
+        send: Callable[[Any], None],
+        executor: Executor | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._gpu, self._config, self._send = gpu, config, send
+        self._executor, self._clock = executor, clock
+        self._queue: deque[tuple[MeasureJob, Future[Any] | None]] = deque()
+        self._lanes: list[_Lane | None] = [None] * gpu.facts.lanes
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self._queue and not self.running
+
+    @property
+    def running(self) -> list[_Lane]:
+        """The lanes at work."""
+        return [lane for lane in self._lanes if lane is not None]
+
+    def add(self, job: MeasureJob) -> None:
+        """Queue a job; it is loaded from now on."""
+        loading = None if self._executor is None else self._executor.submit(self._gpu.load, job.kernel)
+        self._queue.append((job, loading))
+
+    def step(self) -> None:
+        """Fill free lanes and take one round of samples.
+
+        Raises
+        ------
+        GpuFault
+            The context is broken.
+        """
+        while self._queue and self._may_start(*self._queue[0]):
+            self._start(*self._queue.popleft())
+        if not self.running:
+            return
+        lanes = self.running
+        values = self._gpu.sample([lane.prepared for lane in lanes], self._config.cold)
+        for lane, value in zip(lanes, values, strict=True):
+            lane.samples_s.append(value)
+            spent_s = sum(lane.samples_s) * lane.repeats
+            if not self._config.plan.needs_more(lane.samples_s, spent_s):
+                self._finish(lane)
+
+    def _may_start(self, job: MeasureJob, loading: Future[Any] | None) -> bool:
+        running = self.running
+        if not running:
+            return True
+        if loading is not None and not loading.done():
+            return False  # better a round with a lane less than a round late
+        limit = min(job.degree, *(lane.job.degree for lane in running), len(self._lanes))
+        return len(running) < limit
+
+    def _start(self, job: MeasureJob, loading: Future[Any] | None) -> None:
+        program = job.kernel.program
+        self._send(Running((program,)))
+        number = self._lanes.index(None)
+        try:
+            loaded = self._gpu.load(job.kernel) if loading is None else loading.result()
+            wrong, meta = self._check(job, loaded)
+            if wrong:
+                self._failed(job, loaded, "run_error", wrong)
+                return
+            first_s = self._gpu.first_run(loaded, number)
+            if first_s > self._config.run_timeout_s:
+                late = f"one run took {first_s:.3g} s, over {self._config.run_timeout_s:g} s"
+                self._failed(job, loaded, "run_timeout", late)
+                return
+            # The first run found nothing in the caches and may have loaded code.
+            run_s = min(first_s, self._gpu.first_run(loaded, number))
+            repeats = 1 if self._config.cold else min(self._config.plan.repeats(run_s), _MAX_REPEATS)
+            prepared = self._gpu.prepare(loaded, number, repeats)
+        except GpuFault:
+            raise
+        except Exception as err:  # whatever the driver says of this program alone
+            self._failed(job, None, "run_error", f"{type(err).__name__}: {err}"[:500])
+            return
+        self._lanes[number] = _Lane(job, loaded, prepared, repeats, first_s, self._clock(), meta)
+        self._send(Running(tuple(lane.job.kernel.program for lane in self.running)))
+
+    def _check(self, job: MeasureJob, loaded: Any) -> tuple[str, dict[str, Any]]:
+        """Compare with the reference, if there is one: what is wrong, and what to keep of it."""
+        reference, cuda = job.reference, job.kernel.cuda
+        if reference is None or cuda is None:
+            return "", {}
+        outputs = self._gpu.outputs(loaded, reference_inputs(cuda.params, reference.seed))
+        result = compare(summarise_outputs(reference.task, reference.seed, outputs), reference)
+        if not result.equal:
+            return f"wrong output: differs from the reference by {result.error:.3g}", {}
+        return "", {"checked": True, "output_error": float(f"{result.error:.3g}")}
+
+    def _failed(self, job: MeasureJob, loaded: Any, status: str, error: str) -> None:
+        if loaded is not None:
+            self._gpu.unload(loaded)
+        self._send(GpuMeasured(job.kernel.program, status, error=error))
+
+    def _finish(self, lane: _Lane) -> None:
+        self._lanes[self._lanes.index(lane)] = None
+        self._gpu.unload(lane.loaded)
+        meta = {
+            "repeats": lane.repeats,
+            "degree": lane.job.degree,
+            "first_s": lane.first_s,
+            "cache": "cold" if self._config.cold else "warm",
+            **lane.meta,
+            **self._gpu.state().to_json(),
+        }
+        run_s = self._clock() - lane.started
+        self._send(GpuMeasured(lane.job.kernel.program, "ok", tuple(lane.samples_s), run_s=run_s, meta=meta))
+
+
+def gpu_worker(connection: Connection, config: GpuWorkerConfig) -> None:
+    """Serve :class:`MeasureJob` after :class:`MeasureJob` until the connection closes (runs in its own process).
+
+    Sends the :class:`~cdmpp.profiler.cuda_gpu.GpuFacts` first (or the ProfilerError that there is no GPU), then what
+    :class:`Measurer` sends, and :class:`Faulted` before it ends because the context is broken.
+    """
+    from cdmpp.profiler import machine
+
+    machine.die_with_parent()
+    try:
+        gpu = make_gpu(config.gpu, config.gpu_arguments)
+    except ProfilerError as err:
+        connection.send(err)
+        return
+    facts: GpuFacts = gpu.facts
+    connection.send(facts)
+    executor = ThreadPoolExecutor(config.loaders) if config.loaders else None
+    running: tuple[str, ...] = ()
+
+    def send(message: Any) -> None:
+        nonlocal running
+        if isinstance(message, Running):
+            running = message.programs
+        connection.send(message)
+
+    measurer = Measurer(gpu, config, send, executor)
+    try:
+        while True:
+            while measurer.idle or connection.poll(0):
+                job: MeasureJob | None = connection.recv()
+                if job is None:
+                    return
+                measurer.add(job)
+            measurer.step()
+    except EOFError:
+        return
+    except GpuFault as err:
+        connection.send(Faulted(running, str(err)[:500]))
+        connection.close()
+        # Nothing can be freed in a broken context; trying may hang.
+        os._exit(1)
