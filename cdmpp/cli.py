@@ -76,7 +76,9 @@ def _console(*, err: bool = False) -> Console:
 
 def _parser() -> argparse.ArgumentParser:
     from cdmpp import __version__
+    from cdmpp.cli_bundle import add_bundle_arguments
     from cdmpp.cli_finetune import add_finetune_arguments
+    from cdmpp.cli_measure import add_measure_arguments
     from cdmpp.cli_report import add_report_arguments
     from cdmpp.cli_search import add_search_arguments
     from cdmpp.cli_tune import add_tune_arguments
@@ -140,6 +142,8 @@ def _parser() -> argparse.ArgumentParser:
         "--max-seconds", type=float, metavar="S", help="stop after this time (go on with --resume)"
     )
 
+    add_bundle_arguments(command("bundle", _bundle, "compile programs for a GPU that is elsewhere"))
+    add_measure_arguments(command("measure", _measure, "measure a bundle on the GPU of this machine"))
     add_validity_arguments(
         command(
             "validity-data", _validity, "judge CUDA programs by what a GPU's block may take, without a GPU"
@@ -322,6 +326,18 @@ def _search(args: Namespace) -> Any:
     from cdmpp.cli_search import run_search
 
     return run_search(args, _console(), _console(err=True))
+
+
+def _bundle(args: Namespace) -> Any:
+    from cdmpp.cli_bundle import run_bundle
+
+    return run_bundle(args, _console(), _console(err=True))
+
+
+def _measure(args: Namespace) -> Any:
+    from cdmpp.cli_measure import run_measure
+
+    return run_measure(args, _console(), _console(err=True))
 
 
 def _validity(args: Namespace) -> Any:
