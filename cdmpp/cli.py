@@ -78,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     from cdmpp import __version__
     from cdmpp.cli_bundle import add_bundle_arguments
     from cdmpp.cli_finetune import add_finetune_arguments
+    from cdmpp.cli_import import add_import_arguments
     from cdmpp.cli_measure import add_measure_arguments
     from cdmpp.cli_report import add_report_arguments
     from cdmpp.cli_search import add_search_arguments
@@ -148,6 +149,10 @@ def _parser() -> argparse.ArgumentParser:
         command(
             "validity-data", _validity, "judge CUDA programs by what a GPU's block may take, without a GPU"
         )
+    )
+
+    add_import_arguments(
+        command("import", _import, "turn public measurements into a dataset of the same form")
     )
 
     sub = command("train", _train, "train a predictor")
@@ -295,6 +300,12 @@ def _profile(args: Namespace) -> Any:
         "workers": report.workers,
         "calibration": None if report.calibration is None else report.calibration.to_json(),
     }
+
+
+def _import(args: Namespace) -> Any:
+    from cdmpp.cli_import import run_import
+
+    return run_import(args, _console(), _console(err=True))
 
 
 def _whole(option: str, text: str) -> int:

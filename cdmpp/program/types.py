@@ -22,7 +22,7 @@ class Task:
     name
         The name Relax gave the fused function, for people.
     tir_json
-        The PrimFunc as TVM's JSON.
+        The PrimFunc as TVM's JSON, or the generator that makes it (:mod:`cdmpp.program.generators`).
     networks
         Network name -> weight, the number of times the task occurs in it.
     flops
@@ -42,8 +42,18 @@ class Task:
     dtype: str = "float32"
 
     def prim_func(self) -> Any:
-        """The unscheduled PrimFunc (imports TVM)."""
+        """The unscheduled PrimFunc (imports TVM).
+
+        Raises
+        ------
+        ProgramError
+            It is stored as a generator that this version has not.
+        """
+        from cdmpp.program import generators
         from cdmpp.program.tvm_env import import_tvm
+
+        if generators.is_description(self.tir_json):
+            return generators.build_description(self.tir_json)
 
         tvm = import_tvm()
         return tvm.ir.load_json(self.tir_json)
@@ -58,13 +68,15 @@ class Space:
     hash
         Of task, rule set, cores and instructions.
     rule
-        MetaSchedule's rule set: ``"llvm"`` or ``"cuda"``.
+        MetaSchedule's rule set: ``"llvm"`` or ``"cuda"``; or ``"generator"`` for the configurations of a
+        parametrised kernel (:mod:`cdmpp.program.generators`).
     num_cores
         Cores that the parallel rule was told of (CPU); 0 for a GPU.
     index
         The space's number among those of the task.
     insts_json
-        The instructions as JSON (first half of ``Trace.as_json()``).
+        The instructions as JSON (first half of ``Trace.as_json()``); of a generator its name, the names of its
+        parameters, and the arguments that its programs share.
     """
 
     hash: str
@@ -85,10 +97,10 @@ class Program:
         16 hexadecimal digits of the structural hash of the scheduled PrimFunc.
     decisions
         The decisions of the trace as compact JSON (second half of ``Trace.as_json()``); with the space they
-        rebuild the program exactly. Empty where ``space_hash`` is None.
+        rebuild the program exactly. Of a generator the values of its parameters. Empty where ``space_hash`` is None.
     origin
         How it was found: ``random`` (uniform over the space), ``search`` (evolutionary search, the fast region a
-        tuner visits), ``unscheduled`` (the task as it is).
+        tuner visits), ``generator`` (a configuration of a parametrised kernel), ``unscheduled`` (the task as it is).
     implementation
         ``scheduled`` (this TIR is what runs) or ``library`` (the task is run by a vendor library).
     """

@@ -1,0 +1,251 @@
+"""A network as a graph of tasks: what end-to-end latency replays.
+
+The file is JSON::
+
+    {"format": "cdmpp.network_graph", "version": 1, "name": ..., "meta": {...},
+     "measured_s": {device: seconds of the whole network}, "predicted_s": {source: {device: seconds}},
+     "nodes": [{"name": ..., "tasks": [hashes], "inputs": [names], "repeat": 1, "operator": ..., "kind": "kernel",
+                "phase": "forward", "family": ..., "input_shapes": [...], "output_shape": [...],
+                "measured_s": {device: seconds}, "predicted_s": {source: {device: seconds}}}, ...]}
+
+Fields at their default are left out. The nodes are in an order in which they can run; on one stream they run in it.
+"""
+
+from __future__ import annotations
+
+import graphlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from cdmpp.errors import NetworkError
+
+FORMAT = "cdmpp.network_graph"
+VERSION = 1
+
+#: What a node is: kernels that tasks stand for, a view or number that costs no device time, or work unknown to us.
+KINDS: tuple[str, ...] = ("kernel", "view", "unknown")
+
+#: The passes of a training step; inference has the first alone.
+PHASES: tuple[str, ...] = ("forward", "backward", "accumulate")
+
+#: Folder of a dataset that holds its graphs.
+FOLDER = "networks"
+
+
+@dataclass(frozen=True)
+class GraphNode:
+    """One operator of a network, in one phase.
+
+    Attributes
+    ----------
+    name
+        Unique in the graph.
+    tasks
+        Hashes of the tasks that it runs one after the other; empty where it runs no kernel or an unknown one.
+    inputs
+        Names of the nodes that it waits for.
+    repeat
+        How often it runs: a graph may hold one of several equal layers.
+    operator
+        What the source calls it.
+    kind
+        One of :data:`KINDS`.
+    phase
+        One of :data:`PHASES`.
+    family
+        The source's family of operators, such as ``BMM``.
+    input_shapes, output_shape
+        As far as the source tells.
+    measured_s
+        Device -> measured seconds of one run.
+    predicted_s
+        Source (``neusight``, ``habitat``, ...) -> device -> seconds that it predicted for one run.
+    """
+
+    name: str
+    tasks: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    repeat: float = 1.0
+    operator: str = ""
+    kind: str = "kernel"
+    phase: str = "forward"
+    family: str = ""
+    input_shapes: tuple[tuple[int, ...], ...] = ()
+    output_shape: tuple[int, ...] = ()
+    measured_s: Mapping[str, float] = field(default_factory=dict)
+    predicted_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class NetworkGraph:
+    """Nodes in an order in which they can run.
+
+    Attributes
+    ----------
+    name
+        Of the network.
+    nodes
+        Checked to be unique and sorted by :func:`network_graph`.
+    measured_s
+        Device -> measured seconds of the whole network.
+    predicted_s
+        Source -> device -> seconds that it predicted for the whole network.
+    meta
+        JSON values: where it comes from, model, batch, sequence length, ...
+    """
+
+    name: str
+    nodes: tuple[GraphNode, ...]
+    measured_s: Mapping[str, float] = field(default_factory=dict)
+    predicted_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def task_weights(self) -> dict[str, float]:
+        """Task hash -> how often the network runs it."""
+        weights: dict[str, float] = {}
+        for node in self.nodes:
+            for task in node.tasks:
+                weights[task] = weights.get(task, 0.0) + node.repeat
+        return weights
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values (see the module)."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "name": self.name,
+            "meta": dict(self.meta),
+            "measured_s": dict(self.measured_s),
+            "predicted_s": {source: dict(values) for source, values in self.predicted_s.items()},
+            "nodes": [_node_to_json(node) for node in self.nodes],
+        }
+
+
+def network_graph(name: str, nodes: Iterable[GraphNode], **more: Any) -> NetworkGraph:
+    """A graph of nodes in any order; those that are free to run keep the order in which they were given.
+
+    Parameters
+    ----------
+    more
+        Other attributes of :class:`NetworkGraph`.
+
+    Raises
+    ------
+    NetworkError
+        Two nodes have the same name, a node waits for one that is not there, nodes wait for each other (the message
+        names a cycle), or a field has no sense.
+    """
+    given = list(nodes)
+    by_name: dict[str, GraphNode] = {}
+    for node in given:
+        if node.name in by_name:
+            raise NetworkError(f"network {name}: two nodes are called {node.name!r}")
+        if node.kind not in KINDS or node.phase not in PHASES:
+            raise NetworkError(
+                f"network {name}: node {node.name!r} has kind {node.kind!r} and phase {node.phase!r}; expected one of "
+                f"{', '.join(KINDS)} and one of {', '.join(PHASES)}"
+            )
+        if not node.repeat > 0:
+            raise NetworkError(
+                f"network {name}: node {node.name!r} runs {node.repeat} times, expected more than 0"
+            )
+        by_name[node.name] = node
+    for node in given:
+        for source in node.inputs:
+            if source not in by_name:
+                raise NetworkError(
+                    f"network {name}: node {node.name!r} waits for {source!r}, which is not there"
+                )
+    return NetworkGraph(name, tuple(_sorted(name, given, by_name)), **more)
+
+
+def _sorted(name: str, given: Sequence[GraphNode], by_name: Mapping[str, GraphNode]) -> list[GraphNode]:
+    order = {node.name: number for number, node in enumerate(given)}
+    if all(order[source] < order[node.name] for node in given for source in node.inputs):
+        return list(given)
+    sorter = graphlib.TopologicalSorter({node.name: node.inputs for node in given})
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as err:
+        cycle = " -> ".join(reversed(err.args[1]))
+        raise NetworkError(f"network {name}: nodes wait for each other: {cycle}") from err
+    result: list[GraphNode] = []
+    while sorter.is_active():
+        for ready in sorted(sorter.get_ready(), key=order.__getitem__):
+            result.append(by_name[ready])
+            sorter.done(ready)
+    return result
+
+
+def save_graph(graph: NetworkGraph, path: str | Path) -> None:
+    """Write a graph; the file appears whole or not at all (NetworkError if it cannot be written)."""
+    path = Path(path)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps(graph.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        draft.replace(path)
+    except (OSError, ValueError) as err:
+        raise NetworkError(f"cannot write {path}: {err}") from err
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def load_graph(path: str | Path) -> NetworkGraph:
+    """Read what :func:`save_graph` wrote.
+
+    Raises
+    ------
+    NetworkError
+        The file cannot be read, is no such file, or its graph is not sound (see :func:`network_graph`).
+    """
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as err:
+        raise NetworkError(f"cannot read {path}: {err}") from err
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise NetworkError(f"{path} is no network graph: expected JSON with format {FORMAT!r}")
+    if value.get("version") != VERSION:
+        raise NetworkError(f"{path} has version {value.get('version')}; this cdmpp reads version {VERSION}")
+    try:
+        nodes = [_node_from_json(node) for node in value["nodes"]]
+        more = {key: value.get(key, {}) for key in ("measured_s", "predicted_s", "meta")}
+        return network_graph(str(value["name"]), nodes, **more)
+    except (KeyError, TypeError, ValueError, AttributeError) as err:
+        raise NetworkError(f"{path} is damaged: {type(err).__name__}: {err}") from err
+
+
+def load_graphs(dataset: str | Path) -> dict[str, NetworkGraph]:
+    """The graphs of a dataset folder by name; none if it has none (NetworkError as :func:`load_graph`)."""
+    graphs = [load_graph(path) for path in sorted((Path(dataset) / FOLDER).glob("*.json"))]
+    return {graph.name: graph for graph in graphs}
+
+
+def _node_to_json(node: GraphNode) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for entry in fields(GraphNode):
+        content = getattr(node, entry.name)
+        default = entry.default if entry.default is not MISSING else None
+        if content == default or (isinstance(content, Mapping) and not content):
+            continue
+        value[entry.name] = (
+            {k: dict(v) if isinstance(v, Mapping) else v for k, v in content.items()}
+            if (isinstance(content, Mapping))
+            else content
+        )
+    return value
+
+
+def _node_from_json(value: Mapping[str, Any]) -> GraphNode:
+    known = {entry.name for entry in fields(GraphNode)}
+    kept = {key: item for key, item in value.items() if key in known}
+    for key in ("tasks", "inputs", "output_shape"):
+        if key in kept:
+            kept[key] = tuple(kept[key])
+    if "input_shapes" in kept:
+        kept["input_shapes"] = tuple(tuple(shape) for shape in kept["input_shapes"])
+    return GraphNode(**kept)

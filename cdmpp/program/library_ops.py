@@ -1,0 +1,222 @@
+"""Operators as a vendor library runs them, as canonical tasks: unscheduled PrimFuncs in float32.
+
+One function an operator, from its dimensions to a PrimFunc; they are generators (:mod:`cdmpp.program.generators`), so
+that a task of them is stored as its dimensions. :func:`library_task` makes the task with its work and traffic.
+
+Elementwise operators and copies are one block each, as a library runs them in one kernel; matrix products keep the
+bias as a block of its own, softmax and layer normalisation are TVM's own formulations, as in imported networks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cdmpp.errors import ProgramError
+from cdmpp.program import generators
+from cdmpp.program.tasks import normalise
+from cdmpp.program.tvm_env import import_tvm, structural_hash
+from cdmpp.program.types import Task
+
+#: Elementwise operators -> floating-point operations an element, as TVM counts them (special functions as none).
+ELEMENTWISE_FLOPS: dict[str, int] = {
+    "add": 1, "mul": 1, "div": 1, "pow": 0, "addu": 1, "mulu": 1, "divu": 1, "powu": 0,
+    "tanh": 0, "relu": 1, "gelu": 4,
+}  # fmt: skip
+
+#: Those of two tensors; the other binary ones (``addu``, ...) take a tensor and a number.
+BINARY: tuple[str, ...] = ("add", "mul", "div", "pow")
+
+#: Floating-point operations an element of TVM's softmax (maximum, difference, sum, quotient) and layer normalisation.
+_SOFTMAX_FLOPS, _LAYER_NORM_FLOPS = 4, 11
+
+#: The number that ``addu`` and the like take. Its value does not matter to the time.
+_NUMBER = 0.5
+
+
+def linear(m: int, n: int, k: int) -> Any:
+    """``y[m, k] = sum_n x[m, n] w[k, n] + b[k]``: `n` is the reduction, `k` the output (NeuSight's names)."""
+    ex = te()
+    x, w, b = (
+        ex.placeholder((m, n), name="x"),
+        ex.placeholder((k, n), name="w"),
+        ex.placeholder((k,), name="b"),
+    )
+    r = ex.reduce_axis((0, n), name="r")
+    product = ex.compute((m, k), lambda i, j: ex.sum(x[i, r] * w[j, r], axis=r), name="matmul")
+    return prim_func([x, w, b], ex.compute((m, k), lambda i, j: product[i, j] + b[j], name="add"))
+
+
+def bmm(b: int, m: int, n: int, k: int) -> Any:
+    """``z[b, m, k] = sum_n x[b, m, n] y[b, n, k]``: `n` is the reduction, `k` the output (NeuSight's names)."""
+    ex = te()
+    x, y = ex.placeholder((b, m, n), name="x"), ex.placeholder((b, n, k), name="y")
+    r = ex.reduce_axis((0, n), name="r")
+    product = ex.compute((b, m, k), lambda h, i, j: ex.sum(x[h, i, r] * y[h, r, j], axis=r), name="matmul")
+    return prim_func([x, y], product)
+
+
+def conv2d(
+    batch: int, in_channels: int, out_channels: int, kernel: int, size: int, stride: int, padding: int
+) -> Any:
+    """Square 2-D convolution of ``(batch, in_channels, size, size)``, without bias."""
+    ex = te()
+    from tvm import topi
+
+    x = ex.placeholder((batch, in_channels, size, size), name="x")
+    w = ex.placeholder((out_channels, in_channels, kernel, kernel), name="w")
+    return prim_func([x, w], topi.nn.conv2d_nchw(x, w, stride, padding, 1))
+
+
+def elementwise(op: str, shape: Sequence[int], other: Sequence[int] = ()) -> Any:
+    """One of :data:`ELEMENTWISE_FLOPS`, of a tensor of `shape`.
+
+    Parameters
+    ----------
+    other
+        Shape of the second tensor of a binary operator, 1 where it is broadcast; empty for the same shape.
+    """
+    ex = te()
+    from tvm import tirx
+
+    if op not in ELEMENTWISE_FLOPS:
+        raise ProgramError(f"no elementwise operator {op!r}; there are {', '.join(ELEMENTWISE_FLOPS)}")
+    number = tirx.const(_NUMBER, "float32")
+    one, half = tirx.const(1.0, "float32"), tirx.const(0.5, "float32")
+    binary = {
+        "add": lambda a, b: a + b,
+        "mul": lambda a, b: a * b,
+        "div": lambda a, b: a / b,
+        "pow": tirx.pow,
+    }
+    unary = {
+        "tanh": tirx.tanh,
+        "relu": lambda a: tirx.max(a, tirx.const(0.0, "float32")),
+        "gelu": lambda a: half * a * (one + tirx.erf(a * tirx.const(math.sqrt(0.5), "float32"))),
+        **{f"{name}u": (lambda a, f=function: f(a, number)) for name, function in binary.items()},
+    }
+    x = ex.placeholder(tuple(shape), name="x")
+    if op not in binary:
+        return prim_func([x], ex.compute(tuple(shape), lambda *i: unary[op](x(*i)), name=op))
+    sizes = tuple(other) or tuple(shape)
+    y = ex.placeholder(sizes, name="y")
+
+    def there(index: Sequence[Any]) -> list[Any]:
+        return [0 if size == 1 else i for i, size in zip(index, sizes, strict=True)]
+
+    return prim_func([x, y], ex.compute(tuple(shape), lambda *i: binary[op](x(*i), y(*there(i))), name=op))
+
+
+def softmax(rows: int, columns: int) -> Any:
+    """Softmax over the columns."""
+    ex = te()
+    from tvm import topi
+
+    x = ex.placeholder((rows, columns), name="x")
+    return prim_func([x], topi.nn.softmax(x, axis=-1))
+
+
+def layer_norm(rows: int, columns: int) -> Any:
+    """Layer normalisation over the columns, with scale and bias."""
+    ex = te()
+    from tvm import topi
+
+    x = ex.placeholder((rows, columns), name="x")
+    scale, bias = ex.placeholder((columns,), name="scale"), ex.placeholder((columns,), name="bias")
+    return prim_func([x, scale, bias], topi.nn.layer_norm(x, scale, bias, axis=[1], epsilon=1e-5))
+
+
+def memory(elements: int, inputs: int = 1) -> Any:
+    """Move memory: read `inputs` tensors of so many elements and write one (a fill, a copy, a masked copy, ...)."""
+    ex = te()
+    from tvm import tirx
+
+    sources = [ex.placeholder((elements,), name=f"x{i}") for i in range(inputs)]
+
+    def value(i: Any) -> Any:
+        if not sources:
+            return tirx.const(0.0, "float32")
+        if len(sources) == 1:
+            return sources[0][i]
+        first, *rest = sources
+        kept = rest[-1][i]
+        for mask in rest[:-1]:
+            kept = tirx.Select(mask[i] > tirx.const(0.0, "float32"), kept, tirx.const(0.0, "float32"))
+        return tirx.Select(first[i] > tirx.const(0.0, "float32"), kept, tirx.const(0.0, "float32"))
+
+    return prim_func(sources, ex.compute((elements,), value, name="memory"))
+
+
+def library_task(
+    name: str, arguments: Mapping[str, Any], networks: Mapping[str, float] | None = None
+) -> Task:
+    """The task of a library operator; some 0.7 ms.
+
+    Raises
+    ------
+    ProgramError
+        No such operator, or not with these arguments.
+    """
+    func = generators.build(name, arguments)
+    return Task(
+        hash=structural_hash(func),
+        name=str(arguments["op"]) if name == "elementwise" else name,
+        tir_json=generators.describe(name, arguments),
+        networks=dict(networks or {}),
+        flops=float(operator_flops(name, arguments)),
+        bytes=float(operator_bytes(name, arguments)),
+    )
+
+
+def operator_flops(name: str, arguments: Mapping[str, Any]) -> Any:
+    """Floating-point operations of an operator; arguments may be arrays, one value an instance."""
+    a = arguments
+    if name == "linear":
+        return 2 * a["m"] * a["n"] * a["k"] + a["m"] * a["k"]
+    if name == "bmm":
+        return 2 * a["b"] * a["m"] * a["n"] * a["k"]
+    if name == "conv2d":
+        out = (a["size"] + 2 * a["padding"] - a["kernel"]) // a["stride"] + 1
+        return 2 * a["batch"] * a["out_channels"] * a["in_channels"] * a["kernel"] ** 2 * out**2
+    if name == "elementwise":
+        return ELEMENTWISE_FLOPS[a["op"]] * math.prod(a["shape"])
+    if name == "softmax":
+        return _SOFTMAX_FLOPS * a["rows"] * a["columns"]
+    if name == "layer_norm":
+        return (_LAYER_NORM_FLOPS * a["columns"] + 1) * a["rows"]
+    return 0
+
+
+def operator_bytes(name: str, arguments: Mapping[str, Any]) -> Any:
+    """Bytes of all inputs and outputs, each counted once; arguments may be arrays, one value an instance."""
+    a = arguments
+    if name == "linear":
+        return 4 * (a["m"] * a["n"] + a["n"] * a["k"] + a["k"] + a["m"] * a["k"])
+    if name == "bmm":
+        return 4 * a["b"] * (a["m"] * a["n"] + a["n"] * a["k"] + a["m"] * a["k"])
+    if name == "conv2d":
+        out = (a["size"] + 2 * a["padding"] - a["kernel"]) // a["stride"] + 1
+        image = a["in_channels"] * a["size"] ** 2 + a["out_channels"] * out**2
+        return 4 * (a["batch"] * image + a["in_channels"] * a["out_channels"] * a["kernel"] ** 2)
+    if name == "elementwise":
+        second = math.prod(a.get("other") or a["shape"]) if a["op"] in BINARY else 0
+        return 4 * (2 * math.prod(a["shape"]) + second)
+    if name == "softmax":
+        return 8 * a["rows"] * a["columns"]
+    if name == "layer_norm":
+        return 4 * (2 * a["rows"] * a["columns"] + 2 * a["columns"])
+    return 4 * a["elements"] * (1 + a.get("inputs", 1))
+
+
+def te() -> Any:
+    """``tvm.te`` (imports TVM)."""
+    import_tvm()
+    from tvm import te as module
+
+    return module
+
+
+def prim_func(inputs: Sequence[Any], output: Any) -> Any:
+    """The PrimFunc of tensor expressions, named and marked as tasks of networks are."""
+    return normalise(te().create_prim_func([*inputs, output]))

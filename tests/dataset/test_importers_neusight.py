@@ -1,0 +1,396 @@
+"""NeuSight's tables as a dataset: units, dimension order, refused rows, traces as graphs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from cdmpp.cli import main
+from cdmpp.dataset import Dataset
+from cdmpp.dataset.importers import ImportReport, import_neusight
+from cdmpp.dataset.importers.neusight_calls import forward_calls
+from cdmpp.endtoend.graph import load_graphs
+from cdmpp.errors import DatasetError, NetworkError, UnknownDeviceError
+from cdmpp.program.ast import compact_ast
+from cdmpp.program.space import rebuild
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
+
+#: Rows of NeuSight's file: op, device, latency in ms and dimensions.
+ROWS: list[dict[str, Any]] = [
+    {"op": "linear", "device": "NVIDIA A100-PCIE-40GB", "latency_ms": 0.054507, "B": 1, "M": 58, "N": 13, "K": 141},
+    {"op": "bmm", "device": "Tesla T4", "latency_ms": 3.312309, "B": 734, "M": 196, "N": 220, "K": 65},
+    {"op": "bmm", "device": "Tesla T4", "latency_ms": 3.4, "B": 734, "M": 196, "N": 220, "K": 65},
+    {"op": "add", "device": "NVIDIA A100-PCIE-40GB", "latency_ms": 0.026816, "B": 127, "H": 168},
+    {"op": "powu", "device": "AMD Instinct MI100", "latency_ms": 0.0139, "B": 127, "H": 168},
+    {"op": "softmax", "device": "Tesla V100-PCIE-32GB", "latency_ms": 0.04, "B": 300, "H": 500},
+    {"op": "ln", "device": "Tesla V100-PCIE-32GB", "latency_ms": 0.04, "B": 300, "H": 512},
+    {
+        "op": "conv", "device": "Tesla P100-PCIE-16GB", "latency_ms": 0.866709, "B": 18, "conv_in_channels": 21,
+        "conv_out_channels": 2034, "conv_kernel": 3, "conv_input_hw": 9, "conv_stride": 1, "conv_padding": 1,
+    },
+]  # fmt: skip
+
+CONV = [
+    "conv_in_channels", "conv_out_channels", "conv_kernel", "conv_input_hw", "conv_stride", "conv_padding",
+]  # fmt: skip
+
+
+def operators(path: Path, rows: list[dict[str, Any]] = ROWS, **columns: Any) -> Path:
+    """A file of operators as NeuSight's, dimensions as nullable integers."""
+    frame = pd.DataFrame(rows)
+    for name in ("B", "M", "N", "K", "H", *CONV):
+        frame[name] = frame.get(name, pd.Series([None] * len(frame))).astype("Int64")
+    frame = frame.assign(**{"split": "train", "authors_used": True, "dtype": "float32", **columns})
+    frame.to_parquet(path)
+    return path
+
+
+def node(name: str, ops: Any = (), inputs: Any = (), output: Any = (1,), **more: Any) -> dict[str, Any]:
+    """A row of a trace."""
+    kind = ops[0][0] if ops else "misc"
+    return {
+        "Name": name, "OpName": kind, "FwOps": repr(list(ops)), "BwOps": "[]", "AccOps": "[]",
+        "InputShapes": repr(list(inputs)), "OutputShape": repr(tuple(output)), "label_fw": 0.01, "label_bw": 0.0,
+        "label_acc": 0.0, "neusight_fw": 0.02, "device": "Tesla_V100-PCIE-32GB", "desc": "gpt2_large-inf-8-2",
+        "model": "gpt2_large", "mode": "inf", "seq": 8, "batch": 2, "family": "other", **more,
+    }  # fmt: skip
+
+
+TRACE = [
+    node("input_ids", output=(2, 8)),
+    node("transformer_h_0_ln_1", [["VECln", (16, 64)]], [(2, 8, 64)], (2, 8, 64), label_fw=0.03),
+    node("addmm", [["Linear", (16, 64, 192)]], [(192,), (16, 64), (64, 192)], (16, 192), label_fw=0.05),
+    node("view", inputs=[(16, 192), (1,)], output=(2, 8, 192)),
+    node("truediv", [["VECdiv", (16, 192)]], [(2, 8, 192), (1,)], (2, 8, 192)),
+    node("add_15", [["VECadd", (16, 192)]], [(2, 8, 192), (1, 8, 192)], (2, 8, 192)),
+    node("frobnicate_1", inputs=[(2, 8, 192)], output=(2, 8, 192)),
+    node("lm_head", [["Linear", (16, 64, 1000)]], [(2, 8, 64)], (2, 8, 1000), label_fw=0.06),
+]
+
+
+def traces(path: Path, rows: list[dict[str, Any]] = TRACE) -> Path:
+    """A file of traces."""
+    pd.DataFrame(rows).to_parquet(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[ImportReport, Dataset]:
+    folder = tmp_path_factory.mktemp("neusight")
+    report = import_neusight(
+        [operators(folder / "ops.parquet"), traces(folder / "traces.parquet")], folder / "out"
+    )
+    return report, Dataset.open(folder / "out")
+
+
+def task_of(dataset: Dataset, number: int) -> tuple[Any, Any]:
+    """Record and task of a row of the file."""
+    record = next(r for r in dataset.iter_records() if r.meta["row"] == number)
+    return record, dataset.tasks[dataset.programs[record.program].task_hash]
+
+
+def test_latencies_are_seconds_and_devices_canonical(imported: tuple[ImportReport, Dataset]) -> None:
+    report, dataset = imported
+    assert report.records == {"ok": len(ROWS)} and len(dataset.records) == len(ROWS)
+    assert set(dataset.records["device"]) == {
+        "a100-pcie-40gb", "t4", "mi100", "v100-pcie-32gb", "p100-pcie-16gb",
+    }  # fmt: skip
+    for number, row in enumerate(ROWS):
+        record, _ = task_of(dataset, number)
+        assert record.latency_s == pytest.approx(row["latency_ms"] / 1000, rel=1e-12)
+        assert record.meta["op"] == row["op"] and record.meta["authors_used"] is True
+    assert {p.implementation for p in dataset.programs.values()} == {"library"}
+
+
+@pytest.mark.parametrize(
+    ("number", "flops", "elements"),
+    [
+        # 2 m n k and the bias; x, w, b and y
+        (0, 2 * 58 * 13 * 141 + 58 * 141, 58 * 13 + 13 * 141 + 141 + 58 * 141),
+        (1, 2 * 734 * 196 * 220 * 65, 734 * (196 * 220 + 220 * 65 + 196 * 65)),
+        (3, 127 * 168, 3 * 127 * 168),
+        (4, 0, 2 * 127 * 168),
+        (5, 4 * 300 * 500, 2 * 300 * 500),
+        (7, 2 * 18 * 2034 * 21 * 9 * 81, 18 * 81 * (21 + 2034) + 9 * 21 * 2034),
+    ],
+)
+def test_work_and_traffic_by_the_operators_formulas(
+    imported: tuple[ImportReport, Dataset], number: int, flops: int, elements: int
+) -> None:
+    from cdmpp.program.tasks import task_from_prim_func
+
+    _, task = task_of(imported[1], number)
+    assert (task.flops, task.bytes) == (flops, 4 * elements)
+    whole = task_from_prim_func(task.prim_func())
+    assert (whole.hash, whole.flops, whole.bytes) == (task.hash, task.flops, task.bytes)
+
+
+@pytest.mark.parametrize(("number", "reduction"), [(0, 13), (1, 220)])
+def test_n_is_the_reduction(imported: tuple[ImportReport, Dataset], number: int, reduction: int) -> None:
+    from cdmpp.program.tvm_env import import_tvm
+
+    tvm = import_tvm()
+    _, task = task_of(imported[1], number)
+    func = task.prim_func()
+    schedule = tvm.s_tir.Schedule(tvm.IRModule({"main": func}))
+    loops = schedule.get_loops(schedule.get_sblock("matmul"))
+    assert int(schedule.get(loops[-1]).extent) == reduction
+    assert [int(n) for n in func.params[-1].shape][-1] == ROWS[number]["K"]
+
+
+def test_equal_shapes_are_one_program_with_several_records(imported: tuple[ImportReport, Dataset]) -> None:
+    dataset = imported[1]
+    assert task_of(dataset, 1)[0].program == task_of(dataset, 2)[0].program
+    labels = dataset.labels()
+    assert labels[labels["device"] == "t4"]["n_records"].tolist() == [2]
+
+
+def test_tasks_are_stored_by_their_dimensions(imported: tuple[ImportReport, Dataset]) -> None:
+    dataset = imported[1]
+    for task in dataset.tasks.values():
+        assert len(task.tir_json) < 200
+        ast = compact_ast(rebuild(dataset.programs[task.hash], task, None))
+        assert ast.column("program_flops")[0] == pytest.approx(task.flops)
+
+
+def test_a_trace_is_a_graph(imported: tuple[ImportReport, Dataset]) -> None:
+    report, dataset = imported
+    assert report.graphs == ("gpt2_large-inf-8-2",) and report.unknown_operators == {"frobnicate": 1}
+    graph = load_graphs(dataset.path)["gpt2_large-inf-8-2"]
+    assert [node.name for node in graph.nodes] == [row["Name"] for row in TRACE]
+    by_name = {node.name: node for node in graph.nodes}
+    # NeuSight's trace has one of 36 layers, from its first layer norm to its last sum
+    assert [node.repeat for node in graph.nodes] == [1, 36, 36, 36, 36, 36, 1, 1]
+    assert [node.kind for node in graph.nodes] == [
+        "view", "kernel", "kernel", "view", "kernel", "kernel", "unknown", "kernel",
+    ]  # fmt: skip
+    assert by_name["addmm"].inputs == ("transformer_h_0_ln_1",)
+    assert by_name["addmm"].measured_s == {"v100-pcie-32gb": pytest.approx(5e-5)}
+    assert by_name["addmm"].predicted_s == {"neusight": {"v100-pcie-32gb": pytest.approx(2e-5)}}
+    (task_hash,) = by_name["addmm"].tasks
+    assert dataset.tasks[task_hash].networks == {"gpt2_large-inf-8-2": 36}
+    assert dataset.tasks[task_hash].flops == 2 * 16 * 64 * 192 + 16 * 192
+    # a number and a broadcast tensor as second input are told by the shapes alone
+    assert json.loads(dataset.tasks[by_name["truediv"].tasks[0]].tir_json)["op"] == "divu"
+    add = json.loads(dataset.tasks[by_name["add_15"].tasks[0]].tir_json)
+    assert (add["shape"], add["other"]) == ([2, 1536], [1, 1536])
+
+
+def test_training_has_its_phases_in_the_order_of_execution(tmp_path: Path) -> None:
+    rows = [
+        node("addmm", [["Linear", (16, 64, 32)]], [(32,), (16, 64), (64, 32)], (16, 32), mode="train",
+             BwOps="[['Linear', (16, 32, 64)], ['Linear', (32, 16, 64)]]", AccOps="[['VECadd', [1, 2048]]]",
+             label_bw=0.05, label_acc=0.02),
+        node("gelu", [["VECgelu", (16, 32)]], [(16, 32)], (16, 32), mode="train", BwOps="[['VECgelu', (16, 32)]]",
+             label_bw=0.02),
+    ]  # fmt: skip
+    import_neusight(traces(tmp_path / "t.parquet", rows), tmp_path / "out")
+    (graph,) = load_graphs(tmp_path / "out").values()
+    assert [node.name for node in graph.nodes] == [
+        "addmm", "gelu", "gelu.backward", "addmm.backward", "addmm.accumulate",
+    ]  # fmt: skip
+    assert [len(node.tasks) for node in graph.nodes] == [1, 1, 1, 2, 1]
+    assert [node.measured_s["v100-pcie-32gb"] for node in graph.nodes] == pytest.approx(
+        [1e-5, 1e-5, 2e-5, 5e-5, 2e-5]
+    )
+
+
+def test_end_to_end_latencies_join_the_graphs(tmp_path: Path) -> None:
+    row = {
+        "device": "Tesla_V100-PCIE-32GB",
+        "model_name": "gpt2_large",
+        "mode": "inf",
+        "seqlen": 8,
+        "batch": 2,
+    }
+    rows = [
+        {**row, "option": None, "label_all_e2e_latency": 12.5, "neusight_all_e2e_latency": 14.0},
+        {**row, "option": "tp4", "label_all_e2e_latency": 3.0, "neusight_all_e2e_latency": 4.0},
+    ]
+    pd.DataFrame(rows).to_csv(tmp_path / "e2e.csv", index=False)
+    report = import_neusight([traces(tmp_path / "t.parquet"), tmp_path / "e2e.csv"], tmp_path / "out")
+    (graph,) = load_graphs(tmp_path / "out").values()
+    assert graph.measured_s == {"v100-pcie-32gb": 0.0125}
+    assert graph.predicted_s == {"neusight": {"v100-pcie-32gb": 0.014}}
+    assert report.notes == ("e2e.csv: 1 rows are of networks without a trace, or of several devices at work",)
+
+
+def test_copies_follow_transpositions_only() -> None:
+    shape = (2, 8, 4, 16)
+    assert forward_calls("contiguous_2", "contiguous", [["MEM", (shape, shape)]], [shape], shape, "permute_1") == (
+        "kernel", [("memory", {"elements": 1024, "inputs": 1})],
+    )  # fmt: skip
+    assert (
+        forward_calls("contiguous_3", "contiguous", [["MEM", (shape, shape)]], [shape], shape, "lm_head")[0]
+        == "view"
+    )
+    assert forward_calls("max_1", "misc", [], [shape, (1,)], shape)[1] == [
+        ("memory", {"elements": 1024, "inputs": 1})
+    ]
+    assert forward_calls("getitem", "getitem", [["MEM", ((1,), shape)]], [(1,)], shape) == ("view", [])
+
+
+# -- bad input ----------------------------------------------------------------------------------------------------
+
+
+def changed(number: int, **values: Any) -> list[dict[str, Any]]:
+    return [{**row, **values} if i == number else row for i, row in enumerate(ROWS)]
+
+
+@pytest.mark.parametrize("factor", [1e-3, 1e3])
+@pytest.mark.parametrize("number", range(len(ROWS)))
+def test_a_unit_off_by_1000_is_refused_with_its_row(tmp_path: Path, number: int, factor: float) -> None:
+    rows = changed(number, latency_ms=ROWS[number]["latency_ms"] * factor)
+    with pytest.raises(
+        DatasetError, match=rf"ops\.parquet, row {number} .*implausibly.*off by 1000"
+    ) as caught:
+        import_neusight(operators(tmp_path / "ops.parquet", rows), tmp_path / "out")
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (changed(3, latency_ms=float("nan")), "row 3 .*expected a number above 0"),
+        (changed(3, latency_ms=0.0), "row 3 .*expected a number above 0"),
+        (changed(1, N=None), "row 1: bmm has N = <NA>"),
+        (changed(1, N=0), "row 1: bmm has N = 0, expected a whole number of at least 1"),
+        (changed(7, conv_padding=-1), "row 7: conv has conv_padding = -1"),
+    ],
+)
+def test_a_row_that_cannot_be_is_named(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(DatasetError, match=message):
+        import_neusight(operators(tmp_path / "ops.parquet", rows), tmp_path / "out")
+
+
+def test_an_unknown_operator_or_type_is_counted_not_fatal(tmp_path: Path) -> None:
+    rows = [*changed(5, op="fft"), {**ROWS[5], "op": "fft"}]
+    dtypes = ["float16" if row["op"] == "powu" else "float32" for row in rows]
+    report = import_neusight(operators(tmp_path / "ops.parquet", rows, dtype=dtypes), tmp_path / "out")
+    assert report.unknown_operators == {"fft": 2, "powu (float16)": 1}
+    assert report.records == {"ok": len(ROWS) - 2}
+
+
+def test_an_unknown_device_is_named_with_near_ones(tmp_path: Path) -> None:
+    rows = changed(1, device="Tesla T5")
+    with pytest.raises(
+        UnknownDeviceError, match=r"ops\.parquet: unknown device 'Tesla T5'; did you mean .*t4"
+    ):
+        import_neusight(operators(tmp_path / "ops.parquet", rows), tmp_path / "out")
+
+
+def test_missing_columns_and_foreign_files_are_named(tmp_path: Path) -> None:
+    pd.DataFrame(ROWS).drop(columns=["latency_ms"]).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(DatasetError, match=r"a\.parquet has no column latency_ms"):
+        import_neusight(tmp_path / "a.parquet", tmp_path / "out")
+    pd.DataFrame(ROWS).drop(columns=["N"]).to_parquet(tmp_path / "b.parquet")
+    with pytest.raises(DatasetError, match=r"b\.parquet has no column N"):
+        import_neusight(tmp_path / "b.parquet", tmp_path / "out")
+    pd.DataFrame({"x": [1]}).to_csv(tmp_path / "c.csv")
+    with pytest.raises(DatasetError, match="is none of NeuSight's tables"):
+        import_neusight(tmp_path / "c.csv", tmp_path / "out")
+    (tmp_path / "d.parquet").write_text("nothing")
+    for name in ("d.parquet", "absent.parquet"):
+        with pytest.raises(DatasetError, match=f"cannot read .*{name}"):
+            import_neusight(tmp_path / name, tmp_path / "out")
+    with pytest.raises(DatasetError, match="limit is 0"):
+        import_neusight(operators(tmp_path / "e.parquet"), tmp_path / "out", limit=0)
+
+
+def test_a_cycle_in_a_trace_is_named(tmp_path: Path) -> None:
+    rows = [
+        node("a", [["VECadd", (16, 32)]], [(16, 32)] * 2, (16, 32), Prev="{'b'}"),
+        node("b", [["VECadd", (16, 32)]], [(16, 32)] * 2, (16, 32), Prev="{'a'}"),
+    ]
+    with pytest.raises(
+        NetworkError, match=r"nodes wait for each other: (a -> b -> a|b -> a -> b)$"
+    ) as caught:
+        import_neusight(traces(tmp_path / "t.parquet", rows), tmp_path / "out")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_trace_may_tell_its_dependencies(tmp_path: Path) -> None:
+    rows = [
+        node(name, [["VECadd", (16, 32)]], [(16, 32)] * 2, (16, 32), Prev=prev)
+        for name, prev in (("a", "set()"), ("b", "{'a'}"), ("c", "{'a'}"), ("d", "{'b', 'c'}"))
+    ]
+    rows[0]["Prev"] = "[]"
+    import_neusight(traces(tmp_path / "t.parquet", rows), tmp_path / "out")
+    (graph,) = load_graphs(tmp_path / "out").values()
+    assert {node.name: node.inputs for node in graph.nodes} == {
+        "a": (), "b": ("a",), "c": ("a",), "d": ("b", "c"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (node("a", [["Linear", (16, 32)]]), "has not the sizes that its kind has"),
+        (node("a", FwOps="[["), "t.parquet, gpt2_large-inf-8-2, node a: .*no list of operators"),
+        (node("a", [["Linear", (4096, 4096, 4096)]], label_fw=0.009), "node a: .*implausibly less"),
+    ],
+)
+def test_a_bad_node_is_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(DatasetError, match=message):
+        import_neusight(traces(tmp_path / "t.parquet", [row]), tmp_path / "out")
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("{name: t5, kind: gpu, aliases: [Tesla T5], bandwidth_gb_s: 320}")
+    file = str(operators(tmp_path / "ops.parquet", changed(1, device="Tesla T5")))
+    out = str(tmp_path / "out")
+    assert main(["import", "neusight", file, "--out", out]) == 2
+    assert "unknown device 'Tesla T5'" in capsys.readouterr().err
+    report = tmp_path / "report.json"
+    arguments = ["import", "neusight", file, "--out", out, "--devices", str(mine), "--limit", "4"]
+    assert main([*arguments, "--json", str(report)]) == 0
+    assert "4 labels (no failures)" in capsys.readouterr().out
+    assert json.loads(report.read_text())["records"] == {"ok": 4}
+    assert main([*arguments]) == 2  # the folder is a dataset now
+    assert "is a dataset already" in capsys.readouterr().err
+
+
+# -- the published files ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not (SHARED / "neusight_ops.parquet").exists(), reason="needs ../shared/data")
+def test_known_rows_of_the_published_operators(tmp_path: Path) -> None:
+    frame = pd.read_parquet(SHARED / "neusight_ops.parquet")
+    chosen = frame.loc[[151248, 86121, 109173, 310308]]
+    chosen.to_parquet(tmp_path / "ops.parquet")
+    import_neusight(tmp_path / "ops.parquet", tmp_path / "out")
+    dataset = Dataset.open(tmp_path / "out")
+    record, task = task_of(dataset, 86121)
+    assert (record.device, record.latency_s) == ("t4", pytest.approx(3.312309e-3, rel=1e-6))
+    assert json.loads(task.tir_json) == {"cdmpp_generator": "bmm", "b": 734, "m": 196, "n": 220, "k": 65}
+    record, task = task_of(dataset, 151248)
+    assert record.meta["kernel"] == "ampere_sgemm_32x128_tn" and record.meta["split"] == "train"
+    assert json.loads(task.tir_json) == {"cdmpp_generator": "linear", "m": 58, "n": 13, "k": 141}
+    record, task = task_of(dataset, 109173)
+    assert task.flops == 2 * 18 * 21 * 2034 * 9 * 9 * 9
+
+
+@pytest.mark.skipif(not (SHARED / "neusight_traces.parquet").exists(), reason="needs ../shared/data")
+def test_layers_repeat_as_neusight_adds_them_up(tmp_path: Path) -> None:
+    frame = pd.read_parquet(SHARED / "neusight_traces.parquet")
+    device, wanted = (
+        "Tesla_V100-PCIE-32GB",
+        ("gpt2_large-inf-1024-4", "opt_13-inf-2048-2", "bert_large-inf-512-16"),
+    )
+    chosen = frame[(frame["device"] == device) & frame["desc"].isin(wanted)]
+    chosen.to_parquet(tmp_path / "traces.parquet")
+    report = import_neusight([tmp_path / "traces.parquet", SHARED / "neusight_e2e.csv"], tmp_path / "out")
+    assert report.unknown_operators == {} and set(report.graphs) == set(wanted)
+    for graph in load_graphs(tmp_path / "out").values():
+        total = sum(n.repeat * n.predicted_s["neusight"]["v100-pcie-32gb"] for n in graph.nodes)
+        assert total == pytest.approx(graph.predicted_s["neusight"]["v100-pcie-32gb"], rel=1e-6)
+    # the networks' own latency is that of their kernels, measured one by one, within the gaps between them
+    gpt = load_graphs(tmp_path / "out")["gpt2_large-inf-1024-4"]
+    kernels = sum(n.repeat * n.measured_s["v100-pcie-32gb"] for n in gpt.nodes if n.kind == "kernel")
+    assert kernels == pytest.approx(gpt.measured_s["v100-pcie-32gb"], rel=0.1)
