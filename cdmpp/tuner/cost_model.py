@@ -127,7 +127,7 @@ class CostModel(PyCostModel):  # type: ignore[misc]
         seconds = np.full(len(candidates), np.inf)
         rows, programs = self._encode(context, candidates)
         if programs is not None:
-            seconds[rows] = self.model.predict(_task(context), programs).seconds
+            seconds[rows] = self.model.predict(_task(context), programs)
         return seconds
 
     def interval_s(
@@ -142,9 +142,15 @@ class CostModel(PyCostModel):  # type: ignore[misc]
         return low, high
 
     def learn(
-        self, task: str, hashes: Sequence[str], funcs: Sequence[Any], latency_s: Sequence[float | None]
+        self,
+        task: str,
+        hashes: Sequence[str],
+        funcs: Sequence[Any],
+        latency_s: Sequence[float | None],
+        *,
+        fit: bool = True,
     ) -> None:
-        """Take measured programs of a task (its structural hash), None where one failed, and fit."""
+        """Take measured programs of a task (its structural hash), None where one failed, and fit unless more follow."""
         self._failed.update(h for h, value in zip(hashes, latency_s, strict=True) if value is None)
         known = [(h, f, v) for h, f, v in zip(hashes, funcs, latency_s, strict=True) if v is not None]
         encoded = self._encode_funcs(task, [h for h, _, _ in known], [f for _, f, _ in known])
@@ -153,7 +159,8 @@ class CostModel(PyCostModel):  # type: ignore[misc]
             return
         values = [v for _, _, v in usable]
         self.model.learn(task, [h for h, _, _ in usable], Encoded.stack([e for _, e, _ in usable]), values)
-        self.model.fit()
+        if fit:
+            self.model.fit()
         self._unit_s[task] = min(self._unit_s.get(task, np.inf), *values)
 
     def _encode(self, context: Any, candidates: Sequence[Any]) -> tuple[list[int], Encoded | None]:

@@ -31,22 +31,6 @@ _OWN_INTERVALS = 20
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """Predicted latencies.
-
-    Attributes
-    ----------
-    seconds
-        float64 (n,).
-    deviation
-        Standard deviation of log(measured / seconds), float64 (n,).
-    """
-
-    seconds: FloatArray
-    deviation: FloatArray
-
-
-@dataclass(frozen=True)
 class Anchors:
     """Labelled programs of the predictor's validation part, on which learning must do no harm.
 
@@ -89,12 +73,11 @@ class OnlineModel:
     def __len__(self) -> int:
         return len(self._records)
 
-    def predict(self, task: str, programs: Encoded) -> Estimate:
-        """Predict programs of one task."""
+    def predict(self, task: str, programs: Encoded) -> FloatArray:
+        """Seconds of programs of one task, float64 (n,)."""
         if self._correction is None:
-            return Estimate(np.exp(programs.log_s), np.full(len(programs), math.inf))
-        shift, deviation = self._correction.predict(programs.z, self._tasks.get(task, -1))
-        return Estimate(np.exp(programs.log_s + shift), deviation)
+            return np.exp(programs.log_s)
+        return np.exp(programs.log_s + self._correction.mean(programs.z, self._number(task)))
 
     def interval(self, task: str, programs: Encoded, coverage: float) -> tuple[FloatArray, FloatArray]:
         """Lowest and highest seconds that measurements fall between, (n,) each: (0, inf) where nothing tells.
@@ -102,17 +85,21 @@ class OnlineModel:
         The prior's interval before there are enough records, then that of the corrected prediction; both conformal,
         though a search that picks the best of many programs is not the random choice their guarantee is for.
         """
-        estimate = self.predict(task, programs)
+        seconds, correction = self.predict(task, programs), self._correction
         width = None
-        if self._correction is not None and len(self._correction) >= _OWN_INTERVALS:
-            width = self._correction.width(coverage)
-        if width is not None:
-            half = width * estimate.deviation
+        if correction is not None and len(correction) >= _OWN_INTERVALS:
+            width = correction.width(coverage)
+        if correction is not None and width is not None:
+            half = width * correction.deviation(programs.z, self._number(task))
         else:
             of_prior = self.prior.half_width(coverage)
             half = np.full(len(programs), math.inf if of_prior is None else of_prior)
         with np.errstate(over="ignore"):
-            return estimate.seconds * np.exp(-half), estimate.seconds * np.exp(half)
+            return seconds * np.exp(-half), seconds * np.exp(half)
+
+    def _number(self, task: str) -> int:
+        """Of a task in the records; -1 of one that has none."""
+        return self._tasks.get(task, -1)
 
     def learn(
         self, task: str, hashes: Sequence[str], programs: Encoded, latency_s: Sequence[float] | FloatArray
@@ -151,7 +138,7 @@ class OnlineModel:
         if self._anchors is None:
             return math.nan
         programs, labels = self._anchors
-        predicted = self.predict("", programs).seconds if corrected else np.exp(programs.log_s)
+        predicted = self.predict("", programs) if corrected else np.exp(programs.log_s)
         return float(np.mean(np.abs(predicted / labels - 1)))
 
     def describe(self) -> dict[str, Any]:

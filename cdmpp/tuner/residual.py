@@ -108,13 +108,19 @@ class Correction:
     def __len__(self) -> int:
         return len(self._task)
 
-    def predict(self, z: FloatArray, task: int) -> tuple[FloatArray, FloatArray]:
-        """Expected residual and standard deviation of a measurement, log seconds, (m,), of programs of one task."""
+    def mean(self, z: FloatArray, task: int) -> FloatArray:
+        """Expected residual, log seconds, (m,), of programs of one task."""
+        return self._cross(z, task) @ self._alpha
+
+    def deviation(self, z: FloatArray, task: int) -> FloatArray:
+        """Standard deviation of a measurement's residual, log seconds, (m,), of programs of one task."""
+        cross = self._cross(z, task)
+        explained = ((cross @ self._inverse) * cross).sum(1)
+        return np.sqrt(np.maximum(self.kernel.variance - explained, 0.0) + self.kernel.noise)
+
+    def _cross(self, z: FloatArray, task: int) -> FloatArray:
         tasks = np.full(len(z), task, dtype=np.int64)
-        cross = self.kernel.covariance(z, tasks, self._z, self._task)
-        explained = np.einsum("ij,jk,ik->i", cross, self._inverse, cross, optimize=True)
-        variance = np.maximum(self.kernel.variance - explained, 0.0) + self.kernel.noise
-        return cross @ self._alpha, np.sqrt(variance)
+        return self.kernel.covariance(z, tasks, self._z, self._task)
 
     def width(self, coverage: float) -> float | None:
         """Standard deviations that an interval reaches to either side; None with too few records to tell.
@@ -146,7 +152,8 @@ def fit_correction(
     recent = (z[rows], task[rows], residual[rows])
     kernels = list(_candidates(*recent))
     if may_share and _tasks_help_each_other(kernels, *recent, common):
-        kernels += [_sharing(kernel, common) for kernel in kernels]
+        # Leaving one record out does not tell these from the others: a task's own records say it all.
+        kernels = [_sharing(kernel, common) for kernel in kernels]
     scored = [(_left_out(kernel, *recent), kernel) for kernel in kernels]
     left_out, kernel = max(scored, key=lambda pair: pair[0].log_density)
     nothing = float(np.mean(recent[2] ** 2))
@@ -168,10 +175,10 @@ def _candidates(z: FloatArray, task: IntArray, residual: FloatArray) -> Iterator
     offset = max(float(np.mean(means**2)), _LEAST**2)
     within = float(np.sum((residual - means[number]) ** 2)) / max(len(residual) - len(tasks), 1)
     within = max(within, _LEAST**2)
-    yield Kernel(within, offset)
     distances = np.sqrt(squared_distances(z, z))
     apart = distances[distances > 1e-9]
     typical = float(np.median(apart)) if len(apart) else 1.0
+    yield Kernel(within, offset, length=typical)
     for share in _NOISE_SHARES:
         for length in _LENGTHS:
             yield Kernel(share * within, offset, (1 - share) * within, length=length * typical)

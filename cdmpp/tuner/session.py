@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import TunerError
@@ -44,12 +44,17 @@ class Progress:
 
 @dataclass
 class _Round:
-    """Candidates of one task on their way through measuring."""
+    """Candidates of one task on their way through measuring.
+
+    ``candidates`` are those that are measured, ``dropped`` how many are not; ``proposed`` are MetaSchedule's own objects,
+    none where the candidates are not of its search.
+    """
 
     index: int
     candidates: list[Candidate]
     futures: list[Future[Outcome]]
-    proposed: list[Any] = field(default_factory=list)
+    dropped: int
+    proposed: list[Any]
 
 
 class TuningSession:
@@ -138,7 +143,8 @@ class TuningSession:
         reason = None
         while reason is None:
             self._tick()
-            reason = self._objective.reached(self.costs, self.curve)
+            planned = self._planned(under_way)
+            reason = self._objective.reached(planned, self.curve)
             if reason is not None:
                 break
             index = next_task(self.states, [r.index for r in under_way])
@@ -146,7 +152,7 @@ class TuningSession:
                 reason = "nothing more to try"
                 break
             if index is not None:
-                begun = self._begin_round(index)
+                begun = self._begin_round(index, planned)
                 if begun is not None:
                     under_way.append(begun)
             if under_way and (index is None or len(under_way) >= _DEPTH):
@@ -158,30 +164,36 @@ class TuningSession:
 
     # -- rounds ----------------------------------------------------------------------------------------------
 
-    def _begin_round(self, index: int) -> _Round | None:
+    def _planned(self, under_way: Sequence[_Round]) -> Costs:
+        """Costs with what is under way."""
+        measured = sum(len(r.candidates) for r in under_way)
+        return replace(
+            self.costs,
+            trials=self.costs.trials + measured + sum(r.dropped for r in under_way),
+            measurements=self.costs.measurements + measured,
+        )
+
+    def _begin_round(self, index: int, planned: Costs) -> _Round | None:
         """Search, drop, and hand the rest over; None where nothing is left to measure."""
-        state, tuner = self.states[index], self._tuners[index]
         candidates = self._first.pop(index, None)
         proposed: list[Any] = []
         if candidates is None:
-            found = self._search(index)
-            if found is None:
-                state.finished = "its space gives no more valid programs"
+            candidates = self._search(index)
+            if candidates is None:
+                self.states[index].finished = "its space gives no more valid programs"
                 return None
-            proposed = [c.measure for c in found]
-            candidates = found
+            proposed = [c.measure for c in candidates]
         candidates = [c for c in candidates if c.hash not in self._known]
-        candidates = candidates[: max(0, self._objective.trials - self.costs.trials)]
-        self.costs.trials += len(candidates)
+        candidates = candidates[: max(0, self._objective.trials - planned.trials)]
         kept = self._worth(index, candidates)
-        kept = kept[: self._objective.room(self.costs, len(kept))]
-        if not kept:
-            tuner.tell(proposed, self._no_results(proposed)) if index in self._started else None
-            state.end_round(0)
-            return None
-        self.costs.measurements += len(kept)
+        dropped = len(candidates) - len(kept)
+        kept = kept[: self._objective.room(planned, len(kept))]
         self._known.update((c.hash, None) for c in kept)
-        return _Round(index, kept, self._measurer.submit([c.job for c in kept]), proposed)
+        begun = _Round(index, kept, self._measurer.submit([c.job for c in kept]), dropped, proposed)
+        if kept:
+            return begun
+        self._end_round(begun)
+        return None
 
     def _search(self, index: int) -> list[Candidate] | None:
         tuner = self._tuners[index]
@@ -194,39 +206,36 @@ class TuningSession:
         """Without the candidates that cannot win."""
         if self._trimmer is None or not candidates:
             return candidates
-        state = self.states[index]
         worth = self._trimmer.worth(
-            self._tuners[index].context, [c.measure for c in candidates], state.latency_s
+            self._tuners[index].context, [c.measure for c in candidates], self.states[index].latency_s
         )
-        kept = [c for c, good in zip(candidates, worth, strict=True) if good]
-        dropped = len(candidates) - len(kept)
-        state.dropped += dropped
-        self.costs.dropped += dropped
-        self.costs.saved_s += dropped * state.spent_s / max(1, state.measured)
-        return kept
+        return [c for c, good in zip(candidates, worth, strict=True) if good]
 
     def _end_round(self, begun: _Round) -> None:
         """Wait for the outcomes, as long as the budget allows, and learn from them."""
         from cdmpp.tuner.metaschedule import runner_result
 
         state, tuner = self.states[begun.index], self._tuners[begun.index]
+        self.costs.saved_s += begun.dropped * state.spent_s / max(1, state.measured)
         done: list[tuple[Candidate, Outcome]] = []
         for candidate, outcome in zip(begun.candidates, self._outcomes(begun.futures), strict=True):
             if outcome is None:
-                self.costs.measurements -= 1
                 continue
             self._take(state, outcome)
             if outcome.latency_s is not None:
                 self._store.commit(tuner, candidate, outcome.latency_s)
             done.append((candidate, outcome))
-        measures = [c.measure for c, _ in done]
-        results = [runner_result(o) for _, o in done]
+        self.costs.trials += len(done) + begun.dropped
+        self.costs.measurements += len(done)
+        self.costs.dropped += begun.dropped
+        state.dropped += begun.dropped
         if done:
-            self._model.update(tuner.context, measures, results)
-        if begun.index in self._started:
+            results = [runner_result(outcome) for _, outcome in done]
+            self._model.update(tuner.context, [c.measure for c, _ in done], results)
+        if begun.proposed:
             tuner.tell(begun.proposed, self._no_results(begun.proposed))
         if done or not begun.candidates:
-            state.end_round(sum(o.latency_s is not None for _, o in done))
+            state.end_round(sum(outcome.latency_s is not None for _, outcome in done))
         self._note(state)
 
     def _outcomes(self, futures: Sequence[Future[Outcome]]) -> Iterator[Outcome | None]:
@@ -302,6 +311,10 @@ class TuningSession:
             self._model.update(self._tuners[index].context, [c.measure for c, _ in pairs], results)
             state = self.states[index]
             state.history = [state.best_s or float("inf")] * -(-len(pairs) // self._batch)
+        # The curve may lack what was measured last.
+        self.costs.measurements = sum(state.measured for state in self.states)
+        self.costs.failures = sum(state.failed for state in self.states)
+        self.costs.trials = max(self.costs.trials, self.costs.measurements + self.costs.dropped)
 
     def _measure_untuned(self) -> None:
         """Measure the unscheduled tasks: what tuning starts from. They are no trials."""

@@ -93,9 +93,13 @@ class TuningStore:
         )
         self.database: Any = None
 
-    def close(self) -> None:
-        """Make sure of everything, and let others write."""
-        self.dataset.close()
+    def close(self, done: bool = False) -> None:
+        """Let others write; a tuning that is done has its dataset made compact."""
+        try:
+            if done:
+                self.dataset.finalize()
+        finally:
+            self.dataset.close()
 
     # -- the database ------------------------------------------------------------------------------------------
 
@@ -168,6 +172,19 @@ class TuningStore:
             measure.sch.trace, workload, [latency_s], tuner.context.target, measure.args_info
         )
         self.database.commit_tuning_record(record)
+
+    def commit_unscheduled(self, tuner: TaskTuner, latency_s: float) -> None:
+        """Put the task as it is into the MetaSchedule database, as a trace that changes nothing.
+
+        For tasks that no schedule makes faster. To be called after the search, which cannot mutate such a trace: a
+        resumed tuning makes the database anew without it.
+        """
+        from tvm.s_tir.schedule import Schedule
+
+        schedule = Schedule(tuner.mod)
+        # A record whose trace has no instruction is none to MetaSchedule.
+        schedule.get_sblock("root", func_name="main")
+        self.commit(tuner, tuner.candidate_of(schedule, "unscheduled"), latency_s)
 
     # -- the curve ---------------------------------------------------------------------------------------------
 

@@ -77,7 +77,19 @@ class TuneConfig:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What became of a task; seconds, None where there is no program that works."""
+    """What became of a task.
+
+    Attributes
+    ----------
+    task, name, weight
+        Hash and name; how often the network runs it.
+    untuned_s, best_s
+        Seconds of the unscheduled task and of the best schedule; None where none works.
+    measured, failed, dropped
+        Candidates.
+    finished
+        Why it was given up; "" if it was not.
+    """
 
     task: str
     name: str
@@ -299,6 +311,10 @@ def _tune(
                 progress=progress,
             )
             stopped = session.run()
+        for tuner, state in zip(tuners, session.states, strict=True):
+            if state.untuned_s is not None and state.untuned_s == state.latency_s:
+                store.commit_unscheduled(tuner, state.untuned_s)
+        store.close(done=True)
     finally:
         store.close()
     results = [
@@ -348,7 +364,6 @@ def make_cost_model(config: TuneConfig, device: Device) -> Any:
         return cost_model.XGBModel(
             extractor="per-store-feature",
             config=cost_model.xgb_model.XGBConfig(seed=config.seed),
-            num_tuning_cores=1,
             verbose_eval=False,
         )
     return cost_model.RandomModel(seed=config.seed)
@@ -397,6 +412,12 @@ def _engine(config: TuneConfig, device: Device) -> EngineConfig:
         plan=config.plan or SamplingPlan(),
         realtime=config.realtime,
     )
+
+
+def alone_engine_config(device: str | Device) -> EngineConfig:
+    """An engine that measures programs with nothing built meanwhile, for final latencies."""
+    found = device_of_this_machine(device)
+    return replace(_engine(TuneConfig(Objective(1)), found), overlap=False)
 
 
 def _tuners(

@@ -143,7 +143,8 @@ def _learn_other_tasks(
         return 0
     frame = view.records
     tuned = {tuner.task.hash for tuner in tuners}
-    frame = frame[(frame["device"] == device.name) & (frame["status"] == "ok") & ~frame["task"].isin(tuned)]
+    frame = frame[(frame["device"] == device.name) & (frame["status"] == "ok")]
+    frame = frame[~frame["task"].isin(tuned) & (frame["origin"] != "unscheduled")]
     rebuild, taken = Rebuilder(), 0
     for task_hash, rows in frame.tail(_OTHER_TASKS).groupby("task", sort=False):
         funcs, hashes, latencies = [], [], []
@@ -157,8 +158,9 @@ def _learn_other_tasks(
                 continue
             hashes.append(program.hash)
             latencies.append(float(row.latency_s))
-        cost_model.learn(str(task_hash), hashes, funcs, latencies)
+        cost_model.learn(str(task_hash), hashes, funcs, latencies, fit=False)
         taken += len(hashes)
+    cost_model.model.fit()
     return taken
 
 

@@ -1,0 +1,128 @@
+"""The cost model inside of TVM's own tuning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from predictor_synthetic import make_device
+
+import cdmpp
+from cdmpp.errors import UnknownDeviceError
+from cdmpp.program.tvm_env import import_tvm, structural_hash
+from cdmpp.tuner import CostModel, Measurer, builder_and_runner
+from cdmpp.tuner.task_tuner import TaskTuner
+from tests.profiler.programs import matmul_task
+from tests.tuner.tuner_samples import SEARCH, FakeEngine, made_up_latency_s, tiny_predictor
+
+tvm = import_tvm()
+
+from tvm.s_tir import meta_schedule as ms  # noqa: E402
+
+LLVM = {"kind": "llvm", "num-cores": 1}
+
+
+@pytest.fixture(scope="module")
+def context_and_candidates() -> tuple[Any, list[Any]]:
+    tuner = TaskTuner(matmul_task(48), cdmpp.get_device("this-cpu@1"), SEARCH, 1)
+    tuner.start(ms.database.MemoryDatabase(), ms.cost_model.RandomModel(), 12)
+    return tuner.context, [c.measure for c in tuner.propose() or ()]
+
+
+def results(latencies: list[float | None]) -> list[Any]:
+    return [
+        ms.runner.RunnerResult(None, "no") if s is None else ms.runner.RunnerResult([s], None)
+        for s in latencies
+    ]
+
+
+def test_scores_are_throughputs_of_predicted_seconds(context_and_candidates: tuple[Any, list[Any]]) -> None:
+    context, candidates = context_and_candidates
+    predictor = tiny_predictor()
+    model = CostModel(predictor, make_device("slow", 1000.0))
+    assert isinstance(model, ms.CostModel)
+    seconds = predictor.predict([c.sch.mod for c in candidates], "slow")
+    assert model.predict_s(context, candidates) == pytest.approx(seconds, rel=1e-4)
+    scores = model.predict(context, candidates)
+    assert scores.dtype == np.float64 and scores.shape == (len(candidates),)
+    assert scores == pytest.approx(seconds.min() / seconds, rel=1e-4)
+    assert model.predict(context, candidates[3:5]) == pytest.approx(scores[3:5]), "scores of calls compare"
+
+
+def test_what_is_asked_again_is_not_computed_again(context_and_candidates: tuple[Any, list[Any]]) -> None:
+    context, candidates = context_and_candidates
+    model = CostModel(None, "this-cpu@1")
+    before = model.predict_s(context, candidates)
+    assert (model.asked, model.computed) == (
+        len(candidates),
+        len({structural_hash(c.sch.mod["main"]) for c in candidates}),
+    )
+    computed = model.computed
+    model.update(context, candidates[:4], results([1.0, 2.0, 3.0, 4.0]))
+    after = model.predict_s(context, candidates)
+    assert model.computed == computed, "measurements change predictions, not what is cached"
+    assert not np.allclose(before, after)
+
+
+def test_it_learns_and_remembers_failures(
+    context_and_candidates: tuple[Any, list[Any]], tmp_path: Path
+) -> None:
+    context, candidates = context_and_candidates
+    model = CostModel(None, "this-cpu@1")
+    latencies = [1e-3 * (1 + i) for i in range(len(candidates) - 1)]
+    before = np.abs(np.log(model.predict_s(context, candidates[:-1]) / latencies)).mean()
+    model.update(context, candidates, results([*latencies, None]))
+    seconds = model.predict_s(context, candidates)
+    assert np.abs(np.log(seconds[:-1] / latencies)).mean() < 0.5 * before
+    assert np.isinf(seconds[-1]) and model.predict(context, candidates)[-1] == 0
+    assert np.isinf(model.interval_s(context, candidates, 0.9)[0][-1]), "so that it is dropped"
+    assert model.predict(context, candidates).max() <= 1e6
+    model.save(str(tmp_path / "model"))
+    again = CostModel(None, "this-cpu@1")
+    again.load(str(tmp_path / "model"))
+    assert again.predict_s(context, candidates[:-1]) == pytest.approx(seconds[:-1])
+
+
+def test_bad_devices_are_refused() -> None:
+    with pytest.raises(UnknownDeviceError):
+        CostModel(None, "no-such-device")
+
+
+def test_tune_tir_takes_cost_model_builder_and_runner(tmp_path: Path) -> None:
+    engine, model = FakeEngine(), CostModel(None, "this-cpu@1")
+    mod = tvm.IRModule({"main": matmul_task(48).prim_func()})
+    with Measurer(engine) as measurer:
+        builder, runner = builder_and_runner(measurer)
+        database = ms.tune_tir(
+            mod,
+            LLVM,
+            str(tmp_path),
+            12,
+            num_trials_per_iter=6,
+            builder=builder,
+            runner=runner,
+            cost_model=model,
+            space=ms.space_generator.PostOrderApply(sch_rules="llvm", postprocs="llvm", mutator_probs="llvm"),
+            strategy=ms.search_strategy.EvolutionarySearch(
+                population_size=24, genetic_num_iters=1, init_min_unmeasured=1
+            ),
+            num_tuning_cores=1,
+            seed=1,
+        )
+    assert len(engine.measured) == 12 and len(database) == 12
+    found = sorted(float(record.run_secs[0]) for record in database.get_all_tuning_records())
+    assert found == pytest.approx(sorted(made_up_latency_s(h) for h in engine.measured))
+    assert len(model.model) == 12 and model.asked > model.computed
+
+
+def test_failures_come_back_from_the_runner(tmp_path: Path) -> None:
+    mod = tvm.IRModule({"main": matmul_task(48).prim_func()})
+    with Measurer(FakeEngine(lambda _: None)) as measurer:
+        builder, runner = builder_and_runner(measurer)
+        (built,) = builder.build([ms.builder.BuilderInput(mod, tvm.target.Target(LLVM))])
+        assert built.error_msg is None
+        (future,) = runner.run([ms.runner.RunnerInput(built.artifact_path, "llvm", [])])
+        result = future.result()
+    assert result.run_secs is None and "run_error: made up" in result.error_msg

@@ -1,0 +1,108 @@
+"""The measurer with the real engine and with made-up ones that fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+
+import pytest
+
+from cdmpp.errors import ProfilerError, TunerError
+from cdmpp.profiler.build import BuildJob
+from cdmpp.profiler.engine import CpuEngine, Outcome
+from cdmpp.tuner.measure import Measurer, job_of_module
+from tests.profiler.programs import as_it_is, matmul_task, sampled, segfault_task
+from tests.profiler.test_engine import QUICK
+from tests.tuner.tuner_samples import FakeEngine, made_up_latency_s
+
+
+def test_outcomes_come_to_whom_they_belong() -> None:
+    jobs = sampled(matmul_task(), 5)
+    with Measurer(FakeEngine()) as measurer:
+        futures = measurer.submit(jobs)
+        for job, future in zip(jobs, futures, strict=True):
+            outcome = future.result(timeout=10)
+            assert outcome.job.program.hash == job.program.hash
+            assert outcome.latency_s == made_up_latency_s(job.program.hash)
+
+
+def test_a_program_under_way_is_not_measured_twice() -> None:
+    jobs, engine = sampled(matmul_task(), 2), FakeEngine(delay_s=0.1)
+    with Measurer(engine) as measurer:
+        first, second = measurer.submit(jobs), measurer.submit(jobs)
+    assert first[0] is second[0] and first[1].result() is second[1].result()
+    assert len(engine.measured) == 2, "leaving waits for what was submitted"
+
+
+def test_scheduled_modules_are_measured_as_they_are() -> None:
+    from cdmpp.program.tvm_env import import_tvm
+
+    tvm = import_tvm()
+    job = job_of_module(tvm.IRModule({"main": matmul_task().prim_func()}))
+    with Measurer(CpuEngine(QUICK)) as measurer:
+        (future,) = measurer.submit([job])
+        assert future.result(timeout=120).status == "ok"
+    assert job.program.hash == matmul_task().hash
+
+
+def test_a_builder_that_dies_in_the_middle_of_a_batch_costs_nothing() -> None:
+    engine = CpuEngine(QUICK)
+    jobs = sampled(matmul_task(), 6)
+    with Measurer(engine) as measurer:
+        futures = measurer.submit(jobs)
+        futures[0].result(timeout=120)
+        os.kill(engine._builders[0].pid, signal.SIGKILL)
+        outcomes = [future.result(timeout=120) for future in futures]
+    assert [o.status for o in outcomes] == ["ok"] * 6
+
+
+def test_a_program_that_kills_its_process_costs_one_outcome() -> None:
+    bad, good = as_it_is(segfault_task()), sampled(matmul_task(), 2)
+    with Measurer(CpuEngine(QUICK)) as measurer:
+        outcomes = [f.result(timeout=120) for f in measurer.submit([bad, *good])]
+    assert [o.status for o in outcomes] == ["run_error", "ok", "ok"]
+
+
+class BrokenEngine(FakeEngine):
+    """Fails at the second program."""
+
+    def run(self, jobs: Iterator[BuildJob | None]) -> Iterator[Outcome]:
+        for number, outcome in enumerate(super().run(jobs)):
+            if number == 1:
+                raise ProfilerError("no space left for shared objects")
+            yield outcome
+
+
+def test_an_engine_that_fails_is_heard_of() -> None:
+    jobs = sampled(matmul_task(), 3)
+    with pytest.raises(ProfilerError, match="no space left"), Measurer(BrokenEngine()) as measurer:
+        futures = measurer.submit(jobs)
+        assert futures[0].result(timeout=10).status == "ok"
+        futures[2].result(timeout=10)
+    with Measurer(BrokenEngine()) as measurer:
+        with pytest.raises(ProfilerError):
+            measurer.submit(jobs)[2].result(timeout=10)
+        with pytest.raises(TunerError, match="measuring has stopped"):
+            measurer.submit(sampled(matmul_task(16), 1))
+
+
+def test_giving_up_does_not_wait() -> None:
+    started = time.monotonic()
+    with Measurer(FakeEngine(delay_s=0.3)) as measurer:
+        futures = measurer.submit(sampled(matmul_task(), 8))
+        measurer.abort()
+        with pytest.raises(CancelledError):
+            futures[-1].result(timeout=10)
+    assert time.monotonic() - started < 8 * 0.3
+    assert not any(t.name == "measurer" for t in threading.enumerate())
+
+
+def test_leaving_after_ctrl_c_does_not_wait_either() -> None:
+    with pytest.raises(KeyboardInterrupt), Measurer(FakeEngine(delay_s=0.2)) as measurer:
+        futures = measurer.submit(sampled(matmul_task(), 8))
+        raise KeyboardInterrupt
+    assert any(future.cancelled() for future in futures)

@@ -1,0 +1,164 @@
+"""Stopping rules, costs, the forecast, which task comes next, and what is dropped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cdmpp.errors import TunerError
+from cdmpp.tuner.objective import (
+    Costs,
+    Curve,
+    Objective,
+    Point,
+    geometric_mean,
+    parse_duration,
+    parse_fraction,
+)
+from cdmpp.tuner.scheduler import TaskState, next_task
+from cdmpp.tuner.trimmer import Trimmer
+
+
+def curve(latency_s: Any, times: Sequence[float]) -> Curve:
+    return Curve([Point(t, 2 * i, i, latency_s(t)) for i, t in enumerate(times)])
+
+
+def test_forecast_of_known_answer() -> None:
+    straight = curve(lambda t: 10 - math.log(t), [10, 20, 40, 60, 80, 100])
+    now = 10 - math.log(100)
+    assert straight.gain(60) == pytest.approx(math.log(160 / 100) / now)
+    assert straight.gain(0) == 0
+    flat = curve(lambda t: 3.0, [10, 20, 40, 60, 80, 100])
+    assert flat.gain() == 0
+    rising = curve(lambda t: t, [10, 20, 40, 60, 80, 100])
+    assert rising.gain() == 0, "a gain is never negative"
+
+
+def test_forecast_looks_at_the_later_part_and_needs_some_points() -> None:
+    late = curve(lambda t: 100 / t if t < 25 else 4.0, [1, 5, 10, 25, 50, 75, 100])
+    assert late.gain() == 0
+    assert curve(lambda t: 1.0, [10, 20, 30]).gain() is None
+    assert Curve().gain() is None
+    assert curve(lambda t: 1.0, [10.0] * 6).gain() is None, "no time has passed"
+
+
+def test_when_a_curve_reached_a_latency() -> None:
+    falling = curve(lambda t: 100 - t, [10, 20, 30])
+    assert falling.trials_to(80) == 1 and falling.seconds_to(80) == 20
+    assert falling.trials_to(1) is None and falling.seconds_to(1) is None
+
+
+@pytest.mark.parametrize(
+    ("limits", "costs", "reason"),
+    [
+        ({}, Costs(trials=9), None),
+        ({}, Costs(trials=10), "10 trials"),
+        ({"max_measurements": 5}, Costs(trials=7, measurements=5), "5 measurements"),
+        ({"budget_s": 60.0}, Costs(wall_s=59), None),
+        ({"budget_s": 60.0}, Costs(wall_s=61), "budget of 60 s"),
+    ],
+)
+def test_limits(limits: dict[str, Any], costs: Costs, reason: str | None) -> None:
+    reached = Objective(10, **limits).reached(costs, Curve())
+    assert reached is None if reason is None else reason in str(reached)
+
+
+def test_stopping_when_little_more_is_expected() -> None:
+    objective = Objective(100, least_gain_per_minute=0.01)
+    steep = curve(lambda t: 10 - math.log(t), [10, 20, 40, 60, 80, 100])
+    assert objective.reached(Costs(), steep) is None
+    flat = curve(lambda t: 3.0, [10, 20, 40, 60, 80, 100])
+    assert "another minute" in str(objective.reached(Costs(), flat))
+    assert objective.reached(Costs(), Curve()) is None, "nothing tells yet"
+
+
+def test_room_for_measurements() -> None:
+    assert Objective(100).room(Costs(measurements=90), 16) == 16
+    assert Objective(100, max_measurements=95).room(Costs(measurements=90), 16) == 5
+
+
+@pytest.mark.parametrize(
+    "bad", [{"trials": 0}, {"trials": 5, "budget_s": 0.0}, {"trials": 5, "max_measurements": -1}]
+)
+def test_limits_that_are_none_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(TunerError, match="must be above 0"):
+        Objective(**bad)
+
+
+def test_durations_and_fractions() -> None:
+    found = [parse_duration(t) for t in ("90", "90s", "10m", "1h30m", "1.5h", "2min")]
+    assert found == [90, 90, 600, 5400, 5400, 120]
+    assert parse_fraction("1%") == pytest.approx(0.01) and parse_fraction("0.02") == 0.02
+    for bad in ("", "ten", "10x", "m", "1..2m"):
+        with pytest.raises(TunerError, match="no duration"):
+            parse_duration(bad)
+    with pytest.raises(TunerError, match="no fraction"):
+        parse_fraction("much")
+    assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
+
+
+def test_costs_add_up() -> None:
+    assert Costs(search_cpu_s=1, build_s=2, device_s=3).cpu_s == 6
+
+
+def state(weight: float, history: list[float], finished: str = "") -> TaskState:
+    best = history[-1] if history and math.isfinite(history[-1]) else None
+    return TaskState("t", weight, best_s=best, history=history, finished=finished)
+
+
+def test_every_task_gets_a_round_first_then_the_most_promising() -> None:
+    assert next_task([state(1, [1.0]), state(1, [])]) == 1
+    assert next_task([state(1, [1.0]), state(3, [1.0])]) == 1, "the network runs it more often"
+    assert next_task([state(1, [1.0]), state(1, [1.0, 1.0])]) == 0, "the other had its turn"
+    fell = [4.0, 3.0, 2.0, 1.0]
+    assert next_task([state(1, [1.0] * 4), state(1, fell)]) == 1, "it is getting better"
+    assert next_task([state(1, [1.0]), state(1, [math.inf])]) == 1, "nothing works yet"
+
+
+def test_finished_and_busy_tasks_are_left_out() -> None:
+    states = [state(1, [1.0], "done"), state(1, [1.0]), state(9, [1.0])]
+    assert next_task(states, busy=[2]) == 1
+    assert next_task(states, busy=[1, 2]) is None
+
+
+def test_a_task_is_given_up_when_nothing_works_or_nothing_is_worth_it() -> None:
+    hopeless, exhausted = TaskState("a", 1.0), TaskState("b", 1.0, best_s=1.0)
+    for _ in range(2):
+        hopeless.end_round(0)
+    assert not hopeless.finished
+    hopeless.end_round(0)
+    assert "no program worked" in hopeless.finished
+    for worked in (0, 0, 1, 0, 0):
+        exhausted.end_round(worked)
+    assert not exhausted.finished, "in a row"
+    exhausted.end_round(0)
+    assert "nothing worth measuring" in exhausted.finished
+
+
+def test_the_network_runs_what_is_fastest() -> None:
+    assert TaskState("t", 1.0, untuned_s=1.0, best_s=2.0).latency_s == 1.0
+    assert TaskState("t", 1.0, untuned_s=None, best_s=2.0).latency_s == 2.0
+    assert TaskState("t", 1.0).latency_s is None
+
+
+class Intervals:
+    """Candidates are their own latencies; intervals are half and twice that."""
+
+    def interval_s(
+        self, context: Any, candidates: Sequence[Any], coverage: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        return np.array(candidates) / 2, np.array(candidates) * 2
+
+
+def test_candidates_that_cannot_win_are_dropped() -> None:
+    trimmer = Trimmer(Intervals())
+    assert trimmer.worth(None, [1.0, 3.0, 2.1, 1.9], 1.0).tolist() == [True, False, False, True]
+    assert trimmer.worth(None, [1.0, 3.0], None).all(), "there is nothing to beat yet"
+    assert trimmer.worth(None, [], 1.0).tolist() == []
+    for coverage in (0.0, 1.0, 1.5):
+        with pytest.raises(TunerError, match="between 0 and 1"):
+            Trimmer(Intervals(), coverage)

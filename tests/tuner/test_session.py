@@ -1,0 +1,299 @@
+"""The tuning loop with MetaSchedule's real search and a made-up engine: nothing twice, nothing lost, nothing endless."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cdmpp.dataset import Dataset
+from cdmpp.errors import DatasetError, TunerError
+from cdmpp.program.types import Task
+from cdmpp.tuner.measure import Measurer
+from cdmpp.tuner.store import (
+    CURVE_FILE,
+    DATASET_FOLDER,
+    RECORD_FILE,
+    TUNING_FILE,
+    WORKLOAD_FILE,
+    json_database,
+)
+from cdmpp.tuner.tune import TuneReport, tune_tasks
+from tests.profiler.programs import matmul_task
+from tests.tuner.tuner_samples import FakeEngine, made_up_latency_s, tune_config
+
+
+def tasks(*sizes: int) -> list[tuple[Task, float]]:
+    return [(matmul_task(n), 1.0) for n in sizes or (32,)]
+
+
+def tuned(
+    engine: FakeEngine,
+    out: Path,
+    trials: int,
+    *sizes: int,
+    options: dict[str, Any] | None = None,
+    **more: Any,
+) -> TuneReport:
+    with Measurer(engine) as measurer:
+        config = tune_config(trials, **(options or {}))
+        return tune_tasks("toy", tasks(*sizes), out=out, config=config, measurer=measurer, **more)
+
+
+@pytest.mark.parametrize("cost_model", ["cdmpp", "xgb", "random"])
+def test_it_measures_as_many_as_asked_and_keeps_the_best(tmp_path: Path, cost_model: str) -> None:
+    engine = FakeEngine()
+    report = tuned(engine, tmp_path / "t", 18, 32, 48, options={"cost_model": cost_model})
+    assert report.stopped == "18 trials"
+    costs = report.costs
+    assert (costs.trials, costs.measurements, costs.failures, costs.dropped) == (18, 18, 0, 0)
+    assert costs.build_s == pytest.approx(20 * 0.5), "two unscheduled tasks besides"
+    assert costs.device_s == pytest.approx(20 * 0.1)
+    assert max(engine.counts.values()) == 1
+    dataset = Dataset.open(tmp_path / "t" / DATASET_FOLDER)
+    assert len(dataset.records) == 20
+    for task in report.tasks:
+        of_task = dataset.records[dataset.records["task"] == task.task]
+        scheduled = of_task[of_task["origin"] == "search"]["latency_s"]
+        assert task.best_s == pytest.approx(scheduled.min())
+    assert [p.latency_s for p in report.curve.points] == sorted(
+        (p.latency_s for p in report.curve.points), reverse=True
+    )
+    assert report.curve.points[0].latency_s == report.untuned_s
+
+
+def test_the_database_is_tvms_own(tmp_path: Path) -> None:
+    report = tuned(FakeEngine(), tmp_path / "t", 12)
+    from tvm.s_tir import meta_schedule as ms
+
+    database = ms.database.JSONDatabase(work_dir=str(tmp_path / "t"))
+    task = matmul_task()
+    assert len(database) == 12
+    schedule = ms.tir_integration.compile_tir(database, task.prim_func(), {"kind": "llvm", "num-cores": 1})
+    assert schedule is not None
+    best = min(float(r.run_secs[0]) for r in database.get_all_tuning_records())
+    assert best == pytest.approx(report.tasks[0].best_s)
+
+
+def test_where_no_schedule_is_faster_the_database_says_so(tmp_path: Path) -> None:
+    plain = matmul_task().hash
+    engine = FakeEngine(lambda digest: 1e-7 if digest == plain else 1e-5)
+    report = tuned(engine, tmp_path / "t", 6)
+    assert report.tuned_s == pytest.approx(1e-7)
+    from cdmpp.program.tvm_env import import_tvm, structural_hash
+
+    tvm = import_tvm()
+    database = json_database(tmp_path / "t")
+    workload = tvm.IRModule({"main": matmul_task().prim_func()})
+    found = database.query_ir_module(workload, tvm.target.Target({"kind": "llvm"}), "main")
+    assert structural_hash(found["main"]) == plain
+
+
+def test_a_task_whose_whole_space_is_invalid_is_given_up(tmp_path: Path) -> None:
+    bad = matmul_task(32)
+    engine = FakeEngine(lambda digest: None)
+    report = tuned(engine, tmp_path / "t", 200, 32)
+    assert report.stopped == "nothing more to try"
+    assert report.tasks[0].best_s is None and report.tasks[0].failed == report.tasks[0].measured < 40
+    assert "no program worked" in report.tasks[0].finished
+    assert report.tuned_s is None and report.speedup is None
+    assert report.costs.failures == report.costs.measurements
+    json.dumps(report.to_json(), allow_nan=False)
+    assert report.tasks[0].task == bad.hash
+
+
+def test_a_space_without_valid_programs_ends_the_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cdmpp.tuner.task_tuner import TaskTuner
+
+    bad = matmul_task(48).hash
+    propose = TaskTuner.propose
+    monkeypatch.setattr(TaskTuner, "propose", lambda self: None if self.task.hash == bad else propose(self))
+    report = tuned(FakeEngine(), tmp_path / "t", 12, 32, 48)
+    by_hash = {t.task: t for t in report.tasks}
+    assert "no more valid programs" in by_hash[bad].finished
+    assert by_hash[matmul_task(32).hash].measured == 12
+
+
+def test_a_budget_shorter_than_one_measurement(tmp_path: Path) -> None:
+    engine = FakeEngine(delay_s=0.4)
+    report = tuned(engine, tmp_path / "t", 50, options={"budget_s": 0.1})
+    assert "budget" in report.stopped
+    assert report.costs.measurements == 0 and report.costs.trials == 0
+    assert report.tasks[0].best_s is None
+
+
+def test_limits_on_measurements_are_kept_to_the_program(tmp_path: Path) -> None:
+    report = tuned(FakeEngine(), tmp_path / "t", 50, options={"max_measurements": 8})
+    assert report.costs.measurements == 8 and "8 measurements" in report.stopped
+
+
+class Interrupt:
+    """Ctrl-C after some rounds."""
+
+    def __init__(self, rounds: int) -> None:
+        self._left = rounds
+
+    def __call__(self, _: Any) -> None:
+        self._left -= 1
+        if self._left == 0:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("cost_model", ["cdmpp", "xgb"])
+def test_interrupted_and_resumed_it_measures_nothing_twice(tmp_path: Path, cost_model: str) -> None:
+    out, engine, options = tmp_path / "t", FakeEngine(), {"cost_model": cost_model}
+    with pytest.raises(KeyboardInterrupt):
+        tuned(engine, out, 24, 32, 48, options=options, progress=Interrupt(3))
+    before = len(Dataset.open(out / DATASET_FOLDER).records)
+    assert 0 < before < 26
+    with pytest.raises(TunerError, match="--resume"):
+        tuned(engine, out, 24, 32, 48, options=options)
+    again = FakeEngine()
+    report = tuned(again, out, 24, 32, 48, options=options, resume=True)
+    recorded = Dataset.open(out / DATASET_FOLDER).records
+    assert recorded["program"].is_unique, "nothing twice"
+    assert len(again.measured) == len(recorded) - before
+    assert len(json_database(out)) == (recorded["origin"] == "search").sum()
+    assert len(recorded) == 26, "what was under way when it was interrupted is not counted"
+    assert report.costs.trials == 24
+    walls = [p.wall_s for p in report.curve.points]
+    assert walls == sorted(walls), "time goes on where it stopped"
+
+
+def test_a_crash_in_the_middle_of_writing_is_mended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    out = tmp_path / "t"
+    tuned(FakeEngine(), out, 12)
+    records, curve = out / RECORD_FILE, out / CURVE_FILE
+    records.write_bytes(records.read_bytes()[:-300])
+    curve.write_bytes(curve.read_bytes()[:-10])
+    engine = FakeEngine()
+    with caplog.at_level(logging.WARNING):
+        report = tuned(engine, out, 18, resume=True)
+    assert "made anew" in caplog.text and "damaged line" in caplog.text
+    assert len(json_database(out)) == 18
+    assert report.tasks[0].measured == 18 and max(engine.counts.values()) == 1
+
+
+def test_resuming_something_else_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "t"
+    tuned(FakeEngine(), out, 6)
+    with pytest.raises(TunerError, match="cost_model cdmpp, not random"):
+        tuned(FakeEngine(), out, 12, options={"cost_model": "random"}, resume=True)
+    settings = json.loads((out / TUNING_FILE).read_text())
+    (out / TUNING_FILE).write_text(json.dumps({**settings, "tvm": "0.20.0"}))
+    with pytest.raises(TunerError, match=r"tvm 0\.20\.0, not 0\.27"):
+        tuned(FakeEngine(), out, 12, resume=True)
+    (out / TUNING_FILE).write_text("{")
+    with pytest.raises(TunerError, match="damaged"):
+        tuned(FakeEngine(), out, 12, resume=True)
+
+
+def test_earlier_records_are_measured_first_and_learned_from(tmp_path: Path) -> None:
+    first = tuned(FakeEngine(), tmp_path / "a", 18, 32, 48)
+    earlier = Dataset.open(tmp_path / "a" / DATASET_FOLDER).records
+    engine = FakeEngine()
+    said: list[str] = []
+    report = tuned(engine, tmp_path / "b", 12, 32, warm_start=[tmp_path / "a"], notify=said.append)
+    assert "learned from 18, 4 programs" in next(s for s in said if "earlier" in s)
+    best = earlier[(earlier["task"] == matmul_task(32).hash) & (earlier["origin"] == "search")]
+    best = best.sort_values("latency_s")["program"].tolist()[:4]
+    assert engine.measured[1:5] == best, "after the unscheduled task"
+    of_task = next(t for t in first.tasks if t.task == matmul_task(32).hash)
+    assert report.tasks[0].best_s is not None and of_task.best_s is not None
+    assert report.tasks[0].best_s <= of_task.best_s
+    assert report.learned["tasks"] == 2, "also from the task that is not tuned"
+
+
+def test_a_database_of_tvm_is_a_warm_start_too(tmp_path: Path) -> None:
+    tuned(FakeEngine(), tmp_path / "a", 12)
+    only = tmp_path / "database"
+    only.mkdir()
+    for name in (RECORD_FILE, WORKLOAD_FILE):
+        (only / name).write_bytes((tmp_path / "a" / name).read_bytes())
+    engine = FakeEngine()
+    said: list[str] = []
+    tuned(engine, tmp_path / "b", 6, warm_start=[only], notify=said.append)
+    assert "learned from 12, 4 programs" in next(s for s in said if "earlier" in s)
+    assert made_up_latency_s(engine.measured[1]) == min(made_up_latency_s(h) for h in engine.measured[1:])
+
+
+def test_a_database_of_another_tvm_is_refused_or_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tuned(FakeEngine(), tmp_path / "a", 6)
+    other = tmp_path / "other"
+    other.mkdir()
+    workload = (tmp_path / "a" / WORKLOAD_FILE).read_text()
+    (other / WORKLOAD_FILE).write_text(workload)
+    lines = (tmp_path / "a" / RECORD_FILE).read_text()
+    # an instruction that this TVM does not have
+    (other / RECORD_FILE).write_text(lines.replace('"SampleCategorical"', '"SampleFromAnotherVersion"'))
+    with pytest.raises(TunerError, match="another TVM"):
+        tuned(FakeEngine(), tmp_path / "b", 6, warm_start=[other])
+    # decisions that do not fit: the records are read, but replay no more
+    (other / RECORD_FILE).write_text(lines.replace('"SamplePerfectTile"', '"SampleCategorical"'))
+    with caplog.at_level(logging.WARNING):
+        try:
+            report = tuned(FakeEngine(), tmp_path / "c", 6, warm_start=[other])
+        except TunerError as err:
+            assert "another TVM" in str(err)
+        else:
+            assert "do not replay" in caplog.text and report.costs.trials == 6
+
+
+def test_a_warm_start_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(TunerError, match="no folder"):
+        tuned(FakeEngine(), tmp_path / "a", 6, warm_start=[tmp_path / "nothing"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DatasetError, match="no dataset"):
+        tuned(FakeEngine(), tmp_path / "b", 6, warm_start=[tmp_path / "empty"])
+
+
+def test_the_trimmer_saves_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Intervals that are exact: everything that is not an improvement is dropped."""
+    import numpy as np
+
+    from cdmpp.program.tvm_env import structural_hash
+
+    def interval_s(self: Any, context: Any, candidates: Any, coverage: float) -> Any:
+        low = np.array([made_up_latency_s(structural_hash(c.sch.mod["main"])) for c in candidates])
+        return low, low
+
+    from cdmpp.tuner.cost_model import CostModel
+
+    monkeypatch.setattr(CostModel._cls, "interval_s", interval_s)
+    engine = FakeEngine()
+    report = tuned(engine, tmp_path / "t", 60, options={"trim": 0.9})
+    costs = report.costs
+    assert costs.dropped > 0 and costs.measurements + costs.dropped == costs.trials
+    assert 0 < costs.saved_s <= costs.dropped * 0.6 + 1e-9
+    latencies = [made_up_latency_s(h) for h in engine.measured]
+    assert len(latencies) < 40
+    everything = tuned(FakeEngine(), tmp_path / "all", costs.trials)
+    assert everything.costs.measurements == everything.costs.trials
+
+
+def test_ctrl_c_in_the_middle_of_a_search_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python hears of Ctrl-C while TVM's search calls the cost model."""
+    from cdmpp.tuner.cost_model import CostModel
+
+    asked: list[int] = []
+    predict = CostModel._cls.predict
+
+    def interrupted(self: Any, context: Any, candidates: Any) -> Any:
+        asked.append(len(candidates))
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        return predict(self, context, candidates)
+
+    monkeypatch.setattr(CostModel._cls, "predict", interrupted)
+    engine = FakeEngine()
+    with pytest.raises(KeyboardInterrupt):
+        tuned(engine, tmp_path / "t", 60)
+    monkeypatch.undo()
+    assert tuned(FakeEngine(), tmp_path / "t", 18, resume=True).costs.trials == 18

@@ -1,0 +1,108 @@
+"""A network from a torch module to its tuned latency, with the real engine, in Python and on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cdmpp.cli import main
+from cdmpp.errors import TunerError
+from cdmpp.profiler.statistics import SamplingPlan
+from cdmpp.program.network import Network
+from cdmpp.tuner.deployment import apply_database, import_network, measure_network, weighted_tasks
+from cdmpp.tuner.tune import device_of_this_machine, make_cost_model, tune
+from tests.tuner.tuner_samples import tune_config
+
+PLAN = SamplingPlan(min_sample_s=0.0005, min_samples=2, max_samples=4)
+
+
+@pytest.fixture(scope="module")
+def network() -> Network:
+    import torch
+
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.ReLU(), torch.nn.Linear(48, 64))
+    return Network.from_torch(module, (torch.randn(8, 64),), "two_layers")
+
+
+def test_a_network_is_tuned_and_runs_as_before(tmp_path: Path, network: Network) -> None:
+    config = tune_config(12, plan=PLAN)
+    out = tmp_path / "t"
+    report = tune(network, device="this-cpu@1", out=out, config=config)
+    assert report.costs.measurements == 12 and report.costs.build_s > 0 and report.costs.search_cpu_s > 0
+    assert report.network is not None
+    assert set(report.network.latency_s) == {"untuned", "tuned"}
+    assert all(0 < s < 0.1 for s in report.network.latency_s.values())
+    assert report.network.output_difference < 1e-4, "the tuned network computes the same"
+    assert report.speedup is not None and report.speedup > 0.5
+    written = json.loads((out / "report.json").read_text())
+    assert written["costs"]["measurements"] == 12 and len(written["tasks"]) == 2
+    assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
+    page = (out / "report.html").read_text()
+    assert "two_layers" in page and "times as fast" in page
+
+    from tvm.s_tir import meta_schedule as ms
+
+    from cdmpp.program.tvm_env import import_tvm
+
+    target = import_tvm().target.Target({"kind": "llvm", "num-cores": 1})
+    fused = import_network(network)
+    database = ms.database.JSONDatabase(work_dir=str(out))
+    _, tuned = apply_database(fused.module, database, target)
+    assert sorted(tuned) == sorted(set(fused.calls)), "every task that the network runs has a record"
+
+
+def test_outputs_that_differ_are_seen(network: Network) -> None:
+    from cdmpp.program.tvm_env import import_tvm
+
+    tvm = import_tvm()
+    fused = import_network(network)
+    wrong = tvm.IRModule(dict(fused.module.functions_items()))
+    first, second = fused.calls
+    if fused.module[first].params[0].shape == fused.module[second].params[0].shape:
+        pytest.skip("the layers are alike")
+    assert len(weighted_tasks(fused, network.name)) == 2
+    device = device_of_this_machine("this-cpu@1")
+    same = measure_network(fused, network, device, {"a": fused.module, "b": wrong}, (0,), plan=PLAN)
+    assert same.output_difference == 0
+
+
+def test_a_network_that_does_not_compile(network: Network) -> None:
+    fused = import_network(network)
+    broken = fused.module.clone() if hasattr(fused.module, "clone") else fused.module
+    device = device_of_this_machine("this-cpu@1")
+    del broken[fused.calls[0]]
+    with pytest.raises(TunerError, match="does not compile"):
+        measure_network(fused, network, device, {"a": broken}, (0,), plan=PLAN)
+
+
+def test_devices_that_are_not_here() -> None:
+    with pytest.raises(TunerError, match="is a gpu"):
+        device_of_this_machine("h200")
+    with pytest.raises(TunerError, match="no cost model 'mlp'"):
+        make_cost_model(tune_config(1, cost_model="mlp"), device_of_this_machine("this-cpu@1"))
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, file = tmp_path / "t", tmp_path / "out.json"
+    small = ("--batch", "4", "--population", "16", "--generations", "1", "--predictor", "none")
+    args: tuple[Any, ...] = ("tune", "mlp", "--device", "this-cpu@1", "--out", str(out), *small)
+    assert main([*args, "--trials", "8", "--json", str(file)]) == 0
+    shown = capsys.readouterr()
+    assert "times as fast" in shown.out and "8 trials: 8 measured" in shown.out
+    assert "importing mlp" in shown.err
+    result = json.loads(file.read_text())
+    assert {"speedup", "network", "costs", "curve", "tasks", "gain_next_minute"} <= set(result)
+
+    def error_of(*more: str) -> str:
+        assert main([*args, *more]) == 2
+        return capsys.readouterr().err.strip().splitlines()[-1]
+
+    assert "--resume" in error_of("--trials", "8")
+    assert "no duration" in error_of("--trials", "8", "--budget", "soon")
+    assert "must be above 0" in error_of("--trials", "0")
+    assert "cost_model cdmpp, not random" in error_of("--trials", "9", "--cost-model", "random", "--resume")
+    assert "no folder of earlier records" in error_of("--trials", "9", "--warm-start", str(tmp_path / "no"))
