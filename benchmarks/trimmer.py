@@ -1,0 +1,90 @@
+"""What tuning costs with and without trimming, at equal final latency.
+
+    python benchmarks/trimmer.py --data data --out runs/bench-trimmer --json trimmer.json
+    python benchmarks/trimmer.py --quick --out /tmp/bench-trimmer        # does it run? figures mean nothing
+
+Tasks of networks that the predictor never saw are tuned as in ``benchmarks/tuning.py`` (which see: predictor, tasks, final
+measurements, resuming), with cdmpp's cost model, the same trials and seeds, once measuring every candidate and once
+dropping those whose predicted interval lies above the best so far.
+
+``cost_ratio`` is the cost with trimming over that without, the geometric mean over tasks and seeds; the cost is CPU
+seconds of search, building and measuring together. It counts only where the final latency is not worse by more than 2 %:
+``final_latency_ratio`` says, and ``equal`` is the fraction of the runs for which that holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from tuning import (
+    Results,
+    add_arguments,
+    described,
+    held_out_predictor,
+    held_out_tasks,
+    measure_again,
+    shrink,
+    tune_alone,
+)
+
+#: Final latencies that differ by less are equal.
+EQUAL = 0.02
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    add_arguments(parser)
+    parser.add_argument("--coverage", type=float, default=0.9, help="of the trimmer's intervals")
+    args = parser.parse_args()
+    if args.quick:
+        shrink(args)
+    from cdmpp.tuner.objective import geometric_mean
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    results = Results(args.out / "results.json")
+    predictor = held_out_predictor(args)
+    tasks = held_out_tasks(args, predictor)
+    runs = {"everything": None, f"trimmed-{args.coverage:g}": args.coverage}
+    pairs: list[list[dict[str, Any]]] = []
+    for seed in args.seeds:
+        for task in tasks:
+            options = {"cost_model": "cdmpp", "predictor": predictor, "seed": seed}
+            pairs.append(
+                [tune_alone(args, task, name, results, trim=trim, **options) for name, trim in runs.items()]
+            )
+    measure_again(args, [row for pair in pairs for row in pair], results)
+    usable = [(a, b) for a, b in pairs if a.get("final_s") and b.get("final_s")]
+    if not usable:
+        sys.exit("no task has a program that works")
+    costs = [b["costs"]["cpu_s"] / a["costs"]["cpu_s"] for a, b in usable]
+    latencies = [b["final_s"] / a["final_s"] for a, b in usable]
+    by_seed = [
+        geometric_mean([c for c, (a, _) in zip(costs, usable, strict=True) if a["seed"] == seed])
+        for seed in sorted({a["seed"] for a, _ in usable})
+    ]
+    content = {
+        "cost_ratio": geometric_mean(costs),
+        "cost_ratio_by_seed": by_seed,
+        "cost_ratio_spread": [min(by_seed), max(by_seed)],
+        "final_latency_ratio": geometric_mean(latencies),
+        "equal": sum(ratio <= 1 + EQUAL for ratio in latencies) / len(latencies),
+        "dropped": sum(b["costs"]["dropped"] for _, b in usable)
+        / sum(b["costs"]["trials"] for _, b in usable),
+        "pairs": len(usable),
+        "rows": [row for pair in pairs for row in pair],
+        **described(args, tasks),
+    }
+    print(f"{'cost':>10}{'latency':>10}{'equal':>10}{'dropped':>10}{'pairs':>8}")
+    names = ("cost_ratio", "final_latency_ratio", "equal", "dropped")
+    print("".join(f"{content[name]:10.3f}" for name in names) + f"{content['pairs']:8d}")
+    print(f"    cost: seeds from {min(by_seed):.3f} to {max(by_seed):.3f}")
+    if args.json:
+        args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
