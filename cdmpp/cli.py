@@ -77,6 +77,8 @@ def _console(*, err: bool = False) -> Console:
 def _parser() -> argparse.ArgumentParser:
     from cdmpp import __version__
     from cdmpp.cli_bundle import add_bundle_arguments
+    from cdmpp.cli_codegen import add_codegen_arguments
+    from cdmpp.cli_devices import add_devices_arguments
     from cdmpp.cli_finetune import add_finetune_arguments
     from cdmpp.cli_import import add_import_arguments
     from cdmpp.cli_measure import add_measure_arguments
@@ -98,7 +100,9 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return sub
 
-    command("devices", _devices, "known devices, and this machine as detected")
+    add_devices_arguments(
+        command("devices", _devices, "known devices, and this machine as detected or measured")
+    )
     command("networks", _networks, "the zoo: family, inputs, number of tasks")
 
     sub = command(
@@ -172,6 +176,10 @@ def _parser() -> argparse.ArgumentParser:
         command("finetune", _finetune, "teach a predictor a device by the records of a few tasks")
     )
 
+    add_codegen_arguments(
+        command("codegen", _codegen, "count the instructions of a dataset's programs, for training")
+    )
+
     sub = command("evaluate", _evaluate, "score a predictor on measured programs")
     sub.add_argument(
         "--predictor", default="default", metavar="DIR", help="a run or predictor folder, or 'default'"
@@ -213,13 +221,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _devices(args: Namespace) -> Any:
-    from cdmpp.cli_render import show_devices
-    from cdmpp.device import get_device, known_devices
+    from cdmpp.cli_devices import run_devices
 
-    here = get_device("this-cpu")
-    table = known_devices()
-    show_devices(_console(), here, table)
-    return {"this_machine": here.to_json(), "devices": [d.to_json() for d in table]}
+    return run_devices(args, _console())
 
 
 def _networks(args: Namespace) -> Any:
@@ -355,6 +359,12 @@ def _validity(args: Namespace) -> Any:
     from cdmpp.cli_validity import run_validity
 
     return run_validity(args, _console(), _console(err=True))
+
+
+def _codegen(args: Namespace) -> Any:
+    from cdmpp.cli_codegen import run_codegen
+
+    return run_codegen(args, _console(), _console(err=True))
 
 
 def _finetune(args: Namespace) -> Any:

@@ -172,4 +172,5 @@ def _common(row: DeviceRow) -> dict[str, Any]:
         "launch_overhead_us", "virtual",
     )  # fmt: skip
     values = {name: getattr(row, name) for name in same}
+    values["measured"] = dict(row.measured)
     return {**values, "base": row.name, "sources": (row.source,) if row.source else ()}

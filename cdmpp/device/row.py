@@ -30,6 +30,9 @@ class DeviceRow(BaseModel):
         Vector instructions that one CPU core starts per cycle.
     max_shared_per_block_kb, max_threads_per_block
         Limits of one GPU block without opting in to more.
+    measured
+        What micro-benchmarks found (:mod:`cdmpp.device.measure`), the unit in the name: ``copy_gb_s``,
+        ``float32_gflops``, ``launch_us``, ``l1_ns``, ...
     source
         Where the numbers are from.
     """
@@ -64,4 +67,5 @@ class DeviceRow(BaseModel):
     peak_gflops: dict[PeakName, PositiveFloat] = Field(default_factory=dict)
     launch_overhead_us: PositiveFloat | None = None
     virtual: bool | None = None
+    measured: dict[str, PositiveFloat] = Field(default_factory=dict)
     source: str = ""

@@ -62,6 +62,8 @@ class Device:
         Cost of starting one kernel.
     virtual
         Whether it is seen through a hypervisor.
+    measured
+        What micro-benchmarks of the whole device found, the unit in the name.
     target
         Dictionary for ``tvm.target.Target``; empty where we know none.
     sources
@@ -94,6 +96,7 @@ class Device:
     peak_gflops: Mapping[str, float] = field(default_factory=dict)
     launch_overhead_us: float | None = None
     virtual: bool | None = None
+    measured: Mapping[str, float] = field(default_factory=dict)
     target: Mapping[str, Any] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
 
@@ -109,6 +112,7 @@ class Device:
         return {
             **asdict(self),
             "peak_gflops": dict(self.peak_gflops),
+            "measured": dict(self.measured),
             "target": dict(self.target),
             "sources": list(self.sources),
         }

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cdmpp.device.build import ISAS, build_device
 from cdmpp.device.detect import cpu_row, detect_gpu_names, read_cpu_facts
+from cdmpp.device.plausible import check_plausible
 from cdmpp.device.row import DeviceRow
 from cdmpp.device.spec import Device
 from cdmpp.errors import UnknownDeviceError
@@ -129,7 +130,7 @@ def read_device_file(path: str | Path) -> list[DeviceRow]:
     Raises
     ------
     UnknownDeviceError
-        The file cannot be read, or a field is wrong: the message names the row and the field.
+        The file cannot be read, or a field is wrong or implausible: the message names the row and the field.
     """
     import yaml
     from pydantic import ValidationError
@@ -150,6 +151,7 @@ def read_device_file(path: str | Path) -> list[DeviceRow]:
         except ValidationError as error:
             wrong = "; ".join(_explain(dict(detail)) for detail in error.errors())
             raise UnknownDeviceError(f"{path}: {who}: {wrong}") from error
+        check_plausible(rows[-1], str(path))
     if not rows:
         raise UnknownDeviceError(f"{path} holds no device")
     return rows
@@ -224,10 +226,18 @@ def add_device_file(path: str | Path) -> list[str]:
 
 
 def overlay(known: DeviceRow, row: DeviceRow) -> DeviceRow:
-    """The known row with the fields that the other one gives; their aliases together."""
+    """The known row with the fields that the other one gives; their aliases together.
+
+    Raises
+    ------
+    UnknownDeviceError
+        Together they are implausible.
+    """
     given = row.model_dump(exclude_unset=True)
     aliases = tuple(dict.fromkeys((*known.aliases, *row.aliases)))
-    return DeviceRow(**{**known.model_dump(exclude_unset=True), **given, "aliases": aliases})
+    united = DeviceRow(**{**known.model_dump(exclude_unset=True), **given, "aliases": aliases})
+    check_plausible(united)
+    return united
 
 
 def get_device(name: str, table: DeviceTable | None = None) -> Device:

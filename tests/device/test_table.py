@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cdmpp.cli import main
 from cdmpp.device import (
     DEVICE_FEATURES,
     Device,
@@ -25,6 +26,7 @@ from cdmpp.device import (
     load_table,
 )
 from cdmpp.device.build import build_device
+from cdmpp.device.plausible import check_plausible, missing_fields
 from cdmpp.device.row import DeviceRow
 from cdmpp.device.table import normalise, read_device_file
 from cdmpp.errors import UnknownDeviceError
@@ -329,3 +331,79 @@ def test_neither_dataset_nor_device_needs_tvm() -> None:
         "assert not {'tvm', 'torch', 'xgboost'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{name: x, kind: gpu, clock_mhz: 1.7}", "x: clock_mhz is 1.7, expected 100 to 10000 MHz"),
+        ("{name: x, kind: gpu, clock_mhz: 1700000}", "x: clock_mhz is 1.7e.06"),
+        ("{name: x, kind: gpu, bandwidth_gb_s: 0.9}", "x: bandwidth_gb_s is 0.9"),
+        ("{name: x, kind: gpu, bandwidth_gb_s: 900000}", "x: bandwidth_gb_s is 900000"),
+        ("{name: x, kind: gpu, l2_kb: 6}", "x: l2_kb is 6, expected 16 to"),
+        ("{name: x, kind: gpu, l2_kb: 6291456}", "x: l2_kb is"),
+        ("{name: x, kind: gpu, mem_gb: 16384}", "x: mem_gb is 16384"),
+        ("{name: x, kind: cpu, bandwidth_gb_s: 0.02}", "x: bandwidth_gb_s is 0.02"),
+        ("{name: x, kind: gpu, launch_overhead_us: 0.003}", "x: launch_overhead_us is 0.003"),
+        # each number may be; together they may not
+        (
+            "{name: x, kind: gpu, bandwidth_gb_s: 8, peak_gflops: {float32: 14000}}",
+            "x: a float32 peak .* fits no device",
+        ),
+        (
+            "{name: x, kind: gpu, bandwidth_gb_s: 900, peak_gflops: {float32: 14}}",
+            "x: a float32 peak .* fits no device",
+        ),
+        (
+            "{name: x, kind: gpu, cores: 80, lanes_per_core: 64, clock_mhz: 1380, peak_gflops: {float32: 14}}",
+            "cores, lanes and clock make 1.41e.04",
+        ),
+        ("{name: h200, kind: gpu, bandwidth_gb_s: 5}", "h200: a float32 peak .* fits no device"),
+    ],
+)
+def test_a_unit_that_is_off_by_1000_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = write(tmp_path / "mine.yaml", text)
+    with pytest.raises(UnknownDeviceError, match=message) as caught:
+        load_table([file])
+    assert "off by 1000" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_every_shipped_row_is_plausible_and_says_what_it_lacks() -> None:
+    for row in SHIPPED:
+        check_plausible(row)
+    lacking = {row.name: missing_fields(row) for row in SHIPPED if row.kind == "gpu" and missing_fields(row)}
+    assert "a100-pcie-40gb" not in lacking and "rtx-5090" not in lacking
+    assert lacking["b200"] == ("l2_kb",)
+    bare = read_device_file_text(name="bare", kind="gpu", cores=10)
+    assert missing_fields(bare) == (
+        "clock_mhz", "lanes_per_core", "l1_kb", "l2_kb", "shared_kb", "registers_per_core", "warp_size",
+        "max_threads_per_core", "mem_gb", "bandwidth_gb_s", "peak_gflops.float32",
+    )  # fmt: skip
+
+
+def read_device_file_text(**fields: Any) -> DeviceRow:
+    return DeviceRow.model_validate(fields)
+
+
+def test_the_command_line_shows_and_adds_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv("CDMPP_DEVICES", raising=False)
+    file = write(
+        tmp_path / "mine.yaml", "{name: my-gpu, kind: gpu, cores: 10, lanes_per_core: 64, clock_mhz: 1000}"
+    )
+    assert main(["devices", "--devices", str(file), "--json", str(tmp_path / "shown.json")]) == 0
+    assert "my-gpu: unknown: l1_kb, l2_kb" in capsys.readouterr().out
+    shown = json.loads((tmp_path / "shown.json").read_text())
+    assert "my-gpu" in [device["name"] for device in shown["devices"]]
+    assert "bandwidth_gb_s" in shown["missing"]["my-gpu"] and shown["added"] == []
+    with pytest.raises(UnknownDeviceError):
+        get_device("my-gpu")
+    assert main(["devices", "--add", str(file)]) == 0
+    assert "my-gpu added to" in capsys.readouterr().out
+    assert get_device("my-gpu").cores == 10
+    wrong = write(tmp_path / "wrong.yaml", "{name: my-gpu, kind: gpu, clock_mhz: 1}")
+    assert main(["devices", "--add", str(wrong)]) == 2
+    error = capsys.readouterr().err
+    assert "my-gpu: clock_mhz is 1" in error and error.count("\n") == 1
