@@ -39,6 +39,9 @@ class ModelConfig(_Section):
         ``none`` hides the device from the network.
     embedding_dim, embedding_activation
         Size and activation of the pooled embedding; bounded (``tanh``, ``sigmoid``) so that CMD is defined.
+    codegen
+        Whether the network has a second head, used in training only, that predicts the instructions a compiler makes
+        of the program (:mod:`cdmpp.profiler.codegen`).
     decoder_dim, decoder_layers
         Hidden width and number of hidden layers of the MLP from embedding and device to the label.
     """
@@ -55,6 +58,7 @@ class ModelConfig(_Section):
     device: Literal["film", "token", "none"] = "film"
     embedding_dim: int = Field(128, ge=1)
     embedding_activation: Literal["tanh", "sigmoid", "none"] = "tanh"
+    codegen: bool = False
     decoder_dim: int = Field(256, ge=1)
     decoder_layers: int = Field(2, ge=0)
 
@@ -97,6 +101,9 @@ class LossConfig(_Section):
         Central moment discrepancy between the embeddings of a batch and of as many programs of the split's
         unlabelled part (``adapt`` in the specification), and its highest moment. Batches are then not sorted by
         length: the embeddings of programs of one length are not a sample of their domain.
+    codegen_weight
+        MSE of the standardised logarithms of the instruction counts, for the programs that have some; needs
+        ``model.codegen``.
     rank_weight
         Pairwise logistic loss on the order of programs of one task on one device.
     """
@@ -106,6 +113,7 @@ class LossConfig(_Section):
     mape_cap: float = Field(2.0, gt=1)
     cmd_weight: float = Field(0.0, ge=0)
     cmd_moments: int = Field(5, ge=1)
+    codegen_weight: float = Field(0.0, ge=0)
     rank_weight: float = Field(0.0, ge=0)
 
     @model_validator(mode="after")
@@ -178,6 +186,12 @@ class Config(_Section):
     train: TrainConfig = TrainConfig()  # type: ignore[call-arg]
     data: DataConfig = DataConfig()
     split: SplitConfig = SplitConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        if self.loss.codegen_weight and not self.model.codegen:
+            raise ValueError("loss.codegen_weight is above 0: it needs model.codegen")
+        return self
 
 
 def config_from_dict(values: Any, source: str = "configuration") -> Config:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,9 @@ class TrainingData:
         Network -> family, as far as known.
     view
         The dataset behind it; None for data made otherwise.
+    codegen
+        Instruction counts, as :func:`cdmpp.profiler.codegen_store.load_codegen` gives them, of the programs that have
+        some.
     """
 
     labels: pd.DataFrame
@@ -60,6 +63,7 @@ class TrainingData:
     networks: Mapping[str, tuple[str, ...]]
     families: Mapping[str, str]
     view: DatasetView | None = None
+    codegen: Mapping[tuple[str, str], NDArray[np.float32]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -79,6 +83,19 @@ class TrainingData:
             name: np.asarray(device_features(device), dtype=np.float64)
             for name, device in self.devices.items()
         }
+
+    def codegen_counts(self) -> NDArray[np.float32] | None:
+        """Instruction counts of every pair, float32 (n, len(CODEGEN_FEATURES)), NaN where there are none; None
+        where no pair has any."""
+        from cdmpp.profiler.build import code_key
+        from cdmpp.profiler.codegen import CODEGEN_FEATURES
+
+        if not self.codegen:
+            return None
+        codes = {name: code_key(dict(device.target)) for name, device in self.devices.items()}
+        unknown = np.full(len(CODEGEN_FEATURES), np.nan, dtype=np.float32)
+        pairs = zip(self.labels["program"], self.labels["device"], strict=True)
+        return np.stack([self.codegen.get((program, codes[device]), unknown) for program, device in pairs])
 
     def members(self, grouping: str, rows: NDArray[np.int64] | None = None) -> list[tuple[str, ...]]:
         """For each pair the groups it belongs to.
@@ -145,7 +162,23 @@ def gather(
         {task.hash: tuple(sorted(task.networks)) for task in view.tasks.values()},
         dict(view.network_families),
         view,
+        _collect_codegen(view),
     )
+
+
+def _collect_codegen(view: DatasetView) -> dict[tuple[str, str], NDArray[np.float32]]:
+    """Instruction counts kept beside the datasets' records; training does without those that cannot be read."""
+    from cdmpp.profiler.codegen_store import CODEGEN_FILE, load_codegen
+
+    counts: dict[tuple[str, str], NDArray[np.float32]] = {}
+    for part in view.parts:
+        path = Path(part.path) / CODEGEN_FILE
+        if path.exists():
+            try:
+                counts.update(load_codegen(path))
+            except DatasetError as err:
+                logger.warning("instruction counts are left out: %s", err)
+    return counts
 
 
 def collect_asts(

@@ -14,6 +14,7 @@ from torch import nn
 from cdmpp.predictor.batching import PackedPrograms, PaddedBatch, inference_batches
 from cdmpp.predictor.config import ModelConfig
 from cdmpp.predictor.positional import positional_encoding
+from cdmpp.profiler.codegen import CODEGEN_FEATURES
 
 #: The table of positional encodings grows in steps of this many positions.
 _POSITION_STEP = 256
@@ -139,6 +140,7 @@ class LatencyNetwork(nn.Module):
         for before, after in itertools.pairwise(widths):
             hidden += [nn.Linear(before, after), nn.GELU(), nn.Dropout(config.dropout)]
         self.decoder = nn.Sequential(*hidden, nn.Linear(widths[-1], 1))
+        self.codegen = nn.Linear(config.embedding_dim, len(CODEGEN_FEATURES)) if config.codegen else None
 
     def forward(self, batch: PaddedBatch, device: torch.Tensor) -> torch.Tensor:
         """Standardised labels, shape (batch,); ``device`` is float32 (batch, device_dim)."""

@@ -196,6 +196,7 @@ def encode(data: TrainingData, encoder: FeatureEncoder, relative_to: str = "") -
         data.labels["latency_s"].to_numpy(dtype=np.float64),
         reference,
         group=data.labels.groupby(["task", "device"], observed=True).ngroup().to_numpy(dtype=np.int64),
+        codegen=data.codegen_counts(),
     )
 
 
@@ -303,6 +304,9 @@ def _fingerprint(config: Config, data: TrainingData, split: Split) -> str:
     for column in ("program", "device"):
         digest.update("\n".join(data.labels[column]).encode())
     digest.update(data.labels["latency_s"].to_numpy(dtype=np.float64).tobytes())
+    counts = data.codegen_counts() if config.loss.codegen_weight else None
+    if counts is not None:
+        digest.update(counts.tobytes())
     for rows in (split.train, split.valid, split.adapt):
         digest.update(np.asarray(rows, dtype=np.int64).tobytes())
     return digest.hexdigest()[:32]

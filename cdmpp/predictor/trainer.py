@@ -29,6 +29,8 @@ BatchSampler = Callable[[np.random.Generator], list[NDArray[np.int64]]]
 
 #: Bounds of the embedding by its activation: CMD is defined between bounded samples only.
 _BOUNDS = {"tanh": (-1.0, 1.0), "sigmoid": (0.0, 1.0)}
+#: Standard deviations of logarithms below which an instruction count is constant.
+_CONSTANT_STD = 1e-5
 
 
 @dataclass(frozen=True)
@@ -77,11 +79,14 @@ class LabelledArrays(PairArrays):
         float64 (n,), where the label transform is relative.
     group
         int64 (n,), equal where task and device are; the ranking loss needs it.
+    codegen
+        float32 (n, len(CODEGEN_FEATURES)), instruction counts; rows of NaN where there are none.
     """
 
     latency_s: NDArray[np.float64]
     reference_s: NDArray[np.float64] | None = None
     group: NDArray[np.int64] | None = None
+    codegen: NDArray[np.float32] | None = None
 
     def take(self, rows: NDArray[np.int64]) -> LabelledArrays:
         """The pairs with these numbers; programs and devices are shared."""
@@ -94,6 +99,7 @@ class LabelledArrays(PairArrays):
             self.latency_s[rows],
             reference_s,
             None if self.group is None else self.group[rows],
+            None if self.codegen is None else self.codegen[rows],
         )
 
     def unlabelled(self, rows: NDArray[np.int64]) -> PairArrays:
@@ -190,6 +196,7 @@ class Trainer:
         self._log_reference = (
             None if train.reference_s is None else torch.from_numpy(np.log(train.reference_s)).float()
         )
+        self._codegen = _codegen_targets(train.codegen) if config.loss.codegen_weight else None
         if config.loss.rank_weight and train.group is None:
             raise PredictorError("loss.rank_weight is above 0, but the pairs' tasks are not known")
         self._group = torch.from_numpy(np.zeros(0, np.int64) if train.group is None else train.group)
@@ -303,6 +310,11 @@ class Trainer:
             log_predicted = self._transform.log_inverse(label, reference)
             compared = self._group[index].to(where)
             loss = loss + terms.rank_weight * pairwise_ranking(log_predicted, log_latency, compared)
+        if self._codegen is not None and self.network.codegen is not None:
+            counts = self._codegen[index].to(where)
+            known = ~torch.isnan(counts)
+            errors = (self.network.codegen(embedding) - counts.nan_to_num()) ** 2 * known
+            loss = loss + terms.codegen_weight * errors.sum() / known.sum().clamp(min=1)
         cmd = torch.zeros(())
         if terms.cmd_weight:
             target = self.network.embed(*self._target_batch(len(rows)))
@@ -339,6 +351,20 @@ class Trainer:
         predicted_s = self._valid.predict(self.network, self._transform)
         self.network.load_state_dict(current)
         return float(np.mean(np.abs(predicted_s / self._valid.latency_s - 1)))
+
+
+def _codegen_targets(counts: NDArray[np.float32] | None) -> torch.Tensor:
+    """Standardised logarithms of instruction counts, float32 (n, features); NaN where there are none."""
+    if counts is None or np.isnan(counts).all():
+        raise PredictorError(
+            "loss.codegen_weight is above 0, but the training programs have no instruction counts: "
+            "make them with cdmpp codegen DIR"
+        )
+    logs = np.log1p(counts)
+    std = np.nanstd(logs, axis=0)
+    return torch.from_numpy(
+        (logs - np.nanmean(logs, axis=0)) / np.where(std > _CONSTANT_STD, std, 1.0)
+    ).float()
 
 
 def _cmd_bounds(config: Config, adapt: PairArrays | None) -> tuple[float, float]:

@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -92,16 +93,21 @@ def compile_to_shared_object(func: Any, target: dict[str, Any], path: Path) -> N
         obj.unlink(missing_ok=True)
 
 
-class ObjectCache:
-    """Shared objects kept between runs, by program and target.
+def code_key(target: Mapping[str, Any]) -> str:
+    """Identifies the code that a target dictionary makes.
 
-    The number of cores is not part of the key: it steers the design space, not the code that is generated.
+    The number of cores is not part of it: it steers the design space, not the code that is generated.
     """
+    key = json.dumps({k: v for k, v in target.items() if k != "num-cores"}, sort_keys=True)
+    return hashlib.blake2b(key.encode(), digest_size=4).hexdigest()
+
+
+class ObjectCache:
+    """Shared objects kept between runs, by program and :func:`code_key` of the target."""
 
     def __init__(self, folder: str | None, target: dict[str, Any]) -> None:
         self._folder = None if folder is None else Path(folder)
-        key = json.dumps({k: v for k, v in target.items() if k != "num-cores"}, sort_keys=True)
-        self._suffix = hashlib.blake2b(key.encode(), digest_size=4).hexdigest()
+        self._suffix = code_key(target)
 
     def _path(self, program: str) -> Path | None:
         return None if self._folder is None else self._folder / program[:2] / f"{program}-{self._suffix}.so"

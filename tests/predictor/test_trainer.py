@@ -11,9 +11,12 @@ import torch
 
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.checkpoint import load_checkpoint, save_checkpoint
+from cdmpp.predictor.config import config_from_dict
 from cdmpp.predictor.run import prepare
 from cdmpp.predictor.splitting import split_data
 from cdmpp.predictor.trainer import Trainer, learning_rate, pick_device
+from cdmpp.profiler.build import code_key
+from cdmpp.profiler.codegen import CODEGEN_FEATURES
 
 
 @pytest.fixture()
@@ -203,3 +206,32 @@ def test_starting_weights_are_taken_and_must_fit(make_trainer, data, config):
     with pytest.raises(PredictorError, match="tasks are not known"):
         ranked = config.model_copy(update={"loss": config.loss.model_copy(update={"rank_weight": 1.0})})
         Trainer(ranked, fitted.transform, replace(train, group=None), valid, *dims)
+
+
+def test_instruction_counts_are_learnt_where_there_are_some(data, config):
+    changed = {
+        "model": config.model.model_copy(update={"codegen": True}),
+        "loss": config.loss.model_copy(
+            update={"codegen_weight": 1.0, "mse_weight": 1e-6, "mape_weight": 0.0}
+        ),
+        "train": config.train.model_copy(update={"epochs": 12, "patience": 12, "batch_size": 32}),
+    }
+    config = config.model_copy(update=changed)
+    split = split_data("within_task:seed=0", data)
+    with pytest.raises(PredictorError, match="cdmpp codegen"):
+        prepare(config, data, split)
+    codes = {code_key(dict(device.target)) for device in data.devices.values()}
+    half = list(data.asts)[::2]  # the others have none
+    counts = {
+        (program, code): np.full(len(CODEGEN_FEATURES), data.asts[program].n_leaves, dtype=np.float32)
+        for program in half
+        for code in codes
+    }
+    lines = []
+    prepare(config, replace(data, codegen=counts), split).trainer.fit(progress=lines.append)
+    assert lines[-1]["train_loss"] < 0.5 * lines[0]["train_loss"]
+
+
+def test_counts_without_a_head_for_them_are_refused():
+    with pytest.raises(PredictorError, match=r"model\.codegen"):
+        config_from_dict({"loss": {"codegen_weight": 1.0}})

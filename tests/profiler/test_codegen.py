@@ -1,0 +1,124 @@
+"""Counting the instructions of compiled programs."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cdmpp.errors import DatasetError, ProfilerError
+from cdmpp.profiler.build import code_key
+from cdmpp.profiler.codegen import CODEGEN_FEATURES, codegen_features, count, kinds_of, parse_disassembly
+from cdmpp.profiler.codegen_store import load_codegen, save_codegen
+
+LISTING = """
+x.so:     file format elf64-x86-64
+
+0000000000001000 <__tvm_ffi_main>:
+    1000:\tpush   %rbp
+    1001:\tret
+
+0000000000001010 <main_compute_>:
+    1010:\tvxorps %xmm0,%xmm0,%xmm0
+    1014:\tvbroadcastss (%rdi),%zmm1
+    101a:\tvfmadd231ps (%rsi),%zmm1,%zmm0
+    1020:\tvmovups %zmm0,0x40(%rsp)
+    1026:\tadd    $0x40,%rsi
+    102a:\tjne    101a <main_compute_+0xa>
+    102c:\tvaddss (%rdx),%xmm0,%xmm0
+    1030:\tvmovss %xmm0,(%rdx)
+    1034:\tjne    1014 <main_compute_+0x4>
+    1036:\tvgatherdps (%rsi,%xmm1,4),%xmm2{%k1}
+    103c:\tret
+""".splitlines()
+
+
+def _counts() -> dict[str, float]:
+    found = count(parse_disassembly(LISTING))
+    return dict(zip(CODEGEN_FEATURES, found.tolist(), strict=True))
+
+
+def test_known_answer_of_a_whole_program() -> None:
+    counts = _counts()
+    assert counts["program_all"] == 11  # the wrapper is not counted
+    assert counts["program_fma_z"] == 1 and counts["program_load_z"] == 1
+    assert counts["program_fp_s"] == 1 and counts["program_store_s"] == 1
+    assert counts["program_load_s"] == 2  # a broadcast loads one element
+    assert counts["program_store_z"] == 1 and counts["program_stack_store"] == 1
+    assert counts["program_broadcast"] == 1 and counts["program_gather"] == 1
+    assert counts["program_branch"] == 2
+
+
+def test_known_answer_of_the_hottest_loop() -> None:
+    counts = _counts()
+    assert counts["innermost_loops"] == 1
+    assert counts["loop_depth"] == 1  # one loop around it
+    assert counts["loop_all"] == 4
+    assert counts["loop_fma_z"] == 1 and counts["loop_broadcast"] == 0 and counts["loop_branch"] == 1
+
+
+@pytest.mark.parametrize(
+    ("operation", "operands", "kind"),
+    [
+        ("vfmadd213ss", "%xmm1,%xmm2,%xmm3", "fma_s"),
+        ("vmulps", "%ymm1,%ymm2,%ymm3", "fp_y"),
+        ("vdivps", "%xmm1,%xmm2,%xmm3", "div"),
+        ("vunpcklps", "%xmm1,%xmm2,%xmm3", "shuffle"),
+        ("vmovups", "(%rax),%ymm0", "load_y"),
+        ("vmovups", "%xmm0,(%rax)", "store_x"),
+        ("mov", "0x8(%rsp),%rax", "stack_load"),
+        ("kxnorw", "%k0,%k0,%k1", "mask"),
+        ("idiv", "%ecx", "idiv"),
+        ("call", "1030 <expf@plt>", "call"),
+    ],
+)
+def test_kinds(operation: str, operands: str, kind: str) -> None:
+    assert kind in kinds_of(operation, operands)
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
+def test_a_compiled_program_is_counted(tmp_path: Path) -> None:
+    from cdmpp.profiler.build import compile_to_shared_object
+    from cdmpp.program.tvm_env import import_tvm
+
+    tvm = import_tvm()
+    from tvm import te
+
+    a = te.placeholder((256,), name="a")
+    func = te.create_prim_func([a, te.compute((256,), lambda i: a[i] * 2.0, name="b")])
+    compile_to_shared_object(func, {"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 1}, tmp_path / "p.so")
+    counts = dict(zip(CODEGEN_FEATURES, codegen_features(tmp_path / "p.so"), strict=True))
+    assert (
+        counts["program_fp_y"] + counts["program_fma_y"] > 0
+    )  # 256-bit registers, for the target has no wider
+    assert counts["program_fp_z"] == counts["program_load_z"] == 0
+    assert tvm is not None
+
+
+def test_what_is_no_object_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "p.so"
+    path.write_text("not an object")
+    with pytest.raises(ProfilerError, match="objdump"):
+        codegen_features(path)
+
+
+def test_counts_round_trip_and_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    width = len(CODEGEN_FEATURES)
+    counts = {(f"p{i}", "k"): rng.integers(0, 999, width).astype(np.float32) for i in range(7)}
+    path = tmp_path / "codegen.parquet"
+    save_codegen(path, counts)
+    back = load_codegen(path)
+    assert back.keys() == counts.keys()
+    assert all(np.array_equal(back[key], counts[key]) for key in counts)
+    path.write_bytes(path.read_bytes()[:300])
+    with pytest.raises(DatasetError, match="damaged"):
+        load_codegen(path)
+
+
+def test_the_number_of_cores_does_not_change_the_code() -> None:
+    target = {"kind": "llvm", "mcpu": "cascadelake"}
+    assert code_key({**target, "num-cores": 1}) == code_key({**target, "num-cores": 2})
+    assert code_key({**target, "mcpu": "x86-64-v2"}) != code_key(target)
