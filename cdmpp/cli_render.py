@@ -119,7 +119,8 @@ def show_summary(console: Console, summary: Mapping[str, Any]) -> None:
         if row.get("remeasured"):
             console.print(
                 f"{row['path']}: {row['remeasured']} programs were measured again, "
-                f"their labels differ by {_percent(row['remeasured_difference'])} in the median"
+                f"their labels differ by {_percent(row['remeasured_difference'])} in the median, "
+                f"{_percent(row['remeasured_mean'])} in the mean, {_percent(row['remeasured_p90'])} in the worst tenth"
             )
         if row.get("corrupt_lines"):
             console.print(f"[yellow]{row['path']}: {row['corrupt_lines']} damaged lines were skipped[/]")

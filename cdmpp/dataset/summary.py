@@ -25,7 +25,8 @@ def summarise(view: DatasetView) -> dict[str, Any]:
     ({device: records, ok, failures, tasks, programs, split_half_median, split_half_mean, noise_floor_mape}),
     ``origins`` ({origin: ok records}), ``invalid_records`` (ok records without a usable latency or program),
     ``corrupt_lines`` (journal lines that were skipped), ``remeasured`` (programs with several ok records on a
-    device) and ``remeasured_difference`` (median relative difference of those; None without any).
+    device), ``remeasured_difference``, ``remeasured_mean`` and ``remeasured_p90`` (median, mean and 90th percentile of
+    the relative difference of those; None without any).
     """
     return {"total": _total(view), "datasets": [_part(part) for part in view.parts]}
 
@@ -73,6 +74,8 @@ def _part(part: Any) -> dict[str, Any]:
         "corrupt_lines": part.corrupt_lines,
         "remeasured": len(difference),
         "remeasured_difference": float(difference.median()) if len(difference) else None,
+        "remeasured_mean": float(difference.mean()) if len(difference) else None,
+        "remeasured_p90": float(difference.quantile(0.9)) if len(difference) else None,
     }
 
 

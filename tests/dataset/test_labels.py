@@ -212,3 +212,4 @@ def test_summary_is_the_contract(tmp_path: Path) -> None:
     assert second["by_device"][OTHER_DEVICE]["ok"] == 2
     assert second["remeasured"] == 1
     assert second["remeasured_difference"] == pytest.approx(0.1 / 1.05)
+    assert second["remeasured_mean"] == second["remeasured_p90"] == pytest.approx(0.1 / 1.05)
