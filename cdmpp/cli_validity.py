@@ -29,7 +29,7 @@ def add_validity_arguments(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--tasks-of", metavar="DIR", help="a dataset that has the tasks of these networks")
     sub.add_argument(
-        "--timeout", type=float, default=30.0, metavar="S", help="CPU seconds of one compilation"
+        "--timeout", type=float, default=20.0, metavar="S", help="CPU seconds of one compilation"
     )
     sub.add_argument("--workers", type=int, default=1, metavar="N", help="compiling processes")
     sub.add_argument("--seed", type=int, default=0)

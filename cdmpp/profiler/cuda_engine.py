@@ -187,15 +187,15 @@ class CudaEngine:
         assert self._gpu is not None
         exhausted = False
         while True:
+            while self._outcomes:
+                yield self._outcomes.popleft()
             if not exhausted:
                 exhausted = not self._draw(jobs)
             self._start_compiling()
             self._start_measuring()
-            while self._outcomes:
-                yield self._outcomes.popleft()
             busy = [w for w in (*self._compilers, self._gpu) if w.load is not None]
             if not busy and not self._to_compile and not self._to_measure:
-                if exhausted:
+                if exhausted and not self._outcomes:
                     return
                 continue
             for worker in ready(busy, 0.1):

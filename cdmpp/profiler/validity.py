@@ -54,7 +54,7 @@ class ValidityConfig:
     everywhere
         Part of the programs that is compiled for all architectures.
     audit
-        Part of the programs decided by a rule that is compiled all the same.
+        Part of the programs that a rule excludes, and that are not long, that is compiled all the same.
     long_source_bytes, long_part
         Of programs with longer source that no rule excludes only this part is compiled.
     timeout_s
@@ -68,8 +68,8 @@ class ValidityConfig:
     everywhere: float = 0.05
     audit: float = 0.03
     long_source_bytes: int = 16_000
-    long_part: float = 0.05
-    timeout_s: float = 30.0
+    long_part: float = 0.02
+    timeout_s: float = 20.0
     per_round: int = 10
     seed: int = 0
 
@@ -142,11 +142,12 @@ def judge(
     audited, long_drawn = rng.random() < config.audit, rng.random() < config.long_part
     known = _shape_columns(cuda)
     near = arch_limits(config.archs[0]).shared_static_bytes - _ALIGNMENT_SLACK
-    short = known["source_bytes"] <= config.long_source_bytes or known["shared_declared_bytes"] > near
+    brief = known["source_bytes"] <= config.long_source_bytes
+    short = brief or known["shared_declared_bytes"] > near
     verdicts = []
     for arch in config.archs:
         fault = rule_fault(cuda, arch)
-        wanted = audited if fault else short or long_drawn
+        wanted = audited and brief if fault else short or long_drawn
         verdict = Verdict(
             program,
             arch,
@@ -159,7 +160,8 @@ def judge(
         if wanted and arch in drawn:
             late = f"compiling took over {config.timeout_s:g} s"
             if starting is not None:
-                starting(replace(verdict, valid=False, kind="timeout", error=late, compiled=True))
+                kind = verdict.rule or "timeout"
+                starting(replace(verdict, valid=False, kind=kind, error=late, compiled=True))
             verdicts.append(_compile(cuda, verdict, compilers(arch)))
         elif not wanted or fault:
             # Nothing is said of an architecture that no rule excludes and the compiler was not asked about, unless

@@ -148,7 +148,7 @@ class _Judges:
         if pending is None:  # it was lowering that did not end
             arch = self._config.archs[0]
             return [Verdict(job.program.hash, arch, False, "lowering", error, "lowering")]
-        return [replace(pending, kind=kind, error=error)]
+        return [replace(pending, kind=pending.rule or kind, error=error)]
 
     def close(self) -> None:
         """End the processes."""

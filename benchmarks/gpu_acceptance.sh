@@ -1,0 +1,96 @@
+#!/usr/bin/env bash
+# Everything that needs a CUDA device, in steps of under 9 minutes each, for a machine with cupy and numpy and no TVM.
+#
+#   benchmarks/gpu_acceptance.sh STEP BUNDLE OUT
+#
+# STEP   all           every step below that is not done yet
+#        unit          the tests marked `cuda`
+#        correct       outputs of programs of each task against the task's reference
+#        throughput-1, throughput-2, throughput-3
+#                      alone, alone again, together: labels/s and agreement of the labels
+#        collect-1.0, collect-0.75, collect-0.5, collect-0.25
+#                      data collection on the whole GPU and on shares of it; all of them, one call after another
+# BUNDLE what `cdmpp bundle NETWORK... --device h200 --out BUNDLE` wrote on a machine with TVM and nvcc or NVRTC
+# OUT    results; a folder with the results of earlier calls goes on where they stopped
+#
+# A step that ran out of time exits with 75: call it again. Each file in OUT stays under 16 MB.
+# Environment: PYTHON (python3), STEP_SECONDS (480), SHARE_PROGRAMS (2200), THROUGHPUT_PROGRAMS (160).
+set -euo pipefail
+step=${1:?which step?}; bundle=${2:?which bundle?}; out=${3:?where to?}
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3}
+STEP_SECONDS=${STEP_SECONDS:-480}
+SHARE_PROGRAMS=${SHARE_PROGRAMS:-2200}
+THROUGHPUT_PROGRAMS=${THROUGHPUT_PROGRAMS:-160}
+export PYTHONPATH=${PYTHONPATH:-.} OMP_NUM_THREADS=1
+mkdir -p "$out"
+
+is_done() { [ -e "$out/$1.done" ]; }
+mark() { date -u +%FT%TZ > "$out/$1.done"; }
+
+unit() {
+  timeout "$STEP_SECONDS" "$PYTHON" -m pytest -m cuda -p no:cacheprovider tests/profiler/test_cuda_device.py \
+    2>&1 | tee "$out/unit.txt"
+  mark unit
+}
+
+correct() {
+  "$PYTHON" -m cdmpp measure "$bundle" --out "$out/correct" --degree 1 --check 3 --limit "${CORRECT_PROGRAMS:-1500}" \
+    --max-seconds "$STEP_SECONDS" --resume --json "$out/correct.json"
+  finish correct "${CORRECT_PROGRAMS:-1500}" correct
+}
+
+throughput() { # number, part
+  timeout "$STEP_SECONDS" "$PYTHON" benchmarks/gpu_throughput.py "$bundle" --programs "$THROUGHPUT_PROGRAMS" \
+    --out "$out/throughput" --part "$2"
+  mark "throughput-$1"
+  if is_done throughput-1 && is_done throughput-2 && is_done throughput-3; then
+    "$PYTHON" benchmarks/gpu_throughput.py "$bundle" --programs "$THROUGHPUT_PROGRAMS" --out "$out/throughput" \
+      --json "$out/throughput.json" | tee "$out/throughput.txt"
+  fi
+}
+
+collect() { # share
+  local device limit=()
+  device="$("$PYTHON" -c "import sys; from cdmpp.profiler.bundle import read_bundle as r; print(r(sys.argv[1]).device)" "$bundle")@$1"
+  [ "$1" = 1.0 ] || limit=(--limit "$SHARE_PROGRAMS")
+  "$PYTHON" -m cdmpp measure "$bundle" --out "$out/data-$1" --device "$device" "${limit[@]}" \
+    --max-seconds "$STEP_SECONDS" --resume --json "$out/collect-$1.json"
+  finish "data-$1" "${limit[1]:-0}" "collect-$1"
+}
+
+# Whether a folder has a record of each of the bundle's (first N) programs; marks the step or exits with 75.
+finish() { # folder, limit, step
+  if "$PYTHON" - "$bundle" "$out/$1" "$2" <<'PY'
+import sys
+from cdmpp.dataset import Dataset
+from cdmpp.profiler.bundle import read_bundle
+bundle, folder, limit = read_bundle(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+wanted = min(len(bundle.kernels), limit or len(bundle.kernels))
+have = Dataset.open(folder).records["program"].nunique()
+print(f"{have} of {wanted} programs have a record")
+sys.exit(0 if have >= wanted else 1)
+PY
+  then mark "$3"; else exit 75; fi
+}
+
+run() {
+  case "$1" in
+    unit) unit ;;
+    correct) correct ;;
+    throughput-1) throughput 1 alone ;;
+    throughput-2) throughput 2 alone_again ;;
+    throughput-3) throughput 3 together ;;
+    collect-*) collect "${1#collect-}" ;;
+    *) echo "gpu_acceptance: unknown step $1" >&2; exit 2 ;;
+  esac
+}
+
+if [ "$step" = all ]; then
+  for name in unit correct throughput-1 throughput-2 throughput-3 collect-1.0 collect-0.5 collect-0.25 collect-0.75; do
+    is_done "$name" || run "$name"
+  done
+  echo "all steps are done: $out"
+else
+  run "$step"
+fi
