@@ -33,6 +33,8 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "labels relative to the estimate": {"label": {"relative_to": "estimate"}},
     "Box-Cox labels": {"label": {"transform": "box-cox"}},
     "log labels": {"label": {"transform": "log"}},
+    "no piecewise-linear encoding": {"model": {"bins": 0}},
+    "no instruction counts": {"loss": {"codegen_weight": 0.0}},
     "flatten": {"model": {"pooling": "flatten"}},
     "sum pooling": {"model": {"pooling": "sum"}},
     "mean pooling": {"model": {"pooling": "mean"}},
