@@ -17,19 +17,12 @@ def add_codegen_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run_codegen(args: argparse.Namespace, console: Console, errors: Console) -> Any:
     """Count the instructions of the programs that have no counts yet."""
-    from rich.progress import Progress, TaskID
-
+    from cdmpp.cli_render import CountBar
     from cdmpp.profiler.codegen_store import CODEGEN_FILE, collect_codegen
 
     summary: dict[str, int] = {}
-    with Progress(console=errors) as bar:
-        for folder in args.data:
-            task = bar.add_task(folder)
-
-            def update(done: int, total: int, task: TaskID = task) -> None:
-                bar.update(task, completed=done, total=total)
-
-            summary[folder] = len(collect_codegen(folder, args.workers, update))
-    for folder, programs in summary.items():
-        console.print(f"{folder}/{CODEGEN_FILE}: {programs} programs")
+    for folder in args.data:
+        with CountBar(errors, f"programs of {folder} without counts") as bar:
+            summary[folder] = len(collect_codegen(folder, args.workers, bar.update))
+        console.print(f"{folder}/{CODEGEN_FILE}: {summary[folder]} programs")
     return summary

@@ -292,9 +292,10 @@ class CountBar:
     def update(self, done: int, total: int) -> None:
         """`done` of `total` are done."""
         if self._task is None:
-            if not self._progress.console.is_terminal:
+            if self._progress.console.is_terminal:
+                self._progress.start()
+            else:  # nothing to draw on, and drawing takes a third of a core
                 self._progress.console.print(f"{self._text}: {total}")
-            self._progress.start()
             self._task = self._progress.add_task(self._text, total=total)
         self._progress.update(self._task, completed=done, total=total)
 

@@ -43,7 +43,7 @@ def run_demo(console: Console, config_path: str, data: Sequence[str] | None, out
     split = split_data(config.split.spec, gathered)
     held_out = ", ".join(split.held_out)
     console.print(
-        f"\n[bold]1. Train[/] on {len(split.train)} records, stop by {len(split.valid)}; held out, with every task "
+        f"\n[bold]1. Train[/] on {len(split.train)} records, validate on {len(split.valid)}; held out, with every task "
         f"they contain: {held_out}"
     )
     started = time.perf_counter()
