@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     from cdmpp.cli_devices import add_devices_arguments
     from cdmpp.cli_finetune import add_finetune_arguments
     from cdmpp.cli_import import add_import_arguments
+    from cdmpp.cli_latency import add_latency_arguments
     from cdmpp.cli_measure import add_measure_arguments
     from cdmpp.cli_report import add_report_arguments
     from cdmpp.cli_search import add_search_arguments
@@ -203,6 +204,10 @@ def _parser() -> argparse.ArgumentParser:
         "--programs-per-task", type=int, default=64, metavar="N", help="schedules tried per task"
     )
     sub.add_argument("--seed", type=int, default=0)
+
+    add_latency_arguments(
+        command("latency", _latency, "predict a whole network's latency on a device, or rank devices by it")
+    )
 
     add_tune_arguments(command("tune", _tune, "find fast schedules for a network's tasks, by measuring few"))
 
@@ -405,6 +410,12 @@ def _predict(args: Namespace) -> Any:
         )
     show_predictions(_console(), result)
     return result
+
+
+def _latency(args: Namespace) -> Any:
+    from cdmpp.cli_latency import run_latency
+
+    return run_latency(args, _console())
 
 
 def _tune(args: Namespace) -> Any:

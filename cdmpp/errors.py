@@ -75,3 +75,7 @@ class BundleError(ProfilerError):
 
 class TunerError(CdmppError):
     """Tuning cannot start or go on."""
+
+
+class PriceError(CdmppError):
+    """Prices of devices cannot be read."""

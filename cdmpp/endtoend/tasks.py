@@ -48,26 +48,16 @@ def predict_network(
     NetworkError, UnknownDeviceError, PredictorError
     """
     from cdmpp.device import get_device
+    from cdmpp.endtoend.schedules import random_programs
     from cdmpp.program.ast import compact_asts
     from cdmpp.program.network import load_network
-    from cdmpp.program.space import Rebuilder, TaskSpaces, unscheduled
     from cdmpp.program.tasks import extract_tasks
 
     resolved = get_device(device) if isinstance(device, str) else device
     loaded = load_network(network) if isinstance(network, str) else network
-    rule = "llvm" if resolved.kind == "cpu" else "cuda"
-    rebuild = Rebuilder()
     rows: list[dict[str, Any]] = []
     for task in extract_tasks([loaded]):
-        try:
-            spaces = TaskSpaces(task, rule, int(resolved.share) if rule == "llvm" else 0)
-            programs = spaces.sample(programs_per_task, seed)
-            by_hash = {s.hash: s for s in spaces.spaces}
-        except ProgramError:
-            programs, by_hash = [], {}
-        funcs = [rebuild(p, task, by_hash[str(p.space_hash)]) for p in programs] or [
-            rebuild(unscheduled(task), task, None)
-        ]
+        funcs = random_programs(task, resolved, programs_per_task, seed) or [task.prim_func()]
         asts = compact_asts(funcs)
         latencies = np.asarray(predictor.predict(asts, resolved))
         low_s, high_s = _interval(predictor, asts[int(latencies.argmin())], resolved)
@@ -94,7 +84,7 @@ def predict_network(
         "coverage": COVERAGE,
         "total_best_s": sum(r["weight"] * r["best_s"] for r in rows),
         "total_median_s": sum(r["weight"] * r["median_s"] for r in rows),
-        "note": _note(predictor, resolved),
+        "note": prediction_note(predictor, resolved),
     }
 
 
@@ -139,21 +129,21 @@ def predict_program_file(predictor: Predictor, path: str | Path, device: str | D
         "high_s": high_s,
         "coverage": COVERAGE,
         "unfamiliar": None if predictor.familiarity is None else predictor.unfamiliar(ast, resolved),
-        "note": _note(predictor, resolved),
+        "note": prediction_note(predictor, resolved),
     }
 
 
 def _interval(
     predictor: Predictor, ast: CompactAST, device: Device
 ) -> tuple[float, float] | tuple[None, None]:
-    """Lowest and highest seconds, None where the predictor cannot say (:func:`_note` says why)."""
+    """Lowest and highest seconds, None where the predictor cannot say (:func:`prediction_note` says why)."""
     if predictor.calibration is None or not predictor.calibration.supports(COVERAGE):
         return None, None
     low_s, high_s = predictor.predict_interval(ast, device, COVERAGE)
     return float(low_s), float(high_s)
 
 
-def _note(predictor: Predictor, device: Device) -> str:
+def prediction_note(predictor: Predictor, device: Device) -> str:
     """What to keep in mind about predictions on a device."""
     from cdmpp.predictor.uncertainty import ALL_DEVICES
 

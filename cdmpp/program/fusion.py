@@ -16,7 +16,7 @@ from cdmpp.program.tvm_env import import_tvm
 PREPARE_WEIGHTS = "main_transform_params"
 
 #: Operators that make a view of a tensor and run no kernel.
-_VIEWS = ("relax.reshape", "relax.shape_of", "relax.shape_to_tensor", "relax.memory.view")
+VIEWS = ("relax.reshape", "relax.shape_of", "relax.shape_to_tensor", "relax.memory.view")
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def _calls(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
             calls.append(str(expr.args[0].name_hint))
         elif operator == "relax.call_dps_packed":
             others.append(str(expr.args[0].global_symbol))
-        elif operator not in _VIEWS:
+        elif operator not in VIEWS:
             others.append(operator)
 
     relax.analysis.post_order_visit(function.body, visit)
