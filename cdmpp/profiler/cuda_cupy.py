@@ -14,7 +14,6 @@ State that a label depends on, and how it is fixed here:
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -115,18 +114,17 @@ class CupyGpu:
         self._partitions = None
         if share < 1:
             self._partitions = make_partitions(share, lanes, int(properties["major"]))
-            self._streams = [cupy.cuda.ExternalStream(address) for address in self._partitions.streams]
+            self._streams = [cupy.cuda.Stream.from_external(_Foreign(s)) for s in self._partitions.streams]
         else:
             self._streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(lanes)]
         self._gate = cupy.cuda.Stream(non_blocking=True)
         self._gate_open = cupy.cuda.Event(disable_timing=True)
         helpers = cupy.RawModule(code=_HELPERS, backend="nvrtc")
         self._wait, self._seen, self._busy = (
-            helpers.get_function(n) for n in ("wait_ns", "seen_sms", "busy")
+            helpers.get_function(n).kernel for n in ("wait_ns", "seen_sms", "busy")
         )
         self._flush = cupy.empty(2 * int(properties["l2CacheSize"]), dtype=cupy.uint8)
         self._arenas: dict[tuple[int, str], Any] = {}
-        self._load_lock = threading.Lock()
         self._graphs = True
         seen = self._count_sms()
         if self._partitions is not None and seen > self._partitions.sms:
@@ -331,6 +329,16 @@ def _kind(spec: BufferSpec, bound: int) -> str:
     """Which buffer a parameter is a slice of: its dtype, and for integers the bound of the contents."""
     dtype = spec[1]
     return f"{dtype}<{bound}" if "int" in dtype else dtype
+
+
+@dataclass(frozen=True)
+class _Foreign:
+    """A stream that somebody else made, as cupy takes it."""
+
+    address: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.address
 
 
 class _Nvml:

@@ -50,8 +50,14 @@ class CudaLowering:
         self._pipeline, _, self._finalize = tvm.tirx.get_default_tir_pipeline(self._target)
         self._host = HostBefore()
 
-    def __call__(self, func: Any) -> CudaProgram:
+    def __call__(self, func: Any, *, unroll: bool = True) -> CudaProgram:
         """Lower a scheduled PrimFunc.
+
+        Parameters
+        ----------
+        unroll
+            Unroll loops as scheduled. Without it launches and shared memory are the same and the source is not what
+            the schedule says, but it takes a tenth of the time where the schedule unrolls a lot.
 
         Raises
         ------
@@ -64,7 +70,8 @@ class CudaLowering:
         mod = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
         self._host.module = None
         try:
-            with quiet(), tvm.transform.PassContext(instruments=[self._host]):
+            skipped = [] if unroll else ["tirx.UnrollLoop"]
+            with quiet(), tvm.transform.PassContext(instruments=[self._host], disabled_pass=skipped):
                 lowered = self._pipeline(tvm.tirx.transform.BindTarget(self._target)(mod))
             _, devices = split_host_device_mods(lowered)
             if len(devices) != 1 or self._host.module is None:

@@ -4,15 +4,14 @@ Programs are drawn from MetaSchedule's ``cuda`` design spaces with the postproce
 switched off, lowered to CUDA C++ and judged:
 
 1. TVM does not lower it: invalid on all architectures (``lowering``).
-2. Threads, block, grid or declared shared memory exceed what every architecture allows: invalid on all
-   (``threads``, ``block``, ``grid``, ``shared``), without compiling; asynchronous copies need sm_80 (``async``). A part is
-   compiled all the same, to check the rules.
-3. Everything else is compiled to a cubin for one architecture drawn at random, a part for all of them. The compiler
-   refuses (``compile``, or ``shared``: alignment counts), takes too long (``timeout``), the registers of a block exceed the
-   limit (``registers``), or the program is valid.
-4. Of programs with long source, which take most of the compiler's time, only a part is compiled; the others are taken to be
-   valid everywhere (TVM states the block's size, so ptxas keeps the registers within the limit, by spilling). How often
-   the compiler contradicts that on the compiled part is in the summary.
+2. By rules: threads, block, grid or declared shared memory exceed what every architecture allows (``threads``, ``block``,
+   ``grid``, ``shared``); asynchronous copies need sm_80 (``async``). A part of these is compiled all the same.
+3. A part of those that no rule excludes is compiled to a cubin for one architecture drawn at random, a part of that for
+   all. The compiler refuses (``compile``, or ``shared``: alignment counts), takes too long (``timeout``), or the registers of
+   a block exceed the limit (``registers``). Of long sources, which take most of the compiler's time, only a small part is
+   compiled; whatever alignment may take over the limit always is.
+4. What no rule excludes and was not compiled is taken to be valid (TVM states the block's size, so ptxas keeps the
+   registers within the limit, by spilling). How often the compiler contradicts the rules is in the summary.
 """
 
 from __future__ import annotations
@@ -53,10 +52,12 @@ class ValidityConfig:
         In all, evenly over the tasks.
     everywhere
         Part of the programs that is compiled for all architectures.
+    part
+        Part of the programs that no rule excludes that is compiled.
     audit
-        Part of the programs that a rule excludes, and that are not long, that is compiled all the same.
+        Part of the programs that a rule excludes that is compiled all the same.
     long_source_bytes, long_part
-        Of programs with longer source that no rule excludes only this part is compiled.
+        Of those with longer source only this part is compiled.
     timeout_s
         CPU seconds of one program's compilation; more is ``timeout``.
     per_round
@@ -65,6 +66,7 @@ class ValidityConfig:
 
     archs: tuple[str, ...] = ARCHS
     programs: int = 10_000
+    part: float = 0.35
     everywhere: float = 0.05
     audit: float = 0.03
     long_source_bytes: int = 16_000
@@ -93,6 +95,8 @@ class Verdict:
         Largest of the program's kernels, before compiling.
     registers, spill_store_bytes, spill_load_bytes, shared_bytes, stack_bytes
         Largest of its kernels, as ptxas reports them; -1 where unknown.
+    source_bytes
+        Of what was compiled or would have been; -1 where nobody asked.
     fits_opt_in
         Whether the declared shared memory would fit if it were dynamic and the kernel opted in to all there is.
     """
@@ -126,29 +130,30 @@ def draw_archs(program: str, config: ValidityConfig) -> tuple[str, ...]:
 
 def judge(
     program: str,
-    cuda: CudaProgram,
+    plain: CudaProgram,
+    full: Callable[[], CudaProgram],
     config: ValidityConfig,
     compilers: Callable[[str], CudaCompiler],
     starting: Callable[[Verdict], None] | None = None,
 ) -> list[Verdict]:
-    """Verdicts of a lowered program.
+    """Verdicts of a lowered program, one an architecture.
 
-    `starting` is called before each compilation with the verdict that holds if it never ends.
+    Parameters
+    ----------
+    plain
+        Lowered without unrolling, which is all that the rules need.
+    full
+        Gives it as it is compiled.
+    starting
+        Called before each compilation with the verdict that holds if it never ends.
     """
     from cdmpp.profiler.cuda_limits import arch_limits
 
-    drawn = draw_archs(program, config)
-    rng = random.Random(f"{config.seed}:{program}:compile")
-    audited, long_drawn = rng.random() < config.audit, rng.random() < config.long_part
-    known = _shape_columns(cuda)
-    near = arch_limits(config.archs[0]).shared_static_bytes - _ALIGNMENT_SLACK
-    brief = known["source_bytes"] <= config.long_source_bytes
-    short = brief or known["shared_declared_bytes"] > near
-    verdicts = []
+    known = _shape_columns(plain)
+    verdicts: dict[str, Verdict] = {}
     for arch in config.archs:
-        fault = rule_fault(cuda, arch)
-        wanted = audited and brief if fault else short or long_drawn
-        verdict = Verdict(
+        fault = rule_fault(plain, arch)
+        verdicts[arch] = Verdict(
             program,
             arch,
             fault is None,
@@ -157,17 +162,33 @@ def judge(
             fits_opt_in=known["shared_declared_bytes"] <= arch_limits(arch).shared_optin_bytes,
             **known,
         )
-        if wanted and arch in drawn:
-            late = f"compiling took over {config.timeout_s:g} s"
-            if starting is not None:
-                kind = verdict.rule or "timeout"
-                starting(replace(verdict, valid=False, kind=kind, error=late, compiled=True))
-            verdicts.append(_compile(cuda, verdict, compilers(arch)))
-        elif not wanted or fault:
-            # Nothing is said of an architecture that no rule excludes and the compiler was not asked about, unless
-            # it was not asked about any.
-            verdicts.append(verdict)
-    return verdicts
+    rng = random.Random(f"{config.seed}:{program}:compile")
+    audited, wanted, long_wanted = (rng.random() < p for p in (config.audit, config.part, config.long_part))
+    near = known["shared_declared_bytes"] > (
+        arch_limits(config.archs[0]).shared_static_bytes - _ALIGNMENT_SLACK
+    )
+    asked = [a for a in draw_archs(program, config) if (audited if verdicts[a].rule else wanted or near)]
+    if not asked:
+        return list(verdicts.values())
+    try:
+        cuda = full()
+    except ProgramError as err:
+        return _not_lowered(program, config, err)
+    for arch, verdict in verdicts.items():
+        verdicts[arch] = replace(verdict, source_bytes=len(cuda.source))
+    excluded = any(verdicts[a].rule for a in asked)
+    if len(cuda.source) > config.long_source_bytes and not long_wanted and (excluded or not near):
+        return list(verdicts.values())
+    for arch in asked:
+        if starting is not None:
+            kind, late = verdicts[arch].rule or "timeout", f"compiling took over {config.timeout_s:g} s"
+            starting(replace(verdicts[arch], valid=False, kind=kind, error=late, compiled=True))
+        verdicts[arch] = _compile(cuda, verdicts[arch], compilers(arch))
+    return list(verdicts.values())
+
+
+def _not_lowered(program: str, config: ValidityConfig, err: ProgramError) -> list[Verdict]:
+    return [Verdict(program, arch, False, "lowering", str(err), "lowering") for arch in config.archs]
 
 
 def rule_fault(cuda: CudaProgram, arch: str) -> tuple[str, str] | None:
@@ -210,7 +231,6 @@ def _shape_columns(cuda: CudaProgram) -> dict[str, int]:
         "blocks": max(s.blocks for s in cuda.shapes),
         "kernels": len(cuda.shapes),
         "shared_declared_bytes": max(s.shared_bytes for s in cuda.shapes),
-        "source_bytes": len(cuda.source),
     }
 
 
@@ -228,11 +248,10 @@ def judge_job(
 ) -> list[Verdict]:
     """Lower a rebuilt program and :func:`judge` it."""
     try:
-        cuda = lowering(func)
+        plain = lowering(func, unroll=False)
     except ProgramError as err:
-        digest = job.program.hash
-        return [Verdict(digest, a, False, "lowering", str(err), "lowering") for a in config.archs]
-    return judge(job.program.hash, cuda, config, compilers, starting)
+        return _not_lowered(job.program.hash, config, err)
+    return judge(job.program.hash, plain, lambda: lowering(func), config, compilers, starting)
 
 
 # -- the table -------------------------------------------------------------------------------------------------

@@ -254,11 +254,9 @@ def _jobs(
     random.Random(config.seed).shuffle(order)
     seen = set(known)
     number = 0
-    while order and len(known) < config.programs:
+    while order and len(seen) < config.programs:
         number += 1
         for task in list(order):
-            if len(known) >= config.programs:
-                return
             have = drawn[task.hash]
             need = config.per_round * number - have
             if need <= 0:
@@ -276,6 +274,8 @@ def _jobs(
                 order.remove(task)
             drawn[task.hash] += len(programs)
             for program in programs:
+                if len(seen) >= config.programs:
+                    return
                 seen.add(program.hash)
                 yield BuildJob(program, task, by_hash[str(program.space_hash)])
 
