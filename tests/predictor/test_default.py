@@ -1,0 +1,51 @@
+"""The weights that ship."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cdmpp
+from cdmpp.predictor import Predictor, TrainingData, evaluate, gather
+from cdmpp.predictor.config import DataConfig
+
+DATA = Path(__file__).parents[2] / "data"
+
+
+@pytest.fixture(scope="module")
+def default() -> Predictor:
+    return Predictor.default()
+
+
+@pytest.fixture(scope="module")
+def data() -> TrainingData:
+    return gather([DATA], DataConfig(devices=("xeon-cascadelake-2.5ghz.x86-64-v2@1",)))
+
+
+def test_they_are_small_and_have_a_model_card() -> None:
+    folder = Path(cdmpp.__file__).parent / "predictor" / "weights" / "default"
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 10e6
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert Predictor.default().training["split"] in card
+
+
+def test_they_predict_networks_never_seen(default: Predictor, data: TrainingData) -> None:
+    """On real records of held-out networks: far better than guessing, and intervals that mostly hold."""
+    scores = evaluate(default, data, by=())
+    overall = scores["overall"]
+    assert scores["n_trained_tasks"] == 0
+    assert overall["n"] > 300
+    assert overall["pairwise_accuracy"] > 0.75
+    assert overall["median_ape"] < 0.4
+    assert overall["interval"]["covered"] > 0.8
+
+
+def test_intervals_and_familiarity_come_with_them(default: Predictor, data: TrainingData) -> None:
+    asts = [data.asts[program] for program in data.labels["program"].iloc[:20]]
+    device = str(data.labels["device"].iloc[0])
+    low, high = default.predict_interval(asts, device)
+    seconds = default.predict(asts, device)
+    assert (low < seconds).all() and (seconds < high).all()
+    assert default.unfamiliar(asts, device).dtype == np.bool_
