@@ -294,7 +294,7 @@ class CountBar:
         if self._task is None:
             if self._progress.console.is_terminal:
                 self._progress.start()
-            else:  # nothing to draw on, and drawing takes a third of a core
+            else:  # nothing to draw on
                 self._progress.console.print(f"{self._text}: {total}")
             self._task = self._progress.add_task(self._text, total=total)
         self._progress.update(self._task, completed=done, total=total)
