@@ -6,6 +6,7 @@ of workspace allocations and kernel calls with fixed launch parameters.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from cdmpp.errors import ProgramError
@@ -56,8 +57,8 @@ class CudaLowering:
         Parameters
         ----------
         unroll
-            Unroll loops as scheduled. Without it launches and shared memory are the same and the source is not what
-            the schedule says, but it takes a tenth of the time where the schedule unrolls a lot.
+            Unroll loops as scheduled and generate the source. Without it there is no source, and all else in a tenth
+            of the time where the schedule unrolls a lot.
 
         Raises
         ------
@@ -78,15 +79,18 @@ class CudaLowering:
                 raise ProgramError("the program has no kernel")
             device = next(iter(devices.values()))
             kernels = self._host.module
-            source = codegen_build(self._finalize()(device), self._target).inspect_source()
+            source = ""
+            if unroll:
+                source = codegen_build(self._finalize()(device), self._target).inspect_source()
         except ProgramError:
             raise
         except Exception as err:  # TVM raises its own error types
             text = (str(err).strip().splitlines() or [type(err).__name__])[-1]
             raise ProgramError(f"TVM does not lower it: {text}"[:500]) from err
         workspaces, launches = self._launches(kernels)
+        copies = any(_copies_asynchronously(kernels[launch.kernel]) for launch in launches)
         return CudaProgram(
-            _without_libcxx(source), argument_specs(func), _written(func), workspaces, launches
+            _without_libcxx(source), argument_specs(func), _written(func), workspaces, launches, copies
         )
 
     def _launches(self, mod: Any) -> tuple[tuple[BufferSpec, ...], tuple[Launch, ...]]:
@@ -95,8 +99,7 @@ class CudaLowering:
         numbers = {var: number for number, var in enumerate(main.params)}
         workspaces: list[BufferSpec] = []
         launches: list[Launch] = []
-        body = main.body
-        for statement in body.seq if hasattr(body, "seq") else [body]:
+        for statement in _statements(main.body):
             kind = type(statement).__name__
             if kind == "AllocBuffer":
                 spec = (tuple(int(n) for n in statement.buffer.shape), str(statement.buffer.dtype))
@@ -154,8 +157,36 @@ class CudaLowering:
         return total
 
 
+def _statements(body: Any) -> Iterator[Any]:
+    """The statements of a sequence; pragmas, which stay where loops are not unrolled, are looked through."""
+    if hasattr(body, "seq"):
+        for part in body.seq:
+            yield from _statements(part)
+    elif type(body).__name__ == "AttrStmt" and str(body.attr_key).startswith("pragma_"):
+        yield from _statements(body.body)
+    else:
+        yield body
+
+
 def _callee(expr: Any) -> str:
     return str(getattr(getattr(expr, "op", None), "name", ""))
+
+
+def _copies_asynchronously(kernel: Any) -> bool:
+    import tvm_ffi
+
+    found = False
+
+    def visit(node: Any) -> None:
+        nonlocal found
+        # Commits and waits are attributes until the device code is finished; cp.async itself is a call.
+        if type(node).__name__ == "AttrStmt":
+            found = found or str(node.attr_key).startswith(("async_commit", "async_wait"))
+        elif hasattr(node, "op"):
+            found = found or "cp_async" in _callee(node)
+
+    tvm_ffi.structural_walk(kernel.body, visit, order="pre")
+    return found
 
 
 def _written(func: Any) -> tuple[int, ...]:

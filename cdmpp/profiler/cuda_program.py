@@ -79,6 +79,8 @@ class CudaProgram:
         Further global buffers, from kernel to kernel.
     launches
         In order; one run of the program is all of them.
+    async_copies
+        Whether a kernel copies to shared memory asynchronously (``cp.async``, since sm_80).
     """
 
     source: str = field(repr=False)
@@ -86,6 +88,7 @@ class CudaProgram:
     outputs: tuple[int, ...]
     workspaces: tuple[BufferSpec, ...]
     launches: tuple[Launch, ...]
+    async_copies: bool = False
 
     @property
     def buffers(self) -> tuple[BufferSpec, ...]:
@@ -104,6 +107,7 @@ class CudaProgram:
             "outputs": list(self.outputs),
             "workspaces": [[list(shape), dtype] for shape, dtype in self.workspaces],
             "launches": [launch.to_json() for launch in self.launches],
+            "async_copies": self.async_copies,
         }
 
     @classmethod
@@ -119,4 +123,5 @@ class CudaProgram:
             tuple(int(n) for n in value["outputs"]),
             specs("workspaces"),
             tuple(Launch.from_json(launch) for launch in value["launches"]),
+            bool(value["async_copies"]),
         )

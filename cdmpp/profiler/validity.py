@@ -201,7 +201,7 @@ def rule_fault(cuda: CudaProgram, arch: str) -> tuple[str, str] | None:
     from cdmpp.profiler.cuda_limits import arch_limits, shape_fault
 
     fault = shape_fault(cuda.shapes, arch)
-    if fault is None and "cp.async" in cuda.source and not arch_limits(arch).async_copies:
+    if fault is None and cuda.async_copies and not arch_limits(arch).async_copies:
         return "async", f"it copies asynchronously, which {arch} cannot"
     return fault
 

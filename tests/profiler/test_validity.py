@@ -88,7 +88,7 @@ def test_opting_in_to_more_shared_memory_is_told_by_architecture() -> None:
 
 
 def test_asynchronous_copies_need_ampere() -> None:
-    cuda = program(source=program().source + "// cp.async.wait_group 0;")
+    cuda = replace(program(), async_copies=True)
     assert rule_fault(cuda, "sm_75") == ("async", "it copies asynchronously, which sm_75 cannot")
     found = verdicts(cuda)
     assert {arch for arch, v in found.items() if v.valid} == {"sm_80", "sm_86", "sm_90"}
