@@ -1,0 +1,320 @@
+"""End-to-end latency: known answers with a predictor of fixed numbers, the graph of a torch module, bad input."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cdmpp.cli import main
+from cdmpp.dataset import Dataset
+from cdmpp.endtoend import compare_devices, predict_latency, read_prices
+from cdmpp.endtoend.graph import FOLDER, GraphNode, network_graph, save_graph
+from cdmpp.endtoend.schedules import candidates
+from cdmpp.endtoend.sources import NetworkTasks, network_tasks
+from cdmpp.errors import (
+    DatasetError,
+    NetworkError,
+    PredictorError,
+    PriceError,
+    TunerError,
+    UnknownDeviceError,
+)
+from cdmpp.predictor import Predictor
+from cdmpp.predictor.uncertainty import Calibration
+from cdmpp.program.types import Task
+
+pytest.importorskip("tvm")
+torch = pytest.importorskip("torch")
+
+
+@dataclass(frozen=True)
+class Fixed(Predictor):
+    """Says `seconds` for every program, more for each GFLOP/s that a device lacks."""
+
+    seconds: float = 1e-3
+    by_device: bool = False
+
+    def predict(self, programs: Any, device: Any, *, resolver: Any = None) -> Any:
+        scale = 1e5 / device.peak_gflops["float32"] if self.by_device else 1.0
+        return np.full(len(programs), self.seconds * scale)
+
+
+def fixed(seconds: float = 1e-3, calibrated: bool = False, by_device: bool = False) -> Fixed:
+    """With `calibrated`, every error of 20 tasks is a factor of 2."""
+    calibration = None
+    if calibrated:
+        names = [f"t{i}" for i in range(20)]
+        calibration = Calibration.fit([2.0] * 20, [1.0] * 20, names, ["some-cpu"] * 20)
+    none: Any = None
+    return Fixed(none, none, none, {}, calibration=calibration, seconds=seconds, by_device=by_device)
+
+
+class Branches(torch.nn.Module):
+    """Two branches of one input, a view and a split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = torch.nn.Linear(16, 32), torch.nn.Linear(16, 32)
+        self.last = torch.nn.Linear(32, 8)
+
+    def forward(self, x: Any) -> Any:
+        product = torch.relu(self.left(x)) * torch.tanh(self.right(x))
+        first, second = torch.split(product, 16, 1)
+        return self.last(product.softmax(-1)).reshape(2, 2, 8), first @ second.T
+
+
+@pytest.fixture(scope="module")
+def branches() -> NetworkTasks:
+    from cdmpp.program.network import Network
+
+    return network_tasks(Network.from_torch(Branches(), [torch.zeros(4, 16)], "branches"))
+
+
+@pytest.fixture(scope="module")
+def tasks() -> list[Task]:
+    from cdmpp.program.library_ops import linear
+    from cdmpp.program.tasks import task_from_prim_func
+
+    return [task_from_prim_func(linear(4, 8, n), f"linear{n}") for n in (16, 32)]
+
+
+@pytest.fixture()
+def trace(tasks: list[Task], tmp_path: Path) -> Path:
+    """A graph file of a dataset: a task, then another three times, then a node without any."""
+    with Dataset.create(tmp_path / "data") as dataset:
+        for task in tasks:
+            dataset.add_task(task)
+        dataset.finalize()
+    first, second = (task.hash for task in tasks)
+    nodes = [
+        GraphNode("query", (first,), operator="linear", measured_s={"h200": 2e-3}),
+        GraphNode("layer", (second,), ("query",), repeat=3.0, operator="linear"),
+        GraphNode("odd", (), ("layer",), kind="unknown", operator="sort"),
+    ]
+    path = tmp_path / "data" / FOLDER / "net.json"
+    save_graph(network_graph("net", nodes, measured_s={"h200": 5e-3}), path)
+    return path
+
+
+# -- graphs of networks ------------------------------------------------------------------------------------------
+
+
+def test_the_graph_of_a_network_has_its_calls_and_their_dependencies(branches: NetworkTasks) -> None:
+    nodes = {node.name: node for node in branches.graph.nodes}
+    (tanh,) = (n for n in nodes.values() if n.name.endswith("tanh"))
+    (product,) = (n for n in nodes.values() if n.name.endswith("multiply"))
+    (softmax,) = (n for n in nodes.values() if n.name == "softmax")
+    (view,) = (n for n in nodes.values() if n.kind == "view")
+    assert tanh.inputs == () and product.inputs == (tanh.name,) and softmax.inputs == (product.name,)
+    assert tanh.output_shape == product.output_shape == (4, 32)
+    assert view.tasks == () and view.output_shape == (2, 2, 8)
+    assert nodes[view.inputs[0]].inputs == (softmax.name,)
+    split = next(n for n in nodes.values() if n.name == "split")
+    (last,) = (n for n in nodes.values() if n.output_shape == (4, 4))
+    assert split.inputs == (product.name,) and split.name in last.inputs
+    assert set(branches.graph.task_weights()) == set(branches.tasks)
+    for task, weight in branches.graph.task_weights().items():
+        assert branches.tasks[task].networks == {"branches": weight}
+
+
+def test_a_network_adds_up_on_a_cpu(branches: NetworkTasks) -> None:
+    report = predict_latency(branches, "this-cpu@1", fixed())
+    kernels = sum(branches.graph.task_weights().values())
+    assert report.latency_s == pytest.approx(1e-3 * kernels)
+    assert report.launches == kernels and report.gap_s == 0.0
+    assert sum(layer.fraction for layer in report.layers) == pytest.approx(1.0)
+    assert report.low_s is None and report.independent_high_s is None
+    assert "not calibrated" in report.notes[0]
+    json.dumps(report.to_json(), allow_nan=False)
+
+
+def test_branches_run_at_the_same_time_on_a_gpu(branches: NetworkTasks) -> None:
+    serial = predict_latency(branches, "h200", fixed())
+    report = predict_latency(branches, "h200", fixed(), streams=2)
+    assert report.serial_s == serial.latency_s
+    assert report.latency_s < serial.latency_s
+    assert any("without slowing each other down" in text for text in report.assumptions)
+
+
+def test_the_best_of_random_programs(branches: NetworkTasks) -> None:
+    one = dict(list(branches.tasks.items())[:1])
+    from cdmpp.device import get_device
+
+    found, notes = candidates(one.values(), "best", get_device("this-cpu@1"), programs_per_task=3)
+    (item,) = found.values()
+    assert item.origin == "random" and 1 <= len(item.asts) <= 3 and not notes
+
+
+def test_the_schedules_of_a_database(branches: NetworkTasks, tmp_path: Path) -> None:
+    from cdmpp.device import get_device
+    from cdmpp.tuner.measure import Measurer
+    from cdmpp.tuner.tune import tune_tasks
+    from tests.tuner.tuner_samples import FakeEngine, tune_config
+
+    tuned = next(task for task in branches.tasks.values() if task.name.endswith("tanh"))
+    engine: Any = FakeEngine(lambda digest: 1.0 if digest == tuned.hash else 1e-6)
+    config = tune_config(6)
+    with Measurer(engine) as running:
+        tune_tasks("t", [(tuned, 1.0)], device="this-cpu@1", out=tmp_path, config=config, measurer=running)
+    here = get_device("this-cpu@1")
+    found, notes = candidates(branches.tasks.values(), tmp_path, here)
+    as_it_is, _ = candidates(branches.tasks.values(), "untuned", here)
+    assert {task for task, item in found.items() if item.origin == "database"} == {tuned.hash}
+    (old,), (new,) = as_it_is[tuned.hash].asts, found[tuned.hash].asts
+    assert old.n_nodes != new.n_nodes or not np.array_equal(old.leaves, new.leaves)
+    others = len(branches.tasks)
+    assert notes == [f"{others - 1} of {others} tasks are not in {tmp_path} and are untuned"]
+    _, notes = candidates(branches.tasks.values(), tmp_path, get_device("this-cpu.x86-64-v2@1"))
+    assert notes[0].startswith(f"the schedules of {tmp_path} were found on {here.name}, not on")
+
+
+# -- imported traces ---------------------------------------------------------------------------------------------
+
+
+def test_a_trace_is_replayed_with_its_repeats(trace: Path) -> None:
+    report = predict_latency(trace, "h200", fixed(), launch_overhead_us=0.0)
+    assert report.latency_s == pytest.approx(4e-3)
+    assert report.measured_s == 5e-3 and report.ape == pytest.approx(0.2)
+    assert [layer.latency_s for layer in report.layers] == pytest.approx([1e-3, 3e-3, 0.0])
+    assert report.layers[0].measured_s == 2e-3 and report.layers[0].origin == "library"
+    assert "1 of 3 nodes are unknown and count as nothing: sort" in report.notes
+
+
+def test_launches_of_short_kernels_leave_gaps(trace: Path) -> None:
+    report = predict_latency(trace, "h200", fixed(1e-6), launch_overhead_us=10.0)
+    assert report.latency_s == pytest.approx(41e-6)
+    assert report.kernel_s == pytest.approx(4e-6) and report.gap_s == pytest.approx(37e-6)
+
+
+def test_intervals_say_what_they_assume(trace: Path) -> None:
+    report = predict_latency(trace, "h200", fixed(calibrated=True), launch_overhead_us=0.0)
+    assert (report.low_s, report.high_s) == pytest.approx((2e-3, 8e-3))
+    # each of two tasks is half or twice: the sums are 2, 3.5, 6.5 and 8 ms
+    assert report.independent_low_s in (pytest.approx(2e-3), pytest.approx(3.5e-3))
+    assert report.independent_high_s in (pytest.approx(6.5e-3), pytest.approx(8e-3))
+    assert report.layers[1].low_s == pytest.approx(1.5e-3)
+    assert any("same way" in text for text in report.assumptions)
+    assert any("by chance" in text for text in report.assumptions)
+
+
+# -- several devices ---------------------------------------------------------------------------------------------
+
+
+def test_devices_are_ranked_by_latency_and_cost(trace: Path, tmp_path: Path) -> None:
+    prices = tmp_path / "prices.yaml"
+    prices.write_text("H200: 36\nt4: 0.36\n")
+    comparison = compare_devices(
+        trace, ["t4", "h200", "T4", "a100-pcie-40gb"], fixed(by_device=True), prices=read_prices(prices)
+    )
+    value = comparison.to_json()
+    assert value["by_latency"] == ["h200", "a100-pcie-40gb", "t4"]
+    assert value["by_cost"] == ["t4", "h200"]
+    fastest = comparison.reports[0]
+    assert fastest.cost_per_million == pytest.approx(1e6 * fastest.latency_s * 36 / 3600)
+    assert "no price is given for a100-pcie-40gb" in comparison.notes
+
+
+def test_the_command_prints_and_writes_the_same_numbers(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Predictor, "default", classmethod(lambda cls: fixed()))
+    out = tmp_path / "out.json"
+    assert main(["latency", str(trace), "--device", "h200", "--launch-us", "0", "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["latency_s"] == pytest.approx(4e-3)
+    assert "4 ms a run on h200" in capsys.readouterr().out
+    assert main(["latency", str(trace), "--device", "h200,t4", "--json", str(out)]) == 0
+    assert set(json.loads(out.read_text())["by_latency"]) == {"h200", "t4"}
+    assert "on 2 devices" in capsys.readouterr().out
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 0.0, -1.0])
+def test_a_prediction_that_is_no_latency_names_the_task(trace: Path, seconds: float) -> None:
+    with pytest.raises(PredictorError, match=r"for task linear16 \([0-9a-f]{16}\) of net on h200"):
+        predict_latency(trace, "h200", fixed(seconds))
+
+
+def test_unknown_devices_are_refused(trace: Path) -> None:
+    with pytest.raises(UnknownDeviceError, match="h2000"):
+        predict_latency(trace, "h2000", fixed())
+    with pytest.raises(UnknownDeviceError, match="nodevice"):
+        compare_devices(trace, ["h200", "nodevice"], fixed())
+
+
+def test_the_command_ends_with_one_line_on_bad_input(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Predictor, "default", classmethod(lambda cls: fixed(float("nan"))))
+    (tmp_path / "prices.yaml").write_text("h2000: 1")
+    for options in (["h2000"], ["h200"], [","], ["h200", "--price", str(tmp_path / "prices.yaml")]):
+        assert main(["latency", str(trace), "--device", *options]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("cdmpp: ") and error.count("\n") == 1
+
+
+def test_a_network_without_tasks_is_refused(trace: Path) -> None:
+    save_graph(network_graph("views", [GraphNode("a", kind="view")]), trace)
+    with pytest.raises(NetworkError, match="network views has no task"):
+        predict_latency(trace, "h200", fixed())
+
+
+def test_a_cycle_is_refused(trace: Path) -> None:
+    value = json.loads(trace.read_text())
+    value["nodes"][0]["inputs"] = ["odd"]
+    trace.write_text(json.dumps(value))
+    with pytest.raises(NetworkError, match="nodes wait for each other"):
+        network_tasks(trace)
+
+
+def test_a_trace_without_its_tasks_is_refused(trace: Path, tmp_path: Path) -> None:
+    alone = tmp_path / "alone.json"
+    alone.write_text(trace.read_text())
+    with pytest.raises(DatasetError, match="--data"):
+        network_tasks(alone)
+    assert network_tasks(alone, trace.parent.parent).graph.name == "net"
+    Dataset.create(tmp_path / "empty").close()
+    with pytest.raises(DatasetError, match="lacks 2 tasks of network net"):
+        network_tasks(alone, tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("nodevice: 3\n", UnknownDeviceError, r"prices.yaml: unknown device 'nodevice'"),
+        ("h200: -3\n", PriceError, "price of h200 must be a positive number, not -3"),
+        ("h200: .nan\n", PriceError, "price of h200"),
+        ("h200: cheap\n", PriceError, "price of h200"),
+        ("h200: 3\nH200: 4\n", PriceError, "two prices of h200"),
+        ("- h200\n", PriceError, "expected device names"),
+        ("{", PriceError, "cannot read prices"),
+    ],
+)
+def test_bad_prices_are_refused(tmp_path: Path, text: str, error: type[Exception], message: str) -> None:
+    (tmp_path / "prices.yaml").write_text(text)
+    with pytest.raises(error, match=message):
+        read_prices(tmp_path / "prices.yaml")
+    with pytest.raises(PriceError, match="cannot read"):
+        read_prices(tmp_path / "missing.yaml")
+
+
+def test_bad_options_are_refused(trace: Path, branches: NetworkTasks, tmp_path: Path) -> None:
+    with pytest.raises(TunerError, match="run by a library"):
+        predict_latency(trace, "h200", fixed(), schedule="best")
+    with pytest.raises(TunerError, match=r"there is no database_workload\.json"):
+        predict_latency(branches, "this-cpu@1", fixed(), schedule=tmp_path)
+    assert not list(tmp_path.glob("database_*"))
+    with pytest.raises(TunerError, match="one program per task"):
+        predict_latency(branches, "this-cpu@1", fixed(), schedule="best", programs_per_task=0)
+    with pytest.raises(NetworkError, match="launch overhead"):
+        predict_latency(trace, "h200", fixed(), launch_overhead_us=-1.0)
+    with pytest.raises(NetworkError, match="several streams are for GPUs"):
+        predict_latency(branches, "this-cpu@1", fixed(), streams=2)
+    with pytest.raises(PredictorError, match="coverage"):
+        predict_latency(trace, "h200", fixed(), coverage=1.0)
