@@ -65,9 +65,8 @@ class EngineConfig:
     plan
         The sampling.
     max_steal_pct, max_drift
-        Programs of a batch during which the hypervisor took more than this share of the cores, or the reference
-        program's time changed by more than this fraction, are measured once more, if their own samples disagree by
-        more than ``plan.target_noise``.
+        A batch during which the hypervisor took more than this share of the cores, or the reference program's
+        time changed by more than this fraction, is measured once more.
     max_disturbed
         A program of which more than this share of the samples was disturbed is measured again a while later.
     max_attempts
@@ -390,17 +389,13 @@ class CpuEngine:
             if share > self.config.max_disturbed and item.attempts < self.config.max_attempts and hopeful:
                 item.measured = None
                 self._later.append((time.monotonic() + _LATER_S, item))
-            elif disturbed and item.attempts < 2 and self._noisy(item.best):
+            elif disturbed and item.attempts < 2:
                 item.measured = None
                 again.append(item)
             else:
                 self._finish(item, done)
         if again:
             self._batches.append(again)
-
-    def _noisy(self, measured: Measured | None) -> bool:
-        # Samples count only where the core was undisturbed around each: what agrees then needs no second look.
-        return measured is None or split_half_difference(measured.samples_s) > self.config.plan.target_noise
 
     def _finish(self, item: _Item, done: BatchDone | None) -> None:
         measured = item.measured
