@@ -109,7 +109,7 @@ def _notes(reports: Sequence[LatencyReport], prices: Mapping[str, float]) -> lis
             continue
         if faster.independent_high_s > slower.independent_low_s:
             notes.append(
-                f"{faster.device} and {slower.device} are too close to be told apart: their narrower intervals overlap"
+                f"the order of {faster.device} and {slower.device} is not certain: their narrower intervals overlap"
             )
     without = [report.device for report in reports if report.device not in prices]
     if prices and without:

@@ -62,10 +62,10 @@ class _Builder:
         if not isinstance(value, self._relax.Call | self._relax.If):
             self._made_by[key] = self._sources(value)
             return
-        if isinstance(value, self._relax.If):
-            operator, arguments, kind, tasks = "if", value.cond, "unknown", ()
-        else:
-            operator, arguments, kind, tasks = self._called(value)
+        branch = isinstance(value, self._relax.If)
+        operator, arguments, kind, tasks = (
+            ("if", value.cond, "unknown", ()) if branch else self._called(value)
+        )
         self._used[operator] += 1
         number = self._used[operator]
         node = GraphNode(

@@ -219,6 +219,14 @@ def test_devices_are_ranked_by_latency_and_cost(trace: Path, tmp_path: Path) -> 
     assert "no price is given for a100-pcie-40gb" in comparison.notes
 
 
+def test_an_order_within_the_intervals_is_called_uncertain(trace: Path) -> None:
+    close = compare_devices(trace, ["h200", "t4"], fixed(calibrated=True))
+    assert any("the order of h200 and t4 is not certain" in note for note in close.notes)
+    far = compare_devices(trace, ["h200", "t4"], fixed(calibrated=True, by_device=True), launch_overhead_us=0)
+    assert far.reports[0].independent_high_s < far.reports[1].independent_low_s  # type: ignore[operator]
+    assert far.notes == ()
+
+
 def test_the_command_prints_and_writes_the_same_numbers(
     trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
