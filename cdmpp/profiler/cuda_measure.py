@@ -163,7 +163,8 @@ def measure(
             todo = [k for k in kernels if k.program not in known]
             degrees, results = _degrees(todo, engine, config, say)
             session = _note_session(dataset, content, name, config, engine.facts, degrees, results)
-            run = _Run(dataset, content, name, session, len(kernels) - len(todo), len(kernels), progress)
+            common = {"session": session, "sms": engine.facts.share_sms}
+            run = _Run(dataset, content, name, common, len(kernels) - len(todo), len(kernels), progress)
             try:
                 jobs = _jobs(content, todo, degrees, engine.facts, config)
                 run.take_all(engine.run(jobs), config.max_seconds, say)
@@ -328,12 +329,12 @@ class _Run:
         dataset: Dataset,
         bundle: Bundle,
         device: str,
-        session: str,
+        common: dict[str, Any],
         done: int,
         total: int,
         progress: Callable[[MeasureProgress], None] | None,
     ) -> None:
-        self._dataset, self._bundle, self._device, self._session = dataset, bundle, device, session
+        self._dataset, self._bundle, self._device, self._common = dataset, bundle, device, common
         self._done, self._total, self._progress = done, total, progress
         self._started = time.perf_counter()
         self.new = self.ok = self.checked = 0
@@ -365,7 +366,7 @@ class _Run:
         if program.space_hash is not None:
             self._dataset.add_space(bundle.spaces[program.space_hash])
         self._dataset.add_program(program)
-        meta: dict[str, Any] = {"session": self._session, "workers": outcome.job.degree, **outcome.meta}
+        meta: dict[str, Any] = {**self._common, "workers": outcome.job.degree, **outcome.meta}
         if kernel.resources:
             meta["resources"] = {name: dict(r) for name, r in kernel.resources.items()}
         if alone:
@@ -436,7 +437,8 @@ def _note_session(
     facts_of = bundle.note["devices"].get(device)
     devices = dict(dataset.meta.get("devices", {}))
     if facts_of is not None:
-        devices[device] = facts_of
+        # Partitions come in units: the count of the table is what was asked for, this is what there was.
+        devices[device] = {**facts_of, "cores_used": facts.share_sms}
     families = {**dataset.meta.get("network_families", {}), **bundle.note.get("network_families", {})}
     sessions = [*dataset.meta.get("sessions", []), entry]
     dataset.update_meta(sessions=sessions, devices=devices, network_families=families)

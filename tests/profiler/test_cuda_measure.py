@@ -47,6 +47,7 @@ def test_records_carry_what_the_label_depends_on(tmp_path: Path) -> None:
     assert len(dataset.tasks) == 3 and len(dataset.programs) == 9
     ok = dataset.records[dataset.records["status"] == "ok"].iloc[0]
     meta = json.loads(ok["meta"])
+    assert meta["sms"] == 132
     assert meta["cache"] == "warm" and meta["degree"] == 1 and meta["clock_mhz"] == 1980
     assert meta["resources"]["main_kernel"]["registers"] == 10
     session = dataset.meta["sessions"][0]
@@ -78,6 +79,7 @@ def test_shares_are_devices_of_their_own(tmp_path: Path) -> None:
     measure(bundle, out=tmp_path / "d", config=config_of())
     report = measure(bundle, out=tmp_path / "d", device="h200@0.5", config=config_of())
     assert report.device == "h200@0.5" and report.facts.share_sms == 64
+    assert Dataset.open(tmp_path / "d").meta["devices"]["h200@0.5"]["cores_used"] == 64
     records = Dataset.open(tmp_path / "d").records
     assert records["device"].value_counts().to_dict() == {"h200": 4, "h200@0.5": 4}
 
@@ -165,15 +167,12 @@ class Refuse:
             raise ImportError(name + " is not for the measuring machine")
 sys.meta_path.insert(0, Refuse())
 import cdmpp.cli_measure
-from cdmpp.profiler.cuda_measure import MeasureConfig, measure
+from cdmpp.profiler.cuda_measure import measure
 from tests.profiler.test_cuda_measure import config_of
 if __name__ == "__main__":
     print(measure({str(tmp_path / "x.bundle")!r}, out={str(tmp_path / "d")!r}, config=config_of()).ok)
-    from cdmpp.errors import ProfilerError
-    try:
-        measure({str(tmp_path / "x.bundle")!r}, out={str(tmp_path / "e")!r}, config=MeasureConfig())
-    except ProfilerError as err:
-        print(err)
+    from cdmpp.cli import main
+    print(main(["measure", {str(tmp_path / "x.bundle")!r}, "--out", {str(tmp_path / "e")!r}]))
 """
     script = tmp_path / "run.py"
     script.write_text(code)
@@ -186,5 +185,5 @@ if __name__ == "__main__":
         env={"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin"},
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines()[0] == "3"
-    assert "cupy" in done.stdout.splitlines()[1]
+    assert done.stdout.splitlines() == ["3", "2"]
+    assert "needs cupy" in done.stderr
