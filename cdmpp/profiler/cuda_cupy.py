@@ -176,11 +176,14 @@ class CupyGpu:
         cupy, stream = self._cupy, self._streams[lane]
 
         def runs(count: int) -> Any:
+            def launch() -> None:
+                for _ in range(count):
+                    self._launch(loaded, lane)
+
             if not self._graphs:
-                return lambda: [self._launch(loaded, lane) for _ in range(count)]
+                return launch
             stream.begin_capture()
-            for _ in range(count):
-                self._launch(loaded, lane)
+            launch()
             graph = stream.end_capture()
             graph.upload(stream)
             return lambda: graph.launch(stream)

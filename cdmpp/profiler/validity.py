@@ -225,7 +225,7 @@ def _compile(cuda: CudaProgram, verdict: Verdict, compiler: CudaCompiler) -> Ver
     return replace(verdict, valid=not kind, kind=kind, error=error, compiled=True, **_resource_columns(taken))
 
 
-def _shape_columns(cuda: CudaProgram) -> dict[str, int]:
+def _shape_columns(cuda: CudaProgram) -> dict[str, Any]:
     return {
         "threads": max(s.threads for s in cuda.shapes),
         "blocks": max(s.blocks for s in cuda.shapes),
@@ -234,7 +234,7 @@ def _shape_columns(cuda: CudaProgram) -> dict[str, int]:
     }
 
 
-def _resource_columns(taken: Sequence[KernelResources]) -> dict[str, int]:
+def _resource_columns(taken: Sequence[KernelResources]) -> dict[str, Any]:
     return {name: max(getattr(t, name) for t in taken) for name in taken[0].to_json()}
 
 
