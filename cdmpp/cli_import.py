@@ -31,7 +31,7 @@ def run_import(args: argparse.Namespace, console: Console, errors: Console) -> A
 
     run = import_neusight if args.source == "neusight" else import_benchmark_hub
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=errors, transient=True) as bar:
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
         shown = bar.add_task("reading", total=None)
 
         def update(what: str, done: int, total: int) -> None:

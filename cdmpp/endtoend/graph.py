@@ -187,6 +187,9 @@ def save_graph(graph: NetworkGraph, path: str | Path) -> None:
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as err:
+        raise NetworkError(f"cannot write {path}: {err}") from err
+    try:
         draft.write_text(json.dumps(graph.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
         draft.replace(path)
     except (OSError, ValueError) as err:

@@ -114,3 +114,52 @@ def test_what_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 def test_out_needs_measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["devices", "--out", str(tmp_path / "x.yaml")]) == 2
     assert "give both" in capsys.readouterr().err
+
+
+class _FakeGpu:
+    """A GPU library whose clock is what each benchmark should take."""
+
+    def __init__(self) -> None:
+        self.launches = 0
+        self.took = {
+            "copy": 2 * (512 << 20) / 1e12,
+            "float32": 2 * 4096**3 / 2e13,
+            "float16": 2 * 4096**3 / 4e14,
+        }
+
+    def properties(self) -> tuple[str, str, dict[str, float]]:
+        return "NVIDIA H200", "sm_90", {"cores": 132.0, "l2_kb": 51200.0}
+
+    def seconds(self, run: object) -> float:
+        if isinstance(run, str):
+            return self.took[run]
+        run()  # type: ignore[operator]
+        return 2000 * 3e-6
+
+    def copy(self) -> str:
+        return "copy"
+
+    def product(self, dtype: str) -> str | None:
+        return None if dtype == "tfloat32" else dtype
+
+    def tiny(self) -> object:
+        def launch() -> None:
+            self.launches += 1
+
+        return launch
+
+
+def test_a_gpu_is_measured_beside_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cdmpp.device import measure, measure_gpu
+
+    fake = _FakeGpu()
+    monkeypatch.setattr(measure_gpu, "_torch", lambda: None)
+    monkeypatch.setattr(measure_gpu, "_cupy", lambda: fake)
+    monkeypatch.setattr(measure, "measure_cpu", lambda table: as_row(table, "this", "cpu", {}))
+    _, gpu = measure.measure_machine()
+    assert gpu.row.name == "h200" and fake.launches == 2000
+    assert gpu.results["copy_gb_s"] == pytest.approx(1000) and gpu.results["launch_us"] == pytest.approx(3)
+    assert gpu.results["float32_gflops"] == pytest.approx(2e4)
+    assert gpu.row.launch_overhead_us == 3.0  # the table leaves it open; the rest it says
+    assert (gpu.row.bandwidth_gb_s, gpu.row.cores, gpu.row.l2_kb) == (None, None, None)
+    assert gpu.skipped == ("tfloat32_matrix_gflops: not with this library",)

@@ -11,15 +11,16 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cdmpp.dataset.importers.common import (
     ImportReport,
     Progress,
     evenly,
     read_table,
+    refuse_existing,
     refuse_implausible,
     require_columns,
     resolve_devices,
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
     import pandas as pd
     from numpy.typing import NDArray
 
-    from cdmpp.dataset.store import Dataset
+    from cdmpp.dataset.record import Record
     from cdmpp.device import Device, DeviceTable
-    from cdmpp.program.types import Program, Space
+    from cdmpp.program.types import Program, Space, Task
 
 logger = logging.getLogger(__name__)
 
@@ -126,9 +127,10 @@ def import_benchmark_hub(
     UnknownDeviceError
         A device is not in the table.
     """
-    from cdmpp.dataset.store import Dataset
+    from cdmpp.dataset.bulk import write_dataset
     from cdmpp.device import load_table
 
+    refuse_existing(out)
     table = table or load_table()
     files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     unknown: Counter[str] = Counter()
@@ -140,32 +142,35 @@ def import_benchmark_hub(
         groups.extend(_groups(path, frame.iloc[evenly(len(frame), limit)], table, unknown))
     for group in groups:
         group.check()
-    statuses: Counter[str] = Counter()
-    meta = {
-        "source": "benchmark_hub",
-        "licence": "AutoTuning Association benchmark hub, MIT",
-        "files": [path.name for path in files],
-    }
-    with Dataset.create(out, **meta) as dataset:
-        made: dict[tuple[str, str], Program | None] = {}
-        for group in groups:
-            _write(dataset, group, made, statuses, progress)
-        without = sum(program is None for program in made.values())
-        if without:
-            notes.append(
-                f"{without} configurations stand for no program: their parameters do not divide each other"
-            )
-        dataset.finalize()
-        return ImportReport(
-            Path(out),
-            dict(statuses),
-            len(dataset.tasks),
-            len(dataset.programs),
-            sorted({group.device.name for group in groups}),
-            dict(unknown.most_common()),
-            (),
-            tuple(notes),
+    made = _Made()
+    for group in groups:
+        made.add(group, progress)
+    without = sum(program is None for program in made.configurations.values())
+    if without:
+        notes.append(
+            f"{without} configurations stand for no program: their parameters do not divide each other"
         )
+    programs = {program.hash: program for program in made.configurations.values() if program is not None}
+    write_dataset(
+        out,
+        made.tasks.values(),
+        made.spaces.values(),
+        programs.values(),
+        made.records,
+        source="benchmark_hub",
+        licence="AutoTuning Association benchmark hub, MIT",
+        files=[path.name for path in files],
+    )
+    return ImportReport(
+        Path(out),
+        dict(Counter(record.status for record in made.records)),
+        len(made.tasks),
+        len(programs),
+        sorted({group.device.name for group in groups}),
+        dict(unknown.most_common()),
+        (),
+        tuple(notes),
+    )
 
 
 @dataclass(frozen=True)
@@ -292,50 +297,57 @@ def _work(task: str, problem: Mapping[str, int]) -> tuple[float, float]:
     return float(sums * p["channels"]), float(p["channels"] * (p["samples"] + p["max_shift"]) + 4 * sums)
 
 
-def _write(
-    dataset: Dataset,
-    group: _Group,
-    made: dict[tuple[str, str], Program | None],
-    statuses: Counter[str],
-    progress: Progress | None,
-) -> None:
-    import json
+@dataclass
+class _Made:
+    """What the groups have become so far.
 
-    from cdmpp.dataset.record import Record
-    from cdmpp.program.generators import generator_space
+    ``configurations`` has the program of each space and decisions, None where the parameters make none.
+    """
 
-    task = _task(group.kernel.task, group.problem)
-    space = generator_space(task.hash, group.kernel.generator, group.parameters, group.problem)
-    dataset.add_task(task)
-    dataset.add_space(space)
-    seconds = group.seconds()
-    build_s = group.frame["compile_ms"].tolist() if "compile_ms" in group.frame else [0.0] * len(seconds)
-    extra = {name: group.frame[column].tolist() for column, name in _META.items() if column in group.frame}
-    for i, number in enumerate(group.frame.index):
-        decisions = json.dumps(group.values[i].tolist(), separators=(",", ":"))
-        if (space.hash, decisions) not in made:
-            made[space.hash, decisions] = _program(space, group.values[i].tolist())
-        program = made[space.hash, decisions]
-        if program is None:
-            continue
-        dataset.add_program(program)
-        status = group.statuses[i]
-        meta = {
-            "source": "benchmark_hub",
-            "row": int(number),
-            **{name: column[i] for name, column in extra.items()},
-        }
-        if build_s[i] and build_s[i] == build_s[i]:
-            meta["build_s"] = build_s[i] / 1e3
-        label = float(seconds[i]) if status == "ok" else None
-        error = "" if status == "ok" else str(group.frame["status"].iloc[i])
-        dataset.add_record(Record(program.hash, group.device.name, status, label, error=error, meta=meta))
-        statuses[status] += 1
-        if progress is not None and i % 64 == 0:
-            progress(f"{group.kernel.task} on {group.device.name}", i, len(seconds))
+    tasks: dict[str, Task] = field(default_factory=dict)
+    spaces: dict[str, Space] = field(default_factory=dict)
+    configurations: dict[tuple[str, str], Program | None] = field(default_factory=dict)
+    records: list[Record] = field(default_factory=list)
+
+    def add(self, group: _Group, progress: Progress | None) -> None:
+        """Programs and records of a group."""
+        import json
+
+        from cdmpp.dataset.record import Record
+        from cdmpp.program.generators import generator_space
+
+        task = _task(group.kernel.task, group.problem)
+        space = generator_space(task.hash, group.kernel.generator, group.parameters, group.problem)
+        self.tasks[task.hash], self.spaces[space.hash] = task, space
+        frame, seconds = group.frame, group.seconds().tolist()
+        build_s = frame["compile_ms"].tolist() if "compile_ms" in frame else [0.0] * len(seconds)
+        extra = {name: frame[column].tolist() for column, name in _META.items() if column in frame}
+        for i, number in enumerate(frame.index):
+            values = group.values[i].tolist()
+            key = (space.hash, json.dumps(values, separators=(",", ":")))
+            if key not in self.configurations:
+                self.configurations[key] = _program(space, values)
+            program = self.configurations[key]
+            if program is None:
+                continue
+            status = group.statuses[i]
+            meta = {
+                "session": "benchmark_hub",
+                "row": int(number),
+                **{name: c[i] for name, c in extra.items()},
+            }
+            if build_s[i] and build_s[i] == build_s[i]:
+                meta["build_s"] = build_s[i] / 1e3
+            label = seconds[i] if status == "ok" else None
+            error = "" if status == "ok" else str(frame["status"].iloc[i])
+            self.records.append(
+                Record(program.hash, group.device.name, status, label, error=error, meta=meta)
+            )
+            if progress is not None and i % 64 == 0:
+                progress(f"{group.kernel.task} on {group.device.name}", i, len(seconds))
 
 
-def _task(name: str, problem: Mapping[str, int]) -> Any:
+def _task(name: str, problem: Mapping[str, int]) -> Task:
     from cdmpp.program import generators
     from cdmpp.program.tvm_env import structural_hash
     from cdmpp.program.types import Task

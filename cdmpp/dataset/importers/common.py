@@ -161,6 +161,14 @@ def lower_bound_s(
     return bound
 
 
+def refuse_existing(out: str | Path) -> None:
+    """Refuse a folder that is a dataset, before minutes are spent (DatasetError)."""
+    from cdmpp.dataset.schema import META_FILE
+
+    if (Path(out) / META_FILE).exists():
+        raise DatasetError(f"{out} is a dataset already: import into a new folder")
+
+
 def evenly(count: int, limit: int | None) -> NDArray[np.int64]:
     """Row numbers: all, or `limit` spread evenly over them (DatasetError unless the limit is positive)."""
     import numpy as np

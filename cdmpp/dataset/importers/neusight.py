@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from cdmpp.dataset.importers.common import (
     Progress,
     evenly,
     read_table,
+    refuse_existing,
     refuse_implausible,
     require_columns,
     resolve_devices,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from numpy.typing import NDArray
 
-    from cdmpp.dataset.store import Dataset
+    from cdmpp.dataset.record import Record
     from cdmpp.device import Device, DeviceTable
     from cdmpp.endtoend.graph import NetworkGraph
     from cdmpp.program.types import Task
@@ -70,10 +71,12 @@ _OPERATORS: dict[str, tuple[str, dict[str, str]]] = {
 #: Winograd and the like do a 3x3 convolution with fewer multiplications than its formula has: at most by this factor.
 _FAST_CONVOLUTION = 5.0
 
-#: Columns that go into a record's meta, as they are called there.
-_META = {
-    "op": "op", "split": "split", "authors_used": "authors_used", "torch_version": "torch", "cuda_version": "cuda",
-}  # fmt: skip
+#: Columns that go into a record's meta.
+_META = ("op", "split", "authors_used")
+#: Columns of which the dataset's meta has all values.
+_VERSIONS = ("torch_version", "cuda_version", "cudnn_version")
+#: How a matrix product or convolution was launched, which tells its tiles; of the others it follows from the shape.
+_TILED = ("bmm", "linear", "conv")
 _LAUNCH = ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")
 #: Kernel names of templates are hundreds of characters long; those that tell a tile are short.
 _KERNEL_CHARS = 64
@@ -145,9 +148,12 @@ def import_neusight(
     NetworkError
         The nodes of a trace wait for each other.
     """
-    from cdmpp.dataset.store import Dataset
+    from cdmpp.dataset.bulk import write_dataset
     from cdmpp.device import load_table
+    from cdmpp.endtoend.graph import FOLDER, save_graph
+    from cdmpp.program.space import unscheduled
 
+    refuse_existing(out)
     table = table or load_table()
     files = [paths] if isinstance(paths, str | Path) else list(paths)
     frames: dict[str, list[tuple[Path, pd.DataFrame]]] = {kind: [] for kind in _KINDS}
@@ -172,26 +178,42 @@ def import_neusight(
         "source": "neusight",
         "licence": "NeuSight (ASPLOS'25), MIT",
         "files": [path.name for path in map(Path, files)],
+        "versions": _versions([frame for _, frame in frames["operators"]]),
         "network_families": {graph.name: str(graph.meta["model"]) for graph in graphs},
     }
-    statuses: Counter[str] = Counter()
-    with Dataset.create(out, **meta) as dataset:
-        _write_graphs(dataset, graphs, tasks)
-        for path, operator_rows, frame, devices in operators:
-            _write_operators(dataset, path, operator_rows, frame, devices, statuses, progress)
-        dataset.finalize()
-        used = {device.name for *_, devices in operators for device in devices.values()}
-        used.update(device for graph in graphs for device in graph.meta["devices"])
-        return ImportReport(
-            Path(out),
-            dict(statuses),
-            len(dataset.tasks),
-            len(dataset.programs),
-            sorted(used),
-            dict(unknown.most_common()),
-            tuple(graph.name for graph in graphs),
-            tuple(notes),
-        )
+    for graph in graphs:
+        for task_hash, weight in graph.task_weights().items():
+            task = tasks[task_hash]
+            tasks[task_hash] = replace(task, networks={**task.networks, graph.name: weight})
+    records: list[Record] = []
+    for path, operator_rows, frame, devices in operators:
+        records.extend(_records(path, operator_rows, frame, devices, tasks, progress))
+    programs = [unscheduled(task) for task in tasks.values()]
+    write_dataset(out, tasks.values(), (), programs, records, **meta)
+    for graph in graphs:
+        save_graph(graph, Path(out) / FOLDER / f"{graph.name}.json")
+    used = {device.name for *_, devices in operators for device in devices.values()}
+    used.update(device for graph in graphs for device in graph.meta["devices"])
+    return ImportReport(
+        Path(out),
+        {"ok": len(records)},
+        len(tasks),
+        len(programs),
+        sorted(used),
+        dict(unknown.most_common()),
+        tuple(graph.name for graph in graphs),
+        tuple(notes),
+    )
+
+
+def _versions(frames: Iterable[pd.DataFrame]) -> dict[str, list[str]]:
+    """Versions of the libraries that measured, as far as the files tell."""
+    found: dict[str, set[str]] = {}
+    for frame in frames:
+        for column in _VERSIONS:
+            if column in frame:
+                found.setdefault(column, set()).update(map(str, frame[column].dropna().unique()))
+    return {column: sorted(values) for column, values in found.items()}
 
 
 def _kind(frame: pd.DataFrame, path: Path) -> str:
@@ -280,21 +302,19 @@ def _row_namer(
     return name
 
 
-def _write_operators(
-    dataset: Dataset,
+def _records(
     path: Path,
     operators: Iterable[_Operator],
     frame: pd.DataFrame,
     devices: Mapping[str, Device],
-    statuses: Counter[str],
+    tasks: dict[str, Task],
     progress: Progress | None,
-) -> None:
-    """Tasks of all distinct shapes, and a record a row in the order of the file."""
+) -> Iterable[Record]:
+    """A record a row in the order of the file; the tasks of all distinct shapes are added."""
     import numpy as np
 
     from cdmpp.dataset.record import Record
     from cdmpp.program.library_ops import library_task
-    from cdmpp.program.space import unscheduled
 
     programs = np.full(len(frame), "", dtype=object)
     for number, operator in enumerate(operators, start=1):
@@ -303,47 +323,30 @@ def _write_operators(
         hashes = np.empty(len(first), dtype=object)
         for i, row in enumerate(first):
             task = library_task(operator.generator, operator.arguments(int(row)))
-            dataset.add_task(task)
-            dataset.add_program(unscheduled(task))
+            tasks.setdefault(task.hash, task)
             hashes[i] = task.hash
             if progress is not None and i % 256 == 0:
                 progress(f"{path.name}: shapes of operator {number}", i, len(first))
         programs[operator.rows] = hashes[inverse.reshape(-1)]
-    seconds = frame["latency_ms"].to_numpy(dtype=np.float64) / 1e3
-    names = {name: device.name for name, device in devices.items()}
     known = np.flatnonzero(programs != "")
-    for done, (i, meta) in enumerate(zip(known, _metas(frame.iloc[known]), strict=True)):
-        program, device = programs[i], names[frame["device"].iloc[i]]
-        dataset.add_record(Record(program, device, "ok", float(seconds[i]), meta=meta))
-        if progress is not None and done % 4096 == 0:
-            progress(f"{path.name}: records", done, len(known))
-    statuses["ok"] += len(known)
+    chosen = frame.iloc[known]
+    seconds = (chosen["latency_ms"].to_numpy(dtype=np.float64) / 1e3).tolist()
+    names = [devices[name].name for name in chosen["device"]]
+    for program, device, latency_s, meta in zip(programs[known], names, seconds, _metas(chosen), strict=True):
+        yield Record(program, device, "ok", latency_s, meta=meta)
 
 
 def _metas(frame: pd.DataFrame) -> Iterable[dict[str, Any]]:
     """What is kept of each row besides its label."""
-    present = {name: frame[column].tolist() for column, name in _META.items() if column in frame}
+    present = {column: frame[column].tolist() for column in _META if column in frame}
     kernels = frame["kernel_name"].astype(str).tolist() if "kernel_name" in frame else [""] * len(frame)
+    tiled = frame["op"].isin(_TILED).tolist()
     launch = None
     if all(column in frame for column in _LAUNCH):
         launch = frame[list(_LAUNCH)].fillna(0).to_numpy(dtype=int).tolist()
     for i, number in enumerate(frame.index):
-        meta: dict[str, Any] = {"source": "neusight", "row": int(number)}
+        meta: dict[str, Any] = {"session": "neusight", "row": int(number)}
         meta.update({name: values[i] for name, values in present.items() if values[i] == values[i]})
-        if launch is not None and launch[i][0]:
+        if launch is not None and tiled[i] and launch[i][0]:
             meta.update(kernel=kernels[i][:_KERNEL_CHARS], grid=launch[i][:3], block=launch[i][3:])
         yield meta
-
-
-def _write_graphs(dataset: Dataset, graphs: Iterable[NetworkGraph], tasks: Mapping[str, Task]) -> None:
-    from dataclasses import replace
-
-    from cdmpp.endtoend.graph import FOLDER, save_graph
-    from cdmpp.program.space import unscheduled
-
-    for graph in graphs:
-        for task_hash, weight in graph.task_weights().items():
-            task = replace(tasks[task_hash], networks={graph.name: weight})
-            dataset.add_task(task)
-            dataset.add_program(unscheduled(task))
-        save_graph(graph, dataset.path / FOLDER / f"{graph.name}.json")
