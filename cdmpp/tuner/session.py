@@ -234,7 +234,8 @@ class TuningSession:
             self._model.update(tuner.context, [c.measure for c, _ in done], results)
         if begun.proposed:
             tuner.tell(begun.proposed, self._no_results(begun.proposed))
-        if done or not begun.candidates:
+        # A resumed search proposes what was measured before once more: such a round says nothing.
+        if done or begun.dropped:
             state.end_round(sum(outcome.latency_s is not None for _, outcome in done))
         self._note(state)
 

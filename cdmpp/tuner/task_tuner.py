@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +76,36 @@ class Candidate:
         return self.job.program.hash
 
 
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let Ctrl-C inside of TVM be Ctrl-C: its C++ side turns every exception of a callback into its own error."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def hear(number: int, frame: Any) -> None:
+        heard.append(number)
+        handler = before[signal.Signals(number)]
+        if callable(handler):
+            handler(number, frame)
+
+    # Signals that are ignored or end the process go on doing so.
+    caught = [number for number, handler in before.items() if callable(handler)]
+    for number in caught:
+        signal.signal(number, hear)
+    try:
+        yield
+    except Exception as err:  # TVM's own error types
+        if heard:
+            raise KeyboardInterrupt from err
+        raise
+    finally:
+        for number in caught:
+            signal.signal(number, before[number])
+
+
 class TaskTuner:
     """Search for programs of one task.
 
@@ -132,7 +165,8 @@ class TaskTuner:
 
     def propose(self) -> list[Candidate] | None:
         """The next candidates, none of them proposed before; None where the space gives none."""
-        found = self.context.generate_measure_candidates()
+        with _interruptible():
+            found = self.context.generate_measure_candidates()
         if found is None:
             return None
         return [self._candidate(measure, "search") for measure in found]

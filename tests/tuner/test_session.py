@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -268,14 +269,12 @@ def test_the_trimmer_saves_measurements(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(CostModel._cls, "interval_s", interval_s)
     engine = FakeEngine()
-    report = tuned(engine, tmp_path / "t", 60, options={"trim": 0.9})
+    report = tuned(engine, tmp_path / "t", 36, options={"trim": 0.9})
     costs = report.costs
     assert costs.dropped > 0 and costs.measurements + costs.dropped == costs.trials
     assert 0 < costs.saved_s <= costs.dropped * 0.6 + 1e-9
     latencies = [made_up_latency_s(h) for h in engine.measured]
-    assert len(latencies) < 40
-    everything = tuned(FakeEngine(), tmp_path / "all", costs.trials)
-    assert everything.costs.measurements == everything.costs.trials
+    assert len(latencies) < 25
 
 
 def test_ctrl_c_in_the_middle_of_a_search_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +287,7 @@ def test_ctrl_c_in_the_middle_of_a_search_ends_it(tmp_path: Path, monkeypatch: p
     def interrupted(self: Any, context: Any, candidates: Any) -> Any:
         asked.append(len(candidates))
         if len(asked) == 4:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         return predict(self, context, candidates)
 
     monkeypatch.setattr(CostModel._cls, "predict", interrupted)
@@ -296,4 +295,5 @@ def test_ctrl_c_in_the_middle_of_a_search_ends_it(tmp_path: Path, monkeypatch: p
     with pytest.raises(KeyboardInterrupt):
         tuned(engine, tmp_path / "t", 60)
     monkeypatch.undo()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert tuned(FakeEngine(), tmp_path / "t", 18, resume=True).costs.trials == 18
