@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -60,6 +61,8 @@ class BodyAnalyser:
         self.slot_of = {var.__chandle__(): i for i, var in enumerate(slot_vars)}
         self.lets: dict[int, Any] = {}
         self.find = find
+        self.binary = _binary_operations(types)
+        self.elements: dict[int, tuple[float, bool]] = {}
         self.ops = [0.0] * len(OP_KINDS)
         self.buffers: dict[int, int] = {}
         self.infos: list[BufferInfo] = []
@@ -101,46 +104,32 @@ class BodyAnalyser:
         """Add a ``BufferStore``."""
         self._touch(stmt.buffer, stmt.indices, self.stores)
         if not self.itemsize:
-            dtype = stmt.buffer.ty.dtype.dtype
-            self.itemsize, self.is_float = dtype.bits * dtype.lanes / 8, self._float(dtype)
+            self.itemsize, self.is_float = self._element(stmt.buffer.ty.dtype)
         self.value(stmt.value)
 
     def value(self, expr: Any) -> None:
         """Count the operations and accesses of a value."""
         t = self.types
         kind = type(expr)
-        if kind in t.constants or kind is t.Var:
-            if kind is t.Var and expr.__chandle__() in self.lets:
-                self.value(self.lets.pop(expr.__chandle__()))
-            return
         if kind is t.TensorLoad:
             self._touch(expr.source, expr.indices, self.loads)
-            return
-        if kind in t.binary:
+        elif kind in self.binary:
             a, b = expr.a, expr.b
-            is_float = self._float(expr.ty.dtype) if kind in t.arithmetic else False
-            if kind is t.Add or kind is t.Sub:
-                if is_float and (type(a) is t.Mul or type(b) is t.Mul):
-                    self.ops[_OP["fma"]] += 1
+            operation, on_floats = self.binary[kind]
+            if on_floats is not None and self._element(expr.ty)[1]:
+                operation = on_floats
+                if operation == _OP["fadd"] and (type(a) is t.Mul or type(b) is t.Mul):
+                    operation = _OP["fma"]
                     self.ops[_OP["fmul"]] -= 1
-                else:
-                    self.ops[_OP["fadd" if is_float else "iadd"]] += 1
-            elif kind is t.Mul:
-                self.ops[_OP["fmul" if is_float else "imul"]] += 1
-            elif kind is t.Div:
-                self.ops[_OP["fdiv" if is_float else "idivmod"]] += 1
-            elif kind is t.Max or kind is t.Min:
-                self.ops[_OP["fminmax" if is_float else "iadd"]] += 1
-            elif kind in t.division:
-                self.ops[_OP["idivmod"]] += 1
-            elif kind in t.compare:
-                self.ops[_OP["compare"]] += 1
-            else:
-                self.ops[_OP["iadd"]] += 1
+            self.ops[operation] += 1
             self.value(a)
             self.value(b)
-            return
-        if kind is t.Call:
+        elif kind is t.Var:
+            if expr.__chandle__() in self.lets:
+                self.value(self.lets.pop(expr.__chandle__()))
+        elif kind in t.constants:
+            pass
+        elif kind is t.Call:
             self._call(expr)
         elif kind is t.Cast:
             self.ops[_OP["cast"]] += 1
@@ -204,14 +193,18 @@ class BodyAnalyser:
                     f"buffer {buffer.name} has the symbolic extent {extent}: shapes must be fixed"
                 )
             shape.append(int(extent.value))
-        dtype = ty.dtype.dtype
         scope = str(ty.storage_scope)
         code = SHARED if scope.startswith("shared") else GLOBAL if scope in ("", "global") else LOCAL
-        return BufferInfo(tuple(shape), dtype.bits * dtype.lanes / 8, code, self.find(buffer))
+        return BufferInfo(tuple(shape), self._element(ty.dtype)[0], code, self.find(buffer))
 
-    @staticmethod
-    def _float(dtype: Any) -> bool:
-        return int(dtype.type_code) not in (0, 1, 6)  # int, uint, bool
+    def _element(self, prim_type: Any) -> tuple[float, bool]:
+        """Bytes of a ``PrimType``, and whether it is a floating-point type."""
+        known = self.elements.get(prim_type.__chandle__())  # few objects, which the statement keeps alive
+        if known is None:
+            dtype = prim_type.dtype
+            is_float = int(dtype.type_code) not in (0, 1, 6)  # int, uint, bool
+            known = self.elements[prim_type.__chandle__()] = dtype.bits * dtype.lanes / 8, is_float
+        return known
 
     def tree(self, expr: Any) -> Tree:
         """An index expression over slots."""
@@ -240,6 +233,19 @@ class BodyAnalyser:
         return ("?", tuple(self.tree(p) for p in t.children(expr)))
 
 
+@lru_cache(maxsize=1)
+def _binary_operations(t: NodeTypes) -> dict[type, tuple[int, int | None]]:
+    """Kind of a binary operation -> what it counts as on integers, and on floating-point numbers if different."""
+    kinds: dict[type, tuple[str, str | None]] = dict.fromkeys(t.binary, ("iadd", None))
+    kinds |= dict.fromkeys(t.division, ("idivmod", None))
+    kinds |= dict.fromkeys(t.compare, ("compare", None))
+    kinds |= {
+        t.Add: ("iadd", "fadd"), t.Sub: ("iadd", "fadd"), t.Mul: ("imul", "fmul"), t.Div: ("idivmod", "fdiv"),
+        t.Max: ("iadd", "fminmax"), t.Min: ("iadd", "fminmax"),
+    }  # fmt: skip
+    return {kind: (_OP[a], _OP[b] if b else None) for kind, (a, b) in kinds.items()}
+
+
 def _binary(t: NodeTypes, kind: type, a: Tree, b: Tree) -> Tree:
     if (isinstance(a, tuple) and a[0] == "?") or (isinstance(b, tuple) and b[0] == "?"):
         return ("?", (a, b))
@@ -266,9 +272,9 @@ def _binary(t: NodeTypes, kind: type, a: Tree, b: Tree) -> Tree:
 
 def _freeze(tree: Any) -> Any:
     if isinstance(tree, dict):
-        return ("form", *sorted(tree.items()))
+        return frozenset(tree.items())
     if isinstance(tree, tuple):
-        return tuple(_freeze(t) for t in tree)
+        return tuple([_freeze(t) for t in tree])
     return tree
 
 

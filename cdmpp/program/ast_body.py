@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, NamedTuple
 
 from cdmpp.program.affine import Form, IndexSpace, scale
 
@@ -22,8 +19,7 @@ Tree = int | dict[int, int] | tuple[Any, ...]
 GLOBAL, SHARED, LOCAL = range(3)
 
 
-@dataclass(frozen=True, slots=True)
-class BufferInfo:
+class BufferInfo(NamedTuple):
     """A buffer as a computation sees it.
 
     Attributes
@@ -45,7 +41,7 @@ class BufferInfo:
     where: tuple[int, int] | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Access:
     """All accesses of a computation to one buffer at the same index.
 
@@ -65,65 +61,57 @@ class Access:
     stores: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BodyTable:
-    """The accesses of a body as arrays; a *row* is one dimension of one access (one row if it has none).
+class BodyTable(NamedTuple):
+    """The accesses of a body as tables, line after line; a *row* is one dimension of one access (one row if it
+    has none).
 
     Attributes
     ----------
     access
-        float64 (accesses, 6): bytes of an element, loads, stores, scope, elements of the buffer, dimensions.
-    buffer
-        int64 (accesses,): index into :attr:`Body.buffers`.
-    row_access, row_dim
-        int64 (rows,): the access, and the dimension counted from the last.
-    shape
-        float64 (rows,): extent of the buffer.
+        Of each access: bytes of an element, loads, stores, scope, elements of the buffer, dimensions, and its
+        index into :attr:`Body.buffers`.
+    row
+        Of each row: the access, the dimension counted from the last, extent of the buffer.
     term
-        int64 (terms, 3): row, slot and coefficient; every index is the sum of its terms if ``linear``.
+        Of each term: row, slot and coefficient; every index is the sum of its terms if ``linear``.
+    rows
+        Number of rows.
     linear
         All indices are linear in the slots.
     """
 
-    access: NDArray[np.float64]
-    buffer: NDArray[np.int64]
-    row_access: NDArray[np.int64]
-    row_dim: NDArray[np.int64]
-    shape: NDArray[np.float64]
-    term: NDArray[np.int64]
+    access: list[float]
+    row: list[int]
+    term: list[int]
+    rows: int
     linear: bool
 
     @classmethod
     def of(cls, accesses: tuple[Access, ...], buffers: tuple[BufferInfo, ...]) -> BodyTable:
-        """The arrays of a body's accesses."""
-        columns: list[tuple[float, ...]] = []
-        rows: list[tuple[int, int, int]] = []
-        terms: list[tuple[int, int, int]] = []
+        """The tables of a body's accesses."""
+        columns: list[float] = []
+        rows: list[int] = []
+        terms: list[int] = []
+        n = 0
         linear = True
         for number, access in enumerate(accesses):
             info = buffers[access.buffer]
             dims = max(1, len(access.index))
             size = prod(info.shape)
-            columns.append((info.itemsize, access.loads, access.stores, info.scope, size, dims))
+            columns += (info.itemsize, access.loads, access.stores, info.scope, size, dims, access.buffer)
             for i in range(dims):
                 tree = access.index[i] if access.index else 0
                 if isinstance(tree, dict):
-                    terms.extend((len(rows), slot, coef) for slot, coef in tree.items())
-                linear &= not isinstance(tree, tuple)
-                rows.append((number, dims - 1 - i, info.shape[i] if i < len(info.shape) else 1))
-        row = np.array(rows, dtype=np.int64).reshape(-1, 3)
-        return cls(
-            access=np.array(columns, dtype=np.float64).reshape(-1, 6),
-            buffer=np.array([access.buffer for access in accesses], dtype=np.int64),
-            row_access=row[:, 0],
-            row_dim=row[:, 1],
-            shape=row[:, 2].astype(np.float64),
-            term=np.array(terms, dtype=np.int64).reshape(-1, 3),
-            linear=linear,
-        )
+                    for slot, coef in tree.items():
+                        terms += (n, slot, coef)
+                elif isinstance(tree, tuple):
+                    linear = False
+                rows += (number, dims - 1 - i, info.shape[i] if i < len(info.shape) else 1)
+                n += 1
+        return cls(columns, rows, terms, n, linear)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Body:
     """One computation.
 

@@ -7,9 +7,12 @@ capacities only. All arrays are over (leaf | access, depth or loop from inside),
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cdmpp.program.ast_loops import SERIAL, THREAD_IDX, UNROLLED, VECTORIZED
 from cdmpp.program.ast_table import (
@@ -193,6 +196,18 @@ class Footprints:
         )
 
 
+def by_leaf(function: np.ufunc, leaf: IntArray, values: NDArray[Any], n_leaves: int) -> NDArray[Any]:
+    """Sum, maximum or the like over the accesses or rows of each leaf, (leaves, ...); zero for leaves without any.
+
+    ``leaf`` (accesses | rows,) must not decrease.
+    """
+    out = np.zeros((n_leaves, *values.shape[1:]), dtype=values.dtype)
+    first = np.flatnonzero(np.diff(leaf, prepend=-1))
+    if len(first):
+        out[leaf[first]] = function.reduceat(values, first, axis=0)
+    return out
+
+
 def _storage_shape(table: LeafTable, buffer: IntArray) -> FloatArray:
     """Extent of each row's dimension as allocated: TVM shrinks a buffer to what is live between the loops that
     all its accesses share."""
@@ -310,21 +325,22 @@ def conflict_traffic(
     extent = np.where(feet.uses, nest.extent[feet.leaf], 1.0)
     step = np.abs(feet.stride) * itemsize
     whole = np.where(feet.gathers | (step == 0), 1, step).astype(np.int64)
-    positions = np.minimum(extent, period // np.gcd(whole, period))
+    aligned = (
+        whole | period
+    )  # its lowest bit is the greatest common divisor, for the period is a power of two
+    positions = np.minimum(extent, period // (aligned & -aligned))
     used = np.maximum(1.0, positions * np.minimum(1.0, step / LINE_BYTES))
     used = np.where(feet.gathers, extent, used)
     used = np.minimum(_with_one(np.cumprod(used, axis=1)), sets)
     crowding = np.maximum(1.0, np.minimum(feet.lines / LINE_BYTES, sets) / used)
-    extra = np.zeros(feet.working_set.shape)
-    np.add.at(extra, feet.leaf, feet.lines * (crowding - 1))
+    extra = by_leaf(np.add, feet.leaf, feet.lines * (crowding - 1), len(nest.n))
     return _moved(nest, feet, feet.lines, (feet.working_set + extra)[:, 1:] <= capacity)
 
 
-def page_traffic(nest: LoopNest, feet: Footprints, entries: int) -> FloatArray:
-    """Pages each access moves into a table of so many entries (a TLB), (accesses,); as :func:`traffic`."""
-    held = np.zeros(feet.working_set.shape)
-    np.add.at(held, feet.leaf, feet.pages)
-    return _moved(nest, feet, feet.pages, held[:, 1:] <= entries)
+def page_traffic(nest: LoopNest, feet: Footprints, entries: Sequence[int]) -> list[FloatArray]:
+    """Pages each access moves into tables of so many entries (TLBs), (accesses,) each; as :func:`traffic`."""
+    held = by_leaf(np.add, feet.leaf, feet.pages, len(nest.n))[:, 1:]
+    return [_moved(nest, feet, feet.pages, held <= n) for n in entries]
 
 
 def _moved(nest: LoopNest, feet: Footprints, touched: FloatArray, fits: BoolArray) -> FloatArray:
@@ -381,8 +397,8 @@ def neighbour_packs(table: LeafTable, nest: LoopNest, feet: Footprints, simd_byt
     """
     at = np.arange(len(feet.leaf))
     stores = table.access[:, _ACCESS["stores"]] > 0
-    beside = np.zeros(len(table.leaf))
-    np.maximum.at(beside, feet.leaf, np.where(stores, feet.runs[at, nest.tile[feet.leaf]], 0.0))
+    run = np.where(stores, feet.runs[at, nest.tile[feet.leaf]], 0.0)
+    beside = by_leaf(np.maximum, feet.leaf, run, len(table.leaf))
     lanes = np.maximum(1.0, simd_bytes / np.maximum(table.leaf[:, _LEAF["itemsize"]], 1.0))
     used = np.exp2(np.floor(np.log2(np.clip(beside, 1.0, lanes))))
     return 1.0 / used

@@ -35,45 +35,55 @@ def form_reader(t: NodeTypes, env: Environment) -> Callable[[Any, IndexSpace], F
             out = {key: coef for key, coef in out.items() if coef}
             if not out:
                 return constant
-        return space.joined(out) if len(space.atoms) > 1 else out
+        return space.joined(out) if len(space.atoms) > 1 and min(out) < 0 else out
 
     def gather(expr: Any, factor: int, out: dict[int, int], space: IndexSpace) -> int:
         """Add ``factor`` times an expression to ``out`` and return its constant part: one dictionary a sum."""
-        kind = type(expr)
-        if kind is var:
-            bound = env.get(expr.__chandle__())
-            if type(bound) is int:
-                out[bound] = out.get(bound, 0) + factor
-                return 0
-            if bound is None:
-                return 0
-            return bound[0] * factor if type(bound) is tuple else gather(bound, factor, out, space)
-        if kind is int_imm:
-            return int(expr.value) * factor
-        if kind is plus:
-            return gather(expr.a, factor, out, space) + gather(expr.b, factor, out, space)
-        if kind is times:
-            b = expr.b
-            if type(b) is int_imm:
-                return gather(expr.a, factor * b.value, out, space)
-            form = space.product(read(expr.a, space), read(b, space))
-        elif kind is floordiv:
+        constant = 0
+        # The last operand of a sum and the only one of a product are next in the loop: calls take longer.
+        while True:
+            kind = type(expr)
+            if kind is var:
+                bound = env.get(expr.__chandle__())
+                if type(bound) is int:
+                    out[bound] = out.get(bound, 0) + factor
+                    return constant
+                if bound is None:
+                    return constant
+                if type(bound) is tuple:
+                    return constant + bound[0] * factor
+                expr = bound
+            elif kind is plus:
+                constant += gather(expr.a, factor, out, space)
+                expr = expr.b
+            elif kind is int_imm:
+                return constant + expr.value * factor
+            elif kind is times and type(b := expr.b) is int_imm:
+                factor *= b.value
+                expr = expr.a
+            elif kind is minus:
+                constant += gather(expr.a, factor, out, space)
+                factor = -factor
+                expr = expr.b
+            elif kind is cast:
+                expr = expr.value
+            else:
+                break
+        if kind is floordiv:
             form = space.floordiv(read(expr.a, space), read(expr.b, space))
         elif kind is floormod:
             form = space.floormod(read(expr.a, space), read(expr.b, space))
-        elif kind is minus:
-            return gather(expr.a, factor, out, space) + gather(expr.b, -factor, out, space)
-        elif kind is cast:
-            return gather(expr.value, factor, out, space)
+        elif kind is times:
+            form = space.product(read(expr.a, space), read(b, space))
         elif kind is tensor_load:
             form = space.opaque([read(i, space) for i in t.items(expr.indices)])
         else:
             form = space.opaque([read(part, space) for part in t.children(expr)])
         if isinstance(form, int):
-            return form * factor
+            return constant + form * factor
         for key, coef in form.items():
             out[key] = out.get(key, 0) + coef * factor
-        return 0
+        return constant
 
     return read
 

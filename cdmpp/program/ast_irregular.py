@@ -26,7 +26,7 @@ class IrregularRows:
 
     def skip(self, body: Body) -> None:
         """Count the rows of a leaf whose indices are affine."""
-        self._rows += len(body.table.shape)
+        self._rows += body.table.rows
         self._accesses += len(body.accesses)
 
     def add(self, raw: RawProgram, leaf: Leaf, order: list[int], place: list[int]) -> tuple[int, int, int]:

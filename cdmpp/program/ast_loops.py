@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cdmpp.program.affine import Form, IndexSpace
 from cdmpp.program.ast_body import Body
@@ -32,16 +32,10 @@ class Loop:
         ``SERIAL`` ... ``VTHREAD``.
     max_step, explicit
         Value of ``pragma_auto_unroll_max_step`` that holds in it and whether unrolling is done by TVM itself.
-    nest
-        Which of the top-level loop nests it belongs to.
-    position
-        In the pre-order of the AST.
     unrolled
         TVM's unrolling pass will unroll it (found after the walk).
     scalarised
         A vectorised loop that TVM turns back into a serial one, for a branch depends on it.
-    children
-        What it contains in order: loops (>= 0) and leaves (-1 - number).
     """
 
     parent: int
@@ -49,11 +43,8 @@ class Loop:
     kind: int
     max_step: int
     explicit: int
-    nest: int
-    position: int
     unrolled: bool = False
     scalarised: bool = False
-    children: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -136,33 +127,37 @@ class RawProgram:
 def mark_unrolled(loops: list[Loop], leaves: list[Leaf]) -> None:
     """Set :attr:`Loop.unrolled` as TVM's UnrollLoop pass will decide (src/s_tir/transform/unroll_loop.cc).
 
-    A serial loop is unrolled if all loops in it are, and its body then has at most ``max_step`` stores.
+    A serial loop is unrolled if all loops in it are, and its body then has at most ``max_step`` stores. Loops are
+    in pre-order.
     """
-
-    if any(loop.max_step or loop.kind == UNROLLED for loop in loops):
-        for number, loop in enumerate(loops):
-            if loop.parent < 0:
-                _unroll(number, loops, leaves)
-
-
-def _unroll(number: int, loops: list[Loop], leaves: list[Leaf]) -> tuple[int, int, int]:
-    """(stores, depth of unrolled loops, depth of other loops) of what one loop becomes."""
-    loop = loops[number]
-    stores = unrolled = normal = 0
-    for child in loop.children:
-        if child >= 0:
-            s, u, n = _unroll(child, loops, leaves)
-            unrolled, normal = max(unrolled, u), max(normal, n)
+    if not any(loop.max_step or loop.kind == UNROLLED for loop in loops):
+        return
+    # Of the body of each loop: stores, and depths of unrolled and of other loops.
+    stores, unrolled, normal = [0] * len(loops), [0] * len(loops), [0] * len(loops)
+    for leaf in leaves:
+        if leaf.chain:
+            stores[leaf.chain[-1]] += max(1, leaf.body.stores)
+    for number in range(len(loops) - 1, -1, -1):
+        loop = loops[number]
+        kind, count, deep, other = loop.kind, stores[number], unrolled[number], normal[number]
+        if (kind == VECTORIZED and not loop.scalarised) or kind in (BLOCK_IDX, THREAD_IDX):
+            pass
+        elif kind == VTHREAD:
+            if loop.extent < _VTHREAD_UNROLLED_BELOW:
+                count *= loop.extent
+        elif kind == UNROLLED or (
+            kind != PARALLEL
+            and not other
+            and deep <= _UNROLL_MAX_DEPTH
+            and loop.extent * count <= loop.max_step
+        ):
+            loop.unrolled = True
+            count *= loop.extent
+            deep += 1
         else:
-            s = max(1, leaves[-1 - child].body.stores)
-        stores += s
-    kind = loop.kind
-    if (kind == VECTORIZED and not loop.scalarised) or kind in (BLOCK_IDX, THREAD_IDX):
-        return stores, unrolled, normal
-    if kind == VTHREAD:
-        return (stores * loop.extent if loop.extent < _VTHREAD_UNROLLED_BELOW else stores), unrolled, normal
-    auto = kind != PARALLEL and normal == 0 and unrolled <= _UNROLL_MAX_DEPTH
-    if kind == UNROLLED or (auto and loop.extent * stores <= loop.max_step):
-        loop.unrolled = True
-        return stores * loop.extent, unrolled + 1, normal
-    return stores, unrolled, normal + 1
+            other += 1
+        parent = loop.parent
+        if parent >= 0:
+            stores[parent] += count
+            unrolled[parent] = max(unrolled[parent], deep)
+            normal[parent] = max(normal[parent], other)

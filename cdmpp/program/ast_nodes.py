@@ -75,6 +75,7 @@ class NodeTypes:
         self.item: Any = tvm_ffi.get_global_func("ffi.ArrayGetItem")
         self.size: Any = tvm_ffi.get_global_func("ffi.ArraySize")
         self.map_size: Any = tvm_ffi.get_global_func("ffi.MapSize")
+        self.hash: Any = tvm_ffi.get_global_func("ffi.StructuralHash")
 
     def items(self, array: Any) -> list[Any]:
         """The elements of an ``Array``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -162,24 +162,24 @@ class TableBuilder:
     def _add_leaf(
         self, raw: RawProgram, leaf: Leaf, where: tuple[int, int, int, int], first_node: int, on_gpu: bool
     ) -> None:
-        chain, kept, body, space = leaf.chain, leaf.kept, leaf.body, leaf.space
+        around, kept, body, space = leaf.chain, leaf.kept, leaf.body, leaf.space
         n = len(kept)
         order = kept[::-1]
         if on_gpu:
             # A stable sort: vectorised, threads, then the rest from inside.
-            order.sort(key=lambda depth: _GPU_ORDER.get(raw.loops[chain[depth]].kind, 2))
-        if n == len(chain) and not on_gpu:
+            order.sort(key=lambda depth: _GPU_ORDER.get(raw.loops[around[depth]].kind, 2))
+        if n == len(around) and not on_gpu:
             place = order  # of n loops, the one at depth d is the (n - 1 - d)-th from inside
         else:
-            place = [-1] * len(chain)
+            place = [-1] * len(around)
             for k, depth in enumerate(order):
                 place[depth] = k
-        self._node.extend([first_node + chain[depth] for depth in order])
+        self._node.extend([first_node + around[depth] for depth in order])
         self._depth.extend(order)
         reduction = leaf.reduction
         self._reduction.extend([depth in reduction for depth in order])
         self._place.extend(place)
-        self._chain_length.append(len(chain))
+        self._chain_length.append(len(around))
         body_number = self._body_number.get(id(body))
         if body_number is None:
             body_number = self._body_number[id(body)] = len(self._bodies)
@@ -199,7 +199,7 @@ class TableBuilder:
                     self._slot_terms.append(len(form))
                     self._slot_depth.extend(form)
                     self._slot_coef.extend(form.values())
-        last = raw.loops[chain[-1]] if chain else None
+        last = raw.loops[around[-1]] if around else None
         max_step = last.max_step if last else 0
         program, index, before, after = where
         self._leaf.append((
@@ -216,23 +216,23 @@ class TableBuilder:
         tables = [body.table for body in self._bodies]
         of_body = np.array(self._leaf_body, dtype=np.int64)
         # Accesses and rows of all leaves, body after body.
-        accesses = _Ragged([len(t.access) for t in tables], of_body)
-        rows = _Ragged([len(t.shape) for t in tables], of_body)
-        terms = _Ragged([len(t.term) for t in tables], of_body)
+        accesses = _Ragged([t.access for t in tables], 7, of_body)
+        rows = _Ragged([t.row for t in tables], 3, of_body)
+        terms = _Ragged([t.term for t in tables], 3, of_body)
         access_leaf, row_leaf = accesses.owner, rows.owner
-        row_access = np.concatenate([t.row_access for t in tables])[rows.source] + accesses.start[row_leaf]
-        buffer_start = _starts(self._buffer_count)
+        access_table = accesses.table(np.float64)
+        row_access, row_dim, extent = rows.table(np.int64).T
+        row_access = row_access + accesses.start[row_leaf]
         access_buffer = np.array(self._buffer, dtype=np.int64)[
-            np.concatenate([t.buffer for t in tables])[accesses.source] + buffer_start[access_leaf]
+            access_table[:, 6].astype(np.int64) + _starts(self._buffer_count)[access_leaf]
         ]
         loop = self._loop_columns(n_loops)
         renewed = self._renewed_loops(loop, n_loops, width, access_leaf, access_buffer)
         # Affine indices: terms over slots times terms of slots over loops.
         slots = self._slot_matrix(width)
-        term = np.concatenate([t.term for t in tables])[terms.source]
         affine = np.array(self._slot_count, dtype=np.int64)[terms.owner] > 0
-        term, owner = term[affine], terms.owner[affine]
-        linear = np.zeros((len(rows.source), width))
+        term, owner = terms.table(np.int64)[affine], terms.owner[affine]
+        linear = np.zeros((len(row_access), width))
         row = term[:, 0] + rows.start[owner]
         slot = term[:, 1] + _starts(self._slot_count)[owner]
         if len(row):
@@ -250,10 +250,10 @@ class TableBuilder:
         np.cumsum(delta, axis=1, out=span[:, 1:])
         uses = linear != 0
         irregular.add_uses(linear, uses)
-        shape = np.concatenate([t.shape for t in tables])[rows.source]
+        shape = extent.astype(np.float64)
         irregular.flatten(shape)
         access = np.empty((len(access_leaf), len(ACCESS_COLUMNS)))
-        access[:, :6] = np.concatenate([t.access for t in tables])[accesses.source]
+        access[:, :6] = access_table[:, :6]
         prefix = np.array(self._prefix, dtype=np.int64)[access_buffer] if len(access) else access_buffer
         access[:, 6] = np.maximum(prefix, 0)
         access[:, 7] = prefix >= 0
@@ -267,7 +267,7 @@ class TableBuilder:
             access_buffer=access_buffer,
             shape=shape,
             row_access=row_access,
-            row_dim=np.concatenate([t.row_dim for t in tables])[rows.source],
+            row_dim=row_dim,
             coef=linear,
             span=span,
             uses=uses,
@@ -330,21 +330,25 @@ class _Ragged:
 
     Attributes
     ----------
-    source
-        (rows,): row of the concatenated bodies.
     owner
         (rows,): the leaf.
     start
         (leaves,): first row of each leaf.
     """
 
-    def __init__(self, body_counts: list[int], of_body: IntArray) -> None:
-        counts = np.array(body_counts, dtype=np.int64)
+    def __init__(self, of_bodies: list[list[Any]], columns: int, of_body: IntArray) -> None:
+        counts = np.array([len(cells) // columns for cells in of_bodies], dtype=np.int64)
         first = np.cumsum(counts) - counts
         per_leaf = counts[of_body]
         self.start = np.cumsum(per_leaf) - per_leaf
         self.owner = np.repeat(np.arange(len(of_body)), per_leaf)
-        self.source = np.arange(int(per_leaf.sum())) + (first[of_body] - self.start)[self.owner]
+        self._source = np.arange(int(per_leaf.sum())) + (first[of_body] - self.start)[self.owner]
+        self._of_bodies, self._columns = of_bodies, columns
+
+    def table(self, dtype: Any) -> NDArray[Any]:
+        """All rows, (rows, columns)."""
+        cells = list(chain.from_iterable(self._of_bodies))
+        return np.array(cells, dtype=dtype).reshape(-1, self._columns)[self._source]
 
 
 def _starts(counts: list[int]) -> IntArray:

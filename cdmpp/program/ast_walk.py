@@ -47,11 +47,8 @@ class ProgramWalker:
     """
 
     def __init__(self) -> None:
-        import tvm_ffi
-
         self.types = node_types()
         self.bodies: dict[int, Body | None] = {}
-        self.hash: Callable[..., int] = tvm_ffi.structural_hash
         # Made once and shared by all walks, so that a walk leaves no reference cycles behind: they would pile up
         # until the collector runs.
         self.env: Environment = {}
@@ -124,22 +121,23 @@ class _Walk:
             self.visit(part)
 
     def _for(self, stmt: Any) -> None:
-        t, chain = self.t, self.chain
+        t, chain, env = self.t, self.chain, self.env
+        int_imm, map_size = t.IntImm, t.map_size
         saved = self.max_step, self.explicit
         opened = 0
         axes: list[str] = []
         while True:
             extent = stmt.extent
-            n = extent.value if type(extent) is t.IntImm else self._bound(extent)
+            n = extent.value if type(extent) is int_imm else self._bound(extent)
             annotations = stmt.annotations
-            if t.map_size(annotations):
+            if map_size(annotations):
                 self.max_step = int(annotations.get("pragma_auto_unroll_max_step", self.max_step))
                 self.explicit = int(annotations.get("pragma_unroll_explicit", self.explicit))
             variable = stmt.loop_var.__chandle__()
             if n == 1:
-                self.env[variable] = (0,)
+                env[variable] = (0,)
             else:
-                kind = int(stmt.kind)
+                kind = stmt.kind
                 depth = len(chain)
                 if kind == THREAD_BINDING:
                     kind, tag = _thread_kind(stmt)
@@ -149,7 +147,7 @@ class _Walk:
                         self.axes[tag] = depth
                         axes.append(tag)
                     self.axes_seen = True
-                self.env[variable] = depth
+                env[variable] = depth
                 if depth == len(chain):
                     self._open(n, kind)
                     opened += 1
@@ -164,16 +162,13 @@ class _Walk:
         self.max_step, self.explicit = saved
 
     def _open(self, extent: int, kind: int) -> None:
-        number = len(self.loops)
+        loops, chain = self.loops, self.chain
         self.position += 1
-        parent = -1
-        if self.chain:
-            parent = self.chain[-1]
-            self.loops[parent].children.append(number)
-        else:
+        if not chain:
             self.nest += 1
-        self.loops.append(Loop(parent, extent, kind, self.max_step, self.explicit, self.nest, self.position))
-        self.chain.append(number)
+        parent = chain[-1] if chain else -1
+        chain.append(len(loops))
+        loops.append(Loop(parent, extent, kind, self.max_step, self.explicit))
         self.extents.append(extent)
 
     def _while(self, stmt: Any) -> None:
@@ -206,7 +201,7 @@ class _Walk:
         self.allocated.add(self._number(stmt.buffer))
 
     def _block(self, block: Any) -> None:
-        for buffer in block.alloc_buffers:
+        for buffer in self.t.items(block.alloc_buffers):
             self.allocated.add(self._number(buffer))
         if block.init is not None:
             self.visit(block.init)
@@ -214,7 +209,7 @@ class _Walk:
 
     def _realize(self, realize: Any) -> None:
         block = realize.block
-        key = self.walker.hash(block, map_free_vars=True) if self.chain else 0
+        key = self.t.hash(block, True, False) if self.chain else 0
         numbers: list[list[int]] | None = None
         if key in self.walker.bodies:
             body = self.walker.bodies[key]
@@ -275,16 +270,16 @@ class _Walk:
     ) -> None:
         if len(body.slot_vars) > len(slots):
             slots = slots + [self.form_of(var, space) for var in body.slot_vars[len(slots) :]]
-        outputs: set[int] = set()
-        for slot in body.store_slots:
-            outputs |= space.loops_of(slots[slot])
-        depth = len(self.chain)
-        kept = list(range(depth))
+        kept = list(range(len(self.chain)))
         reduction: set[int] = set()
-        if is_init:
-            kept = sorted(outputs)
-        elif body.reduces:
-            reduction = set(kept) - outputs
+        if is_init or body.reduces:
+            outputs: set[int] = set()
+            for slot in body.store_slots:
+                outputs |= space.loops_of(slots[slot])
+            if is_init:
+                kept = sorted(outputs)
+            else:
+                reduction = set(kept) - outputs
         branch: set[int] = set()
         for slot in body.branch_slots:
             branch |= space.loops_of(slots[slot])
@@ -295,9 +290,7 @@ class _Walk:
             if loop.kind == VECTORIZED:
                 loop.scalarised = True
         self.position += 1
-        if self.chain:
-            self.loops[self.chain[-1]].children.append(-1 - len(self.leaves))
-        else:
+        if not self.chain:
             self.nest += 1
         self.leaves.append(
             Leaf(
@@ -329,10 +322,12 @@ class _Walk:
 
     def _storage(self) -> tuple[list[int], list[int], list[bool]]:
         """:attr:`RawProgram.shared_prefix`, ``renewed`` and ``threads_share``."""
+        n = len(self.buffers)
+        prefix, renewed, share = [-1] * n, [0] * n, [False] * n
         chains: dict[int, tuple[int, ...]] = {}
         scope: dict[int, int] = {}
         allocated = self.allocated
-        for leaf in self.leaves:
+        for leaf in self.leaves if allocated else ():
             for number, info in zip(leaf.buffers, leaf.body.buffers, strict=True):
                 if number not in allocated:
                     continue
@@ -346,9 +341,6 @@ class _Walk:
                             break
                         same += 1
                     chains[number] = known[:same]
-        prefix = [-1] * len(self.buffers)
-        renewed = [0] * len(self.buffers)
-        share = [False] * len(self.buffers)
         for number, chain in chains.items():
             prefix[number] = renewed[number] = len(chain)
             if scope[number] == GLOBAL and self.axes_seen:

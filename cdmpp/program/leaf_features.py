@@ -11,6 +11,7 @@ from cdmpp.program.ast_footprint import (
     Footprints,
     LoopNest,
     auto_simd,
+    by_leaf,
     conflict_traffic,
     neighbour_packs,
     page_traffic,
@@ -56,7 +57,7 @@ def leaf_vectors(table: LeafTable) -> NDArray[np.float32]:
         conflict_traffic(table, nest, feet, capacity, period)
         for capacity, period in zip((32 << 10, 1 << 20), SET_PERIODS, strict=True)
     ]
-    pages = [page_traffic(nest, feet, entries) for entries in TLB_ENTRIES]
+    pages = page_traffic(nest, feet, TLB_ENTRIES)
     times = (table.access[:, _ACCESS["loads"]] > 0).astype(float) + (table.access[:, _ACCESS["stores"]] > 0)
     auto = auto_simd(table, nest, feet)
     flops = table.ops @ _FLOPS
@@ -112,10 +113,9 @@ def _context(table: LeafTable) -> FloatArray:
 
 def _loops(table: LeafTable, nest: LoopNest, feet: Footprints) -> FloatArray:
     kind, extent = nest.kind, nest.extent
-    used = np.zeros(extent.shape, dtype=bool)
     row_leaf = table.access_leaf[table.row_access]
-    np.logical_or.at(used, row_leaf, table.uses)
-    np.logical_or.at(used, feet.leaf, feet.gathers)
+    used = by_leaf(np.logical_or, row_leaf, table.uses, len(extent))
+    used |= by_leaf(np.logical_or, feet.leaf, feet.gathers, len(extent))
     vector = np.where(nest.vector, extent, 1.0).prod(axis=1).astype(np.int64)
     divisor = vector & -vector
 
@@ -169,9 +169,8 @@ def _code(table: LeafTable, nest: LoopNest, feet: Footprints, auto: NDArray[np.b
     in_tile = feet.data[at, tile[feet.leaf]]
     stores = table.access[:, _ACCESS["stores"]] > 0
     outputs = np.bincount(feet.leaf, weights=in_tile * stores, minlength=n_leaves)
-    inputs = np.bincount(
-        feet.leaf, weights=in_tile * (table.access[:, _ACCESS["loads"]] > 0), minlength=n_leaves
-    )
+    loads = table.access[:, _ACCESS["loads"]] > 0
+    inputs = np.bincount(feet.leaf, weights=in_tile * loads, minlength=n_leaves)
     is_reduction = table.leaf[:, _LEAF["is_reduction"]]
     loops = np.arange(nest.extent.shape[1])
     outside = loops[None, :] >= tile[:, None]
@@ -188,9 +187,7 @@ def _code(table: LeafTable, nest: LoopNest, feet: Footprints, auto: NDArray[np.b
         gather,
     ]
     run = feet.runs[at, tile[feet.leaf]]
-    runs = np.zeros((2, n_leaves))
-    np.maximum.at(runs[0], feet.leaf, np.where(stores, run, 0.0))
-    np.maximum.at(runs[1], feet.leaf, np.where(table.access[:, _ACCESS["loads"]] > 0, run, 0.0))
+    runs = [by_leaf(np.maximum, feet.leaf, np.where(have, run, 0.0), n_leaves) for have in (stores, loads)]
     columns = [
         nest.points[rows, tile],
         outputs,
