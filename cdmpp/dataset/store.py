@@ -249,7 +249,10 @@ class Dataset(DatasetView):
             "records": codec.records_to_arrow(stored.records),
         }
         for name, table in tables.items():
-            note = {"ingested": stored.journal_end[name], "corrupt_lines": stored.corrupt_lines[name]}
+            note: dict[str, Any] = {
+                "ingested": stored.journal_end[name],
+                "corrupt_lines": stored.corrupt_lines[name],
+            }
             write_parquet(parquet_file(self.path, name), table, **note)
         for name in TABLES:
             journal_file(self.path, name).unlink(missing_ok=True)

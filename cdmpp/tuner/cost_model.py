@@ -40,7 +40,7 @@ _CACHED = 50_000
 
 
 @derived_object
-class CostModel(PyCostModel):  # type: ignore[misc]
+class CostModel(PyCostModel):
     """A MetaSchedule cost model in seconds, pretrained, that learns from the measurements of the tuning.
 
     To be passed as ``cost_model`` to ``ms.tune_tir``, ``ms.relax_integration.tune_relax`` and the like.

@@ -44,7 +44,7 @@ def builder_and_runner(measurer: Measurer) -> tuple[Any, Any]:
 
 
 @derived_object
-class EngineBuilder(PyBuilder):  # type: ignore[misc]
+class EngineBuilder(PyBuilder):
     """Hands modules over to be built and measured."""
 
     def __init__(self, measurer: Measurer, tickets: Tickets) -> None:
@@ -64,7 +64,7 @@ class EngineBuilder(PyBuilder):  # type: ignore[misc]
 
 
 @derived_object
-class EngineRunner(PyRunner):  # type: ignore[misc]
+class EngineRunner(PyRunner):
     """Waits for the outcomes of what :class:`EngineBuilder` handed over."""
 
     def __init__(self, tickets: Tickets) -> None:
@@ -77,7 +77,7 @@ class EngineRunner(PyRunner):  # type: ignore[misc]
 
 
 @derived_object
-class EngineRunnerFuture(PyRunnerFuture):  # type: ignore[misc]
+class EngineRunnerFuture(PyRunnerFuture):
     """The outcome of one program."""
 
     def __init__(self, future: Future[Outcome]) -> None:

@@ -118,7 +118,7 @@ def kernel_tuner_convolution(
                 notes = constant if use_shmem else {**constant, **cached}
                 with block("update", result(yi, xi), reduce, where, notes) as (*axes, fi, fj):
                     y, x = place(axes)
-                    value = (shared if use_shmem else image)[y + fi, x + fj] * weights[fi, fj]
+                    value = (image if shared is None else shared)[y + fi, x + fj] * weights[fi, fj]
                     T.buffer_store(sums, sums[tuple(axes)] + value, axes)
             with (
                 loops(T.unroll(tile_size_y), T.unroll(tile_size_x)) as (yi, xi),

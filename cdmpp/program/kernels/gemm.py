@@ -111,11 +111,15 @@ def clblast_gemm(
                     with loops(*unrolled(m_vectors), T.vectorized(VWM)) as (mi, vm):
                         axes = [(k, depth), (m // VWM, m_vector(mi)), (VWM, vm)]
                         with block("a_local", axes) as (kk, x, v):
-                            T.buffer_store(a_local, (a_shared if SA else a)[kk, x * VWM + v], [kk, x, v])
+                            T.buffer_store(
+                                a_local, (a if a_shared is None else a_shared)[kk, x * VWM + v], [kk, x, v]
+                            )
                     with loops(*unrolled(n_vectors), T.vectorized(VWN)) as (ni, vn):
                         axes = [(k, depth), (n // VWN, n_vector(ni)), (VWN, vn)]
                         with block("b_local", axes) as (kk, y, v):
-                            T.buffer_store(b_local, (b_shared if SB else b)[kk, y * VWN + v], [kk, y, v])
+                            T.buffer_store(
+                                b_local, (b if b_shared is None else b_shared)[kk, y * VWN + v], [kk, y, v]
+                            )
                     with (
                         loops(*unrolled(n_vectors, m_vectors, VWN), T.vectorized(VWM)) as (ni, mi, vn, vm),
                         block("update", result(ni, vn, mi, vm), [(k, depth)]) as (y, w, x, v, kk),
