@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from cdmpp.errors import DatasetError, FeatureMismatchError, PredictorError
-from cdmpp.predictor.baselines import CdmppModel, TaskMedian, XGBoostModel, comparison_table, evaluate_models
+from cdmpp.predictor.baselines import (
+    CdmppModel,
+    TaskMedian,
+    XGBoostModel,
+    comparison_table,
+    evaluate_models,
+    make_model,
+)
 from cdmpp.predictor.baselines.per_store import (
     AGGREGATED_DIM,
     PER_STORE_DIM,
@@ -16,6 +25,8 @@ from cdmpp.predictor.baselines.per_store import (
     save_per_store,
 )
 from cdmpp.predictor.splitting import split_data
+from cdmpp.profiler.build import code_key
+from cdmpp.profiler.codegen import CODEGEN_FEATURES
 
 
 @pytest.fixture(scope="module")
@@ -120,3 +131,19 @@ def test_unknown_settings_are_refused():
         TaskMedian("mode")
     with pytest.raises(PredictorError, match="not fitted"):
         CdmppModel().predict(None, np.array([0]))
+
+
+def test_the_oracle_needs_instruction_counts_and_uses_them(data):
+    split = split_data("within_task:seed=0", data)
+    with pytest.raises(PredictorError, match="cdmpp codegen"):
+        make_model("xgboost-ast-codegen", rounds=2).fit(data, split)
+    label = dict(zip(data.labels["program"], data.labels["latency_s"], strict=True))
+    codes = {code_key(dict(device.target)) for device in data.devices.values()}
+    counts = {
+        (program, code): np.full(len(CODEGEN_FEATURES), 1e9 * seconds, dtype=np.float32)
+        for program, seconds in label.items()
+        for code in codes
+    }
+    models = [make_model("xgboost-ast", rounds=40), make_model("xgboost-ast-codegen", rounds=40)]
+    plain, told = evaluate_models(models, replace(data, codegen=counts), split).values()
+    assert told["overall"]["mape"] < plain["overall"]["mape"]

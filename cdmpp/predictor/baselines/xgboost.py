@@ -35,7 +35,8 @@ class XGBoostModel(LatencyModel):
     features
         ``"perstore"``: sum, maximum and number of PerStoreFeature rows (TVM's features). ``"ast"``: sum,
         maximum and number of the compact AST's leaves, after a signed logarithm, to compare features with one
-        model.
+        model. ``"ast-codegen"``: these and the instruction counts of the compiled program, which no predictor
+        has: an oracle.
     vectors
         Precomputed per-store vectors, program hash -> (329,); None collects them from the dataset.
     params
@@ -56,8 +57,10 @@ class XGBoostModel(LatencyModel):
         seed: int = 0,
         threads: int = 1,
     ) -> None:
-        if features not in ("perstore", "ast"):
-            raise PredictorError(f"unknown features '{features}' for XGBoost (known: perstore, ast)")
+        if features not in ("perstore", "ast", "ast-codegen"):
+            raise PredictorError(
+                f"unknown features '{features}' for XGBoost (known: perstore, ast, ast-codegen)"
+            )
         self.name = f"xgboost-{features}"
         self._features = features
         self._vectors: dict[str, NDArray[np.float32]] = dict(vectors or {})
@@ -88,21 +91,25 @@ class XGBoostModel(LatencyModel):
         table = data.labels.iloc[rows]
         self._collect(data, list(dict.fromkeys(table["program"])))
         devices = {name: signed_log1p(vector) for name, vector in data.device_vectors().items()}
-        x = np.concatenate(
-            [
-                np.stack([self._vectors[program] for program in table["program"]]),
-                np.stack([devices[name] for name in table["device"]]),
-            ],
-            axis=1,
-            dtype=np.float32,
-        )
+        parts = [
+            np.stack([self._vectors[program] for program in table["program"]]),
+            np.stack([devices[name] for name in table["device"]]),
+        ]
+        if self._features == "ast-codegen":
+            counts = data.codegen_counts()
+            if counts is None:
+                raise PredictorError(
+                    "xgboost-ast-codegen needs instruction counts: make them with cdmpp codegen DIR"
+                )
+            parts.append(np.log1p(counts[rows]))
+        x = np.concatenate(parts, axis=1, dtype=np.float32)
         return xgb.DMatrix(x, label=np.log(table["latency_s"].to_numpy(dtype=np.float64)))
 
     def _collect(self, data: TrainingData, programs: list[str]) -> None:
         missing = [program for program in programs if program not in self._vectors]
         if not missing:
             return
-        if self._features == "ast":
+        if self._features != "perstore":
             self._vectors.update(
                 {program: aggregate_leaves(data.asts[program].leaves) for program in missing}
             )
