@@ -122,13 +122,12 @@ def _build(job: TaskJob, arch: str, lowering: CudaLowering) -> Iterator[Compilin
         begun = time.perf_counter()
         try:
             func = spaces.rebuild(program, space)
-            cuda = lowering(func)
+            fault = rule_fault(lowering(func, unroll=False), arch)
         except ProgramError as err:
             if invalid < job.invalid:
                 invalid += 1
                 yield BuiltProgram(program, space, BundledProgram(program.hash, "build_error", str(err)))
             continue
-        fault = rule_fault(cuda, arch)
         if fault is not None:
             if invalid < job.invalid:
                 invalid += 1
@@ -137,7 +136,11 @@ def _build(job: TaskJob, arch: str, lowering: CudaLowering) -> Iterator[Compilin
             continue
         yield Compiling(program, space)
         try:
+            cuda = lowering(func)
             compiled = compiler.compile(cuda.source, arch)
+        except ProgramError as err:
+            yield BuiltProgram(program, space, BundledProgram(program.hash, "build_error", str(err)))
+            continue
         except TimeoutError as err:
             yield BuiltProgram(program, space, BundledProgram(program.hash, "build_timeout", str(err)))
             continue
