@@ -13,6 +13,7 @@ import pytest
 
 from cdmpp.dataset import Dataset
 from cdmpp.errors import DatasetError, ProfilerError
+from cdmpp.profiler import cuda_calibration
 from cdmpp.profiler.bundle import write_bundle
 from cdmpp.profiler.cuda_calibration import possible_degree
 from cdmpp.profiler.cuda_measure import MeasureConfig, measure, share_of
@@ -120,7 +121,16 @@ def test_the_degree_that_fits_follows_from_the_grid() -> None:
     assert possible_degree(toy_program(1000), FakeGpu(share=0.25).facts) == 4
 
 
-def test_the_calibration_finds_the_degree_of_each_group(tmp_path: Path) -> None:
+def test_the_calibration_finds_the_degree_of_each_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The labels are scripted, the rates are not: those of a busy machine must not decide.
+    labels = cuda_calibration._labels
+    monkeypatch.setattr(
+        cuda_calibration,
+        "_labels",
+        lambda engine, jobs, degree: (labels(engine, jobs, degree)[0], float(degree)),
+    )
     bundle = toy_bundle(48, tasks=4, blocks=(16, 30, 66, 512))  # up to 8, 4, 2, 1 side by side
     script = {}
     for i in range(48):
