@@ -6,6 +6,7 @@ measurements): memory bandwidth, peak arithmetic, what a call costs, and where t
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,10 @@ _RUNS = 5
 _STREAM_BYTES = 96 << 20
 #: Working sets of the pointer chase.
 _CHASE_KB = tuple(2**k for k in range(2, 17)) + tuple(3 * 2**k for k in range(2, 15))
+#: Rounds of the pointer chase.
+_ROUNDS = 3
+#: Bandwidth and peak say nothing where this process was given less of the cores.
+_GIVEN = 0.6
 #: A cache ends where a load takes this many times as long as within it; beyond, latencies climb by more than this.
 _STEP, _CLIMB = 1.6, 1.15
 
@@ -88,7 +93,13 @@ def measure_cpu(table: DeviceTable | None = None) -> MeasuredDevice:
         raise UnknownDeviceError("this machine's CPU is not in the table")
     results: dict[str, float] = {}
     skipped: list[str] = []
-    results.update(_streams(here.cores or 1))
+    streams, given = _streams(here.cores or 1)
+    if given < _GIVEN:
+        skipped.append(
+            f"bandwidth and peak: other work on this machine left {100 * given:.0f} % of the cores"
+        )
+    else:
+        results.update(streams)
     try:
         from cdmpp.device.measure_tvm import CpuKernels
 
@@ -97,16 +108,21 @@ def measure_cpu(table: DeviceTable | None = None) -> MeasuredDevice:
         skipped.append(f"caches and call overhead: {error}")
     else:
         results["launch_us"] = 1e6 * kernels.launch_s()
-        results.update(cache_levels([(kb, 1e9 * kernels.load_s(kb)) for kb in sorted(_CHASE_KB)]))
+        # Rounds over all sizes, so that what disturbs one round does not disturb a size.
+        rounds = [[kernels.load_s(kb) for kb in sorted(_CHASE_KB)] for _ in range(_ROUNDS)]
+        best = [1e9 * min(of_size) for of_size in zip(*rounds, strict=True)]
+        results.update(cache_levels(list(zip(sorted(_CHASE_KB), best, strict=True))))
     return as_row(table, here.name, "cpu", results, skipped)
 
 
-def _streams(cores: int) -> dict[str, float]:
-    """Bandwidth of a copy and of a sum, and the rate of a float32 matrix product, by torch with all cores."""
+def _streams(cores: int) -> tuple[dict[str, float], float]:
+    """Bandwidth of a copy and of a sum, and the rate of a float32 matrix product, by torch with all cores; and which part
+    of the cores this process was given meanwhile."""
     import torch
 
     threads = torch.get_num_threads()
     torch.set_num_threads(cores)
+    began_s, used_s = time.perf_counter(), time.process_time()
     try:
         n = _STREAM_BYTES // 4
         a, b, c = (torch.ones(n) for _ in range(3))
@@ -117,12 +133,14 @@ def _streams(cores: int) -> dict[str, float]:
         product_s = best_s(lambda: torch.mm(x, y, out=z))
     finally:
         torch.set_num_threads(threads)
-    return {
+    given = (time.process_time() - used_s) / (time.perf_counter() - began_s) / cores
+    results = {
         "copy_gb_s": 2 * _STREAM_BYTES / copy_s / 1e9,
         "triad_gb_s": 3 * _STREAM_BYTES / triad_s / 1e9,
         "float32_gflops": 2 * size**3 / product_s / 1e9,
         "cores": float(cores),
     }
+    return results, given
 
 
 def best_s(run: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
@@ -153,6 +171,9 @@ def cache_levels(chase: Sequence[tuple[float, float]]) -> dict[str, float]:
     ends at the largest working set before loads take :data:`_STEP` times as long as its fastest one, which is its
     latency; the next begins where latencies stop climbing. Memory is the largest working set.
     """
+    # A larger working set is never faster: what is slower than a larger one was disturbed.
+    loads = list(itertools.accumulate((ns for _, ns in reversed(chase)), min))[::-1]
+    chase = [(kb, ns) for (kb, _), ns in zip(chase, loads, strict=True)]
     result: dict[str, float] = {}
     start = 0
     for level in (1, 2, 3):

@@ -73,7 +73,7 @@ def test_the_command_line_measures_this_machine(
     from cdmpp.device import measure
 
     streams = {"copy_gb_s": 10.0, "triad_gb_s": 12.0, "float32_gflops": 100.0, "cores": 2.0}
-    monkeypatch.setattr(measure, "_streams", lambda cores: streams)
+    monkeypatch.setattr(measure, "_streams", lambda cores: (streams, 1.0))
     monkeypatch.setattr(measure, "_CHASE_KB", (8, 16, 256))
     out, report = tmp_path / "here.yaml", tmp_path / "here.json"
     assert main(["devices", "--measure", "--out", str(out), "--json", str(report)]) == 0
@@ -92,7 +92,8 @@ def test_torch_tells_bandwidth_and_peak(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(measure, "_STREAM_BYTES", 1 << 20)
     monkeypatch.setattr(measure, "_BUDGET_S", 0.001)
-    found = measure._streams(1)
+    found, given = measure._streams(1)
+    assert 0 < given <= 1.5
     assert found.pop("cores") == 1 and set(found) == {"copy_gb_s", "triad_gb_s", "float32_gflops"}
     assert all(value > 0 for value in found.values())
 
@@ -105,10 +106,34 @@ def test_what_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         raise CdmppError("this needs TVM")
 
     monkeypatch.setattr(measure_tvm, "CpuKernels", absent)
-    monkeypatch.setattr(measure, "_streams", lambda cores: {"copy_gb_s": 10.0})
+    monkeypatch.setattr(measure, "_streams", lambda cores: ({"copy_gb_s": 10.0}, 0.99))
     found: MeasuredDevice = measure.measure_cpu()
     assert found.skipped == ("caches and call overhead: this needs TVM",)
     assert found.results == {"copy_gb_s": 10.0}
+
+
+def test_a_busy_machine_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cdmpp.device import measure, measure_tvm
+
+    class Kernels:
+        def __init__(self, cores: int, max_kb: int) -> None: ...
+
+        def load_s(self, kb: int) -> float:
+            return 1e-9
+
+        def launch_s(self) -> float:
+            return 1e-6
+
+    monkeypatch.setattr(measure_tvm, "CpuKernels", Kernels)
+    monkeypatch.setattr(measure, "_streams", lambda cores: ({"copy_gb_s": 0.1}, 0.25))
+    found = measure.measure_cpu()
+    assert found.results == {"launch_us": pytest.approx(1.0), "memory_ns": pytest.approx(1.0)}
+    assert found.skipped == ("bandwidth and peak: other work on this machine left 25 % of the cores",)
+
+
+def test_a_disturbed_size_is_no_level() -> None:
+    chase = [(8, 1.0), (16, 3.0), (32, 1.0), (64, 4.0), (128, 9.0), (256, 4.1)]
+    assert cache_levels(chase) == {"l1_kb": 32, "l1_ns": 1.0, "memory_ns": 4.1}
 
 
 def test_out_needs_measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
