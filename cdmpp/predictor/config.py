@@ -103,7 +103,7 @@ class LossConfig(_Section):
         length: the embeddings of programs of one length are not a sample of their domain.
     codegen_weight
         MSE of the standardised logarithms of the instruction counts, for the programs that have some; needs
-        ``model.codegen``.
+        ``model.codegen``. Left out, with a warning, where no training program has any.
     rank_weight
         Pairwise logistic loss on the order of programs of one task on one device.
     """

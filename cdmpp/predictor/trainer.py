@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,8 @@ from cdmpp.predictor.config import Config
 from cdmpp.predictor.losses import HybridLoss, central_moment_discrepancy, pairwise_ranking
 from cdmpp.predictor.network import LatencyNetwork, predict_labels
 from cdmpp.predictor.transforms import LabelTransform
+
+logger = logging.getLogger(__name__)
 
 #: Called after every epoch with that epoch's line of the history.
 ProgressCallback = Callable[[dict[str, Any]], None]
@@ -353,13 +356,14 @@ class Trainer:
         return float(np.mean(np.abs(predicted_s / self._valid.latency_s - 1)))
 
 
-def _codegen_targets(counts: NDArray[np.float32] | None) -> torch.Tensor:
-    """Standardised logarithms of instruction counts, float32 (n, features); NaN where there are none."""
+def _codegen_targets(counts: NDArray[np.float32] | None) -> torch.Tensor | None:
+    """Standardised logarithms of instruction counts, float32 (n, features); NaN where there are none, None without any."""
     if counts is None or np.isnan(counts).all():
-        raise PredictorError(
-            "loss.codegen_weight is above 0, but the training programs have no instruction counts: "
-            "make them with cdmpp codegen DIR"
+        logger.warning(
+            "the training programs have no instruction counts, so the network does not learn them: "
+            "cdmpp codegen DIR makes them"
         )
+        return None
     logs = np.log1p(counts)
     std = np.nanstd(logs, axis=0)
     return torch.from_numpy(

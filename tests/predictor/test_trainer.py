@@ -218,8 +218,6 @@ def test_instruction_counts_are_learnt_where_there_are_some(data, config):
     }
     config = config.model_copy(update=changed)
     split = split_data("within_task:seed=0", data)
-    with pytest.raises(PredictorError, match="cdmpp codegen"):
-        prepare(config, data, split)
     codes = {code_key(dict(device.target)) for device in data.devices.values()}
     half = list(data.asts)[::2]  # the others have none
     counts = {
@@ -230,6 +228,17 @@ def test_instruction_counts_are_learnt_where_there_are_some(data, config):
     lines = []
     prepare(config, replace(data, codegen=counts), split).trainer.fit(progress=lines.append)
     assert lines[-1]["train_loss"] < 0.5 * lines[0]["train_loss"]
+
+
+def test_without_counts_they_are_left_out_with_a_warning(data, config, caplog):
+    changed = {
+        "model": config.model.model_copy(update={"codegen": True}),
+        "loss": config.loss.model_copy(update={"codegen_weight": 1.0}),
+        "train": config.train.model_copy(update={"epochs": 1}),
+    }
+    fitted = prepare(config.model_copy(update=changed), data, split_data("within_task:seed=0", data))
+    assert math.isfinite(fitted.trainer.fit().best_mape)
+    assert "cdmpp codegen" in caplog.text
 
 
 def test_counts_without_a_head_for_them_are_refused():

@@ -91,7 +91,7 @@ class XGBoostModel(LatencyModel):
         table = data.labels.iloc[rows]
         self._collect(data, list(dict.fromkeys(table["program"])))
         devices = {name: signed_log1p(vector) for name, vector in data.device_vectors().items()}
-        parts = [
+        parts: list[NDArray[Any]] = [
             np.stack([self._vectors[program] for program in table["program"]]),
             np.stack([devices[name] for name in table["device"]]),
         ]
