@@ -109,7 +109,7 @@ def held_out_predictor(args: argparse.Namespace) -> Predictor:
     folder = args.predictor or args.out / "predictor"
     if args.predictor is None and not (folder / "predictor").exists():
         config = load_config(args.config)
-        spec = f"by_network:heldout={'+'.join(args.networks)};seed=0"
+        spec = f"by_network:heldout={held_out_names(args)};seed=0"
         config = config.model_copy(update={"split": config.split.model_copy(update={"spec": spec})})
         resume = (folder / "config.yaml").exists()
         train(config, args.data, folder, resume=resume, progress=lambda line: print(line, file=sys.stderr))
@@ -118,6 +118,14 @@ def held_out_predictor(args: argparse.Namespace) -> Predictor:
     if seen:
         sys.exit(f"{folder}: the predictor was trained on {', '.join(sorted(seen))}")
     return predictor
+
+
+def held_out_names(args: argparse.Namespace) -> str:
+    """What the split holds out: the networks to be tuned that there are records of, else any one."""
+    from cdmpp.dataset import load_datasets
+
+    measured = {name for task in load_datasets(args.data).tasks.values() for name in task.networks}
+    return "+".join(name for name in args.networks if name in measured) or "1"
 
 
 def held_out_tasks(args: argparse.Namespace, predictor: Predictor) -> list[Task]:

@@ -53,6 +53,8 @@ __all__ = [*sorted(_HOME), "__version__"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "tuner":
+        return importlib.import_module("cdmpp.tuner")
     if name not in _HOME:
         raise AttributeError(f"module 'cdmpp' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

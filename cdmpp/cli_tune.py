@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from cdmpp.tuner.results import TuneReport
     from cdmpp.tuner.session import Progress
-    from cdmpp.tuner.tune import TuneReport
 
 
 def add_tune_arguments(sub: argparse.ArgumentParser) -> None:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from cdmpp.tuner.metaschedule import builder_and_runner
     from cdmpp.tuner.objective import Objective
     from cdmpp.tuner.online import Anchors
-    from cdmpp.tuner.tune import TuneConfig, TuneReport, tune, tune_tasks
+    from cdmpp.tuner.results import TuneReport
+    from cdmpp.tuner.tune import TuneConfig, tune, tune_tasks
 
 _HOME = {
     "Anchors": "cdmpp.tuner.online",
@@ -22,7 +23,7 @@ _HOME = {
     "Measurer": "cdmpp.tuner.measure",
     "Objective": "cdmpp.tuner.objective",
     "TuneConfig": "cdmpp.tuner.tune",
-    "TuneReport": "cdmpp.tuner.tune",
+    "TuneReport": "cdmpp.tuner.results",
     "builder_and_runner": "cdmpp.tuner.metaschedule",
     "cpu_measurer": "cdmpp.tuner.measure",
     "tune": "cdmpp.tuner.tune",

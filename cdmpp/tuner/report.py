@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from cdmpp.report.content import seconds_text
 
 if TYPE_CHECKING:
-    from cdmpp.tuner.tune import TuneReport
+    from cdmpp.tuner.results import TuneReport
 
 logger = logging.getLogger(__name__)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import ProgramError, TunerError
-from cdmpp.tuner.objective import Costs, Curve, Objective
+from cdmpp.tuner.objective import Objective
+from cdmpp.tuner.results import TaskResult, TuneReport
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from cdmpp.profiler.statistics import SamplingPlan
     from cdmpp.program.network import Network
     from cdmpp.program.types import Task
-    from cdmpp.tuner.deployment import NetworkLatency
     from cdmpp.tuner.measure import Measurer
     from cdmpp.tuner.session import Progress
     from cdmpp.tuner.store import TuningStore
@@ -73,95 +73,6 @@ class TuneConfig:
     def __post_init__(self) -> None:
         if self.cost_model not in COST_MODELS:
             raise TunerError(f"no cost model {self.cost_model!r}; there are {', '.join(COST_MODELS)}")
-
-
-@dataclass(frozen=True)
-class TaskResult:
-    """What became of a task.
-
-    Attributes
-    ----------
-    task, name, weight
-        Hash and name; how often the network runs it.
-    untuned_s, best_s
-        Seconds of the unscheduled task and of the best schedule; None where none works.
-    measured, failed, dropped
-        Candidates.
-    finished
-        Why it was given up; "" if it was not.
-    """
-
-    task: str
-    name: str
-    weight: float
-    untuned_s: float | None
-    best_s: float | None
-    measured: int
-    failed: int
-    dropped: int
-    finished: str
-
-
-@dataclass(frozen=True)
-class TuneReport:
-    """What a tuning gave.
-
-    Attributes
-    ----------
-    name, device, cost_model, seed
-        What was tuned, and how.
-    stopped
-        Why it ended.
-    tasks
-        One result a task.
-    untuned_s, tuned_s
-        Sums over the tasks, weighted, of the unscheduled tasks and of the best of each, measured alone; None where a
-        task has no program that works.
-    gain_next_minute
-        Fraction that another minute is expected to bring; None if it cannot be told.
-    costs, curve
-        What it cost, and latency against time.
-    learned
-        What the cost model learned (of ours).
-    network
-        Latencies of the whole network, compiled with and without the schedules; None where it was not run.
-    """
-
-    name: str
-    device: str
-    cost_model: str
-    seed: int
-    stopped: str
-    tasks: list[TaskResult]
-    untuned_s: float | None
-    tuned_s: float | None
-    gain_next_minute: float | None
-    costs: Costs
-    curve: Curve
-    learned: dict[str, Any] = field(default_factory=dict)
-    network: NetworkLatency | None = None
-
-    @property
-    def speedup(self) -> float | None:
-        """Untuned over tuned latency: of the whole network where it was run, else of the sums over the tasks."""
-        if self.network is not None:
-            return self.network.latency_s["untuned"] / self.network.latency_s["tuned"]
-        return None if not (self.untuned_s and self.tuned_s) else self.untuned_s / self.tuned_s
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        return {
-            **{name: getattr(self, name) for name in ("name", "device", "cost_model", "seed", "stopped")},
-            "untuned_s": self.untuned_s,
-            "tuned_s": self.tuned_s,
-            "network": None if self.network is None else asdict(self.network),
-            "speedup": self.speedup,
-            "gain_next_minute": self.gain_next_minute,
-            "costs": {**asdict(self.costs), "cpu_s": self.costs.cpu_s},
-            "tasks": [asdict(task) for task in self.tasks],
-            "curve": [asdict(point) for point in self.curve.points],
-            "learned": self.learned,
-        }
 
 
 def tune(

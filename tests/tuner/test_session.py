@@ -14,6 +14,7 @@ from cdmpp.dataset import Dataset
 from cdmpp.errors import DatasetError, TunerError
 from cdmpp.program.types import Task
 from cdmpp.tuner.measure import Measurer
+from cdmpp.tuner.results import TuneReport
 from cdmpp.tuner.store import (
     CURVE_FILE,
     DATASET_FOLDER,
@@ -22,7 +23,7 @@ from cdmpp.tuner.store import (
     WORKLOAD_FILE,
     json_database,
 )
-from cdmpp.tuner.tune import TuneReport, tune_tasks
+from cdmpp.tuner.tune import tune_tasks
 from tests.profiler.programs import matmul_task
 from tests.tuner.tuner_samples import FakeEngine, made_up_latency_s, tune_config
 
