@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from cdmpp.tuner.results import TuneReport
-    from cdmpp.tuner.session import Progress
+    from cdmpp.tuner.ledger import Progress
 
 
 def add_tune_arguments(sub: argparse.ArgumentParser) -> None:

@@ -7,7 +7,6 @@ futures. So the search of one task's next programs overlaps with the building an
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -54,10 +53,11 @@ class Measurer:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._queue: queue.SimpleQueue[BuildJob | None] = queue.SimpleQueue()
+        #: Programs that nothing was done for yet, first come first served, and futures of those and of all under way.
+        self._waiting: dict[str, BuildJob] = {}
         self._futures: dict[str, Future[Outcome]] = {}
         self._lock = threading.Lock()
-        self._abort = threading.Event()
+        self._abort, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._serve, name="measurer", daemon=True)
         self._broken: BaseException | None = None
 
@@ -71,7 +71,7 @@ class Measurer:
     ) -> None:
         if kind is not None:
             self._abort.set()
-        self._queue.put(None)
+        self._closing.set()
         self._thread.join()
         aborted = self._abort.is_set() and kind is None
         self._engine.__exit__(_Aborted if aborted else kind, value, trace)
@@ -90,12 +90,24 @@ class Measurer:
                 if self._broken is not None:
                     raise TunerError(f"measuring has stopped: {self._broken}") from self._broken
                 known = self._futures.get(job.program.hash)
+                if known is None:
+                    self._waiting[job.program.hash] = job
                 future = known or Future()
                 self._futures[job.program.hash] = future
             futures.append(future)
-            if known is None:
-                self._queue.put(job)
         return futures
+
+    def give_back(self, most: int) -> list[BuildJob]:
+        """Take back programs that nothing was done for yet, the last ones, for others to measure.
+
+        Their futures are cancelled.
+        """
+        with self._lock:
+            given = [self._waiting.popitem()[1] for _ in range(min(most, len(self._waiting)))]
+            futures = [self._futures.pop(job.program.hash) for job in given]
+        for future in futures:
+            future.cancel()
+        return given
 
     def abort(self) -> None:
         """Give up what is under way; its futures are cancelled."""
@@ -106,12 +118,10 @@ class Measurer:
         while True:
             if self._abort.is_set():
                 raise _Aborted
-            try:
-                job = self._queue.get_nowait()
-            except queue.Empty:
-                yield None
-                continue
-            if job is None:
+            closing = self._closing.is_set()
+            with self._lock:
+                job = self._waiting.pop(next(iter(self._waiting))) if self._waiting else None
+            if job is None and closing:
                 return
             yield job
 
@@ -132,8 +142,8 @@ class Measurer:
     def _end(self, error: BaseException | None) -> None:
         with self._lock:
             self._broken = error or TunerError("given up")
-            waiting, self._futures = list(self._futures.values()), {}
-        for future in waiting:
+            futures, self._futures, self._waiting = list(self._futures.values()), {}, {}
+        for future in futures:
             if error is None:
                 future.cancel()
             else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from cdmpp.program.ast import CompactAST
 
 FloatArray = NDArray[np.float64]
+
+#: What was learned of a program: hashes of task and program, log of the prior's seconds, embedding, log of the measured.
+Row = tuple[str, str, float, FloatArray, float]
 
 FORMAT = "cdmpp-cost-model"
 FORMAT_VERSION = 1
@@ -118,6 +121,20 @@ class OnlineModel:
         for digest, log_s, z, label in zip(hashes, programs.log_s, programs.z, np.log(labels), strict=True):
             self._records.pop((task, digest), None)
             self._records[task, digest] = (float(log_s), z, float(label))
+
+    def rows(self, programs: Collection[str] | None = None) -> list[Row]:
+        """What was learned of some programs (their hashes) or of all, for :meth:`add_rows` of a model with this prior."""
+        return [
+            (task, digest, *record)
+            for (task, digest), record in self._records.items()
+            if programs is None or digest in programs
+        ]
+
+    def add_rows(self, rows: Sequence[Row]) -> None:
+        """Take what another model learned beside the same prior; call :meth:`fit` when all are in."""
+        for task, digest, log_s, z, label in rows:
+            self._tasks.setdefault(task, len(self._tasks))
+            self._records[task, digest] = (log_s, z, label)
 
     def fit(self) -> None:
         """Fit the correction to the latest records; roll back to less of it where it does harm."""

@@ -60,6 +60,14 @@ class TaskState:
         known = [s for s in (self.best_s, self.untuned_s) if s is not None]
         return min(known, default=None)
 
+    def count(self, latency_s: float | None) -> None:
+        """Take note of a scheduled program that was measured; None is a failure."""
+        self.measured += 1
+        if latency_s is None:
+            self.failed += 1
+        elif self.best_s is None or latency_s < self.best_s:
+            self.best_s = latency_s
+
     def end_round(self, worked: int) -> None:
         """Take note of a round in which so many programs worked."""
         self.history.append(float("inf") if self.best_s is None else self.best_s)

@@ -7,14 +7,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import TunerError
 from cdmpp.profiler.build import BuildJob
 from cdmpp.program.space import unscheduled
-from cdmpp.tuner.objective import Costs, Objective, Point
-from cdmpp.tuner.scheduler import TaskState, next_task
+from cdmpp.tuner.ledger import Ledger, Progress
+from cdmpp.tuner.objective import Costs, Objective
+from cdmpp.tuner.scheduler import next_task
 
 if TYPE_CHECKING:
     from cdmpp.profiler.engine import Outcome
@@ -28,18 +29,6 @@ logger = logging.getLogger(__name__)
 
 #: Rounds of different tasks under way at a time: one is searched for while another is measured.
 _DEPTH = 2
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a tuning stands."""
-
-    costs: Costs
-    trials: int
-    latency_s: float | None
-    untuned_s: float | None
-    task: str
-    gain: float | None
 
 
 @dataclass
@@ -57,7 +46,7 @@ class _Round:
     proposed: list[Any]
 
 
-class TuningSession:
+class TuningSession(Ledger):
     """Tunes tasks with one cost model.
 
     Parameters
@@ -101,42 +90,16 @@ class TuningSession:
         progress: Callable[[Progress], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if not tuners:
-            raise TunerError("no task to tune")
+        super().__init__(tuners, weights, store, objective, progress=progress, clock=clock)
         if batch < 1:
             raise TunerError(f"a round needs one candidate at least, got {batch}")
-        self._tuners, self._model, self._store = tuners, cost_model, store
-        self._measurer, self._objective, self._trimmer = measurer, objective, trimmer
-        self._batch = batch
+        self._model, self._measurer, self._trimmer, self._batch = cost_model, measurer, trimmer, batch
         self._first = {i: list(candidates) for i, candidates in (first or {}).items()}
-        self._progress, self._clock = progress, clock
-        self.states = [TaskState(t.task.name, w) for t, w in zip(tuners, weights, strict=True)]
-        self.curve, self.costs = store.curve()
-        self._known = store.outcomes()
         self._started: set[int] = set()
-        self._began = self._cpu = 0.0
-        self._before_s = self.costs.wall_s
-
-    @property
-    def latency_s(self) -> float | None:
-        """Sum over the tasks, weighted, of the best so far; None while one of them has none."""
-        parts = [(s.weight, s.latency_s) for s in self.states if not (s.finished and s.latency_s is None)]
-        if not parts or any(latency is None for _, latency in parts):
-            return None
-        return sum(weight * latency for weight, latency in parts if latency is not None)
-
-    @property
-    def untuned_s(self) -> float | None:
-        """Sum over the tasks, weighted, of the unscheduled tasks; None where one does not run."""
-        parts = [(s.weight, s.untuned_s) for s in self.states]
-        if any(latency is None for _, latency in parts):
-            return None
-        return sum(weight * latency for weight, latency in parts if latency is not None)
 
     def run(self) -> str:
         """Tune until the objective is reached, or until there is nothing more to try; says which."""
-        self._began = self._clock() - self._before_s
-        self._cpu = time.process_time() - self.costs.search_cpu_s
+        self._begin()
         self._recall()
         self._measure_untuned()
         under_way: deque[_Round] = deque()
@@ -166,12 +129,7 @@ class TuningSession:
 
     def _planned(self, under_way: Sequence[_Round]) -> Costs:
         """Costs with what is under way."""
-        measured = sum(len(r.candidates) for r in under_way)
-        return replace(
-            self.costs,
-            trials=self.costs.trials + measured + sum(r.dropped for r in under_way),
-            measurements=self.costs.measurements + measured,
-        )
+        return self._with(sum(len(r.candidates) for r in under_way), sum(r.dropped for r in under_way))
 
     def _begin_round(self, index: int, planned: Costs) -> _Round | None:
         """Search, drop, and hand the rest over; None where nothing is left to measure."""
@@ -233,7 +191,7 @@ class TuningSession:
             results = [runner_result(outcome) for _, outcome in done]
             self._model.update(tuner.context, [c.measure for c, _ in done], results)
         if begun.proposed:
-            tuner.tell(begun.proposed, self._no_results(begun.proposed))
+            tuner.tell(begun.proposed, no_results(begun.proposed))
         # A resumed search proposes what was measured before once more: such a round says nothing.
         if done or begun.dropped:
             state.end_round(sum(outcome.latency_s is not None for _, outcome in done))
@@ -241,9 +199,8 @@ class TuningSession:
 
     def _outcomes(self, futures: Sequence[Future[Outcome]]) -> Iterator[Outcome | None]:
         """Outcomes as they come in order; None for what the budget leaves no time for."""
-        budget_s = self._objective.budget_s
-        if budget_s is not None:
-            wait(futures, timeout=max(0.0, budget_s - (self._clock() - self._began)))
+        if self._objective.budget_s is not None:
+            wait(futures, timeout=self._time_left_s)
             if not all(future.done() for future in futures):
                 self._measurer.abort()
         for future in futures:
@@ -251,35 +208,6 @@ class TuningSession:
                 yield future.result()
             except CancelledError:
                 yield None
-
-    def _take(self, state: TaskState, outcome: Outcome) -> None:
-        self._store.add(outcome)
-        self._known[outcome.job.program.hash] = outcome.latency_s
-        build_s = float(outcome.meta.get("build_s", 0.0))
-        run_s = float(outcome.meta.get("run_s", 0.0))
-        self.costs.build_s += build_s
-        self.costs.device_s += run_s
-        if outcome.job.program.space_hash is None:
-            state.untuned_s = outcome.latency_s
-            return
-        state.spent_s += build_s + run_s
-        self._count(state, outcome.latency_s)
-        self.costs.failures += outcome.latency_s is None
-
-    @staticmethod
-    def _count(state: TaskState, latency_s: float | None) -> None:
-        state.measured += 1
-        if latency_s is None:
-            state.failed += 1
-        elif state.best_s is None or latency_s < state.best_s:
-            state.best_s = latency_s
-
-    @staticmethod
-    def _no_results(measures: Sequence[Any]) -> list[Any]:
-        """MetaSchedule's search counts results and reads none: its parents are the database's."""
-        from tvm.s_tir.meta_schedule.runner import RunnerResult
-
-        return [RunnerResult(None, "not looked at") for _ in measures]
 
     # -- before the first round --------------------------------------------------------------------------------
 
@@ -289,18 +217,10 @@ class TuningSession:
 
         from cdmpp.tuner.store import replayed
 
+        self._recall_states(self._batch)
         dataset = self._store.dataset
         by_task = {tuner.task.hash: i for i, tuner in enumerate(self._tuners)}
         seen: dict[int, list[tuple[Candidate, float | None]]] = {}
-        for digest, latency_s in self._known.items():
-            program = dataset.programs[digest]
-            index = by_task.get(program.task_hash)
-            if index is None:
-                continue
-            if program.space_hash is None:
-                self.states[index].untuned_s = latency_s
-            else:
-                self._count(self.states[index], latency_s)
         tuners = {tuner.task.hash: tuner for tuner in self._tuners}
         for tuner, candidate in replayed(dataset, list(self._known), tuners):
             seen.setdefault(by_task[tuner.task.hash], []).append((candidate, self._known[candidate.hash]))
@@ -310,12 +230,6 @@ class TuningSession:
                 for _, latency_s in pairs
             ]
             self._model.update(self._tuners[index].context, [c.measure for c, _ in pairs], results)
-            state = self.states[index]
-            state.history = [state.best_s or float("inf")] * -(-len(pairs) // self._batch)
-        # The curve may lack what was measured last.
-        self.costs.measurements = sum(state.measured for state in self.states)
-        self.costs.failures = sum(state.failed for state in self.states)
-        self.costs.trials = max(self.costs.trials, self.costs.measurements + self.costs.dropped)
 
     def _measure_untuned(self) -> None:
         """Measure the unscheduled tasks: what tuning starts from. They are no trials."""
@@ -331,25 +245,12 @@ class TuningSession:
         if jobs and self.untuned_s is not None and not self.curve.points:
             self._note(self.states[0], task="")
 
-    def _note(self, state: TaskState, task: str | None = None) -> None:
-        """Add a point to the curve and report."""
-        self._tick()
-        latency_s = self.latency_s
-        name = state.name if task is None else task
-        if latency_s is not None:
-            point = Point(self.costs.wall_s, self.costs.trials, self.costs.measurements, latency_s, name)
-            self.curve.points.append(point)
-            self._store.add_point(point, self.costs)
-        if self._progress is not None:
-            self._progress(
-                Progress(
-                    self.costs, self._objective.trials, latency_s, self.untuned_s, name, self.curve.gain()
-                )
-            )
 
-    def _tick(self) -> None:
-        self.costs.wall_s = self._clock() - self._began
-        self.costs.search_cpu_s = time.process_time() - self._cpu
+def no_results(measures: Sequence[Any]) -> list[Any]:
+    """MetaSchedule's search counts results and reads none: its parents are the database's."""
+    from tvm.s_tir.meta_schedule.runner import RunnerResult
+
+    return [RunnerResult(None, "not looked at") for _ in measures]
 
 
 def order_by_work(tasks: Sequence[tuple[Task, float]]) -> list[tuple[Task, float]]:

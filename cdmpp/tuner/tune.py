@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from cdmpp.profiler.statistics import SamplingPlan
     from cdmpp.program.network import Network
     from cdmpp.program.types import Task
+    from cdmpp.tuner.ledger import Progress
     from cdmpp.tuner.measure import Measurer
-    from cdmpp.tuner.session import Progress
     from cdmpp.tuner.store import TuningStore
     from cdmpp.tuner.task_tuner import SearchConfig, TaskTuner
 
