@@ -168,7 +168,7 @@ def _gpu_target(row: DeviceRow) -> dict[str, Any]:
 def _common(row: DeviceRow) -> dict[str, Any]:
     same = (
         "kind", "vendor", "model", "cores", "arch", "clock_mhz", "l1_kb", "l2_kb", "l3_kb", "shared_kb",
-        "registers_per_core", "warp_size", "max_threads_per_core", "mem_gb", "bandwidth_gb_s",
+        "registers_per_core", "warp_size", "max_threads_per_core", "mem_gb", "bandwidth_gb_s", "tdp_w", "process_nm",
         "launch_overhead_us", "virtual",
     )  # fmt: skip
     values = {name: getattr(row, name) for name in same}

@@ -53,6 +53,8 @@ _FEATURES: dict[str, Callable[[Device], float]] = {
     "peak_float16_gflops": lambda d: _float(d.peak_gflops.get("float16")),
     "peak_matrix_gflops": _matrix_peak,
     "bytes_per_flop": _per_flop,
+    "tdp_w": lambda d: _float(d.tdp_w),
+    "process_nm": lambda d: _float(d.process_nm),
     "launch_overhead_us": lambda d: _float(d.launch_overhead_us),
 }
 

@@ -64,6 +64,8 @@ class DeviceRow(BaseModel):
     max_threads_per_block: PositiveInt | None = None
     mem_gb: PositiveFloat | None = None
     bandwidth_gb_s: PositiveFloat | None = None
+    tdp_w: PositiveFloat | None = None
+    process_nm: PositiveFloat | None = None
     peak_gflops: dict[PeakName, PositiveFloat] = Field(default_factory=dict)
     launch_overhead_us: PositiveFloat | None = None
     virtual: bool | None = None

@@ -55,6 +55,10 @@ class Device:
         GPU only.
     mem_gb, bandwidth_gb_s
         Memory of the whole device; a share keeps both, as one core may use more than its part.
+    tdp_w
+        Power that the whole device (the package of a CPU, the board of a GPU) may draw for long.
+    process_nm
+        Manufacturing process, as marketed: with the power it tells how much of the peak can be sustained.
     peak_gflops
         Peak by data type *of the share*: ``float32``, ``float16``, ``float64``, and ``..._matrix`` for
         matrix units (``tfloat32_matrix``, ``float16_matrix``), dense.
@@ -93,6 +97,8 @@ class Device:
     max_threads_per_core: int | None = None
     mem_gb: float | None = None
     bandwidth_gb_s: float | None = None
+    tdp_w: float | None = None
+    process_nm: float | None = None
     peak_gflops: Mapping[str, float] = field(default_factory=dict)
     launch_overhead_us: float | None = None
     virtual: bool | None = None

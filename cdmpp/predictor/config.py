@@ -37,6 +37,9 @@ class ModelConfig(_Section):
     device
         How the device enters: ``film`` scales and shifts every leaf, ``token`` adds one sequence element,
         ``none`` hides the device from the network.
+    pairs
+        Whether the decoder sees what is computed of program and device together
+        (:mod:`cdmpp.predictor.pair_features`).
     embedding_dim, embedding_activation
         Size and activation of the pooled embedding; bounded (``tanh``, ``sigmoid``) so that CMD is defined.
     codegen
@@ -56,6 +59,7 @@ class ModelConfig(_Section):
     pooling: Literal["sum", "mean", "attention", "flatten"] = "attention"
     flatten_leaves: int = Field(16, ge=1)
     device: Literal["film", "token", "none"] = "film"
+    pairs: bool = True
     embedding_dim: int = Field(128, ge=1)
     embedding_activation: Literal["tanh", "sigmoid", "none"] = "tanh"
     codegen: bool = False

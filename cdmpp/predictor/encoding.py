@@ -69,15 +69,15 @@ class ColumnScaler:
 
 @dataclass(frozen=True)
 class FeatureEncoder:
-    """Scalers of leaves and devices, with the names of the columns they were fitted to.
+    """Scalers of leaves, devices and pairs of both, with the names of the columns they were fitted to.
 
     Attributes
     ----------
     feature_set
         Identity of the leaf features (:data:`cdmpp.program.ast.FEATURE_SET`).
-    leaf_features, device_features
-        Column names, in order.
-    leaf, device
+    leaf_features, device_features, pair_features
+        Column names, in order. No pair features: pairs are encoded as nothing.
+    leaf, device, pair
         The scalers. The device scaler sees every training device once, whatever its number of records.
     """
 
@@ -86,6 +86,8 @@ class FeatureEncoder:
     device_features: tuple[str, ...]
     leaf: ColumnScaler
     device: ColumnScaler
+    pair_features: tuple[str, ...] = ()
+    pair: ColumnScaler | None = None
 
     @classmethod
     def fit(
@@ -96,9 +98,11 @@ class FeatureEncoder:
         feature_set: str,
         leaf_features: Sequence[str],
         device_features: Sequence[str],
+        pairs: NDArray[Any] | None = None,
+        pair_features: Sequence[str] = (),
         clip: float = 8.0,
     ) -> FeatureEncoder:
-        """Fit to raw leaves of all training programs, one a row, and raw training devices, one a row.
+        """Fit to raw leaves of all training programs, one a row, raw training devices, and raw training pairs if any.
 
         Raises
         ------
@@ -110,12 +114,16 @@ class FeatureEncoder:
         _check_columns(leaves, leaf_features, "leaf")
         _check_columns(devices, device_features, "device")
         _check_finite(leaves)
+        if pairs is not None:
+            _check_columns(pairs, pair_features, "pair")
         return cls(
             feature_set,
             tuple(leaf_features),
             tuple(device_features),
             ColumnScaler.fit(leaves, clip),
             ColumnScaler.fit(devices, clip),
+            () if pairs is None else tuple(pair_features),
+            None if pairs is None else ColumnScaler.fit(pairs, clip),
         )
 
     @property
@@ -140,11 +148,25 @@ class FeatureEncoder:
         devices = np.asarray(devices, dtype=np.float64)
         return np.concatenate([self.device.transform(devices), np.isnan(devices).astype(np.float32)], axis=1)
 
+    @property
+    def pair_dim(self) -> int:
+        """Width of an encoded pair."""
+        return len(self.pair_features)
+
+    def encode_pairs(self, pairs: NDArray[Any]) -> FloatArray:
+        """Raw pairs (n, n_pair_features) -> float32 of the same shape."""
+        _check_columns(pairs, self.pair_features, "pair")
+        return np.zeros((len(pairs), 0), np.float32) if self.pair is None else self.pair.transform(pairs)
+
+    def _scalers(self) -> dict[str, ColumnScaler]:
+        found = {"leaf": self.leaf, "device": self.device}
+        return found if self.pair is None else {**found, "pair": self.pair}
+
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """The fitted statistics, to be stored beside the weights."""
         return {
             f"encoder.{part}.{name}": np.asarray(getattr(scaler, name), dtype=np.float64)
-            for part, scaler in (("leaf", self.leaf), ("device", self.device))
+            for part, scaler in self._scalers().items()
             for name in ("mean", "std", "active")
         }
 
@@ -154,16 +176,19 @@ class FeatureEncoder:
             "feature_set": self.feature_set,
             "leaf_features": list(self.leaf_features),
             "device_features": list(self.device_features),
-            "clip": {"leaf": self.leaf.clip, "device": self.device.clip},
+            "pair_features": list(self.pair_features),
+            "clip": {part: scaler.clip for part, scaler in self._scalers().items()},
         }
 
     @classmethod
     def from_arrays(cls, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> FeatureEncoder:
         """Rebuild from :meth:`to_json` and :meth:`to_arrays`; PredictorError if they do not fit together."""
         try:
-            leaf_names, device_names = tuple(state["leaf_features"]), tuple(state["device_features"])
+            all_names = {part: tuple(state[f"{part}_features"]) for part in ("leaf", "device", "pair")}
             scalers = {}
-            for part, names in (("leaf", leaf_names), ("device", device_names)):
+            for part, names in all_names.items():
+                if part == "pair" and not names:
+                    continue
                 columns = [np.asarray(arrays[f"encoder.{part}.{key}"]) for key in ("mean", "std", "active")]
                 if any(column.shape != (len(names),) for column in columns):
                     raise PredictorError(
@@ -172,7 +197,13 @@ class FeatureEncoder:
                 mean, std, active = columns
                 scalers[part] = ColumnScaler(mean, std, active.astype(bool), float(state["clip"][part]))
             return cls(
-                str(state["feature_set"]), leaf_names, device_names, scalers["leaf"], scalers["device"]
+                str(state["feature_set"]),
+                all_names["leaf"],
+                all_names["device"],
+                scalers["leaf"],
+                scalers["device"],
+                all_names["pair"],
+                scalers.get("pair"),
             )
         except (KeyError, TypeError, ValueError) as err:
             raise PredictorError(f"encoder state is incomplete or malformed: {err!r}") from err

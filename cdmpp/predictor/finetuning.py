@@ -339,6 +339,7 @@ class _Finetuning:
             arrays.take(stop),
             encoder.leaf_dim,
             encoder.device_dim,
+            encoder.pair_dim,
             arrays.unlabelled(target),
             _starting_weights(base, fresh),
             lambda rng: mixed_batches(len(rows.new), len(rows.replay), config.train.batch_size, rng),
@@ -348,7 +349,8 @@ class _Finetuning:
         none = np.zeros(0, dtype=np.int64)
         used = Split("by_device", self._spec, self._selection.seed, train, rows.valid, none)
         devices = {name: vectors[name] for name in sorted(set(data.labels["device"].iloc[train]))}
-        fitted = Fitted(encoder, base.transform, arrays, trainer, {**devices, **base.devices})
+        specs = {**{name: data.devices[name] for name in devices}, **base.specs}
+        fitted = Fitted(encoder, base.transform, arrays, trainer, {**devices, **base.devices}, specs)
         return fitted.predictor(state.best, self._summary(rows, used, state)), used
 
     def _rows(self, encoder: FeatureEncoder) -> _Rows:

@@ -109,19 +109,21 @@ class LatencyNetwork(nn.Module):
     ----------
     config
         Sizes and variants.
-    leaf_dim, device_dim
-        Widths of an encoded leaf and an encoded device.
+    leaf_dim, device_dim, pair_dim
+        Widths of an encoded leaf, an encoded device and an encoded pair of program and device.
     """
 
-    def __init__(self, config: ModelConfig, leaf_dim: int, device_dim: int) -> None:
+    def __init__(self, config: ModelConfig, leaf_dim: int, device_dim: int, pair_dim: int = 0) -> None:
         super().__init__()
         self.config = config
         dim = config.dim
         self.bins = PiecewiseLinear(leaf_dim, config.bins) if config.bins else None
+        self._device_dim = device_dim
+        self.pair_bins = PiecewiseLinear(pair_dim, config.bins) if config.bins and pair_dim else None
         self.leaf_projection = nn.Linear(leaf_dim * (1 + config.bins), dim)
         self.position = None if config.positional == "none" else PreOrderEncoding(dim, config.positional)
         self.device_projection: nn.Module | None = None
-        decoder_in = config.embedding_dim
+        decoder_in = config.embedding_dim + pair_dim * (1 + config.bins)
         if config.device != "none":
             out = 2 * dim if config.device == "film" else dim
             self.device_projection = nn.Sequential(nn.Linear(device_dim, dim), nn.GELU(), nn.Linear(dim, out))
@@ -143,12 +145,15 @@ class LatencyNetwork(nn.Module):
         self.codegen = nn.Linear(config.embedding_dim, len(CODEGEN_FEATURES)) if config.codegen else None
 
     def forward(self, batch: PaddedBatch, device: torch.Tensor) -> torch.Tensor:
-        """Standardised labels, shape (batch,); ``device`` is float32 (batch, device_dim)."""
+        """Standardised labels, shape (batch,); ``device`` is float32 (batch, device_dim + pair_dim): the encoded device
+        of each program, and the encoded pair after it."""
         return self.decode(self.embed(batch, device), device)
 
     def embed(self, batch: PaddedBatch, device: torch.Tensor) -> torch.Tensor:
-        """Bounded embedding of each program on its device, shape (batch, embedding_dim)."""
+        """Bounded embedding of each program on its device, shape (batch, embedding_dim). What describes the pair is not
+        part of it and may be left out of ``device``."""
         config, padding = self.config, batch.padding
+        device = device[:, : self._device_dim]
         leaves = batch.leaves
         if self.bins is not None:
             leaves = torch.cat([leaves, self.bins(leaves)], dim=-1)
@@ -183,8 +188,11 @@ class LatencyNetwork(nn.Module):
 
     def decode(self, embedding: torch.Tensor, device: torch.Tensor) -> torch.Tensor:
         """Standardised labels, shape (batch,)."""
-        if self.device_projection is not None:
-            embedding = torch.cat([embedding, device], dim=1)
+        device, pair = device[:, : self._device_dim], device[:, self._device_dim :]
+        parts = [embedding, device, pair] if self.device_projection is not None else [embedding, pair]
+        if self.pair_bins is not None:
+            parts.append(self.pair_bins(pair))
+        embedding = torch.cat(parts, dim=1)
         return self.decoder(embedding).squeeze(-1)
 
 
@@ -194,6 +202,7 @@ def predict_labels(
     programs: np.ndarray,
     device_rows: torch.Tensor,
     device_index: np.ndarray,
+    pair: torch.Tensor | None = None,
     batch_size: int = 1024,
 ) -> np.ndarray:
     """Standardised labels of (program, device) pairs, float64 (n,), in evaluation mode.
@@ -204,6 +213,8 @@ def predict_labels(
         int (n,): program number and row of ``device_rows`` of each pair.
     device_rows
         float32 (devices, device_dim), encoded.
+    pair
+        float32 (n, pair_dim), encoded; None for a network that takes none.
     """
     where = next(network.parameters()).device
     training = network.training
@@ -213,7 +224,10 @@ def predict_labels(
         with torch.inference_mode():
             for rows in inference_batches(packed.lengths[programs], batch_size):
                 batch = packed.batch(programs[rows]).to(where)
-                device = device_rows[torch.from_numpy(device_index[rows])].to(where)
+                device = device_rows[torch.from_numpy(device_index[rows])]
+                if pair is not None:
+                    device = torch.cat([device, pair[torch.from_numpy(rows)]], dim=1)
+                device = device.to(where)
                 labels[rows] = network(batch, device).double().cpu().numpy()
     finally:
         network.train(training)

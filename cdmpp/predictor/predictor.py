@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cdmpp.program.ast import CompactAST
 
 FORMAT = "cdmpp-predictor"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _JSON_FILE = "predictor.json"
 _WEIGHTS_FILE = "weights.safetensors"
@@ -49,6 +49,8 @@ class Predictor:
     devices
         Devices seen in training: name -> raw device features, as :func:`cdmpp.device.device_features` gave
         them.
+    specs
+        The same devices' specifications.
     training
         Summary of the training data and run (JSON values): records, tasks, split, validation error.
     calibration, familiarity
@@ -63,6 +65,7 @@ class Predictor:
     training: Mapping[str, Any] = field(default_factory=dict, repr=False)
     calibration: Calibration | None = field(default=None, repr=False)
     familiarity: Familiarity | None = field(default=None, repr=False)
+    specs: Mapping[str, Device] = field(default_factory=dict, repr=False)
 
     def predict(self, programs: Any, device: str | Device, *, resolver: Resolver | None = None) -> Any:
         """Latency in seconds.
@@ -171,23 +174,43 @@ class Predictor:
         from cdmpp.predictor.batching import PackedPrograms
         from cdmpp.predictor.network import predict_labels
 
+        device_index = np.asarray(device_index)
         rows = np.stack([self.device_vector(device) for device in devices])
         packed = PackedPrograms.pack(asts, self.encoder)
         encoded = torch.from_numpy(self.encoder.encode_devices(rows))
-        labels = predict_labels(self.network, packed, np.arange(len(asts)), encoded, np.asarray(device_index))
+        pair = torch.from_numpy(self.encode_pairs(asts, devices, device_index))
+        labels = predict_labels(self.network, packed, np.arange(len(asts)), encoded, device_index, pair)
         return self.transform.inverse(labels, self._references_s(asts, devices, device_index))
+
+    def encode_pairs(
+        self, asts: Sequence[CompactAST], devices: Sequence[str | Device], device_index: NDArray[np.int64]
+    ) -> NDArray[np.float32]:
+        """What is known of ``asts[i]`` and ``devices[device_index[i]]`` together, encoded, float32 (n, pair_dim)."""
+        from cdmpp.predictor.pair_features import pair_rows
+
+        if not self.encoder.pair_dim:
+            return np.zeros((len(asts), 0), np.float32)
+        known = [self.device(device) for device in devices]
+        return self.encoder.encode_pairs(pair_rows(asts, known, np.arange(len(asts)), device_index))
 
     def _references_s(
         self, asts: Sequence[CompactAST], devices: Sequence[str | Device], device_index: NDArray[np.int64]
     ) -> NDArray[np.float64] | None:
         """What predicted labels are relative to, seconds (n,); None for a predictor of the latency itself."""
-        from cdmpp.device import get_device
         from cdmpp.predictor.roofline import references_s
 
         if not self.transform.relative:
             return None
-        known = [get_device(device) if isinstance(device, str) else device for device in devices]
+        known = [self.device(device) for device in devices]
         return references_s(self.transform.relative_to, asts, [known[i] for i in device_index])
+
+    def device(self, device: str | Device) -> Device:
+        """A device by its name: as in training where it was seen, else of the device table."""
+        from cdmpp.device import get_device
+
+        if not isinstance(device, str):
+            return device
+        return self.specs[device] if device in self.specs else get_device(device)
 
     def device_vector(self, device: str | Device) -> NDArray[np.float64]:
         """Raw features of a device: as in training where its name was seen, else of its specification."""
@@ -230,6 +253,7 @@ class Predictor:
             "encoder": self.encoder.to_json(),
             "label_transform": self.transform.to_json(),
             "devices": {name: _to_json(vector) for name, vector in self.devices.items()},
+            "specs": {name: device.to_json() for name, device in self.specs.items()},
             "training": dict(self.training),
             **{name: part.to_json() for name, part in extras.items() if part is not None},
         }
@@ -318,6 +342,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 def _check_features(state: Mapping[str, Any], folder: Path) -> None:
     from cdmpp.device import DEVICE_FEATURES
+    from cdmpp.predictor.pair_features import PAIR_FEATURES
     from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURES
 
     encoder = state.get("encoder")
@@ -327,16 +352,18 @@ def _check_features(state: Mapping[str, Any], folder: Path) -> None:
         raise FeatureMismatchError(
             f"{folder}: trained on features {encoder.get('feature_set')}, this cdmpp computes {FEATURE_SET}"
         )
-    if encoder.get("device_features") != list(DEVICE_FEATURES):
-        raise FeatureMismatchError(
-            f"{folder}: trained on device features {encoder.get('device_features')}, "
-            f"this cdmpp computes {list(DEVICE_FEATURES)}"
-        )
+    for part, known in (("device", DEVICE_FEATURES), ("pair", PAIR_FEATURES)):
+        names = encoder.get(f"{part}_features")
+        if names != list(known) and (names or part == "device"):
+            raise FeatureMismatchError(
+                f"{folder}: trained on {part} features {names}, this cdmpp computes {list(known)}"
+            )
 
 
 def _build(state: Mapping[str, Any], folder: Path) -> Predictor:
     from pydantic import ValidationError
 
+    from cdmpp.device import Device
     from cdmpp.predictor.checkpoint import load_tensors
     from cdmpp.predictor.network import LatencyNetwork
 
@@ -349,8 +376,9 @@ def _build(state: Mapping[str, Any], folder: Path) -> Predictor:
         transform = transform_from_json(state["label_transform"])
         devices = {str(name): _from_json(vector) for name, vector in state["devices"].items()}
         network = LatencyNetwork(
-            ModelConfig.model_validate(state["model"]), encoder.leaf_dim, encoder.device_dim
+            ModelConfig.model_validate(state["model"]), encoder.leaf_dim, encoder.device_dim, encoder.pair_dim
         )
+        specs = {str(name): Device.from_json(spec) for name, spec in state["specs"].items()}
         training = dict(state["training"])
         calibration = (
             Calibration.from_arrays(state["calibration"], arrays) if "calibration" in state else None
@@ -367,7 +395,7 @@ def _build(state: Mapping[str, Any], folder: Path) -> Predictor:
     except RuntimeError as err:
         raise PredictorError(f"{folder}: weights do not fit the network of {_JSON_FILE}: {err}") from err
     network.eval()
-    return Predictor(network, encoder, transform, devices, training, calibration, familiarity)
+    return Predictor(network, encoder, transform, devices, training, calibration, familiarity, specs)
 
 
 def _to_json(vector: NDArray[np.float64]) -> list[float | None]:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError
+from cdmpp.predictor.program_view import ProgramView
 from cdmpp.program.leaf_schema import CAPACITIES, LEAF_FEATURES, SIMD_BYTES, size_name
 
 if TYPE_CHECKING:
@@ -38,6 +39,12 @@ _ISSUE = 4.0
 _L2_BYTES, _L3_BYTES = 32.0, 8.0
 #: Where a specification has a gap.
 _DEFAULT_CLOCK_MHZ, _DEFAULT_BANDWIDTH_GB_S, _DEFAULT_PEAK_GFLOPS = 2000.0, 20.0, 50.0
+#: Microseconds of a GPU launch where the specification does not say.
+_GPU_LAUNCH_US = 4.0
+#: Watts for each GFLOP/s and nanometre of the process that sustain the float32 peak: Tesla K40, 235 W for 5,040 GFLOP/s in 28 nm.
+_SUSTAINED_W = 235 / 5040 / 28
+#: Edge of a square output tile -> part of a core's peak that a product of matrices by such tiles reaches.
+_TILE_EFFICIENCY = {32: 0.4, 64: 0.7, 128: 0.9, 256: 0.95}
 
 _COLUMN = {name: i for i, name in enumerate(LEAF_FEATURES)}
 
@@ -45,33 +52,75 @@ _COLUMN = {name: i for i, name in enumerate(LEAF_FEATURES)}
 def roofline_s(asts: Sequence[CompactAST], device: Device) -> FloatArray:
     """Lower bound of each program's latency on a device, float64 seconds (n,).
 
-    Williams et al. (CACM 2009): floating-point operations over peak, or bytes touched over memory bandwidth,
+    Williams et al. (CACM 2009): floating-point operations over peak, or bytes of inputs and outputs over memory bandwidth,
     whichever is longer; plus the launch overhead, where known. What fits the last-level cache may come from there, so
     bytes count against memory only beyond its size.
     """
-    peak = 1e9 * (device.peak_gflops.get("float32") or _DEFAULT_PEAK_GFLOPS)
+    view = ProgramView.of(asts)
     bandwidth = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH_GB_S)
     cache = 1024.0 * max(device.l3_kb or 0.0, device.l2_kb or 0.0)
-    flops = _first(asts, "program_flops")
-    beyond = np.maximum(0.0, _first(asts, "program_bytes") - cache)
+    beyond = np.maximum(0.0, view.io_bytes - cache)
     launch = 1e-6 * (device.launch_overhead_us or 0.0)
-    return np.maximum(np.maximum(flops / peak, beyond / bandwidth) + launch, _MIN_S)
+    compute = view.flops / peak_flops(view, device)
+    return np.maximum(np.maximum(compute, beyond / bandwidth) + launch, _MIN_S)
+
+
+def peak_flops(view: ProgramView, device: Device) -> FloatArray:
+    """float32 operations a second that the device could do of each program at most, (n,): those of its matrix units
+    where a GPU has such for float32 and a library runs a sum of products."""
+    peak = 1e9 * (device.peak_gflops.get("float32") or _DEFAULT_PEAK_GFLOPS)
+    matrix = 1e9 * device.peak_gflops.get("float32_matrix", 0.0)
+    by_library = (device.kind == "gpu") & ~view.scheduled_for_gpu & view.contraction
+    return np.where(by_library, max(peak, matrix), peak)
+
+
+def power_headroom(device: Device) -> float | None:
+    """Power limit over the power that all lanes need at their peak clock, where both are known.
+
+    The energy of an operation is taken to be proportional to the feature size of the process, from a device that
+    sustains its peak. Below 1 the clock falls under load: cards of 70 W have the lanes of cards of 250 W.
+    """
+    peak = device.peak_gflops.get("float32")
+    if not peak or not device.tdp_w or not device.process_nm:
+        return None
+    return device.tdp_w / (peak * device.process_nm) / _SUSTAINED_W
 
 
 def estimate_s(asts: Sequence[CompactAST], device: Device) -> FloatArray:
-    """Analytical estimate of each program's latency on a device, float64 seconds (n,): the sum over its leaves.
+    """Analytical estimate of each program's latency on a device, float64 seconds (n,).
 
-    A leaf takes as long as its slowest resource in the core (arithmetic, loads and stores, the chain of dependent
-    updates) plus the lines that each cache level moves for it, over the cores that its parallel loops keep busy.
-    On a GPU the same with lanes in place of SIMD registers. Constants are of current hardware in general; it is meant to
-    rank programs and to give their scale, not to be exact.
+    On a CPU, and for a program that was scheduled for a GPU, the sum over its leaves. A leaf takes as long as its slowest
+    resource in the core (arithmetic, loads and stores, the chain of dependent updates) plus the lines that each cache level
+    moves for it, over the cores that its parallel loops keep busy; on a GPU the same with lanes in place of SIMD registers.
+    A program that a library runs on a GPU takes as long as its arithmetic in whole waves of tiles, or its inputs and outputs
+    in memory. Constants are of current hardware in general; it is meant to rank programs and to give their scale, not
+    to be exact.
     """
+    view = ProgramView.of(asts)
     leaves = np.concatenate([ast.leaves for ast in asts]).astype(np.float64)
     owner = np.repeat(np.arange(len(asts)), [ast.n_leaves for ast in asts])
     seconds = _cpu_leaf_s(leaves, device) if device.kind == "cpu" else _gpu_leaf_s(leaves, device)
-    launch = 1e-6 * (device.launch_overhead_us or 0.0)
-    total = np.bincount(owner, weights=seconds, minlength=len(asts)) + launch
-    return np.maximum(total, roofline_s(asts, device))
+    total = np.bincount(owner, weights=seconds, minlength=len(asts))
+    launch_us = device.launch_overhead_us or 0.0
+    if device.kind == "gpu":
+        special = np.bincount(owner, weights=leaves[:, _COLUMN["special"]], minlength=len(asts))
+        total = np.where(view.scheduled_for_gpu, total, _library_s(view, special, device))
+        launch_us = device.launch_overhead_us or _GPU_LAUNCH_US
+    return np.maximum(total + 1e-6 * launch_us, roofline_s(asts, device))
+
+
+def _library_s(view: ProgramView, special: FloatArray, device: Device) -> FloatArray:
+    bandwidth = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH_GB_S)
+    cores = max(1.0, device.cores_used or 1.0)
+    headroom = power_headroom(device)
+    peak = peak_flops(view, device) * min(1.0, 1.0 if headroom is None else headroom)
+    tiled = np.full(len(view.flops), np.inf)
+    for tile, efficiency in _TILE_EFFICIENCY.items():
+        tiles = np.ceil(view.columns / tile) * np.ceil(view.rows / tile) * view.batch
+        work = np.ceil(tiles / cores) * cores * tile**2 * 2 * view.depth
+        tiled = np.minimum(tiled, work / efficiency)
+    plain = view.flops + _SPECIAL_CYCLES * special
+    return np.maximum(np.where(view.contraction, tiled, plain) / peak, view.io_bytes / bandwidth)
 
 
 def _cpu_leaf_s(leaves: FloatArray, device: Device) -> FloatArray:
@@ -128,11 +177,6 @@ def _moved(leaves: FloatArray, kb: float) -> FloatArray:
     """Bytes moved into a memory of some size: of the largest that the features give and that is not larger."""
     size = max(c for c in CAPACITIES if c <= max(kb * 1024, CAPACITIES[0]))
     return leaves[:, _COLUMN[f"moved_{size_name(size)}"]]
-
-
-def _first(asts: Sequence[CompactAST], name: str) -> FloatArray:
-    """A feature of whole programs, which all leaves of one repeat."""
-    return np.array([ast.leaves[0, _COLUMN[name]] for ast in asts], dtype=np.float64)
 
 
 #: What labels can be relative to.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from cdmpp.predictor.uncertainty import calibrated
 
 if TYPE_CHECKING:
     from cdmpp.dataset import DatasetView, Split
+    from cdmpp.device import Device
     from cdmpp.predictor.trainer import LabelledArrays, ProgressCallback, Trainer, TrainerState
 
 CHECKPOINT_FILE = "checkpoint.safetensors"
@@ -116,8 +117,8 @@ class Fitted:
         All pairs, encoded.
     trainer
         Ready to fit.
-    devices
-        Training devices: name -> raw features.
+    devices, specs
+        Training devices: name -> raw features, and specification.
     """
 
     encoder: FeatureEncoder
@@ -125,18 +126,22 @@ class Fitted:
     arrays: LabelledArrays
     trainer: Trainer
     devices: dict[str, NDArray[np.float64]]
+    specs: Mapping[str, Device]
 
     def predictor(self, weights: dict[str, Any], training: dict[str, Any]) -> Predictor:
         """The predictor with these weights; takes over the trainer's network."""
         network = self.trainer.network.cpu()
         network.load_state_dict(weights)
         network.eval()
-        return Predictor(network, self.encoder, self.transform, self.devices, training)
+        return Predictor(
+            network, self.encoder, self.transform, self.devices, training, specs=dict(self.specs)
+        )
 
 
 def prepare(config: Config, data: TrainingData, split: Split) -> Fitted:
     """Fit encoder and label transform on the training part and make the trainer."""
     from cdmpp.device import DEVICE_FEATURES
+    from cdmpp.predictor.pair_features import PAIR_FEATURES
     from cdmpp.predictor.trainer import Trainer
     from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURES
 
@@ -147,15 +152,18 @@ def prepare(config: Config, data: TrainingData, split: Split) -> Fitted:
     programs = labels["program"].iloc[train_rows].unique()
     vectors = data.device_vectors()
     train_devices = sorted(labels["device"].iloc[train_rows].unique())
+    pairs = raw_pairs(data) if config.model.pairs else None
     encoder = FeatureEncoder.fit(
         np.concatenate([data.asts[program].leaves for program in programs]),
         np.stack([vectors[name] for name in train_devices]),
         feature_set=FEATURE_SET,
         leaf_features=LEAF_FEATURES,
         device_features=DEVICE_FEATURES,
+        pairs=None if pairs is None else pairs[train_rows],
+        pair_features=PAIR_FEATURES,
         clip=config.encoder.clip,
     )
-    arrays = encode(data, encoder, config.label.relative_to)
+    arrays = encode(data, encoder, config.label.relative_to, pairs)
     fitting = arrays.take(train_rows)
     transform = fit_transform(
         config.label.transform, fitting.latency_s, fitting.reference_s, config.label.relative_to
@@ -167,15 +175,38 @@ def prepare(config: Config, data: TrainingData, split: Split) -> Fitted:
         arrays.take(valid_rows),
         encoder.leaf_dim,
         encoder.device_dim,
+        encoder.pair_dim,
         arrays.unlabelled(np.asarray(split.adapt)),
     )
-    return Fitted(encoder, transform, arrays, trainer, {name: vectors[name] for name in train_devices})
+    return Fitted(
+        encoder,
+        transform,
+        arrays,
+        trainer,
+        {name: vectors[name] for name in train_devices},
+        {name: data.devices[name] for name in train_devices},
+    )
 
 
-def encode(data: TrainingData, encoder: FeatureEncoder, relative_to: str = "") -> LabelledArrays:
+def raw_pairs(data: TrainingData) -> NDArray[np.float64]:
+    """What is known of program and device together for every row of the label table, float64 (n, len(PAIR_FEATURES))."""
+    from cdmpp.predictor.pair_features import pair_rows
+
+    programs, program = np.unique(data.labels["program"].to_numpy(dtype=str), return_inverse=True)
+    names, device = np.unique(data.labels["device"].to_numpy(dtype=str), return_inverse=True)
+    return pair_rows([data.asts[p] for p in programs], [data.devices[n] for n in names], program, device)
+
+
+def encode(
+    data: TrainingData,
+    encoder: FeatureEncoder,
+    relative_to: str = "",
+    pairs: NDArray[np.float64] | None = None,
+) -> LabelledArrays:
     """All pairs of the data as arrays, encoded with a fitted encoder.
 
-    ``relative_to`` names the reference latencies that come with them, "" or "none" for none.
+    ``relative_to`` names the reference latencies that come with them, "" or "none" for none; ``pairs`` is what
+    :func:`raw_pairs` gives, where it is known already.
     """
     import torch
 
@@ -187,12 +218,20 @@ def encode(data: TrainingData, encoder: FeatureEncoder, relative_to: str = "") -
     devices = sorted(data.devices)
     vectors = data.device_vectors()
     device_number = {name: i for i, name in enumerate(devices)}
+    if pairs is None and encoder.pair_dim:
+        pairs = raw_pairs(data)
+    encoded = (
+        np.zeros((len(data), 0), np.float32)
+        if pairs is None or not encoder.pair_dim
+        else encoder.encode_pairs(pairs)
+    )
     reference = pair_reference_s(data, relative_to) if relative_to not in ("", "none") else None
     return LabelledArrays(
         PackedPrograms.pack([data.asts[program] for program in programs], encoder),
         torch.from_numpy(encoder.encode_devices(np.stack([vectors[name] for name in devices]))),
         np.asarray([number[program] for program in data.labels["program"]], dtype=np.int64),
         np.asarray([device_number[name] for name in data.labels["device"]], dtype=np.int64),
+        torch.from_numpy(encoded),
         data.labels["latency_s"].to_numpy(dtype=np.float64),
         reference,
         group=data.labels.groupby(["task", "device"], observed=True).ngroup().to_numpy(dtype=np.int64),

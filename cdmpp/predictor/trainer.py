@@ -48,12 +48,15 @@ class PairArrays:
         float32 (devices, device_dim), encoded.
     program, device
         int64 (n,): program number and row of ``device_rows`` of each pair.
+    pair
+        float32 (n, pair_dim), encoded (:mod:`cdmpp.predictor.pair_features`).
     """
 
     packed: PackedPrograms
     device_rows: torch.Tensor
     program: NDArray[np.int64]
     device: NDArray[np.int64]
+    pair: torch.Tensor
 
     def __len__(self) -> int:
         return len(self.program)
@@ -67,7 +70,8 @@ class PairArrays:
     def batch(self, rows: NDArray[np.int64], where: torch.device) -> tuple[PaddedBatch, torch.Tensor]:
         """What the network takes of the pairs with these numbers, on a torch device."""
         device = self.device_rows[torch.from_numpy(self.device[rows])]
-        return self.packed.batch(self.program[rows]).to(where), device.to(where)
+        context = torch.cat([device, self.pair[torch.from_numpy(rows)]], dim=1)
+        return self.packed.batch(self.program[rows]).to(where), context.to(where)
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,7 @@ class LabelledArrays(PairArrays):
             self.device_rows,
             self.program[rows],
             self.device[rows],
+            self.pair[torch.from_numpy(rows)],
             self.latency_s[rows],
             reference_s,
             None if self.group is None else self.group[rows],
@@ -107,11 +112,12 @@ class LabelledArrays(PairArrays):
 
     def unlabelled(self, rows: NDArray[np.int64]) -> PairArrays:
         """The pairs with these numbers without their labels."""
-        return PairArrays(self.packed, self.device_rows, self.program[rows], self.device[rows])
+        pair = self.pair[torch.from_numpy(rows)]
+        return PairArrays(self.packed, self.device_rows, self.program[rows], self.device[rows], pair)
 
     def predict(self, network: LatencyNetwork, transform: LabelTransform) -> NDArray[np.float64]:
         """Predicted seconds of every pair, shape (n,)."""
-        labels = predict_labels(network, self.packed, self.program, self.device_rows, self.device)
+        labels = predict_labels(network, self.packed, self.program, self.device_rows, self.device, self.pair)
         return transform.inverse(labels, self.reference_s)
 
 
@@ -144,7 +150,7 @@ class Trainer:
         Label transform fitted on the training labels.
     train, valid
         Training and validation pairs.
-    leaf_dim, device_dim
+    leaf_dim, device_dim, pair_dim
         Widths of the encoded features.
     adapt
         Pairs of the domain to adapt to, without labels; needed where ``loss.cmd_weight`` is above 0.
@@ -168,6 +174,7 @@ class Trainer:
         valid: LabelledArrays,
         leaf_dim: int,
         device_dim: int,
+        pair_dim: int = 0,
         adapt: PairArrays | None = None,
         weights: Mapping[str, torch.Tensor] | None = None,
         sampler: BatchSampler | None = None,
@@ -185,9 +192,11 @@ class Trainer:
         self._sampler = sampler or self._every_pair_once
         self._where = pick_device(config.train.device)
         with seeded(config.train.seed):
-            self.network = LatencyNetwork(config.model, leaf_dim, device_dim).to(self._where)
+            self.network = LatencyNetwork(config.model, leaf_dim, device_dim, pair_dim).to(self._where)
         if self.network.bins is not None and weights is None:
             self.network.bins.fit(train.leaves)
+            if self.network.pair_bins is not None:
+                self.network.pair_bins.fit(train.pair)
         if weights is not None:
             _load(self.network, weights, "weights to start from do")
         self._optimizer = torch.optim.AdamW(

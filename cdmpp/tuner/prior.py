@@ -114,6 +114,9 @@ class PredictorPrior:
         packed = PackedPrograms.pack(asts, predictor.encoder)
         row = predictor.encoder.encode_devices(predictor.device_vector(self._device)[None, :])
         device = torch.from_numpy(row)
+        pair = torch.from_numpy(
+            predictor.encode_pairs(asts, [self._device], np.zeros(len(asts), dtype=np.int64))
+        )
         labels = np.empty(len(asts))
         z = np.empty((len(asts), predictor.network.config.embedding_dim))
         predictor.network.eval()
@@ -121,7 +124,8 @@ class PredictorPrior:
             for rows in inference_batches(packed.lengths, 1024):
                 here = device.expand(len(rows), -1)
                 embedding = predictor.network.embed(packed.batch(rows), here)
-                labels[rows] = predictor.network.decode(embedding, here).double().numpy()
+                context = torch.cat([here, pair[torch.from_numpy(rows)]], dim=1)
+                labels[rows] = predictor.network.decode(embedding, context).double().numpy()
                 z[rows] = embedding.double().numpy()
         transform = predictor.transform
         reference = reference_s(transform.relative_to, asts, self._device) if transform.relative else None

@@ -173,14 +173,16 @@ def test_before_training_the_new_device_is_predicted_as_without_its_features(sma
     """Weights that new device features meet were never trained: they do not add noise to start with."""
     from cdmpp.predictor.finetuning import _starting_weights
 
-    encoder, fresh = extend_encoder(base.encoder, list(base.devices.values()), small.device_vectors()["fast"])
-    network = type(base.network)(base.network.config, encoder.leaf_dim, encoder.device_dim).eval()
+    vector = small.device_vectors()["fast"]
+    encoder, fresh = extend_encoder(base.encoder, list(base.devices.values()), vector)
+    dims = encoder.leaf_dim, encoder.device_dim, encoder.pair_dim
+    network = type(base.network)(base.network.config, *dims).eval()
     network.load_state_dict(_starting_weights(base, fresh))
     asts = list(small.asts.values())[:5]
-    extended = replace(base, network=network, encoder=encoder)
-    assert np.allclose(
-        extended.predict_features(asts, small.devices["fast"]), base.predict_features(asts, "slow")
-    )
+    # the pairs of program and device are those of the slow device for both: they have weights
+    devices, specs = {**base.devices, "fast": vector}, {**base.specs, "fast": base.specs["slow"]}
+    extended = replace(base, network=network, encoder=encoder, devices=devices, specs=specs)
+    assert np.allclose(extended.predict_features(asts, "fast"), base.predict_features(asts, "slow"))
 
 
 def test_devices_that_look_like_the_new_one_are_not_replayed(small, base, config, tmp_path, caplog):
