@@ -1,0 +1,104 @@
+"""A part of a dataset's records, spread evenly over kinds of tasks and devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdmpp.dataset.split_makers import ordered
+from cdmpp.dataset.view import DatasetView
+from cdmpp.errors import DatasetError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from cdmpp.program.types import Program, Space, Task
+
+
+class SampledView(DatasetView):
+    """Some records of another view; tasks, spaces and programs are all there.
+
+    Parameters
+    ----------
+    view
+        The whole.
+    rows
+        Row numbers of ``view.records``, (n,).
+    """
+
+    def __init__(self, view: DatasetView, rows: NDArray[np.int64]) -> None:
+        self._view, self._rows = view, rows
+
+    @property
+    def tasks(self) -> Mapping[str, Task]:
+        return self._view.tasks
+
+    @property
+    def spaces(self) -> Mapping[str, Space]:
+        return self._view.spaces
+
+    @property
+    def programs(self) -> Mapping[str, Program]:
+        return self._view.programs
+
+    @cached_property
+    def _records(self) -> pd.DataFrame:
+        return self._view.records.iloc[self._rows].reset_index(drop=True)
+
+    @property
+    def records(self) -> pd.DataFrame:
+        return self._records
+
+    @property
+    def network_families(self) -> Mapping[str, str]:
+        return self._view.network_families
+
+    @property
+    def parts(self) -> Sequence[Any]:
+        return self._view.parts
+
+
+def sample_evenly(view: DatasetView, number: int, seed: int = 0) -> SampledView:
+    """About as many ok records of every kind of task on every device, `number` in all.
+
+    The kind is the task's name. Which programs are taken hangs on their hashes and the seed alone, so that devices
+    share them as far as the same ones were measured there.
+
+    Raises
+    ------
+    DatasetError
+        `number` is below 1, or no record is ok.
+    """
+    if number < 1:
+        raise DatasetError(f"the number of records to take is {number}, expected at least 1")
+    records = view.records
+    ok = np.flatnonzero((records["status"] == "ok").to_numpy())
+    if not len(ok):
+        raise DatasetError("there is no ok record to take")
+    table = records.iloc[ok]
+    kinds = {task: view.tasks[task].name for task in table["task"].unique()}
+    programs = table["program"].to_numpy(str)
+    rank = {program: i for i, program in enumerate(ordered(set(programs), seed, "sample"))}
+    ranks = np.array([rank[program] for program in programs], dtype=np.int64)
+    groups = table.groupby([table["task"].map(kinds), table["device"]], observed=True).indices
+    keys = sorted(groups)
+    shares = even_shares([len(groups[key]) for key in keys], number)
+    chosen = [
+        groups[key][np.argsort(ranks[groups[key]], kind="stable")[:share]]
+        for key, share in zip(keys, shares, strict=True)
+    ]
+    return SampledView(view, np.sort(ok[np.concatenate(chosen)]))
+
+
+def even_shares(counts: Sequence[int], total: int) -> list[int]:
+    """Parts of `total`, none above its count, and as equal as that allows; all counts where they are fewer."""
+    shares = [0] * len(counts)
+    left = total
+    for place, index in enumerate(sorted(range(len(counts)), key=lambda i: counts[i])):
+        shares[index] = min(counts[index], left // (len(counts) - place))
+        left -= shares[index]
+    return shares

@@ -1,0 +1,115 @@
+"""What finding a fast program costs: measurements until one is nearly the best, in a given order or by chance.
+
+A candidate that fails costs its measurement too; its latency is infinite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdmpp.errors import PredictorError
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+#: Within this of the best counts as found.
+WITHIN = 0.05
+
+#: Device features that differ by less than this between all devices do not tell them apart.
+_CONSTANT_STD = 1e-6
+
+
+def nearly_best(latency_s: FloatArray, within: float = WITHIN) -> NDArray[np.bool_]:
+    """Which candidates are at most `within` slower than the best, (n,); latencies are (n,), infinite for a failure.
+
+    Raises
+    ------
+    PredictorError
+        No candidate has a latency.
+    """
+    if not np.isfinite(latency_s).any():
+        raise PredictorError("no candidate has a latency: there is nothing to search for")
+    return np.asarray(latency_s <= (1 + within) * np.min(latency_s), dtype=bool)
+
+
+def measurements_in_order(latency_s: FloatArray, order: IntArray, within: float = WITHIN) -> int:
+    """Measurements until one is nearly the best, taking the candidates (n,) in an order (n,) of all of them."""
+    return int(np.argmax(nearly_best(latency_s, within)[order])) + 1
+
+
+def measurements_by_chance(latency_s: FloatArray, within: float = WITHIN) -> tuple[float, int]:
+    """Expected and median number of measurements of candidates drawn blindly, none twice.
+
+    With `good` of `n` candidates nearly the best, the first of them is expected at ``(n + 1) / (good + 1)``; the
+    median is the least number of draws that hit one with a probability of one half (hypergeometric).
+    """
+    good, n = int(nearly_best(latency_s, within).sum()), len(latency_s)
+    miss, draws = 1.0, 0
+    while miss > 0.5:
+        miss *= (n - good - draws) / (n - draws)
+        draws += 1
+    return (n + 1) / (good + 1), draws
+
+
+def order_of_others(others_s: Sequence[FloatArray], seed: int = 0) -> IntArray:
+    """Candidates in the order in which other devices measured them, the fastest first, (n,).
+
+    Parameters
+    ----------
+    others_s
+        For each other device the latencies of the same candidates, (n,) each: infinite for a failure, NaN where it was not
+        measured there. Of several devices, the mean over those that measured a candidate of its slowdown against the
+        device's best counts, after a logarithm; failures anywhere come after all that never failed.
+    seed
+        Of the order of candidates that nobody measured, and of those that failed; they come last.
+    """
+    logs = []
+    for latency_s in others_s:
+        works = np.isfinite(latency_s)
+        best = np.min(latency_s[works]) if works.any() else 1.0
+        logs.append(np.log(latency_s / best))
+    table = np.stack(logs)
+    known = ~np.isnan(table)
+    total = np.where(known, table, 0.0).sum(0)
+    mean = np.where(known.any(0), total / np.maximum(known.sum(0), 1), math.inf)
+    chance = np.random.default_rng(seed).permutation(len(mean))
+    return np.lexsort((chance, mean))
+
+
+def nearest_device(name: str, vectors: Mapping[str, FloatArray]) -> str:
+    """The device whose features are nearest to a device's, among the others.
+
+    Parameters
+    ----------
+    vectors
+        Device name -> raw features (:func:`cdmpp.device.device_features`); logarithms are compared, standardised over
+        the devices. A feature that one of two devices lacks tells nothing of them.
+
+    Raises
+    ------
+    PredictorError
+        There is no other device, or this one is not among them.
+    """
+    from cdmpp.predictor.encoding import signed_log1p
+
+    others = sorted(set(vectors) - {name})
+    if not others or name not in vectors:
+        raise PredictorError(f"there is no device to compare {name} with")
+    logs = {device: signed_log1p(vector) for device, vector in vectors.items()}
+    table = np.stack(list(logs.values()))
+    known = ~np.isnan(table)
+    count = np.maximum(known.sum(0), 1)
+    mean = np.where(known, table, 0.0).sum(0) / count
+    std = np.sqrt(np.where(known, (table - mean) ** 2, 0.0).sum(0) / count)
+    varies = std > _CONSTANT_STD
+
+    def distance(other: str) -> float:
+        gap = (logs[other] - logs[name])[varies] / std[varies]
+        both = np.isfinite(gap)
+        return float(np.sqrt(np.mean(gap[both] ** 2))) if both.any() else math.inf
+
+    return min(others, key=lambda other: (distance(other), other))

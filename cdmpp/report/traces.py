@@ -1,0 +1,207 @@
+"""Predictions of traced networks beside what was measured and what others predicted: by node, by family, end to end.
+
+A row is a node, or a whole network, on one device: ``{"measured_s": seconds, "predicted_s": {source: seconds}, ...}``.
+:data:`OURS` is this library's source; the others are those of the graph (``neusight``, ``habitat``, ...). All sources are
+compared on the rows for which each of them has a prediction (``n_common``). That leaves out what one of them cannot predict,
+which tend to be the hard ones, so each is compared with ours on the rows that it has, too. APE is
+``|predicted / measured - 1|``, a fraction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cdmpp.errors import LabelError, PredictorError
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from cdmpp.endtoend.graph import NetworkGraph
+    from cdmpp.endtoend.report import LatencyReport
+
+Row = dict[str, Any]
+
+#: This library's predictions.
+OURS = "cdmpp"
+#: The measured times of a network's nodes added up: what a perfect predictor of nodes would say of the network.
+IN_TRACE = "in_trace"
+
+#: See :func:`consistent`.
+CONSISTENT = 0.15
+
+#: Families of nodes that NeuSight predicts; ``other`` nodes it takes for moved memory, or for nothing.
+FAMILIES: tuple[str, ...] = ("BMM", "Linear", "EW", "LN", "Softmax")
+
+#: Name of a library task -> family of operators; what is not named is element-wise.
+_TASK_FAMILIES: dict[str, str] = {
+    "bmm": "bmm", "linear": "linear", "conv2d": "conv", "softmax": "softmax", "layer_norm": "layer_norm",
+}  # fmt: skip
+#: Faster operators are launch overhead mostly.
+_LAUNCH_S = 5e-5
+
+
+def node_rows(graph: NetworkGraph, report: LatencyReport) -> list[Row]:
+    """Nodes of a graph that were measured on the report's device and run kernels that we know, one run of each."""
+    rows = []
+    for node, layer in zip(graph.nodes, report.layers, strict=True):
+        measured_s = node.measured_s.get(report.device, 0.0)
+        if not node.tasks or not measured_s > 0:
+            continue
+        rows.append(
+            {
+                "network": graph.name,
+                "node": node.name,
+                "phase": node.phase,
+                "family": node.family or "other",
+                "repeat": node.repeat,
+                "measured_s": measured_s,
+                "predicted_s": {
+                    **_of_device(node.predicted_s, report.device),
+                    OURS: layer.latency_s / node.repeat,
+                },
+            }
+        )
+    return rows
+
+
+def network_row(graph: NetworkGraph, report: LatencyReport) -> Row | None:
+    """A whole network on the report's device; None where it was not measured as a whole."""
+    measured_s = graph.measured_s.get(report.device)
+    if not measured_s:
+        return None
+    in_trace_s = sum(node.repeat * node.measured_s.get(report.device, 0.0) for node in graph.nodes)
+    predicted = {**_of_device(graph.predicted_s, report.device), OURS: report.latency_s}
+    if in_trace_s > 0:
+        predicted[IN_TRACE] = in_trace_s
+    return {
+        "network": graph.name,
+        "mode": str(graph.meta.get("mode", "")),
+        "launches": report.launches,
+        "low_s": report.low_s,
+        "high_s": report.high_s,
+        "measured_s": measured_s,
+        "predicted_s": predicted,
+    }
+
+
+def _of_device(predicted_s: Mapping[str, Mapping[str, float]], device: str) -> dict[str, float]:
+    """Source -> seconds on a device; a prediction of nothing is none."""
+    return {source: values[device] for source, values in predicted_s.items() if values.get(device, 0.0) > 0}
+
+
+def compare_sources(rows: Sequence[Row]) -> dict[str, Any]:
+    """Errors of every source that has a prediction for one of the rows.
+
+    Returns
+    -------
+    ``{"n": rows, "n_common": rows that all sources have, "sources": {source: {"ape_mean", "ape_median", "bias",
+    "n_own", "ape_mean_own", "ours_ape_mean_own"}}}``: means and medians over the common rows (None without any; ``bias``
+    is the mean of ``predicted / measured - 1``); ``ape_mean_own`` is over the ``n_own`` rows that the source and this
+    library have, and ``ours_ape_mean_own`` this library's on the same (None without any).
+    """
+    sources = list(dict.fromkeys(source for row in rows for source in row["predicted_s"]))
+    common = [row for row in rows if all(source in row["predicted_s"] for source in sources)]
+    found = {}
+    for source in sources:
+        both = [row for row in rows if {source, OURS} <= row["predicted_s"].keys()]
+        own, ours, shared = _errors(both, source), _errors(both, OURS), _errors(common, source)
+        found[source] = {
+            "ape_mean": _mean(np.abs(shared)),
+            "ape_median": float(np.median(np.abs(shared))) if len(shared) else None,
+            "bias": _mean(shared),
+            "n_own": len(own),
+            "ape_mean_own": _mean(np.abs(own)),
+            "ours_ape_mean_own": _mean(np.abs(ours)),
+        }
+    return {"n": len(rows), "n_common": len(common), "sources": found}
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.mean()) if len(values) else None
+
+
+def _errors(rows: Iterable[Row], source: str) -> np.ndarray:
+    return np.array([row["predicted_s"][source] / row["measured_s"] - 1 for row in rows], dtype=np.float64)
+
+
+def compare_nodes(rows: Sequence[Row]) -> dict[str, Any]:
+    """Phase -> :func:`compare_sources` of the nodes of :data:`FAMILIES` together, and of each family (``families``)."""
+    found = {}
+    for phase in dict.fromkeys(row["phase"] for row in rows):
+        own = [row for row in rows if row["phase"] == phase]
+        families = {
+            family: compare_sources([row for row in own if row["family"] == family])
+            for family in (*FAMILIES, "other")
+            if any(row["family"] == family for row in own)
+        }
+        together = compare_sources([row for row in own if row["family"] in FAMILIES])
+        found[phase] = {**together, "families": families}
+    return found
+
+
+def consistent(nodes: Sequence[Row], networks: Sequence[Row]) -> list[Row]:
+    """The nodes of those networks whose nodes' measured times add up to the whole's to within :data:`CONSISTENT`.
+
+    Where they do not, one of the two was disturbed (NeuSight's traces of BERT and GPT-2 on the A100 add up to half as much
+    again as the networks took), and errors of nodes say little.
+    """
+    sound = {
+        row["network"]
+        for row in networks
+        if abs(row["predicted_s"].get(IN_TRACE, 0.0) / row["measured_s"] - 1) <= CONSISTENT
+    }
+    return [row for row in nodes if row["network"] in sound]
+
+
+def compare_networks(rows: Sequence[Row]) -> dict[str, Any]:
+    """:func:`compare_sources` of all networks, of those of each mode (``modes``), and the rows themselves."""
+    modes = {
+        mode: compare_sources([row for row in rows if row["mode"] == mode])
+        for mode in dict.fromkeys(row["mode"] for row in rows)
+    }
+    return {**compare_sources(rows), "modes": modes, "rows": list(rows)}
+
+
+def operator_errors(names: Sequence[str], label_s: ArrayLike, predicted_s: ArrayLike) -> dict[str, Any]:
+    """MAPE of library operators measured alone, by family.
+
+    Parameters
+    ----------
+    names
+        Of the tasks, n.
+    label_s, predicted_s
+        Seconds, (n,).
+
+    Returns
+    -------
+    ``n``, ``mape`` and ``median_ape`` of all, of those of 50 us and longer (``above_50us``; shorter ones are launch
+    overhead mostly), and of each family (``families``); None where there are none.
+
+    Raises
+    ------
+    LabelError, PredictorError
+        A label or a prediction is not finite and above 0.
+    """
+    labels, predictions = np.asarray(label_s, np.float64), np.asarray(predicted_s, np.float64)
+    if not (np.isfinite(labels) & (labels > 0)).all():
+        raise LabelError("every label must be finite and above 0 s")
+    if not (np.isfinite(predictions) & (predictions > 0)).all():
+        raise PredictorError("every prediction must be finite and above 0 s")
+    error = np.abs(predictions / labels - 1)
+    families = np.array([_TASK_FAMILIES.get(name, "elementwise") for name in names])
+    return {
+        **_mape(error),
+        "above_50us": _mape(error[labels >= _LAUNCH_S]),
+        "families": {str(family): _mape(error[families == family]) for family in np.unique(families)},
+    }
+
+
+def _mape(error: np.ndarray) -> dict[str, Any]:
+    return {
+        "n": len(error),
+        "mape": _mean(error),
+        "median_ape": float(np.median(error)) if len(error) else None,
+    }

@@ -1,0 +1,75 @@
+"""A part of the records, spread over kinds of tasks and devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cdmpp.dataset import Dataset
+from cdmpp.dataset.sampled import even_shares, sample_evenly
+from cdmpp.errors import DatasetError
+from tests.dataset.dataset_samples import DEVICE, OTHER_DEVICE, add_all, failure, record
+
+
+@given(counts=st.lists(st.integers(0, 50), min_size=1, max_size=8), total=st.integers(1, 200))
+def test_even_shares_fit_and_are_as_equal_as_can_be(counts: list[int], total: int) -> None:
+    shares = even_shares(counts, total)
+    assert sum(shares) == min(total, sum(counts))
+    assert all(share <= count for share, count in zip(shares, counts, strict=True))
+    cut = [share for share, count in zip(shares, counts, strict=True) if share < count]
+    assert not cut or max(shares) <= min(cut) + 1
+
+
+def test_even_shares_known() -> None:
+    assert even_shares([2, 100, 100], 20) == [2, 9, 9]
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Dataset:
+    """Task 1 with 20 programs and task 2 with 4 on one device, 10 of the first on another; one failure."""
+    with Dataset.create(tmp_path / "data") as made:
+        for number in range(20):
+            add_all(made, number, 1)
+            made.add_record(record(number, 1))
+            if number < 10:
+                made.add_record(record(number, 1, OTHER_DEVICE))
+        for number in range(4):
+            add_all(made, number, 2)
+            made.add_record(record(number, 2))
+        made.add_record(failure(0, 2, device=OTHER_DEVICE))
+    return Dataset.open(tmp_path / "data")
+
+
+def test_records_are_spread_and_devices_share_programs(dataset: Dataset) -> None:
+    sampled = sample_evenly(dataset, 14)
+    groups = sampled.records.groupby(["task", "device"], observed=True)["program"].apply(set)
+    assert {key: len(programs) for key, programs in groups.items()} == {
+        (f"{1:016x}", DEVICE): 5,
+        (f"{1:016x}", OTHER_DEVICE): 5,
+        (f"{2:016x}", DEVICE): 4,
+    }
+    assert (sampled.records["status"] == "ok").all()
+    # the order of programs is one for all devices: what the second device has of it is not further down its own
+    own, other = groups[f"{1:016x}", DEVICE], groups[f"{1:016x}", OTHER_DEVICE]
+    on_other = set(dataset.records.query("device == @OTHER_DEVICE")["program"])
+    assert own & on_other <= other
+    assert sampled.tasks is dataset.tasks and sampled.parts[0].path == dataset.path
+
+
+def test_the_seed_chooses_and_the_rest_is_reproducible(dataset: Dataset) -> None:
+    first, again, another = (set(sample_evenly(dataset, 9, seed).records["program"]) for seed in (0, 0, 1))
+    assert first == again != another
+    assert len(sample_evenly(dataset, 10**6).records) == 34
+
+
+def test_nothing_to_take_is_refused(dataset: Dataset, tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="expected at least 1"):
+        sample_evenly(dataset, 0)
+    with Dataset.create(tmp_path / "failed") as made:
+        add_all(made, 0)
+        made.add_record(failure(0))
+    with pytest.raises(DatasetError, match="no ok record"):
+        sample_evenly(Dataset.open(tmp_path / "failed"), 5)
