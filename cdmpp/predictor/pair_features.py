@@ -1,9 +1,9 @@
 """What can be said of a program and a device together, as numbers for the network: how the one fills the other.
 
-Leaf vectors know nothing of the device and device vectors nothing of the program; a network that is to carry over to a device it
-has not seen should not have to learn from a handful of devices how a product of matrices is cut into tiles for so many
-cores (NeuSight, Lee et al., ASPLOS'25, section 4, predicts utilisation from such numbers). Everything here comes from the
-compact AST and the device's specification.
+Leaf vectors know nothing of the device and device vectors nothing of the program. A network that is to carry over to a
+device it has not seen should not have to learn from a handful of devices how a product of matrices is cut into tiles for
+their cores (NeuSight, Lee et al., ASPLOS'25, section 4, predicts utilisation from such numbers). Everything here comes from
+the compact AST and the device's specification.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _DOCS: dict[str, str] = {
     "rows_per_core": "outputs of the main leaf but for its innermost loop over the cores used, in thousandths",
     **{f"waves_{t}": f"output tiles of {t} x {t} over the cores used, in thousandths" for t in TILES},
     **{
-        f"idle_{t}": f"the same rounded up over itself, in thousandths: cores idle in the last wave"
+        f"idle_{t}": "the same rounded up over itself, in thousandths: cores idle in the last wave"
         for t in TILES
     },
-    **{f"padding_{t}": f"points of these tiles over outputs, in thousandths" for t in TILES},
+    **{f"padding_{t}": "points of these tiles over outputs, in thousandths" for t in TILES},
     "blocks_per_core": "GPU blocks over the cores used, in thousandths; 0 where nothing is bound to blocks",
     "resident_blocks": "GPU blocks that a core holds at a time, by its threads and shared memory; 0 as above",
     "block_waves": "GPU blocks over all blocks that run at a time, in thousandths; 0 as above",
@@ -109,7 +109,7 @@ def features_of(view: ProgramView, asts: Sequence[CompactAST], device: Device) -
         "depth": view.depth,
     }
     for tile in TILES:
-        tiles = np.ceil(view.columns / tile) * np.ceil(view.rows / tile) * view.batch
+        tiles = view.tiles(tile)
         columns[f"waves_{tile}"] = _PER_MILLE * tiles / cores
         columns[f"idle_{tile}"] = _PER_MILLE * np.ceil(tiles / cores) / (tiles / cores)
         columns[f"padding_{tile}"] = _PER_MILLE * tiles * tile**2 / view.outputs

@@ -45,6 +45,9 @@ class ProgramView:
         Whether a loop is bound to GPU blocks or threads. A program on a GPU that is not is run by a library.
     contraction
         Whether the main leaf is a sum of products: what matrix units do.
+    windowed
+        Whether it reduces over several loops, as a convolution does: libraries then run a product of matrices over all
+        output points at once.
     """
 
     flops: FloatArray
@@ -59,11 +62,17 @@ class ProgramView:
     shared_bytes: FloatArray
     scheduled_for_gpu: NDArray[np.bool_]
     contraction: NDArray[np.bool_]
+    windowed: NDArray[np.bool_]
 
     @property
     def outputs(self) -> FloatArray:
         """Outputs of the main leaf."""
         return self.columns * self.rows * self.batch
+
+    def tiles(self, edge: int) -> FloatArray:
+        """Square tiles of so many points an edge that cover the outputs."""
+        by_loops = np.ceil(self.columns / edge) * np.ceil(self.rows / edge) * self.batch
+        return np.where(self.windowed, np.ceil(self.outputs / edge**2), by_loops)
 
     @classmethod
     def of(cls, asts: Sequence[CompactAST]) -> ProgramView:
@@ -104,6 +113,7 @@ class ProgramView:
             shared_bytes=first[:, _COLUMN["program_shared"]],
             scheduled_for_gpu=(blocks > 1) | (threads > 1),
             contraction=(products > 0) & (depth > 1),
+            windowed=((main[:, _REDUCTION] > 0) & (extent > 1)).sum(1) > 1,
         )
 
     def take(self, numbers: NDArray[np.int64]) -> ProgramView:

@@ -41,7 +41,8 @@ _L2_BYTES, _L3_BYTES = 32.0, 8.0
 _DEFAULT_CLOCK_MHZ, _DEFAULT_BANDWIDTH_GB_S, _DEFAULT_PEAK_GFLOPS = 2000.0, 20.0, 50.0
 #: Microseconds of a GPU launch where the specification does not say.
 _GPU_LAUNCH_US = 4.0
-#: Watts for each GFLOP/s and nanometre of the process that sustain the float32 peak: Tesla K40, 235 W for 5,040 GFLOP/s in 28 nm.
+#: Watts for each GFLOP/s and nanometre of the process that sustain the float32 peak: those of a Tesla K40 (235 W, 5,040
+#: GFLOP/s, 28 nm).
 _SUSTAINED_W = 235 / 5040 / 28
 #: Edge of a square output tile -> part of a core's peak that a product of matrices by such tiles reaches.
 _TILE_EFFICIENCY = {32: 0.4, 64: 0.7, 128: 0.9, 256: 0.95}
@@ -116,8 +117,7 @@ def _library_s(view: ProgramView, special: FloatArray, device: Device) -> FloatA
     peak = peak_flops(view, device) * min(1.0, 1.0 if headroom is None else headroom)
     tiled = np.full(len(view.flops), np.inf)
     for tile, efficiency in _TILE_EFFICIENCY.items():
-        tiles = np.ceil(view.columns / tile) * np.ceil(view.rows / tile) * view.batch
-        work = np.ceil(tiles / cores) * cores * tile**2 * 2 * view.depth
+        work = np.ceil(view.tiles(tile) / cores) * cores * tile**2 * 2 * view.depth
         tiled = np.minimum(tiled, work / efficiency)
     plain = view.flops + _SPECIAL_CYCLES * special
     return np.maximum(np.where(view.contraction, tiled, plain) / peak, view.io_bytes / bandwidth)
