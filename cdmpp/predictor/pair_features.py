@@ -33,6 +33,8 @@ _NS = 1e9
 _MOST_ALIGNED = 256
 
 _DOCS: dict[str, str] = {
+    "on_gpu": "1 on a GPU",
+    "by_library": "1 if a library runs it there, as it is not scheduled",
     "estimate_ns": "analytical estimate",
     "roofline_ns": "lower bound",
     "compute_ns": "floating-point operations over the peak",
@@ -87,7 +89,10 @@ def features_of(view: ProgramView, asts: Sequence[CompactAST], device: Device) -
     memory = view.io_bytes / bandwidth if bandwidth else nan  # GB/s is bytes a nanosecond
     last = 1024 * max(device.l3_kb or 0.0, device.l2_kb or 0.0)
     near = 1024 * (device.l2_kb or 0.0) * (cores if device.kind == "cpu" else 1.0)
+    gpu = np.full(n, float(device.kind == "gpu"))
     columns: dict[str, FloatArray] = {
+        "on_gpu": gpu,
+        "by_library": gpu * ~view.scheduled_for_gpu,
         "estimate_ns": _NS * estimate_s(asts, device),
         "roofline_ns": _NS * roofline_s(asts, device),
         "compute_ns": compute,

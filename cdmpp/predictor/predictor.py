@@ -175,12 +175,20 @@ class Predictor:
         from cdmpp.predictor.network import predict_labels
 
         device_index = np.asarray(device_index)
-        rows = np.stack([self.device_vector(device) for device in devices])
         packed = PackedPrograms.pack(asts, self.encoder)
-        encoded = torch.from_numpy(self.encoder.encode_devices(rows))
+        encoded = torch.from_numpy(self.encode_devices(devices))
         pair = torch.from_numpy(self.encode_pairs(asts, devices, device_index))
         labels = predict_labels(self.network, packed, np.arange(len(asts)), encoded, device_index, pair)
         return self.transform.inverse(labels, self._references_s(asts, devices, device_index))
+
+    def encode_devices(self, devices: Sequence[str | Device]) -> NDArray[np.float32]:
+        """Devices as the network takes them, float32 (m, device_dim); zeros for those that it was not trained on where
+        it learned to do without (``model.device_dropout``)."""
+        rows = self.encoder.encode_devices(np.stack([self.device_vector(device) for device in devices]))
+        if self.network.config.device_dropout:
+            seen = [self.device_name(device) in self.devices for device in devices]
+            rows *= np.asarray(seen, dtype=np.float32)[:, None]
+        return rows
 
     def encode_pairs(
         self, asts: Sequence[CompactAST], devices: Sequence[str | Device], device_index: NDArray[np.int64]

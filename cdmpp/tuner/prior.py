@@ -112,8 +112,7 @@ class PredictorPrior:
 
         predictor = self._predictor
         packed = PackedPrograms.pack(asts, predictor.encoder)
-        row = predictor.encoder.encode_devices(predictor.device_vector(self._device)[None, :])
-        device = torch.from_numpy(row)
+        device = torch.from_numpy(predictor.encode_devices([self._device]))
         pair = torch.from_numpy(
             predictor.encode_pairs(asts, [self._device], np.zeros(len(asts), dtype=np.int64))
         )
