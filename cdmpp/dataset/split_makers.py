@@ -45,6 +45,7 @@ def by_network(
     valid: float | Collection[str] = 0.1,
     families: Mapping[str, str] | None = None,
     adapt: float = 0.0,
+    others: float = 0.0,
 ) -> Split:
     """Test on networks whose tasks appear nowhere in training.
 
@@ -69,6 +70,9 @@ def by_network(
         Network -> family.
     adapt
         Fraction of the held-out networks' programs that go to the unlabelled part in place of test.
+    others
+        Fraction of the tasks of no network, such as operators that were measured alone, to test on, and as many to
+        validate on; the rest of them is trained on.
 
     Raises
     ------
@@ -95,7 +99,15 @@ def by_network(
         valid_tasks = {task for task, names in rest.items() if names & set(chosen)}
     else:
         valid_tasks = _draw(rest, float(valid), seed, "valid") if isinstance(valid, float | int) else set()
-    spec = f"by_network:heldout={'+'.join(held)};valid={valid_text}{_adapt_text(adapt)};seed={seed}"
+    spec = f"by_network:heldout={'+'.join(held)};valid={valid_text}{_adapt_text(adapt)}"
+    if others:
+        _check_fractions(others, others)
+        alone = {task for task, names in members.items() if not names}
+        test_alone = _draw(alone, others, seed, "test")
+        valid_tasks = (valid_tasks - alone) | _draw(alone - test_alone, others / (1 - others), seed, "valid")
+        test_tasks |= test_alone
+        spec += f";others={others:g}"
+    spec += f";seed={seed}"
     split = _by_tasks("by_network", spec, seed, labels, test_tasks, valid_tasks, tuple(held), adapt)
     split.check_disjoint(labels, networks)
     return split

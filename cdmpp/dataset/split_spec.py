@@ -2,7 +2,8 @@
 
 ``by_network``
     ``heldout`` (names joined by ``+`` or ``,``, or a number), ``valid`` (fraction of the labels, or names),
-    ``adapt`` (fraction of the held-out networks' programs that may be looked at without their labels)
+    ``adapt`` (fraction of the held-out networks' programs that may be looked at without their labels), ``others``
+    (fraction of the tasks of no network that are tested, and as many validated)
 ``by_task``
     ``test``, ``valid`` (fractions of the tasks)
 ``by_device``
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _KEYS: dict[str, tuple[str, ...]] = {
-    "by_network": ("heldout", "valid", "adapt", "seed"),
+    "by_network": ("heldout", "valid", "adapt", "others", "seed"),
     "by_task": ("test", "valid", "seed"),
     "by_device": ("heldout", "tasks", "valid", "adapt", "seed"),
     "within_task": ("test", "valid", "seed"),
@@ -61,11 +62,13 @@ def parse_split(
     """
     kind, options = read_spec(spec)
     arguments: dict[str, Any] = {"seed": _whole("seed", options["seed"])} if "seed" in options else {}
-    for name in ("test", "valid", "adapt"):
+    for name in ("test", "valid", "adapt", "others"):
         if name in options and _is_number(options[name]):
             arguments[name] = float(options[name])
     if "adapt" in options and "adapt" not in arguments:
         raise SplitError(f"split {spec!r}: adapt must be a fraction, got {options['adapt']!r}")
+    if "others" in options and "others" not in arguments:
+        raise SplitError(f"split {spec!r}: others must be a fraction, got {options['others']!r}")
     if kind in ("by_task", "within_task"):
         for name in ("test", "valid"):
             if name in options and name not in arguments:

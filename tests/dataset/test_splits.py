@@ -248,6 +248,22 @@ def test_named_validation_networks() -> None:
     assert list(labels["task"].iloc[split.valid]) == ["t3", "t4", "t5"]
 
 
+def test_tasks_of_no_network_can_be_tested_and_validated_too() -> None:
+    networks: Networks = {f"t{i}": ("a",) if i < 3 else ("b",) if i < 6 else () for i in range(206)}
+    labels = table([(task, f"{task}p", "d1") for task in networks])
+    alone = {task for task, names in networks.items() if not names}
+    split = Split.parse("by_network:heldout=a;valid=0;others=0.2;seed=1", labels, networks)
+    parts = {name: set(labels["task"].iloc[getattr(split, name)]) for name in ("train", "valid", "test")}
+    assert {"t0", "t1", "t2"} <= parts["test"] and {"t3", "t4", "t5"} <= parts["train"]
+    for name in ("valid", "test"):
+        assert 20 <= len(parts[name] & alone) <= 60
+    assert Split.parse(split.spec, labels, networks).test.tolist() == split.test.tolist()
+    without = Split.parse("by_network:heldout=a;valid=0;seed=1", labels, networks)
+    assert set(labels["task"].iloc[without.test]) == {"t0", "t1", "t2"}
+    with pytest.raises(SplitError, match="others must be a fraction"):
+        Split.parse("by_network:others=many", labels, networks)
+
+
 def test_a_trained_split_serves_on_data_with_some_of_its_networks(caplog: pytest.LogCaptureFixture) -> None:
     labels = table([(f"t{i}", f"p{i}", "d") for i in range(6)])
     networks = {f"t{i}": ("ab"[i // 3],) for i in range(6)}
