@@ -37,10 +37,6 @@ class ModelConfig(_Section):
     device
         How the device enters: ``film`` scales and shifts every leaf, ``token`` adds one sequence element,
         ``none`` hides the device from the network.
-    device_dropout
-        Probability in training that the device is hidden, but for what ``pairs`` says of it. Where it is above 0, devices
-        that were not seen in training are hidden at prediction: with few training devices a network learns their
-        names, not what their features mean.
     pairs
         Whether the decoder sees what is computed of program and device together
         (:mod:`cdmpp.predictor.pair_features`).
@@ -63,7 +59,6 @@ class ModelConfig(_Section):
     pooling: Literal["sum", "mean", "attention", "flatten"] = "attention"
     flatten_leaves: int = Field(16, ge=1)
     device: Literal["film", "token", "none"] = "film"
-    device_dropout: float = Field(0.0, ge=0, le=1)
     pairs: bool = True
     embedding_dim: int = Field(128, ge=1)
     embedding_activation: Literal["tanh", "sigmoid", "none"] = "tanh"

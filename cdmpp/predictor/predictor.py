@@ -182,13 +182,8 @@ class Predictor:
         return self.transform.inverse(labels, self._references_s(asts, devices, device_index))
 
     def encode_devices(self, devices: Sequence[str | Device]) -> NDArray[np.float32]:
-        """Devices as the network takes them, float32 (m, device_dim); zeros for those that it was not trained on where
-        it learned to do without (``model.device_dropout``)."""
-        rows = self.encoder.encode_devices(np.stack([self.device_vector(device) for device in devices]))
-        if self.network.config.device_dropout:
-            seen = [self.device_name(device) in self.devices for device in devices]
-            rows *= np.asarray(seen, dtype=np.float32)[:, None]
-        return rows
+        """Devices as the network takes them, float32 (m, device_dim)."""
+        return self.encoder.encode_devices(np.stack([self.device_vector(device) for device in devices]))
 
     def encode_pairs(
         self, asts: Sequence[CompactAST], devices: Sequence[str | Device], device_index: NDArray[np.int64]

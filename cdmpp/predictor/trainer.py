@@ -313,7 +313,6 @@ class Trainer:
         where, terms = self._where, self._terms
         index = torch.from_numpy(rows)
         batch, device = self._train.batch(rows, where)
-        device = self._hide(device)
         reference = None if self._log_reference is None else self._log_reference[index].to(where)
         log_latency = self._log_latency[index].to(where)
         embedding = self.network.embed(batch, device)
@@ -342,14 +341,6 @@ class Trainer:
         self._state.step += 1
         self._update_average()
         return float(loss.detach()), float(cmd.detach())
-
-    def _hide(self, context: torch.Tensor) -> torch.Tensor:
-        """Hides the device of some records, see ``model.device_dropout``."""
-        probability, width = self.network.config.device_dropout, self._train.device_rows.shape[1]
-        if not probability:
-            return context
-        shown = torch.rand(len(context), 1, device=context.device) >= probability
-        return torch.cat([context[:, :width] * shown, context[:, width:]], dim=1)
 
     def _target_batch(self, size: int) -> tuple[PaddedBatch, torch.Tensor]:
         """Pairs to adapt to, drawn by seed and step alone, so that a resumed run draws the same."""
