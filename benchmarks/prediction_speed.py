@@ -36,7 +36,10 @@ if TYPE_CHECKING:
     from cdmpp.predictor import Predictor
     from cdmpp.program.ast import CompactAST
 
-NETWORKS = ("resnet18", "mobilenet_v3", "bert_tiny", "gpt2", "lstm", "unet", "shufflenet_v2", "mlp_mixer")
+NETWORKS = (
+    "resnet18", "mobilenet_v3", "bert_tiny", "gpt2", "lstm", "unet", "shufflenet_v2", "mlp_mixer", "densenet121",
+    "squeezenet",
+)  # fmt: skip
 BATCH_SIZES = (64, 512, 4096)
 DEVICE = "this-cpu@1"
 
