@@ -260,7 +260,9 @@ def _dataset(args: Namespace) -> Any:
 
 
 def _profile(args: Namespace) -> Any:
+    from cdmpp.cli_measure import run_profile_gpu
     from cdmpp.cli_render import ProfileBar
+    from cdmpp.device import get_device
     from cdmpp.errors import ProfilerError
     from cdmpp.profiler.profile import ProfileConfig, profile, read_task_file
     from cdmpp.program.zoo import zoo_networks
@@ -268,6 +270,8 @@ def _profile(args: Namespace) -> Any:
     if bool(args.networks) == bool(args.programs_of):
         raise ProfilerError("name networks to profile, or a dataset with --programs-of, not both")
     networks = [n for name in args.networks for n in (zoo_networks() if name == "zoo" else [name])]
+    if get_device(args.device).kind == "gpu":
+        return run_profile_gpu(args, networks, _console(), _console(err=True))
     workers = args.workers if args.workers == "auto" else _whole("--workers", args.workers)
     config = ProfileConfig(
         programs_per_task=args.programs_per_task,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from cdmpp.profiler.cuda_measure import MeasureProgress
+    from cdmpp.profiler.cuda_measure import MeasureConfig, MeasureProgress, MeasureReport
 
 #: Seconds between two lines of progress.
 _EVERY_S = 5.0
@@ -44,12 +44,61 @@ def add_measure_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run_measure(args: argparse.Namespace, console: Console, errors: Console) -> Any:
     """Measure, and say what was measured."""
+    from cdmpp.profiler.cuda_measure import measure
+
+    return _shown(
+        measure(
+            args.bundle,
+            out=args.out,
+            device=args.device,
+            config=_config(args),
+            resume=args.resume,
+            progress=_Lines(errors),
+            notify=errors.print,
+        ),
+        console,
+    )
+
+
+def run_profile_gpu(args: argparse.Namespace, networks: list[str], console: Console, errors: Console) -> Any:
+    """``cdmpp profile`` of a GPU of this machine: compile and measure."""
+    from cdmpp.errors import ProfilerError
+    from cdmpp.profiler.bundle_make import BundleConfig
+    from cdmpp.profiler.cuda_measure import MeasureConfig
+    from cdmpp.profiler.profile_gpu import profile_gpu
+
+    for option in ("tasks", "programs_of", "remeasure", "object_cache"):
+        if getattr(args, option):
+            raise ProfilerError(
+                f"--{option.replace('_', '-')} is for CPUs: for a GPU, cdmpp bundle and cdmpp measure have more options"
+            )
+    report = profile_gpu(
+        networks,
+        device=args.device,
+        out=args.out,
+        bundle_config=BundleConfig(
+            programs_per_task=args.programs_per_task,
+            builders=args.builders,
+            build_timeout_s=args.build_timeout,
+            seed=args.seed,
+        ),
+        measure_config=MeasureConfig(
+            run_timeout_s=args.run_timeout, limit=args.limit, max_seconds=args.max_seconds, seed=args.seed
+        ),
+        resume=args.resume,
+        progress=_Lines(errors),
+        notify=errors.print,
+    )
+    return _shown(report.measured, console)
+
+
+def _config(args: argparse.Namespace) -> MeasureConfig:
     from cdmpp.errors import CdmppError
-    from cdmpp.profiler.cuda_measure import MeasureConfig, measure
+    from cdmpp.profiler.cuda_measure import MeasureConfig
 
     if args.degree != "auto" and not args.degree.isdigit():
         raise CdmppError(f"--degree takes auto or a whole number, not {args.degree!r}")
-    config = MeasureConfig(
+    return MeasureConfig(
         degree="auto" if args.degree == "auto" else int(args.degree),
         cold=args.cache == "cold",
         from_source=args.from_source,
@@ -61,27 +110,26 @@ def run_measure(args: argparse.Namespace, console: Console, errors: Console) -> 
         max_seconds=args.max_seconds,
         seed=args.seed,
     )
-    said_s = 0.0
 
-    def show(progress: MeasureProgress) -> None:
-        nonlocal said_s
-        if progress.elapsed_s >= said_s + _EVERY_S:
-            said_s = progress.elapsed_s
+
+class _Lines:
+    """Prints a line of progress every few seconds."""
+
+    def __init__(self, errors: Console) -> None:
+        self._errors, self._said_s = errors, 0.0
+
+    def __call__(self, progress: MeasureProgress) -> None:
+        if progress.elapsed_s >= self._said_s + _EVERY_S:
+            self._said_s = progress.elapsed_s
             failures = ", ".join(f"{n} {kind}" for kind, n in sorted(progress.failures.items())) or "none"
             rate = progress.new / progress.elapsed_s
-            errors.print(
+            self._errors.print(
                 f"{progress.done} of {progress.total}: {progress.ok} ok, {rate:.1f}/s; failures: {failures}"
             )
 
-    report = measure(
-        args.bundle,
-        out=args.out,
-        device=args.device,
-        config=config,
-        resume=args.resume,
-        progress=show,
-        notify=errors.print,
-    )
+
+def _shown(report: MeasureReport, console: Console) -> Any:
+    """Say what was measured; the same as JSON values."""
     failures = ", ".join(f"{n} {kind}" for kind, n in sorted(report.failures.items())) or "none"
     console.print(
         f"{report.path}: {report.ok} labels on {report.device} in {report.elapsed_s:.0f} s "

@@ -286,7 +286,8 @@ def _threads(device: Device) -> int:
 
     if device.kind != "cpu":
         raise ProfilerError(
-            f"{device.name} is a {device.kind}: bundle the programs here and measure them there"
+            f"{device.name} is a {device.kind}: cdmpp.profiler.profile_gpu measures those of this machine, "
+            "cdmpp bundle and cdmpp measure those of another"
         )
     here = get_device("this-cpu")
     if device.base != here.base:
