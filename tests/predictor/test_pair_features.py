@@ -1,0 +1,131 @@
+"""What is computed of program and device together, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from predictor_synthetic import make_data
+from test_roofline import CPU, program
+
+from cdmpp.device import Device, get_device
+from cdmpp.predictor.pair_features import PAIR_FEATURES, pair_features, pair_rows
+from cdmpp.predictor.program_view import ProgramView
+from cdmpp.predictor.roofline import estimate_s, power_headroom, roofline_s
+
+GPU = Device(
+    name="g", base="g", kind="gpu", vendor="nvidia", model="g", share=1.0, cores=10, cores_used=10.0,
+    lanes_per_core=64, l2_kb=1000.0, shared_kb=64.0, max_threads_per_core=2048, bandwidth_gb_s=100.0,
+    peak_gflops={"float32": 1000.0}, tdp_w=100.0, process_nm=10.0,
+)  # fmt: skip
+
+
+def matmul(batch: int, rows: int, columns: int, depth: int, **more: float) -> dict[str, float]:
+    """The main leaf of a batched product of matrices, innermost loop first."""
+    flops = 2.0 * batch * rows * columns * depth
+    return {
+        "flops": flops, "program_flops": flops, "iterations": flops / 2, "op_fma": 1.0, "reduction": depth,
+        "loop1_extent": depth, "loop1_reduction": 1.0, "loop2_extent": columns, "loop3_extent": rows,
+        "loop4_extent": batch, "program_bytes": 4e6, "itemsize": 4.0, **more,
+    }  # fmt: skip
+
+
+def features(leaf: dict[str, float], device: Device = GPU) -> dict[str, float]:
+    (row,) = pair_features([program(leaf)], device)
+    return dict(zip(PAIR_FEATURES, row, strict=True))
+
+
+def test_tiles_and_waves_of_a_product_of_matrices() -> None:
+    found = features(matmul(2, 100, 300, 64))
+    # 128 x 128: 1 x 3 tiles of each of two products on ten cores; 256 x 256: 1 x 2 of each
+    assert found["waves_128"] == pytest.approx(600) and found["waves_256"] == pytest.approx(400)
+    assert found["idle_128"] == pytest.approx(1e4 / 6)
+    assert found["padding_128"] == pytest.approx(1000 * 6 * 128**2 / (2 * 100 * 300), rel=1e-6)
+    assert found["filled_lanes"] == pytest.approx(1000 * 60_000 / 640)
+    assert (found["columns"], found["rows"], found["batch"], found["depth"]) == (300, 100, 2, 64)
+    assert (found["columns_aligned"], found["rows_aligned"], found["depth_aligned"]) == (4, 4, 64)
+    assert (found["on_gpu"], found["by_library"], found["blocks_per_core"]) == (1, 1, 0)
+
+
+def test_times_and_caches() -> None:
+    found = features(matmul(1, 100, 100, 500, program_allocated=1e6))
+    assert found["compute_ns"] == pytest.approx(1e4)  # 1e7 operations at 1000 GFLOP/s
+    assert found["memory_ns"] == pytest.approx(3e4)  # 3 MB, without what is allocated, at 100 GB/s
+    assert found["intensity"] == pytest.approx(1000 / 3)
+    assert found["last_cache"] == pytest.approx(1000 * 3e6 / (1000 * 1024))
+    assert np.isnan(found["launch_ns"])
+
+
+def test_a_power_limit_slows_arithmetic_where_it_binds() -> None:
+    # Tesla K40: 235 W for 5,040 GFLOP/s in 28 nm is the measure.
+    assert power_headroom(replace(GPU, tdp_w=235.0, process_nm=28.0, peak_gflops={"float32": 5040.0})) == (
+        pytest.approx(1.0)
+    )
+    assert power_headroom(replace(GPU, tdp_w=None)) is None
+    headroom = power_headroom(GPU)
+    assert headroom is not None and headroom > 1
+    tight = replace(GPU, tdp_w=100.0 / headroom / 2)
+    leaf = matmul(1, 1280, 1280, 500)
+    assert features(leaf, tight)["power_ns"] == pytest.approx(2 * features(leaf)["power_ns"])
+    assert features(leaf, tight)["compute_ns"] == features(leaf)["compute_ns"]
+    assert estimate_s([program(leaf)], tight)[0] == pytest.approx(
+        2 * estimate_s([program(leaf)], GPU)[0], rel=0.02
+    )
+    assert roofline_s([program(leaf)], tight) == roofline_s([program(leaf)], GPU)
+
+
+def test_matrix_units_serve_libraries_alone() -> None:
+    device = replace(GPU, peak_gflops={"float32": 1000.0, "float32_matrix": 4000.0})
+    leaf = matmul(1, 1000, 1000, 1000)
+    assert features(leaf, device)["compute_ns"] == pytest.approx(features(leaf)["compute_ns"] / 4)
+    scheduled = {**leaf, "block_idx": 100.0, "thread_idx": 256.0}
+    assert features(scheduled, device)["compute_ns"] == pytest.approx(features(leaf)["compute_ns"])
+    added = {**leaf, "reduction": 1.0, "loop1_reduction": 0.0}
+    assert features(added, device)["compute_ns"] == pytest.approx(features(leaf)["compute_ns"])
+
+
+def test_blocks_of_a_scheduled_program() -> None:
+    leaf = matmul(1, 100, 100, 100, block_idx=95.0, thread_idx=512.0, program_shared=30.0 * 1024)
+    found = features(leaf)
+    # 2,048 threads hold four blocks, 64 KB two
+    assert found["resident_blocks"] == 2 and found["blocks_per_core"] == pytest.approx(9500)
+    assert found["block_waves"] == pytest.approx(4750) and found["block_idle"] == pytest.approx(
+        1000 * 5 / 4.75
+    )
+    assert found["by_library"] == 0
+
+
+def test_balance_of_parallel_loops_on_a_cpu() -> None:
+    four = replace(CPU, cores_used=4.0)
+    leaf = matmul(1, 64, 64, 64)
+    assert features({**leaf, "parallel": 5.0}, four)["balance"] == pytest.approx(1000 * 5 / 8)
+    assert features({**leaf, "parallel": 8.0}, four)["balance"] == pytest.approx(1000)
+
+
+def test_a_convolution_is_tiled_over_all_its_outputs() -> None:
+    leaf = {
+        **matmul(1, 7, 7, 9), "loop1_extent": 3.0, "loop2_extent": 3.0, "loop2_reduction": 1.0,
+        "loop3_extent": 7.0, "loop4_extent": 7.0, "loop5_extent": 512.0,
+    }  # fmt: skip
+    view = ProgramView.of([program(leaf)])
+    assert view.windowed.all() and view.outputs == 7 * 7 * 512
+    assert view.tiles(128) == np.ceil(7 * 7 * 512 / 128**2)
+
+
+@pytest.mark.parametrize("device", ["h200", "mi100", "h200@0.25", "xeon-cascadelake-2.5ghz@1"])
+def test_rows_of_many_are_those_of_each(device: str) -> None:
+    asts = list(make_data(2, 3).asts.values())
+    known = get_device(device)
+    together = pair_features(asts, known)
+    assert together.shape == (len(asts), len(PAIR_FEATURES))
+    assert (together[~np.isnan(together)] >= 0).all() and not np.isinf(together).any()
+    each = np.concatenate([pair_features([ast], known) for ast in asts])
+    np.testing.assert_array_equal(together, each)
+    other = get_device("a100")
+    program_number, device_number = np.array([1, 0, 1, 4]), np.array([0, 1, 1, 0])
+    rows = pair_rows(asts, [known, other], program_number, device_number)
+    np.testing.assert_array_equal(rows[0], together[1])
+    np.testing.assert_array_equal(rows[1], pair_features(asts, other)[0])
+    np.testing.assert_array_equal(rows[3], together[4])
+    assert pair_features([], known).shape == (0, len(PAIR_FEATURES))
