@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from cdmpp.tuner.results import TuneReport
     from cdmpp.tuner.ledger import Progress
+    from cdmpp.tuner.results import TuneReport
+    from cdmpp.tuner.share_table import ShareTable
 
 
 def add_tune_arguments(sub: argparse.ArgumentParser) -> None:
@@ -18,6 +20,12 @@ def add_tune_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("network", metavar="NETWORK", help="zoo name (name@b4), .onnx or .pt2 file")
     sub.add_argument(
         "--device", required=True, metavar="D", help="such as this-cpu@1, with the share to tune for"
+    )
+    sub.add_argument(
+        "--share",
+        metavar="S",
+        help="what the network will be served with: cores of a CPU; the same as --device D@S. Several, such as 1,2: "
+        "tunes for each, and measures at each what was found for each",
     )
     sub.add_argument("--cost-model", choices=("cdmpp", "xgb", "random"), default="cdmpp")
     sub.add_argument(
@@ -52,10 +60,21 @@ def add_tune_arguments(sub: argparse.ArgumentParser) -> None:
         help="coverage of the intervals by which candidates are dropped",
     )
     sub.add_argument("--no-trim", action="store_true", help="measure every candidate")
+    sub.add_argument(
+        "--validity",
+        metavar="DIR",
+        help="of cdmpp validity-train: start from programs that run, skip others ('online': learn it here)",
+    )
     sub.add_argument("--batch", type=int, default=16, metavar="N", help="candidates of a round")
     sub.add_argument("--population", type=int, default=256, metavar="N", help="of the evolutionary search")
     sub.add_argument("--generations", type=int, default=3, metavar="N", help="of the evolutionary search")
     sub.add_argument("--workers", type=int, default=1, metavar="N", help="measuring processes")
+    sub.add_argument(
+        "--shards",
+        type=_shards,
+        metavar="N",
+        help="tune so many tasks at once, each on a share of its own ('auto': as many as fit)",
+    )
     sub.add_argument("--builders", type=int, metavar="N", help="building processes (default: one per core)")
     sub.add_argument(
         "--build-timeout", type=float, default=20.0, metavar="S", help="CPU seconds of one build"
@@ -64,8 +83,48 @@ def add_tune_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--seed", type=int, default=0)
 
 
+def _shards(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+def devices_with_shares(device: str, shares: str | None) -> list[str]:
+    """``D@S`` for a device and every share of a list such as ``1,2``; the device alone where there is none.
+
+    Raises
+    ------
+    TunerError
+        The device names another share.
+    """
+    from cdmpp.errors import TunerError
+
+    base, at, named = device.partition("@")
+    if shares is None or named == shares:
+        return [device]
+    if at:
+        raise TunerError(f"--device {device} and --share {shares}: give the share once")
+    return [f"{base}@{share.strip()}" for share in shares.split(",")]
+
+
 def run_tune(args: argparse.Namespace, console: Console, errors: Console) -> dict[str, Any]:
     """Tune, with progress on ``errors``; show what it gave on ``console``."""
+    devices = devices_with_shares(args.device, args.share)
+    if len(devices) == 1:
+        return _tune_at(devices[0], Path(args.out), args, console, errors).to_json()
+    from cdmpp.tuner.share_table import share_table
+    from cdmpp.tuner.tune import device_of_this_machine
+
+    for device in devices:
+        device_of_this_machine(device)  # all of them before hours are spent on the first
+    folders = {device: Path(args.out) / f"share-{device.partition('@')[2]}" for device in devices}
+    reports = {d: _tune_at(d, folder, args, console, errors).to_json() for d, folder in folders.items()}
+    table = share_table(list(folders.values()), devices)
+    show_shares(console, table)
+    return {"tunings": reports, "shares": table.to_json()}
+
+
+def _tune_at(
+    device: str, out: Path, args: argparse.Namespace, console: Console, errors: Console
+) -> TuneReport:
     from cdmpp.tuner.objective import Objective, parse_duration, parse_fraction
     from cdmpp.tuner.task_tuner import SearchConfig
     from cdmpp.tuner.tune import TuneConfig, tune
@@ -82,19 +141,21 @@ def run_tune(args: argparse.Namespace, console: Console, errors: Console) -> dic
         cost_model=args.cost_model,
         predictor=None if args.predictor == "none" else args.predictor,
         trim=None if args.no_trim else args.trim,
+        validity=args.validity,
         batch=args.batch,
         search=SearchConfig(args.population, args.generations),
         seed=args.seed,
         workers=args.workers,
         builders=args.builders,
+        shards=args.shards,
         build_timeout_s=args.build_timeout,
         run_timeout_s=args.run_timeout,
     )
     with TuneBar(errors) as bar:
         report = tune(
             args.network,
-            device=args.device,
-            out=args.out,
+            device=device,
+            out=out,
             config=config,
             resume=args.resume,
             warm_start=args.warm_start,
@@ -102,8 +163,28 @@ def run_tune(args: argparse.Namespace, console: Console, errors: Console) -> dic
             notify=bar.say,
         )
     show_tuning(console, report)
-    console.print(f"Written to {args.out}.")
-    return report.to_json()
+    console.print(f"Written to {out}.")
+    return report
+
+
+def show_shares(console: Console, table: ShareTable) -> None:
+    """Tuned at x run at: seconds, and how much slower than what was tuned for that share."""
+    from rich.table import Table
+
+    from cdmpp.report.content import seconds_text
+
+    shown = Table(title=f"Sum over {table.tasks} tasks, each tuning's best measured again, alone")
+    shown.add_column("tuned at")
+    for device in table.run_at:
+        shown.add_column(f"run at {device}", justify="right")
+    for tuned in table.tuned_at:
+        texts = []
+        for run in table.run_at:
+            cell = table.cell(tuned, run)
+            text = "-" if cell.latency_s is None else seconds_text(cell.latency_s)
+            texts.append(text if cell.ratio is None else f"{text} ({cell.ratio:.2f}x)")
+        shown.add_row(tuned, *texts)
+    console.print(shown)
 
 
 def show_tuning(console: Console, report: TuneReport) -> None:

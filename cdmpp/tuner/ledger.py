@@ -78,6 +78,8 @@ class Ledger:
         self.curve, self.costs = store.curve()
         self._known = store.outcomes()
         self._began = self._cpu = 0.0
+        #: CPU seconds of search in other processes: those that are there, and those that are not any more.
+        self._elsewhere_s = self._buried_s = 0.0
         self._before_s = self.costs.wall_s
 
     @property
@@ -103,7 +105,7 @@ class Ledger:
 
     def _tick(self) -> None:
         self.costs.wall_s = self._clock() - self._began
-        self.costs.search_cpu_s = time.process_time() - self._cpu
+        self.costs.search_cpu_s = time.process_time() - self._cpu + self._elsewhere_s
 
     @property
     def _time_left_s(self) -> float | None:

@@ -61,6 +61,8 @@ class TuneReport:
         What the cost model learned (of ours).
     network
         Latencies of the whole network, compiled with and without the schedules; None where it was not run.
+    shards
+        Workers that tuned at the same time, each on a device of that name; None where one search had the machine.
     """
 
     name: str
@@ -76,6 +78,7 @@ class TuneReport:
     curve: Curve
     learned: dict[str, Any] = field(default_factory=dict)
     network: NetworkLatency | None = None
+    shards: int | str | None = None
 
     @property
     def speedup(self) -> float | None:
@@ -87,7 +90,10 @@ class TuneReport:
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
         return {
-            **{name: getattr(self, name) for name in ("name", "device", "cost_model", "seed", "stopped")},
+            **{
+                name: getattr(self, name)
+                for name in ("name", "device", "cost_model", "seed", "stopped", "shards")
+            },
             "untuned_s": self.untuned_s,
             "tuned_s": self.tuned_s,
             "network": None if self.network is None else asdict(self.network),

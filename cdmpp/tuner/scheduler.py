@@ -83,10 +83,10 @@ class TaskState:
 def next_task(states: Sequence[TaskState], busy: Sequence[int] = ()) -> int | None:
     """Number of the task to tune next; None if all others are finished or busy."""
     open_ = [i for i, state in enumerate(states) if not state.finished and i not in busy]
-    return max(open_, key=lambda i: _gradient(states[i]), default=None)
+    return max(open_, key=lambda i: promise(states[i]), default=None)
 
 
-def _gradient(state: TaskState) -> float:
+def promise(state: TaskState) -> float:
     """Seconds of the network that a round promises."""
     rounds = len(state.history)
     if rounds == 0:

@@ -173,6 +173,13 @@ class TuningStore:
         )
         self.database.commit_tuning_record(record)
 
+    def commit_record(self, tuner: TaskTuner, record: Any) -> None:
+        """Put a record into the MetaSchedule database that another process made (``TuningRecord.as_json``)."""
+        from tvm.s_tir import meta_schedule as ms
+
+        workload = self.database.commit_workload(tuner.mod)
+        self.database.commit_tuning_record(ms.database.TuningRecord.from_json(record, workload))
+
     def commit_unscheduled(self, tuner: TaskTuner, latency_s: float) -> None:
         """Put the task as it is into the MetaSchedule database, as a trace that changes nothing.
 

@@ -19,10 +19,13 @@ if TYPE_CHECKING:
     from cdmpp.profiler.statistics import SamplingPlan
     from cdmpp.program.network import Network
     from cdmpp.program.types import Task
-    from cdmpp.tuner.ledger import Progress
+    from cdmpp.tuner.ledger import Ledger, Progress
     from cdmpp.tuner.measure import Measurer
+    from cdmpp.tuner.shard_messages import ShardConfig
+    from cdmpp.tuner.shards import Shard
     from cdmpp.tuner.store import TuningStore
     from cdmpp.tuner.task_tuner import SearchConfig, TaskTuner
+    from cdmpp.tuner.validity import ValidityModel
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +47,9 @@ class TuneConfig:
         What ours starts from: a predictor, its folder or ``"default"``; None for an analytical estimate.
     trim
         Coverage of the intervals that the trimmer drops candidates by; None drops none. Only for ours.
+    validity
+        Which candidates will not run, and which to measure first: a validity model or its folder, ``"online"`` to learn it
+        from this tuning's failures alone; None looks away. Not with shards.
     batch
         Candidates of a round.
     search
@@ -52,6 +58,9 @@ class TuneConfig:
         Of the search.
     workers, builders
         Measuring processes, each on cores of its own, and building processes (None: one a core).
+    shards
+        Workers that tune at the same time, each searching, building and measuring on a share of its own: a number, or
+        ``"auto"`` for as many as fit. None: one search, that builds on all cores.
     build_timeout_s, run_timeout_s, plan, realtime
         See :class:`~cdmpp.profiler.engine.EngineConfig`.
     """
@@ -60,11 +69,13 @@ class TuneConfig:
     cost_model: str = "cdmpp"
     predictor: Predictor | str | Path | None = "default"
     trim: float | None = 0.9
+    validity: ValidityModel | str | Path | None = None
     batch: int = 16
     search: SearchConfig | None = None
     seed: int = 0
     workers: int = 1
     builders: int | None = None
+    shards: int | str | None = None
     build_timeout_s: float = 20.0
     run_timeout_s: float = 2.0
     plan: SamplingPlan | None = None
@@ -73,6 +84,12 @@ class TuneConfig:
     def __post_init__(self) -> None:
         if self.cost_model not in COST_MODELS:
             raise TunerError(f"no cost model {self.cost_model!r}; there are {', '.join(COST_MODELS)}")
+        if isinstance(self.shards, str) and self.shards != "auto":
+            raise TunerError(f"shards are a number or 'auto', got {self.shards!r}")
+        if self.shards is not None and self.workers != 1:
+            raise TunerError("each shard has one measuring process: choose shards or workers, not both")
+        if self.shards is not None and self.validity is not None:
+            raise TunerError("a validity model serves one search: choose shards or validity, not both")
 
 
 def tune(
@@ -115,16 +132,19 @@ def tune(
     from cdmpp.program.network import load_network
     from cdmpp.tuner.deployment import apply_database, import_network, measure_network, weighted_tasks
     from cdmpp.tuner.report import write_report
+    from cdmpp.tuner.shards import shard_cores
 
     say = notify or (lambda line: logger.info("%s", line))
     target_device = device_of_this_machine(device, config.workers)
+    if config.shards is not None:
+        shard_cores(target_device, config.shards)  # before the network is imported, which takes a while
     loaded = load_network(network) if isinstance(network, str) else network
     say(f"importing {loaded.name}")
     fused = import_network(loaded)
     tasks = weighted_tasks(fused, loaded.name)
     say(f"{len(tasks)} tasks")
     report, store = _tune(
-        loaded.name, tasks, target_device, Path(out), config, resume, warm_start, progress, say, None
+        loaded.name, tasks, target_device, Path(out), config, resume, warm_start, progress, say
     )
     if any(task.best_s is not None for task in report.tasks):
         say("compiling and running the network with and without the schedules found")
@@ -152,6 +172,7 @@ def tune_tasks(
     progress: Callable[[Progress], None] | None = None,
     notify: Callable[[str], None] | None = None,
     measurer: Measurer | None = None,
+    start_shard: Callable[[ShardConfig], Shard] | None = None,
 ) -> TuneReport:
     """Tune tasks without a network around them: :func:`tune` otherwise.
 
@@ -163,11 +184,23 @@ def tune_tasks(
         Tasks and their weights.
     measurer
         What measures, already running; None starts one on this machine.
+    start_shard
+        Starts a worker of a sharded tuning; None starts a process.
     """
     say = notify or (lambda line: logger.info("%s", line))
     target_device = device_of_this_machine(device, config.workers)
     report, _ = _tune(
-        name, tasks, target_device, Path(out), config, resume, warm_start, progress, say, measurer
+        name,
+        tasks,
+        target_device,
+        Path(out),
+        config,
+        resume,
+        warm_start,
+        progress,
+        say,
+        measurer,
+        start_shard,
     )
     return report
 
@@ -182,18 +215,20 @@ def _tune(
     earlier: Sequence[str | Path],
     progress: Callable[[Progress], None] | None,
     say: Callable[[str], None],
-    measurer: Measurer | None,
+    measurer: Measurer | None = None,
+    start_shard: Callable[[ShardConfig], Shard] | None = None,
 ) -> tuple[TuneReport, TuningStore]:
-    import contextlib
-
-    from cdmpp.tuner.measure import cpu_measurer
-    from cdmpp.tuner.session import TuningSession, order_by_work
+    from cdmpp.tuner.session import order_by_work
     from cdmpp.tuner.store import TuningStore
-    from cdmpp.tuner.trimmer import Trimmer
     from cdmpp.tuner.warm_start import check_paths, warm_start
 
     check_paths(earlier)
     cost_model = make_cost_model(config, device)
+    guard = None
+    if config.validity is not None:
+        from cdmpp.tuner.validity_search import make_guard
+
+        guard = make_guard(config.validity, device, config.seed)
     settings = {"network": name, "cost_model": config.cost_model, "seed": config.seed}
     tuners, weights = _tuners(order_by_work(tasks), device, config, say)
     store = TuningStore(out, settings, device, resume)
@@ -205,23 +240,16 @@ def _tune(
                 f"earlier records: learned from {started.learned}, {sum(map(len, started.first.values()))} "
                 "programs will be measured first"
             )
-        trimmer = Trimmer(cost_model, config.trim) if config.cost_model == "cdmpp" and config.trim else None
-        engine = contextlib.nullcontext(measurer) if measurer else cpu_measurer(_engine(config, device))
-        with engine as running:
-            assert running is not None
-            session = TuningSession(
-                tuners,
-                weights,
-                cost_model,
-                store,
-                running,
-                config.objective,
-                trimmer=trimmer,
-                batch=config.batch,
-                first=started.first,
-                progress=progress,
+        options = {"batch": config.batch, "first": started.first, "progress": progress}
+        if config.shards is None:
+            options["guard"] = guard
+            session, stopped = _run_one(tuners, weights, cost_model, store, device, config, measurer, options)
+        else:
+            learned = started.learned > 0
+            say(f"workers at the same time, each on a {device.name} of its own: {config.shards}")
+            session, stopped = _run_sharded(
+                tuners, weights, cost_model, store, device, config, start_shard, learned, options
             )
-            stopped = session.run()
         for tuner, state in zip(tuners, session.states, strict=True):
             if state.untuned_s is not None and state.untuned_s == state.latency_s:
                 store.commit_unscheduled(tuner, state.untuned_s)
@@ -256,8 +284,69 @@ def _tune(
         session.costs,
         session.curve,
         learned,
+        shards=config.shards,
     )
     return report, store
+
+
+def _run_one(
+    tuners: Sequence[TaskTuner],
+    weights: Sequence[float],
+    cost_model: Any,
+    store: TuningStore,
+    device: Device,
+    config: TuneConfig,
+    measurer: Measurer | None,
+    options: dict[str, Any],
+) -> tuple[Ledger, str]:
+    """One search at a time; builders on all cores."""
+    import contextlib
+
+    from cdmpp.tuner.measure import cpu_measurer
+    from cdmpp.tuner.session import TuningSession
+    from cdmpp.tuner.trimmer import Trimmer
+
+    trimmer = Trimmer(cost_model, config.trim) if config.cost_model == "cdmpp" and config.trim else None
+    engine = engine_config(config, device, _core_groups(device, config.workers))
+    running = contextlib.nullcontext(measurer) if measurer else cpu_measurer(engine)
+    with running as found:
+        assert found is not None
+        session = TuningSession(
+            tuners, weights, cost_model, store, found, config.objective, trimmer=trimmer, **options
+        )
+        return session, session.run()
+
+
+def _run_sharded(
+    tuners: Sequence[TaskTuner],
+    weights: Sequence[float],
+    cost_model: Any,
+    store: TuningStore,
+    device: Device,
+    config: TuneConfig,
+    start: Callable[[ShardConfig], Shard] | None,
+    learned: bool,
+    options: dict[str, Any],
+) -> tuple[Ledger, str]:
+    """As many searches as workers, each on its share."""
+    from cdmpp.tuner.sharding import ShardedSession
+    from cdmpp.tuner.shards import shard_configs, shard_cores, start_process
+
+    assert config.shards is not None
+    cores = shard_cores(device, config.shards)
+    tasks = [tuner.task for tuner in tuners]
+    with shard_configs(config, device, cores, tasks, cost_model, learned) as shards:
+        session = ShardedSession(
+            tuners,
+            weights,
+            cost_model,
+            store,
+            shards,
+            config.objective,
+            start=start or start_process,
+            **options,
+        )
+        return session, session.run()
 
 
 def make_cost_model(config: TuneConfig, device: Device) -> Any:
@@ -309,14 +398,17 @@ def _core_groups(device: Device, workers: int) -> tuple[tuple[int, ...], ...]:
     return core_groups(usable_cores(), int(device.share), workers)
 
 
-def _engine(config: TuneConfig, device: Device) -> EngineConfig:
+def engine_config(
+    config: TuneConfig, device: Device, core_groups: tuple[tuple[int, ...], ...]
+) -> EngineConfig:
+    """The profiler of a tuning that measures on these cores; it builds on all that this process may use."""
     from cdmpp.profiler.engine import EngineConfig
     from cdmpp.profiler.machine import usable_cores
     from cdmpp.profiler.statistics import SamplingPlan
 
     return EngineConfig(
         target=dict(device.target),
-        core_groups=_core_groups(device, config.workers),
+        core_groups=core_groups,
         builders=config.builders or len(usable_cores()),
         build_timeout_s=config.build_timeout_s,
         run_timeout_s=config.run_timeout_s,
@@ -328,23 +420,28 @@ def _engine(config: TuneConfig, device: Device) -> EngineConfig:
 def alone_engine_config(device: str | Device) -> EngineConfig:
     """An engine that measures programs with nothing built meanwhile, for final latencies."""
     found = device_of_this_machine(device)
-    return replace(_engine(TuneConfig(Objective(1)), found), overlap=False)
+    config = engine_config(TuneConfig(Objective(1)), found, _core_groups(found, 1))
+    return replace(config, overlap=False)
 
 
 def _tuners(
     tasks: Sequence[tuple[Task, float]], device: Device, config: TuneConfig, say: Callable[[str], None]
 ) -> tuple[list[TaskTuner], list[float]]:
     """A tuner for every task that has a design space."""
-    from cdmpp.tuner.task_tuner import SearchConfig, TaskTuner
-
-    search = config.search or SearchConfig()
     tuners, weights = [], []
     for task, weight in tasks:
         try:
-            tuners.append(TaskTuner(task, device, search, config.seed + 1))
+            tuners.append(make_tuner(task, device, config))
             weights.append(weight)
         except ProgramError as err:
             say(str(err))
     if not tuners:
         raise TunerError("no task has a design space: nothing to tune")
     return tuners, weights
+
+
+def make_tuner(task: Task, device: Device, config: TuneConfig) -> TaskTuner:
+    """The search of a task; ProgramError where TVM finds no design space."""
+    from cdmpp.tuner.task_tuner import SearchConfig, TaskTuner
+
+    return TaskTuner(task, device, config.search or SearchConfig(), config.seed + 1)
