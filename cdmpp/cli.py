@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     from cdmpp.cli_search import add_search_arguments
     from cdmpp.cli_tune import add_tune_arguments
     from cdmpp.cli_validity import add_validity_arguments
+    from cdmpp.cli_validity_train import add_validity_train_arguments
 
     parser = argparse.ArgumentParser(
         prog="cdmpp", description="Predicts how long a tensor program takes on a device."
@@ -154,6 +155,9 @@ def _parser() -> argparse.ArgumentParser:
         command(
             "validity-data", _validity, "judge CUDA programs by what a GPU's block may take, without a GPU"
         )
+    )
+    add_validity_train_arguments(
+        command("validity-train", _validity_train, "learn from failures which programs work on a device")
     )
 
     add_import_arguments(
@@ -368,6 +372,12 @@ def _validity(args: Namespace) -> Any:
     from cdmpp.cli_validity import run_validity
 
     return run_validity(args, _console(), _console(err=True))
+
+
+def _validity_train(args: Namespace) -> Any:
+    from cdmpp.cli_validity_train import run_validity_train
+
+    return run_validity_train(args, _console(), _console(err=True))
 
 
 def _codegen(args: Namespace) -> Any:
