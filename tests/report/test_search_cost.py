@@ -16,6 +16,7 @@ from cdmpp.report.search_cost import (
     nearest_device,
     nearly_best,
     order_of_others,
+    regret_in_order,
 )
 
 INF, NAN = math.inf, math.nan
@@ -31,6 +32,12 @@ def test_measurements_in_an_order_count_failures() -> None:
     latency_s = np.array([2.0, INF, 1.0, 1.04])
     assert measurements_in_order(latency_s, np.array([1, 0, 3, 2])) == 3
     assert measurements_in_order(latency_s, np.array([2, 0, 1, 3])) == 1
+
+
+def test_regret_is_of_the_first_that_works() -> None:
+    latency_s = np.array([2.0, INF, 1.0, 1.5])
+    assert regret_in_order(latency_s, np.array([1, 3, 0, 2])) == pytest.approx(0.5)
+    assert regret_in_order(latency_s, np.array([2, 1, 3, 0])) == 0.0
 
 
 def test_measurements_by_chance() -> None:

@@ -1,0 +1,79 @@
+"""Parts of the benchmark of schedules on unseen GPUs: known answers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.schedule_transfer import latencies, measurements_online, summary
+from cdmpp.dataset import Dataset
+from cdmpp.tuner.online import OnlineModel
+from cdmpp.tuner.prior import Encoded
+from tests.dataset.dataset_samples import DEVICE, OTHER_DEVICE, add_all, failure, program, record
+
+
+class Flat:
+    """A prior for which all programs are alike: only measurements tell them apart."""
+
+    fingerprint = "flat"
+    common = 1.0
+
+    def encode(self, asts: object) -> Encoded:
+        raise NotImplementedError
+
+    def half_width(self, coverage: float) -> float | None:
+        return None
+
+
+def test_measuring_online_finds_what_the_order_alone_would_not() -> None:
+    # every second program is of a kind that is fast, and the best of these is the last of the predicted order
+    fast = np.arange(40) % 2 == 1
+    z = np.where(fast, 5.0, 0.0)[:, None] + np.linspace(0, 0.1, 40)[:, None]
+    latency_s = np.where(fast, 1.2, 10.0)
+    latency_s[-1] = 1.0
+    programs = Encoded(np.linspace(0, 0.01, 40), z)
+    alone = measurements_online(OnlineModel(Flat()), programs, latency_s, 8, 0)
+    online = measurements_online(OnlineModel(Flat()), programs, latency_s, 8, 40)
+    assert alone == 40
+    assert online <= 24, "the first batch shows which kind is fast: 4 slow programs are measured and no more"
+
+
+def test_failures_cost_measurements_and_teach_nothing() -> None:
+    latency_s = np.array([math.inf, math.inf, math.inf, 1.0])
+    programs = Encoded(np.arange(4.0), np.zeros((4, 1)))
+    assert measurements_online(OnlineModel(Flat()), programs, latency_s, 2, 4) == 4
+
+
+def test_latencies_by_kernel_and_device(tmp_path: Path) -> None:
+    with Dataset.create(tmp_path / "data") as made:
+        for number in range(4):
+            add_all(made, number)
+            made.add_record(record(number, latency_s=0.1 * (number + 1)))
+        made.add_record(record(1, device=OTHER_DEVICE, latency_s=3.0))
+        made.add_record(failure(2, device=OTHER_DEVICE))
+    view = Dataset.open(tmp_path / "data")
+    (by_device,) = latencies(view, None, 0).values()
+    assert len(by_device[DEVICE]) == 4
+    assert by_device[OTHER_DEVICE] == {program(1).hash: 3.0, program(2).hash: math.inf}
+    some = latencies(view, 2, 0)["fused_1"]
+    assert len(some[DEVICE]) == 2 and set(some.get(OTHER_DEVICE, {})) <= set(some[DEVICE])
+
+
+def test_summary_over_kernels_and_gpus() -> None:
+    def case(ours: float, chance: float, correlation: float | None) -> dict[str, dict[str, float | None]]:
+        return {
+            "measurements": {"cdmpp": ours, "random_expected": chance},
+            "top1_regret": {"cdmpp": 0.1},
+            "spearman": {"cdmpp": correlation},
+        }
+
+    found = summary({"gemm": {"a": case(2, 50, 0.5), "b": case(8, 200, None)}})
+    assert found["cases"] == 2
+    assert found["measurements_geomean"]["cdmpp"] == pytest.approx(4)
+    assert found["fewer_than_random"]["cdmpp"] == pytest.approx(25)
+    assert found["measurements_median"]["cdmpp"] == 5
+    assert found["spearman_mean"] == {"cdmpp": 0.5}
+    assert summary({})["cases"] == 0
