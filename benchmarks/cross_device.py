@@ -87,6 +87,8 @@ class Bench:
         The datasets, for the networks' tasks.
     pool
         Devices to train on, less the one that is left out.
+    unseen
+        Devices of ``--unseen`` that are not among them.
     """
 
     args: argparse.Namespace
@@ -95,6 +97,7 @@ class Bench:
     view: DatasetView
     graphs: Mapping[str, Sequence[NetworkGraph]]
     pool: Sequence[str]
+    unseen: Sequence[str]
 
     def records_for(self, device: str) -> TrainingData:
         """Records of the device, and of those that may be trained on when it is left out."""
@@ -136,15 +139,15 @@ def imported(name: str, files: Sequence[Path], work: Path, limit: int | None) ->
 
 def gathered(args: argparse.Namespace, config: Config) -> Bench:
     from cdmpp.dataset import load_datasets
-    from cdmpp.dataset.sampled import sample_evenly
+    from cdmpp.dataset.sampled import SampledView, sample_evenly
     from cdmpp.endtoend.graph import load_graphs
     from cdmpp.predictor import gather
 
     args.work.mkdir(parents=True, exist_ok=True)
     folders = [imported("neusight", [args.data / name for name in FILES], args.work, args.limit)]
     if args.unseen:
-        names = "|".join(str(path.resolve()) for path in args.unseen)
-        digest = hashlib.sha256(names.encode()).hexdigest()[:8]
+        stamps = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in args.unseen]
+        digest = hashlib.sha256(repr(stamps).encode()).hexdigest()[:8]
         folders.append(imported(f"unseen-{digest}", args.unseen, args.work, None))
     view = load_datasets(folders)
     graphs: dict[str, dict[str, NetworkGraph]] = {}
@@ -153,8 +156,18 @@ def gathered(args: argparse.Namespace, config: Config) -> Bench:
             for device in graph.meta["devices"]:
                 graphs.setdefault(device, {}).setdefault(graph.name, graph)
     pool = load_datasets(folders[:1]).device_names
-    data = gather(sample_evenly(view, args.records, args.seed), progress=show_progress)
-    return Bench(args, config, data, view, {d: list(g.values()) for d, g in graphs.items()}, pool)
+    rows = sample_evenly(view, args.records, args.seed, pool).rows
+    further = sorted(set(view.device_names) - set(pool))
+    if further:
+        # drawn by themselves, so that what is trained on does not hang on them
+        number = args.records // len(pool) * len(further)
+        rows = np.concatenate([rows, sample_evenly(view, number, args.seed, further).rows])
+    data = gather(SampledView(view, np.sort(rows)), progress=show_progress)
+    unseen = {
+        name for folder in folders[1:] for g in load_graphs(folder).values() for name in g.meta["devices"]
+    }
+    by_device = {device: list(own.values()) for device, own in graphs.items()}
+    return Bench(args, config, data, view, by_device, pool, sorted({*further, *unseen} - set(pool)))
 
 
 def show_progress(done: int, total: int) -> None:
@@ -176,7 +189,8 @@ def trained_without(bench: Bench, device: str) -> Predictor:
         update={"split": bench.config.split.model_copy(update={"spec": spec}),
                 "train": bench.config.train.model_copy(update={"seed": args.seed})}
     )  # fmt: skip
-    settings = [others, options(args, bench.config), FEATURE_SET, DEVICE_FEATURES]
+    settings = [others, args.records, args.seed, args.limit, bench.config.model_dump(mode="json")]
+    settings += [FEATURE_SET, DEVICE_FEATURES]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
     out = args.work / "predictors" / digest
     if (out / "predictor").exists():
@@ -363,9 +377,7 @@ def main() -> int:
         given = Predictor.default() if args.predictor == "default" else Predictor.load(args.predictor)
     bench = gathered(args, config)
     known = {*bench.graphs, *bench.data.devices}
-    devices = [get_device(name).name for name in args.only_device] or sorted(bench.data.devices)
-    if not args.only_device and args.unseen:
-        devices = sorted(known - set(bench.pool))
+    devices = [get_device(name).name for name in args.only_device] or bench.unseen or bench.pool
     for device in devices:
         if device not in known:
             sys.exit(f"nothing was measured on {device}; there are {', '.join(sorted(known))}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +27,12 @@ class SampledView(DatasetView):
     view
         The whole.
     rows
-        Row numbers of ``view.records``, (n,).
+        Row numbers of ``view.records``, (n,); kept as an attribute.
     """
 
     def __init__(self, view: DatasetView, rows: NDArray[np.int64]) -> None:
-        self._view, self._rows = view, rows
+        self._view = view
+        self.rows = rows
 
     @property
     def tasks(self) -> Mapping[str, Task]:
@@ -47,7 +48,7 @@ class SampledView(DatasetView):
 
     @cached_property
     def _records(self) -> pd.DataFrame:
-        return self._view.records.iloc[self._rows].reset_index(drop=True)
+        return self._view.records.iloc[self.rows].reset_index(drop=True)
 
     @property
     def records(self) -> pd.DataFrame:
@@ -62,21 +63,31 @@ class SampledView(DatasetView):
         return self._view.parts
 
 
-def sample_evenly(view: DatasetView, number: int, seed: int = 0) -> SampledView:
+def sample_evenly(
+    view: DatasetView, number: int, seed: int = 0, devices: Collection[str] | None = None
+) -> SampledView:
     """About as many ok records of every kind of task on every device, `number` in all.
 
     The kind is the task's name. Which programs are taken hangs on their hashes and the seed alone, so that devices
     share them as far as the same ones were measured there.
 
+    Parameters
+    ----------
+    devices
+        Canonical names of those to take records of; None for all.
+
     Raises
     ------
     DatasetError
-        `number` is below 1, or no record is ok.
+        `number` is below 1, or no record (of these devices) is ok.
     """
     if number < 1:
         raise DatasetError(f"the number of records to take is {number}, expected at least 1")
     records = view.records
-    ok = np.flatnonzero((records["status"] == "ok").to_numpy())
+    usable = records["status"] == "ok"
+    if devices is not None:
+        usable &= records["device"].isin(list(devices))
+    ok = np.flatnonzero(usable.to_numpy())
     if not len(ok):
         raise DatasetError("there is no ok record to take")
     table = records.iloc[ok]

@@ -65,6 +65,14 @@ def test_the_seed_chooses_and_the_rest_is_reproducible(dataset: Dataset) -> None
     assert len(sample_evenly(dataset, 10**6).records) == 34
 
 
+def test_records_of_some_devices(dataset: Dataset) -> None:
+    sampled = sample_evenly(dataset, 6, devices=[OTHER_DEVICE])
+    assert sampled.device_names == [OTHER_DEVICE] and len(sampled.records) == 6
+    assert dataset.records["device"].iloc[sampled.rows].eq(OTHER_DEVICE).all()
+    with pytest.raises(DatasetError, match="no ok record"):
+        sample_evenly(dataset, 6, devices=["t4"])
+
+
 def test_nothing_to_take_is_refused(dataset: Dataset, tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="expected at least 1"):
         sample_evenly(dataset, 0)
