@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cdmpp.tuner.online import Anchors
     from cdmpp.tuner.results import TuneReport
     from cdmpp.tuner.tune import TuneConfig, tune, tune_tasks
+    from cdmpp.tuner.validity import ValidityModel, train_validity
 
 _HOME = {
     "Anchors": "cdmpp.tuner.online",
@@ -24,8 +25,10 @@ _HOME = {
     "Objective": "cdmpp.tuner.objective",
     "TuneConfig": "cdmpp.tuner.tune",
     "TuneReport": "cdmpp.tuner.results",
+    "ValidityModel": "cdmpp.tuner.validity",
     "builder_and_runner": "cdmpp.tuner.metaschedule",
     "cpu_measurer": "cdmpp.tuner.measure",
+    "train_validity": "cdmpp.tuner.validity",
     "tune": "cdmpp.tuner.tune",
     "tune_tasks": "cdmpp.tuner.tune",
 }
@@ -37,8 +40,10 @@ __all__ = [
     "Objective",
     "TuneConfig",
     "TuneReport",
+    "ValidityModel",
     "builder_and_runner",
     "cpu_measurer",
+    "train_validity",
     "tune",
     "tune_tasks",
 ]

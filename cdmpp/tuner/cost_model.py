@@ -88,6 +88,11 @@ class CostModel(PyCostModel):
         #: Seconds that have a score of 1, by task; they change with measurements only, so that scores compare.
         self._unit_s: dict[str, float] = {}
 
+    @property
+    def pretrained(self) -> bool:
+        """Whether a predictor was trained on the device: before any measurement, its order of programs is worth something."""
+        return self.model.prior.common == 0.0
+
     # -- what MetaSchedule calls -----------------------------------------------------------------------------
 
     def predict(self, context: Any, candidates: Sequence[Any]) -> FloatArray:

@@ -15,7 +15,7 @@ from cdmpp.profiler.build import BuildJob
 from cdmpp.program.space import unscheduled
 from cdmpp.tuner.ledger import Ledger, Progress
 from cdmpp.tuner.objective import Costs, Objective
-from cdmpp.tuner.scheduler import next_task
+from cdmpp.tuner.scheduler import TaskState, next_task
 
 if TYPE_CHECKING:
     from cdmpp.profiler.engine import Outcome
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from cdmpp.tuner.store import TuningStore
     from cdmpp.tuner.task_tuner import Candidate, TaskTuner
     from cdmpp.tuner.trimmer import Trimmer
+    from cdmpp.tuner.validity_search import ValidityGuard
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,8 @@ class TuningSession(Ledger):
         When to stop.
     trimmer
         Drops candidates before they are built; None drops none.
+    guard
+        Chooses first candidates and drops what will not run; None does neither.
     batch
         Candidates of a round.
     first
@@ -85,6 +88,7 @@ class TuningSession(Ledger):
         objective: Objective,
         *,
         trimmer: Trimmer | None = None,
+        guard: ValidityGuard | None = None,
         batch: int = 16,
         first: Mapping[int, Sequence[Candidate]] | None = None,
         progress: Callable[[Progress], None] | None = None,
@@ -94,6 +98,7 @@ class TuningSession(Ledger):
         if batch < 1:
             raise TunerError(f"a round needs one candidate at least, got {batch}")
         self._model, self._measurer, self._trimmer, self._batch = cost_model, measurer, trimmer, batch
+        self._guard = guard
         self._first = {i: list(candidates) for i, candidates in (first or {}).items()}
         self._started: set[int] = set()
 
@@ -133,12 +138,13 @@ class TuningSession(Ledger):
 
     def _begin_round(self, index: int, planned: Costs) -> _Round | None:
         """Search, drop, and hand the rest over; None where nothing is left to measure."""
-        candidates = self._first.pop(index, None)
+        candidates = self._first.pop(index, None) or self._initial(index)
         proposed: list[Any] = []
         if candidates is None:
             candidates = self._search(index)
             if candidates is None:
                 self.states[index].finished = "its space gives no more valid programs"
+                self._say_if_lost(self.states[index])
                 return None
             proposed = [c.measure for c in candidates]
         candidates = [c for c in candidates if c.hash not in self._known]
@@ -153,15 +159,28 @@ class TuningSession(Ledger):
         self._end_round(begun)
         return None
 
+    def _initial(self, index: int) -> list[Candidate] | None:
+        """A task's first candidates by the guard; None where it has none to give, or the task was begun."""
+        if self._guard is None or index in self._started or self.states[index].measured:
+            return None
+        self._start(index)
+        return self._guard.initial(self._tuners[index], self._batch, self._model) or None
+
+    def _start(self, index: int) -> None:
+        model = self._model if self._guard is None else self._guard.guarded(self._model)
+        self._tuners[index].start(self._store.database, model, self._batch)
+        self._started.add(index)
+
     def _search(self, index: int) -> list[Candidate] | None:
-        tuner = self._tuners[index]
         if index not in self._started:
-            tuner.start(self._store.database, self._model, self._batch)
-            self._started.add(index)
-        return tuner.propose()
+            self._start(index)
+        return self._tuners[index].propose()
 
     def _worth(self, index: int, candidates: list[Candidate]) -> list[Candidate]:
-        """Without the candidates that cannot win."""
+        """Without the candidates that will not run or cannot win."""
+        if self._guard is not None:
+            likely = self._guard.worth(self._tuners[index].context, [c.measure for c in candidates])
+            candidates = [c for c, good in zip(candidates, likely, strict=True) if good]
         if self._trimmer is None or not candidates:
             return candidates
         worth = self._trimmer.worth(
@@ -190,12 +209,26 @@ class TuningSession(Ledger):
         if done:
             results = [runner_result(outcome) for _, outcome in done]
             self._model.update(tuner.context, [c.measure for c, _ in done], results)
+            self._learn_validity(tuner, [(c, o.latency_s) for c, o in done if o.status != "device_lost"])
         if begun.proposed:
             tuner.tell(begun.proposed, no_results(begun.proposed))
         # A resumed search proposes what was measured before once more: such a round says nothing.
         if done or begun.dropped:
             state.end_round(sum(outcome.latency_s is not None for _, outcome in done))
+            self._say_if_lost(state, next((f"{o.status}: {o.error}" for _, o in done if o.error), ""))
         self._note(state)
+
+    def _learn_validity(self, tuner: TaskTuner, pairs: Sequence[tuple[Candidate, float | None]]) -> None:
+        if self._guard is not None and pairs:
+            worked = [latency_s is not None for _, latency_s in pairs]
+            self._guard.learn(tuner.context, [c.measure for c, _ in pairs], worked)
+
+    @staticmethod
+    def _say_if_lost(state: TaskState, error: str = "") -> None:
+        """One line about a task that is given up without a program that works."""
+        if state.finished and state.best_s is None:
+            reason = f" ({error})" if error else ""
+            logger.warning("task %s is given up, the others go on: %s%s", state.name, state.finished, reason)
 
     def _outcomes(self, futures: Sequence[Future[Outcome]]) -> Iterator[Outcome | None]:
         """Outcomes as they come in order; None for what the budget leaves no time for."""
@@ -230,6 +263,7 @@ class TuningSession(Ledger):
                 for _, latency_s in pairs
             ]
             self._model.update(self._tuners[index].context, [c.measure for c, _ in pairs], results)
+            self._learn_validity(self._tuners[index], pairs)
 
     def _measure_untuned(self) -> None:
         """Measure the unscheduled tasks: what tuning starts from. They are no trials."""

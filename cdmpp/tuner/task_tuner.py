@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import random
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 #: MetaSchedule's search has a limit of its own, which is not used.
 _NO_LIMIT = 1 << 30
+#: Sampling ends after so many draws in a row that were rejected or drawn before.
+_FRUITLESS_DRAWS = 64
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,30 @@ class TaskTuner:
         except Exception as err:  # TVM raises its own InternalError types, by message only
             raise ProgramError(f"TVM found no design space for task {task.name}: {err}") from err
         self._postprocs = list(self.context.space_generator.postprocs)
+
+    def sample(self, n: int, seed: int) -> list[Candidate]:
+        """Random programs of all spaces in turn, at most `n`, no two alike; fewer where there are no more."""
+        from tvm.s_tir.schedule import Schedule, Trace
+
+        rng = random.Random(f"{self.task.hash}:{seed}")
+        traces = [Trace(list(space.trace.insts), {}) for space in self._spaces]
+        found: dict[str, Candidate] = {}
+        turn = fruitless = 0
+        while traces and len(found) < n and fruitless < _FRUITLESS_DRAWS * len(traces):
+            schedule = Schedule(self.mod, seed=rng.randrange(1, 2**31 - 1))
+            turn, fruitless = turn + 1, fruitless + 1
+            try:
+                traces[turn % len(traces)].apply_to_schedule(schedule, remove_postproc=True)
+                schedule.enter_postproc()
+                accepted = all(postproc.apply(schedule) for postproc in self._postprocs)
+            except Exception as err:  # a decision the primitive refuses; TVM raises its own error types
+                logger.debug("task %s: a sampled trace does not apply: %s", self.task.hash, err)
+                continue
+            if accepted:
+                candidate = self.candidate_of(schedule)
+                if candidate.hash not in found:
+                    found[candidate.hash], fruitless = candidate, 0
+        return list(found.values())
 
     def start(self, database: Any, cost_model: Any, batch: int) -> None:
         """Begin the search, with the best programs of a MetaSchedule database as parents."""
