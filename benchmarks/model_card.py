@@ -15,6 +15,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cdmpp.predictor import Predictor
 
+_SOURCES = (
+    "The Xeon's labels are our own and ship with cdmpp (`data/`). Those of GPUs are public measurements, which do not: "
+    "operators of PyTorch (NeuSight: Lee et al., ASPLOS'25; MIT licence; P4, P100, V100, T4, A100, MI100, MI210) and "
+    "scheduled kernels, convolution, dedispersion and GEMM (the AutoTuning Association's benchmark hub; MIT licence; the other "
+    "GPUs). `configs/default.yaml` has the commands.",
+)
 _COLUMNS = (
     ("n", "n", "{:d}"),
     ("mape", "MAPE", "{:.1%}"),
@@ -58,9 +64,12 @@ def card(predictor: Predictor, scores: dict[str, Any], weights_bytes: int) -> st
         "",
         f"Latencies from {training['latency_s_range'][0]:.2g} to {training['latency_s_range'][1]:.2g} s.",
         "",
-        "## Error on networks it never saw",
+        *_SOURCES,
         "",
-        f"Test part of `{training['split']}`: no task of these networks is in training or validation. "
+        "## Error on networks and operators it never saw",
+        "",
+        f"Test part of `{training['split']}`: no task of these networks, and none of so many "
+        "of the operators and kernels that belong to no network, is in training or validation. "
         "The noise floor is what a perfect predictor would score on these labels. Top-1 regret: how much slower the "
         "program predicted fastest is than the fastest one, median over tasks.",
         "",
@@ -82,11 +91,12 @@ def card(predictor: Predictor, scores: dict[str, Any], weights_bytes: int) -> st
     lines += [
         "## Limits",
         "",
-        "- Trained on float32 programs of one Xeon (Cascade Lake) with one core, with two, and with 128-bit SIMD: what it "
-        "says of any other device, GPUs above all, is an extrapolation. `Predictor.unfamiliar` tells.",
+        "- float32 alone. Scheduled programs it knows from one Xeon (Cascade Lake; one core, two, and with 128-bit SIMD) and, of "
+        "GPUs, from two kernels; of GPUs it knows single operators run by libraries. What it says of a GPU that is not "
+        "in the list is an extrapolation: `benchmarks/cross_device.py` measures how far off it is when one is left out. "
+        "`Predictor.unfamiliar` tells.",
         "- A few programs are off by 3x and more, mostly where the compiler turns strided loads into gathers or spills "
         "registers, which the AST does not show.",
-        "- Programs of MetaSchedule's design spaces, not library kernels.",
         "",
         "Made by `python benchmarks/model_card.py`.",
         "",
