@@ -91,8 +91,8 @@ def card(predictor: Predictor, scores: dict[str, Any], weights_bytes: int) -> st
     lines += [
         "## Limits",
         "",
-        "- float32 alone. Scheduled programs it knows from one Xeon (Cascade Lake; one core, two, and with 128-bit SIMD) and, of "
-        "GPUs, from two kernels; of GPUs it knows single operators run by libraries. What it says of a GPU that is not "
+        "- float32 alone. Scheduled programs it knows from one Xeon (Cascade Lake; one core, two, and with 128-bit SIMD) "
+        "and, of GPUs, from two kernels; of GPUs it knows single operators run by libraries. What it says of a GPU that is not "
         "in the list is an extrapolation: `benchmarks/cross_device.py` measures how far off it is when one is left out. "
         "`Predictor.unfamiliar` tells.",
         "- A few programs are off by 3x and more, mostly where the compiler turns strided loads into gathers or spills "
