@@ -1,0 +1,126 @@
+"""The benchmark of validity: its searches on a small space, and its arithmetic."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import validity as bench
+from cdmpp.program.ast import LEAF_FEATURES, CompactAST
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+HUB = REPOSITORY.parent / "shared" / "data" / "benchmark_hub.parquet"
+
+
+def small_space() -> bench.Space:
+    """Two parameters of 12 values: shared memory is their product, and half of the space has too much of it."""
+    first, second = (part.ravel() for part in np.meshgrid(np.arange(12), np.arange(12), indexing="ij"))
+    values = np.stack([2.0 ** (first / 2), 2.0 ** (second / 2)], axis=1)
+    shared = 1024.0 * values.prod(1)
+    latency_s = np.where(shared <= 49152, 1e-3 * (1 + (first - 6.2) ** 2 + (second - 3.7) ** 2), np.inf)
+    asts = []
+    for row, amount in zip(values, shared, strict=True):
+        leaf = np.ones((1, len(LEAF_FEATURES)), dtype=np.float32)
+        for name, value in {"program_shared": amount, "iterations": row[0], "flops": row[1]}.items():
+            leaf[:, LEAF_FEATURES.index(name)] = value
+        asts.append(CompactAST(leaf, np.array([1], dtype=np.int32), 3))
+    return bench.Space("rtx-2080-ti", np.stack([first, second], axis=1), values, latency_s, asts)
+
+
+@pytest.fixture(scope="module")
+def space() -> bench.Space:
+    return small_space()
+
+
+@pytest.fixture(scope="module")
+def model(space: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return bench.failures_of(space, tmp_path_factory.mktemp("model") / "failures")
+
+
+@pytest.mark.parametrize("name", ["tuner", "xgb", "random"])
+@pytest.mark.parametrize("arm", ["plain", "full", "latencies"])
+def test_searches_end_and_hang_on_their_seed(space: Any, model: Any, name: str, arm: str) -> None:
+    log_s = np.log(space.latency_s)
+    runs = [bench.search(space, name, arm, seed, 144, model, log_s) for seed in (3, 3)]
+    assert runs[0] == runs[1]
+    assert runs[0].reached and runs[0].measurements <= 144
+    if arm != "plain":
+        assert runs[0].failed <= 2
+    if arm == "latencies":
+        assert runs[0].measurements <= bench.BATCH, "the fastest of the other GPU is the fastest here"
+
+
+def test_a_search_that_does_not_get_there_counts_as_the_cap(space: Any, model: Any) -> None:
+    found = bench.search(space, "random", "plain", 0, 1, model, np.log(space.latency_s))
+    assert found == bench.Outcome(1, found.failed, False)
+
+
+def test_first_rounds_are_as_the_arm_says(space: Any, model: Any) -> None:
+    from cdmpp.tuner.validity import sigmoid
+
+    p = sigmoid(model.log_odds(space.features))
+    rows = {
+        arm: bench.initial(space, arm, p, np.log(space.latency_s), 0, np.random.default_rng(0))
+        for arm in bench.ARMS
+    }
+    invalid = {arm: np.isinf(space.latency_s[chosen]).sum() for arm, chosen in rows.items()}
+    assert all(len(set(chosen)) == bench.BATCH for chosen in rows.values())
+    assert invalid["plain"] > 3 and invalid["diverse"] > 3
+    assert max(invalid["valid"], invalid["both"], invalid["full"], invalid["latencies"]) <= 1
+    assert np.array_equal(rows["both"], rows["full"])
+
+
+def test_mutants_are_neighbours_in_the_space(space: Any) -> None:
+    rows = np.arange(len(space.asts))
+    mutants = space.mutants(rows, np.random.default_rng(0))
+    assert (mutants >= 0).all() and (mutants != rows).mean() > 0.5
+    changed = (space.choices[mutants] != space.choices[rows]).sum(1)
+    assert changed.max() == 2 and changed.mean() < 1.4
+
+
+def test_ratios_are_of_geometric_means() -> None:
+    def outcomes(*counts: int) -> list[Any]:
+        return [bench.Outcome(n, 0, True) for n in counts]
+
+    found = bench.ratio([outcomes(10, 40), outcomes(5, 5)], [outcomes(20, 80), outcomes(10, 40)])
+    assert found["by_gpu"] == pytest.approx([0.5, 0.25])
+    assert found["ratio"] == pytest.approx(np.sqrt(0.5 * 0.25))
+    low, high = found["interval_95"]
+    assert low <= found["ratio"] <= high
+    shown = bench.described([*outcomes(1, 2, 3, 4), bench.Outcome(5, 2, False)])
+    assert (shown["median"], shown["mean"], shown["never"], shown["failed_mean"]) == (3, 3, 1, 0.4)
+
+
+def test_finished_runs_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    key = ("gpu", "tuner", "plain", 0, 10)
+    assert bench.Runs(path).get(key, lambda: bench.Outcome(7, 1, True)).measurements == 7
+    assert json.loads(path.read_text())["outcome"]["failed"] == 1
+
+    def never() -> Any:
+        raise AssertionError("it is known")
+
+    assert bench.Runs(path).get(key, never) == bench.Outcome(7, 1, True)
+
+
+def test_without_the_file_it_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["validity.py", "--data", str(tmp_path / "x"), "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="benchmark hub"):
+        bench.main()
+
+
+@pytest.mark.skipif(not HUB.exists(), reason="no public data beside the repository")
+def test_the_hub_has_two_gpus_with_a_fifth_of_failures() -> None:
+    """What the benchmark's text says of its data."""
+    import pandas as pd
+
+    frame = pd.read_parquet(HUB, columns=["kernel", "gpu", "status"])
+    frame = frame[frame["kernel"] == "convolution"]
+    assert frame["gpu"].value_counts().to_dict() == {"RTX_2080_Ti": 6768, "RTX_3060_laptop": 6768}
+    failed = (frame["status"] != "ok").groupby(frame["gpu"]).mean()
+    assert failed.between(0.22, 0.23).all()
