@@ -41,6 +41,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from cross_device_report import goals, percent, tables
 
+from cdmpp.errors import CdmppError
+
 if TYPE_CHECKING:
     from cdmpp.dataset import DatasetView
     from cdmpp.endtoend.graph import NetworkGraph
@@ -179,6 +181,7 @@ def trained_without(bench: Bench, device: str) -> Predictor:
     """A predictor of all records of the pool but the device's, trained once and kept in the work folder."""
     from cdmpp.device import DEVICE_FEATURES
     from cdmpp.predictor import Predictor, train
+    from cdmpp.predictor.predictor import FORMAT_VERSION
     from cdmpp.program.ast import FEATURE_SET
 
     args, data = bench.args, bench.records_for(device)
@@ -190,7 +193,7 @@ def trained_without(bench: Bench, device: str) -> Predictor:
                 "train": bench.config.train.model_copy(update={"seed": args.seed})}
     )  # fmt: skip
     settings = [others, args.records, args.seed, args.limit, bench.config.model_dump(mode="json")]
-    settings += [FEATURE_SET, DEVICE_FEATURES]
+    settings += [FORMAT_VERSION, FEATURE_SET, DEVICE_FEATURES]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
     out = args.work / "predictors" / digest
     if (out / "predictor").exists():
@@ -388,4 +391,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except CdmppError as error:
+        sys.exit(f"error: {error}")

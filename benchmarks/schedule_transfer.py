@@ -36,6 +36,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cdmpp.errors import CdmppError
+
 if TYPE_CHECKING:
     from cdmpp.dataset import DatasetView
     from cdmpp.predictor import Config, Predictor, TrainingData
@@ -120,9 +122,11 @@ def trained_without(args: argparse.Namespace, config: Config, data: TrainingData
     from cdmpp.device import DEVICE_FEATURES
     from cdmpp.predictor import Predictor, train
     from cdmpp.predictor.data import subset
+    from cdmpp.predictor.predictor import FORMAT_VERSION
     from cdmpp.program.ast import FEATURE_SET
 
-    settings = [gpu, args.records, args.seed, config.model_dump(mode="json"), FEATURE_SET, DEVICE_FEATURES]
+    settings = [gpu, args.records, args.seed, config.model_dump(mode="json")]
+    settings += [FORMAT_VERSION, FEATURE_SET, DEVICE_FEATURES]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
     out = args.work / "predictors" / digest
     if (out / "predictor").exists():
@@ -343,4 +347,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except CdmppError as error:
+        sys.exit(f"error: {error}")
