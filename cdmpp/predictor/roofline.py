@@ -99,12 +99,14 @@ def estimate_s(asts: Sequence[CompactAST], device: Device) -> FloatArray:
     """
     view = ProgramView.of(asts)
     leaves = np.concatenate([ast.leaves for ast in asts]).astype(np.float64)
-    owner = np.repeat(np.arange(len(asts)), [ast.n_leaves for ast in asts])
+    lengths = [ast.n_leaves for ast in asts]
+    owner = np.repeat(np.arange(len(asts)), lengths)
+    starts = np.cumsum([0, *lengths[:-1]])
     seconds = _cpu_leaf_s(leaves, device) if device.kind == "cpu" else _gpu_leaf_s(leaves, device)
     total = np.bincount(owner, weights=seconds, minlength=len(asts))
     launch_us = device.launch_overhead_us or 0.0
     if device.kind == "gpu":
-        special = np.bincount(owner, weights=leaves[:, _COLUMN["special"]], minlength=len(asts))
+        special: FloatArray = np.add.reduceat(leaves[:, _COLUMN["special"]], starts)
         total = np.where(view.scheduled_for_gpu, total, _library_s(view, special, device))
         launch_us = device.launch_overhead_us or _GPU_LAUNCH_US
     return np.maximum(total + 1e-6 * launch_us, roofline_s(asts, device))
