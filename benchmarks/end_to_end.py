@@ -167,7 +167,7 @@ def main() -> int:
     args = parser.parse_args()
 
     from cdmpp.predictor import Predictor
-    from cdmpp.tuner.tune import device_of_this_machine
+    from cdmpp.tuner.prepare import device_of_this_machine
 
     logging.basicConfig(level=logging.WARNING)
     device = device_of_this_machine(args.device)

@@ -1,6 +1,6 @@
 """Tuning a whole network with one worker, and sharded over the shares of the machine.
 
-    python benchmarks/sharing.py --out runs/bench-sharing --json sharing.json            # some 15 minutes on two idle cores
+    python benchmarks/sharing.py --out runs/bench-sharing --json sharing.json            # under 20 minutes on two idle cores
     python benchmarks/sharing.py --table --out runs/bench-sharing --json sharing.json    # and tuned-at-share x run-at-share
     python benchmarks/sharing.py --quick --out /tmp/bench-sharing                        # does it run? figures mean nothing
 
@@ -50,7 +50,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="this-cpu@1", help="with the share of a worker")
     parser.add_argument("--cost-model", default="cdmpp", choices=("cdmpp", "xgb", "random"))
     parser.add_argument("--predictor", default="default", metavar="DIR", help="'none' for an estimate")
-    parser.add_argument("--trials", type=int, default=128, metavar="N", help="of the network")
+    parser.add_argument("--trials", type=int, default=224, metavar="N", help="of the network")
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="trials of a round")
     parser.add_argument("--population", type=int, default=256, metavar="N", help="of the search")
     parser.add_argument("--generations", type=int, default=3, metavar="N", help="of the search")
@@ -190,8 +190,8 @@ def main() -> int:
     from cdmpp.program.network import load_network
     from cdmpp.tuner.deployment import import_network, weighted_tasks
     from cdmpp.tuner.objective import geometric_mean
+    from cdmpp.tuner.prepare import device_of_this_machine
     from cdmpp.tuner.shards import shard_cores
-    from cdmpp.tuner.tune import device_of_this_machine
 
     args.out.mkdir(parents=True, exist_ok=True)
     results = Results(args.out / "results.json")

@@ -208,7 +208,7 @@ def measure_again(args: argparse.Namespace, rows: Sequence[dict[str, Any]], resu
     from cdmpp.profiler.build import BuildJob
     from cdmpp.profiler.engine import CpuEngine
     from cdmpp.profiler.reference import reference_job
-    from cdmpp.tuner.tune import alone_engine_config
+    from cdmpp.tuner.prepare import alone_engine_config
 
     todo = [row for row in rows if row["best_s"] is not None and "final_s" not in row]
     jobs: dict[str, BuildJob] = {}

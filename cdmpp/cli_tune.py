@@ -110,8 +110,8 @@ def run_tune(args: argparse.Namespace, console: Console, errors: Console) -> dic
     devices = devices_with_shares(args.device, args.share)
     if len(devices) == 1:
         return _tune_at(devices[0], Path(args.out), args, console, errors).to_json()
+    from cdmpp.tuner.prepare import device_of_this_machine
     from cdmpp.tuner.share_table import share_table
-    from cdmpp.tuner.tune import device_of_this_machine
 
     for device in devices:
         device_of_this_machine(device)  # all of them before hours are spent on the first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from cdmpp.profiler.engine import Outcome
     from cdmpp.tuner.store import TuningStore
     from cdmpp.tuner.task_tuner import TaskTuner
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -170,3 +173,10 @@ class Ledger:
                     self.costs, self._objective.trials, latency_s, self.untuned_s, name, self.curve.gain()
                 )
             )
+
+    @staticmethod
+    def _say_if_lost(state: TaskState, error: str = "") -> None:
+        """One line about a task that is given up without a program that works."""
+        if state.finished and state.best_s is None:
+            reason = f" ({error})" if error else ""
+            logger.warning("task %s is given up, the others go on: %s%s", state.name, state.finished, reason)

@@ -15,7 +15,7 @@ from cdmpp.profiler.build import BuildJob
 from cdmpp.program.space import unscheduled
 from cdmpp.tuner.ledger import Ledger, Progress
 from cdmpp.tuner.objective import Costs, Objective
-from cdmpp.tuner.scheduler import TaskState, next_task
+from cdmpp.tuner.scheduler import next_task
 
 if TYPE_CHECKING:
     from cdmpp.profiler.engine import Outcome
@@ -222,13 +222,6 @@ class TuningSession(Ledger):
         if self._guard is not None and pairs:
             worked = [latency_s is not None for _, latency_s in pairs]
             self._guard.learn(tuner.context, [c.measure for c, _ in pairs], worked)
-
-    @staticmethod
-    def _say_if_lost(state: TaskState, error: str = "") -> None:
-        """One line about a task that is given up without a program that works."""
-        if state.finished and state.best_s is None:
-            reason = f" ({error})" if error else ""
-            logger.warning("task %s is given up, the others go on: %s%s", state.name, state.finished, reason)
 
     def _outcomes(self, futures: Sequence[Future[Outcome]]) -> Iterator[Outcome | None]:
         """Outcomes as they come in order; None for what the budget leaves no time for."""

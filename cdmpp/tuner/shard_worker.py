@@ -80,8 +80,8 @@ class ShardWorker:
     def __init__(self, connection: Connection, config: ShardConfig) -> None:
         from tvm.s_tir import meta_schedule as ms
 
+        from cdmpp.tuner.prepare import make_cost_model
         from cdmpp.tuner.trimmer import Trimmer
-        from cdmpp.tuner.tune import make_cost_model
 
         self._connection, self._config = connection, config
         self._sending = threading.Lock()
@@ -107,7 +107,7 @@ class ShardWorker:
             Measuring cannot go on.
         """
         from cdmpp.tuner.measure import Measurer
-        from cdmpp.tuner.tune import engine_config
+        from cdmpp.tuner.prepare import engine_config
 
         config = self._config
         engine = replace(engine_config(config.tune, config.device, (config.cores,)), work_dir=config.work_dir)
@@ -179,7 +179,7 @@ class ShardWorker:
         self._send(Found(asked.order, tuple(c.hash for c in candidates), tuple(worth)))
 
     def _tuner(self, index: int) -> TaskTuner:
-        from cdmpp.tuner.tune import make_tuner
+        from cdmpp.tuner.prepare import make_tuner
 
         if index not in self._tuners:
             config = self._config

@@ -13,7 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from cdmpp.profiler.build import BuildJob
 from cdmpp.program.space import unscheduled
 from cdmpp.tuner.ledger import Ledger, Progress
 from cdmpp.tuner.scheduler import next_task, promise
+from cdmpp.tuner.shard_members import LIVES, Member, Order
 from cdmpp.tuner.shard_messages import (
     Ended,
     Failed,
@@ -52,59 +53,8 @@ _DEPTH = 2
 #: Another worker's task is taken where it promises so many times as much as a worker's own: what is known of it has to be
 #: replayed there.
 _WORTH_MOVING = 2.0
-#: A worker is started anew so often in a row without having finished anything in between.
-_LIVES = 3
 #: A task whose search ended so many workers is given up.
 _DEADLY = 2
-
-
-@dataclass
-class _Order:
-    """What a worker was told to do.
-
-    ``index`` is the task it searches, None where it only measures ``jobs``; ``room`` the trials kept for it until the
-    candidates are known; ``waiting`` what was not measured yet.
-    """
-
-    number: int
-    index: int | None
-    room: int = 0
-    searching: bool = False
-    jobs: dict[str, BuildJob] = field(default_factory=dict)
-    waiting: set[str] = field(default_factory=set)
-    done: int = 0
-    dropped: int = 0
-    worked: int = 0
-
-
-@dataclass
-class _Member:
-    """A worker as this side sees it.
-
-    ``seen`` are the programs that it knows, by task; ``told`` how many rows of others' learning it has; ``asked`` that it was
-    asked to give programs back, ``dry`` that it had none.
-    """
-
-    config: ShardConfig
-    shard: Shard
-    ready: bool = False
-    orders: dict[int, _Order] = field(default_factory=dict)
-    seen: dict[int, set[str]] = field(default_factory=dict)
-    told: int = 0
-    lives: int = _LIVES
-    asked: bool = False
-    dry: bool = False
-    cpu_s: float = 0.0
-
-    @property
-    def searching(self) -> bool:
-        """Whether it looks for candidates now."""
-        return any(order.searching for order in self.orders.values())
-
-    @property
-    def waiting(self) -> int:
-        """Programs that it has not measured yet."""
-        return sum(len(order.waiting) for order in self.orders.values())
 
 
 class ShardedSession(Ledger):
@@ -146,7 +96,7 @@ class ShardedSession(Ledger):
             raise TunerError(f"got {len(shards)} workers and rounds of {batch}: one at least of both")
         self._model, self._configs, self._start, self._batch = cost_model, shards, start, batch
         self._first = {i: list(candidates) for i, candidates in (first or {}).items()}
-        self._members: list[_Member] = []
+        self._members: list[Member] = []
         self._number_of = {tuner.task.hash: i for i, tuner in enumerate(tuners)}
         self._orders = 0
         #: Programs that any worker may measure.
@@ -183,7 +133,7 @@ class ShardedSession(Ledger):
             return reason
         try:
             for config in self._configs:
-                self._members.append(_Member(config, self._start(config)))
+                self._members.append(Member(config, self._start(config)))
             reason = self._work()
         finally:
             for member in self._members:
@@ -224,7 +174,7 @@ class ShardedSession(Ledger):
         return self._with(under_way + loose, 0)
 
     @staticmethod
-    def _trials(order: _Order) -> int:
+    def _trials(order: Order) -> int:
         """Programs that wait, without unscheduled tasks: they are no trials."""
         return sum(h not in order.jobs or order.jobs[h].space is not None for h in order.waiting)
 
@@ -243,13 +193,13 @@ class ShardedSession(Ledger):
         if not self._loose and any(m.ready and not m.orders for m in self._members):
             self._steal()
 
-    def _measure_loose(self, member: _Member, most: int) -> None:
+    def _measure_loose(self, member: Member, most: int) -> None:
         jobs = {job.program.hash: job for job in self._loose[:most]}
         del self._loose[:most]
         order = self._order(member, None, jobs=jobs, waiting=set(jobs))
         self._tell(member, MeasureJobs(order.number, list(jobs.values())))
 
-    def _search(self, member: _Member) -> None:
+    def _search(self, member: Member) -> None:
         planned = self._planned()
         if self._objective.reached(planned, self.curve) is not None:
             return
@@ -274,7 +224,7 @@ class ShardedSession(Ledger):
             Search(order.number, index, best_s, earlier, [(p, s) for p, s in first if s is not None], rows),
         )
 
-    def _choose(self, member: _Member) -> int | None:
+    def _choose(self, member: Member) -> int | None:
         """The task that a worker is to search next.
 
         That is one of its own or a new one, unless another worker's that waits promises much more, or is all there is. Where
@@ -291,7 +241,7 @@ class ShardedSession(Ledger):
             return best
         return own
 
-    def _unseen(self, member: _Member, index: int) -> list[tuple[Program, Space, float | None]]:
+    def _unseen(self, member: Member, index: int) -> list[tuple[Program, Space, float | None]]:
         """Programs of a task that were measured elsewhere."""
         dataset, seen = self._store.dataset, member.seen.setdefault(index, set())
         digests = [digest for digest in self._measured[index] if digest not in seen]
@@ -307,14 +257,14 @@ class ShardedSession(Ledger):
         slowest.asked = True
         self._tell(slowest, GiveBack(slowest.waiting // 2))
 
-    def _order(self, member: _Member, index: int | None, **details: Any) -> _Order:
+    def _order(self, member: Member, index: int | None, **details: Any) -> Order:
         self._orders += 1
-        order = member.orders[self._orders] = _Order(self._orders, index, **details)
+        order = member.orders[self._orders] = Order(self._orders, index, **details)
         member.dry = False
         return order
 
     @staticmethod
-    def _tell(member: _Member, message: Any) -> None:
+    def _tell(member: Member, message: Any) -> None:
         try:
             member.shard.connection.send(message)
         except OSError as err:
@@ -323,7 +273,7 @@ class ShardedSession(Ledger):
 
     # -- hearing ----------------------------------------------------------------------------------------------
 
-    def _hear(self, member: _Member, message: Any) -> None:
+    def _hear(self, member: Member, message: Any) -> None:
         if isinstance(message, Ready):
             member.ready = True
         elif isinstance(message, Found):
@@ -341,13 +291,14 @@ class ShardedSession(Ledger):
         elif isinstance(message, Failed):
             raise message.error
 
-    def _found(self, member: _Member, found: Found) -> None:
+    def _found(self, member: Member, found: Found) -> None:
         """Choose among candidates what is to be measured."""
         order = member.orders[found.order]
         assert order.index is not None
         state = self.states[order.index]
         if found.hashes is None:
             state.finished = "its space gives no more valid programs"
+            self._say_if_lost(state)
             return
         worth = {h: w for h, w in zip(found.hashes, found.worth, strict=True) if h not in self._known}
         candidates = list(worth)[: order.room]
@@ -363,7 +314,7 @@ class ShardedSession(Ledger):
         order.waiting = set(kept)
         self._tell(member, Measure(order.number, tuple(kept)))
 
-    def _taken(self, member: _Member, taken: Taken) -> None:
+    def _taken(self, member: Member, taken: Taken) -> None:
         """Keep an outcome."""
         order = member.orders[taken.order]
         where = {"shard": member.config.number, "cores": list(member.config.cores)}
@@ -385,6 +336,8 @@ class ShardedSession(Ledger):
         if outcome.latency_s is not None:
             order.worked += 1
             self._commit(index, outcome, taken.record)
+        elif not order.error:
+            order.error = f"{outcome.status}: {outcome.error}"
 
     def _commit(self, index: int, outcome: Outcome, record: Any) -> None:
         tuner, job, latency_s = self._tuners[index], outcome.job, outcome.latency_s
@@ -397,9 +350,9 @@ class ShardedSession(Ledger):
             except ProgramError as err:
                 logger.warning("not in the database: %s", err)
 
-    def _ended(self, member: _Member, ended: Ended) -> None:
+    def _ended(self, member: Member, ended: Ended) -> None:
         order = member.orders.pop(ended.order)
-        member.lives, member.cpu_s = _LIVES, ended.cpu_s
+        member.lives, member.cpu_s = LIVES, ended.cpu_s
         self._elsewhere_s = self._buried_s + sum(m.cpu_s for m in self._members)
         self._rows.extend((member.config.number, row) for row in ended.learned)
         if order.index is not None:
@@ -407,9 +360,10 @@ class ShardedSession(Ledger):
             # A resumed search proposes what was measured before once more: such a round says nothing.
             if order.done or order.dropped:
                 state.end_round(order.worked)
+                self._say_if_lost(state, order.error)
             self._note(state)
 
-    def _died(self, member: _Member) -> None:
+    def _died(self, member: Member) -> None:
         """Start a worker anew; what it had under way goes back to all."""
         reason = member.shard.exit_reason()
         number = member.config.number
@@ -424,11 +378,14 @@ class ShardedSession(Ledger):
                 self._deaths[order.index] += 1
                 if self._deaths[order.index] >= _DEADLY:
                     self.states[order.index].finished = f"its search ended {_DEADLY} workers, last {reason}"
+                    self._say_if_lost(self.states[order.index])
         self._holder = {i: holder for i, holder in self._holder.items() if holder != number}
+        # who takes its place has to be told what it had learned
+        self._rows = [(-1 if learner == number else learner, row) for learner, row in self._rows]
         self._buried_s += member.cpu_s
         self._members.remove(member)
         if member.lives > 1:
-            again = _Member(member.config, self._start(member.config), lives=member.lives - 1)
+            again = Member(member.config, self._start(member.config), lives=member.lives - 1)
             self._members.append(again)
         elif not self._members:
             raise TunerError(

@@ -96,9 +96,10 @@ def shard_cores(device: Device, shards: int | str) -> tuple[tuple[int, ...], ...
     if number < 1:
         raise TunerError(f"one worker at least, got {number} shards")
     if number * share > len(cores):
+        smaller = f", or tune for a smaller share: {device.base}@{len(cores) // number}"
         raise TunerError(
             f"{number} shards of {device.name} need {number * share} cores, this process may use {len(cores)}: take "
-            f"fewer shards, or tune for a smaller share, such as {device.base}@{max(1, len(cores) // number)}"
+            f"fewer shards{smaller if number <= len(cores) else ''}"
         )
     return core_groups(cores, share, number)
 

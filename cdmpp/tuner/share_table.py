@@ -95,8 +95,8 @@ def share_table(
     TunerError
         A folder holds no finished tuning, two are of the same share or of different networks, or a share is not here.
     """
+    from cdmpp.tuner.prepare import device_of_this_machine
     from cdmpp.tuner.store import read_settings
-    from cdmpp.tuner.tune import device_of_this_machine
 
     if repeats < 1:
         raise TunerError(f"one repetition at least, got {repeats}")
@@ -176,7 +176,7 @@ def measure_alone(device: str, jobs: Sequence[BuildJob]) -> dict[str, float]:
     """Seconds of programs on a share of this machine, with nothing built or measured beside them."""
     from cdmpp.profiler.engine import CpuEngine
     from cdmpp.profiler.reference import reference_job
-    from cdmpp.tuner.tune import alone_engine_config
+    from cdmpp.tuner.prepare import alone_engine_config
 
     with CpuEngine(alone_engine_config(device), reference_job()) as engine:
         outcomes = list(engine.run(iter(jobs)))

@@ -8,14 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cdmpp.errors import ProgramError, TunerError
+from cdmpp.errors import TunerError
 from cdmpp.tuner.objective import Objective
+from cdmpp.tuner.prepare import (
+    core_groups_of,
+    device_of_this_machine,
+    engine_config,
+    make_cost_model,
+    make_tuners,
+)
 from cdmpp.tuner.results import TaskResult, TuneReport
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
     from cdmpp.predictor import Predictor
-    from cdmpp.profiler.engine import EngineConfig
     from cdmpp.profiler.statistics import SamplingPlan
     from cdmpp.program.network import Network
     from cdmpp.program.types import Task
@@ -153,7 +159,7 @@ def tune(
         target = import_tvm().target.Target(dict(target_device.target))
         tuned, _ = apply_database(fused.module, store.database, target)
         modules = {"untuned": fused.module, "tuned": tuned}
-        cores = _core_groups(target_device, 1)[0]
+        cores = core_groups_of(target_device, 1)[0]
         latency = measure_network(fused, loaded, target_device, modules, cores, realtime=config.realtime)
         report = replace(report, network=latency)
     write_report(report, Path(out))
@@ -230,7 +236,7 @@ def _tune(
 
         guard = make_guard(config.validity, device, config.seed)
     settings = {"network": name, "cost_model": config.cost_model, "seed": config.seed}
-    tuners, weights = _tuners(order_by_work(tasks), device, config, say)
+    tuners, weights = make_tuners(order_by_work(tasks), device, config, say)
     store = TuningStore(out, settings, device, resume)
     try:
         store.open_database(tuners)
@@ -307,7 +313,7 @@ def _run_one(
     from cdmpp.tuner.trimmer import Trimmer
 
     trimmer = Trimmer(cost_model, config.trim) if config.cost_model == "cdmpp" and config.trim else None
-    engine = engine_config(config, device, _core_groups(device, config.workers))
+    engine = engine_config(config, device, core_groups_of(device, config.workers))
     running = contextlib.nullcontext(measurer) if measurer else cpu_measurer(engine)
     with running as found:
         assert found is not None
@@ -347,101 +353,3 @@ def _run_sharded(
             **options,
         )
         return session, session.run()
-
-
-def make_cost_model(config: TuneConfig, device: Device) -> Any:
-    """The cost model that a configuration names."""
-    from cdmpp.program.tvm_env import import_tvm
-
-    import_tvm()
-    from tvm.s_tir.meta_schedule import cost_model
-
-    if config.cost_model == "cdmpp":
-        from cdmpp.tuner.cost_model import CostModel
-
-        return CostModel(config.predictor, device)
-    if config.cost_model == "xgb":
-        return cost_model.XGBModel(
-            extractor="per-store-feature",
-            config=cost_model.xgb_model.XGBConfig(seed=config.seed),
-            verbose_eval=False,
-        )
-    return cost_model.RandomModel(seed=config.seed)
-
-
-def device_of_this_machine(device: str | Device, workers: int = 1) -> Device:
-    """The device, checked to be a CPU share that this process may use `workers` times.
-
-    Raises
-    ------
-    TunerError
-        It is not.
-    """
-    from cdmpp.device import get_device
-
-    found = get_device(device) if isinstance(device, str) else device
-    if found.kind != "cpu":
-        raise TunerError(f"{found.name} is a {found.kind}: tuning measures on CPUs of this machine")
-    here = get_device("this-cpu")
-    if found.base != here.base:
-        raise TunerError(f"{found.name} is not this machine, which is {here.name}")
-    if int(found.share) != found.share:
-        raise TunerError(f"{found.name}: the share of a CPU is a whole number of cores")
-    _core_groups(found, workers)
-    return found
-
-
-def _core_groups(device: Device, workers: int) -> tuple[tuple[int, ...], ...]:
-    from cdmpp.profiler.calibration import core_groups
-    from cdmpp.profiler.machine import usable_cores
-
-    return core_groups(usable_cores(), int(device.share), workers)
-
-
-def engine_config(
-    config: TuneConfig, device: Device, core_groups: tuple[tuple[int, ...], ...]
-) -> EngineConfig:
-    """The profiler of a tuning that measures on these cores; it builds on all that this process may use."""
-    from cdmpp.profiler.engine import EngineConfig
-    from cdmpp.profiler.machine import usable_cores
-    from cdmpp.profiler.statistics import SamplingPlan
-
-    return EngineConfig(
-        target=dict(device.target),
-        core_groups=core_groups,
-        builders=config.builders or len(usable_cores()),
-        build_timeout_s=config.build_timeout_s,
-        run_timeout_s=config.run_timeout_s,
-        plan=config.plan or SamplingPlan(),
-        realtime=config.realtime,
-    )
-
-
-def alone_engine_config(device: str | Device) -> EngineConfig:
-    """An engine that measures programs with nothing built meanwhile, for final latencies."""
-    found = device_of_this_machine(device)
-    config = engine_config(TuneConfig(Objective(1)), found, _core_groups(found, 1))
-    return replace(config, overlap=False)
-
-
-def _tuners(
-    tasks: Sequence[tuple[Task, float]], device: Device, config: TuneConfig, say: Callable[[str], None]
-) -> tuple[list[TaskTuner], list[float]]:
-    """A tuner for every task that has a design space."""
-    tuners, weights = [], []
-    for task, weight in tasks:
-        try:
-            tuners.append(make_tuner(task, device, config))
-            weights.append(weight)
-        except ProgramError as err:
-            say(str(err))
-    if not tuners:
-        raise TunerError("no task has a design space: nothing to tune")
-    return tuners, weights
-
-
-def make_tuner(task: Task, device: Device, config: TuneConfig) -> TaskTuner:
-    """The search of a task; ProgramError where TVM finds no design space."""
-    from cdmpp.tuner.task_tuner import SearchConfig, TaskTuner
-
-    return TaskTuner(task, device, config.search or SearchConfig(), config.seed + 1)

@@ -25,7 +25,7 @@ from cdmpp.tuner.store import (
 )
 from cdmpp.tuner.tune import tune_tasks
 from tests.profiler.programs import matmul_task
-from tests.tuner.tuner_samples import FakeEngine, made_up_latency_s, tune_config
+from tests.tuner.tuner_samples import FakeEngine, made_up_latency_s, tiny_predictor, tune_config
 
 
 def tasks(*sizes: int) -> list[tuple[Task, float]]:
@@ -132,6 +132,16 @@ def test_a_budget_shorter_than_one_measurement(tmp_path: Path) -> None:
 def test_limits_on_measurements_are_kept_to_the_program(tmp_path: Path) -> None:
     report = tuned(FakeEngine(), tmp_path / "t", 50, options={"max_measurements": 8})
     assert report.costs.measurements == 8 and "8 measurements" in report.stopped
+
+
+def test_a_predictor_trained_for_other_devices_is_used_with_its_uncertainty(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        report = tuned(FakeEngine(), tmp_path / "t", 24, options={"predictor": tiny_predictor(), "trim": 0.9})
+    assert caplog.text.count("its predictions are extrapolations until") == 1
+    assert report.costs.trials == 24 and report.costs.measurements > 0
+    assert report.tasks[0].best_s is not None and report.learned["records"] == report.costs.measurements
 
 
 class Interrupt:

@@ -25,12 +25,13 @@ from cdmpp.profiler.engine import Outcome
 from cdmpp.profiler.machine import usable_cores
 from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.types import Task
+from cdmpp.tuner.prepare import device_of_this_machine
 from cdmpp.tuner.results import TuneReport
 from cdmpp.tuner.shard_messages import Failed, ShardConfig
 from cdmpp.tuner.shard_worker import ShardWorker
 from cdmpp.tuner.shards import ProcessShard, Shard, shard_cores
 from cdmpp.tuner.store import DATASET_FOLDER, json_database
-from cdmpp.tuner.tune import TuneConfig, device_of_this_machine, tune_tasks
+from cdmpp.tuner.tune import TuneConfig, tune_tasks
 from tests.profiler.programs import matmul_task
 from tests.tuner.tuner_samples import FakeEngine, made_up_latency_s, tune_config
 
@@ -258,10 +259,11 @@ def test_a_budget_shorter_than_one_measurement(tmp_path: Path) -> None:
     assert report.costs.measurements == 0 and report.tasks[0].best_s is None
 
 
-def test_a_task_whose_programs_all_fail_is_given_up(tmp_path: Path) -> None:
+def test_a_task_whose_programs_all_fail_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     report, _ = sharded(tmp_path / "t", 400, 32, engines=lambda _: FakeEngine(lambda digest: None))
     assert report.stopped == "nothing more to try"
     assert "no program worked" in report.tasks[0].finished and report.tuned_s is None
+    assert caplog.text.count("is given up") == 1 and "(run_error: made up)" in caplog.text
 
 
 def test_the_last_tasks_search_ends_two_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

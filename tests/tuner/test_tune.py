@@ -13,7 +13,8 @@ from cdmpp.errors import TunerError
 from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.network import Network
 from cdmpp.tuner.deployment import apply_database, import_network, measure_network, weighted_tasks
-from cdmpp.tuner.tune import device_of_this_machine, make_cost_model, tune
+from cdmpp.tuner.prepare import device_of_this_machine, make_cost_model
+from cdmpp.tuner.tune import tune
 from tests.tuner.tuner_samples import tune_config
 
 PLAN = SamplingPlan(min_sample_s=0.0005, min_samples=2, max_samples=4)
