@@ -131,6 +131,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--tasks", metavar="FILE", help="profile these tasks only (JSON with 'tasks', or a hash a line)"
     )
+    sub.add_argument(
+        "--unscheduled", action="store_true", help="each task as it is, as an untuned network runs it"
+    )
     sub.add_argument("--programs-of", metavar="DIR", help="measure the programs of this dataset instead")
     sub.add_argument(
         "--limit", type=int, metavar="N", help="with --programs-of: so many, evenly over the tasks"
@@ -274,11 +277,14 @@ def _profile(args: Namespace) -> Any:
     if bool(args.networks) == bool(args.programs_of):
         raise ProfilerError("name networks to profile, or a dataset with --programs-of, not both")
     networks = [n for name in args.networks for n in (zoo_networks() if name == "zoo" else [name])]
+    if args.unscheduled and args.programs_of:
+        raise ProfilerError("--unscheduled measures the tasks of networks, not the programs of a dataset")
     if get_device(args.device).kind == "gpu":
         return run_profile_gpu(args, networks, _console(), _console(err=True))
     workers = args.workers if args.workers == "auto" else _whole("--workers", args.workers)
     config = ProfileConfig(
         programs_per_task=args.programs_per_task,
+        unscheduled=args.unscheduled,
         search_fraction=args.search_fraction,
         workers=workers,
         builders=args.builders,

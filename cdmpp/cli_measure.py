@@ -67,7 +67,7 @@ def run_profile_gpu(args: argparse.Namespace, networks: list[str], console: Cons
     from cdmpp.profiler.cuda_measure import MeasureConfig
     from cdmpp.profiler.profile_gpu import profile_gpu
 
-    for option in ("tasks", "programs_of", "remeasure", "object_cache"):
+    for option in ("tasks", "programs_of", "remeasure", "unscheduled", "object_cache"):
         if getattr(args, option):
             raise ProfilerError(
                 f"--{option.replace('_', '-')} is for CPUs: for a GPU, cdmpp bundle and cdmpp measure have more options"

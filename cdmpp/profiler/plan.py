@@ -221,5 +221,37 @@ class ReplayPlan:
                 yield BuildJob(program, self._source.tasks[program.task_hash], space)
 
 
+class UnscheduledPlan:
+    """Every task as it is, without a schedule: what an untuned network runs.
+
+    Parameters
+    ----------
+    tasks
+        The tasks; those of few operations come first.
+    """
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self.tasks = sorted(tasks, key=lambda task: (task.flops, task.hash))
+        self._measured: set[str] = set()
+
+    @property
+    def total(self) -> int:
+        """Programs that will be measured, one a task."""
+        return len(self.tasks)
+
+    def learn(self, program: Program, latency_s: float | None) -> None:
+        """Take note of a program that was measured in an earlier run: it is not measured again."""
+        self._measured.add(program.hash)
+
+    def done(self, outcome: Outcome) -> None:
+        """Nothing to do: what comes next does not depend on outcomes."""
+
+    def jobs(self) -> Iterator[BuildJob | None]:
+        """The tasks, one by one."""
+        for task in self.tasks:
+            if task.hash not in self._measured:
+                yield BuildJob(Program(task.hash, task.hash, None, "", "unscheduled"), task, None)
+
+
 def _seed(*parts: object) -> int:
     return zlib.crc32(":".join(map(str, parts)).encode()) % (2**31 - 2) + 1

@@ -19,7 +19,7 @@ from cdmpp.errors import DatasetError, ProfilerError
 from cdmpp.profiler.calibration import Calibration, calibrate, core_groups
 from cdmpp.profiler.engine import CpuEngine, EngineConfig, Outcome
 from cdmpp.profiler.machine import usable_cores
-from cdmpp.profiler.plan import ReplayPlan, TaskPlan
+from cdmpp.profiler.plan import ReplayPlan, TaskPlan, UnscheduledPlan
 from cdmpp.profiler.statistics import SamplingPlan
 
 if TYPE_CHECKING:
@@ -34,9 +34,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """Options of :func:`profile`; see there and :class:`~cdmpp.profiler.engine.EngineConfig`."""
+    """Options of :func:`profile`; see there and :class:`~cdmpp.profiler.engine.EngineConfig`.
+
+    ``unscheduled`` measures each task as it is in place of drawing programs of it.
+    """
 
     programs_per_task: int = 64
+    unscheduled: bool = False
     search_fraction: float = 0.25
     workers: int | str = "auto"
     builders: int | None = None
@@ -140,7 +144,7 @@ def profile(
     if (path / "meta.json").exists() and not (resume or remeasure):
         raise DatasetError(f"{path} holds a dataset already: go on with --resume, or choose another folder")
 
-    plan: TaskPlan | ReplayPlan
+    plan: TaskPlan | ReplayPlan | UnscheduledPlan
     families: dict[str, str] = {}
     if programs_of is not None:
         source = Dataset.open(programs_of)
@@ -150,12 +154,16 @@ def profile(
             raise ProfilerError("re-measuring needs a limit: how many programs?")
     else:
         chosen, families = _tasks(networks, tasks, path, say)
-        plan = TaskPlan(
-            chosen,
-            config.programs_per_task,
-            search_fraction=config.search_fraction,
-            num_cores=threads,
-            seed=config.seed,
+        plan = (
+            UnscheduledPlan(chosen)
+            if config.unscheduled
+            else TaskPlan(
+                chosen,
+                config.programs_per_task,
+                search_fraction=config.search_fraction,
+                num_cores=threads,
+                seed=config.seed,
+            )
         )
     if not plan.tasks:
         raise ProfilerError("no task to profile")
@@ -164,7 +172,7 @@ def profile(
         if not remeasure:
             for program, latency_s in _known(dataset, target_device.name):
                 plan.learn(program, latency_s)
-        if isinstance(plan, TaskPlan) and tasks is None:
+        if not isinstance(plan, ReplayPlan) and tasks is None:
             # A task is stored before it is measured, so that a resumed run need not import the networks again.
             for task in plan.tasks:
                 dataset.add_task(task)
@@ -222,7 +230,7 @@ class _Measuring:
         self,
         dataset: Dataset,
         device: str,
-        plan: TaskPlan | ReplayPlan,
+        plan: TaskPlan | ReplayPlan | UnscheduledPlan,
         session: str,
         workers: int,
         threads: int,
@@ -368,7 +376,7 @@ def _degree(
     config: ProfileConfig,
     engine_config: EngineConfig,
     reference: BuildJob,
-    plan: TaskPlan | ReplayPlan,
+    plan: TaskPlan | ReplayPlan | UnscheduledPlan,
     threads: int,
     say: Callable[[str], None],
 ) -> tuple[int, Calibration | None]:
@@ -394,14 +402,14 @@ def _degree(
     return calibration.degree, calibration
 
 
-def _calibration_jobs(plan: TaskPlan | ReplayPlan, n: int, seed: int) -> list[BuildJob]:
+def _calibration_jobs(plan: TaskPlan | ReplayPlan | UnscheduledPlan, n: int, seed: int) -> list[BuildJob]:
     """A few programs of tasks spread over the range of work."""
     import itertools
 
     from cdmpp.profiler.build import BuildJob
     from cdmpp.program.space import iter_spaces
 
-    if isinstance(plan, ReplayPlan):
+    if not isinstance(plan, TaskPlan):
         jobs = [j for j in plan.jobs() if j is not None]
         return jobs[:: max(1, len(jobs) // n)][:n]
     ordered = sorted(plan.tasks, key=lambda t: t.flops)

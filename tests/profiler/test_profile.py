@@ -65,6 +65,18 @@ def test_an_existing_dataset_is_not_touched_without_resume(mlp: Path) -> None:
         profile(["mlp"], out=mlp, config=QUICK)
 
 
+def test_tasks_as_they_are(mlp: Path, tmp_path: Path) -> None:
+    config = ProfileConfig(**{**QUICK.__dict__, "unscheduled": True})
+    report = profile(["mlp"], out=tmp_path / "d", config=config)
+    dataset = Dataset.open(tmp_path / "d")
+    assert report.ok == len(dataset.records) == len(dataset.tasks)
+    assert set(dataset.records["origin"]) == {"unscheduled"}
+    assert set(dataset.programs) == set(dataset.tasks) == set(Dataset.open(mlp).tasks)
+    assert all(program.space_hash is None for program in dataset.programs.values())
+    again = profile(["mlp"], out=tmp_path / "d", config=config, resume=True)
+    assert again.new == 0
+
+
 def test_the_same_programs_on_another_device(mlp: Path, tmp_path: Path) -> None:
     config = ProfileConfig(**{**QUICK.__dict__, "limit": 6})
     report = profile(device="this-cpu.x86-64-v2@1", programs_of=mlp, out=tmp_path / "v2", config=config)
@@ -134,7 +146,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, number: int) -> None:
 
 
 def test_devices_that_are_not_here_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ProfilerError, match="measure them there"):
+    with pytest.raises(ProfilerError, match="those of another"):
         profile(["mlp"], device="h200", out=tmp_path / "a", config=QUICK)
     with pytest.raises(UnknownDeviceError, match="it has"):
         profile(["mlp"], device="this-cpu@4096", out=tmp_path / "b", config=QUICK)
