@@ -60,8 +60,10 @@ class Results:
         self.content: dict[str, Any] = {"notes": notes, "devices": {}, "goals": {}}
         if path is not None and path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
-            if before["notes"]["options"] != notes["options"]:
-                sys.exit(f"{path} holds results of other options: {before['notes']['options']}")
+            then, now = before["notes"]["options"], notes["options"]
+            differ = [key for key in {**then, **now} if then.get(key) != now.get(key)]
+            if differ:
+                sys.exit(f"{path} holds results of another {', '.join(differ)}: choose another file")
             self.content["devices"] = before["devices"]
 
     def of(self, device: str) -> dict[str, Any]:
