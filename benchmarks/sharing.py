@@ -2,6 +2,7 @@
 
     python benchmarks/sharing.py --out runs/bench-sharing --json sharing.json            # under 20 minutes on two idle cores
     python benchmarks/sharing.py --table --out runs/bench-sharing --json sharing.json    # and tuned-at-share x run-at-share
+    python benchmarks/sharing.py --records data/xeon-cascadelake-1core data/xeon-cascadelake-2cores
     python benchmarks/sharing.py --quick --out /tmp/bench-sharing                        # does it run? figures mean nothing
 
 The tasks of a network are tuned from nothing, with the same search, seed and number of trials, in three ways:
@@ -18,6 +19,9 @@ was interrupted is begun anew, its time would mean nothing).
 
 The best program of every task and tuning is measured again at the end, alone, all by one procedure; ``final_latency_ratio`` is
 sharded over one, the geometric mean over the repetitions.
+
+``--table`` tunes the network at every share and runs what was found at every share; ``--records`` only asks datasets of the
+same programs at several shares how slow the best of one share is at another.
 """
 
 from __future__ import annotations
@@ -57,10 +61,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=3, metavar="N", help="with a seed each")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of the final measurements")
     parser.add_argument("--table", action="store_true", help="tune at every share, run at every share")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument(
+        "--records",
+        nargs="+",
+        metavar="DIR",
+        help="only: what is best at a share of the records, at the other",
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="of tunings and results")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--quick", action="store_true", help="does it run: few trials, one repetition")
     args = parser.parse_args()
+    if args.out is None and not args.records:
+        parser.error("--out is needed")
     if args.quick:
         args.predictor, args.trials, args.batch, args.population = "none", 8, 4, 16
         args.generations, args.repetitions, args.repeats = 1, 1, 1
@@ -185,8 +197,28 @@ def tune_shares(args: argparse.Namespace, tasks: Sequence[tuple[Task, float]]) -
     return table.to_json()
 
 
+def compare_records(args: argparse.Namespace) -> None:
+    """Print and write what records of several shares, of CPUs or GPUs, say."""
+    from dataclasses import asdict
+
+    from cdmpp.dataset import load_datasets
+    from cdmpp.tuner.share_table import best_elsewhere
+
+    cells = best_elsewhere(load_datasets(args.records).records)
+    for cell in cells:
+        print(
+            f"best at {cell.best_at}, run at {cell.run_at}: {cell.ratio:.3f} times as slow as the best there "
+            f"(worst of {cell.tasks} tasks {cell.worst:.2f})"
+        )
+    if args.json:
+        args.json.write_text(json.dumps([asdict(cell) for cell in cells], indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> int:
     args = arguments()
+    if args.records:
+        compare_records(args)
+        return 0
     from cdmpp.program.network import load_network
     from cdmpp.tuner.deployment import import_network, weighted_tasks
     from cdmpp.tuner.objective import geometric_mean

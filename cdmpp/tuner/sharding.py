@@ -21,7 +21,7 @@ from cdmpp.errors import ProgramError, TunerError
 from cdmpp.profiler.build import BuildJob
 from cdmpp.program.space import unscheduled
 from cdmpp.tuner.ledger import Ledger, Progress
-from cdmpp.tuner.scheduler import next_task, promise
+from cdmpp.tuner.scheduler import TaskState, next_task, promise
 from cdmpp.tuner.shard_members import LIVES, Member, Order
 from cdmpp.tuner.shard_messages import (
     Ended,
@@ -297,8 +297,7 @@ class ShardedSession(Ledger):
         assert order.index is not None
         state = self.states[order.index]
         if found.hashes is None:
-            state.finished = "its space gives no more valid programs"
-            self._say_if_lost(state)
+            self._give_up(state, "its space gives no more valid programs")
             return
         worth = {h: w for h, w in zip(found.hashes, found.worth, strict=True) if h not in self._known}
         candidates = list(worth)[: order.room]
@@ -358,7 +357,7 @@ class ShardedSession(Ledger):
         if order.index is not None:
             state = self.states[order.index]
             # A resumed search proposes what was measured before once more: such a round says nothing.
-            if order.done or order.dropped:
+            if not state.finished and (order.done or order.dropped):
                 state.end_round(order.worked)
                 self._say_if_lost(state, order.error)
             self._note(state)
@@ -377,8 +376,8 @@ class ShardedSession(Ledger):
             if order.searching and order.index is not None:
                 self._deaths[order.index] += 1
                 if self._deaths[order.index] >= _DEADLY:
-                    self.states[order.index].finished = f"its search ended {_DEADLY} workers, last {reason}"
-                    self._say_if_lost(self.states[order.index])
+                    why = f"its search ended {_DEADLY} workers, last {reason}"
+                    self._give_up(self.states[order.index], why)
         self._holder = {i: holder for i, holder in self._holder.items() if holder != number}
         # who takes its place has to be told what it had learned
         self._rows = [(-1 if learner == number else learner, row) for learner, row in self._rows]
@@ -392,6 +391,12 @@ class ShardedSession(Ledger):
                 f"no worker of the tuning stays alive, the last one {reason}; what was measured is kept: "
                 "go on with --resume"
             )
+
+    def _give_up(self, state: TaskState, why: str) -> None:
+        """End a task, once."""
+        if not state.finished:
+            state.finished = why
+            self._say_if_lost(state)
 
     def _keep_learned(self) -> None:
         """Let this side's cost model know what the workers' learned."""

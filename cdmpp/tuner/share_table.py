@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from cdmpp.errors import TunerError
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from cdmpp.profiler.build import BuildJob
 
 #: Measures jobs alone on a device: program -> seconds, of those that run.
@@ -123,6 +125,72 @@ def share_table(
                 missing = any(s is None for _, s in parts)
                 sums[name, device].append(None if missing else sum(w * s for w, s in parts if s is not None))
     return ShareTable(tuple(tuned_at), tuple(devices), len(common), _cells(tuned_at, devices, sums))
+
+
+@dataclass(frozen=True)
+class RecordsCell:
+    """The best programs of one share among records, at another.
+
+    Attributes
+    ----------
+    best_at, run_at
+        Devices with their shares.
+    ratio
+        Latency at ``run_at`` of what is fastest at ``best_at`` over that of what is fastest at ``run_at``, geometric mean
+        over the tasks.
+    worst
+        The largest of a task.
+    tasks
+        How many.
+    """
+
+    best_at: str
+    run_at: str
+    ratio: float
+    worst: float
+    tasks: int
+
+
+def best_elsewhere(records: pd.DataFrame, least: int = 4) -> list[RecordsCell]:
+    """The same question asked of records of the same programs at several shares, of CPUs or GPUs; nothing is measured.
+
+    What is fastest at a share is chosen by the same labels that it is compared by, so noise makes ratios some percent too
+    large.
+
+    Parameters
+    ----------
+    records
+        Of :attr:`cdmpp.dataset.Dataset.records`.
+    least
+        Programs of a task that all devices have run, at least; tasks with fewer are left out.
+
+    Raises
+    ------
+    TunerError
+        Less than two devices, or no task with so many programs.
+    """
+    from cdmpp.tuner.objective import geometric_mean
+
+    frame = records[(records["status"] == "ok") & (records["origin"] != "unscheduled")]
+    latency = frame.pivot_table(
+        index=["task", "program"], columns="device", values="latency_s", aggfunc="min"
+    )
+    latency = latency.dropna()
+    latency = latency[latency.groupby("task")[latency.columns[:1]].transform("size") >= least]
+    devices = [str(name) for name in latency.columns]
+    if len(devices) < 2 or latency.empty:
+        raise TunerError(
+            f"no task has {least} programs that ran on two devices; there are {', '.join(devices)}"
+        )
+    by_task = latency.groupby("task")
+    best = {device: by_task[device].idxmin() for device in devices}
+    cells = []
+    for chosen in devices:
+        for run in devices:
+            own = latency[run].loc[best[run].to_numpy()].to_numpy()
+            ratios = latency[run].loc[best[chosen].to_numpy()].to_numpy() / own
+            cells.append(RecordsCell(chosen, run, geometric_mean(ratios), float(ratios.max()), len(ratios)))
+    return cells
 
 
 def _cells(

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from cdmpp.cli_tune import devices_with_shares
@@ -15,7 +16,7 @@ from cdmpp.profiler.machine import usable_cores
 from cdmpp.tuner.measure import Measurer
 from cdmpp.tuner.prepare import device_of_this_machine
 from cdmpp.tuner.report import write_report
-from cdmpp.tuner.share_table import best_programs, share_table
+from cdmpp.tuner.share_table import best_elsewhere, best_programs, share_table
 from cdmpp.tuner.tune import tune_tasks
 from tests.profiler.programs import matmul_task
 from tests.tuner.tuner_samples import FakeEngine, made_up_latency_s, tune_config
@@ -116,6 +117,37 @@ def test_tunings_that_do_not_belong_together(tunings: dict[str, Path], tmp_path:
             share_table([first, second], ["this-cpu@1"])
     finally:
         settings.write_text(text)
+
+
+def frame_of(rows: Sequence[tuple[str, str, str, float | None]]) -> pd.DataFrame:
+    """Records of (device, task, program, seconds)."""
+    frame = pd.DataFrame(rows, columns=["device", "task", "program", "latency_s"])
+    status = ["ok" if latency_s is not None else "run_error" for latency_s in frame["latency_s"].tolist()]
+    return frame.assign(status=status, origin="sampled")
+
+
+def test_what_records_say_of_shares() -> None:
+    """Known answer: in one task the fastest of each share is 1.5 and 2 times as slow at the other, in one it is the same."""
+    rows: list[tuple[str, str, str, float | None]] = [
+        *(("gpu", "t", f"p{i}", s) for i, s in enumerate((1.0, 2.0, 3.0))),
+        *(("gpu@0.5", "t", f"p{i}", s) for i, s in enumerate((6.0, 4.0, 9.0))),
+        *(("gpu", "u", f"q{i}", s) for i, s in enumerate((1.0, 2.0, 3.0))),
+        *(("gpu@0.5", "u", f"q{i}", s) for i, s in enumerate((2.0, 4.0, 6.0))),
+        ("gpu", "t", "only here", 0.1),
+        ("gpu@0.5", "u", "q9", 0.1),
+        ("gpu", "u", "q9", None),
+        *((device, "few", "r", 1.0) for device in ("gpu", "gpu@0.5")),
+    ]
+    cells = {(c.best_at, c.run_at): c for c in best_elsewhere(frame_of(rows), least=3)}
+    assert all(cell.tasks == 2 for cell in cells.values())
+    assert cells["gpu", "gpu"].ratio == cells["gpu@0.5", "gpu@0.5"].ratio == 1.0
+    assert cells["gpu", "gpu@0.5"].ratio == pytest.approx(1.5**0.5)
+    assert cells["gpu", "gpu@0.5"].worst == pytest.approx(1.5)
+    assert cells["gpu@0.5", "gpu"].ratio == pytest.approx(2.0**0.5)
+    with pytest.raises(TunerError, match="no task has 4 programs"):
+        best_elsewhere(frame_of(rows))
+    with pytest.raises(TunerError, match="ran on two devices; there are gpu"):
+        best_elsewhere(frame_of([row for row in rows if row[0] == "gpu"]), least=3)
 
 
 def test_shares_on_the_command_line() -> None:
