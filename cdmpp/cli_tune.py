@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from cdmpp.tuner.ledger import Progress
     from cdmpp.tuner.results import TuneReport
     from cdmpp.tuner.share_table import ShareTable
+    from cdmpp.tuner.validity import ValidityModel
 
 
 def add_tune_arguments(sub: argparse.ArgumentParser) -> None:
@@ -105,6 +106,13 @@ def devices_with_shares(device: str, shares: str | None) -> list[str]:
     return [f"{base}@{share.strip()}" for share in shares.split(",")]
 
 
+def _validity(text: str | None) -> ValidityModel | str | None:
+    """A model is read at once, so that a wrong folder is heard of before the network is imported."""
+    from cdmpp.tuner.validity import ValidityModel
+
+    return text if text is None or text == "online" else ValidityModel.load(text)
+
+
 def run_tune(args: argparse.Namespace, console: Console, errors: Console) -> dict[str, Any]:
     """Tune, with progress on ``errors``; show what it gave on ``console``."""
     devices = devices_with_shares(args.device, args.share)
@@ -141,7 +149,7 @@ def _tune_at(
         cost_model=args.cost_model,
         predictor=None if args.predictor == "none" else args.predictor,
         trim=None if args.no_trim else args.trim,
-        validity=args.validity,
+        validity=_validity(args.validity),
         batch=args.batch,
         search=SearchConfig(args.population, args.generations),
         seed=args.seed,

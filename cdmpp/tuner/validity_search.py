@@ -80,11 +80,10 @@ class ValidityGuard:
 
     def probability(self, context: Any, measures: Sequence[Any]) -> FloatArray:
         """P(valid) of MetaSchedule's candidates of one task, float64 (n,); 1 for what has no AST to judge by."""
-        rows = self._encode(context, measures)
-        known = [i for i, row in enumerate(rows) if row is not None]
-        out = np.ones(len(rows))
-        if known:
-            out[known] = self.validity.predict(np.stack([rows[i] for i in known]))  # type: ignore[arg-type]
+        known, features = self._encode(context, measures)
+        out = np.ones(len(measures))
+        if features is not None:
+            out[known] = self.validity.predict(features)
         return out
 
     def worth(self, context: Any, measures: Sequence[Any]) -> NDArray[np.bool_]:
@@ -99,10 +98,9 @@ class ValidityGuard:
 
     def learn(self, context: Any, measures: Sequence[Any], worked: Sequence[bool]) -> None:
         """Take what became of candidates of one task."""
-        hashes, rows = _hashes(measures), self._encode(context, measures)
-        known = [i for i, row in enumerate(rows) if row is not None]
-        if known:
-            features = np.stack([rows[i] for i in known])  # type: ignore[arg-type]
+        hashes = _hashes(measures)
+        known, features = self._encode(context, measures)
+        if features is not None:
             self.validity.learn([hashes[i] for i in known], features, [worked[i] for i in known])
 
     def initial(self, tuner: TaskTuner, n: int, cost_model: Any = None) -> list[Candidate]:
@@ -110,11 +108,9 @@ class ValidityGuard:
         model with a trained predictor foresees."""
         candidates = tuner.sample(self._sampled, self._seed)
         measures = [candidate.measure for candidate in candidates]
-        rows = self._encode(tuner.context, measures)
-        usable = [i for i, row in enumerate(rows) if row is not None]
-        if not usable:
+        usable, features = self._encode(tuner.context, measures)
+        if features is None:
             return candidates[:n]
-        features = np.stack([rows[i] for i in usable])  # type: ignore[arg-type]
         log_s = None
         if getattr(cost_model, "pretrained", False):
             log_s = np.log(cost_model.predict_s(tuner.context, [measures[i] for i in usable]))
@@ -133,8 +129,8 @@ class ValidityGuard:
         # TVM's models may predict slightly negative throughputs.
         return np.where(p < self._skip_below, 0.0, p * np.maximum(scores, 0.0))
 
-    def _encode(self, context: Any, measures: Sequence[Any]) -> list[NDArray[np.float32] | None]:
-        """Features, from the cache where they are there; None for what cannot be read."""
+    def _encode(self, context: Any, measures: Sequence[Any]) -> tuple[list[int], NDArray[np.float32] | None]:
+        """Numbers of the candidates that can be read, and their features, from the cache where they are there."""
         hashes = _hashes(measures)
         missing = {
             h: m.sch.mod["main"] for h, m in zip(hashes, measures, strict=True) if h not in self._features
@@ -142,12 +138,12 @@ class ValidityGuard:
         if missing:
             builder = self._builders.setdefault(structural_hash(context.mod["main"]), AstBuilder())
             self._features.update(zip(missing, self._compute(builder, list(missing.values())), strict=True))
-        found = [self._features[h] for h in hashes]
+        found = [(i, row) for i, h in enumerate(hashes) if (row := self._features[h]) is not None]
         for digest in hashes:
             self._features.move_to_end(digest)
         while len(self._features) > _CACHED:
             self._features.popitem(last=False)
-        return found
+        return [i for i, _ in found], np.stack([row for _, row in found]) if found else None
 
     def _compute(self, builder: AstBuilder, funcs: list[Any]) -> list[NDArray[np.float32] | None]:
         try:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cdmpp.cli import main
 from cdmpp.dataset import Dataset
 from cdmpp.device import get_device
 from cdmpp.errors import PredictorError, ProgramError, TunerError
@@ -303,3 +304,13 @@ def test_settings_it_refuses(tmp_path: Path) -> None:
     assert make_guard("online", get_device("this-cpu@1"), 0) is not None
     with pytest.raises(TunerError, match="shards"):
         tune_config(6, validity="online", shards=2)
+
+
+def test_a_folder_without_a_model_is_said_before_anything_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["tune", "mlp", "--device", "this-cpu@1", "--trials", "4", "--out", str(tmp_path / "t")]
+    assert main([*command, "--validity", str(tmp_path)]) == 2
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == 1 and "holds no validity model" in err[0]
+    assert not (tmp_path / "t").exists()
