@@ -8,7 +8,8 @@ ranks all configurations of every kernel on this one. A method is an order in wh
 
 * ``cdmpp``: the predicted order;
 * ``cdmpp_online``: the same, corrected after every ``--batch`` measurements as ``cdmpp tune`` does;
-* ``nearest``: the order measured on the GPU whose features are nearest, the best configuration there first;
+* ``nearest``: the order measured on the GPU whose features are nearest of those that ran the kernel, the best configuration
+  there first; what was not measured there (``n_measured_on_nearest`` was) comes last;
 * ``others``: the order of the mean slowdown (against the GPU's best) on all other GPUs: a table, no predictor;
 * ``random``: without knowledge; expectation and median, computed.
 
@@ -212,6 +213,7 @@ def evaluate_case(
         "n_failed": int((~works).sum()),
         "n_within_5_percent": int(nearly_best(latency_s).sum()),
         "nearest_gpu": near,
+        "n_measured_on_nearest": int((~np.isnan(elsewhere[near])).sum()),
         "measurements": {**measurements, "random_expected": expected, "random_median": median},
         "top1_regret": {name: regret_in_order(latency_s, order) for name, order in orders.items()},
         "spearman": {
