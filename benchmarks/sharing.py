@@ -42,7 +42,7 @@ from tuning import Results, described
 
 if TYPE_CHECKING:
     from cdmpp.program.types import Task
-    from cdmpp.tuner.tune import TuneConfig
+    from cdmpp.tuner.tuning import TuneConfig
 
 #: Ways to tune, with the number of shards of each.
 WAYS: dict[str, int | str | None] = {"one": 1, "sharded": "auto", "pipeline": None}
@@ -82,7 +82,7 @@ def arguments() -> argparse.Namespace:
 def tune_config(args: argparse.Namespace, seed: int, shards: int | str | None) -> TuneConfig:
     from cdmpp.tuner.objective import Objective
     from cdmpp.tuner.task_tuner import SearchConfig
-    from cdmpp.tuner.tune import TuneConfig
+    from cdmpp.tuner.tuning import TuneConfig
 
     return TuneConfig(
         Objective(args.trials),
@@ -107,7 +107,7 @@ def tune_once(
 ) -> dict[str, Any]:
     """Tune the network in one way; the row says how long it took and what it found."""
     from cdmpp.tuner.report import write_report
-    from cdmpp.tuner.tune import tune_tasks
+    from cdmpp.tuner.tuning import tune_tasks
 
     row = results.find(way=way, seed=seed)
     if row is not None:
@@ -172,7 +172,7 @@ def tune_shares(args: argparse.Namespace, tasks: Sequence[tuple[Task, float]]) -
     from cdmpp.profiler.machine import usable_cores
     from cdmpp.tuner.report import write_report
     from cdmpp.tuner.share_table import share_table
-    from cdmpp.tuner.tune import tune_tasks
+    from cdmpp.tuner.tuning import tune_tasks
 
     base = args.device.partition("@")[0]
     cores = len(usable_cores())

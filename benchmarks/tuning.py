@@ -157,7 +157,7 @@ def tune_alone(
     """Tune one task; the row says how, what was found, and the best label after each trial."""
     from cdmpp.tuner.objective import Objective
     from cdmpp.tuner.task_tuner import SearchConfig
-    from cdmpp.tuner.tune import TuneConfig, tune_tasks
+    from cdmpp.tuner.tuning import TuneConfig, tune_tasks
 
     key = {"task": task.hash, "run": name, "seed": options["seed"]}
     row = results.find(**key)
@@ -287,7 +287,7 @@ def tune_networks(args: argparse.Namespace, predictor: Predictor, results: Resul
     """One small network end to end with every cost model and seed."""
     from cdmpp.tuner.objective import Objective
     from cdmpp.tuner.task_tuner import SearchConfig
-    from cdmpp.tuner.tune import TuneConfig, tune
+    from cdmpp.tuner.tuning import TuneConfig, tune
 
     rows = []
     for seed in args.seeds if args.network else ():

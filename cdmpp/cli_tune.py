@@ -135,7 +135,7 @@ def _tune_at(
 ) -> TuneReport:
     from cdmpp.tuner.objective import Objective, parse_duration, parse_fraction
     from cdmpp.tuner.task_tuner import SearchConfig
-    from cdmpp.tuner.tune import TuneConfig, tune
+    from cdmpp.tuner.tuning import TuneConfig, tune
 
     gain = args.stop_when_gain_per_minute_below
     objective = Objective(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cdmpp.tuner.objective import Objective
     from cdmpp.tuner.online import Anchors
     from cdmpp.tuner.results import TuneReport
-    from cdmpp.tuner.tune import TuneConfig, tune, tune_tasks
+    from cdmpp.tuner.tuning import TuneConfig, tune, tune_tasks
     from cdmpp.tuner.validity import ValidityModel, train_validity
 
 _HOME = {
@@ -23,14 +23,14 @@ _HOME = {
     "CostModel": "cdmpp.tuner.cost_model",
     "Measurer": "cdmpp.tuner.measure",
     "Objective": "cdmpp.tuner.objective",
-    "TuneConfig": "cdmpp.tuner.tune",
+    "TuneConfig": "cdmpp.tuner.tuning",
     "TuneReport": "cdmpp.tuner.results",
     "ValidityModel": "cdmpp.tuner.validity",
     "builder_and_runner": "cdmpp.tuner.metaschedule",
     "cpu_measurer": "cdmpp.tuner.measure",
     "train_validity": "cdmpp.tuner.validity",
-    "tune": "cdmpp.tuner.tune",
-    "tune_tasks": "cdmpp.tuner.tune",
+    "tune": "cdmpp.tuner.tuning",
+    "tune_tasks": "cdmpp.tuner.tuning",
 }
 
 __all__ = [

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cdmpp.profiler.engine import EngineConfig
     from cdmpp.program.types import Task
     from cdmpp.tuner.task_tuner import TaskTuner
-    from cdmpp.tuner.tune import TuneConfig
+    from cdmpp.tuner.tuning import TuneConfig
 
 
 def make_cost_model(config: TuneConfig, device: Device) -> Any:

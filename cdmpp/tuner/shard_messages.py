@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cdmpp.program.types import Program, Space, Task
     from cdmpp.tuner.measure import Engine
     from cdmpp.tuner.online import Row
-    from cdmpp.tuner.tune import TuneConfig
+    from cdmpp.tuner.tuning import TuneConfig
 
 
 def cpu_engine(config: EngineConfig) -> Engine:

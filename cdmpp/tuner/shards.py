@@ -19,7 +19,7 @@ from cdmpp.tuner.shard_worker import serve_shard
 if TYPE_CHECKING:
     from cdmpp.device import Device
     from cdmpp.program.types import Task
-    from cdmpp.tuner.tune import TuneConfig
+    from cdmpp.tuner.tuning import TuneConfig
 
 #: As many workers as shares fit on the device.
 AUTO = "auto"

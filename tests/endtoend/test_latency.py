@@ -153,7 +153,7 @@ def test_the_best_of_random_programs(branches: NetworkTasks) -> None:
 def test_the_schedules_of_a_database(branches: NetworkTasks, tmp_path: Path) -> None:
     from cdmpp.device import get_device
     from cdmpp.tuner.measure import Measurer
-    from cdmpp.tuner.tune import tune_tasks
+    from cdmpp.tuner.tuning import tune_tasks
     from tests.tuner.tuner_samples import FakeEngine, tune_config
 
     tuned = next(task for task in branches.tasks.values() if task.name.endswith("tanh"))

@@ -23,7 +23,7 @@ from cdmpp.tuner.store import (
     WORKLOAD_FILE,
     json_database,
 )
-from cdmpp.tuner.tune import tune_tasks
+from cdmpp.tuner.tuning import tune_tasks
 from tests.profiler.programs import matmul_task
 from tests.tuner.tuner_samples import FakeEngine, made_up_latency_s, tiny_predictor, tune_config
 

@@ -31,7 +31,7 @@ from cdmpp.tuner.shard_messages import Failed, ShardConfig
 from cdmpp.tuner.shard_worker import ShardWorker
 from cdmpp.tuner.shards import ProcessShard, Shard, shard_cores
 from cdmpp.tuner.store import DATASET_FOLDER, json_database
-from cdmpp.tuner.tune import TuneConfig, tune_tasks
+from cdmpp.tuner.tuning import TuneConfig, tune_tasks
 from tests.profiler.programs import matmul_task
 from tests.tuner.tuner_samples import FakeEngine, made_up_latency_s, tune_config
 

@@ -17,7 +17,7 @@ from cdmpp.tuner.measure import Measurer
 from cdmpp.tuner.prepare import device_of_this_machine
 from cdmpp.tuner.report import write_report
 from cdmpp.tuner.share_table import best_elsewhere, best_programs, share_table
-from cdmpp.tuner.tune import tune_tasks
+from cdmpp.tuner.tuning import tune_tasks
 from tests.profiler.programs import matmul_task
 from tests.tuner.tuner_samples import FakeEngine, made_up_latency_s, tune_config
 

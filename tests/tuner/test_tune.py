@@ -14,7 +14,7 @@ from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.network import Network
 from cdmpp.tuner.deployment import apply_database, import_network, measure_network, weighted_tasks
 from cdmpp.tuner.prepare import device_of_this_machine, make_cost_model
-from cdmpp.tuner.tune import tune
+from cdmpp.tuner.tuning import tune
 from tests.tuner.tuner_samples import tune_config
 
 PLAN = SamplingPlan(min_sample_s=0.0005, min_samples=2, max_samples=4)
@@ -110,3 +110,11 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "give the share once" in error_of("--trials", "9", "--share", "2")
     assert "cost_model cdmpp, not random" in error_of("--trials", "9", "--cost-model", "random", "--resume")
     assert "no folder of earlier records" in error_of("--trials", "9", "--warm-start", str(tmp_path / "no"))
+
+
+def test_the_function_is_what_its_name_says_whatever_was_imported_before() -> None:
+    import cdmpp.tuner
+    import cdmpp.tuner.tuning
+
+    assert cdmpp.tuner.tune is tune
+    assert cdmpp.tuner.tuning.tune is tune

@@ -24,7 +24,7 @@ from cdmpp.tuner.measure import Measurer
 from cdmpp.tuner.results import TuneReport
 from cdmpp.tuner.store import DATASET_FOLDER
 from cdmpp.tuner.task_tuner import TaskTuner
-from cdmpp.tuner.tune import tune_tasks
+from cdmpp.tuner.tuning import tune_tasks
 from cdmpp.tuner.validity_online import OnlineValidity
 from cdmpp.tuner.validity_population import initial_population
 from cdmpp.tuner.validity_search import GuardedModel, ValidityGuard, make_guard

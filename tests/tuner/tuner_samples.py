@@ -17,7 +17,7 @@ from cdmpp.profiler.build import BuildJob
 from cdmpp.profiler.engine import Outcome
 from cdmpp.tuner.objective import Objective
 from cdmpp.tuner.task_tuner import SearchConfig
-from cdmpp.tuner.tune import TuneConfig
+from cdmpp.tuner.tuning import TuneConfig
 
 #: A search that takes a third of a second a round.
 SEARCH = SearchConfig(population=24, generations=1)
