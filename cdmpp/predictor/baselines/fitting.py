@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.baselines.base import LatencyModel
-from cdmpp.predictor.config import Config, LabelConfig, LossConfig, TrainConfig
+from cdmpp.predictor.config import Config, LabelConfig, LossConfig, ModelConfig, TrainConfig
 
 if TYPE_CHECKING:
     import torch
@@ -91,7 +91,9 @@ class NetworkModel(LatencyModel):
         from cdmpp.predictor.run import prepare
         from cdmpp.predictor.trainer import seeded, torch_threads
 
-        inputs = prepare(Config(label=LabelConfig(transform=self.label)), data, split)
+        # the baselines are what others published: they do not see what we compute of program and device together
+        config = Config(model=ModelConfig(pairs=False), label=LabelConfig(transform=self.label))
+        inputs = prepare(config, data, split)
         self.encoder_, self.transform_ = inputs.encoder, inputs.transform
         train, valid = (inputs.arrays.take(np.asarray(rows)) for rows in (split.train, split.valid))
         with seeded(self.train.seed):
