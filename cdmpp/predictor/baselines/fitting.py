@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.baselines.base import LatencyModel
-from cdmpp.predictor.config import Config, LabelConfig, LossConfig, ModelConfig, TrainConfig
+from cdmpp.predictor.config import LossConfig, TrainConfig, config_from_dict
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +92,7 @@ class NetworkModel(LatencyModel):
         from cdmpp.predictor.trainer import seeded, torch_threads
 
         # the baselines are what others published: they do not see what we compute of program and device together
-        config = Config(model=ModelConfig(pairs=False), label=LabelConfig(transform=self.label))
+        config = config_from_dict({"model": {"pairs": False}, "label": {"transform": self.label}})
         inputs = prepare(config, data, split)
         self.encoder_, self.transform_ = inputs.encoder, inputs.transform
         train, valid = (inputs.arrays.take(np.asarray(rows)) for rows in (split.train, split.valid))
