@@ -33,7 +33,6 @@ from cdmpp.tuner.shard_messages import (
 )
 
 if TYPE_CHECKING:
-    from cdmpp.profiler.build import BuildJob
     from cdmpp.profiler.engine import Outcome
     from cdmpp.program.types import Program, Space
     from cdmpp.tuner.online import Row
@@ -123,12 +122,18 @@ class ShardWorker:
                         continue
                     if message is _CLOSED:
                         raise EOFError
-                    self._hear(message)
+                    if isinstance(message, CdmppError):
+                        raise message
+                    self._search(message)
         except _GONE:
             logger.debug("the session has gone")
 
     def _read(self) -> None:
-        """Read all the time, so that the session never waits for a search to end; give programs back at once."""
+        """Read all the time, so that the session never waits for a search to end.
+
+        Everything but searching is done here and at once, in the order of the messages: what the session counts as handed
+        over can be given back.
+        """
         try:
             while True:
                 message = self._connection.recv()
@@ -136,26 +141,19 @@ class ShardWorker:
                     # nothing is said of their order in between
                     with self._sending:
                         self._connection.send(GivenBack(self._measurer.give_back(message.most)))
-                else:
+                elif isinstance(message, Search):
                     self._messages.put(message)
+                else:
+                    self._measure(message)
         except (EOFError, OSError):
             self._messages.put(_CLOSED)
+        except CdmppError as err:
+            self._messages.put(err)
 
     def _send(self, message: Any) -> None:
         # outcomes are sent by the measurer's thread, while this one may be searching
         with self._sending:
             self._connection.send(message)
-
-    def _hear(self, message: Search | Measure | MeasureJobs) -> None:
-        if isinstance(message, Search):
-            self._search(message)
-        elif isinstance(message, Measure):
-            tuner, candidates, proposed = self._searches.pop(message.order)
-            by_hash = {c.hash: c for c in candidates}
-            chosen = [by_hash[digest] for digest in message.hashes]
-            self._measure(_Round(message.order, tuner, chosen, proposed), [c.job for c in chosen])
-        else:
-            self._measure(_Round(message.order, None, [], []), message.jobs)
 
     # -- searching ---------------------------------------------------------------------------------------------
 
@@ -227,12 +225,20 @@ class ShardWorker:
 
     # -- measuring ---------------------------------------------------------------------------------------------
 
-    def _measure(self, begun: _Round, jobs: Sequence[BuildJob]) -> None:
-        self._rounds.append(begun)
+    def _measure(self, asked: Measure | MeasureJobs) -> None:
+        if isinstance(asked, Measure):
+            tuner, candidates, proposed = self._searches.pop(asked.order)
+            by_hash = {c.hash: c for c in candidates}
+            chosen = [by_hash[digest] for digest in asked.hashes]
+            begun, jobs = _Round(asked.order, tuner, chosen, proposed), [c.job for c in chosen]
+        else:
+            begun, jobs = _Round(asked.order, None, [], []), list(asked.jobs)
         begun.futures = self._measurer.submit(jobs)
-        by_hash = {c.hash: c for c in begun.candidates}
+        of_hash = {c.hash: c for c in begun.candidates}
         for job, future in zip(jobs, begun.futures, strict=True):
-            future.add_done_callback(self._reporter(begun, by_hash.get(job.program.hash)))
+            future.add_done_callback(self._reporter(begun, of_hash.get(job.program.hash)))
+        # last: the other thread ends it as soon as all was heard of
+        self._rounds.append(begun)
 
     def _reporter(self, begun: _Round, candidate: Candidate | None) -> Callable[[Future[Outcome]], None]:
         """Reports an outcome at once, also while a search goes on: what is reported is not lost."""

@@ -106,6 +106,8 @@ class ShardedSession(Ledger):
         self._holder: dict[int, int] = {}
         self._deaths: Counter[int] = Counter()
         self._rows: list[tuple[int, Row]] = []
+        #: What works and was measured in this run, by program: its task's number, itself, its seconds.
+        self._fresh: dict[str, tuple[int, BuildJob, float]] = {}
 
     def run(self) -> str:
         """Tune until the objective is reached, or until there is nothing more to try; says which.
@@ -310,7 +312,7 @@ class ShardedSession(Ledger):
         state.dropped += order.dropped
         kept = kept[: self._objective.room(self._planned(), len(kept))]
         self._known.update((h, None) for h in kept)
-        order.waiting = set(kept)
+        order.waiting, member.dry = set(kept), False
         self._tell(member, Measure(order.number, tuple(kept)))
 
     def _taken(self, member: Member, taken: Taken) -> None:
@@ -341,6 +343,7 @@ class ShardedSession(Ledger):
     def _commit(self, index: int, outcome: Outcome, record: Any) -> None:
         tuner, job, latency_s = self._tuners[index], outcome.job, outcome.latency_s
         assert latency_s is not None
+        self._fresh[job.program.hash] = (index, job, latency_s)
         if record is not None:
             self._store.commit_record(tuner, record)
         elif job.space is not None:
@@ -399,7 +402,22 @@ class ShardedSession(Ledger):
             self._say_if_lost(state)
 
     def _keep_learned(self) -> None:
-        """Let this side's cost model know what the workers' learned."""
-        if self._rows and hasattr(self._model, "model"):
-            self._model.model.add_rows([row for _, row in self._rows])
-            self._model.model.fit()
+        """Let this side's cost model know what the workers' learned, and what none of them did.
+
+        That is what changed hands after the last search of its task.
+        """
+        if not hasattr(self._model, "model"):
+            return
+        self._model.model.add_rows([row for _, row in self._rows])
+        learned = {digest for _, (_, digest, *_) in self._rows}
+        for digest, (index, job, latency_s) in self._fresh.items():
+            if digest in learned or job.space is None:
+                continue
+            tuner = self._tuners[index]
+            try:
+                func = tuner.replay(job.program, job.space).measure.sch.mod["main"]
+            except ProgramError as err:
+                logger.warning("not learned: %s", err)
+                continue
+            self._model.learn(tuner.task.hash, [digest], [func], [latency_s], fit=False)
+        self._model.model.fit()

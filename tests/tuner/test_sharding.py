@@ -40,10 +40,9 @@ PATIENCE_S = 120.0
 
 
 def hang_up(connection: Connection) -> None:
-    """Close for good, as the end of a process does: closing alone waits for a thread that reads."""
+    """End the line, as the end of a process does: to close it under a thread that reads is an error there."""
     with socket.socket(fileno=os.dup(connection.fileno())) as line:
         line.shutdown(socket.SHUT_RDWR)
-    connection.close()
 
 
 class ThreadShard:
@@ -125,10 +124,7 @@ def test_two_workers_measure_as_many_as_one(tmp_path: Path, cost_model: str) -> 
     latencies = [p.latency_s for p in report.curve.points]
     assert latencies == sorted(latencies, reverse=True)
     if cost_model == "cdmpp":
-        # what changes hands while a search ends is measured by one worker and may be learned by none
-        assert 20 <= report.learned["records"] <= 26 and report.learned["tasks"] == 3, (
-            "what both have learned"
-        )
+        assert (report.learned["records"], report.learned["tasks"]) == (26, 3), "what both have learned"
 
 
 def test_what_is_measured_on_a_share_is_called_that(tmp_path: Path) -> None:
@@ -148,10 +144,6 @@ def test_one_task_is_shared_where_there_is_no_other(tmp_path: Path) -> None:
     assert all(len(engine.measured) >= 6 for engine in engines)
 
 
-@pytest.mark.xfail(
-    run=False,
-    reason="now and then nothing is taken over, so that both wait: a fault in the stealing or in this test, not found yet",
-)
 def test_the_slowest_workers_programs_are_taken_over(tmp_path: Path) -> None:
     """One of two workers comes to a stop at its first program until the other has measured some of its."""
     engines: list[FakeEngine] = []
