@@ -75,6 +75,11 @@ class TaskPlan:
             wanted += known if task.hash in self._spent else max(known, self.programs_per_task)
         return wanted
 
+    @property
+    def known(self) -> int:
+        """Of these, programs that were measured."""
+        return sum(len(self._programs[task.hash]) for task in self.tasks)
+
     def learn(self, program: Program, latency_s: float | None) -> None:
         """Take note of a program that was measured (or failed: None), now or in an earlier run."""
         self._programs[program.task_hash][program.hash] = program
@@ -206,6 +211,11 @@ class ReplayPlan:
         """Programs that will be measured."""
         return len(self._chosen)
 
+    @property
+    def known(self) -> int:
+        """Of these, programs that were measured before."""
+        return sum(program.hash in self._measured for program in self._chosen)
+
     def learn(self, program: Program, latency_s: float | None) -> None:
         """Take note of a program that was measured in an earlier run: it is not measured again."""
         self._measured.add(program.hash)
@@ -238,6 +248,11 @@ class UnscheduledPlan:
     def total(self) -> int:
         """Programs that will be measured, one a task."""
         return len(self.tasks)
+
+    @property
+    def known(self) -> int:
+        """Of these, programs that were measured before."""
+        return sum(task.hash in self._measured for task in self.tasks)
 
     def learn(self, program: Program, latency_s: float | None) -> None:
         """Take note of a program that was measured in an earlier run: it is not measured again."""

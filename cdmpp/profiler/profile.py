@@ -240,7 +240,7 @@ class _Measuring:
         self._meta = {"session": session, "workers": workers, "threads": threads, "cache": "warm"}
         self._progress = progress
         self._started = time.perf_counter()
-        self.known = len(dataset.measured(device))
+        self.known = plan.known
         self.new = self.ok = 0
         self.failures: Counter[str] = Counter()
 

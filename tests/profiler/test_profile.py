@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from cdmpp.device import get_device
 from cdmpp.errors import DatasetError, ProfilerError, UnknownDeviceError
 from cdmpp.profiler.engine import Outcome
 from cdmpp.profiler.plan import ReplayPlan, TaskPlan
-from cdmpp.profiler.profile import ProfileConfig, profile, read_task_file
+from cdmpp.profiler.profile import ProfileConfig, Progress, profile, read_task_file
 from cdmpp.profiler.statistics import SamplingPlan
 from tests.profiler.programs import matmul_task
 
@@ -75,6 +76,12 @@ def test_tasks_as_they_are(mlp: Path, tmp_path: Path) -> None:
     assert all(program.space_hash is None for program in dataset.programs.values())
     again = profile(["mlp"], out=tmp_path / "d", config=config, resume=True)
     assert again.new == 0
+    # with other programs of the same device in the folder, they are not counted as part of this run
+    shutil.copytree(mlp, tmp_path / "both")
+    states: list[Progress] = []
+    profile(["mlp"], out=tmp_path / "both", config=config, resume=True, progress=states.append)
+    assert [state.done for state in states] == list(range(1, len(dataset.tasks) + 1))
+    assert {state.total for state in states} == {len(dataset.tasks)}
 
 
 def test_the_same_programs_on_another_device(mlp: Path, tmp_path: Path) -> None:
