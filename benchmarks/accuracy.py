@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from cdmpp.predictor import Config, TrainingData
+    from cdmpp.predictor import Config, Predictor, TrainingData
 
 SPLITS = ("within_task", "by_task", "by_network", "by_device", "few_shot")
 METRICS = ("mape", "median_ape", "within_20pct", "pairwise_accuracy", "spearman", "top1_regret")
@@ -70,10 +70,16 @@ def specifications(kind: str, data: TrainingData, seed: int, heldout: str | None
 
 
 def score_models(
-    kind: str, data: TrainingData, args: argparse.Namespace, config: Config, results: Results
+    kind: str,
+    data: TrainingData,
+    args: argparse.Namespace,
+    config: Config,
+    results: Results,
+    unseen: dict[str, Predictor],
 ) -> None:
+    """Every model on one kind of split; ``unseen`` takes our predictors of ``by_device``, by the device left out."""
     from cdmpp.predictor import split_data
-    from cdmpp.predictor.baselines import evaluate_models, make_model
+    from cdmpp.predictor.baselines import CdmppModel, evaluate_models, make_model
 
     for seed in args.seeds:
         for spec, held in specifications(kind, data, seed, args.heldout):
@@ -85,19 +91,29 @@ def score_models(
                 options = {"config": config} if name == "ours" else {}
                 model = make_model(name, seed, **options)
                 (found,) = evaluate_models([model], data, split).values()
+                trained = model.predictor_ if isinstance(model, CdmppModel) else None
+                if kind == "by_device" and seed == 0 and trained is not None:
+                    unseen[held] = trained
                 times = {k: found[k] for k in ("fit_s", "predict_s")}
                 results.add(
                     {**found["overall"], **times, "spec": split.spec, "n_train": len(split.train)}, **key
                 )
 
 
-def score_few_shot(data: TrainingData, args: argparse.Namespace, config: Config, results: Results) -> None:
+def score_few_shot(
+    data: TrainingData,
+    args: argparse.Namespace,
+    config: Config,
+    results: Results,
+    unseen: dict[str, Predictor],
+) -> None:
+    """Every device taught by K tasks, starting from the predictors in ``unseen``, or else from one trained here."""
     from cdmpp.predictor import evaluate, few_shot, split_data
     from cdmpp.predictor.baselines import evaluate_models, make_model
     from cdmpp.predictor.run import prepare, training_summary
 
     for device in sorted(data.devices):
-        base = None
+        base = unseen.get(device)
         for seed in args.few_shot_seeds:
             for k in args.tasks:
                 for select in ("kmeans", "random"):
@@ -178,13 +194,14 @@ def main() -> int:
     }
     results = Results(args.json, notes)
     started = time.perf_counter()
+    unseen: dict[str, Predictor] = {}
     for kind in args.splits:
         if kind in ("by_device", "few_shot") and len(data.devices) < 2:
             print(f"{kind} needs records of two devices", file=sys.stderr)
         elif kind == "few_shot":
-            score_few_shot(data, args, config, results)
+            score_few_shot(data, args, config, results, unseen)
         else:
-            score_models(kind, data, args, config, results)
+            score_models(kind, data, args, config, results, unseen)
     print(table(results.content["rows"]))
     print(f"{time.perf_counter() - started:.0f} s")
     return 0
