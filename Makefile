@@ -12,7 +12,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-install: $(VENV)/.installed
+# The C++ reader of programs; without a compiler it says so, and programs are read in Python.
+$(VENV)/.native: $(VENV)/.installed $(wildcard cdmpp/program/native/*.cc cdmpp/program/native/*.h)
+	$(BIN)/python -m cdmpp.program.native
+	touch $@
+
+install: $(VENV)/.native
 
 demo: install
 	$(BIN)/python -m cdmpp demo

@@ -19,10 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import ProgramError
-from cdmpp.program.ast_table import LEAF_COLUMNS, TableBuilder
-from cdmpp.program.ast_walk import ProgramWalker
+from cdmpp.program.ast_collect import TableBuilder
+from cdmpp.program.ast_table import LEAF_COLUMNS, Collected, leaf_table
+from cdmpp.program.ast_walk import ProgramWalker, prim_func
 from cdmpp.program.leaf_features import leaf_vectors
 from cdmpp.program.leaf_schema import FEATURE_SET, LEAF_FEATURE_DOCS, LEAF_FEATURES
+from cdmpp.program.native import Reader, native_reader
 
 __all__ = [
     "FEATURE_SET", "LEAF_FEATURES", "LEAF_FEATURE_DOCS", "AstBuilder", "CompactAST", "compact_ast", "compact_asts",
@@ -68,7 +70,9 @@ class AstBuilder:
     """
 
     def __init__(self) -> None:
-        self._walker = ProgramWalker()
+        self._walker: ProgramWalker | None = None
+        self._reader: Reader | None = None
+        self._built = 0
 
     def build(self, funcs: Sequence[Any]) -> list[CompactAST]:
         """ASTs of PrimFuncs or IRModules with one PrimFunc each.
@@ -79,33 +83,61 @@ class AstBuilder:
             A program has no computation or symbolic shapes; the message says which.
         """
         asts: list[CompactAST] = []
+        self._built += len(funcs)
+        if self._reader is None:
+            self._reader = native_reader(self._built)
         for start in range(0, len(funcs), _CHUNK):
             with _no_collection():
-                asts.extend(self._chunk(funcs[start : start + _CHUNK], start))
+                asts.extend(self._chunk(funcs, range(start, min(start + _CHUNK, len(funcs)))))
         return asts
 
-    def _chunk(self, funcs: Sequence[Any], start: int) -> list[CompactAST]:
+    def _chunk(self, funcs: Sequence[Any], numbers: Sequence[int]) -> list[CompactAST]:
+        """ASTs of some of the programs."""
+        if self._reader is None:
+            return self._walked(funcs, numbers)
+        n_nodes, found = self._reader.read([_prim_func_or_none(funcs[i]) for i in numbers])
+        if n_nodes.all():
+            return _asts(found, n_nodes.tolist())
+        # Python takes what the reader leaves to it, and says what is wrong with those that are no programs.
+        read = iter(_asts(found, n_nodes[n_nodes > 0].tolist()) if n_nodes.any() else ())
+        walked = iter(self._walked(funcs, [i for i, n in zip(numbers, n_nodes, strict=True) if not n]))
+        return [next(read if n else walked) for n in n_nodes]
+
+    def _walked(self, funcs: Sequence[Any], numbers: Sequence[int]) -> list[CompactAST]:
+        """The same without the C++ reader."""
+        if self._walker is None:
+            self._walker = ProgramWalker()
         table = TableBuilder()
-        nodes: list[int] = []
-        counts: list[int] = []
-        for i, func in enumerate(funcs):
+        n_nodes: list[int] = []
+        for i in numbers:
             try:
-                raw = self._walker.walk(func)
+                raw = self._walker.walk(funcs[i])
             except ProgramError as err:
-                if len(funcs) == 1 and not start:
+                if len(funcs) == 1:
                     raise
-                raise ProgramError(f"program {start + i}: {err}") from err
+                raise ProgramError(f"program {i}: {err}") from err
             table.add(raw)
-            nodes.append(raw.n_nodes)
-            counts.append(len(raw.leaves))
-        arrays = table.finish()
-        vectors = leaf_vectors(arrays)
-        positions = arrays.leaf[:, LEAF_COLUMNS.index("position")].astype(np.int32)
-        ends = np.cumsum(counts)
-        return [
-            CompactAST(vectors[end - count : end], positions[end - count : end], n)
-            for end, count, n in zip(ends, counts, nodes, strict=True)
-        ]
+            n_nodes.append(raw.n_nodes)
+        return _asts(table.finish(), n_nodes)
+
+
+def _prim_func_or_none(func: Any) -> Any:
+    try:
+        return prim_func(func)
+    except ProgramError:
+        return None
+
+
+def _asts(found: Collected, n_nodes: Sequence[int]) -> list[CompactAST]:
+    """The ASTs of the programs that were collected."""
+    vectors = leaf_vectors(leaf_table(found))
+    positions = found.leaf[:, LEAF_COLUMNS.index("position")].astype(np.int32)
+    counts = found.program[:, 0]
+    ends = np.cumsum(counts)
+    return [
+        CompactAST(vectors[end - count : end], positions[end - count : end], n)
+        for end, count, n in zip(ends, counts, n_nodes, strict=True)
+    ]
 
 
 @contextmanager

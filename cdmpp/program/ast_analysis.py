@@ -25,7 +25,8 @@ from cdmpp.program.leaf_schema import OP_KINDS
 
 _OP = {name: i for i, name in enumerate(OP_KINDS)}
 
-_CALLS = {
+#: What calls count as, by the last part of their name; others as "call".
+CALLS = {
     "exp": "exp", "exp2": "exp", "exp10": "exp", "sigmoid": "exp",
     "tanh": "tanh", "erf": "erf",
     "sqrt": "sqrt", "rsqrt": "sqrt",
@@ -161,7 +162,7 @@ class BodyAnalyser:
 
     def _call(self, expr: Any) -> None:
         name = str(getattr(expr.op, "name", expr.op)).rpartition(".")[2]
-        kind = _CALLS.get(name, "call")
+        kind = CALLS.get(name, "call")
         self.ops[_OP[kind]] += 1
         args = self.types.items(expr.args)
         if name == "sigmoid":

@@ -47,6 +47,7 @@ class IrregularRows:
         """
         body, space, slots = leaf.body, leaf.space, leaf.slots
         known: dict[tuple[object, ...], _Pattern] = {}
+        held: list[list[Form]] = []  # what is known by its id must stay
         atoms: set[int] = set()
         for access in body.accesses:
             info, buffer = body.buffers[access.buffer], leaf.buffers[access.buffer]
@@ -65,6 +66,7 @@ class IrregularRows:
                         -1 if d < inside and not (share and kinds[d] == THREAD_IDX) else d for d in order
                     ]
                 pattern = known[key] = _pattern(space, forms, info.shape, fixed, place, shrinks)
+                held.append(forms)
             first = self._rows
             self._linear.add(pattern.linear, first)
             if pattern.flat:
@@ -84,40 +86,29 @@ class IrregularRows:
         inner = order[0] if order else -1
         return len(splits), sum(inner in space.atom_loops[-1 - a] for a in splits), len(atoms) - len(splits)
 
-    def add_linear(self, linear: Array) -> None:
-        """Put the affine parts into the coefficients of all rows, (rows, loops)."""
-        at = self._linear.array()
-        linear[at[:, 0], at[:, 1]] += at[:, 2]
+    def linear(self) -> Array:
+        """Row, loop and coefficient of the affine parts of the rows added, int64 (cells, 3)."""
+        return self._linear.array()
 
-    def add_deltas(self, delta: Array) -> None:
-        """Add what each further loop adds to the span of a row, (rows, loops), through atoms."""
-        at = self._delta.array()
-        np.add.at(delta, (at[:, 0], at[:, 1]), at[:, 2])
+    def delta(self) -> Array:
+        """:attr:`cdmpp.program.ast_table.Collected.delta`."""
+        return self._delta.array()
 
-    def add_uses(self, coef: Array, uses: Array) -> None:
-        """Add the atoms' parts to the coefficients and uses of all rows, (rows, loops)."""
-        at = self._use.array()
-        np.add.at(coef, (at[:, 0], at[:, 1]), at[:, 2])
-        uses[at[:, 0], at[:, 1]] = True
+    def use(self) -> Array:
+        """:attr:`cdmpp.program.ast_table.Collected.use`."""
+        return self._use.array()
 
-    def flatten(self, shape: Array) -> None:
-        """Make the rows of accesses with an affine flat address one dimension, in the shapes of all rows, (rows,)."""
-        for first, last in self._flat:
-            shape[last] = shape[first : last + 1].prod()
-            shape[first:last] = 1.0
+    def gather(self) -> Array:
+        """:attr:`cdmpp.program.ast_table.Collected.gather`."""
+        return self._gather.array()
 
-    def gathers(self, accesses: int, loops: int) -> Array:
-        """Which accesses are not affine along which loops, bool (accesses, loops)."""
-        out = np.zeros((accesses, loops), dtype=bool)
-        at = self._gather.array()
-        out[at[:, 0], at[:, 1]] = True
-        return out
+    def opaque(self) -> Array:
+        """:attr:`cdmpp.program.ast_table.Collected.opaque`."""
+        return np.array(self._opaque, dtype=np.int64)
 
-    def opaque(self, accesses: int) -> Array:
-        """Which accesses have an index that cannot be analysed, bool (accesses,)."""
-        out = np.zeros(accesses, dtype=bool)
-        out[self._opaque] = True
-        return out
+    def flat(self) -> Array:
+        """:attr:`cdmpp.program.ast_table.Collected.flat`."""
+        return np.array(self._flat, dtype=np.int64).reshape(-1, 2)
 
 
 class _Cells:

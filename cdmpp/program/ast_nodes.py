@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from types import MethodType
 from typing import Any
 
 from cdmpp.program.tvm_env import import_tvm
@@ -92,7 +93,7 @@ class NodeTypes:
         found: list[Any] = []
         for name in _OPERANDS:
             operand = getattr(expr, name, None)
-            if operand is None or callable(operand):
+            if operand is None or isinstance(operand, MethodType):  # variables and loads can be called too
                 continue
             found.extend(operand if name in ("vectors", "args") else [operand])
         return found

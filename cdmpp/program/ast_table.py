@@ -7,23 +7,17 @@ The threads of a GPU block run together: loops bound to threads count as innermo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.program.ast_body import Body
-from cdmpp.program.ast_irregular import IrregularRows
-from cdmpp.program.ast_loops import THREAD_IDX, VECTORIZED, Leaf, Loop, RawProgram
+from cdmpp.program.ast_loops import THREAD_IDX
 
 FloatArray = NDArray[Any]
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
-
-_GPU_ORDER = {VECTORIZED: 0, THREAD_IDX: 1}
 
 #: Columns of :attr:`LeafTable.leaf`.
 LEAF_COLUMNS = (
@@ -31,7 +25,7 @@ LEAF_COLUMNS = (
     "position", "nest", "max_step", "explicit", "domain", "branch_inner", "divmod", "divmod_inner", "opaque",
     "index", "shared_before", "shared_after",
 )  # fmt: skip
-#: Columns of :attr:`LeafTable.access`; the first six are those of :attr:`cdmpp.program.ast_body.BodyTable.access`.
+#: Columns of :attr:`LeafTable.access`; the first six are those of :attr:`Collected.access`.
 ACCESS_COLUMNS = (
     "itemsize",
     "loads",
@@ -105,262 +99,133 @@ class LeafTable:
     program_nests: IntArray
 
 
-class TableBuilder:
-    """Collects programs; :meth:`finish` makes the arrays.
+@dataclass(frozen=True)
+class Collected:
+    """Leaves of a batch of programs as they are read, in Python or in C++.
 
-    What is the same for all leaves with one body is in the body's own table and taken from there in bulk. Only
-    indices that are not affine are worked out one by one.
-    """
-
-    def __init__(self) -> None:
-        self._bodies: list[Body] = []
-        self._body_number: dict[int, int] = {}
-        self._leaf: list[tuple[float, ...]] = []
-        self._leaf_body: list[int] = []
-        # Of each leaf's loops, innermost first: the loop, and whether the reduction runs over it.
-        self._node: list[int] = []
-        self._depth: list[int] = []
-        self._reduction: list[bool] = []
-        # Of the loops around each leaf by depth: its place among the leaf's own loops, or -1.
-        self._place: list[int] = []
-        self._chain_length: list[int] = []
-        # Slots of the leaves whose indices are affine, as terms (loop by depth, coefficient).
-        self._slot_count: list[int] = []
-        self._slot_terms: list[int] = []
-        self._slot_depth: list[int] = []
-        self._slot_coef: list[int] = []
-        self._buffer: list[int] = []
-        self._buffer_count: list[int] = []
-        self._loops: list[tuple[int, int, bool, bool]] = []
-        self._loop_program: list[int] = []
-        self._prefix: list[int] = []
-        self._renewed: list[int] = []
-        self._threads_share: list[bool] = []
-        self._program_leaves: list[int] = []
-        self._program_nests: list[int] = []
-        self._irregular = IrregularRows()
-
-    def add(self, raw: RawProgram) -> None:
-        """Add one program."""
-        program = len(self._program_leaves)
-        first_node, first_buffer = len(self._loops), len(self._prefix)
-        self._loops.extend([(loop.extent, loop.kind, loop.unrolled, loop.scalarised) for loop in raw.loops])
-        self._loop_program.extend([program] * len(raw.loops))
-        leaves = raw.leaves
-        shared = [1, *[_shared(a, b, raw.loops) for a, b in pairwise(leaves)], 1]
-        on_gpu = raw.on_gpu
-        for i, leaf in enumerate(leaves):
-            self._add_leaf(raw, leaf, (program, i, shared[i], shared[i + 1]), first_node, on_gpu)
-            self._buffer.extend([first_buffer + b for b in leaf.buffers])
-            self._buffer_count.append(len(leaf.buffers))
-        self._prefix.extend(raw.shared_prefix)
-        self._renewed.extend(raw.renewed)
-        self._threads_share.extend(raw.threads_share)
-        self._program_leaves.append(len(leaves))
-        self._program_nests.append(leaves[-1].nest + 1)
-
-    def _add_leaf(
-        self, raw: RawProgram, leaf: Leaf, where: tuple[int, int, int, int], first_node: int, on_gpu: bool
-    ) -> None:
-        around, kept, body, space = leaf.chain, leaf.kept, leaf.body, leaf.space
-        n = len(kept)
-        order = kept[::-1]
-        if on_gpu:
-            # A stable sort: vectorised, threads, then the rest from inside.
-            order.sort(key=lambda depth: _GPU_ORDER.get(raw.loops[around[depth]].kind, 2))
-        if n == len(around) and not on_gpu:
-            place = order  # of n loops, the one at depth d is the (n - 1 - d)-th from inside
-        else:
-            place = [-1] * len(around)
-            for k, depth in enumerate(order):
-                place[depth] = k
-        self._node.extend([first_node + around[depth] for depth in order])
-        self._depth.extend(order)
-        reduction = leaf.reduction
-        self._reduction.extend([depth in reduction for depth in order])
-        self._place.extend(place)
-        self._chain_length.append(len(around))
-        body_number = self._body_number.get(id(body))
-        if body_number is None:
-            body_number = self._body_number[id(body)] = len(self._bodies)
-            self._bodies.append(body)
-        self._leaf_body.append(body_number)
-        splits = (0, 0, 0)
-        if space.atoms or not body.table.linear:
-            self._slot_count.append(0)
-            splits = self._irregular.add(raw, leaf, order, place)
-        else:
-            self._irregular.skip(body)
-            self._slot_count.append(len(leaf.slots))
-            for form in leaf.slots:
-                if isinstance(form, int):
-                    self._slot_terms.append(0)
-                else:
-                    self._slot_terms.append(len(form))
-                    self._slot_depth.extend(form)
-                    self._slot_coef.extend(form.values())
-        last = raw.loops[around[-1]] if around else None
-        max_step = last.max_step if last else 0
-        program, index, before, after = where
-        self._leaf.append((
-            program, n, body.itemsize, body.is_float, body.stores, leaf.is_init, len(reduction) > 0, leaf.guarded,
-            leaf.predicated, leaf.position, leaf.nest, max_step, last.explicit if last and max_step else 0,
-            body.points if body.domain else 0, n > 0 and order[0] in leaf.branch, *splits, index, before, after,
-        ))  # fmt: skip
-
-    def finish(self) -> LeafTable:
-        """The arrays of all programs added."""
-        leaf = np.array(self._leaf, dtype=np.float64).reshape(-1, len(LEAF_COLUMNS))
-        n_loops = leaf[:, 1].astype(np.int64)
-        width = max(1, int(n_loops.max(initial=0)))
-        tables = [body.table for body in self._bodies]
-        of_body = np.array(self._leaf_body, dtype=np.int64)
-        # Accesses and rows of all leaves, body after body.
-        accesses = _Ragged([t.access for t in tables], 7, of_body)
-        rows = _Ragged([t.row for t in tables], 3, of_body)
-        terms = _Ragged([t.term for t in tables], 3, of_body)
-        access_leaf, row_leaf = accesses.owner, rows.owner
-        access_table = accesses.table(np.float64)
-        row_access, row_dim, extent = rows.table(np.int64).T
-        row_access = row_access + accesses.start[row_leaf]
-        access_buffer = np.array(self._buffer, dtype=np.int64)[
-            access_table[:, 6].astype(np.int64) + _starts(self._buffer_count)[access_leaf]
-        ]
-        loop = self._loop_columns(n_loops)
-        renewed = self._renewed_loops(loop, n_loops, width, access_leaf, access_buffer)
-        # Affine indices: terms over slots times terms of slots over loops.
-        slots = self._slot_matrix(width)
-        affine = np.array(self._slot_count, dtype=np.int64)[terms.owner] > 0
-        term, owner = terms.table(np.int64)[affine], terms.owner[affine]
-        linear = np.zeros((len(row_access), width))
-        row = term[:, 0] + rows.start[owner]
-        slot = term[:, 1] + _starts(self._slot_count)[owner]
-        if len(row):
-            # Terms come row after row, so that sums over runs are sums over rows.
-            run = np.flatnonzero(np.append(True, row[1:] != row[:-1]))
-            linear[row[run]] = np.add.reduceat(slots[slot] * term[:, 2:], run, axis=0)
-        irregular = self._irregular
-        irregular.add_linear(linear)
-        linear[renewed[row_access]] = 0
-        extent_less_1 = np.zeros((len(leaf), width))
-        extent_less_1[loop[:, 0], loop[:, 1]] = loop[:, 2] - 1
-        delta = np.abs(linear) * extent_less_1[row_leaf]
-        irregular.add_deltas(delta)
-        span = np.zeros((len(linear), width + 1))
-        np.cumsum(delta, axis=1, out=span[:, 1:])
-        uses = linear != 0
-        irregular.add_uses(linear, uses)
-        shape = extent.astype(np.float64)
-        irregular.flatten(shape)
-        access = np.empty((len(access_leaf), len(ACCESS_COLUMNS)))
-        access[:, :6] = access_table[:, :6]
-        prefix = np.array(self._prefix, dtype=np.int64)[access_buffer] if len(access) else access_buffer
-        access[:, 6] = np.maximum(prefix, 0)
-        access[:, 7] = prefix >= 0
-        access[:, 8] = irregular.opaque(len(access))
-        return LeafTable(
-            leaf=leaf,
-            ops=np.array([body.ops for body in self._bodies])[of_body],
-            loop=loop,
-            access=access,
-            access_leaf=access_leaf,
-            access_buffer=access_buffer,
-            shape=shape,
-            row_access=row_access,
-            row_dim=row_dim,
-            coef=linear,
-            span=span,
-            uses=uses,
-            gathers=irregular.gathers(len(access), width),
-            renewed=renewed,
-            n_buffers=len(self._prefix),
-            node_program=np.array(self._loop_program, dtype=np.int64),
-            program_leaves=np.array(self._program_leaves, dtype=np.int64),
-            program_nests=np.array(self._program_nests, dtype=np.int64),
-        )
-
-    def _loop_columns(self, n_loops: IntArray) -> IntArray:
-        """:attr:`LeafTable.loop`."""
-        node = np.array(self._node, dtype=np.int64)
-        loops = np.array(self._loops, dtype=np.int64).reshape(-1, 4)[node]
-        owner = np.repeat(np.arange(len(n_loops)), n_loops)
-        k = np.arange(len(node)) - (np.cumsum(n_loops) - n_loops)[owner]
-        return np.stack(
-            [
-                owner,
-                k,
-                loops[:, 0],
-                loops[:, 1],
-                np.array(self._reduction, np.int64),
-                loops[:, 2],
-                loops[:, 3],
-                node,
-            ],
-            axis=1,
-        )
-
-    def _renewed_loops(
-        self, loop: IntArray, n_loops: IntArray, width: int, access_leaf: IntArray, access_buffer: IntArray
-    ) -> BoolArray:
-        """:attr:`LeafTable.renewed`."""
-        depth = np.full((len(n_loops), width), np.iinfo(np.int64).max)
-        depth[loop[:, 0], loop[:, 1]] = self._depth
-        thread = np.zeros(depth.shape, dtype=bool)
-        thread[loop[:, 0], loop[:, 1]] = loop[:, 3] == THREAD_IDX
-        inside = np.array(self._renewed, dtype=np.int64)[access_buffer]
-        share = np.array(self._threads_share, dtype=bool)[access_buffer]
-        out: BoolArray = (depth[access_leaf] < inside[:, None]) & ~(thread[access_leaf] & share[:, None])
-        return out
-
-    def _slot_matrix(self, width: int) -> FloatArray:
-        """Coefficients of all slots of affine leaves, (slots, loops)."""
-        counts = np.array(self._slot_terms, dtype=np.int64)
-        slot_leaf = np.repeat(np.arange(len(self._slot_count)), self._slot_count)
-        row = np.repeat(np.arange(len(counts)), counts)
-        at = np.array(self._slot_depth, dtype=np.int64) + _starts(self._chain_length)[slot_leaf[row]]
-        k = np.array(self._place, dtype=np.int64)[at] if len(at) else at
-        out = np.zeros((len(counts), width))
-        have = k >= 0
-        out[row[have], k[have]] = np.array(self._slot_coef, dtype=np.float64)[have]
-        return out
-
-
-class _Ragged:
-    """Rows of every leaf, where each leaf has the rows of its body.
+    *Cells* name elements of a large array of which most are zero, one in each line.
 
     Attributes
     ----------
-    owner
-        (rows,): the leaf.
-    start
-        (leaves,): first row of each leaf.
+    leaf
+        float64 (leaves, len(LEAF_COLUMNS)).
+    ops
+        float64 (leaves, len(OP_KINDS)), operations per iteration.
+    access
+        float64 (accesses, 6): the first six of :data:`ACCESS_COLUMNS`.
+    access_leaf, access_buffer
+        int64 (accesses,): its leaf, and its buffer's number in the batch.
+    row
+        int64 (rows, 3): the access, the dimension counted from the last, and the extent of the buffer in it.
+    place
+        int64 (leaf-loop pairs, 5): leaf, place of the loop counted from inside, the loop's number in the batch, its
+        depth in the program, and whether the reduction of the leaf runs over it.
+    node
+        int64 (loops of all programs, 4): extent, kind, unrolled, scalarised.
+    node_program
+        int64 (loops of all programs,): the program of each loop.
+    buffer
+        int64 (buffers of all programs, 3): ``shared_prefix``, ``renewed`` and ``threads_share`` of
+        :class:`~cdmpp.program.ast_loops.RawProgram`.
+    program
+        int64 (programs, 2): number of leaves and of top-level loop nests.
+    linear
+        float64 (rows, loops): coefficients of the affine parts of the indices.
+    delta
+        int64 (cells, 3): row, loop, and what it adds to the span of the row through parts that are not affine.
+    use
+        int64 (cells, 3): row, loop that such a part depends on, and its change in the first iteration.
+    gather
+        int64 (cells, 2): access, and a loop along which its address is not affine.
+    opaque
+        int64 (cells,): accesses with an index that cannot be analysed.
+    flat
+        int64 (cells, 2): first and last row of accesses whose address is affine although its dimensions are not; the
+        last row has the address.
     """
 
-    def __init__(self, of_bodies: list[list[Any]], columns: int, of_body: IntArray) -> None:
-        counts = np.array([len(cells) // columns for cells in of_bodies], dtype=np.int64)
-        first = np.cumsum(counts) - counts
-        per_leaf = counts[of_body]
-        self.start = np.cumsum(per_leaf) - per_leaf
-        self.owner = np.repeat(np.arange(len(of_body)), per_leaf)
-        self._source = np.arange(int(per_leaf.sum())) + (first[of_body] - self.start)[self.owner]
-        self._of_bodies, self._columns = of_bodies, columns
+    leaf: FloatArray
+    ops: FloatArray
+    access: FloatArray
+    access_leaf: IntArray
+    access_buffer: IntArray
+    row: IntArray
+    place: IntArray
+    node: IntArray
+    node_program: IntArray
+    buffer: IntArray
+    program: IntArray
+    linear: FloatArray
+    delta: IntArray
+    use: IntArray
+    gather: IntArray
+    opaque: IntArray
+    flat: IntArray
 
-    def table(self, dtype: Any) -> NDArray[Any]:
-        """All rows, (rows, columns)."""
-        cells = list(chain.from_iterable(self._of_bodies))
-        return np.array(cells, dtype=dtype).reshape(-1, self._columns)[self._source]
+
+def leaf_table(found: Collected) -> LeafTable:
+    """The table of the programs that were collected."""
+    n_leaves, width = len(found.leaf), found.linear.shape[1]
+    leaf, k, node, _, reduction = found.place.T
+    extent, kind, unrolled, scalarised = found.node[node].T
+    row_access, row_dim, row_extent = found.row.T
+    row_leaf = found.access_leaf[row_access]
+    renewed = _renewed_loops(found, kind)
+    linear = found.linear
+    linear[renewed[row_access]] = 0
+    extent_less_1 = np.zeros((n_leaves, width))
+    extent_less_1[leaf, k] = extent - 1
+    delta = np.abs(linear) * extent_less_1[row_leaf]
+    np.add.at(delta, (found.delta[:, 0], found.delta[:, 1]), found.delta[:, 2])
+    span = np.zeros((len(linear), width + 1))
+    np.cumsum(delta, axis=1, out=span[:, 1:])
+    uses = linear != 0
+    np.add.at(linear, (found.use[:, 0], found.use[:, 1]), found.use[:, 2])
+    uses[found.use[:, 0], found.use[:, 1]] = True
+    shape = row_extent.astype(np.float64)
+    for first, last in found.flat:
+        shape[last] = shape[first : last + 1].prod()
+        shape[first:last] = 1.0
+    access = np.empty((len(found.access), len(ACCESS_COLUMNS)))
+    access[:, :6] = found.access
+    prefix = found.buffer[found.access_buffer, 0]
+    access[:, 6] = np.maximum(prefix, 0)
+    access[:, 7] = prefix >= 0
+    access[:, 8] = 0
+    access[found.opaque, 8] = 1
+    gathers = np.zeros((len(access), width), dtype=bool)
+    gathers[found.gather[:, 0], found.gather[:, 1]] = True
+    return LeafTable(
+        leaf=found.leaf,
+        ops=found.ops,
+        loop=np.stack([leaf, k, extent, kind, reduction, unrolled, scalarised, node], axis=1),
+        access=access,
+        access_leaf=found.access_leaf,
+        access_buffer=found.access_buffer,
+        shape=shape,
+        row_access=row_access,
+        row_dim=row_dim,
+        coef=linear,
+        span=span,
+        uses=uses,
+        gathers=gathers,
+        renewed=renewed,
+        n_buffers=len(found.buffer),
+        node_program=found.node_program,
+        program_leaves=found.program[:, 0],
+        program_nests=found.program[:, 1],
+    )
 
 
-def _starts(counts: list[int]) -> IntArray:
-    array = np.array(counts, dtype=np.int64)
-    return np.cumsum(array) - array
-
-
-def _shared(a: Leaf, b: Leaf, loops: Sequence[Loop]) -> int:
-    """Iterations of the loops that two leaves have in common."""
-    total = 1
-    for x, y in zip(a.chain, b.chain, strict=False):
-        if x != y:
-            break
-        total *= loops[x].extent
-    return total
+def _renewed_loops(found: Collected, kind: IntArray) -> BoolArray:
+    """:attr:`LeafTable.renewed`; ``kind`` has the kinds of the loops of the leaf-loop pairs."""
+    leaf, k, _, pair_depth, _ = found.place.T
+    depth = np.full((len(found.leaf), found.linear.shape[1]), np.iinfo(np.int64).max)
+    depth[leaf, k] = pair_depth
+    thread = np.zeros(depth.shape, dtype=bool)
+    thread[leaf, k] = kind == THREAD_IDX
+    _, inside, share = found.buffer[found.access_buffer].T
+    out: BoolArray = (depth[found.access_leaf] < inside[:, None]) & ~(
+        thread[found.access_leaf] & (share[:, None] != 0)
+    )
+    return out

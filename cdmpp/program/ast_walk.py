@@ -58,10 +58,18 @@ class ProgramWalker:
     def walk(self, func: Any) -> RawProgram:
         """Loops and leaves of a PrimFunc or of the only PrimFunc of an IRModule."""
         self.env.clear()
-        return _Walk(self).run(_prim_func(func, self.types))
+        return _Walk(self).run(prim_func(func))
 
 
-def _prim_func(func: Any, t: NodeTypes) -> Any:
+def prim_func(func: Any) -> Any:
+    """A PrimFunc itself, or the only PrimFunc of an IRModule.
+
+    Raises
+    ------
+    ProgramError
+        It is neither.
+    """
+    t = node_types()
     if isinstance(func, t.IRModule):
         found = [f for f in func.functions.values() if isinstance(f, t.PrimFunc)]
         if len(found) != 1:

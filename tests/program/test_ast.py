@@ -21,6 +21,8 @@ from cdmpp.program.ast import (
 )
 from tests.program.ast_programs import CHAIN, COLUMNS, CONV, CUDA, GATHER, MATMUL, PREDICATED, parse
 
+pytestmark = pytest.mark.usefixtures("reading")
+
 
 def leaf(ast: CompactAST, number: int) -> dict[str, float]:
     """Features of one leaf by name."""

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from cdmpp.program.ast import AstBuilder, CompactAST, compact_ast
 from tests.program.ast_programs import CHAIN, CONV, CUDA, GATHER, MATMUL, PREDICATED, parse
 
+pytestmark = pytest.mark.usefixtures("reading")
+
 PROGRAMS = {
     "matmul": MATMUL, "conv": CONV, "chain": CHAIN, "predicated": PREDICATED, "cuda": CUDA, "gather": GATHER,
 }  # fmt: skip
@@ -246,9 +248,13 @@ def test_one_by_one_equals_together(sampled: list[Any]) -> None:
         assert same(compact_ast(func), tree)
 
 
-def test_analyses_are_reused_between_programs_of_a_task(sampled: list[Any]) -> None:
+def test_the_walk_reuses_analyses_between_programs_of_a_task(
+    sampled: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CDMPP_NATIVE", "0")
     builder = AstBuilder()
     builder.build(sampled[:12])
+    assert builder._walker is not None
     known = len(builder._walker.bodies)
     leaves = sum(tree.n_leaves for tree in builder.build(sampled[:12]))
     assert len(builder._walker.bodies) == known
