@@ -129,9 +129,10 @@ def held_out_names(args: argparse.Namespace) -> str:
 
 
 def held_out_tasks(args: argparse.Namespace, predictor: Predictor) -> list[Task]:
-    """Tasks of the networks that the predictor never saw, evenly over the range of their work."""
-    from cdmpp.errors import ProgramError
-    from cdmpp.program.space import TaskSpaces
+    """Tasks of the networks that the predictor never saw, evenly over the range of their work.
+
+    In place of a task whose space has fewer programs than there are trials, such as most poolings, the next one is taken.
+    """
     from cdmpp.program.tasks import extract_tasks
 
     known = set(predictor.training.get("tasks", ()))
@@ -141,14 +142,27 @@ def held_out_tasks(args: argparse.Namespace, predictor: Predictor) -> list[Task]
     )
     # what takes some hundred nanoseconds has nothing to tune
     tasks = [t for t in tasks if t.flops >= 1e5] or tasks
-    chosen: list[Task] = []
-    for task in tasks[:: max(1, len(tasks) // args.tasks)]:
-        try:
-            TaskSpaces(task)
-        except ProgramError:
-            continue
-        chosen.append(task)
-    return chosen[: args.tasks]
+    chosen: dict[int, Task] = {}
+    for place in range(args.tasks):
+        number = place * len(tasks) // args.tasks
+        while number < len(tasks) and (number in chosen or not enough_programs(tasks[number], args.trials)):
+            number += 1
+        if number < len(tasks):
+            chosen[number] = tasks[number]
+    return list(chosen.values())
+
+
+def enough_programs(task: Task, trials: int) -> bool:
+    """Whether a task's space has so many different programs."""
+    from cdmpp.errors import ProgramError
+    from cdmpp.tuner.prepare import device_of_this_machine
+    from cdmpp.tuner.task_tuner import SearchConfig, TaskTuner
+
+    try:
+        tuner = TaskTuner(task, device_of_this_machine(DEVICE), SearchConfig(), 0)
+    except ProgramError:
+        return False
+    return len(tuner.sample(trials, 0)) == trials
 
 
 def tune_alone(
