@@ -10,11 +10,12 @@
 #                      alone, alone again, together: labels/s and agreement of the labels
 #        collect-1.0, collect-0.75, collect-0.5, collect-0.25
 #                      data collection on the whole GPU and on shares of it; all of them, one call after another
+#        tune          a small network tuned on this GPU and on a share of it, if TVM is on this machine too
 # BUNDLE what `cdmpp bundle NETWORK... --device h200 --out BUNDLE` wrote on a machine with TVM and nvcc or NVRTC
 # OUT    results; a folder with the results of earlier calls goes on where they stopped
 #
 # A step that ran out of time exits with 75: call it again. Each file in OUT stays under 16 MB.
-# Environment: PYTHON (python3), STEP_SECONDS (480), SHARE_PROGRAMS (2200), THROUGHPUT_PROGRAMS (160).
+# Environment: PYTHON (python3), STEP_SECONDS (480), SHARE_PROGRAMS (2200), THROUGHPUT_PROGRAMS (160), TUNE_TRIALS (300).
 set -euo pipefail
 step=${1:?which step?}; bundle=${2:?which bundle?}; out=${3:?where to?}
 cd "$(dirname "$0")/.."
@@ -22,6 +23,7 @@ PYTHON=${PYTHON:-python3}
 STEP_SECONDS=${STEP_SECONDS:-480}
 SHARE_PROGRAMS=${SHARE_PROGRAMS:-2200}
 THROUGHPUT_PROGRAMS=${THROUGHPUT_PROGRAMS:-160}
+TUNE_TRIALS=${TUNE_TRIALS:-300}
 export PYTHONPATH=${PYTHONPATH:-.} OMP_NUM_THREADS=1
 mkdir -p "$out"
 
@@ -50,13 +52,33 @@ throughput() { # number, part
   fi
 }
 
+device_of_bundle() {
+  "$PYTHON" -c "import sys; from cdmpp.profiler.bundle import read_bundle as r; print(r(sys.argv[1]).device)" "$bundle"
+}
+
 collect() { # share
   local device limit=()
-  device="$("$PYTHON" -c "import sys; from cdmpp.profiler.bundle import read_bundle as r; print(r(sys.argv[1]).device)" "$bundle")@$1"
+  device="$(device_of_bundle)@$1"
   [ "$1" = 1.0 ] || limit=(--limit "$SHARE_PROGRAMS")
   "$PYTHON" -m cdmpp measure "$bundle" --out "$out/data-$1" --device "$device" "${limit[@]}" \
     --max-seconds "$STEP_SECONDS" --resume --json "$out/collect-$1.json"
   finish "data-$1" "${limit[1]:-0}" "collect-$1"
+}
+
+# The whole GPU, then two workers that each have half of it.
+tune() {
+  if ! "$PYTHON" -c "import tvm" 2> /dev/null; then
+    echo "tune: skipped: no TVM here" | tee "$out/tune.txt"
+    mark tune
+    return
+  fi
+  local device
+  device="$(device_of_bundle)"
+  timeout "$((STEP_SECONDS / 2))" "$PYTHON" -m cdmpp tune mlp --device "$device" --trials "$TUNE_TRIALS" --resume \
+    --budget "$((STEP_SECONDS / 3))s" --out "$out/tune" --json "$out/tune.json"
+  timeout "$((STEP_SECONDS / 2))" "$PYTHON" -m cdmpp tune mlp --device "$device@0.5" --shards 2 --trials "$TUNE_TRIALS" --resume \
+    --budget "$((STEP_SECONDS / 3))s" --out "$out/tune-sharded" --json "$out/tune-sharded.json"
+  mark tune
 }
 
 # Whether a folder has a record of each of the bundle's (first N) programs; marks the step or exits with 75.
@@ -81,13 +103,14 @@ run() {
     throughput-1) throughput 1 alone ;;
     throughput-2) throughput 2 alone_again ;;
     throughput-3) throughput 3 together ;;
+    tune) tune ;;
     collect-*) collect "${1#collect-}" ;;
     *) echo "gpu_acceptance: unknown step $1" >&2; exit 2 ;;
   esac
 }
 
 if [ "$step" = all ]; then
-  for name in unit correct throughput-1 throughput-2 throughput-3 collect-1.0 collect-0.5 collect-0.25 collect-0.75; do
+  for name in unit correct throughput-1 throughput-2 throughput-3 collect-1.0 collect-0.5 collect-0.25 collect-0.75 tune; do
     is_done "$name" || run "$name"
   done
   echo "all steps are done: $out"

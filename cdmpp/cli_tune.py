@@ -20,13 +20,17 @@ def add_tune_arguments(sub: argparse.ArgumentParser) -> None:
     """Define the options of the verb."""
     sub.add_argument("network", metavar="NETWORK", help="zoo name (name@b4), .onnx or .pt2 file")
     sub.add_argument(
-        "--device", required=True, metavar="D", help="such as this-cpu@1, with the share to tune for"
+        "--device",
+        required=True,
+        metavar="D",
+        help="a device of this machine with the share to tune for, such as this-cpu@1, or h200@0.5: half of a CUDA "
+        "GPU's multiprocessors (needs TVM and the GPU on one machine)",
     )
     sub.add_argument(
         "--share",
         metavar="S",
-        help="what the network will be served with: cores of a CPU; the same as --device D@S. Several, such as 1,2: "
-        "tunes for each, and measures at each what was found for each",
+        help="what the network will be served with: cores of a CPU, a fraction of a GPU; the same as --device D@S. "
+        "Several, such as 1,2: tunes for each, and measures at each what was found for each",
     )
     sub.add_argument("--cost-model", choices=("cdmpp", "xgb", "random"), default="cdmpp")
     sub.add_argument(
@@ -69,12 +73,18 @@ def add_tune_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--batch", type=int, default=16, metavar="N", help="candidates of a round")
     sub.add_argument("--population", type=int, default=256, metavar="N", help="of the evolutionary search")
     sub.add_argument("--generations", type=int, default=3, metavar="N", help="of the evolutionary search")
-    sub.add_argument("--workers", type=int, default=1, metavar="N", help="measuring processes")
+    sub.add_argument(
+        "--workers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="measuring processes; of a GPU: programs measured side by side",
+    )
     sub.add_argument(
         "--shards",
         type=_shards,
         metavar="N",
-        help="tune so many tasks at once, each on a share of its own ('auto': as many as fit)",
+        help="tune so many tasks at once, each on such a share of its own (auto: as many as fit; h200@0.5: 2)",
     )
     sub.add_argument("--builders", type=int, metavar="N", help="building processes (default: one per core)")
     sub.add_argument(

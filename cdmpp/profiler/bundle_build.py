@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 from cdmpp.errors import ProgramError
 from cdmpp.profiler.bundle import BundledProgram, Reference
-from cdmpp.profiler.cuda_compile import CompileError, find_compiler
-from cdmpp.profiler.cuda_limits import resource_fault
+from cdmpp.profiler.cuda_build import compile_kernel, excluded
 from cdmpp.profiler.cuda_lowering import CudaLowering
-from cdmpp.profiler.validity import rule_fault
 from cdmpp.program.types import Program, Space, Task
 
 #: Candidates that are lowered at most for each one that can run.
@@ -109,7 +107,6 @@ def _build(job: TaskJob, arch: str, lowering: CudaLowering) -> Iterator[Compilin
         yield TaskDone(None, 0, str(err))
         return
     by_hash = {s.hash: s for s in spaces.spaces}
-    compiler = find_compiler(arch)
     ok = invalid = tries = 0
     reference: Reference | None = None
     wanted_reference = not job.known and job.task.flops <= job.reference_flops
@@ -122,48 +119,26 @@ def _build(job: TaskJob, arch: str, lowering: CudaLowering) -> Iterator[Compilin
         begun = time.perf_counter()
         try:
             func = spaces.rebuild(program, space)
-            fault = rule_fault(lowering(func, unroll=False), arch)
+            fault = excluded(program.hash, func, arch, lowering)
         except ProgramError as err:
-            if invalid < job.invalid:
-                invalid += 1
-                yield BuiltProgram(program, space, BundledProgram(program.hash, "build_error", str(err)))
-            continue
+            fault = BundledProgram(program.hash, "build_error", str(err))
         if fault is not None:
             if invalid < job.invalid:
                 invalid += 1
-                kernel = BundledProgram(program.hash, "invalid_config", f"{fault[0]}: {fault[1]}")
-                yield BuiltProgram(program, space, kernel)
+                yield BuiltProgram(program, space, fault)
             continue
         yield Compiling(program, space)
-        try:
-            cuda = lowering(func)
-            compiled = compiler.compile(cuda.source, arch)
-        except ProgramError as err:
-            yield BuiltProgram(program, space, BundledProgram(program.hash, "build_error", str(err)))
-            continue
-        except TimeoutError as err:
-            yield BuiltProgram(program, space, BundledProgram(program.hash, "build_timeout", str(err)))
-            continue
-        except CompileError as err:
-            shared = "too much shared" in str(err)
-            status = "invalid_config" if shared else "build_error"
-            yield BuiltProgram(program, space, BundledProgram(program.hash, status, str(err)))
-            continue
-        taken = [compiled.resources[launch.kernel] for launch in cuda.launches]
-        fault = resource_fault(cuda.shapes, taken, arch)
-        if fault is not None:
-            kernel = BundledProgram(program.hash, "invalid_config", f"{fault[0]}: {fault[1]}")
-            yield BuiltProgram(program, space, kernel)
+        kernel = compile_kernel(program.hash, func, arch, lowering)
+        if kernel.status == "ok":
+            kernel = replace(kernel, build_s=time.perf_counter() - begun)
+        yield BuiltProgram(program, space, kernel)
+        if kernel.cuda is None:
             continue
         ok += 1
-        build_s = time.perf_counter() - begun
-        resources = {name: r.to_json() for name, r in compiled.resources.items()}
-        kernel = BundledProgram(program.hash, "ok", "", cuda, compiled.cubin, resources, build_s)
-        yield BuiltProgram(program, space, kernel)
         if wanted_reference:
             wanted_reference = False
             yield Compiling(None, None)
-            reference = _reference(job, cuda.params, cuda.outputs)
+            reference = _reference(job, kernel.cuda.params, kernel.cuda.outputs)
     yield TaskDone(reference, tries)
 
 

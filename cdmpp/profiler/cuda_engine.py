@@ -9,6 +9,7 @@ datasets.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 _START_S = 120.0
 #: Attempts at that, one after the other, before the device counts as lost.
 _STARTS = 3
+#: Seconds between two questions for a job while there is nothing to do.
+_IDLE_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,6 @@ def compile_worker(connection: Connection, arch: str) -> None:
 
     Takes (program, source), sends (status, cubin, error, seconds).
     """
-    import time
-
     from cdmpp.profiler import machine
     from cdmpp.profiler.cuda_compile import CompileError, find_compiler
 
@@ -176,8 +177,10 @@ class CudaEngine:
 
     # -- the loop --------------------------------------------------------------------------------------------
 
-    def run(self, jobs: Iterator[MeasureJob]) -> Iterator[GpuOutcome]:
+    def run(self, jobs: Iterator[MeasureJob | None]) -> Iterator[GpuOutcome]:
         """Measure `jobs`, yielding outcomes as they become final (not in the order of the jobs).
+
+        The iterator may yield None to say "nothing yet"; it is then asked again later.
 
         Raises
         ------
@@ -197,6 +200,8 @@ class CudaEngine:
             if not busy and not self._to_compile and not self._to_measure:
                 if exhausted and not self._outcomes:
                     return
+                if not self._outcomes:
+                    time.sleep(_IDLE_S)
                 continue
             for worker in ready(busy, 0.1):
                 if worker is self._gpu:
@@ -227,13 +232,16 @@ class CudaEngine:
         compiling = sum(w.load is not None for w in self._compilers)
         return len(self._to_compile) + compiling + len(self._to_measure) + len(self._in_flight)
 
-    def _draw(self, jobs: Iterator[MeasureJob]) -> bool:
+    def _draw(self, jobs: Iterator[MeasureJob | None]) -> bool:
         """Keep the stages supplied; False when there are no more jobs."""
         limit = self.config.window + 2 * self.config.compilers if self.config.overlap else 1
         while self._waiting < limit:
-            job = next(jobs, None)
-            if job is None:
+            try:
+                job = next(jobs)
+            except StopIteration:
                 return False
+            if job is None:
+                break
             if job.kernel.status != "ok" or job.kernel.cuda is None:
                 self._fail(job, job.kernel.status, job.kernel.error)
             elif job.kernel.cubin:

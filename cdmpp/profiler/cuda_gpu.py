@@ -103,6 +103,11 @@ class Gpu(Protocol):
         """Clocks and heat now."""
 
 
+def is_model(name: str, model: str) -> bool:
+    """Whether a GPU that calls itself `name` is of a model of the device table."""
+    return model.lower() in name.lower() or name.lower() in model.lower()
+
+
 def make_gpu(path: str, arguments: Mapping[str, Any]) -> Gpu:
     """The GPU of a class given as ``module:Class``.
 

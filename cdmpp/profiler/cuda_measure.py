@@ -20,7 +20,7 @@ from cdmpp.errors import DatasetError, ProfilerError
 from cdmpp.profiler.bundle import Bundle, BundledProgram, read_bundle
 from cdmpp.profiler.cuda_calibration import GroupResult, calibrate_groups, possible_degree
 from cdmpp.profiler.cuda_engine import CudaEngine, GpuEngineConfig, GpuOutcome
-from cdmpp.profiler.cuda_gpu import GpuFacts
+from cdmpp.profiler.cuda_gpu import GpuFacts, is_model
 from cdmpp.profiler.cuda_sampling import GpuWorkerConfig, MeasureJob
 from cdmpp.profiler.statistics import SamplingPlan
 
@@ -247,9 +247,8 @@ def _engine_config(bundle: Bundle, config: MeasureConfig, share: float) -> GpuEn
 def _check_gpu(bundle: Bundle, facts: GpuFacts) -> None:
     """Refuse a GPU that is not the one that the records would name."""
     base = bundle.device.partition("@")[0]
-    model = str(bundle.note["devices"][base].get("model", "")).lower()
-    here = facts.name.lower()
-    if model not in here and here not in model:
+    model = str(bundle.note["devices"][base].get("model", ""))
+    if not is_model(facts.name, model):
         raise ProfilerError(f"the bundle is for {base} ({model}), and this is a {facts.name}")
     if facts.arch != bundle.arch:
         raise ProfilerError(f"the bundle is for {bundle.arch}, and this GPU is {facts.arch}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler.bundle_make import BundleConfig, BundleProgress, BundleReport, make_bundle
+from cdmpp.profiler.cuda_gpu import is_model
 from cdmpp.profiler.cuda_measure import MeasureConfig, MeasureProgress, MeasureReport, measure
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 #: The bundle inside the dataset's folder.
 BUNDLE_FILE = "programs.bundle"
+#: The way around a missing GPU.
+ELSEWHERE = "compile with `cdmpp bundle` here and run `cdmpp measure` where the GPU is"
 
 
 @dataclass(frozen=True)
@@ -55,15 +58,17 @@ def profile_gpu(
     Raises
     ------
     ProfilerError
-        No GPU answers (which is found out before anything is compiled), or what :func:`make_bundle` and
+        No GPU answers, or another one (which is found out before anything is compiled), or what :func:`make_bundle` and
         :func:`measure` raise.
     """
     from cdmpp.device import get_device
 
     measure_config = measure_config or MeasureConfig()
-    if measure_config.gpu == MeasureConfig().gpu:
-        check_gpu()
     known = get_device(device) if isinstance(device, str) else device
+    if measure_config.gpu == MeasureConfig().gpu:
+        here = check_gpu()
+        if not is_model(here, known.model):
+            raise ProfilerError(f"{known.name} is not here, this machine has a {here}: {ELSEWHERE}")
     path = Path(out) / BUNDLE_FILE
     made = None
     if not (resume and path.exists()):
@@ -89,9 +94,8 @@ def profile_gpu(
     return GpuProfileReport(made, measured)
 
 
-def check_gpu() -> None:
-    """ProfilerError, with the way around it, where cupy or a CUDA device is missing."""
-    elsewhere = "compile with `cdmpp bundle` here and run `cdmpp measure` where the GPU is"
+def check_gpu(elsewhere: str = ELSEWHERE) -> str:
+    """Name of the GPU that is here; ProfilerError, with the way around it, where cupy or a CUDA device is missing."""
     try:
         import cupy
     except ImportError as err:
@@ -102,3 +106,4 @@ def check_gpu() -> None:
         raise ProfilerError(f"no CUDA device answers ({err}): {elsewhere}") from err
     if not count:
         raise ProfilerError(f"this machine has no CUDA device: {elsewhere}")
+    return str(cupy.cuda.runtime.getDeviceProperties(0)["name"].decode())

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 #: Targets the rule sets are asked with. Only what the rules read matters here (cores, limits of a block); the
 #: target a program is compiled for belongs to the device.
-_CUDA_SPACE_TARGET: dict[str, Any] = {
+CUDA_SPACE_TARGET: dict[str, Any] = {
     "kind": "cuda",
     "arch": "sm_80",
     "max_threads_per_block": 1024,
@@ -108,7 +108,7 @@ class TaskSpaces:
         self.task = task
         self.rule = rule
         self.num_cores = num_cores if rule == "llvm" else 0
-        target = {"kind": "llvm", "num-cores": num_cores} if rule == "llvm" else _CUDA_SPACE_TARGET
+        target = {"kind": "llvm", "num-cores": num_cores} if rule == "llvm" else CUDA_SPACE_TARGET
         self._mod = tvm.IRModule({"main": task.prim_func()})
         context = ms.TuneContext(
             mod=self._mod,
@@ -295,7 +295,7 @@ class Rebuilder:
             llvm = {"kind": "llvm", "num-cores": space.num_cores}
             context = ms.TuneContext(
                 mod=mod,
-                target=tvm.target.Target(llvm if space.rule == "llvm" else _CUDA_SPACE_TARGET),
+                target=tvm.target.Target(llvm if space.rule == "llvm" else CUDA_SPACE_TARGET),
                 space_generator=ms.space_generator.PostOrderApply(
                     sch_rules=space.rule, postprocs=space.rule, mutator_probs=space.rule
                 ),

@@ -100,7 +100,8 @@ class Program:
         rebuild the program exactly. Of a generator the values of its parameters. Empty where ``space_hash`` is None.
     origin
         How it was found: ``random`` (uniform over the space), ``search`` (evolutionary search, the fast region a
-        tuner visits), ``generator`` (a configuration of a parametrised kernel), ``unscheduled`` (the task as it is).
+        tuner visits), ``generator`` (a configuration of a parametrised kernel), ``unscheduled`` (the task as it is),
+        ``default`` (TVM's schedule for a GPU where nothing was tuned).
     implementation
         ``scheduled`` (this TIR is what runs) or ``library`` (the task is run by a vendor library).
     """

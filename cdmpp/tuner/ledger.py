@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from cdmpp.errors import TunerError
 from cdmpp.tuner.objective import Costs, Objective, Point
 from cdmpp.tuner.scheduler import TaskState
+from cdmpp.tuner.untuned import is_untuned
 
 if TYPE_CHECKING:
     from cdmpp.profiler.engine import Outcome
@@ -95,7 +96,7 @@ class Ledger:
 
     @property
     def untuned_s(self) -> float | None:
-        """Sum over the tasks, weighted, of the unscheduled tasks; None where one does not run."""
+        """Sum over the tasks, weighted, of what runs untuned; None where a task does not run untuned."""
         parts = [(s.weight, s.untuned_s) for s in self.states]
         if any(latency is None for _, latency in parts):
             return None
@@ -132,7 +133,7 @@ class Ledger:
             state = by_task.get(programs[digest].task_hash)
             if state is None:
                 continue
-            if programs[digest].space_hash is None:
+            if is_untuned(programs[digest]):
                 state.untuned_s = latency_s
             else:
                 state.count(latency_s)
@@ -151,7 +152,7 @@ class Ledger:
         run_s = float(outcome.meta.get("run_s", 0.0))
         self.costs.build_s += build_s
         self.costs.device_s += run_s
-        if outcome.job.program.space_hash is None:
+        if is_untuned(outcome.job.program):
             state.untuned_s = outcome.latency_s
             return
         state.spent_s += build_s + run_s

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from cdmpp.device import Device
     from cdmpp.profiler.engine import EngineConfig
     from cdmpp.program.types import Task
+    from cdmpp.tuner.measure import Engine
     from cdmpp.tuner.task_tuner import TaskTuner
     from cdmpp.tuner.tuning import TuneConfig
 
@@ -35,8 +36,13 @@ def make_cost_model(config: TuneConfig, device: Device) -> Any:
     return cost_model.RandomModel(seed=config.seed)
 
 
-def device_of_this_machine(device: str | Device, workers: int = 1) -> Device:
-    """The device, checked to be a CPU share that this process may use `workers` times.
+def device_of_this_machine(device: str | Device, workers: int = 1, gpu: str | None = None) -> Device:
+    """The device, checked to be here: a CPU share that this process may use `workers` times, a CUDA GPU or a share of it.
+
+    Parameters
+    ----------
+    gpu
+        See :func:`cdmpp.tuner.gpu.gpu_of_this_machine`.
 
     Raises
     ------
@@ -46,8 +52,14 @@ def device_of_this_machine(device: str | Device, workers: int = 1) -> Device:
     from cdmpp.device import get_device
 
     found = get_device(device) if isinstance(device, str) else device
+    if found.kind == "gpu":
+        from cdmpp.tuner.gpu import gpu_of_this_machine
+
+        return gpu_of_this_machine(found, gpu)
     if found.kind != "cpu":
-        raise TunerError(f"{found.name} is a {found.kind}: tuning measures on CPUs of this machine")
+        raise TunerError(
+            f"{found.name} is a {found.kind}: tuning measures on CPUs and CUDA GPUs of this machine"
+        )
     here = get_device("this-cpu")
     if found.base != here.base:
         raise TunerError(f"{found.name} is not this machine, which is {here.name}")
@@ -96,6 +108,30 @@ def alone_engine_config(device: str | Device) -> EngineConfig:
         builders=len(usable_cores()),
         overlap=False,
     )
+
+
+def make_engine(config: TuneConfig, device: Device) -> Engine:
+    """What measures in a tuning on a device of this machine."""
+    from cdmpp.tuner.shard_messages import cpu_engine
+
+    if device.kind == "gpu":
+        from cdmpp.profiler.gpu_engine import GpuEngine
+        from cdmpp.tuner.gpu import gpu_config
+
+        return GpuEngine(gpu_config(config, device))
+    return cpu_engine(engine_config(config, device, core_groups_of(device, config.workers)))
+
+
+def alone_engine(device: str | Device) -> Engine:
+    """What measures one program at a time on a device of this machine, for final latencies."""
+    from cdmpp.tuner.shard_messages import cpu_engine
+
+    found = device_of_this_machine(device)
+    if found.kind == "gpu":
+        from cdmpp.profiler.gpu_engine import GpuConfig, GpuEngine
+
+        return GpuEngine(GpuConfig(found))
+    return cpu_engine(alone_engine_config(found))
 
 
 def make_tuners(

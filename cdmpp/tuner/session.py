@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import TunerError
-from cdmpp.profiler.build import BuildJob
-from cdmpp.program.space import unscheduled
 from cdmpp.tuner.ledger import Ledger, Progress
 from cdmpp.tuner.objective import Costs, Objective
 from cdmpp.tuner.scheduler import next_task
@@ -259,12 +257,9 @@ class TuningSession(Ledger):
             self._learn_validity(self._tuners[index], pairs)
 
     def _measure_untuned(self) -> None:
-        """Measure the unscheduled tasks: what tuning starts from. They are no trials."""
-        jobs = [
-            (state, BuildJob(unscheduled(tuner.task), tuner.task, None))
-            for state, tuner in zip(self.states, self._tuners, strict=True)
-            if unscheduled(tuner.task).hash not in self._known
-        ]
+        """Measure the untuned tasks: what tuning starts from. They are no trials."""
+        untuned = [(state, tuner.untuned()) for state, tuner in zip(self.states, self._tuners, strict=True)]
+        jobs = [(s, job) for s, job in untuned if job is not None and job.program.hash not in self._known]
         futures = self._measurer.submit([job for _, job in jobs])
         for (state, _), outcome in zip(jobs, self._outcomes(futures), strict=True):
             if outcome is not None:

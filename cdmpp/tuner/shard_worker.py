@@ -81,13 +81,17 @@ class ShardWorker:
 
         from cdmpp.tuner.prepare import make_cost_model
         from cdmpp.tuner.trimmer import Trimmer
+        from cdmpp.tuner.validity_search import make_guard
 
         self._connection, self._config = connection, config
         self._sending = threading.Lock()
         self._hearing = threading.Lock()
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        tune = config.tune
-        self._model = make_cost_model(tune, config.device)
+        # Workers that search one task together draw different programs.
+        tune = replace(config.tune, seed=config.tune.seed + 1009 * config.number)
+        self._tune = tune
+        self._guard = make_guard(tune.validity, config.device, tune.seed)
+        self._model = make_cost_model(config.tune, config.device)
         if config.cost_model:
             self._model.load(config.cost_model)
         self._trimmer = Trimmer(self._model, tune.trim) if tune.cost_model == "cdmpp" and tune.trim else None
@@ -158,33 +162,43 @@ class ShardWorker:
     # -- searching ---------------------------------------------------------------------------------------------
 
     def _search(self, asked: Search) -> None:
+        new = asked.index not in self._tuners
         tuner = self._tuner(asked.index)
         self._learn(tuner, asked.earlier, asked.learned)
-        if asked.first:
-            candidates: list[Candidate] | None = [tuner.replay(p, s) for p, s in asked.first]
-        else:
+        proposed: list[Any] = []
+        candidates: list[Candidate] | None = [tuner.replay(p, s) for p, s in asked.first]
+        if not candidates and new and not asked.earlier and self._guard is not None:
+            candidates = self._guard.initial(tuner, self._tune.batch, self._model)
+        if not candidates:
             candidates = tuner.propose()
+            proposed = [c.measure for c in candidates or ()]
         if candidates is None:
             self._send(Found(asked.order, None))
             self._send(Ended(asked.order, (), self._cpu_s))
             return
-        worth = [True] * len(candidates)
-        if self._trimmer is not None and candidates:
-            measures = [c.measure for c in candidates]
-            worth = [bool(good) for good in self._trimmer.worth(tuner.context, measures, asked.best_s)]
-        proposed = [] if asked.first else [c.measure for c in candidates]
+        worth = self._worth(tuner, [c.measure for c in candidates], asked.best_s)
         self._searches[asked.order] = (tuner, candidates, proposed)
-        self._send(Found(asked.order, tuple(c.hash for c in candidates), tuple(worth)))
+        self._send(Found(asked.order, tuple(c.hash for c in candidates), worth))
+
+    def _worth(self, tuner: TaskTuner, measures: list[Any], best_s: float | None) -> tuple[bool, ...]:
+        """Which candidates are likely to run and can win."""
+        likely = [True] * len(measures)
+        if self._guard is not None:
+            likely = [bool(good) for good in self._guard.worth(tuner.context, measures)]
+        left = [m for m, good in zip(measures, likely, strict=True) if good]
+        if self._trimmer is None or not left:
+            return tuple(likely)
+        winning = iter(self._trimmer.worth(tuner.context, left, best_s))
+        return tuple(good and bool(next(winning)) for good in likely)
 
     def _tuner(self, index: int) -> TaskTuner:
         from cdmpp.tuner.prepare import make_tuner
 
         if index not in self._tuners:
             config = self._config
-            # Workers that search one task together draw different programs.
-            tune = replace(config.tune, seed=config.tune.seed + 1009 * config.number)
-            tuner = self._tuners[index] = make_tuner(config.tasks[index], config.device, tune)
-            tuner.start(self._database, self._model, tune.batch)
+            tuner = self._tuners[index] = make_tuner(config.tasks[index], config.device, self._tune)
+            model = self._model if self._guard is None else self._guard.guarded(self._model)
+            tuner.start(self._database, model, self._tune.batch)
         return self._tuners[index]
 
     def _learn(
@@ -214,6 +228,11 @@ class ShardWorker:
             )
         if measures:
             self._model.update(tuner.context, measures, results)
+            self._learn_validity(tuner, measures, [result.error_msg is None for result in results])
+
+    def _learn_validity(self, tuner: TaskTuner, measures: list[Any], worked: list[bool]) -> None:
+        if self._guard is not None and measures:
+            self._guard.learn(tuner.context, measures, worked)
 
     def _record(self, tuner: TaskTuner, candidate: Candidate, latency_s: float) -> Any:
         from tvm.s_tir import meta_schedule as ms
@@ -280,6 +299,8 @@ class ShardWorker:
             if done:
                 measures = [c.measure for c, _ in done]
                 self._model.update(begun.tuner.context, measures, [runner_result(o) for _, o in done])
+                there = [(c.measure, o.latency_s is not None) for c, o in done if o.status != "device_lost"]
+                self._learn_validity(begun.tuner, [m for m, _ in there], [worked for _, worked in there])
                 if hasattr(self._model, "model"):
                     learned = self._model.model.rows({c.hash for c, _ in done})
             if begun.proposed:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import ProgramError, TunerError
 from cdmpp.profiler.build import BuildJob
-from cdmpp.program.space import unscheduled
 from cdmpp.tuner.ledger import Ledger, Progress
 from cdmpp.tuner.scheduler import TaskState, next_task, promise
 from cdmpp.tuner.shard_members import LIVES, Member, Order
@@ -37,6 +36,7 @@ from cdmpp.tuner.shard_messages import (
     Taken,
 )
 from cdmpp.tuner.shards import Shard, start_process
+from cdmpp.tuner.untuned import is_untuned
 
 if TYPE_CHECKING:
     from cdmpp.profiler.engine import Outcome
@@ -123,13 +123,10 @@ class ShardedSession(Ledger):
         self._recall_states(self._batch)
         for digest in self._known:
             program = self._store.dataset.programs[digest]
-            if program.task_hash in self._number_of and program.space_hash is not None:
+            if program.task_hash in self._number_of and not is_untuned(program):
                 self._measured[self._number_of[program.task_hash]].append(digest)
-        self._loose = [
-            BuildJob(unscheduled(tuner.task), tuner.task, None)
-            for tuner in self._tuners
-            if unscheduled(tuner.task).hash not in self._known
-        ]
+        untuned = [tuner.untuned() for tuner in self._tuners]
+        self._loose = [job for job in untuned if job is not None and job.program.hash not in self._known]
         reason = self._objective.reached(self.costs, self.curve)
         if reason is not None and not self._loose:
             return reason
@@ -172,13 +169,13 @@ class ShardedSession(Ledger):
         """Costs with what is under way."""
         orders = [order for member in self._members for order in member.orders.values()]
         under_way = sum(order.room if order.searching else self._trials(order) for order in orders)
-        loose = sum(job.program.space_hash is not None for job in self._loose)
+        loose = sum(not is_untuned(job.program) for job in self._loose)
         return self._with(under_way + loose, 0)
 
     @staticmethod
     def _trials(order: Order) -> int:
-        """Programs that wait, without unscheduled tasks: they are no trials."""
-        return sum(h not in order.jobs or order.jobs[h].space is not None for h in order.waiting)
+        """Programs that wait, without untuned tasks: they are no trials."""
+        return sum(h not in order.jobs or not is_untuned(order.jobs[h].program) for h in order.waiting)
 
     # -- handing out ------------------------------------------------------------------------------------------
 
@@ -318,14 +315,16 @@ class ShardedSession(Ledger):
     def _taken(self, member: Member, taken: Taken) -> None:
         """Keep an outcome."""
         order = member.orders[taken.order]
-        where = {"shard": member.config.number, "cores": list(member.config.cores)}
+        where: dict[str, Any] = {"shard": member.config.number}
+        if member.config.device.kind == "cpu":
+            where["cores"] = list(member.config.cores)
         outcome = replace(taken.outcome, meta={**taken.outcome.meta, **where})
         program = outcome.job.program
         index = self._number_of[program.task_hash]
         self._take(self.states[index], outcome)
         order.waiting.discard(program.hash)
         order.done += 1
-        if program.space_hash is None:
+        if is_untuned(program):
             if self.untuned_s is not None and not self.curve.points:
                 self._note(self.states[index], task="")
             return

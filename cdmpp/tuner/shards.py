@@ -1,4 +1,4 @@
-"""Shares of a CPU for the workers of a sharded tuning: which cores each gets, what it starts with, its process."""
+"""Shares of a device for the workers of a sharded tuning: which cores each gets, what it starts with, its process."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 #: As many workers as shares fit on the device.
 AUTO = "auto"
+#: Of sums of shares that are written in decimals.
+_ROUNDING = 1e-6
 #: Seconds until a process that was ended is waited for no longer.
 _END_S = 10.0
 
@@ -83,14 +85,18 @@ def start_process(config: ShardConfig) -> Shard:
 def shard_cores(device: Device, shards: int | str) -> tuple[tuple[int, ...], ...]:
     """Cores of each of several workers that each get a whole share; of as many as fit for :data:`AUTO`.
 
+    For a GPU they are those that the workers search on: each has a share of the GPU besides.
+
     Raises
     ------
     TunerError
-        So many do not fit on the cores that this process may use.
+        So many do not fit on the GPU, or on the cores that this process may use.
     """
     from cdmpp.profiler.calibration import core_groups
     from cdmpp.profiler.machine import usable_cores
 
+    if device.kind == "gpu":
+        return _search_cores(device, shards, usable_cores())
     cores, share = usable_cores(), int(device.share)
     number = max(1, len(cores) // share) if shards == AUTO else int(shards)
     if number < 1:
@@ -102,6 +108,18 @@ def shard_cores(device: Device, shards: int | str) -> tuple[tuple[int, ...], ...
             f"fewer shards{smaller if number <= len(cores) else ''}"
         )
     return core_groups(cores, share, number)
+
+
+def _search_cores(device: Device, shards: int | str, cores: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    number = max(1, int(1 / device.share + _ROUNDING)) if shards == AUTO else int(shards)
+    if number < 1:
+        raise TunerError(f"one worker at least, got {number} shards")
+    if number * device.share > 1 + _ROUNDING:
+        raise TunerError(
+            f"{number} shards of {device.name} are {number * device.share:g} times what there is: take fewer shards, or "
+            f"tune for a smaller share: {device.base}@{int(1000 / number) / 1000:g}"
+        )
+    return tuple(cores[i::number] or cores for i in range(number))
 
 
 @contextlib.contextmanager
@@ -122,6 +140,7 @@ def shard_configs(
     """
     from cdmpp.predictor import Predictor
     from cdmpp.profiler.machine import make_work_folder
+    from cdmpp.tuner.validity import ValidityModel
 
     shm = Path("/dev/shm")
     folder = make_work_folder(shm if shm.is_dir() else Path(tempfile.gettempdir()))
@@ -130,11 +149,15 @@ def shard_configs(
         if isinstance(predictor, Predictor):
             predictor.save(folder / "predictor")
             predictor = str(folder / "predictor")
+        validity = config.validity
+        if isinstance(validity, ValidityModel):
+            validity.save(folder / "validity")
+            validity = folder / "validity"
         start = ""
         if learned and config.cost_model != "random":
             start = str(folder / "cost_model")
             cost_model.save(start)
-        tune = replace(config, predictor=predictor)
+        tune = replace(config, predictor=predictor, validity=validity)
         yield [
             ShardConfig(number, own, device, tune, tuple(tasks), start, str(folder))
             for number, own in enumerate(cores)

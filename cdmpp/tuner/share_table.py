@@ -242,10 +242,8 @@ def _weights(folder: Path) -> dict[str, float]:
 
 def measure_alone(device: str, jobs: Sequence[BuildJob]) -> dict[str, float]:
     """Seconds of programs on a share of this machine, with nothing built or measured beside them."""
-    from cdmpp.profiler.engine import CpuEngine
-    from cdmpp.profiler.reference import reference_job
-    from cdmpp.tuner.prepare import alone_engine_config
+    from cdmpp.tuner.prepare import alone_engine
 
-    with CpuEngine(alone_engine_config(device), reference_job()) as engine:
+    with alone_engine(device) as engine:
         outcomes = list(engine.run(iter(jobs)))
     return {o.job.program.hash: o.latency_s for o in outcomes if o.latency_s is not None}

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import DatasetError, ProgramError, TunerError
 from cdmpp.tuner.objective import Costs, Curve, Point
+from cdmpp.tuner.untuned import is_untuned
 
 if TYPE_CHECKING:
     from cdmpp.dataset import Dataset
@@ -123,11 +124,11 @@ class TuningStore:
             self.commit(tuner, candidate, latencies[candidate.hash])
 
     def _ok_records(self) -> Iterator[tuple[str, float]]:
-        """Scheduled programs of this dataset that ran, with their labels."""
+        """Programs of this dataset that a search may start from, those that ran, with their labels."""
         frame = self.dataset.records
         frame = frame[(frame["device"] == self._device.name) & (frame["status"] == "ok")]
         for row in frame.itertuples():
-            if self.dataset.programs[str(row.program)].space_hash is not None:
+            if not is_untuned(self.dataset.programs[str(row.program)]):
                 yield str(row.program), float(row.latency_s)
 
     def outcomes(self) -> dict[str, float | None]:
@@ -148,6 +149,8 @@ class TuningStore:
         if job.space is not None:
             self.dataset.add_space(job.space)
         self.dataset.add_program(job.program)
+        threads = {"threads": int(self._device.share)} if self._device.kind == "cpu" else {}
+        self._note_multiprocessors(outcome.meta.get("sms"))
         self.dataset.add_record(
             Record(
                 program=job.program.hash,
@@ -158,9 +161,18 @@ class TuningStore:
                 noise=outcome.noise,
                 error=outcome.error,
                 measured_at=time.time(),
-                meta={"threads": int(self._device.share), "cache": "warm", **outcome.meta},
+                meta={**threads, "cache": "warm", **outcome.meta},
             )
         )
+
+    def _note_multiprocessors(self, sms: int | None) -> None:
+        """Keep how many a share of a GPU has: partitions come in units, and the table has what was asked for."""
+        devices = self.dataset.meta["devices"]
+        facts = devices[self._device.name]
+        if sms is not None and facts["cores_used"] != sms:
+            self.dataset.update_meta(
+                devices={**devices, self._device.name: {**facts, "cores_used": float(sms)}}
+            )
 
     def commit(self, tuner: TaskTuner, candidate: Candidate, latency_s: float) -> None:
         """Put a program that ran into the MetaSchedule database."""
@@ -180,18 +192,15 @@ class TuningStore:
         workload = self.database.commit_workload(tuner.mod)
         self.database.commit_tuning_record(ms.database.TuningRecord.from_json(record, workload))
 
-    def commit_unscheduled(self, tuner: TaskTuner, latency_s: float) -> None:
-        """Put the task as it is into the MetaSchedule database, as a trace that changes nothing.
+    def commit_untuned(self, tuner: TaskTuner, latency_s: float) -> None:
+        """Put what a task runs as untuned into the MetaSchedule database, as a trace with no choice in it.
 
         For tasks that no schedule makes faster. To be called after the search, which cannot mutate such a trace: a
         resumed tuning makes the database anew without it.
         """
-        from tvm.s_tir.schedule import Schedule
-
-        schedule = Schedule(tuner.mod)
-        # A record whose trace has no instruction is none to MetaSchedule.
-        schedule.get_sblock("root", func_name="main")
-        self.commit(tuner, tuner.candidate_of(schedule, "unscheduled"), latency_s)
+        candidate = tuner.untuned_candidate()
+        if candidate is not None:
+            self.commit(tuner, candidate, latency_s)
 
     # -- the curve ---------------------------------------------------------------------------------------------
 
@@ -267,7 +276,7 @@ def replayed(
     for digest in programs:
         program = dataset.programs[digest]
         tuner = tuners.get(program.task_hash)
-        if tuner is None or program.space_hash is None:
+        if tuner is None or program.space_hash is None or is_untuned(program):
             continue
         try:
             yield tuner, tuner.replay(program, dataset.spaces[program.space_hash])

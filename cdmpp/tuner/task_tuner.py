@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import ProgramError, TunerError
 from cdmpp.profiler.build import BuildJob
-from cdmpp.program.space import program_of_schedule
+from cdmpp.program.space import CUDA_SPACE_TARGET, program_of_schedule, unscheduled
 from cdmpp.program.tvm_env import import_tvm, quiet, structural_hash
 from cdmpp.program.types import Program, Space, Task
+from cdmpp.tuner.untuned import DEFAULT, default_schedule
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
@@ -117,7 +118,7 @@ class TaskTuner:
     task
         The task.
     device
-        What is tuned for: its TVM target and its number of cores make the design space.
+        What is tuned for: its kind (CPU or CUDA GPU), its TVM target and its number of cores make the design space.
     search
         The search.
     seed
@@ -135,11 +136,11 @@ class TaskTuner:
 
         self.task = task
         self.mod = tvm.IRModule({"main": task.prim_func()})
-        self._rule, self._cores = "llvm", int(device.share)
+        self._rule, self._cores = ("llvm", int(device.share)) if device.kind == "cpu" else ("cuda", 0)
         self.context = ms.TuneContext(
             mod=self.mod,
-            target=tvm.target.Target(dict(device.target)),
-            # Asked for by name: what TVM chooses for a CPU with AVX-512 needs its slow import of tensor intrinsics.
+            target=tvm.target.Target(_space_target(device)),
+            # Asked for by name: what TVM chooses for AVX-512 or tensor cores needs its slow import of tensor intrinsics.
             space_generator=ms.space_generator.PostOrderApply(
                 sch_rules=self._rule, postprocs=self._rule, mutator_probs=self._rule
             ),
@@ -185,6 +186,25 @@ class TaskTuner:
                 if candidate.hash not in found:
                     found[candidate.hash], fruitless = candidate, 0
         return list(found.values())
+
+    def untuned(self) -> BuildJob | None:
+        """What runs where nothing was tuned, see :mod:`cdmpp.tuner.untuned`; None where there is nothing."""
+        if self._rule == "llvm":
+            return BuildJob(unscheduled(self.task), self.task, None)
+        candidate = self.untuned_candidate()
+        return None if candidate is None else candidate.job
+
+    def untuned_candidate(self) -> Candidate | None:
+        """The same as a trace, for MetaSchedule's database."""
+        from tvm.s_tir.schedule import Schedule
+
+        if self._rule == "llvm":
+            schedule = Schedule(self.mod)
+            # A record whose trace has no instruction is none to MetaSchedule.
+            schedule.get_sblock("root", func_name="main")
+            return self.candidate_of(schedule, "unscheduled")
+        schedule = default_schedule(self.mod["main"], self.context.target)
+        return None if schedule is None else self.candidate_of(schedule, DEFAULT)
 
     def start(self, database: Any, cost_model: Any, batch: int) -> None:
         """Begin the search, with the best programs of a MetaSchedule database as parents."""
@@ -236,3 +256,13 @@ class TaskTuner:
     def _candidate(self, measure: Any, origin: str) -> Candidate:
         program, space = program_of_schedule(measure.sch, self.task, self._rule, self._cores, origin)
         return Candidate(measure, BuildJob(program, self.task, space))
+
+
+def _space_target(device: Device) -> dict[str, Any]:
+    """Target of the design space.
+
+    Programs for a GPU are drawn within the limits that :class:`~cdmpp.program.space.Rebuilder` replays them with.
+    """
+    if device.kind == "cpu":
+        return dict(device.target)
+    return {**CUDA_SPACE_TARGET, "arch": str(device.target["arch"])}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,8 @@ from cdmpp.tuner.objective import Objective
 from cdmpp.tuner.prepare import (
     core_groups_of,
     device_of_this_machine,
-    engine_config,
     make_cost_model,
+    make_engine,
     make_tuners,
 )
 from cdmpp.tuner.results import TaskResult, TuneReport
@@ -55,7 +55,7 @@ class TuneConfig:
         Coverage of the intervals that the trimmer drops candidates by; None drops none. Only for ours.
     validity
         Which candidates will not run, and which to measure first: a validity model or its folder, ``"online"`` to learn it
-        from this tuning's failures alone; None looks away. Not with shards.
+        from this tuning's failures alone; None looks away.
     batch
         Candidates of a round.
     search
@@ -63,12 +63,15 @@ class TuneConfig:
     seed
         Of the search.
     workers, builders
-        Measuring processes, each on cores of its own, and building processes (None: one a core).
+        Measuring processes, each on cores of its own (on a GPU: programs measured side by side at most, each on
+        multiprocessors of its own), and building processes (None: one a core).
     shards
         Workers that tune at the same time, each searching, building and measuring on a share of its own: a number, or
         ``"auto"`` for as many as fit. None: one search, that builds on all cores.
     build_timeout_s, run_timeout_s, plan, realtime
-        See :class:`~cdmpp.profiler.engine.EngineConfig`.
+        See :class:`~cdmpp.profiler.engine.EngineConfig` (of a GPU :class:`~cdmpp.profiler.gpu_engine.GpuConfig`).
+    gpu, gpu_arguments
+        A class as ``module:Class`` that stands for the GPU, and what it is made with; None for the GPU that is here.
     """
 
     objective: Objective
@@ -86,6 +89,8 @@ class TuneConfig:
     run_timeout_s: float = 2.0
     plan: SamplingPlan | None = None
     realtime: bool = True
+    gpu: str | None = None
+    gpu_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.cost_model not in COST_MODELS:
@@ -94,8 +99,6 @@ class TuneConfig:
             raise TunerError(f"shards are a number or 'auto', got {self.shards!r}")
         if self.shards is not None and self.workers != 1:
             raise TunerError("each shard has one measuring process: choose shards or workers, not both")
-        if self.shards is not None and self.validity is not None:
-            raise TunerError("a validity model serves one search: choose shards or validity, not both")
 
 
 def tune(
@@ -109,14 +112,18 @@ def tune(
     progress: Callable[[Progress], None] | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> TuneReport:
-    """Tune a network for a CPU share of this machine.
+    """Tune a network for a CPU share of this machine, or for a CUDA GPU of it or a share of that.
+
+    On a GPU the network itself is not run: what a tuning gives are the sums over its tasks, against the schedules that TVM
+    Relax gives them by default.
 
     Parameters
     ----------
     network
         A zoo name, an ``.onnx`` or ``.pt2`` file, or a Network.
     device
-        A CPU of this machine with the share that the network will be served with.
+        A device of this machine with the share that the network will be served with, such as ``this-cpu@1`` or
+        ``h200@0.5`` (a green context with half of the multiprocessors).
     out
         Folder of the tuning: MetaSchedule database, dataset of all measurements, curve, report.
     config
@@ -141,7 +148,7 @@ def tune(
     from cdmpp.tuner.shards import shard_cores
 
     say = notify or (lambda line: logger.info("%s", line))
-    target_device = device_of_this_machine(device, config.workers)
+    target_device = device_of_this_machine(device, config.workers, config.gpu)
     if config.shards is not None:
         shard_cores(target_device, config.shards)  # before the network is imported, which takes a while
     loaded = load_network(network) if isinstance(network, str) else network
@@ -152,7 +159,7 @@ def tune(
     report, store = _tune(
         loaded.name, tasks, target_device, Path(out), config, resume, warm_start, progress, say
     )
-    if any(task.best_s is not None for task in report.tasks):
+    if target_device.kind == "cpu" and any(task.best_s is not None for task in report.tasks):
         say("compiling and running the network with and without the schedules found")
         from cdmpp.program.tvm_env import import_tvm
 
@@ -194,7 +201,7 @@ def tune_tasks(
         Starts a worker of a sharded tuning; None starts a process.
     """
     say = notify or (lambda line: logger.info("%s", line))
-    target_device = device_of_this_machine(device, config.workers)
+    target_device = device_of_this_machine(device, config.workers, config.gpu)
     report, _ = _tune(
         name,
         tasks,
@@ -258,7 +265,7 @@ def _tune(
             )
         for tuner, state in zip(tuners, session.states, strict=True):
             if state.untuned_s is not None and state.untuned_s == state.latency_s:
-                store.commit_unscheduled(tuner, state.untuned_s)
+                store.commit_untuned(tuner, state.untuned_s)
         store.close(done=True)
     finally:
         store.close()
@@ -308,15 +315,13 @@ def _run_one(
     """One search at a time; builders on all cores."""
     import contextlib
 
-    from cdmpp.tuner.measure import cpu_measurer
+    from cdmpp.tuner.measure import Measurer
     from cdmpp.tuner.session import TuningSession
     from cdmpp.tuner.trimmer import Trimmer
 
     trimmer = Trimmer(cost_model, config.trim) if config.cost_model == "cdmpp" and config.trim else None
-    engine = engine_config(config, device, core_groups_of(device, config.workers))
-    running = contextlib.nullcontext(measurer) if measurer else cpu_measurer(engine)
+    running = Measurer(make_engine(config, device)) if measurer is None else contextlib.nullcontext(measurer)
     with running as found:
-        assert found is not None
         session = TuningSession(
             tuners, weights, cost_model, store, found, config.objective, trimmer=trimmer, **options
         )
@@ -335,13 +340,21 @@ def _run_sharded(
     options: dict[str, Any],
 ) -> tuple[Ledger, str]:
     """As many searches as workers, each on its share."""
+    import contextlib
+
+    from cdmpp.tuner.shard_service import engine_service
     from cdmpp.tuner.sharding import ShardedSession
     from cdmpp.tuner.shards import shard_configs, shard_cores, start_process
 
     assert config.shards is not None
     cores = shard_cores(device, config.shards)
     tasks = [tuner.task for tuner in tuners]
-    with shard_configs(config, device, cores, tasks, cost_model, learned) as shards:
+    with contextlib.ExitStack() as running:
+        shards = running.enter_context(shard_configs(config, device, cores, tasks, cost_model, learned))
+        if device.kind == "gpu":
+            engine = make_engine(replace(config, shards=None, workers=len(cores)), device)
+            shared = running.enter_context(engine_service(engine))
+            shards = [replace(shard, engine=shared) for shard in shards]
         session = ShardedSession(
             tuners,
             weights,

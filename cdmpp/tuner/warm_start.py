@@ -190,11 +190,11 @@ def _of_database(path: Path, tuners: Sequence[TaskTuner], device: Device) -> Ite
 
 
 def _same_target(target: Any, wanted: Mapping[str, Any]) -> bool:
-    """Whether a record was measured on code for the same instruction set and number of cores."""
+    """Whether a record was measured on code for the same instruction set and number of cores, or the same GPU architecture."""
     if target is None or str(target.kind.name) != wanted.get("kind"):
         return False
-    attributes = dict(target.attrs)
-    return all(str(attributes.get(name, "")) == str(wanted.get(name, "")) for name in ("mcpu", "num-cores"))
+    attributes, names = dict(target.attrs), ("mcpu", "num-cores", "arch")
+    return all(str(attributes.get(name, "")) == str(wanted.get(name, "")) for name in names)
 
 
 def check_paths(paths: Sequence[str | Path]) -> None:

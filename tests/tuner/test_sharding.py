@@ -24,6 +24,7 @@ from cdmpp.profiler.build import BuildJob
 from cdmpp.profiler.engine import Outcome
 from cdmpp.profiler.machine import usable_cores
 from cdmpp.profiler.statistics import SamplingPlan
+from cdmpp.program.tvm_env import structural_hash
 from cdmpp.program.types import Task
 from cdmpp.tuner.prepare import device_of_this_machine
 from cdmpp.tuner.results import TuneReport
@@ -46,11 +47,11 @@ def hang_up(connection: Connection) -> None:
 
 
 class ThreadShard:
-    """A worker as a thread, with an engine that is made up."""
+    """A worker as a thread; with an engine that is made up, if there is one."""
 
-    def __init__(self, config: ShardConfig, engine: FakeEngine) -> None:
+    def __init__(self, config: ShardConfig, engine: FakeEngine | None = None) -> None:
         self.connection, self._theirs = multiprocessing.Pipe()
-        self._config = replace(config, engine=lambda _: engine)
+        self._config = config if engine is None else replace(config, engine=lambda _: engine)
         self._reason = "ended"
         self._thread = threading.Thread(target=self._serve, name=f"shard-{config.number}")
         self._thread.start()
@@ -125,6 +126,37 @@ def test_two_workers_measure_as_many_as_one(tmp_path: Path, cost_model: str) -> 
     assert latencies == sorted(latencies, reverse=True)
     if cost_model == "cdmpp":
         assert (report.learned["records"], report.learned["tasks"]) == (26, 3), "what both have learned"
+
+
+class EvenAlone:
+    """A validity guard that lets every other program pass."""
+
+    def __init__(self) -> None:
+        self.learned: list[bool] = []
+
+    def guarded(self, cost_model: Any) -> Any:
+        return cost_model
+
+    def initial(self, tuner: Any, n: int, cost_model: Any) -> list[Any]:
+        return tuner.sample(2, 0)
+
+    def worth(self, context: Any, measures: list[Any]) -> list[bool]:
+        return [int(structural_hash(m.sch.mod["main"]), 16) % 2 == 0 for m in measures]
+
+    def learn(self, context: Any, measures: list[Any], worked: list[bool]) -> None:
+        self.learned += worked
+
+
+def test_what_is_not_likely_to_run_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guards = [EvenAlone() for _ in range(3)]
+    free = iter(guards)
+    monkeypatch.setattr("cdmpp.tuner.validity_search.make_guard", lambda *_: next(free))
+    report, _ = sharded(tmp_path / "t", 24, options={"validity": "online"})
+    costs, records = report.costs, records_of(tmp_path / "t")
+    found = records[records["origin"] == "search"]["program"]
+    assert costs.dropped > 0 and costs.measurements + costs.dropped == 24 and len(found) == costs.measurements
+    assert all(int(digest, 16) % 2 == 0 for digest in found)
+    assert any(guard.learned for guard in guards)
 
 
 def test_what_is_measured_on_a_share_is_called_that(tmp_path: Path) -> None:

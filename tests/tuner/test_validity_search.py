@@ -302,8 +302,6 @@ def test_settings_it_refuses(tmp_path: Path) -> None:
         make_guard(tmp_path, get_device("this-cpu@1"), 0)
     assert make_guard(None, get_device("this-cpu@1"), 0) is None
     assert make_guard("online", get_device("this-cpu@1"), 0) is not None
-    with pytest.raises(TunerError, match="shards"):
-        tune_config(6, validity="online", shards=2)
 
 
 def test_a_folder_without_a_model_is_said_before_anything_begins(

@@ -1,0 +1,90 @@
+"""The building side of the GPU profiler: a scheduled PrimFunc to a cubin, or the reason why it cannot run; needs no GPU."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from cdmpp.errors import ProgramError
+from cdmpp.profiler.bundle import BundledProgram
+from cdmpp.profiler.cuda_compile import CompileError, find_compiler
+from cdmpp.profiler.cuda_limits import resource_fault
+from cdmpp.profiler.cuda_lowering import CudaLowering
+from cdmpp.profiler.validity import rule_fault
+
+if TYPE_CHECKING:
+    from cdmpp.profiler.build import BuildJob
+
+
+def excluded(program: str, func: Any, arch: str, lowering: CudaLowering) -> BundledProgram | None:
+    """A program that TVM does not lower or that the limits of an architecture exclude, which shows before it is compiled.
+
+    Parameters
+    ----------
+    program
+        Its hash.
+    func
+        Its scheduled PrimFunc.
+    """
+    try:
+        fault = rule_fault(lowering(func, unroll=False), arch)
+    except ProgramError as err:
+        return BundledProgram(program, "build_error", str(err))
+    return None if fault is None else _invalid(program, fault)
+
+
+def compile_kernel(program: str, func: Any, arch: str, lowering: CudaLowering) -> BundledProgram:
+    """Lower and compile a scheduled PrimFunc; a failure is a status of what comes back."""
+    started = time.perf_counter()
+    try:
+        cuda = lowering(func)
+        compiled = find_compiler(arch).compile(cuda.source, arch)
+    except CompileError as err:
+        shared = "too much shared" in str(err)
+        return BundledProgram(program, "invalid_config" if shared else "build_error", str(err))
+    except ProgramError as err:
+        return BundledProgram(program, "build_error", str(err))
+    except TimeoutError as err:
+        return BundledProgram(program, "build_timeout", str(err))
+    fault = resource_fault(cuda.shapes, [compiled.resources[launch.kernel] for launch in cuda.launches], arch)
+    if fault is not None:
+        return _invalid(program, fault)
+    resources = {name: r.to_json() for name, r in compiled.resources.items()}
+    build_s = time.perf_counter() - started
+    return BundledProgram(program, "ok", "", cuda, compiled.cubin, resources, build_s)
+
+
+def _invalid(program: str, fault: tuple[str, str]) -> BundledProgram:
+    return BundledProgram(program, "invalid_config", f"{fault[0]}: {fault[1]}")
+
+
+def cuda_build_worker(connection: Connection, target: dict[str, Any], arch: str, niceness: int) -> None:
+    """Serve :class:`~cdmpp.profiler.build.BuildJob` after job until the connection closes (runs in its own process).
+
+    Sends a :class:`~cdmpp.profiler.bundle.BundledProgram` for each.
+    """
+    from cdmpp.profiler import machine
+    from cdmpp.program.space import Rebuilder
+
+    machine.die_with_parent()
+    machine.stand_back(niceness)
+    # Without the postprocessor that only rejects: what is wrong with a program is to be said, not that it is.
+    lowering, rebuild = CudaLowering(target), Rebuilder(verify=False)
+    while True:
+        try:
+            job: BuildJob | None = connection.recv()
+        except EOFError:
+            return
+        if job is None:
+            return
+        started = time.perf_counter()
+        program = job.program.hash
+        try:
+            func = rebuild(job.program, job.task, job.space)
+        except ProgramError as err:
+            kernel = BundledProgram(program, "invalid_config", str(err))
+        else:
+            kernel = excluded(program, func, arch, lowering) or compile_kernel(program, func, arch, lowering)
+        connection.send(replace(kernel, build_s=time.perf_counter() - started))

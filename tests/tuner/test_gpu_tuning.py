@@ -1,0 +1,255 @@
+"""Tuning for a GPU: real spaces, lowering and compiler, on a GPU with a scripted clock."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cdmpp.cli import main
+from cdmpp.dataset import Dataset
+from cdmpp.dataset.codec import join_meta
+from cdmpp.device import get_device
+from cdmpp.errors import ProfilerError, TunerError
+from cdmpp.profiler.build import BuildJob
+from cdmpp.profiler.cuda_compile import find_compiler
+from cdmpp.profiler.engine import Outcome
+from cdmpp.profiler.gpu_engine import GpuConfig, GpuEngine
+from cdmpp.profiler.statistics import SamplingPlan
+from cdmpp.program.space import TaskSpaces
+from cdmpp.tuner.objective import Objective
+from cdmpp.tuner.prepare import device_of_this_machine
+from cdmpp.tuner.results import TuneReport
+from cdmpp.tuner.shard_service import RemoteEngine
+from cdmpp.tuner.shards import shard_cores
+from cdmpp.tuner.store import DATASET_FOLDER, json_database
+from cdmpp.tuner.task_tuner import SearchConfig, TaskTuner
+from cdmpp.tuner.tuning import TuneConfig, tune_tasks
+from cdmpp.tuner.untuned import DEFAULT, default_schedule
+from tests.profiler.programs import matmul_task
+from tests.tuner.test_sharding import ThreadShard
+from tests.tuner.tuning_gpu import PATH, fails, made_up_latency_s
+
+PLAN = SamplingPlan(min_sample_s=0.001, min_samples=2, max_samples=4, max_measure_s=0.2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler() -> None:
+    try:
+        find_compiler("sm_90")
+    except ProfilerError as err:
+        pytest.skip(str(err))
+
+
+def gpu_config(trials: int, failing: bool = False, **options: Any) -> TuneConfig:
+    settings: dict[str, Any] = {
+        "gpu": PATH,
+        "gpu_arguments": {"failing": failing},
+        "cost_model": "random",
+        "plan": PLAN,
+        "builders": 2,
+        "batch": 4,
+        "search": SearchConfig(population=12, generations=1),
+    }
+    return TuneConfig(Objective(trials), **{**settings, **options})
+
+
+def tuned(out: Path, trials: int, *sizes: int, device: str = "h200", **options: Any) -> TuneReport:
+    resume = options.pop("resume", False)
+    tasks = [(matmul_task(n), 1.0) for n in sizes or (32,)]
+    return tune_tasks(
+        "toy", tasks, device=device, out=out, config=gpu_config(trials, **options), resume=resume
+    )
+
+
+def measure(config: GpuConfig, jobs: list[BuildJob]) -> dict[str, Outcome]:
+    with GpuEngine(config) as engine:
+        return {outcome.job.program.hash: outcome for outcome in engine.run(iter([None, *jobs]))}
+
+
+def drawn(n: int, verify: bool = True, size: int = 64) -> list[BuildJob]:
+    task = matmul_task(size)
+    spaces = TaskSpaces(task, "cuda", verify=verify)
+    by_hash = {space.hash: space for space in spaces.spaces}
+    return [BuildJob(p, task, by_hash[str(p.space_hash)]) for p in spaces.sample(n, 1)]
+
+
+def test_what_the_limits_exclude_is_not_built() -> None:
+    jobs = drawn(8, verify=False, size=512)
+    outcomes = measure(GpuConfig(get_device("h200"), gpu=PATH, plan=PLAN, builders=2), jobs)
+    assert set(outcomes) == {job.program.hash for job in jobs}
+    statuses = Counter(outcome.status for outcome in outcomes.values())
+    assert {"ok", "invalid_config"} <= set(statuses) <= {"ok", "invalid_config", "build_error"}, statuses
+    for digest, outcome in outcomes.items():
+        if outcome.status == "ok":
+            assert outcome.latency_s == pytest.approx(made_up_latency_s(digest), rel=0.01)
+            assert outcome.meta["sms"] == 132 and outcome.meta["resources"]["main_kernel"]["registers"] > 0
+        elif outcome.status == "invalid_config":
+            assert outcome.error.startswith(("threads: ", "shared: ")), outcome.error
+            assert "resources" not in outcome.meta, "no compiler was asked"
+
+
+def test_a_build_that_takes_too_long_is_ended() -> None:
+    config = GpuConfig(get_device("h200"), gpu=PATH, plan=PLAN, builders=1, build_timeout_s=1e-9)
+    outcomes = measure(config, drawn(2))
+    assert [outcome.status for outcome in outcomes.values()] == ["build_timeout"] * 2
+
+
+def test_programs_side_by_side_have_partitions_of_their_own() -> None:
+    config = GpuConfig(get_device("h200@0.25"), degree=4, gpu=PATH, plan=PLAN, builders=2)
+    outcomes = measure(config, drawn(6))
+    assert {(o.status, o.meta["workers"], o.meta["sms"]) for o in outcomes.values()} == {("ok", 4, 32)}
+
+
+def test_another_gpu_is_refused() -> None:
+    config = GpuConfig(get_device("h200"), gpu=PATH, gpu_arguments={"name": "Tesla T4"})
+    with pytest.raises(ProfilerError, match=r"h200 is a NVIDIA H200 \(sm_90\), and this is a Tesla T4"):
+        measure(config, [])
+    with pytest.raises(ProfilerError, match="no CUDA device"):
+        GpuEngine(GpuConfig(get_device("mi210")))
+
+
+def test_a_task_is_tuned_for_a_share(tmp_path: Path) -> None:
+    out = tmp_path / "t"
+    report = tuned(out, 12, device="h200@0.5", failing=True)
+    costs = report.costs
+    assert report.device == "h200@0.5" and report.network is None
+    assert (costs.trials, costs.measurements, costs.dropped) == (12, 12, 0)
+    dataset = Dataset.open(out / DATASET_FOLDER)
+    records = dataset.records
+    assert len(records) == 13 and records["program"].is_unique, "the default schedule besides"
+    assert set(records["device"]) == {"h200@0.5"}
+    assert dataset.meta["devices"]["h200@0.5"]["cores_used"] == 64, "partitions come in units of 8"
+    metas = [join_meta(row) for row in records[records["status"] == "ok"].to_dict("records")]
+    known = {"build_s", "run_s", "workers", "sms", "resources", "repeats", "clock_mhz"}
+    assert all(known <= set(meta) and "threads" not in meta for meta in metas)
+    found = records[records["origin"] == "search"]
+    assert dict(found["status"].value_counts()) == dict(
+        Counter("run_error" if fails(h) else "ok" for h in found["program"])
+    ), "failures are records"
+    assert costs.failures == (found["status"] != "ok").sum() > 0
+    ok = found[found["status"] == "ok"]
+    assert report.tasks[0].best_s == pytest.approx(min(map(made_up_latency_s, ok["program"])), rel=0.01)
+    (default,) = records.loc[records["origin"] == DEFAULT, "program"]
+    assert dataset.programs[default].implementation == "scheduled"
+    if not fails(default):
+        assert report.untuned_s == pytest.approx(made_up_latency_s(default), rel=0.01)
+    entries = json_database(out).get_all_tuning_records()
+    assert len(entries) == len(ok)
+    replayed = {structural_hash_of(entry) for entry in entries}
+    assert replayed == set(ok["program"])
+    assert {(str(e.target.kind.name), str(e.target.attrs["arch"])) for e in entries} == {("cuda", "sm_90")}
+
+
+def structural_hash_of(entry: Any) -> str:
+    from cdmpp.program.tvm_env import structural_hash
+
+    return structural_hash(entry.as_measure_candidate().sch.mod["main"])
+
+
+def test_a_resumed_tuning_measures_nothing_twice(tmp_path: Path) -> None:
+    out = tmp_path / "t"
+    tuned(out, 6)
+    report = tuned(out, 12, resume=True)
+    records = Dataset.open(out / DATASET_FOLDER).records
+    assert report.costs.measurements == 12
+    assert len(records) == 13 and records["program"].is_unique
+    assert (records["origin"] == DEFAULT).sum() == 1
+    assert report.untuned_s is not None
+
+
+def test_a_task_without_a_default_schedule_is_tuned_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cdmpp.tuner.task_tuner.default_schedule", lambda func, target: None)
+    report = tuned(tmp_path / "t", 4, cost_model="cdmpp", predictor=None, validity="online")
+    assert report.untuned_s is None and report.tuned_s is not None and report.speedup is None
+    assert report.learned["records"] == 4
+
+
+def test_the_default_schedule_is_what_stays_where_nothing_is_faster(tmp_path: Path) -> None:
+    task = matmul_task(32)
+    tuner = TaskTuner(task, get_device("h200"), SearchConfig(2, 1), 1)
+    job = tuner.untuned()
+    assert job is not None and job.space is not None
+    script = {job.program.hash: {"run_s": 1e-7}}
+    out = tmp_path / "t"
+    report = tuned(out, 4, gpu_arguments={"script": script})
+    assert report.untuned_s == pytest.approx(1e-7, rel=0.01) and report.tuned_s == report.untuned_s
+    best = min(json_database(out).get_all_tuning_records(), key=lambda entry: float(entry.run_secs[0]))
+    assert structural_hash_of(best) == job.program.hash
+    assert default_schedule(tuner.mod["main"], tuner.context.target) is not None
+
+
+def test_workers_search_and_one_process_measures(tmp_path: Path) -> None:
+    out = tmp_path / "t"
+    tasks = [(matmul_task(n), 1.0) for n in (32, 48)]
+    config = gpu_config(12, shards="auto")
+    report = tune_tasks("toy", tasks, device="h200@0.5", out=out, config=config, start_shard=ThreadShard)
+    assert report.device == "h200@0.5" and report.untuned_s is not None
+    assert (report.costs.trials, report.costs.measurements) == (12, 12)
+    records = Dataset.open(out / DATASET_FOLDER).records
+    assert len(records) == 14 and records["program"].is_unique
+    metas = [join_meta(row) for row in records.to_dict("records")]
+    assert {meta["shard"] for meta in metas} == {0, 1}
+    assert {(meta["workers"], meta["sms"]) for meta in metas} == {(2, 64)}, "side by side, each on its half"
+    assert len(json_database(out)) == 12
+
+
+def test_a_gpu_that_is_lost_ends_all_workers(tmp_path: Path) -> None:
+    lives = tmp_path / "lives"
+    lives.write_text("1")
+    arguments = {"lives": str(lives), "breaks": True}
+    config = gpu_config(12, shards=2, gpu_arguments=arguments)
+    with pytest.raises(ProfilerError, match="the GPU does not answer"):
+        tune_tasks(
+            "toy",
+            [(matmul_task(32), 1.0)],
+            device="h200@0.5",
+            out=tmp_path / "t",
+            config=config,
+            start_shard=ThreadShard,
+        )
+
+
+def test_shares_that_do_not_fit() -> None:
+    with pytest.raises(
+        TunerError, match=r"2 shards of h200 are 2 times what there is: .* smaller share: h200@0.5$"
+    ):
+        shard_cores(get_device("h200"), 2)
+    with pytest.raises(TunerError, match="one worker at least"):
+        shard_cores(get_device("h200"), 0)
+    assert len(shard_cores(get_device("h200@0.3"), "auto")) == 3
+    assert len(shard_cores(get_device("h200@0.142"), 7)) == 7
+
+
+def test_a_worker_without_its_profiler(tmp_path: Path) -> None:
+    engine = RemoteEngine(str(tmp_path / "nobody"))
+    with pytest.raises(ProfilerError, match="does not answer"):
+        engine.__enter__()
+
+
+def test_devices_that_are_not_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(TunerError, match=r"h200@0.5 is a gpu: .*needs cupy.*on one machine"):
+        device_of_this_machine("h200@0.5")
+    with pytest.raises(TunerError, match="mi210 is a gpu: mi210 is no CUDA device"):
+        device_of_this_machine("mi210")
+    assert main(["tune", "mlp", "--device", "h200", "--trials", "8", "--out", str(tmp_path / "t")]) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert "needs cupy" in " ".join(said) and "Traceback" not in " ".join(said)
+    assert not (tmp_path / "t").exists()
+    runtime = SimpleNamespace(
+        CUDARuntimeError=OSError,
+        getDeviceCount=lambda: 1,
+        getDeviceProperties=lambda number: {"name": b"Tesla T4"},
+    )
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    with pytest.raises(TunerError, match="h200 is a gpu that is not here: this machine has a Tesla T4"):
+        device_of_this_machine("h200")
