@@ -8,7 +8,8 @@ rounds of PerStoreFeature's time divided by ours), its spread, the machine and t
 
 ``ratio`` is that of tasks never seen before, with few programs each, so that the analyses of their block bodies
 weigh as much as they can. A tuner asks one builder for hundreds of programs of a task: ``ratio_known_tasks`` is
-that of a builder that has seen the tasks, though not the programs' objects.
+that of a builder that has seen the tasks, though not the programs' objects. Programs are read by the C++ reader, which
+is compiled first if it can be (``reader`` in the JSON says which it was); ``ratio_python`` is that of the Python walk.
 """
 
 from __future__ import annotations
@@ -66,6 +67,13 @@ def copies(mods: list[Any]) -> list[Any]:
     return list(tvm.ir.load_json(tvm.ir.save_json(mods)))
 
 
+def compiled_reader() -> str:
+    """Compile the C++ reader if it has not been; which reader there is: "C++" or "Python"."""
+    from cdmpp.program.native import WORTH_COMPILING, native_reader
+
+    return "Python" if native_reader(WORTH_COMPILING) is None else "C++"
+
+
 def run(programs: list[tuple[str, Any]], rounds: int, batch: int) -> dict[str, Any]:
     """Time both on the same programs in turns."""
     from cdmpp.program.ast import AstBuilder, compact_ast
@@ -83,6 +91,7 @@ def run(programs: list[tuple[str, Any]], rounds: int, batch: int) -> dict[str, A
     mods = [mod for _, mod in programs]
     ours: list[float] = []
     known: list[float] = []
+    walked: list[float] = []
     theirs: list[float] = []
     single: list[float] = []
     everything = [mod for group in groups for mod in group]
@@ -95,6 +104,10 @@ def run(programs: list[tuple[str, Any]], rounds: int, batch: int) -> dict[str, A
         start = time.perf_counter()
         builder.build(second)
         known.append(time.perf_counter() - start)
+        third = copies(everything)
+        start = time.perf_counter()
+        AstBuilder(native=False).build(third)
+        walked.append(time.perf_counter() - start)
         start = time.perf_counter()
         for group in candidates:
             extractor.extract_from(context, group)
@@ -105,6 +118,7 @@ def run(programs: list[tuple[str, Any]], rounds: int, batch: int) -> dict[str, A
         single.append((time.perf_counter() - start) / len(mods[:: max(1, len(mods) // 50)]))
     ratios = [t / o for t, o in zip(theirs, ours, strict=True)]
     known_ratios = [t / o for t, o in zip(theirs, known, strict=True)]
+    python_ratios = [t / o for t, o in zip(theirs, walked, strict=True)]
     n = len(everything)
     return {
         "programs": n,
@@ -112,6 +126,7 @@ def run(programs: list[tuple[str, Any]], rounds: int, batch: int) -> dict[str, A
         "rounds": rounds,
         "ours_ms": statistics.median(ours) / n * 1e3,
         "ours_known_tasks_ms": statistics.median(known) / n * 1e3,
+        "ours_python_ms": statistics.median(walked) / n * 1e3,
         "per_store_feature_ms": statistics.median(theirs) / n * 1e3,
         "ours_one_by_one_ms": statistics.median(single) * 1e3,
         "ours_programs_per_s": n / statistics.median(ours),
@@ -122,6 +137,7 @@ def run(programs: list[tuple[str, Any]], rounds: int, batch: int) -> dict[str, A
         "ratio_known_tasks": statistics.median(known_ratios),
         "ratio_known_tasks_min": min(known_ratios),
         "ratio_known_tasks_max": max(known_ratios),
+        "ratio_python": statistics.median(python_ratios),
     }
 
 
@@ -152,8 +168,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
     programs = sample_programs(args.networks, args.programs, args.seed)
+    reader = compiled_reader()
     result = run(programs, args.rounds, args.batch)
-    result |= {"networks": args.networks, "seed": args.seed, "machine": machine()}
+    result |= {"reader": reader, "networks": args.networks, "seed": args.seed, "machine": machine()}
     print(f"{'':24}{'ms a program':>14}{'programs/s':>14}")
     print(f"{'compact AST':24}{result['ours_ms']:14.3f}{result['ours_programs_per_s']:14.0f}")
     known = result["ours_known_tasks_ms"]
@@ -161,6 +178,7 @@ def main() -> None:
     print(
         f"{'  one call a program':24}{result['ours_one_by_one_ms']:14.3f}{1e3 / result['ours_one_by_one_ms']:14.0f}"
     )
+    print(f"{'  read in Python':24}{result['ours_python_ms']:14.3f}{1e3 / result['ours_python_ms']:14.0f}")
     per_store = result["per_store_feature_ms"], result["per_store_feature_programs_per_s"]
     print(f"{'TVM PerStoreFeature':24}{per_store[0]:14.3f}{per_store[1]:14.0f}")
     print(

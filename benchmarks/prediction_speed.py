@@ -8,8 +8,9 @@ candidates)``: PerStoreFeature and boosted trees, trained on some candidates fir
 in memory, know none of the programs before, and take turns batch by batch in one process.
 
 Threads are as users get them: XGBModel's trees and TVM's feature extraction use TVM's defaults (one thread a physical
-core); ours uses one torch thread a core, and its ASTs are made by one thread. The candidates are ordered by task, so that
-a batch of 64 is of one task mostly, as a tuner asks for it, and larger ones mix tasks.
+core); ours uses one torch thread a core, and its ASTs are made by one thread, in C++ if the reader can be compiled
+(``reader`` in the JSON). The candidates are ordered by task, so that a batch of 64 is of one task mostly, as a tuner
+asks for it, and larger ones mix tasks.
 
 The speed of both does not depend on what was learned: without ``--predictor`` the network is one of the default
 configuration that saw one epoch of made-up labels. XGBModel is trained on labels made up in the same way (the number of
@@ -214,8 +215,10 @@ def main() -> int:
 
     from cdmpp.predictor import Predictor
     from cdmpp.program.ast import compact_asts
+    from cdmpp.program.native import WORTH_COMPILING, native_reader
     from cdmpp.program.tvm_env import quiet
 
+    reader = "Python" if native_reader(WORTH_COMPILING) is None else "C++"
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(cores)
     started = time.perf_counter()
@@ -260,7 +263,7 @@ def main() -> int:
             "feature_threads": int(theirs.context.num_threads),
             "note": "threads are TVM's defaults",
         },
-        "ours": {"torch_threads": torch.get_num_threads(), "ast_threads": 1},
+        "ours": {"torch_threads": torch.get_num_threads(), "ast_threads": 1, "reader": reader},
         "cores": cores,
         "networks": args.networks,
         "seed": args.seed,

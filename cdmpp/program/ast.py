@@ -63,13 +63,21 @@ class CompactAST:
 
 
 class AstBuilder:
-    """Makes compact ASTs; keeps the analyses of block bodies, which programs of one task share.
+    """Makes compact ASTs.
 
-    Use one for many programs of the same tasks (a tuner keeps one per task). It is not safe to use one builder
-    in several threads at once.
+    Programs are read in C++ where the reader has been compiled (:mod:`cdmpp.program.native`), else in Python. The
+    Python walk keeps the analyses of block bodies, which programs of one task share: use one builder for many
+    programs of the same tasks (a tuner keeps one per task). It is not safe to use one builder in several threads at
+    once.
+
+    Parameters
+    ----------
+    native
+        False reads in Python in any case.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, native: bool = True) -> None:
+        self._native = native
         self._walker: ProgramWalker | None = None
         self._reader: Reader | None = None
         self._built = 0
@@ -84,7 +92,7 @@ class AstBuilder:
         """
         asts: list[CompactAST] = []
         self._built += len(funcs)
-        if self._reader is None:
+        if self._native and self._reader is None:
             self._reader = native_reader(self._built)
         for start in range(0, len(funcs), _CHUNK):
             with _no_collection():

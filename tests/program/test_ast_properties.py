@@ -248,11 +248,8 @@ def test_one_by_one_equals_together(sampled: list[Any]) -> None:
         assert same(compact_ast(func), tree)
 
 
-def test_the_walk_reuses_analyses_between_programs_of_a_task(
-    sampled: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CDMPP_NATIVE", "0")
-    builder = AstBuilder()
+def test_the_walk_reuses_analyses_between_programs_of_a_task(sampled: list[Any]) -> None:
+    builder = AstBuilder(native=False)
     builder.build(sampled[:12])
     assert builder._walker is not None
     known = len(builder._walker.bodies)

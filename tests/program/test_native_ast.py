@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cdmpp.errors import ProgramError
@@ -31,7 +31,7 @@ from tests.program.test_ast_properties import schedule
 
 DATA = Path(__file__).parents[2] / "data"
 
-#: Loops without blocks, conditions, a while loop, bound values and a vector.
+#: Loops without blocks, conditions, a while loop, bound values and vectors.
 PLAIN_LOOPS = """
 @T.prim_func(s_tir=True)
 def main(
@@ -50,6 +50,9 @@ def main(
     while I[0] < 8:
         I[0] = I[0] + 1
         Z[I[0] * 3 % 512] = T.float32(0)
+    for i in range(128):
+        if not i % 4 == 1:
+            Z[T.Ramp(i * 4, 1, 4)] = T.Broadcast(T.float32(2), 4)
 """
 
 #: More elements than fit into 64 bits, which only Python can count.
@@ -77,11 +80,9 @@ TEXTS = [MATMUL, CONV, CHAIN, PREDICATED, CUDA, GATHER, COLUMNS, PLAIN_LOOPS]
 
 def by_both_ways(library: Library, funcs: list[Any]) -> tuple[list[CompactAST], list[CompactAST], int]:
     """ASTs by the Python walk and by the C++ reader, and how many programs the reader left to Python."""
-    walked, read = AstBuilder(), AstBuilder()
-    walked._reader, read._reader = None, Reader(library)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CDMPP_NATIVE", "0")
-        pairs = walked.build(funcs), read.build(funcs)
+    walked, read = AstBuilder(native=False), AstBuilder()
+    read._reader = Reader(library)
+    pairs = walked.build(funcs), read.build(funcs)
     n_nodes, _ = Reader(library).read(funcs)
     return *pairs, int((n_nodes == 0).sum())
 
@@ -103,6 +104,47 @@ def test_hand_written_programs(native_library: Library) -> None:
 @given(st.data())
 def test_random_schedules(native_library: Library, data: st.DataObject) -> None:
     expect_equal(native_library, [schedule(data)["main"]])
+
+
+def expressions(names: list[str]) -> st.SearchStrategy[str]:
+    """Index expressions over variables, as text."""
+
+    def grow(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+        number = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16])
+        return st.one_of(
+            st.tuples(inner, st.sampled_from("+-"), inner).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
+            st.tuples(inner, st.sampled_from(["*", "//", "%"]), number).map(
+                lambda t: f"({t[0]} {t[1]} {t[2]})"
+            ),
+            st.tuples(inner, inner).map(lambda t: f"T.max({t[0]}, {t[1]} * 2)"),
+            st.tuples(inner, inner).map(lambda t: f"T.Select({t[0]} < {t[1]}, {t[0]}, {t[1]} * {t[0]})"),
+        )
+
+    return st.recursive(st.sampled_from([*names, *names, "3"]), grow, max_leaves=10)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_random_indices(native_library: Library, data: st.DataObject) -> None:
+    loops, axes = ["i", "j", "k"], ["u", "v", "w"]
+    extents = data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8, 16]), min_size=3, max_size=3))
+    bound, used = expressions(loops), expressions(axes)
+    lines = [f"{a} = T.axis.spatial(64, {data.draw(bound)})" for a in axes]
+    if data.draw(st.booleans()):
+        lines.append(f"T.where({data.draw(bound)} < {data.draw(bound)})")
+    x, y, i = ([data.draw(used) for _ in range(2)] for _ in range(3))
+    lines += [
+        "T.reads()",
+        "T.writes()",
+        f"Y[{y[0]}, {y[1]}] = X[{x[0]}, {x[1]}] + X[I[{i[0]}], {i[1]}] + X[{x[0]}, {x[1]}] * Y[{y[0]}, {y[1]}]",
+    ]
+    body = "\n".join(" " * 12 + line for line in lines)
+    text = (
+        '@T.prim_func(s_tir=True)\ndef main(X: T.Buffer((64, 96), "float32"), I: T.Buffer((64,), "int32"), '
+        'Y: T.Buffer((64, 96), "float32")):\n    with T.sblock("root"):\n'
+        f"        for i, j, k in T.grid{tuple(extents)}:\n          with T.sblock('b'):\n{body}\n"
+    )
+    expect_equal(native_library, [parse(text)])
 
 
 def test_sampled_schedules(native_library: Library) -> None:
@@ -173,6 +215,9 @@ def test_the_environment_turns_it_off(native_library: Library, monkeypatch: pyte
     assert native_reader(WORTH_COMPILING) is None
     monkeypatch.setenv("CDMPP_NATIVE", "1")
     assert isinstance(native_reader(1), Reader)
+    builder = AstBuilder(native=False)
+    builder.build([parse(CHAIN)])
+    assert builder._reader is None
 
 
 def test_few_programs_do_not_wait_for_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
