@@ -124,6 +124,7 @@ class GpuEngine:
                 raise ProfilerError(
                     f"{device.base} is a {device.model} ({self._arch}), and this is a {facts.name} ({facts.arch})"
                 )
+            logger.info("%s: %d of %d multiprocessors", facts.name, facts.share_sms, facts.sms)
             args = (dict(device.target), self._arch, _NICENESS)
             count = self.config.builders or len(os.sched_getaffinity(0))
             self._builders = [Worker(cuda_build_worker, args, f"builder-{i}") for i in range(max(1, count))]

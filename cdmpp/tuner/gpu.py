@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import ProfilerError, TunerError
 
@@ -23,19 +23,21 @@ def gpu_of_this_machine(device: Device, gpu: str | None = None) -> Device:
     Raises
     ------
     TunerError
-        It is not.
+        It is not, or there is no compiler for it.
     """
+    from cdmpp.profiler.cuda_compile import find_compiler
     from cdmpp.profiler.cuda_gpu import is_model
     from cdmpp.profiler.gpu_engine import cuda_arch
     from cdmpp.profiler.profile_gpu import check_gpu
 
     try:
-        cuda_arch(device)
+        arch = cuda_arch(device)
         here = device.model if gpu is not None else check_gpu("tuning needs TVM and the GPU on one machine")
+        if not is_model(here, device.model):
+            raise TunerError(f"{device.name} is a gpu that is not here: this machine has a {here}")
+        find_compiler(arch)
     except ProfilerError as err:
         raise TunerError(f"{device.name} is a gpu: {err}") from err
-    if not is_model(here, device.model):
-        raise TunerError(f"{device.name} is a gpu that is not here: this machine has a {here}")
     return device
 
 
@@ -44,7 +46,9 @@ def gpu_config(config: TuneConfig, device: Device) -> GpuConfig:
     from cdmpp.profiler.cuda_measure import GPU_PLAN
     from cdmpp.profiler.gpu_engine import GpuConfig
 
-    standing_in = {} if config.gpu is None else {"gpu": config.gpu, "gpu_arguments": config.gpu_arguments}
+    standing_in: dict[str, Any] = (
+        {} if config.gpu is None else {"gpu": config.gpu, "gpu_arguments": config.gpu_arguments}
+    )
     return GpuConfig(
         device,
         degree=config.workers,

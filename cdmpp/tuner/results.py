@@ -20,7 +20,7 @@ class TaskResult:
     task, name, weight
         Hash and name; how often the network runs it.
     untuned_s, best_s
-        Seconds of the unscheduled task and of the best schedule; None where none works.
+        Seconds of the task untuned (:mod:`cdmpp.tuner.untuned`) and of the best schedule; None where none works.
     measured, failed, dropped
         Candidates.
     finished
@@ -51,7 +51,7 @@ class TuneReport:
     tasks
         One result a task.
     untuned_s, tuned_s
-        Sums over the tasks, weighted, of the unscheduled tasks and of the best of each, measured alone; None where a
+        Sums over the tasks, weighted, of the untuned tasks and of the best of each, measured alone; None where a
         task has no program that works.
     gain_next_minute
         Fraction that another minute is expected to bring; None if it cannot be told.

@@ -27,7 +27,7 @@ class TaskState:
     name, weight
         Of the task; how often the network runs it.
     untuned_s
-        Latency of the unscheduled task, None if it does not run.
+        Latency of the task untuned (:mod:`cdmpp.tuner.untuned`), None if it does not run.
     best_s
         Latency of the best scheduled program, None before there is one.
     history
@@ -56,7 +56,7 @@ class TaskState:
 
     @property
     def latency_s(self) -> float | None:
-        """The best of scheduled and unscheduled."""
+        """The best of tuned and untuned."""
         known = [s for s in (self.best_s, self.untuned_s) if s is not None]
         return min(known, default=None)
 

@@ -34,11 +34,11 @@ class ShardConfig:
     number
         Of the worker, from 0.
     cores
-        Its own.
+        Its own; of a GPU those it searches on.
     device
         The share that it measures on and tunes for.
     tune
-        How to tune; its predictor is a folder, ``"default"`` or None.
+        How to tune; its predictor is a folder, ``"default"`` or None, its validity model a folder, ``"online"`` or None.
     tasks
         All tasks of the tuning.
     cost_model

@@ -1,5 +1,6 @@
 """A worker of a sharded tuning: searches, builds and measures on its own share of the device, and nowhere else.
 
+On a GPU it only searches: :mod:`cdmpp.tuner.shard_service` builds and measures for all workers, on a share for each.
 :mod:`cdmpp.tuner.sharding` is the side that hands out the work. A worker is a process because one process cannot search for two
 tasks at once; it keeps to its cores with everything it starts, since builders and the measuring process inherit them.
 """

@@ -212,7 +212,7 @@ def _cells(
 
 
 def best_programs(folder: Path) -> dict[str, BuildJob]:
-    """The fastest program of each task, by the tuning's own labels; the unscheduled task is one of them."""
+    """The fastest program of each task, by the tuning's own labels; what runs untuned is one of them."""
     from cdmpp.dataset import Dataset
     from cdmpp.profiler.build import BuildJob
     from cdmpp.tuner.store import DATASET_FOLDER

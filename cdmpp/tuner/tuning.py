@@ -67,7 +67,8 @@ class TuneConfig:
         multiprocessors of its own), and building processes (None: one a core).
     shards
         Workers that tune at the same time, each searching, building and measuring on a share of its own: a number, or
-        ``"auto"`` for as many as fit. None: one search, that builds on all cores.
+        ``"auto"`` for as many as fit. None: one search, that builds on all cores. Each has a partition of a GPU; one
+        process measures for all of them there (:mod:`cdmpp.tuner.shard_service`).
     build_timeout_s, run_timeout_s, plan, realtime
         See :class:`~cdmpp.profiler.engine.EngineConfig` (of a GPU :class:`~cdmpp.profiler.gpu_engine.GpuConfig`).
     gpu, gpu_arguments

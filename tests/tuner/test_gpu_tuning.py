@@ -19,10 +19,11 @@ from cdmpp.profiler.build import BuildJob
 from cdmpp.profiler.cuda_compile import find_compiler
 from cdmpp.profiler.engine import Outcome
 from cdmpp.profiler.gpu_engine import GpuConfig, GpuEngine
+from cdmpp.profiler.profile_gpu import profile_gpu
 from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.space import TaskSpaces
 from cdmpp.tuner.objective import Objective
-from cdmpp.tuner.prepare import device_of_this_machine
+from cdmpp.tuner.prepare import alone_engine, device_of_this_machine
 from cdmpp.tuner.results import TuneReport
 from cdmpp.tuner.shard_service import RemoteEngine
 from cdmpp.tuner.shards import shard_cores
@@ -253,3 +254,8 @@ def test_devices_that_are_not_here(
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
     with pytest.raises(TunerError, match="h200 is a gpu that is not here: this machine has a Tesla T4"):
         device_of_this_machine("h200")
+    t4 = alone_engine("t4")
+    assert isinstance(t4, GpuEngine), "final latencies are of programs alone"
+    assert t4.config.degree == 1 and t4.config.device.name == "t4"
+    with pytest.raises(ProfilerError, match="h200 is not here, this machine has a Tesla T4: compile with"):
+        profile_gpu(["mlp"], device="h200", out=tmp_path / "d")
