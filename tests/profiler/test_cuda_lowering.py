@@ -141,7 +141,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-CONFIG = BundleConfig(programs_per_task=2, invalid_per_task=1, builders=1, task_seconds=60.0)
+CONFIG = BundleConfig(programs_per_task=2, invalid_per_task=1, builders=1, task_seconds=3600.0)
 
 
 @needs_nvcc
