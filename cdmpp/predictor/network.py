@@ -80,9 +80,17 @@ class PiecewiseLinear(nn.Module):
                 self.low[j, : len(edges) - 1] = low[:-1]
                 self.width[j, : len(edges) - 1] = low.diff()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """float32 (..., features) -> (..., features * bins), between 0 and 1."""
-        return ((x[..., None] - self.low) / self.width).clamp(0, 1).flatten(-2)
+    def used(self) -> torch.Tensor:
+        """Columns of :meth:`forward` that are not always 0, int64: features with few distinct values have fewer bins."""
+        return (self.low.flatten() < _NEVER).nonzero().squeeze(1)
+
+    def forward(self, x: torch.Tensor, columns: torch.Tensor | None = None) -> torch.Tensor:
+        """float32 (..., features) -> (..., features * bins), between 0 and 1, or only some columns of that."""
+        if columns is None:
+            return ((x[..., None] - self.low) / self.width).clamp(0, 1).flatten(-2)
+        filled = x[..., columns // self.low.shape[1]]
+        # in place: this is most of what a prediction takes
+        return filled.sub_(self.low.flatten()[columns]).div_(self.width.flatten()[columns]).clamp_(0, 1)
 
 
 class AttentionPooling(nn.Module):
@@ -154,10 +162,7 @@ class LatencyNetwork(nn.Module):
         part of it and may be left out of ``device``."""
         config, padding = self.config, batch.padding
         device = device[:, : self._device_dim]
-        leaves = batch.leaves
-        if self.bins is not None:
-            leaves = torch.cat([leaves, self.bins(leaves)], dim=-1)
-        leaves = self.leaf_projection(leaves)
+        leaves = self._project(batch)
         if self.position is not None:
             leaves = leaves + self.position(batch.positions)
         if self.device_projection is not None:
@@ -185,6 +190,21 @@ class LatencyNetwork(nn.Module):
         if config.embedding_activation == "sigmoid":
             return torch.sigmoid(embedding)
         return embedding
+
+    def _project(self, batch: PaddedBatch) -> torch.Tensor:
+        """``leaf_projection`` of leaves and their bins, (batch, length, dim), without what padding and bins that are
+        never filled would add to the work; 0 for padding."""
+        real = ~batch.padding
+        rows, weight = batch.leaves[real], self.leaf_projection.weight
+        if self.bins is not None:
+            used = self.bins.used()
+            width = rows.shape[1]
+            rows = torch.cat([rows, self.bins(rows, used)], dim=1)
+            weight = torch.cat([weight[:, :width], weight[:, width + used]], dim=1)
+        projected = nn.functional.linear(rows, weight, self.leaf_projection.bias)
+        leaves = projected.new_zeros(*batch.padding.shape, projected.shape[1])
+        leaves[real] = projected
+        return leaves
 
     def decode(self, embedding: torch.Tensor, device: torch.Tensor) -> torch.Tensor:
         """Standardised labels, shape (batch,)."""

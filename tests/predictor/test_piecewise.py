@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from cdmpp.predictor.batching import PaddedBatch
 from cdmpp.predictor.config import ModelConfig
 from cdmpp.predictor.network import LatencyNetwork, PiecewiseLinear
 
@@ -43,6 +44,32 @@ def test_outputs_are_monotone_and_bounded() -> None:
     assert out.shape == (101, 32)
     assert out.min() == 0 and out.max() == 1
     assert (out.diff(dim=0) >= 0).all()
+
+
+def test_columns_left_out_are_always_0() -> None:
+    rows = torch.stack([torch.zeros(50), torch.arange(50.0), torch.arange(50.0) % 3], dim=1)
+    encoding = PiecewiseLinear(3, 6)
+    encoding.fit(rows)
+    columns, whole = encoding.used(), encoding(rows)
+    assert 6 <= len(columns) < 18
+    assert torch.equal(encoding(rows, columns), whole[:, columns])
+    left_out = [column for column in range(18) if column not in columns.tolist()]
+    assert not whole[:, left_out].any()
+
+
+def test_leaves_are_projected_with_their_bins() -> None:
+    torch.manual_seed(0)
+    config = ModelConfig(dim=8, layers=1, heads=2, ffn_dim=8, bins=4)  # type: ignore[call-arg]
+    network = LatencyNetwork(config, 3, 2)
+    assert network.bins is not None
+    leaves = torch.randn(2, 5, 3)
+    leaves[..., 1] = 1.0
+    network.bins.fit(leaves.flatten(0, 1))
+    padding = torch.tensor([[False] * 5, [False, False, True, True, True]])
+    batch = PaddedBatch(leaves, torch.arange(5).repeat(2, 1), padding)
+    expected = network.leaf_projection(torch.cat([leaves, network.bins(leaves)], dim=-1))
+    torch.testing.assert_close(network._project(batch)[~padding], expected[~padding])
+    assert not network._project(batch)[padding].any()
 
 
 def test_the_bins_are_part_of_the_weights() -> None:
