@@ -7,6 +7,7 @@ tasks at once; it keeps to its cores with everything it starts, since builders a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -327,4 +328,6 @@ def serve_shard(connection: Connection, config: ShardConfig) -> None:
     try:
         ShardWorker(connection, config).serve()
     except CdmppError as err:
-        connection.send(Failed(err))
+        # the session may have gone meanwhile
+        with contextlib.suppress(OSError):
+            connection.send(Failed(err))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -60,7 +61,8 @@ class ThreadShard:
         try:
             ShardWorker(self._theirs, self._config).serve()
         except CdmppError as err:
-            self._theirs.send(Failed(err))
+            with contextlib.suppress(OSError):
+                self._theirs.send(Failed(err))
         except RuntimeError as err:
             self._reason = str(err)
         finally:
