@@ -198,7 +198,9 @@ def test_workers_search_and_one_process_measures(tmp_path: Path) -> None:
     metas = [join_meta(row) for row in records.to_dict("records")]
     assert {meta["shard"] for meta in metas} == {0, 1}
     assert {(meta["workers"], meta["sms"]) for meta in metas} == {(2, 64)}, "side by side, each on its half"
-    assert len(json_database(out)) == 12
+    # which programs a search meets depends on who is first: where none beats the default schedule, that is kept as well
+    kept = sum(task.untuned_s <= task.best_s for task in report.tasks if task.untuned_s and task.best_s)
+    assert len(json_database(out)) == 12 + kept
 
 
 def test_a_gpu_that_is_lost_ends_all_workers(tmp_path: Path) -> None:
