@@ -220,9 +220,7 @@ def measure_again(args: argparse.Namespace, rows: Sequence[dict[str, Any]], resu
     """Measure the best program of every run by one procedure; adds ``final_s`` to the rows."""
     from cdmpp.dataset import Dataset
     from cdmpp.profiler.build import BuildJob
-    from cdmpp.profiler.engine import CpuEngine
-    from cdmpp.profiler.reference import reference_job
-    from cdmpp.tuner.prepare import alone_engine_config
+    from cdmpp.tuner.prepare import alone_engine
 
     todo = [row for row in rows if row["best_s"] is not None and "final_s" not in row]
     jobs: dict[str, BuildJob] = {}
@@ -239,7 +237,7 @@ def measure_again(args: argparse.Namespace, rows: Sequence[dict[str, Any]], resu
         best.append((row, digest))
     found: dict[str, list[float]] = defaultdict(list)
     for _ in range(args.repeats if jobs else 0):
-        with CpuEngine(alone_engine_config(DEVICE), reference_job()) as engine:
+        with alone_engine(DEVICE) as engine:
             for outcome in engine.run(iter(jobs.values())):
                 if outcome.latency_s is not None:
                     found[outcome.job.program.hash].append(outcome.latency_s)

@@ -87,7 +87,7 @@ class PiecewiseLinear(nn.Module):
     def forward(self, x: torch.Tensor, columns: torch.Tensor | None = None) -> torch.Tensor:
         """float32 (..., features) -> (..., features * bins), between 0 and 1, or only some columns of that."""
         if columns is None:
-            return ((x[..., None] - self.low) / self.width).clamp(0, 1).flatten(-2)
+            columns = torch.arange(self.low.numel(), device=x.device)
         filled = x[..., columns // self.low.shape[1]]
         # in place: this is most of what a prediction takes
         return filled.sub_(self.low.flatten()[columns]).div_(self.width.flatten()[columns]).clamp_(0, 1)

@@ -139,6 +139,7 @@ def build_worker(
 ) -> None:
     """Serve :class:`BuildJob` after :class:`BuildJob` until the connection closes (runs in its own process)."""
     from cdmpp.profiler import machine
+    from cdmpp.profiler.workers import requests
     from cdmpp.program.space import Rebuilder
     from cdmpp.program.tvm_env import import_tvm
 
@@ -148,13 +149,8 @@ def build_worker(
     import_tvm()
     cache = ObjectCache(object_cache, target)
     rebuild = Rebuilder()
-    while True:
-        try:
-            job: BuildJob | None = connection.recv()
-        except EOFError:
-            return
-        if job is None:
-            return
+    job: BuildJob
+    for job in requests(connection):
         started = time.perf_counter()
         path = Path(folder) / f"{job.program.hash}-{time.monotonic_ns():x}.so"
         try:

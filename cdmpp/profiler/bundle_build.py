@@ -151,16 +151,12 @@ def _reference(job: TaskJob, params: Any, outputs: Any) -> Reference:
 def bundle_worker(connection: Connection, target: dict[str, Any], arch: str, niceness: int) -> None:
     """Serve :class:`TaskJob` after :class:`TaskJob` until the connection closes (runs in its own process)."""
     from cdmpp.profiler import machine
+    from cdmpp.profiler.workers import requests
 
     machine.die_with_parent()
     machine.stand_back(niceness)
     lowering = CudaLowering(target)
-    while True:
-        try:
-            job: TaskJob | None = connection.recv()
-        except EOFError:
-            return
-        if job is None:
-            return
+    job: TaskJob
+    for job in requests(connection):
         for message in _build(job, arch, lowering):
             connection.send(message)

@@ -32,6 +32,7 @@ import numpy as np
 from cdmpp.profiler.build import ArgSpec, Built
 from cdmpp.profiler.sentinel import Sentinel
 from cdmpp.profiler.statistics import SamplingPlan
+from cdmpp.profiler.workers import requests
 
 #: Bytes of arguments kept between batches for programs of equal signature.
 _ARGUMENT_CACHE_BYTES = 2 << 30
@@ -269,13 +270,8 @@ def measure_worker(connection: Connection, config: RunnerConfig) -> None:
                 break
         return float(np.median(reference.calm or reference.disturbed))
 
-    while True:
-        try:
-            batch: list[Built] | None = connection.recv()
-        except EOFError:
-            return
-        if batch is None:
-            return
+    batch: list[Built]
+    for batch in requests(connection):
         started, stolen = time.perf_counter(), machine.steal_ticks(config.cores)
         before_s = time_reference()
         for message in _measure_batch(batch, config, arguments, sentinel):

@@ -37,7 +37,6 @@ def excluded(program: str, func: Any, arch: str, lowering: CudaLowering) -> Bund
 
 def compile_kernel(program: str, func: Any, arch: str, lowering: CudaLowering) -> BundledProgram:
     """Lower and compile a scheduled PrimFunc; a failure is a status of what comes back."""
-    started = time.perf_counter()
     try:
         cuda = lowering(func)
         compiled = find_compiler(arch).compile(cuda.source, arch)
@@ -52,8 +51,7 @@ def compile_kernel(program: str, func: Any, arch: str, lowering: CudaLowering) -
     if fault is not None:
         return _invalid(program, fault)
     resources = {name: r.to_json() for name, r in compiled.resources.items()}
-    build_s = time.perf_counter() - started
-    return BundledProgram(program, "ok", "", cuda, compiled.cubin, resources, build_s)
+    return BundledProgram(program, "ok", "", cuda, compiled.cubin, resources)
 
 
 def _invalid(program: str, fault: tuple[str, str]) -> BundledProgram:
@@ -66,19 +64,15 @@ def cuda_build_worker(connection: Connection, target: dict[str, Any], arch: str,
     Sends a :class:`~cdmpp.profiler.bundle.BundledProgram` for each.
     """
     from cdmpp.profiler import machine
+    from cdmpp.profiler.workers import requests
     from cdmpp.program.space import Rebuilder
 
     machine.die_with_parent()
     machine.stand_back(niceness)
     # Without the postprocessor that only rejects: what is wrong with a program is to be said, not that it is.
     lowering, rebuild = CudaLowering(target), Rebuilder(verify=False)
-    while True:
-        try:
-            job: BuildJob | None = connection.recv()
-        except EOFError:
-            return
-        if job is None:
-            return
+    job: BuildJob
+    for job in requests(connection):
         started = time.perf_counter()
         program = job.program.hash
         try:

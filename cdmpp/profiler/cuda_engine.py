@@ -28,7 +28,7 @@ from cdmpp.profiler.cuda_sampling import (
     gpu_worker,
 )
 from cdmpp.profiler.statistics import label, split_half_difference
-from cdmpp.profiler.workers import Worker, ready
+from cdmpp.profiler.workers import Worker, ready, requests
 
 logger = logging.getLogger(__name__)
 
@@ -96,16 +96,10 @@ def compile_worker(connection: Connection, arch: str) -> None:
 
     machine.die_with_parent()
     machine.stand_back(10)
-    while True:
-        try:
-            request: tuple[str, str] | None = connection.recv()
-        except EOFError:
-            return
-        if request is None:
-            return
+    for _, source in requests(connection):
         started = time.perf_counter()
         try:
-            cubin = find_compiler(arch).compile(request[1], arch).cubin
+            cubin = find_compiler(arch).compile(source, arch).cubin
             result = ("ok", cubin, "")
         except CompileError as err:
             result = ("build_error", b"", str(err))

@@ -27,7 +27,7 @@ from cdmpp.profiler.build import BuildJob, Built, build_worker
 from cdmpp.profiler.cpu_runner import BatchDone, Measured, RunnerConfig, Starting, measure_worker
 from cdmpp.profiler.machine import make_work_folder
 from cdmpp.profiler.statistics import SamplingPlan, label, split_half_difference
-from cdmpp.profiler.workers import Worker, ready
+from cdmpp.profiler.workers import BuildQueue, Worker, ready
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class CpuEngine:
         self._builders: list[Worker] = []
         self._runners: list[Worker] = []
         self._folder: Path | None = None
-        self._to_build: deque[tuple[BuildJob, int]] = deque()
+        self._to_build = BuildQueue(config.build_timeout_s)
         self._waiting: dict[str, list[_Item]] = {}
         self._batches: deque[list[_Item]] = deque()
         self._outcomes: deque[Outcome] = deque()
@@ -230,7 +230,7 @@ class CpuEngine:
         while True:
             if not exhausted:
                 exhausted = not self._draw(jobs)
-            self._start_builds()
+            self._to_build.start(self._builders)
             # Batches that wait for company go as they are when nothing more can join them.
             idle = not self._to_build and not any(w.load is not None for w in self._builders)
             self._form_batches(flush=idle)
@@ -263,32 +263,17 @@ class CpuEngine:
                 return False
             if job is None:
                 break
-            self._to_build.append((job, 0))
+            self._to_build.add(job)
         return True
 
     # -- building --------------------------------------------------------------------------------------------
 
-    def _start_builds(self) -> None:
-        for worker in self._builders:
-            if worker.load is None and self._to_build:
-                job, deaths = self._to_build.popleft()
-                if not worker.submit(job, (job, deaths), self.config.build_timeout_s, of_cpu_time=True):
-                    self._to_build.appendleft((job, deaths))
-
     def _hear_builder(self, worker: Worker) -> None:
-        job, deaths = worker.load
-        try:
-            built: Built = worker.connection.recv()
-        except (EOFError, ConnectionResetError):
-            reason = worker.exit_reason()
-            worker.replace()
-            if deaths == 0:
-                # Killed from outside, or by this program? The second death tells.
-                self._to_build.append((job, 1))
-            else:
-                self._fail(job, "build_error", f"the compiler died twice, last {reason}")
+        job, built, error = self._to_build.hear(worker)
+        if built is None:
+            if error:
+                self._fail(job, "build_error", error)
             return
-        worker.finished()
         if built.status == "ok":
             self._waiting.setdefault(job.task.hash, []).append(_Item(job, built))
             return
@@ -309,7 +294,7 @@ class CpuEngine:
 
     def _form_batches(self, *, flush: bool) -> None:
         size = self.config.batch_size
-        coming = {job.task.hash for job, _ in self._to_build}
+        coming = {job.task.hash for job in self._to_build}
         coming |= {w.load[0].task.hash for w in self._builders if w.load is not None}
         for task_hash in list(self._waiting):
             items = self._waiting[task_hash]

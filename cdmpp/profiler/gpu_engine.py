@@ -30,7 +30,7 @@ from cdmpp.profiler.cuda_measure import GPU_PLAN, MeasureConfig
 from cdmpp.profiler.cuda_sampling import GpuWorkerConfig, MeasureJob
 from cdmpp.profiler.engine import Outcome
 from cdmpp.profiler.statistics import SamplingPlan
-from cdmpp.profiler.workers import Worker, ready
+from cdmpp.profiler.workers import BuildQueue, Worker, ready
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
@@ -104,7 +104,7 @@ class GpuEngine:
         self._arch = cuda_arch(config.device)
         find_compiler(self._arch)
         self._builders: list[Worker] = []
-        self._to_build: deque[tuple[BuildJob, int]] = deque()
+        self._to_build = BuildQueue(config.build_timeout_s)
         self._built: deque[BundledProgram] = deque()
         self._jobs: dict[str, BuildJob] = {}
         self._engine = CudaEngine(self._engine_config())
@@ -159,7 +159,7 @@ class GpuEngine:
         while True:
             if not exhausted:
                 exhausted = not self._draw(jobs)
-            self._start_builds()
+            self._to_build.start(self._builders)
             for worker in ready(self._builders, 0.0):
                 self._hear(worker)
             for worker in self._builders:
@@ -181,32 +181,15 @@ class GpuEngine:
             if job is None:
                 break
             self._jobs[job.program.hash] = job
-            self._to_build.append((job, 0))
+            self._to_build.add(job)
         return True
 
-    def _start_builds(self) -> None:
-        for worker in self._builders:
-            if worker.load is None and self._to_build:
-                job, deaths = self._to_build.popleft()
-                if not worker.submit(job, (job, deaths), self.config.build_timeout_s, of_cpu_time=True):
-                    self._to_build.appendleft((job, deaths))
-
     def _hear(self, worker: Worker) -> None:
-        job, deaths = worker.load
-        try:
-            kernel: BundledProgram = worker.connection.recv()
-        except (EOFError, ConnectionResetError):
-            reason = worker.exit_reason()
-            worker.replace()
-            if deaths == 0:
-                # Killed from outside, or by this program? The second death tells.
-                self._to_build.append((job, 1))
-            else:
-                error = f"the compiler died twice, last {reason}"
-                self._built.append(BundledProgram(job.program.hash, "build_error", error))
-            return
-        worker.finished()
-        self._built.append(kernel)
+        job, kernel, error = self._to_build.hear(worker)
+        if kernel is not None:
+            self._built.append(kernel)
+        elif error:
+            self._built.append(BundledProgram(job.program.hash, "build_error", error))
 
     def _overdue(self, worker: Worker) -> None:
         job, _ = worker.load

@@ -31,7 +31,7 @@ from cdmpp.profiler.validity import (
     load_verdicts,
     summarise,
 )
-from cdmpp.profiler.workers import Worker, ready
+from cdmpp.profiler.workers import Worker, ready, requests
 
 if TYPE_CHECKING:
     from cdmpp.program.types import Task
@@ -72,13 +72,8 @@ def validity_worker(connection: Connection, config: ValidityConfig) -> None:
 
     machine.die_with_parent()
     lowering, rebuild = CudaLowering(_TARGET), Rebuilder(verify=False)
-    while True:
-        try:
-            job: BuildJob | None = connection.recv()
-        except EOFError:
-            return
-        if job is None:
-            return
+    job: BuildJob
+    for job in requests(connection):
         try:
             func = rebuild(job.program, job.task, job.space)
         except ProgramError as err:

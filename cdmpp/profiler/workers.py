@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -134,3 +135,67 @@ def ready(workers: list[Worker], timeout_s: float) -> list[Worker]:
     if not busy:
         return []
     return [busy[c] for c in wait(list(busy), timeout_s)]  # type: ignore[index]
+
+
+def requests(connection: Connection) -> Iterator[Any]:
+    """What a process is asked for, until it is told to end (None) or the other end is closed."""
+    while True:
+        try:
+            request = connection.recv()
+        except EOFError:
+            return
+        if request is None:
+            return
+        yield request
+
+
+class BuildQueue:
+    """Jobs that wait for a building process; the load of a process that builds one is the job and how many died over it.
+
+    Parameters
+    ----------
+    timeout_s
+        CPU seconds that one build may take.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._waiting: deque[tuple[Any, int]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (job for job, _ in self._waiting)
+
+    def add(self, job: Any) -> None:
+        """Let a job wait."""
+        self._waiting.append((job, 0))
+
+    def start(self, workers: list[Worker]) -> None:
+        """Give jobs to those that are idle."""
+        for worker in workers:
+            if worker.load is None and self._waiting:
+                job, deaths = self._waiting.popleft()
+                if not worker.submit(job, (job, deaths), self._timeout_s, of_cpu_time=True):
+                    self._waiting.appendleft((job, deaths))
+
+    def hear(self, worker: Worker) -> tuple[Any, Any, str]:
+        """The job that a process has built, its answer and "".
+
+        Of a process that died the answer is None. What it was building waits again the first time; the second time the
+        last is how it died.
+        """
+        job, deaths = worker.load
+        try:
+            answer = worker.connection.recv()
+        except (EOFError, ConnectionResetError):
+            reason = worker.exit_reason()
+            worker.replace()
+            if deaths == 0:
+                # Killed from outside, or by this program? The second death tells.
+                self._waiting.append((job, 1))
+                return job, None, ""
+            return job, None, f"the compiler died twice, last {reason}"
+        worker.finished()
+        return job, answer, ""

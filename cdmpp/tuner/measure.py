@@ -150,12 +150,17 @@ class Measurer:
                 future.set_exception(error)
 
 
-def cpu_measurer(config: EngineConfig) -> Measurer:
-    """A measurer of programs on this machine's CPU."""
+def cpu_engine(config: EngineConfig) -> Engine:
+    """The profiler on cores of this machine."""
     from cdmpp.profiler.engine import CpuEngine
     from cdmpp.profiler.reference import reference_job
 
-    return Measurer(CpuEngine(config, reference_job()))
+    return CpuEngine(config, reference_job())
+
+
+def cpu_measurer(config: EngineConfig) -> Measurer:
+    """A measurer of programs on this machine's CPU."""
+    return Measurer(cpu_engine(config))
 
 
 def job_of_module(mod: Any) -> BuildJob:

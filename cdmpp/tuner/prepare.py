@@ -112,7 +112,7 @@ def alone_engine_config(device: str | Device) -> EngineConfig:
 
 def make_engine(config: TuneConfig, device: Device) -> Engine:
     """What measures in a tuning on a device of this machine."""
-    from cdmpp.tuner.shard_messages import cpu_engine
+    from cdmpp.tuner.measure import cpu_engine
 
     if device.kind == "gpu":
         from cdmpp.profiler.gpu_engine import GpuEngine
@@ -124,7 +124,7 @@ def make_engine(config: TuneConfig, device: Device) -> Engine:
 
 def alone_engine(device: str | Device) -> Engine:
     """What measures one program at a time on a device of this machine, for final latencies."""
-    from cdmpp.tuner.shard_messages import cpu_engine
+    from cdmpp.tuner.measure import cpu_engine
 
     found = device_of_this_machine(device)
     if found.kind == "gpu":

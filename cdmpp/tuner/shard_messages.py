@@ -6,23 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cdmpp.tuner.measure import Engine, cpu_engine
+
 if TYPE_CHECKING:
     from cdmpp.device import Device
     from cdmpp.errors import CdmppError
     from cdmpp.profiler.build import BuildJob
     from cdmpp.profiler.engine import EngineConfig, Outcome
     from cdmpp.program.types import Program, Space, Task
-    from cdmpp.tuner.measure import Engine
     from cdmpp.tuner.online import Row
     from cdmpp.tuner.tuning import TuneConfig
-
-
-def cpu_engine(config: EngineConfig) -> Engine:
-    """The profiler on the cores of a share."""
-    from cdmpp.profiler.engine import CpuEngine
-    from cdmpp.profiler.reference import reference_job
-
-    return CpuEngine(config, reference_job())
 
 
 @dataclass(frozen=True)

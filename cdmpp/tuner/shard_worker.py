@@ -44,8 +44,6 @@ logger = logging.getLogger(__name__)
 
 #: Between looks at what was measured while there is nothing to search.
 _POLL_S = 0.05
-#: What the thread that reads puts into the queue when there is nothing more to read.
-_CLOSED = object()
 #: What a connection raises whose other end is closed.
 _GONE = (EOFError, BrokenPipeError, ConnectionResetError)
 
@@ -88,7 +86,8 @@ class ShardWorker:
         self._connection, self._config = connection, config
         self._sending = threading.Lock()
         self._hearing = threading.Lock()
-        self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        #: Searches to do; last, why there are no more.
+        self._messages: queue.SimpleQueue[Search | Exception] = queue.SimpleQueue()
         # Workers that search one task together draw different programs.
         tune = replace(config.tune, seed=config.tune.seed + 1009 * config.number)
         self._tune = tune
@@ -126,9 +125,7 @@ class ShardWorker:
                         message = self._messages.get(timeout=_POLL_S)
                     except queue.Empty:
                         continue
-                    if message is _CLOSED:
-                        raise EOFError
-                    if isinstance(message, CdmppError):
+                    if isinstance(message, Exception):
                         raise message
                     self._search(message)
         except _GONE:
@@ -151,9 +148,9 @@ class ShardWorker:
                     self._messages.put(message)
                 else:
                     self._measure(message)
-        except (EOFError, OSError):
-            self._messages.put(_CLOSED)
-        except CdmppError as err:
+        except OSError:
+            self._messages.put(EOFError())
+        except (EOFError, CdmppError) as err:
             self._messages.put(err)
 
     def _send(self, message: Any) -> None:
