@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from accuracy import Results, table
+from accuracy import keep, table
+from kept_rows import KeptRows
 
 #: Variant -> what differs from the base configuration, by section.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -58,7 +59,9 @@ def main() -> int:
 
     base = load_config(args.config).model_dump(mode="json")
     data = gather(args.data)
-    results = Results(args.json, {"data": args.data, "records": len(data), "split": args.split, "base": base})
+    results = KeptRows(
+        args.json, {"data": args.data, "records": len(data), "split": args.split, "base": base}
+    )
     for seed in args.seeds:
         split = split_data(f"{args.split};seed={seed}", data)
         done: dict[str, str] = {}
@@ -68,16 +71,16 @@ def main() -> int:
             key = {"split": "ablation", "seed": seed, "model": variant}
             # A variant that is the base already is not trained again.
             twin = done.setdefault(config.model_dump_json(), variant)
-            if results.have(**key) or twin != variant:
+            if results.find(**key) is not None or twin != variant:
                 continue
             (found,) = evaluate_models([make_model("ours", seed, config=config)], data, split).values()
-            results.add({**found["overall"], "fit_s": found["fit_s"], "spec": split.spec}, **key)
+            keep(results, {**found["overall"], "fit_s": found["fit_s"], "spec": split.spec}, **key)
         for name in FEATURE_MODELS:
             key = {"split": "ablation", "seed": seed, "model": name}
-            if not results.have(**key):
+            if results.find(**key) is None:
                 (found,) = evaluate_models([make_model(name, seed)], data, split).values()
-                results.add({**found["overall"], "fit_s": found["fit_s"], "spec": split.spec}, **key)
-    print(table(results.content["rows"]))
+                keep(results, {**found["overall"], "fit_s": found["fit_s"], "spec": split.spec}, **key)
+    print(table(results.rows))
     return 0
 
 

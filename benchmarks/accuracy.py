@@ -18,7 +18,6 @@ noise floor: what a perfect predictor would score.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import sys
 import time
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from kept_rows import KeptRows
 
 if TYPE_CHECKING:
     from cdmpp.predictor import Config, Predictor, TrainingData
@@ -36,28 +36,10 @@ SPLITS = ("within_task", "by_task", "by_network", "by_device", "few_shot")
 METRICS = ("mape", "median_ape", "within_20pct", "pairwise_accuracy", "spearman", "top1_regret")
 
 
-class Results:
-    """What is done, kept in a file after every step."""
-
-    def __init__(self, path: Path | None, notes: dict[str, Any]) -> None:
-        self._path = path
-        self.content: dict[str, Any] = {"notes": notes, "rows": []}
-        if path is not None and path.exists():
-            self.content["rows"] = json.loads(path.read_text(encoding="utf-8"))["rows"]
-
-    def have(self, **key: Any) -> bool:
-        return any(all(row.get(k) == v for k, v in key.items()) for row in self.content["rows"])
-
-    def add(self, overall: dict[str, Any], **key: Any) -> None:
-        self.content["rows"].append({**key, **overall})
-        print(" ".join(f"{k}={v}" for k, v in key.items()), f"MAPE {100 * overall['mape']:.1f} %", flush=True)
-        self.write()
-
-    def write(self) -> None:
-        if self._path is not None:
-            temporary = self._path.with_name(self._path.name + ".tmp")
-            temporary.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
-            temporary.replace(self._path)
+def keep(results: KeptRows, overall: dict[str, Any], **key: Any) -> None:
+    """Keep and print what a model scored."""
+    results.add({**key, **overall})
+    print(" ".join(f"{k}={v}" for k, v in key.items()), f"MAPE {100 * overall['mape']:.1f} %", flush=True)
 
 
 def specifications(kind: str, data: TrainingData, seed: int, heldout: str | None) -> list[tuple[str, str]]:
@@ -74,7 +56,7 @@ def score_models(
     data: TrainingData,
     args: argparse.Namespace,
     config: Config,
-    results: Results,
+    results: KeptRows,
     unseen: dict[str, Predictor],
 ) -> None:
     """Every model on one kind of split; ``unseen`` takes our predictors of ``by_device``, by the device left out."""
@@ -86,7 +68,7 @@ def score_models(
             split = split_data(spec, data)
             for name in args.models:
                 key = {"split": kind, "held_out": held, "seed": seed, "model": name}
-                if results.have(**key):
+                if results.find(**key) is not None:
                     continue
                 options = {"config": config} if name == "ours" else {}
                 model = make_model(name, seed, **options)
@@ -95,8 +77,10 @@ def score_models(
                 if kind == "by_device" and seed == 0 and trained is not None:
                     unseen[held] = trained
                 times = {k: found[k] for k in ("fit_s", "predict_s")}
-                results.add(
-                    {**found["overall"], **times, "spec": split.spec, "n_train": len(split.train)}, **key
+                keep(
+                    results,
+                    {**found["overall"], **times, "spec": split.spec, "n_train": len(split.train)},
+                    **key,
                 )
 
 
@@ -104,7 +88,7 @@ def score_few_shot(
     data: TrainingData,
     args: argparse.Namespace,
     config: Config,
-    results: Results,
+    results: KeptRows,
     unseen: dict[str, Predictor],
 ) -> None:
     """Every device taught by K tasks, starting from the predictors in ``unseen``, or else from one trained here."""
@@ -118,7 +102,7 @@ def score_few_shot(
             for k in args.tasks:
                 for select in ("kmeans", "random"):
                     key = {"split": "few_shot", "held_out": device, "seed": seed, "k": k, "select": select}
-                    if not results.have(**key, model="ours"):
+                    if results.find(**key, model="ours") is None:
                         if base is None:
                             split = split_data(f"by_device:heldout={device};seed=0", data)
                             fitted = prepare(config, data, split)
@@ -126,16 +110,14 @@ def score_few_shot(
                             base = fitted.predictor(state.best, training_summary(config, data, split, state))
                         tuned, split = few_shot(base, data, device, k, select, seed)
                         overall = evaluate(tuned, data, split, by=())["overall"]
-                        results.add({**overall, "spec": split.spec}, **key, model="ours")
+                        keep(results, {**overall, "spec": split.spec}, **key, model="ours")
                     if select == "random":
-                        spec = next(
-                            row["spec"] for row in results.content["rows"] if key.items() <= row.items()
-                        )
+                        spec = next(row["spec"] for row in results.rows if key.items() <= row.items())
                         for name in [m for m in args.models if m != "ours"]:
-                            if not results.have(**key, model=name):
+                            if results.find(**key, model=name) is None:
                                 model = make_model(name, seed)
                                 (found,) = evaluate_models([model], data, split_data(spec, data)).values()
-                                results.add({**found["overall"], "spec": spec}, **key, model=name)
+                                keep(results, {**found["overall"], "spec": spec}, **key, model=name)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -192,7 +174,7 @@ def main() -> int:
             name: metadata.version(name) for name in ("cdmpp", "torch", "xgboost-cpu", "scikit-learn")
         },
     }
-    results = Results(args.json, notes)
+    results = KeptRows(args.json, notes)
     started = time.perf_counter()
     unseen: dict[str, Predictor] = {}
     for kind in args.splits:
@@ -202,7 +184,7 @@ def main() -> int:
             score_few_shot(data, args, config, results, unseen)
         else:
             score_models(kind, data, args, config, results, unseen)
-    print(table(results.content["rows"]))
+    print(table(results.rows))
     print(f"{time.perf_counter() - started:.0f} s")
     return 0
 

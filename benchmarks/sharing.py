@@ -38,7 +38,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from tuning import Results, described
+from kept_rows import KeptRows
+from tuning import described
 
 if TYPE_CHECKING:
     from cdmpp.program.types import Task
@@ -103,7 +104,7 @@ def busy_s() -> float:
 
 
 def tune_once(
-    args: argparse.Namespace, tasks: Sequence[tuple[Task, float]], way: str, seed: int, results: Results
+    args: argparse.Namespace, tasks: Sequence[tuple[Task, float]], way: str, seed: int, results: KeptRows
 ) -> dict[str, Any]:
     """Tune the network in one way; the row says how long it took and what it found."""
     from cdmpp.tuner.report import write_report
@@ -136,7 +137,7 @@ def tune_once(
     return row
 
 
-def measure_again(args: argparse.Namespace, rows: Sequence[dict[str, Any]], results: Results) -> None:
+def measure_again(args: argparse.Namespace, rows: Sequence[dict[str, Any]], results: KeptRows) -> None:
     """Measure the best programs of every tuning by one procedure; adds ``final_s`` to the rows."""
     from cdmpp.tuner.share_table import best_programs, measure_alone
 
@@ -226,7 +227,7 @@ def main() -> int:
     from cdmpp.tuner.shards import shard_cores
 
     args.out.mkdir(parents=True, exist_ok=True)
-    results = Results(args.out / "results.json")
+    results = KeptRows(args.out / "results.json")
     device = device_of_this_machine(args.device)
     shares = len(shard_cores(device, "auto"))
     if shares < 2 and not args.quick:

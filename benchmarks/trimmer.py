@@ -20,8 +20,8 @@ import json
 import sys
 from typing import Any
 
+from kept_rows import KeptRows
 from tuning import (
-    Results,
     add_arguments,
     described,
     held_out_predictor,
@@ -45,7 +45,7 @@ def main() -> int:
     from cdmpp.tuner.objective import geometric_mean
 
     args.out.mkdir(parents=True, exist_ok=True)
-    results = Results(args.out / "results.json")
+    results = KeptRows(args.out / "results.json")
     predictor = held_out_predictor(args)
     tasks = held_out_tasks(args, predictor)
     runs = {"cdmpp": None, f"trimmed-{args.coverage:g}": args.coverage}

@@ -35,6 +35,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kept_rows import KeptRows
+
 if TYPE_CHECKING:
     from cdmpp.predictor import Predictor
     from cdmpp.profiler.build import BuildJob
@@ -47,31 +49,6 @@ DEVICE = "this-cpu@1"
 TOLERANCE = 0.01
 #: A run that never reached a latency counts as so many times its trials and time.
 NEVER = 2.0
-
-
-class Results:
-    """What is done, kept in a file after every step."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.rows: list[dict[str, Any]] = []
-        if path.exists():
-            self.rows = json.loads(path.read_text(encoding="utf-8"))
-
-    def find(self, **key: Any) -> dict[str, Any] | None:
-        """The row of a key."""
-        return next((row for row in self.rows if all(row.get(k) == v for k, v in key.items())), None)
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Keep a row."""
-        self.rows.append(row)
-        self.write()
-
-    def write(self) -> None:
-        """Keep rows that were changed."""
-        temporary = self._path.with_name(self._path.name + ".tmp")
-        temporary.write_text(json.dumps(self.rows, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(self._path)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -166,7 +143,7 @@ def enough_programs(task: Task, trials: int) -> bool:
 
 
 def tune_alone(
-    args: argparse.Namespace, task: Task, name: str, results: Results, **options: Any
+    args: argparse.Namespace, task: Task, name: str, results: KeptRows, **options: Any
 ) -> dict[str, Any]:
     """Tune one task; the row says how, what was found, and the best label after each trial."""
     from cdmpp.tuner.objective import Objective
@@ -216,7 +193,7 @@ def measured_labels(out: Path) -> list[float | None]:
     return [float(r.latency_s) if r.status == "ok" else None for r in frame.itertuples()]
 
 
-def measure_again(args: argparse.Namespace, rows: Sequence[dict[str, Any]], results: Results) -> None:
+def measure_again(args: argparse.Namespace, rows: Sequence[dict[str, Any]], results: KeptRows) -> None:
     """Measure the best program of every run by one procedure; adds ``final_s`` to the rows."""
     from cdmpp.dataset import Dataset
     from cdmpp.profiler.build import BuildJob
@@ -295,7 +272,7 @@ def summary(pairs: dict[tuple[str, int], dict[str, float]]) -> dict[str, Any]:
     return found
 
 
-def tune_networks(args: argparse.Namespace, predictor: Predictor, results: Results) -> list[dict[str, Any]]:
+def tune_networks(args: argparse.Namespace, predictor: Predictor, results: KeptRows) -> list[dict[str, Any]]:
     """One small network end to end with every cost model and seed."""
     from cdmpp.tuner.objective import Objective
     from cdmpp.tuner.task_tuner import SearchConfig
@@ -356,7 +333,7 @@ def main() -> int:
         shrink(args)
         args.network_trials = 12
     args.out.mkdir(parents=True, exist_ok=True)
-    results = Results(args.out / "results.json")
+    results = KeptRows(args.out / "results.json")
     predictor = held_out_predictor(args)
     tasks = held_out_tasks(args, predictor)
     rows: list[dict[str, Any]] = []
