@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +22,8 @@ import numpy as np
 
 from cdmpp.errors import ProgramError, TunerError
 from cdmpp.profiler.machine import make_work_folder
-from cdmpp.profiler.statistics import SamplingPlan, label, split_half_difference
-from cdmpp.program.fusion import PREPARE_WEIGHTS, FusedNetwork, fuse
+from cdmpp.profiler.statistics import SamplingPlan
+from cdmpp.program.fusion import FusedNetwork, fuse
 from cdmpp.program.tasks import normalise, task_from_prim_func
 from cdmpp.program.tvm_env import import_tvm, quiet
 
@@ -32,34 +31,55 @@ if TYPE_CHECKING:
     from cdmpp.device import Device
     from cdmpp.program.network import Network
     from cdmpp.program.types import Task
+    from cdmpp.tuner.network_runner import VariantLatency
 
 logger = logging.getLogger(__name__)
 
-#: Sampling of whole networks: few, long samples.
-PLAN = SamplingPlan(min_sample_s=0.02, min_samples=8, max_samples=24, max_measure_s=10.0, max_wait_s=5.0)
+#: Sampling of a variant of a network: short samples, which fit between two disturbances, for 25 s in all.
+PLAN = SamplingPlan(min_sample_s=0.002, min_samples=8, max_samples=32, max_measure_s=15.0, max_wait_s=10.0)
 #: Compiling and running a network may take so long.
 _TIMEOUT_S = 1800.0
+#: Real-time priority of the thread that looks at the core, above that of the thread that runs the network (10).
+_WATCH_PRIORITY = 11
 #: Outputs of both modules may differ by so much, relative to the largest value: sums are taken in another order.
 _SAME_OUTPUT = 1e-2
 
 
 @dataclass(frozen=True)
 class NetworkLatency:
-    """Latency of a network's modules, run in turn.
+    """Latency of a network's variants, run in turn; what counts is said in :mod:`cdmpp.tuner.network_runner`.
 
     Attributes
     ----------
     latency_s
-        Name of a module -> label in seconds (mean of the faster half of its samples).
+        Name of a variant -> its label in seconds: of the whole runs on an undisturbed core where there were
+        enough, else the sum over the functions it calls, each timed on an undisturbed core.
     noise
-        Name -> relative split-half difference of the label.
+        Name -> relative split-half difference of the label; None where there are too few samples.
+    disturbed
+        Name -> part of the label that was measured while somebody else used the core, 0 to 1.
+    variants
+        Name -> both figures, with a line for each call.
     output_difference
-        Largest difference between outputs of the modules, relative to the largest output.
+        Largest difference between outputs of the variants, relative to the largest output.
     """
 
     latency_s: Mapping[str, float]
-    noise: Mapping[str, float]
+    noise: Mapping[str, float | None]
+    disturbed: Mapping[str, float]
+    variants: Mapping[str, VariantLatency]
     output_difference: float
+
+
+def network_latency(variants: Mapping[str, VariantLatency], output_difference: float) -> NetworkLatency:
+    """What was measured of all variants, together."""
+    return NetworkLatency(
+        {name: variant.latency_s for name, variant in variants.items()},
+        {name: variant.noise for name, variant in variants.items()},
+        {name: variant.disturbed for name, variant in variants.items()},
+        variants,
+        output_difference,
+    )
 
 
 @dataclass(frozen=True)
@@ -139,6 +159,8 @@ def measure_network(
         Name -> variant of ``fused.module``; two at least are compared with each other.
     cores
         To run on, one thread each.
+    plan
+        Of the samples; a variant may take ``max_measure_s + max_wait_s`` seconds, and at least four runs.
 
     Raises
     ------
@@ -221,76 +243,23 @@ def _serve(connection: Connection) -> None:
 
 
 def _run(request: _Request) -> NetworkLatency:
-    """Samples of every module in turn (A B A B ...), so that a slow disturbance hits all of them."""
+    from cdmpp.profiler import machine
     from cdmpp.profiler.sentinel import Sentinel
+    from cdmpp.tuner.network_runner import Loaded, Looks, Sampled, largest_difference, sample_in_turn
 
-    sentinel = Sentinel()
-    runs = {name: _Loaded(path, request.data) for name, path in request.modules.items()}
-    plan = request.plan
-    repeats = {name: plan.repeats(run.seconds(1)) for name, run in runs.items()}
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    spent = dict.fromkeys(runs, 0.0)
-    open_ = list(runs)
-    while open_:
-        for name in list(open_):
-            sentinel.wait(plan.max_wait_s / plan.max_samples)
-            started = time.perf_counter()
-            samples[name].append(runs[name].seconds(repeats[name]))
-            spent[name] += time.perf_counter() - started
-            sentinel.measured(time.perf_counter() - started)
-        open_ = [name for name in open_ if plan.needs_more(samples[name], spent[name])]
-    outputs = [run.outputs() for run in runs.values()]
-    differences = [_difference(outputs[0], other) for other in outputs[1:]]
-    return NetworkLatency(
-        {name: label(values) for name, values in samples.items()},
-        {name: split_half_difference(values) for name, values in samples.items()},
-        max(differences, default=0.0),
+    looks = Looks(Sentinel(), alone=len(request.cores) == 1)
+    networks = {name: Loaded(path, request.data) for name, path in request.modules.items()}
+    if request.realtime:
+        looks.watch(lambda: machine.own_the_core(_WATCH_PRIORITY))
+    else:
+        looks.watch()
+    try:
+        variants = {name: Sampled(network, looks, request.plan) for name, network in networks.items()}
+        sample_in_turn(list(variants.values()))
+    finally:
+        looks.close()
+    outputs = [network.outputs() for network in networks.values()]
+    differences = [largest_difference(outputs[0], other) for other in outputs[1:]]
+    return network_latency(
+        {name: variant.result() for name, variant in variants.items()}, max(differences, default=0.0)
     )
-
-
-class _Loaded:
-    """A compiled network with its inputs and prepared weights."""
-
-    def __init__(self, path: str, data: str) -> None:
-        import tvm
-        from tvm import relax
-
-        vm = relax.VirtualMachine(tvm.runtime.load_module(path), tvm.cpu())
-        with np.load(data) as stored:
-            number = len(stored.files) - 1
-            tensors = [tvm.runtime.tensor(stored[f"arr_{i}"]) for i in range(number)]
-            inputs = int(stored["inputs"])
-        weights = tensors[inputs:]
-        prepared = list(vm[PREPARE_WEIGHTS](tuple(weights))) if weights else []
-        self._vm, self._main = vm, vm["main"]
-        self._args = [*tensors[:inputs], *prepared]
-        self._main(*self._args)
-
-    def seconds(self, repeats: int) -> float:
-        """Mean time of back-to-back runs."""
-        started = time.perf_counter()
-        for _ in range(repeats):
-            self._main(*self._args)
-        return (time.perf_counter() - started) / repeats
-
-    def outputs(self) -> list[np.ndarray]:
-        """All output tensors."""
-        result = self._main(*self._args)
-        flat = [result] if hasattr(result, "numpy") else list(result)
-        return [item.numpy() for item in flat if hasattr(item, "numpy")]
-
-
-def _difference(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> float:
-    """Largest difference relative to the largest finite value."""
-    worst = 0.0
-    for a, b in zip(first, second, strict=True):
-        if np.asarray(a).dtype.kind != "f":
-            continue
-        x, y = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
-        both = np.isfinite(x) & np.isfinite(y)
-        scale = float(np.abs(x[both]).max(initial=0.0))
-        if scale > 0:
-            worst = max(worst, float(np.abs(x[both] - y[both]).max()) / scale)
-        if (np.isfinite(x) != np.isfinite(y)).any():
-            worst = float("inf")
-    return worst

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 JSON_FILE = "report.json"
 FIGURE_FILE = "curve.png"
 HTML_FILE = "report.html"
+#: So much of a network's latency may be measured while others used the core before it is said.
+_DISTURBED = 0.05
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
@@ -78,6 +80,12 @@ def summary_lines(report: TuneReport) -> list[str]:
             f"{report.name} on {report.device}: {seconds_text(untuned)} untuned, {seconds_text(tuned)} tuned, "
             f"{untuned / tuned:.2f} times as fast (the whole network in the Relax VM)."
         )
+        disturbed = {name: part for name, part in report.network.disturbed.items() if part > _DISTURBED}
+        if disturbed:
+            parts = ", ".join(f"{part:.0%} of {name}" for name, part in disturbed.items())
+            lines.append(
+                f"Others used the core while the network ran: {parts} was never measured alone, and may be too long."
+            )
     if report.tuned_s is not None:
         untuned_text = "-" if report.untuned_s is None else seconds_text(report.untuned_s)
         lines.append(f"Sum over its tasks: {untuned_text} untuned, {seconds_text(report.tuned_s)} tuned.")
