@@ -204,9 +204,10 @@ class CpuEngine:
             raise ProfilerError("the reference program does not build: is the compiler working?")
         try:
             built: Built = worker.connection.recv()
-        except EOFError as err:
+        except (EOFError, ConnectionResetError) as err:
             raise ProfilerError(
-                f"the builder died at the reference program ({worker.exit_reason()})"
+                f"a worker process ended before it had built the reference program ({worker.exit_reason()}). Workers "
+                'import the script that starts them: it must call cdmpp under `if __name__ == "__main__":`'
             ) from err
         worker.finished()
         if built.status != "ok":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -182,3 +183,16 @@ def test_core_groups_are_disjoint_and_refused_where_there_are_too_few() -> None:
     assert all(len(g) == 2 for g in groups)
     with pytest.raises(ProfilerError, match="need 4"):
         core_groups(range(3), 2, 2)
+
+
+def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import cdmpp\n"
+        "from cdmpp.profiler.profile import ProfileConfig\n"
+        "config = ProfileConfig(programs_per_task=1, workers=1)\n"
+        f"cdmpp.profile(['mlp'], device='this-cpu@1', out={str(tmp_path / 'out')!r}, config=config)\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert 'if __name__ == "__main__"' in done.stderr.strip().splitlines()[-1]
