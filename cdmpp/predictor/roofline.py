@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.program_view import ProgramView
-from cdmpp.program.leaf_schema import CAPACITIES, LEAF_FEATURES, SIMD_BYTES, size_name
+from cdmpp.program.leaf_schema import CAPACITIES, LEAF_FEATURES, N_SLOTS, SIMD_BYTES, size_name
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
@@ -25,16 +25,31 @@ FloatArray = NDArray[np.float64]
 
 #: No program takes less than this, whatever the bound says: the resolution of a kernel launch or function call.
 _MIN_S = 1e-8
-#: Cycles that a dependent floating-point operation waits for the one before.
+#: Cycles that a dependent floating-point operation waits for the one before: an addition as long as a multiply-add, so
+#: that a chain of sums takes the same time without fused multiply-adds (Fog, instruction tables: 4 for both on Skylake).
 _LATENCY_CYCLES = 4.0
-#: Cycles of an exponential, square root and the like, a SIMD register of them at a time.
+#: Operations of a GPU lane that an exponential, square root and the like takes.
 _SPECIAL_CYCLES = 12.0
+#: Cycles of the same on a CPU, where code calls the C library for one element at a time. Fitted: 3 to 12 rank alike.
+_CALL_CYCLES = 6.0
 #: Loads and stores a core starts per cycle.
 _MEMORY_PORTS = 2.0
 #: Instructions that wait in a core for their operands: dependent chains that are this short overlap.
 _WINDOW = 200.0
 #: Instructions a core starts per cycle.
 _ISSUE = 4.0
+#: Microarchitectures whose gathers microcode slows down against Gather Data Sampling (Intel, INTEL-SA-00828).
+_SLOW_GATHER = frozenset(
+    {"skylake", "skylake-avx512", "coffeelake", "cometlake", "cascadelake", "icelake-server"}
+)
+#: Cycles an element that a gather adds there. One takes 25, whatever its width (measured on a Cascade Lake at 2.5 GHz: 10 to
+#: 11 ns for 4, 8 and 16 elements). LLVM prefers those of 8, and makes some in half of the programs where
+#: :func:`_gathered` finds any (47 % of 24,001).
+_GATHER_CYCLES = 25 / 8 / 2
+#: Lanes of the narrowest gather of float32.
+_GATHER_LANES = 4.0
+#: Loops up to this extent LLVM unrolls before it vectorises, and then takes the loop around them. Fitted: 4 to 100 do alike.
+_UNROLLED_EXTENT = 16.0
 #: Bytes per cycle and core from the second and the third cache level.
 _L2_BYTES, _L3_BYTES = 32.0, 8.0
 #: Where a specification has a gap.
@@ -48,6 +63,7 @@ _SUSTAINED_W = 235 / 5040 / 28
 _TILE_EFFICIENCY = {32: 0.4, 64: 0.7, 128: 0.9, 256: 0.95}
 
 _COLUMN = {name: i for i, name in enumerate(LEAF_FEATURES)}
+_FP_OPS = ("fadd", "fmul", "fma", "fdiv", "fminmax")
 
 
 def roofline_s(asts: Sequence[CompactAST], device: Device) -> FloatArray:
@@ -132,21 +148,30 @@ def _cpu_leaf_s(leaves: FloatArray, device: Device) -> FloatArray:
     clock = 1e6 * (device.clock_mhz or _DEFAULT_CLOCK_MHZ)
     width = max(w for w in SIMD_BYTES if w <= max((device.simd_bits or 128) / 8, SIMD_BYTES[0]))
     pipes = max(1.0, (device.lanes_per_core or width / 2) / (width / 4))
-    without_fma = 1.0 if device.fma else 2.0
-    arithmetic = without_fma * np.minimum(
-        column(f"fp_instructions_{width}b"), column("fp_instructions_packed")
+    fp = np.stack([column(f"op_{name}") for name in _FP_OPS]).sum(0)
+    # Side-by-side statements are counted for registers of 32 bytes; narrower ones hold fewer.
+    packed = np.maximum(
+        column("fp_instructions_packed"), fp * column("iterations") * column("itemsize") / width
     )
-    special = _SPECIAL_CYCLES * column("special") * 4 / width
+    arithmetic = np.minimum(column(f"fp_instructions_{width}b"), packed)
     memory, index = column(f"mem_instructions_{width}b"), column("index_ops")
-    instructions = arithmetic + memory + index
+    # Without fused multiply-adds each is two instructions, and the two-operand code of SSE copies a register besides.
+    split = np.zeros(len(leaves)) if device.fma else arithmetic * column("op_fma") / np.maximum(fp, 1e-9)
+    copies = split if width == SIMD_BYTES[0] else 0.0
+    arithmetic = arithmetic + split
+    instructions = arithmetic + copies + memory + index
     # Updates of one accumulator wait for each other; a core overlaps those of as many accumulators as it holds
     # in flight, and several runs over the reduction if they are short.
     per_tile = instructions / np.maximum(column("iterations"), 1.0) * column("tile_points")
     overlapped = np.maximum(1.0, _WINDOW / np.maximum(column("hold") * per_tile, 1.0))
-    chain = _LATENCY_CYCLES * without_fma * column("chain") / overlapped
-    core = np.maximum.reduce(
-        [arithmetic / pipes + special, memory / _MEMORY_PORTS, chain, index / _ISSUE, instructions / _ISSUE]
+    chain = _LATENCY_CYCLES * column("chain") / overlapped
+    loads_stores = memory / _MEMORY_PORTS
+    if device.arch in _SLOW_GATHER and width > SIMD_BYTES[0]:
+        loads_stores = loads_stores + _GATHER_CYCLES * _gathered(leaves)
+    slowest = np.maximum.reduce(
+        [arithmetic / pipes, loads_stores, chain, index / _ISSUE, instructions / _ISSUE]
     )
+    core = slowest + _CALL_CYCLES * column("special")
     l1 = np.maximum(_moved(leaves, device.l1_kb or 32), column("conflict_32kb"))
     l2 = np.maximum(_moved(leaves, device.l2_kb or 512), column("conflict_1mb"))
     l3 = _moved(leaves, device.l3_kb or 8192)
@@ -156,6 +181,30 @@ def _cpu_leaf_s(leaves: FloatArray, device: Device) -> FloatArray:
     parallel = np.maximum(column("parallel"), 1.0)
     busy = parallel / np.ceil(parallel / cores)
     return (cycles / np.maximum(busy, 1.0) + l3 / per_cycle) / clock
+
+
+def _gathered(leaves: FloatArray) -> FloatArray:
+    """Elements that a compiler may load with gathers, (leaves,).
+
+    LLVM vectorises an innermost loop that is no reduction also where accesses stride along it, if there are gathers.
+    """
+
+    def column(name: str) -> FloatArray:
+        return leaves[:, _COLUMN[name]]
+
+    second = (column("loop1_extent") <= _UNROLLED_EXTENT) & (column("loop1_extent") > 0)
+
+    def along(name: str) -> FloatArray:
+        return np.where(second, column(name.format(2)), column(name.format(1)))
+
+    free = (along("loop{}_extent") >= _GATHER_LANES) & (along("loop{}_reduction") == 0)
+    free &= column("vectorized") <= 1
+    total = np.zeros(len(leaves))
+    for slot in (f"slot{i}_" for i in range(1, N_SLOTS + 1)):
+        loaded = (column(slot + "loads") > 0) & (column(slot + "stores") == 0)
+        strided = np.abs(along(slot + "stride_{}")) > 1
+        total += np.where(free & loaded & strided, column(slot + "register_elements"), 0.0)
+    return total
 
 
 def _gpu_leaf_s(leaves: FloatArray, device: Device) -> FloatArray:

@@ -67,6 +67,78 @@ def test_chains_wait_unless_others_overlap_them() -> None:
     assert estimate_s([held, short], CPU) == pytest.approx([4e6 / 2e9, 0.5e6 / 2e9])
 
 
+SSE = replace(CPU, simd_bits=128, fma=False, lanes_per_core=8)
+
+
+def test_only_multiply_adds_are_split_and_copied_where_there_are_no_fused_ones() -> None:
+    arithmetic = {"iterations": 4e6, "fp_instructions_16b": 1e6, "fp_instructions_packed": 4e6}
+    sums, products = program({**arithmetic, "op_fadd": 1.0}), program({**arithmetic, "op_fma": 1.0})
+    # Two pipes: 0.5e6 cycles of additions, or 1e6 of multiplications and additions (3e6 instructions at four a cycle).
+    assert estimate_s([sums, products], SSE) == pytest.approx([2.5e-4, 5e-4])
+    assert estimate_s([products], replace(SSE, fma=True)) == pytest.approx([2.5e-4])
+    loads = program({**arithmetic, "op_fma": 1.0, "mem_instructions_16b": 1.9e6})
+    assert estimate_s([loads], SSE) == pytest.approx([4.9e6 / 4 / 2e9])
+
+
+def test_chains_of_additions_are_as_long_without_fused_multiply_adds() -> None:
+    chain = program({"iterations": 1e6, "chain": 1e6, "hold": 1e6, "op_fma": 1.0, "index_ops": 1e3})
+    assert estimate_s([chain], SSE) == pytest.approx([4e6 / 2e9])
+    assert estimate_s([chain], CPU) == pytest.approx([4e6 / 2e9])
+
+
+def test_side_by_side_statements_fill_no_wider_registers_than_there_are() -> None:
+    # One instruction for eight float32 with 32 bytes is one for four with 16.
+    packed = program(
+        {
+            "iterations": 8e6,
+            "itemsize": 4.0,
+            "op_fadd": 1.0,
+            "fp_instructions_16b": 8e6,
+            "fp_instructions_32b": 8e6,
+            "fp_instructions_packed": 1e6,
+        }
+    )
+    assert estimate_s([packed], CPU) == pytest.approx([2.5e-4])
+    assert estimate_s([packed], SSE) == pytest.approx([5e-4])
+
+
+def test_special_functions_are_called_one_element_at_a_time_whatever_the_registers() -> None:
+    calls = program({"iterations": 1e6, "special": 1e6})
+    assert estimate_s([calls], CPU) == estimate_s([calls], SSE) == pytest.approx([6e6 / 2e9])
+
+
+def test_gathers_cost_where_microcode_slows_them_down() -> None:
+    # 1e6 loads that stride along a loop that a compiler can vectorise: 0.5 cycles each, and half of them in
+    # gathers of eight that take 25.
+    strided = {
+        "iterations": 1e6,
+        "mem_instructions_16b": 1e6,
+        "mem_instructions_32b": 1e6,
+        "loop1_extent": 64.0,
+        "loop2_extent": 64.0,
+        "slot1_loads": 1.0,
+        "slot1_stride_1": 7.0,
+        "slot1_stride_2": 1.0,
+        "slot1_register_elements": 1e6,
+    }
+    slow = replace(CPU, arch="cascadelake")
+    plain, gathered = 0.5e6 / 2e9, (0.5e6 + 25e6 / 16) / 2e9
+    assert estimate_s([program(strided)], slow) == pytest.approx([gathered])
+    for kept in (
+        {"slot1_stride_1": 1.0},
+        {"slot1_stores": 1.0},
+        {"loop1_reduction": 1.0},
+        {"loop1_extent": 3.0, "loop2_extent": 3.0},
+        {"loop1_extent": 16.0},  # unrolled: the loop around it counts, and has stride 1
+        {"vectorized": 8.0},
+    ):
+        assert estimate_s([program({**strided, **kept})], slow) == pytest.approx([plain]), kept
+    around = program({**strided, "loop1_extent": 16.0, "slot1_stride_1": 1.0, "slot1_stride_2": 7.0})
+    assert estimate_s([around], slow) == pytest.approx([gathered])
+    for other in (CPU, replace(CPU, arch="zen4"), replace(SSE, arch="cascadelake")):
+        assert estimate_s([program(strided)], other) == pytest.approx([plain])
+
+
 def test_parallel_loops_fill_the_cores_they_are_given() -> None:
     work = {"iterations": 8e6, "mem_instructions_32b": 4e6}
     four = replace(CPU, cores_used=4.0)
