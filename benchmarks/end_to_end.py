@@ -8,10 +8,10 @@ and run in a process that is pinned to the cores of ``--device`` with as many th
 What is measured is defined in `cdmpp/tuner/network_runner.py`: ``measured_s`` is the mean of the faster half
 of the whole runs during which nobody else used the core (``method`` is ``runs``) or, where a run is too long
 to be left alone, the sum over the functions it calls, each the mean of the faster half of its undisturbed
-samples (``calls``). ``disturbed`` is the part of it that was never undisturbed: that of a ``calls`` figure is
-made of fastest samples. ``plain_s`` is the mean of the faster half of all whole runs, disturbed or not, in
-the fastest round, ``calls_s`` the sum over calls whatever the method. ``noise`` is the split-half difference
-of ``measured_s``.
+samples or, where a call never was undisturbed, the fastest sample (``calls``). ``disturbed`` is the part of
+that time during which somebody else used the core. ``plain_s`` is the mean of the faster half of all whole
+runs, disturbed or not, in the fastest round, ``calls_s`` the sum over calls whatever the method. ``noise`` is
+the split-half difference of ``measured_s``.
 
 All networks are measured in ``--rounds`` rounds, each time in a new process. The round in the middle counts,
 of those with at most 5 % disturbed; the least disturbed one where there is none. ``spread`` is the slowest
@@ -159,6 +159,7 @@ def layers_of(
             {
                 "name": name,
                 "measured_s": call["latency_s"],
+                "disturbed": call["disturbed"],
                 "quiet_samples": call["quiet_samples"],
                 "predicted_s": None if layer is None else layer.latency_s,
             }

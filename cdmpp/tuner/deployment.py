@@ -35,12 +35,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Sampling of a variant of a network: short samples, which fit between two disturbances, for 25 s in all.
-PLAN = SamplingPlan(min_sample_s=0.002, min_samples=8, max_samples=32, max_measure_s=15.0, max_wait_s=10.0)
+#: Sampling of a variant of a network: short samples, which fit between two disturbances, for 30 s in all.
+PLAN = SamplingPlan(min_sample_s=0.002, min_samples=8, max_samples=32, max_measure_s=15.0, max_wait_s=15.0)
 #: Compiling and running a network may take so long.
 _TIMEOUT_S = 1800.0
 #: Real-time priority of the thread that looks at the core, above that of the thread that runs the network (10).
 _WATCH_PRIORITY = 11
+#: Spent on finding out how fast an undisturbed core is: disturbances last up to half a second.
+_SETTLE_S = 2.0
 #: Outputs of both modules may differ by so much, relative to the largest value: sums are taken in another order.
 _SAME_OUTPUT = 1e-2
 
@@ -57,7 +59,7 @@ class NetworkLatency:
     noise
         Name -> relative split-half difference of the label; None where there are too few samples.
     disturbed
-        Name -> part of the label that was measured while somebody else used the core, 0 to 1.
+        Name -> part of the label's time during which somebody else used the core, 0 to 1.
     variants
         Name -> both figures, with a line for each call.
     output_difference
@@ -247,7 +249,7 @@ def _run(request: _Request) -> NetworkLatency:
     from cdmpp.profiler.sentinel import Sentinel
     from cdmpp.tuner.network_runner import Loaded, Looks, Sampled, largest_difference, sample_in_turn
 
-    looks = Looks(Sentinel(), alone=len(request.cores) == 1)
+    looks = Looks(Sentinel(_SETTLE_S), alone=len(request.cores) == 1)
     networks = {name: Loaded(path, request.data) for name, path in request.modules.items()}
     if request.realtime:
         looks.watch(lambda: machine.own_the_core(_WATCH_PRIORITY))

@@ -10,13 +10,14 @@ never does, but each of the functions it calls may. Two figures are therefore ta
   the core. The figure is the mean of the faster half of the quiet ones.
 * **calls**: the Relax VM's instrument tells when a function begins and ends. Each function's time is the mean
   of the faster half of its quiet samples, by the same rule, in the network as it runs: nothing is called
-  twice in a row or left out. A function that never had a quiet moment counts with its fastest sample, and its
-  part of the sum is reported as *disturbed*. The shortest call of the VM's own functions, which is the cost
-  of looking, is taken off each. What the VM does between the calls, about a microsecond a function, is not
-  counted; the caches may be colder after a wait.
+  twice in a row or left out. A function that never had a quiet moment counts with its fastest sample. The
+  shortest call of the VM's own functions, which is the cost of looking, is taken off each. What the VM does
+  between the calls, about a microsecond a function, is not counted; the caches may be colder after a wait.
 
 The label is that of the runs where enough of them were quiet, else the sum of the calls; the label of all
-runs, disturbed or not, is kept beside it.
+runs, disturbed or not, is kept beside it. How much of the label's time somebody else used the core is told as
+*disturbed*, by the part of the looks that saw it: beside a neighbour that doubles every time, the label is too
+long by at most half of that part.
 """
 
 from __future__ import annotations
@@ -56,13 +57,16 @@ class CallLatency:
     name
         Of the function, as in the fused module.
     latency_s
-        Mean of the faster half of its quiet samples; of its fastest sample where none was quiet.
+        Mean of the faster half of its quiet samples; its fastest sample where none was quiet.
+    disturbed
+        Part of that time during which somebody else used the core, 0 to 1.
     samples, quiet_samples
         Taken, and quiet.
     """
 
     name: str
     latency_s: float
+    disturbed: float
     samples: int
     quiet_samples: int
 
@@ -80,7 +84,7 @@ class VariantLatency:
     noise
         Relative split-half difference of the label; None where there are too few samples.
     disturbed
-        Part of the label that was measured on a disturbed core, 0 to 1.
+        Part of the label's time during which somebody else used the core, 0 to 1.
     plain_s
         Label of all whole runs, disturbed or not.
     calls_s
@@ -119,6 +123,7 @@ class _Mark:
     at: float
     cpu_s: float
     calm: bool
+    looks: int
     disturbed: int
     spent_s: float
 
@@ -145,7 +150,7 @@ class Looks:
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self._sentinel, self._alone, self.clock, self._cpu_clock = sentinel, alone, clock, cpu_clock
-        self._disturbed, self._spent_s = 0, 0.0
+        self._looks, self._disturbed, self._spent_s = 0, 0, 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -163,8 +168,8 @@ class Looks:
     def look(self) -> None:
         """One look while something runs."""
         started = self.clock()
-        if not self._sentinel.calm():
-            self._disturbed += 1
+        self._disturbed += not self._sentinel.calm()
+        self._looks += 1
         self._spent_s += self.clock() - started
 
     def close(self) -> None:
@@ -177,16 +182,19 @@ class Looks:
         """Wait at most `wait_s` for an undisturbed core; the mark to end with, and the seconds waited."""
         self._sentinel.measured(wait_s)  # how long it pays to wait is the plan's to say
         calm, waited_s = self._sentinel.wait(wait_s)
-        disturbed, spent_s, cpu_s = self._disturbed, self._spent_s, self._cpu_clock()
-        return _Mark(self.clock(), cpu_s, calm, disturbed, spent_s), waited_s
+        looks, disturbed, spent_s, cpu_s = self._looks, self._disturbed, self._spent_s, self._cpu_clock()
+        return _Mark(self.clock(), cpu_s, calm, looks, disturbed, spent_s), waited_s
 
-    def end(self, mark: _Mark) -> tuple[float, bool]:
-        """Seconds since the mark without those of looks, and whether all of it was quiet."""
+    def end(self, mark: _Mark) -> tuple[float, float]:
+        """Seconds since the mark without those of looks, and for which part of them it was disturbed (0: quiet)."""
         seconds, cpu_s = self.clock() - mark.at, self._cpu_clock() - mark.cpu_s
         seconds -= self._spent_s - mark.spent_s
-        shared = self._alone and seconds - cpu_s > max(_OFF_CORE_S, _OFF_CORE * seconds)
-        quiet = self._sentinel.calm() and mark.calm and self._disturbed == mark.disturbed and not shared
-        return seconds, quiet
+        disturbed = self._disturbed - mark.disturbed + (not mark.calm) + (not self._sentinel.calm())
+        part = disturbed / (self._looks - mark.looks + 2)
+        off_core_s = seconds - cpu_s if self._alone else 0.0
+        if off_core_s > max(_OFF_CORE_S, _OFF_CORE * seconds):
+            part = max(part, off_core_s / seconds)
+        return seconds, part
 
 
 class Sampled:
@@ -194,9 +202,9 @@ class Sampled:
 
     def __init__(self, network: Runnable, looks: Looks, plan: SamplingPlan) -> None:
         self._network, self._looks, self._plan = network, looks, plan
-        self.runs: list[float] = []
-        self.quiet_runs: list[float] = []
-        self.calls: list[tuple[str, list[float], list[float]]] = []
+        #: Seconds of samples, and for which part of each the core was disturbed.
+        self.runs: list[tuple[float, float]] = []
+        self.calls: list[tuple[str, list[tuple[float, float]]]] = []
         self.own_s = float("inf")
         self.steady = True
         self.passes = 0
@@ -217,10 +225,8 @@ class Sampled:
         mark = self._begin(_WAIT_S)
         for _ in range(self._repeats):
             self._network.run()
-        seconds, quiet = self._looks.end(mark)
-        self.runs.append(seconds / self._repeats)
-        if quiet:
-            self.quiet_runs.append(seconds / self._repeats)
+        seconds, disturbed = self._looks.end(mark)
+        self.runs.append((seconds / self._repeats, disturbed))
         self._spent_s += self._looks.clock() - started
 
     def sample_calls(self) -> None:
@@ -238,7 +244,7 @@ class Sampled:
                 own_since = looks.clock()
                 return
             if position == len(self.calls):
-                self.calls.append((name, [], []))
+                self.calls.append((name, []))
             mark = self._begin(0.0 if self._settled(position) else _WAIT_S)
 
         def after(name: str) -> None:
@@ -249,12 +255,9 @@ class Sampled:
             if mark is None or name.startswith(_OWN):
                 self.own_s = min(self.own_s, looks.clock() - own_since)
                 return
-            seconds, quiet = looks.end(mark)
-            known, samples, quiet_samples = self.calls[position]
+            known, samples = self.calls[position]
             self.steady &= known == name
-            samples.append(seconds)
-            if quiet:
-                quiet_samples.append(seconds)
+            samples.append(looks.end(mark))
             position += 1
 
         started = looks.clock()
@@ -269,7 +272,7 @@ class Sampled:
         return max(2, self._plan.min_samples // 2)
 
     def _settled(self, position: int) -> bool:
-        return len(self.calls[position][2]) >= self._enough
+        return len(_quiet(self.calls[position][1])) >= self._enough
 
     @property
     def _budget_s(self) -> float:
@@ -283,7 +286,7 @@ class Sampled:
         part = 0.5 if self._run_s <= _SHORT_RUN_S else 0.25
         if self._spent_s >= part * self._budget_s:
             return False
-        return self._plan.needs_more(self.quiet_runs, 0.0)
+        return self._plan.needs_more(_quiet(self.runs), 0.0)
 
     @property
     def wants_calls(self) -> bool:
@@ -301,16 +304,17 @@ class Sampled:
 
     def _call_latencies(self) -> tuple[CallLatency, ...]:
         cost_s = self.own_s if self.own_s < float("inf") else 0.0
-        return tuple(
-            CallLatency(
-                name, max(0.0, (label(quiet) if quiet else min(samples)) - cost_s), len(samples), len(quiet)
-            )
-            for name, samples, quiet in self.calls
-        )
+        found = []
+        for name, samples in self.calls:
+            quiet = _quiet(samples)
+            seconds, disturbed = (label(quiet), 0.0) if quiet else min(samples)
+            found.append(CallLatency(name, max(0.0, seconds - cost_s), disturbed, len(samples), len(quiet)))
+        return tuple(found)
 
     def _calls_noise(self) -> float | None:
         """Relative difference of the sums of the odd and of the even samples; None without two of any."""
-        pairs = [(label(q[0::2]), label(q[1::2])) for _, _, q in self.calls if len(q) > 1]
+        quiet = [_quiet(samples) for _, samples in self.calls]
+        pairs = [(label(values[0::2]), label(values[1::2])) for values in quiet if len(values) > 1]
         odd, even = (sum(pair[i] for pair in pairs) for i in (0, 1))
         return abs(odd - even) / ((odd + even) / 2) if pairs else None
 
@@ -318,26 +322,31 @@ class Sampled:
         """The label and what it is made of."""
         calls = self._call_latencies() if self.steady else ()
         calls_s = sum(call.latency_s for call in calls) if calls else None
-        by_runs = len(self.quiet_runs) >= self._enough or not calls_s
-        if by_runs:
-            samples = self.quiet_runs if len(self.quiet_runs) >= self._enough else self.runs
-            latency_s, noise = label(samples), _finite(split_half_difference(samples))
-            disturbed = 0.0 if samples is self.quiet_runs else 1 - len(self.quiet_runs) / len(self.runs)
+        runs, quiet_runs = [seconds for seconds, _ in self.runs], _quiet(self.runs)
+        enough = len(quiet_runs) >= self._enough
+        if enough or not calls_s:
+            latency_s = label(quiet_runs if enough else runs)
+            noise = split_half_difference(quiet_runs if enough else runs)
+            disturbed = 0.0 if enough else float(np.mean([part for _, part in self.runs]))
         else:
-            assert calls_s is not None
             latency_s, noise = calls_s, self._calls_noise()
-            disturbed = sum(call.latency_s for call in calls if not call.quiet_samples) / calls_s
+            disturbed = sum(call.latency_s * call.disturbed for call in calls) / calls_s
         return VariantLatency(
             latency_s,
-            "runs" if by_runs else "calls",
+            "runs" if enough or not calls_s else "calls",
             noise,
             disturbed,
-            label(self.runs),
+            label(runs),
             calls_s,
-            len(self.runs),
-            len(self.quiet_runs),
+            len(runs),
+            len(quiet_runs),
             calls,
         )
+
+
+def _quiet(samples: Sequence[tuple[float, float]]) -> list[float]:
+    """Seconds of the samples that nothing disturbed."""
+    return [seconds for seconds, disturbed in samples if disturbed == 0]
 
 
 def sample_in_turn(variants: Sequence[Sampled]) -> None:
@@ -407,7 +416,3 @@ def largest_difference(first: Sequence[np.ndarray], second: Sequence[np.ndarray]
         if (np.isfinite(x) != np.isfinite(y)).any():
             worst = float("inf")
     return worst
-
-
-def _finite(value: float) -> float | None:
-    return value if np.isfinite(value) else None

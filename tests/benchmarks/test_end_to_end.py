@@ -32,7 +32,7 @@ def test_the_round_that_counts(rounds: list[tuple[float, float]], latency_s: flo
 
 def test_layers_side_by_side() -> None:
     calls = [
-        {"name": name, "latency_s": latency_s, "quiet_samples": 4}
+        {"name": name, "latency_s": latency_s, "disturbed": 0.0, "quiet_samples": 4}
         for name, latency_s in (("conv", 0.4), ("relu", 0.1), ("conv", 0.3), ("sort", 0.2))
     ]
     predicted: Any = [
