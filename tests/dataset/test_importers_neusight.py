@@ -200,6 +200,29 @@ def test_training_has_its_phases_in_the_order_of_execution(tmp_path: Path) -> No
     )
 
 
+def test_gradients_without_operators_move_memory(tmp_path: Path) -> None:
+    """Rows of opt_13-train-2048-1 on MI210."""
+    scores, table = (1, 32, 2048, 2048), (2050, 2048)
+    rows = [
+        node("embedding", [], [(1, 2048), table], (1, 2048, 2048), mode="train", OpName="misc", label_bw=0.1979),
+        node("max_1", [], [scores, (1,)], scores, mode="train", OpName="misc", label_bw=4.6108),
+        node("view_1", [], [scores], scores, mode="train", OpName="misc", label_bw=0.006),
+    ]  # fmt: skip
+    import_neusight(traces(tmp_path / "t.parquet", rows), tmp_path / "out")
+    (graph,) = load_graphs(tmp_path / "out").values()
+    backward = {n.name: n for n in graph.nodes if n.phase == "backward"}
+    assert [backward[f"{name}.backward"].kind for name in ("embedding", "max_1", "view_1")] == [
+        "kernel", "kernel", "view",
+    ]  # fmt: skip
+    tasks = Dataset.open(tmp_path / "out").tasks
+    moved = [tasks[task].bytes // (4 * 32 * 2048 * 2048) for task in backward["max_1.backward"].tasks]
+    assert moved == [1, 2, 3, 1, 2], "tensors read and written: a == b, grad / 2, where, a < b, masked_fill"
+    assert 0.5 < sum(moved) * 4 * 32 * 2048 * 2048 / 1.64e12 / 4.6108e-3 < 1, "near MI210's bandwidth"
+    assert [tasks[task].bytes for task in backward["embedding.backward"].tasks] == [
+        4 * 2050 * 2048, 3 * 4 * 2048 * 2048,
+    ]  # fmt: skip
+
+
 def test_end_to_end_latencies_join_the_graphs(tmp_path: Path) -> None:
     row = {
         "device": "Tesla_V100-PCIE-32GB",

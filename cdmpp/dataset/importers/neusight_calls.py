@@ -26,6 +26,8 @@ _VIEWS = re.compile(
     r"gt|to|long|float|type|type_as|dropout|drop|tensor|finfo|device|output|flatten|detach|add|mul|truediv|floordiv|pow|and_|"
     r"not_|is_floating_point)$"
 )
+#: Nodes that look rows of a table up: their gradient is added to those rows.
+_LOOKUPS = re.compile(r"(^|_)(embeddings?|wpe|wte)$")
 
 
 class UnknownOperatorError(DatasetError):
@@ -106,6 +108,27 @@ def phase_calls(operator: str, ops: Sequence[Any]) -> list[Call]:
     if operator in ("VECadd", "VECaddu", "getitem") and all(op[0] == "MEM" for op in ops):
         return []
     return [_call(op, (), ()) for op in ops]
+
+
+def unlisted_backward_calls(name: str, inputs: Sequence[Shape], output: Shape) -> list[Call]:
+    """What the backward pass of a node runs for which the trace lists no operator; nothing for a view.
+
+    The maximum of two tensors has, in PyTorch, the gradient ``where(a == b, grad / 2, grad).masked_fill(a < b, 0)``:
+    two comparisons, which read a tensor and write next to nothing, a division, a selection and a fill. NeuSight
+    counts it as nothing; it is an eighth of OPT's training. A lookup's gradient is a table of zeros (where the
+    trace tells its size) to which rows are added.
+    """
+    base = base_name(name)
+    elements = math.prod(output)
+    if elements == 1:
+        return []
+    if re.search(r"(^|_)max$", base) and len(inputs) == 2:
+        return [("memory", {"elements": elements, "inputs": read}) for read in (0, 1, 2, 0, 1)]
+    if _LOOKUPS.search(base):
+        rows: Call = ("memory", {"elements": elements, "inputs": 2})
+        table = math.prod(inputs[1]) if len(inputs) == 2 else 0
+        return [("memory", {"elements": table, "inputs": 0}), rows] if table else [rows]
+    return []
 
 
 def _call(op: Any, inputs: Sequence[Shape], output: Shape) -> Call:

@@ -6,7 +6,7 @@ to read it:
 * of a language model it holds **one layer** of all equal ones; NeuSight repeats it when it adds up a network
   (``aggregate_gpt`` in its source). :data:`LAYERS` and :data:`_LAYER_BOUNDS` say so here, as ``repeat`` of the nodes;
 * nodes without operators (``misc``) are views and numbers, but also some kernels that NeuSight counts as nothing
-  (embeddings, masks, copies): those move memory here, as their names and shapes say;
+  (embeddings, masks, copies, the gradient of a maximum): those move memory here, as their names and shapes say;
 * a binary operator's second tensor may be a number or be broadcast, which not its operator but its shapes tell;
 * ``label_bwall`` is the measured backward pass *less* the accumulation of gradients, ``neusight_bwall`` *plus* it. Neither is
   used: the phases are kept apart;
@@ -33,6 +33,7 @@ from cdmpp.dataset.importers.neusight_calls import (
     phase_calls,
     shape,
     shapes,
+    unlisted_backward_calls,
 )
 from cdmpp.endtoend.graph import GraphNode, NetworkGraph, network_graph
 
@@ -249,6 +250,8 @@ class _Reader:
                 kind, calls = forward_calls(self.names[i], str(row["OpName"]), ops, inputs, output, before)
             else:
                 calls = phase_calls(str(row["OpName"]), ops)
+                if phase == "backward" and not ops:
+                    calls = unlisted_backward_calls(self.names[i], inputs, output)
                 kind = "kernel" if calls else "view"
         except UnknownOperatorError as err:
             self.unknown[str(err)] += 1
