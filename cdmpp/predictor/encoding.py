@@ -6,7 +6,7 @@ All statistics are fitted on training programs and training devices alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,10 @@ class ColumnScaler:
         active = std > _CONSTANT_STD
         return cls(mean, np.where(active, std, 1.0), active, float(clip))
 
+    def within(self, rows: NDArray[Any]) -> ColumnScaler:
+        """The same, but clipped to the largest encoded value of these rows, or to 1 if none is larger."""
+        return replace(self, clip=float(np.abs(self.transform(rows)).max(initial=1.0)))
+
     def transform(self, rows: NDArray[Any]) -> FloatArray:
         """Encode rows of shape (n, n_columns); NaN becomes 0, the training mean."""
         scaled = (signed_log1p(rows) - self.mean) / self.std
@@ -78,7 +82,9 @@ class FeatureEncoder:
     leaf_features, device_features, pair_features
         Column names, in order. No pair features: pairs are encoded as nothing.
     leaf, device, pair
-        The scalers. The device scaler sees every training device once, whatever its number of records.
+        The scalers. The device scaler sees every training device once, whatever its number of records. It clips to as
+        far as any of these is from their mean: a few devices do not tell what lies beyond, and a network that was shown
+        two of them would extrapolate without bound.
     """
 
     feature_set: str
@@ -121,7 +127,7 @@ class FeatureEncoder:
             tuple(leaf_features),
             tuple(device_features),
             ColumnScaler.fit(leaves, clip),
-            ColumnScaler.fit(devices, clip),
+            ColumnScaler.fit(devices, clip).within(devices),
             () if pairs is None else tuple(pair_features),
             None if pairs is None else ColumnScaler.fit(pairs, clip),
         )

@@ -47,6 +47,12 @@ def test_far_out_values_are_clipped():
     assert encoder.encode_leaves(np.array([[1e30], [-1e30]])).ravel().tolist() == [4.0, -4.0]
 
 
+def test_devices_are_never_further_out_than_those_of_training():
+    encoder = make_encoder([[1.0], [2.0]], [[160.0, 3.0], [320.0, 3.0]], clip=8.0)
+    values = encoder.encode_devices(np.array([[160.0, 3.0], [320.0, 3.0], [20.0, 9.0], [1e9, 1.0]]))[:, :2]
+    assert values == pytest.approx(np.array([[-1, 0], [1, 0], [-1, 0], [1, 0]]), abs=1e-6)
+
+
 def test_missing_device_values_become_the_mean_with_a_flag():
     encoder = make_encoder([[1.0], [2.0]], [[10.0, 1.0], [1000.0, np.nan], [100.0, 3.0]])
     encoded = encoder.encode_devices(np.array([[10.0, np.nan], [np.nan, 1.0]]))
