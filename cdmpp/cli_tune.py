@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from cdmpp.tuner.ledger import Progress
     from cdmpp.tuner.results import TuneReport
     from cdmpp.tuner.share_table import ShareTable
-    from cdmpp.tuner.validity import ValidityModel
 
 
 def add_tune_arguments(sub: argparse.ArgumentParser) -> None:
@@ -66,6 +65,13 @@ def add_tune_arguments(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--no-trim", action="store_true", help="measure every candidate")
     sub.add_argument(
+        "--anchors",
+        nargs="+",
+        default=[],
+        metavar="DIR",
+        help="datasets with labels on the device that learning must not make cdmpp's predictions worse on",
+    )
+    sub.add_argument(
         "--validity",
         metavar="DIR",
         help="of cdmpp validity-train: start from programs that run, skip others ('online': learn it here)",
@@ -116,13 +122,6 @@ def devices_with_shares(device: str, shares: str | None) -> list[str]:
     return [f"{base}@{share.strip()}" for share in shares.split(",")]
 
 
-def _validity(text: str | None) -> ValidityModel | str | None:
-    """A model is read at once, so that a wrong folder is heard of before the network is imported."""
-    from cdmpp.tuner.validity import ValidityModel
-
-    return text if text is None or text == "online" else ValidityModel.load(text)
-
-
 def run_tune(args: argparse.Namespace, console: Console, errors: Console) -> dict[str, Any]:
     """Tune, with progress on ``errors``; show what it gave on ``console``."""
     devices = devices_with_shares(args.device, args.share)
@@ -130,10 +129,12 @@ def run_tune(args: argparse.Namespace, console: Console, errors: Console) -> dic
         return _tune_at(devices[0], Path(args.out), args, console, errors).to_json()
     from cdmpp.tuner.prepare import device_of_this_machine
     from cdmpp.tuner.share_table import share_table
+    from cdmpp.tuner.store import check_folder
 
-    for device in devices:
-        device_of_this_machine(device)  # all of them before hours are spent on the first
     folders = {device: Path(args.out) / f"share-{device.partition('@')[2]}" for device in devices}
+    for device, folder in folders.items():  # all of them before hours are spent on the first
+        device_of_this_machine(device)
+        check_folder(folder, args.resume)
     reports = {d: _tune_at(d, folder, args, console, errors).to_json() for d, folder in folders.items()}
     table = share_table(list(folders.values()), devices)
     show_shares(console, table)
@@ -159,7 +160,8 @@ def _tune_at(
         cost_model=args.cost_model,
         predictor=None if args.predictor == "none" else args.predictor,
         trim=None if args.no_trim else args.trim,
-        validity=_validity(args.validity),
+        anchors=args.anchors,
+        validity=args.validity,
         batch=args.batch,
         search=SearchConfig(args.population, args.generations),
         seed=args.seed,

@@ -43,7 +43,17 @@ _CACHED = 50_000
 class CostModel(PyCostModel):
     """A MetaSchedule cost model in seconds, pretrained, that learns from the measurements of the tuning.
 
-    To be passed as ``cost_model`` to ``ms.tune_tir``, ``ms.relax_integration.tune_relax`` and the like.
+    To be passed as ``cost_model`` to ``ms.tune_tir``, ``ms.relax_integration.tune_relax`` and the like::
+
+        fused = cdmpp.tuner.deployment.import_network(cdmpp.program.network.load_network("mlp"))
+        database = ms.relax_integration.tune_relax(
+            fused.module, {}, {"kind": "llvm", "num-cores": 1}, "runs/mlp", 64,
+            cost_model=cdmpp.tuner.CostModel("default", "this-cpu@1"),
+            space=ms.space_generator.PostOrderApply(sch_rules="llvm", postprocs="llvm", mutator_probs="llvm"),
+        )
+
+    The rules of the space have to be named where TVM would take those for AVX-512 or tensor cores: cdmpp leaves out their
+    intrinsics, which take half a minute to import (:func:`cdmpp.program.tvm_env.import_tvm` has them when asked to).
 
     Parameters
     ----------
@@ -80,11 +90,10 @@ class CostModel(PyCostModel):
         from cdmpp.device import get_device
 
         self.device = get_device(device) if isinstance(device, str) else device
-        self.model = OnlineModel(make_prior(_loaded(predictor), self.device), anchors)
+        self.model = OnlineModel(make_prior(load_predictor(predictor), self.device), anchors)
         self.asked = self.computed = 0
         self._builders: dict[str, AstBuilder] = {}
         self._cache: OrderedDict[str, Encoded | None] = OrderedDict()
-        self._failed: set[str] = set()
         #: Seconds that have a score of 1, by task; they change with measurements only, so that scores compare.
         self._unit_s: dict[str, float] = {}
 
@@ -139,7 +148,7 @@ class CostModel(PyCostModel):
         self, context: Any, candidates: Sequence[Any], coverage: float
     ) -> tuple[FloatArray, FloatArray]:
         """Lowest and highest seconds, float64 (n,) each: (inf, inf) for what failed, (0, inf) for what cannot be read."""
-        low = np.array([np.inf if digest in self._failed else 0.0 for digest in _hashes(candidates)])
+        low = np.array([np.inf if digest in self.model.failed else 0.0 for digest in _hashes(candidates)])
         high = np.full(len(candidates), np.inf)
         rows, programs = self._encode(context, candidates)
         if programs is not None:
@@ -156,7 +165,7 @@ class CostModel(PyCostModel):
         fit: bool = True,
     ) -> None:
         """Take measured programs of a task (its structural hash), None where one failed, and fit unless more follow."""
-        self._failed.update(h for h, value in zip(hashes, latency_s, strict=True) if value is None)
+        self.model.failed.update(h for h, value in zip(hashes, latency_s, strict=True) if value is None)
         known = [(h, f, v) for h, f, v in zip(hashes, funcs, latency_s, strict=True) if v is not None]
         encoded = self._encode_funcs(task, [h for h, _, _ in known], [f for _, f, _ in known])
         usable = [(h, e, v) for (h, _, v), e in zip(known, encoded, strict=True) if e is not None]
@@ -171,7 +180,7 @@ class CostModel(PyCostModel):
     def _encode(self, context: Any, candidates: Sequence[Any]) -> tuple[list[int], Encoded | None]:
         hashes = _hashes(candidates)
         encoded = self._encode_funcs(_task(context), hashes, [c.sch.mod["main"] for c in candidates])
-        rows = [i for i, e in enumerate(encoded) if e is not None and hashes[i] not in self._failed]
+        rows = [i for i, e in enumerate(encoded) if e is not None and hashes[i] not in self.model.failed]
         return rows, Encoded.stack([e for e in (encoded[i] for i in rows) if e is not None]) if rows else None
 
     def _encode_funcs(self, task: str, hashes: Sequence[str], funcs: Sequence[Any]) -> list[Encoded | None]:
@@ -217,7 +226,8 @@ def _hashes(candidates: Sequence[Any]) -> list[str]:
     return [structural_hash(candidate.sch.mod["main"]) for candidate in candidates]
 
 
-def _loaded(predictor: Predictor | str | Path | None) -> Predictor | None:
+def load_predictor(predictor: Predictor | str | Path | None) -> Predictor | None:
+    """A predictor as cost models take it: itself, read from its folder, the one that ships (``"default"``), or none."""
     from cdmpp.predictor import Predictor
 
     if predictor is None or isinstance(predictor, Predictor):

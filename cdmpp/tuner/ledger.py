@@ -15,6 +15,7 @@ from cdmpp.tuner.untuned import is_untuned
 
 if TYPE_CHECKING:
     from cdmpp.profiler.engine import Outcome
+    from cdmpp.tuner.energy import EnergyCounter
     from cdmpp.tuner.store import TuningStore
     from cdmpp.tuner.task_tuner import TaskTuner
 
@@ -50,6 +51,8 @@ class Ledger:
         Called after every round.
     clock
         Gives seconds.
+    energy
+        Counts the device's energy; None where nothing does.
 
     Attributes
     ----------
@@ -73,6 +76,7 @@ class Ledger:
         *,
         progress: Callable[[Progress], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        energy: EnergyCounter | None = None,
     ) -> None:
         if not tuners:
             raise TunerError("no task to tune")
@@ -85,6 +89,9 @@ class Ledger:
         #: CPU seconds of search in other processes: those that are there, and those that are not any more.
         self._elsewhere_s = self._buried_s = 0.0
         self._before_s = self.costs.wall_s
+        self._energy = energy
+        #: Of earlier runs; None where they were not counted, and so cannot be all of this tuning.
+        self._before_j = self.costs.energy_j if self._before_s > 0 else 0.0
 
     @property
     def latency_s(self) -> float | None:
@@ -110,6 +117,17 @@ class Ledger:
     def _tick(self) -> None:
         self.costs.wall_s = self._clock() - self._began
         self.costs.search_cpu_s = time.process_time() - self._cpu + self._elsewhere_s
+        self.costs.energy_j = self._joules()
+
+    def _joules(self) -> float | None:
+        if self._energy is None or self._before_j is None:
+            return None
+        try:
+            return self._before_j + self._energy.joules()
+        except OSError as err:
+            logger.warning("energy is not counted any more: %s", err)
+            self._energy = None
+            return None
 
     @property
     def _time_left_s(self) -> float | None:

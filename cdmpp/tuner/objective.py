@@ -13,6 +13,13 @@ from cdmpp.errors import TunerError
 
 _DURATION = re.compile(r"(?:(?P<h>[0-9.]+)h)?(?:(?P<m>[0-9.]+)m(?:in)?)?(?:(?P<s>[0-9.]+)s?)?")
 
+#: Limits as they are called in messages.
+_IN_WORDS = {
+    "trials": "the number of trials",
+    "max_measurements": "the number of measurements",
+    "budget_s": "the budget in seconds",
+    "least_gain_per_minute": "the gain per minute to stop at",
+}
 #: Points that a forecast needs.
 _LEAST_POINTS = 4
 
@@ -40,8 +47,8 @@ class Objective:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if value is not None and value <= 0:
-                raise TunerError(f"{name.replace('_', ' ')} must be above 0, got {value:g}")
+            if value is not None and not value > 0:
+                raise TunerError(f"{_IN_WORDS[name]} must be above 0, got {value:g}")
 
     def reached(self, costs: Costs, curve: Curve) -> str | None:
         """Why to stop now, in words; None to go on."""
@@ -83,6 +90,8 @@ class Costs:
     saved_s
         Seconds of building and measuring that dropped candidates would have cost, had they cost what their task's
         others did on average.
+    energy_j
+        Joules that the whole device took meanwhile (:mod:`cdmpp.tuner.energy`); None where it does not tell.
     """
 
     wall_s: float = 0.0
@@ -94,6 +103,7 @@ class Costs:
     measurements: int = 0
     failures: int = 0
     saved_s: float = 0.0
+    energy_j: float | None = None
 
     @property
     def cpu_s(self) -> float:

@@ -59,6 +59,11 @@ class OnlineModel:
     anchors
         Programs on which the error must not grow beyond the prior's; a correction that does harm there is fitted anew
         without what tasks share, which leaves other tasks as they were.
+
+    Attributes
+    ----------
+    failed
+        Hashes of programs that did not run; kept with what was learned, for who asks (:class:`cdmpp.tuner.CostModel`).
     """
 
     def __init__(self, prior: Prior, anchors: Anchors | None = None) -> None:
@@ -72,6 +77,7 @@ class OnlineModel:
         self._records: dict[tuple[str, str], tuple[float, FloatArray, float]] = {}
         self._correction: Correction | None = None
         self.rolled_back = False
+        self.failed: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._records)
@@ -169,6 +175,8 @@ class OnlineModel:
             if self._correction is None
             else self._correction.left_out.mean_square**0.5,
             "rolled_back": self.rolled_back,
+            "anchor_error": None if self._anchors is None else self.anchor_error(),
+            "anchor_error_before": None if self._anchors is None else self.anchor_error(corrected=False),
         }
 
     # -- storing ---------------------------------------------------------------------------------------------
@@ -191,6 +199,7 @@ class OnlineModel:
             "format_version": FORMAT_VERSION,
             "prior": self.prior.fingerprint,
             "keys": list(self._records),
+            "failed": sorted(self.failed),
         }
         save_tensors(Path(path), tensors, {"state": json.dumps(state)})
 
@@ -210,6 +219,7 @@ class OnlineModel:
             known = state["format"] == FORMAT and state["format_version"] == FORMAT_VERSION
             columns = [tensors[name].numpy() for name in ("log_s", "z", "label")]
             keys = [(str(task), str(digest)) for task, digest in state["keys"]]
+            failed = {str(digest) for digest in state.get("failed", ())}
         except (KeyError, ValueError, TypeError) as err:
             raise PredictorError(f"{path}: not a complete cost model of cdmpp: {err!r}") from err
         if not known:
@@ -219,6 +229,7 @@ class OnlineModel:
         self._records = {
             key: (float(log_s), z, float(label)) for key, log_s, z, label in zip(keys, *columns, strict=True)
         }
+        self.failed = failed
         self._tasks = {}
         for task, _ in keys:
             self._tasks.setdefault(task, len(self._tasks))

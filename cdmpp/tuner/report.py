@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.report.content import seconds_text
+from cdmpp.tuner.store import writing
 
 if TYPE_CHECKING:
     from cdmpp.tuner.results import TuneReport
@@ -34,7 +35,8 @@ th, td { padding: 0.18rem 0.6rem; border-bottom: 1px solid #ddd; text-align: rig
 def write_report(report: TuneReport, folder: Path) -> None:
     """Write ``report.json`` and, where matplotlib is installed and there is a curve, ``curve.png`` and ``report.html``."""
     text = json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n"
-    (folder / JSON_FILE).write_text(text, encoding="utf-8")
+    with writing(folder / JSON_FILE):
+        (folder / JSON_FILE).write_text(text, encoding="utf-8")
     if not report.curve.points:
         return
     try:
@@ -42,8 +44,9 @@ def write_report(report: TuneReport, folder: Path) -> None:
     except ImportError:
         logger.warning("no figure: matplotlib is not installed (pip install 'cdmpp[report]')")
         return
-    (folder / FIGURE_FILE).write_bytes(png)
-    (folder / HTML_FILE).write_text(_html(report, png), encoding="utf-8")
+    with writing(folder / HTML_FILE):
+        (folder / FIGURE_FILE).write_bytes(png)
+        (folder / HTML_FILE).write_text(_html(report, png), encoding="utf-8")
 
 
 def curve_figure(report: TuneReport) -> bytes:
@@ -54,14 +57,16 @@ def curve_figure(report: TuneReport) -> bytes:
     figure = Figure(figsize=(11.0, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     latency_ms = [1e3 * p.latency_s for p in points]
-    left.step([p.measurements for p in points], latency_ms, where="post", color="#0072B2")
-    left.set(xlabel="programs measured", ylabel="sum over the tasks in ms", ylim=(0, None))
+    best = f"best: {seconds_text(points[-1].latency_s)}"
+    left.step([p.measurements for p in points], latency_ms, where="post", color="#0072B2", label=best)
+    left.set(xlabel="trials measured", ylabel="sum over the tasks in ms", ylim=(0, None))
     right.step([p.wall_s for p in points], latency_ms, where="post", color="#0072B2")
     right.set(xlabel="wall time in s")
     if report.untuned_s is not None:
+        untuned = f"untuned: {seconds_text(report.untuned_s)}"
         for axes in (left, right):
-            axes.axhline(1e3 * report.untuned_s, color="#777777", linestyle=":", label="untuned")
-        left.legend(frameon=False)
+            axes.axhline(1e3 * report.untuned_s, color="#777777", linestyle=":", label=untuned)
+    left.legend(frameon=False)
     for axes in (left, right):
         axes.grid(color="#eeeeee")
     buffer = io.BytesIO()
@@ -82,10 +87,8 @@ def summary_lines(report: TuneReport) -> list[str]:
         )
         disturbed = {name: part for name, part in report.network.disturbed.items() if part > _DISTURBED}
         if disturbed:
-            parts = ", ".join(f"{part:.0%} of {name}" for name, part in disturbed.items())
-            lines.append(
-                f"Others used the core while the network ran: {parts} was never measured alone, and may be too long."
-            )
+            parts = ", ".join(f"{part:.0%} of the time {name}" for name, part in disturbed.items())
+            lines.append(f"Others used the core while the network ran ({parts}): it may be faster than that.")
     if report.tuned_s is not None:
         untuned_text = "-" if report.untuned_s is None else seconds_text(report.untuned_s)
         lines.append(f"Sum over its tasks: {untuned_text} untuned, {seconds_text(report.tuned_s)} tuned.")
@@ -96,6 +99,11 @@ def summary_lines(report: TuneReport) -> list[str]:
     lines.append(
         f"{costs.wall_s:.0f} s: {costs.search_cpu_s:.0f} CPU seconds of search, {costs.build_s:.0f} s of building, "
         f"{costs.device_s:.0f} s on the device."
+    )
+    lines.append(
+        "Energy: the device does not tell."
+        if costs.energy_j is None
+        else f"Energy: {costs.energy_j:.0f} J of the whole device, with whatever else ran on it."
     )
     if report.gain_next_minute is not None:
         lines.append(f"Another minute is expected to bring {100 * report.gain_next_minute:.2g} %.")

@@ -14,14 +14,15 @@ from cdmpp.errors import TunerError
 from cdmpp.tuner.ledger import Ledger, Progress
 from cdmpp.tuner.objective import Costs, Objective
 from cdmpp.tuner.scheduler import next_task
+from cdmpp.tuner.trimmer import Trimmer, worth_measuring
 
 if TYPE_CHECKING:
     from cdmpp.profiler.engine import Outcome
     from cdmpp.program.types import Task
+    from cdmpp.tuner.energy import EnergyCounter
     from cdmpp.tuner.measure import Measurer
     from cdmpp.tuner.store import TuningStore
     from cdmpp.tuner.task_tuner import Candidate, TaskTuner
-    from cdmpp.tuner.trimmer import Trimmer
     from cdmpp.tuner.validity_search import ValidityGuard
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,8 @@ class TuningSession(Ledger):
         Called after every round.
     clock
         Gives seconds.
+    energy
+        Counts the device's energy; None where nothing does.
     """
 
     def __init__(
@@ -91,8 +94,9 @@ class TuningSession(Ledger):
         first: Mapping[int, Sequence[Candidate]] | None = None,
         progress: Callable[[Progress], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        energy: EnergyCounter | None = None,
     ) -> None:
-        super().__init__(tuners, weights, store, objective, progress=progress, clock=clock)
+        super().__init__(tuners, weights, store, objective, progress=progress, clock=clock, energy=energy)
         if batch < 1:
             raise TunerError(f"a round needs one candidate at least, got {batch}")
         self._model, self._measurer, self._trimmer, self._batch = cost_model, measurer, trimmer, batch
@@ -176,14 +180,9 @@ class TuningSession(Ledger):
 
     def _worth(self, index: int, candidates: list[Candidate]) -> list[Candidate]:
         """Without the candidates that will not run or cannot win."""
-        if self._guard is not None:
-            likely = self._guard.worth(self._tuners[index].context, [c.measure for c in candidates])
-            candidates = [c for c, good in zip(candidates, likely, strict=True) if good]
-        if self._trimmer is None or not candidates:
-            return candidates
-        worth = self._trimmer.worth(
-            self._tuners[index].context, [c.measure for c in candidates], self.states[index].latency_s
-        )
+        measures, best_s = [c.measure for c in candidates], self.states[index].latency_s
+        context = self._tuners[index].context
+        worth = worth_measuring(self._guard, self._trimmer, context, measures, best_s)
         return [c for c, good in zip(candidates, worth, strict=True) if good]
 
     def _end_round(self, begun: _Round) -> None:

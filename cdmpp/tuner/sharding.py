@@ -41,6 +41,7 @@ from cdmpp.tuner.untuned import is_untuned
 if TYPE_CHECKING:
     from cdmpp.profiler.engine import Outcome
     from cdmpp.program.types import Program, Space
+    from cdmpp.tuner.energy import EnergyCounter
     from cdmpp.tuner.objective import Costs, Objective
     from cdmpp.tuner.online import Row
     from cdmpp.tuner.store import TuningStore
@@ -62,7 +63,7 @@ class ShardedSession(Ledger):
 
     Parameters
     ----------
-    tuners, weights, store, objective, progress, clock
+    tuners, weights, store, objective, progress, clock, energy
         See :class:`~cdmpp.tuner.ledger.Ledger`.
     cost_model
         Takes what all workers learned when they are done; they start from what their configurations say.
@@ -90,8 +91,9 @@ class ShardedSession(Ledger):
         progress: Callable[[Progress], None] | None = None,
         start: Callable[[ShardConfig], Shard] = start_process,
         clock: Callable[[], float] = time.monotonic,
+        energy: EnergyCounter | None = None,
     ) -> None:
-        super().__init__(tuners, weights, store, objective, progress=progress, clock=clock)
+        super().__init__(tuners, weights, store, objective, progress=progress, clock=clock, energy=energy)
         if not shards or batch < 1:
             raise TunerError(f"got {len(shards)} workers and rounds of {batch}: one at least of both")
         self._model, self._configs, self._start, self._batch = cost_model, shards, start, batch

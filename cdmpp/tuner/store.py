@@ -8,6 +8,7 @@ made from it anew where the two differ after a crash.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -73,11 +74,9 @@ class TuningStore:
 
         self.folder, self._device = folder, device
         settings = {**settings, "device": device.name, "tvm": tvm_version(), "format_version": FORMAT_VERSION}
-        known = read_settings(folder) if (folder / TUNING_FILE).exists() else None
-        if known is not None:
-            if not resume:
-                raise TunerError(f"{folder} holds a tuning already: go on with --resume, or choose another")
-            _check_same(folder, known, settings)
+        check_folder(folder, resume)
+        if _begun(folder):
+            _check_same(folder, read_settings(folder), settings)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as err:
@@ -207,7 +206,8 @@ class TuningStore:
     def add_point(self, point: Point, costs: Costs) -> None:
         """Append to the curve, with what everything has cost so far."""
         line = json.dumps({"point": asdict(point), "costs": asdict(costs)})
-        with (self.folder / CURVE_FILE).open("a", encoding="utf-8") as file:
+        path = self.folder / CURVE_FILE
+        with writing(path), path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
     def curve(self) -> tuple[Curve, Costs]:
@@ -227,8 +227,38 @@ class TuningStore:
     def _write_settings(self) -> None:
         path = self.folder / TUNING_FILE
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self.settings, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        with writing(path):
+            temporary.write_text(json.dumps(self.settings, indent=1) + "\n", encoding="utf-8")
+            temporary.replace(path)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what goes wrong while a file of a tuning is written, such as a full disk, into a TunerError."""
+    try:
+        yield
+    except OSError as err:
+        raise TunerError(
+            f"cannot write {path}: {err.strerror}; what was measured before is kept: go on with --resume"
+        ) from err
+
+
+def check_folder(folder: Path, resume: bool) -> None:
+    """TunerError where a tuning cannot be kept in a folder: it is a file, or there is one that is not to be resumed."""
+    if folder.exists() and not folder.is_dir():
+        raise TunerError(f"{folder} is a file: a tuning is kept in a folder")
+    if not resume and _begun(folder):
+        raise TunerError(f"{folder} holds a tuning already: go on with --resume, or choose another")
+
+
+def _begun(folder: Path) -> bool:
+    """Whether something was measured: what ended before that, as on bad input, is no tuning."""
+    from cdmpp.dataset import Dataset
+
+    if not (folder / TUNING_FILE).exists():
+        return False
+    # a damaged one is looked into by who resumes it
+    return not (folder / DATASET_FOLDER).is_dir() or len(Dataset.open(folder / DATASET_FOLDER).records) > 0
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -26,6 +26,12 @@ class IntervalModel(Protocol):
         """Lowest and highest seconds, (n,) each."""
 
 
+def check_coverage(coverage: float) -> None:
+    """TunerError for a coverage that a trimmer cannot have."""
+    if not 0 < coverage < 1:
+        raise TunerError(f"the trimmer's coverage must be between 0 and 1, got {coverage:g}")
+
+
 @dataclass(frozen=True)
 class Trimmer:
     """Says which candidates are worth building.
@@ -47,8 +53,7 @@ class Trimmer:
     coverage: float = 0.9
 
     def __post_init__(self) -> None:
-        if not 0 < self.coverage < 1:
-            raise TunerError(f"the trimmer's coverage must be between 0 and 1, got {self.coverage:g}")
+        check_coverage(self.coverage)
 
     def worth(self, context: Any, candidates: Sequence[Any], best_s: float | None) -> NDArray[np.bool_]:
         """Whether each candidate may beat `best_s`, bool (n,); all of them where nothing was measured yet."""
@@ -57,3 +62,27 @@ class Trimmer:
         low, _ = self.model.interval_s(context, candidates, self.coverage)
         worth: NDArray[np.bool_] = low < best_s
         return worth
+
+
+class Guard(Protocol):
+    """What tells which candidates are likely to run: :class:`cdmpp.tuner.validity_search.ValidityGuard`."""
+
+    def worth(self, context: Any, measures: Sequence[Any]) -> Any:
+        """Booleans, (n,)."""
+
+
+def worth_measuring(
+    guard: Guard | None,
+    trimmer: Trimmer | None,
+    context: Any,
+    candidates: Sequence[Any],
+    best_s: float | None,
+) -> NDArray[np.bool_]:
+    """Whether each candidate is likely to run and may beat `best_s`, bool (n,), as far as a guard and a trimmer are there."""
+    worth = np.ones(len(candidates), dtype=bool)
+    if guard is not None:
+        worth[:] = guard.worth(context, candidates)
+    left = np.flatnonzero(worth)
+    if trimmer is not None and len(left):
+        worth[left] = trimmer.worth(context, [candidates[i] for i in left], best_s)
+    return worth

@@ -18,6 +18,7 @@ from cdmpp.tuner.prepare import (
     make_tuners,
 )
 from cdmpp.tuner.results import TaskResult, TuneReport
+from cdmpp.tuner.trimmer import check_coverage
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from cdmpp.tuner.store import TuningStore
     from cdmpp.tuner.task_tuner import SearchConfig, TaskTuner
     from cdmpp.tuner.validity import ValidityModel
+    from cdmpp.tuner.validity_search import ValidityGuard
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,10 @@ class TuneConfig:
         What ours starts from: a predictor, its folder or ``"default"``; None for an analytical estimate.
     trim
         Coverage of the intervals that the trimmer drops candidates by; None drops none. Only for ours.
+    anchors
+        Datasets with labels on the device: learning of ours from this tuning's measurements must not add to the predictor's
+        error on those of tasks that it was not trained on (:mod:`cdmpp.tuner.anchors`). Without any, what tasks have in common
+        is learned wherever that helps the tasks that are tuned.
     validity
         Which candidates will not run, and which to measure first: a validity model or its folder, ``"online"`` to learn it
         from this tuning's failures alone; None looks away.
@@ -79,6 +85,7 @@ class TuneConfig:
     cost_model: str = "cdmpp"
     predictor: Predictor | str | Path | None = "default"
     trim: float | None = 0.9
+    anchors: Sequence[str | Path] = ()
     validity: ValidityModel | str | Path | None = None
     batch: int = 16
     search: SearchConfig | None = None
@@ -100,6 +107,18 @@ class TuneConfig:
             raise TunerError(f"shards are a number or 'auto', got {self.shards!r}")
         if self.shards is not None and self.workers != 1:
             raise TunerError("each shard has one measuring process: choose shards or workers, not both")
+        for name, number in (
+            ("candidates of a round", self.batch),
+            ("workers", self.workers),
+            ("builders", self.builders),
+        ):
+            if number is not None and number < 1:
+                raise TunerError(f"{name}: one at least, got {number}")
+        for name, seconds in (("build", self.build_timeout_s), ("run", self.run_timeout_s)):
+            if not seconds > 0:
+                raise TunerError(f"the {name} timeout must be above 0 s, got {seconds:g}")
+        if self.trim is not None:
+            check_coverage(self.trim)
 
 
 def tune(
@@ -146,19 +165,18 @@ def tune(
     from cdmpp.program.network import load_network
     from cdmpp.tuner.deployment import apply_database, import_network, measure_network, weighted_tasks
     from cdmpp.tuner.report import write_report
-    from cdmpp.tuner.shards import shard_cores
 
     say = notify or (lambda line: logger.info("%s", line))
+    # all that may be refused, before the network is imported, which takes a while
     target_device = device_of_this_machine(device, config.workers, config.gpu)
-    if config.shards is not None:
-        shard_cores(target_device, config.shards)  # before the network is imported, which takes a while
+    models = _prepare(target_device, Path(out), config, resume, warm_start)
     loaded = load_network(network) if isinstance(network, str) else network
     say(f"importing {loaded.name}")
     fused = import_network(loaded)
     tasks = weighted_tasks(fused, loaded.name)
     say(f"{len(tasks)} tasks")
     report, store = _tune(
-        loaded.name, tasks, target_device, Path(out), config, resume, warm_start, progress, say
+        loaded.name, tasks, target_device, Path(out), config, models, resume, warm_start, progress, say
     )
     if target_device.kind == "cpu" and any(task.best_s is not None for task in report.tasks):
         say("compiling and running the network with and without the schedules found")
@@ -209,6 +227,7 @@ def tune_tasks(
         target_device,
         Path(out),
         config,
+        _prepare(target_device, Path(out), config, resume, warm_start),
         resume,
         warm_start,
         progress,
@@ -219,12 +238,38 @@ def tune_tasks(
     return report
 
 
+@dataclass(frozen=True)
+class _Models:
+    """What scores candidates, and what tells whether they run."""
+
+    cost_model: Any
+    guard: ValidityGuard | None
+
+
+def _prepare(
+    device: Device, out: Path, config: TuneConfig, resume: bool, earlier: Sequence[str | Path]
+) -> _Models:
+    """Read the models, and refuse what cannot work."""
+    from cdmpp.tuner.shards import shard_cores
+    from cdmpp.tuner.store import check_folder
+    from cdmpp.tuner.validity_search import make_guard
+    from cdmpp.tuner.warm_start import check_paths
+
+    if config.shards is not None:
+        shard_cores(device, config.shards)
+    check_folder(out, resume)
+    check_paths([*earlier, *config.anchors])
+    guard = make_guard(config.validity, device, config.seed)
+    return _Models(make_cost_model(config, device), guard)
+
+
 def _tune(
     name: str,
     tasks: Sequence[tuple[Task, float]],
     device: Device,
     out: Path,
     config: TuneConfig,
+    models: _Models,
     resume: bool,
     earlier: Sequence[str | Path],
     progress: Callable[[Progress], None] | None,
@@ -232,17 +277,12 @@ def _tune(
     measurer: Measurer | None = None,
     start_shard: Callable[[ShardConfig], Shard] | None = None,
 ) -> tuple[TuneReport, TuningStore]:
+    from cdmpp.tuner.energy import energy_counter
     from cdmpp.tuner.session import order_by_work
     from cdmpp.tuner.store import TuningStore
-    from cdmpp.tuner.warm_start import check_paths, warm_start
+    from cdmpp.tuner.warm_start import warm_start
 
-    check_paths(earlier)
-    cost_model = make_cost_model(config, device)
-    guard = None
-    if config.validity is not None:
-        from cdmpp.tuner.validity_search import make_guard
-
-        guard = make_guard(config.validity, device, config.seed)
+    cost_model = models.cost_model
     settings = {"network": name, "cost_model": config.cost_model, "seed": config.seed}
     tuners, weights = make_tuners(order_by_work(tasks), device, config, say)
     store = TuningStore(out, settings, device, resume)
@@ -254,9 +294,14 @@ def _tune(
                 f"earlier records: learned from {started.learned}, {sum(map(len, started.first.values()))} "
                 "programs will be measured first"
             )
-        options = {"batch": config.batch, "first": started.first, "progress": progress}
+        options = {
+            "batch": config.batch,
+            "first": started.first,
+            "progress": progress,
+            "energy": None if config.gpu is not None else energy_counter(device),
+        }
         if config.shards is None:
-            options["guard"] = guard
+            options["guard"] = models.guard
             session, stopped = _run_one(tuners, weights, cost_model, store, device, config, measurer, options)
         else:
             learned = started.learned > 0

@@ -82,7 +82,7 @@ def test_it_learns_and_remembers_failures(
     model.save(str(tmp_path / "model"))
     again = CostModel(None, "this-cpu@1")
     again.load(str(tmp_path / "model"))
-    assert again.predict_s(context, candidates[:-1]) == pytest.approx(seconds[:-1])
+    assert again.predict_s(context, candidates) == pytest.approx(seconds), "what failed included"
 
 
 def test_bad_devices_are_refused() -> None:
@@ -117,7 +117,42 @@ def test_tune_tir_takes_cost_model_builder_and_runner(tmp_path: Path) -> None:
     assert len(model.model) == 12 and model.asked > model.computed
 
 
-def test_failures_come_back_from_the_runner(tmp_path: Path) -> None:
+def test_tune_relax_takes_them_too_and_its_database_deploys(tmp_path: Path) -> None:
+    import torch
+    from tvm.relax.transform import MetaScheduleApplyDatabase
+
+    from cdmpp.program.network import Network
+    from cdmpp.tuner.deployment import import_network
+
+    layers = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.ReLU(), torch.nn.Linear(48, 16))
+    fused = import_network(Network.from_torch(layers, (torch.randn(8, 32),), "two_layers"))
+    engine, model = FakeEngine(), CostModel(None, "this-cpu@1")
+    with Measurer(engine) as measurer:
+        builder, runner = builder_and_runner(measurer)
+        ms.relax_integration.tune_relax(
+            fused.module,
+            {},
+            LLVM,
+            str(tmp_path),
+            16,
+            num_trials_per_iter=4,
+            builder=builder,
+            runner=runner,
+            cost_model=model,
+            space=ms.space_generator.PostOrderApply(sch_rules="llvm", postprocs="llvm", mutator_probs="llvm"),
+            strategy=ms.search_strategy.EvolutionarySearch(
+                population_size=24, genetic_num_iters=1, init_min_unmeasured=1
+            ),
+            seed=1,
+        )
+    assert len(model.model) == len(engine.measured) > 0
+    with tvm.target.Target(LLVM):
+        tuned = MetaScheduleApplyDatabase(str(tmp_path))(fused.module)
+    assert all(tuned[name].attrs["tirx.is_scheduled"] for name in fused.calls)
+
+
+def test_failures_come_back_from_the_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # nobody removes what is built here
     mod = tvm.IRModule({"main": matmul_task(48).prim_func()})
     with Measurer(FakeEngine(lambda _: None)) as measurer:
         builder, runner = builder_and_runner(measurer)

@@ -20,7 +20,7 @@ from cdmpp.tuner.objective import (
     parse_fraction,
 )
 from cdmpp.tuner.scheduler import TaskState, next_task
-from cdmpp.tuner.trimmer import Trimmer
+from cdmpp.tuner.trimmer import Trimmer, worth_measuring
 
 
 def curve(latency_s: Any, times: Sequence[float]) -> Curve:
@@ -85,7 +85,7 @@ def test_room_for_measurements() -> None:
     "bad", [{"trials": 0}, {"trials": 5, "budget_s": 0.0}, {"trials": 5, "max_measurements": -1}]
 )
 def test_limits_that_are_none_are_refused(bad: dict[str, Any]) -> None:
-    with pytest.raises(TunerError, match="must be above 0"):
+    with pytest.raises(TunerError, match=r"^the (number of|budget in|gain per) .* must be above 0"):
         Objective(**bad)
 
 
@@ -162,3 +162,20 @@ def test_candidates_that_cannot_win_are_dropped() -> None:
     for coverage in (0.0, 1.0, 1.5):
         with pytest.raises(TunerError, match="between 0 and 1"):
             Trimmer(Intervals(), coverage)
+
+
+class Even:
+    """Even numbers run."""
+
+    def worth(self, context: Any, measures: Sequence[Any]) -> list[bool]:
+        return [m % 2 == 0 for m in measures]
+
+
+def test_what_will_not_run_is_not_asked_whether_it_can_win() -> None:
+    trimmer = Trimmer(Intervals())
+    candidates = [2.0, 3.0, 4.0, 1.0]
+    assert worth_measuring(None, None, None, candidates, 1.5).all()
+    assert worth_measuring(Even(), None, None, candidates, 1.5).tolist() == [True, False, True, False]
+    assert worth_measuring(None, trimmer, None, candidates, 1.6).tolist() == [True, True, False, True]
+    assert worth_measuring(Even(), trimmer, None, candidates, 1.6).tolist() == [True, False, False, False]
+    assert worth_measuring(Even(), trimmer, None, [], 1.6).tolist() == []

@@ -205,6 +205,41 @@ def test_resuming_something_else_is_refused(tmp_path: Path) -> None:
         tuned(FakeEngine(), out, 12, resume=True)
 
 
+def test_what_ended_before_anything_was_measured_is_no_tuning(tmp_path: Path) -> None:
+    out, bad = tmp_path / "t", tmp_path / "bad"
+    bad.mkdir()
+    with pytest.raises(DatasetError, match="no dataset"):
+        tuned(FakeEngine(), out, 6, warm_start=[bad])
+    assert (out / TUNING_FILE).exists()
+    report = tuned(FakeEngine(), out, 6, options={"cost_model": "random"})
+    assert report.costs.measurements == 6, "begun anew without --resume, and with another cost model"
+    with pytest.raises(TunerError, match="--resume"):
+        tuned(FakeEngine(), out, 6, options={"cost_model": "random"})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TunerError, match="is a file"):
+        tuned(FakeEngine(), tmp_path / "file", 6)
+
+
+def test_a_file_that_cannot_be_written_is_one_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, kept = tmp_path / "t", "what was measured before is kept: go on with --resume"
+    with monkeypatch.context() as patch:
+        # root may write everywhere, but not into a folder that is not there
+        patch.setattr("cdmpp.tuner.store.CURVE_FILE", "nowhere/curve.jsonl")
+        with pytest.raises(TunerError, match=rf"cannot write .*curve\.jsonl: No such file.*; {kept}"):
+            tuned(FakeEngine(), out, 12)
+    measured = len(Dataset.open(out / DATASET_FOLDER).records)
+    assert measured > 0
+    (out / "tuning.tmp").mkdir()
+    with pytest.raises(TunerError, match=rf"cannot write .*tuning\.json: .*; {kept}"):
+        tuned(FakeEngine(), out, 12, resume=True)
+    (out / "tuning.tmp").rmdir()
+    engine = FakeEngine()
+    assert tuned(engine, out, 12, resume=True).costs.measurements == 12
+    assert len(engine.measured) == 13 - measured, "nothing twice"
+
+
 def test_earlier_records_are_measured_first_and_learned_from(tmp_path: Path) -> None:
     first = tuned(FakeEngine(), tmp_path / "a", 18, 32, 48)
     earlier = Dataset.open(tmp_path / "a" / DATASET_FOLDER).records

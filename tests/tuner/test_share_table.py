@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
+from cdmpp.cli import main
 from cdmpp.cli_tune import devices_with_shares
+from cdmpp.device import Device
 from cdmpp.errors import TunerError
 from cdmpp.profiler.build import BuildJob
 from cdmpp.profiler.machine import usable_cores
 from cdmpp.tuner.measure import Measurer
 from cdmpp.tuner.prepare import device_of_this_machine
 from cdmpp.tuner.report import write_report
+from cdmpp.tuner.results import TuneReport
 from cdmpp.tuner.share_table import best_elsewhere, best_programs, share_table
-from cdmpp.tuner.tuning import tune_tasks
+from cdmpp.tuner.tuning import TuneConfig, tune_tasks
 from tests.profiler.programs import matmul_task
 from tests.tuner.tuner_samples import FakeEngine, made_up_latency_s, tune_config
 
@@ -157,3 +161,54 @@ def test_shares_on_the_command_line() -> None:
     assert devices_with_shares("this-cpu", "1, 2") == ["this-cpu@1", "this-cpu@2"]
     with pytest.raises(TunerError, match="give the share once"):
         devices_with_shares("this-cpu@1", "2")
+
+
+def test_several_shares_are_tuned_and_compared_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = device_of_this_machine("this-cpu@1")
+
+    def device_of(device: str, *_: object) -> Device:
+        share = device.partition("@")[2]
+        return replace(here, name=f"{here.base}@{share}", share=float(share))
+
+    def tune_toy(network: str, *, device: str, out: Path, config: TuneConfig, **_: object) -> TuneReport:
+        tasks = [(matmul_task(32), 1.0)]
+        with Measurer(FakeEngine()) as measurer:
+            report = tune_tasks(network, tasks, device=device, out=out, config=config, measurer=measurer)
+        write_report(report, out)
+        return report
+
+    for module in ("prepare", "tuning"):
+        monkeypatch.setattr(f"cdmpp.tuner.{module}.device_of_this_machine", device_of)
+    monkeypatch.setattr("cdmpp.tuner.tuning.tune", tune_toy)
+    monkeypatch.setattr(
+        "cdmpp.tuner.share_table.measure_alone",
+        lambda device, jobs: {job.program.hash: made_up_latency_s(job.program.hash) for job in jobs},
+    )
+    out, file = tmp_path / "t", tmp_path / "out.json"
+    small = ("--batch", "6", "--population", "24", "--generations", "1", "--cost-model", "random")
+    args = [
+        "tune",
+        "toy",
+        "--device",
+        "this-cpu",
+        "--share",
+        "1,2",
+        "--trials",
+        "6",
+        "--out",
+        str(out),
+        *small,
+    ]
+    assert main([*args, "--json", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "tuned at" in shown and "run at" in shown
+    found = json.loads(file.read_text())
+    assert set(found) == {"tunings", "shares"} and set(found["tunings"]) == {"this-cpu@1", "this-cpu@2"}
+    assert len(found["shares"]["cells"]) == 4
+    assert sorted(folder.name for folder in out.iterdir()) == ["share-1", "share-2"]
+    (out / "share-1").rename(tmp_path / "elsewhere")
+    assert main(args) == 2
+    assert "share-2 holds a tuning already" in capsys.readouterr().err
+    assert not (out / "share-1").exists(), "said before the first is tuned"

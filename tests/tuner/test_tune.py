@@ -55,6 +55,13 @@ def test_a_network_is_tuned_and_runs_as_before(tmp_path: Path, network: Network)
     _, tuned = apply_database(fused.module, database, target)
     assert sorted(tuned) == sorted(set(fused.calls)), "every task that the network runs has a record"
 
+    from tvm.relax.transform import MetaScheduleApplyDatabase
+
+    with target:
+        plain = MetaScheduleApplyDatabase(str(out))(fused.module)
+    scheduled = [name for name in set(fused.calls) if plain[name].attrs["tirx.is_scheduled"]]
+    assert sorted(scheduled) == sorted(set(fused.calls)), "TVM's own pass takes them from the folder"
+
 
 def test_outputs_that_differ_are_seen(network: Network) -> None:
     from cdmpp.program.tvm_env import import_tvm
@@ -78,6 +85,23 @@ def test_a_network_that_does_not_compile(network: Network) -> None:
     del broken[fused.calls[0]]
     with pytest.raises(TunerError, match="does not compile"):
         measure_network(fused, network, device, {"a": broken}, (0,), plan=PLAN)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"batch": 0}, "candidates of a round: one at least, got 0"),
+        ({"workers": 0}, "workers: one at least"),
+        ({"builders": 0}, "builders: one at least"),
+        ({"build_timeout_s": 0.0}, "build timeout must be above 0 s"),
+        ({"run_timeout_s": float("nan")}, "run timeout must be above 0 s"),
+        ({"trim": 2.0}, "between 0 and 1, got 2"),
+        ({"cost_model": "mlp"}, "no cost model 'mlp'"),
+    ],
+)
+def test_settings_that_are_refused(bad: dict[str, Any], message: str) -> None:
+    with pytest.raises(TunerError, match=message):
+        tune_config(1, **bad)
 
 
 def test_devices_that_are_not_here() -> None:
@@ -110,6 +134,32 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "give the share once" in error_of("--trials", "9", "--share", "2")
     assert "cost_model cdmpp, not random" in error_of("--trials", "9", "--cost-model", "random", "--resume")
     assert "no folder of earlier records" in error_of("--trials", "9", "--warm-start", str(tmp_path / "no"))
+
+
+def test_what_is_wrong_is_said_before_the_network_is_imported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def importing(*_: Any) -> Any:
+        raise AssertionError("it began to import the network")
+
+    monkeypatch.setattr("cdmpp.program.network.load_network", importing)
+    out, no = tmp_path / "t", str(tmp_path / "no")
+    (tmp_path / "file").write_text("")
+
+    def error_of(*more: str, folder: Path = out) -> str:
+        command = ("tune", "mlp", "--device", "this-cpu@1", "--trials", "8", "--out", str(folder))
+        assert main([*command, *more]) == 2
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert len(lines) == 1
+        return lines[0]
+
+    assert "no predictor here" in error_of("--predictor", no)
+    assert "holds no validity model" in error_of("--validity", no)
+    assert "no folder of earlier records" in error_of("--anchors", no)
+    assert "one at least, got 0" in error_of("--batch", "0")
+    assert "between 0 and 1" in error_of("--trim", "2")
+    assert "is a file" in error_of(folder=tmp_path / "file")
+    assert not out.exists()
 
 
 def test_the_function_is_what_its_name_says_whatever_was_imported_before() -> None:

@@ -1,0 +1,131 @@
+"""Energy: counters that are made up, and what a tuning says of them."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cdmpp.device import get_device
+from cdmpp.tuner.energy import energy_counter
+from cdmpp.tuner.measure import Measurer
+from cdmpp.tuner.report import summary_lines
+from cdmpp.tuner.results import TuneReport
+from cdmpp.tuner.tuning import tune_tasks
+from tests.profiler.programs import matmul_task
+from tests.tuner.tuner_samples import FakeEngine, tune_config
+
+
+def domain(powercap: Path, folder: str, name: str, energy_uj: int, range_uj: int = 1_000_000) -> Path:
+    path = powercap / folder
+    path.mkdir()
+    (path / "name").write_text(f"{name}\n")
+    (path / "energy_uj").write_text(f"{energy_uj}\n")
+    (path / "max_energy_range_uj").write_text(f"{range_uj}\n")
+    return path
+
+
+def test_packages_add_up_and_wrap_around(tmp_path: Path) -> None:
+    first = domain(tmp_path, "intel-rapl:0", "package-0", 900_000)
+    part = domain(tmp_path, "intel-rapl:0:0", "core", 0)
+    second = domain(tmp_path, "intel-rapl:1", "package-1", 100)
+    machine = domain(tmp_path, "intel-rapl:2", "psys", 0)
+    counter = energy_counter(get_device("this-cpu@1"), tmp_path)
+    assert counter is not None and counter.joules() == 0
+    for path in (part, machine):
+        (path / "energy_uj").write_text("999999")
+    (first / "energy_uj").write_text("950000")
+    assert counter.joules() == pytest.approx(0.05), (
+        "what packages are part of, and what is a part of them, is not added"
+    )
+    (first / "energy_uj").write_text("20000")
+    (second / "energy_uj").write_text("300100")
+    assert counter.joules() == pytest.approx(0.05 + (1.0 - 0.95 + 0.02) + 0.3)
+
+
+def test_a_processor_that_does_not_tell(tmp_path: Path) -> None:
+    device = get_device("this-cpu@1")
+    assert energy_counter(device, tmp_path / "nothing") is None
+    path = domain(tmp_path, "intel-rapl:0", "package-0", 0)
+    (path / "energy_uj").unlink()
+    (path / "energy_uj").mkdir()  # which nobody may read, whoever runs this
+    assert energy_counter(device, tmp_path) is None
+
+
+class NvmlError(Exception):
+    """NVML's."""
+
+
+def made_up_nvml(monkeypatch: pytest.MonkeyPatch, energy_mj: Any) -> None:
+    module: Any = types.ModuleType("pynvml")
+    module.NVMLError = NvmlError
+    module.nvmlInit = lambda: None
+    module.nvmlDeviceGetHandleByIndex = lambda index: index
+    module.nvmlDeviceGetTotalEnergyConsumption = lambda handle: energy_mj()
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+
+
+def test_a_gpu_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = iter([5_000, 5_000, 12_500])
+    made_up_nvml(monkeypatch, lambda: next(readings))
+    counter = energy_counter(get_device("h200@0.5"))
+    assert counter is not None
+    assert (counter.joules(), counter.joules()) == (0.0, 7.5)
+
+
+def test_a_gpu_that_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported() -> int:
+        raise NvmlError("Not Supported")
+
+    made_up_nvml(monkeypatch, unsupported)
+    assert energy_counter(get_device("h200")) is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert energy_counter(get_device("h200")) is None, "nvidia-ml-py is not installed"
+
+
+class Steps:
+    """Two joules more each time; breaks after some."""
+
+    def __init__(self, until: int = 1_000) -> None:
+        self.asked, self._until = 0, until
+
+    def joules(self) -> float:
+        self.asked += 1
+        if self.asked > self._until:
+            raise OSError("gone")
+        return 2.0 * self.asked
+
+
+def tuned(
+    out: Path, trials: int, counter: Steps | None, monkeypatch: pytest.MonkeyPatch, **more: Any
+) -> TuneReport:
+    monkeypatch.setattr("cdmpp.tuner.energy.energy_counter", lambda device: counter)
+    config = tune_config(trials, cost_model="random")
+    with Measurer(FakeEngine()) as measurer:
+        return tune_tasks("toy", [(matmul_task(32), 1.0)], out=out, config=config, measurer=measurer, **more)
+
+
+def test_a_tuning_counts_what_all_its_runs_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Steps(), Steps()
+    report = tuned(tmp_path / "t", 6, first, monkeypatch)
+    assert report.costs.energy_j == 2.0 * first.asked > 0
+    assert any(f"Energy: {report.costs.energy_j:.0f} J" in line for line in summary_lines(report))
+    assert report.to_json()["costs"]["energy_j"] == report.costs.energy_j
+    resumed = tuned(tmp_path / "t", 12, second, monkeypatch, resume=True)
+    kept = resumed.costs.energy_j
+    assert kept is not None and kept > 2.0 * second.asked, "with what the first run's curve had"
+
+
+def test_what_was_not_counted_throughout_is_not_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = tuned(tmp_path / "t", 6, None, monkeypatch)
+    assert report.costs.energy_j is None and "Energy: the device does not tell." in summary_lines(report)
+    assert tuned(tmp_path / "t", 12, Steps(), monkeypatch, resume=True).costs.energy_j is None
+    with caplog.at_level(logging.WARNING):
+        assert tuned(tmp_path / "u", 12, Steps(2), monkeypatch).costs.energy_j is None
+    assert caplog.text.count("not counted any more: gone") == 1
