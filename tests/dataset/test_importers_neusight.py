@@ -243,6 +243,20 @@ def test_end_to_end_latencies_join_the_graphs(tmp_path: Path) -> None:
     assert report.notes == ("e2e.csv: 1 rows are of networks without a trace, or of several devices at work",)
 
 
+def test_networks_of_other_types_are_left_out_and_named(tmp_path: Path) -> None:
+    add = ([["VECadd", (16, 32)]], [(16, 32)] * 2, (16, 32))
+    rows = [
+        node("add", *add, dtype="float32"),
+        node("add", *add, desc="gpt2_large-inf-8-4", dtype="torch.float16"),
+        node("add_1", *add, dtype=None),
+    ]
+    report = import_neusight(traces(tmp_path / "t.parquet", rows), tmp_path / "out")
+    assert report.graphs == ("gpt2_large-inf-8-2",)
+    assert report.notes == ("gpt2_large-inf-8-4: left out, as its numbers are float16, not float32",)
+    (graph,) = load_graphs(tmp_path / "out").values()
+    assert [n.name for n in graph.nodes] == ["add", "add_1"]
+
+
 def test_copies_follow_transpositions_only() -> None:
     shape = (2, 8, 4, 16)
     assert forward_calls("contiguous_2", "contiguous", [["MEM", (shape, shape)]], [shape], shape, "permute_1") == (

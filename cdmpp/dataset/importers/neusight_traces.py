@@ -99,6 +99,7 @@ def read_traces(
     UnknownDeviceError, NetworkError
         See :func:`cdmpp.dataset.importers.import_neusight`.
     """
+    frame = _float32_only(frame, notes)
     devices = resolve_devices(frame["device"], table, path)
     structure = [column for column in (*_STRUCTURE, "Prev") if column in frame]
     graphs: list[NetworkGraph] = []
@@ -114,6 +115,17 @@ def read_traces(
             name = str(description) if variant == 1 else f"{description}-variant{variant}"
             graphs.append(_Reader(path, name, traces, tasks, unknown, notes).graph())
     return graphs
+
+
+def _float32_only(frame: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
+    """The rows of float32 networks; those of other types, which the tasks would be wrong for, are named in `notes`."""
+    if "dtype" not in frame:
+        return frame
+    dtypes = frame["dtype"].fillna("float32").astype(str).str.removeprefix("torch.")
+    for name, dtype in dict.fromkeys(zip(frame["desc"], dtypes, strict=True)):
+        if dtype != "float32":
+            notes.append(f"{name}: left out, as its numbers are {dtype}, not float32")
+    return frame[dtypes == "float32"]
 
 
 def add_end_to_end(
