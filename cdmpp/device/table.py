@@ -160,6 +160,9 @@ def read_device_file(path: str | Path) -> list[DeviceRow]:
 def _explain(detail: dict[str, object]) -> str:
     place = detail.get("loc")
     field = ".".join(str(part) for part in place) if isinstance(place, tuple) else ""
+    if detail.get("type") == "extra_forbidden":
+        near = difflib.get_close_matches(field, list(DeviceRow.model_fields), n=1, cutoff=0.6)
+        return f"there is no field {field}" + (f"; did you mean {near[0]}?" if near else "")
     return f"{field or 'row'}: {detail.get('msg')} (got {detail.get('input')!r})"
 
 
