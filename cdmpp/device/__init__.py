@@ -1,6 +1,6 @@
 """Devices: what they are called, what is known about them, and what this machine is."""
 
-from cdmpp.device.features import DEVICE_FEATURES, device_features
+from cdmpp.device.features import DEVICE_FEATURES, GENERAL_DEVICE_FEATURES, device_features
 from cdmpp.device.spec import Device
 from cdmpp.device.table import (
     DeviceTable,
@@ -14,6 +14,7 @@ from cdmpp.device.table import (
 
 __all__ = [
     "DEVICE_FEATURES",
+    "GENERAL_DEVICE_FEATURES",
     "Device",
     "DeviceTable",
     "add_device_file",

@@ -23,6 +23,21 @@ def _per_flop(device: Device) -> float:
     return _NAN if not peak or not device.bandwidth_gb_s else device.bandwidth_gb_s / peak
 
 
+def _compute_capability(device: Device) -> float:
+    """``sm_86`` -> 8.6; NaN for devices that have none."""
+    arch = str(device.target.get("arch", ""))
+    digits = arch.removeprefix("sm_").rstrip("af")
+    if device.vendor != "nvidia" or not arch.startswith("sm_") or not digits.isdigit():
+        return _NAN
+    return int(digits) / 10
+
+
+def _volta_or_later(device: Device) -> float:
+    """NVIDIA's libraries have other kernels from Volta on (NVIDIA, Volta tuning guide: one L1 and shared memory, threads
+    that are scheduled by themselves): products of matrices that share no tile size or stride limit with Pascal's."""
+    return float(_compute_capability(device) >= 7.0)  # NaN compares as false
+
+
 def _matrix_peak(device: Device) -> float:
     peaks = [peak for name, peak in device.peak_gflops.items() if name.endswith("_matrix")]
     return max(peaks, default=_NAN)
@@ -56,10 +71,20 @@ _FEATURES: dict[str, Callable[[Device], float]] = {
     "tdp_w": lambda d: _float(d.tdp_w),
     "process_nm": lambda d: _float(d.process_nm),
     "launch_overhead_us": lambda d: _float(d.launch_overhead_us),
+    "is_nvidia": lambda d: float(d.vendor == "nvidia"),
+    "is_amd": lambda d: float(d.vendor == "amd"),
+    "compute_capability": _compute_capability,
+    "volta_or_later": _volta_or_later,
 }
 
 #: Names of the device features, in the order of the vector.
 DEVICE_FEATURES: tuple[str, ...] = tuple(_FEATURES)
+
+#: What a network is told of a GPU that it was never trained on: what many GPUs share. The other features tell the few GPUs of a
+#: training apart as a name would, and where a new one lies between them says little.
+GENERAL_DEVICE_FEATURES = frozenset(
+    {"is_cpu", "is_gpu", "share_fraction", "is_nvidia", "is_amd", "compute_capability", "volta_or_later"}
+)
 
 
 def device_features(device: Device) -> np.ndarray:

@@ -40,6 +40,9 @@ class ModelConfig(_Section):
     pairs
         Whether the decoder sees what is computed of program and device together
         (:mod:`cdmpp.predictor.pair_features`).
+    general_part
+        Part of the GPU examples of each batch of which the network is told only what carries over to GPUs it was not
+        trained on (:data:`cdmpp.device.GENERAL_DEVICE_FEATURES`); above 0, it is told no more of a GPU it never saw.
     embedding_dim, embedding_activation
         Size and activation of the pooled embedding; bounded (``tanh``, ``sigmoid``) so that CMD is defined.
     codegen
@@ -60,6 +63,7 @@ class ModelConfig(_Section):
     flatten_leaves: int = Field(16, ge=1)
     device: Literal["film", "token", "none"] = "film"
     pairs: bool = True
+    general_part: float = Field(0.0, ge=0, le=1)
     embedding_dim: int = Field(128, ge=1)
     embedding_activation: Literal["tanh", "sigmoid", "none"] = "tanh"
     codegen: bool = False

@@ -164,6 +164,23 @@ class FeatureEncoder:
         _check_columns(pairs, self.pair_features, "pair")
         return np.zeros((len(pairs), 0), np.float32) if self.pair is None else self.pair.transform(pairs)
 
+    def general_devices(self, encoded: NDArray[np.float32]) -> FloatArray:
+        """Encoded devices (m, device_dim) with all but :data:`cdmpp.device.GENERAL_DEVICE_FEATURES` missing."""
+        from cdmpp.device import GENERAL_DEVICE_FEATURES
+
+        keep = np.array([name in GENERAL_DEVICE_FEATURES for name in self.device_features])
+        values, missing = np.split(encoded, 2, axis=1)
+        return np.concatenate([np.where(keep, values, 0), np.where(keep, missing, 1)], axis=1).astype(
+            np.float32
+        )
+
+    def general_pairs(self) -> FloatArray:
+        """1 for encoded pair features among :data:`cdmpp.predictor.pair_features.GENERAL_PAIR_FEATURES`, 0 for others,
+        float32 (pair_dim,)."""
+        from cdmpp.predictor.pair_features import GENERAL_PAIR_FEATURES
+
+        return np.array([name in GENERAL_PAIR_FEATURES for name in self.pair_features], dtype=np.float32)
+
     def _scalers(self) -> dict[str, ColumnScaler]:
         found = {"leaf": self.leaf, "device": self.device}
         return found if self.pair is None else {**found, "pair": self.pair}

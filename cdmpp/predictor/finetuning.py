@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     import torch
 
     from cdmpp.dataset import DatasetView, Split
+    from cdmpp.predictor.arrays import LabelledArrays
     from cdmpp.predictor.checkpoint import TrainerState
-    from cdmpp.predictor.trainer import LabelledArrays, ProgressCallback
+    from cdmpp.predictor.trainer import ProgressCallback
 
 logger = logging.getLogger(__name__)
 

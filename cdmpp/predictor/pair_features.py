@@ -69,6 +69,18 @@ _DOCS: dict[str, str] = {
 #: Names of the columns of :func:`pair_features`.
 PAIR_FEATURES: tuple[str, ...] = tuple(_DOCS)
 
+#: What a network is told of a program on a GPU that it was never trained on: the program's own shape, how it fills the GPU, and
+#: the analytical times; not what tells GPUs apart by themselves (see :data:`cdmpp.device.GENERAL_DEVICE_FEATURES`).
+GENERAL_PAIR_FEATURES = frozenset(PAIR_FEATURES) - {
+    "compute_ns",
+    "power_ns",
+    "memory_ns",
+    "launch_ns",
+    "headroom",
+    "last_cache",
+    "near_cache",
+}
+
 
 def pair_features(asts: Sequence[CompactAST], device: Device) -> FloatArray:
     """Raw features of programs on one device, float64 (n, len(PAIR_FEATURES)), >= 0; NaN where the device's

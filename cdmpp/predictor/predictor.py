@@ -183,7 +183,10 @@ class Predictor:
 
     def encode_devices(self, devices: Sequence[str | Device]) -> NDArray[np.float32]:
         """Devices as the network takes them, float32 (m, device_dim)."""
-        return self.encoder.encode_devices(np.stack([self.device_vector(device) for device in devices]))
+        encoded = self.encoder.encode_devices(np.stack([self.device_vector(device) for device in devices]))
+        unseen = [i for i, device in enumerate(devices) if self._told_less(device)]
+        encoded[unseen] = self.encoder.general_devices(encoded[unseen])
+        return encoded
 
     def encode_pairs(
         self, asts: Sequence[CompactAST], devices: Sequence[str | Device], device_index: NDArray[np.int64]
@@ -194,7 +197,17 @@ class Predictor:
         if not self.encoder.pair_dim:
             return np.zeros((len(asts), 0), np.float32)
         known = [self.device(device) for device in devices]
-        return self.encoder.encode_pairs(pair_rows(asts, known, np.arange(len(asts)), device_index))
+        encoded = self.encoder.encode_pairs(pair_rows(asts, known, np.arange(len(asts)), device_index))
+        unseen = np.array([self._told_less(device) for device in devices])[device_index]
+        encoded[unseen] *= self.encoder.general_pairs()
+        return encoded
+
+    def _told_less(self, device: str | Device) -> bool:
+        """Whether the network was taught to do without the rest of what is known of a GPU it never saw."""
+        if not self.network.config.general_part:
+            return False
+        name = device if isinstance(device, str) else device.name
+        return name not in self.devices and self.device(device).kind == "gpu"
 
     def _references_s(
         self, asts: Sequence[CompactAST], devices: Sequence[str | Device], device_index: NDArray[np.int64]

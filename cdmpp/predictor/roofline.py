@@ -56,9 +56,10 @@ _L2_BYTES, _L3_BYTES = 32.0, 8.0
 _DEFAULT_CLOCK_MHZ, _DEFAULT_BANDWIDTH_GB_S, _DEFAULT_PEAK_GFLOPS = 2000.0, 20.0, 50.0
 #: Microseconds of a GPU launch where the specification does not say.
 _GPU_LAUNCH_US = 4.0
-#: Watts for each GFLOP/s and nanometre of the process that sustain the float32 peak: those of a Tesla K40 (235 W, 5,040
-#: GFLOP/s, 28 nm).
-_SUSTAINED_W = 235 / 5040 / 28
+#: Watts for each GFLOP/s and nanometre of the process that sustain the float32 peak: those of a Tesla V100 for PCIe (250 W,
+#: 14,000 GFLOP/s, 12 nm), whose products of matrices run at its peak clock (Jia et al. 2018, Dissecting the NVIDIA Volta GPU
+#: architecture via microbenchmarking); a Tesla K40 (235 W, 5,040 GFLOP/s, 28 nm) would give 12 % more.
+_SUSTAINED_W = 250 / 14000 / 12
 #: Edge of a square output tile -> part of a core's peak that a product of matrices by such tiles reaches.
 _TILE_EFFICIENCY = {32: 0.4, 64: 0.7, 128: 0.9, 256: 0.95}
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +28,12 @@ from cdmpp.predictor.transforms import LabelTransform, fit_transform
 from cdmpp.predictor.uncertainty import calibrated
 
 if TYPE_CHECKING:
+    import torch
+
     from cdmpp.dataset import DatasetView, Split
     from cdmpp.device import Device
-    from cdmpp.predictor.trainer import LabelledArrays, ProgressCallback, Trainer, TrainerState
+    from cdmpp.predictor.arrays import GeneralInputs, LabelledArrays
+    from cdmpp.predictor.trainer import ProgressCallback, Trainer, TrainerState
 
 CHECKPOINT_FILE = "checkpoint.safetensors"
 HISTORY_FILE = "history.jsonl"
@@ -164,6 +167,8 @@ def prepare(config: Config, data: TrainingData, split: Split) -> Fitted:
         clip=config.encoder.clip,
     )
     arrays = encode(data, encoder, config.label.relative_to, pairs)
+    if config.model.general_part:
+        arrays = replace(arrays, general=general_inputs(data, encoder, arrays.device_rows))
     fitting = arrays.take(train_rows)
     transform = fit_transform(
         config.label.transform, fitting.latency_s, fitting.reference_s, config.label.relative_to
@@ -188,6 +193,18 @@ def prepare(config: Config, data: TrainingData, split: Split) -> Fitted:
     )
 
 
+def general_inputs(data: TrainingData, encoder: FeatureEncoder, device_rows: torch.Tensor) -> GeneralInputs:
+    """What a network is told of the devices of the data (in order of their names) as if it had never seen them."""
+    import torch
+
+    from cdmpp.predictor.arrays import GeneralInputs
+
+    on_gpu = np.array([data.devices[name].kind == "gpu" for name in sorted(data.devices)])[:, None]
+    rows = np.where(on_gpu, encoder.general_devices(device_rows.numpy()), device_rows.numpy())
+    keep = np.where(on_gpu, encoder.general_pairs(), np.float32(1))
+    return GeneralInputs(torch.from_numpy(rows), torch.from_numpy(keep))
+
+
 def raw_pairs(data: TrainingData) -> NDArray[np.float64]:
     """What is known of program and device together for every row of the label table, float64 (n, len(PAIR_FEATURES))."""
     from cdmpp.predictor.pair_features import pair_rows
@@ -210,8 +227,8 @@ def encode(
     """
     import torch
 
+    from cdmpp.predictor.arrays import LabelledArrays
     from cdmpp.predictor.batching import PackedPrograms
-    from cdmpp.predictor.trainer import LabelledArrays
 
     programs = list(dict.fromkeys(data.labels["program"]))
     number = {program: i for i, program in enumerate(programs)}

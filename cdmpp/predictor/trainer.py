@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,12 @@ import torch
 from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError
-from cdmpp.predictor.batching import PackedPrograms, PaddedBatch, training_batches
+from cdmpp.predictor.arrays import LabelledArrays, PairArrays
+from cdmpp.predictor.batching import PaddedBatch, training_batches
 from cdmpp.predictor.checkpoint import TrainerState
 from cdmpp.predictor.config import Config
 from cdmpp.predictor.losses import HybridLoss, central_moment_discrepancy, pairwise_ranking
-from cdmpp.predictor.network import LatencyNetwork, predict_labels
+from cdmpp.predictor.network import LatencyNetwork
 from cdmpp.predictor.transforms import LabelTransform
 
 logger = logging.getLogger(__name__)
@@ -34,91 +34,6 @@ BatchSampler = Callable[[np.random.Generator], list[NDArray[np.int64]]]
 _BOUNDS = {"tanh": (-1.0, 1.0), "sigmoid": (0.0, 1.0)}
 #: Standard deviations of logarithms below which an instruction count is constant.
 _CONSTANT_STD = 1e-5
-
-
-@dataclass(frozen=True)
-class PairArrays:
-    """(program, device) pairs as arrays, without labels.
-
-    Attributes
-    ----------
-    packed
-        The encoded programs.
-    device_rows
-        float32 (devices, device_dim), encoded.
-    program, device
-        int64 (n,): program number and row of ``device_rows`` of each pair.
-    pair
-        float32 (n, pair_dim), encoded (:mod:`cdmpp.predictor.pair_features`).
-    """
-
-    packed: PackedPrograms
-    device_rows: torch.Tensor
-    program: NDArray[np.int64]
-    device: NDArray[np.int64]
-    pair: torch.Tensor
-
-    def __len__(self) -> int:
-        return len(self.program)
-
-    @property
-    def leaves(self) -> torch.Tensor:
-        """Encoded leaves of the programs of these pairs, each program's once, float32 (leaves, leaf_dim)."""
-        of_program = np.repeat(np.arange(len(self.packed)), self.packed.lengths)
-        return self.packed.leaves[torch.from_numpy(np.isin(of_program, self.program))]
-
-    def batch(self, rows: NDArray[np.int64], where: torch.device) -> tuple[PaddedBatch, torch.Tensor]:
-        """What the network takes of the pairs with these numbers, on a torch device."""
-        device = self.device_rows[torch.from_numpy(self.device[rows])]
-        context = torch.cat([device, self.pair[torch.from_numpy(rows)]], dim=1)
-        return self.packed.batch(self.program[rows]).to(where), context.to(where)
-
-
-@dataclass(frozen=True)
-class LabelledArrays(PairArrays):
-    """Labelled (program, device) pairs as arrays.
-
-    Attributes
-    ----------
-    latency_s
-        float64 (n,), the labels.
-    reference_s
-        float64 (n,), where the label transform is relative.
-    group
-        int64 (n,), equal where task and device are; the ranking loss needs it.
-    codegen
-        float32 (n, len(CODEGEN_FEATURES)), instruction counts; rows of NaN where there are none.
-    """
-
-    latency_s: NDArray[np.float64]
-    reference_s: NDArray[np.float64] | None = None
-    group: NDArray[np.int64] | None = None
-    codegen: NDArray[np.float32] | None = None
-
-    def take(self, rows: NDArray[np.int64]) -> LabelledArrays:
-        """The pairs with these numbers; programs and devices are shared."""
-        reference_s = None if self.reference_s is None else self.reference_s[rows]
-        return LabelledArrays(
-            self.packed,
-            self.device_rows,
-            self.program[rows],
-            self.device[rows],
-            self.pair[torch.from_numpy(rows)],
-            self.latency_s[rows],
-            reference_s,
-            None if self.group is None else self.group[rows],
-            None if self.codegen is None else self.codegen[rows],
-        )
-
-    def unlabelled(self, rows: NDArray[np.int64]) -> PairArrays:
-        """The pairs with these numbers without their labels."""
-        pair = self.pair[torch.from_numpy(rows)]
-        return PairArrays(self.packed, self.device_rows, self.program[rows], self.device[rows], pair)
-
-    def predict(self, network: LatencyNetwork, transform: LabelTransform) -> NDArray[np.float64]:
-        """Predicted seconds of every pair, shape (n,)."""
-        labels = predict_labels(network, self.packed, self.program, self.device_rows, self.device, self.pair)
-        return transform.inverse(labels, self.reference_s)
 
 
 def learning_rate(step: int, total_steps: int, peak: float, warmup_fraction: float) -> float:
@@ -308,11 +223,20 @@ class Trainer:
             lengths = np.zeros_like(lengths)
         return training_batches(lengths, self._config.batch_size, rng)
 
+    def _as_unseen(self, size: int) -> NDArray[np.bool_] | None:
+        """Examples of this step of whose devices the network is told what carries over alone; resuming draws the same."""
+        part = self.network.config.general_part
+        if not part or self._train.general is None:
+            return None
+        rng = np.random.default_rng([self._config.seed, self._state.step, 2])
+        drawn: NDArray[np.bool_] = rng.random(size) < part
+        return drawn
+
     def _step(self, rows: NDArray[np.int64], rate: float) -> tuple[float, float]:
         """One update; gives the loss and, of it, the discrepancy before its weight."""
         where, terms = self._where, self._terms
         index = torch.from_numpy(rows)
-        batch, device = self._train.batch(rows, where)
+        batch, device = self._train.batch(rows, where, self._as_unseen(len(rows)))
         reference = None if self._log_reference is None else self._log_reference[index].to(where)
         log_latency = self._log_latency[index].to(where)
         embedding = self.network.embed(batch, device)

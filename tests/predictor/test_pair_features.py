@@ -58,8 +58,8 @@ def test_times_and_caches() -> None:
 
 
 def test_a_power_limit_slows_arithmetic_where_it_binds() -> None:
-    # Tesla K40: 235 W for 5,040 GFLOP/s in 28 nm is the measure.
-    assert power_headroom(replace(GPU, tdp_w=235.0, process_nm=28.0, peak_gflops={"float32": 5040.0})) == (
+    # Tesla V100 for PCIe: 250 W for 14,000 GFLOP/s in 12 nm is the measure.
+    assert power_headroom(replace(GPU, tdp_w=250.0, process_nm=12.0, peak_gflops={"float32": 14e3})) == (
         pytest.approx(1.0)
     )
     assert power_headroom(replace(GPU, tdp_w=None)) is None

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from cdmpp.dataset import Split
+    from cdmpp.predictor.arrays import LabelledArrays
     from cdmpp.predictor.data import TrainingData
     from cdmpp.predictor.encoding import FeatureEncoder
     from cdmpp.predictor.network import LatencyNetwork
-    from cdmpp.predictor.trainer import LabelledArrays, ProgressCallback
+    from cdmpp.predictor.trainer import ProgressCallback
     from cdmpp.predictor.transforms import LabelTransform
 
 

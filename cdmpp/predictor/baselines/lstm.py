@@ -6,10 +6,11 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
+from cdmpp.predictor.arrays import LabelledArrays
 from cdmpp.predictor.baselines.fitting import NetworkModel
 from cdmpp.predictor.batching import PaddedBatch
 from cdmpp.predictor.config import Config, LossConfig, TrainConfig
-from cdmpp.predictor.trainer import LabelledArrays, ProgressCallback
+from cdmpp.predictor.trainer import ProgressCallback
 
 
 class LstmNetwork(nn.Module):

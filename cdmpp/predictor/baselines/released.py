@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from cdmpp.errors import PredictorError
+from cdmpp.predictor.arrays import LabelledArrays
 from cdmpp.predictor.baselines.fitting import NetworkModel
 from cdmpp.predictor.batching import PaddedBatch
 from cdmpp.predictor.config import Config, LossConfig, TrainConfig
 from cdmpp.predictor.network import PreOrderEncoding
-from cdmpp.predictor.trainer import LabelledArrays, ProgressCallback
+from cdmpp.predictor.trainer import ProgressCallback
 
 logger = logging.getLogger(__name__)
 
