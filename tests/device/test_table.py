@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from cdmpp.cli import main
 from cdmpp.device import (
     DEVICE_FEATURES,
+    GENERAL_DEVICE_FEATURES,
     Device,
     DeviceTable,
     add_device_file,
@@ -302,7 +303,7 @@ def test_features_are_raw_float32_and_tell_devices_apart() -> None:
         TABLE.get(name) for name in ("this-cpu@1", "this-cpu@2", "this-cpu.x86-64-v2@1", "h200", "h200@0.5")
     ]
     vectors = [device_features(device) for device in devices]
-    assert 20 <= len(DEVICE_FEATURES) == len(set(DEVICE_FEATURES)) <= 26
+    assert 20 <= len(DEVICE_FEATURES) == len(set(DEVICE_FEATURES)) <= 30
     for device, vector in zip(devices, vectors, strict=True):
         assert vector.dtype == np.float32 and vector.shape == (len(DEVICE_FEATURES),)
         known = dict(zip(DEVICE_FEATURES, vector, strict=True))
@@ -313,6 +314,22 @@ def test_features_are_raw_float32_and_tell_devices_apart() -> None:
     h200 = dict(zip(DEVICE_FEATURES, vectors[3], strict=True))
     assert h200["bytes_per_flop"] == pytest.approx(4800 / 66900)
     assert h200["peak_matrix_gflops"] == pytest.approx(1978900)
+    assert h200["compute_capability"] == pytest.approx(9.0)
+
+
+def test_features_tell_who_made_a_gpu_and_of_what_generation() -> None:
+    names = ("is_nvidia", "is_amd", "compute_capability", "volta_or_later")
+    expected = {
+        "p4": [1, 0, 6.1, 0],
+        "v100-pcie-32gb": [1, 0, 7.0, 1],
+        "t4": [1, 0, 7.5, 1],
+        "mi210": [0, 1, math.nan, 0],
+        "this-cpu@1": [0, 0, math.nan, 0],
+    }
+    for name, values in expected.items():
+        known = dict(zip(DEVICE_FEATURES, device_features(TABLE.get(name)), strict=True))
+        assert [known[n] for n in names] == pytest.approx(values, nan_ok=True), name
+    assert set(DEVICE_FEATURES) > GENERAL_DEVICE_FEATURES
 
 
 def test_a_device_goes_through_json() -> None:
