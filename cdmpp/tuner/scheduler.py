@@ -7,8 +7,11 @@ it had.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from cdmpp.tuner.trimmer import KEPT
 
 #: Weight of what the last rounds brought against the optimistic guess that latency falls with the number of rounds.
 _ALPHA = 0.2
@@ -16,6 +19,8 @@ _ALPHA = 0.2
 _WINDOW = 3
 #: A task is given up after so many rounds in a row without one program that works, or without one worth measuring.
 _FRUITLESS = 3
+#: What is not faster than before by more is no gain: labels repeat to about so much.
+_GAIN = 0.01
 
 
 @dataclass
@@ -37,7 +42,7 @@ class TaskState:
     spent_s
         Seconds of building and measuring.
     fruitless
-        Rounds in a row that measured no working program.
+        Rounds in a row that measured no working program, or little that was expected to win and nothing that did.
     finished
         Why it is not tuned any more; "" while it is.
     """
@@ -53,6 +58,7 @@ class TaskState:
     spent_s: float = 0.0
     fruitless: int = 0
     finished: str = ""
+    _before: tuple[int, int] = (0, 0)
 
     @property
     def latency_s(self) -> float | None:
@@ -69,9 +75,14 @@ class TaskState:
             self.best_s = latency_s
 
     def end_round(self, worked: int) -> None:
-        """Take note of a round in which so many programs worked."""
+        """Take note of a round in which so many programs worked; what was measured and dropped in it has been counted."""
+        measured, dropped = self.measured - self._before[0], self.dropped - self._before[1]
+        self._before = (self.measured, self.dropped)
+        before = self.history[-1] if self.history else float("inf")
         self.history.append(float("inf") if self.best_s is None else self.best_s)
-        self.fruitless = 0 if worked else self.fruitless + 1
+        hopeless = dropped > 0 and measured <= math.ceil(KEPT * (measured + dropped))
+        gained = self.history[-1] < before * (1 - _GAIN)
+        self.fruitless = 0 if worked and (gained or not hopeless) else self.fruitless + 1
         if self.fruitless >= _FRUITLESS and not self.finished:
             rounds = f"{self.fruitless} rounds"
             if self.best_s is None:

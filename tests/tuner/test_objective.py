@@ -139,6 +139,23 @@ def test_a_task_is_given_up_when_nothing_works_or_nothing_is_worth_it() -> None:
     assert "nothing worth measuring" in exhausted.finished
 
 
+def test_a_task_whose_programs_are_not_expected_to_win_and_do_not_is_given_up() -> None:
+    def tuned(latencies: list[float], dropped: int) -> TaskState:
+        state = TaskState("t", 1.0)
+        for latency_s in latencies:
+            for _ in range(4):
+                state.count(latency_s)
+            state.dropped += dropped
+            state.end_round(4)
+        return state
+
+    assert "nothing worth measuring" in tuned([1.0, 1.0, 1.0, 1.0], dropped=12).finished
+    assert not tuned([1.0, 0.9, 0.8, 0.7], dropped=12).finished, "against expectation they won"
+    assert not tuned([1.0, 1.0, 0.9, 1.0, 1.0], dropped=12).finished, "in a row"
+    assert not tuned([1.0, 1.0, 1.0, 1.0], dropped=8).finished, "some were expected to win"
+    assert not tuned([1.0, 1.0, 1.0, 1.0], dropped=0).finished, "without trimming all count"
+
+
 def test_the_network_runs_what_is_fastest() -> None:
     assert TaskState("t", 1.0, untuned_s=1.0, best_s=2.0).latency_s == 1.0
     assert TaskState("t", 1.0, untuned_s=None, best_s=2.0).latency_s == 2.0
@@ -159,6 +176,10 @@ def test_candidates_that_cannot_win_are_dropped() -> None:
     assert trimmer.worth(None, [1.0, 3.0, 2.1, 1.9], 1.0).tolist() == [True, False, False, True]
     assert trimmer.worth(None, [1.0, 3.0], None).all(), "there is nothing to beat yet"
     assert trimmer.worth(None, [], 1.0).tolist() == []
+    nothing_wins = trimmer.worth(None, [9.0, 5.0, 8.0, 7.0, 6.0], 1.0)
+    assert nothing_wins.tolist() == [False, True, False, False, True], "a quarter is measured in any case"
+    failed = trimmer.worth(None, [float("inf"), float("inf")], 1.0)
+    assert not failed.any(), "but not what failed before"
     for coverage in (0.0, 1.0, 1.5):
         with pytest.raises(TunerError, match="between 0 and 1"):
             Trimmer(Intervals(), coverage)
