@@ -324,6 +324,7 @@ class Sampled:
         calls_s = sum(call.latency_s for call in calls) if calls else None
         runs, quiet_runs = [seconds for seconds, _ in self.runs], _quiet(self.runs)
         enough = len(quiet_runs) >= self._enough
+        noise: float | None
         if enough or not calls_s:
             latency_s = label(quiet_runs if enough else runs)
             noise = split_half_difference(quiet_runs if enough else runs)

@@ -33,6 +33,7 @@ from cdmpp.tuner.shard_messages import (
     ShardConfig,
     Taken,
 )
+from cdmpp.tuner.trimmer import Trimmer, worth_measuring
 
 if TYPE_CHECKING:
     from cdmpp.profiler.engine import Outcome
@@ -80,7 +81,6 @@ class ShardWorker:
         from tvm.s_tir import meta_schedule as ms
 
         from cdmpp.tuner.prepare import make_cost_model
-        from cdmpp.tuner.trimmer import Trimmer
         from cdmpp.tuner.validity_search import make_guard
 
         self._connection, self._config = connection, config
@@ -175,20 +175,10 @@ class ShardWorker:
             self._send(Found(asked.order, None))
             self._send(Ended(asked.order, (), self._cpu_s))
             return
-        worth = self._worth(tuner, [c.measure for c in candidates], asked.best_s)
+        measures = [c.measure for c in candidates]
+        worth = worth_measuring(self._guard, self._trimmer, tuner.context, measures, asked.best_s)
         self._searches[asked.order] = (tuner, candidates, proposed)
-        self._send(Found(asked.order, tuple(c.hash for c in candidates), worth))
-
-    def _worth(self, tuner: TaskTuner, measures: list[Any], best_s: float | None) -> tuple[bool, ...]:
-        """Which candidates are likely to run and can win."""
-        likely = [True] * len(measures)
-        if self._guard is not None:
-            likely = [bool(good) for good in self._guard.worth(tuner.context, measures)]
-        left = [m for m, good in zip(measures, likely, strict=True) if good]
-        if self._trimmer is None or not left:
-            return tuple(likely)
-        winning = iter(self._trimmer.worth(tuner.context, left, best_s))
-        return tuple(good and bool(next(winning)) for good in likely)
+        self._send(Found(asked.order, tuple(c.hash for c in candidates), tuple(worth.tolist())))
 
     def _tuner(self, index: int) -> TaskTuner:
         from cdmpp.tuner.prepare import make_tuner

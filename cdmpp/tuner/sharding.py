@@ -21,6 +21,7 @@ from cdmpp.errors import ProgramError, TunerError
 from cdmpp.profiler.build import BuildJob
 from cdmpp.tuner.ledger import Ledger, Progress
 from cdmpp.tuner.scheduler import TaskState, next_task, promise
+from cdmpp.tuner.shard_learning import SharedLearning
 from cdmpp.tuner.shard_members import LIVES, Member, Order
 from cdmpp.tuner.shard_messages import (
     Ended,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from cdmpp.program.types import Program, Space
     from cdmpp.tuner.energy import EnergyCounter
     from cdmpp.tuner.objective import Costs, Objective
-    from cdmpp.tuner.online import Row
     from cdmpp.tuner.store import TuningStore
     from cdmpp.tuner.task_tuner import Candidate, TaskTuner
 
@@ -107,9 +107,7 @@ class ShardedSession(Ledger):
         self._measured: dict[int, list[str]] = {i: [] for i in range(len(tuners))}
         self._holder: dict[int, int] = {}
         self._deaths: Counter[int] = Counter()
-        self._rows: list[tuple[int, Row]] = []
-        #: What works and was measured in this run, by program: its task's number, itself, its seconds.
-        self._fresh: dict[str, tuple[int, BuildJob, float]] = {}
+        self._learning = SharedLearning()
 
     def run(self) -> str:
         """Tune until the objective is reached, or until there is nothing more to try; says which.
@@ -139,7 +137,7 @@ class ShardedSession(Ledger):
         finally:
             for member in self._members:
                 member.shard.close()
-        self._keep_learned()
+        self._learning.teach(self._model, self._tuners)
         self._tick()
         return reason
 
@@ -216,8 +214,7 @@ class ShardedSession(Ledger):
         first = [
             (c.job.program, c.job.space) for c in self._first.pop(index, ()) if c.hash not in self._known
         ]
-        rows = [row for number, row in self._rows[member.told :] if number != member.config.number]
-        member.told = len(self._rows)
+        rows = self._learning.news(member)
         best_s = self.states[index].latency_s
         earlier = self._unseen(member, index)
         self._tell(
@@ -344,7 +341,7 @@ class ShardedSession(Ledger):
     def _commit(self, index: int, outcome: Outcome, record: Any) -> None:
         tuner, job, latency_s = self._tuners[index], outcome.job, outcome.latency_s
         assert latency_s is not None
-        self._fresh[job.program.hash] = (index, job, latency_s)
+        self._learning.measured(index, job, latency_s)
         if record is not None:
             self._store.commit_record(tuner, record)
         elif job.space is not None:
@@ -357,7 +354,7 @@ class ShardedSession(Ledger):
         order = member.orders.pop(ended.order)
         member.lives, member.cpu_s = LIVES, ended.cpu_s
         self._elsewhere_s = self._buried_s + sum(m.cpu_s for m in self._members)
-        self._rows.extend((member.config.number, row) for row in ended.learned)
+        self._learning.learned(member, ended.learned)
         if order.index is not None:
             state = self.states[order.index]
             # A resumed search proposes what was measured before once more: such a round says nothing.
@@ -383,8 +380,7 @@ class ShardedSession(Ledger):
                     why = f"its search ended {_DEADLY} workers, last {reason}"
                     self._give_up(self.states[order.index], why)
         self._holder = {i: holder for i, holder in self._holder.items() if holder != number}
-        # who takes its place has to be told what it had learned
-        self._rows = [(-1 if learner == number else learner, row) for learner, row in self._rows]
+        self._learning.died(member)
         self._buried_s += member.cpu_s
         self._members.remove(member)
         if member.lives > 1:
@@ -401,24 +397,3 @@ class ShardedSession(Ledger):
         if not state.finished:
             state.finished = why
             self._say_if_lost(state)
-
-    def _keep_learned(self) -> None:
-        """Let this side's cost model know what the workers' learned, and what none of them did.
-
-        That is what changed hands after the last search of its task.
-        """
-        if not hasattr(self._model, "model"):
-            return
-        self._model.model.add_rows([row for _, row in self._rows])
-        learned = {digest for _, (_, digest, *_) in self._rows}
-        for digest, (index, job, latency_s) in self._fresh.items():
-            if digest in learned or job.space is None:
-                continue
-            tuner = self._tuners[index]
-            try:
-                func = tuner.replay(job.program, job.space).measure.sch.mod["main"]
-            except ProgramError as err:
-                logger.warning("not learned: %s", err)
-                continue
-            self._model.learn(tuner.task.hash, [digest], [func], [latency_s], fit=False)
-        self._model.model.fit()

@@ -95,31 +95,24 @@ def shard_cores(device: Device, shards: int | str) -> tuple[tuple[int, ...], ...
     from cdmpp.profiler.calibration import core_groups
     from cdmpp.profiler.machine import usable_cores
 
-    if device.kind == "gpu":
-        return _search_cores(device, shards, usable_cores())
-    cores, share = usable_cores(), int(device.share)
-    number = max(1, len(cores) // share) if shards == AUTO else int(shards)
+    cores, gpu = usable_cores(), device.kind == "gpu"
+    there = 1.0 if gpu else float(len(cores))
+    number = max(1, int(there / device.share + _ROUNDING)) if shards == AUTO else int(shards)
     if number < 1:
         raise TunerError(f"one worker at least, got {number} shards")
-    if number * share > len(cores):
-        smaller = f", or tune for a smaller share: {device.base}@{len(cores) // number}"
-        raise TunerError(
-            f"{number} shards of {device.name} need {number * share} cores, this process may use {len(cores)}: take "
-            f"fewer shards{smaller if number <= len(cores) else ''}"
+    asked = number * device.share
+    if asked > there + _ROUNDING:
+        too_many = (
+            f"are {asked:g} times what there is"
+            if gpu
+            else f"need {asked:g} cores, this process may use {len(cores)}"
         )
-    return core_groups(cores, share, number)
-
-
-def _search_cores(device: Device, shards: int | str, cores: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    number = max(1, int(1 / device.share + _ROUNDING)) if shards == AUTO else int(shards)
-    if number < 1:
-        raise TunerError(f"one worker at least, got {number} shards")
-    if number * device.share > 1 + _ROUNDING:
-        raise TunerError(
-            f"{number} shards of {device.name} are {number * device.share:g} times what there is: take fewer shards, or "
-            f"tune for a smaller share: {device.base}@{int(1000 / number) / 1000:g}"
-        )
-    return tuple(cores[i::number] or cores for i in range(number))
+        fits = int(1000 / number) / 1000 if gpu else len(cores) // number
+        smaller = f", or tune for a smaller share: {device.base}@{fits:g}" if fits else ""
+        raise TunerError(f"{number} shards of {device.name} {too_many}: take fewer shards{smaller}")
+    if gpu:
+        return tuple(cores[i::number] or cores for i in range(number))
+    return core_groups(cores, int(device.share), number)
 
 
 @contextlib.contextmanager

@@ -95,5 +95,5 @@ def worth_measuring(
         worth[:] = guard.worth(context, candidates)
     left = np.flatnonzero(worth)
     if trimmer is not None and len(left):
-        worth[left] = trimmer.worth(context, [candidates[i] for i in left], best_s)
+        worth[left] = trimmer.worth(context, [candidates[int(i)] for i in left], best_s)
     return worth
