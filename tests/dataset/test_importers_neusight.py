@@ -249,12 +249,13 @@ def test_networks_of_other_types_are_left_out_and_named(tmp_path: Path) -> None:
         node("add", *add, dtype="float32"),
         node("add", *add, desc="gpt2_large-inf-8-4", dtype="torch.float16"),
         node("add_1", *add, dtype=None),
+        node("gt", *add, dtype="torch.bool"),
     ]
     report = import_neusight(traces(tmp_path / "t.parquet", rows), tmp_path / "out")
     assert report.graphs == ("gpt2_large-inf-8-2",)
     assert report.notes == ("gpt2_large-inf-8-4: left out, as its numbers are float16, not float32",)
     (graph,) = load_graphs(tmp_path / "out").values()
-    assert [n.name for n in graph.nodes] == ["add", "add_1"]
+    assert [n.name for n in graph.nodes] == ["add", "add_1", "gt"]
 
 
 def test_copies_follow_transpositions_only() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -117,13 +118,17 @@ def test_tune_tir_takes_cost_model_builder_and_runner(tmp_path: Path) -> None:
     assert len(model.model) == 12 and model.asked > model.computed
 
 
-def test_tune_relax_takes_them_too_and_its_database_deploys(tmp_path: Path) -> None:
+def test_tune_relax_takes_them_too_and_its_database_deploys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
     from tvm.relax.transform import MetaScheduleApplyDatabase
 
     from cdmpp.program.network import Network
     from cdmpp.tuner.deployment import import_network
 
+    # TVM names its logger's handlers by themselves and stops at those that other tests leave without a name
+    monkeypatch.setattr(logging.getLogger("tvm.s_tir.meta_schedule"), "handlers", [])
     layers = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.ReLU(), torch.nn.Linear(48, 16))
     fused = import_network(Network.from_torch(layers, (torch.randn(8, 32),), "two_layers"))
     engine, model = FakeEngine(), CostModel(None, "this-cpu@1")

@@ -133,7 +133,9 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "got 'many'" in error_of("--trials", "9", "--shards", "many")
     assert "give the share once" in error_of("--trials", "9", "--share", "2")
     assert "cost_model cdmpp, not random" in error_of("--trials", "9", "--cost-model", "random", "--resume")
-    assert "no folder of earlier records" in error_of("--trials", "9", "--warm-start", str(tmp_path / "no"))
+    assert "no folder of earlier records" in error_of(
+        "--trials", "9", "--out", str(tmp_path / "u"), "--warm-start", str(tmp_path / "no")
+    )
 
 
 def test_what_is_wrong_is_said_before_the_network_is_imported(

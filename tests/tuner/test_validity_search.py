@@ -309,6 +309,6 @@ def test_a_folder_without_a_model_is_said_before_anything_begins(
 ) -> None:
     command = ["tune", "mlp", "--device", "this-cpu@1", "--trials", "4", "--out", str(tmp_path / "t")]
     assert main([*command, "--validity", str(tmp_path)]) == 2
-    err = capsys.readouterr().err.splitlines()
+    err = capsys.readouterr().err.strip().splitlines()
     assert len(err) == 1 and "holds no validity model" in err[0]
     assert not (tmp_path / "t").exists()

@@ -118,14 +118,17 @@ def read_traces(
 
 
 def _float32_only(frame: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
-    """The rows of float32 networks; those of other types, which the tasks would be wrong for, are named in `notes`."""
+    """The rows of float32 networks; those of other types, which the tasks would be wrong for, are named in `notes`.
+
+    The type is that of a node's output: masks and numbers of rows are bool and int64 in float32 networks, too.
+    """
     if "dtype" not in frame:
         return frame
     dtypes = frame["dtype"].fillna("float32").astype(str).str.removeprefix("torch.")
-    for name, dtype in dict.fromkeys(zip(frame["desc"], dtypes, strict=True)):
-        if dtype != "float32":
-            notes.append(f"{name}: left out, as its numbers are {dtype}, not float32")
-    return frame[dtypes == "float32"]
+    other = dtypes.str.contains("float") & (dtypes != "float32")
+    for name, dtype in dict.fromkeys(zip(frame["desc"][other], dtypes[other], strict=True)):
+        notes.append(f"{name}: left out, as its numbers are {dtype}, not float32")
+    return frame[~frame["desc"].isin(set(frame["desc"][other]))]
 
 
 def add_end_to_end(
