@@ -206,8 +206,7 @@ class Predictor:
         """Whether the network was taught to do without the rest of what is known of a GPU it never saw."""
         if not self.network.config.general_part:
             return False
-        name = device if isinstance(device, str) else device.name
-        return name not in self.devices and self.device(device).kind == "gpu"
+        return self.device_name(device) not in self.devices and self.device(device).kind == "gpu"
 
     def _references_s(
         self, asts: Sequence[CompactAST], devices: Sequence[str | Device], device_index: NDArray[np.int64]

@@ -49,3 +49,8 @@ def test_intervals_and_familiarity_come_with_them(default: Predictor, data: Trai
     seconds = default.predict(asts, device)
     assert (low < seconds).all() and (seconds < high).all()
     assert default.unfamiliar(asts, device).dtype == np.bool_
+
+
+def test_a_gpu_is_known_by_its_other_names(default: Predictor, data: TrainingData) -> None:
+    asts = [data.asts[program] for program in data.labels["program"].iloc[:3]]
+    assert default.predict(asts, "Tesla T4") == pytest.approx(default.predict(asts, "t4"))
