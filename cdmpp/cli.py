@@ -398,17 +398,12 @@ def _finetune(args: Namespace) -> Any:
     return run_finetune(args, _console(), _console(err=True))
 
 
-def _load_predictor(name: str) -> Any:
-    from cdmpp.predictor import Predictor
-
-    return Predictor.default() if name == "default" else Predictor.load(name)
-
-
 def _evaluate(args: Namespace) -> Any:
     from cdmpp.cli_render import show_groups, show_metrics
     from cdmpp.predictor import evaluate, gather
+    from cdmpp.predictor.predictor import load_predictor
 
-    predictor = _load_predictor(args.predictor)
+    predictor = load_predictor(args.predictor)
     by = [g for g in args.by.split(",") if g]
     result = evaluate(predictor, gather(args.data), args.split, by, args.part)
     console = _console()
@@ -420,8 +415,9 @@ def _evaluate(args: Namespace) -> Any:
 def _predict(args: Namespace) -> Any:
     from cdmpp.cli_render import show_predictions
     from cdmpp.endtoend.tasks import predict_network, predict_program_file
+    from cdmpp.predictor.predictor import load_predictor
 
-    predictor = _load_predictor(args.predictor)
+    predictor = load_predictor(args.predictor)
     if args.target.endswith(".json"):
         result = predict_program_file(predictor, args.target, args.device)
     else:

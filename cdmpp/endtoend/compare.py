@@ -77,12 +77,11 @@ def compare_devices(
         As :func:`cdmpp.endtoend.predict_latency` does; every device is looked up before anything is predicted.
     """
     from cdmpp.device import get_device
-    from cdmpp.predictor import Predictor
+    from cdmpp.predictor.predictor import load_predictor
 
     resolved = [get_device(device) if isinstance(device, str) else device for device in devices]
     distinct = {device.name: device for device in resolved}
-    if not isinstance(predictor, Predictor):
-        predictor = Predictor.default() if predictor == "default" else Predictor.load(predictor)
+    predictor = load_predictor(predictor)
     source = network_tasks(network, data)
     prices = prices or {}
     reports = sorted(

@@ -90,13 +90,12 @@ def predict_latency(
         There is no such predictor, or what it predicts is no latency: the message names the task.
     """
     from cdmpp.device import get_device
-    from cdmpp.predictor import Predictor
+    from cdmpp.predictor.predictor import load_predictor
     from cdmpp.predictor.uncertainty import check_coverage
 
     check_coverage(coverage)
     resolved = get_device(device) if isinstance(device, str) else device
-    if not isinstance(predictor, Predictor):
-        predictor = Predictor.default() if predictor == "default" else Predictor.load(predictor)
+    predictor = load_predictor(predictor)
     source = network_tasks(network, data)
     programs, notes = candidates(
         source.tasks.values(),

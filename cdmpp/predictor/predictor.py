@@ -313,9 +313,14 @@ def predict(programs: Any, device: str | Device, predictor: Predictor | str | Pa
     predictor
         A predictor, its folder, or ``"default"``.
     """
-    if not isinstance(predictor, Predictor):
-        predictor = Predictor.default() if predictor == "default" else Predictor.load(predictor)
-    return predictor.predict(programs, device)
+    return load_predictor(predictor).predict(programs, device)
+
+
+def load_predictor(predictor: Predictor | str | Path) -> Predictor:
+    """A predictor as it is, read from its folder, or the one that ships (``"default"``)."""
+    if isinstance(predictor, Predictor):
+        return predictor
+    return Predictor.default() if predictor == "default" else Predictor.load(predictor)
 
 
 def _as_asts(programs: Sequence[Any], resolver: Resolver | None) -> list[CompactAST]:

@@ -88,9 +88,11 @@ class CostModel(PyCostModel):
     ) -> None:
         super().__init__()
         from cdmpp.device import get_device
+        from cdmpp.predictor.predictor import load_predictor
 
         self.device = get_device(device) if isinstance(device, str) else device
-        self.model = OnlineModel(make_prior(load_predictor(predictor), self.device), anchors)
+        loaded = None if predictor is None else load_predictor(predictor)
+        self.model = OnlineModel(make_prior(loaded, self.device), anchors)
         self.asked = self.computed = 0
         self._builders: dict[str, AstBuilder] = {}
         self._cache: OrderedDict[str, Encoded | None] = OrderedDict()
@@ -224,12 +226,3 @@ def _task(context: Any) -> str:
 
 def _hashes(candidates: Sequence[Any]) -> list[str]:
     return [structural_hash(candidate.sch.mod["main"]) for candidate in candidates]
-
-
-def load_predictor(predictor: Predictor | str | Path | None) -> Predictor | None:
-    """A predictor as cost models take it: itself, read from its folder, the one that ships (``"default"``), or none."""
-    from cdmpp.predictor import Predictor
-
-    if predictor is None or isinstance(predictor, Predictor):
-        return predictor
-    return Predictor.default() if predictor == "default" else Predictor.load(predictor)

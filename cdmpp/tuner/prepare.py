@@ -24,10 +24,11 @@ def make_cost_model(config: TuneConfig, device: Device) -> Any:
     from tvm.s_tir.meta_schedule import cost_model
 
     if config.cost_model == "cdmpp":
+        from cdmpp.predictor.predictor import load_predictor
         from cdmpp.tuner.anchors import load_anchors
-        from cdmpp.tuner.cost_model import CostModel, load_predictor
+        from cdmpp.tuner.cost_model import CostModel
 
-        predictor = load_predictor(config.predictor)
+        predictor = None if config.predictor is None else load_predictor(config.predictor)
         trained_on = () if predictor is None else predictor.training.get("tasks", ())
         anchors = load_anchors(config.anchors, device, trained_on) if config.anchors else None
         return CostModel(predictor, device, anchors=anchors)
