@@ -5,7 +5,7 @@ of its latency and is not in the AST. Counting it needs a compilation, which a c
 *training* has: a network that also has to predict these counts learns from the AST what its compiler will do
 (:attr:`cdmpp.predictor.config.LossConfig.codegen_weight`). Nothing here is needed to predict a latency.
 
-x86 only: the kinds are those of AVX code in GNU objdump's AT&T syntax.
+x86 only: the kinds are those of SSE and AVX code in GNU objdump's AT&T syntax.
 """
 
 from __future__ import annotations
@@ -121,6 +121,8 @@ def kinds_of(operation: str, operands: str) -> list[str]:
     """The kinds one instruction counts as; every instruction counts as ``all``."""
     kinds = ["all"]
     memory = "(" in operands
+    if "%xmm" in operands and not operation.startswith("v"):
+        operation = f"v{operation}"  # SSE names an instruction as AVX does, without the v
     if operation.startswith("v"):
         width = "z" if "zmm" in operands else "y" if "ymm" in operands else "x"
         scalar = operation.endswith(("ss", "sd"))

@@ -63,6 +63,13 @@ def test_known_answer_of_the_hottest_loop() -> None:
     ("operation", "operands", "kind"),
     [
         ("vfmadd213ss", "%xmm1,%xmm2,%xmm3", "fma_s"),
+        ("mulps", "%xmm1,%xmm2", "fp_x"),  # as CPUs without AVX have it
+        ("addss", "(%rax),%xmm2", "fp_s"),
+        ("divps", "%xmm1,%xmm2", "div"),
+        ("shufps", "$0x0,%xmm1,%xmm2", "shuffle"),
+        ("movups", "(%rax),%xmm0", "load_x"),
+        ("movaps", "%xmm0,0x10(%rsp)", "stack_store"),
+        ("cvtsi2ss", "%eax,%xmm0", "convert"),
         ("vmulps", "%ymm1,%ymm2,%ymm3", "fp_y"),
         ("vdivps", "%xmm1,%xmm2,%xmm3", "div"),
         ("vunpcklps", "%xmm1,%xmm2,%xmm3", "shuffle"),
