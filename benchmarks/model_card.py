@@ -45,8 +45,10 @@ def table(groups: dict[str, dict[str, Any]], what: str) -> list[str]:
     return lines
 
 
-def card(predictor: Predictor, scores: dict[str, Any], weights_bytes: int) -> str:
-    """The card as Markdown."""
+def card(
+    predictor: Predictor, scores: dict[str, Any], told: dict[str, Any] | None, weights_bytes: int
+) -> str:
+    """The card as Markdown; ``told`` are the scores where it was told the compiled programs' instructions."""
     training, overall, groups = predictor.training, scores["overall"], scores["groups"]
     interval = overall["interval"]
     lines = [
@@ -88,6 +90,22 @@ def card(predictor: Predictor, scores: dict[str, Any], weights_bytes: int) -> st
             "Validation tasks and tasks of new networks are not exchangeable, so this may be off for yours.",
             "",
         ]
+    if told is not None:
+        cpus = {
+            name: found
+            for name, found in told["groups"]["device"].items()
+            if predictor.device(name).kind == "cpu"
+        }
+        lines += [
+            "### Told the instructions of the compiled programs",
+            "",
+            "The same records of CPUs, each program compiled (not run) and its instructions counted: "
+            f"`predict(..., compiled=True)`. Of {told['n_compiled']:,} the counts were at hand, the others are predicted "
+            "without.",
+            "",
+            *table(cpus, "device"),
+            "",
+        ]
     lines += [
         "## Limits",
         "",
@@ -113,8 +131,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     args = parser.parse_args()
     predictor = Predictor.default() if args.predictor == "default" else Predictor.load(args.predictor)
-    scores = evaluate(predictor, gather(args.data), by=("network", "family", "device"))
-    text = card(predictor, scores, sum(t.nbytes for t in predictor.network.state_dict().values()))
+    data = gather(args.data)
+    scores = evaluate(predictor, data, by=("network", "family", "device"))
+    told = evaluate(predictor, data, by=("device",), compiled=True) if predictor.encoder.code_dim else None
+    text = card(predictor, scores, told, sum(t.nbytes for t in predictor.network.state_dict().values()))
     args.out.write_text(text, encoding="utf-8")
     print(text)
     return 0

@@ -196,6 +196,11 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--split", metavar="SPEC", help="by_network, by_task:seed=1, ..., or all (default: of training)"
     )
+    sub.add_argument(
+        "--compiled",
+        action="store_true",
+        help="tell it the counted instructions of the programs (cdmpp codegen)",
+    )
     sub.add_argument("--part", choices=("train", "valid", "test"), default="test")
     sub.add_argument(
         "--by", default="device,network", metavar="G,G", help="device, network, task, family, origin"
@@ -209,6 +214,13 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--device", required=True, metavar="D")
     sub.add_argument(
         "--programs-per-task", type=int, default=64, metavar="N", help="schedules tried per task"
+    )
+    sub.add_argument(
+        "--compile",
+        type=int,
+        default=0,
+        metavar="N",
+        help="compile (not run) the N best programs of a task, or the program, and predict from their instructions",
     )
     sub.add_argument("--seed", type=int, default=0)
 
@@ -405,9 +417,10 @@ def _evaluate(args: Namespace) -> Any:
 
     predictor = load_predictor(args.predictor)
     by = [g for g in args.by.split(",") if g]
-    result = evaluate(predictor, gather(args.data), args.split, by, args.part)
+    result = evaluate(predictor, gather(args.data), args.split, by, args.part, args.compiled)
     console = _console()
-    show_metrics(console, f"{args.part} part of {result['split']}", {"cdmpp": result["overall"]})
+    told = f", {result['n_compiled']} told their instructions" if args.compiled else ""
+    show_metrics(console, f"{args.part} part of {result['split']}{told}", {"cdmpp": result["overall"]})
     show_groups(console, result["groups"])
     return result
 
@@ -419,10 +432,15 @@ def _predict(args: Namespace) -> Any:
 
     predictor = load_predictor(args.predictor)
     if args.target.endswith(".json"):
-        result = predict_program_file(predictor, args.target, args.device)
+        result = predict_program_file(predictor, args.target, args.device, compiled=args.compile > 0)
     else:
         result = predict_network(
-            predictor, args.target, args.device, programs_per_task=args.programs_per_task, seed=args.seed
+            predictor,
+            args.target,
+            args.device,
+            programs_per_task=args.programs_per_task,
+            compile_best=args.compile,
+            seed=args.seed,
         )
     show_predictions(_console(), result)
     return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,6 @@ from cdmpp.errors import ProgramError
 if TYPE_CHECKING:
     from cdmpp.device import Device
     from cdmpp.predictor import Predictor
-    from cdmpp.program.ast import CompactAST
     from cdmpp.program.network import Network
 
 #: Coverage of the intervals given with predictions.
@@ -25,6 +25,7 @@ def predict_network(
     device: str | Device,
     *,
     programs_per_task: int = 64,
+    compile_best: int = 0,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Predicted latency of every task of a network.
@@ -32,14 +33,16 @@ def predict_network(
     A task has no latency by itself, its programs have: of each task, `programs_per_task` random programs are drawn
     from MetaSchedule's design space for the device and predicted. ``best_s`` is what a cost-model-guided choice among
     them would promise, ``median_s`` what a blind choice would get. The interval is the one of the best program's own
-    prediction: the best of many predictions is more often too low than one of them picked blindly.
+    prediction: the best of many predictions is more often too low than one of them picked blindly. With `compile_best`
+    so many of the best predicted programs of each task are compiled (not run) and predicted again, told their
+    instructions; ``best_s`` is then the best of these.
 
     Returns
     -------
     dict
         ``network``, ``device``, ``tasks`` (a list of ``task``, ``name``, ``weight``, ``flops``, ``programs``,
-        ``best_s``, ``median_s``, ``worst_s``; seconds; ``best_low_s`` and ``best_high_s``, the interval of the best,
-        None where the predictor has none; ``unfamiliar``, how many of the programs are far from the training data,
+        ``compiled``, ``best_s``, ``median_s``, ``worst_s``; seconds; ``best_low_s`` and ``best_high_s``, the interval
+        of the best, None where the predictor has none; ``unfamiliar``, how many of the programs are far from the training data,
         None where the predictor cannot tell), ``coverage`` of the intervals, ``total_best_s`` and
         ``total_median_s`` (sums over the tasks, weighted), and ``note`` where the prediction needs one.
 
@@ -49,10 +52,13 @@ def predict_network(
     """
     from cdmpp.device import get_device
     from cdmpp.endtoend.schedules import random_programs
+    from cdmpp.errors import PredictorError
     from cdmpp.program.ast import compact_asts
     from cdmpp.program.network import load_network
     from cdmpp.program.tasks import extract_tasks
 
+    if compile_best < 0:
+        raise PredictorError(f"compile_best must be 0 or more, got {compile_best}")
     resolved = get_device(device) if isinstance(device, str) else device
     loaded = load_network(network) if isinstance(network, str) else network
     rows: list[dict[str, Any]] = []
@@ -60,7 +66,13 @@ def predict_network(
         funcs = random_programs(task, resolved, programs_per_task, seed) or [task.prim_func()]
         asts = compact_asts(funcs)
         latencies = np.asarray(predictor.predict(asts, resolved))
-        low_s, high_s = _interval(predictor, asts[int(latencies.argmin())], resolved)
+        chosen = [funcs[i] for i in np.argsort(latencies, kind="stable")[:compile_best]]
+        if chosen:
+            latencies_of_best = predictor.predict(chosen, resolved, compiled=True)
+            best_s = float(latencies_of_best.min())
+        else:
+            best_s = float(latencies.min())
+        low_s, high_s = _interval(predictor, best_s, resolved, compiled=bool(chosen))
         flags = None if predictor.familiarity is None else predictor.unfamiliar(asts, resolved)
         rows.append(
             {
@@ -69,7 +81,8 @@ def predict_network(
                 "weight": task.networks[loaded.name],
                 "flops": task.flops,
                 "programs": len(funcs),
-                "best_s": float(latencies.min()),
+                "compiled": len(chosen),
+                "best_s": best_s,
                 "median_s": float(np.median(latencies)),
                 "worst_s": float(latencies.max()),
                 "best_low_s": low_s,
@@ -88,14 +101,18 @@ def predict_network(
     }
 
 
-def predict_program_file(predictor: Predictor, path: str | Path, device: str | Device) -> dict[str, Any]:
+def predict_program_file(
+    predictor: Predictor, path: str | Path, device: str | Device, *, compiled: bool = False
+) -> dict[str, Any]:
     """Predicted latency of one program: a PrimFunc or IRModule as TVM's JSON (``tvm.ir.save_json``).
+
+    ``compiled`` as :meth:`~cdmpp.predictor.Predictor.predict` takes it.
 
     Returns
     -------
     dict
-        ``program``, ``device``, ``latency_s``, ``low_s`` and ``high_s`` (its interval, None where the predictor has
-        none), ``coverage`` of the interval, ``unfamiliar`` (whether it is far from the training data, None where
+        ``program``, ``device``, ``latency_s``, ``compiled``, ``low_s`` and ``high_s`` (its interval, None where the
+        predictor has none), ``coverage`` of the interval, ``unfamiliar`` (whether it is far from the training data, None where
         the predictor cannot tell), and ``note`` where the prediction needs one.
 
     Raises
@@ -120,11 +137,13 @@ def predict_program_file(predictor: Predictor, path: str | Path, device: str | D
     if not isinstance(program, tvm.tirx.PrimFunc | tvm.IRModule):
         raise ProgramError(f"{path} holds a {type(program).__name__}: expected a PrimFunc or an IRModule")
     ast = compact_asts([program])[0]
-    low_s, high_s = _interval(predictor, ast, resolved)
+    latency_s = float(predictor.predict(program if compiled else ast, resolved, compiled=compiled))
+    low_s, high_s = _interval(predictor, latency_s, resolved, compiled)
     return {
         "program": str(path),
         "device": resolved.name,
-        "latency_s": float(predictor.predict(ast, resolved)),
+        "latency_s": latency_s,
+        "compiled": compiled,
         "low_s": low_s,
         "high_s": high_s,
         "coverage": COVERAGE,
@@ -134,13 +153,14 @@ def predict_program_file(predictor: Predictor, path: str | Path, device: str | D
 
 
 def _interval(
-    predictor: Predictor, ast: CompactAST, device: Device
+    predictor: Predictor, latency_s: float, device: Device, compiled: bool
 ) -> tuple[float, float] | tuple[None, None]:
     """Lowest and highest seconds, None where the predictor cannot say (:func:`prediction_note` says why)."""
-    if predictor.calibration is None or not predictor.calibration.supports(COVERAGE):
+    calibration = predictor.compiled_calibration if compiled else predictor.calibration
+    if calibration is None or not calibration.supports(COVERAGE):
         return None, None
-    low_s, high_s = predictor.predict_interval(ast, device, COVERAGE)
-    return float(low_s), float(high_s)
+    factor = math.exp(calibration.half_width(predictor.device_name(device), COVERAGE))
+    return latency_s / factor, latency_s * factor
 
 
 def prediction_note(predictor: Predictor, device: Device) -> str:

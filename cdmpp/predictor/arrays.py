@@ -46,9 +46,12 @@ class PairArrays:
     program, device
         int64 (n,): program number and row of ``device_rows`` of each pair.
     pair
-        float32 (n, pair_dim), encoded (:mod:`cdmpp.predictor.pair_features`).
+        float32 (n, joint_dim), encoded (:mod:`cdmpp.predictor.pair_features`); the last ``code_dim`` columns are the
+        instruction counts.
     general
         Where the network is to learn to do with less (``model.general_part``).
+    code_dim
+        Width of encoded instruction counts, 0 for a network that takes none.
     """
 
     packed: PackedPrograms
@@ -57,6 +60,7 @@ class PairArrays:
     device: NDArray[np.int64]
     pair: torch.Tensor
     general: GeneralInputs | None = field(default=None, kw_only=True)
+    code_dim: int = field(default=0, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.program)
@@ -68,18 +72,30 @@ class PairArrays:
         return self.packed.leaves[torch.from_numpy(np.isin(of_program, self.program))]
 
     def batch(
-        self, rows: NDArray[np.int64], where: torch.device, unseen: NDArray[np.bool_] | None = None
+        self,
+        rows: NDArray[np.int64],
+        where: torch.device,
+        unseen: NDArray[np.bool_] | None = None,
+        compiled: NDArray[np.bool_] | None = None,
     ) -> tuple[PaddedBatch, torch.Tensor]:
         """What the network takes of the pairs with these numbers, on a torch device; of the ``unseen``, bool (n,), as if their
-        devices were not in training."""
+        devices were not in training, and of the ``compiled``, bool (n,), with their instruction counts (None: of none)."""
         number = torch.from_numpy(self.device[rows])
         device, pair = self.device_rows[number], self.pair[torch.from_numpy(rows)]
         if unseen is not None and self.general is not None:
             chosen = torch.from_numpy(unseen)[:, None]
             device = torch.where(chosen, self.general.device_rows[number], device)
             pair = torch.where(chosen, pair * self.general.pair_keep[number], pair)
+        if self.code_dim:
+            told = np.zeros(len(rows), bool) if compiled is None else compiled
+            pair = self._without_codes(pair, torch.from_numpy(told))
         context = torch.cat([device, pair], dim=1)
         return self.packed.batch(self.program[rows]).to(where), context.to(where)
+
+    def _without_codes(self, pair: torch.Tensor, told: torch.Tensor) -> torch.Tensor:
+        """Encoded pairs (n, joint_dim) with no instruction counts but those ``told``, bool (n,)."""
+        known = pair.shape[1] - self.code_dim
+        return torch.cat([pair[:, :known], pair[:, known:] * told[:, None]], dim=1)
 
 
 @dataclass(frozen=True)
@@ -117,6 +133,7 @@ class LabelledArrays(PairArrays):
             None if self.group is None else self.group[rows],
             None if self.codegen is None else self.codegen[rows],
             general=self.general,
+            code_dim=self.code_dim,
         )
 
     def unlabelled(self, rows: NDArray[np.int64]) -> PairArrays:
@@ -124,10 +141,21 @@ class LabelledArrays(PairArrays):
         pair = self.pair[torch.from_numpy(rows)]
         device = self.device[rows]
         return PairArrays(
-            self.packed, self.device_rows, self.program[rows], device, pair, general=self.general
+            self.packed,
+            self.device_rows,
+            self.program[rows],
+            device,
+            pair,
+            general=self.general,
+            code_dim=self.code_dim,
         )
 
     def predict(self, network: LatencyNetwork, transform: LabelTransform) -> NDArray[np.float64]:
-        """Predicted seconds of every pair, shape (n,)."""
-        labels = predict_labels(network, self.packed, self.program, self.device_rows, self.device, self.pair)
+        """Predicted seconds of every pair, shape (n,), without instruction counts."""
+        pair = (
+            self._without_codes(self.pair, torch.zeros(len(self), dtype=torch.bool))
+            if self.code_dim
+            else self.pair
+        )
+        labels = predict_labels(network, self.packed, self.program, self.device_rows, self.device, pair)
         return transform.inverse(labels, self.reference_s)

@@ -97,6 +97,11 @@ class TrainingData:
         pairs = zip(self.labels["program"], self.labels["device"], strict=True)
         return np.stack([self.codegen.get((program, codes[device]), unknown) for program, device in pairs])
 
+    def counted(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of these pairs (n,) have instruction counts, bool (n,)."""
+        counts = self.codegen_counts()
+        return np.zeros(len(rows), bool) if counts is None else ~np.isnan(counts[rows, 0])
+
     def members(self, grouping: str, rows: NDArray[np.int64] | None = None) -> list[tuple[str, ...]]:
         """For each pair the groups it belongs to.
 

@@ -73,15 +73,16 @@ class ColumnScaler:
 
 @dataclass(frozen=True)
 class FeatureEncoder:
-    """Scalers of leaves, devices and pairs of both, with the names of the columns they were fitted to.
+    """Scalers of leaves, devices, pairs of both and compiled code, with the names of the columns they were fitted to.
 
     Attributes
     ----------
     feature_set
         Identity of the leaf features (:data:`cdmpp.program.ast.FEATURE_SET`).
-    leaf_features, device_features, pair_features
-        Column names, in order. No pair features: pairs are encoded as nothing.
-    leaf, device, pair
+    leaf_features, device_features, pair_features, code_features
+        Column names, in order. No pair features: pairs are encoded as nothing. Code features are the instruction counts
+        of :mod:`cdmpp.profiler.codegen`.
+    leaf, device, pair, code
         The scalers. The device scaler sees every training device once, whatever its number of records. It clips to as
         far as any of these is from their mean: a few devices do not tell what lies beyond, and a network that was shown
         two of them would extrapolate without bound.
@@ -94,6 +95,8 @@ class FeatureEncoder:
     device: ColumnScaler
     pair_features: tuple[str, ...] = ()
     pair: ColumnScaler | None = None
+    code_features: tuple[str, ...] = ()
+    code: ColumnScaler | None = None
 
     @classmethod
     def fit(
@@ -106,9 +109,12 @@ class FeatureEncoder:
         device_features: Sequence[str],
         pairs: NDArray[Any] | None = None,
         pair_features: Sequence[str] = (),
+        codes: NDArray[Any] | None = None,
+        code_features: Sequence[str] = (),
         clip: float = 8.0,
     ) -> FeatureEncoder:
-        """Fit to raw leaves of all training programs, one a row, raw training devices, and raw training pairs if any.
+        """Fit to raw leaves of all training programs, one a row, raw training devices, and raw training pairs and
+        instruction counts (rows of NaN where unknown) if any.
 
         Raises
         ------
@@ -122,6 +128,8 @@ class FeatureEncoder:
         _check_finite(leaves)
         if pairs is not None:
             _check_columns(pairs, pair_features, "pair")
+        if codes is not None:
+            _check_columns(codes, code_features, "code")
         return cls(
             feature_set,
             tuple(leaf_features),
@@ -130,6 +138,8 @@ class FeatureEncoder:
             ColumnScaler.fit(devices, clip).within(devices),
             () if pairs is None else tuple(pair_features),
             None if pairs is None else ColumnScaler.fit(pairs, clip),
+            () if codes is None else tuple(code_features),
+            None if codes is None else ColumnScaler.fit(codes, clip),
         )
 
     @property
@@ -164,6 +174,25 @@ class FeatureEncoder:
         _check_columns(pairs, self.pair_features, "pair")
         return np.zeros((len(pairs), 0), np.float32) if self.pair is None else self.pair.transform(pairs)
 
+    @property
+    def code_dim(self) -> int:
+        """Width of encoded instruction counts: values, and whether they are known."""
+        return len(self.code_features) + 1 if self.code_features else 0
+
+    @property
+    def joint_dim(self) -> int:
+        """Width of what the decoder takes beside embedding and device: an encoded pair, and its encoded code."""
+        return self.pair_dim + self.code_dim
+
+    def encode_codes(self, counts: NDArray[Any]) -> FloatArray:
+        """Instruction counts (n, n_code_features) -> float32 (n, code_dim): rows of 0 where they are NaN, unknown."""
+        if self.code is None:
+            return np.zeros((len(counts), 0), np.float32)
+        _check_columns(counts, self.code_features, "code")
+        known = ~np.isnan(counts).any(axis=1, keepdims=True)
+        values = np.where(known, self.code.transform(counts), 0.0)
+        return np.concatenate([values, known], axis=1).astype(np.float32)
+
     def general_devices(self, encoded: NDArray[np.float32]) -> FloatArray:
         """Encoded devices (m, device_dim) with all but :data:`cdmpp.device.GENERAL_DEVICE_FEATURES` missing."""
         from cdmpp.device import GENERAL_DEVICE_FEATURES
@@ -182,8 +211,8 @@ class FeatureEncoder:
         return np.array([name in GENERAL_PAIR_FEATURES for name in self.pair_features], dtype=np.float32)
 
     def _scalers(self) -> dict[str, ColumnScaler]:
-        found = {"leaf": self.leaf, "device": self.device}
-        return found if self.pair is None else {**found, "pair": self.pair}
+        found = {"leaf": self.leaf, "device": self.device, "pair": self.pair, "code": self.code}
+        return {part: scaler for part, scaler in found.items() if scaler is not None}
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """The fitted statistics, to be stored beside the weights."""
@@ -200,6 +229,7 @@ class FeatureEncoder:
             "leaf_features": list(self.leaf_features),
             "device_features": list(self.device_features),
             "pair_features": list(self.pair_features),
+            "code_features": list(self.code_features),
             "clip": {part: scaler.clip for part, scaler in self._scalers().items()},
         }
 
@@ -208,9 +238,10 @@ class FeatureEncoder:
         """Rebuild from :meth:`to_json` and :meth:`to_arrays`; PredictorError if they do not fit together."""
         try:
             all_names = {part: tuple(state[f"{part}_features"]) for part in ("leaf", "device", "pair")}
+            all_names["code"] = tuple(state.get("code_features", ()))  # predictors of before had none
             scalers = {}
             for part, names in all_names.items():
-                if part == "pair" and not names:
+                if part in ("pair", "code") and not names:
                     continue
                 columns = [np.asarray(arrays[f"encoder.{part}.{key}"]) for key in ("mean", "std", "active")]
                 if any(column.shape != (len(names),) for column in columns):
@@ -227,6 +258,8 @@ class FeatureEncoder:
                 scalers["device"],
                 all_names["pair"],
                 scalers.get("pair"),
+                all_names["code"],
+                scalers.get("code"),
             )
         except (KeyError, TypeError, ValueError) as err:
             raise PredictorError(f"encoder state is incomplete or malformed: {err!r}") from err

@@ -56,6 +56,9 @@ class Predictor:
     calibration, familiarity
         What :meth:`predict_interval` and :meth:`unfamiliar` need; None for a predictor that was saved before
         there were any (:func:`cdmpp.predictor.uncertainty.calibrated` adds them).
+    compiled_calibration
+        The same as ``calibration``, of predictions that are told the instructions of the compiled program; None for a
+        predictor that takes none.
     """
 
     network: LatencyNetwork = field(repr=False)
@@ -66,8 +69,16 @@ class Predictor:
     calibration: Calibration | None = field(default=None, repr=False)
     familiarity: Familiarity | None = field(default=None, repr=False)
     specs: Mapping[str, Device] = field(default_factory=dict, repr=False)
+    compiled_calibration: Calibration | None = field(default=None, repr=False, kw_only=True)
 
-    def predict(self, programs: Any, device: str | Device, *, resolver: Resolver | None = None) -> Any:
+    def predict(
+        self,
+        programs: Any,
+        device: str | Device,
+        *,
+        resolver: Resolver | None = None,
+        compiled: bool = False,
+    ) -> Any:
         """Latency in seconds.
 
         Parameters
@@ -80,6 +91,10 @@ class Predictor:
             A device name or a Device. Devices that were not seen in training are extrapolated to.
         resolver
             Gives the AST or PrimFunc of a Program (such as ``cdmpp.predictor.program_resolver(dataset)``).
+        compiled
+            Compile the programs for the device's target, on this machine and without running them, and tell the network
+            their instructions: more accurate, at the price of a compilation each. x86 CPUs only; a program that does
+            not compile is predicted without.
 
         Returns
         -------
@@ -92,14 +107,39 @@ class Predictor:
         ProgramError
             A program has no computation or cannot be read.
         PredictorError
-            A Program was given without a resolver.
+            A Program was given without a resolver; ``compiled`` with an AST, a device that is no x86 CPU, or a predictor
+            that was not trained to be told instructions.
         """
-        if isinstance(programs, list | tuple):
-            return self.predict_features(_as_asts(programs, resolver), device)
-        return float(self.predict_features(_as_asts([programs], resolver), device)[0])
+        many = isinstance(programs, list | tuple)
+        items = [_resolved(program, resolver) for program in (programs if many else [programs])]
+        counts = self.compiled_counts(items, device) if compiled else None
+        seconds = self.predict_features(_as_asts(items, None), device, counts)
+        return seconds if many else float(seconds[0])
+
+    def compiled_counts(self, programs: Sequence[Any], device: str | Device) -> NDArray[np.float32]:
+        """Instructions of PrimFuncs and IRModules compiled for a device's target, float32 (n, len(CODEGEN_FEATURES)),
+        rows of NaN where one does not compile; what ``predict(..., compiled=True)`` tells the network.
+
+        Raises
+        ------
+        PredictorError
+            As :meth:`predict` does.
+        """
+        from cdmpp.predictor.compiled import instruction_counts
+
+        if not self.encoder.code_dim:
+            raise PredictorError(
+                "this predictor was not trained to be told a program's instructions (model.compiled_part)"
+            )
+        return instruction_counts(programs, self.device(device))
 
     def predict_interval(
-        self, programs: Any, device: str | Device, coverage: float = 0.9, resolver: Resolver | None = None
+        self,
+        programs: Any,
+        device: str | Device,
+        coverage: float = 0.9,
+        resolver: Resolver | None = None,
+        compiled: bool = False,
     ) -> tuple[Any, Any]:
         """Lowest and highest latency in seconds that the measurement of a program falls between.
 
@@ -108,7 +148,7 @@ class Predictor:
 
         Parameters
         ----------
-        programs, device, resolver
+        programs, device, resolver, compiled
             As :meth:`predict` takes them.
         coverage
             Part of the measurements that should fall between, above 0 and below 1.
@@ -125,10 +165,11 @@ class Predictor:
             As :meth:`predict` does.
         """
         check_coverage(coverage)
-        if self.calibration is None:
+        calibration = self.compiled_calibration if compiled else self.calibration
+        if calibration is None:
             raise PredictorError("this predictor was not calibrated, so it has no intervals: train it again")
-        factor = math.exp(self.calibration.half_width(self.device_name(device), coverage))
-        seconds = self.predict(programs, device, resolver=resolver)
+        factor = math.exp(calibration.half_width(self.device_name(device), coverage))
+        seconds = self.predict(programs, device, resolver=resolver, compiled=compiled)
         return seconds / factor, seconds * factor
 
     def unfamiliar(self, programs: Any, device: str | Device, *, resolver: Resolver | None = None) -> Any:
@@ -161,14 +202,27 @@ class Predictor:
         flags = self.familiarity.unfamiliar(self.encoder, asts, self.device_vector(device))
         return flags if many else bool(flags[0])
 
-    def predict_features(self, asts: Sequence[CompactAST], device: str | Device) -> NDArray[np.float64]:
+    def predict_features(
+        self,
+        asts: Sequence[CompactAST],
+        device: str | Device,
+        counts: NDArray[np.float32] | None = None,
+    ) -> NDArray[np.float64]:
         """Latencies in seconds of ASTs on one device, float64 (n,); what :meth:`predict` calls."""
-        return self.predict_pairs(asts, [device], np.zeros(len(asts), dtype=np.int64))
+        return self.predict_pairs(asts, [device], np.zeros(len(asts), dtype=np.int64), counts)
 
     def predict_pairs(
-        self, asts: Sequence[CompactAST], devices: Sequence[str | Device], device_index: NDArray[np.int64]
+        self,
+        asts: Sequence[CompactAST],
+        devices: Sequence[str | Device],
+        device_index: NDArray[np.int64],
+        counts: NDArray[np.float32] | None = None,
     ) -> NDArray[np.float64]:
-        """Latencies in seconds of ``asts[i]`` on ``devices[device_index[i]]``, float64 (n,)."""
+        """Latencies in seconds of ``asts[i]`` on ``devices[device_index[i]]``, float64 (n,).
+
+        ``counts`` are the instructions of the compiled programs, (n, len(CODEGEN_FEATURES)), rows of NaN where they
+        are not known; a predictor that takes none ignores them.
+        """
         import torch
 
         from cdmpp.predictor.batching import PackedPrograms
@@ -177,7 +231,7 @@ class Predictor:
         device_index = np.asarray(device_index)
         packed = PackedPrograms.pack(asts, self.encoder)
         encoded = torch.from_numpy(self.encode_devices(devices))
-        pair = torch.from_numpy(self.encode_pairs(asts, devices, device_index))
+        pair = torch.from_numpy(self.encode_pairs(asts, devices, device_index, counts))
         labels = predict_labels(self.network, packed, np.arange(len(asts)), encoded, device_index, pair)
         return self.transform.inverse(labels, self._references_s(asts, devices, device_index))
 
@@ -189,17 +243,26 @@ class Predictor:
         return encoded
 
     def encode_pairs(
-        self, asts: Sequence[CompactAST], devices: Sequence[str | Device], device_index: NDArray[np.int64]
+        self,
+        asts: Sequence[CompactAST],
+        devices: Sequence[str | Device],
+        device_index: NDArray[np.int64],
+        counts: NDArray[np.float32] | None = None,
     ) -> NDArray[np.float32]:
-        """What is known of ``asts[i]`` and ``devices[device_index[i]]`` together, encoded, float32 (n, pair_dim)."""
+        """What is known of ``asts[i]`` and ``devices[device_index[i]]`` together, encoded, float32 (n, joint_dim);
+        ``counts`` as of :meth:`predict_pairs`."""
         from cdmpp.predictor.pair_features import pair_rows
 
-        if not self.encoder.pair_dim:
-            return np.zeros((len(asts), 0), np.float32)
-        known = [self.device(device) for device in devices]
-        encoded = self.encoder.encode_pairs(pair_rows(asts, known, np.arange(len(asts)), device_index))
-        unseen = np.array([self._told_less(device) for device in devices])[device_index]
-        encoded[unseen] *= self.encoder.general_pairs()
+        encoder = self.encoder
+        encoded = np.zeros((len(asts), encoder.joint_dim), np.float32)
+        if encoder.pair_dim:
+            known = [self.device(device) for device in devices]
+            pairs = encoder.encode_pairs(pair_rows(asts, known, np.arange(len(asts)), device_index))
+            unseen = np.array([self._told_less(device) for device in devices])[device_index]
+            pairs[unseen] *= encoder.general_pairs()
+            encoded[:, : encoder.pair_dim] = pairs
+        if encoder.code_dim and counts is not None:
+            encoded[:, encoder.pair_dim :] = encoder.encode_codes(counts)
         return encoded
 
     def _told_less(self, device: str | Device) -> bool:
@@ -255,10 +318,16 @@ class Predictor:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"network.{k}": v for k, v in self.network.state_dict().items()}
-        extras = {"calibration": self.calibration, "familiarity": self.familiarity}
-        for part in (self.encoder, *extras.values()):
+        extras = {
+            "calibration": self.calibration,
+            "familiarity": self.familiarity,
+            "compiled_calibration": self.compiled_calibration,
+        }
+        for name, part in (("encoder", self.encoder), *extras.items()):
             if part is not None:
-                tensors.update({k: torch.from_numpy(v.copy()) for k, v in part.to_arrays().items()})
+                prefix = "compiled_" if name == "compiled_calibration" else ""
+                arrays = {prefix + k: torch.from_numpy(v.copy()) for k, v in part.to_arrays().items()}
+                tensors.update(arrays)
         save_tensors(folder / _WEIGHTS_FILE, tensors, {"format": FORMAT})
         state = {
             "format": FORMAT,
@@ -363,6 +432,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
 def _check_features(state: Mapping[str, Any], folder: Path) -> None:
     from cdmpp.device import DEVICE_FEATURES
     from cdmpp.predictor.pair_features import PAIR_FEATURES
+    from cdmpp.profiler.codegen import CODEGEN_FEATURES
     from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURES
 
     encoder = state.get("encoder")
@@ -372,7 +442,7 @@ def _check_features(state: Mapping[str, Any], folder: Path) -> None:
         raise FeatureMismatchError(
             f"{folder}: trained on features {encoder.get('feature_set')}, this cdmpp computes {FEATURE_SET}"
         )
-    for part, known in (("device", DEVICE_FEATURES), ("pair", PAIR_FEATURES)):
+    for part, known in (("device", DEVICE_FEATURES), ("pair", PAIR_FEATURES), ("code", CODEGEN_FEATURES)):
         names = encoder.get(f"{part}_features")
         if names != list(known) and (names or part == "device"):
             raise FeatureMismatchError(
@@ -396,12 +466,25 @@ def _build(state: Mapping[str, Any], folder: Path) -> Predictor:
         transform = transform_from_json(state["label_transform"])
         devices = {str(name): _from_json(vector) for name, vector in state["devices"].items()}
         network = LatencyNetwork(
-            ModelConfig.model_validate(state["model"]), encoder.leaf_dim, encoder.device_dim, encoder.pair_dim
+            ModelConfig.model_validate(state["model"]),
+            encoder.leaf_dim,
+            encoder.device_dim,
+            encoder.joint_dim,
         )
         specs = {str(name): Device.from_json(spec) for name, spec in state["specs"].items()}
         training = dict(state["training"])
         calibration = (
             Calibration.from_arrays(state["calibration"], arrays) if "calibration" in state else None
+        )
+        compiled = {
+            name.removeprefix("compiled_"): value
+            for name, value in arrays.items()
+            if name.startswith("compiled_")
+        }
+        compiled_calibration = (
+            Calibration.from_arrays(state["compiled_calibration"], compiled)
+            if "compiled_calibration" in state
+            else None
         )
         familiarity = (
             Familiarity.from_arrays(state["familiarity"], arrays, encoder) if "familiarity" in state else None
@@ -415,7 +498,17 @@ def _build(state: Mapping[str, Any], folder: Path) -> Predictor:
     except RuntimeError as err:
         raise PredictorError(f"{folder}: weights do not fit the network of {_JSON_FILE}: {err}") from err
     network.eval()
-    return Predictor(network, encoder, transform, devices, training, calibration, familiarity, specs)
+    return Predictor(
+        network,
+        encoder,
+        transform,
+        devices,
+        training,
+        calibration,
+        familiarity,
+        specs,
+        compiled_calibration=compiled_calibration,
+    )
 
 
 def _to_json(vector: NDArray[np.float64]) -> list[float | None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from cdmpp.device import Device
     from cdmpp.predictor.arrays import GeneralInputs, LabelledArrays
     from cdmpp.predictor.trainer import ProgressCallback, Trainer, TrainerState
+
+logger = logging.getLogger(__name__)
 
 CHECKPOINT_FILE = "checkpoint.safetensors"
 HISTORY_FILE = "history.jsonl"
@@ -146,6 +149,7 @@ def prepare(config: Config, data: TrainingData, split: Split) -> Fitted:
     from cdmpp.device import DEVICE_FEATURES
     from cdmpp.predictor.pair_features import PAIR_FEATURES
     from cdmpp.predictor.trainer import Trainer
+    from cdmpp.profiler.codegen import CODEGEN_FEATURES
     from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURES
 
     train_rows, valid_rows = np.asarray(split.train), np.asarray(split.valid)
@@ -164,6 +168,8 @@ def prepare(config: Config, data: TrainingData, split: Split) -> Fitted:
         device_features=DEVICE_FEATURES,
         pairs=None if pairs is None else pairs[train_rows],
         pair_features=PAIR_FEATURES,
+        codes=_training_counts(config, data, train_rows),
+        code_features=CODEGEN_FEATURES,
         clip=config.encoder.clip,
     )
     arrays = encode(data, encoder, config.label.relative_to, pairs)
@@ -180,7 +186,7 @@ def prepare(config: Config, data: TrainingData, split: Split) -> Fitted:
         arrays.take(valid_rows),
         encoder.leaf_dim,
         encoder.device_dim,
-        encoder.pair_dim,
+        encoder.joint_dim,
         arrays.unlabelled(np.asarray(split.adapt)),
     )
     return Fitted(
@@ -202,7 +208,24 @@ def general_inputs(data: TrainingData, encoder: FeatureEncoder, device_rows: tor
     on_gpu = np.array([data.devices[name].kind == "gpu" for name in sorted(data.devices)])[:, None]
     rows = np.where(on_gpu, encoder.general_devices(device_rows.numpy()), device_rows.numpy())
     keep = np.where(on_gpu, encoder.general_pairs(), np.float32(1))
+    keep = np.pad(keep, ((0, 0), (0, encoder.code_dim)), constant_values=1)
     return GeneralInputs(torch.from_numpy(rows), torch.from_numpy(keep))
+
+
+def _training_counts(
+    config: Config, data: TrainingData, rows: NDArray[np.int64]
+) -> NDArray[np.float32] | None:
+    """Instruction counts of these rows, NaN where unknown; None where the network is not to be told any."""
+    if not config.model.compiled_part:
+        return None
+    counts = data.codegen_counts()
+    if counts is None or np.isnan(counts[rows]).all():
+        logger.warning(
+            "the training programs have no instruction counts, so the network cannot be told any: cdmpp codegen DIR "
+            "makes them"
+        )
+        return None
+    return counts[rows]
 
 
 def raw_pairs(data: TrainingData) -> NDArray[np.float64]:
@@ -243,6 +266,10 @@ def encode(
         else encoder.encode_pairs(pairs)
     )
     reference = pair_reference_s(data, relative_to) if relative_to not in ("", "none") else None
+    counts = data.codegen_counts()
+    if encoder.code_dim:
+        known = np.full((len(data), len(encoder.code_features)), np.nan) if counts is None else counts
+        encoded = np.concatenate([encoded, encoder.encode_codes(known)], axis=1)
     return LabelledArrays(
         PackedPrograms.pack([data.asts[program] for program in programs], encoder),
         torch.from_numpy(encoder.encode_devices(np.stack([vectors[name] for name in devices]))),
@@ -252,7 +279,8 @@ def encode(
         data.labels["latency_s"].to_numpy(dtype=np.float64),
         reference,
         group=data.labels.groupby(["task", "device"], observed=True).ngroup().to_numpy(dtype=np.int64),
-        codegen=data.codegen_counts(),
+        codegen=counts,
+        code_dim=encoder.code_dim,
     )
 
 
@@ -360,7 +388,7 @@ def _fingerprint(config: Config, data: TrainingData, split: Split) -> str:
     for column in ("program", "device"):
         digest.update("\n".join(data.labels[column]).encode())
     digest.update(data.labels["latency_s"].to_numpy(dtype=np.float64).tobytes())
-    counts = data.codegen_counts() if config.loss.codegen_weight else None
+    counts = data.codegen_counts() if config.loss.codegen_weight or config.model.compiled_part else None
     if counts is not None:
         digest.update(counts.tobytes())
     for rows in (split.train, split.valid, split.adapt):

@@ -30,6 +30,7 @@ def evaluate(
     split: Split | str | None = None,
     by: Sequence[str] = ("device", "network"),
     part: str = "test",
+    compiled: bool = False,
 ) -> dict[str, Any]:
     """Score a predictor; the result is the content of ``cdmpp evaluate --json``.
 
@@ -47,23 +48,35 @@ def evaluate(
         Groupings: device, network, task, family, origin.
     part
         Part of the split to score: train, valid or test.
+    compiled
+        Whether the predictor is told the instructions of the compiled programs that have counts
+        (``cdmpp codegen``); the others are predicted without.
 
     Returns
     -------
     ``{"overall": {...}, "groups": {grouping: {group: {...}}}, "split": str, "part": str, "seed": int,
-    "n_trained_tasks": int}``; the last is the number of scored records whose task was trained on.
+    "n_trained_tasks": int, "n_compiled": int}``; the last two are the numbers of scored records whose task was trained
+    on, and of whose instructions the predictor was told.
     Metrics are defined in :mod:`cdmpp.report.metrics`. ``overall`` holds besides, as ``interval``, how well the
     predictor's 90 % intervals hold (:func:`cdmpp.predictor.uncertainty.interval_metrics`), None without any.
 
     Raises
     ------
     PredictorError
-        No records to score, or an unknown part or grouping.
+        No records to score, or an unknown part or grouping; ``compiled`` where the predictor takes no instructions or
+        no record has any.
     SplitError
         The split cannot be made of this data.
     """
     name, rows = rows_to_score(predictor, data, split, part)
-    return evaluate_rows(predictor, data, rows, predict_rows(predictor, data, rows), by, name, part)
+    told = int(data.counted(rows).sum()) if compiled else 0
+    if compiled and not predictor.encoder.code_dim:
+        raise PredictorError("this predictor was not trained to be told a program's instructions")
+    if compiled and not told:
+        raise PredictorError("no scored program has instruction counts: cdmpp codegen DIR makes them")
+    predicted_s = predict_rows(predictor, data, rows, compiled)
+    scores = evaluate_rows(predictor, data, rows, predicted_s, by, name, part, compiled)
+    return {**scores, "n_compiled": told}
 
 
 def evaluate_rows(
@@ -74,6 +87,7 @@ def evaluate_rows(
     by: Sequence[str],
     name: str,
     part: str = "test",
+    compiled: bool = False,
 ) -> dict[str, Any]:
     """What :func:`evaluate` gives, of predictions (n,) made already for these rows (n,) of split ``name``."""
     trained = set(predictor.training.get("tasks", ()))
@@ -83,7 +97,7 @@ def evaluate_rows(
     scores = score(data, rows, predicted_s, by)
     table = data.labels.iloc[rows]
     scores["overall"]["interval"] = interval_metrics(
-        predictor.calibration,
+        predictor.compiled_calibration if compiled else predictor.calibration,
         table["latency_s"].to_numpy(dtype=np.float64),
         predicted_s,
         table["task"].tolist(),
@@ -115,8 +129,10 @@ def score(
     return {"overall": evaluate_predictions(*columns), "groups": evaluate_groups(*columns, groups)}
 
 
-def predict_rows(predictor: Predictor, data: TrainingData, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Predicted seconds for these rows of the label table, float64 (n,)."""
+def predict_rows(
+    predictor: Predictor, data: TrainingData, rows: NDArray[np.int64], compiled: bool = False
+) -> NDArray[np.float64]:
+    """Predicted seconds for these rows of the label table, float64 (n,); ``compiled`` as of :func:`evaluate`."""
     table = data.labels.iloc[rows]
     names = sorted(table["device"].unique())
     number = {name: i for i, name in enumerate(names)}
@@ -124,7 +140,9 @@ def predict_rows(predictor: Predictor, data: TrainingData, rows: NDArray[np.int6
     by_name = predictor.devices.keys() if not predictor.transform.relative else ()
     devices = [name if name in by_name else data.devices[name] for name in names]
     index = np.asarray([number[name] for name in table["device"]], dtype=np.int64)
-    return predictor.predict_pairs([data.asts[program] for program in table["program"]], devices, index)
+    counts = data.codegen_counts() if compiled else None
+    told = None if counts is None else counts[rows]
+    return predictor.predict_pairs([data.asts[program] for program in table["program"]], devices, index, told)
 
 
 def rows_to_score(

@@ -224,11 +224,15 @@ class Trainer:
         return training_batches(lengths, self._config.batch_size, rng)
 
     def _as_unseen(self, size: int) -> NDArray[np.bool_] | None:
-        """Examples of this step of whose devices the network is told what carries over alone; resuming draws the same."""
+        """Examples of this step of whose devices the network is told what carries over alone."""
         part = self.network.config.general_part
         if not part or self._train.general is None:
             return None
-        rng = np.random.default_rng([self._config.seed, self._state.step, 2])
+        return self._draw(size, part, 2)
+
+    def _draw(self, size: int, part: float, purpose: int) -> NDArray[np.bool_]:
+        """This part of the examples of this step, by seed and step alone, so that a resumed run draws the same."""
+        rng = np.random.default_rng([self._config.seed, self._state.step, purpose])
         drawn: NDArray[np.bool_] = rng.random(size) < part
         return drawn
 
@@ -236,7 +240,8 @@ class Trainer:
         """One update; gives the loss and, of it, the discrepancy before its weight."""
         where, terms = self._where, self._terms
         index = torch.from_numpy(rows)
-        batch, device = self._train.batch(rows, where, self._as_unseen(len(rows)))
+        compiled = self._draw(len(rows), self.network.config.compiled_part, 3)
+        batch, device = self._train.batch(rows, where, self._as_unseen(len(rows)), compiled)
         reference = None if self._log_reference is None else self._log_reference[index].to(where)
         log_latency = self._log_latency[index].to(where)
         embedding = self.network.embed(batch, device)
@@ -267,7 +272,7 @@ class Trainer:
         return float(loss.detach()), float(cmd.detach())
 
     def _target_batch(self, size: int) -> tuple[PaddedBatch, torch.Tensor]:
-        """Pairs to adapt to, drawn by seed and step alone, so that a resumed run draws the same."""
+        """Pairs to adapt to, drawn by seed and step alone."""
         assert self._adapt is not None
         rng = np.random.default_rng([self._config.seed, self._state.step, 1])
         rows = rng.choice(len(self._adapt), min(size, len(self._adapt)), replace=False)

@@ -261,7 +261,8 @@ def interval_metrics(
 def calibrated(predictor: Predictor, data: TrainingData, split: Split, seed: int = 0) -> Predictor:
     """The predictor with intervals and familiarity, both from the split it was trained with.
 
-    Intervals are calibrated on the validation part alone, see the module's text; familiarity
+    Intervals are calibrated on the validation part alone, see the module's text, those of predictions that are told
+    the compiled program's instructions on its programs that have counts; familiarity
     (:mod:`cdmpp.predictor.familiarity`) is fitted to the training part, its threshold to the validation part.
 
     Raises
@@ -275,15 +276,24 @@ def calibrated(predictor: Predictor, data: TrainingData, split: Split, seed: int
     rows = np.asarray(split.valid, dtype=np.int64)
     if not len(rows) or not len(split.train):
         raise PredictorError("calibrating needs training and validation records")
-    table = data.labels.iloc[rows]
-    calibration = Calibration.fit(
-        table["latency_s"].to_numpy(dtype=np.float64),
-        predict_rows(predictor, data, rows),
-        table["task"].tolist(),
-        table["device"].tolist(),
-        "record" if split.kind == "within_task" else "task",
-    )
+
+    def fit(chosen: NDArray[np.int64], compiled: bool = False) -> Calibration:
+        table = data.labels.iloc[chosen]
+        return Calibration.fit(
+            table["latency_s"].to_numpy(dtype=np.float64),
+            predict_rows(predictor, data, chosen, compiled),
+            table["task"].tolist(),
+            table["device"].tolist(),
+            "record" if split.kind == "within_task" else "task",
+        )
+
+    counted = rows[data.counted(rows)] if predictor.encoder.code_dim else rows[:0]
     familiarity = Familiarity.fit(
         predictor.encoder, data, np.asarray(split.train, dtype=np.int64), rows, seed
     )
-    return replace(predictor, calibration=calibration, familiarity=familiarity)
+    return replace(
+        predictor,
+        calibration=fit(rows),
+        familiarity=familiarity,
+        compiled_calibration=fit(counted, True) if len(counted) else None,
+    )

@@ -133,7 +133,7 @@ def test_unknown_settings_are_refused():
         CdmppModel().predict(None, np.array([0]))
 
 
-def test_the_oracle_needs_instruction_counts_and_uses_them(data):
+def test_one_needs_instruction_counts_and_uses_them(data):
     split = split_data("within_task:seed=0", data)
     with pytest.raises(PredictorError, match="cdmpp codegen"):
         make_model("xgboost-ast-codegen", rounds=2).fit(data, split)

@@ -18,12 +18,12 @@ MODEL_NAMES: tuple[str, ...] = (
     "ours", "xgboost-perstore", "xgboost-ast", "released", "lstm", "task-median", "roofline",
 )  # fmt: skip
 
-#: Models that are told what no predictor knows: how much better one could be that knew it too.
-ORACLE_NAMES: tuple[str, ...] = ("xgboost-ast-codegen",)
+#: Models that are told what a compilation tells: the instructions of each program.
+COMPILED_NAMES: tuple[str, ...] = ("xgboost-ast-codegen",)
 
 __all__ = [
     "MODEL_NAMES",
-    "ORACLE_NAMES",
+    "COMPILED_NAMES",
     "CdmppModel",
     "LatencyModel",
     "TaskMedian",
@@ -40,7 +40,7 @@ def make_model(name: str, seed: int = 0, **options: Any) -> LatencyModel:
     Parameters
     ----------
     name
-        One of :data:`MODEL_NAMES` or :data:`ORACLE_NAMES`.
+        One of :data:`MODEL_NAMES` or :data:`COMPILED_NAMES`.
     seed
         Of initialisation, order and sampling; models without chance ignore it.
     options
@@ -56,7 +56,7 @@ def make_model(name: str, seed: int = 0, **options: Any) -> LatencyModel:
         config = options.pop("config", None)
         config = config_from_dict(config) if config is None or isinstance(config, Mapping) else config
         return CdmppModel(config.model_copy(update={"train": _seeded(config.train, seed)}), **options)
-    if name in ("xgboost-perstore", "xgboost-ast", *ORACLE_NAMES):
+    if name in ("xgboost-perstore", "xgboost-ast", *COMPILED_NAMES):
         return XGBoostModel(name.removeprefix("xgboost-"), seed=seed, **options)
     if name == "released":
         from cdmpp.predictor.baselines import released

@@ -35,8 +35,8 @@ class XGBoostModel(LatencyModel):
     features
         ``"perstore"``: sum, maximum and number of PerStoreFeature rows (TVM's features). ``"ast"``: sum,
         maximum and number of the compact AST's leaves, after a signed logarithm, to compare features with one
-        model. ``"ast-codegen"``: these and the instruction counts of the compiled program, which no predictor
-        has: an oracle.
+        model. ``"ast-codegen"``: these and the instruction counts of the compiled program, which need a
+        compilation.
     vectors
         Precomputed per-store vectors, program hash -> (329,); None collects them from the dataset.
     params

@@ -1,0 +1,172 @@
+"""Predictions that are told the instructions of the compiled program, by a network that can also do without."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cdmpp.device import get_device
+from cdmpp.errors import PredictorError
+from cdmpp.predictor import Predictor, evaluate
+from cdmpp.predictor.compiled import instruction_counts
+from cdmpp.predictor.run import prepare, train
+from cdmpp.predictor.splitting import split_data
+from cdmpp.profiler.build import code_key
+from cdmpp.profiler.codegen import CODEGEN_FEATURES
+
+SPEC = "within_task:seed=0"
+
+
+@pytest.fixture(scope="module")
+def counted(data):
+    """Programs that a compiler makes up to e^2 times slower, which their counts alone tell; every eighth has none."""
+    rng = np.random.default_rng(0)
+    hidden = {program: rng.uniform(-2, 2) for program in data.asts}
+    codes = {code_key(dict(device.target)) for device in data.devices.values()}
+    counts = {
+        (program, code): np.full(len(CODEGEN_FEATURES), np.exp(4 + hidden[program]), dtype=np.float32)
+        for i, program in enumerate(data.asts)
+        for code in codes
+        if i % 8
+    }
+    factor = np.exp([hidden[program] for program in data.labels["program"]])
+    labels = data.labels.assign(latency_s=data.labels["latency_s"] * factor)
+    return replace(data, labels=labels, codegen=counts)
+
+
+def options(config, part=0.5, epochs=25):
+    model = config.model.model_copy(update={"compiled_part": part})
+    training = config.train.model_copy(update={"epochs": epochs, "patience": epochs, "batch_size": 32})
+    split = config.split.model_copy(update={"spec": SPEC})
+    return config.model_copy(update={"model": model, "train": training, "split": split})
+
+
+@pytest.fixture(scope="module")
+def trained(counted, tmp_path_factory):
+    from cdmpp.predictor.config import config_from_dict
+
+    small = {"dim": 16, "layers": 1, "heads": 2, "ffn_dim": 32, "embedding_dim": 16, "decoder_dim": 32}
+    config = config_from_dict({"model": small, "train": {"learning_rate": 0.01, "threads": 1}})
+    torch.set_num_threads(1)
+    return train(options(config), counted, tmp_path_factory.mktemp("run") / "run")
+
+
+def test_being_told_the_instructions_helps_and_doing_without_works(trained, counted):
+    told = evaluate(trained.predictor, counted, trained.split, by=(), compiled=True)
+    without = evaluate(trained.predictor, counted, trained.split, by=())
+    assert told["overall"]["mape"] < 0.6 * without["overall"]["mape"]
+    assert without["overall"]["spearman"] > 0.3, "the rest of the latency is learnt all the same"
+    assert (without["n_compiled"], told["n_compiled"]) == (0, int(counted.counted(trained.split.test).sum()))
+    assert told["n_compiled"] < told["overall"]["n"], "programs without counts are predicted without"
+
+
+def test_intervals_are_of_the_kind_of_prediction(trained):
+    wide, narrow = trained.predictor.calibration, trained.predictor.compiled_calibration
+    assert narrow.half_width("fast", 0.8) < 0.8 * wide.half_width("fast", 0.8)
+
+
+def test_programs_without_counts_are_predicted_alike(trained, counted):
+    predictor = trained.predictor
+    asts = list(counted.asts.values())[:6]
+    unknown = np.full((6, len(CODEGEN_FEATURES)), np.nan, dtype=np.float32)
+    device = counted.devices["fast"]
+    plain = predictor.predict_features(asts, device)
+    assert np.array_equal(predictor.predict_features(asts, device, unknown), plain)
+
+
+def test_saved_and_loaded_it_is_the_same(trained, counted, tmp_path: Path):
+    trained.predictor.save(tmp_path)
+    loaded = Predictor.load(tmp_path)
+    asts = list(counted.asts.values())[:5]
+    counts = np.stack([np.full(len(CODEGEN_FEATURES), value, np.float32) for value in (1, 10, 50, 100, 400)])
+    device = counted.devices["slow"]
+    expected = trained.predictor.predict_features(asts, device, counts)
+    assert np.array_equal(loaded.predict_features(asts, device, counts), expected)
+    assert loaded.compiled_calibration.half_width("slow", 0.8) == pytest.approx(
+        trained.predictor.compiled_calibration.half_width("slow", 0.8)
+    )
+    state = json.loads((tmp_path / "predictor.json").read_text())
+    state["encoder"]["code_features"][0] = "another"
+    (tmp_path / "predictor.json").write_text(json.dumps(state))
+    with pytest.raises(PredictorError, match="code features"):
+        Predictor.load(tmp_path)
+
+
+def test_half_of_the_examples_of_a_batch_are_told(counted, config):
+    arrays = prepare(options(config, epochs=1), counted, split_data(SPEC, counted)).arrays
+    rows = np.arange(len(arrays))
+    _, plain = arrays.batch(rows, torch.device("cpu"))
+    assert not plain[:, -arrays.code_dim :].any(), "none unless asked for"
+    told = rows % 2 == 0
+    _, half = arrays.batch(rows, torch.device("cpu"), compiled=told)
+    known = half[:, -1].bool().numpy()
+    assert np.array_equal(known, told & counted.counted(rows))
+    assert torch.equal(half[:, : -arrays.code_dim], plain[:, : -arrays.code_dim])
+
+
+def test_without_counts_in_the_data_nothing_is_told(data, config, caplog):
+    fitted = prepare(options(config, epochs=1), data, split_data(SPEC, data))
+    assert fitted.encoder.code_dim == 0 and "cdmpp codegen" in caplog.text
+    predictor = fitted.predictor(fitted.trainer.fit().best, {})
+    with pytest.raises(PredictorError, match="compiled_part"):
+        predictor.predict(list(data.asts.values())[:1], data.devices["fast"], compiled=True)
+    with pytest.raises(PredictorError, match="instructions"):
+        evaluate(predictor, data, SPEC, compiled=True)
+
+
+def test_data_without_counts_is_not_scored_as_compiled(trained, data):
+    with pytest.raises(PredictorError, match="cdmpp codegen"):
+        evaluate(trained.predictor, data, SPEC, compiled=True)
+
+
+def test_an_ast_cannot_be_compiled(trained, counted):
+    with pytest.raises(PredictorError, match="CompactAST"):
+        trained.predictor.predict(
+            next(iter(counted.asts.values())), get_device("xeon-cascadelake-2.5ghz@1"), compiled=True
+        )
+
+
+@pytest.mark.parametrize("name", ["graviton3@1", "h200"])
+def test_other_devices_are_refused(name: str):
+    with pytest.raises(PredictorError, match="x86"):
+        instruction_counts([], get_device(name))
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
+def test_programs_are_compiled_for_the_device_not_for_this_machine():
+    from cdmpp.program.tvm_env import import_tvm
+
+    tvm = import_tvm()
+    from tvm import te
+
+    a = te.placeholder((256,), name="a")
+    func = te.create_prim_func([a, te.compute((256,), lambda i: a[i] * 2.0, name="b")])
+    at = {name: i for i, name in enumerate(CODEGEN_FEATURES)}
+    wide = instruction_counts([func, tvm.IRModule({"main": func})], get_device("epyc-7763@1"))
+    narrow = instruction_counts([func], get_device("xeon-cascadelake-2.5ghz.x86-64-v2@1"))
+    assert np.array_equal(wide[0], wide[1])
+    assert wide[0, at["program_load_y"]] + wide[0, at["program_fp_y"]] > 0
+    assert narrow[0, at["program_fp_x"]] > 0 and narrow[0, at["program_load_y"]] == 0
+
+
+def test_what_does_not_compile_is_told_and_predicted_without(monkeypatch, caplog):
+    import cdmpp.profiler.build as build
+    from cdmpp.program.tvm_env import import_tvm
+
+    import_tvm()
+    from tvm import te
+
+    def fail(*_):
+        raise RuntimeError("LLVM: cannot select")
+
+    monkeypatch.setattr(build, "compile_to_shared_object", fail)
+    a = te.placeholder((8,), name="a")
+    func = te.create_prim_func([a, te.compute((8,), lambda i: a[i] * 2.0, name="b")])
+    rows = instruction_counts([func], get_device("xeon-cascadelake-2.5ghz@1"))
+    assert np.isnan(rows).all() and "cannot select" in caplog.text
