@@ -153,7 +153,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     from cdmpp.predictor import gather, load_config
-    from cdmpp.predictor.baselines import MODEL_NAMES, COMPILED_NAMES
+    from cdmpp.predictor.baselines import COMPILED_NAMES, MODEL_NAMES
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--data", nargs="+", default=["data"], metavar="DIR")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cdmpp.tuner.cost_model import CostModel
+    from cdmpp.tuner.deployment import import_network
     from cdmpp.tuner.measure import Measurer, cpu_measurer
     from cdmpp.tuner.metaschedule import builder_and_runner
     from cdmpp.tuner.objective import Objective
@@ -28,6 +29,7 @@ _HOME = {
     "ValidityModel": "cdmpp.tuner.validity",
     "builder_and_runner": "cdmpp.tuner.metaschedule",
     "cpu_measurer": "cdmpp.tuner.measure",
+    "import_network": "cdmpp.tuner.deployment",
     "train_validity": "cdmpp.tuner.validity",
     "tune": "cdmpp.tuner.tuning",
     "tune_tasks": "cdmpp.tuner.tuning",
@@ -43,6 +45,7 @@ __all__ = [
     "ValidityModel",
     "builder_and_runner",
     "cpu_measurer",
+    "import_network",
     "train_validity",
     "tune",
     "tune_tasks",

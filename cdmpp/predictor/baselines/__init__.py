@@ -22,8 +22,8 @@ MODEL_NAMES: tuple[str, ...] = (
 COMPILED_NAMES: tuple[str, ...] = ("xgboost-ast-codegen",)
 
 __all__ = [
-    "MODEL_NAMES",
     "COMPILED_NAMES",
+    "MODEL_NAMES",
     "CdmppModel",
     "LatencyModel",
     "TaskMedian",
