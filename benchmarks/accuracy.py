@@ -159,7 +159,9 @@ def main() -> int:
     parser.add_argument("--data", nargs="+", default=["data"], metavar="DIR")
     parser.add_argument("--config", default="configs/cpu.yaml", help="of our predictor")
     parser.add_argument("--splits", nargs="+", default=list(SPLITS), choices=SPLITS)
-    parser.add_argument("--models", nargs="+", default=list(MODEL_NAMES), choices=MODEL_NAMES + COMPILED_NAMES)
+    parser.add_argument(
+        "--models", nargs="+", default=list(MODEL_NAMES), choices=MODEL_NAMES + COMPILED_NAMES
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--tasks", nargs="+", type=int, default=[5, 10, 20], help="K of few_shot")
     parser.add_argument("--few-shot-seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])

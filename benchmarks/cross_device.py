@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from cross_device_report import goals, percent, tables
+from kept_rows import KeptGroups
 
 from cdmpp.errors import CdmppError
 
@@ -50,31 +51,6 @@ if TYPE_CHECKING:
 
 FILES = ("neusight_ops.parquet", "neusight_traces.parquet", "neusight_e2e.csv")
 DEVICES = "neusight_devices.csv"
-
-
-class Results:
-    """What is done, kept in a file after every step."""
-
-    def __init__(self, path: Path | None, notes: dict[str, Any]) -> None:
-        self._path = path
-        self.content: dict[str, Any] = {"notes": notes, "devices": {}, "goals": {}}
-        if path is not None and path.exists():
-            before = json.loads(path.read_text(encoding="utf-8"))
-            then, now = before["notes"]["options"], notes["options"]
-            differ = [key for key in {**then, **now} if then.get(key) != now.get(key)]
-            if differ:
-                sys.exit(f"{path} holds results of another {', '.join(differ)}: choose another file")
-            self.content["devices"] = before["devices"]
-
-    def of(self, device: str) -> dict[str, Any]:
-        return self.content["devices"].setdefault(device, {})
-
-    def write(self) -> None:
-        self.content["goals"] = goals(self.content["devices"])
-        if self._path is not None:
-            temporary = self._path.with_name(self._path.name + ".tmp")
-            temporary.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
-            temporary.replace(self._path)
 
 
 @dataclass(frozen=True)
@@ -266,7 +242,7 @@ def unresolved(path: Path) -> list[str]:
     return unknown
 
 
-def evaluate_device(bench: Bench, given: Predictor | None, device: str, results: Results) -> None:
+def evaluate_device(bench: Bench, given: Predictor | None, device: str, results: KeptGroups) -> None:
     from cdmpp.device import get_device
     from cdmpp.predictor import few_shot
     from cdmpp.report.search_cost import nearest_device
@@ -376,7 +352,7 @@ def main() -> int:
         "machine": platform.processor() or platform.machine(),
         "versions": {name: metadata.version(name) for name in ("cdmpp", "torch", "scikit-learn")},
     }
-    results = Results(args.json, notes)
+    results = KeptGroups(args.json, notes, "devices", ("goals", goals))
     given = None
     if args.predictor:
         given = Predictor.default() if args.predictor == "default" else Predictor.load(args.predictor)

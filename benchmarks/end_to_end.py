@@ -41,6 +41,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kept_rows import write_json
+
 if TYPE_CHECKING:
     from cdmpp.device import Device
     from cdmpp.endtoend.report import LayerLatency
@@ -91,10 +93,7 @@ class Measured:
     def add(self, key: str, row: Mapping[str, Any]) -> None:
         """Keep what was measured of a network."""
         self.rounds(key).append(dict(row))
-        temporary = self._path.with_name(self._path.name + ".tmp")
-        content = {"format": FORMAT, "rows": self.rows}
-        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(self._path)
+        write_json(self._path, {"format": FORMAT, "rows": self.rows})
 
 
 @dataclass(frozen=True)

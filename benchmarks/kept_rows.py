@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,55 @@ class KeptRows:
         if self._path is None:
             return
         content = self.rows if self._notes is None else {"notes": self._notes, "rows": self.rows}
-        temporary = self._path.with_name(self._path.name + ".tmp")
-        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(self._path)
+        write_json(self._path, content)
+
+
+class KeptGroups:
+    """What is done of each group (a device, a kernel), with what follows from all of it, written after every step.
+
+    Parameters
+    ----------
+    path
+        The file, read if it is there; None keeps nothing. SystemExit if it was made with other ``notes["options"]``.
+    notes
+        Written beside it; under ``options`` what results depend on.
+    groups
+        What the groups are called in the file.
+    summary
+        A name in the file and what makes its value of all groups.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        notes: dict[str, Any],
+        groups: str,
+        summary: tuple[str, Callable[[dict[str, Any]], Any]],
+    ) -> None:
+        self._path, self._groups, self._summary = path, groups, summary
+        self.content: dict[str, Any] = {"notes": notes, groups: {}, summary[0]: {}}
+        if path is not None and path.exists():
+            before = json.loads(path.read_text(encoding="utf-8"))
+            then, now = before["notes"]["options"], notes["options"]
+            differ = [key for key in {**then, **now} if then.get(key) != now.get(key)]
+            if differ:
+                sys.exit(f"{path} holds results of another {', '.join(differ)}: choose another file")
+            self.content[groups] = before[groups]
+
+    def of(self, group: str) -> dict[str, Any]:
+        """What is done of a group, to be added to."""
+        return self.content[self._groups].setdefault(group, {})
+
+    def write(self) -> None:
+        """Keep what was added."""
+        name, made = self._summary
+        self.content[name] = made(self.content[self._groups])
+        if self._path is not None:
+            write_json(self._path, self.content)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a file that is there as a whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)

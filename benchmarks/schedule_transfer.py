@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from kept_rows import KeptGroups
 from numpy.typing import NDArray
 
 from cdmpp.errors import CdmppError
@@ -50,31 +51,6 @@ METHODS = ("cdmpp", "cdmpp_online", "nearest", "others", "random_expected", "ran
 
 #: Program hash -> seconds, infinite for a failure.
 Latencies = Mapping[str, float]
-
-
-class Results:
-    """What is done, kept in a file after every step."""
-
-    def __init__(self, path: Path | None, notes: dict[str, Any]) -> None:
-        self._path = path
-        self.content: dict[str, Any] = {"notes": notes, "kernels": {}, "summary": {}}
-        if path is not None and path.exists():
-            before = json.loads(path.read_text(encoding="utf-8"))
-            then, now = before["notes"]["options"], notes["options"]
-            differ = [key for key in {**then, **now} if then.get(key) != now.get(key)]
-            if differ:
-                sys.exit(f"{path} holds results of another {', '.join(differ)}: choose another file")
-            self.content["kernels"] = before["kernels"]
-
-    def of(self, kernel: str) -> dict[str, Any]:
-        return self.content["kernels"].setdefault(kernel, {})
-
-    def write(self) -> None:
-        self.content["summary"] = summary(self.content["kernels"])
-        if self._path is not None:
-            temporary = self._path.with_name(self._path.name + ".tmp")
-            temporary.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
-            temporary.replace(self._path)
 
 
 def imported(path: Path, work: Path) -> Path:
@@ -320,7 +296,7 @@ def main() -> int:
         "machine": platform.processor() or platform.machine(),
         "versions": {name: metadata.version(name) for name in ("cdmpp", "torch", "scikit-learn")},
     }
-    results = Results(args.json, notes)
+    results = KeptGroups(args.json, notes, "kernels", ("summary", summary))
     args.work.mkdir(parents=True, exist_ok=True)
     view = load_datasets(imported(args.data, args.work))
     known = latencies(view, args.candidates, args.seed)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.kept_rows import KeptRows
+from benchmarks.kept_rows import KeptGroups, KeptRows
 
 
 @pytest.mark.parametrize("notes", [None, {"seed": 3}])
@@ -35,3 +35,22 @@ def test_without_a_file_nothing_is_written(tmp_path: Path, monkeypatch: pytest.M
     kept = KeptRows(None, {})
     kept.add({"model": "a"})
     assert kept.find(model="a") == {"model": "a"} and not list(tmp_path.iterdir())
+
+
+def test_groups_go_on_where_they_were_and_other_options_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    notes = {"options": {"seed": 3}}
+    summary = ("total", lambda groups: sum(group["n"] for group in groups.values()))
+    kept = KeptGroups(path, notes, "devices", summary)
+    kept.of("a")["n"] = 2
+    kept.write()
+    again = KeptGroups(path, notes, "devices", summary)
+    again.of("b")["n"] = 3
+    again.write()
+    expected = {"notes": notes, "devices": {"a": {"n": 2}, "b": {"n": 3}}, "total": 5}
+    assert json.loads(path.read_text()) == expected
+    with pytest.raises(SystemExit, match="another seed"):
+        KeptGroups(path, {"options": {"seed": 4}}, "devices", summary)
+    nowhere = KeptGroups(None, notes, "devices", summary)
+    nowhere.write()
+    assert nowhere.content["total"] == 0
