@@ -1,6 +1,11 @@
 """What the fork server imports once, so that each worker starts in milliseconds with TVM at hand (where there is TVM)."""
 
 import contextlib
+import signal
+
+# Ctrl-C is for the process that the user started, which ends its workers. The fork server ignores it once it serves; while it
+# imports it would print a traceback.
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 from cdmpp.errors import CdmppError
 from cdmpp.program.tvm_env import import_tvm

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from cdmpp.errors import ProgramError
 from cdmpp.program.ast import AstBuilder
 from cdmpp.program.tvm_env import import_tvm, structural_hash
+from cdmpp.tuner import interrupt
 from cdmpp.tuner.online import Anchors, OnlineModel
 from cdmpp.tuner.prior import Encoded, make_prior
 
@@ -111,6 +112,7 @@ class CostModel(PyCostModel):
 
         Programs that failed when they were measured, and those that cannot be read, have a score of 0.
         """
+        interrupt.answer()
         seconds = self.predict_s(context, candidates)
         task = _task(context)
         finite = seconds[np.isfinite(seconds)]

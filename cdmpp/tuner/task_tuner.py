@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import random
-import signal
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +14,7 @@ from cdmpp.profiler.build import BuildJob
 from cdmpp.program.space import CUDA_SPACE_TARGET, program_of_schedule, unscheduled
 from cdmpp.program.tvm_env import import_tvm, quiet, structural_hash
 from cdmpp.program.types import Program, Space, Task
+from cdmpp.tuner import interrupt
 from cdmpp.tuner.untuned import DEFAULT, default_schedule
 
 if TYPE_CHECKING:
@@ -78,36 +76,6 @@ class Candidate:
     def hash(self) -> str:
         """Of the program."""
         return self.job.program.hash
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let Ctrl-C inside of TVM be Ctrl-C: its C++ side turns every exception of a callback into its own error."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    heard: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def hear(number: int, frame: Any) -> None:
-        heard.append(number)
-        handler = before[signal.Signals(number)]
-        if callable(handler):
-            handler(number, frame)
-
-    # Signals that are ignored or end the process go on doing so.
-    caught = [number for number, handler in before.items() if callable(handler)]
-    for number in caught:
-        signal.signal(number, hear)
-    try:
-        yield
-    except Exception as err:  # TVM's own error types
-        if heard:
-            raise KeyboardInterrupt from err
-        raise
-    finally:
-        for number in caught:
-            signal.signal(number, before[number])
 
 
 class TaskTuner:
@@ -212,7 +180,7 @@ class TaskTuner:
 
     def propose(self) -> list[Candidate] | None:
         """The next candidates, none of them proposed before; None where the space gives none."""
-        with _interruptible():
+        with interrupt.held_back():
             found = self.context.generate_measure_candidates()
         if found is None:
             return None

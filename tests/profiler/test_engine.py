@@ -196,3 +196,9 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert 'if __name__ == "__main__"' in done.stderr.strip().splitlines()[-1]
+
+
+def test_what_workers_are_forked_from_is_deaf_to_ctrl_c() -> None:
+    code = "import cdmpp.profiler._preload, signal; signal.raise_signal(signal.SIGINT); print('alive')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "alive" and "Traceback" not in done.stderr
