@@ -24,7 +24,7 @@ def run_demo(console: Console, config_path: str, data: Sequence[str] | None, out
         The data or the configuration is not there.
     """
     from cdmpp.cli_render import CountBar, TrainTable, show_metrics, show_summary
-    from cdmpp.predictor import gather, load_config, split_data
+    from cdmpp.predictor import evaluate, gather, load_config, split_data
     from cdmpp.predictor.baselines import CdmppModel, TaskMedian, XGBoostModel, evaluate_models
     from cdmpp.predictor.baselines.per_store import collect_per_store
     from cdmpp.predictor.run import train
@@ -66,9 +66,15 @@ def run_demo(console: Console, config_path: str, data: Sequence[str] | None, out
         **evaluate_models(models[:1], gathered, split, fit=False),
         **evaluate_models(models[1:], gathered, split),
     }
-    show_metrics(
-        console, f"held-out networks: {held_out}", {name: s["overall"] for name, s in scores.items()}
-    )
+    rows = {name: found["overall"] for name, found in scores.items()}
+    if result.predictor.encoder.code_dim and gathered.counted(split.test).any():
+        told = evaluate(result.predictor, gathered, split, by=(), compiled=True)
+        rows["cdmpp, compiled"] = told["overall"]
+    show_metrics(console, f"held-out networks: {held_out}", rows)
+    if "cdmpp, compiled" in rows:
+        console.print(
+            "compiled: told the instructions that the compiler makes of each program, still without running it"
+        )
 
     console.print("\n[bold]3. Predict[/] a program of a held-out network, without running it")
     example = _example(gathered, split.test)
