@@ -9,7 +9,7 @@ run that goes on with the same file skips what is there. ``by_device`` is zero-s
 tests on the device's other tasks. The baselines get the same K tasks as training records (chosen at random).
 
 ``ours-compiled`` is our predictor when it is told the instructions that the compiler made of each program, where
-``model.compiled_part`` taught it that; ``xgboost-ast-codegen`` is told them too. Their distance from ours and xgboost-ast
+``model.compiled`` taught it that; ``xgboost-ast-codegen`` is told them too. Their distance from ours and xgboost-ast
 is what the compact AST does not say.
 
 The table gives mean and standard deviation over seeds (and over devices where they vary), the number of test records, and the

@@ -72,30 +72,18 @@ class PairArrays:
         return self.packed.leaves[torch.from_numpy(np.isin(of_program, self.program))]
 
     def batch(
-        self,
-        rows: NDArray[np.int64],
-        where: torch.device,
-        unseen: NDArray[np.bool_] | None = None,
-        compiled: NDArray[np.bool_] | None = None,
+        self, rows: NDArray[np.int64], where: torch.device, unseen: NDArray[np.bool_] | None = None
     ) -> tuple[PaddedBatch, torch.Tensor]:
         """What the network takes of the pairs with these numbers, on a torch device; of the ``unseen``, bool (n,), as if their
-        devices were not in training, and of the ``compiled``, bool (n,), with their instruction counts (None: of none)."""
+        devices were not in training."""
         number = torch.from_numpy(self.device[rows])
         device, pair = self.device_rows[number], self.pair[torch.from_numpy(rows)]
         if unseen is not None and self.general is not None:
             chosen = torch.from_numpy(unseen)[:, None]
             device = torch.where(chosen, self.general.device_rows[number], device)
             pair = torch.where(chosen, pair * self.general.pair_keep[number], pair)
-        if self.code_dim:
-            told = np.zeros(len(rows), bool) if compiled is None else compiled
-            pair = self._without_codes(pair, torch.from_numpy(told))
         context = torch.cat([device, pair], dim=1)
         return self.packed.batch(self.program[rows]).to(where), context.to(where)
-
-    def _without_codes(self, pair: torch.Tensor, told: torch.Tensor) -> torch.Tensor:
-        """Encoded pairs (n, joint_dim) with no instruction counts but those ``told``, bool (n,)."""
-        known = pair.shape[1] - self.code_dim
-        return torch.cat([pair[:, :known], pair[:, known:] * told[:, None]], dim=1)
 
 
 @dataclass(frozen=True)
@@ -152,10 +140,9 @@ class LabelledArrays(PairArrays):
 
     def predict(self, network: LatencyNetwork, transform: LabelTransform) -> NDArray[np.float64]:
         """Predicted seconds of every pair, shape (n,), without instruction counts."""
-        pair = (
-            self._without_codes(self.pair, torch.zeros(len(self), dtype=torch.bool))
-            if self.code_dim
-            else self.pair
-        )
+        pair = self.pair
+        if self.code_dim:
+            pair = pair.clone()
+            pair[:, -self.code_dim :] = 0
         labels = predict_labels(network, self.packed, self.program, self.device_rows, self.device, pair)
         return transform.inverse(labels, self.reference_s)

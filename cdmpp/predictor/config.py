@@ -45,10 +45,9 @@ class ModelConfig(_Section):
         trained on (:data:`cdmpp.device.GENERAL_DEVICE_FEATURES`); above 0, it is told no more of a GPU it never saw.
     embedding_dim, embedding_activation
         Size and activation of the pooled embedding; bounded (``tanh``, ``sigmoid``) so that CMD is defined.
-    compiled_part
-        Part of the examples with instruction counts (:mod:`cdmpp.profiler.codegen`) of each batch of which the network
-        is told the counts; above 0, it can be told those of a program that is to be predicted
-        (``predict(..., compiled=True)``).
+    compiled
+        Whether the network has a second decoder, which is told the instructions of the compiled program besides
+        (:mod:`cdmpp.profiler.codegen`) and learns from the programs with counts: ``predict(..., compiled=True)``.
     codegen
         Whether the network has a second head, used in training only, that predicts the instructions a compiler makes
         of the program (:mod:`cdmpp.profiler.codegen`).
@@ -68,7 +67,7 @@ class ModelConfig(_Section):
     device: Literal["film", "token", "none"] = "film"
     pairs: bool = True
     general_part: float = Field(0.0, ge=0, le=1)
-    compiled_part: float = Field(0.0, ge=0, le=1)
+    compiled: bool = False
     embedding_dim: int = Field(128, ge=1)
     embedding_activation: Literal["tanh", "sigmoid", "none"] = "tanh"
     codegen: bool = False

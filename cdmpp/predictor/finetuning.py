@@ -340,7 +340,7 @@ class _Finetuning:
             arrays.take(stop),
             encoder.leaf_dim,
             encoder.device_dim,
-            encoder.joint_dim,
+            encoder.pair_dim,
             arrays.unlabelled(target),
             _starting_weights(base, fresh),
             lambda rng: mixed_batches(len(rows.new), len(rows.replay), config.train.batch_size, rng),

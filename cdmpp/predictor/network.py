@@ -117,16 +117,19 @@ class LatencyNetwork(nn.Module):
     ----------
     config
         Sizes and variants.
-    leaf_dim, device_dim, pair_dim
-        Widths of an encoded leaf, an encoded device and an encoded pair of program and device.
+    leaf_dim, device_dim, pair_dim, code_dim
+        Widths of an encoded leaf, an encoded device, an encoded pair of program and device, and encoded instruction
+        counts, whose last column says whether they are known.
     """
 
-    def __init__(self, config: ModelConfig, leaf_dim: int, device_dim: int, pair_dim: int = 0) -> None:
+    def __init__(
+        self, config: ModelConfig, leaf_dim: int, device_dim: int, pair_dim: int = 0, code_dim: int = 0
+    ) -> None:
         super().__init__()
         self.config = config
         dim = config.dim
         self.bins = PiecewiseLinear(leaf_dim, config.bins) if config.bins else None
-        self._device_dim = device_dim
+        self._device_dim, self._pair_dim = device_dim, pair_dim
         self.pair_bins = PiecewiseLinear(pair_dim, config.bins) if config.bins and pair_dim else None
         self.leaf_projection = nn.Linear(leaf_dim * (1 + config.bins), dim)
         self.position = None if config.positional == "none" else PreOrderEncoding(dim, config.positional)
@@ -145,16 +148,17 @@ class LatencyNetwork(nn.Module):
         # sums grow with the number of leaves, so the pooled vector also carries its logarithm
         pooled_dim = dim * config.flatten_leaves if config.pooling == "flatten" else dim
         self.embedding = nn.Linear(pooled_dim + 1, config.embedding_dim)
-        widths = [decoder_in] + [config.decoder_dim] * config.decoder_layers
-        hidden: list[nn.Module] = []
-        for before, after in itertools.pairwise(widths):
-            hidden += [nn.Linear(before, after), nn.GELU(), nn.Dropout(config.dropout)]
-        self.decoder = nn.Sequential(*hidden, nn.Linear(widths[-1], 1))
+        self.decoder = _decoder(config, decoder_in)
+        self.compiled_decoder: nn.Module | None = None
+        self.code_bins: PiecewiseLinear | None = None
+        if code_dim:
+            self.code_bins = PiecewiseLinear(code_dim, config.bins) if config.bins else None
+            self.compiled_decoder = _decoder(config, decoder_in + code_dim * (1 + config.bins))
         self.codegen = nn.Linear(config.embedding_dim, len(CODEGEN_FEATURES)) if config.codegen else None
 
     def forward(self, batch: PaddedBatch, device: torch.Tensor) -> torch.Tensor:
-        """Standardised labels, shape (batch,); ``device`` is float32 (batch, device_dim + pair_dim): the encoded device
-        of each program, and the encoded pair after it."""
+        """Standardised labels, shape (batch,); ``device`` is float32 (batch, device_dim + pair_dim + code_dim): the encoded
+        device of each program, and after it the encoded pair and instruction counts."""
         return self.decode(self.embed(batch, device), device)
 
     def embed(self, batch: PaddedBatch, device: torch.Tensor) -> torch.Tensor:
@@ -207,13 +211,50 @@ class LatencyNetwork(nn.Module):
         return leaves
 
     def decode(self, embedding: torch.Tensor, device: torch.Tensor) -> torch.Tensor:
-        """Standardised labels, shape (batch,)."""
-        device, pair = device[:, : self._device_dim], device[:, self._device_dim :]
+        """Standardised labels, shape (batch,): where instruction counts are known those that are told them."""
+        labels = self.decode_plain(embedding, device)
+        known = self.counted(device)
+        if known.any():
+            labels = labels.clone()
+            labels[known] = self.decode_compiled(embedding[known], device[known])
+        return labels
+
+    def counted(self, device: torch.Tensor) -> torch.Tensor:
+        """Of which programs instruction counts are known, bool (batch,)."""
+        if self.compiled_decoder is None:
+            return torch.zeros(len(device), dtype=torch.bool, device=device.device)
+        return device[:, -1] > 0
+
+    def decode_plain(self, embedding: torch.Tensor, device: torch.Tensor) -> torch.Tensor:
+        """Standardised labels without instruction counts, shape (batch,)."""
+        return self.decoder(torch.cat(self._decoder_parts(embedding, device), dim=1)).squeeze(-1)
+
+    def decode_compiled(self, embedding: torch.Tensor, device: torch.Tensor) -> torch.Tensor:
+        """Standardised labels told the instruction counts, shape (batch,), which have to be known."""
+        assert self.compiled_decoder is not None
+        code = device[:, self._device_dim + self._pair_dim :]
+        parts = [*self._decoder_parts(embedding, device), code]
+        if self.code_bins is not None:
+            parts.append(self.code_bins(code))
+        labels: torch.Tensor = self.compiled_decoder(torch.cat(parts, dim=1)).squeeze(-1)
+        return labels
+
+    def _decoder_parts(self, embedding: torch.Tensor, device: torch.Tensor) -> list[torch.Tensor]:
+        pair = device[:, self._device_dim : self._device_dim + self._pair_dim]
+        device = device[:, : self._device_dim]
         parts = [embedding, device, pair] if self.device_projection is not None else [embedding, pair]
         if self.pair_bins is not None:
             parts.append(self.pair_bins(pair))
-        embedding = torch.cat(parts, dim=1)
-        return self.decoder(embedding).squeeze(-1)
+        return parts
+
+
+def _decoder(config: ModelConfig, width: int) -> nn.Sequential:
+    """The MLP to one label."""
+    widths = [width] + [config.decoder_dim] * config.decoder_layers
+    hidden: list[nn.Module] = []
+    for before, after in itertools.pairwise(widths):
+        hidden += [nn.Linear(before, after), nn.GELU(), nn.Dropout(config.dropout)]
+    return nn.Sequential(*hidden, nn.Linear(widths[-1], 1))
 
 
 def predict_labels(
@@ -234,7 +275,7 @@ def predict_labels(
     device_rows
         float32 (devices, device_dim), encoded.
     pair
-        float32 (n, pair_dim), encoded; None for a network that takes none.
+        float32 (n, pair_dim + code_dim), encoded; None for a network that takes none.
     """
     where = next(network.parameters()).device
     training = network.training

@@ -129,7 +129,7 @@ class Predictor:
 
         if not self.encoder.code_dim:
             raise PredictorError(
-                "this predictor was not trained to be told a program's instructions (model.compiled_part)"
+                "this predictor was not trained to be told a program's instructions (model.compiled)"
             )
         return instruction_counts(programs, self.device(device))
 
@@ -469,7 +469,8 @@ def _build(state: Mapping[str, Any], folder: Path) -> Predictor:
             ModelConfig.model_validate(state["model"]),
             encoder.leaf_dim,
             encoder.device_dim,
-            encoder.joint_dim,
+            encoder.pair_dim,
+            encoder.code_dim,
         )
         specs = {str(name): Device.from_json(spec) for name, spec in state["specs"].items()}
         training = dict(state["training"])

@@ -186,7 +186,7 @@ def prepare(config: Config, data: TrainingData, split: Split) -> Fitted:
         arrays.take(valid_rows),
         encoder.leaf_dim,
         encoder.device_dim,
-        encoder.joint_dim,
+        encoder.pair_dim,
         arrays.unlabelled(np.asarray(split.adapt)),
     )
     return Fitted(
@@ -216,7 +216,7 @@ def _training_counts(
     config: Config, data: TrainingData, rows: NDArray[np.int64]
 ) -> NDArray[np.float32] | None:
     """Instruction counts of these rows, NaN where unknown; None where the network is not to be told any."""
-    if not config.model.compiled_part:
+    if not config.model.compiled:
         return None
     counts = data.codegen_counts()
     if counts is None or np.isnan(counts[rows]).all():
@@ -388,7 +388,7 @@ def _fingerprint(config: Config, data: TrainingData, split: Split) -> str:
     for column in ("program", "device"):
         digest.update("\n".join(data.labels[column]).encode())
     digest.update(data.labels["latency_s"].to_numpy(dtype=np.float64).tobytes())
-    counts = data.codegen_counts() if config.loss.codegen_weight or config.model.compiled_part else None
+    counts = data.codegen_counts() if config.loss.codegen_weight or config.model.compiled else None
     if counts is not None:
         digest.update(counts.tobytes())
     for rows in (split.train, split.valid, split.adapt):

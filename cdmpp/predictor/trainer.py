@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,32 @@ def pick_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
+
+
+@dataclass
+class _Truth:
+    """What labels of a batch are compared with, (n,) each.
+
+    Attributes
+    ----------
+    target
+        Standardised labels.
+    log_latency, log_reference
+        Logarithms of seconds; no reference where labels are not relative to one.
+    group
+        Equal where task and device are; None where order does not count.
+    """
+
+    target: torch.Tensor
+    log_latency: torch.Tensor
+    log_reference: torch.Tensor | None
+    group: torch.Tensor | None = None
+
+    def of(self, chosen: torch.Tensor) -> _Truth:
+        """The same of some, bool (n,)."""
+        reference = None if self.log_reference is None else self.log_reference[chosen]
+        group = None if self.group is None else self.group[chosen]
+        return _Truth(self.target[chosen], self.log_latency[chosen], reference, group)
 
 
 class Trainer:
@@ -107,11 +134,15 @@ class Trainer:
         self._sampler = sampler or self._every_pair_once
         self._where = pick_device(config.train.device)
         with seeded(config.train.seed):
-            self.network = LatencyNetwork(config.model, leaf_dim, device_dim, pair_dim).to(self._where)
+            network = LatencyNetwork(config.model, leaf_dim, device_dim, pair_dim, train.code_dim)
+            self.network = network.to(self._where)
         if self.network.bins is not None and weights is None:
             self.network.bins.fit(train.leaves)
             if self.network.pair_bins is not None:
-                self.network.pair_bins.fit(train.pair)
+                self.network.pair_bins.fit(train.pair[:, :pair_dim])
+            if self.network.code_bins is not None:
+                codes = train.pair[:, pair_dim:]
+                self.network.code_bins.fit(codes[codes[:, -1] > 0])
         if weights is not None:
             _load(self.network, weights, "weights to start from do")
         self._optimizer = torch.optim.AdamW(
@@ -224,15 +255,11 @@ class Trainer:
         return training_batches(lengths, self._config.batch_size, rng)
 
     def _as_unseen(self, size: int) -> NDArray[np.bool_] | None:
-        """Examples of this step of whose devices the network is told what carries over alone."""
+        """Examples of this step of whose devices the network is told what carries over alone; resuming draws the same."""
         part = self.network.config.general_part
         if not part or self._train.general is None:
             return None
-        return self._draw(size, part, 2)
-
-    def _draw(self, size: int, part: float, purpose: int) -> NDArray[np.bool_]:
-        """This part of the examples of this step, by seed and step alone, so that a resumed run draws the same."""
-        rng = np.random.default_rng([self._config.seed, self._state.step, purpose])
+        rng = np.random.default_rng([self._config.seed, self._state.step, 2])
         drawn: NDArray[np.bool_] = rng.random(size) < part
         return drawn
 
@@ -240,17 +267,18 @@ class Trainer:
         """One update; gives the loss and, of it, the discrepancy before its weight."""
         where, terms = self._where, self._terms
         index = torch.from_numpy(rows)
-        compiled = self._draw(len(rows), self.network.config.compiled_part, 3)
-        batch, device = self._train.batch(rows, where, self._as_unseen(len(rows)), compiled)
+        batch, device = self._train.batch(rows, where, self._as_unseen(len(rows)))
         reference = None if self._log_reference is None else self._log_reference[index].to(where)
         log_latency = self._log_latency[index].to(where)
         embedding = self.network.embed(batch, device)
-        label = self.network.decode(embedding, device)
-        loss = self._loss(label, self._target[index].to(where), log_latency, reference)
+        truth = _Truth(self._target[index].to(where), log_latency, reference)
         if terms.rank_weight:
-            log_predicted = self._transform.log_inverse(label, reference)
-            compared = self._group[index].to(where)
-            loss = loss + terms.rank_weight * pairwise_ranking(log_predicted, log_latency, compared)
+            truth.group = self._group[index].to(where)
+        loss = self._label_loss(self.network.decode_plain(embedding, device), truth)
+        counted = self.network.counted(device)
+        if counted.any():
+            told = self.network.decode_compiled(embedding[counted], device[counted])
+            loss = loss + self._label_loss(told, truth.of(counted))
         if self._codegen is not None and self.network.codegen is not None:
             counts = self._codegen[index].to(where)
             known = ~torch.isnan(counts)
@@ -271,8 +299,18 @@ class Trainer:
         self._update_average()
         return float(loss.detach()), float(cmd.detach())
 
+    def _label_loss(self, label: torch.Tensor, truth: _Truth) -> torch.Tensor:
+        """Loss of predicted labels (n,)."""
+        terms = self._terms
+        loss = self._loss(label, truth.target, truth.log_latency, truth.log_reference)
+        if truth.group is not None:
+            log_predicted = self._transform.log_inverse(label, truth.log_reference)
+            ranking = pairwise_ranking(log_predicted, truth.log_latency, truth.group)
+            loss = loss + terms.rank_weight * ranking
+        return loss
+
     def _target_batch(self, size: int) -> tuple[PaddedBatch, torch.Tensor]:
-        """Pairs to adapt to, drawn by seed and step alone."""
+        """Pairs to adapt to, drawn by seed and step alone, so that a resumed run draws the same."""
         assert self._adapt is not None
         rng = np.random.default_rng([self._config.seed, self._state.step, 1])
         rows = rng.choice(len(self._adapt), min(size, len(self._adapt)), replace=False)

@@ -40,8 +40,8 @@ def counted(data):
     return replace(data, labels=labels, codegen=counts)
 
 
-def options(config, part=0.5, epochs=25):
-    model = config.model.model_copy(update={"compiled_part": part})
+def options(config, epochs=25):
+    model = config.model.model_copy(update={"compiled": True})
     training = config.train.model_copy(update={"epochs": epochs, "patience": epochs, "batch_size": 32})
     split = config.split.model_copy(update={"spec": SPEC})
     return config.model_copy(update={"model": model, "train": training, "split": split})
@@ -98,23 +98,29 @@ def test_saved_and_loaded_it_is_the_same(trained, counted, tmp_path: Path):
         Predictor.load(tmp_path)
 
 
-def test_half_of_the_examples_of_a_batch_are_told(counted, config):
-    arrays = prepare(options(config, epochs=1), counted, split_data(SPEC, counted)).arrays
-    rows = np.arange(len(arrays))
-    _, plain = arrays.batch(rows, torch.device("cpu"))
-    assert not plain[:, -arrays.code_dim :].any(), "none unless asked for"
-    told = rows % 2 == 0
-    _, half = arrays.batch(rows, torch.device("cpu"), compiled=told)
-    known = half[:, -1].bool().numpy()
-    assert np.array_equal(known, told & counted.counted(rows))
-    assert torch.equal(half[:, : -arrays.code_dim], plain[:, : -arrays.code_dim])
+def test_the_decoder_that_is_told_nothing_learns_from_all_programs(counted, config):
+    """It does not depend on counts, nor does the other on programs that have none."""
+    fitted = prepare(options(config, epochs=1), counted, split_data(SPEC, counted))
+    network, arrays = fitted.trainer.network.eval(), fitted.arrays
+    rows = np.arange(40)
+    batch, context = arrays.batch(rows, torch.device("cpu"))
+    embedding = network.embed(batch, context)
+    known = network.counted(context)
+    assert np.array_equal(known.numpy(), counted.counted(rows)) and 0 < known.sum() < 40
+    without = context.clone()
+    without[:, -arrays.code_dim :] = 0
+    plain = network.decode_plain(embedding, context)
+    assert torch.equal(plain, network.decode_plain(embedding, without))
+    assert torch.equal(plain, network.decode(embedding, without))
+    mixed = network.decode(embedding, context)
+    assert torch.equal(mixed[~known], plain[~known]) and not torch.isclose(mixed[known], plain[known]).any()
 
 
 def test_without_counts_in_the_data_nothing_is_told(data, config, caplog):
     fitted = prepare(options(config, epochs=1), data, split_data(SPEC, data))
     assert fitted.encoder.code_dim == 0 and "cdmpp codegen" in caplog.text
     predictor = fitted.predictor(fitted.trainer.fit().best, {})
-    with pytest.raises(PredictorError, match="compiled_part"):
+    with pytest.raises(PredictorError, match=r"model\.compiled"):
         predictor.predict(list(data.asts.values())[:1], data.devices["fast"], compiled=True)
     with pytest.raises(PredictorError, match="instructions"):
         evaluate(predictor, data, SPEC, compiled=True)
