@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,33 @@ def test_predict_a_program_file(tmp_path: Path, predictor: Path) -> None:
     assert result["latency_s"] > 0
     assert {"low_s", "high_s", "coverage", "note"} <= set(result)
     assert result["unfamiliar"] in (True, False)
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
+def test_predictions_told_the_instructions(
+    tmp_path: Path, data: Path, predictor: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "program.json"
+    program.write_text(matmul_task(32).tir_json)
+    there = ("--device", "this-cpu@1")
+    error = error_of(capsys, "predict", "--predictor", str(predictor), *there, str(program), "--compile", "1")
+    assert "model.compiled" in error
+    shutil.copytree(data, tmp_path / "data")
+    run(tmp_path, "codegen", str(tmp_path / "data"))
+    config = tmp_path / "c.yaml"
+    config.write_text("model: {dim: 16, heads: 2, layers: 1, compiled: true}\ntrain: {epochs: 1}\n")
+    out = ("--data", str(tmp_path / "data"), "--out", str(tmp_path / "run"))
+    run(tmp_path, "train", "--config", str(config), *out, "--split", "within_task:test=0.3")
+    trained = ("--predictor", str(tmp_path / "run"))
+    result = run(tmp_path, "predict", *trained, *there, str(program), "--compile", "1")
+    assert result["compiled"] and result["latency_s"] > 0
+    result = run(tmp_path, "predict", *trained, *there, "mlp", "--programs-per-task", "4", "--compile", "2")
+    assert {row["compiled"] for row in result["tasks"]} <= {1, 2} and result["total_best_s"] > 0
+    scores = run(tmp_path, "evaluate", *trained, "--data", str(tmp_path / "data"), "--compiled")
+    assert scores["n_compiled"] == scores["overall"]["n"]
+    capsys.readouterr()
+    error = error_of(capsys, "evaluate", *trained, "--data", str(data), "--compiled")
+    assert "cdmpp codegen" in error
 
 
 def test_report_is_one_file(tmp_path: Path, predictor: Path) -> None:

@@ -54,3 +54,14 @@ def test_intervals_and_familiarity_come_with_them(default: Predictor, data: Trai
 def test_a_gpu_is_known_by_its_other_names(default: Predictor, data: TrainingData) -> None:
     asts = [data.asts[program] for program in data.labels["program"].iloc[:3]]
     assert default.predict(asts, "Tesla T4") == pytest.approx(default.predict(asts, "t4"))
+
+
+def test_told_the_instructions_they_are_nearer(default: Predictor) -> None:
+    """On real records of networks never seen, and on a program that is compiled here."""
+    device = "xeon-cascadelake-2.5ghz@1"
+    data = gather([DATA], DataConfig(devices=(device,)))
+    plain = evaluate(default, data, by=())["overall"]
+    told = evaluate(default, data, by=(), compiled=True)
+    assert told["n_trained_tasks"] == 0 and told["n_compiled"] > 0.9 * told["overall"]["n"]
+    assert told["overall"]["mape"] < 0.85 * plain["mape"]
+    assert told["overall"]["pairwise_accuracy"] > plain["pairwise_accuracy"] + 0.03
