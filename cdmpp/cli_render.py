@@ -210,6 +210,12 @@ def show_predictions(console: Console, result: Mapping[str, Any]) -> None:
         f"All tasks with the best schedule of those tried: [bold]{_seconds(result['total_best_s'])}[/]; "
         f"with the median one: {_seconds(result['total_median_s'])}."
     )
+    compiled = max((row["compiled"] for row in result["tasks"]), default=0)
+    if compiled:
+        console.print(
+            f"Best: of the {compiled} best predicted programs of each task, compiled and told their instructions; "
+            "median and worst: of all, without."
+        )
     if result.get("note"):
         console.print(f"[yellow]{result['note']}[/]")
 
