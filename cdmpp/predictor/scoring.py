@@ -69,14 +69,12 @@ def evaluate(
         The split cannot be made of this data.
     """
     name, rows = rows_to_score(predictor, data, split, part)
-    told = int(data.counted(rows).sum()) if compiled else 0
     if compiled and not predictor.encoder.code_dim:
         raise PredictorError("this predictor was not trained to be told a program's instructions")
-    if compiled and not told:
+    if compiled and not data.counted(rows).any():
         raise PredictorError("no scored program has instruction counts: cdmpp codegen DIR makes them")
     predicted_s = predict_rows(predictor, data, rows, compiled)
-    scores = evaluate_rows(predictor, data, rows, predicted_s, by, name, part, compiled)
-    return {**scores, "n_compiled": told}
+    return evaluate_rows(predictor, data, rows, predicted_s, by, name, part, compiled)
 
 
 def evaluate_rows(
@@ -109,6 +107,7 @@ def evaluate_rows(
         "part": part,
         "seed": predictor.training.get("seed"),
         "n_trained_tasks": seen,
+        "n_compiled": int(data.counted(rows).sum()) if compiled else 0,
     }
 
 

@@ -45,9 +45,13 @@ def test_a_callback_may_answer_it_and_what_is_made_of_that_is_ctrl_c_again() -> 
 
 
 def test_signals_without_a_handler_stay_as_they_are() -> None:
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    with interrupt.held_back():
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with interrupt.held_back():
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+            assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_other_threads_change_nothing() -> None:
