@@ -159,7 +159,7 @@ def trained_without(bench: Bench, device: str) -> Predictor:
     """A predictor of all records of the pool but the device's, trained once and kept in the work folder."""
     from cdmpp.device import DEVICE_FEATURES
     from cdmpp.predictor import Predictor, train
-    from cdmpp.predictor.predictor import FORMAT_VERSION
+    from cdmpp.predictor.predictor_store import FORMAT_VERSION
     from cdmpp.program.ast import FEATURE_SET
 
     args, data = bench.args, bench.records_for(device)

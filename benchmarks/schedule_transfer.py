@@ -101,7 +101,7 @@ def trained_without(args: argparse.Namespace, config: Config, data: TrainingData
     from cdmpp.device import DEVICE_FEATURES
     from cdmpp.predictor import Predictor, train
     from cdmpp.predictor.data import subset
-    from cdmpp.predictor.predictor import FORMAT_VERSION
+    from cdmpp.predictor.predictor_store import FORMAT_VERSION
     from cdmpp.program.ast import FEATURE_SET
 
     settings = [gpu, args.records, args.seed, config.model_dump(mode="json")]

@@ -1,8 +1,7 @@
-"""The trained predictor: programs and a device in, seconds out; a folder of safetensors and JSON."""
+"""The trained predictor: programs and a device in, seconds out."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.errors import FeatureMismatchError, PredictorError
-from cdmpp.predictor.config import ModelConfig
+from cdmpp.errors import PredictorError
 from cdmpp.predictor.encoding import FeatureEncoder
 from cdmpp.predictor.familiarity import Familiarity
-from cdmpp.predictor.transforms import LabelTransform, transform_from_json
+from cdmpp.predictor.transforms import LabelTransform
 from cdmpp.predictor.uncertainty import Calibration, check_coverage
 from cdmpp.program.types import Program, Task
 
@@ -25,11 +23,6 @@ if TYPE_CHECKING:
     from cdmpp.predictor.network import LatencyNetwork
     from cdmpp.program.ast import CompactAST
 
-FORMAT = "cdmpp-predictor"
-FORMAT_VERSION = 2
-
-_JSON_FILE = "predictor.json"
-_WEIGHTS_FILE = "weights.safetensors"
 _DEFAULT_FOLDER = Path(__file__).parent / "weights" / "default"
 
 #: Program -> its AST or PrimFunc.
@@ -127,11 +120,15 @@ class Predictor:
         """
         from cdmpp.predictor.compiled import instruction_counts
 
+        self.check_told()
+        return instruction_counts(programs, self.device(device))
+
+    def check_told(self) -> None:
+        """PredictorError unless the network was trained to be told a program's instructions."""
         if not self.encoder.code_dim:
             raise PredictorError(
                 "this predictor was not trained to be told a program's instructions (model.compiled)"
             )
-        return instruction_counts(programs, self.device(device))
 
     def predict_interval(
         self,
@@ -165,6 +162,8 @@ class Predictor:
             As :meth:`predict` does.
         """
         check_coverage(coverage)
+        if compiled:
+            self.check_told()
         calibration = self.compiled_calibration if compiled else self.calibration
         if calibration is None:
             raise PredictorError("this predictor was not calibrated, so it has no intervals: train it again")
@@ -310,40 +309,9 @@ class Predictor:
 
     def save(self, folder: str | Path) -> None:
         """Write ``predictor.json`` and ``weights.safetensors`` into a folder (made if missing)."""
-        import torch
+        from cdmpp.predictor.predictor_store import save_predictor
 
-        import cdmpp
-        from cdmpp.predictor.checkpoint import save_tensors
-
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors = {f"network.{k}": v for k, v in self.network.state_dict().items()}
-        extras = {
-            "calibration": self.calibration,
-            "familiarity": self.familiarity,
-            "compiled_calibration": self.compiled_calibration,
-        }
-        for name, part in (("encoder", self.encoder), *extras.items()):
-            if part is not None:
-                prefix = "compiled_" if name == "compiled_calibration" else ""
-                arrays = {prefix + k: torch.from_numpy(v.copy()) for k, v in part.to_arrays().items()}
-                tensors.update(arrays)
-        save_tensors(folder / _WEIGHTS_FILE, tensors, {"format": FORMAT})
-        state = {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
-            "cdmpp_version": getattr(cdmpp, "__version__", "unknown"),
-            "model": self.network.config.model_dump(mode="json"),
-            "encoder": self.encoder.to_json(),
-            "label_transform": self.transform.to_json(),
-            "devices": {name: _to_json(vector) for name, vector in self.devices.items()},
-            "specs": {name: device.to_json() for name, device in self.specs.items()},
-            "training": dict(self.training),
-            **{name: part.to_json() for name, part in extras.items() if part is not None},
-        }
-        temporary = folder / (_JSON_FILE + ".tmp")
-        temporary.write_text(json.dumps(state, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        temporary.replace(folder / _JSON_FILE)
+        save_predictor(self, Path(folder))
 
     @classmethod
     def load(cls, folder: str | Path) -> Predictor:
@@ -356,17 +324,14 @@ class Predictor:
         PredictorError
             Missing, damaged, incomplete or of another version.
         """
-        folder = Path(folder)
-        if not (folder / _JSON_FILE).exists() and (folder / "predictor" / _JSON_FILE).exists():
-            folder = folder / "predictor"
-        state = _read_state(folder)
-        _check_features(state, folder)
-        return _build(state, folder)
+        from cdmpp.predictor.predictor_store import read_predictor
+
+        return read_predictor(Path(folder))
 
     @classmethod
     def default(cls) -> Predictor:
         """The predictor that ships with cdmpp; PredictorError where this installation has none."""
-        if not (_DEFAULT_FOLDER / _JSON_FILE).exists():
+        if not (_DEFAULT_FOLDER / "predictor.json").exists():
             raise PredictorError(
                 f"this installation ships no default predictor (expected in {_DEFAULT_FOLDER}); "
                 "train one with cdmpp train"
@@ -374,15 +339,23 @@ class Predictor:
         return cls.load(_DEFAULT_FOLDER)
 
 
-def predict(programs: Any, device: str | Device, predictor: Predictor | str | Path = "default") -> Any:
+def predict(
+    programs: Any,
+    device: str | Device,
+    predictor: Predictor | str | Path = "default",
+    *,
+    compiled: bool = False,
+) -> Any:
     """Latency in seconds: :meth:`Predictor.predict` with the predictor that ships, or another.
 
     Parameters
     ----------
     predictor
         A predictor, its folder, or ``"default"``.
+    compiled
+        Tell it what a compiler makes of the programs.
     """
-    return load_predictor(predictor).predict(programs, device)
+    return load_predictor(predictor).predict(programs, device, compiled=compiled)
 
 
 def load_predictor(predictor: Predictor | str | Path) -> Predictor:
@@ -408,113 +381,3 @@ def _resolved(program: Any, resolver: Resolver | None) -> Any:
             raise PredictorError(f"program {program.hash} is a reference: pass resolver= to predict it")
         program = resolver(program)
     return program.prim_func() if isinstance(program, Task) else program
-
-
-def _read_state(folder: Path) -> dict[str, Any]:
-    path = folder / _JSON_FILE
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as err:
-        raise PredictorError(
-            f"{folder}: no predictor here, expected {_JSON_FILE} and {_WEIGHTS_FILE}"
-        ) from err
-    except ValueError as err:
-        raise PredictorError(f"{path}: expected JSON, but it is damaged: {err}") from err
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise PredictorError(f'{path}: expected "format": "{FORMAT}"')
-    if state.get("format_version") != FORMAT_VERSION:
-        raise PredictorError(
-            f"{path}: predictor format {state.get('format_version')}, this cdmpp reads {FORMAT_VERSION}"
-        )
-    return state
-
-
-def _check_features(state: Mapping[str, Any], folder: Path) -> None:
-    from cdmpp.device import DEVICE_FEATURES
-    from cdmpp.predictor.pair_features import PAIR_FEATURES
-    from cdmpp.profiler.codegen import CODEGEN_FEATURES
-    from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURES
-
-    encoder = state.get("encoder")
-    if not isinstance(encoder, dict):
-        raise PredictorError(f"{folder / _JSON_FILE}: expected an object under 'encoder'")
-    if encoder.get("feature_set") != FEATURE_SET or encoder.get("leaf_features") != list(LEAF_FEATURES):
-        raise FeatureMismatchError(
-            f"{folder}: trained on features {encoder.get('feature_set')}, this cdmpp computes {FEATURE_SET}"
-        )
-    for part, known in (("device", DEVICE_FEATURES), ("pair", PAIR_FEATURES), ("code", CODEGEN_FEATURES)):
-        names = encoder.get(f"{part}_features")
-        if names != list(known) and (names or part == "device"):
-            raise FeatureMismatchError(
-                f"{folder}: trained on {part} features {names}, this cdmpp computes {list(known)}"
-            )
-
-
-def _build(state: Mapping[str, Any], folder: Path) -> Predictor:
-    from pydantic import ValidationError
-
-    from cdmpp.device import Device
-    from cdmpp.predictor.checkpoint import load_tensors
-    from cdmpp.predictor.network import LatencyNetwork
-
-    tensors, _ = load_tensors(folder / _WEIGHTS_FILE)
-    arrays = {name: t.numpy() for name, t in tensors.items() if not name.startswith("network.")}
-    weights = {name.removeprefix("network."): t for name, t in tensors.items() if name.startswith("network.")}
-    path = folder / _JSON_FILE
-    try:
-        encoder = FeatureEncoder.from_arrays(state["encoder"], arrays)
-        transform = transform_from_json(state["label_transform"])
-        devices = {str(name): _from_json(vector) for name, vector in state["devices"].items()}
-        network = LatencyNetwork(
-            ModelConfig.model_validate(state["model"]),
-            encoder.leaf_dim,
-            encoder.device_dim,
-            encoder.pair_dim,
-            encoder.code_dim,
-        )
-        specs = {str(name): Device.from_json(spec) for name, spec in state["specs"].items()}
-        training = dict(state["training"])
-        calibration = (
-            Calibration.from_arrays(state["calibration"], arrays) if "calibration" in state else None
-        )
-        compiled = {
-            name.removeprefix("compiled_"): value
-            for name, value in arrays.items()
-            if name.startswith("compiled_")
-        }
-        compiled_calibration = (
-            Calibration.from_arrays(state["compiled_calibration"], compiled)
-            if "compiled_calibration" in state
-            else None
-        )
-        familiarity = (
-            Familiarity.from_arrays(state["familiarity"], arrays, encoder) if "familiarity" in state else None
-        )
-    except (KeyError, TypeError, ValueError, AttributeError, ValidationError) as err:
-        raise PredictorError(
-            f"{path}: incomplete or malformed: {' '.join(str(err).split()) or err!r}"
-        ) from err
-    try:
-        network.load_state_dict(weights)
-    except RuntimeError as err:
-        raise PredictorError(f"{folder}: weights do not fit the network of {_JSON_FILE}: {err}") from err
-    network.eval()
-    return Predictor(
-        network,
-        encoder,
-        transform,
-        devices,
-        training,
-        calibration,
-        familiarity,
-        specs,
-        compiled_calibration=compiled_calibration,
-    )
-
-
-def _to_json(vector: NDArray[np.float64]) -> list[float | None]:
-    return [None if np.isnan(value) else float(value) for value in vector]
-
-
-def _from_json(values: Sequence[float | None]) -> NDArray[np.float64]:
-    return np.asarray([np.nan if value is None else value for value in values], dtype=np.float64)

@@ -69,8 +69,8 @@ def evaluate(
         The split cannot be made of this data.
     """
     name, rows = rows_to_score(predictor, data, split, part)
-    if compiled and not predictor.encoder.code_dim:
-        raise PredictorError("this predictor was not trained to be told a program's instructions")
+    if compiled:
+        predictor.check_told()
     if compiled and not data.counted(rows).any():
         raise PredictorError("no scored program has instruction counts: cdmpp codegen DIR makes them")
     predicted_s = predict_rows(predictor, data, rows, compiled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import cdmpp
 from cdmpp.predictor import Predictor, TrainingData, evaluate, gather
 from cdmpp.predictor.config import DataConfig
+from tests.profiler.programs import matmul_task
 
 DATA = Path(__file__).parents[2] / "data"
 
@@ -65,3 +67,12 @@ def test_told_the_instructions_they_are_nearer(default: Predictor) -> None:
     assert told["n_trained_tasks"] == 0 and told["n_compiled"] > 0.9 * told["overall"]["n"]
     assert told["overall"]["mape"] < 0.85 * plain["mape"]
     assert told["overall"]["pairwise_accuracy"] > plain["pairwise_accuracy"] + 0.03
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
+def test_a_program_is_compiled_for_its_prediction() -> None:
+    func, device = matmul_task(64).prim_func(), "xeon-cascadelake-2.5ghz@1"
+    plain, told = cdmpp.predict(func, device), cdmpp.predict(func, device, compiled=True)
+    assert 0 < told != plain
+    low, high = Predictor.default().predict_interval(func, device, compiled=True)
+    assert low < told < high
