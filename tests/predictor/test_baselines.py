@@ -34,6 +34,27 @@ def split(data):
     return split_data("by_task:seed=0", data)
 
 
+def test_a_split_without_validation_leaves_programs_to_stop_by(data):
+    """As few-shot training makes it: the baselines learn from the same tasks."""
+    tasks = "+".join(sorted(set(data.labels["task"]))[:3])
+    without = split_data(f"by_device:heldout=fast;tasks={tasks};valid=0;seed=0", data)
+    assert not len(without.valid)
+    kept = []
+
+    class Kept(XGBoostModel):
+        def fit(self, data, split):
+            kept.append(split)
+            super().fit(data, split)
+
+    results = evaluate_models([Kept("ast", rounds=20)], data, without)
+    (used,) = kept
+    programs = data.labels["program"]
+    assert not set(programs.iloc[used.train]) & set(programs.iloc[used.valid])
+    assert sorted([*used.train, *used.valid]) == sorted(without.train)
+    assert 0.05 < len(used.valid) / len(without.train) < 0.2
+    assert results["xgboost-ast"]["overall"]["n"] == len(without.test)
+
+
 def test_the_harness_scores_all_models_on_the_same_records(data, split, config):
     shorter = config.model_copy(update={"train": config.train.model_copy(update={"epochs": 2})})
     models = [TaskMedian(), XGBoostModel("ast", rounds=80), CdmppModel(shorter)]

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cdmpp.dataset.split_makers import ordered
 from cdmpp.predictor.baselines.base import LatencyModel
 from cdmpp.predictor.scoring import score
 
 if TYPE_CHECKING:
     from cdmpp.dataset import Split
     from cdmpp.predictor.data import TrainingData
+
+#: Part of the training programs to stop by where a split has no validation part.
+STOP_FRACTION = 0.1
 
 
 def evaluate_models(
@@ -25,6 +30,9 @@ def evaluate_models(
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Fit every model to the training part and score it on the test part.
+
+    Of a split without a validation part (as of few-shot training, whose predictor makes its own) a tenth of the training
+    programs is taken to stop by.
 
     Parameters
     ----------
@@ -43,6 +51,8 @@ def evaluate_models(
     the labels is ``noise_floor_mape`` of each, the same for all.
     """
     rows = np.asarray(split.test, dtype=np.int64)
+    if fit and not len(split.valid):
+        split = _with_validation(data, split)
     results: dict[str, dict[str, Any]] = {}
     for model in models:
         if progress is not None:
@@ -56,6 +66,14 @@ def evaluate_models(
         timing = {"fit_s": round(fitted - started, 3), "predict_s": round(done - fitted, 3)}
         results[model.name] = {**score(data, rows, predicted_s, by), **timing}
     return results
+
+
+def _with_validation(data: TrainingData, split: Split) -> Split:
+    train = np.asarray(split.train, dtype=np.int64)
+    programs = data.labels["program"].iloc[train]
+    names = ordered(set(programs), split.seed, "stop")
+    held = programs.isin(names[: max(1, round(STOP_FRACTION * len(names)))]).to_numpy()
+    return replace(split, train=train[~held], valid=train[held])
 
 
 def comparison_table(results: dict[str, dict[str, Any]]) -> str:
