@@ -343,7 +343,8 @@ def main() -> int:
         return 0
 
     from cdmpp.device import get_device
-    from cdmpp.predictor import Predictor, load_config
+    from cdmpp.predictor import load_config
+    from cdmpp.predictor.predictor import load_predictor
 
     config = load_config(args.config)
     notes = {
@@ -355,7 +356,7 @@ def main() -> int:
     results = KeptGroups(args.json, notes, "devices", ("goals", goals))
     given = None
     if args.predictor:
-        given = Predictor.default() if args.predictor == "default" else Predictor.load(args.predictor)
+        given = load_predictor(args.predictor)
     bench = gathered(args, config)
     known = {*bench.graphs, *bench.data.devices}
     devices = [get_device(name).name for name in args.only_device] or bench.unseen or bench.pool

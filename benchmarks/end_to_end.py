@@ -264,7 +264,7 @@ def main() -> int:
     )
     args = parser.parse_args()
 
-    from cdmpp.predictor import Predictor
+    from cdmpp.predictor.predictor import load_predictor
     from cdmpp.program.network import load_network
     from cdmpp.tuner.deployment import import_network
     from cdmpp.tuner.prepare import device_of_this_machine
@@ -272,7 +272,7 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING)
     device = device_of_this_machine(args.device)
     tuned = databases(args.database)
-    predictor = Predictor.default() if args.predictor == "default" else Predictor.load(args.predictor)
+    predictor = load_predictor(args.predictor)
     args.out.mkdir(parents=True, exist_ok=True)
     measured = Measured(args.out / "measured.json")
     rows: list[dict[str, Any]] = []

@@ -123,14 +123,15 @@ def card(
 
 
 def main() -> int:
-    from cdmpp.predictor import Predictor, evaluate, gather
+    from cdmpp.predictor import evaluate, gather
+    from cdmpp.predictor.predictor import load_predictor
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--predictor", default="default", metavar="DIR")
     parser.add_argument("--data", nargs="+", default=["data"], metavar="DIR")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     args = parser.parse_args()
-    predictor = Predictor.default() if args.predictor == "default" else Predictor.load(args.predictor)
+    predictor = load_predictor(args.predictor)
     data = gather(args.data)
     scores = evaluate(predictor, data, by=("network", "family", "device"))
     told = evaluate(predictor, data, by=("device",), compiled=True) if predictor.encoder.code_dim else None

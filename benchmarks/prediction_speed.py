@@ -213,7 +213,7 @@ def main() -> int:
 
     import torch
 
-    from cdmpp.predictor import Predictor
+    from cdmpp.predictor.predictor import load_predictor
     from cdmpp.program.ast import compact_asts
     from cdmpp.program.native import WORTH_COMPILING, native_reader
     from cdmpp.program.tvm_env import quiet
@@ -231,7 +231,7 @@ def main() -> int:
             "default configuration, one epoch of made-up labels",
         )
     else:
-        predictor = Predictor.default() if args.predictor == "default" else Predictor.load(args.predictor)
+        predictor = load_predictor(args.predictor)
         described = args.predictor
     with quiet():
         theirs = TvmXgb(funcs, min(args.train_candidates, len(funcs)), made_up_latency_s(asts))

@@ -6,16 +6,14 @@ The target is the device's, not this machine's: LLVM compiles for CPUs that are 
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import CdmppError, PredictorError
-from cdmpp.profiler.codegen import CODEGEN_FEATURES, codegen_features
+from cdmpp.profiler.codegen import CODEGEN_FEATURES
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
@@ -32,10 +30,8 @@ def instruction_counts(programs: Sequence[Any], device: Device) -> NDArray[np.fl
     ------
     PredictorError
         The device is no x86 CPU with a target; a program is none that can be compiled.
-    ProfilerError
-        objdump is missing.
     """
-    from cdmpp.profiler.build import compile_to_shared_object
+    from cdmpp.profiler.codegen_store import compiled_features
     from cdmpp.program.tvm_env import import_tvm
 
     target = dict(device.target)
@@ -51,13 +47,10 @@ def instruction_counts(programs: Sequence[Any], device: Device) -> NDArray[np.fl
         raise PredictorError("a CompactAST cannot be compiled: expected a PrimFunc or an IRModule")
     funcs = [prim_func(program) for program in programs]
     rows = np.full((len(programs), len(CODEGEN_FEATURES)), np.nan, dtype=np.float32)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "program.so"
-        for number, program in enumerate(funcs):
-            try:
-                compile_to_shared_object(program, target, path)
-                rows[number] = codegen_features(path)
-            except (CdmppError, RuntimeError) as err:
-                reason = str(err).strip().splitlines()[-1:] or [type(err).__name__]
-                logger.warning("program %d of %d does not compile: %s", number + 1, len(programs), reason[0])
+    for number, func in enumerate(funcs):
+        try:
+            rows[number] = compiled_features(func, target)
+        except (CdmppError, RuntimeError) as err:
+            reason = str(err).strip().splitlines()[-1:] or [type(err).__name__]
+            logger.warning("program %d of %d does not compile: %s", number + 1, len(programs), reason[0])
     return rows

@@ -3,7 +3,8 @@
 The compact AST says what a program asks for; whether the compiler vectorises, gathers, packs or spills decides much
 of its latency and is not in the AST. Counting it needs a compilation, which a cost model has no time for, but
 *training* has: a network that also has to predict these counts learns from the AST what its compiler will do
-(:attr:`cdmpp.predictor.config.LossConfig.codegen_weight`). Nothing here is needed to predict a latency.
+(:attr:`cdmpp.predictor.config.LossConfig.codegen_weight`), and one may be told them where a program is compiled for its
+prediction (:mod:`cdmpp.predictor.compiled`).
 
 x86 only: the kinds are those of SSE and AVX code in GNU objdump's AT&T syntax.
 """

@@ -107,6 +107,15 @@ def collect_codegen(
     return counts
 
 
+def compiled_features(func: Any, target: dict[str, Any]) -> NDArray[np.float32]:
+    """Counts of a PrimFunc compiled for a target (llvm), float32 (len(CODEGEN_FEATURES),); errors as TVM's, and as of
+    :func:`~cdmpp.profiler.codegen.codegen_features`."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "program.so"
+        compile_to_shared_object(func, target, path)
+        return codegen_features(path)
+
+
 def _chunks(items: Sequence[Any]) -> Iterator[list[Any]]:
     rest = iter(items)
     while chunk := list(islice(rest, _CHUNK)):
@@ -129,10 +138,7 @@ def _count_one(item: tuple[BuildJob, dict[str, Any]]) -> NDArray[np.float32] | N
     if not _REBUILDER:  # one a process: it keeps what it has parsed
         _REBUILDER.append(Rebuilder())
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "program.so"
-            compile_to_shared_object(_REBUILDER[0](job.program, job.task, job.space), target, path)
-            return codegen_features(path)
+        return compiled_features(_REBUILDER[0](job.program, job.task, job.space), target)
     except (CdmppError, RuntimeError, OSError) as err:
         logger.warning("program %s has no counts: %s", job.program.hash, str(err).strip().splitlines()[-1:])
         return None

@@ -162,7 +162,7 @@ def test_programs_are_compiled_for_the_device_not_for_this_machine():
 
 
 def test_what_does_not_compile_is_told_and_predicted_without(monkeypatch, caplog):
-    import cdmpp.profiler.build as build
+    import cdmpp.profiler.codegen_store as store
     from cdmpp.program.tvm_env import import_tvm
 
     import_tvm()
@@ -171,7 +171,7 @@ def test_what_does_not_compile_is_told_and_predicted_without(monkeypatch, caplog
     def fail(*_):
         raise RuntimeError("LLVM: cannot select")
 
-    monkeypatch.setattr(build, "compile_to_shared_object", fail)
+    monkeypatch.setattr(store, "compile_to_shared_object", fail)
     a = te.placeholder((8,), name="a")
     func = te.create_prim_func([a, te.compute((8,), lambda i: a[i] * 2.0, name="b")])
     rows = instruction_counts([func], get_device("xeon-cascadelake-2.5ghz@1"))
