@@ -201,6 +201,11 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="tell it the counted instructions of the programs (cdmpp codegen)",
     )
+    sub.add_argument(
+        "--measured",
+        action="store_true",
+        help="tell it what the same programs took on the other devices of the data",
+    )
     sub.add_argument("--part", choices=("train", "valid", "test"), default="test")
     sub.add_argument(
         "--by", default="device,network", metavar="G,G", help="device, network, task, family, origin"
@@ -221,6 +226,13 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         metavar="N",
         help="compile (not run) the N best programs of a task, or the program, and predict from their instructions",
+    )
+    sub.add_argument(
+        "--measured",
+        action="append",
+        default=[],
+        metavar="D=LATENCY",
+        help="what PROGRAM.json took on another device, such as rtx-3060=1.3ms; may be repeated",
     )
     sub.add_argument("--seed", type=int, default=0)
 
@@ -417,9 +429,11 @@ def _evaluate(args: Namespace) -> Any:
 
     predictor = load_predictor(args.predictor)
     by = [g for g in args.by.split(",") if g]
-    result = evaluate(predictor, gather(args.data), args.split, by, args.part, args.compiled)
+    data = gather(args.data)
+    result = evaluate(predictor, data, args.split, by, args.part, args.compiled, args.measured)
     console = _console()
     told = f", {result['n_compiled']} told their instructions" if args.compiled else ""
+    told += f", {result['n_measured']} told what they took elsewhere" if args.measured else ""
     show_metrics(console, f"{args.part} part of {result['split']}{told}", {"cdmpp": result["overall"]})
     show_groups(console, result["groups"])
     return result
@@ -427,12 +441,17 @@ def _evaluate(args: Namespace) -> Any:
 
 def _predict(args: Namespace) -> Any:
     from cdmpp.cli_render import show_predictions
-    from cdmpp.endtoend.tasks import predict_network, predict_program_file
+    from cdmpp.endtoend.tasks import measured_latencies, predict_network, predict_program_file
     from cdmpp.predictor.predictor import load_predictor
 
     predictor = load_predictor(args.predictor)
+    measured = measured_latencies(args.measured)
     if args.target.endswith(".json"):
-        result = predict_program_file(predictor, args.target, args.device, compiled=args.compile > 0)
+        result = predict_program_file(
+            predictor, args.target, args.device, compiled=args.compile > 0, measured=measured
+        )
+    elif measured:
+        raise CdmppError("--measured is of one program (PROGRAM.json), a network has many")
     else:
         result = predict_network(
             predictor,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
 
 #: Coverage of the intervals given with predictions.
 COVERAGE = 0.9
+
+_MEASURED = re.compile(r"([^=]+)=(\d+(?:\.\d*)?(?:e[-+]?\d+)?)(s|ms|us|ns)")
+_UNITS_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
 def predict_network(
@@ -101,17 +106,44 @@ def predict_network(
     }
 
 
+def measured_latencies(texts: Sequence[str]) -> dict[str, float] | None:
+    """Device -> seconds of ``D=LATENCY`` texts, the latency in s, ms, us or ns (``rtx-3060=1.3ms``); None of none.
+
+    Raises
+    ------
+    PredictorError
+        A text that is none, or a device twice.
+    """
+    from cdmpp.errors import PredictorError
+
+    found: dict[str, float] = {}
+    for text in texts:
+        match = _MEASURED.fullmatch(text)
+        if match is None:
+            raise PredictorError(f"'{text}': expected DEVICE=LATENCY with its unit, such as rtx-3060=1.3ms")
+        device, value, unit = match.groups()
+        if device in found:
+            raise PredictorError(f"{device} is named twice: expected one latency of a device")
+        found[device] = float(value) * _UNITS_S[unit]
+    return found or None
+
+
 def predict_program_file(
-    predictor: Predictor, path: str | Path, device: str | Device, *, compiled: bool = False
+    predictor: Predictor,
+    path: str | Path,
+    device: str | Device,
+    *,
+    compiled: bool = False,
+    measured: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """Predicted latency of one program: a PrimFunc or IRModule as TVM's JSON (``tvm.ir.save_json``).
 
-    ``compiled`` as :meth:`~cdmpp.predictor.Predictor.predict` takes it.
+    ``compiled`` and ``measured`` as :meth:`~cdmpp.predictor.Predictor.predict` takes them.
 
     Returns
     -------
     dict
-        ``program``, ``device``, ``latency_s``, ``compiled``, ``low_s`` and ``high_s`` (its interval, None where the
+        ``program``, ``device``, ``latency_s``, ``compiled``, ``measured`` (device -> seconds, as given), ``low_s`` and ``high_s`` (its interval, None where the
         predictor has none), ``coverage`` of the interval, ``unfamiliar`` (whether it is far from the training data, None where
         the predictor cannot tell), and ``note`` where the prediction needs one.
 
@@ -137,13 +169,16 @@ def predict_program_file(
     if not isinstance(program, tvm.tirx.PrimFunc | tvm.IRModule):
         raise ProgramError(f"{path} holds a {type(program).__name__}: expected a PrimFunc or an IRModule")
     ast = compact_asts([program])[0]
-    latency_s = float(predictor.predict(program if compiled else ast, resolved, compiled=compiled))
-    low_s, high_s = _interval(predictor, latency_s, resolved, compiled)
+    latency_s = float(
+        predictor.predict(program if compiled else ast, resolved, compiled=compiled, measured=measured)
+    )
+    low_s, high_s = _interval(predictor, latency_s, resolved, compiled, measured is not None)
     return {
         "program": str(path),
         "device": resolved.name,
         "latency_s": latency_s,
         "compiled": compiled,
+        "measured": dict(measured or {}),
         "low_s": low_s,
         "high_s": high_s,
         "coverage": COVERAGE,
@@ -153,10 +188,10 @@ def predict_program_file(
 
 
 def _interval(
-    predictor: Predictor, latency_s: float, device: Device, compiled: bool
+    predictor: Predictor, latency_s: float, device: Device, compiled: bool, measured: bool = False
 ) -> tuple[float, float] | tuple[None, None]:
     """Lowest and highest seconds, None where the predictor cannot say (:func:`prediction_note` says why)."""
-    calibration = predictor.compiled_calibration if compiled else predictor.calibration
+    calibration = predictor.calibration_of(compiled, measured)
     if calibration is None or not calibration.supports(COVERAGE):
         return None, None
     factor = math.exp(calibration.half_width(predictor.device_name(device), COVERAGE))

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import CdmppError, PredictorError
-from cdmpp.profiler.codegen import CODEGEN_FEATURES
+from cdmpp.profiler.codegen import CODEGEN_FEATURES, disassembler
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
@@ -30,6 +30,8 @@ def instruction_counts(programs: Sequence[Any], device: Device) -> NDArray[np.fl
     ------
     PredictorError
         The device is no x86 CPU with a target; a program is none that can be compiled.
+    ProfilerError
+        There is no disassembler (objdump).
     """
     from cdmpp.profiler.codegen_store import compiled_features
     from cdmpp.program.tvm_env import import_tvm
@@ -45,6 +47,7 @@ def instruction_counts(programs: Sequence[Any], device: Device) -> NDArray[np.fl
 
     if any(isinstance(program, CompactAST) for program in programs):
         raise PredictorError("a CompactAST cannot be compiled: expected a PrimFunc or an IRModule")
+    disassembler()  # one error, not a warning for each program
     funcs = [prim_func(program) for program in programs]
     rows = np.full((len(programs), len(CODEGEN_FEATURES)), np.nan, dtype=np.float32)
     for number, func in enumerate(funcs):

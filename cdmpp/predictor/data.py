@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +87,11 @@ class TrainingData:
 
     def codegen_counts(self) -> NDArray[np.float32] | None:
         """Instruction counts of every pair, float32 (n, len(CODEGEN_FEATURES)), NaN where there are none; None
-        where no pair has any."""
+        where no pair has any. Put together once; not to be written to."""
+        return self._codegen_counts
+
+    @cached_property
+    def _codegen_counts(self) -> NDArray[np.float32] | None:
         from cdmpp.profiler.build import code_key
         from cdmpp.profiler.codegen import CODEGEN_FEATURES
 
@@ -95,7 +100,9 @@ class TrainingData:
         codes = {name: code_key(dict(device.target)) for name, device in self.devices.items()}
         unknown = np.full(len(CODEGEN_FEATURES), np.nan, dtype=np.float32)
         pairs = zip(self.labels["program"], self.labels["device"], strict=True)
-        return np.stack([self.codegen.get((program, codes[device]), unknown) for program, device in pairs])
+        counts = np.stack([self.codegen.get((program, codes[device]), unknown) for program, device in pairs])
+        counts.flags.writeable = False
+        return counts
 
     def counted(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of these pairs (n,) have instruction counts, bool (n,)."""

@@ -27,6 +27,7 @@ from cdmpp.predictor.data import TrainingData, gather, subset
 from cdmpp.predictor.encoding import FeatureEncoder, signed_log1p
 from cdmpp.predictor.predictor import Predictor
 from cdmpp.predictor.run import HISTORY_FILE, Fitted, encode, prepare, recorded, training_summary
+from cdmpp.predictor.scaling import fit_scaling
 from cdmpp.predictor.selection import TaskSelection, select_tasks, write_task_file
 from cdmpp.predictor.splitting import split_data
 from cdmpp.predictor.uncertainty import calibrated
@@ -230,8 +231,8 @@ def few_shot(
     job = _Finetuning(base, "a predictor in memory", data, name, selection, config, adapt)
     if job.split is None:
         raise SplitError(f"every task with records on {name} is chosen: none is left to test")
-    tuned, _ = job.run()
-    return tuned, job.split
+    tuned, used = job.run()
+    return replace(tuned, scaling=fit_scaling(tuned, data, used.valid)), job.split
 
 
 def choose_tasks(

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.encoding import FeatureEncoder
 from cdmpp.predictor.familiarity import Familiarity
+from cdmpp.predictor.scaling import DeviceScaling, predict_scaled
 from cdmpp.predictor.transforms import LabelTransform
 from cdmpp.predictor.uncertainty import Calibration, check_coverage
 from cdmpp.program.types import Program, Task
@@ -52,6 +53,9 @@ class Predictor:
     compiled_calibration
         The same as ``calibration``, of predictions that are told the instructions of the compiled program; None for a
         predictor that takes none.
+    scaling, measured_calibration
+        How latencies measured on other devices are scaled, and ``calibration`` of predictions that are told some; None for
+        one that was not taught, and of the calibration where no program was measured on two devices.
     """
 
     network: LatencyNetwork = field(repr=False)
@@ -63,6 +67,8 @@ class Predictor:
     familiarity: Familiarity | None = field(default=None, repr=False)
     specs: Mapping[str, Device] = field(default_factory=dict, repr=False)
     compiled_calibration: Calibration | None = field(default=None, repr=False, kw_only=True)
+    scaling: DeviceScaling | None = field(default=None, repr=False, kw_only=True)
+    measured_calibration: Calibration | None = field(default=None, repr=False, kw_only=True)
 
     def predict(
         self,
@@ -71,6 +77,7 @@ class Predictor:
         *,
         resolver: Resolver | None = None,
         compiled: bool = False,
+        measured: Mapping[str, ArrayLike] | None = None,
     ) -> Any:
         """Latency in seconds.
 
@@ -88,6 +95,9 @@ class Predictor:
             Compile the programs for the device's target, on this machine and without running them, and tell the network
             their instructions: more accurate, at the price of a compilation each. x86 CPUs only; a program that does
             not compile is predicted without.
+        measured
+            What the programs took on other devices of the same kind (CPU, GPU): a device -> seconds, float or (n,), NaN where
+            unknown. They are scaled and weighed in (:mod:`cdmpp.predictor.scaling`). Not together with ``compiled``.
 
         Returns
         -------
@@ -101,10 +111,15 @@ class Predictor:
             A program has no computation or cannot be read.
         PredictorError
             A Program was given without a resolver; ``compiled`` with an AST, a device that is no x86 CPU, or a predictor
-            that was not trained to be told instructions.
+            that was not trained to be told instructions; ``measured`` on a device of another kind, or what are no
+            latencies (:func:`cdmpp.predictor.scaling.predict_scaled`).
         """
         many = isinstance(programs, list | tuple)
         items = [_resolved(program, resolver) for program in (programs if many else [programs])]
+        if measured is not None:
+            _check_alone(compiled)
+            scaled = predict_scaled(self, _as_asts(items, None), device, measured)
+            return scaled if many else float(scaled[0])
         counts = self.compiled_counts(items, device) if compiled else None
         seconds = self.predict_features(_as_asts(items, None), device, counts)
         return seconds if many else float(seconds[0])
@@ -137,6 +152,7 @@ class Predictor:
         coverage: float = 0.9,
         resolver: Resolver | None = None,
         compiled: bool = False,
+        measured: Mapping[str, ArrayLike] | None = None,
     ) -> tuple[Any, Any]:
         """Lowest and highest latency in seconds that the measurement of a program falls between.
 
@@ -145,7 +161,7 @@ class Predictor:
 
         Parameters
         ----------
-        programs, device, resolver, compiled
+        programs, device, resolver, compiled, measured
             As :meth:`predict` takes them.
         coverage
             Part of the measurements that should fall between, above 0 and below 1.
@@ -164,12 +180,19 @@ class Predictor:
         check_coverage(coverage)
         if compiled:
             self.check_told()
-        calibration = self.compiled_calibration if compiled else self.calibration
+        calibration = self.calibration_of(compiled, measured is not None)
         if calibration is None:
             raise PredictorError("this predictor was not calibrated, so it has no intervals: train it again")
         factor = math.exp(calibration.half_width(self.device_name(device), coverage))
-        seconds = self.predict(programs, device, resolver=resolver, compiled=compiled)
+        seconds = self.predict(programs, device, resolver=resolver, compiled=compiled, measured=measured)
         return seconds / factor, seconds * factor
+
+    def calibration_of(self, compiled: bool = False, measured: bool = False) -> Calibration | None:
+        """The calibration of a kind of prediction, see :meth:`predict`; None where there is none."""
+        if measured:
+            _check_alone(compiled)
+            return self.measured_calibration
+        return self.compiled_calibration if compiled else self.calibration
 
     def unfamiliar(self, programs: Any, device: str | Device, *, resolver: Resolver | None = None) -> Any:
         """Whether programs on a device are far from the training data, so that little speaks for the prediction.
@@ -345,6 +368,7 @@ def predict(
     predictor: Predictor | str | Path = "default",
     *,
     compiled: bool = False,
+    measured: Mapping[str, ArrayLike] | None = None,
 ) -> Any:
     """Latency in seconds: :meth:`Predictor.predict` with the predictor that ships, or another.
 
@@ -354,8 +378,17 @@ def predict(
         A predictor, its folder, or ``"default"``.
     compiled
         Tell it what a compiler makes of the programs.
+    measured
+        Tell it what the programs took on other devices.
     """
-    return load_predictor(predictor).predict(programs, device, compiled=compiled)
+    return load_predictor(predictor).predict(programs, device, compiled=compiled, measured=measured)
+
+
+def _check_alone(compiled: bool) -> None:
+    if compiled:
+        raise PredictorError(
+            "a prediction is told the instructions (compiled) or measured latencies, not both"
+        )
 
 
 def load_predictor(predictor: Predictor | str | Path) -> Predictor:

@@ -15,6 +15,7 @@ from cdmpp.predictor.config import ModelConfig
 from cdmpp.predictor.encoding import FeatureEncoder
 from cdmpp.predictor.familiarity import Familiarity
 from cdmpp.predictor.predictor import Predictor
+from cdmpp.predictor.scaling import DeviceScaling
 from cdmpp.predictor.transforms import transform_from_json
 from cdmpp.predictor.uncertainty import Calibration
 
@@ -23,8 +24,8 @@ FORMAT_VERSION = 2
 
 _JSON_FILE = "predictor.json"
 _WEIGHTS_FILE = "weights.safetensors"
-#: Before the names of a calibration's arrays of which there are two.
-_COMPILED = "compiled_"
+#: Before the names of the arrays of calibrations other than that of plain predictions.
+_PREFIXES = {"compiled_calibration": "compiled_", "measured_calibration": "measured_"}
 
 
 def save_predictor(predictor: Predictor, folder: Path) -> None:
@@ -40,10 +41,12 @@ def save_predictor(predictor: Predictor, folder: Path) -> None:
         "calibration": predictor.calibration,
         "familiarity": predictor.familiarity,
         "compiled_calibration": predictor.compiled_calibration,
+        "measured_calibration": predictor.measured_calibration,
+        "scaling": predictor.scaling,
     }
     for name, part in (("encoder", predictor.encoder), *extras.items()):
-        if part is not None:
-            prefix = _COMPILED if name == "compiled_calibration" else ""
+        if part is not None and not isinstance(part, DeviceScaling):
+            prefix = _PREFIXES.get(name, "")
             arrays = {prefix + k: torch.from_numpy(v.copy()) for k, v in part.to_arrays().items()}
             tensors.update(arrays)
     save_tensors(folder / _WEIGHTS_FILE, tensors, {"format": FORMAT})
@@ -140,16 +143,14 @@ def _build(state: Mapping[str, Any], folder: Path) -> Predictor:
         calibration = (
             Calibration.from_arrays(state["calibration"], arrays) if "calibration" in state else None
         )
-        compiled = {
-            name.removeprefix(_COMPILED): value
-            for name, value in arrays.items()
-            if name.startswith(_COMPILED)
+        others = {
+            name: Calibration.from_arrays(
+                state[name], {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
+            )
+            for name, prefix in _PREFIXES.items()
+            if name in state
         }
-        compiled_calibration = (
-            Calibration.from_arrays(state["compiled_calibration"], compiled)
-            if "compiled_calibration" in state
-            else None
-        )
+        scaling = DeviceScaling.from_json(state["scaling"]) if "scaling" in state else None
         familiarity = (
             Familiarity.from_arrays(state["familiarity"], arrays, encoder) if "familiarity" in state else None
         )
@@ -171,7 +172,9 @@ def _build(state: Mapping[str, Any], folder: Path) -> Predictor:
         calibration,
         familiarity,
         specs,
-        compiled_calibration=compiled_calibration,
+        compiled_calibration=others.get("compiled_calibration"),
+        measured_calibration=others.get("measured_calibration"),
+        scaling=scaling,
     )
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError, SplitError
 from cdmpp.predictor.data import TrainingData
+from cdmpp.predictor.scaling import predict_rows_scaled
 from cdmpp.predictor.uncertainty import interval_metrics
 from cdmpp.report.metrics import evaluate_groups, evaluate_predictions
 
@@ -31,6 +32,7 @@ def evaluate(
     by: Sequence[str] = ("device", "network"),
     part: str = "test",
     compiled: bool = False,
+    measured: bool = False,
 ) -> dict[str, Any]:
     """Score a predictor; the result is the content of ``cdmpp evaluate --json``.
 
@@ -51,20 +53,24 @@ def evaluate(
     compiled
         Whether the predictor is told the instructions of the compiled programs that have counts
         (``cdmpp codegen``); the others are predicted without.
+    measured
+        Whether the predictor is told what the same programs took on the other devices of the data, those of scored records
+        included; programs measured nowhere else are predicted without. Not together with ``compiled``.
 
     Returns
     -------
     ``{"overall": {...}, "groups": {grouping: {group: {...}}}, "split": str, "part": str, "seed": int,
-    "n_trained_tasks": int, "n_compiled": int}``; the last two are the numbers of scored records whose task was trained
-    on, and of whose instructions the predictor was told.
+    "n_trained_tasks": int, "n_compiled": int, "n_measured": int}``; the last three are the numbers of scored records whose
+    task was trained on, of whose instructions and of whose latency elsewhere the predictor was told.
     Metrics are defined in :mod:`cdmpp.report.metrics`. ``overall`` holds besides, as ``interval``, how well the
-    predictor's 90 % intervals hold (:func:`cdmpp.predictor.uncertainty.interval_metrics`), None without any.
+    predictor's 90 % intervals hold (:func:`cdmpp.predictor.uncertainty.interval_metrics`), None without any; with
+    ``compiled`` and ``measured`` those of the programs that it was told of.
 
     Raises
     ------
     PredictorError
         No records to score, or an unknown part or grouping; ``compiled`` where the predictor takes no instructions or
-        no record has any.
+        no record has any; ``measured`` where it was not taught to scale or no program was measured elsewhere.
     SplitError
         The split cannot be made of this data.
     """
@@ -73,8 +79,18 @@ def evaluate(
         predictor.check_told()
     if compiled and not data.counted(rows).any():
         raise PredictorError("no scored program has instruction counts: cdmpp codegen DIR makes them")
-    predicted_s = predict_rows(predictor, data, rows, compiled)
-    return evaluate_rows(predictor, data, rows, predicted_s, by, name, part, compiled)
+    if not measured:
+        told = data.counted(rows) if compiled else None
+        predicted_s = predict_rows(predictor, data, rows, compiled)
+    elif compiled:
+        raise PredictorError(
+            "score a predictor told the instructions (compiled) or measured latencies, not both"
+        )
+    else:
+        predicted_s, told = predict_rows_scaled(predictor, data, rows)
+        if not told.any():
+            raise PredictorError("no scored program was measured on another device of the same kind")
+    return evaluate_rows(predictor, data, rows, predicted_s, by, name, part, compiled, told)
 
 
 def evaluate_rows(
@@ -86,18 +102,22 @@ def evaluate_rows(
     name: str,
     part: str = "test",
     compiled: bool = False,
+    told: NDArray[np.bool_] | None = None,
 ) -> dict[str, Any]:
-    """What :func:`evaluate` gives, of predictions (n,) made already for these rows (n,) of split ``name``."""
+    """What :func:`evaluate` gives, of predictions (n,) made already for these rows (n,) of split ``name``; ``told`` says for
+    which the predictor was told instructions (``compiled``) or measured latencies, None for a plain prediction of all."""
     trained = set(predictor.training.get("tasks", ()))
     seen = int(data.labels["task"].iloc[rows].isin(list(trained)).sum())
     if seen and part == "test" and not name.startswith("within_task"):
         logger.warning("%d of %d scored records are of tasks the predictor was trained on", seen, len(rows))
     scores = score(data, rows, predicted_s, by)
-    table = data.labels.iloc[rows]
+    shown = np.ones(len(rows), dtype=bool) if told is None else told
+    measured = told is not None and not compiled
+    table = data.labels.iloc[rows[shown]]
     scores["overall"]["interval"] = interval_metrics(
-        predictor.compiled_calibration if compiled else predictor.calibration,
+        predictor.calibration_of(compiled, measured),
         table["latency_s"].to_numpy(dtype=np.float64),
-        predicted_s,
+        predicted_s[shown],
         table["task"].tolist(),
         table["device"].tolist(),
     )
@@ -107,7 +127,8 @@ def evaluate_rows(
         "part": part,
         "seed": predictor.training.get("seed"),
         "n_trained_tasks": seen,
-        "n_compiled": int(data.counted(rows).sum()) if compiled else 0,
+        "n_compiled": int(shown.sum()) if compiled else 0,
+        "n_measured": int(shown.sum()) if measured else 0,
     }
 
 

@@ -262,7 +262,8 @@ def calibrated(predictor: Predictor, data: TrainingData, split: Split, seed: int
     """The predictor with intervals and familiarity, both from the split it was trained with.
 
     Intervals are calibrated on the validation part alone, see the module's text, those of predictions that are told
-    the compiled program's instructions on its programs that have counts; familiarity
+    the compiled program's instructions on its programs that have counts, and so is the scaling of latencies measured on
+    other devices (:mod:`cdmpp.predictor.scaling`) with its intervals; familiarity
     (:mod:`cdmpp.predictor.familiarity`) is fitted to the training part, its threshold to the validation part.
 
     Raises
@@ -271,17 +272,18 @@ def calibrated(predictor: Predictor, data: TrainingData, split: Split, seed: int
         The split has no training or no validation records.
     """
     from cdmpp.predictor.familiarity import Familiarity
+    from cdmpp.predictor.scaling import fit_scaling, predict_rows_scaled
     from cdmpp.predictor.scoring import predict_rows
 
     rows = np.asarray(split.valid, dtype=np.int64)
     if not len(rows) or not len(split.train):
         raise PredictorError("calibrating needs training and validation records")
 
-    def fit(chosen: NDArray[np.int64], compiled: bool = False) -> Calibration:
+    def fit(chosen: NDArray[np.int64], predicted_s: NDArray[np.float64]) -> Calibration:
         table = data.labels.iloc[chosen]
         return Calibration.fit(
             table["latency_s"].to_numpy(dtype=np.float64),
-            predict_rows(predictor, data, chosen, compiled),
+            predicted_s,
             table["task"].tolist(),
             table["device"].tolist(),
             "record" if split.kind == "within_task" else "task",
@@ -291,9 +293,15 @@ def calibrated(predictor: Predictor, data: TrainingData, split: Split, seed: int
     familiarity = Familiarity.fit(
         predictor.encoder, data, np.asarray(split.train, dtype=np.int64), rows, seed
     )
+    hidden = np.concatenate([np.asarray(part, dtype=np.int64) for part in (split.test, split.adapt)])
+    predictor = replace(predictor, scaling=fit_scaling(predictor, data, rows, hidden))
+    scaled_s, told = predict_rows_scaled(predictor, data, rows, hidden)
     return replace(
         predictor,
-        calibration=fit(rows),
+        calibration=fit(rows, predict_rows(predictor, data, rows)),
         familiarity=familiarity,
-        compiled_calibration=fit(counted, True) if len(counted) else None,
+        compiled_calibration=fit(counted, predict_rows(predictor, data, counted, True))
+        if len(counted)
+        else None,
+        measured_calibration=fit(rows[told], scaled_s[told]) if told.any() else None,
     )

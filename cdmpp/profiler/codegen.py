@@ -62,11 +62,8 @@ def codegen_features(path: str | Path) -> NDArray[np.float32]:
     ProfilerError
         objdump is missing or cannot read the file, or there is no code in it.
     """
-    tool = shutil.which("objdump")
-    if tool is None:
-        raise ProfilerError("counting instructions needs objdump (binutils), which is not installed")
     done = subprocess.run(
-        [tool, "-d", "--no-show-raw-insn", str(path)], capture_output=True, text=True, check=False
+        [disassembler(), "-d", "--no-show-raw-insn", str(path)], capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise ProfilerError(f"{path}: objdump cannot read it: {done.stderr.strip()}")
@@ -74,6 +71,14 @@ def codegen_features(path: str | Path) -> NDArray[np.float32]:
     if not functions:
         raise ProfilerError(f"{path}: no function of a program in it")
     return count(functions)
+
+
+def disassembler() -> str:
+    """Path of GNU objdump; ProfilerError where it is not installed."""
+    tool = shutil.which("objdump")
+    if tool is None:
+        raise ProfilerError("counting instructions needs objdump (binutils), which is not installed")
+    return tool
 
 
 def parse_disassembly(lines: Iterable[str]) -> list[list[Instruction]]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cdmpp.device import get_device
-from cdmpp.errors import PredictorError
+from cdmpp.errors import PredictorError, ProfilerError
 from cdmpp.predictor import Predictor, evaluate
 from cdmpp.predictor.compiled import instruction_counts
 from cdmpp.predictor.run import prepare, train
@@ -161,6 +161,20 @@ def test_programs_are_compiled_for_the_device_not_for_this_machine():
     assert narrow[0, at["program_fp_x"]] > 0 and narrow[0, at["program_load_y"]] == 0
 
 
+def test_without_a_disassembler_there_is_one_error(monkeypatch):
+    from cdmpp.program.tvm_env import import_tvm
+
+    import_tvm()
+    from tvm import te
+
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    a = te.placeholder((8,), name="a")
+    func = te.create_prim_func([a, te.compute((8,), lambda i: a[i] * 2.0, name="b")])
+    with pytest.raises(ProfilerError, match="binutils"):
+        instruction_counts([func, func], get_device("epyc-7763@1"))
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
 def test_what_does_not_compile_is_told_and_predicted_without(monkeypatch, caplog):
     import cdmpp.profiler.codegen_store as store
     from cdmpp.program.tvm_env import import_tvm

@@ -1,0 +1,215 @@
+"""Predictions told what the same programs took on other devices."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from predictor_synthetic import make_data
+
+from cdmpp.endtoend.tasks import measured_latencies
+from cdmpp.errors import PredictorError
+from cdmpp.predictor import Predictor, evaluate
+from cdmpp.predictor.config import config_from_dict
+from cdmpp.predictor.run import train
+from cdmpp.predictor.scaling import DevicePair, DeviceScaling, combine, device_distance, fit_scaling
+from cdmpp.predictor.scoring import predict_rows
+
+SPEC = "by_task:seed=0"
+
+
+@pytest.fixture(scope="module")
+def data():
+    return make_data(n_tasks=48, per_task=10)
+
+
+@pytest.fixture(scope="module")
+def hidden(data):
+    """Programs that are up to e^1.5 times slower than they look, on all devices alike; some were not measured on "slow"."""
+    rng = np.random.default_rng(0)
+    factor = {program: np.exp(rng.uniform(-1.5, 1.5)) for program in data.asts}
+    labels = data.labels.assign(
+        latency_s=data.labels["latency_s"] * [factor[program] for program in data.labels["program"]]
+    )
+    gone = (labels["device"] == "slow") & labels["program"].str.endswith("5")
+    return replace(data, labels=labels[~gone].reset_index(drop=True))
+
+
+@pytest.fixture(scope="module")
+def trained(hidden, tmp_path_factory):
+    small = {"dim": 16, "layers": 1, "heads": 2, "ffn_dim": 32, "embedding_dim": 16, "decoder_dim": 32}
+    training = {"learning_rate": 0.01, "threads": 1, "epochs": 12, "patience": 12, "batch_size": 32}
+    config = config_from_dict({"model": small, "train": training, "split": {"spec": SPEC}})
+    torch.set_num_threads(1)
+    return train(config, hidden, tmp_path_factory.mktemp("run") / "run")
+
+
+def column(*values: float) -> np.ndarray:
+    return np.array(values, dtype=np.float64)
+
+
+def test_the_formula(data):
+    """z = y_s (f_t/f_s)^(1-c) (e_t/e_s)^c e^b, averaged with f_t by inverse squares of errors; by hand."""
+    slow, fast = data.devices["slow"], data.devices["fast"]
+    pairs = {("slow", "fast"): DevicePair(bias=np.log(1.1), error=0.1, tasks=9)}
+    scaling = DeviceScaling(0.25, own_error=0.2, error_by_distance=9.0, pairs=pairs)
+    source = (slow, column(8e-3, np.nan), column(6e-3, 1.0), column(2e-3, 1.0))
+    found = combine(scaling, fast, column(3e-3, 5e-3), column(1e-3, 1e-3), [source])
+    scaled = 8e-3 * (3 / 6) ** 0.75 * (1 / 2) ** 0.25 * 1.1
+    weights = (1 / 0.2**2, 1 / 0.1**2)
+    expected = np.exp((weights[0] * np.log(3e-3) + weights[1] * np.log(scaled)) / sum(weights))
+    assert found == pytest.approx([expected, 5e-3])
+
+
+def test_devices_that_were_never_compared_count_by_their_distance(data):
+    slow, fast = data.devices["slow"], data.devices["fast"]
+    assert device_distance(slow, slow) == 0 and device_distance(slow, fast) == device_distance(fast, slow) > 0
+    error = 0.5 * device_distance(slow, fast)
+    scaling = DeviceScaling(0.0, own_error=0.2, error_by_distance=0.5)
+    one = column(1.0)
+    found = combine(scaling, fast, one, one, [(slow, column(2.0), one, one)])
+    weight = error**-2 / (error**-2 + 0.2**-2)
+    assert found == pytest.approx([2.0**weight])
+
+
+def test_without_an_estimate_the_predictors_ratio_is_taken(data):
+    slow, fast = data.devices["slow"], data.devices["fast"]
+    pairs = {("slow", "fast"): DevicePair(0.0, 0.1, 9)}
+    found = [
+        combine(
+            DeviceScaling(part, pairs=pairs),
+            fast,
+            column(1.0),
+            column(np.nan),
+            [(slow, column(3.0), column(2.0), column(1.0))],
+        )
+        for part in (0.0, 0.5, 1.0)
+    ]
+    assert np.isfinite(found).all() and found[0] == found[1] == found[2]
+
+
+def test_being_told_helps_where_programs_hide_what_they_take(trained, hidden):
+    plain = evaluate(trained.predictor, hidden, trained.split, by=())
+    told = evaluate(trained.predictor, hidden, trained.split, by=(), measured=True)
+    assert told["overall"]["mape"] < 0.6 * plain["overall"]["mape"]
+    assert plain["n_measured"] == 0 and 0 < told["n_measured"] < told["overall"]["n"]
+    intervals = [result["overall"]["interval"] for result in (plain, told)]
+    if all(intervals):
+        assert intervals[1]["width"] < intervals[0]["width"]
+
+
+def test_predict_is_what_evaluate_scores(trained, hidden):
+    rows = np.flatnonzero((hidden.labels["device"] == "fast") & hidden.labels["program"].str.endswith("4"))
+    programs = hidden.labels["program"].iloc[rows]
+    there = hidden.labels[hidden.labels["device"] == "slow"].set_index("program")["latency_s"]
+    predictor = replace(trained.predictor, specs=dict(hidden.devices))
+    asts = [hidden.asts[program] for program in programs]
+    told = predictor.predict(asts, "fast", measured={"slow": there.loc[programs].to_numpy()})
+    from cdmpp.predictor.scaling import predict_rows_scaled
+
+    assert told == pytest.approx(predict_rows_scaled(predictor, hidden, rows)[0])
+    one = predictor.predict(asts[0], "fast", measured={"slow": there.loc[programs.iloc[0]]})
+    assert isinstance(one, float) and one == pytest.approx(told[0])
+    unknown = predictor.predict(asts, "fast", measured={"slow": np.full(len(asts), np.nan)})
+    assert unknown == pytest.approx(predictor.predict(asts, "fast"))
+    low, high = predictor.predict_interval(asts[:2], "fast", 0.5, measured={"slow": there.loc[programs[:2]]})
+    assert np.sqrt(low * high) == pytest.approx(told[:2])
+
+
+def test_labels_of_hidden_rows_are_not_looked_at(trained, hidden):
+    rows = trained.split.valid
+    on_slow = np.flatnonzero(hidden.labels["device"] == "slow")
+    some = on_slow[::2]
+    spoilt = hidden.labels["latency_s"].to_numpy().copy()
+    spoilt[some] *= 100
+    other = replace(hidden, labels=hidden.labels.assign(latency_s=spoilt))
+    own = np.setdiff1d(rows, some)
+    assert fit_scaling(trained.predictor, other, own, some) == fit_scaling(
+        trained.predictor, hidden, own, some
+    )
+    assert fit_scaling(trained.predictor, other, own) != fit_scaling(trained.predictor, hidden, own)
+
+
+def test_saved_and_loaded_it_is_the_same(trained, tmp_path: Path):
+    predictor = trained.predictor
+    assert predictor.scaling.pairs.keys() == {("slow", "fast"), ("fast", "slow")}
+    predictor.save(tmp_path)
+    loaded = Predictor.load(tmp_path)
+    assert loaded.scaling == predictor.scaling
+    assert loaded.measured_calibration.half_width("fast", 0.5) == pytest.approx(
+        predictor.measured_calibration.half_width("fast", 0.5)
+    )
+    path = tmp_path / "predictor.json"
+    state = json.loads(path.read_text())
+    del state["scaling"]["own"]
+    path.write_text(json.dumps(state))
+    with pytest.raises(PredictorError, match="malformed"):
+        Predictor.load(tmp_path)
+    del state["scaling"]
+    path.write_text(json.dumps(state))
+    with pytest.raises(PredictorError, match="not taught to scale"):
+        old = replace(Predictor.load(tmp_path), specs=predictor.specs)
+        old.predict([], "fast", measured={"slow": []})
+
+
+def test_one_device_has_nothing_to_be_scaled_from(trained, hidden):
+    from cdmpp.predictor.data import subset
+
+    alone = subset(hidden, np.flatnonzero(hidden.labels["device"] == "fast"))
+    assert not fit_scaling(trained.predictor, alone, np.arange(50)).pairs
+    with pytest.raises(PredictorError, match="measured on another"):
+        evaluate(trained.predictor, alone, "all", measured=True)
+
+
+@pytest.mark.parametrize(
+    ("measured", "message"),
+    [
+        ({}, "names no device"),
+        ({"fast": [1.0]}, "needs no prediction"),
+        ({"h200": [1.0]}, "of another kind|say too little"),
+        ({"slow": [1.0, 2.0]}, "expected 1 seconds"),
+        ({"slow": [0.0]}, "above 0"),
+        ({"slow": [np.inf]}, "above 0"),
+    ],
+)
+def test_what_is_no_measurement_elsewhere_is_refused(trained, hidden, measured, message: str):
+    predictor = replace(trained.predictor, specs=dict(hidden.devices))
+    ast = next(iter(hidden.asts.values()))
+    with pytest.raises(PredictorError, match=message):
+        predictor.predict([ast], "fast", measured=measured)
+
+
+def test_instructions_and_measurements_do_not_go_together(trained, hidden):
+    with pytest.raises(PredictorError, match="not both"):
+        trained.predictor.predict([], "fast", compiled=True, measured={"slow": []})
+    network = replace(trained.predictor, encoder=replace(trained.predictor.encoder))
+    with pytest.raises(PredictorError):
+        evaluate(network, hidden, trained.split, compiled=True, measured=True)
+
+
+def test_errors_of_a_scaling_are_checked():
+    with pytest.raises(PredictorError, match="finite"):
+        DeviceScaling(own_error=float("nan"))
+    with pytest.raises(PredictorError, match="at least 0"):
+        DeviceScaling(pairs={("a", "b"): DevicePair(0.0, -1.0, 5)})
+
+
+def test_latencies_in_words():
+    found = measured_latencies(["rtx-3060=1.3ms", "this-cpu@1=20us", "a=2s", "b=1e3ns"])
+    assert found == pytest.approx({"rtx-3060": 1.3e-3, "this-cpu@1": 2e-5, "a": 2.0, "b": 1e-6})
+    assert measured_latencies([]) is None
+
+
+@pytest.mark.parametrize("text", ["rtx-3060", "rtx-3060=1.3", "=1ms", "a=ms", "a=1.2.3ms", "a=-1ms"])
+def test_what_is_no_latency_is_refused(text: str):
+    with pytest.raises(PredictorError, match="expected DEVICE=LATENCY"):
+        measured_latencies([text])
+
+
+def test_a_device_named_twice_is_refused():
+    with pytest.raises(PredictorError, match="twice"):
+        measured_latencies(["a=1ms", "a=2ms"])
