@@ -10,7 +10,9 @@ tests on the device's other tasks. The baselines get the same K tasks as trainin
 
 ``ours-compiled`` is our predictor when it is told the instructions that the compiler made of each program, where
 ``model.compiled`` taught it that; ``xgboost-ast-codegen`` is told them too. Their distance from ours and xgboost-ast
-is what the compact AST does not say.
+is what the compact AST does not say. ``ours-measured`` is our predictor told what the same programs took on the other
+devices (``predict(..., measured=...)``); ``measured-by-estimate`` scales these latencies by the ratio of two analytical
+estimates alone. Programs measured nowhere else are predicted without; ``n_measured`` in a row says how many were not.
 
 The table gives mean and standard deviation over seeds (and over devices where they vary), the number of test records, and the
 noise floor: what a perfect predictor would score.
@@ -23,6 +25,7 @@ import platform
 import sys
 import time
 from collections import defaultdict
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,11 +34,14 @@ import numpy as np
 from kept_rows import KeptRows
 
 if TYPE_CHECKING:
+    from cdmpp.dataset import Split
     from cdmpp.predictor import Config, Predictor, TrainingData
 
 SPLITS = ("within_task", "by_task", "by_network", "by_device", "few_shot")
 #: Our predictor, told the instructions of the compiled programs as well (``predict(..., compiled=True)``).
 COMPILED = "ours-compiled"
+#: The same told latencies on other devices, and these scaled without it.
+MEASURED, BY_ESTIMATE = "ours-measured", "measured-by-estimate"
 METRICS = ("mape", "median_ape", "within_20pct", "pairwise_accuracy", "spearman", "top1_regret")
 
 
@@ -45,12 +51,33 @@ def keep(results: KeptRows, overall: dict[str, Any], **key: Any) -> None:
     print(" ".join(f"{k}={v}" for k, v in key.items()), f"MAPE {100 * overall['mape']:.1f} %", flush=True)
 
 
-def specifications(kind: str, data: TrainingData, seed: int, heldout: str | None) -> list[tuple[str, str]]:
+def scored_told(predictor: Predictor, data: TrainingData, split: Split) -> dict[str, dict[str, Any]]:
+    """Our predictor, and what scales without it, told what can be told of the test programs: name -> metrics."""
+    from cdmpp.predictor import evaluate
+    from cdmpp.predictor.scaling import DeviceScaling, fit_scaling, predict_rows_scaled
+
+    found: dict[str, dict[str, Any]] = {}
+    if predictor.encoder.code_dim and data.counted(split.test).any():
+        told = evaluate(predictor, data, split, by=(), compiled=True)
+        found[COMPILED] = {**told["overall"], "spec": split.spec, "n_compiled": told["n_compiled"]}
+    if predictor.scaling is None:
+        hidden = np.concatenate([split.test, split.adapt])
+        predictor = replace(predictor, scaling=fit_scaling(predictor, data, split.valid, hidden))
+    # so wrong that it does not count beside what was measured
+    without = replace(predictor, scaling=DeviceScaling(estimate_part=1.0, own_error=1e6))
+    if predict_rows_scaled(without, data, split.test)[1].any():
+        for name, model in ((MEASURED, predictor), (BY_ESTIMATE, without)):
+            told = evaluate(model, data, split, by=(), measured=True)
+            found[name] = {**told["overall"], "spec": split.spec, "n_measured": told["n_measured"]}
+    return found
+
+
+def specifications(kind: str, args: argparse.Namespace, seed: int) -> list[tuple[str, str]]:
     """(split specification, what is held out) for one seed."""
     if kind == "by_device":
-        return [(f"by_device:heldout={name};seed={seed}", name) for name in sorted(data.devices)]
-    if kind == "by_network" and heldout:
-        return [(f"by_network:heldout={heldout};seed={seed}", heldout)]
+        return [(f"by_device:heldout={name};seed={seed}", name) for name in args.devices]
+    if kind == "by_network" and args.heldout:
+        return [(f"by_network:heldout={args.heldout};seed={seed}", args.heldout)]
     return [(f"{kind}:seed={seed}", "")]
 
 
@@ -63,11 +90,11 @@ def score_models(
     unseen: dict[str, Predictor],
 ) -> None:
     """Every model on one kind of split; ``unseen`` takes our predictors of ``by_device``, by the device left out."""
-    from cdmpp.predictor import evaluate, split_data
+    from cdmpp.predictor import split_data
     from cdmpp.predictor.baselines import CdmppModel, evaluate_models, make_model
 
     for seed in args.seeds:
-        for spec, held in specifications(kind, data, seed, args.heldout):
+        for spec, held in specifications(kind, args, seed):
             split = split_data(spec, data)
             for name in args.models:
                 key = {"split": kind, "held_out": held, "seed": seed, "model": name}
@@ -77,10 +104,9 @@ def score_models(
                 model = make_model(name, seed, **options)
                 (found,) = evaluate_models([model], data, split).values()
                 trained = model.predictor_ if isinstance(model, CdmppModel) else None
-                if trained is not None and trained.encoder.code_dim and data.counted(split.test).any():
-                    told = evaluate(trained, data, split, by=(), compiled=True)
-                    about = {"spec": split.spec, "n_compiled": told["n_compiled"]}
-                    keep(results, {**told["overall"], **about}, **{**key, "model": COMPILED})
+                if trained is not None:
+                    for told, overall in scored_told(trained, data, split).items():
+                        keep(results, overall, **{**key, "model": told})
                 if kind == "by_device" and seed == 0 and trained is not None:
                     unseen[held] = trained
                 times = {k: found[k] for k in ("fit_s", "predict_s")}
@@ -103,7 +129,7 @@ def score_few_shot(
     from cdmpp.predictor.baselines import evaluate_models, make_model
     from cdmpp.predictor.run import prepare, training_summary
 
-    for device in sorted(data.devices):
+    for device in args.devices:
         base = unseen.get(device)
         for seed in args.few_shot_seeds:
             for k in args.tasks:
@@ -117,6 +143,8 @@ def score_few_shot(
                             base = fitted.predictor(state.best, training_summary(config, data, split, state))
                         tuned, split = few_shot(base, data, device, k, select, seed)
                         overall = evaluate(tuned, data, split, by=())["overall"]
+                        for told, scores in scored_told(tuned, data, split).items():
+                            keep(results, scores, **key, model=told)
                         keep(results, {**overall, "spec": split.spec}, **key, model="ours")
                     if select == "random":
                         spec = next(row["spec"] for row in results.rows if key.items() <= row.items())
@@ -168,11 +196,17 @@ def main() -> int:
     parser.add_argument(
         "--heldout", help="networks of by_network, joined by '+' (default: drawn by the seed)"
     )
+    parser.add_argument(
+        "--devices", nargs="+", metavar="D", help="held out by by_device and few_shot (default: each)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
 
     config = load_config(args.config)
     data = gather(args.data, config.data)
+    args.devices = args.devices or sorted(data.devices)
+    if set(args.devices) - set(data.devices):
+        parser.error(f"there are records of {', '.join(sorted(data.devices))}, not of all of {args.devices}")
     notes = {
         "data": args.data,
         "records": len(data),

@@ -46,9 +46,14 @@ def table(groups: dict[str, dict[str, Any]], what: str) -> list[str]:
 
 
 def card(
-    predictor: Predictor, scores: dict[str, Any], told: dict[str, Any] | None, weights_bytes: int
+    predictor: Predictor,
+    scores: dict[str, Any],
+    told: dict[str, Any] | None,
+    elsewhere: dict[str, Any] | None,
+    weights_bytes: int,
 ) -> str:
-    """The card as Markdown; ``told`` are the scores where it was told the compiled programs' instructions."""
+    """The card as Markdown; ``told`` are the scores where it was told the compiled programs' instructions, ``elsewhere`` those
+    where it was told latencies on other devices."""
     training, overall, groups = predictor.training, scores["overall"], scores["groups"]
     interval = overall["interval"]
     lines = [
@@ -106,6 +111,18 @@ def card(
             *table(cpus, "device"),
             "",
         ]
+    if elsewhere is not None:
+        held = elsewhere["overall"]["interval"]
+        lines += [
+            "### Told what the programs took on other devices",
+            "",
+            "The same records, each program's latencies on the other devices of its kind given: `predict(..., measured=...)`. "
+            f"{elsewhere['n_measured']:,} of the programs were measured elsewhere, the others are predicted without.",
+            *([f"Intervals of {held['coverage']:.0%} held {held['covered']:.1%} of them."] if held else []),
+            "",
+            *table(elsewhere["groups"]["device"], "device"),
+            "",
+        ]
     lines += [
         "## Limits",
         "",
@@ -135,7 +152,10 @@ def main() -> int:
     data = gather(args.data)
     scores = evaluate(predictor, data, by=("network", "family", "device"))
     told = evaluate(predictor, data, by=("device",), compiled=True) if predictor.encoder.code_dim else None
-    text = card(predictor, scores, told, sum(t.nbytes for t in predictor.network.state_dict().values()))
+    elsewhere = evaluate(predictor, data, by=("device",), measured=True) if predictor.scaling else None
+    text = card(
+        predictor, scores, told, elsewhere, sum(t.nbytes for t in predictor.network.state_dict().values())
+    )
     args.out.write_text(text, encoding="utf-8")
     print(text)
     return 0

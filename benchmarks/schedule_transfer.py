@@ -7,6 +7,8 @@ For each GPU in turn a predictor is trained on ``--records`` labels of the other
 ranks all configurations of every kernel on this one. A method is an order in which to measure, or a way to choose the next:
 
 * ``cdmpp``: the predicted order;
+* ``cdmpp_measured``: the predicted order, told what each configuration took on the other GPUs (``predict(measured=...)``);
+  one that failed on one of them comes after those that failed on fewer;
 * ``cdmpp_online``: the same, corrected after every ``--batch`` measurements as ``cdmpp tune`` does;
 * ``nearest``: the order measured on the GPU whose features are nearest of those that ran the kernel, the best configuration
   there first; what was not measured there (``n_measured_on_nearest`` was) comes last;
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     from cdmpp.tuner.online import OnlineModel
     from cdmpp.tuner.prior import Encoded
 
-METHODS = ("cdmpp", "cdmpp_online", "nearest", "others", "random_expected", "random_median")
+METHODS = ("cdmpp", "cdmpp_measured", "cdmpp_online", "nearest", "others", "random_expected", "random_median")
 
 #: Program hash -> seconds, infinite for a failure.
 Latencies = Mapping[str, float]
@@ -169,8 +171,13 @@ def evaluate_case(
     near = nearest_device(gpu, {name: device_features(get_device(name)) for name in by_gpu})
     chosen = [asts[program] for program in programs]
     predicted_s = predictor.predict(chosen, gpu)
+    told_s = predictor.predict(
+        chosen, gpu, measured={name: np.where(np.isinf(s), math.nan, s) for name, s in elsewhere.items()}
+    )
+    failures = np.sum([np.isinf(s) for s in elsewhere.values()], axis=0)
     orders = {
         "cdmpp": np.argsort(predicted_s, kind="stable"),
+        "cdmpp_measured": np.lexsort((told_s, failures)),
         "nearest": order_of_others([elsewhere[near]], args.seed),
         "others": order_of_others(list(elsewhere.values()), args.seed),
     }
@@ -194,6 +201,7 @@ def evaluate_case(
         "top1_regret": {name: regret_in_order(latency_s, order) for name, order in orders.items()},
         "spearman": {
             "cdmpp": spearman(predicted_s[works], latency_s[works]),
+            "cdmpp_measured": spearman(told_s[works], latency_s[works]),
             "nearest": spearman(elsewhere[near][both], latency_s[both]),
         },
     }

@@ -163,6 +163,25 @@ def test_predictions_told_the_instructions(
     assert "cdmpp codegen" in error
 
 
+def test_predictions_told_what_was_measured_elsewhere(
+    tmp_path: Path, data: Path, predictor: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "program.json"
+    program.write_text(matmul_task(32).tir_json)
+    there = ("predict", "--predictor", str(predictor), "--device", "epyc-7763@1", str(program))
+    plain = run(tmp_path, *there)["latency_s"]
+    told = [run(tmp_path, *there, "--measured", f"this-cpu@1={t}ms") for t in (1, 100)]
+    assert told[0]["measured"] == {"this-cpu@1": pytest.approx(1e-3)}
+    assert len({plain, *(result["latency_s"] for result in told)}) == 3
+    assert told[0]["latency_s"] < told[1]["latency_s"]
+    assert "(PROGRAM.json)" in error_of(capsys, *there[:-1], "mlp", "--measured", "this-cpu@1=1ms")
+    assert "rtx-3060=1.3ms" in error_of(capsys, *there, "--measured", "this-cpu@1")
+    assert "too little of a cpu" in error_of(capsys, *there, "--measured", "h200=1ms")
+    assert "not both" in error_of(capsys, *there, "--measured", "this-cpu@1=1ms", "--compile", "1")
+    told_of = ("evaluate", "--predictor", str(predictor), "--data", str(data), "--measured")
+    assert "measured on another device" in error_of(capsys, *told_of)
+
+
 def test_report_is_one_file(tmp_path: Path, predictor: Path) -> None:
     out = tmp_path / "report.html"
     result = run(tmp_path, "report", str(predictor), "--out", str(out))

@@ -143,9 +143,10 @@ def predict_program_file(
     Returns
     -------
     dict
-        ``program``, ``device``, ``latency_s``, ``compiled``, ``measured`` (device -> seconds, as given), ``low_s`` and ``high_s`` (its interval, None where the
-        predictor has none), ``coverage`` of the interval, ``unfamiliar`` (whether it is far from the training data, None where
-        the predictor cannot tell), and ``note`` where the prediction needs one.
+        ``program``, ``device``, ``latency_s``, ``compiled``, ``measured`` (device -> seconds, as given), ``low_s`` and
+        ``high_s`` (its interval, None where the predictor has none), ``coverage`` of the interval, ``unfamiliar`` (whether
+        it is far from the training data, None where the predictor cannot tell), and ``note`` where the prediction needs
+        one.
 
     Raises
     ------

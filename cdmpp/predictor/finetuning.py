@@ -27,7 +27,7 @@ from cdmpp.predictor.data import TrainingData, gather, subset
 from cdmpp.predictor.encoding import FeatureEncoder, signed_log1p
 from cdmpp.predictor.predictor import Predictor
 from cdmpp.predictor.run import HISTORY_FILE, Fitted, encode, prepare, recorded, training_summary
-from cdmpp.predictor.scaling import fit_scaling
+from cdmpp.predictor.scaling import DeviceScaling, fit_scaling
 from cdmpp.predictor.selection import TaskSelection, select_tasks, write_task_file
 from cdmpp.predictor.splitting import split_data
 from cdmpp.predictor.uncertainty import calibrated
@@ -168,7 +168,7 @@ def finetune(
     history: list[dict[str, Any]] = []
     with recorded(out, history, progress) as record:
         tuned, used = job.run(record)
-    tuned = calibrated(tuned, data, used)
+    tuned = calibrated(tuned, data, used, scaling=job.scaling(tuned, used))
     tuned.save(out / "predictor")
     return FinetuneResult(tuned, job.split, data, selection, task_file, None, history)
 
@@ -232,7 +232,7 @@ def few_shot(
     if job.split is None:
         raise SplitError(f"every task with records on {name} is chosen: none is left to test")
     tuned, used = job.run()
-    return replace(tuned, scaling=fit_scaling(tuned, data, used.valid)), job.split
+    return replace(tuned, scaling=job.scaling(tuned, used)), job.split
 
 
 def choose_tasks(
@@ -354,6 +354,14 @@ class _Finetuning:
         specs = {**{name: data.devices[name] for name in devices}, **base.specs}
         fitted = Fitted(encoder, base.transform, arrays, trainer, {**devices, **base.devices}, specs)
         return fitted.predictor(state.best, self._summary(rows, used, state)), used
+
+    def scaling(self, tuned: Predictor, used: Split) -> DeviceScaling:
+        """What the base knew of scaling between devices, and between others and this one as the chosen tasks show it."""
+        shown = fit_scaling(tuned, self._data, used.valid, learned=np.flatnonzero(self._shots))
+        before = self._base.scaling
+        if before is None:
+            return shown
+        return replace(before, own={**before.own, **shown.own}, pairs={**before.pairs, **shown.pairs})
 
     def _rows(self, encoder: FeatureEncoder) -> _Rows:
         """The records to use. What is held out to stop by is not replayed on other devices either."""

@@ -5,18 +5,20 @@ model of programs knows (cache conflicts, what the compiler made of it), and sca
 prediction. The scale is the ratio of two predictions (Habitat, Yu et al., USENIX ATC'21, scales operators from GPU to GPU by
 what their waves of blocks should take): of a program measured to take :math:`y_s` on device s,
 
-.. math:: z_s = y_s\, (f_t / f_s)^{1 - c}\, (e_t / e_s)^{c}\, e^{b_{st}},
+.. math:: z_s = y_s\, (f_t / f_s)^{1 - c}\, (e_t / e_s)^{c}\, e^{b},
 
 with f the predictor's latency, e the analytical estimate (:func:`cdmpp.predictor.roofline.estimate_s`), and
-:math:`b_{st}` what is left between the two devices on the whole. The answer is the geometric mean of :math:`f_t` and the
+b what is left between the two devices on the whole. The answer is the geometric mean of :math:`f_t` and the
 :math:`z_s`, each weighted by the inverse square of its error:
 
 * of :math:`f_t`: the predictor's on validation records;
-* of :math:`z_s`, where validation records show programs on both s and t: how far apart they were (:class:`DevicePair`);
-* else in proportion to the distance of the two devices (:func:`device_distance`), as in a linear variogram.
+* of :math:`z_s`, where validation records show programs on both s and t: how far apart they were, with b and c of their own
+  (:class:`DevicePair`);
+* else in proportion to the distance of the two devices (:func:`device_distance`), as in a linear variogram; b is 0, and c
+  what is best on average.
 
-c and all errors are fitted to validation records of programs that were measured on several devices; a finetuning fits them to
-what it held out of the new device's tasks. Only devices of one kind (CPU, GPU) tell of each other.
+All of it is fitted to validation records of programs that were measured on several devices; a finetuning fits it to the new
+device's tasks. Only devices of one kind (CPU, GPU) tell of each other.
 """
 
 from __future__ import annotations
@@ -71,11 +73,14 @@ class DevicePair:
         Mean over the tasks of the mean absolute log error that is left.
     tasks
         In common.
+    estimate_part
+        c of the two.
     """
 
     bias: float
     error: float
     tasks: int
+    estimate_part: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,8 @@ class DeviceScaling:
     Attributes
     ----------
     estimate_part
-        c: 0 scales by the predictor's ratio of two devices, 1 by the analytical estimate's.
+        c of devices that were never compared: 0 scales by the predictor's ratio of two devices, 1 by the analytical
+        estimate's.
     own_error
         Mean absolute log error of plain predictions.
     error_by_distance
@@ -105,7 +111,8 @@ class DeviceScaling:
     def __post_init__(self) -> None:
         errors = [self.own_error, self.error_by_distance, *self.own.values()]
         errors += [pair.error for pair in self.pairs.values()]
-        numbers = [self.estimate_part, *errors, *(pair.bias for pair in self.pairs.values())]
+        numbers = [self.estimate_part, *errors]
+        numbers += [number for pair in self.pairs.values() for number in (pair.bias, pair.estimate_part)]
         if not np.isfinite(numbers).all() or min(errors) < 0:
             raise PredictorError("errors of a device scaling must be finite and at least 0")
 
@@ -120,12 +127,17 @@ class DeviceScaling:
         """Back from :meth:`to_json`; KeyError, TypeError, ValueError or PredictorError if it is none."""
         pairs = {
             (str(pair["measured"]), str(pair["asked"])): DevicePair(
-                float(pair["bias"]), float(pair["error"]), int(pair["tasks"])
+                float(pair["bias"]), float(pair["error"]), int(pair["tasks"]), float(pair["estimate_part"])
             )
             for pair in state["pairs"]
         }
-        numbers = [float(state[name]) for name in ("estimate_part", "own_error", "error_by_distance")]
-        return cls(*numbers, {str(k): float(v) for k, v in state["own"].items()}, pairs)
+        return cls(
+            float(state["estimate_part"]),
+            float(state["own_error"]),
+            float(state["error_by_distance"]),
+            {str(k): float(v) for k, v in state["own"].items()},
+            pairs,
+        )
 
 
 def device_distance(one: Device, other: Device) -> float:
@@ -162,9 +174,9 @@ def combine(
         pair = scaling.pairs.get((source.name, device.name))
         if pair is None:
             distance = max(_LEAST_DISTANCE, device_distance(source, device))
-            pair = DevicePair(0.0, scaling.error_by_distance * distance, 0)
+            pair = DevicePair(0.0, scaling.error_by_distance * distance, 0, scaling.estimate_part)
         scaled = _log_scaled(
-            scaling.estimate_part, measured_s, predicted_s / there_s, estimate_s / estimate_there_s
+            pair.estimate_part, measured_s, predicted_s / there_s, estimate_s / estimate_there_s
         )
         known = ~np.isnan(scaled)
         logs.append(np.where(known, scaled + pair.bias, 0.0))
@@ -262,10 +274,25 @@ def predict_rows_scaled(
 
 
 def fit_scaling(
-    predictor: Predictor, data: TrainingData, rows: NDArray[np.int64], hidden: NDArray[np.int64] | None = None
+    predictor: Predictor,
+    data: TrainingData,
+    rows: NDArray[np.int64],
+    hidden: NDArray[np.int64] | None = None,
+    learned: NDArray[np.int64] | None = None,
 ) -> DeviceScaling:
-    """Fit to records that were not trained on, by the labels of their programs on other devices but for ``hidden`` rows."""
-    labels = _Labels(predictor, data, rows, hidden)
+    """Fit to rows of records that were not trained on, by the labels of their programs on other devices.
+
+    Parameters
+    ----------
+    hidden
+        Rows whose labels may not be looked at.
+    learned
+        Further rows, which were trained on: what the predictor says of them proves nothing, so devices are then compared by
+        the analytical estimate alone (c is 1), on all of these rows. None where there are ``rows`` enough.
+    """
+    parts = _ESTIMATE_PARTS if learned is None else (1.0,)
+    every = rows if learned is None else np.union1d(rows, learned)
+    labels = _Labels(predictor, data, every, hidden)
     table = data.labels
     errors = np.abs(np.log(table["latency_s"].to_numpy(dtype=np.float64)[rows] / labels.predicted_s[rows]))
     tasks = table["task"].to_numpy(dtype=str)
@@ -273,38 +300,34 @@ def fit_scaling(
     for target, here, _ in labels.by_device(rows):
         if len(np.unique(tasks[rows[here]])) >= MIN_TASKS:
             own[target.name] = _mean_by_task(errors[here], tasks[rows[here]])
-    compared = list(labels.compared(rows))
-    best: tuple[float, DeviceScaling] | None = None
-    for part in _ESTIMATE_PARTS:
-        pairs, slopes = {}, []
-        for source, target, at, there in compared:
-            measured_s, there_s, estimate_there_s = labels.values(there)
-            left = np.log(table["latency_s"].to_numpy(dtype=np.float64)[at]) - _log_scaled(
-                part,
-                measured_s,
-                labels.predicted_s[at] / there_s,
-                labels.estimate_s[at] / estimate_there_s,
-            )
-            pair = _compare(left, tasks[at])
-            pairs[source.name, target.name] = pair
-            unbiased = _mean_by_task(np.abs(left), tasks[at])
-            slopes.append(unbiased / max(_LEAST_DISTANCE, device_distance(source, target)))
-        if pairs:
-            error = float(np.mean([pair.error for pair in pairs.values()]))
-            if best is None or error < best[0]:
-                slope = float(np.mean(slopes))
-                best = (error, DeviceScaling(part, _OWN_ERROR, slope, {}, pairs))
-    found = DeviceScaling() if best is None else best[1]
-    everywhere = _mean_by_task(errors, tasks[rows]) if len(rows) else _OWN_ERROR
-    return DeviceScaling(found.estimate_part, everywhere, found.error_by_distance, own, found.pairs)
+    found: dict[float, dict[tuple[str, str], DevicePair]] = {part: {} for part in parts}
+    slopes: dict[float, list[float]] = {part: [] for part in parts}
+    for source, target, at, there in labels.compared(every):
+        measured_s, there_s, estimate_there_s = labels.values(there)
+        ratios = labels.predicted_s[at] / there_s, labels.estimate_s[at] / estimate_there_s
+        for part in parts:
+            scaled = _log_scaled(part, measured_s, *ratios)
+            left = np.log(table["latency_s"].to_numpy(dtype=np.float64)[at]) - scaled
+            found[part][source.name, target.name] = _compare(left, tasks[at], part)
+            distance = max(_LEAST_DISTANCE, device_distance(source, target))
+            slopes[part].append(_mean_by_task(np.abs(left), tasks[at]) / distance)
+    own_error = _mean_by_task(errors, tasks[rows]) if len(rows) else _OWN_ERROR
+    if not slopes[parts[0]]:
+        return DeviceScaling(own_error=own_error, own=own)
+    best = min(parts, key=lambda part: float(np.mean(slopes[part])))
+    pairs = {
+        devices: min((found[part][devices] for part in parts), key=lambda pair: pair.error)
+        for devices in found[best]
+    }
+    return DeviceScaling(best, own_error, float(np.mean(slopes[best])), own, pairs)
 
 
-def _compare(left: FloatArray, tasks: NDArray[np.str_]) -> DevicePair:
+def _compare(left: FloatArray, tasks: NDArray[np.str_], estimate_part: float) -> DevicePair:
     """Of log(measured / scaled) of programs, and the task of each."""
     medians = [float(np.median(left[tasks == task])) for task in np.unique(tasks)]
     # one task says little of the others: as if two had none
     bias = float(np.median(medians)) * len(medians) / (len(medians) + 2)
-    return DevicePair(bias, _mean_by_task(np.abs(left - bias), tasks), len(medians))
+    return DevicePair(bias, _mean_by_task(np.abs(left - bias), tasks), len(medians), estimate_part)
 
 
 def _mean_by_task(values: FloatArray, tasks: NDArray[np.str_]) -> float:

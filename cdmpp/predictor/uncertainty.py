@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from cdmpp.dataset import Split
     from cdmpp.predictor.data import TrainingData
     from cdmpp.predictor.predictor import Predictor
+    from cdmpp.predictor.scaling import DeviceScaling
 
 #: A device needs so many units for scores of its own: the coverage of one calibration set varies with a standard
 #: deviation of sqrt(0.9 * 0.1 / (units + 2)) around 0.9, 5 points for 30.
@@ -258,12 +259,18 @@ def interval_metrics(
     }
 
 
-def calibrated(predictor: Predictor, data: TrainingData, split: Split, seed: int = 0) -> Predictor:
+def calibrated(
+    predictor: Predictor,
+    data: TrainingData,
+    split: Split,
+    seed: int = 0,
+    scaling: DeviceScaling | None = None,
+) -> Predictor:
     """The predictor with intervals and familiarity, both from the split it was trained with.
 
     Intervals are calibrated on the validation part alone, see the module's text, those of predictions that are told
     the compiled program's instructions on its programs that have counts, and so is the scaling of latencies measured on
-    other devices (:mod:`cdmpp.predictor.scaling`) with its intervals; familiarity
+    other devices (:mod:`cdmpp.predictor.scaling`; unless it is given) with its intervals; familiarity
     (:mod:`cdmpp.predictor.familiarity`) is fitted to the training part, its threshold to the validation part.
 
     Raises
@@ -294,7 +301,7 @@ def calibrated(predictor: Predictor, data: TrainingData, split: Split, seed: int
         predictor.encoder, data, np.asarray(split.train, dtype=np.int64), rows, seed
     )
     hidden = np.concatenate([np.asarray(part, dtype=np.int64) for part in (split.test, split.adapt)])
-    predictor = replace(predictor, scaling=fit_scaling(predictor, data, rows, hidden))
+    predictor = replace(predictor, scaling=scaling or fit_scaling(predictor, data, rows, hidden))
     scaled_s, told = predict_rows_scaled(predictor, data, rows, hidden)
     return replace(
         predictor,

@@ -16,6 +16,7 @@ from cdmpp.predictor.config import LabelConfig
 from cdmpp.predictor.data import subset
 from cdmpp.predictor.finetuning import choose_tasks, extend_encoder, mixed_batches
 from cdmpp.predictor.run import prepare, training_summary
+from cdmpp.predictor.scaling import DevicePair, DeviceScaling
 from cdmpp.predictor.splitting import split_data
 from cdmpp.profiler.profile import read_task_file
 
@@ -91,6 +92,22 @@ def test_it_learns_the_device_and_keeps_the_other(small, base, config, tmp_path)
     slow = subset(small, np.flatnonzero(rows_of(small, "slow")))
     kept = [evaluate(p, slow, "all")["overall"]["mape"] for p in (base, result.predictor)]
     assert kept[1] < kept[0] + 0.15
+
+
+def test_the_chosen_tasks_show_how_latencies_scale_to_the_device(small, base, config):
+    """Exactly a quarter of what they are on ``slow``: told these, nothing is left to be wrong."""
+    known = DevicePair(0.1, 0.2, 9)
+    base = replace(base, scaling=DeviceScaling(pairs={("other", "slow"): known}))
+    tuned, split = few_shot(base, small, "fast", 8, config=quick(config, epochs=1))
+    pairs = tuned.scaling.pairs
+    assert pairs["other", "slow"] == known and pairs["slow", "fast"].tasks == 8
+    plain = evaluate(tuned, small, split)["overall"]["mape"]
+    told = evaluate(tuned, small, split, measured=True)["overall"]["mape"]
+    assert told < 0.3 * plain
+    wild = rows_of(small, "fast") & small.labels.index.isin(split.test)
+    latency_s = small.labels["latency_s"].where(~wild, small.labels["latency_s"] * 50)
+    other = replace(small, labels=small.labels.assign(latency_s=latency_s))
+    assert few_shot(base, other, "fast", 8, config=quick(config, epochs=1))[0].scaling == tuned.scaling
 
 
 def test_a_predictor_of_efficiencies_stays_one(small, config, tmp_path):

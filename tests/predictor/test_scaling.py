@@ -16,8 +16,14 @@ from cdmpp.errors import PredictorError
 from cdmpp.predictor import Predictor, evaluate
 from cdmpp.predictor.config import config_from_dict
 from cdmpp.predictor.run import train
-from cdmpp.predictor.scaling import DevicePair, DeviceScaling, combine, device_distance, fit_scaling
-from cdmpp.predictor.scoring import predict_rows
+from cdmpp.predictor.scaling import (
+    DevicePair,
+    DeviceScaling,
+    combine,
+    device_distance,
+    fit_scaling,
+    predict_rows_scaled,
+)
 
 SPEC = "by_task:seed=0"
 
@@ -109,8 +115,6 @@ def test_predict_is_what_evaluate_scores(trained, hidden):
     predictor = replace(trained.predictor, specs=dict(hidden.devices))
     asts = [hidden.asts[program] for program in programs]
     told = predictor.predict(asts, "fast", measured={"slow": there.loc[programs].to_numpy()})
-    from cdmpp.predictor.scaling import predict_rows_scaled
-
     assert told == pytest.approx(predict_rows_scaled(predictor, hidden, rows)[0])
     one = predictor.predict(asts[0], "fast", measured={"slow": there.loc[programs.iloc[0]]})
     assert isinstance(one, float) and one == pytest.approx(told[0])
