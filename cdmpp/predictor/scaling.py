@@ -46,8 +46,9 @@ FloatArray = NDArray[np.float64]
 
 NOT_TAUGHT = "this predictor was not taught to scale measured latencies: train it again"
 
-#: Devices need so many tasks in common for an error of their own.
+#: Devices need so many tasks in common for an error of their own, and so many programs to count for that of a distance.
 MIN_TASKS = 5
+MIN_PROGRAMS = 10
 #: Values of c that are tried.
 _ESTIMATE_PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 #: No error is taken to be smaller: labels are not better either.
@@ -317,7 +318,8 @@ def fit_scaling(
     best = min(parts, key=lambda part: float(np.mean(slopes[part])))
     pairs = {
         devices: min((found[part][devices] for part in parts), key=lambda pair: pair.error)
-        for devices in found[best]
+        for devices, pair in found[best].items()
+        if pair.tasks >= MIN_TASKS
     }
     return DeviceScaling(best, own_error, float(np.mean(slopes[best])), own, pairs)
 
@@ -354,7 +356,6 @@ class _Labels:
         self._devices = data.devices
         self._program = table["program"].to_numpy(dtype=str)
         self._device = table["device"].to_numpy(dtype=str)
-        self._task = table["task"].to_numpy(dtype=str)
         self._latency_s = table["latency_s"].to_numpy(dtype=np.float64)
         self._row: dict[tuple[str, str], int] = {}
         self._places: dict[str, set[str]] = defaultdict(set)
@@ -399,12 +400,12 @@ class _Labels:
     def compared(
         self, rows: NDArray[np.int64]
     ) -> list[tuple[Device, Device, NDArray[np.int64], NDArray[np.int64]]]:
-        """Pairs of devices with enough tasks in common: where measured, the device of the rows, these rows, and the rows of
+        """Pairs of devices with enough programs in common: where measured, the device of the rows, these rows, and the rows of
         their programs where measured."""
         found = []
         for target, here, sources in self.by_device(rows):
             for source, there in sources:
                 at, known = rows[here][there >= 0], there[there >= 0]
-                if len(np.unique(self._task[at])) >= MIN_TASKS:
+                if len(at) >= MIN_PROGRAMS:
                     found.append((source, target, at, known))
         return found
