@@ -356,12 +356,13 @@ class _Finetuning:
         return fitted.predictor(state.best, self._summary(rows, used, state)), used
 
     def scaling(self, tuned: Predictor, used: Split) -> DeviceScaling:
-        """What the base knew of scaling between devices, and between others and this one as the chosen tasks show it."""
+        """What the base knew of scaling between devices, and between others and this one as the chosen tasks show it.
+
+        The tuned predictor's own error stays the base's: programs held out of the chosen tasks say too little of others.
+        """
+        before = self._base.scaling or DeviceScaling()
         shown = fit_scaling(tuned, self._data, used.valid, learned=np.flatnonzero(self._shots))
-        before = self._base.scaling
-        if before is None:
-            return shown
-        return replace(before, own={**before.own, **shown.own}, pairs={**before.pairs, **shown.pairs})
+        return replace(before, pairs={**before.pairs, **shown.pairs})
 
     def _rows(self, encoder: FeatureEncoder) -> _Rows:
         """The records to use. What is held out to stop by is not replayed on other devices either."""
