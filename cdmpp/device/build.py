@@ -73,15 +73,20 @@ def _cpu(row: DeviceRow, share: float | None, isa_name: str, here: bool) -> Devi
             raise UnknownDeviceError(f"{row.name}@{share:g}: it has {row.cores} cores")
         row = row.model_copy(update={"cores": int(share), "mem_gb": None})
     simd_bits, fma, mcpu = row.simd_bits, row.fma, row.mcpu
+    pipes = row.simd_pipes or ASSUMED_SIMD_PIPES
     if isa_name:
         isa = ISAS[isa_name]
         if simd_bits is not None and isa.simd_bits > simd_bits:
             raise UnknownDeviceError(f"{row.name}.{isa_name}: it has no {isa.simd_bits}-bit vectors")
+        if (
+            simd_bits is not None
+        ):  # what takes a whole cycle at full width may be done twice in one at half of it
+            pipes = min(ASSUMED_SIMD_PIPES, pipes * simd_bits // isa.simd_bits)
         simd_bits, mcpu = isa.simd_bits, isa.name
         fma = isa.fma if fma is None else fma and isa.fma
     lanes = row.lanes_per_core if not isa_name else None
     if lanes is None and simd_bits is not None:
-        lanes = simd_bits // 32 * (row.simd_pipes or ASSUMED_SIMD_PIPES)
+        lanes = simd_bits // 32 * pipes
     cores_used = int(share)
     peaks: dict[str, float] = {}
     if not isa_name and row.peak_gflops and row.cores:

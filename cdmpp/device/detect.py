@@ -79,6 +79,17 @@ _NEEDS: dict[str, set[str]] = {
 }
 
 
+#: Cores that do vector instructions of this width one a cycle: on data paths half as wide, or on one unit.
+#: All others are taken to do two (``ASSUMED_SIMD_PIPES``).
+_ONE_PIPE: set[tuple[str, int]] = {
+    ("zen1", 256),
+    ("zen4", 512),
+    ("icelake-client", 512),
+    ("tigerlake", 512),
+    ("rocketlake", 512),
+}
+
+
 @dataclass(frozen=True)
 class CpuFacts:
     """What Linux says about the CPU. None, 0 or "" for what it does not say."""
@@ -155,13 +166,14 @@ def cpu_row(facts: CpuFacts) -> DeviceRow:
         clock_mhz=nominal_mhz,
         cores=facts.cores,
         simd_bits=simd_bits,
+        simd_pipes=1 if (arch, simd_bits) in _ONE_PIPE else None,
         fma=fma,
         l1_kb=facts.l1_kb,
         l2_kb=facts.l2_kb,
         l3_kb=facts.l3_kb,
         mem_gb=facts.mem_gb,
         virtual=("hypervisor" in facts.flags) if x86 else None,
-        source="detected: /proc/cpuinfo, /sys; peak assumes two vector pipes a core",
+        source="detected: /proc/cpuinfo, /sys; peak: two vector pipes a core unless it is known to have one",
     )
 
 

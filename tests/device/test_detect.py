@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cdmpp.device import detect, get_device
+from cdmpp.device.build import build_device
 from cdmpp.device.detect import cpu_row, read_cpu_facts
 
 V2 = "sse4_2 ssse3 popcnt cx16"
@@ -111,6 +112,32 @@ def test_other_x86_machines(
 ) -> None:
     row = cpu_row(read_cpu_facts(machine(tmp_path, vendor, name, family, model, 0, flags), "x86_64"))
     assert (row.name, row.mcpu, row.model) == (expected, mcpu, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "model", "flags", "lanes"),
+    [
+        (
+            "AMD EPYC 9R14",
+            0x19,
+            0x11,
+            V4,
+            16,
+        ),  # Zen 4: 512-bit instructions on 256-bit data paths, one a cycle
+        ("AMD EPYC 9R14", 0x19, 0x11, V3, 16),  # its 256-bit ones two a cycle
+        ("AMD EPYC 7551", 0x17, 1, V3, 8),  # Zen 1: 256-bit instructions on 128-bit data paths
+        ("AMD EPYC 7B13", 0x19, 1, V3, 16),
+    ],
+)
+def test_peak_of_cores_with_narrow_data_paths(
+    tmp_path: Path, name: str, family: int, model: int, flags: str, lanes: int
+) -> None:
+    row = cpu_row(read_cpu_facts(machine(tmp_path, "AuthenticAMD", name, family, model, 0, flags), "x86_64"))
+    device = build_device(row, 1)
+    assert device.lanes_per_core == lanes
+    assert device.peak_gflops["float32"] == pytest.approx(row.clock_mhz / 1e3 * lanes * 2)
+    # narrower instructions do not waste the half of the path that a wide one needs twice
+    assert build_device(row, 1, "x86-64-v2").lanes_per_core == 8
 
 
 def test_an_arm_machine(tmp_path: Path) -> None:
