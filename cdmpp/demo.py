@@ -69,7 +69,8 @@ def run_demo(console: Console, config_path: str, data: Sequence[str] | None, out
     rows = {name: found["overall"] for name, found in scores.items()}
     if result.predictor.encoder.code_dim and gathered.counted(split.test).any():
         told = evaluate(result.predictor, gathered, split, by=(), compiled=True)
-        rows["cdmpp, compiled"] = told["overall"]
+        ours, *others = rows.items()
+        rows = dict([ours, ("cdmpp, compiled", told["overall"]), *others])
     show_metrics(console, f"held-out networks: {held_out}", rows)
     if "cdmpp, compiled" in rows:
         console.print(

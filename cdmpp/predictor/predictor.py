@@ -354,7 +354,7 @@ class Predictor:
     @classmethod
     def default(cls) -> Predictor:
         """The predictor that ships with cdmpp; PredictorError where this installation has none."""
-        if not (_DEFAULT_FOLDER / "predictor.json").exists():
+        if not _DEFAULT_FOLDER.is_dir():
             raise PredictorError(
                 f"this installation ships no default predictor (expected in {_DEFAULT_FOLDER}); "
                 "train one with cdmpp train"

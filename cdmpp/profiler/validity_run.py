@@ -43,14 +43,6 @@ TABLE_FILE = "validity.parquet"
 AST_FILE = "asts.parquet"
 META_FILE = "validity.json"
 _JOURNAL = "verdicts.jsonl"
-#: Target of the lowering; its architecture does not change the code of the ``cuda`` rule set.
-_TARGET: dict[str, Any] = {
-    "kind": "cuda",
-    "arch": "sm_80",
-    "max_threads_per_block": 1024,
-    "max_shared_memory_per_block": 49152,
-    "thread_warp_size": 32,
-}
 
 
 @dataclass(frozen=True)
@@ -68,10 +60,11 @@ def validity_worker(connection: Connection, config: ValidityConfig) -> None:
     from cdmpp.profiler import machine
     from cdmpp.profiler.cuda_compile import find_compiler
     from cdmpp.profiler.cuda_lowering import CudaLowering
-    from cdmpp.program.space import Rebuilder
+    from cdmpp.program.space import CUDA_SPACE_TARGET, Rebuilder
 
     machine.die_with_parent()
-    lowering, rebuild = CudaLowering(_TARGET), Rebuilder(verify=False)
+    # its architecture does not change the code of the cuda rule set
+    lowering, rebuild = CudaLowering(CUDA_SPACE_TARGET), Rebuilder(verify=False)
     job: BuildJob
     for job in requests(connection):
         try:
