@@ -13,6 +13,7 @@ def add_codegen_arguments(sub: argparse.ArgumentParser) -> None:
     """Define the options of the verb."""
     sub.add_argument("data", nargs="+", metavar="DIR", help="dataset folders with labels of x86 CPUs")
     sub.add_argument("--workers", type=int, default=1, metavar="N", help="compiling processes")
+    sub.add_argument("--object-cache", metavar="DIR", help="what cdmpp profile --object-cache DIR compiled")
 
 
 def run_codegen(args: argparse.Namespace, console: Console, errors: Console) -> Any:
@@ -23,6 +24,6 @@ def run_codegen(args: argparse.Namespace, console: Console, errors: Console) -> 
     summary: dict[str, int] = {}
     for folder in args.data:
         with CountBar(errors, f"programs of {folder} without counts") as bar:
-            summary[folder] = len(collect_codegen(folder, args.workers, bar.update))
+            summary[folder] = len(collect_codegen(folder, args.workers, bar.update, args.object_cache))
         console.print(f"{folder}/{CODEGEN_FILE}: {summary[folder]} programs")
     return summary

@@ -105,17 +105,22 @@ def code_key(target: Mapping[str, Any]) -> str:
 class ObjectCache:
     """Shared objects kept between runs, by program and :func:`code_key` of the target."""
 
-    def __init__(self, folder: str | None, target: dict[str, Any]) -> None:
+    def __init__(self, folder: str | Path | None, target: Mapping[str, Any]) -> None:
         self._folder = None if folder is None else Path(folder)
         self._suffix = code_key(target)
 
     def _path(self, program: str) -> Path | None:
         return None if self._folder is None else self._folder / program[:2] / f"{program}-{self._suffix}.so"
 
+    def find(self, program: str) -> Path | None:
+        """Where the object of a program is kept; None if it is not."""
+        path = self._path(program)
+        return path if path is not None and path.exists() else None
+
     def fetch(self, program: str, to: Path) -> bool:
         """Copy the object of a program; False if it is not there."""
-        path = self._path(program)
-        if path is None or not path.exists():
+        path = self.find(program)
+        if path is None:
             return False
         shutil.copyfile(path, to)
         return True

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from cdmpp.dataset.parquet import read_parquet, write_parquet
 from cdmpp.errors import CdmppError
-from cdmpp.profiler.build import BuildJob, code_key, compile_to_shared_object
+from cdmpp.profiler.build import BuildJob, ObjectCache, code_key, compile_to_shared_object
 from cdmpp.profiler.codegen import CODEGEN_FEATURES, codegen_features
 
 if TYPE_CHECKING:
@@ -57,7 +57,10 @@ def load_codegen(path: Path) -> Counts:
 
 
 def collect_codegen(
-    folder: str | Path, workers: int = 1, progress: Callable[[int, int], None] | None = None
+    folder: str | Path,
+    workers: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+    object_cache: str | Path | None = None,
 ) -> Counts:
     """Compile the programs of a dataset that have a label on a CPU and no counts yet, and count their instructions.
 
@@ -70,6 +73,8 @@ def collect_codegen(
         Compiling processes.
     progress
         Called with the numbers of programs done and wanted.
+    object_cache
+        Folder in which ``cdmpp profile --object-cache`` kept what it compiled: only what is not there is compiled.
 
     Raises
     ------
@@ -96,7 +101,8 @@ def collect_codegen(
     done, total = 0, len(wanted)
     with ProcessPoolExecutor(max(1, workers)) as pool:
         for chunk in _chunks(list(wanted.items())):
-            found = pool.map(_count_one, [item for _, item in chunk], chunksize=4)
+            items = [(*item, object_cache) for _, item in chunk]
+            found = pool.map(_count_one, items, chunksize=4)
             for (key, _), row in zip(chunk, found, strict=True):
                 if row is not None:
                     counts[key] = row
@@ -131,13 +137,16 @@ def _job(view: DatasetView, digest: str) -> BuildJob:
 _REBUILDER: list[Any] = []
 
 
-def _count_one(item: tuple[BuildJob, dict[str, Any]]) -> NDArray[np.float32] | None:
+def _count_one(item: tuple[BuildJob, dict[str, Any], str | Path | None]) -> NDArray[np.float32] | None:
     from cdmpp.program.space import Rebuilder
 
-    job, target = item
+    job, target, object_cache = item
     if not _REBUILDER:  # one a process: it keeps what it has parsed
         _REBUILDER.append(Rebuilder())
     try:
+        kept = ObjectCache(object_cache, target).find(job.program.hash)
+        if kept is not None:
+            return codegen_features(kept)
         return compiled_features(_REBUILDER[0](job.program, job.task, job.space), target)
     except (CdmppError, RuntimeError, OSError) as err:
         logger.warning("program %s has no counts: %s", job.program.hash, str(err).strip().splitlines()[-1:])

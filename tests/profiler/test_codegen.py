@@ -8,10 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cdmpp.dataset.bulk import write_dataset
+from cdmpp.dataset.record import Record
 from cdmpp.errors import DatasetError, ProfilerError
-from cdmpp.profiler.build import code_key
+from cdmpp.profiler.build import ObjectCache, code_key, compile_to_shared_object
 from cdmpp.profiler.codegen import CODEGEN_FEATURES, codegen_features, count, kinds_of, parse_disassembly
-from cdmpp.profiler.codegen_store import load_codegen, save_codegen
+from cdmpp.profiler.codegen_store import collect_codegen, load_codegen, save_codegen
+from cdmpp.program.space import Rebuilder
+from tests.profiler.programs import matmul_task, sampled
 
 LISTING = """
 x.so:     file format elf64-x86-64
@@ -87,7 +91,6 @@ def test_kinds(operation: str, operands: str, kind: str) -> None:
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
 def test_a_compiled_program_is_counted(tmp_path: Path) -> None:
-    from cdmpp.profiler.build import compile_to_shared_object
     from cdmpp.program.tvm_env import import_tvm
 
     tvm = import_tvm()
@@ -129,3 +132,29 @@ def test_the_number_of_cores_does_not_change_the_code() -> None:
     target = {"kind": "llvm", "mcpu": "cascadelake"}
     assert code_key({**target, "num-cores": 1}) == code_key({**target, "num-cores": 2})
     assert code_key({**target, "mcpu": "x86-64-v2"}) != code_key(target)
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
+def test_what_was_compiled_before_is_counted_where_it_lies(tmp_path: Path) -> None:
+    from cdmpp.device import get_device
+
+    jobs = sampled(matmul_task(), 2)
+    device = get_device("xeon-cascadelake-2.5ghz@1")
+    for name in ("all", "kept"):
+        records = [
+            Record(job.program.hash, device.name, "ok", 1e-3, (1e-3,), measured_at=0.0) for job in jobs
+        ]
+        spaces = {job.space.hash: job.space for job in jobs if job.space is not None}
+        programs = [job.program for job in jobs]
+        write_dataset(tmp_path / name, [jobs[0].task], spaces.values(), programs, records)
+    compiled = collect_codegen(tmp_path / "all")
+    first, second = ((job.program.hash, code_key(device.target)) for job in jobs)
+    assert compiled[first].tolist() != compiled[second].tolist(), "the first must be told from the second"
+    # the second one's object under the first one's name shows which is read; what is not kept is compiled
+    cache = ObjectCache(tmp_path / "objects", device.target)
+    compile_to_shared_object(
+        Rebuilder()(jobs[1].program, jobs[1].task, jobs[1].space), dict(device.target), tmp_path / "p.so"
+    )
+    cache.keep(first[0], tmp_path / "p.so")
+    found = collect_codegen(tmp_path / "kept", object_cache=tmp_path / "objects")
+    assert found[first].tolist() == found[second].tolist() == compiled[second].tolist()
