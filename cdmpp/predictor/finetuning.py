@@ -1,7 +1,9 @@
 """A trained predictor taught a new device by the records of a few tasks.
 
 The label transform stays, and so does the encoding of everything the predictor knows; the weights continue at a low
-learning rate. The run folder holds ``config.yaml``, ``tasks.json`` (what was chosen, and how), ``history.jsonl`` and
+learning rate. What a device that the predictor never saw has in common over all programs, such as a clock that is higher than
+told, is not left to them: it is the first thing that few tasks show, and one number (:attr:`Predictor.device_factors`). The
+run folder holds ``config.yaml``, ``tasks.json`` (what was chosen, and how), ``history.jsonl`` and
 ``predictor/``.
 
 Its intervals are calibrated on programs of the chosen tasks that were held out: on other tasks of the device they are
@@ -11,6 +13,7 @@ too narrow, as no task is spared to calibrate on.
 from __future__ import annotations
 
 import logging
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -49,6 +52,10 @@ HELD_OUT_PROGRAMS = 0.2
 
 #: Few records make few batches: they are gone through again until an epoch has so many.
 _BATCHES_PER_EPOCH = 20
+
+#: A device's factor is shrunk as if so many tasks more had shown none: tasks of one device differ from each other by about
+#: 0.7 of what devices do.
+_TASKS_WITHOUT_FACTOR = 0.5
 
 #: Two encoded device features closer than this are equal.
 _SAME = 1e-5
@@ -332,6 +339,9 @@ class _Finetuning:
         arrays: LabelledArrays = encode(
             subset(data, np.concatenate(parts)), encoder, base.transform.relative_to
         )
+        factors = {**base.device_factors, **self._factor()}
+        of_row = data.labels["device"].iloc[np.concatenate(parts)].map(lambda name: factors.get(name, 1.0))
+        arrays = replace(arrays, latency_s=arrays.latency_s / of_row.to_numpy(dtype=np.float64))
         ends = np.cumsum([len(part) for part in parts])
         known, stop, target = np.split(np.arange(ends[-1]), ends[1:3])
         trainer = Trainer(
@@ -353,7 +363,25 @@ class _Finetuning:
         devices = {name: vectors[name] for name in sorted(set(data.labels["device"].iloc[train]))}
         specs = {**{name: data.devices[name] for name in devices}, **base.specs}
         fitted = Fitted(encoder, base.transform, arrays, trainer, {**devices, **base.devices}, specs)
-        return fitted.predictor(state.best, self._summary(rows, used, state)), used
+        tuned = fitted.predictor(state.best, self._summary(rows, used, state))
+        return replace(tuned, device_factors=factors), used
+
+    def _factor(self) -> dict[str, float]:
+        """By how much a device that is new to the base is slower than it expects, as the chosen tasks show: the median of
+        their medians. None for a GPU that the base predicts from what GPUs share: the network starts from another
+        prediction, that of all that is known of it."""
+        from cdmpp.predictor.scoring import predict_rows
+
+        if self._device in self._base.devices or self._base.told_less(self._data.devices[self._device]):
+            return {}
+        rows = np.flatnonzero(self._shots)
+        table = self._data.labels.iloc[rows]
+        logs = np.log(
+            table["latency_s"].to_numpy(dtype=np.float64) / predict_rows(self._base, self._data, rows)
+        )
+        medians = [float(np.median(logs[at])) for at in table.groupby("task", observed=True).indices.values()]
+        shrunk = len(medians) / (len(medians) + _TASKS_WITHOUT_FACTOR)
+        return {self._device: math.exp(shrunk * float(np.median(medians)))}
 
     def scaling(self, tuned: Predictor, used: Split) -> DeviceScaling:
         """What the base knew of scaling between devices, and between others and this one as the chosen tasks show it.

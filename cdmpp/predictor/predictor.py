@@ -56,6 +56,9 @@ class Predictor:
     scaling, measured_calibration
         How latencies measured on other devices are scaled, and ``calibration`` of predictions that are told some; None for
         one that was not taught, and of the calibration where no program was measured on two devices.
+    device_factors
+        Device -> what the network's latencies there are multiplied by, 1 for all others: by how much a device that came to
+        a trained network is slower than expected (:mod:`cdmpp.predictor.finetuning`).
     """
 
     network: LatencyNetwork = field(repr=False)
@@ -69,6 +72,7 @@ class Predictor:
     compiled_calibration: Calibration | None = field(default=None, repr=False, kw_only=True)
     scaling: DeviceScaling | None = field(default=None, repr=False, kw_only=True)
     measured_calibration: Calibration | None = field(default=None, repr=False, kw_only=True)
+    device_factors: Mapping[str, float] = field(default_factory=dict, repr=False, kw_only=True)
 
     def predict(
         self,
@@ -255,12 +259,17 @@ class Predictor:
         encoded = torch.from_numpy(self.encode_devices(devices))
         pair = torch.from_numpy(self.encode_pairs(asts, devices, device_index, counts))
         labels = predict_labels(self.network, packed, np.arange(len(asts)), encoded, device_index, pair)
-        return self.transform.inverse(labels, self._references_s(asts, devices, device_index))
+        factors = np.array([self.device_factor(device) for device in devices])[device_index]
+        return self.transform.inverse(labels, self._references_s(asts, devices, device_index)) * factors
+
+    def device_factor(self, device: str | Device) -> float:
+        """What the network's latencies on a device are multiplied by."""
+        return self.device_factors.get(self.device_name(device), 1.0)
 
     def encode_devices(self, devices: Sequence[str | Device]) -> NDArray[np.float32]:
         """Devices as the network takes them, float32 (m, device_dim)."""
         encoded = self.encoder.encode_devices(np.stack([self.device_vector(device) for device in devices]))
-        unseen = [i for i, device in enumerate(devices) if self._told_less(device)]
+        unseen = [i for i, device in enumerate(devices) if self.told_less(device)]
         encoded[unseen] = self.encoder.general_devices(encoded[unseen])
         return encoded
 
@@ -280,14 +289,14 @@ class Predictor:
         if encoder.pair_dim:
             known = [self.device(device) for device in devices]
             pairs = encoder.encode_pairs(pair_rows(asts, known, np.arange(len(asts)), device_index))
-            unseen = np.array([self._told_less(device) for device in devices])[device_index]
+            unseen = np.array([self.told_less(device) for device in devices])[device_index]
             pairs[unseen] *= encoder.general_pairs()
             encoded[:, : encoder.pair_dim] = pairs
         if encoder.code_dim and counts is not None:
             encoded[:, encoder.pair_dim :] = encoder.encode_codes(counts)
         return encoded
 
-    def _told_less(self, device: str | Device) -> bool:
+    def told_less(self, device: str | Device) -> bool:
         """Whether the network was taught to do without the rest of what is known of a GPU it never saw."""
         if not self.network.config.general_part:
             return False

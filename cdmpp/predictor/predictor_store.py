@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ def save_predictor(predictor: Predictor, folder: Path) -> None:
         "devices": {name: _to_json(vector) for name, vector in predictor.devices.items()},
         "specs": {name: device.to_json() for name, device in predictor.specs.items()},
         "training": dict(predictor.training),
+        "device_factors": dict(predictor.device_factors),
         **{name: part.to_json() for name, part in extras.items() if part is not None},
     }
     temporary = folder / (_JSON_FILE + ".tmp")
@@ -140,6 +142,9 @@ def _build(state: Mapping[str, Any], folder: Path) -> Predictor:
         )
         specs = {str(name): Device.from_json(spec) for name, spec in state["specs"].items()}
         training = dict(state["training"])
+        factors = {str(name): float(factor) for name, factor in state.get("device_factors", {}).items()}
+        if not all(0 < factor < math.inf for factor in factors.values()):
+            raise ValueError("device_factors must be finite and above 0")
         calibration = (
             Calibration.from_arrays(state["calibration"], arrays) if "calibration" in state else None
         )
@@ -175,6 +180,7 @@ def _build(state: Mapping[str, Any], folder: Path) -> Predictor:
         compiled_calibration=others.get("compiled_calibration"),
         measured_calibration=others.get("measured_calibration"),
         scaling=scaling,
+        device_factors=factors,
     )
 
 

@@ -128,7 +128,8 @@ class PredictorPrior:
                 z[rows] = embedding.double().numpy()
         transform = predictor.transform
         reference = reference_s(transform.relative_to, asts, self._device) if transform.relative else None
-        return Encoded(np.log(transform.inverse(labels, reference)), z)
+        latency_s = transform.inverse(labels, reference) * predictor.device_factor(self._device)
+        return Encoded(np.log(latency_s), z)
 
     def half_width(self, coverage: float) -> float | None:
         """Of the predictor's calibration, see :mod:`cdmpp.predictor.uncertainty`."""

@@ -94,6 +94,30 @@ def test_it_learns_the_device_and_keeps_the_other(small, base, config, tmp_path)
     assert kept[1] < kept[0] + 0.15
 
 
+def test_a_new_device_gets_the_factor_that_its_tasks_show(small, base, config, tmp_path):
+    """Known answer; a device that the base knows, and other devices, get none."""
+    result = finetune(base, small, "fast", tmp_path / "run", tasks=3, config=quick(config, epochs=1))
+    table = small.labels[rows_of(small, "fast", result.selection.tasks)]
+    ratio = table["latency_s"] / base.predict(
+        [small.asts[p] for p in table["program"]], small.devices["fast"]
+    )
+    medians = [np.median(np.log(ratio[table["task"] == task])) for task in result.selection.tasks]
+    expected = np.exp(np.median(medians) * 3 / 3.5)
+    tuned = Predictor.load(tmp_path / "run")
+    assert tuned.device_factors == pytest.approx({"fast": expected}) and expected < 0.7
+    # what the network says is multiplied by it, on this device alone
+    asts = [small.asts[p] for p in small.labels["program"].unique()[:9]]
+    without = replace(tuned, device_factors={})
+    assert tuned.predict(asts, "fast") == pytest.approx(expected * without.predict(asts, "fast"))
+    assert (tuned.predict(asts, "slow") == without.predict(asts, "slow")).all()
+    more = finetune(tuned, small, "fast", tmp_path / "more", tasks=4, config=quick(config, epochs=1))
+    assert more.predictor.device_factors == tuned.device_factors
+    path = tmp_path / "run" / "predictor" / "predictor.json"
+    path.write_text(path.read_text().replace(f'"fast": {tuned.device_factors["fast"]}', '"fast": -1.0'))
+    with pytest.raises(PredictorError, match="device_factors"):
+        Predictor.load(tmp_path / "run")
+
+
 def test_the_chosen_tasks_show_how_latencies_scale_to_the_device(small, base, config):
     """Exactly a quarter of what they are on ``slow``: told these, nothing is left to be wrong."""
     known = DevicePair(0.1, 0.2, 9)
@@ -138,6 +162,7 @@ def test_what_is_not_chosen_changes_nothing(small, base, config, tmp_path):
     again = finetune(base, other, "fast", tmp_path / "b", tasks=3, config=quick(config))
     weights, reference = (r.predictor.network.state_dict() for r in (again, expected))
     assert all((weights[name] == reference[name]).all() for name in reference)
+    assert again.predictor.device_factors == expected.predictor.device_factors
 
 
 def test_programs_to_stop_by_are_not_replayed(small, base, config, tmp_path):
