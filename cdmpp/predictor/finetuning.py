@@ -13,7 +13,6 @@ too narrow, as no task is spared to calibrate on.
 from __future__ import annotations
 
 import logging
-import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,8 @@ from cdmpp.dataset.split_makers import ordered
 from cdmpp.errors import PredictorError, SplitError
 from cdmpp.predictor.config import Config, TrainConfig, dump_config
 from cdmpp.predictor.data import TrainingData, gather, subset
-from cdmpp.predictor.encoding import FeatureEncoder, signed_log1p
+from cdmpp.predictor.encoding import FeatureEncoder
+from cdmpp.predictor.new_device import device_factor, extend_encoder, starting_weights, twins_of
 from cdmpp.predictor.predictor import Predictor
 from cdmpp.predictor.run import HISTORY_FILE, Fitted, encode, prepare, recorded, training_summary
 from cdmpp.predictor.scaling import DeviceScaling, fit_scaling
@@ -36,8 +36,6 @@ from cdmpp.predictor.splitting import split_data
 from cdmpp.predictor.uncertainty import calibrated
 
 if TYPE_CHECKING:
-    import torch
-
     from cdmpp.dataset import DatasetView, Split
     from cdmpp.predictor.arrays import LabelledArrays
     from cdmpp.predictor.checkpoint import TrainerState
@@ -52,13 +50,6 @@ HELD_OUT_PROGRAMS = 0.2
 
 #: Few records make few batches: they are gone through again until an epoch has so many.
 _BATCHES_PER_EPOCH = 20
-
-#: A device's factor is shrunk as if so many tasks more had shown none: tasks of one device differ from each other by about
-#: 0.7 of what devices do.
-_TASKS_WITHOUT_FACTOR = 0.5
-
-#: Two encoded device features closer than this are equal.
-_SAME = 1e-5
 
 
 @dataclass(frozen=True)
@@ -339,7 +330,10 @@ class _Finetuning:
         arrays: LabelledArrays = encode(
             subset(data, np.concatenate(parts)), encoder, base.transform.relative_to
         )
-        factors = {**base.device_factors, **self._factor()}
+        factors = {
+            **base.device_factors,
+            **device_factor(base, data, self._device, np.flatnonzero(self._shots)),
+        }
         of_row = data.labels["device"].iloc[np.concatenate(parts)].map(lambda name: factors.get(name, 1.0))
         arrays = replace(arrays, latency_s=arrays.latency_s / of_row.to_numpy(dtype=np.float64))
         ends = np.cumsum([len(part) for part in parts])
@@ -353,7 +347,7 @@ class _Finetuning:
             encoder.device_dim,
             encoder.pair_dim,
             arrays.unlabelled(target),
-            _starting_weights(base, fresh),
+            starting_weights(base, fresh),
             lambda rng: mixed_batches(len(rows.new), len(rows.replay), config.train.batch_size, rng),
         )
         state = trainer.fit(progress=progress)
@@ -365,23 +359,6 @@ class _Finetuning:
         fitted = Fitted(encoder, base.transform, arrays, trainer, {**devices, **base.devices}, specs)
         tuned = fitted.predictor(state.best, self._summary(rows, used, state))
         return replace(tuned, device_factors=factors), used
-
-    def _factor(self) -> dict[str, float]:
-        """By how much a device that is new to the base is slower than it expects, as the chosen tasks show: the median of
-        their medians. None for a GPU that the base predicts from what GPUs share: the network starts from another
-        prediction, that of all that is known of it."""
-        from cdmpp.predictor.scoring import predict_rows
-
-        if self._device in self._base.devices or self._base.told_less(self._data.devices[self._device]):
-            return {}
-        rows = np.flatnonzero(self._shots)
-        table = self._data.labels.iloc[rows]
-        logs = np.log(
-            table["latency_s"].to_numpy(dtype=np.float64) / predict_rows(self._base, self._data, rows)
-        )
-        medians = [float(np.median(logs[at])) for at in table.groupby("task", observed=True).indices.values()]
-        shrunk = len(medians) / (len(medians) + _TASKS_WITHOUT_FACTOR)
-        return {self._device: math.exp(shrunk * float(np.median(medians)))}
 
     def scaling(self, tuned: Predictor, used: Split) -> DeviceScaling:
         """What the base knew of scaling between devices, and between others and this one as the chosen tasks show it.
@@ -403,7 +380,7 @@ class _Finetuning:
         number = max(1, round(HELD_OUT_PROGRAMS * len(programs)))
         stop = ordered(programs, self._selection.seed, "finetune")[:number]
         held = labels["program"].isin(stop).to_numpy()
-        twins = _twins(self._base, encoder, self._data, device)
+        twins = twins_of(self._base, encoder, self._data, device)
         if twins:
             logger.warning(
                 "not replayed, as the network cannot tell them from %s: %s", device, ", ".join(twins)
@@ -431,63 +408,6 @@ class _Finetuning:
             "before": {name: value for name, value in before.items() if name not in ("tasks", "networks")},
         }
         return summary
-
-
-def _twins(base: Predictor, encoder: FeatureEncoder, data: TrainingData, device: str) -> list[str]:
-    """Other devices that the network sees as this one: their labels would contradict its."""
-    vectors = data.device_vectors()
-    others = [name for name in sorted(vectors) if name != device]
-    if base.network.config.device == "none":
-        return others
-    encoded = encoder.encode_devices(np.stack([vectors[name] for name in [device, *others]]))
-    same = np.abs(encoded[1:] - encoded[0]).max(axis=1, initial=0.0) < _SAME
-    return [name for name, is_same in zip(others, same, strict=True) if is_same]
-
-
-def extend_encoder(
-    encoder: FeatureEncoder, known: Sequence[NDArray[np.float64]], vector: NDArray[np.float64]
-) -> tuple[FeatureEncoder, NDArray[np.int64]]:
-    """Make device features that were constant in training, and so are hidden, tell a new device from the known.
-
-    Known devices are encoded as before, and so are all features that varied. Where a feature did not vary and has
-    another value on the new device, that is encoded as 1 or -1.
-
-    Parameters
-    ----------
-    known
-        Raw features of the training devices.
-    vector
-        Raw features of the new device, float64 (device_features,).
-
-    Returns
-    -------
-    The encoder, and the columns of an encoded device that were 0 in training and are not on the new device.
-    """
-    scaler = encoder.device
-    logs = signed_log1p(vector)
-    seen = signed_log1p(np.stack(known))
-    # a feature that no known device has stands at 0 for them, whatever the mean
-    unknown = np.isnan(seen).all(0)
-    mean = np.where(unknown, logs - 1.0, scaler.mean)
-    distance = np.abs(logs - mean)
-    fresh = ~scaler.active & ~np.isnan(logs) & (distance > _SAME)
-    newly_missing = np.isnan(logs) & ~np.isnan(seen).any(0)
-    device = replace(
-        scaler,
-        mean=np.where(fresh, mean, scaler.mean),
-        std=np.where(fresh, distance, scaler.std),
-        active=scaler.active | fresh,
-    )
-    return replace(encoder, device=device), np.flatnonzero(np.concatenate([fresh, newly_missing]))
-
-
-def _starting_weights(base: Predictor, fresh: NDArray[np.int64]) -> dict[str, torch.Tensor]:
-    """The predictor's weights; those that device features met which were always 0 are still random: they become 0."""
-    weights = {name: value.detach().clone() for name, value in base.network.state_dict().items()}
-    if base.network.config.device != "none":
-        weights["device_projection.0.weight"][:, fresh] = 0.0
-        weights["decoder.0.weight"][:, base.network.config.embedding_dim + fresh] = 0.0
-    return weights
 
 
 def mixed_batches(

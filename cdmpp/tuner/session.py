@@ -14,6 +14,7 @@ from cdmpp.errors import TunerError
 from cdmpp.tuner.ledger import Ledger, Progress
 from cdmpp.tuner.objective import Costs, Objective
 from cdmpp.tuner.scheduler import next_task
+from cdmpp.tuner.surplus import Surplus
 from cdmpp.tuner.trimmer import Trimmer, worth_measuring
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class TuningSession(Ledger):
         if batch < 1:
             raise TunerError(f"a round needs one candidate at least, got {batch}")
         self._model, self._measurer, self._trimmer, self._batch = cost_model, measurer, trimmer, batch
-        self._guard = guard
+        self._guard, self._surplus = guard, Surplus(trimmer, batch)
         self._first = {i: list(candidates) for i, candidates in (first or {}).items()}
         self._started: set[int] = set()
 
@@ -143,12 +144,11 @@ class TuningSession(Ledger):
         candidates = self._first.pop(index, None) or self._initial(index)
         proposed: list[Any] = []
         if candidates is None:
-            candidates = self._search(index)
-            if candidates is None:
+            candidates, proposed = self._search(index)
+            if not candidates:
                 self.states[index].finished = "its space gives no more valid programs"
                 self._say_if_lost(self.states[index])
                 return None
-            proposed = [c.measure for c in candidates]
         candidates = [c for c in candidates if c.hash not in self._known]
         candidates = candidates[: max(0, self._objective.trials - planned.trials)]
         kept = self._worth(index, candidates)
@@ -170,13 +170,19 @@ class TuningSession(Ledger):
 
     def _start(self, index: int) -> None:
         model = self._model if self._guard is None else self._guard.guarded(self._model)
-        self._tuners[index].start(self._store.database, model, self._batch)
+        self._tuners[index].start(self._store.database, model, self._surplus.wanted)
         self._started.add(index)
 
-    def _search(self, index: int) -> list[Candidate] | None:
+    def _search(self, index: int) -> tuple[list[Candidate], list[Any]]:
+        """A round's candidates, none where the space gives none, and what MetaSchedule proposed for it."""
         if index not in self._started:
             self._start(index)
-        return self._tuners[index].propose()
+        tuner, best_s = self._tuners[index], self.states[index].latency_s
+        left = self._surplus.take(index, tuner.context, best_s)
+        if left:
+            return left, []
+        found = tuner.propose() or []
+        return self._surplus.share(index, tuner.context, found, best_s), [c.measure for c in found]
 
     def _worth(self, index: int, candidates: list[Candidate]) -> list[Candidate]:
         """Without the candidates that will not run or cannot win."""

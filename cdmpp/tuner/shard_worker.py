@@ -33,6 +33,7 @@ from cdmpp.tuner.shard_messages import (
     ShardConfig,
     Taken,
 )
+from cdmpp.tuner.surplus import Surplus
 from cdmpp.tuner.trimmer import Trimmer, worth_measuring
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class ShardWorker:
         if config.cost_model:
             self._model.load(config.cost_model)
         self._trimmer = Trimmer(self._model, tune.trim) if tune.cost_model == "cdmpp" and tune.trim else None
+        self._surplus = Surplus(self._trimmer, tune.batch)
         self._database = ms.database.MemoryDatabase()
         self._tuners: dict[int, TaskTuner] = {}
         self._searches: dict[int, tuple[TaskTuner, list[Candidate], list[Any]]] = {}
@@ -165,13 +167,16 @@ class ShardWorker:
         tuner = self._tuner(asked.index)
         self._learn(tuner, asked.earlier, asked.learned)
         proposed: list[Any] = []
-        candidates: list[Candidate] | None = [tuner.replay(p, s) for p, s in asked.first]
+        candidates = [tuner.replay(p, s) for p, s in asked.first]
         if not candidates and new and not asked.earlier and self._guard is not None:
             candidates = self._guard.initial(tuner, self._tune.batch, self._model)
         if not candidates:
-            candidates = tuner.propose()
-            proposed = [c.measure for c in candidates or ()]
-        if candidates is None:
+            candidates = self._surplus.take(asked.index, tuner.context, asked.best_s)
+        if not candidates:
+            found = tuner.propose() or []
+            proposed = [c.measure for c in found]
+            candidates = self._surplus.share(asked.index, tuner.context, found, asked.best_s)
+        if not candidates:
             self._send(Found(asked.order, None))
             self._send(Ended(asked.order, (), self._cpu_s))
             return
@@ -187,7 +192,7 @@ class ShardWorker:
             config = self._config
             tuner = self._tuners[index] = make_tuner(config.tasks[index], config.device, self._tune)
             model = self._model if self._guard is None else self._guard.guarded(self._model)
-            tuner.start(self._database, model, self._tune.batch)
+            tuner.start(self._database, model, self._surplus.wanted)
         return self._tuners[index]
 
     def _learn(

@@ -14,7 +14,8 @@ from cdmpp.errors import PredictorError, SplitError, UnknownDeviceError
 from cdmpp.predictor import Predictor, evaluate, few_shot, finetune, load_config
 from cdmpp.predictor.config import LabelConfig
 from cdmpp.predictor.data import subset
-from cdmpp.predictor.finetuning import choose_tasks, extend_encoder, mixed_batches
+from cdmpp.predictor.finetuning import choose_tasks, mixed_batches
+from cdmpp.predictor.new_device import extend_encoder, starting_weights
 from cdmpp.predictor.run import prepare, training_summary
 from cdmpp.predictor.scaling import DevicePair, DeviceScaling
 from cdmpp.predictor.splitting import split_data
@@ -213,13 +214,12 @@ def test_the_encoding_of_known_devices_stays_and_the_new_one_is_told_apart(small
 
 def test_before_training_the_new_device_is_predicted_as_without_its_features(small, base):
     """Weights that new device features meet were never trained: they do not add noise to start with."""
-    from cdmpp.predictor.finetuning import _starting_weights
 
     vector = small.device_vectors()["fast"]
     encoder, fresh = extend_encoder(base.encoder, list(base.devices.values()), vector)
     dims = encoder.leaf_dim, encoder.device_dim, encoder.pair_dim
     network = type(base.network)(base.network.config, *dims).eval()
-    network.load_state_dict(_starting_weights(base, fresh))
+    network.load_state_dict(starting_weights(base, fresh))
     asts = list(small.asts.values())[:5]
     # the pairs of program and device are those of the slow device for both: they have weights
     devices, specs = {**base.devices, "fast": vector}, {**base.specs, "fast": base.specs["slow"]}

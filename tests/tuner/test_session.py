@@ -323,6 +323,33 @@ def test_the_trimmer_saves_measurements(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(latencies) < 25
 
 
+def test_with_a_trimmer_a_search_lasts_for_two_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While everything that is left may win: half of the searches, as many measurements, nothing twice."""
+    from cdmpp.tuner.task_tuner import TaskTuner
+
+    asked: list[int] = []
+    propose = TaskTuner.propose
+
+    def counted(self: TaskTuner) -> Any:
+        found = propose(self)
+        asked.append(len(found or ()))
+        return found
+
+    monkeypatch.setattr(TaskTuner, "propose", counted)
+    batch = tune_config(1).batch
+    engine = FakeEngine()
+    # intervals so wide that nothing is dropped
+    report = tuned(engine, tmp_path / "t", 4 * batch, options={"trim": 1 - 1e-9})
+    assert report.costs.measurements == 4 * batch and report.costs.dropped == 0
+    assert asked == [2 * batch, 2 * batch]
+    assert max(engine.counts.values()) == 1
+    asked.clear()
+    tuned(FakeEngine(), tmp_path / "without", 4 * batch)
+    assert asked == [batch] * 4
+
+
 def test_ctrl_c_in_the_middle_of_a_search_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python hears of Ctrl-C while TVM's search calls the cost model."""
     from cdmpp.tuner.cost_model import CostModel
