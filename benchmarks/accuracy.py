@@ -42,7 +42,15 @@ SPLITS = ("within_task", "by_task", "by_network", "by_device", "few_shot")
 COMPILED = "ours-compiled"
 #: The same told latencies on other devices, and these scaled without it.
 MEASURED, BY_ESTIMATE = "ours-measured", "measured-by-estimate"
-METRICS = ("mape", "median_ape", "within_20pct", "pairwise_accuracy", "spearman", "top1_regret")
+METRICS = (
+    "mape",
+    "median_ape",
+    "within_20pct",
+    "pairwise_accuracy",
+    "spearman",
+    "top1_regret",
+    "top1_regret_of_32",
+)
 
 
 def keep(results: KeptRows, overall: dict[str, Any], **key: Any) -> None:
@@ -169,7 +177,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         name = kind if k is None else f"{kind} K={k} {select}"
         cells = ""
         for metric in METRICS:
-            values = [row[metric] for row in found if row[metric] is not None]
+            values = [row[metric] for row in found if row.get(metric) is not None]
             cells += f"{np.mean(values):>12.3f} ± {np.std(values):.3f}" if values else f"{'-':>20}"
         floors = [row["noise_floor_mape"] for row in found if row["noise_floor_mape"] is not None]
         floor = f"{np.mean(floors):8.4f}" if floors else f"{'-':>8}"

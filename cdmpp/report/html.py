@@ -29,7 +29,8 @@ table { border-collapse: collapse; font-size: 0.88rem; }
 th, td { padding: 0.18rem 0.6rem; border-bottom: 1px solid #ddd; text-align: right; vertical-align: top;
   font-variant-numeric: tabular-nums; white-space: nowrap; }
 th { border-bottom: 1px solid #555; }
-.text { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 9rem; }
+.text { text-align: left; white-space: normal; overflow-wrap: break-word; min-width: 9rem; }
+td.text:first-child { min-width: 14rem; max-width: 24rem; }
 img { max-width: 100%; height: auto; } pre { background: #f5f5f5; padding: 0.6rem; overflow-x: auto; }
 p.about { color: #444; max-width: 55rem; margin: 0.3rem 0 0.6rem; }
 @media print { body { margin: 0; max-width: none; font-size: 11px; } h2 { break-after: avoid; }
@@ -111,7 +112,8 @@ def _head(report: RunReport, title: str) -> str:
         ("median error", _percent(overall["median_ape"])),
         ("within 20 %", _percent(overall["within_20pct"])),
         ("pairwise accuracy within a task", _percent(overall["pairwise_accuracy"])),
-        ("top-1 regret, median task", _percent(overall["top1_regret_median"])),
+        ("top-1 regret, mean over the tasks", _percent(overall["top1_regret"])),
+        ("the same, median of tasks of 32 programs or more", _percent(overall["top1_regret_of_32"])),
     ]
     if interval is not None:
         cards.append(

@@ -17,7 +17,8 @@ Definitions
 ``top1_regret, top5_regret``
     Latency of the best among the 1 or 5 programs predicted fastest, over that of the best program of the task
     on the device, minus one, averaged over those with at least two programs (for top 5: six).
-    ``top1_regret_median`` is the median in place of the mean.
+    ``top1_regret_median`` is the median in place of the mean, ``top1_regret_of_32`` the median over those with at least
+    32 programs: where there are few to choose from, choosing is easy.
 ``noise_floor_mape``
     Expected MAPE of a perfect predictor, given the labels' noise (:mod:`cdmpp.dataset.noise`): mean error
     floor of the labels, or half of the mean noise where error floors are not given.
@@ -46,12 +47,16 @@ METRIC_KEYS: tuple[str, ...] = (
     "pairwise_accuracy",
     "spearman",
     "top1_regret",
+    "top1_regret_of_32",
     "top5_regret",
     "n",
     "noise_floor_mape",
 )
 
 Metrics = dict[str, Any]
+
+#: Programs of a task that ``top1_regret_of_32`` takes into account.
+_MANY = 32
 
 
 def evaluate_predictions(
@@ -168,6 +173,7 @@ def _ranking_metrics(
     right = pairs = 0.0
     correlations: list[float] = []
     regrets: dict[int, list[float]] = {1: [], 5: []}
+    of_many: list[float] = []
     for index in rows.values():
         if len(index) < 2:
             continue
@@ -180,11 +186,14 @@ def _ranking_metrics(
         for k, values in regrets.items():
             if len(index) > k:
                 values.append(float(label[order[:k]].min() / label.min() - 1))
+        if len(index) >= _MANY:
+            of_many.append(regrets[1][-1])
     return {
         "pairwise_accuracy": right / pairs if pairs else None,
         "spearman": float(np.mean(correlations)) if correlations else None,
         "top1_regret": float(np.mean(regrets[1])) if regrets[1] else None,
         "top1_regret_median": float(np.median(regrets[1])) if regrets[1] else None,
+        "top1_regret_of_32": float(np.median(of_many)) if of_many else None,
         "top5_regret": float(np.mean(regrets[5])) if regrets[5] else None,
     }
 

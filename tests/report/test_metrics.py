@@ -81,6 +81,17 @@ def test_regret_mean_and_median_over_tasks():
     assert result["top1_regret_median"] == pytest.approx(1.0)
 
 
+def test_regret_of_tasks_with_many_programs():
+    """The median over those with 32 or more alone."""
+    labels = [*range(1, 33), *range(1, 33), *range(1, 32)]
+    picks = [[0.5 if n == wanted else 1.0 for n in range(1, 33)] for wanted in (2, 4)]
+    predictions = [*picks[0], *picks[1], *([1.0] * 30 + [0.5])]
+    result = score(labels, predictions, task=["a"] * 32 + ["b"] * 32 + ["c"] * 31)
+    assert result["top1_regret_of_32"] == pytest.approx((1 + 3) / 2)
+    assert result["top1_regret"] == pytest.approx((1 + 3 + 30) / 3)
+    assert score(labels[:31], predictions[:31])["top1_regret_of_32"] is None
+
+
 def test_all_keys_are_there_and_json():
     result = score([1.0], [2.0])
     assert set(METRIC_KEYS) <= set(result)
