@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from cdmpp.predictor import Predictor
 
 _SOURCES = (
-    "The labels of Xeon and EPYC are our own and ship with cdmpp (`data/`). Those of GPUs are public measurements, which do not: "
-    "operators of PyTorch (NeuSight: Lee et al., ASPLOS'25; MIT licence; P4, P100, V100, T4, A100, MI100, MI210) and "
+    "The labels of Xeon and EPYC are our own and ship with cdmpp (`data/`). Those of GPUs are public measurements, which do "
+    "not: operators of PyTorch (NeuSight: Lee et al., ASPLOS'25; MIT licence; P4, P100, V100, T4, A100, MI100, MI210) and "
     "scheduled kernels, convolution, dedispersion and GEMM (the AutoTuning Association's benchmark hub; MIT licence; the other "
     "GPUs). `configs/default.yaml` has the commands.",
 )
