@@ -13,7 +13,7 @@ def add_codegen_arguments(sub: argparse.ArgumentParser) -> None:
     """Define the options of the verb."""
     sub.add_argument("data", nargs="+", metavar="DIR", help="dataset folders with labels of x86 CPUs")
     sub.add_argument("--workers", type=int, default=1, metavar="N", help="compiling processes")
-    sub.add_argument("--object-cache", metavar="DIR", help="what cdmpp profile --object-cache DIR compiled")
+    sub.add_argument("--object-cache", metavar="DIR", help="keep what is compiled, and what cdmpp profile compiled")
 
 
 def run_codegen(args: argparse.Namespace, console: Console, errors: Console) -> Any:

@@ -79,7 +79,7 @@ def read_parquet(path: Path, schema: pa.Schema) -> tuple[pa.Table, dict[str, Any
     Raises
     ------
     DatasetError
-        The file is damaged, or not one of ours.
+        The file is damaged, not one of ours, or lacks columns.
     SchemaVersionError
         It was written with another schema version.
     """
@@ -94,6 +94,11 @@ def read_parquet(path: Path, schema: pa.Schema) -> tuple[pa.Table, dict[str, Any
     if not isinstance(note, dict):
         raise DatasetError(f"{path} is not a dataset file of cdmpp")
     check_schema_version(note, path)
+    missing = [name for name in schema.names if name not in file.schema_arrow.names]
+    if missing:
+        raise DatasetError(
+            f"{path} lacks {len(missing)} columns that this cdmpp expects, {missing[0]} first: another version made it"
+        )
     try:
         return file.read(columns=schema.names).cast(schema), note
     except (OSError, pa.ArrowException, KeyError) as error:

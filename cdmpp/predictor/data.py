@@ -104,6 +104,28 @@ class TrainingData:
         counts.flags.writeable = False
         return counts
 
+    def code_features(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """:func:`cdmpp.predictor.instruction_time.code_rows` of every pair, rows of NaN where there are no counts. Put together
+        once; not to be written to."""
+        return self._code_features
+
+    @cached_property
+    def _code_features(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        from cdmpp.predictor.instruction_time import code_rows
+        from cdmpp.profiler.codegen import CODEGEN_FEATURES
+
+        counts = self.codegen_counts()
+        if counts is None:
+            counts = np.full((len(self), len(CODEGEN_FEATURES)), np.nan, np.float32)
+        programs, program = np.unique(self.labels["program"].to_numpy(dtype=str), return_inverse=True)
+        names, device = np.unique(self.labels["device"].to_numpy(dtype=str), return_inverse=True)
+        found = code_rows(
+            counts, [self.asts[p] for p in programs], [self.devices[n] for n in names], program, device
+        )
+        for values in found:
+            values.flags.writeable = False
+        return found
+
     def counted(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of these pairs (n,) have instruction counts, bool (n,)."""
         counts = self.codegen_counts()

@@ -80,8 +80,8 @@ class FeatureEncoder:
     feature_set
         Identity of the leaf features (:data:`cdmpp.program.ast.FEATURE_SET`).
     leaf_features, device_features, pair_features, code_features
-        Column names, in order. No pair features: pairs are encoded as nothing. Code features are the instruction counts
-        of :mod:`cdmpp.profiler.codegen`.
+        Column names, in order. No pair features: pairs are encoded as nothing. Code features are those
+        of :mod:`cdmpp.predictor.instruction_time`.
     leaf, device, pair, code
         The scalers. The device scaler sees every training device once, whatever its number of records. It clips to as
         far as any of these is from their mean: a few devices do not tell what lies beyond, and a network that was shown
@@ -114,7 +114,7 @@ class FeatureEncoder:
         clip: float = 8.0,
     ) -> FeatureEncoder:
         """Fit to raw leaves of all training programs, one a row, raw training devices, and raw training pairs and
-        instruction counts (rows of NaN where unknown) if any.
+        features of compiled code (rows of NaN where unknown) if any.
 
         Raises
         ------
@@ -176,22 +176,23 @@ class FeatureEncoder:
 
     @property
     def code_dim(self) -> int:
-        """Width of encoded instruction counts: values, and whether they are known."""
-        return len(self.code_features) + 1 if self.code_features else 0
+        """Width of encoded code: values, how long it takes over the estimate, and whether it is known."""
+        return len(self.code_features) + 2 if self.code_features else 0
 
     @property
     def joint_dim(self) -> int:
         """Width of what the decoder takes beside embedding and device: an encoded pair, and its encoded code."""
         return self.pair_dim + self.code_dim
 
-    def encode_codes(self, counts: NDArray[Any]) -> FloatArray:
-        """Instruction counts (n, n_code_features) -> float32 (n, code_dim): rows of 0 where they are NaN, unknown."""
+    def encode_codes(self, features: NDArray[Any], excess: NDArray[Any]) -> FloatArray:
+        """Code features (n, n_code_features) and the logarithm of their time over the estimate (n,) -> float32 (n, code_dim):
+        rows of 0 where they are NaN, unknown."""
         if self.code is None:
-            return np.zeros((len(counts), 0), np.float32)
-        _check_columns(counts, self.code_features, "code")
-        known = ~np.isnan(counts).any(axis=1, keepdims=True)
-        values = np.where(known, self.code.transform(counts), 0.0)
-        return np.concatenate([values, known], axis=1).astype(np.float32)
+            return np.zeros((len(features), 0), np.float32)
+        _check_columns(features, self.code_features, "code")
+        known = ~np.isnan(features).any(axis=1, keepdims=True)
+        values = np.concatenate([self.code.transform(features), np.asarray(excess)[:, None]], axis=1)
+        return np.concatenate([np.where(known, values, 0.0), known], axis=1).astype(np.float32)
 
     def general_devices(self, encoded: NDArray[np.float32]) -> FloatArray:
         """Encoded devices (m, device_dim) with all but :data:`cdmpp.device.GENERAL_DEVICE_FEATURES` missing."""

@@ -154,6 +154,8 @@ class LatencyNetwork(nn.Module):
         if code_dim:
             self.code_bins = PiecewiseLinear(code_dim, config.bins) if config.bins else None
             self.compiled_decoder = _decoder(config, decoder_in + code_dim * (1 + config.bins))
+            # how much of what the instructions take over the estimate is the label's
+            self.excess = nn.Parameter(torch.ones(()))
         self.codegen = nn.Linear(config.embedding_dim, len(CODEGEN_FEATURES)) if config.codegen else None
 
     def forward(self, batch: PaddedBatch, device: torch.Tensor) -> torch.Tensor:
@@ -230,14 +232,15 @@ class LatencyNetwork(nn.Module):
         return self.decoder(torch.cat(self._decoder_parts(embedding, device), dim=1)).squeeze(-1)
 
     def decode_compiled(self, embedding: torch.Tensor, device: torch.Tensor) -> torch.Tensor:
-        """Standardised labels told the instruction counts, shape (batch,), which have to be known."""
+        """Standardised labels told the compiled code, shape (batch,), which has to be known: corrections of how long its
+        instructions take (:mod:`cdmpp.predictor.instruction_time`)."""
         assert self.compiled_decoder is not None
         code = device[:, self._device_dim + self._pair_dim :]
         parts = [*self._decoder_parts(embedding, device), code]
         if self.code_bins is not None:
             parts.append(self.code_bins(code))
         labels: torch.Tensor = self.compiled_decoder(torch.cat(parts, dim=1)).squeeze(-1)
-        return labels
+        return labels + self.excess * code[:, -2]
 
     def _decoder_parts(self, embedding: torch.Tensor, device: torch.Tensor) -> list[torch.Tensor]:
         pair = device[:, self._device_dim : self._device_dim + self._pair_dim]

@@ -282,6 +282,7 @@ class Predictor:
     ) -> NDArray[np.float32]:
         """What is known of ``asts[i]`` and ``devices[device_index[i]]`` together, encoded, float32 (n, joint_dim);
         ``counts`` as of :meth:`predict_pairs`."""
+        from cdmpp.predictor.instruction_time import code_rows
         from cdmpp.predictor.pair_features import pair_rows
 
         encoder = self.encoder
@@ -293,7 +294,9 @@ class Predictor:
             pairs[unseen] *= encoder.general_pairs()
             encoded[:, : encoder.pair_dim] = pairs
         if encoder.code_dim and counts is not None:
-            encoded[:, encoder.pair_dim :] = encoder.encode_codes(counts)
+            known = [self.device(device) for device in devices]
+            codes = code_rows(counts, asts, known, np.arange(len(asts)), device_index)
+            encoded[:, encoder.pair_dim :] = encoder.encode_codes(*codes)
         return encoded
 
     def told_less(self, device: str | Device) -> bool:

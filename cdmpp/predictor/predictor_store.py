@@ -99,8 +99,8 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 def _check_features(state: Mapping[str, Any], folder: Path) -> None:
     from cdmpp.device import DEVICE_FEATURES
+    from cdmpp.predictor.instruction_time import CODE_FEATURES
     from cdmpp.predictor.pair_features import PAIR_FEATURES
-    from cdmpp.profiler.codegen import CODEGEN_FEATURES
     from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURES
 
     encoder = state.get("encoder")
@@ -110,7 +110,7 @@ def _check_features(state: Mapping[str, Any], folder: Path) -> None:
         raise FeatureMismatchError(
             f"{folder}: trained on features {encoder.get('feature_set')}, this cdmpp computes {FEATURE_SET}"
         )
-    for part, known in (("device", DEVICE_FEATURES), ("pair", PAIR_FEATURES), ("code", CODEGEN_FEATURES)):
+    for part, known in (("device", DEVICE_FEATURES), ("pair", PAIR_FEATURES), ("code", CODE_FEATURES)):
         names = encoder.get(f"{part}_features")
         if names != list(known) and (names or part == "device"):
             raise FeatureMismatchError(

@@ -39,7 +39,7 @@ _WINDOW = 200.0
 #: Instructions a core starts per cycle.
 _ISSUE = 4.0
 #: Microarchitectures whose gathers microcode slows down against Gather Data Sampling (Intel, INTEL-SA-00828).
-_SLOW_GATHER = frozenset(
+SLOW_GATHER = frozenset(
     {"skylake", "skylake-avx512", "coffeelake", "cometlake", "cascadelake", "icelake-server"}
 )
 #: Cycles an element that a gather adds there. One takes 25, whatever its width (measured on a Cascade Lake at 2.5 GHz: 10 to
@@ -167,7 +167,7 @@ def _cpu_leaf_s(leaves: FloatArray, device: Device) -> FloatArray:
     overlapped = np.maximum(1.0, _WINDOW / np.maximum(column("hold") * per_tile, 1.0))
     chain = _LATENCY_CYCLES * column("chain") / overlapped
     loads_stores = memory / _MEMORY_PORTS
-    if device.arch in _SLOW_GATHER and width > SIMD_BYTES[0]:
+    if device.arch in SLOW_GATHER and width > SIMD_BYTES[0]:
         loads_stores = loads_stores + _GATHER_CYCLES * _gathered(leaves)
     slowest = np.maximum.reduce(
         [arithmetic / pipes, loads_stores, chain, index / _ISSUE, instructions / _ISSUE]

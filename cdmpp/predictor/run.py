@@ -147,9 +147,9 @@ class Fitted:
 def prepare(config: Config, data: TrainingData, split: Split) -> Fitted:
     """Fit encoder and label transform on the training part and make the trainer."""
     from cdmpp.device import DEVICE_FEATURES
+    from cdmpp.predictor.instruction_time import CODE_FEATURES
     from cdmpp.predictor.pair_features import PAIR_FEATURES
     from cdmpp.predictor.trainer import Trainer
-    from cdmpp.profiler.codegen import CODEGEN_FEATURES
     from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURES
 
     train_rows, valid_rows = np.asarray(split.train), np.asarray(split.valid)
@@ -160,6 +160,7 @@ def prepare(config: Config, data: TrainingData, split: Split) -> Fitted:
     vectors = data.device_vectors()
     train_devices = sorted(labels["device"].iloc[train_rows].unique())
     pairs = raw_pairs(data) if config.model.pairs else None
+    counted = config.model.compiled and _any_counted(data, train_rows)
     encoder = FeatureEncoder.fit(
         np.concatenate([data.asts[program].leaves for program in programs]),
         np.stack([vectors[name] for name in train_devices]),
@@ -168,8 +169,8 @@ def prepare(config: Config, data: TrainingData, split: Split) -> Fitted:
         device_features=DEVICE_FEATURES,
         pairs=None if pairs is None else pairs[train_rows],
         pair_features=PAIR_FEATURES,
-        codes=_training_counts(config, data, train_rows),
-        code_features=CODEGEN_FEATURES,
+        codes=data.code_features()[0][train_rows] if counted else None,
+        code_features=CODE_FEATURES,
         clip=config.encoder.clip,
     )
     arrays = encode(data, encoder, config.label.relative_to, pairs)
@@ -212,20 +213,15 @@ def general_inputs(data: TrainingData, encoder: FeatureEncoder, device_rows: tor
     return GeneralInputs(torch.from_numpy(rows), torch.from_numpy(keep))
 
 
-def _training_counts(
-    config: Config, data: TrainingData, rows: NDArray[np.int64]
-) -> NDArray[np.float32] | None:
-    """Instruction counts of these rows, NaN where unknown; None where the network is not to be told any."""
-    if not config.model.compiled:
-        return None
-    counts = data.codegen_counts()
-    if counts is None or np.isnan(counts[rows]).all():
+def _any_counted(data: TrainingData, rows: NDArray[np.int64]) -> bool:
+    """Whether any of these rows has instruction counts; a warning says that none has."""
+    counted = bool(data.counted(rows).any())
+    if not counted:
         logger.warning(
             "the training programs have no instruction counts, so the network cannot be told any: cdmpp codegen DIR "
             "makes them"
         )
-        return None
-    return counts[rows]
+    return counted
 
 
 def raw_pairs(data: TrainingData) -> NDArray[np.float64]:
@@ -266,10 +262,8 @@ def encode(
         else encoder.encode_pairs(pairs)
     )
     reference = pair_reference_s(data, relative_to) if relative_to not in ("", "none") else None
-    counts = data.codegen_counts()
     if encoder.code_dim:
-        known = np.full((len(data), len(encoder.code_features)), np.nan) if counts is None else counts
-        encoded = np.concatenate([encoded, encoder.encode_codes(known)], axis=1)
+        encoded = np.concatenate([encoded, encoder.encode_codes(*data.code_features())], axis=1)
     return LabelledArrays(
         PackedPrograms.pack([data.asts[program] for program in programs], encoder),
         torch.from_numpy(encoder.encode_devices(np.stack([vectors[name] for name in devices]))),
@@ -279,7 +273,7 @@ def encode(
         data.labels["latency_s"].to_numpy(dtype=np.float64),
         reference,
         group=data.labels.groupby(["task", "device"], observed=True).ngroup().to_numpy(dtype=np.int64),
-        codegen=counts,
+        codegen=data.codegen_counts(),
         code_dim=encoder.code_dim,
     )
 

@@ -21,6 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import ProfilerError
+from cdmpp.profiler.control_flow import Instruction
+from cdmpp.profiler.loop_trips import times_run
 
 #: Kinds of instructions. z, y, x: registers of 64, 32, 16 bytes; s: one element.
 KINDS: tuple[str, ...] = (
@@ -29,12 +31,15 @@ KINDS: tuple[str, ...] = (
     "broadcast", "shuffle", "gather", "mask", "integer", "imul", "idiv", "branch", "call", "convert", "all",
 )  # fmt: skip
 _AT = {kind: i for i, kind in enumerate(KINDS)}
-#: Columns: the whole program, its innermost loops, and the innermost loop with most arithmetic.
+#: Columns: the whole program, its innermost loops, and the innermost loop with most arithmetic, each instruction once; then
+#: every instruction as often as it runs, and the loops of which that is not known.
 CODEGEN_FEATURES: tuple[str, ...] = (
     *(f"program_{kind}" for kind in KINDS),
     "innermost_loops",
     "loop_depth",
     *(f"loop_{kind}" for kind in KINDS),
+    *(f"run_{kind}" for kind in KINDS),
+    "unknown_loops",
 )
 
 #: Wrappers, error paths and helpers that are the same in all objects.
@@ -50,7 +55,6 @@ _LANES = {"z": 16, "y": 8, "x": 4, "s": 1}
 #: A loop inside another is taken to run so many times more often.
 _DEPTH_WEIGHT = 8.0
 
-Instruction = tuple[int, str, str]
 FloatArray = NDArray[np.float64]
 
 
@@ -100,7 +104,8 @@ def parse_disassembly(lines: Iterable[str]) -> list[list[Instruction]]:
 
 def count(functions: list[list[Instruction]]) -> NDArray[np.float32]:
     """Counts of the functions of a program, float32 (len(CODEGEN_FEATURES),)."""
-    total = np.zeros(len(KINDS))
+    total, runs = np.zeros(len(KINDS)), np.zeros(len(KINDS))
+    unknown = 0
     loops: list[tuple[int, FloatArray]] = []
     for function in functions:
         before = np.zeros((len(function) + 1, len(KINDS)))
@@ -110,6 +115,9 @@ def count(functions: list[list[Instruction]]) -> NDArray[np.float32]:
                 before[i + 1, _AT[kind]] += 1
         total += before[-1]
         jumps = _backward_jumps(function)
+        times, unread = times_run(function)
+        runs += times @ np.diff(before, axis=0)
+        unknown += unread
         for begin, end in jumps:
             others = [jump for jump in jumps if jump != (begin, end)]
             if not any(b >= begin and e <= end for b, e in others):
@@ -120,7 +128,7 @@ def count(functions: list[list[Instruction]]) -> NDArray[np.float32]:
         key=lambda found: _arithmetic(found[1]) * _DEPTH_WEIGHT ** found[0],
         default=(0, np.zeros(len(KINDS))),
     )
-    return np.concatenate([total, [len(loops), depth], hottest]).astype(np.float32)
+    return np.concatenate([total, [len(loops), depth], hottest, runs, [unknown]]).astype(np.float32)
 
 
 def kinds_of(operation: str, operands: str) -> list[str]:

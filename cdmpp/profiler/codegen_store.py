@@ -6,6 +6,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.dataset.parquet import read_parquet, write_parquet
-from cdmpp.errors import CdmppError
+from cdmpp.errors import CdmppError, DatasetError
 from cdmpp.profiler.build import BuildJob, ObjectCache, code_key, compile_to_shared_object
 from cdmpp.profiler.codegen import CODEGEN_FEATURES, codegen_features
 
@@ -34,7 +35,7 @@ Counts = dict[tuple[str, str], NDArray[np.float32]]
 def _schema() -> Any:
     import pyarrow as pa
 
-    counted = [(name, pa.int32()) for name in CODEGEN_FEATURES]
+    counted = [(name, pa.float32()) for name in CODEGEN_FEATURES]
     return pa.schema([("program", pa.string()), ("code", pa.string()), *counted])
 
 
@@ -43,14 +44,17 @@ def save_codegen(path: Path, counts: Mapping[tuple[str, str], NDArray[np.float32
     import pyarrow as pa
 
     keys = sorted(counts)
-    rows = np.array([counts[key] for key in keys], dtype=np.int32).reshape(-1, len(CODEGEN_FEATURES))
+    rows = np.array([counts[key] for key in keys], dtype=np.float32).reshape(-1, len(CODEGEN_FEATURES))
     names = [program for program, _ in keys], [code for _, code in keys]
     write_parquet(path, pa.table([*names, *rows.T], schema=_schema()))
 
 
 def load_codegen(path: Path) -> Counts:
     """Read counts; DatasetError if the file is missing, damaged or has other columns."""
-    table, _ = read_parquet(path, _schema())
+    try:
+        table, _ = read_parquet(path, _schema())
+    except DatasetError as error:
+        raise DatasetError(f"{error}; delete it, and cdmpp codegen {path.parent} counts anew") from error
     rows = np.stack([table.column(name).to_numpy() for name in CODEGEN_FEATURES], axis=1).astype(np.float32)
     keys = zip(table.column("program").to_pylist(), table.column("code").to_pylist(), strict=True)
     return dict(zip(keys, rows, strict=True))
@@ -74,7 +78,8 @@ def collect_codegen(
     progress
         Called with the numbers of programs done and wanted.
     object_cache
-        Folder in which ``cdmpp profile --object-cache`` kept what it compiled: only what is not there is compiled.
+        Folder in which ``cdmpp profile --object-cache`` kept what it compiled: only what is not there is compiled, and kept
+        there too.
 
     Raises
     ------
@@ -113,12 +118,16 @@ def collect_codegen(
     return counts
 
 
-def compiled_features(func: Any, target: dict[str, Any]) -> NDArray[np.float32]:
+def compiled_features(
+    func: Any, target: dict[str, Any], keep: Callable[[Path], None] | None = None
+) -> NDArray[np.float32]:
     """Counts of a PrimFunc compiled for a target (llvm), float32 (len(CODEGEN_FEATURES),); errors as TVM's, and as of
-    :func:`~cdmpp.profiler.codegen.codegen_features`."""
+    :func:`~cdmpp.profiler.codegen.codegen_features`. ``keep`` is given the object before it is deleted."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "program.so"
         compile_to_shared_object(func, target, path)
+        if keep is not None:
+            keep(path)
         return codegen_features(path)
 
 
@@ -144,10 +153,12 @@ def _count_one(item: tuple[BuildJob, dict[str, Any], str | Path | None]) -> NDAr
     if not _REBUILDER:  # one a process: it keeps what it has parsed
         _REBUILDER.append(Rebuilder())
     try:
-        kept = ObjectCache(object_cache, target).find(job.program.hash)
+        cache = ObjectCache(object_cache, target)
+        kept = cache.find(job.program.hash)
         if kept is not None:
             return codegen_features(kept)
-        return compiled_features(_REBUILDER[0](job.program, job.task, job.space), target)
+        func = _REBUILDER[0](job.program, job.task, job.space)
+        return compiled_features(func, target, partial(cache.keep, job.program.hash))
     except (CdmppError, RuntimeError, OSError) as err:
         logger.warning("program %s has no counts: %s", job.program.hash, str(err).strip().splitlines()[-1:])
         return None

@@ -6,9 +6,11 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from cdmpp.dataset.bulk import write_dataset
+from cdmpp.dataset.parquet import write_parquet
 from cdmpp.dataset.record import Record
 from cdmpp.errors import DatasetError, ProfilerError
 from cdmpp.profiler.build import ObjectCache, code_key, compile_to_shared_object
@@ -125,6 +127,15 @@ def test_counts_round_trip_and_a_damaged_file_is_refused(tmp_path: Path) -> None
     assert all(np.array_equal(back[key], counts[key]) for key in counts)
     path.write_bytes(path.read_bytes()[:300])
     with pytest.raises(DatasetError, match="damaged"):
+        load_codegen(path)
+
+
+def test_counts_of_another_version_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "codegen.parquet"
+    save_codegen(path, {("p", "k"): np.zeros(len(CODEGEN_FEATURES), dtype=np.float32)})
+    table = pq.read_table(path)
+    write_parquet(path, table.drop_columns(["run_all", "unknown_loops"]))
+    with pytest.raises(DatasetError, match=r"lacks 2 columns.*run_all first.*cdmpp codegen"):
         load_codegen(path)
 
 

@@ -35,7 +35,7 @@ class XGBoostModel(LatencyModel):
     features
         ``"perstore"``: sum, maximum and number of PerStoreFeature rows (TVM's features). ``"ast"``: sum,
         maximum and number of the compact AST's leaves, after a signed logarithm, to compare features with one
-        model. ``"ast-codegen"``: these and the instruction counts of the compiled program, which need a
+        model. ``"ast-codegen"``: these and what ours is told of the compiled program, which needs a
         compilation.
     vectors
         Precomputed per-store vectors, program hash -> (329,); None collects them from the dataset.
@@ -96,12 +96,12 @@ class XGBoostModel(LatencyModel):
             np.stack([devices[name] for name in table["device"]]),
         ]
         if self._features == "ast-codegen":
-            counts = data.codegen_counts()
-            if counts is None:
+            if data.codegen_counts() is None:
                 raise PredictorError(
                     "xgboost-ast-codegen needs instruction counts: make them with cdmpp codegen DIR"
                 )
-            parts.append(np.log1p(counts[rows]))
+            features, excess = data.code_features()
+            parts += [np.log1p(features[rows]), excess[rows, None]]
         x = np.concatenate(parts, axis=1, dtype=np.float32)
         return xgb.DMatrix(x, label=np.log(table["latency_s"].to_numpy(dtype=np.float64)))
 

@@ -1,0 +1,144 @@
+"""Trip counts of loops, read off object code."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cdmpp.profiler.build import compile_to_shared_object
+from cdmpp.profiler.codegen import CODEGEN_FEATURES, KINDS, codegen_features, count
+from cdmpp.profiler.control_flow import FlowGraph, Instruction
+from cdmpp.profiler.loop_trips import split_operands, trip_count
+
+
+def _code(listing: str) -> list[Instruction]:
+    """Instructions at addresses 0x10, 0x20, ... of lines ``operation operands``, and ``ret``."""
+    lines = [line.split(maxsplit=1) for line in [*listing.strip().splitlines(), "ret"]]
+    return [(16 * (i + 1), line[0], line[1] if len(line) > 1 else "") for i, line in enumerate(lines)]
+
+
+COMPARED = """
+xor %eax,%eax
+vmovups (%rdi,%rax,4),%zmm0
+add $0x10,%rax
+cmp $0x100,%rax
+jne 20 <f+0x20>
+"""
+STARTS_AT = COMPARED.replace("xor %eax,%eax", "mov $0x20,%eax")
+AFTER_THE_TEST = """
+xor %ecx,%ecx
+lea 0x1(%rcx),%rdx
+cmp $0x3f,%rcx
+mov %rdx,%rcx
+jne 20 <f+0x20>
+"""
+COUNTS_TO_ZERO = """
+mov $0xffffffffffffffc0,%r8
+vmovups (%rdi,%r8,4),%zmm0
+add $0x10,%r8
+jne 20 <f+0x20>
+"""
+TOGGLED = """
+mov $0x1,%al
+vmovups (%rdi),%zmm0
+test $0x1,%al
+mov $0x0,%eax
+jne 20 <f+0x20>
+"""
+ON_THE_STACK = """
+movq $0x0,0x8(%rsp)
+vmovups (%rdi),%zmm0
+incq 0x8(%rsp)
+cmpq $0x7,0x8(%rsp)
+jb 20 <f+0x20>
+"""
+PARALLEL = """
+cmp $0xe,%rax
+cmovl %rax,%rcx
+vmovups (%rdi),%zmm0
+inc %rdx
+cmp %rcx,%rdx
+jl 30 <f+0x30>
+"""
+BOUND_IN_A_REGISTER = """
+mov %rsi,%rcx
+vmovups (%rdi),%zmm0
+inc %rdx
+cmp %rcx,%rdx
+jl 20 <f+0x20>
+"""
+
+
+@pytest.mark.parametrize(
+    ("listing", "trips"),
+    [
+        (COMPARED, 16.0),
+        (STARTS_AT, 14.0),
+        (AFTER_THE_TEST, 64.0),
+        (COUNTS_TO_ZERO, 4.0),
+        (TOGGLED, 2.0),
+        (ON_THE_STACK, 7.0),
+        (PARALLEL, 14.0),
+        (BOUND_IN_A_REGISTER, None),
+    ],
+)
+def test_known_trip_counts(listing: str, trips: float | None) -> None:
+    graph = FlowGraph.of(_code(listing))
+    assert [trip_count(graph, loop)[0] for loop in graph.loops] == [trips]
+
+
+def test_operands_with_addresses_and_comments() -> None:
+    assert split_operands("0x8(%rax,%rcx,4),%zmm1{%k1}  # 2000 <x>") == ["0x8(%rax,%rcx,4)", "%zmm1{%k1}"]
+    assert split_operands("20 <f+0x10>") == ["20"]
+
+
+def test_instructions_of_nested_loops_count_as_often_as_they_run() -> None:
+    listing = """
+    xor %ecx,%ecx
+    xor %eax,%eax
+    vfmadd231ps (%rsi),%zmm1,%zmm0
+    add $0x10,%rax
+    cmp $0x40,%rax
+    jne 30 <f+0x30>
+    inc %rcx
+    cmp $0x5,%rcx
+    jne 20 <f+0x20>
+    """
+    counts = dict(zip(CODEGEN_FEATURES, count([_code(listing)]), strict=True))
+    assert counts["program_fma_z"] == 1 and counts["run_fma_z"] == 5 * 4
+    assert counts["run_all"] == 2 + 5 * 4 + 5 * 4 * 4  # the ends, the outer loop's own, the inner loop's
+    assert counts["unknown_loops"] == 0
+
+
+def test_what_is_misread_stays_finite() -> None:
+    nest = "\n".join(["xor %ecx,%ecx"] * 12)
+    ends = "\n".join(f"inc %rcx\ncmp $0xfffff,%rcx\njne {16 * k:x} <f>" for k in range(12, 0, -1))
+    assert np.isfinite(count([_code(f"{nest}\n{ends}")])).all()
+
+
+def _matmul(n: int) -> Any:
+    from tvm import te
+
+    a, b = te.placeholder((n, n), name="a"), te.placeholder((n, n), name="b")
+    k = te.reduce_axis((0, n), name="k")
+    c = te.compute((n, n), lambda i, j: te.sum(a[i, k] * b[k, j], axis=k), name="c")
+    return te.create_prim_func([a, b, c])
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
+@pytest.mark.parametrize("n", [24, 64])
+def test_the_arithmetic_of_a_compiled_matmul_is_counted_exactly(n: int, tmp_path: Path) -> None:
+    from cdmpp.program.tvm_env import import_tvm
+
+    import_tvm()
+    compile_to_shared_object(_matmul(n), {"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 1}, tmp_path / "p.so")
+    counts = dict(zip(CODEGEN_FEATURES, codegen_features(tmp_path / "p.so"), strict=True))
+    lanes = {"z": 16, "y": 8, "x": 4, "s": 1}
+    assert all(f"run_{kind}" in counts for kind in KINDS)
+    flops = sum(width * (2 * counts[f"run_fma_{w}"] + counts[f"run_fp_{w}"]) for w, width in lanes.items())
+    assert flops == 2 * n**3
+    assert counts["unknown_loops"] == 0
