@@ -13,7 +13,9 @@ def add_codegen_arguments(sub: argparse.ArgumentParser) -> None:
     """Define the options of the verb."""
     sub.add_argument("data", nargs="+", metavar="DIR", help="dataset folders with labels of x86 CPUs")
     sub.add_argument("--workers", type=int, default=1, metavar="N", help="compiling processes")
-    sub.add_argument("--object-cache", metavar="DIR", help="keep what is compiled, and what cdmpp profile compiled")
+    sub.add_argument(
+        "--object-cache", metavar="DIR", help="keep what is compiled, and what cdmpp profile compiled"
+    )
 
 
 def run_codegen(args: argparse.Namespace, console: Console, errors: Console) -> Any:

@@ -118,7 +118,8 @@ def _features_of(
     cycles = {
         "arithmetic_ns": (run["fma_z"] + run["fp_z"]) / wide
         + sum(run[f"fma_{width}"] + run[f"fp_{width}"] for width in "yxs") / narrow,
-        "load_ns": run["load_z"] / core.load_wide + (run["load_y"] + run["load_x"] + run["load_s"]) / core.load,
+        "load_ns": run["load_z"] / core.load_wide
+        + (run["load_y"] + run["load_x"] + run["load_s"]) / core.load,
         "store_ns": run["store_z"] / core.store_wide
         + (run["store_y"] + run["store_x"] + run["store_s"]) / core.store,
         "shuffle_ns": run["shuffle"] / core.shuffle,

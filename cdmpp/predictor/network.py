@@ -14,7 +14,7 @@ from torch import nn
 from cdmpp.predictor.batching import PackedPrograms, PaddedBatch, inference_batches
 from cdmpp.predictor.config import ModelConfig
 from cdmpp.predictor.positional import positional_encoding
-from cdmpp.profiler.codegen import CODEGEN_FEATURES
+from cdmpp.profiler.codegen import STATIC_FEATURES
 
 #: The table of positional encodings grows in steps of this many positions.
 _POSITION_STEP = 256
@@ -156,7 +156,7 @@ class LatencyNetwork(nn.Module):
             self.compiled_decoder = _decoder(config, decoder_in + code_dim * (1 + config.bins))
             # how much of what the instructions take over the estimate is the label's
             self.excess = nn.Parameter(torch.ones(()))
-        self.codegen = nn.Linear(config.embedding_dim, len(CODEGEN_FEATURES)) if config.codegen else None
+        self.codegen = nn.Linear(config.embedding_dim, len(STATIC_FEATURES)) if config.codegen else None
 
     def forward(self, batch: PaddedBatch, device: torch.Tensor) -> torch.Tensor:
         """Standardised labels, shape (batch,); ``device`` is float32 (batch, device_dim + pair_dim + code_dim): the encoded

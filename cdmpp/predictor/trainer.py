@@ -22,6 +22,7 @@ from cdmpp.predictor.config import Config
 from cdmpp.predictor.losses import HybridLoss, central_moment_discrepancy, pairwise_ranking
 from cdmpp.predictor.network import LatencyNetwork
 from cdmpp.predictor.transforms import LabelTransform
+from cdmpp.profiler.codegen import STATIC_FEATURES
 
 logger = logging.getLogger(__name__)
 
@@ -333,14 +334,15 @@ class Trainer:
 
 
 def _codegen_targets(counts: NDArray[np.float32] | None) -> torch.Tensor | None:
-    """Standardised logarithms of instruction counts, float32 (n, features); NaN where there are none, None without any."""
+    """Standardised logarithms of instruction counts, float32 (n, len(STATIC_FEATURES)); NaN where there are none, None without
+    any. How often each runs is left out: that is the program's extents, which the AST has."""
     if counts is None or np.isnan(counts).all():
         logger.warning(
             "the training programs have no instruction counts, so the network does not learn them: "
             "cdmpp codegen DIR makes them"
         )
         return None
-    logs = np.log1p(counts)
+    logs = np.log1p(counts[:, : len(STATIC_FEATURES)])
     std = np.nanstd(logs, axis=0)
     return torch.from_numpy(
         (logs - np.nanmean(logs, axis=0)) / np.where(std > _CONSTANT_STD, std, 1.0)

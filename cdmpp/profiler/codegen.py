@@ -31,13 +31,16 @@ KINDS: tuple[str, ...] = (
     "broadcast", "shuffle", "gather", "mask", "integer", "imul", "idiv", "branch", "call", "convert", "all",
 )  # fmt: skip
 _AT = {kind: i for i, kind in enumerate(KINDS)}
-#: Columns: the whole program, its innermost loops, and the innermost loop with most arithmetic, each instruction once; then
-#: every instruction as often as it runs, and the loops of which that is not known.
-CODEGEN_FEATURES: tuple[str, ...] = (
+#: The whole program, its innermost loops, and the innermost loop with most arithmetic, each instruction once.
+STATIC_FEATURES: tuple[str, ...] = (
     *(f"program_{kind}" for kind in KINDS),
     "innermost_loops",
     "loop_depth",
     *(f"loop_{kind}" for kind in KINDS),
+)
+#: Columns: these, then every instruction as often as it runs, and the loops of which that is not known.
+CODEGEN_FEATURES: tuple[str, ...] = (
+    *STATIC_FEATURES,
     *(f"run_{kind}" for kind in KINDS),
     "unknown_loops",
 )

@@ -127,8 +127,8 @@ def _counted(graph: FlowGraph, loop: Loop, number: int, block: int) -> float | N
         return None
     if test.operation.startswith("cmp") and len(test.operands) == 2:
         bound = _constant(graph, loop, number, test.operands[0])
-    elif test.operation.startswith((*_BY_CONSTANT, *_BY_ONE)):
-        bound = 0
+    elif test.operation.startswith((*_BY_CONSTANT, *_BY_ONE)) or test.operands == test.operands[:1] * 2:
+        bound = 0  # `test %rax,%rax` asks for it too
     else:
         return None
     change = _change_of(graph, loop, number, test.at, block, place)
@@ -147,7 +147,11 @@ def _counted(graph: FlowGraph, loop: Loop, number: int, block: int) -> float | N
         rounds = math.floor(rounds) + 1
     elif test.goes_on == "e":
         return None
-    changed_before = at <= test.at if graph.blocks[block][0] <= at <= graph.blocks[block][1] else _is_above(graph, at, block)
+    changed_before = (
+        at <= test.at
+        if graph.blocks[block][0] <= at <= graph.blocks[block][1]
+        else _is_above(graph, at, block)
+    )
     return rounds if changed_before else rounds + 1
 
 
@@ -165,7 +169,9 @@ def _is_above(graph: FlowGraph, at: int, block: int) -> bool:
     return graph.dominates(home, block)
 
 
-def _change_of(graph: FlowGraph, loop: Loop, number: int, test: int, block: int, place: str) -> tuple[int, int, str] | None:
+def _change_of(
+    graph: FlowGraph, loop: Loop, number: int, test: int, block: int, place: str
+) -> tuple[int, int, str] | None:
     """The constant by which a place changes in every round of a loop, the instruction that changes it, and the place whose
     start counts; None if it changes otherwise."""
     near = _written_before(graph, loop, number, block, test, place)
@@ -181,7 +187,11 @@ def _change_of(graph: FlowGraph, loop: Loop, number: int, test: int, block: int,
             for made in _writers(graph, number, source):
                 if step := _step_from(graph.function[made], place):
                     return step, at, place
-        elif operation == "lea" and (offset := _OFFSET_OF.match(operands[0])) and (origin := _FULL.get(offset[2])):
+        elif (
+            operation == "lea"
+            and (offset := _OFFSET_OF.match(operands[0]))
+            and (origin := _FULL.get(offset[2]))
+        ):
             for copied in _writers(graph, number, origin):
                 _, back, text = graph.function[copied]
                 if back.startswith("mov") and _place(split_operands(text)[0]) == place:
@@ -189,7 +199,9 @@ def _change_of(graph: FlowGraph, loop: Loop, number: int, test: int, block: int,
     return None
 
 
-def _written_before(graph: FlowGraph, loop: Loop, number: int, block: int, test: int, place: str) -> int | None:
+def _written_before(
+    graph: FlowGraph, loop: Loop, number: int, block: int, test: int, place: str
+) -> int | None:
     """The last instruction that changes a place on every way through a loop to a test in one of its blocks."""
     last = test
     while True:
@@ -267,9 +279,7 @@ def _parallel_extent(graph: FlowGraph, loop: Loop) -> float | None:
     return None
 
 
-def _block_runs(
-    graph: FlowGraph, trips: list[float | None], left_by: list[int | None]
-) -> dict[int, float]:
+def _block_runs(graph: FlowGraph, trips: list[float | None], left_by: list[int | None]) -> dict[int, float]:
     """How often each block that can be reached runs."""
     headers = {loop.header: number for number, loop in enumerate(graph.loops)}
     runs: dict[int, float] = {}
@@ -347,7 +357,7 @@ def _registers() -> dict[str, str]:
     """The 64-bit register of every name of an integer register."""
     full = {}
     for base in ("ax", "bx", "cx", "dx", "si", "di", "bp", "sp"):
-        full.update({name: f"r{base}" for name in (f"r{base}", f"e{base}", base)})
+        full.update(dict.fromkeys((f"r{base}", f"e{base}", base), f"r{base}"))
     full.update({f"{letter}l": f"r{letter}x" for letter in "abcd"})
     full.update({f"{base}l": f"r{base}" for base in ("si", "di", "bp")})
     for number in range(8, 16):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cdmpp.tuner.trimmer import Trimmer
 
 #: Rounds that a search gives candidates for.
-ROUNDS = 2
+ROUNDS = 4
 #: Part of a round that must be left and may win, for no search to be needed.
 _ENOUGH = 0.5
 

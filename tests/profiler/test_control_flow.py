@@ -40,7 +40,16 @@ def test_a_loop_in_any_layout_is_found_and_counted() -> None:
 
 def test_functions_that_lost_their_symbol_are_entered_too() -> None:
     code = _code(
-        ["push %rbx", "ret", "nopl 0x0(%rax)", "xor %eax,%eax", "inc %rax", "cmp $0x5,%rax", "jne 50 <f>", "ret"]
+        [
+            "push %rbx",
+            "ret",
+            "nopl 0x0(%rax)",
+            "xor %eax,%eax",
+            "inc %rax",
+            "cmp $0x5,%rax",
+            "jne 50 <f>",
+            "ret",
+        ]
     )
     times, unknown = times_run(code)
     assert times.tolist() == [1, 1, 1, 1, 5, 5, 5, 1] and unknown == 0
@@ -71,7 +80,11 @@ def test_both_ways_through_a_round_share_it_and_a_way_around_a_loop_does_not() -
     assert by_address[0x80] == 48 and by_address[0xB0] == 16 and by_address[0xE0] == 1
 
 
-@given(st.lists(st.tuples(st.sampled_from(["nop", "jmp", "jne", "je", "inc", "ret"]), st.integers(0, 11)), max_size=12))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["nop", "jmp", "jne", "je", "inc", "ret"]), st.integers(0, 11)), max_size=12
+    )
+)
 def test_any_code_has_a_graph_whose_dominators_dominate(parts: list[tuple[str, int]]) -> None:
     code: list[Instruction] = []
     for i, (operation, target) in enumerate(parts):

@@ -42,6 +42,14 @@ vmovups (%rdi,%r8,4),%zmm0
 add $0x10,%r8
 jne 20 <f+0x20>
 """
+TESTED_FOR_ZERO = """
+mov $0xfffffffffffffff8,%r14
+vmovups (%rdi),%zmm0
+inc %r14
+vaddss %xmm1,%xmm0,%xmm0
+test %r14,%r14
+jne 20 <f+0x20>
+"""
 TOGGLED = """
 mov $0x1,%al
 vmovups (%rdi),%zmm0
@@ -80,6 +88,7 @@ jl 20 <f+0x20>
         (STARTS_AT, 14.0),
         (AFTER_THE_TEST, 64.0),
         (COUNTS_TO_ZERO, 4.0),
+        (TESTED_FOR_ZERO, 8.0),
         (TOGGLED, 2.0),
         (ON_THE_STACK, 7.0),
         (PARALLEL, 14.0),
@@ -135,7 +144,9 @@ def test_the_arithmetic_of_a_compiled_matmul_is_counted_exactly(n: int, tmp_path
     from cdmpp.program.tvm_env import import_tvm
 
     import_tvm()
-    compile_to_shared_object(_matmul(n), {"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 1}, tmp_path / "p.so")
+    compile_to_shared_object(
+        _matmul(n), {"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 1}, tmp_path / "p.so"
+    )
     counts = dict(zip(CODEGEN_FEATURES, codegen_features(tmp_path / "p.so"), strict=True))
     lanes = {"z": 16, "y": 8, "x": 4, "s": 1}
     assert all(f"run_{kind}" in counts for kind in KINDS)

@@ -23,7 +23,7 @@ from cdmpp.tuner.objective import (
     parse_fraction,
 )
 from cdmpp.tuner.scheduler import TaskState, next_task
-from cdmpp.tuner.surplus import Surplus
+from cdmpp.tuner.surplus import ROUNDS, Surplus
 from cdmpp.tuner.trimmer import Trimmer, worth_measuring
 
 
@@ -213,7 +213,7 @@ def proposed(*latencies: float) -> list[Proposed]:
 
 def test_what_a_search_found_too_much_is_measured_before_the_next_search() -> None:
     surplus = Surplus(Trimmer(Intervals()), 4)
-    assert surplus.wanted == 8
+    assert surplus.wanted == 4 * ROUNDS
     assert surplus.take(0, None, None) == [], "nothing was searched for yet"
     found = proposed(8.0, 3.0, 1.0, 7.0, 5.0, 2.0, 6.0, 4.0)
     assert surplus.share(0, None, found, None) == proposed(1.0, 2.0, 3.0, 4.0)
