@@ -24,7 +24,7 @@ _RANGES: dict[str, tuple[tuple[float, float], tuple[float, float], str]] = {
     "bandwidth_gb_s": ((0.5, 10_000), (5, 100_000), "GB/s"),
     "tdp_w": ((0.5, 5000), (1, 20_000), "W"),
     "process_nm": ((0.5, 1000), (0.5, 1000), "nm"),
-    "launch_overhead_us": ((0.005, 1000), (0.2, 1000), "microseconds"),
+    "launch_overhead_us": ((0.001, 1000), (0.2, 1000), "microseconds"),
 }
 
 #: GFLOP/s per GB/s of what exists: 7 (A64FX) to 105 (A40, L40S).

@@ -323,10 +323,10 @@ def test_the_trimmer_saves_measurements(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(latencies) < 25
 
 
-def test_with_a_trimmer_a_search_lasts_for_two_rounds(
+def test_with_a_trimmer_a_search_lasts_for_several_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While everything that is left may win: half of the searches, as many measurements, nothing twice."""
+    """While everything that is left may win: with two rounds half of the searches, as many measurements, nothing twice."""
     from cdmpp.tuner.task_tuner import TaskTuner
 
     asked: list[int] = []
@@ -338,6 +338,7 @@ def test_with_a_trimmer_a_search_lasts_for_two_rounds(
         return found
 
     monkeypatch.setattr(TaskTuner, "propose", counted)
+    monkeypatch.setattr("cdmpp.tuner.surplus.ROUNDS", 2)
     batch = tune_config(1).batch
     engine = FakeEngine()
     # intervals so wide that nothing is dropped
