@@ -46,12 +46,12 @@ class PairArrays:
     program, device
         int64 (n,): program number and row of ``device_rows`` of each pair.
     pair
-        float32 (n, joint_dim), encoded (:mod:`cdmpp.predictor.pair_features`); the last ``code_dim`` columns are the
-        instruction counts.
+        float32 (n, joint_dim), encoded (:mod:`cdmpp.predictor.pair_features`); the last ``code_dim`` columns say what is told
+        of the compiled program (:meth:`FeatureEncoder.encode_codes`).
     general
         Where the network is to learn to do with less (``model.general_part``).
     code_dim
-        Width of encoded instruction counts, 0 for a network that takes none.
+        Width of what is told of the compiled program; 0 for a network that takes none.
     """
 
     packed: PackedPrograms

@@ -85,13 +85,10 @@ class TrainingData:
             for name, device in self.devices.items()
         }
 
+    @cached_property
     def codegen_counts(self) -> NDArray[np.float32] | None:
         """Instruction counts of every pair, float32 (n, len(CODEGEN_FEATURES)), NaN where there are none; None
-        where no pair has any. Put together once; not to be written to."""
-        return self._codegen_counts
-
-    @cached_property
-    def _codegen_counts(self) -> NDArray[np.float32] | None:
+        where no pair has any. Not to be written to."""
         from cdmpp.profiler.build import code_key
         from cdmpp.profiler.codegen import CODEGEN_FEATURES
 
@@ -104,31 +101,31 @@ class TrainingData:
         counts.flags.writeable = False
         return counts
 
-    def code_features(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """:func:`cdmpp.predictor.instruction_time.code_rows` of every pair, rows of NaN where there are no counts. Put together
-        once; not to be written to."""
-        return self._code_features
+    def numbered_pairs(self) -> tuple[list[CompactAST], list[Device], NDArray[np.int64], NDArray[np.int64]]:
+        """ASTs of the distinct programs, the distinct devices, and of every pair the numbers of its program and of its
+        device among them, int64 (n,) each."""
+        programs, program = np.unique(self.labels["program"].to_numpy(dtype=str), return_inverse=True)
+        names, device = np.unique(self.labels["device"].to_numpy(dtype=str), return_inverse=True)
+        return [self.asts[p] for p in programs], [self.devices[n] for n in names], program, device
 
     @cached_property
-    def _code_features(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def code_features(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """:func:`cdmpp.predictor.instruction_time.code_rows` of every pair, rows of NaN where there are no counts. Not to be
+        written to."""
         from cdmpp.predictor.instruction_time import code_rows
         from cdmpp.profiler.codegen import CODEGEN_FEATURES
 
-        counts = self.codegen_counts()
+        counts = self.codegen_counts
         if counts is None:
             counts = np.full((len(self), len(CODEGEN_FEATURES)), np.nan, np.float32)
-        programs, program = np.unique(self.labels["program"].to_numpy(dtype=str), return_inverse=True)
-        names, device = np.unique(self.labels["device"].to_numpy(dtype=str), return_inverse=True)
-        found = code_rows(
-            counts, [self.asts[p] for p in programs], [self.devices[n] for n in names], program, device
-        )
+        found = code_rows(counts, *self.numbered_pairs())
         for values in found:
             values.flags.writeable = False
         return found
 
     def counted(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of these pairs (n,) have instruction counts, bool (n,)."""
-        counts = self.codegen_counts()
+        counts = self.codegen_counts
         return np.zeros(len(rows), bool) if counts is None else ~np.isnan(counts[rows, 0])
 
     def members(self, grouping: str, rows: NDArray[np.int64] | None = None) -> list[tuple[str, ...]]:

@@ -285,16 +285,14 @@ class Predictor:
         from cdmpp.predictor.instruction_time import code_rows
         from cdmpp.predictor.pair_features import pair_rows
 
-        encoder = self.encoder
+        encoder, known = self.encoder, [self.device(device) for device in devices]
         encoded = np.zeros((len(asts), encoder.joint_dim), np.float32)
         if encoder.pair_dim:
-            known = [self.device(device) for device in devices]
             pairs = encoder.encode_pairs(pair_rows(asts, known, np.arange(len(asts)), device_index))
             unseen = np.array([self.told_less(device) for device in devices])[device_index]
             pairs[unseen] *= encoder.general_pairs()
             encoded[:, : encoder.pair_dim] = pairs
         if encoder.code_dim and counts is not None:
-            known = [self.device(device) for device in devices]
             codes = code_rows(counts, asts, known, np.arange(len(asts)), device_index)
             encoded[:, encoder.pair_dim :] = encoder.encode_codes(*codes)
         return encoded

@@ -169,7 +169,7 @@ def prepare(config: Config, data: TrainingData, split: Split) -> Fitted:
         device_features=DEVICE_FEATURES,
         pairs=None if pairs is None else pairs[train_rows],
         pair_features=PAIR_FEATURES,
-        codes=data.code_features()[0][train_rows] if counted else None,
+        codes=data.code_features[0][train_rows] if counted else None,
         code_features=CODE_FEATURES,
         clip=config.encoder.clip,
     )
@@ -228,9 +228,7 @@ def raw_pairs(data: TrainingData) -> NDArray[np.float64]:
     """What is known of program and device together for every row of the label table, float64 (n, len(PAIR_FEATURES))."""
     from cdmpp.predictor.pair_features import pair_rows
 
-    programs, program = np.unique(data.labels["program"].to_numpy(dtype=str), return_inverse=True)
-    names, device = np.unique(data.labels["device"].to_numpy(dtype=str), return_inverse=True)
-    return pair_rows([data.asts[p] for p in programs], [data.devices[n] for n in names], program, device)
+    return pair_rows(*data.numbered_pairs())
 
 
 def encode(
@@ -263,7 +261,7 @@ def encode(
     )
     reference = pair_reference_s(data, relative_to) if relative_to not in ("", "none") else None
     if encoder.code_dim:
-        encoded = np.concatenate([encoded, encoder.encode_codes(*data.code_features())], axis=1)
+        encoded = np.concatenate([encoded, encoder.encode_codes(*data.code_features)], axis=1)
     return LabelledArrays(
         PackedPrograms.pack([data.asts[program] for program in programs], encoder),
         torch.from_numpy(encoder.encode_devices(np.stack([vectors[name] for name in devices]))),
@@ -273,7 +271,7 @@ def encode(
         data.labels["latency_s"].to_numpy(dtype=np.float64),
         reference,
         group=data.labels.groupby(["task", "device"], observed=True).ngroup().to_numpy(dtype=np.int64),
-        codegen=data.codegen_counts(),
+        codegen=data.codegen_counts,
         code_dim=encoder.code_dim,
     )
 
@@ -382,7 +380,7 @@ def _fingerprint(config: Config, data: TrainingData, split: Split) -> str:
     for column in ("program", "device"):
         digest.update("\n".join(data.labels[column]).encode())
     digest.update(data.labels["latency_s"].to_numpy(dtype=np.float64).tobytes())
-    counts = data.codegen_counts() if config.loss.codegen_weight or config.model.compiled else None
+    counts = data.codegen_counts if config.loss.codegen_weight or config.model.compiled else None
     if counts is not None:
         digest.update(counts.tobytes())
     for rows in (split.train, split.valid, split.adapt):

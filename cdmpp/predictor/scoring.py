@@ -160,7 +160,7 @@ def predict_rows(
     by_name = predictor.devices.keys() if not predictor.transform.relative else ()
     devices = [name if name in by_name else data.devices[name] for name in names]
     index = np.asarray([number[name] for name in table["device"]], dtype=np.int64)
-    counts = data.codegen_counts() if compiled else None
+    counts = data.codegen_counts if compiled else None
     told = None if counts is None else counts[rows]
     return predictor.predict_pairs([data.asts[program] for program in table["program"]], devices, index, told)
 

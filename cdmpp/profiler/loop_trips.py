@@ -60,8 +60,8 @@ def times_run(function: list[Instruction]) -> tuple[NDArray[np.float64], int]:
         return np.zeros(0), 0
     graph = FlowGraph.of(function)
     trips, left_by = [], []
-    for loop in graph.loops:
-        found, exit_block = trip_count(graph, loop)
+    for number in range(len(graph.loops)):
+        found, exit_block = trip_count(graph, number)
         trips.append(found)
         left_by.append(exit_block)
     times = np.zeros(len(function))
@@ -71,9 +71,12 @@ def times_run(function: list[Instruction]) -> tuple[NDArray[np.float64], int]:
     return np.minimum(times, _MOST_RUNS), sum(found is None for found in trips)
 
 
-def trip_count(graph: FlowGraph, loop: Loop) -> tuple[float | None, int | None]:
-    """How often a loop runs each time it is entered, at least 1, and the block that tells; None where the code does not."""
-    number = next(n for n, other in enumerate(graph.loops) if other is loop)
+def trip_count(graph: FlowGraph, number: int) -> tuple[float | None, int | None]:
+    """How often a loop runs each time it is entered, at least 1, and the block that tells; None where the code does not.
+
+    ``number`` is the loop's place in ``graph.loops``.
+    """
+    loop = graph.loops[number]
     exits = [
         block
         for block in sorted(loop.body, key=lambda b: (b not in loop.latches, b))
@@ -185,7 +188,8 @@ def _change_of(
         # the next value is made in a place of its own: lea 0x1(%rcx),%rdx ... mov %rdx,%rcx
         if operation.startswith("mov") and len(operands) == 2 and (source := _place(operands[0])):
             for made in _writers(graph, number, source):
-                if step := _step_from(graph.function[made], place):
+                _, adds, text = graph.function[made]
+                if step := _added(adds, split_operands(text), place):
                     return step, at, place
         elif (
             operation == "lea"
@@ -234,14 +238,12 @@ def _step(operation: str, operands: list[str], place: str) -> int | None:
     for name, sign in _BY_CONSTANT.items():
         if operation.startswith(name) and (by := _immediate(operands[0])) is not None:
             return sign * by
-    offset = _OFFSET_OF.match(operands[0]) if operation == "lea" else None
-    return int(offset[1], 16) if offset is not None and _FULL.get(offset[2]) == place else None
+    return _added(operation, operands, place)
 
 
-def _step_from(instruction: Instruction, place: str) -> int | None:
+def _added(operation: str, operands: list[str], place: str) -> int | None:
     """The constant that ``lea`` adds to a place."""
-    _, operation, text = instruction
-    offset = _OFFSET_OF.match(split_operands(text)[0]) if operation == "lea" else None
+    offset = _OFFSET_OF.match(operands[0]) if operation == "lea" else None
     return int(offset[1], 16) if offset is not None and _FULL.get(offset[2]) == place else None
 
 

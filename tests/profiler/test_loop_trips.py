@@ -97,7 +97,7 @@ jl 20 <f+0x20>
 )
 def test_known_trip_counts(listing: str, trips: float | None) -> None:
     graph = FlowGraph.of(_code(listing))
-    assert [trip_count(graph, loop)[0] for loop in graph.loops] == [trips]
+    assert [trip_count(graph, number)[0] for number in range(len(graph.loops))] == [trips]
 
 
 def test_operands_with_addresses_and_comments() -> None:

@@ -96,11 +96,11 @@ class XGBoostModel(LatencyModel):
             np.stack([devices[name] for name in table["device"]]),
         ]
         if self._features == "ast-codegen":
-            if data.codegen_counts() is None:
+            if data.codegen_counts is None:
                 raise PredictorError(
                     "xgboost-ast-codegen needs instruction counts: make them with cdmpp codegen DIR"
                 )
-            features, excess = data.code_features()
+            features, excess = data.code_features
             parts += [np.log1p(features[rows]), excess[rows, None]]
         x = np.concatenate(parts, axis=1, dtype=np.float32)
         return xgb.DMatrix(x, label=np.log(table["latency_s"].to_numpy(dtype=np.float64)))
