@@ -114,7 +114,10 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command("profile", _profile, "measure programs of networks on a device")
     sub.add_argument(
-        "networks", nargs="*", metavar="NETWORK", help="zoo name (name@b4), .onnx or .pt2 file, or 'zoo'"
+        "networks",
+        nargs="*",
+        metavar="NETWORK",
+        help="zoo name (name@b4, name@s160), .onnx or .pt2 file, or 'zoo'",
     )
     sub.add_argument("--device", default="this-cpu@1", metavar="D", help="such as this-cpu@1 (default)")
     sub.add_argument("--out", required=True, metavar="DIR", help="dataset folder")

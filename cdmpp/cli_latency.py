@@ -16,7 +16,7 @@ def add_latency_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "network",
         metavar="NETWORK",
-        help="zoo name (name@b4), .onnx or .pt2 file, or networks/*.json of imported traces",
+        help="zoo name (name@b4, name@s160), .onnx or .pt2 file, or networks/*.json of imported traces",
     )
     sub.add_argument("--device", required=True, metavar="D[,D...]", help="several are ranked")
     sub.add_argument(

@@ -69,7 +69,10 @@ def show_networks(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
             row["name"], row["family"], "\n".join(row["inputs"]), _number(row["tasks"]), row["description"]
         )
     console.print(table)
-    console.print("Append a batch size as in resnet18@b4, or give an .onnx or .pt2 file in place of a name.")
+    console.print(
+        "Append a batch size as in resnet18@b4, an image size or sequence length as in resnet18@s160, or both, "
+        "or give an .onnx or .pt2 file in place of a name."
+    )
 
 
 def show_summary(console: Console, summary: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def add_tune_arguments(sub: argparse.ArgumentParser) -> None:
     """Define the options of the verb."""
-    sub.add_argument("network", metavar="NETWORK", help="zoo name (name@b4), .onnx or .pt2 file")
+    sub.add_argument("network", metavar="NETWORK", help="zoo name (name@b4, name@s160), .onnx or .pt2 file")
     sub.add_argument(
         "--device",
         required=True,

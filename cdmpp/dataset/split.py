@@ -217,5 +217,5 @@ def networks_of(networks: TaskNetworks, task: str) -> tuple[str, ...]:
 
 
 def architecture(network: str) -> str:
-    """A network without its batch size (``resnet18@b4`` -> ``resnet18``): what a split holds out together."""
+    """A network without its size and batch (``resnet18@s160b4`` -> ``resnet18``): what a split holds out together."""
     return network.split("@", 1)[0]

@@ -50,7 +50,7 @@ def by_network(
     """Test on networks whose tasks appear nowhere in training.
 
     Every task that occurs in a held-out network is a test task, also where a training network has it too. A
-    network is held out at every batch size (``resnet18@b4`` goes with ``resnet18``).
+    network is held out at every size and batch (``resnet18@b4`` goes with ``resnet18``).
 
     Parameters
     ----------

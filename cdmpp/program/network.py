@@ -15,7 +15,7 @@ from cdmpp.program.zoo import TensorSpec, ZooEntry, zoo_entry
 if TYPE_CHECKING:
     from torch import nn
 
-_BATCH = re.compile(r"(?P<base>.*)@b(?P<batch>[0-9]+)")
+_VARIANT = re.compile(r"(?P<base>.*)@(?=[sb])(?:s(?P<size>[0-9]+))?(?:b(?P<batch>[0-9]+))?")
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Network:
     Attributes
     ----------
     name
-        How it is called in datasets and reports: ``resnet18``, ``resnet18@b4``, ``my_model.onnx``.
+        How it is called in datasets and reports: ``resnet18``, ``resnet18@b4``, ``resnet18@s160b4``, ``my_model.onnx``.
     family
         Kind of network; ``user`` for a file or module.
     inputs
@@ -75,29 +75,37 @@ def load_network(spec: str | Path, shapes: Mapping[str, Sequence[int]] | None = 
     Parameters
     ----------
     spec
-        ``resnet18``, ``resnet18@b4`` (batch 4), ``path/to/model.onnx``, ``path/to/model.pt2``. A dynamic
-        batch of a file is 1 unless ``@b4`` follows its name.
+        ``resnet18``, ``resnet18@b4`` (batch 4), ``resnet18@s160`` (images of 160 x 160; of others sequences of 160),
+        ``resnet18@s160b4``, ``path/to/model.onnx``, ``path/to/model.pt2``. A dynamic batch of a file is 1 unless
+        ``@b4`` follows its name.
     shapes
         Input name -> shape, for files with other dynamic extents.
 
     Raises
     ------
     NetworkError
-        Unknown name (the message suggests near ones), bad batch, missing or unreadable file, unknown shape.
+        Unknown name (the message suggests near ones), bad batch or size, missing or unreadable file, unknown shape.
     """
     text = str(spec)
-    match = _BATCH.fullmatch(text)
+    match = _VARIANT.fullmatch(text)
     base = match["base"] if match else text
-    batch = int(match["batch"]) if match else None
-    if batch == 0:
-        raise NetworkError(f"bad network {text!r}: the batch must be at least 1")
+    batch, size = (int(match[part]) if match and match[part] else None for part in ("batch", "size"))
+    if 0 in (batch, size):
+        raise NetworkError(
+            f"bad network {text!r}: {'the batch' if batch == 0 else 'the size'} must be at least 1"
+        )
     suffix = Path(base).suffix.lower()
     if suffix not in (".onnx", ".pt2"):
         if match is None and "@" in text:
-            raise NetworkError(f"bad network {text!r}: after @ comes a batch, as in {text.split('@')[0]}@b4")
+            name = text.split("@")[0]
+            raise NetworkError(
+                f"bad network {text!r}: after @ comes a batch as in {name}@b4, a size as in {name}@s160, or both, {name}@s160b4"
+            )
         if shapes:
             raise NetworkError(f"{text} has fixed shapes; `shapes` is for .onnx and .pt2 files")
-        return _from_zoo(zoo_entry(base), batch or 1)
+        return _from_zoo(zoo_entry(base), batch or 1, size)
+    if size is not None:
+        raise NetworkError(f"bad network {text!r}: @s is for networks of the zoo, `shapes` for files")
     path = Path(base)
     if not path.is_file():
         raise NetworkError(f"no such file: {path}")
@@ -120,9 +128,16 @@ def example_inputs(network: Network, seed: int = 0) -> tuple[Any, ...]:
     return tuple(tensors)
 
 
-def _from_zoo(entry: ZooEntry, batch: int) -> Network:
-    name = entry.name if batch == 1 else f"{entry.name}@b{batch}"
+def _from_zoo(entry: ZooEntry, batch: int, size: int | None = None) -> Network:
     inputs = tuple(item.with_batch(batch) for item in entry.inputs)
+    variant = "" if batch == 1 else f"b{batch}"
+    if size is not None:
+        if not any(item.sized for item in entry.inputs):
+            raise NetworkError(f"{entry.name} has inputs of one size only: it takes no @s{size}")
+        resized = tuple(item.with_size(size) for item in inputs)
+        if resized != inputs:
+            inputs, variant = resized, f"s{size}{variant}"
+    name = f"{entry.name}@{variant}" if variant else entry.name
 
     def importer() -> Any:
         exported = importers.export_torch(name, entry.build(), example_inputs(network))

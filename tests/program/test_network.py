@@ -78,6 +78,40 @@ def test_bad_batch(spec: str) -> None:
         load_network(spec)
 
 
+@pytest.mark.parametrize(
+    ("spec", "name", "shape"),
+    [
+        ("resnet18@s160", "resnet18@s160", (1, 3, 160, 160)),
+        ("resnet18@s224", "resnet18", (1, 3, 224, 224)),
+        ("resnet18@s224b2", "resnet18@b2", (2, 3, 224, 224)),
+        ("bert_tiny@s64b2", "bert_tiny@s64b2", (2, 64)),
+        ("wavenet@s3000", "wavenet@s3000", (1, 1, 3000)),
+        ("resnet3d@s80", "resnet3d@s80", (1, 3, 8, 80, 80)),
+    ],
+)
+def test_zoo_name_with_size(spec: str, name: str, shape: tuple[int, ...]) -> None:
+    network = load_network(spec)
+    assert (network.name, network.inputs[0].shape) == (name, shape)
+
+
+def test_a_network_of_another_size_has_other_tasks() -> None:
+    assert hashes("espcn@s32").isdisjoint(hashes("espcn@s40"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("resnet18@s0", "the size must be at least 1"),
+        ("mlp@s9", "one size only"),
+        ("model.onnx@s64", "networks of the zoo"),
+        ("resnet18@b2s160", "resnet18@s160b4"),
+    ],
+)
+def test_bad_size(spec: str, message: str) -> None:
+    with pytest.raises(NetworkError, match=message):
+        load_network(spec)
+
+
 def test_unknown_name_suggests() -> None:
     with pytest.raises(NetworkError, match="did you mean resnet18"):
         load_network("resnet_18")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -30,16 +30,25 @@ class TensorSpec:
         ``float32`` or ``int64``.
     high
         Exclusive upper bound of integer inputs (vocabulary or table size).
+    sized
+        Axes that the size of the network sets: height and width of an image, the length of a sequence.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
     high: int = 2
+    sized: tuple[int, ...] = ()
 
     def with_batch(self, batch: int) -> TensorSpec:
         """The same input with another first extent."""
-        return TensorSpec(self.name, (batch, *self.shape[1:]), self.dtype, self.high)
+        return replace(self, shape=(batch, *self.shape[1:]))
+
+    def with_size(self, size: int) -> TensorSpec:
+        """The same input with other extents along the sized axes."""
+        return replace(
+            self, shape=tuple(size if axis in self.sized else n for axis, n in enumerate(self.shape))
+        )
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype}{list(self.shape)}"
@@ -52,7 +61,7 @@ class ZooEntry:
     Attributes
     ----------
     name
-        What the user types; ``name@b4`` asks for batch 4.
+        What the user types; ``name@b4`` asks for batch 4, ``name@s160`` for images of 160 x 160 or sequences of 160.
     family
         Kind of network, for splits and tables.
     description
@@ -86,11 +95,11 @@ class ZooEntry:
 
 
 def _image(size: int = 224, channels: int = 3) -> tuple[TensorSpec, ...]:
-    return (TensorSpec("image", (1, channels, size, size)),)
+    return (TensorSpec("image", (1, channels, size, size), sized=(2, 3)),)
 
 
 def _tokens(length: int, vocabulary: int) -> tuple[TensorSpec, ...]:
-    return (TensorSpec("input_ids", (1, length), "int64", vocabulary),)
+    return (TensorSpec("input_ids", (1, length), "int64", vocabulary, sized=(1,)),)
 
 
 def _entry(
@@ -196,14 +205,14 @@ _ENTRIES: tuple[ZooEntry, ...] = (
         "wavenet",
         "audio",
         "WaveNet-like dilated 1-D convolutions",
-        (TensorSpec("audio", (1, 1, 4000)),),
+        (TensorSpec("audio", (1, 1, 4000), sized=(2,)),),
         "dense_prediction:wavenet",
     ),
     _entry(
         "resnet3d",
         "video",
         "ResNet-3D-8, 8 frames",
-        (TensorSpec("video", (1, 3, 8, 112, 112)),),
+        (TensorSpec("video", (1, 3, 8, 112, 112), sized=(3, 4)),),
         "residual:resnet3d",
     ),
     _entry(
