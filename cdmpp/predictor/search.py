@@ -143,7 +143,8 @@ def search(
 ) -> SearchResult:
     """Search for the hyper-parameters with the lowest MAPE on the validation part.
 
-    Labels of the test part are blanked first, so nothing can look at them.
+    Labels of the test part are blanked first, so nothing can look at them. Of ours the first trial is the configuration as it
+    is, so that what is found is no worse.
 
     Parameters
     ----------
@@ -179,6 +180,8 @@ def search(
     data, split = _known_data(config, datasets)
     study = _open_study(out, config, model, space, data, split)
     options = _options(model, data, split)
+    if model == "ours" and not study.trials:
+        study.enqueue_trial(own_values(config, space))
 
     def result() -> SearchResult:
         return _result(study, config, model, space, split)
@@ -197,6 +200,20 @@ def search(
         )
     _write(done, config, out)
     return done
+
+
+def own_values(config: Config, space: Mapping[str, BaseDistribution]) -> dict[str, Any]:
+    """What a configuration has for the options of a space, but for values that lie outside of it."""
+    content = config.model_dump(mode="json")
+    values: dict[str, Any] = {}
+    for name, distribution in space.items():
+        value: Any = content
+        for key in name.split("."):
+            value = value[key]
+        choices = getattr(distribution, "choices", None)
+        if value in choices if choices is not None else distribution.low <= value <= distribution.high:  # type: ignore[attr-defined]
+            values[name] = value
+    return values
 
 
 def trial_options(config: Config, model: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from cdmpp.cli_search import add_search_arguments, show_search
 from cdmpp.errors import LabelError, PredictorError
 from cdmpp.predictor import config_from_dict, load_config, train
 from cdmpp.predictor.baselines import CdmppModel, LatencyModel, TaskMedian, make_model
-from cdmpp.predictor.search import SEARCHED_MODELS, search, search_space, trial_options
+from cdmpp.predictor.search import SEARCHED_MODELS, own_values, search, search_space, trial_options
 
 
 @pytest.fixture(scope="module")
@@ -223,3 +223,19 @@ def test_bad_input(data, small, tmp_path):
         search(small, data, tmp_path, 0)
     with pytest.raises(PredictorError, match="no data"):
         search(config_from_dict({}), None, tmp_path, 1)
+
+
+def test_the_first_trial_is_the_configuration_itself_where_the_space_holds_it(
+    data, small, tmp_path, scripted
+) -> None:
+    scripted(lambda number, model: None)
+    config = small.model_copy(update={"model": small.model.model_copy(update={"dim": 96, "heads": 4})})
+    values = own_values(config, search_space("ours"))
+    assert values["model.dim"] == 96 and values["train.ema_decay"] == config.train.ema_decay
+    found = search(config, data, tmp_path / "s", trials=1).summary["trials"][0]["values"]
+    assert values.items() <= found.items()
+
+
+def test_values_outside_of_the_space_are_left_to_the_search(small) -> None:
+    odd = small.model_copy(update={"model": small.model.model_copy(update={"dim": 24, "dropout": 0.9})})
+    assert {"model.dim", "model.dropout"}.isdisjoint(own_values(odd, search_space("ours")))
