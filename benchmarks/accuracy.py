@@ -85,7 +85,8 @@ def specifications(kind: str, args: argparse.Namespace, seed: int) -> list[tuple
     if kind == "by_device":
         return [(f"by_device:heldout={name};seed={seed}", name) for name in args.devices]
     if kind == "by_network" and args.heldout:
-        return [(f"by_network:heldout={args.heldout};seed={seed}", args.heldout)]
+        valid = f";valid={args.valid}" if args.valid else ""
+        return [(f"by_network:heldout={args.heldout}{valid};seed={seed}", args.heldout)]
     return [(f"{kind}:seed={seed}", "")]
 
 
@@ -203,6 +204,9 @@ def main() -> int:
     parser.add_argument("--few-shot-seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument(
         "--heldout", help="networks of by_network, joined by '+' (default: drawn by the seed)"
+    )
+    parser.add_argument(
+        "--valid", help="validation networks of by_network with --heldout (default: drawn by the seed)"
     )
     parser.add_argument(
         "--devices", nargs="+", metavar="D", help="held out by by_device and few_shot (default: each)"

@@ -55,8 +55,13 @@ def card(
 ) -> str:
     """The card as Markdown; ``told`` are the scores where it was told the compiled programs' instructions, ``elsewhere`` those
     where it was told latencies on other devices."""
+    from cdmpp.dataset.split import architecture
+
     training, overall, groups = predictor.training, scores["overall"], scores["groups"]
     interval = overall["interval"]
+    networks = sorted({architecture(name) for name in training["networks"]})
+    others = sum("@" in name for name in training["networks"])
+    resized = f", {others} times at other sizes or batches" if others else ""
     lines = [
         "# Model card",
         "",
@@ -66,7 +71,7 @@ def card(
         "## Training data",
         "",
         f"{training['records']:,} labels of {training['programs']:,} programs, {len(training['tasks']):,} tasks of "
-        f"{len(training['networks'])} networks: {', '.join(training['networks'])}.",
+        f"{len(networks)} networks{resized}: {', '.join(networks)}.",
         "",
         *(f"- {name}: {n:,} labels" for name, n in training["records_by_device"].items()),
         "",
@@ -83,7 +88,7 @@ def card(
         "",
         *table({"all": overall}, ""),
         "",
-        *table(groups["network"], "network"),
+        *table({name: scores for name, scores in groups["network"].items() if "@" not in name}, "network"),
         "",
         *table(groups["family"], "family"),
         "",

@@ -25,14 +25,16 @@ if TYPE_CHECKING:
 
 FloatArray = NDArray[np.float64]
 
-#: Nanoseconds that each kind of unit is busy, and what the core takes.
+#: Nanoseconds that each kind of unit is busy, what the loops take one by one and their dependent instructions alone
+#: (:mod:`cdmpp.profiler.loop_cycles`), and what the core takes.
 TIME_FEATURES: tuple[str, ...] = (
-    "arithmetic_ns", "load_ns", "store_ns", "shuffle_ns", "issue_ns", "slow_ns", "instruction_ns",
+    "arithmetic_ns", "load_ns", "store_ns", "shuffle_ns", "issue_ns", "slow_ns", "loops_ns", "chain_ns", "instruction_ns",
 )  # fmt: skip
 #: What a network is told of a compiled program: its counts, and the times they take on the device.
 CODE_FEATURES: tuple[str, ...] = (*CODEGEN_FEATURES, *TIME_FEATURES)
 
 _RUN = {kind: CODEGEN_FEATURES.index(f"run_{kind}") for kind in KINDS}
+_LOOPS, _CHAIN = CODEGEN_FEATURES.index("loop_cycles"), CODEGEN_FEATURES.index("loop_chain")
 #: Logarithms of the two estimates' ratio are cut here: beyond, the counts are misread.
 _MOST_EXCESS = 4.0
 _NS = 1e9
@@ -130,7 +132,9 @@ def _features_of(
         + _CALL * run["call"],
     }
     units = [name for name in cycles if name != "slow_ns"]
-    cycles["instruction_ns"] = np.max([cycles[name] for name in units], axis=0) + cycles["slow_ns"]
+    busiest = np.max([cycles[name] for name in units], axis=0) + cycles["slow_ns"]
+    cycles["loops_ns"], cycles["chain_ns"] = counts[:, _LOOPS], counts[:, _CHAIN]
+    cycles["instruction_ns"] = np.maximum(busiest, cycles["loops_ns"])
     # counted is what one thread would run: several share it in rounds
     cores = max(1.0, device.cores_used or 1.0)
     share = np.ceil(parallel / cores) / np.maximum(parallel, 1.0)

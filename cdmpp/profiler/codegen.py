@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler.control_flow import Instruction
+from cdmpp.profiler.loop_cycles import ISSUE, LoopCycles, loop_cycles
 from cdmpp.profiler.loop_trips import times_run
 
 #: Kinds of instructions. z, y, x: registers of 64, 32, 16 bytes; s: one element.
@@ -38,12 +39,26 @@ STATIC_FEATURES: tuple[str, ...] = (
     "loop_depth",
     *(f"loop_{kind}" for kind in KINDS),
 )
-#: Columns: these, then every instruction as often as it runs, and the loops of which that is not known.
+#: Columns: these, then every instruction as often as it runs, the loops of which that is not known, and what
+#: :class:`~cdmpp.profiler.loop_cycles.LoopCycles` has.
 CODEGEN_FEATURES: tuple[str, ...] = (
     *STATIC_FEATURES,
     *(f"run_{kind}" for kind in KINDS),
     "unknown_loops",
+    "loop_cycles",
+    "loop_chain",
+    "loop_entries",
 )
+#: Cycles for which an instruction of a kind keeps a unit of a generic core busy: arithmetic, loads, stores, shuffles.
+_UNITS: tuple[dict[str, float], ...] = (
+    {f"{kind}_{width}": 0.5 for kind in ("fma", "fp") for width in "zyxs"},
+    {f"load_{width}": 0.5 for width in "zyxs"},
+    {f"store_{width}": 1.0 for width in "zyxs"},
+    {"shuffle": 1.0},
+    {"all": 1.0 / ISSUE},
+)
+#: And those that keep all of it busy.
+_BLOCKING = {"gather": 20.0, "div": 8.0, "idiv": 10.0, "call": 50.0}
 
 #: Wrappers, error paths and helpers that are the same in all objects.
 _NOT_THE_PROGRAM = re.compile(r"__tvm_ffi_main|__tvm_set_raised|truncsf|extendhf|@plt|_init|_fini")
@@ -59,6 +74,10 @@ _LANES = {"z": 16, "y": 8, "x": 4, "s": 1}
 _DEPTH_WEIGHT = 8.0
 
 FloatArray = NDArray[np.float64]
+
+_BUSY: FloatArray = np.array(
+    [[unit.get(kind, _BLOCKING.get(kind, 0.0)) for unit in _UNITS] for kind in KINDS]
+)
 
 
 def codegen_features(path: str | Path) -> NDArray[np.float32]:
@@ -108,9 +127,9 @@ def parse_disassembly(lines: Iterable[str]) -> list[list[Instruction]]:
 def count(functions: list[list[Instruction]]) -> NDArray[np.float32]:
     """Counts of the functions of a program, float32 (len(CODEGEN_FEATURES),)."""
     total, runs = np.zeros(len(KINDS)), np.zeros(len(KINDS))
-    unknown = 0
+    unknown, cycles = 0, LoopCycles()
     loops: list[tuple[int, FloatArray]] = []
-    for function in functions:
+    for function in filter(None, functions):
         before = np.zeros((len(function) + 1, len(KINDS)))
         for i, (_, operation, operands) in enumerate(function):
             before[i + 1] = before[i]
@@ -118,9 +137,11 @@ def count(functions: list[list[Instruction]]) -> NDArray[np.float32]:
                 before[i + 1, _AT[kind]] += 1
         total += before[-1]
         jumps = _backward_jumps(function)
-        times, unread = times_run(function)
-        runs += times @ np.diff(before, axis=0)
-        unknown += unread
+        found = times_run(function)
+        each = np.diff(before, axis=0)
+        runs += found.times @ each
+        unknown += found.unknown
+        cycles += loop_cycles(found.graph, found.trips, found.times, each @ _BUSY)
         for begin, end in jumps:
             others = [jump for jump in jumps if jump != (begin, end)]
             if not any(b >= begin and e <= end for b, e in others):
@@ -128,10 +149,11 @@ def count(functions: list[list[Instruction]]) -> NDArray[np.float32]:
                 loops.append((depth, before[end + 1] - before[begin]))
     depth, hottest = max(
         loops,
-        key=lambda found: _arithmetic(found[1]) * _DEPTH_WEIGHT ** found[0],
+        key=lambda loop: _arithmetic(loop[1]) * _DEPTH_WEIGHT ** loop[0],
         default=(0, np.zeros(len(KINDS))),
     )
-    return np.concatenate([total, [len(loops), depth], hottest, runs, [unknown]]).astype(np.float32)
+    looped = [unknown, cycles.cycles, cycles.chain, cycles.entries]
+    return np.concatenate([total, [len(loops), depth], hottest, runs, looped]).astype(np.float32)
 
 
 def kinds_of(operation: str, operands: str) -> list[str]:

@@ -80,3 +80,17 @@ def test_rows_of_several_devices_equal_those_of_each_and_unknown_stays_unknown(d
     for i in (0, 1, 3, 4):
         alone, over = code_features(rows[i : i + 1], [asts[program[i]]], devices[device[i]])
         assert np.allclose(features[i], alone[0]) and excess[i] == pytest.approx(over[0])
+
+
+def test_a_core_takes_what_its_loops_take_where_that_is_longer_than_its_busiest_unit(ast) -> None:
+    device = replace(get_device(XEON), clock_mhz=1000.0)
+    row = counts(all=400)
+    row[CODEGEN_FEATURES.index("loop_cycles")], row[CODEGEN_FEATURES.index("loop_chain")] = 350, 300
+    found = times(row, ast, device)
+    assert (
+        found["issue_ns"] == 100
+        and found["chain_ns"] == 300
+        and found["loops_ns"] == found["instruction_ns"] == 350
+    )
+    row[CODEGEN_FEATURES.index("loop_cycles")] = 50
+    assert times(row, ast, device)["instruction_ns"] == 100
