@@ -52,6 +52,14 @@ class DatasetView:
         """The datasets that this one is made of: itself, or several."""
         return [self]
 
+    def task_of(self, program: Program) -> Task:
+        """The task that a program of this dataset schedules (KeyError for none).
+
+        Tasks of one hash may call their blocks differently, and a program's trace names them: where several datasets have the
+        task, this is that of the dataset which has the program.
+        """
+        return self.tasks[program.task_hash]
+
     @property
     def network_names(self) -> list[str]:
         """The networks whose tasks are here, sorted."""
@@ -103,6 +111,12 @@ class DatasetCollection(DatasetView):
     @property
     def parts(self) -> Sequence[Any]:
         return self._parts
+
+    def task_of(self, program: Program) -> Task:
+        for part in self._parts:
+            if program.hash in part.programs:
+                return part.task_of(program)
+        return super().task_of(program)
 
     @cached_property
     def _tasks(self) -> dict[str, Task]:

@@ -263,7 +263,7 @@ def program_resolver(view: DatasetView) -> Callable[[Program], Any]:
 
     def resolve(program: Program) -> Any:
         space = view.spaces.get(program.space_hash) if program.space_hash else None
-        return rebuild(program, view.tasks[program.task_hash], space)
+        return rebuild(program, view.task_of(program), space)
 
     return resolve
 

@@ -140,7 +140,7 @@ def _chunks(items: Sequence[Any]) -> Iterator[list[Any]]:
 def _job(view: DatasetView, digest: str) -> BuildJob:
     program = view.programs[digest]
     space = view.spaces.get(program.space_hash) if program.space_hash else None
-    return BuildJob(program, view.tasks[program.task_hash], space)
+    return BuildJob(program, view.task_of(program), space)
 
 
 _REBUILDER: list[Any] = []

@@ -228,7 +228,7 @@ class ReplayPlan:
         for program in self._chosen:
             if program.hash not in self._measured:
                 space = None if program.space_hash is None else self._source.spaces[program.space_hash]
-                yield BuildJob(program, self._source.tasks[program.task_hash], space)
+                yield BuildJob(program, self._source.task_of(program), space)
 
 
 class UnscheduledPlan:

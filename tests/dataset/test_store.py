@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -478,6 +479,20 @@ def test_several_datasets_read_as_one(tmp_path: Path) -> None:
     same = load_datasets([tmp_path / "all", tmp_path / "all" / "a"])
     assert len(same.parts) == 2  # named twice, read once
     assert len(load_datasets(str(tmp_path / "all" / "a")).records) == 4
+
+
+def test_a_program_goes_with_the_task_of_its_own_dataset(tmp_path: Path) -> None:
+    """Tasks of one hash may name their blocks differently, and traces refer to the names."""
+    for number, folder in enumerate(("a", "b")):
+        with Dataset.create(tmp_path / "all" / folder) as dataset:
+            dataset.add_task(replace(task(1), tir_json=f"named by {folder}"))
+            dataset.add_space(space(1))
+            dataset.add_program(program(number))
+    view = load_datasets(tmp_path / "all")
+    assert [view.task_of(program(number)).tir_json for number in (0, 1)] == ["named by a", "named by b"]
+    assert view.task_of(program(7)).tir_json == view.tasks[task(1).hash].tir_json  # one that is not in it yet
+    with pytest.raises(KeyError):
+        view.task_of(program(0, of_task=9))
 
 
 def test_thirty_thousand_programs_are_a_few_megabytes(tmp_path: Path) -> None:
