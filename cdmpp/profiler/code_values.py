@@ -167,12 +167,7 @@ class CodeValues:
         if state is None:
             return set()
         ends = [self.after[latch] for latch in latches if latch in self.after]
-        unread: dict[str, Value] = {place: (("entry", place), 0) for place in places}
-        return {
-            place
-            for place in places
-            if any(end.get(place, unread[place]) != state.get(place, unread[place]) for end in ends)
-        }
+        return {place for place in places if any(held(end, place) != held(state, place) for end in ends)}
 
     def _follow(self, loop_at: Mapping[int, int], written: Sequence[set[str]]) -> None:
         """Go over all blocks once, given what each loop may change in its rounds."""
@@ -214,8 +209,7 @@ class CodeValues:
         for other in coming[1:]:
             there = self.after[other]
             for place in state.keys() | there.keys():
-                unread: Value = (("entry", place), 0)
-                if state.get(place, unread) != there.get(place, unread):
+                if held(state, place) != held(there, place):
                     state[place] = (("merged", block, place), 0)
             if self.flags[other] != flags:
                 flags = None
@@ -247,6 +241,11 @@ class CodeValues:
                 spans = (self.graph.blocks[block] for block in loop.body)
                 return not any(first <= at <= last for first, last in spans)
         return True
+
+
+def held(state: State, place: str) -> Value:
+    """What a place holds: where nothing has been written, what it held when the function was entered."""
+    return state.get(place, (("entry", place), 0))
 
 
 def split_operands(operands: str) -> list[str]:
@@ -344,7 +343,7 @@ def _read(operand: str, state: State, at: int, bits: int = 64) -> Value:
     place = _place(operand)
     if place is None:
         return _result(at)
-    symbol, offset = state.get(place, (("entry", place), 0))
+    symbol, offset = held(state, place)
     return (None, _signed(offset, bits)) if symbol is None else (symbol, offset)
 
 
@@ -418,7 +417,7 @@ def _step(instruction: Instruction, at: int, state: State, flags: Flags | None) 
             state[register] = _result(at, register)
         return None
     if operation in ("cltd", "cqto"):
-        symbol, offset = state.get("rax", (("entry", "rax"), 0))
+        symbol, offset = held(state, "rax")
         state["rdx"] = (None, -1 if offset < 0 else 0) if symbol is None else _result(at)
         return flags
     if operation in ("cltq", "cwtl"):
@@ -477,7 +476,7 @@ def _compared_bits(operation: str, operands: Sequence[str]) -> int:
 
 
 def _divide(divisor: str, bits: int, at: int, state: State) -> None:
-    by, over = _read(divisor, state, at, bits), state.get("rax", (("entry", "rax"), 0))
+    by, over = _read(divisor, state, at, bits), held(state, "rax")
     if by[0] is None and over[0] is None and by[1]:
         quotient = abs(over[1]) // abs(by[1]) * (1 if over[1] * by[1] >= 0 else -1)
         state["rax"], state["rdx"] = (None, quotient), (None, over[1] - quotient * by[1])

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.profiler.code_values import OPPOSITE, CodeValues, Flags, Value, compares
+from cdmpp.profiler.code_values import OPPOSITE, CodeValues, Flags, Value, compares, held
 from cdmpp.profiler.control_flow import FlowGraph, Instruction
 
 #: A loop whose trip count the code does not tell is taken to run so many times.
@@ -139,7 +139,7 @@ class _Counter:
         return (self._ended(value, number), 0) if self.values.is_fixed(value, number) else None
 
     def _entering(self, number: int, place: str) -> Value:
-        return (self.values.before_loop[number] or {}).get(place, (("entry", place), 0))
+        return held(self.values.before_loop[number] or {}, place)
 
     def _ended(self, value: Value, number: int) -> Value:
         """A value with what the counters of other loops were in their last rounds, where these are over before this loop."""

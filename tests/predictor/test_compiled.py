@@ -43,7 +43,7 @@ def counted(data):
     return replace(data, labels=labels, codegen=counts)
 
 
-def options(config, epochs=25):
+def options(config, epochs=40):
     model = config.model.model_copy(update={"compiled": True})
     training = config.train.model_copy(update={"epochs": epochs, "patience": epochs, "batch_size": 32})
     split = config.split.model_copy(update={"spec": SPEC})
@@ -63,7 +63,7 @@ def trained(counted, tmp_path_factory):
 def test_being_told_the_instructions_helps_and_doing_without_works(trained, counted):
     told = evaluate(trained.predictor, counted, trained.split, by=(), compiled=True)
     without = evaluate(trained.predictor, counted, trained.split, by=())
-    assert told["overall"]["mape"] < 0.75 * without["overall"]["mape"]
+    assert told["overall"]["mape"] < 0.6 * without["overall"]["mape"]
     assert without["overall"]["spearman"] > 0.3, "the rest of the latency is learnt all the same"
     assert (without["n_compiled"], told["n_compiled"]) == (0, int(counted.counted(trained.split.test).sum()))
     assert told["n_compiled"] < told["overall"]["n"], "programs without counts are predicted without"

@@ -97,6 +97,7 @@ def test_any_code_has_a_graph_whose_dominators_dominate(parts: list[tuple[str, i
     runs = times_run(code)
     graph, times = runs.graph, runs.times
     assert times.shape == (len(code),) and np.isfinite(times).all() and (times >= 0).all()
+    assert runs.unknown >= 0
     assert sorted(i for first, last in graph.blocks for i in range(first, last + 1)) == list(range(len(code)))
     root = len(graph.blocks) - 1
     for block in graph.order:
