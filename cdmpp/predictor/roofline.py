@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.program_view import ProgramView
-from cdmpp.program.leaf_schema import CAPACITIES, LEAF_FEATURES, N_SLOTS, SIMD_BYTES, size_name
+from cdmpp.program.leaf_schema import CAPACITIES, LEAF_FEATURES, N_SLOTS, SIMD_BYTES, SPECIAL, size_name
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
@@ -32,6 +32,8 @@ _LATENCY_CYCLES = 4.0
 _SPECIAL_CYCLES = 12.0
 #: Cycles of the same on a CPU, where code calls the C library for one element at a time. Fitted: 3 to 12 rank alike.
 _CALL_CYCLES = 6.0
+#: Cycles of a square root, which is an instruction, of one element at a time (Fog: 3 to 5).
+_ROOT_CYCLES = 3.0
 #: Loads and stores a core starts per cycle.
 _MEMORY_PORTS = 2.0
 #: Instructions that wait in a core for their operands: dependent chains that are this short overlap.
@@ -172,7 +174,9 @@ def _cpu_leaf_s(leaves: FloatArray, device: Device) -> FloatArray:
     slowest = np.maximum.reduce(
         [arithmetic / pipes, loads_stores, chain, index / _ISSUE, instructions / _ISSUE]
     )
-    core = slowest + _CALL_CYCLES * column("special")
+    special = np.stack([column(f"op_{name}") for name in SPECIAL]).sum(0)
+    roots = column("op_sqrt") / np.maximum(special, 1e-9)
+    core = slowest + (_CALL_CYCLES * (1 - roots) + _ROOT_CYCLES * roots) * column("special")
     l1 = np.maximum(_moved(leaves, device.l1_kb or 32), column("conflict_32kb"))
     l2 = np.maximum(_moved(leaves, device.l2_kb or 512), column("conflict_1mb"))
     l3 = _moved(leaves, device.l3_kb or 8192)

@@ -21,7 +21,7 @@ from cdmpp.program.ast_body import (
     tree_slots,
 )
 from cdmpp.program.ast_nodes import NodeTypes
-from cdmpp.program.leaf_schema import OP_KINDS
+from cdmpp.program.leaf_schema import OP_KINDS, SPECIAL
 
 _OP = {name: i for i, name in enumerate(OP_KINDS)}
 
@@ -72,6 +72,8 @@ class BodyAnalyser:
         self.stores: dict[tuple[int, Any], int] = {}
         self.trees: dict[tuple[int, Any], tuple[Tree, ...]] = {}
         self.branch: frozenset[int] = frozenset()
+        self.special: frozenset[int] | None = None
+        self.special_depth = 0
         self.itemsize, self.is_float = 0.0, True
 
     def body(self, domain: tuple[int, ...], init: Body | None, is_init: bool = False) -> Body:
@@ -89,6 +91,7 @@ class BodyAnalyser:
             accesses=accesses,
             buffers=tuple(self.infos),
             branch_slots=self.branch,
+            special_slots=self.special,
             stores=sum(self.stores.values()),
             itemsize=self.itemsize,
             is_float=self.is_float,
@@ -128,6 +131,8 @@ class BodyAnalyser:
         elif kind is t.Var:
             if expr.__chandle__() in self.lets:
                 self.value(self.lets.pop(expr.__chandle__()))
+            elif self.special_depth:
+                self._needed(self.tree(expr))
         elif kind in t.constants:
             pass
         elif kind is t.Call:
@@ -170,8 +175,17 @@ class BodyAnalyser:
             self.ops[_OP["fadd"]] += 1
         elif name == "if_then_else":
             self.branch |= tree_slots(self.tree(args[0]))
+        is_special = kind in SPECIAL
+        if is_special:
+            self.special = self.special or frozenset()
+            self.special_depth += 1
         for arg in args:
             self.value(arg)
+        self.special_depth -= is_special
+
+    def _needed(self, tree: Tree) -> None:
+        """An argument of a special function depends on this."""
+        self.special = (self.special or frozenset()) | tree_slots(tree)
 
     def _touch(self, buffer: Any, indices: Any, into: dict[tuple[int, Any], int]) -> None:
         handle = buffer.__chandle__()
@@ -181,6 +195,9 @@ class BodyAnalyser:
             self.infos.append(self._info(buffer))
             self.objects.append(buffer)
         trees = tuple([self.tree(i) for i in self.types.items(indices)])
+        if self.special_depth:
+            for tree in trees:
+                self._needed(tree)
         key = (number, _freeze(trees))
         self.trees[key] = trees
         into[key] = into.get(key, 0) + 1

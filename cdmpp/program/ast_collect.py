@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from cdmpp.program.ast_body import Body
 from cdmpp.program.ast_irregular import IrregularRows
-from cdmpp.program.ast_loops import THREAD_IDX, VECTORIZED, Leaf, Loop, RawProgram
+from cdmpp.program.ast_loops import SEQUENTIAL, THREAD_IDX, VECTORIZED, Leaf, Loop, RawProgram
 from cdmpp.program.ast_table import LEAF_COLUMNS, Collected, FloatArray, IntArray
 
 _GPU_ORDER = {VECTORIZED: 0, THREAD_IDX: 1}
@@ -114,10 +114,17 @@ class TableBuilder:
         last = raw.loops[around[-1]] if around else None
         max_step = last.max_step if last else 0
         program, index, before, after = where
+        hoisted = 1
+        if body.special_slots is not None:
+            for depth in reversed(kept):
+                loop = raw.loops[around[depth]]
+                if depth in leaf.special or loop.kind not in SEQUENTIAL:
+                    break
+                hoisted *= loop.extent
         self._leaf.append((
             program, n, body.itemsize, body.is_float, body.stores, leaf.is_init, len(reduction) > 0, leaf.guarded,
             leaf.predicated, leaf.position, leaf.nest, max_step, last.explicit if last and max_step else 0,
-            body.points if body.domain else 0, n > 0 and order[0] in leaf.branch, *splits, index, before, after,
+            body.points if body.domain else 0, n > 0 and order[0] in leaf.branch, *splits, index, before, after, hoisted,
         ))  # fmt: skip
 
     def finish(self) -> Collected:

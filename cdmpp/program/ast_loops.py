@@ -9,6 +9,8 @@ from cdmpp.program.ast_body import Body
 
 #: Kinds of loops; the first four are TVM's own numbers.
 SERIAL, PARALLEL, VECTORIZED, UNROLLED, BLOCK_IDX, THREAD_IDX, VTHREAD = range(7)
+#: Those whose iterations follow each other in one thread.
+SEQUENTIAL = (SERIAL, VECTORIZED, UNROLLED)
 #: TVM's number for a loop bound to a thread axis; the tag then tells which of the last three it is.
 THREAD_BINDING = 4
 
@@ -72,6 +74,8 @@ class Leaf:
         Depths of the loops that its reduction runs over.
     branch
         Depths of the loops its branches and predicate depend on.
+    special
+        Depths of the loops that the arguments of its exponentials, roots and the like depend on.
     predicated, is_init, guarded
         It runs under a condition; it initialises a reduction; it belongs to a reduction whose initialisation
         is guarded in the same loops.
@@ -88,6 +92,7 @@ class Leaf:
     position: int
     reduction: set[int]
     branch: set[int]
+    special: set[int]
     predicated: bool
     is_init: bool
     guarded: bool

@@ -19,11 +19,12 @@ FloatArray = NDArray[Any]
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
-#: Columns of :attr:`LeafTable.leaf`.
+#: Columns of :attr:`LeafTable.leaf`; ``hoisted`` are the iterations of the innermost loops that no argument of an
+#: exponential, a root or the like depends on: compilers compute it once outside of them.
 LEAF_COLUMNS = (
     "program", "loops", "itemsize", "is_float", "stores", "is_init", "is_reduction", "guarded", "predicated",
     "position", "nest", "max_step", "explicit", "domain", "branch_inner", "divmod", "divmod_inner", "opaque",
-    "index", "shared_before", "shared_after",
+    "index", "shared_before", "shared_after", "hoisted",
 )  # fmt: skip
 #: Columns of :attr:`LeafTable.access`; the first six are those of :attr:`Collected.access`.
 ACCESS_COLUMNS = (

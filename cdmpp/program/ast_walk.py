@@ -293,6 +293,9 @@ class _Walk:
             branch |= space.loops_of(slots[slot])
         for condition in self.conditions:
             branch |= space.loops_of(self.form_of(condition, space))
+        special: set[int] = set()
+        for slot in body.special_slots or ():
+            special |= space.loops_of(slots[slot])
         for d in branch:
             loop = self.loops[self.chain[d]]
             if loop.kind == VECTORIZED:
@@ -311,6 +314,7 @@ class _Walk:
                 self.position,
                 reduction,
                 branch,
+                special,
                 bool(self.conditions),
                 is_init,
                 guarded,

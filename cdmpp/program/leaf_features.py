@@ -31,6 +31,7 @@ from cdmpp.program.leaf_schema import (
     SIMD_BYTES,
     SLOT_DEPTHS,
     SLOT_FEATURES,
+    SPECIAL,
     TLB_ENTRIES,
     WORKING_SET_DEPTHS,
 )  # fmt: skip
@@ -43,7 +44,7 @@ _FLOPS = np.array(
 )
 #: Floating-point instructions that each kind is, where it is one.
 _FP = np.minimum(_FLOPS, 1)
-_SPECIAL = np.array([k in ("exp", "tanh", "erf", "transcendental", "sqrt") for k in OP_KINDS], float)
+_SPECIAL = np.array([k in SPECIAL for k in OP_KINDS], float)
 _INTEGER = np.array([k in ("iadd", "imul", "idivmod", "compare") for k in OP_KINDS], float)
 
 
@@ -61,11 +62,12 @@ def leaf_vectors(table: LeafTable) -> NDArray[np.float32]:
     times = (table.access[:, _ACCESS["loads"]] > 0).astype(float) + (table.access[:, _ACCESS["stores"]] > 0)
     auto = auto_simd(table, nest, feet)
     flops = table.ops @ _FLOPS
+    special = table.ops @ _SPECIAL / table.leaf[:, _LEAF["hoisted"]]
     blocks = [
         _context(table),
         _loops(table, nest, feet),
         table.ops,
-        np.stack([flops, table.ops @ _SPECIAL, table.ops @ _INTEGER, _by_leaf(table, feet, "loads")], axis=1)
+        np.stack([flops, special, table.ops @ _INTEGER, _by_leaf(table, feet, "loads")], axis=1)
         * nest.iterations[:, None],
         _code(table, nest, feet, auto),
         _instructions(table, nest, feet, auto, registers, times),

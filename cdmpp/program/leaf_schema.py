@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 
 #: Raised whenever the meaning of a feature changes while its name stays.
-FEATURE_VERSION = 2
+FEATURE_VERSION = 3
 
 #: Operations that are counted per iteration ("f": floating point, "i": integer or boolean).
 OP_KINDS: tuple[str, ...] = (
     "fadd", "fmul", "fma", "fdiv", "fminmax", "exp", "tanh", "erf", "transcendental", "sqrt", "cast", "compare",
     "select", "branch", "iadd", "imul", "idivmod", "call",
 )  # fmt: skip
+#: Those that are costly: calls of the C library, and roots.
+SPECIAL: tuple[str, ...] = ("exp", "tanh", "erf", "transcendental", "sqrt")
 
 #: Capacities in bytes at which the bytes moved are estimated: register files, then 8 KB to 32 MB.
 CAPACITIES: tuple[int, ...] = (512, 2048, 8 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20, 8 << 20, 32 << 20)
@@ -151,7 +153,7 @@ def _describe() -> dict[str, str]:
     out |= {f"op_{name}": f"{name} operations per iteration" for name in OP_KINDS}
     out |= {
         "flops": "floating-point operations of all iterations (a fused multiply-add is two)",
-        "special": "exp, tanh, erf, square roots and other functions of all iterations",
+        "special": "exp, tanh, erf, square roots and other functions, once for innermost loops that they do not depend on",
         "index_ops": "integer operations of all iterations",
         "loads": "loads of all iterations",
     }

@@ -80,6 +80,24 @@ def main(X: T.Buffer((8, 256), "float32"), S: T.Buffer((256,), "float32"), Y: T.
                     Y[vi, vj] = E[vi, vj] / S[vj] + T.float32(1)
 """
 
+#: A gate of each channel, which does not depend on the two inner loops; a root of each row, which does not on the innermost.
+GATE = """
+@T.prim_func(s_tir=True)
+def main(
+    X: T.Buffer((8, 16, 32), "float32"), G: T.Buffer((8,), "float32"), R: T.Buffer((16,), "float32"),
+    Y: T.Buffer((8, 16, 32), "float32"),
+):
+    with T.sblock("root"):
+        for c in T.parallel(8):
+            for i in range(16):
+                for j in T.vectorized(32):
+                    with T.sblock("gate"):
+                        vc, vi, vj = T.axis.remap("SSS", [c, i, j])
+                        T.reads(X[vc, vi, vj], G[vc], R[vi])
+                        T.writes(Y[vc, vi, vj])
+                        Y[vc, vi, vj] = X[vc, vi, vj] * T.sigmoid(G[vc])
+"""
+
 #: Row sums over 100 columns in steps of 32, the last partial; vectorised padding, which TVM cannot keep.
 PREDICATED = """
 @T.prim_func(s_tir=True)

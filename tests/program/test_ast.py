@@ -19,7 +19,7 @@ from cdmpp.program.ast import (
     compact_ast,
     compact_asts,
 )
-from tests.program.ast_programs import CHAIN, COLUMNS, CONV, CUDA, GATHER, MATMUL, PREDICATED, parse
+from tests.program.ast_programs import CHAIN, COLUMNS, CONV, CUDA, GATE, GATHER, MATMUL, PREDICATED, parse
 
 pytestmark = pytest.mark.usefixtures("reading")
 
@@ -194,6 +194,32 @@ def test_fused_loops_are_contiguous_again() -> None:
     # S is read in rows of 256 although the loop is fused: f takes 4 distinct columns of 64.
     expect(scale, slot2_unique=256 * 4, slot2_reuse=8, op_fdiv=1, op_fadd=1, simd_auto=1)
     expect(scale, simd_extent=64, vectorized=1, fp_instructions_64b=2 * 2048 / 16)
+
+
+@pytest.mark.parametrize(
+    ("argument", "special"),
+    [
+        ("T.sigmoid(G[vc])", 8),  # once a channel: the parallel loop's body is a function of its own
+        ("T.sqrt(R[vi])", 8 * 16),
+        ("T.exp(G[vc] * R[vi])", 8 * 16),
+        ("T.tanh(X[vc, vi, vj])", 8 * 16 * 32),
+        ('T.sin(T.Cast("float32", vi))', 8 * 16),
+        ("T.sqrt(T.float32(2))", 8),
+        ("G[vc]", 0),
+    ],
+)
+def test_special_functions_count_once_for_loops_they_do_not_depend_on(argument: str, special: int) -> None:
+    gate = leaf(compact_ast(parse(GATE.replace("T.sigmoid(G[vc])", argument))), 0)
+    expect(gate, special=special, iterations=8 * 16 * 32)
+
+
+def test_threads_of_a_gpu_compute_each_their_own() -> None:
+    on_gpu = (
+        GATE.replace("T.parallel(8)", 'T.thread_binding(8, thread="blockIdx.x")')
+        .replace("range(16)", 'T.thread_binding(16, thread="threadIdx.x")')
+        .replace("T.vectorized(32)", "range(32)")
+    )
+    expect(leaf(compact_ast(parse(on_gpu)), 0), special=8 * 16)
 
 
 def test_predicates_and_scalarised_loops() -> None:

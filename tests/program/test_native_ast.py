@@ -26,7 +26,7 @@ from cdmpp.program.native import (
     library_path,
     native_reader,
 )
-from tests.program.ast_programs import CHAIN, COLUMNS, CONV, CUDA, GATHER, MATMUL, PREDICATED, parse
+from tests.program.ast_programs import CHAIN, COLUMNS, CONV, CUDA, GATE, GATHER, MATMUL, PREDICATED, parse
 from tests.program.test_ast_properties import schedule
 
 DATA = Path(__file__).parents[2] / "data"
@@ -75,7 +75,7 @@ def main(X: T.Buffer((8,), "float32")):
         T.evaluate(0)
 """
 
-TEXTS = [MATMUL, CONV, CHAIN, PREDICATED, CUDA, GATHER, COLUMNS, PLAIN_LOOPS]
+TEXTS = [MATMUL, CONV, CHAIN, PREDICATED, CUDA, GATE, GATHER, COLUMNS, PLAIN_LOOPS]
 
 
 def by_both_ways(library: Library, funcs: list[Any]) -> tuple[list[CompactAST], list[CompactAST], int]:

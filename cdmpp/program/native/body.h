@@ -103,7 +103,8 @@ struct Body {
   std::vector<const Object*> objects;  // of the buffers
   std::vector<const Object*> slot_vars;
   std::vector<int64_t> domain;
-  Set branch_slots = 0, store_slots = 0;
+  Set branch_slots = 0, store_slots = 0, special_slots = 0;
+  bool has_special = false;
   int64_t stores = 0, points = 1;
   double itemsize = 0;
   bool is_float = true, reduces = false, linear = true;
@@ -248,7 +249,10 @@ class Analyser {
       case kStringImm: return;
       case kVar: {
         auto found = lets_.find(expr);
-        if (found == lets_.end()) return;
+        if (found == lets_.end()) {
+          if (special_depth_) body_.special_slots |= slots_of(tree(expr));
+          return;
+        }
         const Object* bound = found->second;
         lets_.erase(found);
         return value(bound);
@@ -292,7 +296,8 @@ class Analyser {
     std::string_view name = text(any(op, tvm_.at.op_name));
     name = name.substr(name.rfind('.') + 1);
     auto found = calls_.find(std::string(name));
-    body_.ops[found == calls_.end() ? kCallOp : found->second] += 1;
+    int operation = found == calls_.end() ? static_cast<int>(kCallOp) : static_cast<int>(found->second);
+    body_.ops[operation] += 1;
     std::vector<const Object*> args = children(expr);
     if (name == "sigmoid") {
       body_.ops[kFDiv] += 1;
@@ -301,7 +306,11 @@ class Analyser {
       if (args.empty()) throw Unsupported();
       body_.branch_slots |= slots_of(tree(args[0]));
     }
+    bool is_special = operation >= kExp && operation <= kSqrt;
+    body_.has_special |= is_special;
+    special_depth_ += is_special;
     for (const Object* arg : args) value(arg);
+    special_depth_ -= is_special;
   }
 
   void touch(const Object* buffer, const Object* indices, bool is_store) {
@@ -313,7 +322,10 @@ class Analyser {
     }
     std::vector<Tree> trees;
     Items items(indices);
-    for (size_t i = 0; i < items.size(); ++i) trees.push_back(tree(items[i]));
+    for (size_t i = 0; i < items.size(); ++i) {
+      trees.push_back(tree(items[i]));
+      if (special_depth_) body_.special_slots |= slots_of(trees.back());
+    }
     Access* access = nullptr;
     for (Access& known : body_.accesses) {
       if (known.buffer != number || known.index.size() != trees.size()) continue;
@@ -415,6 +427,7 @@ class Analyser {
   Body body_;
   std::unordered_map<const Object*, const Object*> lets_;
   int touched_ = 0;
+  int special_depth_ = 0;  // of calls whose arguments are walked
 };
 
 }  // namespace cdmpp

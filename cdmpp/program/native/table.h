@@ -16,7 +16,7 @@ enum RealColumn : int { kLeafColumn, kOpsColumn, kAccessColumn, kRealColumns };
 
 inline constexpr const char* kLeafNames =
     "program loops itemsize is_float stores is_init is_reduction guarded predicated position nest max_step explicit "
-    "domain branch_inner divmod divmod_inner opaque index shared_before shared_after";
+    "domain branch_inner divmod divmod_inner opaque index shared_before shared_after hoisted";
 
 class Table {
  public:
@@ -104,13 +104,20 @@ class Table {
     Splits splits = accesses(program, leaf, order);
     const Loop* last = leaf.chain.empty() ? nullptr : &program.loops[static_cast<size_t>(leaf.chain.back())];
     int64_t max_step = last ? last->max_step : 0;
+    int64_t hoisted = 1;
+    for (auto depth = leaf.kept.rbegin(); body.has_special && depth != leaf.kept.rend(); ++depth) {
+      const Loop& loop = loop_at(*depth);
+      bool sequential = loop.kind == kSerial || loop.kind == kUnrolled || loop.kind == kVectorized;
+      if (!sequential || has(leaf.special, *depth)) break;
+      hoisted = times(hoisted, loop.extent);
+    }
     bool branch_inner = !order.depths.empty() && has(leaf.branch, order.depths[0]);
     append(kLeafColumn,
            {real(programs_), real(order.depths.size()), body.itemsize, real(body.is_float), real(body.stores),
             real(leaf.is_init), real(leaf.reduction != 0), real(leaf.guarded), real(leaf.predicated),
             real(leaf.position), real(leaf.nest), real(max_step), real(last && max_step ? last->explicit_unroll : 0),
             real(body.domain.empty() ? 0 : body.points), real(branch_inner), real(splits.all), real(splits.inner),
-            real(splits.opaque), real(index), real(before), real(after)});
+            real(splits.opaque), real(index), real(before), real(after), real(hoisted)});
     reals[kOpsColumn].insert(reals[kOpsColumn].end(), body.ops, body.ops + kOperations);
     ++leaves_;
   }

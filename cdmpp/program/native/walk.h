@@ -32,7 +32,7 @@ struct Leaf {
   std::vector<Form> slots;
   std::vector<int> buffers;
   int64_t position;
-  Set reduction, branch;
+  Set reduction, branch, special;
   bool predicated, is_init, guarded;
   int64_t nest;
 };
@@ -375,6 +375,7 @@ class Walk {
       if (!is_init && body->reduces && !has(outputs, depth)) out.reduction |= bit(depth);
     }
     out.branch = loops_of(body->branch_slots);
+    out.special = loops_of(body->special_slots);
     for (const Object* condition : conditions_) out.branch |= space->loops_of(read(condition, *space));
     for (int depth = 0; depth < 64; ++depth) {
       if (!has(out.branch, depth)) continue;
