@@ -59,15 +59,25 @@ def keep(results: KeptRows, overall: dict[str, Any], **key: Any) -> None:
     print(" ".join(f"{k}={v}" for k, v in key.items()), f"MAPE {100 * overall['mape']:.1f} %", flush=True)
 
 
+def scored_compiled(predictor: Predictor, data: TrainingData, split: Split) -> dict[str, Any] | None:
+    """Metrics of our predictor told the compiled code; None for one that cannot be told or where none was compiled."""
+    from cdmpp.predictor import evaluate
+
+    if not predictor.encoder.code_dim or not data.counted(split.test).any():
+        return None
+    told = evaluate(predictor, data, split, by=(), compiled=True)
+    return {**told["overall"], "spec": split.spec, "n_compiled": told["n_compiled"]}
+
+
 def scored_told(predictor: Predictor, data: TrainingData, split: Split) -> dict[str, dict[str, Any]]:
     """Our predictor, and what scales without it, told what can be told of the test programs: name -> metrics."""
     from cdmpp.predictor import evaluate
     from cdmpp.predictor.scaling import DeviceScaling, fit_scaling, predict_rows_scaled
 
     found: dict[str, dict[str, Any]] = {}
-    if predictor.encoder.code_dim and data.counted(split.test).any():
-        told = evaluate(predictor, data, split, by=(), compiled=True)
-        found[COMPILED] = {**told["overall"], "spec": split.spec, "n_compiled": told["n_compiled"]}
+    told_code = scored_compiled(predictor, data, split)
+    if told_code is not None:
+        found[COMPILED] = told_code
     if predictor.scaling is None:
         hidden = np.concatenate([split.test, split.adapt])
         predictor = replace(predictor, scaling=fit_scaling(predictor, data, split.valid, hidden))

@@ -323,9 +323,10 @@ class Rebuilder:
         tvm = import_tvm()
         from tvm.s_tir.schedule import Schedule, Trace
 
-        if task.hash not in self._mods:
-            self._mods[task.hash] = tvm.IRModule({"main": task.prim_func()})
-        mod = self._mods[task.hash]
+        # by its text: tasks of one hash may call their blocks differently, and the instructions name them
+        if task.tir_json not in self._mods:
+            self._mods[task.tir_json] = tvm.IRModule({"main": task.prim_func()})
+        mod = self._mods[task.tir_json]
         if space.hash not in self._insts:
             self._insts[space.hash] = json.loads(space.insts_json)
         try:

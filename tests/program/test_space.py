@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from cdmpp.errors import ProgramError
 from cdmpp.program.space import Rebuilder, TaskSpaces, rebuild, sample_programs, unscheduled
 from cdmpp.program.tvm_env import structural_hash
+from cdmpp.program.types import Task
 from tests.profiler.programs import matmul_task, te_task
 
 
@@ -103,3 +105,21 @@ def test_wrong_decisions_are_refused(spaces: TaskSpaces) -> None:
 def test_unknown_rule_set() -> None:
     with pytest.raises(ProgramError, match="expected 'llvm' or 'cuda'"):
         TaskSpaces(matmul_task(16), "hexagon")
+
+
+def test_tasks_of_one_hash_with_blocks_of_other_names_rebuild_side_by_side() -> None:
+    def doubled(name: str) -> Task:
+        def make(te: Any) -> list[Any]:
+            a = te.placeholder((64, 64), name="a")
+            return [a, te.compute((64, 64), lambda i, j: a[i, j] * 2.0, name=name)]
+
+        return te_task("doubled", make)
+
+    tasks = [doubled("first"), doubled("second")]
+    assert tasks[0].hash == tasks[1].hash
+    again = Rebuilder()
+    for task in tasks:
+        spaces = TaskSpaces(task)
+        (program,) = spaces.sample(1, seed=0)
+        (space,) = [s for s in spaces.spaces if s.hash == program.space_hash]
+        assert structural_hash(again(program, task, space)) == program.hash
