@@ -88,7 +88,7 @@ class PiecewiseLinear(nn.Module):
         """float32 (..., features) -> (..., features * bins), between 0 and 1, or only some columns of that."""
         if columns is None:
             columns = torch.arange(self.low.numel(), device=x.device)
-        filled = x[..., columns // self.low.shape[1]]
+        filled = x.index_select(-1, columns // self.low.shape[1])
         # in place: this is most of what a prediction takes
         return filled.sub_(self.low.flatten()[columns]).div_(self.width.flatten()[columns]).clamp_(0, 1)
 
@@ -149,7 +149,7 @@ class LatencyNetwork(nn.Module):
         pooled_dim = dim * config.flatten_leaves if config.pooling == "flatten" else dim
         self.embedding = nn.Linear(pooled_dim + 1, config.embedding_dim)
         self.decoder = _decoder(config, decoder_in)
-        self.compiled_decoder: nn.Module | None = None
+        self.compiled_decoder: nn.Sequential | None = None
         self.code_bins: PiecewiseLinear | None = None
         if code_dim:
             self.code_bins = PiecewiseLinear(code_dim, config.bins) if config.bins else None
@@ -202,12 +202,13 @@ class LatencyNetwork(nn.Module):
         never filled would add to the work; 0 for padding."""
         real = ~batch.padding
         rows, weight = batch.leaves[real], self.leaf_projection.weight
+        width = rows.shape[1]
+        projected = nn.functional.linear(rows, weight[:, :width], self.leaf_projection.bias)
         if self.bins is not None:
             used = self.bins.used()
-            width = rows.shape[1]
-            rows = torch.cat([rows, self.bins(rows, used)], dim=1)
-            weight = torch.cat([weight[:, :width], weight[:, width + used]], dim=1)
-        projected = nn.functional.linear(rows, weight, self.leaf_projection.bias)
+            projected = projected + nn.functional.linear(
+                self.bins(rows, used), weight[:, width:].index_select(1, used)
+            )
         leaves = projected.new_zeros(*batch.padding.shape, projected.shape[1])
         leaves[real] = projected
         return leaves
@@ -229,26 +230,40 @@ class LatencyNetwork(nn.Module):
 
     def decode_plain(self, embedding: torch.Tensor, device: torch.Tensor) -> torch.Tensor:
         """Standardised labels without instruction counts, shape (batch,)."""
-        return self.decoder(torch.cat(self._decoder_parts(embedding, device), dim=1)).squeeze(-1)
+        return _decode(self.decoder, embedding, self._known_of_pair(device)).squeeze(-1)
 
     def decode_compiled(self, embedding: torch.Tensor, device: torch.Tensor) -> torch.Tensor:
         """Standardised labels told the compiled code, shape (batch,), which has to be known: corrections of how long its
         instructions take (:mod:`cdmpp.predictor.instruction_time`)."""
         assert self.compiled_decoder is not None
         code = device[:, self._device_dim + self._pair_dim :]
-        parts = [*self._decoder_parts(embedding, device), code]
+        known = [*self._known_of_pair(device), code]
         if self.code_bins is not None:
-            parts.append(self.code_bins(code))
-        labels: torch.Tensor = self.compiled_decoder(torch.cat(parts, dim=1)).squeeze(-1)
+            known.append(self.code_bins(code))
+        labels: torch.Tensor = _decode(self.compiled_decoder, embedding, known).squeeze(-1)
         return labels + self.excess * code[:, -2]
 
-    def _decoder_parts(self, embedding: torch.Tensor, device: torch.Tensor) -> list[torch.Tensor]:
+    def _known_of_pair(self, device: torch.Tensor) -> list[torch.Tensor]:
+        """What the decoders see besides the embedding: device and pair, and the bins of the pair."""
         pair = device[:, self._device_dim : self._device_dim + self._pair_dim]
         device = device[:, : self._device_dim]
-        parts = [embedding, device, pair] if self.device_projection is not None else [embedding, pair]
+        parts = [device, pair] if self.device_projection is not None else [pair]
         if self.pair_bins is not None:
             parts.append(self.pair_bins(pair))
         return parts
+
+
+def _decode(decoder: nn.Sequential, embedding: torch.Tensor, known: list[torch.Tensor]) -> torch.Tensor:
+    """A decoder's output for the embedding and what is known besides, one after the other.
+
+    They are multiplied apart: what is known is most of the inputs, and no gradient of it is wanted.
+    """
+    first, rest = decoder[0], decoder[1:]
+    assert isinstance(first, nn.Linear)
+    width = embedding.shape[1]
+    hidden = nn.functional.linear(torch.cat(known, dim=1), first.weight[:, width:], first.bias)
+    output: torch.Tensor = rest(hidden + nn.functional.linear(embedding, first.weight[:, :width]))
+    return output
 
 
 def _decoder(config: ModelConfig, width: int) -> nn.Sequential:

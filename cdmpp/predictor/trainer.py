@@ -147,7 +147,10 @@ class Trainer:
         if weights is not None:
             _load(self.network, weights, "weights to start from do")
         self._optimizer = torch.optim.AdamW(
-            self.network.parameters(), lr=config.train.learning_rate, weight_decay=config.train.weight_decay
+            self.network.parameters(),
+            lr=config.train.learning_rate,
+            weight_decay=config.train.weight_decay,
+            fused=True,
         )
         self._loss = HybridLoss(config.loss, transform)
         self._target = torch.from_numpy(transform.forward(train.latency_s, train.reference_s)).float()
