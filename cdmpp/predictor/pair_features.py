@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.predictor.program_view import ProgramView
-from cdmpp.predictor.roofline import PARTS, estimate_and_parts_s, peak_flops, power_headroom, roofline_s
+from cdmpp.predictor.roofline import estimate_s, peak_flops, power_headroom, roofline_s
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
@@ -36,7 +36,6 @@ _DOCS: dict[str, str] = {
     "on_gpu": "1 on a GPU",
     "by_library": "1 if a library runs it there, as it is not scheduled",
     "estimate_ns": "analytical estimate",
-    **{f"{name}_ns": f"of it, {name.replace('_', ' ')}; 0 on a GPU" for name in PARTS},
     "roofline_ns": "lower bound",
     "compute_ns": "floating-point operations over the peak",
     "power_ns": "floating-point operations over what the power limit sustains of it",
@@ -78,7 +77,6 @@ GENERAL_PAIR_FEATURES = frozenset(PAIR_FEATURES) - {
     "memory_ns",
     "launch_ns",
     "headroom",
-    *(f"{name}_ns" for name in PARTS),
     "last_cache",
     "near_cache",
 }
@@ -104,12 +102,10 @@ def features_of(view: ProgramView, asts: Sequence[CompactAST], device: Device) -
     last = 1024 * max(device.l3_kb or 0.0, device.l2_kb or 0.0)
     near = 1024 * (device.l2_kb or 0.0) * (cores if device.kind == "cpu" else 1.0)
     gpu = np.full(n, float(device.kind == "gpu"))
-    estimate, parts = estimate_and_parts_s(asts, device)
     columns: dict[str, FloatArray] = {
         "on_gpu": gpu,
         "by_library": gpu * ~view.scheduled_for_gpu,
-        "estimate_ns": _NS * estimate,
-        **{f"{name}_ns": _NS * seconds for name, seconds in parts.items()},
+        "estimate_ns": _NS * estimate_s(asts, device),
         "roofline_ns": _NS * roofline_s(asts, device),
         "compute_ns": compute,
         "power_ns": compute / min(1.0, headroom) if headroom is not None else compute,

@@ -54,12 +54,6 @@ _GATHER_LANES = 4.0
 _UNROLLED_EXTENT = 16.0
 #: Bytes per cycle and core from the second and the third cache level.
 _L2_BYTES, _L3_BYTES = 32.0, 8.0
-#: Cycles that a page costs which the first look-aside buffer has not, and one that no buffer has and that is walked to
-#: (Intel's optimization manual, 2.5: 7 cycles for the second buffer; a walk whose entries lie in a cache takes some 30).
-_TLB_CYCLES, _WALK_CYCLES = 7.0, 30.0
-#: Resources of a CPU of which the estimate says what they take, and those that it adds up.
-PARTS: tuple[str, ...] = ("core", "from_l2", "from_l3", "from_memory", "tlb", "walk")
-_ADDED = PARTS[:4]
 #: Where a specification has a gap.
 _DEFAULT_CLOCK_MHZ, _DEFAULT_BANDWIDTH_GB_S, _DEFAULT_PEAK_GFLOPS = 2000.0, 20.0, 50.0
 #: Microseconds of a GPU launch where the specification does not say.
@@ -122,36 +116,19 @@ def estimate_s(asts: Sequence[CompactAST], device: Device) -> FloatArray:
     in memory. Constants are of current hardware in general; it is meant to rank programs and to give their scale, not
     to be exact.
     """
-    return estimate_and_parts_s(asts, device)[0]
-
-
-def estimate_and_parts_s(
-    asts: Sequence[CompactAST], device: Device
-) -> tuple[FloatArray, dict[str, FloatArray]]:
-    """:func:`estimate_s`, and what each resource of a CPU takes of it, :data:`PARTS`, float64 seconds (n,) each.
-
-    The look-aside buffers' parts are not in the sum: a core does much else while it walks the page table. On a GPU all
-    are 0.
-    """
     view = ProgramView.of(asts)
     leaves = np.concatenate([ast.leaves for ast in asts]).astype(np.float64)
     lengths = [ast.n_leaves for ast in asts]
     owner = np.repeat(np.arange(len(asts)), lengths)
-
-    def by_program(seconds: FloatArray) -> FloatArray:
-        return np.bincount(owner, weights=seconds, minlength=len(asts))
-
-    if device.kind == "cpu":
-        parts = {name: by_program(seconds) for name, seconds in _cpu_leaf_parts_s(leaves, device).items()}
-        total = np.sum([parts[name] for name in _ADDED], axis=0)
-        launch_us = device.launch_overhead_us or 0.0
-    else:
-        parts = {name: np.zeros(len(asts)) for name in PARTS}
-        special = by_program(leaves[:, _COLUMN["special"]])
-        scheduled = by_program(_gpu_leaf_s(leaves, device))
-        total = np.where(view.scheduled_for_gpu, scheduled, _library_s(view, special, device))
+    starts = np.cumsum([0, *lengths[:-1]])
+    seconds = _cpu_leaf_s(leaves, device) if device.kind == "cpu" else _gpu_leaf_s(leaves, device)
+    total = np.bincount(owner, weights=seconds, minlength=len(asts))
+    launch_us = device.launch_overhead_us or 0.0
+    if device.kind == "gpu":
+        special: FloatArray = np.add.reduceat(leaves[:, _COLUMN["special"]], starts)
+        total = np.where(view.scheduled_for_gpu, total, _library_s(view, special, device))
         launch_us = device.launch_overhead_us or _GPU_LAUNCH_US
-    return np.maximum(total + 1e-6 * launch_us, roofline_s(asts, device)), parts
+    return np.maximum(total + 1e-6 * launch_us, roofline_s(asts, device))
 
 
 def _library_s(view: ProgramView, special: FloatArray, device: Device) -> FloatArray:
@@ -167,9 +144,7 @@ def _library_s(view: ProgramView, special: FloatArray, device: Device) -> FloatA
     return np.maximum(np.where(view.contraction, tiled, plain) / peak, view.io_bytes / bandwidth)
 
 
-def _cpu_leaf_parts_s(leaves: FloatArray, device: Device) -> dict[str, FloatArray]:
-    """:data:`PARTS` of each leaf, seconds (leaves,)."""
-
+def _cpu_leaf_s(leaves: FloatArray, device: Device) -> FloatArray:
     def column(name: str) -> FloatArray:
         return leaves[:, _COLUMN[name]]
 
@@ -206,18 +181,11 @@ def _cpu_leaf_parts_s(leaves: FloatArray, device: Device) -> dict[str, FloatArra
     l2 = np.maximum(_moved(leaves, device.l2_kb or 512), column("conflict_1mb"))
     l3 = _moved(leaves, device.l3_kb or 8192)
     per_cycle = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH_GB_S) / clock
+    cycles = core + l1 / _L2_BYTES + l2 / _L3_BYTES
     cores = max(1.0, device.cores_used or 1.0)
     parallel = np.maximum(column("parallel"), 1.0)
-    busy = np.maximum(parallel / np.ceil(parallel / cores), 1.0)
-    cycles = {
-        "core": core / busy,
-        "from_l2": l1 / _L2_BYTES / busy,
-        "from_l3": l2 / _L3_BYTES / busy,
-        "from_memory": l3 / per_cycle,
-        "tlb": _TLB_CYCLES * column("pages_64") / busy,
-        "walk": _WALK_CYCLES * column("pages_1536") / busy,
-    }
-    return {name: cycles[name] / clock for name in PARTS}
+    busy = parallel / np.ceil(parallel / cores)
+    return (cycles / np.maximum(busy, 1.0) + l3 / per_cycle) / clock
 
 
 def _gathered(leaves: FloatArray) -> FloatArray:

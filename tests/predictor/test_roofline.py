@@ -12,7 +12,7 @@ from cdmpp.device import Device, get_device
 from cdmpp.errors import PredictorError
 from cdmpp.predictor import split_data
 from cdmpp.predictor.baselines import make_model
-from cdmpp.predictor.roofline import REFERENCES, estimate_and_parts_s, estimate_s, reference_s, roofline_s
+from cdmpp.predictor.roofline import REFERENCES, estimate_s, reference_s, roofline_s
 from cdmpp.program.ast import LEAF_FEATURES, CompactAST
 
 CPU = Device(
@@ -52,18 +52,6 @@ def test_estimate_takes_the_slowest_resource_of_each_leaf_and_adds_leaves() -> N
     lines = {"iterations": 1.0, "moved_32kb": 32e6}  # 32 bytes a cycle from the second level
     found = estimate_s([program(arithmetic), program(loads), program(lines), program(arithmetic, loads)], CPU)
     assert found == pytest.approx([2.5e-4, 1e-3, 5e-4, 1.25e-3])
-
-
-def test_parts_are_what_each_resource_takes_and_look_aside_buffers_are_not_in_the_sum() -> None:
-    lines = {"moved_32kb": 32e6, "moved_512kb": 8e6, "moved_8mb": 1e6, "pages_64": 4e3, "pages_1536": 2e3}
-    both = program({"iterations": 1.0, "index_ops": 4e6, **lines}, {"iterations": 1.0, "moved_32kb": 32e6})
-    (total,), parts = estimate_and_parts_s([both], CPU)
-    # 4 indices a cycle of 0.5 ns; 32 and 8 bytes a cycle from the caches, 10 GB/s; 7 and 30 cycles a page
-    by_hand = {"core": 5e-4, "from_l2": 1e-3, "from_l3": 5e-4, "from_memory": 1e-4, "tlb": 1.4e-5, "walk": 3e-5}
-    assert {name: seconds.item() for name, seconds in parts.items()} == pytest.approx(by_hand)
-    assert total == pytest.approx(2.1e-3) == estimate_s([both], CPU).item()
-    on_gpu, none = estimate_and_parts_s([both], get_device("v100"))
-    assert on_gpu.item() > 0 and not any(seconds.any() for seconds in none.values())
 
 
 def test_chains_wait_unless_others_overlap_them() -> None:
