@@ -42,9 +42,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "attention pooling": {"model": {"pooling": "attention"}},
 }
 #: The networks that the configurations that ship hold out and validate with.
-SPLIT = (
-    "by_network:heldout=densenet121+gcn+inception_v3+vgg16;valid=efficientnet_b0+gpt2+mlp_mixer+unet;adapt=0.3"
-)
+SPLIT = "by_network:heldout=densenet121+gcn+inception_v3+vgg16;valid=efficientnet_b0+gpt2+mlp_mixer+unet;adapt=0.3"
 FEATURE_MODELS = ("xgboost-ast", "xgboost-perstore")
 
 
