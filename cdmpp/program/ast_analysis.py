@@ -72,7 +72,7 @@ class BodyAnalyser:
         self.stores: dict[tuple[int, Any], int] = {}
         self.trees: dict[tuple[int, Any], tuple[Tree, ...]] = {}
         self.branch: frozenset[int] = frozenset()
-        self.special: frozenset[int] | None = None
+        self.special: frozenset[int] = frozenset()
         self.special_depth = 0
         self.itemsize, self.is_float = 0.0, True
 
@@ -132,7 +132,7 @@ class BodyAnalyser:
             if expr.__chandle__() in self.lets:
                 self.value(self.lets.pop(expr.__chandle__()))
             elif self.special_depth:
-                self._needed(self.tree(expr))
+                self.special |= tree_slots(self.tree(expr))
         elif kind in t.constants:
             pass
         elif kind is t.Call:
@@ -176,16 +176,10 @@ class BodyAnalyser:
         elif name == "if_then_else":
             self.branch |= tree_slots(self.tree(args[0]))
         is_special = kind in SPECIAL
-        if is_special:
-            self.special = self.special or frozenset()
-            self.special_depth += 1
+        self.special_depth += is_special
         for arg in args:
             self.value(arg)
         self.special_depth -= is_special
-
-    def _needed(self, tree: Tree) -> None:
-        """An argument of a special function depends on this."""
-        self.special = (self.special or frozenset()) | tree_slots(tree)
 
     def _touch(self, buffer: Any, indices: Any, into: dict[tuple[int, Any], int]) -> None:
         handle = buffer.__chandle__()
@@ -196,8 +190,7 @@ class BodyAnalyser:
             self.objects.append(buffer)
         trees = tuple([self.tree(i) for i in self.types.items(indices)])
         if self.special_depth:
-            for tree in trees:
-                self._needed(tree)
+            self.special = self.special.union(*map(tree_slots, trees))
         key = (number, _freeze(trees))
         self.trees[key] = trees
         into[key] = into.get(key, 0) + 1

@@ -124,7 +124,7 @@ class Body:
     branch_slots
         Slots that conditions of ``if_then_else`` depend on.
     special_slots
-        Slots that the arguments of exponentials, roots and the like depend on; None if there is no such call.
+        Slots that the arguments of exponentials, roots and the like depend on.
     stores
         Number of stores per iteration.
     itemsize, is_float
@@ -147,7 +147,7 @@ class Body:
     accesses: tuple[Access, ...]
     buffers: tuple[BufferInfo, ...]
     branch_slots: frozenset[int]
-    special_slots: frozenset[int] | None
+    special_slots: frozenset[int]
     stores: int
     itemsize: float
     is_float: bool

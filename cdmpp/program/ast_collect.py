@@ -115,12 +115,11 @@ class TableBuilder:
         max_step = last.max_step if last else 0
         program, index, before, after = where
         hoisted = 1
-        if body.special_slots is not None:
-            for depth in reversed(kept):
-                loop = raw.loops[around[depth]]
-                if depth in leaf.special or loop.kind not in SEQUENTIAL:
-                    break
-                hoisted *= loop.extent
+        for depth in reversed(kept):
+            loop = raw.loops[around[depth]]
+            if depth in leaf.special or loop.kind not in SEQUENTIAL:
+                break
+            hoisted *= loop.extent
         self._leaf.append((
             program, n, body.itemsize, body.is_float, body.stores, leaf.is_init, len(reduction) > 0, leaf.guarded,
             leaf.predicated, leaf.position, leaf.nest, max_step, last.explicit if last and max_step else 0,

@@ -294,7 +294,7 @@ class _Walk:
         for condition in self.conditions:
             branch |= space.loops_of(self.form_of(condition, space))
         special: set[int] = set()
-        for slot in body.special_slots or ():
+        for slot in body.special_slots:
             special |= space.loops_of(slots[slot])
         for d in branch:
             loop = self.loops[self.chain[d]]

@@ -104,7 +104,6 @@ struct Body {
   std::vector<const Object*> slot_vars;
   std::vector<int64_t> domain;
   Set branch_slots = 0, store_slots = 0, special_slots = 0;
-  bool has_special = false;
   int64_t stores = 0, points = 1;
   double itemsize = 0;
   bool is_float = true, reduces = false, linear = true;
@@ -307,7 +306,6 @@ class Analyser {
       body_.branch_slots |= slots_of(tree(args[0]));
     }
     bool is_special = operation >= kExp && operation <= kSqrt;
-    body_.has_special |= is_special;
     special_depth_ += is_special;
     for (const Object* arg : args) value(arg);
     special_depth_ -= is_special;

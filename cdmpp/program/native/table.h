@@ -105,7 +105,7 @@ class Table {
     const Loop* last = leaf.chain.empty() ? nullptr : &program.loops[static_cast<size_t>(leaf.chain.back())];
     int64_t max_step = last ? last->max_step : 0;
     int64_t hoisted = 1;
-    for (auto depth = leaf.kept.rbegin(); body.has_special && depth != leaf.kept.rend(); ++depth) {
+    for (auto depth = leaf.kept.rbegin(); depth != leaf.kept.rend(); ++depth) {
       const Loop& loop = loop_at(*depth);
       bool sequential = loop.kind == kSerial || loop.kind == kUnrolled || loop.kind == kVectorized;
       if (!sequential || has(leaf.special, *depth)) break;
