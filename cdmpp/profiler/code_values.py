@@ -4,7 +4,9 @@ Value numbering over the blocks of a function (Aho, Lam, Sethi, Ullman: Compiler
 or something unknown plus a constant. What a loop changes is unknown anew in each of its rounds, so that the state at the end of
 a round says by how much a counter changes. Branches whose condition is known are followed one way only.
 
-The body of a TVM parallel loop is taken to be run by a single task, number 0 of 1: then its share is all of the loop.
+The body of a TVM parallel loop is taken to be run by a single task, number 0 of 1: then its share is all of the loop. Buffers are
+taken not to overlap: where LLVM asks whether each begins before the other ends, so as to run a loop without SIMD if they do, the
+answer is no.
 
 x86 only, in GNU objdump's AT&T syntax, as :mod:`cdmpp.profiler.codegen`.
 """
@@ -55,6 +57,8 @@ _ELSEWHERE = (
     "ret",
     "leave",
 )
+#: Whether one address that nobody knows is below another: of two buffers that do not overlap not both can be.
+_SIDE = "side"
 _SUFFIX_BITS = {"b": 8, "w": 16, "l": 32, "q": 64}
 #: The number of the task, the pointer to its environment, and where that has the number of tasks (TVMParallelGroupEnv).
 _TASK, _ENVIRONMENT, _TASKS_AT = "rdi", "rsi", "0x8"
@@ -383,7 +387,10 @@ def _computed(operation: str, values: Sequence[Value], bits: int, at: int) -> Va
         return values[-1][0], values[-1][1] + 1
     if operation.startswith("dec"):
         return values[-1][0], values[-1][1] - 1
-    if any(symbol is not None for symbol, _ in values):
+    symbols = [symbol for symbol, _ in values]
+    if operation in ("and", "andb") and all(isinstance(s, tuple) and s[0] == _SIDE for s in symbols):
+        return None, 0
+    if any(symbol is not None for symbol in symbols):
         return unknown
     numbers = [offset for _, offset in values]
     first, last = numbers[0], numbers[-1]
@@ -499,6 +506,9 @@ def _moved(
         return _read(operands[0] if holds else operands[-1], state, at, bits)
     if operation.startswith("set"):
         holds = flags.hold(operation[3:]) if flags is not None and operation[3:] in OPPOSITE else None
+        if holds is None and flags is not None and flags.kind == "cmp" and operation[3:] in _UNSIGNED:
+            if None not in (flags.left[0], flags.right[0]):
+                return (_SIDE, at), 0
         return unknown if holds is None else (None, int(holds))
     if operation.startswith("mov") and len(operands) == 2 and "mm" not in operands[0]:
         source = operands[0].lstrip("%")

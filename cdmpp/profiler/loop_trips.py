@@ -24,6 +24,8 @@ UNKNOWN_TRIPS = 4.0
 _MOST_RUNS = 1e12
 #: Trip counts above this are misreadings.
 _MOST_TRIPS = 1e7
+#: Rounds of a loop up to which each is asked whether it takes a branch.
+_MOST_LOOKED_AT = 4096
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ class Runs:
 def times_run(function: list[Instruction]) -> Runs:
     """How often each of a function's instructions, of which there is at least one, runs.
 
-    Of two ways inside a loop each is taken half the time, unless it is known which, or one skips a loop: then that loop runs.
+    Of two ways inside a loop each is taken half the time, unless a counter's comparison with a constant decides, or one skips a
+    loop: then that loop runs.
     Outside of loops every way is taken, but for those that are known not to be and those that nothing leads to.
     """
     graph = FlowGraph.of(function)
@@ -62,7 +65,7 @@ def times_run(function: list[Instruction]) -> Runs:
     counted = [counter.count(number) for number in range(len(graph.loops))]
     trips = [None if rounds is None else float(rounds) for rounds, _ in counted]
     times = np.zeros(len(function))
-    for block, runs in _block_runs(values, trips, [exit_block for _, exit_block in counted]).items():
+    for block, runs in _block_runs(counter, trips, [exit_block for _, exit_block in counted]).items():
         first, last = graph.blocks[block]
         times[first : last + 1] = runs
     return Runs(graph, trips, np.minimum(times, _MOST_RUNS))
@@ -128,6 +131,26 @@ class _Counter:
             )
         return _rounds(start[1] - end[1], step - recedes, condition)
 
+    def part_taken(self, block: int) -> float | None:
+        """Part of the times that the jump at the end of a block is taken, where the counter of a loop around it decides; None
+        where that is not known."""
+        graph, flags = self.values.graph, self.values.flags[block]
+        condition = graph.function[graph.blocks[block][1]][1][1:]
+        number = graph.loop_of[block]
+        if flags is None or condition not in OPPOSITE:
+            return None
+        while number is not None:
+            rounds = self.count(number)[0]
+            courses = [self._course(number, value) for value in (flags.left, flags.right)]
+            if rounds and rounds <= _MOST_LOOKED_AT and None not in courses:
+                (left, by), (right, also_by) = [course for course in courses if course is not None]
+                if left[0] is None and right[0] is None and by != also_by:
+                    pairs = ((left[1] + by * r, right[1] + also_by * r) for r in range(rounds))
+                    taken = [Flags(flags.kind, (None, a), (None, b)).hold(condition) for a, b in pairs]
+                    return sum(map(bool, taken)) / rounds
+            number = graph.loops[number].parent
+        return None
+
     def _course(self, number: int, value: Value) -> tuple[Value, int] | None:
         """What a value is in the first round of a loop, and how much more in each that follows; None where it changes
         otherwise."""
@@ -192,8 +215,9 @@ def _rounds(difference: int, step: int, goes_on: str) -> int | None:
     return last + 1 + compares(difference + last * step, goes_on)
 
 
-def _block_runs(values: CodeValues, trips: list[float | None], left_by: list[int | None]) -> dict[int, float]:
+def _block_runs(counter: _Counter, trips: list[float | None], left_by: list[int | None]) -> dict[int, float]:
     """How often each block that can be reached runs."""
+    values = counter.values
     graph = values.graph
     headers = {loop.header: number for number, loop in enumerate(graph.loops)}
     runs: dict[int, float] = {}
@@ -215,14 +239,15 @@ def _block_runs(values: CodeValues, trips: list[float | None], left_by: list[int
         for after in values.taken[block]:
             if after in runs:  # back to a header
                 continue
-            coming[after] = coming.get(after, 0.0) + _flow(values, trips, left_by, block, after) * runs[block]
+            coming[after] = coming.get(after, 0.0) + _flow(counter, trips, left_by, block, after) * runs[block]
     return runs
 
 
 def _flow(
-    values: CodeValues, trips: list[float | None], left_by: list[int | None], block: int, after: int
+    counter: _Counter, trips: list[float | None], left_by: list[int | None], block: int, after: int
 ) -> float:
     """Part of the runs of a block after which another follows."""
+    values = counter.values
     graph = values.graph
     number = graph.loop_of[block]
     if number is None:
@@ -240,6 +265,9 @@ def _flow(
     others = [b for b in values.taken[block] if b != after and b in loop.body]
     if not others:
         return 1.0 - 1.0 / (trips[number] or UNKNOWN_TRIPS) if left_by[number] == block else 1.0
+    part = counter.part_taken(block)
+    if part is not None:
+        return part if after == graph.successors[block][0] else 1.0 - part
     holds_loop = [_leads_to_loop(graph, b, number) for b in (after, others[0])]
     if holds_loop == [True, False]:
         return 1.0
