@@ -214,3 +214,72 @@ def test_the_arithmetic_of_a_compiled_matmul_is_counted_exactly(n: int, tmp_path
     flops = sum(width * (2 * counts[f"run_fma_{w}"] + counts[f"run_fp_{w}"]) for w, width in lanes.items())
     assert flops == 2 * n**3
     assert counts["unknown_loops"] == 0
+
+
+PADDED = """
+xor %eax,%eax
+vmovups (%rsi),%zmm1
+cmp $0x2,%rax
+jCONDITION 60 <f+0x60>
+vfmadd231ps (%rsi),%zmm1,%zmm0
+inc %rax
+cmp $0xa,%rax
+jne 20 <f+0x20>
+"""
+
+
+@pytest.mark.parametrize(
+    ("condition", "kept"), [("e", 9), ("ne", 1), ("b", 8), ("ae", 2), ("be", 7), ("a", 3), ("l", 8), ("g", 3)]
+)
+def test_a_branch_on_a_counter_is_taken_in_the_rounds_that_say_so(condition: str, kept: int) -> None:
+    counts = dict(
+        zip(CODEGEN_FEATURES, count([_code(PADDED.replace("CONDITION", condition))]), strict=True)
+    )
+    assert counts["run_fma_z"] == pytest.approx(kept)
+
+
+def test_a_branch_in_an_inner_loop_follows_the_counter_of_the_outer_one() -> None:
+    listing = """
+    xor %ecx,%ecx
+    xor %eax,%eax
+    test %rcx,%rcx
+    je 60 <f+0x60>
+    vfmadd231ps (%rsi),%zmm1,%zmm0
+    inc %rax
+    cmp $0x4,%rax
+    jne 30 <f+0x30>
+    inc %rcx
+    cmp $0x5,%rcx
+    jne 20 <f+0x20>
+    """
+    counts = dict(zip(CODEGEN_FEATURES, count([_code(listing)]), strict=True))
+    assert counts["run_fma_z"] == pytest.approx(4 * 4)  # not in the first of five
+
+
+def test_buffers_do_not_overlap() -> None:
+    """LLVM's loop without SIMD, run where each buffer begins before the other ends, is not."""
+    listing = """
+    lea 0x400(%rdi),%r8
+    lea 0x400(%rsi),%r9
+    cmp %r9,%rdi
+    setb %al
+    cmp %r8,%rsi
+    setb %cl
+    and %al,%cl
+    test %cl,%cl
+    jne e0 <f+0xe0>
+    xor %eax,%eax
+    vfmadd231ps (%rsi,%rax,4),%zmm1,%zmm0
+    add $0x10,%rax
+    cmp $0x100,%rax
+    jne b0 <f+0xb0>
+    ret
+    xor %eax,%eax
+    vfmadd231ss (%rsi,%rax,4),%xmm1,%xmm0
+    inc %rax
+    cmp $0x100,%rax
+    jne 110 <f+0x110>
+    """
+    listing = listing.replace("jne e0 <f+0xe0>", "jne 100 <f+0x100>")
+    counts = dict(zip(CODEGEN_FEATURES, count([_code(listing)]), strict=True))
+    assert counts["run_fma_z"] == 16 and counts["run_fma_s"] == 0
