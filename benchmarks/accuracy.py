@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import yaml
 from kept_rows import KeptRows
 
 if TYPE_CHECKING:
@@ -90,6 +91,25 @@ def scored_told(predictor: Predictor, data: TrainingData, split: Split) -> dict[
     return found
 
 
+def baseline_options(
+    files: list[Path], epochs: int, network_seconds: float | None
+) -> dict[str, dict[str, Any]]:
+    """Arguments of the baselines: name -> what a search found. Networks train ``epochs`` epochs, as ours does and searches need
+    not, at most so many seconds."""
+    networks = {} if network_seconds is None else {"max_seconds": network_seconds}
+    found: dict[str, dict[str, Any]] = {name: dict(networks) for name in ("lstm", "released")}
+    for file in files:
+        options = yaml.safe_load(file.read_text(encoding="utf-8"))
+        if not isinstance(options, dict) or "name" not in options:
+            raise SystemExit(f"{file} is not a best.yaml of a baseline that cdmpp search wrote")
+        options = {key: value for key, value in options.items() if key not in ("seed", "threads")}
+        if "train" in options:
+            options["train"] = {**options["train"], "epochs": epochs}
+        name = options.pop("name")
+        found[name] = {**found.get(name, {}), **options}
+    return found
+
+
 def specifications(kind: str, args: argparse.Namespace, seed: int) -> list[tuple[str, str]]:
     """(split specification, what is held out) for one seed."""
     if kind == "by_device":
@@ -119,7 +139,7 @@ def score_models(
                 key = {"split": kind, "held_out": held, "seed": seed, "model": name}
                 if results.find(**key) is not None:
                     continue
-                options = {"config": config} if name == "ours" else {}
+                options = {"config": config} if name == "ours" else args.baselines.get(name, {})
                 model = make_model(name, seed, **options)
                 (found,) = evaluate_models([model], data, split).values()
                 trained = model.predictor_ if isinstance(model, CdmppModel) else None
@@ -169,7 +189,7 @@ def score_few_shot(
                         spec = next(row["spec"] for row in results.rows if key.items() <= row.items())
                         for name in [m for m in args.models if m != "ours"]:
                             if results.find(**key, model=name) is None:
-                                model = make_model(name, seed)
+                                model = make_model(name, seed, **args.baselines.get(name, {}))
                                 (found,) = evaluate_models([model], data, split_data(spec, data)).values()
                                 keep(results, {**found["overall"], "spec": spec}, **key, model=name)
 
@@ -205,6 +225,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--data", nargs="+", default=["data"], metavar="DIR")
     parser.add_argument("--config", default="configs/cpu.yaml", help="of our predictor")
+    parser.add_argument(
+        "--found",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="best.yaml of searches for baselines",
+    )
+    parser.add_argument(
+        "--network-seconds",
+        type=float,
+        metavar="S",
+        help="most that a baseline's network trains (default: no limit)",
+    )
     parser.add_argument("--splits", nargs="+", default=list(SPLITS), choices=SPLITS)
     parser.add_argument(
         "--models", nargs="+", default=list(MODEL_NAMES), choices=MODEL_NAMES + COMPILED_NAMES
@@ -225,6 +259,7 @@ def main() -> int:
     args = parser.parse_args()
 
     config = load_config(args.config)
+    args.baselines = baseline_options(args.found, config.train.epochs, args.network_seconds)
     data = gather(args.data, config.data)
     args.devices = args.devices or sorted(data.devices)
     if set(args.devices) - set(data.devices):
@@ -234,6 +269,7 @@ def main() -> int:
         "records": len(data),
         "devices": sorted(data.devices),
         "config": config.model_dump(mode="json"),
+        "baselines": args.baselines,
         "machine": platform.processor() or platform.machine(),
         "versions": {
             name: metadata.version(name) for name in ("cdmpp", "torch", "xgboost-cpu", "scikit-learn")

@@ -28,7 +28,7 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default="ours",
-        choices=("ours", "xgboost-perstore", "xgboost-ast", "lstm", "released"),
+        choices=("ours", "xgboost-perstore", "xgboost-ast", "xgboost-ast-codegen", "lstm", "released"),
         help="whose hyper-parameters (default: ours)",
     )
 

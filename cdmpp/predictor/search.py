@@ -33,7 +33,9 @@ SUMMARY_FILE = "summary.json"
 BEST_FILE = "best.yaml"
 
 #: Models that have a search space.
-SEARCHED_MODELS: tuple[str, ...] = ("ours", "xgboost-perstore", "xgboost-ast", "lstm", "released")
+SEARCHED_MODELS: tuple[str, ...] = (
+    "ours", "xgboost-perstore", "xgboost-ast", "xgboost-ast-codegen", "lstm", "released",
+)  # fmt: skip
 
 #: Trials drawn at random before TPE takes over, and trials that must have reached an epoch before one is pruned there.
 _RANDOM_TRIALS = 10
@@ -76,7 +78,7 @@ def search_space(model: str) -> dict[str, BaseDistribution]:
             "model.layers": Int(1, 5),
             "model.heads": Choice([2, 4, 8]),
             "model.ffn_dim": Choice([128, 256, 512]),
-            "model.dropout": Float(0.0, 0.2),
+            "model.dropout": Float(0.0, 0.4),
             "model.pooling": Choice(["sum", "mean", "attention"]),
             "model.device": Choice(["film", "token"]),
             "model.decoder_dim": Choice([128, 256, 512]),
@@ -101,7 +103,7 @@ def search_space(model: str) -> dict[str, BaseDistribution]:
             "train.learning_rate": Float(1e-5, 1e-3, log=True),
             "sizes.dropout": Float(0.0, 0.3),
         }
-    if model in ("xgboost-perstore", "xgboost-ast"):
+    if model.startswith("xgboost-") and model in SEARCHED_MODELS:
         return {
             "params.max_depth": Int(4, 12),
             "params.eta": Float(0.01, 0.3, log=True),

@@ -1,0 +1,33 @@
+"""What ``benchmarks/accuracy.py`` takes from searches for the baselines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.accuracy import baseline_options
+from cdmpp.predictor.baselines import make_model
+
+
+def test_baselines_get_what_searches_found(tmp_path: Path) -> None:
+    trees, network = tmp_path / "trees.yaml", tmp_path / "lstm.yaml"
+    trees.write_text("name: xgboost-ast\nseed: 5\nthreads: 3\nparams: {max_depth: 11}\n")
+    network.write_text("name: lstm\nseed: 5\nhidden: 64\ntrain: {epochs: 2, learning_rate: 0.004}\n")
+    options = baseline_options([trees, network], epochs=7, network_seconds=90)
+    assert make_model("xgboost-ast", 1, **options["xgboost-ast"])._params["max_depth"] == 11
+    assert "seed" not in options["xgboost-ast"], "the seed is that of the run"
+    lstm = make_model("lstm", 1, **options["lstm"])
+    assert (lstm.train.epochs, lstm.train.learning_rate, lstm.train.seed) == (7, 0.004, 1)
+    assert lstm.max_seconds == make_model("released", 1, **options["released"]).max_seconds == 90
+    assert "xgboost-perstore" not in options
+
+
+def test_without_any_the_defaults_stay() -> None:
+    assert not any(baseline_options([], epochs=7, network_seconds=None).values())
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "cpu.yaml").write_text("model: {dim: 64}\n")
+    with pytest.raises(SystemExit, match=r"cpu.yaml is not a best.yaml of a baseline"):
+        baseline_options([tmp_path / "cpu.yaml"], epochs=1, network_seconds=None)
