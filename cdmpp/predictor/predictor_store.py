@@ -35,6 +35,7 @@ def save_predictor(predictor: Predictor, folder: Path) -> None:
 
     import cdmpp
     from cdmpp.predictor.checkpoint import save_tensors
+    from cdmpp.profiler.codegen import COUNTING_VERSION
 
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"network.{k}": v for k, v in predictor.network.state_dict().items()}
@@ -57,6 +58,7 @@ def save_predictor(predictor: Predictor, folder: Path) -> None:
         "cdmpp_version": getattr(cdmpp, "__version__", "unknown"),
         "model": predictor.network.config.model_dump(mode="json"),
         "encoder": predictor.encoder.to_json(),
+        "counting_version": COUNTING_VERSION,
         "label_transform": predictor.transform.to_json(),
         "devices": {name: _to_json(vector) for name, vector in predictor.devices.items()},
         "specs": {name: device.to_json() for name, device in predictor.specs.items()},
@@ -101,6 +103,7 @@ def _check_features(state: Mapping[str, Any], folder: Path) -> None:
     from cdmpp.device import DEVICE_FEATURES
     from cdmpp.predictor.instruction_time import CODE_FEATURES
     from cdmpp.predictor.pair_features import PAIR_FEATURES
+    from cdmpp.profiler.codegen import COUNTING_VERSION
     from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURES
 
     encoder = state.get("encoder")
@@ -116,6 +119,11 @@ def _check_features(state: Mapping[str, Any], folder: Path) -> None:
             raise FeatureMismatchError(
                 f"{folder}: trained on {part} features {names}, this cdmpp computes {list(known)}"
             )
+    counting = state.get("counting_version", 1)
+    if encoder.get("code_features") and counting != COUNTING_VERSION:
+        raise FeatureMismatchError(
+            f"{folder}: trained on instructions counted by version {counting}, this cdmpp counts by {COUNTING_VERSION}"
+        )
 
 
 def _build(state: Mapping[str, Any], folder: Path) -> Predictor:

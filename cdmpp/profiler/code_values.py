@@ -4,9 +4,9 @@ Value numbering over the blocks of a function (Aho, Lam, Sethi, Ullman: Compiler
 or something unknown plus a constant. What a loop changes is unknown anew in each of its rounds, so that the state at the end of
 a round says by how much a counter changes. Branches whose condition is known are followed one way only.
 
-The body of a TVM parallel loop is taken to be run by a single task, number 0 of 1: then its share is all of the loop. Buffers are
-taken not to overlap: where LLVM asks whether each begins before the other ends, so as to run a loop without SIMD if they do, the
-answer is no.
+The body of a TVM parallel loop is taken to be run by a single task, number 0 of 1: then its share is all of the loop. Buffers
+are taken not to overlap: where LLVM asks whether each begins before the other ends, so as to run a loop without SIMD if they
+do, the answer is no.
 
 x86 only, in GNU objdump's AT&T syntax, as :mod:`cdmpp.profiler.codegen`.
 """
@@ -378,6 +378,10 @@ def _sum(left: Value, right: Value, sign: int, at: int) -> Value:
     return _result(at)
 
 
+def _compares_addresses(flags: Flags, condition: str) -> bool:
+    return flags.kind == "cmp" and condition in _UNSIGNED and None not in (flags.left[0], flags.right[0])
+
+
 def _computed(operation: str, values: Sequence[Value], bits: int, at: int) -> Value:
     """Result of an operation whose operands, the one that it writes last, have these values."""
     unknown = _result(at)
@@ -506,9 +510,8 @@ def _moved(
         return _read(operands[0] if holds else operands[-1], state, at, bits)
     if operation.startswith("set"):
         holds = flags.hold(operation[3:]) if flags is not None and operation[3:] in OPPOSITE else None
-        if holds is None and flags is not None and flags.kind == "cmp" and operation[3:] in _UNSIGNED:
-            if None not in (flags.left[0], flags.right[0]):
-                return (_SIDE, at), 0
+        if holds is None and flags is not None and _compares_addresses(flags, operation[3:]):
+            return (_SIDE, at), 0
         return unknown if holds is None else (None, int(holds))
     if operation.startswith("mov") and len(operands) == 2 and "mm" not in operands[0]:
         source = operands[0].lstrip("%")

@@ -49,6 +49,8 @@ CODEGEN_FEATURES: tuple[str, ...] = (
     "loop_chain",
     "loop_entries",
 )
+#: Of the reading: what columns of one name mean differs between versions. 2: branches that a counter decides, overlap checks.
+COUNTING_VERSION = 2
 #: Cycles for which an instruction of a kind keeps a unit of a generic core busy: arithmetic, loads, stores, shuffles.
 _UNITS: tuple[dict[str, float], ...] = (
     {f"{kind}_{width}": 0.5 for kind in ("fma", "fp") for width in "zyxs"},

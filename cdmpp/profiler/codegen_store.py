@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from cdmpp.dataset.parquet import read_parquet, write_parquet
 from cdmpp.errors import CdmppError, DatasetError
 from cdmpp.profiler.build import BuildJob, ObjectCache, code_key, compile_to_shared_object
-from cdmpp.profiler.codegen import CODEGEN_FEATURES, codegen_features
+from cdmpp.profiler.codegen import CODEGEN_FEATURES, COUNTING_VERSION, codegen_features
 
 if TYPE_CHECKING:
     from cdmpp.dataset import DatasetView
@@ -46,13 +46,18 @@ def save_codegen(path: Path, counts: Mapping[tuple[str, str], NDArray[np.float32
     keys = sorted(counts)
     rows = np.array([counts[key] for key in keys], dtype=np.float32).reshape(-1, len(CODEGEN_FEATURES))
     names = [program for program, _ in keys], [code for _, code in keys]
-    write_parquet(path, pa.table([*names, *rows.T], schema=_schema()))
+    write_parquet(path, pa.table([*names, *rows.T], schema=_schema()), counting_version=COUNTING_VERSION)
 
 
 def load_codegen(path: Path) -> Counts:
-    """Read counts; DatasetError if the file is missing, damaged or has other columns."""
+    """Read counts; DatasetError if the file is missing, damaged, has other columns or was counted by another version."""
     try:
-        table, _ = read_parquet(path, _schema())
+        table, note = read_parquet(path, _schema())
+        version = note.get("counting_version", 1)
+        if version != COUNTING_VERSION:
+            raise DatasetError(
+                f"{path} was counted by version {version}, this cdmpp counts by {COUNTING_VERSION}"
+            )
     except DatasetError as error:
         raise DatasetError(f"{error}; delete it, and cdmpp codegen {path.parent} counts anew") from error
     rows = np.stack([table.column(name).to_numpy() for name in CODEGEN_FEATURES], axis=1).astype(np.float32)

@@ -239,7 +239,9 @@ def _block_runs(counter: _Counter, trips: list[float | None], left_by: list[int 
         for after in values.taken[block]:
             if after in runs:  # back to a header
                 continue
-            coming[after] = coming.get(after, 0.0) + _flow(counter, trips, left_by, block, after) * runs[block]
+            coming[after] = (
+                coming.get(after, 0.0) + _flow(counter, trips, left_by, block, after) * runs[block]
+            )
     return runs
 
 

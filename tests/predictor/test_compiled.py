@@ -95,6 +95,9 @@ def test_saved_and_loaded_it_is_the_same(trained, counted, tmp_path: Path):
         trained.predictor.compiled_calibration.half_width("slow", 0.8)
     )
     state = json.loads((tmp_path / "predictor.json").read_text())
+    (tmp_path / "predictor.json").write_text(json.dumps({**state, "counting_version": 1}))
+    with pytest.raises(PredictorError, match="counted by version 1"):
+        Predictor.load(tmp_path)
     state["encoder"]["code_features"][0] = "another"
     (tmp_path / "predictor.json").write_text(json.dumps(state))
     with pytest.raises(PredictorError, match="code features"):

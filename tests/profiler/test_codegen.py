@@ -14,7 +14,14 @@ from cdmpp.dataset.parquet import write_parquet
 from cdmpp.dataset.record import Record
 from cdmpp.errors import DatasetError, ProfilerError
 from cdmpp.profiler.build import ObjectCache, code_key, compile_to_shared_object
-from cdmpp.profiler.codegen import CODEGEN_FEATURES, codegen_features, count, kinds_of, parse_disassembly
+from cdmpp.profiler.codegen import (
+    CODEGEN_FEATURES,
+    COUNTING_VERSION,
+    codegen_features,
+    count,
+    kinds_of,
+    parse_disassembly,
+)
 from cdmpp.profiler.codegen_store import collect_codegen, load_codegen, save_codegen
 from cdmpp.program.space import Rebuilder
 from tests.profiler.programs import matmul_task, sampled
@@ -136,6 +143,9 @@ def test_counts_of_another_version_are_refused(tmp_path: Path) -> None:
     table = pq.read_table(path)
     write_parquet(path, table.drop_columns(["run_all", "unknown_loops"]))
     with pytest.raises(DatasetError, match=r"lacks 2 columns.*run_all first.*cdmpp codegen"):
+        load_codegen(path)
+    write_parquet(path, table)  # the same columns, of which nobody says how they were counted
+    with pytest.raises(DatasetError, match=rf"version 1, this cdmpp counts by {COUNTING_VERSION}; delete it"):
         load_codegen(path)
 
 

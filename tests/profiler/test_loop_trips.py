@@ -232,9 +232,7 @@ jne 20 <f+0x20>
     ("condition", "kept"), [("e", 9), ("ne", 1), ("b", 8), ("ae", 2), ("be", 7), ("a", 3), ("l", 8), ("g", 3)]
 )
 def test_a_branch_on_a_counter_is_taken_in_the_rounds_that_say_so(condition: str, kept: int) -> None:
-    counts = dict(
-        zip(CODEGEN_FEATURES, count([_code(PADDED.replace("CONDITION", condition))]), strict=True)
-    )
+    counts = dict(zip(CODEGEN_FEATURES, count([_code(PADDED.replace("CONDITION", condition))]), strict=True))
     assert counts["run_fma_z"] == pytest.approx(kept)
 
 
