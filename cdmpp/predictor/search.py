@@ -145,8 +145,8 @@ def search(
 ) -> SearchResult:
     """Search for the hyper-parameters with the lowest MAPE on the validation part.
 
-    Labels of the test part are blanked first, so nothing can look at them. Of ours the first trial is the configuration as it
-    is, so that what is found is no worse.
+    Labels of the test part are blanked first, so nothing can look at them. The first trial is the model as it is (ours: the
+    configuration), so that what is found is no worse; what lies outside of the space is drawn in its place.
 
     Parameters
     ----------
@@ -175,6 +175,8 @@ def search(
     """
     if trials < 1:
         raise PredictorError(f"a search needs at least one trial, got {trials}")
+    from cdmpp.predictor.baselines import make_model
+
     space = search_space(model)
     out = Path(out)
     if not resume and (out / STORAGE_FILE).exists():
@@ -182,8 +184,9 @@ def search(
     data, split = _known_data(config, datasets)
     study = _open_study(out, config, model, space, data, split)
     options = _options(model, data, split)
-    if model == "ours" and not study.trials:
-        study.enqueue_trial(own_values(config, space))
+    if not study.trials:
+        start = config if model == "ours" else make_model(**trial_options(config, model, {}))
+        study.enqueue_trial(own_values(start, space))
 
     def result() -> SearchResult:
         return _result(study, config, model, space, split)
@@ -204,16 +207,19 @@ def search(
     return done
 
 
-def own_values(config: Config, space: Mapping[str, BaseDistribution]) -> dict[str, Any]:
-    """What a configuration has for the options of a space, but for values that lie outside of it."""
-    content = config.model_dump(mode="json")
+def own_values(holder: Any, space: Mapping[str, BaseDistribution]) -> dict[str, Any]:
+    """What a configuration or a model has for the options of a space, but for values that lie outside of it or are not told."""
     values: dict[str, Any] = {}
     for name, distribution in space.items():
-        value: Any = content
+        value: Any = holder
         for key in name.split("."):
-            value = value[key]
+            value = value.get(key) if isinstance(value, Mapping) else getattr(value, key)
         choices = getattr(distribution, "choices", None)
-        if value in choices if choices is not None else distribution.low <= value <= distribution.high:  # type: ignore[attr-defined]
+        if choices is not None:
+            inside = value in choices
+        else:
+            inside = value is not None and distribution.low <= value <= distribution.high  # type: ignore[attr-defined]
+        if inside:
             values[name] = value
     return values
 

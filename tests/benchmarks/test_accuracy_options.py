@@ -15,7 +15,7 @@ def test_baselines_get_what_searches_found(tmp_path: Path) -> None:
     trees.write_text("name: xgboost-ast\nseed: 5\nthreads: 3\nparams: {max_depth: 11}\n")
     network.write_text("name: lstm\nseed: 5\nhidden: 64\ntrain: {epochs: 2, learning_rate: 0.004}\n")
     options = baseline_options([trees, network], epochs=7, network_seconds=90)
-    assert make_model("xgboost-ast", 1, **options["xgboost-ast"])._params["max_depth"] == 11
+    assert make_model("xgboost-ast", 1, **options["xgboost-ast"]).params["max_depth"] == 11
     assert "seed" not in options["xgboost-ast"], "the seed is that of the run"
     lstm = make_model("lstm", 1, **options["lstm"])
     assert (lstm.train.epochs, lstm.train.learning_rate, lstm.train.seed) == (7, 0.004, 1)

@@ -167,7 +167,7 @@ def test_released_cuts_longer_programs_and_says_how_many(data, split, caplog):
 def test_models_by_name(config):
     assert make_model("ours", 7, config=config)._config.train.seed == 7
     assert make_model("xgboost-perstore").name == "xgboost-perstore"
-    assert make_model("xgboost-ast", 5, rounds=3)._params["seed"] == 5
+    assert make_model("xgboost-ast", 5, rounds=3).params["seed"] == 5
     assert make_model("task-median").name == "task_median"
     model = make_model("lstm", 2, hidden=8, train={"epochs": 3}, loss={"mape_weight": 0.7})
     assert (model.train.seed, model.train.epochs, model.loss.mape_weight, model.hidden) == (2, 3, 0.7, 8)

@@ -39,7 +39,7 @@ def small(config):
 
 @pytest.fixture()
 def scripted(monkeypatch):
-    """Replaces all models by one whose fit is a function of the trial's number."""
+    """Replaces all models that are fitted by one whose fit is a function of the trial's number."""
 
     def use(fit):
         count = iter(range(1000))
@@ -53,7 +53,10 @@ def scripted(monkeypatch):
                 super().fit(data, split)
                 fit(next(count), self)
 
-        monkeypatch.setattr("cdmpp.predictor.baselines.make_model", lambda progress, **_: Scripted(progress))
+        def made(progress=None, **options):
+            return make_model(**options) if progress is None else Scripted(progress)
+
+        monkeypatch.setattr("cdmpp.predictor.baselines.make_model", made)
 
     return use
 
@@ -78,7 +81,7 @@ def test_the_best_values_of_a_baseline_make_that_model(data, small, tmp_path):
     options = yaml.safe_load((tmp_path / "best.yaml").read_text())
     assert options == result.best and options["name"] == "xgboost-ast"
     model = make_model(**options)
-    assert model._params["max_depth"] == result.summary["best"]["values"]["params.max_depth"]
+    assert model.params["max_depth"] == result.summary["best"]["values"]["params.max_depth"]
 
 
 @pytest.mark.parametrize("name", SEARCHED_MODELS)
@@ -234,6 +237,20 @@ def test_the_first_trial_is_the_configuration_itself_where_the_space_holds_it(
     assert values["model.dim"] == 96 and values["train.ema_decay"] == config.train.ema_decay
     found = search(config, data, tmp_path / "s", trials=1).summary["trials"][0]["values"]
     assert values.items() <= found.items()
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"), [("lstm", "hidden", 128), ("released", "train.batch_size", 600)]
+)
+def test_a_baseline_starts_with_what_it_has(data, small, tmp_path, scripted, name, option, value) -> None:
+    scripted(lambda number, model: None)
+    (first,) = search(small, data, tmp_path / "s", trials=1, model=name).summary["trials"]
+    assert first["values"][option] == value
+
+
+def test_trees_start_with_what_they_have(data, small, tmp_path) -> None:
+    (first,) = search(small, data, tmp_path, trials=1, model="xgboost-ast").summary["trials"]
+    assert (first["values"]["params.eta"], first["values"]["params.max_depth"]) == (0.05, 8)
 
 
 def test_values_outside_of_the_space_are_left_to_the_search(small) -> None:

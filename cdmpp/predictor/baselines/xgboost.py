@@ -22,6 +22,7 @@ _DEFAULT_PARAMS: dict[str, Any] = {
     "subsample": 0.8,
     "colsample_bytree": 0.5,
     "min_child_weight": 2.0,
+    "lambda": 1.0,
     "tree_method": "hist",
     "objective": "reg:squarederror",
 }
@@ -45,6 +46,11 @@ class XGBoostModel(LatencyModel):
         Most boosting rounds, and rounds without a better validation error before it stops.
     seed, threads
         Of XGBoost.
+
+    Attributes
+    ----------
+    params
+        The parameters that XGBoost is given.
     """
 
     def __init__(
@@ -64,7 +70,7 @@ class XGBoostModel(LatencyModel):
         self.name = f"xgboost-{features}"
         self._features = features
         self._vectors: dict[str, NDArray[np.float32]] = dict(vectors or {})
-        self._params = {**_DEFAULT_PARAMS, **(params or {}), "seed": seed, "nthread": threads}
+        self.params: dict[str, Any] = {**_DEFAULT_PARAMS, **(params or {}), "seed": seed, "nthread": threads}
         self._rounds, self._patience = rounds, patience
 
     def fit(self, data: TrainingData, split: Split) -> None:
@@ -72,7 +78,7 @@ class XGBoostModel(LatencyModel):
 
         train, valid = (self._matrix(data, np.asarray(rows)) for rows in (split.train, split.valid))
         self.booster_ = xgb.train(
-            self._params,
+            self.params,
             train,
             num_boost_round=self._rounds,
             evals=[(valid, "valid")],
