@@ -60,9 +60,7 @@ def show_search(console: Console, summary: Mapping[str, Any]) -> None:
     from rich.table import Table
 
     lines = summary["trials"]
-    complete = sorted(
-        (line for line in lines if line["state"] == "complete"), key=lambda line: line["valid_mape"]
-    )
+    complete = sorted((line for line in lines if line["state"] == "complete"), key=lambda line: line["value"])
     table = Table(title=f"{summary['model']}, {summary['split']}: validation MAPE of the best trials")
     for name in ("trial", "MAPE", "time", "values"):
         table.add_column(name, justify="left" if name == "values" else "right")
@@ -86,7 +84,8 @@ def _text(line: Mapping[str, Any]) -> str:
 
 
 def _mape(line: Mapping[str, Any]) -> str:
-    return "-" if line["valid_mape"] is None else f"{100 * line['valid_mape']:.1f} %"
+    errors = [line[name] for name in ("valid_mape", "valid_mape_compiled") if line[name] is not None]
+    return ", ".join(f"{100 * error:.1f} %" for error in errors) or "-"
 
 
 def _values(values: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from cdmpp.errors import PredictorError, ProfilerError
 from cdmpp.predictor import Predictor, evaluate
 from cdmpp.predictor.compiled import instruction_counts
 from cdmpp.predictor.run import prepare, train
+from cdmpp.predictor.search import search
 from cdmpp.predictor.splitting import split_data
 from cdmpp.profiler.build import code_key
 from cdmpp.profiler.codegen import CODEGEN_FEATURES
@@ -196,3 +197,12 @@ def test_what_does_not_compile_is_told_and_predicted_without(monkeypatch, caplog
     func = te.create_prim_func([a, te.compute((8,), lambda i: a[i] * 2.0, name="b")])
     rows = instruction_counts([func], get_device("xeon-cascadelake-2.5ghz@1"))
     assert np.isnan(rows).all() and "cannot select" in caplog.text
+
+
+def test_a_search_judges_both_decoders(counted, config, tmp_path: Path):
+    result = search(options(config, epochs=1), counted, tmp_path, trials=2)
+    for line in result.summary["trials"]:
+        told, untold = line["valid_mape_compiled"], line["valid_mape"]
+        assert told != untold and line["value"] == pytest.approx((told * untold) ** 0.5)
+    assert result.summary["best"] == min(result.summary["trials"], key=lambda line: line["value"])
+    assert "told the compiled code" in (tmp_path / "best.yaml").read_text()
