@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import optuna
@@ -256,3 +257,24 @@ def test_trees_start_with_what_they_have(data, small, tmp_path) -> None:
 def test_values_outside_of_the_space_are_left_to_the_search(small) -> None:
     odd = small.model_copy(update={"model": small.model.model_copy(update={"dim": 24, "dropout": 0.9})})
     assert {"model.dim", "model.dropout"}.isdisjoint(own_values(odd, search_space("ours")))
+
+
+@pytest.mark.parametrize(("config", "besides"), [
+    ("demo", set()), ("cpu", {"train.ema_decay"}), ("default", {"train.ema_decay"}),
+])  # fmt: skip
+def test_what_the_search_found_is_what_ships(config: str, besides: set[str]) -> None:
+    """Longer trainings average the weights over longer."""
+    best = json.loads(Path("configs/search/ours.json").read_text())["best"]["values"]
+    ships = own_values(load_config(f"configs/{config}.yaml"), search_space("ours"))
+    assert {k: v for k, v in ships.items() if k not in besides} == {
+        k: v for k, v in best.items() if k not in besides
+    }
+
+
+@pytest.mark.parametrize("name", ["xgboost-perstore", "xgboost-ast", "xgboost-ast-codegen", "lstm"])
+def test_what_searches_found_for_baselines_makes_them(name: str) -> None:
+    options = yaml.safe_load(Path(f"configs/search/{name}.yaml").read_text())
+    summary = f"configs/search/{name}.json".replace("xgboost-ast.json", "xgboost-ast-codegen.json")
+    best = json.loads(Path(summary).read_text())["best"]["values"]
+    assert options["name"] == name
+    assert own_values(make_model(**options), search_space(name)) == best
