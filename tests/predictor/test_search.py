@@ -260,10 +260,10 @@ def test_values_outside_of_the_space_are_left_to_the_search(small) -> None:
 
 
 @pytest.mark.parametrize(("config", "besides"), [
-    ("demo", set()), ("cpu", {"train.ema_decay"}), ("default", {"train.ema_decay"}),
+    ("demo", set()), ("cpu", {"train.ema_decay"}), ("default", {"train.ema_decay", "loss.mape_weight"}),
 ])  # fmt: skip
 def test_what_the_search_found_is_what_ships(config: str, besides: set[str]) -> None:
-    """Longer trainings average the weights over longer."""
+    """Longer trainings average the weights over longer; with GPUs' records another weight of MAPE is better."""
     best = json.loads(Path("configs/search/ours.json").read_text())["best"]["values"]
     ships = own_values(load_config(f"configs/{config}.yaml"), search_space("ours"))
     assert {k: v for k, v in ships.items() if k not in besides} == {
