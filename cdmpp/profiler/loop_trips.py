@@ -77,6 +77,7 @@ class _Counter:
 
     values: CodeValues
     found: dict[int, tuple[int | None, int | None]] = field(default_factory=dict)
+    parts: dict[int, float | None] = field(default_factory=dict)
 
     def count(self, number: int) -> tuple[int | None, int | None]:
         """How often a loop runs each time it is entered, 0 if it never is, and the block that tells; None where the code does
@@ -134,6 +135,11 @@ class _Counter:
     def part_taken(self, block: int) -> float | None:
         """Part of the times that the jump at the end of a block is taken, where the counter of a loop around it decides; None
         where that is not known."""
+        if block not in self.parts:  # asked for both ways that the jump leads
+            self.parts[block] = self._part_taken(block)
+        return self.parts[block]
+
+    def _part_taken(self, block: int) -> float | None:
         graph, flags = self.values.graph, self.values.flags[block]
         condition = graph.function[graph.blocks[block][1]][1][1:]
         number = graph.loop_of[block]
