@@ -62,7 +62,8 @@ def test_weights_depend_on_the_seed_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["squeezenet", "mobilenet_v3", "shufflenet_v2", "dlrm", "gcn", "gru", "unet", "espcn"]
+    "name",
+    ["squeezenet", "mobilenet_v3", "shufflenet_v2", "dlrm", "gcn", "gru", "unet", "espcn", "regnet_y_400mf"],
 )
 def test_networks_run(name: str) -> None:
     import torch
@@ -87,6 +88,8 @@ def test_parameter_counts_are_the_published_ones() -> None:
         "shufflenet_v2": 2.28e6,
         "densenet121": 7.98e6,
         "squeezenet": 1.24e6,
+        "regnet_y_400mf": 4.34e6,
+        "mobilevit_xxs": 1.27e6,
     }
     for name, expected in published.items():
         count = sum(parameter.numel() for parameter in zoo_entry(name).build().parameters())

@@ -134,3 +134,18 @@ def segformer_b0() -> nn.Module:
 
     config = _config(SegformerConfig, num_labels=150)
     return _Wrapped(SegformerForSemanticSegmentation(config), ("pixel_values",), _logits)
+
+
+def mobilevit_xxs() -> nn.Module:
+    """MobileViT-XXS (Mehta 2021): inverted residuals with SiLU, transformers over unfolded patches."""
+    from transformers import MobileViTConfig, MobileViTForImageClassification
+
+    config = _config(
+        MobileViTConfig,
+        image_size=256,
+        hidden_sizes=[64, 80, 96],
+        neck_hidden_sizes=[16, 16, 24, 48, 64, 80, 320],
+        expand_ratio=2.0,
+        num_labels=1000,
+    )
+    return _Wrapped(MobileViTForImageClassification(config), ("pixel_values",), _logits)

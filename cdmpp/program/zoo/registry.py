@@ -116,6 +116,7 @@ _ENTRIES: tuple[ZooEntry, ...] = (
     _entry("resnet18", "resnet", "ResNet-18", _image(), "residual:resnet18"),
     _entry("resnet50", "resnet", "ResNet-50", _image(), "residual:resnet50"),
     _entry("resnext50", "resnet", "ResNeXt-50 32x4d", _image(), "residual:resnext50"),
+    _entry("regnet_y_400mf", "regnet", "RegNetY-400MF", _image(), "residual:regnet_y_400mf"),
     _entry("mobilenet_v2", "depthwise", "MobileNet V2", _image(), "mobile:mobilenet_v2"),
     _entry("mobilenet_v3", "depthwise", "MobileNet V3 small", _image(), "mobile:mobilenet_v3_small"),
     _entry("efficientnet_b0", "depthwise", "EfficientNet-B0", _image(), "mobile:efficientnet_b0"),
@@ -123,6 +124,7 @@ _ENTRIES: tuple[ZooEntry, ...] = (
     _entry("densenet121", "densenet", "DenseNet-121", _image(), "branched:densenet121"),
     _entry("googlenet", "inception", "GoogLeNet", _image(), "branched:googlenet"),
     _entry("inception_v3", "inception", "Inception V3", _image(299), "branched:inception_v3"),
+    _entry("mobilevit_xxs", "mobilevit", "MobileViT-XXS", _image(256), "hf:mobilevit_xxs"),
     _entry("convnext_tiny", "convnext", "ConvNeXt-T", _image(), "hf:convnext_tiny"),
     _entry(
         "vit_tiny",

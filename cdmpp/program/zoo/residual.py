@@ -1,11 +1,11 @@
-"""Residual networks: ResNet (He 2015), ResNeXt (Xie 2016) and ResNet-3D for video (Tran 2017)."""
+"""Residual networks: ResNet (He 2015), ResNeXt (Xie 2016), RegNet (Radosavovic 2020), ResNet-3D (Tran 2017)."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from cdmpp.program.zoo.layers import ConvNormAct, Head
+from cdmpp.program.zoo.layers import ConvNormAct, Head, SqueezeExcite
 
 
 class _Basic(nn.Module):
@@ -73,6 +73,33 @@ def resnet50() -> nn.Module:
 def resnext50() -> nn.Module:
     """ResNeXt-50 32x4d: ResNet-50 with grouped convolutions."""
     return _resnet(_Bottleneck, (3, 4, 6, 3), groups=32, group_width=4)
+
+
+class _RegNetY(nn.Module):
+    def __init__(self, channels_in: int, width: int, stride: int, group_width: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            ConvNormAct(channels_in, width, 1),
+            ConvNormAct(width, width, 3, stride, groups=width // group_width),
+            SqueezeExcite(width, round(channels_in / 4)),
+            ConvNormAct(width, width, 1, act=None),
+        )
+        self.shortcut = _shortcut(channels_in, width, stride)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.body(x) + self.shortcut(x))
+
+
+def regnet_y_400mf() -> nn.Module:
+    """RegNetY-400MF: grouped convolutions of 8 channels, squeeze-and-excite with a sigmoid gate."""
+    layers: list[nn.Module] = [ConvNormAct(3, 32, 3, 2)]
+    channels = 32
+    for width, depth in ((48, 1), (104, 3), (208, 6), (440, 6)):
+        for index in range(depth):
+            layers.append(_RegNetY(channels, width, 2 if index == 0 else 1, group_width=8))
+            channels = width
+    layers.append(Head(channels))
+    return nn.Sequential(*layers)
 
 
 class _Basic3d(nn.Module):
