@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 #: Version of what is described above; another is refused.
-BUNDLE_VERSION = 1
+BUNDLE_VERSION = 2
 _NOTE = "bundle.json"
 #: Kernels of neighbouring programs are alike: one page holds many of them.
 _PAGE_BYTES = 1 << 24

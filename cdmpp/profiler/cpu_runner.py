@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from cdmpp.profiler.build import ArgSpec, Built
+from cdmpp.profiler.contents import index_bound, integer_range
 from cdmpp.profiler.sentinel import Sentinel
 from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.profiler.workers import requests
@@ -90,13 +91,13 @@ class BatchDone:
     scheduler: str
 
 
-def _fill(shape: tuple[int, ...], dtype: str, index_bound: int, rng: np.random.Generator) -> np.ndarray:
-    """Random contents: positive floats away from zero and denormals; integers that are valid indices."""
+def _fill(shape: tuple[int, ...], dtype: str, bound: int, rng: np.random.Generator) -> np.ndarray:
+    """Random contents: positive floats away from zero and denormals; integers as :mod:`cdmpp.profiler.contents` says."""
     kind = np.dtype(dtype).kind if dtype != "bfloat16" else "f"
     if kind == "b":
         return rng.integers(0, 2, shape).astype(bool)
     if kind in "iu":
-        return rng.integers(0, max(1, index_bound), shape).astype(dtype)
+        return rng.integers(*integer_range(dtype, bound), shape).astype(dtype)
     values = rng.random(shape, dtype=np.float32)
     values *= 0.9
     values += 0.1
@@ -116,8 +117,7 @@ class _Arguments:
         if specs in self._cache:
             self._cache.move_to_end(specs)
             return self._cache[specs][1]
-        floats = [extent for shape, dtype in specs if "float" in dtype for extent in shape]
-        bound = min([127, *floats]) if floats else 127
+        bound = index_bound(specs)
         size = sum(int(np.prod(shape)) * 8 for shape, _ in specs)
         while self._cache and sum(s for s, _ in self._cache.values()) + size > _ARGUMENT_CACHE_BYTES:
             self._cache.popitem(last=False)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.profiler.bundle import Reference
+from cdmpp.profiler.contents import index_bound, integer_range
 from cdmpp.profiler.cuda_program import BufferSpec
 
 #: Values kept of each output.
@@ -37,14 +38,8 @@ def places(size: int) -> NDArray[np.int64]:
     return np.unique(np.linspace(0, size - 1, min(size, _PLACES)).astype(np.int64))
 
 
-def index_bound(params: Sequence[BufferSpec]) -> int:
-    """Integers below this are valid indices into whatever the float parameters are."""
-    extents = [n for shape, dtype in params if "float" in dtype for n in shape]
-    return max(1, min([127, *extents]))
-
-
 def reference_inputs(params: Sequence[BufferSpec], seed: int) -> list[NDArray[Any]]:
-    """Contents of all parameters: floats in [0.1, 1), integers that are valid indices.
+    """Contents of all parameters: floats in [0.1, 1), integers as :mod:`cdmpp.profiler.contents` says.
 
     ``RandomState`` because its numbers are the same in every version of NumPy.
     """
@@ -55,7 +50,7 @@ def reference_inputs(params: Sequence[BufferSpec], seed: int) -> list[NDArray[An
         if dtype == "bool":
             arrays.append(rng.randint(0, 2, shape).astype(bool))
         elif "int" in dtype:
-            arrays.append(rng.randint(0, bound, shape).astype(dtype))
+            arrays.append(rng.randint(*integer_range(dtype, bound), shape).astype(dtype))
         else:
             arrays.append((rng.random_sample(shape) * 0.9 + 0.1).astype(dtype))
     return arrays

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler.bundle import BundledProgram
-from cdmpp.profiler.cuda_check import index_bound
+from cdmpp.profiler.contents import index_bound, integer_range
 from cdmpp.profiler.cuda_gpu import GpuFacts, GpuFault, GpuState
 from cdmpp.profiler.cuda_program import BufferSpec, CudaProgram, buffer_bytes
 from cdmpp.profiler.cuda_share import make_partitions
@@ -278,7 +278,8 @@ class CupyGpu:
         if dtype == "bool":
             values = rng.randint(0, 2, length, dtype=cupy.int32).astype(cupy.bool_)
         elif bound:
-            values = rng.randint(0, int(bound), length // np.dtype(dtype).itemsize).astype(dtype)
+            low, high = integer_range(dtype, int(bound))
+            values = rng.randint(low, high, length // np.dtype(dtype).itemsize).astype(dtype)
         elif dtype == "bfloat16":
             whole = rng.random_sample(length // 2).astype(cupy.float32) * 0.9 + 0.1
             values = (whole.view(cupy.uint32) >> 16).astype(cupy.uint16)  # its upper half

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from cdmpp.profiler.contents import index_bound
 from cdmpp.profiler.cuda_check import (
     TOLERANCE,
     compare,
-    index_bound,
     places,
     reference_inputs,
     summarise_outputs,
@@ -23,13 +23,14 @@ def summary(values: NDArray[np.float64]) -> object:
 
 
 def test_inputs_are_random_positive_and_the_same_every_time() -> None:
-    specs = (((4, 5), "float32"), ((7,), "int64"), ((3,), "bool"))
+    specs = (((4, 5), "float32"), ((7,), "int64"), ((3,), "bool"), ((100,), "int8"))
     first, again = reference_inputs(specs, 3), reference_inputs(specs, 3)
     for a, b, (shape, dtype) in zip(first, again, specs, strict=True):
         np.testing.assert_array_equal(a, b)
         assert a.shape == shape and a.dtype == dtype
     assert first[0].min() >= 0.1 and first[0].max() < 1
     assert first[1].min() >= 0 and first[1].max() < index_bound(specs) == 4
+    assert first[3].min() >= 1, "a mask that is zero throughout skips what is timed"
     # RandomState's numbers are frozen, so a bundle holds for every version of NumPy.
     assert first[0][0, 0] == pytest.approx(0.1 + 0.9 * 0.5507979, rel=1e-6)
 
