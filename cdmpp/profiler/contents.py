@@ -17,7 +17,7 @@ def index_bound(params: Sequence[tuple[tuple[int, ...], str]]) -> int:
 def integer_range(dtype: str, bound: int) -> tuple[int, int]:
     """Integers of `dtype` are drawn from low (included) to high (excluded): valid indices, as far as ``bound``.
 
-    Bytes are never zero: a mask of zeros lets a program skip what it is there to compute (a softmax of rows that are masked
-    throughout took 12 us in place of some 6 ms).
+    Bytes are never zero: a mask of zeros lets a program skip what it is there to compute. A softmax whose rows were all
+    masked took 12 us, and 7.9 ms where none is.
     """
     return (1, 128) if dtype in _BYTES else (0, bound)
