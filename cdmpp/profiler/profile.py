@@ -166,7 +166,8 @@ def profile(
             )
         )
     if not plan.tasks:
-        raise ProfilerError("no task to profile")
+        where = "these networks" if programs_of is None else f"those that {programs_of} has latencies of"
+        raise ProfilerError(f"no task to profile: none of the tasks asked for is among {where}")
 
     with Dataset.open_or_create(path) as dataset:
         if not remeasure:

@@ -96,6 +96,14 @@ def test_the_same_programs_on_another_device(mlp: Path, tmp_path: Path) -> None:
         device="this-cpu.x86-64-v2@1", programs_of=mlp, out=tmp_path / "v2", config=config, remeasure=True
     )
     assert len(Dataset.open(tmp_path / "v2").records) == 12
+    with pytest.raises(ProfilerError, match=f"none of the tasks asked for is among those that {mlp} has"):
+        profile(
+            device="this-cpu.x86-64-v2@1",
+            programs_of=mlp,
+            tasks=["0" * 16],
+            out=tmp_path / "none",
+            config=config,
+        )
 
 
 def test_kill_9_loses_at_most_what_was_in_flight(tmp_path: Path) -> None:
