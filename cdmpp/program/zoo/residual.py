@@ -8,41 +8,41 @@ from torch import nn
 from cdmpp.program.zoo.layers import ConvNormAct, Head, SqueezeExcite
 
 
-class _Basic(nn.Module):
-    expansion = 1
+class _Residual(nn.Module):
+    """A body beside a shortcut, which is projected where the body changes the shape."""
 
-    def __init__(self, channels_in: int, width: int, stride: int, groups: int, group_width: int) -> None:
+    def __init__(self, body: nn.Module, channels_in: int, channels_out: int, stride: int) -> None:
         super().__init__()
-        self.body = nn.Sequential(
-            ConvNormAct(channels_in, width, 3, stride), ConvNormAct(width, width, 3, act=None)
-        )
-        self.shortcut = _shortcut(channels_in, width, stride)
+        self.body = body
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels_in != channels_out:
+            self.shortcut = ConvNormAct(channels_in, channels_out, 1, stride, act=None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.relu(self.body(x) + self.shortcut(x))
 
 
-class _Bottleneck(nn.Module):
+class _Basic(_Residual):
+    expansion = 1
+
+    def __init__(self, channels_in: int, width: int, stride: int, groups: int, group_width: int) -> None:
+        body = nn.Sequential(
+            ConvNormAct(channels_in, width, 3, stride), ConvNormAct(width, width, 3, act=None)
+        )
+        super().__init__(body, channels_in, width, stride)
+
+
+class _Bottleneck(_Residual):
     expansion = 4
 
     def __init__(self, channels_in: int, width: int, stride: int, groups: int, group_width: int) -> None:
-        super().__init__()
         inner = width * group_width // 64 * groups
-        self.body = nn.Sequential(
+        body = nn.Sequential(
             ConvNormAct(channels_in, inner, 1),
             ConvNormAct(inner, inner, 3, stride, groups=groups),
             ConvNormAct(inner, width * 4, 1, act=None),
         )
-        self.shortcut = _shortcut(channels_in, width * 4, stride)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.body(x) + self.shortcut(x))
-
-
-def _shortcut(channels_in: int, channels_out: int, stride: int) -> nn.Module:
-    if stride == 1 and channels_in == channels_out:
-        return nn.Identity()
-    return ConvNormAct(channels_in, channels_out, 1, stride, act=None)
+        super().__init__(body, channels_in, width * 4, stride)
 
 
 def _resnet(
@@ -75,19 +75,15 @@ def resnext50() -> nn.Module:
     return _resnet(_Bottleneck, (3, 4, 6, 3), groups=32, group_width=4)
 
 
-class _RegNetY(nn.Module):
+class _RegNetY(_Residual):
     def __init__(self, channels_in: int, width: int, stride: int, group_width: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
+        body = nn.Sequential(
             ConvNormAct(channels_in, width, 1),
             ConvNormAct(width, width, 3, stride, groups=width // group_width),
             SqueezeExcite(width, round(channels_in / 4)),
             ConvNormAct(width, width, 1, act=None),
         )
-        self.shortcut = _shortcut(channels_in, width, stride)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.body(x) + self.shortcut(x))
+        super().__init__(body, channels_in, width, stride)
 
 
 def regnet_y_400mf() -> nn.Module:
