@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cdmpp.dataset.devices import unite_devices
 from cdmpp.dataset.record import Record
 from cdmpp.dataset.store import Dataset, find_datasets
 from cdmpp.errors import DatasetError
@@ -88,12 +89,13 @@ def merge(paths: Sequence[str | Path], out: str | Path) -> MergeReport:
     Raises
     ------
     DatasetError
-        A source cannot be read, or ``out`` exists or cannot be written.
+        A source cannot be read, two have different devices of one name, or ``out`` exists or cannot be written.
     """
     folders = find_datasets(paths)
     sources = [Dataset.open(folder) for folder in folders]
     if Path(out).resolve() in {folder.resolve() for folder in folders}:
         raise DatasetError(f"{out} cannot be merged into itself; choose another folder")
+    devices = unite_devices({str(source.path): source.devices for source in sources})
     families: dict[str, str] = {}
     for source in sources:
         families = {**source.network_families, **families}
@@ -102,7 +104,13 @@ def merge(paths: Sequence[str | Path], out: str | Path) -> MergeReport:
     seen: set[tuple[Any, ...]] = set()
     by_pair: dict[tuple[str, str], list[tuple[str, Record]]] = {}
     identical = 0
-    with Dataset.create(out, **_shared_meta(sources), network_families=families, merged_from=names) as merged:
+    meta = {
+        **_shared_meta(sources),
+        "devices": {name: device.to_json() for name, device in devices.items()},
+        "network_families": families,
+        "merged_from": names,
+    }
+    with Dataset.create(out, **meta) as merged:
         for name, source in zip(names, sources, strict=True):
             for task in source.tasks.values():
                 known = merged.tasks.get(task.hash)
@@ -145,7 +153,7 @@ def _conflicts(by_pair: Mapping[tuple[str, str], list[tuple[str, Record]]]) -> l
 
 def _shared_meta(sources: Sequence[Dataset]) -> dict[str, Any]:
     """Entries of ``meta.json`` that all sources have alike."""
-    own = ("schema_version", "created_at", "network_families", "merged_from", "merge")
+    own = ("schema_version", "created_at", "network_families", "merged_from", "merge", "devices")
     first = sources[0].meta
     return {
         key: value

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.dataset import codec
+from cdmpp.dataset.devices import check_same, stored_devices
 from cdmpp.dataset.journal import JournalSet
 from cdmpp.dataset.lock import WriterLock
 from cdmpp.dataset.parquet import check_schema_version, write_json, write_parquet
@@ -23,6 +24,8 @@ from cdmpp.program.types import Program, Space, Task
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from cdmpp.device import Device
 
 _LOG = logging.getLogger(__name__)
 
@@ -136,6 +139,10 @@ class Dataset(DatasetView):
         return families if isinstance(families, dict) else {}
 
     @property
+    def devices(self) -> Mapping[str, Device]:
+        return stored_devices(self.meta, self.device_names, str(self.path))
+
+    @property
     def records(self) -> pd.DataFrame:
         if self._frame is None:
             stored = self._stored.records if self._old is None else self._old
@@ -221,6 +228,25 @@ class Dataset(DatasetView):
         self._writable()
         self.meta = {**self.meta, **meta, "schema_version": SCHEMA_VERSION}
         write_json(self.path / META_FILE, self.meta)
+
+    def set_device(self, device: Device) -> None:
+        """Store the specification of the one device that this dataset is of.
+
+        Raises
+        ------
+        DatasetError
+            It is of another device: labels of two devices are kept in two folders.
+        """
+        self._writable()
+        names = {*self.meta.get("devices", {}), *self.device_names} - {device.name}
+        if names:
+            raise DatasetError(
+                f"{self.path} holds labels of {', '.join(sorted(names))}: choose another folder for those of {device.name}"
+            )
+        if "devices" in self.meta:
+            stored = type(device).from_json(self.meta["devices"][device.name])
+            check_same(device, stored, "use", str(self.path))
+        self.update_meta(devices={device.name: device.to_json()})
 
     def flush(self) -> None:
         """Make everything added so far survive a power cut (this happens every second by itself)."""

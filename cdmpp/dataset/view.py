@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.dataset.codec import join_meta
+from cdmpp.dataset.devices import unite_devices
 from cdmpp.dataset.record import Record
 from cdmpp.program.types import Program, Space, Task
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from cdmpp.device import Device
 
 
 class DatasetView:
@@ -45,6 +48,12 @@ class DatasetView:
     @property
     def network_families(self) -> Mapping[str, str]:
         """Network -> family, as far as the dataset's ``meta.json`` tells."""
+        raise NotImplementedError
+
+    @property
+    def devices(self) -> Mapping[str, Device]:
+        """Device name -> the specification that its records were measured under (DatasetError where there is none, or two
+        datasets have different ones)."""
         raise NotImplementedError
 
     @property
@@ -105,7 +114,7 @@ class DatasetCollection(DatasetView):
     Records are all kept, in the order of the datasets.
     """
 
-    def __init__(self, parts: Sequence[DatasetView]) -> None:
+    def __init__(self, parts: Sequence[Any]) -> None:
         self._parts = list(parts)
 
     @property
@@ -139,6 +148,10 @@ class DatasetCollection(DatasetView):
         import pandas as pd
 
         return pd.concat([part.records for part in self._parts], ignore_index=True)
+
+    @cached_property
+    def devices(self) -> Mapping[str, Device]:
+        return unite_devices({str(part.path): part.devices for part in self._parts})
 
     @property
     def tasks(self) -> Mapping[str, Task]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cdmpp.device.row import DeviceRow
 from cdmpp.device.spec import Device
 from cdmpp.errors import UnknownDeviceError
+
+if TYPE_CHECKING:
+    from cdmpp.device.row import DeviceRow
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,9 @@ ISAS: dict[str, Isa] = {
 ASSUMED_SIMD_PIPES = 2
 
 
-def build_device(row: DeviceRow, share: float | None = None, isa: str = "", here: bool = False) -> Device:
+def build_device(
+    row: DeviceRow, share: float | None = None, isa: str = "", cores_here: int | None = None
+) -> Device:
     """The device of a table row, as used.
 
     Parameters
@@ -45,9 +49,8 @@ def build_device(row: DeviceRow, share: float | None = None, isa: str = "", here
         Cores of a CPU (a whole number), fraction of a GPU (0 < share <= 1); None for all.
     isa
         One of :data:`ISAS`, or "" for all that the CPU has.
-    here
-        The device is to be used, not only spoken of: a virtual machine has the cores that it has. Elsewhere
-        there may be a larger one with the same CPU.
+    cores_here
+        Cores of this machine, where the device is its CPU. Elsewhere there may be a larger virtual machine with the same CPU.
 
     Raises
     ------
@@ -56,20 +59,22 @@ def build_device(row: DeviceRow, share: float | None = None, isa: str = "", here
     """
     if row.kind == "gpu":
         return _gpu(row, 1.0 if share is None else share, isa)
-    return _cpu(row, share, isa, here)
+    return _cpu(row, share, isa, cores_here)
 
 
-def _cpu(row: DeviceRow, share: float | None, isa_name: str, here: bool) -> Device:
+def _cpu(row: DeviceRow, share: float | None, isa_name: str, cores_here: int | None) -> Device:
     if share is None:
-        if row.cores is None:
+        share = cores_here or row.cores
+        if share is None:
             raise UnknownDeviceError(
                 f"{row.name}: the number of its cores is unknown; say how many, as {row.name}@1"
             )
-        share = row.cores
     if not float(share).is_integer() or share < 1:
         raise UnknownDeviceError(f"{row.name}@{share:g}: the share of a CPU is a number of cores, 1 or more")
+    if cores_here is not None and share > cores_here:
+        raise UnknownDeviceError(f"{row.name}@{share:g}: this machine has {cores_here} cores")
     if row.cores is not None and share > row.cores:
-        if here or not row.virtual:
+        if cores_here is None and not row.virtual:
             raise UnknownDeviceError(f"{row.name}@{share:g}: it has {row.cores} cores")
         row = row.model_copy(update={"cores": int(share), "mem_gb": None})
     simd_bits, fma, mcpu = row.simd_bits, row.fma, row.mcpu

@@ -1,6 +1,8 @@
 """What this machine is: its CPU as a row of the device table.
 
-Read from ``/proc/cpuinfo``, ``/proc/meminfo`` and ``/sys``; nothing is measured.
+Read from ``/proc/cpuinfo``, ``/proc/meminfo`` and ``/sys``; nothing is measured. The microarchitecture follows from family
+and model, not from the flags: a Zen 4 whose AVX-512 a hypervisor hides is still a Zen 4 (and code for it is then restricted
+to what the flags allow).
 """
 
 from __future__ import annotations
@@ -12,12 +14,18 @@ import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from cdmpp.device.row import DeviceRow
+if TYPE_CHECKING:
+    from cdmpp.device.row import DeviceRow
 
 _LOG = logging.getLogger(__name__)
 
-#: Intel family 6: model -> (microarchitecture, LLVM's name). Model 85 depends on the stepping.
+#: Environment variable: a folder whose ``proc`` and ``sys`` say what this machine is, in place of the real ones (for tests,
+#: and containers that hide them).
+ROOT_VARIABLE = "CDMPP_SYSTEM_ROOT"
+
+#: Intel family 6: model -> (microarchitecture, LLVM's name). Of models 85, 142 and 158 the stepping decides.
 _INTEL: dict[int, tuple[str, str]] = {
     **dict.fromkeys((0x2A, 0x2D), ("sandybridge", "sandybridge")),
     **dict.fromkeys((0x3A, 0x3E), ("ivybridge", "ivybridge")),
@@ -48,6 +56,9 @@ _ARM: dict[tuple[int, int], tuple[str, str, str]] = {
     (0x41, 0xD49): ("arm", "neoverse-n2", "neoverse-n2"),
     (0x41, 0xD4F): ("arm", "neoverse-v2", "neoverse-v2"),
 }
+
+#: Vector width of Arm cores with SVE.
+_SVE_BITS: dict[str, int] = {"neoverse-v1": 256, "neoverse-n2": 128, "neoverse-v2": 128, "a64fx": 512}
 
 _LEVELS: dict[str, set[str]] = {
     "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
@@ -103,6 +114,7 @@ class CpuFacts:
     arm_implementer: int = 0
     arm_part: int = 0
     flags: frozenset[str] = frozenset()
+    base_mhz: float | None = None
     current_mhz: float | None = None
     max_mhz: float | None = None
     cores: int = 1
@@ -112,8 +124,9 @@ class CpuFacts:
     mem_gb: float | None = None
 
 
-def read_cpu_facts(root: Path = Path("/"), machine: str = "") -> CpuFacts:
-    """Read ``/proc`` and ``/sys`` below ``root``; what cannot be read stays unknown."""
+def read_cpu_facts(root: Path | None = None, machine: str = "") -> CpuFacts:
+    """Read ``/proc`` and ``/sys`` below ``root`` (:data:`ROOT_VARIABLE`, else ``/``); what cannot be read stays unknown."""
+    root = root or Path(os.environ.get(ROOT_VARIABLE) or "/")
     cpus = [_fields(block) for block in _text(root / "proc/cpuinfo").split("\n\n") if block.strip()]
     cpus = [cpu for cpu in cpus if "processor" in cpu] or [{}]
     first = cpus[0]
@@ -126,9 +139,12 @@ def read_cpu_facts(root: Path = Path("/"), machine: str = "") -> CpuFacts:
     cores = {(cpu.get("physical id", "0"), cpu.get("core id", cpu.get("processor", "0"))) for cpu in here}
     caches = _caches(root / "sys/devices/system/cpu/cpu0/cache")
     mem_kb = re.search(r"MemTotal:\s+(\d+) kB", _text(root / "proc/meminfo"))
-    max_khz = _text(root / "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq").strip()
+    cpu0 = root / "sys/devices/system/cpu/cpu0"
+    base_khz = _number(_text(cpu0 / "cpufreq/base_frequency"))  # intel_pstate
+    cppc_mhz = _number(_text(cpu0 / "acpi_cppc/nominal_freq"))
+    max_khz = _number(_text(cpu0 / "cpufreq/cpuinfo_max_freq"))
     return CpuFacts(
-        machine=machine or platform.machine(),
+        machine=machine or _text(root / "proc/sys/kernel/arch").strip() or platform.machine(),
         vendor_id=first.get("vendor_id", ""),
         model_name=first.get("model name", ""),
         family=_int(first.get("cpu family")),
@@ -137,8 +153,9 @@ def read_cpu_facts(root: Path = Path("/"), machine: str = "") -> CpuFacts:
         arm_implementer=_int(first.get("CPU implementer")),
         arm_part=_int(first.get("CPU part")),
         flags=frozenset((first.get("flags") or first.get("Features") or "").split()),
-        current_mhz=float(first["cpu MHz"]) if first.get("cpu MHz") else None,
-        max_mhz=int(max_khz) / 1000 if max_khz.isdigit() else None,
+        base_mhz=base_khz / 1000 if base_khz else cppc_mhz,
+        current_mhz=_number(first.get("cpu MHz", "")),
+        max_mhz=max_khz / 1000 if max_khz else None,
         cores=len(cores),
         l1_kb=caches.get("1"),
         l2_kb=caches.get("2"),
@@ -147,22 +164,37 @@ def read_cpu_facts(root: Path = Path("/"), machine: str = "") -> CpuFacts:
     )
 
 
+def machine_facts() -> dict[str, str | int | float | None]:
+    """What the CPU of this machine says about itself, as JSON values: to be kept with what is measured on it."""
+    facts = read_cpu_facts()
+    names = (
+        "vendor_id", "model_name", "family", "model", "stepping", "arm_implementer", "arm_part", "current_mhz", "max_mhz",
+        "cores", "l1_kb", "l2_kb", "l3_kb", "mem_gb",
+    )  # fmt: skip
+    return {**{name: getattr(facts, name) for name in names}, "virtual": "hypervisor" in facts.flags}
+
+
 def cpu_row(facts: CpuFacts) -> DeviceRow:
-    """The row of a CPU: named after its brand, microarchitecture and nominal clock."""
+    """The row of a CPU: named after its brand, microarchitecture, nominal clock and, where a hypervisor hides some of its
+    instructions, the level that is left."""
+    from cdmpp.device.row import DeviceRow
+
     vendor, arch, wanted = _microarchitecture(facts)
     nominal_mhz = _nominal_mhz(facts)
     clock = f"-{nominal_mhz / 1000:.3g}ghz" if nominal_mhz else ""
     brand = _brand(facts.model_name)
     name = "-".join(part for part in (brand, arch) if part and part != vendor) or "cpu"
     x86 = facts.machine in ("x86_64", "AMD64")
-    simd_bits, fma = _x86_simd(facts.flags) if x86 else _arm_simd(facts.flags)
+    simd_bits, fma = _x86_simd(facts.flags) if x86 else _arm_simd(arch, facts.flags)
+    mcpu = _usable_mcpu(wanted, facts.flags) if x86 else wanted
+    hidden = f"-{mcpu}" if wanted and mcpu != wanted else ""
     return DeviceRow(
-        name=f"{name}{clock}",
+        name=f"{name}{clock}{hidden}",
         kind="cpu",
         vendor=vendor,
         model=facts.model_name or arch,
         arch=arch,
-        mcpu=_usable_mcpu(wanted, facts.flags) if x86 else wanted,
+        mcpu=mcpu,
         clock_mhz=nominal_mhz,
         cores=facts.cores,
         simd_bits=simd_bits,
@@ -198,6 +230,8 @@ def _microarchitecture(facts: CpuFacts) -> tuple[str, str, str]:
             late = "cooperlake" if facts.stepping >= 10 else "cascadelake"
             arch = late if facts.stepping >= 5 else "skylake-avx512"
             return "intel", arch, arch
+        if facts.family == 6 and facts.model in (0x8E, 0x9E) and facts.stepping >= 10:
+            return "intel", "coffeelake", "skylake"
         if facts.family == 6 and facts.model in _INTEL:
             return "intel", *_INTEL[facts.model]
         return "intel", f"intel-{facts.family:x}-{facts.model:x}", ""
@@ -235,17 +269,21 @@ def _x86_simd(flags: frozenset[str]) -> tuple[int, bool]:
     return bits, "fma" in flags
 
 
-def _arm_simd(flags: frozenset[str]) -> tuple[int | None, bool | None]:
+def _arm_simd(arch: str, flags: frozenset[str]) -> tuple[int | None, bool | None]:
+    if "sve" in flags:  # its width is the core's choice, and Linux does not list it
+        return _SVE_BITS.get(arch), True
     if "asimd" in flags:
         return 128, True
     return None, None
 
 
 def _nominal_mhz(facts: CpuFacts) -> float | None:
-    told = re.search(r"@\s*([\d.]+)\s*GHz", facts.model_name)
-    if told:
-        return float(told.group(1)) * 1000
-    mhz = facts.max_mhz or facts.current_mhz
+    """By the model's name, the driver, or the clock that a hypervisor tells; that of the moment only where nothing else is."""
+    named = re.search(r"@\s*([\d.]+)\s*GHz", facts.model_name)
+    if named:
+        return float(named.group(1)) * 1000
+    virtual_mhz = facts.current_mhz if "hypervisor" in facts.flags else None
+    mhz = facts.base_mhz or virtual_mhz or facts.max_mhz or facts.current_mhz
     return round(mhz, -1) if mhz else None
 
 
@@ -263,7 +301,7 @@ def _brand(model_name: str) -> str:
         "altra",
         "graviton",
     ):
-        if re.search(rf"\b{brand}\b", name.replace("(r)", " ").replace("(tm)", " ")):
+        if re.search(rf"(?<!-)\b{brand}\b", name.replace("(r)", " ").replace("(tm)", " ")):
             return brand
     return ""
 
@@ -282,6 +320,15 @@ def _caches(folder: Path) -> dict[str, float]:
 def _fields(block: str) -> dict[str, str]:
     pairs = (line.partition(":") for line in block.splitlines() if ":" in line)
     return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _number(text: str) -> float | None:
+    """A positive number, or None."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if 0 < value < float("inf") else None
 
 
 def _int(value: str | None) -> int:

@@ -6,8 +6,12 @@ of arithmetic and memory, and the stated peak against lanes and clock.
 
 from __future__ import annotations
 
-from cdmpp.device.row import DeviceRow
+from typing import TYPE_CHECKING
+
 from cdmpp.errors import UnknownDeviceError
+
+if TYPE_CHECKING:
+    from cdmpp.device.row import DeviceRow
 
 #: Field -> lowest and highest value, of a CPU and of a GPU, and the unit for people.
 _RANGES: dict[str, tuple[tuple[float, float], tuple[float, float], str]] = {
@@ -81,7 +85,7 @@ def missing_fields(row: DeviceRow) -> tuple[str, ...]:
         else ("simd_bits", "fma", "l3_kb")
     )
     wanted = {*shared, *own}
-    missing = [field for field in DeviceRow.model_fields if field in wanted and getattr(row, field) is None]
+    missing = [field for field in type(row).model_fields if field in wanted and getattr(row, field) is None]
     if row.peak_gflops.get("float32") is None and {"clock_mhz", "cores", "lanes_per_core", "simd_bits"} & set(
         missing
     ):

@@ -106,6 +106,16 @@ class Device:
     target: Mapping[str, Any] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
 
+    def differences(self, other: Device) -> list[str]:
+        """What says that two specifications are not of one device, such as ``"arch zen3 / zen4"``; empty if nothing does.
+
+        See :func:`identity_differences`.
+        """
+        mine, others = (
+            {**vars(d), "code": d.target.get("mcpu") or d.target.get("arch")} for d in (self, other)
+        )
+        return identity_differences(mine, others)
+
     @property
     def share_fraction(self) -> float | None:
         """Share as a fraction of the whole device, 0 to 1."""
@@ -129,3 +139,39 @@ class Device:
         known = {f.name for f in fields(cls)}
         kept = {key: item for key, item in value.items() if key in known}
         return cls(**{**kept, "sources": tuple(kept.get("sources", ()))})
+
+
+#: What makes a CPU, or a GPU, the device that it is. Stepping, L3, memory and the number of cores of a CPU are not among
+#: it: hypervisors vary them.
+_CPU_IDENTITY = (
+    "kind", "vendor", "arch", "isa", "share", "code", "simd_bits", "fma", "l1_kb", "l2_kb", "clock_mhz",
+)  # fmt: skip
+_GPU_IDENTITY = ("kind", "vendor", "arch", "share", "code", "cores")
+
+#: Hypervisors tell the same nominal clock a little differently.
+_CLOCK_TOLERANCE = 0.03
+
+
+def identity_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The facts that make a device what it is and that two descriptions give differently, as ``"name one / other"``.
+
+    Parameters
+    ----------
+    one, other
+        Fields of :class:`Device`, and ``code``: what a compiler is told to make code for. Unknown ones (None, "" or missing)
+        differ from nothing; clocks within 3 % are equal.
+    """
+    found = []
+    for name in _GPU_IDENTITY if "gpu" in (one.get("kind"), other.get("kind")) else _CPU_IDENTITY:
+        a, b = one.get(name), other.get(name)
+        if name == "isa":  # "" is an instruction set, too: all that the CPU has
+            same = a is None or b is None or a == b
+        elif a in (None, "") or b in (None, ""):
+            same = True
+        elif name == "clock_mhz":
+            same = abs(a - b) <= _CLOCK_TOLERANCE * max(a, b)
+        else:
+            same = a == b
+        if not same:
+            found.append(f"{name} {a or 'all'} / {b or 'all'}")
+    return found

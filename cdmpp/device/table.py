@@ -8,13 +8,16 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cdmpp.device.build import ISAS, build_device
-from cdmpp.device.detect import cpu_row, detect_gpu_names, read_cpu_facts
+from cdmpp.device.detect import ROOT_VARIABLE, cpu_row, detect_gpu_names, read_cpu_facts
 from cdmpp.device.plausible import check_plausible
-from cdmpp.device.row import DeviceRow
-from cdmpp.device.spec import Device
+from cdmpp.device.spec import Device, identity_differences
 from cdmpp.errors import UnknownDeviceError
+
+if TYPE_CHECKING:
+    from cdmpp.device.row import DeviceRow
 
 #: Environment variable: YAML files of devices, separated by ``:``.
 DEVICES_VARIABLE = "CDMPP_DEVICES"
@@ -33,7 +36,8 @@ class DeviceTable:
     rows
         A later row of the same name and kind changes the fields that it gives.
     this_cpu
-        The CPU at hand, known as ``this-cpu`` and by its own name; it wins over a row of that name.
+        The CPU at hand as detected, known as ``this-cpu``. Where a row describes it, it has that row's name and facts, of
+        which it changes none; else it becomes a row of its own.
     """
 
     def __init__(self, rows: Iterable[DeviceRow], this_cpu: DeviceRow | None = None) -> None:
@@ -42,34 +46,39 @@ class DeviceTable:
         for row in rows:
             known = self._rows.get(row.name)
             self._add(row if known is None or known.kind != row.kind else overlay(known, row))
-        self.this_cpu = self._as_in_table(this_cpu) if this_cpu else None
-        if self.this_cpu:
-            self._add(self.this_cpu)
-            self._keys[THIS_CPU] = self.this_cpu.name
+        self.this_cpu: DeviceRow | None = None
+        self._cores_here: int | None = None
+        if this_cpu is not None:
+            self.this_cpu = self._recognised(this_cpu) or self._named(this_cpu)
+            self._cores_here = this_cpu.cores
+            self._rows[self.this_cpu.name] = self.this_cpu
+            for name in (THIS_CPU, self.this_cpu.name, *self.this_cpu.aliases):
+                self._keys[normalise(name)] = self.this_cpu.name
 
     def _add(self, row: DeviceRow) -> None:
         self._rows[row.name] = row
-        for name in (row.name, row.model, *row.aliases):
+        for name in (row.model, *row.aliases, row.name):
             if name:
                 self._keys[normalise(name)] = row.name
-        self._keys[normalise(row.name)] = row.name
 
-    def _as_in_table(self, row: DeviceRow) -> DeviceRow:
-        """The detected row, completed by the row of the table that names the same model."""
-        known = self._rows.get(self._keys.get(normalise(row.model), ""))
+    def _recognised(self, here: DeviceRow) -> DeviceRow | None:
+        """The row of the CPU at hand: of its product, or of its kind (``epyc-zen4-...``), and only where all that makes a
+        CPU what it is agrees. A model string decides nothing: hypervisors call a Zen 3 and a Zen 4 "AMD EPYC"."""
+        product = self._rows.get(self._keys.get(normalise(here.model), ""))
+        of_kind = [row for row in self._rows.values() if _kind_of_cpu(row.name) == _kind_of_cpu(here.name)]
+        candidates = [row for row in (product, *of_kind) if row is not None and row.kind == "cpu"]
+        found = next((row for row in candidates if not _row_differences(row, here)), None)
+        # A user's row may hold no more than what was measured of this machine.
+        return overlay(here, found) if found is not None and not found.arch else found
+
+    def _named(self, here: DeviceRow) -> DeviceRow:
+        """The detected row, under a name that no other CPU of the table has."""
+        known = self._rows.get(here.name)
         if known is None:
-            known = self._rows.get(row.name)
-        if known is None or known.kind != "cpu":
-            return row
-        detected = row.model_dump(
-            exclude_none=True, exclude_defaults=True, exclude={"name", "aliases", "source"}
-        )
-        sources = "; ".join(source for source in (known.source, row.source) if source)
-        if known.source == row.source:
-            sources = row.source
-        if known.cores != row.cores:
-            detected["peak_gflops"] = {}
-        return DeviceRow(**{**known.model_dump(), **detected, "source": sources})
+            return here
+        differing = [name.split()[0] for name in _row_differences(known, here)]
+        told = [f"{name.partition('_')[0]}-{getattr(here, _FIELDS.get(name, name))}" for name in differing]
+        return here.model_copy(update={"name": normalise("-".join((here.name, *told))).replace(".0", "")})
 
     @property
     def rows(self) -> list[DeviceRow]:
@@ -106,7 +115,8 @@ class DeviceTable:
             raise UnknownDeviceError(
                 f"unknown device {name!r}{self._suggest(base)}; `cdmpp devices` lists all"
             )
-        return build_device(row, share, isa, here=normalise(base).startswith(THIS_CPU))
+        here = normalise(base).startswith(THIS_CPU)
+        return build_device(row, share, isa, cores_here=self._cores_here if here else None)
 
     def _find(self, base: str) -> DeviceRow | None:
         key = self._keys.get(normalise(base))
@@ -116,6 +126,19 @@ class DeviceTable:
         near = difflib.get_close_matches(normalise(base), list(self._keys), n=6, cutoff=0.5)
         names = list(dict.fromkeys(THIS_CPU if key == THIS_CPU else self._keys[key] for key in near))[:3]
         return f"; did you mean {' or '.join(names)}?" if names else ""
+
+
+#: Names in :func:`~cdmpp.device.spec.identity_differences` -> field of a row.
+_FIELDS = {"code": "mcpu"}
+
+
+def _row_differences(row: DeviceRow, here: DeviceRow) -> list[str]:
+    return identity_differences(*({**vars(r), "code": r.mcpu} for r in (row, here)))
+
+
+def _kind_of_cpu(name: str) -> str:
+    """``epyc-zen4-2.6ghz`` -> ``epyc-zen4``: brand and microarchitecture, without clock and what follows."""
+    return re.split(r"-[\d.]+ghz", name)[0]
 
 
 def normalise(name: str) -> str:
@@ -134,6 +157,8 @@ def read_device_file(path: str | Path) -> list[DeviceRow]:
     """
     import yaml
     from pydantic import ValidationError
+
+    from cdmpp.device.row import DeviceRow
 
     path = Path(path)
     try:
@@ -158,6 +183,8 @@ def read_device_file(path: str | Path) -> list[DeviceRow]:
 
 
 def _explain(detail: dict[str, object]) -> str:
+    from cdmpp.device.row import DeviceRow
+
     place = detail.get("loc")
     field = ".".join(str(part) for part in place) if isinstance(place, tuple) else ""
     if detail.get("type") == "extra_forbidden":
@@ -172,12 +199,12 @@ def _shipped_rows() -> tuple[DeviceRow, ...]:
 
 
 @functools.cache
-def _this_cpu() -> DeviceRow:
-    return cpu_row(read_cpu_facts())
+def _this_cpu(root: str) -> DeviceRow:
+    return cpu_row(read_cpu_facts(Path(root)))
 
 
-def load_table(extra: Sequence[str | Path] = ()) -> DeviceTable:
-    """The shipped rows, the user's files and this machine's CPU.
+def load_table(extra: Sequence[str | Path] = (), this_machine: bool = True) -> DeviceTable:
+    """The shipped rows, the user's files and this machine's CPU (unless it is not asked for).
 
     User's files are ``~/.config/cdmpp/devices.yaml`` (see :func:`add_device_file`), those of the environment
     variable ``CDMPP_DEVICES``, and ``extra``; later ones win.
@@ -190,7 +217,8 @@ def load_table(extra: Sequence[str | Path] = ()) -> DeviceTable:
     configured = [Path(p) for p in os.environ.get(DEVICES_VARIABLE, "").split(os.pathsep) if p]
     home = [user_file()] if user_file().exists() else []
     own = [row for path in (*home, *configured, *map(Path, extra)) for row in read_device_file(path)]
-    return DeviceTable([*_shipped_rows(), *own], _this_cpu())
+    root = os.environ.get(ROOT_VARIABLE) or "/"
+    return DeviceTable([*_shipped_rows(), *own], _this_cpu(root) if this_machine else None)
 
 
 def user_file() -> Path:
@@ -238,7 +266,7 @@ def overlay(known: DeviceRow, row: DeviceRow) -> DeviceRow:
     """
     given = row.model_dump(exclude_unset=True)
     aliases = tuple(dict.fromkeys((*known.aliases, *row.aliases)))
-    united = DeviceRow(**{**known.model_dump(exclude_unset=True), **given, "aliases": aliases})
+    united = type(known)(**{**known.model_dump(exclude_unset=True), **given, "aliases": aliases})
     check_plausible(united)
     return united
 

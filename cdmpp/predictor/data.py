@@ -128,6 +128,16 @@ class TrainingData:
         counts = self.codegen_counts
         return np.zeros(len(rows), bool) if counts is None else ~np.isnan(counts[rows, 0])
 
+    def count_coverage(self, rows: NDArray[np.int64]) -> dict[str, tuple[int, int]]:
+        """CPU -> how many of its records among these pairs (n,) have instruction counts, and how many it has."""
+        names = self.labels["device"].to_numpy(dtype=str)[rows]
+        counted = self.counted(rows)
+        return {
+            name: (int(counted[names == name].sum()), int((names == name).sum()))
+            for name, device in self.devices.items()
+            if device.kind == "cpu" and (names == name).any()
+        }
+
     def members(self, grouping: str, rows: NDArray[np.int64] | None = None) -> list[tuple[str, ...]]:
         """For each pair the groups it belongs to.
 
@@ -155,6 +165,15 @@ class TrainingData:
         raise PredictorError(f"cannot group by '{grouping}' (known: device, task, network, family, origin)")
 
 
+def warn_of_missing_counts(coverage: Mapping[str, tuple[int, int]]) -> None:
+    """Say of which CPUs some records have no instruction counts; ``coverage`` as of :meth:`TrainingData.count_coverage`."""
+    lacking = [
+        f"{counted} of {n} records of {name}" for name, (counted, n) in coverage.items() if counted < n
+    ]
+    if lacking:
+        logger.warning("instruction counts: %s; the others have only their AST", ", ".join(lacking))
+
+
 def gather(
     datasets: DatasetView | str | Path | Sequence[str | Path],
     config: DataConfig | None = None,
@@ -168,10 +187,10 @@ def gather(
     Raises
     ------
     DatasetError
-        No dataset, or none of its records is left after the choice of devices and origins.
+        No dataset, none of its records is left after the choice of devices and origins, or a device without a
+        specification, or with two.
     """
     from cdmpp.dataset import DatasetView, load_datasets
-    from cdmpp.device import get_device
 
     view = datasets if isinstance(datasets, DatasetView) else load_datasets(datasets)
     config = config or DataConfig()
@@ -186,15 +205,18 @@ def gather(
     if missing.any():
         logger.warning("%d labels left out: their programs have no AST", int(missing.sum()))
         labels = labels[~missing].reset_index(drop=True)
-    return TrainingData(
+    data = TrainingData(
         labels,
         asts,
-        {name: get_device(name) for name in sorted(labels["device"].unique())},
+        {name: view.devices[name] for name in sorted(labels["device"].unique())},
         {task.hash: tuple(sorted(task.networks)) for task in view.tasks.values()},
         dict(view.network_families),
         view,
         _collect_codegen(view),
     )
+    if data.codegen:
+        warn_of_missing_counts(data.count_coverage(np.arange(len(data))))
+    return data
 
 
 def _collect_codegen(view: DatasetView) -> dict[tuple[str, str], NDArray[np.float32]]:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cdmpp.dataset.devices import unite_devices
 from cdmpp.dataset.split_makers import ordered
 from cdmpp.errors import PredictorError, SplitError
 from cdmpp.predictor.config import Config, TrainConfig, dump_config
@@ -150,6 +151,7 @@ def finetune(
     base = predictor if isinstance(predictor, Predictor) else Predictor.load(predictor)
     config = config or finetune_config(seed)
     data = datasets if isinstance(datasets, TrainingData) else gather(datasets, config.data)
+    unite_devices({"the predictor's training": base.specs, "the data": data.devices})
     name = _device_name(device, data)
     selection = choose_tasks(base, data, name, tasks, select, seed)
     task_file = out / TASK_FILE

@@ -315,29 +315,38 @@ class Predictor:
         return references_s(self.transform.relative_to, asts, [known[i] for i in device_index])
 
     def device(self, device: str | Device) -> Device:
-        """A device by its name: as in training where it was seen, else of the device table."""
+        """A device by its name: as in training where it was seen, else of the device table.
+
+        Raises
+        ------
+        PredictorError
+            It is not the device that had its name in training.
+        """
         from cdmpp.device import get_device
 
-        if not isinstance(device, str):
-            return device
-        return self.specs[device] if device in self.specs else get_device(device)
+        if isinstance(device, str) and device in self.specs:
+            return self.specs[device]
+        found = get_device(device) if isinstance(device, str) else device
+        known = self.specs.get(found.name)
+        if known is not None and known.differences(found):
+            raise PredictorError(
+                f"{found.name} is not the device of that name that this predictor was trained on (training / now: "
+                f"{', '.join(known.differences(found))})"
+            )
+        return known if known is not None and isinstance(device, str) else found
 
     def device_vector(self, device: str | Device) -> NDArray[np.float64]:
         """Raw features of a device: as in training where its name was seen, else of its specification."""
-        from cdmpp.device import device_features, get_device
+        from cdmpp.device import device_features
 
-        if isinstance(device, str):
-            if device in self.devices:
-                return self.devices[device]
-            device = get_device(device)
-        return np.asarray(device_features(device), dtype=np.float64)
+        if isinstance(device, str) and device in self.devices:
+            return self.devices[device]
+        return np.asarray(device_features(self.device(device)), dtype=np.float64)
 
     def device_name(self, device: str | Device) -> str:
         """Canonical name of a device: a training device's is taken as it is, aliases are resolved."""
-        from cdmpp.device import get_device
-
         if isinstance(device, str):
-            return device if device in self.devices else get_device(device).name
+            return device if device in self.devices else self.device(device).name
         return device.name
 
     def save(self, folder: str | Path) -> None:

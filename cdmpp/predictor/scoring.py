@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cdmpp.dataset.devices import unite_devices
 from cdmpp.errors import PredictorError, SplitError
-from cdmpp.predictor.data import TrainingData
+from cdmpp.predictor.data import TrainingData, warn_of_missing_counts
 from cdmpp.predictor.scaling import predict_rows_scaled
 from cdmpp.predictor.uncertainty import interval_metrics
 from cdmpp.report.metrics import evaluate_groups, evaluate_predictions
@@ -61,7 +62,8 @@ def evaluate(
     -------
     ``{"overall": {...}, "groups": {grouping: {group: {...}}}, "split": str, "part": str, "seed": int,
     "n_trained_tasks": int, "n_compiled": int, "n_measured": int}``; the last three are the numbers of scored records whose
-    task was trained on, of whose instructions and of whose latency elsewhere the predictor was told.
+    task was trained on, that were predicted with instruction counts, and with a latency measured elsewhere. Each group has
+    the last two of its own.
     Metrics are defined in :mod:`cdmpp.report.metrics`. ``overall`` holds besides, as ``interval``, how well the
     predictor's 90 % intervals hold (:func:`cdmpp.predictor.uncertainty.interval_metrics`), None without any; with
     ``compiled`` and ``measured`` those of the programs that it was told of.
@@ -70,15 +72,16 @@ def evaluate(
     ------
     PredictorError
         No records to score, or an unknown part or grouping; ``compiled`` where the predictor takes no instructions or
-        no record has any; ``measured`` where it was not taught to scale or no program was measured elsewhere.
+        no record of a CPU has any; ``measured`` where it was not taught to scale or no program was measured elsewhere.
     SplitError
         The split cannot be made of this data.
+    DatasetError
+        A device of the data is not the one that had its name in training.
     """
     name, rows = rows_to_score(predictor, data, split, part)
     if compiled:
         predictor.check_told()
-    if compiled and not data.counted(rows).any():
-        raise PredictorError("no scored program has instruction counts: cdmpp codegen DIR makes them")
+        _check_counts(data, rows)
     if not measured:
         told = data.counted(rows) if compiled else None
         predicted_s = predict_rows(predictor, data, rows, compiled)
@@ -121,6 +124,14 @@ def evaluate_rows(
         table["task"].tolist(),
         table["device"].tolist(),
     )
+    kind = "n_measured" if measured else "n_compiled"
+    if told is not None:
+        for grouping, groups in scores["groups"].items():
+            members = data.members(grouping, rows)
+            for group, found in groups.items():
+                found[kind] = sum(
+                    group in names for names, is_told in zip(members, told, strict=True) if is_told
+                )
     return {
         **scores,
         "split": name,
@@ -130,6 +141,18 @@ def evaluate_rows(
         "n_compiled": int(shown.sum()) if compiled else 0,
         "n_measured": int(shown.sum()) if measured else 0,
     }
+
+
+def _check_counts(data: TrainingData, rows: NDArray[np.int64]) -> None:
+    """PredictorError where no record of a CPU has instruction counts; a warning with the number where some have none."""
+    coverage = data.count_coverage(rows)
+    none = [name for name, (counted, _) in coverage.items() if not counted]
+    if none or not coverage:
+        raise PredictorError(
+            f"no scored program of {' and of '.join(none) or 'a CPU'} has instruction counts for its target: "
+            "cdmpp codegen DIR makes them"
+        )
+    warn_of_missing_counts(coverage)
 
 
 def score(
@@ -171,6 +194,7 @@ def rows_to_score(
     """Name of the split and rows of its part, n >= 1; arguments and errors as of :func:`evaluate`."""
     if part not in ("train", "valid", "test"):
         raise PredictorError(f"unknown part '{part}' (known: train, valid, test)")
+    unite_devices({"the predictor's training": predictor.specs, "the data": data.devices})
     name, rows = _split_rows(predictor, data, split, part)
     if not len(rows):
         raise PredictorError(f"no records to score: the {part} part of split {name} is empty")

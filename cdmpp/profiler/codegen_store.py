@@ -92,7 +92,6 @@ def collect_codegen(
         No dataset in the folder, or the file cannot be written.
     """
     from cdmpp.dataset import load_datasets
-    from cdmpp.device import get_device
 
     folder = Path(folder)
     view = load_datasets(folder)
@@ -101,7 +100,7 @@ def collect_codegen(
     labels = view.labels(None)
     wanted: dict[tuple[str, str], tuple[BuildJob, dict[str, Any]]] = {}
     for name, table in labels.groupby("device", observed=True):
-        target = dict(get_device(str(name)).target)
+        target = dict(view.devices[str(name)].target)
         if target.get("kind") != "llvm":
             continue
         for program in table["program"]:

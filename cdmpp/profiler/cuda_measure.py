@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cdmpp.dataset import Dataset, Record
+from cdmpp.device import Device
 from cdmpp.errors import DatasetError, ProfilerError
 from cdmpp.profiler.bundle import Bundle, BundledProgram, read_bundle
 from cdmpp.profiler.cuda_calibration import GroupResult, calibrate_groups, possible_degree
@@ -434,11 +435,10 @@ def _note_session(
         "seed": config.seed,
     }
     facts_of = bundle.note["devices"].get(device)
-    devices = dict(dataset.meta.get("devices", {}))
     if facts_of is not None:
         # Partitions come in units: the count of the table is what was asked for, this is what there was.
-        devices[device] = {**facts_of, "cores_used": facts.share_sms}
+        dataset.set_device(Device.from_json({**facts_of, "cores_used": facts.share_sms}))
     families = {**dataset.meta.get("network_families", {}), **bundle.note.get("network_families", {})}
     sessions = [*dataset.meta.get("sessions", []), entry]
-    dataset.update_meta(sessions=sessions, devices=devices, network_families=families)
+    dataset.update_meta(sessions=sessions, network_families=families)
     return session

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import platform
 import time
 import uuid
@@ -15,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cdmpp.device.detect import machine_facts
 from cdmpp.errors import DatasetError, ProfilerError
 from cdmpp.profiler.calibration import Calibration, calibrate, core_groups
 from cdmpp.profiler.engine import CpuEngine, EngineConfig, Outcome
@@ -170,6 +170,7 @@ def profile(
         raise ProfilerError(f"no task to profile: none of the tasks asked for is among {where}")
 
     with Dataset.open_or_create(path) as dataset:
+        dataset.set_device(target_device)
         if not remeasure:
             for program, latency_s in _known(dataset, target_device.name):
                 plan.learn(program, latency_s)
@@ -452,13 +453,10 @@ def _note_session(
         "started_at": started,
         "device": device.name,
         "machine": {
-            "model": device.model,
-            "cores": os.cpu_count(),
+            **machine_facts(),
             "usable_cores": list(usable_cores()),
             "kernel": platform.release(),
             "python": platform.python_version(),
-            "clock_mhz": device.clock_mhz,
-            "virtual": device.virtual,
         },
         "target": engine.target,
         "versions": versions,
@@ -475,5 +473,4 @@ def _note_session(
     }
     sessions = [*dataset.meta.get("sessions", []), entry]
     known = dict(dataset.meta.get("network_families", {}))
-    devices = {**dataset.meta.get("devices", {}), device.name: device.to_json()}
-    dataset.update_meta(sessions=sessions, network_families={**known, **families}, devices=devices)
+    dataset.update_meta(sessions=sessions, network_families={**known, **families})

@@ -84,8 +84,8 @@ class TuningStore:
         self.settings = settings
         self._write_settings()
         self.dataset: Dataset = Dataset.open_or_create(folder / DATASET_FOLDER)
+        self.dataset.set_device(device)
         self.dataset.update_meta(
-            devices={**self.dataset.meta.get("devices", {}), device.name: device.to_json()},
             sessions=[
                 *self.dataset.meta.get("sessions", []),
                 {"started_at": time.time(), "device": device.name, "versions": {"apache-tvm": tvm_version()}},
