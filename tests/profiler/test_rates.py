@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from cdmpp.cli import main
-from cdmpp.device import get_device, load_table
-from cdmpp.device.measure import MeasuredDevice, as_row, best_s, cache_levels, write_row
-from cdmpp.device.row import DeviceRow
-from cdmpp.device.table import DeviceTable, read_device_file
+from cdmpp.device import Device, DeviceTable, get_device, load_table
+from cdmpp.device.table import read_device_file, write_device_file
+from cdmpp.profiler.rates import MeasuredDevice, as_row, best_s, cache_levels
 
 
 def test_caches_end_where_loads_slow_down() -> None:
@@ -36,7 +35,7 @@ def test_the_best_run_counts_and_the_first_does_not() -> None:
     assert len(calls) == 6
 
 
-KNOWN = DeviceRow(name="g1", kind="gpu", model="Gadget One", clock_mhz=1000, l2_kb=2048, source="datasheet")
+KNOWN = Device(name="g1", kind="gpu", model="Gadget One", clock_mhz=1000, l2_kb=2048, sources=("datasheet",))
 
 
 def test_a_measured_row_fills_in_what_the_table_leaves_open(tmp_path: Path) -> None:
@@ -52,7 +51,7 @@ def test_a_measured_row_fills_in_what_the_table_leaves_open(tmp_path: Path) -> N
     assert (found.row.bandwidth_gb_s, found.row.launch_overhead_us, found.row.cores) == (123.5, 2.5, 20)
     assert found.row.l2_kb is None  # the datasheet says
     assert found.row.measured == {**results, "copy_gb_s": 123.5}
-    write_row([found.row], tmp_path / "mine.yaml")
+    write_device_file([found.row], tmp_path / "mine.yaml")
     table = DeviceTable([KNOWN, *read_device_file(tmp_path / "mine.yaml")])
     device = table.get("gadget one")
     assert (device.bandwidth_gb_s, device.l2_kb, device.measured["l2_kb"]) == (123.5, 2048, 1024)
@@ -70,11 +69,11 @@ def test_a_device_that_is_not_in_the_table_becomes_a_row() -> None:
 def test_the_command_line_measures_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from cdmpp.device import measure
+    from cdmpp.profiler import rates
 
     streams = {"copy_gb_s": 10.0, "triad_gb_s": 12.0, "float32_gflops": 100.0, "cores": 2.0}
-    monkeypatch.setattr(measure, "_streams", lambda cores: (streams, 1.0))
-    monkeypatch.setattr(measure, "_CHASE_KB", (8, 16, 256))
+    monkeypatch.setattr(rates, "_streams", lambda cores: (streams, 1.0))
+    monkeypatch.setattr(rates, "_CHASE_KB", (8, 16, 256))
     out, report = tmp_path / "here.yaml", tmp_path / "here.json"
     assert main(["devices", "--measure", "--out", str(out), "--json", str(report)]) == 0
     shown = capsys.readouterr().out
@@ -88,32 +87,32 @@ def test_the_command_line_measures_this_machine(
 
 
 def test_torch_tells_bandwidth_and_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cdmpp.device import measure
+    from cdmpp.profiler import rates
 
-    monkeypatch.setattr(measure, "_STREAM_BYTES", 1 << 20)
-    monkeypatch.setattr(measure, "_BUDGET_S", 0.001)
-    found, given = measure._streams(1)
+    monkeypatch.setattr(rates, "_STREAM_BYTES", 1 << 20)
+    monkeypatch.setattr(rates, "_BUDGET_S", 0.001)
+    found, given = rates._streams(1)
     assert given > 0
     assert found.pop("cores") == 1 and set(found) == {"copy_gb_s", "triad_gb_s", "float32_gflops"}
     assert all(value > 0 for value in found.values())
 
 
 def test_what_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cdmpp.device import measure, measure_tvm
     from cdmpp.errors import CdmppError
+    from cdmpp.profiler import rates
 
     def absent(*_: object) -> None:
         raise CdmppError("this needs TVM")
 
-    monkeypatch.setattr(measure_tvm, "CpuKernels", absent)
-    monkeypatch.setattr(measure, "_streams", lambda cores: ({"copy_gb_s": 10.0}, 0.99))
-    found: MeasuredDevice = measure.measure_cpu()
+    monkeypatch.setattr(rates, "CpuKernels", absent)
+    monkeypatch.setattr(rates, "_streams", lambda cores: ({"copy_gb_s": 10.0}, 0.99))
+    found: MeasuredDevice = rates.measure_cpu()
     assert found.skipped == ("caches and call overhead: this needs TVM",)
     assert found.results == {"copy_gb_s": 10.0}
 
 
 def test_a_busy_machine_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cdmpp.device import measure, measure_tvm
+    from cdmpp.profiler import rates
 
     class Kernels:
         def __init__(self, cores: int, max_kb: int) -> None: ...
@@ -124,9 +123,9 @@ def test_a_busy_machine_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None
         def launch_s(self) -> float:
             return 1e-6
 
-    monkeypatch.setattr(measure_tvm, "CpuKernels", Kernels)
-    monkeypatch.setattr(measure, "_streams", lambda cores: ({"copy_gb_s": 0.1}, 0.25))
-    found = measure.measure_cpu()
+    monkeypatch.setattr(rates, "CpuKernels", Kernels)
+    monkeypatch.setattr(rates, "_streams", lambda cores: ({"copy_gb_s": 0.1}, 0.25))
+    found = rates.measure_cpu()
     assert found.results == {"launch_us": pytest.approx(1.0), "memory_ns": pytest.approx(1.0)}
     assert found.skipped == ("bandwidth and peak: other work on this machine left 25 % of the cores",)
 
@@ -149,6 +148,7 @@ class _FakeGpu:
         self.took = {
             "copy": 2 * (512 << 20) / 1e12,
             "float32": 2 * 4096**3 / 2e13,
+            "tfloat32": 2 * 4096**3 / 2e14,
             "float16": 2 * 4096**3 / 4e14,
         }
 
@@ -164,8 +164,8 @@ class _FakeGpu:
     def copy(self) -> str:
         return "copy"
 
-    def product(self, dtype: str) -> str | None:
-        return None if dtype == "tfloat32" else dtype
+    def product(self, dtype: str) -> str:
+        return dtype
 
     def tiny(self) -> object:
         def launch() -> None:
@@ -175,16 +175,15 @@ class _FakeGpu:
 
 
 def test_a_gpu_is_measured_beside_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cdmpp.device import measure, measure_gpu
+    from cdmpp.profiler import rates
 
     fake = _FakeGpu()
-    monkeypatch.setattr(measure_gpu, "_torch", lambda: None)
-    monkeypatch.setattr(measure_gpu, "_cupy", lambda: fake)
-    monkeypatch.setattr(measure, "measure_cpu", lambda table: as_row(table, "this", "cpu", {}))
-    _, gpu = measure.measure_machine()
+    monkeypatch.setattr(rates, "_torch_gpu", lambda: fake)
+    monkeypatch.setattr(rates, "measure_cpu", lambda table: as_row(table, "this", "cpu", {}))
+    _, gpu = rates.measure_machine()
     assert gpu.row.name == "h200" and fake.launches == 2000
     assert gpu.results["copy_gb_s"] == pytest.approx(1000) and gpu.results["launch_us"] == pytest.approx(3)
     assert gpu.results["float32_gflops"] == pytest.approx(2e4)
     assert gpu.row.launch_overhead_us == 3.0  # the table leaves it open; the rest it says
     assert (gpu.row.bandwidth_gb_s, gpu.row.cores, gpu.row.l2_kb) == (None, None, None)
-    assert gpu.skipped == ("tfloat32_matrix_gflops: not with this library",)
+    assert gpu.results["tfloat32_matrix_gflops"] == pytest.approx(2e5)
