@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError, SplitError
-from cdmpp.report.metrics import evaluate_groups
+from cdmpp.predictor.metrics import evaluate_groups
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,7 +31,7 @@ COMPARISON_FILE = "comparison.json"
 CONFIG_FILE = "config.yaml"
 SPLIT_FILE = "split.json"
 
-#: A scored group: its name, ``bias`` and the metrics of :mod:`cdmpp.report.metrics`.
+#: A scored group: its name, ``bias`` and the metrics of :mod:`cdmpp.predictor.metrics`.
 Row = dict[str, Any]
 
 
