@@ -41,6 +41,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from cross_device_report import goals, percent, tables
 from kept_rows import KeptGroups
+from search_cost import nearest_device
+from traces import compare_networks, compare_nodes, consistent, network_row, node_rows, operator_errors
 
 from cdmpp.errors import CdmppError
 
@@ -190,14 +192,6 @@ def judged(
     """Errors of a predictor on operators (these rows of the data), nodes and networks of a device."""
     from cdmpp.endtoend import predict_latency
     from cdmpp.endtoend.sources import NetworkTasks
-    from cdmpp.report.traces import (
-        compare_networks,
-        compare_nodes,
-        consistent,
-        network_row,
-        node_rows,
-        operator_errors,
-    )
 
     found: dict[str, Any] = {}
     if len(rows):
@@ -245,7 +239,6 @@ def unresolved(path: Path) -> list[str]:
 def evaluate_device(bench: Bench, given: Predictor | None, device: str, results: KeptGroups) -> None:
     from cdmpp.device import get_device
     from cdmpp.predictor import few_shot
-    from cdmpp.report.search_cost import nearest_device
 
     args, found = bench.args, results.of(device)
     base = given

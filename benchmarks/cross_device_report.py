@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from traces import FAMILIES
 
 SOURCES = ("cdmpp", "neusight", "habitat", "micro", "roofline", "in_trace")
 PAIR = ("cdmpp", "neusight")
@@ -21,8 +22,6 @@ def goals(devices: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     networks of all devices alike; ``of_devices`` is the mean of the devices' means, and neither may be above the limit. Nodes
     are pooled over the devices.
     """
-    from cdmpp.report.traces import FAMILIES
-
     unseen = {name: d for name, d in devices.items() if "zero_shot" in d and not d["in_training"]}
     nvidia = {name: d["zero_shot"] for name, d in unseen.items() if d["vendor"] == "nvidia"}
     pairs: dict[str, tuple[float, float]] = {}

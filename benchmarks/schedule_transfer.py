@@ -39,6 +39,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from kept_rows import KeptGroups
 from numpy.typing import NDArray
+from search_cost import (
+    measurements_by_chance,
+    measurements_in_order,
+    nearest_device,
+    nearly_best,
+    order_of_others,
+    regret_in_order,
+)
 
 from cdmpp.errors import CdmppError
 
@@ -124,8 +132,6 @@ def measurements_online(
     model: OnlineModel, programs: Encoded, latency_s: NDArray[np.float64], batch: int, most: int
 ) -> int:
     """Measurements until one is nearly the best; the order is corrected after every batch until there are `most`."""
-    from cdmpp.report.search_cost import nearly_best
-
     good, left, done = nearly_best(latency_s), np.arange(len(programs)), 0
     while True:
         left = left[np.argsort(model.predict("kernel", programs.take(left)), kind="stable")]
@@ -149,14 +155,6 @@ def evaluate_case(
 ) -> dict[str, Any]:
     """All methods on one kernel and one GPU."""
     from cdmpp.device import device_features, get_device
-    from cdmpp.report.search_cost import (
-        measurements_by_chance,
-        measurements_in_order,
-        nearest_device,
-        nearly_best,
-        order_of_others,
-        regret_in_order,
-    )
     from cdmpp.tuner.online import OnlineModel
     from cdmpp.tuner.prior import PredictorPrior
 

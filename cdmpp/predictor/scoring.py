@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from cdmpp.dataset.devices import unite_devices
 from cdmpp.errors import PredictorError, SplitError
 from cdmpp.predictor.data import TrainingData, warn_of_missing_counts
+from cdmpp.predictor.metrics import evaluate_groups, evaluate_predictions
 from cdmpp.predictor.scaling import predict_rows_scaled
 from cdmpp.predictor.uncertainty import interval_metrics
-from cdmpp.report.metrics import evaluate_groups, evaluate_predictions
 
 if TYPE_CHECKING:
     from cdmpp.dataset import Split
@@ -62,9 +62,14 @@ def evaluate(
     -------
     ``{"overall": {...}, "groups": {grouping: {group: {...}}}, "split": str, "part": str, "seed": int,
     "n_trained_tasks": int, "n_compiled": int, "n_measured": int}``; the last three are the numbers of scored records whose
+<<<<<<< HEAD
     task was trained on, that were predicted with instruction counts, and with a latency measured elsewhere. Each group has
     the last two of its own.
     Metrics are defined in :mod:`cdmpp.report.metrics`. ``overall`` holds besides, as ``interval``, how well the
+=======
+    task was trained on, of whose instructions and of whose latency elsewhere the predictor was told.
+    Metrics are defined in :mod:`cdmpp.predictor.metrics`. ``overall`` holds besides, as ``interval``, how well the
+>>>>>>> report
     predictor's 90 % intervals hold (:func:`cdmpp.predictor.uncertainty.interval_metrics`), None without any; with
     ``compiled`` and ``measured`` those of the programs that it was told of.
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cdmpp.errors import PredictorError
-from cdmpp.report.search_cost import (
+from benchmarks.search_cost import (
     measurements_by_chance,
     measurements_in_order,
     nearest_device,
@@ -18,6 +17,7 @@ from cdmpp.report.search_cost import (
     order_of_others,
     regret_in_order,
 )
+from cdmpp.errors import PredictorError
 
 INF, NAN = math.inf, math.nan
 

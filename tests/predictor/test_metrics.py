@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cdmpp.errors import LabelError, PredictorError
-from cdmpp.report.metrics import METRIC_KEYS, evaluate_groups, evaluate_predictions
+from cdmpp.predictor.metrics import METRIC_KEYS, evaluate_groups, evaluate_predictions
 
 
 def score(labels, predictions, task=None, device=None, noise=None):

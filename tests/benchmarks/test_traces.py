@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from cdmpp.endtoend.graph import GraphNode, NetworkGraph, network_graph
-from cdmpp.errors import LabelError, PredictorError
-from cdmpp.report.traces import (
+from benchmarks.traces import (
     compare_networks,
     compare_nodes,
     compare_sources,
@@ -18,6 +16,8 @@ from cdmpp.report.traces import (
     node_rows,
     operator_errors,
 )
+from cdmpp.endtoend.graph import GraphNode, NetworkGraph, network_graph
+from cdmpp.errors import LabelError, PredictorError
 
 GPU = "v100-pcie-32gb"
 
