@@ -1,6 +1,6 @@
-"""Chooses the programs that golden files are about, and stores them as a dataset of today in ``tests/golden/dataset``.
+"""Chooses the programs that golden files are about, and stores them as a dataset and a predictor of today.
 
-Run once (``python -m tests.golden.choose``): later versions of the library have to open that folder as it is.
+Run once (``python -m tests.golden.choose``): later versions of the library have to open these folders as they are.
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ from tests.golden.golden import (
     HUB,
     JOURNALS,
     NEUSIGHT,
+    PREDICTOR,
+    SMALL,
     Dataset,
     codegen_counts,
     import_benchmark_hub,
     import_neusight,
+    load_config,
     load_datasets,
     store_asts,
     store_codegen,
+    train,
 )
 
 #: Programs of each operator word, unscheduled and scheduled, and of each kind of CUDA program.
@@ -211,6 +215,8 @@ def main() -> None:
         to.finalize()
     store_asts()
     store_codegen({key: row for key, row in codegen_counts(cpu).items() if key[0] in chosen})
+    with tempfile.TemporaryDirectory() as scratch:
+        train(load_config(SMALL), [FOLDER], Path(scratch)).predictor.save(PREDICTOR)
     # a dataset that was finished, added to, and whose writer was killed in the middle of a record
     small = sorted(chosen, key=lambda program: (len(cpu.task_of(cpu.programs[program]).tir_json), program))
     records = [record for record in cpu.iter_records() if record.program in small[:JOURNALED]]

@@ -5,7 +5,8 @@ Everything from inside the library is imported here, so that moving it changes o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp import CompactAST, Dataset, Device, Predictor, get_device, load_datasets
+from cdmpp import CompactAST, Dataset, Predictor, Split, load_datasets, train
 from cdmpp.dataset.importers import import_benchmark_hub, import_neusight
-from cdmpp.predictor.data import AST_FILE, gather
+from cdmpp.predictor import load_config
+from cdmpp.predictor.data import AST_FILE
 from cdmpp.profiler.build import code_key
 from cdmpp.profiler.codegen import CODEGEN_FEATURES
 from cdmpp.profiler.codegen_store import CODEGEN_FILE, load_codegen, save_codegen
@@ -30,6 +32,9 @@ FOLDER, JOURNALS = HERE / "dataset", HERE / "journals"
 #: Rows as in the public tables that ``cdmpp import`` reads.
 NEUSIGHT, HUB = HERE / "neusight.parquet", HERE / "hub.parquet"
 
+#: A small predictor, as :meth:`Predictor.save` of today writes it, and what its training was configured with.
+PREDICTOR, SMALL = HERE / "predictor", HERE / "small.yaml"
+
 #: The CPUs of the data that ship; GPUs, half of them known from training; a CPU that is not.
 CPUS = (
     "epyc-zen4-2.6ghz@1", "xeon-cascadelake-2.5ghz.x86-64-v2@1", "xeon-cascadelake-2.5ghz@1", "xeon-cascadelake-2.5ghz@2",
@@ -38,6 +43,20 @@ GPUS = (
     "a100-pcie-40gb", "a100-sxm4-80gb@0.5", "h100-sxm", "h200", "mi210", "mi300x", "rtx-4090", "t4",
 )  # fmt: skip
 UNSEEN_CPU = "epyc-7763@1"
+
+#: Specifications of splits, made of the golden dataset; the last is that of the weights that ship.
+SPLITS = (
+    "by_network",
+    "by_network:heldout=3;seed=1",
+    "by_network:heldout=swin_tiny+gpt2;valid=googlenet+vgg16;adapt=0.5;seed=2",
+    "by_task",
+    "by_task:test=0.3;valid=0.2;seed=3",
+    "within_task",
+    "within_task:test=0.5;seed=4",
+    f"by_device:heldout={CPUS[0]}",
+    f"by_device:heldout={CPUS[3]}+{CPUS[2]};adapt=0.5;seed=5",
+    "by_network:heldout=densenet121+gcn+inception_v3+vgg16;valid=efficientnet_b0+gpt2+mlp_mixer+unet;others=0.1;seed=0",
+)
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -130,6 +149,8 @@ def predictions() -> Arrays:
             found[f"unfamiliar {device}"] = predictor().unfamiliar(of_kind, device)
     for device in CPUS:
         found[f"compiled {device}"] = _compiled(cpu, asts, device)
+    small = Predictor.load(PREDICTOR)
+    found["small"] = np.stack([small.predict([asts[program] for program in cpu], device) for device in CPUS])
     for device, other in zip(CPUS, (*CPUS[1:], CPUS[0]), strict=True):
         measured = {other: latencies_on(other, cpu)}
         found[f"{device} measured on {other}"] = _with_interval(
@@ -177,3 +198,20 @@ def encodings() -> Arrays:
             for device in GPUS
         },
     }
+
+
+# -- splits ----------------------------------------------------------------------------------------------------
+
+
+def splits(view: Any, specs: Sequence[str] = SPLITS) -> dict[str, dict[str, list[Any]]]:
+    """Specification -> part -> [labels in it, digest of their programs and devices]."""
+    labels = view.labels(None)
+    found: dict[str, dict[str, list[Any]]] = {}
+    for spec in specs:
+        split = Split.parse(spec, labels, view.tasks, view.network_families)
+        found[spec] = {}
+        for part in ("train", "valid", "test", "adapt"):
+            rows = labels.iloc[split.part(part)]
+            lines = sorted(f"{program} {device}" for program, device in zip(rows["program"], rows["device"], strict=True))
+            found[spec][part] = [len(lines), hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]]
+    return found

@@ -5,26 +5,61 @@ A file is written again only by a commit that says why the values change.
 
 from __future__ import annotations
 
+import json
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.golden import golden
+from tests.golden import commands, golden
+
+#: Significant digits of numbers in JSON.
+_DIGITS = 7
 
 
-def _arrays(name: str, compute: Callable[[], golden.Arrays]) -> None:
-    stored = {
-        key: np.float32(value) if value.dtype == np.float64 else value for key, value in compute().items()
-    }
+def write_arrays(name: str, arrays: golden.Arrays) -> None:
+    stored = {key: np.float32(value) if value.dtype == np.float64 else value for key, value in arrays.items()}
     np.savez_compressed(golden.HERE / f"{name}.npz", **stored)
+
+
+def write_json(name: str, value: Any) -> None:
+    text = json.dumps(_rounded(value), indent=0, sort_keys=True)
+    (golden.HERE / f"{name}.json").write_text(text + "\n")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
+
+
+def _quick() -> None:
+    with tempfile.TemporaryDirectory() as out:
+        results = commands.quick(Path(out))
+    write_json("shapes", {name: commands.shape(result) for name, result in results.items()})
+    write_json("scores", commands.scores(results))
+
+
+def _slow() -> None:
+    with tempfile.TemporaryDirectory() as out:
+        results = commands.slow(Path(out))
+        write_json("shapes_slow", {name: commands.shape(result) for name, result in results.items()})
+        write_json("model_card", commands.model_card(Path(out)))
 
 
 FREEZE: dict[str, Callable[[], Any]] = {
     "asts": golden.store_asts,
-    "predictions": lambda: _arrays("predictions", golden.predictions),
-    "encodings": lambda: _arrays("encodings", golden.encodings),
+    "predictions": lambda: write_arrays("predictions", golden.predictions()),
+    "encodings": lambda: write_arrays("encodings", golden.encodings()),
+    "splits": lambda: write_json("splits", golden.splits(golden.dataset())),
+    "options": lambda: write_json("options", commands.options()),
+    "quick": _quick,
+    "slow": _slow,
 }
 
 
