@@ -212,6 +212,8 @@ def splits(view: Any, specs: Sequence[str] = SPLITS) -> dict[str, dict[str, list
         found[spec] = {}
         for part in ("train", "valid", "test", "adapt"):
             rows = labels.iloc[split.part(part)]
-            lines = sorted(f"{program} {device}" for program, device in zip(rows["program"], rows["device"], strict=True))
+            lines = sorted(
+                f"{program} {device}" for program, device in zip(rows["program"], rows["device"], strict=True)
+            )
             found[spec][part] = [len(lines), hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]]
     return found

@@ -50,6 +50,7 @@ def _slow() -> None:
         results = commands.slow(Path(out))
         write_json("shapes_slow", {name: commands.shape(result) for name, result in results.items()})
         write_json("model_card", commands.model_card(Path(out)))
+    write_json("split_of_data", golden.splits(golden.load_datasets(golden.DATA), golden.SPLITS[-1:]))
 
 
 FREEZE: dict[str, Callable[[], Any]] = {
