@@ -6,8 +6,10 @@ Everything from inside the library is imported here, so that moving it changes o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,8 @@ from cdmpp.dataset.importers import import_benchmark_hub, import_neusight
 from cdmpp.predictor import load_config
 from cdmpp.predictor.data import AST_FILE
 from cdmpp.profiler.build import code_key
-from cdmpp.profiler.codegen import CODEGEN_FEATURES
-from cdmpp.profiler.codegen_store import CODEGEN_FILE, load_codegen, save_codegen
+from cdmpp.profiler.codegen import CODEGEN_FEATURES, codegen_features
+from cdmpp.profiler.codegen_store import CODEGEN_FILE, compiled_features, load_codegen, save_codegen
 from cdmpp.program.ast import LEAF_FEATURES, compact_asts
 from cdmpp.program.ast_store import load_asts, save_asts
 from cdmpp.program.space import Rebuilder
@@ -34,6 +36,8 @@ NEUSIGHT, HUB = HERE / "neusight.parquet", HERE / "hub.parquet"
 
 #: A small predictor, as :meth:`Predictor.save` of today writes it, and what its training was configured with.
 PREDICTOR, SMALL = HERE / "predictor", HERE / "small.yaml"
+#: Some of the compiled programs, ``PROGRAM-TARGET.so``.
+OBJECTS = HERE / "objects.zip"
 
 #: The CPUs of the data that ship; GPUs, half of them known from training; a CPU that is not.
 CPUS = (
@@ -43,6 +47,9 @@ GPUS = (
     "a100-pcie-40gb", "a100-sxm4-80gb@0.5", "h100-sxm", "h200", "mi210", "mi300x", "rtx-4090", "t4",
 )  # fmt: skip
 UNSEEN_CPU = "epyc-7763@1"
+
+#: What programs are compiled for: AVX2, AVX-512 by two makers, and 128 bits without fused multiply-add.
+TARGETS = ("znver3", "znver4", "cascadelake", "x86-64-v2")
 
 #: Specifications of splits, made of the golden dataset; the last is that of the weights that ship.
 SPLITS = (
@@ -198,6 +205,31 @@ def encodings() -> Arrays:
             for device in GPUS
         },
     }
+
+
+# -- compiled code ---------------------------------------------------------------------------------------------
+
+
+def counted_programs() -> list[str]:
+    """Every third of the programs that ran."""
+    records = dataset().records
+    ran = set(records["program"][records["status"] == "ok"])
+    return [program for program in programs("cpu") if program in ran][::3]
+
+
+def compile_and_count(
+    hashes: list[str], mcpu: str, keep: Callable[[str, Path], None] | None = None
+) -> NDArray[np.float32]:
+    """Instructions of programs compiled for a CPU, (n, len(CODEGEN_FEATURES)); ``keep`` is given each object."""
+    target = {"kind": "llvm", "num-cores": 1, "mcpu": mcpu}
+    funcs = zip(hashes, prim_funcs(hashes), strict=True)
+    return np.stack([compiled_features(f, target, keep and partial(keep, program)) for program, f in funcs])
+
+
+def count_objects(archive: Path) -> dict[str, NDArray[np.float32]]:
+    """Instructions of the objects in a zip file, by name."""
+    with zipfile.ZipFile(archive) as objects, tempfile.TemporaryDirectory() as folder:
+        return {name: codegen_features(objects.extract(name, folder)) for name in objects.namelist()}
 
 
 # -- splits ----------------------------------------------------------------------------------------------------

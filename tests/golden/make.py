@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from tests.golden import commands, golden
 
 #: Significant digits of numbers in JSON.
 _DIGITS = 7
+#: One of so many objects is kept, if it is not larger than this (bytes).
+_OBJECTS, _LARGEST_OBJECT = 6, 60_000
 
 
 def write_arrays(name: str, arrays: golden.Arrays) -> None:
@@ -36,6 +40,25 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [_rounded(item) for item in value]
     return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
+
+
+def _counts() -> None:
+    """Counts of all, and the objects of some."""
+    hashes = golden.counted_programs()
+    objects: dict[str, bytes] = {}
+
+    def keep(mcpu: str, program: str, path: Path) -> None:
+        size = path.stat().st_size
+        if hashes.index(program) % _OBJECTS == golden.TARGETS.index(mcpu) and size < _LARGEST_OBJECT:
+            objects[f"{program}-{mcpu}.so"] = path.read_bytes()
+
+    counts = {mcpu: golden.compile_and_count(hashes, mcpu, partial(keep, mcpu)) for mcpu in golden.TARGETS}
+    write_arrays(
+        "counts", {**counts, "programs": np.array(hashes), "columns": np.array(golden.CODEGEN_FEATURES)}
+    )
+    with zipfile.ZipFile(golden.OBJECTS, "w") as archive:
+        for name, content in sorted(objects.items()):
+            archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED, 9)
 
 
 def _quick() -> None:
@@ -57,6 +80,7 @@ FREEZE: dict[str, Callable[[], Any]] = {
     "asts": golden.store_asts,
     "predictions": lambda: write_arrays("predictions", golden.predictions()),
     "encodings": lambda: write_arrays("encodings", golden.encodings()),
+    "counts": _counts,
     "splits": lambda: write_json("splits", golden.splits(golden.dataset())),
     "options": lambda: write_json("options", commands.options()),
     "quick": _quick,
