@@ -18,7 +18,7 @@ XEON, EPYC = "xeon-cascadelake-2.5ghz@1", "epyc-zen4-2.6ghz@1"
 _ALL = "device,network,task,family,origin"
 _GROUPS = ("device", "network", "family", "origin")
 _SMALL = HERE / "small.yaml"
-#: Dictionaries of more keys are maps: what matters is the shape of their values.
+#: Dictionaries of more keys, or of paths, are maps: what matters is the shape of their values.
 _MOST_KEYS, _MOST_ALIKE = 40, 6
 
 
@@ -110,7 +110,7 @@ def shape(value: Any) -> Any:
             all(isinstance(item, dict) for item in value.values())
             and len(set(map(_text, shapes.values()))) == 1
         )
-        if len(value) > (_MOST_ALIKE if alike else _MOST_KEYS):
+        if len(value) > (_MOST_ALIKE if alike else _MOST_KEYS) or any("/" in key for key in value):
             return {"*": _united(list(shapes.values()))}
         return shapes
     if isinstance(value, list):
