@@ -2,21 +2,22 @@
 
     python benchmarks/ablation.py --data data --json ablation.json
 
-Starts from the shipped configuration and changes one thing at a time; the last lines compare the compact AST's features with
-TVM's PerStoreFeature under one model (gradient-boosted trees). The split keeps a part of the held-out networks' programs
-to adapt to (``adapt``), unlabelled, so that CMD has something to align with; it is the same for every variant, and none is
-scored on it. A variant's second row is the same predictor told the compiled code.
+Starts from a configuration and changes one thing at a time; the last lines compare the compact AST's features with TVM's
+PerStoreFeature under one model (gradient-boosted trees). The split keeps a part of the held-out networks' programs to adapt
+to (``adapt``), unlabelled, so that CMD has something to align with; it is the same for every variant, and none is scored on
+it. A variant's second row is the same predictor given the compiled code.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
-from accuracy import COMPILED, keep, scored_compiled, table
-from kept_rows import KeptRows
+from accuracy import score_model
+from common import TITLES, Figure, Results, Row, arguments, mean_figure, provenance
+
+from cdmpp.predictor import config_from_dict, gather, load_config, split_data
+from cdmpp.predictor.baselines import make_model
 
 #: Variant -> what differs from the base configuration, by section.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -46,24 +47,26 @@ SPLIT = "by_network:heldout=densenet121+gcn+inception_v3+vgg16;valid=efficientne
 FEATURE_MODELS = ("xgboost-ast", "xgboost-perstore")
 
 
-def main() -> int:
-    from cdmpp.predictor import config_from_dict, gather, load_config, split_data
-    from cdmpp.predictor.baselines import CdmppModel, evaluate_models, make_model
+def figures(rows: list[Row]) -> list[Figure]:
+    """One of each variant: the mean over its seeds."""
+    names = dict.fromkeys(row["model"] for row in rows)
+    return [mean_figure(name, [row for row in rows if row["model"] == name], TITLES) for name in names]
 
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--data", nargs="+", default=["data"], metavar="DIR")
-    parser.add_argument("--config", default="configs/cpu.yaml", help="the base")
-    parser.add_argument("--split", default=SPLIT, help="without the seed")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
-    parser.add_argument("--json", type=Path, metavar="FILE")
+
+def main() -> int:
+    parser = arguments(__doc__)
+    add = parser.add_argument
+    add("--data", nargs="+", default=["data"], metavar="DIR")
+    add("--config", default="configs/cpu.yaml", help="the base")
+    add("--split", default=SPLIT, help="without the seed")
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    add("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     args = parser.parse_args()
 
     base = load_config(args.config).model_dump(mode="json")
     data = gather(args.data)
-    results = KeptRows(
-        args.json, {"data": args.data, "records": len(data), "split": args.split, "base": base}
-    )
+    options = {"records": len(data), "split": args.split, "config": base}
+    results = Results(args.json, provenance(__file__, args.data, seeds=args.seeds), options, figures)
     for seed in args.seeds:
         split = split_data(f"{args.split};seed={seed}", data)
         done: dict[str, str] = {}
@@ -71,23 +74,16 @@ def main() -> int:
             values = {s: {**v, **VARIANTS[variant].get(s, {})} for s, v in base.items()}
             config = config_from_dict(values)
             key = {"split": "ablation", "seed": seed, "model": variant}
-            # A variant that is the base already is not trained again.
+            # a variant that is the base already is not trained again
             twin = done.setdefault(config.model_dump_json(), variant)
-            if results.find(**key) is not None or twin != variant:
-                continue
-            model = make_model("ours", seed, config=config)
-            (found,) = evaluate_models([model], data, split).values()
-            assert isinstance(model, CdmppModel) and model.predictor_ is not None
-            told = scored_compiled(model.predictor_, data, split)
-            if told is not None:
-                keep(results, told, **{**key, "model": f"{variant} ({COMPILED})"})
-            keep(results, {**found["overall"], "fit_s": found["fit_s"], "spec": split.spec}, **key)
+            if results.find(**key) is None and twin == variant:
+                model = make_model("ours", seed, config=config)
+                score_model(results, model, data, split, key, measured=False)
         for name in FEATURE_MODELS:
             key = {"split": "ablation", "seed": seed, "model": name}
             if results.find(**key) is None:
-                (found,) = evaluate_models([make_model(name, seed)], data, split).values()
-                keep(results, {**found["overall"], "fit_s": found["fit_s"], "spec": split.spec}, **key)
-    print(table(results.rows))
+                score_model(results, make_model(name, seed), data, split, key)
+    results.finish()
     return 0
 
 

@@ -10,20 +10,18 @@ tasks (``networks``). Validation and test stay as they are. Which of these helps
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections import defaultdict
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
-from accuracy import keep, scored_told
-from kept_rows import KeptRows
+from accuracy import score_model
+from common import TITLES, Figure, Results, Row, arguments, mean_figure, provenance
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from cdmpp.predictor import TrainingData
+from cdmpp.dataset.split import architecture
+from cdmpp.predictor import TrainingData, gather, load_config, split_data
+from cdmpp.predictor.baselines import COMPILED_NAMES, MODEL_NAMES, make_model
 
 KINDS = ("tasks", "programs", "networks")
 
@@ -32,8 +30,6 @@ def part_of(
     data: TrainingData, rows: NDArray[np.int64], kind: str, fraction: float, seed: int
 ) -> NDArray[np.int64]:
     """The rows, sorted int64, that are left of these when a fraction of what ``kind`` names is kept."""
-    from cdmpp.dataset.split import architecture
-
     if fraction >= 1:
         return rows
     groups: list[tuple[str, ...]]
@@ -48,31 +44,38 @@ def part_of(
     return rows[np.array([not kept.isdisjoint(names) for names in groups])]
 
 
-def main() -> int:
-    from cdmpp.predictor import gather, load_config, split_data
-    from cdmpp.predictor.baselines import COMPILED_NAMES, MODEL_NAMES, CdmppModel, evaluate_models, make_model
+def figures(rows: list[Row]) -> list[Figure]:
+    """One of each part and model: the mean over its seeds."""
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        part = "all records" if row["fraction"] == 1 else f"{100 * row['fraction']:g} % of the {row['of']}"
+        groups[f"{part}: {row['model']}"].append(row)
+    return [mean_figure(name, found, TITLES) for name, found in groups.items()]
 
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--data", nargs="+", default=["data"], metavar="DIR")
-    parser.add_argument("--config", default="configs/demo.yaml", help="of our predictor")
-    parser.add_argument("--devices", nargs="+", metavar="D", help="records of these alone (default: all)")
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        default=["ours", "xgboost-ast-codegen"],
-        choices=MODEL_NAMES + COMPILED_NAMES,
-    )
-    parser.add_argument("--of", nargs="+", default=list(KINDS), choices=KINDS)
-    parser.add_argument("--fractions", nargs="+", type=float, default=[0.25, 0.5, 1.0])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--json", type=Path, metavar="FILE")
+
+def main() -> int:
+    parser = arguments(__doc__)
+    add = parser.add_argument
+    models = MODEL_NAMES + COMPILED_NAMES
+    add("--data", nargs="+", default=["data"], metavar="DIR")
+    add("--config", default="configs/demo.yaml", help="of our predictor")
+    add("--devices", nargs="+", metavar="D", help="records of these alone (default: all)")
+    add("--models", nargs="+", default=["ours", "xgboost-ast-codegen"], choices=models)
+    add("--of", nargs="+", default=list(KINDS), choices=KINDS)
+    add("--fractions", nargs="+", type=float, default=[0.25, 0.5, 1.0])
+    add("--seeds", nargs="+", type=int, default=[0])
     args = parser.parse_args()
     if not all(0 < fraction <= 1 for fraction in args.fractions):
         parser.error("fractions are above 0 and at most 1")
 
     config = load_config(args.config)
     data = gather(args.data, config.data.model_copy(update={"devices": args.devices}))
-    results = KeptRows(args.json, {"data": args.data, "devices": sorted(data.devices), "records": len(data)})
+    options = {
+        "devices": sorted(data.devices),
+        "records": len(data),
+        "config": config.model_dump(mode="json"),
+    }
+    results = Results(args.json, provenance(__file__, args.data, seeds=args.seeds), options, figures)
     for seed in args.seeds:
         split = split_data(f"by_network:seed={seed}", data)
         for kind in args.of:
@@ -80,20 +83,12 @@ def main() -> int:
                 part = replace(split, train=part_of(data, split.train, kind, fraction, seed))
                 for name in args.models:
                     # all of the records are the same whatever they are a part of
-                    key = {
-                        "of": "all" if fraction == 1 else kind,
-                        "fraction": fraction,
-                        "seed": seed,
-                        "model": name,
-                    }
-                    if results.find(**key) is not None:
-                        continue
-                    model = make_model(name, seed, **({"config": config} if name == "ours" else {}))
-                    (found,) = evaluate_models([model], data, part).values()
-                    if isinstance(model, CdmppModel):
-                        for told, overall in scored_told(model.predictor_, data, part).items():
-                            keep(results, {**overall, "n_train": len(part.train)}, **{**key, "model": told})
-                    keep(results, {**found["overall"], "n_train": len(part.train)}, **key)
+                    of = "all" if fraction == 1 else kind
+                    key = {"of": of, "fraction": fraction, "seed": seed, "model": name}
+                    if results.find(**key) is None:
+                        model = make_model(name, seed, **({"config": config} if name == "ours" else {}))
+                        score_model(results, model, data, part, key)
+    results.finish()
     return 0
 
 
