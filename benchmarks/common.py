@@ -316,13 +316,19 @@ def mean_figure(name: str, rows: Sequence[Row], metrics: Iterable[str], seed_key
     return figure(name, values, n, [row[seed_key] for row in rows if seed_key in row], spread, interval)
 
 
+def median_figure(name: str, columns: Mapping[str, Sequence[float]], seeds: Iterable[int] = ()) -> Figure:
+    """Medians of repeated runs with their spread; ``n`` is the number of runs. A column without any is left out."""
+    known = {metric: list(found) for metric, found in columns.items() if len(found)}
+    values = {metric: statistics.median(found) for metric, found in known.items()}
+    n = max(map(len, known.values()))
+    return figure(name, values, n, seeds, {metric: spread_of(found) for metric, found in known.items()})
+
+
 def ratio_figure(name: str, ours: Sequence[float], theirs: Sequence[float], more_is_better: bool) -> Figure:
-    """Medians of two sides that took turns, and how many times better ours is: the median of the rounds' ratios."""
-    pairs = list(zip(ours, theirs, strict=True))
+    """Two sides that took turns, and how many times better ours is in each round."""
+    pairs = zip(ours, theirs, strict=True)
     ratios = [a / b if more_is_better else b / a for a, b in pairs]
-    values = {"ours": statistics.median(ours), "theirs": statistics.median(theirs)}
-    values["ratio"] = statistics.median(ratios)
-    return figure(name, values, len(ratios), spread={"ratio": spread_of(ratios)})
+    return median_figure(name, {"ours": ours, "theirs": theirs, "ratio": ratios})
 
 
 def bootstrap(

@@ -12,15 +12,14 @@ and device) and asked about this one:
 * **end to end**: what ``cdmpp latency`` says of the traced networks, inference and training, against the whole network's
   measured latency; ``in_trace`` is the sum of its nodes' measured times: what a perfect predictor of nodes would score.
 
-Nodes and networks are compared with the authors' own predictions for the same rows (``micro`` is Li's model): ``ape_mean``
-is over the ``n_common`` rows that all sources have, ``n_own`` says how many each has. NeuSight was trained on all of these
-devices; ours never saw the one that is left out. Then K measurements of the new device are learned (``cdmpp finetune``), of
-tasks chosen by KMeans and at random, and the device's other records and its networks are predicted again.
+Nodes and networks are compared with the authors' own predictions for the same rows (``micro`` is Li's model); NeuSight was
+trained on all of these devices. ``ape_mean`` is over the ``n_common`` rows that all sources have, ``n_own`` says how many each
+has. Then K measurements of the new device are learned (``cdmpp finetune``), of tasks chosen by KMeans and at random, and the
+device's other records and its networks are predicted again.
 
 ``--unseen`` takes files of the same columns with devices that are in none of the above: they are predicted by what was
-trained on all. ``--predictor`` judges given weights in place of training; a device that these have seen is marked
-``in_training`` and counts for no mean. What is imported and trained is kept in ``--work``, results after every step in
-``--json``. Intervals are over tasks for operators and over networks end to end.
+trained on all. ``--predictor`` judges given weights in place of training; a device that these have seen counts for no mean.
+What is imported and trained is kept in ``--work``. Intervals are over tasks for operators and over networks end to end.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -183,6 +182,7 @@ def judged(bench: Bench, predictor: Predictor, data: TrainingData, device: str, 
 def evaluate_device(bench: Bench, given: Predictor | None, device: str, results: Results) -> None:
     """Zero-shot first, then with so many measurements of the device."""
     args, base, data = bench.args, given, bench.records_for(device)
+    vendor = get_device(device).vendor
     rows = np.flatnonzero(data.labels["device"] == device)
     zero = results.find(device=device, k=0)
     if zero is None:
@@ -192,7 +192,7 @@ def evaluate_device(bench: Bench, given: Predictor | None, device: str, results:
         zero = {
             "device": device,
             "k": 0,
-            "vendor": get_device(device).vendor,
+            "vendor": vendor,
             "in_training": device in known,
             "trained_on": known,
             "n_training_records": base.training.get("records"),
@@ -214,7 +214,7 @@ def evaluate_device(bench: Bench, given: Predictor | None, device: str, results:
                     tuned, split = few_shot(base, data, device, k, select, seed)
                     row = judged(bench, tuned, data, device, np.asarray(split.test))
                     row.pop("nodes", None)
-                    results.add({**key, **row})
+                    results.add({**key, "vendor": vendor, **row})
                     print(f"{device} {select} K={k} seed {seed}", flush=True)
 
 
@@ -224,48 +224,36 @@ def evaluate_device(bench: Bench, given: Predictor | None, device: str, results:
 def figures(rows: list[Row]) -> list[Figure]:
     """Of every device, unseen and with K measurements, beside NeuSight on the networks that it predicts; then means."""
     found = []
+    means: dict[int, list[Row]] = {}
+    seen = {row["device"] for row in rows if row.get("in_training")}
     for row in sorted(rows, key=lambda row: (row["device"], row["k"])):
-        operators, whole = row.get("operators", {}), row.get("end_to_end", {})
-        theirs = whole.get("sources", {}).get("neusight", {})
+        operators, whole = row.get("operators", {}), row.get("end_to_end", {"sources": {}})
         values = {
             "mape": operators.get("mape"),
-            "end to end": whole.get("sources", {}).get("cdmpp", {}).get("ape_mean"),
-            "NeuSight end to end": theirs.get("ape_mean_own"),
+            "end to end": whole["sources"].get("cdmpp", {}).get("ape_mean"),
+            "NeuSight end to end": whole["sources"].get("neusight", {}).get("ape_mean_own"),
             "networks": whole.get("n"),
         }
         ends = {"mape": operators.get("interval"), "end to end": whole.get("interval")}
-        what = "unseen" if not row["k"] else f"{row['k']} measured ({row['select']})"
-        name = f"{row['device']}, {'in training' if row.get('in_training') else what}"
-        seeds = [row["seed"]] if "seed" in row else []
         interval = {key: value for key, value in ends.items() if value}
-        found.append(figure(name, values, operators.get("n"), seeds, interval=interval))
-    for k in sorted({row["k"] for row in rows}):
-        own = [row["operators"]["mape"] for row in unseen(rows, k) if "operators" in row]
-        values, n = ({"mape": float(np.mean(own))} if own else {}), len(own) or None
-        whole = [row for row in unseen(rows, k) if row["device"] in nvidia(rows) and "end_to_end" in row]
-        errors = [
-            abs(r["predicted_s"]["cdmpp"] / r["measured_s"] - 1)
-            for d in whole
-            for r in d["end_to_end"]["rows"]
+        what = f"{row['k']} measured ({row['select']})" if row["k"] else "unseen"
+        name = f"{row['device']}, {'in training' if row['device'] in seen else what}"
+        found.append(figure(name, values, operators.get("n"), interval=interval))
+        if row["device"] not in seen and row.get("select", "kmeans") == "kmeans":
+            means.setdefault(row["k"], []).append(row)
+    for k, own in means.items():
+        mapes = [row["operators"]["mape"] for row in own if "operators" in row]
+        whole = [
+            r for row in own if row["vendor"] == "nvidia" for r in row.get("end_to_end", {"rows": ()})["rows"]
         ]
-        if errors:
-            values |= {"end to end": float(np.mean(errors)), "networks": len(errors)}
-        if values:
-            what = f"{k} measured (kmeans)" if k else "unseen"
-            found.append(figure(f"mean, {what}", values, n))
-    return found + node_figures([row for row in unseen(rows, 0) if row["device"] in nvidia(rows)])
+        errors = [abs(row["predicted_s"]["cdmpp"] / row["measured_s"] - 1) for row in whole]
+        values = {"mape": mean(mapes), "end to end": mean(errors), "networks": len(errors)}
+        found.append(figure(f"mean, {k} measured (kmeans)" if k else "mean, unseen", values, len(mapes)))
+    return found + node_figures([row for row in means.get(0, ()) if row["vendor"] == "nvidia"])
 
 
-def nvidia(rows: Iterable[Row]) -> set[str]:
-    return {row["device"] for row in rows if row.get("vendor") == "nvidia"}
-
-
-def unseen(rows: Iterable[Row], k: int) -> list[Row]:
-    """Rows with so many measurements (chosen by KMeans) of devices that were not trained on."""
-    known = {row["device"] for row in rows if row.get("in_training")}
-    return [
-        r for r in rows if r["k"] == k and r["device"] not in known and r.get("select", "kmeans") == "kmeans"
-    ]
+def mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
 
 
 def node_figures(rows: Sequence[Row]) -> list[Figure]:

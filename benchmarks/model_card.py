@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,7 @@ from cdmpp.predictor.predictor import load_predictor
 from cdmpp.predictor.scaling import predict_rows_scaled
 from cdmpp.predictor.scoring import predict_rows, rows_to_score
 
-_SOURCES = (
-    "The labels of Xeon and EPYC are our own and ship with cdmpp (`data/`). Those of GPUs are public measurements, which do "
-    "not: operators of PyTorch (NeuSight: Lee et al., ASPLOS'25; MIT licence; P4, P100, V100, T4, A100, MI100, MI210) and "
-    "scheduled kernels, convolution, dedispersion and GEMM (the AutoTuning Association's benchmark hub; MIT licence; the other "
-    "GPUs). `configs/default.yaml` has the commands.",
-)
+Scores = dict[str, Any]
 _COLUMNS = (
     ("n", "n", "{:d}"),
     ("mape", "MAPE", "{:.1%}"),
@@ -38,122 +34,84 @@ _COLUMNS = (
 )
 
 
-def table(groups: dict[str, dict[str, Any]], what: str) -> list[str]:
-    """Markdown lines, one a group."""
+def table(groups: dict[str, dict[str, Any]], what: str) -> str:
+    """Markdown, a line a group."""
     lines = [[what, *(title for _, title, _ in _COLUMNS)]]
     for name, scores in groups.items():
         cells = [form.format(scores[k]) if scores.get(k) is not None else "-" for k, _, form in _COLUMNS]
         lines.append([name, *cells])
-    return markdown_table(lines).splitlines()
+    return markdown_table(lines)
 
 
-def card(
-    predictor: Predictor,
-    scores: dict[str, Any],
-    compiled: dict[str, Any] | None,
-    elsewhere: dict[str, Any] | None,
-    weights_bytes: int,
-) -> str:
-    """The card as Markdown; ``compiled`` are the scores with the compiled programs' instructions, ``elsewhere`` those with
-    latencies on other devices."""
-    training, overall, groups = predictor.training, scores["overall"], scores["groups"]
-    interval = overall["interval"]
+def card(predictor: Predictor, scores: Scores, compiled: Scores | None, elsewhere: Scores | None) -> str:
+    """``model_card.md`` filled in; the scores with compiled code and with latencies elsewhere may be missing."""
+    training, groups = predictor.training, scores["groups"]
     networks = sorted({architecture(name) for name in training["networks"]})
     others = sum("@" in name for name in training["networks"])
     resized = f", {others} times at other sizes or batches" if others else ""
-    lines = [
-        "# Model card",
-        "",
-        f"Weights: {weights_bytes / 1e6:.1f} MB, feature set `{predictor.encoder.feature_set}`, "
-        f"{training['epochs']} epochs, seed {training['seed']}.",
-        "",
-        "## Training data",
-        "",
-        f"{training['records']:,} labels of {training['programs']:,} programs, {len(training['tasks']):,} tasks of "
-        f"{len(networks)} networks{resized}: {', '.join(networks)}.",
-        "",
-        *(f"- {name}: {n:,} labels" for name, n in training["records_by_device"].items()),
-        "",
-        f"Latencies from {training['latency_s_range'][0]:.2g} to {training['latency_s_range'][1]:.2g} s.",
-        "",
-        *_SOURCES,
-        "",
-        "## Error on networks and operators it never saw",
-        "",
-        f"Test part of `{training['split']}`: no task of these networks, and none of so many "
-        "of the operators and kernels that belong to no network, is in training or validation. "
-        "The noise floor is what a perfect predictor would score on these labels. Top-1 regret: how much slower the "
-        "program predicted fastest is than the fastest one, mean over tasks; of 32: median over those with at least 32.",
-        "",
-        *table({"all": overall}, ""),
-        "",
-        *table({name: scores for name, scores in groups["network"].items() if "@" not in name}, "network"),
-        "",
-        *table(groups["family"], "family"),
-        "",
-        *table(groups["device"], "device"),
-        "",
-    ]
+    parts = {"intervals": "", "compiled": "", "elsewhere": ""}
+    interval = scores["overall"]["interval"]
     if interval is not None:
-        lines += [
+        parts["intervals"] = (
             f"Its {interval['coverage']:.0%} intervals held {interval['covered']:.1%} of these measurements. "
-            "Validation tasks and tasks of new networks are not exchangeable, so this may be off for yours.",
-            "",
-        ]
+            "Validation tasks and tasks of new networks are not exchangeable, so this may be off for yours.\n\n"
+        )
     if compiled is not None:
-        cpus = {
-            name: found
-            for name, found in compiled["groups"]["device"].items()
-            if predictor.device(name).kind == "cpu"
-        }
-        lines += [
-            "### Told the instructions of the compiled programs",
-            "",
+        by_device = compiled["groups"]["device"].items()
+        cpus = {name: found for name, found in by_device if predictor.device(name).kind == "cpu"}
+        parts["compiled"] = (
+            "### Told the instructions of the compiled programs\n\n"
             "The same records of CPUs, each program compiled (not run) and its instructions counted: "
-            f"`predict(..., compiled=True)`. Of {compiled['n_compiled']:,} the counts were at hand, the others are predicted "
-            "without.",
-            "",
-            *table(cpus, "device"),
-            "",
-        ]
+            f"`predict(..., compiled=True)`. Of {compiled['n_compiled']:,} the counts were at hand, the others are "
+            "predicted without.\n\n"
+            f"{table(cpus, 'device')}\n\n"
+        )
     if elsewhere is not None:
         held = elsewhere["overall"]["interval"]
-        lines += [
-            "### Told what the programs took on other devices",
-            "",
+        of_held = f"\nIntervals of {held['coverage']:.0%} held {held['covered']:.1%} of them." if held else ""
+        parts["elsewhere"] = (
+            "### Told what the programs took on other devices\n\n"
             "The same records, each program's latencies on the other devices of its kind given: `predict(..., measured=...)`. "
-            f"{elsewhere['n_measured']:,} of the programs were measured elsewhere, the others are predicted without.",
-            *([f"Intervals of {held['coverage']:.0%} held {held['covered']:.1%} of them."] if held else []),
-            "",
-            *table(elsewhere["groups"]["device"], "device"),
-            "",
-        ]
-    lines += [
-        "## Limits",
-        "",
-        "- float32 alone. Scheduled programs it knows from one Xeon (Cascade Lake; one core, two, and with 128-bit SIMD) "
-        "and, of GPUs, from two kernels; of GPUs it knows single operators run by libraries. What it says of a GPU that is not "
-        "in the list is an extrapolation: `benchmarks/cross_device.py` measures how far off it is when one is left out. "
-        "`Predictor.unfamiliar` tells.",
-        "- A few programs are off by 3x and more, mostly where the compiler turns strided loads into gathers or spills "
-        "registers, which the AST does not show.",
-        "",
-        "Made by `python benchmarks/model_card.py`.",
-        "",
-    ]
-    return "\n".join(lines)
+            f"{elsewhere['n_measured']:,} of the programs were measured elsewhere, the others are predicted without."
+            f"{of_held}\n\n"
+            f"{table(elsewhere['groups']['device'], 'device')}\n\n"
+        )
+    shortest, longest = training["latency_s_range"]
+    template = Template(Path(__file__).with_suffix(".md").read_text(encoding="utf-8"))
+    return template.substitute(
+        parts,
+        size=f"{sum(t.nbytes for t in predictor.network.state_dict().values()) / 1e6:.1f}",
+        feature_set=predictor.encoder.feature_set,
+        epochs=training["epochs"],
+        seed=training["seed"],
+        records=f"{training['records']:,}",
+        programs=f"{training['programs']:,}",
+        tasks=f"{len(training['tasks']):,}",
+        networks=f"{len(networks)} networks{resized}: {', '.join(networks)}",
+        devices="\n".join(f"- {name}: {n:,} labels" for name, n in training["records_by_device"].items()),
+        shortest=f"{shortest:.2g}",
+        longest=f"{longest:.2g}",
+        split=training["split"],
+        all=table({"all": scores["overall"]}, ""),
+        by_network=table(
+            {name: own for name, own in groups["network"].items() if "@" not in name}, "network"
+        ),
+        by_family=table(groups["family"], "family"),
+        by_device=table(groups["device"], "device"),
+    )
 
 
 def figures(
-    name: str, scores: dict[str, Any], data: TrainingData, rows: np.ndarray, predicted_s: np.ndarray
+    name: str, scores: Scores, data: TrainingData, rows: np.ndarray, predicted_s: np.ndarray
 ) -> list[Figure]:
     """Of all test records and of every group, with intervals over tasks."""
     groups = {name: (scores["overall"], np.arange(len(rows)))}
     for grouping, found in scores["groups"].items():
         members = data.members(grouping, rows)
         for group, own in found.items():
-            inside = np.flatnonzero([group in names for names in members])
-            groups[f"{name}, {grouping} {group}"] = (own, inside)
+            if "@" not in group or grouping == "device":
+                inside = np.flatnonzero([group in names for names in members])
+                groups[f"{name}, {grouping} {group}"] = (own, inside)
     return [
         figure(
             title,
@@ -187,8 +145,7 @@ def main() -> int:
         predicted_s, _ = predict_rows_scaled(predictor, data, rows)
         found += figures("with latencies elsewhere", elsewhere, data, rows, predicted_s)
     if args.card:
-        size = sum(t.nbytes for t in predictor.network.state_dict().values())
-        args.card.write_text(card(predictor, scores, compiled, elsewhere, size), encoding="utf-8")
+        args.card.write_text(card(predictor, scores, compiled, elsewhere), encoding="utf-8")
     made = provenance(__file__, args.data, args.predictor, [predictor.training["seed"]])
     report(args.json, made, found, split=scores["split"])
     return 0

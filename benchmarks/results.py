@@ -46,8 +46,7 @@ def readme_table(name: str, results: Mapping[str, Content]) -> str:
                     sys.exit(f"table {name}: {line['file']} has no {metric} of '{shown}'")
                 row.append(cell(known[shown], metric) if metric else "")
         rows.append(row)
-    files = dict.fromkeys(line["file"] for line in table["lines"])
-    return f"{markdown_table(rows)}\n\n{'; '.join(made_by(file, results[file]) for file in files)}."
+    return markdown_table(rows)
 
 
 def made_by(file: str, content: Content) -> str:
@@ -104,11 +103,11 @@ def fill(text: str, results: Mapping[str, Content]) -> str:
     def block(match: re.Match[str]) -> str:
         begin, kind, name, end = match.groups()
         if kind == "table":
-            return f"{begin}\n{readme_table(name, results)}\n\n{end}"
+            return f"{begin}{readme_table(name, results)}\n{end}"
         if name not in results:
             sys.exit(f"there is no benchmarks/results/{name}")
         found = "\n\n".join(map(markdown_table, tables(results[name]["figures"])))
-        return f"{begin}\n{found}\n\n{made_by(name, results[name])}.\n\n{end}"
+        return f"{begin}{found}\n\n{made_by(name, results[name])}.\n{end}"
 
     return _BLOCK.sub(block, text)
 

@@ -16,23 +16,21 @@ and what is done is kept in ``--out`` after every tuning: a run that is started 
 was interrupted is begun anew, its time would mean nothing).
 
 The best program of every task and tuning is measured again at the end, alone, all by one procedure; ``final latency`` is
-sharded over one, the geometric mean over the repetitions. What is tuned at a share and run at another: ``cdmpp tune --share``.
+sharded over one. What is tuned at a share and run at another: ``cdmpp tune --share``.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
-import statistics
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import psutil
-from common import Figure, Results, Row, arguments, figure, provenance, report, spread_of
+from common import Figure, Results, Row, arguments, median_figure, provenance, report
 from tuning import kept, measure_again, tune_config
 
 if TYPE_CHECKING:
@@ -47,7 +45,6 @@ def parsed() -> argparse.Namespace:
     add = parser.add_argument
     add("--network", default="mlp")
     add("--device", default="this-cpu@1", help="with the share of a worker")
-    add("--cost-model", default="cdmpp", choices=("cdmpp", "xgb", "random"))
     add("--predictor", default="default", metavar="DIR", help="'none' for an estimate")
     add("--trials", type=int, default=224, metavar="N", help="of the network")
     add("--batch", type=int, default=8, metavar="N", help="trials of a round")
@@ -75,7 +72,6 @@ def tune_once(
     args: argparse.Namespace, tasks: Sequence[tuple[Task, float]], way: str, seed: int, results: Results
 ) -> Row:
     """Tune the network in one way; the row says how long it took and what it found."""
-    from cdmpp.tuner.report import write_report
     from cdmpp.tuner.tuning import tune_tasks
 
     row = results.find(way=way, seed=seed)
@@ -84,11 +80,10 @@ def tune_once(
     out = args.out / "runs" / f"{way}-{seed}"
     shutil.rmtree(out, ignore_errors=True)
     started, busy = time.perf_counter(), busy_s()
-    options = {"cost_model": args.cost_model, "predictor": args.predictor, "trim": None}
+    options = {"cost_model": "cdmpp", "predictor": args.predictor, "trim": None}
     config = tune_config(args, args.trials, seed=seed, shards=WAYS[way], **options)
     tuned = tune_tasks(args.network, tasks, device=args.device, out=out, config=config)
     wall_s = time.perf_counter() - started
-    write_report(tuned, out)
     print(f"{way} seed {seed}: {wall_s:.0f} s", flush=True)
     return results.add(
         {
@@ -109,32 +104,24 @@ def tune_once(
 def figures(rows: Sequence[Row], shares: int) -> list[Figure]:
     """Speed-ups with the range of the seeds, and the medians of every way."""
     by_way = {way: sorted((r for r in rows if r["way"] == way), key=lambda r: r["seed"]) for way in WAYS}
-    wall_s = {way: np.array([row["wall_s"] for row in own]) for way, own in by_way.items()}
     seeds = [row["seed"] for row in by_way["one"]]
-    final = [
-        (one["final_s"], many["final_s"])
-        for one, many in zip(by_way["one"], by_way["sharded"], strict=True)
-        if "final_s" in one and "final_s" in many
-    ]
-    lists = {
-        "speedup": wall_s["one"] / wall_s["sharded"],
-        "efficiency": wall_s["one"] / wall_s["sharded"] / shares,
-        "over the pipeline": wall_s["pipeline"] / wall_s["sharded"],
+
+    def ratios(key: str, way: str, other: str) -> list[float]:
+        pairs = zip(by_way[way], by_way[other], strict=True)
+        return [a[key] / b[key] for a, b in pairs if key in a and key in b]
+
+    speedups = ratios("wall_s", "one", "sharded")
+    columns = {
+        "speedup": speedups,
+        "efficiency": [value / shares for value in speedups],
+        "over the pipeline": ratios("wall_s", "pipeline", "sharded"),
+        "final latency": ratios("final_s", "sharded", "one"),
     }
-    values = {name: float(np.median(found)) for name, found in lists.items()}
-    spread = {name: spread_of(found.tolist()) for name, found in lists.items()}
-    if final:
-        ratios = [many / one for one, many in final]
-        values["final latency"] = statistics.geometric_mean(ratios)
-        spread["final latency"] = spread_of(ratios)
-    found = [figure(f"{shares} workers on a share each", values, len(seeds), seeds, spread)]
+    found = [median_figure(f"{shares} workers on a share each", columns, seeds)]
     for way, own in by_way.items():
-        medians = {"wall s": statistics.median(wall_s[way])}
-        medians["cores busy"] = statistics.median(row["cores_busy"] for row in own)
-        known = [1e6 * row["final_s"] for row in own if "final_s" in row]
-        if known:
-            medians["final us"] = statistics.median(known)
-        found.append(figure(way, medians, len(own), seeds))
+        columns = {"wall s": [row["wall_s"] for row in own], "cores busy": [row["cores_busy"] for row in own]}
+        columns["final us"] = [1e6 * row["final_s"] for row in own if "final_s" in row]
+        found.append(median_figure(way, columns, seeds))
     return found
 
 
@@ -147,7 +134,7 @@ def main() -> int:
     from cdmpp.tuner.prepare import device_of_this_machine
     from cdmpp.tuner.shards import shard_cores
 
-    names = ("network", "device", "cost_model", "trials", "batch", "population", "generations")
+    names = ("network", "device", "trials", "batch", "population", "generations")
     results = Results(args.out / "results.json", made, {name: getattr(args, name) for name in names})
     device = device_of_this_machine(args.device)
     shares = len(shard_cores(device, "auto"))

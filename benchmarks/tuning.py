@@ -33,7 +33,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from common import Figure, Results, Row, arguments, bootstrap, figure, provenance, report, spread_of
+from common import (
+    Figure,
+    Results,
+    Row,
+    arguments,
+    bootstrap,
+    figure,
+    median_figure,
+    provenance,
+    report,
+    spread_of,
+)
 
 if TYPE_CHECKING:
     from cdmpp.predictor import Predictor
@@ -275,18 +286,14 @@ def tune_network(
 
 
 def network_figure(rows: Sequence[Row], run: str) -> Figure:
-    """A network run whole, by the cost model it was tuned with: medians over the seeds, and their range."""
+    """A network run whole, by the cost model it was tuned with."""
     own = [row for row in rows if row["run"] == run]
     columns = {
         "tuned us": [1e6 * row["whole_tuned_s"] for row in own if "whole_tuned_s" in row],
         "untuned us": [1e6 * row["whole_untuned_s"] for row in own if "whole_untuned_s" in row],
         "tuning s": [row["costs"]["wall_s"] for row in own],
     }
-    values = {name: statistics.median(found) for name, found in columns.items() if found}
-    spread = {name: spread_of(found) for name, found in columns.items() if found}
-    return figure(
-        f"{own[0]['network']} end to end, {run}", values, len(own), [r["seed"] for r in own], spread
-    )
+    return median_figure(f"{own[0]['network']} end to end, {run}", columns, [row["seed"] for row in own])
 
 
 def main() -> int:

@@ -32,7 +32,17 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from common import Figure, Results, arguments, bootstrap, figure, provenance, report, spread_of
+from common import (
+    Figure,
+    Results,
+    arguments,
+    bootstrap,
+    figure,
+    median_figure,
+    provenance,
+    report,
+    spread_of,
+)
 
 from cdmpp.dataset import load_datasets
 from cdmpp.dataset.importers import import_benchmark_hub
@@ -136,23 +146,6 @@ def failures_of(space: Space, folder: Path) -> ValidityModel:
 # -- the searches ----------------------------------------------------------------------------------------------
 
 
-class OwnModel:
-    """The tuner's cost model: scores are speeds relative to the fastest."""
-
-    def __init__(self, space: Space) -> None:
-        self._space, self._model = space, OnlineModel(AnalyticalPrior(get_device(space.device)))
-
-    def learn(self, rows: IntArray, latency_s: FloatArray) -> None:
-        ok = np.isfinite(latency_s)
-        names = [str(row) for row in rows[ok]]
-        self._model.learn(KERNEL, names, self._space.encoded.take(rows[ok]), latency_s[ok])
-        self._model.fit()
-
-    def scores(self, rows: IntArray) -> FloatArray:
-        seconds = self._model.predict(KERNEL, self._space.encoded.take(rows))
-        return seconds.min() / seconds
-
-
 @dataclass(frozen=True)
 class Outcome:
     """Measurements until within 1 %, how many of them failed, and whether it got there."""
@@ -182,7 +175,7 @@ def search(space: Space, arm: str, seed: int, cap: int, model: ValidityModel, lo
     skips = arm != "plain"
     p_valid = validity.predict(space.features)
     batch = initial(space, arm, p_valid, log_s, seed, rng)
-    cost_model = OwnModel(space)
+    cost_model = OnlineModel(AnalyticalPrior(get_device(space.device)))
     measured, failed, order = np.zeros(n, dtype=bool), 0, []
     while len(order) < cap and len(batch):
         for row in batch[: cap - len(order)]:
@@ -199,13 +192,15 @@ def search(space: Space, arm: str, seed: int, cap: int, model: ValidityModel, lo
         likely = p_valid >= SKIP_BELOW if skips else np.ones(n, dtype=bool)
         likely = likely if (likely & ~measured).any() else np.ones(n, dtype=bool)
         free = np.flatnonzero(~measured & likely)
-        cost_model.learn(batch, space.latency_s[batch])
+        ok = batch[np.isfinite(space.latency_s[batch])]
+        cost_model.learn(KERNEL, [str(row) for row in ok], space.encoded.take(ok), space.latency_s[ok])
+        cost_model.fit()
         batch = propose(space, cost_model, np.array(order), measured, likely, free, rng)
     return Outcome(cap, failed, False)
 
 
 def propose(
-    space: Space, cost_model: OwnModel, order: IntArray, measured: IntArray, likely: IntArray, free: IntArray,
+    space: Space, cost_model: OnlineModel, order: IntArray, measured: IntArray, likely: IntArray, free: IntArray,
     rng: np.random.Generator,
 ) -> IntArray:  # fmt: skip
     """The next round: the best of the generations by the cost model, and a few at random."""
@@ -218,7 +213,8 @@ def propose(
     def scores(rows: IntArray) -> FloatArray:
         new = np.array([row for row in rows if int(row) not in known], dtype=np.int64)
         if len(new):
-            known.update(zip(new.tolist(), cost_model.scores(new) * likely[new], strict=True))
+            seconds = cost_model.predict(KERNEL, space.encoded.take(new))
+            known.update(zip(new.tolist(), seconds.min() / seconds * likely[new], strict=True))
         return np.array([known[int(row)] for row in rows])
 
     for _ in range(GENERATIONS):
@@ -242,16 +238,13 @@ def propose(
 def of_arm(name: str, outcomes: Sequence[Outcome]) -> Figure:
     """Median and spread of the measurements over the seeds."""
     counts = [float(o.measurements) for o in outcomes]
-    low, high = np.quantile(counts, [0.25, 0.75])
-    values = {
-        "measurements (median)": float(np.median(counts)),
-        "quartile 1": float(low),
-        "quartile 3": float(high),
+    found = median_figure(name, {"measurements (median)": counts})
+    found["values"] |= {
         "geometric mean": float(np.exp(np.log(counts).mean())),
         "failed (mean)": float(np.mean([o.failed for o in outcomes])),
         "never": sum(not o.reached for o in outcomes),
     }
-    return figure(name, values, len(counts), spread={"geometric mean": spread_of(counts)})
+    return found
 
 
 def ratio(name: str, arm: Sequence[Sequence[Outcome]], plain: Sequence[Sequence[Outcome]]) -> Figure:
