@@ -33,7 +33,6 @@ from cdmpp.predictor import (
     Config,
     Predictor,
     TrainingData,
-    evaluate,
     few_shot,
     gather,
     load_config,
@@ -49,28 +48,25 @@ from cdmpp.predictor.baselines import (
 )
 from cdmpp.predictor.run import prepare, training_summary
 from cdmpp.predictor.scaling import DeviceScaling, fit_scaling, predict_rows_scaled
-from cdmpp.predictor.scoring import predict_rows
+from cdmpp.predictor.scoring import predict_rows, score
 
 SPLITS = ("within_task", "by_task", "by_network", "by_device", "few_shot")
 COMPILED, MEASURED, BY_ESTIMATE = "ours-compiled", "ours-measured", "measured-by-estimate"
 
 
-def scored(
-    overall: dict[str, Any], data: TrainingData, rows: np.ndarray, predicted_s: np.ndarray, **notes: Any
-) -> Row:
-    """Metrics with their intervals over tasks; how the predictor's own intervals hold is ``conformal``."""
-    conformal = overall.pop("interval", None)
+def scored(data: TrainingData, rows: np.ndarray, predicted_s: np.ndarray, **notes: Any) -> Row:
+    """Metrics with their intervals over tasks."""
     interval = accuracy_intervals(data.labels.iloc[rows], predicted_s)
-    return {**overall, **notes, "conformal": conformal, "interval": interval}
+    return {**score(data, rows, predicted_s, ())["overall"], **notes, "interval": interval}
 
 
-def scored_compiled(predictor: Predictor, data: TrainingData, split: Split) -> Row | None:
-    """Our predictor given the compiled code; None for one that takes none or where no program was compiled."""
-    if not predictor.encoder.code_dim or not data.counted(split.test).any():
-        return None
-    found = evaluate(predictor, data, split, by=(), compiled=True)
+def scored_compiled(predictor: Predictor, data: TrainingData, split: Split) -> dict[str, Row]:
+    """Our predictor given the compiled code; nothing of one that takes none or where no program was compiled."""
+    n_compiled = int(data.counted(split.test).sum()) if predictor.encoder.code_dim else 0
+    if not n_compiled:
+        return {}
     predicted_s = predict_rows(predictor, data, split.test, compiled=True)
-    return scored(found["overall"], data, split.test, predicted_s, n_compiled=found["n_compiled"])
+    return {COMPILED: scored(data, split.test, predicted_s, n_compiled=n_compiled)}
 
 
 def scored_measured(predictor: Predictor, data: TrainingData, split: Split) -> dict[str, Row]:
@@ -84,8 +80,7 @@ def scored_measured(predictor: Predictor, data: TrainingData, split: Split) -> d
     for name, model in ((MEASURED, predictor), (BY_ESTIMATE, without)):
         predicted_s, known = predict_rows_scaled(model, data, split.test)
         if known.any():
-            overall = evaluate(model, data, split, by=(), measured=True)["overall"]
-            found[name] = scored(overall, data, split.test, predicted_s, n_measured=int(known.sum()))
+            found[name] = scored(data, split.test, predicted_s, n_measured=int(known.sum()))
     return found
 
 
@@ -96,22 +91,16 @@ def keep(results: Results, row: Row, **key: Any) -> None:
 
 
 def score_model(
-    results: Results,
-    model: LatencyModel,
-    data: TrainingData,
-    split: Split,
-    key: dict[str, Any],
-    measured: bool = True,
+    results: Results, model: LatencyModel, data: TrainingData, split: Split, key: Row, measured: bool = True
 ) -> Predictor | None:
     """Train a model and keep what it scores, and ours also with compiled code and latencies of other devices. Returns ours."""
     (found,) = evaluate_models([model], data, split).values()
-    predicted_s = model.predict(data, split.test)
     ours = model.predictor_ if isinstance(model, CdmppModel) else None
     notes = {"spec": split.spec, "n_train": len(split.train)}
     if ours is not None:
         keep_given(results, ours, data, split, key, measured, **notes)
     notes.update(fit_s=found["fit_s"], predict_s=found["predict_s"])
-    keep(results, scored(found["overall"], data, split.test, predicted_s, **notes), **key)
+    keep(results, scored(data, split.test, model.predict(data, split.test), **notes), **key)
     return ours
 
 
@@ -120,14 +109,14 @@ def keep_given(
     predictor: Predictor,
     data: TrainingData,
     split: Split,
-    key: dict[str, Any],
+    key: Row,
     measured: bool = True,
     **notes: Any,
 ) -> None:
     """Keep what our predictor scores with compiled code and with latencies of other devices."""
-    compiled = scored_compiled(predictor, data, split)
-    given = scored_measured(predictor, data, split) if measured else {}
-    for name, row in {**({COMPILED: compiled} if compiled else {}), **given}.items():
+    given = scored_compiled(predictor, data, split)
+    given |= scored_measured(predictor, data, split) if measured else {}
+    for name, row in given.items():
         model = name if key["model"] == "ours" else f"{key['model']} ({name})"
         keep(results, {**row, **notes}, **{**key, "model": model})
 
@@ -205,9 +194,8 @@ def score_few_shot(
                             unseen[device] = trained_without(device, data, config)
                         tuned, split = few_shot(unseen[device], data, device, k, select, seed)
                         keep_given(results, tuned, data, split, {**key, "model": "ours"})
-                        overall = evaluate(tuned, data, split, by=())["overall"]
                         predicted_s = predict_rows(tuned, data, split.test)
-                        row = scored(overall, data, split.test, predicted_s, spec=split.spec)
+                        row = scored(data, split.test, predicted_s, spec=split.spec)
                         keep(results, row, **key, model="ours")
                     if select == "random":
                         spec = next(row["spec"] for row in results.rows if key.items() <= row.items())

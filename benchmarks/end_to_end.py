@@ -3,26 +3,20 @@
     python benchmarks/end_to_end.py --predictor runs/p1 --out runs/bench-end-to-end --json end_to_end.json
     python benchmarks/end_to_end.py --predictor runs/p1 --networks mlp --database mlp=runs/tuned-mlp --out runs/e2e
 
-Every network is compiled untuned, and with the schedules of a database of `cdmpp tune` where one is given,
-and run in a process that is pinned to the cores of ``--device`` with as many threads; both variants in turn.
-What is measured is defined in `cdmpp/tuner/network_runner.py`: ``measured_s`` is the mean of the faster half
-of the whole runs during which nobody else used the core (``method`` is ``runs``) or, where a run is too long
-to be left alone, the sum over the functions it calls, each the mean of the faster half of its undisturbed
-samples or, where a call never was undisturbed, the fastest sample (``calls``). ``disturbed`` is the part of
-that time during which somebody else used the core. ``plain_s`` is the mean of the faster half of all whole
-runs, disturbed or not, in the fastest round, ``calls_s`` the sum over calls whatever the method. ``noise`` is
-the split-half difference of ``measured_s``.
+Every network is compiled untuned, and with the schedules of a database of `cdmpp tune` where one is given, and run in a
+process that is pinned to the cores of ``--device`` with as many threads; both variants in turn. What is measured is defined in
+`cdmpp/tuner/network_runner.py`: ``measured_s`` is the mean of the faster half of the whole runs during which nobody else used
+the core (``method`` is ``runs``) or, where a run is too long to be left alone, the sum over the functions it calls, each the
+mean of the faster half of its undisturbed samples (``calls``). ``disturbed`` is the part of that time during which somebody
+else used the core, ``plain_s`` the mean of the faster half of all whole runs in the fastest round.
 
-All networks are measured in ``--rounds`` rounds, each time in a new process. The round in the middle counts,
-of those with at most 5 % disturbed; the least disturbed one where there is none. ``spread`` is the slowest
-round over the fastest, less one. What has been measured is kept in ``--out``: a run that is started again
-goes on where it was, and predicts anew with the predictor it is given.
+All networks are measured in ``--rounds`` rounds, each time in a new process. The round in the middle counts, of those with at
+most 5 % disturbed; the least disturbed one where there is none. What has been measured is kept in ``--out``; a run that is
+started again predicts anew with the predictor it is given.
 
-``ape`` is ``|predicted / measured - 1|`` and ``median_ape`` its median over networks; ``plain_ape`` is
-against ``plain_s``. ``seen`` says whether the predictor was trained on programs of the network: figures on
-those that it was not are ``median_ape_unseen``. ``inside`` says whether the measured latency lies in the
-interval that takes all tasks at the same end. ``layer_ape`` is the sum of the absolute errors of the calls
-over the sum of their measured times: it shows what cancels in the total.
+``ape`` is ``|predicted / measured - 1|``, ``plain_ape`` against ``plain_s``. ``seen`` says whether the predictor was trained
+on programs of the network, ``inside`` whether the measured latency lies in the interval that takes all tasks at the same end.
+``layer_ape`` is the sum of the calls' absolute errors over that of their measured times: it shows what cancels in the total.
 """
 
 from __future__ import annotations

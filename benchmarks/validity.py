@@ -15,7 +15,6 @@ Failures are not measured again, but nothing is learned from them. Arms:
 * ``plain``: as above.
 * ``full``: the first 16 are likely valid and represent the space (k-means on pooled AST features), and candidates that are
   likely invalid are skipped throughout; failures of the search itself are learned.
-* ``latencies``: ``full``, with the first 16 chosen by the other GPU's latencies besides, which the others do not know.
 
 P(valid) is learned from the *other* GPU's failures alone. Ratios are of geometric means over the seeds, and of both GPUs,
 over those of ``plain``; their interval is over resampled seeds. A search that is not there after ``--cap`` measurements
@@ -27,7 +26,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +34,7 @@ import pandas as pd
 from common import (
     Figure,
     Results,
+    Row,
     arguments,
     bootstrap,
     figure,
@@ -59,7 +59,7 @@ from cdmpp.tuner.validity_population import initial_population
 
 KERNEL = "convolution"
 GPUS = {"RTX_2080_Ti": "rtx-2080-ti", "RTX_3060_laptop": "rtx-3060-laptop"}
-ARMS = ("plain", "full", "latencies")
+ARMS = ("plain", "full")
 WITHIN = 1.01
 BATCH, POPULATION, GENERATIONS, MUTATED, RANDOM_SHARE = 16, 256, 3, 0.85, 0.05
 #: Part of a generation that descends from the best configurations measured.
@@ -146,35 +146,22 @@ def failures_of(space: Space, folder: Path) -> ValidityModel:
 # -- the searches ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Measurements until within 1 %, how many of them failed, and whether it got there."""
-
-    measurements: int
-    failed: int
-    reached: bool
-
-
-def initial(
-    space: Space, arm: str, p_valid: FloatArray, log_s: FloatArray, seed: int, rng: np.random.Generator
-) -> IntArray:
+def initial(space: Space, arm: str, p_valid: FloatArray, seed: int, rng: np.random.Generator) -> IntArray:
     """The first round of an arm."""
     drawn = rng.permutation(len(space.asts))[:SAMPLED]
     if arm == "plain":
         return drawn[:BATCH]
-    known_s = log_s[drawn] if arm == "latencies" else None
-    features = pooled(space.features[drawn])
-    return drawn[initial_population(features, p_valid[drawn], BATCH, log_s=known_s, seed=seed)]
+    return drawn[initial_population(pooled(space.features[drawn]), p_valid[drawn], BATCH, seed=seed)]
 
 
-def search(space: Space, arm: str, seed: int, cap: int, model: ValidityModel, log_s: FloatArray) -> Outcome:
-    """One run."""
+def search(space: Space, arm: str, seed: int, cap: int, model: ValidityModel) -> Row:
+    """One run: measurements until within 1 %, how many of them failed, and whether it got there."""
     rng = np.random.default_rng(seed)
     n, goal = len(space.asts), WITHIN * space.latency_s.min()
     validity = OnlineValidity(model, get_device(space.device), seed)
     skips = arm != "plain"
     p_valid = validity.predict(space.features)
-    batch = initial(space, arm, p_valid, log_s, seed, rng)
+    batch = initial(space, arm, p_valid, seed, rng)
     cost_model = OnlineModel(AnalyticalPrior(get_device(space.device)))
     measured, failed, order = np.zeros(n, dtype=bool), 0, []
     while len(order) < cap and len(batch):
@@ -183,7 +170,7 @@ def search(space: Space, arm: str, seed: int, cap: int, model: ValidityModel, lo
             measured[row] = True
             failed += int(np.isinf(space.latency_s[row]))
             if space.latency_s[row] <= goal:
-                return Outcome(len(order), failed, True)
+                return {"measurements": len(order), "failed": failed, "reached": True}
         if skips and np.isinf(space.latency_s[batch]).any():
             validity.learn(
                 [str(r) for r in batch], space.features[batch], np.isfinite(space.latency_s[batch])
@@ -191,20 +178,23 @@ def search(space: Space, arm: str, seed: int, cap: int, model: ValidityModel, lo
             p_valid = validity.predict(space.features)
         likely = p_valid >= SKIP_BELOW if skips else np.ones(n, dtype=bool)
         likely = likely if (likely & ~measured).any() else np.ones(n, dtype=bool)
-        free = np.flatnonzero(~measured & likely)
         ok = batch[np.isfinite(space.latency_s[batch])]
         cost_model.learn(KERNEL, [str(row) for row in ok], space.encoded.take(ok), space.latency_s[ok])
         cost_model.fit()
-        batch = propose(space, cost_model, np.array(order), measured, likely, free, rng)
-    return Outcome(cap, failed, False)
+        batch = propose(space, cost_model, np.array(order), ~measured & likely, likely, rng)
+    return {"measurements": cap, "failed": failed, "reached": False}
 
 
 def propose(
-    space: Space, cost_model: OnlineModel, order: IntArray, measured: IntArray, likely: IntArray, free: IntArray,
+    space: Space,
+    cost_model: OnlineModel,
+    order: IntArray,
+    free: IntArray,
+    likely: IntArray,
     rng: np.random.Generator,
-) -> IntArray:  # fmt: skip
+) -> IntArray:
     """The next round: the best of the generations by the cost model, and a few at random."""
-    n = len(measured)
+    n = len(free)
     working = order[np.isfinite(space.latency_s[order])]
     best = working[np.argsort(space.latency_s[working], kind="stable")][: int(MEASURED_SHARE * POPULATION)]
     population = np.unique(np.concatenate([best, rng.integers(0, n, POPULATION - len(best))]))
@@ -224,40 +214,44 @@ def propose(
         population = np.unique(children)
     scores(population)
     seen = np.array(sorted(known), dtype=np.int64)
-    seen = seen[~measured[seen] & likely[seen]]
+    seen = seen[free[seen]]
     seen = seen[np.argsort(-scores(seen), kind="stable")] if len(seen) else seen
     n_random = max(1, round(RANDOM_SHARE * BATCH))
     top = seen[: BATCH - n_random]
-    rest = np.setdiff1d(free, top)
+    rest = np.setdiff1d(np.flatnonzero(free), top)
     return np.concatenate([top, rng.permutation(rest)[: BATCH - len(top)]])
 
 
 # -- what it gives ---------------------------------------------------------------------------------------------
 
 
-def of_arm(name: str, outcomes: Sequence[Outcome]) -> Figure:
-    """Median and spread of the measurements over the seeds."""
-    counts = [float(o.measurements) for o in outcomes]
-    found = median_figure(name, {"measurements (median)": counts})
-    found["values"] |= {
-        "geometric mean": float(np.exp(np.log(counts).mean())),
-        "failed (mean)": float(np.mean([o.failed for o in outcomes])),
-        "never": sum(not o.reached for o in outcomes),
+def figures(rows: Sequence[Row]) -> list[Figure]:
+    """Geometric means of ``full`` over ``plain``, per GPU and together, and of both arms the measurements over the seeds."""
+    devices = list(dict.fromkeys(row["device"] for row in rows))
+    runs = {
+        (arm, device): sorted(
+            (row for row in rows if (row["arm"], row["device"]) == (arm, device)), key=lambda row: row["seed"]
+        )
+        for arm in ARMS
+        for device in devices
     }
-    return found
-
-
-def ratio(name: str, arm: Sequence[Sequence[Outcome]], plain: Sequence[Sequence[Outcome]]) -> Figure:
-    """Geometric means of an arm over those of another, per GPU and together; the interval is over resampled seeds."""
-    logs = [
-        np.array([np.log(a.measurements) - np.log(b.measurements) for a, b in zip(*pair, strict=True)])
-        for pair in zip(arm, plain, strict=True)
-    ]
-    both = np.mean(logs, axis=0)
-    values = {"ratio": float(np.exp(both.mean()))}
-    each = [float(np.exp(found.mean())) for found in logs]
+    logs = {key: np.log([row["measurements"] for row in own]) for key, own in runs.items()}
+    by_gpu = np.array([logs["full", device] - logs["plain", device] for device in devices])
+    each, both = np.exp(by_gpu.mean(1)), by_gpu.mean(0)
     ends = np.exp(bootstrap(both, np.arange(len(both)), resamples=2000)).tolist()
-    return figure(name, values, len(both), spread={"ratio": spread_of(each)}, interval={"ratio": ends})
+    values, spread = {"ratio": float(np.exp(both.mean()))}, {"ratio": spread_of(each.tolist())}
+    found = [figure("full over plain", values, len(both), spread=spread, interval={"ratio": ends})]
+    for (arm, device), own in runs.items():
+        of_arm = median_figure(
+            f"{arm}, {device}", {"measurements (median)": [r["measurements"] for r in own]}
+        )
+        of_arm["values"] |= {
+            "geometric mean": float(np.exp(logs[arm, device].mean())),
+            "failed (mean)": float(np.mean([row["failed"] for row in own])),
+            "never": sum(not row["reached"] for row in own),
+        }
+        found.append(of_arm)
+    return found
 
 
 def main() -> int:
@@ -266,7 +260,6 @@ def main() -> int:
     add("--data", type=Path, required=True, metavar="FILE", help="benchmark_hub.parquet")
     add("--out", type=Path, required=True, metavar="DIR", help="ASTs and finished runs, to go on with")
     add("--seeds", type=int, default=100, metavar="N")
-    add("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     add("--cap", type=int, default=3000, metavar="N", help="measurements of a run")
     add("--quick", action="store_true", help="does it run: two seeds")
     args = parser.parse_args()
@@ -274,38 +267,25 @@ def main() -> int:
         args.seeds = 2
     if not args.data.exists():
         sys.exit(f"{args.data} is not there: it is the AutoTuning Association's benchmark hub as one table")
-    args.arms = list(dict.fromkeys(["plain", *args.arms]))
     args.out.mkdir(parents=True, exist_ok=True)
     made = provenance(__file__, [args.data], seeds=range(args.seeds))
     spaces = load_spaces(args.data, args.out)
     others = [failures_of(space, args.out / f"failures-of-{space.device}") for space in spaces][::-1]
     runs = Results(args.out / "runs.json", made)
-    outcomes: dict[str, list[list[Outcome]]] = {arm: [] for arm in args.arms}
-    for space, model, elsewhere in zip(spaces, others, spaces[::-1], strict=True):
-        # infinite where the other GPU failed: such a program is chosen last
-        log_s = np.log(elsewhere.latency_s)
-        for arm in args.arms:
-            found = []
+    rows = []
+    for space, model in zip(spaces, others, strict=True):
+        for arm in ARMS:
             for seed in range(args.seeds):
                 key = {"device": space.device, "arm": arm, "seed": seed, "cap": args.cap}
                 row = runs.find(**key)
-                if row is None:
-                    row = runs.add({**key, **asdict(search(space, arm, seed, args.cap, model, log_s))})
-                found.append(Outcome(row["measurements"], row["failed"], row["reached"]))
-            outcomes[arm].append(found)
+                rows.append(row or runs.add({**key, **search(space, arm, seed, args.cap, model)}))
             print(f"{space.device} {arm}: done", file=sys.stderr, flush=True)
-    figures = [
-        ratio(f"{arm} over plain", found, outcomes["plain"])
-        for arm, found in outcomes.items()
-        if arm != "plain"
-    ]
-    for arm, by_gpu in outcomes.items():
-        figures += [of_arm(f"{arm}, {s.device}", found) for s, found in zip(spaces, by_gpu, strict=True)]
+    found = figures(rows)
     for space, model, other in zip(spaces, others, spaces[::-1], strict=True):
         scores = validity_scores(np.isfinite(space.latency_s), sigmoid(model.log_odds(space.features)))
         values = {"AUC": scores["auc"], "invalid": scores["invalid"]}
-        figures.append(figure(f"P(valid) on {space.device}, learned on {other.device}", values, scores["n"]))
-    report(args.json, made, figures)
+        found.append(figure(f"P(valid) on {space.device}, learned on {other.device}", values, scores["n"]))
+    report(args.json, made, found)
     return 0
 
 
