@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-from common import TITLES, Figure, Results, Row, accuracy_intervals, arguments, mean_figure, provenance
+from common import TITLES, Figure, Results, Row, accuracy_intervals, arguments, mean_figure, provenance, start
 
 from cdmpp.dataset import Split
 from cdmpp.predictor import (
@@ -220,7 +220,7 @@ def figures(rows: list[Row]) -> list[Figure]:
     return [mean_figure(name, found, TITLES) for name, found in groups.items()]
 
 
-def main() -> int:
+def main() -> None:
     parser = arguments(__doc__)
     add = parser.add_argument
     add("--data", nargs="+", default=["data"], metavar="DIR")
@@ -256,8 +256,7 @@ def main() -> int:
             found = score_split(kind, data, args, config, results)
             unseen = found if kind == "by_device" else unseen
     results.finish()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

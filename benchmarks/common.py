@@ -65,6 +65,16 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def start(main: Callable[[], None]) -> None:
+    """A benchmark as a program: what its input is to blame for is one line."""
+    from cdmpp.errors import CdmppError
+
+    try:
+        main()
+    except CdmppError as error:
+        sys.exit(f"error: {error}")
+
+
 # -- provenance ------------------------------------------------------------------------------------------------
 
 

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import Figure, Results, Row, arguments, bootstrap, figure, provenance
+from common import Figure, Results, Row, arguments, bootstrap, figure, provenance, start
 
 from cdmpp.dataset import DatasetView, load_datasets
 from cdmpp.dataset.importers import import_neusight
@@ -44,7 +44,6 @@ from cdmpp.device import DEVICE_FEATURES, get_device
 from cdmpp.endtoend import predict_latency
 from cdmpp.endtoend.graph import NetworkGraph, load_graphs
 from cdmpp.endtoend.sources import NetworkTasks
-from cdmpp.errors import CdmppError
 from cdmpp.predictor import Config, Predictor, TrainingData, few_shot, gather, load_config, train
 from cdmpp.predictor.data import subset
 from cdmpp.predictor.predictor import load_predictor
@@ -273,7 +272,7 @@ def node_figures(rows: Sequence[Row]) -> list[Figure]:
     return found
 
 
-def main() -> int:
+def main() -> None:
     parser = arguments(__doc__)
     add = parser.add_argument
     add("--data", type=Path, default=Path("../shared/data"), metavar="DIR")
@@ -292,7 +291,7 @@ def main() -> int:
     missing = [name for name in FILES if not (args.data / name).is_file()]
     if missing:
         print(f"skipped: {args.data} has no {', '.join(missing)}", file=sys.stderr)
-        return 0
+        return
 
     config = load_config(args.config)
     files = [args.data / name for name in FILES] + args.unseen
@@ -309,11 +308,7 @@ def main() -> int:
             sys.exit(f"nothing was measured on {device}; there are {', '.join(sorted(known))}")
         evaluate_device(bench, given, device, results)
     results.finish()
-    return 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except CdmppError as error:
-        sys.exit(f"error: {error}")
+    start(main)

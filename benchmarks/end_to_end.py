@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import Figure, Results, Row, arguments, bootstrap, figure, provenance, report
+from common import Figure, Results, Row, arguments, bootstrap, figure, provenance, report, start
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
@@ -191,7 +191,7 @@ def databases(texts: list[str]) -> dict[str, Path]:
     return found
 
 
-def main() -> int:
+def main() -> None:
     parser = arguments(__doc__)
     add = parser.add_argument
     add("--networks", nargs="+", default=list(NETWORKS), metavar="NETWORK")
@@ -229,8 +229,7 @@ def main() -> int:
         rows += rows_of(case, predictor, device, rounds)
     made = provenance(__file__, tuned.values(), args.predictor)
     report(args.json, made, figures(rows), rows=rows, device=device.name, realtime=not args.no_realtime)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

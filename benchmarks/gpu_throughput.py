@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import Figure, arguments, figure, provenance, report
+from common import Figure, arguments, figure, provenance, report, start
 
 from cdmpp.dataset import Dataset
-from cdmpp.errors import CdmppError
 from cdmpp.profiler.bundle import Bundle, read_bundle
 from cdmpp.profiler.cuda_calibration import spearman
 from cdmpp.profiler.cuda_measure import MeasureConfig, measure
@@ -67,7 +66,7 @@ def difference(name: str, a: dict[str, float], b: dict[str, float]) -> Figure:
     return figure(f"labels, {name}", values, len(common))
 
 
-def main() -> int:
+def main() -> None:
     parser = arguments(__doc__)
     add = parser.add_argument
     add("bundle")
@@ -86,17 +85,13 @@ def main() -> int:
         check_per_task=0,
         seed=args.seed,
     )
-    try:
-        bundle = read_bundle(args.bundle)
-        wanted = (args.part,) if args.part else PARTS
-        parts = {part: take(bundle, part, args.out, config) for part in wanted}
-    except CdmppError as err:
-        print(f"gpu_throughput: {err}", file=sys.stderr)
-        return 2
+    bundle = read_bundle(args.bundle)
+    wanted = (args.part,) if args.part else PARTS
+    parts = {part: take(bundle, part, args.out, config) for part in wanted}
     for part, value in parts.items():
         print(f"{part:12s} {len(value['labels']):5d} labels  {value['labels_per_s']:8.2f} labels/s")
     if args.part:
-        return 0
+        return
     alone, again, together = (parts[part] for part in PARTS)
     # the better of two runs alone is what to compare with
     truth = {h: min(v, again["labels"].get(h, v)) for h, v in alone["labels"].items()}
@@ -109,8 +104,7 @@ def main() -> int:
     ]
     made = provenance(__file__, [args.bundle], seeds=[args.seed])
     report(args.json, made, figures, **{key: together[key] for key in ("degrees", "calibration", "gpu")})
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -8,13 +8,12 @@ Every figure is computed here, on the test part of the split that the predictor 
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from string import Template
 from typing import Any
 
+import common
 import numpy as np
-from common import TITLES, Figure, accuracy_intervals, arguments, figure, markdown_table, provenance, report
 
 from cdmpp.dataset.split import architecture
 from cdmpp.predictor import Predictor, TrainingData, evaluate, gather
@@ -40,7 +39,7 @@ def table(groups: dict[str, dict[str, Any]], what: str) -> str:
     for name, scores in groups.items():
         cells = [form.format(scores[k]) if scores.get(k) is not None else "-" for k, _, form in _COLUMNS]
         lines.append([name, *cells])
-    return markdown_table(lines)
+    return common.markdown_table(lines)
 
 
 def card(predictor: Predictor, scores: Scores, compiled: Scores | None, elsewhere: Scores | None) -> str:
@@ -103,7 +102,7 @@ def card(predictor: Predictor, scores: Scores, compiled: Scores | None, elsewher
 
 def figures(
     name: str, scores: Scores, data: TrainingData, rows: np.ndarray, predicted_s: np.ndarray
-) -> list[Figure]:
+) -> list[common.Figure]:
     """Of all test records and of every group, with intervals over tasks."""
     groups = {name: (scores["overall"], np.arange(len(rows)))}
     for grouping, found in scores["groups"].items():
@@ -113,18 +112,18 @@ def figures(
                 inside = np.flatnonzero([group in names for names in members])
                 groups[f"{name}, {grouping} {group}"] = (own, inside)
     return [
-        figure(
+        common.figure(
             title,
-            {metric: own.get(metric) for metric in TITLES},
+            {metric: own.get(metric) for metric in common.TITLES},
             own["n"],
-            interval=accuracy_intervals(data.labels.iloc[rows[inside]], predicted_s[inside]),
+            interval=common.accuracy_intervals(data.labels.iloc[rows[inside]], predicted_s[inside]),
         )
         for title, (own, inside) in groups.items()
     ]
 
 
-def main() -> int:
-    parser = arguments(__doc__)
+def main() -> None:
+    parser = common.arguments(__doc__)
     add = parser.add_argument
     add("--predictor", default="default", metavar="DIR")
     add("--data", nargs="+", default=["data"], metavar="DIR")
@@ -146,10 +145,9 @@ def main() -> int:
         found += figures("with latencies elsewhere", elsewhere, data, rows, predicted_s)
     if args.card:
         args.card.write_text(card(predictor, scores, compiled, elsewhere), encoding="utf-8")
-    made = provenance(__file__, args.data, args.predictor, [predictor.training["seed"]])
-    report(args.json, made, found, split=scores["split"])
-    return 0
+    made = common.provenance(__file__, args.data, args.predictor, [predictor.training["seed"]])
+    common.report(args.json, made, found, split=scores["split"])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    common.start(main)

@@ -1,15 +1,20 @@
-"""Candidates a second: TIR in, predictions out, our cost-model path against TVM's XGBModel on the same candidates.
+"""Candidates a second: TIR in, predictions out, ours against TVM's XGBModel; and compact ASTs against its PerStoreFeature.
 
     python benchmarks/prediction_speed.py --json prediction_speed.json
+    python benchmarks/prediction_speed.py --asts-only --candidates 300 --json ast_speed.json
     python benchmarks/prediction_speed.py --quick          # does it run? seconds, figures mean nothing
 
 Ours is ``Predictor.predict(funcs, device)``: compact ASTs, batching, network. Theirs is ``XGBModel.predict(context,
 candidates)``: PerStoreFeature and boosted trees, trained on what ours predicts of some candidates (what was learned does not
 change the speed, but for the number of trees, which is in the JSON). Both start from scheduled TIR that is in memory, know
-none of the programs before, and take turns batch by batch in one process.
+none of the programs before, and take turns batch by batch in one process. Threads are as users get them: TVM's defaults (one a
+physical core); for ours one torch thread a core, and one for ASTs. The candidates are ordered by task, so that a batch of 64 is
+of one task mostly, as a tuner asks for it, and larger ones mix tasks.
 
-Threads are as users get them: TVM's defaults (one a physical core); for ours one torch thread a core, and one for ASTs. The
-candidates are ordered by task, so that a batch of 64 is of one task mostly, as a tuner asks for it, and larger ones mix tasks.
+ASTs and PerStoreFeature run on one thread, over the same programs. ``new tasks`` were never seen before, so that the analyses
+of their block bodies weigh as much as they can; ``known tasks`` is a builder that has seen the tasks, though not the
+programs' objects. Programs are read by the C++ reader where it can be compiled (``reader`` in the JSON says), ``read in
+Python`` is the Python walk.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from common import Figure, arguments, provenance, ratio_figure, report
+from common import Figure, arguments, provenance, ratio_figure, report, start
 
 if TYPE_CHECKING:
     from cdmpp.predictor import Predictor
@@ -97,13 +102,13 @@ class TvmXgb:
         return self.model.predict(self.context, self.candidates[begin:end])
 
 
-def spread_batches(count: int, size: int, limit: int) -> list[tuple[int, int]]:
-    """At most `limit` batches (begin, end) of `size` candidates, evenly over all of them; none if too few."""
-    whole = [(begin, begin + size) for begin in range(0, count - size + 1, size)]
-    if not whole:
-        return []
-    chosen = np.unique(np.linspace(0, len(whole) - 1, min(limit, len(whole))).round().astype(int))
-    return [whole[i] for i in chosen]
+def spread_batches(count: int, size: int, limit: int) -> list[int]:
+    """Where at most `limit` batches of `size` candidates begin, evenly over all of them; none if too few."""
+    return (
+        (np.unique(np.linspace(0, count // size - 1, min(limit, count // size)).round()) * size)
+        .astype(int)
+        .tolist()
+    )
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -115,32 +120,89 @@ def seconds(work: Callable[[], Any]) -> float:
 
 def compare(
     predictor: Predictor, funcs: Sequence[Any], theirs: TvmXgb, size: int, limit: int, repeats: int
-) -> Figure | None:
-    """Both on the same batches in turns, `repeats` times; None where there are fewer candidates than a batch."""
+) -> Figure:
+    """Both on the same batches in turns, `repeats` times."""
     from cdmpp.program.ast import compact_asts
 
     batches = spread_batches(len(funcs), size, limit)
     rates: dict[str, list[float]] = {"ours": [], "tvm": []}
     ast_parts = []
     for repeat in range(repeats):
-        for turn, (begin, end) in enumerate(batches):
-            part = list(funcs[begin:end])
+        for turn, begin in enumerate(batches):
+            part = list(funcs[begin : begin + size])
             sides: dict[str, Callable[[], Any]] = {
                 "ours": lambda part=part: predictor.predict(part, DEVICE),
-                "tvm": lambda begin=begin, end=end: theirs.predict(begin, end),
+                "tvm": lambda begin=begin: theirs.predict(begin, begin + size),
             }
             for name in list(sides) if (repeat + turn) % 2 == 0 else list(sides)[::-1]:
                 rates[name].append(size / seconds(sides[name]))
             ast_parts.append(seconds(lambda part=part: compact_asts(part)) * rates["ours"][-1] / size)
-    if not batches:
-        return None
     name = f"candidates a second against XGBModel, batches of {size}"
     found = ratio_figure(name, rates["ours"], rates["tvm"], more_is_better=True)
     found["values"]["part of ours spent on ASTs"] = float(np.median(ast_parts))
     return found
 
 
-def main() -> int:
+def copies(mods: Sequence[Any]) -> list[Any]:
+    """New objects for the same programs: what Python has once touched of a program, it gets faster again."""
+    from cdmpp.program.tvm_env import import_tvm
+
+    tvm = import_tvm()
+    return list(tvm.ir.load_json(tvm.ir.save_json(list(mods))))
+
+
+def extraction(groups: Sequence[Sequence[Any]]) -> Callable[[], None]:
+    """TVM's PerStoreFeature of groups of programs of one task each, as a tuner asks for them."""
+    from cdmpp.program.tvm_env import import_tvm
+
+    tvm = import_tvm()
+    from tvm.s_tir import Schedule
+    from tvm.s_tir import meta_schedule as ms
+    from tvm.s_tir.meta_schedule.feature_extractor import PerStoreFeature
+
+    context = ms.TuneContext(target=tvm.target.Target({"kind": "llvm", "num-cores": 1}), num_threads=1)
+    extractor = PerStoreFeature()
+    candidates = [[ms.MeasureCandidate(Schedule(mod), []) for mod in group] for group in groups]
+
+    def extract() -> None:
+        for group in candidates:
+            extractor.extract_from(context, group)
+
+    return extract
+
+
+def compare_asts(jobs: Sequence[BuildJob], funcs: Sequence[Any], rounds: int) -> list[Figure]:
+    """Milliseconds a compact AST and a PerStoreFeature, in turns, `rounds` times."""
+    from cdmpp.program.ast import AstBuilder, compact_ast
+    from cdmpp.program.tvm_env import import_tvm
+
+    tvm = import_tvm()
+    by_task: dict[str, list[Any]] = {}
+    for job, func in zip(jobs, funcs, strict=True):
+        by_task.setdefault(job.task.hash, []).append(tvm.IRModule({"main": func}))
+    groups = [mods[i : i + 64] for mods in by_task.values() for i in range(0, len(mods), 64)]
+    mods = [mod for group in groups for mod in group]
+    some = mods[:: max(1, len(mods) // 50)]
+    extract = extraction(groups)
+    took: dict[str, list[float]] = {}
+
+    def timed(name: str, work: Callable[[], Any], count: int = len(mods)) -> None:
+        took.setdefault(name, []).append(1e3 * seconds(work) / count)
+
+    for _ in range(rounds):
+        builder = AstBuilder()  # knows no block bodies yet
+        first, second, third = copies(mods), copies(mods), copies(mods)
+        timed("new tasks", lambda b=builder, m=first: b.build(m))
+        timed("known tasks", lambda b=builder, m=second: b.build(m))
+        timed("read in Python", lambda m=third: AstBuilder(native=False).build(m))
+        timed("PerStoreFeature", extract)
+        timed("one call a program", lambda: [compact_ast(mod) for mod in some], len(some))
+    theirs = took.pop("PerStoreFeature")
+    name = "ms a compact AST against PerStoreFeature"
+    return [ratio_figure(f"{name}, {way}", ours, theirs, more_is_better=False) for way, ours in took.items()]
+
+
+def main() -> None:
     parser = arguments(__doc__)
     add = parser.add_argument
     add("--predictor", default="default", metavar="DIR")
@@ -151,11 +213,13 @@ def main() -> int:
     add("--repeats", type=int, default=5)
     add("--generate-seconds", type=float, default=600.0, metavar="S", help="time for making candidates")
     add("--seed", type=int, default=0)
+    add("--rounds", type=int, default=5, help="of compact ASTs and PerStoreFeature")
+    add("--asts-only", action="store_true", help="no predictions")
     add("--quick", action="store_true", help="does it run: 64 candidates of one network")
     args = parser.parse_args()
     if args.quick:
         args.networks, args.candidates, args.train_candidates = ["mlp"], 64, 32
-        args.batches, args.repeats, args.generate_seconds = 1, 1, 60.0
+        args.batches, args.repeats, args.rounds, args.generate_seconds = 1, 1, 1, 60.0
 
     import torch
 
@@ -164,11 +228,16 @@ def main() -> int:
     from cdmpp.program.native import WORTH_COMPILING, native_reader
     from cdmpp.program.tvm_env import quiet
 
-    made = provenance(__file__, weights=args.predictor, seeds=[args.seed])
+    made = provenance(__file__, weights=None if args.asts_only else args.predictor, seeds=[args.seed])
     reader = "Python" if native_reader(WORTH_COMPILING) is None else "C++"
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     deadline = time.monotonic() + args.generate_seconds
-    funcs = rebuilt(draw(args.networks, args.candidates, args.seed, deadline))
+    jobs = draw(args.networks, args.candidates, args.seed, deadline)
+    funcs = rebuilt(jobs)
+    detail = {"candidates": len(funcs), "reader": reader, "networks": args.networks}
+    if args.asts_only:
+        report(args.json, made, compare_asts(jobs, funcs, args.rounds), **detail)
+        return
     asts = compact_asts(funcs)
     predictor = load_predictor(args.predictor)
     labels_s = predictor.predict(asts[: args.train_candidates], DEVICE)
@@ -177,23 +246,20 @@ def main() -> int:
     predictor.predict(funcs[:8], DEVICE)  # both are warm
     theirs.predict(0, 8)
 
-    found = [compare(predictor, funcs, theirs, size, args.batches, args.repeats) for size in BATCH_SIZES]
-    report(
-        args.json,
-        made,
-        [shown for shown in found if shown is not None],
-        candidates=len(funcs),
-        networks=args.networks,
-        xgbmodel={
-            "trained_on": len(labels_s),
-            "trees": theirs.model.booster.num_boosted_rounds(),
-            "tree_threads": theirs.model.config.nthread,
-            "feature_threads": int(theirs.context.num_threads),
-        },
-        ours={"torch_threads": torch.get_num_threads(), "ast_threads": 1, "reader": reader},
-    )
-    return 0
+    figures = [
+        compare(predictor, funcs, theirs, size, args.batches, args.repeats)
+        for size in BATCH_SIZES
+        if size <= len(funcs)
+    ]
+    figures += compare_asts(jobs[::4], funcs[::4], args.rounds)
+    detail |= {
+        "torch_threads": torch.get_num_threads(),
+        "trees": theirs.model.booster.num_boosted_rounds(),
+        "tree_threads": theirs.model.config.nthread,
+        "feature_threads": int(theirs.context.num_threads),
+    }
+    report(args.json, made, figures, **detail)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

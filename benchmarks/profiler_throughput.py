@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from common import arguments, figure, provenance, ratio_figure, report
+from common import arguments, figure, provenance, ratio_figure, report, start
 from prediction_speed import draw, rebuilt
 
 from cdmpp.device import get_device
@@ -100,7 +100,7 @@ def difference(a: dict[str, float], b: dict[str, float]) -> float:
     return 100 * float(np.median([abs(a[h] / b[h] - 1) for h in common])) if common else math.nan
 
 
-def main() -> int:
+def main() -> None:
     parser = arguments(__doc__)
     add = parser.add_argument
     add("--programs", type=int, default=224)
@@ -138,8 +138,7 @@ def main() -> int:
                     rates[side].append(len(got) / elapsed_s)
                     print(f"round {repeat} {side:13s} {rates[side][-1]:.2f} labels/s", file=sys.stderr)
     if not all(rates["metaschedule"]):
-        print("MetaSchedule returned no label for a chunk; nothing to compare", file=sys.stderr)
-        return 1
+        sys.exit("MetaSchedule returned no label for a chunk; nothing to compare")
     rate = ratio_figure(
         "labels a second against LocalBuilder + LocalRunner", *rates.values(), more_is_better=True
     )
@@ -156,8 +155,7 @@ def main() -> int:
     ]
     counts = {f"{side}_{repeat}": len(found) for (side, repeat), found in labels.items()}
     report(args.json, made, figures, labels=counts, cores=list(cores), samples=plan.min_samples)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -1,7 +1,6 @@
 """Writes ``benchmarks/RESULTS.md`` and the generated tables of the README and ``docs/`` from ``benchmarks/results/*.json``.
 
-    python benchmarks/results.py            # write them
-    python benchmarks/results.py --check    # only say what would change, and fail if anything would
+    python benchmarks/results.py
 
 A result is stale where the code, data or weights that it depends on are not those of this commit any more. Tables stand between
 ``<!-- table: NAME -->`` or ``<!-- result: FILE -->`` and ``<!-- end -->``.
@@ -9,7 +8,6 @@ A result is stale where the code, data or weights that it depends on are not tho
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Mapping
@@ -112,23 +110,14 @@ def fill(text: str, results: Mapping[str, Content]) -> str:
     return _BLOCK.sub(block, text)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if something would change")
-    args = parser.parse_args()
+def main() -> None:
     results = load_results()
     texts = {OUT: render(results, datetime.now(timezone.utc))}
     for path in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]:
         texts[path] = fill(path.read_text(encoding="utf-8"), results)
-    differ = [
-        path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text
-    ]
-    for path in differ:
-        print(f"{'would change' if args.check else 'written'}: {path.relative_to(REPOSITORY)}")
-        if not args.check:
-            path.write_text(texts[path], encoding="utf-8")
-    return int(args.check and bool(differ))
+    for path, text in texts.items():
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

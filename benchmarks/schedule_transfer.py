@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import Figure, Results, Row, arguments, bootstrap, figure, provenance
+from common import Figure, Results, Row, arguments, bootstrap, figure, provenance, start
 from cross_device import show_progress, trained_once
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
@@ -43,7 +43,6 @@ from cdmpp.dataset.importers import import_benchmark_hub
 from cdmpp.dataset.sampled import sample_evenly
 from cdmpp.dataset.split_makers import ordered
 from cdmpp.device import device_features, get_device
-from cdmpp.errors import CdmppError
 from cdmpp.predictor import Config, Predictor, TrainingData, gather, load_config
 from cdmpp.predictor.data import collect_asts, subset
 from cdmpp.program.ast import CompactAST
@@ -207,7 +206,7 @@ def figures(rows: Sequence[Row]) -> list[Figure]:
     return found
 
 
-def main() -> int:
+def main() -> None:
     parser = arguments(__doc__)
     add = parser.add_argument
     add("--data", type=Path, default=Path("../shared/data/benchmark_hub.parquet"), metavar="FILE")
@@ -223,7 +222,7 @@ def main() -> int:
     args = parser.parse_args()
     if not args.data.is_file():
         print(f"skipped: there is no {args.data}", file=sys.stderr)
-        return 0
+        return
 
     config = load_config(args.config)
     settings = {"epochs": args.epochs, "seed": args.seed}
@@ -255,11 +254,7 @@ def main() -> int:
             counts = ", ".join(f"{m} {n:.0f}" for m, n in case["measurements"].items())
             print(f"{kernel} on {gpu}: {counts}", flush=True)
     results.finish()
-    return 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except CdmppError as error:
-        sys.exit(f"error: {error}")
+    start(main)

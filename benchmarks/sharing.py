@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
-from common import Figure, Results, Row, arguments, median_figure, provenance, report
+from common import Figure, Results, Row, arguments, median_figure, provenance, report, start
 from tuning import kept, measure_again, tune_config
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def figures(rows: Sequence[Row], shares: int) -> list[Figure]:
     return found
 
 
-def main() -> int:
+def main() -> None:
     args = parsed()
     seeds = range(args.repetitions)
     made = provenance(__file__, (), args.predictor, seeds)
@@ -149,8 +149,7 @@ def main() -> int:
             rows.append(tune_once(args, tasks, way, seed, results))
     measure_again(args, args.device, rows, results)
     report(args.json, made, figures(rows, shares), runs=kept(rows))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from common import Figure, arguments, figure, provenance, ratio_figure, report
+from common import Figure, arguments, figure, provenance, ratio_figure, report, start
 
 from cdmpp.dataset import Split
 from cdmpp.predictor import Config, TrainingData, config_from_dict, gather, load_config, split_data
@@ -45,31 +45,21 @@ def fit_ours(config: Config, data: TrainingData, split: Split, epochs: int) -> H
 
 
 def fit_released(
-    options: dict[str, Any],
-    data: TrainingData,
-    split: Split,
-    epochs: int,
-    threads: int,
-    max_seconds: float | None = None,
+    data: TrainingData, split: Split, epochs: int, max_seconds: float | None = None, **options: Any
 ) -> History:
     """Train CDMPP's network as released for so many epochs or so long."""
-    train = {"epochs": epochs, "patience": epochs, "threads": threads}
+    train = {"epochs": epochs, "patience": epochs, "threads": len(os.sched_getaffinity(0))}
     model: Any = make_model("released", train=train, max_seconds=max_seconds, **options)
     model.fit(data, split)
     return model.history_
 
 
 def reached(history: History) -> dict[str, Any]:
-    """Where a training ended: seconds, epochs, validation MAPE, and how it went there."""
-    elapsed_s = np.cumsum([line["elapsed_s"] for line in history])
-    curve = [[float(s), line["valid_mape"]] for s, line in zip(elapsed_s, history, strict=True)]
-    valid_mape = min(line["valid_mape"] for line in history)
-    return {
-        "seconds": float(elapsed_s[-1]),
-        "epochs": len(history),
-        "valid_mape": valid_mape,
-        "curve": curve,
-    }
+    """Where a training ended, and how it went there: seconds and validation MAPE of every epoch."""
+    elapsed_s = np.cumsum([line["elapsed_s"] for line in history]).tolist()
+    curve = [[s, line["valid_mape"]] for s, line in zip(elapsed_s, history, strict=True)]
+    best = min(mape for _, mape in curve)
+    return {"seconds": elapsed_s[-1], "epochs": len(history), "valid_mape": best, "curve": curve}
 
 
 def budget_figure(budget_s: float, mine: dict[str, Any], theirs: dict[str, Any]) -> Figure:
@@ -78,7 +68,7 @@ def budget_figure(budget_s: float, mine: dict[str, Any], theirs: dict[str, Any])
     return figure(f"validation MAPE in % after {budget_s:.0f} s", values)
 
 
-def main() -> int:
+def main() -> None:
     parser = arguments(__doc__)
     add = parser.add_argument
     add("--data", nargs="+", default=["data"], metavar="DIR", help="dataset folders")
@@ -97,8 +87,7 @@ def main() -> int:
         config, args.data = load_config("configs/smoke.yaml"), ["data/epyc-zen4-1core-unscheduled"]
     made = provenance(__file__, args.data, seeds=[args.seed])
     data, spec = gather(args.data, config.data), args.split or config.split.spec
-    cores = len(os.sched_getaffinity(0))
-    train = config.train.model_copy(update={"threads": cores, "seed": args.seed})
+    train = config.train.model_copy(update={"threads": len(os.sched_getaffinity(0)), "seed": args.seed})
     config = config.model_copy(update={"train": train})
     released = {"seed": args.seed, **({"sizes": _QUICK_SIZES} if args.quick else {})}
     split = split_data(spec, data)
@@ -111,7 +100,7 @@ def main() -> int:
     )
     sides: dict[str, Callable[[], History]] = {
         "ours": lambda: fit_ours(config, data, part, 1),
-        "released": lambda: fit_released(released, data, part, 1, cores),
+        "released": lambda: fit_released(data, part, 1, **released),
     }
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(args.rounds):
@@ -125,13 +114,12 @@ def main() -> int:
         epochs = max(1, int(budget_s * figures[0]["values"]["ours"] / len(split.train)))
         mine = reached(fit_ours(config, data, split, epochs))
         longest_s = max(budget_s, mine["seconds"])
-        theirs = reached(fit_released(released, data, split, 100_000, cores, longest_s))
+        theirs = reached(fit_released(data, split, 100_000, longest_s, **released))
         budgets.append({"budget_s": budget_s, "ours": mine, "released": theirs})
         figures.append(budget_figure(budget_s, mine, theirs))
     records = {"train": len(split.train), "valid": len(split.valid), "of_a_rate": len(part.train)}
-    report(args.json, made, figures, budgets=budgets, records=records, split=split.spec, torch_threads=cores)
-    return 0
+    report(args.json, made, figures, budgets=budgets, records=records, split=split.spec)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

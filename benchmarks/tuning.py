@@ -32,19 +32,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import common
 import numpy as np
-from common import (
-    Figure,
-    Results,
-    Row,
-    arguments,
-    bootstrap,
-    figure,
-    median_figure,
-    provenance,
-    report,
-    spread_of,
-)
 
 if TYPE_CHECKING:
     from cdmpp.predictor import Predictor
@@ -119,15 +108,15 @@ def tune_config(args: argparse.Namespace, trials: int, **options: Any) -> Any:
     return TuneConfig(Objective(trials), batch=args.batch, search=search, **options)
 
 
-def run_options(args: argparse.Namespace, run: str, predictor: Predictor, seed: int) -> dict[str, Any]:
-    trim = args.coverage if run == "trimmed" else None
-    model = "cdmpp" if run == "trimmed" else run
-    return {"cost_model": model, "predictor": predictor, "trim": trim, "seed": seed}
+def of_run(args: argparse.Namespace, run: str, predictor: Predictor, seed: int, trials: int) -> Any:
+    """Settings of one of :data:`RUNS`."""
+    trim, model = (args.coverage, "cdmpp") if run == "trimmed" else (None, run)
+    return tune_config(args, trials, cost_model=model, predictor=predictor, trim=trim, seed=seed)
 
 
 def tune_alone(
-    args: argparse.Namespace, task: Task, run: str, seed: int, predictor: Predictor, results: Results
-) -> Row:
+    args: argparse.Namespace, task: Task, run: str, seed: int, predictor: Predictor, results: common.Results
+) -> common.Row:
     """Tune one task; the row says how, what was found, and the best label after each trial."""
     from cdmpp.tuner.tuning import tune_tasks
 
@@ -137,7 +126,7 @@ def tune_alone(
     if row is not None:
         return row
     out = args.out / "runs" / f"{task.hash}-{name}-{seed}"
-    config = tune_config(args, args.trials, **run_options(args, run, predictor, seed))
+    config = of_run(args, run, predictor, seed, args.trials)
     resume = (out / "tuning.json").exists()
     tuned = tune_tasks(task.name, [(task, 1.0)], device=DEVICE, out=out, config=config, resume=resume)
     written = tuned.to_json()
@@ -166,7 +155,9 @@ def measured_labels(out: Path) -> list[float | None]:
     return [float(r.latency_s) if r.status == "ok" else None for r in frame.itertuples()]
 
 
-def measure_again(args: argparse.Namespace, device: str, rows: Sequence[Row], results: Results) -> None:
+def measure_again(
+    args: argparse.Namespace, device: str, rows: Sequence[common.Row], results: common.Results
+) -> None:
     """Measure the best programs of every run by one procedure; adds ``final_s``, weighted over the run's tasks, to the rows."""
     from cdmpp.tuner.share_table import best_programs, measure_alone
 
@@ -202,7 +193,7 @@ def seconds_until(curve: Sequence[dict[str, Any]], latency_s: float) -> float | 
     return None
 
 
-def compare(ours: Row, theirs: Row) -> dict[str, float]:
+def compare(ours: common.Row, theirs: common.Row) -> dict[str, float]:
     """Ratios of two runs of a task with one seed."""
     trials = trials_until(ours["labels_s"], theirs["best_s"])
     seconds = seconds_until(ours["curve"], theirs["best_s"])
@@ -215,7 +206,7 @@ def compare(ours: Row, theirs: Row) -> dict[str, float]:
     }
 
 
-def compare_trimmed(plain: Row, trimmed: Row) -> dict[str, float]:
+def compare_trimmed(plain: common.Row, trimmed: common.Row) -> dict[str, float]:
     """Ratios of cost and latency, and the part of the candidates that was not measured."""
     latency = trimmed["final_s"] / plain["final_s"]
     return {
@@ -226,7 +217,7 @@ def compare_trimmed(plain: Row, trimmed: Row) -> dict[str, float]:
     }
 
 
-def stopped(plain: Row, trimmed: Row, least_gain: float) -> dict[str, float]:
+def stopped(plain: common.Row, trimmed: common.Row, least_gain: float) -> dict[str, float]:
     """The ratios had the trimmed run ended where another minute is expected to bring less, by the runs' own labels."""
     from cdmpp.tuner.objective import Curve, Point
 
@@ -239,7 +230,7 @@ def stopped(plain: Row, trimmed: Row, least_gain: float) -> dict[str, float]:
     return {"cost": cost, "final latency": latency, "equal": float(latency <= 1 + EQUAL)}
 
 
-def geometric_figure(name: str, pairs: Sequence[Row]) -> Figure:
+def geometric_figure(name: str, pairs: Sequence[common.Row]) -> common.Figure:
     """Geometric means of ratios over tasks and seeds, with the spread of the seeds' own and the interval over tasks; plain
     means of fractions."""
     seed, task = (np.array([pair[key] for pair in pairs]) for key in ("seed", "task"))
@@ -250,12 +241,14 @@ def geometric_figure(name: str, pairs: Sequence[Row]) -> Figure:
         elif metric in ("trials", "time", "final latency", "cost"):
             logs = np.log([pair[metric] for pair in pairs])
             values[metric] = float(np.exp(logs.mean()))
-            spread[metric] = spread_of([float(np.exp(logs[seed == s].mean())) for s in np.unique(seed)])
-            interval[metric] = np.exp(bootstrap(logs, task)).tolist()
-    return figure(name, values, len(pairs), seed.tolist(), spread, interval)
+            spread[metric] = common.spread_of(
+                [float(np.exp(logs[seed == s].mean())) for s in np.unique(seed)]
+            )
+            interval[metric] = np.exp(common.bootstrap(logs, task)).tolist()
+    return common.figure(name, values, len(pairs), seed.tolist(), spread, interval)
 
 
-def kept(rows: Iterable[Row]) -> list[Row]:
+def kept(rows: Iterable[common.Row]) -> list[common.Row]:
     """What the result file has of runs; ``--out`` has their labels, curves and costs."""
     left_out = ("labels_s", "curve", "costs", "weights", "folder")
     return [
@@ -266,8 +259,8 @@ def kept(rows: Iterable[Row]) -> list[Row]:
 
 
 def tune_network(
-    args: argparse.Namespace, run: str, seed: int, predictor: Predictor, results: Results
-) -> Row:
+    args: argparse.Namespace, run: str, seed: int, predictor: Predictor, results: common.Results
+) -> common.Row:
     """One small network end to end."""
     from cdmpp.tuner.tuning import tune
 
@@ -276,7 +269,7 @@ def tune_network(
     if row is not None:
         return row
     out = args.out / "runs" / f"{args.network}-{run}-{seed}"
-    config = tune_config(args, args.network_trials, **run_options(args, run, predictor, seed))
+    config = of_run(args, run, predictor, seed, args.network_trials)
     resume = (out / "tuning.json").exists()
     found = tune(args.network, device=DEVICE, out=out, config=config, resume=resume).to_json()
     whole_s = found["network"]["latency_s"] if found["network"] else {}
@@ -285,7 +278,7 @@ def tune_network(
     )
 
 
-def network_figure(rows: Sequence[Row], run: str) -> Figure:
+def network_figure(rows: Sequence[common.Row], run: str) -> common.Figure:
     """A network run whole, by the cost model it was tuned with."""
     own = [row for row in rows if row["run"] == run]
     columns = {
@@ -293,11 +286,13 @@ def network_figure(rows: Sequence[Row], run: str) -> Figure:
         "untuned us": [1e6 * row["whole_untuned_s"] for row in own if "whole_untuned_s" in row],
         "tuning s": [row["costs"]["wall_s"] for row in own],
     }
-    return median_figure(f"{own[0]['network']} end to end, {run}", columns, [row["seed"] for row in own])
+    return common.median_figure(
+        f"{own[0]['network']} end to end, {run}", columns, [row["seed"] for row in own]
+    )
 
 
-def main() -> int:
-    parser = arguments(__doc__)
+def main() -> None:
+    parser = common.arguments(__doc__)
     add = parser.add_argument
     add("--predictor", default="default", metavar="DIR")
     add("--networks", nargs="+", default=list(NETWORKS), help="that it never saw; their tasks are tuned")
@@ -319,9 +314,9 @@ def main() -> int:
     if args.quick:
         args.networks, args.tasks, args.trials, args.network_trials = ["gcn"], 2, 12, 12
         args.batch, args.population, args.generations, args.seeds, args.repeats = 4, 16, 1, [0], 1
-    made = provenance(__file__, (), args.predictor, args.seeds)
+    made = common.provenance(__file__, (), args.predictor, args.seeds)
     names = ("trials", "batch", "population", "generations")
-    results = Results(args.out / "results.json", made, {name: getattr(args, name) for name in names})
+    results = common.Results(args.out / "results.json", made, {name: getattr(args, name) for name in names})
     predictor = held_out_predictor(args.predictor, args.networks)
     tasks = held_out_tasks(args, predictor)
     # all runs of a task and a seed follow each other, so that a drift of the machine hits them alike
@@ -357,9 +352,8 @@ def main() -> int:
         for run in args.runs
     ]
     figures += [network_figure(networks, run) for run in (args.runs if networks else ())]
-    report(args.json, made, figures, pairs=pairs, runs=kept([*rows.values(), *networks]))
-    return 0
+    common.report(args.json, made, figures, pairs=pairs, runs=kept([*rows.values(), *networks]))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    common.start(main)

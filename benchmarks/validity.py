@@ -29,20 +29,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import common
 import numpy as np
 import pandas as pd
-from common import (
-    Figure,
-    Results,
-    Row,
-    arguments,
-    bootstrap,
-    figure,
-    median_figure,
-    provenance,
-    report,
-    spread_of,
-)
 
 from cdmpp.dataset import load_datasets
 from cdmpp.dataset.importers import import_benchmark_hub
@@ -154,7 +143,7 @@ def initial(space: Space, arm: str, p_valid: FloatArray, seed: int, rng: np.rand
     return drawn[initial_population(pooled(space.features[drawn]), p_valid[drawn], BATCH, seed=seed)]
 
 
-def search(space: Space, arm: str, seed: int, cap: int, model: ValidityModel) -> Row:
+def search(space: Space, arm: str, seed: int, cap: int, model: ValidityModel) -> common.Row:
     """One run: measurements until within 1 %, how many of them failed, and whether it got there."""
     rng = np.random.default_rng(seed)
     n, goal = len(space.asts), WITHIN * space.latency_s.min()
@@ -225,7 +214,7 @@ def propose(
 # -- what it gives ---------------------------------------------------------------------------------------------
 
 
-def figures(rows: Sequence[Row]) -> list[Figure]:
+def figures(rows: Sequence[common.Row]) -> list[common.Figure]:
     """Geometric means of ``full`` over ``plain``, per GPU and together, and of both arms the measurements over the seeds."""
     devices = list(dict.fromkeys(row["device"] for row in rows))
     runs = {
@@ -238,11 +227,11 @@ def figures(rows: Sequence[Row]) -> list[Figure]:
     logs = {key: np.log([row["measurements"] for row in own]) for key, own in runs.items()}
     by_gpu = np.array([logs["full", device] - logs["plain", device] for device in devices])
     each, both = np.exp(by_gpu.mean(1)), by_gpu.mean(0)
-    ends = np.exp(bootstrap(both, np.arange(len(both)), resamples=2000)).tolist()
-    values, spread = {"ratio": float(np.exp(both.mean()))}, {"ratio": spread_of(each.tolist())}
-    found = [figure("full over plain", values, len(both), spread=spread, interval={"ratio": ends})]
+    ends = np.exp(common.bootstrap(both, np.arange(len(both)), resamples=2000)).tolist()
+    values, spread = {"ratio": float(np.exp(both.mean()))}, {"ratio": common.spread_of(each.tolist())}
+    found = [common.figure("full over plain", values, len(both), spread=spread, interval={"ratio": ends})]
     for (arm, device), own in runs.items():
-        of_arm = median_figure(
+        of_arm = common.median_figure(
             f"{arm}, {device}", {"measurements (median)": [r["measurements"] for r in own]}
         )
         of_arm["values"] |= {
@@ -254,8 +243,8 @@ def figures(rows: Sequence[Row]) -> list[Figure]:
     return found
 
 
-def main() -> int:
-    parser = arguments(__doc__)
+def main() -> None:
+    parser = common.arguments(__doc__)
     add = parser.add_argument
     add("--data", type=Path, required=True, metavar="FILE", help="benchmark_hub.parquet")
     add("--out", type=Path, required=True, metavar="DIR", help="ASTs and finished runs, to go on with")
@@ -268,10 +257,10 @@ def main() -> int:
     if not args.data.exists():
         sys.exit(f"{args.data} is not there: it is the AutoTuning Association's benchmark hub as one table")
     args.out.mkdir(parents=True, exist_ok=True)
-    made = provenance(__file__, [args.data], seeds=range(args.seeds))
+    made = common.provenance(__file__, [args.data], seeds=range(args.seeds))
     spaces = load_spaces(args.data, args.out)
     others = [failures_of(space, args.out / f"failures-of-{space.device}") for space in spaces][::-1]
-    runs = Results(args.out / "runs.json", made)
+    runs = common.Results(args.out / "runs.json", made)
     rows = []
     for space, model in zip(spaces, others, strict=True):
         for arm in ARMS:
@@ -284,10 +273,11 @@ def main() -> int:
     for space, model, other in zip(spaces, others, spaces[::-1], strict=True):
         scores = validity_scores(np.isfinite(space.latency_s), sigmoid(model.log_odds(space.features)))
         values = {"AUC": scores["auc"], "invalid": scores["invalid"]}
-        found.append(figure(f"P(valid) on {space.device}, learned on {other.device}", values, scores["n"]))
-    report(args.json, made, found)
-    return 0
+        found.append(
+            common.figure(f"P(valid) on {space.device}, learned on {other.device}", values, scores["n"])
+        )
+    common.report(args.json, made, found)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    common.start(main)
