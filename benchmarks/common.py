@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEFAULT_WEIGHTS = REPOSITORY / "cdmpp/predictor/weights/default"
-_PACKAGES = {
-    "cdmpp": "cdmpp", "torch": "torch", "tvm": "apache-tvm", "numpy": "numpy", "xgboost": "xgboost-cpu",
-}  # fmt: skip
+_PACKAGES = {"torch": "torch", "tvm": "apache-tvm", "numpy": "numpy", "xgboost": "xgboost-cpu"}
 
 Figure = dict[str, Any]
 Row = dict[str, Any]
@@ -53,9 +51,6 @@ PERCENT = {
     "end to end", "NeuSight end to end", "APE", "NeuSight's APE", "dropped", "equal", "reached", "against all runs",
     "rounds differ by", "worst tenth",
 }  # fmt: skip
-
-
-# -- options ---------------------------------------------------------------------------------------------------
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
@@ -121,13 +116,9 @@ def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Of Python and the packages that figures depend on; None for what is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name, package in _PACKAGES.items():
-        try:
-            found[name] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    installed = {found.name: found.version for found in metadata.distributions()}
+    packages = {name: installed.get(package) for name, package in _PACKAGES.items()}
+    return {"python": platform.python_version(), **packages}
 
 
 def provenance(
@@ -136,27 +127,21 @@ def provenance(
     weights: str | Path | None = None,
     seeds: Iterable[int] = (),
 ) -> dict[str, Any]:
-    """What the figures of this run depend on: command, commit, machine, versions, seeds, and digests of what was read.
-
-    Parameters
-    ----------
-    benchmark
-        Its ``__file__``.
-    weights
-        Folder of a predictor; ``default`` is the one that ships.
-    """
+    """What the figures of a benchmark (its ``__file__``) depend on: command, commit, machine, versions, seeds, and digests of
+    what was read. Weights are a predictor's folder, or ``default``."""
     folder = DEFAULT_WEIGHTS if weights == "default" else weights
     used = {"code": [REPOSITORY / "cdmpp", benchmark], "data": data, "weights": [folder] if folder else []}
-    names = {
-        kind: [os.path.relpath(Path(path).resolve(), REPOSITORY) for path in paths]
-        for kind, paths in used.items()
-    }
+
+    def digests(paths: Iterable[str | Path]) -> dict[str, str | None]:
+        names = [os.path.relpath(Path(path).resolve(), REPOSITORY) for path in paths]
+        return {name: digest(name) for name in names}
+
     return {
         "command": shlex.join(["python", os.path.relpath(benchmark, REPOSITORY), *sys.argv[1:]]),
         "commit": git("rev-parse", "HEAD"),
         "dirty": bool(git("status", "--porcelain", "--", "cdmpp", "data", "benchmarks/*.py")),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        **{kind: {name: digest(name) for name in paths} for kind, paths in names.items()},
+        **{kind: digests(paths) for kind, paths in used.items()},
         "machine": machine(),
         "versions": versions(),
         "seeds": list(seeds),
@@ -164,13 +149,16 @@ def provenance(
 
 
 def changed(made: Mapping[str, Any], digest: Callable[[str], str | None] = digest) -> list[str]:
-    """Which of code, data and weights are not what they were; what is not at hand or was not recorded does not count."""
-    found = []
-    for kind in ("code", "data", "weights"):
-        pairs = [(then, digest(path)) for path, then in made[kind].items()]
-        if any(then and now and then != now for then, now in pairs):
-            found.append(kind)
-    return found
+    """Which of code, data and weights are not what they were; what was not recorded, or is not at hand, does not count."""
+
+    def differs(kind: str, path: str, then: str | None) -> bool:
+        now = digest(path) or ("gone" if kind == "code" else "")
+        # a hash of contents and git's own say nothing of each other
+        known = then and now and then.startswith("sha256:") == now.startswith("sha256:")
+        return bool(known and then != now)
+
+    kinds = ("code", "data", "weights")
+    return [kind for kind in kinds if any(differs(kind, *entry) for entry in made[kind].items())]
 
 
 # -- results ---------------------------------------------------------------------------------------------------
@@ -221,27 +209,20 @@ def _rounded(value: Any) -> Any:
 
 
 def _lines(value: Any) -> str:
-    """JSON with an entry of a list of objects, or of an object of objects, a line."""
-    inside = list(value.values()) if isinstance(value, dict) else value
-    if not isinstance(inside, list) or not any(isinstance(entry, dict) for entry in inside):
-        return json.dumps(value, allow_nan=False)
-    if isinstance(value, dict):
-        inside = [f"{json.dumps(key)}: {json.dumps(entry, allow_nan=False)}" for key, entry in value.items()]
-        return "{\n  " + ",\n  ".join(inside) + "\n }"
-    return "[\n  " + ",\n  ".join(json.dumps(entry, allow_nan=False) for entry in inside) + "\n ]"
+    """JSON with an entry of an object, or of a list of objects, a line."""
+    if isinstance(value, dict) and value:
+        entries = [f"{json.dumps(key)}: {json.dumps(entry)}" for key, entry in value.items()]
+        return "{\n  " + ",\n  ".join(entries) + "\n }"
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+    return json.dumps(value)
 
 
 class Results:
     """Rows of what is done, written after each: a run that is started again finds them and goes on.
 
-    Parameters
-    ----------
-    path
-        The file, read if it is there; None keeps nothing. SystemExit if it was made with other code, data, weights or options.
-    options
-        What rows depend on besides.
-    figures
-        What the rows come to.
+    Without a path nothing is kept. SystemExit if the file was made with other code, data, weights or ``options``, what rows
+    depend on besides; ``figures`` are what the rows come to.
     """
 
     def __init__(
@@ -298,10 +279,8 @@ def figure(
     """One line of a table: metric -> value, with the number of records (or pairs, or rounds) that it is from, the seeds, the
     :func:`spread_of` repetitions and the 95 % :func:`bootstrap` interval over tasks, by metric."""
     known = {metric: value for metric, value in values.items() if value is not None}
-    return {
-        "name": name, "n": n, "seeds": sorted(set(seeds)), "values": known, "spread": dict(spread or {}),
-        "interval": dict(interval or {}),
-    }  # fmt: skip
+    of = {"spread": dict(spread or {}), "interval": dict(interval or {})}
+    return {"name": name, "n": n, "seeds": sorted(set(seeds)), "values": known, **of}
 
 
 def spread_of(values: Sequence[float]) -> dict[str, float | None]:
@@ -310,7 +289,7 @@ def spread_of(values: Sequence[float]) -> dict[str, float | None]:
     return {"sd": sd, "min": min(values), "max": max(values)}
 
 
-def mean_figure(name: str, rows: Sequence[Row], metrics: Iterable[str], seed_key: str = "seed") -> Figure:
+def mean_figure(name: str, rows: Sequence[Row], metrics: Iterable[str]) -> Figure:
     """The mean over runs, their spread, and the mean ends of their intervals; ``n`` is the mean number of records."""
     values, spread, interval = {}, {}, {}
     for metric in metrics:
@@ -322,8 +301,8 @@ def mean_figure(name: str, rows: Sequence[Row], metrics: Iterable[str], seed_key
                 spread[metric] = spread_of(own)
         if ends and len(ends) == len(own):
             interval[metric] = np.mean(ends, axis=0).tolist()
-    n = round(statistics.fmean(row["n"] for row in rows)) if all("n" in row for row in rows) else None
-    return figure(name, values, n, [row[seed_key] for row in rows if seed_key in row], spread, interval)
+    n = round(statistics.fmean(row["n"] for row in rows))
+    return figure(name, values, n, [row["seed"] for row in rows], spread, interval)
 
 
 def median_figure(name: str, columns: Mapping[str, Sequence[float]], seeds: Iterable[int] = ()) -> Figure:
@@ -331,7 +310,8 @@ def median_figure(name: str, columns: Mapping[str, Sequence[float]], seeds: Iter
     known = {metric: list(found) for metric, found in columns.items() if len(found)}
     values = {metric: statistics.median(found) for metric, found in known.items()}
     n = max(map(len, known.values()))
-    return figure(name, values, n, seeds, {metric: spread_of(found) for metric, found in known.items()})
+    spread = {metric: spread_of(found) for metric, found in known.items() if len(found) > 1}
+    return figure(name, values, n, seeds, spread)
 
 
 def ratio_figure(name: str, ours: Sequence[float], theirs: Sequence[float], more_is_better: bool) -> Figure:

@@ -4,8 +4,8 @@
     python benchmarks/cross_device.py --only-device v100-pcie-32gb --records 7000 --few-shot 20 --json v100.json
     python benchmarks/cross_device.py --predictor default --unseen h100_traces.parquet h100_e2e.csv --json unseen.json
 
-For each device in turn a predictor is trained on the records of the others (``--records`` of them, as many of every operator
-and device) and asked about this one:
+For each device in turn a predictor is trained on the records of the others (``--records`` of them, as many of every
+operator and device) and asked about this one:
 
 * **operators** measured alone: MAPE by family;
 * **nodes** of the traces: APE by family, forward and backward;
@@ -13,9 +13,9 @@ and device) and asked about this one:
   measured latency; ``in_trace`` is the sum of its nodes' measured times: what a perfect predictor of nodes would score.
 
 Nodes and networks are compared with the authors' own predictions for the same rows (``micro`` is Li's model); NeuSight was
-trained on all of these devices. ``ape_mean`` is over the ``n_common`` rows that all sources have, ``n_own`` says how many each
-has. Then K measurements of the new device are learned (``cdmpp finetune``), of tasks chosen by KMeans and at random, and the
-device's other records and its networks are predicted again.
+trained on all of these devices. ``ape_mean`` is over the ``n_common`` rows that all sources have, ``n_own`` says how many
+each has. Then K measurements of the new device are learned (``cdmpp finetune``), of tasks chosen by KMeans and at random,
+and the device's other records and its networks are predicted again.
 
 ``--unseen`` takes files of the same columns with devices that are in none of the above: they are predicted by what was
 trained on all. ``--predictor`` judges given weights in place of training; a device that these have seen counts for no mean.
@@ -29,7 +29,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,26 +81,26 @@ class Bench:
         return subset(self.data, np.flatnonzero(self.data.labels["device"].isin(allowed)))
 
 
-def imported(name: str, files: Sequence[Path], work: Path, limit: int | None) -> Path:
-    """The dataset of these files; imported where it is not there yet."""
-    out = work / (name if limit is None else f"{name}-{limit}")
+def imported(out: Path, make: Callable[[Path], Any]) -> Path:
+    """A dataset; imported where it is not there yet."""
     if not out.exists():
-        draft = out.with_name(out.name + f".{int(time.time())}.part")
-        found = import_neusight(files, draft, limit=limit)
+        draft = out.with_name(f"{out.name}.{int(time.time())}.part")
+        print(f"imported {make(draft).records} records to {out}", flush=True)
         draft.rename(out)
-        print(f"imported {found.records} records, {len(found.graphs)} networks to {out}", flush=True)
-        for operator, count in found.unknown_operators.items():
-            print(f"left out: {count} of the unknown operator {operator}")
     return out
 
 
 def gathered(args: argparse.Namespace, config: Config) -> Bench:
     args.work.mkdir(parents=True, exist_ok=True)
-    folders = [imported("neusight", [args.data / name for name in FILES], args.work, args.limit)]
+    files, limit = [args.data / name for name in FILES], args.limit
+    out = args.work / ("neusight" if limit is None else f"neusight-{limit}")
+    folders = [imported(out, lambda draft: import_neusight(files, draft, limit=limit))]
     if args.unseen:
         stamps = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in args.unseen]
         digest = hashlib.sha256(repr(stamps).encode()).hexdigest()[:8]
-        folders.append(imported(f"unseen-{digest}", args.unseen, args.work, None))
+        folders.append(
+            imported(args.work / f"unseen-{digest}", lambda draft: import_neusight(args.unseen, draft))
+        )
     view = load_datasets(folders)
     graphs: dict[str, dict[str, NetworkGraph]] = {}
     for folder in folders:
@@ -217,9 +217,6 @@ def evaluate_device(bench: Bench, given: Predictor | None, device: str, results:
                     print(f"{device} {select} K={k} seed {seed}", flush=True)
 
 
-# -- figures -----------------------------------------------------------------------------------------
-
-
 def figures(rows: list[Row]) -> list[Figure]:
     """Of every device, unseen and with K measurements, beside NeuSight on the networks that it predicts; then means."""
     found = []
@@ -246,13 +243,10 @@ def figures(rows: list[Row]) -> list[Figure]:
             r for row in own if row["vendor"] == "nvidia" for r in row.get("end_to_end", {"rows": ()})["rows"]
         ]
         errors = [abs(row["predicted_s"]["cdmpp"] / row["measured_s"] - 1) for row in whole]
-        values = {"mape": mean(mapes), "end to end": mean(errors), "networks": len(errors)}
+        values = {"networks": len(errors), **({"mape": float(np.mean(mapes))} if mapes else {})}
+        values |= {"end to end": float(np.mean(errors))} if errors else {}
         found.append(figure(f"mean, {k} measured (kmeans)" if k else "mean, unseen", values, len(mapes)))
     return found + node_figures([row for row in means.get(0, ()) if row["vendor"] == "nvidia"])
-
-
-def mean(values: Sequence[float]) -> float | None:
-    return float(np.mean(values)) if values else None
 
 
 def node_figures(rows: Sequence[Row]) -> list[Figure]:

@@ -126,9 +126,8 @@ def rows_of(
         labels_s = [found["latency_s"] for found in measurements]
         schedule = UNTUNED if variant == UNTUNED or case.database is None else case.database
         latency = predict_latency(source, device, predictor, schedule=schedule)
-        inside = None
-        if latency.low_s is not None and latency.high_s is not None:
-            inside = latency.low_s <= measured_s <= latency.high_s
+        ends = latency.low_s, latency.high_s
+        inside = None if None in ends else ends[0] <= measured_s <= ends[1]
         rows.append(
             {
                 "network": network.name,

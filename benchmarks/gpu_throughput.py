@@ -5,8 +5,7 @@ The same programs of a bundle are measured from source (compile, load, measure)
 * alone: degree 1, no stage overlaps another, twice (their difference is the re-measurement noise);
 * together: compiling on all cores, loading ahead, side by side as far as the calibration allows.
 
-A part that is in ``--out`` already is not measured again. The goals are a speed-up of 4, labels that differ by 2 % in the
-median at a rank correlation of 0.99, and by 1 % when they are measured again alone.
+A part that is in ``--out`` already is not measured again.
 
     python benchmarks/gpu_throughput.py h200.bundle --programs 240 --out throughput --json throughput.json
 """

@@ -5,16 +5,14 @@
     python benchmarks/prediction_speed.py --quick          # does it run? seconds, figures mean nothing
 
 Ours is ``Predictor.predict(funcs, device)``: compact ASTs, batching, network. Theirs is ``XGBModel.predict(context,
-candidates)``: PerStoreFeature and boosted trees, trained on what ours predicts of some candidates (what was learned does not
-change the speed, but for the number of trees, which is in the JSON). Both start from scheduled TIR that is in memory, know
-none of the programs before, and take turns batch by batch in one process. Threads are as users get them: TVM's defaults (one a
-physical core); for ours one torch thread a core, and one for ASTs. The candidates are ordered by task, so that a batch of 64 is
-of one task mostly, as a tuner asks for it, and larger ones mix tasks.
+candidates)``: PerStoreFeature and boosted trees, trained on what ours predicts of some candidates. Both start from
+scheduled TIR in memory, know none of the programs before, take turns batch by batch, and have threads as users get them:
+TVM's defaults (one a physical core); one torch thread a core. Candidates are ordered by task: a batch of 64 is of one task
+mostly, as a tuner asks for.
 
-ASTs and PerStoreFeature run on one thread, over the same programs. ``new tasks`` were never seen before, so that the analyses
-of their block bodies weigh as much as they can; ``known tasks`` is a builder that has seen the tasks, though not the
-programs' objects. Programs are read by the C++ reader where it can be compiled (``reader`` in the JSON says), ``read in
-Python`` is the Python walk.
+ASTs and PerStoreFeature run on one thread. ``new tasks`` were never seen before, so that the analyses of their block bodies
+weigh as much as they can; ``known tasks`` is a builder that has seen the tasks, though not the programs' objects. Programs
+are read by the C++ reader where it can be compiled (``reader`` in the JSON says), ``read in Python`` is the Python walk.
 """
 
 from __future__ import annotations

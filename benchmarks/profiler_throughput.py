@@ -1,13 +1,11 @@
 """Labels per second: cdmpp's profiler against MetaSchedule's LocalBuilder + LocalRunner.
 
-Both get the same programs, the same cores and the same number and length of samples. MetaSchedule builds on all cores
-and runs on one worker, as it always does. Start-up is treated fairly: the 30-50 s import of tensor intrinsics, which
-every worker process of MetaSchedule would do, is replaced by the stub that cdmpp uses itself; both sides' processes are
-started before the clock runs where the design allows it (MetaSchedule restarts its builders for every batch, and that
-is counted, as a tuner pays for it too).
-
-The two alternate over chunks of the programs, and both measure everything twice, so that the disagreement between them
-can be held against each one's own re-measurement difference.
+Both get the same programs, the same cores and the same number and length of samples; MetaSchedule builds on all cores and
+runs on one worker, as it always does. The 30-50 s import of tensor intrinsics, which every worker of MetaSchedule would do,
+is replaced by the stub that cdmpp uses itself, and processes are started before the clock runs where the design allows it
+(MetaSchedule restarts its builders for every batch, which a tuner pays for too). The two alternate over chunks of the
+programs, and measure everything twice, so that their disagreement can be held against each one's own re-measurement
+difference.
 
     python benchmarks/profiler_throughput.py --programs 224 --json throughput.json
 """

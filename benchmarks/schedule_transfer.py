@@ -15,10 +15,9 @@ ranks all configurations of every kernel on this one. A method is an order in wh
 * ``others``: the order of the mean slowdown (against the GPU's best) on all other GPUs: a table, no predictor;
 * ``random``: without knowledge; expectation and median, computed.
 
-``measurements`` counts until a configuration is within 5 % of the best of all; one that fails counts too. ``regret`` is how
-much slower the first one that works is than the best; ``spearman`` compares predicted and measured (of ``nearest``: measured
-there) over those that work. ``--candidates`` takes so many configurations of a kernel, the same on all GPUs. What is imported
-and trained is kept in ``--work``, results after every step in ``--json``: a run with the same options goes on where it was.
+``measurements`` counts until a configuration is within 5 % of the best of all; one that fails counts too. Regret is how much
+slower the first one that works is than the best; Spearman compares predicted and measured (of ``nearest``: measured there) over
+those that work. What is imported and trained is kept in ``--work``.
 """
 
 from __future__ import annotations
@@ -27,14 +26,13 @@ import argparse
 import math
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from common import Figure, Results, Row, arguments, bootstrap, figure, provenance, start
-from cross_device import show_progress, trained_once
+from cross_device import imported, show_progress, trained_once
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
@@ -61,17 +59,6 @@ METHODS = ("cdmpp", "cdmpp_measured", "cdmpp_online", "nearest", "others", "rand
 
 #: Program hash -> seconds, infinite for a failure.
 Latencies = Mapping[str, float]
-
-
-def imported(path: Path, work: Path) -> Path:
-    """The dataset of the file; imported where it is not there yet."""
-    out = work / "hub"
-    if not out.exists():
-        draft = out.with_name(f"hub.{int(time.time())}.part")
-        report = import_benchmark_hub(path, draft)
-        draft.rename(out)
-        print(f"imported {report.records} of {report.programs} programs to {out}", flush=True)
-    return out
 
 
 def latencies(view: DatasetView, candidates: int | None, seed: int) -> dict[str, dict[str, Latencies]]:
@@ -215,7 +202,7 @@ def main() -> None:
     add("--config", default="configs/cpu.yaml", help="of our predictor")
     add("--epochs", type=int, default=12, metavar="N", help="in place of the configuration's")
     add("--records", type=int, default=6000, metavar="N", help="of all GPUs together")
-    add("--candidates", type=int, metavar="N", help="configurations of a kernel (default: all)")
+    add("--candidates", type=int, metavar="N", help="of a kernel, the same on all GPUs (default: all)")
     add("--batch", type=int, default=16, metavar="N", help="measurements before learning")
     add("--online", type=int, default=256, metavar="N", help="learn from so many; 0: never")
     add("--seed", type=int, default=0)
@@ -231,7 +218,7 @@ def main() -> None:
     options["config"] = config.model_dump(mode="json")
     results = Results(args.json, provenance(__file__, [args.data], seeds=[args.seed]), options, figures)
     args.work.mkdir(parents=True, exist_ok=True)
-    view = load_datasets(imported(args.data, args.work))
+    view = load_datasets(imported(args.work / "hub", lambda draft: import_benchmark_hub(args.data, draft)))
     known = latencies(view, args.candidates, args.seed)
     gpus = sorted({gpu for by_gpu in known.values() for gpu in by_gpu})
     wanted = [get_device(name).name for name in args.only_gpu] or gpus

@@ -9,14 +9,11 @@ The tasks of a network are tuned from nothing, with the same search, seed and nu
 * ``sharded``: as many such workers as shares fit on this machine (``--shards auto``).
 * ``pipeline``: what ``cdmpp tune`` does without shards: one search and one measuring process, builders on all cores.
 
-``speedup`` is the wall time of ``one`` over that of ``sharded``, the median over the repetitions (a seed each), from the start
-of the workers to the finished database; ``efficiency`` is speedup / shares. ``over the pipeline`` is the same against
-``pipeline``, which has all cores too: there the gain is what a single search leaves idle. Ways take turns in coming first,
-and what is done is kept in ``--out`` after every tuning: a run that is started again goes on with the next one (a tuning that
-was interrupted is begun anew, its time would mean nothing).
-
-The best program of every task and tuning is measured again at the end, alone, all by one procedure; ``final latency`` is
-sharded over one. What is tuned at a share and run at another: ``cdmpp tune --share``.
+``speedup`` is the wall time of ``one`` over that of ``sharded``, from the start of the workers to the finished database,
+the median over the repetitions (a seed each); ``efficiency`` is speedup / shares. ``over the pipeline`` is the same against
+``pipeline``, which has all cores too: there the gain is what a single search leaves idle. Ways take turns in coming first.
+What is done is kept in ``--out``; a tuning that was interrupted is begun anew. The best program of every task and tuning is
+measured again at the end, alone, all by one procedure; ``final latency`` is sharded over one.
 """
 
 from __future__ import annotations
@@ -38,28 +35,6 @@ if TYPE_CHECKING:
 
 #: Ways to tune, with the number of shards of each.
 WAYS: dict[str, int | str | None] = {"one": 1, "sharded": "auto", "pipeline": None}
-
-
-def parsed() -> argparse.Namespace:
-    parser = arguments(__doc__)
-    add = parser.add_argument
-    add("--network", default="mlp")
-    add("--device", default="this-cpu@1", help="with the share of a worker")
-    add("--predictor", default="default", metavar="DIR", help="'none' for an estimate")
-    add("--trials", type=int, default=224, metavar="N", help="of the network")
-    add("--batch", type=int, default=8, metavar="N", help="trials of a round")
-    add("--population", type=int, default=256, metavar="N", help="of the search")
-    add("--generations", type=int, default=3, metavar="N", help="of the search")
-    add("--repetitions", type=int, default=3, metavar="N", help="with a seed each")
-    add("--repeats", type=int, default=5, metavar="N", help="of the final measurements")
-    add("--out", type=Path, required=True, metavar="DIR", help="tunings, to go on with")
-    add("--quick", action="store_true", help="does it run: few trials, one repetition")
-    args = parser.parse_args()
-    if args.quick:
-        args.predictor, args.trials, args.batch, args.population = "none", 8, 4, 16
-        args.generations, args.repetitions, args.repeats = 1, 1, 1
-    args.predictor = None if args.predictor == "none" else args.predictor
-    return args
 
 
 def busy_s() -> float:
@@ -126,7 +101,24 @@ def figures(rows: Sequence[Row], shares: int) -> list[Figure]:
 
 
 def main() -> None:
-    args = parsed()
+    parser = arguments(__doc__)
+    add = parser.add_argument
+    add("--network", default="mlp")
+    add("--device", default="this-cpu@1", help="with the share of a worker")
+    add("--predictor", default="default", metavar="DIR", help="'none' for an estimate")
+    add("--trials", type=int, default=224, metavar="N", help="of the network")
+    add("--batch", type=int, default=8, metavar="N", help="trials of a round")
+    add("--population", type=int, default=256, metavar="N", help="of the search")
+    add("--generations", type=int, default=3, metavar="N", help="of the search")
+    add("--repetitions", type=int, default=3, metavar="N", help="with a seed each")
+    add("--repeats", type=int, default=5, metavar="N", help="of the final measurements")
+    add("--out", type=Path, required=True, metavar="DIR", help="tunings, to go on with")
+    add("--quick", action="store_true", help="does it run: few trials, one repetition")
+    args = parser.parse_args()
+    if args.quick:
+        args.predictor, args.trials, args.batch, args.population = "none", 8, 4, 16
+        args.generations, args.repetitions, args.repeats = 1, 1, 1
+    args.predictor = None if args.predictor == "none" else args.predictor
     seeds = range(args.repetitions)
     made = provenance(__file__, (), args.predictor, seeds)
     from cdmpp.program.network import load_network

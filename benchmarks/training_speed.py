@@ -29,12 +29,6 @@ from cdmpp.predictor.baselines import CdmppModel, make_model
 
 History = list[dict[str, Any]]
 
-#: Sizes of the released network for --quick.
-_QUICK_SIZES = {
-    "dim": 32, "layers": 2, "heads": 2, "ffn_dim": 64, "input_dim": 32, "hidden_dims": (32,),
-    "embedding_dim": 8, "device_dims": (8,), "decoder_dims": (32,),
-}  # fmt: skip
-
 
 def fit_ours(config: Config, data: TrainingData, split: Split, epochs: int) -> History:
     """Train our network for so many epochs."""
@@ -45,11 +39,11 @@ def fit_ours(config: Config, data: TrainingData, split: Split, epochs: int) -> H
 
 
 def fit_released(
-    data: TrainingData, split: Split, epochs: int, max_seconds: float | None = None, **options: Any
+    data: TrainingData, split: Split, seed: int, epochs: int, max_seconds: float | None = None
 ) -> History:
     """Train CDMPP's network as released for so many epochs or so long."""
     train = {"epochs": epochs, "patience": epochs, "threads": len(os.sched_getaffinity(0))}
-    model: Any = make_model("released", train=train, max_seconds=max_seconds, **options)
+    model: Any = make_model("released", seed, train=train, max_seconds=max_seconds)
     model.fit(data, split)
     return model.history_
 
@@ -78,7 +72,7 @@ def main() -> None:
     add("--rate-records", type=int, default=3000, metavar="N", help="training records of a rate's epoch")
     add("--budgets", type=float, nargs="*", default=[30.0, 120.0, 480.0], metavar="S", help="wall time")
     add("--seed", type=int, default=0)
-    add("--quick", action="store_true", help="does it run: one dataset, tiny networks")
+    add("--quick", action="store_true", help="does it run: few records")
     args = parser.parse_args()
 
     config = load_config(args.config) if args.config else config_from_dict({})
@@ -89,7 +83,6 @@ def main() -> None:
     data, spec = gather(args.data, config.data), args.split or config.split.spec
     train = config.train.model_copy(update={"threads": len(os.sched_getaffinity(0)), "seed": args.seed})
     config = config.model_copy(update={"train": train})
-    released = {"seed": args.seed, **({"sizes": _QUICK_SIZES} if args.quick else {})}
     split = split_data(spec, data)
     rng = np.random.default_rng(args.seed)
     few, few_valid = args.rate_records, max(2, args.rate_records // 5)
@@ -100,7 +93,7 @@ def main() -> None:
     )
     sides: dict[str, Callable[[], History]] = {
         "ours": lambda: fit_ours(config, data, part, 1),
-        "released": lambda: fit_released(data, part, 1, **released),
+        "released": lambda: fit_released(data, part, args.seed, 1),
     }
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(args.rounds):
@@ -114,7 +107,7 @@ def main() -> None:
         epochs = max(1, int(budget_s * figures[0]["values"]["ours"] / len(split.train)))
         mine = reached(fit_ours(config, data, split, epochs))
         longest_s = max(budget_s, mine["seconds"])
-        theirs = reached(fit_released(data, split, 100_000, longest_s, **released))
+        theirs = reached(fit_released(data, split, args.seed, 100_000, longest_s))
         budgets.append({"budget_s": budget_s, "ours": mine, "released": theirs})
         figures.append(budget_figure(budget_s, mine, theirs))
     records = {"train": len(split.train), "valid": len(split.valid), "of_a_rate": len(part.train)}

@@ -1,16 +1,14 @@
 """Trials and time to tune tasks of networks that the predictor never saw: cost models cdmpp, xgb and random, and trimming.
 
     python benchmarks/tuning.py --out runs/bench-tuning --json tuning.json
-    python benchmarks/tuning.py --runs cdmpp trimmed --network "" --out runs/bench-tuning --json trimming.json
+    python benchmarks/tuning.py --runs cdmpp trimmed --out runs/bench-tuning --json trimming.json
     python benchmarks/tuning.py --quick --out /tmp/bench-tuning          # does it run? figures mean nothing
 
 The predictor is checked to have seen none of the networks. Their tasks are drawn evenly over the range of their work. Every
-task is tuned alone, from nothing, with every cost model and every seed: the same search (TVM's evolutionary search), the same
-number of trials, the same profiler. ``trimmed`` is ``cdmpp`` again, dropping candidates whose predicted interval lies above
-the best so far. Everything is kept in ``--out``: a run that is started again goes on where it was.
-
-The best program of each run (by its own label) is measured again at the end, all of them by one procedure: alone, with
-nothing built meanwhile, in turn, ``--repeats`` times; the median counts. Of cdmpp over another run:
+task is tuned alone, from nothing, with every cost model and every seed: the same search (TVM's evolutionary search), number
+of trials and profiler. ``trimmed`` is ``cdmpp`` again, dropping candidates whose predicted interval lies above the best so
+far. All is kept in ``--out``. The best program of each run (by its own label) is measured again at the end, all by one
+procedure: alone, with nothing built meanwhile, in turn, ``--repeats`` times; the median counts. Of cdmpp over another run:
 
 * ``trials``: trials until its best label was within 1 % of the other's final one, over the other's trials. A run that never
   came so far counts as twice its trials; ``reached`` is the fraction that did. ``time`` is the same in wall seconds.
@@ -18,8 +16,8 @@ nothing built meanwhile, in turn, ``--repeats`` times; the median counts. Of cdm
   measuring, and ``equal``, the fraction that is at most 2 % slower. ``stopped`` cuts the trimmed runs' curves where
   ``--stop-when-gain-per-minute-below`` would, the cost with them in proportion to the wall time.
 
-All are geometric means over tasks and seeds; the spread is that of the seeds' own means, the interval over tasks.
-``--network`` is also tuned end to end, and run whole in the Relax VM.
+All are geometric means over tasks and seeds; the spread is that of the seeds' own means, the interval over tasks. A network
+end to end: ``cdmpp tune NETWORK --cost-model M --json FILE``.
 """
 
 from __future__ import annotations
@@ -28,12 +26,13 @@ import argparse
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import common
 import numpy as np
+from common import Figure, Results, Row, arguments, bootstrap, figure, provenance, report, spread_of, start
 
 if TYPE_CHECKING:
     from cdmpp.predictor import Predictor
@@ -108,15 +107,9 @@ def tune_config(args: argparse.Namespace, trials: int, **options: Any) -> Any:
     return TuneConfig(Objective(trials), batch=args.batch, search=search, **options)
 
 
-def of_run(args: argparse.Namespace, run: str, predictor: Predictor, seed: int, trials: int) -> Any:
-    """Settings of one of :data:`RUNS`."""
-    trim, model = (args.coverage, "cdmpp") if run == "trimmed" else (None, run)
-    return tune_config(args, trials, cost_model=model, predictor=predictor, trim=trim, seed=seed)
-
-
 def tune_alone(
-    args: argparse.Namespace, task: Task, run: str, seed: int, predictor: Predictor, results: common.Results
-) -> common.Row:
+    args: argparse.Namespace, task: Task, run: str, seed: int, predictor: Predictor, results: Results
+) -> Row:
     """Tune one task; the row says how, what was found, and the best label after each trial."""
     from cdmpp.tuner.tuning import tune_tasks
 
@@ -126,7 +119,8 @@ def tune_alone(
     if row is not None:
         return row
     out = args.out / "runs" / f"{task.hash}-{name}-{seed}"
-    config = of_run(args, run, predictor, seed, args.trials)
+    trim, model = (args.coverage, "cdmpp") if run == "trimmed" else (None, run)
+    config = tune_config(args, args.trials, cost_model=model, predictor=predictor, trim=trim, seed=seed)
     resume = (out / "tuning.json").exists()
     tuned = tune_tasks(task.name, [(task, 1.0)], device=DEVICE, out=out, config=config, resume=resume)
     written = tuned.to_json()
@@ -155,9 +149,7 @@ def measured_labels(out: Path) -> list[float | None]:
     return [float(r.latency_s) if r.status == "ok" else None for r in frame.itertuples()]
 
 
-def measure_again(
-    args: argparse.Namespace, device: str, rows: Sequence[common.Row], results: common.Results
-) -> None:
+def measure_again(args: argparse.Namespace, device: str, rows: Sequence[Row], results: Results) -> None:
     """Measure the best programs of every run by one procedure; adds ``final_s``, weighted over the run's tasks, to the rows."""
     from cdmpp.tuner.share_table import best_programs, measure_alone
 
@@ -193,7 +185,7 @@ def seconds_until(curve: Sequence[dict[str, Any]], latency_s: float) -> float | 
     return None
 
 
-def compare(ours: common.Row, theirs: common.Row) -> dict[str, float]:
+def compare(ours: Row, theirs: Row) -> dict[str, float]:
     """Ratios of two runs of a task with one seed."""
     trials = trials_until(ours["labels_s"], theirs["best_s"])
     seconds = seconds_until(ours["curve"], theirs["best_s"])
@@ -206,7 +198,7 @@ def compare(ours: common.Row, theirs: common.Row) -> dict[str, float]:
     }
 
 
-def compare_trimmed(plain: common.Row, trimmed: common.Row) -> dict[str, float]:
+def compare_trimmed(plain: Row, trimmed: Row) -> dict[str, float]:
     """Ratios of cost and latency, and the part of the candidates that was not measured."""
     latency = trimmed["final_s"] / plain["final_s"]
     return {
@@ -217,7 +209,7 @@ def compare_trimmed(plain: common.Row, trimmed: common.Row) -> dict[str, float]:
     }
 
 
-def stopped(plain: common.Row, trimmed: common.Row, least_gain: float) -> dict[str, float]:
+def stopped(plain: Row, trimmed: Row, least_gain: float) -> dict[str, float]:
     """The ratios had the trimmed run ended where another minute is expected to bring less, by the runs' own labels."""
     from cdmpp.tuner.objective import Curve, Point
 
@@ -230,7 +222,7 @@ def stopped(plain: common.Row, trimmed: common.Row, least_gain: float) -> dict[s
     return {"cost": cost, "final latency": latency, "equal": float(latency <= 1 + EQUAL)}
 
 
-def geometric_figure(name: str, pairs: Sequence[common.Row]) -> common.Figure:
+def geometric_figure(name: str, pairs: Sequence[Row]) -> Figure:
     """Geometric means of ratios over tasks and seeds, with the spread of the seeds' own and the interval over tasks; plain
     means of fractions."""
     seed, task = (np.array([pair[key] for pair in pairs]) for key in ("seed", "task"))
@@ -241,14 +233,12 @@ def geometric_figure(name: str, pairs: Sequence[common.Row]) -> common.Figure:
         elif metric in ("trials", "time", "final latency", "cost"):
             logs = np.log([pair[metric] for pair in pairs])
             values[metric] = float(np.exp(logs.mean()))
-            spread[metric] = common.spread_of(
-                [float(np.exp(logs[seed == s].mean())) for s in np.unique(seed)]
-            )
-            interval[metric] = np.exp(common.bootstrap(logs, task)).tolist()
-    return common.figure(name, values, len(pairs), seed.tolist(), spread, interval)
+            spread[metric] = spread_of([float(np.exp(logs[seed == s].mean())) for s in np.unique(seed)])
+            interval[metric] = np.exp(bootstrap(logs, task)).tolist()
+    return figure(name, values, len(pairs), seed.tolist(), spread, interval)
 
 
-def kept(rows: Iterable[common.Row]) -> list[common.Row]:
+def kept(rows: Iterable[Row]) -> list[Row]:
     """What the result file has of runs; ``--out`` has their labels, curves and costs."""
     left_out = ("labels_s", "curve", "costs", "weights", "folder")
     return [
@@ -258,41 +248,8 @@ def kept(rows: Iterable[common.Row]) -> list[common.Row]:
     ]  # fmt: skip
 
 
-def tune_network(
-    args: argparse.Namespace, run: str, seed: int, predictor: Predictor, results: common.Results
-) -> common.Row:
-    """One small network end to end."""
-    from cdmpp.tuner.tuning import tune
-
-    key = {"network": args.network, "run": run, "seed": seed}
-    row = results.find(**key)
-    if row is not None:
-        return row
-    out = args.out / "runs" / f"{args.network}-{run}-{seed}"
-    config = of_run(args, run, predictor, seed, args.network_trials)
-    resume = (out / "tuning.json").exists()
-    found = tune(args.network, device=DEVICE, out=out, config=config, resume=resume).to_json()
-    whole_s = found["network"]["latency_s"] if found["network"] else {}
-    return results.add(
-        {**key, "costs": found["costs"], **{f"whole_{name}_s": value for name, value in whole_s.items()}}
-    )
-
-
-def network_figure(rows: Sequence[common.Row], run: str) -> common.Figure:
-    """A network run whole, by the cost model it was tuned with."""
-    own = [row for row in rows if row["run"] == run]
-    columns = {
-        "tuned us": [1e6 * row["whole_tuned_s"] for row in own if "whole_tuned_s" in row],
-        "untuned us": [1e6 * row["whole_untuned_s"] for row in own if "whole_untuned_s" in row],
-        "tuning s": [row["costs"]["wall_s"] for row in own],
-    }
-    return common.median_figure(
-        f"{own[0]['network']} end to end, {run}", columns, [row["seed"] for row in own]
-    )
-
-
 def main() -> None:
-    parser = common.arguments(__doc__)
+    parser = arguments(__doc__)
     add = parser.add_argument
     add("--predictor", default="default", metavar="DIR")
     add("--networks", nargs="+", default=list(NETWORKS), help="that it never saw; their tasks are tuned")
@@ -306,17 +263,15 @@ def main() -> None:
     add("--repeats", type=int, default=5, metavar="N", help="of the final measurements")
     add("--coverage", type=float, default=0.9, help="of the trimmer's intervals")
     add("--least-gain", type=float, default=0.01, help="per minute, of the trimmed runs cut short")
-    add("--network", default="mlp", help="tuned end to end; '' for none")
-    add("--network-trials", type=int, default=256, metavar="N")
     add("--out", type=Path, required=True, metavar="DIR", help="tunings, to go on with")
     add("--quick", action="store_true", help="does it run: two tasks of a small network")
     args = parser.parse_args()
     if args.quick:
-        args.networks, args.tasks, args.trials, args.network_trials = ["gcn"], 2, 12, 12
+        args.networks, args.tasks, args.trials = ["gcn"], 2, 12
         args.batch, args.population, args.generations, args.seeds, args.repeats = 4, 16, 1, [0], 1
-    made = common.provenance(__file__, (), args.predictor, args.seeds)
+    made = provenance(__file__, (), args.predictor, args.seeds)
     names = ("trials", "batch", "population", "generations")
-    results = common.Results(args.out / "results.json", made, {name: getattr(args, name) for name in names})
+    results = Results(args.out / "results.json", made, {name: getattr(args, name) for name in names})
     predictor = held_out_predictor(args.predictor, args.networks)
     tasks = held_out_tasks(args, predictor)
     # all runs of a task and a seed follow each other, so that a drift of the machine hits them alike
@@ -330,30 +285,25 @@ def main() -> None:
 
     figures, pairs = [], []
     for run in args.runs if "cdmpp" in args.runs else ():
-        found = [
-            {"run": run, "task": task, "seed": seed, "both": (rows[task, seed, "cdmpp"], row)}
+        both = {
+            (task, seed): (rows[task, seed, "cdmpp"], row)
             for (task, seed, name), row in rows.items()
             if name == run != "cdmpp" and "final_s" in row and "final_s" in rows[task, seed, "cdmpp"]
-        ]
-        both = [pair.pop("both") for pair in found]
-        if found and run == "trimmed":
-            trimmed = [{**pair, **compare_trimmed(*rs)} for pair, rs in zip(found, both, strict=True)]
-            short = [{**pair, **stopped(*rs, args.least_gain)} for pair, rs in zip(found, both, strict=True)]
-            figures.append(geometric_figure(f"trimmed at {args.coverage:g} over cdmpp", trimmed))
-            figures.append(geometric_figure(f"and stopped below {100 * args.least_gain:g} % a minute", short))
-            pairs += trimmed
-        elif found:
-            found = [{**pair, **compare(*rs)} for pair, rs in zip(found, both, strict=True)]
-            figures.append(geometric_figure(f"cdmpp over {run}", found))
+        }
+        measures: dict[str, Callable[[Row, Row], dict[str, float]]] = {f"cdmpp over {run}": compare}
+        if run == "trimmed":
+            measures = {
+                f"trimmed at {args.coverage:g} over cdmpp": compare_trimmed,
+                f"and stopped below {100 * args.least_gain:g} % a minute": partial(
+                    stopped, least_gain=args.least_gain
+                ),
+            }
+        for name, measure in measures.items() if both else ():
+            found = [{"run": name, "task": t, "seed": s, **measure(*own)} for (t, s), own in both.items()]
+            figures.append(geometric_figure(name, found))
             pairs += found
-    networks = [
-        tune_network(args, run, seed, predictor, results)
-        for seed in (args.seeds if args.network else ())
-        for run in args.runs
-    ]
-    figures += [network_figure(networks, run) for run in (args.runs if networks else ())]
-    common.report(args.json, made, figures, pairs=pairs, runs=kept([*rows.values(), *networks]))
+    report(args.json, made, figures, pairs=pairs, runs=kept(rows.values()))
 
 
 if __name__ == "__main__":
-    common.start(main)
+    start(main)

@@ -4,8 +4,7 @@
     python benchmarks/validity.py --data ... --quick --out /tmp/bench-validity        # does it run? figures mean nothing
 
 The space is Kernel Tuner's 2-D convolution (4096 x 4096, filter 15 x 15), every configuration of which was measured on an RTX
-2080 Ti and on an RTX 3060 laptop: 6,768 configurations, some 22 % of which do not compile or run. A search looks its
-measurements up. A failed one costs as much as another.
+2080 Ti and on an RTX 3060 laptop: 6,768 configurations, some 22 % of which fail, which costs as much as another measurement.
 
 The search is the tuner's own, with rounds of 16 measurements, the first of which are 16 random configurations. Its cost
 model (:class:`cdmpp.tuner.online.OnlineModel` beside the analytical estimate, no predictor) learns from every round; an
@@ -132,9 +131,6 @@ def failures_of(space: Space, folder: Path) -> ValidityModel:
     return model
 
 
-# -- the searches ----------------------------------------------------------------------------------------------
-
-
 def initial(space: Space, arm: str, p_valid: FloatArray, seed: int, rng: np.random.Generator) -> IntArray:
     """The first round of an arm."""
     drawn = rng.permutation(len(space.asts))[:SAMPLED]
@@ -211,19 +207,12 @@ def propose(
     return np.concatenate([top, rng.permutation(rest)[: BATCH - len(top)]])
 
 
-# -- what it gives ---------------------------------------------------------------------------------------------
-
-
 def figures(rows: Sequence[common.Row]) -> list[common.Figure]:
     """Geometric means of ``full`` over ``plain``, per GPU and together, and of both arms the measurements over the seeds."""
     devices = list(dict.fromkeys(row["device"] for row in rows))
-    runs = {
-        (arm, device): sorted(
-            (row for row in rows if (row["arm"], row["device"]) == (arm, device)), key=lambda row: row["seed"]
-        )
-        for arm in ARMS
-        for device in devices
-    }
+    runs = {(arm, device): [] for arm in ARMS for device in devices}
+    for row in sorted(rows, key=lambda row: row["seed"]):
+        runs[row["arm"], row["device"]].append(row)
     logs = {key: np.log([row["measurements"] for row in own]) for key, own in runs.items()}
     by_gpu = np.array([logs["full", device] - logs["plain", device] for device in devices])
     each, both = np.exp(by_gpu.mean(1)), by_gpu.mean(0)
