@@ -193,7 +193,7 @@ def score_few_shot(
                         if device not in unseen:
                             unseen[device] = trained_without(device, data, config)
                         tuned, split = few_shot(unseen[device], data, device, k, select, seed)
-                        keep_given(results, tuned, data, split, {**key, "model": "ours"})
+                        keep_given(results, tuned, data, split, {**key, "model": "ours"}, spec=split.spec)
                         predicted_s = predict_rows(tuned, data, split.test)
                         row = scored(data, split.test, predicted_s, spec=split.spec)
                         keep(results, row, **key, model="ours")

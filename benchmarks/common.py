@@ -130,7 +130,8 @@ def provenance(
     """What the figures of a benchmark (its ``__file__``) depend on: command, commit, machine, versions, seeds, and digests of
     what was read. Weights are a predictor's folder, or ``default``."""
     folder = DEFAULT_WEIGHTS if weights == "default" else weights
-    used = {"code": [REPOSITORY / "cdmpp", benchmark], "data": data, "weights": [folder] if folder else []}
+    code, own = [REPOSITORY / "cdmpp", Path(benchmark)], [folder] if folder else []
+    used: dict[str, Iterable[str | Path]] = {"code": code, "data": data, "weights": own}
 
     def digests(paths: Iterable[str | Path]) -> dict[str, str | None]:
         names = [os.path.relpath(Path(path).resolve(), REPOSITORY) for path in paths]
