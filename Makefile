@@ -7,17 +7,13 @@ export OMP_NUM_THREADS ?= $(shell nproc)
 
 .PHONY: demo train test install lint types check clean
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+# Without a C++ compiler all but reading programs works, which then says so.
+$(VENV)/.installed: pyproject.toml constraints.txt setup.py $(wildcard cdmpp/program/ast/native/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-# The C++ reader of programs; without a compiler it says so, and programs are read in Python.
-$(VENV)/.native: $(VENV)/.installed $(wildcard cdmpp/program/native/*.cc cdmpp/program/native/*.h)
-	$(BIN)/python -m cdmpp.program.native
-	touch $@
-
-install: $(VENV)/.native
+install: $(VENV)/.installed
 
 demo: install
 	$(BIN)/python -m cdmpp demo
@@ -39,4 +35,4 @@ types: install
 check: test lint types
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf $(VENV) runs build *.egg-info cdmpp/program/ast/*.so

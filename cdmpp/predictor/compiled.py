@@ -43,7 +43,7 @@ def instruction_counts(programs: Sequence[Any], device: Device) -> NDArray[np.fl
         )
     import_tvm()
     from cdmpp.program.ast import CompactAST
-    from cdmpp.program.ast_walk import prim_func
+    from cdmpp.program.ast.reader import prim_func
 
     if any(isinstance(program, CompactAST) for program in programs):
         raise PredictorError("a CompactAST cannot be compiled: expected a PrimFunc or an IRModule")

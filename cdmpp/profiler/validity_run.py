@@ -279,7 +279,7 @@ def _finish(
     """Turn the journal into the table, compute missing ASTs, write the notes; the journal goes last."""
     import pandas as pd
 
-    from cdmpp.program.ast_store import load_asts, save_asts
+    from cdmpp.program.ast.store import load_asts, save_asts
 
     kept = {digest: rows for digest, rows in _known(out)[0].items() if digest in programs.programs}
     frame = pd.DataFrame([asdict(v) for rows in kept.values() for v in rows])

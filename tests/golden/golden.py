@@ -28,7 +28,7 @@ from cdmpp.profiler.build import code_key
 from cdmpp.profiler.codegen import CODEGEN_FEATURES, codegen_features
 from cdmpp.profiler.codegen_store import CODEGEN_FILE, compiled_features, load_codegen
 from cdmpp.program.ast import LEAF_FEATURES, compact_asts
-from cdmpp.program.ast_store import load_asts, save_asts
+from cdmpp.program.ast.store import load_asts, save_asts
 from cdmpp.program.space import Rebuilder
 
 HERE = Path(__file__).parent

@@ -12,10 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cdmpp.program.ast import AstBuilder, CompactAST, compact_ast
+from cdmpp.program.ast import CompactAST, compact_ast, compact_asts
 from tests.program.ast_programs import CHAIN, CONV, CUDA, GATHER, MATMUL, PREDICATED, parse
-
-pytestmark = pytest.mark.usefixtures("reading")
 
 PROGRAMS = {
     "matmul": MATMUL, "conv": CONV, "chain": CHAIN, "predicated": PREDICATED, "cuda": CUDA, "gather": GATHER,
@@ -227,7 +225,7 @@ def sampled() -> list[Any]:
 
 
 def test_metaschedule_programs(sampled: list[Any]) -> None:
-    asts = AstBuilder().build(sampled)
+    asts = compact_asts(sampled)
     distinct = {tree.leaves.tobytes() for tree in asts}
     assert len(distinct) > 0.8 * len(asts)
     for tree in asts:
@@ -243,16 +241,6 @@ def test_metaschedule_programs(sampled: list[Any]) -> None:
 
 
 def test_one_by_one_equals_together(sampled: list[Any]) -> None:
-    together = AstBuilder().build(sampled)
+    together = compact_asts(sampled)
     for func, tree in zip(sampled, together, strict=True):
         assert same(compact_ast(func), tree)
-
-
-def test_the_walk_reuses_analyses_between_programs_of_a_task(sampled: list[Any]) -> None:
-    builder = AstBuilder(native=False)
-    builder.build(sampled[:12])
-    assert builder._walker is not None
-    known = len(builder._walker.bodies)
-    leaves = sum(tree.n_leaves for tree in builder.build(sampled[:12]))
-    assert len(builder._walker.bodies) == known
-    assert known < leaves

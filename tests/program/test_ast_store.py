@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cdmpp.errors import DatasetError, FeatureMismatchError
-from cdmpp.program import ast_store
-from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURES, CompactAST
-from cdmpp.program.ast_store import load_asts, save_asts, stored_feature_set
+from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURES, CompactAST, store
+from cdmpp.program.ast.store import load_asts, save_asts, stored_feature_set
 
 
 def make(leaves: int, seed: int) -> CompactAST:
@@ -58,7 +57,7 @@ def test_like_programs_take_little_room(tmp_path: Path) -> None:
 
 def test_another_feature_set_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "asts.parquet"
-    monkeypatch.setattr(ast_store, "FEATURE_SET", "ast0-deadbeef")
+    monkeypatch.setattr(store, "FEATURE_SET", "ast0-deadbeef")
     save_asts(path, {"a": make(2, 0)})
     monkeypatch.undo()
     with pytest.raises(FeatureMismatchError, match="ast0-deadbeef"):

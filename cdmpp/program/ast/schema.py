@@ -139,8 +139,6 @@ _LOOP = {
     "unrolled": "1 if TVM will unroll it",
     "parallel": "1 if parallel or bound to GPU blocks or threads",
 }
-#: Features of one loop of the window, in order.
-LOOP_FEATURES: tuple[str, ...] = tuple(_LOOP)
 
 
 def _describe() -> dict[str, str]:

@@ -1,11 +1,14 @@
-// What a computation does, from the body of its block: cdmpp/program/ast_analysis.py and ast_body.py.
+// What one computation does, apart from the loops around it: operations and buffer accesses.
+//
+// The body of a block is analysed in terms of its own iteration variables and of the variables of the program that occur
+// in it, its slots.
 #pragma once
 
 #include "affine.h"
 
 namespace cdmpp {
 
-/// In the order of OP_KINDS in leaf_schema.py.
+/// In the order of OP_KINDS in schema.py.
 enum Operation : int {
   kFAdd, kFMul, kFma, kFDiv, kFMinMax, kExp, kTanh, kErf, kTranscendental, kSqrt, kCastOp, kCompare, kSelectOp,
   kBranch, kIAdd, kIMul, kIDivMod, kCallOp, kOperations,
@@ -13,6 +16,19 @@ enum Operation : int {
 inline constexpr const char* kOperationNames =
     "fadd fmul fma fdiv fminmax exp tanh erf transcendental sqrt cast compare select branch iadd imul idivmod call";
 
+/// What calls count as, by the last part of their name; others as "call".
+inline const std::unordered_map<std::string_view, Operation> kCalls = {
+    {"exp", kExp}, {"exp2", kExp}, {"exp10", kExp}, {"sigmoid", kExp}, {"tanh", kTanh}, {"erf", kErf}, {"sqrt", kSqrt},
+    {"rsqrt", kSqrt}, {"log", kTranscendental}, {"log2", kTranscendental}, {"log10", kTranscendental},
+    {"log1p", kTranscendental}, {"pow", kTranscendental}, {"sin", kTranscendental}, {"cos", kTranscendental},
+    {"tan", kTranscendental}, {"atan", kTranscendental}, {"sinh", kTranscendental}, {"cosh", kTranscendental},
+    {"fma", kFma}, {"if_then_else", kBranch}, {"floor", kFMinMax}, {"ceil", kFMinMax}, {"round", kFMinMax},
+    {"trunc", kFMinMax}, {"nearbyint", kFMinMax}, {"fabs", kFMinMax}, {"abs", kFMinMax}, {"clz", kIAdd},
+    {"popcount", kIAdd}, {"shift_left", kIAdd}, {"shift_right", kIAdd}, {"bitwise_and", kIAdd}, {"bitwise_or", kIAdd},
+    {"bitwise_xor", kIAdd}, {"bitwise_not", kIAdd},
+};
+
+/// Where a buffer lives; everything that is neither global nor shared belongs to one thread.
 enum Scope : int { kGlobal, kShared, kLocal };
 
 /// An index expression over slots: a constant, terms, or an operator with operands where it is not affine.
@@ -113,7 +129,8 @@ struct Body {
   }
 };
 
-/// Operands of an expression that is not handled by its kind; nullptr for one that is no expression.
+/// Operands of an expression that is not handled by its kind; nullptr for one that is no expression. What has no field
+/// for operands (a reference to a function, a region, ...) has none.
 inline std::vector<const Object*> children(const Object* expr) {
   const Nodes& tvm = nodes();
   const Offsets& at = tvm.at;
@@ -123,30 +140,27 @@ inline std::vector<const Object*> children(const Object* expr) {
     case kFloatImm:
     case kStringImm: return {nullptr};
     case kNot: return {pointer(expr, at.not_a)};
+    case kBitwiseNot: return {pointer(expr, at.bitwise_not_a)};
     case kBroadcast: return {pointer(expr, at.broadcast_value)};
     case kRamp: return {pointer(expr, at.ramp_base), pointer(expr, at.ramp_stride)};
     case kLet: return {pointer(expr, at.let_value), pointer(expr, at.let_body)};
     case kSelect:
       return {pointer(expr, at.select_condition), pointer(expr, at.select_true), pointer(expr, at.select_false)};
+    case kShuffle:
     case kCall: {
       std::vector<const Object*> out;
-      Items args(pointer(expr, at.call_args));
-      for (size_t i = 0; i < args.size(); ++i) out.push_back(args[i]);
+      Items operands(pointer(expr, kind == kCall ? at.call_args : at.shuffle_vectors));
+      for (size_t i = 0; i < operands.size(); ++i) out.push_back(operands[i]);
       return out;
     }
-    default: throw Unsupported();
+    default: return {};
   }
 }
-
-/// What calls count as, by the last part of their name.
-using CallTable = std::unordered_map<std::string, Operation>;
 
 /// Analyses one straight-line statement.
 class Analyser {
  public:
-  Analyser(const CallTable& calls, std::vector<const Object*> slot_vars) : calls_(calls) {
-    body_.slot_vars = std::move(slot_vars);
-  }
+  explicit Analyser(std::vector<const Object*> slot_vars) { body_.slot_vars = std::move(slot_vars); }
 
   /// Whether a statement has no loops and no blocks in it.
   static bool straight(const Object* stmt) {
@@ -198,7 +212,7 @@ class Analyser {
         if (const Object* otherwise = pointer(stmt, at.if_else)) add(otherwise);
         return;
       }
-      default: throw Unsupported();
+      default: return;  // `straight` lets nothing else through
     }
   }
 
@@ -291,19 +305,18 @@ class Analyser {
 
   void call(const Object* expr) {
     const Object* op = pointer(expr, tvm_.at.call_op);
-    if (tvm_.kind(op) != kOp) throw Unsupported();
-    std::string_view name = text(any(op, tvm_.at.op_name));
+    std::string_view name;  // of an operator, not of a function of the module
+    if (tvm_.kind(op) == kOp) name = text(any(op, tvm_.at.op_name));
     name = name.substr(name.rfind('.') + 1);
-    auto found = calls_.find(std::string(name));
-    int operation = found == calls_.end() ? static_cast<int>(kCallOp) : static_cast<int>(found->second);
+    auto found = kCalls.find(name);
+    Operation operation = found == kCalls.end() ? kCallOp : found->second;
     body_.ops[operation] += 1;
     std::vector<const Object*> args = children(expr);
     if (name == "sigmoid") {
       body_.ops[kFDiv] += 1;
       body_.ops[kFAdd] += 1;
     } else if (name == "if_then_else") {
-      if (args.empty()) throw Unsupported();
-      body_.branch_slots |= slots_of(tree(args[0]));
+      body_.branch_slots |= slots_of(tree(args.at(0)));
     }
     bool is_special = operation >= kExp && operation <= kSqrt;
     special_depth_ += is_special;
@@ -335,7 +348,8 @@ class Analyser {
       }
     }
     if (access == nullptr) {
-      if (trees.size() != body_.buffers[number].shape.size()) throw Unsupported();
+      if (trees.size() != body_.buffers[number].shape.size())
+        throw ProgramError("a buffer has more or fewer indices than dimensions");
       body_.accesses.emplace_back();
       access = &body_.accesses.back();
       access->buffer = number;
@@ -350,7 +364,9 @@ class Analyser {
     const Object* type = tvm_.buffer_type(buffer);
     BufferInfo out;
     Items shape(pointer(type, tvm_.at.buffer_shape));
-    for (size_t i = 0; i < shape.size(); ++i) out.shape.push_back(tvm_.constant(shape[i]));
+    for (size_t i = 0; i < shape.size(); ++i) {
+      out.shape.push_back(tvm_.constant(shape[i], "buffer", any(buffer, tvm_.at.var_name)));
+    }
     std::string_view scope = text(any(type, tvm_.at.buffer_scope));
     out.scope = starts_with(scope, "shared") ? kShared : scope.empty() || scope == "global" ? kGlobal : kLocal;
     out.itemsize = tvm_.element(pointer(type, tvm_.at.buffer_dtype)).bytes;
@@ -421,7 +437,6 @@ class Analyser {
   }
 
   const Nodes& tvm_ = nodes();
-  const CallTable& calls_;
   Body body_;
   std::unordered_map<const Object*, const Object*> lets_;
   int touched_ = 0;

@@ -1,4 +1,9 @@
-// From a PrimFunc to its loops and leaves: cdmpp/program/ast_walk.py, ast_forms.py and ast_loops.py.
+// From a PrimFunc to its loops and leaves, and what TVM's lowering will do to the loops.
+//
+// What counts as a node of the AST, in pre-order: the root (position 0), every loop that runs more than once, and every
+// computation (leaf). Loops of extent 1 vanish when a program is lowered and are no nodes; sequences and block boundaries
+// carry nothing and are none either. A reduction block whose initialisation has not been decomposed has two leaves, the
+// initialisation first.
 #pragma once
 
 #include <memory>
@@ -10,51 +15,59 @@ namespace cdmpp {
 enum LoopKind : int { kSerial, kParallel, kVectorized, kUnrolled, kBlockIdx, kThreadIdx, kVThread };
 /// TVM's number for a loop bound to a thread axis; the tag then tells which of the last three it is.
 inline constexpr int kThreadBinding = 4;
-/// Trip count assumed for a `while` loop.
+/// Trip count assumed for a `while` loop, which the program does not tell.
 inline constexpr int64_t kWhileTrips = 8;
+/// TVM's UnrollLoop nests automatic unrolling at most this deep (its `auto_max_depth`).
 inline constexpr int64_t kUnrollMaxDepth = 8;
+/// Virtual threads below this extent are written out one after the other by TVM.
 inline constexpr int64_t kVThreadUnrolledBelow = 16;
 
+/// A loop that runs more than once.
 struct Loop {
-  int parent;
+  int parent;  // number of the loop around it, -1 at the top
   int64_t extent;
   int kind;
-  int64_t max_step, explicit_unroll;
-  bool unrolled = false, scalarised = false;
+  int64_t max_step, explicit_unroll;  // pragma_auto_unroll_max_step and pragma_unroll_explicit that hold in it
+  bool unrolled = false;              // TVM's unrolling pass will unroll it
+  bool scalarised = false;            // vectorised, but TVM makes it serial again, for a branch depends on it
 };
 
-/// A computation in its loops; sets are of depths.
+/// A computation in its loops.
 struct Leaf {
   std::shared_ptr<const Body> body;
-  std::vector<int> chain;
-  std::vector<int> kept;
-  std::shared_ptr<Space> space;
-  std::vector<Form> slots;
-  std::vector<int> buffers;
-  int64_t position;
-  Set reduction, branch, special;
-  bool predicated, is_init, guarded;
-  int64_t nest;
+  std::vector<int> chain;        // numbers of the loops around it, outermost first
+  std::vector<int> kept;         // depths of those that repeat it; for an initialisation, those its output depends on
+  std::shared_ptr<Space> space;  // the loops of `chain` and the atoms of its indices
+  std::vector<Form> slots;       // the slots of `body` over `chain`
+  std::vector<int> buffers;      // program-wide number of each buffer of `body`
+  int64_t position;              // in the pre-order of the AST
+  Set reduction;                 // depths that its reduction runs over
+  Set branch;                    // depths that its branches and predicate depend on
+  Set special;                   // depths that the arguments of its exponentials, roots and the like depend on
+  bool predicated;               // it runs under a condition
+  bool is_init, guarded;         // it initialises a reduction; its reduction is initialised under a guard in the same loops
+  int64_t nest;                  // which of the top-level loop nests it belongs to
 };
 
-/// Loops and leaves of one program; of its buffers as in RawProgram.
+/// Loops and leaves of one program, and of each of its buffers:
 struct Program {
   std::vector<Loop> loops;
   std::vector<Leaf> leaves;
   int64_t n_nodes = 0;
-  std::vector<int64_t> shared_prefix, renewed;
+  /// outer loops that all its accesses have in common, -1 for parameters;
+  std::vector<int64_t> shared_prefix;
+  /// outer loops that have it allocated inside, so that every iteration of them uses the same storage anew;
+  std::vector<int64_t> renewed;
+  /// whether the threads among these loops share one allocation.
   std::vector<bool> threads_share;
 };
 
 /// Walks one program.
 class Walk {
  public:
-  explicit Walk(const CallTable& calls) : calls_(calls) {}
-
   Program run(const Object* func) {
-    if (tvm_.kind(func) != kPrimFunc) throw Unsupported();
     visit(pointer(func, tvm_.at.func_body));
-    if (out_.leaves.empty()) throw Unsupported();
+    if (out_.leaves.empty()) throw ProgramError("the program has no computation: it stores nothing and calls nothing");
     mark_unrolled();
     out_.n_nodes = position_ + 1;
     storage();
@@ -73,7 +86,7 @@ class Walk {
     int64_t low, high;
   };
 
-  // Expressions over loops
+  // Expressions over loops; variables that are in no loop count as constants
 
   Form read(const Object* expr, Space& space) {
     if (expr == nullptr) return 0;
@@ -159,8 +172,7 @@ class Walk {
       if (found == env_.end()) return unknown;
       const Bound& bound = found->second;
       if (bound.depth >= 0) {
-        if (static_cast<size_t>(bound.depth) >= extents_.size()) throw Unsupported();
-        return {true, 0, extents_[static_cast<size_t>(bound.depth)] - 1};
+        return {true, 0, extents_.at(static_cast<size_t>(bound.depth)) - 1};
       }
       return bound.expr == nullptr ? Interval{true, 0, 0} : interval(bound.expr);
     }
@@ -219,8 +231,8 @@ class Walk {
       case kAttrStmt: {
         int64_t max_step = max_step_, explicit_unroll = explicit_unroll_;
         std::string_view key = text(any(stmt, at.attr_key));
-        if (key == "pragma_auto_unroll_max_step") max_step_ = tvm_.constant(pointer(stmt, at.attr_value));
-        if (key == "pragma_unroll_explicit") explicit_unroll_ = tvm_.constant(pointer(stmt, at.attr_value));
+        if (key == "pragma_auto_unroll_max_step") max_step_ = tvm_.int_value(pointer(stmt, at.attr_value));
+        if (key == "pragma_unroll_explicit") explicit_unroll_ = tvm_.int_value(pointer(stmt, at.attr_value));
         visit(pointer(stmt, at.attr_body));
         max_step_ = max_step;
         explicit_unroll_ = explicit_unroll;
@@ -229,8 +241,11 @@ class Walk {
       case kBind: env_[pointer(stmt, at.bind_var)] = {-1, pointer(stmt, at.bind_value)}; return;
       case kAllocBuffer: allocate(pointer(stmt, at.alloc_buffer)); return;
       case kDeclBuffer:
-      case kAssertStmt: return;
-      default: throw Unsupported();
+      case kAssertStmt:
+      case kBreak:
+      case kContinue:
+      case kReturn: return;
+      default: throw ProgramError("the program has the statement " + tvm_.type_key(stmt) + ", which cannot be read");
     }
   }
 
@@ -240,14 +255,14 @@ class Walk {
     int opened = 0;
     std::vector<std::string> axes;
     do {
-      const Object* extent = pointer(stmt, at.for_extent);
-      int64_t n = tvm_.kind(extent) == kIntImm ? tvm_.int_value(extent) : largest(extent);
+      const Object *loop_var = pointer(stmt, at.for_var), *extent = pointer(stmt, at.for_extent);
+      int64_t n = tvm_.kind(extent) == kIntImm ? tvm_.int_value(extent) : largest(extent, loop_var);
       const Object* annotations = pointer(stmt, at.for_annotations);
       if (!tvm_.map_empty(annotations)) {
         max_step_ = tvm_.map_int(annotations, "pragma_auto_unroll_max_step", max_step_);
         explicit_unroll_ = tvm_.map_int(annotations, "pragma_unroll_explicit", explicit_unroll_);
       }
-      Bound& variable = env_[pointer(stmt, at.for_var)];
+      Bound& variable = env_[loop_var];
       variable = {};
       if (n != 1) {
         int kind = tvm_.for_kind(stmt);
@@ -284,7 +299,8 @@ class Walk {
   void open(int64_t extent, int kind) {
     ++position_;
     if (chain_.empty()) ++nest_;
-    if (extent < 0 || chain_.size() >= 64) throw Unsupported();
+    if (extent < 1) throw ProgramError("the program has a loop of extent " + std::to_string(extent));
+    bit(static_cast<int64_t>(chain_.size()));  // more loops than a set can hold are refused
     int parent = chain_.empty() ? -1 : chain_.back();
     chain_.push_back(static_cast<int>(out_.loops.size()));
     out_.loops.push_back({parent, extent, kind, max_step_, explicit_unroll_});
@@ -296,9 +312,10 @@ class Walk {
     extents_.resize(chain_.size());
   }
 
-  int64_t largest(const Object* extent) const {
+  /// Largest value of an extent that is not constant.
+  int64_t largest(const Object* extent, const Object* loop_var) const {
     Interval values = interval(extent);
-    if (!values.known) throw Unsupported();
+    if (!values.known) symbolic("loop", any(loop_var, tvm_.at.var_name));
     return std::max<int64_t>(1, values.high);
   }
 
@@ -315,7 +332,7 @@ class Walk {
     const Object* of = pointer(stmt, at.realize_block);
     const Object *init = pointer(of, at.block_init), *content = pointer(of, at.block_body);
     Items iter_vars(pointer(of, at.block_iter_vars)), values(pointer(stmt, at.realize_values));
-    if (iter_vars.size() != values.size()) throw Unsupported();
+    if (iter_vars.size() != values.size()) throw ProgramError("the program has a block with variables that are not bound");
     const Object* predicate = pointer(stmt, at.realize_predicate);
     bool conditional = tvm_.kind(predicate) != kIntImm;
     if (conditional) conditions_.push_back(predicate);
@@ -325,7 +342,8 @@ class Walk {
       std::vector<int64_t> domain;
       for (size_t i = 0; i < iter_vars.size(); ++i) {
         variables.push_back(pointer(iter_vars[i], at.iter_var));
-        domain.push_back(tvm_.constant(pointer(pointer(iter_vars[i], at.iter_dom), at.range_extent)));
+        const Object* extent = pointer(pointer(iter_vars[i], at.iter_dom), at.range_extent);
+        domain.push_back(tvm_.constant(extent, "block", any(of, at.block_name)));
       }
       if (init != nullptr) init_body = analyse(init, variables, domain, true);
       body = analyse(content, variables, domain, false);
@@ -350,7 +368,7 @@ class Walk {
 
   std::shared_ptr<Body> analyse(const Object* stmt, std::vector<const Object*> variables, std::vector<int64_t> domain,
                                 bool is_init) {
-    Analyser analyser(calls_, std::move(variables));
+    Analyser analyser(std::move(variables));
     analyser.add(stmt);
     auto body = std::make_shared<Body>(analyser.body(std::move(domain), is_init));
     for (const Object* buffer : body->objects) number(buffer);
@@ -379,8 +397,7 @@ class Walk {
     for (const Object* condition : conditions_) out.branch |= space->loops_of(read(condition, *space));
     for (int depth = 0; depth < 64; ++depth) {
       if (!has(out.branch, depth)) continue;
-      if (static_cast<size_t>(depth) >= chain_.size()) throw Unsupported();
-      Loop& loop = out_.loops[static_cast<size_t>(chain_[static_cast<size_t>(depth)])];
+      Loop& loop = out_.loops[static_cast<size_t>(chain_.at(static_cast<size_t>(depth)))];
       loop.scalarised |= loop.kind == kVectorized;
     }
     ++position_;
@@ -402,7 +419,8 @@ class Walk {
 
   void allocate(const Object* buffer) { allocated_.push_back(number(buffer)); }
 
-  /// As TVM's UnrollLoop pass will decide; counts stop at a bound that no `max_step` reaches.
+  /// As TVM's UnrollLoop pass will decide (src/s_tir/transform/unroll_loop.cc): a serial loop is unrolled if all loops in
+  /// it are, and its body then has at most `max_step` stores. Counts stop at a bound that no `max_step` reaches.
   void mark_unrolled() {
     constexpr int64_t bound = int64_t{1} << 62;
     auto product = [](int64_t a, int64_t b) { return b != 0 && a > bound / b ? bound : a * b; };
@@ -438,6 +456,7 @@ class Walk {
     }
   }
 
+  /// What the program says of each buffer.
   void storage() {
     size_t n = buffers_.size();
     out_.shared_prefix.assign(n, -1);
@@ -480,7 +499,6 @@ class Walk {
   }
 
   const Nodes& tvm_ = nodes();
-  const CallTable& calls_;
   Program out_;
   std::vector<int> chain_;
   std::vector<int64_t> extents_;

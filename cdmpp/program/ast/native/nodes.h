@@ -1,13 +1,16 @@
 // TVM's nodes as memory: what kind an object is and where its fields lie, both asked from TVM's own reflection.
 //
-// Only the C header of tvm_ffi is needed, so that compiling takes seconds. A type or field that TVM does not have
-// where it is expected makes the reader unavailable; it is never guessed.
+// Only headers of tvm_ffi are needed, so that compiling takes seconds and one library serves all builds of TVM that have
+// these nodes. A type or field that TVM does not have where it is expected is an error; it is never guessed.
 #pragma once
 
-#include <tvm/ffi/c_api.h>
+#include <tvm/ffi/cast.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/string.h>
 
 #include <cstdint>
 #include <cstring>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -15,21 +18,25 @@
 
 namespace cdmpp {
 
+namespace ffi = tvm::ffi;
 using Object = TVMFFIObject;
 
-/// Thrown where a program has something that is left to the Python walk.
-struct Unsupported {};
+/// A program that cannot be read, and why.
+struct ProgramError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
 
 enum Kind : uint8_t {
   kUnknown,
   // Expressions
-  kVar, kTensorLoad, kCall, kIntImm, kFloatImm, kStringImm, kCast, kNot, kSelect, kRamp, kBroadcast, kLet,
+  kVar, kTensorLoad, kCall, kIntImm, kFloatImm, kStringImm, kCast, kNot, kBitwiseNot, kSelect, kRamp, kBroadcast,
+  kShuffle, kLet,
   // Expressions with operands a and b
   kAdd, kSub, kMul, kDiv, kMod, kFloorDiv, kFloorMod, kMin, kMax, kEQ, kNE, kLT, kLE, kGT, kGE, kAnd, kOr,
   kLShift, kRShift, kBitwiseAnd, kBitwiseOr, kBitwiseXor,
   // Statements
   kFor, kWhile, kBufferStore, kAllocBuffer, kDeclBuffer, kAttrStmt, kSeqStmt, kIfThenElse, kEvaluate, kBind,
-  kAssertStmt, kSBlock, kSBlockRealize,
+  kAssertStmt, kBreak, kContinue, kReturn, kSBlock, kSBlockRealize,
   // Others
   kOp, kIterVar, kRange, kBufferType, kPrimType, kPrimFunc,
   kKinds,
@@ -39,13 +46,13 @@ enum Kind : uint8_t {
 inline constexpr const char* kTypeKeys[kKinds] = {
     "",
     "ir.Var", "ir.TensorLoad", "ir.Call", "ir.IntImm", "ir.FloatImm", "ir.StringImm", "prim.Cast", "prim.Not",
-    "prim.Select", "prim.Ramp", "prim.Broadcast", "prim.Let",
+    "prim.BitwiseNot", "prim.Select", "prim.Ramp", "prim.Broadcast", "prim.Shuffle", "prim.Let",
     "prim.Add", "prim.Sub", "prim.Mul", "prim.Div", "prim.Mod", "prim.FloorDiv", "prim.FloorMod", "prim.Min",
     "prim.Max", "prim.EQ", "prim.NE", "prim.LT", "prim.LE", "prim.GT", "prim.GE", "prim.And", "prim.Or",
     "prim.LShift", "prim.RShift", "prim.BitwiseAnd", "prim.BitwiseOr", "prim.BitwiseXor",
     "tirx.For", "tirx.While", "tirx.BufferStore", "tirx.AllocBuffer", "tirx.DeclBuffer", "tirx.AttrStmt",
-    "tirx.SeqStmt", "tirx.IfThenElse", "tirx.Evaluate", "tirx.Bind", "tirx.AssertStmt", "s_tir.SBlock",
-    "s_tir.SBlockRealize",
+    "tirx.SeqStmt", "tirx.IfThenElse", "tirx.Evaluate", "tirx.Bind", "tirx.AssertStmt", "tirx.Break",
+    "tirx.Continue", "tirx.Return", "s_tir.SBlock", "s_tir.SBlockRealize",
     "ir.Op", "tirx.IterVar", "ir.Range", "tirx.BufferType", "ir.PrimType", "tirx.PrimFunc",
 };
 
@@ -67,11 +74,13 @@ struct FieldSpec {
 /// Offsets of fields in bytes; those of like name and meaning are told apart by their node.
 struct Offsets {
   int64_t a, b, expr_ty;
-  int64_t load_source, load_indices, call_op, call_args, int_value, cast_value, not_a, select_condition, select_true,
-      select_false, ramp_base, ramp_stride, broadcast_value, let_var, let_value, let_body;
+  int64_t var_name, load_source, load_indices, call_op, call_args, int_value, cast_value, not_a, bitwise_not_a,
+      select_condition, select_true, select_false, ramp_base, ramp_stride, broadcast_value, shuffle_vectors, let_var,
+      let_value, let_body;
   int64_t for_var, for_extent, for_kind, for_body, for_thread, for_annotations, while_body, store_buffer, store_value,
       store_indices, alloc_buffer, attr_key, attr_value, attr_body, seq, if_condition, if_then, if_else,
-      evaluate_value, bind_var, bind_value, block_iter_vars, block_allocated, block_init, block_body, realize_values,
+      evaluate_value, bind_var, bind_value, block_name, block_iter_vars, block_allocated, block_init,
+      block_body, realize_values,
       realize_predicate, realize_block;
   int64_t op_name, iter_dom, iter_var, iter_tag, range_extent, buffer_dtype, buffer_scope, buffer_shape, prim_dtype,
       func_body;
@@ -79,36 +88,40 @@ struct Offsets {
 
 /// A field that refers to another object; nullptr where it is not set.
 inline const Object* pointer(const Object* node, int64_t offset) {
-  if (node == nullptr) throw Unsupported();
+  if (node == nullptr) throw ProgramError("a part of the program is missing");
   return *reinterpret_cast<Object* const*>(reinterpret_cast<const char*>(node) + offset);
 }
 
 inline const TVMFFIAny& any(const Object* node, int64_t offset) {
-  if (node == nullptr) throw Unsupported();
+  if (node == nullptr) throw ProgramError("a part of the program is missing");
   return *reinterpret_cast<const TVMFFIAny*>(reinterpret_cast<const char*>(node) + offset);
 }
 
 inline std::string_view text(const TVMFFIAny& value) {
   if (value.type_index == kTVMFFISmallStr) return {value.v_bytes, value.small_str_len};
-  if (value.type_index != kTVMFFIStr) throw Unsupported();
+  if (value.type_index != kTVMFFIStr) throw ProgramError("a name in the program is no string");
   const auto* cell = reinterpret_cast<const TVMFFIByteArray*>(value.v_obj + 1);
   return {cell->data, cell->size};
 }
 
 inline bool starts_with(std::string_view text, std::string_view head) { return text.substr(0, head.size()) == head; }
 
+[[noreturn]] inline void symbolic(std::string_view what, const TVMFFIAny& name) {
+  throw ProgramError(std::string(what) + " " + std::string(text(name)) + " has a symbolic extent: shapes must be fixed");
+}
+
 /// The elements of an `ffi.Array` of objects.
 class Items {
  public:
   explicit Items(const Object* array) {
-    if (array == nullptr || array->type_index != kTVMFFIArray) throw Unsupported();
+    if (array == nullptr || array->type_index != kTVMFFIArray) throw ProgramError("a list in the program is no array");
     const auto* cell = reinterpret_cast<const TVMFFISeqCell*>(array + 1);
     data_ = static_cast<const TVMFFIAny*>(cell->data);
     size_ = static_cast<size_t>(cell->size);
   }
   size_t size() const { return size_; }
   const Object* operator[](size_t i) const {
-    if (data_[i].type_index < kTVMFFIStaticObjectBegin) throw Unsupported();
+    if (data_[i].type_index < kTVMFFIStaticObjectBegin) throw ProgramError("a list in the program has items that are no nodes");
     return data_[i].v_obj;
   }
 
@@ -126,38 +139,20 @@ struct Element {
 /// TVM's types and fields as they are in this process.
 class Nodes {
  public:
-  Offsets at;
+  Offsets at{};
 
-  /// Ask TVM; false and a message if something is not as expected.
-  bool find(std::string* message) {
+  /// Ask TVM; throws an ffi::Error if something is not as expected.
+  Nodes() {
     std::vector<int32_t> index(kKinds, -1);
     for (int kind = kUnknown + 1; kind < kKinds; ++kind) {
       TVMFFIByteArray key{kTypeKeys[kind], std::strlen(kTypeKeys[kind])};
-      if (TVMFFITypeKeyToIndex(&key, &index[kind]) != 0) {
-        drop_error();
-        *message = std::string("TVM has no type ") + kTypeKeys[kind];
-        return false;
-      }
+      TVM_FFI_CHECK_SAFE_CALL(TVMFFITypeKeyToIndex(&key, &index[kind]));
       if (index[kind] >= static_cast<int32_t>(kind_of_.size())) kind_of_.resize(index[kind] + 1, kUnknown);
       kind_of_[index[kind]] = static_cast<Kind>(kind);
     }
-    std::memset(&at, 0, sizeof(at));
-    for (const FieldSpec& field : fields()) {
-      if (!place(field, index[field.kind])) {
-        *message = std::string("TVM's ") + kTypeKeys[field.kind] + " has no field " + field.name + " as expected";
-        return false;
-      }
-    }
-    for (auto [name, function] : {std::pair{"ffi.MapSize", &map_size_}, {"ffi.MapCount", &map_count_},
-                                  {"ffi.MapGetItem", &map_item_}}) {
-      TVMFFIByteArray key{name, std::strlen(name)};
-      if (TVMFFIFunctionGetGlobal(&key, function) != 0 || *function == nullptr) {
-        drop_error();
-        *message = std::string("TVM has no function ") + name;
-        return false;
-      }
-    }
-    return true;
+    for (const FieldSpec& field : fields())
+      if (!place(field, index[field.kind]))
+        TVM_FFI_THROW(TypeError) << "TVM's " << kTypeKeys[field.kind] << " has no field " << field.name << " as expected";
   }
 
   Kind kind(const Object* node) const {
@@ -166,19 +161,24 @@ class Nodes {
     return index < kind_of_.size() ? kind_of_[index] : kUnknown;
   }
 
+  static std::string type_key(const Object* node) {
+    const TVMFFITypeInfo* type = node == nullptr ? nullptr : TVMFFIGetTypeInfo(node->type_index);
+    return type == nullptr ? "?" : std::string(type->type_key.data, type->type_key.size);
+  }
+
   const Object* a(const Object* node) const { return pointer(node, at.a); }
   const Object* b(const Object* node) const { return pointer(node, at.b); }
 
   int64_t int_value(const Object* imm) const {
     const TVMFFIAny& value = any(imm, at.int_value);
-    if (value.type_index != kTVMFFIInt && value.type_index != kTVMFFIBool) throw Unsupported();
+    if (value.type_index != kTVMFFIInt && value.type_index != kTVMFFIBool) throw ProgramError("a constant of the program is no integer");
     return value.v_int64;
   }
 
-  /// A value that must be an integer constant.
-  int64_t constant(const Object* expr) const {
-    if (kind(expr) != kIntImm) throw Unsupported();
-    return int_value(expr);
+  /// An extent that must be constant; what it is of is for the error.
+  int64_t constant(const Object* extent, std::string_view what, const TVMFFIAny& name) const {
+    if (kind(extent) != kIntImm) symbolic(what, name);
+    return int_value(extent);
   }
 
   int32_t for_kind(const Object* loop) const {
@@ -186,49 +186,38 @@ class Nodes {
   }
 
   Element element(const Object* type) const {
-    if (kind(type) != kPrimType) throw Unsupported();
+    if (kind(type) != kPrimType) throw ProgramError("a value in the program is no number");
     const auto* dtype = reinterpret_cast<const DLDataType*>(reinterpret_cast<const char*>(type) + at.prim_dtype);
-    if (dtype->lanes > 0x7fff) throw Unsupported();  // of a length the program does not tell
+    if (dtype->lanes > 0x7fff) throw ProgramError("the program has vectors of a length that only the device knows");
     bool is_float = dtype->code != kDLInt && dtype->code != kDLUInt && dtype->code != kDLBool;
     return {static_cast<double>(dtype->bits * dtype->lanes) / 8, is_float};
   }
 
   /// The type of a buffer, which must be one with a shape.
   const Object* buffer_type(const Object* buffer) const {
-    if (kind(buffer) != kVar) throw Unsupported();
-    const Object* type = pointer(buffer, at.expr_ty);
-    if (kind(type) != kBufferType) throw Unsupported();
+    const Object* type = kind(buffer) == kVar ? pointer(buffer, at.expr_ty) : nullptr;
+    if (kind(type) != kBufferType) throw ProgramError("the program accesses something that is no buffer with a shape");
     return type;
   }
 
-  bool map_empty(const Object* map) const {
-    if (map == nullptr) throw Unsupported();
-    TVMFFIAny args[1] = {of(map)};
-    return call(map_size_, args, 1).v_int64 == 0;
-  }
+  bool map_empty(const Object* map) const { return map_size_(reference(map)).cast<int64_t>() == 0; }
 
   /// An integer in a map, or `otherwise`.
   int64_t map_int(const Object* map, const char* key, int64_t otherwise) const {
-    TVMFFIAny name;
-    name.type_index = kTVMFFIRawStr;
-    name.zero_padding = 0;
-    name.v_c_str = key;
-    TVMFFIAny args[2] = {of(map), name};
-    if (call(map_count_, args, 2).v_int64 == 0) return otherwise;
-    TVMFFIAny value = call(map_item_, args, 2);
-    if (value.type_index == kTVMFFIInt || value.type_index == kTVMFFIBool) return value.v_int64;
-    if (value.type_index < kTVMFFIStaticObjectBegin) throw Unsupported();
-    bool is_int = kind(value.v_obj) == kIntImm;
-    int64_t number = is_int ? int_value(value.v_obj) : 0;
-    TVMFFIObjectDecRef(value.v_obj);  // the map still holds it
-    if (!is_int) throw Unsupported();
-    return number;
+    if (!map_count_(reference(map), key).cast<int64_t>()) return otherwise;
+    ffi::Any value = map_item_(reference(map), key);
+    if (auto number = value.try_cast<int64_t>()) return *number;
+    auto node = value.try_cast<ffi::ObjectRef>();  // the map still holds it
+    auto* object = node ? reinterpret_cast<const Object*>(node->get()) : nullptr;
+    if (kind(object) != kIntImm) throw ProgramError(std::string("the annotation ") + key + " is no integer");
+    return int_value(object);
   }
 
  private:
   std::vector<FieldSpec> fields() {
     std::vector<FieldSpec> all = {
         {kVar, "ty", kPointer, &at.expr_ty},
+        {kVar, "name", kAny, &at.var_name},
         {kTensorLoad, "source", kPointer, &at.load_source},
         {kTensorLoad, "indices", kPointer, &at.load_indices},
         {kCall, "op", kPointer, &at.call_op},
@@ -236,12 +225,14 @@ class Nodes {
         {kIntImm, "value", kAny, &at.int_value},
         {kCast, "value", kPointer, &at.cast_value},
         {kNot, "a", kPointer, &at.not_a},
+        {kBitwiseNot, "a", kPointer, &at.bitwise_not_a},
         {kSelect, "condition", kPointer, &at.select_condition},
         {kSelect, "true_value", kPointer, &at.select_true},
         {kSelect, "false_value", kPointer, &at.select_false},
         {kRamp, "base", kPointer, &at.ramp_base},
         {kRamp, "stride", kPointer, &at.ramp_stride},
         {kBroadcast, "value", kPointer, &at.broadcast_value},
+        {kShuffle, "vectors", kPointer, &at.shuffle_vectors},
         {kLet, "var", kPointer, &at.let_var},
         {kLet, "value", kPointer, &at.let_value},
         {kLet, "body", kPointer, &at.let_body},
@@ -266,6 +257,7 @@ class Nodes {
         {kEvaluate, "value", kPointer, &at.evaluate_value},
         {kBind, "var", kPointer, &at.bind_var},
         {kBind, "value", kPointer, &at.bind_value},
+        {kSBlock, "name_hint", kAny, &at.block_name},
         {kSBlock, "iter_vars", kPointer, &at.block_iter_vars},
         {kSBlock, "alloc_buffers", kPointer, &at.block_allocated},
         {kSBlock, "init", kPointer, &at.block_init},
@@ -314,39 +306,18 @@ class Nodes {
     return false;
   }
 
-  static TVMFFIAny of(const Object* object) {
-    TVMFFIAny value;
-    value.type_index = object->type_index;
-    value.zero_padding = 0;
-    value.v_obj = const_cast<Object*>(object);
-    return value;
-  }
-
-  static TVMFFIAny call(TVMFFIObjectHandle function, TVMFFIAny* args, int32_t n) {
-    TVMFFIAny result;
-    result.type_index = kTVMFFINone;
-    result.zero_padding = 0;
-    result.v_int64 = 0;
-    if (TVMFFIFunctionCall(function, args, n, &result) != 0) {
-      drop_error();
-      throw Unsupported();
-    }
-    return result;
-  }
-
-  static void drop_error() {
-    TVMFFIObjectHandle error = nullptr;
-    TVMFFIErrorMoveFromRaised(&error);
-    if (error != nullptr) TVMFFIObjectDecRef(error);
+  static ffi::ObjectRef reference(const Object* object) {
+    return ffi::GetRef<ffi::ObjectRef>(reinterpret_cast<const ffi::Object*>(object));
   }
 
   std::vector<Kind> kind_of_;
-  TVMFFIObjectHandle map_size_ = nullptr, map_count_ = nullptr, map_item_ = nullptr;
+  ffi::Function map_size_ = ffi::Function::GetGlobalRequired("ffi.MapSize");
+  ffi::Function map_count_ = ffi::Function::GetGlobalRequired("ffi.MapCount");
+  ffi::Function map_item_ = ffi::Function::GetGlobalRequired("ffi.MapGetItem");
 };
 
-/// Set once, before any program is read.
-inline Nodes& nodes() {
-  static Nodes the_nodes;
+inline const Nodes& nodes() {
+  static const Nodes the_nodes;
   return the_nodes;
 }
 

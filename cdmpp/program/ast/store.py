@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from cdmpp.errors import DatasetError, FeatureMismatchError
-from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURES, CompactAST
+from cdmpp.program.ast.reader import CompactAST
+from cdmpp.program.ast.schema import FEATURE_SET, LEAF_FEATURES
 
 _META_KEY = b"cdmpp_ast"
 #: Some 0.2 ms a leaf to write; 9 would be six times faster and a tenth larger.

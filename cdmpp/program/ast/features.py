@@ -1,12 +1,11 @@
-"""The numeric vectors of leaves, for many programs at once. :mod:`cdmpp.program.leaf_schema` has the meanings."""
+"""The numeric vectors of leaves, for many programs at once. :mod:`cdmpp.program.ast.schema` has the meanings."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.program.ast_body import GLOBAL, LOCAL, SHARED
-from cdmpp.program.ast_footprint import (
+from cdmpp.program.ast.footprint import (
     SET_PERIODS,
     Footprints,
     LoopNest,
@@ -19,9 +18,7 @@ from cdmpp.program.ast_footprint import (
     simd_packs,
     traffic,
 )  # fmt: skip
-from cdmpp.program.ast_loops import BLOCK_IDX, PARALLEL, SERIAL, THREAD_IDX, UNROLLED, VECTORIZED, VTHREAD
-from cdmpp.program.ast_table import ACCESS_COLUMNS, LEAF_COLUMNS, FloatArray, IntArray, LeafTable
-from cdmpp.program.leaf_schema import (
+from cdmpp.program.ast.schema import (
     CAPACITIES,
     CORES,
     LEAF_FEATURES,
@@ -34,6 +31,23 @@ from cdmpp.program.leaf_schema import (
     SPECIAL,
     TLB_ENTRIES,
     WORKING_SET_DEPTHS,
+)  # fmt: skip
+from cdmpp.program.ast.table import (
+    ACCESS_COLUMNS,
+    BLOCK_IDX,
+    GLOBAL,
+    LEAF_COLUMNS,
+    LOCAL,
+    PARALLEL,
+    SERIAL,
+    SHARED,
+    THREAD_IDX,
+    UNROLLED,
+    VECTORIZED,
+    VTHREAD,
+    FloatArray,
+    IntArray,
+    LeafTable,
 )  # fmt: skip
 
 _LEAF = {name: i for i, name in enumerate(LEAF_COLUMNS)}

@@ -1,7 +1,13 @@
-// Index expressions as linear forms of the loops around them: cdmpp/program/affine.py, of which this is a copy.
+// Index expressions as linear forms of the loops around them.
 //
-// The order of terms and the numbering of atoms are those of the Python code, for they decide which of several
-// simplifications is found first. Python's integers have no bounds: what would overflow here is left to Python.
+// A Form is either a constant or a sum of terms, each a loop or an atom with its coefficient; the constant of a form that
+// is not constant is dropped, since footprints and strides do not depend on it. Loops are numbered from the outermost
+// (0, 1, ...) of the leaf's own chain. What is not affine, floordiv and floormod of fused loops above all, becomes an
+// atom, numbered -1, -2, ..., after every simplification that is exact: the splits that MetaSchedule makes of fused loops
+// mostly cancel.
+//
+// The order of terms and the numbering of atoms decide which of several simplifications is found first: another order
+// gives other features.
 #pragma once
 
 #include <algorithm>
@@ -13,34 +19,38 @@
 
 namespace cdmpp {
 
+[[noreturn]] inline void too_large() {
+  throw ProgramError("an index or a number of elements of the program does not fit into 64 bits");
+}
+
 inline int64_t plus(int64_t a, int64_t b) {
   int64_t out;
-  if (__builtin_add_overflow(a, b, &out)) throw Unsupported();
+  if (__builtin_add_overflow(a, b, &out)) too_large();
   return out;
 }
 
 inline int64_t minus(int64_t a, int64_t b) {
   int64_t out;
-  if (__builtin_sub_overflow(a, b, &out)) throw Unsupported();
+  if (__builtin_sub_overflow(a, b, &out)) too_large();
   return out;
 }
 
 inline int64_t times(int64_t a, int64_t b) {
   int64_t out;
-  if (__builtin_mul_overflow(a, b, &out)) throw Unsupported();
+  if (__builtin_mul_overflow(a, b, &out)) too_large();
   return out;
 }
 
 inline int64_t magnitude(int64_t a) { return a < 0 ? minus(0, a) : a; }
 
-/// Python's a // b.
+/// a // b of TIR and of Python: rounds down.
 inline int64_t floor_div(int64_t a, int64_t b) {
   if (b == -1) return minus(0, a);
   int64_t quotient = a / b;
   return quotient - ((a % b != 0) && ((a < 0) != (b < 0)));
 }
 
-/// Python's a % b.
+/// a % b of the same: has the sign of b.
 inline int64_t floor_mod(int64_t a, int64_t b) {
   if (b == -1) return 0;
   int64_t remainder = a % b;
@@ -51,7 +61,7 @@ inline int64_t floor_mod(int64_t a, int64_t b) {
 using Set = uint64_t;
 
 inline Set bit(int64_t i) {
-  if (i < 0 || i >= 64) throw Unsupported();
+  if (i < 0 || i >= 64) throw ProgramError("a computation of the program has over 64 loops or variables");
   return Set{1} << i;
 }
 
@@ -63,7 +73,7 @@ struct Term {
   int64_t coef;
 };
 
-/// In the order in which a Python dict has them.
+/// With different keys, in the order in which they occurred first.
 using Terms = std::vector<Term>;
 
 inline const Term* find(const Terms& terms, int64_t key) {
@@ -74,7 +84,7 @@ inline const Term* find(const Terms& terms, int64_t key) {
 
 inline Term* find(Terms& terms, int64_t key) { return const_cast<Term*>(find(std::as_const(terms), key)); }
 
-/// terms[key] = terms.get(key, 0) + coef
+/// Add `coef` to the term of a key, which is made if there is none.
 inline void count(Terms& terms, int64_t key, int64_t coef) {
   if (Term* term = find(terms, key)) {
     term->coef = plus(term->coef, coef);
@@ -83,7 +93,7 @@ inline void count(Terms& terms, int64_t key, int64_t coef) {
   }
 }
 
-/// Whether two dicts are equal, whatever their order.
+/// Whether they have the same terms, in any order.
 inline bool same(const Terms& a, const Terms& b) {
   if (a.size() != b.size()) return false;
   for (const Term& term : a) {
@@ -112,8 +122,7 @@ inline Form add(const Form& a, const Form& b) {
     Term* own = find(out, term.key);
     int64_t total = own ? plus(own->coef, term.coef) : term.coef;
     if (total == 0) {
-      if (own == nullptr) throw Unsupported();
-      out.erase(out.begin() + (own - out.data()));
+      if (own) out.erase(out.begin() + (own - out.data()));
     } else if (own) {
       own->coef = total;
     } else {
@@ -134,12 +143,13 @@ inline Form scale(const Form& a, int64_t factor) {
 
 enum Op : uint8_t { kDivide, kRemain, kOpaque };
 
-/// A part of an index that is not affine in the loops.
+/// A part of an index that is not affine in the loops: floor(source / factor), source mod factor, or some function of the
+/// loops in `source` (a value read from memory, a product of loops, ...).
 struct Atom {
   Op op;
   Terms source;
   int64_t factor;
-  int64_t span;
+  int64_t span;  // largest minus smallest value over the whole loop nest
   Set loops;
 };
 
@@ -160,6 +170,7 @@ class Space {
     return loops;
   }
 
+  /// a + b, in which k * (s // k) + s % k becomes s.
   Form sum(const Form& a, const Form& b) const {
     Form out = add(a, b);
     return atoms.size() > 1 && !out.constant ? joined(std::move(out)) : out;

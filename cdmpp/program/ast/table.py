@@ -13,11 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.program.ast_loops import THREAD_IDX
-
 FloatArray = NDArray[Any]
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
+
+#: Kinds of loops; the first four are TVM's own numbers.
+SERIAL, PARALLEL, VECTORIZED, UNROLLED, BLOCK_IDX, THREAD_IDX, VTHREAD = range(7)
+#: Where a buffer lives; everything that is neither global nor shared belongs to one thread.
+GLOBAL, SHARED, LOCAL = range(3)
 
 #: Columns of :attr:`LeafTable.leaf`; ``hoisted`` are the iterations of the innermost loops that no argument of an
 #: exponential, a root or the like depends on: compilers compute it once outside of them.
@@ -38,8 +41,6 @@ ACCESS_COLUMNS = (
     "allocated",
     "irregular",
 )
-#: Columns of :attr:`LeafTable.loop`.
-LOOP_COLUMNS = ("leaf", "k", "extent", "kind", "reduction", "unrolled", "scalarised", "node")
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,9 @@ class LeafTable:
     ops
         float64 (leaves, len(OP_KINDS)), operations per iteration.
     loop
-        int64 (leaf-loop pairs, len(LOOP_COLUMNS)); ``node`` is the loop's number in the batch.
+        int64 (leaf-loop pairs, 8): leaf, place of the loop counted from inside, extent, kind, whether the reduction
+        of the leaf runs over it, whether TVM will unroll it, whether TVM turns it from vectorised into serial, and
+        its number in the batch.
     access
         float64 (accesses, len(ACCESS_COLUMNS)), ordered by leaf.
     access_leaf, access_buffer
@@ -102,7 +105,7 @@ class LeafTable:
 
 @dataclass(frozen=True)
 class Collected:
-    """Leaves of a batch of programs as they are read, in Python or in C++.
+    """Leaves of a batch of programs as they are read (``native/table.h``).
 
     *Cells* name elements of a large array of which most are zero, one in each line.
 
@@ -126,12 +129,13 @@ class Collected:
     node_program
         int64 (loops of all programs,): the program of each loop.
     buffer
-        int64 (buffers of all programs, 3): ``shared_prefix``, ``renewed`` and ``threads_share`` of
-        :class:`~cdmpp.program.ast_loops.RawProgram`.
+        int64 (buffers of all programs, 3): how many outer loops all its accesses have in common, -1 for parameters;
+        how many outer loops have it allocated inside, so that every iteration of them uses the same storage anew;
+        whether the threads among these loops share one allocation.
     program
-        int64 (programs, 2): number of leaves and of top-level loop nests.
+        int64 (programs, 3): number of leaves, of top-level loop nests, and of nodes of the AST.
     linear
-        float64 (rows, loops): coefficients of the affine parts of the indices.
+        int64 (cells, 3): row, loop, and its coefficient in the affine part of the index.
     delta
         int64 (cells, 3): row, loop, and what it adds to the span of the row through parts that are not affine.
     use
@@ -156,7 +160,7 @@ class Collected:
     node_program: IntArray
     buffer: IntArray
     program: IntArray
-    linear: FloatArray
+    linear: IntArray
     delta: IntArray
     use: IntArray
     gather: IntArray
@@ -166,13 +170,15 @@ class Collected:
 
 def leaf_table(found: Collected) -> LeafTable:
     """The table of the programs that were collected."""
-    n_leaves, width = len(found.leaf), found.linear.shape[1]
+    n_leaves = len(found.leaf)
+    width = max(1, int(found.leaf[:, LEAF_COLUMNS.index("loops")].max(initial=1)))
     leaf, k, node, _, reduction = found.place.T
     extent, kind, unrolled, scalarised = found.node[node].T
     row_access, row_dim, row_extent = found.row.T
     row_leaf = found.access_leaf[row_access]
-    renewed = _renewed_loops(found, kind)
-    linear = found.linear
+    renewed = _renewed_loops(found, kind, width)
+    linear = np.zeros((len(found.row), width))
+    linear[found.linear[:, 0], found.linear[:, 1]] = found.linear[:, 2]
     linear[renewed[row_access]] = 0
     extent_less_1 = np.zeros((n_leaves, width))
     extent_less_1[leaf, k] = extent - 1
@@ -218,10 +224,10 @@ def leaf_table(found: Collected) -> LeafTable:
     )
 
 
-def _renewed_loops(found: Collected, kind: IntArray) -> BoolArray:
-    """:attr:`LeafTable.renewed`; ``kind`` has the kinds of the loops of the leaf-loop pairs."""
+def _renewed_loops(found: Collected, kind: IntArray, width: int) -> BoolArray:
+    """:attr:`LeafTable.renewed` of ``width`` loops; ``kind`` has the kinds of the loops of the leaf-loop pairs."""
     leaf, k, _, pair_depth, _ = found.place.T
-    depth = np.full((len(found.leaf), found.linear.shape[1]), np.iinfo(np.int64).max)
+    depth = np.full((len(found.leaf), width), np.iinfo(np.int64).max)
     depth[leaf, k] = pair_depth
     thread = np.zeros(depth.shape, dtype=bool)
     thread[leaf, k] = kind == THREAD_IDX

@@ -1,5 +1,8 @@
-// Leaves of many programs as flat arrays: cdmpp/program/ast_collect.py and ast_irregular.py.
+// Leaves of many programs as flat arrays.
 #pragma once
+
+#include <tvm/ffi/container/map.h>
+#include <tvm/ffi/container/tensor.h>
 
 #include <array>
 
@@ -7,61 +10,48 @@
 
 namespace cdmpp {
 
-/// Arrays of the table, each line after line; their meanings are those of Collected in ast_table.py.
+/// Columns of numbers, each line after line; what they mean is said of the fields of Collected in table.py.
 enum IntColumn : int {
   kAccessLeaf, kAccessBuffer, kRow, kLoopPlace, kNode, kNodeProgram, kBuffer, kProgram, kLinearCell, kDeltaCell,
   kUseCell, kGatherCell, kOpaqueAccess, kFlatRows, kIntColumns,
 };
 enum RealColumn : int { kLeafColumn, kOpsColumn, kAccessColumn, kRealColumns };
 
+/// Their names, and the numbers in a line of each.
+struct ColumnSpec {
+  const char* name;
+  int64_t width;
+};
+inline constexpr ColumnSpec kIntSpecs[kIntColumns] = {
+    {"access_leaf", 1}, {"access_buffer", 1}, {"row", 3}, {"place", 5}, {"node", 4}, {"node_program", 1}, {"buffer", 3},
+    {"program", 3}, {"linear", 3}, {"delta", 3}, {"use", 3}, {"gather", 2}, {"opaque", 1}, {"flat", 2},
+};
+inline constexpr ColumnSpec kRealSpecs[kRealColumns] = {{"leaf", 22}, {"ops", kOperations}, {"access", 6}};
+
+/// LEAF_COLUMNS of table.py.
 inline constexpr const char* kLeafNames =
     "program loops itemsize is_float stores is_init is_reduction guarded predicated position nest max_step explicit "
     "domain branch_inner divmod divmod_inner opaque index shared_before shared_after hoisted";
 
+/// Numbers that a tensor owns.
+template <typename T>
+struct Owned {
+  std::vector<T> values;
+
+  void AllocData(DLTensor* tensor) { tensor->data = values.data(); }
+  void FreeData(DLTensor*) {}
+
+  static ffi::Tensor tensor(std::vector<T> values, int64_t width) {
+    std::vector<int64_t> shape = {static_cast<int64_t>(values.size()) / width};
+    if (width > 1) shape.push_back(width);
+    DLDataType dtype{static_cast<uint8_t>(std::is_same_v<T, double> ? kDLFloat : kDLInt), 64, 1};
+    return ffi::Tensor::FromNDAlloc(Owned{std::move(values)}, {shape.data(), shape.size()}, dtype, {kDLCPU, 0});
+  }
+};
+
 class Table {
  public:
-  std::array<std::vector<int64_t>, kIntColumns> ints;
-  std::array<std::vector<double>, kRealColumns> reals;
-
-  void clear() {
-    for (auto& column : ints) column.clear();
-    for (auto& column : reals) column.clear();
-    leaves_ = accesses_ = rows_ = nodes_ = buffers_ = programs_ = 0;
-  }
-
-  /// Add a program, or nothing if it is left to Python.
   void add(const Program& program) {
-    std::array<size_t, kIntColumns> int_sizes;
-    std::array<size_t, kRealColumns> real_sizes;
-    for (size_t i = 0; i < ints.size(); ++i) int_sizes[i] = ints[i].size();
-    for (size_t i = 0; i < reals.size(); ++i) real_sizes[i] = reals[i].size();
-    const int64_t leaves = leaves_, accesses = accesses_, rows = rows_;
-    try {
-      put(program);
-    } catch (const Unsupported&) {
-      for (size_t i = 0; i < ints.size(); ++i) ints[i].resize(int_sizes[i]);
-      for (size_t i = 0; i < reals.size(); ++i) reals[i].resize(real_sizes[i]);
-      leaves_ = leaves, accesses_ = accesses, rows_ = rows;
-      throw;
-    }
-    nodes_ += static_cast<int64_t>(program.loops.size());
-    buffers_ += static_cast<int64_t>(program.shared_prefix.size());
-    ++programs_;
-  }
-
- private:
-  /// The loops of one leaf: depths innermost first, and the place of each loop of the chain in there, or -1.
-  struct Order {
-    std::vector<int> depths, place;
-  };
-
-  /// Divisions and remainders left in the indices of a leaf, those that change in the innermost loop, and indices that
-  /// cannot be analysed.
-  struct Splits {
-    int64_t all = 0, inner = 0, opaque = 0;
-  };
-
-  void put(const Program& program) {
     for (const Loop& loop : program.loops) {
       append(kNode, {loop.extent, loop.kind, loop.unrolled, loop.scalarised});
       append(kNodeProgram, {programs_});
@@ -77,8 +67,33 @@ class Table {
       leaf(program, program.leaves[i], on_gpu, static_cast<int64_t>(i), before, after);
       before = after;
     }
-    append(kProgram, {static_cast<int64_t>(program.leaves.size()), program.leaves.back().nest + 1});
+    append(kProgram, {static_cast<int64_t>(program.leaves.size()), program.leaves.back().nest + 1, program.n_nodes});
+    nodes_ += static_cast<int64_t>(program.loops.size());
+    buffers_ += static_cast<int64_t>(program.shared_prefix.size());
+    ++programs_;
   }
+
+  /// The columns by name, (lines, numbers in a line) each, or (lines,) where that is one; the table is empty then.
+  ffi::Map<ffi::String, ffi::Tensor> columns() {
+    ffi::Map<ffi::String, ffi::Tensor> out;
+    for (size_t i = 0; i < ints_.size(); ++i)
+      out.Set(kIntSpecs[i].name, Owned<int64_t>::tensor(std::move(ints_[i]), kIntSpecs[i].width));
+    for (size_t i = 0; i < reals_.size(); ++i)
+      out.Set(kRealSpecs[i].name, Owned<double>::tensor(std::move(reals_[i]), kRealSpecs[i].width));
+    return out;
+  }
+
+ private:
+  /// The loops of one leaf: depths innermost first, and the place of each loop of the chain in there, or -1.
+  struct Order {
+    std::vector<int> depths, place;
+  };
+
+  /// Divisions and remainders left in the indices of a leaf, those that change in the innermost loop, and indices that
+  /// cannot be analysed.
+  struct Splits {
+    int64_t all = 0, inner = 0, opaque = 0;
+  };
 
   void leaf(const Program& program, const Leaf& leaf, bool on_gpu, int64_t index, int64_t before, int64_t after) {
     const Body& body = *leaf.body;
@@ -118,13 +133,13 @@ class Table {
             real(leaf.position), real(leaf.nest), real(max_step), real(last && max_step ? last->explicit_unroll : 0),
             real(body.domain.empty() ? 0 : body.points), real(branch_inner), real(splits.all), real(splits.inner),
             real(splits.opaque), real(index), real(before), real(after), real(hoisted)});
-    reals[kOpsColumn].insert(reals[kOpsColumn].end(), body.ops, body.ops + kOperations);
+    reals_[kOpsColumn].insert(reals_[kOpsColumn].end(), body.ops, body.ops + kOperations);
     ++leaves_;
   }
 
   Splits accesses(const Program& program, const Leaf& leaf, const Order& order) {
     Space& space = *leaf.space;
-    Set left = 0;  // atoms left in the indices of the leaf
+    std::vector<bool> left;  // atoms left in the indices of the leaf
     std::vector<Form> forms;
     for (const Access& access : leaf.body->accesses) {
       const BufferInfo& info = leaf.body->buffers[access.buffer];
@@ -154,8 +169,8 @@ class Table {
       ++accesses_;
     }
     Splits out;
-    for (size_t i = 0; i < space.atoms.size() && i < 64; ++i) {
-      if (!has(left, static_cast<int64_t>(i))) continue;
+    for (size_t i = 0; i < left.size(); ++i) {
+      if (!left[i]) continue;
       bool is_opaque = space.atoms[i].op == kOpaque;
       out.opaque += is_opaque;
       out.all += !is_opaque;
@@ -166,7 +181,8 @@ class Table {
 
   /// Cells of the rows of one access; `fixed` has the loops in order, with -1 for those that use the storage anew.
   void indices(const Space& space, const std::vector<Form>& forms, const std::vector<int64_t>& shape,
-               const std::vector<int>& fixed, const std::vector<int>& place, bool shrinks, Set& left) {
+               const std::vector<int>& fixed, const std::vector<int>& place, bool shrinks,
+               std::vector<bool>& left) {
     auto place_of = [&](int64_t depth) { return place[static_cast<size_t>(depth)]; };
     auto linear = [&](int64_t row, const Terms& terms) {
       for (const Term& term : terms)
@@ -203,7 +219,9 @@ class Table {
       for (const Term& term : terms) {
         if (term.key >= 0) continue;
         const Atom& atom = space.atom(term.key);
-        left |= bit(-1 - term.key);
+        auto number = static_cast<size_t>(-1 - term.key);
+        left.resize(std::max(left.size(), number + 1));
+        left[number] = true;
         is_opaque |= atom.op == kOpaque;
         int64_t weight = magnitude(term.coef), before = 0;
         const std::vector<int64_t>& spans = space.spans_by_depth(term.key, fixed, known);
@@ -242,12 +260,14 @@ class Table {
   }
 
   void append(IntColumn column, std::initializer_list<int64_t> values) {
-    ints[column].insert(ints[column].end(), values);
+    ints_[column].insert(ints_[column].end(), values);
   }
   void append(RealColumn column, std::initializer_list<double> values) {
-    reals[column].insert(reals[column].end(), values);
+    reals_[column].insert(reals_[column].end(), values);
   }
 
+  std::array<std::vector<int64_t>, kIntColumns> ints_;
+  std::array<std::vector<double>, kRealColumns> reals_;
   int64_t leaves_ = 0, accesses_ = 0, rows_ = 0, nodes_ = 0, buffers_ = 0, programs_ = 0;
 };
 

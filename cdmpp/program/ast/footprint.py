@@ -2,7 +2,7 @@
 
 A classical analytical model, independent of the device: sizes of the caches appear as a fixed series of
 capacities only. All arrays are over (leaf | access, depth or loop from inside), see
-:mod:`cdmpp.program.ast_table`.
+:mod:`cdmpp.program.ast.table`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.program.ast_loops import SERIAL, THREAD_IDX, UNROLLED, VECTORIZED
-from cdmpp.program.ast_table import (
+from cdmpp.program.ast.schema import SIMD_BYTES
+from cdmpp.program.ast.table import (
     ACCESS_COLUMNS,
     LEAF_COLUMNS,
+    SERIAL,
+    THREAD_IDX,
+    UNROLLED,
+    VECTORIZED,
     BoolArray,
     FloatArray,
     IntArray,
     LeafTable,
 )  # fmt: skip
-from cdmpp.program.leaf_schema import SIMD_BYTES
 
 LINE_BYTES = 64.0
 PAGE_BYTES = 4096.0
@@ -169,15 +172,15 @@ class Footprints:
         caps = _with_one(np.cumprod(np.where(table.uses, nest.extent[row_leaf], 1.0), axis=1))
         span = np.minimum(table.span, (shape - 1)[:, None])
         count = np.minimum(span + 1, caps)
-        uses = np.logical_or.reduceat(table.uses, starts, axis=0) if len(access) else table.uses
+        uses = _by_access(np.logical_or, starts, table.uses)
         points = _with_one(np.cumprod(np.where(uses, nest.extent[leaf], 1.0), axis=1))
-        elements = np.minimum(np.multiply.reduceat(count, starts, axis=0), points)
+        elements = np.minimum(_by_access(np.multiply, starts, count), points)
         extents = _extents(table, starts, shape, span, count)
         itemsize = access[:, _ACCESS["itemsize"]]
         lines = np.minimum(extents.blocks(LINE_BYTES / itemsize), elements) * LINE_BYTES
         strides = extents.strides
-        stride = np.add.reduceat(table.coef * strides[:, None], starts, axis=0)
-        storage = np.multiply.reduceat(shape, starts) * access[:, _ACCESS["itemsize"]]
+        stride = _by_access(np.add, starts, table.coef * strides[:, None])
+        storage = _by_access(np.multiply, starts, shape) * access[:, _ACCESS["itemsize"]]
         working_set, program_bytes = _working_sets(table, nest, leaf, buffer, lines)
         return cls(
             leaf=leaf,
@@ -194,6 +197,11 @@ class Footprints:
             working_set=working_set,
             program_bytes=program_bytes,
         )
+
+
+def _by_access(function: np.ufunc, starts: IntArray, values: NDArray[Any]) -> NDArray[Any]:
+    """Sum, maximum or the like over the rows of each access; ``starts`` has the first row of each."""
+    return function.reduceat(values, starts, axis=0) if len(starts) else values
 
 
 def by_leaf(function: np.ufunc, leaf: IntArray, values: NDArray[Any], n_leaves: int) -> NDArray[Any]:
@@ -291,7 +299,7 @@ def _working_sets(
     key = nodes * max(1, table.n_buffers) + buffers
     order = np.argsort(key, kind="stable")
     key = key[order]
-    first = np.flatnonzero(np.append(True, key[1:] != key[:-1]))
+    first = np.flatnonzero(np.diff(key, prepend=-1))
     largest = np.maximum.reduceat(values[order], first) if len(key) else values
     total = np.bincount(nodes[order][first], weights=largest, minlength=n_nodes + n_programs)
     own = np.bincount(leaf, weights=lines[:, 0], minlength=n_leaves)
