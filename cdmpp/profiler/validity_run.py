@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from cdmpp.dataset import Dataset
 from cdmpp.dataset.journal import JournalWriter, read_journal
-from cdmpp.dataset.parquet import write_json
 from cdmpp.errors import DatasetError, FeatureMismatchError, ProfilerError, ProgramError
+from cdmpp.files import write_json
 from cdmpp.profiler.build import BuildJob
 from cdmpp.profiler.cuda_tasks import network_tasks
 from cdmpp.profiler.validity import (

@@ -10,7 +10,7 @@ import pytest
 from pandas.testing import assert_frame_equal
 
 from cdmpp.dataset import Dataset
-from cdmpp.dataset.bulk import write_dataset
+from cdmpp.dataset.store import write_dataset
 from cdmpp.errors import DatasetError, LabelError
 from tests.dataset.dataset_samples import add_all, failure, program, record, small_dataset, space, task
 

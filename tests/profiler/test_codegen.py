@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from cdmpp.dataset.bulk import write_dataset
 from cdmpp.dataset.parquet import write_parquet
 from cdmpp.dataset.record import Record
+from cdmpp.dataset.store import write_dataset
 from cdmpp.errors import DatasetError, ProfilerError
 from cdmpp.profiler.build import ObjectCache, code_key, compile_to_shared_object
 from cdmpp.profiler.codegen import (
