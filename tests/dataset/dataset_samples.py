@@ -66,7 +66,7 @@ def add_all(
 
 
 def small_dataset(path: Path, n: int = 6) -> Dataset:
-    """A journalled dataset of one task with ``n`` programs, the last one failed; closed."""
+    """A growing dataset of one task with ``n`` programs, the last one failed; closed."""
     with Dataset.create(path, network_families={"net": "cnn"}) as dataset:
         for number in range(n):
             add_all(dataset, number)

@@ -1,4 +1,4 @@
-"""A dataset written at once is the one that journals make."""
+"""A dataset written at once is the one that rows make."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cdmpp.errors import DatasetError, LabelError
 from tests.dataset.dataset_samples import add_all, failure, program, record, small_dataset, space, task
 
 
-def test_the_same_dataset_as_by_journals(tmp_path: Path) -> None:
+def test_the_same_dataset_as_by_rows(tmp_path: Path) -> None:
     slow = small_dataset(tmp_path / "slow")
     with slow:
         slow.finalize()
