@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # More threads than cores make torch and numpy slower, and one test process is all that two cores serve well.
 export OMP_NUM_THREADS ?= $(shell nproc)
 
-.PHONY: demo test install lint types check clean
+.PHONY: demo test test-long install lint types check clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -23,7 +23,11 @@ demo: install
 	$(BIN)/python -m cdmpp demo
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m 'not check'
+
+# Notebooks and what takes minutes.
+test-long: install
+	$(BIN)/python -m pytest -m check
 
 lint: install
 	$(BIN)/ruff check .
@@ -32,7 +36,7 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-check: test lint types
+check: test lint types test-long
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info
