@@ -11,7 +11,7 @@ import pytest
 from cdmpp.cli import main
 from cdmpp.profiler.profile import ProfileConfig, profile
 from cdmpp.profiler.statistics import SamplingPlan
-from tests.profiler.programs import matmul_task
+from tests.samples.programs import matmul_task
 
 _METRICS = {
     "mape", "median_ape", "within_10pct", "within_20pct", "rmse_s", "pairwise_accuracy", "spearman",

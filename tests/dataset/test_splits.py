@@ -19,7 +19,7 @@ from cdmpp.dataset.split import PARTS, architecture, networks_of
 from cdmpp.dataset.split_makers import by_device, by_network, by_task, within_task
 from cdmpp.dataset.split_spec import read_spec
 from cdmpp.errors import SplitError
-from tests.dataset.dataset_samples import DEVICE, OTHER_DEVICE, zoo_dataset
+from tests.samples.datasets import DEVICE, OTHER_DEVICE, zoo_dataset
 
 Networks = dict[str, tuple[str, ...]]
 

@@ -24,7 +24,7 @@ from cdmpp.dataset.parquet import write_parquet
 from cdmpp.dataset.schema import MAX_ERROR_CHARS, RECORD_COLUMNS, TABLES
 from cdmpp.errors import DatasetError, LabelError, SchemaVersionError
 from cdmpp.program.types import Program, Task
-from tests.dataset.dataset_samples import (
+from tests.samples.datasets import (
     DEVICE,
     OTHER_DEVICE,
     add_all,
@@ -269,7 +269,7 @@ _HOLD = """
 import sys, time
 sys.path.insert(0, sys.argv[2])
 from cdmpp.dataset import Dataset
-from dataset_samples import add_all, record
+from tests.samples.datasets import add_all, record
 dataset = Dataset.open(sys.argv[1])
 add_all(dataset, 80)
 dataset.add_record(record(80))

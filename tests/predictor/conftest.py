@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from predictor_synthetic import make_data
+from tests.samples.training import make_data
 
 from cdmpp.predictor.config import Config, config_from_dict
 from cdmpp.predictor.data import TrainingData

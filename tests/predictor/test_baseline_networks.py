@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from predictor_synthetic import make_ast, make_data
+from tests.samples.training import make_ast, make_data
 
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.baselines import MODEL_NAMES, TaskMedian, evaluate_models, make_model

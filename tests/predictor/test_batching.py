@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from predictor_synthetic import make_ast
+from tests.samples.training import make_ast
 
 from cdmpp.predictor.batching import PackedPrograms, inference_batches, training_batches
 from cdmpp.predictor.encoding import FeatureEncoder

@@ -11,7 +11,7 @@ import pytest
 import cdmpp
 from cdmpp.predictor import Predictor, TrainingData, evaluate, gather
 from cdmpp.predictor.config import DataConfig
-from tests.profiler.programs import matmul_task
+from tests.samples.programs import matmul_task
 
 DATA = Path(__file__).parents[2] / "data"
 

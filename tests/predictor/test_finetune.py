@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from predictor_synthetic import make_data, make_device
+from tests.samples.training import make_data, make_device
 
 from cdmpp.errors import PredictorError, SplitError, UnknownDeviceError
 from cdmpp.predictor import Predictor, evaluate, few_shot, finetune, load_config

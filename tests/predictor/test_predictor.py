@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from predictor_synthetic import make_ast, make_data, make_device
+from tests.samples.training import make_ast, make_data, make_device
 
 from cdmpp.errors import FeatureMismatchError, PredictorError, UnknownDeviceError
 from cdmpp.predictor import Predictor, train

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from predictor_synthetic import make_data
+from tests.samples.training import make_data
 
 from cdmpp.device import Device, get_device
 from cdmpp.errors import PredictorError

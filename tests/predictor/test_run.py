@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from predictor_synthetic import make_data
+from tests.samples.training import make_data
 
 from cdmpp.errors import PredictorError
 from cdmpp.predictor import Predictor, evaluate, load_config, train
@@ -66,7 +66,7 @@ def test_resuming_another_configuration_or_other_data_is_refused(data, by_task, 
 SCRIPT = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from predictor_synthetic import make_data
+from tests.samples.training import make_data
 from cdmpp.predictor import load_config, train
 train(load_config(sys.argv[2]), make_data(8, 15), sys.argv[3], resume=True)
 """

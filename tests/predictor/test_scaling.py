@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from predictor_synthetic import make_data
+from tests.samples.training import make_data
 
 from cdmpp.endtoend.tasks import measured_latencies
 from cdmpp.errors import PredictorError

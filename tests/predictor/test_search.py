@@ -11,7 +11,7 @@ import numpy as np
 import optuna
 import pytest
 import yaml
-from predictor_synthetic import make_data
+from tests.samples.training import make_data
 from rich.console import Console
 
 from cdmpp.cli import main

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from predictor_synthetic import make_data
+from tests.samples.training import make_data
 
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.run import prepare

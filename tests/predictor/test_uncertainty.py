@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from predictor_synthetic import make_ast, make_data, make_device
+from tests.samples.training import make_ast, make_data, make_device
 
 from cdmpp.errors import PredictorError
 from cdmpp.predictor import Predictor, config_from_dict, evaluate, train

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cdmpp.program.ast import AstBuilder, CompactAST, compact_ast
-from tests.program.ast_programs import CHAIN, CONV, CUDA, GATHER, MATMUL, PREDICATED, parse
+from tests.samples.scripts import CHAIN, CONV, CUDA, GATHER, MATMUL, PREDICATED, parse
 
 pytestmark = pytest.mark.usefixtures("reading")
 

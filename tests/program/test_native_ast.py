@@ -26,7 +26,7 @@ from cdmpp.program.native import (
     library_path,
     native_reader,
 )
-from tests.program.ast_programs import CHAIN, COLUMNS, CONV, CUDA, GATE, GATHER, MATMUL, PREDICATED, parse
+from tests.samples.scripts import CHAIN, COLUMNS, CONV, CUDA, GATE, GATHER, MATMUL, PREDICATED, parse
 from tests.program.test_ast_properties import schedule
 
 DATA = Path(__file__).parents[2] / "data"

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from predictor_synthetic import make_data
+from tests.samples.training import make_data
 
 from cdmpp.cli import main
 from cdmpp.errors import CdmppError, PredictorError

@@ -16,8 +16,8 @@ from cdmpp.tuner.measure import Measurer
 from cdmpp.tuner.results import TuneReport
 from cdmpp.tuner.store import DATASET_FOLDER
 from cdmpp.tuner.tuning import tune_tasks
-from tests.profiler.programs import matmul_task
-from tests.tuner.tuner_samples import FakeEngine, tune_config
+from tests.samples.programs import matmul_task
+from tests.samples.tuning import FakeEngine, tune_config
 
 DEVICE = get_device("this-cpu@1")
 

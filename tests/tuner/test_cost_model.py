@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from predictor_synthetic import make_device
+from tests.samples.training import make_device
 
 import cdmpp
 from cdmpp.errors import UnknownDeviceError
 from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.tuner import CostModel, Measurer, builder_and_runner
 from cdmpp.tuner.task_tuner import TaskTuner
-from tests.profiler.programs import matmul_task
-from tests.tuner.tuner_samples import SEARCH, FakeEngine, made_up_latency_s, tiny_predictor
+from tests.samples.programs import matmul_task
+from tests.samples.tuning import SEARCH, FakeEngine, made_up_latency_s, tiny_predictor
 
 tvm = import_tvm()
 

@@ -31,9 +31,9 @@ from cdmpp.tuner.store import DATASET_FOLDER, json_database
 from cdmpp.tuner.task_tuner import SearchConfig, TaskTuner
 from cdmpp.tuner.tuning import TuneConfig, tune_tasks
 from cdmpp.tuner.untuned import DEFAULT, default_schedule
-from tests.profiler.programs import matmul_task
+from tests.samples.programs import matmul_task
 from tests.tuner.test_sharding import ThreadShard
-from tests.tuner.tuning_gpu import PATH, fails, made_up_latency_s
+from tests.samples.gpu import TUNING_GPU, fails, gpu_latency_s
 
 PLAN = SamplingPlan(min_sample_s=0.001, min_samples=2, max_samples=4, max_measure_s=0.2)
 
@@ -48,7 +48,7 @@ def compiler() -> None:
 
 def gpu_config(trials: int, failing: bool = False, **options: Any) -> TuneConfig:
     settings: dict[str, Any] = {
-        "gpu": PATH,
+        "gpu": TUNING_GPU,
         "gpu_arguments": {"failing": failing},
         "cost_model": "random",
         "plan": PLAN,
@@ -81,13 +81,13 @@ def drawn(n: int, verify: bool = True, size: int = 64) -> list[BuildJob]:
 
 def test_what_the_limits_exclude_is_not_built() -> None:
     jobs = drawn(8, verify=False, size=512)
-    outcomes = measure(GpuConfig(get_device("h200"), gpu=PATH, plan=PLAN, builders=2), jobs)
+    outcomes = measure(GpuConfig(get_device("h200"), gpu=TUNING_GPU, plan=PLAN, builders=2), jobs)
     assert set(outcomes) == {job.program.hash for job in jobs}
     statuses = Counter(outcome.status for outcome in outcomes.values())
     assert {"ok", "invalid_config"} <= set(statuses) <= {"ok", "invalid_config", "build_error"}, statuses
     for digest, outcome in outcomes.items():
         if outcome.status == "ok":
-            assert outcome.latency_s == pytest.approx(made_up_latency_s(digest), rel=0.01)
+            assert outcome.latency_s == pytest.approx(gpu_latency_s(digest), rel=0.01)
             assert outcome.meta["sms"] == 132 and outcome.meta["resources"]["main_kernel"]["registers"] > 0
         elif outcome.status == "invalid_config":
             assert outcome.error.startswith(("threads: ", "shared: ")), outcome.error
@@ -95,19 +95,19 @@ def test_what_the_limits_exclude_is_not_built() -> None:
 
 
 def test_a_build_that_takes_too_long_is_ended() -> None:
-    config = GpuConfig(get_device("h200"), gpu=PATH, plan=PLAN, builders=1, build_timeout_s=1e-9)
+    config = GpuConfig(get_device("h200"), gpu=TUNING_GPU, plan=PLAN, builders=1, build_timeout_s=1e-9)
     outcomes = measure(config, drawn(2))
     assert [outcome.status for outcome in outcomes.values()] == ["build_timeout"] * 2
 
 
 def test_programs_side_by_side_have_partitions_of_their_own() -> None:
-    config = GpuConfig(get_device("h200@0.25"), degree=4, gpu=PATH, plan=PLAN, builders=2)
+    config = GpuConfig(get_device("h200@0.25"), degree=4, gpu=TUNING_GPU, plan=PLAN, builders=2)
     outcomes = measure(config, drawn(6))
     assert {(o.status, o.meta["workers"], o.meta["sms"]) for o in outcomes.values()} == {("ok", 4, 32)}
 
 
 def test_another_gpu_is_refused() -> None:
-    config = GpuConfig(get_device("h200"), gpu=PATH, gpu_arguments={"name": "Tesla T4"})
+    config = GpuConfig(get_device("h200"), gpu=TUNING_GPU, gpu_arguments={"name": "Tesla T4"})
     with pytest.raises(ProfilerError, match=r"h200 is a NVIDIA H200 \(sm_90\), and this is a Tesla T4"):
         measure(config, [])
     with pytest.raises(ProfilerError, match="no CUDA device"):
@@ -134,11 +134,11 @@ def test_a_task_is_tuned_for_a_share(tmp_path: Path) -> None:
     ), "failures are records"
     assert costs.failures == (found["status"] != "ok").sum() > 0
     ok = found[found["status"] == "ok"]
-    assert report.tasks[0].best_s == pytest.approx(min(map(made_up_latency_s, ok["program"])), rel=0.01)
+    assert report.tasks[0].best_s == pytest.approx(min(map(gpu_latency_s, ok["program"])), rel=0.01)
     (default,) = records.loc[records["origin"] == DEFAULT, "program"]
     assert dataset.programs[default].implementation == "scheduled"
     if not fails(default):
-        assert report.untuned_s == pytest.approx(made_up_latency_s(default), rel=0.01)
+        assert report.untuned_s == pytest.approx(gpu_latency_s(default), rel=0.01)
     entries = json_database(out).get_all_tuning_records()
     assert len(entries) == len(ok)
     replayed = {structural_hash_of(entry) for entry in entries}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from predictor_synthetic import make_ast, make_device
+from tests.samples.training import make_ast, make_device
 
 from cdmpp.device import get_device
 from cdmpp.errors import PredictorError
@@ -16,7 +16,7 @@ from cdmpp.predictor import Predictor
 from cdmpp.program.ast import CompactAST
 from cdmpp.tuner.online import Anchors, OnlineModel
 from cdmpp.tuner.prior import AnalyticalPrior, PredictorPrior, make_prior
-from tests.tuner.tuner_samples import tiny_predictor
+from tests.samples.tuning import tiny_predictor
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,8 @@ from cdmpp.tuner.store import (
     json_database,
 )
 from cdmpp.tuner.tuning import tune_tasks
-from tests.profiler.programs import matmul_task
-from tests.tuner.tuner_samples import FakeEngine, made_up_latency_s, tiny_predictor, tune_config
+from tests.samples.programs import matmul_task
+from tests.samples.tuning import FakeEngine, made_up_latency_s, tiny_predictor, tune_config
 
 
 def tasks(*sizes: int) -> list[tuple[Task, float]]:

@@ -22,8 +22,8 @@ from cdmpp.tuner.report import write_report
 from cdmpp.tuner.results import TuneReport
 from cdmpp.tuner.share_table import best_elsewhere, best_programs, share_table
 from cdmpp.tuner.tuning import TuneConfig, tune_tasks
-from tests.profiler.programs import matmul_task
-from tests.tuner.tuner_samples import FakeEngine, made_up_latency_s, tune_config
+from tests.samples.programs import matmul_task
+from tests.samples.tuning import FakeEngine, made_up_latency_s, tune_config
 
 two_cores = pytest.mark.skipif(len(usable_cores()) < 2, reason="there is one core: no two shares")
 

@@ -15,7 +15,7 @@ from cdmpp.program.network import Network
 from cdmpp.tuner.deployment import apply_database, import_network, measure_network, weighted_tasks
 from cdmpp.tuner.prepare import device_of_this_machine, make_cost_model
 from cdmpp.tuner.tuning import tune
-from tests.tuner.tuner_samples import tune_config
+from tests.samples.tuning import tune_config
 
 PLAN = SamplingPlan(min_sample_s=0.0005, min_samples=2, max_samples=4)
 

@@ -28,8 +28,8 @@ from cdmpp.tuner.tuning import tune_tasks
 from cdmpp.tuner.validity_online import OnlineValidity
 from cdmpp.tuner.validity_population import initial_population
 from cdmpp.tuner.validity_search import GuardedModel, ValidityGuard, make_guard
-from tests.profiler.programs import matmul_task
-from tests.tuner.tuner_samples import SEARCH, FakeEngine, made_up_latency_s, outcome_of, tune_config
+from tests.samples.programs import matmul_task
+from tests.samples.tuning import SEARCH, FakeEngine, made_up_latency_s, outcome_of, tune_config
 
 # -- choosing first programs -----------------------------------------------------------------------------------------
 

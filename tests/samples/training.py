@@ -1,11 +1,14 @@
-"""Synthetic programs whose latency is a known function of two leaf features and the device's clock."""
+"""Synthetic programs whose latency is a known function of two leaf features and the device's clock, and a small network for them."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from cdmpp.device import Device
+from cdmpp.predictor.config import Config, config_from_dict
 from cdmpp.predictor.data import TrainingData
 from cdmpp.program.ast import LEAF_FEATURES, CompactAST
 
@@ -45,3 +48,16 @@ def make_data(n_tasks: int = 12, per_task: int = 30, seed: int = 0) -> TrainingD
     networks = {f"t{task:03d}": (f"net{task % 4}",) for task in range(n_tasks)}
     families = {"net0": "cnn", "net1": "cnn", "net2": "transformer", "net3": "mlp"}
     return TrainingData(labels, asts, devices, networks, families)
+
+
+def small_config(
+    spec: str = "within_task;seed=1", model: dict[str, Any] | None = None, **training: Any
+) -> Config:
+    """A network that learns :func:`make_data` in a second; `training` changes epochs and the like."""
+    size = {"dim": 16, "layers": 1, "heads": 2, "ffn_dim": 32, "embedding_dim": 16, "decoder_dim": 32}
+    settings = {"epochs": 4, "batch_size": 64, "learning_rate": 0.01, "threads": 1, **training}
+    settings.setdefault("patience", settings["epochs"])
+    return config_from_dict(
+        {"model": {**size, **(model or {})}, "train": settings, "split": {"spec": spec}}
+    )
+
