@@ -25,9 +25,9 @@ demo: install
 test: install
 	$(BIN)/python -m pytest -m 'not check'
 
-# Notebooks and what takes minutes.
+# Notebooks, what takes minutes, and properties with many examples.
 test-long: install
-	$(BIN)/python -m pytest -m check
+	$(BIN)/python -m pytest -m 'check or hypothesis' --hypothesis-profile many
 
 lint: install
 	$(BIN)/ruff check .

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.samples.training import make_data, make_device
 
 from cdmpp.errors import PredictorError, SplitError, UnknownDeviceError
 from cdmpp.predictor import Predictor, evaluate, few_shot, finetune, load_config
@@ -20,6 +19,7 @@ from cdmpp.predictor.run import prepare, training_summary
 from cdmpp.predictor.scaling import DevicePair, DeviceScaling
 from cdmpp.predictor.splitting import split_data
 from cdmpp.profiler.profile import read_task_file
+from tests.samples.training import make_data, make_device
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def quick(config, **changes):
     return config.model_copy(update={"train": config.train.model_copy(update=train)})
 
 
-@pytest.fixture()
+@pytest.fixture(scope="module")
 def base(small, config):
     """Trained on ``slow`` alone."""
     changed = quick(config, epochs=8, learning_rate=0.01)

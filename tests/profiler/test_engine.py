@@ -29,6 +29,7 @@ from tests.samples.programs import (
     slow_build_task,
 )
 
+
 def measure(jobs: list[BuildJob], config: EngineConfig = QUICK_ENGINE) -> dict[str, Outcome]:
     with CpuEngine(config) as engine:
         outcomes = list(engine.run(iter(jobs)))
@@ -185,8 +186,7 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
         f"with CpuEngine(QUICK_ENGINE, pickle.loads(Path({str(tmp_path / 'job')!r}).read_bytes())):\n"
         "    pass\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     assert done.returncode != 0
     assert 'if __name__ == "__main__"' in done.stderr.strip().splitlines()[-1]
 

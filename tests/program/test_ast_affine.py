@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cdmpp.program.affine import DIV, Form, IndexSpace, add, scale, spans_by_depth, step
@@ -81,7 +81,6 @@ def points(extents: list[int]) -> list[tuple[int, ...]]:
     return list(itertools.product(*(range(e) for e in extents)))
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data(), st.lists(st.integers(1, 6), min_size=1, max_size=3))
 def test_forms_equal_their_expressions_everywhere(data: st.DataObject, extents: list[int]) -> None:
     tree = data.draw(trees(len(extents)))
@@ -92,7 +91,6 @@ def test_forms_equal_their_expressions_everywhere(data: st.DataObject, extents: 
             assert evaluate(form, space, point) == value(tree, point)
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data(), st.lists(st.integers(1, 6), min_size=1, max_size=3))
 def test_spans_bound_what_varies(data: st.DataObject, extents: list[int]) -> None:
     tree = data.draw(trees(len(extents)))

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cdmpp.errors import ProgramError
@@ -26,8 +26,8 @@ from cdmpp.program.native import (
     library_path,
     native_reader,
 )
-from tests.samples.scripts import CHAIN, COLUMNS, CONV, CUDA, GATE, GATHER, MATMUL, PREDICATED, parse
 from tests.program.test_ast_properties import schedule
+from tests.samples.scripts import CHAIN, COLUMNS, CONV, CUDA, GATE, GATHER, MATMUL, PREDICATED, parse
 
 DATA = Path(__file__).parents[2] / "data"
 
@@ -100,7 +100,6 @@ def test_hand_written_programs(native_library: Library) -> None:
     expect_equal(native_library, [parse(text) for text in TEXTS])
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_random_schedules(native_library: Library, data: st.DataObject) -> None:
     expect_equal(native_library, [schedule(data)["main"]])
@@ -123,7 +122,6 @@ def expressions(names: list[str]) -> st.SearchStrategy[str]:
     return st.recursive(st.sampled_from([*names, *names, "3"]), grow, max_leaves=10)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_random_indices(native_library: Library, data: st.DataObject) -> None:
     loops, axes = ["i", "j", "k"], ["u", "v", "w"]

@@ -184,7 +184,8 @@ def fails(digest: str) -> bool:
 
 
 class TuningGpu(FakeGpu):
-    """For tunings, whose programs are not known before: latency by hash; with ``failing`` every other program cannot be loaded, with ``breaks`` all break the context."""
+    """For tunings, whose programs are not known before: latency by hash. With ``failing`` every other program cannot be
+    loaded, with ``breaks`` all break the context."""
 
     def __init__(self, failing: bool = False, breaks: bool = False, **arguments: Any) -> None:
         super().__init__(**arguments)

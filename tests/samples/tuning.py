@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
-
 from cdmpp.profiler.build import BuildJob
 from cdmpp.profiler.engine import Outcome
 from cdmpp.tuner.objective import Objective

@@ -19,6 +19,8 @@ from cdmpp.tuner.tuning import tune_tasks
 from tests.samples.programs import matmul_task
 from tests.samples.tuning import FakeEngine, tune_config
 
+pytestmark = pytest.mark.usefixtures("on_zen3")
+
 
 def domain(powercap: Path, folder: str, name: str, energy_uj: int, range_uj: int = 1_000_000) -> Path:
     path = powercap / folder

@@ -31,9 +31,9 @@ from cdmpp.tuner.store import DATASET_FOLDER, json_database
 from cdmpp.tuner.task_tuner import SearchConfig, TaskTuner
 from cdmpp.tuner.tuning import TuneConfig, tune_tasks
 from cdmpp.tuner.untuned import DEFAULT, default_schedule
+from tests.samples.gpu import TUNING_GPU, fails, gpu_latency_s
 from tests.samples.programs import matmul_task
 from tests.tuner.test_sharding import ThreadShard
-from tests.samples.gpu import TUNING_GPU, fails, gpu_latency_s
 
 PLAN = SamplingPlan(min_sample_s=0.001, min_samples=2, max_samples=4, max_measure_s=0.2)
 
@@ -167,6 +167,8 @@ def test_a_task_without_a_default_schedule_is_tuned_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cdmpp.tuner.task_tuner.default_schedule", lambda func, target: None)
+    sample = TaskTuner.sample
+    monkeypatch.setattr(TaskTuner, "sample", lambda self, n, seed: sample(self, min(n, 12), seed))
     report = tuned(tmp_path / "t", 4, cost_model="cdmpp", predictor=None, validity="online")
     assert report.untuned_s is None and report.tuned_s is not None and report.speedup is None
     assert report.learned["records"] == 4

@@ -359,6 +359,7 @@ def test_shares_that_do_not_fit_are_refused() -> None:
         tune_config(1, shards=2, workers=2)
 
 
+@pytest.mark.check
 def test_a_process_keeps_to_its_share_and_another_takes_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
