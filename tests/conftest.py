@@ -45,7 +45,7 @@ def data() -> TrainingData:
     """Programs of 12 tasks on two CPUs, ``slow`` and ``fast``."""
     from tests.samples.training import make_data
 
-    return make_data()
+    return make_data(per_task=20)
 
 
 @pytest.fixture(scope="session")

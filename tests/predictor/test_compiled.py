@@ -20,9 +20,14 @@ from cdmpp.predictor.search import search
 from cdmpp.predictor.splitting import split_data
 from cdmpp.profiler.build import code_key
 from cdmpp.profiler.codegen import CODEGEN_FEATURES
-from tests.samples.training import small_config
+from tests.samples.training import make_data, small_config
 
 SPEC = "within_task:seed=0"
+
+
+@pytest.fixture(scope="module")
+def data():
+    return make_data()
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +56,7 @@ SHORT = small_config(SPEC, {"compiled": True}, epochs=1)
 
 @pytest.fixture(scope="module")
 def trained(counted, tmp_path_factory):
-    config = small_config(SPEC, {"compiled": True}, epochs=25, batch_size=32)
+    config = small_config(SPEC, {"compiled": True}, epochs=15, batch_size=32, learning_rate=0.02)
     return train(config, counted, tmp_path_factory.mktemp("run") / "run")
 
 

@@ -102,7 +102,7 @@ def test_a_build_that_takes_too_long_is_ended() -> None:
 
 def test_programs_side_by_side_have_partitions_of_their_own() -> None:
     config = GpuConfig(get_device("h200@0.25"), degree=4, gpu=TUNING_GPU, plan=PLAN, builders=2)
-    outcomes = measure(config, drawn(6))
+    outcomes = measure(config, drawn(4))
     assert {(o.status, o.meta["workers"], o.meta["sms"]) for o in outcomes.values()} == {("ok", 4, 32)}
 
 
@@ -116,13 +116,13 @@ def test_another_gpu_is_refused() -> None:
 
 def test_a_task_is_tuned_for_a_share(tmp_path: Path) -> None:
     out = tmp_path / "t"
-    report = tuned(out, 12, device="h200@0.5", failing=True)
+    report = tuned(out, 8, device="h200@0.5", failing=True)
     costs = report.costs
     assert report.device == "h200@0.5" and report.network is None
-    assert (costs.trials, costs.measurements, costs.dropped) == (12, 12, 0)
+    assert (costs.trials, costs.measurements, costs.dropped) == (8, 8, 0)
     dataset = Dataset.open(out / DATASET_FOLDER)
     records = dataset.records
-    assert len(records) == 13 and records["program"].is_unique, "the default schedule besides"
+    assert len(records) == 9 and records["program"].is_unique, "the default schedule besides"
     assert set(records["device"]) == {"h200@0.5"}
     assert dataset.meta["devices"]["h200@0.5"]["cores_used"] == 64, "partitions come in units of 8"
     metas = [join_meta(row) for row in records[records["status"] == "ok"].to_dict("records")]
@@ -154,11 +154,11 @@ def structural_hash_of(entry: Any) -> str:
 
 def test_a_resumed_tuning_measures_nothing_twice(tmp_path: Path) -> None:
     out = tmp_path / "t"
-    tuned(out, 6)
-    report = tuned(out, 12, resume=True)
+    tuned(out, 3, batch=3)
+    report = tuned(out, 6, batch=3, resume=True)
     records = Dataset.open(out / DATASET_FOLDER).records
-    assert report.costs.measurements == 12
-    assert len(records) == 13 and records["program"].is_unique
+    assert report.costs.measurements == 6
+    assert len(records) == 7 and records["program"].is_unique
     assert (records["origin"] == DEFAULT).sum() == 1
     assert report.untuned_s is not None
 
@@ -181,7 +181,7 @@ def test_the_default_schedule_is_what_stays_where_nothing_is_faster(tmp_path: Pa
     assert job is not None and job.space is not None
     script = {job.program.hash: {"run_s": 1e-7}}
     out = tmp_path / "t"
-    report = tuned(out, 4, gpu_arguments={"script": script})
+    report = tuned(out, 2, batch=2, gpu_arguments={"script": script})
     assert report.untuned_s == pytest.approx(1e-7, rel=0.01) and report.tuned_s == report.untuned_s
     best = min(json_database(out).get_all_tuning_records(), key=lambda entry: float(entry.run_secs[0]))
     assert structural_hash_of(best) == job.program.hash
@@ -191,25 +191,25 @@ def test_the_default_schedule_is_what_stays_where_nothing_is_faster(tmp_path: Pa
 def test_workers_search_and_one_process_measures(tmp_path: Path) -> None:
     out = tmp_path / "t"
     tasks = [(matmul_task(n), 1.0) for n in (32, 48)]
-    config = gpu_config(12, shards="auto")
+    config = gpu_config(6, shards="auto")
     report = tune_tasks("toy", tasks, device="h200@0.5", out=out, config=config, start_shard=ThreadShard)
     assert report.device == "h200@0.5" and report.untuned_s is not None
-    assert (report.costs.trials, report.costs.measurements) == (12, 12)
+    assert (report.costs.trials, report.costs.measurements) == (6, 6)
     records = Dataset.open(out / DATASET_FOLDER).records
-    assert len(records) == 14 and records["program"].is_unique
+    assert len(records) == 8 and records["program"].is_unique
     metas = [join_meta(row) for row in records.to_dict("records")]
     assert {meta["shard"] for meta in metas} == {0, 1}
     assert {(meta["workers"], meta["sms"]) for meta in metas} == {(2, 64)}, "side by side, each on its half"
     # which programs a search meets depends on who is first: where none beats the default schedule, that is kept as well
     kept = sum(task.untuned_s <= task.best_s for task in report.tasks if task.untuned_s and task.best_s)
-    assert len(json_database(out)) == 12 + kept
+    assert len(json_database(out)) == 6 + kept
 
 
 def test_a_gpu_that_is_lost_ends_all_workers(tmp_path: Path) -> None:
     lives = tmp_path / "lives"
     lives.write_text("1")
     arguments = {"lives": str(lives), "breaks": True}
-    config = gpu_config(12, shards=2, gpu_arguments=arguments)
+    config = gpu_config(4, shards=2, gpu_arguments=arguments)
     with pytest.raises(ProfilerError, match="the GPU does not answer"):
         tune_tasks(
             "toy",
