@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # More threads than cores make torch and numpy slower, and one test process is all that two cores serve well.
 export OMP_NUM_THREADS ?= $(shell nproc)
 
-.PHONY: demo test test-long install lint types check clean
+.PHONY: demo train test test-long install lint types check clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -21,6 +21,10 @@ install: $(VENV)/.native
 
 demo: install
 	$(BIN)/python -m cdmpp demo
+
+# Interrupted, it goes on from the last epoch.
+train: install
+	$(BIN)/python -m cdmpp train --config configs/cpu.yaml --out runs/cpu --resume
 
 test: install
 	$(BIN)/python -m pytest -m 'not check'

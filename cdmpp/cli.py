@@ -249,10 +249,13 @@ def _parser() -> argparse.ArgumentParser:
         command("report", _report, "what there is to say about a training run, as one HTML file")
     )
 
-    sub = command("demo", _demo, "train on the data that ships, show held-out error, predict a program")
-    sub.add_argument("--data", nargs="+", metavar="DIR", help="default: the datasets in data/")
-    sub.add_argument("--out", default="runs/demo", metavar="DIR")
-    sub.add_argument("--config", default="configs/demo.yaml", metavar="FILE")
+    sub = command("demo", _demo, "measure a small network here, predict it and compare, in minutes")
+    sub.add_argument(
+        "--data", nargs="+", default=["data"], metavar="DIR", help="the data that ship (default: data)"
+    )
+    sub.add_argument(
+        "--out", default="runs/demo", metavar="DIR", help="what is measured there already is used again"
+    )
     return parser
 
 
@@ -489,7 +492,7 @@ def _report(args: Namespace) -> Any:
 def _demo(args: Namespace) -> Any:
     from cdmpp.demo import run_demo
 
-    return run_demo(_console(), args.config, args.data, args.out)
+    return run_demo(_console(), _console(err=True), args.data, args.out)
 
 
 if __name__ == "__main__":

@@ -141,26 +141,34 @@ _METRICS = (
     ("top5_regret", "top-5 regret", _percent),
     ("n", "n", _number),
 )
+#: Those of them that fit beside long names.
+_BRIEF = ("mape", "median_ape", "pairwise_accuracy", "n")
 
 
-def _metrics_table(title: str, first: str) -> Table:
+def _metrics_table(
+    title: str, first: str, rows: Mapping[str, Mapping[str, Any]], *, brief: bool = False
+) -> Table:
     table = Table(title=title)
     table.add_column(first)
-    for _, heading, _ in _METRICS:
+    columns = [column for column in _METRICS if not brief or column[0] in _BRIEF]
+    for _, heading, _ in columns:
         table.add_column(heading, justify="right")
+    for name, metrics in rows.items():
+        table.add_row(name, *(form(metrics.get(key)) for key, _, form in columns))
     return table
 
 
-def show_metrics(console: Console, title: str, models: Mapping[str, Mapping[str, Any]]) -> None:
-    """One row of metrics a model, the noise floor below."""
-    table = _metrics_table(title, "model")
-    for name, metrics in models.items():
-        table.add_row(name, *(form(metrics.get(key)) for key, _, form in _METRICS))
-    console.print(table)
+def show_metrics(
+    console: Console, title: str, models: Mapping[str, Mapping[str, Any]], *, brief: bool = False
+) -> None:
+    """One row of metrics a model, the noise floor and the intervals below; the few most telling metrics if ``brief``."""
+    console.print(_metrics_table(title, "model", models, brief=brief))
     floor = next(iter(models.values())).get("noise_floor_mape")
     console.print(
         f"A perfect predictor would score a MAPE of {_percent(floor)}: the noise of the labels themselves."
     )
+    if brief:
+        return
     for name, metrics in models.items():
         if interval := metrics.get("interval"):
             console.print(
@@ -172,10 +180,7 @@ def show_metrics(console: Console, title: str, models: Mapping[str, Mapping[str,
 def show_groups(console: Console, groups: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
     """One table of metrics a grouping."""
     for grouping, rows in groups.items():
-        table = _metrics_table(f"by {grouping}", grouping)
-        for name, metrics in rows.items():
-            table.add_row(name, *(form(metrics.get(key)) for key, _, form in _METRICS))
-        console.print(table)
+        console.print(_metrics_table(f"by {grouping}", grouping, rows))
 
 
 def show_predictions(console: Console, result: Mapping[str, Any]) -> None:
@@ -247,7 +252,8 @@ class ProfileBar:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        if self._progress.console.is_terminal:  # elsewhere it would leave an empty line
+            self._progress.stop()
 
     def say(self, line: str) -> None:
         """A line of news above the bar."""
@@ -296,7 +302,8 @@ class CountBar:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        if self._progress.console.is_terminal:  # elsewhere it would leave an empty line
+            self._progress.stop()
 
     def update(self, done: int, total: int) -> None:
         """`done` of `total` are done."""

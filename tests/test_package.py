@@ -19,7 +19,7 @@ _CORE = (
     "cdmpp.program.ast",
     "cdmpp.program.ast_store",
     "cdmpp.program.types",
-    "cdmpp.report.metrics",
+    "cdmpp.predictor.metrics",
 )
 
 
