@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from cdmpp.cli import main
-from cdmpp.profiler.profile import ProfileConfig, profile
-from cdmpp.profiler.statistics import SamplingPlan
-from tests.profiler.programs import matmul_task
+from tests.samples.programs import matmul_task
 
 _METRICS = {
     "mape", "median_ape", "within_10pct", "within_20pct", "rmse_s", "pairwise_accuracy", "spearman",
@@ -26,18 +24,9 @@ def run(tmp_path: Path, *args: str) -> dict:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("cli") / "data"
-    plan = SamplingPlan(min_sample_s=0.0005, min_samples=2, max_samples=4)
-    config = ProfileConfig(programs_per_task=10, workers=1, builders=2, plan=plan)
-    profile(["mlp", "gru"], out=out, config=config)
-    return out
-
-
-@pytest.fixture(scope="module")
-def predictor(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def predictor(mlp: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("cli") / "run"
-    args = ["train", "--config", "configs/smoke.yaml", "--data", str(data), "--out", str(out)]
+    args = ["train", "--config", "configs/smoke.yaml", "--data", str(mlp), "--out", str(out)]
     assert main([*args, "--split", "within_task:test=0.3"]) == 0
     return out
 
@@ -63,17 +52,15 @@ def test_networks_lists_families(tmp_path: Path) -> None:
     assert all(row["tasks"] for row in result)
 
 
-def test_dataset_summary(tmp_path: Path, data: Path) -> None:
-    total = run(tmp_path, "dataset", str(data))["total"]
+def test_dataset_summary(tmp_path: Path, mlp: Path) -> None:
+    total = run(tmp_path, "dataset", str(mlp))["total"]
     assert {"records", "ok", "failures", "tasks", "networks", "devices", "noise_floor_mape"} <= set(total)
-    assert total["ok"] > 20 and total["networks"] == 2 and total["devices"] == 1
+    assert total["ok"] > 20 and total["networks"] == 1 and total["devices"] == 1
 
 
-def test_evaluate_has_the_keys_that_others_script_against(
-    tmp_path: Path, data: Path, predictor: Path
-) -> None:
+def test_evaluate_has_the_keys_that_others_script_against(tmp_path: Path, mlp: Path, predictor: Path) -> None:
     result = run(
-        tmp_path, "evaluate", "--predictor", str(predictor), "--data", str(data), "--by", "device,task"
+        tmp_path, "evaluate", "--predictor", str(predictor), "--data", str(mlp), "--by", "device,task"
     )
     assert {"overall", "groups", "split", "seed"} <= set(result)
     assert set(result["overall"]) >= _METRICS
@@ -83,15 +70,15 @@ def test_evaluate_has_the_keys_that_others_script_against(
 
 
 def test_finetune_trains_or_says_what_to_profile(
-    tmp_path: Path, data: Path, predictor: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, mlp: Path, predictor: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = ("finetune", "--predictor", str(predictor), "--data", str(data))
+    base = ("finetune", "--predictor", str(predictor), "--data", str(mlp))
     out = tmp_path / "tuned"
     args = ("--device", "this-cpu@1", "--tasks", "2", "--config", "configs/smoke.yaml", "--out", str(out))
     result = run(tmp_path, *base, *args)
     assert len(result["selection"]["tasks"]) == 2 and result["next_command"] is None
     assert set(result["overall"]) >= _METRICS
-    run(tmp_path, "evaluate", "--predictor", str(out), "--data", str(data))
+    run(tmp_path, "evaluate", "--predictor", str(out), "--data", str(mlp))
 
     capsys.readouterr()
     elsewhere = ("--device", "h200", "--out", str(tmp_path / "h200"))
@@ -105,17 +92,8 @@ def test_finetune_trains_or_says_what_to_profile(
 
 
 def test_predict_a_network_per_task(tmp_path: Path, predictor: Path) -> None:
-    args = (
-        "predict",
-        "--predictor",
-        str(predictor),
-        "--device",
-        "this-cpu@1",
-        "mlp",
-        "--programs-per-task",
-        "4",
-    )
-    result = run(tmp_path, *args)
+    there = ("--predictor", str(predictor), "--device", "this-cpu@1")
+    result = run(tmp_path, "predict", *there, "mlp", "--programs-per-task", "4")
     assert len(result["tasks"]) >= 3
     for row in result["tasks"]:
         assert 0 < row["best_s"] <= row["median_s"] <= row["worst_s"]
@@ -138,14 +116,14 @@ def test_predict_a_program_file(tmp_path: Path, predictor: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
 def test_predictions_told_the_instructions(
-    tmp_path: Path, data: Path, predictor: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, mlp: Path, predictor: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = tmp_path / "program.json"
     program.write_text(matmul_task(32).tir_json)
     there = ("--device", "this-cpu@1")
     error = error_of(capsys, "predict", "--predictor", str(predictor), *there, str(program), "--compile", "1")
     assert "model.compiled" in error
-    shutil.copytree(data, tmp_path / "data")
+    shutil.copytree(mlp, tmp_path / "data")
     run(tmp_path, "codegen", str(tmp_path / "data"))
     config = tmp_path / "c.yaml"
     config.write_text("model: {dim: 16, heads: 2, layers: 1, compiled: true}\ntrain: {epochs: 1}\n")
@@ -159,12 +137,12 @@ def test_predictions_told_the_instructions(
     scores = run(tmp_path, "evaluate", *trained, "--data", str(tmp_path / "data"), "--compiled")
     assert scores["n_compiled"] == scores["overall"]["n"]
     capsys.readouterr()
-    error = error_of(capsys, "evaluate", *trained, "--data", str(data), "--compiled")
+    error = error_of(capsys, "evaluate", *trained, "--data", str(mlp), "--compiled")
     assert "cdmpp codegen" in error
 
 
 def test_predictions_told_what_was_measured_elsewhere(
-    tmp_path: Path, data: Path, predictor: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, mlp: Path, predictor: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = tmp_path / "program.json"
     program.write_text(matmul_task(32).tir_json)
@@ -178,7 +156,7 @@ def test_predictions_told_what_was_measured_elsewhere(
     assert "rtx-3060=1.3ms" in error_of(capsys, *there, "--measured", "this-cpu@1")
     assert "too little of a cpu" in error_of(capsys, *there, "--measured", "h200=1ms")
     assert "not both" in error_of(capsys, *there, "--measured", "this-cpu@1=1ms", "--compile", "1")
-    told_of = ("evaluate", "--predictor", str(predictor), "--data", str(data), "--measured")
+    told_of = ("evaluate", "--predictor", str(predictor), "--data", str(mlp), "--measured")
     assert "measured on another device" in error_of(capsys, *told_of)
 
 

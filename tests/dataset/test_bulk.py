@@ -12,7 +12,7 @@ from pandas.testing import assert_frame_equal
 from cdmpp.dataset import Dataset
 from cdmpp.dataset.store import write_dataset
 from cdmpp.errors import DatasetError, LabelError
-from tests.dataset.dataset_samples import add_all, failure, program, record, small_dataset, space, task
+from tests.samples.datasets import add_all, failure, program, record, small_dataset, space, task
 
 
 def test_the_same_dataset_as_by_rows(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from cdmpp.dataset import Dataset, Record, merge
 from cdmpp.errors import DatasetError
 from cdmpp.program.types import Task
-from tests.dataset.dataset_samples import (
+from tests.samples.datasets import (
     DEVICE,
     add_all,
     failure,

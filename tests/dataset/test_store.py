@@ -24,7 +24,7 @@ from cdmpp.dataset.rows import RowStore
 from cdmpp.dataset.schema import MAX_ERROR_CHARS, RECORD_COLUMNS, TABLES
 from cdmpp.errors import DatasetError, LabelError, SchemaVersionError
 from cdmpp.program.types import Program, Task
-from tests.dataset.dataset_samples import (
+from tests.samples.datasets import (
     DEVICE,
     OTHER_DEVICE,
     add_all,
@@ -225,9 +225,8 @@ def test_two_writers_do_not_meet(tmp_path: Path) -> None:
 
 _HOLD = """
 import sys, time
-sys.path.insert(0, sys.argv[2])
 from cdmpp.dataset import Dataset
-from dataset_samples import add_all, record
+from tests.samples.datasets import add_all, record
 dataset = Dataset.open(sys.argv[1])
 add_all(dataset, 80)
 dataset.add_record(record(80))
@@ -238,7 +237,7 @@ time.sleep(60)
 
 def test_a_killed_writer_loses_nothing_and_gives_the_lock_back(tmp_path: Path) -> None:
     small_dataset(tmp_path / "d")
-    command = [sys.executable, "-c", _HOLD, str(tmp_path / "d"), str(Path(__file__).parent)]
+    command = [sys.executable, "-c", _HOLD, str(tmp_path / "d")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
         dataset = Dataset.open(tmp_path / "d")

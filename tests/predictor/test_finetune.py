@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from predictor_synthetic import make_data, make_device
 
 from cdmpp.errors import PredictorError, SplitError, UnknownDeviceError
 from cdmpp.predictor import Predictor, evaluate, few_shot, finetune, load_config
@@ -21,6 +20,7 @@ from cdmpp.predictor.scaling import DevicePair, DeviceScaling
 from cdmpp.predictor.splitting import split_data
 from cdmpp.profiler.profile import read_task_file
 from cdmpp.report.content import collect_report
+from tests.samples.training import make_data, make_device
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def quick(config, **changes):
     return config.model_copy(update={"train": config.train.model_copy(update=train)})
 
 
-@pytest.fixture()
+@pytest.fixture(scope="module")
 def base(small, config):
     """Trained on ``slow`` alone."""
     changed = quick(config, epochs=8, learning_rate=0.01)

@@ -11,7 +11,6 @@ import numpy as np
 import optuna
 import pytest
 import yaml
-from predictor_synthetic import make_data
 from rich.console import Console
 
 from cdmpp.cli import main
@@ -20,6 +19,7 @@ from cdmpp.errors import LabelError, PredictorError
 from cdmpp.predictor import config_from_dict, load_config, train
 from cdmpp.predictor.baselines import CdmppModel, LatencyModel, TaskMedian, make_model
 from cdmpp.predictor.search import SEARCHED_MODELS, own_values, search, search_space, trial_options
+from tests.samples.training import make_data
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from cdmpp.profiler.codegen import (
 )
 from cdmpp.profiler.codegen_store import collect_codegen, load_codegen, save_codegen
 from cdmpp.program.space import Rebuilder
-from tests.profiler.programs import matmul_task, sampled
+from tests.samples.programs import matmul_task, sampled
 
 LISTING = """
 x.so:     file format elf64-x86-64

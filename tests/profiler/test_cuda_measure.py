@@ -18,7 +18,7 @@ from cdmpp.profiler.bundle import write_bundle
 from cdmpp.profiler.cuda_calibration import possible_degree
 from cdmpp.profiler.cuda_measure import MeasureConfig, measure, share_of
 from cdmpp.profiler.statistics import SamplingPlan
-from tests.profiler.fake_gpu import FakeGpu, toy_bundle, toy_program
+from tests.samples.gpu import FAKE_GPU, FakeGpu, toy_bundle, toy_program
 
 PLAN = SamplingPlan(min_sample_s=0.001, min_samples=2, max_samples=4, max_measure_s=0.2)
 
@@ -31,7 +31,7 @@ def config_of(script: dict[str, Any] | None = None, **changes: Any) -> MeasureCo
         run_timeout_s=0.2,
         hang_s=5.0,
         compilers=1,
-        gpu="tests.profiler.fake_gpu:FakeGpu",
+        gpu=FAKE_GPU,
         gpu_arguments=arguments,
     )
     return replace(config, **changes)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -17,7 +13,7 @@ from cdmpp.program.ast import (
     compact_ast,
     compact_asts,
 )
-from tests.program.ast_programs import CHAIN, COLUMNS, CONV, CUDA, GATE, GATHER, MATMUL, PREDICATED, parse
+from tests.samples.scripts import CHAIN, COLUMNS, CONV, CUDA, GATE, GATHER, MATMUL, PREDICATED, parse
 
 
 def leaf(ast: CompactAST, number: int) -> dict[str, float]:
@@ -330,35 +326,6 @@ def test_programs_do_not_influence_each_other() -> None:
             np.testing.assert_array_equal(ast.leaves, expected.leaves)
             np.testing.assert_array_equal(ast.positions, expected.positions)
             assert ast.n_nodes == expected.n_nodes
-
-
-def test_equal_in_another_process() -> None:
-    code = (
-        "import sys, hashlib; sys.path.insert(0, sys.argv[1])\n"
-        "from tests.program.ast_programs import CONV, CUDA, parse\n"
-        "from cdmpp.program.ast import compact_asts\n"
-        "for a in compact_asts([parse(CONV), parse(CUDA)]):\n"
-        "    print(hashlib.sha256(a.leaves.tobytes() + a.positions.tobytes()).hexdigest())\n"
-    )
-    here = str(Path(__file__).parents[2])
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", code, here],
-            capture_output=True, text=True, check=True, timeout=120, env={"PYTHONHASHSEED": seed, "PATH": "/usr/bin:/bin"},
-        ).stdout
-        for seed in ("1", "2")
-    }  # fmt: skip
-    assert len(outputs) == 1
-    assert len(outputs.pop().split()) == 2
-
-
-def test_importing_the_module_does_not_import_tvm() -> None:
-    code = (
-        "import sys, cdmpp.program.ast, cdmpp.program.ast.store, cdmpp.predictor.positional\n"
-        "assert cdmpp.program.ast.FEATURE_SET\n"
-        "assert 'tvm' not in sys.modules and 'tvm_ffi' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_columns_use_few_sets_of_a_cache_and_many_pages() -> None:

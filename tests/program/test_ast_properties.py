@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cdmpp.program.ast import CompactAST, compact_ast, compact_asts
-from tests.program.ast_programs import CHAIN, CONV, CUDA, GATHER, MATMUL, PREDICATED, parse
+from tests.samples.scripts import CHAIN, CONV, CUDA, GATHER, MATMUL, PREDICATED, parse
 
 PROGRAMS = {
     "matmul": MATMUL, "conv": CONV, "chain": CHAIN, "predicated": PREDICATED, "cuda": CUDA, "gather": GATHER,
@@ -62,7 +62,6 @@ def identifiers(text: str) -> list[str]:
     return sorted(bound)
 
 
-@settings(max_examples=12, deadline=None)
 @given(st.sampled_from(sorted(PROGRAMS)), st.randoms(use_true_random=False))
 def test_names_change_nothing(name: str, random: Any) -> None:
     text = PROGRAMS[name]
@@ -105,7 +104,6 @@ def schedule(data: st.DataObject) -> Any:
     return sch.mod
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_the_loops_of_every_leaf_cover_its_domain(data: st.DataObject) -> None:
     tree = compact_ast(schedule(data))
@@ -129,7 +127,6 @@ def test_the_loops_of_every_leaf_cover_its_domain(data: st.DataObject) -> None:
     assert (tree.column("mem_instructions_64b") <= tree.column("mem_instructions_16b") + 1e-3).all()
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_splitting_a_loop_changes_the_ast(data: st.DataObject) -> None:
     import tvm
@@ -164,7 +161,7 @@ def test_imperfect_splits_count_their_extra_iterations() -> None:
     assert tree.column("predicated").tolist() == [0, 0, 1]
 
 
-@settings(max_examples=40, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(derandomize=True)
 @given(st.data())
 def test_footprints_equal_a_count_of_the_elements(data: st.DataObject) -> None:
     """Distinct elements and cache lines of an affine access, counted one by one."""

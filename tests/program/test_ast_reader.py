@@ -20,7 +20,7 @@ from cdmpp import Predictor
 from cdmpp.errors import CdmppError, ProgramError
 from cdmpp.program.ast import CompactAST, compact_ast, compact_asts, reader
 from tests.golden import golden
-from tests.program.ast_programs import CHAIN, CONV, parse
+from tests.samples.scripts import CHAIN, CONV, parse
 
 ROOT = Path(__file__).parents[2]
 

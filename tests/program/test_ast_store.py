@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cdmpp.errors import DatasetError, FeatureMismatchError
@@ -34,7 +34,6 @@ def assert_same(a: dict[str, CompactAST], b: dict[str, CompactAST]) -> None:
         assert b[program].positions.dtype == np.int32
 
 
-@settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(1, 9), max_size=12), st.integers(0, 1000))
 def test_round_trip(tmp_path_factory: pytest.TempPathFactory, sizes: list[int], seed: int) -> None:
     asts = {f"{i * 7919 + seed:016x}": make(n, seed + i) for i, n in enumerate(sizes)}

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from predictor_synthetic import make_data
 
 from cdmpp.cli import main
 from cdmpp.errors import CdmppError, PredictorError
@@ -20,6 +19,7 @@ from cdmpp.predictor.data import subset
 from cdmpp.program.types import Task
 from cdmpp.report.content import RunReport, collect_report, latency_decade, seconds_text
 from cdmpp.report.html import report_html, write_report
+from tests.samples.training import make_data
 
 HOSTILE = "<script>alert('net')</script> & co"
 

@@ -19,6 +19,9 @@ from cdmpp.profiler.cuda_limits import KernelShape
 from cdmpp.profiler.cuda_program import CudaProgram, Launch
 from cdmpp.program.types import Program, Space, Task
 
+#: The names of the GPUs below, to be put into a configuration.
+FAKE_GPU = "tests.samples.gpu:FakeGpu"
+TUNING_GPU = "tests.samples.gpu:TuningGpu"
 SMS = 132
 
 
@@ -168,3 +171,30 @@ def toy_bundle(
 def no_reference(task: str) -> Reference:
     """A reference that nothing equals."""
     return summarise_outputs(task, 7, {1: np.full(64, -1.0)})
+
+
+def gpu_latency_s(digest: str) -> float:
+    """Between 10 and 1000 us."""
+    return 1e-5 * (1 + int(digest[:4], 16) % 100)
+
+
+def fails(digest: str) -> bool:
+    """Every other program cannot be loaded."""
+    return int(digest[5], 16) % 2 == 0
+
+
+class TuningGpu(FakeGpu):
+    """For tunings, whose programs are not known before: latency by hash. With ``failing`` every other program cannot be
+    loaded, with ``breaks`` all break the context."""
+
+    def __init__(self, failing: bool = False, breaks: bool = False, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._failing, self._breaks = failing, breaks
+
+    def _of(self, program: str) -> Mapping[str, Any]:
+        return {
+            "run_s": gpu_latency_s(program),
+            "fault_load": self._failing and fails(program),
+            "fault": "first" if self._breaks else "",
+            **self.script.get(program, {}),
+        }
