@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,21 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.e
 settings.register_profile("few", deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("many", settings.get_profile("few"), max_examples=100)
 settings.load_profile("few")
+
+
+#: Name of a machine of :mod:`tests.machines` whose facts stand in place of this one's (``make machines``).
+if MACHINE := os.environ.get("CDMPP_TEST_MACHINE"):
+    _folder = tempfile.TemporaryDirectory(prefix="cdmpp-machine-")
+    os.environ[ROOT_VARIABLE] = str(write_machine(Path(_folder.name), MACHINES[MACHINE]))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Code for another machine does not run on this one."""
+    if MACHINE:
+        elsewhere = pytest.mark.skip(reason=f"runs code that is compiled for this machine, which is said to be {MACHINE}")
+        for item in items:
+            if item.get_closest_marker("runs_here"):
+                item.add_marker(elsewhere)
 
 
 @pytest.fixture(scope="session")
