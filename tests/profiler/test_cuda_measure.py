@@ -77,12 +77,14 @@ def test_a_limit_is_even_over_the_tasks(tmp_path: Path) -> None:
 
 def test_shares_are_devices_of_their_own(tmp_path: Path) -> None:
     bundle = toy_bundle(4)
-    measure(bundle, out=tmp_path / "d", config=config_of())
-    report = measure(bundle, out=tmp_path / "d", device="h200@0.5", config=config_of())
+    measure(bundle, out=tmp_path / "whole", config=config_of())
+    report = measure(bundle, out=tmp_path / "half", device="h200@0.5", config=config_of())
     assert report.device == "h200@0.5" and report.facts.share_sms == 64
-    assert Dataset.open(tmp_path / "d").meta["devices"]["h200@0.5"]["cores_used"] == 64
-    records = Dataset.open(tmp_path / "d").records
-    assert records["device"].value_counts().to_dict() == {"h200": 4, "h200@0.5": 4}
+    dataset = Dataset.open(tmp_path / "half")
+    assert dataset.meta["devices"]["h200@0.5"]["cores_used"] == 64
+    assert dataset.records["device"].value_counts().to_dict() == {"h200@0.5": 4}
+    with pytest.raises(DatasetError, match=r"choose another folder for those of h200@0\.5"):
+        measure(bundle, out=tmp_path / "whole", device="h200@0.5", config=config_of())
 
 
 @pytest.mark.parametrize("device", ["a100", "h200@0", "h200@2", "h200@half"])

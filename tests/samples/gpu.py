@@ -132,6 +132,8 @@ def toy_bundle(
     statuses: Mapping[int, str] | None = None,
 ) -> Bundle:
     """A bundle of `programs` programs ``p000``... of `tasks` tasks; the grids take turns."""
+    from cdmpp.device import get_device
+
     task_of, space_of, program_of, kernels, references = {}, {}, {}, [], {}
     for t in range(tasks):
         digest = f"{t:016x}"
@@ -161,7 +163,7 @@ def toy_bundle(
         "device": "h200",
         "arch": "sm_90",
         "compiler": "none",
-        "devices": {"h200": {"model": "NVIDIA H200", "name": "h200"}, "h200@0.5": {"name": "h200@0.5"}},
+        "devices": {name: get_device(name).to_json() for name in ("h200", "h200@0.5")},
         "network_families": {"toy": "mlp"},
         "versions": {},
     }
