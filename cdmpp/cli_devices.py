@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from cdmpp.device.measure import MeasuredDevice
+    from cdmpp.profiler.rates import MeasuredDevice
 
 #: Measured quantity -> what the table says about it: a field, or a key of ``peak_gflops``.
 _BESIDE = {
@@ -34,8 +34,7 @@ def run_devices(args: argparse.Namespace, console: Console) -> Any:
     """Show what is known, add to it, or measure this machine."""
     from cdmpp.cli_render import show_devices
     from cdmpp.device import add_device_file, known_devices, load_table
-    from cdmpp.device.plausible import missing_fields
-    from cdmpp.device.table import read_device_file, user_file
+    from cdmpp.device.table import missing_fields, read_device_file, user_file
     from cdmpp.errors import CdmppError
 
     if args.out and not args.measure:
@@ -65,13 +64,14 @@ def run_devices(args: argparse.Namespace, console: Console) -> Any:
 
 
 def _measure(args: argparse.Namespace, console: Console, table: Any) -> Any:
-    from cdmpp.device.measure import measure_machine, write_row
+    from cdmpp.device.table import write_device_file
+    from cdmpp.profiler.rates import measure_machine
 
     found = measure_machine(table)
     for device in found:
         _show(console, device)
     if args.out:
-        write_row([device.row for device in found], args.out)
+        write_device_file([device.row for device in found], args.out)
         console.print(f"{args.out} is a device file: cdmpp devices --add {args.out}")
     return _report(found)
 
@@ -83,7 +83,7 @@ def _report(found: Sequence[MeasuredDevice]) -> Any:
             "measured": device.results,
             "table": {quantity: _known(device, quantity) for quantity in device.results},
             "skipped": list(device.skipped),
-            "row": device.row.model_dump(mode="json", exclude_unset=True),
+            "row": device.row.to_json(),
         }
         for device in found
     ]
@@ -95,9 +95,7 @@ def _known(device: MeasuredDevice, quantity: str) -> float | None:
         return None
     field, _, key = _BESIDE.get(quantity, quantity).partition(".")
     if key:
-        from cdmpp.device.build import build_device
-
-        return build_device(device.known).peak_gflops.get(key)
+        return device.known.used().peak_gflops.get(key)
     return getattr(device.known, field, None)
 
 

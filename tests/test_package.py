@@ -18,7 +18,7 @@ _CORE = (
     "cdmpp.predictor.trainer",
     "cdmpp.program.ast",
     "cdmpp.program.types",
-    "cdmpp.report.metrics",
+    "cdmpp.predictor.metrics",
 )
 
 

@@ -19,13 +19,12 @@ from cdmpp.dataset.record import Record
 from cdmpp.dataset.schema import LOCK_FILE, META_FILE, RECORD_COLUMNS, SCHEMA_VERSION, TABLES
 from cdmpp.dataset.tables import StoredTables, journal_file, parquet_file, stack
 from cdmpp.dataset.view import DatasetView, unite_networks
+from cdmpp.device import Device
 from cdmpp.errors import DatasetError
 from cdmpp.program.types import Program, Space, Task
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from cdmpp.device import Device
 
 _LOG = logging.getLogger(__name__)
 
@@ -244,7 +243,7 @@ class Dataset(DatasetView):
                 f"{self.path} holds labels of {', '.join(sorted(names))}: choose another folder for those of {device.name}"
             )
         if "devices" in self.meta:
-            stored = type(device).from_json(self.meta["devices"][device.name])
+            stored = Device.from_json(self.meta["devices"][device.name])
             check_same(device, stored, "use", str(self.path))
         self.update_meta(devices={device.name: device.to_json()})
 

@@ -1,4 +1,4 @@
-"""What this machine is: its CPU as a row of the device table.
+"""What this machine is.
 
 Read from ``/proc/cpuinfo``, ``/proc/meminfo`` and ``/sys``; nothing is measured. The microarchitecture follows from family
 and model, not from the flags: a Zen 4 whose AVX-512 a hypervisor hides is still a Zen 4 (and code for it is then restricted
@@ -14,10 +14,8 @@ import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from cdmpp.device.row import DeviceRow
+from cdmpp.device.spec import Device
 
 _LOG = logging.getLogger(__name__)
 
@@ -174,11 +172,10 @@ def machine_facts() -> dict[str, str | int | float | None]:
     return {**{name: getattr(facts, name) for name in names}, "virtual": "hypervisor" in facts.flags}
 
 
-def cpu_row(facts: CpuFacts) -> DeviceRow:
-    """The row of a CPU: named after its brand, microarchitecture, nominal clock and, where a hypervisor hides some of its
-    instructions, the level that is left."""
-    from cdmpp.device.row import DeviceRow
-
+def detect_cpu(root: Path | None = None, machine: str = "") -> Device:
+    """The CPU below ``root`` (:func:`read_cpu_facts`), whole: named after its brand, microarchitecture, nominal clock and,
+    where a hypervisor hides some of its instructions, the level that is left."""
+    facts = read_cpu_facts(root, machine)
     vendor, arch, wanted = _microarchitecture(facts)
     nominal_mhz = _nominal_mhz(facts)
     clock = f"-{nominal_mhz / 1000:.3g}ghz" if nominal_mhz else ""
@@ -188,7 +185,7 @@ def cpu_row(facts: CpuFacts) -> DeviceRow:
     simd_bits, fma = _x86_simd(facts.flags) if x86 else _arm_simd(arch, facts.flags)
     mcpu = _usable_mcpu(wanted, facts.flags) if x86 else wanted
     hidden = f"-{mcpu}" if wanted and mcpu != wanted else ""
-    return DeviceRow(
+    return Device(
         name=f"{name}{clock}{hidden}",
         kind="cpu",
         vendor=vendor,
@@ -205,7 +202,9 @@ def cpu_row(facts: CpuFacts) -> DeviceRow:
         l3_kb=facts.l3_kb,
         mem_gb=facts.mem_gb,
         virtual=("hypervisor" in facts.flags) if x86 else None,
-        source="detected: /proc/cpuinfo, /sys; peak: two vector pipes a core unless it is known to have one",
+        sources=(
+            "detected: /proc/cpuinfo, /sys; peak: two vector pipes a core unless it is known to have one",
+        ),
     )
 
 

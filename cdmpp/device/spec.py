@@ -1,10 +1,25 @@
-"""Device: a piece of hardware as it is used, with what is known about it."""
+"""Device: a piece of hardware as it is used, with what is known about it. A row of the table is the whole of one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
+
+from cdmpp.errors import UnknownDeviceError
+
+#: Instruction sets that code for a CPU can be restricted to, the x86-64 levels of the psABI (LLVM's names): vector width
+#: and whether a multiply-add is one instruction. v2 is SSE4.2, v3 AVX2 with FMA, v4 AVX-512.
+ISAS: dict[str, tuple[int, bool]] = {
+    "x86-64": (128, False),
+    "x86-64-v2": (128, False),
+    "x86-64-v3": (256, True),
+    "x86-64-v4": (512, True),
+}
+
+#: Vector instructions a core starts per cycle where the row does not say: two 128- to 512-bit pipes are what server cores
+#: since Haswell and Zen 2 have (some Xeon Silver and Bronze have one 512-bit FMA pipe: their peak is half).
+ASSUMED_SIMD_PIPES = 2
 
 
 @dataclass(frozen=True)
@@ -14,45 +29,43 @@ class Device:
     Attributes
     ----------
     name
-        Canonical: ``base[.isa][@share]``, such as ``xeon-cascadelake-2.5ghz.x86-64-v2@1``, ``h200`` or
-        ``h200@0.5``.
-    base
-        The hardware without restriction and share.
+        Canonical: ``base[.isa][@share]``, such as ``xeon-cascadelake-2.5ghz.x86-64-v2@1``, ``h200`` or ``h200@0.5``.
     kind
         ``"cpu"`` or ``"gpu"``.
-    vendor
-        ``intel``, ``amd``, ``arm``, ``nvidia``, ...
-    model
-        What the hardware calls itself.
+    base
+        The hardware without restriction and share.
+    aliases
+        Other names, such as the model string that a driver reports.
+    vendor, model
+        ``intel``, ``amd``, ``arm``, ``nvidia``, ...; what the hardware calls itself.
     share
         Cores (CPU) or fraction of the SMs (GPU, at most 1).
     cores, cores_used
         Cores, SMs or CUs of the whole, and of the share.
     isa
-        An instruction set that the code is restricted to (``x86-64-v2``); "" for all that the CPU has.
+        An instruction set of :data:`ISAS` that the code is restricted to; "" for all that the CPU has.
     arch
         Microarchitecture: ``cascadelake``, ``hopper``, ``cdna2``.
+    mcpu, mtriple
+        LLVM's name of the CPU or GPU (``cascadelake``, ``sm_90``, ``gfx90a``); the triple of a CPU of another kind than
+        this machine's.
     clock_mhz
         Nominal clock of a CPU, boost clock of a GPU.
-    simd_bits
-        Vector width of a CPU as restricted.
+    simd_bits, simd_pipes
+        Vector width of a CPU as restricted; vector instructions that a core starts per cycle.
     fma
         Whether a multiply-add is one instruction.
     lanes_per_core
-        fp32 operations that one core starts per cycle (a multiply-add counts once): CPU pipes x vector
-        lanes, GPU lanes per SM.
+        fp32 operations that one core starts per cycle (a multiply-add counts once): CPU pipes x vector lanes, GPU lanes per
+        SM.
     l1_kb
         Data cache of one core or SM. NVIDIA since Volta: L1 and shared memory together.
-    l2_kb
-        CPU: of one core. GPU: of the whole device.
-    l3_kb
-        Last-level cache of the whole device.
-    shared_kb
-        Shared memory (LDS) of one SM (CU) that programs can use.
-    registers_per_core
-        32-bit registers of one SM.
-    warp_size, max_threads_per_core
-        GPU only.
+    l2_kb, l3_kb
+        L2 of one core of a CPU, of the whole GPU; last-level cache of the whole device.
+    shared_kb, registers_per_core
+        Shared memory (LDS) and 32-bit registers of one SM (CU) that programs can use.
+    warp_size, max_threads_per_core, max_threads_per_block, max_shared_per_block_kb
+        GPU only; the limits of a block are those without opting in to more.
     mem_gb, bandwidth_gb_s
         Memory of the whole device; a share keeps both, as one core may use more than its part.
     tdp_w
@@ -60,8 +73,8 @@ class Device:
     process_nm
         Manufacturing process, as marketed: with the power it tells how much of the peak can be sustained.
     peak_gflops
-        Peak by data type *of the share*: ``float32``, ``float16``, ``float64``, and ``..._matrix`` for
-        matrix units (``tfloat32_matrix``, ``float16_matrix``), dense.
+        Peak by data type *of the share*: ``float32``, ``float16``, ``float64``, and ``..._matrix`` for matrix units
+        (``tfloat32_matrix``, ``float16_matrix``), dense.
     launch_overhead_us
         Cost of starting one kernel.
     virtual
@@ -75,26 +88,32 @@ class Device:
     """
 
     name: str
-    base: str
     kind: str
-    vendor: str
-    model: str
-    share: float
+    base: str = ""
+    aliases: tuple[str, ...] = ()
+    vendor: str = ""
+    model: str = ""
+    share: float = 1.0
     cores: int | None = None
     cores_used: float | None = None
     isa: str = ""
     arch: str = ""
+    mcpu: str = ""
+    mtriple: str = ""
     clock_mhz: float | None = None
     simd_bits: int | None = None
+    simd_pipes: int | None = None
     fma: bool | None = None
     lanes_per_core: int | None = None
     l1_kb: float | None = None
     l2_kb: float | None = None
     l3_kb: float | None = None
     shared_kb: float | None = None
+    max_shared_per_block_kb: float | None = None
     registers_per_core: int | None = None
     warp_size: int | None = None
     max_threads_per_core: int | None = None
+    max_threads_per_block: int | None = None
     mem_gb: float | None = None
     bandwidth_gb_s: float | None = None
     tdp_w: float | None = None
@@ -106,15 +125,119 @@ class Device:
     target: Mapping[str, Any] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
 
-    def differences(self, other: Device) -> list[str]:
-        """What says that two specifications are not of one device, such as ``"arch zen3 / zen4"``; empty if nothing does.
+    def used(self, share: float | None = None, isa: str = "", cores_here: int | None = None) -> Device:
+        """A share of this whole device, its code perhaps restricted to an instruction set.
 
-        See :func:`identity_differences`.
+        Parameters
+        ----------
+        share
+            Cores of a CPU (a whole number), fraction of a GPU (0 < share <= 1); None for all.
+        isa
+            One of :data:`ISAS`, or "" for all that the CPU has.
+        cores_here
+            Cores of this machine, where the device is its CPU. Elsewhere there may be a larger virtual machine with the
+            same CPU.
+
+        Raises
+        ------
+        UnknownDeviceError
+            There is no such share or restriction of this device.
         """
-        mine, others = (
-            {**vars(d), "code": d.target.get("mcpu") or d.target.get("arch")} for d in (self, other)
+        return (
+            self._part_of_gpu(share, isa) if self.kind == "gpu" else self._part_of_cpu(share, isa, cores_here)
         )
-        return identity_differences(mine, others)
+
+    def _part_of_cpu(self, share: float | None, isa: str, cores_here: int | None) -> Device:
+        share = share if share is not None else cores_here or self.cores
+        if share is None:
+            raise UnknownDeviceError(
+                f"{self.name}: the number of its cores is unknown; say how many, as {self.name}@1"
+            )
+        if not float(share).is_integer() or share < 1:
+            raise UnknownDeviceError(
+                f"{self.name}@{share:g}: the share of a CPU is a number of cores, 1 or more"
+            )
+        if cores_here is not None and share > cores_here:
+            raise UnknownDeviceError(f"{self.name}@{share:g}: this machine has {cores_here} cores")
+        used, cores, mem_gb = int(share), self.cores, self.mem_gb
+        if cores is not None and used > cores:
+            if cores_here is None and not self.virtual:
+                raise UnknownDeviceError(f"{self.name}@{share:g}: it has {cores} cores")
+            cores, mem_gb = used, None
+        simd_bits, fma, mcpu = self.simd_bits, self.fma, self.mcpu
+        pipes = self.simd_pipes or ASSUMED_SIMD_PIPES
+        if isa:
+            isa_bits, isa_fma = ISAS[isa]
+            if simd_bits is not None and isa_bits > simd_bits:
+                raise UnknownDeviceError(f"{self.name}.{isa}: it has no {isa_bits}-bit vectors")
+            if (
+                simd_bits is not None
+            ):  # what takes a whole cycle at full width may be done twice in one at half of it
+                pipes = min(ASSUMED_SIMD_PIPES, pipes * simd_bits // isa_bits)
+            simd_bits, mcpu = isa_bits, isa
+            fma = isa_fma if fma is None else fma and isa_fma
+        lanes = self.lanes_per_core if not isa else None
+        if lanes is None and simd_bits is not None:
+            lanes = simd_bits // 32 * pipes
+        peaks: dict[str, float] = {}
+        if not isa and self.peak_gflops and cores:
+            peaks = {name: peak * used / cores for name, peak in self.peak_gflops.items()}
+        elif lanes is not None and self.clock_mhz is not None and fma is not None:
+            float32 = used * self.clock_mhz / 1e3 * lanes * (2 if fma else 1)
+            peaks = {"float32": float32, "float64": float32 / 2}
+        target = {"kind": "llvm", "num-cores": used, "mcpu": mcpu, "mtriple": self.mtriple}
+        return replace(
+            self,
+            name=f"{self.name}{f'.{isa}' if isa else ''}@{used}",
+            base=self.name,
+            share=float(used),
+            cores=cores,
+            cores_used=float(used),
+            isa=isa,
+            mcpu=mcpu,
+            simd_bits=simd_bits,
+            simd_pipes=pipes,
+            fma=fma,
+            lanes_per_core=lanes,
+            mem_gb=mem_gb,
+            peak_gflops=peaks,
+            target={key: value for key, value in target.items() if value != ""},
+        )
+
+    def _part_of_gpu(self, share: float | None, isa: str) -> Device:
+        share = 1.0 if share is None else share
+        if isa:
+            raise UnknownDeviceError(f"{self.name}.{isa}: only a CPU can be restricted to an instruction set")
+        if not 0 < share <= 1:
+            raise UnknownDeviceError(
+                f"{self.name}@{share:g}: the share of a GPU is a fraction, above 0 and at most 1"
+            )
+        peaks = dict(self.peak_gflops)
+        if "float32" not in peaks and self.cores and self.lanes_per_core and self.clock_mhz:
+            peaks["float32"] = 2 * self.cores * self.lanes_per_core * self.clock_mhz / 1e3
+        return replace(
+            self,
+            name=self.name if share == 1 else f"{self.name}@{share:g}",
+            base=self.name,
+            share=float(share),
+            cores_used=None if self.cores is None else max(1.0, round(self.cores * share)),
+            fma=True if self.fma is None else self.fma,
+            peak_gflops={name: peak * share for name, peak in peaks.items()},
+            target=self._gpu_target(),
+        )
+
+    def _gpu_target(self) -> dict[str, Any]:
+        limits = {
+            "max_threads_per_block": self.max_threads_per_block or 1024,
+            "max_shared_memory_per_block": int((self.max_shared_per_block_kb or 48) * 1024),
+        }
+        if self.mcpu.startswith("sm_"):
+            return {"kind": "cuda", "arch": self.mcpu, **limits, "thread_warp_size": self.warp_size or 32}
+        if self.mcpu.startswith("gfx"):
+            return {"kind": "rocm", "mcpu": self.mcpu, **limits, "thread_warp_size": self.warp_size or 64}
+        if self.vendor == "intel":
+            return {"kind": "opencl", **limits, "thread_warp_size": self.warp_size or 1}
+        return {}
 
     @property
     def share_fraction(self) -> float | None:
@@ -123,55 +246,46 @@ class Device:
             return self.share
         return self.share / self.cores if self.cores else None
 
+    def differences(self, other: Device) -> list[str]:
+        """The facts that make a device what it is and that two specifications give differently, as ``"arch zen3 / zen4"``.
+
+        Unknown ones differ from nothing, clocks within 3 % are equal. Not among them: the model string, stepping, L3, memory,
+        and the cores of a CPU, which hypervisors vary.
+        """
+        found = []
+        for name in _GPU_IDENTITY if "gpu" in (self.kind, other.kind) else _CPU_IDENTITY:
+            mine, others = self._fact(name), other._fact(name)
+            if name == "clock_mhz" and mine and others:
+                same = abs(mine - others) <= _CLOCK_TOLERANCE * max(mine, others)
+            else:
+                same = mine == others or (name != "isa" and (mine in (None, "") or others in (None, "")))
+            if not same:
+                found.append(f"{name} {mine or 'all'} / {others or 'all'}")
+        return found
+
+    def _fact(self, name: str) -> Any:
+        """A fact of the identity; specifications stored before had ``mcpu`` in the target alone."""
+        if name == "mcpu":
+            return self.mcpu or self.target.get("mcpu") or self.target.get("arch")
+        return getattr(self, name)
+
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
-        return {
-            **asdict(self),
-            "peak_gflops": dict(self.peak_gflops),
-            "measured": dict(self.measured),
-            "target": dict(self.target),
-            "sources": list(self.sources),
-        }
+        lists = {"aliases": list(self.aliases), "sources": list(self.sources)}
+        return {**asdict(self), **lists}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Device:
         """Inverse of :meth:`to_json`; unknown keys are ignored."""
-        known = {f.name for f in fields(cls)}
-        kept = {key: item for key, item in value.items() if key in known}
-        return cls(**{**kept, "sources": tuple(kept.get("sources", ()))})
+        kept = {f.name: value[f.name] for f in fields(cls) if f.name in value}
+        return cls(**{**kept, **{name: tuple(kept.get(name, ())) for name in ("aliases", "sources")}})
 
 
-#: What makes a CPU, or a GPU, the device that it is. Stepping, L3, memory and the number of cores of a CPU are not among
-#: it: hypervisors vary them.
+#: What makes a CPU, or a GPU, the device that it is.
 _CPU_IDENTITY = (
-    "kind", "vendor", "arch", "isa", "share", "code", "simd_bits", "fma", "l1_kb", "l2_kb", "clock_mhz",
+    "kind", "vendor", "arch", "isa", "share", "mcpu", "simd_bits", "fma", "l1_kb", "l2_kb", "clock_mhz",
 )  # fmt: skip
-_GPU_IDENTITY = ("kind", "vendor", "arch", "share", "code", "cores")
+_GPU_IDENTITY = ("kind", "vendor", "arch", "share", "mcpu", "cores")
 
 #: Hypervisors tell the same nominal clock a little differently.
 _CLOCK_TOLERANCE = 0.03
-
-
-def identity_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """The facts that make a device what it is and that two descriptions give differently, as ``"name one / other"``.
-
-    Parameters
-    ----------
-    one, other
-        Fields of :class:`Device`, and ``code``: what a compiler is told to make code for. Unknown ones (None, "" or missing)
-        differ from nothing; clocks within 3 % are equal.
-    """
-    found = []
-    for name in _GPU_IDENTITY if "gpu" in (one.get("kind"), other.get("kind")) else _CPU_IDENTITY:
-        a, b = one.get(name), other.get(name)
-        if name == "isa":  # "" is an instruction set, too: all that the CPU has
-            same = a is None or b is None or a == b
-        elif a in (None, "") or b in (None, ""):
-            same = True
-        elif name == "clock_mhz":
-            same = abs(a - b) <= _CLOCK_TOLERANCE * max(a, b)
-        else:
-            same = a == b
-        if not same:
-            found.append(f"{name} {a or 'all'} / {b or 'all'}")
-    return found

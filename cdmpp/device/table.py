@@ -1,23 +1,20 @@
-"""The table of known devices: the one that ships, and what users add."""
+"""The table of known devices: the one that ships, what users add, and the CPU at hand."""
 
 from __future__ import annotations
 
 import difflib
 import functools
+import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from cdmpp.device.build import ISAS, build_device
-from cdmpp.device.detect import ROOT_VARIABLE, cpu_row, detect_gpu_names, read_cpu_facts
-from cdmpp.device.plausible import check_plausible
-from cdmpp.device.spec import Device, identity_differences
+from cdmpp.device.detect import ROOT_VARIABLE, detect_cpu, detect_gpu_names
+from cdmpp.device.spec import ISAS, Device
 from cdmpp.errors import UnknownDeviceError
-
-if TYPE_CHECKING:
-    from cdmpp.device.row import DeviceRow
 
 #: Environment variable: YAML files of devices, separated by ``:``.
 DEVICES_VARIABLE = "CDMPP_DEVICES"
@@ -29,7 +26,7 @@ _SHIPPED = Path(__file__).with_name("table.yaml")
 
 
 class DeviceTable:
-    """Rows by name and alias.
+    """Whole devices by name and alias.
 
     Parameters
     ----------
@@ -40,57 +37,58 @@ class DeviceTable:
         which it changes none; else it becomes a row of its own.
     """
 
-    def __init__(self, rows: Iterable[DeviceRow], this_cpu: DeviceRow | None = None) -> None:
-        self._rows: dict[str, DeviceRow] = {}
+    def __init__(self, rows: Iterable[Device], this_cpu: Device | None = None) -> None:
+        self._rows: dict[str, Device] = {}
         self._keys: dict[str, str] = {}
         for row in rows:
             known = self._rows.get(row.name)
-            self._add(row if known is None or known.kind != row.kind else overlay(known, row))
-        self.this_cpu: DeviceRow | None = None
+            row = row if known is None or known.kind != row.kind else overlay(known, row)
+            self._rows[row.name] = row
+            for name in (row.model, *row.aliases, row.name):
+                if name:
+                    self._keys[normalise(name)] = row.name
+        self.this_cpu: Device | None = None
         self._cores_here: int | None = None
         if this_cpu is not None:
             self.this_cpu = self._recognised(this_cpu) or self._named(this_cpu)
             self._cores_here = this_cpu.cores
             self._rows[self.this_cpu.name] = self.this_cpu
-            for name in (THIS_CPU, self.this_cpu.name, *self.this_cpu.aliases):
+            for name in (THIS_CPU, self.this_cpu.name):
                 self._keys[normalise(name)] = self.this_cpu.name
 
-    def _add(self, row: DeviceRow) -> None:
-        self._rows[row.name] = row
-        for name in (row.model, *row.aliases, row.name):
-            if name:
-                self._keys[normalise(name)] = row.name
-
-    def _recognised(self, here: DeviceRow) -> DeviceRow | None:
+    def _recognised(self, here: Device) -> Device | None:
         """The row of the CPU at hand: of its product, or of its kind (``epyc-zen4-...``), and only where all that makes a
         CPU what it is agrees. A model string decides nothing: hypervisors call a Zen 3 and a Zen 4 "AMD EPYC"."""
         product = self._rows.get(self._keys.get(normalise(here.model), ""))
         of_kind = [row for row in self._rows.values() if _kind_of_cpu(row.name) == _kind_of_cpu(here.name)]
         candidates = [row for row in (product, *of_kind) if row is not None and row.kind == "cpu"]
-        found = next((row for row in candidates if not _row_differences(row, here)), None)
+        found = next((row for row in candidates if not row.differences(here)), None)
         # A user's row may hold no more than what was measured of this machine.
         return overlay(here, found) if found is not None and not found.arch else found
 
-    def _named(self, here: DeviceRow) -> DeviceRow:
+    def _named(self, here: Device) -> Device:
         """The detected row, under a name that no other CPU of the table has."""
         known = self._rows.get(here.name)
         if known is None:
             return here
-        differing = [name.split()[0] for name in _row_differences(known, here)]
-        told = [f"{name.partition('_')[0]}-{getattr(here, _FIELDS.get(name, name))}" for name in differing]
-        return here.model_copy(update={"name": normalise("-".join((here.name, *told))).replace(".0", "")})
+        differing = [text.split()[0] for text in known.differences(here)]
+        told = [f"{name.partition('_')[0]}-{getattr(here, name)}" for name in differing]
+        return replace(here, name=normalise("-".join((here.name, *told))).replace(".0", ""))
 
     @property
-    def rows(self) -> list[DeviceRow]:
+    def rows(self) -> list[Device]:
         """All rows, in the order of their names."""
         return [self._rows[name] for name in sorted(self._rows)]
+
+    def find(self, name: str) -> Device | None:
+        """The whole device of a name, a model string or an alias, in any case, with spaces, ``_`` or ``-``; None if unknown."""
+        return self._rows.get(self._keys.get(normalise(name), ""))
 
     def get(self, name: str) -> Device:
         """The device of a name ``base[.isa][@share]``.
 
-        ``base`` is a name, a model string or an alias, in any case, with spaces, ``_`` or ``-``. ``isa`` is
-        one of :data:`cdmpp.device.build.ISAS`. ``share`` is a number of cores of a CPU or a fraction of a
-        GPU.
+        ``base`` is as of :meth:`find`. ``isa`` is one of :data:`cdmpp.device.spec.ISAS`. ``share`` is a number of cores of a
+        CPU or a fraction of a GPU.
 
         Raises
         ------
@@ -104,36 +102,21 @@ class DeviceTable:
                 share = float(share_text)
             except ValueError:
                 raise UnknownDeviceError(f"{name!r}: after @ comes a share, such as @1 or @0.5") from None
-        row = self._find(base)
-        isa = ""
+        key, isa = normalise(base), ""
+        row = self.find(key)
         if row is None:
-            for candidate in ISAS:
-                if normalise(base).endswith(f".{candidate}"):
-                    isa = candidate
-                    row = self._find(normalise(base)[: -len(candidate) - 1])
+            isa = next((isa for isa in ISAS if key.endswith(f".{isa}")), "")
+            row = self.find(key[: -len(isa) - 1]) if isa else None
         if row is None:
             raise UnknownDeviceError(
-                f"unknown device {name!r}{self._suggest(base)}; `cdmpp devices` lists all"
+                f"unknown device {name!r}{self._suggest(key)}; `cdmpp devices` lists all"
             )
-        here = normalise(base).startswith(THIS_CPU)
-        return build_device(row, share, isa, cores_here=self._cores_here if here else None)
+        return row.used(share, isa, self._cores_here if key.startswith(THIS_CPU) else None)
 
-    def _find(self, base: str) -> DeviceRow | None:
-        key = self._keys.get(normalise(base))
-        return None if key is None else self._rows[key]
-
-    def _suggest(self, base: str) -> str:
-        near = difflib.get_close_matches(normalise(base), list(self._keys), n=6, cutoff=0.5)
-        names = list(dict.fromkeys(THIS_CPU if key == THIS_CPU else self._keys[key] for key in near))[:3]
+    def _suggest(self, key: str) -> str:
+        near = difflib.get_close_matches(key, list(self._keys), n=6, cutoff=0.5)
+        names = list(dict.fromkeys(THIS_CPU if k == THIS_CPU else self._keys[k] for k in near))[:3]
         return f"; did you mean {' or '.join(names)}?" if names else ""
-
-
-#: Names in :func:`~cdmpp.device.spec.identity_differences` -> field of a row.
-_FIELDS = {"code": "mcpu"}
-
-
-def _row_differences(row: DeviceRow, here: DeviceRow) -> list[str]:
-    return identity_differences(*({**vars(r), "code": r.mcpu} for r in (row, here)))
 
 
 def _kind_of_cpu(name: str) -> str:
@@ -147,67 +130,196 @@ def normalise(name: str) -> str:
     return re.sub(r"[\s_/-]+", "-", plain).strip("-")
 
 
-def read_device_file(path: str | Path) -> list[DeviceRow]:
-    """The rows of a YAML file: a list of mappings, or one mapping.
+#: Field of a row in a file -> lowest and highest value of a CPU and of a GPU, around everything that exists, with room; and
+#: the unit for people. What is outside is mostly a unit that is off by 1000.
+_RANGES: dict[str, tuple[tuple[float, float], tuple[float, float], str]] = {
+    "clock_mhz": ((100, 10_000), (100, 10_000), "MHz"),
+    "cores": ((1, 4096), (1, 4096), "cores, SMs or CUs"),
+    "lanes_per_core": ((1, 1024), (4, 1024), "lanes"),
+    "simd_bits": ((32, 4096), (32, 4096), "bits"),
+    "simd_pipes": ((1, 16), (1, 16), "instructions a cycle"),
+    "l1_kb": ((1, 2048), (1, 2048), "KB of one core"),
+    "l2_kb": ((16, 262_144), (16, 1_048_576), "KB (of one core of a CPU, of the whole GPU)"),
+    "l3_kb": ((256, 8_388_608), (256, 8_388_608), "KB of the whole device"),
+    "shared_kb": ((1, 1024), (1, 1024), "KB of one SM"),
+    "max_shared_per_block_kb": ((1, 1024), (1, 1024), "KB of one block"),
+    "registers_per_core": ((1, 1e9), (1, 1e9), "registers of one SM"),
+    "warp_size": ((1, 128), (1, 128), "threads"),
+    "max_threads_per_core": ((1, 65_536), (1, 65_536), "threads of one SM"),
+    "max_threads_per_block": ((1, 65_536), (1, 65_536), "threads of one block"),
+    "mem_gb": ((0.03, 65_536), (0.1, 4096), "GB"),
+    "bandwidth_gb_s": ((0.5, 10_000), (5, 100_000), "GB/s"),
+    "tdp_w": ((0.5, 5000), (1, 20_000), "W"),
+    "process_nm": ((0.5, 1000), (0.5, 1000), "nm"),
+    "launch_overhead_us": ((0.001, 1000), (0.2, 1000), "microseconds"),
+}
+_WHOLE = ("cores", "lanes_per_core", "simd_bits", "simd_pipes", "registers_per_core", "warp_size", "max_threads_per_core",
+          "max_threads_per_block")  # fmt: skip
+_TEXTS = ("vendor", "model", "arch", "mcpu", "mtriple", "source")
+_FLAGS = ("fma", "virtual")
+#: Data types that ``peak_gflops`` may name.
+_PEAKS = ("float64", "float32", "float16", "bfloat16", "int8", "float64_matrix", "float32_matrix", "tfloat32_matrix",
+          "float16_matrix", "bfloat16_matrix", "float8_matrix", "int8_matrix")  # fmt: skip
+#: Fields that a row of a file may have.
+ROW_FIELDS = ("name", "kind", "aliases", *_TEXTS, *_FLAGS, *_RANGES, "peak_gflops", "measured")
+
+#: GFLOP/s per GB/s of what exists: 7 (A64FX) to 105 (A40, L40S).
+_BALANCE = (0.7, 1500.0)
+#: Stated float32 peak over lanes times clock: 1 with multiply-add counted as one, 2 as two, others by other clocks.
+_PEAK_RATIO = (0.05, 20.0)
+
+
+def read_device_file(path: str | Path) -> list[Device]:
+    """The rows of a YAML file: a list of mappings, or one mapping, with the fields :data:`ROW_FIELDS`.
 
     Raises
     ------
     UnknownDeviceError
         The file cannot be read, or a field is wrong or implausible: the message names the row and the field.
     """
+    return [row_from_mapping(item, str(path), number) for number, item in enumerate(_items(path), start=1)]
+
+
+def _items(path: str | Path) -> list[Any]:
     import yaml
-    from pydantic import ValidationError
 
-    from cdmpp.device.row import DeviceRow
-
-    path = Path(path)
     try:
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C one is ten times as fast
-        content = yaml.load(path.read_text(encoding="utf-8"), loader)
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UnknownDeviceError(
             f"cannot read devices from {path}: {' '.join(str(error).split())}"
         ) from error
-    rows = []
-    for number, item in enumerate([content] if isinstance(content, dict) else content or [], start=1):
-        who = item.get("name", f"row {number}") if isinstance(item, dict) else f"row {number}"
-        try:
-            rows.append(DeviceRow.model_validate(item))
-        except ValidationError as error:
-            wrong = "; ".join(_explain(dict(detail)) for detail in error.errors())
-            raise UnknownDeviceError(f"{path}: {who}: {wrong}") from error
-        check_plausible(rows[-1], str(path))
-    if not rows:
+    items = [content] if isinstance(content, dict) else content
+    if not isinstance(items, list) or not items:
         raise UnknownDeviceError(f"{path} holds no device")
-    return rows
+    return items
 
 
-def _explain(detail: dict[str, object]) -> str:
-    from cdmpp.device.row import DeviceRow
+def row_from_mapping(item: Any, where: str = "", number: int = 1) -> Device:
+    """A whole device from the mapping of a file; UnknownDeviceError as :func:`read_device_file` raises."""
+    who = str(item.get("name", f"row {number}") if isinstance(item, Mapping) else f"row {number}")
+    who = f"{where}: {who}" if where else who
+    if not isinstance(item, Mapping):
+        raise UnknownDeviceError(f"{who}: expected fields and values, got {item!r}")
+    for name in item:
+        if name not in ROW_FIELDS:
+            near = difflib.get_close_matches(str(name), ROW_FIELDS, n=1, cutoff=0.6)
+            raise UnknownDeviceError(
+                f"{who}: there is no field {name}" + (f"; did you mean {near[0]}?" if near else "")
+            )
+    for name in ("name", "kind"):
+        if name not in item:
+            raise UnknownDeviceError(f"{who}: {name} is missing")
+    if item["kind"] not in ("cpu", "gpu"):
+        raise UnknownDeviceError(f"{who}: kind is {item['kind']!r}, expected 'cpu' or 'gpu'")
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._+-]*", str(item["name"])):
+        raise UnknownDeviceError(f"{who}: name is {item['name']!r}, expected small letters, digits and ._+-")
+    values: dict[str, Any] = {"name": str(item["name"]), "kind": item["kind"]}
+    for name, value in item.items():
+        if name in _TEXTS or name in _FLAGS:
+            expected, told = (str, "text") if name in _TEXTS else (bool, "true or false")
+            if not isinstance(value, expected):
+                raise UnknownDeviceError(f"{who}: {name} is {value!r}, expected {told}")
+            values[name] = value
+        elif name in _RANGES:
+            values[name] = _number_in_range(who, name, value, item["kind"])
+        elif name in ("peak_gflops", "measured"):
+            values[name] = _rates(who, name, value)
+    values["aliases"] = tuple(str(alias) for alias in item.get("aliases") or ())
+    source = values.pop("source", "")
+    row = Device(**values, sources=(source,) if source else ())
+    _check_balance(row, who)
+    return row
 
-    place = detail.get("loc")
-    field = ".".join(str(part) for part in place) if isinstance(place, tuple) else ""
-    if detail.get("type") == "extra_forbidden":
-        near = difflib.get_close_matches(field, list(DeviceRow.model_fields), n=1, cutoff=0.6)
-        return f"there is no field {field}" + (f"; did you mean {near[0]}?" if near else "")
-    return f"{field or 'row'}: {detail.get('msg')} (got {detail.get('input')!r})"
+
+def _number_in_range(who: str, name: str, value: Any, kind: str) -> float:
+    cpu, gpu, unit = _RANGES[name]
+    low, high = gpu if kind == "gpu" else cpu
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UnknownDeviceError(f"{who}: {name} is {value!r}, expected {low:g} to {high:g} {unit}")
+    if not low <= value <= high:
+        raise UnknownDeviceError(
+            f"{who}: {name} is {value:g}, expected {low:g} to {high:g} {unit}: is the unit off by 1000?"
+        )
+    if name in _WHOLE and value != int(value):
+        raise UnknownDeviceError(f"{who}: {name} is {value:g}, expected a whole number")
+    return int(value) if name in _WHOLE else float(value)
+
+
+def _rates(who: str, name: str, values: Any) -> dict[str, float]:
+    if not isinstance(values, Mapping):
+        raise UnknownDeviceError(f"{who}: {name} is {values!r}, expected names and numbers")
+    for key, value in values.items():
+        if name == "peak_gflops" and key not in _PEAKS:
+            raise UnknownDeviceError(f"{who}: {name}.{key} is no data type; there are {', '.join(_PEAKS)}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise UnknownDeviceError(f"{who}: {name}.{key} is {value!r}, expected a number above 0")
+    return {str(key): float(value) for key, value in values.items()}
+
+
+def _check_balance(row: Device, who: str) -> None:
+    """Refuse what single ranges are too wide for: peak against lanes and clock, and arithmetic against memory."""
+    peak, lanes = row.peak_gflops.get("float32"), row.lanes_per_core
+    if lanes is None and row.simd_bits is not None:
+        lanes = row.simd_bits // 32 * (row.simd_pipes or 2)
+    computed = 2 * row.cores * lanes * row.clock_mhz / 1e3 if row.cores and lanes and row.clock_mhz else None
+    if peak and computed and not _PEAK_RATIO[0] <= peak / computed <= _PEAK_RATIO[1]:
+        raise UnknownDeviceError(
+            f"{who}: peak_gflops.float32 is {peak:g}, but cores, lanes and clock make {computed:.3g} GFLOP/s: is a unit off "
+            "by 1000?"
+        )
+    peak = peak or computed
+    if peak and row.bandwidth_gb_s and not _BALANCE[0] <= peak / row.bandwidth_gb_s <= _BALANCE[1]:
+        raise UnknownDeviceError(
+            f"{who}: a float32 peak of {peak:g} GFLOP/s with a bandwidth_gb_s of {row.bandwidth_gb_s:g} fits no device: is a "
+            "unit off by 1000?"
+        )
+
+
+def missing_fields(row: Device) -> tuple[str, ...]:
+    """Fields that predictions would use and the row leaves open, in the order of the row."""
+    wanted = {"clock_mhz", "cores", "l1_kb", "l2_kb", "mem_gb", "bandwidth_gb_s"}
+    if row.kind == "gpu":
+        wanted |= {"lanes_per_core", "shared_kb", "registers_per_core", "warp_size", "max_threads_per_core"}
+    else:
+        wanted |= {"simd_bits", "fma", "l3_kb"}
+    missing = [f.name for f in fields(row) if f.name in wanted and getattr(row, f.name) is None]
+    computed_from = {"clock_mhz", "cores", "lanes_per_core", "simd_bits"}
+    if row.peak_gflops.get("float32") is None and computed_from & set(missing):
+        missing.append("peak_gflops.float32")
+    return tuple(missing)
+
+
+def overlay(known: Device, row: Device) -> Device:
+    """The known row with the fields that the other one gives; their aliases together.
+
+    Raises
+    ------
+    UnknownDeviceError
+        Together they are implausible.
+    """
+    given = {f.name: value for f in fields(row) if (value := getattr(row, f.name)) not in (None, "", (), {})}
+    united = replace(known, **{**given, "aliases": tuple(dict.fromkeys((*known.aliases, *row.aliases)))})
+    _check_balance(united, united.name)
+    return united
 
 
 @functools.cache
-def _shipped_rows() -> tuple[DeviceRow, ...]:
+def _shipped_rows() -> tuple[Device, ...]:
     return tuple(read_device_file(_SHIPPED))
 
 
 @functools.cache
-def _this_cpu(root: str) -> DeviceRow:
-    return cpu_row(read_cpu_facts(Path(root)))
+def _this_cpu(root: str) -> Device:
+    return detect_cpu(Path(root))
 
 
 def load_table(extra: Sequence[str | Path] = (), this_machine: bool = True) -> DeviceTable:
     """The shipped rows, the user's files and this machine's CPU (unless it is not asked for).
 
-    User's files are ``~/.config/cdmpp/devices.yaml`` (see :func:`add_device_file`), those of the environment
-    variable ``CDMPP_DEVICES``, and ``extra``; later ones win.
+    User's files are ``~/.config/cdmpp/devices.yaml`` (see :func:`add_device_file`), those of the environment variable
+    ``CDMPP_DEVICES``, and ``extra``; later ones win.
 
     Raises
     ------
@@ -238,37 +350,32 @@ def add_device_file(path: str | Path) -> list[str]:
     UnknownDeviceError
         The file cannot be read or has a wrong field, or the user's file cannot be written.
     """
-    import yaml
-
     target = user_file()
     known = {row.name: row for row in read_device_file(target)} if target.exists() else {}
     added = read_device_file(path)
     for row in added:
         known[row.name] = overlay(known[row.name], row) if row.name in known else row
-    content = [row.model_dump(mode="json", exclude_unset=True) for row in known.values()]
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        draft = target.with_suffix(".tmp")
-        draft.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
-        draft.replace(target)
-    except OSError as error:
-        raise UnknownDeviceError(f"cannot write {target}: {error.strerror}") from error
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_device_file(list(known.values()), target)
     return [row.name for row in added]
 
 
-def overlay(known: DeviceRow, row: DeviceRow) -> DeviceRow:
-    """The known row with the fields that the other one gives; their aliases together.
+def write_device_file(rows: Sequence[Device], path: str | Path) -> None:
+    """Write rows as :func:`read_device_file` reads them (UnknownDeviceError if the file cannot be written)."""
+    import yaml
 
-    Raises
-    ------
-    UnknownDeviceError
-        Together they are implausible.
-    """
-    given = row.model_dump(exclude_unset=True)
-    aliases = tuple(dict.fromkeys((*known.aliases, *row.aliases)))
-    united = type(known)(**{**known.model_dump(exclude_unset=True), **given, "aliases": aliases})
-    check_plausible(united)
-    return united
+    path = Path(path)
+    content = []
+    for row in rows:
+        values = {**asdict(row), "source": "; ".join(row.sources), "aliases": list(row.aliases)}
+        given = {name: values[name] for name in ROW_FIELDS}
+        content.append({name: value for name, value in given.items() if value not in (None, "", [], {})})
+    try:
+        draft = path.with_suffix(".tmp")
+        draft.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        raise UnknownDeviceError(f"cannot write {path}: {error.strerror}") from error
 
 
 def get_device(name: str, table: DeviceTable | None = None) -> Device:
@@ -287,16 +394,11 @@ def detect() -> Device:
 def detect_gpus() -> list[Device]:
     """The GPUs of this machine that the table knows, as ``nvidia-smi`` lists them."""
     table = load_table()
-    found = []
-    for name in detect_gpu_names():
-        try:
-            found.append(table.get(name))
-        except UnknownDeviceError:
-            continue
-    return found
+    found = [table.find(name) for name in detect_gpu_names()]
+    return [row.used() for row in found if row is not None]
 
 
 def known_devices(table: DeviceTable | None = None) -> list[Device]:
     """Every device of the table with all its cores, GPUs first, each in the order of names."""
     rows = (table or load_table()).rows
-    return [build_device(row) for row in sorted(rows, key=lambda row: (row.kind != "gpu", row.name))]
+    return [row.used() for row in sorted(rows, key=lambda row: (row.kind != "gpu", row.name))]

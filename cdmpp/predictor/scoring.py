@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from cdmpp.dataset.devices import unite_devices
 from cdmpp.errors import PredictorError, SplitError
 from cdmpp.predictor.data import TrainingData, warn_of_missing_counts
+from cdmpp.predictor.metrics import evaluate_groups, evaluate_predictions
 from cdmpp.predictor.scaling import predict_rows_scaled
 from cdmpp.predictor.uncertainty import interval_metrics
-from cdmpp.report.metrics import evaluate_groups, evaluate_predictions
 
 if TYPE_CHECKING:
     from cdmpp.dataset import Split
@@ -37,46 +37,51 @@ def evaluate(
 ) -> dict[str, Any]:
     """Score a predictor; the result is the content of ``cdmpp evaluate --json``.
 
-    Parameters
-    ----------
-    predictor
-        The predictor.
-    data
-        Records to score, see :func:`cdmpp.predictor.gather`.
-    split
-        A split of ``data``, a specification, ``"all"`` for every record, or None for the split the predictor
-        was trained with. A specification that is only a kind (``"by_network"``) also means the split of
-        training where that was of the kind: another one would test on training records.
-    by
-        Groupings: device, network, task, family, origin.
-    part
-        Part of the split to score: train, valid or test.
-    compiled
-        Whether the predictor is told the instructions of the compiled programs that have counts
-        (``cdmpp codegen``); the others are predicted without.
-    measured
-        Whether the predictor is told what the same programs took on the other devices of the data, those of scored records
-        included; programs measured nowhere else are predicted without. Not together with ``compiled``.
+        Parameters
+        ----------
+        predictor
+            The predictor.
+        data
+            Records to score, see :func:`cdmpp.predictor.gather`.
+        split
+            A split of ``data``, a specification, ``"all"`` for every record, or None for the split the predictor
+            was trained with. A specification that is only a kind (``"by_network"``) also means the split of
+            training where that was of the kind: another one would test on training records.
+        by
+            Groupings: device, network, task, family, origin.
+        part
+            Part of the split to score: train, valid or test.
+        compiled
+            Whether the predictor is told the instructions of the compiled programs that have counts
+            (``cdmpp codegen``); the others are predicted without.
+        measured
+            Whether the predictor is told what the same programs took on the other devices of the data, those of scored records
+            included; programs measured nowhere else are predicted without. Not together with ``compiled``.
 
-    Returns
-    -------
-    ``{"overall": {...}, "groups": {grouping: {group: {...}}}, "split": str, "part": str, "seed": int,
-    "n_trained_tasks": int, "n_compiled": int, "n_measured": int}``; the last three are the numbers of scored records whose
-    task was trained on, that were predicted with instruction counts, and with a latency measured elsewhere. Each group has
-    the last two of its own.
-    Metrics are defined in :mod:`cdmpp.report.metrics`. ``overall`` holds besides, as ``interval``, how well the
-    predictor's 90 % intervals hold (:func:`cdmpp.predictor.uncertainty.interval_metrics`), None without any; with
-    ``compiled`` and ``measured`` those of the programs that it was told of.
+        Returns
+        -------
+        ``{"overall": {...}, "groups": {grouping: {group: {...}}}, "split": str, "part": str, "seed": int,
+        "n_trained_tasks": int, "n_compiled": int, "n_measured": int}``; the last three are the numbers of scored records whose
+    <<<<<<< HEAD
+        task was trained on, that were predicted with instruction counts, and with a latency measured elsewhere. Each group has
+        the last two of its own.
+        Metrics are defined in :mod:`cdmpp.predictor.metrics`. ``overall`` holds besides, as ``interval``, how well the
+    =======
+        task was trained on, of whose instructions and of whose latency elsewhere the predictor was told.
+        Metrics are defined in :mod:`cdmpp.predictor.metrics`. ``overall`` holds besides, as ``interval``, how well the
+    >>>>>>> report
+        predictor's 90 % intervals hold (:func:`cdmpp.predictor.uncertainty.interval_metrics`), None without any; with
+        ``compiled`` and ``measured`` those of the programs that it was told of.
 
-    Raises
-    ------
-    PredictorError
-        No records to score, or an unknown part or grouping; ``compiled`` where the predictor takes no instructions or
-        no record of a CPU has any; ``measured`` where it was not taught to scale or no program was measured elsewhere.
-    SplitError
-        The split cannot be made of this data.
-    DatasetError
-        A device of the data is not the one that had its name in training.
+        Raises
+        ------
+        PredictorError
+            No records to score, or an unknown part or grouping; ``compiled`` where the predictor takes no instructions or
+            no record of a CPU has any; ``measured`` where it was not taught to scale or no program was measured elsewhere.
+        SplitError
+            The split cannot be made of this data.
+        DatasetError
+            A device of the data is not the one that had its name in training.
     """
     name, rows = rows_to_score(predictor, data, split, part)
     if compiled:

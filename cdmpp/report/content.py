@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError, SplitError
-from cdmpp.report.metrics import evaluate_groups
+from cdmpp.predictor.metrics import evaluate_groups
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,69 +25,43 @@ if TYPE_CHECKING:
 COVERAGES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
 
 #: Tasks listed as the worst.
-WORST_TASKS = 20
+WORST_TASKS = 50
 
-COMPARISON_FILE = "comparison.json"
 CONFIG_FILE = "config.yaml"
 SPLIT_FILE = "split.json"
 
-#: A scored group: its name, ``bias`` and the metrics of :mod:`cdmpp.report.metrics`.
+#: A scored group: ``name``, ``bias`` (median of predicted / measured, minus one) and the metrics of
+#: :mod:`cdmpp.predictor.metrics`.
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """The numbers of a report.
-
-    Attributes
-    ----------
-    name
-        Of the run folder.
-    config
-        The configuration as YAML.
-    training
-        What the predictor says it was trained on (:attr:`cdmpp.predictor.Predictor.training`).
-    held_out
-        Networks or devices that the split holds out.
-    scores
-        What ``cdmpp evaluate --json`` writes for the same records, by device, network, family and task.
-    records
-        One row a scored record: ``task, device, latency_s, predicted_s, family`` (of several: ``several``;
-        of none: ``unknown``).
-    groups
-        ``device``, ``network``, ``family`` (worst MAPE first) and ``latency`` (decades, ascending): their rows.
-        ``bias`` is the median of predicted / measured, minus one.
-    worst_tasks
-        The tasks of the largest MAPE, each with its ``label`` and ``networks`` besides.
-    ranking
-        Metrics of every task on every device that has at least two programs.
-    coverage
-        :func:`cdmpp.predictor.uncertainty.interval_metrics` at the :data:`COVERAGES` that the calibration
-        supports; empty without one.
-    history
-        One line an epoch; empty where the run has none.
-    comparison
-        Model -> result of :func:`cdmpp.predictor.baselines.evaluate_models`, from ``comparison.json``; empty
-        without that file.
-    data
-        Dataset folders and the machines their records were taken on, as text.
-    notes
-        What a reader has to know before believing the numbers.
-    """
+    """The numbers of a report on a run folder, ``name``."""
 
     name: str
+    #: The configuration as YAML.
     config: str
+    #: What the predictor was trained on (:attr:`cdmpp.predictor.Predictor.training`).
     training: Mapping[str, Any]
-    held_out: tuple[str, ...]
+    #: What ``cdmpp evaluate --json`` writes for the same records, by device, network, family and task.
     scores: Mapping[str, Any]
+    #: One row a scored record: ``task, device, latency_s, predicted_s, family`` (of several: ``several``; of none:
+    #: ``unknown``), ``noise, error_floor``.
     records: pd.DataFrame
+    #: Rows by ``device``, ``network``, ``family`` and ``task``, the largest MAPE first, and by ``latency``, ascending
+    #: decades. A row of a network is of all its sizes and batches; where there are several, its ``sizes`` are their rows.
+    #: Of the tasks the :data:`WORST_TASKS`, each with its ``label`` and ``networks``.
     groups: Mapping[str, list[Row]]
-    worst_tasks: list[Row]
+    #: Rows of every task on every device that has at least two programs.
     ranking: list[Row]
+    #: :func:`cdmpp.predictor.uncertainty.interval_metrics` at the :data:`COVERAGES` that the calibration supports.
     coverage: list[dict[str, Any]]
+    #: One line an epoch.
     history: list[dict[str, Any]]
-    comparison: Mapping[str, Any]
+    #: Dataset folders and the machines their records were taken on.
     data: tuple[str, ...]
+    #: What a reader has to know before believing the numbers.
     notes: tuple[str, ...]
 
 
@@ -135,35 +109,20 @@ def collect_report(
     scores = evaluate_rows(predictor, data, rows, predicted_s, ("device", "network", "family", "task"), name)
     records = _records(data, rows, predicted_s)
     groups, ranking = _groups(data, rows, records, scores)
-    tasks = sorted(_rows(scores["groups"]["task"], _bias(records, data.members("task", rows))), key=_mape)
-    worst = [_named(row, data) for row in tasks[::-1][:WORST_TASKS]]
-    coverage = [
-        interval_metrics(
-            predictor.calibration,
-            records["latency_s"],
-            predicted_s,
-            records["task"].tolist(),
-            records["device"].tolist(),
-            nominal,
-        )
-        for nominal in COVERAGES
-    ]
-    notes += _notes(predictor, scores)
+    labels = (records["latency_s"], predicted_s, records["task"].tolist(), records["device"].tolist())
+    coverage = [interval_metrics(predictor.calibration, *labels, nominal) for nominal in COVERAGES]
     return RunReport(
         name=str(run),
         config=(run / CONFIG_FILE).read_text(encoding="utf-8"),
         training=predictor.training,
-        held_out=own.held_out if own is not None else (),
         scores=scores,
         records=records,
         groups=groups,
-        worst_tasks=worst,
         ranking=ranking,
         coverage=[entry for entry in coverage if entry is not None],
         history=_history(run),
-        comparison=_comparison(run),
         data=_sources(data.view),
-        notes=tuple(notes),
+        notes=(*notes, *_notes(predictor, scores)),
     )
 
 
@@ -182,7 +141,7 @@ def seconds_text(value_s: float) -> str:
 
 
 def _own_split(run: Path, data: TrainingData, notes: list[str]) -> Split | None:
-    """The run's split where it is one of these records."""
+    """The run's split; None, and a note, where it is one of other records."""
     from cdmpp.dataset import Split
 
     try:
@@ -225,56 +184,54 @@ def _records(data: TrainingData, rows: NDArray[np.int64], predicted_s: NDArray[n
 def _groups(
     data: TrainingData, rows: NDArray[np.int64], records: pd.DataFrame, scores: Mapping[str, Any]
 ) -> tuple[dict[str, list[Row]], list[Row]]:
-    """Rows of every grouping, and those of every task on every device."""
-    decades = [(latency_decade(latency_s),) for latency_s in records["latency_s"]]
-    pairs = [
-        (f"{task} on {device}",) for task, device in zip(records["task"], records["device"], strict=True)
-    ]
-    extra = evaluate_groups(
-        records["latency_s"],
-        records["predicted_s"],
-        records["task"].tolist(),
-        records["device"].tolist(),
-        records["noise"],
-        records["error_floor"],
-        {"latency": decades, "pair": pairs},
-    )
-    groups = {
-        grouping: sorted(
-            _rows(scores["groups"][grouping], _bias(records, data.members(grouping, rows))),
-            key=_mape,
-            reverse=True,
-        )
-        for grouping in ("device", "network", "family")
+    """``groups`` and ``ranking`` of a report."""
+    from cdmpp.dataset.split import architecture
+
+    label_s, predicted_s = records["latency_s"], records["predicted_s"]
+    tasks, devices = records["task"].tolist(), records["device"].tolist()
+    members = {grouping: data.members(grouping, rows) for grouping in scores["groups"]}
+    further: dict[str, list[tuple[str, ...]]] = {
+        "architecture": [tuple({architecture(name) for name in names}) for names in members["network"]],
+        "latency": [(latency_decade(value_s),) for value_s in label_s],
+        "pair": [(f"{task} on {device}",) for task, device in zip(tasks, devices, strict=True)],
     }
-    ascending = [names[0] for _, names in sorted(zip(records["latency_s"], decades, strict=True))]
-    by_decade = {row["name"]: row for row in _rows(extra["latency"], _bias(records, decades))}
-    groups["latency"] = [by_decade[name] for name in dict.fromkeys(ascending)]
-    ranked = [row for row in _rows(extra["pair"], _bias(records, pairs)) if row["top1_regret"] is not None]
-    return groups, ranked
+    noise, floor = records["noise"], records["error_floor"]
+    metrics = {
+        **scores["groups"],
+        **evaluate_groups(label_s, predicted_s, tasks, devices, noise, floor, further),
+    }
+    found = {
+        grouping: _worst_first(metrics[grouping], predicted_s / label_s, names)
+        for grouping, names in {**members, **further}.items()
+    }
+    sizes: dict[str, list[Row]] = {}
+    for row in found["network"]:
+        sizes.setdefault(architecture(row["name"]), []).append(row)
+    networks = [(row, sizes[row["name"]]) for row in found["architecture"]]
+    decades = {decade: value_s for value_s, (decade,) in zip(label_s, further["latency"], strict=True)}
+    return {
+        "device": found["device"],
+        "network": [{**row, "sizes": own} if len(own) > 1 else own[0] for row, own in networks],
+        "family": found["family"],
+        "latency": sorted(found["latency"], key=lambda row: decades[row["name"]]),
+        "task": [_named(row, data) for row in found["task"][:WORST_TASKS]],
+    }, [row for row in found["pair"] if row["top1_regret"] is not None]
 
 
-def _bias(records: pd.DataFrame, members: Sequence[Iterable[str]]) -> dict[str, float]:
-    """Group -> median of predicted / measured, minus one."""
-    ratios: dict[str, list[float]] = {}
-    for ratio, names in zip(records["predicted_s"] / records["latency_s"], members, strict=True):
-        for name in names:
-            ratios.setdefault(name, []).append(float(ratio))
-    return {name: float(np.median(values)) - 1 for name, values in ratios.items()}
-
-
-def _rows(groups: Mapping[str, Mapping[str, Any]], bias: Mapping[str, float]) -> list[Row]:
-    return [{"name": name, "bias": bias[name], **metrics} for name, metrics in groups.items()]
-
-
-def _mape(row: Row) -> float:
-    return float(row["mape"])
+def _worst_first(
+    groups: Mapping[str, Mapping[str, Any]], ratio: pd.Series, members: Sequence[tuple[str, ...]]
+) -> list[Row]:
+    """Rows of groups; ``ratio`` is predicted / measured of each record, ``members`` the groups that it belongs to."""
+    of_group = ratio.repeat([len(names) for names in members])
+    bias = of_group.groupby([name for names in members for name in names]).median() - 1
+    rows = [{"name": name, "bias": float(bias[name]), **metrics} for name, metrics in groups.items()]
+    return sorted(rows, key=lambda row: float(row["mape"]), reverse=True)
 
 
 def _named(row: Row, data: TrainingData) -> Row:
     task = data.view.tasks.get(row["name"]) if data.view is not None else None
     label = row["name"] if task is None else task.name
-    return {**row, "label": label, "networks": ", ".join(data.networks.get(row["name"], ()))}
+    return {**row, "label": label, "networks": data.networks.get(row["name"], ())}
 
 
 def _history(run: Path) -> list[dict[str, Any]]:
@@ -286,17 +243,6 @@ def _history(run: Path) -> list[dict[str, Any]]:
         return [line for line in lines if {"epoch", "train_loss", "valid_mape", "elapsed_s"} <= set(line)]
     except (ValueError, TypeError) as err:
         raise PredictorError(f"{path}: expected one JSON object a line: {err}") from err
-
-
-def _comparison(run: Path) -> dict[str, Any]:
-    path = run / COMPARISON_FILE
-    if not path.exists():
-        return {}
-    try:
-        models = json.loads(path.read_text(encoding="utf-8"))
-        return {str(name): {"overall": dict(result["overall"])} for name, result in models.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as err:
-        raise PredictorError(f"{path}: expected what evaluate_models gives, by model: {err!r}") from err
 
 
 def _sources(view: DatasetView | None) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""A training run as one HTML file: figures embedded, nothing loaded from elsewhere."""
+"""A training run as one HTML file: figures embedded, nothing loaded from elsewhere, nothing wider than the page."""
 
 from __future__ import annotations
 
@@ -6,39 +6,55 @@ import base64
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cdmpp.errors import PredictorError
-from cdmpp.report.content import RunReport, collect_report, seconds_text
-from cdmpp.report.figures import coverage_figure, history_figure, ranking_figure, scatter_figure
+from cdmpp.report.content import Row, RunReport, collect_report
+from cdmpp.report.figures import coverage_figures, history_figures, ranking_figures, scatter_figures
 
 if TYPE_CHECKING:
     from cdmpp.predictor import TrainingData
 
+#: Rows of a table, and names of a list, that are shown; more are folded.
+SHOWN = 15
+
+# Folded rows stay rows of their table, so that columns align: they are hidden until the <details> above them is open.
+# A browser that does not know :has shows them all.
 _STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; color: #1a1a1a; background: white; max-width: 72rem; margin: 2rem auto;
+body { font: 15px/1.45 system-ui, sans-serif; color: #1a1a1a; background: white; max-width: 70rem; margin: 1.5rem auto;
   padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin-bottom: 0.2rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 0.5rem; }
+h1, p, pre, .text { overflow-wrap: anywhere; }
+h1 { font-size: 1.4rem; margin-bottom: 0.2rem; } h2 { font-size: 1.15rem; margin: 2rem 0 0.5rem; }
 h3 { font-size: 1rem; margin: 1.4rem 0 0.3rem; }
-.cards { display: flex; flex-wrap: wrap; gap: 0.6rem; margin: 1rem 0; }
-.card { border: 1px solid #999; border-radius: 4px; padding: 0.4rem 0.8rem; }
-.card b { display: block; font-size: 1.3rem; } .card span { color: #555; font-size: 0.85rem; }
+small, .about, .card span { color: #555; } .about { max-width: 55rem; margin: 0.3rem 0 0.6rem; }
+.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(7.6rem, 1fr)); gap: 0.6rem; margin: 1rem 0; }
+.card { border: 1px solid #999; border-radius: 4px; padding: 0.4rem 0.7rem; }
+.card b { display: block; font-size: 1.3rem; } .card span { display: block; font-size: 0.85rem; line-height: 1.25; }
 .note { border-left: 4px solid #d55e00; padding: 0.3rem 0.8rem; margin: 0.4rem 0; background: #fff6ef; }
-.scroll { overflow-x: auto; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(21rem, 100%), 1fr)); gap: 0.5rem; }
+img { max-width: 100%; height: auto; } pre, .scroll { overflow-x: auto; } pre { background: #f5f5f5; padding: 0.6rem; }
 table { border-collapse: collapse; font-size: 0.88rem; }
-th, td { padding: 0.18rem 0.6rem; border-bottom: 1px solid #ddd; text-align: right; vertical-align: top;
-  font-variant-numeric: tabular-nums; white-space: nowrap; }
-th { border-bottom: 1px solid #555; }
-.text { text-align: left; white-space: normal; overflow-wrap: break-word; min-width: 9rem; }
-td.text:first-child { min-width: 14rem; max-width: 24rem; }
-img { max-width: 100%; height: auto; } pre { background: #f5f5f5; padding: 0.6rem; overflow-x: auto; }
-p.about { color: #444; max-width: 55rem; margin: 0.3rem 0 0.6rem; }
-@media print { body { margin: 0; max-width: none; font-size: 11px; } h2 { break-after: avoid; }
-  img, tr { break-inside: avoid; } th, td { white-space: normal; } }
+th, td { padding: 0.18rem 0.5rem; border-bottom: 1px solid #ddd; text-align: right; vertical-align: top; }
+td { font-variant-numeric: tabular-nums; white-space: nowrap; } thead th { border-bottom: 1px solid #555; }
+.text { text-align: left; white-space: normal; min-width: 13.5rem; } td.text small { display: block; }
+summary { cursor: pointer; } tr.size .text { padding-left: 1.6rem; }
+tbody:not(:has([open])) .size, table:not(:has(.more[open])) .rest { display: none; }
+.narrow { display: none; }
+@media screen and (max-width: 64rem) { .wide { display: none; } .narrow { display: inline; }
+  th, td { padding: 0.18rem 0.3rem; } .text { min-width: 6rem; } }
+@media print { body { margin: 0; max-width: none; font-size: 11px; } table { font-size: 9px; } h2 { break-after: avoid; }
+  img, tr { break-inside: avoid; } }
 """
 
-#: Key, heading and format of a column of numbers.
-_Column = tuple[str, str, Callable[[Any], str]]
+
+class _Column(NamedTuple):
+    """A column of a table: the key of its values in a row, and how they are written."""
+
+    key: str
+    heading: str
+    form: Callable[[Any], str]
+    #: Hidden where the page is narrow.
+    wide: bool = True
 
 
 def write_report(
@@ -47,25 +63,10 @@ def write_report(
     data: TrainingData | str | Path | Sequence[str | Path] | None = None,
     split: str | None = None,
 ) -> RunReport:
-    """Score a run's predictor and write what there is to say about it as one HTML file.
+    """Score a run's predictor, write what there is to say about it as one HTML file and return the numbers in it.
 
-    Parameters
-    ----------
-    run, data, split
-        As :func:`cdmpp.report.content.collect_report` takes them.
-    out
-        The file; its folder is made if missing.
-
-    Returns
-    -------
-    The numbers in the file.
-
-    Raises
-    ------
-    PredictorError
-        As ``collect_report`` does; matplotlib is not installed; the file cannot be written.
-    DatasetError, SplitError
-        As ``collect_report`` does.
+    The arguments and errors are those of :func:`cdmpp.report.content.collect_report`; PredictorError, too, where
+    matplotlib is not installed or the file cannot be written (its folder is made if missing).
     """
     report = collect_report(run, data, split)
     text = report_html(report)
@@ -83,13 +84,14 @@ def report_html(report: RunReport) -> str:
     title = f"cdmpp report: {report.name}"
     sections = [
         _head(report, title),
-        _about(report),
-        _comparison(report),
-        _scatter(report),
+        _section(
+            "Predicted against measured",
+            _figures(scatter_figures(report.records, report.scores["overall"]["noise_floor_mape"])),
+        ),
         _errors(report),
         _ranking(report),
         _intervals(report),
-        _history(report),
+        _training(report),
     ]
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -100,208 +102,205 @@ def report_html(report: RunReport) -> str:
     )
 
 
-# -- sections --------------------------------------------------------------------------------------------------
-
-
 def _head(report: RunReport, title: str) -> str:
     overall = report.scores["overall"]
-    interval = overall["interval"]
-    cards = [
-        ("MAPE", _percent(overall["mape"])),
-        ("noise floor of the labels", _percent(overall["noise_floor_mape"])),
-        ("median error", _percent(overall["median_ape"])),
-        ("within 20 %", _percent(overall["within_20pct"])),
-        ("pairwise accuracy within a task", _percent(overall["pairwise_accuracy"])),
-        ("top-1 regret, mean over the tasks", _percent(overall["top1_regret"])),
-        ("the same, median of tasks of 32 programs or more", _percent(overall["top1_regret_of_32"])),
-    ]
-    if interval is not None:
-        cards.append(
-            (f"covered by {100 * interval['coverage']:g} % intervals", _percent(interval["covered"]))
-        )
+    interval = overall["interval"] or {"coverage": 0.9, "covered": None}
+    cards = {
+        "MAPE": overall["mape"],
+        "noise floor of the labels": overall["noise_floor_mape"],
+        "median error": overall["median_ape"],
+        "within 20 %": overall["within_20pct"],
+        "pairwise accuracy within a task": overall["pairwise_accuracy"],
+        "top-1 regret, mean over the tasks": overall["top1_regret"],
+        "top-1 regret, median of tasks of 32 programs or more": overall["top1_regret_of_32"],
+        f"covered by {100 * interval['coverage']:g} % intervals": interval["covered"],
+    }
     shown = "".join(
-        f'<div class="card"><b>{value}</b><span>{escape(name)}</span></div>' for name, value in cards
+        f'<div class="card"><b>{_percent(value)}</b><span>{name}</span></div>'
+        for name, value in cards.items()
+        if value is not None
     )
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in report.notes)
     tasks, devices = report.records["task"].nunique(), report.records["device"].nunique()
-    text = (
-        f"Scored on {overall['n']} records of {tasks} tasks on {devices} device{'s' if devices > 1 else ''}."
-    )
-    return f'<h1>{escape(title)}</h1>\n<p>{text}</p>\n<div class="cards">{shown}</div>\n{notes}'
-
-
-def _about(report: RunReport) -> str:
-    training = report.training
-    records = training.get("records_by_device", {})
-    rows = [
-        ("split scored", report.scores["split"]),
-        ("split of training", training.get("split")),
-        ("held out", ", ".join(report.held_out)),
-        ("seed", training.get("seed")),
-        ("trained on", f"{training.get('records')} records, {training.get('programs')} programs"),
-        ("records by device", ", ".join(f"{name}: {n}" for name, n in records.items())),
-        ("networks of training", ", ".join(training.get("networks", ()))),
-        ("epochs", f"{training.get('epochs')}, the best was {training.get('best_epoch')}"),
-        ("validation MAPE", _percent(training.get("valid_mape"))),
-        ("noise floor of the training labels", _percent(training.get("noise_floor_mape"))),
-        ("data scored", "; ".join(report.data)),
-    ]
-    body = "".join(
-        f'<tr><th class="text">{escape(name)}</th><td class="text">{escape(str(value))}</td></tr>'
-        for name, value in rows
-        if value not in (None, "")
-    )
-    config = f"<details><summary>Configuration</summary><pre>{escape(report.config)}</pre></details>"
-    return f'<h2>The run</h2>\n<div class="scroll"><table>{body}</table></div>\n{config}'
-
-
-def _comparison(report: RunReport) -> str:
-    models = {name: result["overall"] for name, result in report.comparison.items()}
-    if not models:
-        return (
-            "<h2>Beside other models</h2>\n"
-            + _table("model", [("this predictor", report.scores["overall"])], _METRICS)
-            + '<p class="about">The run folder holds no comparison.json (what evaluate_models gives), so there are '
-            "no other models here.</p>"
-        )
-    ordered = sorted(models.items(), key=lambda item: item[1].get("mape") or 0.0)
-    rows = [("this predictor, scored for this report", report.scores["overall"]), *ordered]
-    about = '<p class="about">From comparison.json: all models on the records and the split named there, best first.</p>'
-    return "<h2>Beside other models</h2>\n" + about + _table("model", rows, _METRICS)
-
-
-def _scatter(report: RunReport) -> str:
-    image = scatter_figure(report.records, report.scores["overall"]["noise_floor_mape"])
-    return "<h2>Predicted against measured</h2>\n" + _image(
-        image, "Scatter plots of predicted against measured latency, and of their ratio, coloured by family"
+    return (
+        f"<h1>{escape(title)}</h1>\n<p>Scored on {overall['n']} records of {tasks} tasks on "
+        f'{devices} device{"s" if devices > 1 else ""}.</p>\n<div class="cards">{shown}</div>\n{notes}'
     )
 
 
 def _errors(report: RunReport) -> str:
     parts = [
-        "<h2>Where it is wrong</h2>",
-        '<p class="about">Worst first. Bias is the median of predicted / measured, minus one: below zero, programs are '
-        "slower than predicted. A task of several networks counts in each of them.</p>",
+        _about(
+            "Worst first. Bias is the median of predicted / measured, minus one: below zero, programs are slower than "
+            "predicted. A task of several networks counts in each of them. A network is all its sizes and batches."
+        ),
+        '<p class="about narrow">A wider page has more columns.</p>',
     ]
-    for grouping in ("device", "network", "family"):
-        rows = [(row["name"], row) for row in report.groups[grouping]]
-        parts.append(f"<h3>By {grouping}</h3>" + _table(grouping, rows, _WITH_BIAS))
-    decades = [(row["name"], row) for row in report.groups["latency"]]
-    parts.append("<h3>By measured latency</h3>" + _table("latency", decades, _WITH_BIAS))
-    worst = [
-        (f"{row['label']} ({row['name']})" if row["label"] != row["name"] else row["name"], row)
-        for row in report.worst_tasks
-    ]
-    parts.append(
-        f"<h3>The {len(worst)} worst tasks</h3>"
-        + _table("task", worst, [*_WITH_BIAS, ("networks", "networks", str)])
-    )
-    return "\n".join(parts)
+    for grouping, heading in (
+        ("device", "By device"),
+        ("network", "By network"),
+        ("family", "By family"),
+        ("latency", "By measured latency"),
+        ("task", "The worst tasks"),
+    ):
+        if rows := report.groups[grouping]:
+            parts.append(f"<h3>{heading}</h3>{_table(grouping, rows, _METRICS)}")
+    return _section("Where it is wrong", *parts)
 
 
 def _ranking(report: RunReport) -> str:
     if not report.ranking:
-        return "<h2>Ranking within tasks</h2>\n<p>No task has two scored programs on a device.</p>"
-    return (
-        "<h2>Ranking within tasks</h2>\n"
-        f'<p class="about">{len(report.ranking)} tasks (on each device) with at least two programs.</p>'
-        + _image(
-            ranking_figure(report.ranking), "Histograms of top-1 regret and pairwise accuracy over the tasks"
-        )
+        return _section("Ranking within tasks", _about("No task has two scored programs on a device."))
+    return _section(
+        "Ranking within tasks",
+        _about(f"{len(report.ranking)} tasks (on each device) with at least two programs."),
+        _figures(ranking_figures(report.ranking)),
     )
 
 
 def _intervals(report: RunReport) -> str:
     if not report.coverage:
-        return "<h2>Intervals</h2>\n<p>There are none: see the notes at the top.</p>"
-    columns: list[_Column] = [
-        ("covered", "of the records", _percent),
-        ("covered_by_task", "every task the same", _percent),
-        ("width", "high / low, median", lambda value: f"{value:.3g}"),
+        return _section("Intervals", _about("There are none: see the notes at the top."))
+    pooled = _list(report.coverage[0]["pooled_devices"], "devices")
+    rows = [{"name": f"{100 * entry['coverage']:g} %", **entry} for entry in report.coverage]
+    columns = [
+        _Column("covered", "of the records", _percent, wide=False),
+        _Column("covered_by_task", "every task the same", _percent, wide=False),
+        _Column("width", "high / low, median", _number, wide=False),
     ]
-    rows = [(f"{100 * entry['coverage']:g} %", entry) for entry in report.coverage]
-    pooled = report.coverage[0]["pooled_devices"]
-    about = "Calibrated on the validation part (split conformal). What is promised is for tasks drawn as those were. "
-    if pooled:
-        about += f"Intervals of all devices pooled were taken for {', '.join(pooled)}."
-    return (
-        f'<h2>Intervals</h2>\n<p class="about">{escape(about)}</p>'
-        + _image(
-            coverage_figure(report.coverage),
-            "Coverage reached against coverage asked for, and interval width",
-        )
-        + _table("asked for", rows, columns)
+    return _section(
+        "Intervals",
+        _about(
+            "Calibrated on the validation part (split conformal). What is promised is for tasks drawn as those were."
+        ),
+        f'<div class="about">Intervals of all devices pooled were taken for {pooled}</div>' if pooled else "",
+        _figures(coverage_figures(report.coverage)),
+        _table("asked for", rows, columns),
     )
 
 
-def _history(report: RunReport) -> str:
-    if not report.history:
-        return "<h2>Training</h2>\n<p>The run folder holds no history.</p>"
-    image = history_figure(report.history, report.training.get("noise_floor_mape"))
-    return "<h2>Training</h2>\n" + _image(
-        image, "Training loss and validation MAPE against epoch and wall time"
+def _training(report: RunReport) -> str:
+    training, floor = report.training, report.training.get("noise_floor_mape")
+    scored = report.scores["split"]
+    facts = {
+        "records": escape(f"{training.get('records')}, {training.get('programs')} programs"),
+        "by device": _list(
+            [f"{name}: {n}" for name, n in training.get("records_by_device", {}).items()], "devices"
+        ),
+        "networks": _list(_by_architecture(training.get("networks", ())), "networks"),
+        "split": escape(str(training.get("split"))),
+        "split scored": escape(scored) if scored != training.get("split") else "",
+        "seed": escape(str(training.get("seed"))),
+        "epochs": escape(f"{training.get('epochs')}, the best was {training.get('best_epoch')}"),
+        "validation MAPE": _percent(training.get("valid_mape")),
+        "noise floor": _percent(floor),
+        "data scored": _list(report.data, "datasets", "<br>"),
+    }
+    body = "".join(
+        f'<tr><th class="text">{name}</th><td class="text">{value}</td></tr>'
+        for name, value in facts.items()
+        if value
+    )
+    history = [_about("The run has no history.")]
+    if report.history:
+        seconds = sum(line["elapsed_s"] for line in report.history)
+        history = [
+            _figures(history_figures(report.history, floor)),
+            _about(f"{len(report.history)} epochs in {seconds:.3g} s."),
+        ]
+    return _section(
+        "Training",
+        *history,
+        f'<div class="scroll"><table>{body}</table></div>',
+        f"<details><summary>Configuration</summary><pre>{escape(report.config)}</pre></details>",
     )
 
 
-# -- pieces ----------------------------------------------------------------------------------------------------
+def _section(heading: str, *parts: str) -> str:
+    return "\n".join([f"<h2>{heading}</h2>", *parts])
+
+
+def _about(text: str) -> str:
+    return f'<p class="about">{escape(text)}</p>'
+
+
+def _figures(figures: Mapping[str, bytes]) -> str:
+    images = (
+        f'<img alt="{escape(alt)}" src="data:image/png;base64,{base64.b64encode(png).decode("ascii")}">'
+        for alt, png in figures.items()
+    )
+    return f'<div class="figures">{"".join(images)}</div>'
 
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
-def _plain(value: float | None) -> str:
+def _signed(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:+.1f} %"
+
+
+def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
-def _signed(value: float) -> str:
-    return f"{100 * value:+.1f} %"
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else seconds_text(value)
-
-
-_METRICS: list[_Column] = [
-    ("mape", "MAPE", _percent),
-    ("median_ape", "median", _percent),
-    ("within_10pct", "within 10 %", _percent),
-    ("within_20pct", "within 20 %", _percent),
-    ("rmse_s", "RMSE", _seconds),
-    ("pairwise_accuracy", "pairwise", _percent),
-    ("spearman", "Spearman", _plain),
-    ("top1_regret", "top-1 regret", _percent),
-    ("top5_regret", "top-5 regret", _percent),
-    ("noise_floor_mape", "noise floor", _percent),
-    ("n", "n", str),
-]
-
-_WITH_BIAS: list[_Column] = [
-    ("mape", "MAPE", _percent),
-    ("bias", "bias", _signed),
-    *(column for column in _METRICS if column[0] not in ("mape", "rmse_s", "within_10pct")),
+_METRICS = [
+    _Column("mape", "MAPE", _percent, wide=False),
+    _Column("bias", "bias", _signed, wide=False),
+    _Column("median_ape", "median", _percent),
+    _Column("within_20pct", "within 20\N{NO-BREAK SPACE}%", _percent),
+    _Column("pairwise_accuracy", "pairwise", _percent),
+    _Column("spearman", "Spearman", _number),
+    _Column("top1_regret", "top-1 regret", _percent),
+    _Column("top5_regret", "top-5 regret", _percent),
+    _Column("noise_floor_mape", "noise floor", _percent),
+    _Column("n", "n", str, wide=False),
 ]
 
 
-_TEXT = ' class="text"'
-
-
-def _table(first: str, rows: Iterable[tuple[str, Mapping[str, Any]]], columns: Sequence[_Column]) -> str:
-    head = "".join(f"<th>{escape(heading)}</th>" for _, heading, _ in columns)
-    body = "".join(
-        f'<tr><td class="text">{escape(name)}</td>'
-        + "".join(
-            f"<td{_TEXT if isinstance(row.get(key), str) else ''}>{escape(form(row.get(key)))}</td>"
-            for key, _, form in columns
-        )
-        + "</tr>"
-        for name, row in rows
-    )
+def _table(first: str, rows: Sequence[Row], columns: Sequence[_Column]) -> str:
+    """Rows under their names, without columns of which no row knows anything; see :data:`SHOWN`."""
+    known = [column for column in columns if any(row.get(column.key) is not None for row in rows)]
+    heads = "".join(f"<th{_class(column)}>{escape(column.heading)}</th>" for column in known)
+    bodies = [_body(row, known) for row in rows]
+    more = [f"<tbody>{body}</tbody>" for body in bodies[:SHOWN]]
+    if rest := bodies[SHOWN:]:
+        summary = f'<details class="more"><summary>{len(rest)} more</summary></details>'
+        more.append(f'<tbody><tr><td class="text" colspan="{len(known) + 1}">{summary}</td></tr></tbody>')
+        more += [f'<tbody class="rest">{body}</tbody>' for body in rest]
     return (
-        f'<div class="scroll"><table><thead><tr><th class="text">{escape(first)}</th>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
+        f'<div class="scroll"><table><thead><tr><th class="text">{escape(first)}</th>{heads}</tr></thead>'
+        f"{''.join(more)}</table></div>"
     )
 
 
-def _image(png: bytes, alt: str) -> str:
-    return f'<img alt="{escape(alt)}" src="data:image/png;base64,{base64.b64encode(png).decode("ascii")}">'
+def _body(row: Row, columns: Sequence[_Column], css: str = "") -> str:
+    """A row, and those of its sizes folded below it."""
+    name = escape(row.get("label") or row["name"])
+    if "networks" in row:
+        name += f"<small>{escape(row['name'])} {_list(_by_architecture(row['networks']), 'networks')}</small>"
+    sizes = row.get("sizes", ())
+    if sizes:
+        name = f"<details><summary>{name} ({len(sizes)} sizes)</summary></details>"
+    cells = "".join(f"<td{_class(column)}>{column.form(row.get(column.key))}</td>" for column in columns)
+    below = "".join(_body(size, columns, ' class="size"') for size in sizes)
+    return f'<tr{css}><td class="text">{name}</td>{cells}</tr>{below}'
+
+
+def _class(column: _Column) -> str:
+    return ' class="wide"' if column.wide else ""
+
+
+def _list(items: Sequence[str], what: str, separator: str = ", ") -> str:
+    text = separator.join(map(escape, items))
+    return text if len(items) <= SHOWN else f"<details><summary>{len(items)} {what}</summary>{text}</details>"
+
+
+def _by_architecture(networks: Iterable[str]) -> list[str]:
+    """Networks with their sizes counted: ``resnet50 (20 sizes)``."""
+    from cdmpp.dataset.split import architecture
+
+    sizes: dict[str, list[str]] = {}
+    for name in networks:
+        sizes.setdefault(architecture(name), []).append(name)
+    return [names[0] if len(names) == 1 else f"{key} ({len(names)} sizes)" for key, names in sizes.items()]

@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 
 from cdmpp.device import DeviceTable, detect, get_device, load_table
-from cdmpp.device.build import build_device
-from cdmpp.device.detect import ROOT_VARIABLE, cpu_row, machine_facts, read_cpu_facts
+from cdmpp.device.detect import ROOT_VARIABLE, detect_cpu, machine_facts
 from tests.machines import FIVE, MACHINES, write_machine
 
 SHIPPED = load_table(this_machine=False)
 
 
 def table_on(root: Path, facts: dict[str, Any]) -> DeviceTable:
-    return DeviceTable(SHIPPED.rows, cpu_row(read_cpu_facts(write_machine(root, facts))))
+    return DeviceTable(SHIPPED.rows, detect_cpu(write_machine(root, facts)))
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -32,7 +31,7 @@ def test_what_a_machine_is_taken_for(tmp_path: Path, name: str) -> None:
     assert table.get(device.name) == device
     known = {row.name: row for row in SHIPPED.rows}
     if device.base in known:  # the row as it ships, and nothing of this machine in it
-        assert device == build_device(known[device.base], 1)
+        assert device == known[device.base].used(1)
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -70,14 +69,14 @@ def test_the_stepping_decides_what_a_model_85_is(tmp_path: Path, stepping: int) 
         "stepping": stepping,
         "flags": ["v4", "avx512_vnni", "avx512_bf16"],
     }
-    row = cpu_row(read_cpu_facts(write_machine(tmp_path, facts)))
+    row = detect_cpu(write_machine(tmp_path, facts))
     assert row.arch == {4: "skylake-avx512", 7: "cascadelake", 11: "cooperlake"}[stepping] == row.mcpu
 
 
 @pytest.mark.parametrize(("level", "bits"), [("v4", 512), ("v3", 256), ("v2", 128), ("sse2", 128)])
 def test_what_a_hypervisor_hides_is_not_used(tmp_path: Path, level: str, bits: int) -> None:
     facts = {**MACHINES["cascadelake-vm"], "flags": [level]}
-    row = cpu_row(read_cpu_facts(write_machine(tmp_path, facts)))
+    row = detect_cpu(write_machine(tmp_path, facts))
     mcpu = "x86-64" + (f"-{level}" if level != "sse2" else "")
     assert (row.arch, row.mcpu, row.simd_bits) == ("cascadelake", mcpu, bits)
     assert row.name == f"xeon-cascadelake-2.5ghz-{mcpu}"
@@ -85,10 +84,10 @@ def test_what_a_hypervisor_hides_is_not_used(tmp_path: Path, level: str, bits: i
 
 
 def test_facts_of_a_row(tmp_path: Path) -> None:
-    row = cpu_row(read_cpu_facts(write_machine(tmp_path, MACHINES["cascadelake-bare"])))
+    row = detect_cpu(write_machine(tmp_path, MACHINES["cascadelake-bare"]))
     assert row.clock_mhz == 2500  # by its name; the clock of the moment is 1000
     assert (row.cores, row.l1_kb, row.l2_kb, row.l3_kb, row.mem_gb) == (20, 32, 1024, 28160, 16)
-    assert row.virtual is False and row.source.startswith("detected")
+    assert row.virtual is False and row.sources[0].startswith("detected")
 
 
 @pytest.mark.parametrize(
@@ -102,12 +101,12 @@ def test_facts_of_a_row(tmp_path: Path) -> None:
     ],
 )
 def test_peak_of_cores_with_narrow_data_paths(tmp_path: Path, name: str, lanes: int) -> None:
-    row = cpu_row(read_cpu_facts(write_machine(tmp_path, MACHINES[name])))
-    device = build_device(row, 1)
+    row = detect_cpu(write_machine(tmp_path, MACHINES[name]))
+    device = row.used(1)
     assert device.lanes_per_core == lanes
     assert device.peak_gflops["float32"] == pytest.approx((row.clock_mhz or 0) / 1e3 * lanes * 2)
     # narrower instructions do not waste the half of the path that a wide one needs twice
-    assert build_device(row, 1, "x86-64-v2").lanes_per_core == 8
+    assert row.used(1, "x86-64-v2").lanes_per_core == 8
 
 
 @pytest.mark.parametrize(
@@ -124,7 +123,7 @@ def test_peak_of_cores_with_narrow_data_paths(tmp_path: Path, name: str, lanes: 
 def test_a_cpuinfo_that_says_little_is_a_device_without_a_clock(tmp_path: Path, text: str) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text(text, encoding="latin-1")
-    row = cpu_row(read_cpu_facts(tmp_path, "x86_64"))
+    row = detect_cpu(tmp_path, "x86_64")
     assert row.kind == "cpu" and row.cores == 1 and row.clock_mhz is None and row.l1_kb is None
     device = DeviceTable(SHIPPED.rows, row).get("this-cpu@1")
     assert device.base not in {known.name for known in SHIPPED.rows}
@@ -144,7 +143,7 @@ def test_this_machine() -> None:
 def test_this_machine_is_what_llvm_takes_it_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the host, TVM's LLVM and the flags must allow the code that we compile for it."""
     monkeypatch.delenv(ROOT_VARIABLE, raising=False)
-    mcpu = cpu_row(read_cpu_facts()).mcpu
+    mcpu = detect_cpu().mcpu
     code = (
         "from cdmpp.program.tvm_env import import_tvm; tvm = import_tvm(); "
         "f = tvm.get_global_func('target.llvm_get_system_cpu'); print(f())"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,9 +27,12 @@ HOSTILE = "<script>alert('net')</script> & co"
 @pytest.fixture(scope="module")
 def data():
     made = make_data(n_tasks=40, per_task=4)
-    names = {"net0": HOSTILE}
-    networks = {t: tuple(names.get(n, n) for n in members) for t, members in made.networks.items()}
-    families = {names.get(n, n): f"<{family}>" for n, family in made.families.items()}
+    # net1 in as many sizes as it has tasks
+    networks = {
+        t: (HOSTILE if n == "net0" else f"net1@s{t}" if n == "net1" else n,)
+        for t, (n,) in made.networks.items()
+    }
+    families = {networks[t][0]: f"<{made.families[n]}>" for t, (n,) in made.networks.items()}
     tasks = {t: Task(t, f"<b>conv</b>&{t}", "", {}, 1.0, 1.0, "float32") for t in networks}
     return replace(made, networks=networks, families=families, view=SimpleNamespace(tasks=tasks, parts=()))
 
@@ -51,24 +53,33 @@ def run(data, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def report(run, data) -> RunReport:
-    return collect_report(run, data)
+def written(run, data, tmp_path_factory) -> tuple[RunReport, str]:
+    """The numbers, and the file that they are in."""
+    path = tmp_path_factory.mktemp("written") / "new" / "report.html"
+    return write_report(run, path, data), path.read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
-def page(report) -> str:
-    return report_html(report)
+def report(written) -> RunReport:
+    return written[0]
 
 
-def test_the_file_is_written(run, data, tmp_path):
-    written = write_report(run, tmp_path / "new" / "report.html", data)
-    text = (tmp_path / "new" / "report.html").read_text(encoding="utf-8")
-    assert text.startswith("<!DOCTYPE html>") and text == report_html(written)
+@pytest.fixture(scope="module")
+def page(written) -> str:
+    return written[1]
+
+
+@pytest.fixture
+def page_of(report, monkeypatch) -> Callable[..., str]:
+    """The page of a report that differs in this, without pictures."""
+    monkeypatch.setattr("cdmpp.report.html.scatter_figures", lambda *_: {})
+    return lambda **changes: report_html(replace(report, ranking=[], coverage=[], history=[], **changes))
 
 
 def test_the_page_loads_nothing(page):
     without_images = re.sub(r'src="data:image/png;base64,[A-Za-z0-9+/=]+"', "", page)
-    assert page.count("<img") == 4 and "src=" not in without_images
+    assert page.startswith("<!DOCTYPE html>")
+    assert page.count("<img") == 8 and "src=" not in without_images
     assert not re.search(r"https?:|<script|<link|<iframe|@import|url\(", without_images)
 
 
@@ -84,10 +95,7 @@ def test_numbers_are_those_of_evaluate(report, page, run, data):
     slow = scores["groups"]["device"]["slow"]
     assert re.search(rf">slow</td><td>{100 * slow['mape']:.1f} %</td>", page)
     worst = max(scores["groups"]["task"].items(), key=lambda item: item[1]["mape"])
-    assert report.worst_tasks[0]["name"] == worst[0] and len(report.worst_tasks) == 20
-    assert [row["mape"] for row in report.groups["network"]] == sorted(
-        (m["mape"] for m in scores["groups"]["network"].values()), reverse=True
-    )
+    assert report.groups["task"][0]["name"] == worst[0]
     assert sum(row["n"] for row in report.groups["latency"]) == overall["n"]
 
 
@@ -95,6 +103,73 @@ def test_bias_is_the_median_ratio(report):
     fast = report.records[report.records["device"] == "fast"]
     expected = (fast["predicted_s"] / fast["latency_s"]).median() - 1
     assert {row["name"]: row["bias"] for row in report.groups["device"]}["fast"] == pytest.approx(expected)
+
+
+def test_the_worst_come_first(report):
+    for grouping in ("device", "network", "family", "task"):
+        mapes = [row["mape"] for row in report.groups[grouping]]
+        assert mapes == sorted(mapes, reverse=True) and len(mapes) > 1
+
+
+def test_sizes_of_a_network_are_one_row_with_the_sizes_below_it(report, page):
+    rows = {row["name"]: row for row in report.groups["network"]}
+    assert set(rows) == {HOSTILE, "net1", "net2", "net3"}
+    sizes = rows["net1"]["sizes"]
+    assert {row["name"] for row in sizes} == {
+        name for name in report.scores["groups"]["network"] if name.startswith("net1@")
+    }
+    assert [row["mape"] for row in sizes] == sorted((row["mape"] for row in sizes), reverse=True)
+    assert rows["net1"]["n"] == sum(row["n"] for row in sizes)
+    assert "sizes" not in rows["net2"]
+    (body,) = re.findall(
+        rf"<tbody><tr><td[^>]*><details><summary>net1 \({len(sizes)} sizes\).*?</tbody>", page
+    )
+    assert body.count('<tr class="size">') == len(sizes) == page.count('<tr class="size">')
+
+
+@pytest.mark.parametrize(("n", "shown", "folded"), [(15, 15, 0), (16, 15, 1), (40, 15, 25)])
+def test_fifteen_rows_are_shown_and_the_rest_is_folded(report, page_of, n, shown, folded):
+    row = report.groups["device"][0]
+    rows = [{**row, "name": f"d{i:02d}"} for i in range(n)]
+    text = page_of(groups={**report.groups, "device": rows})
+    table = text[text.index("By device") : text.index("By network")]
+    assert re.findall(r'<tbody><tr><td class="text">(d\d\d)<', table) == [f"d{i:02d}" for i in range(shown)]
+    assert re.findall(r'<tbody class="rest"><tr><td class="text">(d\d\d)<', table) == [
+        f"d{i:02d}" for i in range(shown, n)
+    ]
+    assert (f"<summary>{folded} more</summary>" in table) == bool(folded)
+    assert "table:not(:has(.more[open])) .rest { display: none; }" in text
+
+
+def test_hundreds_of_names_are_no_wall(report, page_of):
+    training = {
+        **report.training,
+        "networks": [f"net{i}@s{size}" for i in range(30) for size in range(13)],
+        "records_by_device": {f"gpu{i}": 7 for i in range(16)},
+    }
+    text = page_of(training=training)
+    assert "<details><summary>30 networks</summary>net0 (13 sizes), net1 (13 sizes)," in text
+    assert "<details><summary>16 devices</summary>gpu0: 7," in text
+    assert "net0@s0" not in text
+
+
+def test_nothing_is_wider_than_the_page(page):
+    """What can be wide scrolls by itself or wraps, and no element asks for a width."""
+    style = page[page.index("<style>") : page.index("</style>")]
+    assert page.count("<table>") == page.count('<div class="scroll"><table>') > 5
+    assert "pre, .scroll { overflow-x: auto; }" in style and "img { max-width: 100%;" in style
+    assert "h1, p, pre, .text { overflow-wrap: anywhere; }" in style
+    assert not re.search(r"<[a-z]+ [^>]*\b(width|style)=[^>]*>", page[page.index("<body>") :])
+    # on a phone a table keeps its name and three columns
+    assert re.search(r"@media screen and \(max-width: \d+rem\) \{ \.wide \{ display: none; \}", style)
+    header = page[page.index("<thead>") : page.index("</thead>")]
+    assert re.findall(r'<th(?: class="text")?>([^<]*)<', header) == ["device", "MAPE", "bias", "n"]
+
+
+def test_columns_that_no_row_knows_are_left_out(report, page_of):
+    rows = [{**row, "spearman": None} for row in report.groups["device"]]
+    assert "Spearman" in page_of()
+    assert "Spearman" not in page_of(groups=dict.fromkeys(report.groups, rows))
 
 
 def test_names_are_escaped(page, run):
@@ -108,20 +183,8 @@ def test_names_are_escaped(page, run):
 def test_training_and_interval_figures_need_their_data(report):
     bare = replace(report, history=[], coverage=[], ranking=[])
     text = report_html(bare)
-    assert text.count("<img") == 1
-    assert "holds no history" in text and "There are none" in text and "two scored programs" in text
-
-
-def test_other_models_are_shown_where_there_is_a_comparison(run, data, report, tmp_path):
-    copy = tmp_path / "run"
-    shutil.copytree(run, copy)
-    other = {**report.scores["overall"], "mape": 0.4321}
-    (copy / "comparison.json").write_text(json.dumps({"xgb <3>": {"overall": other, "groups": {}}}))
-    text = report_html(collect_report(copy, data))
-    assert "xgb &lt;3&gt;</td><td>43.2 %" in text
-    (copy / "comparison.json").write_text('{"xgb": 1}')
-    with pytest.raises(PredictorError, match=r"comparison\.json"):
-        collect_report(copy, data)
+    assert text.count("<img") == 2
+    assert "has no history" in text and "There are none" in text and "two scored programs" in text
 
 
 def test_what_to_know_is_at_the_top(run, data):

@@ -1,0 +1,224 @@
+"""Accuracy and ranking metrics of predicted latencies, with exactly the keys of ``cdmpp evaluate --json``.
+
+Definitions
+-----------
+``mape, median_ape, within_10pct, within_20pct``
+    Mean and median of ``|predicted - label| / label`` over the records, and the fractions of records within
+    10 % and 20 %. Fractions: 0.14 is 14 %.
+``rmse_s``
+    Root mean squared error in seconds.
+``pairwise_accuracy``
+    Over all pairs of programs of the same task on the same device, the fraction ordered as their labels are.
+    Pairs whose labels differ by no more than the larger noise of the two, relative to the smaller label, are
+    ties and left out (equal labels always are). Equal predictions count one half.
+``spearman``
+    Spearman's rank correlation within a task on a device, averaged over those with at least three programs
+    and labels that differ (constant predictions count 0).
+``top1_regret, top5_regret``
+    Latency of the best among the 1 or 5 programs predicted fastest, over that of the best program of the task
+    on the device, minus one, averaged over those with at least two programs (for top 5: six).
+    ``top1_regret_median`` is the median in place of the mean, ``top1_regret_of_32`` the median over those with at least
+    32 programs: where there are few to choose from, choosing is easy.
+``noise_floor_mape``
+    Expected MAPE of a perfect predictor, given the labels' noise (:mod:`cdmpp.dataset.noise`): mean error
+    floor of the labels, or half of the mean noise where error floors are not given.
+
+A metric that is not defined on the records (no pair, no noise figure) is None.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from cdmpp.errors import LabelError, PredictorError
+
+#: The keys every scored group holds.
+METRIC_KEYS: tuple[str, ...] = (
+    "mape",
+    "median_ape",
+    "within_10pct",
+    "within_20pct",
+    "rmse_s",
+    "pairwise_accuracy",
+    "spearman",
+    "top1_regret",
+    "top1_regret_of_32",
+    "top5_regret",
+    "n",
+    "noise_floor_mape",
+)
+
+Metrics = dict[str, Any]
+
+#: Programs of a task that ``top1_regret_of_32`` takes into account.
+_MANY = 32
+
+
+def evaluate_predictions(
+    label_s: ArrayLike,
+    predicted_s: ArrayLike,
+    task: Sequence[Hashable],
+    device: Sequence[Hashable],
+    noise: ArrayLike | None = None,
+    error_floor: ArrayLike | None = None,
+) -> Metrics:
+    """Score predictions; see the module's text for every definition.
+
+    Parameters
+    ----------
+    label_s, predicted_s
+        Seconds, shape (n,).
+    task, device
+        Task and device of each record, length n; programs are ranked within both.
+    noise
+        Relative split-half noise of each label, shape (n,); NaN where unknown. Decides which pairs are ties.
+    error_floor
+        Expected relative error of a perfect predictor on each label, shape (n,); NaN where unknown.
+
+    Raises
+    ------
+    LabelError
+        A label is not finite and positive.
+    PredictorError
+        A prediction is not finite and positive, lengths differ, or there are no records.
+    """
+    labels = np.asarray(label_s, dtype=np.float64)
+    predictions = np.asarray(predicted_s, dtype=np.float64)
+    noises = _or_unknown(noise, len(labels))
+    floors = noises / 2 if error_floor is None else _or_unknown(error_floor, len(labels))
+    if len({len(labels), len(predictions), len(task), len(device), len(noises), len(floors)}) != 1:
+        raise PredictorError("labels, predictions, tasks, devices and noises must have the same length")
+    if len(labels) == 0:
+        raise PredictorError("no records to score")
+    if not (np.isfinite(labels) & (labels > 0)).all():
+        raise LabelError("every label must be finite and above 0 s")
+    if not (np.isfinite(predictions) & (predictions > 0)).all():
+        raise PredictorError("every prediction must be finite and above 0 s")
+    error = np.abs(predictions - labels) / labels
+    known = floors[np.isfinite(floors)]
+    ranking = _ranking_metrics(
+        labels, predictions, np.nan_to_num(noises, nan=0.0), list(zip(task, device, strict=True))
+    )
+    return {
+        "mape": float(error.mean()),
+        "median_ape": float(np.median(error)),
+        "within_10pct": float((error <= 0.10).mean()),
+        "within_20pct": float((error <= 0.20).mean()),
+        "rmse_s": float(np.sqrt(np.mean((predictions - labels) ** 2))),
+        **ranking,
+        "n": len(labels),
+        "noise_floor_mape": float(known.mean()) if len(known) else None,
+    }
+
+
+def evaluate_groups(
+    label_s: ArrayLike,
+    predicted_s: ArrayLike,
+    task: Sequence[Hashable],
+    device: Sequence[Hashable],
+    noise: ArrayLike | None,
+    error_floor: ArrayLike | None,
+    groups: Mapping[str, Sequence[Iterable[str]]],
+) -> dict[str, dict[str, Metrics]]:
+    """Score subsets of the records.
+
+    Parameters
+    ----------
+    groups
+        Grouping (such as ``"network"``) -> for each record the groups it belongs to. A record may be in
+        several (a task of two networks) or none.
+
+    Returns
+    -------
+    Grouping -> group -> metrics, groups sorted by name.
+    """
+    labels, predictions = np.asarray(label_s, dtype=np.float64), np.asarray(predicted_s, dtype=np.float64)
+    noises = _or_unknown(noise, len(labels))
+    floors = noises / 2 if error_floor is None else _or_unknown(error_floor, len(labels))
+    scored: dict[str, dict[str, Metrics]] = {}
+    for grouping, members in groups.items():
+        rows: dict[str, list[int]] = {}
+        for row, names in enumerate(members):
+            for name in names:
+                rows.setdefault(name, []).append(row)
+        scored[grouping] = {
+            name: evaluate_predictions(
+                labels[index],
+                predictions[index],
+                [task[i] for i in index],
+                [device[i] for i in index],
+                noises[index],
+                floors[index],
+            )
+            for name, index in sorted(rows.items())
+        }
+    return scored
+
+
+def _or_unknown(values: ArrayLike | None, n: int) -> NDArray[np.float64]:
+    return np.full(n, np.nan) if values is None else np.asarray(values, dtype=np.float64)
+
+
+def _ranking_metrics(
+    labels: NDArray[np.float64], predictions: NDArray[np.float64], noise: NDArray[np.float64], keys: list[Any]
+) -> Metrics:
+    rows: dict[Any, list[int]] = {}
+    for row, key in enumerate(keys):
+        rows.setdefault(key, []).append(row)
+    right = pairs = 0.0
+    correlations: list[float] = []
+    regrets: dict[int, list[float]] = {1: [], 5: []}
+    of_many: list[float] = []
+    for index in rows.values():
+        if len(index) < 2:
+            continue
+        label, predicted = labels[index], predictions[index]
+        group_right, group_pairs = ordered_pairs(label, predicted, noise[index])
+        right, pairs = right + group_right, pairs + group_pairs
+        if len(index) >= 3 and np.ptp(label) > 0:
+            correlations.append(_spearman(label, predicted))
+        order = np.argsort(predicted, kind="stable")
+        for k, values in regrets.items():
+            if len(index) > k:
+                values.append(float(label[order[:k]].min() / label.min() - 1))
+        if len(index) >= _MANY:
+            of_many.append(regrets[1][-1])
+    return {
+        "pairwise_accuracy": right / pairs if pairs else None,
+        "spearman": float(np.mean(correlations)) if correlations else None,
+        "top1_regret": float(np.mean(regrets[1])) if regrets[1] else None,
+        "top1_regret_median": float(np.median(regrets[1])) if regrets[1] else None,
+        "top1_regret_of_32": float(np.median(of_many)) if of_many else None,
+        "top5_regret": float(np.mean(regrets[5])) if regrets[5] else None,
+    }
+
+
+def ordered_pairs(
+    label: NDArray[np.float64], predicted: NDArray[np.float64], noise: NDArray[np.float64], block: int = 512
+) -> tuple[float, float]:
+    """Correctly ordered and counted pairs; blocks bound the memory of large groups."""
+    right = counted = 0.0
+    for begin in range(0, len(label), block):
+        rows = slice(begin, begin + block)
+        a, b = label[rows, None], label[None, :]
+        tolerance = np.maximum(noise[rows, None], noise[None, :]) * np.minimum(a, b)
+        # each pair once: the one whose label is smaller comes first
+        before = b - a > tolerance
+        p, q = predicted[rows, None], predicted[None, :]
+        right += float((before & (p < q)).sum()) + 0.5 * float((before & (p == q)).sum())
+        counted += float(before.sum())
+    return right, counted
+
+
+def _spearman(label: NDArray[np.float64], predicted: NDArray[np.float64]) -> float:
+    from scipy.stats import rankdata
+
+    a, b = rankdata(label), rankdata(predicted)
+    a, b = a - a.mean(), b - b.mean()
+    scale = math.sqrt(float((a**2).sum() * (b**2).sum()))
+    return float((a * b).sum()) / scale if scale > 0 else 0.0

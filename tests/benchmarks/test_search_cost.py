@@ -1,0 +1,83 @@
+"""What searches cost: known answers, the formula of chance against simulation, bad input."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.search_cost import (
+    measurements_by_chance,
+    measurements_in_order,
+    nearest_device,
+    nearly_best,
+    order_of_others,
+    regret_in_order,
+)
+from cdmpp.errors import PredictorError
+
+INF, NAN = math.inf, math.nan
+
+
+def test_nearly_the_best_within_five_per_cent() -> None:
+    assert nearly_best(np.array([1.0, 1.05, 1.06, INF])).tolist() == [True, True, False, False]
+    with pytest.raises(PredictorError, match="nothing to search for"):
+        nearly_best(np.array([INF, NAN]))
+
+
+def test_measurements_in_an_order_count_failures() -> None:
+    latency_s = np.array([2.0, INF, 1.0, 1.04])
+    assert measurements_in_order(latency_s, np.array([1, 0, 3, 2])) == 3
+    assert measurements_in_order(latency_s, np.array([2, 0, 1, 3])) == 1
+
+
+def test_regret_is_of_the_first_that_works() -> None:
+    latency_s = np.array([2.0, INF, 1.0, 1.5])
+    assert regret_in_order(latency_s, np.array([1, 3, 0, 2])) == pytest.approx(0.5)
+    assert regret_in_order(latency_s, np.array([2, 1, 3, 0])) == 0.0
+
+
+def test_measurements_by_chance() -> None:
+    # 1 of 3: found at the first, second or third draw alike
+    assert measurements_by_chance(np.array([1.0, 2.0, INF])) == (2.0, 2)
+    assert measurements_by_chance(np.array([1.0, 1.0])) == (1.0, 1)
+    assert measurements_by_chance(np.array([1.0] + [2.0] * 99)) == (50.5, 50)
+
+
+@settings(max_examples=10, deadline=None)
+@given(good=st.integers(1, 5), bad=st.integers(0, 12))
+def test_chance_is_what_random_orders_give(good: int, bad: int) -> None:
+    latency_s = np.array([1.0] * good + [2.0] * bad)
+    rng = np.random.default_rng(0)
+    drawn = [measurements_in_order(latency_s, rng.permutation(good + bad)) for _ in range(2000)]
+    expected, median = measurements_by_chance(latency_s)
+    assert np.mean(drawn) == pytest.approx(expected, rel=0.1)
+    assert abs(np.median(drawn) - median) <= 1
+
+
+def test_order_of_one_other_device() -> None:
+    order = order_of_others([np.array([3.0, INF, 1.0, NAN, 2.0])])
+    assert order[:3].tolist() == [2, 4, 0] and set(order[3:]) == {1, 3}
+
+
+def test_order_of_several_devices_compares_slowdowns() -> None:
+    # on the second device everything takes ten times as long, and the first candidate is its best
+    order = order_of_others([np.array([2.0, 1.0, 3.0, NAN]), np.array([10.0, 30.0, INF, 11.0])])
+    assert order.tolist() == [3, 0, 1, 2]
+
+
+def test_nearest_device_by_logarithms_of_what_both_have() -> None:
+    vectors = {
+        "small": np.array([1.0, 10.0, 5.0, 1.0]),
+        "half": np.array([1.0, 500.0, NAN, 1.0]),
+        "large": np.array([1.0, 1000.0, 50.0, NAN]),
+    }
+    assert nearest_device("large", vectors) == "half"
+    assert nearest_device("small", vectors) != "small"
+    with pytest.raises(PredictorError, match="no device to compare"):
+        nearest_device("large", {"large": vectors["large"]})
+    with pytest.raises(PredictorError, match="compare other with"):
+        nearest_device("other", vectors)

@@ -1,0 +1,228 @@
+"""The ``cdmpp`` command as others script against it: names of options, and what ``--json`` writes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import runpy
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tests.golden.golden import DATA, FOLDER, HERE, HUB, NEUSIGHT, PREDICTOR, dataset
+
+XEON, EPYC = "xeon-cascadelake-2.5ghz@1", "epyc-zen4-2.6ghz@1"
+_ALL = "device,network,task,family,origin"
+_GROUPS = ("device", "network", "family", "origin")
+_SMALL = HERE / "small.yaml"
+#: Dictionaries of more keys, or of paths, are maps: what matters is the shape of their values.
+_MOST_KEYS, _MOST_ALIKE = 40, 6
+
+
+class _Parsed(Exception):
+    """Carries the parser of the command."""
+
+
+def cdmpp(*args: str | Path) -> int:
+    """Run ``python -m cdmpp`` in this process; its exit code."""
+    with mock.patch.object(sys, "argv", ["cdmpp", *map(str, args)]):
+        try:
+            runpy.run_module("cdmpp", run_name="__main__")
+        except SystemExit as end:
+            return int(end.code or 0)
+    return 0
+
+
+def run_json(out: Path, *args: str | Path) -> Any:
+    """What a command writes with ``--json``."""
+    file = out / "result.json"
+    if cdmpp(*args, "--json", file):
+        raise AssertionError(f"cdmpp {' '.join(map(str, args))} failed")
+    return json.loads(file.read_text())
+
+
+# -- options ---------------------------------------------------------------------------------------------------
+
+
+def options() -> dict[str, dict[str, Any]]:
+    """Verb -> its options (those that the help hides too) and positional arguments."""
+
+    def parsed(parser: argparse.ArgumentParser, *_: Any) -> None:
+        raise _Parsed(parser)
+
+    with mock.patch.object(argparse.ArgumentParser, "parse_args", parsed):
+        try:
+            cdmpp()
+        except _Parsed as caught:
+            parser = caught.args[0]
+    verbs = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
+    found: dict[str, dict[str, Any]] = json.loads(
+        json.dumps({verb: _options(sub) for verb, sub in verbs.items()})
+    )
+    return found
+
+
+def _options(parser: argparse.ArgumentParser) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for number, action in enumerate(parser._actions):
+        fields = {
+            "nargs": action.nargs,
+            "choices": None if action.choices is None else sorted(map(str, action.choices)),
+            "default": action.default if action.option_strings and action.dest != "help" else None,
+            "required": action.required,
+        }
+        for name in action.option_strings or [f"<{number}>"]:
+            found[name] = fields
+    return found
+
+
+def missing_options(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What someone who scripts against the former options would miss."""
+    found: list[str] = []
+    for verb, names in before.items():
+        for name, old in names.items():
+            new = now.get(verb, {}).get(name)
+            if new is None:
+                found.append(f"{verb} {name} is gone")
+                continue
+            if new["nargs"] != old["nargs"]:
+                found.append(f"{verb} {name} takes {new['nargs']} in place of {old['nargs']} values")
+            if old["default"] is not None and new["default"] != old["default"]:
+                found.append(f"{verb} {name} is {new['default']} by default in place of {old['default']}")
+            if new["choices"] is not None and not set(old["choices"] or [new]) <= set(new["choices"]):
+                found.append(f"{verb} {name} does not take all of {old['choices']}")
+            if new["required"] and not old["required"]:
+                found.append(f"{verb} {name} is required")
+    return found
+
+
+# -- JSON ------------------------------------------------------------------------------------------------------
+
+
+def shape(value: Any) -> Any:
+    """Keys and types of a JSON value: {key: shape}, {"*": shape} for maps, [shape of the elements] or "number|null"."""
+    if isinstance(value, dict):
+        shapes = {key: shape(item) for key, item in value.items()}
+        alike = (
+            all(isinstance(item, dict) for item in value.values())
+            and len(set(map(_text, shapes.values()))) == 1
+        )
+        if len(value) > (_MOST_ALIKE if alike else _MOST_KEYS) or any("/" in key for key in value):
+            return {"*": _united(list(shapes.values()))}
+        return shapes
+    if isinstance(value, list):
+        return [_united([shape(item) for item in value])] if value else []
+    if value is None:
+        return "null"
+    return {bool: "bool", str: "string"}.get(type(value), "number")
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _united(shapes: Sequence[Any]) -> Any:
+    """What fits all shapes; an element without a key has null there."""
+    if all(isinstance(item, dict) for item in shapes):
+        keys = dict.fromkeys(key for item in shapes for key in item)
+        return {key: _united([item.get(key, "null") for item in shapes]) for key in keys}
+    if all(isinstance(item, list) for item in shapes):
+        inner = [item[0] for item in shapes if item]
+        return [_united(inner)] if inner else []
+    different = sorted({_text(item) if isinstance(item, dict | list) else item for item in shapes})
+    parts = sorted(
+        {part for item in different for part in (item.split("|") if item[0] not in "[{" else [item])}
+    )
+    return "|".join(parts)
+
+
+def misfits(before: Any, now: Any, where: str = "") -> list[str]:
+    """Where a shape lacks what another has; more keys are welcome."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        if "*" in before:
+            return [m for key, item in now.items() for m in misfits(before["*"], item, f"{where}.{key}")]
+        gone = [f"{where}.{key} is gone" for key in before if key not in now and "*" not in now]
+        both = [(key, now.get(key, now.get("*"))) for key in before if key in now or "*" in now]
+        return gone + [m for key, item in both for m in misfits(before[key], item, f"{where}.{key}")]
+    if isinstance(before, list) and isinstance(now, list):
+        if not before or not now:
+            return [f"{where} is empty"] if before else []
+        return misfits(before[0], now[0], f"{where}[]")
+    if isinstance(before, str) and isinstance(now, str) and "{" not in before:
+        fits = before == "null" or set(now.split("|")) <= set(before.split("|"))
+        return [] if fits else [f"{where} is {now}, was {before}"]
+    return [] if before in (now, "null") else [f"{where} is {_text(now)}, was {_text(before)}"]
+
+
+# -- what is run -----------------------------------------------------------------------------------------------
+
+
+def quick(out: Path) -> dict[str, Any]:
+    """Results of commands that take a second, by name."""
+    data = shutil.copytree(FOLDER, out / "data")
+    matmul = min((t for t in dataset().tasks.values() if "matmul" in t.name), key=lambda t: (t.flops, t.hash))
+    program = out / "program.json"
+    program.write_text(matmul.tir_json)
+    on_xeon = ("predict", program, "--device", XEON)
+    evaluate = ("evaluate", "--data", data, "--split", "all", "--by")
+    return {
+        "devices": run_json(out, "devices"),
+        "networks": run_json(out, "networks"),
+        "dataset": run_json(out, "dataset", data),
+        "evaluate": run_json(out, *evaluate, _ALL),
+        "evaluate --compiled": run_json(out, *evaluate, "device", "--compiled"),
+        "evaluate --measured": run_json(out, *evaluate, "device", "--measured"),
+        "predict PROGRAM": run_json(out, *on_xeon),
+        "predict PROGRAM --compile": run_json(out, *on_xeon, "--compile", "1"),
+        "predict PROGRAM --measured": run_json(out, *on_xeon, "--measured", f"{EPYC}=1ms"),
+        "predict NETWORK": run_json(out, "predict", "mlp", "--device", XEON, "--programs-per-task", "2"),
+        "latency": run_json(out, "latency", "mlp", "--device", XEON),
+        "latency of devices": run_json(out, "latency", "mlp", "--device", "h200,t4"),
+        "import neusight": run_json(out, "import", "neusight", NEUSIGHT, "--out", out / "neusight"),
+        "import benchmark-hub": run_json(out, "import", "benchmark-hub", HUB, "--out", out / "hub"),
+    }
+
+
+def slow(out: Path) -> dict[str, Any]:
+    """Results of commands that measure, train or compile much, by name."""
+    data = shutil.copytree(FOLDER, out / "data")
+    few = ("--programs-per-task", "1", "--workers", "1", "--out")
+    tune = ("--batch", "4", "--population", "16", "--generations", "1", "--predictor", "none")
+    trained = ("--config", _SMALL, "--data", data, "--split", "within_task:test=0.3;seed=0")
+    ten = ("--predictor", PREDICTOR, "--data", data, "--device", EPYC, "--tasks", "10")
+    return {
+        "profile": run_json(out, "profile", "mlp", "--device", "this-cpu@1", *few, out / "mlp"),
+        "codegen": run_json(out, "codegen", out / "mlp"),
+        "tune": run_json(
+            out, "tune", "mlp", "--device", "this-cpu@1", "--trials", "8", *tune, "--out", out / "tuned"
+        ),
+        "train": run_json(out, "train", *trained, "--out", out / "run"),
+        "report": run_json(out, "report", out / "run", "--out", out / "report.html"),
+        "search": run_json(out, "search", *trained, "--trials", "1", "--out", out / "search"),
+        "finetune": run_json(out, "finetune", *ten, "--config", _SMALL, "--out", out / "finetuned"),
+        "finetune without records": run_json(
+            out, "finetune", *ten[:4], "--device", "h200", "--tasks", "3", "--out", out / "h200"
+        ),
+    }
+
+
+def scores(results: dict[str, Any]) -> dict[str, Any]:
+    """The values of what ``evaluate`` writes, of groups but tasks."""
+    found: dict[str, Any] = {}
+    for name, result in results.items():
+        if name.startswith("evaluate"):
+            kept = {group: result["groups"][group] for group in _GROUPS if group in result["groups"]}
+            found[name] = {**result, "groups": kept}
+    return found
+
+
+def model_card(out: Path) -> dict[str, Any]:
+    """Scores of the weights that ship on the held-out networks of all data."""
+    evaluate = ("evaluate", "--data", DATA, "--by", "device")
+    return {
+        "evaluate": run_json(out, *evaluate),
+        "evaluate --compiled": run_json(out, *evaluate, "--compiled"),
+    }

@@ -1,0 +1,251 @@
+"""What the golden files freeze, computed by the library at hand: ``make.py`` stores it, the tests compare with it.
+
+Everything from inside the library is imported here, so that moving it changes one line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdmpp import CompactAST, Dataset, Predictor, Split, load_datasets, train
+from cdmpp.dataset.importers import import_benchmark_hub, import_neusight
+from cdmpp.predictor import load_config
+from cdmpp.predictor.data import AST_FILE
+from cdmpp.profiler.build import code_key
+from cdmpp.profiler.codegen import CODEGEN_FEATURES, codegen_features
+from cdmpp.profiler.codegen_store import CODEGEN_FILE, compiled_features, load_codegen, save_codegen
+from cdmpp.program.ast import LEAF_FEATURES, compact_asts
+from cdmpp.program.ast_store import load_asts, save_asts
+from cdmpp.program.space import Rebuilder
+
+HERE = Path(__file__).parent
+DATA = HERE.parents[1] / "data"
+#: Datasets in the form of today: finished, and with journals of a writer that was killed.
+FOLDER, JOURNALS = HERE / "dataset", HERE / "journals"
+#: Rows as in the public tables that ``cdmpp import`` reads.
+NEUSIGHT, HUB = HERE / "neusight.parquet", HERE / "hub.parquet"
+
+#: A small predictor, as :meth:`Predictor.save` of today writes it, and what its training was configured with.
+PREDICTOR, SMALL = HERE / "predictor", HERE / "small.yaml"
+#: Some of the compiled programs, ``PROGRAM-TARGET.so``.
+OBJECTS = HERE / "objects.zip"
+
+#: The CPUs of the data that ship; GPUs, half of them known from training; a CPU that is not.
+CPUS = (
+    "epyc-zen4-2.6ghz@1", "xeon-cascadelake-2.5ghz.x86-64-v2@1", "xeon-cascadelake-2.5ghz@1", "xeon-cascadelake-2.5ghz@2",
+)  # fmt: skip
+GPUS = (
+    "a100-pcie-40gb", "a100-sxm4-80gb@0.5", "h100-sxm", "h200", "mi210", "mi300x", "rtx-4090", "t4",
+)  # fmt: skip
+UNSEEN_CPU = "epyc-7763@1"
+
+#: What programs are compiled for: AVX2, AVX-512 by two makers, and 128 bits without fused multiply-add.
+TARGETS = ("znver3", "znver4", "cascadelake", "x86-64-v2")
+
+#: Specifications of splits, made of the golden dataset; the last is that of the weights that ship.
+SPLITS = (
+    "by_network",
+    "by_network:heldout=3;seed=1",
+    "by_network:heldout=swin_tiny+gpt2;valid=googlenet+vgg16;adapt=0.5;seed=2",
+    "by_task",
+    "by_task:test=0.3;valid=0.2;seed=3",
+    "within_task",
+    "within_task:test=0.5;seed=4",
+    f"by_device:heldout={CPUS[0]}",
+    f"by_device:heldout={CPUS[3]}+{CPUS[2]};adapt=0.5;seed=5",
+    "by_network:heldout=densenet121+gcn+inception_v3+vgg16;valid=efficientnet_b0+gpt2+mlp_mixer+unet;others=0.1;seed=0",
+)
+
+Arrays = dict[str, NDArray[Any]]
+
+
+@lru_cache(maxsize=1)
+def dataset() -> Dataset:
+    """The golden programs."""
+    return Dataset.open(FOLDER)
+
+
+@lru_cache(maxsize=1)
+def predictor() -> Predictor:
+    """The weights that ship."""
+    return Predictor.default()
+
+
+def programs(kind: str) -> list[str]:
+    """Hashes of the golden programs for a ``cpu`` (they have records), ``cuda`` or ``library`` (library operators and
+    kernels of others), sorted."""
+    measured = set(dataset().records["program"])
+    rules = {"cpu": ("llvm",), "cuda": ("cuda",), "library": ("generator",)}[kind]
+
+    def rule(program: Any) -> str:
+        if program.space_hash:
+            return dataset().spaces[program.space_hash].rule
+        return "llvm" if program.hash in measured else "generator"
+
+    return sorted(program.hash for program in dataset().programs.values() if rule(program) in rules)
+
+
+def prim_funcs(hashes: list[str], data: Any = None) -> list[Any]:
+    """The TIR of programs of a dataset, the golden one by default."""
+    data, rebuild = data or dataset(), Rebuilder(verify=False)
+    stored = [data.programs[program] for program in hashes]
+    return [rebuild(p, data.task_of(p), data.spaces[p.space_hash] if p.space_hash else None) for p in stored]
+
+
+def fresh_asts(hashes: list[str], data: Any = None) -> dict[str, CompactAST]:
+    """ASTs made by this version."""
+    return dict(zip(hashes, compact_asts(prim_funcs(hashes, data)), strict=True))
+
+
+def stored_asts(folder: Path = FOLDER) -> dict[str, CompactAST]:
+    """ASTs that a dataset folder keeps."""
+    return load_asts(folder / AST_FILE)
+
+
+def store_asts() -> None:
+    """Write the ASTs of all golden programs into their dataset."""
+    save_asts(FOLDER / AST_FILE, fresh_asts(sorted(dataset().programs)))
+
+
+def codegen_counts(view: Any) -> dict[tuple[str, str], NDArray[np.float32]]:
+    """Instruction counts that are kept beside the records of datasets."""
+    files = [Path(part.path) / CODEGEN_FILE for part in view.parts]
+    return {key: row for file in files if file.exists() for key, row in load_codegen(file).items()}
+
+
+def store_codegen(counts: Mapping[tuple[str, str], NDArray[np.float32]]) -> None:
+    """Write instruction counts into the dataset of the golden programs."""
+    save_codegen(FOLDER / CODEGEN_FILE, counts)
+
+
+def counts_on(device: str, hashes: list[str]) -> NDArray[np.float32]:
+    """Stored counts of programs on a CPU, rows of NaN where there are none."""
+    stored, key = codegen_counts(dataset()), code_key(dict(predictor().specs[device].target))
+    unknown = np.full(len(CODEGEN_FEATURES), np.nan, np.float32)
+    return np.stack([stored.get((program, key), unknown) for program in hashes])
+
+
+def latencies_on(device: str, hashes: list[str]) -> NDArray[np.float64]:
+    """Mean measured seconds of programs on a device, NaN where there are none."""
+    records = dataset().records
+    means = records[records["device"] == device].groupby("program")["latency_s"].mean()
+    return means.reindex(hashes).to_numpy(dtype=np.float64)
+
+
+# -- predictions -----------------------------------------------------------------------------------------------
+
+
+def predictions() -> Arrays:
+    """Seconds and 90 % intervals, (n, 3) each: what is predicted, low, high."""
+    found: Arrays = {}
+    asts = stored_asts()
+    cpu, gpu = programs("cpu"), [*programs("cuda"), *programs("library")]
+    for kind, hashes, devices in (("cpu", cpu, (*CPUS, UNSEEN_CPU)), ("gpu", gpu, GPUS)):
+        of_kind = [asts[program] for program in hashes]
+        for device in devices:
+            found[f"{kind} {device}"] = _with_interval(of_kind, device)
+            found[f"unfamiliar {device}"] = predictor().unfamiliar(of_kind, device)
+    for device in CPUS:
+        found[f"compiled {device}"] = _compiled(cpu, asts, device)
+    small = Predictor.load(PREDICTOR)
+    found["small"] = np.stack([small.predict([asts[program] for program in cpu], device) for device in CPUS])
+    for device, other in zip(CPUS, (*CPUS[1:], CPUS[0]), strict=True):
+        measured = {other: latencies_on(other, cpu)}
+        found[f"{device} measured on {other}"] = _with_interval(
+            [asts[p] for p in cpu], device, measured=measured
+        )
+    return found
+
+
+def _with_interval(asts: list[CompactAST], device: str, **evidence: Any) -> NDArray[np.float64]:
+    low, high = predictor().predict_interval(asts, device, 0.9, **evidence)
+    return np.stack([predictor().predict(asts, device, **evidence), low, high], axis=1)
+
+
+def _compiled(hashes: list[str], asts: Mapping[str, CompactAST], device: str) -> NDArray[np.float64]:
+    """With the stored counts of those programs that have some, rows of NaN for the others."""
+    counts = counts_on(device, hashes)
+    seconds = predictor().predict_features([asts[program] for program in hashes], device, counts)
+    calibration = predictor().calibration_of(compiled=True)
+    assert calibration is not None
+    factor = np.exp(calibration.half_width(device, 0.9))
+    rows = np.stack([seconds, seconds / factor, seconds * factor], axis=1)
+    rows[np.isnan(counts[:, 0])] = np.nan
+    return rows
+
+
+def encodings() -> Arrays:
+    """What the network of the weights that ship takes of every tenth program and of the devices."""
+    asts = stored_asts()
+    cpu, gpu = programs("cpu")[::10], [*programs("cuda"), *programs("library")][::10]
+    encoder = predictor().encoder
+    index = np.zeros(len(cpu), np.int64)
+    return {
+        "leaves": encoder.encode_leaves(np.concatenate([asts[program].leaves for program in (*cpu, *gpu)])),
+        "devices": predictor().encode_devices([*CPUS, UNSEEN_CPU, *GPUS]),
+        **{
+            f"pairs {device}": predictor().encode_pairs(
+                [asts[p] for p in cpu], [device], index, counts_on(device, cpu)
+            )
+            for device in CPUS
+        },
+        **{
+            f"pairs {device}": predictor().encode_pairs(
+                [asts[p] for p in gpu], [device], np.zeros(len(gpu), np.int64)
+            )
+            for device in GPUS
+        },
+    }
+
+
+# -- compiled code ---------------------------------------------------------------------------------------------
+
+
+def counted_programs() -> list[str]:
+    """Every third of the programs that ran."""
+    records = dataset().records
+    ran = set(records["program"][records["status"] == "ok"])
+    return [program for program in programs("cpu") if program in ran][::3]
+
+
+def compile_and_count(
+    hashes: list[str], mcpu: str, keep: Callable[[str, Path], None] | None = None
+) -> NDArray[np.float32]:
+    """Instructions of programs compiled for a CPU, (n, len(CODEGEN_FEATURES)); ``keep`` is given each object."""
+    target = {"kind": "llvm", "num-cores": 1, "mcpu": mcpu}
+    funcs = zip(hashes, prim_funcs(hashes), strict=True)
+    return np.stack([compiled_features(f, target, keep and partial(keep, program)) for program, f in funcs])
+
+
+def count_objects(archive: Path) -> dict[str, NDArray[np.float32]]:
+    """Instructions of the objects in a zip file, by name."""
+    with zipfile.ZipFile(archive) as objects, tempfile.TemporaryDirectory() as folder:
+        return {name: codegen_features(objects.extract(name, folder)) for name in objects.namelist()}
+
+
+# -- splits ----------------------------------------------------------------------------------------------------
+
+
+def splits(view: Any, specs: Sequence[str] = SPLITS) -> dict[str, dict[str, list[Any]]]:
+    """Specification -> part -> [labels in it, digest of their programs and devices]."""
+    labels = view.labels(None)
+    found: dict[str, dict[str, list[Any]]] = {}
+    for spec in specs:
+        split = Split.parse(spec, labels, view.tasks, view.network_families)
+        found[spec] = {}
+        for part in ("train", "valid", "test", "adapt"):
+            rows = labels.iloc[split.part(part)]
+            lines = sorted(
+                f"{program} {device}" for program, device in zip(rows["program"], rows["device"], strict=True)
+            )
+            found[spec][part] = [len(lines), hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]]
+    return found

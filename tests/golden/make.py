@@ -1,0 +1,94 @@
+"""Freezes what the library at hand does: ``python -m tests.golden.make [NAME...]``, all by default.
+
+A file is written again only by a commit that says why the values change.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.golden import commands, golden
+
+#: Significant digits of numbers in JSON.
+_DIGITS = 7
+#: One of so many objects is kept, if it is not larger than this (bytes).
+_OBJECTS, _LARGEST_OBJECT = 6, 60_000
+
+
+def write_arrays(name: str, arrays: golden.Arrays) -> None:
+    stored = {key: np.float32(value) if value.dtype == np.float64 else value for key, value in arrays.items()}
+    np.savez_compressed(golden.HERE / f"{name}.npz", **stored)
+
+
+def write_json(name: str, value: Any) -> None:
+    text = json.dumps(_rounded(value), indent=0, sort_keys=True)
+    (golden.HERE / f"{name}.json").write_text(text + "\n")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
+
+
+def _counts() -> None:
+    """Counts of all, and the objects of some."""
+    hashes = golden.counted_programs()
+    objects: dict[str, bytes] = {}
+
+    def keep(mcpu: str, program: str, path: Path) -> None:
+        size = path.stat().st_size
+        if hashes.index(program) % _OBJECTS == golden.TARGETS.index(mcpu) and size < _LARGEST_OBJECT:
+            objects[f"{program}-{mcpu}.so"] = path.read_bytes()
+
+    counts = {mcpu: golden.compile_and_count(hashes, mcpu, partial(keep, mcpu)) for mcpu in golden.TARGETS}
+    write_arrays(
+        "counts", {**counts, "programs": np.array(hashes), "columns": np.array(golden.CODEGEN_FEATURES)}
+    )
+    with zipfile.ZipFile(golden.OBJECTS, "w") as archive:
+        for name, content in sorted(objects.items()):
+            archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED, 9)
+
+
+def _quick() -> None:
+    with tempfile.TemporaryDirectory() as out:
+        results = commands.quick(Path(out))
+    write_json("shapes", {name: commands.shape(result) for name, result in results.items()})
+    write_json("scores", commands.scores(results))
+
+
+def _slow() -> None:
+    with tempfile.TemporaryDirectory() as out:
+        results = commands.slow(Path(out))
+        write_json("shapes_slow", {name: commands.shape(result) for name, result in results.items()})
+        write_json("model_card", commands.model_card(Path(out)))
+    write_json("split_of_data", golden.splits(golden.load_datasets(golden.DATA), golden.SPLITS[-1:]))
+
+
+FREEZE: dict[str, Callable[[], Any]] = {
+    "asts": golden.store_asts,
+    "predictions": lambda: write_arrays("predictions", golden.predictions()),
+    "encodings": lambda: write_arrays("encodings", golden.encodings()),
+    "counts": _counts,
+    "splits": lambda: write_json("splits", golden.splits(golden.dataset())),
+    "options": lambda: write_json("options", commands.options()),
+    "quick": _quick,
+    "slow": _slow,
+}
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or FREEZE:
+        FREEZE[name]()
+        print(f"{name}: frozen")
