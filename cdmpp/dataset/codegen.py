@@ -22,6 +22,7 @@ from cdmpp.program.codegen import (
     code_key,
     codegen_features,
     compiled_features,
+    require_decoder,
 )
 from cdmpp.program.space import Rebuilder
 from cdmpp.program.types import Program, Space, Task
@@ -95,7 +96,10 @@ def collect_codegen(
     ------
     DatasetError
         No dataset in the folder, or the file cannot be written.
+    CdmppError
+        What decodes instructions is not installed.
     """
+    require_decoder()
     view = load_datasets(folder)
     path = Path(folder) / CODEGEN_FILE
     counts = load_codegen(path) if path.exists() else {}

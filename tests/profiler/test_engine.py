@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from cdmpp.errors import ProfilerError
-from cdmpp.profiler.build import BuildJob, ObjectCache
+from cdmpp.profiler.build import BuildJob
 from cdmpp.profiler.calibration import core_groups
 from cdmpp.profiler.engine import CpuEngine, EngineConfig, Outcome
 from cdmpp.profiler.machine import usable_cores
 from cdmpp.profiler.statistics import SamplingPlan
+from cdmpp.program.codegen import ObjectCache
 from tests.profiler.programs import (
     TARGET,
     as_it_is,

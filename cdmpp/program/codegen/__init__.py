@@ -13,6 +13,7 @@ from cdmpp.program.codegen.counts import (
     KINDS,
     STATIC_FEATURES,
     codegen_features,
+    require_decoder,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "compile_to_shared_object",
     "compiled_features",
     "instruction_counts",
+    "require_decoder",
 ]

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import CdmppError, ProgramError
-from cdmpp.program.codegen.counts import CODEGEN_FEATURES, codegen_features
+from cdmpp.program.codegen.counts import CODEGEN_FEATURES, codegen_features, require_decoder
 from cdmpp.program.tvm_env import import_tvm
 
 if TYPE_CHECKING:
@@ -112,6 +112,8 @@ def instruction_counts(programs: Sequence[Any], device: Device) -> NDArray[np.fl
     ------
     ProgramError
         The device is no x86 CPU with a target; a program is none that can be compiled.
+    CdmppError
+        TVM or what decodes instructions is not installed.
     """
     target = dict(device.target)
     if target.get("kind") != "llvm" or device.vendor not in ("intel", "amd"):
@@ -119,6 +121,7 @@ def instruction_counts(programs: Sequence[Any], device: Device) -> NDArray[np.fl
             f"{device.name}: only programs compiled for x86 CPUs are counted; predict without compiled=True"
         )
     import_tvm()
+    require_decoder()  # one error, not a warning for each program
     from cdmpp.program.ast import CompactAST
     from cdmpp.program.ast_walk import prim_func
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from cdmpp.errors import CdmppError
 from cdmpp.program.codegen.cycles import ISSUE, LoopCycles, loop_cycles
 from cdmpp.program.codegen.instruction import Address, Instruction
 from cdmpp.program.codegen.trips import times_run
@@ -80,10 +81,23 @@ def codegen_features(path: str | Path) -> NDArray[np.float32]:
     ------
     ProgramError
         It is no object file for x86-64, has no symbols or no function of a program.
+    CdmppError
+        As :func:`require_decoder`.
     """
+    require_decoder()
     from cdmpp.program.codegen.disassemble import read_functions
 
     return count(read_functions(path))
+
+
+def require_decoder() -> None:
+    """CdmppError where what decodes instructions is not installed."""
+    try:
+        import cdmpp.program.codegen.disassemble  # noqa: F401
+    except ImportError as err:
+        raise CdmppError(
+            f"counting instructions needs iced-x86 and pyelftools: install cdmpp[tvm] ({err})"
+        ) from err
 
 
 def count(functions: Sequence[Sequence[Instruction]]) -> NDArray[np.float32]:
@@ -121,7 +135,10 @@ def kinds_of(instruction: Instruction) -> list[str]:
     memory = next((operand for operand in operands if isinstance(operand, Address)), None)
     stores = operands[:1] == (memory,)
     # of mask and integer registers at most 64
-    bits = max([o.index_bits if isinstance(o, Address) else o.bits for o in operands if not isinstance(o, int)], default=0)
+    bits = max(
+        [o.index_bits if isinstance(o, Address) else o.bits for o in operands if not isinstance(o, int)],
+        default=0,
+    )
     if bits > 64 and not name.startswith("v"):
         name = f"v{name}"  # SSE names an instruction as AVX does, without the v
     if name.startswith("v"):

@@ -100,7 +100,10 @@ def cycles_of_iteration(body: Sequence[Instruction]) -> float:
     iterations = max(_LEAST_ITERATIONS, min(_MOST_ITERATIONS, _FOLLOWED // len(body)))
     # addresses made of a register that is written are others from then on
     stores = {step.stores for step in steps if step.stores is not None}
-    moved = [[address for address in stores if step.writes in (address.base, address.index)] for step in steps]
+    moved = [
+        [address for address in stores if step.writes in (address.base, address.index_register)]
+        for step in steps
+    ]
     ready: dict[str | None, float] = defaultdict(float)
     stored: dict[Address, float] = {}
     retired: list[float] = []
@@ -158,7 +161,7 @@ class _Step:
             instruction.operands, instruction.read, instruction.written, strict=True
         ):
             if isinstance(operand, Address):
-                names = [name for name in (operand.base, operand.index) if name is not None]
+                names = [name for name in (operand.base, operand.index_register) if name is not None]
                 if instruction.name == "lea":
                     sources += names
                     continue

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import iced_x86
 from elftools.common.exceptions import ELFError
 from elftools.elf.elffile import ELFFile
+from elftools.elf.sections import SymbolTableSection
 from iced_x86 import ConditionCode, FlowControl, MemorySizeExt, OpAccess, OpKind, RegisterExt
 
 from cdmpp.errors import ProgramError
@@ -28,7 +30,7 @@ _NOT_THE_PROGRAM = re.compile(r"__tvm_ffi_main|__tvm_set_raised|truncsf|extendhf
 _CALLER_SAVED: tuple[Place, ...] = ("rax", "rcx", "rdx", "rsi", "rdi", "r8", "r9", "r10", "r11")
 
 
-def _names(enumeration: object) -> dict[int, str]:
+def _names(enumeration: object) -> dict[Any, str]:
     return {value: name.lower() for name, value in vars(enumeration).items() if isinstance(value, int)}
 
 
@@ -72,10 +74,12 @@ def read_functions(path: str | Path) -> list[list[Instruction]]:
             if elf.get_machine_arch() != "x64":
                 raise ProgramError(f"{path} has code for {elf.get_machine_arch()}; only x86-64 is decoded")
             text, symbols = elf.get_section_by_name(".text"), elf.get_section_by_name(".symtab")
-            if text is None or symbols is None:
+            if text is None or not isinstance(symbols, SymbolTableSection):
                 raise ProgramError(f"{path} has no symbols, so its functions are not known (stripped?)")
             number, start, code = elf.get_section_index(".text"), text["sh_addr"], text.data()
-            names = {s["st_value"]: s.name for s in symbols.iter_symbols() if s.name and s["st_shndx"] == number}
+            names = {
+                s["st_value"]: s.name for s in symbols.iter_symbols() if s.name and s["st_shndx"] == number
+            }
     except (OSError, ELFError) as err:
         raise ProgramError(f"{path} is not an object file (ELF): {err}") from err
     begins = sorted(names)
@@ -103,10 +107,13 @@ def _instruction(raw: iced_x86.Instruction, facts: iced_x86.InstructionInfo) -> 
     if flow == "call":
         changes = _CALLER_SAVED
     else:
-        registers = [_REGISTERS[used.register].name for used in facts.used_registers() if used.access in _WRITES]
+        registers = [
+            _REGISTERS[used.register].name for used in facts.used_registers() if used.access in _WRITES
+        ]
         slots = [place_of(operand) for operand, kind in zip(operands, access, strict=True) if kind in _WRITES]
-        changes = tuple(
-            [*(name for name in registers if name in INTEGER_REGISTERS), *(s for s in slots if isinstance(s, Address))]
+        changes = (
+            *(name for name in registers if name in INTEGER_REGISTERS),
+            *(slot for slot in slots if isinstance(slot, Address)),
         )
     return Instruction(
         raw.ip,

@@ -16,7 +16,7 @@ class Address(NamedTuple):
     """An operand in memory, at base + scale * index + displacement; the index of a gather is a vector."""
 
     base: str | None
-    index: str | None = None
+    index_register: str | None = None
     scale: int = 1
     displacement: int = 0
     index_bits: int = 0
@@ -85,7 +85,7 @@ def place_of(operand: Operand) -> Place | None:
     """The place that an operand is; None for constants, vectors and memory outside of the stack."""
     if isinstance(operand, Register):
         return operand.name if operand.name in INTEGER_REGISTERS else None
-    if isinstance(operand, Address) and operand.base in ("rsp", "rbp") and operand.index is None:
+    if isinstance(operand, Address) and operand.base in ("rsp", "rbp") and operand.index_register is None:
         return operand
     return None
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.program.codegen.blocks import FlowGraph
-from cdmpp.program.codegen.instruction import Instruction, Place
+from cdmpp.program.codegen.instruction import Address, Instruction, Place
 from cdmpp.program.codegen.values import OPPOSITE, CodeValues, Flags, Value, meets, value_at
 
 #: A loop whose trip count the code does not tell is taken to run so many times.
@@ -128,10 +128,13 @@ class TripCounts:
     def _induction(self, number: int, value: Value) -> tuple[Value, int] | None:
         """What a value is in the first iteration of a loop, and how much more in each that follows; None where it changes
         otherwise."""
+        header = self.values.graph.loops[number].header
         match value[0]:
-            case ("iteration", block, place) if block == self.values.graph.loops[number].header:
+            case ("iteration", block, str() | Address() as place) if block == header:
                 step, (symbol, offset) = self.values.step(number, place), self._initial_value(number, place)
-                return None if step is None else (self._final_value((symbol, offset + value[1]), number), step)
+                return (
+                    None if step is None else (self._final_value((symbol, offset + value[1]), number), step)
+                )
         return (self._final_value(value, number), 0) if self.values.is_fixed(value, number) else None
 
     def _initial_value(self, number: int, place: Place) -> Value:
@@ -144,13 +147,13 @@ class TripCounts:
         at = {loop.header: other for other, loop in enumerate(graph.loops)}
         while True:
             match value[0]:
-                case ("iteration", int(block), place) if block in at and at[block] not in seen:
+                case ("iteration", int(block), str() | Address() as place) if block in at:
                     other = at[block]
                 case _:
                     return value
-            seen.add(other)
-            if graph.loops[number].header in graph.loops[other].body:
+            if other in seen or graph.loops[number].header in graph.loops[other].body:
                 return value
+            seen.add(other)
             trips, step = self.of(other), self.values.step(other, place)
             if not trips or step is None:
                 return value
@@ -162,7 +165,7 @@ class TripCounts:
         loop = self.values.graph.loops[number]
         mask, tested = (flags.right, flags.left) if flags.right[0] is None else (flags.left, flags.right)
         match tested[0]:
-            case ("iteration", block, place) if block == loop.header and mask[0] is None:
+            case ("iteration", block, str() | Address() as place) if block == loop.header and mask[0] is None:
                 after = self.values.after
                 ends = {after[latch].get(place) for latch in loop.latches if latch in after}
                 first, later = self._initial_value(number, place), ends.pop() if len(ends) == 1 else None

@@ -1,8 +1,8 @@
 """What the integer registers and stack slots of compiled code hold, as far as it can be known without running it.
 
-Value numbering over the blocks of a function (Aho, Lam, Sethi, Ullman: Compilers, sections 6.1 and 9.4): a value is a constant,
-or something unknown plus a constant. What a loop changes is unknown anew in each of its iterations, so that the state at the end
-of one says by how much a counter changes. Branches whose condition is known are followed one way only.
+Value numbering over the blocks of a function (Aho, Lam, Sethi, Ullman: Compilers, sections 6.1 and 9.4): a value is a
+constant, or something unknown plus a constant. What a loop changes is unknown anew in each of its iterations, so that the
+state at the end of one says by how much a counter changes. Branches whose condition is known are followed one way only.
 
 The body of a TVM parallel loop is taken to be run by a single task, number 0 of 1: then its share is all of the loop. Buffers
 are taken not to overlap: where LLVM asks whether each begins before the other ends, so as to run a loop without SIMD if they
@@ -11,7 +11,7 @@ do, the answer is no.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from cdmpp.program.codegen.blocks import FlowGraph, Loop
@@ -21,7 +21,6 @@ from cdmpp.program.codegen.instruction import (
     Instruction,
     Operand,
     Place,
-    Register,
     place_of,
     signed,
 )
@@ -145,7 +144,9 @@ class CodeValues:
         if state is None:
             return set()
         ends = [self.after[latch] for latch in latches if latch in self.after]
-        return {place for place in places if any(value_at(end, place) != value_at(state, place) for end in ends)}
+        return {
+            place for place in places if any(value_at(end, place) != value_at(state, place) for end in ends)
+        }
 
     def _follow(self, changed: Sequence[set[Place]]) -> None:
         """Go over all blocks once, given what each loop may change in its iterations."""
@@ -330,7 +331,8 @@ def _address(operand: Operand, state: State) -> Value | None:
     if not isinstance(operand, Address) or operand.base == "rip":
         return None
     base, index = (
-        (None, 0) if name is None else value_at(state, name) for name in (operand.base, operand.index)
+        (None, 0) if name is None else value_at(state, name)
+        for name in (operand.base, operand.index_register)
     )
     if index[0] is None:
         return base[0], base[1] + operand.scale * index[1] + operand.displacement
