@@ -1,4 +1,4 @@
-"""``cdmpp codegen``: options and rendering; the work is :mod:`cdmpp.profiler.codegen_store`'s."""
+"""``cdmpp codegen``: options and rendering; the work is :mod:`cdmpp.dataset.codegen`'s."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_codegen_arguments(sub: argparse.ArgumentParser) -> None:
 def run_codegen(args: argparse.Namespace, console: Console, errors: Console) -> Any:
     """Count the instructions of the programs that have no counts yet."""
     from cdmpp.cli_render import CountBar
-    from cdmpp.profiler.codegen_store import CODEGEN_FILE, collect_codegen
+    from cdmpp.dataset.codegen import CODEGEN_FILE, collect_codegen
 
     summary: dict[str, int] = {}
     for folder in args.data:

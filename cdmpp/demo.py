@@ -16,6 +16,7 @@ from torch import nn
 
 from cdmpp.cli_render import CountBar, ProfileBar, show_metrics
 from cdmpp.dataset import load_datasets
+from cdmpp.dataset.codegen import collect_codegen
 from cdmpp.device import Device, get_device
 from cdmpp.endtoend import predict_latency
 from cdmpp.endtoend.sources import network_tasks
@@ -30,7 +31,6 @@ from cdmpp.predictor import (
     program_resolver,
 )
 from cdmpp.predictor.baselines import XGBoostModel, evaluate_models
-from cdmpp.profiler.codegen_store import collect_codegen
 from cdmpp.profiler.machine import usable_cores
 from cdmpp.profiler.profile import ProfileConfig, profile
 from cdmpp.program.network import Network

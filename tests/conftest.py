@@ -37,7 +37,9 @@ if MACHINE := os.environ.get("CDMPP_TEST_MACHINE"):
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Code for another machine does not run on this one."""
     if MACHINE:
-        elsewhere = pytest.mark.skip(reason=f"runs code that is compiled for this machine, which is said to be {MACHINE}")
+        elsewhere = pytest.mark.skip(
+            reason=f"runs code that is compiled for this machine, which is said to be {MACHINE}"
+        )
         for item in items:
             if item.get_closest_marker("runs_here"):
                 item.add_marker(elsewhere)

@@ -114,7 +114,6 @@ def test_predict_a_program_file(tmp_path: Path, predictor: Path) -> None:
     assert result["unfamiliar"] in (True, False)
 
 
-@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
 def test_predictions_told_the_instructions(
     tmp_path: Path, mlp: Path, predictor: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

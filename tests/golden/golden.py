@@ -22,13 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp import CompactAST, Dataset, Predictor, Split, load_datasets, train
+from cdmpp.dataset.codegen import CODEGEN_FILE, load_codegen, save_codegen
+from cdmpp.dataset.importers import import_benchmark_hub, import_neusight
 from cdmpp.predictor import load_config
 from cdmpp.predictor.data import AST_FILE
-from cdmpp.profiler.build import code_key
-from cdmpp.profiler.codegen import CODEGEN_FEATURES, codegen_features
-from cdmpp.profiler.codegen_store import CODEGEN_FILE, compiled_features, load_codegen
 from cdmpp.program.ast import LEAF_FEATURES, compact_asts
 from cdmpp.program.ast.store import load_asts, save_asts
+from cdmpp.program.codegen import CODEGEN_FEATURES, code_key, codegen_features, compiled_features
 from cdmpp.program.space import Rebuilder
 
 HERE = Path(__file__).parent

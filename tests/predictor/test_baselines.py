@@ -25,8 +25,7 @@ from cdmpp.predictor.baselines.per_store import (
     save_per_store,
 )
 from cdmpp.predictor.splitting import split_data
-from cdmpp.profiler.build import code_key
-from cdmpp.profiler.codegen import CODEGEN_FEATURES
+from cdmpp.program.codegen import CODEGEN_FEATURES, code_key
 
 
 @pytest.fixture(scope="module")

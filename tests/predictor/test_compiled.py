@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,14 +12,12 @@ import pytest
 import torch
 
 from cdmpp.device import get_device
-from cdmpp.errors import PredictorError, ProfilerError
+from cdmpp.errors import CdmppError, PredictorError, ProgramError
 from cdmpp.predictor import Predictor, evaluate
-from cdmpp.predictor.compiled import instruction_counts
 from cdmpp.predictor.run import prepare, train
 from cdmpp.predictor.search import search
 from cdmpp.predictor.splitting import split_data
-from cdmpp.profiler.build import code_key
-from cdmpp.profiler.codegen import CODEGEN_FEATURES
+from cdmpp.program.codegen import CODEGEN_FEATURES, code_key, instruction_counts
 from tests.samples.training import make_data, small_config
 
 SPEC = "within_task:seed=0"
@@ -138,7 +136,7 @@ def test_data_without_counts_is_not_scored_as_compiled(trained, data):
 
 
 def test_an_ast_cannot_be_compiled(trained, counted):
-    with pytest.raises(PredictorError, match="CompactAST"):
+    with pytest.raises(ProgramError, match="CompactAST"):
         trained.predictor.predict(
             next(iter(counted.asts.values())), get_device("xeon-cascadelake-2.5ghz@1"), compiled=True
         )
@@ -146,11 +144,10 @@ def test_an_ast_cannot_be_compiled(trained, counted):
 
 @pytest.mark.parametrize("name", ["graviton3@1", "h200"])
 def test_other_devices_are_refused(name: str):
-    with pytest.raises(PredictorError, match="x86"):
+    with pytest.raises(ProgramError, match="x86"):
         instruction_counts([], get_device(name))
 
 
-@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
 def test_programs_are_compiled_for_the_device_not_for_this_machine():
     from cdmpp.program.tvm_env import import_tvm
 
@@ -173,16 +170,16 @@ def test_without_a_disassembler_there_is_one_error(monkeypatch):
     import_tvm()
     from tvm import te
 
-    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    monkeypatch.delitem(sys.modules, "cdmpp.program.codegen.disassemble", raising=False)
+    monkeypatch.setitem(sys.modules, "iced_x86", None)
     a = te.placeholder((8,), name="a")
     func = te.create_prim_func([a, te.compute((8,), lambda i: a[i] * 2.0, name="b")])
-    with pytest.raises(ProfilerError, match="binutils"):
+    with pytest.raises(CdmppError, match="iced-x86"):
         instruction_counts([func, func], get_device("epyc-7763@1"))
 
 
-@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
 def test_what_does_not_compile_is_told_and_predicted_without(monkeypatch, caplog):
-    import cdmpp.profiler.codegen_store as store
+    import cdmpp.program.codegen.compile as compiling
     from cdmpp.program.tvm_env import import_tvm
 
     import_tvm()
@@ -191,7 +188,7 @@ def test_what_does_not_compile_is_told_and_predicted_without(monkeypatch, caplog
     def fail(*_):
         raise RuntimeError("LLVM: cannot select")
 
-    monkeypatch.setattr(store, "compile_to_shared_object", fail)
+    monkeypatch.setattr(compiling, "compile_to_shared_object", fail)
     a = te.placeholder((8,), name="a")
     func = te.create_prim_func([a, te.compute((8,), lambda i: a[i] * 2.0, name="b")])
     rows = instruction_counts([func], get_device("xeon-cascadelake-2.5ghz@1"))

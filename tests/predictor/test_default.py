@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -71,7 +70,6 @@ def test_told_the_instructions_they_are_nearer(default: Predictor) -> None:
     assert told["overall"]["pairwise_accuracy"] > plain["pairwise_accuracy"] + 0.03
 
 
-@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
 def test_a_program_is_compiled_for_its_prediction() -> None:
     func, device = matmul_task(64).prim_func(), "xeon-cascadelake-2.5ghz@1"
     plain, told = cdmpp.predict(func, device), cdmpp.predict(func, device, compiled=True)

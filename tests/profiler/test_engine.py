@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from cdmpp.errors import ProfilerError
-from cdmpp.profiler.build import BuildJob, ObjectCache
+from cdmpp.profiler.build import BuildJob
 from cdmpp.profiler.calibration import core_groups
 from cdmpp.profiler.engine import CpuEngine, EngineConfig, Outcome
+from cdmpp.program.codegen import ObjectCache
 from tests.samples.programs import (
     QUICK_ENGINE,
     TARGET,

@@ -6,22 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cdmpp.profiler.code_values import CodeValues, Flags, Value, compares
-from cdmpp.profiler.control_flow import FlowGraph
+from cdmpp.program.codegen.blocks import FlowGraph
+from cdmpp.program.codegen.instruction import Address, Place
+from cdmpp.program.codegen.values import CodeValues, Flags, Value, meets, value_at
+from tests.program.codegen.assembly import code
 
 
 def _values(listing: str) -> CodeValues:
-    lines = [line.split(maxsplit=1) for line in listing.strip().splitlines()]
-    return CodeValues(
-        FlowGraph.of(
-            [(16 * (i + 1), line[0], line[1] if len(line) > 1 else "") for i, line in enumerate(lines)]
-        )
-    )
+    return CodeValues(FlowGraph.of(code(listing)))
 
 
-def _after(listing: str, place: str) -> Value:
-    values = _values(f"{listing}\nret")
-    return values.after[0].get(place, (("entry", place), 0))
+def _after(listing: str, place: Place) -> Value:
+    return value_at(_values(listing).after[0], place)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +33,9 @@ def _after(listing: str, place: str) -> Value:
         ("mov $0x5,%eax\ncmp $0x5,%eax\nsete %cl", "rcx", 1),
         ("mov $0x3,%eax\nnot %eax\nsar $0x1,%eax", "rax", -2),
         ("xor %eax,%eax\nvmovups %zmm0,(%rdi)\ninc %rax", "rax", 1),
+        ("mov $0x1ff,%eax\nmovzbl %al,%ecx", "rcx", 0xFF),
+        ("movb $0xff,0x8(%rsp)\nmovzbl 0x8(%rsp),%ecx", "rcx", 0xFF),
+        ("mov $0x5,%eax\nshlx %rax,%rax,%rcx", "rcx", 5 << 5),
     ],
 )
 def test_known_answers(listing: str, place: str, value: int) -> None:
@@ -51,13 +50,17 @@ def test_what_is_unknown_keeps_its_distance() -> None:
 
 def test_loads_calls_and_moved_stacks_are_not_known() -> None:
     assert _after("mov $0x1,%eax\nmov (%rdi),%eax", "rax")[0] is not None
-    assert _after("mov $0x1,%eax\ncall 10 <g>", "rax")[0] is not None
-    assert _after("mov $0x1,%ebx\ncall 10 <g>", "rbx") == (None, 1)
-    assert _after("movl $0x1,0x8(%rsp)\nsub $0x20,%rsp", "0x8(%rsp)")[0] is not None
+    assert _after("mov $0x1,%eax\ncall g", "rax")[0] is not None
+    assert _after("mov $0x1,%ebx\ncall g", "rbx") == (None, 1)
+    slot = Address("rsp", displacement=8)
+    assert _after("movl $0x1,0x8(%rsp)", slot) == (None, 1)
+    assert _after("movl $0x1,0x8(%rsp)\nsub $0x20,%rsp", slot)[0] is not None
+    assert _after("movl $0x1,0x8(%rsp)\npush %rax", slot)[0] is not None
+    assert _after("movl $0x1,0x8(%rsp)\nvextractf128 $0x1,%ymm0,0x8(%rsp)", slot)[0] is not None
 
 
 def test_a_branch_that_is_known_is_followed_one_way() -> None:
-    values = _values("mov $0x4,%eax\ncmp $0x4,%eax\njne 60 <f>\nmov $0x1,%ecx\nret\nmov $0x2,%ecx\nret")
+    values = _values("mov $0x4,%eax\ncmp $0x4,%eax\njne 1f\nmov $0x1,%ecx\nret\n1: mov $0x2,%ecx\nret")
     (last,) = [block for block, after in values.taken.items() if values.graph.blocks[block][1] == 2]
     assert values.taken[last] == [last + 1] and len(values.after) == 3  # with the one that precedes all
 
@@ -67,13 +70,13 @@ def test_what_a_loop_saves_and_restores_does_not_change_in_it() -> None:
         """
         mov $0x5,%edx
         xor %eax,%eax
-        mov %rdx,0x8(%rsp)
+        1: mov %rdx,0x8(%rsp)
         mov (%rdi),%rdx
         add $0x3,%rdx
         mov 0x8(%rsp),%rdx
         inc %rax
         cmp $0x9,%rax
-        jne 30 <f>
+        jne 1b
         ret
         """
     )
@@ -89,4 +92,4 @@ def test_conditions_are_those_of_the_numbers(left: int, right: int) -> None:
     assert flags.hold("l") == (left < right) and flags.hold("ge") == (left >= right)
     assert flags.hold("g") == (left > right) and flags.hold("le") == (left <= right)
     assert Flags("cmp", ("x", left), (None, right)).hold("e") is None
-    assert compares(left - right, "s") == (left < right)
+    assert meets(left - right, "s") == (left < right)

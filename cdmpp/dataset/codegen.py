@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import logging
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.dataset.parquet import read_parquet, write_parquet
+from cdmpp.dataset.view import load_datasets
 from cdmpp.errors import CdmppError, DatasetError
-from cdmpp.profiler.build import BuildJob, ObjectCache, code_key, compile_to_shared_object
-from cdmpp.profiler.codegen import CODEGEN_FEATURES, COUNTING_VERSION, codegen_features
-
-if TYPE_CHECKING:
-    from cdmpp.dataset import DatasetView
+from cdmpp.program.codegen import (
+    CODEGEN_FEATURES,
+    COUNTING_VERSION,
+    ObjectCache,
+    code_key,
+    codegen_features,
+    compiled_features,
+    require_decoder,
+)
+from cdmpp.program.space import Rebuilder
+from cdmpp.program.types import Program, Space, Task
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +33,9 @@ CODEGEN_FILE = "codegen.parquet"
 #: Programs between two writes of the file.
 _CHUNK = 512
 
-#: (program hash, :func:`~cdmpp.profiler.build.code_key` of the target) -> counts, float32 (len(CODEGEN_FEATURES),).
+#: (program hash, :func:`~cdmpp.program.codegen.code_key` of the target) -> counts, float32 (len(CODEGEN_FEATURES),).
 Counts = dict[tuple[str, str], NDArray[np.float32]]
+_Wanted = tuple[Program, Task, Space | None, dict[str, Any]]
 
 
 def _schema() -> Any:
@@ -90,79 +96,52 @@ def collect_codegen(
     ------
     DatasetError
         No dataset in the folder, or the file cannot be written.
+    CdmppError
+        What decodes instructions is not installed.
     """
-    from cdmpp.dataset import load_datasets
-
-    folder = Path(folder)
+    require_decoder()
     view = load_datasets(folder)
-    path = folder / CODEGEN_FILE
+    path = Path(folder) / CODEGEN_FILE
     counts = load_codegen(path) if path.exists() else {}
-    labels = view.labels(None)
-    wanted: dict[tuple[str, str], tuple[BuildJob, dict[str, Any]]] = {}
-    for name, table in labels.groupby("device", observed=True):
+    wanted: dict[tuple[str, str], _Wanted] = {}
+    for name, table in view.labels(None).groupby("device", observed=True):
         target = dict(view.devices[str(name)].target)
         if target.get("kind") != "llvm":
             continue
-        for program in table["program"]:
-            key = (str(program), code_key(target))
+        for digest in table["program"]:
+            key = (str(digest), code_key(target))
             if key not in counts:
-                wanted[key] = (_job(view, key[0]), target)
-    done, total = 0, len(wanted)
+                program = view.programs[key[0]]
+                space = view.spaces.get(program.space_hash) if program.space_hash else None
+                wanted[key] = program, view.task_of(program), space, target
+    keys = list(wanted)
     with ProcessPoolExecutor(max(1, workers)) as pool:
-        for chunk in _chunks(list(wanted.items())):
-            items = [(*item, object_cache) for _, item in chunk]
-            found = pool.map(_count_one, items, chunksize=4)
-            for (key, _), row in zip(chunk, found, strict=True):
+        for begin in range(0, len(keys), _CHUNK):
+            chunk = keys[begin : begin + _CHUNK]
+            rows = pool.map(partial(_count_one, object_cache), [wanted[key] for key in chunk], chunksize=4)
+            for done, (key, row) in enumerate(zip(chunk, rows, strict=True), begin + 1):
                 if row is not None:
                     counts[key] = row
-                done += 1
                 if progress is not None:
-                    progress(done, total)
+                    progress(done, len(keys))
             save_codegen(path, counts)
     return counts
 
 
-def compiled_features(
-    func: Any, target: dict[str, Any], keep: Callable[[Path], None] | None = None
-) -> NDArray[np.float32]:
-    """Counts of a PrimFunc compiled for a target (llvm), float32 (len(CODEGEN_FEATURES),); errors as TVM's, and as of
-    :func:`~cdmpp.profiler.codegen.codegen_features`. ``keep`` is given the object before it is deleted."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "program.so"
-        compile_to_shared_object(func, target, path)
-        if keep is not None:
-            keep(path)
-        return codegen_features(path)
+_REBUILDER: list[Rebuilder] = []
 
 
-def _chunks(items: Sequence[Any]) -> Iterator[list[Any]]:
-    rest = iter(items)
-    while chunk := list(islice(rest, _CHUNK)):
-        yield chunk
-
-
-def _job(view: DatasetView, digest: str) -> BuildJob:
-    program = view.programs[digest]
-    space = view.spaces.get(program.space_hash) if program.space_hash else None
-    return BuildJob(program, view.task_of(program), space)
-
-
-_REBUILDER: list[Any] = []
-
-
-def _count_one(item: tuple[BuildJob, dict[str, Any], str | Path | None]) -> NDArray[np.float32] | None:
-    from cdmpp.program.space import Rebuilder
-
-    job, target, object_cache = item
+def _count_one(object_cache: str | Path | None, wanted: _Wanted) -> NDArray[np.float32] | None:
+    program, task, space, target = wanted
     if not _REBUILDER:  # one a process: it keeps what it has parsed
         _REBUILDER.append(Rebuilder())
     try:
         cache = ObjectCache(object_cache, target)
-        kept = cache.find(job.program.hash)
+        kept = cache.find(program.hash)
         if kept is not None:
             return codegen_features(kept)
-        func = _REBUILDER[0](job.program, job.task, job.space)
-        return compiled_features(func, target, partial(cache.keep, job.program.hash))
+        func = _REBUILDER[0](program, task, space)
+        return compiled_features(func, target, partial(cache.keep, program.hash))
     except (CdmppError, RuntimeError, OSError) as err:
-        logger.warning("program %s has no counts: %s", job.program.hash, str(err).strip().splitlines()[-1:])
+        logger.warning("program %s has no counts: %s", program.hash, str(err).strip().splitlines()[-1:])
         return None

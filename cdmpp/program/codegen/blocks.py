@@ -3,20 +3,14 @@
 Compilers lay blocks out in any order, so loops are found as compilers find them: an edge to a block that dominates its
 source closes a loop, whose body is what reaches that edge without passing the block (Aho, Lam, Sethi, Ullman: Compilers,
 section 9.6).
-
-x86 only, in GNU objdump's AT&T syntax, as :mod:`cdmpp.profiler.codegen`.
 """
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-#: Address, operation, operands.
-Instruction = tuple[int, str, str]
-
-_ADDRESS = re.compile(r"^[0-9a-f]+$")
-_ENDS = ("ret", "ud2", "hlt")
+from cdmpp.program.codegen.instruction import Instruction
 
 
 @dataclass
@@ -26,7 +20,7 @@ class Loop:
     Attributes
     ----------
     header
-        The block that every round begins with.
+        The block that every iteration begins with.
     body
         Its blocks, the header among them.
     latches
@@ -43,12 +37,12 @@ class Loop:
 
 @dataclass
 class FlowGraph:
-    """Control flow of what stands under one symbol: a function, and those that have lost their own.
+    """Control flow of what stands under one symbol: a function, and those that have no symbol of their own.
 
     Attributes
     ----------
     blocks
-        (first, last) instruction of each block. The last one is empty: it precedes all that nothing else leads to.
+        (first, last) instruction of each block. The last block is empty: it precedes all that nothing else leads to.
     successors
         Blocks that may follow each: of a conditional jump its target, then the next.
     order
@@ -61,7 +55,7 @@ class FlowGraph:
         Number of the innermost loop of a block; None outside of loops.
     """
 
-    function: list[Instruction]
+    function: Sequence[Instruction]
     blocks: list[tuple[int, int]]
     successors: list[list[int]]
     predecessors: list[list[int]] = field(init=False)
@@ -85,30 +79,36 @@ class FlowGraph:
                 self.loop_of[block] = number
 
     @classmethod
-    def of(cls, function: list[Instruction]) -> FlowGraph:
+    def of(cls, function: Sequence[Instruction]) -> FlowGraph:
         """The graph of a function's instructions, of which there is at least one."""
-        at = {address: i for i, (address, _, _) in enumerate(function)}
-        targets = [jump_target(instruction) for instruction in function]
+        at = {instruction.address: i for i, instruction in enumerate(function)}
         starts = {0}
-        for i, (target, (_, operation, _)) in enumerate(zip(targets, function, strict=True)):
-            if target in at:
-                starts.add(at[target])
-            if (operation.startswith("j") or operation in _ENDS) and i + 1 < len(function):
+        for i, instruction in enumerate(function):
+            if instruction.target in at:
+                starts.add(at[instruction.target])
+            if instruction.flow in ("branch", "jump", "end") and i + 1 < len(function):
                 starts.add(i + 1)
         firsts = sorted(starts)
         blocks = list(zip(firsts, [first - 1 for first in firsts[1:]] + [len(function) - 1], strict=True))
         number = {first: block for block, (first, _) in enumerate(blocks)}
         successors: list[list[int]] = []
         for block, (_, last) in enumerate(blocks):
-            _, operation, _ = function[last]
-            after: list[int] = []
-            if operation.startswith("j") and targets[last] in at:
-                after.append(number[at[targets[last] or 0]])
-            if block + 1 < len(blocks) and not operation.startswith("jmp") and operation not in _ENDS:
+            target, flow = function[last].target, function[last].flow
+            after = [number[at[target]]] if target in at else []
+            if block + 1 < len(blocks) and flow not in ("jump", "end"):
                 after.append(block + 1)
             successors.append(after)
-        padding = [all(_is_padding(function[i]) for i in range(first, last + 1)) for first, last in blocks]
+        padding = [all(i.name == "nop" for i in function[first : last + 1]) for first, last in blocks]
         return cls(function, [*blocks, (0, -1)], [*successors, _roots(successors, padding)])
+
+    def code(self, block: int) -> Sequence[Instruction]:
+        """The instructions of a block."""
+        first, last = self.blocks[block]
+        return self.function[first : last + 1]
+
+    def condition(self, block: int) -> str | None:
+        """Condition of the jump at the end of a block; None where there is none that is known."""
+        return self.function[self.blocks[block][1]].condition
 
     def dominates(self, over: int, block: int) -> bool:
         """Whether every way to a block passes another."""
@@ -133,18 +133,6 @@ class FlowGraph:
                             loop.body.add(inside)
                             todo += self.predecessors[inside]
         return sorted(found.values(), key=lambda loop: -len(loop.body))
-
-
-def jump_target(instruction: Instruction) -> int | None:
-    """Where a jump goes; None for other instructions and for jumps to what a register says."""
-    _, operation, operands = instruction
-    target = operands.split(maxsplit=1)[0] if operands else ""
-    return int(target, 16) if operation.startswith("j") and _ADDRESS.match(target) else None
-
-
-def _is_padding(instruction: Instruction) -> bool:
-    _, operation, operands = instruction
-    return operation.startswith(("nop", "data16", "cs")) or (operation, operands) == ("xchg", "%ax,%ax")
 
 
 def _roots(successors: list[list[int]], padding: list[bool]) -> list[int]:
