@@ -58,6 +58,14 @@ def on_zen3(_zen3: Path) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def real_machine() -> Iterator[None]:
+    """For modules that run compiled programs, also where the other tests are given the facts of another machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(ROOT_VARIABLE, raising=False)
+        yield
+
+
 @pytest.fixture(scope="session")
 def data() -> TrainingData:
     """Programs of 12 tasks on two CPUs, ``slow`` and ``fast``."""
@@ -77,11 +85,13 @@ def trained(data: TrainingData, tmp_path_factory: pytest.TempPathFactory) -> Tra
 
 @pytest.fixture(scope="session")
 def mlp(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A profiled MLP, finalized; not to be written to."""
+    """A profiled MLP, finalized; not to be written to. For modules on the ``real_machine``."""
     from cdmpp.profiler.profile import profile
     from tests.samples.programs import QUICK_PROFILE
 
     out = tmp_path_factory.mktemp("mlp") / "data"
-    report = profile(["mlp"], out=out, config=QUICK_PROFILE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(ROOT_VARIABLE, raising=False)
+        report = profile(["mlp"], out=out, config=QUICK_PROFILE)
     assert report.ok == report.new > 10
     return out

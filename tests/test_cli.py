@@ -11,6 +11,7 @@ import pytest
 from cdmpp.cli import main
 from tests.samples.programs import matmul_task
 
+pytestmark = pytest.mark.usefixtures("real_machine")
 _METRICS = {
     "mape", "median_ape", "within_10pct", "within_20pct", "rmse_s", "pairwise_accuracy", "spearman",
     "top1_regret", "top5_regret", "n", "noise_floor_mape",

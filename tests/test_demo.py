@@ -24,6 +24,7 @@ from cdmpp.program.network import Network
 from cdmpp.program.tasks import extract_tasks
 from cdmpp.program.zoo import zoo_networks
 
+pytestmark = pytest.mark.usefixtures("real_machine")
 MODELS = [
     "cdmpp as it ships", "cdmpp as it ships, compiled", "cdmpp after learning", "cdmpp after learning, compiled",
     "XGBoost on TVM's features", "XGBoost on ours, compiled",
@@ -63,7 +64,7 @@ class Demo:
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> Demo:
+def first(real_machine: None, tmp_path_factory: pytest.TempPathFactory) -> Demo:
     """Told that data which ship have one of the network's tasks."""
     folder = tmp_path_factory.mktemp("demo")
     with Dataset.open_or_create(folder / "data") as dataset:

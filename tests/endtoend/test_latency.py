@@ -32,6 +32,9 @@ pytest.importorskip("tvm")
 torch = pytest.importorskip("torch")
 
 
+pytestmark = pytest.mark.usefixtures("on_zen3")
+
+
 @dataclass(frozen=True)
 class Fixed(Predictor):
     """Says `seconds` for every program, more for each GFLOP/s that a device lacks."""

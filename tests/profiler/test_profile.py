@@ -25,6 +25,8 @@ from cdmpp.profiler.plan import ReplayPlan, TaskPlan
 from cdmpp.profiler.profile import Progress, profile, read_task_file
 from tests.samples.programs import QUICK_PROFILE, matmul_task
 
+pytestmark = pytest.mark.usefixtures("real_machine")
+
 
 def test_records_name_device_origin_and_session(mlp: Path) -> None:
     dataset = Dataset.open(mlp)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cdmpp import Predictor
@@ -53,7 +53,6 @@ def expressions(loops: str) -> st.SearchStrategy[str]:
     return st.recursive(st.sampled_from(loops), grow, max_leaves=8)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data(), st.lists(st.integers(2, 6), min_size=1, max_size=3))
 def test_indices_equal_a_count_over_all_iterations(data: st.DataObject, extents: list[int]) -> None:
     loops = "ijk"[: len(extents)]

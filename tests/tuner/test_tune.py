@@ -17,6 +17,8 @@ from cdmpp.tuner.tuning import tune
 from tests.samples.programs import QUICK_PLAN
 from tests.samples.tuning import tune_config
 
+pytestmark = pytest.mark.usefixtures("real_machine")
+
 
 @pytest.fixture(scope="module")
 def network() -> Network:
