@@ -28,21 +28,10 @@ settings.register_profile("many", settings.get_profile("few"), max_examples=100)
 settings.load_profile("few")
 
 
-#: Name of a machine of :mod:`tests.machines` whose facts stand in place of this one's (``make machines``).
-if MACHINE := os.environ.get("CDMPP_TEST_MACHINE"):
+# `make machines`: the facts of a machine of tests.machines in place of this one's, but where compiled programs run.
+if machine := os.environ.get("CDMPP_TEST_MACHINE"):
     _folder = tempfile.TemporaryDirectory(prefix="cdmpp-machine-")
-    os.environ[ROOT_VARIABLE] = str(write_machine(Path(_folder.name), MACHINES[MACHINE]))
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Code for another machine does not run on this one."""
-    if MACHINE:
-        elsewhere = pytest.mark.skip(
-            reason=f"runs code that is compiled for this machine, which is said to be {MACHINE}"
-        )
-        for item in items:
-            if item.get_closest_marker("runs_here"):
-                item.add_marker(elsewhere)
+    os.environ[ROOT_VARIABLE] = str(write_machine(Path(_folder.name), MACHINES[machine]))
 
 
 @pytest.fixture(scope="session")
