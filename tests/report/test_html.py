@@ -14,11 +14,12 @@ import pytest
 from predictor_synthetic import make_data
 
 from cdmpp.cli import main
+from cdmpp.dataset.record import seconds_text
 from cdmpp.errors import CdmppError, PredictorError
 from cdmpp.predictor import config_from_dict, evaluate, train
 from cdmpp.predictor.data import subset
 from cdmpp.program.types import Task
-from cdmpp.report.content import RunReport, collect_report, latency_decade, seconds_text
+from cdmpp.report.content import RunReport, collect_report, latency_decade
 from cdmpp.report.html import report_html, write_report
 
 HOSTILE = "<script>alert('net')</script> & co"
