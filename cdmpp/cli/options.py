@@ -142,7 +142,12 @@ def add(parser: argparse.ArgumentParser, *keys: str, **changes: Any) -> None:
     """Add options by their keys in :data:`OPTIONS`; ``changes`` are arguments of ``add_argument``, for all of them."""
     for key in keys:
         option = OPTIONS[key]
-        given = {"dest": key, "metavar": option.metavar, "help": option.help, "type": option.type}
+        given: dict[str, Any] = {
+            "dest": key,
+            "metavar": option.metavar,
+            "help": option.help,
+            "type": option.type,
+        }
         given |= dict(option.more) | changes
         if given.get("action") == "store_true":
             del given["metavar"], given["type"]

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.progress import (
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 #: Columns of what is written to a file or a pipe.
 _WIDTH = 100
+#: Characters of a name that a table holds on one line.
+_NAME = 40
 #: Seconds between two lines of progress where there is no terminal.
 _EVERY_S = 30.0
 
@@ -42,20 +44,19 @@ def console(*, err: bool = False) -> Console:
 
 def say(console: Console, text: str) -> None:
     """A sentence, which a terminal may wrap and a file holds as one line."""
-    console.print(text, soft_wrap=True)
+    console.print(text, soft_wrap=not console.is_terminal)
 
 
 def show_table(
     console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], total: bool = False
 ) -> None:
     """Columns whose names begin with ``<`` are text, the others numbers; the last row may be a total."""
-    table = Table(title=title)
-    for name in columns:
+    table, cells = Table(title=title), list(rows)
+    for number, name in enumerate(columns):
         left = name.startswith("<")
-        table.add_column(
-            name.removeprefix("<"), justify="left" if left else "right", overflow="fold", no_wrap=not left
-        )
-    cells = list(rows)
+        whole = not left or (number == 0 and all(len(row[0]) <= _NAME for row in cells))
+        justify: Literal["left", "right"] = "left" if left else "right"
+        table.add_column(name.removeprefix("<"), justify=justify, overflow="fold", no_wrap=whole)
     for number, row in enumerate(cells, 1):
         table.add_row(*row, style="bold" if total and number == len(cells) else None)
     console.print(table)
@@ -168,43 +169,47 @@ def show_devices(console: Console, here: Device, known: Sequence[Device]) -> Non
         )
         for device in [here, *(d for d in known if d.name != here.name)]
     ]
-    columns = ("<name", "<model", "cores/SMs", "MHz", "GB", "GB/s", "fp32 GFLOP/s")
+    columns = ("<name", "<model", "cores", "MHz", "GB", "GB/s", "GFLOP/s")
     show_table(console, "devices; the first is this machine", columns, rows)
     console.print(
         f"[bold]{here.base}@1[/] (or this-cpu@1) is one core of this machine; "
-        f"append .x86-64-v2 to the base for 128-bit SIMD code; h200@0.5 is half the SMs of a GPU."
+        f"append .x86-64-v2 to the base for 128-bit SIMD code; h200@0.5 is half the SMs of a GPU. "
+        "Cores: SMs of a GPU; GFLOP/s: of float32."
     )
 
 
 def show_networks(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     """The zoo."""
     cells = [
-        (row["name"], row["family"], "\n".join(row["inputs"]), _number(row["tasks"]), row["description"])
+        (row["name"], row["family"], _shapes(row["inputs"]), _number(row["tasks"]), row["description"])
         for row in rows
     ]
     show_table(console, "networks", ("<name", "<family", "<inputs", "tasks", "<description"), cells)
     console.print(
         "Append a batch size as in resnet18@b4, an image size or sequence length as in resnet18@s160, or both, "
-        "or give an .onnx or .pt2 file in place of a name."
+        "or give an .onnx or .pt2 file in place of a name. Inputs are float32 where nothing else is said."
     )
+
+
+def _shapes(inputs: Sequence[str]) -> str:
+    """``image [1,3,224,224]`` of ``image float32[1, 3, 224, 224]``."""
+    return "\n".join(text.replace(", ", ",").replace("float32", "") for text in inputs)
 
 
 def show_summary(console: Console, summary: Mapping[str, Any]) -> None:
     """``cdmpp dataset``."""
 
     def cells(name: str, row: Mapping[str, Any]) -> list[str]:
-        counts = [str(row[key]) for key in ("records", "ok", "tasks", "networks", "devices")]
-        listed = [
-            "\n".join(f"{kind} {n}" for kind, n in kinds.items() if n) or "-"
-            for kinds in (row.get("origins", {}), row["failures"])
-        ]
-        return [name, *counts, *listed, _percent(row["noise_floor_mape"])]
+        counts = [str(row[key]) for key in ("records", "ok", "tasks", "networks")]
+        failures = "\n".join(f"{kind} {n}" for kind, n in row["failures"].items() if n) or "-"
+        return [name, *counts, failures, _percent(row["noise_floor_mape"])]
 
     rows = [cells(str(row["path"]), row) for row in summary["datasets"]]
     rows.append(cells("total", summary["total"]))
-    columns = ("<dataset", "records", "ok", "tasks", "nets", "devices", "<origins", "<failures", "noise")
+    columns = ("<dataset", "records", "ok", "tasks", "networks", "<failures", "noise")
     show_table(console, "datasets", columns, rows, total=True)
     for row in summary["datasets"]:
+        say(console, f"{row['path']}: origins of programs: {counts_text(row.get('origins', {}))}")
         for device, n in row.get("by_device", {}).items():
             line = f"{row['path']}: {device}: {n['ok']} ok"
             if n["split_half_median"] is not None:
