@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cdmpp.cli.options import Namespace, Parser, Verb, add, hide
+from cdmpp.cli.options import Namespace, Parser, Verbs, add, hide
 from cdmpp.errors import CdmppError
 
 if TYPE_CHECKING:
@@ -31,6 +31,11 @@ def _add_devices(sub: Parser) -> None:
 
 
 def _devices(args: Namespace, console: Console, errors: Console) -> Any:
+    """Which devices are known, and what this machine is called.
+
+    cdmpp devices
+    cdmpp devices --measure --out mine.yaml     what this machine can do, as a device file
+    """
     from cdmpp.cli.render import say, show_devices
     from cdmpp.device import add_device_file, known_devices, load_table
     from cdmpp.device.table import missing_fields, read_device_file, user_file
@@ -106,6 +111,11 @@ def _add_networks(sub: Parser) -> None:
 
 
 def _networks(args: Namespace, console: Console, errors: Console) -> Any:
+    """Which networks come with cdmpp.
+
+    cdmpp networks
+    cdmpp networks --json networks.json
+    """
     from cdmpp.cli.render import show_networks
     from cdmpp.program.zoo import task_counts, zoo_entry, zoo_networks
 
@@ -129,6 +139,11 @@ def _add_dataset(sub: Parser) -> None:
 
 
 def _dataset(args: Namespace, console: Console, errors: Console) -> Any:
+    """What a dataset holds: records, failures, tasks, devices, noise.
+
+    cdmpp dataset runs/mine
+    cdmpp dataset data --json data.json     all that ship
+    """
     from cdmpp.cli.render import show_summary
     from cdmpp.dataset import load_datasets
 
@@ -149,6 +164,11 @@ def _add_import(sub: Parser) -> None:
 
 
 def _import(args: Namespace, console: Console, errors: Console) -> Any:
+    """Turn public measurements into a dataset.
+
+    cdmpp import neusight operators.csv --out runs/neusight
+    cdmpp import benchmark-hub a100.parquet --limit 10000 --out runs/hub
+    """
     from cdmpp.cli.render import Bar, counts_text, say
     from cdmpp.dataset.importers import import_benchmark_hub, import_neusight
     from cdmpp.device import load_table
@@ -185,6 +205,11 @@ def _add_codegen(sub: Parser) -> None:
 
 
 def _codegen(args: Namespace, console: Console, errors: Console) -> Any:
+    """Count the instructions of a dataset's compiled programs, for better predictions.
+
+    cdmpp codegen runs/mine
+    cdmpp codegen runs/mine runs/untuned --builders 4
+    """
     from cdmpp.cli.render import Bar, say
     from cdmpp.profiler.codegen_store import CODEGEN_FILE, collect_codegen
 
@@ -196,46 +221,10 @@ def _codegen(args: Namespace, console: Console, errors: Console) -> Any:
     return summary
 
 
-VERBS = (
-    Verb(
-        "devices",
-        "which devices are known, and what this machine is called",
-        _add_devices,
-        _devices,
-        (
-            "cdmpp devices",
-            "cdmpp devices --measure --out mine.yaml     what this machine can do, as a device file",
-        ),
-    ),
-    Verb(
-        "networks",
-        "which networks come with cdmpp",
-        _add_networks,
-        _networks,
-        ("cdmpp networks", "cdmpp networks --json networks.json"),
-    ),
-    Verb(
-        "dataset",
-        "what a dataset holds: records, failures, tasks, devices, noise",
-        _add_dataset,
-        _dataset,
-        ("cdmpp dataset runs/mine", "cdmpp dataset data --json data.json     all that ship"),
-    ),
-    Verb(
-        "import",
-        "turn public measurements into a dataset",
-        _add_import,
-        _import,
-        (
-            "cdmpp import neusight operators.csv --out runs/neusight",
-            "cdmpp import benchmark-hub a100.parquet --limit 10000 --out runs/hub",
-        ),
-    ),
-    Verb(
-        "codegen",
-        "count the instructions of a dataset's compiled programs, for better predictions",
-        _add_codegen,
-        _codegen,
-        ("cdmpp codegen runs/mine", "cdmpp codegen runs/mine runs/untuned --builders 4"),
-    ),
-)
+VERBS: Verbs = {
+    "devices": (_add_devices, _devices),
+    "networks": (_add_networks, _networks),
+    "dataset": (_add_dataset, _dataset),
+    "import": (_add_import, _import),
+    "codegen": (_add_codegen, _codegen),
+}

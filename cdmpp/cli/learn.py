@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cdmpp.cli.options import Namespace, Parser, Verb, add
+from cdmpp.cli.options import Namespace, Parser, Verbs, add
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,6 +31,11 @@ def _config(args: Namespace) -> Config:
 
 
 def _train(args: Namespace, console: Console, errors: Console) -> Any:
+    """Make a predictor from datasets.
+
+    cdmpp train --data data runs/mine --out runs/predictor
+    cdmpp train --config configs/smoke.yaml --data runs/mine --split by_network --out runs/small
+    """
     from cdmpp.cli.render import Bar, show_metrics
     from cdmpp.predictor import evaluate, train
 
@@ -68,6 +73,11 @@ def _add_finetune(sub: Parser) -> None:
 
 
 def _finetune(args: Namespace, console: Console, errors: Console) -> Any:
+    """Teach a predictor a new device by records of a few tasks; it chooses which.
+
+    cdmpp finetune --data data --device t4 --tasks 20 --out runs/t4         what to profile
+    cdmpp finetune --data data runs/t4-records --device t4 --out runs/t4    learn from it
+    """
     from cdmpp.cli.render import Bar, say, show_metrics
     from cdmpp.predictor import Predictor, evaluate, finetune, load_config
     from cdmpp.profiler.profile import read_task_file
@@ -137,6 +147,11 @@ def _add_evaluate(sub: Parser) -> None:
 
 
 def _evaluate(args: Namespace, console: Console, errors: Console) -> Any:
+    """How far a predictor is from what was measured.
+
+    cdmpp evaluate --data data/epyc-zen4-1core --by network
+    cdmpp evaluate --predictor runs/predictor --data runs/mine --split all --compiled
+    """
     from cdmpp.cli.render import Bar, show_groups, show_metrics
     from cdmpp.predictor import Predictor, evaluate, gather
 
@@ -161,6 +176,11 @@ def _add_report(sub: Parser) -> None:
 
 
 def _report(args: Namespace, console: Console, errors: Console) -> Any:
+    """Where a trained predictor errs, as one HTML page.
+
+    cdmpp report runs/predictor --out report.html
+    cdmpp report runs/t4 --data runs/t4-records --split all --out t4.html
+    """
     from cdmpp.cli.render import say, show_metrics
     from cdmpp.report.html import write_report
 
@@ -187,6 +207,11 @@ def _add_search(sub: Parser) -> None:
 
 
 def _search(args: Namespace, console: Console, errors: Console) -> Any:
+    """Find better hyper-parameters before a long training.
+
+    cdmpp search --data data --trials 50 --out runs/search
+    cdmpp search --data data --trials 50 --model xgboost-ast --out runs/trees --resume
+    """
     from cdmpp.cli.render import Bar, say, show_search, trial_text
     from cdmpp.predictor.search import BEST_FILE, search
 
@@ -204,55 +229,10 @@ def _search(args: Namespace, console: Console, errors: Console) -> Any:
     return result.summary
 
 
-VERBS = (
-    Verb(
-        "train",
-        "make a predictor from datasets",
-        _add_train,
-        _train,
-        (
-            "cdmpp train --data data runs/mine --out runs/predictor",
-            "cdmpp train --config configs/smoke.yaml --data runs/mine --split by_network --out runs/small",
-        ),
-    ),
-    Verb(
-        "finetune",
-        "teach a predictor a new device by records of a few tasks; it chooses which",
-        _add_finetune,
-        _finetune,
-        (
-            "cdmpp finetune --data data --device t4 --tasks 20 --out runs/t4         what to profile",
-            "cdmpp finetune --data data runs/t4-records --device t4 --out runs/t4    learn from it",
-        ),
-    ),
-    Verb(
-        "evaluate",
-        "how far a predictor is from what was measured",
-        _add_evaluate,
-        _evaluate,
-        (
-            "cdmpp evaluate --data data/epyc-zen4-1core --by network",
-            "cdmpp evaluate --predictor runs/predictor --data runs/mine --split all --compiled",
-        ),
-    ),
-    Verb(
-        "report",
-        "where a trained predictor errs, as one HTML page",
-        _add_report,
-        _report,
-        (
-            "cdmpp report runs/predictor --out report.html",
-            "cdmpp report runs/t4 --data runs/t4-records --split all --out t4.html",
-        ),
-    ),
-    Verb(
-        "search",
-        "find better hyper-parameters before a long training",
-        _add_search,
-        _search,
-        (
-            "cdmpp search --data data --trials 50 --out runs/search",
-            "cdmpp search --data data --trials 50 --model xgboost-ast --out runs/trees --resume",
-        ),
-    ),
-)
+VERBS: Verbs = {
+    "train": (_add_train, _train),
+    "finetune": (_add_finetune, _finetune),
+    "evaluate": (_add_evaluate, _evaluate),
+    "report": (_add_report, _report),
+    "search": (_add_search, _search),
+}

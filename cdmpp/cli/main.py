@@ -3,52 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from cdmpp import cli_validity, cli_validity_train
 from cdmpp.cli import data, learn, measure, tune, use
-from cdmpp.cli.options import Parser, Verb
+from cdmpp.cli.options import Parser, Verbs
 from cdmpp.errors import CdmppError
 
-#: What a group of verbs is for -> its verbs, in the order of a newcomer's questions.
-GROUPS: dict[str, tuple[Verb, ...]] = {
+#: What a group of verbs is for -> its verbs.
+GROUPS: dict[str, Verbs] = {
     "use: predict without measuring": use.VERBS,
     "tune: make networks faster": tune.VERBS,
     "measure: make data": measure.VERBS,
     "learn: make predictors of data": learn.VERBS,
     "data: see what there is": data.VERBS,
 }
-# The two verbs of validity: their files, these lines and the import go together.
-GROUPS["tune: make networks faster"] += tuple(
-    Verb(
-        name, when, adds, run, (f"cdmpp {name} {example} --out x", f"cdmpp {name} {example} --out x --seed 1")
-    )
-    for name, when, adds, run, example in (
-        (
-            "validity-data",
-            "judge CUDA programs without a GPU, for validity-train",
-            cli_validity.add_validity_arguments,
-            cli_validity.run_validity,
-            "mlp",
-        ),
-        (
-            "validity-train",
-            "learn from failures which programs run on a device",
-            cli_validity_train.add_validity_train_arguments,
-            cli_validity_train.run_validity_train,
-            "--data runs/h200",
-        ),
-    )
+tune.VERBS["validity-data"] = cli_validity.add_validity_arguments, cli_validity.run_validity
+tune.VERBS["validity-train"] = (
+    cli_validity_train.add_validity_train_arguments,
+    cli_validity_train.run_validity_train,
 )
-
 
 _START = """new here?  cdmpp demo                                measures, predicts and compares, in minutes
            cdmpp latency resnet18 --device h200,t4   predicts for devices that are not here
@@ -104,11 +87,11 @@ def _parser(verb: str | None = None) -> Parser:
     """The parser, with the options of all verbs; or of one, so that what the others need is not imported."""
     from cdmpp import __version__
 
-    verbs = [v for group in GROUPS.values() for v in group]
-    wide = max(len(v.name) for v in verbs)
+    wide = max(len(name) for group in GROUPS.values() for name in group)
     lines = [_START]
     for title, group in GROUPS.items():
-        lines += ["", title, *(f"  {v.name:{wide}}  {v.when}" for v in group)]
+        whens = {name: _doc(run).partition("\n")[0] for name, (_, run) in group.items()}
+        lines += ["", title, *(f"  {name:{wide}}  {when.rstrip('.')}" for name, when in whens.items())]
     parser = Parser(
         prog="cdmpp",
         usage="cdmpp [-h] [--version] COMMAND ...",
@@ -118,21 +101,22 @@ def _parser(verb: str | None = None) -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"cdmpp {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", help=argparse.SUPPRESS, prog="cdmpp")
-    for v in verbs:
-        sub = commands.add_parser(
-            v.name,
-            description=v.when[0].upper() + v.when[1:] + ".",
-            epilog="\n  ".join(("examples:", *v.examples)),
-            formatter_class=_format,
-        )
+    for name, (add, run) in ((name, verb) for group in GROUPS.values() for name, verb in group.items()):
+        when, *examples = _doc(run).split("\n")
+        epilog = "\n  ".join(["examples:", *filter(None, examples)])
+        sub = commands.add_parser(name, description=when, epilog=epilog, formatter_class=_format)
         general = sub.add_argument_group("of every command")
         general.add_argument("--json", metavar="FILE", help="write the same numbers as JSON")
         general.add_argument("--verbose", action="store_true", help="log what happens inside")
-        sub.set_defaults(run=v.run)
-        if verb in (None, v.name):
-            v.add(sub)
+        sub.set_defaults(run=run)
+        if verb in (None, name):
+            add(sub)
         sub.usage = _usage(sub)
     return parser
+
+
+def _doc(run: Callable[..., Any]) -> str:
+    return inspect.cleandoc(run.__doc__ or "")
 
 
 def _format(prog: str) -> argparse.HelpFormatter:

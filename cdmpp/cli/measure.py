@@ -9,7 +9,7 @@ from cdmpp.cli.options import (
     NETWORKS,
     Namespace,
     Parser,
-    Verb,
+    Verbs,
     add,
     add_settings,
     networks_of,
@@ -42,6 +42,11 @@ def _add_profile(sub: Parser) -> None:
 
 
 def _profile(args: Namespace, console: Console, errors: Console) -> Any:
+    """Measure programs of networks on a device of this machine, for predictors to learn from.
+
+    cdmpp profile mlp resnet18 --out runs/mine          64 programs of each task, on one core
+    cdmpp profile zoo --unscheduled --device this-cpu@2 --out runs/untuned --resume
+    """
     from cdmpp.cli.render import Bar, counts_text, say
     from cdmpp.device import get_device
     from cdmpp.profiler.profile import ProfileConfig, profile, read_task_file
@@ -116,6 +121,11 @@ def _add_bundle(sub: Parser) -> None:
 
 
 def _bundle(args: Namespace, console: Console, errors: Console) -> Any:
+    """Compile programs here for a GPU that is on another machine, into one file.
+
+    cdmpp bundle resnet18 bert_tiny --device h200 --out h200.bundle
+    cdmpp bundle zoo --device t4 --programs-per-task 4 --out t4.bundle --resume
+    """
     from cdmpp.cli.render import Bar, counts_text, say
     from cdmpp.profiler.bundle_make import BundleConfig, make_bundle
 
@@ -156,6 +166,11 @@ def _add_measure(sub: Parser) -> None:
 
 
 def _measure(args: Namespace, console: Console, errors: Console) -> Any:
+    """Measure such a bundle on the GPU of this machine, which needs no TVM and no PyTorch.
+
+    cdmpp measure h200.bundle --out runs/h200
+    cdmpp measure h200.bundle --device h200@0.5 --out runs/half --budget 10m
+    """
     from cdmpp.cli.render import Bar
     from cdmpp.profiler.cuda_measure import MeasureConfig, measure
 
@@ -197,35 +212,8 @@ def _json(report: Any) -> dict[str, Any]:
     return {field.name: plain(getattr(report, field.name)) for field in fields(report)}
 
 
-VERBS = (
-    Verb(
-        "profile",
-        "measure programs of networks on a device of this machine, for predictors to learn from",
-        _add_profile,
-        _profile,
-        (
-            "cdmpp profile mlp resnet18 --out runs/mine          64 programs of each task, on one core",
-            "cdmpp profile zoo --unscheduled --device this-cpu@2 --out runs/untuned --resume",
-        ),
-    ),
-    Verb(
-        "bundle",
-        "compile programs here for a GPU that is on another machine, into one file",
-        _add_bundle,
-        _bundle,
-        (
-            "cdmpp bundle resnet18 bert_tiny --device h200 --out h200.bundle",
-            "cdmpp bundle zoo --device t4 --programs-per-task 4 --out t4.bundle --resume",
-        ),
-    ),
-    Verb(
-        "measure",
-        "measure such a bundle on the GPU of this machine, which needs no TVM and no PyTorch",
-        _add_measure,
-        _measure,
-        (
-            "cdmpp measure h200.bundle --out runs/h200",
-            "cdmpp measure h200.bundle --device h200@0.5 --out runs/half --budget 10m",
-        ),
-    ),
-)
+VERBS: Verbs = {
+    "profile": (_add_profile, _profile),
+    "bundle": (_add_bundle, _bundle),
+    "measure": (_add_measure, _measure),
+}

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 Namespace = argparse.Namespace
 Settings = TypeVar("Settings")
+#: Name of a verb -> what adds its options and what runs it, with consoles for results and for progress; ``--json`` writes
+#: what that returns. Its docstring is the verb's help: when to use it, and two examples.
+Verbs = dict[str, tuple[Callable[["Parser"], None], Callable[[Namespace, "Console", "Console"], Any]]]
 
 NETWORK = "zoo name (name@b4, name@s160), .onnx or .pt2 file"
 NETWORKS = f"{NETWORK}, or 'zoo' for all"
@@ -24,20 +27,6 @@ class Parser(argparse.ArgumentParser):
         from cdmpp.errors import CdmppError
 
         raise CdmppError(f"{message} (see {self.prog} --help)")
-
-
-@dataclass(frozen=True)
-class Verb:
-    """A command: when to use it (for ``cdmpp --help``), its options, what it does, and how it is called.
-
-    ``run`` shows results on its first console and progress on its second; what it returns is written by ``--json``.
-    """
-
-    name: str
-    when: str
-    add: Callable[[Parser], None]
-    run: Callable[[Namespace, Console, Console], Any]
-    examples: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

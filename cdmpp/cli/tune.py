@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cdmpp.cli.options import NETWORK, Namespace, Parser, Verb, add, add_settings, settings
+from cdmpp.cli.options import NETWORK, Namespace, Parser, Verbs, add, add_settings, settings
 from cdmpp.errors import TunerError
 
 if TYPE_CHECKING:
@@ -66,6 +66,11 @@ def devices_with_shares(device: str, shares: str | None) -> list[str]:
 
 
 def _tune(args: Namespace, console: Console, errors: Console) -> Any:
+    """Find fast schedules of a network's tasks on this machine, by measuring few.
+
+    cdmpp tune mlp --device this-cpu@1 --trials 64 --out runs/tuned
+    cdmpp tune resnet18 --device this-cpu@1 --trials 2000 --budget 1h --shards auto --out runs/fast
+    """
     devices = devices_with_shares(args.device, args.share)
     if len(devices) == 1:
         return _tune_at(devices[0], Path(args.out), args, console, errors).to_json()
@@ -113,15 +118,6 @@ def _tune_at(device: str, out: Path, args: Namespace, console: Console, errors: 
     return report
 
 
-VERBS = (
-    Verb(
-        "tune",
-        "find fast schedules of a network's tasks on this machine, by measuring few",
-        _add_tune,
-        _tune,
-        (
-            "cdmpp tune mlp --device this-cpu@1 --trials 64 --out runs/tuned",
-            "cdmpp tune resnet18 --device this-cpu@1 --trials 2000 --budget 1h --shards auto --out runs/fast",
-        ),
-    ),
-)
+VERBS: Verbs = {
+    "tune": (_add_tune, _tune),
+}

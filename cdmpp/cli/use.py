@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cdmpp.cli.options import NETWORK, Namespace, Parser, Verb, add
+from cdmpp.cli.options import NETWORK, Namespace, Parser, Verbs, add
 from cdmpp.errors import CdmppError, UnknownDeviceError
 
 if TYPE_CHECKING:
@@ -34,6 +34,11 @@ def _add_predict(sub: Parser) -> None:
 
 
 def _predict(args: Namespace, console: Console, errors: Console) -> Any:
+    """How long a program takes, or each task of a network, on a device that need not be here.
+
+    cdmpp predict mlp --device h200
+    cdmpp predict program.json --device epyc-7763@1 --measured this-cpu@1=1.3ms
+    """
     from cdmpp.cli.render import show_predictions
     from cdmpp.endtoend.tasks import measured_latencies, predict_network, predict_program_file
     from cdmpp.predictor import Predictor
@@ -100,6 +105,11 @@ def _add_latency(sub: Parser) -> None:
 
 
 def _latency(args: Namespace, console: Console, errors: Console) -> Any:
+    """How long a whole network takes; or which of several devices is fastest, or cheapest.
+
+    cdmpp latency resnet18@b4 --device h200
+    cdmpp latency model.onnx --device h200,a100-pcie-40gb,t4 --price prices.yaml
+    """
     from cdmpp.cli.render import show_comparison, show_latency
     from cdmpp.endtoend import compare_devices, read_prices
 
@@ -132,37 +142,18 @@ def _add_demo(sub: Parser) -> None:
 
 
 def _demo(args: Namespace, console: Console, errors: Console) -> Any:
+    """Measure a small network here, predict it, learn from it, compare: in minutes.
+
+    cdmpp demo
+    cdmpp demo --out /tmp/demo --json demo.json
+    """
     from cdmpp.cli.demo import run_demo
 
     return run_demo(console, errors, args.data, args.out)
 
 
-VERBS = (
-    Verb(
-        "demo",
-        "measure a small network here, predict it, learn from it, compare: in minutes",
-        _add_demo,
-        _demo,
-        ("cdmpp demo", "cdmpp demo --out /tmp/demo --json demo.json"),
-    ),
-    Verb(
-        "predict",
-        "how long a program takes, or each task of a network, on a device that need not be here",
-        _add_predict,
-        _predict,
-        (
-            "cdmpp predict mlp --device h200",
-            "cdmpp predict program.json --device epyc-7763@1 --measured this-cpu@1=1.3ms",
-        ),
-    ),
-    Verb(
-        "latency",
-        "how long a whole network takes; or which of several devices is fastest, or cheapest",
-        _add_latency,
-        _latency,
-        (
-            "cdmpp latency resnet18@b4 --device h200",
-            "cdmpp latency model.onnx --device h200,a100-pcie-40gb,t4 --price prices.yaml",
-        ),
-    ),
-)
+VERBS: Verbs = {
+    "demo": (_add_demo, _demo),
+    "predict": (_add_predict, _predict),
+    "latency": (_add_latency, _latency),
+}
