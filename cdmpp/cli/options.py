@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Option:
     name: str | None = None
     aliases: tuple[str, ...] = ()
     type: Callable[[str], Any] | None = None
-    more: tuple[tuple[str, Any], ...] = ()
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 def auto_or_number(text: str) -> int | str:
@@ -70,10 +70,10 @@ def fraction(text: str) -> float:
 OPTIONS = {
     # of several verbs
     "out": Option("where results go", "DIR"),
-    "data": Option("dataset folders, or folders of them", "DIR", more=(("nargs", "+"),)),
+    "data": Option("dataset folders, or folders of them", "DIR", more={"nargs": "+"}),
     "device": Option("device name, such as this-cpu@1 or h200 (see cdmpp devices)", "D"),
     "device_files": Option(
-        "YAML files of further devices", "FILE", "--devices", more=(("nargs", "+"), ("default", ()))
+        "YAML files of further devices", "FILE", "--devices", more={"nargs": "+", "default": ()}
     ),
     "predictor": Option("a run or predictor folder (default: the one that ships)", "DIR"),
     "config": Option("configs/*.yaml", "FILE"),
@@ -114,7 +114,7 @@ OPTIONS = {
         "--stop-when-gain-per-minute-below",
         type=fraction,
     ),
-    "cost_model": Option("what ranks candidates", more=(("choices", ("cdmpp", "xgb", "random")),)),
+    "cost_model": Option("what ranks candidates", more={"choices": ("cdmpp", "xgb", "random")}),
     "trim": Option("coverage of the intervals by which candidates are dropped unmeasured", "C"),
     "anchors": Option("datasets of the device on which learning must not add to the error", "DIR"),
     "validity": Option(
@@ -137,7 +137,7 @@ def add(parser: argparse.ArgumentParser, *keys: str, **changes: Any) -> None:
             "help": option.help,
             "type": option.type,
         }
-        given |= dict(option.more) | changes
+        given |= {**option.more, **changes}
         if given.get("action") == "store_true":
             del given["metavar"], given["type"]
         elif given.get("default") not in (None, ()) and "(default" not in given["help"]:
@@ -155,48 +155,40 @@ def hide(parser: argparse.ArgumentParser, *names: str, **given: Any) -> None:
 def add_settings(parser: argparse.ArgumentParser, *classes: type, **helps: str) -> None:
     """Add an option for each field of settings that is in :data:`OPTIONS`: its type and default are the field's.
 
-    ``helps`` are texts in place of those in the table, by field.
+    A field that is True by default has an option that makes it False. ``helps`` are texts in place of those in the table.
     """
     for cls in classes:
-        for field in fields(cls):
-            if field.name not in OPTIONS:
+        for own in fields(cls):
+            option = OPTIONS.get(own.name)
+            if option is None:
                 continue
-            kinds = str(field.type).replace(" ", "").split("|")
-            given: dict[str, Any] = {"default": field.default}
-            if field.default is MISSING:
-                given = {"required": True}
-            if field.name in helps:
-                given["help"] = helps[field.name]
+            kinds = str(own.type).replace(" ", "").split("|")
+            given: dict[str, Any] = {"help": helps.get(own.name, option.help)}
+            if own.default is True:
+                name = "--no-" + own.name.replace("_", "-")
+                parser.add_argument(name, dest=f"no_{own.name}", action="store_true", **given)
+                continue
+            given |= {"required": True} if own.default is MISSING else {"default": own.default}
             if kinds == ["bool"]:
-                given = {"action": "store_true"}
-                if field.default is True:
-                    _add_no(parser, field.name)
-                    continue
-            elif OPTIONS[field.name].type is None:
-                if {"int", "str"} <= set(kinds):
-                    given |= {"type": auto_or_number, "metavar": "auto|N"}
-                elif any(kind.startswith("Sequence") for kind in kinds):
-                    given["nargs"] = "+"
-                else:
-                    given["type"] = int if "int" in kinds else float if "float" in kinds else str
-            add(parser, field.name, **given)
-
-
-def _add_no(parser: argparse.ArgumentParser, key: str) -> None:
-    """An option that sets to False what is True by default."""
-    name = f"no_{key}"
-    parser.add_argument("--" + name.replace("_", "-"), dest=name, action="store_true", help=OPTIONS[key].help)
+                given["action"] = "store_true"
+            elif {"int", "str"} <= set(kinds):
+                given |= {"type": auto_or_number, "metavar": "auto|N"}
+            elif any(kind.startswith("Sequence") for kind in kinds):
+                given["nargs"] = "+"
+            else:
+                given["type"] = option.type or (int if "int" in kinds else float if "float" in kinds else str)
+            add(parser, own.name, **given)
 
 
 def settings(args: Namespace, cls: type[Settings], **given: Any) -> Settings:
     """Settings as the options say; ``given`` are further fields, or other values."""
     values: dict[str, Any] = {}
-    for field in fields(cls):  # type: ignore[arg-type]
-        if field.name in OPTIONS:
-            if hasattr(args, field.name):
-                values[field.name] = getattr(args, field.name)
-            elif hasattr(args, f"no_{field.name}"):
-                values[field.name] = not getattr(args, f"no_{field.name}")
+    for own in fields(cls):  # type: ignore[arg-type]
+        if own.name in OPTIONS:
+            if hasattr(args, own.name):
+                values[own.name] = getattr(args, own.name)
+            elif hasattr(args, f"no_{own.name}"):
+                values[own.name] = not getattr(args, f"no_{own.name}")
     return cls(**{**values, **given})
 
 
