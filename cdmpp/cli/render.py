@@ -339,8 +339,7 @@ def show_predictions(console: Console, result: Mapping[str, Any]) -> None:
         (
             row["name"],
             _number(row["weight"]),
-            f"{row['programs']}"
-            + (f" [yellow]({row['unfamiliar']} unfamiliar)[/]" if row["unfamiliar"] else ""),
+            f"{row['programs']}" + (f", [yellow]{row['unfamiliar']} far[/]" if row["unfamiliar"] else ""),
             seconds_text(row["best_s"]),
             _interval(row["best_low_s"], row["best_high_s"]),
             seconds_text(row["median_s"]),
@@ -357,6 +356,8 @@ def show_predictions(console: Console, result: Mapping[str, Any]) -> None:
         f"All tasks with the best schedule of those tried: [bold]{seconds_text(result['total_best_s'])}[/]; "
         f"with the median one: {seconds_text(result['total_median_s'])}."
     )
+    if any(row["unfamiliar"] for row in result["tasks"]):
+        console.print("[yellow]far: programs that are far from the training data[/]")
     compiled = max((row["compiled"] for row in result["tasks"]), default=0)
     if compiled:
         console.print(
