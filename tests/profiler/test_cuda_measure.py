@@ -178,7 +178,7 @@ class Refuse:
         if name.split(".")[0] in ("tvm", "tvm_ffi", "torch", "pydantic", "yaml", "sklearn", "cupy", "cuda"):
             raise ImportError(name + " is not for the measuring machine")
 sys.meta_path.insert(0, Refuse())
-import cdmpp.cli_measure
+import cdmpp.cli.measure
 from cdmpp.profiler.cuda_measure import measure
 from tests.profiler.test_cuda_measure import config_of
 if __name__ == "__main__":

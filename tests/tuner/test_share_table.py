@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from cdmpp.cli import main
-from cdmpp.cli_tune import devices_with_shares
+from cdmpp.cli.tune import devices_with_shares
 from cdmpp.device import Device
 from cdmpp.errors import TunerError
 from cdmpp.profiler.build import BuildJob

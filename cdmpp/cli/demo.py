@@ -14,9 +14,10 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from cdmpp.cli_render import CountBar, ProfileBar, show_metrics
+from cdmpp.cli.render import Bar, show_metrics
 from cdmpp.dataset import load_datasets
 from cdmpp.dataset.codegen import collect_codegen
+from cdmpp.dataset.record import seconds_text
 from cdmpp.device import Device, get_device
 from cdmpp.endtoend import predict_latency
 from cdmpp.endtoend.sources import network_tasks
@@ -34,7 +35,6 @@ from cdmpp.predictor.baselines import XGBoostModel, evaluate_models
 from cdmpp.profiler.machine import usable_cores
 from cdmpp.profiler.profile import ProfileConfig, profile
 from cdmpp.program.network import Network
-from cdmpp.report.content import seconds_text
 from cdmpp.report.html import write_report
 
 #: Of the tasks, in order of their floating-point operations, every third is learned from; the others are scored.
@@ -151,14 +151,14 @@ def _measure(
     folder, objects = out / "measured", str(out / "objects")
     config = ProfileConfig(programs_per_task, workers=1, object_cache=objects)
     for step in (replace(config, unscheduled=True), config):
-        with ProfileBar(errors) as bar:
-            say, update = bar.say if step.unscheduled else None, bar.update
+        with Bar(errors, "measuring") as bar:
+            say, update = bar.say if step.unscheduled else None, bar.follow
             profile(
                 [network], device=device, out=folder, config=step, resume=True, progress=update, notify=say
             )
-    with CountBar(errors, "reading compiled programs") as count:
+    with Bar(errors, "reading compiled programs") as count:
         collect_codegen(folder, len(usable_cores()), count.update, objects)
-    with CountBar(errors, "reading ASTs") as count:
+    with Bar(errors, "reading ASTs") as count:
         measured = gather(folder, progress=count.update)
     assert measured.view is not None, "a folder was gathered"
     if failed := measured.view.tasks.keys() - set(measured.labels["program"]):
@@ -176,7 +176,7 @@ def _compare(
     work = {task.hash: (task.flops, task.bytes, task.hash) for task in measured.view.tasks.values()}
     tasks = sorted(set(measured.labels["task"]), key=work.__getitem__)[::_LEARN_ONE_IN]
     shutil.rmtree(out, ignore_errors=True)  # of an earlier demo
-    with CountBar(errors, "learning, in epochs") as bar:
+    with Bar(errors, "learning, in epochs") as bar:
 
         def progress(line: Mapping[str, Any]) -> None:
             bar.update(line["epoch"], line["epochs"])

@@ -15,8 +15,8 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from cdmpp import demo
-from cdmpp.cli import _parser, main
+from cdmpp.cli import demo, main
+from cdmpp.cli.main import _parser
 from cdmpp.dataset import Dataset
 from cdmpp.device import get_device
 from cdmpp.predictor import Predictor, finetune_config
