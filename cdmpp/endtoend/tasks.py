@@ -15,6 +15,7 @@ from cdmpp.errors import ProgramError
 if TYPE_CHECKING:
     from cdmpp.device import Device
     from cdmpp.predictor import Predictor
+    from cdmpp.predictor.evidence import Evidence
     from cdmpp.program.network import Network
 
 #: Coverage of the intervals given with predictions.
@@ -58,6 +59,7 @@ def predict_network(
     from cdmpp.device import get_device
     from cdmpp.endtoend.schedules import random_programs
     from cdmpp.errors import PredictorError
+    from cdmpp.predictor.evidence import NO_EVIDENCE
     from cdmpp.program.ast import compact_asts
     from cdmpp.program.network import load_network
     from cdmpp.program.tasks import extract_tasks
@@ -71,13 +73,12 @@ def predict_network(
         funcs = random_programs(task, resolved, programs_per_task, seed) or [task.prim_func()]
         asts = compact_asts(funcs)
         latencies = np.asarray(predictor.predict(asts, resolved))
-        chosen = [funcs[i] for i in np.argsort(latencies, kind="stable")[:compile_best]]
-        if chosen:
-            latencies_of_best = predictor.predict(chosen, resolved, compiled=True)
-            best_s = float(latencies_of_best.min())
-        else:
-            best_s = float(latencies.min())
-        low_s, high_s = _interval(predictor, best_s, resolved, compiled=bool(chosen))
+        chosen = np.argsort(latencies, kind="stable")[:compile_best]
+        evidence, best_s = NO_EVIDENCE, float(latencies.min())
+        if len(chosen):
+            evidence = predictor.evidence([funcs[i] for i in chosen], resolved, compiled=True)
+            best_s = float(predictor.predict_asts([asts[i] for i in chosen], resolved, evidence).min())
+        low_s, high_s = _interval(predictor, best_s, resolved, evidence)
         flags = None if predictor.familiarity is None else predictor.unfamiliar(asts, resolved)
         rows.append(
             {
@@ -170,10 +171,9 @@ def predict_program_file(
     if not isinstance(program, tvm.tirx.PrimFunc | tvm.IRModule):
         raise ProgramError(f"{path} holds a {type(program).__name__}: expected a PrimFunc or an IRModule")
     ast = compact_asts([program])[0]
-    latency_s = float(
-        predictor.predict(program if compiled else ast, resolved, compiled=compiled, measured=measured)
-    )
-    low_s, high_s = _interval(predictor, latency_s, resolved, compiled, measured is not None)
+    evidence = predictor.evidence([program], resolved, compiled=compiled, measured=measured)
+    latency_s = float(predictor.predict_asts([ast], resolved, evidence)[0])
+    low_s, high_s = _interval(predictor, latency_s, resolved, evidence)
     return {
         "program": str(path),
         "device": resolved.name,
@@ -189,10 +189,10 @@ def predict_program_file(
 
 
 def _interval(
-    predictor: Predictor, latency_s: float, device: Device, compiled: bool, measured: bool = False
+    predictor: Predictor, latency_s: float, device: Device, evidence: Evidence
 ) -> tuple[float, float] | tuple[None, None]:
     """Lowest and highest seconds, None where the predictor cannot say (:func:`prediction_note` says why)."""
-    calibration = predictor.calibration_of(compiled, measured)
+    calibration = predictor.calibration_of(evidence)
     if calibration is None or not calibration.supports(COVERAGE):
         return None, None
     factor = math.exp(calibration.half_width(predictor.device_name(device), COVERAGE))

@@ -20,6 +20,7 @@ from cdmpp import CompactAST, Dataset, Predictor, Split, load_datasets, train
 from cdmpp.dataset.importers import import_benchmark_hub, import_neusight
 from cdmpp.predictor import load_config
 from cdmpp.predictor.data import AST_FILE
+from cdmpp.predictor.evidence import Evidence
 from cdmpp.profiler.build import code_key
 from cdmpp.profiler.codegen import CODEGEN_FEATURES, codegen_features
 from cdmpp.profiler.codegen_store import CODEGEN_FILE, compiled_features, load_codegen, save_codegen
@@ -174,8 +175,9 @@ def _with_interval(asts: list[CompactAST], device: str, **evidence: Any) -> NDAr
 def _compiled(hashes: list[str], asts: Mapping[str, CompactAST], device: str) -> NDArray[np.float64]:
     """With the stored counts of those programs that have some, rows of NaN for the others."""
     counts = counts_on(device, hashes)
-    seconds = predictor().predict_features([asts[program] for program in hashes], device, counts)
-    calibration = predictor().calibration_of(compiled=True)
+    evidence = Evidence(code=counts)
+    seconds = predictor().predict_asts([asts[program] for program in hashes], device, evidence)
+    calibration = predictor().calibration_of(evidence)
     assert calibration is not None
     factor = np.exp(calibration.half_width(device, 0.9))
     rows = np.stack([seconds, seconds / factor, seconds * factor], axis=1)

@@ -17,7 +17,7 @@ from cdmpp.predictor.baselines.lstm import LstmModel, LstmNetwork
 from cdmpp.predictor.baselines.released import CdmppReleased, ReleasedNetwork, ReleasedSizes
 from cdmpp.predictor.batching import PaddedBatch
 from cdmpp.predictor.config import TrainConfig
-from cdmpp.predictor.splitting import split_data
+from cdmpp.predictor.data import split_data
 
 TINY = ReleasedSizes(16, 1, 2, 32, 0.0, 24, (24,), 8, (8,), (16,))
 TRAIN = TrainConfig(epochs=2, patience=2, batch_size=64, learning_rate=0.01, threads=1)

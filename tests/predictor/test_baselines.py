@@ -24,7 +24,7 @@ from cdmpp.predictor.baselines.per_store import (
     load_per_store,
     save_per_store,
 )
-from cdmpp.predictor.splitting import split_data
+from cdmpp.predictor.data import split_data
 from cdmpp.profiler.build import code_key
 from cdmpp.profiler.codegen import CODEGEN_FEATURES
 

@@ -15,9 +15,10 @@ from cdmpp.device import get_device
 from cdmpp.errors import PredictorError, ProfilerError
 from cdmpp.predictor import Predictor, evaluate
 from cdmpp.predictor.compiled import instruction_counts
-from cdmpp.predictor.run import prepare, train
+from cdmpp.predictor.data import split_data
+from cdmpp.predictor.evidence import Evidence
 from cdmpp.predictor.search import search
-from cdmpp.predictor.splitting import split_data
+from cdmpp.predictor.training import prepare, train
 from cdmpp.profiler.build import code_key
 from cdmpp.profiler.codegen import CODEGEN_FEATURES
 
@@ -80,8 +81,8 @@ def test_programs_without_counts_are_predicted_alike(trained, counted):
     asts = list(counted.asts.values())[:6]
     unknown = np.full((6, len(CODEGEN_FEATURES)), np.nan, dtype=np.float32)
     device = counted.devices["fast"]
-    plain = predictor.predict_features(asts, device)
-    assert np.array_equal(predictor.predict_features(asts, device, unknown), plain)
+    plain = predictor.predict_asts(asts, device)
+    assert np.array_equal(predictor.predict_asts(asts, device, Evidence(code=unknown)), plain)
 
 
 def test_saved_and_loaded_it_is_the_same(trained, counted, tmp_path: Path):
@@ -90,8 +91,8 @@ def test_saved_and_loaded_it_is_the_same(trained, counted, tmp_path: Path):
     asts = list(counted.asts.values())[:5]
     counts = np.stack([np.full(len(CODEGEN_FEATURES), value, np.float32) for value in (1, 10, 50, 100, 400)])
     device = counted.devices["slow"]
-    expected = trained.predictor.predict_features(asts, device, counts)
-    assert np.array_equal(loaded.predict_features(asts, device, counts), expected)
+    expected = trained.predictor.predict_asts(asts, device, Evidence(code=counts))
+    assert np.array_equal(loaded.predict_asts(asts, device, Evidence(code=counts)), expected)
     assert loaded.compiled_calibration.half_width("slow", 0.8) == pytest.approx(
         trained.predictor.compiled_calibration.half_width("slow", 0.8)
     )

@@ -10,9 +10,9 @@ import torch
 from predictor_synthetic import make_data, make_device
 
 from cdmpp.device import DEVICE_FEATURES, GENERAL_DEVICE_FEATURES
+from cdmpp.predictor.data import split_data
 from cdmpp.predictor.pair_features import GENERAL_PAIR_FEATURES, PAIR_FEATURES
-from cdmpp.predictor.run import prepare
-from cdmpp.predictor.splitting import split_data
+from cdmpp.predictor.training import prepare
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,7 @@ from test_roofline import CPU, program
 
 from cdmpp.device import Device, get_device
 from cdmpp.predictor.pair_features import PAIR_FEATURES, pair_features, pair_rows
-from cdmpp.predictor.program_view import ProgramView
-from cdmpp.predictor.roofline import estimate_s, power_headroom, roofline_s
+from cdmpp.predictor.roofline import ProgramView, estimate_s, power_headroom, roofline_s
 
 GPU = Device(
     name="g", base="g", kind="gpu", vendor="nvidia", model="g", share=1.0, cores=10, cores_used=10.0,

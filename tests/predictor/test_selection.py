@@ -9,7 +9,7 @@ import pytest
 from predictor_synthetic import make_data
 
 from cdmpp.errors import PredictorError
-from cdmpp.predictor.run import prepare
+from cdmpp.predictor.data import split_data
 from cdmpp.predictor.selection import (
     ast_features,
     embed_programs,
@@ -17,7 +17,7 @@ from cdmpp.predictor.selection import (
     task_vectors,
     write_task_file,
 )
-from cdmpp.predictor.splitting import split_data
+from cdmpp.predictor.training import prepare
 from cdmpp.profiler.profile import read_task_file
 from cdmpp.program.ast import LEAF_FEATURES, CompactAST
 

@@ -12,9 +12,9 @@ import torch
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.checkpoint import load_checkpoint, save_checkpoint
 from cdmpp.predictor.config import config_from_dict
-from cdmpp.predictor.run import prepare
-from cdmpp.predictor.splitting import split_data
+from cdmpp.predictor.data import split_data
 from cdmpp.predictor.trainer import Trainer, learning_rate, pick_device
+from cdmpp.predictor.training import prepare
 from cdmpp.profiler.build import code_key
 from cdmpp.profiler.codegen import CODEGEN_FEATURES
 

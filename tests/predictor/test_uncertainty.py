@@ -15,14 +15,13 @@ from predictor_synthetic import make_ast, make_data, make_device
 from cdmpp.errors import PredictorError
 from cdmpp.predictor import Predictor, config_from_dict, evaluate, train
 from cdmpp.predictor.familiarity import QUANTILE
-from cdmpp.predictor.scoring import predict_rows
+from cdmpp.predictor.training import calibrated
 from cdmpp.predictor.uncertainty import (
     ALL_DEVICES,
     MAX_STEPS,
     MIN_UNITS,
     Calibration,
     ScoreDistribution,
-    calibrated,
     interval_metrics,
 )
 
@@ -194,7 +193,7 @@ def test_the_validation_part_alone_calibrates(run):
     """Known answer of the whole: quantile over validation tasks of the saved weights' residuals."""
     data, split, predictor = run.data, run.split, run.predictor
     table = data.labels.iloc[split.valid]
-    residuals = np.abs(np.log(table["latency_s"].to_numpy() / predict_rows(predictor, data, split.valid)))
+    residuals = np.abs(np.log(table["latency_s"].to_numpy() / predictor.predict_rows(data, split.valid)))
     expected = ScoreDistribution.fit(residuals, table["task"].tolist())
     assert predictor.calibration.unit == "task"
     assert expected.units == table["task"].nunique()

@@ -12,7 +12,7 @@ from predictor_synthetic import make_data
 
 from cdmpp.predictor import Predictor, config_from_dict, split_data
 from cdmpp.predictor.baselines import CdmppModel
-from cdmpp.predictor.uncertainty import calibrated
+from cdmpp.predictor.training import calibrated
 from cdmpp.profiler.build import BuildJob
 from cdmpp.profiler.engine import Outcome
 from cdmpp.tuner.objective import Objective

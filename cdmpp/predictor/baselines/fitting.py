@@ -89,8 +89,8 @@ class NetworkModel(LatencyModel):
         """Called with pairs before they are predicted; warns of what the network cannot take."""
 
     def fit(self, data: TrainingData, split: Split) -> None:
-        from cdmpp.predictor.run import prepare
         from cdmpp.predictor.trainer import seeded, torch_threads
+        from cdmpp.predictor.training import prepare
 
         # the baselines are what others published: they do not see what we compute of program and device together
         config = config_from_dict({"model": {"pairs": False}, "label": {"transform": self.label}})
@@ -108,7 +108,7 @@ class NetworkModel(LatencyModel):
 
     def predict(self, data: TrainingData, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         from cdmpp.predictor.data import subset
-        from cdmpp.predictor.run import encode
+        from cdmpp.predictor.training import encode
 
         if self.network_ is None:
             raise PredictorError(f"model {self.name} is not fitted")
