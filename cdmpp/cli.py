@@ -447,8 +447,8 @@ def _evaluate(args: Namespace) -> Any:
 
 def _predict(args: Namespace) -> Any:
     from cdmpp.cli_render import show_predictions
-    from cdmpp.endtoend.tasks import measured_latencies, predict_network, predict_program_file
     from cdmpp.predictor.predictor import load_predictor
+    from cdmpp.predictor.program_file import measured_latencies, predict_program_file
 
     predictor = load_predictor(args.predictor)
     measured = measured_latencies(args.measured)
@@ -459,6 +459,8 @@ def _predict(args: Namespace) -> Any:
     elif measured:
         raise CdmppError("--measured is of one program (PROGRAM.json), a network has many")
     else:
+        from cdmpp.endtoend.tasks import predict_network
+
         result = predict_network(
             predictor,
             args.target,

@@ -11,7 +11,6 @@ import pytest
 import torch
 from predictor_synthetic import make_data
 
-from cdmpp.endtoend.tasks import measured_latencies
 from cdmpp.errors import PredictorError
 from cdmpp.predictor import Predictor, evaluate
 from cdmpp.predictor.config import config_from_dict
@@ -23,6 +22,7 @@ from cdmpp.predictor.elsewhere import (
     fit_scaling,
 )
 from cdmpp.predictor.evidence import Evidence
+from cdmpp.predictor.program_file import measured_latencies
 from cdmpp.predictor.training import train
 
 SPEC = "by_task:seed=0"
