@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     import torch
 
     from cdmpp.dataset import DatasetView, Split
-    from cdmpp.predictor.arrays import LabelledArrays
+    from cdmpp.predictor.batching import LabelledArrays
     from cdmpp.predictor.checkpoint import TrainerState
     from cdmpp.predictor.trainer import ProgressCallback
 

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from cdmpp.device import Device, device_features, get_device
 from cdmpp.errors import PredictorError
-from cdmpp.predictor.batching import PackedPrograms
+from cdmpp.predictor.batching import PackedPrograms, PairArrays
 from cdmpp.predictor.checkpoint import load_fields, save_fields
 from cdmpp.predictor.elsewhere import DeviceScaling, combine
 from cdmpp.predictor.encoding import FeatureEncoder
@@ -285,10 +285,7 @@ class Predictor:
         """Latencies in seconds of ``asts[i]`` on ``devices[device_index[i]]``, float64 (n,), with evidence of these
         pairs. A predictor that takes no instruction counts ignores them."""
         device_index = np.asarray(device_index)
-        packed = PackedPrograms.pack(asts, self.encoder)
-        encoded = torch.from_numpy(self.encode_devices(devices))
-        pair = torch.from_numpy(self.encode_pairs(asts, devices, device_index, evidence.code))
-        labels = predict_labels(self.network, packed, np.arange(len(asts)), encoded, device_index, pair)
+        labels = predict_labels(self.network, self.encode(asts, devices, device_index, evidence.code))
         factors = np.array([self.device_factor(device) for device in devices])[device_index]
         seconds = self.transform.inverse(labels, self._references_s(asts, devices, device_index)) * factors
         if evidence.elsewhere is None:
@@ -347,26 +344,37 @@ class Predictor:
         encoded[unseen] = self.encoder.general_devices(encoded[unseen])
         return encoded
 
-    def encode_pairs(
+    def encode(
         self,
         asts: Sequence[CompactAST],
         devices: Sequence[str | Device],
         device_index: NDArray[np.int64],
         counts: NDArray[np.float32] | None = None,
-    ) -> NDArray[np.float32]:
-        """What is known of ``asts[i]`` and ``devices[device_index[i]]`` together, encoded, float32 (n, joint_dim);
-        ``counts`` as of :meth:`predict_pairs`."""
-        encoder, known = self.encoder, [self.device(device) for device in devices]
-        encoded = np.zeros((len(asts), encoder.joint_dim), np.float32)
+    ) -> PairArrays:
+        """``asts[i]`` on ``devices[device_index[i]]`` as the network takes them; ``counts`` are instruction counts,
+        (n, len(CODEGEN_FEATURES)), rows of NaN where unknown."""
+        encoder, known, program = (
+            self.encoder,
+            [self.device(device) for device in devices],
+            np.arange(len(asts)),
+        )
+        pair = np.zeros((len(asts), 0), np.float32)
         if encoder.pair_dim:
-            pairs = encoder.encode_pairs(pair_rows(asts, known, np.arange(len(asts)), device_index))
+            pair = encoder.encode_pairs(pair_rows(asts, known, program, device_index))
             unseen = np.array([self.uses_general_features_only(device) for device in devices])[device_index]
-            pairs[unseen] *= encoder.general_pairs()
-            encoded[:, : encoder.pair_dim] = pairs
+            pair[unseen] *= encoder.general_pairs()
+        code, has_code = np.zeros((len(asts), encoder.code_dim), np.float32), np.zeros(len(asts), bool)
         if encoder.code_dim and counts is not None:
-            codes = code_rows(counts, asts, known, np.arange(len(asts)), device_index)
-            encoded[:, encoder.pair_dim :] = encoder.encode_codes(*codes)
-        return encoded
+            code, has_code = encoder.encode_codes(*code_rows(counts, asts, known, program, device_index))
+        return PairArrays(
+            PackedPrograms.pack(asts, encoder),
+            torch.from_numpy(self.encode_devices(devices)),
+            program,
+            device_index,
+            torch.from_numpy(pair),
+            torch.from_numpy(code),
+            torch.from_numpy(has_code),
+        )
 
     def uses_general_features_only(self, device: str | Device) -> bool:
         """Whether the network is given only the features that carry over to GPUs it was not trained on."""

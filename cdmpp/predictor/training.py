@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from cdmpp.dataset import DatasetView, Split
     from cdmpp.device import Device
-    from cdmpp.predictor.arrays import GeneralInputs, LabelledArrays
+    from cdmpp.predictor.batching import GeneralInputs, LabelledArrays
     from cdmpp.predictor.trainer import ProgressCallback, Trainer, TrainerState
 
 logger = logging.getLogger(__name__)
@@ -202,15 +202,14 @@ def prepare(config: Config, data: TrainingData, split: Split) -> Fitted:
 
 
 def general_inputs(data: TrainingData, encoder: FeatureEncoder, device_rows: torch.Tensor) -> GeneralInputs:
-    """What a network is told of the devices of the data (in order of their names) as if it had never seen them."""
+    """What a network is given of the devices of the data (in order of their names) as if it had never seen them."""
     import torch
 
-    from cdmpp.predictor.arrays import GeneralInputs
+    from cdmpp.predictor.batching import GeneralInputs
 
     on_gpu = np.array([data.devices[name].kind == "gpu" for name in sorted(data.devices)])[:, None]
     rows = np.where(on_gpu, encoder.general_devices(device_rows.numpy()), device_rows.numpy())
     keep = np.where(on_gpu, encoder.general_pairs(), np.float32(1))
-    keep = np.pad(keep, ((0, 0), (0, encoder.code_dim)), constant_values=1)
     return GeneralInputs(torch.from_numpy(rows), torch.from_numpy(keep))
 
 
@@ -219,7 +218,7 @@ def _any_counted(data: TrainingData, rows: NDArray[np.int64]) -> bool:
     counted = bool(data.counted(rows).any())
     if not counted:
         logger.warning(
-            "the training programs have no instruction counts, so the network cannot be told any: cdmpp codegen DIR "
+            "the training programs have no instruction counts, so the network cannot learn from any: cdmpp codegen DIR "
             "makes them"
         )
     return counted
@@ -245,8 +244,7 @@ def encode(
     """
     import torch
 
-    from cdmpp.predictor.arrays import LabelledArrays
-    from cdmpp.predictor.batching import PackedPrograms
+    from cdmpp.predictor.batching import LabelledArrays, PackedPrograms
 
     programs = list(dict.fromkeys(data.labels["program"]))
     number = {program: i for i, program in enumerate(programs)}
@@ -260,20 +258,22 @@ def encode(
         if pairs is None or not encoder.pair_dim
         else encoder.encode_pairs(pairs)
     )
-    reference = data.reference_s(relative_to) if relative_to not in ("", "none") else None
+    code, has_code = np.zeros((len(data), 0), np.float32), np.zeros(len(data), bool)
     if encoder.code_dim:
-        encoded = np.concatenate([encoded, encoder.encode_codes(*data.code_features)], axis=1)
+        code, has_code = encoder.encode_codes(*data.code_features)
+    reference = data.reference_s(relative_to) if relative_to not in ("", "none") else None
     return LabelledArrays(
         PackedPrograms.pack([data.asts[program] for program in programs], encoder),
         torch.from_numpy(encoder.encode_devices(np.stack([vectors[name] for name in devices]))),
         np.asarray([number[program] for program in data.labels["program"]], dtype=np.int64),
         np.asarray([device_number[name] for name in data.labels["device"]], dtype=np.int64),
         torch.from_numpy(encoded),
+        torch.from_numpy(code),
+        torch.from_numpy(has_code),
         data.labels["latency_s"].to_numpy(dtype=np.float64),
         reference,
         group=data.labels.groupby(["task", "device"], observed=True).ngroup().to_numpy(dtype=np.int64),
         codegen=data.codegen_counts,
-        code_dim=encoder.code_dim,
     )
 
 

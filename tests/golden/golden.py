@@ -195,18 +195,24 @@ def encodings() -> Arrays:
         "leaves": encoder.encode_leaves(np.concatenate([asts[program].leaves for program in (*cpu, *gpu)])),
         "devices": predictor().encode_devices([*CPUS, UNSEEN_CPU, *GPUS]),
         **{
-            f"pairs {device}": predictor().encode_pairs(
-                [asts[p] for p in cpu], [device], index, counts_on(device, cpu)
+            f"pairs {device}": _joined(
+                predictor().encode([asts[p] for p in cpu], [device], index, counts_on(device, cpu))
             )
             for device in CPUS
         },
         **{
-            f"pairs {device}": predictor().encode_pairs(
-                [asts[p] for p in gpu], [device], np.zeros(len(gpu), np.int64)
+            f"pairs {device}": _joined(
+                predictor().encode([asts[p] for p in gpu], [device], np.zeros(len(gpu), np.int64))
             )
             for device in GPUS
         },
     }
+
+
+def _joined(arrays: Any) -> NDArray[np.float32]:
+    """Pair, compiled code, and whether that is known, side by side."""
+    parts = (arrays.pair, arrays.code, arrays.has_code[:, None])
+    return np.concatenate([part.numpy() for part in parts], axis=1).astype(np.float32)
 
 
 # -- compiled code ---------------------------------------------------------------------------------------------

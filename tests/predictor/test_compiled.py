@@ -112,11 +112,10 @@ def test_the_decoder_that_is_told_nothing_learns_from_all_programs(counted, conf
     network, arrays = fitted.trainer.network.eval(), fitted.arrays
     rows = np.arange(40)
     batch, context = arrays.batch(rows, torch.device("cpu"))
-    embedding = network.embed(batch, context)
-    known = network.counted(context)
+    embedding = network.embed(batch, context.device)
+    known = context.has_code
     assert np.array_equal(known.numpy(), counted.counted(rows)) and 0 < known.sum() < 40
-    without = context.clone()
-    without[:, -arrays.code_dim :] = 0
+    _, without = arrays.without_code().batch(rows, torch.device("cpu"))
     plain = network.decode_plain(embedding, context)
     assert torch.equal(plain, network.decode_plain(embedding, without))
     assert torch.equal(plain, network.decode(embedding, without))

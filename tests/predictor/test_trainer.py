@@ -98,7 +98,7 @@ def test_the_best_epoch_is_kept_not_the_last(make_trainer):
     )
     best = min(lines, key=lambda line: line["valid_mape"])
     assert lines[-1]["best_epoch"] == best["epoch"]
-    assert_same(trainer.best_weights, snapshots[best["epoch"]])
+    assert_same(trainer.state().best, snapshots[best["epoch"]])
 
 
 def test_early_stopping(make_trainer):

@@ -396,7 +396,7 @@ def test_equal_in_another_process() -> None:
 
 def test_importing_the_module_does_not_import_tvm() -> None:
     code = (
-        "import sys, cdmpp.program.ast, cdmpp.program.ast_store, cdmpp.program.batching, cdmpp.predictor.positional\n"
+        "import sys, cdmpp.program.ast, cdmpp.program.ast_store, cdmpp.program.batching, cdmpp.predictor.network\n"
         "assert cdmpp.program.ast.FEATURE_SET\n"
         "assert 'tvm' not in sys.modules and 'tvm_ffi' not in sys.modules\n"
     )
