@@ -19,7 +19,7 @@ from cdmpp.program.types import Program
 if TYPE_CHECKING:
     import pandas as pd
 
-    from cdmpp.dataset import DatasetView
+    from cdmpp.dataset import DatasetView, Split
     from cdmpp.device import Device
     from cdmpp.program.ast import AstBuilder, CompactAST
 
@@ -75,6 +75,14 @@ class TrainingData:
         from cdmpp.dataset import noise_floor_mape
 
         return noise_floor_mape(self.labels)
+
+    def reference_s(self, kind: str, rows: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
+        """:func:`cdmpp.predictor.roofline.references_s` of these rows of the label table (None: all), seconds (n,)."""
+        from cdmpp.predictor.roofline import references_s
+
+        table = self.labels if rows is None else self.labels.iloc[rows]
+        asts = [self.asts[program] for program in table["program"]]
+        return references_s(kind, asts, [self.devices[name] for name in table["device"]])
 
     def device_vectors(self) -> dict[str, NDArray[np.float64]]:
         """Raw features of every device."""
@@ -328,3 +336,16 @@ def subset(data: TrainingData, rows: NDArray[np.int64]) -> TrainingData:
     asts = {program: data.asts[program] for program in labels["program"].unique()}
     devices = {name: data.devices[name] for name in sorted(labels["device"].unique())}
     return replace(data, labels=labels, asts=asts, devices=devices)
+
+
+def split_data(spec: str, data: TrainingData) -> Split:
+    """The split of the data's label table that a specification (:meth:`cdmpp.dataset.Split.parse`) names.
+
+    Raises
+    ------
+    SplitError
+        The specification is malformed, or a part would be empty or not disjoint.
+    """
+    from cdmpp.dataset import Split
+
+    return Split.parse(spec, data.labels, data.networks, data.families)

@@ -12,9 +12,9 @@ import torch
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.checkpoint import load_checkpoint, save_checkpoint
 from cdmpp.predictor.config import config_from_dict
-from cdmpp.predictor.run import prepare
-from cdmpp.predictor.splitting import split_data
+from cdmpp.predictor.data import split_data
 from cdmpp.predictor.trainer import Trainer, learning_rate, pick_device
+from cdmpp.predictor.training import prepare
 from cdmpp.program.codegen import CODEGEN_FEATURES, code_key
 
 
@@ -97,7 +97,7 @@ def test_the_best_epoch_is_kept_not_the_last(make_trainer):
     )
     best = min(lines, key=lambda line: line["valid_mape"])
     assert lines[-1]["best_epoch"] == best["epoch"]
-    assert_same(trainer.best_weights, snapshots[best["epoch"]])
+    assert_same(trainer.state().best, snapshots[best["epoch"]])
 
 
 def test_early_stopping(make_trainer):

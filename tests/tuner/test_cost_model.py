@@ -11,7 +11,7 @@ import pytest
 
 import cdmpp
 from cdmpp.errors import UnknownDeviceError
-from cdmpp.predictor.run import TrainResult
+from cdmpp.predictor.training import TrainResult
 from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.tuner import CostModel, Measurer, builder_and_runner
 from cdmpp.tuner.task_tuner import TaskTuner

@@ -12,7 +12,7 @@ import pytest
 from cdmpp.device import get_device
 from cdmpp.errors import PredictorError
 from cdmpp.predictor import Predictor
-from cdmpp.predictor.run import TrainResult
+from cdmpp.predictor.training import TrainResult
 from cdmpp.program.ast import CompactAST
 from cdmpp.tuner.online import Anchors, OnlineModel
 from cdmpp.tuner.prior import AnalyticalPrior, PredictorPrior, make_prior

@@ -12,7 +12,7 @@ import pytest
 
 from cdmpp.dataset import Dataset
 from cdmpp.errors import DatasetError, TunerError
-from cdmpp.predictor.run import TrainResult
+from cdmpp.predictor.training import TrainResult
 from cdmpp.program.types import Task
 from cdmpp.tuner.measure import Measurer
 from cdmpp.tuner.results import TuneReport
