@@ -137,7 +137,7 @@ class Predictor:
         PredictorError, ProgramError
             As :meth:`predict` does.
         """
-        from cdmpp.program.codegen import instruction_counts
+        from cdmpp.program.codegen.counts import instruction_counts
 
         self.check_told()
         return instruction_counts(programs, self.device(device))

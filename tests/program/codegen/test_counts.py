@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cdmpp.program.codegen import CODEGEN_FEATURES, code_key, codegen_features, compile_to_shared_object
-from cdmpp.program.codegen.counts import count, kinds_of
+from cdmpp.program.codegen import CODEGEN_FEATURES
+from cdmpp.program.codegen.compile import code_key, compile_to_shared_object
+from cdmpp.program.codegen.counts import codegen_features, count, kinds_of
 from tests.program.codegen.assembly import code
 
 LISTING = """

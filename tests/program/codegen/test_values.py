@@ -13,7 +13,7 @@ from tests.program.codegen.assembly import code
 
 
 def _values(listing: str) -> CodeValues:
-    return CodeValues(FlowGraph.of(code(listing)))
+    return CodeValues(FlowGraph(code(listing)))
 
 
 def _after(listing: str, place: Place) -> Value:
