@@ -241,7 +241,7 @@ def collect_asts(
 
     Programs that cannot be rebuilt are left out.
     """
-    from cdmpp.program.ast_store import load_asts, save_asts
+    from cdmpp.program.ast.store import load_asts, save_asts
 
     wanted = list(dict.fromkeys(programs))
     asts: dict[str, CompactAST] = {}

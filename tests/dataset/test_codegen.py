@@ -8,15 +8,15 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from cdmpp.dataset.bulk import write_dataset
 from cdmpp.dataset.codegen import collect_codegen, load_codegen, save_codegen
 from cdmpp.dataset.parquet import write_parquet
 from cdmpp.dataset.record import Record
+from cdmpp.dataset.store import write_dataset
 from cdmpp.errors import DatasetError
 from cdmpp.program.codegen import CODEGEN_FEATURES, COUNTING_VERSION
 from cdmpp.program.codegen.compile import ObjectCache, code_key, compile_to_shared_object
 from cdmpp.program.space import Rebuilder
-from tests.profiler.programs import matmul_task, sampled
+from tests.samples.programs import matmul_task, sampled
 
 
 def test_counts_round_trip_and_a_damaged_file_is_refused(tmp_path: Path) -> None:

@@ -32,6 +32,9 @@ pytest.importorskip("tvm")
 torch = pytest.importorskip("torch")
 
 
+pytestmark = pytest.mark.usefixtures("on_zen3")
+
+
 @dataclass(frozen=True)
 class Fixed(Predictor):
     """Says `seconds` for every program, more for each GFLOP/s that a device lacks."""
@@ -154,7 +157,7 @@ def test_the_schedules_of_a_database(branches: NetworkTasks, tmp_path: Path) -> 
     from cdmpp.device import get_device
     from cdmpp.tuner.measure import Measurer
     from cdmpp.tuner.tuning import tune_tasks
-    from tests.tuner.tuner_samples import FakeEngine, tune_config
+    from tests.samples.tuning import FakeEngine, tune_config
 
     tuned = next(task for task in branches.tasks.values() if task.name.endswith("tanh"))
     engine: Any = FakeEngine(lambda digest: 1.0 if digest == tuned.hash else 1e-6)

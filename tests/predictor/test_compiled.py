@@ -20,8 +20,14 @@ from cdmpp.predictor.splitting import split_data
 from cdmpp.program.codegen import CODEGEN_FEATURES
 from cdmpp.program.codegen.compile import code_key
 from cdmpp.program.codegen.counts import instruction_counts
+from tests.samples.training import make_data, small_config
 
 SPEC = "within_task:seed=0"
+
+
+@pytest.fixture(scope="module")
+def data():
+    return make_data()
 
 
 @pytest.fixture(scope="module")
@@ -44,21 +50,14 @@ def counted(data):
     return replace(data, labels=labels, codegen=counts)
 
 
-def options(config, epochs=40):
-    model = config.model.model_copy(update={"compiled": True})
-    training = config.train.model_copy(update={"epochs": epochs, "patience": epochs, "batch_size": 32})
-    split = config.split.model_copy(update={"spec": SPEC})
-    return config.model_copy(update={"model": model, "train": training, "split": split})
+#: Of an epoch.
+SHORT = small_config(SPEC, {"compiled": True}, epochs=1)
 
 
 @pytest.fixture(scope="module")
 def trained(counted, tmp_path_factory):
-    from cdmpp.predictor.config import config_from_dict
-
-    small = {"dim": 16, "layers": 1, "heads": 2, "ffn_dim": 32, "embedding_dim": 16, "decoder_dim": 32}
-    config = config_from_dict({"model": small, "train": {"learning_rate": 0.01, "threads": 1}})
-    torch.set_num_threads(1)
-    return train(options(config), counted, tmp_path_factory.mktemp("run") / "run")
+    config = small_config(SPEC, {"compiled": True}, epochs=15, batch_size=32, learning_rate=0.02)
+    return train(config, counted, tmp_path_factory.mktemp("run") / "run")
 
 
 def test_being_told_the_instructions_helps_and_doing_without_works(trained, counted):
@@ -105,9 +104,9 @@ def test_saved_and_loaded_it_is_the_same(trained, counted, tmp_path: Path):
         Predictor.load(tmp_path)
 
 
-def test_the_decoder_that_is_told_nothing_learns_from_all_programs(counted, config):
+def test_the_decoder_that_is_told_nothing_learns_from_all_programs(counted):
     """It does not depend on counts, nor does the other on programs that have none."""
-    fitted = prepare(options(config, epochs=1), counted, split_data(SPEC, counted))
+    fitted = prepare(SHORT, counted, split_data(SPEC, counted))
     network, arrays = fitted.trainer.network.eval(), fitted.arrays
     rows = np.arange(40)
     batch, context = arrays.batch(rows, torch.device("cpu"))
@@ -123,8 +122,8 @@ def test_the_decoder_that_is_told_nothing_learns_from_all_programs(counted, conf
     assert torch.equal(mixed[~known], plain[~known]) and not torch.isclose(mixed[known], plain[known]).any()
 
 
-def test_without_counts_in_the_data_nothing_is_told(data, config, caplog):
-    fitted = prepare(options(config, epochs=1), data, split_data(SPEC, data))
+def test_without_counts_in_the_data_nothing_is_told(data, caplog):
+    fitted = prepare(SHORT, data, split_data(SPEC, data))
     assert fitted.encoder.code_dim == 0 and "cdmpp codegen" in caplog.text
     predictor = fitted.predictor(fitted.trainer.fit().best, {})
     with pytest.raises(PredictorError, match=r"model\.compiled"):
@@ -198,8 +197,8 @@ def test_what_does_not_compile_is_told_and_predicted_without(monkeypatch, caplog
     assert np.isnan(rows).all() and "cannot select" in caplog.text
 
 
-def test_a_search_judges_both_decoders(counted, config, tmp_path: Path):
-    result = search(options(config, epochs=1), counted, tmp_path, trials=2)
+def test_a_search_judges_both_decoders(counted, tmp_path: Path):
+    result = search(SHORT, counted, tmp_path, trials=2)
     for line in result.summary["trials"]:
         told, untold = line["valid_mape_compiled"], line["valid_mape"]
         assert told != untold and line["value"] == pytest.approx((told * untold) ** 0.5)

@@ -148,7 +148,7 @@ def import_neusight(
     NetworkError
         The nodes of a trace wait for each other.
     """
-    from cdmpp.dataset.bulk import write_dataset
+    from cdmpp.dataset.store import write_dataset
     from cdmpp.device import load_table
     from cdmpp.endtoend.graph import FOLDER, save_graph
     from cdmpp.program.space import unscheduled
