@@ -56,7 +56,7 @@ class FlowGraph:
         self._find_blocks()
         root = len(self.blocks)
         graph = nx.DiGraph((block, after) for block, ways in enumerate(self.successors) for after in ways)
-        graph.add_nodes_from(range(root))
+        graph.add_nodes_from(range(root + 1))
         entries: list[int] = []
         seen: set[int] = set()
         for block in range(root):
