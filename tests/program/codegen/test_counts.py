@@ -67,6 +67,7 @@ def test_known_answer_of_the_hottest_loop() -> None:
         ("vmovups %xmm0,(%rax)", "store_x"),
         ("vmovups %zmm0,(%rax){%k1}", "store_z"),
         ("vgatherqps (%rax,%zmm1,4),%ymm0{%k1}", "gather load_z"),  # by the addresses
+        ("{evex} vpsllq $0xa,(%r15),%ymm1", "load_y"),
         ("mov 0x8(%rsp),%rax", "integer stack_load"),
         ("kxnorw %k0,%k0,%k1", "mask"),
         ("idiv %ecx", "idiv"),
