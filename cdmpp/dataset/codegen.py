@@ -15,15 +15,8 @@ from numpy.typing import NDArray
 from cdmpp.dataset.parquet import read_parquet, write_parquet
 from cdmpp.dataset.view import load_datasets
 from cdmpp.errors import CdmppError, DatasetError
-from cdmpp.program.codegen import (
-    CODEGEN_FEATURES,
-    COUNTING_VERSION,
-    ObjectCache,
-    code_key,
-    codegen_features,
-    compiled_features,
-    require_decoder,
-)
+from cdmpp.program.codegen import CODEGEN_FEATURES, COUNTING_VERSION
+from cdmpp.program.codegen.compile import ObjectCache, code_key
 from cdmpp.program.space import Rebuilder
 from cdmpp.program.types import Program, Space, Task
 
@@ -33,7 +26,7 @@ CODEGEN_FILE = "codegen.parquet"
 #: Programs between two writes of the file.
 _CHUNK = 512
 
-#: (program hash, :func:`~cdmpp.program.codegen.code_key` of the target) -> counts, float32 (len(CODEGEN_FEATURES),).
+#: (program hash, :func:`~cdmpp.program.codegen.compile.code_key` of the target) -> counts, float32 (len(CODEGEN_FEATURES),).
 Counts = dict[tuple[str, str], NDArray[np.float32]]
 _Wanted = tuple[Program, Task, Space | None, dict[str, Any]]
 
@@ -99,6 +92,8 @@ def collect_codegen(
     CdmppError
         What decodes instructions is not installed.
     """
+    from cdmpp.program.codegen.counts import require_decoder
+
     require_decoder()
     view = load_datasets(folder)
     path = Path(folder) / CODEGEN_FILE
@@ -132,6 +127,8 @@ _REBUILDER: list[Rebuilder] = []
 
 
 def _count_one(object_cache: str | Path | None, wanted: _Wanted) -> NDArray[np.float32] | None:
+    from cdmpp.program.codegen.counts import codegen_features, compiled_features
+
     program, task, space, target = wanted
     if not _REBUILDER:  # one a process: it keeps what it has parsed
         _REBUILDER.append(Rebuilder())

@@ -97,7 +97,8 @@ class TrainingData:
     def codegen_counts(self) -> NDArray[np.float32] | None:
         """Instruction counts of every pair, float32 (n, len(CODEGEN_FEATURES)), NaN where there are none; None
         where no pair has any. Not to be written to."""
-        from cdmpp.program.codegen import CODEGEN_FEATURES, code_key
+        from cdmpp.program.codegen import CODEGEN_FEATURES
+        from cdmpp.program.codegen.compile import code_key
 
         if not self.codegen:
             return None

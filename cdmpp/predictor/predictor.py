@@ -143,7 +143,7 @@ class Predictor:
         """What ``predict(programs, device, compiled=..., measured=...)`` uses besides the ASTs; errors as there."""
         check_one_kind(compiled, measured is not None)
         if compiled:
-            from cdmpp.program.codegen import instruction_counts
+            from cdmpp.program.codegen.counts import instruction_counts
 
             self.check_takes_code()
             return Evidence(code=instruction_counts(programs, self.device(device)))

@@ -6,6 +6,7 @@ Objects land in a memory-backed folder. The process compiles only; it never runs
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import time
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cdmpp.errors import ProgramError
-from cdmpp.program.codegen import ObjectCache, compile_to_shared_object
+from cdmpp.program.codegen.compile import ObjectCache, compile_to_shared_object
 from cdmpp.program.types import Program, Space, Task
 
 #: A parameter of a program: shape and dtype.
@@ -94,7 +95,10 @@ def build_worker(
         try:
             func = rebuild(job.program, job.task, job.space)
             args = argument_specs(func)
-            if not cache.fetch(job.program.hash, path):
+            kept = cache.find(job.program.hash)
+            if kept is not None:
+                shutil.copyfile(kept, path)
+            else:
                 compile_to_shared_object(func, target, path)
                 cache.keep(job.program.hash, path)
             built = Built(job.program, "ok", str(path), args, "", time.perf_counter() - started)

@@ -13,13 +13,8 @@ from cdmpp.dataset.parquet import write_parquet
 from cdmpp.dataset.record import Record
 from cdmpp.dataset.store import write_dataset
 from cdmpp.errors import DatasetError
-from cdmpp.program.codegen import (
-    CODEGEN_FEATURES,
-    COUNTING_VERSION,
-    ObjectCache,
-    code_key,
-    compile_to_shared_object,
-)
+from cdmpp.program.codegen import CODEGEN_FEATURES, COUNTING_VERSION
+from cdmpp.program.codegen.compile import ObjectCache, code_key, compile_to_shared_object
 from cdmpp.program.space import Rebuilder
 from tests.samples.programs import matmul_task, sampled
 

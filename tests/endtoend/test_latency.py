@@ -13,7 +13,6 @@ import pytest
 from cdmpp.cli import main
 from cdmpp.dataset import Dataset
 from cdmpp.endtoend import compare_devices, predict_latency, read_prices
-from cdmpp.endtoend.graph import FOLDER, GraphNode, network_graph, save_graph
 from cdmpp.endtoend.schedules import candidates
 from cdmpp.endtoend.sources import NetworkTasks, network_tasks
 from cdmpp.errors import (
@@ -26,6 +25,7 @@ from cdmpp.errors import (
 )
 from cdmpp.predictor import Predictor
 from cdmpp.predictor.uncertainty import Calibration
+from cdmpp.program.graph import FOLDER, GraphNode, network_graph, save_graph
 from cdmpp.program.types import Task
 
 pytest.importorskip("tvm")

@@ -29,7 +29,9 @@ from cdmpp.predictor.data import AST_FILE
 from cdmpp.predictor.evidence import Evidence
 from cdmpp.program.ast import LEAF_FEATURES, compact_asts
 from cdmpp.program.ast.store import load_asts, save_asts
-from cdmpp.program.codegen import CODEGEN_FEATURES, code_key, codegen_features, compiled_features
+from cdmpp.program.codegen import CODEGEN_FEATURES
+from cdmpp.program.codegen.compile import code_key
+from cdmpp.program.codegen.counts import codegen_features, compiled_features
 from cdmpp.program.space import Rebuilder
 
 HERE = Path(__file__).parent

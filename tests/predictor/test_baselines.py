@@ -25,7 +25,8 @@ from cdmpp.predictor.baselines.per_store import (
     save_per_store,
 )
 from cdmpp.predictor.data import split_data
-from cdmpp.program.codegen import CODEGEN_FEATURES, code_key
+from cdmpp.program.codegen import CODEGEN_FEATURES
+from cdmpp.program.codegen.compile import code_key
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,9 @@ from cdmpp.predictor.data import split_data
 from cdmpp.predictor.evidence import Evidence
 from cdmpp.predictor.search import search
 from cdmpp.predictor.training import prepare, train
-from cdmpp.program.codegen import CODEGEN_FEATURES, code_key, instruction_counts
+from cdmpp.program.codegen import CODEGEN_FEATURES
+from cdmpp.program.codegen.compile import code_key
+from cdmpp.program.codegen.counts import instruction_counts
 from tests.samples.training import make_data, small_config
 
 SPEC = "within_task:seed=0"
@@ -179,7 +181,7 @@ def test_without_a_disassembler_there_is_one_error(monkeypatch):
 
 
 def test_what_does_not_compile_is_told_and_predicted_without(monkeypatch, caplog):
-    import cdmpp.program.codegen.compile as compiling
+    import cdmpp.program.codegen.counts as counting
     from cdmpp.program.tvm_env import import_tvm
 
     import_tvm()
@@ -188,7 +190,7 @@ def test_what_does_not_compile_is_told_and_predicted_without(monkeypatch, caplog
     def fail(*_):
         raise RuntimeError("LLVM: cannot select")
 
-    monkeypatch.setattr(compiling, "compile_to_shared_object", fail)
+    monkeypatch.setattr(counting, "compile_to_shared_object", fail)
     a = te.placeholder((8,), name="a")
     func = te.create_prim_func([a, te.compute((8,), lambda i: a[i] * 2.0, name="b")])
     rows = instruction_counts([func], get_device("xeon-cascadelake-2.5ghz@1"))

@@ -1,52 +1,35 @@
-"""What a compiler made of a program: instructions by kind, counted in the object code.
-
-The compact AST says what a program asks for; whether the compiler vectorises, gathers, packs or spills decides much
-of its latency and is not in the AST. Counting it needs a compilation, which a cost model has no time for, but
-*training* has: a network that also has to predict these counts learns from the AST what its compiler will do, and one
-may be given them where a program is compiled for its prediction.
+"""Instructions of compiled functions by kind, once and as often as they run.
 
 x86 only: the kinds are those of SSE and AVX code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.errors import CdmppError
-from cdmpp.program.codegen.cycles import ISSUE, LoopCycles, loop_cycles
+from cdmpp.errors import CdmppError, ProgramError
+from cdmpp.program.codegen import CODEGEN_FEATURES, KINDS
+from cdmpp.program.codegen.blocks import FlowGraph
+from cdmpp.program.codegen.compile import compile_to_shared_object
+from cdmpp.program.codegen.cycles import ISSUE, loop_cycles
 from cdmpp.program.codegen.instruction import Address, Instruction
-from cdmpp.program.codegen.trips import times_run
+from cdmpp.program.codegen.trips import TripCounts, times_run
+from cdmpp.program.codegen.values import CodeValues
+from cdmpp.program.tvm_env import import_tvm
 
-#: Kinds of instructions. z, y, x: registers of 64, 32, 16 bytes; s: one element.
-KINDS: tuple[str, ...] = (
-    "fma_z", "fma_y", "fma_x", "fma_s", "fp_z", "fp_y", "fp_x", "fp_s", "div",
-    "load_z", "load_y", "load_x", "load_s", "store_z", "store_y", "store_x", "store_s", "stack_load", "stack_store",
-    "broadcast", "shuffle", "gather", "mask", "integer", "imul", "idiv", "branch", "call", "convert", "all",
-)  # fmt: skip
+if TYPE_CHECKING:
+    from cdmpp.device import Device
+
+logger = logging.getLogger(__name__)
+
 _AT = {kind: i for i, kind in enumerate(KINDS)}
-#: The whole program, its innermost loops, and the innermost loop with most arithmetic, each instruction once.
-STATIC_FEATURES: tuple[str, ...] = (
-    *(f"program_{kind}" for kind in KINDS),
-    "innermost_loops",
-    "loop_depth",
-    *(f"loop_{kind}" for kind in KINDS),
-)
-#: Columns: these, then every instruction as often as it runs, the loops of which that is not known, and what
-#: :class:`~cdmpp.program.codegen.cycles.LoopCycles` has.
-CODEGEN_FEATURES: tuple[str, ...] = (
-    *STATIC_FEATURES,
-    *(f"run_{kind}" for kind in KINDS),
-    "unknown_loops",
-    "loop_cycles",
-    "loop_chain",
-    "loop_entries",
-)
-#: Of the reading: what columns of one name mean differs between versions. 2: branches that a counter decides, overlap checks.
-COUNTING_VERSION = 2
 #: Cycles for which an instruction of a kind keeps a unit of a generic core busy: arithmetic, loads, stores, shuffles.
 _UNITS: tuple[dict[str, float], ...] = (
     {f"{kind}_{width}": 0.5 for kind in ("fma", "fp") for width in "zyxs"},
@@ -100,20 +83,69 @@ def require_decoder() -> None:
         ) from err
 
 
+def compiled_features(
+    func: Any, target: dict[str, Any], keep: Callable[[Path], None] | None = None
+) -> NDArray[np.float32]:
+    """Counts of a PrimFunc compiled for a target (llvm), float32 (len(CODEGEN_FEATURES),); errors as TVM's, and as of
+    :func:`codegen_features`. ``keep`` is given the object before it is deleted."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "program.so"
+        compile_to_shared_object(func, target, path)
+        if keep is not None:
+            keep(path)
+        return codegen_features(path)
+
+
+def instruction_counts(programs: Sequence[Any], device: Device) -> NDArray[np.float32]:
+    """Counts of PrimFuncs and IRModules compiled for a device's target, float32 (n, len(CODEGEN_FEATURES)).
+
+    A program that does not compile gets a row of NaN, and a warning says so.
+
+    Raises
+    ------
+    ProgramError
+        The device is no x86 CPU with a target; a program is none that can be compiled.
+    CdmppError
+        TVM or what decodes instructions is not installed.
+    """
+    target = dict(device.target)
+    if target.get("kind") != "llvm" or device.vendor not in ("intel", "amd"):
+        raise ProgramError(
+            f"{device.name}: only programs compiled for x86 CPUs are counted; predict without compiled=True"
+        )
+    import_tvm()
+    require_decoder()  # one error, not a warning for each program
+    from cdmpp.program.ast import CompactAST
+    from cdmpp.program.ast.reader import prim_func
+
+    if any(isinstance(program, CompactAST) for program in programs):
+        raise ProgramError("a CompactAST cannot be compiled: expected a PrimFunc or an IRModule")
+    funcs = [prim_func(program) for program in programs]
+    rows = np.full((len(programs), len(CODEGEN_FEATURES)), np.nan, dtype=np.float32)
+    for number, func in enumerate(funcs):
+        try:
+            rows[number] = compiled_features(func, target)
+        except (CdmppError, RuntimeError) as err:
+            reason = str(err).strip().splitlines()[-1:] or [type(err).__name__]
+            logger.warning("program %d of %d does not compile: %s", number + 1, len(programs), reason[0])
+    return rows
+
+
 def count(functions: Sequence[Sequence[Instruction]]) -> NDArray[np.float32]:
     """Counts of the functions of a program, float32 (len(CODEGEN_FEATURES),)."""
     total, run = np.zeros(len(KINDS)), np.zeros(len(KINDS))
-    unknown, cycles = 0, LoopCycles()
+    unknown, cycles = 0, np.zeros(3)
     loops: list[tuple[int, FloatArray]] = []
     for function in functions:
         each = np.zeros((len(function), len(KINDS)))
         kinds = [(i, _AT[kind]) for i, instruction in enumerate(function) for kind in kinds_of(instruction)]
         each[tuple(np.transpose(kinds))] = 1
         total += each.sum(axis=0)
-        runs = times_run(function)
-        run += runs.times @ each
-        unknown += runs.unknown
-        cycles += loop_cycles(runs, each @ _BUSY)
+        trips = TripCounts(CodeValues(FlowGraph(function)))
+        times = times_run(trips)
+        run += times @ each
+        unknown += trips.unknown
+        cycles += loop_cycles(trips, times, each @ _BUSY)
         jumps = _backward_jumps(function)
         for begin, end in jumps:
             others = [jump for jump in jumps if jump != (begin, end)]
@@ -125,15 +157,13 @@ def count(functions: Sequence[Sequence[Instruction]]) -> NDArray[np.float32]:
         key=lambda loop: _arithmetic(loop[1]) * _DEPTH_WEIGHT ** loop[0],
         default=(0, np.zeros(len(KINDS))),
     )
-    looped = [unknown, cycles.cycles, cycles.chain, cycles.entries]
-    return np.concatenate([total, [len(loops), depth], hottest, run, looped]).astype(np.float32)
+    return np.concatenate([total, [len(loops), depth], hottest, run, [unknown], cycles]).astype(np.float32)
 
 
 def kinds_of(instruction: Instruction) -> list[str]:
     """The kinds one instruction counts as; every instruction counts as ``all``."""
     name, operands, kinds = instruction.name, instruction.operands, ["all"]
-    memory = next((operand for operand in operands if isinstance(operand, Address)), None)
-    stores = operands[:1] == (memory,)
+    memory, stores = instruction.memory, operands[:1] == (instruction.memory,)
     # of mask and integer registers at most 64
     bits = max(
         [o.index_bits if isinstance(o, Address) else o.bits for o in operands if not isinstance(o, int)],

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.program.codegen.instruction import Address, Instruction, Register
-from cdmpp.program.codegen.trips import Runs
+from cdmpp.program.codegen.instruction import Address, Instruction
+from cdmpp.program.codegen.trips import TripCounts
 
 #: Instructions a core issues in a cycle, and looks ahead.
 ISSUE, _WINDOW = 4.0, 224
@@ -39,32 +38,16 @@ _FOLLOWED, _LEAST_ITERATIONS, _MOST_ITERATIONS = 800, 3, 8
 _ONES = ("kxnor", "vpcmpeq", "pcmpeq")
 _NOTHING = ("nop", "push", "pop", "vzeroupper", "endbr64")
 
+FloatArray = NDArray[np.float64]
 
-@dataclass(frozen=True)
-class LoopCycles:
-    """What the loops of a function take together, and the code around them.
 
-    Attributes
-    ----------
-    cycles
-        Of innermost loops the longer of busiest unit and chain, of other blocks the busiest unit.
-    chain
-        Cycles of innermost loops' chains alone.
-    entries
-        How often a loop is entered, which costs a mispredicted branch when it is left.
+def loop_cycles(trips: TripCounts, times: FloatArray, units: FloatArray) -> FloatArray:
+    """What a function takes whose instructions run ``times`` (n,) and keep each unit busy for so many cycles, (n, units).
+
+    Gives three numbers: cycles, of innermost loops the longer of busiest unit and chain, of other blocks the busiest unit;
+    cycles of innermost loops' chains alone; how often a loop is entered, which costs a mispredicted branch when it is left.
     """
-
-    cycles: float = 0.0
-    chain: float = 0.0
-    entries: float = 0.0
-
-    def __add__(self, other: LoopCycles) -> LoopCycles:
-        return LoopCycles(self.cycles + other.cycles, self.chain + other.chain, self.entries + other.entries)
-
-
-def loop_cycles(runs: Runs, units: NDArray[np.float64]) -> LoopCycles:
-    """Cycles that a function takes, whose instructions keep each unit busy for so many cycles, (n, units)."""
-    graph, times = runs.graph, runs.times
+    graph = trips.graph
     outer = {loop.parent for loop in graph.loops}
     inner = [number for number in range(len(graph.loops)) if number not in outer]
     total = np.concatenate([np.zeros((1, units.shape[1])), np.cumsum(units * times[:, None], axis=0)])
@@ -77,111 +60,71 @@ def loop_cycles(runs: Runs, units: NDArray[np.float64]) -> LoopCycles:
     chain = entries = 0.0
     for number, loop in enumerate(graph.loops):
         iterations = float(times[graph.blocks[loop.header][0]])
-        trips = runs.trips.guess(number)
-        entries += iterations / trips
+        entries += iterations / trips.guess(number)
         if number not in inner or not iterations:
             continue
         blocks = sorted(loop.body)
         body = [instruction for block in blocks for instruction in graph.code(block)]
         # short loops are over before the core has looked through its window: the next entry's iterations overlap
-        overlap = max(1.0, _WINDOW / (len(body) * trips))
+        overlap = max(1.0, _WINDOW / (len(body) * trips.guess(number)))
         waits = iterations * cycles_of_iteration(body) / overlap
         chain += waits
         cycles += max(waits, float(sum(spent[block] for block in blocks).max()))
-    return LoopCycles(cycles, chain, entries)
+    return np.array([cycles, chain, entries])
 
 
 def cycles_of_iteration(body: Sequence[Instruction]) -> float:
     """Cycles between two iterations of a loop by its dependences, if there were units enough; its body in the order of the
     code."""
-    steps = [_Step.of(instruction) for instruction in body if _works(instruction)]
+    steps = [i for i in body if i.flow in ("next", "call") and i.name not in _NOTHING]
     if not steps:
         return len(body) / ISSUE
     iterations = max(_LEAST_ITERATIONS, min(_MOST_ITERATIONS, _FOLLOWED // len(body)))
+    stores = {i.memory for i in steps if i.stores and i.memory is not None}
     # addresses made of a register that is written are others from then on
-    stores = {step.stores for step in steps if step.stores is not None}
-    moved = [
-        [address for address in stores if step.writes in (address.base, address.index_register)]
-        for step in steps
-    ]
+    moved = [[a for a in stores if a.base in i.writes or a.index_register in i.writes] for i in steps]
+    plan = list(zip(steps, map(_sources, steps), map(_latency, steps), moved, strict=True))
     ready: dict[str | None, float] = defaultdict(float)
-    stored: dict[Address, float] = {}
+    stored: dict[Address | None, float] = {}
     retired: list[float] = []
     ends: list[float] = []
     last = 0.0
     for _ in range(iterations):
-        for step, addresses in zip(steps, moved, strict=True):
-            number = len(retired)
+        for instruction, sources, latency, others in plan:
+            number, memory = len(retired), instruction.memory
             begin = number / ISSUE
             if number >= _WINDOW:
                 begin = max(begin, retired[number - _WINDOW])
-            at = loaded = begin
-            for name in step.sources:
+            at = begin
+            for name in sources:
                 at = max(at, ready[name])
-            if step.loads is not None:
-                for name in step.address:
-                    loaded = max(loaded, ready[name])
-                at = max(at, loaded + _LOAD, stored.get(step.loads, 0.0))
-            at += step.latency
-            if step.writes is not None:
-                ready[step.writes] = at
-                for address in addresses:
-                    stored.pop(address, None)
-            if step.stores is not None:
-                stored[step.stores] = at + _FORWARD
+            if instruction.loads and memory is not None:
+                loaded = max(begin, ready[memory.base], ready[memory.index_register]) + _LOAD
+                at = max(at, loaded, stored.get(memory, 0.0))
+            at += latency
+            ready.update(dict.fromkeys(instruction.writes, at))
+            for address in others:
+                stored.pop(address, None)
+            if instruction.stores:
+                stored[memory] = at + _FORWARD
             last = max(last, at)
             retired.append(last)
         ends.append(last)
     return max((ends[-1] - ends[0]) / (iterations - 1), len(body) / ISSUE)
 
 
-def _works(instruction: Instruction) -> bool:
-    return bool(instruction.operands) and (
-        instruction.flow in ("next", "call") and instruction.name not in _NOTHING
-    )
+def _sources(instruction: Instruction) -> list[str]:
+    """Registers that an instruction waits for, without those of an address that it loads from or stores to."""
+    if instruction.name.startswith(_ONES) and len({*instruction.operands[-2:]}) == 1:
+        return []
+    memory = instruction.memory if instruction.loads or instruction.stores else None
+    return [r for r in instruction.reads if memory is None or r not in (memory.base, memory.index_register)]
 
 
-@dataclass(frozen=True)
-class _Step:
-    """What an instruction waits for and gives: registers and addresses."""
-
-    sources: tuple[str, ...]
-    address: tuple[str, ...]
-    loads: Address | None
-    writes: str | None
-    stores: Address | None
-    latency: float
-
-    @classmethod
-    def of(cls, instruction: Instruction) -> _Step:
-        sources: list[str] = [] if instruction.mask is None else [instruction.mask]
-        address: list[str] = []
-        loads = writes = stores = None
-        for operand, read, written in zip(
-            instruction.operands, instruction.read, instruction.written, strict=True
-        ):
-            if isinstance(operand, Address):
-                names = [name for name in (operand.base, operand.index_register) if name is not None]
-                if instruction.name == "lea":
-                    sources += names
-                    continue
-                address += names
-                loads = operand if read else loads
-                stores = operand if written else stores
-            elif isinstance(operand, Register):
-                if read or instruction.name.startswith("cmov"):  # what is perhaps not written stays as it was
-                    sources.append(operand.name)
-                if written:
-                    writes = operand.name
-        if instruction.name.startswith(_ONES) and len({*instruction.operands[-2:]}) == 1:
-            sources = []
-        return cls(tuple(sources), tuple(address), loads, writes, stores, _latency(instruction, stores))
-
-
-def _latency(instruction: Instruction, stores: Address | None) -> float:
+def _latency(instruction: Instruction) -> float:
     name = instruction.name
     if name.startswith(("mov", "vmov")) and not name.startswith(("movz", "movs")):
-        return 1.0 if stores is not None else 0.0
+        return 1.0 if instruction.stores else 0.0
     if name in ("imul", "idiv", "div"):
         return _INTEGER_MULTIPLY if name == "imul" else _INTEGER_DIVIDE
     if instruction.flow == "call":

@@ -20,14 +20,13 @@ from cdmpp.program.codegen.instruction import (
     Operand,
     Place,
     Register,
-    place_of,
     signed,
 )
 
 #: Wrappers, error paths and helpers that are the same in all objects.
 _NOT_THE_PROGRAM = re.compile(r"__tvm_ffi_main|__tvm_set_raised|truncsf|extendhf|_init|_fini")
 #: What a call may change (System V ABI).
-_CALLER_SAVED: tuple[Place, ...] = ("rax", "rcx", "rdx", "rsi", "rdi", "r8", "r9", "r10", "r11")
+_CALLER_SAVED = ("rax", "rcx", "rdx", "rsi", "rdi", "r8", "r9", "r10", "r11")
 
 
 def _names(enumeration: object) -> dict[Any, str]:
@@ -100,33 +99,32 @@ def decode(code: bytes, address: int = 0) -> list[Instruction]:
 
 
 def _instruction(raw: iced_x86.Instruction, facts: iced_x86.InstructionInfo) -> Instruction:
-    numbers = range(raw.op_count)
-    operands = tuple([_operand(raw, number) for number in numbers])
-    access = [facts.op_access(number) for number in numbers]
+    operands = tuple([_operand(raw, number) for number in range(raw.op_count)])
+    memory, access = None, OpAccess.NONE
+    for number, operand in enumerate(operands):
+        if isinstance(operand, Address):
+            memory, access = operand, facts.op_access(number)
+    used = [(_REGISTERS[register.register].name, register.access) for register in facts.used_registers()]
     flow = _FLOWS.get(raw.flow_control, "next")
-    if flow == "call":
-        changes = _CALLER_SAVED
-    else:
-        registers = [
-            _REGISTERS[used.register].name for used in facts.used_registers() if used.access in _WRITES
-        ]
-        slots = [place_of(operand) for operand, kind in zip(operands, access, strict=True) if kind in _WRITES]
-        changes = (
-            *(name for name in registers if name in INTEGER_REGISTERS),
-            *(slot for slot in slots if isinstance(slot, Address)),
-        )
+    writes = _CALLER_SAVED if flow == "call" else tuple([name for name, how in used if how in _WRITES])
+    changes: tuple[Place, ...] = tuple([name for name in writes if name in INTEGER_REGISTERS])
+    stores = access in _WRITES
+    if stores and memory is not None and memory.is_slot:
+        changes = (*changes, memory)
     return Instruction(
         raw.ip,
         _MNEMONICS[raw.mnemonic],
         operands,
-        tuple([kind in _READS for kind in access]),
-        tuple([kind in _WRITES for kind in access]),
+        memory,
         8 * MemorySizeExt.size(raw.memory_size),
-        _REGISTERS[raw.op_mask].name if raw.has_op_mask else None,
-        _CONDITIONS.get(raw.condition_code),
-        flow,
+        access in _READS,
+        stores,
+        tuple([name for name, how in used if how in _READS or how == OpAccess.COND_WRITE]),
+        writes,
         changes,
-        sets_flags=flow == "call" or raw.rflags_modified != 0,
+        flow,
+        _CONDITIONS.get(raw.condition_code),
+        flow == "call" or raw.rflags_modified != 0,
     )
 
 

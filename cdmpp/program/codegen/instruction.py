@@ -21,6 +21,11 @@ class Address(NamedTuple):
     displacement: int = 0
     index_bits: int = 0
 
+    @property
+    def is_slot(self) -> bool:
+        """Whether it is a place of its own in the stack."""
+        return self.base in ("rsp", "rbp") and self.index_register is None
+
 
 Operand: TypeAlias = Register | Address | int
 #: What holds an integer: a 64-bit register, or a slot of the stack.
@@ -32,47 +37,30 @@ INTEGER_REGISTERS = frozenset(
 
 
 class Instruction(NamedTuple):
-    """A decoded instruction.
-
-    Attributes
-    ----------
-    name
-        As Intel writes it, in lower case.
-    operands
-        In Intel's order: what is written comes first. Of branches the address that they go to.
-    read, written
-        Whether each operand is, perhaps only in part or under a condition.
-    memory_bits
-        Width of the operand in memory.
-    mask
-        Register (k1 to k7) that says on which elements of a vector it works.
-    condition
-        Of a jump, conditional move and the like, "ne"; None for those that ask for parity and overflow.
-    flow
-        What comes next: "next", "branch" (next, or a jump), "jump", "call" or "end".
-    changes
-        Integer registers and slots of the stack that it writes; of a call those that the callee need not restore.
-    sets_flags
-        Whether it changes what conditions ask for.
-    """
+    """A decoded instruction."""
 
     address: int
+    #: As Intel writes it, in lower case.
     name: str
+    #: In Intel's order: what is written comes first. Of branches the address that they go to.
     operands: tuple[Operand, ...]
-    read: tuple[bool, ...]
-    written: tuple[bool, ...]
+    #: The operand in memory, and its width.
+    memory: Address | None
     memory_bits: int
-    mask: str | None
-    condition: str | None
-    flow: str
+    #: Whether that is read and written; neither of ``lea``.
+    loads: bool
+    stores: bool
+    #: Registers by their names, those of the address among them; what is written in part is read too.
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    #: Integer registers and slots of the stack among what is written.
     changes: tuple[Place, ...]
+    #: What comes next: "next", "branch" (next, or a jump), "jump", "call" or "end".
+    flow: str
+    #: Of a jump, conditional move and the like, "ne"; None for those that ask for parity and overflow.
+    condition: str | None
+    #: Whether it changes what conditions ask for.
     sets_flags: bool
-
-    def width(self, operand: Operand) -> int:
-        """Bits of an operand; of a constant those of the operand that is written."""
-        if isinstance(operand, int):
-            operand = self.operands[0]
-        return operand.bits if isinstance(operand, Register) else self.memory_bits
 
     @property
     def target(self) -> int | None:
@@ -80,14 +68,18 @@ class Instruction(NamedTuple):
         to = self.operands[0] if self.flow in ("branch", "jump") else None
         return to if isinstance(to, int) else None
 
+    def width(self, operand: Operand) -> int:
+        """Bits of an operand; of a constant those of the operand that is written."""
+        if isinstance(operand, int):
+            operand = self.operands[0]
+        return operand.bits if isinstance(operand, Register) else self.memory_bits
+
 
 def place_of(operand: Operand) -> Place | None:
     """The place that an operand is; None for constants, vectors and memory outside of the stack."""
     if isinstance(operand, Register):
         return operand.name if operand.name in INTEGER_REGISTERS else None
-    if isinstance(operand, Address) and operand.base in ("rsp", "rbp") and operand.index_register is None:
-        return operand
-    return None
+    return operand if isinstance(operand, Address) and operand.is_slot else None
 
 
 def signed(number: int, bits: int) -> int:

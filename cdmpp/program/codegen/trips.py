@@ -8,15 +8,13 @@ changes by a constant in every iteration, from a value that is known where the l
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.program.codegen.blocks import FlowGraph
-from cdmpp.program.codegen.instruction import Address, Instruction, Place
-from cdmpp.program.codegen.values import OPPOSITE, CodeValues, Flags, Value, meets, value_at
+from cdmpp.program.codegen.values import OPPOSITE, CodeValues, Flags, Value, meets
 
 #: A loop whose trip count the code does not tell is taken to run so many times.
 UNKNOWN_TRIPS = 4.0
@@ -40,6 +38,11 @@ class TripCounts:
         for number in range(len(self.values.graph.loops)):
             self._trips_and_exit(number)
 
+    @property
+    def graph(self) -> FlowGraph:
+        """The function's."""
+        return self.values.graph
+
     def of(self, number: int) -> int | None:
         """How often a loop runs each time it is entered, 0 if it never is; None where the code does not tell."""
         return self._trips_and_exit(number)[0]
@@ -47,6 +50,11 @@ class TripCounts:
     def guess(self, number: int) -> float:
         """The same, above 0, with a guess where it is not known."""
         return self.of(number) or UNKNOWN_TRIPS
+
+    @property
+    def unknown(self) -> int:
+        """Loops whose trip count is not known."""
+        return sum(trips is None for trips, _ in self._found.values())
 
     def exit(self, number: int) -> int | None:
         """The block that a loop is left by, where that is known to be one."""
@@ -59,7 +67,7 @@ class TripCounts:
         return self._found[number]
 
     def _count(self, number: int) -> tuple[int | None, int | None]:
-        graph = self.values.graph
+        graph = self.graph
         loop = graph.loops[number]
         if self.values.before_loop[number] is None:
             return 0, None
@@ -77,7 +85,7 @@ class TripCounts:
 
     def _until(self, number: int, block: int) -> int | None:
         """Iterations of a loop until the jump of a block leaves it."""
-        graph, flags = self.values.graph, self.values.flags[block]
+        graph, flags = self.graph, self.values.flags[block]
         condition = graph.condition(block)
         if flags is None or condition is None:
             return None
@@ -109,7 +117,7 @@ class TripCounts:
         return self._parts[block]
 
     def _part_taken(self, block: int) -> float | None:
-        graph, flags = self.values.graph, self.values.flags[block]
+        graph, flags = self.graph, self.values.flags[block]
         condition, number = graph.condition(block), graph.loop_of[block]
         if flags is None or condition is None:
             return None
@@ -128,52 +136,41 @@ class TripCounts:
     def _induction(self, number: int, value: Value) -> tuple[Value, int] | None:
         """What a value is in the first iteration of a loop, and how much more in each that follows; None where it changes
         otherwise."""
-        header = self.values.graph.loops[number].header
-        match value[0]:
-            case ("iteration", block, str() | Address() as place) if block == header:
-                step, (symbol, offset) = self.values.step(number, place), self._initial_value(number, place)
-                return (
-                    None if step is None else (self._final_value((symbol, offset + value[1]), number), step)
-                )
-        return (self._final_value(value, number), 0) if self.values.is_fixed(value, number) else None
-
-    def _initial_value(self, number: int, place: Place) -> Value:
-        return value_at(self.values.before_loop[number] or {}, place)
+        loop, place = self.values.counter(value) or (None, "")
+        if loop != number:
+            return (self._final_value(value, number), 0) if self.values.is_fixed(value, number) else None
+        step, (symbol, offset) = self.values.step(number, place), self.values.initial(number, place)
+        return None if step is None else (self._final_value((symbol, offset + value[1]), number), step)
 
     def _final_value(self, value: Value, number: int) -> Value:
         """A value with what the counters of other loops were in their last iterations, where these are over before this
         loop."""
-        graph, seen = self.values.graph, set[int]()
-        at = {loop.header: other for other, loop in enumerate(graph.loops)}
-        while True:
-            match value[0]:
-                case ("iteration", int(block), str() | Address() as place) if block in at:
-                    other = at[block]
-                case _:
-                    return value
-            if other in seen or graph.loops[number].header in graph.loops[other].body:
-                return value
-            seen.add(other)
-            trips, step = self.of(other), self.values.step(other, place)
+        seen: set[int] = set()
+        while (counter := self.values.counter(value)) is not None:
+            other, place = counter
+            trips, step = None, self.values.step(other, place)
+            if other not in seen and self.graph.loops[number].header not in self.graph.loops[other].body:
+                trips = self.of(other)
             if not trips or step is None:
-                return value
-            symbol, offset = self._initial_value(other, place)
+                break
+            seen.add(other)
+            symbol, offset = self.values.initial(other, place)
             value = symbol, offset + step * (trips - 1) + value[1]
+        return value
 
     def _of_first_flag(self, number: int, flags: Flags, goes_on: str) -> int | None:
         """Iterations of a loop that tests bits of what is a constant where it is entered and another after the first."""
-        loop = self.values.graph.loops[number]
         mask, tested = (flags.right, flags.left) if flags.right[0] is None else (flags.left, flags.right)
-        match tested[0]:
-            case ("iteration", block, str() | Address() as place) if block == loop.header and mask[0] is None:
-                after = self.values.after
-                ends = {after[latch].get(place) for latch in loop.latches if latch in after}
-                first, later = self._initial_value(number, place), ends.pop() if len(ends) == 1 else None
-                if later is None or first[0] is not None or later[0] is not None:
-                    return None
-                goes = [meets((value[1] + tested[1]) & mask[1], goes_on) for value in (first, later)]
-                return 1 if not goes[0] else None if goes[1] else 2
-        return None
+        loop, place = self.values.counter(tested) or (None, "")
+        if loop != number or mask[0] is not None:
+            return None
+        after = self.values.after
+        ends = {after[latch].get(place) for latch in self.graph.loops[number].latches if latch in after}
+        first, later = self.values.initial(number, place), ends.pop() if len(ends) == 1 else None
+        if later is None or first[0] is not None or later[0] is not None:
+            return None
+        goes = [meets((value[1] + tested[1]) & mask[1], goes_on) for value in (first, later)]
+        return 1 if not goes[0] else None if goes[1] else 2
 
 
 def _iterations(difference: int, step: int, goes_on: str) -> int | None:
@@ -191,53 +188,22 @@ def _iterations(difference: int, step: int, goes_on: str) -> int | None:
     return last + 1 + meets(difference + last * step, goes_on)
 
 
-@dataclass(frozen=True)
-class Runs:
-    """How often a function's code runs when it is called: its instructions, float64 (n,), and its loops each time that they
-    are entered."""
-
-    trips: TripCounts
-    times: NDArray[np.float64]
-
-    @property
-    def graph(self) -> FlowGraph:
-        """Blocks and loops of the function."""
-        return self.trips.values.graph
-
-    @property
-    def unknown(self) -> int:
-        """Loops whose trip count is not known."""
-        return sum(self.trips.of(number) is None for number in range(len(self.graph.loops)))
-
-
-def times_run(function: Sequence[Instruction]) -> Runs:
-    """How often each of a function's instructions, of which there is at least one, runs.
+def times_run(trips: TripCounts) -> NDArray[np.float64]:
+    """How often each of a function's instructions runs when it is called, (n,).
 
     Of two ways inside a loop each is taken half the time, unless a counter's comparison with a constant decides, or one skips a
     loop: then that loop runs.
     Outside of loops every way is taken, but for those that are known not to be and those that nothing leads to.
     """
-    graph = FlowGraph.of(function)
-    trips = TripCounts(CodeValues(graph))
-    times = np.zeros(len(function))
-    for block, runs in _block_runs(trips).items():
-        first, last = graph.blocks[block]
-        times[first : last + 1] = runs
-    return Runs(trips, np.minimum(times, _MOST_RUNS))
-
-
-def _block_runs(trips: TripCounts) -> dict[int, float]:
-    """How often each block that can be reached runs."""
-    graph, taken = trips.values.graph, trips.values.taken
-    headers = {loop.header: number for number, loop in enumerate(graph.loops)}
+    graph, taken = trips.graph, trips.values.taken
     runs: dict[int, float] = {}
     coming: dict[int, float] = {graph.order[0]: 1.0}
     for block in graph.order:
         if block not in taken:
             continue
         entered = coming.get(block, 0.0)
-        if block in headers:
-            number = headers[block]
+        if block in graph.loop_at:
+            number = graph.loop_at[block]
             found = trips.of(number)
             outer = 1.0 if graph.loops[number].parent is None else entered
             runs[block] = outer * (UNKNOWN_TRIPS if found is None else found)
@@ -248,12 +214,15 @@ def _block_runs(trips: TripCounts) -> dict[int, float]:
         for after in taken[block]:
             if after not in runs:  # else back to a header
                 coming[after] = coming.get(after, 0.0) + _part_to(trips, block, after) * runs[block]
-    return runs
+    times = np.zeros(len(graph.function))
+    for block, (first, last) in enumerate(graph.blocks):
+        times[first : last + 1] = runs.get(block, 0.0)
+    return np.minimum(times, _MOST_RUNS)
 
 
 def _part_to(trips: TripCounts, block: int, after: int) -> float:
     """Part of the runs of a block after which another follows."""
-    graph = trips.values.graph
+    graph = trips.graph
     number = graph.loop_of[block]
     if number is None:
         return 1.0

@@ -11,7 +11,8 @@ do, the answer is no.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import operator
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from cdmpp.program.codegen.blocks import FlowGraph, Loop
@@ -21,6 +22,7 @@ from cdmpp.program.codegen.instruction import (
     Instruction,
     Operand,
     Place,
+    Register,
     place_of,
     signed,
 )
@@ -40,6 +42,12 @@ _UNSIGNED, _ALL_BITS = ("b", "be", "a", "ae"), (1 << 64) - 1
 #: Times that a function is gone over at most with what loops are assumed to restore.
 _MOST_PASSES = 12
 _MOVES = ("mov", "movsx", "movsxd", "movzx")
+#: Of constants: of two, or of one and 1; shifts are those of BMI2 too (shlx).
+_OPERATIONS: dict[str, Callable[[int, int], int]] = {
+    "imul": operator.mul, "and": operator.and_, "or": operator.or_, "xor": operator.xor,
+    "shl": operator.lshift, "sar": operator.rshift, "shr": operator.rshift,
+    "not": lambda a, _: ~a, "neg": lambda a, _: -a,
+}  # fmt: skip
 #: Whether one address that nobody knows is below another: of two buffers that do not overlap not both can be.
 _BEGINS_BEFORE = "begins before"
 #: The number of a parallel loop's task, the pointer to its environment, and where that has the number of tasks, 32 bits
@@ -95,24 +103,15 @@ def value_at(state: State, place: Place) -> Value:
 
 @dataclass
 class CodeValues:
-    """Values at the ends of the blocks of a function.
-
-    Attributes
-    ----------
-    after
-        Block that can be reached -> state at its end.
-    flags
-        The same for what set the flags.
-    before_loop
-        State in which each loop is entered; None for those that never are.
-    taken
-        Block that can be reached -> those that may follow it.
-    """
+    """Values at the ends of the blocks of a function."""
 
     graph: FlowGraph
+    #: Block that can be reached -> state at its end, and what has set the flags there.
     after: dict[int, State] = field(default_factory=dict)
     flags: dict[int, Flags | None] = field(default_factory=dict)
+    #: State in which each loop is entered; None for those that never are.
     before_loop: list[State | None] = field(default_factory=list)
+    #: Block that can be reached -> those that may follow it.
     taken: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -151,12 +150,11 @@ class CodeValues:
     def _follow(self, changed: Sequence[set[Place]]) -> None:
         """Go over all blocks once, given what each loop may change in its iterations."""
         graph = self.graph
-        loop_at = {loop.header: number for number, loop in enumerate(graph.loops)}
         self.after, self.flags, self.taken = {}, {}, {}
         self.before_loop = [None] * len(graph.loops)
         done: set[int] = set()
         for block in graph.order:
-            number = loop_at.get(block)
+            number = graph.loop_at.get(block)
             body = graph.loops[number].body if number is not None else ()
             before = [b for b in graph.predecessors[block] if b not in body]
             done.add(block)
@@ -199,6 +197,17 @@ class CodeValues:
         holds = flags.hold(self.graph.condition(block))
         return after if holds is None else [after[0 if holds else 1]]
 
+    def counter(self, value: Value) -> tuple[int, Place] | None:
+        """The loop that a value changes with, and the place that holds it, but for a constant, when an iteration begins."""
+        match value[0]:
+            case ("iteration", int(block), str() | Address() as place):
+                return self.graph.loop_at[block], place
+        return None
+
+    def initial(self, number: int, place: Place) -> Value:
+        """What a place holds where a loop is entered."""
+        return value_at(self.before_loop[number] or {}, place)
+
     def step(self, number: int, place: Place) -> int | None:
         """By how much a place changes in an iteration of a loop; None where that is not known or not always the same."""
         loop = self.graph.loops[number]
@@ -239,7 +248,8 @@ def _is_parallel_body(block: Sequence[Instruction]) -> bool:
     """Whether a function's first block reads the number of tasks from its environment."""
     for instruction in block:
         if _TASKS in instruction.operands[-1:]:
-            return instruction.memory_bits == 32 and bool(instruction.changes)
+            registers = [operand for operand in instruction.operands if isinstance(operand, Register)]
+            return instruction.memory_bits == 32 and all(register.bits <= 64 for register in registers)
         if _ENVIRONMENT in instruction.changes:
             return False
     return False
@@ -359,26 +369,12 @@ def _computed(name: str, left: Value, right: Value, bits: int) -> Value | None:
         return symbol if other is None else None, a - b
     if name == "and" and all(isinstance(s, tuple) and s[0] == _BEGINS_BEFORE for s in (symbol, other)):
         return None, 0
-    if symbol is not None or other is not None:
+    operation = _OPERATIONS.get(name.removesuffix("x"))
+    if (
+        operation is None
+        or symbol is not None
+        or other is not None
+        or (name.startswith("s") and not 0 <= b < bits)
+    ):
         return None
-    shift = b if 0 <= b < bits else None
-    match name:
-        case "imul":
-            return None, a * b
-        case "and":
-            return None, a & b
-        case "or":
-            return None, a | b
-        case "xor":
-            return None, a ^ b
-        case "not":
-            return None, ~a
-        case "neg":
-            return None, -a
-        case "shl" | "shlx" if shift is not None:
-            return None, a << shift
-        case "sar" | "sarx" if shift is not None:
-            return None, a >> shift
-        case "shr" | "shrx" if shift is not None:
-            return None, (a & ((1 << bits) - 1)) >> shift
-    return None
+    return None, operation(a & ((1 << bits) - 1) if name.startswith("shr") else a, b)

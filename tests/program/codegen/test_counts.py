@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cdmpp.program.codegen import CODEGEN_FEATURES, code_key, codegen_features, compile_to_shared_object
-from cdmpp.program.codegen.counts import count, kinds_of
+from cdmpp.program.codegen import CODEGEN_FEATURES
+from cdmpp.program.codegen.compile import code_key, compile_to_shared_object
+from cdmpp.program.codegen.counts import codegen_features, count, kinds_of
 from tests.program.codegen.assembly import code
 
 LISTING = """
@@ -66,6 +67,7 @@ def test_known_answer_of_the_hottest_loop() -> None:
         ("vmovups %xmm0,(%rax)", "store_x"),
         ("vmovups %zmm0,(%rax){%k1}", "store_z"),
         ("vgatherqps (%rax,%zmm1,4),%ymm0{%k1}", "gather load_z"),  # by the addresses
+        ("{evex} vpsllq $0xa,(%r15),%ymm1", "load_y"),
         ("mov 0x8(%rsp),%rax", "integer stack_load"),
         ("kxnorw %k0,%k0,%k1", "mask"),
         ("idiv %ecx", "idiv"),

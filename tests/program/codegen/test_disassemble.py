@@ -64,12 +64,11 @@ def test_what_instructions_read_write_and_change() -> None:
     )
     slot = Address("rsp", displacement=8)
     assert add.operands == (Register("rax", 32), slot) and add.memory_bits == 32
-    assert add.read == (True, True) and add.written == (True, False)
+    assert add.loads and not add.stores and {"rax", "rsp"} == set(add.reads) and add.writes == ("rax",)
     assert add.changes == ("rax",) and add.sets_flags
     assert store.operands == (Address("rdi", "rcx", 4, -4, 64), Register("zmm0", 512))
-    assert (
-        store.mask == "k1" and store.written == (True, False) and not store.changes and not store.sets_flags
-    )
-    assert set(divide.changes) == {"rax", "rdx"} and divide.written == (False,)
+    assert store.stores and not store.loads and not store.changes and not store.sets_flags
+    assert set(store.reads) == {"rdi", "rcx", "zmm0", "k1"} and not store.writes
+    assert set(divide.changes) == {"rax", "rdx"} and divide.loads and not divide.stores
     assert "rcx" in call.changes and "rbx" not in call.changes and call.flow == "call"
-    assert move.condition == "l" and not move.sets_flags
+    assert move.condition == "l" and not move.sets_flags and "rdx" in move.reads

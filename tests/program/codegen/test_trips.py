@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cdmpp.program.codegen import CODEGEN_FEATURES, KINDS, codegen_features, compile_to_shared_object
-from cdmpp.program.codegen.counts import count
+from cdmpp.program.codegen import CODEGEN_FEATURES, KINDS
+from cdmpp.program.codegen.blocks import FlowGraph
+from cdmpp.program.codegen.compile import compile_to_shared_object
+from cdmpp.program.codegen.counts import codegen_features, count
 from cdmpp.program.codegen.instruction import Instruction
-from cdmpp.program.codegen.trips import times_run
+from cdmpp.program.codegen.trips import TripCounts
+from cdmpp.program.codegen.values import CodeValues
 from tests.program.codegen.assembly import code
 
 
@@ -153,8 +156,8 @@ jl 1b
     ],
 )
 def test_known_trip_counts(listing: str, trips: float | tuple[float, ...] | None) -> None:
-    runs = times_run(_code(listing))
-    found = [runs.trips.of(number) for number in range(len(runs.graph.loops))]
+    counts = TripCounts(CodeValues(FlowGraph(_code(listing))))
+    found = [counts.of(number) for number in range(len(counts.graph.loops))]
     assert found == (list(trips) if isinstance(trips, tuple) else [trips])
 
 

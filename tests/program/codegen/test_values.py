@@ -13,7 +13,7 @@ from tests.program.codegen.assembly import code
 
 
 def _values(listing: str) -> CodeValues:
-    return CodeValues(FlowGraph.of(code(listing)))
+    return CodeValues(FlowGraph(code(listing)))
 
 
 def _after(listing: str, place: Place) -> Value:
@@ -63,6 +63,15 @@ def test_a_branch_that_is_known_is_followed_one_way() -> None:
     values = _values("mov $0x4,%eax\ncmp $0x4,%eax\njne 1f\nmov $0x1,%ecx\nret\n1: mov $0x2,%ecx\nret")
     (last,) = [block for block, after in values.taken.items() if values.graph.blocks[block][1] == 2]
     assert values.taken[last] == [last + 1] and len(values.after) == 3  # with the one that precedes all
+
+
+def test_flags_are_those_of_the_last_instruction_that_sets_them() -> None:
+    compared = "mov $0x4,%eax\ncmp $0x4,%eax\n"
+    assert _values(f"{compared}vaddps %zmm0,%zmm1,%zmm2\nlea 0x1(%rax),%ecx").flags[0] == Flags(
+        "cmp", (None, 4), (None, 4)
+    )
+    assert _values(f"{compared}kortestw %k0,%k0").flags[0] is None
+    assert _values(f"{compared}call g").flags[0] is None
 
 
 def test_what_a_loop_saves_and_restores_does_not_change_in_it() -> None:
