@@ -24,9 +24,9 @@ import numpy as np
 
 from cdmpp.dataset import Dataset
 from cdmpp.errors import CdmppError
-from cdmpp.profiler.bundle import Bundle, read_bundle
 from cdmpp.profiler.cuda_calibration import spearman
-from cdmpp.profiler.cuda_measure import MeasureConfig, measure
+from cdmpp.profiler.gpu.bundle import Bundle, read_bundle
+from cdmpp.profiler.gpu.measure import MeasureConfig, measure
 
 #: The goals: ratio of labels/s, median difference of labels, rank correlation, re-measurement noise.
 GOALS = {"speedup": 4.0, "median_difference": 0.02, "spearman": 0.99, "noise": 0.01}

@@ -298,7 +298,7 @@ def _profile(args: Namespace) -> Any:
     from cdmpp.cli_render import ProfileBar
     from cdmpp.device import get_device
     from cdmpp.errors import ProfilerError
-    from cdmpp.profiler.profile import ProfileConfig, profile, read_task_file
+    from cdmpp.profiler.session import ProfileConfig, profile, read_task_file
     from cdmpp.program.zoo import zoo_networks
 
     if bool(args.networks) == bool(args.programs_of):

@@ -1,4 +1,4 @@
-"""``cdmpp bundle``: options and rendering; the work is :func:`cdmpp.profiler.bundle_make.make_bundle`'s."""
+"""``cdmpp bundle``: options and rendering; the work is :func:`cdmpp.profiler.gpu.make.make_bundle`'s."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from cdmpp.profiler.bundle_make import BundleProgress
+    from cdmpp.profiler.gpu.make import BundleProgress
 
 #: Built programs between two lines of progress.
 _EVERY = 50
@@ -41,7 +41,7 @@ def add_bundle_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run_bundle(args: argparse.Namespace, console: Console, errors: Console) -> Any:
     """Make the bundle and say what it holds."""
-    from cdmpp.profiler.bundle_make import BundleConfig, make_bundle
+    from cdmpp.profiler.gpu.make import BundleConfig, make_bundle
     from cdmpp.program.zoo import zoo_networks
 
     networks = [n for name in args.networks for n in (zoo_networks() if name == "zoo" else [name])]

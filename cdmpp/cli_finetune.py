@@ -32,7 +32,7 @@ def run_finetune(args: argparse.Namespace, console: Console, errors: Console) ->
     """Finetune, show the error on the device's other tasks, or say what to profile."""
     from cdmpp.cli_render import TrainTable, show_metrics
     from cdmpp.predictor import Predictor, evaluate, finetune, load_config
-    from cdmpp.profiler.profile import read_task_file
+    from cdmpp.profiler.session import read_task_file
 
     tasks = args.tasks
     if tasks is not None:

@@ -1,4 +1,4 @@
-"""``cdmpp measure``: options and rendering; the work is :func:`cdmpp.profiler.cuda_measure.measure`'s."""
+"""``cdmpp measure``: options and rendering; the work is :func:`cdmpp.profiler.gpu.measure.measure`'s."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from cdmpp.profiler.cuda_measure import MeasureConfig, MeasureProgress, MeasureReport
+    from cdmpp.profiler.gpu.measure import MeasureConfig, MeasureProgress, MeasureReport
 
 #: Seconds between two lines of progress.
 _EVERY_S = 5.0
@@ -44,7 +44,7 @@ def add_measure_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run_measure(args: argparse.Namespace, console: Console, errors: Console) -> Any:
     """Measure, and say what was measured."""
-    from cdmpp.profiler.cuda_measure import measure
+    from cdmpp.profiler.gpu.measure import measure
 
     return _shown(
         measure(
@@ -63,8 +63,8 @@ def run_measure(args: argparse.Namespace, console: Console, errors: Console) -> 
 def run_profile_gpu(args: argparse.Namespace, networks: list[str], console: Console, errors: Console) -> Any:
     """``cdmpp profile`` of a GPU of this machine: compile and measure."""
     from cdmpp.errors import ProfilerError
-    from cdmpp.profiler.bundle_make import BundleConfig
-    from cdmpp.profiler.cuda_measure import MeasureConfig
+    from cdmpp.profiler.gpu.make import BundleConfig
+    from cdmpp.profiler.gpu.measure import MeasureConfig
     from cdmpp.profiler.profile_gpu import profile_gpu
 
     for option in ("tasks", "programs_of", "remeasure", "unscheduled", "object_cache"):
@@ -94,7 +94,7 @@ def run_profile_gpu(args: argparse.Namespace, networks: list[str], console: Cons
 
 def _config(args: argparse.Namespace) -> MeasureConfig:
     from cdmpp.errors import CdmppError
-    from cdmpp.profiler.cuda_measure import MeasureConfig
+    from cdmpp.profiler.gpu.measure import MeasureConfig
 
     if args.degree != "auto" and not args.degree.isdigit():
         raise CdmppError(f"--degree takes auto or a whole number, not {args.degree!r}")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from cdmpp.device import Device
-    from cdmpp.profiler.profile import Progress as ProfileProgress
+    from cdmpp.profiler.session import Progress as ProfileProgress
 
 
 def _percent(value: float | None) -> str:

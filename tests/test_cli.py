@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cdmpp.cli import main
-from cdmpp.profiler.profile import ProfileConfig, profile
+from cdmpp.profiler.session import ProfileConfig, profile
 from cdmpp.profiler.statistics import SamplingPlan
 from tests.profiler.programs import matmul_task
 

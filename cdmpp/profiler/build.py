@@ -144,7 +144,7 @@ def build_worker(
 ) -> None:
     """Serve :class:`BuildJob` after :class:`BuildJob` until the connection closes (runs in its own process)."""
     from cdmpp.profiler import machine
-    from cdmpp.profiler.workers import requests
+    from cdmpp.profiler.pool import requests
     from cdmpp.program.space import Rebuilder
     from cdmpp.program.tvm_env import import_tvm
 

@@ -8,10 +8,10 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import ProgramError
-from cdmpp.profiler.bundle import BundledProgram
-from cdmpp.profiler.cuda_compile import CompileError, find_compiler
-from cdmpp.profiler.cuda_limits import resource_fault
-from cdmpp.profiler.cuda_lowering import CudaLowering
+from cdmpp.profiler.gpu.bundle import BundledProgram
+from cdmpp.profiler.gpu.compile import CompileError, find_compiler
+from cdmpp.profiler.gpu.limits import resource_fault
+from cdmpp.profiler.gpu.lowering import CudaLowering
 from cdmpp.profiler.validity import rule_fault
 
 if TYPE_CHECKING:
@@ -61,10 +61,10 @@ def _invalid(program: str, fault: tuple[str, str]) -> BundledProgram:
 def cuda_build_worker(connection: Connection, target: dict[str, Any], arch: str, niceness: int) -> None:
     """Serve :class:`~cdmpp.profiler.build.BuildJob` after job until the connection closes (runs in its own process).
 
-    Sends a :class:`~cdmpp.profiler.bundle.BundledProgram` for each.
+    Sends a :class:`~cdmpp.profiler.gpu.bundle.BundledProgram` for each.
     """
     from cdmpp.profiler import machine
-    from cdmpp.profiler.workers import requests
+    from cdmpp.profiler.pool import requests
     from cdmpp.program.space import Rebuilder
 
     machine.die_with_parent()

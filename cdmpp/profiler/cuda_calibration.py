@@ -15,9 +15,9 @@ import numpy as np
 
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler.cuda_engine import CudaEngine
-from cdmpp.profiler.cuda_gpu import GpuFacts
 from cdmpp.profiler.cuda_program import CudaProgram
-from cdmpp.profiler.cuda_sampling import MeasureJob
+from cdmpp.profiler.gpu.device import GpuFacts
+from cdmpp.profiler.gpu.sampling import MeasureJob
 
 #: Least rank correlation with labels taken alone.
 MIN_SPEARMAN = 0.99

@@ -2,7 +2,7 @@
 
 The idea is DOPpler's: whatever does not touch the timing (compiling, loading) of many candidates overlaps with the
 measuring of others, and programs that leave most of the GPU idle are measured side by side as far as a calibration
-allows. The engine deals in :class:`~cdmpp.profiler.cuda_sampling.MeasureJob` and :class:`GpuOutcome`; it knows nothing of
+allows. The engine deals in :class:`~cdmpp.profiler.gpu.sampling.MeasureJob` and :class:`GpuOutcome`; it knows nothing of
 datasets.
 """
 
@@ -18,8 +18,8 @@ from types import TracebackType
 from typing import Any
 
 from cdmpp.errors import ProfilerError
-from cdmpp.profiler.cuda_gpu import GpuFacts
-from cdmpp.profiler.cuda_sampling import (
+from cdmpp.profiler.gpu.device import GpuFacts
+from cdmpp.profiler.gpu.sampling import (
     Faulted,
     GpuMeasured,
     GpuWorkerConfig,
@@ -27,8 +27,8 @@ from cdmpp.profiler.cuda_sampling import (
     Running,
     gpu_worker,
 )
+from cdmpp.profiler.pool import Worker, ready, requests
 from cdmpp.profiler.statistics import label, split_half_difference
-from cdmpp.profiler.workers import Worker, ready, requests
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def compile_worker(connection: Connection, arch: str) -> None:
     Takes (program, source), sends (status, cubin, error, seconds).
     """
     from cdmpp.profiler import machine
-    from cdmpp.profiler.cuda_compile import CompileError, find_compiler
+    from cdmpp.profiler.gpu.compile import CompileError, find_compiler
 
     machine.die_with_parent()
     machine.stand_back(10)

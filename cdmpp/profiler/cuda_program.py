@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cdmpp.profiler.cuda_limits import KernelShape
+from cdmpp.profiler.gpu.limits import KernelShape
 
 #: A buffer: shape and dtype.
 BufferSpec = tuple[tuple[int, ...], str]

@@ -24,10 +24,10 @@ from typing import Any
 
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler.build import BuildJob, Built, build_worker
-from cdmpp.profiler.cpu_runner import BatchDone, Measured, RunnerConfig, Starting, measure_worker
+from cdmpp.profiler.cpu import BatchDone, Measured, RunnerConfig, Starting, measure_worker
 from cdmpp.profiler.machine import make_work_folder
+from cdmpp.profiler.pool import BuildQueue, Worker, ready
 from cdmpp.profiler.statistics import SamplingPlan, label, split_half_difference
-from cdmpp.profiler.workers import BuildQueue, Worker, ready
 
 logger = logging.getLogger(__name__)
 

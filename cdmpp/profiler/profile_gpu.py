@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cdmpp.errors import ProfilerError
-from cdmpp.profiler.bundle_make import BundleConfig, BundleProgress, BundleReport, make_bundle
-from cdmpp.profiler.cuda_gpu import is_model
-from cdmpp.profiler.cuda_measure import MeasureConfig, MeasureProgress, MeasureReport, measure
+from cdmpp.profiler.gpu.device import is_model
+from cdmpp.profiler.gpu.make import BundleConfig, BundleProgress, BundleReport, make_bundle
+from cdmpp.profiler.gpu.measure import MeasureConfig, MeasureProgress, MeasureReport, measure
 
 if TYPE_CHECKING:
     from cdmpp.device import Device

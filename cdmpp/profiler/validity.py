@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from cdmpp.profiler.build import BuildJob
-    from cdmpp.profiler.cuda_compile import CudaCompiler, KernelResources
-    from cdmpp.profiler.cuda_lowering import CudaLowering
     from cdmpp.profiler.cuda_program import CudaProgram
+    from cdmpp.profiler.gpu.compile import CudaCompiler, KernelResources
+    from cdmpp.profiler.gpu.lowering import CudaLowering
 
 #: Architectures of the shipped data: Volta, Turing, Ampere (server, desktop), Hopper.
 ARCHS: tuple[str, ...] = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
@@ -147,7 +147,7 @@ def judge(
     starting
         Called before each compilation with the verdict that holds if it never ends.
     """
-    from cdmpp.profiler.cuda_limits import arch_limits
+    from cdmpp.profiler.gpu.limits import arch_limits
 
     known = _shape_columns(plain)
     verdicts: dict[str, Verdict] = {}
@@ -198,7 +198,7 @@ def rule_fault(cuda: CudaProgram, arch: str) -> tuple[str, str] | None:
     -------
     Kind (``threads``, ``block``, ``grid``, ``shared``, ``async``) and a sentence; None if no rule excludes it.
     """
-    from cdmpp.profiler.cuda_limits import arch_limits, shape_fault
+    from cdmpp.profiler.gpu.limits import arch_limits, shape_fault
 
     fault = shape_fault(cuda.shapes, arch)
     if fault is None and cuda.async_copies and not arch_limits(arch).async_copies:
@@ -208,8 +208,8 @@ def rule_fault(cuda: CudaProgram, arch: str) -> tuple[str, str] | None:
 
 def _compile(cuda: CudaProgram, verdict: Verdict, compiler: CudaCompiler) -> Verdict:
     """The verdict of the rules as the compiler sees it; a rule's kind stays where both refuse."""
-    from cdmpp.profiler.cuda_compile import CompileError
-    from cdmpp.profiler.cuda_limits import resource_fault
+    from cdmpp.profiler.gpu.compile import CompileError
+    from cdmpp.profiler.gpu.limits import resource_fault
 
     def refused(kind: str, err: Exception) -> Verdict:
         return replace(verdict, valid=False, kind=verdict.rule or kind, error=str(err), compiled=True)

@@ -24,6 +24,7 @@ from cdmpp.dataset.parquet import write_json
 from cdmpp.errors import DatasetError, FeatureMismatchError, ProfilerError, ProgramError
 from cdmpp.profiler.build import BuildJob
 from cdmpp.profiler.cuda_tasks import network_tasks
+from cdmpp.profiler.pool import Worker, ready, requests
 from cdmpp.profiler.validity import (
     ValidityConfig,
     Verdict,
@@ -31,7 +32,6 @@ from cdmpp.profiler.validity import (
     load_verdicts,
     summarise,
 )
-from cdmpp.profiler.workers import Worker, ready, requests
 
 if TYPE_CHECKING:
     from cdmpp.program.types import Task
@@ -58,8 +58,8 @@ def validity_worker(connection: Connection, config: ValidityConfig) -> None:
     """Judge one :class:`BuildJob` after another; sends verdicts, each compilation announced by the verdict that holds
     if it does not end (runs in its own process)."""
     from cdmpp.profiler import machine
-    from cdmpp.profiler.cuda_compile import find_compiler
-    from cdmpp.profiler.cuda_lowering import CudaLowering
+    from cdmpp.profiler.gpu.compile import find_compiler
+    from cdmpp.profiler.gpu.lowering import CudaLowering
     from cdmpp.program.space import CUDA_SPACE_TARGET, Rebuilder
 
     machine.die_with_parent()
@@ -177,7 +177,7 @@ def collect_validity(
     DatasetError
         `out` holds something and `resume` was not asked for; it cannot be written.
     """
-    from cdmpp.profiler.cuda_compile import find_compiler
+    from cdmpp.profiler.gpu.compile import find_compiler
 
     config = config or ValidityConfig()
     say = notify or (lambda line: logger.info("%s", line))

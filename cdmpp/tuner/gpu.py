@@ -8,7 +8,7 @@ from cdmpp.errors import ProfilerError, TunerError
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
-    from cdmpp.profiler.gpu_engine import GpuConfig
+    from cdmpp.profiler.gpu.measurer import GpuConfig
     from cdmpp.tuner.tuning import TuneConfig
 
 
@@ -25,9 +25,9 @@ def gpu_of_this_machine(device: Device, gpu: str | None = None) -> Device:
     TunerError
         It is not, or there is no compiler for it.
     """
-    from cdmpp.profiler.cuda_compile import find_compiler
-    from cdmpp.profiler.cuda_gpu import is_model
-    from cdmpp.profiler.gpu_engine import cuda_arch
+    from cdmpp.profiler.gpu.compile import find_compiler
+    from cdmpp.profiler.gpu.device import is_model
+    from cdmpp.profiler.gpu.measurer import cuda_arch
     from cdmpp.profiler.profile_gpu import check_gpu
 
     try:
@@ -43,8 +43,8 @@ def gpu_of_this_machine(device: Device, gpu: str | None = None) -> Device:
 
 def gpu_config(config: TuneConfig, device: Device) -> GpuConfig:
     """The profiler of a tuning on a GPU: it measures as many programs side by side as there are to be workers."""
-    from cdmpp.profiler.cuda_measure import GPU_PLAN
-    from cdmpp.profiler.gpu_engine import GpuConfig
+    from cdmpp.profiler.gpu.measure import GPU_PLAN
+    from cdmpp.profiler.gpu.measurer import GpuConfig
 
     standing_in: dict[str, Any] = (
         {} if config.gpu is None else {"gpu": config.gpu, "gpu_arguments": config.gpu_arguments}

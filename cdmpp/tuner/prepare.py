@@ -120,7 +120,7 @@ def make_engine(config: TuneConfig, device: Device) -> Engine:
     from cdmpp.tuner.measure import cpu_engine
 
     if device.kind == "gpu":
-        from cdmpp.profiler.gpu_engine import GpuEngine
+        from cdmpp.profiler.gpu.measurer import GpuEngine
         from cdmpp.tuner.gpu import gpu_config
 
         return GpuEngine(gpu_config(config, device))
@@ -133,7 +133,7 @@ def alone_engine(device: str | Device) -> Engine:
 
     found = device_of_this_machine(device)
     if found.kind == "gpu":
-        from cdmpp.profiler.gpu_engine import GpuConfig, GpuEngine
+        from cdmpp.profiler.gpu.measurer import GpuConfig, GpuEngine
 
         return GpuEngine(GpuConfig(found))
     return cpu_engine(alone_engine_config(found))

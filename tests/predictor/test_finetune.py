@@ -19,7 +19,7 @@ from cdmpp.predictor.new_device import extend_encoder, starting_weights
 from cdmpp.predictor.run import prepare, training_summary
 from cdmpp.predictor.scaling import DevicePair, DeviceScaling
 from cdmpp.predictor.splitting import split_data
-from cdmpp.profiler.profile import read_task_file
+from cdmpp.profiler.session import read_task_file
 
 
 @pytest.fixture(scope="module")

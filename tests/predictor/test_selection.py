@@ -18,7 +18,7 @@ from cdmpp.predictor.selection import (
     write_task_file,
 )
 from cdmpp.predictor.splitting import split_data
-from cdmpp.profiler.profile import read_task_file
+from cdmpp.profiler.session import read_task_file
 from cdmpp.program.ast import LEAF_FEATURES, CompactAST
 
 

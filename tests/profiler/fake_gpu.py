@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from cdmpp.device import get_device
 from cdmpp.errors import ProfilerError
-from cdmpp.profiler.bundle import Bundle, BundledProgram, Reference
-from cdmpp.profiler.cuda_check import reference_inputs, summarise_outputs
-from cdmpp.profiler.cuda_gpu import GpuFacts, GpuFault, GpuState
-from cdmpp.profiler.cuda_limits import KernelShape
 from cdmpp.profiler.cuda_program import CudaProgram, Launch
+from cdmpp.profiler.gpu.bundle import Bundle, BundledProgram, Reference
+from cdmpp.profiler.gpu.check import reference_inputs, summarise_outputs
+from cdmpp.profiler.gpu.device import GpuFacts, GpuFault, GpuState
+from cdmpp.profiler.gpu.limits import KernelShape
 from cdmpp.program.types import Program, Space, Task
 
 SMS = 132
@@ -158,7 +159,7 @@ def toy_bundle(
         "device": "h200",
         "arch": "sm_90",
         "compiler": "none",
-        "devices": {"h200": {"model": "NVIDIA H200", "name": "h200"}, "h200@0.5": {"name": "h200@0.5"}},
+        "devices": {name: get_device(name).to_json() for name in ("h200", "h200@0.5")},
         "network_families": {"toy": "mlp"},
         "versions": {},
     }

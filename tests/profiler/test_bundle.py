@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from cdmpp.errors import BundleError
-from cdmpp.profiler.bundle import read_bundle, write_bundle
-from cdmpp.profiler.cuda_check import summarise_outputs
+from cdmpp.profiler.gpu.bundle import read_bundle, write_bundle
+from cdmpp.profiler.gpu.check import summarise_outputs
 from tests.profiler.fake_gpu import toy_bundle
 
 

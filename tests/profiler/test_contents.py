@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cdmpp.profiler.contents import index_bound, integer_range
-from cdmpp.profiler.cpu_runner import _Arguments
-from cdmpp.profiler.cuda_check import reference_inputs
+from cdmpp.profiler.arguments import index_bound, integer_range
+from cdmpp.profiler.cpu import _Arguments
+from cdmpp.profiler.gpu.check import reference_inputs
 
 SPECS = (((6, 9), "float32"), ((5, 7), "int64"), ((300,), "int8"), ((300,), "uint8"))
 

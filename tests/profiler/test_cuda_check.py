@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cdmpp.profiler.contents import index_bound
-from cdmpp.profiler.cuda_check import (
+from cdmpp.profiler.arguments import index_bound
+from cdmpp.profiler.gpu.check import (
     TOLERANCE,
     compare,
     places,

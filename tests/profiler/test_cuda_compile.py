@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cdmpp.errors import ProfilerError
-from cdmpp.profiler.cuda_compile import (
+from cdmpp.profiler.gpu.compile import (
     CompileError,
     KernelResources,
     NvccCompiler,
@@ -13,7 +13,7 @@ from cdmpp.profiler.cuda_compile import (
     find_nvcc,
     parse_ptxas,
 )
-from cdmpp.profiler.cuda_limits import (
+from cdmpp.profiler.gpu.limits import (
     KernelShape,
     arch_limits,
     block_registers,

@@ -8,19 +8,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cdmpp.profiler.bundle import BundledProgram
-from cdmpp.profiler.cuda_check import reference_inputs
-from cdmpp.profiler.cuda_compile import find_compiler
 from cdmpp.profiler.cuda_engine import CudaEngine, GpuEngineConfig
-from cdmpp.profiler.cuda_gpu import Gpu, make_gpu
-from cdmpp.profiler.cuda_limits import KernelShape
 from cdmpp.profiler.cuda_program import CudaProgram
-from cdmpp.profiler.cuda_sampling import GpuWorkerConfig, MeasureJob
+from cdmpp.profiler.gpu.bundle import BundledProgram
+from cdmpp.profiler.gpu.check import reference_inputs
+from cdmpp.profiler.gpu.compile import find_compiler
+from cdmpp.profiler.gpu.device import Gpu, make_gpu
+from cdmpp.profiler.gpu.limits import KernelShape
+from cdmpp.profiler.gpu.sampling import GpuWorkerConfig, MeasureJob
 from cdmpp.profiler.statistics import SamplingPlan
 from tests.profiler.fake_gpu import toy_program
 
 pytestmark = pytest.mark.cuda
-CUPY = "cdmpp.profiler.cuda_cupy:CupyGpu"
+CUPY = "cdmpp.profiler.gpu.cupy:CupyGpu"
 PLAN = SamplingPlan(min_sample_s=0.001, min_samples=4, max_samples=8)
 
 SPIN = """

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from cdmpp.errors import ProfilerError
-from cdmpp.profiler.bundle import Bundle
-from cdmpp.profiler.cuda_compile import find_nvcc
 from cdmpp.profiler.cuda_engine import CudaEngine, GpuEngineConfig, GpuOutcome
-from cdmpp.profiler.cuda_sampling import GpuWorkerConfig, MeasureJob
+from cdmpp.profiler.gpu.bundle import Bundle
+from cdmpp.profiler.gpu.compile import find_nvcc
+from cdmpp.profiler.gpu.sampling import GpuWorkerConfig, MeasureJob
 from cdmpp.profiler.statistics import SamplingPlan
 from tests.profiler.fake_gpu import toy_bundle
 

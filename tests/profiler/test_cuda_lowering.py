@@ -10,12 +10,12 @@ import pytest
 
 from cdmpp.dataset import Dataset
 from cdmpp.errors import BundleError, NetworkError, ProfilerError, ProgramError
-from cdmpp.profiler.bundle import read_bundle
-from cdmpp.profiler.bundle_make import BundleConfig, make_bundle
-from cdmpp.profiler.cuda_compile import NvccCompiler, find_nvcc
-from cdmpp.profiler.cuda_limits import shape_fault
-from cdmpp.profiler.cuda_lowering import CudaLowering
 from cdmpp.profiler.cuda_program import CudaProgram
+from cdmpp.profiler.gpu.bundle import read_bundle
+from cdmpp.profiler.gpu.compile import NvccCompiler, find_nvcc
+from cdmpp.profiler.gpu.limits import shape_fault
+from cdmpp.profiler.gpu.lowering import CudaLowering
+from cdmpp.profiler.gpu.make import BundleConfig, make_bundle
 from cdmpp.program.space import Rebuilder, TaskSpaces
 from tests.profiler.programs import matmul_task, te_task
 

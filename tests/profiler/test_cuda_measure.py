@@ -14,9 +14,9 @@ import pytest
 from cdmpp.dataset import Dataset
 from cdmpp.errors import DatasetError, ProfilerError
 from cdmpp.profiler import cuda_calibration
-from cdmpp.profiler.bundle import write_bundle
 from cdmpp.profiler.cuda_calibration import possible_degree
-from cdmpp.profiler.cuda_measure import MeasureConfig, measure, share_of
+from cdmpp.profiler.gpu.bundle import write_bundle
+from cdmpp.profiler.gpu.measure import MeasureConfig, measure, share_of
 from cdmpp.profiler.statistics import SamplingPlan
 from tests.profiler.fake_gpu import FakeGpu, toy_bundle, toy_program
 
@@ -78,11 +78,13 @@ def test_a_limit_is_even_over_the_tasks(tmp_path: Path) -> None:
 def test_shares_are_devices_of_their_own(tmp_path: Path) -> None:
     bundle = toy_bundle(4)
     measure(bundle, out=tmp_path / "d", config=config_of())
-    report = measure(bundle, out=tmp_path / "d", device="h200@0.5", config=config_of())
+    with pytest.raises(DatasetError, match="choose another folder"):
+        measure(bundle, out=tmp_path / "d", device="h200@0.5", config=config_of())
+    report = measure(bundle, out=tmp_path / "half", device="h200@0.5", config=config_of())
     assert report.device == "h200@0.5" and report.facts.share_sms == 64
-    assert Dataset.open(tmp_path / "d").meta["devices"]["h200@0.5"]["cores_used"] == 64
-    records = Dataset.open(tmp_path / "d").records
-    assert records["device"].value_counts().to_dict() == {"h200": 4, "h200@0.5": 4}
+    half = Dataset.open(tmp_path / "half")
+    assert half.meta["devices"]["h200@0.5"]["cores_used"] == 64
+    assert half.records["device"].value_counts().to_dict() == {"h200@0.5": 4}
 
 
 @pytest.mark.parametrize("device", ["a100", "h200@0", "h200@2", "h200@half"])
@@ -177,7 +179,7 @@ class Refuse:
             raise ImportError(name + " is not for the measuring machine")
 sys.meta_path.insert(0, Refuse())
 import cdmpp.cli_measure
-from cdmpp.profiler.cuda_measure import measure
+from cdmpp.profiler.gpu.measure import measure
 from tests.profiler.test_cuda_measure import config_of
 if __name__ == "__main__":
     print(measure({str(tmp_path / "x.bundle")!r}, out={str(tmp_path / "d")!r}, config=config_of()).ok)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cdmpp.profiler.bundle import Bundle
-from cdmpp.profiler.cuda_gpu import GpuFault
-from cdmpp.profiler.cuda_sampling import GpuMeasured, GpuWorkerConfig, MeasureJob, Measurer, Running
+from cdmpp.profiler.gpu.bundle import Bundle
+from cdmpp.profiler.gpu.device import GpuFault
+from cdmpp.profiler.gpu.sampling import GpuMeasured, GpuWorkerConfig, MeasureJob, Measurer, Running
 from cdmpp.profiler.statistics import SamplingPlan
 from tests.profiler.fake_gpu import FakeGpu, no_reference, toy_bundle
 

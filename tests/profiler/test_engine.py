@@ -189,7 +189,7 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import cdmpp\n"
-        "from cdmpp.profiler.profile import ProfileConfig\n"
+        "from cdmpp.profiler.session import ProfileConfig\n"
         "config = ProfileConfig(programs_per_task=1, workers=1)\n"
         f"cdmpp.profile(['mlp'], device='this-cpu@1', out={str(tmp_path / 'out')!r}, config=config)\n"
     )

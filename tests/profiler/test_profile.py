@@ -18,7 +18,7 @@ from cdmpp.device import get_device
 from cdmpp.errors import DatasetError, ProfilerError, UnknownDeviceError
 from cdmpp.profiler.engine import Outcome
 from cdmpp.profiler.plan import ReplayPlan, TaskPlan
-from cdmpp.profiler.profile import ProfileConfig, Progress, profile, read_task_file
+from cdmpp.profiler.session import ProfileConfig, Progress, profile, read_task_file
 from cdmpp.profiler.statistics import SamplingPlan
 from tests.profiler.programs import matmul_task
 

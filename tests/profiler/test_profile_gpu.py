@@ -13,8 +13,8 @@ from cdmpp.cli import main
 from cdmpp.dataset import Dataset
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler import profile_gpu as module
-from cdmpp.profiler.bundle import write_bundle
-from cdmpp.profiler.cuda_measure import MeasureConfig
+from cdmpp.profiler.gpu.bundle import write_bundle
+from cdmpp.profiler.gpu.measure import MeasureConfig
 from cdmpp.profiler.profile_gpu import BUNDLE_FILE, check_gpu, profile_gpu
 from cdmpp.profiler.statistics import SamplingPlan
 from tests.profiler.fake_gpu import toy_bundle

@@ -9,7 +9,7 @@ import pytest
 
 from cdmpp.profiler import sentinel as module
 from cdmpp.profiler.build import Built
-from cdmpp.profiler.cpu_runner import BatchDone, Measured, _Loaded
+from cdmpp.profiler.cpu import BatchDone, Measured, _Loaded
 from cdmpp.profiler.engine import CpuEngine, EngineConfig, Outcome, _Item
 from cdmpp.profiler.sentinel import Sentinel
 from cdmpp.profiler.statistics import SamplingPlan

@@ -16,9 +16,9 @@ from cdmpp.dataset.codec import join_meta
 from cdmpp.device import get_device
 from cdmpp.errors import ProfilerError, TunerError
 from cdmpp.profiler.build import BuildJob
-from cdmpp.profiler.cuda_compile import find_compiler
 from cdmpp.profiler.engine import Outcome
-from cdmpp.profiler.gpu_engine import GpuConfig, GpuEngine
+from cdmpp.profiler.gpu.compile import find_compiler
+from cdmpp.profiler.gpu.measurer import GpuConfig, GpuEngine
 from cdmpp.profiler.profile_gpu import profile_gpu
 from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.space import TaskSpaces

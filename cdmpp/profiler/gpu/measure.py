@@ -18,11 +18,11 @@ from typing import Any
 from cdmpp.dataset import Dataset, Record
 from cdmpp.device import Device
 from cdmpp.errors import DatasetError, ProfilerError
-from cdmpp.profiler.bundle import Bundle, BundledProgram, read_bundle
 from cdmpp.profiler.cuda_calibration import GroupResult, calibrate_groups, possible_degree
 from cdmpp.profiler.cuda_engine import CudaEngine, GpuEngineConfig, GpuOutcome
-from cdmpp.profiler.cuda_gpu import GpuFacts, is_model
-from cdmpp.profiler.cuda_sampling import GpuWorkerConfig, MeasureJob
+from cdmpp.profiler.gpu.bundle import Bundle, BundledProgram, read_bundle
+from cdmpp.profiler.gpu.device import GpuFacts, is_model
+from cdmpp.profiler.gpu.sampling import GpuWorkerConfig, MeasureJob
 from cdmpp.profiler.statistics import SamplingPlan
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class MeasureConfig:
     limit: int | None = None
     max_seconds: float | None = None
     seed: int = 0
-    gpu: str = "cdmpp.profiler.cuda_cupy:CupyGpu"
+    gpu: str = "cdmpp.profiler.gpu.cupy:CupyGpu"
     gpu_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -122,7 +122,7 @@ def measure(
     Parameters
     ----------
     bundle
-        The file, or what :func:`~cdmpp.profiler.bundle.read_bundle` gives.
+        The file, or what :func:`~cdmpp.profiler.gpu.bundle.read_bundle` gives.
     out
         Folder of the dataset.
     device

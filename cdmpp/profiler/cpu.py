@@ -29,11 +29,11 @@ from typing import Any
 
 import numpy as np
 
+from cdmpp.profiler.arguments import index_bound, integer_range
 from cdmpp.profiler.build import ArgSpec, Built
-from cdmpp.profiler.contents import index_bound, integer_range
+from cdmpp.profiler.pool import requests
 from cdmpp.profiler.sentinel import Sentinel
 from cdmpp.profiler.statistics import SamplingPlan
-from cdmpp.profiler.workers import requests
 
 #: Bytes of arguments kept between batches for programs of equal signature.
 _ARGUMENT_CACHE_BYTES = 2 << 30
@@ -92,7 +92,7 @@ class BatchDone:
 
 
 def _fill(shape: tuple[int, ...], dtype: str, bound: int, rng: np.random.Generator) -> np.ndarray:
-    """Random contents: positive floats away from zero and denormals; integers as :mod:`cdmpp.profiler.contents` says."""
+    """Random contents: positive floats away from zero and denormals; integers as :mod:`cdmpp.profiler.arguments` says."""
     kind = np.dtype(dtype).kind if dtype != "bfloat16" else "f"
     if kind == "b":
         return rng.integers(0, 2, shape).astype(bool)

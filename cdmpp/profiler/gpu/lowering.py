@@ -11,8 +11,8 @@ from typing import Any
 
 from cdmpp.errors import ProgramError
 from cdmpp.profiler.build import argument_specs
-from cdmpp.profiler.cuda_limits import KernelShape
 from cdmpp.profiler.cuda_program import BufferSpec, CudaProgram, Launch, buffer_bytes
+from cdmpp.profiler.gpu.limits import KernelShape
 from cdmpp.program.tvm_env import import_tvm, quiet
 
 #: The source needs no more of the C++ library than this; TVM's own list makes NVRTC read all of libcu++.

@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from cdmpp.errors import ProfilerError
-from cdmpp.profiler.bundle import BundledProgram, Reference
-from cdmpp.profiler.cuda_check import compare, reference_inputs, summarise_outputs
-from cdmpp.profiler.cuda_gpu import Gpu, GpuFacts, GpuFault, make_gpu
+from cdmpp.profiler.gpu.bundle import BundledProgram, Reference
+from cdmpp.profiler.gpu.check import compare, reference_inputs, summarise_outputs
+from cdmpp.profiler.gpu.device import Gpu, GpuFacts, GpuFault, make_gpu
 from cdmpp.profiler.statistics import SamplingPlan
 
 #: Runs of one sample at most: more only take longer to capture.
@@ -237,7 +237,7 @@ class Measurer:
 def gpu_worker(connection: Connection, config: GpuWorkerConfig) -> None:
     """Serve :class:`MeasureJob` after :class:`MeasureJob` until the connection closes (runs in its own process).
 
-    Sends the :class:`~cdmpp.profiler.cuda_gpu.GpuFacts` first (or the ProfilerError that there is no GPU), then what
+    Sends the :class:`~cdmpp.profiler.gpu.device.GpuFacts` first (or the ProfilerError that there is no GPU), then what
     :class:`Measurer` sends, and :class:`Faulted` before it ends because the context is broken.
     """
     from cdmpp.profiler import machine

@@ -1,4 +1,4 @@
-"""What the measuring side needs of a GPU, as an interface: the real one is :mod:`cdmpp.profiler.cuda_cupy`, tests have one
+"""What the measuring side needs of a GPU, as an interface: the real one is :mod:`cdmpp.profiler.gpu.cupy`, tests have one
 with a scripted clock.
 
 A GPU has lanes. A lane runs one program at a time; programs in different lanes run side by side, on the same
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from cdmpp.errors import ProfilerError
-from cdmpp.profiler.bundle import BundledProgram
+from cdmpp.profiler.gpu.bundle import BundledProgram
 
 
 class GpuFault(Exception):

@@ -13,9 +13,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from cdmpp.errors import ProgramError
-from cdmpp.profiler.bundle import BundledProgram, Reference
 from cdmpp.profiler.cuda_build import compile_kernel, excluded
-from cdmpp.profiler.cuda_lowering import CudaLowering
+from cdmpp.profiler.gpu.bundle import BundledProgram, Reference
+from cdmpp.profiler.gpu.lowering import CudaLowering
 from cdmpp.program.types import Program, Space, Task
 
 #: Candidates that are lowered at most for each one that can run.
@@ -143,7 +143,7 @@ def _build(job: TaskJob, arch: str, lowering: CudaLowering) -> Iterator[Compilin
 
 
 def _reference(job: TaskJob, params: Any, outputs: Any) -> Reference:
-    from cdmpp.profiler.cuda_check import task_reference
+    from cdmpp.profiler.gpu.check import task_reference
 
     return task_reference(job.task.prim_func(), params, outputs, job.task.hash, job.seed)
 
@@ -151,7 +151,7 @@ def _reference(job: TaskJob, params: Any, outputs: Any) -> Reference:
 def bundle_worker(connection: Connection, target: dict[str, Any], arch: str, niceness: int) -> None:
     """Serve :class:`TaskJob` after :class:`TaskJob` until the connection closes (runs in its own process)."""
     from cdmpp.profiler import machine
-    from cdmpp.profiler.workers import requests
+    from cdmpp.profiler.pool import requests
 
     machine.die_with_parent()
     machine.stand_back(niceness)

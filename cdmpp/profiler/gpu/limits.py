@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cdmpp.errors import ProfilerError
-from cdmpp.profiler.cuda_compile import KernelResources
+from cdmpp.profiler.gpu.compile import KernelResources
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.profiler.bundle import Reference
-from cdmpp.profiler.contents import index_bound, integer_range
+from cdmpp.profiler.arguments import index_bound, integer_range
 from cdmpp.profiler.cuda_program import BufferSpec
+from cdmpp.profiler.gpu.bundle import Reference
 
 #: Values kept of each output.
 _PLACES = 1024
@@ -39,7 +39,7 @@ def places(size: int) -> NDArray[np.int64]:
 
 
 def reference_inputs(params: Sequence[BufferSpec], seed: int) -> list[NDArray[Any]]:
-    """Contents of all parameters: floats in [0.1, 1), integers as :mod:`cdmpp.profiler.contents` says.
+    """Contents of all parameters: floats in [0.1, 1), integers as :mod:`cdmpp.profiler.arguments` says.
 
     ``RandomState`` because its numbers are the same in every version of NumPy.
     """
@@ -57,7 +57,7 @@ def reference_inputs(params: Sequence[BufferSpec], seed: int) -> list[NDArray[An
 
 
 def summarise_outputs(task: str, seed: int, outputs: dict[int, NDArray[Any]]) -> Reference:
-    """Outputs by parameter as a :class:`~cdmpp.profiler.bundle.Reference`."""
+    """Outputs by parameter as a :class:`~cdmpp.profiler.gpu.bundle.Reference`."""
     flat = {number: np.asarray(value).ravel() for number, value in outputs.items()}
     return Reference(
         task,

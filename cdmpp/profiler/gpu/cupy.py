@@ -23,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import ProfilerError
-from cdmpp.profiler.bundle import BundledProgram
-from cdmpp.profiler.contents import index_bound, integer_range
-from cdmpp.profiler.cuda_gpu import GpuFacts, GpuFault, GpuState
+from cdmpp.profiler.arguments import index_bound, integer_range
 from cdmpp.profiler.cuda_program import BufferSpec, CudaProgram, buffer_bytes
 from cdmpp.profiler.cuda_share import make_partitions
+from cdmpp.profiler.gpu.bundle import BundledProgram
+from cdmpp.profiler.gpu.device import GpuFacts, GpuFault, GpuState
 
 _HELPERS = r"""
 __device__ unsigned long long now() {

@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler.build import BuildJob
-from cdmpp.profiler.bundle import BundledProgram
 from cdmpp.profiler.cuda_build import cuda_build_worker
 from cdmpp.profiler.cuda_calibration import possible_degree
-from cdmpp.profiler.cuda_compile import find_compiler
 from cdmpp.profiler.cuda_engine import CudaEngine, GpuEngineConfig, GpuOutcome
-from cdmpp.profiler.cuda_gpu import is_model
-from cdmpp.profiler.cuda_limits import arch_limits
-from cdmpp.profiler.cuda_measure import GPU_PLAN, MeasureConfig
-from cdmpp.profiler.cuda_sampling import GpuWorkerConfig, MeasureJob
 from cdmpp.profiler.engine import Outcome
+from cdmpp.profiler.gpu.bundle import BundledProgram
+from cdmpp.profiler.gpu.compile import find_compiler
+from cdmpp.profiler.gpu.device import is_model
+from cdmpp.profiler.gpu.limits import arch_limits
+from cdmpp.profiler.gpu.measure import GPU_PLAN, MeasureConfig
+from cdmpp.profiler.gpu.sampling import GpuWorkerConfig, MeasureJob
+from cdmpp.profiler.pool import BuildQueue, Worker, ready
 from cdmpp.profiler.statistics import SamplingPlan
-from cdmpp.profiler.workers import BuildQueue, Worker, ready
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
@@ -57,7 +57,7 @@ class GpuConfig:
     build_timeout_s
         CPU seconds that one build may take.
     run_timeout_s, plan
-        See :class:`~cdmpp.profiler.cuda_sampling.GpuWorkerConfig`.
+        See :class:`~cdmpp.profiler.gpu.sampling.GpuWorkerConfig`.
     hang_s
         See :class:`~cdmpp.profiler.cuda_engine.GpuEngineConfig`.
     gpu, gpu_arguments

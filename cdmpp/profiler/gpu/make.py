@@ -23,11 +23,11 @@ import numpy as np
 from cdmpp.dataset import Dataset
 from cdmpp.dataset.journal import JournalWriter, read_journal
 from cdmpp.errors import BundleError, ProfilerError
-from cdmpp.profiler.bundle import Bundle, BundledProgram, Reference, write_bundle
-from cdmpp.profiler.bundle_build import BuiltProgram, Compiling, TaskDone, TaskJob, bundle_worker
 from cdmpp.profiler.cuda_program import CudaProgram
 from cdmpp.profiler.cuda_tasks import network_tasks
-from cdmpp.profiler.workers import Worker, ready
+from cdmpp.profiler.gpu.build import BuiltProgram, Compiling, TaskDone, TaskJob, bundle_worker
+from cdmpp.profiler.gpu.bundle import Bundle, BundledProgram, Reference, write_bundle
+from cdmpp.profiler.pool import Worker, ready
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
@@ -220,8 +220,8 @@ def make_bundle(
         The file exists or is half made and `resume` was not asked for.
     """
     from cdmpp.device import get_device
-    from cdmpp.profiler.cuda_compile import find_compiler
-    from cdmpp.profiler.cuda_limits import arch_limits
+    from cdmpp.profiler.gpu.compile import find_compiler
+    from cdmpp.profiler.gpu.limits import arch_limits
 
     config = config or BundleConfig()
     say = notify or (lambda line: logger.info("%s", line))

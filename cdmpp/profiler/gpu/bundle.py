@@ -71,7 +71,7 @@ class BundledProgram:
 
 @dataclass(frozen=True)
 class Reference:
-    """What a task computes for inputs of a seed (see :func:`cdmpp.profiler.cuda_check.reference_inputs`).
+    """What a task computes for inputs of a seed (see :func:`cdmpp.profiler.gpu.check.reference_inputs`).
 
     Attributes
     ----------
