@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import numpy as np
 
 from cdmpp.dataset import Dataset
 from cdmpp.errors import CdmppError
-from cdmpp.profiler.cuda_calibration import spearman
+from cdmpp.profiler.calibration import spearman
 from cdmpp.profiler.gpu.bundle import Bundle, read_bundle
 from cdmpp.profiler.gpu.measure import MeasureConfig, measure
 
@@ -48,8 +48,8 @@ def take(bundle: Bundle, part: str, out: Path, config: MeasureConfig) -> dict[st
             "new": report.new,
             "failures": report.failures,
             "degrees": {str(group): degree for group, degree in report.degrees.items()},
-            "calibration": [result.to_json() for result in report.calibration],
-            "gpu": report.facts.to_json(),
+            "calibration": report.calibration,
+            "gpu": asdict(report.facts),
         }
         note.write_text(json.dumps(value, indent=1))
     result: dict[str, Any] = json.loads(note.read_text())
@@ -86,7 +86,7 @@ def main() -> int:
     config = MeasureConfig(
         from_source=True,
         limit=args.programs,
-        compilers=args.compilers,
+        builders=args.compilers,
         best_per_task=0,
         check_per_task=0,
         seed=args.seed,

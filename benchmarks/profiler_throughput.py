@@ -28,11 +28,9 @@ from typing import Any
 import numpy as np
 
 from cdmpp.device import get_device
-from cdmpp.profiler.build import BuildJob
-from cdmpp.profiler.calibration import core_groups
-from cdmpp.profiler.engine import CpuEngine, EngineConfig
-from cdmpp.profiler.machine import usable_cores
-from cdmpp.profiler.reference import reference_job
+from cdmpp.profiler.cpu import CpuConfig, cpu_engine, sentinel_job
+from cdmpp.profiler.engine import BuildJob, Engine
+from cdmpp.profiler.machine import core_groups, usable_cores
 from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.space import Rebuilder, TaskSpaces
 from cdmpp.program.tasks import extract_tasks
@@ -57,7 +55,7 @@ def draw(n: int, networks: Sequence[str], seed: int) -> list[BuildJob]:
     return [found[i] for i in sorted(order)]
 
 
-def ours(engine: CpuEngine, jobs: Sequence[BuildJob]) -> tuple[dict[str, float], float]:
+def ours(engine: Engine, jobs: Sequence[BuildJob]) -> tuple[dict[str, float], float]:
     started = time.perf_counter()
     labels = {
         o.job.program.hash: o.latency_s
@@ -141,20 +139,14 @@ def main() -> int:
     # The same samples for both: as many, and as long.
     plan = SamplingPlan(min_samples=8, max_samples=8, target_noise=1.0)
     jobs = draw(args.programs, args.networks, args.seed)
-    config = EngineConfig(
-        target=target,
-        core_groups=core_groups(cores, 1, len(cores)),
-        builders=len(cores),
-        plan=plan,
-        build_timeout_s=30.0,
-        run_timeout_s=30.0,
-    )
+    config = CpuConfig(plan=plan, build_timeout_s=30.0, run_timeout_s=30.0)
     theirs = MetaSchedule(target, plan, timeout_s=30.0)
     labels: dict[tuple[str, int], dict[str, float]] = {
         (s, r): {} for s in ("ours", "metaschedule") for r in (0, 1)
     }
     rates: dict[str, list[float]] = {"ours": [], "metaschedule": []}
-    with CpuEngine(config, reference_job()) as engine:
+    groups = core_groups(cores, 1, len(cores))
+    with cpu_engine(config, target, groups, sentinel_job()) as engine:
         ours(engine, jobs[:4])  # processes are up and warm
         for round_number in (0, 1):
             for begin in range(0, len(jobs), args.chunk):

@@ -39,7 +39,7 @@ from kept_rows import KeptRows
 
 if TYPE_CHECKING:
     from cdmpp.predictor import Predictor
-    from cdmpp.profiler.build import BuildJob
+    from cdmpp.profiler.engine import BuildJob
     from cdmpp.program.types import Task
 
 NETWORKS = ("densenet121", "gcn", "inception_v3", "vgg16")
@@ -196,7 +196,7 @@ def measured_labels(out: Path) -> list[float | None]:
 def measure_again(args: argparse.Namespace, rows: Sequence[dict[str, Any]], results: KeptRows) -> None:
     """Measure the best program of every run by one procedure; adds ``final_s`` to the rows."""
     from cdmpp.dataset import Dataset
-    from cdmpp.profiler.build import BuildJob
+    from cdmpp.profiler.engine import BuildJob
     from cdmpp.tuner.prepare import alone_engine
 
     todo = [row for row in rows if row["best_s"] is not None and "final_s" not in row]

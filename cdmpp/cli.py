@@ -294,6 +294,8 @@ def _dataset(args: Namespace) -> Any:
 
 
 def _profile(args: Namespace) -> Any:
+    from dataclasses import asdict
+
     from cdmpp.cli_measure import run_profile_gpu
     from cdmpp.cli_render import ProfileBar
     from cdmpp.device import get_device
@@ -348,7 +350,7 @@ def _profile(args: Namespace) -> Any:
         "failures": report.failures,
         "elapsed_s": report.elapsed_s,
         "workers": report.workers,
-        "calibration": None if report.calibration is None else report.calibration.to_json(),
+        "calibration": None if report.calibration is None else asdict(report.calibration),
     }
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from cdmpp.profiler.gpu.make import BundleProgress
+    from cdmpp.profiler.session import Progress
 
 #: Built programs between two lines of progress.
 _EVERY = 50
@@ -57,11 +57,12 @@ def run_bundle(args: argparse.Namespace, console: Console, errors: Console) -> A
     )
     said = 0
 
-    def show(progress: BundleProgress) -> None:
+    def show(progress: Progress) -> None:
         nonlocal said
         if progress.done >= said + _EVERY:
             said = progress.done
-            statuses = ", ".join(f"{n} {status}" for status, n in sorted(progress.statuses.items()))
+            counts = {"ok": progress.ok, **progress.failures}
+            statuses = ", ".join(f"{n} {status}" for status, n in sorted(counts.items()))
             errors.print(f"{progress.done} of {progress.total}: {statuses}")
 
     report = make_bundle(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from cdmpp.profiler.gpu.measure import MeasureConfig, MeasureProgress, MeasureReport
+    from cdmpp.profiler.gpu.measure import MeasureConfig, MeasureReport
+    from cdmpp.profiler.session import Progress
 
 #: Seconds between two lines of progress.
 _EVERY_S = 5.0
@@ -64,8 +66,7 @@ def run_profile_gpu(args: argparse.Namespace, networks: list[str], console: Cons
     """``cdmpp profile`` of a GPU of this machine: compile and measure."""
     from cdmpp.errors import ProfilerError
     from cdmpp.profiler.gpu.make import BundleConfig
-    from cdmpp.profiler.gpu.measure import MeasureConfig
-    from cdmpp.profiler.profile_gpu import profile_gpu
+    from cdmpp.profiler.gpu.measure import MeasureConfig, profile_gpu
 
     for option in ("tasks", "programs_of", "remeasure", "unscheduled", "object_cache"):
         if getattr(args, option):
@@ -103,7 +104,7 @@ def _config(args: argparse.Namespace) -> MeasureConfig:
         cold=args.cache == "cold",
         from_source=args.from_source,
         overlap=not args.no_overlap,
-        compilers=args.compilers,
+        builders=args.compilers,
         run_timeout_s=args.run_timeout,
         check_per_task=args.check,
         limit=args.limit,
@@ -118,7 +119,7 @@ class _Lines:
     def __init__(self, errors: Console) -> None:
         self._errors, self._said_s = errors, 0.0
 
-    def __call__(self, progress: MeasureProgress) -> None:
+    def __call__(self, progress: Progress) -> None:
         if progress.elapsed_s >= self._said_s + _EVERY_S:
             self._said_s = progress.elapsed_s
             failures = ", ".join(f"{n} {kind}" for kind, n in sorted(progress.failures.items())) or "none"
@@ -147,6 +148,6 @@ def _shown(report: MeasureReport, console: Console) -> Any:
         "restarts": report.restarts,
         "checked": report.checked,
         "degrees": {str(group): degree for group, degree in report.degrees.items()},
-        "calibration": [result.to_json() for result in report.calibration],
-        "gpu": report.facts.to_json(),
+        "calibration": report.calibration,
+        "gpu": asdict(report.facts),
     }

@@ -14,6 +14,5 @@ with contextlib.suppress(CdmppError):  # a machine with the GPU need not have TV
     import_tvm()
 
 
-import cdmpp.profiler.build
 import cdmpp.profiler.cpu
 import cdmpp.program.space  # noqa: F401

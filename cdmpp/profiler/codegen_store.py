@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from cdmpp.dataset.parquet import read_parquet, write_parquet
 from cdmpp.errors import CdmppError, DatasetError
-from cdmpp.profiler.build import BuildJob, ObjectCache, code_key, compile_to_shared_object
+from cdmpp.profiler.build import ObjectCache, code_key, compile_to_shared_object
 from cdmpp.profiler.codegen import CODEGEN_FEATURES, COUNTING_VERSION, codegen_features
+from cdmpp.profiler.engine import BuildJob
 
 if TYPE_CHECKING:
     from cdmpp.dataset import DatasetView

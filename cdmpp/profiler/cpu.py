@@ -1,4 +1,4 @@
-"""The measuring side of the CPU profiler: a process that owns its cores and takes latency samples.
+"""CPUs: processes that own their cores and take latency samples, and what deals programs to them.
 
 State that a label depends on, and how it is fixed here:
 
@@ -13,53 +13,72 @@ State that a label depends on, and how it is fixed here:
 * **Disturbance**: a sample is taken when a :class:`~cdmpp.profiler.sentinel.Sentinel` says that the core is
   undisturbed, and counts only if it still says so afterwards and the thread was not preempted; waiting costs nothing,
   builders use the core meanwhile. A program that gets too few such samples in its time is reported with the
-  others, and with their share. A reference program is timed before and after each batch, and its drift and the
+  others, and with their share. A sentinel program is timed before and after each batch, and its drift and the
   hypervisor's steal time come with the results.
 """
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import os
+import shutil
+import subprocess
+import tempfile
 import time
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cdmpp.profiler.arguments import index_bound, integer_range
-from cdmpp.profiler.build import ArgSpec, Built
-from cdmpp.profiler.pool import requests
+from cdmpp.errors import ProfilerError, ProgramError
+from cdmpp.profiler import machine
+from cdmpp.profiler.arguments import ArgSpec, argument_specs, index_bound, integer_range
+from cdmpp.profiler.build import ObjectCache, compile_to_shared_object
+from cdmpp.profiler.engine import BuildConfig, BuildJob, Engine, Measurer
+from cdmpp.profiler.pool import Worker, requests
 from cdmpp.profiler.sentinel import Sentinel
-from cdmpp.profiler.statistics import SamplingPlan
+from cdmpp.profiler.statistics import SamplingPlan, label
+from cdmpp.program.tvm_env import import_tvm, structural_hash
+from cdmpp.program.types import Program, Task
 
 #: Bytes of arguments kept between batches for programs of equal signature.
 _ARGUMENT_CACHE_BYTES = 2 << 30
 #: Samples in all, disturbed ones included, relative to ``SamplingPlan.max_samples``.
 _MAX_TAKEN = 2
-#: Undisturbed samples of the reference program, of three times as many attempts.
-_REFERENCE_SAMPLES = 3
+#: Undisturbed samples of the sentinel program, of three times as many attempts.
+_SENTINEL_SAMPLES = 3
 #: From here on a run is timed from Python (2 us of overhead) without an untimed run before it: refilling the
 #: caches is a vanishing part of it, and the untimed run would double the cost.
 _LONG_RUN_S = 0.02
 
+#: Drift is relative to this quantile of the sentinel times so far: disturbances only add time.
+_BASELINE_QUANTILE = 0.1
+#: A program whose samples were mostly disturbed is measured again after this time, in which a neighbour may
+#: have finished.
+_LATER_S = 20.0
+#: That is given up where it helps fewer than this share of the programs, judged after so many.
+_LATER_HELPS, _LATER_TRIALS = 0.3, 16
+#: Programs that may wait for that: their shared objects lie in memory.
+_MAX_LATER = 256
+#: A folder with less space left is full.
+_FULL_BYTES = 1 << 20
+
 
 @dataclass(frozen=True)
-class RunnerConfig:
-    """What a measuring process needs to know.
+class SharedObject:
+    """What became of a job at building; ``path`` and ``args`` are set if ``status`` is ``ok``."""
 
-    ``cores`` are the ones it owns; one thread each. A program whose first run takes longer than `run_timeout_s` is
-    not sampled.
-    """
-
-    cores: tuple[int, ...]
-    plan: SamplingPlan = field(default_factory=SamplingPlan)
-    run_timeout_s: float = 2.0
-    reference: Built | None = None
-    realtime: bool = True
-    seed: int = 0
+    status: str
+    program: str = ""
+    path: str = ""
+    args: tuple[ArgSpec, ...] = ()
+    error: str = ""
+    build_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -85,14 +104,14 @@ class Measured:
 class BatchDone:
     """Sent after a batch: what the machine did meanwhile."""
 
-    reference_before_s: float
-    reference_after_s: float
+    sentinel_before_s: float
+    sentinel_after_s: float
     steal_pct: float
     scheduler: str
 
 
 def _fill(shape: tuple[int, ...], dtype: str, bound: int, rng: np.random.Generator) -> np.ndarray:
-    """Random contents: positive floats away from zero and denormals; integers as :mod:`cdmpp.profiler.arguments` says."""
+    """Random values: positive floats away from zero and denormals; integers by :func:`integer_range`."""
     kind = np.dtype(dtype).kind if dtype != "bfloat16" else "f"
     if kind == "b":
         return rng.integers(0, 2, shape).astype(bool)
@@ -129,10 +148,12 @@ class _Arguments:
 class _Loaded:
     """A program ready to run, with its samples so far."""
 
-    def __init__(self, built: Built, arguments: _Arguments, plan: SamplingPlan, sentinel: Sentinel) -> None:
+    def __init__(
+        self, built: SharedObject, arguments: _Arguments, plan: SamplingPlan, sentinel: Sentinel
+    ) -> None:
         import tvm
 
-        self.hash = built.program.hash
+        self.hash = built.program
         self.plan = plan
         self.sentinel = sentinel
         self.args = arguments.get(built.args)
@@ -167,14 +188,12 @@ class _Loaded:
 
     def sample(self) -> None:
         """One sample: an untimed run, then the mean of `repeats` runs."""
-        from cdmpp.profiler.machine import preemptions
-
         calm, waited_s = self.sentinel.wait(max(0.0, self.plan.max_wait_s - self.waited_s))
         self.waited_s += waited_s
-        started, before = time.perf_counter(), preemptions()
+        started, before = time.perf_counter(), machine.preemptions()
         # time_evaluator makes one untimed call before it starts its clock.
         value = self._run_once() if self._timer is None else self._timer(*self.args).mean
-        calm = calm and preemptions() == before and self.sentinel.calm()
+        calm = calm and machine.preemptions() == before and self.sentinel.calm()
         (self.calm if calm else self.disturbed).append(value)
         elapsed_s = time.perf_counter() - started
         self.spent_s += elapsed_s
@@ -200,17 +219,17 @@ class _Loaded:
 
 
 def _measure_batch(
-    batch: list[Built], config: RunnerConfig, arguments: _Arguments, sentinel: Sentinel
+    batch: list[SharedObject], config: CpuConfig, arguments: _Arguments, sentinel: Sentinel
 ) -> Iterator[Starting | Measured]:
     """Measure `batch` interleaved; yields what the parent should know, results as soon as they are final."""
     loaded: list[_Loaded] = []
     for built in batch:
-        yield Starting(built.program.hash)
+        yield Starting(built.program)
         try:
             program = _Loaded(built, arguments, config.plan, sentinel)
             program.start()
         except Exception as err:  # whatever a foreign shared object or the runtime raises
-            yield Measured(built.program.hash, "run_error", error=f"{type(err).__name__}: {err}"[:500])
+            yield Measured(built.program, "run_error", error=f"{type(err).__name__}: {err}"[:500])
             continue
         if program.first_s > config.run_timeout_s:
             error = f"one run took {program.first_s:.3g} s, over {config.run_timeout_s:g} s"
@@ -238,47 +257,407 @@ def _measure_batch(
             )
 
 
-def measure_worker(connection: Connection, config: RunnerConfig) -> None:
-    """Serve lists of :class:`Built` until the connection closes (runs in its own process)."""
-    from cdmpp.profiler import machine
+def measure_worker(
+    connection: Connection, config: CpuConfig, cores: tuple[int, ...], sentinel: SharedObject | None
+) -> None:
+    """Serve lists of :class:`SharedObject` until the connection closes (runs in its own process).
 
+    `cores` are the ones it owns; one thread each.
+    """
     machine.die_with_parent()
-    machine.pin(config.cores)
+    machine.pin(cores)
     # Read when the thread pool starts, which is at the first parallel program. Binding is left to the pinning
     # above: the runtime would bind its threads to the machine's first cores, whoever owns them.
-    os.environ["TVM_NUM_THREADS"] = str(len(config.cores))
+    os.environ["TVM_NUM_THREADS"] = str(len(cores))
     os.environ["TVM_BIND_THREADS"] = "0"
     scheduler = machine.own_the_core() if config.realtime else "normal"
-    from cdmpp.program.tvm_env import import_tvm
-
     import_tvm()
-    arguments, sentinel = _Arguments(config.seed), Sentinel()
-    reference: _Loaded | None = None
-    if config.reference is not None:
-        reference = _Loaded(config.reference, arguments, config.plan, sentinel)
-        reference.start()
+    arguments, watch = _Arguments(0), Sentinel()
+    program: _Loaded | None = None
+    if sentinel is not None:
+        program = _Loaded(sentinel, arguments, config.plan, watch)
+        program.start()
 
-    def time_reference() -> float:
-        if reference is None:
+    def time_sentinel() -> float:
+        if program is None:
             return float("nan")
-        reference.calm.clear()
-        reference.disturbed.clear()
-        reference.waited_s = 0.0
-        for _ in range(_REFERENCE_SAMPLES * 3):
-            reference.sample()
-            if len(reference.calm) == _REFERENCE_SAMPLES:
+        program.calm.clear()
+        program.disturbed.clear()
+        program.waited_s = 0.0
+        for _ in range(_SENTINEL_SAMPLES * 3):
+            program.sample()
+            if len(program.calm) == _SENTINEL_SAMPLES:
                 break
-        return float(np.median(reference.calm or reference.disturbed))
+        return float(np.median(program.calm or program.disturbed))
 
-    batch: list[Built]
+    batch: list[SharedObject]
     for batch in requests(connection):
-        started, stolen = time.perf_counter(), machine.steal_ticks(config.cores)
-        before_s = time_reference()
-        for message in _measure_batch(batch, config, arguments, sentinel):
+        started, stolen = time.perf_counter(), machine.steal_ticks(cores)
+        before_s = time_sentinel()
+        for message in _measure_batch(batch, config, arguments, watch):
             connection.send(message)
-        after_s = time_reference()
+        after_s = time_sentinel()
         elapsed = time.perf_counter() - started
-        steal = (
-            (machine.steal_ticks(config.cores) - stolen) / 100 / len(config.cores) / max(elapsed, 0.01) * 100
-        )
+        steal = (machine.steal_ticks(cores) - stolen) / 100 / len(cores) / max(elapsed, 0.01) * 100
         connection.send(BatchDone(before_s, after_s, min(steal, 100.0), scheduler))
+
+
+# -- the side that builds and deals out --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuConfig(BuildConfig):
+    """How programs are built and measured on a CPU; none of it may change a label beyond its noise.
+
+    Attributes
+    ----------
+    batch_size
+        Programs of a task that are sampled in turn.
+    run_timeout_s
+        A program whose first run takes longer is not sampled.
+    loading_s
+        Seconds allowed for loading a program and filling its arguments before its first run.
+    plan
+        The sampling.
+    max_steal_pct, max_drift
+        A batch during which the hypervisor took more than this share of the cores, or the sentinel program's time
+        changed by more than this fraction, is measured once more.
+    max_disturbed
+        A program of which more than this share of the samples was disturbed is measured again a while later.
+    max_attempts
+        Times that a program is measured at most for these reasons; the fastest label counts.
+    realtime
+        Ask for the real-time scheduler.
+    overlap
+        Measure while building. Without it everything is built first, then measured with nothing else running: the
+        calibration's yardstick.
+    object_cache
+        Folder in which shared objects are kept between runs; None keeps none.
+    work_dir
+        Where shared objects are kept meanwhile; default a fresh folder in memory.
+    """
+
+    batch_size: int = 8
+    run_timeout_s: float = 2.0
+    loading_s: float = 10.0
+    plan: SamplingPlan = field(default_factory=SamplingPlan)
+    max_steal_pct: float = 2.0
+    max_drift: float = 0.05
+    max_disturbed: float = 0.25
+    max_attempts: int = 3
+    realtime: bool = True
+    overlap: bool = True
+    object_cache: str | None = None
+    work_dir: str | None = None
+
+
+def sentinel_job() -> BuildJob:
+    """The program that shows how the machine drifts, the same arithmetic everywhere: a 96x96x96 float32 matrix product,
+    unscheduled, some 100 us on one core, in the caches, no threads."""
+    tvm = import_tvm()
+    from tvm import te
+
+    n = 96
+    a = te.placeholder((n, n), name="A")
+    b = te.placeholder((n, n), name="B")
+    k = te.reduce_axis((0, n), name="k")
+    c = te.compute((n, n), lambda i, j: te.sum(a[i, k] * b[k, j], axis=k), name="C")
+    func = te.create_prim_func([a, b, c])
+    digest = structural_hash(func)
+    task = Task(digest, "sentinel_matmul", tvm.ir.save_json(func), {}, 2.0 * n**3, 3.0 * n * n * 4)
+    return BuildJob(Program(digest, digest, None, "", "unscheduled"), task, None)
+
+
+def cpu_engine(
+    config: CpuConfig,
+    target: Mapping[str, Any],
+    core_groups: Sequence[tuple[int, ...]],
+    sentinel: BuildJob | None = None,
+) -> Engine:
+    """An engine that measures on cores of this machine.
+
+    Parameters
+    ----------
+    target
+        What programs are compiled for, as a TVM target dictionary.
+    core_groups
+        Cores of each measuring process; as many processes as groups (the degree of parallelism).
+    sentinel
+        A program that is timed around every batch to see drift; see :func:`sentinel_job`.
+
+    Raises
+    ------
+    ProfilerError
+        There are no cores; on entering, the sentinel program does not build.
+    """
+    return Engine(config, CpuMeasurer(config, target, core_groups, sentinel))
+
+
+class ObjectBuilder:
+    """Turns jobs into shared objects.
+
+    They are linked by ``ld`` itself (5 ms; the compiler driver that TVM would start takes 30) and land in a memory-backed
+    folder.
+    """
+
+    def __init__(self, target: Mapping[str, Any], folder: Path, object_cache: str | None) -> None:
+        from cdmpp.program.space import Rebuilder
+
+        machine.redirect_stderr(folder / f"stderr-{os.getpid()}")
+        import_tvm()
+        self._target, self._folder = dict(target), folder
+        self._cache = ObjectCache(object_cache, target)
+        self._rebuild = Rebuilder()
+
+    def __call__(self, job: BuildJob) -> SharedObject | ProfilerError:
+        path = self._folder / f"{job.program.hash}-{time.monotonic_ns():x}.so"
+        try:
+            func = self._rebuild(job.program, job.task, job.space)
+            args = argument_specs(func)
+            if not self._cache.fetch(job.program.hash, path):
+                compile_to_shared_object(func, self._target, path)
+                self._cache.keep(job.program.hash, path)
+            return SharedObject("ok", job.program.hash, str(path), args)
+        except ProgramError as err:
+            return SharedObject("invalid_config", error=str(err))
+        except subprocess.CalledProcessError as err:
+            error = f"ld: {err.stderr[-400:]}"
+        except Exception as err:  # TVM reports through its own error types
+            text = (str(err).strip().splitlines() or [type(err).__name__])[-1]
+            error = f"{type(err).__name__}: {text}"[:500]
+        if "No space left" in error or shutil.disk_usage(self._folder).free < _FULL_BYTES:
+            return ProfilerError(
+                f"no space left in {self._folder} for shared objects; what was measured is kept, "
+                "free some space and go on with --resume"
+            )
+        return SharedObject("build_error", error=error)
+
+
+@dataclass
+class _Item:
+    """A built program on its way through measuring."""
+
+    job: BuildJob
+    built: SharedObject
+    deaths: int = 0
+    attempts: int = 0
+    measured: Measured | None = None
+    best: Measured | None = None
+
+    def settle(self) -> None:
+        """Let the best attempt so far be the result: undisturbed before disturbed, then fast before slow."""
+        tries = [m for m in (self.best, self.measured) if m is not None and m.status == "ok"]
+        if tries:
+            self.measured = min(tries, key=lambda m: (m.meta.get("disturbed", 0.0) > 0, label(m.samples_s)))
+
+
+class CpuMeasurer(Measurer):
+    """Deals batches of programs to measuring processes that own their cores; decides what is measured again."""
+
+    def __init__(
+        self,
+        config: CpuConfig,
+        target: Mapping[str, Any],
+        core_groups: Sequence[tuple[int, ...]],
+        sentinel: BuildJob | None,
+    ) -> None:
+        super().__init__()
+        if not core_groups or not all(core_groups):
+            raise ProfilerError("no cores to measure on")
+        self.config, self._target, self._core_groups = config, target, core_groups
+        self._sentinel = sentinel
+        self._folder: Path | None = None
+        self._built: dict[str, list[_Item]] = {}
+        self._batches: deque[list[_Item]] = deque()
+        self._later: deque[tuple[float, _Item]] = deque()
+        self._retried = self._recovered = 0
+        self._sentinel_times_s: list[float] = []
+
+    def open(self, build_now: Callable[[BuildJob], Any]) -> None:
+        config, shm = self.config, Path("/dev/shm")
+        parent = Path(config.work_dir or (shm if shm.is_dir() else tempfile.gettempdir()))
+        try:
+            self._folder = machine.make_work_folder(parent)
+        except OSError as err:
+            raise ProfilerError(f"cannot make a folder for shared objects in {parent}: {err}") from err
+        # Measuring processes preempt builders by themselves where they run under the real-time scheduler.
+        niceness = 0 if config.realtime else 10
+        self.builder = (ObjectBuilder, (self._target, self._folder, config.object_cache), niceness)
+        sentinel = None if self._sentinel is None else build_now(self._sentinel)
+        self.workers = [
+            Worker(measure_worker, (config, cores, sentinel), f"runner-{'-'.join(map(str, cores))}")
+            for cores in self._core_groups
+        ]
+
+    def close(self, *, kill: bool) -> None:
+        super().close(kill=kill)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def takes(self, building: int) -> bool:
+        if not self.config.overlap:
+            return True
+        built = sum(map(len, self._built.values())) + sum(map(len, self._batches))
+        return built < 4 * self.config.batch_size * len(self._core_groups)
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._built or self._batches or self._later)
+
+    def add(self, job: BuildJob, built: SharedObject) -> None:
+        self._built.setdefault(job.task.hash, []).append(_Item(job, built))
+
+    def feed(self, coming: Sequence[BuildJob]) -> None:
+        self._form_batches(coming)
+        if coming and not self.config.overlap:
+            return
+        idle = not coming and not self._batches and all(w.load is None for w in self.workers)
+        while self._later and (
+            idle or self._later[0][0] <= time.monotonic() or len(self._later) > _MAX_LATER
+        ):
+            idle = False
+            due = [self._later.popleft()[1] for _ in range(min(self.config.batch_size, len(self._later)))]
+            self._batches.append(due)
+        for worker in self.workers:
+            if worker.load is None and self._batches:
+                batch = self._batches.popleft()
+                if not worker.submit([item.built for item in batch], (batch, None), self._first_run_s):
+                    self._batches.appendleft(batch)
+
+    def _form_batches(self, coming: Sequence[BuildJob]) -> None:
+        """Programs of one task; fewer than a batch only where no more of the task can join them."""
+        size, tasks = self.config.batch_size, {job.task.hash for job in coming}
+        for task, items in list(self._built.items()):
+            while len(items) >= size:
+                self._batches.append(items[:size])
+                del items[:size]
+            hungry = not self._batches and any(w.load is None for w in self.workers)
+            if items and (not coming or (hungry and task not in tasks)):
+                self._batches.append(items[:])
+                items.clear()
+            if not items:
+                del self._built[task]
+
+    @property
+    def _first_run_s(self) -> float:
+        return self.config.run_timeout_s + self.config.loading_s
+
+    def _sampling_s(self, batch: list[_Item]) -> float:
+        # Each program may overrun its time by a few samples and their retakes.
+        plan = self.config.plan
+        each = plan.max_wait_s + 2 * plan.max_measure_s + 8 * self.config.run_timeout_s
+        return 10.0 + len(batch) * each
+
+    def hear(self, worker: Worker) -> None:
+        batch, _ = worker.load
+        try:
+            message: Starting | Measured | BatchDone = worker.connection.recv()
+        except (EOFError, ConnectionResetError):
+            self._runner_died(worker, worker.exit_reason())
+            return
+        if isinstance(message, Starting):
+            worker.load = (batch, message.program)
+            worker.extend(self._first_run_s if message.program else self._sampling_s(batch))
+        elif isinstance(message, Measured):
+            item = next(i for i in batch if i.built.program == message.program)
+            item.measured = message
+        else:
+            self._batch_done(batch, message)
+            worker.finished()
+
+    def _batch_done(self, batch: list[_Item], done: BatchDone) -> None:
+        if done.sentinel_before_s > 0:
+            bisect.insort(self._sentinel_times_s, done.sentinel_before_s)
+        within = abs(done.sentinel_after_s / done.sentinel_before_s - 1)
+        disturbed = done.steal_pct > self.config.max_steal_pct or within > self.config.max_drift
+        again: list[_Item] = []
+        for item in batch:
+            measured = item.measured
+            item.attempts += 1
+            if measured is None or measured.status != "ok":
+                self._finish(item, done)
+                continue
+            item.settle()
+            item.best = item.measured
+            share = item.measured.meta.get("disturbed", 0.0) if item.measured is not None else 0.0
+            if item.attempts > 1:
+                self._retried += 1
+                self._recovered += share <= self.config.max_disturbed
+            hopeful = self._retried < _LATER_TRIALS or self._recovered > _LATER_HELPS * self._retried
+            if share > self.config.max_disturbed and item.attempts < self.config.max_attempts and hopeful:
+                item.measured = None
+                self._later.append((time.monotonic() + _LATER_S, item))
+            elif disturbed and item.attempts < 2:
+                item.measured = None
+                again.append(item)
+            else:
+                self._finish(item, done)
+        if again:
+            self._batches.append(again)
+
+    def _finish(self, item: _Item, done: BatchDone | None) -> None:
+        measured = item.measured
+        if measured is None:
+            self._batches.append([item])
+            return
+        self._remove(item)
+        meta: dict[str, Any] = {
+            "build_s": round(item.built.build_s, 4),
+            "run_s": round(measured.run_s, 4),
+            "attempts": item.attempts,
+            **measured.meta,
+        }
+        if done is not None and done.sentinel_before_s > 0:
+            times_s = self._sentinel_times_s
+            baseline_s = times_s[int(_BASELINE_QUANTILE * len(times_s))]
+            meta["reference_s"] = done.sentinel_before_s
+            meta["drift"] = round(done.sentinel_before_s / baseline_s - 1, 4)
+            meta["drift_within"] = round(done.sentinel_after_s / done.sentinel_before_s - 1, 4)
+            meta["steal_pct"] = round(done.steal_pct, 2)
+            meta["scheduler"] = done.scheduler
+        if measured.status == "ok":
+            self.label(item.job, measured.samples_s, meta)
+        else:
+            self.fail(item.job, measured.status, measured.error, **meta)
+
+    def _remove(self, item: _Item) -> None:
+        with contextlib.suppress(OSError):
+            Path(item.built.path).unlink(missing_ok=True)
+
+    def _runner_died(self, worker: Worker, reason: str) -> None:
+        """Find out which program of the batch did it: the rest is measured again, each alone."""
+        batch, _ = worker.load
+        worker.replace()
+        for item in batch:
+            if item.measured is None and item.best is not None:
+                item.measured = item.best
+            if item.measured is not None:
+                self._finish(item, None)
+                continue
+            item.deaths += 1
+            if item.deaths >= 2:
+                self._remove(item)
+                self.fail(item.job, "run_error", f"the measuring process died with it twice, last {reason}")
+            else:
+                self._batches.append([item])
+
+    def overdue(self, worker: Worker) -> None:
+        batch, starting = worker.load
+        slow = next((i for i in batch if i.built.program == starting and i.measured is None), None)
+        if slow is None:
+            self._runner_died(worker, "sampling took too long")
+            return
+        worker.replace()
+        batch.remove(slow)
+        if slow.best is not None:
+            slow.measured = slow.best
+            self._finish(slow, None)
+        else:
+            self._remove(slow)
+            self.fail(slow.job, "run_timeout", f"one run took over {self.config.run_timeout_s:g} s")
+        for item in batch:
+            if item.measured is not None:
+                self._finish(item, None)
+        rest = [item for item in batch if item.measured is None]
+        if rest:
+            self._batches.append(rest)

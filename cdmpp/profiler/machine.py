@@ -9,9 +9,12 @@ import resource
 import shutil
 import signal
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+
+from cdmpp.errors import ProfilerError
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +49,18 @@ def usable_cores() -> tuple[int, ...]:
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
+
+
+def core_groups(cores: Sequence[int], threads: int, degree: int) -> tuple[tuple[int, ...], ...]:
+    """Disjoint groups of `threads` cores, one for each of `degree` measuring processes (ProfilerError if too few)."""
+    if degree < 1 or degree * threads > len(cores):
+        raise ProfilerError(
+            f"{degree} measuring processes of {threads} cores need {max(1, degree) * threads}, "
+            f"this process may use {len(cores)}"
+        )
+    # From the top: the operating system prefers the first core for its own work.
+    chosen = list(cores)[::-1]
+    return tuple(tuple(sorted(chosen[i * threads : (i + 1) * threads])) for i in range(degree))
 
 
 def own_the_core(priority: int = 10) -> str:

@@ -8,58 +8,64 @@ import platform
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cdmpp.dataset import Dataset, Record
+from cdmpp.device import Device, get_device
 from cdmpp.device.detect import machine_facts
 from cdmpp.errors import DatasetError, ProfilerError
-from cdmpp.profiler.calibration import Calibration, calibrate, core_groups
-from cdmpp.profiler.engine import CpuEngine, EngineConfig, Outcome
-from cdmpp.profiler.machine import usable_cores
-from cdmpp.profiler.plan import ReplayPlan, TaskPlan, UnscheduledPlan
-from cdmpp.profiler.statistics import SamplingPlan
+from cdmpp.profiler.calibration import Calibration, DegreeResult, Labels, calibrate, timed_labels
+from cdmpp.profiler.cpu import CpuConfig, cpu_engine, sentinel_job
+from cdmpp.profiler.engine import BuildJob, Outcome
+from cdmpp.profiler.machine import core_groups, usable_cores
+from cdmpp.profiler.plan import Plan, TaskPlan, network_tasks, replay_plan, unscheduled_plan
 
 if TYPE_CHECKING:
-    from cdmpp.dataset import Dataset
-    from cdmpp.device import Device
-    from cdmpp.profiler.build import BuildJob
     from cdmpp.program.network import Network
     from cdmpp.program.types import Task
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ProfileConfig:
-    """Options of :func:`profile`; see there and :class:`~cdmpp.profiler.engine.EngineConfig`.
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig(CpuConfig):
+    """Options of :func:`profile`.
 
-    ``unscheduled`` measures each task as it is in place of drawing programs of it.
+    Attributes
+    ----------
+    programs_per_task, search_fraction
+        See :class:`~cdmpp.profiler.plan.TaskPlan`.
+    unscheduled
+        Measure each task as it is in place of drawing programs of it.
+    workers
+        Programs measured at the same time; ``auto`` finds how many leave the labels as they are.
+    tolerance
+        Median difference to labels taken alone that is accepted for that; the mean may be twice as large.
+    calibration_programs
+        Programs that it is found with.
+    limit
+        Of the programs of another dataset so many, evenly over the tasks.
     """
 
     programs_per_task: int = 64
-    unscheduled: bool = False
     search_fraction: float = 0.25
+    unscheduled: bool = False
     workers: int | str = "auto"
-    builders: int | None = None
-    seed: int = 0
     tolerance: float = 0.02
     calibration_programs: int = 40
-    build_timeout_s: float = 20.0
-    run_timeout_s: float = 2.0
-    batch_size: int = 8
-    plan: SamplingPlan = field(default_factory=SamplingPlan)
-    realtime: bool = True
-    object_cache: str | None = None
     limit: int | None = None
     max_seconds: float | None = None
+    seed: int = 0
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a profiling run stands; ``total`` is what it will measure at most, earlier runs included."""
+    """Where a run stands: ``done`` of ``total`` at most, earlier runs included; of this run ``new`` outcomes, ``ok`` or
+    failed (by kind)."""
 
     done: int
     total: int
@@ -75,8 +81,8 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class ProfileReport:
-    """What a run of :func:`profile` did."""
+class Report:
+    """What a run that measured did; its time is without the calibration."""
 
     path: Path
     device: str
@@ -84,8 +90,145 @@ class ProfileReport:
     ok: int
     failures: dict[str, int]
     elapsed_s: float
+
+
+@dataclass(frozen=True)
+class ProfileReport(Report):
+    """What a run of :func:`profile` did."""
+
     workers: int
     calibration: Calibration | None
+
+
+class Session:
+    """One run that measures: its records, what is written beside them, progress, and when it stops.
+
+    Parameters
+    ----------
+    known
+        Programs of the plan that have a record already.
+    total
+        Says how many programs there are to measure at most, those included.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        device: str,
+        known: int,
+        total: Callable[[], int],
+        *,
+        max_seconds: float | None,
+        progress: Callable[[Progress], None] | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self._dataset, self._device, self._known, self._total = dataset, device, known, total
+        self._max_seconds, self._progress, self._say = max_seconds, progress, say
+        self._started = time.perf_counter()
+        self.name = uuid.uuid4().hex[:12]
+        self.new = self.ok = 0
+        self.failures: Counter[str] = Counter()
+        self.stopped = False
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self._started
+
+    def note(self, families: Mapping[str, str], packages: Sequence[str], **settings: Any) -> None:
+        """Write down the machine, the versions and the settings that the labels depend on; time counts from here."""
+        versions = {}
+        for package in ("cdmpp", "numpy", *packages):
+            try:
+                versions[package] = metadata.version(package)
+            except metadata.PackageNotFoundError:
+                continue
+        entry = {
+            "session": self.name,
+            "started_at": time.time(),
+            "device": self._device,
+            "machine": {
+                **machine_facts(),
+                "usable_cores": list(usable_cores()),
+                "kernel": platform.release(),
+                "python": platform.python_version(),
+            },
+            "versions": versions,
+            **settings,
+        }
+        meta = self._dataset.meta
+        self._dataset.update_meta(
+            sessions=[*meta.get("sessions", []), entry],
+            network_families={**meta.get("network_families", {}), **families},
+        )
+        self._started = time.perf_counter()
+
+    def take(
+        self,
+        outcomes: Iterable[Outcome],
+        meta: Mapping[str, Any],
+        done: Callable[[Outcome], None] | None = None,
+    ) -> None:
+        """Put outcomes into the dataset as they come, until the time is up.
+
+        Parameters
+        ----------
+        meta
+            Of all records.
+        done
+            Called with each outcome.
+        """
+        for outcome in outcomes:
+            self._add(outcome, meta)
+            if done is not None:
+                done(outcome)
+            self.new += 1
+            if outcome.status == "ok":
+                self.ok += 1
+            else:
+                self.failures[outcome.status] += 1
+            if self._progress is not None:
+                count, failures = self._known + self.new, dict(self.failures)
+                total = max(self._total(), count)
+                self._progress(Progress(count, total, self.new, self.ok, failures, self.elapsed_s))
+            if self._max_seconds is not None and self.elapsed_s > self._max_seconds:
+                self.stopped = True
+                self._say(f"stopped after {self._max_seconds:g} s; go on with --resume")
+                return
+
+    def _add(self, outcome: Outcome, meta: Mapping[str, Any]) -> None:
+        job: BuildJob = outcome.job
+        self._dataset.add_task(job.task)
+        if job.space is not None:
+            self._dataset.add_space(job.space)
+        self._dataset.add_program(job.program)
+        self._dataset.add_record(
+            Record(
+                program=job.program.hash,
+                device=self._device,
+                status=outcome.status,
+                latency_s=outcome.latency_s,
+                samples_s=outcome.samples_s,
+                noise=outcome.noise,
+                error=outcome.error,
+                measured_at=time.time(),
+                meta={"session": self.name, **meta, **outcome.meta},
+            )
+        )
+
+    def report(self) -> dict[str, Any]:
+        """Close the dataset's journals; the fields of a :class:`Report` (ProfilerError if nothing was ever measured)."""
+        if not self.new and not self._known:
+            raise ProfilerError("nothing was measured")
+        elapsed_s = self.elapsed_s
+        self._dataset.finalize()
+        return {
+            "path": self._dataset.path,
+            "device": self._device,
+            "new": self.new,
+            "ok": self.ok,
+            "failures": dict(self.failures),
+            "elapsed_s": elapsed_s,
+        }
 
 
 def profile(
@@ -122,10 +265,6 @@ def profile(
     progress, notify
         Called with the state after each outcome, and with one-line news (calibration, ...).
 
-    Returns
-    -------
-    ProfileReport
-
     Raises
     ------
     ProfilerError
@@ -133,170 +272,71 @@ def profile(
     DatasetError
         `out` holds a dataset and `resume` was not asked for; the disk is full. What was measured is kept.
     """
-    from cdmpp.dataset import Dataset
-    from cdmpp.device import get_device
-
     config = config or ProfileConfig()
     say = notify or (lambda line: logger.info("%s", line))
-    target_device = get_device(device) if isinstance(device, str) else device
-    threads = _threads(target_device)
-    path = Path(out)
+    device = get_device(device) if isinstance(device, str) else device
+    threads, path = _threads(device), Path(out)
     if (path / "meta.json").exists() and not (resume or remeasure):
         raise DatasetError(f"{path} holds a dataset already: go on with --resume, or choose another folder")
-
-    plan: TaskPlan | ReplayPlan | UnscheduledPlan
-    families: dict[str, str] = {}
-    if programs_of is not None:
+    if remeasure and programs_of is not None and config.limit is None:
+        raise ProfilerError("re-measuring needs a limit: how many programs?")
+    if programs_of is None:
+        chosen, families = network_tasks(networks, say, resumed=path)
+        plan = _plan(_wanted(chosen, tasks), config, threads)
+    else:
         source = Dataset.open(programs_of)
         families = dict(source.network_families)
-        plan = ReplayPlan(source, limit=config.limit, tasks=tasks, seed=config.seed)
-        if remeasure and config.limit is None:
-            raise ProfilerError("re-measuring needs a limit: how many programs?")
-    else:
-        chosen, families = _tasks(networks, tasks, path, say)
-        plan = (
-            UnscheduledPlan(chosen)
-            if config.unscheduled
-            else TaskPlan(
-                chosen,
-                config.programs_per_task,
-                search_fraction=config.search_fraction,
-                num_cores=threads,
-                seed=config.seed,
-            )
-        )
+        plan = replay_plan(source, limit=config.limit, tasks=tasks, seed=config.seed)
     if not plan.tasks:
         where = "these networks" if programs_of is None else f"those that {programs_of} has latencies of"
         raise ProfilerError(f"no task to profile: none of the tasks asked for is among {where}")
-
     with Dataset.open_or_create(path) as dataset:
-        dataset.set_device(target_device)
+        dataset.set_device(device)
         if not remeasure:
-            for program, latency_s in _known(dataset, target_device.name):
-                plan.learn(program, latency_s)
-        if not isinstance(plan, ReplayPlan) and tasks is None:
+            _learn(plan, dataset, device.name)
+        if programs_of is None and tasks is None:
             # A task is stored before it is measured, so that a resumed run need not import the networks again.
             for task in plan.tasks:
                 dataset.add_task(task)
             complete = {*dataset.meta.get("complete_networks", []), *families}
             dataset.update_meta(complete_networks=sorted(complete))
-        session, started = uuid.uuid4().hex[:12], time.time()
-        engine_config = EngineConfig(
-            target=dict(target_device.target),
-            core_groups=core_groups(usable_cores(), threads, 1),
+        degree, calibration = _degree(config, device, plan, threads, say)
+        groups = core_groups(usable_cores(), threads, degree)
+        session = Session(
+            dataset,
+            device.name,
+            plan.known,
+            lambda: plan.total,
+            max_seconds=config.max_seconds,
+            progress=progress,
+            say=say,
+        )
+        session.note(
+            families,
+            ("apache-tvm", "apache-tvm-ffi"),
+            target=dict(device.target),
+            workers=degree,
+            core_groups=groups,
             builders=config.builders or len(usable_cores()),
             batch_size=config.batch_size,
             build_timeout_s=config.build_timeout_s,
             run_timeout_s=config.run_timeout_s,
-            plan=config.plan,
-            realtime=config.realtime,
-            object_cache=config.object_cache,
+            sampling=asdict(config.plan),
+            cache="warm",
+            seed=config.seed,
+            calibration=None if calibration is None else asdict(calibration),
         )
-        from cdmpp.profiler.reference import reference_job
-
-        reference = reference_job()
-        degree, calibration = _degree(config, engine_config, reference, plan, threads, say)
-        engine_config = EngineConfig(
-            **{**_shallow(engine_config), "core_groups": core_groups(usable_cores(), threads, degree)}
-        )
-        _note_session(dataset, session, started, target_device, engine_config, config, calibration, families)
-        measured = _Measuring(dataset, target_device.name, plan, session, degree, threads, progress)
-        try:
-            with CpuEngine(engine_config, reference) as engine:
-                for outcome in engine.run(plan.jobs()):
-                    measured.take(outcome)
-                    if config.max_seconds is not None and measured.elapsed_s > config.max_seconds:
-                        say(f"stopped after {config.max_seconds:g} s; go on with --resume")
-                        break
-        finally:
-            dataset.flush()
-        if not measured.new and not measured.known:
-            raise ProfilerError("nothing was measured")
-        dataset.finalize()
-    return ProfileReport(
-        path,
-        target_device.name,
-        measured.new,
-        measured.ok,
-        dict(measured.failures),
-        measured.elapsed_s,
-        degree,
-        calibration,
-    )
-
-
-class _Measuring:
-    """Puts outcomes into the dataset as they come."""
-
-    def __init__(
-        self,
-        dataset: Dataset,
-        device: str,
-        plan: TaskPlan | ReplayPlan | UnscheduledPlan,
-        session: str,
-        workers: int,
-        threads: int,
-        progress: Callable[[Progress], None] | None,
-    ) -> None:
-        self._dataset, self._device, self._plan = dataset, device, plan
-        self._meta = {"session": session, "workers": workers, "threads": threads, "cache": "warm"}
-        self._progress = progress
-        self._started = time.perf_counter()
-        self.known = plan.known
-        self.new = self.ok = 0
-        self.failures: Counter[str] = Counter()
-
-    @property
-    def elapsed_s(self) -> float:
-        return time.perf_counter() - self._started
-
-    def take(self, outcome: Outcome) -> None:
-        from cdmpp.dataset import Record
-
-        job = outcome.job
-        self._dataset.add_task(job.task)
-        if job.space is not None:
-            self._dataset.add_space(job.space)
-        self._dataset.add_program(job.program)
-        self._dataset.add_record(
-            Record(
-                program=job.program.hash,
-                device=self._device,
-                status=outcome.status,
-                latency_s=outcome.latency_s,
-                samples_s=outcome.samples_s,
-                noise=outcome.noise,
-                error=outcome.error,
-                measured_at=time.time(),
-                meta={**self._meta, **outcome.meta},
-            )
-        )
-        self._plan.done(outcome)
-        self.new += 1
-        if outcome.status == "ok":
-            self.ok += 1
-        else:
-            self.failures[outcome.status] += 1
-        if self._progress is not None:
-            self._progress(
-                Progress(
-                    self.known + self.new,
-                    max(self._plan.total, self.new),
-                    self.new,
-                    self.ok,
-                    dict(self.failures),
-                    self.elapsed_s,
-                )
-            )
+        with cpu_engine(config, device.target, groups, sentinel_job()) as engine:
+            meta = {"workers": degree, "threads": threads, "cache": "warm"}
+            session.take(engine.run(plan.jobs()), meta, plan.done)
+        return ProfileReport(**session.report(), workers=degree, calibration=calibration)
 
 
 def _threads(device: Device) -> int:
     """Cores of the share, checked against this machine."""
-    from cdmpp.device import get_device
-
     if device.kind != "cpu":
         raise ProfilerError(
-            f"{device.name} is a {device.kind}: cdmpp.profiler.profile_gpu measures those of this machine, "
+            f"{device.name} is a {device.kind}: cdmpp.profiler.gpu.measure.profile_gpu measures those of this machine, "
             "cdmpp bundle and cdmpp measure those of another"
         )
     here = get_device("this-cpu")
@@ -308,53 +348,72 @@ def _threads(device: Device) -> int:
     return threads
 
 
-def _tasks(
-    networks: Sequence[Network | str], wanted: Sequence[str] | None, path: Path, say: Callable[[str], None]
-) -> tuple[list[Task], dict[str, str]]:
-    from cdmpp.program.network import load_network
-    from cdmpp.program.tasks import extract_tasks
-
-    loaded = [load_network(n) if isinstance(n, str) else n for n in networks]
-    if not loaded:
-        raise ProfilerError("no network to profile")
-    tasks = _stored_tasks(loaded, path)
-    if tasks is None:
-        tasks = extract_tasks(loaded, progress=lambda name, i, n: say(f"importing {name} ({i}/{n})"))
-    if wanted is not None:
-        missing = set(wanted) - {t.hash for t in tasks}
-        if missing:
-            raise ProfilerError(
-                f"{len(missing)} wanted tasks are not of these networks, first {min(missing)}"
-            )
-        tasks = [t for t in tasks if t.hash in set(wanted)]
-    say(f"{len(tasks)} tasks of {len(loaded)} networks")
-    return tasks, {n.name: n.family for n in loaded}
+def _wanted(tasks: list[Task], wanted: Sequence[str] | None) -> list[Task]:
+    if wanted is None:
+        return tasks
+    missing = set(wanted) - {task.hash for task in tasks}
+    if missing:
+        raise ProfilerError(f"{len(missing)} wanted tasks are not of these networks, first {min(missing)}")
+    return [task for task in tasks if task.hash in set(wanted)]
 
 
-def _stored_tasks(networks: Sequence[Network], path: Path) -> list[Task] | None:
-    """All tasks of the networks, from the dataset that a resumed run goes on with.
+def _plan(tasks: list[Task], config: ProfileConfig, threads: int) -> Plan:
+    if config.unscheduled:
+        return unscheduled_plan(tasks)
+    return TaskPlan(
+        tasks,
+        config.programs_per_task,
+        search_fraction=config.search_fraction,
+        num_cores=threads,
+        seed=config.seed,
+    )
 
-    Only of networks of the zoo, of which a name says everything: importing all of it takes minutes.
-    """
-    from cdmpp.dataset import Dataset
 
-    names = {n.name for n in networks}
-    if not (path / "meta.json").exists() or any(n.source != "zoo" for n in networks):
-        return None
-    dataset = Dataset.open(path)
-    if not names <= set(dataset.meta.get("complete_networks", [])):
-        return None
-    return [t for t in dataset.tasks.values() if names & set(t.networks)]
+def _learn(plan: Plan, dataset: Dataset, device: str) -> None:
+    """Tell a plan of the records that a dataset has of a device."""
+    frame = dataset.records
+    frame = frame[frame["device"] == device].drop_duplicates("program", keep="last")
+    for row in frame.itertuples():
+        if row.program in dataset.programs:
+            plan.learn(dataset.programs[row.program], float(row.latency_s) if row.status == "ok" else None)
+
+
+def _degree(
+    config: ProfileConfig, device: Device, plan: Plan, threads: int, say: Callable[[str], None]
+) -> tuple[int, Calibration | None]:
+    """Measuring processes at the same time: as asked for, or calibrated."""
+    cores = usable_cores()
+    if config.workers != "auto":
+        return int(config.workers), None
+    most = len(cores) // threads
+    if most <= 1:
+        return 1, None
+    jobs, sentinel = plan.calibration_jobs(config.calibration_programs), sentinel_job()
+    say(f"calibrating the degree of parallelism on {len(jobs)} programs")
+
+    def measure(degree: int | None) -> Labels:
+        settings = config if degree is not None else replace(config, overlap=False)
+        groups = core_groups(cores, threads, degree or 1)
+        with cpu_engine(settings, device.target, groups, sentinel) as engine:
+            return timed_labels(engine.run(iter(jobs)))
+
+    def accept(result: DegreeResult, rate_alone: float) -> bool:
+        # A few programs that live on memory bandwidth show in the mean.
+        return result.mean_difference is not None and result.mean_difference <= 2 * config.tolerance
+
+    degrees = [most]
+    while degrees[-1] > 1:
+        degrees.append(degrees[-1] // 2)
+    calibration = calibrate(measure, degrees, config.tolerance, accept)
+    for result in calibration.results:
+        say(str(result))
+    if not calibration.results[-1].accepted:
+        logger.warning("labels taken while other programs build differ from labels taken alone")
+    return calibration.degree, calibration
 
 
 def read_task_file(path: str | Path) -> list[str]:
-    """Task hashes from a file: JSON with a list ``tasks``, or one hash a line.
-
-    Raises
-    ------
-    ProfilerError
-        It cannot be read or holds no hash.
-    """
+    """Task hashes from a file: JSON with a list ``tasks``, or one hash a line (ProfilerError if it holds none)."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         hashes = json.loads(text)["tasks"] if text.lstrip().startswith("{") else text.split()
@@ -363,114 +422,3 @@ def read_task_file(path: str | Path) -> list[str]:
     if not hashes:
         raise ProfilerError(f"{path} names no task")
     return [str(h) for h in hashes]
-
-
-def _known(dataset: Dataset, device: str) -> list[tuple[Any, float | None]]:
-    frame = dataset.records
-    frame = frame[frame["device"] == device]
-    latencies = {
-        str(row.program): (float(row.latency_s) if row.status == "ok" else None) for row in frame.itertuples()
-    }
-    return [(dataset.programs[p], value) for p, value in latencies.items() if p in dataset.programs]
-
-
-def _degree(
-    config: ProfileConfig,
-    engine_config: EngineConfig,
-    reference: BuildJob,
-    plan: TaskPlan | ReplayPlan | UnscheduledPlan,
-    threads: int,
-    say: Callable[[str], None],
-) -> tuple[int, Calibration | None]:
-    cores = usable_cores()
-    if config.workers != "auto":
-        degree = int(config.workers)
-        core_groups(cores, threads, degree)  # raises where there are not enough cores
-        return degree, None
-    if len(cores) // threads == 1:
-        return 1, None
-    jobs = _calibration_jobs(plan, config.calibration_programs, config.seed)
-    say(f"calibrating the degree of parallelism on {len(jobs)} programs")
-    calibration = calibrate(
-        engine_config, jobs, reference, cores=cores, threads=threads, tolerance=config.tolerance
-    )
-    for result in calibration.results:
-        say(
-            f"degree {result.degree}: labels differ from solo ones by {100 * result.median_difference:.1f} % in the "
-            f"median, {100 * result.mean_difference:.1f} % in the mean (solo against solo "
-            f"{100 * calibration.alone_again.median_difference:.1f} %), {result.labels_per_s:.1f} labels/s: "
-            + ("accepted" if result.accepted else "refused")
-        )
-    return calibration.degree, calibration
-
-
-def _calibration_jobs(plan: TaskPlan | ReplayPlan | UnscheduledPlan, n: int, seed: int) -> list[BuildJob]:
-    """A few programs of tasks spread over the range of work."""
-    import itertools
-
-    from cdmpp.profiler.build import BuildJob
-    from cdmpp.program.space import iter_spaces
-
-    if not isinstance(plan, TaskPlan):
-        jobs = [j for j in plan.jobs() if j is not None]
-        return jobs[:: max(1, len(jobs) // n)][:n]
-    ordered = sorted(plan.tasks, key=lambda t: t.flops)
-    chosen = ordered[:: max(1, -(-len(ordered) // max(1, n // 2)))]
-    per_task = max(1, -(-n // len(chosen)))
-    found: list[BuildJob] = []
-    for spaces in iter_spaces(chosen, plan.rule, plan.num_cores):
-        by_hash = {s.hash: s for s in spaces.spaces}
-        programs = spaces.sample(per_task, seed + 1_000_003)
-        found += [BuildJob(p, spaces.task, by_hash[str(p.space_hash)]) for p in programs]
-    return list(itertools.islice(found, n))
-
-
-def _shallow(config: EngineConfig) -> dict[str, Any]:
-    from dataclasses import fields
-
-    return {f.name: getattr(config, f.name) for f in fields(config)}
-
-
-def _note_session(
-    dataset: Dataset,
-    session: str,
-    started: float,
-    device: Device,
-    engine: EngineConfig,
-    config: ProfileConfig,
-    calibration: Calibration | None,
-    families: dict[str, str],
-) -> None:
-    """Write down the machine, the versions and the settings that the session's labels depend on."""
-    versions = {}
-    for package in ("cdmpp", "apache-tvm", "apache-tvm-ffi", "numpy"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    entry = {
-        "session": session,
-        "started_at": started,
-        "device": device.name,
-        "machine": {
-            **machine_facts(),
-            "usable_cores": list(usable_cores()),
-            "kernel": platform.release(),
-            "python": platform.python_version(),
-        },
-        "target": engine.target,
-        "versions": versions,
-        "workers": len(engine.core_groups),
-        "core_groups": engine.core_groups,
-        "builders": engine.builders,
-        "batch_size": engine.batch_size,
-        "build_timeout_s": engine.build_timeout_s,
-        "run_timeout_s": engine.run_timeout_s,
-        "sampling": asdict(engine.plan),
-        "cache": "warm",
-        "seed": config.seed,
-        "calibration": None if calibration is None else calibration.to_json(),
-    }
-    sessions = [*dataset.meta.get("sessions", []), entry]
-    known = dict(dataset.meta.get("network_families", {}))
-    dataset.update_meta(sessions=sessions, network_families={**known, **families})

@@ -19,7 +19,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,8 @@ from cdmpp.errors import DatasetError, ProgramError
 if TYPE_CHECKING:
     import pandas as pd
 
-    from cdmpp.profiler.build import BuildJob
-    from cdmpp.profiler.cuda_program import CudaProgram
+    from cdmpp.profiler.engine import BuildJob
+    from cdmpp.profiler.gpu.bundle import CudaProgram
     from cdmpp.profiler.gpu.compile import CudaCompiler, KernelResources
     from cdmpp.profiler.gpu.lowering import CudaLowering
 
@@ -235,7 +235,7 @@ def _shape_columns(cuda: CudaProgram) -> dict[str, Any]:
 
 
 def _resource_columns(taken: Sequence[KernelResources]) -> dict[str, Any]:
-    return {name: max(getattr(t, name) for t in taken) for name in taken[0].to_json()}
+    return {name: max(getattr(t, name) for t in taken) for name in asdict(taken[0])}
 
 
 def judge_job(

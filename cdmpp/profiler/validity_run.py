@@ -22,8 +22,8 @@ from cdmpp.dataset import Dataset
 from cdmpp.dataset.journal import JournalWriter, read_journal
 from cdmpp.dataset.parquet import write_json
 from cdmpp.errors import DatasetError, FeatureMismatchError, ProfilerError, ProgramError
-from cdmpp.profiler.build import BuildJob
-from cdmpp.profiler.cuda_tasks import network_tasks
+from cdmpp.profiler.engine import BuildJob
+from cdmpp.profiler.plan import network_tasks
 from cdmpp.profiler.pool import Worker, ready, requests
 from cdmpp.profiler.validity import (
     ValidityConfig,
@@ -187,7 +187,7 @@ def collect_validity(
             f"{out} holds validity data already: go on with --resume, or choose another folder"
         )
     compilers = sorted({find_compiler(arch).name for arch in config.archs})
-    tasks, _ = network_tasks(networks, tasks_of, say)
+    tasks, _ = network_tasks(networks, say, tasks_of=tasks_of)
     with Dataset.open_or_create(out / PROGRAMS_FOLDER) as programs:
         known, drawn = _known(out)
         journal = JournalWriter(out / _JOURNAL)

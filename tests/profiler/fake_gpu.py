@@ -13,8 +13,8 @@ import numpy as np
 
 from cdmpp.device import get_device
 from cdmpp.errors import ProfilerError
-from cdmpp.profiler.cuda_program import CudaProgram, Launch
-from cdmpp.profiler.gpu.bundle import Bundle, BundledProgram, Reference
+from cdmpp.profiler.gpu.build import KernelJob
+from cdmpp.profiler.gpu.bundle import Bundle, BundledProgram, CudaProgram, Launch, Reference
 from cdmpp.profiler.gpu.check import reference_inputs, summarise_outputs
 from cdmpp.profiler.gpu.device import GpuFacts, GpuFault, GpuState
 from cdmpp.profiler.gpu.limits import KernelShape
@@ -164,6 +164,15 @@ def toy_bundle(
         "versions": {},
     }
     return Bundle(note, task_of, space_of, program_of, kernels, references)
+
+
+def jobs_of(bundle: Bundle, degree: int = 1) -> list[KernelJob]:
+    """A job a program."""
+    programs = [bundle.programs[kernel.program] for kernel in bundle.kernels]
+    return [
+        KernelJob(p, bundle.tasks[p.task_hash], bundle.spaces[str(p.space_hash)], kernel, degree)
+        for p, kernel in zip(programs, bundle.kernels, strict=True)
+    ]
 
 
 def no_reference(task: str) -> Reference:

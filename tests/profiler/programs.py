@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cdmpp.profiler.build import BuildJob
+from cdmpp.profiler.engine import BuildJob
 from cdmpp.program.space import TaskSpaces
 from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.program.types import Program, Task

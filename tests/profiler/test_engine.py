@@ -9,15 +9,16 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from cdmpp.errors import ProfilerError
-from cdmpp.profiler.build import BuildJob, ObjectCache
-from cdmpp.profiler.calibration import core_groups
-from cdmpp.profiler.engine import CpuEngine, EngineConfig, Outcome
-from cdmpp.profiler.machine import usable_cores
+from cdmpp.profiler.build import ObjectCache
+from cdmpp.profiler.cpu import CpuConfig, cpu_engine
+from cdmpp.profiler.engine import BuildJob, Engine, Outcome
+from cdmpp.profiler.machine import core_groups, usable_cores
 from cdmpp.profiler.statistics import SamplingPlan
 from tests.profiler.programs import (
     TARGET,
@@ -29,9 +30,7 @@ from tests.profiler.programs import (
     slow_build_task,
 )
 
-QUICK = EngineConfig(
-    target=TARGET,
-    core_groups=core_groups(usable_cores(), 1, 1),
+QUICK = CpuConfig(
     builders=1,
     batch_size=4,
     plan=SamplingPlan(min_sample_s=0.0005, min_samples=2, max_samples=4),
@@ -40,8 +39,14 @@ QUICK = EngineConfig(
 )
 
 
-def measure(jobs: list[BuildJob], config: EngineConfig = QUICK) -> dict[str, Outcome]:
-    with CpuEngine(config) as engine:
+def engine_of(config: CpuConfig = QUICK, target: dict[str, Any] = TARGET) -> Engine:
+    return cpu_engine(config, target, core_groups(usable_cores(), 1, 1))
+
+
+def measure(
+    jobs: list[BuildJob], config: CpuConfig = QUICK, target: dict[str, Any] = TARGET
+) -> dict[str, Outcome]:
+    with engine_of(config, target) as engine:
         outcomes = list(engine.run(iter(jobs)))
     assert len(outcomes) == len(jobs), "every job has one outcome"
     return {o.job.program.hash: o for o in outcomes}
@@ -84,21 +89,23 @@ def test_a_program_that_runs_too_long_is_ended() -> None:
 def test_a_build_that_hangs_is_ended_and_its_process_is_gone() -> None:
     bad, good = as_it_is(slow_build_task()), sampled(matmul_task(), 2)
     config = replace(QUICK, build_timeout_s=1.0)
-    with CpuEngine(config) as engine:
+    with engine_of(config) as engine:
+        engine._start_builders()
         hung = engine._builders[0].pid
         outcomes = {o.job.program.hash: o for o in engine.run(iter([bad, *good]))}
-        assert not Path(f"/proc/{hung}").exists() or engine._builders[0].pid != hung
+        assert not _alive(hung) and engine._builders[0].pid != hung
     assert outcomes[bad.program.hash].status == "build_timeout"
     assert all(outcomes[j.program.hash].status == "ok" for j in good)
 
 
-@pytest.mark.parametrize("kind", ["_builders", "_runners"])
+@pytest.mark.parametrize("kind", ["builder", "runner"])
 def test_a_worker_killed_from_outside_loses_nothing(kind: str) -> None:
     jobs = sampled(matmul_task(), 8)
-    with CpuEngine(QUICK) as engine:
+    with engine_of() as engine:
         run = engine.run(iter(jobs))
         outcomes = [next(run)]
-        os.kill(getattr(engine, kind)[0].pid, signal.SIGKILL)
+        workers = engine._builders if kind == "builder" else engine.measurer.workers
+        os.kill(workers[0].pid, signal.SIGKILL)
         outcomes += list(run)
     assert sorted(o.job.program.hash for o in outcomes) == sorted(j.program.hash for j in jobs)
     assert all(o.status == "ok" for o in outcomes)
@@ -113,11 +120,12 @@ def test_a_program_that_does_not_replay_is_invalid() -> None:
 
 
 def test_workers_and_files_are_gone_afterwards() -> None:
-    with CpuEngine(QUICK) as engine:
+    with engine_of() as engine:
         list(engine.run(iter(sampled(matmul_task(), 1))))
-        pids = [w.pid for w in [*engine._builders, *engine._runners]]
-        folder = engine._folder
-    assert folder is not None and not folder.exists()
+        pids = [w.pid for w in [*engine._builders, *engine.measurer.workers]]
+        folder = Path(engine.measurer.builder[1][1])
+        assert folder.exists()
+    assert not folder.exists()
     assert not any(_alive(pid) for pid in pids)
 
 
@@ -136,7 +144,7 @@ def test_waiting_for_outcomes_does_not_end_the_run() -> None:
             yield None
         yield jobs[1]
 
-    with CpuEngine(QUICK) as engine:
+    with engine_of() as engine:
         for outcome in engine.run(source()):
             seen.append(outcome)
     assert [o.job.program.hash for o in seen] == [j.program.hash for j in jobs]
@@ -157,7 +165,7 @@ def test_a_full_disk_is_one_clear_error(tiny_disk: Path) -> None:
     (tiny_disk / "ballast").write_bytes(b"x" * 1_400_000)
     jobs = sampled(matmul_task(), 16)
     config = replace(QUICK, work_dir=str(tiny_disk), batch_size=16)
-    with pytest.raises(ProfilerError, match="no space left"), CpuEngine(config) as engine:
+    with pytest.raises(ProfilerError, match="no space left"), engine_of(config) as engine:
         list(engine.run(iter(jobs)))
 
 
@@ -169,7 +177,7 @@ def test_object_cache_serves_what_was_built_before(tmp_path: Path) -> None:
     assert len(kept) == 2
     stamps = [k.stat().st_mtime_ns for k in kept]
     # Another number of cores is the same code.
-    measure(jobs, replace(config, target={**TARGET, "num-cores": 2}))
+    measure(jobs, config, {**TARGET, "num-cores": 2})
     assert [k.stat().st_mtime_ns for k in kept] == stamps
     assert not ObjectCache(str(tmp_path), {**TARGET, "mcpu": "haswell"}).fetch(
         jobs[0].program.hash, tmp_path / "other.so"

@@ -10,7 +10,7 @@ import pytest
 
 from cdmpp.dataset import Dataset
 from cdmpp.errors import DatasetError, ProfilerError, ProgramError
-from cdmpp.profiler.cuda_program import CudaProgram
+from cdmpp.profiler.gpu.bundle import CudaProgram
 from cdmpp.profiler.gpu.compile import Compiled, CompileError, KernelResources, find_nvcc
 from cdmpp.profiler.gpu.limits import KernelShape
 from cdmpp.profiler.validity import (

@@ -13,8 +13,7 @@ from predictor_synthetic import make_data
 from cdmpp.predictor import Predictor, config_from_dict, split_data
 from cdmpp.predictor.baselines import CdmppModel
 from cdmpp.predictor.uncertainty import calibrated
-from cdmpp.profiler.build import BuildJob
-from cdmpp.profiler.engine import Outcome
+from cdmpp.profiler.engine import BuildJob, Outcome
 from cdmpp.tuner.objective import Objective
 from cdmpp.tuner.task_tuner import SearchConfig
 from cdmpp.tuner.tuning import TuneConfig

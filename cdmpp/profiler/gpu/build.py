@@ -1,162 +1,177 @@
-"""The building side of bundles: a process that draws programs of a task, lowers and compiles them.
-
-Drawing is here and not in the parent because it costs most: of some spaces a point in fifty can run, and each has to be
-lowered to know. What is lowered to know is then compiled, once.
+"""Building for a GPU, in processes of their own: scheduled programs to cubins, or the reason why they cannot run; sources
+alone to cubins; and, for bundles, programs drawn from a task's design space. Needs no GPU; TVM for all but sources.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from cdmpp.errors import ProgramError
-from cdmpp.profiler.cuda_build import compile_kernel, excluded
-from cdmpp.profiler.gpu.bundle import BundledProgram, Reference
-from cdmpp.profiler.gpu.lowering import CudaLowering
+from cdmpp.errors import ProfilerError, ProgramError
+from cdmpp.profiler.arguments import ArgSpec
+from cdmpp.profiler.engine import Builder, BuildJob
+from cdmpp.profiler.gpu.bundle import BundledProgram, CudaProgram, Reference
+from cdmpp.profiler.gpu.compile import CompileError, find_compiler
+from cdmpp.profiler.gpu.limits import arch_limits, resource_fault, shape_fault
 from cdmpp.program.types import Program, Space, Task
-
-#: Candidates that are lowered at most for each one that can run.
-_MAX_TRIES = 60
-#: Candidates drawn at a time.
-_DRAWN = 8
 
 
 @dataclass(frozen=True)
-class TaskJob:
-    """What to make of one task.
+class KernelJob(BuildJob):
+    """A program of a bundle to measure, with at most `degree` programs at the same time, itself included; its output is
+    compared with the `reference`, if there is one."""
 
-    Attributes
-    ----------
-    n
-        Programs wanted.
-    known
-        Programs that are there already.
-    parents
-        Draw mutants of these in place of random points; they are of `spaces`.
-    invalid
-        Programs that cannot run and are kept all the same, as records without a latency.
-    seconds
-        Time after which drawing ends.
-    reference_flops
-        Compute the reference if the task takes no more operations.
+    kernel: BundledProgram
+    degree: int = 1
+    reference: Reference | None = None
+
+    @property
+    def built(self) -> BundledProgram | None:
+        """The kernel, unless its source is still to be compiled."""
+        return self.kernel if self.kernel.status != "ok" or self.kernel.cubin else None
+
+
+@dataclass(frozen=True)
+class DrawJob:
+    """Candidates to draw from the design spaces of a task: random points, or mutants of `parents`.
+
+    Drawn by builders, because it costs most: of some spaces a point in fifty can run, and each has to be lowered to know.
     """
 
     task: Task
     n: int
-    known: frozenset[str]
-    parents: tuple[Program, ...]
-    invalid: int
-    seconds: float
-    reference_flops: float
     seed: int
+    seen: frozenset[str]
+    parents: tuple[Program, ...] = ()
+    built = None
 
 
 @dataclass(frozen=True)
-class Compiling:
-    """Sent before each compilation (and each drawing), so that the parent knows what does not end."""
+class Drawn:
+    """Candidates in their spaces: those that may run, and those that the device's limits exclude."""
 
-    program: Program | None
-    space: Space | None
-
-
-@dataclass(frozen=True)
-class BuiltProgram:
-    """One program of the task."""
-
-    program: Program
-    space: Space
-    kernel: BundledProgram
-
-
-@dataclass(frozen=True)
-class TaskDone:
-    """Sent last. ``error`` says why the task has no design space, if it has none."""
-
-    reference: Reference | None
-    tries: int
+    candidates: tuple[tuple[Program, Space], ...]
+    excluded: tuple[tuple[Program, Space, BundledProgram], ...]
+    status: str = "ok"
     error: str = ""
+    build_s: float = 0.0
 
 
-def _draw(job: TaskJob, spaces: Any, seen: set[str]) -> Iterator[Program]:
-    """Candidates, valid or not, until the spaces hold no more."""
-    number = 0
-    while True:
-        seed = job.seed + 7919 * len(job.known) + 104729 * number + 1
-        if job.parents:
-            drawn = spaces.mutate(job.parents, _DRAWN, seed, exclude=seen)
-        else:
-            drawn = spaces.sample(_DRAWN, seed, exclude=seen)
-        if not drawn:
-            return
-        seen.update(p.hash for p in drawn)
-        yield from drawn
-        number += 1
+@dataclass(frozen=True)
+class ReferenceJob:
+    """What a task computes, to be found out by running it unscheduled on the CPU."""
+
+    task: Task
+    params: tuple[ArgSpec, ...]
+    outputs: tuple[int, ...]
+    seed: int
+    built = None
 
 
-def _build(job: TaskJob, arch: str, lowering: CudaLowering) -> Iterator[Compiling | BuiltProgram | TaskDone]:
-    from cdmpp.program.space import TaskSpaces
+@dataclass(frozen=True)
+class Referenced:
+    """The answer to a :class:`ReferenceJob`."""
 
-    started = time.monotonic()
-    yield Compiling(None, None)
-    try:
-        spaces = TaskSpaces(job.task, "cuda", verify=False)
-    except ProgramError as err:
-        yield TaskDone(None, 0, str(err))
-        return
-    by_hash = {s.hash: s for s in spaces.spaces}
-    ok = invalid = tries = 0
-    reference: Reference | None = None
-    wanted_reference = not job.known and job.task.flops <= job.reference_flops
-    for program in _draw(job, spaces, set(job.known)):
-        if ok >= job.n or tries >= _MAX_TRIES * job.n or time.monotonic() - started > job.seconds:
-            break
-        tries += 1
-        space = by_hash[str(program.space_hash)]
-        yield Compiling(None, None)
-        begun = time.perf_counter()
+    reference: Reference
+    status: str = "ok"
+    error: str = ""
+    build_s: float = 0.0
+
+
+def kernel_builder(arch: str, target: Mapping[str, Any] | None = None) -> Builder:
+    """Builders for an architecture; without a `target` (as TVM takes it) they compile sources alone."""
+    return KernelBuilder, (arch, target), 10
+
+
+class KernelBuilder:
+    """Does what the jobs above ask for."""
+
+    def __init__(self, arch: str, target: Mapping[str, Any] | None) -> None:
+        self._arch = arch
+        if target is not None:
+            from cdmpp.profiler.gpu.lowering import CudaLowering
+            from cdmpp.program.space import Rebuilder
+
+            # Without the postprocessor that only rejects: what is wrong with a program is to be said, not that it is.
+            self._lower, self._rebuild = CudaLowering(dict(target)), Rebuilder(verify=False)
+
+    def __call__(self, job: BuildJob | DrawJob | ReferenceJob) -> BundledProgram | Drawn | Referenced:
+        if isinstance(job, DrawJob):
+            return self._draw(job)
+        if isinstance(job, ReferenceJob):
+            from cdmpp.profiler.gpu.check import task_reference
+
+            func = job.task.prim_func()
+            return Referenced(task_reference(func, job.params, job.outputs, job.task.hash, job.seed))
+        if isinstance(job, KernelJob):
+            assert job.kernel.cuda is not None
+            return self._compile(job.kernel.program, job.kernel.cuda)
         try:
-            func = spaces.rebuild(program, space)
-            fault = excluded(program.hash, func, arch, lowering)
+            func = self._rebuild(job.program, job.task, job.space)
         except ProgramError as err:
-            fault = BundledProgram(program.hash, "build_error", str(err))
+            return BundledProgram(job.program.hash, "invalid_config", str(err))
+        excluded = self._excluded(job.program.hash, func)
+        if excluded is not None:
+            return excluded
+        try:
+            return self._compile(job.program.hash, self._lower(func))
+        except ProgramError as err:
+            return BundledProgram(job.program.hash, "build_error", str(err))
+
+    def _draw(self, job: DrawJob) -> Drawn:
+        from cdmpp.program.space import TaskSpaces
+
+        try:
+            spaces = TaskSpaces(job.task, "cuda", verify=False)
+        except ProgramError as err:
+            return Drawn((), (), "build_error", str(err))
+        if job.parents:
+            drawn = spaces.mutate(job.parents, job.n, job.seed, exclude=job.seen)
+        else:
+            drawn = spaces.sample(job.n, job.seed, exclude=job.seen)
+        by_hash = {space.hash: space for space in spaces.spaces}
+        candidates, excluded = [], []
+        for program in drawn:
+            space = by_hash[str(program.space_hash)]
+            try:
+                fault = self._excluded(program.hash, spaces.rebuild(program, space))
+            except ProgramError as err:
+                fault = BundledProgram(program.hash, "build_error", str(err))
+            if fault is None:
+                candidates.append((program, space))
+            else:
+                excluded.append((program, space, fault))
+        return Drawn(tuple(candidates), tuple(excluded))
+
+    def _excluded(self, program: str, func: Any) -> BundledProgram | None:
+        """A program that TVM does not lower or that the limits exclude, which shows before it is compiled."""
+        try:
+            cuda = self._lower(func, unroll=False)
+        except ProgramError as err:
+            return BundledProgram(program, "build_error", str(err))
+        fault = shape_fault(cuda.shapes, self._arch)
+        if fault is None and cuda.async_copies and not arch_limits(self._arch).async_copies:
+            fault = "async", f"it copies asynchronously, which {self._arch} cannot"
+        return None if fault is None else _invalid(program, fault)
+
+    def _compile(self, program: str, cuda: CudaProgram) -> BundledProgram:
+        try:
+            compiled = find_compiler(self._arch).compile(cuda.source, self._arch)
+        except CompileError as err:
+            shared = "too much shared" in str(err)
+            return BundledProgram(program, "invalid_config" if shared else "build_error", str(err))
+        except ProfilerError as err:
+            return BundledProgram(program, "build_error", str(err))
+        except TimeoutError as err:
+            return BundledProgram(program, "build_timeout", str(err))
+        taken = [compiled.resources[launch.kernel] for launch in cuda.launches]
+        fault = resource_fault(cuda.shapes, taken, self._arch)
         if fault is not None:
-            if invalid < job.invalid:
-                invalid += 1
-                yield BuiltProgram(program, space, fault)
-            continue
-        yield Compiling(program, space)
-        kernel = compile_kernel(program.hash, func, arch, lowering)
-        if kernel.status == "ok":
-            kernel = replace(kernel, build_s=time.perf_counter() - begun)
-        yield BuiltProgram(program, space, kernel)
-        if kernel.cuda is None:
-            continue
-        ok += 1
-        if wanted_reference:
-            wanted_reference = False
-            yield Compiling(None, None)
-            reference = _reference(job, kernel.cuda.params, kernel.cuda.outputs)
-    yield TaskDone(reference, tries)
+            return _invalid(program, fault)
+        resources = {name: asdict(r) for name, r in compiled.resources.items()}
+        return BundledProgram(program, "ok", "", cuda, compiled.cubin, resources)
 
 
-def _reference(job: TaskJob, params: Any, outputs: Any) -> Reference:
-    from cdmpp.profiler.gpu.check import task_reference
-
-    return task_reference(job.task.prim_func(), params, outputs, job.task.hash, job.seed)
-
-
-def bundle_worker(connection: Connection, target: dict[str, Any], arch: str, niceness: int) -> None:
-    """Serve :class:`TaskJob` after :class:`TaskJob` until the connection closes (runs in its own process)."""
-    from cdmpp.profiler import machine
-    from cdmpp.profiler.pool import requests
-
-    machine.die_with_parent()
-    machine.stand_back(niceness)
-    lowering = CudaLowering(target)
-    job: TaskJob
-    for job in requests(connection):
-        for message in _build(job, arch, lowering):
-            connection.send(message)
+def _invalid(program: str, fault: tuple[str, str]) -> BundledProgram:
+    return BundledProgram(program, "invalid_config", f"{fault[0]}: {fault[1]}")

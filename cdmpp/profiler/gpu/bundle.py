@@ -1,9 +1,9 @@
-"""Bundles: programs compiled for a device that is elsewhere, in one file; reading one needs neither TVM nor CUDA.
+"""CUDA programs as data, and bundles of them: programs compiled for a device that is elsewhere, in one file.
 
-A bundle is a zip archive of parquet files (zstd inside, so the archive itself is not compressed): tasks, spaces and
-programs as a dataset keeps them, ``kernels.parquet`` with a row a program (status, CUDA C++, cubin, launches, resources),
-``references.parquet`` with what some tasks should compute, and ``bundle.json`` with the device, the compiler and the
-settings.
+Reading one needs neither TVM nor CUDA. A bundle is a zip archive of parquet files (zstd inside, so the archive itself is not
+compressed): tasks, spaces and programs as a dataset keeps them, ``kernels.parquet`` with a row a program (status, CUDA C++,
+cubin, launches, resources), ``references.parquet`` with what some tasks should compute, and ``bundle.json`` with the device,
+the compiler and the settings.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import numpy as np
 from cdmpp.dataset import codec
 from cdmpp.dataset.schema import arrow_schema
 from cdmpp.errors import BundleError
-from cdmpp.profiler.cuda_program import CudaProgram
+from cdmpp.profiler.arguments import ArgSpec
+from cdmpp.profiler.gpu.limits import KernelShape
 from cdmpp.program.types import Program, Space, Task
 
 if TYPE_CHECKING:
@@ -39,6 +40,87 @@ _GROUP_ROWS = 512
 
 
 @dataclass(frozen=True)
+class Launch:
+    """One kernel launch: the entry function, and its pointer arguments as indices into parameters followed by workspaces."""
+
+    kernel: str
+    buffers: tuple[int, ...]
+    shape: KernelShape
+
+
+@dataclass(frozen=True)
+class CudaProgram:
+    """CUDA C++ of a scheduled program and how to run it: what a machine without TVM needs.
+
+    Attributes
+    ----------
+    source
+        Compiles by itself with nvcc and with NVRTC.
+    outputs
+        Which parameters it writes.
+    workspaces
+        Further global buffers, from kernel to kernel.
+    launches
+        In order; one run of the program is all of them.
+    async_copies
+        Whether a kernel copies to shared memory asynchronously (``cp.async``, since sm_80).
+    """
+
+    source: str = field(repr=False)
+    params: tuple[ArgSpec, ...]
+    outputs: tuple[int, ...]
+    workspaces: tuple[ArgSpec, ...]
+    launches: tuple[Launch, ...]
+    async_copies: bool = False
+
+    @property
+    def buffers(self) -> tuple[ArgSpec, ...]:
+        """Parameters and workspaces: what ``Launch.buffers`` counts."""
+        return (*self.params, *self.workspaces)
+
+    @property
+    def shapes(self) -> list[KernelShape]:
+        """Of the launches."""
+        return [launch.shape for launch in self.launches]
+
+    def to_json(self) -> dict[str, Any]:
+        """All but the source, as bundles keep it."""
+        return {
+            "params": self.params,
+            "outputs": self.outputs,
+            "workspaces": self.workspaces,
+            "launches": [
+                {
+                    "kernel": launch.kernel,
+                    "buffers": launch.buffers,
+                    "grid": launch.shape.grid,
+                    "block": launch.shape.block,
+                    "shared_bytes": launch.shape.shared_bytes,
+                }
+                for launch in self.launches
+            ],
+            "async_copies": self.async_copies,
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], source: str) -> CudaProgram:
+        """Inverse of :meth:`to_json`."""
+
+        def specs(name: str) -> tuple[ArgSpec, ...]:
+            return tuple((tuple(int(n) for n in shape), str(dtype)) for shape, dtype in value[name])
+
+        launches = []
+        for launch in value["launches"]:
+            (gx, gy, gz), (bx, by, bz) = launch["grid"], launch["block"]
+            shape = KernelShape((gx, gy, gz), (bx, by, bz), int(launch["shared_bytes"]))
+            launches.append(Launch(str(launch["kernel"]), tuple(launch["buffers"]), shape))
+        copies = bool(value["async_copies"])
+        return cls(
+            source, specs("params"), tuple(value["outputs"]), specs("workspaces"), tuple(launches), copies
+        )
+
+
+@dataclass(frozen=True)
 class BundledProgram:
     """A program with its code, or the reason why there is none.
 
@@ -48,8 +130,6 @@ class BundledProgram:
         Hash of the program.
     status
         ``ok``, ``build_error``, ``build_timeout`` or ``invalid_config``.
-    error
-        Why, unless ``ok``.
     cuda
         Source and launches; None where it could not be lowered.
     cubin
@@ -76,7 +156,7 @@ class Reference:
     Attributes
     ----------
     outputs
-        Output parameter -> float32 values at evenly spaced places of the flattened output.
+        Output parameter -> float32 values at evenly spaced positions of the flattened output.
     means
         Output parameter -> mean of all absolute values.
     """
@@ -89,13 +169,13 @@ class Reference:
 
 @dataclass(frozen=True)
 class Bundle:
-    """The contents of a bundle.
+    """What a bundle holds.
 
     Attributes
     ----------
     note
-        ``device`` (name), ``arch``, ``compiler``, ``devices`` (name -> facts, of the shares too), ``network_families``,
-        ``versions``, ``config``.
+        ``device`` (name), ``arch``, ``compiler``, ``devices`` (name -> specification, of the shares too),
+        ``network_families``, ``versions``, ``config``.
     tasks, spaces, programs, references
         By hash (references by task).
     kernels
@@ -121,13 +201,7 @@ class Bundle:
 
 
 def write_bundle(path: str | Path, bundle: Bundle) -> None:
-    """Write a bundle; the file appears whole or not at all.
-
-    Raises
-    ------
-    BundleError
-        It cannot be written.
-    """
+    """Write a bundle; the file appears whole or not at all (BundleError)."""
     path = Path(path)
     note = {**bundle.note, "bundle_version": BUNDLE_VERSION}
     tables = {
@@ -153,13 +227,7 @@ def write_bundle(path: str | Path, bundle: Bundle) -> None:
 
 
 def read_bundle(path: str | Path) -> Bundle:
-    """Read a bundle.
-
-    Raises
-    ------
-    BundleError
-        There is no such file, it is damaged, no bundle, or of another version.
-    """
+    """Read a bundle (BundleError if there is none, or it is damaged or of another version)."""
     import pyarrow as pa
 
     try:
@@ -237,37 +305,25 @@ def _kernels_to_arrow(kernels: Iterable[BundledProgram]) -> pa.Table:
 
 def _kernels_from_arrow(table: pa.Table) -> Iterator[BundledProgram]:
     for row in table.to_pylist():
-        cuda = None
-        if row["launches"] is not None:
-            cuda = CudaProgram.from_json(json.loads(row["launches"]), row["source"])
-        yield BundledProgram(
-            row["program"],
-            row["status"],
-            row["error"],
-            cuda,
-            row["cubin"],
-            json.loads(row["resources"]),
-            float(row["build_s"]),
-        )
+        launches, source = row.pop("launches"), row.pop("source")
+        row["resources"] = json.loads(row["resources"])
+        cuda = None if launches is None else CudaProgram.from_json(json.loads(launches), source)
+        yield BundledProgram(cuda=cuda, **row)
 
 
 def _references_to_arrow(references: Iterable[Reference]) -> pa.Table:
     import pyarrow as pa
 
     rows = [
-        (r.task, r.seed, number, r.outputs[number], r.means[number])
+        {"task": r.task, "seed": r.seed, "output": n, "values": r.outputs[n], "mean": r.means[n]}
         for r in references
-        for number in r.outputs
+        for n in r.outputs
     ]
-    return pa.table(
-        {
-            "task": pa.array([r[0] for r in rows], pa.string()),
-            "seed": pa.array([r[1] for r in rows], pa.int64()),
-            "output": pa.array([r[2] for r in rows], pa.int32()),
-            "values": pa.array([r[3] for r in rows], pa.list_(pa.float32())),
-            "mean": pa.array([r[4] for r in rows], pa.float64()),
-        }
-    )
+    fields = [
+        ("task", pa.string()), ("seed", pa.int64()), ("output", pa.int32()),
+        ("values", pa.list_(pa.float32())), ("mean", pa.float64()),
+    ]  # fmt: skip
+    return pa.Table.from_pylist(rows, pa.schema(fields))
 
 
 def _references_from_arrow(table: pa.Table) -> Iterator[Reference]:

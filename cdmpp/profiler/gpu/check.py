@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.profiler.arguments import index_bound, integer_range
-from cdmpp.profiler.cuda_program import BufferSpec
+from cdmpp.profiler.arguments import ArgSpec, index_bound, integer_range
 from cdmpp.profiler.gpu.bundle import Reference
 
 #: Values kept of each output.
@@ -38,7 +37,7 @@ def places(size: int) -> NDArray[np.int64]:
     return np.unique(np.linspace(0, size - 1, min(size, _PLACES)).astype(np.int64))
 
 
-def reference_inputs(params: Sequence[BufferSpec], seed: int) -> list[NDArray[Any]]:
+def reference_inputs(params: Sequence[ArgSpec], seed: int) -> list[NDArray[Any]]:
     """Contents of all parameters: floats in [0.1, 1), integers as :mod:`cdmpp.profiler.arguments` says.
 
     ``RandomState`` because its numbers are the same in every version of NumPy.
@@ -88,7 +87,7 @@ def compare(found: Reference, expected: Reference, tolerance: float = TOLERANCE)
 
 
 def task_reference(
-    func: Any, params: Sequence[BufferSpec], outputs: Sequence[int], task: str, seed: int
+    func: Any, params: Sequence[ArgSpec], outputs: Sequence[int], task: str, seed: int
 ) -> Reference:
     """Run an unscheduled PrimFunc on the CPU (imports TVM)."""
     from cdmpp.program.tvm_env import import_tvm, quiet

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -60,10 +60,6 @@ class KernelResources:
     spill_load_bytes: int = 0
     shared_bytes: int = 0
     stack_bytes: int = 0
-
-    def to_json(self) -> dict[str, int]:
-        """As JSON values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

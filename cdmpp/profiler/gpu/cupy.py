@@ -23,10 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import ProfilerError
-from cdmpp.profiler.arguments import index_bound, integer_range
-from cdmpp.profiler.cuda_program import BufferSpec, CudaProgram, buffer_bytes
-from cdmpp.profiler.cuda_share import make_partitions
-from cdmpp.profiler.gpu.bundle import BundledProgram
+from cdmpp.profiler.arguments import ArgSpec, argument_bytes, index_bound, integer_range
+from cdmpp.profiler.gpu.bundle import BundledProgram, CudaProgram
 from cdmpp.profiler.gpu.device import GpuFacts, GpuFault, GpuState
 
 _HELPERS = r"""
@@ -220,7 +218,7 @@ class CupyGpu:
         cupy = self._cupy
         with self._faults():
             arrays = [cupy.asarray(a) for a in inputs]
-            arrays += [cupy.empty(buffer_bytes(spec), cupy.uint8) for spec in loaded.cuda.workspaces]
+            arrays += [cupy.empty(argument_bytes(spec), cupy.uint8) for spec in loaded.cuda.workspaces]
             cupy.cuda.Device(0).synchronize()
             for launch, function in zip(loaded.cuda.launches, loaded.functions, strict=True):
                 arguments = tuple(arrays[n] for n in launch.buffers)
@@ -256,11 +254,11 @@ class CupyGpu:
             written = number in loaded.cuda.outputs or number >= len(loaded.cuda.params)
             kind = _SCRATCH if written else _kind(spec, bound)
             places.append((kind, offsets.get(kind, 0)))
-            offsets[kind] = offsets.get(kind, 0) + -(-buffer_bytes(spec) // _ALIGNMENT) * _ALIGNMENT
+            offsets[kind] = offsets.get(kind, 0) + -(-argument_bytes(spec) // _ALIGNMENT) * _ALIGNMENT
         for kind, size in offsets.items():
             self._grow(lane, kind, size)
         arrays = [
-            self._arenas[lane, kind][offset : offset + max(1, buffer_bytes(spec))]
+            self._arenas[lane, kind][offset : offset + max(1, argument_bytes(spec))]
             for spec, (kind, offset) in zip(loaded.cuda.buffers, places, strict=True)
         ]
         loaded.arguments[lane] = [tuple(arrays[n] for n in launch.buffers) for launch in loaded.cuda.launches]
@@ -329,7 +327,7 @@ class CupyGpu:
             raise GpuFault(str(err)) from err
 
 
-def _kind(spec: BufferSpec, bound: int) -> str:
+def _kind(spec: ArgSpec, bound: int) -> str:
     """Which buffer a parameter is a slice of: its dtype, and for integers the bound of the contents."""
     dtype = spec[1]
     return f"{dtype}<{bound}" if "int" in dtype else dtype
@@ -390,3 +388,78 @@ class _Nvml:
         )
         self._last = (now, state)
         return state
+
+
+# -- shares ------------------------------------------------------------------------------------------------------
+
+#: Unit of partitions where the driver does not say, by major compute capability.
+_UNITS = {6: 1, 7: 2, 8: 2}
+_HOPPER_UNIT = 8
+
+
+@dataclass(frozen=True)
+class Partitions:
+    """Equal partitions of a GPU.
+
+    Attributes
+    ----------
+    streams
+        A CUDA stream (address) in each.
+    sms
+        Multiprocessors of each.
+    keep
+        What must live as long as the streams.
+    """
+
+    streams: tuple[int, ...]
+    sms: int
+    keep: Any
+
+
+def partition_sms(sms: int, share: float, unit: int) -> int:
+    """Multiprocessors of a share, rounded down to the unit of partitions (at least one unit).
+
+    Raises
+    ------
+    ProfilerError
+        The share is not between 0 and 1.
+    """
+    if not 0 < share < 1:
+        raise ProfilerError(f"a share is a fraction between 0 and 1, not {share:g}")
+    return max(unit, int(sms * share + 1e-9) // unit * unit)
+
+
+def make_partitions(share: float, lanes: int, capability: int) -> Partitions:
+    """As many partitions of `share` as fit, at most `lanes`; the primary context must be current.
+
+    Raises
+    ------
+    ProfilerError
+        cuda-bindings is missing, or the driver refuses.
+    """
+    try:
+        from cuda.bindings import driver
+    except ImportError as err:
+        raise ProfilerError(f"shares of a GPU need cuda-bindings: {err}") from err
+
+    def call(result: tuple[Any, ...]) -> Any:
+        if int(result[0]) != 0:
+            raise ProfilerError(f"the driver makes no partition: {result[0].name}")
+        return result[1] if len(result) == 2 else result[1:]
+
+    device = call(driver.cuCtxGetDevice())
+    whole = call(driver.cuDeviceGetDevResource(device, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM))
+    unit = int(getattr(whole.sm, "smCoscheduledAlignment", 0)) or _UNITS.get(capability, _HOPPER_UNIT)
+    wanted = partition_sms(int(whole.sm.smCount), share, unit)
+    count = max(1, min(lanes, int(whole.sm.smCount) // wanted))
+    groups, made, _ = call(driver.cuDevSmResourceSplitByCount(count, whole, 0, wanted))
+    streams, keep = [], []
+    for group in groups[:made]:
+        description = call(driver.cuDevResourceGenerateDesc([group], 1))
+        flag = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+        context = call(driver.cuGreenCtxCreate(description, device, flag))
+        nonblocking = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        stream = call(driver.cuGreenCtxStreamCreate(context, nonblocking, 0))
+        streams.append(int(stream))
+        keep.append((context, stream))
+    return Partitions(tuple(streams), int(groups[0].sm.smCount), keep)

@@ -1,5 +1,5 @@
-"""What the measuring side needs of a GPU, as an interface: the real one is :mod:`cdmpp.profiler.gpu.cupy`, tests have one
-with a scripted clock.
+"""What measuring needs of a GPU, as an interface: the real one is :mod:`cdmpp.profiler.gpu.cupy`, tests have one with a
+scripted clock.
 
 A GPU has lanes. A lane runs one program at a time; programs in different lanes run side by side, on the same
 multiprocessors or, where lanes are partitions of the GPU, each on its own.
@@ -49,10 +49,6 @@ class GpuFacts:
     driver: str
     launch: str = "graph"
 
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class GpuState:
@@ -64,8 +60,8 @@ class GpuState:
     power_w: float | None = None
     throttle: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """What is known, as JSON values."""
+    def known(self) -> dict[str, Any]:
+        """What the driver says."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -94,7 +90,7 @@ class Gpu(Protocol):
         """
 
     def outputs(self, loaded: Any, inputs: Sequence[NDArray[Any]]) -> dict[int, NDArray[Any]]:
-        """Run once with these contents of the parameters; the outputs by parameter."""
+        """Run once with these input values; the outputs by number of the parameter."""
 
     def unload(self, loaded: Any) -> None:
         """Give back what :meth:`load` and :meth:`prepare` took."""

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from cdmpp.errors import ProgramError
-from cdmpp.profiler.build import argument_specs
-from cdmpp.profiler.cuda_program import BufferSpec, CudaProgram, Launch, buffer_bytes
+from cdmpp.profiler.arguments import ArgSpec, argument_bytes, argument_specs
+from cdmpp.profiler.gpu.bundle import CudaProgram, Launch
 from cdmpp.profiler.gpu.limits import KernelShape
 from cdmpp.program.tvm_env import import_tvm, quiet
 
@@ -93,11 +93,11 @@ class CudaLowering:
             _without_libcxx(source), argument_specs(func), _written(func), workspaces, launches, copies
         )
 
-    def _launches(self, mod: Any) -> tuple[tuple[BufferSpec, ...], tuple[Launch, ...]]:
+    def _launches(self, mod: Any) -> tuple[tuple[ArgSpec, ...], tuple[Launch, ...]]:
         """Workspaces and launches of the host function of a module that is split but not packed."""
         main = mod["main"]
         numbers = {var: number for number, var in enumerate(main.params)}
-        workspaces: list[BufferSpec] = []
+        workspaces: list[ArgSpec] = []
         launches: list[Launch] = []
         for statement in _statements(main.body):
             kind = type(statement).__name__
@@ -151,7 +151,7 @@ class CudaLowering:
             nonlocal total
             if type(node).__name__ == "AllocBuffer" and str(node.buffer.scope()).startswith("shared"):
                 spec = (tuple(int(n) for n in node.buffer.shape), str(node.buffer.dtype))
-                total += buffer_bytes(spec)
+                total += argument_bytes(spec)
 
         tvm_ffi.structural_walk(kernel.body, visit, order="pre")
         return total

@@ -7,44 +7,45 @@ from __future__ import annotations
 
 import base64
 import logging
-import os
 import shutil
 import time
 import zlib
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from cdmpp.dataset import Dataset
 from cdmpp.dataset.journal import JournalWriter, read_journal
+from cdmpp.device import Device, get_device
 from cdmpp.errors import BundleError, ProfilerError
-from cdmpp.profiler.cuda_program import CudaProgram
-from cdmpp.profiler.cuda_tasks import network_tasks
-from cdmpp.profiler.gpu.build import BuiltProgram, Compiling, TaskDone, TaskJob, bundle_worker
-from cdmpp.profiler.gpu.bundle import Bundle, BundledProgram, Reference, write_bundle
-from cdmpp.profiler.pool import Worker, ready
-
-if TYPE_CHECKING:
-    from cdmpp.device import Device
-    from cdmpp.program.types import Program, Task
+from cdmpp.profiler.engine import BuildConfig, BuildJob, BuildOnly, Engine, Outcome
+from cdmpp.profiler.gpu.build import DrawJob, ReferenceJob, kernel_builder
+from cdmpp.profiler.gpu.bundle import Bundle, BundledProgram, CudaProgram, Reference, write_bundle
+from cdmpp.profiler.gpu.compile import find_compiler
+from cdmpp.profiler.gpu.limits import arch_limits
+from cdmpp.profiler.plan import CHUNK, ELITE, network_tasks, seed_of
+from cdmpp.profiler.session import Progress
+from cdmpp.program.types import Program, Space, Task
 
 logger = logging.getLogger(__name__)
 
-#: Shares whose facts go along, so that the measuring machine needs no device table.
+#: Shares whose specifications go along, so that the measuring machine needs no device table.
 SHARES: tuple[float, ...] = (1.0, 0.75, 0.5, 0.25)
-#: Programs of a task before the next task's turn.
-_CHUNK = 16
-#: Parents of mutants: the fastest of the task.
-_ELITE = 6
+#: Candidates drawn at a time.
+_DRAWN = 16
+#: Candidates that are lowered at most for each one that can run.
+_MAX_TRIES = 60
+#: Builders that die or take too long over one task before it is given up.
+_MAX_BROKEN = 3
 
 
-@dataclass(frozen=True)
-class BundleConfig:
+@dataclass(frozen=True, kw_only=True)
+class BundleConfig(BuildConfig):
     """Options of :func:`make_bundle`.
 
     Attributes
@@ -53,32 +54,22 @@ class BundleConfig:
         Programs that can run, of each task; fewer where its spaces hold no more or `task_seconds` pass.
     invalid_per_task
         Programs that the device's limits exclude, kept as records.
-    build_timeout_s
-        CPU seconds of lowering and compiling one program.
+    task_seconds
+        Spent by builders on 16 programs of a task.
     reference_flops
         Tasks of at most so many operations come with a reference output (run on the CPU, unscheduled).
     cubins, sources
         What is kept of the code: at least one of them.
     """
 
+    build_timeout_s: float = 30.0
     programs_per_task: int = 16
     invalid_per_task: int = 2
-    builders: int | None = None
-    build_timeout_s: float = 30.0
     task_seconds: float = 120.0
     reference_flops: float = 3e8
     cubins: bool = True
     sources: bool = True
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class BundleProgress:
-    """Where the making of a bundle stands."""
-
-    done: int
-    total: int
-    statuses: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -98,12 +89,13 @@ class _Store:
     """What was built so far: a dataset for the programs, a journal for their code."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
         self.dataset = Dataset.open_or_create(folder / "programs")
         self.kernels: dict[str, BundledProgram] = {}
         self.references: dict[str, Reference] = {}
+        #: Task -> programs by status.
+        self.statuses: dict[str, Counter[str]] = defaultdict(Counter)
         #: Tasks whose spaces hold no more.
-        self.spent: set[str] = set()
+        self.exhausted: set[str] = set()
         for line in read_journal(folder / "kernels.jsonl").values:
             self._take(line)
         self._journal = JournalWriter(folder / "kernels.jsonl")
@@ -114,62 +106,52 @@ class _Store:
             means = {int(n): float(v) for n, v in line["means"].items()}
             self.references[line["reference"]] = Reference(line["reference"], line["seed"], outputs, means)
         elif "spent" in line:
-            self.spent.add(line["spent"])
+            self.exhausted.add(line["spent"])
         else:
-            code = line["code"]
-            cuda = None
-            if code is not None:
-                cuda = CudaProgram.from_json(code, _unpacked(line["source"]).decode())
-            self.kernels[line["program"]] = BundledProgram(
-                line["program"],
-                line["status"],
-                line["error"],
-                cuda,
-                _unpacked(line["cubin"]),
-                line["resources"],
-                line["build_s"],
+            code, source, cubin = (
+                line.pop("code"),
+                _unpacked(line.pop("source")),
+                _unpacked(line.pop("cubin")),
             )
+            cuda = None if code is None else CudaProgram.from_json(code, source.decode())
+            kernel = BundledProgram(cuda=cuda, cubin=cubin, **line)
+            self.kernels[kernel.program] = kernel
+            self.statuses[self.dataset.programs[kernel.program].task_hash][kernel.status] += 1
 
-    def add(self, built: BuiltProgram, task: Task) -> None:
-        self.dataset.add_task(task)
-        self.dataset.add_space(built.space)
-        self.dataset.add_program(built.program)
-        kernel = built.kernel
-        line = {
-            "program": kernel.program,
-            "status": kernel.status,
-            "error": kernel.error,
-            "code": None if kernel.cuda is None else kernel.cuda.to_json(),
-            "source": _packed(b"" if kernel.cuda is None else kernel.cuda.source.encode()),
-            "cubin": _packed(kernel.cubin),
-            "resources": {name: dict(r) for name, r in kernel.resources.items()},
-            "build_s": round(kernel.build_s, 4),
-        }
+    def _add(self, line: dict[str, Any]) -> None:
         self._journal.append(line)
         self._take(line)
+
+    def add(self, task: Task, program: Program, space: Space, kernel: BundledProgram) -> None:
+        self.dataset.add_task(task)
+        self.dataset.add_space(space)
+        self.dataset.add_program(program)
+        self._add(
+            {
+                "program": kernel.program,
+                "status": kernel.status,
+                "error": kernel.error,
+                "code": None if kernel.cuda is None else kernel.cuda.to_json(),
+                "source": _packed(b"" if kernel.cuda is None else kernel.cuda.source.encode()),
+                "cubin": _packed(kernel.cubin),
+                "resources": {name: dict(r) for name, r in kernel.resources.items()},
+                "build_s": round(kernel.build_s, 4),
+            }
+        )
 
     def add_reference(self, reference: Reference) -> None:
-        line = {
-            "reference": reference.task,
-            "seed": reference.seed,
-            # As text, because a sum may overflow to infinity, which JSON lacks.
-            "outputs": {str(n): [str(x) for x in v] for n, v in reference.outputs.items()},
-            "means": {str(n): str(v) for n, v in reference.means.items()},
-        }
-        self._journal.append(line)
-        self._take(line)
+        self._add(
+            {
+                "reference": reference.task,
+                "seed": reference.seed,
+                # As text, because a sum may overflow to infinity, which JSON lacks.
+                "outputs": {str(n): [str(x) for x in v] for n, v in reference.outputs.items()},
+                "means": {str(n): str(v) for n, v in reference.means.items()},
+            }
+        )
 
     def exhaust(self, task: str) -> None:
-        self._journal.append({"spent": task})
-        self.spent.add(task)
-
-    def ready_programs(self) -> Counter[str]:
-        """Programs that can run by task."""
-        programs = self.dataset.programs
-        return Counter(programs[h].task_hash for h, k in self.kernels.items() if k.status == "ok")
-
-    def known(self, task: str) -> frozenset[str]:
-        return frozenset(h for h, p in self.dataset.programs.items() if p.task_hash == task)
+        self._add({"spent": task})
 
     def close(self) -> None:
         self._journal.close()
@@ -184,6 +166,126 @@ def _unpacked(text: str) -> bytes:
     return zlib.decompress(base64.b85decode(text))
 
 
+class _BundlePlan:
+    """Programs that can run, in rounds over the tasks: candidates are drawn (and lowered) by builders, then compiled."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        parents: Mapping[str, tuple[Program, ...]],
+        config: BundleConfig,
+        store: _Store,
+    ) -> None:
+        self._tasks, self._parents, self._config, self._store = tasks, parents, config, store
+        self._seen: dict[str, set[str]] = defaultdict(set)
+        for program in store.dataset.programs.values():
+            self._seen[program.task_hash].add(program.hash)
+        self._candidates: dict[str, deque[tuple[Program, Space]]] = defaultdict(deque)
+        self._references: list[ReferenceJob] = []
+        self._drawing: set[str] = set()
+        self._compiling: Counter[str] = Counter()
+        self._tries: Counter[str] = Counter()
+        self._broken: Counter[str] = Counter()
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    @property
+    def done(self) -> int:
+        """Programs that can run so far."""
+        return sum(self._store.statuses[task.hash]["ok"] for task in self._tasks)
+
+    @property
+    def total(self) -> int:
+        return self._config.programs_per_task * len(self._tasks)
+
+    def jobs(self) -> Iterator[BuildJob | DrawJob | ReferenceJob | None]:
+        rounds = range(CHUNK, self._config.programs_per_task + CHUNK, CHUNK)
+        for number, wanted in enumerate(rounds, 1):
+            wanted = min(wanted, self._config.programs_per_task)
+            unfinished = list(self._tasks)
+            while unfinished:
+                jobs = [job for task in unfinished for job in self._next(task, wanted, number)]
+                yield from self._take_references()
+                yield from jobs
+                unfinished = [task for task in unfinished if self._more(task.hash, wanted)]
+                if unfinished and not jobs:
+                    yield None
+        yield from self._take_references()
+
+    def _take_references(self) -> list[ReferenceJob]:
+        jobs, self._references = self._references, []
+        return jobs
+
+    def _more(self, task: str, wanted: int) -> bool:
+        if task in self._drawing or self._compiling[task]:
+            return True
+        left = bool(self._candidates[task]) or task not in self._store.exhausted
+        return left and self._store.statuses[task]["ok"] < wanted
+
+    def _next(self, task: Task, wanted: int, number: int) -> Iterator[BuildJob | DrawJob]:
+        key, config = task.hash, self._config
+        need = wanted - self._store.statuses[key]["ok"] - self._compiling[key]
+        candidates = self._candidates[key]
+        while need > 0 and candidates:
+            program, space = candidates.popleft()
+            self._compiling[key] += 1
+            need -= 1
+            yield BuildJob(program, task, space)
+        if need <= 0 or key in self._drawing or key in self._store.exhausted:
+            return
+        if self._tries[key] >= _MAX_TRIES * wanted or self._seconds[key] > number * config.task_seconds:
+            self._store.exhaust(key)
+            return
+        self._drawing.add(key)
+        seen = self._seen[key]
+        seed = seed_of(config.seed, key, len(seen), self._broken[key])
+        yield DrawJob(task, _DRAWN, seed, frozenset(seen), self._parents.get(key, ()))
+
+    def take(self, outcome: Outcome) -> None:
+        """Keep an outcome; the first program of a task asks for a reference."""
+        job, store = outcome.job, self._store
+        key = job.task.hash
+        self._seconds[key] += outcome.meta.get("build_s", 0.0)
+        if isinstance(job, ReferenceJob):
+            if outcome.built is not None:
+                store.add_reference(outcome.built.reference)
+            return
+        if outcome.built is None:  # the builder died, or took too long
+            self._broken[key] += 1
+            if self._broken[key] > _MAX_BROKEN:
+                logger.warning(
+                    "task %s (%s): given up after %d broken builds", job.task.name, key, _MAX_BROKEN + 1
+                )
+                store.exhaust(key)
+        if isinstance(job, DrawJob):
+            self._drawing.discard(key)
+            self._take_drawn(job.task, outcome)
+            return
+        self._compiling[key] -= 1
+        kernel = outcome.built or BundledProgram(job.program.hash, outcome.status, outcome.error)
+        store.add(job.task, job.program, job.space, kernel)
+        cuda: CudaProgram | None = kernel.cuda
+        small = job.task.flops <= self._config.reference_flops
+        if cuda is not None and store.statuses[key]["ok"] == 1 and small:
+            self._references.append(ReferenceJob(job.task, cuda.params, cuda.outputs, self._config.seed))
+
+    def _take_drawn(self, task: Task, outcome: Outcome) -> None:
+        drawn, store = outcome.built, self._store
+        if drawn is None:
+            return
+        if drawn.error:
+            logger.warning("%s", drawn.error)
+        if not drawn.candidates and not drawn.excluded:
+            store.exhaust(task.hash)
+        for program, space, kernel in drawn.excluded:
+            self._seen[task.hash].add(program.hash)
+            if store.statuses[task.hash]["invalid_config"] < self._config.invalid_per_task:
+                store.add(task, program, space, kernel)
+        for program, space in drawn.candidates:
+            self._seen[task.hash].add(program.hash)
+            self._candidates[task.hash].append((program, space))
+        self._tries[task.hash] += len(drawn.candidates) + len(drawn.excluded)
+
+
 def make_bundle(
     networks: Sequence[str],
     *,
@@ -193,7 +295,7 @@ def make_bundle(
     tasks_of: str | Path | None = None,
     mutants_of: str | Path | None = None,
     resume: bool = False,
-    progress: Callable[[BundleProgress], None] | None = None,
+    progress: Callable[[Progress], None] | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> BundleReport:
     """Compile programs of networks for a GPU that is elsewhere.
@@ -211,6 +313,8 @@ def make_bundle(
         region that a tuner visits).
     resume
         Go on with a bundle that was not finished.
+    progress
+        Called after each program; ``done`` of ``total`` are those that can run.
 
     Raises
     ------
@@ -219,38 +323,32 @@ def make_bundle(
     BundleError
         The file exists or is half made and `resume` was not asked for.
     """
-    from cdmpp.device import get_device
-    from cdmpp.profiler.gpu.compile import find_compiler
-    from cdmpp.profiler.gpu.limits import arch_limits
-
     config = config or BundleConfig()
     say = notify or (lambda line: logger.info("%s", line))
-    target_device = get_device(device) if isinstance(device, str) else device
-    arch = str(target_device.target.get("arch", ""))
-    if target_device.kind != "gpu" or not arch.startswith("sm_"):
-        raise ProfilerError(f"{target_device.name} is no CUDA device: bundles are for those")
+    device = get_device(device) if isinstance(device, str) else device
+    arch = str(device.target.get("arch", ""))
+    if device.kind != "gpu" or not arch.startswith("sm_"):
+        raise ProfilerError(f"{device.name} is no CUDA device: bundles are for those")
     if not (config.cubins or config.sources):
         raise ProfilerError("a bundle needs sources or cubins")
     arch_limits(arch)
-    compiler = find_compiler(arch, config.build_timeout_s).name
+    compiler = find_compiler(arch).name
     out = Path(out)
     folder = out.with_name(f"{out.name}.building")
     if out.exists():
         raise BundleError(f"{out} exists: choose another file")
     if folder.exists() and not resume:
         raise BundleError(f"{out} is half made: go on with --resume, or remove {folder}")
-    tasks, families = network_tasks(networks, tasks_of, say)
-    parents = {} if mutants_of is None else _elites(mutants_of, target_device.base)
+    tasks, families = network_tasks(networks, say, tasks_of=tasks_of)
+    parents = {} if mutants_of is None else _fastest(mutants_of, device.base)
     if mutants_of is not None:
         tasks = [t for t in tasks if t.hash in parents]
         if not tasks:
-            raise ProfilerError(
-                f"{mutants_of} has no measured program of these tasks on {target_device.name}"
-            )
+            raise ProfilerError(f"{mutants_of} has no measured program of these tasks on {device.name}")
     store = _Store(folder)
     try:
-        _build_all(tasks, parents, target_device, arch, config, store, progress)
-        bundle = _bundle(store, target_device, arch, compiler, config, families)
+        _build_all(_BundlePlan(tasks, parents, config, store), device, arch, config, store, progress)
+        bundle = _bundle(store, device, arch, compiler, config, families)
     finally:
         store.close()
     write_bundle(out, bundle)
@@ -258,7 +356,7 @@ def make_bundle(
     statuses = Counter(k.status for k in bundle.kernels)
     return BundleReport(
         out,
-        target_device.name,
+        device.name,
         compiler,
         len(bundle.tasks),
         len(bundle.references),
@@ -268,128 +366,32 @@ def make_bundle(
 
 
 def _build_all(
-    tasks: Sequence[Task],
-    parents: dict[str, tuple[Program, ...]],
+    plan: _BundlePlan,
     device: Device,
     arch: str,
     config: BundleConfig,
     store: _Store,
-    progress: Callable[[BundleProgress], None] | None,
+    progress: Callable[[Progress], None] | None,
 ) -> None:
-    """Keep the builders busy with rounds over the tasks."""
-    args = (dict(device.target), arch, 10)
-    count = config.builders or len(os.sched_getaffinity(0))
-    workers = [Worker(bundle_worker, args, f"bundler-{i}") for i in range(count)]
-    total = config.programs_per_task * len(tasks)
-    rounds = range(_CHUNK, config.programs_per_task + _CHUNK, _CHUNK)
-    queue = deque((task, min(wanted, config.programs_per_task)) for wanted in rounds for task in tasks)
-    building: dict[str, Compiling] = {}
-    have = store.ready_programs()
-    broken: Counter[str] = Counter()
-    at_work: set[str] = set()
-
-    def job_of(task: Task, wanted: int) -> TaskJob | None:
-        if task.hash in store.spent or have[task.hash] >= wanted:
-            return None
-        known = store.known(task.hash)
-        invalid = sum(store.kernels[h].status == "invalid_config" for h in known if h in store.kernels)
-        return TaskJob(
-            task,
-            wanted - have[task.hash],
-            known,
-            parents.get(task.hash, ()),
-            max(0, config.invalid_per_task - invalid),
-            config.task_seconds,
-            config.reference_flops,
-            config.seed,
-        )
-
-    try:
-        while queue or any(w.load is not None for w in workers):
-            for worker in workers:
-                while worker.load is None and queue and queue[0][0].hash not in at_work:
-                    task, wanted = queue.popleft()
-                    job = job_of(task, wanted)
-                    if job is not None:
-                        if worker.submit(job, (task, wanted), config.task_seconds, of_cpu_time=True):
-                            at_work.add(task.hash)
-                        else:
-                            queue.appendleft((task, wanted))
-            for worker in ready(workers, 0.5):
-                task, wanted = worker.load
-                try:
-                    said = worker.connection.recv()
-                except (EOFError, ConnectionResetError):
-                    _gave_up(
-                        worker, store, building, broken, queue, f"the builder died ({worker.exit_reason()})"
-                    )
-                    at_work.discard(task.hash)
-                    continue
-                worker.extend(config.build_timeout_s, of_cpu_time=True)
-                if isinstance(said, Compiling):
-                    building[worker.name] = said
-                elif isinstance(said, BuiltProgram):
-                    store.add(said, task)
-                    have[task.hash] += said.kernel.status == "ok"
-                    if progress is not None:
-                        statuses = Counter(k.status for k in store.kernels.values())
-                        progress(BundleProgress(sum(have.values()), total, dict(statuses)))
-                elif isinstance(said, TaskDone):
-                    worker.finished()
-                    at_work.discard(task.hash)
-                    if said.error:
-                        logger.warning("%s", said.error)
-                    if said.reference is not None and task.hash in {
-                        p.task_hash for p in store.dataset.programs.values()
-                    }:
-                        store.add_reference(said.reference)
-                    if have[task.hash] < wanted:
-                        store.exhaust(task.hash)
-            for worker in workers:
-                if worker.load is not None and worker.overdue():
-                    task, wanted = worker.load
-                    late = f"over {config.build_timeout_s:g} s"
-                    _gave_up(worker, store, building, broken, queue, late, status="build_timeout")
-                    at_work.discard(task.hash)
-    finally:
-        for worker in workers:
-            worker.kill()
+    started, before = time.perf_counter(), len(store.kernels)
+    with Engine(config, BuildOnly(kernel_builder(arch, device.target))) as engine:
+        for outcome in engine.run(plan.jobs()):
+            plan.take(outcome)
+            if progress is not None and isinstance(outcome.job, BuildJob):
+                counts: Counter[str] = sum(store.statuses.values(), Counter())
+                ok = counts.pop("ok", 0)
+                new, elapsed_s = len(store.kernels) - before, time.perf_counter() - started
+                progress(Progress(plan.done, plan.total, new, ok, dict(counts), elapsed_s))
 
 
-def _gave_up(
-    worker: Worker,
-    store: _Store,
-    building: dict[str, Compiling],
-    broken: Counter[str],
-    queue: deque[tuple[Task, int]],
-    why: str,
-    status: str = "build_error",
-) -> None:
-    """A builder died or took too long: that is one program's fault if it was compiling; the task goes on."""
-    task, wanted = worker.load
-    compiling = building.pop(worker.name, None)
-    worker.replace()
-    broken[task.hash] += 1
-    if compiling is not None and compiling.program is not None and compiling.space is not None:
-        kernel = BundledProgram(compiling.program.hash, status, why)
-        store.add(BuiltProgram(compiling.program, compiling.space, kernel), task)
-    if broken[task.hash] > 3:
-        logger.warning(
-            "task %s (%s): given up after %d broken builds", task.name, task.hash, broken[task.hash]
-        )
-        store.exhaust(task.hash)
-    else:
-        queue.appendleft((task, wanted))
-
-
-def _elites(path: str | Path, base: str) -> dict[str, tuple[Program, ...]]:
+def _fastest(path: str | Path, base: str) -> dict[str, tuple[Program, ...]]:
     """Task -> its fastest programs on the device, whatever the share."""
     dataset = Dataset.open(path)
     frame = dataset.records
     frame = frame[(frame["status"] == "ok") & [d.split("@")[0] == base for d in frame["device"]]]
     fastest = frame.sort_values("latency_s").drop_duplicates("program").groupby("task")
     return {
-        str(task): tuple(dataset.programs[h] for h in part["program"].head(_ELITE)) for task, part in fastest
+        str(task): tuple(dataset.programs[h] for h in part["program"].head(ELITE)) for task, part in fastest
     }
 
 
@@ -401,8 +403,6 @@ def _bundle(
     config: BundleConfig,
     families: dict[str, str],
 ) -> Bundle:
-    from cdmpp.device import get_device
-
     programs = dict(store.dataset.programs)
     if not any(k.status == "ok" for k in store.kernels.values()):
         raise ProfilerError("not one program could be built")
@@ -429,8 +429,6 @@ def _bundle(
 
 
 def _kept(kernel: BundledProgram, config: BundleConfig) -> BundledProgram:
-    from dataclasses import replace
-
     if not config.cubins:
         kernel = replace(kernel, cubin=b"")
     if not config.sources and kernel.cuda is not None:

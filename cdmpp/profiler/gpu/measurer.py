@@ -1,88 +1,35 @@
-"""The GPU profiler for whoever proposes programs while others are measured: builders beside the measuring engine.
-
-What :class:`~cdmpp.profiler.engine.CpuEngine` is for a CPU: takes :class:`~cdmpp.profiler.build.BuildJob`, gives
-:class:`~cdmpp.profiler.engine.Outcome`. Builders lower and compile programs on the host's cores, each in a process that is
-ended when its time is up; :class:`~cdmpp.profiler.cuda_engine.CudaEngine` measures them. A program that the device's limits
-exclude never gets as far as the compiler.
-"""
+"""Dealing programs to the one process that measures on a GPU; finding out which of them broke it."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
+from cdmpp.device import Device
 from cdmpp.errors import ProfilerError
-from cdmpp.profiler.build import BuildJob
-from cdmpp.profiler.cuda_build import cuda_build_worker
-from cdmpp.profiler.cuda_calibration import possible_degree
-from cdmpp.profiler.cuda_engine import CudaEngine, GpuEngineConfig, GpuOutcome
-from cdmpp.profiler.engine import Outcome
-from cdmpp.profiler.gpu.bundle import BundledProgram
-from cdmpp.profiler.gpu.compile import find_compiler
-from cdmpp.profiler.gpu.device import is_model
+from cdmpp.profiler.engine import BuildJob, Engine, Measurer
+from cdmpp.profiler.gpu.build import KernelJob, kernel_builder
+from cdmpp.profiler.gpu.bundle import BundledProgram, CudaProgram
+from cdmpp.profiler.gpu.device import GpuFacts, is_model
 from cdmpp.profiler.gpu.limits import arch_limits
-from cdmpp.profiler.gpu.measure import GPU_PLAN, MeasureConfig
-from cdmpp.profiler.gpu.sampling import GpuWorkerConfig, MeasureJob
-from cdmpp.profiler.pool import BuildQueue, Worker, ready
-from cdmpp.profiler.statistics import SamplingPlan
-
-if TYPE_CHECKING:
-    from cdmpp.device import Device
+from cdmpp.profiler.gpu.sampling import Faulted, GpuConfig, GpuMeasured, MeasureJob, Running, gpu_worker
+from cdmpp.profiler.pool import Worker
 
 logger = logging.getLogger(__name__)
 
-#: Builders leave the cores to the search and to the measuring process.
-_NICENESS = 10
-
-
-@dataclass(frozen=True)
-class GpuConfig:
-    """How programs are built and measured on a GPU, or on a share of it.
-
-    Attributes
-    ----------
-    device
-        A CUDA device, with its share.
-    degree
-        Programs side by side at most: in partitions of their own where the device is a share, else as many as leave each
-        other multiprocessors. Their labels are not compared with labels taken alone.
-    builders
-        Building processes; None for one a core.
-    build_timeout_s
-        CPU seconds that one build may take.
-    run_timeout_s, plan
-        See :class:`~cdmpp.profiler.gpu.sampling.GpuWorkerConfig`.
-    hang_s
-        See :class:`~cdmpp.profiler.cuda_engine.GpuEngineConfig`.
-    gpu, gpu_arguments
-        Class of the GPU as ``module:Class``, and what it is made with besides its share.
-    """
-
-    device: Device
-    degree: int = 1
-    builders: int | None = None
-    build_timeout_s: float = 20.0
-    run_timeout_s: float = 2.0
-    plan: SamplingPlan = field(default_factory=lambda: GPU_PLAN)
-    hang_s: float = 10.0
-    gpu: str = MeasureConfig.gpu
-    gpu_arguments: Mapping[str, Any] = field(default_factory=dict)
+#: Seconds in which a fresh process has to find its GPU.
+_START_S = 120.0
+#: Attempts at that, one after the other, before the device counts as lost.
+_STARTS = 3
+#: Lanes where the degree is to be found.
+_LANES = 8
 
 
 def cuda_arch(device: Device) -> str:
-    """The architecture of a CUDA device, such as ``sm_90``.
-
-    Raises
-    ------
-    ProfilerError
-        It is no CUDA device, or its architecture's limits are not known.
-    """
+    """The architecture of a CUDA device, such as ``sm_90`` (ProfilerError for another device, or unknown limits)."""
     arch = str(device.target.get("arch", ""))
     if device.kind != "gpu" or not arch.startswith("sm_"):
         raise ProfilerError(f"{device.name} is no CUDA device")
@@ -90,131 +37,188 @@ def cuda_arch(device: Device) -> str:
     return arch
 
 
-class GpuEngine:
-    """Builders, and a measuring process on the GPU; use as a context manager.
+def gpu_engine(config: GpuConfig, device: Device, *, builds: bool = True) -> Engine:
+    """An engine that measures on a CUDA GPU of this machine, or on a share of it.
+
+    Without `builds` programs come as :class:`~cdmpp.profiler.gpu.build.KernelJob`, so that TVM is not needed.
 
     Raises
     ------
     ProfilerError
-        It is no CUDA device or there is no compiler for it; on entering, there is no GPU or another one.
+        It is no CUDA device; on entering, there is no GPU or another one.
     """
+    return Engine(config, GpuMeasurer(config, device, builds=builds))
 
-    def __init__(self, config: GpuConfig) -> None:
-        self.config = config
-        self._arch = cuda_arch(config.device)
-        find_compiler(self._arch)
-        self._builders: list[Worker] = []
-        self._to_build = BuildQueue(config.build_timeout_s)
-        self._built: deque[BundledProgram] = deque()
-        self._jobs: dict[str, BuildJob] = {}
-        self._engine = CudaEngine(self._engine_config())
 
-    def _engine_config(self) -> GpuEngineConfig:
+def possible_degree(cuda: CudaProgram, facts: GpuFacts) -> int:
+    """Programs like this one that fit side by side: a power of two up to the number of lanes.
+
+    Where lanes are partitions every program has its own, so all lanes may work.
+    """
+    if facts.partition != "whole":
+        return facts.lanes
+    blocks = max(shape.blocks for shape in cuda.shapes)
+    degree = 1
+    while 2 * degree <= facts.lanes and 2 * degree * blocks <= facts.sms:
+        degree *= 2
+    return degree
+
+
+class GpuMeasurer(Measurer):
+    """Keeps the measuring process supplied; a context that breaks, or a hang, costs one program."""
+
+    def __init__(self, config: GpuConfig, device: Device, *, builds: bool) -> None:
+        super().__init__()
+        self.config, self._device, self._arch = config, device, cuda_arch(device)
+        self.builder = kernel_builder(self._arch, device.target if builds else None)
+        self.facts: GpuFacts
+        #: Broken contexts and hangs so far.
+        self.restarts = 0
+        self._gpu: Worker
+        self._to_measure: deque[tuple[BuildJob, MeasureJob]] = deque()
+        self._in_flight: dict[str, tuple[BuildJob, MeasureJob]] = {}
+        self._running: tuple[str, ...] = ()
+        self._deaths: Counter[str] = Counter()
+
+    def open(self, build_now: Callable[[BuildJob], Any]) -> None:
+        config, device = self.config, self._device
+        lanes = _LANES if config.degree == "auto" else max(1, int(config.degree))
+        arguments = {"share": device.share, "lanes": lanes, "seed": config.seed, **config.gpu_arguments}
+        self._gpu = Worker(gpu_worker, (config, arguments), "gpu")
+        self.workers = [self._gpu]
+        self._greet()
+        if not is_model(self.facts.name, device.model) or self.facts.arch != self._arch:
+            raise ProfilerError(
+                f"{device.base} is a {device.model} ({self._arch}), and this is a {self.facts.name} ({self.facts.arch})"
+            )
+
+    def _greet(self) -> None:
+        """Wait until the measuring process has its GPU; start another if it dies over it."""
+        for _ in range(_STARTS):
+            try:
+                if self._gpu.connection.poll(_START_S):
+                    message = self._gpu.connection.recv()
+                    if isinstance(message, ProfilerError):
+                        raise message
+                    self.facts = message
+                    return
+            except EOFError:
+                pass
+            self._gpu.replace()
+        raise ProfilerError("the GPU does not answer: it is lost, or its driver hangs")
+
+    def takes(self, building: int) -> bool:
+        if self.config.overlap:
+            return len(self._to_measure) < self.config.window
+        return not (building or self._to_measure or self._in_flight or self.outcomes)
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._to_measure)
+
+    def add(self, job: BuildJob, built: BundledProgram) -> None:
+        if isinstance(job, KernelJob):
+            measure = MeasureJob(built, job.degree, job.reference)
+        else:
+            assert built.cuda is not None
+            most = 1 if self.config.degree == "auto" else int(self.config.degree)
+            measure = MeasureJob(built, max(1, min(most, possible_degree(built.cuda, self.facts))))
+        self._to_measure.append((job, measure))
+
+    def feed(self, coming: Any) -> None:
+        window = self.config.window if self.config.overlap else 1
+        while self._to_measure and len(self._in_flight) < window:
+            job, measure = self._to_measure[0]
+            try:
+                self._gpu.connection.send(measure)
+            except (BrokenPipeError, ConnectionResetError):
+                # It died. With something in flight, that is found out when its end of the pipe is read.
+                if not self._in_flight:
+                    self._restart("run_error", "the measuring process died")
+                return
+            self._to_measure.popleft()
+            if not self._in_flight:
+                self._gpu.extend(self._patience_s)
+            self._in_flight[measure.kernel.program] = job, measure
+            self._gpu.load = self._in_flight
+
+    @property
+    def _patience_s(self) -> float:
         config = self.config
-        lanes = max(1, config.degree)
-        arguments = {"share": config.device.share, "lanes": lanes, **config.gpu_arguments}
-        worker = GpuWorkerConfig(config.gpu, arguments, config.plan, config.run_timeout_s)
-        return GpuEngineConfig(worker, self._arch, hang_s=config.hang_s)
+        samples_s = self.facts.lanes * max(config.plan.max_measure_s, 2 * config.run_timeout_s)
+        return config.hang_s + 2 * config.run_timeout_s + samples_s
 
-    def __enter__(self) -> GpuEngine:
-        with contextlib.ExitStack() as entered:
-            entered.enter_context(self._engine)
-            facts, device = self._engine.facts, self.config.device
-            if not is_model(facts.name, device.model) or facts.arch != self._arch:
-                raise ProfilerError(
-                    f"{device.base} is a {device.model} ({self._arch}), and this is a {facts.name} ({facts.arch})"
-                )
-            logger.info("%s: %d of %d multiprocessors", facts.name, facts.share_sms, facts.sms)
-            args = (dict(device.target), self._arch, _NICENESS)
-            count = self.config.builders or len(os.sched_getaffinity(0))
-            self._builders = [Worker(cuda_build_worker, args, f"builder-{i}") for i in range(max(1, count))]
-            entered.pop_all()
-        return self
+    def hear(self, worker: Worker) -> None:
+        try:
+            message = self._gpu.connection.recv()
+        except (EOFError, ConnectionResetError):
+            self._restart("run_error", f"the measuring process died ({self._gpu.exit_reason()})")
+            return
+        self._gpu.extend(self._patience_s)
+        if isinstance(message, GpuMeasured):
+            self._measured(message)
+            return
+        assert isinstance(message, Running | Faulted)
+        self._running = message.programs
+        if isinstance(message, Faulted):
+            self._restart("run_error", message.error)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for worker in self._builders:
-            worker.kill()
-        self._engine.__exit__(kind, value, trace)
+    def overdue(self, worker: Worker) -> None:
+        self._restart("run_timeout", "it did not end")
 
-    def run(self, jobs: Iterator[BuildJob | None]) -> Iterator[Outcome]:
-        """Measure `jobs`, yielding outcomes as they become final (not in the order of the jobs).
+    def _measured(self, message: GpuMeasured) -> None:
+        job, measure = self._in_flight.pop(message.program)
+        self._running = tuple(p for p in self._running if p != message.program)
+        if not self._in_flight:
+            self._gpu.finished()
+        meta = {"run_s": round(message.run_s, 4), **message.meta, **self._meta(measure)}
+        if message.status == "ok":
+            self.label(job, message.samples_s, meta)
+        else:
+            self.fail(job, message.status, message.error, **meta)
 
-        The iterator may yield None to say "nothing yet"; it is then asked again later.
+    def _meta(self, measure: MeasureJob) -> dict[str, Any]:
+        kernel = measure.kernel
+        meta: dict[str, Any] = {
+            "build_s": round(kernel.build_s, 4),
+            "sms": self.facts.share_sms,
+            "workers": measure.degree,
+        }
+        if kernel.resources:
+            meta["resources"] = {name: dict(taken) for name, taken in kernel.resources.items()}
+        return meta
+
+    def _restart(self, status: str, error: str) -> None:
+        """Start another measuring process, and find out who did it: one that ran alone; of several, each gets another
+        try, alone.
 
         Raises
         ------
         ProfilerError
-            The GPU is lost; the program that it was lost with was yielded as ``device_lost`` before.
+            The GPU does not answer any more; the programs that it was lost with are ``device_lost``.
         """
-        for found in self._engine.run(self._kernels(jobs)):
-            yield self._outcome(found)
-
-    # -- building --------------------------------------------------------------------------------------------
-
-    def _kernels(self, jobs: Iterator[BuildJob | None]) -> Iterator[MeasureJob | None]:
-        """What builders have made of the jobs; None where there is nothing yet."""
-        exhausted = False
-        while True:
-            if not exhausted:
-                exhausted = not self._draw(jobs)
-            self._to_build.start(self._builders)
-            for worker in ready(self._builders, 0.0):
-                self._hear(worker)
-            for worker in self._builders:
-                if worker.overdue():
-                    self._overdue(worker)
-            while self._built:
-                yield self._measure_job(self._built.popleft())
-            if exhausted and not self._to_build and not any(w.load is not None for w in self._builders):
-                return
-            yield None
-
-    def _draw(self, jobs: Iterator[BuildJob | None]) -> bool:
-        """Keep a few jobs in the queue; False when there are no more."""
-        while len(self._to_build) < len(self._builders):
-            try:
-                job = next(jobs)
-            except StopIteration:
-                return False
-            if job is None:
-                break
-            self._jobs[job.program.hash] = job
-            self._to_build.add(job)
-        return True
-
-    def _hear(self, worker: Worker) -> None:
-        job, kernel, error = self._to_build.hear(worker)
-        if kernel is not None:
-            self._built.append(kernel)
-        elif error:
-            self._built.append(BundledProgram(job.program.hash, "build_error", error))
-
-    def _overdue(self, worker: Worker) -> None:
-        job, _ = worker.load
-        worker.replace()
-        limit_s = self.config.build_timeout_s
-        kernel = BundledProgram(job.program.hash, "build_timeout", f"over {limit_s:g} s", build_s=limit_s)
-        self._built.append(kernel)
-
-    # -- measuring -------------------------------------------------------------------------------------------
-
-    def _measure_job(self, kernel: BundledProgram) -> MeasureJob:
-        degree = 1
-        if kernel.cuda is not None:
-            degree = max(1, min(self.config.degree, possible_degree(kernel.cuda, self._engine.facts)))
-        return MeasureJob(kernel, degree)
-
-    def _outcome(self, found: GpuOutcome) -> Outcome:
-        kernel = found.job.kernel
-        meta: dict[str, Any] = {
-            "build_s": round(kernel.build_s, 4),
-            "sms": self._engine.facts.share_sms,
-            "workers": found.job.degree,
-            **found.meta,
-        }
-        if kernel.resources:
-            meta["resources"] = {name: dict(taken) for name, taken in kernel.resources.items()}
-        job = self._jobs.pop(kernel.program)
-        return Outcome(job, found.status, found.latency_s, found.samples_s, found.noise, found.error, meta)
+        self.restarts += 1
+        logger.warning(
+            "the GPU's context is lost (%s); %d programs are measured again", error, len(self._in_flight)
+        )
+        suspects = [p for p in self._running if p in self._in_flight] or list(self._in_flight)[:1]
+        guilty = []
+        for program in suspects:
+            self._deaths[program] += 1
+            job, measure = self._in_flight[program]
+            if len(suspects) == 1 or self._deaths[program] > 1:
+                guilty.append(self._in_flight.pop(program))
+            else:
+                self._in_flight[program] = job, replace(measure, degree=1)
+        self._to_measure.extendleft(reversed(list(self._in_flight.values())))
+        self._in_flight.clear()
+        self._running = ()
+        self._gpu.replace()
+        try:
+            self._greet()
+        except ProfilerError:
+            status = "device_lost"
+            raise
+        finally:
+            for job, measure in guilty:
+                self.fail(job, status, error, **self._meta(measure))

@@ -17,39 +17,61 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from cdmpp.errors import ProfilerError
+from cdmpp.profiler import machine
+from cdmpp.profiler.engine import BuildConfig
 from cdmpp.profiler.gpu.bundle import BundledProgram, Reference
 from cdmpp.profiler.gpu.check import compare, reference_inputs, summarise_outputs
-from cdmpp.profiler.gpu.device import Gpu, GpuFacts, GpuFault, make_gpu
+from cdmpp.profiler.gpu.device import Gpu, GpuFault, make_gpu
 from cdmpp.profiler.statistics import SamplingPlan
 
+#: The GPU's clock ticks finer and its neighbours are known, so less time does than on a CPU.
+GPU_PLAN = SamplingPlan(
+    min_sample_s=0.001, min_samples=6, max_samples=24, target_noise=0.005, max_measure_s=0.25
+)
 #: Runs of one sample at most: more only take longer to capture.
 _MAX_REPEATS = 256
+#: Threads that load programs while others are measured.
+_LOADERS = 2
 
 
-@dataclass(frozen=True)
-class GpuWorkerConfig:
-    """What the measuring process needs to know.
+@dataclass(frozen=True, kw_only=True)
+class GpuConfig(BuildConfig):
+    """How programs are built and measured on a GPU, or on a share of it; none of it may change a label beyond its noise.
 
     Attributes
     ----------
-    gpu, gpu_arguments
-        Class of the GPU as ``module:Class``, and what it is made with.
-    plan
-        The sampling.
+    degree
+        Programs side by side at most: in partitions of their own where the device is a share, else as many as leave each
+        other multiprocessors. ``auto``: as many as labels allow, for :func:`~cdmpp.profiler.gpu.measure.measure` to find.
     run_timeout_s
         A program whose run takes longer is not sampled.
+    plan
+        The sampling.
     cold
         Fill the level-2 cache with something else before every sample.
-    loaders
-        Threads that load programs while others are measured; 0 loads in turn.
+    overlap
+        Compile and load while measuring. Without it each program goes through all stages before the next begins: the
+        yardstick.
+    window
+        Programs that are with the measuring process at a time: what it loads ahead.
+    hang_s
+        Seconds without a word after which the measuring process counts as hung, on top of the time that a sample may take.
+    seed
+        Of the input values.
+    gpu, gpu_arguments
+        Class of the GPU as ``module:Class``, and what it is made with besides its share, lanes and seed.
     """
 
-    gpu: str
-    gpu_arguments: Mapping[str, Any]
-    plan: SamplingPlan = field(default_factory=SamplingPlan)
+    degree: int | str = 1
     run_timeout_s: float = 2.0
+    plan: SamplingPlan = field(default_factory=lambda: GPU_PLAN)
     cold: bool = False
-    loaders: int = 2
+    overlap: bool = True
+    window: int = 24
+    hang_s: float = 10.0
+    seed: int = 0
+    gpu: str = "cdmpp.profiler.gpu.cupy:CupyGpu"
+    gpu_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,27 +124,14 @@ class _Lane:
     samples_s: list[float] = field(default_factory=list)
 
 
-class Measurer:
-    """Measures jobs on a GPU.
-
-    Parameters
-    ----------
-    gpu
-        The GPU.
-    config
-        See there.
-    send
-        Takes :class:`Running` and :class:`GpuMeasured`.
-    executor
-        Loads programs while others are measured; None loads each when its turn comes.
-    clock
-        Seconds.
-    """
+class Sampler:
+    """Measures jobs on a GPU; `send` takes :class:`Running` and :class:`GpuMeasured`, the `executor` loads programs while
+    others are measured (None: each is loaded when its turn comes)."""
 
     def __init__(
         self,
         gpu: Gpu,
-        config: GpuWorkerConfig,
+        config: GpuConfig,
         send: Callable[[Any], None],
         executor: Executor | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -228,29 +237,26 @@ class Measurer:
             "first_s": lane.first_s,
             "cache": "cold" if self._config.cold else "warm",
             **lane.meta,
-            **self._gpu.state().to_json(),
+            **self._gpu.state().known(),
         }
         run_s = self._clock() - lane.started
         self._send(GpuMeasured(lane.job.kernel.program, "ok", tuple(lane.samples_s), run_s=run_s, meta=meta))
 
 
-def gpu_worker(connection: Connection, config: GpuWorkerConfig) -> None:
+def gpu_worker(connection: Connection, config: GpuConfig, arguments: Mapping[str, Any]) -> None:
     """Serve :class:`MeasureJob` after :class:`MeasureJob` until the connection closes (runs in its own process).
 
-    Sends the :class:`~cdmpp.profiler.gpu.device.GpuFacts` first (or the ProfilerError that there is no GPU), then what
-    :class:`Measurer` sends, and :class:`Faulted` before it ends because the context is broken.
+    Makes the GPU of `arguments`. Sends its :class:`~cdmpp.profiler.gpu.device.GpuFacts` first (or the ProfilerError that
+    there is none), then what :class:`Sampler` sends, and :class:`Faulted` before it ends because the context is broken.
     """
-    from cdmpp.profiler import machine
-
     machine.die_with_parent()
     try:
-        gpu = make_gpu(config.gpu, config.gpu_arguments)
+        gpu = make_gpu(config.gpu, arguments)
     except ProfilerError as err:
         connection.send(err)
         return
-    facts: GpuFacts = gpu.facts
-    connection.send(facts)
-    executor = ThreadPoolExecutor(config.loaders) if config.loaders else None
+    connection.send(gpu.facts)
+    executor = ThreadPoolExecutor(_LOADERS) if config.overlap else None
     running: tuple[str, ...] = ()
 
     def send(message: Any) -> None:
@@ -259,15 +265,15 @@ def gpu_worker(connection: Connection, config: GpuWorkerConfig) -> None:
             running = message.programs
         connection.send(message)
 
-    measurer = Measurer(gpu, config, send, executor)
+    sampler = Sampler(gpu, config, send, executor)
     try:
         while True:
-            while measurer.idle or connection.poll(0):
+            while sampler.idle or connection.poll(0):
                 job: MeasureJob | None = connection.recv()
                 if job is None:
                     return
-                measurer.add(job)
-            measurer.step()
+                sampler.add(job)
+            sampler.step()
     except EOFError:
         return
     except GpuFault as err:

@@ -17,7 +17,7 @@ from cdmpp.dataset import Dataset
 from cdmpp.device import get_device
 from cdmpp.errors import DatasetError, ProfilerError, UnknownDeviceError
 from cdmpp.profiler.engine import Outcome
-from cdmpp.profiler.plan import ReplayPlan, TaskPlan
+from cdmpp.profiler.plan import TaskPlan, replay_plan
 from cdmpp.profiler.session import ProfileConfig, Progress, profile, read_task_file
 from cdmpp.profiler.statistics import SamplingPlan
 from tests.profiler.programs import matmul_task
@@ -46,7 +46,7 @@ def test_records_name_device_origin_and_session(mlp: Path) -> None:
     assert set(records["device"]) == {get_device("this-cpu@1").name}
     assert {"random", "search"} <= set(records["origin"])
     session = dataset.meta["sessions"][0]
-    assert session["machine"]["model"] == get_device("this-cpu").model
+    assert session["machine"]["model_name"] == get_device("this-cpu").model
     assert session["versions"]["apache-tvm"]
     assert session["cache"] == "warm"
     assert records["noise"].notna().all()
@@ -163,7 +163,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, number: int) -> None:
 def test_devices_that_are_not_here_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ProfilerError, match="those of another"):
         profile(["mlp"], device="h200", out=tmp_path / "a", config=QUICK)
-    with pytest.raises(UnknownDeviceError, match="it has"):
+    with pytest.raises(UnknownDeviceError, match="this machine has"):
         profile(["mlp"], device="this-cpu@4096", out=tmp_path / "b", config=QUICK)
     with pytest.raises(UnknownDeviceError, match="h200"):
         profile(["mlp"], device="h2000", out=tmp_path / "c", config=QUICK)
@@ -223,7 +223,7 @@ def test_a_plan_that_learned_of_earlier_records_draws_the_rest_only() -> None:
 
 def test_a_replay_is_even_over_the_tasks(mlp: Path) -> None:
     dataset = Dataset.open(mlp)
-    plan = ReplayPlan(dataset, limit=8)
+    plan = replay_plan(dataset, limit=8)
     jobs = list(plan.jobs())
     assert len({j.program.hash for j in jobs if j}) == 8
     per_task = [sum(j.task.hash == t.hash for j in jobs if j) for t in plan.tasks]

@@ -9,7 +9,7 @@ import pytest
 
 from cdmpp.profiler.gpu.bundle import Bundle
 from cdmpp.profiler.gpu.device import GpuFault
-from cdmpp.profiler.gpu.sampling import GpuMeasured, GpuWorkerConfig, MeasureJob, Measurer, Running
+from cdmpp.profiler.gpu.sampling import GpuConfig, GpuMeasured, MeasureJob, Running, Sampler
 from cdmpp.profiler.statistics import SamplingPlan
 from tests.profiler.fake_gpu import FakeGpu, no_reference, toy_bundle
 
@@ -32,12 +32,12 @@ def measured(
     gpu: FakeGpu, jobs: list[MeasureJob], overlap: bool = True, **config: Any
 ) -> tuple[dict[str, GpuMeasured], list[Any]]:
     sent: list[Any] = []
-    worker = GpuWorkerConfig("", {}, **{"plan": PLAN, **config})
-    measurer = Measurer(gpu, worker, sent.append, AtOnce() if overlap else None, lambda: gpu.now)
+    settings = GpuConfig(**{"plan": PLAN, **config})
+    sampler = Sampler(gpu, settings, sent.append, AtOnce() if overlap else None, lambda: gpu.now)
     for job in jobs:
-        measurer.add(job)
-    while not measurer.idle:
-        measurer.step()
+        sampler.add(job)
+    while not sampler.idle:
+        sampler.step()
     return {m.program: m for m in sent if isinstance(m, GpuMeasured)}, sent
 
 

@@ -13,10 +13,11 @@ import pytest
 
 from cdmpp.dataset import Dataset
 from cdmpp.errors import DatasetError, ProfilerError
-from cdmpp.profiler import cuda_calibration
-from cdmpp.profiler.cuda_calibration import possible_degree
+from cdmpp.profiler.calibration import timed_labels
+from cdmpp.profiler.gpu import measure as module
 from cdmpp.profiler.gpu.bundle import write_bundle
-from cdmpp.profiler.gpu.measure import MeasureConfig, measure, share_of
+from cdmpp.profiler.gpu.measure import MeasureConfig, device_of, measure
+from cdmpp.profiler.gpu.measurer import possible_degree
 from cdmpp.profiler.statistics import SamplingPlan
 from tests.profiler.fake_gpu import FakeGpu, toy_bundle, toy_program
 
@@ -30,7 +31,7 @@ def config_of(script: dict[str, Any] | None = None, **changes: Any) -> MeasureCo
         plan=PLAN,
         run_timeout_s=0.2,
         hang_s=5.0,
-        compilers=1,
+        builders=1,
         gpu="tests.profiler.fake_gpu:FakeGpu",
         gpu_arguments=arguments,
     )
@@ -90,12 +91,13 @@ def test_shares_are_devices_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("device", ["a100", "h200@0", "h200@2", "h200@half"])
 def test_another_device_is_refused(device: str) -> None:
     with pytest.raises(ProfilerError, match="the bundle is for h200"):
-        share_of(toy_bundle(), device)
+        device_of(toy_bundle(), device)
 
 
 def test_the_whole_has_the_name_of_the_base() -> None:
-    assert share_of(toy_bundle(), None) == ("h200", 1.0)
-    assert share_of(toy_bundle(), "h200@1.0") == ("h200", 1.0)
+    for name in (None, "h200@1.0"):
+        device = device_of(toy_bundle(), name)
+        assert (device.name, device.share) == ("h200", 1.0)
 
 
 def test_another_gpu_is_refused(tmp_path: Path) -> None:
@@ -127,12 +129,8 @@ def test_the_calibration_finds_the_degree_of_each_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The labels are scripted, the rates are not: those of a busy machine must not decide.
-    labels = cuda_calibration._labels
-    monkeypatch.setattr(
-        cuda_calibration,
-        "_labels",
-        lambda engine, jobs, degree: (labels(engine, jobs, degree)[0], float(degree)),
-    )
+    rates = iter(range(1, 100))
+    monkeypatch.setattr(module, "timed_labels", lambda outcomes: (timed_labels(outcomes)[0], next(rates)))
     bundle = toy_bundle(48, tasks=4, blocks=(16, 30, 66, 512))  # up to 8, 4, 2, 1 side by side
     script = {}
     for i in range(48):
@@ -145,9 +143,9 @@ def test_the_calibration_finds_the_degree_of_each_group(
     assert report.degrees[4] == 2, "at 4 side by side labels are off by 3 %"
     assert report.degrees[2] == 1
     assert report.degrees[1] == 1
-    refused = [r for r in report.calibration if not r.accepted]
-    assert {(r.group, r.degree) for r in refused} == {(4, 4), (2, 2)}
-    assert all(r.alone_again < 0.005 for r in report.calibration)
+    refused = [r for r in report.calibration if not r["accepted"]]
+    assert {(r["group"], r["degree"]) for r in refused} == {(4, 4), (2, 2)}
+    assert all(r["alone_again"] < 0.005 for r in report.calibration)
 
 
 def test_the_best_of_each_task_are_measured_again_alone(tmp_path: Path) -> None:
@@ -180,7 +178,7 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 import cdmpp.cli_measure
 from cdmpp.profiler.gpu.measure import measure
-from tests.profiler.test_cuda_measure import config_of
+from tests.profiler.gpu.test_measure import config_of
 if __name__ == "__main__":
     print(measure({str(tmp_path / "x.bundle")!r}, out={str(tmp_path / "d")!r}, config=config_of()).ok)
     from cdmpp.cli import main
@@ -188,7 +186,7 @@ if __name__ == "__main__":
 """
     script = tmp_path / "run.py"
     script.write_text(code)
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     done = subprocess.run(
         [sys.executable, str(script)],
         capture_output=True,

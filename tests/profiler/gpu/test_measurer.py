@@ -10,43 +10,59 @@ from typing import Any
 
 import pytest
 
+from cdmpp.device import get_device
 from cdmpp.errors import ProfilerError
-from cdmpp.profiler.cuda_engine import CudaEngine, GpuEngineConfig, GpuOutcome
+from cdmpp.profiler.engine import Engine, Outcome
+from cdmpp.profiler.gpu.build import KernelJob
 from cdmpp.profiler.gpu.bundle import Bundle
 from cdmpp.profiler.gpu.compile import find_nvcc
-from cdmpp.profiler.gpu.sampling import GpuWorkerConfig, MeasureJob
+from cdmpp.profiler.gpu.measurer import GpuMeasurer, gpu_engine
+from cdmpp.profiler.gpu.sampling import GpuConfig
 from cdmpp.profiler.statistics import SamplingPlan
-from tests.profiler.fake_gpu import toy_bundle
+from tests.profiler.fake_gpu import jobs_of, toy_bundle
 
 FAKE = "tests.profiler.fake_gpu:FakeGpu"
 PLAN = SamplingPlan(min_sample_s=0.001, min_samples=2, max_samples=4, max_measure_s=0.2)
 
 
-def config_of(script: Mapping[str, Any] | None = None, **arguments: Any) -> GpuEngineConfig:
-    worker = GpuWorkerConfig(FAKE, {"script": script or {}, **arguments}, PLAN, run_timeout_s=0.1)
-    return GpuEngineConfig(worker, "sm_90", compilers=1, hang_s=2.0, window=8)
+def config_of(script: Mapping[str, Any] | None = None, **arguments: Any) -> GpuConfig:
+    return GpuConfig(
+        builders=1,
+        degree="auto",
+        plan=PLAN,
+        run_timeout_s=0.1,
+        hang_s=2.0,
+        window=8,
+        gpu=FAKE,
+        gpu_arguments={"script": script or {}, **arguments},
+    )
 
 
-def run(config: GpuEngineConfig, bundle: Bundle, degree: int = 1) -> tuple[dict[str, GpuOutcome], CudaEngine]:
-    with CudaEngine(config) as engine:
-        outcomes = list(engine.run(iter([MeasureJob(k, degree) for k in bundle.kernels])))
-    found = {o.job.kernel.program: o for o in outcomes}
+def engine_of(config: GpuConfig) -> Engine:
+    return gpu_engine(config, get_device("h200"), builds=False)
+
+
+def run(config: GpuConfig, bundle: Bundle, degree: int = 1) -> tuple[dict[str, Outcome], GpuMeasurer]:
+    with engine_of(config) as engine:
+        outcomes = list(engine.run(iter(jobs_of(bundle, degree))))
+    found = {o.job.program.hash: o for o in outcomes}
     assert len(found) == len(outcomes), "a program has two outcomes"
-    return found, engine
+    assert isinstance(engine.measurer, GpuMeasurer)
+    return found, engine.measurer
 
 
-def statuses(found: Mapping[str, GpuOutcome]) -> Counter[str]:
+def statuses(found: Mapping[str, Outcome]) -> Counter[str]:
     return Counter(o.status for o in found.values())
 
 
 def test_every_program_gets_a_label() -> None:
-    found, engine = run(config_of(), toy_bundle(20), degree=4)
+    found, measurer = run(config_of(), toy_bundle(20), degree=4)
     assert statuses(found) == {"ok": 20}
     assert all(o.latency_s == pytest.approx(1e-4, rel=0.01) for o in found.values())
     assert all(o.noise is not None and o.noise < 0.01 for o in found.values())
     assert found["p000"].meta["build_s"] == 0.25
-    assert engine.restarts == 0
-    assert engine.facts.sms == 132
+    assert measurer.restarts == 0
+    assert measurer.facts.sms == 132
 
 
 def test_programs_that_were_not_built_need_no_gpu() -> None:
@@ -56,39 +72,39 @@ def test_programs_that_were_not_built_need_no_gpu() -> None:
 
 
 def test_a_fault_costs_one_record_and_one_restart() -> None:
-    found, engine = run(config_of({"p003": {"fault": "first"}}), toy_bundle(12), degree=2)
+    found, measurer = run(config_of({"p003": {"fault": "first"}}), toy_bundle(12), degree=2)
     assert statuses(found) == {"ok": 11, "run_error": 1}
     assert "illegal memory access" in found["p003"].error
-    assert engine.restarts == 1
+    assert measurer.restarts == 1
 
 
 def test_a_hang_costs_one_record_and_one_restart() -> None:
-    found, engine = run(config_of({"p002": {"hang": "first"}}), toy_bundle(8), degree=2)
+    found, measurer = run(config_of({"p002": {"hang": "first"}}), toy_bundle(8), degree=2)
     assert statuses(found) == {"ok": 7, "run_timeout": 1}
     assert found["p002"].status == "run_timeout"
-    assert engine.restarts == 1
+    assert measurer.restarts == 1
 
 
 def test_a_fault_among_several_is_found_by_measuring_each_alone() -> None:
-    found, engine = run(config_of({"p001": {"fault": "sample"}}), toy_bundle(6), degree=4)
+    found, measurer = run(config_of({"p001": {"fault": "sample"}}), toy_bundle(6), degree=4)
     assert statuses(found) == {"ok": 5, "run_error": 1}
     assert found["p001"].status == "run_error"
-    assert engine.restarts == 2
+    assert measurer.restarts == 2
 
 
 def test_a_lost_device_is_said_and_ends_the_run(tmp_path: Path) -> None:
     lives = tmp_path / "lives"
     lives.write_text("1")
-    outcomes: list[GpuOutcome] = []
+    outcomes: list[Outcome] = []
     config = config_of({"p001": {"fault": "first"}}, lives=str(lives))
-    with pytest.raises(ProfilerError, match="lost"), CudaEngine(config) as engine:
-        for outcome in engine.run(iter([MeasureJob(k) for k in toy_bundle(4).kernels])):
+    with pytest.raises(ProfilerError, match="lost"), engine_of(config) as engine:
+        for outcome in engine.run(iter(jobs_of(toy_bundle(4)))):
             outcomes.append(outcome)
-    assert [o.status for o in outcomes if o.job.kernel.program == "p001"] == ["device_lost"]
+    assert [o.status for o in outcomes if o.job.program.hash == "p001"] == ["device_lost"]
 
 
 def test_without_a_gpu_the_error_says_so() -> None:
-    with pytest.raises(ProfilerError, match="no CUDA device"), CudaEngine(config_of(share=0.0)):
+    with pytest.raises(ProfilerError, match="no CUDA device"), engine_of(config_of(share=0.0)):
         pass
 
 
@@ -97,15 +113,15 @@ def test_without_overlap_one_program_is_under_way_at_a_time() -> None:
     ended: list[str] = []
     bundle = toy_bundle(5)
 
-    def jobs() -> Iterator[MeasureJob]:
-        for kernel in bundle.kernels:
+    def jobs() -> Iterator[KernelJob]:
+        for job in jobs_of(bundle):
             assert len(taken) == len(ended), "the next was taken before the last had ended"
-            taken.append(kernel.program)
-            yield MeasureJob(kernel)
+            taken.append(job.program.hash)
+            yield job
 
-    with CudaEngine(replace(config_of(), overlap=False)) as engine:
+    with engine_of(replace(config_of(), overlap=False)) as engine:
         for outcome in engine.run(jobs()):
-            ended.append(outcome.job.kernel.program)
+            ended.append(outcome.job.program.hash)
     assert ended == taken
 
 
@@ -121,5 +137,5 @@ def test_sources_are_compiled_while_others_are_measured() -> None:
     ]
     found, _ = run(config_of(), replace(bundle, kernels=kernels))
     assert statuses(found) == {"ok": 2, "build_error": 1}
-    assert found["p000"].job.kernel.cubin[:4] == b"\x7fELF"
     assert found["p000"].meta["build_s"] != 0.25
+    assert found["p000"].meta["resources"]["main_kernel"]["registers"] > 0

@@ -8,15 +8,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cdmpp.profiler.cuda_engine import CudaEngine, GpuEngineConfig
-from cdmpp.profiler.cuda_program import CudaProgram
-from cdmpp.profiler.gpu.bundle import BundledProgram
+from cdmpp.device import Device
+from cdmpp.profiler.engine import Engine
+from cdmpp.profiler.gpu.build import KernelJob
+from cdmpp.profiler.gpu.bundle import BundledProgram, CudaProgram
 from cdmpp.profiler.gpu.check import reference_inputs
 from cdmpp.profiler.gpu.compile import find_compiler
 from cdmpp.profiler.gpu.device import Gpu, make_gpu
 from cdmpp.profiler.gpu.limits import KernelShape
-from cdmpp.profiler.gpu.sampling import GpuWorkerConfig, MeasureJob
+from cdmpp.profiler.gpu.measurer import GpuMeasurer
+from cdmpp.profiler.gpu.sampling import GpuConfig
 from cdmpp.profiler.statistics import SamplingPlan
+from cdmpp.program.types import Program, Task
 from tests.profiler.fake_gpu import toy_program
 
 pytestmark = pytest.mark.cuda
@@ -129,13 +132,17 @@ def test_faults_and_hangs_cost_one_record_each() -> None:
     good = [built(f"good{i}", toy_program(64), arch) for i in range(6)]
     broken = built("broken", replace(toy_program(64), source=FAULT), arch)
     hanging = spin(10**13, arch, name="hanging")
-    worker = GpuWorkerConfig(CUPY, {"lanes": 4}, PLAN, run_timeout_s=0.5)
-    config = GpuEngineConfig(worker, arch, compilers=1, hang_s=2.0)
+    config = GpuConfig(builders=1, degree=4, plan=PLAN, run_timeout_s=0.5, hang_s=2.0)
+    name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    device = Device(name="here", kind="gpu", model=name, share=1.0, target={"arch": arch})
+    task = Task("t", "toy", "{}", {}, 1.0, 1.0)
     order = [*good[:3], broken, good[3], hanging, *good[4:]]
-    with CudaEngine(config) as engine:
-        found = {o.job.kernel.program: o for o in engine.run(iter([MeasureJob(k, 2) for k in order]))}
+    jobs = [KernelJob(Program(k.program, "t", None, ""), task, None, k, 2) for k in order]
+    measurer = GpuMeasurer(config, device, builds=False)
+    with Engine(config, measurer) as engine:
+        found = {o.job.program.hash: o for o in engine.run(iter(jobs))}
     assert {p: o.status for p, o in found.items() if o.status != "ok"} == {
         "broken": "run_error",
         "hanging": "run_timeout",
     }
-    assert len(found) == 8 and engine.restarts == 2
+    assert len(found) == 8 and measurer.restarts == 2

@@ -10,8 +10,7 @@ import pytest
 
 from cdmpp.dataset import Dataset
 from cdmpp.errors import BundleError, NetworkError, ProfilerError, ProgramError
-from cdmpp.profiler.cuda_program import CudaProgram
-from cdmpp.profiler.gpu.bundle import read_bundle
+from cdmpp.profiler.gpu.bundle import CudaProgram, read_bundle
 from cdmpp.profiler.gpu.compile import NvccCompiler, find_nvcc
 from cdmpp.profiler.gpu.limits import shape_fault
 from cdmpp.profiler.gpu.lowering import CudaLowering

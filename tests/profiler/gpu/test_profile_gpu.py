@@ -12,17 +12,16 @@ import pytest
 from cdmpp.cli import main
 from cdmpp.dataset import Dataset
 from cdmpp.errors import ProfilerError
-from cdmpp.profiler import profile_gpu as module
+from cdmpp.profiler.gpu import measure as module
 from cdmpp.profiler.gpu.bundle import write_bundle
-from cdmpp.profiler.gpu.measure import MeasureConfig
-from cdmpp.profiler.profile_gpu import BUNDLE_FILE, check_gpu, profile_gpu
+from cdmpp.profiler.gpu.measure import BUNDLE_FILE, MeasureConfig, check_gpu, profile_gpu
 from cdmpp.profiler.statistics import SamplingPlan
 from tests.profiler.fake_gpu import toy_bundle
 
 CONFIG = MeasureConfig(
     degree=1,
     plan=SamplingPlan(min_sample_s=0.001, min_samples=2, max_samples=4, max_measure_s=0.2),
-    compilers=1,
+    builders=1,
     gpu="tests.profiler.fake_gpu:FakeGpu",
     gpu_arguments={"script": {}},
 )
