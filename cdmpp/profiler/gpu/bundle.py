@@ -200,8 +200,8 @@ class Bundle:
         return str(self.note["arch"])
 
 
-def write_bundle(path: str | Path, bundle: Bundle) -> None:
-    """Write a bundle; the file appears whole or not at all (BundleError)."""
+def write_bundle(path: str | Path, bundle: Bundle, *, level: int = 19) -> None:
+    """Write a bundle, compressed by zstd at a level; the file appears whole or not at all (BundleError)."""
     path = Path(path)
     note = {**bundle.note, "bundle_version": BUNDLE_VERSION}
     tables = {
@@ -217,7 +217,7 @@ def write_bundle(path: str | Path, bundle: Bundle) -> None:
         with zipfile.ZipFile(draft, "w", zipfile.ZIP_STORED) as archive:
             archive.writestr(_NOTE, json.dumps(note, indent=1, sort_keys=True))
             for name, table in tables.items():
-                archive.writestr(f"{name}.parquet", _parquet(table))
+                archive.writestr(f"{name}.parquet", _parquet(table, level))
         draft.replace(path)
     except OSError as err:
         raise BundleError(f"cannot write {path}: {err.strerror or err}") from err
@@ -260,7 +260,7 @@ def read_bundle(path: str | Path) -> Bundle:
     )
 
 
-def _parquet(table: pa.Table) -> bytes:
+def _parquet(table: pa.Table, level: int) -> bytes:
     import pyarrow.parquet as pq
 
     sink = io.BytesIO()
@@ -268,7 +268,7 @@ def _parquet(table: pa.Table) -> bytes:
         table,
         sink,
         compression="zstd",
-        compression_level=19,
+        compression_level=level,
         use_dictionary=False,
         data_page_size=_PAGE_BYTES,
         row_group_size=_GROUP_ROWS,

@@ -1,31 +1,25 @@
 """Making a bundle: networks and a device in, one file out; resumable until the file is written.
 
-While it is made, ``FILE.building/`` holds a dataset without records and a journal of what was built.
+While it is made, ``FILE.building`` is a bundle of what was built so far, some 20 seconds old at most.
 """
 
 from __future__ import annotations
 
-import base64
 import logging
-import shutil
 import time
-import zlib
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from cdmpp.dataset import Dataset
-from cdmpp.dataset.journal import JournalWriter, read_journal
 from cdmpp.device import Device, get_device
 from cdmpp.errors import BundleError, ProfilerError
 from cdmpp.profiler.engine import BuildConfig, BuildJob, BuildOnly, Engine, Outcome
-from cdmpp.profiler.gpu.build import DrawJob, ReferenceJob, kernel_builder
-from cdmpp.profiler.gpu.bundle import Bundle, BundledProgram, CudaProgram, Reference, write_bundle
+from cdmpp.profiler.gpu.build import DrawJob, Drawn, ReferenceJob, kernel_builder
+from cdmpp.profiler.gpu.bundle import Bundle, BundledProgram, read_bundle, write_bundle
 from cdmpp.profiler.gpu.compile import find_compiler
 from cdmpp.profiler.gpu.limits import arch_limits
 from cdmpp.profiler.plan import CHUNK, ELITE, network_tasks, seed_of
@@ -36,8 +30,10 @@ logger = logging.getLogger(__name__)
 
 #: Shares whose specifications go along, so that the measuring machine needs no device table.
 SHARES: tuple[float, ...] = (1.0, 0.75, 0.5, 0.25)
+#: Seconds between two drafts at least.
+_SAVE_S = 20.0
 #: Candidates drawn at a time.
-_DRAWN = 16
+_DRAWN = 8
 #: Candidates that are lowered at most for each one that can run.
 _MAX_TRIES = 60
 #: Builders that die or take too long over one task before it is given up.
@@ -85,205 +81,122 @@ class BundleReport:
     bytes: int
 
 
-class _Store:
-    """What was built so far: a dataset for the programs, a journal for their code."""
+class _Draft:
+    """What was built so far: a bundle that is written now and then, and when making it ends for whatever reason."""
 
-    def __init__(self, folder: Path) -> None:
-        self.dataset = Dataset.open_or_create(folder / "programs")
-        self.kernels: dict[str, BundledProgram] = {}
-        self.references: dict[str, Reference] = {}
-        #: Task -> programs by status.
-        self.statuses: dict[str, Counter[str]] = defaultdict(Counter)
+    def __init__(self, path: Path) -> None:
+        self._path, self._saved_at, self._save_s = path, time.monotonic(), 0.0
+        bundle = read_bundle(path) if path.exists() else Bundle({}, {}, {}, {}, [], {})
+        self.tasks, self.spaces = dict(bundle.tasks), dict(bundle.spaces)
+        self.programs, self.references = dict(bundle.programs), dict(bundle.references)
+        self.kernels = {kernel.program: kernel for kernel in bundle.kernels}
+        self.statuses = Counter(kernel.status for kernel in bundle.kernels)
         #: Tasks whose spaces hold no more.
-        self.exhausted: set[str] = set()
-        for line in read_journal(folder / "kernels.jsonl").values:
-            self._take(line)
-        self._journal = JournalWriter(folder / "kernels.jsonl")
-
-    def _take(self, line: dict[str, Any]) -> None:
-        if "reference" in line:
-            outputs = {int(n): np.array(v, np.float32) for n, v in line["outputs"].items()}
-            means = {int(n): float(v) for n, v in line["means"].items()}
-            self.references[line["reference"]] = Reference(line["reference"], line["seed"], outputs, means)
-        elif "spent" in line:
-            self.exhausted.add(line["spent"])
-        else:
-            code, source, cubin = (
-                line.pop("code"),
-                _unpacked(line.pop("source")),
-                _unpacked(line.pop("cubin")),
-            )
-            cuda = None if code is None else CudaProgram.from_json(code, source.decode())
-            kernel = BundledProgram(cuda=cuda, cubin=cubin, **line)
-            self.kernels[kernel.program] = kernel
-            self.statuses[self.dataset.programs[kernel.program].task_hash][kernel.status] += 1
-
-    def _add(self, line: dict[str, Any]) -> None:
-        self._journal.append(line)
-        self._take(line)
+        self.exhausted: set[str] = set(bundle.note.get("exhausted", ()))
 
     def add(self, task: Task, program: Program, space: Space, kernel: BundledProgram) -> None:
-        self.dataset.add_task(task)
-        self.dataset.add_space(space)
-        self.dataset.add_program(program)
-        self._add(
-            {
-                "program": kernel.program,
-                "status": kernel.status,
-                "error": kernel.error,
-                "code": None if kernel.cuda is None else kernel.cuda.to_json(),
-                "source": _packed(b"" if kernel.cuda is None else kernel.cuda.source.encode()),
-                "cubin": _packed(kernel.cubin),
-                "resources": {name: dict(r) for name, r in kernel.resources.items()},
-                "build_s": round(kernel.build_s, 4),
-            }
-        )
+        self.tasks[task.hash], self.spaces[space.hash] = task, space
+        self.programs[program.hash], self.kernels[program.hash] = program, kernel
+        self.statuses[kernel.status] += 1
+        if time.monotonic() - self._saved_at > max(_SAVE_S, 20 * self._save_s):
+            self.save()
 
-    def add_reference(self, reference: Reference) -> None:
-        self._add(
-            {
-                "reference": reference.task,
-                "seed": reference.seed,
-                # As text, because a sum may overflow to infinity, which JSON lacks.
-                "outputs": {str(n): [str(x) for x in v] for n, v in reference.outputs.items()},
-                "means": {str(n): str(v) for n, v in reference.means.items()},
-            }
-        )
+    def save(self) -> None:
+        started = time.monotonic()
+        note = {"exhausted": sorted(self.exhausted)}
+        write_bundle(self._path, self.bundle(note, list(self.kernels.values())), level=1)
+        self._saved_at = time.monotonic()
+        self._save_s = self._saved_at - started
 
-    def exhaust(self, task: str) -> None:
-        self._add({"spent": task})
-
-    def close(self) -> None:
-        self._journal.close()
-        self.dataset.close()
+    def bundle(self, note: Mapping[str, Any], kernels: Sequence[BundledProgram]) -> Bundle:
+        return Bundle(note, self.tasks, self.spaces, self.programs, kernels, self.references)
 
 
-def _packed(data: bytes) -> str:
-    return base64.b85encode(zlib.compress(data, 1)).decode()
+class _TaskPlan:
+    """Programs of one task that can run: candidates are drawn (and lowered) by builders, then compiled."""
 
-
-def _unpacked(text: str) -> bytes:
-    return zlib.decompress(base64.b85decode(text))
-
-
-class _BundlePlan:
-    """Programs that can run, in rounds over the tasks: candidates are drawn (and lowered) by builders, then compiled."""
-
-    def __init__(
-        self,
-        tasks: Sequence[Task],
-        parents: Mapping[str, tuple[Program, ...]],
-        config: BundleConfig,
-        store: _Store,
-    ) -> None:
-        self._tasks, self._parents, self._config, self._store = tasks, parents, config, store
-        self._seen: dict[str, set[str]] = defaultdict(set)
-        for program in store.dataset.programs.values():
-            self._seen[program.task_hash].add(program.hash)
-        self._candidates: dict[str, deque[tuple[Program, Space]]] = defaultdict(deque)
-        self._references: list[ReferenceJob] = []
-        self._drawing: set[str] = set()
-        self._compiling: Counter[str] = Counter()
-        self._tries: Counter[str] = Counter()
-        self._broken: Counter[str] = Counter()
-        self._seconds: dict[str, float] = defaultdict(float)
+    def __init__(self, task: Task, parents: tuple[Program, ...], config: BundleConfig, draft: _Draft) -> None:
+        self.task, self._parents, self._config, self._draft = task, parents, config, draft
+        self._seen = {p.hash for p in draft.programs.values() if p.task_hash == task.hash}
+        kept = [draft.kernels[h].status for h in self._seen]
+        self.ok, self._invalid = kept.count("ok"), kept.count("invalid_config")
+        self._candidates: deque[tuple[Program, Space]] = deque()
+        self._drawing = False
+        self._compiling = self._tries = self._broken = 0
+        self._seconds = 0.0
 
     @property
-    def done(self) -> int:
-        """Programs that can run so far."""
-        return sum(self._store.statuses[task.hash]["ok"] for task in self._tasks)
+    def _exhausted(self) -> bool:
+        return self.task.hash in self._draft.exhausted
 
-    @property
-    def total(self) -> int:
-        return self._config.programs_per_task * len(self._tasks)
+    def _exhaust(self) -> None:
+        self._draft.exhausted.add(self.task.hash)
 
-    def jobs(self) -> Iterator[BuildJob | DrawJob | ReferenceJob | None]:
-        rounds = range(CHUNK, self._config.programs_per_task + CHUNK, CHUNK)
-        for number, wanted in enumerate(rounds, 1):
-            wanted = min(wanted, self._config.programs_per_task)
-            unfinished = list(self._tasks)
-            while unfinished:
-                jobs = [job for task in unfinished for job in self._next(task, wanted, number)]
-                yield from self._take_references()
-                yield from jobs
-                unfinished = [task for task in unfinished if self._more(task.hash, wanted)]
-                if unfinished and not jobs:
-                    yield None
-        yield from self._take_references()
-
-    def _take_references(self) -> list[ReferenceJob]:
-        jobs, self._references = self._references, []
-        return jobs
-
-    def _more(self, task: str, wanted: int) -> bool:
-        if task in self._drawing or self._compiling[task]:
+    def needs_more(self, wanted: int) -> bool:
+        """Whether there is, or will be, something to do until so many programs can run."""
+        if self._drawing or self._compiling:
             return True
-        left = bool(self._candidates[task]) or task not in self._store.exhausted
-        return left and self._store.statuses[task]["ok"] < wanted
+        return self.ok < wanted and (bool(self._candidates) or not self._exhausted)
 
-    def _next(self, task: Task, wanted: int, number: int) -> Iterator[BuildJob | DrawJob]:
-        key, config = task.hash, self._config
-        need = wanted - self._store.statuses[key]["ok"] - self._compiling[key]
-        candidates = self._candidates[key]
-        while need > 0 and candidates:
-            program, space = candidates.popleft()
-            self._compiling[key] += 1
+    def jobs(self, wanted: int) -> Iterator[BuildJob | DrawJob]:
+        """What can be done now until so many programs can run."""
+        need, config = wanted - self.ok - self._compiling, self._config
+        while need > 0 and self._candidates:
+            program, space = self._candidates.popleft()
+            self._compiling += 1
             need -= 1
-            yield BuildJob(program, task, space)
-        if need <= 0 or key in self._drawing or key in self._store.exhausted:
+            yield BuildJob(program, self.task, space)
+        if need <= 0 or self._drawing or self._exhausted:
             return
-        if self._tries[key] >= _MAX_TRIES * wanted or self._seconds[key] > number * config.task_seconds:
-            self._store.exhaust(key)
+        if self._tries >= _MAX_TRIES * wanted or self._seconds > -(-wanted // CHUNK) * config.task_seconds:
+            self._exhaust()
             return
-        self._drawing.add(key)
-        seen = self._seen[key]
-        seed = seed_of(config.seed, key, len(seen), self._broken[key])
-        yield DrawJob(task, _DRAWN, seed, frozenset(seen), self._parents.get(key, ()))
+        self._drawing = True
+        seed = seed_of(config.seed, self.task.hash, len(self._seen), self._broken)
+        yield DrawJob(self.task, _DRAWN, seed, frozenset(self._seen), self._parents)
 
-    def take(self, outcome: Outcome) -> None:
+    def take(self, outcome: Outcome) -> ReferenceJob | None:
         """Keep an outcome; the first program of a task asks for a reference."""
-        job, store = outcome.job, self._store
-        key = job.task.hash
-        self._seconds[key] += outcome.meta.get("build_s", 0.0)
+        job, built, draft = outcome.job, outcome.built, self._draft
+        self._seconds += outcome.meta.get("build_s", 0.0)
         if isinstance(job, ReferenceJob):
-            if outcome.built is not None:
-                store.add_reference(outcome.built.reference)
-            return
-        if outcome.built is None:  # the builder died, or took too long
-            self._broken[key] += 1
-            if self._broken[key] > _MAX_BROKEN:
-                logger.warning(
-                    "task %s (%s): given up after %d broken builds", job.task.name, key, _MAX_BROKEN + 1
-                )
-                store.exhaust(key)
+            if built is not None:
+                draft.references[self.task.hash] = built.reference
+            return None
+        if built is None:  # the builder died, or took too long
+            self._broken += 1
+            if self._broken > _MAX_BROKEN:
+                name = f"{self.task.name} ({self.task.hash})"
+                logger.warning("task %s: given up after %d broken builds", name, self._broken)
+                self._exhaust()
         if isinstance(job, DrawJob):
-            self._drawing.discard(key)
-            self._take_drawn(job.task, outcome)
-            return
-        self._compiling[key] -= 1
-        kernel = outcome.built or BundledProgram(job.program.hash, outcome.status, outcome.error)
-        store.add(job.task, job.program, job.space, kernel)
-        cuda: CudaProgram | None = kernel.cuda
-        small = job.task.flops <= self._config.reference_flops
-        if cuda is not None and store.statuses[key]["ok"] == 1 and small:
-            self._references.append(ReferenceJob(job.task, cuda.params, cuda.outputs, self._config.seed))
+            self._drawing = False
+            if built is not None:
+                self._take_drawn(built)
+            return None
+        self._compiling -= 1
+        kernel = built or BundledProgram(job.program.hash, outcome.status, outcome.error)
+        draft.add(self.task, job.program, job.space, kernel)
+        if kernel.cuda is None:
+            return None
+        self.ok += 1
+        if self.ok > 1 or self.task.flops > self._config.reference_flops:
+            return None
+        return ReferenceJob(self.task, kernel.cuda.params, kernel.cuda.outputs, self._config.seed)
 
-    def _take_drawn(self, task: Task, outcome: Outcome) -> None:
-        drawn, store = outcome.built, self._store
-        if drawn is None:
-            return
+    def _take_drawn(self, drawn: Drawn) -> None:
         if drawn.error:
             logger.warning("%s", drawn.error)
         if not drawn.candidates and not drawn.excluded:
-            store.exhaust(task.hash)
+            self._exhaust()
+        self._tries += len(drawn.candidates) + len(drawn.excluded)
+        self._candidates.extend(drawn.candidates)
+        self._seen.update(program.hash for program, _ in drawn.candidates)
         for program, space, kernel in drawn.excluded:
-            self._seen[task.hash].add(program.hash)
-            if store.statuses[task.hash]["invalid_config"] < self._config.invalid_per_task:
-                store.add(task, program, space, kernel)
-        for program, space in drawn.candidates:
-            self._seen[task.hash].add(program.hash)
-            self._candidates[task.hash].append((program, space))
-        self._tries[task.hash] += len(drawn.candidates) + len(drawn.excluded)
+            self._seen.add(program.hash)
+            if self._invalid < self._config.invalid_per_task:
+                self._invalid += 1
+                self._draft.add(self.task, program, space, kernel)
 
 
 def make_bundle(
@@ -334,79 +247,39 @@ def make_bundle(
     arch_limits(arch)
     compiler = find_compiler(arch).name
     out = Path(out)
-    folder = out.with_name(f"{out.name}.building")
+    unfinished = out.with_name(f"{out.name}.building")
     if out.exists():
         raise BundleError(f"{out} exists: choose another file")
-    if folder.exists() and not resume:
-        raise BundleError(f"{out} is half made: go on with --resume, or remove {folder}")
+    if unfinished.exists() and not resume:
+        raise BundleError(f"{out} is half made: go on with --resume, or remove {unfinished}")
     tasks, families = network_tasks(networks, say, tasks_of=tasks_of)
     parents = {} if mutants_of is None else _fastest(mutants_of, device.base)
     if mutants_of is not None:
         tasks = [t for t in tasks if t.hash in parents]
         if not tasks:
             raise ProfilerError(f"{mutants_of} has no measured program of these tasks on {device.name}")
-    store = _Store(folder)
+    draft = _Draft(unfinished)
+    plans = {task.hash: _TaskPlan(task, parents.get(task.hash, ()), config, draft) for task in tasks}
+    started, before = time.perf_counter(), len(draft.kernels)
+    references: deque[ReferenceJob] = deque()
     try:
-        _build_all(_BundlePlan(tasks, parents, config, store), device, arch, config, store, progress)
-        bundle = _bundle(store, device, arch, compiler, config, families)
+        with Engine(config, BuildOnly(kernel_builder(arch, device.target))) as engine:
+            for outcome in engine.run(_jobs(list(plans.values()), config, references)):
+                reference = plans[outcome.job.task.hash].take(outcome)
+                if reference is not None:
+                    references.append(reference)
+                if progress is not None and isinstance(outcome.job, BuildJob):
+                    failures = {status: n for status, n in draft.statuses.items() if status != "ok"}
+                    done, total = (
+                        sum(plan.ok for plan in plans.values()),
+                        config.programs_per_task * len(plans),
+                    )
+                    new, elapsed_s = len(draft.kernels) - before, time.perf_counter() - started
+                    progress(Progress(done, total, new, draft.statuses["ok"], failures, elapsed_s))
     finally:
-        store.close()
-    write_bundle(out, bundle)
-    shutil.rmtree(folder)
-    statuses = Counter(k.status for k in bundle.kernels)
-    return BundleReport(
-        out,
-        device.name,
-        compiler,
-        len(bundle.tasks),
-        len(bundle.references),
-        dict(statuses),
-        out.stat().st_size,
-    )
-
-
-def _build_all(
-    plan: _BundlePlan,
-    device: Device,
-    arch: str,
-    config: BundleConfig,
-    store: _Store,
-    progress: Callable[[Progress], None] | None,
-) -> None:
-    started, before = time.perf_counter(), len(store.kernels)
-    with Engine(config, BuildOnly(kernel_builder(arch, device.target))) as engine:
-        for outcome in engine.run(plan.jobs()):
-            plan.take(outcome)
-            if progress is not None and isinstance(outcome.job, BuildJob):
-                counts: Counter[str] = sum(store.statuses.values(), Counter())
-                ok = counts.pop("ok", 0)
-                new, elapsed_s = len(store.kernels) - before, time.perf_counter() - started
-                progress(Progress(plan.done, plan.total, new, ok, dict(counts), elapsed_s))
-
-
-def _fastest(path: str | Path, base: str) -> dict[str, tuple[Program, ...]]:
-    """Task -> its fastest programs on the device, whatever the share."""
-    dataset = Dataset.open(path)
-    frame = dataset.records
-    frame = frame[(frame["status"] == "ok") & [d.split("@")[0] == base for d in frame["device"]]]
-    fastest = frame.sort_values("latency_s").drop_duplicates("program").groupby("task")
-    return {
-        str(task): tuple(dataset.programs[h] for h in part["program"].head(ELITE)) for task, part in fastest
-    }
-
-
-def _bundle(
-    store: _Store,
-    device: Device,
-    arch: str,
-    compiler: str,
-    config: BundleConfig,
-    families: dict[str, str],
-) -> Bundle:
-    programs = dict(store.dataset.programs)
-    if not any(k.status == "ok" for k in store.kernels.values()):
+        draft.save()
+    if not draft.statuses["ok"]:
         raise ProfilerError("not one program could be built")
-    order = sorted(store.kernels, key=lambda h: (programs[h].task_hash, h))
     shares = [get_device(f"{device.base}@{share:g}") for share in SHARES]
     note = {
         "device": device.name,
@@ -418,14 +291,45 @@ def _bundle(
         "versions": {p: metadata.version(p) for p in ("cdmpp", "apache-tvm", "apache-tvm-ffi", "numpy")},
         "config": asdict(config),
     }
-    return Bundle(
-        note,
-        dict(store.dataset.tasks),
-        dict(store.dataset.spaces),
-        programs,
-        [_kept(store.kernels[h], config) for h in order],
-        dict(store.references),
+    order = sorted(draft.kernels, key=lambda h: (draft.programs[h].task_hash, h))
+    write_bundle(out, draft.bundle(note, [_kept(draft.kernels[h], config) for h in order]))
+    unfinished.unlink()
+    return BundleReport(
+        out,
+        device.name,
+        compiler,
+        len(draft.tasks),
+        len(draft.references),
+        dict(draft.statuses),
+        out.stat().st_size,
     )
+
+
+def _jobs(plans: Sequence[_TaskPlan], config: BundleConfig, references: deque[ReferenceJob]) -> Iterator[Any]:
+    """Rounds over the tasks, and references as they are asked for; None while all wait for outcomes."""
+    for end in range(CHUNK, config.programs_per_task + CHUNK, CHUNK):
+        wanted = min(end, config.programs_per_task)
+        unfinished = list(plans)
+        while unfinished:
+            jobs = [job for plan in unfinished for job in plan.jobs(wanted)]
+            while references:
+                yield references.popleft()
+            yield from jobs
+            unfinished = [plan for plan in unfinished if plan.needs_more(wanted)]
+            if unfinished and not jobs:
+                yield None
+    yield from references
+
+
+def _fastest(path: str | Path, base: str) -> dict[str, tuple[Program, ...]]:
+    """Task -> its fastest programs on the device, whatever the share."""
+    dataset = Dataset.open(path)
+    frame = dataset.records
+    frame = frame[(frame["status"] == "ok") & [d.split("@")[0] == base for d in frame["device"]]]
+    fastest = frame.sort_values("latency_s").drop_duplicates("program").groupby("task")
+    return {
+        str(task): tuple(dataset.programs[h] for h in part["program"].head(ELITE)) for task, part in fastest
+    }
 
 
 def _kept(kernel: BundledProgram, config: BundleConfig) -> BundledProgram:
