@@ -90,7 +90,7 @@ def run_profile_gpu(args: argparse.Namespace, networks: list[str], console: Cons
         progress=_Lines(errors),
         notify=errors.print,
     )
-    return _shown(report.measured, console)
+    return _shown(report, console)
 
 
 def _config(args: argparse.Namespace) -> MeasureConfig:

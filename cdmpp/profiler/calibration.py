@@ -76,19 +76,8 @@ def calibrate(
 ) -> Calibration:
     """Measure the same programs alone, twice, and together at falling degrees; the first accepted degree wins, else 1.
 
-    Parameters
-    ----------
-    measure
-        Measures the sample at a degree; None for alone.
-    tolerance
-        Largest accepted median difference.
-    accept
-        Whether a result within the tolerance will do, given the labels per second alone.
-
-    Raises
-    ------
-    ProfilerError
-        Not one of the programs could be measured alone.
+    `measure` takes the labels at a degree (None for alone). A median difference up to `tolerance` is accepted if `accept` is
+    content with the result, given the labels per second alone. ProfilerError if no program could be measured alone.
     """
     first, _ = measure(None)
     again, rate_alone = measure(None)
@@ -105,6 +94,11 @@ def calibrate(
             break
     chosen = next((result.degree for result in results if result.accepted), 1)
     return Calibration(chosen, tolerance, compare(1, first, again, rate_alone), tuple(results))
+
+
+def halved(degree: int) -> list[int]:
+    """Degrees to try: this one, half of it, ... down to 1."""
+    return [degree, *halved(degree // 2)] if degree > 1 else [1]
 
 
 def compare(

@@ -39,7 +39,7 @@ from cdmpp.errors import ProfilerError, ProgramError
 from cdmpp.profiler import machine
 from cdmpp.profiler.arguments import ArgSpec, argument_specs, index_bound, integer_range
 from cdmpp.profiler.build import ObjectCache, compile_to_shared_object
-from cdmpp.profiler.engine import BuildConfig, BuildJob, Engine, Measurer
+from cdmpp.profiler.engine import BuildConfig, BuildJob, Built, Engine, Measured, Measurer
 from cdmpp.profiler.pool import Worker, requests
 from cdmpp.profiler.sentinel import Sentinel
 from cdmpp.profiler.statistics import SamplingPlan, label
@@ -70,15 +70,12 @@ _FULL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class SharedObject:
+class SharedObject(Built):
     """What became of a job at building; ``path`` and ``args`` are set if ``status`` is ``ok``."""
 
-    status: str
-    program: str = ""
+    program: str
     path: str = ""
     args: tuple[ArgSpec, ...] = ()
-    error: str = ""
-    build_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -86,18 +83,6 @@ class Starting:
     """Sent before a program's first run, and with an empty hash when the sampling of the batch begins."""
 
     program: str
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Samples of one program, or why there are none."""
-
-    program: str
-    status: str
-    samples_s: tuple[float, ...] = ()
-    error: str = ""
-    run_s: float = 0.0
-    meta: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -307,47 +292,31 @@ def measure_worker(
 
 @dataclass(frozen=True, kw_only=True)
 class CpuConfig(BuildConfig):
-    """How programs are built and measured on a CPU; none of it may change a label beyond its noise.
+    """How programs are built and measured on a CPU; none of it may change a label beyond its noise."""
 
-    Attributes
-    ----------
-    batch_size
-        Programs of a task that are sampled in turn.
-    run_timeout_s
-        A program whose first run takes longer is not sampled.
-    loading_s
-        Seconds allowed for loading a program and filling its arguments before its first run.
-    plan
-        The sampling.
-    max_steal_pct, max_drift
-        A batch during which the hypervisor took more than this share of the cores, or the sentinel program's time
-        changed by more than this fraction, is measured once more.
-    max_disturbed
-        A program of which more than this share of the samples was disturbed is measured again a while later.
-    max_attempts
-        Times that a program is measured at most for these reasons; the fastest label counts.
-    realtime
-        Ask for the real-time scheduler.
-    overlap
-        Measure while building. Without it everything is built first, then measured with nothing else running: the
-        calibration's yardstick.
-    object_cache
-        Folder in which shared objects are kept between runs; None keeps none.
-    work_dir
-        Where shared objects are kept meanwhile; default a fresh folder in memory.
-    """
-
+    #: Programs of a task that are sampled in turn.
     batch_size: int = 8
+    #: A program whose first run takes longer is not sampled.
     run_timeout_s: float = 2.0
+    #: Allowed for loading a program and filling its arguments before its first run.
     loading_s: float = 10.0
     plan: SamplingPlan = field(default_factory=SamplingPlan)
+    #: A batch during which the hypervisor took more than this share of the cores, or the sentinel program's time changed
+    #: by more than this fraction, is measured once more.
     max_steal_pct: float = 2.0
     max_drift: float = 0.05
+    #: A program of which more than this share of the samples was disturbed is measured again a while later.
     max_disturbed: float = 0.25
+    #: Times that a program is measured at most for these reasons; the fastest label counts.
     max_attempts: int = 3
+    #: Ask for the real-time scheduler.
     realtime: bool = True
+    #: Measure while building. Without it everything is built first, then measured with nothing else running: the
+    #: calibration's yardstick.
     overlap: bool = True
+    #: Folder in which shared objects are kept between runs; None keeps none.
     object_cache: str | None = None
+    #: Where shared objects are kept meanwhile; default a fresh folder in memory.
     work_dir: str | None = None
 
 
@@ -376,19 +345,9 @@ def cpu_engine(
 ) -> Engine:
     """An engine that measures on cores of this machine.
 
-    Parameters
-    ----------
-    target
-        What programs are compiled for, as a TVM target dictionary.
-    core_groups
-        Cores of each measuring process; as many processes as groups (the degree of parallelism).
-    sentinel
-        A program that is timed around every batch to see drift; see :func:`sentinel_job`.
-
-    Raises
-    ------
-    ProfilerError
-        There are no cores; on entering, the sentinel program does not build.
+    Programs are compiled for the TVM target dictionary `target`. There are as many measuring processes as core groups (the
+    degree of parallelism). `sentinel` is timed around every batch to see drift, see :func:`sentinel_job`. ProfilerError where
+    there are no cores; on entering, if the sentinel program does not build.
     """
     return Engine(config, CpuMeasurer(config, target, core_groups, sentinel))
 
@@ -410,16 +369,17 @@ class ObjectBuilder:
         self._rebuild = Rebuilder()
 
     def __call__(self, job: BuildJob) -> SharedObject | ProfilerError:
-        path = self._folder / f"{job.program.hash}-{time.monotonic_ns():x}.so"
+        program = job.program.hash
+        path = self._folder / f"{program}-{time.monotonic_ns():x}.so"
         try:
             func = self._rebuild(job.program, job.task, job.space)
             args = argument_specs(func)
-            if not self._cache.fetch(job.program.hash, path):
+            if not self._cache.fetch(program, path):
                 compile_to_shared_object(func, self._target, path)
-                self._cache.keep(job.program.hash, path)
-            return SharedObject("ok", job.program.hash, str(path), args)
+                self._cache.keep(program, path)
+            return SharedObject(program, str(path), args)
         except ProgramError as err:
-            return SharedObject("invalid_config", error=str(err))
+            return SharedObject(program, status="invalid_config", error=str(err))
         except subprocess.CalledProcessError as err:
             error = f"ld: {err.stderr[-400:]}"
         except Exception as err:  # TVM reports through its own error types
@@ -430,7 +390,7 @@ class ObjectBuilder:
                 f"no space left in {self._folder} for shared objects; what was measured is kept, "
                 "free some space and go on with --resume"
             )
-        return SharedObject("build_error", error=error)
+        return SharedObject(program, status="build_error", error=error)
 
 
 @dataclass
@@ -601,12 +561,7 @@ class CpuMeasurer(Measurer):
             self._batches.append([item])
             return
         self._remove(item)
-        meta: dict[str, Any] = {
-            "build_s": round(item.built.build_s, 4),
-            "run_s": round(measured.run_s, 4),
-            "attempts": item.attempts,
-            **measured.meta,
-        }
+        meta: dict[str, Any] = {"attempts": item.attempts}
         if done is not None and done.sentinel_before_s > 0:
             times_s = self._sentinel_times_s
             baseline_s = times_s[int(_BASELINE_QUANTILE * len(times_s))]
@@ -615,10 +570,7 @@ class CpuMeasurer(Measurer):
             meta["drift_within"] = round(done.sentinel_after_s / done.sentinel_before_s - 1, 4)
             meta["steal_pct"] = round(done.steal_pct, 2)
             meta["scheduler"] = done.scheduler
-        if measured.status == "ok":
-            self.label(item.job, measured.samples_s, meta)
-        else:
-            self.fail(item.job, measured.status, measured.error, **meta)
+        self.finish(item.job, item.built, measured, **meta)
 
     def _remove(self, item: _Item) -> None:
         with contextlib.suppress(OSError):

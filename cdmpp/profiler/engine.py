@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler import machine
@@ -36,19 +36,29 @@ class BuildConfig:
     build_timeout_s: float = 20.0
 
 
-class Built(Protocol):
-    """What a builder has made of a job; more of it only its measurer knows.
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """What a builder has made of a job: base of what the builders of a device give.
 
     ``status`` is ``ok``, ``build_error``, ``build_timeout`` or ``invalid_config`` (the program cannot run on any device of
-    this sort, or cannot be rebuilt).
+    this sort, or cannot be rebuilt); ``error`` says why, unless it is ``ok``.
     """
 
-    @property
-    def status(self) -> str: ...
-    @property
-    def error(self) -> str: ...
-    @property
-    def build_s(self) -> float: ...
+    status: str = "ok"
+    error: str = ""
+    build_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Samples of one program (its hash), or why there are none; ``run_s`` is what taking them took."""
+
+    program: str
+    status: str
+    samples_s: tuple[float, ...] = ()
+    error: str = ""
+    run_s: float = 0.0
+    meta: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -84,8 +94,8 @@ class Outcome:
 
 
 #: A class that builds, made in each building process with these arguments, and the process's niceness. Objects of it are
-#: called with a job and give something :class:`Built`, or a ProfilerError that ends the run.
-Builder = tuple[Callable[..., Callable[[Any], Any]], tuple[Any, ...], int]
+#: called with a job and give what was built, or a ProfilerError that ends the run.
+Builder = tuple[Callable[..., Callable[[Any], Built | ProfilerError]], tuple[Any, ...], int]
 
 
 def build_worker(connection: Connection, builder: Builder) -> None:
@@ -97,9 +107,8 @@ def build_worker(connection: Connection, builder: Builder) -> None:
     for job in requests(connection):
         started = time.perf_counter()
         built = build(job)
-        if not isinstance(built, ProfilerError):
-            built = replace(built, build_s=time.perf_counter() - started)
-        connection.send(built)
+        took_s = time.perf_counter() - started
+        connection.send(built if isinstance(built, ProfilerError) else replace(built, build_s=took_s))
 
 
 class Measurer:
@@ -151,12 +160,16 @@ class Measurer:
         """Give a failure as the job's outcome."""
         self.outcomes.append(Outcome(job, status, error=error, meta=meta))
 
-    def label(self, job: BuildJob, samples_s: tuple[float, ...], meta: dict[str, Any]) -> None:
-        """Give the label of samples as the job's outcome."""
-        value = label(samples_s)
+    def finish(self, job: BuildJob, built: Built, measured: Measured, **meta: Any) -> None:
+        """Give the label of samples, or why there are none, as the job's outcome."""
+        times = {"build_s": round(built.build_s, 4), "run_s": round(measured.run_s, 4)}
+        meta = {**times, **meta, **measured.meta}
+        if measured.status != "ok":
+            self.fail(job, measured.status, measured.error, **meta)
+            return
+        value, noise = label(measured.samples_s), split_half_difference(measured.samples_s)
         if 0 < value < float("inf"):
-            noise = split_half_difference(samples_s)
-            self.outcomes.append(Outcome(job, "ok", value, samples_s, noise, meta=meta))
+            self.outcomes.append(Outcome(job, "ok", value, measured.samples_s, noise, meta=meta))
         else:
             self.fail(job, "run_error", f"the clock gave {value} s", **meta)
 
@@ -173,13 +186,7 @@ class BuildOnly(Measurer):
 
 
 class Engine:
-    """Building processes and a measurer; use as a context manager.
-
-    Raises
-    ------
-    ProfilerError
-        On entering: nothing can be built, or there is nothing to measure on.
-    """
+    """Building processes and a measurer; a context manager (ProfilerError on entering if there is nothing to measure on)."""
 
     def __init__(self, config: BuildConfig, measurer: Measurer) -> None:
         self.config, self.measurer = config, measurer
@@ -233,12 +240,8 @@ class Engine:
         """Measure `jobs`, yielding outcomes as they become final (not in the order of the jobs).
 
         The iterator is asked for a job when a builder is about to be idle; it may yield None to say "nothing yet",
-        when what comes next depends on outcomes, and is asked again later.
-
-        Raises
-        ------
-        ProfilerError
-            There is no space left for what is built, or the device is lost; all that is final was yielded before.
+        when what comes next depends on outcomes, and is asked again later. ProfilerError if there is no space left for what
+        is built, or the device is lost; all that is final was yielded before.
         """
         measurer, exhausted = self.measurer, False
         while True:

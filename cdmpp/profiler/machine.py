@@ -64,13 +64,8 @@ def core_groups(cores: Sequence[int], threads: int, degree: int) -> tuple[tuple[
 
 
 def own_the_core(priority: int = 10) -> str:
-    """Run before everything else on this process's cores, if the system allows it.
-
-    Returns
-    -------
-    str
-        ``"fifo"`` under the real-time scheduler, ``"nice"`` with a raised normal priority, else ``"normal"``.
-    """
+    """Run before everything else on this process's cores, if the system allows it: ``"fifo"`` under the real-time scheduler,
+    ``"nice"`` with a raised normal priority, else ``"normal"``."""
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(priority))
         return "fifo"
@@ -112,13 +107,7 @@ def steal_ticks(cores: tuple[int, ...]) -> int:
 
 
 def make_work_folder(parent: Path) -> Path:
-    """A fresh folder that names this process; folders of processes that were killed are removed.
-
-    Raises
-    ------
-    OSError
-        It cannot be made.
-    """
+    """A fresh folder that names this process (OSError if it cannot be made); those of processes that were killed go."""
     for stale in parent.glob(f"{_FOLDER_PREFIX}*"):
         owner = stale.name.removeprefix(_FOLDER_PREFIX).split("-")[0]
         if owner.isdigit() and not psutil.pid_exists(int(owner)):

@@ -36,21 +36,9 @@ def network_tasks(
 ) -> tuple[list[Task], dict[str, str]]:
     """Tasks of networks, and the networks' families.
 
-    Parameters
-    ----------
-    networks
-        Zoo names, ``.onnx`` or ``.pt2`` files, or networks.
-    tasks_of
-        A dataset that has the tasks: importing all of the zoo takes minutes.
-    resumed
-        A dataset that has the tasks if it says so, and if the networks are all of the zoo, where a name says everything.
-
-    Raises
-    ------
-    NetworkError
-        A network is unknown or cannot be imported.
-    ProfilerError
-        There is no network, or no task.
+    Importing all of the zoo takes minutes: `tasks_of` is a dataset that has the tasks, `resumed` one that has them if it says
+    so, and if the networks are all of the zoo, where a name says everything. NetworkError for a network that is unknown or
+    cannot be imported, ProfilerError if there is no task.
     """
     from cdmpp.dataset import Dataset
     from cdmpp.program.network import load_network
@@ -78,13 +66,8 @@ def network_tasks(
 class TaskPlan:
     """Random programs of every task and, from their latencies, programs of an evolutionary search.
 
-    Parameters
-    ----------
-    programs_per_task
-        Wanted of each; a task whose spaces hold fewer gives fewer.
-    search_fraction
-        Part of them that is drawn by mutating the fastest programs measured so far (the region that a tuner
-        visits), as opposed to at random.
+    A task whose spaces hold fewer than `programs_per_task` gives fewer. `search_fraction` of them are mutants of the fastest
+    programs measured so far (the region that a tuner visits).
     """
 
     def __init__(
@@ -152,22 +135,19 @@ class TaskPlan:
 
     def calibration_jobs(self, n: int) -> list[BuildJob]:
         """Some `n` programs of tasks spread over the range of work; they are not part of the plan."""
-        from cdmpp.program.space import iter_spaces
-
         ordered = sorted(self.tasks, key=lambda t: t.flops)
         chosen = ordered[:: max(1, -(-len(ordered) // max(1, n // 2)))]
-        per_task = max(1, -(-n // len(chosen)))
-        found: list[BuildJob] = []
-        for spaces in iter_spaces(chosen, "llvm", self.num_cores):
-            found += _jobs(spaces, spaces.sample(per_task, self.seed + 1_000_003))
-        return found[:n]
+        per_task, seed = max(1, -(-n // len(chosen))), self.seed + 1_000_003
+        sample = TaskPlan(chosen, per_task, search_fraction=0.0, num_cores=self.num_cores, seed=seed)
+        return [job for job in sample.jobs() if job is not None][:n]
 
     def _emit(self, spaces: TaskSpaces, programs: Sequence[Program]) -> Iterator[BuildJob]:
         for program in programs:
             self.learn(program, None)
-        for job in _jobs(spaces, programs):
-            self._in_flight[job.task.hash] += 1
-            yield job
+        by_hash = {space.hash: space for space in spaces.spaces}
+        for program in programs:
+            self._in_flight[program.task_hash] += 1
+            yield BuildJob(program, spaces.task, by_hash[str(program.space_hash)])
 
     def _random(self, task: Task, wanted: int) -> Iterator[BuildJob | None]:
         have = sum(p.origin == "random" for p in self._programs[task.hash].values())
@@ -258,15 +238,8 @@ def unscheduled_plan(tasks: Sequence[Task]) -> FixedPlan:
 def replay_plan(
     source: DatasetView, *, limit: int | None = None, tasks: Sequence[str] | None = None, seed: int = 0
 ) -> FixedPlan:
-    """Programs that another dataset has labels of, to measure them on another device or again.
-
-    Parameters
-    ----------
-    limit
-        Programs in all, drawn evenly over the tasks; None takes all.
-    tasks
-        Hashes of the tasks to draw from; None for all.
-    """
+    """Programs that another dataset has labels of, to measure them on another device or again: of these tasks (hashes) alone,
+    and no more than the limit in all, evenly over the tasks."""
     frame = source.records
     by_task: dict[str, list[Program]] = defaultdict(list)
     for digest in sorted(set(frame.loc[frame["status"] == "ok", "program"])):
@@ -290,11 +263,6 @@ def replay_plan(
             for p in chosen
         ]
     )
-
-
-def _jobs(spaces: TaskSpaces, programs: Sequence[Program]) -> list[BuildJob]:
-    by_hash = {space.hash: space for space in spaces.spaces}
-    return [BuildJob(p, spaces.task, by_hash[str(p.space_hash)]) for p in programs]
 
 
 def seed_of(*parts: object) -> int:

@@ -22,17 +22,7 @@ def _context() -> Any:
 
 
 class Worker:
-    """One process that serves requests over a pipe, one at a time.
-
-    Parameters
-    ----------
-    target
-        Function that runs in the process; its first argument is the process's end of the pipe.
-    args
-        Its further arguments.
-    name
-        For messages.
-    """
+    """One process that serves requests over a pipe, one at a time: it runs `target` with its end of the pipe and `args`."""
 
     def __init__(self, target: Callable[..., None], args: tuple[Any, ...], name: str) -> None:
         self.name = name
@@ -150,13 +140,8 @@ def requests(connection: Connection) -> Iterator[Any]:
 
 
 class BuildQueue:
-    """Jobs that wait for a building process; the load of a process that builds one is the job and how many died over it.
-
-    Parameters
-    ----------
-    timeout_s
-        CPU seconds that one build may take.
-    """
+    """Jobs that wait for a building process, which may take `timeout_s` CPU seconds for one; its load is the job and how many
+    processes died over it."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s

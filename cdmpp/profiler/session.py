@@ -18,7 +18,7 @@ from cdmpp.dataset import Dataset, Record
 from cdmpp.device import Device, get_device
 from cdmpp.device.detect import machine_facts
 from cdmpp.errors import DatasetError, ProfilerError
-from cdmpp.profiler.calibration import Calibration, DegreeResult, Labels, calibrate, timed_labels
+from cdmpp.profiler.calibration import Calibration, DegreeResult, Labels, calibrate, halved, timed_labels
 from cdmpp.profiler.cpu import CpuConfig, cpu_engine, sentinel_job
 from cdmpp.profiler.engine import BuildJob, Outcome
 from cdmpp.profiler.machine import core_groups, usable_cores
@@ -26,37 +26,26 @@ from cdmpp.profiler.plan import Plan, TaskPlan, network_tasks, replay_plan, unsc
 
 if TYPE_CHECKING:
     from cdmpp.program.network import Network
-    from cdmpp.program.types import Task
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig(CpuConfig):
-    """Options of :func:`profile`.
+    """Options of :func:`profile`."""
 
-    Attributes
-    ----------
-    programs_per_task, search_fraction
-        See :class:`~cdmpp.profiler.plan.TaskPlan`.
-    unscheduled
-        Measure each task as it is in place of drawing programs of it.
-    workers
-        Programs measured at the same time; ``auto`` finds how many leave the labels as they are.
-    tolerance
-        Median difference to labels taken alone that is accepted for that; the mean may be twice as large.
-    calibration_programs
-        Programs that it is found with.
-    limit
-        Of the programs of another dataset so many, evenly over the tasks.
-    """
-
+    #: See :class:`~cdmpp.profiler.plan.TaskPlan`.
     programs_per_task: int = 64
     search_fraction: float = 0.25
+    #: Measure each task as it is in place of drawing programs of it.
     unscheduled: bool = False
+    #: Programs measured at the same time; ``auto`` finds how many leave the labels as they are.
     workers: int | str = "auto"
+    #: Median difference to labels taken alone that is accepted for that; the mean may be twice as large.
     tolerance: float = 0.02
+    #: Programs that it is found with.
     calibration_programs: int = 40
+    #: Of the programs of another dataset so many, evenly over the tasks.
     limit: int | None = None
     max_seconds: float | None = None
     seed: int = 0
@@ -103,12 +92,7 @@ class ProfileReport(Report):
 class Session:
     """One run that measures: its records, what is written beside them, progress, and when it stops.
 
-    Parameters
-    ----------
-    known
-        Programs of the plan that have a record already.
-    total
-        Says how many programs there are to measure at most, those included.
+    Of ``total()`` programs at most (it may fall), `known` have a record already.
     """
 
     def __init__(
@@ -134,7 +118,7 @@ class Session:
     def elapsed_s(self) -> float:
         return time.perf_counter() - self._started
 
-    def note(self, families: Mapping[str, str], packages: Sequence[str], **settings: Any) -> None:
+    def note(self, families: Mapping[str, str], packages: Sequence[str], settings: Mapping[str, Any]) -> None:
         """Write down the machine, the versions and the settings that the labels depend on; time counts from here."""
         versions = {}
         for package in ("cdmpp", "numpy", *packages):
@@ -168,15 +152,7 @@ class Session:
         meta: Mapping[str, Any],
         done: Callable[[Outcome], None] | None = None,
     ) -> None:
-        """Put outcomes into the dataset as they come, until the time is up.
-
-        Parameters
-        ----------
-        meta
-            Of all records.
-        done
-            Called with each outcome.
-        """
+        """Put outcomes into the dataset as they come, until the time is up; `meta` is of all records, `done` hears of each."""
         for outcome in outcomes:
             self._add(outcome, meta)
             if done is not None:
@@ -265,12 +241,8 @@ def profile(
     progress, notify
         Called with the state after each outcome, and with one-line news (calibration, ...).
 
-    Raises
-    ------
-    ProfilerError
-        The device is not on this machine, or nothing can be measured.
-    DatasetError
-        `out` holds a dataset and `resume` was not asked for; the disk is full. What was measured is kept.
+    ProfilerError if the device is not on this machine, or nothing can be measured. DatasetError if `out` holds a dataset and
+    `resume` was not asked for, or the disk is full; what was measured is kept.
     """
     config = config or ProfileConfig()
     say = notify or (lambda line: logger.info("%s", line))
@@ -280,20 +252,41 @@ def profile(
         raise DatasetError(f"{path} holds a dataset already: go on with --resume, or choose another folder")
     if remeasure and programs_of is not None and config.limit is None:
         raise ProfilerError("re-measuring needs a limit: how many programs?")
-    if programs_of is None:
-        chosen, families = network_tasks(networks, say, resumed=path)
-        plan = _plan(_wanted(chosen, tasks), config, threads)
-    else:
+    plan: Plan
+    if programs_of is not None:
         source = Dataset.open(programs_of)
         families = dict(source.network_families)
         plan = replay_plan(source, limit=config.limit, tasks=tasks, seed=config.seed)
+    else:
+        chosen, families = network_tasks(networks, say, resumed=path)
+        missing = set(tasks or ()) - {task.hash for task in chosen}
+        if missing:
+            raise ProfilerError(
+                f"{len(missing)} wanted tasks are not of these networks, first {min(missing)}"
+            )
+        chosen = [task for task in chosen if tasks is None or task.hash in tasks]
+        plan = (
+            unscheduled_plan(chosen)
+            if config.unscheduled
+            else TaskPlan(
+                chosen,
+                config.programs_per_task,
+                search_fraction=config.search_fraction,
+                num_cores=threads,
+                seed=config.seed,
+            )
+        )
     if not plan.tasks:
         where = "these networks" if programs_of is None else f"those that {programs_of} has latencies of"
         raise ProfilerError(f"no task to profile: none of the tasks asked for is among {where}")
     with Dataset.open_or_create(path) as dataset:
         dataset.set_device(device)
         if not remeasure:
-            _learn(plan, dataset, device.name)
+            records = dataset.records
+            for row in records[records["device"] == device.name].itertuples():
+                if row.program in dataset.programs:
+                    latency_s = float(row.latency_s) if row.status == "ok" else None
+                    plan.learn(dataset.programs[row.program], latency_s)
         if programs_of is None and tasks is None:
             # A task is stored before it is measured, so that a resumed run need not import the networks again.
             for task in plan.tasks:
@@ -311,21 +304,17 @@ def profile(
             progress=progress,
             say=say,
         )
-        session.note(
-            families,
-            ("apache-tvm", "apache-tvm-ffi"),
-            target=dict(device.target),
-            workers=degree,
-            core_groups=groups,
-            builders=config.builders or len(usable_cores()),
-            batch_size=config.batch_size,
-            build_timeout_s=config.build_timeout_s,
-            run_timeout_s=config.run_timeout_s,
-            sampling=asdict(config.plan),
-            cache="warm",
-            seed=config.seed,
-            calibration=None if calibration is None else asdict(calibration),
-        )
+        settings = {
+            **asdict(config),
+            "target": dict(device.target),
+            "workers": degree,
+            "core_groups": groups,
+            "builders": config.builders or len(usable_cores()),
+            "sampling": asdict(config.plan),
+            "cache": "warm",
+            "calibration": None if calibration is None else asdict(calibration),
+        }
+        session.note(families, ("apache-tvm", "apache-tvm-ffi"), settings)
         with cpu_engine(config, device.target, groups, sentinel_job()) as engine:
             meta = {"workers": degree, "threads": threads, "cache": "warm"}
             session.take(engine.run(plan.jobs()), meta, plan.done)
@@ -346,36 +335,6 @@ def _threads(device: Device) -> int:
     if threads != device.share or not 1 <= threads <= len(usable_cores()):
         raise ProfilerError(f"{device.name}: this process may use {len(usable_cores())} whole cores")
     return threads
-
-
-def _wanted(tasks: list[Task], wanted: Sequence[str] | None) -> list[Task]:
-    if wanted is None:
-        return tasks
-    missing = set(wanted) - {task.hash for task in tasks}
-    if missing:
-        raise ProfilerError(f"{len(missing)} wanted tasks are not of these networks, first {min(missing)}")
-    return [task for task in tasks if task.hash in set(wanted)]
-
-
-def _plan(tasks: list[Task], config: ProfileConfig, threads: int) -> Plan:
-    if config.unscheduled:
-        return unscheduled_plan(tasks)
-    return TaskPlan(
-        tasks,
-        config.programs_per_task,
-        search_fraction=config.search_fraction,
-        num_cores=threads,
-        seed=config.seed,
-    )
-
-
-def _learn(plan: Plan, dataset: Dataset, device: str) -> None:
-    """Tell a plan of the records that a dataset has of a device."""
-    frame = dataset.records
-    frame = frame[frame["device"] == device].drop_duplicates("program", keep="last")
-    for row in frame.itertuples():
-        if row.program in dataset.programs:
-            plan.learn(dataset.programs[row.program], float(row.latency_s) if row.status == "ok" else None)
 
 
 def _degree(
@@ -401,10 +360,7 @@ def _degree(
         # A few programs that live on memory bandwidth show in the mean.
         return result.mean_difference is not None and result.mean_difference <= 2 * config.tolerance
 
-    degrees = [most]
-    while degrees[-1] > 1:
-        degrees.append(degrees[-1] // 2)
-    calibration = calibrate(measure, degrees, config.tolerance, accept)
+    calibration = calibrate(measure, halved(most), config.tolerance, accept)
     for result in calibration.results:
         say(str(result))
     if not calibration.results[-1].accepted:

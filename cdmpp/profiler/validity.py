@@ -200,7 +200,7 @@ def rule_fault(cuda: CudaProgram, arch: str) -> tuple[str, str] | None:
     """
     from cdmpp.profiler.gpu.limits import arch_limits, shape_fault
 
-    fault = shape_fault(cuda.shapes, arch)
+    fault = shape_fault(cuda.launches, arch)
     if fault is None and cuda.async_copies and not arch_limits(arch).async_copies:
         return "async", f"it copies asynchronously, which {arch} cannot"
     return fault
@@ -221,16 +221,16 @@ def _compile(cuda: CudaProgram, verdict: Verdict, compiler: CudaCompiler) -> Ver
     except TimeoutError as err:
         return refused("timeout", err)
     taken = [compiled.resources[launch.kernel] for launch in cuda.launches]
-    kind, error = resource_fault(cuda.shapes, taken, verdict.arch) or ("", "")
+    kind, error = resource_fault(cuda.launches, taken, verdict.arch) or ("", "")
     return replace(verdict, valid=not kind, kind=kind, error=error, compiled=True, **_resource_columns(taken))
 
 
 def _shape_columns(cuda: CudaProgram) -> dict[str, Any]:
     return {
-        "threads": max(s.threads for s in cuda.shapes),
-        "blocks": max(s.blocks for s in cuda.shapes),
-        "kernels": len(cuda.shapes),
-        "shared_declared_bytes": max(s.shared_bytes for s in cuda.shapes),
+        "threads": max(s.threads for s in cuda.launches),
+        "blocks": max(s.blocks for s in cuda.launches),
+        "kernels": len(cuda.launches),
+        "shared_declared_bytes": max(s.shared_bytes for s in cuda.launches),
     }
 
 

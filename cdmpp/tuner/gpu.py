@@ -27,8 +27,8 @@ def gpu_of_this_machine(device: Device, gpu: str | None = None) -> Device:
     """
     from cdmpp.profiler.gpu.compile import find_compiler
     from cdmpp.profiler.gpu.device import is_model
+    from cdmpp.profiler.gpu.limits import cuda_arch
     from cdmpp.profiler.gpu.measure import check_gpu
-    from cdmpp.profiler.gpu.measurer import cuda_arch
 
     try:
         arch = cuda_arch(device)

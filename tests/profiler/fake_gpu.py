@@ -17,7 +17,6 @@ from cdmpp.profiler.gpu.build import KernelJob
 from cdmpp.profiler.gpu.bundle import Bundle, BundledProgram, CudaProgram, Launch, Reference
 from cdmpp.profiler.gpu.check import reference_inputs, summarise_outputs
 from cdmpp.profiler.gpu.device import GpuFacts, GpuFault, GpuState
-from cdmpp.profiler.gpu.limits import KernelShape
 from cdmpp.program.types import Program, Space, Task
 
 SMS = 132
@@ -118,7 +117,7 @@ def toy_program(blocks: int = 512) -> CudaProgram:
         "  b[blockIdx.x * 64 + threadIdx.x] = a[blockIdx.x * 64 + threadIdx.x] * 2.0f;\n}\n"
     )
     spec = ((blocks * 64,), "float32")
-    launch = Launch("main_kernel", (0, 1), KernelShape((blocks, 1, 1), (64, 1, 1)))
+    launch = Launch((blocks, 1, 1), (64, 1, 1), kernel="main_kernel", buffers=(0, 1))
     return CudaProgram(source, (spec, spec), (1,), (), (launch,))
 
 
@@ -144,12 +143,12 @@ def toy_bundle(
         kernels.append(
             BundledProgram(
                 digest,
-                status,
-                "" if status == "ok" else f"{status}: for a reason",
                 cuda,
                 b"cubin" if cubins and cuda else b"",
                 resources,
-                0.25,
+                status=status,
+                error="" if status == "ok" else f"{status}: for a reason",
+                build_s=0.25,
             )
         )
         if cuda is not None and task not in references:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from cdmpp.profiler import sentinel as module
-from cdmpp.profiler.cpu import BatchDone, CpuConfig, CpuMeasurer, Measured, SharedObject, _Item, _Loaded
-from cdmpp.profiler.engine import Outcome
+from cdmpp.profiler.cpu import BatchDone, CpuConfig, CpuMeasurer, SharedObject, _Item, _Loaded
+from cdmpp.profiler.engine import Measured, Outcome
 from cdmpp.profiler.sentinel import Sentinel
 from cdmpp.profiler.statistics import SamplingPlan
 
@@ -143,7 +143,7 @@ def test_at_least_two_samples_are_taken_whatever_happens() -> None:
 
 def item_of(program: str) -> _Item:
     job = SimpleNamespace(program=program, task=SimpleNamespace(hash="t"))
-    return _Item(job, SharedObject("ok", program, path="/nonexistent"))  # type: ignore[arg-type]
+    return _Item(job, SharedObject(program, path="/nonexistent"))  # type: ignore[arg-type]
 
 
 def outcomes(attempts: list[tuple[float, float]]) -> tuple[list[Outcome], int]:

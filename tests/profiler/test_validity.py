@@ -12,7 +12,6 @@ from cdmpp.dataset import Dataset
 from cdmpp.errors import DatasetError, ProfilerError, ProgramError
 from cdmpp.profiler.gpu.bundle import CudaProgram
 from cdmpp.profiler.gpu.compile import Compiled, CompileError, KernelResources, find_nvcc
-from cdmpp.profiler.gpu.limits import KernelShape
 from cdmpp.profiler.validity import (
     ARCHS,
     ValidityConfig,
@@ -52,7 +51,7 @@ class FakeCompiler:
 
 def program(threads: int = 64, shared: int = 0, source: str = "") -> CudaProgram:
     toy = toy_program()
-    launch = replace(toy.launches[0], shape=KernelShape((9, 1, 1), (threads, 1, 1), shared))
+    launch = replace(toy.launches[0], grid=(9, 1, 1), block=(threads, 1, 1), shared_bytes=shared)
     return replace(toy, launches=(launch,), source=source or toy.source)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from cdmpp.errors import ProfilerError, ProgramError
 from cdmpp.profiler.arguments import ArgSpec
-from cdmpp.profiler.engine import Builder, BuildJob
+from cdmpp.profiler.engine import Builder, BuildJob, Built
 from cdmpp.profiler.gpu.bundle import BundledProgram, CudaProgram, Reference
-from cdmpp.profiler.gpu.compile import CompileError, find_compiler
+from cdmpp.profiler.gpu.compile import find_compiler
 from cdmpp.profiler.gpu.limits import arch_limits, resource_fault, shape_fault
 from cdmpp.program.types import Program, Space, Task
 
@@ -48,14 +48,11 @@ class DrawJob:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Drawn(Built):
     """Candidates in their spaces: those that may run, and those that the device's limits exclude."""
 
-    candidates: tuple[tuple[Program, Space], ...]
-    excluded: tuple[tuple[Program, Space, BundledProgram], ...]
-    status: str = "ok"
-    error: str = ""
-    build_s: float = 0.0
+    candidates: tuple[tuple[Program, Space], ...] = ()
+    excluded: tuple[tuple[Program, Space, BundledProgram], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,13 +67,10 @@ class ReferenceJob:
 
 
 @dataclass(frozen=True)
-class Referenced:
+class Referenced(Built):
     """The answer to a :class:`ReferenceJob`."""
 
     reference: Reference
-    status: str = "ok"
-    error: str = ""
-    build_s: float = 0.0
 
 
 def kernel_builder(arch: str, target: Mapping[str, Any] | None = None) -> Builder:
@@ -110,14 +104,14 @@ class KernelBuilder:
         try:
             func = self._rebuild(job.program, job.task, job.space)
         except ProgramError as err:
-            return BundledProgram(job.program.hash, "invalid_config", str(err))
+            return BundledProgram(job.program.hash, status="invalid_config", error=str(err))
         excluded = self._excluded(job.program.hash, func)
         if excluded is not None:
             return excluded
         try:
             return self._compile(job.program.hash, self._lower(func))
         except ProgramError as err:
-            return BundledProgram(job.program.hash, "build_error", str(err))
+            return BundledProgram(job.program.hash, status="build_error", error=str(err))
 
     def _draw(self, job: DrawJob) -> Drawn:
         from cdmpp.program.space import TaskSpaces
@@ -125,7 +119,7 @@ class KernelBuilder:
         try:
             spaces = TaskSpaces(job.task, "cuda", verify=False)
         except ProgramError as err:
-            return Drawn((), (), "build_error", str(err))
+            return Drawn(status="build_error", error=str(err))
         if job.parents:
             drawn = spaces.mutate(job.parents, job.n, job.seed, exclude=job.seen)
         else:
@@ -137,7 +131,7 @@ class KernelBuilder:
             try:
                 fault = self._excluded(program.hash, spaces.rebuild(program, space))
             except ProgramError as err:
-                fault = BundledProgram(program.hash, "build_error", str(err))
+                fault = BundledProgram(program.hash, status="build_error", error=str(err))
             if fault is None:
                 candidates.append((program, space))
             else:
@@ -149,8 +143,8 @@ class KernelBuilder:
         try:
             cuda = self._lower(func, unroll=False)
         except ProgramError as err:
-            return BundledProgram(program, "build_error", str(err))
-        fault = shape_fault(cuda.shapes, self._arch)
+            return BundledProgram(program, status="build_error", error=str(err))
+        fault = shape_fault(cuda.launches, self._arch)
         if fault is None and cuda.async_copies and not arch_limits(self._arch).async_copies:
             fault = "async", f"it copies asynchronously, which {self._arch} cannot"
         return None if fault is None else _invalid(program, fault)
@@ -158,20 +152,18 @@ class KernelBuilder:
     def _compile(self, program: str, cuda: CudaProgram) -> BundledProgram:
         try:
             compiled = find_compiler(self._arch).compile(cuda.source, self._arch)
-        except CompileError as err:
-            shared = "too much shared" in str(err)
-            return BundledProgram(program, "invalid_config" if shared else "build_error", str(err))
         except ProfilerError as err:
-            return BundledProgram(program, "build_error", str(err))
+            status = "invalid_config" if "too much shared" in str(err) else "build_error"
+            return BundledProgram(program, status=status, error=str(err))
         except TimeoutError as err:
-            return BundledProgram(program, "build_timeout", str(err))
+            return BundledProgram(program, status="build_timeout", error=str(err))
         taken = [compiled.resources[launch.kernel] for launch in cuda.launches]
-        fault = resource_fault(cuda.shapes, taken, self._arch)
+        fault = resource_fault(cuda.launches, taken, self._arch)
         if fault is not None:
             return _invalid(program, fault)
         resources = {name: asdict(r) for name, r in compiled.resources.items()}
-        return BundledProgram(program, "ok", "", cuda, compiled.cubin, resources)
+        return BundledProgram(program, cuda, compiled.cubin, resources)
 
 
 def _invalid(program: str, fault: tuple[str, str]) -> BundledProgram:
-    return BundledProgram(program, "invalid_config", f"{fault[0]}: {fault[1]}")
+    return BundledProgram(program, status="invalid_config", error=f"{fault[0]}: {fault[1]}")

@@ -14,7 +14,7 @@ import json
 import os
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from cdmpp.dataset import codec
 from cdmpp.dataset.schema import arrow_schema
 from cdmpp.errors import BundleError
 from cdmpp.profiler.arguments import ArgSpec
+from cdmpp.profiler.engine import Built
 from cdmpp.profiler.gpu.limits import KernelShape
 from cdmpp.program.types import Program, Space, Task
 
@@ -39,13 +40,12 @@ _PAGE_BYTES = 1 << 24
 _GROUP_ROWS = 512
 
 
-@dataclass(frozen=True)
-class Launch:
+@dataclass(frozen=True, kw_only=True)
+class Launch(KernelShape):
     """One kernel launch: the entry function, and its pointer arguments as indices into parameters followed by workspaces."""
 
     kernel: str
     buffers: tuple[int, ...]
-    shape: KernelShape
 
 
 @dataclass(frozen=True)
@@ -78,75 +78,41 @@ class CudaProgram:
         """Parameters and workspaces: what ``Launch.buffers`` counts."""
         return (*self.params, *self.workspaces)
 
-    @property
-    def shapes(self) -> list[KernelShape]:
-        """Of the launches."""
-        return [launch.shape for launch in self.launches]
-
     def to_json(self) -> dict[str, Any]:
         """All but the source, as bundles keep it."""
-        return {
-            "params": self.params,
-            "outputs": self.outputs,
-            "workspaces": self.workspaces,
-            "launches": [
-                {
-                    "kernel": launch.kernel,
-                    "buffers": launch.buffers,
-                    "grid": launch.shape.grid,
-                    "block": launch.shape.block,
-                    "shared_bytes": launch.shape.shared_bytes,
-                }
-                for launch in self.launches
-            ],
-            "async_copies": self.async_copies,
-        }
+        return {name: value for name, value in asdict(self).items() if name != "source"}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], source: str) -> CudaProgram:
-        """Inverse of :meth:`to_json`."""
+        """Inverse of :meth:`to_json`, by way of JSON."""
+        fields = {name: _tuples(part) for name, part in value.items() if name != "launches"}
+        launches = [{name: _tuples(part) for name, part in launch.items()} for launch in value["launches"]]
+        return cls(source=source, launches=tuple(Launch(**launch) for launch in launches), **fields)
 
-        def specs(name: str) -> tuple[ArgSpec, ...]:
-            return tuple((tuple(int(n) for n in shape), str(dtype)) for shape, dtype in value[name])
 
-        launches = []
-        for launch in value["launches"]:
-            (gx, gy, gz), (bx, by, bz) = launch["grid"], launch["block"]
-            shape = KernelShape((gx, gy, gz), (bx, by, bz), int(launch["shared_bytes"]))
-            launches.append(Launch(str(launch["kernel"]), tuple(launch["buffers"]), shape))
-        copies = bool(value["async_copies"])
-        return cls(
-            source, specs("params"), tuple(value["outputs"]), specs("workspaces"), tuple(launches), copies
-        )
+def _tuples(value: Any) -> Any:
+    """JSON's lists as tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
-class BundledProgram:
-    """A program with its code, or the reason why there is none.
+class BundledProgram(Built):
+    """A program (its hash) with its code, or the reason why there is none.
 
     Attributes
     ----------
-    program
-        Hash of the program.
-    status
-        ``ok``, ``build_error``, ``build_timeout`` or ``invalid_config``.
     cuda
         Source and launches; None where it could not be lowered.
     cubin
         Machine code for the bundle's architecture; b"" where only the source is kept.
     resources
         Kernel -> what ptxas says of it (registers, spills, shared memory, stack).
-    build_s
-        Seconds of lowering and compiling.
     """
 
     program: str
-    status: str
-    error: str = ""
     cuda: CudaProgram | None = None
     cubin: bytes = field(default=b"", repr=False)
     resources: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    build_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,13 @@
 """Does a program compute what its task says? Reference inputs, reference outputs, and the comparison.
 
 The reference is the unscheduled task compiled for the CPU (the loops as they are written, in order), run when the
-bundle is made. It is kept as values at evenly spaced places of each output and the mean of all absolute values, so that
+bundle is made. It is kept as values at evenly spaced positions of each output and the mean of all absolute values, so that
 a machine without TVM can compare.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,27 +17,19 @@ from cdmpp.profiler.arguments import ArgSpec, index_bound, integer_range
 from cdmpp.profiler.gpu.bundle import Reference
 
 #: Values kept of each output.
-_PLACES = 1024
+_POSITIONS = 1024
 #: Allowed difference, relative to the value and to the mean of the output: sums in another order, and the fast
 #: approximations of exp, tanh and division that both compilers were asked for.
 TOLERANCE = 2e-3
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """How outputs compare with a reference: `error` is the largest difference relative to the allowed one's scale."""
-
-    equal: bool
-    error: float
-
-
-def places(size: int) -> NDArray[np.int64]:
-    """Evenly spaced places of a flattened output of `size` elements."""
-    return np.unique(np.linspace(0, size - 1, min(size, _PLACES)).astype(np.int64))
+def positions(size: int) -> NDArray[np.int64]:
+    """Evenly spaced positions of a flattened output of `size` elements."""
+    return np.unique(np.linspace(0, size - 1, min(size, _POSITIONS)).astype(np.int64))
 
 
 def reference_inputs(params: Sequence[ArgSpec], seed: int) -> list[NDArray[Any]]:
-    """Contents of all parameters: floats in [0.1, 1), integers as :mod:`cdmpp.profiler.arguments` says.
+    """Values of all parameters: floats in [0.1, 1), integers by :func:`~cdmpp.profiler.arguments.integer_range`.
 
     ``RandomState`` because its numbers are the same in every version of NumPy.
     """
@@ -61,16 +52,16 @@ def summarise_outputs(task: str, seed: int, outputs: dict[int, NDArray[Any]]) ->
     return Reference(
         task,
         seed,
-        {number: value[places(value.size)].astype(np.float32) for number, value in flat.items()},
+        {number: value[positions(value.size)].astype(np.float32) for number, value in flat.items()},
         {number: float(np.abs(value.astype(np.float64)).mean()) for number, value in flat.items()},
     )
 
 
-def compare(found: Reference, expected: Reference, tolerance: float = TOLERANCE) -> Comparison:
-    """Compare outputs with a reference of the same task and seed.
+def output_error(found: Reference, expected: Reference) -> float:
+    """Largest difference of outputs from a reference of the same task and seed; up to :data:`TOLERANCE` they are equal.
 
-    A difference counts relative to the larger of the expected value and the output's mean, so that a sum that cancels
-    is not asked for digits that it does not have. NaN equals NaN.
+    It is relative to the larger of the expected value and the output's mean, so that a sum that cancels is not asked for
+    digits that it does not have. NaN equals NaN.
     """
     worst = 0.0
     for number, values in expected.outputs.items():
@@ -83,7 +74,7 @@ def compare(found: Reference, expected: Reference, tolerance: float = TOLERANCE)
         if np.isfinite(scale):
             mean = abs(found.means[number] - scale) / (scale + np.finfo(np.float32).tiny)
             worst = max(worst, float(np.nan_to_num(mean, nan=np.inf)))
-    return Comparison(worst <= tolerance, worst)
+    return worst
 
 
 def task_reference(

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from cdmpp.errors import ProfilerError
 
@@ -41,24 +41,16 @@ class CompileError(ProfilerError):
 
 @dataclass(frozen=True)
 class KernelResources:
-    """What one kernel takes, as ptxas reports it.
+    """What one kernel takes, as ptxas reports it."""
 
-    Attributes
-    ----------
-    registers
-        32-bit registers of a thread.
-    spill_store_bytes, spill_load_bytes
-        Bytes of registers that did not fit and go to local memory, by thread.
-    shared_bytes
-        Static shared memory of a block.
-    stack_bytes
-        Stack frame of a thread (local arrays and spills).
-    """
-
+    #: 32-bit registers of a thread.
     registers: int
+    #: Registers that did not fit and go to local memory, by thread.
     spill_store_bytes: int = 0
     spill_load_bytes: int = 0
+    #: Static shared memory of a block.
     shared_bytes: int = 0
+    #: Stack frame of a thread (local arrays and spills).
     stack_bytes: int = 0
 
 
@@ -68,19 +60,6 @@ class Compiled:
 
     cubin: bytes
     resources: Mapping[str, KernelResources]
-
-
-class CudaCompiler(Protocol):
-    """Something that compiles CUDA C++."""
-
-    #: Name and version, for the records.
-    name: str
-
-    def supports(self, arch: str) -> bool:
-        """Whether it can make code for an architecture such as ``sm_90``."""
-
-    def compile(self, source: str, arch: str) -> Compiled:
-        """Compile for one architecture (:class:`CompileError` with the compiler's words if it refuses)."""
 
 
 _ENTRY = re.compile(r"Compiling entry function '([^']+)'|Function properties for '?([\w$]+)'?")
@@ -115,15 +94,7 @@ def _first_error(log: str) -> str:
 
 
 class NvccCompiler:
-    """``nvcc``, one process a program.
-
-    Parameters
-    ----------
-    path
-        Of the executable.
-    timeout_s
-        A compilation that takes longer is ended (:class:`TimeoutError`).
-    """
+    """``nvcc``, one process a program; TimeoutError for a compilation that takes longer than `timeout_s`."""
 
     def __init__(self, path: str, timeout_s: float = 120.0) -> None:
         self._path, self._timeout_s = path, timeout_s
@@ -211,33 +182,32 @@ class NvrtcCompiler:
         return log.rstrip(b"\0 ").decode(errors="replace")
 
 
+def _toolkits() -> list[str]:
+    homes = os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"
+    return [home for home in homes if home]
+
+
 def _include_folders() -> list[str]:
     """Where CUDA's headers may lie (``cuda_fp16.h``): the toolkit's folder, and those of pip packages."""
     import sysconfig
 
-    site = Path(sysconfig.get_paths()["purelib"])
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    folders = [Path(home) / "include" for home in homes if home]
-    folders += sorted(site.glob("nvidia/*/include"))
+    folders = [Path(home) / "include" for home in _toolkits()]
+    folders += sorted(Path(sysconfig.get_paths()["purelib"]).glob("nvidia/*/include"))
     return [str(f) for f in folders if (f / "cuda_fp16.h").exists()]
 
 
 def find_nvcc() -> str | None:
     """The path of ``nvcc``: on PATH, below ``CUDA_HOME``, or in ``/usr/local/cuda``."""
-    places = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    search = os.pathsep.join([os.environ.get("PATH", ""), *(f"{p}/bin" for p in places if p)])
-    return shutil.which("nvcc", path=search)
+    folders = [os.environ.get("PATH", ""), *(f"{home}/bin" for home in _toolkits())]
+    return shutil.which("nvcc", path=os.pathsep.join(folders))
+
+
+CudaCompiler = NvrtcCompiler | NvccCompiler
 
 
 @cache
 def find_compiler(arch: str, timeout_s: float = 120.0) -> CudaCompiler:
-    """A compiler for an architecture: NVRTC where it can, else nvcc.
-
-    Raises
-    ------
-    ProfilerError
-        Neither is there, or neither knows the architecture.
-    """
+    """A compiler for an architecture: NVRTC where it can, else nvcc (ProfilerError if neither knows it, or is there)."""
     reasons: list[str] = []
     try:
         nvrtc = NvrtcCompiler()

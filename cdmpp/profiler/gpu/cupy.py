@@ -4,7 +4,7 @@ State that a label depends on, and how it is fixed here:
 
 * **Launch gaps**: all runs of a sample are one CUDA graph. Everything of a round of samples is queued behind a kernel
   that waits, so the GPU never waits for Python between two events.
-* **Contents**: parameters are slices of buffers that were filled with random numbers in [0.1, 1) before measuring;
+* **Input values**: parameters are slices of buffers that were filled with random numbers in [0.1, 1) before measuring;
   integer parameters are valid indices. Nothing is allocated, filled or copied between samples.
 * **Caches**: warm (an untimed run before each sample) or cold (a buffer of twice the level-2 cache is written first).
 * **Clocks**: kernels run for a while before the first sample; clocks, temperature and throttling come with every
@@ -80,22 +80,8 @@ class _Prepared:
 
 
 class CupyGpu:
-    """The first visible CUDA GPU, or a share of it.
-
-    Parameters
-    ----------
-    share
-        Fraction of the multiprocessors; 1 is the whole GPU.
-    lanes
-        Lanes wanted; of a share there are as many as partitions fit.
-    seed
-        Of the contents.
-
-    Raises
-    ------
-    ProfilerError
-        There is no GPU, or it cannot be partitioned.
-    """
+    """The first visible CUDA GPU, or a share of it (a fraction of its multiprocessors): ProfilerError if there is none, or if
+    it cannot be partitioned. Of a share there are as many lanes as partitions fit, `lanes` at most."""
 
     def __init__(self, share: float = 1.0, lanes: int = 8, seed: int = 0) -> None:
         import cupy
@@ -222,7 +208,7 @@ class CupyGpu:
             cupy.cuda.Device(0).synchronize()
             for launch, function in zip(loaded.cuda.launches, loaded.functions, strict=True):
                 arguments = tuple(arrays[n] for n in launch.buffers)
-                function(launch.shape.grid, launch.shape.block, arguments, stream=self._streams[0])
+                function(launch.grid, launch.block, arguments, stream=self._streams[0])
             self._streams[0].synchronize()
             return {n: cupy.asnumpy(arrays[n]) for n in loaded.cuda.outputs}
 
@@ -241,7 +227,7 @@ class CupyGpu:
         for launch, function, arguments in zip(
             loaded.cuda.launches, loaded.functions, loaded.arguments[lane], strict=True
         ):
-            function(launch.shape.grid, launch.shape.block, arguments, stream=stream)
+            function(launch.grid, launch.block, arguments, stream=stream)
 
     def _arguments(self, loaded: _Loaded, lane: int) -> None:
         """Slices of the lane's buffers for every parameter and workspace."""
@@ -264,7 +250,7 @@ class CupyGpu:
         loaded.arguments[lane] = [tuple(arrays[n] for n in launch.buffers) for launch in loaded.cuda.launches]
 
     def _grow(self, lane: int, kind: str, size: int) -> None:
-        """Make the lane's buffer of a kind at least `size` bytes long, filled with random contents."""
+        """Make the lane's buffer of a kind at least `size` bytes long, filled with random values."""
         cupy = self._cupy
         have = self._arenas.get((lane, kind))
         if have is not None and have.nbytes >= size:
@@ -328,7 +314,7 @@ class CupyGpu:
 
 
 def _kind(spec: ArgSpec, bound: int) -> str:
-    """Which buffer a parameter is a slice of: its dtype, and for integers the bound of the contents."""
+    """Which buffer a parameter is a slice of: its dtype, and for integers the bound of the values."""
     dtype = spec[1]
     return f"{dtype}<{bound}" if "int" in dtype else dtype
 
@@ -399,31 +385,18 @@ _HOPPER_UNIT = 8
 
 @dataclass(frozen=True)
 class Partitions:
-    """Equal partitions of a GPU.
+    """Equal partitions of a GPU."""
 
-    Attributes
-    ----------
-    streams
-        A CUDA stream (address) in each.
-    sms
-        Multiprocessors of each.
-    keep
-        What must live as long as the streams.
-    """
-
+    #: A CUDA stream (address) in each.
     streams: tuple[int, ...]
+    #: Multiprocessors of each.
     sms: int
+    #: What must live as long as the streams.
     keep: Any
 
 
 def partition_sms(sms: int, share: float, unit: int) -> int:
-    """Multiprocessors of a share, rounded down to the unit of partitions (at least one unit).
-
-    Raises
-    ------
-    ProfilerError
-        The share is not between 0 and 1.
-    """
+    """Multiprocessors of a share, rounded down to the unit of partitions (at least one unit)."""
     if not 0 < share < 1:
         raise ProfilerError(f"a share is a fraction between 0 and 1, not {share:g}")
     return max(unit, int(sms * share + 1e-9) // unit * unit)
@@ -432,10 +405,10 @@ def partition_sms(sms: int, share: float, unit: int) -> int:
 def make_partitions(share: float, lanes: int, capability: int) -> Partitions:
     """As many partitions of `share` as fit, at most `lanes`; the primary context must be current.
 
-    Raises
-    ------
-    ProfilerError
-        cuda-bindings is missing, or the driver refuses.
+    They are made by CUDA green contexts (driver API, CUDA 12.4 and later). Nothing is set on the card: a green context is a
+    property of this process's streams. Partitions come in units of the architecture (8 multiprocessors on Hopper), so a
+    share is rounded down to one; the real count is kept in the records. ProfilerError if cuda-bindings is missing, or the
+    driver refuses.
     """
     try:
         from cuda.bindings import driver

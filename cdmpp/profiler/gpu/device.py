@@ -24,24 +24,14 @@ class GpuFault(Exception):
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """What a GPU says of itself.
-
-    Attributes
-    ----------
-    sms
-        Multiprocessors of the whole.
-    share_sms
-        Multiprocessors that a lane's programs were seen to run on.
-    partition
-        How the share is made: ``whole`` or ``green context``.
-    lanes
-        Lanes there are.
-    """
+    """What a GPU says of itself."""
 
     name: str
     arch: str
+    #: Multiprocessors of the whole, and those that a lane's programs were seen to run on.
     sms: int
     share_sms: int
+    #: How the share is made: ``whole`` or ``green context``.
     partition: str
     lanes: int
     l2_bytes: int
@@ -105,13 +95,7 @@ def is_model(name: str, model: str) -> bool:
 
 
 def make_gpu(path: str, arguments: Mapping[str, Any]) -> Gpu:
-    """The GPU of a class given as ``module:Class``.
-
-    Raises
-    ------
-    ProfilerError
-        There is no GPU, or a library for it is missing.
-    """
+    """The GPU of a class given as ``module:Class`` (ProfilerError if there is none, or a library for it is missing)."""
     module, _, name = path.partition(":")
     try:
         gpu: Gpu = getattr(importlib.import_module(module), name)(**arguments)

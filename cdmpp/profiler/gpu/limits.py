@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from cdmpp.device import Device
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler.gpu.compile import KernelResources
 
@@ -104,6 +105,15 @@ def arch_limits(arch: str) -> ArchLimits:
         ) from None
 
 
+def cuda_arch(device: Device) -> str:
+    """The architecture of a CUDA device, such as ``sm_90`` (ProfilerError for another device, or unknown limits)."""
+    arch = str(device.target.get("arch", ""))
+    if device.kind != "gpu" or not arch.startswith("sm_"):
+        raise ProfilerError(f"{device.name} is no CUDA device")
+    arch_limits(arch)
+    return arch
+
+
 def shape_fault(kernels: Sequence[KernelShape], arch: str) -> tuple[str, str] | None:
     """Why a program cannot be launched, as far as that shows before it is compiled.
 
@@ -149,15 +159,3 @@ def resource_fault(
                 f"{taken.shared_bytes} bytes of shared memory, at most {limits.shared_static_bytes}",
             )
     return None
-
-
-def blocks_per_sm(kernel: KernelShape, taken: KernelResources, arch: str) -> int:
-    """Blocks of a kernel that one multiprocessor holds at a time (0 if not even one fits)."""
-    limits = arch_limits(arch)
-    by = [limits.blocks_per_sm, limits.threads_per_sm // (-(-kernel.threads // 32) * 32)]
-    shared = max(kernel.shared_bytes, taken.shared_bytes)
-    if shared:
-        by.append(limits.shared_per_sm_bytes // shared)
-    if taken.registers:
-        by.append(limits.registers_per_sm // block_registers(taken.registers, kernel.threads))
-    return min(by)

@@ -12,7 +12,6 @@ from typing import Any
 from cdmpp.errors import ProgramError
 from cdmpp.profiler.arguments import ArgSpec, argument_bytes, argument_specs
 from cdmpp.profiler.gpu.bundle import CudaProgram, Launch
-from cdmpp.profiler.gpu.limits import KernelShape
 from cdmpp.program.tvm_env import import_tvm, quiet
 
 #: The source needs no more of the C++ library than this; TVM's own list makes NVRTC read all of libcu++.
@@ -24,12 +23,9 @@ _DIMENSIONS = ("x", "y", "z")
 
 
 class CudaLowering:
-    """Lowers programs for one CUDA target; keeps the passes.
+    """Lowers programs for one CUDA target (a TVM target dictionary); keeps the passes.
 
-    Parameters
-    ----------
-    target
-        TVM target dictionary of kind ``cuda``. Its architecture steers only what the code generator may use.
+    The target's architecture steers only what the code generator may use.
     """
 
     def __init__(self, target: dict[str, Any]) -> None:
@@ -52,18 +48,9 @@ class CudaLowering:
         self._host = HostBefore()
 
     def __call__(self, func: Any, *, unroll: bool = True) -> CudaProgram:
-        """Lower a scheduled PrimFunc.
+        """Lower a scheduled PrimFunc (ProgramError if TVM's passes refuse it, or its host side is more than launches).
 
-        Parameters
-        ----------
-        unroll
-            Unroll loops as scheduled and generate the source. Without it there is no source, and all else in a tenth
-            of the time where the schedule unrolls a lot.
-
-        Raises
-        ------
-        ProgramError
-            TVM's passes refuse it, or its host side is more than launches.
+        Without `unroll` there is no source, and all else in a tenth of the time where the schedule unrolls a lot.
         """
         tvm = self._tvm
         from tvm.tirx.build import codegen_build, split_host_device_mods
@@ -139,8 +126,8 @@ class CudaLowering:
         grid, block = (
             tuple(extents.get(f"{part}.{d}", 1) for d in _DIMENSIONS) for part in ("blockIdx", "threadIdx")
         )
-        shape = KernelShape(grid, block, self._shared_bytes(kernel))  # type: ignore[arg-type]
-        return Launch(name, tuple(self._number(a, numbers) for a in call.args[1 : 1 + count]), shape)
+        buffers = tuple(self._number(a, numbers) for a in call.args[1 : 1 + count])
+        return Launch(grid, block, self._shared_bytes(kernel), kernel=name, buffers=buffers)  # type: ignore[arg-type]
 
     def _shared_bytes(self, kernel: Any) -> int:
         import tvm_ffi

@@ -21,7 +21,7 @@ from cdmpp.profiler.engine import BuildConfig, BuildJob, BuildOnly, Engine, Outc
 from cdmpp.profiler.gpu.build import DrawJob, Drawn, ReferenceJob, kernel_builder
 from cdmpp.profiler.gpu.bundle import Bundle, BundledProgram, read_bundle, write_bundle
 from cdmpp.profiler.gpu.compile import find_compiler
-from cdmpp.profiler.gpu.limits import arch_limits
+from cdmpp.profiler.gpu.limits import cuda_arch
 from cdmpp.profiler.plan import CHUNK, ELITE, network_tasks, seed_of
 from cdmpp.profiler.session import Progress
 from cdmpp.program.types import Program, Space, Task
@@ -42,27 +42,18 @@ _MAX_BROKEN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class BundleConfig(BuildConfig):
-    """Options of :func:`make_bundle`.
-
-    Attributes
-    ----------
-    programs_per_task
-        Programs that can run, of each task; fewer where its spaces hold no more or `task_seconds` pass.
-    invalid_per_task
-        Programs that the device's limits exclude, kept as records.
-    task_seconds
-        Spent by builders on 16 programs of a task.
-    reference_flops
-        Tasks of at most so many operations come with a reference output (run on the CPU, unscheduled).
-    cubins, sources
-        What is kept of the code: at least one of them.
-    """
+    """Options of :func:`make_bundle`."""
 
     build_timeout_s: float = 30.0
+    #: Programs that can run, of each task; fewer where its spaces hold no more or the time is up.
     programs_per_task: int = 16
+    #: Programs that the device's limits exclude, kept as records.
     invalid_per_task: int = 2
+    #: Spent by builders on 16 programs of a task.
     task_seconds: float = 120.0
+    #: Tasks of at most so many operations come with a reference output (run on the CPU, unscheduled).
     reference_flops: float = 3e8
+    #: What is kept of the code: at least one of them.
     cubins: bool = True
     sources: bool = True
     seed: int = 0
@@ -175,7 +166,7 @@ class _TaskPlan:
                 self._take_drawn(built)
             return None
         self._compiling -= 1
-        kernel = built or BundledProgram(job.program.hash, outcome.status, outcome.error)
+        kernel = built or BundledProgram(job.program.hash, status=outcome.status, error=outcome.error)
         draft.add(self.task, job.program, job.space, kernel)
         if kernel.cuda is None:
             return None
@@ -229,22 +220,15 @@ def make_bundle(
     progress
         Called after each program; ``done`` of ``total`` are those that can run.
 
-    Raises
-    ------
-    ProfilerError
-        The device is no CUDA device, there is no compiler for it, or no task.
-    BundleError
-        The file exists or is half made and `resume` was not asked for.
+    ProfilerError if the device is no CUDA device, there is no compiler for it, or no task. BundleError if the file exists, or
+    is half made and `resume` was not asked for.
     """
     config = config or BundleConfig()
     say = notify or (lambda line: logger.info("%s", line))
     device = get_device(device) if isinstance(device, str) else device
-    arch = str(device.target.get("arch", ""))
-    if device.kind != "gpu" or not arch.startswith("sm_"):
-        raise ProfilerError(f"{device.name} is no CUDA device: bundles are for those")
+    arch = cuda_arch(device)
     if not (config.cubins or config.sources):
         raise ProfilerError("a bundle needs sources or cubins")
-    arch_limits(arch)
     compiler = find_compiler(arch).name
     out = Path(out)
     unfinished = out.with_name(f"{out.name}.building")

@@ -8,7 +8,7 @@ import json
 import logging
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ from typing import Any
 from cdmpp.dataset import Dataset
 from cdmpp.device import Device, get_device
 from cdmpp.errors import DatasetError, ProfilerError
-from cdmpp.profiler.calibration import Calibration, DegreeResult, Labels, calibrate, timed_labels
+from cdmpp.profiler.calibration import DegreeResult, Labels, calibrate, halved, timed_labels
 from cdmpp.profiler.engine import Engine, Outcome
 from cdmpp.profiler.gpu.build import KernelJob
 from cdmpp.profiler.gpu.bundle import Bundle, BundledProgram, read_bundle
 from cdmpp.profiler.gpu.device import GpuFacts, is_model
-from cdmpp.profiler.gpu.make import BundleConfig, BundleReport, make_bundle
+from cdmpp.profiler.gpu.make import BundleConfig, make_bundle
 from cdmpp.profiler.gpu.measurer import GpuMeasurer, gpu_engine, possible_degree
 from cdmpp.profiler.gpu.sampling import GpuConfig
 from cdmpp.profiler.session import Progress, Report, Session
@@ -40,31 +40,21 @@ ELSEWHERE = "compile with `cdmpp bundle` here and run `cdmpp measure` where the 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureConfig(GpuConfig):
-    """Options of :func:`measure`.
-
-    Attributes
-    ----------
-    tolerance
-        Median difference to labels taken alone that the calibration of the degree accepts.
-    calibration_programs
-        Programs of each group that it measures.
-    best_per_task
-        Programs of each task that are measured again alone, if they were not alone.
-    check_per_task
-        Programs of each task whose output is compared with the reference, where there is one.
-    from_source
-        Compile although there are cubins.
-    limit
-        So many programs, evenly over the tasks.
-    """
+    """Options of :func:`measure`."""
 
     degree: int | str = "auto"
     build_timeout_s: float = 30.0
+    #: Median difference to labels taken alone that the calibration of the degree accepts.
     tolerance: float = 0.02
+    #: Programs of each group that it measures.
     calibration_programs: int = 24
+    #: Programs of each task that are measured again alone, if they were not alone.
     best_per_task: int = 1
+    #: Programs of each task whose output is compared with the reference, where there is one.
     check_per_task: int = 2
+    #: Compile although there are cubins.
     from_source: bool = False
+    #: So many programs, evenly over the tasks.
     limit: int | None = None
     max_seconds: float | None = None
 
@@ -98,8 +88,6 @@ def measure(
 
     Parameters
     ----------
-    out
-        Folder of the dataset.
     device
         The bundle's device or a share of it, such as ``h200@0.5`` (default: the bundle's device).
     resume
@@ -109,8 +97,6 @@ def measure(
 
     Raises
     ------
-    BundleError
-        The bundle cannot be read.
     ProfilerError
         The GPU is missing, another one, lost, or cannot be partitioned. What was measured is kept.
     DatasetError
@@ -133,12 +119,12 @@ def measure(
             assert isinstance(measurer, GpuMeasurer)
             facts = measurer.facts
             say(f"{facts.name}: {facts.share_sms} of {facts.sms} multiprocessors, {facts.lanes} lanes")
-            jobs = _jobs(content, [k for k in kernels if k.program not in known], config)
-            degrees, results = _degrees(jobs, engine, facts, config, say)
+            todo = [k for k in kernels if k.program not in known]
+            degrees, results = _degrees(content, todo, engine, facts, config, say)
             session = Session(
                 dataset,
                 name,
-                len(kernels) - len(jobs),
+                len(kernels) - len(todo),
                 lambda: len(kernels),
                 max_seconds=config.max_seconds,
                 progress=progress,
@@ -146,19 +132,17 @@ def measure(
             )
             # Partitions come in units: the count of the table is what was asked for, this is what there was.
             dataset.set_device(replace(target_device, cores_used=facts.share_sms))
-            session.note(
-                content.note.get("network_families", {}),
-                ("cupy-cuda13x", "cuda-bindings"),
-                gpu=asdict(facts),
-                bundle={key: content.note.get(key) for key in ("compiler", "arch", "versions", "made_at")},
-                sampling=asdict(config.plan),
-                cache="cold" if config.cold else "warm",
-                from_source=config.from_source,
-                overlap=config.overlap,
-                degrees={str(group): degree for group, degree in degrees.items()},
-                calibration=results,
-                seed=config.seed,
-            )
+            settings = {
+                **asdict(config),
+                "gpu": asdict(facts),
+                "bundle": {key: content.note.get(key) for key in ("compiler", "arch", "versions", "made_at")},
+                "sampling": asdict(config.plan),
+                "cache": "cold" if config.cold else "warm",
+                "degrees": {str(group): degree for group, degree in degrees.items()},
+                "calibration": results,
+            }
+            families = content.note.get("network_families", {})
+            session.note(families, ("cupy-cuda13x", "cuda-bindings"), settings)
             checked = 0
 
             def count(outcome: Outcome) -> None:
@@ -166,7 +150,7 @@ def measure(
                 checked += bool(outcome.meta.get("checked")) or outcome.error.startswith("wrong output")
 
             meta = {"sms": facts.share_sms, "workers": 1}
-            session.take(engine.run(_by_degree(jobs, degrees, facts)), meta, count)
+            session.take(engine.run(_jobs(content, todo, degrees, facts, config)), meta, count)
             best = [] if session.stopped else _best(dataset, content, kernels, config)
             if best:
                 say(f"measuring the {len(best)} best programs of their tasks again, alone")
@@ -220,85 +204,76 @@ def _chosen(bundle: Bundle, config: MeasureConfig) -> list[BundledProgram]:
     return chosen[: config.limit]
 
 
-def _job(bundle: Bundle, kernel: BundledProgram) -> KernelJob:
+def _job(bundle: Bundle, kernel: BundledProgram, **options: Any) -> KernelJob:
     program = bundle.programs[kernel.program]
     space = None if program.space_hash is None else bundle.spaces[program.space_hash]
-    return KernelJob(program, bundle.tasks[program.task_hash], space, kernel)
+    return KernelJob(program, bundle.tasks[program.task_hash], space, kernel, **options)
 
 
-def _jobs(bundle: Bundle, kernels: Iterable[BundledProgram], config: MeasureConfig) -> list[KernelJob]:
-    """Jobs at degree 1; the first programs of a task are checked against its reference."""
+def _jobs(
+    bundle: Bundle,
+    kernels: Sequence[BundledProgram],
+    degrees: Mapping[int, int],
+    facts: GpuFacts,
+    config: MeasureConfig,
+) -> Iterator[KernelJob]:
+    """Block by block, and in each by degree; the first programs of a task are checked against its reference."""
     checked: Counter[str] = Counter()
-    jobs = []
-    for kernel in kernels:
-        job, reference = _job(bundle, kernel), None
-        task = job.task.hash
-        if kernel.status == "ok" and checked[task] < config.check_per_task:
-            reference = bundle.references.get(task)
-            checked[task] += reference is not None
-        jobs.append(replace(job, reference=reference))
-    return jobs
+    for start in range(0, len(kernels), _BLOCK):
+        jobs = []
+        for kernel in kernels[start : start + _BLOCK]:
+            degree, reference = 1, None
+            if kernel.status == "ok" and kernel.cuda is not None:
+                degree = degrees[possible_degree(kernel.cuda, facts)]
+                task = bundle.programs[kernel.program].task_hash
+                if checked[task] < config.check_per_task:
+                    reference = bundle.references.get(task)
+                    checked[task] += reference is not None
+            jobs.append(_job(bundle, kernel, degree=degree, reference=reference))
+        yield from sorted(jobs, key=lambda job: job.degree)
 
 
 def _degrees(
-    jobs: Sequence[KernelJob],
+    bundle: Bundle,
+    kernels: Sequence[BundledProgram],
     engine: Engine,
     facts: GpuFacts,
     config: MeasureConfig,
     say: Callable[[str], None],
 ) -> tuple[dict[int, int], list[dict[str, Any]]]:
     """Degree by group of programs: as asked for, or calibrated on a sample of each; and what it was chosen by."""
-    groups: dict[int, list[KernelJob]] = defaultdict(list)
-    for job in jobs:
-        if job.kernel.status == "ok" and job.kernel.cuda is not None:
-            groups[possible_degree(job.kernel.cuda, facts)].append(replace(job, reference=None))
+    groups: dict[int, list[BundledProgram]] = defaultdict(list)
+    for kernel in kernels:
+        if kernel.status == "ok" and kernel.cuda is not None:
+            groups[possible_degree(kernel.cuda, facts)].append(kernel)
     if config.degree != "auto":
         return {group: min(group, int(config.degree)) for group in groups}, []
+    n = config.calibration_programs
     degrees: dict[int, int] = {}
     results: list[dict[str, Any]] = []
     for group, members in sorted(groups.items()):
-        degrees[group] = 1
-        if group > 1:
-            n = config.calibration_programs
-            calibration = _calibrate(members[:: max(1, len(members) // n)][:n], group, engine, config)
-            degrees[group] = calibration.degree
-            alone = calibration.alone_again
-            for result in calibration.results:
-                say(f"programs of which {group} fit: {result}")
-                row = {
-                    "group": group,
-                    "alone_again": alone.median_difference,
-                    "labels_per_s_alone": alone.labels_per_s,
-                }
-                results.append({**row, **asdict(result)})
+        if group == 1:
+            degrees[group] = 1
+            continue
+        sample = members[:: max(1, len(members) // n)][:n]
+
+        def labels(degree: int | None, sample: Sequence[BundledProgram] = sample) -> Labels:
+            jobs = [_job(bundle, kernel, degree=degree or 1) for kernel in sample]
+            return timed_labels(engine.run(iter(jobs)))
+
+        candidates = [d for d in halved(group) if d > 1]
+        calibration = calibrate(labels, candidates, config.tolerance, _accept)
+        degrees[group], alone = calibration.degree, calibration.alone_again
+        for result in calibration.results:
+            say(f"programs of which {group} fit: {result}")
+            differences = {"group": group, "alone_again": alone.median_difference}
+            results.append({**differences, "labels_per_s_alone": alone.labels_per_s, **asdict(result)})
     return degrees, results
 
 
-def _calibrate(sample: Sequence[KernelJob], group: int, engine: Engine, config: MeasureConfig) -> Calibration:
-    def labels(degree: int | None) -> Labels:
-        return timed_labels(engine.run(iter([replace(job, degree=degree or 1) for job in sample])))
-
-    def accept(result: DegreeResult, rate_alone: float) -> bool:
-        in_order = result.spearman is None or result.spearman >= _MIN_SPEARMAN
-        return in_order and result.labels_per_s > rate_alone
-
-    degrees = [group]
-    while degrees[-1] > 3:
-        degrees.append(degrees[-1] // 2)
-    return calibrate(labels, degrees, config.tolerance, accept)
-
-
-def _by_degree(jobs: Sequence[KernelJob], degrees: Mapping[int, int], facts: GpuFacts) -> Iterator[KernelJob]:
-    """Block by block, and in each by degree."""
-    for start in range(0, len(jobs), _BLOCK):
-        block = []
-        for job in jobs[start : start + _BLOCK]:
-            cuda = job.kernel.cuda
-            degree = 1
-            if job.kernel.status == "ok" and cuda is not None:
-                degree = degrees[possible_degree(cuda, facts)]
-            block.append(replace(job, degree=degree))
-        yield from sorted(block, key=lambda job: job.degree)
+def _accept(result: DegreeResult, rate_alone: float) -> bool:
+    in_order = result.spearman is None or result.spearman >= _MIN_SPEARMAN
+    return in_order and result.labels_per_s > rate_alone
 
 
 def _best(
@@ -320,14 +295,6 @@ def _best(
 # -- compiling and measuring in one go ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class GpuProfileReport:
-    """What was compiled and what was measured; ``bundle`` is None where a finished one was there already."""
-
-    bundle: BundleReport | None
-    measured: MeasureReport
-
-
 def profile_gpu(
     networks: Sequence[str],
     *,
@@ -338,26 +305,12 @@ def profile_gpu(
     resume: bool = False,
     progress: Callable[[Progress], None] | None = None,
     notify: Callable[[str], None] | None = None,
-) -> GpuProfileReport:
+) -> MeasureReport:
     """Measure programs of networks on a GPU of this machine, which needs TVM as well as cupy.
 
-    `out` becomes the dataset, with the bundle in it. Where TVM and the GPU are on different machines, ``cdmpp bundle`` and
-    ``cdmpp measure`` do the two halves.
-
-    Parameters
-    ----------
-    networks
-        Zoo names, ``.onnx`` or ``.pt2`` files.
-    device
-        A CUDA device or a share of it, such as ``h200`` or ``h200@0.5``: the bundle is compiled for the whole one.
-    resume
-        Go on with the bundle, or with the measuring of it.
-
-    Raises
-    ------
-    ProfilerError
-        No GPU answers, or another one (which is found out before anything is compiled), or what :func:`make_bundle` and
-        :func:`measure` raise.
+    `out` becomes the dataset, with the bundle in it; of a share of a device, such as ``h200@0.5``, the bundle is for the whole.
+    Where TVM and the GPU are on different machines, ``cdmpp bundle`` and ``cdmpp measure`` do the two halves. ProfilerError
+    where no GPU answers, or another one, which is found out before anything is compiled.
     """
     measure_config = measure_config or MeasureConfig()
     known = get_device(device) if isinstance(device, str) else device
@@ -366,10 +319,9 @@ def profile_gpu(
         if not is_model(here, known.model):
             raise ProfilerError(f"{known.name} is not here, this machine has a {here}: {ELSEWHERE}")
     path = Path(out) / BUNDLE_FILE
-    made = None
     if not (resume and path.exists()):
         path.parent.mkdir(parents=True, exist_ok=True)
-        made = make_bundle(
+        make_bundle(
             networks,
             device=known.base,
             out=path,
@@ -378,17 +330,14 @@ def profile_gpu(
             progress=progress,
             notify=notify,
         )
-    return GpuProfileReport(
-        made,
-        measure(
-            path,
-            out=out,
-            device=known.name,
-            config=measure_config,
-            resume=resume,
-            progress=progress,
-            notify=notify,
-        ),
+    return measure(
+        path,
+        out=out,
+        device=known.name,
+        config=measure_config,
+        resume=resume,
+        progress=progress,
+        notify=notify,
     )
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from cdmpp.device import Device
 from cdmpp.errors import ProfilerError
-from cdmpp.profiler.engine import BuildJob, Engine, Measurer
+from cdmpp.profiler.engine import BuildJob, Engine, Measured, Measurer
 from cdmpp.profiler.gpu.build import KernelJob, kernel_builder
 from cdmpp.profiler.gpu.bundle import BundledProgram, CudaProgram
 from cdmpp.profiler.gpu.device import GpuFacts, is_model
-from cdmpp.profiler.gpu.limits import arch_limits
-from cdmpp.profiler.gpu.sampling import Faulted, GpuConfig, GpuMeasured, MeasureJob, Running, gpu_worker
+from cdmpp.profiler.gpu.limits import cuda_arch
+from cdmpp.profiler.gpu.sampling import Faulted, GpuConfig, MeasureJob, Running, gpu_worker
 from cdmpp.profiler.pool import Worker
 
 logger = logging.getLogger(__name__)
@@ -26,15 +26,6 @@ _START_S = 120.0
 _STARTS = 3
 #: Lanes where the degree is to be found.
 _LANES = 8
-
-
-def cuda_arch(device: Device) -> str:
-    """The architecture of a CUDA device, such as ``sm_90`` (ProfilerError for another device, or unknown limits)."""
-    arch = str(device.target.get("arch", ""))
-    if device.kind != "gpu" or not arch.startswith("sm_"):
-        raise ProfilerError(f"{device.name} is no CUDA device")
-    arch_limits(arch)
-    return arch
 
 
 def gpu_engine(config: GpuConfig, device: Device, *, builds: bool = True) -> Engine:
@@ -57,7 +48,7 @@ def possible_degree(cuda: CudaProgram, facts: GpuFacts) -> int:
     """
     if facts.partition != "whole":
         return facts.lanes
-    blocks = max(shape.blocks for shape in cuda.shapes)
+    blocks = max(shape.blocks for shape in cuda.launches)
     degree = 1
     while 2 * degree <= facts.lanes and 2 * degree * blocks <= facts.sms:
         degree *= 2
@@ -155,7 +146,7 @@ class GpuMeasurer(Measurer):
             self._restart("run_error", f"the measuring process died ({self._gpu.exit_reason()})")
             return
         self._gpu.extend(self._patience_s)
-        if isinstance(message, GpuMeasured):
+        if isinstance(message, Measured):
             self._measured(message)
             return
         assert isinstance(message, Running | Faulted)
@@ -166,26 +157,17 @@ class GpuMeasurer(Measurer):
     def overdue(self, worker: Worker) -> None:
         self._restart("run_timeout", "it did not end")
 
-    def _measured(self, message: GpuMeasured) -> None:
+    def _measured(self, message: Measured) -> None:
         job, measure = self._in_flight.pop(message.program)
         self._running = tuple(p for p in self._running if p != message.program)
         if not self._in_flight:
             self._gpu.finished()
-        meta = {"run_s": round(message.run_s, 4), **message.meta, **self._meta(measure)}
-        if message.status == "ok":
-            self.label(job, message.samples_s, meta)
-        else:
-            self.fail(job, message.status, message.error, **meta)
+        self.finish(job, measure.kernel, message, **self._meta(measure))
 
     def _meta(self, measure: MeasureJob) -> dict[str, Any]:
-        kernel = measure.kernel
-        meta: dict[str, Any] = {
-            "build_s": round(kernel.build_s, 4),
-            "sms": self.facts.share_sms,
-            "workers": measure.degree,
-        }
-        if kernel.resources:
-            meta["resources"] = {name: dict(taken) for name, taken in kernel.resources.items()}
+        meta: dict[str, Any] = {"sms": self.facts.share_sms, "workers": measure.degree}
+        if measure.kernel.resources:
+            meta["resources"] = {name: dict(taken) for name, taken in measure.kernel.resources.items()}
         return meta
 
     def _restart(self, status: str, error: str) -> None:

@@ -18,9 +18,9 @@ from typing import Any
 
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler import machine
-from cdmpp.profiler.engine import BuildConfig
+from cdmpp.profiler.engine import BuildConfig, Measured
 from cdmpp.profiler.gpu.bundle import BundledProgram, Reference
-from cdmpp.profiler.gpu.check import compare, reference_inputs, summarise_outputs
+from cdmpp.profiler.gpu.check import TOLERANCE, output_error, reference_inputs, summarise_outputs
 from cdmpp.profiler.gpu.device import Gpu, GpuFault, make_gpu
 from cdmpp.profiler.statistics import SamplingPlan
 
@@ -36,40 +36,26 @@ _LOADERS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class GpuConfig(BuildConfig):
-    """How programs are built and measured on a GPU, or on a share of it; none of it may change a label beyond its noise.
+    """How programs are built and measured on a GPU, or on a share of it; none of it may change a label beyond its noise."""
 
-    Attributes
-    ----------
-    degree
-        Programs side by side at most: in partitions of their own where the device is a share, else as many as leave each
-        other multiprocessors. ``auto``: as many as labels allow, for :func:`~cdmpp.profiler.gpu.measure.measure` to find.
-    run_timeout_s
-        A program whose run takes longer is not sampled.
-    plan
-        The sampling.
-    cold
-        Fill the level-2 cache with something else before every sample.
-    overlap
-        Compile and load while measuring. Without it each program goes through all stages before the next begins: the
-        yardstick.
-    window
-        Programs that are with the measuring process at a time: what it loads ahead.
-    hang_s
-        Seconds without a word after which the measuring process counts as hung, on top of the time that a sample may take.
-    seed
-        Of the input values.
-    gpu, gpu_arguments
-        Class of the GPU as ``module:Class``, and what it is made with besides its share, lanes and seed.
-    """
-
+    #: Programs side by side at most: in partitions of their own where the device is a share, else as many as leave each
+    #: other multiprocessors. ``auto``: as many as labels allow, for :func:`~cdmpp.profiler.gpu.measure.measure` to find.
     degree: int | str = 1
+    #: A program whose run takes longer is not sampled.
     run_timeout_s: float = 2.0
     plan: SamplingPlan = field(default_factory=lambda: GPU_PLAN)
+    #: Fill the level-2 cache with something else before every sample.
     cold: bool = False
+    #: Compile and load while measuring. Without it each program goes through all stages before the next begins: the
+    #: yardstick.
     overlap: bool = True
+    #: Programs that are with the measuring process at a time: what it loads ahead.
     window: int = 24
+    #: Time without a word after which the measuring process counts as hung, on top of the time that a sample may take.
     hang_s: float = 10.0
+    #: Of the input values.
     seed: int = 0
+    #: Class of the GPU as ``module:Class``, and what it is made with besides its share, lanes and seed.
     gpu: str = "cdmpp.profiler.gpu.cupy:CupyGpu"
     gpu_arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -88,18 +74,6 @@ class Running:
     """Sent when what runs changes: a deadline holds for it."""
 
     programs: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class GpuMeasured:
-    """Samples of one program, or why there are none."""
-
-    program: str
-    status: str
-    samples_s: tuple[float, ...] = ()
-    error: str = ""
-    run_s: float = 0.0
-    meta: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -125,7 +99,7 @@ class _Lane:
 
 
 class Sampler:
-    """Measures jobs on a GPU; `send` takes :class:`Running` and :class:`GpuMeasured`, the `executor` loads programs while
+    """Measures jobs on a GPU; `send` takes :class:`Running` and :class:`Measured`, the `executor` loads programs while
     others are measured (None: each is loaded when its turn comes)."""
 
     def __init__(
@@ -218,15 +192,15 @@ class Sampler:
         if reference is None or cuda is None:
             return "", {}
         outputs = self._gpu.outputs(loaded, reference_inputs(cuda.params, reference.seed))
-        result = compare(summarise_outputs(reference.task, reference.seed, outputs), reference)
-        if not result.equal:
-            return f"wrong output: differs from the reference by {result.error:.3g}", {}
-        return "", {"checked": True, "output_error": float(f"{result.error:.3g}")}
+        error = output_error(summarise_outputs(reference.task, reference.seed, outputs), reference)
+        if error > TOLERANCE:
+            return f"wrong output: differs from the reference by {error:.3g}", {}
+        return "", {"checked": True, "output_error": float(f"{error:.3g}")}
 
     def _failed(self, job: MeasureJob, loaded: Any, status: str, error: str) -> None:
         if loaded is not None:
             self._gpu.unload(loaded)
-        self._send(GpuMeasured(job.kernel.program, status, error=error))
+        self._send(Measured(job.kernel.program, status, error=error))
 
     def _finish(self, lane: _Lane) -> None:
         self._lanes[self._lanes.index(lane)] = None
@@ -240,7 +214,7 @@ class Sampler:
             **self._gpu.state().known(),
         }
         run_s = self._clock() - lane.started
-        self._send(GpuMeasured(lane.job.kernel.program, "ok", tuple(lane.samples_s), run_s=run_s, meta=meta))
+        self._send(Measured(lane.job.kernel.program, "ok", tuple(lane.samples_s), run_s=run_s, meta=meta))
 
 
 def gpu_worker(connection: Connection, config: GpuConfig, arguments: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ def test_a_bundle_reads_back_as_written(tmp_path: Path) -> None:
     assert dict(back.programs) == dict(bundle.programs)
     assert list(back.kernels) == list(bundle.kernels)
     assert back.kernels[0].cuda is not None
-    assert back.kernels[0].cuda.launches[0].shape.grid == (1, 1, 1)
+    assert back.kernels[0].cuda.launches[0].grid == (1, 1, 1)
     for task, reference in bundle.references.items():
         assert back.references[task].seed == reference.seed
         assert back.references[task].means == reference.means

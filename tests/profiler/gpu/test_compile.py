@@ -17,7 +17,6 @@ from cdmpp.profiler.gpu.limits import (
     KernelShape,
     arch_limits,
     block_registers,
-    blocks_per_sm,
     resource_fault,
     shape_fault,
 )
@@ -51,13 +50,6 @@ def test_registers_are_handed_out_by_the_warp() -> None:
     # 33 registers x 32 threads = 1056, rounded up to 5 x 256; 65 threads are three warps.
     assert block_registers(33, 65) == 3 * 1280
     assert block_registers(32, 1024) == 32768
-
-
-def test_occupancy_is_that_of_the_scarcest_resource() -> None:
-    assert blocks_per_sm(shape(128), KernelResources(16), "sm_90") == 16  # 2048 threads
-    assert blocks_per_sm(shape(128), KernelResources(255), "sm_90") == 2  # 65536 registers
-    assert blocks_per_sm(shape(32, 48 * 1024), KernelResources(16), "sm_90") == 4  # 228 kB
-    assert blocks_per_sm(shape(32), KernelResources(16), "sm_75") == 16  # blocks
 
 
 @pytest.mark.parametrize(

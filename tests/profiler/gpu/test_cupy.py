@@ -15,7 +15,6 @@ from cdmpp.profiler.gpu.bundle import BundledProgram, CudaProgram
 from cdmpp.profiler.gpu.check import reference_inputs
 from cdmpp.profiler.gpu.compile import find_compiler
 from cdmpp.profiler.gpu.device import Gpu, make_gpu
-from cdmpp.profiler.gpu.limits import KernelShape
 from cdmpp.profiler.gpu.measurer import GpuMeasurer
 from cdmpp.profiler.gpu.sampling import GpuConfig
 from cdmpp.profiler.statistics import SamplingPlan
@@ -59,12 +58,12 @@ def gpu() -> Iterator[Gpu]:
 
 
 def built(name: str, cuda: CudaProgram, arch: str) -> BundledProgram:
-    return BundledProgram(name, "ok", cuda=cuda, cubin=find_compiler(arch).compile(cuda.source, arch).cubin)
+    return BundledProgram(name, cuda, find_compiler(arch).compile(cuda.source, arch).cubin)
 
 
 def spin(ns: int, arch: str, blocks: int = 1, name: str = "spin") -> BundledProgram:
     toy = toy_program(blocks)
-    launch = replace(toy.launches[0], shape=KernelShape((blocks, 1, 1), (64, 1, 1)))
+    launch = replace(toy.launches[0], grid=(blocks, 1, 1))
     source = SPIN.replace("NANOSECONDS", f"{ns}ULL")
     return built(name, replace(toy, source=source, launches=(launch,)), arch)
 

@@ -55,10 +55,10 @@ def test_a_matrix_product_is_one_launch_of_its_parameters(lowering: CudaLowering
         (launch,) = program.launches
         assert sorted(launch.buffers) == [0, 1, 2]
         # One thread needs no bounds.
-        threads = launch.shape.threads
+        threads = launch.threads
         assert threads == 1 or f"__launch_bounds__({threads})" in program.source
         assert launch.kernel in program.source
-    assert any(p.launches[0].shape.shared_bytes > 0 for p in programs)
+    assert any(p.launches[0].shared_bytes > 0 for p in programs)
 
 
 def test_the_arguments_of_a_launch_are_in_the_kernels_order(lowering: CudaLowering) -> None:
@@ -121,10 +121,10 @@ def test_the_compiler_counts_the_shared_memory_that_lowering_does(lowering: Cuda
     program = next(
         p
         for p in lowered(lowering, matmul_task(64), 4)
-        if p.launches[0].shape.shared_bytes and shape_fault(p.shapes, "sm_90") is None
+        if p.launches[0].shared_bytes and shape_fault(p.launches, "sm_90") is None
     )
     compiled = NvccCompiler(str(find_nvcc())).compile(program.source, "sm_90")
-    declared = program.launches[0].shape.shared_bytes
+    declared = program.launches[0].shared_bytes
     assert declared <= compiled.resources["main_kernel"].shared_bytes < declared + 1024
 
 
@@ -159,7 +159,7 @@ def test_a_bundle_is_made_read_and_rebuilt(source: Path, tmp_path: Path) -> None
         if kernel.status == "ok":
             assert kernel.cuda is not None and kernel.cubin[:4] == b"\x7fELF"
             assert set(kernel.resources) == {launch.kernel for launch in kernel.cuda.launches}
-            assert shape_fault(kernel.cuda.shapes, "sm_90") is None
+            assert shape_fault(kernel.cuda.launches, "sm_90") is None
     with pytest.raises(BundleError, match="exists"):
         make_bundle(["mlp"], device="h200", out=out, config=CONFIG, tasks_of=source)
 

@@ -30,17 +30,16 @@ CONFIG = MeasureConfig(
 def test_it_compiles_once_and_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    def compile_toys(networks: list[str], *, device: str, out: Path, **_: Any) -> str:
+    def compile_toys(networks: list[str], *, device: str, out: Path, **_: Any) -> None:
         asked.append((networks, device))
         write_bundle(out, toy_bundle(6))
-        return "made"
 
     monkeypatch.setattr(module, "make_bundle", compile_toys)
     report = profile_gpu(["mlp"], device="h200", out=tmp_path / "d", measure_config=CONFIG)
-    assert asked == [(["mlp"], "h200")] and report.bundle == "made"
-    assert report.measured.ok == 6 and (tmp_path / "d" / BUNDLE_FILE).exists()
+    assert asked == [(["mlp"], "h200")]
+    assert report.ok == 6 and (tmp_path / "d" / BUNDLE_FILE).exists()
     again = profile_gpu(["mlp"], device="h200", out=tmp_path / "d", measure_config=CONFIG, resume=True)
-    assert again.bundle is None and again.measured.new == 0 and len(asked) == 1
+    assert again.new == 0 and len(asked) == 1
     assert len(Dataset.open(tmp_path / "d").records) == 6
 
 

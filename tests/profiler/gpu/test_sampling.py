@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from cdmpp.profiler.engine import Measured
 from cdmpp.profiler.gpu.bundle import Bundle
 from cdmpp.profiler.gpu.device import GpuFault
-from cdmpp.profiler.gpu.sampling import GpuConfig, GpuMeasured, MeasureJob, Running, Sampler
+from cdmpp.profiler.gpu.sampling import GpuConfig, MeasureJob, Running, Sampler
 from cdmpp.profiler.statistics import SamplingPlan
 from tests.profiler.fake_gpu import FakeGpu, no_reference, toy_bundle
 
@@ -30,7 +31,7 @@ class AtOnce(Executor):
 
 def measured(
     gpu: FakeGpu, jobs: list[MeasureJob], overlap: bool = True, **config: Any
-) -> tuple[dict[str, GpuMeasured], list[Any]]:
+) -> tuple[dict[str, Measured], list[Any]]:
     sent: list[Any] = []
     settings = GpuConfig(**{"plan": PLAN, **config})
     sampler = Sampler(gpu, settings, sent.append, AtOnce() if overlap else None, lambda: gpu.now)
@@ -38,7 +39,7 @@ def measured(
         sampler.add(job)
     while not sampler.idle:
         sampler.step()
-    return {m.program: m for m in sent if isinstance(m, GpuMeasured)}, sent
+    return {m.program: m for m in sent if isinstance(m, Measured)}, sent
 
 
 def jobs_of(bundle: Bundle, degree: int) -> list[MeasureJob]:
