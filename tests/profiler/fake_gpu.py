@@ -17,9 +17,17 @@ from cdmpp.profiler.gpu.build import KernelJob
 from cdmpp.profiler.gpu.bundle import Bundle, BundledProgram, CudaProgram, Launch, Reference
 from cdmpp.profiler.gpu.check import reference_inputs, summarise_outputs
 from cdmpp.profiler.gpu.device import GpuFacts, GpuFault, GpuState
+from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.types import Program, Space, Task
 
 SMS = 132
+#: What makes a measuring quick, and this GPU be used.
+QUICK: dict[str, Any] = {
+    "builders": 1,
+    "plan": SamplingPlan(min_sample_s=0.001, min_samples=2, max_samples=4, max_measure_s=0.2),
+    "run_timeout_s": 0.2,
+    "gpu": "tests.profiler.fake_gpu:FakeGpu",
+}
 
 
 class FakeGpu:

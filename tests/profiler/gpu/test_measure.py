@@ -5,37 +5,33 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from cdmpp.cli import main
 from cdmpp.dataset import Dataset
 from cdmpp.errors import DatasetError, ProfilerError
 from cdmpp.profiler.calibration import timed_labels
 from cdmpp.profiler.gpu import measure as module
 from cdmpp.profiler.gpu.bundle import write_bundle
-from cdmpp.profiler.gpu.measure import MeasureConfig, device_of, measure
+from cdmpp.profiler.gpu.measure import (
+    BUNDLE_FILE,
+    MeasureConfig,
+    check_gpu,
+    device_of,
+    measure,
+    profile_gpu,
+)
 from cdmpp.profiler.gpu.measurer import possible_degree
-from cdmpp.profiler.statistics import SamplingPlan
-from tests.profiler.fake_gpu import FakeGpu, toy_bundle, toy_program
-
-PLAN = SamplingPlan(min_sample_s=0.001, min_samples=2, max_samples=4, max_measure_s=0.2)
+from tests.profiler.fake_gpu import QUICK, FakeGpu, toy_bundle, toy_program
 
 
 def config_of(script: dict[str, Any] | None = None, **changes: Any) -> MeasureConfig:
     arguments = {"script": script or {}, **changes.pop("gpu_arguments", {})}
-    config = MeasureConfig(
-        degree=1,
-        plan=PLAN,
-        run_timeout_s=0.2,
-        hang_s=5.0,
-        builders=1,
-        gpu="tests.profiler.fake_gpu:FakeGpu",
-        gpu_arguments=arguments,
-    )
-    return replace(config, **changes)
+    return MeasureConfig(**{**QUICK, "degree": 1, "gpu_arguments": arguments, **changes})
 
 
 def test_records_carry_what_the_label_depends_on(tmp_path: Path) -> None:
@@ -173,7 +169,7 @@ def test_measuring_imports_neither_tvm_nor_torch_nor_the_device_table(tmp_path: 
 import sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("tvm", "tvm_ffi", "torch", "pydantic", "yaml", "sklearn", "cupy", "cuda"):
+        if name.split(".")[0] in "tvm tvm_ffi torch pydantic yaml sklearn scipy safetensors cupy cuda".split():
             raise ImportError(name + " is not for the measuring machine")
 sys.meta_path.insert(0, Refuse())
 import cdmpp.cli_measure
@@ -197,3 +193,43 @@ if __name__ == "__main__":
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines() == ["3", "2"]
     assert "needs cupy" in done.stderr
+
+
+def test_compiling_and_measuring_in_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def compile_toys(networks: list[str], *, device: str, out: Path, **_: Any) -> None:
+        asked.append((networks, device))
+        write_bundle(out, toy_bundle(6))
+
+    monkeypatch.setattr(module, "make_bundle", compile_toys)
+    report = profile_gpu(["mlp"], device="h200", out=tmp_path / "d", measure_config=config_of())
+    assert asked == [(["mlp"], "h200")]
+    assert report.ok == 6 and (tmp_path / "d" / BUNDLE_FILE).exists()
+    again = profile_gpu(["mlp"], device="h200", out=tmp_path / "d", measure_config=config_of(), resume=True)
+    assert again.new == 0 and len(asked) == 1
+    assert len(Dataset.open(tmp_path / "d").records) == 6
+
+
+def test_without_a_gpu_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(ProfilerError, match=r"needs cupy.*cdmpp bundle"):
+        profile_gpu(["mlp"], device="h200", out=tmp_path / "d")
+    assert not (tmp_path / "d").exists()
+
+
+def test_cupy_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = SimpleNamespace(CUDARuntimeError=OSError, getDeviceCount=lambda: 0)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    with pytest.raises(ProfilerError, match="has no CUDA device"):
+        check_gpu()
+
+
+def test_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert main(["profile", "mlp", "--device", "h200", "--out", str(tmp_path / "d")]) == 2
+    assert "cdmpp measure" in capsys.readouterr().err.replace("\n", " ")
+    assert main(["profile", "mlp", "--device", "h200", "--remeasure", "--out", str(tmp_path / "d")]) == 2
+    assert "--remeasure is for CPUs" in capsys.readouterr().err.replace("\n", " ")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -18,24 +20,12 @@ from cdmpp.profiler.gpu.bundle import Bundle
 from cdmpp.profiler.gpu.compile import find_nvcc
 from cdmpp.profiler.gpu.measurer import GpuMeasurer, gpu_engine
 from cdmpp.profiler.gpu.sampling import GpuConfig
-from cdmpp.profiler.statistics import SamplingPlan
-from tests.profiler.fake_gpu import jobs_of, toy_bundle
-
-FAKE = "tests.profiler.fake_gpu:FakeGpu"
-PLAN = SamplingPlan(min_sample_s=0.001, min_samples=2, max_samples=4, max_measure_s=0.2)
+from tests.profiler.fake_gpu import QUICK, jobs_of, toy_bundle
 
 
 def config_of(script: Mapping[str, Any] | None = None, **arguments: Any) -> GpuConfig:
-    return GpuConfig(
-        builders=1,
-        degree="auto",
-        plan=PLAN,
-        run_timeout_s=0.1,
-        hang_s=2.0,
-        window=8,
-        gpu=FAKE,
-        gpu_arguments={"script": script or {}, **arguments},
-    )
+    arguments["script"] = script or {}
+    return GpuConfig(**QUICK, degree="auto", hang_s=2.0, window=8, gpu_arguments=arguments)
 
 
 def engine_of(config: GpuConfig) -> Engine:
@@ -101,6 +91,16 @@ def test_a_lost_device_is_said_and_ends_the_run(tmp_path: Path) -> None:
         for outcome in engine.run(iter(jobs_of(toy_bundle(4)))):
             outcomes.append(outcome)
     assert [o.status for o in outcomes if o.job.program.hash == "p001"] == ["device_lost"]
+
+
+def test_a_measuring_process_that_dies_idle_is_replaced() -> None:
+    with engine_of(config_of()) as engine:
+        for restarts in (0, 1):
+            outcomes = list(engine.run(iter(jobs_of(toy_bundle(4)))))
+            assert [o.status for o in outcomes] == ["ok"] * 4
+            assert engine.measurer.restarts == restarts
+            os.kill(engine.measurer.workers[0].pid, signal.SIGKILL)
+            engine.measurer.workers[0].exit_reason()
 
 
 def test_without_a_gpu_the_error_says_so() -> None:
