@@ -1,23 +1,34 @@
-"""What each part of the predictor brings: the error without it, on the same records, split and seeds.
+"""What the error depends on: each part of the predictor, and how much there is to learn from; same records, split and seeds.
 
     python benchmarks/ablation.py --data data --json ablation.json
+    python benchmarks/ablation.py --less tasks programs networks --split by_network --json learning_curve.json
 
-Starts from the shipped configuration and changes one thing at a time; the last lines compare the compact AST's features with
-TVM's PerStoreFeature under one model (gradient-boosted trees). The split keeps a part of the held-out networks' programs
-to adapt to (``adapt``), unlabelled, so that CMD has something to align with; it is the same for every variant, and none is
-scored on it. A variant's second row is the same predictor told the compiled code.
+Starts from a configuration and changes one thing at a time; the last lines compare the compact AST's features with TVM's
+PerStoreFeature under one model (gradient-boosted trees). The split keeps a part of the held-out networks' programs to adapt
+to (``adapt``), unlabelled, so that CMD has something to align with; it is the same for every variant, and none is scored on
+it. A variant's second row is the same predictor given the compiled code.
+
+With ``--less`` the models stay as they are, and of the training part a fraction is kept, drawn by the seed: of the tasks with
+all their programs, of the programs of every task, or of the networks with all their tasks: which helps says what to collect.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from accuracy import COMPILED, keep, scored_compiled, table
-from kept_rows import KeptRows
+import numpy as np
+from accuracy import score_model
+from common import TITLES, Figure, Results, Row, arguments, mean_figure, provenance, start
+from numpy.typing import NDArray
 
+from cdmpp.dataset import Split
+from cdmpp.dataset.split import architecture
+from cdmpp.predictor import Config, TrainingData, config_from_dict, gather, load_config, split_data
+from cdmpp.predictor.baselines import COMPILED_NAMES, MODEL_NAMES, make_model
+
+KINDS = ("tasks", "programs", "networks")
 #: Variant -> what differs from the base configuration, by section.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "base": {},
@@ -46,50 +57,97 @@ SPLIT = "by_network:heldout=densenet121+gcn+inception_v3+vgg16;valid=efficientne
 FEATURE_MODELS = ("xgboost-ast", "xgboost-perstore")
 
 
-def main() -> int:
-    from cdmpp.predictor import config_from_dict, gather, load_config, split_data
-    from cdmpp.predictor.baselines import CdmppModel, evaluate_models, make_model
+def part_of(
+    data: TrainingData, rows: NDArray[np.int64], kind: str, fraction: float, seed: int
+) -> NDArray[np.int64]:
+    """The rows, sorted int64, that are left of these when a fraction of what ``kind`` names is kept."""
+    if fraction >= 1:
+        return rows
+    groups: list[tuple[str, ...]]
+    if kind == "networks":
+        groups = [tuple(map(architecture, names)) for names in data.members("network", rows)]
+    else:
+        column = data.labels["task" if kind == "tasks" else "program"].iloc[rows]
+        groups = [(str(name),) for name in column]
+    known = sorted({name for names in groups for name in names})
+    chosen = np.random.default_rng(seed).permutation(len(known))[: max(1, round(fraction * len(known)))]
+    kept = {known[i] for i in chosen}
+    return rows[np.array([not kept.isdisjoint(names) for names in groups])]
 
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--data", nargs="+", default=["data"], metavar="DIR")
-    parser.add_argument("--config", default="configs/cpu.yaml", help="the base")
-    parser.add_argument("--split", default=SPLIT, help="without the seed")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    args = parser.parse_args()
 
-    base = load_config(args.config).model_dump(mode="json")
-    data = gather(args.data)
-    results = KeptRows(
-        args.json, {"data": args.data, "records": len(data), "split": args.split, "base": base}
-    )
-    for seed in args.seeds:
-        split = split_data(f"{args.split};seed={seed}", data)
-        done: dict[str, str] = {}
-        for variant in args.variants:
-            values = {s: {**v, **VARIANTS[variant].get(s, {})} for s, v in base.items()}
-            config = config_from_dict(values)
-            key = {"split": "ablation", "seed": seed, "model": variant}
-            # A variant that is the base already is not trained again.
-            twin = done.setdefault(config.model_dump_json(), variant)
-            if results.find(**key) is not None or twin != variant:
-                continue
+def score_variants(
+    args: argparse.Namespace, base: Config, data: TrainingData, split: Split, seed: int, results: Results
+) -> None:
+    """Every variant of the configuration, and trees on two sets of features."""
+    done: dict[str, str] = {}
+    for variant in args.variants:
+        values = base.model_dump(mode="json")
+        config = config_from_dict({s: {**v, **VARIANTS[variant].get(s, {})} for s, v in values.items()})
+        key = {"seed": seed, "model": variant}
+        # a variant that is the base already is not trained again
+        twin = done.setdefault(config.model_dump_json(), variant)
+        if results.find(**key) is None and twin == variant:
             model = make_model("ours", seed, config=config)
-            (found,) = evaluate_models([model], data, split).values()
-            assert isinstance(model, CdmppModel) and model.predictor_ is not None
-            told = scored_compiled(model.predictor_, data, split)
-            if told is not None:
-                keep(results, told, **{**key, "model": f"{variant} ({COMPILED})"})
-            keep(results, {**found["overall"], "fit_s": found["fit_s"], "spec": split.spec}, **key)
-        for name in FEATURE_MODELS:
-            key = {"split": "ablation", "seed": seed, "model": name}
-            if results.find(**key) is None:
-                (found,) = evaluate_models([make_model(name, seed)], data, split).values()
-                keep(results, {**found["overall"], "fit_s": found["fit_s"], "spec": split.spec}, **key)
-    print(table(results.rows))
-    return 0
+            score_model(results, model, data, split, key, measured=False)
+    for name in FEATURE_MODELS:
+        key = {"seed": seed, "model": name}
+        if results.find(**key) is None:
+            score_model(results, make_model(name, seed), data, split, key)
+
+
+def score_less(
+    args: argparse.Namespace, config: Config, data: TrainingData, split: Split, seed: int, results: Results
+) -> None:
+    """Every model on parts of the training records."""
+    for kind in args.less:
+        for fraction in args.fractions:
+            part = replace(split, train=part_of(data, split.train, kind, fraction, seed))
+            # all of the records are the same whatever they are a part of
+            of = "all" if fraction == 1 else kind
+            for name in args.models:
+                key = {"of": of, "fraction": fraction, "seed": seed, "model": name}
+                if results.find(**key) is None:
+                    model = make_model(name, seed, **({"config": config} if name == "ours" else {}))
+                    score_model(results, model, data, part, key)
+
+
+def figures(rows: list[Row]) -> list[Figure]:
+    """One of each variant, or part and model: the mean over its seeds."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        fraction = row.get("fraction", 1)
+        part = "" if fraction == 1 else f"{100 * fraction:g} % of the {row['of']}: "
+        groups.setdefault(part + row["model"], []).append(row)
+    return [mean_figure(name, found, TITLES) for name, found in groups.items()]
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    add = parser.add_argument
+    models = MODEL_NAMES + COMPILED_NAMES
+    add("--data", nargs="+", default=["data"], metavar="DIR")
+    add("--config", default="configs/cpu.yaml", help="the base")
+    add("--devices", nargs="+", metavar="D", help="records of these alone (default: all)")
+    add("--split", default=SPLIT, help="without the seed")
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    add("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    add("--less", nargs="+", default=[], choices=KINDS, help="no variants: parts of the training records")
+    add("--fractions", nargs="+", type=float, default=[0.25, 0.5, 1.0], help="of --less")
+    add("--models", nargs="+", default=["ours", "xgboost-ast-codegen"], choices=models, help="of --less")
+    args = parser.parse_args()
+    if not all(0 < fraction <= 1 for fraction in args.fractions):
+        parser.error("fractions are above 0 and at most 1")
+
+    config = load_config(args.config)
+    data = gather(args.data, config.data.model_copy(update={"devices": args.devices}))
+    options = {"records": len(data), "split": args.split, "config": config.model_dump(mode="json")}
+    results = Results(args.json, provenance(__file__, args.data, seeds=args.seeds), options, figures)
+    for seed in args.seeds:
+        split = split_data(f"{args.split}{';' if ':' in args.split else ':'}seed={seed}", data)
+        score = score_less if args.less else score_variants
+        score(args, config, data, split, seed, results)
+    results.finish()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -3,92 +3,122 @@
     python benchmarks/accuracy.py --data data --json accuracy.json
     python benchmarks/accuracy.py --splits by_network --models ours xgboost-perstore roofline --seeds 0 1 2 --json a.json
 
-All models of a split and a seed are trained on the same records in this process. Results are written after every model, and a
-run that goes on with the same file skips what is there. ``by_device`` is zero-shot on each device in turn;
-``few_shot`` teaches the predictor that saw the other devices the records of K tasks, chosen by KMeans and at random, and
-tests on the device's other tasks. The baselines get the same K tasks as training records (chosen at random).
+All models of a split and a seed are trained on the same records in this process. ``by_device`` is zero-shot on each device
+in turn; ``few_shot`` teaches the predictor that saw the other devices the records of K tasks, chosen by KMeans and at random,
+and tests on the device's other tasks. The baselines get the same K tasks as training records (chosen at random).
 
-``ours-compiled`` is our predictor when it is told the instructions that the compiler made of each program, where
-``model.compiled`` taught it that; ``xgboost-ast-codegen`` is told them too. Their distance from ours and xgboost-ast
-is what the compact AST does not say. ``ours-measured`` is our predictor told what the same programs took on the other
-devices (``predict(..., measured=...)``); ``measured-by-estimate`` scales these latencies by the ratio of two analytical
-estimates alone. Programs measured nowhere else are predicted without; ``n_measured`` in a row says how many were not.
+``ours-compiled`` is our predictor given the instructions of each compiled program, ``ours-measured`` given what the same
+programs took on the other devices; ``measured-by-estimate`` scales these latencies by the ratio of two analytical estimates
+alone. Programs without such input are predicted without; ``n_compiled`` and ``n_measured`` in a row say how many had it.
 
-The table gives mean and standard deviation over seeds (and over devices where they vary), the number of test records, and the
-noise floor: what a perfect predictor would score.
+The table gives the mean over seeds with the sample standard deviation, and the 95 % interval of a bootstrap over the test
+part's tasks; the noise floor is what a perfect predictor would score.
 """
 
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
-import time
 from collections import defaultdict
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import yaml
-from kept_rows import KeptRows
+from common import TITLES, Figure, Results, Row, accuracy_intervals, arguments, mean_figure, provenance, start
 
-if TYPE_CHECKING:
-    from cdmpp.dataset import Split
-    from cdmpp.predictor import Config, Predictor, TrainingData
+from cdmpp.dataset import Split
+from cdmpp.predictor import (
+    Config,
+    Predictor,
+    TrainingData,
+    few_shot,
+    gather,
+    load_config,
+    split_data,
+)
+from cdmpp.predictor.baselines import (
+    COMPILED_NAMES,
+    MODEL_NAMES,
+    CdmppModel,
+    LatencyModel,
+    evaluate_models,
+    make_model,
+)
+from cdmpp.predictor.run import prepare, training_summary
+from cdmpp.predictor.scaling import DeviceScaling, fit_scaling, predict_rows_scaled
+from cdmpp.predictor.scoring import predict_rows, score
 
 SPLITS = ("within_task", "by_task", "by_network", "by_device", "few_shot")
-#: Our predictor, told the instructions of the compiled programs as well (``predict(..., compiled=True)``).
-COMPILED = "ours-compiled"
-#: The same told latencies on other devices, and these scaled without it.
-MEASURED, BY_ESTIMATE = "ours-measured", "measured-by-estimate"
-METRICS = (
-    "mape",
-    "median_ape",
-    "within_20pct",
-    "pairwise_accuracy",
-    "spearman",
-    "top1_regret",
-    "top1_regret_of_32",
-)
+COMPILED, MEASURED, BY_ESTIMATE = "ours-compiled", "ours-measured", "measured-by-estimate"
 
 
-def keep(results: KeptRows, overall: dict[str, Any], **key: Any) -> None:
-    """Keep and print what a model scored."""
-    results.add({**key, **overall})
-    print(" ".join(f"{k}={v}" for k, v in key.items()), f"MAPE {100 * overall['mape']:.1f} %", flush=True)
+def scored(data: TrainingData, rows: np.ndarray, predicted_s: np.ndarray, **notes: Any) -> Row:
+    """Metrics with their intervals over tasks."""
+    interval = accuracy_intervals(data.labels.iloc[rows], predicted_s)
+    return {**score(data, rows, predicted_s, ())["overall"], **notes, "interval": interval}
 
 
-def scored_compiled(predictor: Predictor, data: TrainingData, split: Split) -> dict[str, Any] | None:
-    """Metrics of our predictor told the compiled code; None for one that cannot be told or where none was compiled."""
-    from cdmpp.predictor import evaluate
+def scored_compiled(predictor: Predictor, data: TrainingData, split: Split) -> dict[str, Row]:
+    """Our predictor given the compiled code; nothing of one that takes none or where no program was compiled."""
+    n_compiled = int(data.counted(split.test).sum()) if predictor.encoder.code_dim else 0
+    if not n_compiled:
+        return {}
+    predicted_s = predict_rows(predictor, data, split.test, compiled=True)
+    return {COMPILED: scored(data, split.test, predicted_s, n_compiled=n_compiled)}
 
-    if not predictor.encoder.code_dim or not data.counted(split.test).any():
-        return None
-    told = evaluate(predictor, data, split, by=(), compiled=True)
-    return {**told["overall"], "spec": split.spec, "n_compiled": told["n_compiled"]}
 
-
-def scored_told(predictor: Predictor, data: TrainingData, split: Split) -> dict[str, dict[str, Any]]:
-    """Our predictor, and what scales without it, told what can be told of the test programs: name -> metrics."""
-    from cdmpp.predictor import evaluate
-    from cdmpp.predictor.scaling import DeviceScaling, fit_scaling, predict_rows_scaled
-
-    found: dict[str, dict[str, Any]] = {}
-    told_code = scored_compiled(predictor, data, split)
-    if told_code is not None:
-        found[COMPILED] = told_code
+def scored_measured(predictor: Predictor, data: TrainingData, split: Split) -> dict[str, Row]:
+    """Given latencies on other devices: our predictor, and the estimate alone; nothing where there are none."""
     if predictor.scaling is None:
         hidden = np.concatenate([split.test, split.adapt])
         predictor = replace(predictor, scaling=fit_scaling(predictor, data, split.valid, hidden))
     # so wrong that it does not count beside what was measured
     without = replace(predictor, scaling=DeviceScaling(estimate_part=1.0, own_error=1e6))
-    if predict_rows_scaled(without, data, split.test)[1].any():
-        for name, model in ((MEASURED, predictor), (BY_ESTIMATE, without)):
-            told = evaluate(model, data, split, by=(), measured=True)
-            found[name] = {**told["overall"], "spec": split.spec, "n_measured": told["n_measured"]}
+    found = {}
+    for name, model in ((MEASURED, predictor), (BY_ESTIMATE, without)):
+        predicted_s, known = predict_rows_scaled(model, data, split.test)
+        if known.any():
+            found[name] = scored(data, split.test, predicted_s, n_measured=int(known.sum()))
     return found
+
+
+def keep(results: Results, row: Row, **key: Any) -> None:
+    """Keep and print what a model scored."""
+    results.add({**key, **row})
+    print(" ".join(f"{k}={v}" for k, v in key.items()), f"MAPE {100 * row['mape']:.1f} %", flush=True)
+
+
+def score_model(
+    results: Results, model: LatencyModel, data: TrainingData, split: Split, key: Row, measured: bool = True
+) -> Predictor | None:
+    """Train a model and keep what it scores, and ours also with compiled code and latencies of other devices. Returns ours."""
+    (found,) = evaluate_models([model], data, split).values()
+    ours = model.predictor_ if isinstance(model, CdmppModel) else None
+    notes = {"spec": split.spec, "n_train": len(split.train)}
+    if ours is not None:
+        keep_given(results, ours, data, split, key, measured, **notes)
+    notes.update(fit_s=found["fit_s"], predict_s=found["predict_s"])
+    keep(results, scored(data, split.test, model.predict(data, split.test), **notes), **key)
+    return ours
+
+
+def keep_given(
+    results: Results,
+    predictor: Predictor,
+    data: TrainingData,
+    split: Split,
+    key: Row,
+    measured: bool = True,
+    **notes: Any,
+) -> None:
+    """Keep what our predictor scores with compiled code and with latencies of other devices."""
+    given = scored_compiled(predictor, data, split)
+    given |= scored_measured(predictor, data, split) if measured else {}
+    for name, row in given.items():
+        model = name if key["model"] == "ours" else f"{key['model']} ({name})"
+        keep(results, {**row, **notes}, **{**key, "model": model})
 
 
 def baseline_options(
@@ -120,142 +150,91 @@ def specifications(kind: str, args: argparse.Namespace, seed: int) -> list[tuple
     return [(f"{kind}:seed={seed}", "")]
 
 
-def score_models(
-    kind: str,
-    data: TrainingData,
-    args: argparse.Namespace,
-    config: Config,
-    results: KeptRows,
-    unseen: dict[str, Predictor],
-) -> None:
-    """Every model on one kind of split; ``unseen`` takes our predictors of ``by_device``, by the device left out."""
-    from cdmpp.predictor import split_data
-    from cdmpp.predictor.baselines import CdmppModel, evaluate_models, make_model
-
+def score_split(
+    kind: str, data: TrainingData, args: argparse.Namespace, config: Config, results: Results
+) -> dict[str, Predictor]:
+    """Every model on one kind of split; our predictors of seed 0, by what was held out."""
+    unseen = {}
     for seed in args.seeds:
         for spec, held in specifications(kind, args, seed):
             split = split_data(spec, data)
             for name in args.models:
                 key = {"split": kind, "held_out": held, "seed": seed, "model": name}
-                if results.find(**key) is not None:
-                    continue
-                options = {"config": config} if name == "ours" else args.baselines.get(name, {})
-                model = make_model(name, seed, **options)
-                (found,) = evaluate_models([model], data, split).values()
-                trained = model.predictor_ if isinstance(model, CdmppModel) else None
-                if trained is not None:
-                    for told, overall in scored_told(trained, data, split).items():
-                        keep(results, overall, **{**key, "model": told})
-                if kind == "by_device" and seed == 0 and trained is not None:
-                    unseen[held] = trained
-                times = {k: found[k] for k in ("fit_s", "predict_s")}
-                keep(
-                    results,
-                    {**found["overall"], **times, "spec": split.spec, "n_train": len(split.train)},
-                    **key,
-                )
+                if results.find(**key) is None:
+                    options = {"config": config} if name == "ours" else args.baselines.get(name, {})
+                    ours = score_model(results, make_model(name, seed, **options), data, split, key)
+                    if ours is not None and seed == 0:
+                        unseen[held] = ours
+    return unseen
+
+
+def trained_without(device: str, data: TrainingData, config: Config) -> Predictor:
+    """Our predictor of all other devices' records."""
+    split = split_data(f"by_device:heldout={device};seed=0", data)
+    fitted = prepare(config, data, split)
+    state = fitted.trainer.fit()
+    return fitted.predictor(state.best, training_summary(config, data, split, state))
 
 
 def score_few_shot(
     data: TrainingData,
     args: argparse.Namespace,
     config: Config,
-    results: KeptRows,
+    results: Results,
     unseen: dict[str, Predictor],
 ) -> None:
     """Every device taught by K tasks, starting from the predictors in ``unseen``, or else from one trained here."""
-    from cdmpp.predictor import evaluate, few_shot, split_data
-    from cdmpp.predictor.baselines import evaluate_models, make_model
-    from cdmpp.predictor.run import prepare, training_summary
-
     for device in args.devices:
-        base = unseen.get(device)
         for seed in args.few_shot_seeds:
             for k in args.tasks:
                 for select in ("kmeans", "random"):
                     key = {"split": "few_shot", "held_out": device, "seed": seed, "k": k, "select": select}
                     if results.find(**key, model="ours") is None:
-                        if base is None:
-                            split = split_data(f"by_device:heldout={device};seed=0", data)
-                            fitted = prepare(config, data, split)
-                            state = fitted.trainer.fit()
-                            base = fitted.predictor(state.best, training_summary(config, data, split, state))
-                        tuned, split = few_shot(base, data, device, k, select, seed)
-                        overall = evaluate(tuned, data, split, by=())["overall"]
-                        for told, scores in scored_told(tuned, data, split).items():
-                            keep(results, scores, **key, model=told)
-                        keep(results, {**overall, "spec": split.spec}, **key, model="ours")
+                        if device not in unseen:
+                            unseen[device] = trained_without(device, data, config)
+                        tuned, split = few_shot(unseen[device], data, device, k, select, seed)
+                        keep_given(results, tuned, data, split, {**key, "model": "ours"}, spec=split.spec)
+                        predicted_s = predict_rows(tuned, data, split.test)
+                        row = scored(data, split.test, predicted_s, spec=split.spec)
+                        keep(results, row, **key, model="ours")
                     if select == "random":
                         spec = next(row["spec"] for row in results.rows if key.items() <= row.items())
                         for name in [m for m in args.models if m != "ours"]:
                             if results.find(**key, model=name) is None:
                                 model = make_model(name, seed, **args.baselines.get(name, {}))
-                                (found,) = evaluate_models([model], data, split_data(spec, data)).values()
-                                keep(results, {**found["overall"], "spec": spec}, **key, model=name)
+                                score_model(
+                                    results, model, data, split_data(spec, data), {**key, "model": name}
+                                )
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """One line a split and model: mean and standard deviation over seeds and held-out devices."""
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
+def figures(rows: list[Row]) -> list[Figure]:
+    """One of each split, held-out device and model: the mean over its seeds."""
+    groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        groups[row["split"], row.get("k"), row.get("select"), row["model"]].append(row)
-    lines = [
-        f"{'split':22}{'model':18}"
-        + "".join(f"{m:>20}" for m in METRICS)
-        + f"{'runs':>6}{'n':>8}{'floor':>8}"
-    ]
-    for (kind, k, select, model), found in groups.items():
-        name = kind if k is None else f"{kind} K={k} {select}"
-        cells = ""
-        for metric in METRICS:
-            values = [row[metric] for row in found if row.get(metric) is not None]
-            cells += f"{np.mean(values):>12.3f} ± {np.std(values):.3f}" if values else f"{'-':>20}"
-        floors = [row["noise_floor_mape"] for row in found if row["noise_floor_mape"] is not None]
-        floor = f"{np.mean(floors):8.4f}" if floors else f"{'-':>8}"
-        lines.append(
-            f"{name:22}{model:18}{cells}{len(found):6d}{round(np.mean([r['n'] for r in found])):8d}{floor}"
-        )
-    return "\n".join(lines)
+        where = [row["split"]]
+        if row["split"] in ("by_device", "few_shot"):
+            where.append(row["held_out"])
+        if row.get("k") is not None:
+            where.append(f"K={row['k']} {row['select']}")
+        groups[f"{' '.join(where)}: {row['model']}"].append(row)
+    return [mean_figure(name, found, TITLES) for name, found in groups.items()]
 
 
-def main() -> int:
-    from cdmpp.predictor import gather, load_config
-    from cdmpp.predictor.baselines import COMPILED_NAMES, MODEL_NAMES
-
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--data", nargs="+", default=["data"], metavar="DIR")
-    parser.add_argument("--config", default="configs/cpu.yaml", help="of our predictor")
-    parser.add_argument(
-        "--found",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="best.yaml of searches for baselines",
-    )
-    parser.add_argument(
-        "--network-seconds",
-        type=float,
-        metavar="S",
-        help="most that a baseline's network trains (default: no limit)",
-    )
-    parser.add_argument("--splits", nargs="+", default=list(SPLITS), choices=SPLITS)
-    parser.add_argument(
-        "--models", nargs="+", default=list(MODEL_NAMES), choices=MODEL_NAMES + COMPILED_NAMES
-    )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--tasks", nargs="+", type=int, default=[5, 10, 20], help="K of few_shot")
-    parser.add_argument("--few-shot-seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
-    parser.add_argument(
-        "--heldout", help="networks of by_network, joined by '+' (default: drawn by the seed)"
-    )
-    parser.add_argument(
-        "--valid", help="validation networks of by_network with --heldout (default: drawn by the seed)"
-    )
-    parser.add_argument(
-        "--devices", nargs="+", metavar="D", help="held out by by_device and few_shot (default: each)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE")
+def main() -> None:
+    parser = arguments(__doc__)
+    add = parser.add_argument
+    add("--data", nargs="+", default=["data"], metavar="DIR")
+    add("--config", default="configs/cpu.yaml", help="of our predictor")
+    add("--found", nargs="+", type=Path, default=[], metavar="FILE", help="best.yaml of baselines' searches")
+    add("--network-seconds", type=float, metavar="S", help="most that a baseline's network trains")
+    add("--splits", nargs="+", default=list(SPLITS), choices=SPLITS)
+    add("--models", nargs="+", default=list(MODEL_NAMES), choices=MODEL_NAMES + COMPILED_NAMES)
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    add("--tasks", nargs="+", type=int, default=[5, 10, 20], help="K of few_shot")
+    add("--few-shot-seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
+    add("--heldout", help="networks of by_network, joined by '+' (default: drawn by the seed)")
+    add("--valid", help="validation networks of by_network with --heldout (default: drawn by the seed)")
+    add("--devices", nargs="+", metavar="D", help="held out by by_device and few_shot (default: each)")
     args = parser.parse_args()
 
     config = load_config(args.config)
@@ -264,19 +243,9 @@ def main() -> int:
     args.devices = args.devices or sorted(data.devices)
     if set(args.devices) - set(data.devices):
         parser.error(f"there are records of {', '.join(sorted(data.devices))}, not of all of {args.devices}")
-    notes = {
-        "data": args.data,
-        "records": len(data),
-        "devices": sorted(data.devices),
-        "config": config.model_dump(mode="json"),
-        "baselines": args.baselines,
-        "machine": platform.processor() or platform.machine(),
-        "versions": {
-            name: metadata.version(name) for name in ("cdmpp", "torch", "xgboost-cpu", "scikit-learn")
-        },
-    }
-    results = KeptRows(args.json, notes)
-    started = time.perf_counter()
+    options = {"records": len(data), "config": config.model_dump(mode="json"), "baselines": args.baselines}
+    made = provenance(__file__, args.data, seeds={*args.seeds, *args.few_shot_seeds})
+    results = Results(args.json, made, options, figures)
     unseen: dict[str, Predictor] = {}
     for kind in args.splits:
         if kind in ("by_device", "few_shot") and len(data.devices) < 2:
@@ -284,11 +253,10 @@ def main() -> int:
         elif kind == "few_shot":
             score_few_shot(data, args, config, results, unseen)
         else:
-            score_models(kind, data, args, config, results, unseen)
-    print(table(results.rows))
-    print(f"{time.perf_counter() - started:.0f} s")
-    return 0
+            found = score_split(kind, data, args, config, results)
+            unseen = found if kind == "by_device" else unseen
+    results.finish()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

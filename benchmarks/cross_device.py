@@ -4,24 +4,22 @@
     python benchmarks/cross_device.py --only-device v100-pcie-32gb --records 7000 --few-shot 20 --json v100.json
     python benchmarks/cross_device.py --predictor default --unseen h100_traces.parquet h100_e2e.csv --json unseen.json
 
-For each device in turn a predictor is trained on the records of the others (``--records`` of them, as many of every operator
-and device) and asked about this one:
+For each device in turn a predictor is trained on the records of the others (``--records`` of them, as many of every
+operator and device) and asked about this one:
 
 * **operators** measured alone: MAPE by family;
-* **nodes** of the traces: APE by family, forward and backward; ``nodes_of_consistent_networks`` leaves out those of networks
-  whose nodes do not add up to the whole;
+* **nodes** of the traces: APE by family, forward and backward;
 * **end to end**: what ``cdmpp latency`` says of the traced networks, inference and training, against the whole network's
   measured latency; ``in_trace`` is the sum of its nodes' measured times: what a perfect predictor of nodes would score.
 
-Nodes and networks are compared with the authors' own predictions for the same rows (``micro`` is Li's model): ``ape_mean``
-is over the ``n_common`` rows that all sources have, ``n_own`` says how many each has. NeuSight was trained on all of these
-devices; ours never saw the one that is left out. Then K measurements of the new device are learned (``cdmpp finetune``), of
-tasks chosen by KMeans and at random, and the device's other records, its nodes and networks are predicted again.
+Nodes and networks are compared with the authors' own predictions for the same rows (``micro`` is Li's model); NeuSight was
+trained on all of these devices. ``ape_mean`` is over the ``n_common`` rows that all sources have, ``n_own`` says how many
+each has. Then K measurements of the new device are learned (``cdmpp finetune``), of tasks chosen by KMeans and at random,
+and the device's other records and its networks are predicted again.
 
 ``--unseen`` takes files of the same columns with devices that are in none of the above: they are predicted by what was
-trained on all. ``--predictor`` judges given weights in place of training; a device that these have seen is marked
-``in_training`` and counts for no goal. What is imported and trained is kept in ``--work``, results after every step in
-``--json``: a run with the same options goes on where it was.
+trained on all. ``--predictor`` judges given weights in place of training; a device that these have seen counts for no mean.
+What is imported and trained is kept in ``--work``. Intervals are over tasks for operators and over networks end to end.
 """
 
 from __future__ import annotations
@@ -29,49 +27,45 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import platform
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from cross_device_report import goals, percent, tables
-from kept_rows import KeptGroups
+from common import Figure, Results, Row, arguments, bootstrap, figure, provenance, start
 from search_cost import nearest_device
-from traces import compare_networks, compare_nodes, consistent, network_row, node_rows, operator_errors
+from traces import (
+    FAMILIES,
+    compare_networks,
+    compare_nodes,
+    network_row,
+    node_rows,
+    operator_errors,
+)
 
-from cdmpp.errors import CdmppError
-
-if TYPE_CHECKING:
-    from cdmpp.dataset import DatasetView
-    from cdmpp.endtoend.graph import NetworkGraph
-    from cdmpp.predictor import Config, Predictor, TrainingData
+from cdmpp.dataset import DatasetView, load_datasets
+from cdmpp.dataset.importers import import_neusight
+from cdmpp.dataset.sampled import SampledView, sample_evenly
+from cdmpp.device import DEVICE_FEATURES, get_device
+from cdmpp.endtoend import predict_latency
+from cdmpp.endtoend.sources import NetworkTasks
+from cdmpp.predictor import Config, Predictor, TrainingData, few_shot, gather, load_config, train
+from cdmpp.predictor.data import subset
+from cdmpp.predictor.predictor import load_predictor
+from cdmpp.predictor.predictor_store import FORMAT_VERSION
+from cdmpp.program.ast import FEATURE_SET
+from cdmpp.program.graph import NetworkGraph, load_graphs
 
 FILES = ("neusight_ops.parquet", "neusight_traces.parquet", "neusight_e2e.csv")
-DEVICES = "neusight_devices.csv"
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Everything that is judged against.
-
-    Attributes
-    ----------
-    data
-        The sampled records of all devices.
-    graphs
-        Device -> its traced networks.
-    view
-        The datasets, for the networks' tasks.
-    pool
-        Devices to train on, less the one that is left out.
-    unseen
-        Devices of ``--unseen`` that are not among them.
-    """
+    """Everything that is judged against: sampled records of all devices, the datasets for the networks' tasks, device -> its
+    traced networks, devices to train on less the one that is left out, and devices of ``--unseen`` not among them."""
 
     args: argparse.Namespace
     config: Config
@@ -83,54 +77,30 @@ class Bench:
 
     def records_for(self, device: str) -> TrainingData:
         """Records of the device, and of those that may be trained on when it is left out."""
-        from cdmpp.predictor.data import subset
-
         allowed = [*self.pool, device]
         return subset(self.data, np.flatnonzero(self.data.labels["device"].isin(allowed)))
 
-    def rows_of(self, data: TrainingData, device: str) -> np.ndarray:
-        return np.flatnonzero(data.labels["device"] == device)
 
-
-def options(args: argparse.Namespace, config: Config) -> dict[str, Any]:
-    """What results depend on."""
-    return {
-        "records": args.records,
-        "seed": args.seed,
-        "limit": args.limit,
-        "predictor": args.predictor,
-        "unseen": [str(path) for path in args.unseen],
-        "config": config.model_dump(mode="json"),
-    }
-
-
-def imported(name: str, files: Sequence[Path], work: Path, limit: int | None) -> Path:
-    """The dataset of these files; imported where it is not there yet."""
-    from cdmpp.dataset.importers import import_neusight
-
-    out = work / (name if limit is None else f"{name}-{limit}")
+def imported(out: Path, make: Callable[[Path], Any]) -> Path:
+    """A dataset; imported where it is not there yet."""
     if not out.exists():
-        draft = out.with_name(out.name + f".{int(time.time())}.part")
-        report = import_neusight(files, draft, limit=limit)
+        draft = out.with_name(f"{out.name}.{int(time.time())}.part")
+        print(f"imported {make(draft).records} records to {out}", flush=True)
         draft.rename(out)
-        print(f"imported {report.records} records, {len(report.graphs)} networks to {out}", flush=True)
-        for operator, count in report.unknown_operators.items():
-            print(f"left out: {count} of the unknown operator {operator}")
     return out
 
 
 def gathered(args: argparse.Namespace, config: Config) -> Bench:
-    from cdmpp.dataset import load_datasets
-    from cdmpp.dataset.sampled import SampledView, sample_evenly
-    from cdmpp.endtoend.graph import load_graphs
-    from cdmpp.predictor import gather
-
     args.work.mkdir(parents=True, exist_ok=True)
-    folders = [imported("neusight", [args.data / name for name in FILES], args.work, args.limit)]
+    files, limit = [args.data / name for name in FILES], args.limit
+    out = args.work / ("neusight" if limit is None else f"neusight-{limit}")
+    folders = [imported(out, lambda draft: import_neusight(files, draft, limit=limit))]
     if args.unseen:
         stamps = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in args.unseen]
         digest = hashlib.sha256(repr(stamps).encode()).hexdigest()[:8]
-        folders.append(imported(f"unseen-{digest}", args.unseen, args.work, None))
+        folders.append(
+            imported(args.work / f"unseen-{digest}", lambda draft: import_neusight(args.unseen, draft))
+        )
     view = load_datasets(folders)
     graphs: dict[str, dict[str, NetworkGraph]] = {}
     for folder in folders:
@@ -142,8 +112,8 @@ def gathered(args: argparse.Namespace, config: Config) -> Bench:
     further = sorted(set(view.device_names) - set(pool))
     if further:
         # drawn by themselves, so that what is trained on does not hang on them
-        number = args.records // len(pool) * len(further)
-        rows = np.concatenate([rows, sample_evenly(view, number, args.seed, further).rows])
+        count = args.records // len(pool) * len(further)
+        rows = np.concatenate([rows, sample_evenly(view, count, args.seed, further).rows])
     data = gather(SampledView(view, np.sort(rows)), progress=show_progress)
     unseen = {
         name for folder in folders[1:] for g in load_graphs(folder).values() for name in g.meta["devices"]
@@ -157,199 +127,173 @@ def show_progress(done: int, total: int) -> None:
         print(f"compact ASTs: {done} of {total}", file=sys.stderr, flush=True)
 
 
-def trained_without(bench: Bench, device: str) -> Predictor:
-    """A predictor of all records of the pool but the device's, trained once and kept in the work folder."""
-    from cdmpp.device import DEVICE_FEATURES
-    from cdmpp.predictor import Predictor, train
-    from cdmpp.predictor.predictor_store import FORMAT_VERSION
-    from cdmpp.program.ast import FEATURE_SET
+def trained_once(config: Config, data: TrainingData, settings: list[Any], work: Path) -> Predictor:
+    """A predictor of these records, trained once and kept in the work folder under what it depends on."""
+    settings = [*settings, config.model_dump(mode="json"), FORMAT_VERSION, FEATURE_SET, DEVICE_FEATURES]
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+    out = work / "predictors" / digest
+    if (out / "predictor").exists():
+        return Predictor.load(out)
+    print(f"training on {len(data)} labels of {', '.join(sorted(data.devices))} in {out}", flush=True)
+    return train(config, data, out, resume=True).predictor
 
+
+def trained_without(bench: Bench, device: str) -> Predictor:
+    """A predictor of all records of the pool but the device's."""
     args, data = bench.args, bench.records_for(device)
-    others = sorted(set(bench.pool) - {device})
     # without records of the device there is nothing to leave out; a split has to test something
     spec = f"by_device:heldout={device};seed={args.seed}" if device in data.devices else "by_task:test=0.01"
     config = bench.config.model_copy(
         update={"split": bench.config.split.model_copy(update={"spec": spec}),
                 "train": bench.config.train.model_copy(update={"seed": args.seed})}
     )  # fmt: skip
-    settings = [others, args.records, args.seed, args.limit, bench.config.model_dump(mode="json")]
-    settings += [FORMAT_VERSION, FEATURE_SET, DEVICE_FEATURES]
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-    out = args.work / "predictors" / digest
-    if (out / "predictor").exists():
-        return Predictor.load(out)
-    print(f"training on {', '.join(others)} in {out}", flush=True)
-    return train(config, data, out, resume=True).predictor
+    others = sorted(set(bench.pool) - {device})
+    return trained_once(config, data, [others, args.records, args.seed, args.limit], args.work)
 
 
-def seen_by(predictor: Predictor, device: str) -> bool:
-    return device in predictor.training.get("records_by_device", predictor.devices)
-
-
-def judged(
-    bench: Bench, predictor: Predictor, data: TrainingData, device: str, rows: np.ndarray
-) -> dict[str, Any]:
+def judged(bench: Bench, predictor: Predictor, data: TrainingData, device: str, rows: np.ndarray) -> Row:
     """Errors of a predictor on operators (these rows of the data), nodes and networks of a device."""
-    from cdmpp.endtoend import predict_latency
-    from cdmpp.endtoend.sources import NetworkTasks
-
-    found: dict[str, Any] = {}
+    found: Row = {}
     if len(rows):
         table = data.labels.iloc[rows]
         predicted_s = predictor.predict([data.asts[program] for program in table["program"]], device)
         names = [bench.view.tasks[task].name for task in table["task"]]
         found["operators"] = operator_errors(names, table["latency_s"], predicted_s)
-        found["operator_mape"] = found["operators"]["mape"]
-    nodes: list[dict[str, Any]] = []
-    networks: list[dict[str, Any]] = []
+        error = np.abs(predicted_s / table["latency_s"].to_numpy() - 1)
+        found["operators"]["interval"] = bootstrap(error, table["task"])
+    nodes: list[Row] = []
+    networks: list[Row] = []
     for graph in bench.graphs.get(device, ()):
         tasks = {task: bench.view.tasks[task] for task in graph.task_weights()}
-        report = predict_latency(NetworkTasks(graph, tasks, library=True), device, predictor)
-        nodes.extend(node_rows(graph, report))
-        row = network_row(graph, report)
+        latency = predict_latency(NetworkTasks(graph, tasks, library=True), device, predictor)
+        nodes.extend(node_rows(graph, latency))
+        row = network_row(graph, latency)
         networks.extend([row] if row else [])
     if nodes:
         found["nodes"] = compare_nodes(nodes)
-        found["nodes_of_consistent_networks"] = compare_nodes(consistent(nodes, networks))
     if networks:
         found["end_to_end"] = compare_networks(networks)
-        for source, errors in found["end_to_end"]["sources"].items():
-            prefix = "" if source == "cdmpp" else f"{source}_"
-            found[f"{prefix}end_to_end_ape_mean"] = errors["ape_mean"]
+        error = [abs(row["predicted_s"]["cdmpp"] / row["measured_s"] - 1) for row in networks]
+        found["end_to_end"]["interval"] = bootstrap(error, [row["network"] for row in networks])
     return found
 
 
-def unresolved(path: Path) -> list[str]:
-    """Names of the authors' device table that ours does not know; none without the file."""
-    from cdmpp.dataset.importers.common import read_table
-    from cdmpp.device import load_table
-    from cdmpp.errors import UnknownDeviceError
-
-    if not path.exists():
-        return []
-    table, unknown = load_table(), []
-    for name in read_table(path)["Device"]:
-        try:
-            table.get(str(name))
-        except UnknownDeviceError:
-            unknown.append(str(name))
-    return unknown
-
-
-def evaluate_device(bench: Bench, given: Predictor | None, device: str, results: KeptGroups) -> None:
-    from cdmpp.device import get_device
-    from cdmpp.predictor import few_shot
-
-    args, found = bench.args, results.of(device)
-    base = given
-    data = bench.records_for(device)
-    rows = bench.rows_of(data, device)
-    if "zero_shot" not in found:
-        started = time.perf_counter()
+def evaluate_device(bench: Bench, given: Predictor | None, device: str, results: Results) -> None:
+    """Zero-shot first, then with so many measurements of the device."""
+    args, base, data = bench.args, given, bench.records_for(device)
+    vendor = get_device(device).vendor
+    rows = np.flatnonzero(data.labels["device"] == device)
+    zero = results.find(device=device, k=0)
+    if zero is None:
         base = base or trained_without(bench, device)
+        known = sorted(base.training.get("records_by_device", base.devices))
         vectors = {**base.devices, device: base.device_vector(get_device(device))}
-        found.update(
-            {
-                "vendor": get_device(device).vendor,
-                "in_training": seen_by(base, device),
-                "trained_on": sorted(base.training.get("records_by_device", base.devices)),
-                "n_training_records": base.training.get("records"),
-                "nearest_training_device": device
-                if seen_by(base, device)
-                else nearest_device(device, vectors),
-            }
-        )
-        found["zero_shot"] = judged(bench, base, data, device, rows)
-        found["zero_shot"]["wall_s"] = round(time.perf_counter() - started, 1)
-        report_step(f"{device} zero-shot", found["zero_shot"])
-        results.write()
-    if found["in_training"] or not len(rows):
+        zero = {
+            "device": device,
+            "k": 0,
+            "vendor": vendor,
+            "in_training": device in known,
+            "trained_on": known,
+            "n_training_records": base.training.get("records"),
+            "nearest_training_device": device if device in known else nearest_device(device, vectors),
+            **judged(bench, base, data, device, rows),
+        }
+        results.add(zero)
+    if zero["in_training"] or not len(rows):
         return
-    shots = found.setdefault("few_shot", {})
     for k in args.few_shot:
         if k >= data.labels["task"].iloc[rows].nunique():
             print(f"{device}: has no {k} tasks to learn and others to test", file=sys.stderr)
             continue
         for select in args.select:
             for seed in args.few_shot_seeds:
-                done = shots.setdefault(select, {}).setdefault(str(k), {})
-                if str(seed) in done:
-                    continue
-                started = time.perf_counter()
-                base = base or trained_without(bench, device)
-                tuned, split = few_shot(base, data, device, k, select, seed)
-                done[str(seed)] = judged(bench, tuned, data, device, np.asarray(split.test))
-                done[str(seed)]["wall_s"] = round(time.perf_counter() - started, 1)
-                report_step(f"{device} {select} K={k} seed {seed}", done[str(seed)])
-                results.write()
+                key = {"device": device, "k": k, "select": select, "seed": seed}
+                if results.find(**key) is None:
+                    base = base or trained_without(bench, device)
+                    tuned, split = few_shot(base, data, device, k, select, seed)
+                    row = judged(bench, tuned, data, device, np.asarray(split.test))
+                    row.pop("nodes", None)
+                    results.add({**key, "vendor": vendor, **row})
+                    print(f"{device} {select} K={k} seed {seed}", flush=True)
 
 
-def report_step(what: str, found: Mapping[str, Any]) -> None:
-    figures = [f"operators MAPE {percent(found.get('operator_mape'))}"]
-    figures += [
-        f"{source or 'cdmpp'} end to end {percent(found.get(f'{source}_end_to_end_ape_mean'.lstrip('_')))}"
-        for source in ("", "neusight")
-    ]
-    print(f"{what}: {', '.join(figures)} ({found['wall_s']} s)", flush=True)
+def figures(rows: list[Row]) -> list[Figure]:
+    """Of every device, unseen and with K measurements, beside NeuSight on the networks that it predicts; then means."""
+    found = []
+    means: dict[int, list[Row]] = {}
+    seen = {row["device"] for row in rows if row.get("in_training")}
+    for row in sorted(rows, key=lambda row: (row["device"], row["k"])):
+        operators, whole = row.get("operators", {}), row.get("end_to_end", {"sources": {}})
+        values = {
+            "mape": operators.get("mape"),
+            "end to end": whole["sources"].get("cdmpp", {}).get("ape_mean"),
+            "NeuSight end to end": whole["sources"].get("neusight", {}).get("ape_mean_own"),
+            "networks": whole.get("n"),
+        }
+        ends = {"mape": operators.get("interval"), "end to end": whole.get("interval")}
+        interval = {key: value for key, value in ends.items() if value}
+        what = f"{row['k']} measured ({row['select']})" if row["k"] else "unseen"
+        name = f"{row['device']}, {'in training' if row['device'] in seen else what}"
+        found.append(figure(name, values, operators.get("n"), interval=interval))
+        if row["device"] not in seen and row.get("select", "kmeans") == "kmeans":
+            means.setdefault(row["k"], []).append(row)
+    for k, own in means.items():
+        mapes = [row["operators"]["mape"] for row in own if "operators" in row]
+        whole = [
+            r for row in own if row["vendor"] == "nvidia" for r in row.get("end_to_end", {"rows": ()})["rows"]
+        ]
+        errors = [abs(row["predicted_s"]["cdmpp"] / row["measured_s"] - 1) for row in whole]
+        values = {"networks": len(errors), **({"mape": float(np.mean(mapes))} if mapes else {})}
+        values |= {"end to end": float(np.mean(errors))} if errors else {}
+        found.append(figure(f"mean, {k} measured (kmeans)" if k else "mean, unseen", values, len(mapes)))
+    return found + node_figures([row for row in means.get(0, ()) if row["vendor"] == "nvidia"])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"), metavar="DIR")
-    parser.add_argument(
-        "--work",
-        type=Path,
-        default=Path("runs/cross-device"),
-        metavar="DIR",
-        help="what is imported and trained",
-    )
-    parser.add_argument(
-        "--unseen",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="of further devices, never trained on",
-    )
-    parser.add_argument(
-        "--only-device", nargs="+", default=[], metavar="D", help="of these (default: all with operators)"
-    )
-    parser.add_argument("--config", default="configs/cpu.yaml", help="of our predictor")
-    parser.add_argument(
-        "--records", type=int, default=28000, metavar="N", help="in all, spread over operators and devices"
-    )
-    parser.add_argument(
-        "--limit", type=int, metavar="N", help="import so many rows of operators: does it run?"
-    )
-    parser.add_argument("--predictor", metavar="DIR", help="given weights, or default: nothing is trained")
-    parser.add_argument(
-        "--few-shot", type=int, nargs="*", default=[5, 20, 100], metavar="K", help="none: zero-shot alone"
-    )
-    parser.add_argument("--select", nargs="+", default=["kmeans", "random"], choices=("kmeans", "random"))
-    parser.add_argument("--few-shot-seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+def node_figures(rows: Sequence[Row]) -> list[Figure]:
+    """Mean errors of forward nodes by family, pooled over the devices, ours and NeuSight's on the nodes that it predicts."""
+    found = []
+    for family in FAMILIES:
+        total, n = np.zeros(2), 0
+        for row in rows:
+            nodes = row.get("nodes", {}).get("forward", {"families": {}})["families"].get(family)
+            theirs = nodes["sources"].get("neusight", {"n_own": 0}) if nodes else {"n_own": 0}
+            if theirs["n_own"]:
+                total += theirs["n_own"] * np.array([theirs["ours_ape_mean_own"], theirs["ape_mean_own"]])
+                n += theirs["n_own"]
+        if n:
+            values = dict(zip(("APE", "NeuSight's APE"), (total / n).tolist(), strict=True))
+            found.append(figure(f"nodes, forward, {family}, unseen (NVIDIA's)", values, n))
+    return found
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    add = parser.add_argument
+    add("--data", type=Path, default=Path("../shared/data"), metavar="DIR")
+    add("--work", type=Path, default=Path("runs/cross-device"), metavar="DIR", help="imported and trained")
+    add("--unseen", type=Path, nargs="+", default=[], metavar="FILE", help="of devices never trained on")
+    add("--only-device", nargs="+", default=[], metavar="D", help="of these (default: all with operators)")
+    add("--config", default="configs/cpu.yaml", help="of our predictor")
+    add("--records", type=int, default=28000, metavar="N", help="spread over operators and devices")
+    add("--limit", type=int, metavar="N", help="import so many rows of operators: does it run?")
+    add("--predictor", metavar="DIR", help="given weights, or default: nothing is trained")
+    add("--few-shot", type=int, nargs="*", default=[5, 20, 100], metavar="K", help="none: zero-shot alone")
+    add("--select", nargs="+", default=["kmeans", "random"], choices=("kmeans", "random"))
+    add("--few-shot-seeds", type=int, nargs="+", default=[0])
+    add("--seed", type=int, default=0)
     args = parser.parse_args()
     missing = [name for name in FILES if not (args.data / name).is_file()]
     if missing:
         print(f"skipped: {args.data} has no {', '.join(missing)}", file=sys.stderr)
-        return 0
-
-    from cdmpp.device import get_device
-    from cdmpp.predictor import load_config
-    from cdmpp.predictor.predictor import load_predictor
+        return
 
     config = load_config(args.config)
-    notes = {
-        "options": options(args, config),
-        "unresolved_devices": unresolved(args.data / DEVICES),
-        "machine": platform.processor() or platform.machine(),
-        "versions": {name: metadata.version(name) for name in ("cdmpp", "torch", "scikit-learn")},
-    }
-    results = KeptGroups(args.json, notes, "devices", ("goals", goals))
-    given = None
-    if args.predictor:
-        given = load_predictor(args.predictor)
+    files = [args.data / name for name in FILES] + args.unseen
+    options = {name: getattr(args, name) for name in ("records", "seed", "limit")}
+    options["config"] = config.model_dump(mode="json")
+    seeds = {args.seed, *args.few_shot_seeds}
+    results = Results(args.json, provenance(__file__, files, args.predictor, seeds), options, figures)
+    given = load_predictor(args.predictor) if args.predictor else None
     bench = gathered(args, config)
     known = {*bench.graphs, *bench.data.devices}
     devices = [get_device(name).name for name in args.only_device] or bench.unseen or bench.pool
@@ -357,13 +301,8 @@ def main() -> int:
         if device not in known:
             sys.exit(f"nothing was measured on {device}; there are {', '.join(sorted(known))}")
         evaluate_device(bench, given, device, results)
-    results.write()
-    print(tables(results.content))
-    return 0
+    results.finish()
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except CdmppError as error:
-        sys.exit(f"error: {error}")
+    start(main)

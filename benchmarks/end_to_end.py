@@ -3,45 +3,34 @@
     python benchmarks/end_to_end.py --predictor runs/p1 --out runs/bench-end-to-end --json end_to_end.json
     python benchmarks/end_to_end.py --predictor runs/p1 --networks mlp --database mlp=runs/tuned-mlp --out runs/e2e
 
-Every network is compiled untuned, and with the schedules of a database of `cdmpp tune` where one is given,
-and run in a process that is pinned to the cores of ``--device`` with as many threads; both variants in turn.
-What is measured is defined in `cdmpp/tuner/network_runner.py`: ``measured_s`` is the mean of the faster half
-of the whole runs during which nobody else used the core (``method`` is ``runs``) or, where a run is too long
-to be left alone, the sum over the functions it calls, each the mean of the faster half of its undisturbed
-samples or, where a call never was undisturbed, the fastest sample (``calls``). ``disturbed`` is the part of
-that time during which somebody else used the core. ``plain_s`` is the mean of the faster half of all whole
-runs, disturbed or not, in the fastest round, ``calls_s`` the sum over calls whatever the method. ``noise`` is
-the split-half difference of ``measured_s``.
+Every network is compiled untuned, and with the schedules of a database of `cdmpp tune` where one is given, and run in a
+process that is pinned to the cores of ``--device`` with as many threads; both variants in turn. What is measured is defined in
+`cdmpp/tuner/network_runner.py`: ``measured_s`` is the mean of the faster half of the whole runs during which nobody else used
+the core (``method`` is ``runs``) or, where a run is too long to be left alone, the sum over the functions it calls, each the
+mean of the faster half of its undisturbed samples (``calls``). ``disturbed`` is the part of that time during which somebody
+else used the core, ``plain_s`` the mean of the faster half of all whole runs in the fastest round.
 
-All networks are measured in ``--rounds`` rounds, each time in a new process. The round in the middle counts,
-of those with at most 5 % disturbed; the least disturbed one where there is none. ``spread`` is the slowest
-round over the fastest, less one. What has been measured is kept in ``--out``: a run that is started again
-goes on where it was, and predicts anew with the predictor it is given.
+All networks are measured in ``--rounds`` rounds, each time in a new process. The round in the middle counts, of those with at
+most 5 % disturbed; the least disturbed one where there is none. What has been measured is kept in ``--out``; a run that is
+started again predicts anew with the predictor it is given.
 
-``ape`` is ``|predicted / measured - 1|`` and ``median_ape`` its median over networks; ``plain_ape`` is
-against ``plain_s``. ``seen`` says whether the predictor was trained on programs of the network: figures on
-those that it was not are ``median_ape_unseen``. ``inside`` says whether the measured latency lies in the
-interval that takes all tasks at the same end. ``layers`` holds the calls as measured against the layers as
-predicted; ``layer_ape`` is the sum of their absolute errors over the sum of their measured times: it shows
-what cancels in the total.
+``ape`` is ``|predicted / measured - 1|``, ``plain_ape`` against ``plain_s``. ``seen`` says whether the predictor was trained
+on programs of the network, ``inside`` whether the measured latency lies in the interval that takes all tasks at the same end.
+``layer_ape`` is the sum of the calls' absolute errors over that of their measured times: it shows what cancels in the total.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
-import platform
 import statistics
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kept_rows import write_json
+from common import Figure, Results, Row, arguments, bootstrap, figure, provenance, report, start
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
@@ -52,48 +41,11 @@ if TYPE_CHECKING:
 
 #: Of many families, from milliseconds to seconds; the weights that ship have not seen gcn, densenet121 and inception_v3.
 NETWORKS = (
-    "mlp",
-    "lstm",
-    "gcn",
-    "espcn",
-    "bert_tiny",
-    "mobilenet_v2",
-    "squeezenet",
-    "resnet18",
-    "densenet121",
-    "inception_v3",
-)
+    "mlp", "lstm", "gcn", "espcn", "bert_tiny", "mobilenet_v2", "squeezenet", "resnet18", "densenet121", "inception_v3",
+)  # fmt: skip
 UNTUNED, TUNED = "untuned", "tuned"
-
-
-#: Of what is kept in ``--out``; goes up when what counts as measured is defined anew.
-FORMAT = 2
 #: A round of which a larger part was disturbed counts only where no other is better.
 MOSTLY_QUIET = 0.05
-
-
-class Measured:
-    """Measured latencies, a row a round, kept in a file after every network; SystemExit for a file of another format."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.rows: dict[str, list[dict[str, Any]]] = {}
-        if path.exists():
-            kept = json.loads(path.read_text(encoding="utf-8"))
-            if kept.get("format") != FORMAT:
-                sys.exit(
-                    f"{path} was measured in another way by another version: give another folder to --out"
-                )
-            self.rows = kept["rows"]
-
-    def rounds(self, key: str) -> list[dict[str, Any]]:
-        """What was measured of a network so far."""
-        return self.rows.setdefault(key, [])
-
-    def add(self, key: str, row: Mapping[str, Any]) -> None:
-        """Keep what was measured of a network."""
-        self.rounds(key).append(dict(row))
-        write_json(self._path, {"format": FORMAT, "rows": self.rows})
 
 
 @dataclass(frozen=True)
@@ -138,40 +90,30 @@ def round_that_counts(rounds: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     return sorted(quiet, key=lambda found: found["latency_s"])[(len(quiet) - 1) // 2]
 
 
-def layers_of(
-    calls: Sequence[Mapping[str, Any]], layers: Sequence[LayerLatency]
-) -> tuple[list[dict[str, Any]], float | None]:
-    """Measured calls beside predicted layers, in the order of execution, and the error over all that have both."""
+def layer_error(calls: Sequence[Mapping[str, Any]], layers: Sequence[LayerLatency]) -> float | None:
+    """Sum of the absolute errors of the calls that are predicted too over the sum of their measured times; None without any."""
     numbers: Counter[str] = Counter()
-    predicted = {layer.name: layer for layer in layers}
-    rows, error_s, measured_s = [], 0.0, 0.0
+    predicted_s = {layer.name: layer.latency_s for layer in layers}
+    error_s = measured_s = 0.0
     for call in calls:
         numbers[call["name"]] += 1
-        number = numbers[call["name"]]
-        name = call["name"] if number == 1 else f"{call['name']}#{number}"
-        layer = predicted.get(name)
-        if layer is not None:
-            error_s += abs(layer.latency_s - call["latency_s"])
+        turn = numbers[call["name"]]
+        name = call["name"] if turn == 1 else f"{call['name']}#{turn}"
+        if name in predicted_s:
+            error_s += abs(predicted_s[name] - call["latency_s"])
             measured_s += call["latency_s"]
-        rows.append(
-            {
-                "name": name,
-                "measured_s": call["latency_s"],
-                "disturbed": call["disturbed"],
-                "quiet_samples": call["quiet_samples"],
-                "predicted_s": None if layer is None else layer.latency_s,
-            }
-        )
-    return rows, error_s / measured_s if measured_s else None
+    return error_s / measured_s if measured_s else None
 
 
-def rows_of(case: Case, predictor: Predictor, device: Device, measured: Measured) -> list[dict[str, Any]]:
+def rows_of(
+    case: Case, predictor: Predictor, device: Device, rounds: Sequence[Mapping[str, Any]]
+) -> list[Row]:
     """Measured against predicted, a row a variant."""
     from cdmpp.endtoend import predict_latency
     from cdmpp.endtoend.from_relax import graph_of_fused
     from cdmpp.endtoend.sources import NetworkTasks
 
-    network, rounds = case.network, measured.rounds(case.key(device))
+    network = case.network
     source = NetworkTasks(*graph_of_fused(case.fused, network.name))
     seen = {known.split("@")[0] for known in predictor.training.get("networks", ())}
     rows = []
@@ -182,58 +124,58 @@ def rows_of(case: Case, predictor: Predictor, device: Device, measured: Measured
         plain_s = min(found["plain_s"] for found in measurements)
         labels_s = [found["latency_s"] for found in measurements]
         schedule = UNTUNED if variant == UNTUNED or case.database is None else case.database
-        report = predict_latency(source, device, predictor, schedule=schedule)
-        inside = None
-        if report.low_s is not None and report.high_s is not None:
-            inside = report.low_s <= measured_s <= report.high_s
-        layers, layer_ape = layers_of(counts["calls"], report.layers)
+        latency = predict_latency(source, device, predictor, schedule=schedule)
+        ends = latency.low_s, latency.high_s
+        inside = None if None in ends else ends[0] <= measured_s <= ends[1]
         rows.append(
             {
                 "network": network.name,
-                "family": network.family,
                 "schedule": variant,
                 "seen": network.name.split("@")[0] in seen,
-                "kernels": report.launches,
+                "kernels": latency.launches,
                 "measured_s": measured_s,
-                "method": counts["method"],
-                "disturbed": counts["disturbed"],
-                "quiet_runs": counts["quiet_runs"],
-                "runs": counts["runs"],
+                **{k: counts[k] for k in ("method", "disturbed", "quiet_runs", "runs", "calls_s", "noise")},
                 "plain_s": plain_s,
-                "calls_s": counts["calls_s"],
-                "noise": counts["noise"],
                 "spread": max(labels_s) / min(labels_s) - 1,
                 "rounds": len(rounds),
-                "predicted_s": report.latency_s,
-                "low_s": report.low_s,
-                "high_s": report.high_s,
+                "predicted_s": latency.latency_s,
+                "low_s": latency.low_s,
+                "high_s": latency.high_s,
                 "inside": inside,
-                "ape": abs(report.latency_s / measured_s - 1),
-                "plain_ape": abs(report.latency_s / plain_s - 1),
-                "layer_ape": layer_ape,
-                "layers": layers,
-                "notes": list(report.notes),
+                "ape": abs(latency.latency_s / measured_s - 1),
+                "plain_ape": abs(latency.latency_s / plain_s - 1),
+                "layer_ape": layer_error(counts["calls"], latency.layers),
             }
         )
     return rows
 
 
-def medians(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Median errors by schedule, of all networks and of those that the predictor has not seen."""
-    result: dict[str, Any] = {}
-    for schedule in (UNTUNED, TUNED):
+def figures(rows: Sequence[Row]) -> list[Figure]:
+    """Median errors by schedule, of all networks and of those that the predictor has not seen; then every network."""
+    found = []
+    for schedule in dict.fromkeys(row["schedule"] for row in rows):
         own = [row for row in rows if row["schedule"] == schedule]
-        if own:
-            unseen = [row["ape"] for row in own if not row["seen"]]
-            result[schedule] = {
-                "networks": len(own),
-                "median_ape": statistics.median(row["ape"] for row in own),
-                "median_plain_ape": statistics.median(row["plain_ape"] for row in own),
-                "unseen": len(unseen),
-                "median_ape_unseen": statistics.median(unseen) if unseen else None,
-                "inside": sum(bool(row["inside"]) for row in own),
-            }
-    return result
+        for what, part in (("", own), (", never seen", [row for row in own if not row["seen"]])):
+            if part:
+                values = {
+                    "median_ape": statistics.median(row["ape"] for row in part),
+                    "against all runs": statistics.median(row["plain_ape"] for row in part),
+                    "inside the interval": sum(bool(row["inside"]) for row in part),
+                }
+                errors = [row["ape"] for row in part]
+                ends = {"median_ape": bootstrap(errors, [row["network"] for row in part], median=True)}
+                name = f"median of the networks{what}, {schedule}"
+                found.append(figure(name, values, len(part), interval=ends if len(part) > 4 else {}))
+    for row in rows:
+        values = {
+            "median_ape": row["ape"],
+            "against all runs": row["plain_ape"],
+            "measured ms": 1e3 * row["measured_s"],
+            "predicted ms": 1e3 * row["predicted_s"],
+            "rounds differ by": row["spread"],
+        }
+        found.append(figure(f"{row['network']}, {row['schedule']}", values, row["rounds"]))
+    return found
 
 
 def databases(texts: list[str]) -> dict[str, Path]:
@@ -247,20 +189,16 @@ def databases(texts: list[str]) -> dict[str, Path]:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--networks", nargs="+", default=list(NETWORKS), metavar="NETWORK")
-    parser.add_argument("--device", default="this-cpu@1", metavar="D")
-    parser.add_argument("--predictor", default="default", metavar="DIR")
-    parser.add_argument(
-        "--database", nargs="+", default=[], metavar="NETWORK=DIR", help="what cdmpp tune wrote"
-    )
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of measuring all networks")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="what was measured")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument(
-        "--no-realtime", action="store_true", help="without real-time priority: for a machine that others use"
-    )
+def main() -> None:
+    parser = arguments(__doc__)
+    add = parser.add_argument
+    add("--networks", nargs="+", default=list(NETWORKS), metavar="NETWORK")
+    add("--device", default="this-cpu@1", metavar="D")
+    add("--predictor", default="default", metavar="DIR")
+    add("--database", nargs="+", default=[], metavar="NETWORK=DIR", help="what cdmpp tune wrote")
+    add("--rounds", type=int, default=3, metavar="N", help="of measuring all networks")
+    add("--out", type=Path, required=True, metavar="DIR", help="what was measured, to go on with")
+    add("--no-realtime", action="store_true", help="no real-time priority: for a machine that others use")
     args = parser.parse_args()
 
     from cdmpp.predictor.predictor import load_predictor
@@ -272,46 +210,24 @@ def main() -> int:
     device = device_of_this_machine(args.device)
     tuned = databases(args.database)
     predictor = load_predictor(args.predictor)
-    args.out.mkdir(parents=True, exist_ok=True)
-    measured = Measured(args.out / "measured.json")
-    rows: list[dict[str, Any]] = []
+    # what was measured does not depend on the weights
+    measured = Results(args.out / "measured.json", provenance(__file__))
     cases: list[Case] = []
     for name in args.networks:
         network = load_network(name)
         cases.append(Case(network, import_network(network), tuned.get(name)))
-    for number in range(args.rounds):
+    for turn in range(args.rounds):
         for case in cases:
-            if len(measured.rounds(case.key(device))) <= number:
-                measured.add(case.key(device), measure(case, device, not args.no_realtime))
-    print(
-        f"{'network':18}{'schedule':>10}{'measured ms':>13}{'by':>7}{'disturbed':>11}{'spread':>8}{'plain ms':>11}"
-        f"{'predicted ms':>14}{'APE':>8}"
-    )
+            key = {"case": case.key(device), "round": turn}
+            if measured.find(**key) is None:
+                measured.add({**key, **measure(case, device, not args.no_realtime)})
+    rows: list[Row] = []
     for case in cases:
-        for row in rows_of(case, predictor, device, measured):
-            rows.append(row)
-            print(
-                f"{row['network']:18}{row['schedule']:>10}{1e3 * row['measured_s']:13.4g}{row['method']:>7}"
-                f"{row['disturbed']:11.1%}{row['spread']:8.1%}{1e3 * row['plain_s']:11.4g}"
-                f"{1e3 * row['predicted_s']:14.4g}{row['ape']:8.1%}",
-                flush=True,
-            )
-    summary = medians(rows)
-    for schedule, found in summary.items():
-        print(f"{schedule}: median APE {found['median_ape']:.1%} of {found['networks']} networks")
-    if args.json:
-        content = {
-            "summary": summary,
-            "rows": rows,
-            "device": device.name,
-            "predictor": args.predictor,
-            "realtime": not args.no_realtime,
-            "machine": platform.processor() or platform.machine(),
-            "versions": {name: metadata.version(name) for name in ("cdmpp", "apache-tvm", "torch")},
-        }
-        args.json.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    return 0
+        rounds = [row for row in measured.rows if row["case"] == case.key(device)]
+        rows += rows_of(case, predictor, device, rounds)
+    made = provenance(__file__, tuned.values(), args.predictor)
+    report(args.json, made, figures(rows), rows=rows, device=device.name, realtime=not args.no_realtime)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -1,26 +1,27 @@
 """The model card of a predictor: what it was trained on, its error on what it never saw, and its limits.
 
-    python benchmarks/model_card.py --predictor default --data data --out cdmpp/predictor/weights/default/README.md
+    python benchmarks/model_card.py --card cdmpp/predictor/weights/default/README.md --json model_card.json
 
-Every figure is computed here, on the test part of the split that the predictor was trained with.
+Every figure is computed here, on the test part of the split that the predictor was trained with; those of ``--json`` have
+95 % intervals over tasks.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from string import Template
+from typing import Any
 
-if TYPE_CHECKING:
-    from cdmpp.predictor import Predictor
+import common
+import numpy as np
 
-_SOURCES = (
-    "The labels of Xeon and EPYC are our own and ship with cdmpp (`data/`). Those of GPUs are public measurements, which do "
-    "not: operators of PyTorch (NeuSight: Lee et al., ASPLOS'25; MIT licence; P4, P100, V100, T4, A100, MI100, MI210) and "
-    "scheduled kernels, convolution, dedispersion and GEMM (the AutoTuning Association's benchmark hub; MIT licence; the other "
-    "GPUs). `configs/default.yaml` has the commands.",
-)
+from cdmpp.dataset.split import architecture
+from cdmpp.predictor import Predictor, TrainingData, evaluate, gather
+from cdmpp.predictor.predictor import load_predictor
+from cdmpp.predictor.scaling import predict_rows_scaled
+from cdmpp.predictor.scoring import predict_rows, rows_to_score
+
+Scores = dict[str, Any]
 _COLUMNS = (
     ("n", "n", "{:d}"),
     ("mape", "MAPE", "{:.1%}"),
@@ -32,140 +33,121 @@ _COLUMNS = (
 )
 
 
-def table(groups: dict[str, dict[str, Any]], what: str) -> list[str]:
-    """Markdown lines, one a group."""
-    lines = [
-        f"| {what} | " + " | ".join(title for _, title, _ in _COLUMNS) + " |",
-        "|---" * (len(_COLUMNS) + 1) + "|",
-    ]
+def table(groups: dict[str, dict[str, Any]], what: str) -> str:
+    """Markdown, a line a group."""
+    lines = [[what, *(title for _, title, _ in _COLUMNS)]]
     for name, scores in groups.items():
-        cells = [
-            form.format(scores[key]) if scores.get(key) is not None else "-" for key, _, form in _COLUMNS
-        ]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return lines
+        cells = [form.format(scores[k]) if scores.get(k) is not None else "-" for k, _, form in _COLUMNS]
+        lines.append([name, *cells])
+    return common.markdown_table(lines)
 
 
-def card(
-    predictor: Predictor,
-    scores: dict[str, Any],
-    told: dict[str, Any] | None,
-    elsewhere: dict[str, Any] | None,
-    weights_bytes: int,
-) -> str:
-    """The card as Markdown; ``told`` are the scores where it was told the compiled programs' instructions, ``elsewhere`` those
-    where it was told latencies on other devices."""
-    from cdmpp.dataset.split import architecture
-
-    training, overall, groups = predictor.training, scores["overall"], scores["groups"]
-    interval = overall["interval"]
+def card(predictor: Predictor, scores: Scores, compiled: Scores | None, elsewhere: Scores | None) -> str:
+    """``model_card.md`` filled in; the scores with compiled code and with latencies elsewhere may be missing."""
+    training, groups = predictor.training, scores["groups"]
     networks = sorted({architecture(name) for name in training["networks"]})
     others = sum("@" in name for name in training["networks"])
     resized = f", {others} times at other sizes or batches" if others else ""
-    lines = [
-        "# Model card",
-        "",
-        f"Weights: {weights_bytes / 1e6:.1f} MB, feature set `{predictor.encoder.feature_set}`, "
-        f"{training['epochs']} epochs, seed {training['seed']}.",
-        "",
-        "## Training data",
-        "",
-        f"{training['records']:,} labels of {training['programs']:,} programs, {len(training['tasks']):,} tasks of "
-        f"{len(networks)} networks{resized}: {', '.join(networks)}.",
-        "",
-        *(f"- {name}: {n:,} labels" for name, n in training["records_by_device"].items()),
-        "",
-        f"Latencies from {training['latency_s_range'][0]:.2g} to {training['latency_s_range'][1]:.2g} s.",
-        "",
-        *_SOURCES,
-        "",
-        "## Error on networks and operators it never saw",
-        "",
-        f"Test part of `{training['split']}`: no task of these networks, and none of so many "
-        "of the operators and kernels that belong to no network, is in training or validation. "
-        "The noise floor is what a perfect predictor would score on these labels. Top-1 regret: how much slower the "
-        "program predicted fastest is than the fastest one, mean over tasks; of 32: median over those with at least 32.",
-        "",
-        *table({"all": overall}, ""),
-        "",
-        *table({name: scores for name, scores in groups["network"].items() if "@" not in name}, "network"),
-        "",
-        *table(groups["family"], "family"),
-        "",
-        *table(groups["device"], "device"),
-        "",
-    ]
+    parts = {"intervals": "", "compiled": "", "elsewhere": ""}
+    interval = scores["overall"]["interval"]
     if interval is not None:
-        lines += [
+        parts["intervals"] = (
             f"Its {interval['coverage']:.0%} intervals held {interval['covered']:.1%} of these measurements. "
-            "Validation tasks and tasks of new networks are not exchangeable, so this may be off for yours.",
-            "",
-        ]
-    if told is not None:
-        cpus = {
-            name: found
-            for name, found in told["groups"]["device"].items()
-            if predictor.device(name).kind == "cpu"
-        }
-        lines += [
-            "### Told the instructions of the compiled programs",
-            "",
+            "Validation tasks and tasks of new networks are not exchangeable, so this may be off for yours.\n\n"
+        )
+    if compiled is not None:
+        by_device = compiled["groups"]["device"].items()
+        cpus = {name: found for name, found in by_device if predictor.device(name).kind == "cpu"}
+        parts["compiled"] = (
+            "### Told the instructions of the compiled programs\n\n"
             "The same records of CPUs, each program compiled (not run) and its instructions counted: "
-            f"`predict(..., compiled=True)`. Of {told['n_compiled']:,} the counts were at hand, the others are predicted "
-            "without.",
-            "",
-            *table(cpus, "device"),
-            "",
-        ]
+            f"`predict(..., compiled=True)`. Of {compiled['n_compiled']:,} the counts were at hand, the others are "
+            "predicted without.\n\n"
+            f"{table(cpus, 'device')}\n\n"
+        )
     if elsewhere is not None:
         held = elsewhere["overall"]["interval"]
-        lines += [
-            "### Told what the programs took on other devices",
-            "",
+        of_held = f"\nIntervals of {held['coverage']:.0%} held {held['covered']:.1%} of them." if held else ""
+        parts["elsewhere"] = (
+            "### Told what the programs took on other devices\n\n"
             "The same records, each program's latencies on the other devices of its kind given: `predict(..., measured=...)`. "
-            f"{elsewhere['n_measured']:,} of the programs were measured elsewhere, the others are predicted without.",
-            *([f"Intervals of {held['coverage']:.0%} held {held['covered']:.1%} of them."] if held else []),
-            "",
-            *table(elsewhere["groups"]["device"], "device"),
-            "",
-        ]
-    lines += [
-        "## Limits",
-        "",
-        "- float32 alone. Scheduled programs it knows from one Xeon (Cascade Lake; one core, two, and with 128-bit SIMD) "
-        "and, of GPUs, from two kernels; of GPUs it knows single operators run by libraries. What it says of a GPU that is not "
-        "in the list is an extrapolation: `benchmarks/cross_device.py` measures how far off it is when one is left out. "
-        "`Predictor.unfamiliar` tells.",
-        "- A few programs are off by 3x and more, mostly where the compiler turns strided loads into gathers or spills "
-        "registers, which the AST does not show.",
-        "",
-        "Made by `python benchmarks/model_card.py`.",
-        "",
+            f"{elsewhere['n_measured']:,} of the programs were measured elsewhere, the others are predicted without."
+            f"{of_held}\n\n"
+            f"{table(elsewhere['groups']['device'], 'device')}\n\n"
+        )
+    shortest, longest = training["latency_s_range"]
+    template = Template(Path(__file__).with_suffix(".md").read_text(encoding="utf-8"))
+    return template.substitute(
+        parts,
+        size=f"{sum(t.nbytes for t in predictor.network.state_dict().values()) / 1e6:.1f}",
+        feature_set=predictor.encoder.feature_set,
+        epochs=training["epochs"],
+        seed=training["seed"],
+        records=f"{training['records']:,}",
+        programs=f"{training['programs']:,}",
+        tasks=f"{len(training['tasks']):,}",
+        networks=f"{len(networks)} networks{resized}: {', '.join(networks)}",
+        devices="\n".join(f"- {name}: {n:,} labels" for name, n in training["records_by_device"].items()),
+        shortest=f"{shortest:.2g}",
+        longest=f"{longest:.2g}",
+        split=training["split"],
+        all=table({"all": scores["overall"]}, ""),
+        by_network=table(
+            {name: own for name, own in groups["network"].items() if "@" not in name}, "network"
+        ),
+        by_family=table(groups["family"], "family"),
+        by_device=table(groups["device"], "device"),
+    )
+
+
+def figures(
+    name: str, scores: Scores, data: TrainingData, rows: np.ndarray, predicted_s: np.ndarray
+) -> list[common.Figure]:
+    """Of all test records and of every group, with intervals over tasks."""
+    groups = {name: (scores["overall"], np.arange(len(rows)))}
+    for grouping, found in scores["groups"].items():
+        members = data.members(grouping, rows)
+        for group, own in found.items():
+            if "@" not in group or grouping == "device":
+                inside = np.flatnonzero([group in names for names in members])
+                groups[f"{name}, {grouping} {group}"] = (own, inside)
+    return [
+        common.figure(
+            title,
+            {metric: own.get(metric) for metric in common.TITLES},
+            own["n"],
+            interval=common.accuracy_intervals(data.labels.iloc[rows[inside]], predicted_s[inside]),
+        )
+        for title, (own, inside) in groups.items()
     ]
-    return "\n".join(lines)
 
 
-def main() -> int:
-    from cdmpp.predictor import evaluate, gather
-    from cdmpp.predictor.predictor import load_predictor
-
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--predictor", default="default", metavar="DIR")
-    parser.add_argument("--data", nargs="+", default=["data"], metavar="DIR")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+def main() -> None:
+    parser = common.arguments(__doc__)
+    add = parser.add_argument
+    add("--predictor", default="default", metavar="DIR")
+    add("--data", nargs="+", default=["data"], metavar="DIR")
+    add("--card", type=Path, metavar="FILE", help="the card as Markdown")
     args = parser.parse_args()
     predictor = load_predictor(args.predictor)
     data = gather(args.data)
+    _, rows = rows_to_score(predictor, data, None)
     scores = evaluate(predictor, data, by=("network", "family", "device"))
-    told = evaluate(predictor, data, by=("device",), compiled=True) if predictor.encoder.code_dim else None
-    elsewhere = evaluate(predictor, data, by=("device",), measured=True) if predictor.scaling else None
-    text = card(
-        predictor, scores, told, elsewhere, sum(t.nbytes for t in predictor.network.state_dict().values())
-    )
-    args.out.write_text(text, encoding="utf-8")
-    print(text)
-    return 0
+    found = figures("from the AST", scores, data, rows, predict_rows(predictor, data, rows))
+    compiled = elsewhere = None
+    if predictor.encoder.code_dim:
+        compiled = evaluate(predictor, data, by=("device",), compiled=True)
+        predicted_s = predict_rows(predictor, data, rows, compiled=True)
+        found += figures("with compiled code", compiled, data, rows, predicted_s)
+    if predictor.scaling:
+        elsewhere = evaluate(predictor, data, by=("device",), measured=True)
+        predicted_s, _ = predict_rows_scaled(predictor, data, rows)
+        found += figures("with latencies elsewhere", elsewhere, data, rows, predicted_s)
+    if args.card:
+        args.card.write_text(card(predictor, scores, compiled, elsewhere), encoding="utf-8")
+    made = common.provenance(__file__, args.data, args.predictor, [predictor.training["seed"]])
+    common.report(args.json, made, found, split=scores["split"])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    common.start(main)

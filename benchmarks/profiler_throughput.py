@@ -1,58 +1,37 @@
 """Labels per second: cdmpp's profiler against MetaSchedule's LocalBuilder + LocalRunner.
 
-Both get the same programs, the same cores and the same number and length of samples. MetaSchedule builds on all cores
-and runs on one worker, as it always does. Start-up is treated fairly: the 30-50 s import of tensor intrinsics, which
-every worker process of MetaSchedule would do, is replaced by the stub that cdmpp uses itself; both sides' processes are
-started before the clock runs where the design allows it (MetaSchedule restarts its builders for every batch, and that
-is counted, as a tuner pays for it too).
-
-The two alternate over chunks of the programs, and both measure everything twice, so that the disagreement between them
-can be held against each one's own re-measurement difference.
+Both get the same programs, the same cores and the same number and length of samples; MetaSchedule builds on all cores and
+runs on one worker, as it always does. The 30-50 s import of tensor intrinsics, which every worker of MetaSchedule would do,
+is replaced by the stub that cdmpp uses itself, and processes are started before the clock runs where the design allows it
+(MetaSchedule restarts its builders for every batch, which a tuner pays for too). The two alternate over chunks of the
+programs, and measure everything twice, so that their disagreement can be held against each one's own re-measurement
+difference.
 
     python benchmarks/profiler_throughput.py --programs 224 --json throughput.json
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
+import math
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import arguments, figure, provenance, ratio_figure, report, start
+from prediction_speed import draw, rebuilt
 
 from cdmpp.device import get_device
 from cdmpp.profiler.cpu import CpuConfig, cpu_engine, sentinel_job
 from cdmpp.profiler.engine import BuildJob, Engine
 from cdmpp.profiler.machine import core_groups, usable_cores
 from cdmpp.profiler.statistics import SamplingPlan
-from cdmpp.program.space import Rebuilder, TaskSpaces
-from cdmpp.program.tasks import extract_tasks
 from cdmpp.program.tvm_env import import_tvm
 
 NETWORKS = ("bert_tiny", "resnet18", "mobilenet_v2", "mlp_mixer")
 BATCH = 64  # MetaSchedule's default for one round of measurements
-
-
-def draw(n: int, networks: Sequence[str], seed: int) -> list[BuildJob]:
-    """About `n` random programs, the same number of every task that has that many."""
-    tasks = extract_tasks(networks)
-    found: list[BuildJob] = []
-    per_task = max(1, -(-n // len(tasks)))
-    for task in tasks:
-        spaces = TaskSpaces(task)
-        by_hash = {s.hash: s for s in spaces.spaces}
-        found += [BuildJob(p, task, by_hash[str(p.space_hash)]) for p in spaces.sample(per_task, seed)]
-    rng = np.random.default_rng(seed)
-    order = rng.permutation(len(found))[:n]
-    # Programs of a task stay together, as both a tuner and a collection ask for them.
-    return [found[i] for i in sorted(order)]
 
 
 def ours(engine: Engine, jobs: Sequence[BuildJob]) -> tuple[dict[str, float], float]:
@@ -88,12 +67,11 @@ class MetaSchedule:
             ),
             initializer=_initialise_worker,
         )
-        self._rebuild = Rebuilder()
 
     def measure(self, jobs: Sequence[BuildJob]) -> tuple[dict[str, float], float]:
         ms, tvm = self._ms, self._tvm
         # A tuner has the programs at hand already: rebuilding them is not counted here (for ours it is).
-        modules = [tvm.IRModule({"main": self._rebuild(j.program, j.task, j.space)}) for j in jobs]
+        modules = [tvm.IRModule({"main": func}) for func in rebuilt(jobs)]
         started = time.perf_counter()
         labels: dict[str, float] = {}
         for begin in range(0, len(jobs), BATCH):
@@ -113,100 +91,61 @@ class MetaSchedule:
 
 
 def difference(a: dict[str, float], b: dict[str, float]) -> float:
-    """Median of |a / b - 1| over the programs that both have."""
+    """Median of |a / b - 1| in per cent over the programs that both have."""
     common = sorted(set(a) & set(b))
-    return float(np.median([abs(a[h] / b[h] - 1) for h in common])) if common else float("nan")
+    return 100 * float(np.median([abs(a[h] / b[h] - 1) for h in common])) if common else math.nan
 
 
-def repeatable(a: dict[str, float], b: dict[str, float]) -> float:
-    """Share of the programs whose two measurements differ by at most 5 %."""
-    common = sorted(set(a) & set(b))
-    return float(np.mean([abs(a[h] / b[h] - 1) <= 0.05 for h in common])) if common else float("nan")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--programs", type=int, default=224)
-    parser.add_argument("--networks", nargs="+", default=list(NETWORKS))
-    parser.add_argument("--chunk", type=int, default=112, help="programs between changes of side")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="FILE")
+def main() -> None:
+    parser = arguments(__doc__)
+    add = parser.add_argument
+    add("--programs", type=int, default=224)
+    add("--networks", nargs="+", default=list(NETWORKS))
+    add("--chunk", type=int, default=112, help="programs between changes of side")
+    add("--seed", type=int, default=0)
     args = parser.parse_args()
 
+    made = provenance(__file__, seeds=[args.seed])
     device = get_device("this-cpu@1")
-    target = dict(device.target)
     cores = usable_cores()
-    # The same samples for both: as many, and as long.
+    # the same samples for both: as many, and as long
     plan = SamplingPlan(min_samples=8, max_samples=8, target_noise=1.0)
-    jobs = draw(args.programs, args.networks, args.seed)
+    jobs = draw(args.networks, args.programs, args.seed)
     config = CpuConfig(plan=plan, build_timeout_s=30.0, run_timeout_s=30.0)
-    theirs = MetaSchedule(target, plan, timeout_s=30.0)
-    labels: dict[tuple[str, int], dict[str, float]] = {
-        (s, r): {} for s in ("ours", "metaschedule") for r in (0, 1)
-    }
-    rates: dict[str, list[float]] = {"ours": [], "metaschedule": []}
     groups = core_groups(cores, 1, len(cores))
-    with cpu_engine(config, target, groups, sentinel_job()) as engine:
+    theirs = MetaSchedule(dict(device.target), plan, timeout_s=30.0)
+    sides = ("ours", "metaschedule")
+    labels: dict[tuple[str, int], dict[str, float]] = {(side, r): {} for side in sides for r in (0, 1)}
+    rates: dict[str, list[float]] = {side: [] for side in sides}
+    with cpu_engine(config, device.target, groups, sentinel_job()) as engine:
         ours(engine, jobs[:4])  # processes are up and warm
-        for round_number in (0, 1):
+        for repeat in (0, 1):
             for begin in range(0, len(jobs), args.chunk):
                 chunk = jobs[begin : begin + args.chunk]
-                sides = (
-                    ("ours", "metaschedule")
-                    if (begin // args.chunk + round_number) % 2 == 0
-                    else ("metaschedule", "ours")
-                )
-                for side in sides:
+                for side in sides if (begin // args.chunk + repeat) % 2 == 0 else sides[::-1]:
                     got, elapsed_s = ours(engine, chunk) if side == "ours" else theirs.measure(chunk)
-                    labels[side, round_number].update(got)
+                    labels[side, repeat].update(got)
                     rates[side].append(len(got) / elapsed_s)
-                    print(
-                        f"round {round_number} {side:13s} {len(got)} labels, {rates[side][-1]:.2f}/s",
-                        file=sys.stderr,
-                    )
-    ours_rate, their_rate = statistics.median(rates["ours"]), statistics.median(rates["metaschedule"])
-    pairs = [a / b for a, b in zip(rates["ours"], rates["metaschedule"], strict=True) if b > 0]
-    if not pairs:
-        print("MetaSchedule returned no label; nothing to compare", file=sys.stderr)
-        return 1
-    result = {
-        "ours_labels_per_s": ours_rate,
-        "metaschedule_labels_per_s": their_rate,
-        "ratio": statistics.median(pairs),
-        "ratio_min": min(pairs),
-        "ratio_max": max(pairs),
-        "median_disagreement": difference(labels["ours", 0], labels["metaschedule", 0]),
-        "ours_remeasurement_difference": difference(labels["ours", 0], labels["ours", 1]),
-        "metaschedule_remeasurement_difference": difference(
-            labels["metaschedule", 0], labels["metaschedule", 1]
-        ),
-        "ours_repeatable": repeatable(labels["ours", 0], labels["ours", 1]),
-        "metaschedule_repeatable": repeatable(labels["metaschedule", 0], labels["metaschedule", 1]),
-        "programs": len(jobs),
-        "labels": {f"{s}_{r}": len(v) for (s, r), v in labels.items()},
-        "networks": args.networks,
-        "seed": args.seed,
-        "cores": list(cores),
-        "samples": plan.min_samples,
-        "sample_s": plan.min_sample_s,
-        "machine": {"device": device.name, "model": device.model, "kernel": platform.release()},
-        "versions": {p: metadata.version(p) for p in ("cdmpp", "apache-tvm", "apache-tvm-ffi")},
-    }
-    print(f"{'':15s}{'labels/s':>10s}{'re-measured':>14s}{'within 5 %':>14s}")
-    for name, key, rate in (
-        ("cdmpp", "ours", ours_rate),
-        ("MetaSchedule", "metaschedule", their_rate),
-    ):
-        again, share = result[f"{key}_remeasurement_difference"], result[f"{key}_repeatable"]
-        print(f"{name:15s}{rate:10.2f}{100 * again:12.2f} %{100 * share:12.0f} %")
-    print(
-        f"ratio {result['ratio']:.2f} ({min(pairs):.2f} to {max(pairs):.2f} over {len(pairs)} chunks), "
-        f"median disagreement {100 * result['median_disagreement']:.2f} %"
+                    print(f"round {repeat} {side:13s} {rates[side][-1]:.2f} labels/s", file=sys.stderr)
+    if not all(rates["metaschedule"]):
+        sys.exit("MetaSchedule returned no label for a chunk; nothing to compare")
+    rate = ratio_figure(
+        "labels a second against LocalBuilder + LocalRunner", *rates.values(), more_is_better=True
     )
-    if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return 0
+    again = [difference(labels[side, 0], labels[side, 1]) for side in sides]
+    between = difference(labels["ours", 0], labels["metaschedule", 0])
+    figures = [
+        rate,
+        figure(
+            "% by which a label measured again differs (median)",
+            dict(zip(("ours", "theirs"), again, strict=True)),
+            len(jobs),
+        ),
+        figure("% by which ours and theirs differ (median)", {"ours": between}, len(jobs)),
+    ]
+    counts = {f"{side}_{repeat}": len(found) for (side, repeat), found in labels.items()}
+    report(args.json, made, figures, labels=counts, cores=list(cores), samples=plan.min_samples)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

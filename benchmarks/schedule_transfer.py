@@ -7,7 +7,7 @@ For each GPU in turn a predictor is trained on ``--records`` labels of the other
 ranks all configurations of every kernel on this one. A method is an order in which to measure, or a way to choose the next:
 
 * ``cdmpp``: the predicted order;
-* ``cdmpp_measured``: the predicted order, told what each configuration took on the other GPUs (``predict(measured=...)``);
+* ``cdmpp_measured``: the predicted order given what each configuration took on the other GPUs (``predict(measured=...)``);
   one that failed on one of them comes after those that failed on fewer;
 * ``cdmpp_online``: the same, corrected after every ``--batch`` measurements as ``cdmpp tune`` does;
 * ``nearest``: the order measured on the GPU whose features are nearest of those that ran the kernel, the best configuration
@@ -15,30 +15,26 @@ ranks all configurations of every kernel on this one. A method is an order in wh
 * ``others``: the order of the mean slowdown (against the GPU's best) on all other GPUs: a table, no predictor;
 * ``random``: without knowledge; expectation and median, computed.
 
-``measurements`` counts until a configuration is within 5 % of the best of all; one that fails counts too. ``regret`` is how
-much slower the first one that works is than the best; ``spearman`` compares predicted and measured (of ``nearest``: measured
-there) over those that work. ``--candidates`` takes so many configurations of a kernel, the same on all GPUs. What is imported
-and trained is kept in ``--work``, results after every step in ``--json``: a run with the same options goes on where it was.
+``measurements`` counts until a configuration is within 5 % of the best of all; one that fails counts too. Regret is how much
+slower the first one that works is than the best; Spearman compares predicted and measured (of ``nearest``: measured there) over
+those that work. What is imported and trained is kept in ``--work``.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import math
-import platform
 import statistics
 import sys
-import time
-from collections.abc import Callable, Mapping
-from importlib import metadata
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from kept_rows import KeptGroups
+from common import Figure, Results, Row, arguments, bootstrap, figure, provenance, start
+from cross_device import imported, show_progress, trained_once
 from numpy.typing import NDArray
+from scipy.stats import spearmanr
 from search_cost import (
     measurements_by_chance,
     measurements_in_order,
@@ -48,14 +44,16 @@ from search_cost import (
     regret_in_order,
 )
 
-from cdmpp.errors import CdmppError
-
-if TYPE_CHECKING:
-    from cdmpp.dataset import DatasetView
-    from cdmpp.predictor import Config, Predictor, TrainingData
-    from cdmpp.program.ast import CompactAST
-    from cdmpp.tuner.online import OnlineModel
-    from cdmpp.tuner.prior import Encoded
+from cdmpp.dataset import DatasetView, load_datasets
+from cdmpp.dataset.importers import import_benchmark_hub
+from cdmpp.dataset.sampled import sample_evenly
+from cdmpp.dataset.split_makers import ordered
+from cdmpp.device import device_features, get_device
+from cdmpp.predictor import Config, Predictor, TrainingData, gather, load_config
+from cdmpp.predictor.data import collect_asts, subset
+from cdmpp.program.ast import CompactAST
+from cdmpp.tuner.online import OnlineModel
+from cdmpp.tuner.prior import Encoded, PredictorPrior
 
 METHODS = ("cdmpp", "cdmpp_measured", "cdmpp_online", "nearest", "others", "random_expected", "random_median")
 
@@ -63,23 +61,8 @@ METHODS = ("cdmpp", "cdmpp_measured", "cdmpp_online", "nearest", "others", "rand
 Latencies = Mapping[str, float]
 
 
-def imported(path: Path, work: Path) -> Path:
-    """The dataset of the file; imported where it is not there yet."""
-    from cdmpp.dataset.importers import import_benchmark_hub
-
-    out = work / "hub"
-    if not out.exists():
-        draft = out.with_name(f"hub.{int(time.time())}.part")
-        report = import_benchmark_hub(path, draft)
-        draft.rename(out)
-        print(f"imported {report.records} of {report.programs} programs to {out}", flush=True)
-    return out
-
-
 def latencies(view: DatasetView, candidates: int | None, seed: int) -> dict[str, dict[str, Latencies]]:
     """Kernel -> GPU -> latency of each of its configurations there."""
-    from cdmpp.dataset.split_makers import ordered
-
     records = view.records
     found: dict[str, dict[str, Latencies]] = {}
     for task, own in records.groupby("task", observed=True):
@@ -95,37 +78,13 @@ def latencies(view: DatasetView, candidates: int | None, seed: int) -> dict[str,
     return found
 
 
-def show_progress(done: int, total: int) -> None:
-    if done == total or done % 4096 == 0:
-        print(f"compact ASTs: {done} of {total}", file=sys.stderr, flush=True)
-
-
-def options(args: argparse.Namespace, config: Config) -> dict[str, Any]:
-    """What results depend on."""
-    names = ("records", "candidates", "batch", "online", "seed")
-    return {**{name: getattr(args, name) for name in names}, "config": config.model_dump(mode="json")}
-
-
 def trained_without(args: argparse.Namespace, config: Config, data: TrainingData, gpu: str) -> Predictor:
-    """A predictor of the sampled records of all other GPUs, trained once and kept in the work folder."""
-    from cdmpp.device import DEVICE_FEATURES
-    from cdmpp.predictor import Predictor, train
-    from cdmpp.predictor.data import subset
-    from cdmpp.predictor.predictor_store import FORMAT_VERSION
-    from cdmpp.program.ast import FEATURE_SET
-
-    settings = [gpu, args.records, args.seed, config.model_dump(mode="json")]
-    settings += [FORMAT_VERSION, FEATURE_SET, DEVICE_FEATURES]
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-    out = args.work / "predictors" / digest
-    if (out / "predictor").exists():
-        return Predictor.load(out)
+    """A predictor of the sampled records of all other GPUs."""
     others = subset(data, np.flatnonzero(data.labels["device"] != gpu))
-    print(f"training on {len(others)} labels of {', '.join(sorted(others.devices))}", flush=True)
     # by tasks there would be nothing to validate with: a kernel is one
     spec = f"within_task:test=0.01;valid=0.1;seed={args.seed}"
     config = config.model_copy(update={"split": config.split.model_copy(update={"spec": spec})})
-    return train(config, others, out, resume=True).predictor
+    return trained_once(config, others, [gpu, args.records, args.seed], args.work)
 
 
 def measurements_online(
@@ -154,10 +113,6 @@ def evaluate_case(
     asts: Mapping[str, CompactAST],
 ) -> dict[str, Any]:
     """All methods on one kernel and one GPU."""
-    from cdmpp.device import device_features, get_device
-    from cdmpp.tuner.online import OnlineModel
-    from cdmpp.tuner.prior import PredictorPrior
-
     programs = [program for program in sorted(by_gpu[gpu]) if program in asts]
     latency_s = np.array([by_gpu[gpu][program] for program in programs])
     works = np.isfinite(latency_s)
@@ -169,13 +124,13 @@ def evaluate_case(
     near = nearest_device(gpu, {name: device_features(get_device(name)) for name in by_gpu})
     chosen = [asts[program] for program in programs]
     predicted_s = predictor.predict(chosen, gpu)
-    told_s = predictor.predict(
+    given_s = predictor.predict(
         chosen, gpu, measured={name: np.where(np.isinf(s), math.nan, s) for name, s in elsewhere.items()}
     )
     failures = np.sum([np.isinf(s) for s in elsewhere.values()], axis=0)
     orders = {
         "cdmpp": np.argsort(predicted_s, kind="stable"),
-        "cdmpp_measured": np.lexsort((told_s, failures)),
+        "cdmpp_measured": np.lexsort((given_s, failures)),
         "nearest": order_of_others([elsewhere[near]], args.seed),
         "others": order_of_others(list(elsewhere.values()), args.seed),
     }
@@ -199,7 +154,7 @@ def evaluate_case(
         "top1_regret": {name: regret_in_order(latency_s, order) for name, order in orders.items()},
         "spearman": {
             "cdmpp": spearman(predicted_s[works], latency_s[works]),
-            "cdmpp_measured": spearman(told_s[works], latency_s[works]),
+            "cdmpp_measured": spearman(given_s[works], latency_s[works]),
             "nearest": spearman(elsewhere[near][both], latency_s[both]),
         },
     }
@@ -207,133 +162,86 @@ def evaluate_case(
 
 def spearman(a: NDArray[np.float64], b: NDArray[np.float64]) -> float | None:
     """Rank correlation; None of fewer than three."""
-    from scipy.stats import spearmanr
-
     return float(spearmanr(a, b).statistic) if len(a) > 2 else None
 
 
-def summary(kernels: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Over all kernels and GPUs: geometric mean and median of measurements, mean regret and Spearman, by method.
-
-    ``fewer_than_random`` is the geometric mean of the expected number by chance over the method's.
-    """
-    cases = [case for by_gpu in kernels.values() for case in by_gpu.values()]
-
-    def gathered(key: str, collect: Callable[[list[float]], float]) -> dict[str, float]:
-        methods = dict.fromkeys(method for case in cases for method in case[key])
-        values = {m: [c[key][m] for c in cases if c[key].get(m) is not None] for m in methods}
-        return {method: collect(found) for method, found in values.items() if found}
-
-    counted = gathered("measurements", statistics.geometric_mean)
-    chance = counted.get("random_expected")
-    return {
-        "cases": len(cases),
-        "measurements_geomean": counted,
-        "measurements_median": gathered("measurements", statistics.median),
-        "fewer_than_random": {m: chance / value for m, value in counted.items()} if chance else {},
-        "top1_regret_mean": gathered("top1_regret", statistics.fmean),
-        "spearman_mean": gathered("spearman", statistics.fmean),
-    }
-
-
-def table(content: Mapping[str, Any]) -> str:
-    """One line a kernel and GPU: measurements until within 5 % of the best, then regret and Spearman."""
-    head = "".join(f"{m:>17}" for m in METHODS)
-    lines = [
-        f"{'measurements':20}{'left-out GPU':18}{head}{'of':>7}  {'regret':>8}{'Spearman':>9}  nearest (regret, Spearman)"
-    ]
-    for kernel, by_gpu in content["kernels"].items():
-        for gpu, case in by_gpu.items():
-            counts = case["measurements"]
-            cells = "".join(f"{counts[m]:>17.0f}" if m in counts else f"{'-':>17}" for m in METHODS)
-            figures = [case["top1_regret"], case["spearman"]]
-            ours, theirs = ([figure[m] for figure in figures] for m in ("cdmpp", "nearest"))
-            lines.append(
-                f"{kernel:20}{gpu:18}{cells}{case['n']:>7}  {ours[0]:>8.1%}{number(ours[1]):>9}  "
-                f"{case['nearest_gpu']} ({theirs[0]:.1%}, {number(theirs[1])})"
-            )
-    found = content["summary"]
-    for name in ("measurements_geomean", "measurements_median", "fewer_than_random"):
-        values = found.get(name, {})
-        cells = "".join(f"{values[m]:>17.1f}" if m in values else f"{'-':>17}" for m in METHODS)
-        lines.append(f"{name:38}{cells}")
-    for name in ("top1_regret_mean", "spearman_mean"):
-        lines.append(f"{name:38}  " + ", ".join(f"{m} {v:.3f}" for m, v in found.get(name, {}).items()))
-    return "\n".join(lines)
+def figures(rows: Sequence[Row]) -> list[Figure]:
+    """Over all kernels and GPUs: geometric mean and median of measurements, mean regret of the first-named program and mean
+    Spearman, by method; then the measurements of every case."""
+    found = []
+    for method in METHODS:
+        counts = [row["measurements"][method] for row in rows if method in row["measurements"]]
+        if not counts:
+            continue
+        regrets = [row["top1_regret"][method] for row in rows if method in row["top1_regret"]]
+        correlations = [row["spearman"].get(method) for row in rows]
+        known = [value for value in correlations if value is not None]
+        values = {
+            "measurements (geometric mean)": statistics.geometric_mean(counts),
+            "median": statistics.median(counts),
+            "top1_regret": statistics.fmean(regrets) if regrets else None,
+            "spearman": statistics.fmean(known) if known else None,
+        }
+        cases = np.arange(len(counts))
+        ends = {"measurements (geometric mean)": np.exp(bootstrap(np.log(counts), cases)).tolist()}
+        if regrets:
+            ends["top1_regret"] = bootstrap(regrets, np.arange(len(regrets)))
+        found.append(figure(method, values, len(counts), interval=ends))
+    for row in rows:
+        counts = {method: row["measurements"].get(method) for method in METHODS}
+        found.append(figure(f"{row['kernel']} on {row['gpu']}", counts, row["n"]))
+    return found
 
 
-def number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument(
-        "--data", type=Path, default=Path("../shared/data/benchmark_hub.parquet"), metavar="FILE"
-    )
-    parser.add_argument("--work", type=Path, default=Path("runs/schedule-transfer"), metavar="DIR")
-    parser.add_argument("--only-gpu", nargs="+", default=[], metavar="D", help="leave these out alone")
-    parser.add_argument("--config", default="configs/cpu.yaml", help="of our predictor")
-    parser.add_argument("--epochs", type=int, default=12, metavar="N", help="in place of the configuration's")
-    parser.add_argument("--records", type=int, default=6000, metavar="N", help="of all GPUs together")
-    parser.add_argument(
-        "--candidates", type=int, metavar="N", help="configurations of a kernel (default: all)"
-    )
-    parser.add_argument("--batch", type=int, default=16, metavar="N", help="measurements before learning")
-    parser.add_argument("--online", type=int, default=256, metavar="N", help="learn from so many; 0: never")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+def main() -> None:
+    parser = arguments(__doc__)
+    add = parser.add_argument
+    add("--data", type=Path, default=Path("../shared/data/benchmark_hub.parquet"), metavar="FILE")
+    add("--work", type=Path, default=Path("runs/schedule-transfer"), metavar="DIR")
+    add("--only-gpu", nargs="+", default=[], metavar="D", help="leave these out alone")
+    add("--config", default="configs/cpu.yaml", help="of our predictor")
+    add("--epochs", type=int, default=12, metavar="N", help="in place of the configuration's")
+    add("--records", type=int, default=6000, metavar="N", help="of all GPUs together")
+    add("--candidates", type=int, metavar="N", help="of a kernel, the same on all GPUs (default: all)")
+    add("--batch", type=int, default=16, metavar="N", help="measurements before learning")
+    add("--online", type=int, default=256, metavar="N", help="learn from so many; 0: never")
+    add("--seed", type=int, default=0)
     args = parser.parse_args()
     if not args.data.is_file():
         print(f"skipped: there is no {args.data}", file=sys.stderr)
-        return 0
-
-    from cdmpp.dataset import load_datasets
-    from cdmpp.dataset.sampled import sample_evenly
-    from cdmpp.device import get_device
-    from cdmpp.predictor import gather, load_config
-    from cdmpp.predictor.data import collect_asts
+        return
 
     config = load_config(args.config)
     settings = {"epochs": args.epochs, "seed": args.seed}
     config = config.model_copy(update={"train": config.train.model_copy(update=settings)})
-    notes = {
-        "options": options(args, config),
-        "machine": platform.processor() or platform.machine(),
-        "versions": {name: metadata.version(name) for name in ("cdmpp", "torch", "scikit-learn")},
-    }
-    results = KeptGroups(args.json, notes, "kernels", ("summary", summary))
+    options = {name: getattr(args, name) for name in ("records", "candidates", "batch", "online", "seed")}
+    options["config"] = config.model_dump(mode="json")
+    results = Results(args.json, provenance(__file__, [args.data], seeds=[args.seed]), options, figures)
     args.work.mkdir(parents=True, exist_ok=True)
-    view = load_datasets(imported(args.data, args.work))
+    view = load_datasets(imported(args.work / "hub", lambda draft: import_benchmark_hub(args.data, draft)))
     known = latencies(view, args.candidates, args.seed)
     gpus = sorted({gpu for by_gpu in known.values() for gpu in by_gpu})
     wanted = [get_device(name).name for name in args.only_gpu] or gpus
-    if set(wanted) - set(gpus):
-        sys.exit(
-            f"there are no records of {', '.join(sorted(set(wanted) - set(gpus)))}; there are {', '.join(gpus)}"
-        )
+    absent = sorted(set(wanted) - set(gpus))
+    if absent:
+        sys.exit(f"there are no records of {', '.join(absent)}; there are {', '.join(gpus)}")
     every = {program for by_gpu in known.values() for programs in by_gpu.values() for program in programs}
     asts = collect_asts(view, sorted(every), show_progress)
     data = gather(sample_evenly(view, args.records, args.seed), progress=show_progress)
     for gpu in wanted:
-        cases = {k: by_gpu for k, by_gpu in known.items() if gpu in by_gpu and gpu not in results.of(k)}
-        if not cases:
-            continue
-        started = time.perf_counter()
-        predictor = trained_without(args, config, data, gpu)
+        cases = {
+            kernel: by_gpu
+            for kernel, by_gpu in known.items()
+            if gpu in by_gpu and results.find(kernel=kernel, gpu=gpu) is None
+        }
+        predictor = trained_without(args, config, data, gpu) if cases else None
         for kernel, by_gpu in cases.items():
             case = evaluate_case(args, predictor, gpu, by_gpu, asts)
-            results.of(kernel)[gpu] = case
+            results.add({"kernel": kernel, "gpu": gpu, **case})
             counts = ", ".join(f"{m} {n:.0f}" for m, n in case["measurements"].items())
-            print(f"{kernel} on {gpu}: {counts} ({time.perf_counter() - started:.0f} s)", flush=True)
-            results.write()
-    results.write()
-    print(table(results.content))
-    return 0
+            print(f"{kernel} on {gpu}: {counts}", flush=True)
+    results.finish()
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except CdmppError as error:
-        sys.exit(f"error: {error}")
+    start(main)

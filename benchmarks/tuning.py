@@ -1,108 +1,63 @@
-"""Trials and time to tune tasks of networks that the predictor never saw: cost models cdmpp, xgb and random.
+"""Trials and time to tune tasks of networks that the predictor never saw: cost models cdmpp, xgb and random, and trimming.
 
-    python benchmarks/tuning.py --data data --out runs/bench-tuning --json tuning.json
+    python benchmarks/tuning.py --out runs/bench-tuning --json tuning.json
+    python benchmarks/tuning.py --runs cdmpp trimmed --out runs/bench-tuning --json trimming.json
     python benchmarks/tuning.py --quick --out /tmp/bench-tuning          # does it run? figures mean nothing
 
-The predictor is trained here on the records of all networks but those named by ``--networks`` (and without every task that
-they contain), or given by ``--predictor``, and then checked to have seen none of these tasks. Tasks are drawn evenly over the
-range of their work. Every task is tuned alone, from nothing, with every cost model and every seed: the same
-search (TVM's evolutionary search), the same number of trials, the same profiler, no trimming. Everything is kept in
-``--out``: a run that is started again goes on where it was, measuring nothing twice.
+The predictor is checked to have seen none of the networks. Their tasks are drawn evenly over the range of their work. Every
+task is tuned alone, from nothing, with every cost model and every seed: the same search (TVM's evolutionary search), number
+of trials and profiler. ``trimmed`` is ``cdmpp`` again, dropping candidates whose predicted interval lies above the best so
+far. All is kept in ``--out``. The best program of each run (by its own label) is measured again at the end, all by one
+procedure: alone, with nothing built meanwhile, in turn, ``--repeats`` times; the median counts. Of cdmpp over another run:
 
-The best program of each run (by its own label) is measured again at the end, all of them by one procedure: alone, with
-nothing built meanwhile, in turn, ``--repeats`` times; the median counts.
+* ``trials``: trials until its best label was within 1 % of the other's final one, over the other's trials. A run that never
+  came so far counts as twice its trials; ``reached`` is the fraction that did. ``time`` is the same in wall seconds.
+* ``final latency``: measured again. Of ``trimmed`` over ``cdmpp`` besides: ``cost`` in CPU seconds of search, building and
+  measuring, and ``equal``, the fraction that is at most 2 % slower. ``stopped`` cuts the trimmed runs' curves where
+  ``--stop-when-gain-per-minute-below`` would, the cost with them in proportion to the wall time.
 
-* ``final_latency_ratio``: cdmpp's final latency over xgb's, measured again.
-* ``trials_ratio``: trials until cdmpp's best label was within 1 % of xgb's final one, over xgb's trials. A run that never
-  came so far counts as twice its trials; how many there were is in the JSON.
-* ``time_ratio``: the same in wall seconds, over those of xgb's whole run.
-
-All are geometric means over tasks and seeds; the spread is that of the seeds' own means. ``--network`` is also tuned end to
-end, and run whole in the Relax VM.
+All are geometric means over tasks and seeds; the spread is that of the seeds' own means, the interval over tasks. A network
+end to end: ``cdmpp tune NETWORK --cost-model M --json FILE``.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import sys
-import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from importlib import metadata
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kept_rows import KeptRows
+import numpy as np
+from common import Figure, Results, Row, arguments, bootstrap, figure, provenance, report, spread_of, start
 
 if TYPE_CHECKING:
     from cdmpp.predictor import Predictor
-    from cdmpp.profiler.engine import BuildJob
     from cdmpp.program.types import Task
 
 NETWORKS = ("densenet121", "gcn", "inception_v3", "vgg16")
-MODELS = ("cdmpp", "xgb", "random")
+RUNS = ("cdmpp", "xgb", "random", "trimmed")
 DEVICE = "this-cpu@1"
 #: Labels repeat to about so much.
 TOLERANCE = 0.01
 #: A run that never reached a latency counts as so many times its trials and time.
 NEVER = 2.0
+#: Final latencies that differ by less are equal.
+EQUAL = 0.02
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options that benchmarks of the tuner share."""
-    parser.add_argument(
-        "--data", nargs="+", default=["data"], metavar="DIR", help="to train the predictor on"
-    )
-    parser.add_argument("--config", default="configs/cpu.yaml", help="of the predictor")
-    parser.add_argument("--predictor", metavar="DIR", help="in place of one trained here")
-    parser.add_argument(
-        "--networks", nargs="+", default=list(NETWORKS), help="held out; their tasks are tuned"
-    )
-    parser.add_argument("--tasks", type=int, default=8, metavar="N")
-    parser.add_argument("--trials", type=int, default=128, metavar="N", help="of a task")
-    parser.add_argument("--batch", type=int, default=16, metavar="N", help="trials of a round")
-    parser.add_argument("--population", type=int, default=256, metavar="N", help="of the search")
-    parser.add_argument("--generations", type=int, default=3, metavar="N", help="of the search")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of the final measurements")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--quick", action="store_true", help="does it run: two tasks of a small network")
+def held_out_predictor(predictor_name: str, networks: Sequence[str]) -> Predictor:
+    """The predictor, which must not have seen the networks."""
+    from cdmpp.predictor.predictor import load_predictor
 
-
-def shrink(args: argparse.Namespace) -> None:
-    """The settings of ``--quick``."""
-    args.networks, args.config, args.tasks, args.trials = ["mlp"], "configs/smoke.yaml", 2, 12
-    args.batch, args.population, args.generations, args.seeds, args.repeats = 4, 16, 1, [0], 1
-
-
-def held_out_predictor(args: argparse.Namespace) -> Predictor:
-    """A predictor that never saw the networks; SystemExit for one that did."""
-    from cdmpp.predictor import Predictor, load_config, train
-
-    folder = args.predictor or args.out / "predictor"
-    if args.predictor is None and not (folder / "predictor").exists():
-        config = load_config(args.config)
-        spec = f"by_network:heldout={held_out_names(args)};seed=0"
-        config = config.model_copy(update={"split": config.split.model_copy(update={"spec": spec})})
-        resume = (folder / "config.yaml").exists()
-        train(config, args.data, folder, resume=resume, progress=lambda line: print(line, file=sys.stderr))
-    predictor = Predictor.load(folder)
-    seen = set(args.networks) & set(predictor.training.get("networks", ()))
+    predictor = load_predictor(predictor_name)
+    seen = set(networks) & set(predictor.training.get("networks", ()))
     if seen:
-        sys.exit(f"{folder}: the predictor was trained on {', '.join(sorted(seen))}")
+        sys.exit(f"{predictor_name}: the predictor was trained on {', '.join(sorted(seen))}")
     return predictor
-
-
-def held_out_names(args: argparse.Namespace) -> str:
-    """What the split holds out: the networks to be tuned that there are records of, else any one."""
-    from cdmpp.dataset import load_datasets
-
-    measured = {name for task in load_datasets(args.data).tasks.values() for name in task.networks}
-    return "+".join(name for name in args.networks if name in measured) or "1"
 
 
 def held_out_tasks(args: argparse.Namespace, predictor: Predictor) -> list[Task]:
@@ -142,46 +97,47 @@ def enough_programs(task: Task, trials: int) -> bool:
     return len(tuner.sample(trials, 0)) == trials
 
 
-def tune_alone(
-    args: argparse.Namespace, task: Task, name: str, results: KeptRows, **options: Any
-) -> dict[str, Any]:
-    """Tune one task; the row says how, what was found, and the best label after each trial."""
+def tune_config(args: argparse.Namespace, trials: int, **options: Any) -> Any:
+    """Settings of a tuning that all benchmarks share."""
     from cdmpp.tuner.objective import Objective
     from cdmpp.tuner.task_tuner import SearchConfig
-    from cdmpp.tuner.tuning import TuneConfig, tune_tasks
+    from cdmpp.tuner.tuning import TuneConfig
 
-    key = {"task": task.hash, "run": name, "seed": options["seed"]}
+    search = SearchConfig(args.population, args.generations)
+    return TuneConfig(Objective(trials), batch=args.batch, search=search, **options)
+
+
+def tune_alone(
+    args: argparse.Namespace, task: Task, run: str, seed: int, predictor: Predictor, results: Results
+) -> Row:
+    """Tune one task; the row says how, what was found, and the best label after each trial."""
+    from cdmpp.tuner.tuning import tune_tasks
+
+    name = f"trimmed-{args.coverage:g}" if run == "trimmed" else run
+    key = {"task": task.hash, "run": name, "seed": seed}
     row = results.find(**key)
     if row is not None:
         return row
-    out = args.out / "runs" / f"{task.hash}-{name}-{options['seed']}"
-    config = TuneConfig(
-        Objective(args.trials),
-        batch=args.batch,
-        search=SearchConfig(args.population, args.generations),
-        **options,
+    out = args.out / "runs" / f"{task.hash}-{name}-{seed}"
+    trim, model = (args.coverage, "cdmpp") if run == "trimmed" else (None, run)
+    config = tune_config(args, args.trials, cost_model=model, predictor=predictor, trim=trim, seed=seed)
+    resume = (out / "tuning.json").exists()
+    tuned = tune_tasks(task.name, [(task, 1.0)], device=DEVICE, out=out, config=config, resume=resume)
+    written = tuned.to_json()
+    print(f"{task.name} {name} seed {seed}: {tuned.tasks[0].best_s} s", flush=True)
+    return results.add(
+        {
+            **key,
+            "name": task.name,
+            "weights": {task.hash: 1.0},
+            "trials": tuned.costs.trials,
+            "costs": written["costs"],
+            "curve": written["curve"],
+            "labels_s": measured_labels(out),
+            "best_s": tuned.tasks[0].best_s,
+            "folder": str(out.relative_to(args.out)),
+        }
     )
-    started = time.perf_counter()
-    report = tune_tasks(
-        task.name, [(task, 1.0)], device=DEVICE, out=out, config=config, resume=(out / "tuning.json").exists()
-    )
-    row = {
-        **key,
-        "name": task.name,
-        "trials": report.costs.trials,
-        "costs": report.to_json()["costs"],
-        "curve": report.to_json()["curve"],
-        "labels_s": measured_labels(out),
-        "best_s": report.tasks[0].best_s,
-        "folder": str(out.relative_to(args.out)),
-    }
-    results.add(row)
-    best = "nothing" if row["best_s"] is None else f"{1e6 * row['best_s']:.1f} us"
-    print(
-        f"{task.name} {name} seed {options['seed']}: {best} in {time.perf_counter() - started:.0f} s",
-        flush=True,
-    )
-    return row
 
 
 def measured_labels(out: Path) -> list[float | None]:
@@ -193,35 +149,23 @@ def measured_labels(out: Path) -> list[float | None]:
     return [float(r.latency_s) if r.status == "ok" else None for r in frame.itertuples()]
 
 
-def measure_again(args: argparse.Namespace, rows: Sequence[dict[str, Any]], results: KeptRows) -> None:
-    """Measure the best program of every run by one procedure; adds ``final_s`` to the rows."""
-    from cdmpp.dataset import Dataset
-    from cdmpp.profiler.engine import BuildJob
-    from cdmpp.tuner.prepare import alone_engine
+def measure_again(args: argparse.Namespace, device: str, rows: Sequence[Row], results: Results) -> None:
+    """Measure the best programs of every run by one procedure; adds ``final_s``, weighted over the run's tasks, to the rows."""
+    from cdmpp.tuner.share_table import best_programs, measure_alone
 
-    todo = [row for row in rows if row["best_s"] is not None and "final_s" not in row]
-    jobs: dict[str, BuildJob] = {}
-    best: list[tuple[dict[str, Any], str]] = []
-    for row in todo:
-        dataset = Dataset.open(args.out / row["folder"] / "measured")
-        frame = dataset.records
-        frame = frame[(frame["status"] == "ok") & (frame["origin"] != "unscheduled")]
-        digest = str(frame.loc[frame["latency_s"].idxmin(), "program"])
-        program = dataset.programs[digest]
-        jobs[digest] = BuildJob(
-            program, dataset.tasks[program.task_hash], dataset.spaces[str(program.space_hash)]
-        )
-        best.append((row, digest))
-    found: dict[str, list[float]] = defaultdict(list)
+    todo = [row for row in rows if "final_s" not in row]
+    best = [best_programs(args.out / row["folder"]) for row in todo]
+    jobs = {job.program.hash: job for found in best for job in found.values()}
+    seconds: dict[str, list[float]] = defaultdict(list)
     for _ in range(args.repeats if jobs else 0):
-        with alone_engine(DEVICE) as engine:
-            for outcome in engine.run(iter(jobs.values())):
-                if outcome.latency_s is not None:
-                    found[outcome.job.program.hash].append(outcome.latency_s)
-    for row, digest in best:
-        if found[digest]:
-            row["final_s"] = statistics.median(found[digest])
-            row["final_spread"] = max(found[digest]) / min(found[digest]) - 1
+        for program, value in measure_alone(device, list(jobs.values())).items():
+            seconds[program].append(value)
+    for row, found in zip(todo, best, strict=True):
+        parts = [(weight, found.get(task)) for task, weight in row["weights"].items()]
+        values = [(weight, seconds[job.program.hash]) for weight, job in parts if job is not None]
+        if len(values) == len(parts) and all(measured for _, measured in values):
+            row["final_s"] = sum(weight * statistics.median(measured) for weight, measured in values)
+            row["final_spread"] = max(max(measured) / min(measured) - 1 for _, measured in values)
     results.write()
 
 
@@ -241,146 +185,125 @@ def seconds_until(curve: Sequence[dict[str, Any]], latency_s: float) -> float | 
     return None
 
 
-def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float] | None:
-    """Ratios of two runs of a task with one seed; None where one found nothing."""
-    if ours.get("final_s") is None or theirs.get("final_s") is None:
-        return None
+def compare(ours: Row, theirs: Row) -> dict[str, float]:
+    """Ratios of two runs of a task with one seed."""
     trials = trials_until(ours["labels_s"], theirs["best_s"])
     seconds = seconds_until(ours["curve"], theirs["best_s"])
     wall_s = theirs["costs"]["wall_s"]
     return {
-        "final_latency_ratio": ours["final_s"] / theirs["final_s"],
-        "trials_ratio": NEVER if trials is None else trials / theirs["trials"],
-        "time_ratio": NEVER * ours["costs"]["wall_s"] / wall_s if seconds is None else seconds / wall_s,
+        "trials": NEVER if trials is None else trials / theirs["trials"],
+        "time": NEVER * ours["costs"]["wall_s"] / wall_s if seconds is None else seconds / wall_s,
+        "final latency": ours["final_s"] / theirs["final_s"],
         "reached": float(trials is not None),
     }
 
 
-def summary(pairs: dict[tuple[str, int], dict[str, float]]) -> dict[str, Any]:
-    """Geometric means over tasks and seeds, and their spread over the seeds."""
-    from cdmpp.tuner.objective import geometric_mean
-
-    seeds = sorted({seed for _, seed in pairs})
-    found: dict[str, Any] = {}
-    for name in ("trials_ratio", "time_ratio", "final_latency_ratio"):
-        by_seed = [geometric_mean([p[name] for (_, s), p in pairs.items() if s == seed]) for seed in seeds]
-        found[name] = geometric_mean([p[name] for p in pairs.values()])
-        found[f"{name}_by_seed"] = by_seed
-        found[f"{name}_spread"] = [min(by_seed), max(by_seed)]
-    found["reached"] = sum(p["reached"] for p in pairs.values()) / len(pairs)
-    found["pairs"] = len(pairs)
-    return found
-
-
-def tune_networks(args: argparse.Namespace, predictor: Predictor, results: KeptRows) -> list[dict[str, Any]]:
-    """One small network end to end with every cost model and seed."""
-    from cdmpp.tuner.objective import Objective
-    from cdmpp.tuner.task_tuner import SearchConfig
-    from cdmpp.tuner.tuning import TuneConfig, tune
-
-    rows = []
-    for seed in args.seeds if args.network else ():
-        for model in args.models:
-            key = {"network": args.network, "run": model, "seed": seed}
-            row = results.find(**key)
-            if row is None:
-                out = args.out / "runs" / f"{args.network}-{model}-{seed}"
-                config = TuneConfig(
-                    Objective(args.network_trials),
-                    cost_model=model,
-                    predictor=predictor,
-                    trim=None,
-                    batch=args.batch,
-                    search=SearchConfig(args.population, args.generations),
-                    seed=seed,
-                )
-                resume = (out / "tuning.json").exists()
-                report = tune(args.network, device=DEVICE, out=out, config=config, resume=resume)
-                written = report.to_json()
-                row = {
-                    **key,
-                    **{k: written[k] for k in ("network", "tuned_s", "untuned_s", "speedup", "costs")},
-                }
-                row["latency"], row["network"] = row["network"], args.network
-                results.add(row)
-            rows.append(row)
-    return rows
-
-
-def described(args: argparse.Namespace, tasks: Sequence[Task]) -> dict[str, Any]:
-    """What the figures were measured with."""
-    from cdmpp.device import get_device
-
+def compare_trimmed(plain: Row, trimmed: Row) -> dict[str, float]:
+    """Ratios of cost and latency, and the part of the candidates that was not measured."""
+    latency = trimmed["final_s"] / plain["final_s"]
     return {
-        "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
-        "tasks": [
-            {"task": t.hash, "name": t.name, "flops": t.flops, "networks": dict(t.networks)} for t in tasks
-        ],
-        "device": get_device(DEVICE).name,
-        "machine": platform.processor() or platform.machine(),
-        "versions": {p: metadata.version(p) for p in ("cdmpp", "apache-tvm", "torch", "xgboost-cpu")},
+        "cost": trimmed["costs"]["cpu_s"] / plain["costs"]["cpu_s"],
+        "final latency": latency,
+        "equal": float(latency <= 1 + EQUAL),
+        "dropped": trimmed["costs"]["dropped"] / trimmed["costs"]["trials"],
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    add_arguments(parser)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--network", default="mlp", help="tuned end to end; '' for none")
-    parser.add_argument("--network-trials", type=int, default=256, metavar="N")
+def stopped(plain: Row, trimmed: Row, least_gain: float) -> dict[str, float]:
+    """The ratios had the trimmed run ended where another minute is expected to bring less, by the runs' own labels."""
+    from cdmpp.tuner.objective import Curve, Point
+
+    points = [Point(**point) for point in trimmed["curve"]]
+    gains = [Curve(points[: n + 1]).gain() for n in range(len(points))]
+    end = next((n for n, gain in enumerate(gains) if gain is not None and gain < least_gain), -1)
+    done = points[end].wall_s / trimmed["costs"]["wall_s"]
+    latency = points[end].latency_s / plain["curve"][-1]["latency_s"]
+    cost = done * trimmed["costs"]["cpu_s"] / plain["costs"]["cpu_s"]
+    return {"cost": cost, "final latency": latency, "equal": float(latency <= 1 + EQUAL)}
+
+
+def geometric_figure(name: str, pairs: Sequence[Row]) -> Figure:
+    """Geometric means of ratios over tasks and seeds, with the spread of the seeds' own and the interval over tasks; plain
+    means of fractions."""
+    seed, task = (np.array([pair[key] for pair in pairs]) for key in ("seed", "task"))
+    values, spread, interval = {}, {}, {}
+    for metric in pairs[0]:
+        if metric in ("equal", "dropped", "reached"):
+            values[metric] = statistics.fmean(pair[metric] for pair in pairs)
+        elif metric in ("trials", "time", "final latency", "cost"):
+            logs = np.log([pair[metric] for pair in pairs])
+            values[metric] = float(np.exp(logs.mean()))
+            spread[metric] = spread_of([float(np.exp(logs[seed == s].mean())) for s in np.unique(seed)])
+            interval[metric] = np.exp(bootstrap(logs, task)).tolist()
+    return figure(name, values, len(pairs), seed.tolist(), spread, interval)
+
+
+def kept(rows: Iterable[Row]) -> list[Row]:
+    """What the result file has of runs; ``--out`` has their labels, curves and costs."""
+    left_out = ("labels_s", "curve", "costs", "weights", "folder")
+    return [
+        {**{k: row["costs"][k] for k in ("wall_s", "cpu_s", "dropped")},
+         **{k: v for k, v in row.items() if k not in left_out}}
+        for row in rows
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    add = parser.add_argument
+    add("--predictor", default="default", metavar="DIR")
+    add("--networks", nargs="+", default=list(NETWORKS), help="that it never saw; their tasks are tuned")
+    add("--runs", nargs="+", default=["cdmpp", "xgb", "random"], choices=RUNS)
+    add("--tasks", type=int, default=8, metavar="N")
+    add("--trials", type=int, default=128, metavar="N", help="of a task")
+    add("--batch", type=int, default=16, metavar="N", help="trials of a round")
+    add("--population", type=int, default=256, metavar="N", help="of the search")
+    add("--generations", type=int, default=3, metavar="N", help="of the search")
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    add("--repeats", type=int, default=5, metavar="N", help="of the final measurements")
+    add("--coverage", type=float, default=0.9, help="of the trimmer's intervals")
+    add("--least-gain", type=float, default=0.01, help="per minute, of the trimmed runs cut short")
+    add("--out", type=Path, required=True, metavar="DIR", help="tunings, to go on with")
+    add("--quick", action="store_true", help="does it run: two tasks of a small network")
     args = parser.parse_args()
     if args.quick:
-        shrink(args)
-        args.network_trials = 12
-    args.out.mkdir(parents=True, exist_ok=True)
-    results = KeptRows(args.out / "results.json")
-    predictor = held_out_predictor(args)
+        args.networks, args.tasks, args.trials = ["gcn"], 2, 12
+        args.batch, args.population, args.generations, args.seeds, args.repeats = 4, 16, 1, [0], 1
+    made = provenance(__file__, (), args.predictor, args.seeds)
+    names = ("trials", "batch", "population", "generations")
+    results = Results(args.out / "results.json", made, {name: getattr(args, name) for name in names})
+    predictor = held_out_predictor(args.predictor, args.networks)
     tasks = held_out_tasks(args, predictor)
-    rows: list[dict[str, Any]] = []
-    # all models of a task and a seed follow each other, so that a drift of the machine hits them alike
-    for seed in args.seeds:
-        for task in tasks:
-            for model in args.models:
-                options = {"cost_model": model, "predictor": predictor, "trim": None, "seed": seed}
-                rows.append(tune_alone(args, task, model, results, **options))
-    measure_again(args, rows, results)
+    # all runs of a task and a seed follow each other, so that a drift of the machine hits them alike
+    rows = {
+        (task.hash, seed, run): tune_alone(args, task, run, seed, predictor, results)
+        for seed in args.seeds
+        for task in tasks
+        for run in args.runs
+    }
+    measure_again(args, DEVICE, list(rows.values()), results)
 
-    by_key = {(row["task"], row["seed"], row["run"]): row for row in rows}
-    baselines = [m for m in args.models if m != "cdmpp"]
-    comparisons: dict[str, Any] = {}
-    for model in baselines if "cdmpp" in args.models else ():
-        pairs = {}
-        for task in tasks:
-            for seed in args.seeds:
-                pair = compare(by_key[task.hash, seed, "cdmpp"], by_key[task.hash, seed, model])
-                if pair is not None:
-                    pairs[task.hash, seed] = pair
-        if pairs:
-            comparisons[model] = summary(pairs)
-    print(f"{'cdmpp against':16}{'trials':>10}{'time':>10}{'latency':>10}{'reached':>10}")
-    for model, found in comparisons.items():
-        numbers = [found[f"{name}_ratio"] for name in ("trials", "time", "final_latency")]
-        print(f"{model:16}" + "".join(f"{n:10.3f}" for n in numbers) + f"{found['reached']:10.2f}")
-        for name in ("trials", "time", "final_latency"):
-            low, high = found[f"{name}_ratio_spread"]
-            print(f"    {name}: seeds from {low:.3f} to {high:.3f}")
-    networks = tune_networks(args, predictor, results)
-    for row in networks:
-        print(
-            f"{row['network']} {row['run']} seed {row['seed']}: {row['speedup']:.2f} times as fast as untuned"
-        )
-    if args.json:
-        against = comparisons.get("xgb", {})
-        content = {
-            **{name: against.get(name) for name in ("trials_ratio", "time_ratio", "final_latency_ratio")},
-            "comparisons": comparisons,
-            "networks": networks,
-            "rows": rows,
-            **described(args, tasks),
+    figures, pairs = [], []
+    for run in args.runs if "cdmpp" in args.runs else ():
+        both = {
+            (task, seed): (rows[task, seed, "cdmpp"], row)
+            for (task, seed, name), row in rows.items()
+            if name == run != "cdmpp" and "final_s" in row and "final_s" in rows[task, seed, "cdmpp"]
         }
-        args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return 0
+        measures: dict[str, Callable[[Row, Row], dict[str, float]]] = {f"cdmpp over {run}": compare}
+        if run == "trimmed":
+            measures = {
+                f"trimmed at {args.coverage:g} over cdmpp": compare_trimmed,
+                f"and stopped below {100 * args.least_gain:g} % a minute": partial(
+                    stopped, least_gain=args.least_gain
+                ),
+            }
+        for name, measure in measures.items() if both else ():
+            found = [{"run": name, "task": t, "seed": s, **measure(*own)} for (t, s), own in both.items()]
+            figures.append(geometric_figure(name, found))
+            pairs += found
+    report(args.json, made, figures, pairs=pairs, runs=kept(rows.values()))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

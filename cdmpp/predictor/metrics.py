@@ -178,7 +178,7 @@ def _ranking_metrics(
         if len(index) < 2:
             continue
         label, predicted = labels[index], predictions[index]
-        group_right, group_pairs = _ordered_pairs(label, predicted, noise[index])
+        group_right, group_pairs = ordered_pairs(label, predicted, noise[index])
         right, pairs = right + group_right, pairs + group_pairs
         if len(index) >= 3 and np.ptp(label) > 0:
             correlations.append(_spearman(label, predicted))
@@ -198,7 +198,7 @@ def _ranking_metrics(
     }
 
 
-def _ordered_pairs(
+def ordered_pairs(
     label: NDArray[np.float64], predicted: NDArray[np.float64], noise: NDArray[np.float64], block: int = 512
 ) -> tuple[float, float]:
     """Correctly ordered and counted pairs; blocks bound the memory of large groups."""

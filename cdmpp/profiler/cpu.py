@@ -38,11 +38,11 @@ import numpy as np
 from cdmpp.errors import ProfilerError, ProgramError
 from cdmpp.profiler import machine
 from cdmpp.profiler.arguments import ArgSpec, argument_specs, index_bound, integer_range
-from cdmpp.profiler.build import ObjectCache, compile_to_shared_object
 from cdmpp.profiler.engine import BuildConfig, BuildJob, Built, Engine, Measured, Measurer
 from cdmpp.profiler.pool import Worker, requests
 from cdmpp.profiler.sentinel import Sentinel
 from cdmpp.profiler.statistics import SamplingPlan, label
+from cdmpp.program.codegen.compile import ObjectCache, compile_to_shared_object
 from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.program.types import Program, Task
 
@@ -311,9 +311,6 @@ class CpuConfig(BuildConfig):
     max_attempts: int = 3
     #: Ask for the real-time scheduler.
     realtime: bool = True
-    #: Measure while building. Without it everything is built first, then measured with nothing else running: the
-    #: calibration's yardstick.
-    overlap: bool = True
     #: Folder in which shared objects are kept between runs; None keeps none.
     object_cache: str | None = None
     #: Where shared objects are kept meanwhile; default a fresh folder in memory.
@@ -342,22 +339,21 @@ def cpu_engine(
     target: Mapping[str, Any],
     core_groups: Sequence[tuple[int, ...]],
     sentinel: BuildJob | None = None,
+    *,
+    overlap: bool = True,
 ) -> Engine:
     """An engine that measures on cores of this machine.
 
     Programs are compiled for the TVM target dictionary `target`. There are as many measuring processes as core groups (the
-    degree of parallelism). `sentinel` is timed around every batch to see drift, see :func:`sentinel_job`. ProfilerError where
-    there are no cores; on entering, if the sentinel program does not build.
+    degree of parallelism). `sentinel` is timed around every batch to see drift, see :func:`sentinel_job`. Without `overlap`
+    everything is built first, then measured with nothing else running. ProfilerError where there are no cores; on entering,
+    if the sentinel program does not build.
     """
-    return Engine(config, CpuMeasurer(config, target, core_groups, sentinel))
+    return Engine(config, CpuMeasurer(config, target, core_groups, sentinel, overlap=overlap))
 
 
 class ObjectBuilder:
-    """Turns jobs into shared objects.
-
-    They are linked by ``ld`` itself (5 ms; the compiler driver that TVM would start takes 30) and land in a memory-backed
-    folder.
-    """
+    """Turns jobs into shared objects, in a memory-backed folder."""
 
     def __init__(self, target: Mapping[str, Any], folder: Path, object_cache: str | None) -> None:
         from cdmpp.program.space import Rebuilder
@@ -374,7 +370,10 @@ class ObjectBuilder:
         try:
             func = self._rebuild(job.program, job.task, job.space)
             args = argument_specs(func)
-            if not self._cache.fetch(program, path):
+            kept = self._cache.find(program)
+            if kept is not None:
+                shutil.copyfile(kept, path)
+            else:
                 compile_to_shared_object(func, self._target, path)
                 self._cache.keep(program, path)
             return SharedObject(program, str(path), args)
@@ -419,13 +418,15 @@ class CpuMeasurer(Measurer):
         config: CpuConfig,
         target: Mapping[str, Any],
         core_groups: Sequence[tuple[int, ...]],
-        sentinel: BuildJob | None,
+        sentinel: BuildJob | None = None,
+        *,
+        overlap: bool = True,
     ) -> None:
         super().__init__()
         if not core_groups or not all(core_groups):
             raise ProfilerError("no cores to measure on")
         self.config, self._target, self._core_groups = config, target, core_groups
-        self._sentinel = sentinel
+        self._sentinel, self._overlap = sentinel, overlap
         self._folder: Path | None = None
         self._built: dict[str, list[_Item]] = {}
         self._batches: deque[list[_Item]] = deque()
@@ -455,7 +456,7 @@ class CpuMeasurer(Measurer):
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def takes(self, building: int) -> bool:
-        if not self.config.overlap:
+        if not self._overlap:
             return True
         built = sum(map(len, self._built.values())) + sum(map(len, self._batches))
         return built < 4 * self.config.batch_size * len(self._core_groups)
@@ -469,7 +470,7 @@ class CpuMeasurer(Measurer):
 
     def feed(self, coming: Sequence[BuildJob]) -> None:
         self._form_batches(coming)
-        if coming and not self.config.overlap:
+        if coming and not self._overlap:
             return
         idle = not coming and not self._batches and all(w.load is None for w in self.workers)
         while self._later and (

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -351,9 +351,8 @@ def _degree(
     say(f"calibrating the degree of parallelism on {len(jobs)} programs")
 
     def measure(degree: int | None) -> Labels:
-        settings = config if degree is not None else replace(config, overlap=False)
-        groups = core_groups(cores, threads, degree or 1)
-        with cpu_engine(settings, device.target, groups, sentinel) as engine:
+        groups, alone = core_groups(cores, threads, degree or 1), degree is None
+        with cpu_engine(config, device.target, groups, sentinel, overlap=not alone) as engine:
             return timed_labels(engine.run(iter(jobs)))
 
     def accept(result: DegreeResult, rate_alone: float) -> bool:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from cdmpp.dataset import Dataset
 from cdmpp.dataset.journal import JournalWriter, read_journal
-from cdmpp.dataset.parquet import write_json
 from cdmpp.errors import DatasetError, FeatureMismatchError, ProfilerError, ProgramError
+from cdmpp.files import write_json
 from cdmpp.profiler.engine import BuildJob
 from cdmpp.profiler.plan import network_tasks
 from cdmpp.profiler.pool import Worker, ready, requests
@@ -279,7 +279,7 @@ def _finish(
     """Turn the journal into the table, compute missing ASTs, write the notes; the journal goes last."""
     import pandas as pd
 
-    from cdmpp.program.ast_store import load_asts, save_asts
+    from cdmpp.program.ast.store import load_asts, save_asts
 
     kept = {digest: rows for digest, rows in _known(out)[0].items() if digest in programs.programs}
     frame = pd.DataFrame([asdict(v) for rows in kept.values() for v in rows])

@@ -153,11 +153,11 @@ class Measurer:
                 future.set_exception(error)
 
 
-def cpu_engine(spec: CpuSpec) -> Engine:
+def cpu_engine(spec: CpuSpec, *, overlap: bool = True) -> Engine:
     """The profiler on cores of this machine."""
     from cdmpp.profiler import cpu
 
-    return cpu.cpu_engine(*spec, cpu.sentinel_job())
+    return cpu.cpu_engine(*spec, cpu.sentinel_job(), overlap=overlap)
 
 
 def cpu_measurer(spec: CpuSpec) -> Measurer:

@@ -119,7 +119,7 @@ def alone_engine(device: str | Device) -> Engine:
         return gpu_engine(GpuConfig(), found)
     from cdmpp.profiler.cpu import CpuConfig
 
-    return cpu_engine((CpuConfig(overlap=False), found.target, core_groups_of(found, 1)))
+    return cpu_engine((CpuConfig(), found.target, core_groups_of(found, 1)), overlap=False)
 
 
 def make_tuners(

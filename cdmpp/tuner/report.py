@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cdmpp.report.content import seconds_text
+from cdmpp.dataset.record import seconds_text
 from cdmpp.tuner.store import writing
 
 if TYPE_CHECKING:

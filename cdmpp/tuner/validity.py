@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import FeatureMismatchError, PredictorError
-from cdmpp.program.leaf_schema import FEATURE_SET
+from cdmpp.program.ast.schema import FEATURE_SET
 from cdmpp.tuner.validity_features import VALIDITY_FEATURES, limits_of, validity_features
 
 if TYPE_CHECKING:

@@ -156,7 +156,7 @@ def _of_records(
 def _of_verdicts(folder: Path) -> tuple[pd.DataFrame, Mapping[str, CompactAST]]:
     from cdmpp.profiler.validity import load_verdicts
     from cdmpp.profiler.validity_run import AST_FILE
-    from cdmpp.program.ast_store import load_asts
+    from cdmpp.program.ast.store import load_asts
 
     frame = load_verdicts(folder)
     frame = frame.assign(device=frame["arch"], origin="random")[list(COLUMNS)]

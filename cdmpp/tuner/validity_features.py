@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import ProfilerError
-from cdmpp.program.leaf_schema import LEAF_FEATURES
+from cdmpp.program.ast.schema import LEAF_FEATURES
 
 if TYPE_CHECKING:
     from cdmpp.device import Device

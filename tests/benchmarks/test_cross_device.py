@@ -1,4 +1,4 @@
-"""Goals and tables of the benchmark of unseen devices, from results made up."""
+"""Figures of the benchmark of unseen devices, from results made up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cross_device_report import goals, tables
+from benchmarks.cross_device import figures
 from cdmpp.device import load_table
 
 
@@ -23,63 +23,56 @@ def errors(ours: float, theirs: float, n: int) -> dict[str, Any]:
     }
 
 
-def device(
-    ours: float, theirs: float, n: int = 2, vendor: str = "nvidia", seen: bool = False
+def row(
+    device: str, ours: float, theirs: float, n: int = 2, vendor: str = "nvidia", seen: bool = False
 ) -> dict[str, Any]:
     rows = [{"predicted_s": {"cdmpp": 1 + ours}, "measured_s": 1.0}] * n
-    nodes = {"forward": {"families": {"BMM": errors(ours, theirs, n)}}}
     return {
+        "device": device,
+        "k": 0,
         "vendor": vendor,
         "in_training": seen,
-        "nearest_training_device": "p4",
-        "zero_shot": {"end_to_end": {**errors(ours, theirs, n), "rows": rows}, "nodes": nodes},
+        "operators": {"mape": ours, "n": 10, "interval": [ours / 2, 2 * ours]},
+        "end_to_end": {**errors(ours, theirs, n), "rows": rows},
+        "nodes": {"forward": {"families": {"BMM": errors(ours, theirs, n)}}},
     }
 
 
-def test_goals_of_devices_that_were_not_seen() -> None:
-    devices = {
-        "v100": device(0.02, 0.06, 3),
-        "t4": device(0.08, 0.18, 1),
-        "mi100": device(0.9, 0.1, vendor="amd"),
-        "a100": device(0.9, 0.1, seen=True),
-    }
-    devices["t4"]["few_shot"] = {
-        "kmeans": {"20": {"0": {"operator_mape": 0.08}, "1": {"operator_mape": 0.1}}}
-    }
-    found = goals(devices)
-    assert found["end_to_end_at_most_neusight"]["met"] is True
-    assert set(found["end_to_end_at_most_neusight"]["devices"]) == {"v100", "t4"}
-    mean = found["end_to_end_mean"]
-    assert (mean["cdmpp"], mean["of_devices"], mean["met"]) == (
-        pytest.approx((3 * 0.02 + 0.08) / 4),
-        pytest.approx(0.05),
-        True,
-    )
-    bmm = found["forward_nodes_at_most_half_of_neusight"]["families"]["BMM"]
-    assert bmm["cdmpp"] == pytest.approx(0.035) and bmm["neusight"] == pytest.approx(0.09)
-    assert bmm["limit"] == pytest.approx(0.045) and bmm["met"]
-    assert found["mape_with_20_measurements"]["cdmpp"] == pytest.approx(0.09)
-    assert found["mape_with_20_measurements"]["met"] is True
+def taught(device: str, k: int, mape: float, select: str = "kmeans") -> dict[str, Any]:
+    found = {"device": device, "k": k, "select": select, "seed": 0, "vendor": "nvidia"}
+    return {**found, "operators": {"mape": mape, "n": 9}}
 
 
-def test_goals_that_are_not_met() -> None:
-    found = goals({"v100": device(0.2, 0.1), "t4": device(0.01, 0.1)})
-    assert [goal["met"] for goal in found.values()] == [False, False, False, None]
-    assert found["end_to_end_at_most_neusight"]["devices"]["t4"]["met"] is True
+def test_figures_of_devices_seen_and_not_seen() -> None:
+    rows = [
+        row("v100", 0.02, 0.06, 3),
+        row("t4", 0.08, 0.18, 1),
+        row("mi100", 0.9, 0.1, vendor="amd"),
+        row("a100", 0.7, 0.1, seen=True),
+        taught("t4", 20, 0.08),
+        taught("v100", 20, 0.1),
+        taught("v100", 20, 0.5, "random"),
+    ]
+    found = {shown["name"]: shown for shown in figures(rows)}
+    assert found["v100, unseen"]["values"] == {
+        "mape": 0.02, "end to end": 0.02, "NeuSight end to end": 0.06, "networks": 3,
+    }  # fmt: skip
+    assert found["v100, unseen"]["interval"] == {"mape": [0.01, 0.04]}
+    assert found["a100, in training"]["values"]["mape"] == 0.7
+    assert found["t4, 20 measured (kmeans)"]["values"] == {"mape": 0.08}
+    mean = found["mean, unseen"]["values"]
+    assert mean["mape"] == pytest.approx((0.02 + 0.08 + 0.9) / 3), "what was trained on does not count"
+    assert mean["end to end"] == pytest.approx((3 * 0.02 + 0.08) / 4) and mean["networks"] == 4
+    assert found["mean, 20 measured (kmeans)"]["values"]["mape"] == pytest.approx(0.09)
+    nodes = found["nodes, forward, BMM, unseen (NVIDIA's)"]
+    assert nodes["values"] == {"APE": pytest.approx(0.035), "NeuSight's APE": pytest.approx(0.09)}
+    assert nodes["n"] == 4
 
 
-def test_nothing_to_tell() -> None:
-    assert {goal["met"] for goal in goals({}).values()} == {None}
-    assert {goal["met"] for goal in goals({"a100": device(0.1, 0.2, seen=True)}).values()} == {None}
-
-
-def test_the_tables_mark_what_was_seen_in_training() -> None:
-    devices = {"v100": device(0.021, 0.06), "a100": device(0.1, 0.2, seen=True)}
-    lines = tables({"devices": devices, "goals": goals(devices)}).splitlines()
-    (seen,) = [line for line in lines if "SEEN IN TRAINING" in line]
-    assert seen.startswith("a100")
-    assert any(line.startswith("v100") and "2.1" in line and line.endswith("p4") for line in lines)
-    assert any(line.startswith("end_to_end_mean: met") for line in lines)
+def test_devices_seen_in_training_have_no_mean() -> None:
+    (shown,) = figures([row("a100", 0.1, 0.2, seen=True)])
+    assert shown["name"] == "a100, in training"
+    assert figures([]) == []
 
 
 def test_every_device_of_the_authors_is_known_as_they_write_it() -> None:

@@ -1,15 +1,13 @@
-"""Which round counts, layers measured beside layers predicted, and what is kept between runs."""
+"""Which round counts, layers measured beside layers predicted, and medians over networks."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks.end_to_end import Measured, layers_of, round_that_counts
+from benchmarks.end_to_end import figures, layer_error, round_that_counts
 
 
 def measurement(latency_s: float, disturbed: float) -> dict[str, Any]:
@@ -30,7 +28,7 @@ def test_the_round_that_counts(rounds: list[tuple[float, float]], latency_s: flo
     assert round_that_counts([measurement(*found) for found in rounds])["latency_s"] == latency_s
 
 
-def test_layers_side_by_side() -> None:
+def test_errors_of_layers_do_not_cancel() -> None:
     calls = [
         {"name": name, "latency_s": latency_s, "disturbed": 0.0, "quiet_samples": 4}
         for name, latency_s in (("conv", 0.4), ("relu", 0.1), ("conv", 0.3), ("sort", 0.2))
@@ -39,24 +37,21 @@ def test_layers_side_by_side() -> None:
         SimpleNamespace(name=name, latency_s=latency_s)
         for name, latency_s in (("conv", 0.3), ("relu", 0.1), ("conv#2", 0.4))
     ]
-    rows, error = layers_of(calls, predicted)
-    assert [(row["name"], row["predicted_s"]) for row in rows] == [
-        ("conv", 0.3),
-        ("relu", 0.1),
-        ("conv#2", 0.4),
-        ("sort", None),
-    ]
-    assert error == pytest.approx(0.2 / 0.8), (
+    assert layer_error(calls, predicted) == pytest.approx(0.2 / 0.8), (
         "the errors of the convolutions cancel in the total but not here"
     )
-    assert layers_of([], predicted) == ([], None)
+    assert layer_error([], predicted) is None
 
 
-def test_what_was_measured_is_kept_and_an_earlier_format_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "measured.json"
-    Measured(path).add("mlp", measurement(1.0, 0.0))
-    assert Measured(path).rounds("mlp") == [measurement(1.0, 0.0)]
-    for earlier in ({"mlp": [{"latency_s": {"untuned": 1.0}}]}, {"format": 1, "rows": {}}):
-        path.write_text(json.dumps(earlier), encoding="utf-8")
-        with pytest.raises(SystemExit, match=r"measured\.json was measured in another way .* --out"):
-            Measured(path)
+def test_medians_over_networks() -> None:
+    def row(name: str, ape: float, seen: bool) -> dict[str, Any]:
+        return {
+            "network": name, "schedule": "untuned", "seen": seen, "ape": ape, "plain_ape": 2 * ape, "inside": ape < 0.2,
+            "measured_s": 1.0, "predicted_s": 1 + ape, "spread": 0.01, "rounds": 2,
+        }  # fmt: skip
+
+    found = figures([row("a", 0.1, True), row("b", 0.3, True), row("c", 0.2, False)])
+    everything, unseen, first = found[:3]
+    assert everything["values"] == {"median_ape": 0.2, "against all runs": 0.4, "inside the interval": 1}
+    assert (unseen["values"]["median_ape"], unseen["n"]) == (0.2, 1)
+    assert first["name"] == "a, untuned" and first["values"]["predicted ms"] == pytest.approx(1100)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.schedule_transfer import latencies, measurements_online, summary
+from benchmarks.schedule_transfer import figures, latencies, measurements_online
 from cdmpp.dataset import Dataset
 from cdmpp.tuner.online import OnlineModel
 from cdmpp.tuner.prior import Encoded
-from tests.dataset.dataset_samples import DEVICE, OTHER_DEVICE, add_all, failure, program, record
+from tests.samples.datasets import DEVICE, OTHER_DEVICE, add_all, failure, program, record
 
 
 class Flat:
@@ -62,18 +63,22 @@ def test_latencies_by_kernel_and_device(tmp_path: Path) -> None:
     assert len(some[DEVICE]) == 2 and set(some.get(OTHER_DEVICE, {})) <= set(some[DEVICE])
 
 
-def test_summary_over_kernels_and_gpus() -> None:
-    def case(ours: float, chance: float, correlation: float | None) -> dict[str, dict[str, float | None]]:
+def test_figures_over_kernels_and_gpus() -> None:
+    def case(gpu: str, ours: float, chance: float, correlation: float | None) -> dict[str, Any]:
         return {
+            "kernel": "gemm",
+            "gpu": gpu,
+            "n": 300,
             "measurements": {"cdmpp": ours, "random_expected": chance},
             "top1_regret": {"cdmpp": 0.1},
             "spearman": {"cdmpp": correlation},
         }
 
-    found = summary({"gemm": {"a": case(2, 50, 0.5), "b": case(8, 200, None)}})
-    assert found["cases"] == 2
-    assert found["measurements_geomean"]["cdmpp"] == pytest.approx(4)
-    assert found["fewer_than_random"]["cdmpp"] == pytest.approx(25)
-    assert found["measurements_median"]["cdmpp"] == 5
-    assert found["spearman_mean"] == {"cdmpp": 0.5}
-    assert summary({})["cases"] == 0
+    ours, chance, *cases = figures([case("a", 2, 50, 0.5), case("b", 8, 200, None)])
+    assert (ours["name"], ours["n"]) == ("cdmpp", 2)
+    assert ours["values"] == {
+        "measurements (geometric mean)": pytest.approx(4), "median": 5, "top1_regret": 0.1, "spearman": 0.5,
+    }  # fmt: skip
+    assert chance["values"]["measurements (geometric mean)"] == pytest.approx(100)
+    assert [shown["name"] for shown in cases] == ["gemm on a", "gemm on b"]
+    assert figures([]) == []

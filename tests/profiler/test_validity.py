@@ -22,10 +22,10 @@ from cdmpp.profiler.validity import (
     rule_fault,
 )
 from cdmpp.profiler.validity_run import AST_FILE, PROGRAMS_FOLDER, collect_validity
-from cdmpp.program.ast_store import load_asts
+from cdmpp.program.ast.store import load_asts
 from cdmpp.program.space import Rebuilder
-from tests.profiler.fake_gpu import toy_program
-from tests.profiler.programs import matmul_task
+from tests.samples.gpu import toy_program
+from tests.samples.programs import matmul_task
 
 EVERYWHERE = ValidityConfig(part=1.0, everywhere=1.0, audit=0.0)
 

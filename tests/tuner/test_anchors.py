@@ -16,10 +16,10 @@ from cdmpp.tuner.measure import Measurer
 from cdmpp.tuner.results import TuneReport
 from cdmpp.tuner.store import DATASET_FOLDER
 from cdmpp.tuner.tuning import tune_tasks
-from tests.profiler.programs import matmul_task
-from tests.tuner.tuner_samples import FakeEngine, tune_config
+from tests.samples.programs import matmul_task
+from tests.samples.tuning import FakeEngine, tune_config
 
-DEVICE = get_device("this-cpu@1")
+pytestmark = pytest.mark.usefixtures("on_zen3")
 
 
 def tuned(out: Path, *sizes: int, slower: float = 1.0, **options: Any) -> TuneReport:
@@ -39,7 +39,7 @@ def tuned(out: Path, *sizes: int, slower: float = 1.0, **options: Any) -> TuneRe
 
 
 @pytest.fixture(scope="module")
-def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def earlier(on_zen3: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Records of two tasks."""
     out = tmp_path_factory.mktemp("earlier") / "t"
     tuned(out, 32, 48)
@@ -48,24 +48,27 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_they_are_labels_of_tasks_that_were_not_trained_on(earlier: Path) -> None:
     records = Dataset.open(earlier).records
-    everything = load_anchors([earlier], DEVICE)
+    everything = load_anchors([earlier], get_device("this-cpu@1"))
     assert len(everything.asts) == len(records)
     assert sorted(everything.latency_s) == pytest.approx(sorted(records["latency_s"]))
-    other = load_anchors([earlier], DEVICE, {matmul_task(32).hash})
+    other = load_anchors([earlier], get_device("this-cpu@1"), {matmul_task(32).hash})
     assert 0 < len(other.asts) < len(everything.asts)
     assert np.unique(other.latency_s) == pytest.approx([48e-6])
-    assert len(load_anchors([earlier], DEVICE, most=3).asts) == 3
-    again = load_anchors([earlier], DEVICE, most=3)
-    assert again.latency_s.tolist() == load_anchors([earlier], DEVICE, most=3).latency_s.tolist()
+    assert len(load_anchors([earlier], get_device("this-cpu@1"), most=3).asts) == 3
+    again = load_anchors([earlier], get_device("this-cpu@1"), most=3)
+    assert (
+        again.latency_s.tolist()
+        == load_anchors([earlier], get_device("this-cpu@1"), most=3).latency_s.tolist()
+    )
 
 
 def test_where_there_are_none_it_says_so(earlier: Path, tmp_path: Path) -> None:
     with pytest.raises(TunerError, match="not trained on, which learning could be checked by"):
-        load_anchors([earlier], DEVICE, {matmul_task(32).hash, matmul_task(48).hash})
+        load_anchors([earlier], get_device("this-cpu@1"), {matmul_task(32).hash, matmul_task(48).hash})
     with pytest.raises(TunerError, match="no labels on h200 of tasks"):
         load_anchors([earlier], get_device("h200"))
     with pytest.raises(DatasetError):
-        load_anchors([tmp_path], DEVICE)
+        load_anchors([tmp_path], get_device("this-cpu@1"))
     with pytest.raises(TunerError, match="no folder of earlier records"):
         tuned(tmp_path / "t", 32, anchors=[tmp_path / "nothing"])
     assert not (tmp_path / "t").exists()

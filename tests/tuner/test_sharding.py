@@ -33,8 +33,8 @@ from cdmpp.tuner.shard_worker import ShardWorker
 from cdmpp.tuner.shards import ProcessShard, Shard, shard_cores
 from cdmpp.tuner.store import DATASET_FOLDER, json_database
 from cdmpp.tuner.tuning import TuneConfig, tune_tasks
-from tests.profiler.programs import matmul_task
-from tests.tuner.tuner_samples import FakeEngine, made_up_latency_s, tune_config
+from tests.samples.programs import matmul_task
+from tests.samples.tuning import FakeEngine, made_up_latency_s, tune_config
 
 #: Nothing here depends on how fast the machine is; without an end a failure would hang.
 PATIENCE_S = 120.0
@@ -358,6 +358,7 @@ def test_shares_that_do_not_fit_are_refused() -> None:
         tune_config(1, shards=2, workers=2)
 
 
+@pytest.mark.check
 def test_a_process_keeps_to_its_share_and_another_takes_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

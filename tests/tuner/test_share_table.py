@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from cdmpp.cli import main
-from cdmpp.cli_tune import devices_with_shares
+from cdmpp.cli.tune import devices_with_shares
 from cdmpp.device import Device
 from cdmpp.errors import TunerError
 from cdmpp.profiler.engine import BuildJob
@@ -22,9 +22,10 @@ from cdmpp.tuner.report import write_report
 from cdmpp.tuner.results import TuneReport
 from cdmpp.tuner.share_table import best_elsewhere, best_programs, share_table
 from cdmpp.tuner.tuning import TuneConfig, tune_tasks
-from tests.profiler.programs import matmul_task
-from tests.tuner.tuner_samples import FakeEngine, made_up_latency_s, tune_config
+from tests.samples.programs import matmul_task
+from tests.samples.tuning import FakeEngine, made_up_latency_s, tune_config
 
+pytestmark = pytest.mark.usefixtures("on_zen3")
 two_cores = pytest.mark.skipif(len(usable_cores()) < 2, reason="there is one core: no two shares")
 
 WEIGHTS = {matmul_task(32).hash: 1.0, matmul_task(48).hash: 3.0}
@@ -36,7 +37,7 @@ def other_latency_s(digest: str) -> float:
 
 
 @pytest.fixture(scope="module")
-def tunings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def tunings(on_zen3: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Of the same two tasks, for one core and for two."""
     folders = {}
     for device, latency_s in (("this-cpu@1", made_up_latency_s), ("this-cpu@2", other_latency_s)):

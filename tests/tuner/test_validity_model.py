@@ -15,7 +15,7 @@ from cdmpp.dataset import Dataset, Record, Split
 from cdmpp.device import get_device
 from cdmpp.errors import DatasetError, FeatureMismatchError, PredictorError, ProfilerError, UnknownDeviceError
 from cdmpp.program.ast import LEAF_FEATURES, CompactAST
-from cdmpp.program.ast_store import save_asts
+from cdmpp.program.ast.store import save_asts
 from cdmpp.program.types import Program, Task
 from cdmpp.tuner.validity import (
     MODEL_FILE,

@@ -19,7 +19,7 @@ from cdmpp.profiler.gpu.measurer import GpuMeasurer
 from cdmpp.profiler.gpu.sampling import GpuConfig
 from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.types import Program, Task
-from tests.profiler.fake_gpu import toy_program
+from tests.samples.gpu import toy_program
 
 pytestmark = pytest.mark.cuda
 CUPY = "cdmpp.profiler.gpu.cupy:CupyGpu"

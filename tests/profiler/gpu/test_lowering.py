@@ -16,7 +16,7 @@ from cdmpp.profiler.gpu.limits import shape_fault
 from cdmpp.profiler.gpu.lowering import CudaLowering
 from cdmpp.profiler.gpu.make import BundleConfig, make_bundle
 from cdmpp.program.space import Rebuilder, TaskSpaces
-from tests.profiler.programs import matmul_task, te_task
+from tests.samples.programs import matmul_task, te_task
 
 TARGET = {
     "kind": "cuda",

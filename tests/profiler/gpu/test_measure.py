@@ -26,7 +26,7 @@ from cdmpp.profiler.gpu.measure import (
     profile_gpu,
 )
 from cdmpp.profiler.gpu.measurer import possible_degree
-from tests.profiler.fake_gpu import QUICK, FakeGpu, toy_bundle, toy_program
+from tests.samples.gpu import QUICK, FakeGpu, toy_bundle, toy_program
 
 
 def config_of(script: dict[str, Any] | None = None, **changes: Any) -> MeasureConfig:
@@ -172,7 +172,7 @@ class Refuse:
         if name.split(".")[0] in "tvm tvm_ffi torch pydantic yaml sklearn scipy safetensors cupy cuda".split():
             raise ImportError(name + " is not for the measuring machine")
 sys.meta_path.insert(0, Refuse())
-import cdmpp.cli_measure
+import cdmpp.cli.measure
 from cdmpp.profiler.gpu.measure import measure
 from tests.profiler.gpu.test_measure import config_of
 if __name__ == "__main__":

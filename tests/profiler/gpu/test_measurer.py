@@ -20,7 +20,7 @@ from cdmpp.profiler.gpu.bundle import Bundle
 from cdmpp.profiler.gpu.compile import find_nvcc
 from cdmpp.profiler.gpu.measurer import GpuMeasurer, gpu_engine
 from cdmpp.profiler.gpu.sampling import GpuConfig
-from tests.profiler.fake_gpu import QUICK, jobs_of, toy_bundle
+from tests.samples.gpu import QUICK, jobs_of, toy_bundle
 
 
 def config_of(script: Mapping[str, Any] | None = None, **arguments: Any) -> GpuConfig:

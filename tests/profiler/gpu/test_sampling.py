@@ -12,7 +12,7 @@ from cdmpp.profiler.gpu.bundle import Bundle
 from cdmpp.profiler.gpu.device import GpuFault
 from cdmpp.profiler.gpu.sampling import GpuConfig, MeasureJob, Running, Sampler
 from cdmpp.profiler.statistics import SamplingPlan
-from tests.profiler.fake_gpu import FakeGpu, no_reference, toy_bundle
+from tests.samples.gpu import FakeGpu, no_reference, toy_bundle
 
 PLAN = SamplingPlan(min_sample_s=0.001, min_samples=4, max_samples=8, target_noise=0.01, max_measure_s=1.0)
 
