@@ -455,7 +455,7 @@ class CpuMeasurer(Measurer):
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def takes(self, building: int) -> bool:
+    def accepts(self, building: int) -> bool:
         if not self._overlap:
             return True
         built = sum(map(len, self._built.values())) + sum(map(len, self._batches))
@@ -509,7 +509,7 @@ class CpuMeasurer(Measurer):
         each = plan.max_wait_s + 2 * plan.max_measure_s + 8 * self.config.run_timeout_s
         return 10.0 + len(batch) * each
 
-    def hear(self, worker: Worker) -> None:
+    def receive(self, worker: Worker) -> None:
         batch, _ = worker.load
         try:
             message: Starting | Measured | BatchDone = worker.connection.recv()

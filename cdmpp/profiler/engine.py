@@ -134,7 +134,7 @@ class Measurer:
             else:
                 worker.close()
 
-    def takes(self, building: int) -> bool:
+    def accepts(self, building: int) -> bool:
         """Whether another job should be drawn while so many are being built."""
         return True
 
@@ -150,7 +150,7 @@ class Measurer:
     def feed(self, coming: Sequence[BuildJob]) -> None:
         """Give work to measuring processes that are idle; `coming` is what is still being built."""
 
-    def hear(self, worker: Worker) -> None:
+    def receive(self, worker: Worker) -> None:
         """Read one message of a measuring process (or find that it died)."""
 
     def overdue(self, worker: Worker) -> None:
@@ -261,7 +261,7 @@ class Engine:
                     time.sleep(_IDLE_S)
                     continue
                 for worker in ready(busy, 0.2):
-                    self._hear(worker)
+                    self._receive(worker)
                 for worker in busy:
                     if worker.overdue():
                         self._overdue(worker)
@@ -272,7 +272,7 @@ class Engine:
     def _draw(self, jobs: Iterator[Any]) -> bool:
         """Keep a few jobs in the queue; False when there are no more."""
         building = sum(w.load is not None for w in self._builders)
-        while len(self._to_build) < 2 * self._count and self.measurer.takes(len(self._to_build) + building):
+        while len(self._to_build) < 2 * self._count and self.measurer.accepts(len(self._to_build) + building):
             try:
                 job = next(jobs)
             except StopIteration:
@@ -294,11 +294,11 @@ class Engine:
                 Outcome(job, built.status, error=built.error, meta=meta, built=built)
             )
 
-    def _hear(self, worker: Worker) -> None:
+    def _receive(self, worker: Worker) -> None:
         if worker not in self._builders:
-            self.measurer.hear(worker)
+            self.measurer.receive(worker)
             return
-        job, built, error = self._to_build.hear(worker)
+        job, built, error = self._to_build.receive(worker)
         if isinstance(built, ProfilerError):
             raise built
         if built is not None:

@@ -29,7 +29,7 @@ ELITE = 6
 
 def network_tasks(
     networks: Sequence[Network | str],
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
     *,
     tasks_of: str | Path | None = None,
     resumed: Path | None = None,
@@ -56,10 +56,10 @@ def network_tasks(
     if stored is not None:
         tasks = [t for t in stored.tasks.values() if names & set(t.networks)]
     else:
-        tasks = extract_tasks(loaded, progress=lambda name, i, n: say(f"importing {name} ({i}/{n})"))
+        tasks = extract_tasks(loaded, progress=lambda name, i, n: notify(f"importing {name} ({i}/{n})"))
     if not tasks:
         raise ProfilerError("no task of these networks")
-    say(f"{len(tasks)} tasks of {len(loaded)} networks")
+    notify(f"{len(tasks)} tasks of {len(loaded)} networks")
     return tasks, {n.name: n.family for n in loaded}
 
 

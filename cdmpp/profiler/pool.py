@@ -120,7 +120,7 @@ class Worker:
 
 
 def ready(workers: list[Worker], timeout_s: float) -> list[Worker]:
-    """The busy workers that have something to say (or are dead), waiting at most `timeout_s`."""
+    """The busy workers that have sent something (or are dead), waiting at most `timeout_s`."""
     busy = {w.connection: w for w in workers if w.load is not None}
     if not busy:
         return []
@@ -128,7 +128,7 @@ def ready(workers: list[Worker], timeout_s: float) -> list[Worker]:
 
 
 def requests(connection: Connection) -> Iterator[Any]:
-    """What a process is asked for, until it is told to end (None) or the other end is closed."""
+    """The requests to a process, until the last (None) or until the other end is closed."""
     while True:
         try:
             request = connection.recv()
@@ -165,7 +165,7 @@ class BuildQueue:
                 if not worker.submit(job, (job, deaths), self._timeout_s, of_cpu_time=True):
                     self._waiting.appendleft((job, deaths))
 
-    def hear(self, worker: Worker) -> tuple[Any, Any, str]:
+    def receive(self, worker: Worker) -> tuple[Any, Any, str]:
         """The job that a process has built, its answer and "".
 
         Of a process that died the answer is None. What it was building waits again the first time; the second time the

@@ -104,10 +104,10 @@ class Session:
         *,
         max_seconds: float | None,
         progress: Callable[[Progress], None] | None,
-        say: Callable[[str], None],
+        notify: Callable[[str], None],
     ) -> None:
         self._dataset, self._device, self._known, self._total = dataset, device, known, total
-        self._max_seconds, self._progress, self._say = max_seconds, progress, say
+        self._max_seconds, self._progress, self._notify = max_seconds, progress, notify
         self._started = time.perf_counter()
         self.name = uuid.uuid4().hex[:12]
         self.new = self.ok = 0
@@ -168,7 +168,7 @@ class Session:
                 self._progress(Progress(count, total, self.new, self.ok, failures, self.elapsed_s))
             if self._max_seconds is not None and self.elapsed_s > self._max_seconds:
                 self.stopped = True
-                self._say(f"stopped after {self._max_seconds:g} s; go on with --resume")
+                self._notify(f"stopped after {self._max_seconds:g} s; go on with --resume")
                 return
 
     def _add(self, outcome: Outcome, meta: Mapping[str, Any]) -> None:
@@ -245,7 +245,7 @@ def profile(
     `resume` was not asked for, or the disk is full; what was measured is kept.
     """
     config = config or ProfileConfig()
-    say = notify or (lambda line: logger.info("%s", line))
+    notify = notify or (lambda line: logger.info("%s", line))
     device = get_device(device) if isinstance(device, str) else device
     threads, path = _threads(device), Path(out)
     if (path / "meta.json").exists() and not (resume or remeasure):
@@ -258,7 +258,7 @@ def profile(
         families = dict(source.network_families)
         plan = replay_plan(source, limit=config.limit, tasks=tasks, seed=config.seed)
     else:
-        chosen, families = network_tasks(networks, say, resumed=path)
+        chosen, families = network_tasks(networks, notify, resumed=path)
         missing = set(tasks or ()) - {task.hash for task in chosen}
         if missing:
             raise ProfilerError(
@@ -293,7 +293,7 @@ def profile(
                 dataset.add_task(task)
             complete = {*dataset.meta.get("complete_networks", []), *families}
             dataset.update_meta(complete_networks=sorted(complete))
-        degree, calibration = _degree(config, device, plan, threads, say)
+        degree, calibration = _degree(config, device, plan, threads, notify)
         groups = core_groups(usable_cores(), threads, degree)
         session = Session(
             dataset,
@@ -302,7 +302,7 @@ def profile(
             lambda: plan.total,
             max_seconds=config.max_seconds,
             progress=progress,
-            say=say,
+            notify=notify,
         )
         settings = {
             **asdict(config),
@@ -338,7 +338,7 @@ def _threads(device: Device) -> int:
 
 
 def _degree(
-    config: ProfileConfig, device: Device, plan: Plan, threads: int, say: Callable[[str], None]
+    config: ProfileConfig, device: Device, plan: Plan, threads: int, notify: Callable[[str], None]
 ) -> tuple[int, Calibration | None]:
     """Measuring processes at the same time: as asked for, or calibrated."""
     cores = usable_cores()
@@ -348,7 +348,7 @@ def _degree(
     if most <= 1:
         return 1, None
     jobs, sentinel = plan.calibration_jobs(config.calibration_programs), sentinel_job()
-    say(f"calibrating the degree of parallelism on {len(jobs)} programs")
+    notify(f"calibrating the degree of parallelism on {len(jobs)} programs")
 
     def measure(degree: int | None) -> Labels:
         groups, alone = core_groups(cores, threads, degree or 1), degree is None
@@ -361,7 +361,7 @@ def _degree(
 
     calibration = calibrate(measure, halved(most), config.tolerance, accept)
     for result in calibration.results:
-        say(str(result))
+        notify(str(result))
     if not calibration.results[-1].accepted:
         logger.warning("labels taken while other programs build differ from labels taken alone")
     return calibration.degree, calibration

@@ -50,27 +50,18 @@ class Launch(KernelShape):
 
 @dataclass(frozen=True)
 class CudaProgram:
-    """CUDA C++ of a scheduled program and how to run it: what a machine without TVM needs.
+    """CUDA C++ of a scheduled program and how to run it: what a machine without TVM needs."""
 
-    Attributes
-    ----------
-    source
-        Compiles by itself with nvcc and with NVRTC.
-    outputs
-        Which parameters it writes.
-    workspaces
-        Further global buffers, from kernel to kernel.
-    launches
-        In order; one run of the program is all of them.
-    async_copies
-        Whether a kernel copies to shared memory asynchronously (``cp.async``, since sm_80).
-    """
-
+    #: Compiles by itself with nvcc and with NVRTC.
     source: str = field(repr=False)
     params: tuple[ArgSpec, ...]
+    #: Which parameters it writes.
     outputs: tuple[int, ...]
+    #: Further global buffers, from kernel to kernel.
     workspaces: tuple[ArgSpec, ...]
+    #: In order; one run of the program is all of them.
     launches: tuple[Launch, ...]
+    #: Whether a kernel copies to shared memory asynchronously (``cp.async``, since sm_80).
     async_copies: bool = False
 
     @property
@@ -97,61 +88,40 @@ def _tuples(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class BundledProgram(Built):
-    """A program (its hash) with its code, or the reason why there is none.
-
-    Attributes
-    ----------
-    cuda
-        Source and launches; None where it could not be lowered.
-    cubin
-        Machine code for the bundle's architecture; b"" where only the source is kept.
-    resources
-        Kernel -> what ptxas says of it (registers, spills, shared memory, stack).
-    """
+    """A program (its hash) with its code, or the reason why there is none."""
 
     program: str
+    #: Source and launches; None where it could not be lowered.
     cuda: CudaProgram | None = None
+    #: Machine code for the bundle's architecture; b"" where only the source is kept.
     cubin: bytes = field(default=b"", repr=False)
+    #: Kernel -> what ptxas says of it (registers, spills, shared memory, stack).
     resources: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What a task computes for inputs of a seed (see :func:`cdmpp.profiler.gpu.check.reference_inputs`).
-
-    Attributes
-    ----------
-    outputs
-        Output parameter -> float32 values at evenly spaced positions of the flattened output.
-    means
-        Output parameter -> mean of all absolute values.
-    """
+    """What a task computes for inputs of a seed (see :func:`cdmpp.profiler.gpu.check.reference_inputs`)."""
 
     task: str
     seed: int
+    #: Output parameter -> float32 values at evenly spaced positions of the flattened output.
     outputs: Mapping[int, NDArray[np.float32]]
+    #: Output parameter -> mean of all absolute values.
     means: Mapping[int, float]
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """What a bundle holds.
+    """What a bundle holds: tasks, spaces and programs by hash, references by the task's."""
 
-    Attributes
-    ----------
-    note
-        ``device`` (name), ``arch``, ``compiler``, ``devices`` (name -> specification, of the shares too),
-        ``network_families``, ``versions``, ``config``.
-    tasks, spaces, programs, references
-        By hash (references by task).
-    kernels
-        In the order in which they are to be measured: those of one task together.
-    """
-
+    #: ``device`` (name), ``arch``, ``compiler``, ``devices`` (name -> specification, of the shares too),
+    #: ``network_families``, ``versions``, ``config``.
     note: Mapping[str, Any]
     tasks: Mapping[str, Task]
     spaces: Mapping[str, Space]
     programs: Mapping[str, Program]
+    #: In the order in which they are to be measured: those of one task together.
     kernels: Sequence[BundledProgram]
     references: Mapping[str, Reference]
 

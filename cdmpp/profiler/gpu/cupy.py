@@ -234,18 +234,18 @@ class CupyGpu:
         if lane in loaded.arguments:
             return
         offsets: dict[str, int] = {}
-        places: list[tuple[str, int]] = []
+        slices: list[tuple[str, int]] = []
         bound = index_bound(loaded.cuda.params)
         for number, spec in enumerate(loaded.cuda.buffers):
             written = number in loaded.cuda.outputs or number >= len(loaded.cuda.params)
             kind = _SCRATCH if written else _kind(spec, bound)
-            places.append((kind, offsets.get(kind, 0)))
+            slices.append((kind, offsets.get(kind, 0)))
             offsets[kind] = offsets.get(kind, 0) + -(-argument_bytes(spec) // _ALIGNMENT) * _ALIGNMENT
         for kind, size in offsets.items():
             self._grow(lane, kind, size)
         arrays = [
             self._arenas[lane, kind][offset : offset + max(1, argument_bytes(spec))]
-            for spec, (kind, offset) in zip(loaded.cuda.buffers, places, strict=True)
+            for spec, (kind, offset) in zip(loaded.cuda.buffers, slices, strict=True)
         ]
         loaded.arguments[lane] = [tuple(arrays[n] for n in launch.buffers) for launch in loaded.cuda.launches]
 
@@ -321,7 +321,7 @@ def _kind(spec: ArgSpec, bound: int) -> str:
 
 @dataclass(frozen=True)
 class _Foreign:
-    """A stream that somebody else made, as cupy takes it."""
+    """A stream that was not made by cupy, as cupy takes it."""
 
     address: int
 

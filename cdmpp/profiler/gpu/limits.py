@@ -17,34 +17,22 @@ from cdmpp.profiler.gpu.compile import KernelResources
 
 @dataclass(frozen=True)
 class ArchLimits:
-    """Limits of one compute capability.
+    """Limits of one compute capability; registers have 32 bits."""
 
-    Attributes
-    ----------
-    threads_per_block, block_z
-        Of one block; its first two extents may be as large as the whole.
-    shared_static_bytes
-        Shared memory that a kernel may declare.
-    shared_optin_bytes
-        Shared memory of a block that a kernel may ask for when it is launched (dynamic, opted in).
-    registers_per_block, registers_per_thread
-        32-bit registers.
-    threads_per_sm, blocks_per_sm, shared_per_sm_bytes, registers_per_sm
-        Of one multiprocessor, for the occupancy.
-    async_copies
-        Whether it has ``cp.async``.
-    """
-
+    #: Of one block; its first two extents may be as large as the whole.
     threads_per_block: int = 1024
     block_z: int = 64
+    #: Shared memory that a kernel may declare, and that it may ask for when it is launched (dynamic, opted in).
     shared_static_bytes: int = 49152
     shared_optin_bytes: int = 49152
     registers_per_block: int = 65536
     registers_per_thread: int = 255
+    #: Of one multiprocessor, for the occupancy.
     threads_per_sm: int = 2048
     blocks_per_sm: int = 32
     shared_per_sm_bytes: int = 49152
     registers_per_sm: int = 65536
+    #: Whether it has ``cp.async``.
     async_copies: bool = True
 
 

@@ -224,7 +224,7 @@ def make_bundle(
     is half made and `resume` was not asked for.
     """
     config = config or BundleConfig()
-    say = notify or (lambda line: logger.info("%s", line))
+    notify = notify or (lambda line: logger.info("%s", line))
     device = get_device(device) if isinstance(device, str) else device
     arch = cuda_arch(device)
     if not (config.cubins or config.sources):
@@ -236,7 +236,7 @@ def make_bundle(
         raise BundleError(f"{out} exists: choose another file")
     if unfinished.exists() and not resume:
         raise BundleError(f"{out} is half made: go on with --resume, or remove {unfinished}")
-    tasks, families = network_tasks(networks, say, tasks_of=tasks_of)
+    tasks, families = network_tasks(networks, notify, tasks_of=tasks_of)
     parents = {} if mutants_of is None else _fastest(mutants_of, device.base)
     if mutants_of is not None:
         tasks = [t for t in tasks if t.hash in parents]

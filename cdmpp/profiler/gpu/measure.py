@@ -103,7 +103,7 @@ def measure(
         `out` holds records of this device and `resume` was not asked for, or of another; the disk is full.
     """
     config = config or MeasureConfig()
-    say = notify or (lambda line: logger.info("%s", line))
+    notify = notify or (lambda line: logger.info("%s", line))
     content = bundle if isinstance(bundle, Bundle) else read_bundle(bundle)
     target_device, path = device_of(content, device), Path(out)
     name = target_device.name
@@ -118,9 +118,9 @@ def measure(
             measurer = engine.measurer
             assert isinstance(measurer, GpuMeasurer)
             facts = measurer.facts
-            say(f"{facts.name}: {facts.share_sms} of {facts.sms} multiprocessors, {facts.lanes} lanes")
+            notify(f"{facts.name}: {facts.share_sms} of {facts.sms} multiprocessors, {facts.lanes} lanes")
             todo = [k for k in kernels if k.program not in known]
-            degrees, results = _degrees(content, todo, engine, facts, config, say)
+            degrees, results = _degrees(content, todo, engine, facts, config, notify)
             session = Session(
                 dataset,
                 name,
@@ -128,7 +128,7 @@ def measure(
                 lambda: len(kernels),
                 max_seconds=config.max_seconds,
                 progress=progress,
-                say=say,
+                notify=notify,
             )
             # Partitions come in units: the count of the table is what was asked for, this is what there was.
             dataset.set_device(replace(target_device, cores_used=facts.share_sms))
@@ -153,7 +153,7 @@ def measure(
             session.take(engine.run(_jobs(content, todo, degrees, facts, config)), meta, count)
             best = [] if session.stopped else _best(dataset, content, kernels, config)
             if best:
-                say(f"measuring the {len(best)} best programs of their tasks again, alone")
+                notify(f"measuring the {len(best)} best programs of their tasks again, alone")
                 session.take(engine.run(iter(best)), {**meta, "alone": True}, count)
         labels_per_s = session.ok / max(session.elapsed_s, 1e-9)
         return MeasureReport(
@@ -239,7 +239,7 @@ def _degrees(
     engine: Engine,
     facts: GpuFacts,
     config: MeasureConfig,
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> tuple[dict[int, int], list[dict[str, Any]]]:
     """Degree by group of programs: as asked for, or calibrated on a sample of each; and what it was chosen by."""
     groups: dict[int, list[BundledProgram]] = defaultdict(list)
@@ -265,7 +265,7 @@ def _degrees(
         calibration = calibrate(labels, candidates, config.tolerance, _accept)
         degrees[group], alone = calibration.degree, calibration.alone_again
         for result in calibration.results:
-            say(f"programs of which {group} fit: {result}")
+            notify(f"programs of which {group} fit: {result}")
             differences = {"group": group, "alone_again": alone.median_difference}
             results.append({**differences, "labels_per_s_alone": alone.labels_per_s, **asdict(result)})
     return degrees, results

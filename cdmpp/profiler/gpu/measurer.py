@@ -98,7 +98,7 @@ class GpuMeasurer(Measurer):
             self._gpu.replace()
         raise ProfilerError("the GPU does not answer: it is lost, or its driver hangs")
 
-    def takes(self, building: int) -> bool:
+    def accepts(self, building: int) -> bool:
         if self.config.overlap:
             return len(self._to_measure) < self.config.window
         return not (building or self._to_measure or self._in_flight or self.outcomes)
@@ -139,7 +139,7 @@ class GpuMeasurer(Measurer):
         samples_s = self.facts.lanes * max(config.plan.max_measure_s, 2 * config.run_timeout_s)
         return config.hang_s + 2 * config.run_timeout_s + samples_s
 
-    def hear(self, worker: Worker) -> None:
+    def receive(self, worker: Worker) -> None:
         try:
             message = self._gpu.connection.recv()
         except (EOFError, ConnectionResetError):
