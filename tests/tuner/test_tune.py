@@ -130,7 +130,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "no duration" in error_of("--trials", "8", "--budget", "soon")
     assert "must be above 0" in error_of("--trials", "0")
     assert "99 shards of" in error_of("--trials", "9", "--shards", "99")
-    assert "got 'many'" in error_of("--trials", "9", "--shards", "many")
+    assert "not 'many'" in error_of("--trials", "9", "--shards", "many")
     assert "give the share once" in error_of("--trials", "9", "--share", "2")
     assert "cost_model cdmpp, not random" in error_of("--trials", "9", "--cost-model", "random", "--resume")
     assert "no folder of earlier records" in error_of(
