@@ -20,7 +20,6 @@ IN_CIRCLES = {
     "cdmpp.predictor": (
         "data", "instruction_time", "predictor", "predictor_store", "roofline", "scaling", "scoring", "uncertainty",
     ),
-    "cdmpp.profiler": ("validity", "validity_run"),
     "cdmpp.program": ("generators", "types"),
     "cdmpp.tuner": (
         "gpu", "prepare", "shard_learning", "shard_members", "shard_messages", "shard_worker", "sharding", "shards", "tuning",
