@@ -63,8 +63,7 @@ class Case:
 
 def measure(case: Case, device: Device, realtime: bool) -> dict[str, Any]:
     """What was measured of the variants of a network."""
-    from cdmpp.profiler.calibration import core_groups
-    from cdmpp.profiler.machine import usable_cores
+    from cdmpp.profiler.machine import core_groups, usable_cores
     from cdmpp.program.tvm_env import import_tvm
     from cdmpp.tuner.deployment import apply_database, measure_network
     from cdmpp.tuner.store import json_database

@@ -31,7 +31,7 @@ is_done() { [ -e "$out/$1.done" ]; }
 mark() { date -u +%FT%TZ > "$out/$1.done"; }
 
 unit() {
-  timeout "$STEP_SECONDS" "$PYTHON" -m pytest -m cuda -p no:cacheprovider tests/profiler/test_cuda_device.py \
+  timeout "$STEP_SECONDS" "$PYTHON" -m pytest -m cuda -p no:cacheprovider tests/profiler/gpu/test_cupy.py \
     2>&1 | tee "$out/unit.txt"
   mark unit
 }
@@ -53,7 +53,7 @@ throughput() { # number, part
 }
 
 device_of_bundle() {
-  "$PYTHON" -c "import sys; from cdmpp.profiler.bundle import read_bundle as r; print(r(sys.argv[1]).device)" "$bundle"
+  "$PYTHON" -c "import sys; from cdmpp.profiler.gpu.bundle import read_bundle as r; print(r(sys.argv[1]).device)" "$bundle"
 }
 
 collect() { # share
@@ -86,7 +86,7 @@ finish() { # folder, limit, step
   if "$PYTHON" - "$bundle" "$out/$1" "$2" <<'PY'
 import sys
 from cdmpp.dataset import Dataset
-from cdmpp.profiler.bundle import read_bundle
+from cdmpp.profiler.gpu.bundle import read_bundle
 bundle, folder, limit = read_bundle(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 wanted = min(len(bundle.kernels), limit or len(bundle.kernels))
 have = Dataset.open(folder).records["program"].nunique()

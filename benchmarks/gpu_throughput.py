@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ import numpy as np
 from common import Figure, arguments, figure, provenance, report, start
 
 from cdmpp.dataset import Dataset
-from cdmpp.profiler.bundle import Bundle, read_bundle
-from cdmpp.profiler.cuda_calibration import spearman
-from cdmpp.profiler.cuda_measure import MeasureConfig, measure
+from cdmpp.profiler.calibration import spearman
+from cdmpp.profiler.gpu.bundle import Bundle, read_bundle
+from cdmpp.profiler.gpu.measure import MeasureConfig, measure
 
 PARTS = ("alone", "alone_again", "together")
 
@@ -41,8 +41,8 @@ def take(bundle: Bundle, part: str, out: Path, config: MeasureConfig) -> dict[st
         value = {
             "labels_per_s": done.labels_per_s,
             "degrees": {str(group): degree for group, degree in done.degrees.items()},
-            "calibration": [result.to_json() for result in done.calibration],
-            "gpu": done.facts.to_json(),
+            "calibration": done.calibration,
+            "gpu": asdict(done.facts),
         }
         note.write_text(json.dumps(value))
     result: dict[str, Any] = json.loads(note.read_text())
@@ -79,7 +79,7 @@ def main() -> None:
     config = MeasureConfig(
         from_source=True,
         limit=args.programs,
-        compilers=args.compilers,
+        builders=args.compilers,
         best_per_task=0,
         check_per_task=0,
         seed=args.seed,

@@ -27,7 +27,7 @@ from common import Figure, arguments, provenance, ratio_figure, report, start
 
 if TYPE_CHECKING:
     from cdmpp.predictor import Predictor
-    from cdmpp.profiler.build import BuildJob
+    from cdmpp.profiler.engine import BuildJob
 
 NETWORKS = (
     "resnet18", "mobilenet_v3", "bert_tiny", "gpt2", "lstm", "unet", "shufflenet_v2", "mlp_mixer", "densenet121",
@@ -40,7 +40,7 @@ DEVICE = "this-cpu@1"
 def draw(networks: Sequence[str], count: int, seed: int, deadline: float = math.inf) -> list[BuildJob]:
     """Up to `count` random programs, those of a task together: as many of each as its spaces give until the monotonic time."""
     from cdmpp.errors import ProgramError
-    from cdmpp.profiler.build import BuildJob
+    from cdmpp.profiler.engine import BuildJob
     from cdmpp.program.space import TaskSpaces
     from cdmpp.program.tasks import extract_tasks
 

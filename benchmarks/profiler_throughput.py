@@ -24,11 +24,9 @@ from common import arguments, figure, provenance, ratio_figure, report, start
 from prediction_speed import draw, rebuilt
 
 from cdmpp.device import get_device
-from cdmpp.profiler.build import BuildJob
-from cdmpp.profiler.calibration import core_groups
-from cdmpp.profiler.engine import CpuEngine, EngineConfig
-from cdmpp.profiler.machine import usable_cores
-from cdmpp.profiler.reference import reference_job
+from cdmpp.profiler.cpu import CpuConfig, cpu_engine, sentinel_job
+from cdmpp.profiler.engine import BuildJob, Engine
+from cdmpp.profiler.machine import core_groups, usable_cores
 from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.tvm_env import import_tvm
 
@@ -36,7 +34,7 @@ NETWORKS = ("bert_tiny", "resnet18", "mobilenet_v2", "mlp_mixer")
 BATCH = 64  # MetaSchedule's default for one round of measurements
 
 
-def ours(engine: CpuEngine, jobs: Sequence[BuildJob]) -> tuple[dict[str, float], float]:
+def ours(engine: Engine, jobs: Sequence[BuildJob]) -> tuple[dict[str, float], float]:
     started = time.perf_counter()
     labels = {
         o.job.program.hash: o.latency_s
@@ -113,19 +111,13 @@ def main() -> None:
     # the same samples for both: as many, and as long
     plan = SamplingPlan(min_samples=8, max_samples=8, target_noise=1.0)
     jobs = draw(args.networks, args.programs, args.seed)
-    config = EngineConfig(
-        target=dict(device.target),
-        core_groups=core_groups(cores, 1, len(cores)),
-        builders=len(cores),
-        plan=plan,
-        build_timeout_s=30.0,
-        run_timeout_s=30.0,
-    )
+    config = CpuConfig(plan=plan, build_timeout_s=30.0, run_timeout_s=30.0)
+    groups = core_groups(cores, 1, len(cores))
     theirs = MetaSchedule(dict(device.target), plan, timeout_s=30.0)
     sides = ("ours", "metaschedule")
     labels: dict[tuple[str, int], dict[str, float]] = {(side, r): {} for side in sides for r in (0, 1)}
     rates: dict[str, list[float]] = {side: [] for side in sides}
-    with CpuEngine(config, reference_job()) as engine:
+    with cpu_engine(config, device.target, groups, sentinel_job()) as engine:
         ours(engine, jobs[:4])  # processes are up and warm
         for repeat in (0, 1):
             for begin in range(0, len(jobs), args.chunk):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cdmpp.device import Device, get_device
     from cdmpp.predictor import Predictor, evaluate, train
     from cdmpp.predictor.predictor import predict
-    from cdmpp.profiler.profile import ProfileConfig, profile
+    from cdmpp.profiler.session import ProfileConfig, profile
     from cdmpp.program.ast import CompactAST, compact_ast
     from cdmpp.program.network import Network, load_network
     from cdmpp.program.space import sample_programs
@@ -31,7 +31,7 @@ _HOME = {
     "Device": "cdmpp.device",
     "Network": "cdmpp.program.network",
     "Predictor": "cdmpp.predictor",
-    "ProfileConfig": "cdmpp.profiler.profile",
+    "ProfileConfig": "cdmpp.profiler.session",
     "Program": "cdmpp.program.types",
     "Record": "cdmpp.dataset",
     "Space": "cdmpp.program.types",
@@ -44,7 +44,7 @@ _HOME = {
     "load_datasets": "cdmpp.dataset",
     "load_network": "cdmpp.program.network",
     "predict": "cdmpp.predictor.predictor",
-    "profile": "cdmpp.profiler.profile",
+    "profile": "cdmpp.profiler.session",
     "sample_programs": "cdmpp.program.space",
     "train": "cdmpp.predictor",
 }

@@ -75,7 +75,7 @@ def trained(data: TrainingData, tmp_path_factory: pytest.TempPathFactory) -> Tra
 @pytest.fixture(scope="session")
 def mlp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A profiled MLP, finalized; not to be written to. For modules on the ``real_machine``."""
-    from cdmpp.profiler.profile import profile
+    from cdmpp.profiler.session import profile
     from tests.samples.programs import QUICK_PROFILE
 
     out = tmp_path_factory.mktemp("mlp") / "data"

@@ -33,7 +33,7 @@ from cdmpp.predictor import (
 )
 from cdmpp.predictor.baselines import XGBoostModel, evaluate_models
 from cdmpp.profiler.machine import usable_cores
-from cdmpp.profiler.profile import ProfileConfig, profile
+from cdmpp.profiler.session import ProfileConfig, profile
 from cdmpp.program.network import Network
 from cdmpp.report.html import write_report
 
@@ -149,7 +149,7 @@ def _measure(
         A task does not run without a schedule.
     """
     folder, objects = out / "measured", str(out / "objects")
-    config = ProfileConfig(programs_per_task, workers=1, object_cache=objects)
+    config = ProfileConfig(programs_per_task=programs_per_task, workers=1, object_cache=objects)
     for step in (replace(config, unscheduled=True), config):
         with Bar(errors, "measuring") as bar:
             say, update = bar.say if step.unscheduled else None, bar.follow

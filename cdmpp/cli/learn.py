@@ -80,7 +80,7 @@ def _finetune(args: Namespace, console: Console, errors: Console) -> Any:
     """
     from cdmpp.cli.render import Bar, say, show_metrics
     from cdmpp.predictor import Predictor, evaluate, finetune, load_config
-    from cdmpp.profiler.profile import read_task_file
+    from cdmpp.profiler.session import read_task_file
 
     tasks = args.tasks
     if tasks is not None:

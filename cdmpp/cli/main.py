@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cdmpp import cli_validity, cli_validity_train
 from cdmpp.cli import data, learn, measure, tune, use
 from cdmpp.cli.options import Parser, Verbs
 from cdmpp.errors import CdmppError
@@ -27,11 +26,6 @@ GROUPS: dict[str, Verbs] = {
     "learn: make predictors of data": learn.VERBS,
     "data: see what there is": data.VERBS,
 }
-tune.VERBS["validity-data"] = cli_validity.add_validity_arguments, cli_validity.run_validity
-tune.VERBS["validity-train"] = (
-    cli_validity_train.add_validity_train_arguments,
-    cli_validity_train.run_validity_train,
-)
 
 _START = """new here?  cdmpp demo                                measures, predicts and compares, in minutes
            cdmpp latency resnet18 --device h200,t4   predicts for devices that are not here

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.cli.options import (
@@ -20,14 +20,14 @@ from cdmpp.errors import ProfilerError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from cdmpp.profiler.cuda_measure import MeasureReport
+    from cdmpp.profiler.gpu.measure import MeasureReport
 
 #: Options of ``cdmpp profile`` that a GPU has not.
 _OF_CPUS = ("tasks", "programs_of", "remeasure", "unscheduled", "object_cache")
 
 
 def _add_profile(sub: Parser) -> None:
-    from cdmpp.profiler.profile import ProfileConfig
+    from cdmpp.profiler.session import ProfileConfig
 
     sub.add_argument("networks", nargs="*", metavar="NETWORK", help=NETWORKS)
     add(sub, "device", default="this-cpu@1")
@@ -49,7 +49,7 @@ def _profile(args: Namespace, console: Console, errors: Console) -> Any:
     """
     from cdmpp.cli.render import Bar, counts_text, say
     from cdmpp.device import get_device
-    from cdmpp.profiler.profile import ProfileConfig, profile, read_task_file
+    from cdmpp.profiler.session import ProfileConfig, profile, read_task_file
 
     networks = networks_of(args.networks)
     if bool(networks) == bool(args.programs_of):
@@ -77,14 +77,13 @@ def _profile(args: Namespace, console: Console, errors: Console) -> Any:
         f"({report.new / max(report.elapsed_s, 1e-9):.1f}/s, degree {report.workers}); "
         f"failures: {counts_text(report.failures)}",
     )
-    return _json(report)
+    return asdict(report)
 
 
 def _profile_gpu(networks: list[str], args: Namespace, console: Console, errors: Console) -> Any:
     from cdmpp.cli.render import Bar
-    from cdmpp.profiler.bundle_make import BundleConfig
-    from cdmpp.profiler.cuda_measure import MeasureConfig
-    from cdmpp.profiler.profile_gpu import profile_gpu
+    from cdmpp.profiler.gpu.make import BundleConfig
+    from cdmpp.profiler.gpu.measure import MeasureConfig, profile_gpu
 
     for option in _OF_CPUS:
         if getattr(args, option):
@@ -102,11 +101,11 @@ def _profile_gpu(networks: list[str], args: Namespace, console: Console, errors:
             progress=bar.follow,
             notify=bar.say,
         )
-    return _shown(report.measured, console)
+    return _shown(report, console)
 
 
 def _add_bundle(sub: Parser) -> None:
-    from cdmpp.profiler.bundle_make import BundleConfig
+    from cdmpp.profiler.gpu.make import BundleConfig
 
     sub.add_argument("networks", nargs="+", metavar="NETWORK", help=NETWORKS)
     add(sub, "device", required=True, help="a CUDA device, such as h200")
@@ -127,7 +126,7 @@ def _bundle(args: Namespace, console: Console, errors: Console) -> Any:
     cdmpp bundle zoo --device t4 --programs-per-task 4 --out t4.bundle --resume
     """
     from cdmpp.cli.render import Bar, counts_text, say
-    from cdmpp.profiler.bundle_make import BundleConfig, make_bundle
+    from cdmpp.profiler.gpu.make import BundleConfig, make_bundle
 
     with Bar(errors, "compiling") as bar:
         report = make_bundle(
@@ -138,7 +137,7 @@ def _bundle(args: Namespace, console: Console, errors: Console) -> Any:
             tasks_of=args.tasks_of,
             mutants_of=args.mutants_of,
             resume=args.resume,
-            progress=lambda state: bar.update(state.done, state.total, counts_text(state.statuses)),
+            progress=bar.follow,
             notify=bar.say,
         )
     say(
@@ -146,11 +145,11 @@ def _bundle(args: Namespace, console: Console, errors: Console) -> Any:
         f"{report.path}: {counts_text(report.statuses)} of {report.tasks} tasks for {report.device} by "
         f"{report.compiler}; {report.references} references; {report.bytes / 1e6:.1f} MB",
     )
-    return _json(report)
+    return asdict(report)
 
 
 def _add_measure(sub: Parser) -> None:
-    from cdmpp.profiler.cuda_measure import MeasureConfig
+    from cdmpp.profiler.gpu.measure import MeasureConfig
 
     sub.add_argument("bundle", metavar="FILE", help="what cdmpp bundle wrote")
     add(sub, "device", help="the bundle's device (default), or a share of it, such as h200@0.5")
@@ -172,7 +171,7 @@ def _measure(args: Namespace, console: Console, errors: Console) -> Any:
     cdmpp measure h200.bundle --device h200@0.5 --out runs/half --budget 10m
     """
     from cdmpp.cli.render import Bar
-    from cdmpp.profiler.cuda_measure import MeasureConfig, measure
+    from cdmpp.profiler.gpu.measure import MeasureConfig, measure
 
     with Bar(errors, "measuring") as bar:
         report = measure(
@@ -197,19 +196,8 @@ def _shown(report: MeasureReport, console: Console) -> Any:
         f"({report.labels_per_s:.1f}/s), {report.checked} outputs checked, {report.restarts} restarts; "
         f"failures: {counts_text(report.failures)}",
     )
-    values = _json(report)
+    values = asdict(report)
     return {**values, "gpu": values.pop("facts")}
-
-
-def _json(report: Any) -> dict[str, Any]:
-    """The fields of a report as JSON values."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return [plain(item) for item in value]
-        return value.to_json() if hasattr(value, "to_json") else value
-
-    return {field.name: plain(getattr(report, field.name)) for field in fields(report)}
 
 
 VERBS: Verbs = {

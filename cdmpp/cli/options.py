@@ -90,9 +90,6 @@ OPTIONS = {
     "workers": Option("programs measured side by side, each on cores or SMs of its own", "N"),
     "degree": Option("programs measured side by side", name="--workers", aliases=("--degree",)),
     "builders": Option("building processes (default: one a core)", "N", aliases=("--compilers",)),
-    "compilers": Option(
-        "building processes (default: one a core)", "N", "--builders", aliases=("--compilers",)
-    ),
     "build_timeout_s": Option("CPU seconds for one program", "S"),
     "run_timeout_s": Option("seconds for one run", "S"),
     "task_seconds": Option("seconds spent on one task", "S"),

@@ -203,7 +203,7 @@ def ast_features(asts: Sequence[CompactAST]) -> NDArray[np.float64]:
 def write_task_file(path: str | Path, selection: TaskSelection, **notes: Any) -> None:
     """Write the file that ``cdmpp profile --tasks`` takes: what is *wanted*, how it was chosen, and notes.
 
-    ``cdmpp.profiler.profile.read_task_file`` reads the tasks back.
+    ``cdmpp.profiler.session.read_task_file`` reads the tasks back.
     """
     value = {**selection.to_json(), "tasks": list(selection.wanted), **notes}
     path = Path(path)

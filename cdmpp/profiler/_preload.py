@@ -17,6 +17,5 @@ with contextlib.suppress(CdmppError):  # a machine with the GPU need not have TV
     import_tvm()
 del sys.modules["torch"]
 
-import cdmpp.profiler.build
-import cdmpp.profiler.cpu_runner
+import cdmpp.profiler.cpu
 import cdmpp.program.space  # noqa: F401

@@ -1,23 +1,22 @@
-"""Finding the degree of parallelism: as many measuring processes as leave the labels as they are.
+"""Finding the degree of parallelism: as many programs measured at the same time as leave the labels as they are.
 
-The yardstick is the same sample of programs measured with nothing else running. DOPpler finds its degree by
-the same comparison.
+The yardstick is the same sample of programs measured with nothing else running. DOPpler finds its degree by the same
+comparison.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from cdmpp.errors import ProfilerError
-from cdmpp.profiler.build import BuildJob
-from cdmpp.profiler.engine import CpuEngine, EngineConfig
+from cdmpp.profiler.engine import Outcome
 
-logger = logging.getLogger(__name__)
+#: Latency in seconds by program, and labels per second.
+Labels = tuple[dict[str, float], float]
 
 
 @dataclass(frozen=True)
@@ -25,16 +24,28 @@ class DegreeResult:
     """How labels taken at one degree compare with labels taken alone.
 
     ``median_difference`` and ``mean_difference`` are of |together / alone - 1|, ``bias`` is the median of
-    together / alone - 1; ``labels_per_s`` is the rate at that degree, building included.
+    together / alone - 1; None if no program has both. ``spearman`` is None for fewer than three programs.
     """
 
     degree: int
     n: int
-    median_difference: float
-    mean_difference: float
-    bias: float
+    median_difference: float | None
+    mean_difference: float | None
+    bias: float | None
+    spearman: float | None
     labels_per_s: float
-    accepted: bool
+    accepted: bool = False
+
+    def __str__(self) -> str:
+        def percent(value: float | None) -> str:
+            return "-" if value is None else f"{100 * value:.1f} %"
+
+        rank = "" if self.spearman is None else f", Spearman {self.spearman:.3f}"
+        return (
+            f"degree {self.degree}: labels differ from those taken alone by {percent(self.median_difference)} in the "
+            f"median, {percent(self.mean_difference)} in the mean{rank}, {self.labels_per_s:.1f} labels/s: "
+            + ("accepted" if self.accepted else "refused")
+        )
 
 
 @dataclass(frozen=True)
@@ -49,96 +60,75 @@ class Calibration:
     alone_again: DegreeResult
     results: tuple[DegreeResult, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        return asdict(self)
 
-
-def core_groups(cores: Sequence[int], threads: int, degree: int) -> tuple[tuple[int, ...], ...]:
-    """Disjoint groups of `threads` cores, one for each of `degree` measuring processes.
-
-    Raises
-    ------
-    ProfilerError
-        There are not enough cores.
-    """
-    if degree < 1 or degree * threads > len(cores):
-        raise ProfilerError(
-            f"{degree} measuring processes of {threads} cores need {max(1, degree) * threads}, "
-            f"this process may use {len(cores)}"
-        )
-    # From the top: the operating system prefers the first core for its own work.
-    chosen = list(cores)[::-1]
-    return tuple(tuple(sorted(chosen[i * threads : (i + 1) * threads])) for i in range(degree))
-
-
-def _labels(
-    config: EngineConfig, reference: BuildJob, jobs: Sequence[BuildJob]
-) -> tuple[dict[str, float], float]:
-    import time
-
-    with CpuEngine(config, reference) as engine:
-        started = time.perf_counter()
-        labels = {
-            o.job.program.hash: o.latency_s
-            for o in engine.run(iter(jobs))
-            if o.status == "ok" and o.latency_s
-        }
-        return labels, len(labels) / (time.perf_counter() - started)
-
-
-def _compare(
-    degree: int, alone: dict[str, float], other: dict[str, float], rate: float, tolerance: float
-) -> DegreeResult:
-    common = sorted(set(alone) & set(other))
-    if not common:
-        return DegreeResult(degree, 0, float("nan"), float("nan"), float("nan"), rate, False)
-    ratio = np.array([other[h] / alone[h] for h in common]) - 1
-    difference = np.abs(ratio)
-    median, mean = float(np.median(difference)), float(difference.mean())
-    # The mean is allowed twice the tolerance: a few programs that live on memory bandwidth show in it.
-    accepted = median <= tolerance and mean <= 2 * tolerance
-    return DegreeResult(degree, len(common), median, mean, float(np.median(ratio)), rate, accepted)
+def timed_labels(outcomes: Iterable[Outcome]) -> Labels:
+    """The labels of a run of an engine, and their rate."""
+    started = time.perf_counter()
+    labels = {o.job.program.hash: o.latency_s for o in outcomes if o.latency_s is not None}
+    return labels, len(labels) / max(time.perf_counter() - started, 1e-9)
 
 
 def calibrate(
-    config: EngineConfig,
-    jobs: Sequence[BuildJob],
-    reference: BuildJob,
-    *,
-    cores: Sequence[int],
-    threads: int,
-    tolerance: float = 0.02,
+    measure: Callable[[int | None], Labels],
+    degrees: Sequence[int],
+    tolerance: float,
+    accept: Callable[[DegreeResult, float], bool],
 ) -> Calibration:
-    """Measure `jobs` alone (twice) and together at falling degrees; the highest accepted degree wins.
+    """Measure the same programs alone, twice, and together at falling degrees; the first accepted degree wins, else 1.
 
-    Degree 1 is taken where none is accepted, with a warning.
-
-    Raises
-    ------
-    ProfilerError
-        Not one of the jobs could be measured alone.
+    `measure` takes the labels at a degree (None for alone). A median difference up to `tolerance` is accepted if `accept` is
+    content with the result, given the labels per second alone. ProfilerError if no program could be measured alone.
     """
-    single = replace(config, core_groups=core_groups(cores, threads, 1), overlap=False)
-    alone, rate = _labels(single, reference, jobs)
-    if not alone:
+    first, _ = measure(None)
+    again, rate_alone = measure(None)
+    if not first:
         raise ProfilerError("not one program of the calibration sample could be measured")
-    again, rate = _labels(single, reference, jobs)
-    alone_again = _compare(1, alone, again, rate, tolerance)
     # The better of two runs alone is the truth to compare with.
-    alone = {h: min(v, again.get(h, v)) for h, v in alone.items()}
+    alone = {program: min(value, again.get(program, value)) for program, value in first.items()}
     results: list[DegreeResult] = []
-    degree = max(1, len(cores) // threads)
-    while True:
-        together = replace(config, core_groups=core_groups(cores, threads, degree))
-        labels, rate = _labels(together, reference, jobs)
-        results.append(_compare(degree, alone, labels, rate, tolerance))
-        if results[-1].accepted or degree == 1:
+    for degree in degrees:
+        result = compare(degree, alone, *measure(degree))
+        within = result.median_difference is not None and result.median_difference <= tolerance
+        results.append(replace(result, accepted=within and accept(result, rate_alone)))
+        if results[-1].accepted:
             break
-        degree = degree // 2
-    if not results[-1].accepted:
-        logger.warning(
-            "labels taken while other programs build differ by %.1f %% in the median from labels taken alone",
-            100 * results[-1].median_difference,
-        )
-    return Calibration(degree, tolerance, alone_again, tuple(results))
+    chosen = next((result.degree for result in results if result.accepted), 1)
+    return Calibration(chosen, tolerance, compare(1, first, again, rate_alone), tuple(results))
+
+
+def halved(degree: int) -> list[int]:
+    """Degrees to try: this one, half of it, ... down to 1."""
+    return [degree, *halved(degree // 2)] if degree > 1 else [1]
+
+
+def compare(
+    degree: int, alone: Mapping[str, float], other: Mapping[str, float], labels_per_s: float
+) -> DegreeResult:
+    """How labels differ from those taken alone."""
+    common = sorted(set(alone) & set(other))
+    if not common:
+        return DegreeResult(degree, 0, None, None, None, None, labels_per_s)
+    ratio = np.array([other[h] / alone[h] for h in common]) - 1
+    difference = np.abs(ratio)
+    rank = spearman([alone[h] for h in common], [other[h] for h in common])
+    return DegreeResult(
+        degree,
+        len(common),
+        float(np.median(difference)),
+        float(difference.mean()),
+        float(np.median(ratio)),
+        rank,
+        labels_per_s,
+    )
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
+    """Spearman's rank correlation; None for fewer than three values, or equal ones."""
+    import pandas as pd
+
+    if len(a) < 3:
+        return None
+    ranks = [pd.Series(list(values)).rank().to_numpy() for values in (a, b)]
+    if any(np.ptp(values) == 0 for values in ranks):
+        return None
+    return float(np.corrcoef(*ranks)[0, 1])

@@ -1,467 +1,316 @@
-"""The parallel CPU profiler: builders and measuring processes kept busy at the same time.
+"""Programs in, outcomes out: builders are kept busy beside whatever measures.
 
-The idea is DOPpler's: what does not touch the timing (rebuilding, compiling, linking, allocating) of many candidates
-overlaps with the measuring of others, and measuring itself is parallel as far as a calibration allows. Builders
-run at low priority on all cores; measuring processes own their cores while they measure.
-
-The engine deals in :class:`BuildJob` and :class:`Outcome`; it knows nothing of datasets or networks.
+The idea is DOPpler's: what does not touch the timing (rebuilding, compiling, linking, loading) of many candidates overlaps
+with the measuring of others, and measuring itself is parallel as far as a calibration allows. How programs of a device are
+built and measured is its :class:`Measurer`'s. The engine knows nothing of datasets or networks.
 """
 
 from __future__ import annotations
 
-import bisect
-import contextlib
-import logging
-import shutil
-import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
 from cdmpp.errors import ProfilerError
-from cdmpp.profiler.build import BuildJob, Built, build_worker
-from cdmpp.profiler.cpu_runner import BatchDone, Measured, RunnerConfig, Starting, measure_worker
-from cdmpp.profiler.machine import make_work_folder
-from cdmpp.profiler.statistics import SamplingPlan, label, split_half_difference
-from cdmpp.profiler.workers import BuildQueue, Worker, ready
+from cdmpp.profiler import machine
+from cdmpp.profiler.pool import BuildQueue, Worker, ready, requests
+from cdmpp.profiler.statistics import label, split_half_difference
+from cdmpp.program.types import Program, Space, Task
 
-logger = logging.getLogger(__name__)
+#: Seconds in which a fresh builder has to build a small program.
+_FIRST_BUILD_S = 120.0
+#: Between two questions for a job while there is nothing to do.
+_IDLE_S = 0.02
 
-#: Drift is relative to this quantile of the reference times so far: disturbances only add time.
-_BASELINE_QUANTILE = 0.1
-#: A program whose samples were mostly disturbed is measured again after this time, in which a neighbour may
-#: have finished.
-_LATER_S = 20.0
-#: That is given up where it helps fewer than this share of the programs, judged after so many.
-_LATER_HELPS, _LATER_TRIALS = 0.3, 16
-#: Programs that may wait for that: their shared objects lie in memory.
-_MAX_LATER = 256
+
+@dataclass(frozen=True, kw_only=True)
+class BuildConfig:
+    """How programs are built: by so many processes (None: one a core), each in so many CPU seconds at most."""
+
+    builders: int | None = None
+    build_timeout_s: float = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """What a builder has made of a job: base of what the builders of a device give.
+
+    ``status`` is ``ok``, ``build_error``, ``build_timeout`` or ``invalid_config`` (the program cannot run on any device of
+    this sort, or cannot be rebuilt); ``error`` says why, unless it is ``ok``.
+    """
+
+    status: str = "ok"
+    error: str = ""
+    build_s: float = 0.0
 
 
 @dataclass(frozen=True)
-class EngineConfig:
-    """How the engine works; none of it may change a label beyond its noise.
+class Measured:
+    """Samples of one program (its hash), or why there are none; ``run_s`` is what taking them took."""
 
-    Attributes
-    ----------
-    target
-        What programs are compiled for, as a TVM target dictionary.
-    core_groups
-        Cores of each measuring process; as many processes as groups (the degree of parallelism).
-    builders
-        Building processes.
-    batch_size
-        Programs of a task that are sampled in turn.
-    build_timeout_s
-        CPU seconds that one build may take.
-    run_timeout_s
-        Seconds that one run may take.
-    loading_s
-        Seconds allowed for loading a program and filling its arguments before its first run.
-    plan
-        The sampling.
-    max_steal_pct, max_drift
-        A batch during which the hypervisor took more than this share of the cores, or the reference program's
-        time changed by more than this fraction, is measured once more.
-    max_disturbed
-        A program of which more than this share of the samples was disturbed is measured again a while later.
-    max_attempts
-        Times that a program is measured at most for these reasons; the fastest label counts.
-    realtime
-        Ask for the real-time scheduler.
-    overlap
-        Measure while building. Without it everything is built first, then measured with nothing else running:
-        the calibration's yardstick.
-    object_cache
-        Folder in which shared objects are kept between runs; None keeps none.
-    work_dir
-        Where shared objects are kept meanwhile; default a fresh folder in memory.
-    """
+    program: str
+    status: str
+    samples_s: tuple[float, ...] = ()
+    error: str = ""
+    run_s: float = 0.0
+    meta: dict[str, Any] = field(default_factory=dict)
 
-    target: dict[str, Any]
-    core_groups: tuple[tuple[int, ...], ...]
-    builders: int = 2
-    batch_size: int = 8
-    build_timeout_s: float = 20.0
-    run_timeout_s: float = 2.0
-    loading_s: float = 10.0
-    plan: SamplingPlan = field(default_factory=SamplingPlan)
-    max_steal_pct: float = 2.0
-    max_drift: float = 0.05
-    max_disturbed: float = 0.25
-    max_attempts: int = 3
-    realtime: bool = True
-    overlap: bool = True
-    object_cache: str | None = None
-    work_dir: str | None = None
+
+@dataclass(frozen=True)
+class BuildJob:
+    """One program to build and measure."""
+
+    program: Program
+    task: Task
+    space: Space | None
+
+    @property
+    def built(self) -> Built | None:
+        """What there is of it already, if it need not be built."""
+        return None
 
 
 @dataclass(frozen=True)
 class Outcome:
     """One measured (or failed) program.
 
-    ``noise`` is the relative split-half difference of ``latency_s``; both are None unless ``status`` is ``ok``.
+    ``noise`` is the relative split-half difference of ``latency_s``; both are None unless ``status`` is ``ok``. ``built`` is
+    set where nothing was to be measured.
     """
 
-    job: BuildJob
+    job: Any
     status: str
     latency_s: float | None = None
     samples_s: tuple[float, ...] = ()
     noise: float | None = None
     error: str = ""
     meta: dict[str, Any] = field(default_factory=dict)
+    built: Any = field(default=None, repr=False)
 
 
-@dataclass
-class _Item:
-    """A built program on its way through measuring."""
-
-    job: BuildJob
-    built: Built
-    deaths: int = 0
-    attempts: int = 0
-    measured: Measured | None = None
-    best: Measured | None = None
-
-    def settle(self) -> None:
-        """Let the best attempt so far be the result: undisturbed before disturbed, then fast before slow."""
-        tries = [m for m in (self.best, self.measured) if m is not None and m.status == "ok"]
-        if tries:
-            self.measured = min(tries, key=lambda m: (m.meta.get("disturbed", 0.0) > 0, label(m.samples_s)))
+#: A class that builds, made in each building process with these arguments, and the process's niceness. Objects of it are
+#: called with a job and give what was built, or a ProfilerError that ends the run.
+Builder = tuple[Callable[..., Callable[[Any], Built | ProfilerError]], tuple[Any, ...], int]
 
 
-class CpuEngine:
-    """Builders and measuring processes on this machine; use as a context manager.
+def build_worker(connection: Connection, builder: Builder) -> None:
+    """Build job after job until the connection closes (runs in its own process; it never runs what it built)."""
+    make, args, niceness = builder
+    machine.die_with_parent()
+    machine.stand_back(niceness)
+    build = make(*args)
+    for job in requests(connection):
+        started = time.perf_counter()
+        built = build(job)
+        took_s = time.perf_counter() - started
+        connection.send(built if isinstance(built, ProfilerError) else replace(built, build_s=took_s))
 
-    Parameters
-    ----------
-    config
-        See :class:`EngineConfig`.
-    reference
-        A job whose program is timed around every batch to see drift; built at the start.
-    """
 
-    def __init__(self, config: EngineConfig, reference: BuildJob | None = None) -> None:
-        if not config.core_groups or not all(config.core_groups):
-            raise ProfilerError("no cores to measure on")
-        self.config = config
-        self._reference_job = reference
+class Measurer:
+    """How programs of one sort of device are built and measured: base of what an :class:`Engine` works with."""
+
+    #: Set by :meth:`open` at the latest.
+    builder: Builder
+
+    def __init__(self) -> None:
+        #: The measuring processes.
+        self.workers: list[Worker] = []
+        #: Final outcomes that the engine has not passed on yet.
+        self.outcomes: deque[Outcome] = deque()
+
+    def open(self, build_now: Callable[[BuildJob], Any]) -> None:
+        """Start the measuring processes; `build_now` builds one program while nothing else goes on."""
+
+    def close(self, *, kill: bool) -> None:
+        """End the measuring processes."""
+        for worker in self.workers:
+            if kill:
+                worker.kill()
+            else:
+                worker.close()
+
+    def accepts(self, building: int) -> bool:
+        """Whether another job should be drawn while so many are being built."""
+        return True
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are programs that were built and are in no measuring process."""
+        return False
+
+    def add(self, job: BuildJob, built: Any) -> None:
+        """Take a program that was built."""
+        raise NotImplementedError
+
+    def feed(self, coming: Sequence[BuildJob]) -> None:
+        """Give work to measuring processes that are idle; `coming` is what is still being built."""
+
+    def receive(self, worker: Worker) -> None:
+        """Read one message of a measuring process (or find that it died)."""
+
+    def overdue(self, worker: Worker) -> None:
+        """Deal with a measuring process that missed its deadline."""
+
+    def fail(self, job: Any, status: str, error: str, **meta: Any) -> None:
+        """Give a failure as the job's outcome."""
+        self.outcomes.append(Outcome(job, status, error=error, meta=meta))
+
+    def finish(self, job: BuildJob, built: Built, measured: Measured, **meta: Any) -> None:
+        """Give the label of samples, or why there are none, as the job's outcome."""
+        times = {"build_s": round(built.build_s, 4), "run_s": round(measured.run_s, 4)}
+        meta = {**times, **meta, **measured.meta}
+        if measured.status != "ok":
+            self.fail(job, measured.status, measured.error, **meta)
+            return
+        value, noise = label(measured.samples_s), split_half_difference(measured.samples_s)
+        if 0 < value < float("inf"):
+            self.outcomes.append(Outcome(job, "ok", value, measured.samples_s, noise, meta=meta))
+        else:
+            self.fail(job, "run_error", f"the clock gave {value} s", **meta)
+
+
+class BuildOnly(Measurer):
+    """Measures nothing: the outcome of a job is what was built."""
+
+    def __init__(self, builder: Builder) -> None:
+        super().__init__()
+        self.builder = builder
+
+    def add(self, job: Any, built: Any) -> None:
+        self.outcomes.append(Outcome(job, "ok", meta={"build_s": built.build_s}, built=built))
+
+
+class Engine:
+    """Building processes and a measurer; a context manager (ProfilerError on entering if there is nothing to measure on)."""
+
+    def __init__(self, config: BuildConfig, measurer: Measurer) -> None:
+        self.config, self.measurer = config, measurer
+        self._count = max(1, config.builders or len(machine.usable_cores()))
         self._builders: list[Worker] = []
-        self._runners: list[Worker] = []
-        self._folder: Path | None = None
         self._to_build = BuildQueue(config.build_timeout_s)
-        self._waiting: dict[str, list[_Item]] = {}
-        self._batches: deque[list[_Item]] = deque()
-        self._outcomes: deque[Outcome] = deque()
-        self._later: deque[tuple[float, _Item]] = deque()
-        self._retried = self._recovered = 0
-        self._reference_times_s: list[float] = []
 
-    # -- life ------------------------------------------------------------------------------------------------
-
-    def __enter__(self) -> CpuEngine:
-        shm = Path("/dev/shm")
-        parent = Path(self.config.work_dir or (shm if shm.is_dir() else tempfile.gettempdir()))
-        try:
-            self._folder = make_work_folder(parent)
-        except OSError as err:
-            raise ProfilerError(f"cannot make a folder for shared objects in {parent}: {err}") from err
-        # Measuring processes preempt builders by themselves where they run under the real-time scheduler.
-        niceness = 0 if self.config.realtime else 10
-        build_args = (self.config.target, str(self._folder), niceness, self.config.object_cache)
-        self._builders = [
-            Worker(build_worker, build_args, f"builder-{i}") for i in range(max(1, self.config.builders))
-        ]
-        reference = self._build_reference()
-        for group in self.config.core_groups:
-            runner = RunnerConfig(
-                group, self.config.plan, self.config.run_timeout_s, reference, self.config.realtime
-            )
-            self._runners.append(Worker(measure_worker, (runner,), f"runner-{'-'.join(map(str, group))}"))
+    def __enter__(self) -> Engine:
+        with ExitStack() as undo:
+            undo.callback(self._close, kill=True)
+            self.measurer.open(self._build_now)
+            undo.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for worker in [*self._builders, *self._runners]:
-            if kind is None:
-                worker.close()
-            else:
-                worker.kill()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._close(kill=kind is not None)
 
-    def _build_reference(self) -> Built | None:
-        if self._reference_job is None:
-            return None
-        worker = self._builders[0]
-        worker.submit(self._reference_job, self._reference_job, 120.0)
-        if not worker.connection.poll(120.0):
-            raise ProfilerError("the reference program does not build: is the compiler working?")
+    def _close(self, *, kill: bool) -> None:
+        for worker in self._builders:
+            worker.kill()
+        self.measurer.close(kill=kill)
+
+    def _start_builders(self) -> None:
+        if not self._builders:
+            args = (self.measurer.builder,)
+            self._builders = [Worker(build_worker, args, f"builder-{i}") for i in range(self._count)]
+
+    def _build_now(self, job: BuildJob) -> Any:
+        self._start_builders()
+        worker, what = self._builders[0], f"program {job.task.name}"
+        worker.submit(job, (job, 0), _FIRST_BUILD_S)
+        if not worker.connection.poll(_FIRST_BUILD_S):
+            raise ProfilerError(f"{what} does not build: is the compiler working?")
         try:
-            built: Built = worker.connection.recv()
+            built = worker.connection.recv()
         except (EOFError, ConnectionResetError) as err:
             raise ProfilerError(
-                f"a worker process ended before it had built the reference program ({worker.exit_reason()}). Workers "
-                'import the script that starts them: it must call cdmpp under `if __name__ == "__main__":`'
+                f"a worker process ended before it had built {what} ({worker.exit_reason()}). Workers import the "
+                'script that starts them: it must call cdmpp under `if __name__ == "__main__":`'
             ) from err
         worker.finished()
+        if isinstance(built, ProfilerError):
+            raise built
         if built.status != "ok":
-            raise ProfilerError(f"the reference program does not build: {built.error}")
+            raise ProfilerError(f"{what} does not build: {built.error}")
         return built
 
-    # -- the loop --------------------------------------------------------------------------------------------
-
-    def run(self, jobs: Iterator[BuildJob | None]) -> Iterator[Outcome]:
+    def run(self, jobs: Iterator[Any]) -> Iterator[Outcome]:
         """Measure `jobs`, yielding outcomes as they become final (not in the order of the jobs).
 
         The iterator is asked for a job when a builder is about to be idle; it may yield None to say "nothing yet",
-        when what comes next depends on outcomes, and is asked again later.
-
-        Raises
-        ------
-        ProfilerError
-            The folder for shared objects is full.
+        when what comes next depends on outcomes, and is asked again later. ProfilerError if there is no space left for what
+        is built, or the device is lost; all that is final was yielded before.
         """
-        exhausted = False
+        measurer, exhausted = self.measurer, False
         while True:
             if not exhausted:
                 exhausted = not self._draw(jobs)
-            self._to_build.start(self._builders)
-            # Batches that wait for company go as they are when nothing more can join them.
-            idle = not self._to_build and not any(w.load is not None for w in self._builders)
-            self._form_batches(flush=idle)
-            self._start_measuring()
-            while self._outcomes:
-                yield self._outcomes.popleft()
-            busy = [w for w in [*self._builders, *self._runners] if w.load is not None]
-            if not busy and not self._to_build and not self._batches and not self._waiting:
-                if exhausted and not self._later:
-                    return
-                time.sleep(0.02)
-                continue
-            for worker in ready(busy, 0.2):
-                if worker in self._builders:
-                    self._hear_builder(worker)
-                else:
-                    self._hear_runner(worker)
-            for worker in busy:
-                if worker.overdue():
-                    self._overdue(worker)
+            if self._to_build:
+                self._start_builders()
+                self._to_build.start(self._builders)
+            try:
+                measurer.feed([*self._to_build, *(w.load[0] for w in self._builders if w.load is not None)])
+                while measurer.outcomes:
+                    yield measurer.outcomes.popleft()
+                busy = [w for w in (*self._builders, *measurer.workers) if w.load is not None]
+                if not busy and not self._to_build and not measurer.waiting:
+                    if exhausted:
+                        return
+                    time.sleep(_IDLE_S)
+                    continue
+                for worker in ready(busy, 0.2):
+                    self._receive(worker)
+                for worker in busy:
+                    if worker.overdue():
+                        self._overdue(worker)
+            except ProfilerError:
+                yield from measurer.outcomes
+                raise
 
-    def _draw(self, jobs: Iterator[BuildJob | None]) -> bool:
+    def _draw(self, jobs: Iterator[Any]) -> bool:
         """Keep a few jobs in the queue; False when there are no more."""
-        built = sum(len(items) for items in self._waiting.values()) + sum(len(b) for b in self._batches)
-        limit = 4 * self.config.batch_size * len(self._runners) if self.config.overlap else float("inf")
-        while len(self._to_build) < 2 * len(self._builders) and built < limit:
+        building = sum(w.load is not None for w in self._builders)
+        while len(self._to_build) < 2 * self._count and self.measurer.accepts(len(self._to_build) + building):
             try:
                 job = next(jobs)
             except StopIteration:
                 return False
             if job is None:
                 break
-            self._to_build.add(job)
+            if job.built is None:
+                self._to_build.add(job)
+            else:
+                self._take(job, job.built)
         return True
 
-    # -- building --------------------------------------------------------------------------------------------
-
-    def _hear_builder(self, worker: Worker) -> None:
-        job, built, error = self._to_build.hear(worker)
-        if built is None:
-            if error:
-                self._fail(job, "build_error", error)
-            return
+    def _take(self, job: Any, built: Built) -> None:
         if built.status == "ok":
-            self._waiting.setdefault(job.task.hash, []).append(_Item(job, built))
-            return
-        if "No space left" in built.error or self._disk_full():
-            raise ProfilerError(
-                f"no space left in {self._folder} for shared objects; what was measured is kept, "
-                "free some space and go on with --resume"
-            )
-        self._fail(job, built.status, built.error, build_s=built.build_s)
-
-    def _disk_full(self) -> bool:
-        return self._folder is not None and shutil.disk_usage(self._folder).free < 1 << 20
-
-    def _fail(self, job: BuildJob, status: str, error: str, **meta: Any) -> None:
-        self._outcomes.append(Outcome(job, status, error=error, meta=meta))
-
-    # -- measuring -------------------------------------------------------------------------------------------
-
-    def _form_batches(self, *, flush: bool) -> None:
-        size = self.config.batch_size
-        coming = {job.task.hash for job in self._to_build}
-        coming |= {w.load[0].task.hash for w in self._builders if w.load is not None}
-        for task_hash in list(self._waiting):
-            items = self._waiting[task_hash]
-            while len(items) >= size:
-                self._batches.append(items[:size])
-                del items[:size]
-            hungry = not self._batches and any(w.load is None for w in self._runners)
-            if items and (flush or (hungry and task_hash not in coming)):
-                self._batches.append(items[:])
-                items.clear()
-            if not items:
-                del self._waiting[task_hash]
-
-    def _start_measuring(self) -> None:
-        if not self.config.overlap and (self._to_build or any(w.load is not None for w in self._builders)):
-            return
-        idle = not self._batches and all(w.load is None for w in [*self._builders, *self._runners])
-        while self._later and (
-            idle or self._later[0][0] <= time.monotonic() or len(self._later) > _MAX_LATER
-        ):
-            idle = False
-            due = [self._later.popleft()[1] for _ in range(min(self.config.batch_size, len(self._later)))]
-            self._batches.append(due)
-        for worker in self._runners:
-            if worker.load is None and self._batches:
-                batch = self._batches.popleft()
-                if worker.submit([item.built for item in batch], (batch, None), self._first_run_s):
-                    continue
-                self._batches.appendleft(batch)
-
-    @property
-    def _first_run_s(self) -> float:
-        return self.config.run_timeout_s + self.config.loading_s
-
-    def _hear_runner(self, worker: Worker) -> None:
-        batch, _ = worker.load
-        try:
-            message: Starting | Measured | BatchDone = worker.connection.recv()
-        except (EOFError, ConnectionResetError):
-            self._runner_died(worker)
-            return
-        if isinstance(message, Starting):
-            worker.load = (batch, message.program)
-            worker.extend(self._first_run_s if message.program else self._sampling_s(batch))
-        elif isinstance(message, Measured):
-            item = next(i for i in batch if i.built.program.hash == message.program)
-            item.measured = message
+            self.measurer.add(job, built)
         else:
-            self._batch_done(batch, message)
-            worker.finished()
-
-    def _sampling_s(self, batch: list[_Item]) -> float:
-        # Each program may overrun its time by a few samples and their retakes.
-        plan = self.config.plan
-        each = plan.max_wait_s + 2 * plan.max_measure_s + 8 * self.config.run_timeout_s
-        return 10.0 + len(batch) * each
-
-    def _batch_done(self, batch: list[_Item], done: BatchDone) -> None:
-        if done.reference_before_s > 0:
-            bisect.insort(self._reference_times_s, done.reference_before_s)
-        within = abs(done.reference_after_s / done.reference_before_s - 1)
-        disturbed = done.steal_pct > self.config.max_steal_pct or within > self.config.max_drift
-        again: list[_Item] = []
-        for item in batch:
-            measured = item.measured
-            item.attempts += 1
-            if measured is None or measured.status != "ok":
-                self._finish(item, done)
-                continue
-            item.settle()
-            item.best = item.measured
-            share = item.measured.meta.get("disturbed", 0.0) if item.measured is not None else 0.0
-            if item.attempts > 1:
-                self._retried += 1
-                self._recovered += share <= self.config.max_disturbed
-            hopeful = self._retried < _LATER_TRIALS or self._recovered > _LATER_HELPS * self._retried
-            if share > self.config.max_disturbed and item.attempts < self.config.max_attempts and hopeful:
-                item.measured = None
-                self._later.append((time.monotonic() + _LATER_S, item))
-            elif disturbed and item.attempts < 2:
-                item.measured = None
-                again.append(item)
-            else:
-                self._finish(item, done)
-        if again:
-            self._batches.append(again)
-
-    def _finish(self, item: _Item, done: BatchDone | None) -> None:
-        measured = item.measured
-        if measured is None:
-            self._batches.append([item])
-            return
-        with contextlib.suppress(OSError):
-            Path(item.built.path).unlink(missing_ok=True)
-        meta: dict[str, Any] = {
-            "build_s": round(item.built.build_s, 4),
-            "run_s": round(measured.run_s, 4),
-            "attempts": item.attempts,
-            **measured.meta,
-        }
-        if done is not None and done.reference_before_s > 0:
-            times_s = self._reference_times_s
-            baseline_s = times_s[int(_BASELINE_QUANTILE * len(times_s))]
-            meta["reference_s"] = done.reference_before_s
-            meta["drift"] = round(done.reference_before_s / baseline_s - 1, 4)
-            meta["drift_within"] = round(done.reference_after_s / done.reference_before_s - 1, 4)
-            meta["steal_pct"] = round(done.steal_pct, 2)
-            meta["scheduler"] = done.scheduler
-        if measured.status != "ok":
-            self._outcomes.append(Outcome(item.job, measured.status, error=measured.error, meta=meta))
-            return
-        value = label(measured.samples_s)
-        if not 0 < value < float("inf"):
-            self._outcomes.append(
-                Outcome(item.job, "run_error", error=f"the clock gave {value} s", meta=meta)
+            meta = {"build_s": round(built.build_s, 4)}
+            self.measurer.outcomes.append(
+                Outcome(job, built.status, error=built.error, meta=meta, built=built)
             )
-            return
-        noise = split_half_difference(measured.samples_s)
-        self._outcomes.append(Outcome(item.job, "ok", value, measured.samples_s, noise, meta=meta))
 
-    def _runner_died(self, worker: Worker, why: str | None = None) -> None:
-        """Find out which program of the batch did it: the rest is measured again, each alone."""
-        batch, _ = worker.load
-        reason = why or worker.exit_reason()
-        worker.replace()
-        for item in batch:
-            if item.measured is not None:
-                self._finish(item, None)
-                continue
-            item.deaths += 1
-            if item.best is not None:
-                item.measured = item.best
-                self._finish(item, None)
-            elif item.deaths >= 2:
-                self._fail(item.job, "run_error", f"the measuring process died with it twice, last {reason}")
-                Path(item.built.path).unlink(missing_ok=True)
-            else:
-                self._batches.append([item])
+    def _receive(self, worker: Worker) -> None:
+        if worker not in self._builders:
+            self.measurer.receive(worker)
+            return
+        job, built, error = self._to_build.receive(worker)
+        if isinstance(built, ProfilerError):
+            raise built
+        if built is not None:
+            self._take(job, built)
+        elif error:
+            self.measurer.fail(job, "build_error", error)
 
     def _overdue(self, worker: Worker) -> None:
-        if worker in self._builders:
-            job, _ = worker.load
-            worker.replace()
-            self._fail(
-                job,
-                "build_timeout",
-                f"over {self.config.build_timeout_s:g} s",
-                build_s=self.config.build_timeout_s,
-            )
+        if worker not in self._builders:
+            self.measurer.overdue(worker)
             return
-        batch, starting = worker.load
-        slow = next((i for i in batch if i.built.program.hash == starting and i.measured is None), None)
-        if slow is None:
-            self._runner_died(worker, "sampling took too long")
-            return
+        job, _ = worker.load
         worker.replace()
-        batch.remove(slow)
-        if slow.best is not None:
-            slow.measured = slow.best
-            self._finish(slow, None)
-        else:
-            Path(slow.built.path).unlink(missing_ok=True)
-            self._fail(slow.job, "run_timeout", f"one run took over {self.config.run_timeout_s:g} s")
-        for item in batch:
-            if item.measured is not None:
-                self._finish(item, None)
-        rest = [item for item in batch if item.measured is None]
-        if rest:
-            self._batches.append(rest)
+        limit_s = self.config.build_timeout_s
+        self.measurer.fail(job, "build_timeout", f"over {limit_s:g} s", build_s=limit_s)

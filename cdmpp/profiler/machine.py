@@ -9,9 +9,12 @@ import resource
 import shutil
 import signal
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+
+from cdmpp.errors import ProfilerError
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +51,21 @@ def usable_cores() -> tuple[int, ...]:
     return tuple(range(os.cpu_count() or 1))
 
 
-def own_the_core(priority: int = 10) -> str:
-    """Run before everything else on this process's cores, if the system allows it.
+def core_groups(cores: Sequence[int], threads: int, degree: int) -> tuple[tuple[int, ...], ...]:
+    """Disjoint groups of `threads` cores, one for each of `degree` measuring processes (ProfilerError if too few)."""
+    if degree < 1 or degree * threads > len(cores):
+        raise ProfilerError(
+            f"{degree} measuring processes of {threads} cores need {max(1, degree) * threads}, "
+            f"this process may use {len(cores)}"
+        )
+    # From the top: the operating system prefers the first core for its own work.
+    chosen = list(cores)[::-1]
+    return tuple(tuple(sorted(chosen[i * threads : (i + 1) * threads])) for i in range(degree))
 
-    Returns
-    -------
-    str
-        ``"fifo"`` under the real-time scheduler, ``"nice"`` with a raised normal priority, else ``"normal"``.
-    """
+
+def own_the_core(priority: int = 10) -> str:
+    """Run before everything else on this process's cores, if the system allows it: ``"fifo"`` under the real-time scheduler,
+    ``"nice"`` with a raised normal priority, else ``"normal"``."""
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(priority))
         return "fifo"
@@ -97,13 +107,7 @@ def steal_ticks(cores: tuple[int, ...]) -> int:
 
 
 def make_work_folder(parent: Path) -> Path:
-    """A fresh folder that names this process; folders of processes that were killed are removed.
-
-    Raises
-    ------
-    OSError
-        It cannot be made.
-    """
+    """A fresh folder that names this process (OSError if it cannot be made); those of processes that were killed go."""
     for stale in parent.glob(f"{_FOLDER_PREFIX}*"):
         owner = stale.name.removeprefix(_FOLDER_PREFIX).split("-")[0]
         if owner.isdigit() and not psutil.pid_exists(int(owner)):

@@ -1,4 +1,4 @@
-"""What to measure next: random and searched programs of tasks, or the programs of another dataset."""
+"""What to measure next: random and searched programs of tasks, the tasks as they are, or the programs of another dataset."""
 
 from __future__ import annotations
 
@@ -6,41 +6,68 @@ import logging
 import random
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cdmpp.errors import ProgramError
-from cdmpp.profiler.build import BuildJob
+from cdmpp.errors import ProfilerError, ProgramError
+from cdmpp.profiler.engine import BuildJob, Outcome
 from cdmpp.program.types import Program, Task
 
 if TYPE_CHECKING:
     from cdmpp.dataset import DatasetView
-    from cdmpp.profiler.engine import Outcome
+    from cdmpp.program.network import Network
+    from cdmpp.program.space import TaskSpaces
 
 logger = logging.getLogger(__name__)
 
 #: Programs of a task that are drawn before the next task's turn: an interrupted collection is a balanced one.
 CHUNK = 16
 #: Parents of searched programs: the fastest of the task so far.
-_ELITE = 6
+ELITE = 6
+
+
+def network_tasks(
+    networks: Sequence[Network | str],
+    notify: Callable[[str], None],
+    *,
+    tasks_of: str | Path | None = None,
+    resumed: Path | None = None,
+) -> tuple[list[Task], dict[str, str]]:
+    """Tasks of networks, and the networks' families.
+
+    Importing all of the zoo takes minutes: `tasks_of` is a dataset that has the tasks, `resumed` one that has them if it says
+    so, and if the networks are all of the zoo, where a name says everything. NetworkError for a network that is unknown or
+    cannot be imported, ProfilerError if there is no task.
+    """
+    from cdmpp.dataset import Dataset
+    from cdmpp.program.network import load_network
+    from cdmpp.program.tasks import extract_tasks
+
+    loaded = [load_network(n) if isinstance(n, str) else n for n in networks]
+    names = {n.name for n in loaded}
+    if not names:
+        raise ProfilerError("no network to profile")
+    stored = None if tasks_of is None else Dataset.open(tasks_of)
+    if stored is None and resumed is not None and (resumed / "meta.json").exists():
+        dataset = Dataset.open(resumed)
+        complete = names <= set(dataset.meta.get("complete_networks", []))
+        stored = dataset if complete and all(n.source == "zoo" for n in loaded) else None
+    if stored is not None:
+        tasks = [t for t in stored.tasks.values() if names & set(t.networks)]
+    else:
+        tasks = extract_tasks(loaded, progress=lambda name, i, n: notify(f"importing {name} ({i}/{n})"))
+    if not tasks:
+        raise ProfilerError("no task of these networks")
+    notify(f"{len(tasks)} tasks of {len(loaded)} networks")
+    return tasks, {n.name: n.family for n in loaded}
 
 
 class TaskPlan:
     """Random programs of every task and, from their latencies, programs of an evolutionary search.
 
-    Parameters
-    ----------
-    tasks
-        The tasks.
-    programs_per_task
-        Wanted of each; a task whose spaces hold fewer gives fewer.
-    search_fraction
-        Part of them that is drawn by mutating the fastest programs measured so far (the region that a tuner
-        visits), as opposed to at random.
-    rule, num_cores
-        Of the design spaces.
-    seed
-        Of all drawing.
+    A task whose spaces hold fewer than `programs_per_task` gives fewer. `search_fraction` of them are mutants of the fastest
+    programs measured so far (the region that a tuner visits).
     """
 
     def __init__(
@@ -49,7 +76,6 @@ class TaskPlan:
         programs_per_task: int,
         *,
         search_fraction: float = 0.25,
-        rule: str = "llvm",
         num_cores: int = 1,
         seed: int = 0,
     ) -> None:
@@ -58,21 +84,21 @@ class TaskPlan:
         random.Random(seed).shuffle(self.tasks)
         self.programs_per_task = programs_per_task
         self.search_fraction = search_fraction
-        self.rule, self.num_cores, self.seed = rule, num_cores, seed
+        self.num_cores, self.seed = num_cores, seed
         self._latencies: dict[str, dict[str, float]] = defaultdict(dict)
         self._programs: dict[str, dict[str, Program]] = defaultdict(dict)
         # Of all tasks: different tasks can be scheduled into the same program, which is measured once.
         self._seen: set[str] = set()
-        self._spent: set[str] = set()  # tasks whose spaces hold no more random programs
+        self._exhausted: set[str] = set()  # tasks whose spaces hold no more random programs
         self._in_flight: dict[str, int] = defaultdict(int)
 
     @property
     def total(self) -> int:
-        """Programs that will be measured at most."""
+        """Programs that will be measured at most, earlier runs included."""
         wanted = 0
         for task in self.tasks:
             known = len(self._programs[task.hash])
-            wanted += known if task.hash in self._spent else max(known, self.programs_per_task)
+            wanted += known if task.hash in self._exhausted else max(known, self.programs_per_task)
         return wanted
 
     @property
@@ -107,114 +133,79 @@ class TaskPlan:
             for task in behind:
                 yield from self._search(task, wanted)
 
-    def _emit(
-        self, task: Task, programs: Sequence[Program], spaces: Mapping[str, object]
-    ) -> Iterator[BuildJob]:
-        for program in programs:
-            self._programs[task.hash][program.hash] = program
-            self._seen.add(program.hash)
-        for program in programs:
-            self._in_flight[task.hash] += 1
-            yield BuildJob(program, task, spaces[str(program.space_hash)])  # type: ignore[arg-type]
+    def calibration_jobs(self, n: int) -> list[BuildJob]:
+        """Some `n` programs of tasks spread over the range of work; they are not part of the plan."""
+        ordered = sorted(self.tasks, key=lambda t: t.flops)
+        chosen = ordered[:: max(1, -(-len(ordered) // max(1, n // 2)))]
+        per_task, seed = max(1, -(-n // len(chosen))), self.seed + 1_000_003
+        sample = TaskPlan(chosen, per_task, search_fraction=0.0, num_cores=self.num_cores, seed=seed)
+        return [job for job in sample.jobs() if job is not None][:n]
 
-    def _random(self, task: Task, wanted: int) -> Iterator[BuildJob]:
-        from cdmpp.program.space import TaskSpaces
+    def _emit(self, spaces: TaskSpaces, programs: Sequence[Program]) -> Iterator[BuildJob]:
+        for program in programs:
+            self.learn(program, None)
+        by_hash = {space.hash: space for space in spaces.spaces}
+        for program in programs:
+            self._in_flight[program.task_hash] += 1
+            yield BuildJob(program, spaces.task, by_hash[str(program.space_hash)])
 
-        known = self._programs[task.hash]
-        have = sum(p.origin == "random" for p in known.values())
+    def _random(self, task: Task, wanted: int) -> Iterator[BuildJob | None]:
+        have = sum(p.origin == "random" for p in self._programs[task.hash].values())
         need = round(wanted * (1 - self.search_fraction)) - have
-        if need <= 0 or task.hash in self._spent:
+        if need <= 0 or task.hash in self._exhausted:
             return
         try:
-            spaces = TaskSpaces(task, self.rule, self.num_cores)
+            spaces = self._spaces(task)
         except ProgramError as err:
             logger.warning("%s", err)
-            self._spent.add(task.hash)
+            self._exhausted.add(task.hash)
             return
         # The seed depends on what is there, so that a resumed run draws what the broken one lacks.
-        programs = spaces.sample(need, _seed(self.seed, task.hash, have), exclude=self._seen)
+        programs = spaces.sample(need, seed_of(self.seed, task.hash, have), exclude=self._seen)
         if len(programs) < need:
-            self._spent.add(task.hash)
-        yield from self._emit(task, programs, {s.hash: s for s in spaces.spaces})
+            self._exhausted.add(task.hash)
+        yield from self._emit(spaces, programs)
 
     def _search(self, task: Task, wanted: int) -> Iterator[BuildJob | None]:
-        from cdmpp.program.space import TaskSpaces
-
         known = self._programs[task.hash]
         have = sum(p.origin == "search" for p in known.values())
         need = round(wanted * self.search_fraction) - have
-        if need <= 0 or task.hash in self._spent:
+        if need <= 0 or task.hash in self._exhausted:
             return
         # A few that are measured again later, because somebody disturbed them, are not waited for.
         while self._in_flight[task.hash] > len(known) // 4:
             yield None
         latencies = self._latencies[task.hash]
-        elite = [known[h] for h in sorted(latencies, key=latencies.__getitem__)[:_ELITE]]
+        elite = [known[h] for h in sorted(latencies, key=latencies.__getitem__)[:ELITE]]
         if not elite:
             return
-        spaces = TaskSpaces(task, self.rule, self.num_cores)
-        programs = spaces.mutate(elite, need, _seed(self.seed, task.hash, have), exclude=self._seen)
-        yield from self._emit(task, programs, {s.hash: s for s in spaces.spaces})
+        spaces = self._spaces(task)
+        programs = spaces.mutate(elite, need, seed_of(self.seed, task.hash, have), exclude=self._seen)
+        yield from self._emit(spaces, programs)
+
+    def _spaces(self, task: Task) -> TaskSpaces:
+        from cdmpp.program.space import TaskSpaces
+
+        return TaskSpaces(task, "llvm", self.num_cores)
 
 
-class ReplayPlan:
-    """Programs of another dataset, to measure them on another device or again.
+class FixedPlan:
+    """Programs that are known from the start, in order."""
 
-    Parameters
-    ----------
-    source
-        The dataset.
-    limit
-        Programs in all; they are drawn evenly over the tasks. None takes all.
-    tasks
-        Hashes of the tasks to draw from; None for all.
-    seed
-        Of the drawing.
-    """
-
-    def __init__(
-        self,
-        source: DatasetView,
-        *,
-        limit: int | None = None,
-        tasks: Sequence[str] | None = None,
-        seed: int = 0,
-        statuses: Sequence[str] = ("ok",),
-    ) -> None:
-        frame = source.records
-        usable = set(frame.loc[frame["status"].isin(list(statuses)), "program"])
-        by_task: dict[str, list[Program]] = defaultdict(list)
-        for digest in sorted(usable):
-            program = source.programs[digest]
-            if tasks is None or program.task_hash in tasks:
-                by_task[program.task_hash].append(program)
-        rng = random.Random(seed)
-        order = sorted(by_task)
-        rng.shuffle(order)
-        for task_hash in order:
-            rng.shuffle(by_task[task_hash])
-        limit = sum(map(len, by_task.values())) if limit is None else limit
-        share: dict[str, int] = dict.fromkeys(order, 0)
-        while sum(share.values()) < limit:
-            open_tasks = [t for t in order if share[t] < len(by_task[t])]
-            if not open_tasks:
-                break
-            for task_hash in open_tasks[: limit - sum(share.values())]:
-                share[task_hash] += 1
-        self._chosen = [p for t in order for p in by_task[t][: share[t]]]
-        self._source = source
+    def __init__(self, jobs: Sequence[BuildJob]) -> None:
+        self._jobs = list(jobs)
         self._measured: set[str] = set()
-        self.tasks = [source.tasks[t] for t in order if share[t]]
+        self.tasks = list({job.task.hash: job.task for job in jobs}.values())
 
     @property
     def total(self) -> int:
-        """Programs that will be measured."""
-        return len(self._chosen)
+        """Programs that will be measured, earlier runs included."""
+        return len(self._jobs)
 
     @property
     def known(self) -> int:
         """Of these, programs that were measured before."""
-        return sum(program.hash in self._measured for program in self._chosen)
+        return sum(job.program.hash in self._measured for job in self._jobs)
 
     def learn(self, program: Program, latency_s: float | None) -> None:
         """Take note of a program that was measured in an earlier run: it is not measured again."""
@@ -224,49 +215,56 @@ class ReplayPlan:
         """Nothing to do: what comes next does not depend on outcomes."""
 
     def jobs(self) -> Iterator[BuildJob | None]:
-        """The chosen programs, task by task."""
-        for program in self._chosen:
-            if program.hash not in self._measured:
-                space = None if program.space_hash is None else self._source.spaces[program.space_hash]
-                yield BuildJob(program, self._source.task_of(program), space)
+        """Those that were not measured before."""
+        return (job for job in self._jobs if job.program.hash not in self._measured)
+
+    def calibration_jobs(self, n: int) -> list[BuildJob]:
+        """Some `n` of the programs, evenly."""
+        jobs = [job for job in self.jobs() if job is not None]
+        return jobs[:: max(1, len(jobs) // n)][:n]
 
 
-class UnscheduledPlan:
-    """Every task as it is, without a schedule: what an untuned network runs.
-
-    Parameters
-    ----------
-    tasks
-        The tasks; those of few operations come first.
-    """
-
-    def __init__(self, tasks: Sequence[Task]) -> None:
-        self.tasks = sorted(tasks, key=lambda task: (task.flops, task.hash))
-        self._measured: set[str] = set()
-
-    @property
-    def total(self) -> int:
-        """Programs that will be measured, one a task."""
-        return len(self.tasks)
-
-    @property
-    def known(self) -> int:
-        """Of these, programs that were measured before."""
-        return sum(task.hash in self._measured for task in self.tasks)
-
-    def learn(self, program: Program, latency_s: float | None) -> None:
-        """Take note of a program that was measured in an earlier run: it is not measured again."""
-        self._measured.add(program.hash)
-
-    def done(self, outcome: Outcome) -> None:
-        """Nothing to do: what comes next does not depend on outcomes."""
-
-    def jobs(self) -> Iterator[BuildJob | None]:
-        """The tasks, one by one."""
-        for task in self.tasks:
-            if task.hash not in self._measured:
-                yield BuildJob(Program(task.hash, task.hash, None, "", "unscheduled"), task, None)
+Plan = TaskPlan | FixedPlan
 
 
-def _seed(*parts: object) -> int:
+def unscheduled_plan(tasks: Sequence[Task]) -> FixedPlan:
+    """Every task as it is, without a schedule: what an untuned network runs. Those of few operations come first."""
+    ordered = sorted(tasks, key=lambda task: (task.flops, task.hash))
+    return FixedPlan(
+        [BuildJob(Program(task.hash, task.hash, None, "", "unscheduled"), task, None) for task in ordered]
+    )
+
+
+def replay_plan(
+    source: DatasetView, *, limit: int | None = None, tasks: Sequence[str] | None = None, seed: int = 0
+) -> FixedPlan:
+    """Programs that another dataset has labels of, to measure them on another device or again: of these tasks (hashes) alone,
+    and no more than the limit in all, evenly over the tasks."""
+    frame = source.records
+    by_task: dict[str, list[Program]] = defaultdict(list)
+    for digest in sorted(set(frame.loc[frame["status"] == "ok", "program"])):
+        program = source.programs[digest]
+        if tasks is None or program.task_hash in tasks:
+            by_task[program.task_hash].append(program)
+    rng = random.Random(seed)
+    order = sorted(by_task)
+    rng.shuffle(order)
+    for task in order:
+        rng.shuffle(by_task[task])
+    # Turn by turn over the tasks up to the limit, then task by task.
+    turns = [(i, task) for i in range(max(map(len, by_task.values()), default=0)) for task in order]
+    counts: dict[str, int] = defaultdict(int)
+    for _, task in [turn for turn in turns if turn[0] < len(by_task[turn[1]])][:limit]:
+        counts[task] += 1
+    chosen = [program for task in order for program in by_task[task][: counts[task]]]
+    return FixedPlan(
+        [
+            BuildJob(p, source.task_of(p), None if p.space_hash is None else source.spaces[p.space_hash])
+            for p in chosen
+        ]
+    )
+
+
+def seed_of(*parts: object) -> int:
+    """A seed that is a function of `parts`."""
     return zlib.crc32(":".join(map(str, parts)).encode()) % (2**31 - 2) + 1

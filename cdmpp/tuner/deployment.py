@@ -169,7 +169,7 @@ def measure_network(
     TunerError
         A variant does not compile, or the process died.
     """
-    from cdmpp.profiler.workers import Worker
+    from cdmpp.profiler.pool import Worker
     from cdmpp.program.network import example_inputs
 
     tvm = import_tvm()

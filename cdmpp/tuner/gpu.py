@@ -8,7 +8,7 @@ from cdmpp.errors import ProfilerError, TunerError
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
-    from cdmpp.profiler.gpu_engine import GpuConfig
+    from cdmpp.profiler.gpu.sampling import GpuConfig
     from cdmpp.tuner.tuning import TuneConfig
 
 
@@ -25,10 +25,10 @@ def gpu_of_this_machine(device: Device, gpu: str | None = None) -> Device:
     TunerError
         It is not, or there is no compiler for it.
     """
-    from cdmpp.profiler.cuda_compile import find_compiler
-    from cdmpp.profiler.cuda_gpu import is_model
-    from cdmpp.profiler.gpu_engine import cuda_arch
-    from cdmpp.profiler.profile_gpu import check_gpu
+    from cdmpp.profiler.gpu.compile import find_compiler
+    from cdmpp.profiler.gpu.device import is_model
+    from cdmpp.profiler.gpu.limits import cuda_arch
+    from cdmpp.profiler.gpu.measure import check_gpu
 
     try:
         arch = cuda_arch(device)
@@ -41,16 +41,14 @@ def gpu_of_this_machine(device: Device, gpu: str | None = None) -> Device:
     return device
 
 
-def gpu_config(config: TuneConfig, device: Device) -> GpuConfig:
+def gpu_config(config: TuneConfig) -> GpuConfig:
     """The profiler of a tuning on a GPU: it measures as many programs side by side as there are to be workers."""
-    from cdmpp.profiler.cuda_measure import GPU_PLAN
-    from cdmpp.profiler.gpu_engine import GpuConfig
+    from cdmpp.profiler.gpu.sampling import GPU_PLAN, GpuConfig
 
     standing_in: dict[str, Any] = (
         {} if config.gpu is None else {"gpu": config.gpu, "gpu_arguments": config.gpu_arguments}
     )
     return GpuConfig(
-        device,
         degree=config.workers,
         builders=config.builders,
         build_timeout_s=config.build_timeout_s,

@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from cdmpp.errors import TunerError
 
 if TYPE_CHECKING:
-    from cdmpp.profiler.build import BuildJob
-    from cdmpp.profiler.engine import EngineConfig, Outcome
+    from cdmpp.profiler.cpu import CpuConfig
+    from cdmpp.profiler.engine import BuildJob, Outcome
+
+#: How to measure on CPUs, what to compile for, and the cores of each measuring process.
+CpuSpec: TypeAlias = "tuple[CpuConfig, Mapping[str, Any], Sequence[tuple[int, ...]]]"
 
 logger = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
-    """What measures: :class:`~cdmpp.profiler.engine.CpuEngine`, or a stand-in for it."""
+    """What measures: :class:`~cdmpp.profiler.engine.Engine`, or a stand-in for it."""
 
     def __enter__(self) -> Any: ...
 
@@ -150,22 +153,21 @@ class Measurer:
                 future.set_exception(error)
 
 
-def cpu_engine(config: EngineConfig) -> Engine:
+def cpu_engine(spec: CpuSpec, *, overlap: bool = True) -> Engine:
     """The profiler on cores of this machine."""
-    from cdmpp.profiler.engine import CpuEngine
-    from cdmpp.profiler.reference import reference_job
+    from cdmpp.profiler import cpu
 
-    return CpuEngine(config, reference_job())
+    return cpu.cpu_engine(*spec, cpu.sentinel_job(), overlap=overlap)
 
 
-def cpu_measurer(config: EngineConfig) -> Measurer:
+def cpu_measurer(spec: CpuSpec) -> Measurer:
     """A measurer of programs on this machine's CPU."""
-    return Measurer(cpu_engine(config))
+    return Measurer(cpu_engine(spec))
 
 
 def job_of_module(mod: Any) -> BuildJob:
     """A scheduled IRModule with one function ``main`` as a job."""
-    from cdmpp.profiler.build import BuildJob
+    from cdmpp.profiler.engine import BuildJob
     from cdmpp.program.tvm_env import import_tvm, structural_hash
     from cdmpp.program.types import Program, Task
 

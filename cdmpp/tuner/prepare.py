@@ -9,9 +9,8 @@ from cdmpp.errors import ProgramError, TunerError
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
-    from cdmpp.profiler.engine import EngineConfig
     from cdmpp.program.types import Task
-    from cdmpp.tuner.measure import Engine
+    from cdmpp.tuner.measure import CpuSpec, Engine
     from cdmpp.tuner.task_tuner import TaskTuner
     from cdmpp.tuner.tuning import TuneConfig
 
@@ -76,43 +75,24 @@ def device_of_this_machine(device: str | Device, workers: int = 1, gpu: str | No
 
 def core_groups_of(device: Device, workers: int) -> tuple[tuple[int, ...], ...]:
     """Cores of each of several measuring processes of a share."""
-    from cdmpp.profiler.calibration import core_groups
-    from cdmpp.profiler.machine import usable_cores
+    from cdmpp.profiler.machine import core_groups, usable_cores
 
     return core_groups(usable_cores(), int(device.share), workers)
 
 
-def engine_config(
-    config: TuneConfig, device: Device, core_groups: tuple[tuple[int, ...], ...]
-) -> EngineConfig:
+def engine_config(config: TuneConfig, device: Device, core_groups: tuple[tuple[int, ...], ...]) -> CpuSpec:
     """The profiler of a tuning that measures on these cores; it builds on all that this process may use."""
-    from cdmpp.profiler.engine import EngineConfig
-    from cdmpp.profiler.machine import usable_cores
+    from cdmpp.profiler.cpu import CpuConfig
     from cdmpp.profiler.statistics import SamplingPlan
 
-    return EngineConfig(
-        target=dict(device.target),
-        core_groups=core_groups,
-        builders=config.builders or len(usable_cores()),
+    settings = CpuConfig(
+        builders=config.builders,
         build_timeout_s=config.build_timeout_s,
         run_timeout_s=config.run_timeout_s,
         plan=config.plan or SamplingPlan(),
         realtime=config.realtime,
     )
-
-
-def alone_engine_config(device: str | Device) -> EngineConfig:
-    """An engine that measures programs with nothing built meanwhile, for final latencies."""
-    from cdmpp.profiler.engine import EngineConfig
-    from cdmpp.profiler.machine import usable_cores
-
-    found = device_of_this_machine(device)
-    return EngineConfig(
-        target=dict(found.target),
-        core_groups=core_groups_of(found, 1),
-        builders=len(usable_cores()),
-        overlap=False,
-    )
+    return settings, device.target, core_groups
 
 
 def make_engine(config: TuneConfig, device: Device) -> Engine:
@@ -120,10 +100,10 @@ def make_engine(config: TuneConfig, device: Device) -> Engine:
     from cdmpp.tuner.measure import cpu_engine
 
     if device.kind == "gpu":
-        from cdmpp.profiler.gpu_engine import GpuEngine
+        from cdmpp.profiler.gpu.measurer import gpu_engine
         from cdmpp.tuner.gpu import gpu_config
 
-        return GpuEngine(gpu_config(config, device))
+        return gpu_engine(gpu_config(config), device)
     return cpu_engine(engine_config(config, device, core_groups_of(device, config.workers)))
 
 
@@ -133,10 +113,13 @@ def alone_engine(device: str | Device) -> Engine:
 
     found = device_of_this_machine(device)
     if found.kind == "gpu":
-        from cdmpp.profiler.gpu_engine import GpuConfig, GpuEngine
+        from cdmpp.profiler.gpu.measurer import gpu_engine
+        from cdmpp.profiler.gpu.sampling import GpuConfig
 
-        return GpuEngine(GpuConfig(found))
-    return cpu_engine(alone_engine_config(found))
+        return gpu_engine(GpuConfig(), found)
+    from cdmpp.profiler.cpu import CpuConfig
+
+    return cpu_engine((CpuConfig(), found.target, core_groups_of(found, 1)), overlap=False)
 
 
 def make_tuners(

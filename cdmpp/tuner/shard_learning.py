@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from cdmpp.errors import ProgramError
 
 if TYPE_CHECKING:
-    from cdmpp.profiler.build import BuildJob
+    from cdmpp.profiler.engine import BuildJob
     from cdmpp.tuner.online import Row
     from cdmpp.tuner.shard_members import Member
     from cdmpp.tuner.task_tuner import TaskTuner

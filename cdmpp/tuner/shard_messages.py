@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cdmpp.tuner.measure import Engine, cpu_engine
+from cdmpp.tuner.measure import CpuSpec, Engine, cpu_engine
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
     from cdmpp.errors import CdmppError
-    from cdmpp.profiler.build import BuildJob
-    from cdmpp.profiler.engine import EngineConfig, Outcome
+    from cdmpp.profiler.engine import BuildJob, Outcome
     from cdmpp.program.types import Program, Space, Task
     from cdmpp.tuner.online import Row
     from cdmpp.tuner.tuning import TuneConfig
@@ -49,7 +48,7 @@ class ShardConfig:
     tasks: tuple[Task, ...]
     cost_model: str = ""
     work_dir: str | None = None
-    engine: Callable[[EngineConfig], Engine] = cpu_engine
+    engine: Callable[[CpuSpec], Engine] = cpu_engine
 
 
 # -- what a worker is told -----------------------------------------------------------------------------------------

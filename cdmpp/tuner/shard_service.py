@@ -22,11 +22,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import CdmppError, ProfilerError
-from cdmpp.tuner.measure import Engine, Measurer
+from cdmpp.tuner.measure import CpuSpec, Engine, Measurer
 
 if TYPE_CHECKING:
-    from cdmpp.profiler.build import BuildJob
-    from cdmpp.profiler.engine import EngineConfig, Outcome
+    from cdmpp.profiler.engine import BuildJob, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -170,12 +169,12 @@ class EngineService:
             worker.send(answer)
 
 
-def _remote(address: str, config: EngineConfig) -> Engine:
+def _remote(address: str, spec: CpuSpec) -> Engine:
     return RemoteEngine(address)
 
 
 @contextlib.contextmanager
-def engine_service(engine: Engine) -> Iterator[Callable[[EngineConfig], Engine]]:
+def engine_service(engine: Engine) -> Iterator[Callable[[CpuSpec], Engine]]:
     """Run an engine for workers in other processes; gives what a worker starts with as its ``engine``.
 
     Raises

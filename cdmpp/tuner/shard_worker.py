@@ -116,7 +116,8 @@ class ShardWorker:
         from cdmpp.tuner.prepare import engine_config
 
         config = self._config
-        engine = replace(engine_config(config.tune, config.device, (config.cores,)), work_dir=config.work_dir)
+        settings, target, cores = engine_config(config.tune, config.device, (config.cores,))
+        engine = replace(settings, work_dir=config.work_dir), target, cores
         try:
             with Measurer(config.engine(engine)) as self._measurer:
                 threading.Thread(target=self._read, name="reader", daemon=True).start()

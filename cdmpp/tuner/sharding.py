@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import ProgramError, TunerError
-from cdmpp.profiler.build import BuildJob
+from cdmpp.profiler.engine import BuildJob
 from cdmpp.tuner.ledger import Ledger, Progress
 from cdmpp.tuner.scheduler import TaskState, next_task, promise
 from cdmpp.tuner.shard_learning import SharedLearning

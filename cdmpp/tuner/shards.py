@@ -92,8 +92,7 @@ def shard_cores(device: Device, shards: int | str) -> tuple[tuple[int, ...], ...
     TunerError
         So many do not fit on the GPU, or on the cores that this process may use.
     """
-    from cdmpp.profiler.calibration import core_groups
-    from cdmpp.profiler.machine import usable_cores
+    from cdmpp.profiler.machine import core_groups, usable_cores
 
     cores, gpu = usable_cores(), device.kind == "gpu"
     there = 1.0 if gpu else float(len(cores))

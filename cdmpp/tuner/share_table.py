@@ -15,7 +15,7 @@ from cdmpp.errors import TunerError
 if TYPE_CHECKING:
     import pandas as pd
 
-    from cdmpp.profiler.build import BuildJob
+    from cdmpp.profiler.engine import BuildJob
 
 #: Measures jobs alone on a device: program -> seconds, of those that run.
 MeasureAlone = Callable[[str, Sequence["BuildJob"]], Mapping[str, float]]
@@ -214,7 +214,7 @@ def _cells(
 def best_programs(folder: Path) -> dict[str, BuildJob]:
     """The fastest program of each task, by the tuning's own labels; what runs untuned is one of them."""
     from cdmpp.dataset import Dataset
-    from cdmpp.profiler.build import BuildJob
+    from cdmpp.profiler.engine import BuildJob
     from cdmpp.tuner.store import DATASET_FOLDER
 
     dataset = Dataset.open(folder / DATASET_FOLDER)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import ProgramError, TunerError
-from cdmpp.profiler.build import BuildJob
+from cdmpp.profiler.engine import BuildJob
 from cdmpp.program.space import CUDA_SPACE_TARGET, program_of_schedule, unscheduled
 from cdmpp.program.tvm_env import import_tvm, quiet, structural_hash
 from cdmpp.program.types import Program, Space, Task

@@ -76,7 +76,7 @@ class TuneConfig:
         ``"auto"`` for as many as fit. None: one search, that builds on all cores. Each has a partition of a GPU; one
         process measures for all of them there (:mod:`cdmpp.tuner.shard_service`).
     build_timeout_s, run_timeout_s, plan, realtime
-        See :class:`~cdmpp.profiler.engine.EngineConfig` (of a GPU :class:`~cdmpp.profiler.gpu_engine.GpuConfig`).
+        See :class:`~cdmpp.profiler.cpu.CpuConfig` (of a GPU :class:`~cdmpp.profiler.gpu.sampling.GpuConfig`).
     gpu, gpu_arguments
         A class as ``module:Class`` that stands for the GPU, and what it is made with; None for the GPU that is here.
     """

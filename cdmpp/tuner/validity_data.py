@@ -154,8 +154,7 @@ def _of_records(
 
 
 def _of_verdicts(folder: Path) -> tuple[pd.DataFrame, Mapping[str, CompactAST]]:
-    from cdmpp.profiler.validity import load_verdicts
-    from cdmpp.profiler.validity_run import AST_FILE
+    from cdmpp.profiler.validity import AST_FILE, load_verdicts
     from cdmpp.program.ast.store import load_asts
 
     frame = load_verdicts(folder)

@@ -91,7 +91,7 @@ _N_POOLED = len(VALIDITY_FEATURES) - len(LIMIT_FEATURES) - len(_DEMANDS) - 1
 
 
 def limits_of(device: Device) -> Limits:
-    """The limits of a device: its architecture's where :mod:`cdmpp.profiler.cuda_limits` has it, else of its table row."""
+    """The limits of a device: its architecture's where :mod:`cdmpp.profiler.gpu.limits` has it, else of its table row."""
     if device.kind != "gpu":
         return Limits()
     target = device.target
@@ -111,7 +111,7 @@ def limits_of(device: Device) -> Limits:
 
 def limits_of_arch(arch: str) -> Limits:
     """The limits of an NVIDIA architecture such as ``sm_86`` (ProfilerError for one that is not in the table)."""
-    from cdmpp.profiler.cuda_limits import arch_limits
+    from cdmpp.profiler.gpu.limits import arch_limits
 
     known = arch_limits(arch)
     return Limits(

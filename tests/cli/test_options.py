@@ -11,12 +11,10 @@ from rich.console import Console
 from cdmpp.cli import main, render
 from cdmpp.cli.main import GROUPS, _parser
 from cdmpp.cli.options import settings
-from cdmpp.profiler.profile import ProfileConfig
+from cdmpp.profiler.session import ProfileConfig
 from cdmpp.tuner import Objective, TuneConfig
 
 VERBS = {name: run for group in GROUPS.values() for name, (_, run) in group.items()}
-#: To be dropped.
-OLD = ("validity-data", "validity-train")
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +30,7 @@ def test_the_help_says_when_to_use_each_verb() -> None:
         assert 10 < len(when) <= 88, "with the name, 100 columns"
 
 
-@pytest.mark.parametrize("name", [name for name in VERBS if name not in OLD])
+@pytest.mark.parametrize("name", list(VERBS))
 def test_a_verbs_help_fits_and_ends_in_two_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([name, "--help"])

@@ -16,7 +16,7 @@ from cdmpp.predictor.data import split_data, subset
 from cdmpp.predictor.elsewhere import DevicePair, DeviceScaling
 from cdmpp.predictor.finetuning import choose_tasks, extend_encoder, mixed_batches, starting_weights
 from cdmpp.predictor.training import prepare, training_summary
-from cdmpp.profiler.profile import read_task_file
+from cdmpp.profiler.session import read_task_file
 from cdmpp.report.content import collect_report
 from tests.samples.training import make_data, make_device
 

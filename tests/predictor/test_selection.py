@@ -17,7 +17,7 @@ from cdmpp.predictor.selection import (
     write_task_file,
 )
 from cdmpp.predictor.training import prepare
-from cdmpp.profiler.profile import read_task_file
+from cdmpp.profiler.session import read_task_file
 from cdmpp.program.ast import LEAF_FEATURES, CompactAST
 from tests.samples.training import make_data
 

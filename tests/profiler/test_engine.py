@@ -10,29 +10,33 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from cdmpp.errors import ProfilerError
-from cdmpp.profiler.build import BuildJob
-from cdmpp.profiler.calibration import core_groups
-from cdmpp.profiler.engine import CpuEngine, EngineConfig, Outcome
+from cdmpp.profiler.cpu import CpuConfig
+from cdmpp.profiler.engine import BuildJob, Outcome
+from cdmpp.profiler.machine import core_groups
 from cdmpp.program.codegen.compile import ObjectCache
 from tests.samples.programs import (
-    QUICK_ENGINE,
+    QUICK_CPU,
     TARGET,
     as_it_is,
     endless_task,
     matmul_task,
+    quick_engine,
     sampled,
     segfault_task,
     slow_build_task,
 )
 
 
-def measure(jobs: list[BuildJob], config: EngineConfig = QUICK_ENGINE) -> dict[str, Outcome]:
-    with CpuEngine(config) as engine:
+def measure(
+    jobs: list[BuildJob], config: CpuConfig = QUICK_CPU, target: dict[str, Any] = TARGET
+) -> dict[str, Outcome]:
+    with quick_engine(config, target) as engine:
         outcomes = list(engine.run(iter(jobs)))
     assert len(outcomes) == len(jobs), "every job has one outcome"
     return {o.job.program.hash: o for o in outcomes}
@@ -74,22 +78,24 @@ def test_a_program_that_runs_too_long_is_ended() -> None:
 
 def test_a_build_that_hangs_is_ended_and_its_process_is_gone() -> None:
     bad, good = as_it_is(slow_build_task(10000)), sampled(matmul_task(), 2)
-    config = replace(QUICK_ENGINE, build_timeout_s=1.0)
-    with CpuEngine(config) as engine:
+    config = replace(QUICK_CPU, build_timeout_s=1.0)
+    with quick_engine(config) as engine:
+        engine._start_builders()
         hung = engine._builders[0].pid
         outcomes = {o.job.program.hash: o for o in engine.run(iter([bad, *good]))}
-        assert not Path(f"/proc/{hung}").exists() or engine._builders[0].pid != hung
+        assert not _alive(hung) and engine._builders[0].pid != hung
     assert outcomes[bad.program.hash].status == "build_timeout"
     assert all(outcomes[j.program.hash].status == "ok" for j in good)
 
 
-@pytest.mark.parametrize("kind", ["_builders", "_runners"])
+@pytest.mark.parametrize("kind", ["builder", "runner"])
 def test_a_worker_killed_from_outside_loses_nothing(kind: str) -> None:
     jobs = sampled(matmul_task(), 8)
-    with CpuEngine(QUICK_ENGINE) as engine:
+    with quick_engine() as engine:
         run = engine.run(iter(jobs))
         outcomes = [next(run)]
-        os.kill(getattr(engine, kind)[0].pid, signal.SIGKILL)
+        workers = engine._builders if kind == "builder" else engine.measurer.workers
+        os.kill(workers[0].pid, signal.SIGKILL)
         outcomes += list(run)
     assert sorted(o.job.program.hash for o in outcomes) == sorted(j.program.hash for j in jobs)
     assert all(o.status == "ok" for o in outcomes)
@@ -104,11 +110,12 @@ def test_a_program_that_does_not_replay_is_invalid() -> None:
 
 
 def test_workers_and_files_are_gone_afterwards() -> None:
-    with CpuEngine(QUICK_ENGINE) as engine:
+    with quick_engine() as engine:
         list(engine.run(iter(sampled(matmul_task(), 1))))
-        pids = [w.pid for w in [*engine._builders, *engine._runners]]
-        folder = engine._folder
-    assert folder is not None and not folder.exists()
+        pids = [w.pid for w in [*engine._builders, *engine.measurer.workers]]
+        folder = Path(engine.measurer.builder[1][1])
+        assert folder.exists()
+    assert not folder.exists()
     assert not any(_alive(pid) for pid in pids)
 
 
@@ -127,7 +134,7 @@ def test_waiting_for_outcomes_does_not_end_the_run() -> None:
             yield None
         yield jobs[1]
 
-    with CpuEngine(QUICK_ENGINE) as engine:
+    with quick_engine() as engine:
         for outcome in engine.run(source()):
             seen.append(outcome)
     assert [o.job.program.hash for o in seen] == [j.program.hash for j in jobs]
@@ -147,20 +154,20 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_one_clear_error(tiny_disk: Path) -> None:
     (tiny_disk / "ballast").write_bytes(b"x" * 1_400_000)
     jobs = sampled(matmul_task(), 16)
-    config = replace(QUICK_ENGINE, work_dir=str(tiny_disk), batch_size=16)
-    with pytest.raises(ProfilerError, match="no space left"), CpuEngine(config) as engine:
+    config = replace(QUICK_CPU, work_dir=str(tiny_disk), batch_size=16)
+    with pytest.raises(ProfilerError, match="no space left"), quick_engine(config) as engine:
         list(engine.run(iter(jobs)))
 
 
 def test_object_cache_serves_what_was_built_before(tmp_path: Path) -> None:
     jobs = sampled(matmul_task(), 2)
-    config = replace(QUICK_ENGINE, object_cache=str(tmp_path))
+    config = replace(QUICK_CPU, object_cache=str(tmp_path))
     measure(jobs, config)
     kept = sorted(tmp_path.glob("*/*.so"))
     assert len(kept) == 2
     stamps = [k.stat().st_mtime_ns for k in kept]
     # Another number of cores is the same code.
-    measure(jobs, replace(config, target={**TARGET, "num-cores": 2}))
+    measure(jobs, config, {**TARGET, "num-cores": 2})
     assert [k.stat().st_mtime_ns for k in kept] == stamps
     assert ObjectCache(str(tmp_path), {**TARGET, "mcpu": "haswell"}).find(jobs[0].program.hash) is None
 
@@ -180,9 +187,8 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
     script.write_text(
         "import pickle\n"
         "from pathlib import Path\n"
-        "from cdmpp.profiler.engine import CpuEngine\n"
-        "from tests.samples.programs import QUICK_ENGINE\n"
-        f"with CpuEngine(QUICK_ENGINE, pickle.loads(Path({str(tmp_path / 'job')!r}).read_bytes())):\n"
+        "from tests.samples.programs import quick_engine\n"
+        f"with quick_engine(sentinel=pickle.loads(Path({str(tmp_path / 'job')!r}).read_bytes())):\n"
         "    pass\n"
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)

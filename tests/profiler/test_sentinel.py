@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 
 from cdmpp.profiler import sentinel as module
-from cdmpp.profiler.build import Built
-from cdmpp.profiler.cpu_runner import BatchDone, Measured, _Loaded
-from cdmpp.profiler.engine import CpuEngine, EngineConfig, Outcome, _Item
+from cdmpp.profiler.cpu import BatchDone, CpuConfig, CpuMeasurer, SharedObject, _Item, _Loaded
+from cdmpp.profiler.engine import Measured, Outcome
 from cdmpp.profiler.sentinel import Sentinel
 from cdmpp.profiler.statistics import SamplingPlan
-from cdmpp.program.types import Program
 
 
 class Core:
@@ -143,17 +141,21 @@ def test_at_least_two_samples_are_taken_whatever_happens() -> None:
     assert program.result() == ((1.0, 2.0), 1.0)
 
 
+def item_of(program: str) -> _Item:
+    job = SimpleNamespace(program=program, task=SimpleNamespace(hash="t"))
+    return _Item(job, SharedObject(program, path="/nonexistent"))  # type: ignore[arg-type]
+
+
 def outcomes(attempts: list[tuple[float, float]]) -> tuple[list[Outcome], int]:
-    """Feed one program's attempts (latency, disturbed share) to an engine that has no processes."""
-    engine = CpuEngine(EngineConfig(target={}, core_groups=((0,),)))
-    built = Built(Program("p", "t", None, "", "random"), "ok", path="/nonexistent")
-    item = _Item(SimpleNamespace(program=built.program, task=SimpleNamespace(hash="t")), built)  # type: ignore[arg-type]
+    """Feed one program's attempts (latency, disturbed share) to a measurer that has no processes."""
+    measurer = CpuMeasurer(CpuConfig(), {}, ((0,),), None)
+    item = item_of("p")
     for n, (latency_s, share) in enumerate(attempts, 1):
         item.measured = Measured("p", "ok", (latency_s,) * 4, meta={"disturbed": share})
-        engine._batch_done([item], BatchDone(1e-3, 1e-3, 0.0, "fifo"))
-        if engine._outcomes:
-            return list(engine._outcomes), n
-        assert engine._later.popleft()[1] is item
+        measurer._batch_done([item], BatchDone(1e-3, 1e-3, 0.0, "fifo"))
+        if measurer.outcomes:
+            return list(measurer.outcomes), n
+        assert measurer._later.popleft()[1] is item
     return [], len(attempts)
 
 
@@ -175,15 +177,14 @@ def test_disturbed_programs_are_measured_again_later(
 
 
 def test_measuring_again_is_given_up_where_it_does_not_help() -> None:
-    engine = CpuEngine(EngineConfig(target={}, core_groups=((0,),)))
+    measurer = CpuMeasurer(CpuConfig(), {}, ((0,),), None)
     attempts = []
     for number in range(40):
-        built = Built(Program(f"p{number}", "t", None, "", "random"), "ok", path="/nonexistent")
-        item = _Item(SimpleNamespace(program=built.program, task=SimpleNamespace(hash="t")), built)  # type: ignore[arg-type]
-        while not engine._outcomes:
-            item.measured = Measured(built.program.hash, "ok", (1.0,) * 4, meta={"disturbed": 1.0})
-            engine._batch_done([item], BatchDone(1e-3, 1e-3, 0.0, "fifo"))
-            engine._later.clear()
-        attempts.append(engine._outcomes.popleft().meta["attempts"])
+        item = item_of(f"p{number}")
+        while not measurer.outcomes:
+            item.measured = Measured(item.built.program, "ok", (1.0,) * 4, meta={"disturbed": 1.0})
+            measurer._batch_done([item], BatchDone(1e-3, 1e-3, 0.0, "fifo"))
+            measurer._later.clear()
+        attempts.append(measurer.outcomes.popleft().meta["attempts"])
     assert attempts[:5] == [3] * 5
     assert attempts[-5:] == [1] * 5

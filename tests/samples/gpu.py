@@ -11,18 +11,26 @@ from typing import Any
 
 import numpy as np
 
+from cdmpp.device import get_device
 from cdmpp.errors import ProfilerError
-from cdmpp.profiler.bundle import Bundle, BundledProgram, Reference
-from cdmpp.profiler.cuda_check import reference_inputs, summarise_outputs
-from cdmpp.profiler.cuda_gpu import GpuFacts, GpuFault, GpuState
-from cdmpp.profiler.cuda_limits import KernelShape
-from cdmpp.profiler.cuda_program import CudaProgram, Launch
+from cdmpp.profiler.gpu.build import KernelJob
+from cdmpp.profiler.gpu.bundle import Bundle, BundledProgram, CudaProgram, Launch, Reference
+from cdmpp.profiler.gpu.check import reference_inputs, summarise_outputs
+from cdmpp.profiler.gpu.device import GpuFacts, GpuFault, GpuState
+from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.types import Program, Space, Task
 
 #: The names of the GPUs below, to be put into a configuration.
 FAKE_GPU = "tests.samples.gpu:FakeGpu"
 TUNING_GPU = "tests.samples.gpu:TuningGpu"
 SMS = 132
+#: What makes a measuring quick, and this GPU be used.
+QUICK: dict[str, Any] = {
+    "builders": 1,
+    "plan": SamplingPlan(min_sample_s=0.001, min_samples=2, max_samples=4, max_measure_s=0.2),
+    "run_timeout_s": 0.2,
+    "gpu": FAKE_GPU,
+}
 
 
 class FakeGpu:
@@ -120,7 +128,7 @@ def toy_program(blocks: int = 512) -> CudaProgram:
         "  b[blockIdx.x * 64 + threadIdx.x] = a[blockIdx.x * 64 + threadIdx.x] * 2.0f;\n}\n"
     )
     spec = ((blocks * 64,), "float32")
-    launch = Launch("main_kernel", (0, 1), KernelShape((blocks, 1, 1), (64, 1, 1)))
+    launch = Launch((blocks, 1, 1), (64, 1, 1), kernel="main_kernel", buffers=(0, 1))
     return CudaProgram(source, (spec, spec), (1,), (), (launch,))
 
 
@@ -132,8 +140,6 @@ def toy_bundle(
     statuses: Mapping[int, str] | None = None,
 ) -> Bundle:
     """A bundle of `programs` programs ``p000``... of `tasks` tasks; the grids take turns."""
-    from cdmpp.device import get_device
-
     task_of, space_of, program_of, kernels, references = {}, {}, {}, [], {}
     for t in range(tasks):
         digest = f"{t:016x}"
@@ -148,12 +154,12 @@ def toy_bundle(
         kernels.append(
             BundledProgram(
                 digest,
-                status,
-                "" if status == "ok" else f"{status}: for a reason",
                 cuda,
                 b"cubin" if cubins and cuda else b"",
                 resources,
-                0.25,
+                status=status,
+                error="" if status == "ok" else f"{status}: for a reason",
+                build_s=0.25,
             )
         )
         if cuda is not None and task not in references:
@@ -168,6 +174,15 @@ def toy_bundle(
         "versions": {},
     }
     return Bundle(note, task_of, space_of, program_of, kernels, references)
+
+
+def jobs_of(bundle: Bundle, degree: int = 1) -> list[KernelJob]:
+    """A job a program."""
+    programs = [bundle.programs[kernel.program] for kernel in bundle.kernels]
+    return [
+        KernelJob(p, bundle.tasks[p.task_hash], bundle.spaces[str(p.space_hash)], kernel, degree)
+        for p, kernel in zip(programs, bundle.kernels, strict=True)
+    ]
 
 
 def no_reference(task: str) -> Reference:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cdmpp.profiler.build import BuildJob
-from cdmpp.profiler.calibration import core_groups
-from cdmpp.profiler.engine import EngineConfig
-from cdmpp.profiler.machine import usable_cores
-from cdmpp.profiler.profile import ProfileConfig
+from cdmpp.profiler.cpu import CpuConfig, cpu_engine
+from cdmpp.profiler.engine import BuildJob, Engine
+from cdmpp.profiler.machine import core_groups, usable_cores
+from cdmpp.profiler.session import ProfileConfig
 from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.space import TaskSpaces
 from cdmpp.program.tvm_env import import_tvm, structural_hash
@@ -21,15 +20,14 @@ TARGET = {"kind": "llvm", "mcpu": "x86-64-v2", "num-cores": 1}
 #: Labels of milliseconds, for tests that need labels but not good ones.
 QUICK_PLAN = SamplingPlan(min_sample_s=0.0005, min_samples=2, max_samples=4)
 QUICK_PROFILE = ProfileConfig(programs_per_task=8, workers=1, builders=1, plan=QUICK_PLAN)
-QUICK_ENGINE = EngineConfig(
-    target=TARGET,
-    core_groups=core_groups(usable_cores(), 1, 1),
-    builders=1,
-    batch_size=4,
-    plan=QUICK_PLAN,
-    run_timeout_s=1.0,
-    loading_s=2.0,
-)
+QUICK_CPU = CpuConfig(builders=1, batch_size=4, plan=QUICK_PLAN, run_timeout_s=1.0, loading_s=2.0)
+
+
+def quick_engine(
+    config: CpuConfig = QUICK_CPU, target: dict[str, Any] = TARGET, sentinel: BuildJob | None = None
+) -> Engine:
+    """An engine that measures on one core."""
+    return cpu_engine(config, target, core_groups(usable_cores(), 1, 1), sentinel)
 
 
 def task_of(func: Any, name: str) -> Task:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
-from cdmpp.profiler.build import BuildJob
-from cdmpp.profiler.engine import Outcome
+from cdmpp.profiler.engine import BuildJob, Outcome
 from cdmpp.tuner.objective import Objective
 from cdmpp.tuner.task_tuner import SearchConfig
 from cdmpp.tuner.tuning import TuneConfig

@@ -15,11 +15,11 @@ from cdmpp.dataset import Dataset
 from cdmpp.dataset.codec import join_meta
 from cdmpp.device import get_device
 from cdmpp.errors import ProfilerError, TunerError
-from cdmpp.profiler.build import BuildJob
-from cdmpp.profiler.cuda_compile import find_compiler
-from cdmpp.profiler.engine import Outcome
-from cdmpp.profiler.gpu_engine import GpuConfig, GpuEngine
-from cdmpp.profiler.profile_gpu import profile_gpu
+from cdmpp.profiler.engine import BuildJob, Outcome
+from cdmpp.profiler.gpu.compile import find_compiler
+from cdmpp.profiler.gpu.measure import profile_gpu
+from cdmpp.profiler.gpu.measurer import GpuMeasurer, gpu_engine
+from cdmpp.profiler.gpu.sampling import GpuConfig
 from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.space import TaskSpaces
 from cdmpp.tuner.objective import Objective
@@ -67,8 +67,8 @@ def tuned(out: Path, trials: int, *sizes: int, device: str = "h200", **options: 
     )
 
 
-def measure(config: GpuConfig, jobs: list[BuildJob]) -> dict[str, Outcome]:
-    with GpuEngine(config) as engine:
+def measure(config: GpuConfig, jobs: list[BuildJob], device: str = "h200") -> dict[str, Outcome]:
+    with gpu_engine(config, get_device(device)) as engine:
         return {outcome.job.program.hash: outcome for outcome in engine.run(iter([None, *jobs]))}
 
 
@@ -81,7 +81,7 @@ def drawn(n: int, verify: bool = True, size: int = 64) -> list[BuildJob]:
 
 def test_what_the_limits_exclude_is_not_built() -> None:
     jobs = drawn(8, verify=False, size=512)
-    outcomes = measure(GpuConfig(get_device("h200"), gpu=TUNING_GPU, plan=PLAN, builders=2), jobs)
+    outcomes = measure(GpuConfig(gpu=TUNING_GPU, plan=PLAN, builders=2), jobs)
     assert set(outcomes) == {job.program.hash for job in jobs}
     statuses = Counter(outcome.status for outcome in outcomes.values())
     assert {"ok", "invalid_config"} <= set(statuses) <= {"ok", "invalid_config", "build_error"}, statuses
@@ -95,23 +95,23 @@ def test_what_the_limits_exclude_is_not_built() -> None:
 
 
 def test_a_build_that_takes_too_long_is_ended() -> None:
-    config = GpuConfig(get_device("h200"), gpu=TUNING_GPU, plan=PLAN, builders=1, build_timeout_s=1e-9)
+    config = GpuConfig(gpu=TUNING_GPU, plan=PLAN, builders=1, build_timeout_s=1e-9)
     outcomes = measure(config, drawn(2))
     assert [outcome.status for outcome in outcomes.values()] == ["build_timeout"] * 2
 
 
 def test_programs_side_by_side_have_partitions_of_their_own() -> None:
-    config = GpuConfig(get_device("h200@0.25"), degree=4, gpu=TUNING_GPU, plan=PLAN, builders=2)
-    outcomes = measure(config, drawn(4))
+    config = GpuConfig(degree=4, gpu=TUNING_GPU, plan=PLAN, builders=2)
+    outcomes = measure(config, drawn(4), "h200@0.25")
     assert {(o.status, o.meta["workers"], o.meta["sms"]) for o in outcomes.values()} == {("ok", 4, 32)}
 
 
 def test_another_gpu_is_refused() -> None:
-    config = GpuConfig(get_device("h200"), gpu=TUNING_GPU, gpu_arguments={"name": "Tesla T4"})
+    config = GpuConfig(gpu=TUNING_GPU, gpu_arguments={"name": "Tesla T4"})
     with pytest.raises(ProfilerError, match=r"h200 is a NVIDIA H200 \(sm_90\), and this is a Tesla T4"):
         measure(config, [])
     with pytest.raises(ProfilerError, match="no CUDA device"):
-        GpuEngine(GpuConfig(get_device("mi210")))
+        gpu_engine(GpuConfig(), get_device("mi210"))
 
 
 def test_a_task_is_tuned_for_a_share(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_devices_that_are_not_here(
     with pytest.raises(TunerError, match="h200 is a gpu that is not here: this machine has a Tesla T4"):
         device_of_this_machine("h200")
     t4 = alone_engine("t4")
-    assert isinstance(t4, GpuEngine), "final latencies are of programs alone"
-    assert t4.config.degree == 1 and t4.config.device.name == "t4"
+    assert isinstance(t4.measurer, GpuMeasurer), "final latencies are of programs alone"
+    assert t4.measurer.config.degree == 1 and t4.measurer._device.name == "t4"
     with pytest.raises(ProfilerError, match="h200 is not here, this machine has a Tesla T4: compile with"):
         profile_gpu(["mlp"], device="h200", out=tmp_path / "d")

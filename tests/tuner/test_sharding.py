@@ -21,8 +21,7 @@ import pytest
 
 from cdmpp.dataset import Dataset
 from cdmpp.errors import CdmppError, ProfilerError, TunerError
-from cdmpp.profiler.build import BuildJob
-from cdmpp.profiler.engine import Outcome
+from cdmpp.profiler.engine import BuildJob, Outcome
 from cdmpp.profiler.machine import usable_cores
 from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.tvm_env import structural_hash

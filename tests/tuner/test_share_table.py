@@ -14,7 +14,7 @@ from cdmpp.cli import main
 from cdmpp.cli.tune import devices_with_shares
 from cdmpp.device import Device
 from cdmpp.errors import TunerError
-from cdmpp.profiler.build import BuildJob
+from cdmpp.profiler.engine import BuildJob
 from cdmpp.profiler.machine import usable_cores
 from cdmpp.tuner.measure import Measurer
 from cdmpp.tuner.prepare import device_of_this_machine

@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from cdmpp.cli import main
 from cdmpp.dataset import Dataset, Record, Split
 from cdmpp.device import get_device
 from cdmpp.errors import DatasetError, FeatureMismatchError, PredictorError, ProfilerError, UnknownDeviceError
@@ -272,35 +271,6 @@ def test_the_shipped_verdicts_are_rows_of_architectures() -> None:
     assert by_kind[""] and not by_kind.drop("").any()
     split = Split.parse("by_device:heldout=sm_86;valid=0", data.table)
     split.check_disjoint(data.table)
-
-
-# -- the command ---------------------------------------------------------------------------------------------------
-
-
-def test_the_command_trains_scores_and_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    records = [(f"p{i}", "ok" if i % 3 else "build_error", 1e-3 if i % 3 else None) for i in range(30)]
-    dataset_of(tmp_path / "d", records)
-    out, report = tmp_path / "m", tmp_path / "r.json"
-    command = ["validity-train", "--data", str(tmp_path / "d"), "--out", str(out), "--json", str(report)]
-    assert main([*command, "--split", "within_task:test=0.3;valid=0"]) == 0
-    content = json.loads(report.read_text())
-    tested = content["test"]["test"]["n"]
-    assert content["training"]["rows"] == 30 - tested and tested > 0
-    assert content["test"]["rtx-2080-ti"] == content["test"]["test"]
-    assert "learned from" in capsys.readouterr().out
-    assert ValidityModel.load(out).training_["rows"] == 30 - tested
-    assert main(command) == 0 and json.loads(report.read_text())["test"] == {}
-
-
-def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validity-train", "--out", str(tmp_path / "m")]) == 2
-    assert main(["validity-train", "--data", str(tmp_path / "x"), "--out", str(tmp_path / "m")]) == 2
-    dataset_of(tmp_path / "d", [("a", "ok", 1e-3), ("b", "run_error", None)])
-    command = ["validity-train", "--data", str(tmp_path / "d"), "--out", str(tmp_path / "m")]
-    assert main([*command, "--split", "by_color"]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 3 and all(line.startswith("cdmpp: ") for line in lines)
-    assert not (tmp_path / "m").exists()
 
 
 # -- learning online -----------------------------------------------------------------------------------------------

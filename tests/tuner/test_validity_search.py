@@ -15,8 +15,7 @@ from cdmpp.cli import main
 from cdmpp.dataset import Dataset
 from cdmpp.device import get_device
 from cdmpp.errors import PredictorError, ProgramError, TunerError
-from cdmpp.profiler.build import BuildJob
-from cdmpp.profiler.engine import Outcome
+from cdmpp.profiler.engine import BuildJob, Outcome
 from cdmpp.program.ast import CompactAST
 from cdmpp.program.space import Rebuilder
 from cdmpp.tuner import validity_search

@@ -1,0 +1,616 @@
+"""CPUs: processes that own their cores and take latency samples, and what deals programs to them.
+
+State that a label depends on, and how it is fixed here:
+
+* **Cores**: the process is pinned to its cores, TVM's thread pool has one thread per core, and the process runs under
+  the real-time scheduler where the system allows it, so that builders on the same core wait.
+* **First touch**: arguments are allocated and filled with random numbers by this process, on its cores, before
+  the first run.
+* **Caches**: warm. Each sample starts with one untimed run of the same program (unless one run takes over 20 ms),
+  then as many timed runs back to back as fill ``SamplingPlan.min_sample_s``.
+* **Interleaving**: the samples of a batch of programs are taken in turn (A B C A B C ...), so that a slow
+  disturbance hits all of them and is seen by the split-half difference.
+* **Disturbance**: a sample is taken when a :class:`~cdmpp.profiler.sentinel.Sentinel` says that the core is
+  undisturbed, and counts only if it still says so afterwards and the thread was not preempted; waiting costs nothing,
+  builders use the core meanwhile. A program that gets too few such samples in its time is reported with the
+  others, and with their share. A sentinel program is timed before and after each batch, and its drift and the
+  hypervisor's steal time come with the results.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cdmpp.errors import ProfilerError, ProgramError
+from cdmpp.profiler import machine
+from cdmpp.profiler.arguments import ArgSpec, argument_specs, index_bound, integer_range
+from cdmpp.profiler.engine import BuildConfig, BuildJob, Built, Engine, Measured, Measurer
+from cdmpp.profiler.pool import Worker, requests
+from cdmpp.profiler.sentinel import Sentinel
+from cdmpp.profiler.statistics import SamplingPlan, label
+from cdmpp.program.codegen.compile import ObjectCache, compile_to_shared_object
+from cdmpp.program.tvm_env import import_tvm, structural_hash
+from cdmpp.program.types import Program, Task
+
+#: Bytes of arguments kept between batches for programs of equal signature.
+_ARGUMENT_CACHE_BYTES = 2 << 30
+#: Samples in all, disturbed ones included, relative to ``SamplingPlan.max_samples``.
+_MAX_TAKEN = 2
+#: Undisturbed samples of the sentinel program, of three times as many attempts.
+_SENTINEL_SAMPLES = 3
+#: From here on a run is timed from Python (2 us of overhead) without an untimed run before it: refilling the
+#: caches is a vanishing part of it, and the untimed run would double the cost.
+_LONG_RUN_S = 0.02
+
+#: Drift is relative to this quantile of the sentinel times so far: disturbances only add time.
+_BASELINE_QUANTILE = 0.1
+#: A program whose samples were mostly disturbed is measured again after this time, in which a neighbour may
+#: have finished.
+_LATER_S = 20.0
+#: That is given up where it helps fewer than this share of the programs, judged after so many.
+_LATER_HELPS, _LATER_TRIALS = 0.3, 16
+#: Programs that may wait for that: their shared objects lie in memory.
+_MAX_LATER = 256
+#: A folder with less space left is full.
+_FULL_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class SharedObject(Built):
+    """What became of a job at building; ``path`` and ``args`` are set if ``status`` is ``ok``."""
+
+    program: str
+    path: str = ""
+    args: tuple[ArgSpec, ...] = ()
+
+
+@dataclass(frozen=True)
+class Starting:
+    """Sent before a program's first run, and with an empty hash when the sampling of the batch begins."""
+
+    program: str
+
+
+@dataclass(frozen=True)
+class BatchDone:
+    """Sent after a batch: what the machine did meanwhile."""
+
+    sentinel_before_s: float
+    sentinel_after_s: float
+    steal_pct: float
+    scheduler: str
+
+
+def _fill(shape: tuple[int, ...], dtype: str, bound: int, rng: np.random.Generator) -> np.ndarray:
+    """Random values: positive floats away from zero and denormals; integers by :func:`integer_range`."""
+    kind = np.dtype(dtype).kind if dtype != "bfloat16" else "f"
+    if kind == "b":
+        return rng.integers(0, 2, shape).astype(bool)
+    if kind in "iu":
+        return rng.integers(*integer_range(dtype, bound), shape).astype(dtype)
+    values = rng.random(shape, dtype=np.float32)
+    values *= 0.9
+    values += 0.1
+    return values.astype(dtype, copy=False)
+
+
+class _Arguments:
+    """Allocated arguments by signature, least recently used given up first."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._cache: OrderedDict[tuple[ArgSpec, ...], tuple[int, list[Any]]] = OrderedDict()
+
+    def get(self, specs: tuple[ArgSpec, ...]) -> list[Any]:
+        import tvm
+
+        if specs in self._cache:
+            self._cache.move_to_end(specs)
+            return self._cache[specs][1]
+        bound = index_bound(specs)
+        size = sum(int(np.prod(shape)) * 8 for shape, _ in specs)
+        while self._cache and sum(s for s, _ in self._cache.values()) + size > _ARGUMENT_CACHE_BYTES:
+            self._cache.popitem(last=False)
+        arrays = [tvm.runtime.tensor(_fill(shape, dtype, bound, self._rng)) for shape, dtype in specs]
+        self._cache[specs] = (size, arrays)
+        return arrays
+
+
+class _Loaded:
+    """A program ready to run, with its samples so far."""
+
+    def __init__(
+        self, built: SharedObject, arguments: _Arguments, plan: SamplingPlan, sentinel: Sentinel
+    ) -> None:
+        import tvm
+
+        self.hash = built.program
+        self.plan = plan
+        self.sentinel = sentinel
+        self.args = arguments.get(built.args)
+        self.module = tvm.runtime.load_module(built.path)
+        self.entry = self.module["main"]
+        self.calm: list[float] = []
+        self.disturbed: list[float] = []
+        self.spent_s = 0.0
+        self.waited_s = 0.0
+        self.repeats = 1
+        self.first_s = 0.0
+        self._timer: Any = None
+
+    def start(self) -> None:
+        """First run (page faults, lazy binding), then the length of a sample."""
+        import tvm
+
+        run_s = self.first_s = self._run_once()
+        if run_s < _LONG_RUN_S:
+            run_s = self._run_once()  # warm: the first may have been ten times longer
+        if self.plan.repeats(run_s) > 20:
+            # Calls from Python cost some 2 us; short programs are gauged inside the runtime.
+            run_s = self.module.time_evaluator("main", tvm.cpu(0), number=10)(*self.args).mean
+        self.repeats = self.plan.repeats(run_s)
+        if run_s < _LONG_RUN_S:
+            self._timer = self.module.time_evaluator("main", tvm.cpu(0), number=self.repeats)
+
+    def _run_once(self) -> float:
+        started = time.perf_counter()
+        self.entry(*self.args)
+        return time.perf_counter() - started
+
+    def sample(self) -> None:
+        """One sample: an untimed run, then the mean of `repeats` runs."""
+        calm, waited_s = self.sentinel.wait(max(0.0, self.plan.max_wait_s - self.waited_s))
+        self.waited_s += waited_s
+        started, before = time.perf_counter(), machine.preemptions()
+        # time_evaluator makes one untimed call before it starts its clock.
+        value = self._run_once() if self._timer is None else self._timer(*self.args).mean
+        calm = calm and machine.preemptions() == before and self.sentinel.calm()
+        (self.calm if calm else self.disturbed).append(value)
+        elapsed_s = time.perf_counter() - started
+        self.spent_s += elapsed_s
+        self.sentinel.measured(elapsed_s)
+
+    @property
+    def wants_more(self) -> bool:
+        taken = len(self.calm) + len(self.disturbed)
+        if taken >= 2 and self.spent_s >= self.plan.max_measure_s:
+            return False
+        patient = self.waited_s < self.plan.max_wait_s and self.sentinel.patient
+        if taken >= max(2, self.plan.min_samples // 2) and self.disturbed and not patient:
+            # More of the same would only keep builders from the core; it is measured again later.
+            return False
+        return taken < _MAX_TAKEN * self.plan.max_samples and self.plan.needs_more(self.calm, 0.0)
+
+    def result(self) -> tuple[tuple[float, ...], float]:
+        """The samples that the label is made of, and the share of disturbed ones among them."""
+        if len(self.calm) >= max(2, self.plan.min_samples // 2) or not self.disturbed:
+            return tuple(self.calm), 0.0
+        taken = self.calm + self.disturbed
+        return tuple(taken), len(self.disturbed) / len(taken)
+
+
+def _measure_batch(
+    batch: list[SharedObject], config: CpuConfig, arguments: _Arguments, sentinel: Sentinel
+) -> Iterator[Starting | Measured]:
+    """Measure `batch` interleaved; yields what the parent should know, results as soon as they are final."""
+    loaded: list[_Loaded] = []
+    for built in batch:
+        yield Starting(built.program)
+        try:
+            program = _Loaded(built, arguments, config.plan, sentinel)
+            program.start()
+        except Exception as err:  # whatever a foreign shared object or the runtime raises
+            yield Measured(built.program, "run_error", error=f"{type(err).__name__}: {err}"[:500])
+            continue
+        if program.first_s > config.run_timeout_s:
+            error = f"one run took {program.first_s:.3g} s, over {config.run_timeout_s:g} s"
+            yield Measured(program.hash, "run_timeout", error=error, run_s=program.first_s)
+            continue
+        loaded.append(program)
+    yield Starting("")
+    while loaded:
+        for program in loaded:
+            program.sample()
+        for program in [p for p in loaded if not p.wants_more]:
+            loaded.remove(program)
+            samples_s, disturbed = program.result()
+            yield Measured(
+                program.hash,
+                "ok",
+                samples_s,
+                run_s=program.spent_s + program.first_s,
+                meta={
+                    "repeats": program.repeats,
+                    "retakes": len(program.disturbed),
+                    "waited_s": round(program.waited_s, 3),
+                    "disturbed": round(disturbed, 3),
+                },
+            )
+
+
+def measure_worker(
+    connection: Connection, config: CpuConfig, cores: tuple[int, ...], sentinel: SharedObject | None
+) -> None:
+    """Serve lists of :class:`SharedObject` until the connection closes (runs in its own process).
+
+    `cores` are the ones it owns; one thread each.
+    """
+    machine.die_with_parent()
+    machine.pin(cores)
+    # Read when the thread pool starts, which is at the first parallel program. Binding is left to the pinning
+    # above: the runtime would bind its threads to the machine's first cores, whoever owns them.
+    os.environ["TVM_NUM_THREADS"] = str(len(cores))
+    os.environ["TVM_BIND_THREADS"] = "0"
+    scheduler = machine.own_the_core() if config.realtime else "normal"
+    import_tvm()
+    arguments, watch = _Arguments(0), Sentinel()
+    program: _Loaded | None = None
+    if sentinel is not None:
+        program = _Loaded(sentinel, arguments, config.plan, watch)
+        program.start()
+
+    def time_sentinel() -> float:
+        if program is None:
+            return float("nan")
+        program.calm.clear()
+        program.disturbed.clear()
+        program.waited_s = 0.0
+        for _ in range(_SENTINEL_SAMPLES * 3):
+            program.sample()
+            if len(program.calm) == _SENTINEL_SAMPLES:
+                break
+        return float(np.median(program.calm or program.disturbed))
+
+    batch: list[SharedObject]
+    for batch in requests(connection):
+        started, stolen = time.perf_counter(), machine.steal_ticks(cores)
+        before_s = time_sentinel()
+        for message in _measure_batch(batch, config, arguments, watch):
+            connection.send(message)
+        after_s = time_sentinel()
+        elapsed = time.perf_counter() - started
+        steal = (machine.steal_ticks(cores) - stolen) / 100 / len(cores) / max(elapsed, 0.01) * 100
+        connection.send(BatchDone(before_s, after_s, min(steal, 100.0), scheduler))
+
+
+# -- the side that builds and deals out --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuConfig(BuildConfig):
+    """How programs are built and measured on a CPU; none of it may change a label beyond its noise."""
+
+    #: Programs of a task that are sampled in turn.
+    batch_size: int = 8
+    #: A program whose first run takes longer is not sampled.
+    run_timeout_s: float = 2.0
+    #: Allowed for loading a program and filling its arguments before its first run.
+    loading_s: float = 10.0
+    plan: SamplingPlan = field(default_factory=SamplingPlan)
+    #: A batch during which the hypervisor took more than this share of the cores, or the sentinel program's time changed
+    #: by more than this fraction, is measured once more.
+    max_steal_pct: float = 2.0
+    max_drift: float = 0.05
+    #: A program of which more than this share of the samples was disturbed is measured again a while later.
+    max_disturbed: float = 0.25
+    #: Times that a program is measured at most for these reasons; the fastest label counts.
+    max_attempts: int = 3
+    #: Ask for the real-time scheduler.
+    realtime: bool = True
+    #: Folder in which shared objects are kept between runs; None keeps none.
+    object_cache: str | None = None
+    #: Where shared objects are kept meanwhile; default a fresh folder in memory.
+    work_dir: str | None = None
+
+
+def sentinel_job() -> BuildJob:
+    """The program that shows how the machine drifts, the same arithmetic everywhere: a 96x96x96 float32 matrix product,
+    unscheduled, some 100 us on one core, in the caches, no threads."""
+    tvm = import_tvm()
+    from tvm import te
+
+    n = 96
+    a = te.placeholder((n, n), name="A")
+    b = te.placeholder((n, n), name="B")
+    k = te.reduce_axis((0, n), name="k")
+    c = te.compute((n, n), lambda i, j: te.sum(a[i, k] * b[k, j], axis=k), name="C")
+    func = te.create_prim_func([a, b, c])
+    digest = structural_hash(func)
+    task = Task(digest, "sentinel_matmul", tvm.ir.save_json(func), {}, 2.0 * n**3, 3.0 * n * n * 4)
+    return BuildJob(Program(digest, digest, None, "", "unscheduled"), task, None)
+
+
+def cpu_engine(
+    config: CpuConfig,
+    target: Mapping[str, Any],
+    core_groups: Sequence[tuple[int, ...]],
+    sentinel: BuildJob | None = None,
+    *,
+    overlap: bool = True,
+) -> Engine:
+    """An engine that measures on cores of this machine.
+
+    Programs are compiled for the TVM target dictionary `target`. There are as many measuring processes as core groups (the
+    degree of parallelism). `sentinel` is timed around every batch to see drift, see :func:`sentinel_job`. Without `overlap`
+    everything is built first, then measured with nothing else running. ProfilerError where there are no cores; on entering,
+    if the sentinel program does not build.
+    """
+    return Engine(config, CpuMeasurer(config, target, core_groups, sentinel, overlap=overlap))
+
+
+class ObjectBuilder:
+    """Turns jobs into shared objects, in a memory-backed folder."""
+
+    def __init__(self, target: Mapping[str, Any], folder: Path, object_cache: str | None) -> None:
+        from cdmpp.program.space import Rebuilder
+
+        machine.redirect_stderr(folder / f"stderr-{os.getpid()}")
+        import_tvm()
+        self._target, self._folder = dict(target), folder
+        self._cache = ObjectCache(object_cache, target)
+        self._rebuild = Rebuilder()
+
+    def __call__(self, job: BuildJob) -> SharedObject | ProfilerError:
+        program = job.program.hash
+        path = self._folder / f"{program}-{time.monotonic_ns():x}.so"
+        try:
+            func = self._rebuild(job.program, job.task, job.space)
+            args = argument_specs(func)
+            kept = self._cache.find(program)
+            if kept is not None:
+                shutil.copyfile(kept, path)
+            else:
+                compile_to_shared_object(func, self._target, path)
+                self._cache.keep(program, path)
+            return SharedObject(program, str(path), args)
+        except ProgramError as err:
+            return SharedObject(program, status="invalid_config", error=str(err))
+        except subprocess.CalledProcessError as err:
+            error = f"ld: {err.stderr[-400:]}"
+        except Exception as err:  # TVM reports through its own error types
+            text = (str(err).strip().splitlines() or [type(err).__name__])[-1]
+            error = f"{type(err).__name__}: {text}"[:500]
+        if "No space left" in error or shutil.disk_usage(self._folder).free < _FULL_BYTES:
+            return ProfilerError(
+                f"no space left in {self._folder} for shared objects; what was measured is kept, "
+                "free some space and go on with --resume"
+            )
+        return SharedObject(program, status="build_error", error=error)
+
+
+@dataclass
+class _Item:
+    """A built program on its way through measuring."""
+
+    job: BuildJob
+    built: SharedObject
+    deaths: int = 0
+    attempts: int = 0
+    measured: Measured | None = None
+    best: Measured | None = None
+
+    def settle(self) -> None:
+        """Let the best attempt so far be the result: undisturbed before disturbed, then fast before slow."""
+        tries = [m for m in (self.best, self.measured) if m is not None and m.status == "ok"]
+        if tries:
+            self.measured = min(tries, key=lambda m: (m.meta.get("disturbed", 0.0) > 0, label(m.samples_s)))
+
+
+class CpuMeasurer(Measurer):
+    """Deals batches of programs to measuring processes that own their cores; decides what is measured again."""
+
+    def __init__(
+        self,
+        config: CpuConfig,
+        target: Mapping[str, Any],
+        core_groups: Sequence[tuple[int, ...]],
+        sentinel: BuildJob | None = None,
+        *,
+        overlap: bool = True,
+    ) -> None:
+        super().__init__()
+        if not core_groups or not all(core_groups):
+            raise ProfilerError("no cores to measure on")
+        self.config, self._target, self._core_groups = config, target, core_groups
+        self._sentinel, self._overlap = sentinel, overlap
+        self._folder: Path | None = None
+        self._built: dict[str, list[_Item]] = {}
+        self._batches: deque[list[_Item]] = deque()
+        self._later: deque[tuple[float, _Item]] = deque()
+        self._retried = self._recovered = 0
+        self._sentinel_times_s: list[float] = []
+
+    def open(self, build_now: Callable[[BuildJob], Any]) -> None:
+        config, shm = self.config, Path("/dev/shm")
+        parent = Path(config.work_dir or (shm if shm.is_dir() else tempfile.gettempdir()))
+        try:
+            self._folder = machine.make_work_folder(parent)
+        except OSError as err:
+            raise ProfilerError(f"cannot make a folder for shared objects in {parent}: {err}") from err
+        # Measuring processes preempt builders by themselves where they run under the real-time scheduler.
+        niceness = 0 if config.realtime else 10
+        self.builder = (ObjectBuilder, (self._target, self._folder, config.object_cache), niceness)
+        sentinel = None if self._sentinel is None else build_now(self._sentinel)
+        self.workers = [
+            Worker(measure_worker, (config, cores, sentinel), f"runner-{'-'.join(map(str, cores))}")
+            for cores in self._core_groups
+        ]
+
+    def close(self, *, kill: bool) -> None:
+        super().close(kill=kill)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def accepts(self, building: int) -> bool:
+        if not self._overlap:
+            return True
+        built = sum(map(len, self._built.values())) + sum(map(len, self._batches))
+        return built < 4 * self.config.batch_size * len(self._core_groups)
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._built or self._batches or self._later)
+
+    def add(self, job: BuildJob, built: SharedObject) -> None:
+        self._built.setdefault(job.task.hash, []).append(_Item(job, built))
+
+    def feed(self, coming: Sequence[BuildJob]) -> None:
+        self._form_batches(coming)
+        if coming and not self._overlap:
+            return
+        idle = not coming and not self._batches and all(w.load is None for w in self.workers)
+        while self._later and (
+            idle or self._later[0][0] <= time.monotonic() or len(self._later) > _MAX_LATER
+        ):
+            idle = False
+            due = [self._later.popleft()[1] for _ in range(min(self.config.batch_size, len(self._later)))]
+            self._batches.append(due)
+        for worker in self.workers:
+            if worker.load is None and self._batches:
+                batch = self._batches.popleft()
+                if not worker.submit([item.built for item in batch], (batch, None), self._first_run_s):
+                    self._batches.appendleft(batch)
+
+    def _form_batches(self, coming: Sequence[BuildJob]) -> None:
+        """Programs of one task; fewer than a batch only where no more of the task can join them."""
+        size, tasks = self.config.batch_size, {job.task.hash for job in coming}
+        for task, items in list(self._built.items()):
+            while len(items) >= size:
+                self._batches.append(items[:size])
+                del items[:size]
+            hungry = not self._batches and any(w.load is None for w in self.workers)
+            if items and (not coming or (hungry and task not in tasks)):
+                self._batches.append(items[:])
+                items.clear()
+            if not items:
+                del self._built[task]
+
+    @property
+    def _first_run_s(self) -> float:
+        return self.config.run_timeout_s + self.config.loading_s
+
+    def _sampling_s(self, batch: list[_Item]) -> float:
+        # Each program may overrun its time by a few samples and their retakes.
+        plan = self.config.plan
+        each = plan.max_wait_s + 2 * plan.max_measure_s + 8 * self.config.run_timeout_s
+        return 10.0 + len(batch) * each
+
+    def receive(self, worker: Worker) -> None:
+        batch, _ = worker.load
+        try:
+            message: Starting | Measured | BatchDone = worker.connection.recv()
+        except (EOFError, ConnectionResetError):
+            self._runner_died(worker, worker.exit_reason())
+            return
+        if isinstance(message, Starting):
+            worker.load = (batch, message.program)
+            worker.extend(self._first_run_s if message.program else self._sampling_s(batch))
+        elif isinstance(message, Measured):
+            item = next(i for i in batch if i.built.program == message.program)
+            item.measured = message
+        else:
+            self._batch_done(batch, message)
+            worker.finished()
+
+    def _batch_done(self, batch: list[_Item], done: BatchDone) -> None:
+        if done.sentinel_before_s > 0:
+            bisect.insort(self._sentinel_times_s, done.sentinel_before_s)
+        within = abs(done.sentinel_after_s / done.sentinel_before_s - 1)
+        disturbed = done.steal_pct > self.config.max_steal_pct or within > self.config.max_drift
+        again: list[_Item] = []
+        for item in batch:
+            measured = item.measured
+            item.attempts += 1
+            if measured is None or measured.status != "ok":
+                self._finish(item, done)
+                continue
+            item.settle()
+            item.best = item.measured
+            share = item.measured.meta.get("disturbed", 0.0) if item.measured is not None else 0.0
+            if item.attempts > 1:
+                self._retried += 1
+                self._recovered += share <= self.config.max_disturbed
+            hopeful = self._retried < _LATER_TRIALS or self._recovered > _LATER_HELPS * self._retried
+            if share > self.config.max_disturbed and item.attempts < self.config.max_attempts and hopeful:
+                item.measured = None
+                self._later.append((time.monotonic() + _LATER_S, item))
+            elif disturbed and item.attempts < 2:
+                item.measured = None
+                again.append(item)
+            else:
+                self._finish(item, done)
+        if again:
+            self._batches.append(again)
+
+    def _finish(self, item: _Item, done: BatchDone | None) -> None:
+        measured = item.measured
+        if measured is None:
+            self._batches.append([item])
+            return
+        self._remove(item)
+        meta: dict[str, Any] = {"attempts": item.attempts}
+        if done is not None and done.sentinel_before_s > 0:
+            times_s = self._sentinel_times_s
+            baseline_s = times_s[int(_BASELINE_QUANTILE * len(times_s))]
+            meta["reference_s"] = done.sentinel_before_s
+            meta["drift"] = round(done.sentinel_before_s / baseline_s - 1, 4)
+            meta["drift_within"] = round(done.sentinel_after_s / done.sentinel_before_s - 1, 4)
+            meta["steal_pct"] = round(done.steal_pct, 2)
+            meta["scheduler"] = done.scheduler
+        self.finish(item.job, item.built, measured, **meta)
+
+    def _remove(self, item: _Item) -> None:
+        with contextlib.suppress(OSError):
+            Path(item.built.path).unlink(missing_ok=True)
+
+    def _runner_died(self, worker: Worker, reason: str) -> None:
+        """Find out which program of the batch did it: the rest is measured again, each alone."""
+        batch, _ = worker.load
+        worker.replace()
+        for item in batch:
+            if item.measured is None and item.best is not None:
+                item.measured = item.best
+            if item.measured is not None:
+                self._finish(item, None)
+                continue
+            item.deaths += 1
+            if item.deaths >= 2:
+                self._remove(item)
+                self.fail(item.job, "run_error", f"the measuring process died with it twice, last {reason}")
+            else:
+                self._batches.append([item])
+
+    def overdue(self, worker: Worker) -> None:
+        batch, starting = worker.load
+        slow = next((i for i in batch if i.built.program == starting and i.measured is None), None)
+        if slow is None:
+            self._runner_died(worker, "sampling took too long")
+            return
+        worker.replace()
+        batch.remove(slow)
+        if slow.best is not None:
+            slow.measured = slow.best
+            self._finish(slow, None)
+        else:
+            self._remove(slow)
+            self.fail(slow.job, "run_timeout", f"one run took over {self.config.run_timeout_s:g} s")
+        for item in batch:
+            if item.measured is not None:
+                self._finish(item, None)
+        rest = [item for item in batch if item.measured is None]
+        if rest:
+            self._batches.append(rest)

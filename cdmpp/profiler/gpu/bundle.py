@@ -1,0 +1,273 @@
+"""CUDA programs as data, and bundles of them: programs compiled for a device that is elsewhere, in one file.
+
+Reading one needs neither TVM nor CUDA. A bundle is a zip archive of parquet files (zstd inside, so the archive itself is not
+compressed): tasks, spaces and programs as a dataset keeps them, ``kernels.parquet`` with a row a program (status, CUDA C++,
+cubin, launches, resources), ``references.parquet`` with what some tasks should compute, and ``bundle.json`` with the device,
+the compiler and the settings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cdmpp.dataset import codec
+from cdmpp.dataset.schema import arrow_schema
+from cdmpp.errors import BundleError
+from cdmpp.profiler.arguments import ArgSpec
+from cdmpp.profiler.engine import Built
+from cdmpp.profiler.gpu.limits import KernelShape
+from cdmpp.program.types import Program, Space, Task
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from numpy.typing import NDArray
+
+#: Version of what is described above; another is refused.
+BUNDLE_VERSION = 2
+_NOTE = "bundle.json"
+#: Kernels of neighbouring programs are alike: one page holds many of them.
+_PAGE_BYTES = 1 << 24
+_GROUP_ROWS = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch(KernelShape):
+    """One kernel launch: the entry function, and its pointer arguments as indices into parameters followed by workspaces."""
+
+    kernel: str
+    buffers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CudaProgram:
+    """CUDA C++ of a scheduled program and how to run it: what a machine without TVM needs."""
+
+    #: Compiles by itself with nvcc and with NVRTC.
+    source: str = field(repr=False)
+    params: tuple[ArgSpec, ...]
+    #: Which parameters it writes.
+    outputs: tuple[int, ...]
+    #: Further global buffers, from kernel to kernel.
+    workspaces: tuple[ArgSpec, ...]
+    #: In order; one run of the program is all of them.
+    launches: tuple[Launch, ...]
+    #: Whether a kernel copies to shared memory asynchronously (``cp.async``, since sm_80).
+    async_copies: bool = False
+
+    @property
+    def buffers(self) -> tuple[ArgSpec, ...]:
+        """Parameters and workspaces: what ``Launch.buffers`` counts."""
+        return (*self.params, *self.workspaces)
+
+    def to_json(self) -> dict[str, Any]:
+        """All but the source, as bundles keep it."""
+        return {name: value for name, value in asdict(self).items() if name != "source"}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], source: str) -> CudaProgram:
+        """Inverse of :meth:`to_json`, by way of JSON."""
+        fields = {name: _tuples(part) for name, part in value.items() if name != "launches"}
+        launches = [{name: _tuples(part) for name, part in launch.items()} for launch in value["launches"]]
+        return cls(source=source, launches=tuple(Launch(**launch) for launch in launches), **fields)
+
+
+def _tuples(value: Any) -> Any:
+    """JSON's lists as tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class BundledProgram(Built):
+    """A program (its hash) with its code, or the reason why there is none."""
+
+    program: str
+    #: Source and launches; None where it could not be lowered.
+    cuda: CudaProgram | None = None
+    #: Machine code for the bundle's architecture; b"" where only the source is kept.
+    cubin: bytes = field(default=b"", repr=False)
+    #: Kernel -> what ptxas says of it (registers, spills, shared memory, stack).
+    resources: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a task computes for inputs of a seed (see :func:`cdmpp.profiler.gpu.check.reference_inputs`)."""
+
+    task: str
+    seed: int
+    #: Output parameter -> float32 values at evenly spaced positions of the flattened output.
+    outputs: Mapping[int, NDArray[np.float32]]
+    #: Output parameter -> mean of all absolute values.
+    means: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What a bundle holds: tasks, spaces and programs by hash, references by the task's."""
+
+    #: ``device`` (name), ``arch``, ``compiler``, ``devices`` (name -> specification, of the shares too),
+    #: ``network_families``, ``versions``, ``config``.
+    note: Mapping[str, Any]
+    tasks: Mapping[str, Task]
+    spaces: Mapping[str, Space]
+    programs: Mapping[str, Program]
+    #: In the order in which they are to be measured: those of one task together.
+    kernels: Sequence[BundledProgram]
+    references: Mapping[str, Reference]
+
+    @property
+    def device(self) -> str:
+        """Name of the device it was made for."""
+        return str(self.note["device"])
+
+    @property
+    def arch(self) -> str:
+        """Architecture of the cubins, such as ``sm_90``."""
+        return str(self.note["arch"])
+
+
+def write_bundle(path: str | Path, bundle: Bundle, *, level: int = 19) -> None:
+    """Write a bundle, compressed by zstd at a level; the file appears whole or not at all (BundleError)."""
+    path = Path(path)
+    note = {**bundle.note, "bundle_version": BUNDLE_VERSION}
+    tables = {
+        "tasks": codec.tasks_to_arrow(bundle.tasks.values()),
+        "spaces": codec.spaces_to_arrow(bundle.spaces.values()),
+        "programs": codec.programs_to_arrow(bundle.programs.values()),
+        "kernels": _kernels_to_arrow(bundle.kernels),
+        "references": _references_to_arrow(bundle.references.values()),
+    }
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(draft, "w", zipfile.ZIP_STORED) as archive:
+            archive.writestr(_NOTE, json.dumps(note, indent=1, sort_keys=True))
+            for name, table in tables.items():
+                archive.writestr(f"{name}.parquet", _parquet(table, level))
+        draft.replace(path)
+    except OSError as err:
+        raise BundleError(f"cannot write {path}: {err.strerror or err}") from err
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+
+
+def read_bundle(path: str | Path) -> Bundle:
+    """Read a bundle (BundleError if there is none, or it is damaged or of another version)."""
+    import pyarrow as pa
+
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+            if damaged is not None:
+                raise BundleError(f"{path} is damaged: {damaged} does not match its checksum")
+            note = json.loads(archive.read(_NOTE))
+            tables = {
+                name: _read(archive.read(f"{name}.parquet"))
+                for name in ("tasks", "spaces", "programs", "kernels", "references")
+            }
+    except FileNotFoundError as err:
+        raise BundleError(f"{path} does not exist") from err
+    except KeyError as err:
+        raise BundleError(f"{path} is no bundle: {err.args[0]}") from err
+    except (OSError, ValueError, zipfile.BadZipFile, pa.ArrowException) as err:
+        raise BundleError(f"{path} is no bundle, or damaged: {' '.join(str(err).split())[:200]}") from err
+    if note.get("bundle_version") != BUNDLE_VERSION:
+        raise BundleError(
+            f"{path} has bundle version {note.get('bundle_version')!r}; this cdmpp reads {BUNDLE_VERSION}"
+        )
+    return Bundle(
+        note,
+        {t.hash: t for t in codec.tasks_from_arrow(tables["tasks"].cast(arrow_schema("tasks")))},
+        {s.hash: s for s in codec.spaces_from_arrow(tables["spaces"].cast(arrow_schema("spaces")))},
+        {p.hash: p for p in codec.programs_from_arrow(tables["programs"].cast(arrow_schema("programs")))},
+        list(_kernels_from_arrow(tables["kernels"])),
+        {r.task: r for r in _references_from_arrow(tables["references"])},
+    )
+
+
+def _parquet(table: pa.Table, level: int) -> bytes:
+    import pyarrow.parquet as pq
+
+    sink = io.BytesIO()
+    pq.write_table(
+        table,
+        sink,
+        compression="zstd",
+        compression_level=level,
+        use_dictionary=False,
+        data_page_size=_PAGE_BYTES,
+        row_group_size=_GROUP_ROWS,
+        write_statistics=False,
+    )
+    return sink.getvalue()
+
+
+def _read(data: bytes) -> pa.Table:
+    import pyarrow.parquet as pq
+
+    return pq.read_table(io.BytesIO(data))
+
+
+def _kernels_to_arrow(kernels: Iterable[BundledProgram]) -> pa.Table:
+    import pyarrow as pa
+
+    rows = list(kernels)
+    return pa.table(
+        {
+            "program": pa.array([k.program for k in rows], pa.string()),
+            "status": pa.array([k.status for k in rows], pa.string()),
+            "error": pa.array([k.error for k in rows], pa.string()),
+            "source": pa.array([None if k.cuda is None else k.cuda.source for k in rows], pa.large_string()),
+            "launches": pa.array(
+                [None if k.cuda is None else json.dumps(k.cuda.to_json()) for k in rows], pa.string()
+            ),
+            "cubin": pa.array([k.cubin for k in rows], pa.large_binary()),
+            "resources": pa.array([json.dumps({n: dict(r) for n, r in k.resources.items()}) for k in rows]),
+            "build_s": pa.array([k.build_s for k in rows], pa.float32()),
+        }
+    )
+
+
+def _kernels_from_arrow(table: pa.Table) -> Iterator[BundledProgram]:
+    for row in table.to_pylist():
+        launches, source = row.pop("launches"), row.pop("source")
+        row["resources"] = json.loads(row["resources"])
+        cuda = None if launches is None else CudaProgram.from_json(json.loads(launches), source)
+        yield BundledProgram(cuda=cuda, **row)
+
+
+def _references_to_arrow(references: Iterable[Reference]) -> pa.Table:
+    import pyarrow as pa
+
+    rows = [
+        {"task": r.task, "seed": r.seed, "output": n, "values": r.outputs[n], "mean": r.means[n]}
+        for r in references
+        for n in r.outputs
+    ]
+    fields = [
+        ("task", pa.string()), ("seed", pa.int64()), ("output", pa.int32()),
+        ("values", pa.list_(pa.float32())), ("mean", pa.float64()),
+    ]  # fmt: skip
+    return pa.Table.from_pylist(rows, pa.schema(fields))
+
+
+def _references_from_arrow(table: pa.Table) -> Iterator[Reference]:
+    outputs: dict[tuple[str, int], dict[int, NDArray[np.float32]]] = {}
+    means: dict[tuple[str, int], dict[int, float]] = {}
+    for row in table.to_pylist():
+        key = (row["task"], int(row["seed"]))
+        outputs.setdefault(key, {})[int(row["output"])] = np.array(row["values"], np.float32)
+        means.setdefault(key, {})[int(row["output"])] = float(row["mean"])
+    for (task, seed), values in outputs.items():
+        yield Reference(task, seed, values, means[(task, seed)])

@@ -1,0 +1,227 @@
+"""CUDA C++ to cubins, with what ptxas says about each kernel; needs no GPU.
+
+Two compilers: NVRTC in this process (through ``cuda-bindings``; some 0.1 s a program, and any architecture that its
+release knows), and ``nvcc`` (a process of its own, 0.7 s and more). Both are asked for the same code as TVM's own
+build asks for (``tvm/support/nvcc.py``): fast math, and ptxas' register usage level 10.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from cdmpp.errors import ProfilerError
+
+_PTXAS_FLAGS = ("-v", "--register-usage-level=10")
+
+#: What NVRTC lacks of nvcc's world and TVM's sources use.
+_NVRTC_PREAMBLE = """
+typedef signed char int8_t; typedef unsigned char uint8_t; typedef short int16_t; typedef unsigned short uint16_t;
+typedef int int32_t; typedef unsigned int uint32_t; typedef long long int64_t; typedef unsigned long long uint64_t;
+#ifndef INFINITY
+#define INFINITY (__int_as_float(0x7f800000))
+#endif
+#ifndef NAN
+#define NAN (__int_as_float(0x7fffffff))
+#endif
+"""
+
+
+class CompileError(ProfilerError):
+    """The compiler refuses a program; the message is its first error."""
+
+
+@dataclass(frozen=True)
+class KernelResources:
+    """What one kernel takes, as ptxas reports it."""
+
+    #: 32-bit registers of a thread.
+    registers: int
+    #: Registers that did not fit and go to local memory, by thread.
+    spill_store_bytes: int = 0
+    spill_load_bytes: int = 0
+    #: Static shared memory of a block.
+    shared_bytes: int = 0
+    #: Stack frame of a thread (local arrays and spills).
+    stack_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A cubin and the resources of its kernels by name."""
+
+    cubin: bytes
+    resources: Mapping[str, KernelResources]
+
+
+_ENTRY = re.compile(r"Compiling entry function '([^']+)'|Function properties for '?([\w$]+)'?")
+_STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_USED = re.compile(r"Used (\d+) registers(.*)")
+_SHARED = re.compile(r"(\d+)(?:\+\d+)? bytes smem")
+
+
+def parse_ptxas(log: str) -> dict[str, KernelResources]:
+    """The resources of each kernel from the output of ``ptxas -v``."""
+    found: dict[str, KernelResources] = {}
+    kernel, stack = "", (0, 0, 0)
+    for line in log.splitlines():
+        if match := _ENTRY.search(line):
+            name = match[1] or match[2]
+            if name != kernel:
+                kernel, stack = name, (0, 0, 0)
+        elif match := _STACK.search(line):
+            stack = (int(match[1]), int(match[2]), int(match[3]))
+        elif (match := _USED.search(line)) and kernel:
+            shared = _SHARED.search(match[2])
+            found[kernel] = KernelResources(
+                int(match[1]), stack[1], stack[2], int(shared[1]) if shared else 0, stack[0]
+            )
+    return found
+
+
+def _first_error(log: str) -> str:
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if "error" in line.lower()]
+    return ((errors or lines or ["no message"])[0])[:500]
+
+
+class NvccCompiler:
+    """``nvcc``, one process a program; TimeoutError for a compilation that takes longer than `timeout_s`."""
+
+    def __init__(self, path: str, timeout_s: float = 120.0) -> None:
+        self._path, self._timeout_s = path, timeout_s
+        text = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+        release = re.search(r"release ([\d.]+)", text)
+        self.name = f"nvcc {release[1] if release else '?'}"
+        codes = subprocess.run([path, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout
+        self._archs = set(codes.split())
+
+    def supports(self, arch: str) -> bool:
+        return arch in self._archs
+
+    def compile(self, source: str, arch: str) -> Compiled:
+        with tempfile.TemporaryDirectory() as folder:
+            code, cubin = Path(folder) / "kernels.cu", Path(folder) / "kernels.cubin"
+            code.write_text(source, encoding="utf-8")
+            command = [self._path, "-cubin", "-O3", f"-arch={arch}", "--use_fast_math", "-w"]
+            command += [f"-Xptxas={flag}" for flag in _PTXAS_FLAGS]
+            try:
+                done = subprocess.run(
+                    [*command, "-o", str(cubin), str(code)],
+                    capture_output=True,
+                    text=True,
+                    timeout=self._timeout_s,
+                )
+            except subprocess.TimeoutExpired as err:
+                raise TimeoutError(f"nvcc took over {self._timeout_s:g} s") from err
+            if done.returncode != 0:
+                raise CompileError(_first_error(done.stderr + done.stdout))
+            return Compiled(cubin.read_bytes(), parse_ptxas(done.stderr + done.stdout))
+
+
+class NvrtcCompiler:
+    """NVRTC in this process (ProfilerError if ``cuda-bindings`` or the library is not there).
+
+    It cannot be interrupted: run it in a process that may be killed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from cuda.bindings import nvrtc
+        except ImportError as err:
+            raise ProfilerError(f"NVRTC needs cuda-bindings and nvidia-cuda-nvrtc: {err}") from err
+        self._nvrtc = nvrtc
+        try:
+            major, minor = self._call(nvrtc.nvrtcVersion())
+            self._archs = {f"sm_{number}" for number in self._call(nvrtc.nvrtcGetSupportedArchs())[0]}
+        except RuntimeError as err:  # cuda-bindings cannot load the library
+            raise ProfilerError(f"NVRTC cannot be loaded: {err}") from err
+        self.name = f"nvrtc {major}.{minor}"
+        self._include = _include_folders()
+
+    def _call(self, result: tuple[Any, ...]) -> tuple[Any, ...]:
+        if int(result[0]) != 0:
+            raise CompileError(f"NVRTC: {result[0].name}")
+        return result[1:]
+
+    def supports(self, arch: str) -> bool:
+        return arch in self._archs
+
+    def compile(self, source: str, arch: str) -> Compiled:
+        nvrtc = self._nvrtc
+        lines = [line for line in source.splitlines() if line.strip() != "#include <cuda.h>"]
+        text = _NVRTC_PREAMBLE + "\n".join(lines)
+        (program,) = self._call(nvrtc.nvrtcCreateProgram(text.encode(), b"kernels.cu", 0, [], []))
+        options = [f"--gpu-architecture={arch}", "--use_fast_math", "-w", "-default-device"]
+        options += [f"--ptxas-options={flag}" for flag in _PTXAS_FLAGS]
+        options += [f"--include-path={folder}" for folder in self._include]
+        try:
+            status = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])[0]
+            log = self._log(program)
+            if int(status) != 0:
+                raise CompileError(_first_error(log) if log else f"NVRTC: {status.name}")
+            (size,) = self._call(nvrtc.nvrtcGetCUBINSize(program))
+            cubin = b" " * size
+            self._call(nvrtc.nvrtcGetCUBIN(program, cubin))
+            return Compiled(cubin, parse_ptxas(log))
+        finally:
+            nvrtc.nvrtcDestroyProgram(program)
+
+    def _log(self, program: Any) -> str:
+        (size,) = self._call(self._nvrtc.nvrtcGetProgramLogSize(program))
+        log = b" " * size
+        self._call(self._nvrtc.nvrtcGetProgramLog(program, log))
+        return log.rstrip(b"\0 ").decode(errors="replace")
+
+
+def _toolkits() -> list[str]:
+    homes = os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"
+    return [home for home in homes if home]
+
+
+def _include_folders() -> list[str]:
+    """Where CUDA's headers may lie (``cuda_fp16.h``): the toolkit's folder, and those of pip packages."""
+    import sysconfig
+
+    folders = [Path(home) / "include" for home in _toolkits()]
+    folders += sorted(Path(sysconfig.get_paths()["purelib"]).glob("nvidia/*/include"))
+    return [str(f) for f in folders if (f / "cuda_fp16.h").exists()]
+
+
+def find_nvcc() -> str | None:
+    """The path of ``nvcc``: on PATH, below ``CUDA_HOME``, or in ``/usr/local/cuda``."""
+    folders = [os.environ.get("PATH", ""), *(f"{home}/bin" for home in _toolkits())]
+    return shutil.which("nvcc", path=os.pathsep.join(folders))
+
+
+CudaCompiler = NvrtcCompiler | NvccCompiler
+
+
+@cache
+def find_compiler(arch: str, timeout_s: float = 120.0) -> CudaCompiler:
+    """A compiler for an architecture: NVRTC where it can, else nvcc (ProfilerError if neither knows it, or is there)."""
+    reasons: list[str] = []
+    try:
+        nvrtc = NvrtcCompiler()
+        if nvrtc.supports(arch):
+            return nvrtc
+        reasons.append(f"{nvrtc.name} does not know it")
+    except ProfilerError as err:
+        reasons.append(str(err))
+    path = find_nvcc()
+    if path is None:
+        reasons.append("there is no nvcc")
+    else:
+        nvcc = NvccCompiler(path, timeout_s)
+        if nvcc.supports(arch):
+            return nvcc
+        reasons.append(f"{nvcc.name} does not know it")
+    raise ProfilerError(f"no CUDA compiler for {arch}: {'; '.join(reasons)}")

@@ -1,0 +1,438 @@
+"""A CUDA GPU through cupy: the only module that touches one.
+
+State that a label depends on, and how it is fixed here:
+
+* **Launch gaps**: all runs of a sample are one CUDA graph. Everything of a round of samples is queued behind a kernel
+  that waits, so the GPU never waits for Python between two events.
+* **Input values**: parameters are slices of buffers that were filled with random numbers in [0.1, 1) before measuring;
+  integer parameters are valid indices. Nothing is allocated, filled or copied between samples.
+* **Caches**: warm (an untimed run before each sample) or cold (a buffer of twice the level-2 cache is written first).
+* **Clocks**: kernels run for a while before the first sample; clocks, temperature and throttling come with every
+  program where NVML says them. No setting of the card is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdmpp.errors import ProfilerError
+from cdmpp.profiler.arguments import ArgSpec, argument_bytes, index_bound, integer_range
+from cdmpp.profiler.gpu.bundle import BundledProgram, CudaProgram
+from cdmpp.profiler.gpu.device import GpuFacts, GpuFault, GpuState
+
+_HELPERS = r"""
+__device__ unsigned long long now() {
+  unsigned long long t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t;
+}
+extern "C" __global__ void wait_ns(unsigned long long ns) {
+  unsigned long long end = now() + ns; while (now() < end) { }
+}
+extern "C" __global__ void seen_sms(unsigned int* seen) {
+  unsigned int id; asm volatile("mov.u32 %0, %smid;" : "=r"(id));
+  unsigned long long end = now() + 20000; while (now() < end) { }
+  if (threadIdx.x == 0) atomicOr(seen + id, 1u);
+}
+extern "C" __global__ void busy(float* x, int n) {
+  float v = x[blockIdx.x * blockDim.x + threadIdx.x];
+  for (int i = 0; i < n; ++i) v = v * 0.999f + 0.001f;
+  x[blockIdx.x * blockDim.x + threadIdx.x] = v;
+}
+"""
+#: Nanoseconds that queueing one operation from Python takes at most.
+_QUEUE_NS = 15_000
+#: Buffers begin at multiples of this, as those of an allocator do.
+_ALIGNMENT = 256
+_WARM_UP_S = 0.5
+#: The buffer that outputs and workspaces are slices of: what they hold is never an input.
+_SCRATCH = "scratch"
+#: NVML is asked at most this often.
+_STATE_S = 0.25
+#: Reasons for low clocks that disturb labels (``nvmlClocksThrottleReason...``): power cap, hardware, heat.
+_THROTTLE = {0x4: "power", 0x8: "hardware", 0x20: "thermal", 0x40: "thermal", 0x80: "power brake"}
+
+
+@dataclass
+class _Loaded:
+    """A program's functions, and the runs that were captured."""
+
+    cuda: CudaProgram
+    module: Any
+    functions: list[Any]
+    arguments: dict[int, list[tuple[Any, ...]]] = field(default_factory=dict)
+
+
+@dataclass
+class _Prepared:
+    lane: int
+    repeats: int
+    warm: Any
+    timed: Any
+    start: Any
+    end: Any
+    operations: int
+
+
+class CupyGpu:
+    """The first visible CUDA GPU, or a share of it (a fraction of its multiprocessors): ProfilerError if there is none, or if
+    it cannot be partitioned. Of a share there are as many lanes as partitions fit, `lanes` at most."""
+
+    def __init__(self, share: float = 1.0, lanes: int = 8, seed: int = 0) -> None:
+        import cupy
+
+        self._cupy = cupy
+        try:
+            properties = cupy.cuda.runtime.getDeviceProperties(0)
+            cupy.cuda.runtime.free(0)
+        except cupy.cuda.runtime.CUDARuntimeError as err:
+            raise ProfilerError(f"no CUDA device answers: {err}") from err
+        self._nvml = _Nvml()
+        self._seed = seed
+        sms = int(properties["multiProcessorCount"])
+        self._partitions = None
+        if share < 1:
+            self._partitions = make_partitions(share, lanes, int(properties["major"]))
+            self._streams = [cupy.cuda.Stream.from_external(_Foreign(s)) for s in self._partitions.streams]
+        else:
+            self._streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(lanes)]
+        self._gate = cupy.cuda.Stream(non_blocking=True)
+        self._gate_open = cupy.cuda.Event(disable_timing=True)
+        helpers = cupy.RawModule(code=_HELPERS, backend="nvrtc")
+        self._wait, self._seen, self._busy = (
+            helpers.get_function(n).kernel for n in ("wait_ns", "seen_sms", "busy")
+        )
+        self._flush = cupy.empty(2 * int(properties["l2CacheSize"]), dtype=cupy.uint8)
+        self._arenas: dict[tuple[int, str], Any] = {}
+        self._graphs = True
+        seen = self._count_sms()
+        if self._partitions is not None and seen > self._partitions.sms:
+            # A graph that does not stay in its partition would measure another device.
+            self._graphs = False
+            seen = self._count_sms()
+            if seen > self._partitions.sms:
+                raise ProfilerError(
+                    f"a partition of {self._partitions.sms} multiprocessors runs on {seen} of them"
+                )
+        self.facts = GpuFacts(
+            name=properties["name"].decode(),
+            arch=f"sm_{properties['major']}{properties['minor']}",
+            sms=sms,
+            share_sms=seen,
+            partition="whole" if self._partitions is None else "green context",
+            lanes=len(self._streams),
+            l2_bytes=int(properties["l2CacheSize"]),
+            memory_bytes=int(properties["totalGlobalMem"]),
+            driver=self._nvml.driver or str(cupy.cuda.runtime.driverGetVersion()),
+            launch="graph" if self._graphs else "queue",
+        )
+        self._warm_up()
+
+    # -- programs ----------------------------------------------------------------------------------------------
+
+    def load(self, kernel: BundledProgram) -> _Loaded:
+        cupy = self._cupy
+        if kernel.cuda is None or not kernel.cubin:
+            raise ValueError("the program has no cubin")
+        cupy.cuda.Device(0).use()
+        module = cupy.cuda.function.Module()
+        module.load(kernel.cubin)
+        functions = [module.get_function(launch.kernel) for launch in kernel.cuda.launches]
+        return _Loaded(kernel.cuda, module, functions)
+
+    def first_run(self, loaded: _Loaded, lane: int) -> float:
+        cupy, stream = self._cupy, self._streams[lane]
+        with self._faults():
+            start, end = cupy.cuda.Event(), cupy.cuda.Event()
+            self._arguments(loaded, lane)
+            start.record(stream)
+            self._launch(loaded, lane)
+            end.record(stream)
+            end.synchronize()
+            return float(cupy.cuda.get_elapsed_time(start, end)) / 1e3
+
+    def prepare(self, loaded: _Loaded, lane: int, repeats: int) -> _Prepared:
+        cupy, stream = self._cupy, self._streams[lane]
+
+        def runs(count: int) -> Any:
+            def launch() -> None:
+                for _ in range(count):
+                    self._launch(loaded, lane)
+
+            if not self._graphs:
+                return launch
+            stream.begin_capture()
+            launch()
+            graph = stream.end_capture()
+            graph.upload(stream)
+            return lambda: graph.launch(stream)
+
+        with self._faults():
+            operations = 2 + (1 + repeats if not self._graphs else 2)
+            prepared = _Prepared(
+                lane, repeats, runs(1), runs(repeats), cupy.cuda.Event(), cupy.cuda.Event(), operations
+            )
+            stream.synchronize()
+            return prepared
+
+    def sample(self, prepared: Sequence[_Prepared], cold: bool) -> list[float]:
+        cupy = self._cupy
+        with self._faults():
+            if cold:
+                cupy.cuda.runtime.memsetAsync(self._flush.data.ptr, 1, self._flush.nbytes, self._gate.ptr)
+            wait_ns = _QUEUE_NS * (2 + sum(p.operations for p in prepared))
+            self._wait((1,), (1,), (np.uint64(wait_ns),), stream=self._gate)
+            self._gate_open.record(self._gate)
+            for p in prepared:
+                stream = self._streams[p.lane]
+                stream.wait_event(self._gate_open)
+                if not cold:
+                    p.warm()
+                p.start.record(stream)
+                p.timed()
+                p.end.record(stream)
+            for p in prepared:
+                p.end.synchronize()
+            return [float(cupy.cuda.get_elapsed_time(p.start, p.end)) / 1e3 / p.repeats for p in prepared]
+
+    def outputs(self, loaded: _Loaded, inputs: Sequence[NDArray[Any]]) -> dict[int, NDArray[Any]]:
+        cupy = self._cupy
+        with self._faults():
+            arrays = [cupy.asarray(a) for a in inputs]
+            arrays += [cupy.empty(argument_bytes(spec), cupy.uint8) for spec in loaded.cuda.workspaces]
+            cupy.cuda.Device(0).synchronize()
+            for launch, function in zip(loaded.cuda.launches, loaded.functions, strict=True):
+                arguments = tuple(arrays[n] for n in launch.buffers)
+                function(launch.grid, launch.block, arguments, stream=self._streams[0])
+            self._streams[0].synchronize()
+            return {n: cupy.asnumpy(arrays[n]) for n in loaded.cuda.outputs}
+
+    def unload(self, loaded: _Loaded) -> None:
+        loaded.arguments.clear()
+        loaded.functions.clear()
+        loaded.module = None
+
+    def state(self) -> GpuState:
+        return self._nvml.state()
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _launch(self, loaded: _Loaded, lane: int) -> None:
+        stream = self._streams[lane]
+        for launch, function, arguments in zip(
+            loaded.cuda.launches, loaded.functions, loaded.arguments[lane], strict=True
+        ):
+            function(launch.grid, launch.block, arguments, stream=stream)
+
+    def _arguments(self, loaded: _Loaded, lane: int) -> None:
+        """Slices of the lane's buffers for every parameter and workspace."""
+        if lane in loaded.arguments:
+            return
+        offsets: dict[str, int] = {}
+        slices: list[tuple[str, int]] = []
+        bound = index_bound(loaded.cuda.params)
+        for number, spec in enumerate(loaded.cuda.buffers):
+            written = number in loaded.cuda.outputs or number >= len(loaded.cuda.params)
+            kind = _SCRATCH if written else _kind(spec, bound)
+            slices.append((kind, offsets.get(kind, 0)))
+            offsets[kind] = offsets.get(kind, 0) + -(-argument_bytes(spec) // _ALIGNMENT) * _ALIGNMENT
+        for kind, size in offsets.items():
+            self._grow(lane, kind, size)
+        arrays = [
+            self._arenas[lane, kind][offset : offset + max(1, argument_bytes(spec))]
+            for spec, (kind, offset) in zip(loaded.cuda.buffers, slices, strict=True)
+        ]
+        loaded.arguments[lane] = [tuple(arrays[n] for n in launch.buffers) for launch in loaded.cuda.launches]
+
+    def _grow(self, lane: int, kind: str, size: int) -> None:
+        """Make the lane's buffer of a kind at least `size` bytes long, filled with random values."""
+        cupy = self._cupy
+        have = self._arenas.get((lane, kind))
+        if have is not None and have.nbytes >= size:
+            return
+        self._arenas.pop((lane, kind), None)
+        length = 1 << max(20, (size - 1).bit_length())
+        dtype, _, bound = (kind if kind != _SCRATCH else "float32").partition("<")
+        rng = cupy.random.RandomState(self._seed + lane)
+        if dtype == "bool":
+            values = rng.randint(0, 2, length, dtype=cupy.int32).astype(cupy.bool_)
+        elif bound:
+            low, high = integer_range(dtype, int(bound))
+            values = rng.randint(low, high, length // np.dtype(dtype).itemsize).astype(dtype)
+        elif dtype == "bfloat16":
+            whole = rng.random_sample(length // 2).astype(cupy.float32) * 0.9 + 0.1
+            values = (whole.view(cupy.uint32) >> 16).astype(cupy.uint16)  # its upper half
+        else:
+            count = length // np.dtype(dtype).itemsize
+            values = (rng.random_sample(count).astype(cupy.float32) * 0.9 + 0.1).astype(dtype)
+        self._arenas[lane, kind] = values.view(cupy.uint8)
+        cupy.cuda.Device(0).synchronize()
+
+    def _count_sms(self) -> int:
+        """Multiprocessors that kernels of the first lane run on, launched as those that are measured."""
+        cupy, stream = self._cupy, self._streams[0]
+        seen = cupy.zeros(4096, cupy.uint32)
+        cupy.cuda.Device(0).synchronize()
+        if self._graphs:
+            stream.begin_capture()
+        self._seen((4096,), (64,), (seen,), stream=stream)
+        if self._graphs:
+            stream.end_capture().launch(stream)
+        stream.synchronize()
+        return int((seen > 0).sum())
+
+    def _warm_up(self) -> None:
+        values = self._cupy.ones(1 << 20, self._cupy.float32)
+        self._cupy.cuda.Device(0).synchronize()
+        until = time.monotonic() + _WARM_UP_S
+        while time.monotonic() < until:
+            self._busy((4096,), (256,), (values, np.int32(20000)), stream=self._streams[0])
+            self._streams[0].synchronize()
+
+    @contextlib.contextmanager
+    def _faults(self) -> Any:
+        """CUDA's errors as :class:`GpuFault`, but for those of a launch that never happened."""
+        cupy = self._cupy
+        harmless = (
+            "InvalidValue",
+            "INVALID_VALUE",
+            "OUT_OF_RESOURCES",
+            "LaunchOutOfResources",
+            "OutOfMemory",
+        )
+        try:
+            yield
+        except (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError) as err:
+            if any(word in str(err) for word in harmless):
+                raise ValueError(str(err)) from err
+            raise GpuFault(str(err)) from err
+
+
+def _kind(spec: ArgSpec, bound: int) -> str:
+    """Which buffer a parameter is a slice of: its dtype, and for integers the bound of the values."""
+    dtype = spec[1]
+    return f"{dtype}<{bound}" if "int" in dtype else dtype
+
+
+@dataclass(frozen=True)
+class _Foreign:
+    """A stream that was not made by cupy, as cupy takes it."""
+
+    address: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.address
+
+
+class _Nvml:
+    """What NVML says, where ``nvidia-ml-py`` is installed."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self.driver = ""
+        self._last = (0.0, GpuState())
+        try:
+            import pynvml
+        except ImportError:
+            return
+        self._pynvml = pynvml
+        try:
+            pynvml.nvmlInit()
+            self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+            self.driver = str(pynvml.nvmlSystemGetDriverVersion())
+        except pynvml.NVMLError:
+            self._handle = None
+
+    def state(self) -> GpuState:
+        now = time.monotonic()
+        if self._handle is None or now - self._last[0] < _STATE_S:
+            return self._last[1]
+        nvml, handle = self._pynvml, self._handle
+
+        def ask(question: Any, *args: Any) -> Any:
+            try:
+                return question(handle, *args)
+            except nvml.NVMLError:
+                return None
+
+        reasons = ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons)
+        power = ask(nvml.nvmlDeviceGetPowerUsage)
+        throttle = None
+        if reasons is not None:
+            throttle = ",".join(sorted({word for bit, word in _THROTTLE.items() if reasons & bit}))
+        state = GpuState(
+            ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
+            ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_MEM),
+            ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
+            None if power is None else power / 1e3,
+            throttle,
+        )
+        self._last = (now, state)
+        return state
+
+
+# -- shares ------------------------------------------------------------------------------------------------------
+
+#: Unit of partitions where the driver does not say, by major compute capability.
+_UNITS = {6: 1, 7: 2, 8: 2}
+_HOPPER_UNIT = 8
+
+
+@dataclass(frozen=True)
+class Partitions:
+    """Equal partitions of a GPU."""
+
+    #: A CUDA stream (address) in each.
+    streams: tuple[int, ...]
+    #: Multiprocessors of each.
+    sms: int
+    #: What must live as long as the streams.
+    keep: Any
+
+
+def partition_sms(sms: int, share: float, unit: int) -> int:
+    """Multiprocessors of a share, rounded down to the unit of partitions (at least one unit)."""
+    if not 0 < share < 1:
+        raise ProfilerError(f"a share is a fraction between 0 and 1, not {share:g}")
+    return max(unit, int(sms * share + 1e-9) // unit * unit)
+
+
+def make_partitions(share: float, lanes: int, capability: int) -> Partitions:
+    """As many partitions of `share` as fit, at most `lanes`; the primary context must be current.
+
+    They are made by CUDA green contexts (driver API, CUDA 12.4 and later). Nothing is set on the card: a green context is a
+    property of this process's streams. Partitions come in units of the architecture (8 multiprocessors on Hopper), so a
+    share is rounded down to one; the real count is kept in the records. ProfilerError if cuda-bindings is missing, or the
+    driver refuses.
+    """
+    try:
+        from cuda.bindings import driver
+    except ImportError as err:
+        raise ProfilerError(f"shares of a GPU need cuda-bindings: {err}") from err
+
+    def call(result: tuple[Any, ...]) -> Any:
+        if int(result[0]) != 0:
+            raise ProfilerError(f"the driver makes no partition: {result[0].name}")
+        return result[1] if len(result) == 2 else result[1:]
+
+    device = call(driver.cuCtxGetDevice())
+    whole = call(driver.cuDeviceGetDevResource(device, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM))
+    unit = int(getattr(whole.sm, "smCoscheduledAlignment", 0)) or _UNITS.get(capability, _HOPPER_UNIT)
+    wanted = partition_sms(int(whole.sm.smCount), share, unit)
+    count = max(1, min(lanes, int(whole.sm.smCount) // wanted))
+    groups, made, _ = call(driver.cuDevSmResourceSplitByCount(count, whole, 0, wanted))
+    streams, keep = [], []
+    for group in groups[:made]:
+        description = call(driver.cuDevResourceGenerateDesc([group], 1))
+        flag = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+        context = call(driver.cuGreenCtxCreate(description, device, flag))
+        nonblocking = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        stream = call(driver.cuGreenCtxStreamCreate(context, nonblocking, 0))
+        streams.append(int(stream))
+        keep.append((context, stream))
+    return Partitions(tuple(streams), int(groups[0].sm.smCount), keep)

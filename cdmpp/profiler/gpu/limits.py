@@ -1,0 +1,149 @@
+"""What a CUDA kernel may take on each architecture, and whether a program stays within it.
+
+The numbers are those of the table "Technical Specifications per Compute Capability" of the CUDA C++ Programming
+Guide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cdmpp.device import Device
+from cdmpp.errors import ProfilerError
+from cdmpp.profiler.gpu.compile import KernelResources
+
+
+@dataclass(frozen=True)
+class ArchLimits:
+    """Limits of one compute capability; registers have 32 bits."""
+
+    #: Of one block; its first two extents may be as large as the whole.
+    threads_per_block: int = 1024
+    block_z: int = 64
+    #: Shared memory that a kernel may declare, and that it may ask for when it is launched (dynamic, opted in).
+    shared_static_bytes: int = 49152
+    shared_optin_bytes: int = 49152
+    registers_per_block: int = 65536
+    registers_per_thread: int = 255
+    #: Of one multiprocessor, for the occupancy.
+    threads_per_sm: int = 2048
+    blocks_per_sm: int = 32
+    shared_per_sm_bytes: int = 49152
+    registers_per_sm: int = 65536
+    #: Whether it has ``cp.async``.
+    async_copies: bool = True
+
+
+def _arch(
+    optin_kb: int, sm_kb: int, threads: int = 2048, blocks: int = 32, async_copies: bool = True
+) -> ArchLimits:
+    return ArchLimits(
+        shared_optin_bytes=optin_kb * 1024,
+        shared_per_sm_bytes=sm_kb * 1024,
+        threads_per_sm=threads,
+        blocks_per_sm=blocks,
+        async_copies=async_copies,
+    )
+
+
+#: Architecture -> limits.
+ARCH_LIMITS: Mapping[str, ArchLimits] = {
+    "sm_70": _arch(96, 96, async_copies=False),
+    "sm_75": _arch(64, 64, threads=1024, blocks=16, async_copies=False),
+    "sm_80": _arch(163, 164),
+    "sm_86": _arch(99, 100, threads=1536, blocks=16),
+    "sm_89": _arch(99, 100, threads=1536, blocks=24),
+    "sm_90": _arch(227, 228),
+}
+
+#: Largest grid: its first extent, and the other two.
+_GRID_X, _GRID_YZ = 2**31 - 1, 65535
+#: Registers are handed out to warps in units of so many.
+_REGISTER_UNIT = 256
+
+
+@dataclass(frozen=True)
+class KernelShape:
+    """How a kernel is launched: grid and block extents (x, y, z), and the shared bytes that it declares."""
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int = 0
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return math.prod(self.block)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the grid."""
+        return math.prod(self.grid)
+
+
+def arch_limits(arch: str) -> ArchLimits:
+    """The limits of an architecture (ProfilerError for one that is not in the table)."""
+    try:
+        return ARCH_LIMITS[arch]
+    except KeyError:
+        raise ProfilerError(
+            f"unknown architecture {arch!r}: expected one of {', '.join(ARCH_LIMITS)}"
+        ) from None
+
+
+def cuda_arch(device: Device) -> str:
+    """The architecture of a CUDA device, such as ``sm_90`` (ProfilerError for another device, or unknown limits)."""
+    arch = str(device.target.get("arch", ""))
+    if device.kind != "gpu" or not arch.startswith("sm_"):
+        raise ProfilerError(f"{device.name} is no CUDA device")
+    arch_limits(arch)
+    return arch
+
+
+def shape_fault(kernels: Sequence[KernelShape], arch: str) -> tuple[str, str] | None:
+    """Why a program cannot be launched, as far as that shows before it is compiled.
+
+    Returns
+    -------
+    Kind (``threads``, ``block``, ``grid`` or ``shared``) and a sentence; None if nothing speaks against it.
+    """
+    limits = arch_limits(arch)
+    for kernel in kernels:
+        if kernel.threads > limits.threads_per_block:
+            return "threads", f"{kernel.threads} threads a block, at most {limits.threads_per_block}"
+        if kernel.block[2] > limits.block_z:
+            return "block", f"{kernel.block[2]} threads along z, at most {limits.block_z}"
+        if kernel.grid[0] > _GRID_X or max(kernel.grid[1:]) > _GRID_YZ:
+            return "grid", f"a grid of {kernel.grid}, at most ({_GRID_X}, {_GRID_YZ}, {_GRID_YZ})"
+        if kernel.shared_bytes > limits.shared_static_bytes:
+            return (
+                "shared",
+                f"{kernel.shared_bytes} bytes of shared memory, at most {limits.shared_static_bytes}",
+            )
+    return None
+
+
+def block_registers(registers: int, threads: int) -> int:
+    """Registers that a block takes: those of a warp are rounded up to the unit in which they are handed out."""
+    warps = -(-threads // 32)
+    per_warp = -(-registers * 32 // _REGISTER_UNIT) * _REGISTER_UNIT
+    return warps * per_warp
+
+
+def resource_fault(
+    kernels: Sequence[KernelShape], resources: Sequence[KernelResources], arch: str
+) -> tuple[str, str] | None:
+    """Why a compiled program cannot be launched: its registers or what ptxas counts of shared memory."""
+    limits = arch_limits(arch)
+    for kernel, taken in zip(kernels, resources, strict=True):
+        needed = block_registers(taken.registers, kernel.threads)
+        if needed > limits.registers_per_block:
+            return "registers", f"{needed} registers a block, at most {limits.registers_per_block}"
+        if taken.shared_bytes > limits.shared_static_bytes:
+            return (
+                "shared",
+                f"{taken.shared_bytes} bytes of shared memory, at most {limits.shared_static_bytes}",
+            )
+    return None

@@ -1,0 +1,324 @@
+"""Making a bundle: networks and a device in, one file out; resumable until the file is written.
+
+While it is made, ``FILE.building`` is a bundle of what was built so far, some 20 seconds old at most.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from cdmpp.dataset import Dataset
+from cdmpp.device import Device, get_device
+from cdmpp.errors import BundleError, ProfilerError
+from cdmpp.profiler.engine import BuildConfig, BuildJob, BuildOnly, Engine, Outcome
+from cdmpp.profiler.gpu.build import DrawJob, Drawn, ReferenceJob, kernel_builder
+from cdmpp.profiler.gpu.bundle import Bundle, BundledProgram, read_bundle, write_bundle
+from cdmpp.profiler.gpu.compile import find_compiler
+from cdmpp.profiler.gpu.limits import cuda_arch
+from cdmpp.profiler.plan import CHUNK, ELITE, network_tasks, seed_of
+from cdmpp.profiler.session import Progress
+from cdmpp.program.types import Program, Space, Task
+
+logger = logging.getLogger(__name__)
+
+#: Shares whose specifications go along, so that the measuring machine needs no device table.
+SHARES: tuple[float, ...] = (1.0, 0.75, 0.5, 0.25)
+#: Seconds between two drafts at least.
+_SAVE_S = 20.0
+#: Candidates drawn at a time.
+_DRAWN = 8
+#: Candidates that are lowered at most for each one that can run.
+_MAX_TRIES = 60
+#: Builders that die or take too long over one task before it is given up.
+_MAX_BROKEN = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class BundleConfig(BuildConfig):
+    """Options of :func:`make_bundle`."""
+
+    build_timeout_s: float = 30.0
+    #: Programs that can run, of each task; fewer where its spaces hold no more or the time is up.
+    programs_per_task: int = 16
+    #: Programs that the device's limits exclude, kept as records.
+    invalid_per_task: int = 2
+    #: Spent by builders on 16 programs of a task.
+    task_seconds: float = 120.0
+    #: Tasks of at most so many operations come with a reference output (run on the CPU, unscheduled).
+    reference_flops: float = 3e8
+    #: What is kept of the code: at least one of them.
+    cubins: bool = True
+    sources: bool = True
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class BundleReport:
+    """What a bundle holds; ``statuses`` counts its programs."""
+
+    path: Path
+    device: str
+    compiler: str
+    tasks: int
+    references: int
+    statuses: dict[str, int]
+    bytes: int
+
+
+class _Draft:
+    """What was built so far: a bundle that is written now and then, and when making it ends for whatever reason."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._saved_at, self._save_s = path, time.monotonic(), 0.0
+        bundle = read_bundle(path) if path.exists() else Bundle({}, {}, {}, {}, [], {})
+        self.tasks, self.spaces = dict(bundle.tasks), dict(bundle.spaces)
+        self.programs, self.references = dict(bundle.programs), dict(bundle.references)
+        self.kernels = {kernel.program: kernel for kernel in bundle.kernels}
+        self.statuses = Counter(kernel.status for kernel in bundle.kernels)
+        #: Tasks whose spaces hold no more.
+        self.exhausted: set[str] = set(bundle.note.get("exhausted", ()))
+
+    def add(self, task: Task, program: Program, space: Space, kernel: BundledProgram) -> None:
+        self.tasks[task.hash], self.spaces[space.hash] = task, space
+        self.programs[program.hash], self.kernels[program.hash] = program, kernel
+        self.statuses[kernel.status] += 1
+        if time.monotonic() - self._saved_at > max(_SAVE_S, 20 * self._save_s):
+            self.save()
+
+    def save(self) -> None:
+        started = time.monotonic()
+        note = {"exhausted": sorted(self.exhausted)}
+        write_bundle(self._path, self.bundle(note, list(self.kernels.values())), level=1)
+        self._saved_at = time.monotonic()
+        self._save_s = self._saved_at - started
+
+    def bundle(self, note: Mapping[str, Any], kernels: Sequence[BundledProgram]) -> Bundle:
+        return Bundle(note, self.tasks, self.spaces, self.programs, kernels, self.references)
+
+
+class _TaskPlan:
+    """Programs of one task that can run: candidates are drawn (and lowered) by builders, then compiled."""
+
+    def __init__(self, task: Task, parents: tuple[Program, ...], config: BundleConfig, draft: _Draft) -> None:
+        self.task, self._parents, self._config, self._draft = task, parents, config, draft
+        self._seen = {p.hash for p in draft.programs.values() if p.task_hash == task.hash}
+        kept = [draft.kernels[h].status for h in self._seen]
+        self.ok, self._invalid = kept.count("ok"), kept.count("invalid_config")
+        self._candidates: deque[tuple[Program, Space]] = deque()
+        self._drawing = False
+        self._compiling = self._tries = self._broken = 0
+        self._seconds = 0.0
+
+    @property
+    def _exhausted(self) -> bool:
+        return self.task.hash in self._draft.exhausted
+
+    def _exhaust(self) -> None:
+        self._draft.exhausted.add(self.task.hash)
+
+    def needs_more(self, wanted: int) -> bool:
+        """Whether there is, or will be, something to do until so many programs can run."""
+        if self._drawing or self._compiling:
+            return True
+        return self.ok < wanted and (bool(self._candidates) or not self._exhausted)
+
+    def jobs(self, wanted: int) -> Iterator[BuildJob | DrawJob]:
+        """What can be done now until so many programs can run."""
+        need, config = wanted - self.ok - self._compiling, self._config
+        while need > 0 and self._candidates:
+            program, space = self._candidates.popleft()
+            self._compiling += 1
+            need -= 1
+            yield BuildJob(program, self.task, space)
+        if need <= 0 or self._drawing or self._exhausted:
+            return
+        if self._tries >= _MAX_TRIES * wanted or self._seconds > -(-wanted // CHUNK) * config.task_seconds:
+            self._exhaust()
+            return
+        self._drawing = True
+        seed = seed_of(config.seed, self.task.hash, len(self._seen), self._broken)
+        yield DrawJob(self.task, _DRAWN, seed, frozenset(self._seen), self._parents)
+
+    def take(self, outcome: Outcome) -> ReferenceJob | None:
+        """Keep an outcome; the first program of a task asks for a reference."""
+        job, built, draft = outcome.job, outcome.built, self._draft
+        self._seconds += outcome.meta.get("build_s", 0.0)
+        if isinstance(job, ReferenceJob):
+            if built is not None:
+                draft.references[self.task.hash] = built.reference
+            return None
+        if built is None:  # the builder died, or took too long
+            self._broken += 1
+            if self._broken > _MAX_BROKEN:
+                name = f"{self.task.name} ({self.task.hash})"
+                logger.warning("task %s: given up after %d broken builds", name, self._broken)
+                self._exhaust()
+        if isinstance(job, DrawJob):
+            self._drawing = False
+            if built is not None:
+                self._take_drawn(built)
+            return None
+        self._compiling -= 1
+        kernel = built or BundledProgram(job.program.hash, status=outcome.status, error=outcome.error)
+        draft.add(self.task, job.program, job.space, kernel)
+        if kernel.cuda is None:
+            return None
+        self.ok += 1
+        if self.ok > 1 or self.task.flops > self._config.reference_flops:
+            return None
+        return ReferenceJob(self.task, kernel.cuda.params, kernel.cuda.outputs, self._config.seed)
+
+    def _take_drawn(self, drawn: Drawn) -> None:
+        if drawn.error:
+            logger.warning("%s", drawn.error)
+        if not drawn.candidates and not drawn.excluded:
+            self._exhaust()
+        self._tries += len(drawn.candidates) + len(drawn.excluded)
+        self._candidates.extend(drawn.candidates)
+        self._seen.update(program.hash for program, _ in drawn.candidates)
+        for program, space, kernel in drawn.excluded:
+            self._seen.add(program.hash)
+            if self._invalid < self._config.invalid_per_task:
+                self._invalid += 1
+                self._draft.add(self.task, program, space, kernel)
+
+
+def make_bundle(
+    networks: Sequence[str],
+    *,
+    device: str | Device,
+    out: str | Path,
+    config: BundleConfig | None = None,
+    tasks_of: str | Path | None = None,
+    mutants_of: str | Path | None = None,
+    resume: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+    notify: Callable[[str], None] | None = None,
+) -> BundleReport:
+    """Compile programs of networks for a GPU that is elsewhere.
+
+    Parameters
+    ----------
+    networks
+        Zoo names, ``.onnx`` or ``.pt2`` files.
+    device
+        A CUDA device of the table, such as ``h200``.
+    tasks_of
+        Take the tasks of these networks from a dataset that has them.
+    mutants_of
+        A dataset measured on this device: draw mutants of each task's fastest programs in place of random points (the
+        region that a tuner visits).
+    resume
+        Go on with a bundle that was not finished.
+    progress
+        Called after each program; ``done`` of ``total`` are those that can run.
+
+    ProfilerError if the device is no CUDA device, there is no compiler for it, or no task. BundleError if the file exists, or
+    is half made and `resume` was not asked for.
+    """
+    config = config or BundleConfig()
+    notify = notify or (lambda line: logger.info("%s", line))
+    device = get_device(device) if isinstance(device, str) else device
+    arch = cuda_arch(device)
+    if not (config.cubins or config.sources):
+        raise ProfilerError("a bundle needs sources or cubins")
+    compiler = find_compiler(arch).name
+    out = Path(out)
+    unfinished = out.with_name(f"{out.name}.building")
+    if out.exists():
+        raise BundleError(f"{out} exists: choose another file")
+    if unfinished.exists() and not resume:
+        raise BundleError(f"{out} is half made: go on with --resume, or remove {unfinished}")
+    tasks, families = network_tasks(networks, notify, tasks_of=tasks_of)
+    parents = {} if mutants_of is None else _fastest(mutants_of, device.base)
+    if mutants_of is not None:
+        tasks = [t for t in tasks if t.hash in parents]
+        if not tasks:
+            raise ProfilerError(f"{mutants_of} has no measured program of these tasks on {device.name}")
+    draft = _Draft(unfinished)
+    plans = {task.hash: _TaskPlan(task, parents.get(task.hash, ()), config, draft) for task in tasks}
+    started, before = time.perf_counter(), len(draft.kernels)
+    references: deque[ReferenceJob] = deque()
+    try:
+        with Engine(config, BuildOnly(kernel_builder(arch, device.target))) as engine:
+            for outcome in engine.run(_jobs(list(plans.values()), config, references)):
+                reference = plans[outcome.job.task.hash].take(outcome)
+                if reference is not None:
+                    references.append(reference)
+                if progress is not None and isinstance(outcome.job, BuildJob):
+                    failures = {status: n for status, n in draft.statuses.items() if status != "ok"}
+                    done, total = (
+                        sum(plan.ok for plan in plans.values()),
+                        config.programs_per_task * len(plans),
+                    )
+                    new, elapsed_s = len(draft.kernels) - before, time.perf_counter() - started
+                    progress(Progress(done, total, new, draft.statuses["ok"], failures, elapsed_s))
+    finally:
+        draft.save()
+    if not draft.statuses["ok"]:
+        raise ProfilerError("not one program could be built")
+    shares = [get_device(f"{device.base}@{share:g}") for share in SHARES]
+    note = {
+        "device": device.name,
+        "arch": arch,
+        "compiler": compiler,
+        "devices": {d.name: d.to_json() for d in (device, *shares)},
+        "network_families": families,
+        "made_at": time.time(),
+        "versions": {p: metadata.version(p) for p in ("cdmpp", "apache-tvm", "apache-tvm-ffi", "numpy")},
+        "config": asdict(config),
+    }
+    order = sorted(draft.kernels, key=lambda h: (draft.programs[h].task_hash, h))
+    write_bundle(out, draft.bundle(note, [_kept(draft.kernels[h], config) for h in order]))
+    unfinished.unlink()
+    return BundleReport(
+        out,
+        device.name,
+        compiler,
+        len(draft.tasks),
+        len(draft.references),
+        dict(draft.statuses),
+        out.stat().st_size,
+    )
+
+
+def _jobs(plans: Sequence[_TaskPlan], config: BundleConfig, references: deque[ReferenceJob]) -> Iterator[Any]:
+    """Rounds over the tasks, and references as they are asked for; None while all wait for outcomes."""
+    for end in range(CHUNK, config.programs_per_task + CHUNK, CHUNK):
+        wanted = min(end, config.programs_per_task)
+        unfinished = list(plans)
+        while unfinished:
+            jobs = [job for plan in unfinished for job in plan.jobs(wanted)]
+            while references:
+                yield references.popleft()
+            yield from jobs
+            unfinished = [plan for plan in unfinished if plan.needs_more(wanted)]
+            if unfinished and not jobs:
+                yield None
+    yield from references
+
+
+def _fastest(path: str | Path, base: str) -> dict[str, tuple[Program, ...]]:
+    """Task -> its fastest programs on the device, whatever the share."""
+    dataset = Dataset.open(path)
+    frame = dataset.records
+    frame = frame[(frame["status"] == "ok") & [d.split("@")[0] == base for d in frame["device"]]]
+    fastest = frame.sort_values("latency_s").drop_duplicates("program").groupby("task")
+    return {
+        str(task): tuple(dataset.programs[h] for h in part["program"].head(ELITE)) for task, part in fastest
+    }
+
+
+def _kept(kernel: BundledProgram, config: BundleConfig) -> BundledProgram:
+    if not config.cubins:
+        kernel = replace(kernel, cubin=b"")
+    if not config.sources and kernel.cuda is not None:
+        kernel = replace(kernel, cuda=replace(kernel.cuda, source=""))
+    return kernel

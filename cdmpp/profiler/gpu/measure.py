@@ -1,0 +1,356 @@
+"""Measuring a bundle on the GPU of this machine: from a file to a dataset, with neither TVM nor a device table. And, where
+TVM is too, compiling and measuring in one go.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cdmpp.dataset import Dataset
+from cdmpp.device import Device, get_device
+from cdmpp.errors import DatasetError, ProfilerError
+from cdmpp.profiler.calibration import DegreeResult, Labels, calibrate, halved, timed_labels
+from cdmpp.profiler.engine import Engine, Outcome
+from cdmpp.profiler.gpu.build import KernelJob
+from cdmpp.profiler.gpu.bundle import Bundle, BundledProgram, read_bundle
+from cdmpp.profiler.gpu.device import GpuFacts, is_model
+from cdmpp.profiler.gpu.make import BundleConfig, make_bundle
+from cdmpp.profiler.gpu.measurer import GpuMeasurer, gpu_engine, possible_degree
+from cdmpp.profiler.gpu.sampling import GpuConfig
+from cdmpp.profiler.session import Progress, Report, Session
+
+logger = logging.getLogger(__name__)
+
+#: Programs measured before the next degree's turn: switching degrees empties the lanes.
+_BLOCK = 512
+#: Least rank correlation of labels taken side by side with labels taken alone.
+_MIN_SPEARMAN = 0.99
+#: The bundle inside the dataset's folder.
+BUNDLE_FILE = "programs.bundle"
+#: The way around a missing GPU.
+ELSEWHERE = "compile with `cdmpp bundle` here and run `cdmpp measure` where the GPU is"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureConfig(GpuConfig):
+    """Options of :func:`measure`."""
+
+    degree: int | str = "auto"
+    build_timeout_s: float = 30.0
+    #: Median difference to labels taken alone that the calibration of the degree accepts.
+    tolerance: float = 0.02
+    #: Programs of each group that it measures.
+    calibration_programs: int = 24
+    #: Programs of each task that are measured again alone, if they were not alone.
+    best_per_task: int = 1
+    #: Programs of each task whose output is compared with the reference, where there is one.
+    check_per_task: int = 2
+    #: Compile although there are cubins.
+    from_source: bool = False
+    #: So many programs, evenly over the tasks.
+    limit: int | None = None
+    max_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class MeasureReport(Report):
+    """What a run of :func:`measure` did; ``labels_per_s`` is of the measuring alone, without the calibration.
+
+    ``degrees`` and ``calibration`` are by group: programs of which so many fit side by side.
+    """
+
+    labels_per_s: float
+    restarts: int
+    checked: int
+    degrees: dict[int, int]
+    calibration: list[dict[str, Any]]
+    facts: GpuFacts
+
+
+def measure(
+    bundle: str | Path | Bundle,
+    *,
+    out: str | Path,
+    device: str | None = None,
+    config: MeasureConfig | None = None,
+    resume: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+    notify: Callable[[str], None] | None = None,
+) -> MeasureReport:
+    """Measure the programs of a bundle on this machine's GPU and store them in a dataset.
+
+    Parameters
+    ----------
+    device
+        The bundle's device or a share of it, such as ``h200@0.5`` (default: the bundle's device).
+    resume
+        Go on with the dataset in `out`; programs that have a record are not measured again.
+    progress, notify
+        Called with the state after each outcome, and with one-line news.
+
+    Raises
+    ------
+    ProfilerError
+        The GPU is missing, another one, lost, or cannot be partitioned. What was measured is kept.
+    DatasetError
+        `out` holds records of this device and `resume` was not asked for, or of another; the disk is full.
+    """
+    config = config or MeasureConfig()
+    notify = notify or (lambda line: logger.info("%s", line))
+    content = bundle if isinstance(bundle, Bundle) else read_bundle(bundle)
+    target_device, path = device_of(content, device), Path(out)
+    name = target_device.name
+    with Dataset.open_or_create(path) as dataset:
+        known = dataset.measured(name, retry=("device_lost",))
+        if known and not resume:
+            raise DatasetError(
+                f"{path} has records of {name} already: go on with --resume, or choose another folder"
+            )
+        kernels = _chosen(content, config)
+        with gpu_engine(config, target_device, builds=False) as engine:
+            measurer = engine.measurer
+            assert isinstance(measurer, GpuMeasurer)
+            facts = measurer.facts
+            notify(f"{facts.name}: {facts.share_sms} of {facts.sms} multiprocessors, {facts.lanes} lanes")
+            todo = [k for k in kernels if k.program not in known]
+            degrees, results = _degrees(content, todo, engine, facts, config, notify)
+            session = Session(
+                dataset,
+                name,
+                len(kernels) - len(todo),
+                lambda: len(kernels),
+                max_seconds=config.max_seconds,
+                progress=progress,
+                notify=notify,
+            )
+            # Partitions come in units: the count of the table is what was asked for, this is what there was.
+            dataset.set_device(replace(target_device, cores_used=facts.share_sms))
+            settings = {
+                **asdict(config),
+                "gpu": asdict(facts),
+                "bundle": {key: content.note.get(key) for key in ("compiler", "arch", "versions", "made_at")},
+                "sampling": asdict(config.plan),
+                "cache": "cold" if config.cold else "warm",
+                "degrees": {str(group): degree for group, degree in degrees.items()},
+                "calibration": results,
+            }
+            families = content.note.get("network_families", {})
+            session.note(families, ("cupy-cuda13x", "cuda-bindings"), settings)
+            checked = 0
+
+            def count(outcome: Outcome) -> None:
+                nonlocal checked
+                checked += bool(outcome.meta.get("checked")) or outcome.error.startswith("wrong output")
+
+            meta = {"sms": facts.share_sms, "workers": 1}
+            session.take(engine.run(_jobs(content, todo, degrees, facts, config)), meta, count)
+            best = [] if session.stopped else _best(dataset, content, kernels, config)
+            if best:
+                notify(f"measuring the {len(best)} best programs of their tasks again, alone")
+                session.take(engine.run(iter(best)), {**meta, "alone": True}, count)
+        labels_per_s = session.ok / max(session.elapsed_s, 1e-9)
+        return MeasureReport(
+            **session.report(),
+            labels_per_s=labels_per_s,
+            restarts=measurer.restarts,
+            checked=checked,
+            degrees=degrees,
+            calibration=results,
+            facts=facts,
+        )
+
+
+def device_of(bundle: Bundle, name: str | None) -> Device:
+    """The device to measure on: that of the bundle (None), or a share of it (ProfilerError for any other)."""
+    base = bundle.device.partition("@")[0]
+    asked, at, text = (name or bundle.device).partition("@")
+    try:
+        share = float(text) if at else 1.0
+    except ValueError:
+        share = -1.0
+    if asked != base or not 0 < share <= 1:
+        raise ProfilerError(
+            f"the bundle is for {base}: expected {base} or a share of it, such as {base}@0.5, not {name}"
+        )
+    whole = Device.from_json(bundle.note["devices"][base])
+    return replace(whole.used(share), target={**whole.target, "arch": bundle.arch})
+
+
+def _chosen(bundle: Bundle, config: MeasureConfig) -> list[BundledProgram]:
+    """The programs to measure, turn by turn over the tasks, so that a limit or an interruption leaves a balanced sample."""
+    kernels = list(bundle.kernels)
+    if config.from_source:
+        kernels = [k if k.cuda is None else replace(k, cubin=b"") for k in kernels]
+    for kernel in kernels:
+        if kernel.status == "ok" and not kernel.cubin and not (kernel.cuda and kernel.cuda.source):
+            raise ProfilerError(f"the bundle keeps no source, and program {kernel.program} has no cubin")
+    rng = random.Random(config.seed)
+    by_task: dict[str, list[BundledProgram]] = defaultdict(list)
+    for kernel in kernels:
+        by_task[bundle.programs[kernel.program].task_hash].append(kernel)
+    for part in by_task.values():
+        rng.shuffle(part)
+    order = list(by_task.values())
+    rng.shuffle(order)
+    turns = max(map(len, order), default=0)
+    chosen = [part[i] for i in range(turns) for part in order if i < len(part)]
+    return chosen[: config.limit]
+
+
+def _job(bundle: Bundle, kernel: BundledProgram, **options: Any) -> KernelJob:
+    program = bundle.programs[kernel.program]
+    space = None if program.space_hash is None else bundle.spaces[program.space_hash]
+    return KernelJob(program, bundle.tasks[program.task_hash], space, kernel, **options)
+
+
+def _jobs(
+    bundle: Bundle,
+    kernels: Sequence[BundledProgram],
+    degrees: Mapping[int, int],
+    facts: GpuFacts,
+    config: MeasureConfig,
+) -> Iterator[KernelJob]:
+    """Block by block, and in each by degree; the first programs of a task are checked against its reference."""
+    checked: Counter[str] = Counter()
+    for start in range(0, len(kernels), _BLOCK):
+        jobs = []
+        for kernel in kernels[start : start + _BLOCK]:
+            degree, reference = 1, None
+            if kernel.status == "ok" and kernel.cuda is not None:
+                degree = degrees[possible_degree(kernel.cuda, facts)]
+                task = bundle.programs[kernel.program].task_hash
+                if checked[task] < config.check_per_task:
+                    reference = bundle.references.get(task)
+                    checked[task] += reference is not None
+            jobs.append(_job(bundle, kernel, degree=degree, reference=reference))
+        yield from sorted(jobs, key=lambda job: job.degree)
+
+
+def _degrees(
+    bundle: Bundle,
+    kernels: Sequence[BundledProgram],
+    engine: Engine,
+    facts: GpuFacts,
+    config: MeasureConfig,
+    notify: Callable[[str], None],
+) -> tuple[dict[int, int], list[dict[str, Any]]]:
+    """Degree by group of programs: as asked for, or calibrated on a sample of each; and what it was chosen by."""
+    groups: dict[int, list[BundledProgram]] = defaultdict(list)
+    for kernel in kernels:
+        if kernel.status == "ok" and kernel.cuda is not None:
+            groups[possible_degree(kernel.cuda, facts)].append(kernel)
+    if config.degree != "auto":
+        return {group: min(group, int(config.degree)) for group in groups}, []
+    n = config.calibration_programs
+    degrees: dict[int, int] = {}
+    results: list[dict[str, Any]] = []
+    for group, members in sorted(groups.items()):
+        if group == 1:
+            degrees[group] = 1
+            continue
+        sample = members[:: max(1, len(members) // n)][:n]
+
+        def labels(degree: int | None, sample: Sequence[BundledProgram] = sample) -> Labels:
+            jobs = [_job(bundle, kernel, degree=degree or 1) for kernel in sample]
+            return timed_labels(engine.run(iter(jobs)))
+
+        candidates = [d for d in halved(group) if d > 1]
+        calibration = calibrate(labels, candidates, config.tolerance, _accept)
+        degrees[group], alone = calibration.degree, calibration.alone_again
+        for result in calibration.results:
+            notify(f"programs of which {group} fit: {result}")
+            differences = {"group": group, "alone_again": alone.median_difference}
+            results.append({**differences, "labels_per_s_alone": alone.labels_per_s, **asdict(result)})
+    return degrees, results
+
+
+def _accept(result: DegreeResult, rate_alone: float) -> bool:
+    in_order = result.spearman is None or result.spearman >= _MIN_SPEARMAN
+    return in_order and result.labels_per_s > rate_alone
+
+
+def _best(
+    dataset: Dataset, bundle: Bundle, kernels: Sequence[BundledProgram], config: MeasureConfig
+) -> list[KernelJob]:
+    """The fastest programs of each task, unless they were measured alone."""
+    frame = dataset.records
+    frame = frame[frame["status"] == "ok"]
+    meta = [json.loads(text) if text else {} for text in frame["meta"]]
+    frame = frame.assign(alone=[m.get("degree", 1) == 1 for m in meta])
+    alone = set(frame.loc[frame["alone"], "program"])
+    by_hash = {k.program: k for k in kernels}
+    wanted = []
+    for _, part in frame.sort_values("latency_s").drop_duplicates("program").groupby("task"):
+        wanted += [h for h in part["program"].head(config.best_per_task) if h not in alone and h in by_hash]
+    return [_job(bundle, by_hash[h]) for h in wanted]
+
+
+# -- compiling and measuring in one go ---------------------------------------------------------------------------
+
+
+def profile_gpu(
+    networks: Sequence[str],
+    *,
+    device: str | Device,
+    out: str | Path,
+    bundle_config: BundleConfig | None = None,
+    measure_config: MeasureConfig | None = None,
+    resume: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+    notify: Callable[[str], None] | None = None,
+) -> MeasureReport:
+    """Measure programs of networks on a GPU of this machine, which needs TVM as well as cupy.
+
+    `out` becomes the dataset, with the bundle in it; of a share of a device, such as ``h200@0.5``, the bundle is for the whole.
+    Where TVM and the GPU are on different machines, ``cdmpp bundle`` and ``cdmpp measure`` do the two halves. ProfilerError
+    where no GPU answers, or another one, which is found out before anything is compiled.
+    """
+    measure_config = measure_config or MeasureConfig()
+    known = get_device(device) if isinstance(device, str) else device
+    if measure_config.gpu == MeasureConfig().gpu:
+        here = check_gpu()
+        if not is_model(here, known.model):
+            raise ProfilerError(f"{known.name} is not here, this machine has a {here}: {ELSEWHERE}")
+    path = Path(out) / BUNDLE_FILE
+    if not (resume and path.exists()):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        make_bundle(
+            networks,
+            device=known.base,
+            out=path,
+            config=bundle_config,
+            resume=resume,
+            progress=progress,
+            notify=notify,
+        )
+    return measure(
+        path,
+        out=out,
+        device=known.name,
+        config=measure_config,
+        resume=resume,
+        progress=progress,
+        notify=notify,
+    )
+
+
+def check_gpu(elsewhere: str = ELSEWHERE) -> str:
+    """Name of the GPU that is here; ProfilerError, with the way around it, where cupy or a CUDA device is missing."""
+    try:
+        import cupy
+    except ImportError as err:
+        raise ProfilerError(f"measuring on a GPU needs cupy ({err}): {elsewhere}") from err
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as err:
+        raise ProfilerError(f"no CUDA device answers ({err}): {elsewhere}") from err
+    if not count:
+        raise ProfilerError(f"this machine has no CUDA device: {elsewhere}")
+    return str(cupy.cuda.runtime.getDeviceProperties(0)["name"].decode())

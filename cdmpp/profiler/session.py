@@ -1,0 +1,379 @@
+"""Profiling: from networks (or another dataset) and a device to a dataset of measured programs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cdmpp.dataset import Dataset, Record
+from cdmpp.device import Device, get_device
+from cdmpp.device.detect import machine_facts
+from cdmpp.errors import DatasetError, ProfilerError
+from cdmpp.profiler.calibration import Calibration, DegreeResult, Labels, calibrate, halved, timed_labels
+from cdmpp.profiler.cpu import CpuConfig, cpu_engine, sentinel_job
+from cdmpp.profiler.engine import BuildJob, Outcome
+from cdmpp.profiler.machine import core_groups, usable_cores
+from cdmpp.profiler.plan import Plan, TaskPlan, network_tasks, replay_plan, unscheduled_plan
+
+if TYPE_CHECKING:
+    from cdmpp.program.network import Network
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig(CpuConfig):
+    """Options of :func:`profile`."""
+
+    #: See :class:`~cdmpp.profiler.plan.TaskPlan`.
+    programs_per_task: int = 64
+    search_fraction: float = 0.25
+    #: Measure each task as it is in place of drawing programs of it.
+    unscheduled: bool = False
+    #: Programs measured at the same time; ``auto`` finds how many leave the labels as they are.
+    workers: int | str = "auto"
+    #: Median difference to labels taken alone that is accepted for that; the mean may be twice as large.
+    tolerance: float = 0.02
+    #: Programs that it is found with.
+    calibration_programs: int = 40
+    #: Of the programs of another dataset so many, evenly over the tasks.
+    limit: int | None = None
+    max_seconds: float | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands: ``done`` of ``total`` at most, earlier runs included; of this run ``new`` outcomes, ``ok`` or
+    failed (by kind)."""
+
+    done: int
+    total: int
+    new: int
+    ok: int
+    failures: dict[str, int]
+    elapsed_s: float
+
+    @property
+    def rate_per_s(self) -> float:
+        """Programs per second since the start of this run."""
+        return self.new / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run that measured did; its time is without the calibration."""
+
+    path: Path
+    device: str
+    new: int
+    ok: int
+    failures: dict[str, int]
+    elapsed_s: float
+
+
+@dataclass(frozen=True)
+class ProfileReport(Report):
+    """What a run of :func:`profile` did."""
+
+    workers: int
+    calibration: Calibration | None
+
+
+class Session:
+    """One run that measures: its records, what is written beside them, progress, and when it stops.
+
+    Of ``total()`` programs at most (it may fall), `known` have a record already.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        device: str,
+        known: int,
+        total: Callable[[], int],
+        *,
+        max_seconds: float | None,
+        progress: Callable[[Progress], None] | None,
+        notify: Callable[[str], None],
+    ) -> None:
+        self._dataset, self._device, self._known, self._total = dataset, device, known, total
+        self._max_seconds, self._progress, self._notify = max_seconds, progress, notify
+        self._started = time.perf_counter()
+        self.name = uuid.uuid4().hex[:12]
+        self.new = self.ok = 0
+        self.failures: Counter[str] = Counter()
+        self.stopped = False
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self._started
+
+    def note(self, families: Mapping[str, str], packages: Sequence[str], settings: Mapping[str, Any]) -> None:
+        """Write down the machine, the versions and the settings that the labels depend on; time counts from here."""
+        versions = {}
+        for package in ("cdmpp", "numpy", *packages):
+            try:
+                versions[package] = metadata.version(package)
+            except metadata.PackageNotFoundError:
+                continue
+        entry = {
+            "session": self.name,
+            "started_at": time.time(),
+            "device": self._device,
+            "machine": {
+                **machine_facts(),
+                "usable_cores": list(usable_cores()),
+                "kernel": platform.release(),
+                "python": platform.python_version(),
+            },
+            "versions": versions,
+            **settings,
+        }
+        meta = self._dataset.meta
+        self._dataset.update_meta(
+            sessions=[*meta.get("sessions", []), entry],
+            network_families={**meta.get("network_families", {}), **families},
+        )
+        self._started = time.perf_counter()
+
+    def take(
+        self,
+        outcomes: Iterable[Outcome],
+        meta: Mapping[str, Any],
+        done: Callable[[Outcome], None] | None = None,
+    ) -> None:
+        """Put outcomes into the dataset as they come, until the time is up; `meta` is of all records, `done` hears of each."""
+        for outcome in outcomes:
+            self._add(outcome, meta)
+            if done is not None:
+                done(outcome)
+            self.new += 1
+            if outcome.status == "ok":
+                self.ok += 1
+            else:
+                self.failures[outcome.status] += 1
+            if self._progress is not None:
+                count, failures = self._known + self.new, dict(self.failures)
+                total = max(self._total(), count)
+                self._progress(Progress(count, total, self.new, self.ok, failures, self.elapsed_s))
+            if self._max_seconds is not None and self.elapsed_s > self._max_seconds:
+                self.stopped = True
+                self._notify(f"stopped after {self._max_seconds:g} s; go on with --resume")
+                return
+
+    def _add(self, outcome: Outcome, meta: Mapping[str, Any]) -> None:
+        job: BuildJob = outcome.job
+        self._dataset.add_task(job.task)
+        if job.space is not None:
+            self._dataset.add_space(job.space)
+        self._dataset.add_program(job.program)
+        self._dataset.add_record(
+            Record(
+                program=job.program.hash,
+                device=self._device,
+                status=outcome.status,
+                latency_s=outcome.latency_s,
+                samples_s=outcome.samples_s,
+                noise=outcome.noise,
+                error=outcome.error,
+                measured_at=time.time(),
+                meta={"session": self.name, **meta, **outcome.meta},
+            )
+        )
+
+    def report(self) -> dict[str, Any]:
+        """Close the dataset's journals; the fields of a :class:`Report` (ProfilerError if nothing was ever measured)."""
+        if not self.new and not self._known:
+            raise ProfilerError("nothing was measured")
+        elapsed_s = self.elapsed_s
+        self._dataset.finalize()
+        return {
+            "path": self._dataset.path,
+            "device": self._device,
+            "new": self.new,
+            "ok": self.ok,
+            "failures": dict(self.failures),
+            "elapsed_s": elapsed_s,
+        }
+
+
+def profile(
+    networks: Sequence[Network | str] = (),
+    *,
+    device: str | Device = "this-cpu@1",
+    out: str | Path,
+    config: ProfileConfig | None = None,
+    tasks: Sequence[str] | None = None,
+    programs_of: str | Path | None = None,
+    resume: bool = False,
+    remeasure: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+    notify: Callable[[str], None] | None = None,
+) -> ProfileReport:
+    """Measure programs on a CPU share of this machine and store them in a dataset.
+
+    Parameters
+    ----------
+    networks
+        Zoo names, ``.onnx``/``.pt2`` files or :class:`~cdmpp.program.network.Network` objects.
+    device
+        A CPU of this machine with a share, such as ``this-cpu@1`` or ``this-cpu.x86-64-v2@1``.
+    out
+        Folder of the dataset.
+    tasks
+        Hashes of the tasks to profile; all if None.
+    programs_of
+        Measure the programs of this dataset in place of drawing new ones from networks.
+    resume
+        Go on with the dataset in `out`; programs that have a record are not measured again.
+    remeasure
+        With `programs_of`: measure them once more though the dataset in `out` has them (label quality).
+    progress, notify
+        Called with the state after each outcome, and with one-line news (calibration, ...).
+
+    ProfilerError if the device is not on this machine, or nothing can be measured. DatasetError if `out` holds a dataset and
+    `resume` was not asked for, or the disk is full; what was measured is kept.
+    """
+    config = config or ProfileConfig()
+    notify = notify or (lambda line: logger.info("%s", line))
+    device = get_device(device) if isinstance(device, str) else device
+    threads, path = _threads(device), Path(out)
+    if (path / "meta.json").exists() and not (resume or remeasure):
+        raise DatasetError(f"{path} holds a dataset already: go on with --resume, or choose another folder")
+    if remeasure and programs_of is not None and config.limit is None:
+        raise ProfilerError("re-measuring needs a limit: how many programs?")
+    plan: Plan
+    if programs_of is not None:
+        source = Dataset.open(programs_of)
+        families = dict(source.network_families)
+        plan = replay_plan(source, limit=config.limit, tasks=tasks, seed=config.seed)
+    else:
+        chosen, families = network_tasks(networks, notify, resumed=path)
+        missing = set(tasks or ()) - {task.hash for task in chosen}
+        if missing:
+            raise ProfilerError(
+                f"{len(missing)} wanted tasks are not of these networks, first {min(missing)}"
+            )
+        chosen = [task for task in chosen if tasks is None or task.hash in tasks]
+        plan = (
+            unscheduled_plan(chosen)
+            if config.unscheduled
+            else TaskPlan(
+                chosen,
+                config.programs_per_task,
+                search_fraction=config.search_fraction,
+                num_cores=threads,
+                seed=config.seed,
+            )
+        )
+    if not plan.tasks:
+        where = "these networks" if programs_of is None else f"those that {programs_of} has latencies of"
+        raise ProfilerError(f"no task to profile: none of the tasks asked for is among {where}")
+    with Dataset.open_or_create(path) as dataset:
+        dataset.set_device(device)
+        if not remeasure:
+            records = dataset.records
+            for row in records[records["device"] == device.name].itertuples():
+                if row.program in dataset.programs:
+                    latency_s = float(row.latency_s) if row.status == "ok" else None
+                    plan.learn(dataset.programs[row.program], latency_s)
+        if programs_of is None and tasks is None:
+            # A task is stored before it is measured, so that a resumed run need not import the networks again.
+            for task in plan.tasks:
+                dataset.add_task(task)
+            complete = {*dataset.meta.get("complete_networks", []), *families}
+            dataset.update_meta(complete_networks=sorted(complete))
+        degree, calibration = _degree(config, device, plan, threads, notify)
+        groups = core_groups(usable_cores(), threads, degree)
+        session = Session(
+            dataset,
+            device.name,
+            plan.known,
+            lambda: plan.total,
+            max_seconds=config.max_seconds,
+            progress=progress,
+            notify=notify,
+        )
+        settings = {
+            **asdict(config),
+            "target": dict(device.target),
+            "workers": degree,
+            "core_groups": groups,
+            "builders": config.builders or len(usable_cores()),
+            "sampling": asdict(config.plan),
+            "cache": "warm",
+            "calibration": None if calibration is None else asdict(calibration),
+        }
+        session.note(families, ("apache-tvm", "apache-tvm-ffi"), settings)
+        with cpu_engine(config, device.target, groups, sentinel_job()) as engine:
+            meta = {"workers": degree, "threads": threads, "cache": "warm"}
+            session.take(engine.run(plan.jobs()), meta, plan.done)
+        return ProfileReport(**session.report(), workers=degree, calibration=calibration)
+
+
+def _threads(device: Device) -> int:
+    """Cores of the share, checked against this machine."""
+    if device.kind != "cpu":
+        raise ProfilerError(
+            f"{device.name} is a {device.kind}: cdmpp.profiler.gpu.measure.profile_gpu measures those of this machine, "
+            "cdmpp bundle and cdmpp measure those of another"
+        )
+    here = get_device("this-cpu")
+    if device.base != here.base:
+        raise ProfilerError(f"{device.name} is not this machine, which is {here.name}")
+    threads = int(device.share)
+    if threads != device.share or not 1 <= threads <= len(usable_cores()):
+        raise ProfilerError(f"{device.name}: this process may use {len(usable_cores())} whole cores")
+    return threads
+
+
+def _degree(
+    config: ProfileConfig, device: Device, plan: Plan, threads: int, notify: Callable[[str], None]
+) -> tuple[int, Calibration | None]:
+    """Measuring processes at the same time: as asked for, or calibrated."""
+    cores = usable_cores()
+    if config.workers != "auto":
+        return int(config.workers), None
+    most = len(cores) // threads
+    if most <= 1:
+        return 1, None
+    jobs, sentinel = plan.calibration_jobs(config.calibration_programs), sentinel_job()
+    notify(f"calibrating the degree of parallelism on {len(jobs)} programs")
+
+    def measure(degree: int | None) -> Labels:
+        groups, alone = core_groups(cores, threads, degree or 1), degree is None
+        with cpu_engine(config, device.target, groups, sentinel, overlap=not alone) as engine:
+            return timed_labels(engine.run(iter(jobs)))
+
+    def accept(result: DegreeResult, rate_alone: float) -> bool:
+        # A few programs that live on memory bandwidth show in the mean.
+        return result.mean_difference is not None and result.mean_difference <= 2 * config.tolerance
+
+    calibration = calibrate(measure, halved(most), config.tolerance, accept)
+    for result in calibration.results:
+        notify(str(result))
+    if not calibration.results[-1].accepted:
+        logger.warning("labels taken while other programs build differ from labels taken alone")
+    return calibration.degree, calibration
+
+
+def read_task_file(path: str | Path) -> list[str]:
+    """Task hashes from a file: JSON with a list ``tasks``, or one hash a line (ProfilerError if it holds none)."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        hashes = json.loads(text)["tasks"] if text.lstrip().startswith("{") else text.split()
+    except (OSError, ValueError, KeyError) as err:
+        raise ProfilerError(f"{path} is no task file (JSON with 'tasks', or one hash a line): {err}") from err
+    if not hashes:
+        raise ProfilerError(f"{path} names no task")
+    return [str(h) for h in hashes]

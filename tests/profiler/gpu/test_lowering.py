@@ -1,0 +1,203 @@
+"""Real programs to CUDA C++ and launches, and bundles of them; cubins where there is nvcc."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cdmpp.dataset import Dataset
+from cdmpp.errors import BundleError, NetworkError, ProfilerError, ProgramError
+from cdmpp.profiler.gpu.bundle import CudaProgram, read_bundle
+from cdmpp.profiler.gpu.compile import NvccCompiler, find_nvcc
+from cdmpp.profiler.gpu.limits import shape_fault
+from cdmpp.profiler.gpu.lowering import CudaLowering
+from cdmpp.profiler.gpu.make import BundleConfig, make_bundle
+from cdmpp.program.space import Rebuilder, TaskSpaces
+from tests.samples.programs import matmul_task, te_task
+
+TARGET = {
+    "kind": "cuda",
+    "arch": "sm_90",
+    "max_threads_per_block": 1024,
+    "max_shared_memory_per_block": 49152,
+    "thread_warp_size": 32,
+}
+needs_nvcc = pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
+
+
+@pytest.fixture(scope="module")
+def lowering() -> CudaLowering:
+    return CudaLowering(TARGET)
+
+
+def lowered(lowering: CudaLowering, task: Any, n: int) -> list[CudaProgram]:
+    spaces = TaskSpaces(task, "cuda", verify=False)
+    by_hash = {s.hash: s for s in spaces.spaces}
+    found = []
+    for program in spaces.sample(n, seed=1):
+        try:
+            found.append(lowering(spaces.rebuild(program, by_hash[str(program.space_hash)])))
+        except ProgramError:
+            continue
+    return found
+
+
+def test_a_matrix_product_is_one_launch_of_its_parameters(lowering: CudaLowering) -> None:
+    programs = lowered(lowering, matmul_task(64), 4)
+    assert programs
+    for program in programs:
+        assert program.params == (((64, 64), "float32"),) * 3
+        assert program.outputs == (2,)
+        assert program.workspaces == ()
+        (launch,) = program.launches
+        assert sorted(launch.buffers) == [0, 1, 2]
+        # One thread needs no bounds.
+        threads = launch.threads
+        assert threads == 1 or f"__launch_bounds__({threads})" in program.source
+        assert launch.kernel in program.source
+    assert any(p.launches[0].shared_bytes > 0 for p in programs)
+
+
+def test_the_arguments_of_a_launch_are_in_the_kernels_order(lowering: CudaLowering) -> None:
+    program = lowered(lowering, matmul_task(64), 1)[0]
+    head = program.source[program.source.index("main_kernel(") :]
+    names = [part.split("__restrict__")[1].strip() for part in head[: head.index(")")].split(",")]
+    order = {"A_ptr": 0, "B_ptr": 1, "C_ptr": 2}
+    assert [order[name] for name in names] == list(program.launches[0].buffers)
+
+
+def test_without_unrolling_the_launches_are_the_same(lowering: CudaLowering) -> None:
+    spaces = TaskSpaces(matmul_task(64), "cuda", verify=False)
+    by_hash = {s.hash: s for s in spaces.spaces}
+    compared = 0
+    for program in spaces.sample(4, seed=2):
+        func = spaces.rebuild(program, by_hash[str(program.space_hash)])
+        try:
+            whole = lowering(func)
+        except ProgramError:
+            continue
+        plain = lowering(func, unroll=False)
+        assert plain.launches == whole.launches and plain.workspaces == whole.workspaces
+        assert plain.async_copies == whole.async_copies == ("cp.async" in whole.source)
+        assert plain.source == ""
+        compared += 1
+    assert compared
+
+
+def two_steps() -> Any:
+    """A row's maximum, taken off the row: two kernels unless they are fused."""
+
+    def make(te: Any) -> list[Any]:
+        a = te.placeholder((32, 64), name="A")
+        k = te.reduce_axis((0, 64), name="k")
+        top = te.compute((32,), lambda i: te.max(a[i, k], axis=k), name="top")
+        return [a, te.compute((32, 64), lambda i, j: a[i, j] - top[i], name="B")]
+
+    return te_task("off_the_top", make)
+
+
+def test_what_goes_from_kernel_to_kernel_is_a_workspace(lowering: CudaLowering) -> None:
+    programs = lowered(lowering, two_steps(), 12)
+    several = [p for p in programs if len(p.launches) == 2]
+    assert several
+    for program in several:
+        assert program.workspaces == (((32,), "float32"),)
+        first, second = program.launches
+        assert 2 in first.buffers and 2 in second.buffers
+        assert program.outputs == (1,)
+
+
+def test_a_lowered_program_survives_json(lowering: CudaLowering) -> None:
+    for program in lowered(lowering, two_steps(), 2):
+        text = json.dumps(program.to_json())
+        assert CudaProgram.from_json(json.loads(text), program.source) == program
+
+
+@needs_nvcc
+def test_the_compiler_counts_the_shared_memory_that_lowering_does(lowering: CudaLowering) -> None:
+    program = next(
+        p
+        for p in lowered(lowering, matmul_task(64), 4)
+        if p.launches[0].shared_bytes and shape_fault(p.launches, "sm_90") is None
+    )
+    compiled = NvccCompiler(str(find_nvcc())).compile(program.source, "sm_90")
+    declared = program.launches[0].shared_bytes
+    assert declared <= compiled.resources["main_kernel"].shared_bytes < declared + 1024
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset that has two tasks of the network ``mlp``."""
+    from dataclasses import replace
+
+    path = tmp_path_factory.mktemp("tasks") / "d"
+    with Dataset.create(path) as dataset:
+        for task in (matmul_task(32), two_steps()):
+            dataset.add_task(replace(task, networks={"mlp": 1.0}))
+    return path
+
+
+CONFIG = BundleConfig(programs_per_task=2, invalid_per_task=1, builders=1, task_seconds=3600.0)
+
+
+@needs_nvcc
+def test_a_bundle_is_made_read_and_rebuilt(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "x.bundle"
+    report = make_bundle(["mlp"], device="h200", out=out, config=CONFIG, tasks_of=source)
+    assert report.statuses["ok"] == 4 and report.tasks == 2 and report.references == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["x.bundle"]
+    bundle = read_bundle(out)
+    assert bundle.arch == "sm_90" and bundle.note["devices"]["h200@0.5"]["share"] == 0.5
+    rebuild = Rebuilder(verify=False)
+    for kernel in bundle.kernels:
+        program = bundle.programs[kernel.program]
+        task, space = bundle.tasks[program.task_hash], bundle.spaces[str(program.space_hash)]
+        rebuild(program, task, space)
+        if kernel.status == "ok":
+            assert kernel.cuda is not None and kernel.cubin[:4] == b"\x7fELF"
+            assert set(kernel.resources) == {launch.kernel for launch in kernel.cuda.launches}
+            assert shape_fault(kernel.cuda.launches, "sm_90") is None
+    with pytest.raises(BundleError, match="exists"):
+        make_bundle(["mlp"], device="h200", out=out, config=CONFIG, tasks_of=source)
+
+
+@needs_nvcc
+def test_a_half_made_bundle_goes_on_where_it_was(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "x.bundle"
+
+    def stop(progress: Any) -> None:
+        if progress.done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_bundle(["mlp"], device="h200", out=out, config=CONFIG, tasks_of=source, progress=stop)
+    with pytest.raises(BundleError, match="--resume"):
+        make_bundle(["mlp"], device="h200", out=out, config=CONFIG, tasks_of=source)
+    built: list[int] = []
+    report = make_bundle(
+        ["mlp"],
+        device="h200",
+        out=out,
+        config=CONFIG,
+        tasks_of=source,
+        resume=True,
+        progress=lambda p: built.append(p.done),
+    )
+    assert report.statuses["ok"] == 4
+    assert built[0] >= 2, "nothing is built twice"
+
+
+def test_bad_requests_are_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ProfilerError, match="no CUDA device"):
+        make_bundle(["mlp"], device="this-cpu@1", out=tmp_path / "x", tasks_of=source)
+    with pytest.raises(ProfilerError, match="sources or cubins"):
+        config = BundleConfig(cubins=False, sources=False)
+        make_bundle(["mlp"], device="h200", out=tmp_path / "x", config=config, tasks_of=source)
+    if find_nvcc() is not None:
+        with pytest.raises(NetworkError, match="unknown network"):
+            make_bundle(["nonesuch"], device="h200", out=tmp_path / "x", tasks_of=source)
+        with pytest.raises(ProfilerError, match="no task"):
+            make_bundle(["resnet18"], device="h200", out=tmp_path / "x", tasks_of=source)

@@ -1,0 +1,224 @@
+"""From networks to a dataset: resume, kill -9, re-measuring, other devices, bad input."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cdmpp.cli import main
+from cdmpp.dataset import Dataset
+from cdmpp.device import get_device
+from cdmpp.device.detect import machine_facts
+from cdmpp.errors import DatasetError, ProfilerError, UnknownDeviceError
+from cdmpp.profiler.engine import Outcome
+from cdmpp.profiler.plan import TaskPlan, replay_plan
+from cdmpp.profiler.session import Progress, profile, read_task_file
+from tests.samples.programs import QUICK_PROFILE, matmul_task
+
+pytestmark = pytest.mark.usefixtures("real_machine")
+
+
+def test_records_name_device_origin_and_session(mlp: Path) -> None:
+    dataset = Dataset.open(mlp)
+    records = dataset.records
+    assert set(records["status"]) == {"ok"}
+    assert set(records["device"]) == {get_device("this-cpu@1").name}
+    assert {"random", "search"} <= set(records["origin"])
+    session = dataset.meta["sessions"][0]
+    for fact in ("vendor_id", "model_name", "family", "model"):
+        assert session["machine"][fact] == machine_facts()[fact]
+    assert session["versions"]["apache-tvm"]
+    assert session["cache"] == "warm"
+    assert records["noise"].notna().all()
+
+
+def test_resume_measures_nothing_twice(mlp: Path) -> None:
+    before = Dataset.open(mlp).records
+    report = profile(["mlp"], out=mlp, config=QUICK_PROFILE, resume=True)
+    assert report.new == 0
+    after = Dataset.open(mlp).records
+    assert len(after) == len(before)
+    assert not after.duplicated(["program", "device"]).any()
+
+
+def test_an_existing_dataset_is_not_touched_without_resume(mlp: Path) -> None:
+    with pytest.raises(DatasetError, match="--resume"):
+        profile(["mlp"], out=mlp, config=QUICK_PROFILE)
+
+
+def test_tasks_as_they_are(mlp: Path, tmp_path: Path) -> None:
+    config = replace(QUICK_PROFILE, unscheduled=True)
+    report = profile(["mlp"], out=tmp_path / "d", config=config)
+    dataset = Dataset.open(tmp_path / "d")
+    assert report.ok == len(dataset.records) == len(dataset.tasks)
+    assert set(dataset.records["origin"]) == {"unscheduled"}
+    assert set(dataset.programs) == set(dataset.tasks) == set(Dataset.open(mlp).tasks)
+    assert all(program.space_hash is None for program in dataset.programs.values())
+    again = profile(["mlp"], out=tmp_path / "d", config=config, resume=True)
+    assert again.new == 0
+    # with other programs of the same device in the folder, they are not counted as part of this run
+    shutil.copytree(mlp, tmp_path / "both")
+    states: list[Progress] = []
+    profile(["mlp"], out=tmp_path / "both", config=config, resume=True, progress=states.append)
+    assert [state.done for state in states] == list(range(1, len(dataset.tasks) + 1))
+    assert {state.total for state in states} == {len(dataset.tasks)}
+
+
+def test_the_same_programs_on_another_device(mlp: Path, tmp_path: Path) -> None:
+    config = replace(QUICK_PROFILE, limit=6)
+    report = profile(device="this-cpu.x86-64-v2@1", programs_of=mlp, out=tmp_path / "v2", config=config)
+    records = Dataset.open(tmp_path / "v2").records
+    assert report.ok == len(records) == 6
+    assert set(records["program"]) <= set(Dataset.open(mlp).records["program"])
+    assert ".x86-64-v2@1" in records["device"].iloc[0]
+    # Measured once more into the same dataset: both records are kept.
+    profile(
+        device="this-cpu.x86-64-v2@1", programs_of=mlp, out=tmp_path / "v2", config=config, remeasure=True
+    )
+    assert len(Dataset.open(tmp_path / "v2").records) == 12
+    with pytest.raises(ProfilerError, match=f"none of the tasks asked for is among those that {mlp} has"):
+        profile(
+            device="this-cpu.x86-64-v2@1",
+            programs_of=mlp,
+            tasks=["0" * 16],
+            out=tmp_path / "none",
+            config=config,
+        )
+
+
+def wait_for_records(out: Path, process: subprocess.Popen[str] | None = None) -> None:
+    """Until there are five."""
+    deadline = time.monotonic() + 120
+    while not ((out / "meta.json").exists() and len(Dataset.open(out).records) >= 5):
+        alive = process is None or process.poll() is None
+        assert alive and time.monotonic() < deadline, "profiling did not get going"
+        time.sleep(0.05)
+
+
+def test_kill_9_loses_at_most_what_was_in_flight(mlp: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "cdmpp", "profile", "--programs-of", str(mlp), "--workers", "1"]
+    process = subprocess.Popen([*command, "--out", str(tmp_path)], stderr=subprocess.DEVNULL, text=True)
+    wait_for_records(tmp_path, process)
+    process.kill()
+    process.wait()
+    kept = set(Dataset.open(tmp_path).records["program"])
+    assert len(kept) >= 5
+    time.sleep(0.5)
+    assert not _children_of(process.pid), "workers outlived their parent"
+    profile(programs_of=mlp, out=tmp_path, config=replace(QUICK_PROFILE, limit=12), resume=True)
+    records = Dataset.open(tmp_path).records
+    assert kept < set(records["program"])
+    assert not records.duplicated(["program", "device"]).any(), "nothing is measured twice"
+
+
+def _children_of(pid: int) -> list[str]:
+    found = []
+    for status in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            stat = (status.parent / "stat").read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(stat[1]) == pid and stat[0] != "Z":
+            found.append(status.parent.name)
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_keeps_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    def interrupt() -> None:
+        wait_for_records(tmp_path)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=interrupt).start()
+    options = ("--programs-per-task", "3", "--workers", "1", "--out", str(tmp_path))
+    assert main(["profile", "mlp", *options]) == 130
+    err = capsys.readouterr().err
+    assert "interrupted" in err and "Traceback" not in err
+    kept = set(Dataset.open(tmp_path).records["program"])
+    assert len(kept) >= 5
+    profile(["mlp"], out=tmp_path, config=replace(QUICK_PROFILE, programs_per_task=3), resume=True)
+    records = Dataset.open(tmp_path).records
+    assert kept < set(records["program"]) and records["program"].is_unique
+
+
+def test_devices_that_are_not_here_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ProfilerError, match="those of another"):
+        profile(["mlp"], device="h200", out=tmp_path / "a", config=QUICK_PROFILE)
+    with pytest.raises(UnknownDeviceError, match=r"has \d+ cores"):
+        profile(["mlp"], device="this-cpu@4096", out=tmp_path / "b", config=QUICK_PROFILE)
+    with pytest.raises(UnknownDeviceError, match="h200"):
+        profile(["mlp"], device="h2000", out=tmp_path / "c", config=QUICK_PROFILE)
+
+
+def test_task_files(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"tasks": ["0123456789abcdef"]}')
+    (tmp_path / "b.txt").write_text("0123456789abcdef\nfedcba9876543210\n")
+    (tmp_path / "c.json").write_text("{")
+    assert read_task_file(tmp_path / "a.json") == ["0123456789abcdef"]
+    assert len(read_task_file(tmp_path / "b.txt")) == 2
+    for name in ("c.json", "missing"):
+        with pytest.raises(ProfilerError, match="no task file"):
+            read_task_file(tmp_path / name)
+
+
+def fake_measure(plan: TaskPlan, latency_of: dict[str, float] | None = None) -> list[Outcome]:
+    """Run a plan with made-up latencies, one outcome after each job."""
+    outcomes: list[Outcome] = []
+    pending: list[Outcome] = []
+    jobs: Iterator = plan.jobs()
+    while True:
+        try:
+            job = next(jobs)
+        except StopIteration:
+            return outcomes
+        if job is None:
+            assert pending, "the plan waits for nothing"
+            for outcome in pending:
+                plan.done(outcome)
+            pending.clear()
+            continue
+        outcome = Outcome(job, "ok", 1e-3 * (1 + len(outcomes)), (1e-3,), 0.0)
+        outcomes.append(outcome)
+        pending.append(outcome)
+
+
+def test_a_quarter_of_the_programs_comes_from_a_search() -> None:
+    outcomes = fake_measure(TaskPlan([matmul_task(64)], 32))
+    origins = [o.job.program.origin for o in outcomes]
+    assert len(outcomes) == 32
+    assert origins.count("search") == 8
+    assert len({o.job.program.hash for o in outcomes}) == 32
+
+
+def test_a_plan_that_learned_of_earlier_records_draws_the_rest_only() -> None:
+    task = matmul_task(64)
+    first = fake_measure(TaskPlan([task], 16))
+    plan = TaskPlan([task], 32)
+    for outcome in first:
+        plan.learn(outcome.job.program, outcome.latency_s)
+    second = fake_measure(plan)
+    known = {o.job.program.hash for o in first}
+    assert len(second) == 16
+    assert known.isdisjoint(o.job.program.hash for o in second)
+
+
+def test_a_replay_is_even_over_the_tasks(mlp: Path) -> None:
+    dataset = Dataset.open(mlp)
+    plan = replay_plan(dataset, limit=8)
+    jobs = list(plan.jobs())
+    assert len({j.program.hash for j in jobs if j}) == 8
+    per_task = [sum(j.task.hash == t.hash for j in jobs if j) for t in plan.tasks]
+    assert len(plan.tasks) == len(dataset.tasks)
+    assert min(per_task) >= 1
