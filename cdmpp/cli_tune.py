@@ -64,13 +64,7 @@ def add_tune_arguments(sub: argparse.ArgumentParser) -> None:
         help="coverage of the intervals by which candidates are dropped",
     )
     sub.add_argument("--no-trim", action="store_true", help="measure every candidate")
-    sub.add_argument(
-        "--anchors",
-        nargs="+",
-        default=[],
-        metavar="DIR",
-        help="datasets with labels on the device that learning must not make cdmpp's predictions worse on",
-    )
+    sub.add_argument("--anchors", nargs="+", default=[], help=argparse.SUPPRESS)
     sub.add_argument(
         "--validity",
         metavar="DIR",
@@ -124,6 +118,8 @@ def devices_with_shares(device: str, shares: str | None) -> list[str]:
 
 def run_tune(args: argparse.Namespace, console: Console, errors: Console) -> dict[str, Any]:
     """Tune, with progress on ``errors``; show what it gave on ``console``."""
+    if args.anchors:
+        errors.print("--anchors is ignored: it is not needed any more")
     devices = devices_with_shares(args.device, args.share)
     if len(devices) == 1:
         return _tune_at(devices[0], Path(args.out), args, console, errors).to_json()
@@ -160,7 +156,6 @@ def _tune_at(
         cost_model=args.cost_model,
         predictor=None if args.predictor == "none" else args.predictor,
         trim=None if args.no_trim else args.trim,
-        anchors=args.anchors,
         validity=args.validity,
         batch=args.batch,
         search=SearchConfig(args.population, args.generations),

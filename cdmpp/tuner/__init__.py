@@ -14,13 +14,11 @@ if TYPE_CHECKING:
     from cdmpp.tuner.measure import Measurer, cpu_measurer
     from cdmpp.tuner.metaschedule import builder_and_runner
     from cdmpp.tuner.objective import Objective
-    from cdmpp.tuner.online import Anchors
     from cdmpp.tuner.results import TuneReport
     from cdmpp.tuner.tuning import TuneConfig, tune, tune_tasks
     from cdmpp.tuner.validity import ValidityModel, train_validity
 
 _HOME = {
-    "Anchors": "cdmpp.tuner.online",
     "CostModel": "cdmpp.tuner.cost_model",
     "Measurer": "cdmpp.tuner.measure",
     "Objective": "cdmpp.tuner.objective",
@@ -36,7 +34,6 @@ _HOME = {
 }
 
 __all__ = [
-    "Anchors",
     "CostModel",
     "Measurer",
     "Objective",

@@ -20,7 +20,7 @@ from cdmpp.errors import ProgramError
 from cdmpp.program.ast import AstBuilder
 from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.tuner import interrupt
-from cdmpp.tuner.online import Anchors, OnlineModel
+from cdmpp.tuner.online import OnlineModel
 from cdmpp.tuner.prior import Encoded, make_prior
 
 import_tvm()
@@ -62,8 +62,6 @@ class CostModel(PyCostModel):
         A predictor, its folder, or ``"default"``; None starts from an analytical estimate.
     device
         The device that is tuned for, a name or a Device, with its share: ``this-cpu@1``.
-    anchors
-        Labelled validation programs on which learning must not add to the predictor's error.
 
     Attributes
     ----------
@@ -80,20 +78,14 @@ class CostModel(PyCostModel):
         No such device.
     """
 
-    def __init__(
-        self,
-        predictor: Predictor | str | Path | None,
-        device: str | Device,
-        *,
-        anchors: Anchors | None = None,
-    ) -> None:
+    def __init__(self, predictor: Predictor | str | Path | None, device: str | Device) -> None:
         super().__init__()
         from cdmpp.device import get_device
         from cdmpp.predictor.predictor import load_predictor
 
         self.device = get_device(device) if isinstance(device, str) else device
         loaded = None if predictor is None else load_predictor(predictor)
-        self.model = OnlineModel(make_prior(loaded, self.device), anchors)
+        self.model = OnlineModel(make_prior(loaded, self.device))
         self.asked = self.computed = 0
         self._builders: dict[str, AstBuilder] = {}
         self._cache: OrderedDict[str, Encoded | None] = OrderedDict()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +14,6 @@ from numpy.typing import NDArray
 from cdmpp.errors import PredictorError
 from cdmpp.tuner.prior import Encoded, Prior
 from cdmpp.tuner.residual import Correction, fit_correction
-
-if TYPE_CHECKING:
-    from cdmpp.program.ast import CompactAST
 
 FloatArray = NDArray[np.float64]
 
@@ -33,22 +29,6 @@ _MAX_RECORDS = 1024
 _OWN_INTERVALS = 20
 
 
-@dataclass(frozen=True)
-class Anchors:
-    """Labelled programs of the predictor's validation part, on which learning must do no harm.
-
-    Attributes
-    ----------
-    asts
-        The programs.
-    latency_s
-        Their measured seconds on the device that is tuned for, (n,).
-    """
-
-    asts: Sequence[CompactAST]
-    latency_s: FloatArray
-
-
 class OnlineModel:
     """Predicts seconds on one device, and learns from measurements.
 
@@ -56,9 +36,6 @@ class OnlineModel:
     ----------
     prior
         What is known at the start.
-    anchors
-        Programs on which the error must not grow beyond the prior's; a correction that does harm there is fitted anew
-        without what tasks share, which leaves other tasks as they were.
 
     Attributes
     ----------
@@ -66,17 +43,12 @@ class OnlineModel:
         Hashes of programs that did not run; kept with what was learned, for who asks (:class:`cdmpp.tuner.CostModel`).
     """
 
-    def __init__(self, prior: Prior, anchors: Anchors | None = None) -> None:
+    def __init__(self, prior: Prior) -> None:
         self.prior = prior
-        self._anchors: tuple[Encoded, FloatArray] | None = None
-        if anchors is not None and len(anchors.asts):
-            labels = np.asarray(anchors.latency_s, dtype=np.float64)
-            self._anchors = (prior.encode(anchors.asts), labels)
         self._tasks: dict[str, int] = {}
         #: (task, program) -> log of the prior's prediction, embedding, log of the measured seconds; oldest first.
         self._records: dict[tuple[str, str], tuple[float, FloatArray, float]] = {}
         self._correction: Correction | None = None
-        self.rolled_back = False
         self.failed: set[str] = set()
 
     def __len__(self) -> int:
@@ -143,7 +115,7 @@ class OnlineModel:
             self._records[task, digest] = (log_s, z, label)
 
     def fit(self) -> None:
-        """Fit the correction to the latest records; roll back to less of it where it does harm."""
+        """Fit the correction to the latest records."""
         if not self._records:
             return
         latest = list(self._records.items())[-_MAX_RECORDS:]
@@ -151,18 +123,6 @@ class OnlineModel:
         z = np.stack([record[1] for _, record in latest])
         residual = np.array([label - log_s for _, (log_s, _, label) in latest])
         self._correction = fit_correction(z, task, residual, common=self.prior.common)
-        self.rolled_back = False
-        if self._anchors is not None and self.anchor_error() > self.anchor_error(corrected=False):
-            self._correction = fit_correction(z, task, residual, may_share=False)
-            self.rolled_back = True
-
-    def anchor_error(self, corrected: bool = True) -> float:
-        """MAPE on the anchors, as of a task that was not measured; NaN without anchors."""
-        if self._anchors is None:
-            return math.nan
-        programs, labels = self._anchors
-        predicted = self.predict("", programs) if corrected else np.exp(programs.log_s)
-        return float(np.mean(np.abs(predicted / labels - 1)))
 
     def describe(self) -> dict[str, Any]:
         """What was learned, as JSON values."""
@@ -174,9 +134,6 @@ class OnlineModel:
             "left_out_error": None
             if self._correction is None
             else self._correction.left_out.mean_square**0.5,
-            "rolled_back": self.rolled_back,
-            "anchor_error": None if self._anchors is None else self.anchor_error(),
-            "anchor_error_before": None if self._anchors is None else self.anchor_error(corrected=False),
         }
 
     # -- storing ---------------------------------------------------------------------------------------------

@@ -25,13 +25,10 @@ def make_cost_model(config: TuneConfig, device: Device) -> Any:
 
     if config.cost_model == "cdmpp":
         from cdmpp.predictor.predictor import load_predictor
-        from cdmpp.tuner.anchors import load_anchors
         from cdmpp.tuner.cost_model import CostModel
 
         predictor = None if config.predictor is None else load_predictor(config.predictor)
-        trained_on = () if predictor is None else predictor.training.get("tasks", ())
-        anchors = load_anchors(config.anchors, device, trained_on) if config.anchors else None
-        return CostModel(predictor, device, anchors=anchors)
+        return CostModel(predictor, device)
     if config.cost_model == "xgb":
         return cost_model.XGBModel(
             extractor="per-store-feature",

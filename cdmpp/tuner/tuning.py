@@ -55,10 +55,6 @@ class TuneConfig:
         What ours starts from: a predictor, its folder or ``"default"``; None for an analytical estimate.
     trim
         Coverage of the intervals that the trimmer drops candidates by; None drops none. Only for ours.
-    anchors
-        Datasets with labels on the device: learning of ours from this tuning's measurements must not add to the predictor's
-        error on those of tasks that it was not trained on (:mod:`cdmpp.tuner.anchors`). Without any, what tasks have in common
-        is learned wherever that helps the tasks that are tuned.
     validity
         Which candidates will not run, and which to measure first: a validity model or its folder, ``"online"`` to learn it
         from this tuning's failures alone; None looks away.
@@ -85,7 +81,6 @@ class TuneConfig:
     cost_model: str = "cdmpp"
     predictor: Predictor | str | Path | None = "default"
     trim: float | None = 0.9
-    anchors: Sequence[str | Path] = ()
     validity: ValidityModel | str | Path | None = None
     batch: int = 16
     search: SearchConfig | None = None
@@ -258,7 +253,7 @@ def _prepare(
     if config.shards is not None:
         shard_cores(device, config.shards)
     check_folder(out, resume)
-    check_paths([*earlier, *config.anchors])
+    check_paths(earlier)
     guard = make_guard(config.validity, device, config.seed)
     return _Models(make_cost_model(config, device), guard)
 

@@ -157,7 +157,7 @@ def test_what_is_wrong_is_said_before_the_network_is_imported(
 
     assert "no predictor here" in error_of("--predictor", no)
     assert "holds no validity model" in error_of("--validity", no)
-    assert "no folder of earlier records" in error_of("--anchors", no)
+    assert "no folder of earlier records" in error_of("--warm-start", no)
     assert "one at least, got 0" in error_of("--batch", "0")
     assert "between 0 and 1" in error_of("--trim", "2")
     assert "is a file" in error_of(folder=tmp_path / "file")
