@@ -86,8 +86,6 @@ def _parser() -> argparse.ArgumentParser:
     from cdmpp.cli_report import add_report_arguments
     from cdmpp.cli_search import add_search_arguments
     from cdmpp.cli_tune import add_tune_arguments
-    from cdmpp.cli_validity import add_validity_arguments
-    from cdmpp.cli_validity_train import add_validity_train_arguments
 
     parser = argparse.ArgumentParser(
         prog="cdmpp", description="Predicts how long a tensor program takes on a device."
@@ -157,15 +155,6 @@ def _parser() -> argparse.ArgumentParser:
 
     add_bundle_arguments(command("bundle", _bundle, "compile programs for a GPU that is elsewhere"))
     add_measure_arguments(command("measure", _measure, "measure a bundle on the GPU of this machine"))
-    add_validity_arguments(
-        command(
-            "validity-data", _validity, "judge CUDA programs by what a GPU's block may take, without a GPU"
-        )
-    )
-    add_validity_train_arguments(
-        command("validity-train", _validity_train, "learn from failures which programs work on a device")
-    )
-
     add_import_arguments(
         command("import", _import, "turn public measurements into a dataset of the same form")
     )
@@ -399,18 +388,6 @@ def _measure(args: Namespace) -> Any:
     from cdmpp.cli_measure import run_measure
 
     return run_measure(args, _console(), _console(err=True))
-
-
-def _validity(args: Namespace) -> Any:
-    from cdmpp.cli_validity import run_validity
-
-    return run_validity(args, _console(), _console(err=True))
-
-
-def _validity_train(args: Namespace) -> Any:
-    from cdmpp.cli_validity_train import run_validity_train
-
-    return run_validity_train(args, _console(), _console(err=True))
 
 
 def _codegen(args: Namespace) -> Any:

@@ -68,7 +68,8 @@ def add_tune_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--validity",
         metavar="DIR",
-        help="of cdmpp validity-train: start from programs that run, skip others ('online': learn it here)",
+        help="start from programs that run, skip others: learned from the failures of a dataset or of data/validity-cuda, "
+        "or a saved model ('online': learned here alone)",
     )
     sub.add_argument("--batch", type=int, default=16, metavar="N", help="candidates of a round")
     sub.add_argument("--population", type=int, default=256, metavar="N", help="of the evolutionary search")

@@ -10,12 +10,25 @@ from typing import TYPE_CHECKING, Any
 from cdmpp.errors import ProgramError
 from cdmpp.profiler.bundle import BundledProgram
 from cdmpp.profiler.cuda_compile import CompileError, find_compiler
-from cdmpp.profiler.cuda_limits import resource_fault
+from cdmpp.profiler.cuda_limits import arch_limits, resource_fault, shape_fault
 from cdmpp.profiler.cuda_lowering import CudaLowering
-from cdmpp.profiler.validity import rule_fault
 
 if TYPE_CHECKING:
     from cdmpp.profiler.build import BuildJob
+    from cdmpp.profiler.cuda_program import CudaProgram
+
+
+def rule_fault(cuda: CudaProgram, arch: str) -> tuple[str, str] | None:
+    """Why a lowered program cannot run on an architecture, as far as that shows before it is compiled.
+
+    Returns
+    -------
+    Kind (``threads``, ``block``, ``grid``, ``shared``, ``async``) and a sentence; None if no rule excludes it.
+    """
+    fault = shape_fault(cuda.shapes, arch)
+    if fault is None and cuda.async_copies and not arch_limits(arch).async_copies:
+        return "async", f"it copies asynchronously, which {arch} cannot"
+    return fault
 
 
 def excluded(program: str, func: Any, arch: str, lowering: CudaLowering) -> BundledProgram | None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cdmpp.tuner.measure import Measurer
     from cdmpp.tuner.store import TuningStore
     from cdmpp.tuner.task_tuner import Candidate, TaskTuner
-    from cdmpp.tuner.validity_search import ValidityGuard
+    from cdmpp.tuner.validity import ValidityGuard
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +169,9 @@ class TuningSession(Ledger):
         return self._guard.initial(self._tuners[index], self._batch, self._model) or None
 
     def _start(self, index: int) -> None:
-        model = self._model if self._guard is None else self._guard.guarded(self._model)
+        from cdmpp.tuner.cost_model import GuardedModel
+
+        model = self._model if self._guard is None else GuardedModel(self._model, self._guard)
         self._tuners[index].start(self._store.database, model, self._surplus.wanted)
         self._started.add(index)
 

@@ -82,7 +82,7 @@ class ShardWorker:
         from tvm.s_tir import meta_schedule as ms
 
         from cdmpp.tuner.prepare import make_cost_model
-        from cdmpp.tuner.validity_search import make_guard
+        from cdmpp.tuner.validity import make_guard
 
         self._connection, self._config = connection, config
         self._sending = threading.Lock()
@@ -186,12 +186,13 @@ class ShardWorker:
         self._send(Found(asked.order, tuple(c.hash for c in candidates), tuple(worth.tolist())))
 
     def _tuner(self, index: int) -> TaskTuner:
+        from cdmpp.tuner.cost_model import GuardedModel
         from cdmpp.tuner.prepare import make_tuner
 
         if index not in self._tuners:
             config = self._config
             tuner = self._tuners[index] = make_tuner(config.tasks[index], config.device, self._tune)
-            model = self._model if self._guard is None else self._guard.guarded(self._model)
+            model = self._model if self._guard is None else GuardedModel(self._model, self._guard)
             tuner.start(self._database, model, self._surplus.wanted)
         return self._tuners[index]
 

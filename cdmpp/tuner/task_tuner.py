@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import random
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from cdmpp.errors import ProgramError, TunerError
 from cdmpp.profiler.build import BuildJob
@@ -19,6 +20,9 @@ from cdmpp.tuner.untuned import DEFAULT, default_schedule
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
+    from cdmpp.program.ast import AstBuilder, CompactAST
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -234,3 +238,68 @@ def _space_target(device: Device) -> dict[str, Any]:
     if device.kind == "cpu":
         return dict(device.target)
     return {**CUDA_SPACE_TARGET, "arch": str(device.target["arch"])}
+
+
+def task_hash(context: Any) -> str:
+    """Structural hash of the task of a MetaSchedule context."""
+    return structural_hash(context.mod["main"])
+
+
+def funcs_of(measures: Sequence[Any]) -> list[Any]:
+    """Scheduled PrimFuncs of MetaSchedule's candidates."""
+    return [measure.sch.mod["main"] for measure in measures]
+
+
+def hashes_of(measures: Sequence[Any]) -> list[str]:
+    """Structural hashes of MetaSchedule's candidates."""
+    return [structural_hash(func) for func in funcs_of(measures)]
+
+
+class CandidateCache(Generic[T]):
+    """What a model makes of programs, computed once for each: a search asks for some of them again and again.
+
+    Parameters
+    ----------
+    compute
+        Something for each of n >= 1 ASTs.
+    most
+        Programs that are kept.
+
+    Attributes
+    ----------
+    asked, computed
+        Programs asked for, and those that were not kept.
+    """
+
+    def __init__(self, compute: Callable[[Sequence[CompactAST]], Sequence[T]], most: int) -> None:
+        self._compute, self._most = compute, most
+        self.asked = self.computed = 0
+        self._builders: dict[str, AstBuilder] = {}
+        self._kept: OrderedDict[str, T | None] = OrderedDict()
+
+    def get(self, task: str, hashes: Sequence[str], funcs: Sequence[Any]) -> list[T | None]:
+        """Of scheduled PrimFuncs with these hashes, of the task of this hash; None for what cannot be read."""
+        from cdmpp.program.ast import AstBuilder
+
+        missing = {h: f for h, f in zip(hashes, funcs, strict=True) if h not in self._kept}
+        self.asked += len(hashes)
+        self.computed += len(missing)
+        if missing:
+            builder = self._builders.setdefault(task, AstBuilder())
+            self._kept.update(zip(missing, self._read(builder, list(missing.values())), strict=True))
+        found = [self._kept[digest] for digest in hashes]
+        for digest in hashes:
+            self._kept.move_to_end(digest)
+        while len(self._kept) > self._most:
+            self._kept.popitem(last=False)
+        return found
+
+    def _read(self, builder: AstBuilder, funcs: list[Any]) -> list[T | None]:
+        try:
+            return list(self._compute(builder.build(funcs)))
+        except ProgramError as err:
+            if len(funcs) == 1:
+                logger.debug("a candidate cannot be read: %s", err)
+                return [None]
+            # One of them; find out which. This happens to few programs of few tasks.
+            return [found for func in funcs for found in self._read(builder, [func])]

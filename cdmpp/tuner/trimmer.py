@@ -83,7 +83,7 @@ class Trimmer:
 
 
 class Guard(Protocol):
-    """What tells which candidates are likely to run: :class:`cdmpp.tuner.validity_search.ValidityGuard`."""
+    """What tells which candidates are likely to run: :class:`cdmpp.tuner.validity.ValidityGuard`."""
 
     def worth(self, context: Any, measures: Sequence[Any]) -> Any:
         """Booleans, (n,)."""

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from cdmpp.tuner.shards import Shard
     from cdmpp.tuner.store import TuningStore
     from cdmpp.tuner.task_tuner import SearchConfig, TaskTuner
-    from cdmpp.tuner.validity import ValidityModel
-    from cdmpp.tuner.validity_search import ValidityGuard
+    from cdmpp.tuner.validity import ValidityGuard, ValidityModel
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +55,8 @@ class TuneConfig:
     trim
         Coverage of the intervals that the trimmer drops candidates by; None drops none. Only for ours.
     validity
-        Which candidates will not run, and which to measure first: a validity model or its folder, ``"online"`` to learn it
-        from this tuning's failures alone; None looks away.
+        Which candidates will not run, and which to measure first: a validity model or its folder, a folder of failures to
+        learn one from, ``"online"`` to learn it from this tuning's failures alone; None looks away.
     batch
         Candidates of a round.
     search
@@ -247,7 +246,7 @@ def _prepare(
     """Read the models, and refuse what cannot work."""
     from cdmpp.tuner.shards import shard_cores
     from cdmpp.tuner.store import check_folder
-    from cdmpp.tuner.validity_search import make_guard
+    from cdmpp.tuner.validity import make_guard
     from cdmpp.tuner.warm_start import check_paths
 
     if config.shards is not None:

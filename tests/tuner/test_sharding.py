@@ -136,8 +136,8 @@ class EvenAlone:
     def __init__(self) -> None:
         self.learned: list[bool] = []
 
-    def guarded(self, cost_model: Any) -> Any:
-        return cost_model
+    def scores(self, context: Any, measures: list[Any], scores: Any) -> Any:
+        return scores
 
     def initial(self, tuner: Any, n: int, cost_model: Any) -> list[Any]:
         return tuner.sample(2, 0)
@@ -152,7 +152,7 @@ class EvenAlone:
 def test_what_is_not_likely_to_run_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     guards = [EvenAlone() for _ in range(3)]
     free = iter(guards)
-    monkeypatch.setattr("cdmpp.tuner.validity_search.make_guard", lambda *_: next(free))
+    monkeypatch.setattr("cdmpp.tuner.validity.make_guard", lambda *_: next(free))
     report, _ = sharded(tmp_path / "t", 24, options={"validity": "online"})
     costs, records = report.costs, records_of(tmp_path / "t")
     found = records[records["origin"] == "search"]["program"]
