@@ -205,7 +205,7 @@ def main() -> None:
     from cdmpp.predictor.predictor import load_predictor
     from cdmpp.program.network import load_network
     from cdmpp.tuner.deployment import import_network
-    from cdmpp.tuner.prepare import device_of_this_machine
+    from cdmpp.tuner.measure import device_of_this_machine
 
     logging.basicConfig(level=logging.WARNING)
     device = device_of_this_machine(args.device)

@@ -85,7 +85,7 @@ def run_latency(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 def _show_layers(console: Console, report: LatencyReport, shown: int) -> None:
     from rich.table import Table
 
-    from cdmpp.report.content import seconds_text
+    from cdmpp.dataset.labels import seconds_text
 
     layers = [layer for layer in report.layers if layer.tasks]
     longest = sorted(layers, key=lambda layer: -layer.fraction)[: shown or None]
@@ -115,7 +115,7 @@ def _show_layers(console: Console, report: LatencyReport, shown: int) -> None:
 
 
 def _show_report(console: Console, report: LatencyReport) -> None:
-    from cdmpp.report.content import seconds_text
+    from cdmpp.dataset.labels import seconds_text
 
     gaps = f", {seconds_text(report.gap_s)} of it launch gaps" if report.gap_s else ""
     console.print(
@@ -148,7 +148,7 @@ def _show_report(console: Console, report: LatencyReport) -> None:
 def _show_comparison(console: Console, comparison: Comparison) -> None:
     from rich.table import Table
 
-    from cdmpp.report.content import seconds_text
+    from cdmpp.dataset.labels import seconds_text
 
     first = comparison.reports[0]
     table = Table(

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from cdmpp.tuner.ledger import Progress
+    from cdmpp.tuner.progress import Progress
     from cdmpp.tuner.results import TuneReport
-    from cdmpp.tuner.share_table import ShareTable
 
 
 def add_tune_arguments(sub: argparse.ArgumentParser) -> None:
@@ -29,7 +28,7 @@ def add_tune_arguments(sub: argparse.ArgumentParser) -> None:
         "--share",
         metavar="S",
         help="what the network will be served with: cores of a CPU, a fraction of a GPU; the same as --device D@S. "
-        "Several, such as 1,2: tunes for each, and measures at each what was found for each",
+        "Several, such as 1,2: tunes for each, into a folder of its own",
     )
     sub.add_argument("--cost-model", choices=("cdmpp", "xgb", "random"), default="cdmpp")
     sub.add_argument(
@@ -124,26 +123,23 @@ def run_tune(args: argparse.Namespace, console: Console, errors: Console) -> dic
     devices = devices_with_shares(args.device, args.share)
     if len(devices) == 1:
         return _tune_at(devices[0], Path(args.out), args, console, errors).to_json()
-    from cdmpp.tuner.prepare import device_of_this_machine
-    from cdmpp.tuner.share_table import share_table
+    from cdmpp.tuner.measure import device_of_this_machine
     from cdmpp.tuner.store import check_folder
 
     folders = {device: Path(args.out) / f"share-{device.partition('@')[2]}" for device in devices}
     for device, folder in folders.items():  # all of them before hours are spent on the first
         device_of_this_machine(device)
         check_folder(folder, args.resume)
-    reports = {d: _tune_at(d, folder, args, console, errors).to_json() for d, folder in folders.items()}
-    table = share_table(list(folders.values()), devices)
-    show_shares(console, table)
-    return {"tunings": reports, "shares": table.to_json()}
+    return {"tunings": {d: _tune_at(d, out, args, console, errors).to_json() for d, out in folders.items()}}
 
 
 def _tune_at(
     device: str, out: Path, args: argparse.Namespace, console: Console, errors: Console
 ) -> TuneReport:
+    from cdmpp.tuner.candidates import SearchConfig
+    from cdmpp.tuner.config import TuneConfig
     from cdmpp.tuner.objective import Objective, parse_duration, parse_fraction
-    from cdmpp.tuner.task_tuner import SearchConfig
-    from cdmpp.tuner.tuning import TuneConfig, tune
+    from cdmpp.tuner.tuning import tune
 
     gain = args.stop_when_gain_per_minute_below
     objective = Objective(
@@ -183,32 +179,12 @@ def _tune_at(
     return report
 
 
-def show_shares(console: Console, table: ShareTable) -> None:
-    """Tuned at x run at: seconds, and how much slower than what was tuned for that share."""
-    from rich.table import Table
-
-    from cdmpp.report.content import seconds_text
-
-    shown = Table(title=f"Sum over {table.tasks} tasks, each tuning's best measured again, alone")
-    shown.add_column("tuned at")
-    for device in table.run_at:
-        shown.add_column(f"run at {device}", justify="right")
-    for tuned in table.tuned_at:
-        texts = []
-        for run in table.run_at:
-            cell = table.cell(tuned, run)
-            text = "-" if cell.latency_s is None else seconds_text(cell.latency_s)
-            texts.append(text if cell.ratio is None else f"{text} ({cell.ratio:.2f}x)")
-        shown.add_row(tuned, *texts)
-    console.print(shown)
-
-
 def show_tuning(console: Console, report: TuneReport) -> None:
     """A line a task, and what it all gave."""
     from rich.table import Table
 
-    from cdmpp.report.content import seconds_text
-    from cdmpp.tuner.report import summary_lines
+    from cdmpp.dataset.labels import seconds_text
+    from cdmpp.tuner.results import summary_lines
 
     table = Table(title=f"{report.name} on {report.device}, cost model {report.cost_model}")
     for name in ("task", "runs", "untuned", "best", "measured", "failed", "dropped", "ended"):
@@ -262,7 +238,7 @@ class TuneBar:
 
     def update(self, state: Progress) -> None:
         """Show where the tuning stands; a line every half minute where there is no terminal."""
-        from cdmpp.report.content import seconds_text
+        from cdmpp.dataset.labels import seconds_text
 
         latency = "-" if state.latency_s is None else seconds_text(state.latency_s)
         gain = "" if state.gain is None else f", next minute {100 * state.gain:.2g} %"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cdmpp.dataset.labels import seconds_text
 from cdmpp.errors import PredictorError, SplitError
 from cdmpp.predictor.metrics import evaluate_groups
 
@@ -130,14 +131,6 @@ def latency_decade(latency_s: float) -> str:
     """The decade of a latency as text, such as ``10 us to 100 us``."""
     exponent = math.floor(math.log10(latency_s) + 1e-12)
     return f"{seconds_text(10.0**exponent)} to {seconds_text(10.0 ** (exponent + 1))}"
-
-
-def seconds_text(value_s: float) -> str:
-    """Seconds with three digits and a unit: ``1.25 ms``."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if value_s >= scale * (1 - 1e-9):
-            return f"{value_s / scale:.3g} {unit}"
-    return f"{value_s / 1e-9:.3g} ns"
 
 
 def _own_split(run: Path, data: TrainingData, notes: list[str]) -> Split | None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cdmpp.dataset.labels import seconds_text
 from cdmpp.errors import PredictorError
-from cdmpp.report.content import seconds_text
 
 if TYPE_CHECKING:
     import pandas as pd

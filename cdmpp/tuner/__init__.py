@@ -9,20 +9,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cdmpp.tuner.config import TuneConfig
     from cdmpp.tuner.cost_model import CostModel
     from cdmpp.tuner.deployment import import_network
     from cdmpp.tuner.measure import Measurer, cpu_measurer
     from cdmpp.tuner.metaschedule import builder_and_runner
     from cdmpp.tuner.objective import Objective
     from cdmpp.tuner.results import TuneReport
-    from cdmpp.tuner.tuning import TuneConfig, tune, tune_tasks
+    from cdmpp.tuner.tuning import tune, tune_tasks
     from cdmpp.tuner.validity import ValidityModel, train_validity
 
 _HOME = {
     "CostModel": "cdmpp.tuner.cost_model",
     "Measurer": "cdmpp.tuner.measure",
     "Objective": "cdmpp.tuner.objective",
-    "TuneConfig": "cdmpp.tuner.tuning",
+    "TuneConfig": "cdmpp.tuner.config",
     "TuneReport": "cdmpp.tuner.results",
     "ValidityModel": "cdmpp.tuner.validity",
     "builder_and_runner": "cdmpp.tuner.metaschedule",

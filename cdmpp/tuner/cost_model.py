@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from cdmpp.program.tvm_env import import_tvm
 from cdmpp.tuner import interrupt
-from cdmpp.tuner.online import OnlineModel
+from cdmpp.tuner.candidates import CandidateCache, funcs_of, hashes_of, task_hash
+from cdmpp.tuner.learning import OnlineModel
 from cdmpp.tuner.prior import Encoded, make_prior
-from cdmpp.tuner.task_tuner import CandidateCache, funcs_of, hashes_of, task_hash
 
 import_tvm()
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from cdmpp.device import Device
     from cdmpp.predictor import Predictor
     from cdmpp.program.ast import CompactAST
+    from cdmpp.tuner.config import TuneConfig
     from cdmpp.tuner.validity import ValidityGuard
 
 FloatArray = NDArray[np.float64]
@@ -63,7 +64,7 @@ class CostModel(PyCostModel):
     Attributes
     ----------
     model
-        The :class:`~cdmpp.tuner.online.OnlineModel`.
+        The :class:`~cdmpp.tuner.learning.OnlineModel`.
     cache
         Network outputs of the programs asked for.
 
@@ -122,7 +123,7 @@ class CostModel(PyCostModel):
         self.model.save(path)
 
     def load(self, path: str) -> None:
-        """Read what was learned; see :meth:`cdmpp.tuner.online.OnlineModel.load` for errors."""
+        """Read what was learned; see :meth:`cdmpp.tuner.learning.OnlineModel.load` for errors."""
         self.model.load(path)
 
     # -- seconds -----------------------------------------------------------------------------------------------
@@ -208,3 +209,18 @@ class GuardedModel(PyCostModel):
     def load(self, path: str) -> None:
         """Read the model."""
         self._cost_model.load(path)
+
+
+def make_cost_model(config: TuneConfig, device: Device) -> Any:
+    """The cost model that a configuration names."""
+    from tvm.s_tir.meta_schedule import cost_model
+
+    if config.cost_model == "cdmpp":
+        return CostModel(config.predictor, device)
+    if config.cost_model == "xgb":
+        return cost_model.XGBModel(
+            extractor="per-store-feature",
+            config=cost_model.xgb_model.XGBConfig(seed=config.seed),
+            verbose_eval=False,
+        )
+    return cost_model.RandomModel(seed=config.seed)

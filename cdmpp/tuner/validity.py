@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 
 from cdmpp.errors import DatasetError, FeatureMismatchError, PredictorError, ProfilerError
 from cdmpp.program.leaf_schema import FEATURE_SET, LEAF_FEATURES
-from cdmpp.tuner.task_tuner import CandidateCache, funcs_of, hashes_of, task_hash
+from cdmpp.tuner.candidates import CandidateCache, funcs_of, hashes_of, task_hash
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from cdmpp.device import Device
     from cdmpp.program.ast import CompactAST
-    from cdmpp.tuner.task_tuner import Candidate, TaskTuner
+    from cdmpp.tuner.candidates import Candidate, TaskTuner
 
 FloatArray = NDArray[np.float64]
 Features = NDArray[np.float32]

@@ -14,7 +14,7 @@ import cdmpp
 from cdmpp.errors import UnknownDeviceError
 from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.tuner import CostModel, Measurer, builder_and_runner
-from cdmpp.tuner.task_tuner import TaskTuner
+from cdmpp.tuner.candidates import TaskTuner
 from tests.profiler.programs import matmul_task
 from tests.tuner.tuner_samples import SEARCH, FakeEngine, made_up_latency_s, tiny_predictor
 

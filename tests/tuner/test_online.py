@@ -14,7 +14,7 @@ from cdmpp.device import get_device
 from cdmpp.errors import PredictorError
 from cdmpp.predictor import Predictor
 from cdmpp.program.ast import CompactAST
-from cdmpp.tuner.online import OnlineModel
+from cdmpp.tuner.learning import OnlineModel
 from cdmpp.tuner.prior import AnalyticalPrior, PredictorPrior, make_prior
 from tests.tuner.tuner_samples import tiny_predictor
 

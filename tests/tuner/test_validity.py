@@ -24,11 +24,11 @@ from cdmpp.program.ast_store import save_asts
 from cdmpp.program.space import Rebuilder
 from cdmpp.program.types import Program, Task
 from cdmpp.tuner import validity
+from cdmpp.tuner.candidates import TaskTuner
 from cdmpp.tuner.cost_model import GuardedModel
 from cdmpp.tuner.measure import Measurer
 from cdmpp.tuner.results import TuneReport
 from cdmpp.tuner.store import DATASET_FOLDER
-from cdmpp.tuner.task_tuner import TaskTuner
 from cdmpp.tuner.tuning import tune_tasks
 from cdmpp.tuner.validity import (
     LIMITS,

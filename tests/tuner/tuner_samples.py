@@ -15,9 +15,9 @@ from cdmpp.predictor.baselines import CdmppModel
 from cdmpp.predictor.uncertainty import calibrated
 from cdmpp.profiler.build import BuildJob
 from cdmpp.profiler.engine import Outcome
+from cdmpp.tuner.candidates import SearchConfig
+from cdmpp.tuner.config import TuneConfig
 from cdmpp.tuner.objective import Objective
-from cdmpp.tuner.task_tuner import SearchConfig
-from cdmpp.tuner.tuning import TuneConfig
 
 #: A search that takes a third of a second a round.
 SEARCH = SearchConfig(population=24, generations=1)
