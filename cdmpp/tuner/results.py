@@ -121,8 +121,11 @@ class TuneReport:
     def to_json(self) -> dict[str, Any]:
         """As JSON values: the fields, the points of the curve, and what others script against beside them."""
         found = asdict(self)
-        if self.network is not None:
-            found["network"] |= {f"{name}_s": seconds for name, seconds in self.network.latency_s.items()}
+        network = self.network
+        if network is not None:
+            names = ("latency_s", "noise", "disturbed")
+            found["network"] |= {name: getattr(network, name) for name in names}
+            found["network"] |= {f"{name}_s": seconds for name, seconds in network.latency_s.items()}
         return {
             **found,
             "curve": found["curve"]["points"],

@@ -23,7 +23,7 @@ from cdmpp.program.ast import LEAF_FEATURES, CompactAST
 from cdmpp.program.ast_store import save_asts
 from cdmpp.program.space import Rebuilder
 from cdmpp.program.types import Program, Task
-from cdmpp.tuner import validity
+from cdmpp.tuner import session, validity
 from cdmpp.tuner.candidates import TaskTuner
 from cdmpp.tuner.cost_model import GuardedModel
 from cdmpp.tuner.measure import Measurer
@@ -386,7 +386,7 @@ def oracle(monkeypatch: pytest.MonkeyPatch) -> Oracle:
     """Tunings have a guard that knows that large tiles fail."""
     knowing = Oracle(small)
     monkeypatch.setattr(validity, "SAMPLED", 48)
-    monkeypatch.setattr(validity, "make_guard", lambda *_: ValidityGuard(knowing))
+    monkeypatch.setattr(session, "make_guard", lambda *_: ValidityGuard(knowing))
     return knowing
 
 
@@ -462,7 +462,7 @@ def test_what_failed_before_is_known_after_resuming(tmp_path: Path, monkeypatch:
         guards.append(made(*args))  # type: ignore[arg-type]
         return guards[-1]
 
-    monkeypatch.setattr(validity, "make_guard", kept)
+    monkeypatch.setattr(session, "make_guard", kept)
     tuned(FailingEngine(small), tmp_path / "t", 12)
     tuned(FailingEngine(small), tmp_path / "t", 12, resume=True)
     measured = Dataset.open(tmp_path / "t" / DATASET_FOLDER).records
