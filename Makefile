@@ -5,25 +5,35 @@ BIN    := $(VENV)/bin
 # More threads than cores make torch and numpy slower, and one test process is all that two cores serve well.
 export OMP_NUM_THREADS ?= $(shell nproc)
 
-.PHONY: demo test install lint types check clean
+.PHONY: demo train test test-long machines install lint types check clean
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+# Without a C++ compiler all but reading programs works, which then says so.
+$(VENV)/.installed: pyproject.toml constraints.txt setup.py $(wildcard cdmpp/program/ast/native/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-# The C++ reader of programs; without a compiler it says so, and programs are read in Python.
-$(VENV)/.native: $(VENV)/.installed $(wildcard cdmpp/program/native/*.cc cdmpp/program/native/*.h)
-	$(BIN)/python -m cdmpp.program.native
-	touch $@
-
-install: $(VENV)/.native
+install: $(VENV)/.installed
 
 demo: install
 	$(BIN)/python -m cdmpp demo
 
+# Interrupted, it goes on from the last epoch.
+train: install
+	$(BIN)/python -m cdmpp train --config configs/cpu.yaml --out runs/cpu --resume
+
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m 'not check'
+
+# Notebooks, what takes minutes, and properties with many examples.
+test-long: install
+	$(BIN)/python -m pytest -m 'check or hypothesis' --hypothesis-profile many
+
+# The tests that ask what this machine is, told that it is each of five; `make machines ASKING=tests` for all tests.
+ASKING ?= tests/device tests/dataset/test_devices.py tests/predictor/test_identity.py
+machines: install
+	for machine in zen3-vm zen4-vm cascadelake-vm plain-v2-vm neoverse-n1; do \
+	  CDMPP_TEST_MACHINE=$$machine $(BIN)/python -m pytest -q -m 'not check' $(ASKING) || exit 1; done
 
 lint: install
 	$(BIN)/ruff check .
@@ -32,7 +42,8 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-check: test lint types
+check: test lint types test-long
+	$(MAKE) machines ASKING=tests
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf $(VENV) runs build *.egg-info cdmpp/program/ast/*.so

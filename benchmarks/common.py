@@ -404,7 +404,7 @@ def cell(shown: Figure, metric: str) -> str:
     spread, interval = shown["spread"].get(metric), shown["interval"].get(metric)
     if spread and spread["sd"] is not None and unit:
         text += f" ± {number(spread['sd'], metric)}"
-    elif spread:
+    elif spread and spread["min"] < spread["max"]:
         text += f" ({number(spread['min'], metric)} to {number(spread['max'], metric)})"
     if interval:
         text += f" [{', '.join(number(end, metric) for end in interval)}]"

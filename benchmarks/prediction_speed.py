@@ -10,9 +10,7 @@ scheduled TIR in memory, know none of the programs before, take turns batch by b
 TVM's defaults (one a physical core); one torch thread a core. Candidates are ordered by task: a batch of 64 is of one task
 mostly, as a tuner asks for.
 
-ASTs and PerStoreFeature run on one thread. ``new tasks`` were never seen before, so that the analyses of their block bodies
-weigh as much as they can; ``known tasks`` is a builder that has seen the tasks, though not the programs' objects. Programs
-are read by the C++ reader where it can be compiled (``reader`` in the JSON says), ``read in Python`` is the Python walk.
+ASTs and PerStoreFeature run on one thread, of tasks and programs that neither has seen.
 """
 
 from __future__ import annotations
@@ -171,7 +169,7 @@ def extraction(groups: Sequence[Sequence[Any]]) -> Callable[[], None]:
 
 def compare_asts(jobs: Sequence[BuildJob], funcs: Sequence[Any], rounds: int) -> list[Figure]:
     """Milliseconds a compact AST and a PerStoreFeature, in turns, `rounds` times."""
-    from cdmpp.program.ast import AstBuilder, compact_ast
+    from cdmpp.program.ast import compact_ast, compact_asts
     from cdmpp.program.tvm_env import import_tvm
 
     tvm = import_tvm()
@@ -188,11 +186,8 @@ def compare_asts(jobs: Sequence[BuildJob], funcs: Sequence[Any], rounds: int) ->
         took.setdefault(name, []).append(1e3 * seconds(work) / count)
 
     for _ in range(rounds):
-        builder = AstBuilder()  # knows no block bodies yet
-        first, second, third = copies(mods), copies(mods), copies(mods)
-        timed("new tasks", lambda b=builder, m=first: b.build(m))
-        timed("known tasks", lambda b=builder, m=second: b.build(m))
-        timed("read in Python", lambda m=third: AstBuilder(native=False).build(m))
+        untouched = copies(mods)
+        timed("new tasks", lambda m=untouched: compact_asts(m))
         timed("PerStoreFeature", extract)
         timed("one call a program", lambda: [compact_ast(mod) for mod in some], len(some))
     theirs = took.pop("PerStoreFeature")
@@ -223,16 +218,14 @@ def main() -> None:
 
     from cdmpp.predictor.predictor import load_predictor
     from cdmpp.program.ast import compact_asts
-    from cdmpp.program.native import WORTH_COMPILING, native_reader
     from cdmpp.program.tvm_env import quiet
 
     made = provenance(__file__, weights=None if args.asts_only else args.predictor, seeds=[args.seed])
-    reader = "Python" if native_reader(WORTH_COMPILING) is None else "C++"
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     deadline = time.monotonic() + args.generate_seconds
     jobs = draw(args.networks, args.candidates, args.seed, deadline)
     funcs = rebuilt(jobs)
-    detail = {"candidates": len(funcs), "reader": reader, "networks": args.networks}
+    detail = {"candidates": len(funcs), "networks": args.networks}
     if args.asts_only:
         report(args.json, made, compare_asts(jobs, funcs, args.rounds), **detail)
         return

@@ -19,8 +19,8 @@ from cdmpp.errors import LabelError, PredictorError
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from cdmpp.endtoend.graph import NetworkGraph
     from cdmpp.endtoend.report import LatencyReport
+    from cdmpp.program.graph import NetworkGraph
 
 Row = dict[str, Any]
 

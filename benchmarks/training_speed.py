@@ -77,7 +77,7 @@ def main() -> None:
 
     config = load_config(args.config) if args.config else config_from_dict({})
     if args.quick:
-        args.rounds, args.budgets, args.rate_records, args.split = 1, [0.5], 200, "by_task:seed=0"
+        args.rounds, args.budgets, args.rate_records, args.split = 1, [], 100, "by_task:seed=0"
         config, args.data = load_config("configs/smoke.yaml"), ["data/epyc-zen4-1core-unscheduled"]
     made = provenance(__file__, args.data, seeds=[args.seed])
     data, spec = gather(args.data, config.data), args.split or config.split.spec

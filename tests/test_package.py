@@ -17,6 +17,7 @@ _CORE = (
     "cdmpp.predictor.run",
     "cdmpp.predictor.trainer",
     "cdmpp.program.ast",
+    "cdmpp.program.ast.store",
     "cdmpp.program.types",
     "cdmpp.predictor.metrics",
 )

@@ -153,11 +153,3 @@ def label_fingerprint(labels: pd.DataFrame) -> str:
         digest.update("\n".join(labels[column]).encode())
         digest.update(b"\0")
     return digest.hexdigest()[:16]
-
-
-def seconds_text(value_s: float) -> str:
-    """Seconds with three digits and a unit: ``1.25 ms``."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if value_s >= scale * (1 - 1e-9):
-            return f"{value_s / scale:.3g} {unit}"
-    return f"{value_s / 1e-9:.3g} ns"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.dataset.schema import SCHEMA_VERSION
 from cdmpp.errors import DatasetError, SchemaVersionError
+from cdmpp.files import replacing
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -37,21 +37,15 @@ def write_parquet(path: Path, table: pa.Table, compression_level: int = 19, **me
 
     note = json.dumps({"schema_version": SCHEMA_VERSION, **meta}).encode()
     table = table.replace_schema_metadata({_META_KEY: note})
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        pq.write_table(
-            table, draft, write_page_checksum=True, **_compression(table.schema, compression_level)
-        )
-        with draft.open("rb") as file:
-            os.fsync(file.fileno())
-        if not pq.read_table(draft, schema=table.schema).equals(table):
-            raise DatasetError(f"{path}: what was written does not read back; nothing is replaced")
-        draft.replace(path)
-        sync_folder(path.parent)
+        with replacing(path) as draft:
+            pq.write_table(
+                table, draft, write_page_checksum=True, **_compression(table.schema, compression_level)
+            )
+            if not pq.read_table(draft, schema=table.schema).equals(table):
+                raise DatasetError(f"{path}: what was written does not read back; nothing is replaced")
     except (OSError, pa.ArrowException) as error:
         raise DatasetError(f"cannot write {path}: {error}") from error
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def _compression(schema: pa.Schema, level: int) -> dict[str, Any]:
@@ -112,31 +106,6 @@ def check_schema_version(meta: Mapping[str, Any], path: Path) -> None:
         raise SchemaVersionError(
             f"{path} has dataset schema version {version!r}; this cdmpp reads version {SCHEMA_VERSION}"
         )
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Replace a small JSON file atomically (DatasetError if it cannot be written)."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with draft.open("w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1, sort_keys=True)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except OSError as error:
-        raise DatasetError(f"cannot write {path}: {error.strerror}") from error
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in a folder survive a power cut."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _one_line(error: Exception) -> str:

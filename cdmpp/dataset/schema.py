@@ -4,11 +4,8 @@ A dataset is a folder::
 
     meta.json          {"schema_version": 1, "created_at": unix seconds, ...}: free for notes;
                        ``network_families`` ({network: family}) is read by the splits
-    tasks.jsonl        while profiling: append-only journals (see :mod:`cdmpp.dataset.journal`)
-    spaces.jsonl
-    programs.jsonl
-    records.jsonl
-    tasks.parquet      after ``finalize()``; journals written later are read on top
+    rows.db            while profiling: what was added, in SQLite (see :mod:`cdmpp.dataset.rows`)
+    tasks.parquet      after ``finalize()``; rows added later are read on top
     spaces.parquet
     programs.parquet
     records.parquet
@@ -30,7 +27,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 
 META_FILE = "meta.json"
-LOCK_FILE = ".lock"
+ROWS_FILE = "rows.db"
 
 #: The four tables, in the order in which they are made durable: what is referred to comes first.
 TABLES: tuple[str, ...] = ("tasks", "spaces", "programs", "records")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.dataset import codec
-from cdmpp.dataset.journal import read_journal
 from cdmpp.dataset.parquet import read_parquet
 from cdmpp.dataset.record import Record
-from cdmpp.dataset.schema import arrow_schema
+from cdmpp.dataset.rows import RowStore
+from cdmpp.dataset.schema import ROWS_FILE, TABLES, arrow_schema
 from cdmpp.dataset.view import unite_networks
 from cdmpp.errors import DatasetError, LabelError
 from cdmpp.program.types import Program, Space, Task
@@ -21,21 +23,18 @@ if TYPE_CHECKING:
 
 
 class StoredTables:
-    """What a folder holds: the parquet files, and on top of them the journals.
+    """What a folder holds: the parquet files, and on top of them the rows that were added since.
 
     Attributes
     ----------
     corrupt_lines
-        Table -> damaged journal lines that were skipped, those of journals that became parquet included.
-        Has a table once it was read.
-    journal_end
-        Table -> (bytes, crc32) of the journal as it was read.
+        Table -> damaged lines of journals, which a cdmpp of before wrote, that were skipped. Has a table once it was read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, rows: RowStore | None = None) -> None:
         self.path = path
         self.corrupt_lines: dict[str, int] = {}
-        self.journal_end: dict[str, tuple[int, int]] = {}
+        self._rows = rows
         self._tasks: dict[str, Task] | None = None
         self._spaces: dict[str, Space] | None = None
         self._programs: dict[str, Program] | None = None
@@ -43,7 +42,7 @@ class StoredTables:
 
     @property
     def tasks(self) -> dict[str, Task]:
-        """Hash -> task. The caller may add to it what it appends to the journal; so for the other tables."""
+        """Hash -> task. The caller may add to it what it adds to the rows; so for the other tables."""
         if self._tasks is None:
             content, lines = self._read("tasks", codec.tasks_from_arrow)
             tasks = {task.hash: task for task in content or ()}
@@ -71,7 +70,7 @@ class StoredTables:
 
     @property
     def records_are_read(self) -> bool:
-        """Whether :attr:`records` was asked for; what is appended later is not in it."""
+        """Whether :attr:`records` was asked for; what is added later is not in it."""
         return self._records is not None
 
     @property
@@ -90,21 +89,47 @@ class StoredTables:
         _ = self.tasks, self.spaces, self.programs, self.records
 
     def _read(self, table: str, from_arrow: Callable[[Any], Any]) -> tuple[Any, list[Any]]:
-        """What the parquet file holds (None without one), and the values of the journal lines after it."""
+        """What the parquet file holds (None without one), and the rows that it does not hold yet."""
         file = parquet_file(self.path, table)
-        content, ingested, corrupt = None, None, 0
+        content = None
+        note: dict[str, Any] = {}
         if file.exists():
             arrow, note = read_parquet(file, arrow_schema(table))
             content = from_arrow(arrow)
-            ingested = (int(note["ingested"][0]), int(note["ingested"][1])) if "ingested" in note else None
-            corrupt = int(note.get("corrupt_lines", 0))
-        journal = read_journal(journal_file(self.path, table), ingested)
-        self.journal_end[table] = (journal.n_bytes, journal.crc32)
-        self.corrupt_lines[table] = corrupt + journal.corrupt_lines
-        return content, journal.values
+        self.corrupt_lines[table] = int(note.get("corrupt_lines", 0))
+        # Notes tell what the file holds already, where the process ended before the rows were deleted.
+        values = self._journal(table, note.get("ingested"))
+        rows, opened = self._rows, None
+        if rows is None and (self.path / ROWS_FILE).exists():
+            rows = opened = RowStore(self.path / ROWS_FILE)
+        if rows is not None:
+            in_file, last = note.get("rows") or ("", 0)
+            values += [value for _, value in rows.rows(table, last if in_file == rows.id else 0)]
+        if opened is not None:
+            opened.close()
+        return content, values
+
+    def _journal(self, table: str, ingested: list[int] | None) -> list[Any]:
+        """The lines of the journal that a cdmpp of before wrote: ``<crc32 of the JSON> <JSON>``; damaged ones are counted."""
+        path = journal_file(self.path, table)
+        if not path.exists():
+            return []
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise DatasetError(f"cannot read {path}: {error.strerror}") from error
+        if ingested and 0 < ingested[0] <= len(data) and zlib.crc32(data[: ingested[0]]) == ingested[1]:
+            data = data[ingested[0] :]
+        values = []
+        for line in filter(None, data.split(b"\n")):
+            if line[:9] == b"%08x " % zlib.crc32(line[9:]):
+                values.append(json.loads(line[9:]))
+            else:
+                self.corrupt_lines[table] += 1
+        return values
 
     def _decode(self, table: str, lines: list[Any], decode: Callable[[Any], Any]) -> list[Any]:
-        """Decode journal lines; a line of another shape counts as damaged."""
+        """Decode rows; one of another shape counts as damaged."""
         good = []
         for line in lines:
             try:
@@ -129,8 +154,14 @@ def parquet_file(path: Path, table: str) -> Path:
 
 
 def journal_file(path: Path, table: str) -> Path:
-    """The journal of a table of the dataset in ``path``."""
+    """The journal of a table, as a cdmpp of before wrote it while the dataset in ``path`` grew."""
     return path / f"{table}.jsonl"
+
+
+def stored_files(path: Path) -> list[Path]:
+    """The files of tables that are in a folder."""
+    files = [file(path, table) for table in TABLES for file in (parquet_file, journal_file)]
+    return [file for file in (*files, path / ROWS_FILE) if file.exists()]
 
 
 def _apply_task_line(tasks: dict[str, Task], line: Mapping[str, Any]) -> None:

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from cdmpp.endtoend.prices import read_prices
     from cdmpp.endtoend.report import LatencyReport
 
-# The importers of public data need the graph alone, so the rest is loaded when it is asked for.
 _MODULES = {
     "Comparison": "compare",
     "LatencyReport": "report",

@@ -6,9 +6,9 @@ import logging
 from collections import Counter
 from typing import Any
 
-from cdmpp.endtoend.graph import GraphNode, NetworkGraph, network_graph
 from cdmpp.errors import ProgramError
 from cdmpp.program.fusion import VIEWS, FusedNetwork
+from cdmpp.program.graph import GraphNode, NetworkGraph, network_graph
 from cdmpp.program.tasks import task_from_prim_func
 from cdmpp.program.tvm_env import import_tvm
 from cdmpp.program.types import Task

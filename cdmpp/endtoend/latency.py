@@ -19,9 +19,9 @@ from cdmpp.errors import NetworkError, PredictorError
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
-    from cdmpp.endtoend.graph import GraphNode
     from cdmpp.predictor import Predictor
     from cdmpp.predictor.uncertainty import Calibration, ScoreDistribution
+    from cdmpp.program.graph import GraphNode
     from cdmpp.program.network import Network
 
 FloatArray = NDArray[np.float64]

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.endtoend.graph import GraphNode, NetworkGraph
 from cdmpp.errors import NetworkError
+from cdmpp.program.graph import GraphNode, NetworkGraph
 
 FloatArray = NDArray[np.float64]
 

@@ -23,7 +23,7 @@ class LayerLatency:
     Attributes
     ----------
     name, operator, kind, phase, repeat, tasks
-        As in :class:`cdmpp.endtoend.graph.GraphNode`.
+        As in :class:`cdmpp.program.graph.GraphNode`.
     latency_s
         Seconds of its kernels, all its runs together.
     low_s, high_s

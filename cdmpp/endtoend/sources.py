@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cdmpp.endtoend.graph import FOLDER, NetworkGraph, load_graph
 from cdmpp.errors import DatasetError, NetworkError
+from cdmpp.program.graph import FOLDER, NetworkGraph, load_graph
 
 if TYPE_CHECKING:
     from cdmpp.program.network import Network

@@ -47,10 +47,10 @@ class ModelConfig(_Section):
         Size and activation of the pooled embedding; bounded (``tanh``, ``sigmoid``) so that CMD is defined.
     compiled
         Whether the network has a second decoder, which is told the instructions of the compiled program besides
-        (:mod:`cdmpp.profiler.codegen`) and learns from the programs with counts: ``predict(..., compiled=True)``.
+        (:mod:`cdmpp.program.codegen`) and learns from the programs with counts: ``predict(..., compiled=True)``.
     codegen
         Whether the network has a second head, used in training only, that predicts the instructions a compiler makes
-        of the program (:mod:`cdmpp.profiler.codegen`).
+        of the program (:mod:`cdmpp.program.codegen`).
     decoder_dim, decoder_layers
         Hidden width and number of hidden layers of the MLP from embedding and device to the label.
     """

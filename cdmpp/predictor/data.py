@@ -54,7 +54,7 @@ class TrainingData:
     view
         The dataset behind it; None for data made otherwise.
     codegen
-        Instruction counts, as :func:`cdmpp.profiler.codegen_store.load_codegen` gives them, of the programs that have
+        Instruction counts, as :func:`cdmpp.dataset.codegen.load_codegen` gives them, of the programs that have
         some.
     """
 
@@ -89,8 +89,8 @@ class TrainingData:
     def codegen_counts(self) -> NDArray[np.float32] | None:
         """Instruction counts of every pair, float32 (n, len(CODEGEN_FEATURES)), NaN where there are none; None
         where no pair has any. Not to be written to."""
-        from cdmpp.profiler.build import code_key
-        from cdmpp.profiler.codegen import CODEGEN_FEATURES
+        from cdmpp.program.codegen import CODEGEN_FEATURES
+        from cdmpp.program.codegen.compile import code_key
 
         if not self.codegen:
             return None
@@ -113,7 +113,7 @@ class TrainingData:
         """:func:`cdmpp.predictor.instruction_time.code_rows` of every pair, rows of NaN where there are no counts. Not to be
         written to."""
         from cdmpp.predictor.instruction_time import code_rows
-        from cdmpp.profiler.codegen import CODEGEN_FEATURES
+        from cdmpp.program.codegen import CODEGEN_FEATURES
 
         counts = self.codegen_counts
         if counts is None:
@@ -221,7 +221,7 @@ def gather(
 
 def _collect_codegen(view: DatasetView) -> dict[tuple[str, str], NDArray[np.float32]]:
     """Instruction counts kept beside the datasets' records; training does without those that cannot be read."""
-    from cdmpp.profiler.codegen_store import CODEGEN_FILE, load_codegen
+    from cdmpp.dataset.codegen import CODEGEN_FILE, load_codegen
 
     counts: dict[tuple[str, str], NDArray[np.float32]] = {}
     for part in view.parts:
@@ -241,7 +241,7 @@ def collect_asts(
 
     Programs that cannot be rebuilt are left out.
     """
-    from cdmpp.program.ast_store import load_asts, save_asts
+    from cdmpp.program.ast.store import load_asts, save_asts
 
     wanted = list(dict.fromkeys(programs))
     asts: dict[str, CompactAST] = {}

@@ -3,8 +3,8 @@
 The label transform stays, and so does the encoding of everything the predictor knows; the weights continue at a low
 learning rate. What a device that the predictor never saw has in common over all programs, such as a clock that is higher than
 told, is not left to them: it is the first thing that few tasks show, and one number (:attr:`Predictor.device_factors`). The
-run folder holds ``config.yaml``, ``tasks.json`` (what was chosen, and how), ``history.jsonl`` and
-``predictor/``.
+run folder holds ``config.yaml``, ``tasks.json`` (what was chosen, and how), ``split.json`` (whose test part are the device's
+other tasks), ``history.jsonl`` and ``predictor/``.
 
 Its intervals are calibrated on programs of the chosen tasks that were held out: on other tasks of the device they are
 too narrow, as no task is spared to calibrate on.
@@ -83,11 +83,11 @@ class FinetuneResult:
     history: list[dict[str, Any]]
 
 
-def finetune_config(seed: int = 0) -> Config:
-    """The configuration of a finetuning unless one is given: a low learning rate, few epochs."""
-    return Config(
-        train=TrainConfig(epochs=30, patience=8, batch_size=64, learning_rate=2e-4, ema_decay=0.99, seed=seed)  # type: ignore[call-arg]
-    )
+def finetune_config(seed: int = 0, **train: Any) -> Config:
+    """The configuration of a finetuning unless one is given: a low learning rate, few epochs; ``train`` changes fields of
+    :class:`~cdmpp.predictor.config.TrainConfig`."""
+    defaults = {"epochs": 30, "patience": 8, "batch_size": 64, "learning_rate": 2e-4, "ema_decay": 0.99}
+    return Config(train=TrainConfig(**{**defaults, "seed": seed, **train}))
 
 
 def finetune(
@@ -165,6 +165,8 @@ def finetune(
         return FinetuneResult(None, None, data, selection, task_file, command, [])
     job = _Finetuning(base, source, data, name, selection, config, adapt)
     (out / "config.yaml").write_text(dump_config(job.config), encoding="utf-8")
+    if job.split is not None:  # cdmpp report scores a run by it
+        (out / "split.json").write_text(job.split.to_json(), encoding="utf-8")
     history: list[dict[str, Any]] = []
     with recorded(out, history, progress) as record:
         tuned, used = job.run(record)

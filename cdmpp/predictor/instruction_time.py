@@ -2,7 +2,7 @@
 
 An out-of-order core runs a tensor program about as fast as its busiest unit allows: arithmetic, loads, stores, shuffles, or
 the front end that issues them all (llvm-mca, OSACA: Laukemann et al., PMBS'18, model one loop body so). Here the counts of
-:mod:`cdmpp.profiler.codegen`, each instruction as often as it runs, are divided by what the units do in a cycle. Waiting for
+:mod:`cdmpp.program.codegen`, each instruction as often as it runs, are divided by what the units do in a cycle. Waiting for
 caches and memory is left to :func:`cdmpp.predictor.roofline.estimate_s` and to what a network learns.
 """
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from cdmpp.predictor.program_view import ProgramView
 from cdmpp.predictor.roofline import SLOW_GATHER, estimate_s
-from cdmpp.profiler.codegen import CODEGEN_FEATURES, KINDS
+from cdmpp.program.codegen import CODEGEN_FEATURES, KINDS
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FloatArray = NDArray[np.float64]
 
 #: Nanoseconds that each kind of unit is busy, what the loops take one by one and their dependent instructions alone
-#: (:mod:`cdmpp.profiler.loop_cycles`), and what the core takes.
+#: (:mod:`cdmpp.program.codegen.cycles`), and what the core takes.
 TIME_FEATURES: tuple[str, ...] = (
     "arithmetic_ns", "load_ns", "store_ns", "shuffle_ns", "issue_ns", "slow_ns", "loops_ns", "chain_ns", "instruction_ns",
 )  # fmt: skip

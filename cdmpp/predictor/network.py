@@ -14,7 +14,7 @@ from torch import nn
 from cdmpp.predictor.batching import PackedPrograms, PaddedBatch, inference_batches
 from cdmpp.predictor.config import ModelConfig
 from cdmpp.predictor.positional import positional_encoding
-from cdmpp.profiler.codegen import STATIC_FEATURES
+from cdmpp.program.codegen import STATIC_FEATURES
 
 #: The table of positional encodings grows in steps of this many positions.
 _POSITION_STEP = 256

@@ -112,10 +112,10 @@ class Predictor:
         UnknownDeviceError
             No such device.
         ProgramError
-            A program has no computation or cannot be read.
+            A program has no computation or cannot be read; ``compiled`` with an AST or a device that is no x86 CPU.
         PredictorError
-            A Program was given without a resolver; ``compiled`` with an AST, a device that is no x86 CPU, or a predictor
-            that was not trained to be told instructions; ``measured`` on a device of another kind, or what are no
+            A Program was given without a resolver; ``compiled`` with a predictor that was not trained to be told instructions;
+            ``measured`` on a device of another kind, or what are no
             latencies (:func:`cdmpp.predictor.scaling.predict_scaled`).
         """
         many = isinstance(programs, list | tuple)
@@ -134,10 +134,10 @@ class Predictor:
 
         Raises
         ------
-        PredictorError
+        PredictorError, ProgramError
             As :meth:`predict` does.
         """
-        from cdmpp.predictor.compiled import instruction_counts
+        from cdmpp.program.codegen.counts import instruction_counts
 
         self.check_told()
         return instruction_counts(programs, self.device(device))

@@ -35,7 +35,7 @@ def save_predictor(predictor: Predictor, folder: Path) -> None:
 
     import cdmpp
     from cdmpp.predictor.checkpoint import save_tensors
-    from cdmpp.profiler.codegen import COUNTING_VERSION
+    from cdmpp.program.codegen import COUNTING_VERSION
 
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"network.{k}": v for k, v in predictor.network.state_dict().items()}
@@ -103,8 +103,8 @@ def _check_features(state: Mapping[str, Any], folder: Path) -> None:
     from cdmpp.device import DEVICE_FEATURES
     from cdmpp.predictor.instruction_time import CODE_FEATURES
     from cdmpp.predictor.pair_features import PAIR_FEATURES
-    from cdmpp.profiler.codegen import COUNTING_VERSION
     from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURES
+    from cdmpp.program.codegen import COUNTING_VERSION
 
     encoder = state.get("encoder")
     if not isinstance(encoder, dict):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.program.leaf_schema import LEAF_FEATURES, N_LOOPS
+from cdmpp.program.ast.schema import LEAF_FEATURES, N_LOOPS
 
 if TYPE_CHECKING:
     from cdmpp.program.ast import CompactAST

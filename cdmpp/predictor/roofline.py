@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.program_view import ProgramView
-from cdmpp.program.leaf_schema import CAPACITIES, LEAF_FEATURES, N_SLOTS, SIMD_BYTES, SPECIAL, size_name
+from cdmpp.program.ast.schema import CAPACITIES, LEAF_FEATURES, N_SLOTS, SIMD_BYTES, SPECIAL, size_name
 
 if TYPE_CHECKING:
     from cdmpp.device import Device

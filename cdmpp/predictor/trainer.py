@@ -22,7 +22,7 @@ from cdmpp.predictor.config import Config
 from cdmpp.predictor.losses import HybridLoss, central_moment_discrepancy, pairwise_ranking
 from cdmpp.predictor.network import LatencyNetwork
 from cdmpp.predictor.transforms import LabelTransform
-from cdmpp.profiler.codegen import STATIC_FEATURES
+from cdmpp.program.codegen import STATIC_FEATURES
 
 logger = logging.getLogger(__name__)
 

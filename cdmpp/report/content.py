@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.dataset.labels import seconds_text
+from cdmpp.dataset.record import seconds_text
 from cdmpp.errors import PredictorError, SplitError
 from cdmpp.predictor.metrics import evaluate_groups
 

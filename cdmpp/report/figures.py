@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cdmpp.dataset.labels import seconds_text
+from cdmpp.dataset.record import seconds_text
 from cdmpp.errors import PredictorError
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import DatasetError, FeatureMismatchError, PredictorError, ProfilerError
-from cdmpp.program.leaf_schema import FEATURE_SET, LEAF_FEATURES
+from cdmpp.program.ast.schema import FEATURE_SET, LEAF_FEATURES
 from cdmpp.tuner.candidates import CandidateCache, funcs_of, hashes_of, task_hash
 
 if TYPE_CHECKING:

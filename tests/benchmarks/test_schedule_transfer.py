@@ -13,7 +13,7 @@ from benchmarks.schedule_transfer import figures, latencies, measurements_online
 from cdmpp.dataset import Dataset
 from cdmpp.tuner.learning import OnlineModel
 from cdmpp.tuner.prior import Encoded
-from tests.dataset.dataset_samples import DEVICE, OTHER_DEVICE, add_all, failure, program, record
+from tests.samples.datasets import DEVICE, OTHER_DEVICE, add_all, failure, program, record
 
 
 class Flat:

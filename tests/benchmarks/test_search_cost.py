@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.search_cost import (
@@ -47,7 +47,6 @@ def test_measurements_by_chance() -> None:
     assert measurements_by_chance(np.array([1.0] + [2.0] * 99)) == (50.5, 50)
 
 
-@settings(max_examples=10, deadline=None)
 @given(good=st.integers(1, 5), bad=st.integers(0, 12))
 def test_chance_is_what_random_orders_give(good: int, bad: int) -> None:
     latency_s = np.array([1.0] * good + [2.0] * bad)

@@ -16,8 +16,8 @@ from benchmarks.traces import (
     node_rows,
     operator_errors,
 )
-from cdmpp.endtoend.graph import GraphNode, NetworkGraph, network_graph
 from cdmpp.errors import LabelError, PredictorError
+from cdmpp.program.graph import GraphNode, NetworkGraph, network_graph
 
 GPU = "v100-pcie-32gb"
 

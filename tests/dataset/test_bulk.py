@@ -1,4 +1,4 @@
-"""A dataset written at once is the one that journals make."""
+"""A dataset written at once is the one that rows make."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from pandas.testing import assert_frame_equal
 
 from cdmpp.dataset import Dataset
-from cdmpp.dataset.bulk import write_dataset
+from cdmpp.dataset.store import write_dataset
 from cdmpp.errors import DatasetError, LabelError
-from tests.dataset.dataset_samples import add_all, failure, program, record, small_dataset, space, task
+from tests.samples.datasets import add_all, failure, program, record, small_dataset, space, task
 
 
-def test_the_same_dataset_as_by_journals(tmp_path: Path) -> None:
+def test_the_same_dataset_as_by_rows(tmp_path: Path) -> None:
     slow = small_dataset(tmp_path / "slow")
     with slow:
         slow.finalize()

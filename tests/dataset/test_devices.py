@@ -12,8 +12,8 @@ from cdmpp.dataset import Dataset, load_datasets, merge
 from cdmpp.device import Device, load_table
 from cdmpp.device.detect import ROOT_VARIABLE
 from cdmpp.errors import DatasetError
-from tests.dataset.dataset_samples import DEVICE, OTHER_DEVICE, add_all, record
 from tests.machines import FIVE, MACHINES, write_machine
+from tests.samples.datasets import DEVICE, OTHER_DEVICE, add_all, record
 
 TABLE = load_table(this_machine=False)
 ZEN4 = TABLE.get("epyc-zen4-2.6ghz@1")

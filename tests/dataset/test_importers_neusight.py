@@ -13,9 +13,9 @@ from cdmpp.cli import main
 from cdmpp.dataset import Dataset
 from cdmpp.dataset.importers import ImportReport, import_neusight
 from cdmpp.dataset.importers.neusight_calls import forward_calls
-from cdmpp.endtoend.graph import load_graphs
 from cdmpp.errors import DatasetError, NetworkError, UnknownDeviceError
 from cdmpp.program.ast import compact_ast
+from cdmpp.program.graph import load_graphs
 from cdmpp.program.space import rebuild
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -388,7 +388,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     report = tmp_path / "report.json"
     arguments = ["import", "neusight", file, "--out", out, "--devices", str(mine), "--limit", "4"]
     assert main([*arguments, "--json", str(report)]) == 0
-    assert "4 labels (no failures)" in capsys.readouterr().out
+    assert "4 labels (failures: none)" in capsys.readouterr().out
     assert json.loads(report.read_text())["records"] == {"ok": 4}
     assert main([*arguments]) == 2  # the folder is a dataset now
     assert "is a dataset already" in capsys.readouterr().err

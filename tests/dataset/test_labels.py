@@ -15,7 +15,7 @@ from cdmpp.dataset import Dataset, load_datasets, noise_floor_mape
 from cdmpp.dataset.labels import LABEL_COLUMNS, disturbance, label_fingerprint, label_table
 from cdmpp.dataset.noise import MIN_REMEASURED, error_floor, remeasured_difference
 from cdmpp.errors import FAILURE_KINDS, DatasetError
-from tests.dataset.dataset_samples import (
+from tests.samples.datasets import (
     DEVICE,
     OTHER_DEVICE,
     add_all,

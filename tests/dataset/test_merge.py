@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from cdmpp.dataset import Dataset, Record, merge
 from cdmpp.errors import DatasetError
 from cdmpp.program.types import Task
-from tests.dataset.dataset_samples import (
+from tests.samples.datasets import (
     DEVICE,
     add_all,
     failure,
@@ -99,8 +100,10 @@ def test_merging_over_something_is_refused(tmp_path: Path) -> None:
 
 def test_a_record_whose_program_was_damaged_away_is_left_out(tmp_path: Path) -> None:
     small_dataset(tmp_path / "a")
-    journal = tmp_path / "a" / "programs.jsonl"
-    journal.write_bytes(journal.read_bytes()[:-5])
+    with sqlite3.connect(tmp_path / "a" / "rows.db") as rows:
+        rows.execute(
+            "DELETE FROM rows WHERE kind = 'programs' AND number = (SELECT MAX(number) FROM rows WHERE kind = 'programs')"
+        )
     assert len(Dataset.open(tmp_path / "a").records) == 6
     report = merge([tmp_path / "a"], tmp_path / "out")
     assert report.records == 5 and Dataset.open(tmp_path / "out").corrupt_lines == 0

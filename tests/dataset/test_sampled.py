@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cdmpp.dataset import Dataset
 from cdmpp.dataset.sampled import even_shares, sample_evenly
 from cdmpp.errors import DatasetError
-from tests.dataset.dataset_samples import DEVICE, OTHER_DEVICE, add_all, failure, record
+from tests.samples.datasets import DEVICE, OTHER_DEVICE, add_all, failure, record
 
 
 @given(counts=st.lists(st.integers(0, 50), min_size=1, max_size=8), total=st.integers(1, 200))

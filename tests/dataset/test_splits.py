@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cdmpp.dataset import Split
@@ -19,7 +19,7 @@ from cdmpp.dataset.split import PARTS, architecture, networks_of
 from cdmpp.dataset.split_makers import by_device, by_network, by_task, within_task
 from cdmpp.dataset.split_spec import read_spec
 from cdmpp.errors import SplitError
-from tests.dataset.dataset_samples import DEVICE, OTHER_DEVICE, zoo_dataset
+from tests.samples.datasets import DEVICE, OTHER_DEVICE, zoo_dataset
 
 Networks = dict[str, tuple[str, ...]]
 
@@ -71,7 +71,6 @@ def check_partition(split: Split, labels: pd.DataFrame) -> None:
     assert all(split.part(name).dtype == np.int64 for name in ("train", "valid", "test"))
 
 
-@settings(max_examples=60, deadline=None)
 @given(labelled(), st.integers(0, 5), st.one_of(st.none(), st.integers(1, 4)))
 def test_tasks_of_held_out_networks_are_nowhere_in_training(
     data: tuple[pd.DataFrame, Networks], seed: int, number: int | None
@@ -93,7 +92,6 @@ def test_tasks_of_held_out_networks_are_nowhere_in_training(
         assert (again.part(name) == split.part(name)).all()
 
 
-@settings(max_examples=40, deadline=None)
 @given(labelled(), st.integers(0, 5), st.sampled_from([0.1, 0.3, 0.5]), st.sampled_from([0.0, 0.1, 0.4]))
 def test_by_task_and_within_task_are_disjoint(
     data: tuple[pd.DataFrame, Networks], seed: int, test: float, valid: float
@@ -108,7 +106,6 @@ def test_by_task_and_within_task_are_disjoint(
         assert (again.test == split.test).all() and (again.valid == split.valid).all()
 
 
-@settings(max_examples=40, deadline=None)
 @given(labelled(), st.integers(0, 5), st.sets(st.sampled_from(["t0", "t1", "t2"])))
 def test_a_held_out_device_is_not_in_training_but_for_allowed_tasks(
     data: tuple[pd.DataFrame, Networks], seed: int, shots: set[str]
@@ -125,7 +122,6 @@ def test_a_held_out_device_is_not_in_training_but_for_allowed_tasks(
     assert (again.train == split.train).all()
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     labelled(), st.integers(0, 5), st.sampled_from([0.05, 0.3, 0.7]), st.sets(st.sampled_from(["t0", "t1"]))
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import multiprocessing
 import os
 import shutil
@@ -21,10 +20,11 @@ import pytest
 from cdmpp.dataset import SCHEMA_VERSION, Dataset, Record, load_datasets
 from cdmpp.dataset import store as store_module
 from cdmpp.dataset.parquet import write_parquet
+from cdmpp.dataset.rows import RowStore
 from cdmpp.dataset.schema import MAX_ERROR_CHARS, RECORD_COLUMNS, TABLES
 from cdmpp.errors import DatasetError, LabelError, SchemaVersionError
 from cdmpp.program.types import Program, Task
-from tests.dataset.dataset_samples import (
+from tests.samples.datasets import (
     DEVICE,
     OTHER_DEVICE,
     add_all,
@@ -42,13 +42,15 @@ def contents(dataset: Dataset) -> tuple[Any, ...]:
     return dict(dataset.tasks), dict(dataset.spaces), dict(dataset.programs), records
 
 
-def test_journals_and_parquet_hold_the_same(tmp_path: Path) -> None:
+def test_rows_and_parquet_hold_the_same(tmp_path: Path) -> None:
     dataset = small_dataset(tmp_path / "d")
     before = contents(dataset)
-    assert {p.name for p in (tmp_path / "d").iterdir()} == {"meta.json", *(f"{t}.jsonl" for t in TABLES)}
+    files = {p.name for p in (tmp_path / "d").iterdir()} - {"rows.db-wal", "rows.db-shm"}  # SQLite's own
+    assert files == {"meta.json", "rows.db", ".lock"}
     with dataset:
         dataset.finalize()
-    assert {p.name for p in (tmp_path / "d").iterdir()} == {"meta.json", *(f"{t}.parquet" for t in TABLES)}
+    tables = {f"{table}.parquet" for table in TABLES}
+    assert {p.name for p in (tmp_path / "d").iterdir()} == {"meta.json", ".lock", *tables}
     after = contents(Dataset.open(tmp_path / "d"))
     assert before[:3] == after[:3]
     for old, new in zip(before[3], after[3], strict=True):
@@ -93,9 +95,10 @@ def test_more_can_be_added_after_finalizing(tmp_path: Path) -> None:
 
 def test_tasks_spaces_and_programs_are_added_once(tmp_path: Path) -> None:
     with small_dataset(tmp_path / "d") as dataset:
-        size = {t: (tmp_path / "d" / f"{t}.jsonl").stat().st_size for t in TABLES}
+        rows = RowStore(tmp_path / "d" / "rows.db")
+        before = rows.last
         add_all(dataset, 0)
-        assert size == {t: (tmp_path / "d" / f"{t}.jsonl").stat().st_size for t in TABLES}
+        assert rows.last == before
         dataset.add_program(Program(program(0).hash, task(1).hash, None, "", "search"))
         assert dataset.programs[program(0).hash].origin == "random"  # the first stays
 
@@ -104,8 +107,8 @@ def test_new_networks_of_a_known_task_are_added_without_writing_the_task_again(t
     with small_dataset(tmp_path / "d") as dataset:
         dataset.add_task(task(1, {"net": 5.0, "other": 3.0}))
         assert dict(dataset.tasks[task(1).hash].networks) == {"net": 1.0, "other": 3.0}
-    text = (tmp_path / "d" / "tasks.jsonl").read_text()
-    assert text.count("tir_json") == 1
+    rows = RowStore(tmp_path / "d" / "rows.db").rows("tasks")
+    assert ["tir_json" in row for _, row in rows] == [True, False]
     again = Dataset.open(tmp_path / "d")
     assert dict(again.tasks[task(1).hash].networks) == {"net": 1.0, "other": 3.0}
     with again:
@@ -125,51 +128,7 @@ def test_measured_is_what_resume_needs(tmp_path: Path) -> None:
         assert program(9).hash in dataset.measured(DEVICE, retry=("device_lost",))
 
 
-@pytest.mark.parametrize("finalize", [False, True])
-def test_a_records_journal_cut_at_every_byte_loses_nothing_before_the_cut(
-    tmp_path: Path, finalize: bool
-) -> None:
-    with small_dataset(tmp_path / "whole", n=3) as dataset:
-        if finalize:
-            dataset.finalize()
-            add_all(dataset, 7)
-            dataset.add_record(record(7))
-    journal = tmp_path / "whole" / "records.jsonl"
-    data = journal.read_bytes()
-    kept = 3 if finalize else 0
-    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    for cut in range(len(data)):
-        (tmp_path / "cut" / "records.jsonl").write_bytes(data[:cut])
-        dataset = Dataset.open(tmp_path / "cut")
-        lines = data[:cut].count(b"\n")
-        assert len(dataset.records) - kept in (lines, lines + 1)  # a line without its newline is whole
-        at_line_end = data[cut : cut + 1] == b"\n" or cut == 0 or data[cut - 1 : cut] == b"\n"
-        assert dataset.corrupt_lines == (0 if at_line_end else 1)
-    assert (
-        dataset.summary()["datasets"][0]["corrupt_lines"] == dataset.corrupt_lines == 0
-    )  # cut at the newline
-
-
-def test_resuming_after_a_cut_and_finalizing_keeps_count_of_the_damage(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    small_dataset(tmp_path / "d")
-    journal = tmp_path / "d" / "records.jsonl"
-    journal.write_bytes(journal.read_bytes()[:-10])
-    with Dataset.open(tmp_path / "d") as dataset:
-        lost = program(5).hash
-        assert lost not in dataset.measured(DEVICE)
-        dataset.add_record(failure(5))
-        with caplog.at_level(logging.WARNING):
-            dataset.finalize()
-    assert "1 damaged" in caplog.text
-    again = Dataset.open(tmp_path / "d")
-    assert len(again.records) == 6 and again.corrupt_lines == 1
-
-
-def test_lines_of_another_shape_are_counted_not_fatal(tmp_path: Path) -> None:
-    from cdmpp.dataset.journal import JournalWriter
-
+def test_rows_of_another_shape_are_counted_not_fatal(tmp_path: Path) -> None:
     small_dataset(tmp_path / "d")
     wrong = [
         {"what": "no record"},
@@ -177,23 +136,20 @@ def test_lines_of_another_shape_are_counted_not_fatal(tmp_path: Path) -> None:
         {"program": program(0).hash, "device": DEVICE, "status": "ok", "latency_s": 0.0},
         {"program": program(0).hash, "device": DEVICE, "status": "sunny"},
     ]
-    writer = JournalWriter(tmp_path / "d" / "records.jsonl")
+    rows = RowStore(tmp_path / "d" / "rows.db", write=True)
     for value in wrong:
-        writer.append(value)
-    writer.close()
+        rows.add("records", value)
+    rows.close()
     dataset = Dataset.open(tmp_path / "d")
     assert len(dataset.records) == 6 and dataset.corrupt_lines == 4
 
 
-def test_a_crash_between_parquet_and_deleting_journals_doubles_nothing(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_crash_between_parquet_and_deleting_rows_doubles_nothing(tmp_path: Path) -> None:
     dataset = small_dataset(tmp_path / "d")
-    shutil.copytree(tmp_path / "d", tmp_path / "journals")
+    shutil.copy(tmp_path / "d" / "rows.db", tmp_path / "rows.db")
     with dataset:
         dataset.finalize()
-    for table in TABLES:
-        shutil.copy(tmp_path / "journals" / f"{table}.jsonl", tmp_path / "d")
+    shutil.copy(tmp_path / "rows.db", tmp_path / "d" / "rows.db")
     again = Dataset.open(tmp_path / "d")
     assert len(again.records) == 6
     with again:
@@ -201,7 +157,10 @@ def test_a_crash_between_parquet_and_deleting_journals_doubles_nothing(
         again.add_record(record(60))
         assert len(again.records) == 7
         again.finalize()
-    assert len(Dataset.open(tmp_path / "d").records) == 7
+    with Dataset.open(tmp_path / "d") as third:  # another file of rows, whose numbers begin anew
+        add_all(third, 61)
+        third.add_record(record(61))
+    assert len(Dataset.open(tmp_path / "d").records) == 8
 
 
 def test_a_full_disk_while_finalizing_leaves_everything_as_it_was(tmp_path: Path, monkeypatch: Any) -> None:
@@ -228,9 +187,9 @@ def tiny_disk(tmp_path: Path) -> Any:
     """A file system with room for little."""
     folder = tmp_path / "tiny"
     folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
     if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("cannot mount a tmpfs here; test_journal fills a disk by monkeypatch")
+        pytest.skip("cannot mount a tmpfs here; test_rows fills a disk by its page count")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
@@ -238,13 +197,13 @@ def tiny_disk(tmp_path: Path) -> Any:
 def test_a_disk_that_fills_ends_profiling_with_one_line_and_keeps_what_was_measured(tiny_disk: Path) -> None:
     with Dataset.create(tiny_disk / "d") as dataset:
         written = 0
-        with pytest.raises(DatasetError, match="No space left on device"):
-            for number in range(2000):
+        with pytest.raises(DatasetError, match="disk is full"):
+            for number in range(20000):
                 add_all(dataset, number)
                 dataset.add_record(record(number))
                 written += 1
-        assert 50 < written < 2000
-        with pytest.raises(DatasetError, match="No space left"):
+        assert 50 < written < 20000
+        with pytest.raises(DatasetError, match=r"No space left|disk is full"):
             dataset.finalize()
         assert not list((tiny_disk / "d").glob("*.tmp"))
     again = Dataset.open(tiny_disk / "d")
@@ -257,19 +216,17 @@ def test_two_writers_do_not_meet(tmp_path: Path) -> None:
         add_all(first, 70)
         second = Dataset.open(tmp_path / "d")
         assert len(second.records) == 6  # reading is free
-        with pytest.raises(DatasetError, match=f"written by another process .pid {os.getpid()}"):
+        with pytest.raises(DatasetError, match="written by another process"):
             second.add_task(task(9))
     second.add_task(task(9))
     assert program(70).hash in second.programs  # what the first wrote meanwhile
     second.close()
-    assert not (tmp_path / "d" / ".lock").exists()
 
 
 _HOLD = """
 import sys, time
-sys.path.insert(0, sys.argv[2])
 from cdmpp.dataset import Dataset
-from dataset_samples import add_all, record
+from tests.samples.datasets import add_all, record
 dataset = Dataset.open(sys.argv[1])
 add_all(dataset, 80)
 dataset.add_record(record(80))
@@ -280,11 +237,11 @@ time.sleep(60)
 
 def test_a_killed_writer_loses_nothing_and_gives_the_lock_back(tmp_path: Path) -> None:
     small_dataset(tmp_path / "d")
-    command = [sys.executable, "-c", _HOLD, str(tmp_path / "d"), str(Path(__file__).parent)]
+    command = [sys.executable, "-c", _HOLD, str(tmp_path / "d")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
         dataset = Dataset.open(tmp_path / "d")
-        with pytest.raises(DatasetError, match=f"pid {writer.pid}"):
+        with pytest.raises(DatasetError, match="written by another process"):
             dataset.add_task(task(9))
         writer.send_signal(signal.SIGKILL)
         writer.wait()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from cdmpp.endtoend.graph import GraphNode, NetworkGraph, load_graph, load_graphs, network_graph, save_graph
 from cdmpp.errors import NetworkError
+from cdmpp.program.graph import GraphNode, NetworkGraph, load_graph, load_graphs, network_graph, save_graph
 
 
 def chain() -> NetworkGraph:

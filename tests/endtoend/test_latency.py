@@ -13,7 +13,6 @@ import pytest
 from cdmpp.cli import main
 from cdmpp.dataset import Dataset
 from cdmpp.endtoend import compare_devices, predict_latency, read_prices
-from cdmpp.endtoend.graph import FOLDER, GraphNode, network_graph, save_graph
 from cdmpp.endtoend.schedules import candidates
 from cdmpp.endtoend.sources import NetworkTasks, network_tasks
 from cdmpp.errors import (
@@ -26,10 +25,14 @@ from cdmpp.errors import (
 )
 from cdmpp.predictor import Predictor
 from cdmpp.predictor.uncertainty import Calibration
+from cdmpp.program.graph import FOLDER, GraphNode, network_graph, save_graph
 from cdmpp.program.types import Task
 
 pytest.importorskip("tvm")
 torch = pytest.importorskip("torch")
+
+
+pytestmark = pytest.mark.usefixtures("on_zen3")
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,7 @@ def test_the_schedules_of_a_database(branches: NetworkTasks, tmp_path: Path) -> 
     from cdmpp.device import get_device
     from cdmpp.tuner.measure import Measurer
     from cdmpp.tuner.tuning import tune_tasks
-    from tests.tuner.tuner_samples import FakeEngine, tune_config
+    from tests.samples.tuning import FakeEngine, tune_config
 
     tuned = next(task for task in branches.tasks.values() if task.name.endswith("tanh"))
     engine: Any = FakeEngine(lambda digest: 1.0 if digest == tuned.hash else 1e-6)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cdmpp.endtoend.graph import GraphNode, NetworkGraph, network_graph
 from cdmpp.endtoend.replay import Replay, replay
 from cdmpp.errors import NetworkError
+from cdmpp.program.graph import GraphNode, NetworkGraph, network_graph
 
 SECONDS = {"a": 5.0, "b": 3.0, "c": 4.0, "short": 0.5}
 

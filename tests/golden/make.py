@@ -1,6 +1,7 @@
-"""Freezes what the library at hand does: ``python -m tests.golden.make [NAME...]``, all by default.
+"""Freezes what the library at hand does: ``python -m tests.golden.make NAME...``; without a name it lists them.
 
-A file is written again only by a commit that says why the values change.
+A file is written again only by a commit that says why the values change. ``asts`` and ``predictor`` (in this order) are
+for another feature set; instruction counts beside the records are made anew by ``cdmpp codegen tests/golden/dataset``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _OBJECTS, _LARGEST_OBJECT = 6, 60_000
 
 
 def write_arrays(name: str, arrays: golden.Arrays) -> None:
-    stored = {key: np.float32(value) if value.dtype == np.float64 else value for key, value in arrays.items()}
+    stored: dict[str, Any] = {
+        key: np.float32(value) if value.dtype == np.float64 else value for key, value in arrays.items()
+    }
     np.savez_compressed(golden.HERE / f"{name}.npz", **stored)
 
 
@@ -40,6 +43,11 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [_rounded(item) for item in value]
     return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
+
+
+def _predictor() -> None:
+    with tempfile.TemporaryDirectory() as run:
+        golden.train(golden.load_config(golden.SMALL), [golden.FOLDER], run).predictor.save(golden.PREDICTOR)
 
 
 def _counts() -> None:
@@ -78,6 +86,7 @@ def _slow() -> None:
 
 FREEZE: dict[str, Callable[[], Any]] = {
     "asts": golden.store_asts,
+    "predictor": _predictor,
     "predictions": lambda: write_arrays("predictions", golden.predictions()),
     "encodings": lambda: write_arrays("encodings", golden.encodings()),
     "counts": _counts,
@@ -89,6 +98,8 @@ FREEZE: dict[str, Callable[[], Any]] = {
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or FREEZE:
+    if not sys.argv[1:]:
+        print(*FREEZE)
+    for name in sys.argv[1:]:
         FREEZE[name]()
         print(f"{name}: frozen")

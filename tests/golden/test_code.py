@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-
 import numpy as np
 import pytest
 
 from tests.golden import golden
-
-pytestmark = pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
 
 #: Programs that `make test` compiles: those of the least code.
 FEW = 8

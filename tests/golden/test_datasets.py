@@ -22,7 +22,7 @@ def test_a_finished_dataset_opens() -> None:
     }
     records = list(data.iter_records())
     assert {record.status for record in records} == {"ok", "build_error", "build_timeout", "run_timeout"}
-    assert all(record.latency_s > 0 and record.samples_s for record in records if record.status == "ok")
+    assert all(record.latency_s and record.samples_s for record in records if record.status == "ok")
     assert {program.implementation for program in data.programs.values()} == {"scheduled", "library"}
 
 

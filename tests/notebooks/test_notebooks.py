@@ -11,7 +11,7 @@ from nbclient import NotebookClient
 _FOLDER = Path(__file__).parents[2] / "notebooks"
 
 
-@pytest.mark.slow
+@pytest.mark.check
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("path", sorted(_FOLDER.glob("*.ipynb")), ids=lambda p: p.stem)
 def test_notebook_executes(path: Path) -> None:

@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from predictor_synthetic import make_ast, make_data
 
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.baselines import MODEL_NAMES, TaskMedian, evaluate_models, make_model
@@ -18,6 +17,7 @@ from cdmpp.predictor.baselines.released import CdmppReleased, ReleasedNetwork, R
 from cdmpp.predictor.batching import PaddedBatch
 from cdmpp.predictor.config import TrainConfig
 from cdmpp.predictor.splitting import split_data
+from tests.samples.training import make_ast, make_data
 
 TINY = ReleasedSizes(16, 1, 2, 32, 0.0, 24, (24,), 8, (8,), (16,))
 TRAIN = TrainConfig(epochs=2, patience=2, batch_size=64, learning_rate=0.01, threads=1)

@@ -19,14 +19,14 @@ from cdmpp.predictor.baselines import (
 from cdmpp.predictor.baselines.per_store import (
     AGGREGATED_DIM,
     PER_STORE_DIM,
+    PerStoreExtractor,
     aggregate_per_store,
-    extract_per_store,
     load_per_store,
     save_per_store,
 )
 from cdmpp.predictor.splitting import split_data
-from cdmpp.profiler.build import code_key
-from cdmpp.profiler.codegen import CODEGEN_FEATURES
+from cdmpp.program.codegen import CODEGEN_FEATURES
+from cdmpp.program.codegen.compile import code_key
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_extraction_on_a_real_program():
     b = te.compute((64, 32), lambda i, j: a[i, j] * 2.0, name="b")
     c = te.compute((64, 32), lambda i, j: b[i, j] + 1.0, name="c")
     func = te.create_prim_func([a, c])
-    matrix = extract_per_store(func)
+    (matrix,) = PerStoreExtractor()([func])
     assert matrix.shape == (2, PER_STORE_DIM)
     assert np.isfinite(matrix).all()
     # feature 0 counts floating-point operations, log2-scaled: one multiply or add per element

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from predictor_synthetic import make_ast
 
 from cdmpp.predictor.batching import PackedPrograms, inference_batches, training_batches
 from cdmpp.predictor.encoding import FeatureEncoder
+from tests.samples.training import make_ast
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,6 @@ def test_padding_is_marked_and_zero(packed_and_asts):
 lengths_lists = st.lists(st.integers(1, 40), min_size=1, max_size=200)
 
 
-@settings(max_examples=40, deadline=None)
 @given(lengths_lists, st.integers(1, 20), st.integers(0, 5))
 def test_training_batches_hold_every_row_once(lengths, batch_size, seed):
     batches = training_batches(np.asarray(lengths), batch_size, np.random.default_rng(seed))
@@ -53,7 +52,6 @@ def test_training_batches_hold_every_row_once(lengths, batch_size, seed):
     assert len(batches) == -(-len(lengths) // batch_size)
 
 
-@settings(max_examples=40, deadline=None)
 @given(lengths_lists, st.integers(1, 20), st.integers(1, 100))
 def test_inference_batches_hold_every_row_once_within_the_budget(lengths, batch_size, max_leaves):
     sizes = np.asarray(lengths)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,16 +12,22 @@ import pytest
 import torch
 
 from cdmpp.device import get_device
-from cdmpp.errors import PredictorError, ProfilerError
+from cdmpp.errors import CdmppError, PredictorError, ProgramError
 from cdmpp.predictor import Predictor, evaluate
-from cdmpp.predictor.compiled import instruction_counts
 from cdmpp.predictor.run import prepare, train
 from cdmpp.predictor.search import search
 from cdmpp.predictor.splitting import split_data
-from cdmpp.profiler.build import code_key
-from cdmpp.profiler.codegen import CODEGEN_FEATURES
+from cdmpp.program.codegen import CODEGEN_FEATURES
+from cdmpp.program.codegen.compile import code_key
+from cdmpp.program.codegen.counts import instruction_counts
+from tests.samples.training import make_data, small_config
 
 SPEC = "within_task:seed=0"
+
+
+@pytest.fixture(scope="module")
+def data():
+    return make_data()
 
 
 @pytest.fixture(scope="module")
@@ -44,21 +50,14 @@ def counted(data):
     return replace(data, labels=labels, codegen=counts)
 
 
-def options(config, epochs=40):
-    model = config.model.model_copy(update={"compiled": True})
-    training = config.train.model_copy(update={"epochs": epochs, "patience": epochs, "batch_size": 32})
-    split = config.split.model_copy(update={"spec": SPEC})
-    return config.model_copy(update={"model": model, "train": training, "split": split})
+#: Of an epoch.
+SHORT = small_config(SPEC, {"compiled": True}, epochs=1)
 
 
 @pytest.fixture(scope="module")
 def trained(counted, tmp_path_factory):
-    from cdmpp.predictor.config import config_from_dict
-
-    small = {"dim": 16, "layers": 1, "heads": 2, "ffn_dim": 32, "embedding_dim": 16, "decoder_dim": 32}
-    config = config_from_dict({"model": small, "train": {"learning_rate": 0.01, "threads": 1}})
-    torch.set_num_threads(1)
-    return train(options(config), counted, tmp_path_factory.mktemp("run") / "run")
+    config = small_config(SPEC, {"compiled": True}, epochs=15, batch_size=32, learning_rate=0.02)
+    return train(config, counted, tmp_path_factory.mktemp("run") / "run")
 
 
 def test_being_told_the_instructions_helps_and_doing_without_works(trained, counted):
@@ -105,9 +104,9 @@ def test_saved_and_loaded_it_is_the_same(trained, counted, tmp_path: Path):
         Predictor.load(tmp_path)
 
 
-def test_the_decoder_that_is_told_nothing_learns_from_all_programs(counted, config):
+def test_the_decoder_that_is_told_nothing_learns_from_all_programs(counted):
     """It does not depend on counts, nor does the other on programs that have none."""
-    fitted = prepare(options(config, epochs=1), counted, split_data(SPEC, counted))
+    fitted = prepare(SHORT, counted, split_data(SPEC, counted))
     network, arrays = fitted.trainer.network.eval(), fitted.arrays
     rows = np.arange(40)
     batch, context = arrays.batch(rows, torch.device("cpu"))
@@ -123,8 +122,8 @@ def test_the_decoder_that_is_told_nothing_learns_from_all_programs(counted, conf
     assert torch.equal(mixed[~known], plain[~known]) and not torch.isclose(mixed[known], plain[known]).any()
 
 
-def test_without_counts_in_the_data_nothing_is_told(data, config, caplog):
-    fitted = prepare(options(config, epochs=1), data, split_data(SPEC, data))
+def test_without_counts_in_the_data_nothing_is_told(data, caplog):
+    fitted = prepare(SHORT, data, split_data(SPEC, data))
     assert fitted.encoder.code_dim == 0 and "cdmpp codegen" in caplog.text
     predictor = fitted.predictor(fitted.trainer.fit().best, {})
     with pytest.raises(PredictorError, match=r"model\.compiled"):
@@ -139,7 +138,7 @@ def test_data_without_counts_is_not_scored_as_compiled(trained, data):
 
 
 def test_an_ast_cannot_be_compiled(trained, counted):
-    with pytest.raises(PredictorError, match="CompactAST"):
+    with pytest.raises(ProgramError, match="CompactAST"):
         trained.predictor.predict(
             next(iter(counted.asts.values())), get_device("xeon-cascadelake-2.5ghz@1"), compiled=True
         )
@@ -147,11 +146,10 @@ def test_an_ast_cannot_be_compiled(trained, counted):
 
 @pytest.mark.parametrize("name", ["graviton3@1", "h200"])
 def test_other_devices_are_refused(name: str):
-    with pytest.raises(PredictorError, match="x86"):
+    with pytest.raises(ProgramError, match="x86"):
         instruction_counts([], get_device(name))
 
 
-@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
 def test_programs_are_compiled_for_the_device_not_for_this_machine():
     from cdmpp.program.tvm_env import import_tvm
 
@@ -174,16 +172,16 @@ def test_without_a_disassembler_there_is_one_error(monkeypatch):
     import_tvm()
     from tvm import te
 
-    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    monkeypatch.delitem(sys.modules, "cdmpp.program.codegen.disassemble", raising=False)
+    monkeypatch.setitem(sys.modules, "iced_x86", None)
     a = te.placeholder((8,), name="a")
     func = te.create_prim_func([a, te.compute((8,), lambda i: a[i] * 2.0, name="b")])
-    with pytest.raises(ProfilerError, match="binutils"):
+    with pytest.raises(CdmppError, match="iced-x86"):
         instruction_counts([func, func], get_device("epyc-7763@1"))
 
 
-@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
 def test_what_does_not_compile_is_told_and_predicted_without(monkeypatch, caplog):
-    import cdmpp.profiler.codegen_store as store
+    import cdmpp.program.codegen.counts as counting
     from cdmpp.program.tvm_env import import_tvm
 
     import_tvm()
@@ -192,15 +190,15 @@ def test_what_does_not_compile_is_told_and_predicted_without(monkeypatch, caplog
     def fail(*_):
         raise RuntimeError("LLVM: cannot select")
 
-    monkeypatch.setattr(store, "compile_to_shared_object", fail)
+    monkeypatch.setattr(counting, "compile_to_shared_object", fail)
     a = te.placeholder((8,), name="a")
     func = te.create_prim_func([a, te.compute((8,), lambda i: a[i] * 2.0, name="b")])
     rows = instruction_counts([func], get_device("xeon-cascadelake-2.5ghz@1"))
     assert np.isnan(rows).all() and "cannot select" in caplog.text
 
 
-def test_a_search_judges_both_decoders(counted, config, tmp_path: Path):
-    result = search(options(config, epochs=1), counted, tmp_path, trials=2)
+def test_a_search_judges_both_decoders(counted, tmp_path: Path):
+    result = search(SHORT, counted, tmp_path, trials=2)
     for line in result.summary["trials"]:
         told, untold = line["valid_mape_compiled"], line["valid_mape"]
         assert told != untold and line["value"] == pytest.approx((told * untold) ** 0.5)

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from predictor_synthetic import make_data, make_device
 
 from cdmpp.errors import PredictorError, SplitError, UnknownDeviceError
 from cdmpp.predictor import Predictor, evaluate, few_shot, finetune, load_config
@@ -20,6 +19,8 @@ from cdmpp.predictor.run import prepare, training_summary
 from cdmpp.predictor.scaling import DevicePair, DeviceScaling
 from cdmpp.predictor.splitting import split_data
 from cdmpp.profiler.profile import read_task_file
+from cdmpp.report.content import collect_report
+from tests.samples.training import make_data, make_device
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def quick(config, **changes):
     return config.model_copy(update={"train": config.train.model_copy(update=train)})
 
 
-@pytest.fixture()
+@pytest.fixture(scope="module")
 def base(small, config):
     """Trained on ``slow`` alone."""
     changed = quick(config, epochs=8, learning_rate=0.01)
@@ -81,6 +82,7 @@ def test_a_run_folder_holds_what_was_chosen_and_a_predictor(small, base, config,
     # it is scored on the device's other tasks unless told otherwise
     assert loaded.training["split"] == result.split.spec
     assert evaluate(loaded, small)["overall"]["n"] == len(result.split.test) == 7 * 12
+    assert collect_report(tmp_path / "run", small).scores["overall"]["n"] == 7 * 12
     with pytest.raises(PredictorError, match="holds a training run"):
         finetune(base, small, "fast", tmp_path / "run", tasks=3)
 

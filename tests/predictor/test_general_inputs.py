@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from predictor_synthetic import make_data, make_device
 
 from cdmpp.device import DEVICE_FEATURES, GENERAL_DEVICE_FEATURES
 from cdmpp.predictor.pair_features import GENERAL_PAIR_FEATURES, PAIR_FEATURES
 from cdmpp.predictor.run import prepare
 from cdmpp.predictor.splitting import split_data
+from tests.samples.training import make_data, make_device
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from cdmpp.device import get_device
 from cdmpp.predictor.instruction_time import CODE_FEATURES, TIME_FEATURES, code_features, code_rows
 from cdmpp.predictor.roofline import estimate_s
-from cdmpp.profiler.codegen import CODEGEN_FEATURES
+from cdmpp.program.codegen import CODEGEN_FEATURES
 
 XEON = "xeon-cascadelake-2.5ghz@1"
 

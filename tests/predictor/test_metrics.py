@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cdmpp.errors import LabelError, PredictorError
@@ -107,7 +107,6 @@ def test_groups_may_overlap():
     assert result["device"]["d"]["n"] == 3
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(st.floats(1e-6, 1e3), min_size=2, max_size=30, unique=True), st.floats(0.1, 10))
 def test_ranking_is_perfect_and_blind_to_scale(labels, factor):
     result = score(labels, np.asarray(labels) * factor)

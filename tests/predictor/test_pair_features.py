@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from predictor_synthetic import make_data
-from test_roofline import CPU, program
 
 from cdmpp.device import Device, get_device
 from cdmpp.predictor.pair_features import PAIR_FEATURES, pair_features, pair_rows
 from cdmpp.predictor.program_view import ProgramView
 from cdmpp.predictor.roofline import estimate_s, power_headroom, roofline_s
+from tests.samples.training import CPU, make_data, program
 
 GPU = Device(
     name="g", base="g", kind="gpu", vendor="nvidia", model="g", share=1.0, cores=10, cores_used=10.0,

@@ -6,33 +6,17 @@ import json
 
 import numpy as np
 import pytest
-from predictor_synthetic import make_ast, make_data, make_device
 
 from cdmpp.errors import FeatureMismatchError, PredictorError, UnknownDeviceError
-from cdmpp.predictor import Predictor, train
+from cdmpp.predictor import Predictor
 from cdmpp.predictor import predictor as module
 from cdmpp.program.types import Program
+from tests.samples.training import make_ast, make_device
 
 
 @pytest.fixture(scope="module")
-def predictor(tmp_path_factory):
-    from cdmpp.predictor import config_from_dict
-
-    config = config_from_dict(
-        {
-            "model": {
-                "dim": 16,
-                "layers": 1,
-                "heads": 2,
-                "ffn_dim": 32,
-                "embedding_dim": 16,
-                "decoder_dim": 32,
-            },
-            "train": {"epochs": 2, "patience": 2, "threads": 1},
-            "split": {"spec": "by_task:seed=0"},
-        }
-    )
-    return train(config, make_data(), tmp_path_factory.mktemp("run")).predictor
+def predictor(trained):
+    return trained.predictor
 
 
 @pytest.fixture()

@@ -6,34 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from predictor_synthetic import make_data
 
-from cdmpp.device import Device, get_device
+from cdmpp.device import get_device
 from cdmpp.errors import PredictorError
 from cdmpp.predictor import split_data
 from cdmpp.predictor.baselines import make_model
 from cdmpp.predictor.roofline import REFERENCES, estimate_s, reference_s, roofline_s
-from cdmpp.program.ast import LEAF_FEATURES, CompactAST
-
-CPU = Device(
-    name="c", base="c", kind="cpu", vendor="intel", model="c", share=1.0, cores=4, cores_used=1.0,
-    clock_mhz=2000.0, simd_bits=256, fma=True, lanes_per_core=16, l1_kb=32.0, l2_kb=512.0, l3_kb=8192.0,
-    bandwidth_gb_s=10.0, peak_gflops={"float32": 64.0},
-)  # fmt: skip
-
-
-def program(*leaves: dict[str, float]) -> CompactAST:
-    vectors = np.zeros((len(leaves), len(LEAF_FEATURES)), dtype=np.float32)
-    for vector, leaf in zip(vectors, leaves, strict=True):
-        for name, value in {
-            "iterations": 1.0,
-            "parallel": 1.0,
-            "hold": 1.0,
-            "tile_points": 1.0,
-            **leaf,
-        }.items():
-            vector[LEAF_FEATURES.index(name)] = value
-    return CompactAST(vectors, np.arange(1, len(leaves) + 1, dtype=np.int32), len(leaves) + 1)
+from tests.samples.training import CPU, make_data, program
 
 
 def test_roofline_is_the_longer_of_arithmetic_and_memory() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from predictor_synthetic import make_data
 
 from cdmpp.errors import PredictorError
 from cdmpp.predictor import Predictor, evaluate, load_config, train
@@ -20,6 +18,7 @@ from cdmpp.predictor.config import LabelConfig
 from cdmpp.predictor.roofline import REFERENCES
 from cdmpp.predictor.run import prepare
 from cdmpp.predictor.splitting import split_data
+from tests.samples.training import make_data
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,22 +64,19 @@ def test_resuming_another_configuration_or_other_data_is_refused(data, by_task, 
 
 SCRIPT = """
 import sys
-sys.path.insert(0, sys.argv[1])
-from predictor_synthetic import make_data
+from tests.samples.training import make_data
 from cdmpp.predictor import load_config, train
-train(load_config(sys.argv[2]), make_data(8, 15), sys.argv[3], resume=True)
+train(load_config(sys.argv[1]), make_data(8, 15), sys.argv[2], resume=True)
 """
 
 
 def test_a_killed_run_resumes_to_the_same_predictor(by_task, tmp_path):
-    epochs = 15
+    epochs = 10
     more = by_task.train.model_copy(update={"epochs": epochs, "patience": epochs})
     config, data, run = by_task.model_copy(update={"train": more}), make_data(8, 15), tmp_path / "killed"
     expected = train(config, data, tmp_path / "unbroken")
-    arguments = [Path(__file__).parent, tmp_path / "unbroken" / "config.yaml", run]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, *map(str, arguments)], cwd=ROOT, env=environment
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "unbroken" / "config.yaml"), str(run)], cwd=ROOT
     )
     history = run / "history.jsonl"
     deadline = time.monotonic() + 60

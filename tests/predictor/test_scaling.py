@@ -8,13 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from predictor_synthetic import make_data
 
 from cdmpp.endtoend.tasks import measured_latencies
 from cdmpp.errors import PredictorError
 from cdmpp.predictor import Predictor, evaluate
-from cdmpp.predictor.config import config_from_dict
 from cdmpp.predictor.run import train
 from cdmpp.predictor.scaling import (
     DevicePair,
@@ -24,6 +21,7 @@ from cdmpp.predictor.scaling import (
     fit_scaling,
     predict_rows_scaled,
 )
+from tests.samples.training import make_data, small_config
 
 SPEC = "by_task:seed=0"
 
@@ -47,10 +45,7 @@ def hidden(data):
 
 @pytest.fixture(scope="module")
 def trained(hidden, tmp_path_factory):
-    small = {"dim": 16, "layers": 1, "heads": 2, "ffn_dim": 32, "embedding_dim": 16, "decoder_dim": 32}
-    training = {"learning_rate": 0.01, "threads": 1, "epochs": 12, "patience": 12, "batch_size": 32}
-    config = config_from_dict({"model": small, "train": training, "split": {"spec": SPEC}})
-    torch.set_num_threads(1)
+    config = small_config(SPEC, epochs=12, batch_size=32)
     return train(config, hidden, tmp_path_factory.mktemp("run") / "run")
 
 

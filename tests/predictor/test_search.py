@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +10,16 @@ import numpy as np
 import optuna
 import pytest
 import yaml
-from predictor_synthetic import make_data
 from rich.console import Console
 
 from cdmpp.cli import main
-from cdmpp.cli_search import add_search_arguments, show_search
+from cdmpp.cli.main import _parser
+from cdmpp.cli.render import show_search
 from cdmpp.errors import LabelError, PredictorError
 from cdmpp.predictor import config_from_dict, load_config, train
 from cdmpp.predictor.baselines import CdmppModel, LatencyModel, TaskMedian, make_model
 from cdmpp.predictor.search import SEARCHED_MODELS, own_values, search, search_space, trial_options
+from tests.samples.training import make_data
 
 
 @pytest.fixture(scope="module")
@@ -214,10 +214,9 @@ def test_the_command_goes_on_where_it_stopped(data, tmp_path, monkeypatch, capsy
 
 
 def test_the_command_offers_the_models_that_have_a_space():
-    parser = argparse.ArgumentParser()
-    add_search_arguments(parser)
-    (model,) = [action for action in parser._actions if action.dest == "model"]
-    assert tuple(model.choices) == SEARCHED_MODELS
+    for model in SEARCHED_MODELS:
+        args = ["search", "--trials", "1", "--out", "x", "--model", model]
+        assert _parser("search").parse_args(args).model == model
 
 
 def test_bad_input(data, small, tmp_path):

@@ -6,7 +6,6 @@ import json
 
 import numpy as np
 import pytest
-from predictor_synthetic import make_data
 
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.run import prepare
@@ -20,6 +19,7 @@ from cdmpp.predictor.selection import (
 from cdmpp.predictor.splitting import split_data
 from cdmpp.profiler.profile import read_task_file
 from cdmpp.program.ast import LEAF_FEATURES, CompactAST
+from tests.samples.training import make_data
 
 
 @pytest.fixture(scope="module")

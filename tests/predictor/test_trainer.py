@@ -15,8 +15,8 @@ from cdmpp.predictor.config import config_from_dict
 from cdmpp.predictor.run import prepare
 from cdmpp.predictor.splitting import split_data
 from cdmpp.predictor.trainer import Trainer, learning_rate, pick_device
-from cdmpp.profiler.build import code_key
-from cdmpp.profiler.codegen import CODEGEN_FEATURES
+from cdmpp.program.codegen import CODEGEN_FEATURES
+from cdmpp.program.codegen.compile import code_key
 
 
 @pytest.fixture()

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -46,7 +46,6 @@ def test_training_labels_become_standard(kind):
     assert labels.std() == pytest.approx(1)
 
 
-@settings(max_examples=60, deadline=None)
 @given(values=latency_lists, kind=st.sampled_from(["box-cox", "log"]))
 def test_round_trip_and_order(values, kind):
     transform = fit_transform(kind, values)
@@ -56,7 +55,6 @@ def test_round_trip_and_order(values, kind):
     assert (np.diff(labels[order]) >= -1e-12).all()
 
 
-@settings(max_examples=60, deadline=None)
 @given(values=latency_lists, label=st.floats(-1e6, 1e6), kind=st.sampled_from(["box-cox", "log"]))
 def test_inverse_is_always_a_latency_near_the_training_range(values, label, kind):
     transform = fit_transform(kind, values)

@@ -8,12 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from predictor_synthetic import make_ast, make_data, make_device
 
 from cdmpp.errors import PredictorError
-from cdmpp.predictor import Predictor, config_from_dict, evaluate, train
+from cdmpp.predictor import Predictor, evaluate, train
 from cdmpp.predictor.familiarity import QUANTILE
 from cdmpp.predictor.scoring import predict_rows
 from cdmpp.predictor.uncertainty import (
@@ -25,6 +24,7 @@ from cdmpp.predictor.uncertainty import (
     calibrated,
     interval_metrics,
 )
+from tests.samples.training import make_ast, make_data, make_device, small_config
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,6 @@ def test_equal_groups_with_one_record_are_records():
 
 
 @given(st.integers(0, 2**31), st.sampled_from([0.5, 0.8, 0.9]), st.sampled_from([1.0, 0.2]))
-@settings(max_examples=10, deadline=None)
 def test_new_tasks_are_covered(seed, coverage, within):
     """Tasks of 1 to 20 records that share a task's error: a record of a new task is covered often enough."""
     rng = np.random.default_rng(seed)
@@ -152,20 +151,7 @@ def test_calibration_errors():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    config = config_from_dict(
-        {
-            "model": {
-                "dim": 8,
-                "layers": 1,
-                "heads": 2,
-                "ffn_dim": 16,
-                "embedding_dim": 8,
-                "decoder_dim": 16,
-            },
-            "train": {"epochs": 2, "patience": 2, "learning_rate": 0.01, "threads": 1},
-            "split": {"spec": "by_task:test=0.3;valid=0.4;seed=0"},
-        }
-    )
+    config = small_config("by_task:test=0.3;valid=0.4;seed=0", epochs=2)
     return train(config, make_data(n_tasks=40, per_task=6), tmp_path_factory.mktemp("run"))
 
 

@@ -13,7 +13,7 @@ import pytest
 from cdmpp.errors import BundleError
 from cdmpp.profiler.bundle import read_bundle, write_bundle
 from cdmpp.profiler.cuda_check import summarise_outputs
-from tests.profiler.fake_gpu import toy_bundle
+from tests.samples.gpu import toy_bundle
 
 
 def test_a_bundle_reads_back_as_written(tmp_path: Path) -> None:

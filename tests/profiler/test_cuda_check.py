@@ -15,7 +15,7 @@ from cdmpp.profiler.cuda_check import (
     summarise_outputs,
     task_reference,
 )
-from tests.profiler.programs import matmul_task
+from tests.samples.programs import matmul_task
 
 
 def summary(values: NDArray[np.float64]) -> object:

@@ -21,7 +21,7 @@ from cdmpp.profiler.cuda_limits import (
     resource_fault,
     shape_fault,
 )
-from tests.profiler.fake_gpu import toy_program
+from tests.samples.gpu import toy_program
 
 LOG = """
 ptxas info    : 0 bytes gmem

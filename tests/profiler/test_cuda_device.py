@@ -17,7 +17,7 @@ from cdmpp.profiler.cuda_limits import KernelShape
 from cdmpp.profiler.cuda_program import CudaProgram
 from cdmpp.profiler.cuda_sampling import GpuWorkerConfig, MeasureJob
 from cdmpp.profiler.statistics import SamplingPlan
-from tests.profiler.fake_gpu import toy_program
+from tests.samples.gpu import toy_program
 
 pytestmark = pytest.mark.cuda
 CUPY = "cdmpp.profiler.cuda_cupy:CupyGpu"

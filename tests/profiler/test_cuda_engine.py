@@ -16,14 +16,13 @@ from cdmpp.profiler.cuda_compile import find_nvcc
 from cdmpp.profiler.cuda_engine import CudaEngine, GpuEngineConfig, GpuOutcome
 from cdmpp.profiler.cuda_sampling import GpuWorkerConfig, MeasureJob
 from cdmpp.profiler.statistics import SamplingPlan
-from tests.profiler.fake_gpu import toy_bundle
+from tests.samples.gpu import FAKE_GPU, toy_bundle
 
-FAKE = "tests.profiler.fake_gpu:FakeGpu"
 PLAN = SamplingPlan(min_sample_s=0.001, min_samples=2, max_samples=4, max_measure_s=0.2)
 
 
 def config_of(script: Mapping[str, Any] | None = None, **arguments: Any) -> GpuEngineConfig:
-    worker = GpuWorkerConfig(FAKE, {"script": script or {}, **arguments}, PLAN, run_timeout_s=0.1)
+    worker = GpuWorkerConfig(FAKE_GPU, {"script": script or {}, **arguments}, PLAN, run_timeout_s=0.1)
     return GpuEngineConfig(worker, "sm_90", compilers=1, hang_s=2.0, window=8)
 
 

@@ -19,8 +19,8 @@ from cdmpp.profiler.cuda_limits import shape_fault
 from cdmpp.profiler.cuda_lowering import CudaLowering
 from cdmpp.profiler.cuda_program import CudaProgram
 from cdmpp.program.space import Rebuilder, TaskSpaces
-from tests.profiler.fake_gpu import toy_program
-from tests.profiler.programs import matmul_task, te_task
+from tests.samples.gpu import toy_program
+from tests.samples.programs import matmul_task, te_task
 
 TARGET = {
     "kind": "cuda",

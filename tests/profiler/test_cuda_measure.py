@@ -18,7 +18,7 @@ from cdmpp.profiler.bundle import write_bundle
 from cdmpp.profiler.cuda_calibration import possible_degree
 from cdmpp.profiler.cuda_measure import MeasureConfig, measure, share_of
 from cdmpp.profiler.statistics import SamplingPlan
-from tests.profiler.fake_gpu import FakeGpu, toy_bundle, toy_program
+from tests.samples.gpu import FAKE_GPU, FakeGpu, toy_bundle, toy_program
 
 PLAN = SamplingPlan(min_sample_s=0.001, min_samples=2, max_samples=4, max_measure_s=0.2)
 
@@ -31,7 +31,7 @@ def config_of(script: dict[str, Any] | None = None, **changes: Any) -> MeasureCo
         run_timeout_s=0.2,
         hang_s=5.0,
         compilers=1,
-        gpu="tests.profiler.fake_gpu:FakeGpu",
+        gpu=FAKE_GPU,
         gpu_arguments=arguments,
     )
     return replace(config, **changes)
@@ -77,12 +77,14 @@ def test_a_limit_is_even_over_the_tasks(tmp_path: Path) -> None:
 
 def test_shares_are_devices_of_their_own(tmp_path: Path) -> None:
     bundle = toy_bundle(4)
-    measure(bundle, out=tmp_path / "d", config=config_of())
-    report = measure(bundle, out=tmp_path / "d", device="h200@0.5", config=config_of())
+    measure(bundle, out=tmp_path / "whole", config=config_of())
+    report = measure(bundle, out=tmp_path / "half", device="h200@0.5", config=config_of())
     assert report.device == "h200@0.5" and report.facts.share_sms == 64
-    assert Dataset.open(tmp_path / "d").meta["devices"]["h200@0.5"]["cores_used"] == 64
-    records = Dataset.open(tmp_path / "d").records
-    assert records["device"].value_counts().to_dict() == {"h200": 4, "h200@0.5": 4}
+    dataset = Dataset.open(tmp_path / "half")
+    assert dataset.meta["devices"]["h200@0.5"]["cores_used"] == 64
+    assert dataset.records["device"].value_counts().to_dict() == {"h200@0.5": 4}
+    with pytest.raises(DatasetError, match=r"choose another folder for those of h200@0\.5"):
+        measure(bundle, out=tmp_path / "whole", device="h200@0.5", config=config_of())
 
 
 @pytest.mark.parametrize("device", ["a100", "h200@0", "h200@2", "h200@half"])
@@ -176,7 +178,7 @@ class Refuse:
         if name.split(".")[0] in ("tvm", "tvm_ffi", "torch", "pydantic", "yaml", "sklearn", "cupy", "cuda"):
             raise ImportError(name + " is not for the measuring machine")
 sys.meta_path.insert(0, Refuse())
-import cdmpp.cli_measure
+import cdmpp.cli.measure
 from cdmpp.profiler.cuda_measure import measure
 from tests.profiler.test_cuda_measure import config_of
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from cdmpp.profiler.bundle import Bundle
 from cdmpp.profiler.cuda_gpu import GpuFault
 from cdmpp.profiler.cuda_sampling import GpuMeasured, GpuWorkerConfig, MeasureJob, Measurer, Running
 from cdmpp.profiler.statistics import SamplingPlan
-from tests.profiler.fake_gpu import FakeGpu, no_reference, toy_bundle
+from tests.samples.gpu import FakeGpu, no_reference, toy_bundle
 
 PLAN = SamplingPlan(min_sample_s=0.001, min_samples=4, max_samples=8, target_noise=0.01, max_measure_s=1.0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -14,12 +15,12 @@ import numpy as np
 import pytest
 
 from cdmpp.errors import ProfilerError
-from cdmpp.profiler.build import BuildJob, ObjectCache
+from cdmpp.profiler.build import BuildJob
 from cdmpp.profiler.calibration import core_groups
 from cdmpp.profiler.engine import CpuEngine, EngineConfig, Outcome
-from cdmpp.profiler.machine import usable_cores
-from cdmpp.profiler.statistics import SamplingPlan
-from tests.profiler.programs import (
+from cdmpp.program.codegen.compile import ObjectCache
+from tests.samples.programs import (
+    QUICK_ENGINE,
     TARGET,
     as_it_is,
     endless_task,
@@ -29,18 +30,8 @@ from tests.profiler.programs import (
     slow_build_task,
 )
 
-QUICK = EngineConfig(
-    target=TARGET,
-    core_groups=core_groups(usable_cores(), 1, 1),
-    builders=1,
-    batch_size=4,
-    plan=SamplingPlan(min_sample_s=0.0005, min_samples=2, max_samples=4),
-    run_timeout_s=1.0,
-    loading_s=2.0,
-)
 
-
-def measure(jobs: list[BuildJob], config: EngineConfig = QUICK) -> dict[str, Outcome]:
+def measure(jobs: list[BuildJob], config: EngineConfig = QUICK_ENGINE) -> dict[str, Outcome]:
     with CpuEngine(config) as engine:
         outcomes = list(engine.run(iter(jobs)))
     assert len(outcomes) == len(jobs), "every job has one outcome"
@@ -82,8 +73,8 @@ def test_a_program_that_runs_too_long_is_ended() -> None:
 
 
 def test_a_build_that_hangs_is_ended_and_its_process_is_gone() -> None:
-    bad, good = as_it_is(slow_build_task()), sampled(matmul_task(), 2)
-    config = replace(QUICK, build_timeout_s=1.0)
+    bad, good = as_it_is(slow_build_task(10000)), sampled(matmul_task(), 2)
+    config = replace(QUICK_ENGINE, build_timeout_s=1.0)
     with CpuEngine(config) as engine:
         hung = engine._builders[0].pid
         outcomes = {o.job.program.hash: o for o in engine.run(iter([bad, *good]))}
@@ -95,7 +86,7 @@ def test_a_build_that_hangs_is_ended_and_its_process_is_gone() -> None:
 @pytest.mark.parametrize("kind", ["_builders", "_runners"])
 def test_a_worker_killed_from_outside_loses_nothing(kind: str) -> None:
     jobs = sampled(matmul_task(), 8)
-    with CpuEngine(QUICK) as engine:
+    with CpuEngine(QUICK_ENGINE) as engine:
         run = engine.run(iter(jobs))
         outcomes = [next(run)]
         os.kill(getattr(engine, kind)[0].pid, signal.SIGKILL)
@@ -113,7 +104,7 @@ def test_a_program_that_does_not_replay_is_invalid() -> None:
 
 
 def test_workers_and_files_are_gone_afterwards() -> None:
-    with CpuEngine(QUICK) as engine:
+    with CpuEngine(QUICK_ENGINE) as engine:
         list(engine.run(iter(sampled(matmul_task(), 1))))
         pids = [w.pid for w in [*engine._builders, *engine._runners]]
         folder = engine._folder
@@ -136,7 +127,7 @@ def test_waiting_for_outcomes_does_not_end_the_run() -> None:
             yield None
         yield jobs[1]
 
-    with CpuEngine(QUICK) as engine:
+    with CpuEngine(QUICK_ENGINE) as engine:
         for outcome in engine.run(source()):
             seen.append(outcome)
     assert [o.job.program.hash for o in seen] == [j.program.hash for j in jobs]
@@ -156,14 +147,14 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_one_clear_error(tiny_disk: Path) -> None:
     (tiny_disk / "ballast").write_bytes(b"x" * 1_400_000)
     jobs = sampled(matmul_task(), 16)
-    config = replace(QUICK, work_dir=str(tiny_disk), batch_size=16)
+    config = replace(QUICK_ENGINE, work_dir=str(tiny_disk), batch_size=16)
     with pytest.raises(ProfilerError, match="no space left"), CpuEngine(config) as engine:
         list(engine.run(iter(jobs)))
 
 
 def test_object_cache_serves_what_was_built_before(tmp_path: Path) -> None:
     jobs = sampled(matmul_task(), 2)
-    config = replace(QUICK, object_cache=str(tmp_path))
+    config = replace(QUICK_ENGINE, object_cache=str(tmp_path))
     measure(jobs, config)
     kept = sorted(tmp_path.glob("*/*.so"))
     assert len(kept) == 2
@@ -171,9 +162,7 @@ def test_object_cache_serves_what_was_built_before(tmp_path: Path) -> None:
     # Another number of cores is the same code.
     measure(jobs, replace(config, target={**TARGET, "num-cores": 2}))
     assert [k.stat().st_mtime_ns for k in kept] == stamps
-    assert not ObjectCache(str(tmp_path), {**TARGET, "mcpu": "haswell"}).fetch(
-        jobs[0].program.hash, tmp_path / "other.so"
-    )
+    assert ObjectCache(str(tmp_path), {**TARGET, "mcpu": "haswell"}).find(jobs[0].program.hash) is None
 
 
 def test_core_groups_are_disjoint_and_refused_where_there_are_too_few() -> None:
@@ -186,14 +175,17 @@ def test_core_groups_are_disjoint_and_refused_where_there_are_too_few() -> None:
 
 
 def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "job").write_bytes(pickle.dumps(as_it_is(matmul_task())))
     script = tmp_path / "script.py"
     script.write_text(
-        "import cdmpp\n"
-        "from cdmpp.profiler.profile import ProfileConfig\n"
-        "config = ProfileConfig(programs_per_task=1, workers=1)\n"
-        f"cdmpp.profile(['mlp'], device='this-cpu@1', out={str(tmp_path / 'out')!r}, config=config)\n"
+        "import pickle\n"
+        "from pathlib import Path\n"
+        "from cdmpp.profiler.engine import CpuEngine\n"
+        "from tests.samples.programs import QUICK_ENGINE\n"
+        f"with CpuEngine(QUICK_ENGINE, pickle.loads(Path({str(tmp_path / 'job')!r}).read_bytes())):\n"
+        "    pass\n"
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     assert done.returncode != 0
     assert 'if __name__ == "__main__"' in done.stderr.strip().splitlines()[-1]
 

@@ -7,36 +7,25 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from cdmpp.cli import main
 from cdmpp.dataset import Dataset
 from cdmpp.device import get_device
+from cdmpp.device.detect import machine_facts
 from cdmpp.errors import DatasetError, ProfilerError, UnknownDeviceError
 from cdmpp.profiler.engine import Outcome
 from cdmpp.profiler.plan import ReplayPlan, TaskPlan
-from cdmpp.profiler.profile import ProfileConfig, Progress, profile, read_task_file
-from cdmpp.profiler.statistics import SamplingPlan
-from tests.profiler.programs import matmul_task
+from cdmpp.profiler.profile import Progress, profile, read_task_file
+from tests.samples.programs import QUICK_PROFILE, matmul_task
 
-QUICK = ProfileConfig(
-    programs_per_task=8,
-    workers=1,
-    builders=1,
-    plan=SamplingPlan(min_sample_s=0.0005, min_samples=2, max_samples=4),
-)
-
-
-@pytest.fixture(scope="module")
-def mlp(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A profiled MLP."""
-    out = tmp_path_factory.mktemp("mlp") / "data"
-    report = profile(["mlp"], out=out, config=QUICK)
-    assert report.ok == report.new > 10
-    return out
+pytestmark = pytest.mark.usefixtures("real_machine")
 
 
 def test_records_name_device_origin_and_session(mlp: Path) -> None:
@@ -46,7 +35,8 @@ def test_records_name_device_origin_and_session(mlp: Path) -> None:
     assert set(records["device"]) == {get_device("this-cpu@1").name}
     assert {"random", "search"} <= set(records["origin"])
     session = dataset.meta["sessions"][0]
-    assert session["machine"]["model"] == get_device("this-cpu").model
+    for fact in ("vendor_id", "model_name", "family", "model"):
+        assert session["machine"][fact] == machine_facts()[fact]
     assert session["versions"]["apache-tvm"]
     assert session["cache"] == "warm"
     assert records["noise"].notna().all()
@@ -54,7 +44,7 @@ def test_records_name_device_origin_and_session(mlp: Path) -> None:
 
 def test_resume_measures_nothing_twice(mlp: Path) -> None:
     before = Dataset.open(mlp).records
-    report = profile(["mlp"], out=mlp, config=QUICK, resume=True)
+    report = profile(["mlp"], out=mlp, config=QUICK_PROFILE, resume=True)
     assert report.new == 0
     after = Dataset.open(mlp).records
     assert len(after) == len(before)
@@ -63,11 +53,11 @@ def test_resume_measures_nothing_twice(mlp: Path) -> None:
 
 def test_an_existing_dataset_is_not_touched_without_resume(mlp: Path) -> None:
     with pytest.raises(DatasetError, match="--resume"):
-        profile(["mlp"], out=mlp, config=QUICK)
+        profile(["mlp"], out=mlp, config=QUICK_PROFILE)
 
 
 def test_tasks_as_they_are(mlp: Path, tmp_path: Path) -> None:
-    config = ProfileConfig(**{**QUICK.__dict__, "unscheduled": True})
+    config = replace(QUICK_PROFILE, unscheduled=True)
     report = profile(["mlp"], out=tmp_path / "d", config=config)
     dataset = Dataset.open(tmp_path / "d")
     assert report.ok == len(dataset.records) == len(dataset.tasks)
@@ -85,7 +75,7 @@ def test_tasks_as_they_are(mlp: Path, tmp_path: Path) -> None:
 
 
 def test_the_same_programs_on_another_device(mlp: Path, tmp_path: Path) -> None:
-    config = ProfileConfig(**{**QUICK.__dict__, "limit": 6})
+    config = replace(QUICK_PROFILE, limit=6)
     report = profile(device="this-cpu.x86-64-v2@1", programs_of=mlp, out=tmp_path / "v2", config=config)
     records = Dataset.open(tmp_path / "v2").records
     assert report.ok == len(records) == 6
@@ -106,29 +96,29 @@ def test_the_same_programs_on_another_device(mlp: Path, tmp_path: Path) -> None:
         )
 
 
-def test_kill_9_loses_at_most_what_was_in_flight(tmp_path: Path) -> None:
-    out = tmp_path / "data"
-    command = [sys.executable, "-m", "cdmpp", "profile", "mlp", "--workers", "1", "--programs-per-task", "24"]
-    process = subprocess.Popen(
-        [*command, "--out", str(out)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-    )
-    journal = out / "records.jsonl"
+def wait_for_records(out: Path, process: subprocess.Popen[str] | None = None) -> None:
+    """Until there are five."""
     deadline = time.monotonic() + 120
-    while not (journal.exists() and journal.read_bytes().count(b"\n") >= 5):
-        assert process.poll() is None and time.monotonic() < deadline, "profiling did not get going"
+    while not ((out / "meta.json").exists() and len(Dataset.open(out).records) >= 5):
+        alive = process is None or process.poll() is None
+        assert alive and time.monotonic() < deadline, "profiling did not get going"
         time.sleep(0.05)
-    os.kill(process.pid, signal.SIGKILL)
+
+
+def test_kill_9_loses_at_most_what_was_in_flight(mlp: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "cdmpp", "profile", "--programs-of", str(mlp), "--workers", "1"]
+    process = subprocess.Popen([*command, "--out", str(tmp_path)], stderr=subprocess.DEVNULL, text=True)
+    wait_for_records(tmp_path, process)
+    process.kill()
     process.wait()
-    kept = len(Dataset.open(out).records)
-    assert kept >= 5
+    kept = set(Dataset.open(tmp_path).records["program"])
+    assert len(kept) >= 5
     time.sleep(0.5)
     assert not _children_of(process.pid), "workers outlived their parent"
-    first = set(Dataset.open(out).records["program"])
-    subprocess.run([*command, "--out", str(out), "--resume"], check=True, capture_output=True)
-    records = Dataset.open(out).records
-    assert first <= set(records["program"])
+    profile(programs_of=mlp, out=tmp_path, config=replace(QUICK_PROFILE, limit=12), resume=True)
+    records = Dataset.open(tmp_path).records
+    assert kept < set(records["program"])
     assert not records.duplicated(["program", "device"]).any(), "nothing is measured twice"
-    assert len(records) > kept
 
 
 def _children_of(pid: int) -> list[str]:
@@ -144,29 +134,32 @@ def _children_of(pid: int) -> list[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, number: int) -> None:
-    out = tmp_path / "data"
-    command = [sys.executable, "-m", "cdmpp", "profile", "mlp", "--workers", "1", "--programs-per-task", "64"]
-    process = subprocess.Popen([*command, "--out", str(out)], stderr=subprocess.PIPE, text=True)
-    journal = out / "records.jsonl"
-    deadline = time.monotonic() + 120
-    while not (journal.exists() and journal.read_bytes().count(b"\n") >= 5):
-        assert process.poll() is None and time.monotonic() < deadline, "profiling did not get going"
-        time.sleep(0.05)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+def test_ctrl_c_keeps_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    def interrupt() -> None:
+        wait_for_records(tmp_path)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=interrupt).start()
+    options = ("--programs-per-task", "3", "--workers", "1", "--out", str(tmp_path))
+    assert main(["profile", "mlp", *options]) == 130
+    err = capsys.readouterr().err
     assert "interrupted" in err and "Traceback" not in err
-    assert len(Dataset.open(out).records) >= 5
+    kept = set(Dataset.open(tmp_path).records["program"])
+    assert len(kept) >= 5
+    profile(["mlp"], out=tmp_path, config=replace(QUICK_PROFILE, programs_per_task=3), resume=True)
+    records = Dataset.open(tmp_path).records
+    assert kept < set(records["program"]) and records["program"].is_unique
 
 
 def test_devices_that_are_not_here_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ProfilerError, match="those of another"):
-        profile(["mlp"], device="h200", out=tmp_path / "a", config=QUICK)
-    with pytest.raises(UnknownDeviceError, match="it has"):
-        profile(["mlp"], device="this-cpu@4096", out=tmp_path / "b", config=QUICK)
+        profile(["mlp"], device="h200", out=tmp_path / "a", config=QUICK_PROFILE)
+    with pytest.raises(UnknownDeviceError, match=r"has \d+ cores"):
+        profile(["mlp"], device="this-cpu@4096", out=tmp_path / "b", config=QUICK_PROFILE)
     with pytest.raises(UnknownDeviceError, match="h200"):
-        profile(["mlp"], device="h2000", out=tmp_path / "c", config=QUICK)
+        profile(["mlp"], device="h2000", out=tmp_path / "c", config=QUICK_PROFILE)
 
 
 def test_task_files(tmp_path: Path) -> None:

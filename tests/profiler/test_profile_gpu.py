@@ -17,13 +17,13 @@ from cdmpp.profiler.bundle import write_bundle
 from cdmpp.profiler.cuda_measure import MeasureConfig
 from cdmpp.profiler.profile_gpu import BUNDLE_FILE, check_gpu, profile_gpu
 from cdmpp.profiler.statistics import SamplingPlan
-from tests.profiler.fake_gpu import toy_bundle
+from tests.samples.gpu import FAKE_GPU, toy_bundle
 
 CONFIG = MeasureConfig(
     degree=1,
     plan=SamplingPlan(min_sample_s=0.001, min_samples=2, max_samples=4, max_measure_s=0.2),
     compilers=1,
-    gpu="tests.profiler.fake_gpu:FakeGpu",
+    gpu=FAKE_GPU,
     gpu_arguments={"script": {}},
 )
 

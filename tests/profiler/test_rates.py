@@ -66,6 +66,7 @@ def test_a_device_that_is_not_in_the_table_becomes_a_row() -> None:
     assert found.row.peak_gflops == {"float32": 1000.0}
 
 
+@pytest.mark.usefixtures("real_machine")
 def test_the_command_line_measures_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

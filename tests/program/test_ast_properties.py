@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cdmpp.program.ast import AstBuilder, CompactAST, compact_ast
-from tests.program.ast_programs import CHAIN, CONV, CUDA, GATHER, MATMUL, PREDICATED, parse
-
-pytestmark = pytest.mark.usefixtures("reading")
+from cdmpp.program.ast import CompactAST, compact_ast, compact_asts
+from tests.samples.scripts import CHAIN, CONV, CUDA, GATHER, MATMUL, PREDICATED, parse
 
 PROGRAMS = {
     "matmul": MATMUL, "conv": CONV, "chain": CHAIN, "predicated": PREDICATED, "cuda": CUDA, "gather": GATHER,
@@ -64,7 +62,6 @@ def identifiers(text: str) -> list[str]:
     return sorted(bound)
 
 
-@settings(max_examples=12, deadline=None)
 @given(st.sampled_from(sorted(PROGRAMS)), st.randoms(use_true_random=False))
 def test_names_change_nothing(name: str, random: Any) -> None:
     text = PROGRAMS[name]
@@ -107,7 +104,6 @@ def schedule(data: st.DataObject) -> Any:
     return sch.mod
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_the_loops_of_every_leaf_cover_its_domain(data: st.DataObject) -> None:
     tree = compact_ast(schedule(data))
@@ -131,7 +127,6 @@ def test_the_loops_of_every_leaf_cover_its_domain(data: st.DataObject) -> None:
     assert (tree.column("mem_instructions_64b") <= tree.column("mem_instructions_16b") + 1e-3).all()
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_splitting_a_loop_changes_the_ast(data: st.DataObject) -> None:
     import tvm
@@ -166,7 +161,7 @@ def test_imperfect_splits_count_their_extra_iterations() -> None:
     assert tree.column("predicated").tolist() == [0, 0, 1]
 
 
-@settings(max_examples=40, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(derandomize=True)
 @given(st.data())
 def test_footprints_equal_a_count_of_the_elements(data: st.DataObject) -> None:
     """Distinct elements and cache lines of an affine access, counted one by one."""
@@ -227,7 +222,7 @@ def sampled() -> list[Any]:
 
 
 def test_metaschedule_programs(sampled: list[Any]) -> None:
-    asts = AstBuilder().build(sampled)
+    asts = compact_asts(sampled)
     distinct = {tree.leaves.tobytes() for tree in asts}
     assert len(distinct) > 0.8 * len(asts)
     for tree in asts:
@@ -243,16 +238,6 @@ def test_metaschedule_programs(sampled: list[Any]) -> None:
 
 
 def test_one_by_one_equals_together(sampled: list[Any]) -> None:
-    together = AstBuilder().build(sampled)
+    together = compact_asts(sampled)
     for func, tree in zip(sampled, together, strict=True):
         assert same(compact_ast(func), tree)
-
-
-def test_the_walk_reuses_analyses_between_programs_of_a_task(sampled: list[Any]) -> None:
-    builder = AstBuilder(native=False)
-    builder.build(sampled[:12])
-    assert builder._walker is not None
-    known = len(builder._walker.bodies)
-    leaves = sum(tree.n_leaves for tree in builder.build(sampled[:12]))
-    assert len(builder._walker.bodies) == known
-    assert known < leaves

@@ -7,13 +7,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cdmpp.errors import DatasetError, FeatureMismatchError
-from cdmpp.program import ast_store
-from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURES, CompactAST
-from cdmpp.program.ast_store import load_asts, save_asts, stored_feature_set
+from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURES, CompactAST, store
+from cdmpp.program.ast.store import load_asts, save_asts, stored_feature_set
 
 
 def make(leaves: int, seed: int) -> CompactAST:
@@ -35,7 +34,6 @@ def assert_same(a: dict[str, CompactAST], b: dict[str, CompactAST]) -> None:
         assert b[program].positions.dtype == np.int32
 
 
-@settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(1, 9), max_size=12), st.integers(0, 1000))
 def test_round_trip(tmp_path_factory: pytest.TempPathFactory, sizes: list[int], seed: int) -> None:
     asts = {f"{i * 7919 + seed:016x}": make(n, seed + i) for i, n in enumerate(sizes)}
@@ -58,7 +56,7 @@ def test_like_programs_take_little_room(tmp_path: Path) -> None:
 
 def test_another_feature_set_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "asts.parquet"
-    monkeypatch.setattr(ast_store, "FEATURE_SET", "ast0-deadbeef")
+    monkeypatch.setattr(store, "FEATURE_SET", "ast0-deadbeef")
     save_asts(path, {"a": make(2, 0)})
     monkeypatch.undo()
     with pytest.raises(FeatureMismatchError, match="ast0-deadbeef"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +11,7 @@ from cdmpp.errors import ProgramError
 from cdmpp.program.space import Rebuilder, TaskSpaces, rebuild, sample_programs, unscheduled
 from cdmpp.program.tvm_env import structural_hash
 from cdmpp.program.types import Task
-from tests.profiler.programs import matmul_task, te_task
+from tests.samples.programs import matmul_task, te_task
 
 
 @pytest.fixture(scope="module")
@@ -38,16 +36,6 @@ def test_the_seed_decides_and_exclusion_works(spaces: TaskSpaces) -> None:
     assert [p.hash for p in spaces.sample(8, seed=1)] == [p.hash for p in first]
     others = spaces.sample(8, seed=1, exclude={p.hash for p in first})
     assert {p.hash for p in others}.isdisjoint(p.hash for p in first)
-
-
-def test_sampling_is_the_same_in_another_process(spaces: TaskSpaces) -> None:
-    code = (
-        "from tests.profiler.programs import matmul_task\n"
-        "from cdmpp.program.space import TaskSpaces\n"
-        "print(*[p.hash for p in TaskSpaces(matmul_task(64)).sample(4, seed=3)])"
-    )
-    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert out.split() == [p.hash for p in spaces.sample(4, seed=3)]
 
 
 def test_mutants_are_new_programs_of_the_same_spaces(spaces: TaskSpaces) -> None:

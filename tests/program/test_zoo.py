@@ -78,6 +78,8 @@ def test_networks_run(name: str) -> None:
 
 
 def test_parameter_counts_are_the_published_ones() -> None:
+    import torch
+
     published = {
         "alexnet": 61.10e6,
         "resnet18": 11.69e6,
@@ -92,7 +94,8 @@ def test_parameter_counts_are_the_published_ones() -> None:
         "mobilevit_xxs": 1.27e6,
     }
     for name, expected in published.items():
-        count = sum(parameter.numel() for parameter in zoo_entry(name).build().parameters())
+        with torch.device("meta"):
+            count = sum(parameter.numel() for parameter in zoo_entry(name).build().parameters())
         assert count == pytest.approx(expected, rel=0.005), name
 
 
@@ -104,5 +107,5 @@ def test_shipped_counts_cover_the_zoo() -> None:
 
 
 def test_shipped_counts_are_those_of_the_extraction() -> None:
-    names = ["mlp", "gcn", "lstm", "espcn"]
+    names = ["mlp", "gcn"]
     assert count_tasks(names) == {name: task_counts()[name] for name in names}

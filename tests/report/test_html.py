@@ -11,15 +11,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from predictor_synthetic import make_data
 
 from cdmpp.cli import main
+from cdmpp.dataset.record import seconds_text
 from cdmpp.errors import CdmppError, PredictorError
 from cdmpp.predictor import config_from_dict, evaluate, train
 from cdmpp.predictor.data import subset
 from cdmpp.program.types import Task
-from cdmpp.report.content import RunReport, collect_report, latency_decade, seconds_text
+from cdmpp.report.content import RunReport, collect_report, latency_decade
 from cdmpp.report.html import report_html, write_report
+from tests.samples.training import make_data
 
 HOSTILE = "<script>alert('net')</script> & co"
 

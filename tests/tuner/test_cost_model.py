@@ -8,25 +8,27 @@ from typing import Any
 
 import numpy as np
 import pytest
-from predictor_synthetic import make_device
 
 import cdmpp
 from cdmpp.errors import UnknownDeviceError
+from cdmpp.predictor.run import TrainResult
 from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.tuner import CostModel, Measurer, builder_and_runner
 from cdmpp.tuner.candidates import TaskTuner
-from tests.profiler.programs import matmul_task
-from tests.tuner.tuner_samples import SEARCH, FakeEngine, made_up_latency_s, tiny_predictor
+from tests.samples.programs import matmul_task
+from tests.samples.training import make_device
+from tests.samples.tuning import SEARCH, FakeEngine, made_up_latency_s
 
 tvm = import_tvm()
 
 from tvm.s_tir import meta_schedule as ms  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("on_zen3")
 LLVM = {"kind": "llvm", "num-cores": 1}
 
 
 @pytest.fixture(scope="module")
-def context_and_candidates() -> tuple[Any, list[Any]]:
+def context_and_candidates(on_zen3: None) -> tuple[Any, list[Any]]:
     tuner = TaskTuner(matmul_task(48), cdmpp.get_device("this-cpu@1"), SEARCH, 1)
     tuner.start(ms.database.MemoryDatabase(), ms.cost_model.RandomModel(), 12)
     return tuner.context, [c.measure for c in tuner.propose() or ()]
@@ -39,9 +41,11 @@ def results(latencies: list[float | None]) -> list[Any]:
     ]
 
 
-def test_scores_are_throughputs_of_predicted_seconds(context_and_candidates: tuple[Any, list[Any]]) -> None:
+def test_scores_are_throughputs_of_predicted_seconds(
+    context_and_candidates: tuple[Any, list[Any]], trained: TrainResult
+) -> None:
     context, candidates = context_and_candidates
-    predictor = tiny_predictor()
+    predictor = trained.predictor
     model = CostModel(predictor, make_device("slow", 1000.0))
     assert isinstance(model, ms.CostModel)
     seconds = predictor.predict([c.sch.mod for c in candidates], "slow")

@@ -14,8 +14,10 @@ from cdmpp.device import get_device
 from cdmpp.tuner.measure import Measurer, energy_meter
 from cdmpp.tuner.results import TuneReport, summary_lines
 from cdmpp.tuner.tuning import tune_tasks
-from tests.profiler.programs import matmul_task
-from tests.tuner.tuner_samples import FakeEngine, tune_config
+from tests.samples.programs import matmul_task
+from tests.samples.tuning import FakeEngine, tune_config
+
+pytestmark = pytest.mark.usefixtures("on_zen3")
 
 
 def domain(powercap: Path, folder: str, name: str, energy_uj: int, range_uj: int = 1_000_000) -> Path:

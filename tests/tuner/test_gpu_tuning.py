@@ -30,8 +30,8 @@ from cdmpp.tuner.results import TuneReport
 from cdmpp.tuner.store import DATASET_FOLDER, json_database
 from cdmpp.tuner.tuning import tune_tasks
 from cdmpp.tuner.workers import worker_cores
-from tests.profiler.programs import matmul_task
-from tests.tuner.tuning_gpu import PATH, fails, made_up_latency_s
+from tests.samples.gpu import TUNING_GPU, fails, gpu_latency_s
+from tests.samples.programs import matmul_task
 
 PLAN = SamplingPlan(min_sample_s=0.001, min_samples=2, max_samples=4, max_measure_s=0.2)
 
@@ -46,7 +46,7 @@ def compiler() -> None:
 
 def gpu_config(trials: int, failing: bool = False, **options: Any) -> TuneConfig:
     settings: dict[str, Any] = {
-        "gpu": PATH,
+        "gpu": TUNING_GPU,
         "gpu_arguments": {"failing": failing},
         "cost_model": "random",
         "plan": PLAN,
@@ -79,13 +79,13 @@ def drawn(n: int, verify: bool = True, size: int = 64) -> list[BuildJob]:
 
 def test_what_the_limits_exclude_is_not_built() -> None:
     jobs = drawn(8, verify=False, size=512)
-    outcomes = measure(GpuConfig(get_device("h200"), gpu=PATH, plan=PLAN, builders=2), jobs)
+    outcomes = measure(GpuConfig(get_device("h200"), gpu=TUNING_GPU, plan=PLAN, builders=2), jobs)
     assert set(outcomes) == {job.program.hash for job in jobs}
     statuses = Counter(outcome.status for outcome in outcomes.values())
     assert {"ok", "invalid_config"} <= set(statuses) <= {"ok", "invalid_config", "build_error"}, statuses
     for digest, outcome in outcomes.items():
         if outcome.status == "ok":
-            assert outcome.latency_s == pytest.approx(made_up_latency_s(digest), rel=0.01)
+            assert outcome.latency_s == pytest.approx(gpu_latency_s(digest), rel=0.01)
             assert outcome.meta["sms"] == 132 and outcome.meta["resources"]["main_kernel"]["registers"] > 0
         elif outcome.status == "invalid_config":
             assert outcome.error.startswith(("threads: ", "shared: ")), outcome.error
@@ -93,19 +93,19 @@ def test_what_the_limits_exclude_is_not_built() -> None:
 
 
 def test_a_build_that_takes_too_long_is_ended() -> None:
-    config = GpuConfig(get_device("h200"), gpu=PATH, plan=PLAN, builders=1, build_timeout_s=1e-9)
+    config = GpuConfig(get_device("h200"), gpu=TUNING_GPU, plan=PLAN, builders=1, build_timeout_s=1e-9)
     outcomes = measure(config, drawn(2))
     assert [outcome.status for outcome in outcomes.values()] == ["build_timeout"] * 2
 
 
 def test_programs_side_by_side_have_partitions_of_their_own() -> None:
-    config = GpuConfig(get_device("h200@0.25"), degree=4, gpu=PATH, plan=PLAN, builders=2)
-    outcomes = measure(config, drawn(6))
+    config = GpuConfig(get_device("h200@0.25"), degree=4, gpu=TUNING_GPU, plan=PLAN, builders=2)
+    outcomes = measure(config, drawn(4))
     assert {(o.status, o.meta["workers"], o.meta["sms"]) for o in outcomes.values()} == {("ok", 4, 32)}
 
 
 def test_another_gpu_is_refused() -> None:
-    config = GpuConfig(get_device("h200"), gpu=PATH, gpu_arguments={"name": "Tesla T4"})
+    config = GpuConfig(get_device("h200"), gpu=TUNING_GPU, gpu_arguments={"name": "Tesla T4"})
     with pytest.raises(ProfilerError, match=r"h200 is a NVIDIA H200 \(sm_90\), and this is a Tesla T4"):
         measure(config, [])
     with pytest.raises(ProfilerError, match="no CUDA device"):
@@ -114,13 +114,13 @@ def test_another_gpu_is_refused() -> None:
 
 def test_a_task_is_tuned_for_a_share(tmp_path: Path) -> None:
     out = tmp_path / "t"
-    report = tuned(out, 12, device="h200@0.5", failing=True)
+    report = tuned(out, 8, device="h200@0.5", failing=True)
     costs = report.costs
     assert report.device == "h200@0.5" and report.network is None
-    assert (costs.trials, costs.measurements, costs.dropped) == (12, 12, 0)
+    assert (costs.trials, costs.measurements, costs.dropped) == (8, 8, 0)
     dataset = Dataset.open(out / DATASET_FOLDER)
     records = dataset.records
-    assert len(records) == 13 and records["program"].is_unique, "the default schedule besides"
+    assert len(records) == 9 and records["program"].is_unique, "the default schedule besides"
     assert set(records["device"]) == {"h200@0.5"}
     assert dataset.meta["devices"]["h200@0.5"]["cores_used"] == 64, "partitions come in units of 8"
     metas = [join_meta(row) for row in records[records["status"] == "ok"].to_dict("records")]
@@ -132,11 +132,11 @@ def test_a_task_is_tuned_for_a_share(tmp_path: Path) -> None:
     ), "failures are records"
     assert costs.failures == (found["status"] != "ok").sum() > 0
     ok = found[found["status"] == "ok"]
-    assert report.tasks[0].best_s == pytest.approx(min(map(made_up_latency_s, ok["program"])), rel=0.01)
+    assert report.tasks[0].best_s == pytest.approx(min(map(gpu_latency_s, ok["program"])), rel=0.01)
     (default,) = records.loc[records["origin"] == DEFAULT, "program"]
     assert dataset.programs[default].implementation == "scheduled"
     if not fails(default):
-        assert report.untuned_s == pytest.approx(made_up_latency_s(default), rel=0.01)
+        assert report.untuned_s == pytest.approx(gpu_latency_s(default), rel=0.01)
     entries = json_database(out).get_all_tuning_records()
     assert len(entries) == len(ok)
     replayed = {structural_hash_of(entry) for entry in entries}
@@ -152,11 +152,11 @@ def structural_hash_of(entry: Any) -> str:
 
 def test_a_resumed_tuning_measures_nothing_twice(tmp_path: Path) -> None:
     out = tmp_path / "t"
-    tuned(out, 6)
-    report = tuned(out, 12, resume=True)
+    tuned(out, 3, batch=3)
+    report = tuned(out, 6, batch=3, resume=True)
     records = Dataset.open(out / DATASET_FOLDER).records
-    assert report.costs.measurements == 12
-    assert len(records) == 13 and records["program"].is_unique
+    assert report.costs.measurements == 6
+    assert len(records) == 7 and records["program"].is_unique
     assert (records["origin"] == DEFAULT).sum() == 1
     assert report.untuned_s is not None
 
@@ -165,6 +165,8 @@ def test_a_task_without_a_default_schedule_is_tuned_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cdmpp.tuner.candidates.default_schedule", lambda func, target: None)
+    sample = TaskTuner.sample
+    monkeypatch.setattr(TaskTuner, "sample", lambda self, n, seed: sample(self, min(n, 12), seed))
     report = tuned(tmp_path / "t", 4, cost_model="cdmpp", predictor=None, validity="online")
     assert report.untuned_s is None and report.tuned_s is not None and report.speedup is None
     assert report.learned["records"] == 4
@@ -177,7 +179,7 @@ def test_the_default_schedule_is_what_stays_where_nothing_is_faster(tmp_path: Pa
     assert job is not None and job.space is not None
     script = {job.program.hash: {"run_s": 1e-7}}
     out = tmp_path / "t"
-    report = tuned(out, 4, gpu_arguments={"script": script})
+    report = tuned(out, 2, batch=2, gpu_arguments={"script": script})
     assert report.untuned_s == pytest.approx(1e-7, rel=0.01) and report.tuned_s == report.untuned_s
     best = min(json_database(out).get_all_tuning_records(), key=lambda entry: float(entry.run_secs[0]))
     assert structural_hash_of(best) == job.program.hash
@@ -187,23 +189,23 @@ def test_the_default_schedule_is_what_stays_where_nothing_is_faster(tmp_path: Pa
 def test_workers_search_and_one_process_measures(tmp_path: Path) -> None:
     out = tmp_path / "t"
     tasks = [(matmul_task(n), 1.0) for n in (32, 48)]
-    config = gpu_config(12, shards="auto")
+    config = gpu_config(6, shards="auto")
     report = tune_tasks("toy", tasks, device="h200@0.5", out=out, config=config)
     assert report.device == "h200@0.5" and report.untuned_s is not None
-    assert (report.costs.trials, report.costs.measurements) == (12, 12)
+    assert (report.costs.trials, report.costs.measurements) == (6, 6)
     records = Dataset.open(out / DATASET_FOLDER).records
-    assert len(records) == 14 and records["program"].is_unique
+    assert len(records) == 8 and records["program"].is_unique
     metas = [join_meta(row) for row in records.to_dict("records")]
     assert {(meta["workers"], meta["sms"]) for meta in metas} == {(2, 64)}, "side by side, each on its half"
     kept = sum(task.untuned_s <= task.best_s for task in report.tasks if task.untuned_s and task.best_s)
-    assert len(json_database(out)) == 12 + kept
+    assert len(json_database(out)) == 6 + kept
 
 
 def test_a_gpu_that_is_lost_ends_all_workers(tmp_path: Path) -> None:
     lives = tmp_path / "lives"
     lives.write_text("1")
     arguments = {"lives": str(lives), "breaks": True}
-    config = gpu_config(12, shards=2, gpu_arguments=arguments)
+    config = gpu_config(4, shards=2, gpu_arguments=arguments)
     with pytest.raises(ProfilerError, match="the GPU does not answer"):
         tune_tasks(
             "toy",

@@ -14,9 +14,8 @@ from cdmpp.errors import ProfilerError
 from cdmpp.profiler.build import BuildJob
 from cdmpp.profiler.engine import CpuEngine, Outcome
 from cdmpp.tuner.measure import Measurer, job_of_module
-from tests.profiler.programs import as_it_is, matmul_task, sampled, segfault_task
-from tests.profiler.test_engine import QUICK
-from tests.tuner.tuner_samples import FakeEngine, made_up_latency_s
+from tests.samples.programs import QUICK_ENGINE, as_it_is, matmul_task, sampled, segfault_task
+from tests.samples.tuning import FakeEngine, made_up_latency_s
 
 #: Nothing here depends on how fast the machine is; without an end a failure would hang.
 PATIENCE_S = 600.0
@@ -45,14 +44,14 @@ def test_scheduled_modules_are_measured_as_they_are() -> None:
 
     tvm = import_tvm()
     job = job_of_module(tvm.IRModule({"main": matmul_task().prim_func()}))
-    with Measurer(CpuEngine(QUICK)) as measurer:
+    with Measurer(CpuEngine(QUICK_ENGINE)) as measurer:
         (future,) = measurer.submit([job])
         assert future.result(timeout=PATIENCE_S).status == "ok"
     assert job.program.hash == matmul_task().hash
 
 
 def test_a_builder_that_dies_in_the_middle_of_a_batch_costs_nothing() -> None:
-    engine = CpuEngine(QUICK)
+    engine = CpuEngine(QUICK_ENGINE)
     jobs = sampled(matmul_task(), 6)
     with Measurer(engine) as measurer:
         futures = measurer.submit(jobs)
@@ -64,7 +63,7 @@ def test_a_builder_that_dies_in_the_middle_of_a_batch_costs_nothing() -> None:
 
 def test_a_program_that_kills_its_process_costs_one_outcome() -> None:
     bad, good = as_it_is(segfault_task()), sampled(matmul_task(), 2)
-    with Measurer(CpuEngine(QUICK)) as measurer:
+    with Measurer(CpuEngine(QUICK_ENGINE)) as measurer:
         outcomes = [f.result(timeout=PATIENCE_S) for f in measurer.submit([bad, *good])]
     assert [o.status for o in outcomes] == ["run_error", "ok", "ok"]
 

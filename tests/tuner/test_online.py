@@ -8,20 +8,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from predictor_synthetic import make_ast, make_device
 
 from cdmpp.device import get_device
 from cdmpp.errors import PredictorError
 from cdmpp.predictor import Predictor
+from cdmpp.predictor.run import TrainResult
 from cdmpp.program.ast import CompactAST
 from cdmpp.tuner.learning import OnlineModel
 from cdmpp.tuner.prior import AnalyticalPrior, PredictorPrior, make_prior
-from tests.tuner.tuner_samples import tiny_predictor
+from tests.samples.training import make_ast, make_device
+
+pytestmark = pytest.mark.usefixtures("on_zen3")
 
 
 @pytest.fixture(scope="module")
-def predictor() -> Predictor:
-    return tiny_predictor()
+def predictor(trained: TrainResult) -> Predictor:
+    return trained.predictor
 
 
 def programs(n: int, seed: int = 0) -> tuple[list[CompactAST], np.ndarray]:

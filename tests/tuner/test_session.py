@@ -12,6 +12,7 @@ import pytest
 
 from cdmpp.dataset import Dataset
 from cdmpp.errors import DatasetError, TunerError
+from cdmpp.predictor.run import TrainResult
 from cdmpp.program.types import Task
 from cdmpp.tuner.measure import Measurer
 from cdmpp.tuner.results import TuneReport
@@ -24,8 +25,10 @@ from cdmpp.tuner.store import (
     json_database,
 )
 from cdmpp.tuner.tuning import tune_tasks
-from tests.profiler.programs import matmul_task
-from tests.tuner.tuner_samples import FakeEngine, made_up_latency_s, tiny_predictor, tune_config
+from tests.samples.programs import matmul_task
+from tests.samples.tuning import FakeEngine, made_up_latency_s, tune_config
+
+pytestmark = pytest.mark.usefixtures("on_zen3")
 
 
 def tasks(*sizes: int) -> list[tuple[Task, float]]:
@@ -135,10 +138,11 @@ def test_limits_on_measurements_are_kept_to_the_program(tmp_path: Path) -> None:
 
 
 def test_a_predictor_trained_for_other_devices_is_used_with_its_uncertainty(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, trained: TrainResult
 ) -> None:
+    options = {"predictor": trained.predictor, "trim": 0.9}
     with caplog.at_level(logging.WARNING):
-        report = tuned(FakeEngine(), tmp_path / "t", 24, options={"predictor": tiny_predictor(), "trim": 0.9})
+        report = tuned(FakeEngine(), tmp_path / "t", 24, options=options)
     assert caplog.text.count("its predictions are extrapolations until") == 1
     assert report.costs.trials == 24 and report.costs.measurements > 0
     assert report.tasks[0].best_s is not None and report.learned["records"] == report.costs.measurements

@@ -20,7 +20,7 @@ from cdmpp.errors import DatasetError, FeatureMismatchError, PredictorError, Pro
 from cdmpp.profiler.build import BuildJob
 from cdmpp.profiler.engine import Outcome
 from cdmpp.program.ast import LEAF_FEATURES, CompactAST
-from cdmpp.program.ast_store import save_asts
+from cdmpp.program.ast.store import save_asts
 from cdmpp.program.space import Rebuilder
 from cdmpp.program.types import Program, Task
 from cdmpp.tuner import session, validity
@@ -47,8 +47,8 @@ from cdmpp.tuner.validity import (
     train_validity,
     validity_features,
 )
-from tests.profiler.programs import matmul_task
-from tests.tuner.tuner_samples import SEARCH, FakeEngine, made_up_latency_s, outcome_of, tune_config
+from tests.samples.programs import matmul_task
+from tests.samples.tuning import SEARCH, FakeEngine, made_up_latency_s, outcome_of, tune_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -480,7 +480,7 @@ def test_a_lost_device_teaches_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.fixture(scope="module")
-def tuner() -> TaskTuner:
+def tuner(on_zen3: None) -> TaskTuner:
     return TaskTuner(matmul_task(32), get_device("this-cpu@1"), SEARCH, 1)
 
 
@@ -494,7 +494,7 @@ def test_samples_are_distinct_and_hang_on_the_seed(tuner: TaskTuner) -> None:
 
 
 def test_a_space_of_few_programs_is_sampled_to_its_end() -> None:
-    few = TaskTuner(matmul_task(2), get_device("this-cpu@1"), SEARCH, 1)
+    few = TaskTuner(matmul_task(1), get_device("this-cpu@1"), SEARCH, 1)
     found = few.sample(300, 0)
     assert 0 < len(found) < 300
 

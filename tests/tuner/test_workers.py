@@ -15,6 +15,7 @@ import pytest
 
 from cdmpp.dataset import Dataset
 from cdmpp.errors import ProfilerError, TunerError
+from cdmpp.predictor.run import TrainResult
 from cdmpp.profiler.build import BuildJob
 from cdmpp.profiler.engine import Outcome
 from cdmpp.profiler.machine import usable_cores
@@ -27,8 +28,10 @@ from cdmpp.tuner.results import TuneReport
 from cdmpp.tuner.store import DATASET_FOLDER, json_database
 from cdmpp.tuner.tuning import tune_tasks
 from cdmpp.tuner.workers import partition, worker_cores
-from tests.profiler.programs import matmul_task
-from tests.tuner.tuner_samples import FakeEngine, made_up_latency_s, tiny_predictor, tune_config
+from tests.samples.programs import matmul_task
+from tests.samples.tuning import FakeEngine, made_up_latency_s, tune_config
+
+pytestmark = pytest.mark.usefixtures("real_machine")
 
 
 @pytest.fixture
@@ -94,12 +97,14 @@ def test_two_workers_measure_as_many_as_one(tmp_path: Path, started: list[Worker
     assert not any(worker._process.is_alive() for worker in started)
 
 
-def test_workers_take_a_predictor_and_drop_what_cannot_win(tmp_path: Path, started: list[Worker]) -> None:
+def test_workers_take_a_predictor_and_drop_what_cannot_win(
+    tmp_path: Path, started: list[Worker], trained: TrainResult
+) -> None:
     report = sharded(
         FakeEngine(),
         tmp_path / "t",
         60,
-        options={"predictor": tiny_predictor(), "trim": 0.5, "validity": "online"},
+        options={"predictor": trained.predictor, "trim": 0.5, "validity": "online"},
     )
     costs = report.costs
     assert 60 >= costs.trials == costs.measurements + costs.dropped and costs.dropped > 0

@@ -127,7 +127,7 @@ def import_benchmark_hub(
     UnknownDeviceError
         A device is not in the table.
     """
-    from cdmpp.dataset.bulk import write_dataset
+    from cdmpp.dataset.store import write_dataset
     from cdmpp.device import load_table
 
     refuse_existing(out)

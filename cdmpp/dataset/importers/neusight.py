@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from cdmpp.dataset.record import Record
     from cdmpp.device import Device, DeviceTable
-    from cdmpp.endtoend.graph import NetworkGraph
+    from cdmpp.program.graph import NetworkGraph
     from cdmpp.program.types import Task
 
 logger = logging.getLogger(__name__)
@@ -148,9 +148,9 @@ def import_neusight(
     NetworkError
         The nodes of a trace wait for each other.
     """
-    from cdmpp.dataset.bulk import write_dataset
+    from cdmpp.dataset.store import write_dataset
     from cdmpp.device import load_table
-    from cdmpp.endtoend.graph import FOLDER, save_graph
+    from cdmpp.program.graph import FOLDER, save_graph
     from cdmpp.program.space import unscheduled
 
     refuse_existing(out)

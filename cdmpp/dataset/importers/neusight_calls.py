@@ -70,7 +70,7 @@ def base_name(name: str) -> str:
 def forward_calls(
     name: str, operator: str, ops: Sequence[Any], inputs: Sequence[Shape], output: Shape, before: str = ""
 ) -> tuple[str, list[Call]]:
-    """Kind of a node (see :mod:`cdmpp.endtoend.graph`) and what its forward pass runs.
+    """Kind of a node (see :mod:`cdmpp.program.graph`) and what its forward pass runs.
 
     Parameters
     ----------

@@ -35,7 +35,7 @@ from cdmpp.dataset.importers.neusight_calls import (
     shapes,
     unlisted_backward_calls,
 )
-from cdmpp.endtoend.graph import GraphNode, NetworkGraph, network_graph
+from cdmpp.program.graph import GraphNode, NetworkGraph, network_graph
 
 if TYPE_CHECKING:
     import pandas as pd

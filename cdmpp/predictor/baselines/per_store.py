@@ -78,11 +78,6 @@ class PerStoreExtractor:
         return [np.asarray(matrix.numpy(), dtype=np.float64) for matrix in features]
 
 
-def extract_per_store(func: Any, target: Mapping[str, Any] | None = None) -> NDArray[np.float64]:
-    """PerStoreFeature of one PrimFunc, float64 (stores, 164); use :class:`PerStoreExtractor` for many."""
-    return PerStoreExtractor(target)([func])[0]
-
-
 def aggregate_per_store(matrix: NDArray[np.float64]) -> NDArray[np.float32]:
     """(stores, 164) -> float32 (329,): sum and maximum over the stores, and their number.
 

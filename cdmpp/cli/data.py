@@ -1,0 +1,230 @@
+"""The verbs that show or add to what is known: ``devices``, ``networks``, ``dataset``, ``import``, ``codegen``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cdmpp.cli.options import Namespace, Parser, Verbs, add, hide
+from cdmpp.errors import CdmppError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cdmpp.profiler.rates import MeasuredDevice
+
+#: Measured quantity -> what the table says about it: a field, or a key of ``peak_gflops``.
+_BESIDE = {
+    "copy_gb_s": "bandwidth_gb_s",
+    "triad_gb_s": "bandwidth_gb_s",
+    "float32_gflops": "peak_gflops.float32",
+    "tfloat32_matrix_gflops": "peak_gflops.tfloat32_matrix",
+    "float16_matrix_gflops": "peak_gflops.float16_matrix",
+    "launch_us": "launch_overhead_us",
+}
+
+
+def _add_devices(sub: Parser) -> None:
+    add(sub, "device_files")
+    sub.add_argument("--add", metavar="FILE", help="make the devices of a YAML file known for good")
+    sub.add_argument("--measure", action="store_true", help="micro-benchmarks of this machine (some seconds)")
+    add(sub, "out", metavar="FILE", help="with --measure: write the results as a device file")
+
+
+def _devices(args: Namespace, console: Console, errors: Console) -> Any:
+    """Which devices are known, and what this machine is called.
+
+    cdmpp devices
+    cdmpp devices --measure --out mine.yaml     what this machine can do, as a device file
+    """
+    from cdmpp.cli.render import say, show_devices
+    from cdmpp.device import add_device_file, known_devices, load_table
+    from cdmpp.device.table import missing_fields, read_device_file, user_file
+
+    if args.out and not args.measure:
+        raise CdmppError("--out takes what --measure finds: give both")
+    added = add_device_file(args.add) if args.add else []
+    table = load_table(args.device_files)
+    if args.measure:
+        return _measure_rates(args.out, table, console, errors)
+    here, known = table.get("this-cpu"), known_devices(table)
+    show_devices(console, here, known)
+    rows = {row.name: row for row in table.rows}
+    own = [row.name for path in args.device_files for row in read_device_file(path)]
+    missing = {name: list(missing_fields(rows[name])) for name in dict.fromkeys([*added, *own])}
+    for name, fields in missing.items():
+        unknown = f"unknown: {', '.join(fields)}" if fields else "nothing that is used is unknown"
+        say(console, f"{name}: {unknown}")
+    if added:
+        say(console, f"{', '.join(added)} added to {user_file()}")
+    return {
+        "this_machine": here.to_json(),
+        "devices": [device.to_json() for device in known],
+        "added": added,
+        "missing": missing,
+    }
+
+
+def _measure_rates(out: str | None, table: Any, console: Console, errors: Console) -> Any:
+    from cdmpp.cli.render import say, show_table
+    from cdmpp.device.table import write_device_file
+    from cdmpp.profiler.rates import measure_machine
+
+    with errors.status("measuring bandwidth, arithmetic and launches"):
+        found = measure_machine(table)
+    results = []
+    for device in found:
+        known = {quantity: _known(device, quantity) for quantity in device.results}
+        rows = [
+            (quantity, f"{value:.4g}", "-" if known[quantity] is None else f"{known[quantity]:.4g}")
+            for quantity, value in device.results.items()
+        ]
+        show_table(console, f"{device.row.name}, measured", ("<quantity", "measured", "table"), rows)
+        for reason in device.skipped:
+            say(console, f"not measured: {reason}")
+        results.append(
+            {
+                "name": device.row.name,
+                "measured": device.results,
+                "table": known,
+                "skipped": list(device.skipped),
+                "row": device.row.to_json(),
+            }
+        )
+    if out:
+        write_device_file([device.row for device in found], out)
+        say(console, f"{out} is a device file: cdmpp devices --add {out}")
+    return results
+
+
+def _known(device: MeasuredDevice, quantity: str) -> float | None:
+    """What the table says about a measured quantity."""
+    if device.known is None:
+        return None
+    field, _, key = _BESIDE.get(quantity, quantity).partition(".")
+    if key:
+        return device.known.used().peak_gflops.get(key)
+    return getattr(device.known, field, None)
+
+
+def _add_networks(sub: Parser) -> None:
+    """It has none."""
+
+
+def _networks(args: Namespace, console: Console, errors: Console) -> Any:
+    """Which networks come with cdmpp.
+
+    cdmpp networks
+    cdmpp networks --json networks.json
+    """
+    from cdmpp.cli.render import show_networks
+    from cdmpp.program.zoo import task_counts, zoo_entry, zoo_networks
+
+    counts = task_counts()
+    rows = [
+        {
+            "name": entry.name,
+            "family": entry.family,
+            "inputs": [str(i) for i in entry.inputs],
+            "tasks": counts.get(entry.name),
+            "description": entry.description,
+        }
+        for entry in map(zoo_entry, zoo_networks())
+    ]
+    show_networks(console, rows)
+    return rows
+
+
+def _add_dataset(sub: Parser) -> None:
+    sub.add_argument("paths", nargs="+", metavar="DIR", help="dataset folders, or folders of them")
+
+
+def _dataset(args: Namespace, console: Console, errors: Console) -> Any:
+    """What a dataset holds: records, failures, tasks, devices, noise.
+
+    cdmpp dataset runs/mine
+    cdmpp dataset data --json data.json     all that ship
+    """
+    from cdmpp.cli.render import show_summary
+    from cdmpp.dataset import load_datasets
+
+    with errors.status("reading the records"):
+        summary = load_datasets(args.paths).summary()
+    show_summary(console, summary)
+    return summary
+
+
+def _add_import(sub: Parser) -> None:
+    sub.add_argument("source", choices=("neusight", "benchmark-hub"), help="whose files they are")
+    sub.add_argument(
+        "files", nargs="+", metavar="FILE", help="parquet or CSV files, told apart by their columns"
+    )
+    add(sub, "out", required=True, help="new dataset folder")
+    add(sub, "limit", type=int, help="so many rows of each file, spread evenly")
+    add(sub, "device_files")
+
+
+def _import(args: Namespace, console: Console, errors: Console) -> Any:
+    """Turn public measurements into a dataset.
+
+    cdmpp import neusight operators.csv --out runs/neusight
+    cdmpp import benchmark-hub a100.parquet --limit 10000 --out runs/hub
+    """
+    from cdmpp.cli.render import Bar, counts_text, say
+    from cdmpp.dataset.importers import import_benchmark_hub, import_neusight
+    from cdmpp.device import load_table
+
+    run = import_neusight if args.source == "neusight" else import_benchmark_hub
+    with Bar(errors, "reading") as bar:
+        report = run(
+            args.files,
+            args.out,
+            table=load_table(args.device_files),
+            limit=args.limit,
+            progress=lambda what, done, total: bar.update(done, total, what),
+        )
+    failures = {status: n for status, n in report.records.items() if status != "ok"}
+    say(
+        console,
+        f"{report.path}: {report.records.get('ok', 0)} labels (failures: {counts_text(failures)}) of "
+        f"{report.programs} programs of {report.tasks} tasks on {', '.join(report.devices) or 'no device'}",
+    )
+    if report.graphs:
+        say(console, f"{len(report.graphs)} networks as graphs of tasks: {', '.join(report.graphs)}")
+    for name, count in report.unknown_operators.items():
+        say(console, f"left out: {count} of the unknown operator {name}")
+    for note in report.notes:
+        say(console, note)
+    return report.to_json()
+
+
+def _add_codegen(sub: Parser) -> None:
+    sub.add_argument("data", nargs="+", metavar="DIR", help="dataset folders with labels of x86 CPUs")
+    add(sub, "builders", type=int, default=1, help="building processes")
+    hide(sub, "--workers", dest="builders", type=int, default=1)
+    add(sub, "object_cache")
+
+
+def _codegen(args: Namespace, console: Console, errors: Console) -> Any:
+    """Count the instructions of a dataset's compiled programs, for better predictions.
+
+    cdmpp codegen runs/mine
+    cdmpp codegen runs/mine runs/untuned --builders 4
+    """
+    from cdmpp.cli.render import Bar, say
+    from cdmpp.dataset.codegen import CODEGEN_FILE, collect_codegen
+
+    summary: dict[str, int] = {}
+    for folder in args.data:
+        with Bar(errors, f"programs of {folder} without counts") as bar:
+            summary[folder] = len(collect_codegen(folder, args.builders, bar.update, args.object_cache))
+        say(console, f"{folder}/{CODEGEN_FILE}: {summary[folder]} programs")
+    return summary
+
+
+VERBS: Verbs = {
+    "devices": (_add_devices, _devices),
+    "networks": (_add_networks, _networks),
+    "dataset": (_add_dataset, _dataset),
+    "import": (_add_import, _import),
+    "codegen": (_add_codegen, _codegen),
+}

@@ -1,0 +1,219 @@
+"""The verbs that make data: ``profile``, ``bundle``, ``measure``."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from cdmpp.cli.options import (
+    NETWORKS,
+    Namespace,
+    Parser,
+    Verbs,
+    add,
+    add_settings,
+    networks_of,
+    settings,
+)
+from cdmpp.errors import ProfilerError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cdmpp.profiler.cuda_measure import MeasureReport
+
+#: Options of ``cdmpp profile`` that a GPU has not.
+_OF_CPUS = ("tasks", "programs_of", "remeasure", "unscheduled", "object_cache")
+
+
+def _add_profile(sub: Parser) -> None:
+    from cdmpp.profiler.profile import ProfileConfig
+
+    sub.add_argument("networks", nargs="*", metavar="NETWORK", help=NETWORKS)
+    add(sub, "device", default="this-cpu@1")
+    add(sub, "out", required=True, help="dataset folder")
+    add(sub, "resume", action="store_true")
+    sub.add_argument("--tasks", metavar="FILE", help="these tasks only (JSON with 'tasks', or a hash a line)")
+    sub.add_argument("--programs-of", metavar="DIR", help="measure the programs of this dataset instead")
+    sub.add_argument(
+        "--remeasure", action="store_true", help="with --programs-of: also what --out has already"
+    )
+    add_settings(sub, ProfileConfig)
+
+
+def _profile(args: Namespace, console: Console, errors: Console) -> Any:
+    """Measure programs of networks on a device of this machine, for predictors to learn from.
+
+    cdmpp profile mlp resnet18 --out runs/mine          64 programs of each task, on one core
+    cdmpp profile zoo --unscheduled --device this-cpu@2 --out runs/untuned --resume
+    """
+    from cdmpp.cli.render import Bar, counts_text, say
+    from cdmpp.device import get_device
+    from cdmpp.profiler.profile import ProfileConfig, profile, read_task_file
+
+    networks = networks_of(args.networks)
+    if bool(networks) == bool(args.programs_of):
+        raise ProfilerError("name networks to profile, or a dataset with --programs-of, not both")
+    if args.unscheduled and args.programs_of:
+        raise ProfilerError("--unscheduled measures the tasks of networks, not the programs of a dataset")
+    if get_device(args.device).kind == "gpu":
+        return _profile_gpu(networks, args, console, errors)
+    with Bar(errors, "measuring") as bar:
+        report = profile(
+            networks,
+            device=args.device,
+            out=args.out,
+            config=settings(args, ProfileConfig),
+            tasks=None if args.tasks is None else read_task_file(args.tasks),
+            programs_of=args.programs_of,
+            resume=args.resume,
+            remeasure=args.remeasure,
+            progress=bar.follow,
+            notify=bar.say,
+        )
+    say(
+        console,
+        f"{report.path}: {report.ok} labels on {report.device} in {report.elapsed_s:.0f} s "
+        f"({report.new / max(report.elapsed_s, 1e-9):.1f}/s, degree {report.workers}); "
+        f"failures: {counts_text(report.failures)}",
+    )
+    return _json(report)
+
+
+def _profile_gpu(networks: list[str], args: Namespace, console: Console, errors: Console) -> Any:
+    from cdmpp.cli.render import Bar
+    from cdmpp.profiler.bundle_make import BundleConfig
+    from cdmpp.profiler.cuda_measure import MeasureConfig
+    from cdmpp.profiler.profile_gpu import profile_gpu
+
+    for option in _OF_CPUS:
+        if getattr(args, option):
+            raise ProfilerError(
+                f"--{option.replace('_', '-')} is for CPUs: for a GPU, cdmpp bundle and cdmpp measure have more options"
+            )
+    with Bar(errors, "measuring") as bar:
+        report = profile_gpu(
+            networks,
+            device=args.device,
+            out=args.out,
+            bundle_config=settings(args, BundleConfig),
+            measure_config=settings(args, MeasureConfig),
+            resume=args.resume,
+            progress=bar.follow,
+            notify=bar.say,
+        )
+    return _shown(report.measured, console)
+
+
+def _add_bundle(sub: Parser) -> None:
+    from cdmpp.profiler.bundle_make import BundleConfig
+
+    sub.add_argument("networks", nargs="+", metavar="NETWORK", help=NETWORKS)
+    add(sub, "device", required=True, help="a CUDA device, such as h200")
+    add(sub, "out", required=True, metavar="FILE", help="the bundle")
+    add(sub, "resume", action="store_true")
+    sub.add_argument(
+        "--code", choices=("both", "cubin", "source"), default="both", help="what is kept (default: both)"
+    )
+    sub.add_argument("--tasks-of", metavar="DIR", help="a dataset that has the tasks of these networks")
+    sub.add_argument("--mutants-of", metavar="DIR", help="records on D: draw mutants of the fastest programs")
+    add_settings(sub, BundleConfig)
+
+
+def _bundle(args: Namespace, console: Console, errors: Console) -> Any:
+    """Compile programs here for a GPU that is on another machine, into one file.
+
+    cdmpp bundle resnet18 bert_tiny --device h200 --out h200.bundle
+    cdmpp bundle zoo --device t4 --programs-per-task 4 --out t4.bundle --resume
+    """
+    from cdmpp.cli.render import Bar, counts_text, say
+    from cdmpp.profiler.bundle_make import BundleConfig, make_bundle
+
+    with Bar(errors, "compiling") as bar:
+        report = make_bundle(
+            networks_of(args.networks),
+            device=args.device,
+            out=args.out,
+            config=settings(args, BundleConfig, cubins=args.code != "source", sources=args.code != "cubin"),
+            tasks_of=args.tasks_of,
+            mutants_of=args.mutants_of,
+            resume=args.resume,
+            progress=lambda state: bar.update(state.done, state.total, counts_text(state.statuses)),
+            notify=bar.say,
+        )
+    say(
+        console,
+        f"{report.path}: {counts_text(report.statuses)} of {report.tasks} tasks for {report.device} by "
+        f"{report.compiler}; {report.references} references; {report.bytes / 1e6:.1f} MB",
+    )
+    return _json(report)
+
+
+def _add_measure(sub: Parser) -> None:
+    from cdmpp.profiler.cuda_measure import MeasureConfig
+
+    sub.add_argument("bundle", metavar="FILE", help="what cdmpp bundle wrote")
+    add(sub, "device", help="the bundle's device (default), or a share of it, such as h200@0.5")
+    add(sub, "out", required=True, help="dataset folder")
+    add(sub, "resume", action="store_true")
+    sub.add_argument(
+        "--cache",
+        choices=("warm", "cold"),
+        default="warm",
+        help="level-2 cache before a sample (default: warm)",
+    )
+    add_settings(sub, MeasureConfig)
+
+
+def _measure(args: Namespace, console: Console, errors: Console) -> Any:
+    """Measure such a bundle on the GPU of this machine, which needs no TVM and no PyTorch.
+
+    cdmpp measure h200.bundle --out runs/h200
+    cdmpp measure h200.bundle --device h200@0.5 --out runs/half --budget 10m
+    """
+    from cdmpp.cli.render import Bar
+    from cdmpp.profiler.cuda_measure import MeasureConfig, measure
+
+    with Bar(errors, "measuring") as bar:
+        report = measure(
+            args.bundle,
+            out=args.out,
+            device=args.device,
+            config=settings(args, MeasureConfig, cold=args.cache == "cold"),
+            resume=args.resume,
+            progress=bar.follow,
+            notify=bar.say,
+        )
+    return _shown(report, console)
+
+
+def _shown(report: MeasureReport, console: Console) -> Any:
+    """Say what was measured on a GPU; the same as JSON values."""
+    from cdmpp.cli.render import counts_text, say
+
+    say(
+        console,
+        f"{report.path}: {report.ok} labels on {report.device} in {report.elapsed_s:.0f} s "
+        f"({report.labels_per_s:.1f}/s), {report.checked} outputs checked, {report.restarts} restarts; "
+        f"failures: {counts_text(report.failures)}",
+    )
+    values = _json(report)
+    return {**values, "gpu": values.pop("facts")}
+
+
+def _json(report: Any) -> dict[str, Any]:
+    """The fields of a report as JSON values."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        return value.to_json() if hasattr(value, "to_json") else value
+
+    return {field.name: plain(getattr(report, field.name)) for field in fields(report)}
+
+
+VERBS: Verbs = {
+    "profile": (_add_profile, _profile),
+    "bundle": (_add_bundle, _bundle),
+    "measure": (_add_measure, _measure),
+}

@@ -1,0 +1,200 @@
+"""Options of the command: each is described once, and those of settings come from the fields of their class."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Namespace = argparse.Namespace
+Settings = TypeVar("Settings")
+#: Name of a verb -> what adds its options and what runs it, with consoles for results and for progress; ``--json`` writes
+#: what that returns. Its docstring is the verb's help: when to use it, and two examples.
+Verbs = dict[str, tuple[Callable[["Parser"], None], Callable[[Namespace, "Console", "Console"], Any]]]
+
+NETWORK = "zoo name (name@b4, name@s160), .onnx or .pt2 file"
+NETWORKS = f"{NETWORK}, or 'zoo' for all"
+
+
+class Parser(argparse.ArgumentParser):
+    """Bad arguments are a :class:`CdmppError`, so that they are one line as all bad input is."""
+
+    def error(self, message: str) -> Any:
+        from cdmpp.errors import CdmppError
+
+        raise CdmppError(f"{message} (see {self.prog} --help)")
+
+
+@dataclass(frozen=True)
+class Option:
+    """What the help says of an option.
+
+    Without a ``name`` it is made of the key, less a unit as in ``_s``; without a ``type`` it is made of the field's
+    annotation. ``aliases`` are former names, which are not shown.
+    """
+
+    help: str
+    metavar: str | None = None
+    name: str | None = None
+    aliases: tuple[str, ...] = ()
+    type: Callable[[str], Any] | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+def auto_or_number(text: str) -> int | str:
+    """A whole number, or ``auto``."""
+    if text == "auto" or text.isdecimal():
+        return text if text == "auto" else int(text)
+    raise argparse.ArgumentTypeError(f"takes auto or a whole number, not {text!r}")
+
+
+def duration(text: str) -> float:
+    """Seconds of ``90``, ``10m`` or ``1h30m``."""
+    from cdmpp.tuner.objective import parse_duration
+
+    return parse_duration(text)
+
+
+def fraction(text: str) -> float:
+    """0.01 of ``0.01`` or ``1%``."""
+    from cdmpp.tuner.objective import parse_fraction
+
+    return parse_fraction(text)
+
+
+#: Options that several verbs have, and all that are fields of settings: a field has an option if it is named here.
+OPTIONS = {
+    # of several verbs
+    "out": Option("where results go", "DIR"),
+    "data": Option("dataset folders, or folders of them", "DIR", more={"nargs": "+"}),
+    "device": Option("device name, such as this-cpu@1 or h200 (see cdmpp devices)", "D"),
+    "device_files": Option(
+        "YAML files of further devices", "FILE", "--devices", more={"nargs": "+", "default": ()}
+    ),
+    "predictor": Option("a run or predictor folder (default: the one that ships)", "DIR"),
+    "config": Option("configs/*.yaml", "FILE"),
+    "split": Option("by_network, by_task:seed=1, ..., or all", "SPEC"),
+    "resume": Option("go on with what is in --out; nothing is done twice"),
+    "seed": Option("of everything that is drawn", "N"),
+    "limit": Option("at most so many programs, spread evenly over the tasks", "N"),
+    "trials": Option("in all, with those of earlier runs", "N"),
+    # building and measuring
+    "programs_per_task": Option("programs (schedules) of each task", "N"),
+    "invalid_per_task": Option("programs of each task that cannot run, kept as records", "N"),
+    "search_fraction": Option("part of the programs that comes from an evolutionary search", "F"),
+    "unscheduled": Option("each task as it is, as an untuned network runs it"),
+    "workers": Option("programs measured side by side, each on cores or SMs of its own", "N"),
+    "degree": Option("programs measured side by side", name="--workers", aliases=("--degree",)),
+    "builders": Option("building processes (default: one a core)", "N", aliases=("--compilers",)),
+    "compilers": Option(
+        "building processes (default: one a core)", "N", "--builders", aliases=("--compilers",)
+    ),
+    "build_timeout_s": Option("CPU seconds for one program", "S"),
+    "run_timeout_s": Option("seconds for one run", "S"),
+    "task_seconds": Option("seconds spent on one task", "S"),
+    "check_per_task": Option(
+        "programs of each task whose output is compared with a reference", "N", aliases=("--check",)
+    ),
+    "from_source": Option("compile here, although the bundle has cubins"),
+    "overlap": Option("one program at a time through all stages"),
+    "object_cache": Option("keep shared objects here, and take those that are here", "DIR"),
+    "max_seconds": Option(
+        "stop after a time such as 10m (go on with --resume)", "T", "--budget", ("--max-seconds",), duration
+    ),
+    # tuning
+    "budget_s": Option("stop after a time such as 10m, earlier runs included", "T", type=duration),
+    "max_measurements": Option("stop after so many candidates built and measured", "N"),
+    "least_gain_per_minute": Option(
+        "stop when another minute is expected to bring less than a part such as 0.5%%",
+        "F",
+        "--stop-when-gain-per-minute-below",
+        type=fraction,
+    ),
+    "cost_model": Option("what ranks candidates", more={"choices": ("cdmpp", "xgb", "random")}),
+    "trim": Option("coverage of the intervals by which candidates are dropped unmeasured", "C"),
+    "validity": Option(
+        "skip candidates that will not run: learn which from the failures of a dataset or of data/validity-cuda; "
+        "or a saved model ('online': learn it here alone)",
+        "DIR",
+    ),
+    "batch": Option("candidates of a round", "N"),
+    "population": Option("programs of a generation of the evolutionary search", "N"),
+    "generations": Option("generations of the evolutionary search", "N"),
+    "shards": Option("tasks tuned at the same time, each on a share of its own; auto: as many as fit"),
+}
+
+
+def add(parser: argparse.ArgumentParser, *keys: str, **changes: Any) -> None:
+    """Add options by their keys in :data:`OPTIONS`; ``changes`` are arguments of ``add_argument``, for all of them."""
+    for key in keys:
+        option = OPTIONS[key]
+        given: dict[str, Any] = {
+            "dest": key,
+            "metavar": option.metavar,
+            "help": option.help,
+            "type": option.type,
+        }
+        given |= {**option.more, **changes}
+        if given.get("action") == "store_true":
+            del given["metavar"], given["type"]
+        elif given.get("default") not in (None, ()) and "(default" not in given["help"]:
+            given["help"] += " (default: %(default)s)"
+        parser.add_argument(option.name or "--" + key.removesuffix("_s").replace("_", "-"), **given)
+        hide(parser, *option.aliases, **given)
+
+
+def hide(parser: argparse.ArgumentParser, *names: str, **given: Any) -> None:
+    """Former names of an option: taken, not shown."""
+    for name in names:
+        parser.add_argument(name, **{**given, "help": argparse.SUPPRESS, "required": False})
+
+
+def add_settings(parser: argparse.ArgumentParser, *classes: type, **helps: str) -> None:
+    """Add an option for each field of settings that is in :data:`OPTIONS`: its type and default are the field's.
+
+    A field that is True by default has an option that makes it False. ``helps`` are texts in place of those in the table.
+    """
+    for cls in classes:
+        for own in fields(cls):
+            option = OPTIONS.get(own.name)
+            if option is None:
+                continue
+            kinds = str(own.type).replace(" ", "").split("|")
+            given: dict[str, Any] = {"help": helps.get(own.name, option.help)}
+            if own.default is True:
+                name = "--no-" + own.name.replace("_", "-")
+                parser.add_argument(name, dest=f"no_{own.name}", action="store_true", **given)
+                continue
+            given |= {"required": True} if own.default is MISSING else {"default": own.default}
+            if kinds == ["bool"]:
+                given["action"] = "store_true"
+            elif {"int", "str"} <= set(kinds):
+                given |= {"type": auto_or_number, "metavar": "auto|N"}
+            elif any(kind.startswith("Sequence") for kind in kinds):
+                given["nargs"] = "+"
+            else:
+                given["type"] = option.type or (int if "int" in kinds else float if "float" in kinds else str)
+            add(parser, own.name, **given)
+
+
+def settings(args: Namespace, cls: type[Settings], **given: Any) -> Settings:
+    """Settings as the options say; ``given`` are further fields, or other values."""
+    values: dict[str, Any] = {}
+    for own in fields(cls):  # type: ignore[arg-type]
+        if own.name in OPTIONS:
+            if hasattr(args, own.name):
+                values[own.name] = getattr(args, own.name)
+            elif hasattr(args, f"no_{own.name}"):
+                values[own.name] = not getattr(args, f"no_{own.name}")
+    return cls(**{**values, **given})
+
+
+def networks_of(names: Iterable[str]) -> list[str]:
+    """Names of networks, those of the zoo in place of ``zoo``."""
+    from cdmpp.program.zoo import zoo_networks
+
+    return [network for name in names for network in (zoo_networks() if name == "zoo" else [name])]

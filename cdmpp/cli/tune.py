@@ -1,0 +1,121 @@
+"""``cdmpp tune``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cdmpp.cli.options import NETWORK, Namespace, Parser, Verbs, add, add_settings, hide, settings
+from cdmpp.errors import TunerError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cdmpp.tuner import TuneReport
+
+
+def _add_tune(sub: Parser) -> None:
+    from cdmpp.tuner import Objective, TuneConfig
+    from cdmpp.tuner.candidates import SearchConfig
+
+    sub.add_argument("network", metavar="NETWORK", help=NETWORK)
+    add(
+        sub,
+        "device",
+        required=True,
+        help="a device of this machine with the share to tune for: this-cpu@1, or h200@0.5, half of its SMs",
+    )
+    sub.add_argument(
+        "--share",
+        metavar="S",
+        help="the same as --device D@S; several, such as 1,2: tune for each, into folders of their own",
+    )
+    add(sub, "out", required=True, help="database, measurements, report")
+    add_settings(sub, Objective)
+    add(sub, "resume", action="store_true")
+    sub.add_argument(
+        "--warm-start",
+        nargs="+",
+        default=[],
+        metavar="DIR",
+        help="datasets, tunings or databases to learn from",
+    )
+    hide(sub, "--anchors", nargs="+")
+    sub.add_argument("--no-trim", action="store_true", help="measure every candidate")
+    add_settings(
+        sub,
+        TuneConfig,
+        SearchConfig,
+        predictor="of cdmpp's cost model (default: the one that ships); 'none' for an analytical estimate",
+    )
+
+
+def devices_with_shares(device: str, shares: str | None) -> list[str]:
+    """``D@S`` for a device and every share of a list such as ``1,2``; the device alone where there is none.
+
+    Raises
+    ------
+    TunerError
+        The device names another share.
+    """
+    base, at, named = device.partition("@")
+    if shares is None or named == shares:
+        return [device]
+    if at:
+        raise TunerError(f"--device {device} and --share {shares}: give the share once")
+    return [f"{base}@{share.strip()}" for share in shares.split(",")]
+
+
+def _tune(args: Namespace, console: Console, errors: Console) -> Any:
+    """Find fast schedules of a network's tasks on this machine, by measuring few.
+
+    cdmpp tune mlp --device this-cpu@1 --trials 64 --out runs/tuned
+    cdmpp tune resnet18 --device this-cpu@1 --trials 2000 --budget 1h --shards auto --out runs/fast
+    """
+    if args.anchors:
+        errors.print("--anchors is ignored: it is not needed any more")
+    devices = devices_with_shares(args.device, args.share)
+    if len(devices) == 1:
+        return _tune_at(devices[0], Path(args.out), args, console, errors).to_json()
+    from cdmpp.tuner.measure import device_of_this_machine
+    from cdmpp.tuner.store import check_folder
+
+    folders = {device: Path(args.out) / f"share-{device.partition('@')[2]}" for device in devices}
+    for device, folder in folders.items():  # all of them before hours are spent on the first
+        device_of_this_machine(device)
+        check_folder(folder, args.resume)
+    return {"tunings": {d: _tune_at(d, out, args, console, errors).to_json() for d, out in folders.items()}}
+
+
+def _tune_at(device: str, out: Path, args: Namespace, console: Console, errors: Console) -> TuneReport:
+    from cdmpp.cli.render import Bar, say, show_tuning
+    from cdmpp.tuner import Objective, TuneConfig, tune
+    from cdmpp.tuner.candidates import SearchConfig
+
+    config = settings(
+        args,
+        TuneConfig,
+        objective=settings(args, Objective),
+        search=settings(args, SearchConfig),
+        predictor=None if args.predictor == "none" else args.predictor,
+        trim=None if args.no_trim else args.trim,
+    )
+    with Bar(errors, "trials") as bar:
+        report = tune(
+            args.network,
+            device=device,
+            out=out,
+            config=config,
+            resume=args.resume,
+            warm_start=args.warm_start,
+            progress=bar.tuning,
+            notify=bar.say,
+        )
+    show_tuning(console, report)
+    say(console, f"Written to {out}.")
+    return report
+
+
+VERBS: Verbs = {
+    "tune": (_add_tune, _tune),
+}

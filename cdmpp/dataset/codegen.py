@@ -1,0 +1,144 @@
+"""Counted instructions of a dataset's programs: the file beside its records, and how it is made."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdmpp.dataset.parquet import read_parquet, write_parquet
+from cdmpp.dataset.view import load_datasets
+from cdmpp.errors import CdmppError, DatasetError
+from cdmpp.program.codegen import CODEGEN_FEATURES, COUNTING_VERSION
+from cdmpp.program.codegen.compile import ObjectCache, code_key
+from cdmpp.program.space import Rebuilder
+from cdmpp.program.types import Program, Space, Task
+
+logger = logging.getLogger(__name__)
+
+CODEGEN_FILE = "codegen.parquet"
+#: Programs between two writes of the file.
+_CHUNK = 512
+
+#: (program hash, :func:`~cdmpp.program.codegen.compile.code_key` of the target) -> counts, float32 (len(CODEGEN_FEATURES),).
+Counts = dict[tuple[str, str], NDArray[np.float32]]
+_Wanted = tuple[Program, Task, Space | None, dict[str, Any]]
+
+
+def _schema() -> Any:
+    import pyarrow as pa
+
+    counted = [(name, pa.float32()) for name in CODEGEN_FEATURES]
+    return pa.schema([("program", pa.string()), ("code", pa.string()), *counted])
+
+
+def save_codegen(path: Path, counts: Mapping[tuple[str, str], NDArray[np.float32]]) -> None:
+    """Write counts; DatasetError where that fails, and what was there stays."""
+    import pyarrow as pa
+
+    keys = sorted(counts)
+    rows = np.array([counts[key] for key in keys], dtype=np.float32).reshape(-1, len(CODEGEN_FEATURES))
+    names = [program for program, _ in keys], [code for _, code in keys]
+    write_parquet(path, pa.table([*names, *rows.T], schema=_schema()), counting_version=COUNTING_VERSION)
+
+
+def load_codegen(path: Path) -> Counts:
+    """Read counts; DatasetError if the file is missing, damaged, has other columns or was counted by another version."""
+    try:
+        table, note = read_parquet(path, _schema())
+        version = note.get("counting_version", 1)
+        if version != COUNTING_VERSION:
+            raise DatasetError(
+                f"{path} was counted by version {version}, this cdmpp counts by {COUNTING_VERSION}"
+            )
+    except DatasetError as error:
+        raise DatasetError(f"{error}; delete it, and cdmpp codegen {path.parent} counts anew") from error
+    rows = np.stack([table.column(name).to_numpy() for name in CODEGEN_FEATURES], axis=1).astype(np.float32)
+    keys = zip(table.column("program").to_pylist(), table.column("code").to_pylist(), strict=True)
+    return dict(zip(keys, rows, strict=True))
+
+
+def collect_codegen(
+    folder: str | Path,
+    workers: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+    object_cache: str | Path | None = None,
+) -> Counts:
+    """Compile the programs of a dataset that have a label on a CPU and no counts yet, and count their instructions.
+
+    The file is written every few hundred programs, so that what was counted is kept if the process ends. A program that
+    does not compile is left out.
+
+    Parameters
+    ----------
+    workers
+        Compiling processes.
+    progress
+        Called with the numbers of programs done and wanted.
+    object_cache
+        Folder in which ``cdmpp profile --object-cache`` kept what it compiled: only what is not there is compiled, and kept
+        there too.
+
+    Raises
+    ------
+    DatasetError
+        No dataset in the folder, or the file cannot be written.
+    CdmppError
+        What decodes instructions is not installed.
+    """
+    from cdmpp.program.codegen.counts import require_decoder
+
+    require_decoder()
+    view = load_datasets(folder)
+    path = Path(folder) / CODEGEN_FILE
+    counts = load_codegen(path) if path.exists() else {}
+    wanted: dict[tuple[str, str], _Wanted] = {}
+    for name, table in view.labels(None).groupby("device", observed=True):
+        target = dict(view.devices[str(name)].target)
+        if target.get("kind") != "llvm":
+            continue
+        for digest in table["program"]:
+            key = (str(digest), code_key(target))
+            if key not in counts:
+                program = view.programs[key[0]]
+                space = view.spaces.get(program.space_hash) if program.space_hash else None
+                wanted[key] = program, view.task_of(program), space, target
+    keys = list(wanted)
+    with ProcessPoolExecutor(max(1, workers)) as pool:
+        for begin in range(0, len(keys), _CHUNK):
+            chunk = keys[begin : begin + _CHUNK]
+            rows = pool.map(partial(_count_one, object_cache), [wanted[key] for key in chunk], chunksize=4)
+            for done, (key, row) in enumerate(zip(chunk, rows, strict=True), begin + 1):
+                if row is not None:
+                    counts[key] = row
+                if progress is not None:
+                    progress(done, len(keys))
+            save_codegen(path, counts)
+    return counts
+
+
+_REBUILDER: list[Rebuilder] = []
+
+
+def _count_one(object_cache: str | Path | None, wanted: _Wanted) -> NDArray[np.float32] | None:
+    from cdmpp.program.codegen.counts import codegen_features, compiled_features
+
+    program, task, space, target = wanted
+    if not _REBUILDER:  # one a process: it keeps what it has parsed
+        _REBUILDER.append(Rebuilder())
+    try:
+        cache = ObjectCache(object_cache, target)
+        kept = cache.find(program.hash)
+        if kept is not None:
+            return codegen_features(kept)
+        func = _REBUILDER[0](program, task, space)
+        return compiled_features(func, target, partial(cache.keep, program.hash))
+    except (CdmppError, RuntimeError, OSError) as err:
+        logger.warning("program %s has no counts: %s", program.hash, str(err).strip().splitlines()[-1:])
+        return None

@@ -1,0 +1,133 @@
+"""Blocks, dominators and natural loops of a compiled function.
+
+Compilers lay blocks out in any order, so loops are found as compilers find them: an edge to a block that dominates its
+source closes a loop, whose body is what reaches that edge without passing the block (Aho, Lam, Sethi, Ullman: Compilers,
+section 9.6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import networkx as nx
+
+from cdmpp.program.codegen.instruction import Instruction
+
+
+@dataclass
+class Loop:
+    """A natural loop."""
+
+    #: The block that every iteration begins with.
+    header: int
+    #: Its blocks, the header among them.
+    body: set[int]
+    #: Blocks that go back to the header.
+    latches: list[int]
+    #: Number of the innermost loop around it; None outside of all.
+    parent: int | None = None
+
+
+@dataclass
+class FlowGraph:
+    """Control flow of what stands under one symbol: a function, and those that have no symbol of their own."""
+
+    #: At least one.
+    function: Sequence[Instruction]
+    #: (first, last) instruction of each block. The last block is empty: it precedes all that nothing else leads to.
+    blocks: list[tuple[int, int]] = field(init=False)
+    #: Blocks that may follow each: of a conditional jump its target, then the next.
+    successors: list[list[int]] = field(init=False)
+    predecessors: list[list[int]] = field(init=False)
+    #: Blocks in reverse postorder; without those that only fill up the space between others.
+    order: list[int] = field(init=False)
+    #: Immediate dominator of each block; that of the empty one is itself.
+    dominator: dict[int, int] = field(init=False)
+    #: Outer loops before those inside them.
+    loops: list[Loop] = field(init=False)
+    #: Header -> number of its loop.
+    loop_at: dict[int, int] = field(init=False)
+    #: Number of the innermost loop of a block; None outside of loops.
+    loop_of: list[int | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._find_blocks()
+        root = len(self.blocks)
+        graph = nx.DiGraph((block, after) for block, ways in enumerate(self.successors) for after in ways)
+        graph.add_nodes_from(range(root + 1))
+        entries: list[int] = []
+        seen: set[int] = set()
+        for block in range(root):
+            if block not in seen and not all(instruction.name == "nop" for instruction in self.code(block)):
+                entries.append(block)
+                seen |= {block, *nx.descendants(graph, block)}
+        graph.add_edges_from((root, entry) for entry in entries)
+        self.blocks.append((0, -1))
+        self.successors.append(entries)
+        self.order = list(nx.dfs_postorder_nodes(graph, root))[::-1]
+        self.dominator = {**nx.immediate_dominators(graph, root), root: root}
+        self.predecessors = [[] for _ in self.blocks]
+        for block in self.order:
+            for after in self.successors[block]:
+                self.predecessors[after].append(block)
+        self.loops = self._find_loops()
+        self.loop_at = {loop.header: number for number, loop in enumerate(self.loops)}
+        self.loop_of = [None] * len(self.blocks)
+        for number, loop in enumerate(self.loops):  # inner loops come later
+            loop.parent = self.loop_of[loop.header]
+            for block in loop.body:
+                self.loop_of[block] = number
+
+    def _find_blocks(self) -> None:
+        at = {instruction.address: i for i, instruction in enumerate(self.function)}
+        starts = {0, len(self.function)}
+        for i, instruction in enumerate(self.function):
+            if instruction.target in at:
+                starts.add(at[instruction.target])
+            if instruction.flow in ("branch", "jump", "end"):
+                starts.add(i + 1)
+        firsts = sorted(starts)
+        number = {first: block for block, first in enumerate(firsts)}
+        self.blocks = [(first, after - 1) for first, after in pairwise(firsts)]
+        self.successors = []
+        for block, (_, last) in enumerate(self.blocks):
+            target, flow = self.function[last].target, self.function[last].flow
+            ways = [number[at[target]]] if target in at else []
+            if block + 1 < len(self.blocks) and flow not in ("jump", "end"):
+                ways.append(block + 1)
+            self.successors.append(ways)
+
+    def code(self, block: int) -> Sequence[Instruction]:
+        """The instructions of a block."""
+        first, last = self.blocks[block]
+        return self.function[first : last + 1]
+
+    def condition(self, block: int) -> str | None:
+        """Condition of the jump at the end of a block; None where there is none that is known."""
+        return self.function[self.blocks[block][1]].condition
+
+    def dominates(self, over: int, block: int) -> bool:
+        """Whether every way to a block passes another."""
+        while block != over:
+            above = self.dominator[block]
+            if above == block:
+                return False
+            block = above
+        return True
+
+    def _find_loops(self) -> list[Loop]:
+        found: dict[int, Loop] = {}
+        for block in self.order:
+            for header in self.successors[block]:
+                if self.dominates(header, block):
+                    loop = found.setdefault(header, Loop(header, {header}, []))
+                    loop.latches.append(block)
+                    todo = [block]
+                    while todo:
+                        inside = todo.pop()
+                        if inside not in loop.body:
+                            loop.body.add(inside)
+                            todo += self.predecessors[inside]
+        return sorted(found.values(), key=lambda loop: -len(loop.body))

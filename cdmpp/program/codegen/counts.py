@@ -1,0 +1,227 @@
+"""Instructions of compiled functions by kind, once and as often as they run.
+
+x86 only: the kinds are those of SSE and AVX code.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdmpp.errors import CdmppError, ProgramError
+from cdmpp.program.codegen import CODEGEN_FEATURES, KINDS
+from cdmpp.program.codegen.blocks import FlowGraph
+from cdmpp.program.codegen.compile import compile_to_shared_object
+from cdmpp.program.codegen.cycles import ISSUE, loop_cycles
+from cdmpp.program.codegen.instruction import Address, Instruction
+from cdmpp.program.codegen.trips import TripCounts, times_run
+from cdmpp.program.codegen.values import CodeValues
+from cdmpp.program.tvm_env import import_tvm
+
+if TYPE_CHECKING:
+    from cdmpp.device import Device
+
+logger = logging.getLogger(__name__)
+
+_AT = {kind: i for i, kind in enumerate(KINDS)}
+#: Cycles for which an instruction of a kind keeps a unit of a generic core busy: arithmetic, loads, stores, shuffles.
+_UNITS: tuple[dict[str, float], ...] = (
+    {f"{kind}_{width}": 0.5 for kind in ("fma", "fp") for width in "zyxs"},
+    {f"load_{width}": 0.5 for width in "zyxs"},
+    {f"store_{width}": 1.0 for width in "zyxs"},
+    {"shuffle": 1.0},
+    {"all": 1.0 / ISSUE},
+)
+#: And those that keep all of it busy.
+_BLOCKING = {"gather": 20.0, "div": 8.0, "idiv": 10.0, "call": 50.0}
+
+_SHUFFLES = (
+    "vperm", "vinsert", "vextract", "vunpck", "vshuf", "vblend", "vpblend", "vpack", "vpunpck", "valign", "vpinsr",
+    "vpextr", "vmovhl", "vmovlh", "vpshuf", "vcompress", "vexpand",
+)  # fmt: skip
+#: Elements that a kind of arithmetic works on.
+_LANES = {"z": 16, "y": 8, "x": 4, "s": 1}
+#: A loop inside another is taken to run so many times more often.
+_DEPTH_WEIGHT = 8.0
+
+FloatArray = NDArray[np.float64]
+
+_BUSY: FloatArray = np.array(
+    [[unit.get(kind, _BLOCKING.get(kind, 0.0)) for unit in _UNITS] for kind in KINDS]
+)
+
+
+def codegen_features(path: str | Path) -> NDArray[np.float32]:
+    """Counts of an object file or shared object, float32 (len(CODEGEN_FEATURES),).
+
+    Raises
+    ------
+    ProgramError
+        It is no object file for x86-64, has no symbols or no function of a program.
+    CdmppError
+        As :func:`require_decoder`.
+    """
+    require_decoder()
+    from cdmpp.program.codegen.disassemble import read_functions
+
+    return count(read_functions(path))
+
+
+def require_decoder() -> None:
+    """CdmppError where what decodes instructions is not installed."""
+    try:
+        import cdmpp.program.codegen.disassemble  # noqa: F401
+    except ImportError as err:
+        raise CdmppError(
+            f"counting instructions needs iced-x86 and pyelftools: install cdmpp[tvm] ({err})"
+        ) from err
+
+
+def compiled_features(
+    func: Any, target: dict[str, Any], keep: Callable[[Path], None] | None = None
+) -> NDArray[np.float32]:
+    """Counts of a PrimFunc compiled for a target (llvm), float32 (len(CODEGEN_FEATURES),); errors as TVM's, and as of
+    :func:`codegen_features`. ``keep`` is given the object before it is deleted."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "program.so"
+        compile_to_shared_object(func, target, path)
+        if keep is not None:
+            keep(path)
+        return codegen_features(path)
+
+
+def instruction_counts(programs: Sequence[Any], device: Device) -> NDArray[np.float32]:
+    """Counts of PrimFuncs and IRModules compiled for a device's target, float32 (n, len(CODEGEN_FEATURES)).
+
+    A program that does not compile gets a row of NaN, and a warning says so.
+
+    Raises
+    ------
+    ProgramError
+        The device is no x86 CPU with a target; a program is none that can be compiled.
+    CdmppError
+        TVM or what decodes instructions is not installed.
+    """
+    target = dict(device.target)
+    if target.get("kind") != "llvm" or device.vendor not in ("intel", "amd"):
+        raise ProgramError(
+            f"{device.name}: only programs compiled for x86 CPUs are counted; predict without compiled=True"
+        )
+    import_tvm()
+    require_decoder()  # one error, not a warning for each program
+    from cdmpp.program.ast import CompactAST
+    from cdmpp.program.ast.reader import prim_func
+
+    if any(isinstance(program, CompactAST) for program in programs):
+        raise ProgramError("a CompactAST cannot be compiled: expected a PrimFunc or an IRModule")
+    funcs = [prim_func(program) for program in programs]
+    rows = np.full((len(programs), len(CODEGEN_FEATURES)), np.nan, dtype=np.float32)
+    for number, func in enumerate(funcs):
+        try:
+            rows[number] = compiled_features(func, target)
+        except (CdmppError, RuntimeError) as err:
+            reason = str(err).strip().splitlines()[-1:] or [type(err).__name__]
+            logger.warning("program %d of %d does not compile: %s", number + 1, len(programs), reason[0])
+    return rows
+
+
+def count(functions: Sequence[Sequence[Instruction]]) -> NDArray[np.float32]:
+    """Counts of the functions of a program, float32 (len(CODEGEN_FEATURES),)."""
+    total, run = np.zeros(len(KINDS)), np.zeros(len(KINDS))
+    unknown, cycles = 0, np.zeros(3)
+    loops: list[tuple[int, FloatArray]] = []
+    for function in functions:
+        each = np.zeros((len(function), len(KINDS)))
+        kinds = [(i, _AT[kind]) for i, instruction in enumerate(function) for kind in kinds_of(instruction)]
+        each[tuple(np.transpose(kinds))] = 1
+        total += each.sum(axis=0)
+        trips = TripCounts(CodeValues(FlowGraph(function)))
+        times = times_run(trips)
+        run += times @ each
+        unknown += trips.unknown
+        cycles += loop_cycles(trips, times, each @ _BUSY)
+        jumps = _backward_jumps(function)
+        for begin, end in jumps:
+            others = [jump for jump in jumps if jump != (begin, end)]
+            if not any(b >= begin and e <= end for b, e in others):
+                depth = sum(b <= begin and e >= end for b, e in others)
+                loops.append((depth, each[begin : end + 1].sum(axis=0)))
+    depth, hottest = max(
+        loops,
+        key=lambda loop: _arithmetic(loop[1]) * _DEPTH_WEIGHT ** loop[0],
+        default=(0, np.zeros(len(KINDS))),
+    )
+    return np.concatenate([total, [len(loops), depth], hottest, run, [unknown], cycles]).astype(np.float32)
+
+
+def kinds_of(instruction: Instruction) -> list[str]:
+    """The kinds one instruction counts as; every instruction counts as ``all``."""
+    name, operands, kinds = instruction.name, instruction.operands, ["all"]
+    memory, stores = instruction.memory, operands[:1] == (instruction.memory,)
+    # of mask and integer registers at most 64
+    bits = max(
+        [o.index_bits if isinstance(o, Address) else o.bits for o in operands if not isinstance(o, int)],
+        default=0,
+    )
+    if bits > 64 and not name.startswith("v"):
+        name = f"v{name}"  # SSE names an instruction as AVX does, without the v
+    if name.startswith("v"):
+        scalar = name.endswith(("ss", "sd"))
+        lanes = "s" if scalar else {512: "z", 256: "y"}.get(bits, "x")
+        if "fma" in name or name.startswith(("vfms", "vfnm")):
+            kinds.append(f"fma_{lanes}")
+        elif name.startswith(("vadd", "vsub", "vmul", "vmax", "vmin")) and name.endswith(
+            ("ps", "ss", "pd", "sd")
+        ):
+            kinds.append(f"fp_{lanes}")
+        elif name.startswith(("vdiv", "vsqrt", "vrsqrt", "vrcp")):
+            kinds.append("div")
+        elif "gather" in name or "scatter" in name:
+            kinds.append("gather")
+        elif "broadcast" in name:
+            kinds.append("broadcast")
+        elif name.startswith(_SHUFFLES):
+            kinds.append("shuffle")
+        elif name.startswith("vcvt"):
+            kinds.append("convert")
+        elif name.startswith(("vcmp", "vpcmp")):
+            kinds.append("mask")
+        if memory is not None:
+            stores = stores and name.startswith("vmov")
+            kinds.append(("store_" if stores else "load_") + lanes)
+            if memory.base in ("rsp", "rbp"):
+                kinds.append("stack_store" if stores else "stack_load")
+    elif name.startswith("k"):
+        kinds.append("mask")
+    elif instruction.flow in ("branch", "jump"):
+        kinds.append("branch")
+    elif instruction.flow == "call":
+        kinds.append("call")
+    elif name == "imul":
+        kinds.append("imul")
+    elif name in ("div", "idiv"):
+        kinds.append("idiv")
+    else:
+        kinds.append("integer")
+        if memory is not None and memory.base == "rsp" and name.startswith("mov"):
+            kinds.append("stack_store" if stores else "stack_load")
+    return kinds
+
+
+def _backward_jumps(function: Sequence[Instruction]) -> list[tuple[int, int]]:
+    """Loops as (first, last) instruction: jumps to an instruction at or before them."""
+    at = {instruction.address: i for i, instruction in enumerate(function)}
+    jumps = [(at[i.target], at[i.address]) for i in function if i.target in at]
+    return [(begin, end) for begin, end in jumps if begin <= end]
+
+
+def _arithmetic(counts: FloatArray) -> float:
+    return float(
+        sum(lanes * (counts[_AT[f"fma_{w}"]] + counts[_AT[f"fp_{w}"]]) for w, lanes in _LANES.items())
+    )

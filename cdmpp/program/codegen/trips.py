@@ -1,0 +1,259 @@
+"""How often the instructions of compiled code run, read off the code without running it.
+
+The shapes of a tensor program are constants, and so are the trip counts of most of its loops: what a loop's condition compares
+changes by a constant in every iteration, from a value that is known where the loop is entered
+(:mod:`cdmpp.program.codegen.values`). All of a parallel loop is counted, as one thread would run it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdmpp.program.codegen.blocks import FlowGraph
+from cdmpp.program.codegen.values import OPPOSITE, CodeValues, Flags, Value, meets
+
+#: A loop whose trip count the code does not tell is taken to run so many times.
+UNKNOWN_TRIPS = 4.0
+#: Nothing runs more often in seconds; what was read as more is misread.
+_MOST_RUNS = 1e12
+#: Trip counts above this are misreadings.
+_MOST_TRIPS = 1e7
+#: Iterations of a loop up to which each is asked whether it takes a branch.
+_MOST_LOOKED_AT = 4096
+
+
+@dataclass
+class TripCounts:
+    """Iterations of the loops of a function; those of one may depend on those of another that runs before."""
+
+    values: CodeValues
+    _found: dict[int, tuple[int | None, int | None]] = field(default_factory=dict)
+    _parts: dict[int, float | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for number in range(len(self.values.graph.loops)):
+            self._trips_and_exit(number)
+
+    @property
+    def graph(self) -> FlowGraph:
+        """The function's."""
+        return self.values.graph
+
+    def of(self, number: int) -> int | None:
+        """How often a loop runs each time it is entered, 0 if it never is; None where the code does not tell."""
+        return self._trips_and_exit(number)[0]
+
+    def guess(self, number: int) -> float:
+        """The same, above 0, with a guess where it is not known."""
+        return self.of(number) or UNKNOWN_TRIPS
+
+    @property
+    def unknown(self) -> int:
+        """Loops whose trip count is not known."""
+        return sum(trips is None for trips, _ in self._found.values())
+
+    def exit(self, number: int) -> int | None:
+        """The block that a loop is left by, where that is known to be one."""
+        return self._trips_and_exit(number)[1]
+
+    def _trips_and_exit(self, number: int) -> tuple[int | None, int | None]:
+        if number not in self._found:
+            self._found[number] = None, None  # for a loop that would need to know it
+            self._found[number] = self._count(number)
+        return self._found[number]
+
+    def _count(self, number: int) -> tuple[int | None, int | None]:
+        graph = self.graph
+        loop = graph.loops[number]
+        if self.values.before_loop[number] is None:
+            return 0, None
+        for block in sorted(loop.body, key=lambda b: (b not in loop.latches, b)):
+            if (
+                graph.loop_of[block] == number
+                and block in self.values.taken
+                and len(graph.successors[block]) > 1
+                and any(after not in loop.body for after in graph.successors[block])
+            ):
+                trips = self._until(number, block)
+                if trips is not None and trips < _MOST_TRIPS:
+                    return trips, block
+        return None, None
+
+    def _until(self, number: int, block: int) -> int | None:
+        """Iterations of a loop until the jump of a block leaves it."""
+        graph, flags = self.graph, self.values.flags[block]
+        condition = graph.condition(block)
+        if flags is None or condition is None:
+            return None
+        if graph.successors[block][0] not in graph.loops[number].body:
+            condition = OPPOSITE[condition]
+        if flags.kind == "test":
+            return self._of_first_flag(number, flags, condition)
+        if flags.kind == "zero" and condition not in ("e", "ne", "s", "ns"):
+            return None
+        left, right = (self._induction(number, value) for value in (flags.left, flags.right))
+        if left is None or right is None:
+            return None
+        (start, step), (end, end_step) = left, right
+        if start[0] != end[0]:
+            # a counter whose start is not known and that is compared with a constant starts at 0, as TVM's loops do
+            if flags.kind != "cmp" or None not in (start[0], end[0]) or step == end_step:
+                return None
+            start, end = (
+                value if value[0] is None else (None, at[1])
+                for value, at in ((start, flags.left), (end, flags.right))
+            )
+        return _iterations(start[1] - end[1], step - end_step, condition)
+
+    def part_taken(self, block: int) -> float | None:
+        """Part of the times that the jump at the end of a block is taken, where the counter of a loop around it decides; None
+        where that is not known."""
+        if block not in self._parts:  # asked for both ways that the jump leads
+            self._parts[block] = self._part_taken(block)
+        return self._parts[block]
+
+    def _part_taken(self, block: int) -> float | None:
+        graph, flags = self.graph, self.values.flags[block]
+        condition, number = graph.condition(block), graph.loop_of[block]
+        if flags is None or condition is None:
+            return None
+        while number is not None:
+            trips = self.of(number)
+            left, right = (self._induction(number, value) for value in (flags.left, flags.right))
+            if trips and trips <= _MOST_LOOKED_AT and left is not None and right is not None:
+                ((symbol, a), step), ((other, b), other_step) = left, right
+                if symbol is None and other is None and step != other_step:
+                    pairs = ((a + step * i, b + other_step * i) for i in range(trips))
+                    taken = [Flags(flags.kind, (None, x), (None, y)).hold(condition) for x, y in pairs]
+                    return sum(map(bool, taken)) / trips
+            number = graph.loops[number].parent
+        return None
+
+    def _induction(self, number: int, value: Value) -> tuple[Value, int] | None:
+        """What a value is in the first iteration of a loop, and how much more in each that follows; None where it changes
+        otherwise."""
+        loop, place = self.values.counter(value) or (None, "")
+        if loop != number:
+            return (self._final_value(value, number), 0) if self.values.is_fixed(value, number) else None
+        step, (symbol, offset) = self.values.step(number, place), self.values.initial(number, place)
+        return None if step is None else (self._final_value((symbol, offset + value[1]), number), step)
+
+    def _final_value(self, value: Value, number: int) -> Value:
+        """A value with what the counters of other loops were in their last iterations, where these are over before this
+        loop."""
+        seen: set[int] = set()
+        while (counter := self.values.counter(value)) is not None:
+            other, place = counter
+            trips, step = None, self.values.step(other, place)
+            if other not in seen and self.graph.loops[number].header not in self.graph.loops[other].body:
+                trips = self.of(other)
+            if not trips or step is None:
+                break
+            seen.add(other)
+            symbol, offset = self.values.initial(other, place)
+            value = symbol, offset + step * (trips - 1) + value[1]
+        return value
+
+    def _of_first_flag(self, number: int, flags: Flags, goes_on: str) -> int | None:
+        """Iterations of a loop that tests bits of what is a constant where it is entered and another after the first."""
+        mask, tested = (flags.right, flags.left) if flags.right[0] is None else (flags.left, flags.right)
+        loop, place = self.values.counter(tested) or (None, "")
+        if loop != number or mask[0] is not None:
+            return None
+        after = self.values.after
+        ends = {after[latch].get(place) for latch in self.graph.loops[number].latches if latch in after}
+        first, later = self.values.initial(number, place), ends.pop() if len(ends) == 1 else None
+        if later is None or first[0] is not None or later[0] is not None:
+            return None
+        goes = [meets((value[1] + tested[1]) & mask[1], goes_on) for value in (first, later)]
+        return 1 if not goes[0] else None if goes[1] else 2
+
+
+def _iterations(difference: int, step: int, goes_on: str) -> int | None:
+    """Iterations of a loop that goes on while ``difference + step * iteration`` meets a condition; None if for ever."""
+    if not meets(difference, goes_on):
+        return 1
+    if goes_on == "ne":
+        return None if not step or difference % step or difference * step > 0 else 1 - difference // step
+    if goes_on == "e":
+        return 2 if step else None
+    away = difference > 0 if difference else step > 0  # on which side of 0 it begins
+    if not step or (away == (step > 0) and difference):
+        return None
+    last = math.ceil(abs(difference) / abs(step))
+    return last + 1 + meets(difference + last * step, goes_on)
+
+
+def times_run(trips: TripCounts) -> NDArray[np.float64]:
+    """How often each of a function's instructions runs when it is called, (n,).
+
+    Of two ways inside a loop each is taken half the time, unless a counter's comparison with a constant decides, or one skips a
+    loop: then that loop runs.
+    Outside of loops every way is taken, but for those that are known not to be and those that nothing leads to.
+    """
+    graph, taken = trips.graph, trips.values.taken
+    runs: dict[int, float] = {}
+    coming: dict[int, float] = {graph.order[0]: 1.0}
+    for block in graph.order:
+        if block not in taken:
+            continue
+        entered = coming.get(block, 0.0)
+        if block in graph.loop_at:
+            number = graph.loop_at[block]
+            found = trips.of(number)
+            outer = 1.0 if graph.loops[number].parent is None else entered
+            runs[block] = outer * (UNKNOWN_TRIPS if found is None else found)
+        elif graph.loop_of[block] is None:
+            runs[block] = 1.0
+        else:
+            runs[block] = min(entered, runs[graph.dominator[block]])
+        for after in taken[block]:
+            if after not in runs:  # else back to a header
+                coming[after] = coming.get(after, 0.0) + _part_to(trips, block, after) * runs[block]
+    times = np.zeros(len(graph.function))
+    for block, (first, last) in enumerate(graph.blocks):
+        times[first : last + 1] = runs.get(block, 0.0)
+    return np.minimum(times, _MOST_RUNS)
+
+
+def _part_to(trips: TripCounts, block: int, after: int) -> float:
+    """Part of the runs of a block after which another follows."""
+    graph = trips.graph
+    number = graph.loop_of[block]
+    if number is None:
+        return 1.0
+    body, leaves_by = graph.loops[number].body, trips.exit(number)
+    if after not in body:
+        # all iterations end by one way, which is found or taken to be any of them
+        if leaves_by not in (None, block):
+            return 0.0
+        share = 1.0
+        while number is not None and after not in graph.loops[number].body:
+            share /= trips.guess(number)
+            number = graph.loops[number].parent
+        return share
+    others = [b for b in trips.values.taken[block] if b != after and b in body]
+    if not others:
+        return 1.0 - 1.0 / trips.guess(number) if leaves_by == block else 1.0
+    part = trips.part_taken(block)
+    if part is not None:
+        return part if after == graph.successors[block][0] else 1.0 - part
+    leads_to_loop = [_leads_to_loop(graph, b, number) for b in (after, others[0])]
+    if leads_to_loop == [True, False]:
+        return 1.0
+    return 0.0 if leads_to_loop == [False, True] else 0.5
+
+
+def _leads_to_loop(graph: FlowGraph, block: int, number: int) -> bool:
+    """Whether nothing but a loop inside another one comes next."""
+    for _ in range(3):
+        if graph.loop_of[block] != number:
+            return True
+        if len(graph.successors[block]) != 1:
+            return False
+        block = graph.successors[block][0]
+    return False

@@ -1,0 +1,380 @@
+"""What the integer registers and stack slots of compiled code hold, as far as it can be known without running it.
+
+Value numbering over the blocks of a function (Aho, Lam, Sethi, Ullman: Compilers, sections 6.1 and 9.4): a value is a
+constant, or something unknown plus a constant. What a loop changes is unknown anew in each of its iterations, so that the
+state at the end of one says by how much a counter changes. Branches whose condition is known are followed one way only.
+
+The body of a TVM parallel loop is taken to be run by a single task, number 0 of 1: then its share is all of the loop. Buffers
+are taken not to overlap: where LLVM asks whether each begins before the other ends, so as to run a loop without SIMD if they
+do, the answer is no.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+from cdmpp.program.codegen.blocks import FlowGraph, Loop
+from cdmpp.program.codegen.instruction import (
+    INTEGER_REGISTERS,
+    Address,
+    Instruction,
+    Operand,
+    Place,
+    Register,
+    place_of,
+    signed,
+)
+
+#: What is unknown (None: nothing), and a constant to add.
+Value = tuple[Hashable, int]
+State = dict[Place, Value]
+
+OPPOSITE = {
+    "e": "ne", "ne": "e", "b": "ae", "ae": "b", "l": "ge", "ge": "l", "a": "be", "be": "a", "g": "le", "le": "g",
+    "s": "ns", "ns": "s",
+}  # fmt: skip
+#: Conditions that ask on which side of another a number is, unsigned ones as signed ones; and whether equality meets them.
+_BELOW, _ABOVE = ("b", "l", "be", "le"), ("a", "g", "ae", "ge")
+_OR_EQUAL = ("be", "le", "ae", "ge")
+_UNSIGNED, _ALL_BITS = ("b", "be", "a", "ae"), (1 << 64) - 1
+#: Times that a function is gone over at most with what loops are assumed to restore.
+_MOST_PASSES = 12
+_MOVES = ("mov", "movsx", "movsxd", "movzx")
+#: Of constants: of two, or of one and 1; shifts are those of BMI2 too (shlx).
+_OPERATIONS: dict[str, Callable[[int, int], int]] = {
+    "imul": operator.mul, "and": operator.and_, "or": operator.or_, "xor": operator.xor,
+    "shl": operator.lshift, "sar": operator.rshift, "shr": operator.rshift,
+    "not": lambda a, _: ~a, "neg": lambda a, _: -a,
+}  # fmt: skip
+#: Whether one address that nobody knows is below another: of two buffers that do not overlap not both can be.
+_BEGINS_BEFORE = "begins before"
+#: The number of a parallel loop's task, the pointer to its environment, and where that has the number of tasks, 32 bits
+#: (TVMParallelGroupEnv).
+_TASK, _ENVIRONMENT = "rdi", "rsi"
+_TASKS = Address(_ENVIRONMENT, displacement=8)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What set the flags: ``left`` compared with ``right`` (``cmp``), their common bits with 0 (``test``), or a result
+    with 0, of which no more than that and its sign is known (``zero``)."""
+
+    kind: str
+    left: Value
+    right: Value = (None, 0)
+
+    def hold(self, condition: str | None) -> bool | None:
+        """Whether a condition holds; None where that is not known."""
+        if condition is None or self.left[0] != self.right[0]:
+            return None
+        if self.kind == "test":
+            if self.left[0] is not None:
+                return None
+            return meets(self.left[1] & self.right[1], condition)
+        if self.kind == "zero" and condition not in ("e", "ne", "s", "ns"):
+            return None
+        left, right = self.left[1], self.right[1]
+        if self.left[0] is None and condition in _UNSIGNED:
+            left, right = left & _ALL_BITS, right & _ALL_BITS
+        return meets(left - right, condition)
+
+    def compares_addresses(self, condition: str | None) -> bool:
+        """Whether a condition asks for the order of two addresses that nobody knows."""
+        return self.kind == "cmp" and condition in _UNSIGNED and None not in (self.left[0], self.right[0])
+
+
+def meets(difference: int, condition: str) -> bool:
+    """Whether a number is on the side of 0 that a condition asks for."""
+    if condition in ("e", "ne"):
+        return (difference == 0) == (condition == "e")
+    if condition in ("s", "ns"):
+        return (difference < 0) == (condition == "s")
+    if difference == 0:
+        return condition in _OR_EQUAL
+    return condition in (_BELOW if difference < 0 else _ABOVE)
+
+
+def value_at(state: State, place: Place) -> Value:
+    """What a place holds: where nothing has been written, what it held when the function was entered."""
+    return state.get(place, (("entry", place), 0))
+
+
+@dataclass
+class CodeValues:
+    """Values at the ends of the blocks of a function."""
+
+    graph: FlowGraph
+    #: Block that can be reached -> state at its end, and what has set the flags there.
+    after: dict[int, State] = field(default_factory=dict)
+    flags: dict[int, Flags | None] = field(default_factory=dict)
+    #: State in which each loop is entered; None for those that never are.
+    before_loop: list[State | None] = field(default_factory=list)
+    #: Block that can be reached -> those that may follow it.
+    taken: dict[int, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        loops = self.graph.loops
+        changed = [_changes(self.graph, loop, by_copies=False) for loop in loops]
+        # what a loop only copies may come back before the iteration ends: that it does is assumed until found not to
+        copied = [
+            _changes(self.graph, loop, by_copies=True) - places
+            for loop, places in zip(loops, changed, strict=True)
+        ]
+        for _ in range(_MOST_PASSES):
+            self._follow(changed)
+            wrong = [self._differing(number, places) for number, places in enumerate(copied)]
+            # nothing is assumed wrongly: what was changed but holds the same at the end does not change either
+            restored = [
+                set() if any(wrong) else {place for place in places if self.step(number, place) == 0}
+                for number, places in enumerate(changed)
+            ]
+            if not any(wrong) and not any(restored):
+                return
+            for number in range(len(loops)):
+                changed[number] = (changed[number] | wrong[number]) - restored[number]
+                copied[number] -= wrong[number]
+        self._follow([places | rest for places, rest in zip(changed, copied, strict=True)])
+
+    def _differing(self, number: int, places: set[Place]) -> set[Place]:
+        """Those places that do not hold at the end of an iteration what they held before the loop."""
+        state, latches = self.before_loop[number], self.graph.loops[number].latches
+        if state is None:
+            return set()
+        ends = [self.after[latch] for latch in latches if latch in self.after]
+        return {
+            place for place in places if any(value_at(end, place) != value_at(state, place) for end in ends)
+        }
+
+    def _follow(self, changed: Sequence[set[Place]]) -> None:
+        """Go over all blocks once, given what each loop may change in its iterations."""
+        graph = self.graph
+        self.after, self.flags, self.taken = {}, {}, {}
+        self.before_loop = [None] * len(graph.loops)
+        done: set[int] = set()
+        for block in graph.order:
+            number = graph.loop_at.get(block)
+            body = graph.loops[number].body if number is not None else ()
+            before = [b for b in graph.predecessors[block] if b not in body]
+            done.add(block)
+            coming = [b for b in before if block in self.taken.get(b, ())]
+            late = any(b not in done for b in before)  # a cycle without a header: nothing is known
+            if before and not coming and not late:
+                continue  # never reached
+            state, flags = self._merged(block, coming)
+            if late:
+                state = {place: (("merged", block, place), 0) for place in {*state, *INTEGER_REGISTERS}}
+                flags = None
+            if number is not None:
+                self.before_loop[number] = dict(state)
+                state.update({place: (("iteration", block, place), 0) for place in changed[number]})
+                flags = None
+            if block in graph.successors[-1] and _is_parallel_body(graph.code(block)):
+                state[_TASK], state[_ENVIRONMENT] = (None, 0), ("environment", 0)
+            for instruction in graph.code(block):
+                flags = execute(instruction, state, flags)
+            self.after[block], self.flags[block] = state, flags
+            self.taken[block] = self._taken(block, flags)
+
+    def _merged(self, block: int, coming: Sequence[int]) -> tuple[State, Flags | None]:
+        if not coming:
+            return {}, None
+        state, flags = dict(self.after[coming[0]]), self.flags[coming[0]]
+        for other in coming[1:]:
+            there = self.after[other]
+            for place in state.keys() | there.keys():
+                if value_at(state, place) != value_at(there, place):
+                    state[place] = (("merged", block, place), 0)
+            if self.flags[other] != flags:
+                flags = None
+        return state, flags
+
+    def _taken(self, block: int, flags: Flags | None) -> list[int]:
+        after = self.graph.successors[block]
+        if len(after) != 2 or flags is None:
+            return after
+        holds = flags.hold(self.graph.condition(block))
+        return after if holds is None else [after[0 if holds else 1]]
+
+    def counter(self, value: Value) -> tuple[int, Place] | None:
+        """The loop that a value changes with, and the place that holds it, but for a constant, when an iteration begins."""
+        match value[0]:
+            case ("iteration", int(block), str() | Address() as place):
+                return self.graph.loop_at[block], place
+        return None
+
+    def initial(self, number: int, place: Place) -> Value:
+        """What a place holds where a loop is entered."""
+        return value_at(self.before_loop[number] or {}, place)
+
+    def step(self, number: int, place: Place) -> int | None:
+        """By how much a place changes in an iteration of a loop; None where that is not known or not always the same."""
+        loop = self.graph.loops[number]
+        start: Value = (("iteration", loop.header, place), 0)
+        ends = {self.after[latch].get(place, start) for latch in loop.latches if latch in self.after}
+        symbol, change = ends.pop() if len(ends) == 1 else (None, 0)
+        return change if symbol == start[0] else None
+
+    def is_fixed(self, value: Value, number: int) -> bool:
+        """Whether a value is the same in all iterations of a loop."""
+        body = self.graph.loops[number].body
+        match value[0]:
+            case ("iteration" | "merged", block, _):
+                return block not in body
+            case ("result", int(address), _):
+                return not any(
+                    code[0].address <= address <= code[-1].address for code in map(self.graph.code, body)
+                )
+        return True
+
+
+def _changes(graph: FlowGraph, loop: Loop, *, by_copies: bool) -> set[Place]:
+    """Places that a loop changes: to what another place holds, or otherwise."""
+    return {
+        place
+        for block in loop.body
+        for instruction in graph.code(block)
+        for place in instruction.changes
+        if _is_copy(instruction) == by_copies
+    }
+
+
+def _is_copy(instruction: Instruction) -> bool:
+    return instruction.name in _MOVES and place_of(instruction.operands[1]) is not None
+
+
+def _is_parallel_body(block: Sequence[Instruction]) -> bool:
+    """Whether a function's first block reads the number of tasks from its environment."""
+    for instruction in block:
+        if _TASKS in instruction.operands[-1:]:
+            registers = [operand for operand in instruction.operands if isinstance(operand, Register)]
+            return instruction.memory_bits == 32 and all(register.bits <= 64 for register in registers)
+        if _ENVIRONMENT in instruction.changes:
+            return False
+    return False
+
+
+def execute(instruction: Instruction, state: State, flags: Flags | None) -> Flags | None:
+    """Change the state as an instruction does; what has set the flags then."""
+    if not instruction.changes and not instruction.sets_flags:
+        return flags
+    results, set_by = _results(instruction, state, flags)
+    for place in instruction.changes:
+        value = results.get(place, _unknown(instruction, place))
+        if place in ("rsp", "rbp"):  # slots have other names from now on
+            for slot in [slot for slot in state if isinstance(slot, Address) and slot.base == place]:
+                state[slot] = ("moved", slot, value), 0
+        state[place] = value
+    return set_by if instruction.sets_flags else flags
+
+
+def _results(
+    instruction: Instruction, state: State, flags: Flags | None
+) -> tuple[dict[Place | None, Value], Flags | None]:
+    """What an instruction leaves in the places that it changes, where that is known, and in the flags if it sets them."""
+    name, operands = instruction.name, instruction.operands
+    if name in ("cdqe", "cwde", "cdq", "cqo"):
+        symbol, offset = value_at(state, "rax")
+        if name in ("cdqe", "cwde"):
+            return {"rax": (symbol, offset)}, None
+        return {} if symbol is not None else {"rdx": (None, -1 if offset < 0 else 0)}, None
+    if not operands or instruction.flow == "call":
+        return {}, None
+    values = [_read(operand, instruction, state) for operand in operands]
+    if name in ("div", "idiv"):
+        return _divided(value_at(state, "rax"), values[0]), None
+    if name in ("cmp", "test"):
+        same = name == "test" and operands[0] == operands[1]
+        return {}, Flags("zero", values[0]) if same else Flags(name, *values)
+    result: Value | None = None
+    set_by = None
+    holds = None if flags is None else flags.hold(instruction.condition)
+    if name.startswith("cmov"):
+        result = None if holds is None else values[holds]
+    elif name.startswith("set"):
+        if holds is not None:
+            result = None, int(holds)
+        elif flags is not None and flags.compares_addresses(instruction.condition):
+            result = (_BEGINS_BEFORE, instruction.address), 0
+    elif name in _MOVES:
+        result = values[1]
+        if name == "movzx" and result[0] is None:
+            result = None, result[1] & ((1 << instruction.width(operands[1])) - 1)
+    elif name == "lea":
+        result = _address(instruction.operands[1], state)
+    else:
+        # of three operands the first is only written
+        left, right = values[-2:] if len(values) > 1 else (values[0], (None, 1))
+        if name in ("xor", "sub") and operands[0] == operands[1]:
+            result = None, 0
+        else:
+            result = _computed(name, left, right, instruction.width(operands[0]))
+        if name == "sub":
+            set_by = Flags("cmp", left, right)
+        elif result is not None and name != "imul":
+            set_by = Flags("cmp" if name in ("and", "or", "xor") else "zero", result)
+    if result is not None and result[0] is None:
+        result = None, signed(result[1], instruction.width(operands[0]))
+    return {} if result is None else {place_of(operands[0]): result}, set_by
+
+
+def _unknown(instruction: Instruction, place: Place | None = None) -> Value:
+    return ("result", instruction.address, place), 0
+
+
+def _read(operand: Operand, instruction: Instruction, state: State) -> Value:
+    width = instruction.width(operand)
+    if isinstance(operand, int):
+        return None, signed(operand, width)
+    if operand == _TASKS and state.get(_ENVIRONMENT) == ("environment", 0):
+        return None, 1
+    place = place_of(operand)
+    if place is None:
+        return _unknown(instruction)
+    symbol, offset = value_at(state, place)
+    return (None, signed(offset, width)) if symbol is None else (symbol, offset)
+
+
+def _address(operand: Operand, state: State) -> Value | None:
+    """What ``lea`` gives."""
+    if not isinstance(operand, Address) or operand.base == "rip":
+        return None
+    base, index = (
+        (None, 0) if name is None else value_at(state, name)
+        for name in (operand.base, operand.index_register)
+    )
+    if index[0] is None:
+        return base[0], base[1] + operand.scale * index[1] + operand.displacement
+    if base[0] is None and operand.scale == 1:
+        return index[0], base[1] + index[1] + operand.displacement
+    return None
+
+
+def _divided(number: Value, divisor: Value) -> dict[Place | None, Value]:
+    if divisor == (None, 1):
+        return {"rax": number, "rdx": (None, 0)}
+    if number[0] is not None or divisor[0] is not None or not divisor[1]:
+        return {}
+    quotient = abs(number[1]) // abs(divisor[1]) * (1 if number[1] * divisor[1] >= 0 else -1)
+    return {"rax": (None, quotient), "rdx": (None, number[1] - quotient * divisor[1])}
+
+
+def _computed(name: str, left: Value, right: Value, bits: int) -> Value | None:
+    """Result of arithmetic, with 1 on the right where there is one operand; None where it is not known."""
+    (symbol, a), (other, b) = left, right
+    if name in ("add", "inc") and None in (symbol, other):
+        return other if symbol is None else symbol, a + b
+    if name in ("sub", "dec") and other in (None, symbol):
+        return symbol if other is None else None, a - b
+    if name == "and" and all(isinstance(s, tuple) and s[0] == _BEGINS_BEFORE for s in (symbol, other)):
+        return None, 0
+    operation = _OPERATIONS.get(name.removesuffix("x"))
+    if (
+        operation is None
+        or symbol is not None
+        or other is not None
+        or (name.startswith("s") and not 0 <= b < bits)
+    ):
+        return None
+    return None, operation(a & ((1 << bits) - 1) if name.startswith("shr") else a, b)

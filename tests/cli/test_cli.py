@@ -1,0 +1,187 @@
+"""The command line: contracts of its JSON, exit codes and one-line errors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cdmpp.cli import main
+from tests.samples.programs import matmul_task
+
+pytestmark = pytest.mark.usefixtures("real_machine")
+_METRICS = {
+    "mape", "median_ape", "within_10pct", "within_20pct", "rmse_s", "pairwise_accuracy", "spearman",
+    "top1_regret", "top5_regret", "n", "noise_floor_mape",
+}  # fmt: skip
+
+
+def run(tmp_path: Path, *args: str) -> dict:
+    out = tmp_path / "out.json"
+    assert main([*args, "--json", str(out)]) == 0
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def predictor(mlp: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("cli") / "run"
+    args = ["train", "--config", "configs/smoke.yaml", "--data", str(mlp), "--out", str(out)]
+    assert main([*args, "--split", "within_task:test=0.3"]) == 0
+    return out
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    assert main(list(args)) == 2
+    err = capsys.readouterr().err.strip()
+    assert err.startswith("cdmpp: ") and "\n" not in err, "one clear line"
+    return err
+
+
+def test_devices_names_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(tmp_path, "devices")
+    assert result["this_machine"]["kind"] == "cpu"
+    assert "h200" in {d["name"] for d in result["devices"]}
+    assert "this machine" in capsys.readouterr().out
+
+
+def test_networks_lists_families(tmp_path: Path) -> None:
+    result = run(tmp_path, "networks")
+    assert len(result) >= 16
+    assert len({row["family"] for row in result}) >= 8
+    assert all(row["tasks"] for row in result)
+
+
+def test_dataset_summary(tmp_path: Path, mlp: Path) -> None:
+    total = run(tmp_path, "dataset", str(mlp))["total"]
+    assert {"records", "ok", "failures", "tasks", "networks", "devices", "noise_floor_mape"} <= set(total)
+    assert total["ok"] > 20 and total["networks"] == 1 and total["devices"] == 1
+
+
+def test_evaluate_has_the_keys_that_others_script_against(tmp_path: Path, mlp: Path, predictor: Path) -> None:
+    result = run(
+        tmp_path, "evaluate", "--predictor", str(predictor), "--data", str(mlp), "--by", "device,task"
+    )
+    assert {"overall", "groups", "split", "seed"} <= set(result)
+    assert set(result["overall"]) >= _METRICS
+    assert set(result["groups"]) == {"device", "task"}
+    for metrics in result["groups"]["device"].values():
+        assert set(metrics) >= _METRICS
+
+
+def test_finetune_trains_or_says_what_to_profile(
+    tmp_path: Path, mlp: Path, predictor: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ("finetune", "--predictor", str(predictor), "--data", str(mlp))
+    out = tmp_path / "tuned"
+    args = ("--device", "this-cpu@1", "--tasks", "2", "--config", "configs/smoke.yaml", "--out", str(out))
+    result = run(tmp_path, *base, *args)
+    assert len(result["selection"]["tasks"]) == 2 and result["next_command"] is None
+    assert set(result["overall"]) >= _METRICS
+    run(tmp_path, "evaluate", "--predictor", str(out), "--data", str(mlp))
+
+    capsys.readouterr()
+    elsewhere = ("--device", "h200", "--out", str(tmp_path / "h200"))
+    result = run(tmp_path, *base, *elsewhere, "--tasks", "3")
+    assert "finetune again" in (shown := capsys.readouterr().out) and result["next_command"] in shown
+    assert f"--tasks {result['task_file']}" in result["next_command"]
+    assert len(json.loads(Path(result["task_file"]).read_text())["tasks"]) == 3
+    assert "no records of h200" in error_of(capsys, *base, *elsewhere)
+    assert "at least 1, got 0" in error_of(capsys, *base, *elsewhere, "--tasks", "0")
+    assert "no task file" in error_of(capsys, *base, *elsewhere, "--tasks", "nothing.json")
+
+
+def test_predict_a_network_per_task(tmp_path: Path, predictor: Path) -> None:
+    there = ("--predictor", str(predictor), "--device", "this-cpu@1")
+    result = run(tmp_path, "predict", *there, "mlp", "--programs-per-task", "4")
+    assert len(result["tasks"]) >= 3
+    for row in result["tasks"]:
+        assert 0 < row["best_s"] <= row["median_s"] <= row["worst_s"]
+        assert 0 <= row["unfamiliar"] <= row["programs"]
+        assert (row["best_low_s"] is None) == (row["best_high_s"] is None)
+        assert row["best_low_s"] is None or row["best_low_s"] < row["best_s"] < row["best_high_s"]
+    assert result["coverage"] == 0.9
+    total = sum(r["weight"] * r["best_s"] for r in result["tasks"])
+    assert result["total_best_s"] == pytest.approx(total)
+
+
+def test_predict_a_program_file(tmp_path: Path, predictor: Path) -> None:
+    program = tmp_path / "program.json"
+    program.write_text(matmul_task(32).tir_json)
+    result = run(tmp_path, "predict", "--predictor", str(predictor), "--device", "this-cpu@1", str(program))
+    assert result["latency_s"] > 0
+    assert {"low_s", "high_s", "coverage", "note"} <= set(result)
+    assert result["unfamiliar"] in (True, False)
+
+
+def test_predictions_told_the_instructions(
+    tmp_path: Path, mlp: Path, predictor: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "program.json"
+    program.write_text(matmul_task(32).tir_json)
+    there = ("--device", "this-cpu@1")
+    error = error_of(capsys, "predict", "--predictor", str(predictor), *there, str(program), "--compile", "1")
+    assert "model.compiled" in error
+    shutil.copytree(mlp, tmp_path / "data")
+    run(tmp_path, "codegen", str(tmp_path / "data"))
+    config = tmp_path / "c.yaml"
+    config.write_text("model: {dim: 16, heads: 2, layers: 1, compiled: true}\ntrain: {epochs: 1}\n")
+    out = ("--data", str(tmp_path / "data"), "--out", str(tmp_path / "run"))
+    run(tmp_path, "train", "--config", str(config), *out, "--split", "within_task:test=0.3")
+    trained = ("--predictor", str(tmp_path / "run"))
+    result = run(tmp_path, "predict", *trained, *there, str(program), "--compile", "1")
+    assert result["compiled"] and result["latency_s"] > 0
+    result = run(tmp_path, "predict", *trained, *there, "mlp", "--programs-per-task", "4", "--compile", "2")
+    assert {row["compiled"] for row in result["tasks"]} <= {1, 2} and result["total_best_s"] > 0
+    scores = run(tmp_path, "evaluate", *trained, "--data", str(tmp_path / "data"), "--compiled")
+    assert scores["n_compiled"] == scores["overall"]["n"]
+    capsys.readouterr()
+    error = error_of(capsys, "evaluate", *trained, "--data", str(mlp), "--compiled")
+    assert "cdmpp codegen" in error
+
+
+def test_predictions_told_what_was_measured_elsewhere(
+    tmp_path: Path, mlp: Path, predictor: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "program.json"
+    program.write_text(matmul_task(32).tir_json)
+    there = ("predict", "--predictor", str(predictor), "--device", "epyc-7763@1", str(program))
+    plain = run(tmp_path, *there)["latency_s"]
+    told = [run(tmp_path, *there, "--measured", f"this-cpu@1={t}ms") for t in (1, 100)]
+    assert told[0]["measured"] == {"this-cpu@1": pytest.approx(1e-3)}
+    assert len({plain, *(result["latency_s"] for result in told)}) == 3
+    assert told[0]["latency_s"] < told[1]["latency_s"]
+    assert "(PROGRAM.json)" in error_of(capsys, *there[:-1], "mlp", "--measured", "this-cpu@1=1ms")
+    assert "rtx-3060=1.3ms" in error_of(capsys, *there, "--measured", "this-cpu@1")
+    assert "too little of a cpu" in error_of(capsys, *there, "--measured", "h200=1ms")
+    assert "not both" in error_of(capsys, *there, "--measured", "this-cpu@1=1ms", "--compile", "1")
+    told_of = ("evaluate", "--predictor", str(predictor), "--data", str(mlp), "--measured")
+    assert "measured on another device" in error_of(capsys, *told_of)
+
+
+def test_report_is_one_file(tmp_path: Path, predictor: Path) -> None:
+    out = tmp_path / "report.html"
+    result = run(tmp_path, "report", str(predictor), "--out", str(out))
+    assert set(result["overall"]) >= _METRICS
+    assert out.read_text().startswith("<!DOCTYPE html>")
+
+
+def test_bad_input_is_one_line_and_exit_code_2(
+    tmp_path: Path, predictor: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "not.onnx").write_bytes(b"not a network")
+    (tmp_path / "not.json").write_text("{}")
+    p = ("predict", "--predictor", str(predictor), "--device")
+    assert "h200" in error_of(capsys, *p, "h20", "mlp")
+    assert "resnet18" in error_of(capsys, *p, "this-cpu@1", "resnet19")
+    assert "not.onnx" in error_of(capsys, *p, "this-cpu@1", str(tmp_path / "not.onnx"))
+    assert "not.json" in error_of(capsys, *p, "this-cpu@1", str(tmp_path / "not.json"))
+    assert "missing" in error_of(capsys, "dataset", str(tmp_path / "missing"))
+    assert "no predictor" in error_of(
+        capsys, "evaluate", "--predictor", str(tmp_path), "--data", str(tmp_path)
+    )
+    assert "not both" in error_of(capsys, "profile", "--out", str(tmp_path / "x"))
+    assert "whole number" in error_of(
+        capsys, "profile", "mlp", "--workers", "two", "--out", str(tmp_path / "x")
+    )

@@ -1,0 +1,97 @@
+"""Options and help: examples that parse, lines that fit, settings that are the fields' own."""
+
+from __future__ import annotations
+
+import io
+import shlex
+
+import pytest
+from rich.console import Console
+
+from cdmpp.cli import main, render
+from cdmpp.cli.main import GROUPS, _parser
+from cdmpp.cli.options import settings
+from cdmpp.profiler.profile import ProfileConfig
+from cdmpp.tuner import Objective, TuneConfig
+
+VERBS = {name: run for group in GROUPS.values() for name, (_, run) in group.items()}
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def test_the_help_says_when_to_use_each_verb() -> None:
+    text = _parser("").format_help()
+    for name, run in VERBS.items():
+        when = (run.__doc__ or "").partition("\n")[0].rstrip(".")
+        assert f"  {name} " in text and f"  {when}\n" in text
+        assert 10 < len(when) <= 88, "with the name, 100 columns"
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_a_verbs_help_fits_and_ends_in_two_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert end.value.code == 0 and max(map(len, lines)) <= 100
+    assert lines[-3] == "examples:"
+    for example in lines[-2:]:
+        words = shlex.split(example.strip().split("   ")[0])
+        assert words[:2] == ["cdmpp", name]
+        assert _parser(name).parse_args(words[1:]).run is VERBS[name]
+
+
+def test_settings_are_the_fields_own_defaults_unless_said() -> None:
+    parse = _parser().parse_args
+    assert settings(parse(["profile", "mlp", "--out", "x"]), ProfileConfig) == ProfileConfig()
+    args = ["profile", "mlp", "--out", "x", "--workers", "3", "--max-seconds", "90", "--unscheduled"]
+    given = settings(parse(args), ProfileConfig)
+    assert (given.workers, given.max_seconds, given.unscheduled) == (3, 90.0, True)
+    tune = ["tune", "mlp", "--device", "this-cpu@1", "--out", "x", "--trials", "8"]
+    args = parse([*tune, "--budget", "1h30m", "--stop-when-gain-per-minute-below", "0.5%"])
+    objective = settings(args, Objective)
+    assert objective == Objective(8, budget_s=5400.0, least_gain_per_minute=0.005)
+    assert settings(args, TuneConfig, objective=objective) == TuneConfig(objective)
+
+
+def test_an_option_has_one_name_and_its_former_ones() -> None:
+    parse = _parser("measure").parse_args
+    now = parse(
+        ["measure", "x.bundle", "--out", "x", "--workers", "2", "--check-per-task", "1", "--budget", "10m"]
+    )
+    before = parse(
+        ["measure", "x.bundle", "--out", "x", "--degree", "2", "--check", "1", "--max-seconds", "600"]
+    )
+    assert now == before and now.degree == 2
+    assert "--degree" not in _parser("measure").format_help()
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["no-such-verb"], "invalid choice"),
+        (["tune", "mlp"], "required: --device"),
+        (["tune", "mlp", "--trials", "many"], "--trials"),
+        (["profile", "mlp", "--out", "x", "--workers", "two"], "auto or a whole number"),
+        (["profile", "mlp", "--out", "x", "--budget", "soon"], "no duration"),
+        (["networks", "--json", "no/such/folder/x.json"], "cannot write"),
+    ],
+)
+def test_bad_options_are_one_line(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(args) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("cdmpp: ") and said in line
+
+
+def test_progress_is_a_line_now_and_then_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seconds, lines in ((1e9, 0), (0.0, 2)):
+        monkeypatch.setattr(render, "_EVERY_S", seconds)
+        text = io.StringIO()
+        with render.Bar(Console(file=text, width=100), "measuring") as bar:
+            bar.update(1, 9)
+            bar.update(2, 9, "1 failed")
+        shown = text.getvalue().splitlines()
+        assert len(shown) == lines
+    assert shown[1].startswith("measuring: 2 of 9, ") and shown[1].endswith("/s, 1 failed")

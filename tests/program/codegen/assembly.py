@@ -1,0 +1,35 @@
+"""Machine code of short listings in GNU assembler's (AT&T) syntax: assembled once, kept in ``assembled.json``.
+
+``ASSEMBLE=1 python -m pytest tests/program/codegen`` assembles listings that are new; it needs ``as`` and ``objcopy``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+from cdmpp.program.codegen.disassemble import decode
+from cdmpp.program.codegen.instruction import Instruction
+
+_FILE = Path(__file__).with_name("assembled.json")
+_ASSEMBLED: dict[str, str] = json.loads(_FILE.read_text()) if _FILE.exists() else {}
+
+
+def code(listing: str) -> list[Instruction]:
+    """Instructions of a listing, of which the first is at address 0."""
+    listing = "\n".join(line.strip() for line in listing.strip().splitlines())
+    if listing not in _ASSEMBLED and os.environ.get("ASSEMBLE"):
+        _ASSEMBLED[listing] = _assemble(listing)
+        _FILE.write_text(json.dumps(_ASSEMBLED, indent=1, sort_keys=True) + "\n")
+    return decode(bytes.fromhex(_ASSEMBLED[listing]))
+
+
+def _assemble(listing: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        object_, binary = Path(folder) / "code.o", Path(folder) / "code"
+        subprocess.run(["as", "-o", object_, "-"], input=f"{listing}\n", text=True, check=True)
+        subprocess.run(["objcopy", "-O", "binary", "-j", ".text", object_, binary], check=True)
+        return binary.read_bytes().hex()

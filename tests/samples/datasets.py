@@ -1,0 +1,95 @@
+"""Small datasets for tests: made-up tasks and programs, real files."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from cdmpp.dataset import Dataset, Record
+from cdmpp.program.types import Program, Space, Task
+
+DEVICE = "xeon-cascadelake-2.5ghz@1"
+OTHER_DEVICE = "xeon-cascadelake-2.5ghz@2"
+
+
+def task(number: int, networks: dict[str, float] | None = None) -> Task:
+    """Task ``number``; equal numbers are equal tasks."""
+    return Task(
+        f"{number:016x}",
+        f"fused_{number}",
+        f'{{"tir": {number}}}',
+        networks or {"net": 1.0},
+        2e6 * number,
+        3e4,
+    )
+
+
+def space(number: int) -> Space:
+    """The only design space of task ``number``."""
+    return Space(f"space{number:011x}", f"{number:016x}", "llvm", 1, 0, '[["GetSBlock"], ["Split"]]')
+
+
+def program(number: int, of_task: int = 1, origin: str = "random") -> Program:
+    """Program ``number`` of a task."""
+    key = f"{of_task:04x}{number:012x}"
+    return Program(key, f"{of_task:016x}", f"space{of_task:011x}", f"[[0,[{number},4]]]", origin)
+
+
+def record(number: int, of_task: int = 1, device: str = DEVICE, latency_s: float | None = None) -> Record:
+    """An ok record with samples, noise and meta."""
+    latency_s = 1e-3 * (number + 1) if latency_s is None else latency_s
+    return Record(
+        program(number, of_task).hash,
+        device,
+        "ok",
+        latency_s,
+        (latency_s * 0.99, latency_s * 1.01),
+        0.02,
+        measured_at=1.7e9 + number,
+        meta={"build_s": 0.5, "attempts": 1, "session": "s1", "host": "h"},
+    )
+
+
+def failure(number: int, of_task: int = 1, status: str = "build_error", device: str = DEVICE) -> Record:
+    """A failed record."""
+    key = program(number, of_task).hash
+    return Record(key, device, status, error=f"{status}: no", measured_at=1.7e9 + number)
+
+
+def add_all(
+    dataset: Dataset, number: int, of_task: int = 1, networks: dict[str, float] | None = None
+) -> None:
+    """Add a program with its task and space."""
+    dataset.add_task(task(of_task, networks))
+    dataset.add_space(space(of_task))
+    dataset.add_program(program(number, of_task))
+
+
+def small_dataset(path: Path, n: int = 6) -> Dataset:
+    """A growing dataset of one task with ``n`` programs, the last one failed; closed."""
+    with Dataset.create(path, network_families={"net": "cnn"}) as dataset:
+        for number in range(n):
+            add_all(dataset, number)
+            dataset.add_record(failure(number) if number == n - 1 else record(number))
+    return Dataset.open(path)
+
+
+def zoo_dataset(
+    path: Path, networks: int = 8, seed: int = 0, devices: tuple[str, ...] = (DEVICE,)
+) -> Dataset:
+    """Networks ``net0``... with three tasks of their own each and some that neighbours share."""
+    rng = random.Random(seed)
+    with Dataset.create(
+        path, network_families={f"net{i}": f"family{i // 2}" for i in range(networks)}
+    ) as dataset:
+        for net in range(networks):
+            for own in range(3):
+                number = 100 * net + own
+                members = {f"net{net}": 1.0}
+                if own == 0:
+                    members[f"net{(net + 1) % networks}"] = 2.0
+                for p in range(4):
+                    add_all(dataset, p, number, members)
+                    for device in devices:
+                        dataset.add_record(record(p, number, device, 1e-3 * (1 + rng.random())))
+    return Dataset.open(path)

@@ -1,0 +1,81 @@
+"""Tuning without measuring: an engine whose latencies are a function of the program."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+from cdmpp.profiler.build import BuildJob
+from cdmpp.profiler.engine import Outcome
+from cdmpp.tuner.candidates import SearchConfig
+from cdmpp.tuner.config import TuneConfig
+from cdmpp.tuner.objective import Objective
+
+#: A search that takes a third of a second a round.
+SEARCH = SearchConfig(population=24, generations=1)
+
+
+def tune_config(trials: int, **options: Any) -> TuneConfig:
+    """A small search beside the analytical estimate."""
+    limits = {
+        name: options.pop(name)
+        for name in ("max_measurements", "budget_s", "least_gain_per_minute")
+        if name in options
+    }
+    settings = {"predictor": None, "trim": None, "batch": 6, "search": SEARCH, **options}
+    return TuneConfig(Objective(trials, **limits), **settings)
+
+
+def made_up_latency_s(digest: str) -> float:
+    """Between 1 and 100 us, by the program's hash; no two programs are as fast as each other."""
+    return 1e-6 * (1 + int(digest[:4], 16) % 100 + int(digest[4:], 16) / 16 ** len(digest[4:]))
+
+
+def outcome_of(job: BuildJob, latency_s: float | None, status: str = "run_error") -> Outcome:
+    """An outcome as the engine gives it; `status` where there is no latency."""
+    meta = {"build_s": 0.5, "run_s": 0.1}
+    if latency_s is None:
+        return Outcome(job, status, error="made up", meta=meta)
+    return Outcome(job, "ok", latency_s, (latency_s,) * 4, 0.0, meta=meta)
+
+
+class FakeEngine:
+    """Answers in no time.
+
+    Parameters
+    ----------
+    latency_s
+        Program hash -> seconds; None for a failure.
+    delay_s
+        Time that a program takes.
+    """
+
+    def __init__(
+        self, latency_s: Callable[[str], float | None] = made_up_latency_s, delay_s: float = 0.0
+    ) -> None:
+        self._latency_s, self._delay_s = latency_s, delay_s
+        self.measured: list[str] = []
+
+    def __enter__(self) -> FakeEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def run(self, jobs: Iterator[BuildJob | None]) -> Iterator[Outcome]:
+        for job in jobs:
+            if job is None:
+                time.sleep(0.001)
+                continue
+            time.sleep(self._delay_s)
+            self.measured.append(job.program.hash)
+            yield outcome_of(job, self._latency_s(job.program.hash))
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """How often each program was measured."""
+        return {digest: self.measured.count(digest) for digest in self.measured}

@@ -1,0 +1,93 @@
+"""The laws of the house: packages import downwards only, no package has a circle, no import is hidden."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+#: From the ground up; what stands in one line does not import each other.
+FLOORS = [
+    {"errors", "files"}, {"device"}, {"program"}, {"dataset"}, {"predictor", "profiler"}, {"tuner"}, {"endtoend"},
+    {"report"}, {"cli"},
+]  # fmt: skip
+FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
+#: Modules that import each other still, by package. May only become fewer.
+IN_CIRCLES = {
+    "cdmpp.dataset": ("split", "split_makers", "split_spec", "store", "summary", "tables", "view"),
+    "cdmpp.predictor": (
+        "data", "instruction_time", "predictor", "predictor_store", "roofline", "scaling", "scoring", "uncertainty",
+    ),
+    "cdmpp.program": ("generators", "types"),
+}  # fmt: skip
+
+
+def module(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module(path): path for path in sorted((ROOT / "cdmpp").rglob("*.py"))}
+
+
+def imports(name: str) -> Iterator[str]:
+    """Modules of cdmpp that a module imports, in functions and for type checkers too."""
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{name}: imports are absolute"
+            yield from {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def floor(name: str) -> str:
+    top = name.split(".")[1]
+    return "cli" if top.startswith("cli") or top in ("__main__", "demo") else top
+
+
+#: A package's ``__init__`` names what is public in it, and so imports its own files.
+GRAPH = {
+    name: {
+        other
+        for other in imports(name)
+        if other in MODULES and other not in (name, "cdmpp") and not other.startswith(name + ".")
+    }
+    for name in MODULES
+    if name != "cdmpp"
+}
+
+
+def test_packages_import_downwards_only() -> None:
+    found = {
+        f"{name} -> {other}"
+        for name, others in GRAPH.items()
+        for other in others
+        if floor(name) != floor(other) and FLOOR[floor(other)] >= FLOOR[floor(name)]
+    }
+    assert found == set()
+
+
+def test_no_module_is_in_a_circle() -> None:
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        todo = [start]
+        while todo:
+            for other in GRAPH[todo.pop()] - seen:
+                seen.add(other)
+                todo.append(other)
+        return seen
+
+    known = {f"{package}.{name}" for package, names in IN_CIRCLES.items() for name in names}
+    assert {name for name in GRAPH if name in reached(name)} == known
+
+
+def test_no_import_is_hidden() -> None:
+    """Packages name lazily what is public in them; the zoo loads the module of the network that is asked for."""
+    hiding = [
+        name
+        for name, path in MODULES.items()
+        if path.name != "__init__.py" and re.search(r"import_module\(f?\"cdmpp", path.read_text())
+    ]
+    assert hiding == ["cdmpp.program.zoo.registry"]
