@@ -40,7 +40,7 @@ def _add_tune(sub: Parser) -> None:
         metavar="DIR",
         help="datasets, tunings or databases to learn from",
     )
-    hide(sub, "--anchors", nargs="+")
+    hide(sub, "--anchors", nargs="+", default=[])
     sub.add_argument("--no-trim", action="store_true", help="measure every candidate")
     add_settings(
         sub,
