@@ -18,9 +18,6 @@ FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 IN_CIRCLES = {
     "cdmpp.dataset": ("split", "split_makers", "split_spec", "store", "summary", "tables", "view"),
     "cdmpp.program": ("generators", "types"),
-    "cdmpp.tuner": (
-        "gpu", "prepare", "shard_learning", "shard_members", "shard_messages", "shard_worker", "sharding", "shards", "tuning",
-    ),
 }  # fmt: skip
 
 

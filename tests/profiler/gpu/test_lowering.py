@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import pytest
 
 from cdmpp.dataset import Dataset
 from cdmpp.errors import BundleError, NetworkError, ProfilerError, ProgramError
+from cdmpp.profiler.gpu.build import rule_fault
 from cdmpp.profiler.gpu.bundle import CudaProgram, read_bundle
 from cdmpp.profiler.gpu.compile import NvccCompiler, find_nvcc
 from cdmpp.profiler.gpu.limits import shape_fault
 from cdmpp.profiler.gpu.lowering import CudaLowering
 from cdmpp.profiler.gpu.make import BundleConfig, make_bundle
 from cdmpp.program.space import Rebuilder, TaskSpaces
+from tests.samples.gpu import toy_program
 from tests.samples.programs import matmul_task, te_task
 
 TARGET = {
@@ -201,3 +204,12 @@ def test_bad_requests_are_refused(source: Path, tmp_path: Path) -> None:
             make_bundle(["nonesuch"], device="h200", out=tmp_path / "x", tasks_of=source)
         with pytest.raises(ProfilerError, match="no task"):
             make_bundle(["resnet18"], device="h200", out=tmp_path / "x", tasks_of=source)
+
+
+def test_asynchronous_copies_need_ampere() -> None:
+    cuda = replace(toy_program(), async_copies=True)
+    assert rule_fault(cuda, "sm_75") == ("async", "it copies asynchronously, which sm_75 cannot")
+    assert rule_fault(cuda, "sm_80") is None
+    launch = replace(cuda.launches[0], block=(2048, 1, 1))
+    fault = rule_fault(replace(cuda, launches=(launch,)), "sm_75")
+    assert fault is not None and fault[0] == "threads", "limits come first"
