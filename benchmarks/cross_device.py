@@ -50,8 +50,7 @@ from cdmpp.dataset import DatasetView, load_datasets
 from cdmpp.dataset.importers import import_neusight
 from cdmpp.dataset.sampled import SampledView, sample_evenly
 from cdmpp.device import DEVICE_FEATURES, get_device
-from cdmpp.endtoend import predict_latency
-from cdmpp.endtoend.sources import NetworkTasks
+from cdmpp.endtoend import NetworkTasks, predict_latency
 from cdmpp.predictor import Config, Predictor, TrainingData, few_shot, gather, load_config, train
 from cdmpp.predictor.checkpoint import FORMAT_VERSION
 from cdmpp.predictor.data import subset

@@ -34,7 +34,7 @@ from common import Figure, Results, Row, arguments, bootstrap, figure, provenanc
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
-    from cdmpp.endtoend.report import LayerLatency
+    from cdmpp.endtoend.latency import LayerLatency
     from cdmpp.predictor import Predictor
     from cdmpp.program.fusion import FusedNetwork
     from cdmpp.program.network import Network
@@ -110,11 +110,10 @@ def rows_of(
 ) -> list[Row]:
     """Measured against predicted, a row a variant."""
     from cdmpp.endtoend import predict_latency
-    from cdmpp.endtoend.from_relax import graph_of_fused
-    from cdmpp.endtoend.sources import NetworkTasks
+    from cdmpp.endtoend.graph import graph_of_fused
 
     network = case.network
-    source = NetworkTasks(*graph_of_fused(case.fused, network.name))
+    source = graph_of_fused(case.fused, network.name)
     seen = {known.split("@")[0] for known in predictor.training.get("networks", ())}
     rows = []
     for variant in rounds[0]["variants"]:

@@ -19,7 +19,7 @@ from cdmpp.errors import LabelError, PredictorError
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from cdmpp.endtoend.report import LatencyReport
+    from cdmpp.endtoend import LatencyReport
     from cdmpp.program.graph import NetworkGraph
 
 Row = dict[str, Any]

@@ -19,8 +19,7 @@ from cdmpp.dataset import load_datasets
 from cdmpp.dataset.codegen import collect_codegen
 from cdmpp.dataset.record import seconds_text
 from cdmpp.device import Device, get_device
-from cdmpp.endtoend import predict_latency
-from cdmpp.endtoend.sources import network_tasks
+from cdmpp.endtoend import network_tasks, predict_latency
 from cdmpp.errors import CdmppError
 from cdmpp.predictor import (
     Predictor,

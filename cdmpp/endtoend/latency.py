@@ -1,26 +1,27 @@
-"""End-to-end latency: the tasks of a network predicted on a device and replayed over its graph."""
+"""End-to-end latency of a network: its tasks predicted on a device, or several, and replayed over its graph."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cdmpp.endtoend.graph import NetworkTasks, network_tasks
 from cdmpp.endtoend.replay import Replay, replay
-from cdmpp.endtoend.report import INDEPENDENT, INTERVAL, LatencyReport, LayerLatency
-from cdmpp.endtoend.schedules import UNTUNED, Candidates, candidates
-from cdmpp.endtoend.sources import NetworkTasks, network_tasks
-from cdmpp.errors import NetworkError, PredictorError
+from cdmpp.endtoend.tasks import UNTUNED, TaskLatency, candidates, predict_tasks
+from cdmpp.errors import NetworkError, PriceError, UnknownDeviceError
 from cdmpp.predictor.program_file import COVERAGE, prediction_note
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
     from cdmpp.predictor import Predictor
-    from cdmpp.predictor.uncertainty import Calibration, ScoreDistribution
+    from cdmpp.predictor.uncertainty import Calibration
     from cdmpp.program.graph import GraphNode
     from cdmpp.program.network import Network
 
@@ -29,14 +30,113 @@ FloatArray = NDArray[np.float64]
 #: Draws of the tasks' errors: the ends of a 90 % interval are then known to within some two points of coverage.
 _DRAWS = 400
 
+#: What the two intervals of a :class:`LatencyReport` assume.
+INTERVAL = (
+    "low_s and high_s take every task at the same end of its own interval, as if all errors went the same way: wider "
+    "than the coverage asks for unless they do"
+)
+INDEPENDENT = (
+    "independent_low_s and independent_high_s let the errors of different tasks differ by chance, so that they partly cancel: "
+    "too narrow where the predictor is off on the whole network or device"
+)
+
 
 @dataclass(frozen=True)
-class TaskLatency:
-    """A task's program that runs, as predicted: seconds, and the distance from the training data (None: unknown)."""
+class LayerLatency:
+    """One node of the network, all its runs together; the first fields are those of its GraphNode."""
 
+    name: str
+    operator: str
+    kind: str
+    phase: str
+    repeat: float
+    tasks: tuple[str, ...]
+    #: Of its kernels, with the interval in which all its tasks are at the same end; None without intervals.
     latency_s: float
-    unfamiliar: bool | None
+    low_s: float | None
+    high_s: float | None
+    #: How long its stream was idle because the host had not launched its kernels yet.
+    gap_s: float
+    #: Part of the sum of all nodes' latencies and gaps, 0 to 1.
+    fraction: float
+    #: When its first kernel starts, and on which stream.
+    start_s: float
+    stream: int
+    #: Where its programs come from: ``untuned``, ``library``, ``random`` or ``database``; "" without tasks.
     origin: str
+    #: Whether one of its programs is far from the training data; None where the predictor cannot tell.
+    unfamiliar: bool | None
+    #: On this device, where the graph says it.
+    measured_s: float | None
+
+
+@dataclass(frozen=True)
+class LatencyReport:
+    """Predicted latency of one run of a network on a device."""
+
+    network: str
+    device: str
+    #: ``untuned``, ``best`` or the folder of a database.
+    schedule: str
+    latency_s: float
+    #: See :data:`INTERVAL` and :data:`INDEPENDENT`; None without intervals.
+    low_s: float | None
+    high_s: float | None
+    independent_low_s: float | None
+    independent_high_s: float | None
+    #: Of a task's own interval.
+    coverage: float
+    #: Sums over all kernels, and over the times that streams waited for a launch.
+    kernel_s: float
+    gap_s: float
+    #: Kernels started.
+    launches: float
+    launch_overhead_us: float
+    streams: int
+    #: Latency on one stream.
+    serial_s: float
+    #: In the order of execution.
+    layers: tuple[LayerLatency, ...]
+    #: In the user's currency; the cost of a million runs.
+    price_per_hour: float | None
+    cost_per_million: float | None
+    #: Of the whole network on this device, where the graph says it.
+    measured_s: float | None
+    #: What the numbers rest on, and what to keep in mind about them.
+    assumptions: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def ape(self) -> float | None:
+        """Absolute error relative to what was measured (0.1 is 10 %); None where nothing was."""
+        return None if not self.measured_s else abs(self.latency_s / self.measured_s - 1)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values, with ``ape``."""
+        return {**asdict(self), "ape": self.ape}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One network on several devices."""
+
+    network: str
+    #: The fastest device first.
+    reports: tuple[LatencyReport, ...]
+    #: Names of the devices that have a price, the cheapest run first.
+    by_cost: tuple[str, ...]
+    #: What to keep in mind about the order.
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values; ``by_latency`` names the devices, the fastest first."""
+        return {
+            "network": self.network,
+            "by_latency": [report.device for report in self.reports],
+            "by_cost": list(self.by_cost),
+            "notes": list(self.notes),
+            "reports": [report.to_json() for report in self.reports],
+        }
 
 
 def predict_latency(
@@ -62,7 +162,7 @@ def predict_latency(
     ----------
     network
         A zoo name, an ``.onnx`` or ``.pt2`` file, a Network, the graph file of an imported trace, or
-        :class:`~cdmpp.endtoend.sources.NetworkTasks` where several devices are asked for.
+        :class:`~cdmpp.endtoend.graph.NetworkTasks`.
     predictor
         A predictor, its folder, or ``"default"``.
     schedule
@@ -73,8 +173,6 @@ def predict_latency(
     launch_overhead_us
         Microseconds between two launches. None: of a GPU what its specification says, 0 where it says nothing; of a
         CPU 0, whose labels hold the call.
-    price_per_hour
-        Of the device.
     coverage
         Of the intervals, above 0 and below 1.
     seed
@@ -97,31 +195,30 @@ def predict_latency(
     resolved = get_device(device) if isinstance(device, str) else device
     predictor = load_predictor(predictor)
     source = network_tasks(network, data)
-    programs, notes = candidates(
-        source.tasks.values(),
-        schedule,
-        resolved,
-        library=source.library,
-        programs_per_task=programs_per_task,
-        seed=seed,
-    )
+    programs, notes = candidates(source, schedule, resolved, programs_per_task, seed)
     tasks = predict_tasks(predictor, source, programs, resolved)
-    asynchronous = resolved.kind != "cpu"
-    launch_us, launch_note = _launch(resolved, launch_overhead_us)
-    half, scores = _scores(predictor.calibration, resolved.name, coverage)
-    factors = _factors(half, scores, len(tasks), seed)
+    factors = _error_factors(predictor.calibration, resolved.name, coverage, len(tasks), seed)
     cases = {task: tasks[task].latency_s * own for task, own in zip(tasks, factors, strict=True)}
-    played = replay(
-        source.graph, cases, launch_s=1e-6 * launch_us, asynchronous=asynchronous, streams=streams
-    )
-    alone = played
+    launch_us, launch_note = _launch(resolved, launch_overhead_us)
+    launch = {"launch_s": 1e-6 * launch_us, "asynchronous": resolved.kind != "cpu"}
+    played = replay(source.graph, cases, streams=streams, **launch)
+    latency_s = serial_s = float(played.latency_s[0])
     if streams > 1:
-        alone = replay(source.graph, {task: values[:1] for task, values in cases.items()},
-                       launch_s=1e-6 * launch_us, asynchronous=asynchronous)  # fmt: skip
-    low_s, high_s, chance_low_s, chance_high_s = _interval(played.latency_s, coverage, half)
-    layers = _layers(source, tasks, played, half, resolved.name)
-    latency_s = float(played.latency_s[0])
-    measured_s = source.graph.measured_s.get(resolved.name)
+        first = {task: values[:1] for task, values in cases.items()}
+        serial_s = float(replay(source.graph, first, **launch).latency_s[0])
+    low_s = high_s = chance_low_s = chance_high_s = factor = None
+    if len(played.latency_s) > 1:
+        low_s, high_s = map(float, played.latency_s[1:3])
+        tail, factor = (1 - coverage) / 2, float(factors[0, 2])
+        chance_low_s, chance_high_s = map(float, np.quantile(played.latency_s[3:], [tail, 1 - tail]))
+    layers = _layers(source, tasks, played, factor, resolved.name)
+    said = (
+        prediction_note(predictor, resolved),
+        launch_note,
+        *notes,
+        _unknown_note(source.graph.nodes),
+        *_task_notes(tasks.values()),
+    )
     return LatencyReport(
         network=source.graph.name,
         device=resolved.name,
@@ -137,55 +234,108 @@ def predict_latency(
         launches=sum(source.graph.task_weights().values()),
         launch_overhead_us=launch_us,
         streams=streams,
-        serial_s=float(alone.latency_s[0]),
+        serial_s=serial_s,
         layers=layers,
         price_per_hour=price_per_hour,
         cost_per_million=None if price_per_hour is None else 1e6 * latency_s / 3600 * price_per_hour,
-        measured_s=measured_s,
-        assumptions=_assumptions(half is not None, streams, asynchronous),
-        notes=tuple(
-            note
-            for note in (
-                prediction_note(predictor, resolved),
-                launch_note,
-                *notes,
-                _unknown_note(source.graph.nodes),
-                _unfamiliar_note(tasks),
-                _chosen_note(tasks),
-            )
-            if note
-        ),
+        measured_s=source.graph.measured_s.get(resolved.name),
+        assumptions=_assumptions(factor is not None, streams, resolved.kind != "cpu"),
+        notes=tuple(note for note in said if note),
     )
 
 
-def predict_tasks(
-    predictor: Predictor, source: NetworkTasks, programs: Mapping[str, Candidates], device: Device
-) -> dict[str, TaskLatency]:
-    """The predicted latency of each task's program, of several candidates the fastest.
+def compare_devices(
+    network: Network | NetworkTasks | str | Path,
+    devices: Sequence[str | Device],
+    predictor: Predictor | str | Path = "default",
+    *,
+    prices: Mapping[str, float] | None = None,
+    data: str | Path | None = None,
+    **options: Any,
+) -> Comparison:
+    """Predict a network on several devices and rank them.
+
+    Parameters
+    ----------
+    devices
+        Names or Devices; one that is named twice counts once.
+    prices
+        Canonical device name -> price of an hour (:func:`read_prices`); a share of a device has a price of its own.
+    options
+        As :func:`predict_latency` takes them.
 
     Raises
     ------
-    PredictorError
-        A prediction is not a positive, finite number.
+    CdmppError
+        As :func:`predict_latency` does; every device is looked up before anything is predicted.
     """
-    asts = [ast for item in programs.values() for ast in item.asts]
-    seconds = np.asarray(predictor.predict(asts, device), dtype=np.float64)
-    flags = None if predictor.familiarity is None else predictor.unfamiliar(asts, device)
-    found: dict[str, TaskLatency] = {}
-    first = 0
-    for task, item in programs.items():
-        own = seconds[first : first + len(item.asts)]
-        wrong = own[~(np.isfinite(own) & (own > 0))]
-        if len(wrong):
-            raise PredictorError(
-                f"the predictor says {wrong[0]} s for task {source.tasks[task].name} ({task}) of "
-                f"{source.graph.name} on {device.name}: no latency can be made of it"
-            )
-        best = int(own.argmin())
-        far = None if flags is None else bool(flags[first + best])
-        found[task] = TaskLatency(float(own[best]), far, item.origin)
-        first += len(item.asts)
-    return found
+    from cdmpp.device import get_device
+    from cdmpp.predictor.predictor import load_predictor
+
+    resolved = [get_device(device) if isinstance(device, str) else device for device in devices]
+    predictor = load_predictor(predictor)
+    source = network_tasks(network, data)
+    prices = prices or {}
+    reports = [
+        predict_latency(source, device, predictor, price_per_hour=prices.get(name), **options)
+        for name, device in {device.name: device for device in resolved}.items()
+    ]
+    reports.sort(key=lambda report: report.latency_s)
+    costs = {r.device: r.cost_per_million for r in reports if r.cost_per_million is not None}
+    notes = [
+        f"the order of {fast.device} and {slow.device} is not certain: their narrower intervals overlap"
+        for fast, slow in itertools.pairwise(reports)
+        if fast.independent_high_s is not None
+        and slow.independent_low_s is not None
+        and fast.independent_high_s > slow.independent_low_s
+    ]
+    if prices and (without := [report.device for report in reports if report.device not in costs]):
+        notes.append(f"no price is given for {', '.join(without)}")
+    return Comparison(
+        source.graph.name, tuple(reports), tuple(sorted(costs, key=costs.__getitem__)), tuple(notes)
+    )
+
+
+def read_prices(path: str | Path) -> dict[str, float]:
+    """Canonical device name -> price of an hour, in the user's currency.
+
+    Parameters
+    ----------
+    path
+        YAML or JSON: a mapping of device names, with their share where it is not the whole device, to prices.
+
+    Raises
+    ------
+    PriceError
+        The file cannot be read, is no such mapping, or a price is not positive and finite, or is given twice.
+    UnknownDeviceError
+        A name is not a device's.
+    """
+    import yaml
+
+    from cdmpp.device import get_device, load_table
+
+    path = Path(path)
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as err:
+        raise PriceError(f"cannot read prices from {path}: {' '.join(str(err).split())}") from err
+    if not isinstance(content, dict) or not content:
+        raise PriceError(f"{path}: expected device names and prices of an hour, such as 'h200: 4.5'")
+    table = load_table()
+    prices: dict[str, float] = {}
+    for name, price in content.items():
+        try:
+            device = get_device(str(name), table).name
+        except UnknownDeviceError as err:
+            raise UnknownDeviceError(f"{path}: {err}") from err
+        number = not isinstance(price, bool) and isinstance(price, int | float)
+        if not number or not math.isfinite(price) or price <= 0:
+            raise PriceError(f"{path}: the price of {name} must be a positive number, not {price!r}")
+        if device in prices:
+            raise PriceError(f"{path}: two prices of {device}")
+        prices[device] = float(price)
+    return prices
 
 
 def _launch(device: Device, given_us: float | None) -> tuple[float, str]:
@@ -201,24 +351,18 @@ def _launch(device: Device, given_us: float | None) -> tuple[float, str]:
     return float(device.launch_overhead_us), ""
 
 
-def _scores(
-    calibration: Calibration | None, device: str, coverage: float
-) -> tuple[float, ScoreDistribution] | tuple[None, None]:
-    """Half the width of a task's interval in log seconds, and the scores it is a quantile of; None without intervals."""
-    if calibration is None or not calibration.supports(coverage):
-        return None, None
-    scores = calibration.devices.get(calibration.basis(device, coverage), calibration.pooled)
-    return scores.quantile(coverage), scores
-
-
-def _factors(half: float | None, scores: ScoreDistribution | None, n_tasks: int, seed: int) -> FloatArray:
+def _error_factors(
+    calibration: Calibration | None, device: str, coverage: float, n_tasks: int, seed: int
+) -> FloatArray:
     """Factors of the tasks' latencies in each case that is replayed, float64 (n_tasks, cases).
 
     The first case is the prediction. With intervals the second and third are their ends, and the others draw each task's
     error from the calibration scores, up or down by chance.
     """
-    if half is None or scores is None:
+    if calibration is None or not calibration.supports(coverage):
         return np.ones((n_tasks, 1))
+    scores = calibration.devices.get(calibration.basis(device, coverage), calibration.pooled)
+    half = scores.quantile(coverage)
     rng = np.random.default_rng(seed)
     steps = np.searchsorted(scores.mass, rng.uniform(0, scores.mass[-1], (n_tasks, _DRAWS)))
     errors = scores.scores[steps] * rng.choice((-1.0, 1.0), steps.shape)
@@ -226,25 +370,14 @@ def _factors(half: float | None, scores: ScoreDistribution | None, n_tasks: int,
     return np.exp(np.concatenate([same, errors], axis=1))
 
 
-def _interval(
-    latency_s: FloatArray, coverage: float, half: float | None
-) -> tuple[float, float, float, float] | tuple[None, None, None, None]:
-    if half is None:
-        return None, None, None, None
-    tail = (1 - coverage) / 2
-    low_s, high_s = np.quantile(latency_s[3:], [tail, 1 - tail])
-    return float(latency_s[1]), float(latency_s[2]), float(low_s), float(high_s)
-
-
 def _layers(
     source: NetworkTasks,
     tasks: Mapping[str, TaskLatency],
     played: Replay,
-    half: float | None,
+    factor: float | None,
     device: str,
 ) -> tuple[LayerLatency, ...]:
     total = sum(time.kernel_s + time.gap_s for time in played.nodes)
-    factor = None if half is None else float(np.exp(half))
     layers = []
     for node, time in zip(source.graph.nodes, played.nodes, strict=True):
         own = [tasks[task] for task in node.tasks]
@@ -285,20 +418,20 @@ def _assumptions(intervals: bool, streams: int, asynchronous: bool) -> tuple[str
 
 
 def _unknown_note(nodes: Sequence[GraphNode]) -> str:
-    names = list(dict.fromkeys(node.operator or node.name for node in nodes if node.kind == "unknown"))
-    if not names:
+    unknown = [node.operator or node.name for node in nodes if node.kind == "unknown"]
+    if not unknown:
         return ""
-    number = sum(node.kind == "unknown" for node in nodes)
+    names = list(dict.fromkeys(unknown))
     more = f" and {len(names) - 5} others" if len(names) > 5 else ""
-    return f"{number} of {len(nodes)} nodes are unknown and count as nothing: {', '.join(names[:5])}{more}"
+    return (
+        f"{len(unknown)} of {len(nodes)} nodes are unknown and count as nothing: {', '.join(names[:5])}{more}"
+    )
 
 
-def _unfamiliar_note(tasks: Mapping[str, TaskLatency]) -> str:
-    far = sum(bool(item.unfamiliar) for item in tasks.values())
-    return f"{far} of {len(tasks)} tasks are far from the training data" if far else ""
-
-
-def _chosen_note(tasks: Mapping[str, TaskLatency]) -> str:
-    if not any(item.origin == "random" for item in tasks.values()):
-        return ""
-    return "the best of many predictions is more often too low than one of them: so is this latency, and its intervals"
+def _task_notes(tasks: Collection[TaskLatency]) -> Iterator[str]:
+    if far := sum(bool(task.unfamiliar) for task in tasks):
+        yield f"{far} of {len(tasks)} tasks are far from the training data"
+    if any(task.origin == "random" for task in tasks):
+        yield (
+            "the best of many predictions is more often too low than one of them: so is this latency, and its intervals"
+        )

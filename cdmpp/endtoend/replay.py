@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,39 +30,25 @@ FloatArray = NDArray[np.float64]
 _MAX_RUNS = 32
 
 
-@dataclass(frozen=True)
+@dataclass
 class NodeTime:
-    """When a node runs, in seconds, in the first case that was replayed.
+    """When a node runs, in seconds, in the first case that was replayed."""
 
-    Attributes
-    ----------
-    start_s
-        Of its first run.
-    kernel_s, gap_s
-        Of all its runs: what its kernels take, and how long its stream was idle because they had not been issued yet.
-    stream
-        Its number, from 0.
-    """
-
+    #: Of its first run.
     start_s: float
-    kernel_s: float
-    gap_s: float
+    #: Its number, from 0.
     stream: int
+    #: Of all its runs: what its kernels take, and how long its stream was idle because they had not been issued yet.
+    kernel_s: float
+    gap_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Replay:
-    """What replaying a graph gave.
+class Replay(NamedTuple):
+    """What replaying a graph gave."""
 
-    Attributes
-    ----------
-    latency_s
-        From the first launch to the end of the last kernel, float64 seconds (m,), one for each case.
-    nodes
-        In the order of the graph.
-    """
-
+    #: From the first launch to the end of the last kernel, float64 seconds (m,), one for each case.
     latency_s: FloatArray
+    #: In the order of the graph.
     nodes: tuple[NodeTime, ...]
 
 
@@ -95,88 +82,71 @@ def replay(
         raise NetworkError(f"there must be one stream at least, got {streams}")
     if streams > 1 and not asynchronous:
         raise NetworkError("several streams are for GPUs: a CPU runs a network's tasks one after the other")
-    missing = sorted({task for node in graph.nodes for task in node.tasks} - set(task_s))
+    missing = sorted(graph.task_weights().keys() - task_s.keys())
     if missing:
         raise NetworkError(f"network {graph.name}: no latency for its task {missing[0]}")
-    cases = next((len(np.atleast_1d(values)) for values in task_s.values()), 1)
-    state = _State(task_s, launch_s, asynchronous, streams, cases)
+    clocks = _Clocks(task_s, launch_s, asynchronous, streams)
     for repeat, body in itertools.groupby(graph.nodes, key=lambda node: node.repeat):
-        state.run_body(list(body), repeat)
-    return Replay(np.maximum(state.last_end, 0.0), tuple(state.times[node.name] for node in graph.nodes))
+        clocks.run_body(list(body), repeat)
+    return Replay(clocks.last_end, tuple(clocks.times[node.name] for node in graph.nodes))
 
 
-class _State:
-    """Clocks of host and streams, and the ends of the nodes so far; arrays are (m,)."""
+class _Clocks:
+    """Of host and streams, and the ends of the nodes so far; arrays are (m,)."""
 
     def __init__(
-        self, task_s: Mapping[str, FloatArray], launch_s: float, asynchronous: bool, streams: int, cases: int
+        self, task_s: Mapping[str, FloatArray], launch_s: float, asynchronous: bool, streams: int
     ) -> None:
         self._task_s, self._launch_s, self._asynchronous = task_s, launch_s, asynchronous
-        self._zero = np.zeros(cases)
-        self._host = self._zero
+        self._host = self.last_end = self._zero = np.zeros_like(next(iter(task_s.values()), np.zeros(1)))
         self._free = [self._zero] * streams
         self._ends: dict[str, FloatArray] = {}
-        self._streams: dict[str, int] = {}
-        self._gaps: dict[str, float] = {}
-        self._starts: dict[str, float] = {}
-        self.last_end = self._zero
         self.times: dict[str, NodeTime] = {}
 
     def run_body(self, body: list[GraphNode], repeat: float) -> None:
         """Run nodes `repeat` times, a part of a run as that part of its time."""
         runs = max(1, min(int(repeat), _MAX_RUNS))
-        rest = repeat - runs
         barrier = self._zero
-        for run in range(runs):
-            before = (self._host, self._free, self.last_end)
-            gaps = {}
+        for left in reversed(range(runs)):
+            host, free, last_end = self._host, list(self._free), self.last_end
+            counts_as = 1.0 if left else 1.0 + repeat - runs
             for node in body:
-                gaps[node.name] = self._run(node, barrier)
-                self._gaps[node.name] = self._gaps.get(node.name, 0.0) + gaps[node.name]
+                gap_s = self._run(node, barrier)
+                self.times[node.name].gap_s += counts_as * gap_s
             if repeat > 1:
                 barrier = self.last_end
-            if run == runs - 1 and rest:
-                self._skip(body, rest, *before)
-                for name, gap in gaps.items():
-                    self._gaps[name] += rest * gap
-        for node in body:
-            kernel_s = node.repeat * sum(float(self._task_s[task][0]) for task in node.tasks)
-            stream = self._streams.get(node.name, 0)
-            self.times[node.name] = NodeTime(self._starts[node.name], kernel_s, self._gaps[node.name], stream)
+        if repeat != runs:
+            self._skip(body, repeat - runs, host, free, last_end)
 
     def _run(self, node: GraphNode, barrier: FloatArray) -> float:
         """Run a node once; seconds that its stream was idle for want of a launch."""
         ready = barrier
         for source in node.inputs:
             ready = np.maximum(ready, self._ends[source])
-        if not node.tasks:
-            self._ends[node.name] = ready
-            self._starts.setdefault(node.name, float(ready[0]))
-            return 0.0
-        if node.name not in self._streams:
-            self._streams[node.name] = self._choose(node, ready)
-        stream = self._streams[node.name]
-        gap = 0.0
-        for number, task in enumerate(node.tasks):
+        known = self.times.get(node.name)
+        stream = known.stream if known else self._choose(node, ready) if node.tasks else 0
+        gap_s, end, started_s = 0.0, ready, []
+        for task in node.tasks:
             can_start = np.maximum(ready, self._free[stream])
             if self._asynchronous:
                 self._host = self._host + self._launch_s
                 start = np.maximum(can_start, self._host)
             else:
                 start = can_start + self._launch_s
-            gap += float(start[0] - can_start[0])
-            if number == 0:
-                self._starts.setdefault(node.name, float(start[0]))
-            end = start + self._task_s[task]
-            self._free = [end if i == stream else free for i, free in enumerate(self._free)]
-        self._ends[node.name] = self._free[stream]
-        self.last_end = np.maximum(self.last_end, self._free[stream])
-        return gap
+            gap_s += float(start[0] - can_start[0])
+            started_s.append(float(start[0]))
+            self._free[stream] = end = start + self._task_s[task]
+            self.last_end = np.maximum(self.last_end, end)
+        self._ends[node.name] = end
+        if known is None:
+            kernel_s = node.repeat * sum(float(self._task_s[task][0]) for task in node.tasks)
+            self.times[node.name] = NodeTime([*started_s, float(ready[0])][0], stream, kernel_s)
+        return gap_s
 
     def _choose(self, node: GraphNode, ready: FloatArray) -> int:
         """The stream on which a node starts first; of equal ones that of an input, which then needs no event."""
         starts = [max(float(ready[0]), float(free[0])) for free in self._free]
-        inputs = {self._streams.get(source, -1) for source in node.inputs}
+        inputs = {self.times[source].stream for source in node.inputs if self.times[source].kernel_s}
         return min(range(len(starts)), key=lambda stream: (starts[stream], stream not in inputs, stream))
 
     def _skip(

@@ -1,17 +1,166 @@
-"""Predicting the tasks of a network."""
+"""The tasks of a network predicted: which program runs for each, and what it takes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from cdmpp.errors import PredictorError, ProgramError, TunerError
 from cdmpp.predictor.program_file import COVERAGE, prediction_note, seconds_interval
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
+    from cdmpp.endtoend.graph import NetworkTasks
     from cdmpp.predictor import Predictor
+    from cdmpp.program.ast import CompactAST
     from cdmpp.program.network import Network
+    from cdmpp.program.types import Task
+
+#: The unscheduled PrimFunc. LLVM compiles its loops as they are; on a GPU it stands for what a vendor library runs.
+UNTUNED = "untuned"
+#: The program predicted fastest of some random ones.
+BEST = "best"
+
+
+class Candidates(NamedTuple):
+    """Programs of one task, one at least, of which the one predicted fastest runs."""
+
+    asts: tuple[CompactAST, ...]
+    #: ``untuned``, ``library``, ``random`` (points of the design space) or ``database``.
+    origin: str
+
+
+class TaskLatency(NamedTuple):
+    """The program that runs for a task, as predicted."""
+
+    latency_s: float
+    #: Whether it is far from the training data; None where the predictor cannot tell.
+    unfamiliar: bool | None
+    #: As of :class:`Candidates`.
+    origin: str
+
+
+def predict_tasks(
+    predictor: Predictor, source: NetworkTasks, programs: Mapping[str, Candidates], device: Device
+) -> dict[str, TaskLatency]:
+    """The predicted latency of each task's program, of several candidates the fastest.
+
+    Raises
+    ------
+    PredictorError
+        A prediction is not a positive, finite number.
+    """
+    asts = [ast for item in programs.values() for ast in item.asts]
+    seconds = np.asarray(predictor.predict(asts, device), dtype=np.float64)
+    flags = None if predictor.familiarity is None else predictor.unfamiliar(asts, device)
+    found: dict[str, TaskLatency] = {}
+    first = 0
+    for task, item in programs.items():
+        own = seconds[first : first + len(item.asts)]
+        wrong = own[~(np.isfinite(own) & (own > 0))]
+        if len(wrong):
+            raise PredictorError(
+                f"the predictor says {wrong[0]} s for task {source.tasks[task].name} ({task}) of "
+                f"{source.graph.name} on {device.name}: no latency can be made of it"
+            )
+        best = int(own.argmin())
+        far = None if flags is None else bool(flags[first + best])
+        found[task] = TaskLatency(float(own[best]), far, item.origin)
+        first += len(item.asts)
+    return found
+
+
+def candidates(
+    source: NetworkTasks, schedule: str | Path, device: Device, programs_per_task: int = 64, seed: int = 0
+) -> tuple[dict[str, Candidates], list[str]]:
+    """Programs of each task by its hash, and what is to be said about them.
+
+    Parameters
+    ----------
+    schedule
+        :data:`UNTUNED`, :data:`BEST`, or the folder of a MetaSchedule JSON database (``cdmpp tune`` writes one); tasks that it
+        has no schedule for are as they are. Of tasks that a library runs, :data:`UNTUNED` alone makes sense.
+    programs_per_task, seed
+        Of :data:`BEST`.
+
+    Raises
+    ------
+    TunerError
+        There is no such schedule or database, or no program is asked for.
+    """
+    from cdmpp.program.ast import compact_asts
+
+    kind = str(schedule)
+    if source.library and kind != UNTUNED:
+        raise TunerError(
+            f"schedule {kind}: the tasks of an imported trace are run by a library, which has its own"
+        )
+    if programs_per_task < 1:
+        raise TunerError(f"one program per task at least, got {programs_per_task}")
+    origin = "library" if source.library else UNTUNED
+    funcs = {task.hash: ([task.prim_func()], origin) for task in source.tasks.values()}
+    notes: list[str] = []
+    if kind == BEST:
+        drawn = {task: random_programs(source.tasks[task], device, programs_per_task, seed) for task in funcs}
+        funcs |= {task: (programs, "random") for task, programs in drawn.items() if programs}
+        if lacking := sum(not programs for programs in drawn.values()):
+            notes.append(f"{lacking} tasks have no design space and are as they are")
+    elif kind != UNTUNED:
+        tuned = _of_database(Path(schedule), source.tasks.values(), device, notes)
+        funcs |= {task: ([func], "database") for task, func in tuned.items()}
+        if lacking := len(funcs) - len(tuned):
+            notes.append(f"{lacking} of {len(funcs)} tasks are not in {schedule} and are untuned")
+    asts = iter(compact_asts([func for programs, _ in funcs.values() for func in programs]))
+    return {
+        task: Candidates(tuple(next(asts) for _ in programs), origin)
+        for task, (programs, origin) in funcs.items()
+    }, notes
+
+
+def random_programs(task: Task, device: Device, n: int, seed: int) -> list[Any]:
+    """PrimFuncs of up to `n` random points of a task's design space for a device; none where it has no space."""
+    from cdmpp.program.space import TaskSpaces
+
+    rule = "llvm" if device.kind == "cpu" else "cuda"
+    try:
+        spaces = TaskSpaces(task, rule, int(device.share) if rule == "llvm" else 0)
+        programs = spaces.sample(n, seed)
+    except ProgramError:
+        return []
+    by_hash = {space.hash: space for space in spaces.spaces}
+    return [spaces.rebuild(program, by_hash[str(program.space_hash)]) for program in programs]
+
+
+def _of_database(folder: Path, tasks: Iterable[Task], device: Device, notes: list[str]) -> dict[str, Any]:
+    """The best schedule of every task that a database has one for."""
+    from cdmpp.program.tvm_env import import_tvm, quiet
+    from cdmpp.tuner.store import RECORD_FILE, TUNING_FILE, WORKLOAD_FILE, json_database
+
+    absent = [name for name in (WORKLOAD_FILE, RECORD_FILE) if not (folder / name).is_file()]
+    if absent:
+        raise TunerError(
+            f"schedule {folder}: expected {UNTUNED}, {BEST} or the folder of a database, there is no {absent[0]} in it"
+        )
+    tvm = import_tvm()
+    database = json_database(folder)
+    try:
+        tuned_for = str(json.loads((folder / TUNING_FILE).read_text(encoding="utf-8"))["device"])
+    except (OSError, ValueError, KeyError, TypeError):  # MetaSchedule's own databases do not say it
+        tuned_for = device.name
+    if tuned_for != device.name:
+        notes.append(f"the schedules of {folder} were found on {tuned_for}, not on {device.name}")
+    target = tvm.target.Target(dict(device.target) or {"kind": "llvm", "num-cores": 1})
+    found = {}
+    with quiet():
+        for task in tasks:
+            best = database.query_ir_module(tvm.IRModule({"main": task.prim_func()}), target, "main")
+            if best is not None:
+                found[task.hash] = best["main"]
+    return found
 
 
 def predict_network(
@@ -29,7 +178,7 @@ def predict_network(
     from MetaSchedule's design space for the device and predicted. ``best_s`` is what a cost-model-guided choice among
     them would promise, ``median_s`` what a blind choice would get. The interval is the one of the best program's own
     prediction: the best of many predictions is more often too low than one of them picked blindly. With `compile_best`
-    so many of the best predicted programs of each task are compiled (not run) and predicted again, told their
+    so many of the best predicted programs of each task are compiled (not run) and predicted again from their
     instructions; ``best_s`` is then the best of these.
 
     Returns
@@ -46,8 +195,6 @@ def predict_network(
     NetworkError, UnknownDeviceError, PredictorError
     """
     from cdmpp.device import get_device
-    from cdmpp.endtoend.schedules import random_programs
-    from cdmpp.errors import PredictorError
     from cdmpp.predictor.evidence import NO_EVIDENCE
     from cdmpp.program.ast import compact_asts
     from cdmpp.program.network import load_network

@@ -12,9 +12,9 @@ import pytest
 
 from cdmpp.cli import main
 from cdmpp.dataset import Dataset
-from cdmpp.endtoend import compare_devices, predict_latency, read_prices
-from cdmpp.endtoend.schedules import candidates
-from cdmpp.endtoend.sources import NetworkTasks, network_tasks
+from cdmpp.device import get_device
+from cdmpp.endtoend import NetworkTasks, compare_devices, network_tasks, predict_latency, read_prices
+from cdmpp.endtoend.tasks import candidates
 from cdmpp.errors import (
     DatasetError,
     NetworkError,
@@ -145,16 +145,14 @@ def test_branches_run_at_the_same_time_on_a_gpu(branches: NetworkTasks) -> None:
 
 
 def test_the_best_of_random_programs(branches: NetworkTasks) -> None:
-    one = dict(list(branches.tasks.items())[:1])
-    from cdmpp.device import get_device
-
-    found, notes = candidates(one.values(), "best", get_device("this-cpu@1"), programs_per_task=3)
+    task = next(iter(branches.tasks.values()))
+    one = NetworkTasks(network_graph("one", [GraphNode("node", (task.hash,))]), {task.hash: task})
+    found, notes = candidates(one, "best", get_device("this-cpu@1"), programs_per_task=3)
     (item,) = found.values()
     assert item.origin == "random" and 1 <= len(item.asts) <= 3 and not notes
 
 
 def test_the_schedules_of_a_database(branches: NetworkTasks, tmp_path: Path) -> None:
-    from cdmpp.device import get_device
     from cdmpp.tuner.measure import Measurer
     from cdmpp.tuner.tuning import tune_tasks
     from tests.samples.tuning import FakeEngine, tune_config
@@ -165,14 +163,14 @@ def test_the_schedules_of_a_database(branches: NetworkTasks, tmp_path: Path) -> 
     with Measurer(engine) as running:
         tune_tasks("t", [(tuned, 1.0)], device="this-cpu@1", out=tmp_path, config=config, measurer=running)
     here = get_device("this-cpu@1")
-    found, notes = candidates(branches.tasks.values(), tmp_path, here)
-    as_it_is, _ = candidates(branches.tasks.values(), "untuned", here)
+    found, notes = candidates(branches, tmp_path, here)
+    as_it_is, _ = candidates(branches, "untuned", here)
     assert {task for task, item in found.items() if item.origin == "database"} == {tuned.hash}
     (old,), (new,) = as_it_is[tuned.hash].asts, found[tuned.hash].asts
     assert old.n_nodes != new.n_nodes or not np.array_equal(old.leaves, new.leaves)
     others = len(branches.tasks)
     assert notes == [f"{others - 1} of {others} tasks are not in {tmp_path} and are untuned"]
-    _, notes = candidates(branches.tasks.values(), tmp_path, get_device("this-cpu.x86-64-v2@1"))
+    _, notes = candidates(branches, tmp_path, get_device("this-cpu.x86-64-v2@1"))
     assert notes[0].startswith(f"the schedules of {tmp_path} were found on {here.name}, not on")
 
 
