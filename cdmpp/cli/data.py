@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
 
 from cdmpp.cli.options import Namespace, Parser, Verbs, add, hide
+from cdmpp.cli.render import Bar, counts_text, number, percent, say, show_table, warn
 from cdmpp.errors import CdmppError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from cdmpp.profiler.rates import MeasuredDevice
 
 #: Measured quantity -> what the table says about it: a field, or a key of ``peak_gflops``.
 _BESIDE = {
@@ -25,8 +24,8 @@ _BESIDE = {
 
 def _add_devices(sub: Parser) -> None:
     add(sub, "device_files")
-    sub.add_argument("--add", metavar="FILE", help="make the devices of a YAML file known for good")
-    sub.add_argument("--measure", action="store_true", help="micro-benchmarks of this machine (some seconds)")
+    add(sub, "add", metavar="FILE", help="make the devices of a YAML file known for good")
+    add(sub, "measure", action="store_true", help="micro-benchmarks of this machine (some seconds)")
     add(sub, "out", metavar="FILE", help="with --measure: write the results as a device file")
 
 
@@ -36,7 +35,6 @@ def _devices(args: Namespace, console: Console, errors: Console) -> Any:
     cdmpp devices
     cdmpp devices --measure --out mine.yaml     what this machine can do, as a device file
     """
-    from cdmpp.cli.render import say, show_devices
     from cdmpp.device import add_device_file, known_devices, load_table
     from cdmpp.device.table import missing_fields, read_device_file, user_file
 
@@ -47,10 +45,28 @@ def _devices(args: Namespace, console: Console, errors: Console) -> Any:
     if args.measure:
         return _measure_rates(args.out, table, console, errors)
     here, known = table.get("this-cpu"), known_devices(table)
-    show_devices(console, here, known)
-    rows = {row.name: row for row in table.rows}
+    rows = [
+        (
+            device.name,
+            device.model,
+            number(device.cores),
+            number(device.clock_mhz, ".0f"),
+            number(device.mem_gb, ".0f"),
+            number(device.bandwidth_gb_s, ".0f"),
+            number(device.peak_gflops.get("float32"), ".0f"),
+        )
+        for device in [here, *(d for d in known if d.name != here.name)]
+    ]
+    columns = ("<name", "<model", "cores", "MHz", "GB", "GB/s", "GFLOP/s")
+    show_table(console, "devices; the first is this machine", columns, rows)
+    console.print(
+        f"[bold]{here.base}@1[/] (or this-cpu@1) is one core of this machine; "
+        f"append .x86-64-v2 to the base for 128-bit SIMD code; h200@0.5 is half the SMs of a GPU. "
+        "Cores: SMs of a GPU; GFLOP/s: of float32."
+    )
+    of_files = {row.name: row for row in table.rows}
     own = [row.name for path in args.device_files for row in read_device_file(path)]
-    missing = {name: list(missing_fields(rows[name])) for name in dict.fromkeys([*added, *own])}
+    missing = {name: list(missing_fields(of_files[name])) for name in dict.fromkeys([*added, *own])}
     for name, fields in missing.items():
         unknown = f"unknown: {', '.join(fields)}" if fields else "nothing that is used is unknown"
         say(console, f"{name}: {unknown}")
@@ -65,7 +81,6 @@ def _devices(args: Namespace, console: Console, errors: Console) -> Any:
 
 
 def _measure_rates(out: str | None, table: Any, console: Console, errors: Console) -> Any:
-    from cdmpp.cli.render import say, show_table
     from cdmpp.device.table import write_device_file
     from cdmpp.profiler.rates import measure_machine
 
@@ -73,12 +88,13 @@ def _measure_rates(out: str | None, table: Any, console: Console, errors: Consol
         found = measure_machine(table)
     results = []
     for device in found:
-        known = {quantity: _known(device, quantity) for quantity in device.results}
-        rows = [
-            (quantity, f"{value:.4g}", "-" if known[quantity] is None else f"{known[quantity]:.4g}")
-            for quantity, value in device.results.items()
+        row = {} if device.known is None else device.known.used().to_json()
+        row |= {f"peak_gflops.{dtype}": value for dtype, value in row.get("peak_gflops", {}).items()}
+        known = {quantity: row.get(_BESIDE.get(quantity, quantity)) for quantity in device.results}
+        cells = [
+            (name, number(value, ".4g"), number(known[name], ".4g")) for name, value in device.results.items()
         ]
-        show_table(console, f"{device.row.name}, measured", ("<quantity", "measured", "table"), rows)
+        show_table(console, f"{device.row.name}, measured", ("<quantity", "measured", "table"), cells)
         for reason in device.skipped:
             say(console, f"not measured: {reason}")
         results.append(
@@ -96,27 +112,12 @@ def _measure_rates(out: str | None, table: Any, console: Console, errors: Consol
     return results
 
 
-def _known(device: MeasuredDevice, quantity: str) -> float | None:
-    """What the table says about a measured quantity."""
-    if device.known is None:
-        return None
-    field, _, key = _BESIDE.get(quantity, quantity).partition(".")
-    if key:
-        return device.known.used().peak_gflops.get(key)
-    return getattr(device.known, field, None)
-
-
-def _add_networks(sub: Parser) -> None:
-    """It has none."""
-
-
 def _networks(args: Namespace, console: Console, errors: Console) -> Any:
     """Which networks come with cdmpp.
 
     cdmpp networks
     cdmpp networks --json networks.json
     """
-    from cdmpp.cli.render import show_networks
     from cdmpp.program.zoo import task_counts, zoo_entry, zoo_networks
 
     counts = task_counts()
@@ -130,7 +131,15 @@ def _networks(args: Namespace, console: Console, errors: Console) -> Any:
         }
         for entry in map(zoo_entry, zoo_networks())
     ]
-    show_networks(console, rows)
+    cells = []
+    for row in rows:
+        inputs = "\n".join(row["inputs"]).replace(", ", ",").replace("float32", "")
+        cells.append((row["name"], row["family"], inputs, number(row["tasks"]), row["description"]))
+    show_table(console, "networks", ("<name", "<family", "<inputs", "tasks", "<description"), cells)
+    console.print(
+        "Append a batch size as in resnet18@b4, an image size or sequence length as in resnet18@s160, or both, "
+        "or give an .onnx or .pt2 file in place of a name. Inputs are float32 where nothing else is said."
+    )
     return rows
 
 
@@ -144,12 +153,37 @@ def _dataset(args: Namespace, console: Console, errors: Console) -> Any:
     cdmpp dataset runs/mine
     cdmpp dataset data --json data.json     all that ship
     """
-    from cdmpp.cli.render import show_summary
     from cdmpp.dataset import load_datasets
+
+    def cells(name: str, row: Mapping[str, Any]) -> list[str]:
+        counts = [str(row[key]) for key in ("records", "ok", "tasks", "networks")]
+        failures = "\n".join(f"{kind} {n}" for kind, n in row["failures"].items() if n) or "-"
+        return [name, *counts, failures, percent(row["noise_floor_mape"])]
 
     with errors.status("reading the records"):
         summary = load_datasets(args.paths).summary()
-    show_summary(console, summary)
+    rows = [*(cells(str(row["path"]), row) for row in summary["datasets"]), cells("total", summary["total"])]
+    columns = ("<dataset", "records", "ok", "tasks", "networks", "<failures", "noise")
+    show_table(console, "datasets", columns, rows, total=True)
+    for row in summary["datasets"]:
+        lines = [f"origins of programs: {counts_text(row.get('origins', {}))}"]
+        for device, n in row.get("by_device", {}).items():
+            lines.append(f"{device}: {n['ok']} ok")
+            if n["split_half_median"] is not None:
+                lines[-1] += (
+                    f"; labels of split halves differ by {percent(n['split_half_median'])} in the median"
+                )
+                lines[-1] += f", {percent(n['split_half_mean'])} in the mean"
+        if row.get("remeasured"):
+            lines.append(
+                f"{row['remeasured']} programs were measured again, "
+                f"their labels differ by {percent(row['remeasured_difference'])} in the median, "
+                f"{percent(row['remeasured_mean'])} in the mean, {percent(row['remeasured_p90'])} in the worst tenth"
+            )
+        for line in lines:
+            say(console, f"{row['path']}: {line}")
+        if row.get("corrupt_lines"):
+            warn(console, f"{row['path']}: {row['corrupt_lines']} damaged lines were skipped")
     return summary
 
 
@@ -169,7 +203,6 @@ def _import(args: Namespace, console: Console, errors: Console) -> Any:
     cdmpp import neusight operators.csv --out runs/neusight
     cdmpp import benchmark-hub a100.parquet --limit 10000 --out runs/hub
     """
-    from cdmpp.cli.render import Bar, counts_text, say
     from cdmpp.dataset.importers import import_benchmark_hub, import_neusight
     from cdmpp.device import load_table
 
@@ -199,7 +232,7 @@ def _import(args: Namespace, console: Console, errors: Console) -> Any:
 
 def _add_codegen(sub: Parser) -> None:
     sub.add_argument("data", nargs="+", metavar="DIR", help="dataset folders with labels of x86 CPUs")
-    add(sub, "builders", type=int, default=1, help="building processes")
+    add(sub, "builders", default=1, help="building processes")
     hide(sub, "--workers", dest="builders", type=int, default=1)
     add(sub, "object_cache")
 
@@ -210,7 +243,6 @@ def _codegen(args: Namespace, console: Console, errors: Console) -> Any:
     cdmpp codegen runs/mine
     cdmpp codegen runs/mine runs/untuned --builders 4
     """
-    from cdmpp.cli.render import Bar, say
     from cdmpp.dataset.codegen import CODEGEN_FILE, collect_codegen
 
     summary: dict[str, int] = {}
@@ -223,7 +255,7 @@ def _codegen(args: Namespace, console: Console, errors: Console) -> Any:
 
 VERBS: Verbs = {
     "devices": (_add_devices, _devices),
-    "networks": (_add_networks, _networks),
+    "networks": (lambda sub: None, _networks),
     "dataset": (_add_dataset, _dataset),
     "import": (_add_import, _import),
     "codegen": (_add_codegen, _codegen),

@@ -14,7 +14,8 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from cdmpp.cli.render import Bar, show_metrics
+from cdmpp.cli.learn import show_noise, show_scores
+from cdmpp.cli.render import Bar
 from cdmpp.dataset import load_datasets
 from cdmpp.dataset.codegen import collect_codegen
 from cdmpp.dataset.record import seconds_text
@@ -114,7 +115,9 @@ def run_demo(
         f"compiler makes of a program are given, too ({compiled['n_compiled']} of {len(scored)})."
     )
     rows = {name: score["overall"] for name, score in scores.items()}
-    show_metrics(console, "error on the scored programs; pairwise: order of two of a task", rows, brief=True)
+    title = "error on the scored programs; pairwise: order of two of a task"
+    show_scores(console, title, "model", rows, brief=True)
+    show_noise(console, ast["overall"])
     covered = [100 * score["overall"]["interval"]["covered"] for score in (ast, compiled)]
     console.print(
         f"Of the 90 % intervals as it ships, {covered[0]:.0f} % hold what was measured (compiled: {covered[1]:.0f} %)."

@@ -2,14 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from cdmpp.cli.options import Namespace, Parser, Verbs, add
+from cdmpp.cli.render import Bar, number, percent, say, show_table
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from cdmpp.predictor import Config
+
+#: Columns of a metrics table: key, heading, formatter.
+_METRICS = (
+    ("mape", "MAPE", percent),
+    ("median_ape", "median", percent),
+    ("within_10pct", "within 10 %", percent),
+    ("within_20pct", "within 20 %", percent),
+    ("pairwise_accuracy", "pairwise", percent),
+    ("spearman", "Spearman", lambda value: number(value, ".3f")),
+    ("top1_regret", "top-1 regret", percent),
+    ("top5_regret", "top-5 regret", percent),
+    ("n", "n", number),
+)
+#: Those of them that fit beside long names.
+_BRIEF = ("mape", "median_ape", "pairwise_accuracy", "n")
+#: Trials in the table of a search; all of them are in ``summary.json``.
+_TRIALS = 10
+_STATES = ("complete", "pruned", "failed", "interrupted")
+
+
+def show_scores(
+    console: Console, title: str, first: str, rows: Mapping[str, Mapping[str, Any]], brief: bool = False
+) -> None:
+    """Name -> metrics, the most telling ones alone if ``brief``."""
+    columns = [column for column in _METRICS if not brief or column[0] in _BRIEF]
+    cells = [[name, *(form(metrics.get(key)) for key, _, form in columns)] for name, metrics in rows.items()]
+    show_table(console, title, (f"<{first}", *(heading for _, heading, _ in columns)), cells)
+
+
+def show_noise(console: Console, metrics: Mapping[str, Any]) -> None:
+    """What errors are to be compared with."""
+    floor = percent(metrics.get("noise_floor_mape"))
+    console.print(f"A perfect predictor would score a MAPE of {floor}: the noise of the labels themselves.")
+
+
+def _show_overall(console: Console, title: str, metrics: Mapping[str, Any]) -> None:
+    """Of cdmpp, with the noise floor and the intervals below."""
+    show_scores(console, title, "model", {"cdmpp": metrics})
+    show_noise(console, metrics)
+    if interval := metrics.get("interval"):
+        console.print(
+            f"cdmpp: intervals of {100 * interval['coverage']:g} % hold {percent(interval['covered'])} of the "
+            f"records; their upper end is {interval['width']:.3g} times the lower in the median."
+        )
 
 
 def _add_train(sub: Parser) -> None:
@@ -17,7 +63,7 @@ def _add_train(sub: Parser) -> None:
     add(sub, "data", help="dataset folders (default: those of the configuration)")
     add(sub, "out", required=True, help="run folder")
     add(sub, "split", help="in place of the configuration's, such as by_network")
-    add(sub, "resume", action="store_true")
+    add(sub, "resume")
 
 
 def _config(args: Namespace) -> Config:
@@ -36,7 +82,6 @@ def _train(args: Namespace, console: Console, errors: Console) -> Any:
     cdmpp train --data data runs/mine --out runs/predictor
     cdmpp train --config configs/smoke.yaml --data runs/mine --split by_network --out runs/small
     """
-    from cdmpp.cli.render import Bar, show_metrics
     from cdmpp.predictor import evaluate, train
 
     config = _config(args)
@@ -46,8 +91,9 @@ def _train(args: Namespace, console: Console, errors: Console) -> Any:
         )
     with Bar(errors, "epochs") as bar:
         result = train(config, args.data, args.out, progress=bar.epoch, resume=args.resume)
-    scores = evaluate(result.predictor, result.data, result.split)
-    show_metrics(console, f"{args.out}: held-out part of {scores['split']}", {"cdmpp": scores["overall"]})
+    with errors.status("predicting the held-out part"):
+        scores = evaluate(result.predictor, result.data, result.split)
+    _show_overall(console, f"{args.out}: held-out part of {scores['split']}", scores["overall"])
     return scores
 
 
@@ -55,19 +101,10 @@ def _add_finetune(sub: Parser) -> None:
     add(sub, "predictor", default="default", help="where to start (default: the one that ships)")
     add(sub, "data", required=True, help="records of D, and of other devices")
     add(sub, "device", required=True)
-    sub.add_argument(
-        "--tasks", metavar="K|FILE", help="how many tasks to choose, or which (default: all of D's)"
-    )
-    sub.add_argument(
-        "--select",
-        choices=("kmeans", "random"),
-        default="kmeans",
-        help="how K tasks are chosen (default: kmeans)",
-    )
-    add(sub, "seed", type=int, default=0, help="of the choice, and of training without --config")
-    sub.add_argument(
-        "--adapt", type=float, default=0.0, metavar="F", help="part of D's other programs seen without labels"
-    )
+    add(sub, "tasks", metavar="K|FILE", help="how many tasks to choose, or which (default: all of D's)")
+    add(sub, "select", choices=("kmeans", "random"), default="kmeans", help="how K tasks are chosen")
+    add(sub, "seed", default=0, help="of the choice, and of training without --config")
+    add(sub, "adapt", default=0.0, metavar="F", help="part of D's other programs seen without labels")
     add(sub, "config", help="its loss, train and data sections are used")
     add(sub, "out", required=True, help="run folder")
 
@@ -78,8 +115,8 @@ def _finetune(args: Namespace, console: Console, errors: Console) -> Any:
     cdmpp finetune --data data --device t4 --tasks 20 --out runs/t4         what to profile
     cdmpp finetune --data data runs/t4-records --device t4 --out runs/t4    learn from it
     """
-    from cdmpp.cli.render import Bar, say, show_metrics
-    from cdmpp.predictor import Predictor, evaluate, finetune, load_config
+    from cdmpp.predictor import evaluate, finetune, load_config
+    from cdmpp.predictor.predictor import load_predictor
     from cdmpp.profiler.session import read_task_file
 
     tasks = args.tasks
@@ -87,7 +124,7 @@ def _finetune(args: Namespace, console: Console, errors: Console) -> Any:
         tasks = int(tasks) if tasks.isdigit() else read_task_file(tasks)
     with Bar(errors, "epochs") as bar:
         result = finetune(
-            Predictor.default() if args.predictor == "default" else args.predictor,
+            load_predictor(args.predictor),
             args.data,
             args.device,
             args.out,
@@ -112,38 +149,26 @@ def _finetune(args: Namespace, console: Console, errors: Console) -> Any:
         )
         return summary
     chosen = f"{len(result.selection.tasks)} tasks of {args.device}"
-    valid = result.predictor.training["valid_mape"]
-    say(console, f"{args.out}: finetuned on {chosen}; MAPE {100 * valid:.1f} % on programs of them held out")
+    summary["valid_mape"] = valid = result.predictor.training["valid_mape"]
+    say(console, f"{args.out}: finetuned on {chosen}; MAPE {percent(valid)} on programs of them held out")
     if result.split is None:
-        return {**summary, "valid_mape": valid}
+        return summary
     scores = evaluate(result.predictor, result.data, result.split)
-    show_metrics(console, f"the other tasks on {args.device}", {"cdmpp": scores["overall"]})
-    return {**summary, "valid_mape": valid, **scores}
+    _show_overall(console, f"the other tasks on {args.device}", scores["overall"])
+    return {**summary, **scores}
 
 
 def _add_evaluate(sub: Parser) -> None:
     add(sub, "predictor", default="default")
     add(sub, "data", required=True)
     add(sub, "split", help="by_network, by_task:seed=1, ..., or all (default: that of training)")
-    sub.add_argument(
-        "--part", choices=("train", "valid", "test"), default="test", help="of the split (default: test)"
-    )
-    sub.add_argument(
-        "--compiled",
-        action="store_true",
-        help="give it the counted instructions of the programs (cdmpp codegen)",
-    )
-    sub.add_argument(
-        "--measured",
-        action="store_true",
-        help="give it what the same programs took on the other devices of the data",
-    )
-    sub.add_argument(
-        "--by",
-        default="device,network",
-        metavar="G,G",
-        help="of device, network, task, family, origin (default: %(default)s)",
-    )
+    add(sub, "part", choices=("train", "valid", "test"), default="test", help="of the split")
+    compiled = "give it the counted instructions of the programs (cdmpp codegen)"
+    add(sub, "compiled", action="store_true", help=compiled)
+    measured = "give it what the same programs took on the other devices of the data"
+    add(sub, "measured", action="store_true", help=measured)
+    groupings = "of device, network, task, family, origin"
+    add(sub, "by", default="device,network", metavar="G,G", help=groupings)
 
 
 def _evaluate(args: Namespace, console: Console, errors: Console) -> Any:
@@ -152,10 +177,10 @@ def _evaluate(args: Namespace, console: Console, errors: Console) -> Any:
     cdmpp evaluate --data data/epyc-zen4-1core --by network
     cdmpp evaluate --predictor runs/predictor --data runs/mine --split all --compiled
     """
-    from cdmpp.cli.render import Bar, show_groups, show_metrics
-    from cdmpp.predictor import Predictor, evaluate, gather
+    from cdmpp.predictor import evaluate, gather
+    from cdmpp.predictor.predictor import load_predictor
 
-    predictor = Predictor.default() if args.predictor == "default" else Predictor.load(args.predictor)
+    predictor = load_predictor(args.predictor)
     by = [g for g in args.by.split(",") if g]
     with Bar(errors, "reading ASTs") as bar:
         data = gather(args.data, progress=bar.update)
@@ -163,8 +188,9 @@ def _evaluate(args: Namespace, console: Console, errors: Console) -> Any:
         result = evaluate(predictor, data, args.split, by, args.part, args.compiled, args.measured)
     given = f", {result['n_compiled']} with their instructions" if args.compiled else ""
     given += f", {result['n_measured']} with what they took elsewhere" if args.measured else ""
-    show_metrics(console, f"{args.part} part of {result['split']}{given}", {"cdmpp": result["overall"]})
-    show_groups(console, result["groups"])
+    _show_overall(console, f"{args.part} part of {result['split']}{given}", result["overall"])
+    for grouping, rows in result["groups"].items():
+        show_scores(console, f"by {grouping}", grouping, rows)
     return result
 
 
@@ -181,12 +207,11 @@ def _report(args: Namespace, console: Console, errors: Console) -> Any:
     cdmpp report runs/predictor --out report.html
     cdmpp report runs/t4 --data runs/t4-records --split all --out t4.html
     """
-    from cdmpp.cli.render import say, show_metrics
     from cdmpp.report.html import write_report
 
     with errors.status("reading the data, predicting, drawing"):
         report = write_report(args.run_dir, args.out, args.data, args.split)
-    show_metrics(console, f"test part of {report.scores['split']}", {"cdmpp": report.scores["overall"]})
+    _show_overall(console, f"test part of {report.scores['split']}", report.scores["overall"])
     say(console, f"Written to {args.out}.")
     return {**report.scores, "path": str(args.out)}
 
@@ -197,13 +222,9 @@ def _add_search(sub: Parser) -> None:
     add(sub, "trials", type=int, required=True)
     add(sub, "out", required=True, help="search folder")
     add(sub, "split", help="in place of the configuration's, such as by_network")
-    add(sub, "resume", action="store_true")
-    sub.add_argument(
-        "--model",
-        default="ours",
-        choices=("ours", "xgboost-perstore", "xgboost-ast", "xgboost-ast-codegen", "lstm", "released"),
-        help="whose hyper-parameters (default: ours)",
-    )
+    add(sub, "resume")
+    models = ("ours", "xgboost-perstore", "xgboost-ast", "xgboost-ast-codegen", "lstm", "released")
+    add(sub, "model", choices=models, default="ours", help="whose hyper-parameters")
 
 
 def _search(args: Namespace, console: Console, errors: Console) -> Any:
@@ -212,13 +233,13 @@ def _search(args: Namespace, console: Console, errors: Console) -> Any:
     cdmpp search --data data --trials 50 --out runs/search
     cdmpp search --data data --trials 50 --model xgboost-ast --out runs/trees --resume
     """
-    from cdmpp.cli.render import Bar, say, show_search, trial_text
     from cdmpp.predictor.search import BEST_FILE, search
 
     with Bar(errors, "trials") as bar:
 
         def progress(line: dict[str, Any]) -> None:
-            bar.say(trial_text(line))
+            result = line["error"] or f"validation MAPE {_trial_mape(line)}"
+            bar.say(f"trial {line['trial']:3d}  {line['state']:8s}  {result}  {line['seconds'] or 0:.0f} s")
             bar.update(line["trial"] + 1, args.trials)
 
         result = search(
@@ -227,6 +248,37 @@ def _search(args: Namespace, console: Console, errors: Console) -> Any:
     show_search(console, result.summary)
     say(console, f"The best values are in {args.out}/{BEST_FILE}.")
     return result.summary
+
+
+def show_search(console: Console, summary: Mapping[str, Any]) -> None:
+    """The best trials of a search and what became of the others."""
+    lines = summary["trials"]
+    complete = sorted((line for line in lines if line["state"] == "complete"), key=lambda line: line["value"])
+    rows = [
+        (
+            str(line["trial"]),
+            _trial_mape(line),
+            f"{line['seconds']:.0f} s",
+            "  ".join(
+                f"{name}={value:.3g}" if isinstance(value, float) else f"{name}={value}"
+                for name, value in line["values"].items()
+            ),
+        )
+        for line in complete[:_TRIALS]
+    ]
+    title = f"{summary['model']}, {summary['split']}: validation MAPE of the best trials"
+    show_table(console, title, ("trial", "MAPE", "time", "<values"), rows)
+    counts = {state: sum(line["state"] == state for line in lines) for state in _STATES}
+    console.print(
+        f"{len(lines)} trials in {summary['seconds']:.0f} s: "
+        + ", ".join(f"{n} {state}" for state, n in counts.items() if n)
+        + f"; {summary['n_train']} records trained, {summary['n_valid']} judged, the test part was not looked at."
+    )
+
+
+def _trial_mape(line: Mapping[str, Any]) -> str:
+    errors = [line[name] for name in ("valid_mape", "valid_mape_compiled") if line[name] is not None]
+    return ", ".join(map(percent, errors)) or "-"
 
 
 VERBS: Verbs = {

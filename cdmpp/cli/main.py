@@ -16,6 +16,7 @@ from typing import Any
 
 from cdmpp.cli import data, learn, measure, tune, use
 from cdmpp.cli.options import Parser, Verbs
+from cdmpp.cli.render import console
 from cdmpp.errors import CdmppError
 
 #: What a group of verbs is for -> its verbs.
@@ -44,8 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parser(argv[0] if argv else None).parse_args(argv)
         level = logging.DEBUG if args.verbose else logging.WARNING
         logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
-        from cdmpp.cli.render import console
-
         result = args.run(args, console(), console(err=True))
         if args.json is not None:
             _write_json(args.json, result)

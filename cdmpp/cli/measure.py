@@ -5,21 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from cdmpp.cli.options import (
-    NETWORKS,
-    Namespace,
-    Parser,
-    Verbs,
-    add,
-    add_settings,
-    networks_of,
-    settings,
-)
+from rich.console import Console
+
+from cdmpp.cli.options import NETWORKS, Namespace, Parser, Verbs, add, add_settings, networks_of, settings
+from cdmpp.cli.render import Bar, counts_text, say
 from cdmpp.errors import ProfilerError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from cdmpp.profiler.gpu.measure import MeasureReport
 
 #: Options of ``cdmpp profile`` that a GPU has not.
@@ -32,12 +24,10 @@ def _add_profile(sub: Parser) -> None:
     sub.add_argument("networks", nargs="*", metavar="NETWORK", help=NETWORKS)
     add(sub, "device", default="this-cpu@1")
     add(sub, "out", required=True, help="dataset folder")
-    add(sub, "resume", action="store_true")
-    sub.add_argument("--tasks", metavar="FILE", help="these tasks only (JSON with 'tasks', or a hash a line)")
-    sub.add_argument("--programs-of", metavar="DIR", help="measure the programs of this dataset instead")
-    sub.add_argument(
-        "--remeasure", action="store_true", help="with --programs-of: also what --out has already"
-    )
+    add(sub, "resume")
+    add(sub, "tasks", metavar="FILE", help="these tasks only (JSON with 'tasks', or a hash a line)")
+    add(sub, "programs_of", metavar="DIR", help="measure the programs of this dataset instead")
+    add(sub, "remeasure", action="store_true", help="with --programs-of: also what --out has already")
     add_settings(sub, ProfileConfig)
 
 
@@ -47,7 +37,6 @@ def _profile(args: Namespace, console: Console, errors: Console) -> Any:
     cdmpp profile mlp resnet18 --out runs/mine          64 programs of each task, on one core
     cdmpp profile zoo --unscheduled --device this-cpu@2 --out runs/untuned --resume
     """
-    from cdmpp.cli.render import Bar, counts_text, say
     from cdmpp.device import get_device
     from cdmpp.profiler.session import ProfileConfig, profile, read_task_file
 
@@ -81,7 +70,6 @@ def _profile(args: Namespace, console: Console, errors: Console) -> Any:
 
 
 def _profile_gpu(networks: list[str], args: Namespace, console: Console, errors: Console) -> Any:
-    from cdmpp.cli.render import Bar
     from cdmpp.profiler.gpu.make import BundleConfig
     from cdmpp.profiler.gpu.measure import MeasureConfig, profile_gpu
 
@@ -110,12 +98,10 @@ def _add_bundle(sub: Parser) -> None:
     sub.add_argument("networks", nargs="+", metavar="NETWORK", help=NETWORKS)
     add(sub, "device", required=True, help="a CUDA device, such as h200")
     add(sub, "out", required=True, metavar="FILE", help="the bundle")
-    add(sub, "resume", action="store_true")
-    sub.add_argument(
-        "--code", choices=("both", "cubin", "source"), default="both", help="what is kept (default: both)"
-    )
-    sub.add_argument("--tasks-of", metavar="DIR", help="a dataset that has the tasks of these networks")
-    sub.add_argument("--mutants-of", metavar="DIR", help="records on D: draw mutants of the fastest programs")
+    add(sub, "resume")
+    add(sub, "code", choices=("both", "cubin", "source"), default="both", help="what is kept")
+    add(sub, "tasks_of", metavar="DIR", help="a dataset that has the tasks of these networks")
+    add(sub, "mutants_of", metavar="DIR", help="records on D: draw mutants of the fastest programs")
     add_settings(sub, BundleConfig)
 
 
@@ -125,7 +111,6 @@ def _bundle(args: Namespace, console: Console, errors: Console) -> Any:
     cdmpp bundle resnet18 bert_tiny --device h200 --out h200.bundle
     cdmpp bundle zoo --device t4 --programs-per-task 4 --out t4.bundle --resume
     """
-    from cdmpp.cli.render import Bar, counts_text, say
     from cdmpp.profiler.gpu.make import BundleConfig, make_bundle
 
     with Bar(errors, "compiling") as bar:
@@ -154,13 +139,8 @@ def _add_measure(sub: Parser) -> None:
     sub.add_argument("bundle", metavar="FILE", help="what cdmpp bundle wrote")
     add(sub, "device", help="the bundle's device (default), or a share of it, such as h200@0.5")
     add(sub, "out", required=True, help="dataset folder")
-    add(sub, "resume", action="store_true")
-    sub.add_argument(
-        "--cache",
-        choices=("warm", "cold"),
-        default="warm",
-        help="level-2 cache before a sample (default: warm)",
-    )
+    add(sub, "resume")
+    add(sub, "cache", choices=("warm", "cold"), default="warm", help="level-2 cache before a sample")
     add_settings(sub, MeasureConfig)
 
 
@@ -170,7 +150,6 @@ def _measure(args: Namespace, console: Console, errors: Console) -> Any:
     cdmpp measure h200.bundle --out runs/h200
     cdmpp measure h200.bundle --device h200@0.5 --out runs/half --budget 10m
     """
-    from cdmpp.cli.render import Bar
     from cdmpp.profiler.gpu.measure import MeasureConfig, measure
 
     with Bar(errors, "measuring") as bar:
@@ -188,7 +167,6 @@ def _measure(args: Namespace, console: Console, errors: Console) -> Any:
 
 def _shown(report: MeasureReport, console: Console) -> Any:
     """Say what was measured on a GPU; the same as JSON values."""
-    from cdmpp.cli.render import counts_text, say
 
     say(
         console,

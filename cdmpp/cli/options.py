@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from rich.console import Console
 
 Namespace = argparse.Namespace
 Settings = TypeVar("Settings")
 #: Name of a verb -> what adds its options and what runs it, with consoles for results and for progress; ``--json`` writes
 #: what that returns. Its docstring is the verb's help: when to use it, and two examples.
-Verbs = dict[str, tuple[Callable[["Parser"], None], Callable[[Namespace, "Console", "Console"], Any]]]
+Verbs = dict[str, tuple[Callable[["Parser"], None], Callable[[Namespace, Console, Console], Any]]]
 
 NETWORK = "zoo name (name@b4, name@s160), .onnx or .pt2 file"
 NETWORKS = f"{NETWORK}, or 'zoo' for all"
@@ -33,8 +32,8 @@ class Parser(argparse.ArgumentParser):
 class Option:
     """What the help says of an option.
 
-    Without a ``name`` it is made of the key, less a unit as in ``_s``; without a ``type`` it is made of the field's
-    annotation. ``aliases`` are former names, which are not shown.
+    Without a ``name`` it is made of the key, less a unit as in ``_s``; without a ``type`` it is made of the default, or of
+    the field's annotation. ``aliases`` are former names, which are not shown; ``more`` is for ``add_argument``.
     """
 
     help: str
@@ -43,6 +42,10 @@ class Option:
     aliases: tuple[str, ...] = ()
     type: Callable[[str], Any] | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _flag(help: str) -> Option:
+    return Option(help, more={"action": "store_true"})
 
 
 def auto_or_number(text: str) -> int | str:
@@ -78,7 +81,7 @@ OPTIONS = {
     "predictor": Option("a run or predictor folder (default: the one that ships)", "DIR"),
     "config": Option("configs/*.yaml", "FILE"),
     "split": Option("by_network, by_task:seed=1, ..., or all", "SPEC"),
-    "resume": Option("go on with what is in --out; nothing is done twice"),
+    "resume": _flag("go on with what is in --out; nothing is done twice"),
     "seed": Option("of everything that is drawn", "N"),
     "limit": Option("at most so many programs, spread evenly over the tasks", "N"),
     "trials": Option("in all, with those of earlier runs", "N"),
@@ -86,7 +89,7 @@ OPTIONS = {
     "programs_per_task": Option("programs (schedules) of each task", "N"),
     "invalid_per_task": Option("programs of each task that cannot run, kept as records", "N"),
     "search_fraction": Option("part of the programs that comes from an evolutionary search", "F"),
-    "unscheduled": Option("each task as it is, as an untuned network runs it"),
+    "unscheduled": _flag("each task as it is, as an untuned network runs it"),
     "workers": Option("programs measured side by side, each on cores or SMs of its own", "N"),
     "degree": Option("programs measured side by side", name="--workers", aliases=("--degree",)),
     "builders": Option("building processes (default: one a core)", "N", aliases=("--compilers",)),
@@ -96,7 +99,7 @@ OPTIONS = {
     "check_per_task": Option(
         "programs of each task whose output is compared with a reference", "N", aliases=("--check",)
     ),
-    "from_source": Option("compile here, although the bundle has cubins"),
+    "from_source": _flag("compile here, although the bundle has cubins"),
     "overlap": Option("one program at a time through all stages"),
     "object_cache": Option("keep shared objects here, and take those that are here", "DIR"),
     "max_seconds": Option(
@@ -126,20 +129,20 @@ OPTIONS = {
 
 
 def add(parser: argparse.ArgumentParser, *keys: str, **changes: Any) -> None:
-    """Add options by their keys in :data:`OPTIONS`; ``changes`` are arguments of ``add_argument``, for all of them."""
+    """Add options by their keys in :data:`OPTIONS`, or a verb's own.
+
+    ``changes`` are arguments of ``add_argument`` for all of them; the type is that of the default where none is given.
+    """
     for key in keys:
-        option = OPTIONS[key]
-        given: dict[str, Any] = {
-            "dest": key,
-            "metavar": option.metavar,
-            "help": option.help,
-            "type": option.type,
-        }
-        given |= {**option.more, **changes}
+        option = OPTIONS.get(key, Option(""))
+        given: dict[str, Any] = {"metavar": option.metavar, "help": option.help, "type": option.type}
+        given |= {**option.more, **changes, "dest": key}
+        default = given.get("default")
         if given.get("action") == "store_true":
             del given["metavar"], given["type"]
-        elif given.get("default") not in (None, ()) and "(default" not in given["help"]:
-            given["help"] += " (default: %(default)s)"
+        elif isinstance(default, int | float | str):
+            given["type"] = given["type"] or type(default)
+            given["help"] += "" if "(default" in given["help"] else " (default: %(default)s)"
         parser.add_argument(option.name or "--" + key.removesuffix("_s").replace("_", "-"), **given)
         hide(parser, *option.aliases, **given)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from cdmpp.cli.options import NETWORK, Namespace, Parser, Verbs, add, add_settings, hide, settings
+from cdmpp.cli.render import Bar, say, show_table
+from cdmpp.dataset.record import seconds_text
 from cdmpp.errors import TunerError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from cdmpp.tuner import TuneReport
 
 
@@ -19,35 +21,19 @@ def _add_tune(sub: Parser) -> None:
     from cdmpp.tuner.candidates import SearchConfig
 
     sub.add_argument("network", metavar="NETWORK", help=NETWORK)
-    add(
-        sub,
-        "device",
-        required=True,
-        help="a device of this machine with the share to tune for: this-cpu@1, or h200@0.5, half of its SMs",
-    )
-    sub.add_argument(
-        "--share",
-        metavar="S",
-        help="the same as --device D@S; several, such as 1,2: tune for each, into folders of their own",
-    )
+    share = "a device of this machine with the share to tune for: this-cpu@1, or h200@0.5, half of its SMs"
+    add(sub, "device", required=True, help=share)
+    shares = "the same as --device D@S; several, such as 1,2: tune for each, into folders of their own"
+    add(sub, "share", metavar="S", help=shares)
     add(sub, "out", required=True, help="database, measurements, report")
     add_settings(sub, Objective)
-    add(sub, "resume", action="store_true")
-    sub.add_argument(
-        "--warm-start",
-        nargs="+",
-        default=[],
-        metavar="DIR",
-        help="datasets, tunings or databases to learn from",
-    )
+    add(sub, "resume")
+    learned_from = "datasets, tunings or databases to learn from"
+    add(sub, "warm_start", nargs="+", default=[], metavar="DIR", help=learned_from)
     hide(sub, "--anchors", nargs="+", default=[])
-    sub.add_argument("--no-trim", action="store_true", help="measure every candidate")
-    add_settings(
-        sub,
-        TuneConfig,
-        SearchConfig,
-        predictor="of cdmpp's cost model (default: the one that ships); 'none' for an analytical estimate",
-    )
+    add(sub, "no_trim", action="store_true", help="measure every candidate")
+    predictor = "of cdmpp's cost model (default: the one that ships); 'none' for an analytical estimate"
+    add_settings(sub, TuneConfig, SearchConfig, predictor=predictor)
 
 
 def devices_with_shares(device: str, shares: str | None) -> list[str]:
@@ -88,7 +74,6 @@ def _tune(args: Namespace, console: Console, errors: Console) -> Any:
 
 
 def _tune_at(device: str, out: Path, args: Namespace, console: Console, errors: Console) -> TuneReport:
-    from cdmpp.cli.render import Bar, say, show_tuning
     from cdmpp.tuner import Objective, TuneConfig, tune
     from cdmpp.tuner.candidates import SearchConfig
 
@@ -111,9 +96,29 @@ def _tune_at(device: str, out: Path, args: Namespace, console: Console, errors: 
             progress=bar.tuning,
             notify=bar.say,
         )
-    show_tuning(console, report)
+    _show_tuning(console, report)
     say(console, f"Written to {out}.")
     return report
+
+
+def _show_tuning(console: Console, report: TuneReport) -> None:
+    """A line a task, and what it all gave."""
+    from cdmpp.tuner.results import summary_lines
+
+    rows = [
+        (
+            task.name,
+            f"{task.weight:g}",
+            *("-" if value_s is None else seconds_text(value_s) for value_s in (task.untuned_s, task.best_s)),
+            *(str(count) for count in (task.measured, task.failed, task.dropped)),
+            task.finished,
+        )
+        for task in report.tasks
+    ]
+    columns = ("<task", "runs", "untuned", "best", "measured", "failed", "dropped", "<ended")
+    show_table(console, f"{report.name} on {report.device}, cost model {report.cost_model}", columns, rows)
+    for line in summary_lines(report):
+        say(console, line)
 
 
 VERBS: Verbs = {

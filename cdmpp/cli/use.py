@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from cdmpp.cli.options import NETWORK, Namespace, Parser, Verbs, add
+from cdmpp.cli.render import interval_text, number, say, show_table, warn
+from cdmpp.dataset.record import seconds_text
 from cdmpp.errors import CdmppError, UnknownDeviceError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from cdmpp.endtoend import Comparison
 
 
 def _add_predict(sub: Parser) -> None:
     sub.add_argument("target", metavar="PROGRAM.json|NETWORK", help=f"TIR as JSON; or a network: {NETWORK}")
     add(sub, "device", required=True)
     add(sub, "predictor", default="default")
-    add(sub, "programs_per_task", type=int, default=64)
-    sub.add_argument(
-        "--compile",
-        type=int,
-        default=0,
-        metavar="N",
-        help="compile (not run) the N best programs of a task, or the program, and predict from their instructions",
+    add(sub, "programs_per_task", default=64)
+    compile_best = (
+        "compile (not run) the N best programs of a task, or the program, and predict from their instructions"
     )
-    sub.add_argument(
-        "--measured",
-        action="append",
-        default=[],
-        metavar="D=LATENCY",
-        help="what PROGRAM.json took on another device, such as rtx-3060=1.3ms; may be repeated",
-    )
-    add(sub, "seed", type=int, default=0)
+    add(sub, "compile", type=int, default=0, metavar="N", help=compile_best)
+    measured = "what PROGRAM.json took on another device, such as rtx-3060=1.3ms; may be repeated"
+    add(sub, "measured", action="append", default=[], metavar="D=LATENCY", help=measured)
+    add(sub, "seed", default=0)
 
 
 def _predict(args: Namespace, console: Console, errors: Console) -> Any:
@@ -39,71 +36,92 @@ def _predict(args: Namespace, console: Console, errors: Console) -> Any:
     cdmpp predict mlp --device h200
     cdmpp predict program.json --device epyc-7763@1 --measured this-cpu@1=1.3ms
     """
-    from cdmpp.cli.render import show_predictions
-    from cdmpp.predictor import Predictor
+    from cdmpp.predictor.predictor import load_predictor
     from cdmpp.predictor.program_file import measured_latencies, predict_program_file
 
-    predictor = Predictor.default() if args.predictor == "default" else Predictor.load(args.predictor)
+    predictor = load_predictor(args.predictor)
     measured = measured_latencies(args.measured)
     if args.target.endswith(".json"):
         result = predict_program_file(
             predictor, args.target, args.device, compiled=args.compile > 0, measured=measured
         )
-    elif measured:
+        _show_program(console, result)
+        return result
+    if measured:
         raise CdmppError("--measured is of one program (PROGRAM.json), a network has many")
-    else:
-        from cdmpp.endtoend import predict_network
+    from cdmpp.endtoend import predict_network
 
-        with errors.status("drawing and predicting programs"):
-            result = predict_network(
-                predictor,
-                args.target,
-                args.device,
-                programs_per_task=args.programs_per_task,
-                compile_best=args.compile,
-                seed=args.seed,
-            )
-    show_predictions(console, result)
+    with errors.status("drawing and predicting programs"):
+        result = predict_network(
+            predictor,
+            args.target,
+            args.device,
+            programs_per_task=args.programs_per_task,
+            compile_best=args.compile,
+            seed=args.seed,
+        )
+    _show_tasks(console, result)
     return result
+
+
+def _show_program(console: Console, result: Mapping[str, Any]) -> None:
+    say(console, f"{result['program']} on {result['device']}: {seconds_text(result['latency_s'])}")
+    if result["low_s"] is not None:
+        interval = interval_text(result["low_s"], result["high_s"])
+        say(console, f"{100 * result['coverage']:g} % interval: {interval}")
+    far = "unfamiliar: the program is far from the training data" if result["unfamiliar"] else ""
+    warn(console, far, result["note"])
+
+
+def _show_tasks(console: Console, result: Mapping[str, Any]) -> None:
+    rows = [
+        (
+            row["name"],
+            number(row["weight"]),
+            f"{row['programs']}" + (f", [yellow]{row['unfamiliar']} far[/]" if row["unfamiliar"] else ""),
+            seconds_text(row["best_s"]),
+            interval_text(row["best_low_s"], row["best_high_s"]),
+            seconds_text(row["median_s"]),
+            seconds_text(row["worst_s"]),
+        )
+        for row in result["tasks"]
+    ]
+    interval = f"{100 * result['coverage']:g} % interval"
+    columns = ("<task", "runs", "<programs", "best", interval, "median", "worst")
+    show_table(
+        console, f"{result['network']} on {result['device']}: predicted latency per task", columns, rows
+    )
+    console.print(
+        f"All tasks with the best schedule of those tried: [bold]{seconds_text(result['total_best_s'])}[/]; "
+        f"with the median one: {seconds_text(result['total_median_s'])}."
+    )
+    if compiled := max((row["compiled"] for row in result["tasks"]), default=0):
+        console.print(
+            f"Best: of the {compiled} best predicted programs of each task, predicted again from their instructions; "
+            "median and worst: of all, without."
+        )
+    far = any(row["unfamiliar"] for row in result["tasks"])
+    warn(console, "far: programs that are far from the training data" if far else "", result["note"])
 
 
 def _add_latency(sub: Parser) -> None:
     sub.add_argument("network", metavar="NETWORK", help=f"{NETWORK}, or networks/*.json of imported traces")
-    add(
-        sub,
-        "device",
-        required=True,
-        metavar="D[,D...]",
-        help="device name (see cdmpp devices); several are ranked",
-    )
+    devices = "device name (see cdmpp devices); several are ranked"
+    add(sub, "device", required=True, metavar="D[,D...]", help=devices)
     add(sub, "predictor", default="default")
-    sub.add_argument(
-        "--schedule",
-        default="untuned",
-        metavar="untuned|best|DIR",
-        help="a task's program: as it is (default), the best predicted of some, or of this MetaSchedule database",
+    schedule = (
+        "a task's program: as it is (default), the best predicted of some, or of this MetaSchedule database"
     )
-    add(sub, "programs_per_task", type=int, default=64, help="of --schedule best")
-    add(sub, "seed", type=int, default=0)
-    sub.add_argument(
-        "--streams",
-        type=int,
-        default=1,
-        metavar="N",
-        help="kernels at the same time on a GPU, at most (default: 1)",
-    )
-    sub.add_argument(
-        "--launch-us", type=float, metavar="F", help="between two launches (default: the device's, if known)"
-    )
-    sub.add_argument(
-        "--price",
-        metavar="FILE",
-        help="YAML or JSON of device names and prices of an hour: rank by cost, too",
-    )
+    add(sub, "schedule", default="untuned", metavar="untuned|best|DIR", help=schedule)
+    add(sub, "programs_per_task", default=64, help="of --schedule best")
+    add(sub, "seed", default=0)
+    add(sub, "streams", default=1, metavar="N", help="kernels at the same time on a GPU, at most")
+    launch = "between two launches (default: the device's, if known)"
+    add(sub, "launch_us", type=float, metavar="F", help=launch)
+    price = "YAML or JSON of device names and prices of an hour: rank by cost, too"
+    add(sub, "price", metavar="FILE", help=price)
     add(sub, "data", nargs=None, help="dataset with a trace's tasks (default: the one it lies in)")
-    sub.add_argument(
-        "--layers", type=int, default=20, metavar="N", help="longest layers shown, 0 for all (default: 20)"
-    )
+    add(sub, "layers", default=20, metavar="N", help="longest layers shown, 0 for all")
 
 
 def _latency(args: Namespace, console: Console, errors: Console) -> Any:
@@ -112,7 +130,6 @@ def _latency(args: Namespace, console: Console, errors: Console) -> Any:
     cdmpp latency resnet18@b4 --device h200
     cdmpp latency model.onnx --device h200,a100-pcie-40gb,t4 --price prices.yaml
     """
-    from cdmpp.cli.render import show_comparison, show_latency
     from cdmpp.endtoend import compare_devices, read_prices
 
     devices = [name.strip() for name in args.device.split(",") if name.strip()]
@@ -132,10 +149,85 @@ def _latency(args: Namespace, console: Console, errors: Console) -> Any:
             seed=args.seed,
         )
     if len(comparison.reports) == 1:
-        show_latency(console, comparison, args.layers)
+        _show_layers(console, comparison, args.layers)
         return comparison.reports[0].to_json()
-    show_comparison(console, comparison)
+    _show_devices(console, comparison)
     return comparison.to_json()
+
+
+def _show_layers(console: Console, comparison: Comparison, shown: int) -> None:
+    """The longest layers on one device (``shown`` of them, 0 for all), and the network."""
+    report = comparison.reports[0]
+    layers = [layer for layer in report.layers if layer.tasks]
+    longest = sorted(layers, key=lambda layer: -layer.fraction)[: shown or None]
+    what = f"the {len(longest)} longest of {len(layers)} layers" if len(longest) < len(layers) else "layers"
+    measured = any(layer.measured_s is not None for layer in layers)
+    gaps = any(layer.gap_s for layer in layers)
+    interval = f"{100 * report.coverage:g} % interval"
+    columns = ["<layer", "<programs", "runs", "latency", interval, "part"]
+    columns += ["gap"] * gaps + ["measured"] * measured
+    rows = []
+    for layer in (layer for layer in layers if layer in longest):
+        row = [
+            layer.name,
+            layer.origin + (" [yellow]unfamiliar[/]" if layer.unfamiliar else ""),
+            f"{layer.repeat:g}",
+            seconds_text(layer.latency_s),
+            interval_text(layer.low_s, layer.high_s),
+            f"{100 * layer.fraction:.1f} %",
+        ]
+        if gaps:
+            row.append(seconds_text(layer.gap_s) if layer.gap_s else "-")
+        if measured:
+            row.append("-" if layer.measured_s is None else seconds_text(layer.measured_s))
+        rows.append(row)
+    title = f"{report.network} on {report.device}: {what}, in the order of execution"
+    show_table(console, title, columns, rows)
+    of_gaps = f", {seconds_text(report.gap_s)} of it launch gaps" if report.gap_s else ""
+    lines = [
+        f"[bold]{seconds_text(report.latency_s)}[/] a run on {report.device} ({report.launches:g} kernels, schedule "
+        f"{report.schedule}{of_gaps})"
+    ]
+    if report.streams > 1:
+        lines.append(f"on one stream instead of {report.streams}: {seconds_text(report.serial_s)}")
+    for low_s, high_s, when in (
+        (report.low_s, report.high_s, "all tasks' errors go the same way"),
+        (report.independent_low_s, report.independent_high_s, "they differ by chance"),
+    ):
+        if low_s is not None and high_s is not None:
+            lines.append(f"between {seconds_text(low_s)} and {seconds_text(high_s)} if {when}")
+    if report.measured_s is not None and report.ape is not None:
+        lines.append(f"measured: {seconds_text(report.measured_s)}, so the error is {100 * report.ape:.1f} %")
+    if report.cost_per_million is not None:
+        price = f"{report.price_per_hour:g} an hour"
+        lines.append(f"a million runs cost {report.cost_per_million:.4g} at {price}")
+    for line in lines:
+        say(console, line)
+    warn(console, *report.notes, *comparison.notes)
+
+
+def _show_devices(console: Console, comparison: Comparison) -> None:
+    """A network on several devices, the fastest first."""
+    first = comparison.reports[0]
+    columns = ["<device", "latency", f"{100 * first.coverage:g} % interval", "to the fastest"]
+    columns += ["a million runs", "rank by cost"] if comparison.by_cost else []
+    rows = []
+    for report in comparison.reports:
+        row = [
+            report.device,
+            seconds_text(report.latency_s),
+            interval_text(report.low_s, report.high_s),
+            f"{report.latency_s / first.latency_s:.2f}",
+        ]
+        if comparison.by_cost:
+            priced = report.device in comparison.by_cost
+            row.append(number(report.cost_per_million, ".4g"))
+            row.append(str(comparison.by_cost.index(report.device) + 1) if priced else "-")
+        rows.append(row)
+    title = f"{comparison.network} on {len(comparison.reports)} devices, schedule {first.schedule}"
+    show_table(console, title, columns, rows)
+    of_devices = (f"{report.device}: {note}" for report in comparison.reports for note in report.notes)
+    warn(console, *comparison.notes, *of_devices)
 
 
 def _add_demo(sub: Parser) -> None:

@@ -13,8 +13,8 @@ import yaml
 from rich.console import Console
 
 from cdmpp.cli import main
+from cdmpp.cli.learn import show_search
 from cdmpp.cli.main import _parser
-from cdmpp.cli.render import show_search
 from cdmpp.errors import LabelError, PredictorError
 from cdmpp.predictor import config_from_dict, load_config, train
 from cdmpp.predictor.baselines import CdmppModel, LatencyModel, TaskMedian, make_model
