@@ -24,13 +24,7 @@ _CONSTANT_STD = 1e-6
 
 
 def nearly_best(latency_s: FloatArray, within: float = WITHIN) -> NDArray[np.bool_]:
-    """Which candidates are at most `within` slower than the best, (n,); latencies are (n,), infinite for a failure.
-
-    Raises
-    ------
-    PredictorError
-        No candidate has a latency.
-    """
+    """Which candidates are at most `within` slower than the best, (n,); latencies are (n,), infinite for a failure."""
     if not np.isfinite(latency_s).any():
         raise PredictorError("no candidate has a latency: there is nothing to search for")
     return np.asarray(latency_s <= (1 + within) * np.min(latency_s), dtype=bool)
@@ -64,14 +58,9 @@ def measurements_by_chance(latency_s: FloatArray, within: float = WITHIN) -> tup
 def order_of_others(others_s: Sequence[FloatArray], seed: int = 0) -> IntArray:
     """Candidates in the order in which other devices measured them, the fastest first, (n,).
 
-    Parameters
-    ----------
-    others_s
-        For each other device the latencies of the same candidates, (n,) each: infinite for a failure, NaN where it was not
-        measured there. Of several devices, the mean over those that measured a candidate of its slowdown against the
-        device's best counts, after a logarithm; failures anywhere come after all that never failed.
-    seed
-        Of the order of candidates that nobody measured, and of those that failed; they come last.
+    Their latencies are (n,) each: infinite for a failure, NaN where it was not measured there. Of several devices, the
+    mean over those that measured a candidate of its slowdown against the device's best counts, after a logarithm;
+    failures anywhere come after all that never failed, in an order drawn by the seed, with what nobody measured.
     """
     logs = []
     for latency_s in others_s:
@@ -87,18 +76,9 @@ def order_of_others(others_s: Sequence[FloatArray], seed: int = 0) -> IntArray:
 
 
 def nearest_device(name: str, vectors: Mapping[str, FloatArray]) -> str:
-    """The device whose features are nearest to a device's, among the others.
+    """The device whose features (device name -> raw :func:`cdmpp.device.device_features`) are nearest to a device's.
 
-    Parameters
-    ----------
-    vectors
-        Device name -> raw features (:func:`cdmpp.device.device_features`); logarithms are compared, standardised over
-        the devices. A feature that one of two devices lacks tells nothing of them.
-
-    Raises
-    ------
-    PredictorError
-        There is no other device, or this one is not among them.
+    Logarithms are compared, standardised over the devices; a feature that one of two devices lacks tells nothing of them.
     """
     from cdmpp.predictor.encoding import signed_log1p
 

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cdmpp.errors import LabelError, PredictorError
-
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
@@ -28,9 +26,6 @@ Row = dict[str, Any]
 OURS = "cdmpp"
 #: The measured times of a network's nodes added up: what a perfect predictor of nodes would say of the network.
 IN_TRACE = "in_trace"
-
-#: See :func:`consistent`.
-CONSISTENT = 0.15
 
 #: Families of nodes that NeuSight predicts; ``other`` nodes it takes for moved memory, or for nothing.
 FAMILIES: tuple[str, ...] = ("BMM", "Linear", "EW", "LN", "Softmax")
@@ -95,12 +90,9 @@ def _of_device(predicted_s: Mapping[str, Mapping[str, float]], device: str) -> d
 def compare_sources(rows: Sequence[Row]) -> dict[str, Any]:
     """Errors of every source that has a prediction for one of the rows.
 
-    Returns
-    -------
-    ``{"n": rows, "n_common": rows that all sources have, "sources": {source: {"ape_mean", "ape_median", "bias",
-    "n_own", "ape_mean_own", "ours_ape_mean_own"}}}``: means and medians over the common rows (None without any; ``bias``
-    is the mean of ``predicted / measured - 1``); ``ape_mean_own`` is over the ``n_own`` rows that the source and this
-    library have, and ``ours_ape_mean_own`` this library's on the same (None without any).
+    Means and medians are over the ``n_common`` rows that all sources have (None without any; ``bias`` is the mean of
+    ``predicted / measured - 1``). ``ape_mean_own`` is over the ``n_own`` rows that the source and this library have,
+    ``ours_ape_mean_own`` this library's on the same.
     """
     sources = list(dict.fromkeys(source for row in rows for source in row["predicted_s"]))
     common = [row for row in rows if all(source in row["predicted_s"] for source in sources)]
@@ -142,20 +134,6 @@ def compare_nodes(rows: Sequence[Row]) -> dict[str, Any]:
     return found
 
 
-def consistent(nodes: Sequence[Row], networks: Sequence[Row]) -> list[Row]:
-    """The nodes of those networks whose nodes' measured times add up to the whole's to within :data:`CONSISTENT`.
-
-    Where they do not, one of the two was disturbed (NeuSight's traces of BERT and GPT-2 on the A100 add up to half as much
-    again as the networks took), and errors of nodes say little.
-    """
-    sound = {
-        row["network"]
-        for row in networks
-        if abs(row["predicted_s"].get(IN_TRACE, 0.0) / row["measured_s"] - 1) <= CONSISTENT
-    }
-    return [row for row in nodes if row["network"] in sound]
-
-
 def compare_networks(rows: Sequence[Row]) -> dict[str, Any]:
     """:func:`compare_sources` of all networks, of those of each mode (``modes``), and the rows themselves."""
     modes = {
@@ -165,36 +143,18 @@ def compare_networks(rows: Sequence[Row]) -> dict[str, Any]:
     return {**compare_sources(rows), "modes": modes, "rows": list(rows)}
 
 
-def operator_errors(names: Sequence[str], label_s: ArrayLike, predicted_s: ArrayLike) -> dict[str, Any]:
-    """MAPE of library operators measured alone, by family.
+def operator_errors(names: Sequence[str], labels: ArrayLike, predictions: ArrayLike) -> dict[str, Any]:
+    """MAPE of library operators measured alone, by the names of their tasks; labels and predictions are seconds, (n,).
 
-    Parameters
-    ----------
-    names
-        Of the tasks, n.
-    label_s, predicted_s
-        Seconds, (n,).
-
-    Returns
-    -------
-    ``n``, ``mape`` and ``median_ape`` of all, of those of 50 us and longer (``above_50us``; shorter ones are launch
-    overhead mostly), and of each family (``families``); None where there are none.
-
-    Raises
-    ------
-    LabelError, PredictorError
-        A label or a prediction is not finite and above 0.
+    ``n``, ``mape`` and ``median_ape`` of all, of those of 50 us and longer (``above_50us``), and of each family
+    (``families``); None where there are none.
     """
-    labels, predictions = np.asarray(label_s, np.float64), np.asarray(predicted_s, np.float64)
-    if not (np.isfinite(labels) & (labels > 0)).all():
-        raise LabelError("every label must be finite and above 0 s")
-    if not (np.isfinite(predictions) & (predictions > 0)).all():
-        raise PredictorError("every prediction must be finite and above 0 s")
-    error = np.abs(predictions / labels - 1)
+    label_s = np.asarray(labels, np.float64)
+    error = np.abs(np.asarray(predictions, np.float64) / label_s - 1)
     families = np.array([_TASK_FAMILIES.get(name, "elementwise") for name in names])
     return {
         **_mape(error),
-        "above_50us": _mape(error[labels >= _LAUNCH_S]),
+        "above_50us": _mape(error[label_s >= _LAUNCH_S]),
         "families": {str(family): _mape(error[families == family]) for family in np.unique(families)},
     }
 

@@ -11,12 +11,10 @@ from benchmarks.traces import (
     compare_networks,
     compare_nodes,
     compare_sources,
-    consistent,
     network_row,
     node_rows,
     operator_errors,
 )
-from cdmpp.errors import LabelError, PredictorError
 from cdmpp.program.graph import GraphNode, NetworkGraph, network_graph
 
 GPU = "v100-pcie-32gb"
@@ -110,15 +108,6 @@ def test_nothing_in_common_has_no_mean() -> None:
     assert compare_sources([]) == {"n": 0, "n_common": 0, "sources": {}}
 
 
-def test_nodes_of_networks_that_do_not_add_up_are_left_out() -> None:
-    nodes = [{"network": "sound"}, {"network": "disturbed"}, {"network": "unmeasured"}]
-    networks = [
-        {"network": "sound", "measured_s": 10.0, "predicted_s": {"in_trace": 11.0}},
-        {"network": "disturbed", "measured_s": 10.0, "predicted_s": {"in_trace": 15.0}},
-    ]
-    assert consistent(nodes, networks) == [{"network": "sound"}]
-
-
 def test_operators_by_family_and_without_the_shortest() -> None:
     names = ["linear", "conv2d", "gelu", "add"]
     found = operator_errors(names, [1e-3, 1e-3, 1e-5, 1e-4], [1.1e-3, 0.8e-3, 2e-5, 1e-4])
@@ -132,11 +121,3 @@ def test_operators_by_family_and_without_the_shortest() -> None:
     assert found["families"]["conv"]["mape"] == pytest.approx(0.2)
     none = operator_errors(["add"], [1e-5], [1e-5])["above_50us"]
     assert none == {"n": 0, "mape": None, "median_ape": None}
-
-
-@pytest.mark.parametrize(
-    ("label", "predicted", "error"), [(0.0, 1.0, LabelError), (1.0, float("nan"), PredictorError)]
-)
-def test_seconds_that_are_none_are_refused(label: float, predicted: float, error: type[Exception]) -> None:
-    with pytest.raises(error, match="finite and above 0"):
-        operator_errors(["add"], [label], [predicted])
