@@ -35,7 +35,7 @@ from cdmpp.predictor.baselines import XGBoostModel, evaluate_models
 from cdmpp.profiler.machine import usable_cores
 from cdmpp.profiler.session import ProfileConfig, profile
 from cdmpp.program.network import Network
-from cdmpp.report.html import write_report
+from cdmpp.report import write_report
 
 #: Of the tasks, in order of their floating-point operations, every third is learned from; the others are scored.
 _LEARN_ONE_IN = 3

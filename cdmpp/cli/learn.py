@@ -207,7 +207,7 @@ def _report(args: Namespace, console: Console, errors: Console) -> Any:
     cdmpp report runs/predictor --out report.html
     cdmpp report runs/t4 --data runs/t4-records --split all --out t4.html
     """
-    from cdmpp.report.html import write_report
+    from cdmpp.report import write_report
 
     with errors.status("reading the data, predicting, drawing"):
         report = write_report(args.run_dir, args.out, args.data, args.split)

@@ -170,9 +170,7 @@ def add_settings(parser: argparse.ArgumentParser, *classes: type, **helps: str) 
                 parser.add_argument(name, dest=f"no_{own.name}", action="store_true", **given)
                 continue
             given |= {"required": True} if own.default is MISSING else {"default": own.default}
-            if kinds == ["bool"]:
-                given["action"] = "store_true"
-            elif {"int", "str"} <= set(kinds):
+            if {"int", "str"} <= set(kinds):
                 given |= {"type": auto_or_number, "metavar": "auto|N"}
             elif any(kind.startswith("Sequence") for kind in kinds):
                 given["nargs"] = "+"

@@ -39,21 +39,11 @@ class NetworkTasks:
 def network_tasks(
     network: Network | NetworkTasks | str | Path, data: str | Path | None = None
 ) -> NetworkTasks:
-    """The graph and the tasks of a network.
+    """The graph and tasks of a zoo name, an ``.onnx`` or ``.pt2`` file, a Network, or an imported trace's graph file.
 
-    Parameters
-    ----------
-    network
-        A zoo name, an ``.onnx`` or ``.pt2`` file, a Network, or a graph file (``.json``) of an imported trace.
-    data
-        The dataset that holds the tasks of a graph file; None for the one whose ``networks/`` the file lies in.
-
-    Raises
-    ------
-    NetworkError
-        It cannot be found or imported, its nodes wait for each other, or it has no task.
-    DatasetError
-        There is no dataset with the tasks of a graph file.
+    `data` is the dataset that holds the tasks of a graph file; None for the one whose ``networks/`` the file lies in.
+    NetworkError where a network cannot be found or imported, its nodes wait for each other, or it has no task;
+    DatasetError where there is no dataset with the tasks of a graph file.
     """
     from cdmpp.program.network import load_network
 

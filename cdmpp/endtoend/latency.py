@@ -182,10 +182,8 @@ def predict_latency(
 
     Raises
     ------
-    UnknownDeviceError, NetworkError, DatasetError, TunerError, ProgramError
-        As their names say.
-    PredictorError
-        There is no such predictor, or what it predicts is no latency: the message names the task.
+    CdmppError
+        UnknownDeviceError, NetworkError, DatasetError, TunerError, ProgramError; or PredictorError, for what is no latency too.
     """
     from cdmpp.device import get_device
     from cdmpp.predictor.predictor import load_predictor
@@ -206,7 +204,7 @@ def predict_latency(
     if streams > 1:
         first = {task: values[:1] for task, values in cases.items()}
         serial_s = float(replay(source.graph, first, **launch).latency_s[0])
-    low_s = high_s = chance_low_s = chance_high_s = factor = None
+    low_s = high_s = chance_low_s = chance_high_s = factor = None  # without intervals
     if len(played.latency_s) > 1:
         low_s, high_s = map(float, played.latency_s[1:3])
         tail, factor = (1 - coverage) / 2, float(factors[0, 2])
@@ -253,21 +251,10 @@ def compare_devices(
     data: str | Path | None = None,
     **options: Any,
 ) -> Comparison:
-    """Predict a network on several devices and rank them.
+    """Predict a network on several devices (one that is named twice counts once) and rank them.
 
-    Parameters
-    ----------
-    devices
-        Names or Devices; one that is named twice counts once.
-    prices
-        Canonical device name -> price of an hour (:func:`read_prices`); a share of a device has a price of its own.
-    options
-        As :func:`predict_latency` takes them.
-
-    Raises
-    ------
-    CdmppError
-        As :func:`predict_latency` does; every device is looked up before anything is predicted.
+    Options and errors are those of :func:`predict_latency`; every device is looked up before anything is predicted.
+    `prices` of an hour are by canonical device name (:func:`read_prices`); a share of a device has a price of its own.
     """
     from cdmpp.device import get_device
     from cdmpp.predictor.predictor import load_predictor
@@ -299,17 +286,8 @@ def compare_devices(
 def read_prices(path: str | Path) -> dict[str, float]:
     """Canonical device name -> price of an hour, in the user's currency.
 
-    Parameters
-    ----------
-    path
-        YAML or JSON: a mapping of device names, with their share where it is not the whole device, to prices.
-
-    Raises
-    ------
-    PriceError
-        The file cannot be read, is no such mapping, or a price is not positive and finite, or is given twice.
-    UnknownDeviceError
-        A name is not a device's.
+    The file is a mapping of device names, with their share where it is not the whole device, to prices, as YAML or JSON.
+    PriceError where it is not, or a price is not positive and finite, or is given twice; UnknownDeviceError for a name.
     """
     import yaml
 
@@ -385,12 +363,7 @@ def _layers(
         measured_s = node.measured_s.get(device)
         layers.append(
             LayerLatency(
-                name=node.name,
-                operator=node.operator,
-                kind=node.kind,
-                phase=node.phase,
-                repeat=node.repeat,
-                tasks=node.tasks,
+                *(node.name, node.operator, node.kind, node.phase, node.repeat, node.tasks),
                 latency_s=time.kernel_s,
                 low_s=None if factor is None else time.kernel_s / factor,
                 high_s=None if factor is None else time.kernel_s * factor,

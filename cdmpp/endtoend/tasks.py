@@ -47,13 +47,7 @@ class TaskLatency(NamedTuple):
 def predict_tasks(
     predictor: Predictor, source: NetworkTasks, programs: Mapping[str, Candidates], device: Device
 ) -> dict[str, TaskLatency]:
-    """The predicted latency of each task's program, of several candidates the fastest.
-
-    Raises
-    ------
-    PredictorError
-        A prediction is not a positive, finite number.
-    """
+    """Each task's program, of several candidates the fastest; PredictorError where a prediction is no latency."""
     asts = [ast for item in programs.values() for ast in item.asts]
     seconds = np.asarray(predictor.predict(asts, device), dtype=np.float64)
     flags = None if predictor.familiarity is None else predictor.unfamiliar(asts, device)
@@ -79,18 +73,9 @@ def candidates(
 ) -> tuple[dict[str, Candidates], list[str]]:
     """Programs of each task by its hash, and what is to be said about them.
 
-    Parameters
-    ----------
-    schedule
-        :data:`UNTUNED`, :data:`BEST`, or the folder of a MetaSchedule JSON database (``cdmpp tune`` writes one); tasks that it
-        has no schedule for are as they are. Of tasks that a library runs, :data:`UNTUNED` alone makes sense.
-    programs_per_task, seed
-        Of :data:`BEST`.
-
-    Raises
-    ------
-    TunerError
-        There is no such schedule or database, or no program is asked for.
+    The schedule is :data:`UNTUNED`, :data:`BEST` (of `programs_per_task`, by `seed`), or the folder of a MetaSchedule JSON
+    database (``cdmpp tune`` writes one); tasks that it has no schedule for are as they are. TunerError where there is
+    none such, or a library runs the tasks: then :data:`UNTUNED` alone makes sense.
     """
     from cdmpp.program.ast import compact_asts
 
@@ -172,7 +157,7 @@ def predict_network(
     compile_best: int = 0,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Predicted latency of every task of a network.
+    """Predicted latency of every task of a network, as ``cdmpp predict NETWORK --json`` writes it.
 
     A task has no latency by itself, its programs have: of each task, `programs_per_task` random programs are drawn
     from MetaSchedule's design space for the device and predicted. ``best_s`` is what a cost-model-guided choice among
@@ -181,18 +166,8 @@ def predict_network(
     so many of the best predicted programs of each task are compiled (not run) and predicted again from their
     instructions; ``best_s`` is then the best of these.
 
-    Returns
-    -------
-    dict
-        ``network``, ``device``, ``tasks`` (a list of ``task``, ``name``, ``weight``, ``flops``, ``programs``,
-        ``compiled``, ``best_s``, ``median_s``, ``worst_s``; seconds; ``best_low_s`` and ``best_high_s``, the interval
-        of the best, None where the predictor has none; ``unfamiliar``, how many of the programs are far from the training data,
-        None where the predictor cannot tell), ``coverage`` of the intervals, ``total_best_s`` and
-        ``total_median_s`` (sums over the tasks, weighted), and ``note`` where the prediction needs one.
-
-    Raises
-    ------
-    NetworkError, UnknownDeviceError, PredictorError
+    ``best_low_s`` and ``best_high_s`` are None where the predictor has no intervals; ``unfamiliar`` says how many of the
+    programs are far from the training data, None where it cannot tell; ``total_*_s`` are weighted sums over the tasks.
     """
     from cdmpp.device import get_device
     from cdmpp.predictor.evidence import NO_EVIDENCE

@@ -73,22 +73,10 @@ def collect_report(
 ) -> RunReport:
     """Score the predictor of a run folder and collect what a report of it says.
 
-    Parameters
-    ----------
-    run
-        What ``cdmpp train`` wrote.
-    data
-        Records to score, or their dataset folders; None takes those of the run's configuration.
-    split
-        A specification as ``cdmpp evaluate`` takes it. None takes the run's own split where the records are
-        those of the run, else the split of training made anew on these records.
-
-    Raises
-    ------
-    PredictorError
-        No run folder, no finished predictor in it, no data, or a file in it that is damaged.
-    DatasetError, SplitError
-        As :func:`cdmpp.predictor.evaluate` and :func:`cdmpp.predictor.gather` raise them.
+    Without `data` (records, or their dataset folders) those of the run's configuration are scored; without a `split`, as
+    ``cdmpp evaluate`` takes it, the run's own where the records are those of the run, else the split of training made
+    anew on these records. PredictorError for no run folder, no finished predictor in it, no data, or a damaged file;
+    else as :func:`cdmpp.predictor.evaluate` and :func:`cdmpp.predictor.gather`.
     """
     from cdmpp.predictor import Predictor, TrainingData, gather, load_config
     from cdmpp.predictor.evaluation import evaluate_rows, rows_to_score
