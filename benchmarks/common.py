@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cdmpp.files import write_text
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -185,9 +187,7 @@ def save(path: Path | None, made: Mapping[str, Any], figures: Sequence[Figure] =
     content = {"provenance": made, "figures": list(figures), **detail}
     lines = ",\n".join(f" {json.dumps(key)}: {_lines(value)}" for key, value in _rounded(content).items())
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
-    temporary.replace(path)
+    write_text(path, f"{{\n{lines}\n}}\n")
 
 
 def report(path: Path | None, made: Mapping[str, Any], figures: Sequence[Figure], **detail: Any) -> None:

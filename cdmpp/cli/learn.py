@@ -209,8 +209,8 @@ def _report(args: Namespace, console: Console, errors: Console) -> Any:
     """
     from cdmpp.report import write_report
 
-    with errors.status("reading the data, predicting, drawing"):
-        report = write_report(args.run_dir, args.out, args.data, args.split)
+    with Bar(errors, "reading ASTs") as bar:
+        report = write_report(args.run_dir, args.out, args.data, args.split, bar.update)
     _show_overall(console, f"test part of {report.scores['split']}", report.scores["overall"])
     say(console, f"Written to {args.out}.")
     return {**report.scores, "path": str(args.out)}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from cdmpp.cli.options import NETWORK, Namespace, Parser, Verbs, add
-from cdmpp.cli.render import interval_text, number, say, show_table, warn
+from cdmpp.cli.render import Bar, interval_text, number, say, show_table, warn
 from cdmpp.dataset.record import seconds_text
 from cdmpp.errors import CdmppError, UnknownDeviceError
 
@@ -51,7 +51,7 @@ def _predict(args: Namespace, console: Console, errors: Console) -> Any:
         raise CdmppError("--measured is of one program (PROGRAM.json), a network has many")
     from cdmpp.endtoend import predict_network
 
-    with errors.status("drawing and predicting programs"):
+    with Bar(errors, "drawing and predicting programs of tasks") as bar:
         result = predict_network(
             predictor,
             args.target,
@@ -59,6 +59,7 @@ def _predict(args: Namespace, console: Console, errors: Console) -> Any:
             programs_per_task=args.programs_per_task,
             compile_best=args.compile,
             seed=args.seed,
+            progress=bar.update,
         )
     _show_tasks(console, result)
     return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -156,6 +156,7 @@ def predict_network(
     programs_per_task: int = 64,
     compile_best: int = 0,
     seed: int = 0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Predicted latency of every task of a network, as ``cdmpp predict NETWORK --json`` writes it.
 
@@ -180,7 +181,9 @@ def predict_network(
     resolved = get_device(device) if isinstance(device, str) else device
     loaded = load_network(network) if isinstance(network, str) else network
     rows: list[dict[str, Any]] = []
-    for task in extract_tasks([loaded]):
+    tasks = extract_tasks([loaded])
+    for task in tasks:
+        progress(len(rows), len(tasks))
         funcs = random_programs(task, resolved, programs_per_task, seed) or [task.prim_func()]
         asts = compact_asts(funcs)
         latencies = np.asarray(predictor.predict(asts, resolved))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,6 +70,7 @@ def collect_report(
     run: str | Path,
     data: TrainingData | str | Path | Sequence[str | Path] | None = None,
     split: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> RunReport:
     """Score the predictor of a run folder and collect what a report of it says.
 
@@ -90,7 +91,7 @@ def collect_report(
     if not isinstance(data, TrainingData):
         if data is None and not config.data.paths:
             raise PredictorError(f"{run / CONFIG_FILE} names no datasets: say where they are with --data")
-        data = gather(config.data.paths if data is None else data, config.data)
+        data = gather(config.data.paths if data is None else data, config.data, progress=progress)
     notes: list[str] = []
     own = _own_split(run, data, notes) if split is None else None
     name, rows = rows_to_score(predictor, data, own or split)

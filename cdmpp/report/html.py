@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cdmpp.errors import PredictorError
+from cdmpp.files import write_text
 from cdmpp.report.content import Row, RunReport, collect_report
 from cdmpp.report.figures import coverage_figures, history_figures, ranking_figures, scatter_figures
 
@@ -62,18 +63,19 @@ def write_report(
     out: str | Path,
     data: TrainingData | str | Path | Sequence[str | Path] | None = None,
     split: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> RunReport:
     """Score a run's predictor, write what there is to say about it as one HTML file and return the numbers in it.
 
     The arguments and errors are those of :func:`cdmpp.report.content.collect_report`; PredictorError, too, where
     matplotlib is not installed or the file cannot be written (its folder is made if missing).
     """
-    report = collect_report(run, data, split)
+    report = collect_report(run, data, split, progress)
     text = report_html(report)
     out = Path(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text, encoding="utf-8")
+        write_text(out, text)
     except OSError as err:
         raise PredictorError(f"cannot write {out}: {err.strerror or err}") from err
     return report
