@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ _BESIDE = {
     "float16_matrix_gflops": "peak_gflops.float16_matrix",
     "launch_us": "launch_overhead_us",
 }
+#: What makers say of every CPU.
+_NOISE = re.compile(r"\(R\)|\(TM\)| CPU\b| \d+-Core| Processor| @ .*")
 
 
 def _add_devices(sub: Parser) -> None:
@@ -48,7 +51,7 @@ def _devices(args: Namespace, console: Console, errors: Console) -> Any:
     rows = [
         (
             device.name,
-            device.model,
+            _NOISE.sub("", device.model),
             number(device.cores),
             number(device.clock_mhz, ".0f"),
             number(device.mem_gb, ".0f"),

@@ -210,7 +210,7 @@ def _show_layers(console: Console, comparison: Comparison, shown: int) -> None:
 def _show_devices(console: Console, comparison: Comparison) -> None:
     """A network on several devices, the fastest first."""
     first = comparison.reports[0]
-    columns = ["<device", "latency", f"{100 * first.coverage:g} % interval", "to the fastest"]
+    columns = ["<device", "latency", f"{100 * first.coverage:g} % interval", "times the fastest"]
     columns += ["a million runs", "rank by cost"] if comparison.by_cost else []
     rows = []
     for report in comparison.reports:
@@ -227,8 +227,9 @@ def _show_devices(console: Console, comparison: Comparison) -> None:
         rows.append(row)
     title = f"{comparison.network} on {len(comparison.reports)} devices, schedule {first.schedule}"
     show_table(console, title, columns, rows)
-    of_devices = (f"{report.device}: {note}" for report in comparison.reports for note in report.notes)
-    warn(console, *comparison.notes, *of_devices)
+    notes = [(report.device, note) for report in comparison.reports for note in report.notes]
+    warn(console, *comparison.notes)
+    warn(console, *(note if device in note else f"{device}: {note}" for device, note in notes))
 
 
 def _add_demo(sub: Parser) -> None:
