@@ -86,13 +86,11 @@ def score_variants(
         key = {"seed": seed, "model": variant}
         # a variant that is the base already is not trained again
         twin = done.setdefault(config.model_dump_json(), variant)
-        if results.find(**key) is None and twin == variant:
+        if twin == variant:
             model = make_model("ours", seed, config=config)
             score_model(results, model, data, split, key, measured=False)
     for name in FEATURE_MODELS:
-        key = {"seed": seed, "model": name}
-        if results.find(**key) is None:
-            score_model(results, make_model(name, seed), data, split, key)
+        score_model(results, make_model(name, seed), data, split, {"seed": seed, "model": name})
 
 
 def score_less(
@@ -106,9 +104,8 @@ def score_less(
             of = "all" if fraction == 1 else kind
             for name in args.models:
                 key = {"of": of, "fraction": fraction, "seed": seed, "model": name}
-                if results.find(**key) is None:
-                    model = make_model(name, seed, **({"config": config} if name == "ours" else {}))
-                    score_model(results, model, data, part, key)
+                model = make_model(name, seed, **({"config": config} if name == "ours" else {}))
+                score_model(results, model, data, part, key)
 
 
 def figures(rows: list[Row]) -> list[Figure]:

@@ -96,7 +96,12 @@ def keep(results: Results, row: Row, **key: Any) -> None:
 def score_model(
     results: Results, model: LatencyModel, data: TrainingData, split: Split, key: Row, measured: bool = True
 ) -> Predictor | None:
-    """Train a model and keep what it scores, and ours also with compiled code and latencies of other devices. Returns ours."""
+    """Train a model and keep what it scores, and ours also with compiled code and latencies of other devices. Returns ours.
+
+    A model that was scored before is not trained again.
+    """
+    if results.find(**key) is not None:
+        return None
     (found,) = evaluate_models([model], data, split).values()
     ours = model.predictor_ if isinstance(model, CdmppModel) else None
     notes = {"spec": split.spec, "n_train": len(split.train)}
@@ -163,11 +168,10 @@ def score_split(
             split = split_data(spec, data)
             for name in args.models:
                 key = {"split": kind, "held_out": held, "seed": seed, "model": name}
-                if results.find(**key) is None:
-                    options = {"config": config} if name == "ours" else args.baselines.get(name, {})
-                    ours = score_model(results, make_model(name, seed, **options), data, split, key)
-                    if ours is not None and seed == 0:
-                        unseen[held] = ours
+                options = {"config": config} if name == "ours" else args.baselines.get(name, {})
+                ours = score_model(results, make_model(name, seed, **options), data, split, key)
+                if ours is not None and seed == 0:
+                    unseen[held] = ours
     return unseen
 
 
@@ -203,11 +207,8 @@ def score_few_shot(
                     if select == "random":
                         spec = next(row["spec"] for row in results.rows if key.items() <= row.items())
                         for name in [m for m in args.models if m != "ours"]:
-                            if results.find(**key, model=name) is None:
-                                model = make_model(name, seed, **args.baselines.get(name, {}))
-                                score_model(
-                                    results, model, data, split_data(spec, data), {**key, "model": name}
-                                )
+                            model = make_model(name, seed, **args.baselines.get(name, {}))
+                            score_model(results, model, data, split_data(spec, data), {**key, "model": name})
 
 
 def figures(rows: list[Row]) -> list[Figure]:

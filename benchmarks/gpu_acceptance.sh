@@ -37,8 +37,8 @@ unit() {
 }
 
 correct() {
-  "$PYTHON" -m cdmpp measure "$bundle" --out "$out/correct" --degree 1 --check 3 --limit "${CORRECT_PROGRAMS:-1500}" \
-    --max-seconds "$STEP_SECONDS" --resume --json "$out/correct.json"
+  "$PYTHON" -m cdmpp measure "$bundle" --out "$out/correct" --workers 1 --check-per-task 3 --limit "${CORRECT_PROGRAMS:-1500}" \
+    --budget "$STEP_SECONDS" --resume --json "$out/correct.json"
   finish correct "${CORRECT_PROGRAMS:-1500}" correct
 }
 
@@ -61,7 +61,7 @@ collect() { # share
   device="$(device_of_bundle)@$1"
   [ "$1" = 1.0 ] || limit=(--limit "$SHARE_PROGRAMS")
   "$PYTHON" -m cdmpp measure "$bundle" --out "$out/data-$1" --device "$device" "${limit[@]}" \
-    --max-seconds "$STEP_SECONDS" --resume --json "$out/collect-$1.json"
+    --budget "$STEP_SECONDS" --resume --json "$out/collect-$1.json"
   finish "data-$1" "${limit[1]:-0}" "collect-$1"
 }
 

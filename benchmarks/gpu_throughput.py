@@ -71,7 +71,7 @@ def main() -> None:
     add("bundle")
     add("--programs", type=int, default=240, help="evenly over the tasks")
     add("--part", choices=PARTS, help="measure this part only, to stay within a time limit")
-    add("--compilers", type=int)
+    add("--builders", "--compilers", type=int, metavar="N", help="compiling processes")
     add("--seed", type=int, default=0)
     add("--out", required=True, type=Path, metavar="DIR", help="what is measured, to go on with")
     args = parser.parse_args()
@@ -79,7 +79,7 @@ def main() -> None:
     config = MeasureConfig(
         from_source=True,
         limit=args.programs,
-        builders=args.compilers,
+        builders=args.builders,
         best_per_task=0,
         check_per_task=0,
         seed=args.seed,

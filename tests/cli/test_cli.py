@@ -46,30 +46,6 @@ def test_devices_names_this_machine(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "this machine" in capsys.readouterr().out
 
 
-def test_networks_lists_families(tmp_path: Path) -> None:
-    result = run(tmp_path, "networks")
-    assert len(result) >= 16
-    assert len({row["family"] for row in result}) >= 8
-    assert all(row["tasks"] for row in result)
-
-
-def test_dataset_summary(tmp_path: Path, mlp: Path) -> None:
-    total = run(tmp_path, "dataset", str(mlp))["total"]
-    assert {"records", "ok", "failures", "tasks", "networks", "devices", "noise_floor_mape"} <= set(total)
-    assert total["ok"] > 20 and total["networks"] == 1 and total["devices"] == 1
-
-
-def test_evaluate_has_the_keys_that_others_script_against(tmp_path: Path, mlp: Path, predictor: Path) -> None:
-    result = run(
-        tmp_path, "evaluate", "--predictor", str(predictor), "--data", str(mlp), "--by", "device,task"
-    )
-    assert {"overall", "groups", "split", "seed"} <= set(result)
-    assert set(result["overall"]) >= _METRICS
-    assert set(result["groups"]) == {"device", "task"}
-    for metrics in result["groups"]["device"].values():
-        assert set(metrics) >= _METRICS
-
-
 def test_finetune_trains_or_says_what_to_profile(
     tmp_path: Path, mlp: Path, predictor: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,15 +80,6 @@ def test_predict_a_network_per_task(tmp_path: Path, predictor: Path) -> None:
     assert result["coverage"] == 0.9
     total = sum(r["weight"] * r["best_s"] for r in result["tasks"])
     assert result["total_best_s"] == pytest.approx(total)
-
-
-def test_predict_a_program_file(tmp_path: Path, predictor: Path) -> None:
-    program = tmp_path / "program.json"
-    program.write_text(matmul_task(32).tir_json)
-    result = run(tmp_path, "predict", "--predictor", str(predictor), "--device", "this-cpu@1", str(program))
-    assert result["latency_s"] > 0
-    assert {"low_s", "high_s", "coverage", "note"} <= set(result)
-    assert result["unfamiliar"] in (True, False)
 
 
 def test_predictions_told_the_instructions(
