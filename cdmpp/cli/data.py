@@ -165,26 +165,28 @@ def _dataset(args: Namespace, console: Console, errors: Console) -> Any:
 
     with errors.status("reading the records"):
         summary = load_datasets(args.paths).summary()
-    rows = [*(cells(str(row["path"]), row) for row in summary["datasets"]), cells("total", summary["total"])]
+    datasets = summary["datasets"]
+    rows = [cells(str(row["path"]), row) for row in datasets]
+    rows += [cells("total", summary["total"])] if len(rows) > 1 else []
     columns = ("<dataset", "records", "ok", "tasks", "networks", "<failures", "noise")
-    show_table(console, "datasets", columns, rows, total=True)
-    for row in summary["datasets"]:
-        lines = [f"origins of programs: {counts_text(row.get('origins', {}))}"]
-        for device, n in row.get("by_device", {}).items():
-            lines.append(f"{device}: {n['ok']} ok")
-            if n["split_half_median"] is not None:
-                lines[-1] += (
-                    f"; labels of split halves differ by {percent(n['split_half_median'])} in the median"
-                )
-                lines[-1] += f", {percent(n['split_half_mean'])} in the mean"
+    show_table(console, "datasets", columns, rows, total=len(rows) > 1)
+    of_devices = [
+        (str(row["path"]), name, str(n["ok"]), percent(n["split_half_median"]), percent(n["split_half_mean"]))
+        for row in datasets
+        for name, n in row.get("by_device", {}).items()
+    ]
+    if of_devices:
+        columns = ("<dataset", "<device", "ok", "median", "mean")
+        show_table(console, "by device; how far the labels of split halves differ", columns, of_devices)
+    for row in datasets:
+        say(console, f"{row['path']}: origins of programs: {counts_text(row.get('origins', {}))}")
         if row.get("remeasured"):
-            lines.append(
-                f"{row['remeasured']} programs were measured again, "
+            say(
+                console,
+                f"{row['path']}: {row['remeasured']} programs were measured again, "
                 f"their labels differ by {percent(row['remeasured_difference'])} in the median, "
-                f"{percent(row['remeasured_mean'])} in the mean, {percent(row['remeasured_p90'])} in the worst tenth"
+                f"{percent(row['remeasured_mean'])} in the mean, {percent(row['remeasured_p90'])} in the worst tenth",
             )
-        for line in lines:
-            say(console, f"{row['path']}: {line}")
         if row.get("corrupt_lines"):
             warn(console, f"{row['path']}: {row['corrupt_lines']} damaged lines were skipped")
     return summary
