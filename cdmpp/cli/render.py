@@ -96,7 +96,7 @@ class Bar:
         )
         self._task: Any = None
         self._first: tuple[float, int] | None = None
-        self._last_line_s = self._started_s = time.monotonic()
+        self._last_line_s = time.monotonic()
         self._best = float("inf")
 
     def __enter__(self) -> Bar:
