@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -13,20 +13,22 @@ from cdmpp.cli.render import Bar, number, percent, say, show_table
 if TYPE_CHECKING:
     from cdmpp.predictor import Config
 
-#: Columns of a metrics table: key, heading, formatter.
-_METRICS = (
-    ("mape", "MAPE", percent),
-    ("median_ape", "median", percent),
-    ("within_10pct", "within 10 %", percent),
-    ("within_20pct", "within 20 %", percent),
-    ("pairwise_accuracy", "pairwise", percent),
-    ("spearman", "Spearman", lambda value: number(value, ".3f")),
-    ("top1_regret", "top-1 regret", percent),
-    ("top5_regret", "top-5 regret", percent),
-    ("n", "n", number),
-)
-#: Those of them that fit beside long names.
-_BRIEF = ("mape", "median_ape", "pairwise_accuracy", "n")
+#: Columns of a metrics table: key -> heading, formatter.
+_METRICS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "mape": ("MAPE", percent),
+    "median_ape": ("median", percent),
+    "within_10pct": ("to 10 %", percent),
+    "within_20pct": ("to 20 %", percent),
+    "pairwise_accuracy": ("pairwise", percent),
+    "spearman": ("Spearman", lambda value: number(value, ".3f")),
+    "top1_regret": ("top-1 regret", percent),
+    "top5_regret": ("top-5 regret", percent),
+    "n": ("n", number),
+}
+#: What is left out where names are long or the terminal is narrow, in this order.
+_LEFT_OUT = ("within_10pct", "top5_regret", "spearman", "within_20pct", "top1_regret")
+#: Characters of a split that a title shows.
+_SPLIT = 60
 #: Trials in the table of a search; all of them are in ``summary.json``.
 _TRIALS = 10
 _STATES = ("complete", "pruned", "failed", "interrupted")
@@ -35,10 +37,15 @@ _STATES = ("complete", "pruned", "failed", "interrupted")
 def show_scores(
     console: Console, title: str, first: str, rows: Mapping[str, Mapping[str, Any]], brief: bool = False
 ) -> None:
-    """Name -> metrics, the most telling ones alone if ``brief``."""
-    columns = [column for column in _METRICS if not brief or column[0] in _BRIEF]
-    cells = [[name, *(form(metrics.get(key)) for key, _, form in columns)] for name, metrics in rows.items()]
-    show_table(console, title, (f"<{first}", *(heading for _, heading, _ in columns)), cells)
+    """Name -> metrics: those that fit, or the most telling ones alone."""
+    columns = {"": [f"<{first}", *rows]}
+    for key, (heading, form) in _METRICS.items():
+        columns[key] = [heading, *(form(metrics.get(key)) for metrics in rows.values())]
+    for key in _LEFT_OUT:
+        if brief or sum(max(map(len, cells)) + 3 for cells in columns.values()) > console.width:
+            del columns[key]
+    headings, *cells = zip(*columns.values(), strict=True)
+    show_table(console, title, headings, cells)
 
 
 def show_noise(console: Console, metrics: Mapping[str, Any]) -> None:
@@ -47,9 +54,10 @@ def show_noise(console: Console, metrics: Mapping[str, Any]) -> None:
     console.print(f"A perfect predictor would score a MAPE of {floor}: the noise of the labels themselves.")
 
 
-def _show_overall(console: Console, title: str, metrics: Mapping[str, Any]) -> None:
+def _show_overall(console: Console, where: str, split: str, metrics: Mapping[str, Any]) -> None:
     """Of cdmpp, with the noise floor and the intervals below."""
-    show_scores(console, title, "model", {"cdmpp": metrics})
+    split = split if len(split) <= _SPLIT else f"{split[:_SPLIT]}..."  # it may name a hundred tasks
+    show_scores(console, where + split, "model", {"cdmpp": metrics})
     show_noise(console, metrics)
     if interval := metrics.get("interval"):
         console.print(
@@ -93,7 +101,7 @@ def _train(args: Namespace, console: Console, errors: Console) -> Any:
         result = train(config, args.data, args.out, progress=bar.epoch, resume=args.resume)
     with errors.status("predicting the held-out part"):
         scores = evaluate(result.predictor, result.data, result.split)
-    _show_overall(console, f"{args.out}: held-out part of {scores['split']}", scores["overall"])
+    _show_overall(console, f"{args.out}: held-out part of ", scores["split"], scores["overall"])
     return scores
 
 
@@ -154,7 +162,7 @@ def _finetune(args: Namespace, console: Console, errors: Console) -> Any:
     if result.split is None:
         return summary
     scores = evaluate(result.predictor, result.data, result.split)
-    _show_overall(console, f"the other tasks on {args.device}", scores["overall"])
+    _show_overall(console, f"the other tasks on {args.device}", "", scores["overall"])
     return {**summary, **scores}
 
 
@@ -186,9 +194,11 @@ def _evaluate(args: Namespace, console: Console, errors: Console) -> Any:
         data = gather(args.data, progress=bar.update)
     with errors.status("predicting"):
         result = evaluate(predictor, data, args.split, by, args.part, args.compiled, args.measured)
-    given = f", {result['n_compiled']} with their instructions" if args.compiled else ""
-    given += f", {result['n_measured']} with what they took elsewhere" if args.measured else ""
-    _show_overall(console, f"{args.part} part of {result['split']}{given}", result["overall"])
+    _show_overall(console, f"{args.part} part of ", result["split"], result["overall"])
+    if args.compiled:
+        say(console, f"{result['n_compiled']} of them with their instructions")
+    if args.measured:
+        say(console, f"{result['n_measured']} of them with what they took elsewhere")
     for grouping, rows in result["groups"].items():
         show_scores(console, f"by {grouping}", grouping, rows)
     return result
@@ -211,7 +221,7 @@ def _report(args: Namespace, console: Console, errors: Console) -> Any:
 
     with Bar(errors, "reading ASTs") as bar:
         report = write_report(args.run_dir, args.out, args.data, args.split, bar.update)
-    _show_overall(console, f"test part of {report.scores['split']}", report.scores["overall"])
+    _show_overall(console, "test part of ", report.scores["split"], report.scores["overall"])
     say(console, f"Written to {args.out}.")
     return {**report.scores, "path": str(args.out)}
 
