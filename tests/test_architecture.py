@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,3 +96,21 @@ def test_no_import_is_hidden() -> None:
         if path.name != "__init__.py" and re.search(r"import_module\(f?\"cdmpp", path.read_text())
     ]
     assert hiding == ["cdmpp.program.zoo.registry"]
+
+
+def test_profiling_loads_few_modules(tmp_path: Path) -> None:
+    """What a reader of `cdmpp profile` has to know of; the number may only fall."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import sys\n"
+        "from cdmpp.cli import main\n"
+        "if __name__ == '__main__':\n"
+        f"    out = ['--out', {str(tmp_path / 'd')!r}, '--programs-per-task', '1']\n"
+        "    assert main(['profile', 'mlp', '--workers', '1', '--builders', '1', *out]) == 0\n"
+        "    print(*(name for name in sys.modules if name.split('.')[0] == 'cdmpp'))\n"
+    )
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    loaded = done.stdout.splitlines()[-1].split()
+    assert 20 < len(loaded) <= 52, sorted(loaded)

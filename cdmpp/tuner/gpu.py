@@ -26,9 +26,9 @@ def gpu_of_this_machine(device: Device, gpu: str | None = None) -> Device:
         It is not, or there is no compiler for it.
     """
     from cdmpp.profiler.gpu.compile import find_compiler
-    from cdmpp.profiler.gpu.device import is_model
     from cdmpp.profiler.gpu.limits import cuda_arch
     from cdmpp.profiler.gpu.measure import check_gpu
+    from cdmpp.profiler.gpu.sampling import is_model
 
     try:
         arch = cuda_arch(device)

@@ -100,7 +100,7 @@ def make_engine(config: TuneConfig, device: Device) -> Engine:
     from cdmpp.tuner.measure import cpu_engine
 
     if device.kind == "gpu":
-        from cdmpp.profiler.gpu.measurer import gpu_engine
+        from cdmpp.profiler.gpu.sampling import gpu_engine
         from cdmpp.tuner.gpu import gpu_config
 
         return gpu_engine(gpu_config(config), device)
@@ -113,8 +113,7 @@ def alone_engine(device: str | Device) -> Engine:
 
     found = device_of_this_machine(device)
     if found.kind == "gpu":
-        from cdmpp.profiler.gpu.measurer import gpu_engine
-        from cdmpp.profiler.gpu.sampling import GpuConfig
+        from cdmpp.profiler.gpu.sampling import GpuConfig, gpu_engine
 
         return gpu_engine(GpuConfig(), found)
     from cdmpp.profiler.cpu import CpuConfig

@@ -18,8 +18,7 @@ from cdmpp.errors import ProfilerError, TunerError
 from cdmpp.profiler.engine import BuildJob, Outcome
 from cdmpp.profiler.gpu.compile import find_compiler
 from cdmpp.profiler.gpu.measure import profile_gpu
-from cdmpp.profiler.gpu.measurer import GpuMeasurer, gpu_engine
-from cdmpp.profiler.gpu.sampling import GpuConfig
+from cdmpp.profiler.gpu.sampling import GpuConfig, GpuMeasurer, gpu_engine
 from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.space import TaskSpaces
 from cdmpp.tuner.objective import Objective
