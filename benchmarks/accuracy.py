@@ -46,9 +46,10 @@ from cdmpp.predictor.baselines import (
     evaluate_models,
     make_model,
 )
-from cdmpp.predictor.run import prepare, training_summary
-from cdmpp.predictor.scaling import DeviceScaling, fit_scaling, predict_rows_scaled
-from cdmpp.predictor.scoring import predict_rows, score
+from cdmpp.predictor.elsewhere import DeviceScaling, fit_scaling
+from cdmpp.predictor.evaluation import score
+from cdmpp.predictor.evidence import Evidence
+from cdmpp.predictor.training import prepare, training_summary
 
 SPLITS = ("within_task", "by_task", "by_network", "by_device", "few_shot")
 COMPILED, MEASURED, BY_ESTIMATE = "ours-compiled", "ours-measured", "measured-by-estimate"
@@ -65,7 +66,7 @@ def scored_compiled(predictor: Predictor, data: TrainingData, split: Split) -> d
     n_compiled = int(data.counted(split.test).sum()) if predictor.encoder.code_dim else 0
     if not n_compiled:
         return {}
-    predicted_s = predict_rows(predictor, data, split.test, compiled=True)
+    predicted_s = predictor.predict_rows(data, split.test, Evidence.of_rows(data, split.test, compiled=True))
     return {COMPILED: scored(data, split.test, predicted_s, n_compiled=n_compiled)}
 
 
@@ -73,13 +74,15 @@ def scored_measured(predictor: Predictor, data: TrainingData, split: Split) -> d
     """Given latencies on other devices: our predictor, and the estimate alone; nothing where there are none."""
     if predictor.scaling is None:
         hidden = np.concatenate([split.test, split.adapt])
-        predictor = replace(predictor, scaling=fit_scaling(predictor, data, split.valid, hidden))
+        predictor = replace(predictor, scaling=fit_scaling(predictor.predict_rows, data, split.valid, hidden))
     # so wrong that it does not count beside what was measured
     without = replace(predictor, scaling=DeviceScaling(estimate_part=1.0, own_error=1e6))
     found = {}
-    for name, model in ((MEASURED, predictor), (BY_ESTIMATE, without)):
-        predicted_s, known = predict_rows_scaled(model, data, split.test)
-        if known.any():
+    elsewhere = Evidence.of_rows(data, split.test, measured=True)
+    known = elsewhere.known(len(split.test))
+    if known.any():
+        for name, model in ((MEASURED, predictor), (BY_ESTIMATE, without)):
+            predicted_s = model.predict_rows(data, split.test, elsewhere)
             found[name] = scored(data, split.test, predicted_s, n_measured=int(known.sum()))
     return found
 
@@ -194,7 +197,7 @@ def score_few_shot(
                             unseen[device] = trained_without(device, data, config)
                         tuned, split = few_shot(unseen[device], data, device, k, select, seed)
                         keep_given(results, tuned, data, split, {**key, "model": "ours"}, spec=split.spec)
-                        predicted_s = predict_rows(tuned, data, split.test)
+                        predicted_s = tuned.predict_rows(data, split.test)
                         row = scored(data, split.test, predicted_s, spec=split.spec)
                         keep(results, row, **key, model="ours")
                     if select == "random":

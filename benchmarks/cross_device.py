@@ -53,9 +53,9 @@ from cdmpp.device import DEVICE_FEATURES, get_device
 from cdmpp.endtoend import predict_latency
 from cdmpp.endtoend.sources import NetworkTasks
 from cdmpp.predictor import Config, Predictor, TrainingData, few_shot, gather, load_config, train
+from cdmpp.predictor.checkpoint import FORMAT_VERSION
 from cdmpp.predictor.data import subset
 from cdmpp.predictor.predictor import load_predictor
-from cdmpp.predictor.predictor_store import FORMAT_VERSION
 from cdmpp.program.ast import FEATURE_SET
 from cdmpp.program.graph import NetworkGraph, load_graphs
 

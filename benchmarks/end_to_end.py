@@ -5,7 +5,7 @@
 
 Every network is compiled untuned, and with the schedules of a database of `cdmpp tune` where one is given, and run in a
 process that is pinned to the cores of ``--device`` with as many threads; both variants in turn. What is measured is defined in
-`cdmpp/tuner/network_runner.py`: ``measured_s`` is the mean of the faster half of the whole runs during which nobody else used
+`cdmpp/tuner/deployment.py`: ``measured_s`` is the mean of the faster half of the whole runs during which nobody else used
 the core (``method`` is ``runs``) or, where a run is too long to be left alone, the sum over the functions it calls, each the
 mean of the faster half of its undisturbed samples (``calls``). ``disturbed`` is the part of that time during which somebody
 else used the core, ``plain_s`` the mean of the faster half of all whole runs in the fastest round.
@@ -204,7 +204,7 @@ def main() -> None:
     from cdmpp.predictor.predictor import load_predictor
     from cdmpp.program.network import load_network
     from cdmpp.tuner.deployment import import_network
-    from cdmpp.tuner.prepare import device_of_this_machine
+    from cdmpp.tuner.measure import device_of_this_machine
 
     logging.basicConfig(level=logging.WARNING)
     device = device_of_this_machine(args.device)

@@ -17,9 +17,9 @@ import numpy as np
 
 from cdmpp.dataset.split import architecture
 from cdmpp.predictor import Predictor, TrainingData, evaluate, gather
+from cdmpp.predictor.evaluation import rows_to_score
+from cdmpp.predictor.evidence import Evidence
 from cdmpp.predictor.predictor import load_predictor
-from cdmpp.predictor.scaling import predict_rows_scaled
-from cdmpp.predictor.scoring import predict_rows, rows_to_score
 
 Scores = dict[str, Any]
 _COLUMNS = (
@@ -133,15 +133,15 @@ def main() -> None:
     data = gather(args.data)
     _, rows = rows_to_score(predictor, data, None)
     scores = evaluate(predictor, data, by=("network", "family", "device"))
-    found = figures("from the AST", scores, data, rows, predict_rows(predictor, data, rows))
+    found = figures("from the AST", scores, data, rows, predictor.predict_rows(data, rows))
     compiled = elsewhere = None
     if predictor.encoder.code_dim:
         compiled = evaluate(predictor, data, by=("device",), compiled=True)
-        predicted_s = predict_rows(predictor, data, rows, compiled=True)
+        predicted_s = predictor.predict_rows(data, rows, Evidence.of_rows(data, rows, compiled=True))
         found += figures("with compiled code", compiled, data, rows, predicted_s)
     if predictor.scaling:
         elsewhere = evaluate(predictor, data, by=("device",), measured=True)
-        predicted_s, _ = predict_rows_scaled(predictor, data, rows)
+        predicted_s = predictor.predict_rows(data, rows, Evidence.of_rows(data, rows, measured=True))
         found += figures("with latencies elsewhere", elsewhere, data, rows, predicted_s)
     if args.card:
         args.card.write_text(card(predictor, scores, compiled, elsewhere), encoding="utf-8")

@@ -1,12 +1,13 @@
 """Tuning a whole network with one worker, and sharded over the shares of the machine.
 
     python benchmarks/sharing.py --out runs/bench-sharing --json sharing.json            # under 20 minutes on two idle cores
+    python benchmarks/sharing.py --table --out runs/bench-shares --json shares.json      # tuned at a share, run at another
     python benchmarks/sharing.py --quick --out /tmp/bench-sharing                        # does it run? figures mean nothing
 
 The tasks of a network are tuned from nothing, with the same search, seed and number of trials, in three ways:
 
-* ``one``: one worker on one share: it searches, builds and measures there and nowhere else (``--shards 1``).
-* ``sharded``: as many such workers as shares fit on this machine (``--shards auto``).
+* ``one``: one worker, one builder and one measuring process (``--shards 1``).
+* ``sharded``: as many of each as shares fit on this machine (``--shards auto``).
 * ``pipeline``: what ``cdmpp tune`` does without shards: one search and one measuring process, builders on all cores.
 
 ``speedup`` is the wall time of ``one`` over that of ``sharded``, from the start of the workers to the finished database,
@@ -14,12 +15,16 @@ the median over the repetitions (a seed each); ``efficiency`` is speedup / share
 ``pipeline``, which has all cores too: there the gain is what a single search leaves idle. Ways take turns in coming first.
 What is done is kept in ``--out``; a tuning that was interrupted is begun anew. The best program of every task and tuning is
 measured again at the end, alone, all by one procedure; ``final latency`` is sharded over one.
+
+``--table`` tunes the network at one core, two, and so on in powers of two, and measures what was found at each at all of
+them: a line says how many times as slow it is there as what was tuned for that share.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -27,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
-from common import Figure, Results, Row, arguments, median_figure, provenance, report, start
+from common import Figure, Results, Row, arguments, figure, median_figure, provenance, report, start
 from tuning import kept, measure_again, tune_config
 
 if TYPE_CHECKING:
@@ -44,7 +49,12 @@ def busy_s() -> float:
 
 
 def tune_once(
-    args: argparse.Namespace, tasks: Sequence[tuple[Task, float]], way: str, seed: int, results: Results
+    args: argparse.Namespace,
+    tasks: Sequence[tuple[Task, float]],
+    way: str,
+    device: str,
+    seed: int,
+    results: Results,
 ) -> Row:
     """Tune the network in one way; the row says how long it took and what it found."""
     from cdmpp.tuner.tuning import tune_tasks
@@ -56,8 +66,8 @@ def tune_once(
     shutil.rmtree(out, ignore_errors=True)
     started, busy = time.perf_counter(), busy_s()
     options = {"cost_model": "cdmpp", "predictor": args.predictor, "trim": None}
-    config = tune_config(args, args.trials, seed=seed, shards=WAYS[way], **options)
-    tuned = tune_tasks(args.network, tasks, device=args.device, out=out, config=config)
+    config = tune_config(args, args.trials, seed=seed, shards=WAYS.get(way), **options)
+    tuned = tune_tasks(args.network, tasks, device=device, out=out, config=config)
     wall_s = time.perf_counter() - started
     print(f"{way} seed {seed}: {wall_s:.0f} s", flush=True)
     return results.add(
@@ -100,6 +110,34 @@ def figures(rows: Sequence[Row], shares: int) -> list[Figure]:
     return found
 
 
+def table(args: argparse.Namespace, tasks: Sequence[tuple[Task, float]], results: Results) -> list[Figure]:
+    """A line for each share that was tuned at: slow-downs at each share, medians over the seeds."""
+    from cdmpp.profiler.machine import usable_cores
+
+    base, cores = args.device.partition("@")[0], len(usable_cores())
+    devices = [
+        f"{base}@{share}" for share in sorted({min(2**i, cores) for i in range(cores.bit_length() + 1)})
+    ]
+    final_s: dict[tuple[str, str, int], float] = {}
+    for seed in range(args.repetitions):
+        tuned = {device: tune_once(args, tasks, device, device, seed, results) for device in devices}
+        for run_at in devices:
+            rows = {device: dict(row) for device, row in tuned.items()}
+            measure_again(args, run_at, list(rows.values()), results)
+            final_s |= {
+                (device, run_at, seed): row.get("final_s", float("nan")) for device, row in rows.items()
+            }
+    found = []
+    for device in devices:
+        slower = {
+            run_at: [final_s[device, run_at, s] / final_s[run_at, run_at, s] for s in range(args.repetitions)]
+            for run_at in devices
+        }
+        values = {f"at {run_at}": statistics.median(ratios) for run_at, ratios in slower.items()}
+        found.append(figure(f"tuned at {device}", values, args.repetitions, range(args.repetitions)))
+    return found
+
+
 def main() -> None:
     parser = arguments(__doc__)
     add = parser.add_argument
@@ -113,6 +151,7 @@ def main() -> None:
     add("--repetitions", type=int, default=3, metavar="N", help="with a seed each")
     add("--repeats", type=int, default=5, metavar="N", help="of the final measurements")
     add("--out", type=Path, required=True, metavar="DIR", help="tunings, to go on with")
+    add("--table", action="store_true", help="tune at every share, run at every share")
     add("--quick", action="store_true", help="does it run: few trials, one repetition")
     args = parser.parse_args()
     if args.quick:
@@ -123,22 +162,25 @@ def main() -> None:
     made = provenance(__file__, (), args.predictor, seeds)
     from cdmpp.program.network import load_network
     from cdmpp.tuner.deployment import import_network, weighted_tasks
-    from cdmpp.tuner.prepare import device_of_this_machine
-    from cdmpp.tuner.shards import shard_cores
+    from cdmpp.tuner.measure import device_of_this_machine
+    from cdmpp.tuner.workers import worker_cores
 
-    names = ("network", "device", "trials", "batch", "population", "generations")
+    names = ("table", "network", "device", "trials", "batch", "population", "generations")
     results = Results(args.out / "results.json", made, {name: getattr(args, name) for name in names})
+    tasks = weighted_tasks(import_network(load_network(args.network)), args.network)
+    if args.table:
+        report(args.json, made, table(args, tasks, results), runs=kept(results.rows))
+        return
     device = device_of_this_machine(args.device)
-    shares = len(shard_cores(device, "auto"))
+    shares = len(worker_cores(device, "auto"))
     if shares < 2 and not args.quick:
         sys.exit(f"one share of {device.name} is all that fits on this machine: nothing to compare")
-    tasks = weighted_tasks(import_network(load_network(args.network)), args.network)
     rows = []
     for seed in seeds:
         # the order changes, so that a drift of the machine hits all ways alike
         first = seed % len(WAYS)
         for way in [*list(WAYS)[first:], *list(WAYS)[:first]]:
-            rows.append(tune_once(args, tasks, way, seed, results))
+            rows.append(tune_once(args, tasks, way, args.device, seed, results))
     measure_again(args, args.device, rows, results)
     report(args.json, made, figures(rows, shares), runs=kept(rows))
 

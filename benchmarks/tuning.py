@@ -87,8 +87,8 @@ def held_out_tasks(args: argparse.Namespace, predictor: Predictor) -> list[Task]
 def enough_programs(task: Task, trials: int) -> bool:
     """Whether a task's space has so many different programs."""
     from cdmpp.errors import ProgramError
-    from cdmpp.tuner.prepare import device_of_this_machine
-    from cdmpp.tuner.task_tuner import SearchConfig, TaskTuner
+    from cdmpp.tuner.candidates import SearchConfig, TaskTuner
+    from cdmpp.tuner.measure import device_of_this_machine
 
     try:
         tuner = TaskTuner(task, device_of_this_machine(DEVICE), SearchConfig(), 0)
@@ -99,9 +99,9 @@ def enough_programs(task: Task, trials: int) -> bool:
 
 def tune_config(args: argparse.Namespace, trials: int, **options: Any) -> Any:
     """Settings of a tuning that all benchmarks share."""
+    from cdmpp.tuner.candidates import SearchConfig
+    from cdmpp.tuner.config import TuneConfig
     from cdmpp.tuner.objective import Objective
-    from cdmpp.tuner.task_tuner import SearchConfig
-    from cdmpp.tuner.tuning import TuneConfig
 
     search = SearchConfig(args.population, args.generations)
     return TuneConfig(Objective(trials), batch=args.batch, search=search, **options)
@@ -151,7 +151,8 @@ def measured_labels(out: Path) -> list[float | None]:
 
 def measure_again(args: argparse.Namespace, device: str, rows: Sequence[Row], results: Results) -> None:
     """Measure the best programs of every run by one procedure; adds ``final_s``, weighted over the run's tasks, to the rows."""
-    from cdmpp.tuner.share_table import best_programs, measure_alone
+    from cdmpp.tuner.measure import measure_alone
+    from cdmpp.tuner.store import best_programs
 
     todo = [row for row in rows if "final_s" not in row]
     best = [best_programs(args.out / row["folder"]) for row in todo]

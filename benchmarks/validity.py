@@ -7,7 +7,7 @@ The space is Kernel Tuner's 2-D convolution (4096 x 4096, filter 15 x 15), every
 2080 Ti and on an RTX 3060 laptop: 6,768 configurations, some 22 % of which fail, which costs as much as another measurement.
 
 The search is the tuner's own, with rounds of 16 measurements, the first of which are 16 random configurations. Its cost
-model (:class:`cdmpp.tuner.online.OnlineModel` beside the analytical estimate, no predictor) learns from every round; an
+model (:class:`cdmpp.tuner.learning.OnlineModel` beside the analytical estimate, no predictor) learns from every round; an
 evolutionary search over the parameters (population 256, 3 generations) proposes by it; 5 % of the candidates are random.
 Failures are not measured again, but nothing is learned from them. Arms:
 
@@ -31,19 +31,24 @@ from pathlib import Path
 import common
 import numpy as np
 import pandas as pd
+from sklearn.metrics import roc_auc_score
 
 from cdmpp.dataset import load_datasets
 from cdmpp.dataset.importers import import_benchmark_hub
 from cdmpp.device import get_device
 from cdmpp.predictor.data import collect_asts
 from cdmpp.program.ast import CompactAST
-from cdmpp.tuner.online import OnlineModel
+from cdmpp.tuner.learning import OnlineModel
 from cdmpp.tuner.prior import AnalyticalPrior
-from cdmpp.tuner.validity import ValidityModel, sigmoid, validity_scores
-from cdmpp.tuner.validity_data import ValidityData
-from cdmpp.tuner.validity_features import limits_of, pooled, validity_features
-from cdmpp.tuner.validity_online import OnlineValidity
-from cdmpp.tuner.validity_population import initial_population
+from cdmpp.tuner.validity import (
+    SKIP_BELOW,
+    OnlineValidity,
+    ValidityData,
+    ValidityModel,
+    initial_population,
+    pooled,
+    validity_features,
+)
 
 KERNEL = "convolution"
 GPUS = {"RTX_2080_Ti": "rtx-2080-ti", "RTX_3060_laptop": "rtx-3060-laptop"}
@@ -54,8 +59,6 @@ BATCH, POPULATION, GENERATIONS, MUTATED, RANDOM_SHARE = 16, 256, 3, 0.85, 0.05
 MEASURED_SHARE = 0.2
 #: Random configurations that the initial ones are chosen from.
 SAMPLED = 512
-#: Candidates less likely valid than this are skipped.
-SKIP_BELOW = 0.2
 
 IntArray = np.ndarray
 FloatArray = np.ndarray
@@ -78,7 +81,7 @@ class Space:
         self.rows = np.full(self.sizes, -1)
         self.rows[tuple(self.choices.T)] = np.arange(len(self.choices))
         self.encoded = AnalyticalPrior(device).encode(self.asts)
-        self.features = validity_features(self.asts, limits_of(device), device)
+        self.features = validity_features(self.asts, device)
 
     def mutants(self, rows: IntArray, rng: np.random.Generator) -> IntArray:
         """Each with another value of one parameter, a third of them of two; itself where that is no configuration."""
@@ -124,8 +127,8 @@ def failures_of(space: Space, folder: Path) -> ValidityModel:
     if folder.is_dir():
         return ValidityModel.load(folder)
     names = [f"c{i}" for i in range(len(space.asts))]
-    table = pd.DataFrame({"program": names, "task": KERNEL, "device": space.device, "origin": "generator"})
-    table = table.assign(valid=np.isfinite(space.latency_s), kind="")
+    table = pd.DataFrame({"program": names, "task": KERNEL, "device": space.device})
+    table = table.assign(valid=np.isfinite(space.latency_s))
     model = ValidityModel().fit(ValidityData(table, dict(zip(names, space.asts, strict=True))))
     model.save(folder)
     return model
@@ -260,10 +263,11 @@ def main() -> None:
             print(f"{space.device} {arm}: done", file=sys.stderr, flush=True)
     found = figures(rows)
     for space, model, other in zip(spaces, others, spaces[::-1], strict=True):
-        scores = validity_scores(np.isfinite(space.latency_s), sigmoid(model.log_odds(space.features)))
-        values = {"AUC": scores["auc"], "invalid": scores["invalid"]}
+        valid = np.isfinite(space.latency_s)
+        auc = float(roc_auc_score(valid, model.log_odds(space.features)))
+        values = {"AUC": auc, "invalid": float(1 - valid.mean())}
         found.append(
-            common.figure(f"P(valid) on {space.device}, learned on {other.device}", values, scores["n"])
+            common.figure(f"P(valid) on {space.device}, learned on {other.device}", values, len(valid))
         )
     common.report(args.json, made, found)
 

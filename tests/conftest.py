@@ -16,7 +16,7 @@ from tests.machines import MACHINES, write_machine
 
 if TYPE_CHECKING:
     from cdmpp.predictor.data import TrainingData
-    from cdmpp.predictor.run import TrainResult
+    from cdmpp.predictor.training import TrainResult
 
 # Tests are many small computations: threads cost more than they give.
 os.environ["OMP_NUM_THREADS"] = "1"

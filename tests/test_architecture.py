@@ -19,13 +19,7 @@ FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 #: Modules that import each other still, by package. May only become fewer.
 IN_CIRCLES = {
     "cdmpp.dataset": ("split", "split_makers", "split_spec", "store", "summary", "tables", "view"),
-    "cdmpp.predictor": (
-        "data", "instruction_time", "predictor", "predictor_store", "roofline", "scaling", "scoring", "uncertainty",
-    ),
     "cdmpp.program": ("generators", "types"),
-    "cdmpp.tuner": (
-        "gpu", "prepare", "shard_learning", "shard_members", "shard_messages", "shard_worker", "sharding", "shards", "tuning",
-    ),
 }  # fmt: skip
 
 

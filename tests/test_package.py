@@ -14,7 +14,7 @@ _CORE = (
     "cdmpp.dataset.split",
     "cdmpp.device",
     "cdmpp.predictor",
-    "cdmpp.predictor.run",
+    "cdmpp.predictor.training",
     "cdmpp.predictor.trainer",
     "cdmpp.program.ast",
     "cdmpp.program.ast.store",
@@ -40,7 +40,7 @@ def test_import_loads_nothing_heavy() -> None:
 def test_core_imports_without_tvm() -> None:
     code = "import sys; sys.modules['tvm'] = sys.modules['tvm_ffi'] = None\n"
     loaded = _modules_after(code + "\n".join(f"import {name}" for name in _CORE))
-    assert "cdmpp.predictor.run" in loaded
+    assert "cdmpp.predictor.training" in loaded
     assert not [name for name in loaded if name.startswith("tvm.")]
 
 

@@ -113,9 +113,10 @@ OPTIONS = {
     ),
     "cost_model": Option("what ranks candidates", more={"choices": ("cdmpp", "xgb", "random")}),
     "trim": Option("coverage of the intervals by which candidates are dropped unmeasured", "C"),
-    "anchors": Option("datasets of the device on which learning must not add to the error", "DIR"),
     "validity": Option(
-        "skip candidates that will not run: a validity model, or 'online': learn it here", "DIR"
+        "skip candidates that will not run: learn which from the failures of a dataset or of data/validity-cuda; "
+        "or a saved model ('online': learn it here alone)",
+        "DIR",
     ),
     "batch": Option("candidates of a round", "N"),
     "population": Option("programs of a generation of the evolutionary search", "N"),

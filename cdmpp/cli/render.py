@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from cdmpp.device import Device
     from cdmpp.endtoend import Comparison, LatencyReport
     from cdmpp.tuner import TuneReport
-    from cdmpp.tuner.share_table import ShareTable
 
 #: Columns of what is written to a file or a pipe.
 _WIDTH = 100
@@ -457,7 +456,7 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
 
 def show_tuning(console: Console, report: TuneReport) -> None:
     """A line a task, and what it all gave."""
-    from cdmpp.tuner.report import summary_lines
+    from cdmpp.tuner.results import summary_lines
 
     rows = [
         (
@@ -473,17 +472,3 @@ def show_tuning(console: Console, report: TuneReport) -> None:
     show_table(console, f"{report.name} on {report.device}, cost model {report.cost_model}", columns, rows)
     for line in summary_lines(report):
         say(console, line)
-
-
-def show_shares(console: Console, table: ShareTable) -> None:
-    """Tuned at x run at: seconds, and how much slower than what was tuned for that share."""
-    rows = []
-    for tuned in table.tuned_at:
-        row = [tuned]
-        for run in table.run_at:
-            cell = table.cell(tuned, run)
-            text = "-" if cell.latency_s is None else seconds_text(cell.latency_s)
-            row.append(text if cell.ratio is None else f"{text} ({cell.ratio:.2f}x)")
-        rows.append(row)
-    title = f"Sum over {table.tasks} tasks, each tuning's best measured again, alone"
-    show_table(console, title, ("<tuned at", *(f"run at {device}" for device in table.run_at)), rows)

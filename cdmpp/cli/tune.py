@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cdmpp.cli.options import NETWORK, Namespace, Parser, Verbs, add, add_settings, settings
+from cdmpp.cli.options import NETWORK, Namespace, Parser, Verbs, add, add_settings, hide, settings
 from cdmpp.errors import TunerError
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def _add_tune(sub: Parser) -> None:
     from cdmpp.tuner import Objective, TuneConfig
-    from cdmpp.tuner.task_tuner import SearchConfig
+    from cdmpp.tuner.candidates import SearchConfig
 
     sub.add_argument("network", metavar="NETWORK", help=NETWORK)
     add(
@@ -28,7 +28,7 @@ def _add_tune(sub: Parser) -> None:
     sub.add_argument(
         "--share",
         metavar="S",
-        help="the same as --device D@S; several, such as 1,2: tune for each, and run each tuning at each",
+        help="the same as --device D@S; several, such as 1,2: tune for each, into folders of their own",
     )
     add(sub, "out", required=True, help="database, measurements, report")
     add_settings(sub, Objective)
@@ -40,6 +40,7 @@ def _add_tune(sub: Parser) -> None:
         metavar="DIR",
         help="datasets, tunings or databases to learn from",
     )
+    hide(sub, "--anchors", nargs="+", default=[])
     sub.add_argument("--no-trim", action="store_true", help="measure every candidate")
     add_settings(
         sub,
@@ -71,28 +72,25 @@ def _tune(args: Namespace, console: Console, errors: Console) -> Any:
     cdmpp tune mlp --device this-cpu@1 --trials 64 --out runs/tuned
     cdmpp tune resnet18 --device this-cpu@1 --trials 2000 --budget 1h --shards auto --out runs/fast
     """
+    if args.anchors:
+        errors.print("--anchors is ignored: it is not needed any more")
     devices = devices_with_shares(args.device, args.share)
     if len(devices) == 1:
         return _tune_at(devices[0], Path(args.out), args, console, errors).to_json()
-    from cdmpp.cli.render import show_shares
-    from cdmpp.tuner.prepare import device_of_this_machine
-    from cdmpp.tuner.share_table import share_table
+    from cdmpp.tuner.measure import device_of_this_machine
     from cdmpp.tuner.store import check_folder
 
     folders = {device: Path(args.out) / f"share-{device.partition('@')[2]}" for device in devices}
     for device, folder in folders.items():  # all of them before hours are spent on the first
         device_of_this_machine(device)
         check_folder(folder, args.resume)
-    reports = {d: _tune_at(d, folder, args, console, errors).to_json() for d, folder in folders.items()}
-    table = share_table(list(folders.values()), devices)
-    show_shares(console, table)
-    return {"tunings": reports, "shares": table.to_json()}
+    return {"tunings": {d: _tune_at(d, out, args, console, errors).to_json() for d, out in folders.items()}}
 
 
 def _tune_at(device: str, out: Path, args: Namespace, console: Console, errors: Console) -> TuneReport:
     from cdmpp.cli.render import Bar, say, show_tuning
     from cdmpp.tuner import Objective, TuneConfig, tune
-    from cdmpp.tuner.task_tuner import SearchConfig
+    from cdmpp.tuner.candidates import SearchConfig
 
     config = settings(
         args,

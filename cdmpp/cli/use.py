@@ -40,8 +40,9 @@ def _predict(args: Namespace, console: Console, errors: Console) -> Any:
     cdmpp predict program.json --device epyc-7763@1 --measured this-cpu@1=1.3ms
     """
     from cdmpp.cli.render import show_predictions
-    from cdmpp.endtoend.tasks import measured_latencies, predict_network, predict_program_file
+    from cdmpp.endtoend.tasks import predict_network
     from cdmpp.predictor import Predictor
+    from cdmpp.predictor.program_file import measured_latencies, predict_program_file
 
     predictor = Predictor.default() if args.predictor == "default" else Predictor.load(args.predictor)
     measured = measured_latencies(args.measured)

@@ -14,8 +14,8 @@ from cdmpp.endtoend.replay import Replay, replay
 from cdmpp.endtoend.report import INDEPENDENT, INTERVAL, LatencyReport, LayerLatency
 from cdmpp.endtoend.schedules import UNTUNED, Candidates, candidates
 from cdmpp.endtoend.sources import NetworkTasks, network_tasks
-from cdmpp.endtoend.tasks import COVERAGE, prediction_note
 from cdmpp.errors import NetworkError, PredictorError
+from cdmpp.predictor.program_file import COVERAGE, prediction_note
 
 if TYPE_CHECKING:
     from cdmpp.device import Device

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cdmpp.predictor.config import Config, config_from_dict, load_config
-    from cdmpp.predictor.data import TrainingData, gather, program_resolver
+    from cdmpp.predictor.data import TrainingData, gather, program_resolver, split_data
+    from cdmpp.predictor.evaluation import evaluate
     from cdmpp.predictor.finetuning import FinetuneResult, few_shot, finetune, finetune_config
     from cdmpp.predictor.predictor import Predictor
-    from cdmpp.predictor.run import TrainResult, train
-    from cdmpp.predictor.scoring import evaluate
     from cdmpp.predictor.selection import TaskSelection, select_tasks
-    from cdmpp.predictor.splitting import split_data
+    from cdmpp.predictor.training import TrainResult, train
 
 _HOME = {
     "Config": "config",
@@ -22,7 +21,7 @@ _HOME = {
     "TrainingData": "data",
     "program_resolver": "data",
     "gather": "data",
-    "evaluate": "scoring",
+    "evaluate": "evaluation",
     "FinetuneResult": "finetuning",
     "few_shot": "finetuning",
     "finetune": "finetuning",
@@ -30,9 +29,9 @@ _HOME = {
     "Predictor": "predictor",
     "TaskSelection": "selection",
     "select_tasks": "selection",
-    "TrainResult": "run",
-    "train": "run",
-    "split_data": "splitting",
+    "TrainResult": "training",
+    "train": "training",
+    "split_data": "data",
 }
 
 __all__ = [

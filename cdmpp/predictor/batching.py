@@ -1,9 +1,9 @@
-"""Programs packed back to back in memory, and batches of similar length padded with a mask."""
+"""Programs and (program, device) pairs in memory, and the batches that the network takes of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,6 +42,44 @@ class PaddedBatch:
     def to(self, device: torch.device) -> PaddedBatch:
         """The batch on another torch device."""
         return PaddedBatch(self.leaves.to(device), self.positions.to(device), self.padding.to(device))
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the network takes besides the programs, one row each.
+
+    Attributes
+    ----------
+    device
+        float32 (batch, device_dim), encoded.
+    pair
+        float32 (batch, pair_dim), encoded (:mod:`cdmpp.predictor.pair_features`).
+    code
+        float32 (batch, code_dim): encoded instruction counts of the compiled program and, last, the logarithm of how long they
+        take over the estimate; zeros where unknown.
+    has_code
+        bool (batch,), whether the counts are known.
+    """
+
+    device: torch.Tensor
+    pair: torch.Tensor
+    code: torch.Tensor
+    has_code: torch.Tensor
+
+    @classmethod
+    def of_devices(cls, device: torch.Tensor) -> Context:
+        """Devices alone, float32 (batch, device_dim), for a network that takes neither pairs nor code."""
+        nothing = device.new_zeros(len(device), 0)
+        return cls(device, nothing, nothing, torch.zeros(len(device), dtype=torch.bool, device=device.device))
+
+    def take(self, rows: torch.Tensor) -> Context:
+        """The rows with these numbers, int64, or where True, bool (batch,)."""
+        return Context(self.device[rows], self.pair[rows], self.code[rows], self.has_code[rows])
+
+    def to(self, where: torch.device) -> Context:
+        """The same on another torch device."""
+        parts = (self.device, self.pair, self.code, self.has_code)
+        return Context(*(part.to(where) for part in parts))
 
 
 @dataclass(frozen=True)
@@ -92,6 +130,126 @@ class PackedPrograms:
         index = torch.where(padding, start[:, None], start[:, None] + step[None, :])
         leaves = self.leaves[index].masked_fill(padding[:, :, None], 0.0)
         return PaddedBatch(leaves, self.positions[index].masked_fill(padding, 0), padding)
+
+
+@dataclass(frozen=True)
+class GeneralInputs:
+    """What the network is given of devices as if they had not been in training.
+
+    Attributes
+    ----------
+    device_rows
+        float32 (m, device_dim), encoded; of a CPU all that is known.
+    pair_keep
+        float32 (m, pair_dim): 1 for pair features that are given of programs on the device, 0 for others.
+    """
+
+    device_rows: torch.Tensor
+    pair_keep: torch.Tensor
+
+
+@dataclass(frozen=True)
+class PairArrays:
+    """(program, device) pairs as arrays, without labels.
+
+    Attributes
+    ----------
+    packed
+        The encoded programs.
+    device_rows
+        float32 (devices, device_dim), encoded.
+    program, device
+        int64 (n,): program number and row of ``device_rows`` of each pair.
+    pair, code, has_code
+        As of :class:`Context`, for n pairs.
+    general
+        Where the network is to learn to do with less (``model.general_part``).
+    """
+
+    packed: PackedPrograms
+    device_rows: torch.Tensor
+    program: NDArray[np.int64]
+    device: NDArray[np.int64]
+    pair: torch.Tensor
+    code: torch.Tensor
+    has_code: torch.Tensor
+    general: GeneralInputs | None = field(default=None, kw_only=True)
+
+    def __len__(self) -> int:
+        return len(self.program)
+
+    @property
+    def leaves(self) -> torch.Tensor:
+        """Encoded leaves of the programs of these pairs, each program's once, float32 (leaves, leaf_dim)."""
+        of_program = np.repeat(np.arange(len(self.packed)), self.packed.lengths)
+        return self.packed.leaves[torch.from_numpy(np.isin(of_program, self.program))]
+
+    def batch(
+        self, rows: NDArray[np.int64], where: torch.device, unseen: NDArray[np.bool_] | None = None
+    ) -> tuple[PaddedBatch, Context]:
+        """What the network takes of the pairs with these numbers, on a torch device; of the ``unseen``, bool (n,), as if their
+        devices were not in training."""
+        index = torch.from_numpy(rows)
+        number = torch.from_numpy(self.device[rows])
+        device, pair = self.device_rows[number], self.pair[index]
+        if unseen is not None and self.general is not None:
+            chosen = torch.from_numpy(unseen)[:, None]
+            device = torch.where(chosen, self.general.device_rows[number], device)
+            pair = torch.where(chosen, pair * self.general.pair_keep[number], pair)
+        context = Context(device, pair, self.code[index], self.has_code[index])
+        return self.packed.batch(self.program[rows]).to(where), context.to(where)
+
+    def without_code(self) -> PairArrays:
+        """The same pairs, of whose compiled code nothing is known."""
+        code, has_code = torch.zeros_like(self.code), torch.zeros_like(self.has_code)
+        return PairArrays(self.packed, self.device_rows, self.program, self.device, self.pair, code, has_code)
+
+    def unlabelled(self, rows: NDArray[np.int64]) -> PairArrays:
+        """The pairs with these numbers, without labels; programs and devices are shared."""
+        index = torch.from_numpy(rows)
+        return PairArrays(
+            self.packed,
+            self.device_rows,
+            self.program[rows],
+            self.device[rows],
+            self.pair[index],
+            self.code[index],
+            self.has_code[index],
+            general=self.general,
+        )
+
+
+@dataclass(frozen=True)
+class LabelledArrays(PairArrays):
+    """Labelled (program, device) pairs as arrays.
+
+    Attributes
+    ----------
+    latency_s
+        float64 (n,), the labels.
+    reference_s
+        float64 (n,), where the label transform is relative.
+    group
+        int64 (n,), equal where task and device are; the ranking loss needs it.
+    codegen
+        float32 (n, len(CODEGEN_FEATURES)), instruction counts; rows of NaN where there are none.
+    """
+
+    latency_s: NDArray[np.float64]
+    reference_s: NDArray[np.float64] | None = None
+    group: NDArray[np.int64] | None = None
+    codegen: NDArray[np.float32] | None = None
+
+    def take(self, rows: NDArray[np.int64]) -> LabelledArrays:
+        """The pairs with these numbers; programs and devices are shared."""
+        pairs = self.unlabelled(rows)
+        return LabelledArrays(
+            **{field.name: getattr(pairs, field.name) for field in fields(PairArrays)},
+            latency_s=self.latency_s[rows],
+            reference_s=None if self.reference_s is None else self.reference_s[rows],
+            group=None if self.group is None else self.group[rows],
+            codegen=None if self.codegen is None else self.codegen[rows],
+        )
 
 
 def training_batches(lengths: IntArray, batch_size: int, rng: np.random.Generator) -> list[IntArray]:

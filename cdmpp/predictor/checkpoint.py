@@ -1,22 +1,45 @@
-"""Checkpoints of a training run in one safetensors file: weights, averages, optimiser state and progress.
+"""What is kept on disk: the folder of a predictor, and the checkpoint of a training run.
 
-One file, replaced atomically, so that a killed run leaves either the old checkpoint or the new one.
+A predictor is ``predictor.json`` and ``weights.safetensors``. A checkpoint is one safetensors file with weights, averages,
+optimiser state and progress. Files are replaced atomically: a killed run leaves either the old one or the new one.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from cdmpp.errors import PredictorError
+from cdmpp.device import DEVICE_FEATURES, Device
+from cdmpp.errors import FeatureMismatchError, PredictorError
+from cdmpp.predictor.config import ModelConfig
+from cdmpp.predictor.elsewhere import DeviceScaling
+from cdmpp.predictor.encoding import FeatureEncoder
+from cdmpp.predictor.familiarity import Familiarity
+from cdmpp.predictor.instruction_time import CODE_FEATURES
+from cdmpp.predictor.network import LatencyNetwork
+from cdmpp.predictor.pair_features import PAIR_FEATURES
+from cdmpp.predictor.transforms import transform_from_json
+from cdmpp.predictor.uncertainty import Calibration
+from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURES
+from cdmpp.program.codegen import COUNTING_VERSION
 
 CHECKPOINT_VERSION = 1
+FORMAT = "cdmpp-predictor"
+FORMAT_VERSION = 2
+
+_JSON_FILE = "predictor.json"
+_WEIGHTS_FILE = "weights.safetensors"
+#: Before the names of the arrays of calibrations other than that of plain predictions.
+_PREFIXES = {"calibration": "", "compiled_calibration": "compiled_", "measured_calibration": "measured_"}
 
 Tensors = dict[str, torch.Tensor]
 
@@ -125,3 +148,140 @@ def load_checkpoint(path: Path, fingerprint: str) -> TrainerState:
     except (KeyError, ValueError, AttributeError) as err:
         raise PredictorError(f"{path}: not a complete cdmpp checkpoint: {err!r}") from err
     return state
+
+
+def save_fields(folder: Path, fields: Mapping[str, Any]) -> None:
+    """Write the fields of a :class:`~cdmpp.predictor.predictor.Predictor` into a folder (made if missing)."""
+    import cdmpp
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {f"network.{k}": v for k, v in fields["network"].state_dict().items()}
+    extras = {
+        name: fields[name] for name in (*_PREFIXES, "familiarity", "scaling") if fields[name] is not None
+    }
+    for name in ("encoder", *_PREFIXES, "familiarity"):
+        if fields[name] is not None:
+            prefix = _PREFIXES.get(name, "")
+            arrays = fields[name].to_arrays()
+            tensors.update({prefix + k: torch.from_numpy(v.copy()) for k, v in arrays.items()})
+    save_tensors(folder / _WEIGHTS_FILE, tensors, {"format": FORMAT})
+    state = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "cdmpp_version": cdmpp.__version__,
+        "model": fields["network"].config.model_dump(mode="json"),
+        "encoder": fields["encoder"].to_json(),
+        "counting_version": COUNTING_VERSION,
+        "label_transform": fields["transform"].to_json(),
+        "devices": {name: _to_json(vector) for name, vector in fields["devices"].items()},
+        "specs": {name: device.to_json() for name, device in fields["specs"].items()},
+        "training": dict(fields["training"]),
+        "device_factors": dict(fields["device_factors"]),
+        **{name: part.to_json() for name, part in extras.items()},
+    }
+    temporary = folder / (_JSON_FILE + ".tmp")
+    temporary.write_text(json.dumps(state, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    temporary.replace(folder / _JSON_FILE)
+
+
+def load_fields(folder: Path) -> dict[str, Any]:
+    """The fields of the predictor in a folder, or in the run folder that holds one; errors as of
+    :meth:`cdmpp.predictor.predictor.Predictor.load`."""
+    if not (folder / _JSON_FILE).exists() and (folder / "predictor" / _JSON_FILE).exists():
+        folder = folder / "predictor"
+    state = _read_state(folder)
+    _check_features(state, folder)
+    tensors, _ = load_tensors(folder / _WEIGHTS_FILE)
+    arrays = {name: t.numpy() for name, t in tensors.items() if not name.startswith("network.")}
+    weights = {name.removeprefix("network."): t for name, t in tensors.items() if name.startswith("network.")}
+    try:
+        fields = _build(state, arrays)
+    except (KeyError, TypeError, ValueError, AttributeError) as err:
+        raise PredictorError(
+            f"{folder / _JSON_FILE}: incomplete or malformed: {' '.join(str(err).split()) or err!r}"
+        ) from err
+    try:
+        fields["network"].load_state_dict(weights)
+    except RuntimeError as err:
+        raise PredictorError(f"{folder}: weights do not fit the network of {_JSON_FILE}: {err}") from err
+    fields["network"].eval()
+    return fields
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    path = folder / _JSON_FILE
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as err:
+        raise PredictorError(
+            f"{folder}: no predictor here, expected {_JSON_FILE} and {_WEIGHTS_FILE}"
+        ) from err
+    except ValueError as err:
+        raise PredictorError(f"{path}: expected JSON, but it is damaged: {err}") from err
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise PredictorError(f'{path}: expected "format": "{FORMAT}"')
+    if state.get("format_version") != FORMAT_VERSION:
+        raise PredictorError(
+            f"{path}: predictor format {state.get('format_version')}, this cdmpp reads {FORMAT_VERSION}"
+        )
+    return state
+
+
+def _check_features(state: Mapping[str, Any], folder: Path) -> None:
+    encoder = state.get("encoder")
+    if not isinstance(encoder, dict):
+        raise PredictorError(f"{folder / _JSON_FILE}: expected an object under 'encoder'")
+    if encoder.get("feature_set") != FEATURE_SET or encoder.get("leaf_features") != list(LEAF_FEATURES):
+        raise FeatureMismatchError(
+            f"{folder}: trained on features {encoder.get('feature_set')}, this cdmpp computes {FEATURE_SET}"
+        )
+    for part, known in (("device", DEVICE_FEATURES), ("pair", PAIR_FEATURES), ("code", CODE_FEATURES)):
+        names = encoder.get(f"{part}_features")
+        if names != list(known) and (names or part == "device"):
+            raise FeatureMismatchError(
+                f"{folder}: trained on {part} features {names}, this cdmpp computes {list(known)}"
+            )
+    counting = state.get("counting_version", 1)
+    if encoder.get("code_features") and counting != COUNTING_VERSION:
+        raise FeatureMismatchError(
+            f"{folder}: trained on instructions counted by version {counting}, this cdmpp counts by {COUNTING_VERSION}"
+        )
+
+
+def _build(state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+    encoder = FeatureEncoder.from_arrays(state["encoder"], arrays)
+    factors = {str(name): float(factor) for name, factor in state.get("device_factors", {}).items()}
+    if not all(0 < factor < math.inf for factor in factors.values()):
+        raise ValueError("device_factors must be finite and above 0")
+    fields = {
+        "network": LatencyNetwork(
+            ModelConfig.model_validate(state["model"]),
+            encoder.leaf_dim,
+            encoder.device_dim,
+            encoder.pair_dim,
+            encoder.code_dim,
+        ),
+        "encoder": encoder,
+        "transform": transform_from_json(state["label_transform"]),
+        "devices": {str(name): _from_json(vector) for name, vector in state["devices"].items()},
+        "specs": {str(name): Device.from_json(spec) for name, spec in state["specs"].items()},
+        "training": dict(state["training"]),
+        "device_factors": factors,
+    }
+    for name, prefix in _PREFIXES.items():
+        if name in state:
+            own = {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
+            fields[name] = Calibration.from_arrays(state[name], own)
+    if "familiarity" in state:
+        fields["familiarity"] = Familiarity.from_arrays(state["familiarity"], arrays, encoder)
+    if "scaling" in state:
+        fields["scaling"] = DeviceScaling.from_json(state["scaling"])
+    return fields
+
+
+def _to_json(vector: NDArray[np.float64]) -> list[float | None]:
+    return [None if np.isnan(value) else float(value) for value in vector]
+
+
+def _from_json(values: Sequence[float | None]) -> NDArray[np.float64]:
+    return np.asarray([np.nan if value is None else value for value in values], dtype=np.float64)

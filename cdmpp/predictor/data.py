@@ -19,7 +19,7 @@ from cdmpp.program.types import Program
 if TYPE_CHECKING:
     import pandas as pd
 
-    from cdmpp.dataset import DatasetView
+    from cdmpp.dataset import DatasetView, Split
     from cdmpp.device import Device
     from cdmpp.program.ast import AstBuilder, CompactAST
 
@@ -75,6 +75,14 @@ class TrainingData:
         from cdmpp.dataset import noise_floor_mape
 
         return noise_floor_mape(self.labels)
+
+    def reference_s(self, kind: str, rows: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
+        """:func:`cdmpp.predictor.roofline.references_s` of these rows of the label table (None: all), seconds (n,)."""
+        from cdmpp.predictor.roofline import references_s
+
+        table = self.labels if rows is None else self.labels.iloc[rows]
+        asts = [self.asts[program] for program in table["program"]]
+        return references_s(kind, asts, [self.devices[name] for name in table["device"]])
 
     def device_vectors(self) -> dict[str, NDArray[np.float64]]:
         """Raw features of every device."""
@@ -281,7 +289,8 @@ def program_resolver(view: DatasetView) -> Callable[[Program], Any]:
     """A function from the programs of a dataset to their PrimFuncs (rebuilds them with TVM)."""
     from cdmpp.program.space import Rebuilder
 
-    rebuild = Rebuilder()
+    # also of programs that cannot run: what fails is data as well
+    rebuild = Rebuilder(verify=False)
 
     def resolve(program: Program) -> Any:
         space = view.spaces.get(program.space_hash) if program.space_hash else None
@@ -329,3 +338,16 @@ def subset(data: TrainingData, rows: NDArray[np.int64]) -> TrainingData:
     asts = {program: data.asts[program] for program in labels["program"].unique()}
     devices = {name: data.devices[name] for name in sorted(labels["device"].unique())}
     return replace(data, labels=labels, asts=asts, devices=devices)
+
+
+def split_data(spec: str, data: TrainingData) -> Split:
+    """The split of the data's label table that a specification (:meth:`cdmpp.dataset.Split.parse`) names.
+
+    Raises
+    ------
+    SplitError
+        The specification is malformed, or a part would be empty or not disjoint.
+    """
+    from cdmpp.dataset import Split
+
+    return Split.parse(spec, data.labels, data.networks, data.families)

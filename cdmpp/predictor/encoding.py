@@ -176,23 +176,20 @@ class FeatureEncoder:
 
     @property
     def code_dim(self) -> int:
-        """Width of encoded code: values, how long it takes over the estimate, and whether it is known."""
-        return len(self.code_features) + 2 if self.code_features else 0
+        """Width of encoded code: values, and how long it takes over the estimate."""
+        return len(self.code_features) + 1 if self.code_features else 0
 
-    @property
-    def joint_dim(self) -> int:
-        """Width of what the decoder takes beside embedding and device: an encoded pair, and its encoded code."""
-        return self.pair_dim + self.code_dim
-
-    def encode_codes(self, features: NDArray[Any], excess: NDArray[Any]) -> FloatArray:
-        """Code features (n, n_code_features) and the logarithm of their time over the estimate (n,) -> float32 (n, code_dim):
-        rows of 0 where they are NaN, unknown."""
+    def encode_codes(
+        self, features: NDArray[Any], excess: NDArray[Any]
+    ) -> tuple[FloatArray, NDArray[np.bool_]]:
+        """Code features (n, n_code_features) and the logarithm of their time over the estimate (n,) -> float32 (n, code_dim)
+        and bool (n,), whether they are known: rows of 0 where they are NaN, unknown."""
         if self.code is None:
-            return np.zeros((len(features), 0), np.float32)
+            return np.zeros((len(features), 0), np.float32), np.zeros(len(features), bool)
         _check_columns(features, self.code_features, "code")
-        known = ~np.isnan(features).any(axis=1, keepdims=True)
+        known: NDArray[np.bool_] = ~np.isnan(features).any(axis=1)
         values = np.concatenate([self.code.transform(features), np.asarray(excess)[:, None]], axis=1)
-        return np.concatenate([np.where(known, values, 0.0), known], axis=1).astype(np.float32)
+        return np.where(known[:, None], values, 0.0).astype(np.float32), known
 
     def general_devices(self, encoded: NDArray[np.float32]) -> FloatArray:
         """Encoded devices (m, device_dim) with all but :data:`cdmpp.device.GENERAL_DEVICE_FEATURES` missing."""

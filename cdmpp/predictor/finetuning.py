@@ -13,6 +13,7 @@ too narrow, as no task is spared to calibrate on.
 from __future__ import annotations
 
 import logging
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,19 +27,26 @@ from cdmpp.dataset.devices import unite_devices
 from cdmpp.dataset.split_makers import ordered
 from cdmpp.errors import PredictorError, SplitError
 from cdmpp.predictor.config import Config, TrainConfig, dump_config
-from cdmpp.predictor.data import TrainingData, gather, subset
-from cdmpp.predictor.encoding import FeatureEncoder
-from cdmpp.predictor.new_device import device_factor, extend_encoder, starting_weights, twins_of
+from cdmpp.predictor.data import TrainingData, gather, split_data, subset
+from cdmpp.predictor.elsewhere import DeviceScaling, fit_scaling
+from cdmpp.predictor.encoding import FeatureEncoder, signed_log1p
 from cdmpp.predictor.predictor import Predictor
-from cdmpp.predictor.run import HISTORY_FILE, Fitted, encode, prepare, recorded, training_summary
-from cdmpp.predictor.scaling import DeviceScaling, fit_scaling
 from cdmpp.predictor.selection import TaskSelection, select_tasks, write_task_file
-from cdmpp.predictor.splitting import split_data
-from cdmpp.predictor.uncertainty import calibrated
+from cdmpp.predictor.training import (
+    HISTORY_FILE,
+    Fitted,
+    calibrated,
+    encode,
+    prepare,
+    recorded,
+    training_summary,
+)
 
 if TYPE_CHECKING:
+    import torch
+
     from cdmpp.dataset import DatasetView, Split
-    from cdmpp.predictor.arrays import LabelledArrays
+    from cdmpp.predictor.batching import LabelledArrays
     from cdmpp.predictor.checkpoint import TrainerState
     from cdmpp.predictor.trainer import ProgressCallback
 
@@ -48,6 +56,12 @@ TASK_FILE = "tasks.json"
 
 #: Part of the chosen tasks' programs that training stops by.
 HELD_OUT_PROGRAMS = 0.2
+
+#: A device's factor is shrunk as if so many tasks more had shown none: few, as tasks of a device differ less than devices.
+_TASKS_WITHOUT_FACTOR = 0.5
+
+#: Two encoded device features closer than this are equal.
+_SAME = 1e-5
 
 #: Few records make few batches: they are gone through again until an epoch has so many.
 _BATCHES_PER_EPOCH = 20
@@ -370,7 +384,7 @@ class _Finetuning:
         The tuned predictor's own error stays the base's: programs held out of the chosen tasks say too little of others.
         """
         before = self._base.scaling or DeviceScaling()
-        shown = fit_scaling(tuned, self._data, used.valid, learned=np.flatnonzero(self._shots))
+        shown = fit_scaling(tuned.predict_rows, self._data, used.valid, learned=np.flatnonzero(self._shots))
         return replace(before, pairs={**before.pairs, **shown.pairs})
 
     def _rows(self, encoder: FeatureEncoder) -> _Rows:
@@ -384,12 +398,12 @@ class _Finetuning:
         number = max(1, round(HELD_OUT_PROGRAMS * len(programs)))
         stop = ordered(programs, self._selection.seed, "finetune")[:number]
         held = labels["program"].isin(stop).to_numpy()
-        twins = twins_of(self._base, encoder, self._data, device)
-        if twins:
+        seen_as_it = devices_seen_as(self._base, encoder, self._data, device)
+        if seen_as_it:
             logger.warning(
-                "not replayed, as the network cannot tell them from %s: %s", device, ", ".join(twins)
+                "not replayed, as the network cannot tell them from %s: %s", device, ", ".join(seen_as_it)
             )
-        replayed = ~self._on_device & ~held & ~labels["device"].isin(twins).to_numpy()
+        replayed = ~self._on_device & ~held & ~labels["device"].isin(seen_as_it).to_numpy()
         trained = self._base.training.get("tasks")
         if trained is not None:
             replayed &= labels["task"].isin(list(trained)).to_numpy()
@@ -412,6 +426,81 @@ class _Finetuning:
             "before": {name: value for name, value in before.items() if name not in ("tasks", "networks")},
         }
         return summary
+
+
+def device_factor(
+    base: Predictor, data: TrainingData, device: str, rows: NDArray[np.int64]
+) -> dict[str, float]:
+    """By how much a device that is new to a predictor is slower than it expects: the median over the tasks of these rows of
+    the label table of the median of their programs, shrunk for few tasks; ``{device: factor}``.
+
+    Empty for a device it knows, and for a GPU that it predicts from what GPUs share: the network starts from another
+    prediction, that of all that is known of it.
+    """
+    if device in base.devices or base.uses_general_features_only(data.devices[device]):
+        return {}
+    table = data.labels.iloc[rows]
+    logs = np.log(table["latency_s"].to_numpy(dtype=np.float64) / base.predict_rows(data, rows))
+    medians = [float(np.median(logs[at])) for at in table.groupby("task", observed=True).indices.values()]
+    shrunk = len(medians) / (len(medians) + _TASKS_WITHOUT_FACTOR)
+    return {device: math.exp(shrunk * float(np.median(medians)))}
+
+
+def devices_seen_as(base: Predictor, encoder: FeatureEncoder, data: TrainingData, device: str) -> list[str]:
+    """Other devices that the network sees as this one: their labels would contradict its."""
+    vectors = data.device_vectors()
+    others = [name for name in sorted(vectors) if name != device]
+    if base.network.config.device == "none":
+        return others
+    encoded = encoder.encode_devices(np.stack([vectors[name] for name in [device, *others]]))
+    same = np.abs(encoded[1:] - encoded[0]).max(axis=1, initial=0.0) < _SAME
+    return [name for name, is_same in zip(others, same, strict=True) if is_same]
+
+
+def extend_encoder(
+    encoder: FeatureEncoder, known: Sequence[NDArray[np.float64]], vector: NDArray[np.float64]
+) -> tuple[FeatureEncoder, NDArray[np.int64]]:
+    """Make device features that were constant in training, and so are hidden, tell a new device from the known.
+
+    Known devices are encoded as before, and so are all features that varied. Where a feature did not vary and has
+    another value on the new device, that is encoded as 1 or -1.
+
+    Parameters
+    ----------
+    known
+        Raw features of the training devices.
+    vector
+        Raw features of the new device, float64 (device_features,).
+
+    Returns
+    -------
+    The encoder, and the columns of an encoded device that were 0 in training and are not on the new device.
+    """
+    scaler = encoder.device
+    logs = signed_log1p(vector)
+    seen = signed_log1p(np.stack(known))
+    # a feature that no known device has stands at 0 for them, whatever the mean
+    unknown = np.isnan(seen).all(0)
+    mean = np.where(unknown, logs - 1.0, scaler.mean)
+    distance = np.abs(logs - mean)
+    fresh = ~scaler.active & ~np.isnan(logs) & (distance > _SAME)
+    newly_missing = np.isnan(logs) & ~np.isnan(seen).any(0)
+    device = replace(
+        scaler,
+        mean=np.where(fresh, mean, scaler.mean),
+        std=np.where(fresh, distance, scaler.std),
+        active=scaler.active | fresh,
+    )
+    return replace(encoder, device=device), np.flatnonzero(np.concatenate([fresh, newly_missing]))
+
+
+def starting_weights(base: Predictor, fresh: NDArray[np.int64]) -> dict[str, torch.Tensor]:
+    """The predictor's weights; those that device features met which were always 0 are still random: they become 0."""
+    weights = {name: value.detach().clone() for name, value in base.network.state_dict().items()}
+    if base.network.config.device != "none":
+        weights["device_projection.0.weight"][:, fresh] = 0.0
+        weights["decoder.0.weight"][:, base.network.config.embedding_dim + fresh] = 0.0
+    return weights
 
 
 def mixed_batches(

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.predictor.program_view import ProgramView
-from cdmpp.predictor.roofline import SLOW_GATHER, estimate_s
+from cdmpp.predictor.roofline import SLOW_GATHER, ProgramView, estimate_s
 from cdmpp.program.codegen import CODEGEN_FEATURES, KINDS
 
 if TYPE_CHECKING:

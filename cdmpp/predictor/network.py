@@ -9,17 +9,66 @@ import itertools
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
-from cdmpp.predictor.batching import PackedPrograms, PaddedBatch, inference_batches
+from cdmpp.errors import PredictorError
+from cdmpp.predictor.batching import Context, LabelledArrays, PaddedBatch, PairArrays, inference_batches
 from cdmpp.predictor.config import ModelConfig
-from cdmpp.predictor.positional import positional_encoding
 from cdmpp.program.codegen import STATIC_FEATURES
 
 #: The table of positional encodings grows in steps of this many positions.
 _POSITION_STEP = 256
 #: Where bins begin that no value fills (encoded values are clipped far below).
 _NEVER = 1e6
+#: Encodings that :func:`positional_encoding` knows.
+VARIANTS: tuple[str, ...] = ("standard", "paper")
+
+_BASE = 10000.0
+
+
+def positional_encoding(positions: ArrayLike, dim: int, variant: str = "standard") -> NDArray[np.float32]:
+    """Encode pre-order positions.
+
+    Column ``k`` is ``sin(pos * f_k)`` for even ``k`` and ``cos(pos * f_k)`` for odd ``k``, with the frequencies
+
+    * ``standard``: ``f_k = 10000 ** (-2 * (k // 2) / dim)``. A sine and a cosine share a frequency, as in *Attention
+      is all you need*: the encoding of ``pos + n`` is a rotation of that of ``pos``.
+    * ``paper``: ``f_k = 10000 ** (-2 * k / dim)``, CDMPP's formula with ``k`` counting columns. Frequencies fall
+      twice as fast, to 1e-8, and no two columns share one.
+
+    Parameters
+    ----------
+    positions
+        Non-negative integers of any shape.
+    dim
+        Columns; at least 1, may be odd.
+    variant
+        One of :data:`VARIANTS`.
+
+    Returns
+    -------
+    encoding
+        float32, ``positions.shape + (dim,)``, values in [-1, 1].
+
+    Raises
+    ------
+    PredictorError
+        Unknown variant, no columns or a negative position.
+    """
+    if variant not in VARIANTS:
+        raise PredictorError(
+            f"unknown positional encoding {variant!r}: expected one of {', '.join(VARIANTS)}"
+        )
+    if dim < 1:
+        raise PredictorError(f"a positional encoding needs at least one column, got {dim}")
+    pos = np.asarray(positions, dtype=np.float64)
+    if pos.size and pos.min() < 0:
+        raise PredictorError(f"positions must not be negative, got {pos.min():g}")
+    column = np.arange(dim)
+    exponent = 2.0 * (column // 2 if variant == "standard" else column) / dim
+    angle = pos[..., None] * _BASE**-exponent
+    return np.where(column % 2 == 0, np.sin(angle), np.cos(angle)).astype(np.float32)
 
 
 class PreOrderEncoding(nn.Module):
@@ -118,8 +167,7 @@ class LatencyNetwork(nn.Module):
     config
         Sizes and variants.
     leaf_dim, device_dim, pair_dim, code_dim
-        Widths of an encoded leaf, an encoded device, an encoded pair of program and device, and encoded instruction
-        counts, whose last column says whether they are known.
+        Widths of an encoded leaf, and of the parts of a :class:`~cdmpp.predictor.batching.Context`.
     """
 
     def __init__(
@@ -129,7 +177,6 @@ class LatencyNetwork(nn.Module):
         self.config = config
         dim = config.dim
         self.bins = PiecewiseLinear(leaf_dim, config.bins) if config.bins else None
-        self._device_dim, self._pair_dim = device_dim, pair_dim
         self.pair_bins = PiecewiseLinear(pair_dim, config.bins) if config.bins and pair_dim else None
         self.leaf_projection = nn.Linear(leaf_dim * (1 + config.bins), dim)
         self.position = None if config.positional == "none" else PreOrderEncoding(dim, config.positional)
@@ -152,22 +199,28 @@ class LatencyNetwork(nn.Module):
         self.compiled_decoder: nn.Sequential | None = None
         self.code_bins: PiecewiseLinear | None = None
         if code_dim:
-            self.code_bins = PiecewiseLinear(code_dim, config.bins) if config.bins else None
-            self.compiled_decoder = _decoder(config, decoder_in + code_dim * (1 + config.bins))
+            self.code_bins = PiecewiseLinear(code_dim + 1, config.bins) if config.bins else None
+            self.compiled_decoder = _decoder(config, decoder_in + (code_dim + 1) * (1 + config.bins))
             # how much of what the instructions take over the estimate is the label's
             self.excess = nn.Parameter(torch.ones(()))
         self.codegen = nn.Linear(config.embedding_dim, len(STATIC_FEATURES)) if config.codegen else None
 
-    def forward(self, batch: PaddedBatch, device: torch.Tensor) -> torch.Tensor:
-        """Standardised labels, shape (batch,); ``device`` is float32 (batch, device_dim + pair_dim + code_dim): the encoded
-        device of each program, and after it the encoded pair and instruction counts."""
-        return self.decode(self.embed(batch, device), device)
+    def fit_bins(self, train: LabelledArrays) -> None:
+        """Place the bins of the piecewise-linear encodings, if there are any, for training pairs."""
+        if self.bins is not None:
+            self.bins.fit(train.leaves)
+        if self.pair_bins is not None:
+            self.pair_bins.fit(train.pair)
+        if self.code_bins is not None:
+            self.code_bins.fit(_with_flag(train.code[train.has_code]))
+
+    def forward(self, batch: PaddedBatch, context: Context) -> torch.Tensor:
+        """Standardised labels, shape (batch,)."""
+        return self.decode(self.embed(batch, context.device), context)
 
     def embed(self, batch: PaddedBatch, device: torch.Tensor) -> torch.Tensor:
-        """Bounded embedding of each program on its device, shape (batch, embedding_dim). What describes the pair is not
-        part of it and may be left out of ``device``."""
+        """Bounded embedding of each program on its device, shape (batch, embedding_dim)."""
         config, padding = self.config, batch.padding
-        device = device[:, : self._device_dim]
         leaves = self._project(batch)
         if self.position is not None:
             leaves = leaves + self.position(batch.positions)
@@ -213,44 +266,42 @@ class LatencyNetwork(nn.Module):
         leaves[real] = projected
         return leaves
 
-    def decode(self, embedding: torch.Tensor, device: torch.Tensor) -> torch.Tensor:
-        """Standardised labels, shape (batch,): where instruction counts are known those that are told them."""
-        labels = self.decode_plain(embedding, device)
-        known = self.counted(device)
-        if known.any():
+    def decode(self, embedding: torch.Tensor, context: Context) -> torch.Tensor:
+        """Standardised labels, shape (batch,); uses the code-aware decoder for rows that have instruction counts."""
+        labels = self.decode_plain(embedding, context)
+        if self.compiled_decoder is not None and context.has_code.any():
+            known = context.has_code
             labels = labels.clone()
-            labels[known] = self.decode_compiled(embedding[known], device[known])
+            labels[known] = self.decode_compiled(embedding[known], context.take(known))
         return labels
 
-    def counted(self, device: torch.Tensor) -> torch.Tensor:
-        """Of which programs instruction counts are known, bool (batch,)."""
-        if self.compiled_decoder is None:
-            return torch.zeros(len(device), dtype=torch.bool, device=device.device)
-        return device[:, -1] > 0
-
-    def decode_plain(self, embedding: torch.Tensor, device: torch.Tensor) -> torch.Tensor:
+    def decode_plain(self, embedding: torch.Tensor, context: Context) -> torch.Tensor:
         """Standardised labels without instruction counts, shape (batch,)."""
-        return _decode(self.decoder, embedding, self._known_of_pair(device)).squeeze(-1)
+        return _decode(self.decoder, embedding, self._device_and_pair(context)).squeeze(-1)
 
-    def decode_compiled(self, embedding: torch.Tensor, device: torch.Tensor) -> torch.Tensor:
-        """Standardised labels told the compiled code, shape (batch,), which has to be known: corrections of how long its
+    def decode_compiled(self, embedding: torch.Tensor, context: Context) -> torch.Tensor:
+        """Standardised labels with instruction counts, shape (batch,), which all rows must have: corrections of how long the
         instructions take (:mod:`cdmpp.predictor.instruction_time`)."""
         assert self.compiled_decoder is not None
-        code = device[:, self._device_dim + self._pair_dim :]
-        known = [*self._known_of_pair(device), code]
+        code = _with_flag(context.code)
+        known = [*self._device_and_pair(context), code]
         if self.code_bins is not None:
             known.append(self.code_bins(code))
         labels: torch.Tensor = _decode(self.compiled_decoder, embedding, known).squeeze(-1)
-        return labels + self.excess * code[:, -2]
+        return labels + self.excess * context.code[:, -1]
 
-    def _known_of_pair(self, device: torch.Tensor) -> list[torch.Tensor]:
-        """What the decoders see besides the embedding: device and pair, and the bins of the pair."""
-        pair = device[:, self._device_dim : self._device_dim + self._pair_dim]
-        device = device[:, : self._device_dim]
-        parts = [device, pair] if self.device_projection is not None else [pair]
+    def _device_and_pair(self, context: Context) -> list[torch.Tensor]:
+        """What both decoders see besides the embedding: device and pair, and the bins of the pair."""
+        parts = [context.device] if self.device_projection is not None else []
+        parts.append(context.pair)
         if self.pair_bins is not None:
-            parts.append(self.pair_bins(pair))
+            parts.append(self.pair_bins(context.pair))
         return parts
+
+
+def _with_flag(code: torch.Tensor) -> torch.Tensor:
+    """Known code and a column of 1, which the weights that ship were trained with."""
+    return torch.cat([code, code.new_ones(len(code), 1)], dim=1)
 
 
 def _decode(decoder: nn.Sequential, embedding: torch.Tensor, known: list[torch.Tensor]) -> torch.Tensor:
@@ -275,39 +326,16 @@ def _decoder(config: ModelConfig, width: int) -> nn.Sequential:
     return nn.Sequential(*hidden, nn.Linear(widths[-1], 1))
 
 
-def predict_labels(
-    network: LatencyNetwork,
-    packed: PackedPrograms,
-    programs: np.ndarray,
-    device_rows: torch.Tensor,
-    device_index: np.ndarray,
-    pair: torch.Tensor | None = None,
-    batch_size: int = 1024,
-) -> np.ndarray:
-    """Standardised labels of (program, device) pairs, float64 (n,), in evaluation mode.
-
-    Parameters
-    ----------
-    programs, device_index
-        int (n,): program number and row of ``device_rows`` of each pair.
-    device_rows
-        float32 (devices, device_dim), encoded.
-    pair
-        float32 (n, pair_dim + code_dim), encoded; None for a network that takes none.
-    """
+def predict_labels(network: nn.Module, arrays: PairArrays, batch_size: int = 1024) -> np.ndarray:
+    """Standardised labels of (program, device) pairs, float64 (n,), in evaluation mode."""
     where = next(network.parameters()).device
     training = network.training
     network.eval()
-    labels = np.empty(len(programs), dtype=np.float64)
+    labels = np.empty(len(arrays), dtype=np.float64)
     try:
         with torch.inference_mode():
-            for rows in inference_batches(packed.lengths[programs], batch_size):
-                batch = packed.batch(programs[rows]).to(where)
-                device = device_rows[torch.from_numpy(device_index[rows])]
-                if pair is not None:
-                    device = torch.cat([device, pair[torch.from_numpy(rows)]], dim=1)
-                device = device.to(where)
-                labels[rows] = network(batch, device).double().cpu().numpy()
+            for rows in inference_batches(arrays.packed.lengths[arrays.program], batch_size):
+                labels[rows] = network(*arrays.batch(rows, where)).double().cpu().numpy()
     finally:
         network.train(training)
     return labels

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.predictor.program_view import ProgramView
-from cdmpp.predictor.roofline import estimate_s, peak_flops, power_headroom, roofline_s
+from cdmpp.predictor.roofline import ProgramView, estimate_s, peak_flops, power_headroom, roofline_s
 
 if TYPE_CHECKING:
     from cdmpp.device import Device

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 
+from cdmpp.device import Device, device_features, get_device
 from cdmpp.errors import PredictorError
+from cdmpp.predictor.batching import PackedPrograms, PairArrays
+from cdmpp.predictor.checkpoint import load_fields, save_fields
+from cdmpp.predictor.elsewhere import DeviceScaling, combine
 from cdmpp.predictor.encoding import FeatureEncoder
+from cdmpp.predictor.evidence import NO_EVIDENCE, Evidence, check_one_kind
 from cdmpp.predictor.familiarity import Familiarity
-from cdmpp.predictor.scaling import DeviceScaling, predict_scaled
+from cdmpp.predictor.instruction_time import code_rows
+from cdmpp.predictor.network import LatencyNetwork, predict_labels
+from cdmpp.predictor.pair_features import pair_rows
+from cdmpp.predictor.roofline import estimate_s, references_s
 from cdmpp.predictor.transforms import LabelTransform
 from cdmpp.predictor.uncertainty import Calibration, check_coverage
+from cdmpp.program.ast import CompactAST, compact_asts
 from cdmpp.program.types import Program, Task
 
 if TYPE_CHECKING:
-    from cdmpp.device import Device
-    from cdmpp.predictor.network import LatencyNetwork
-    from cdmpp.program.ast import CompactAST
+    from cdmpp.predictor.data import TrainingData
 
 _DEFAULT_FOLDER = Path(__file__).parent / "weights" / "default"
 
@@ -101,7 +109,7 @@ class Predictor:
             not compile is predicted without.
         measured
             What the programs took on other devices of the same kind (CPU, GPU): a device -> seconds, float or (n,), NaN where
-            unknown. They are scaled and weighed in (:mod:`cdmpp.predictor.scaling`). Not together with ``compiled``.
+            unknown. They are scaled and weighed in (:mod:`cdmpp.predictor.elsewhere`). Not together with ``compiled``.
 
         Returns
         -------
@@ -114,40 +122,63 @@ class Predictor:
         ProgramError
             A program has no computation or cannot be read; ``compiled`` with an AST or a device that is no x86 CPU.
         PredictorError
-            A Program was given without a resolver; ``compiled`` with a predictor that was not trained to be told instructions;
-            ``measured`` on a device of another kind, or what are no
-            latencies (:func:`cdmpp.predictor.scaling.predict_scaled`).
+            A Program was given without a resolver; ``compiled`` with an AST, a device that is no x86 CPU, or a predictor
+            that was not trained to be told instructions; ``measured`` on a device of another kind, or what are no
+            latencies (:func:`cdmpp.predictor.elsewhere.predict_scaled`).
         """
         many = isinstance(programs, list | tuple)
         items = [_resolved(program, resolver) for program in (programs if many else [programs])]
-        if measured is not None:
-            _check_alone(compiled)
-            scaled = predict_scaled(self, _as_asts(items, None), device, measured)
-            return scaled if many else float(scaled[0])
-        counts = self.compiled_counts(items, device) if compiled else None
-        seconds = self.predict_features(_as_asts(items, None), device, counts)
+        evidence = self.evidence(items, device, compiled=compiled, measured=measured)
+        seconds = self.predict_asts(_as_asts(items), device, evidence)
         return seconds if many else float(seconds[0])
 
-    def compiled_counts(self, programs: Sequence[Any], device: str | Device) -> NDArray[np.float32]:
-        """Instructions of PrimFuncs and IRModules compiled for a device's target, float32 (n, len(CODEGEN_FEATURES)),
-        rows of NaN where one does not compile; what ``predict(..., compiled=True)`` tells the network.
+    def evidence(
+        self,
+        programs: Sequence[Any],
+        device: str | Device,
+        *,
+        compiled: bool = False,
+        measured: Mapping[str, ArrayLike] | None = None,
+    ) -> Evidence:
+        """What ``predict(programs, device, compiled=..., measured=...)`` uses besides the ASTs; errors as there."""
+        check_one_kind(compiled, measured is not None)
+        if compiled:
+            from cdmpp.program.codegen.counts import instruction_counts
 
-        Raises
-        ------
-        PredictorError, ProgramError
-            As :meth:`predict` does.
-        """
-        from cdmpp.program.codegen.counts import instruction_counts
+            self.check_takes_code()
+            return Evidence(code=instruction_counts(programs, self.device(device)))
+        if measured is None:
+            return NO_EVIDENCE
+        self.check_scales()
+        if not measured:
+            raise PredictorError(
+                "measured= names no device: expected one at least, with latencies in seconds"
+            )
+        target, elsewhere = self.device(device), []
+        for name, values in measured.items():
+            source = self.device(name)
+            if source.name == target.name:
+                raise PredictorError(
+                    f"{source.name} is the device asked for: what was measured there needs no prediction"
+                )
+            if source.kind != target.kind:
+                raise PredictorError(
+                    f"latencies on a {source.kind} ({source.name}) say too little of a {target.kind} ({target.name})"
+                )
+            elsewhere.append((source, _checked_seconds(values, len(programs), source.name)))
+        return Evidence(elsewhere=elsewhere)
 
-        self.check_told()
-        return instruction_counts(programs, self.device(device))
-
-    def check_told(self) -> None:
-        """PredictorError unless the network was trained to be told a program's instructions."""
+    def check_takes_code(self) -> None:
+        """PredictorError unless the network was trained with instruction counts."""
         if not self.encoder.code_dim:
             raise PredictorError(
                 "this predictor was not trained to be told a program's instructions (model.compiled)"
             )
+
+    def check_scales(self) -> None:
+        """PredictorError unless the predictor can scale latencies measured on other devices."""
+        if self.scaling is None:
+            raise PredictorError("this predictor was not taught to scale measured latencies: train it again")
 
     def predict_interval(
         self,
@@ -182,21 +213,22 @@ class Predictor:
             As :meth:`predict` does.
         """
         check_coverage(coverage)
-        if compiled:
-            self.check_told()
-        calibration = self.calibration_of(compiled, measured is not None)
+        many = isinstance(programs, list | tuple)
+        items = [_resolved(program, resolver) for program in (programs if many else [programs])]
+        evidence = self.evidence(items, device, compiled=compiled, measured=measured)
+        calibration = self.calibration_of(evidence)
         if calibration is None:
             raise PredictorError("this predictor was not calibrated, so it has no intervals: train it again")
         factor = math.exp(calibration.half_width(self.device_name(device), coverage))
-        seconds = self.predict(programs, device, resolver=resolver, compiled=compiled, measured=measured)
-        return seconds / factor, seconds * factor
+        seconds = self.predict_asts(_as_asts(items), device, evidence)
+        low, high = seconds / factor, seconds * factor
+        return (low, high) if many else (float(low[0]), float(high[0]))
 
-    def calibration_of(self, compiled: bool = False, measured: bool = False) -> Calibration | None:
-        """The calibration of a kind of prediction, see :meth:`predict`; None where there is none."""
-        if measured:
-            _check_alone(compiled)
+    def calibration_of(self, evidence: Evidence = NO_EVIDENCE) -> Calibration | None:
+        """The calibration of predictions that use this kind of evidence; None where there is none."""
+        if evidence.elsewhere is not None:
             return self.measured_calibration
-        return self.compiled_calibration if compiled else self.calibration
+        return self.calibration if evidence.code is None else self.compiled_calibration
 
     def unfamiliar(self, programs: Any, device: str | Device, *, resolver: Resolver | None = None) -> Any:
         """Whether programs on a device are far from the training data, so that little speaks for the prediction.
@@ -224,43 +256,82 @@ class Predictor:
                 "this predictor does not know how far its training data reach: train it again"
             )
         many = isinstance(programs, list | tuple)
-        asts = _as_asts(programs if many else [programs], resolver)
+        asts = _as_asts([_resolved(program, resolver) for program in (programs if many else [programs])])
         flags = self.familiarity.unfamiliar(self.encoder, asts, self.device_vector(device))
         return flags if many else bool(flags[0])
 
-    def predict_features(
-        self,
-        asts: Sequence[CompactAST],
-        device: str | Device,
-        counts: NDArray[np.float32] | None = None,
+    def predict_asts(
+        self, asts: Sequence[CompactAST], device: str | Device, evidence: Evidence = NO_EVIDENCE
     ) -> NDArray[np.float64]:
-        """Latencies in seconds of ASTs on one device, float64 (n,); what :meth:`predict` calls."""
-        return self.predict_pairs(asts, [device], np.zeros(len(asts), dtype=np.int64), counts)
+        """Latencies in seconds of ASTs on one device, float64 (n,)."""
+        return self.predict_pairs(asts, [device], np.zeros(len(asts), dtype=np.int64), evidence)
+
+    def predict_rows(
+        self, data: TrainingData, rows: NDArray[np.int64], evidence: Evidence = NO_EVIDENCE
+    ) -> NDArray[np.float64]:
+        """Latencies in seconds of these rows (n,) of a label table, float64 (n,)."""
+        table = data.labels.iloc[rows]
+        names, index = np.unique(table["device"].to_numpy(dtype=str), return_inverse=True)
+        devices = [self._as_in_training(data.devices[name]) for name in names]
+        return self.predict_pairs([data.asts[p] for p in table["program"]], devices, index, evidence)
 
     def predict_pairs(
         self,
         asts: Sequence[CompactAST],
         devices: Sequence[str | Device],
         device_index: NDArray[np.int64],
-        counts: NDArray[np.float32] | None = None,
+        evidence: Evidence = NO_EVIDENCE,
     ) -> NDArray[np.float64]:
-        """Latencies in seconds of ``asts[i]`` on ``devices[device_index[i]]``, float64 (n,).
-
-        ``counts`` are the instructions of the compiled programs, (n, len(CODEGEN_FEATURES)), rows of NaN where they
-        are not known; a predictor that takes none ignores them.
-        """
-        import torch
-
-        from cdmpp.predictor.batching import PackedPrograms
-        from cdmpp.predictor.network import predict_labels
-
+        """Latencies in seconds of ``asts[i]`` on ``devices[device_index[i]]``, float64 (n,), with evidence of these
+        pairs. A predictor that takes no instruction counts ignores them."""
         device_index = np.asarray(device_index)
-        packed = PackedPrograms.pack(asts, self.encoder)
-        encoded = torch.from_numpy(self.encode_devices(devices))
-        pair = torch.from_numpy(self.encode_pairs(asts, devices, device_index, counts))
-        labels = predict_labels(self.network, packed, np.arange(len(asts)), encoded, device_index, pair)
+        labels = predict_labels(self.network, self.encode(asts, devices, device_index, evidence.code))
         factors = np.array([self.device_factor(device) for device in devices])[device_index]
-        return self.transform.inverse(labels, self._references_s(asts, devices, device_index)) * factors
+        seconds = self.transform.inverse(labels, self._references_s(asts, devices, device_index)) * factors
+        if evidence.elsewhere is None:
+            return seconds
+        return self._combined(asts, devices, device_index, seconds, evidence.elsewhere)
+
+    def _combined(
+        self,
+        asts: Sequence[CompactAST],
+        devices: Sequence[str | Device],
+        device_index: NDArray[np.int64],
+        predicted_s: NDArray[np.float64],
+        elsewhere: Sequence[tuple[Device, NDArray[np.float64]]],
+    ) -> NDArray[np.float64]:
+        """Predictions of pairs combined with what was measured elsewhere (:mod:`cdmpp.predictor.elsewhere`)."""
+        self.check_scales()
+        assert self.scaling is not None
+        # one program may be in many pairs: it is predicted once on each device where it was measured
+        number = {id(ast): i for i, ast in enumerate(asts)}
+        program = np.array([number[id(ast)] for ast in asts], dtype=np.int64)
+        sources = []
+        for source, measured_s in elsewhere:
+            used = np.unique(program[~np.isnan(measured_s)])
+            there_s, estimated_s = np.full(len(asts), np.nan), np.full(len(asts), np.nan)
+            if len(used):
+                chosen = [asts[i] for i in used]
+                there_s[used] = self.predict_asts(chosen, self._as_in_training(source))
+                estimated_s[used] = estimate_s(chosen, source)
+            sources.append((source, measured_s, there_s[program], estimated_s[program]))
+        combined = predicted_s.copy()
+        for index, device in enumerate(devices):
+            here = np.flatnonzero(device_index == index)
+            if len(here):
+                target = self.device(device)
+                combined[here] = combine(
+                    self.scaling,
+                    target,
+                    predicted_s[here],
+                    estimate_s([asts[i] for i in here.tolist()], target),
+                    [(source, a[here], b[here], c[here]) for source, a, b, c in sources],
+                )
+        return combined
+
+    def _as_in_training(self, device: Device) -> str | Device:
+        """A device by its name where that means its features of training; a reference latency needs its specification."""
+        return device.name if device.name in self.devices and not self.transform.relative else device
 
     def device_factor(self, device: str | Device) -> float:
         """What the network's latencies on a device are multiplied by."""
@@ -269,36 +340,44 @@ class Predictor:
     def encode_devices(self, devices: Sequence[str | Device]) -> NDArray[np.float32]:
         """Devices as the network takes them, float32 (m, device_dim)."""
         encoded = self.encoder.encode_devices(np.stack([self.device_vector(device) for device in devices]))
-        unseen = [i for i, device in enumerate(devices) if self.told_less(device)]
+        unseen = [i for i, device in enumerate(devices) if self.uses_general_features_only(device)]
         encoded[unseen] = self.encoder.general_devices(encoded[unseen])
         return encoded
 
-    def encode_pairs(
+    def encode(
         self,
         asts: Sequence[CompactAST],
         devices: Sequence[str | Device],
         device_index: NDArray[np.int64],
         counts: NDArray[np.float32] | None = None,
-    ) -> NDArray[np.float32]:
-        """What is known of ``asts[i]`` and ``devices[device_index[i]]`` together, encoded, float32 (n, joint_dim);
-        ``counts`` as of :meth:`predict_pairs`."""
-        from cdmpp.predictor.instruction_time import code_rows
-        from cdmpp.predictor.pair_features import pair_rows
-
-        encoder, known = self.encoder, [self.device(device) for device in devices]
-        encoded = np.zeros((len(asts), encoder.joint_dim), np.float32)
+    ) -> PairArrays:
+        """``asts[i]`` on ``devices[device_index[i]]`` as the network takes them; ``counts`` are instruction counts,
+        (n, len(CODEGEN_FEATURES)), rows of NaN where unknown."""
+        encoder, known, program = (
+            self.encoder,
+            [self.device(device) for device in devices],
+            np.arange(len(asts)),
+        )
+        pair = np.zeros((len(asts), 0), np.float32)
         if encoder.pair_dim:
-            pairs = encoder.encode_pairs(pair_rows(asts, known, np.arange(len(asts)), device_index))
-            unseen = np.array([self.told_less(device) for device in devices])[device_index]
-            pairs[unseen] *= encoder.general_pairs()
-            encoded[:, : encoder.pair_dim] = pairs
+            pair = encoder.encode_pairs(pair_rows(asts, known, program, device_index))
+            unseen = np.array([self.uses_general_features_only(device) for device in devices])[device_index]
+            pair[unseen] *= encoder.general_pairs()
+        code, has_code = np.zeros((len(asts), encoder.code_dim), np.float32), np.zeros(len(asts), bool)
         if encoder.code_dim and counts is not None:
-            codes = code_rows(counts, asts, known, np.arange(len(asts)), device_index)
-            encoded[:, encoder.pair_dim :] = encoder.encode_codes(*codes)
-        return encoded
+            code, has_code = encoder.encode_codes(*code_rows(counts, asts, known, program, device_index))
+        return PairArrays(
+            PackedPrograms.pack(asts, encoder),
+            torch.from_numpy(self.encode_devices(devices)),
+            program,
+            device_index,
+            torch.from_numpy(pair),
+            torch.from_numpy(code),
+            torch.from_numpy(has_code),
+        )
 
-    def told_less(self, device: str | Device) -> bool:
-        """Whether the network was taught to do without the rest of what is known of a GPU it never saw."""
+    def uses_general_features_only(self, device: str | Device) -> bool:
+        """Whether the network is given only the features that carry over to GPUs it was not trained on."""
         if not self.network.config.general_part:
             return False
         return self.device_name(device) not in self.devices and self.device(device).kind == "gpu"
@@ -307,8 +386,6 @@ class Predictor:
         self, asts: Sequence[CompactAST], devices: Sequence[str | Device], device_index: NDArray[np.int64]
     ) -> NDArray[np.float64] | None:
         """What predicted labels are relative to, seconds (n,); None for a predictor of the latency itself."""
-        from cdmpp.predictor.roofline import references_s
-
         if not self.transform.relative:
             return None
         known = [self.device(device) for device in devices]
@@ -322,8 +399,6 @@ class Predictor:
         PredictorError
             It is not the device that had its name in training.
         """
-        from cdmpp.device import get_device
-
         if isinstance(device, str) and device in self.specs:
             return self.specs[device]
         found = get_device(device) if isinstance(device, str) else device
@@ -337,8 +412,6 @@ class Predictor:
 
     def device_vector(self, device: str | Device) -> NDArray[np.float64]:
         """Raw features of a device: as in training where its name was seen, else of its specification."""
-        from cdmpp.device import device_features
-
         if isinstance(device, str) and device in self.devices:
             return self.devices[device]
         return np.asarray(device_features(self.device(device)), dtype=np.float64)
@@ -351,9 +424,7 @@ class Predictor:
 
     def save(self, folder: str | Path) -> None:
         """Write ``predictor.json`` and ``weights.safetensors`` into a folder (made if missing)."""
-        from cdmpp.predictor.predictor_store import save_predictor
-
-        save_predictor(self, Path(folder))
+        save_fields(Path(folder), {field.name: getattr(self, field.name) for field in fields(Predictor)})
 
     @classmethod
     def load(cls, folder: str | Path) -> Predictor:
@@ -366,9 +437,7 @@ class Predictor:
         PredictorError
             Missing, damaged, incomplete or of another version.
         """
-        from cdmpp.predictor.predictor_store import read_predictor
-
-        return read_predictor(Path(folder))
+        return cls(**load_fields(Path(folder)))
 
     @classmethod
     def default(cls) -> Predictor:
@@ -403,13 +472,6 @@ def predict(
     return load_predictor(predictor).predict(programs, device, compiled=compiled, measured=measured)
 
 
-def _check_alone(compiled: bool) -> None:
-    if compiled:
-        raise PredictorError(
-            "a prediction is told the instructions (compiled) or measured latencies, not both"
-        )
-
-
 def load_predictor(predictor: Predictor | str | Path) -> Predictor:
     """A predictor as it is, read from its folder, or the one that ships (``"default"``)."""
     if isinstance(predictor, Predictor):
@@ -417,13 +479,20 @@ def load_predictor(predictor: Predictor | str | Path) -> Predictor:
     return Predictor.default() if predictor == "default" else Predictor.load(predictor)
 
 
-def _as_asts(programs: Sequence[Any], resolver: Resolver | None) -> list[CompactAST]:
-    from cdmpp.program.ast import CompactAST, compact_asts
-
-    items = [_resolved(program, resolver) for program in programs]
+def _as_asts(items: Sequence[Any]) -> list[CompactAST]:
     funcs = [item for item in items if not isinstance(item, CompactAST)]
     fresh = iter(compact_asts(funcs) if funcs else ())
     return [item if isinstance(item, CompactAST) else next(fresh) for item in items]
+
+
+def _checked_seconds(values: ArrayLike, n: int, device: str) -> NDArray[np.float64]:
+    """float64 (n,); PredictorError for what are no latencies."""
+    seconds = np.atleast_1d(np.asarray(values, dtype=np.float64))
+    if seconds.shape != (n,) or (seconds[~np.isnan(seconds)] <= 0).any() or np.isinf(seconds).any():
+        raise PredictorError(
+            f"latencies measured on {device}: expected {n} seconds above 0, NaN where there are none"
+        )
+    return seconds
 
 
 def _resolved(program: Any, resolver: Resolver | None) -> Any:

@@ -20,8 +20,8 @@ import numpy as np
 
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.config import Config, config_from_dict, dump_config
-from cdmpp.predictor.data import TrainingData, gather
-from cdmpp.predictor.splitting import split_data
+from cdmpp.predictor.data import TrainingData, gather, split_data
+from cdmpp.predictor.evidence import Evidence
 
 if TYPE_CHECKING:
     import optuna
@@ -354,12 +354,13 @@ def _predictions(
 ) -> dict[str, NDArray[np.float64]]:
     """Name of an error in a trial's line -> predicted seconds, float64 (n,)."""
     from cdmpp.predictor.baselines import CdmppModel
-    from cdmpp.predictor.scoring import predict_rows
 
     predicted = {"valid_mape": fitted.predict(data, rows)}
     ours = fitted.predictor_ if isinstance(fitted, CdmppModel) else None
     if ours is not None and ours.encoder.code_dim and data.counted(rows).any():
-        predicted["valid_mape_compiled"] = predict_rows(ours, data, rows, compiled=True)
+        predicted["valid_mape_compiled"] = ours.predict_rows(
+            data, rows, Evidence.of_rows(data, rows, compiled=True)
+        )
     return predicted
 
 

@@ -15,12 +15,11 @@ import torch
 from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError
-from cdmpp.predictor.arrays import LabelledArrays, PairArrays
-from cdmpp.predictor.batching import PaddedBatch, training_batches
+from cdmpp.predictor.batching import Context, LabelledArrays, PaddedBatch, PairArrays, training_batches
 from cdmpp.predictor.checkpoint import TrainerState
 from cdmpp.predictor.config import Config
 from cdmpp.predictor.losses import HybridLoss, central_moment_discrepancy, pairwise_ranking
-from cdmpp.predictor.network import LatencyNetwork
+from cdmpp.predictor.network import LatencyNetwork, predict_labels
 from cdmpp.predictor.transforms import LabelTransform
 from cdmpp.program.codegen import STATIC_FEATURES
 
@@ -135,16 +134,11 @@ class Trainer:
         self._sampler = sampler or self._every_pair_once
         self._where = pick_device(config.train.device)
         with seeded(config.train.seed):
-            network = LatencyNetwork(config.model, leaf_dim, device_dim, pair_dim, train.code_dim)
+            network = LatencyNetwork(config.model, leaf_dim, device_dim, pair_dim, train.code.shape[1])
             self.network = network.to(self._where)
-        if self.network.bins is not None and weights is None:
-            self.network.bins.fit(train.leaves)
-            if self.network.pair_bins is not None:
-                self.network.pair_bins.fit(train.pair[:, :pair_dim])
-            if self.network.code_bins is not None:
-                codes = train.pair[:, pair_dim:]
-                self.network.code_bins.fit(codes[codes[:, -1] > 0])
-        if weights is not None:
+        if weights is None:
+            self.network.fit_bins(train)
+        else:
             _load(self.network, weights, "weights to start from do")
         self._optimizer = torch.optim.AdamW(
             self.network.parameters(),
@@ -164,11 +158,6 @@ class Trainer:
         self._group = torch.from_numpy(np.zeros(0, np.int64) if train.group is None else train.group)
         self._average = {k: v.detach().clone() for k, v in self.network.state_dict().items()}
         self._state = TrainerState()
-
-    @property
-    def best_weights(self) -> dict[str, torch.Tensor]:
-        """Weights of the best epoch so far (averaged if averaging is on)."""
-        return self._state.best
 
     def fit(
         self,
@@ -259,7 +248,7 @@ class Trainer:
         return training_batches(lengths, self._config.batch_size, rng)
 
     def _as_unseen(self, size: int) -> NDArray[np.bool_] | None:
-        """Examples of this step of whose devices the network is told what carries over alone; resuming draws the same."""
+        """Examples of this step that are given only the features that carry over to other devices; resuming draws the same."""
         part = self.network.config.general_part
         if not part or self._train.general is None:
             return None
@@ -271,18 +260,18 @@ class Trainer:
         """One update; gives the loss and, of it, the discrepancy before its weight."""
         where, terms = self._where, self._terms
         index = torch.from_numpy(rows)
-        batch, device = self._train.batch(rows, where, self._as_unseen(len(rows)))
+        batch, context = self._train.batch(rows, where, self._as_unseen(len(rows)))
         reference = None if self._log_reference is None else self._log_reference[index].to(where)
         log_latency = self._log_latency[index].to(where)
-        embedding = self.network.embed(batch, device)
+        embedding = self.network.embed(batch, context.device)
         truth = _Truth(self._target[index].to(where), log_latency, reference)
         if terms.rank_weight:
             truth.group = self._group[index].to(where)
-        loss = self._label_loss(self.network.decode_plain(embedding, device), truth)
-        counted = self.network.counted(device)
+        loss = self._label_loss(self.network.decode_plain(embedding, context), truth)
+        counted = context.has_code
         if counted.any():
-            told = self.network.decode_compiled(embedding[counted], device[counted])
-            loss = loss + self._label_loss(told, truth.of(counted))
+            compiled = self.network.decode_compiled(embedding[counted], context.take(counted))
+            loss = loss + self._label_loss(compiled, truth.of(counted))
         if self._codegen is not None and self.network.codegen is not None:
             counts = self._codegen[index].to(where)
             known = ~torch.isnan(counts)
@@ -290,7 +279,8 @@ class Trainer:
             loss = loss + terms.codegen_weight * errors.sum() / known.sum().clamp(min=1)
         cmd = torch.zeros(())
         if terms.cmd_weight:
-            target = self.network.embed(*self._target_batch(len(rows)))
+            programs, there = self._target_batch(len(rows))
+            target = self.network.embed(programs, there.device)
             cmd = central_moment_discrepancy(embedding, target, terms.cmd_moments, *self._bounds)
             loss = loss + terms.cmd_weight * cmd
         for group in self._optimizer.param_groups:
@@ -313,7 +303,7 @@ class Trainer:
             loss = loss + terms.rank_weight * ranking
         return loss
 
-    def _target_batch(self, size: int) -> tuple[PaddedBatch, torch.Tensor]:
+    def _target_batch(self, size: int) -> tuple[PaddedBatch, Context]:
         """Pairs to adapt to, drawn by seed and step alone, so that a resumed run draws the same."""
         assert self._adapt is not None
         rng = np.random.default_rng([self._config.seed, self._state.step, 1])
@@ -331,7 +321,8 @@ class Trainer:
     def _validate(self) -> float:
         current = {k: v.detach().clone() for k, v in self.network.state_dict().items()}
         self.network.load_state_dict(self._average)
-        predicted_s = self._valid.predict(self.network, self._transform)
+        labels = predict_labels(self.network, self._valid.without_code())
+        predicted_s = self._transform.inverse(labels, self._valid.reference_s)
         self.network.load_state_dict(current)
         return float(np.mean(np.abs(predicted_s / self._valid.latency_s - 1)))
 

@@ -30,19 +30,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cdmpp.errors import PredictorError
-
-if TYPE_CHECKING:
-    from cdmpp.dataset import Split
-    from cdmpp.predictor.data import TrainingData
-    from cdmpp.predictor.predictor import Predictor
-    from cdmpp.predictor.scaling import DeviceScaling
 
 #: A device needs so many units for scores of its own: the coverage of one calibration set varies with a standard
 #: deviation of sqrt(0.9 * 0.1 / (units + 2)) around 0.9, 5 points for 30.
@@ -257,58 +251,3 @@ def interval_metrics(
         "width": float(np.median(np.exp(2 * half))),
         "pooled_devices": pooled,
     }
-
-
-def calibrated(
-    predictor: Predictor,
-    data: TrainingData,
-    split: Split,
-    seed: int = 0,
-    scaling: DeviceScaling | None = None,
-) -> Predictor:
-    """The predictor with intervals and familiarity, both from the split it was trained with.
-
-    Intervals are calibrated on the validation part alone, see the module's text, those of predictions that are told
-    the compiled program's instructions on its programs that have counts, and so is the scaling of latencies measured on
-    other devices (:mod:`cdmpp.predictor.scaling`; unless it is given) with its intervals; familiarity
-    (:mod:`cdmpp.predictor.familiarity`) is fitted to the training part, its threshold to the validation part.
-
-    Raises
-    ------
-    PredictorError
-        The split has no training or no validation records.
-    """
-    from cdmpp.predictor.familiarity import Familiarity
-    from cdmpp.predictor.scaling import fit_scaling, predict_rows_scaled
-    from cdmpp.predictor.scoring import predict_rows
-
-    rows = np.asarray(split.valid, dtype=np.int64)
-    if not len(rows) or not len(split.train):
-        raise PredictorError("calibrating needs training and validation records")
-
-    def fit(chosen: NDArray[np.int64], predicted_s: NDArray[np.float64]) -> Calibration:
-        table = data.labels.iloc[chosen]
-        return Calibration.fit(
-            table["latency_s"].to_numpy(dtype=np.float64),
-            predicted_s,
-            table["task"].tolist(),
-            table["device"].tolist(),
-            "record" if split.kind == "within_task" else "task",
-        )
-
-    counted = rows[data.counted(rows)] if predictor.encoder.code_dim else rows[:0]
-    familiarity = Familiarity.fit(
-        predictor.encoder, data, np.asarray(split.train, dtype=np.int64), rows, seed
-    )
-    hidden = np.concatenate([np.asarray(part, dtype=np.int64) for part in (split.test, split.adapt)])
-    predictor = replace(predictor, scaling=scaling or fit_scaling(predictor, data, rows, hidden))
-    scaled_s, told = predict_rows_scaled(predictor, data, rows, hidden)
-    return replace(
-        predictor,
-        calibration=fit(rows, predict_rows(predictor, data, rows)),
-        familiarity=familiarity,
-        compiled_calibration=fit(counted, predict_rows(predictor, data, counted, True))
-        if len(counted)
-        else None,
-        measured_calibration=fit(rows[told], scaled_s[told]) if told.any() else None,
-    )

@@ -91,7 +91,7 @@ def collect_report(
         As :func:`cdmpp.predictor.evaluate` and :func:`cdmpp.predictor.gather` raise them.
     """
     from cdmpp.predictor import Predictor, TrainingData, gather, load_config
-    from cdmpp.predictor.scoring import evaluate_rows, predict_rows, rows_to_score
+    from cdmpp.predictor.evaluation import evaluate_rows, rows_to_score
     from cdmpp.predictor.uncertainty import interval_metrics
 
     run = Path(run)
@@ -106,7 +106,7 @@ def collect_report(
     notes: list[str] = []
     own = _own_split(run, data, notes) if split is None else None
     name, rows = rows_to_score(predictor, data, own or split)
-    predicted_s = predict_rows(predictor, data, rows)
+    predicted_s = predictor.predict_rows(data, rows)
     scores = evaluate_rows(predictor, data, rows, predicted_s, ("device", "network", "family", "task"), name)
     records = _records(data, rows, predicted_s)
     groups, ranking = _groups(data, rows, records, scores)

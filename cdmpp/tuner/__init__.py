@@ -9,26 +9,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cdmpp.tuner.config import TuneConfig
     from cdmpp.tuner.cost_model import CostModel
     from cdmpp.tuner.deployment import import_network
-    from cdmpp.tuner.measure import Measurer, cpu_measurer
+    from cdmpp.tuner.measure import Measurer
     from cdmpp.tuner.metaschedule import builder_and_runner
     from cdmpp.tuner.objective import Objective
-    from cdmpp.tuner.online import Anchors
     from cdmpp.tuner.results import TuneReport
-    from cdmpp.tuner.tuning import TuneConfig, tune, tune_tasks
+    from cdmpp.tuner.tuning import tune, tune_tasks
     from cdmpp.tuner.validity import ValidityModel, train_validity
 
 _HOME = {
-    "Anchors": "cdmpp.tuner.online",
     "CostModel": "cdmpp.tuner.cost_model",
     "Measurer": "cdmpp.tuner.measure",
     "Objective": "cdmpp.tuner.objective",
-    "TuneConfig": "cdmpp.tuner.tuning",
+    "TuneConfig": "cdmpp.tuner.config",
     "TuneReport": "cdmpp.tuner.results",
     "ValidityModel": "cdmpp.tuner.validity",
     "builder_and_runner": "cdmpp.tuner.metaschedule",
-    "cpu_measurer": "cdmpp.tuner.measure",
     "import_network": "cdmpp.tuner.deployment",
     "train_validity": "cdmpp.tuner.validity",
     "tune": "cdmpp.tuner.tuning",
@@ -36,7 +34,6 @@ _HOME = {
 }
 
 __all__ = [
-    "Anchors",
     "CostModel",
     "Measurer",
     "Objective",
@@ -44,7 +41,6 @@ __all__ = [
     "TuneReport",
     "ValidityModel",
     "builder_and_runner",
-    "cpu_measurer",
     "import_network",
     "train_validity",
     "tune",

@@ -7,8 +7,6 @@ change what is predicted.
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.errors import ProgramError
-from cdmpp.program.ast import AstBuilder
-from cdmpp.program.tvm_env import import_tvm, structural_hash
+from cdmpp.program.tvm_env import import_tvm
 from cdmpp.tuner import interrupt
-from cdmpp.tuner.online import Anchors, OnlineModel
+from cdmpp.tuner.candidates import CandidateCache, funcs_of, hashes_of, task_hash
+from cdmpp.tuner.learning import OnlineModel
 from cdmpp.tuner.prior import Encoded, make_prior
 
 import_tvm()
@@ -31,8 +28,9 @@ from tvm.s_tir.meta_schedule.cost_model import PyCostModel  # noqa: E402
 if TYPE_CHECKING:
     from cdmpp.device import Device
     from cdmpp.predictor import Predictor
-
-logger = logging.getLogger(__name__)
+    from cdmpp.program.ast import CompactAST
+    from cdmpp.tuner.config import TuneConfig
+    from cdmpp.tuner.validity import ValidityGuard
 
 FloatArray = NDArray[np.float64]
 
@@ -62,15 +60,13 @@ class CostModel(PyCostModel):
         A predictor, its folder, or ``"default"``; None starts from an analytical estimate.
     device
         The device that is tuned for, a name or a Device, with its share: ``this-cpu@1``.
-    anchors
-        Labelled validation programs on which learning must not add to the predictor's error.
 
     Attributes
     ----------
     model
-        The :class:`~cdmpp.tuner.online.OnlineModel`.
-    asked, computed
-        Predictions asked for, and those that were not in the cache.
+        The :class:`~cdmpp.tuner.learning.OnlineModel`.
+    cache
+        Network outputs of the programs asked for.
 
     Raises
     ------
@@ -80,23 +76,15 @@ class CostModel(PyCostModel):
         No such device.
     """
 
-    def __init__(
-        self,
-        predictor: Predictor | str | Path | None,
-        device: str | Device,
-        *,
-        anchors: Anchors | None = None,
-    ) -> None:
+    def __init__(self, predictor: Predictor | str | Path | None, device: str | Device) -> None:
         super().__init__()
         from cdmpp.device import get_device
         from cdmpp.predictor.predictor import load_predictor
 
         self.device = get_device(device) if isinstance(device, str) else device
         loaded = None if predictor is None else load_predictor(predictor)
-        self.model = OnlineModel(make_prior(loaded, self.device), anchors)
-        self.asked = self.computed = 0
-        self._builders: dict[str, AstBuilder] = {}
-        self._cache: OrderedDict[str, Encoded | None] = OrderedDict()
+        self.model = OnlineModel(make_prior(loaded, self.device))
+        self.cache = CandidateCache(self._encode_asts, _CACHED)
         #: Seconds that have a score of 1, by task; they change with measurements only, so that scores compare.
         self._unit_s: dict[str, float] = {}
 
@@ -114,7 +102,7 @@ class CostModel(PyCostModel):
         """
         interrupt.answer()
         seconds = self.predict_s(context, candidates)
-        task = _task(context)
+        task = task_hash(context)
         finite = seconds[np.isfinite(seconds)]
         if task not in self._unit_s and len(finite):
             self._unit_s[task] = float(finite.min())
@@ -124,18 +112,18 @@ class CostModel(PyCostModel):
         """Learn from measurements; failed ones are remembered."""
         from cdmpp.profiler.statistics import label
 
-        hashes, latencies = _hashes(candidates), []
+        hashes, latencies = hashes_of(candidates), []
         for result in results:
             run_s = [float(s) for s in result.run_secs or ()]
             latencies.append(label(run_s) if run_s and result.error_msg is None else None)
-        self.learn(_task(context), hashes, [c.sch.mod["main"] for c in candidates], latencies)
+        self.learn(task_hash(context), hashes, funcs_of(candidates), latencies)
 
     def save(self, path: str) -> None:
         """Write what was learned into a file."""
         self.model.save(path)
 
     def load(self, path: str) -> None:
-        """Read what was learned; see :meth:`cdmpp.tuner.online.OnlineModel.load` for errors."""
+        """Read what was learned; see :meth:`cdmpp.tuner.learning.OnlineModel.load` for errors."""
         self.model.load(path)
 
     # -- seconds -----------------------------------------------------------------------------------------------
@@ -145,18 +133,18 @@ class CostModel(PyCostModel):
         seconds = np.full(len(candidates), np.inf)
         rows, programs = self._encode(context, candidates)
         if programs is not None:
-            seconds[rows] = self.model.predict(_task(context), programs)
+            seconds[rows] = self.model.predict(task_hash(context), programs)
         return seconds
 
     def interval_s(
         self, context: Any, candidates: Sequence[Any], coverage: float
     ) -> tuple[FloatArray, FloatArray]:
         """Lowest and highest seconds, float64 (n,) each: (inf, inf) for what failed, (0, inf) for what cannot be read."""
-        low = np.array([np.inf if digest in self.model.failed else 0.0 for digest in _hashes(candidates)])
+        low = np.array([np.inf if digest in self.model.failed else 0.0 for digest in hashes_of(candidates)])
         high = np.full(len(candidates), np.inf)
         rows, programs = self._encode(context, candidates)
         if programs is not None:
-            low[rows], high[rows] = self.model.interval(_task(context), programs, coverage)
+            low[rows], high[rows] = self.model.interval(task_hash(context), programs, coverage)
         return low, high
 
     def learn(
@@ -171,7 +159,7 @@ class CostModel(PyCostModel):
         """Take measured programs of a task (its structural hash), None where one failed, and fit unless more follow."""
         self.model.failed.update(h for h, value in zip(hashes, latency_s, strict=True) if value is None)
         known = [(h, f, v) for h, f, v in zip(hashes, funcs, latency_s, strict=True) if v is not None]
-        encoded = self._encode_funcs(task, [h for h, _, _ in known], [f for _, f, _ in known])
+        encoded = self.cache.get(task, [h for h, _, _ in known], [f for _, f, _ in known])
         usable = [(h, e, v) for (h, _, v), e in zip(known, encoded, strict=True) if e is not None]
         if not usable:
             return
@@ -182,49 +170,57 @@ class CostModel(PyCostModel):
         self._unit_s[task] = min(self._unit_s.get(task, np.inf), *values)
 
     def _encode(self, context: Any, candidates: Sequence[Any]) -> tuple[list[int], Encoded | None]:
-        hashes = _hashes(candidates)
-        encoded = self._encode_funcs(_task(context), hashes, [c.sch.mod["main"] for c in candidates])
-        rows = [i for i, e in enumerate(encoded) if e is not None and hashes[i] not in self.model.failed]
-        return rows, Encoded.stack([e for e in (encoded[i] for i in rows) if e is not None]) if rows else None
+        """Numbers of the candidates that can be read and have not failed, and their network outputs."""
+        hashes = hashes_of(candidates)
+        outputs = self.cache.get(task_hash(context), hashes, funcs_of(candidates))
+        known = {
+            i: found
+            for i, (digest, found) in enumerate(zip(hashes, outputs, strict=True))
+            if found is not None and digest not in self.model.failed
+        }
+        return list(known), Encoded.stack(list(known.values())) if known else None
 
-    def _encode_funcs(self, task: str, hashes: Sequence[str], funcs: Sequence[Any]) -> list[Encoded | None]:
-        """Network outputs, from the cache where they are there; None for what cannot be read."""
-        missing = {h: f for h, f in zip(hashes, funcs, strict=True) if h not in self._cache}
-        self.asked += len(hashes)
-        self.computed += len(missing)
-        found = dict(zip(missing, self._compute(task, list(missing.values())), strict=True))
-        for digest in hashes:
-            if digest in self._cache:
-                self._cache.move_to_end(digest)
-                found[digest] = self._cache[digest]
-        self._cache.update((h, found[h]) for h in missing)
-        while len(self._cache) > _CACHED:
-            self._cache.popitem(last=False)
-        return [found[h] for h in hashes]
-
-    def _compute(self, task: str, funcs: list[Any]) -> list[Encoded | None]:
-        if not funcs:
-            return []
-        builder = self._builders.setdefault(task, AstBuilder())
-        try:
-            asts = builder.build(funcs)
-        except ProgramError:
-            # One of them; find out which. This happens to few programs of few tasks.
-            return [self._compute_one(builder, func) for func in funcs]
+    def _encode_asts(self, asts: Sequence[CompactAST]) -> list[Encoded]:
         programs = self.model.prior.encode(asts)
         return [programs.take([i]) for i in range(len(asts))]
 
-    def _compute_one(self, builder: AstBuilder, func: Any) -> Encoded | None:
-        try:
-            return self.model.prior.encode(builder.build([func]))
-        except ProgramError as err:
-            logger.debug("no prediction for a candidate: %s", err)
-            return None
+
+@derived_object
+class GuardedModel(PyCostModel):
+    """A cost model whose scores count validity; who measures tells the model itself what was learned."""
+
+    def __init__(self, cost_model: Any, guard: ValidityGuard) -> None:
+        super().__init__()
+        self._cost_model, self._guard = cost_model, guard
+
+    def predict(self, context: Any, candidates: Sequence[Any]) -> FloatArray:
+        """Scores, float64 (n,)."""
+        scores = np.asarray(self._cost_model.predict(context, candidates), dtype=np.float64)
+        return self._guard.scores(context, candidates, scores)
+
+    def update(self, context: Any, candidates: Sequence[Any], results: Sequence[Any]) -> None:
+        """Let the model learn."""
+        self._cost_model.update(context, candidates, results)
+
+    def save(self, path: str) -> None:
+        """Write the model."""
+        self._cost_model.save(path)
+
+    def load(self, path: str) -> None:
+        """Read the model."""
+        self._cost_model.load(path)
 
 
-def _task(context: Any) -> str:
-    return structural_hash(context.mod["main"])
+def make_cost_model(config: TuneConfig, device: Device) -> Any:
+    """The cost model that a configuration names."""
+    from tvm.s_tir.meta_schedule import cost_model
 
-
-def _hashes(candidates: Sequence[Any]) -> list[str]:
-    return [structural_hash(candidate.sch.mod["main"]) for candidate in candidates]
+    if config.cost_model == "cdmpp":
+        return CostModel(config.predictor, device)
+    if config.cost_model == "xgb":
+        return cost_model.XGBModel(
+            extractor="per-store-feature",
+            config=cost_model.xgb_model.XGBConfig(seed=config.seed),
+            verbose_eval=False,
+        )
+    return cost_model.RandomModel(seed=config.seed)

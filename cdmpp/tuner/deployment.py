@@ -2,6 +2,20 @@
 
 Both modules differ in the schedules of the tasks alone. Without them LLVM compiles the loops as the operators define
 them, which is what TVM does on a CPU by default.
+
+Samples are taken by the rule of :mod:`cdmpp.profiler.cpu`: one is *quiet* if the core was undisturbed right before and
+right after it and the thread was not preempted. On a rented machine disturbances leave gaps of ten to a hundred
+milliseconds, into which a short run fits. A longer one does not, but each of the functions that it calls may (what comes and
+goes within a long call is not seen). So there are two figures of every network:
+
+* **runs**: whole runs as they are served, samples of one run each (of several where one takes under
+  ``SamplingPlan.min_sample_s``). Only runs of up to 30 ms can be quiet.
+* **calls**: the Relax VM's instrument tells when a function begins and ends, in the network as it runs. The shortest call
+  of the VM's own functions, which is the cost of looking, is taken off each. What the VM does between the calls, about a
+  microsecond a function, is not counted; the caches may be colder after a wait.
+
+Each is the mean of the faster half of the quiet samples, or of all samples where there is no quiet one. The label is that of
+the runs where enough of them were quiet, else the sum of the calls.
 """
 
 from __future__ import annotations
@@ -11,19 +25,21 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from cdmpp.errors import ProgramError, TunerError
-from cdmpp.profiler.machine import make_work_folder
-from cdmpp.profiler.statistics import SamplingPlan
-from cdmpp.program.fusion import FusedNetwork, fuse
+from cdmpp.profiler import machine
+from cdmpp.profiler.sentinel import Sentinel
+from cdmpp.profiler.statistics import SamplingPlan, label, split_half_difference
+from cdmpp.program.fusion import PREPARE_WEIGHTS, FusedNetwork, fuse
 from cdmpp.program.tasks import normalise, task_from_prim_func
 from cdmpp.program.tvm_env import import_tvm, quiet
 
@@ -31,7 +47,6 @@ if TYPE_CHECKING:
     from cdmpp.device import Device
     from cdmpp.program.network import Network
     from cdmpp.program.types import Task
-    from cdmpp.tuner.network_runner import VariantLatency
 
 logger = logging.getLogger(__name__)
 
@@ -39,60 +54,98 @@ logger = logging.getLogger(__name__)
 PLAN = SamplingPlan(min_sample_s=0.002, min_samples=8, max_samples=32, max_measure_s=15.0, max_wait_s=15.0)
 #: Compiling and running a network may take so long.
 _TIMEOUT_S = 1800.0
-#: Real-time priority of the thread that looks at the core, above that of the thread that runs the network (10).
-_WATCH_PRIORITY = 11
 #: Spent on finding out how fast an undisturbed core is: disturbances last up to half a second.
 _SETTLE_S = 2.0
 #: Outputs of both modules may differ by so much, relative to the largest value: sums are taken in another order.
 _SAME_OUTPUT = 1e-2
+#: Longer runs are not looked at as a whole.
+_SHORT_RUN_S = 0.03
+#: Functions without enough quiet samples may make so much of the sum.
+_OPEN = 0.01
+#: How the VM's own functions are called; all others are the network's.
+_OWN = "vm.builtin."
 
 
 @dataclass(frozen=True)
-class NetworkLatency:
-    """Latency of a network's variants, run in turn; what counts is said in :mod:`cdmpp.tuner.network_runner`.
+class CallLatency:
+    """One call of a function by a network.
+
+    Attributes
+    ----------
+    name
+        Of the function, as in the fused module.
+    disturbed
+        Part of the samples behind the latency that was disturbed: 0 or 1.
+    samples, quiet_samples
+        Taken, and quiet.
+    """
+
+    name: str
+    latency_s: float
+    disturbed: float
+    samples: int
+    quiet_samples: int
+
+
+@dataclass(frozen=True)
+class VariantLatency:
+    """What was measured of one compiled network.
 
     Attributes
     ----------
     latency_s
-        Name of a variant -> its label in seconds: of the whole runs on an undisturbed core where there were
-        enough, else the sum over the functions it calls, each timed on an undisturbed core.
+        The label, seconds, from what `method` says.
+    method
+        ``runs`` (the quiet whole runs) or ``calls`` (the sum of `calls`).
     noise
-        Name -> relative split-half difference of the label; None where there are too few samples.
+        Relative split-half difference of the label; None where there are too few samples.
     disturbed
-        Name -> part of the label's time during which somebody else used the core, 0 to 1.
-    variants
-        Name -> both figures, with a line for each call.
-    output_difference
-        Largest difference between outputs of the variants, relative to the largest output.
+        Part of the label's time that is from disturbed samples, 0 to 1.
+    plain_s
+        Label of all whole runs, disturbed or not.
+    calls_s
+        Sum of `calls`; None where the calls could not be told apart.
+    runs, quiet_runs
+        Samples of whole runs, and quiet ones.
+    calls
+        In the order of execution.
     """
 
-    latency_s: Mapping[str, float]
-    noise: Mapping[str, float | None]
-    disturbed: Mapping[str, float]
-    variants: Mapping[str, VariantLatency]
-    output_difference: float
-
-
-def network_latency(variants: Mapping[str, VariantLatency], output_difference: float) -> NetworkLatency:
-    """What was measured of all variants, together."""
-    return NetworkLatency(
-        {name: variant.latency_s for name, variant in variants.items()},
-        {name: variant.noise for name, variant in variants.items()},
-        {name: variant.disturbed for name, variant in variants.items()},
-        variants,
-        output_difference,
-    )
+    latency_s: float
+    method: str
+    noise: float | None
+    disturbed: float
+    plain_s: float
+    calls_s: float | None
+    runs: int
+    quiet_runs: int
+    calls: tuple[CallLatency, ...]
 
 
 @dataclass(frozen=True)
-class _Request:
-    """What the process that runs networks needs to know."""
+class NetworkLatency:
+    """Latency of a network's variants, by their names.
 
-    modules: dict[str, str]
-    data: str
-    cores: tuple[int, ...]
-    plan: SamplingPlan
-    realtime: bool
+    ``output_difference`` is the largest difference between their outputs, relative to the largest output.
+    """
+
+    variants: Mapping[str, VariantLatency]
+    output_difference: float
+
+    @property
+    def latency_s(self) -> dict[str, float]:
+        """The label of each variant."""
+        return {name: variant.latency_s for name, variant in self.variants.items()}
+
+    @property
+    def noise(self) -> dict[str, float | None]:
+        """Relative split-half difference of each label."""
+        return {name: variant.noise for name, variant in self.variants.items()}
+
+    @property
+    def disturbed(self) -> dict[str, float]:
+        """Part of each label's time that is from disturbed samples."""
+        return {name: variant.disturbed for name, variant in self.variants.items()}
 
 
 def import_network(network: Network) -> FusedNetwork:
@@ -175,21 +228,19 @@ def measure_network(
     tvm = import_tvm()
     target = tvm.target.Target(dict(device.target))
     shm = Path("/dev/shm")
-    folder = make_work_folder(shm if shm.is_dir() else Path(tempfile.gettempdir()))
+    folder = machine.make_work_folder(shm if shm.is_dir() else Path(tempfile.gettempdir()))
     try:
         paths = {
             name: str(_compile(module, target, folder / f"{name}.so")) for name, module in modules.items()
         }
         arrays = [*(t.numpy() for t in example_inputs(network)), *(w.numpy() for w in fused.weights)]
         np.savez(folder / "data.npz", *arrays, inputs=np.array(fused.num_inputs))
-        request = _Request(paths, str(folder / "data.npz"), cores, plan, realtime)
-        worker = Worker(_serve, (), "network")
+        worker = Worker(_serve, (paths, str(folder / "data.npz"), cores, plan, realtime), "network")
         try:
-            worker.submit(request, request, _TIMEOUT_S)
             if not worker.connection.poll(_TIMEOUT_S):
                 raise TunerError(f"running {network.name} took over {_TIMEOUT_S:g} s")
             answer: NetworkLatency | str = worker.connection.recv()
-        except EOFError as err:
+        except (EOFError, ConnectionResetError) as err:
             raise TunerError(f"running {network.name} failed: {worker.exit_reason()}") from err
         finally:
             worker.kill()
@@ -227,41 +278,288 @@ def _link(output: str, objects: Sequence[str], **_: Any) -> None:
 _link.output_format = "so"  # type: ignore[attr-defined]
 
 
-def _serve(connection: Connection) -> None:
-    """Answer one request (runs in its own process)."""
-    from cdmpp.profiler import machine
-
+def _serve(
+    connection: Connection,
+    modules: Mapping[str, str],
+    data: str,
+    cores: tuple[int, ...],
+    plan: SamplingPlan,
+    realtime: bool,
+) -> None:
+    """Run networks and send their latencies, or why there are none (runs in its own process)."""
     machine.die_with_parent()
-    request: _Request = connection.recv()
-    machine.pin(request.cores)
-    os.environ["TVM_NUM_THREADS"] = str(len(request.cores))
+    machine.pin(cores)
+    os.environ["TVM_NUM_THREADS"] = str(len(cores))
     os.environ["TVM_BIND_THREADS"] = "0"
-    if request.realtime:
+    if realtime:
         machine.own_the_core()
     try:
-        connection.send(_run(request))
+        sentinel = Sentinel(_SETTLE_S)
+        networks = {name: Loaded(path, data) for name, path in modules.items()}
+        variants = {name: Sampled(network, sentinel, plan) for name, network in networks.items()}
+        sample_in_turn(list(variants.values()))
+        first, *others = [network.outputs() for network in networks.values()]
+        difference = max((largest_difference(first, other) for other in others), default=0.0)
+        connection.send(NetworkLatency({name: v.result() for name, v in variants.items()}, difference))
     except Exception as err:  # whatever a foreign module or the runtime raises
         connection.send(f"{type(err).__name__}: {err}"[:500])
 
 
-def _run(request: _Request) -> NetworkLatency:
-    from cdmpp.profiler import machine
-    from cdmpp.profiler.sentinel import Sentinel
-    from cdmpp.tuner.network_runner import Loaded, Looks, Sampled, largest_difference, sample_in_turn
+# -- sampling ------------------------------------------------------------------------------------------------------
 
-    looks = Looks(Sentinel(_SETTLE_S), alone=len(request.cores) == 1)
-    networks = {name: Loaded(path, request.data) for name, path in request.modules.items()}
-    if request.realtime:
-        looks.watch(lambda: machine.own_the_core(_WATCH_PRIORITY))
-    else:
-        looks.watch()
-    try:
-        variants = {name: Sampled(network, looks, request.plan) for name, network in networks.items()}
-        sample_in_turn(list(variants.values()))
-    finally:
-        looks.close()
-    outputs = [network.outputs() for network in networks.values()]
-    differences = [largest_difference(outputs[0], other) for other in outputs[1:]]
-    return network_latency(
-        {name: variant.result() for name, variant in variants.items()}, max(differences, default=0.0)
-    )
+
+class Runnable(Protocol):
+    """A compiled network."""
+
+    def run(self) -> None:
+        """One run."""
+
+    def run_instrumented(self, before: Callable[[str], None], after: Callable[[str], None]) -> None:
+        """One run that calls back before and after every function."""
+
+
+@dataclass
+class _Samples:
+    """Seconds of quiet and of disturbed samples."""
+
+    quiet: list[float] = field(default_factory=list)
+    disturbed: list[float] = field(default_factory=list)
+
+    def add(self, seconds: float, is_quiet: bool) -> None:
+        (self.quiet if is_quiet else self.disturbed).append(seconds)
+
+    @property
+    def chosen(self) -> list[float]:
+        """What a label is made of."""
+        return self.quiet or self.disturbed
+
+    def __len__(self) -> int:
+        return len(self.quiet) + len(self.disturbed)
+
+
+class Sampled:
+    """A compiled network with its samples so far.
+
+    Parameters
+    ----------
+    network
+        Runs once, untimed, before the first sample.
+    sentinel
+        Of the core.
+    plan
+        ``max_measure_s + max_wait_s`` is the time for all samples.
+    clock, preemptions
+        Seconds, and how often the thread was taken off its core.
+    """
+
+    def __init__(
+        self,
+        network: Runnable,
+        sentinel: Sentinel,
+        plan: SamplingPlan,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        preemptions: Callable[[], int] = machine.preemptions,
+    ) -> None:
+        self._network, self._sentinel, self._plan = network, sentinel, plan
+        self._clock, self._preemptions = clock, preemptions
+        self.runs = _Samples()
+        self.calls: list[tuple[str, _Samples]] = []
+        #: Whether every run calls the same functions in the same order.
+        self.steady = True
+        self.passes = 0
+        self._own_s = float("inf")
+        self._spent_s = self._waited_s = 0.0
+        started = clock()
+        network.run()
+        self._run_s = clock() - started
+        self._repeats = plan.repeats(self._run_s)
+
+    def _begin(self, patient: bool = True) -> tuple[bool, int, float]:
+        """Wait for an undisturbed core; what :meth:`_end` takes."""
+        left_s = max(0.0, self._plan.max_wait_s - self._waited_s) if patient else 0.0
+        calm, waited_s = self._sentinel.wait(left_s)
+        self._waited_s += waited_s
+        return calm, self._preemptions(), self._clock()
+
+    def _end(self, mark: tuple[bool, int, float]) -> tuple[float, bool]:
+        """Seconds since the mark, and whether nothing disturbed them."""
+        calm, preempted, began = mark
+        seconds = self._clock() - began
+        self._sentinel.measured(seconds)
+        return seconds, calm and self._preemptions() == preempted and self._sentinel.calm()
+
+    def sample_run(self) -> None:
+        """One sample of whole runs."""
+        started, mark = self._clock(), self._begin()
+        for _ in range(self._repeats):
+            self._network.run()
+        seconds, is_quiet = self._end(mark)
+        self.runs.add(seconds / self._repeats, is_quiet and self._run_s <= _SHORT_RUN_S)
+        self._spent_s += self._clock() - started
+
+    def sample_calls(self) -> None:
+        """One run, call by call."""
+        position, depth, own_since = 0, 0, 0.0
+        mark = (False, 0, 0.0)
+
+        def before(name: str) -> None:
+            nonlocal depth, mark, own_since
+            depth += 1
+            if depth > 1:  # calls within calls count once
+                return
+            if name.startswith(_OWN):
+                own_since = self._clock()
+                return
+            if position == len(self.calls):
+                self.calls.append((name, _Samples()))
+            mark = self._begin(patient=not self._settled(self.calls[position][1]))
+
+        def after(name: str) -> None:
+            nonlocal depth, position
+            depth -= 1
+            if depth:
+                return
+            if name.startswith(_OWN):
+                self._own_s = min(self._own_s, self._clock() - own_since)
+                return
+            known, samples = self.calls[position]
+            self.steady &= known == name
+            samples.add(*self._end(mark))
+            position += 1
+
+        started = self._clock()
+        self._network.run_instrumented(before, after)
+        self.steady &= position == len(self.calls)
+        self.passes += 1
+        self._spent_s += self._clock() - started
+
+    def _settled(self, samples: _Samples) -> bool:
+        """Whether there are enough quiet samples for a label."""
+        return len(samples.quiet) >= max(2, self._plan.min_samples // 2)
+
+    @property
+    def wants_runs(self) -> bool:
+        """Whether another sample of whole runs is wanted: two in any case."""
+        if len(self.runs) < 2:
+            return True
+        in_time = self._spent_s < 0.5 * (self._plan.max_measure_s + self._plan.max_wait_s)
+        return self._run_s <= _SHORT_RUN_S and in_time and self._plan.needs_more(self.runs.quiet, 0.0)
+
+    @property
+    def wants_calls(self) -> bool:
+        """Whether another run call by call is wanted: two in any case."""
+        if self.passes < 2:
+            return True
+        another_s = self._spent_s / (len(self.runs) + self.passes)
+        if self._spent_s + another_s > self._plan.max_measure_s + self._plan.max_wait_s:
+            return False
+        if not self.calls or not self.steady or self.passes >= 2 * self._plan.max_samples:
+            return False
+        times = [call.latency_s for call in self._call_latencies()]
+        open_s = sum(
+            s for s, (_, samples) in zip(times, self.calls, strict=True) if not self._settled(samples)
+        )
+        noise = self._calls_noise()
+        return open_s > _OPEN * sum(times) or noise is None or noise > self._plan.target_noise
+
+    def _call_latencies(self) -> tuple[CallLatency, ...]:
+        cost_s = self._own_s if self._own_s < float("inf") else 0.0
+        return tuple(
+            CallLatency(
+                name,
+                max(0.0, label(samples.chosen) - cost_s),
+                float(not samples.quiet),
+                len(samples),
+                len(samples.quiet),
+            )
+            for name, samples in self.calls
+        )
+
+    def _calls_noise(self) -> float | None:
+        """Relative difference of the sums of the odd and of the even samples; None without two of any."""
+        several = [samples.quiet for _, samples in self.calls if len(samples.quiet) > 1]
+        odd, even = (sum(label(values[i::2]) for values in several) for i in (0, 1))
+        return abs(odd - even) / ((odd + even) / 2) if several else None
+
+    def result(self) -> VariantLatency:
+        """The label and what it is made of."""
+        calls = self._call_latencies() if self.steady else ()
+        calls_s = sum(call.latency_s for call in calls) if calls else None
+        plain_s = label([*self.runs.quiet, *self.runs.disturbed])
+        counts = (plain_s, calls_s, len(self.runs), len(self.runs.quiet), calls)
+        if not self._settled(self.runs) and calls_s:
+            disturbed = sum(call.latency_s * call.disturbed for call in calls) / calls_s
+            return VariantLatency(calls_s, "calls", self._calls_noise(), disturbed, *counts)
+        chosen = self.runs.chosen
+        noise = split_half_difference(chosen)
+        return VariantLatency(label(chosen), "runs", noise, float(not self.runs.quiet), *counts)
+
+
+def sample_in_turn(variants: Sequence[Sampled]) -> None:
+    """Sample all variants, in turn (A B A B ...), so that a slow disturbance hits all of them."""
+    while todo := [variant for variant in variants if variant.wants_runs]:
+        for variant in todo:
+            variant.sample_run()
+    while todo := [variant for variant in variants if variant.wants_calls]:
+        for variant in todo:
+            variant.sample_calls()
+
+
+class Loaded:
+    """A compiled network with its inputs and prepared weights."""
+
+    def __init__(self, path: str, data: str) -> None:
+        import tvm
+        from tvm import relax
+
+        vm = relax.VirtualMachine(tvm.runtime.load_module(path), tvm.cpu())
+        with np.load(data) as stored:
+            number = len(stored.files) - 1
+            tensors = [tvm.runtime.tensor(stored[f"arr_{i}"]) for i in range(number)]
+            inputs = int(stored["inputs"])
+        weights = tensors[inputs:]
+        prepared = list(vm[PREPARE_WEIGHTS](tuple(weights))) if weights else []
+        self._vm, self._main = vm, vm["main"]
+        self._args = [*tensors[:inputs], *prepared]
+        self._main(*self._args)
+
+    def run(self) -> None:
+        """One run."""
+        self._main(*self._args)
+
+    def run_instrumented(self, before: Callable[[str], None], after: Callable[[str], None]) -> None:
+        """One run that calls back before and after every function, also the VM's own."""
+        from tvm.relax import VMInstrumentReturnKind
+
+        def hook(_function: Any, name: str, is_before: bool, *_: Any) -> int:
+            (before if is_before else after)(name)
+            return int(VMInstrumentReturnKind.NO_OP)
+
+        self._vm.set_instrument(hook)
+        try:
+            self._main(*self._args)
+        finally:
+            self._vm.set_instrument(None)
+
+    def outputs(self) -> list[np.ndarray]:
+        """All output tensors."""
+        result = self._main(*self._args)
+        flat = [result] if hasattr(result, "numpy") else list(result)
+        return [item.numpy() for item in flat if hasattr(item, "numpy")]
+
+
+def largest_difference(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> float:
+    """Largest difference of floating-point outputs, relative to the largest finite value."""
+    worst = 0.0
+    for a, b in zip(first, second, strict=True):
+        if np.asarray(a).dtype.kind != "f":
+            continue
+        x, y = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+        both = np.isfinite(x) & np.isfinite(y)
+        scale = float(np.abs(x[both]).max(initial=0.0))
+        if scale > 0:
+            worst = max(worst, float(np.abs(x[both] - y[both]).max()) / scale)
+        if (np.isfinite(x) != np.isfinite(y)).any():
+            worst = float("inf")
+    return worst

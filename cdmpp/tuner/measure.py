@@ -1,26 +1,26 @@
-"""The profiler as MetaSchedule's builder and runner, and as a service that measures while a search goes on.
+"""What measures in a tuning: the profiler on a device of this machine, in the background, and the energy that it takes.
 
-A thread feeds the engine's builders and measuring processes and hears what they say; whoever submits programs gets
-futures. So the search of one task's next programs overlaps with the building and measuring of another's.
+A thread feeds the engine's builders and measuring processes and takes their outcomes; submitting a program gives a future.
+So the search of one task's next programs overlaps with the building and measuring of another's.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
-from cdmpp.errors import TunerError
+from cdmpp.errors import ProfilerError, TunerError
 
 if TYPE_CHECKING:
-    from cdmpp.profiler.cpu import CpuConfig
+    from cdmpp.device import Device
     from cdmpp.profiler.engine import BuildJob, Outcome
-
-#: How to measure on CPUs, what to compile for, and the cores of each measuring process.
-CpuSpec: TypeAlias = "tuple[CpuConfig, Mapping[str, Any], Sequence[tuple[int, ...]]]"
+    from cdmpp.tuner.config import TuneConfig
 
 logger = logging.getLogger(__name__)
 
@@ -80,37 +80,22 @@ class Measurer:
         self._engine.__exit__(_Aborted if aborted else kind, value, trace)
 
     def submit(self, jobs: Sequence[BuildJob]) -> list[Future[Outcome]]:
-        """Have programs measured; a future each. A program that is under way already is not measured twice.
+        """Have programs measured; a future each, with the engine's error where it has failed.
 
-        Raises
-        ------
-        TunerError
-            The engine has failed.
+        A program that is under way already is not measured twice.
         """
         futures = []
         for job in jobs:
             with self._lock:
-                if self._broken is not None:
-                    raise TunerError(f"measuring has stopped: {self._broken}") from self._broken
-                known = self._futures.get(job.program.hash)
-                if known is None:
-                    self._waiting[job.program.hash] = job
-                future = known or Future()
-                self._futures[job.program.hash] = future
+                future = self._futures.get(job.program.hash)
+                if future is None:
+                    future = Future()
+                    if self._broken is not None:
+                        future.set_exception(self._broken)
+                    else:
+                        self._waiting[job.program.hash], self._futures[job.program.hash] = job, future
             futures.append(future)
         return futures
-
-    def give_back(self, most: int) -> list[BuildJob]:
-        """Take back programs that nothing was done for yet, the last ones, for others to measure.
-
-        Their futures are cancelled.
-        """
-        with self._lock:
-            given = [self._waiting.popitem()[1] for _ in range(min(most, len(self._waiting)))]
-            futures = [self._futures.pop(job.program.hash) for job in given]
-        for future in futures:
-            future.cancel()
-        return given
 
     def abort(self) -> None:
         """Give up what is under way; its futures are cancelled."""
@@ -153,16 +138,121 @@ class Measurer:
                 future.set_exception(error)
 
 
-def cpu_engine(spec: CpuSpec, *, overlap: bool = True) -> Engine:
-    """The profiler on cores of this machine."""
-    from cdmpp.profiler import cpu
-
-    return cpu.cpu_engine(*spec, cpu.sentinel_job(), overlap=overlap)
+# -- engines -------------------------------------------------------------------------------------------------------
 
 
-def cpu_measurer(spec: CpuSpec) -> Measurer:
-    """A measurer of programs on this machine's CPU."""
-    return Measurer(cpu_engine(spec))
+def device_of_this_machine(device: str | Device, workers: int = 1, gpu: str | None = None) -> Device:
+    """The device, checked to be here: a CPU share that this process may use `workers` times, a CUDA GPU or a share of it.
+
+    Parameters
+    ----------
+    gpu
+        A class that stands for the GPU, see :class:`~cdmpp.tuner.config.TuneConfig`: what is here does not matter then.
+
+    Raises
+    ------
+    TunerError
+        It is not, or there is no compiler for the GPU.
+    """
+    from cdmpp.device import get_device
+
+    found = get_device(device) if isinstance(device, str) else device
+    if found.kind == "gpu":
+        return _gpu_of_this_machine(found, gpu)
+    if found.kind != "cpu":
+        raise TunerError(
+            f"{found.name} is a {found.kind}: tuning measures on CPUs and CUDA GPUs of this machine"
+        )
+    here = get_device("this-cpu")
+    if found.base != here.base:
+        raise TunerError(f"{found.name} is not this machine, which is {here.name}")
+    if int(found.share) != found.share:
+        raise TunerError(f"{found.name}: the share of a CPU is a whole number of cores")
+    core_groups_of(found, workers)
+    return found
+
+
+def _gpu_of_this_machine(device: Device, gpu: str | None) -> Device:
+    from cdmpp.profiler.gpu.compile import find_compiler
+    from cdmpp.profiler.gpu.limits import cuda_arch
+    from cdmpp.profiler.gpu.measure import check_gpu
+    from cdmpp.profiler.gpu.sampling import is_model
+
+    try:
+        arch = cuda_arch(device)
+        here = device.model if gpu is not None else check_gpu("tuning needs TVM and the GPU on one machine")
+        if not is_model(here, device.model):
+            raise TunerError(f"{device.name} is a gpu that is not here: this machine has a {here}")
+        find_compiler(arch)
+    except ProfilerError as err:
+        raise TunerError(f"{device.name} is a gpu: {err}") from err
+    return device
+
+
+def core_groups_of(device: Device, workers: int) -> tuple[tuple[int, ...], ...]:
+    """Cores of each of several measuring processes of a share."""
+    from cdmpp.profiler.machine import core_groups, usable_cores
+
+    return core_groups(usable_cores(), int(device.share), workers)
+
+
+def make_engine(config: TuneConfig, device: Device, degree: int) -> Engine:
+    """What measures in a tuning on a device of this machine, as many programs at a time as `degree` says.
+
+    On a CPU it builds on as many cores as there are, or as its shards have.
+    """
+    from cdmpp.profiler.machine import usable_cores
+    from cdmpp.profiler.statistics import SamplingPlan
+
+    timeouts: dict[str, Any] = {
+        "build_timeout_s": config.build_timeout_s,
+        "run_timeout_s": config.run_timeout_s,
+    }
+    if device.kind == "gpu":
+        from cdmpp.profiler.gpu.sampling import GPU_PLAN, GpuConfig, gpu_engine
+
+        gpu: dict[str, Any] = {}
+        if config.gpu is not None:
+            gpu = {"gpu": config.gpu, "gpu_arguments": config.gpu_arguments}
+        plan = config.plan or GPU_PLAN
+        return gpu_engine(
+            GpuConfig(degree=degree, builders=config.builders, plan=plan, **timeouts, **gpu), device
+        )
+    return _cpu_engine(
+        device,
+        degree,
+        builders=config.builders
+        or (len(usable_cores()) if config.shards is None else degree * int(device.share)),
+        plan=config.plan or SamplingPlan(),
+        realtime=config.realtime,
+        **timeouts,
+    )
+
+
+def alone_engine(device: str | Device) -> Engine:
+    """What measures one program at a time on a device of this machine, with nothing built meanwhile, for final latencies."""
+    found = device_of_this_machine(device)
+    if found.kind == "gpu":
+        from cdmpp.profiler.gpu.sampling import GpuConfig, gpu_engine
+
+        return gpu_engine(GpuConfig(), found)
+    from cdmpp.profiler.machine import usable_cores
+
+    return _cpu_engine(found, 1, builders=len(usable_cores()), overlap=False)
+
+
+def _cpu_engine(device: Device, degree: int, *, overlap: bool = True, **options: Any) -> Engine:
+    from cdmpp.profiler.cpu import CpuConfig, cpu_engine, sentinel_job
+
+    groups = core_groups_of(device, degree)
+    return cpu_engine(CpuConfig(**options), device.target, groups, sentinel_job(), overlap=overlap)
+
+
+def measure_alone(device: str | Device, jobs: Sequence[BuildJob]) -> dict[str, float]:
+    """Seconds of programs on a device of this machine, with nothing built or measured beside them; failures are left out."""
+    with alone_engine(device) as engine:
+        outcomes = list(engine.run(iter(jobs)))
+    return {o.job.program.hash: o.latency_s for o in outcomes if o.latency_s is not None}
 
 
 def job_of_module(mod: Any) -> BuildJob:
@@ -177,3 +267,71 @@ def job_of_module(mod: Any) -> BuildJob:
     # The scheduled function stands for the task, so that the builder takes it as it is.
     task = Task(digest, "candidate", tvm.ir.save_json(func), {}, 0.0, 0.0)
     return BuildJob(Program(digest, digest, None, "", "search"), task, None)
+
+
+# -- energy --------------------------------------------------------------------------------------------------------
+
+#: Where Linux shows RAPL's counters (AMD's processors too); since 2020 only root may read them.
+POWERCAP = Path("/sys/class/powercap")
+
+
+class EnergyMeter:
+    """Energy that a device took since the meter was made, whoever used it.
+
+    Parameters
+    ----------
+    counters
+        Each gives microjoules, and goes on at 0 after a highest value.
+    """
+
+    def __init__(self, counters: Sequence[tuple[Callable[[], int], int]]) -> None:
+        self._counters = [(read, highest) for read, highest in counters]
+        self._last_uj = [read() for read, _ in counters]
+        self._total_uj = 0
+
+    def joules(self) -> float:
+        """To be asked every few minutes, as counters wrap around. OSError where one cannot be read any more."""
+        for i, (read, highest_uj) in enumerate(self._counters):
+            taken_uj = read() - self._last_uj[i]
+            self._total_uj += taken_uj if taken_uj >= 0 else taken_uj + highest_uj
+            self._last_uj[i] += taken_uj
+        return self._total_uj / 1e6
+
+
+def energy_meter(device: Device, powercap: Path = POWERCAP) -> EnergyMeter | None:
+    """The meter of a device of this machine: RAPL of a processor's packages, NVML of a GPU; None where nothing counts."""
+    try:
+        counters = _nvml_counters() if device.kind == "gpu" else _rapl_counters(powercap)
+        return EnergyMeter(counters) if counters else None
+    except (ImportError, OSError, ValueError) as err:
+        logger.info("energy is not counted: %s", err)
+        return None
+
+
+def _rapl_counters(powercap: Path) -> list[tuple[Callable[[], int], int]]:
+    """Of the packages: other domains are parts of them (cores, memory), or they of others (the whole machine)."""
+
+    def number(path: Path) -> int:
+        return int(path.read_text(encoding="ascii"))
+
+    domains = [
+        d for d in sorted(powercap.glob("intel-rapl:*")) if (d / "name").read_text().startswith("package")
+    ]
+    return [(partial(number, d / "energy_uj"), number(d / "max_energy_range_uj")) for d in domains]
+
+
+def _nvml_counters() -> list[tuple[Callable[[], int], int]]:
+    import pynvml
+
+    def microjoules() -> int:
+        try:
+            return 1000 * int(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+        except pynvml.NVMLError as err:
+            raise OSError(f"NVML: {err}") from err
+
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    except pynvml.NVMLError as err:
+        raise OSError(f"NVML: {err}") from err
+    return [(microjoules, 0)]

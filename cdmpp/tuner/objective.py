@@ -91,7 +91,7 @@ class Costs:
         Seconds of building and measuring that dropped candidates would have cost, had they cost what their task's
         others did on average.
     energy_j
-        Joules that the whole device took meanwhile (:mod:`cdmpp.tuner.energy`); None where it does not tell.
+        Joules that the whole device took meanwhile (:class:`cdmpp.tuner.measure.EnergyMeter`); None where it does not tell.
     """
 
     wall_s: float = 0.0

@@ -1,14 +1,39 @@
-"""What a tuning gives: a line a task, the whole network, what it cost."""
+"""What a tuning gives: a line a task, the whole network, what it cost; as JSON, as a picture, as one HTML page."""
 
 from __future__ import annotations
 
+import base64
+import io
+import json
+import logging
 from dataclasses import asdict, dataclass, field
+from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cdmpp.dataset.record import seconds_text
 from cdmpp.tuner.objective import Costs, Curve
+from cdmpp.tuner.store import writing
 
 if TYPE_CHECKING:
+    from cdmpp.program.types import Task
     from cdmpp.tuner.deployment import NetworkLatency
+    from cdmpp.tuner.scheduler import TaskState
+
+logger = logging.getLogger(__name__)
+
+JSON_FILE = "report.json"
+FIGURE_FILE = "curve.png"
+HTML_FILE = "report.html"
+#: So much of a network's latency may be measured while others used the core before it is said.
+_DISTURBED = 0.05
+
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; font-size: 0.88rem; }
+th, td { padding: 0.18rem 0.6rem; border-bottom: 1px solid #ddd; text-align: right; }
+.text { text-align: left; } img { max-width: 100%; height: auto; }
+"""
 
 
 @dataclass(frozen=True)
@@ -20,7 +45,7 @@ class TaskResult:
     task, name, weight
         Hash and name; how often the network runs it.
     untuned_s, best_s
-        Seconds of the task untuned (:mod:`cdmpp.tuner.untuned`) and of the best schedule; None where none works.
+        Seconds of the task untuned (:mod:`cdmpp.tuner.candidates`) and of the best schedule; None where none works.
     measured, failed, dropped
         Candidates.
     finished
@@ -36,6 +61,12 @@ class TaskResult:
     failed: int
     dropped: int
     finished: str
+
+    @classmethod
+    def of(cls, task: Task, state: TaskState) -> TaskResult:
+        """Of a task by where its tuning ended."""
+        names = ("weight", "untuned_s", "best_s", "measured", "failed", "dropped", "finished")
+        return cls(task.hash, task.name, **{name: getattr(state, name) for name in names})
 
 
 @dataclass(frozen=True)
@@ -88,19 +119,123 @@ class TuneReport:
         return None if not (self.untuned_s and self.tuned_s) else self.untuned_s / self.tuned_s
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """As JSON values: the fields, the points of the curve, and what others script against beside them."""
+        found = asdict(self)
+        network = self.network
+        if network is not None:
+            names = ("latency_s", "noise", "disturbed")
+            found["network"] |= {name: getattr(network, name) for name in names}
+            found["network"] |= {f"{name}_s": seconds for name, seconds in network.latency_s.items()}
         return {
-            **{
-                name: getattr(self, name)
-                for name in ("name", "device", "cost_model", "seed", "stopped", "shards")
-            },
-            "untuned_s": self.untuned_s,
-            "tuned_s": self.tuned_s,
-            "network": None if self.network is None else asdict(self.network),
+            **found,
+            "curve": found["curve"]["points"],
+            "costs": {**found["costs"], "cpu_s": self.costs.cpu_s},
             "speedup": self.speedup,
-            "gain_next_minute": self.gain_next_minute,
-            "costs": {**asdict(self.costs), "cpu_s": self.costs.cpu_s},
-            "tasks": [asdict(task) for task in self.tasks],
-            "curve": [asdict(point) for point in self.curve.points],
-            "learned": self.learned,
+            "wall_s": self.costs.wall_s,
+            "trials": self.costs.trials,
         }
+
+
+def write_report(report: TuneReport, folder: Path) -> None:
+    """Write ``report.json`` and, where matplotlib is installed and there is a curve, ``curve.png`` and ``report.html``."""
+    text = json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n"
+    with writing(folder / JSON_FILE):
+        (folder / JSON_FILE).write_text(text, encoding="utf-8")
+    if not report.curve.points:
+        return
+    try:
+        png = curve_figure(report)
+    except ImportError:
+        logger.warning("no figure: matplotlib is not installed (pip install 'cdmpp[report]')")
+        return
+    with writing(folder / HTML_FILE):
+        (folder / FIGURE_FILE).write_bytes(png)
+        (folder / HTML_FILE).write_text(_html(report, png), encoding="utf-8")
+
+
+def curve_figure(report: TuneReport) -> bytes:
+    """Best latency against trials and against wall time, as the bytes of a PNG."""
+    from matplotlib.figure import Figure
+
+    points = report.curve.points
+    figure = Figure(figsize=(11.0, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    latency_ms = [1e3 * p.latency_s for p in points]
+    best = f"best: {seconds_text(points[-1].latency_s)}"
+    left.step([p.measurements for p in points], latency_ms, where="post", color="#0072B2", label=best)
+    left.set(xlabel="trials measured", ylabel="sum over the tasks in ms", ylim=(0, None))
+    right.step([p.wall_s for p in points], latency_ms, where="post", color="#0072B2")
+    right.set(xlabel="wall time in s")
+    if report.untuned_s is not None:
+        untuned = f"untuned: {seconds_text(report.untuned_s)}"
+        for axes in (left, right):
+            axes.axhline(1e3 * report.untuned_s, color="#777777", linestyle=":", label=untuned)
+    left.legend(frameon=False)
+    for axes in (left, right):
+        axes.grid(color="#eeeeee")
+    buffer = io.BytesIO()
+    # Without a date and a version in it, the same numbers give the same file.
+    figure.savefig(buffer, format="png", dpi=160, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def summary_lines(report: TuneReport) -> list[str]:
+    """What the tuning gave and cost, in sentences."""
+    costs = report.costs
+    lines = [f"Stopped after {report.stopped}."]
+    if report.network is not None:
+        untuned, tuned = (report.network.latency_s[name] for name in ("untuned", "tuned"))
+        lines.append(
+            f"{report.name} on {report.device}: {seconds_text(untuned)} untuned, {seconds_text(tuned)} tuned, "
+            f"{untuned / tuned:.2f} times as fast (the whole network in the Relax VM)."
+        )
+        disturbed = {name: part for name, part in report.network.disturbed.items() if part > _DISTURBED}
+        if disturbed:
+            parts = ", ".join(f"{part:.0%} of the time {name}" for name, part in disturbed.items())
+            lines.append(f"Others used the core while the network ran ({parts}): it may be faster than that.")
+    if report.tuned_s is not None:
+        untuned_text = "-" if report.untuned_s is None else seconds_text(report.untuned_s)
+        lines.append(f"Sum over its tasks: {untuned_text} untuned, {seconds_text(report.tuned_s)} tuned.")
+    lines.append(
+        f"{costs.trials} trials: {costs.measurements} measured, {costs.failures} of them failed, {costs.dropped} "
+        f"dropped without building (some {costs.saved_s:.0f} s saved)."
+    )
+    lines.append(
+        f"{costs.wall_s:.0f} s: {costs.search_cpu_s:.0f} CPU seconds of search, {costs.build_s:.0f} s of building, "
+        f"{costs.device_s:.0f} s on the device."
+    )
+    lines.append(
+        "Energy: the device does not tell."
+        if costs.energy_j is None
+        else f"Energy: {costs.energy_j:.0f} J of the whole device, with whatever else ran on it."
+    )
+    if report.gain_next_minute is not None:
+        lines.append(f"Another minute is expected to bring {100 * report.gain_next_minute:.2g} %.")
+    return lines
+
+
+def _html(report: TuneReport, png: bytes) -> str:
+    rows = "".join(_row(task) for task in report.to_json()["tasks"])
+    heads = "".join(
+        f"<th>{head}</th>" for head in ("runs", "untuned", "best", "measured", "failed", "dropped", "ended")
+    )
+    image = base64.b64encode(png).decode("ascii")
+    title = escape(f"cdmpp tune: {report.name} on {report.device}, {report.cost_model}")
+    paragraphs = "".join(f"<p>{escape(line)}</p>" for line in summary_lines(report))
+    return (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
+        f"<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n{paragraphs}\n"
+        f'<img alt="best latency against programs measured and wall time" src="data:image/png;base64,{image}">\n'
+        f'<h2>Tasks</h2>\n<table><tr><th class="text">task</th>{heads}</tr>{rows}</table>\n</body>\n</html>\n'
+    )
+
+
+def _row(task: dict[str, Any]) -> str:
+    seconds = ["-" if task[name] is None else seconds_text(task[name]) for name in ("untuned_s", "best_s")]
+    counts = [str(task[name]) for name in ("measured", "failed", "dropped")]
+    cells = [f"{task['weight']:g}", *seconds, *counts, escape(task["finished"])]
+    return (
+        f'<tr><td class="text">{escape(task["name"])}</td>'
+        + "".join(f"<td>{c}</td>" for c in cells)
+        + "</tr>"
+    )

@@ -32,7 +32,7 @@ class TaskState:
     name, weight
         Of the task; how often the network runs it.
     untuned_s
-        Latency of the task untuned (:mod:`cdmpp.tuner.untuned`), None if it does not run.
+        Latency of the task untuned (:mod:`cdmpp.tuner.candidates`), None if it does not run.
     best_s
         Latency of the best scheduled program, None before there is one.
     history

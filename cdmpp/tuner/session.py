@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cdmpp.errors import TunerError
-from cdmpp.tuner.ledger import Ledger, Progress
-from cdmpp.tuner.objective import Costs, Objective
+from cdmpp.errors import ProgramError, TunerError
+from cdmpp.tuner.candidates import Candidate, Leftovers, SearchConfig, TaskTuner
+from cdmpp.tuner.progress import TuningProgress
 from cdmpp.tuner.scheduler import next_task
-from cdmpp.tuner.surplus import Surplus
+from cdmpp.tuner.store import replayed
 from cdmpp.tuner.trimmer import Trimmer, worth_measuring
+from cdmpp.tuner.validity import ValidityGuard, make_guard
+from cdmpp.tuner.warm_start import warm_start
 
 if TYPE_CHECKING:
+    from cdmpp.device import Device
     from cdmpp.profiler.engine import Outcome
     from cdmpp.program.types import Task
-    from cdmpp.tuner.energy import EnergyCounter
-    from cdmpp.tuner.measure import Measurer
-    from cdmpp.tuner.store import TuningStore
-    from cdmpp.tuner.task_tuner import Candidate, TaskTuner
-    from cdmpp.tuner.validity_search import ValidityGuard
-
-logger = logging.getLogger(__name__)
+    from cdmpp.tuner.config import TuneConfig
 
 #: Rounds of different tasks under way at a time: one is searched for while another is measured.
 _DEPTH = 2
@@ -34,36 +30,31 @@ _DEPTH = 2
 
 @dataclass
 class _Round:
-    """Candidates of one task on their way through measuring.
+    """Candidates of one task on their way through measuring; ``proposed`` are MetaSchedule's own objects, none where the
+    candidates are not of its search."""
 
-    ``candidates`` are those that are measured, ``dropped`` how many are not; ``proposed`` are MetaSchedule's own objects,
-    none where the candidates are not of its search.
-    """
-
-    index: int
+    task: int
     candidates: list[Candidate]
     futures: list[Future[Outcome]]
     dropped: int
     proposed: list[Any]
 
 
-class TuningSession(Ledger):
+class TuningSession:
     """Tunes tasks with one cost model.
 
     Parameters
     ----------
     tuners
         One a task.
-    weights
-        How often the network runs each.
     cost_model
         A MetaSchedule cost model.
     store
         Where everything measured goes; what it holds already is not measured again.
     measurer
-        What measures; running.
-    objective
-        When to stop.
+        What measures (:class:`~cdmpp.tuner.measure.Measurer`); running.
+    progress
+        Of these tasks; says when to stop.
     trimmer
         Drops candidates before they are built; None drops none.
     guard
@@ -72,154 +63,127 @@ class TuningSession(Ledger):
         Candidates of a round.
     first
         Programs of earlier tunings to measure before any search, by task number, best first.
-    progress
-        Called after every round.
-    clock
-        Gives seconds.
-    energy
-        Counts the device's energy; None where nothing does.
     """
 
     def __init__(
         self,
         tuners: Sequence[TaskTuner],
-        weights: Sequence[float],
         cost_model: Any,
-        store: TuningStore,
-        measurer: Measurer,
-        objective: Objective,
+        store: Any,
+        measurer: Any,
+        progress: TuningProgress,
         *,
         trimmer: Trimmer | None = None,
         guard: ValidityGuard | None = None,
         batch: int = 16,
         first: Mapping[int, Sequence[Candidate]] | None = None,
-        progress: Callable[[Progress], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        energy: EnergyCounter | None = None,
     ) -> None:
-        super().__init__(tuners, weights, store, objective, progress=progress, clock=clock, energy=energy)
-        if batch < 1:
-            raise TunerError(f"a round needs one candidate at least, got {batch}")
-        self._model, self._measurer, self._trimmer, self._batch = cost_model, measurer, trimmer, batch
-        self._guard, self._surplus = guard, Surplus(trimmer, batch)
+        self._tuners, self._model, self._store, self._measurer = tuners, cost_model, store, measurer
+        self._progress, self._trimmer, self._guard, self._batch = progress, trimmer, guard, batch
+        self._leftovers = Leftovers(trimmer, batch)
         self._first = {i: list(candidates) for i, candidates in (first or {}).items()}
         self._started: set[int] = set()
 
     def run(self) -> str:
         """Tune until the objective is reached, or until there is nothing more to try; says which."""
-        self._begin()
-        self._recall()
+        progress = self._progress
+        progress.start(self._batch)
+        self._learn_from_earlier_runs()
         self._measure_untuned()
         under_way: deque[_Round] = deque()
-        reason = None
-        while reason is None:
-            self._tick()
-            planned = self._planned(under_way)
-            reason = self._objective.reached(planned, self.curve)
-            if reason is not None:
-                break
-            index = next_task(self.states, [r.index for r in under_way])
-            if index is None and not under_way:
-                reason = "nothing more to try"
-                break
-            if index is not None:
-                begun = self._begin_round(index, planned)
+        while (reason := progress.reached()) is None:
+            task = next_task(progress.states, [r.task for r in under_way])
+            if task is None and not under_way:
+                return "nothing more to try"
+            if task is not None:
+                begun = self._begin_round(task)
                 if begun is not None:
                     under_way.append(begun)
-            if under_way and (index is None or len(under_way) >= _DEPTH):
+            if under_way and (task is None or len(under_way) >= _DEPTH):
                 self._end_round(under_way.popleft())
         for begun in under_way:
             self._end_round(begun)
-        self._tick()
+        progress.tick()
         return reason
 
     # -- rounds ----------------------------------------------------------------------------------------------
 
-    def _planned(self, under_way: Sequence[_Round]) -> Costs:
-        """Costs with what is under way."""
-        return self._with(sum(len(r.candidates) for r in under_way), sum(r.dropped for r in under_way))
-
-    def _begin_round(self, index: int, planned: Costs) -> _Round | None:
+    def _begin_round(self, task: int) -> _Round | None:
         """Search, drop, and hand the rest over; None where nothing is left to measure."""
-        candidates = self._first.pop(index, None) or self._initial(index)
+        candidates = self._first.pop(task, None) or self._initial(task)
         proposed: list[Any] = []
         if candidates is None:
-            candidates, proposed = self._search(index)
+            candidates, proposed = self._search(task)
             if not candidates:
-                self.states[index].finished = "its space gives no more valid programs"
-                self._say_if_lost(self.states[index])
+                self._progress.give_up(task, "its space gives no more valid programs")
                 return None
-        candidates = [c for c in candidates if c.hash not in self._known]
-        candidates = candidates[: max(0, self._objective.trials - planned.trials)]
-        kept = self._worth(index, candidates)
-        dropped = len(candidates) - len(kept)
-        kept = kept[: self._objective.room(planned, len(kept))]
-        self._known.update((c.hash, None) for c in kept)
-        begun = _Round(index, kept, self._measurer.submit([c.job for c in kept]), dropped, proposed)
+        known = self._progress.known
+        candidates = [c for c in candidates if c.hash not in known]
+        worth = self._worth(task, candidates)
+        worth = worth[: self._progress.claim(task, worth)]
+        kept = [c for c, good in zip(candidates, worth, strict=False) if good]
+        known.update((c.hash, None) for c in kept)
+        futures = self._measurer.submit([c.job for c in kept])
+        begun = _Round(task, kept, futures, len(worth) - len(kept), proposed)
         if kept:
             return begun
         self._end_round(begun)
         return None
 
-    def _initial(self, index: int) -> list[Candidate] | None:
+    def _initial(self, task: int) -> list[Candidate] | None:
         """A task's first candidates by the guard; None where it has none to give, or the task was begun."""
-        if self._guard is None or index in self._started or self.states[index].measured:
+        if self._guard is None or task in self._started or self._progress.states[task].measured:
             return None
-        self._start(index)
-        return self._guard.initial(self._tuners[index], self._batch, self._model) or None
+        self._start(task)
+        return self._guard.initial(self._tuners[task], self._batch, self._model) or None
 
-    def _start(self, index: int) -> None:
-        model = self._model if self._guard is None else self._guard.guarded(self._model)
-        self._tuners[index].start(self._store.database, model, self._surplus.wanted)
-        self._started.add(index)
+    def _start(self, task: int) -> None:
+        from cdmpp.tuner.cost_model import GuardedModel
 
-    def _search(self, index: int) -> tuple[list[Candidate], list[Any]]:
+        model = self._model if self._guard is None else GuardedModel(self._model, self._guard)
+        self._tuners[task].start(self._store.database, model, self._leftovers.wanted)
+        self._started.add(task)
+
+    def _search(self, task: int) -> tuple[list[Candidate], list[Any]]:
         """A round's candidates, none where the space gives none, and what MetaSchedule proposed for it."""
-        if index not in self._started:
-            self._start(index)
-        tuner, best_s = self._tuners[index], self.states[index].latency_s
-        left = self._surplus.take(index, tuner.context, best_s)
+        if task not in self._started:
+            self._start(task)
+        tuner, best_s = self._tuners[task], self._progress.states[task].latency_s
+        left = self._leftovers.take(task, tuner.context, best_s)
         if left:
             return left, []
         found = tuner.propose() or []
-        return self._surplus.share(index, tuner.context, found, best_s), [c.measure for c in found]
+        return self._leftovers.share(task, tuner.context, found, best_s), [c.measure for c in found]
 
-    def _worth(self, index: int, candidates: list[Candidate]) -> list[Candidate]:
-        """Without the candidates that will not run or cannot win."""
-        measures, best_s = [c.measure for c in candidates], self.states[index].latency_s
-        context = self._tuners[index].context
-        worth = worth_measuring(self._guard, self._trimmer, context, measures, best_s)
-        return [c for c, good in zip(candidates, worth, strict=True) if good]
+    def _worth(self, task: int, candidates: list[Candidate]) -> list[bool]:
+        """Whether each candidate is likely to run and may win."""
+        measures, best_s = [c.measure for c in candidates], self._progress.states[task].latency_s
+        worth = worth_measuring(self._guard, self._trimmer, self._tuners[task].context, measures, best_s)
+        return [bool(good) for good in worth]
 
     def _end_round(self, begun: _Round) -> None:
         """Wait for the outcomes, as long as the budget allows, and learn from them."""
         from cdmpp.tuner.metaschedule import runner_result
 
-        state, tuner = self.states[begun.index], self._tuners[begun.index]
-        self.costs.saved_s += begun.dropped * state.spent_s / max(1, state.measured)
+        tuner = self._tuners[begun.task]
         done: list[tuple[Candidate, Outcome]] = []
         for candidate, outcome in zip(begun.candidates, self._outcomes(begun.futures), strict=True):
             if outcome is None:
                 continue
-            self._take(state, outcome)
+            self._progress.enter(begun.task, outcome)
             if outcome.latency_s is not None:
                 self._store.commit(tuner, candidate, outcome.latency_s)
             done.append((candidate, outcome))
-        self.costs.trials += len(done) + begun.dropped
-        self.costs.measurements += len(done)
-        self.costs.dropped += begun.dropped
-        state.dropped += begun.dropped
         if done:
             results = [runner_result(outcome) for _, outcome in done]
             self._model.update(tuner.context, [c.measure for c, _ in done], results)
             self._learn_validity(tuner, [(c, o.latency_s) for c, o in done if o.status != "device_lost"])
         if begun.proposed:
-            tuner.tell(begun.proposed, no_results(begun.proposed))
+            tuner.tell(begun.proposed, _no_results(begun.proposed))
         # A resumed search proposes what was measured before once more: such a round says nothing.
         if done or begun.dropped:
-            state.end_round(sum(outcome.latency_s is not None for _, outcome in done))
-            self._say_if_lost(state, next((f"{o.status}: {o.error}" for _, o in done if o.error), ""))
-        self._note(state)
+            error = next((f"{o.status}: {o.error}" for _, o in done if o.error), "")
+            self._progress.end_round(begun.task, sum(o.latency_s is not None for _, o in done), error)
 
     def _learn_validity(self, tuner: TaskTuner, pairs: Sequence[tuple[Candidate, float | None]]) -> None:
         if self._guard is not None and pairs:
@@ -228,10 +192,9 @@ class TuningSession(Ledger):
 
     def _outcomes(self, futures: Sequence[Future[Outcome]]) -> Iterator[Outcome | None]:
         """Outcomes as they come in order; None for what the budget leaves no time for."""
-        if self._objective.budget_s is not None:
-            wait(futures, timeout=self._time_left_s)
-            if not all(future.done() for future in futures):
-                self._measurer.abort()
+        left_s = self._progress.time_left_s
+        if left_s is not None and wait(futures, timeout=left_s).not_done:
+            self._measurer.abort()
         for future in futures:
             try:
                 yield future.result()
@@ -240,46 +203,117 @@ class TuningSession(Ledger):
 
     # -- before the first round --------------------------------------------------------------------------------
 
-    def _recall(self) -> None:
-        """Take up what earlier runs into this store measured: the state of every task, and what the model learned."""
+    def _learn_from_earlier_runs(self) -> None:
+        """Let the models learn what earlier runs into this store measured."""
         from tvm.s_tir.meta_schedule.runner import RunnerResult
 
-        from cdmpp.tuner.store import replayed
-
-        self._recall_states(self._batch)
-        dataset = self._store.dataset
-        by_task = {tuner.task.hash: i for i, tuner in enumerate(self._tuners)}
-        seen: dict[int, list[tuple[Candidate, float | None]]] = {}
+        known = self._progress.known
+        seen: dict[TaskTuner, list[tuple[Candidate, float | None]]] = {}
         tuners = {tuner.task.hash: tuner for tuner in self._tuners}
-        for tuner, candidate in replayed(dataset, list(self._known), tuners):
-            seen.setdefault(by_task[tuner.task.hash], []).append((candidate, self._known[candidate.hash]))
-        for index, pairs in seen.items():
+        for tuner, candidate in replayed(self._store.dataset, list(known), tuners):
+            seen.setdefault(tuner, []).append((candidate, known[candidate.hash]))
+        for tuner, pairs in seen.items():
             results = [
                 RunnerResult(None, "failed before") if latency_s is None else RunnerResult([latency_s], None)
                 for _, latency_s in pairs
             ]
-            self._model.update(self._tuners[index].context, [c.measure for c, _ in pairs], results)
-            self._learn_validity(self._tuners[index], pairs)
+            self._model.update(tuner.context, [c.measure for c, _ in pairs], results)
+            self._learn_validity(tuner, pairs)
 
     def _measure_untuned(self) -> None:
         """Measure the untuned tasks: what tuning starts from. They are no trials."""
-        untuned = [(state, tuner.untuned()) for state, tuner in zip(self.states, self._tuners, strict=True)]
-        jobs = [(s, job) for s, job in untuned if job is not None and job.program.hash not in self._known]
+        untuned = [(task, tuner.untuned()) for task, tuner in enumerate(self._tuners)]
+        known = self._progress.known
+        jobs = [(task, job) for task, job in untuned if job is not None and job.program.hash not in known]
         futures = self._measurer.submit([job for _, job in jobs])
-        for (state, _), outcome in zip(jobs, self._outcomes(futures), strict=True):
+        for (task, _), outcome in zip(jobs, self._outcomes(futures), strict=True):
             if outcome is not None:
-                self._take(state, outcome)
-        if jobs and self.untuned_s is not None and not self.curve.points:
-            self._note(self.states[0], task="")
+                self._progress.enter(task, outcome)
 
 
-def no_results(measures: Sequence[Any]) -> list[Any]:
+def _no_results(measures: Sequence[Any]) -> list[Any]:
     """MetaSchedule's search counts results and reads none: its parents are the database's."""
     from tvm.s_tir.meta_schedule.runner import RunnerResult
 
     return [RunnerResult(None, "not looked at") for _ in measures]
 
 
-def order_by_work(tasks: Sequence[tuple[Task, float]]) -> list[tuple[Task, float]]:
-    """Tasks with their weights, those first that the network spends most operations and bytes on."""
-    return sorted(tasks, key=lambda pair: -pair[1] * (pair[0].flops + pair[0].bytes))
+# -- what a session is made of -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Models:
+    """What scores candidates, and what tells whether they run."""
+
+    cost_model: Any
+    guard: ValidityGuard | None
+
+    @property
+    def learned(self) -> dict[str, Any]:
+        """What the cost model learned, as JSON values; empty for TVM's."""
+        return self.cost_model.model.describe() if hasattr(self.cost_model, "model") else {}
+
+
+def make_models(config: TuneConfig, device: Device) -> Models:
+    """The models that a configuration names, read or trained."""
+    from cdmpp.tuner.cost_model import make_cost_model
+
+    guard = make_guard(config.validity, device, config.seed)
+    return Models(make_cost_model(config, device), guard)
+
+
+def make_tuners(
+    tasks: Sequence[tuple[Task, float]], device: Device, config: TuneConfig, say: Callable[[str], None]
+) -> tuple[list[TaskTuner], list[tuple[Task, float]]]:
+    """A search for every task that has a design space, those first that the network spends most on, and these tasks.
+
+    Raises
+    ------
+    TunerError
+        No task has one.
+    """
+    tuners, kept = [], []
+    for task, weight in sorted(tasks, key=lambda pair: -work(*pair)):
+        try:
+            tuners.append(TaskTuner(task, device, config.search or SearchConfig(), config.seed + 1))
+            kept.append((task, weight))
+        except ProgramError as err:
+            say(str(err))
+    if not tuners:
+        raise TunerError("no task has a design space: nothing to tune")
+    return tuners, kept
+
+
+def work(task: Task, weight: float) -> float:
+    """Operations and bytes that a network spends on a task that it runs so often."""
+    return weight * (task.flops + task.bytes)
+
+
+def make_session(
+    tuners: Sequence[TaskTuner],
+    models: Models,
+    store: Any,
+    measurer: Any,
+    progress: TuningProgress,
+    config: TuneConfig,
+    device: Device,
+    earlier: Sequence[str | Path],
+    say: Callable[[str], None],
+) -> TuningSession:
+    """A session as a configuration says, whose cost model learned from earlier records."""
+    started = warm_start(earlier, tuners, device, models.cost_model)
+    if earlier:
+        first = sum(map(len, started.first.values()))
+        say(f"earlier records: learned from {started.learned}, {first} programs will be measured first")
+    trims = config.cost_model == "cdmpp" and config.trim is not None
+    return TuningSession(
+        tuners,
+        models.cost_model,
+        store,
+        measurer,
+        progress,
+        trimmer=Trimmer(models.cost_model, config.trim or 0.9) if trims else None,
+        guard=models.guard,
+        batch=config.batch,
+        first=started.first,
+    )

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import DatasetError, ProgramError, TunerError
+from cdmpp.tuner.candidates import is_untuned
 from cdmpp.tuner.objective import Costs, Curve, Point
-from cdmpp.tuner.untuned import is_untuned
 
 if TYPE_CHECKING:
     from cdmpp.dataset import Dataset
     from cdmpp.device import Device
-    from cdmpp.profiler.engine import Outcome
-    from cdmpp.tuner.task_tuner import Candidate, TaskTuner
+    from cdmpp.profiler.engine import BuildJob, Outcome
+    from cdmpp.tuner.candidates import Candidate, TaskTuner
 
 logger = logging.getLogger(__name__)
 
@@ -132,12 +132,7 @@ class TuningStore:
 
     def outcomes(self) -> dict[str, float | None]:
         """Label of every program measured so far, in the order of measuring; None where it failed."""
-        frame = self.dataset.records
-        frame = frame[frame["device"] == self._device.name]
-        return {
-            str(row.program): float(row.latency_s) if row.status == "ok" else None
-            for row in frame.itertuples()
-        }
+        return labels_of(self.dataset, self._device)
 
     def add(self, outcome: Outcome) -> None:
         """Put an outcome into the dataset."""
@@ -175,14 +170,7 @@ class TuningStore:
 
     def commit(self, tuner: TaskTuner, candidate: Candidate, latency_s: float) -> None:
         """Put a program that ran into the MetaSchedule database."""
-        from tvm.s_tir import meta_schedule as ms
-
-        workload = self.database.commit_workload(tuner.mod)
-        measure = candidate.measure
-        record = ms.database.TuningRecord(
-            measure.sch.trace, workload, [latency_s], tuner.context.target, measure.args_info
-        )
-        self.database.commit_tuning_record(record)
+        self.database.commit_tuning_record(tuning_record(self.database, tuner, candidate, latency_s))
 
     def commit_record(self, tuner: TaskTuner, record: Any) -> None:
         """Put a record into the MetaSchedule database that another process made (``TuningRecord.as_json``)."""
@@ -272,6 +260,41 @@ def read_settings(folder: Path) -> dict[str, Any]:
     if version != FORMAT_VERSION:
         raise TunerError(f"{path}: tuning format {version}, this cdmpp reads {FORMAT_VERSION}")
     return dict(settings)
+
+
+def labels_of(dataset: Dataset, device: Device) -> dict[str, float | None]:
+    """Label of every program that was measured on a device, in the order of measuring; None where it failed."""
+    frame = dataset.records
+    frame = frame[frame["device"] == device.name]
+    return {
+        str(row.program): float(row.latency_s) if row.status == "ok" else None for row in frame.itertuples()
+    }
+
+
+def best_programs(folder: Path) -> dict[str, BuildJob]:
+    """The fastest program of each task of a tuning, by its own labels; what runs untuned is one of them."""
+    from cdmpp.dataset import Dataset
+    from cdmpp.profiler.engine import BuildJob
+
+    dataset = Dataset.open(folder / DATASET_FOLDER)
+    frame = dataset.records
+    frame = frame[frame["status"] == "ok"]
+    best = {}
+    for index in frame.groupby("task")["latency_s"].idxmin():
+        program = dataset.programs[str(frame.loc[index, "program"])]
+        space = None if program.space_hash is None else dataset.spaces[program.space_hash]
+        best[program.task_hash] = BuildJob(program, dataset.tasks[program.task_hash], space)
+    return best
+
+
+def tuning_record(database: Any, tuner: TaskTuner, candidate: Candidate, latency_s: float) -> Any:
+    """A MetaSchedule record of a program that ran, for a database."""
+    from tvm.s_tir import meta_schedule as ms
+
+    workload, measure = database.commit_workload(tuner.mod), candidate.measure
+    return ms.database.TuningRecord(
+        measure.sch.trace, workload, [latency_s], tuner.context.target, measure.args_info
+    )
 
 
 def json_database(folder: Path) -> Any:

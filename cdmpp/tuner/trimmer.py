@@ -1,7 +1,7 @@
 """Dropping candidates that cannot win before they are built.
 
 A candidate is dropped where even the lower end of its predicted interval is no better than the best program measured of
-its task. As far as the intervals hold (:meth:`cdmpp.tuner.online.OnlineModel.interval`), a coverage of 0.9 loses one in
+its task. As far as the intervals hold (:meth:`cdmpp.tuner.learning.OnlineModel.interval`), a coverage of 0.9 loses one in
 twenty of those that would have won. Where they do not hold, dropping everything would hide it: a quarter of every round
 is measured whatever the intervals say, those of the lowest lower ends, and the model learns from them. A task of which
 round after round only this quarter is measured, and brings nothing, is given up
@@ -83,7 +83,7 @@ class Trimmer:
 
 
 class Guard(Protocol):
-    """What tells which candidates are likely to run: :class:`cdmpp.tuner.validity_search.ValidityGuard`."""
+    """What tells which candidates are likely to run: :class:`cdmpp.tuner.validity.ValidityGuard`."""
 
     def worth(self, context: Any, measures: Sequence[Any]) -> Any:
         """Booleans, (n,)."""

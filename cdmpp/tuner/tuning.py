@@ -2,123 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cdmpp.errors import TunerError
-from cdmpp.tuner.objective import Objective
-from cdmpp.tuner.prepare import (
-    core_groups_of,
-    device_of_this_machine,
-    make_cost_model,
-    make_engine,
-    make_tuners,
-)
-from cdmpp.tuner.results import TaskResult, TuneReport
-from cdmpp.tuner.trimmer import check_coverage
+from cdmpp.tuner.measure import Measurer, core_groups_of, device_of_this_machine, energy_meter, make_engine
+from cdmpp.tuner.progress import Progress, TuningProgress
+from cdmpp.tuner.results import TaskResult, TuneReport, write_report
+from cdmpp.tuner.session import Models, make_models, make_session, make_tuners
+from cdmpp.tuner.store import TuningStore, check_folder
+from cdmpp.tuner.warm_start import check_paths
+from cdmpp.tuner.workers import Workers, worker_cores
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
-    from cdmpp.predictor import Predictor
-    from cdmpp.profiler.statistics import SamplingPlan
     from cdmpp.program.network import Network
     from cdmpp.program.types import Task
-    from cdmpp.tuner.ledger import Ledger, Progress
-    from cdmpp.tuner.measure import Measurer
-    from cdmpp.tuner.shard_messages import ShardConfig
-    from cdmpp.tuner.shards import Shard
-    from cdmpp.tuner.store import TuningStore
-    from cdmpp.tuner.task_tuner import SearchConfig, TaskTuner
-    from cdmpp.tuner.validity import ValidityModel
-    from cdmpp.tuner.validity_search import ValidityGuard
+    from cdmpp.tuner.config import TuneConfig
 
 logger = logging.getLogger(__name__)
-
-#: Cost models by the names that the command line has for them.
-COST_MODELS = ("cdmpp", "xgb", "random")
-
-
-@dataclass(frozen=True)
-class TuneConfig:
-    """Options of :func:`tune`.
-
-    Attributes
-    ----------
-    objective
-        When to stop.
-    cost_model
-        One of :data:`COST_MODELS`: ours, TVM's XGBModel, TVM's RandomModel.
-    predictor
-        What ours starts from: a predictor, its folder or ``"default"``; None for an analytical estimate.
-    trim
-        Coverage of the intervals that the trimmer drops candidates by; None drops none. Only for ours.
-    anchors
-        Datasets with labels on the device: learning of ours from this tuning's measurements must not add to the predictor's
-        error on those of tasks that it was not trained on (:mod:`cdmpp.tuner.anchors`). Without any, what tasks have in common
-        is learned wherever that helps the tasks that are tuned.
-    validity
-        Which candidates will not run, and which to measure first: a validity model or its folder, ``"online"`` to learn it
-        from this tuning's failures alone; None looks away.
-    batch
-        Candidates of a round.
-    search
-        MetaSchedule's evolutionary search; None for its defaults here.
-    seed
-        Of the search.
-    workers, builders
-        Measuring processes, each on cores of its own (on a GPU: programs measured side by side at most, each on
-        multiprocessors of its own), and building processes (None: one a core).
-    shards
-        Workers that tune at the same time, each searching, building and measuring on a share of its own: a number, or
-        ``"auto"`` for as many as fit. None: one search, that builds on all cores. Each has a partition of a GPU; one
-        process measures for all of them there (:mod:`cdmpp.tuner.shard_service`).
-    build_timeout_s, run_timeout_s, plan, realtime
-        See :class:`~cdmpp.profiler.cpu.CpuConfig` (of a GPU :class:`~cdmpp.profiler.gpu.sampling.GpuConfig`).
-    gpu, gpu_arguments
-        A class as ``module:Class`` that stands for the GPU, and what it is made with; None for the GPU that is here.
-    """
-
-    objective: Objective
-    cost_model: str = "cdmpp"
-    predictor: Predictor | str | Path | None = "default"
-    trim: float | None = 0.9
-    anchors: Sequence[str | Path] = ()
-    validity: ValidityModel | str | Path | None = None
-    batch: int = 16
-    search: SearchConfig | None = None
-    seed: int = 0
-    workers: int = 1
-    builders: int | None = None
-    shards: int | str | None = None
-    build_timeout_s: float = 20.0
-    run_timeout_s: float = 2.0
-    plan: SamplingPlan | None = None
-    realtime: bool = True
-    gpu: str | None = None
-    gpu_arguments: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.cost_model not in COST_MODELS:
-            raise TunerError(f"no cost model {self.cost_model!r}; there are {', '.join(COST_MODELS)}")
-        if isinstance(self.shards, str) and self.shards != "auto":
-            raise TunerError(f"shards are a number or 'auto', got {self.shards!r}")
-        if self.shards is not None and self.workers != 1:
-            raise TunerError("each shard has one measuring process: choose shards or workers, not both")
-        for name, number in (
-            ("candidates of a round", self.batch),
-            ("workers", self.workers),
-            ("builders", self.builders),
-        ):
-            if number is not None and number < 1:
-                raise TunerError(f"{name}: one at least, got {number}")
-        for name, seconds in (("build", self.build_timeout_s), ("run", self.run_timeout_s)):
-            if not seconds > 0:
-                raise TunerError(f"the {name} timeout must be above 0 s, got {seconds:g}")
-        if self.trim is not None:
-            check_coverage(self.trim)
 
 
 def tune(
@@ -164,7 +69,6 @@ def tune(
     """
     from cdmpp.program.network import load_network
     from cdmpp.tuner.deployment import apply_database, import_network, measure_network, weighted_tasks
-    from cdmpp.tuner.report import write_report
 
     say = notify or (lambda line: logger.info("%s", line))
     # all that may be refused, before the network is imported, which takes a while
@@ -204,7 +108,6 @@ def tune_tasks(
     progress: Callable[[Progress], None] | None = None,
     notify: Callable[[str], None] | None = None,
     measurer: Measurer | None = None,
-    start_shard: Callable[[ShardConfig], Shard] | None = None,
 ) -> TuneReport:
     """Tune tasks without a network around them: :func:`tune` otherwise.
 
@@ -216,8 +119,6 @@ def tune_tasks(
         Tasks and their weights.
     measurer
         What measures, already running; None starts one on this machine.
-    start_shard
-        Starts a worker of a sharded tuning; None starts a process.
     """
     say = notify or (lambda line: logger.info("%s", line))
     target_device = device_of_this_machine(device, config.workers, config.gpu)
@@ -233,34 +134,19 @@ def tune_tasks(
         progress,
         say,
         measurer,
-        start_shard,
     )
     return report
 
 
-@dataclass(frozen=True)
-class _Models:
-    """What scores candidates, and what tells whether they run."""
-
-    cost_model: Any
-    guard: ValidityGuard | None
-
-
 def _prepare(
     device: Device, out: Path, config: TuneConfig, resume: bool, earlier: Sequence[str | Path]
-) -> _Models:
+) -> Models:
     """Read the models, and refuse what cannot work."""
-    from cdmpp.tuner.shards import shard_cores
-    from cdmpp.tuner.store import check_folder
-    from cdmpp.tuner.validity_search import make_guard
-    from cdmpp.tuner.warm_start import check_paths
-
     if config.shards is not None:
-        shard_cores(device, config.shards)
+        worker_cores(device, config.shards)
     check_folder(out, resume)
-    check_paths([*earlier, *config.anchors])
-    guard = make_guard(config.validity, device, config.seed)
-    return _Models(make_cost_model(config, device), guard)
+    check_paths(earlier)
+    return make_models(config, device)
 
 
 def _tune(
@@ -269,146 +155,64 @@ def _tune(
     device: Device,
     out: Path,
     config: TuneConfig,
-    models: _Models,
+    models: Models,
     resume: bool,
     earlier: Sequence[str | Path],
-    progress: Callable[[Progress], None] | None,
+    report: Callable[[Progress], None] | None,
     say: Callable[[str], None],
     measurer: Measurer | None = None,
-    start_shard: Callable[[ShardConfig], Shard] | None = None,
 ) -> tuple[TuneReport, TuningStore]:
-    from cdmpp.tuner.energy import energy_counter
-    from cdmpp.tuner.session import order_by_work
-    from cdmpp.tuner.store import TuningStore
-    from cdmpp.tuner.warm_start import warm_start
-
-    cost_model = models.cost_model
     settings = {"network": name, "cost_model": config.cost_model, "seed": config.seed}
-    tuners, weights = make_tuners(order_by_work(tasks), device, config, say)
+    cores = None if config.shards is None else worker_cores(device, config.shards)
+    tuners, tasks = make_tuners(tasks, device, config, say)
     store = TuningStore(out, settings, device, resume)
-    try:
+    with contextlib.ExitStack() as open_:
+        open_.callback(store.close)
         store.open_database(tuners)
-        started = warm_start(earlier, tuners, device, cost_model)
-        if earlier:
-            say(
-                f"earlier records: learned from {started.learned}, {sum(map(len, started.first.values()))} "
-                "programs will be measured first"
-            )
-        options = {
-            "batch": config.batch,
-            "first": started.first,
-            "progress": progress,
-            "energy": None if config.gpu is not None else energy_counter(device),
-        }
-        if config.shards is None:
-            options["guard"] = models.guard
-            session, stopped = _run_one(tuners, weights, cost_model, store, device, config, measurer, options)
+        energy = None if config.gpu is not None else energy_meter(device)
+        progress = TuningProgress(tasks, store, config.objective, report=report, energy=energy)
+        if measurer is None:
+            engine = make_engine(config, device, config.workers if cores is None else len(cores))
+            measurer = open_.enter_context(Measurer(engine))
+        if cores is None:
+            session = make_session(tuners, models, store, measurer, progress, config, device, earlier, say)
+            stopped, learned = session.run(), models.learned
         else:
-            learned = started.learned > 0
-            say(f"workers at the same time, each on a {device.name} of its own: {config.shards}")
-            session, stopped = _run_sharded(
-                tuners, weights, cost_model, store, device, config, start_shard, learned, options
-            )
-        for tuner, state in zip(tuners, session.states, strict=True):
+            workers = Workers(tuners, tasks, store, measurer, progress, say)
+            stopped = workers.run(_for_workers(config, models), device, cores, earlier)
+            learned = _together(workers.learned)
+        for tuner, state in zip(tuners, progress.states, strict=True):
             if state.untuned_s is not None and state.untuned_s == state.latency_s:
                 store.commit_untuned(tuner, state.untuned_s)
         store.close(done=True)
-    finally:
-        store.close()
-    results = [
-        TaskResult(
-            tuner.task.hash,
-            s.name,
-            s.weight,
-            s.untuned_s,
-            s.best_s,
-            s.measured,
-            s.failed,
-            s.dropped,
-            s.finished,
-        )
-        for tuner, s in zip(tuners, session.states, strict=True)
-    ]
-    learned = cost_model.model.describe() if config.cost_model == "cdmpp" else {}
-    report = TuneReport(
+    results = [TaskResult.of(task, state) for (task, _), state in zip(tasks, progress.states, strict=True)]
+    tuned = TuneReport(
         name,
         device.name,
         config.cost_model,
         config.seed,
         stopped,
         results,
-        session.untuned_s,
-        session.latency_s,
-        session.curve.gain(),
-        session.costs,
-        session.curve,
+        progress.untuned_s,
+        progress.latency_s,
+        progress.curve.gain(),
+        progress.costs,
+        progress.curve,
         learned,
         shards=config.shards,
     )
-    return report, store
+    return tuned, store
 
 
-def _run_one(
-    tuners: Sequence[TaskTuner],
-    weights: Sequence[float],
-    cost_model: Any,
-    store: TuningStore,
-    device: Device,
-    config: TuneConfig,
-    measurer: Measurer | None,
-    options: dict[str, Any],
-) -> tuple[Ledger, str]:
-    """One search at a time; builders on all cores."""
-    import contextlib
-
-    from cdmpp.tuner.measure import Measurer
-    from cdmpp.tuner.session import TuningSession
-    from cdmpp.tuner.trimmer import Trimmer
-
-    trimmer = Trimmer(cost_model, config.trim) if config.cost_model == "cdmpp" and config.trim else None
-    running = Measurer(make_engine(config, device)) if measurer is None else contextlib.nullcontext(measurer)
-    with running as found:
-        session = TuningSession(
-            tuners, weights, cost_model, store, found, config.objective, trimmer=trimmer, **options
-        )
-        return session, session.run()
+def _for_workers(config: TuneConfig, models: Models) -> TuneConfig:
+    """A validity model that was read or trained here is not read or trained again by every worker."""
+    known = None if models.guard is None else models.guard.validity.model
+    return config if known is None else replace(config, validity=known)
 
 
-def _run_sharded(
-    tuners: Sequence[TaskTuner],
-    weights: Sequence[float],
-    cost_model: Any,
-    store: TuningStore,
-    device: Device,
-    config: TuneConfig,
-    start: Callable[[ShardConfig], Shard] | None,
-    learned: bool,
-    options: dict[str, Any],
-) -> tuple[Ledger, str]:
-    """As many searches as workers, each on its share."""
-    import contextlib
-
-    from cdmpp.tuner.shard_service import engine_service
-    from cdmpp.tuner.sharding import ShardedSession
-    from cdmpp.tuner.shards import shard_configs, shard_cores, start_process
-
-    assert config.shards is not None
-    cores = shard_cores(device, config.shards)
-    tasks = [tuner.task for tuner in tuners]
-    with contextlib.ExitStack() as running:
-        shards = running.enter_context(shard_configs(config, device, cores, tasks, cost_model, learned))
-        if device.kind == "gpu":
-            engine = make_engine(replace(config, shards=None, workers=len(cores)), device)
-            shared = running.enter_context(engine_service(engine))
-            shards = [replace(shard, engine=shared) for shard in shards]
-        session = ShardedSession(
-            tuners,
-            weights,
-            cost_model,
-            store,
-            shards,
-            config.objective,
-            start=start or start_process,
-            **options,
-        )
-        return session, session.run()
+def _together(learned: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the workers' cost models learned, each of its own tasks; empty for TVM's."""
+    workers = [found for found in learned if found]
+    if not workers:
+        return {}
+    return {**{key: sum(found[key] for found in workers) for key in ("records", "tasks")}, "workers": workers}

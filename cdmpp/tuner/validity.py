@@ -1,233 +1,373 @@
-"""How likely a program works on a device at all: P(valid | program, device), learned from failures.
+"""Which programs run on a device: learned from failures, and used to begin a search and to skip candidates.
 
 After Rieber et al., "HW-Aware Initialization of DNN Auto-Tuning to Improve Exploration Time and Robustness" (2022): where a
 part of a design space does not compile or run, a tuner that knows which wastes fewer measurements. Theirs is a check of one
-accelerator's rules; here the rules are learned: gradient-boosted trees on the compact AST and the device's limits, with
-probabilities calibrated on programs that the trees had not seen.
+accelerator's rules; here P(valid | program, device) is learned: gradient-boosted trees on the compact AST and the device's
+limits. While tuning, a few more trees learn from what works and what fails here.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.errors import FeatureMismatchError, PredictorError
-from cdmpp.program.ast.schema import FEATURE_SET
-from cdmpp.tuner.validity_features import VALIDITY_FEATURES, limits_of, validity_features
+from cdmpp.errors import DatasetError, FeatureMismatchError, PredictorError, ProfilerError
+from cdmpp.program.ast.schema import FEATURE_SET, LEAF_FEATURES
+from cdmpp.tuner.candidates import CandidateCache, funcs_of, hashes_of, task_hash
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from cdmpp.device import Device
     from cdmpp.program.ast import CompactAST
-    from cdmpp.tuner.validity_data import ValidityData
-
-logger = logging.getLogger(__name__)
+    from cdmpp.tuner.candidates import Candidate, TaskTuner
 
 FloatArray = NDArray[np.float64]
+Features = NDArray[np.float32]
+IntArray = NDArray[np.int64]
 
-FORMAT = "cdmpp-validity-model"
-FORMAT_VERSION = 1
+FORMAT, FORMAT_VERSION = "cdmpp-validity-model", 2
 MODEL_FILE = "validity.json"
-TREES_FILE = "trees.json"
+#: A folder of programs that a CUDA compiler judged (``data/validity-cuda``): its table, and the programs as a dataset.
+VERDICTS_FILE, PROGRAMS_FOLDER = "validity.parquet", "programs"
 
+#: The trees, in XGBoost's words. XGBoost would start from the rows' mean: one margin, whatever the rows, needs no fitting.
+_TREES: dict[str, Any] = {
+    "max_depth": 5,
+    "eta": 0.1,
+    "min_child_weight": 2.0,
+    "subsample": 0.8,
+    "colsample_bytree": 0.5,
+    "tree_method": "hist",
+    "objective": "binary:logistic",
+    "base_score": 0.5,
+    "nthread": 1,
+    "verbosity": 0,
+}
+_NUMBER = 60
 #: Log odds are kept within this: no count of programs seen makes another one certain.
 _MOST_LOG_ODDS = 6.0
+#: The trees that learn while tuning: together they move log odds by 3 at most, where all records agree.
+_SMALL_TREES: dict[str, Any] = {
+    **_TREES,
+    "max_depth": 3,
+    "eta": 0.15,
+    "min_child_weight": 0.0,
+    "subsample": 1.0,
+}
+_NUMBER_SMALL = 20
+#: Records that they learn from, the latest.
+_MAX_RECORDS = 1024
+#: Log odds of a program without a model: nine of ten work, which the first failures soon correct.
+_WITHOUT_MODEL = float(np.log(9.0))
+#: Candidates less likely valid than this are not measured and have a score of 0; first candidates are at least so likely.
+SKIP_BELOW, _LIKELY = 0.2, 0.5
+#: So many of a round are measured all the same, the likeliest: the model may be wrong, and only measurements tell.
+_PROBES = 2
+#: Random programs that a task's first candidates are chosen from, and the part of them with the lowest predicted latency.
+SAMPLED, _FASTEST = 128, 0.25
+#: Programs whose features are kept while tuning: some 50 MB.
+_CACHED = 20_000
+#: Programs whose leaves are in memory in double precision at a time.
+_CHUNK = 2048
+
+# -- what the model sees ---------------------------------------------------------------------------------------
+
+_NAN = float("nan")
+_COLUMN = {name: i for i, name in enumerate(LEAF_FEATURES)}
+#: Leaf features that are of the whole program: all leaves repeat them.
+_OF_PROGRAM = tuple(name for name in LEAF_FEATURES if name.startswith("program_"))
+
+#: What a block, thread or multiprocessor may take; of the architecture's (:class:`~cdmpp.profiler.gpu.limits.ArchLimits`)
+#: all but the first two.
+LIMITS: tuple[str, ...] = (
+    "is_gpu",
+    "warp_size",
+    "threads_per_block",
+    "threads_per_sm",
+    "shared_static_bytes",
+    "shared_optin_bytes",
+    "shared_per_sm_bytes",
+    "registers_per_thread",
+    "registers_per_block",
+    "registers_per_sm",
+    "async_copies",
+)
+#: What a program asks for -> the limit that it meets. Registers are guessed twice: from the arrays that a thread
+#: allocates, and with what the straight-line code touches.
+_DEMANDS: dict[str, str] = {
+    "threads": "threads_per_block",
+    "shared": "shared_static_bytes",
+    "shared_optin": "shared_optin_bytes",
+    "local_registers": "registers_per_thread",
+    "tile_registers": "registers_per_thread",
+    "block_local_registers": "registers_per_block",
+    "block_tile_registers": "registers_per_block",
+}
+#: Columns of :func:`validity_features`. Nothing names a device: a model that learned from some is asked about others by
+#: their limits.
+VALIDITY_FEATURES: tuple[str, ...] = (
+    *(f"sum_{name}" for name in LEAF_FEATURES if name not in _OF_PROGRAM),
+    *(f"max_{name}" for name in LEAF_FEATURES if name not in _OF_PROGRAM),
+    *_OF_PROGRAM,
+    *(f"limit_{name}" for name in LIMITS),
+    *(f"demand_{name}" for name in _DEMANDS),
+    "estimate_s",
+)
+_N_POOLED = len(VALIDITY_FEATURES) - len(LIMITS) - len(_DEMANDS) - 1
+
+
+def limits_of(where: Device | str) -> dict[str, float]:
+    """Limits by their names, of a device or of an NVIDIA architecture such as ``sm_86``.
+
+    NaN is what is unknown or does not exist, as on a CPU. ProfilerError for an ``sm_*`` that is not in the table.
+    """
+    from cdmpp.profiler.gpu.limits import arch_limits
+
+    limits = dict.fromkeys(LIMITS, _NAN)
+    if not isinstance(where, str) and where.kind != "gpu":
+        return {**limits, "is_gpu": 0.0}
+    arch = where if isinstance(where, str) else str(where.target.get("arch", ""))
+    limits["is_gpu"] = 1.0
+    try:
+        known = arch_limits(arch)
+    except ProfilerError:
+        if isinstance(where, str):
+            raise
+        return limits
+    return {**limits, "warp_size": 32.0, **{name: float(getattr(known, name)) for name in LIMITS[2:]}}
+
+
+def validity_features(asts: Sequence[CompactAST], where: Device | str) -> Features:
+    """Programs on a device or an architecture, float32 (n, len(VALIDITY_FEATURES)), n >= 1; NaN for what is unknown.
+
+    An architecture has no clock, so there is no analytical estimate, by which programs run into a timeout.
+    """
+    from cdmpp.predictor.roofline import estimate_s
+
+    limits = limits_of(where)
+    out = np.empty((len(asts), len(VALIDITY_FEATURES)), dtype=np.float32)
+    for start in range(0, len(asts), _CHUNK):
+        some = asts[start : start + _CHUNK]
+        rows = out[start : start + _CHUNK]
+        rows[:, :_N_POOLED] = _pool(some)
+        rows[:, _N_POOLED : _N_POOLED + len(LIMITS)] = list(limits.values())
+        rows[:, _N_POOLED + len(LIMITS) : -1] = _demands(some, limits)
+        rows[:, -1] = _NAN if isinstance(where, str) else np.log(estimate_s(some, where))
+    return out
+
+
+def pooled(features: Features) -> Features:
+    """The columns of :func:`validity_features` that are the program's alone: what programs differ in."""
+    return features[:, :_N_POOLED]
+
+
+def _pool(asts: Sequence[CompactAST]) -> FloatArray:
+    """Signed logarithms of the sums and maxima of all leaf features, and once of what leaves say of their whole program."""
+    from cdmpp.predictor.encoding import signed_log1p
+
+    leaves = np.concatenate([ast.leaves for ast in asts]).astype(np.float64)
+    starts = np.cumsum([0, *(ast.n_leaves for ast in asts[:-1])])
+    own = np.array([name not in _OF_PROGRAM for name in LEAF_FEATURES])
+    sums = np.add.reduceat(leaves[:, own], starts)
+    largest = np.maximum.reduceat(leaves[:, own], starts)
+    return signed_log1p(np.concatenate([sums, largest, leaves[starts][:, ~own]], axis=1))
+
+
+def _demands(asts: Sequence[CompactAST], limits: Mapping[str, float]) -> FloatArray:
+    """How much of a device's limits programs take, logarithms, (n, demands), NaN where there is no limit."""
+    taken = np.empty((len(asts), 4))
+    for row, ast in zip(taken, asts, strict=True):
+        leaves = ast.leaves
+        threads = leaves[:, _COLUMN["thread_idx"]]
+        # elements that one thread's straight-line code touches, of the leaf that touches most
+        touched = leaves[:, _COLUMN["tile_outputs"]] + leaves[:, _COLUMN["tile_inputs"]]
+        local = leaves[0, _COLUMN["program_local"]] / 4
+        shared = leaves[0, _COLUMN["program_shared"]]
+        row[:] = threads.max(), shared, local, (touched / np.maximum(threads, 1.0)).max()
+    most_threads, shared, local, tile = taken.T
+    asked = {
+        "threads": most_threads,
+        "shared": shared,
+        "shared_optin": shared,
+        "local_registers": local,
+        "tile_registers": tile,
+        "block_local_registers": most_threads * local,
+        "block_tile_registers": most_threads * tile,
+    }
+    return np.stack(
+        [np.log(np.maximum(asked[name], 1.0) / limits[limit]) for name, limit in _DEMANDS.items()], axis=1
+    )
+
+
+# -- what it learns from ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class ForestConfig:
-    """Of the trees; names are XGBoost's.
+class ValidityData:
+    """Programs that work and that do not.
 
     Attributes
     ----------
-    rounds
-        Trees, at most; how many there are is chosen by the folds.
-    folds
-        Parts of the training programs by which the number of trees is chosen and the probabilities are calibrated. Tasks are
-        kept together where there are enough.
+    table
+        Columns ``program, task, device, valid``, index 0..n-1; ``device`` is a device or an architecture such as ``sm_86``.
+    asts
+        Program -> CompactAST.
     """
 
-    max_depth: int = 5
-    eta: float = 0.1
-    min_child_weight: float = 2.0
-    subsample: float = 0.8
-    colsample_bytree: float = 0.5
-    rounds: int = 300
-    patience: int = 20
-    folds: int = 4
-    seed: int = 0
-    threads: int = 1
+    table: pd.DataFrame
+    asts: Mapping[str, CompactAST]
 
-    def params(self) -> dict[str, Any]:
-        """For ``xgboost.train``."""
-        taken = {"max_depth", "eta", "min_child_weight", "subsample", "colsample_bytree", "seed"}
-        return {
-            **{name: value for name, value in asdict(self).items() if name in taken},
-            "nthread": self.threads,
-            "tree_method": "hist",
-            "objective": "binary:logistic",
-            "eval_metric": "logloss",
-            # XGBoost would start from the rows' mean: one margin, whatever the rows, is what a file can be read without.
-            "base_score": 0.5,
-        }
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @property
+    def valid(self) -> NDArray[np.bool_]:
+        """Whether each works, (n,)."""
+        return self.table["valid"].to_numpy(dtype=bool)
+
+    @cached_property
+    def features(self) -> Features:
+        """:func:`validity_features` of every row."""
+        from cdmpp.device import get_device
+
+        out = np.empty((len(self), len(VALIDITY_FEATURES)), dtype=np.float32)
+        for name, rows in self.table.groupby("device", sort=False).indices.items():
+            where = str(name) if str(name).startswith("sm_") else get_device(str(name))
+            out[rows] = validity_features([self.asts[p] for p in self.table["program"].iloc[rows]], where)
+        return out
+
+    def of(self, device: Device) -> ValidityData:
+        """The rows of a device and of its architecture; all where there are none of them."""
+        own = self.table["device"].isin([device.name, device.base, str(device.target.get("arch", ""))])
+        return ValidityData(self.table[own].reset_index(drop=True), self.asts) if own.any() else self
+
+
+def read_validity(folders: Sequence[str | Path]) -> ValidityData:
+    """Rows of folders, which are datasets, folders of them, or programs that a compiler judged (``data/validity-cuda``).
+
+    A program that ran once on a device works there. Lost devices say nothing about programs, and unscheduled tasks are no
+    points of a space.
+
+    Raises
+    ------
+    DatasetError
+        A folder cannot be read, or there is no row.
+    """
+    import pandas as pd
+
+    from cdmpp.dataset import load_datasets
+    from cdmpp.predictor.data import collect_asts
+
+    tables, asts = [], dict[str, "CompactAST"]()
+    for folder in map(Path, folders):
+        judged = (folder / VERDICTS_FILE).exists()
+        view = load_datasets(folder / PROGRAMS_FOLDER if judged else folder)
+        table = _verdicts(folder / VERDICTS_FILE) if judged else _outcomes(view.records)
+        asts.update(collect_asts(view, table["program"].unique()))
+        tables.append(table)
+    table = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=["program"])
+    table = table[table["program"].isin(list(asts))]
+    if table.empty:
+        raise DatasetError("no record to learn validity from")
+    # "ok" first, so that it is what stays of several records
+    table = table.sort_values("valid", ascending=False, kind="stable").drop_duplicates(["program", "device"])
+    return ValidityData(table.sort_index().reset_index(drop=True), asts)
+
+
+def _outcomes(records: pd.DataFrame) -> pd.DataFrame:
+    told = (
+        (records["status"] != "device_lost") & (records["task"] != "") & (records["origin"] != "unscheduled")
+    )
+    table = records.loc[told, ["program", "task", "device", "status"]].astype(str)
+    return table.assign(valid=table["status"] == "ok").drop(columns="status")
+
+
+def _verdicts(path: Path) -> pd.DataFrame:
+    import pandas as pd
+    import pyarrow as pa
+
+    try:
+        table = pd.read_parquet(path, columns=["program", "task", "arch", "valid"])
+    except (OSError, pa.ArrowException, ValueError) as err:
+        raise DatasetError(f"{path} is damaged: {err}") from err
+    return table.rename(columns={"arch": "device"}).astype({"program": str, "task": str, "device": str})
+
+
+# -- the model -------------------------------------------------------------------------------------------------
 
 
 class ValidityModel:
     """P(valid | program, device).
 
-    Parameters
-    ----------
-    config
-        Of the trees.
-
     Attributes
     ----------
     trees_
-        An ``xgboost.Booster``, or None where every row was alike.
-    scale_, offset_
-        Calibration: log odds are ``scale_ * margin + offset_`` (Platt 1999).
+        An ``xgboost.Booster``, or None where every row was alike: then all log odds are ``constant_``.
     training_
-        Rows, rows that are valid, devices, number of trees, scores out of fold.
+        Rows, rows that are valid, devices, number of tasks.
     """
 
-    def __init__(self, config: ForestConfig | None = None) -> None:
-        self.config = config or ForestConfig()
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
         self.trees_: Any = None
-        self.scale_, self.offset_ = 1.0, 0.0
+        self.constant_ = 0.0
         self.training_: dict[str, Any] = {}
 
-    def fit(self, data: ValidityData, rows: NDArray[np.int64] | None = None) -> ValidityModel:
-        """Learn from rows (all of them if None) and nothing else; gives itself.
-
-        Raises
-        ------
-        PredictorError
-            No rows.
-        """
+    def fit(self, data: ValidityData, rows: IntArray | None = None) -> ValidityModel:
+        """Learn from rows (all of them if None) and nothing else; gives itself. PredictorError without rows."""
         import xgboost as xgb
 
         rows = np.arange(len(data)) if rows is None else np.asarray(rows)
         if not len(rows):
             raise PredictorError("a validity model needs rows to learn from")
-        x, y = data.features[rows], data.valid[rows].astype(np.float64)
-        table = data.table.iloc[rows]
+        valid, table = data.valid[rows], data.table.iloc[rows]
         self.training_ = {
             "rows": len(rows),
-            "valid": int(y.sum()),
+            "valid": int(valid.sum()),
             "devices": sorted(set(table["device"])),
             "tasks": int(table["task"].nunique()),
         }
-        if y.min() == y.max():
-            # Nothing tells programs apart; Laplace's rule of succession keeps the probability from 0 and 1.
-            self.trees_ = None
-            self.scale_, self.offset_ = 1.0, _logit((y.sum() + 1) / (len(y) + 2))
-            return self
-        held_out, trees = self._folds(x, y, self._fold_numbers(table))
-        self.scale_, self.offset_ = _platt(held_out, y)
-        # Held-out trees saw fewer rows: their mean number is a little few for all of them, which does no harm.
-        self.trees_ = xgb.train(self.config.params(), xgb.DMatrix(x, y), num_boost_round=trees)
-        self.training_["trees"] = trees
-        self.training_["out_of_fold"] = validity_scores(y > 0.5, sigmoid(self._log_odds(held_out)))
+        # Laplace's rule of succession keeps the probability from 0 and 1
+        self.constant_ = float(np.log((valid.sum() + 1) / ((~valid).sum() + 1)))
+        self.trees_ = None
+        if not valid.all() and valid.any():
+            matrix = xgb.DMatrix(data.features[rows], valid)
+            self.trees_ = xgb.train({**_TREES, "seed": self.seed}, matrix, num_boost_round=_NUMBER)
         return self
 
-    def _fold_numbers(self, table: Any) -> NDArray[np.int64]:
-        """Fold of every row: by task, or by program where there are fewer tasks than folds."""
-        from cdmpp.dataset.split_makers import ordered
-
-        unit = "task" if table["task"].nunique() >= self.config.folds else "program"
-        names = ordered(set(table[unit]), self.config.seed, "validity")
-        number = {name: i % self.config.folds for i, name in enumerate(names)}
-        return table[unit].map(number).to_numpy(dtype=np.int64)
-
-    def _folds(
-        self, x: NDArray[np.float32], y: FloatArray, fold: NDArray[np.int64]
-    ) -> tuple[FloatArray, int]:
-        """Margins of all rows from trees that were not grown on them, and the number of trees."""
-        import xgboost as xgb
-
-        margins, counts = np.zeros(len(y)), []
-        for number in np.unique(fold):
-            inside, outside = fold != number, fold == number
-            if y[inside].min() == y[inside].max():
-                margins[outside] = _logit((y[inside].sum() + 1) / (inside.sum() + 2))
-                continue
-            train, valid = xgb.DMatrix(x[inside], y[inside]), xgb.DMatrix(x[outside], y[outside])
-            trees = xgb.train(
-                self.config.params(),
-                train,
-                num_boost_round=self.config.rounds,
-                evals=[(valid, "held_out")],
-                early_stopping_rounds=self.config.patience,
-                verbose_eval=False,
-            )
-            best = trees.best_iteration + 1
-            counts.append(best)
-            margins[outside] = trees.predict(valid, output_margin=True, iteration_range=(0, best))
-        return margins, max(1, round(float(np.mean(counts)))) if counts else 1
-
-    # -- asking ----------------------------------------------------------------------------------------------
-
-    def predict(self, asts: Sequence[CompactAST], device: Device) -> FloatArray:
-        """P(valid) of programs on a device, float64 (n,)."""
-        if not len(asts):
-            return np.zeros(0)
-        return sigmoid(self.log_odds(self.features(asts, device)))
-
-    def features(self, asts: Sequence[CompactAST], device: Device) -> NDArray[np.float32]:
-        """What :meth:`log_odds` takes."""
-        return validity_features(asts, limits_of(device), device)
-
-    def predict_rows(self, data: ValidityData, rows: NDArray[np.int64]) -> FloatArray:
-        """P(valid) of rows, float64 (n,)."""
-        return sigmoid(self.log_odds(data.features[rows]))
-
-    def log_odds(self, features: NDArray[np.float32]) -> FloatArray:
-        """Log odds of features (n, d), float64 (n,), within +-6."""
+    def log_odds(self, features: Features) -> FloatArray:
+        """Log odds of :func:`validity_features` (n, d), float64 (n,), within +-6."""
         if self.trees_ is None:
-            return np.full(len(features), self.offset_)
+            return np.full(len(features), self.constant_)
         import xgboost as xgb
 
-        return self._log_odds(self.trees_.predict(xgb.DMatrix(features), output_margin=True))
-
-    def _log_odds(self, margins: NDArray[Any]) -> FloatArray:
-        odds = self.scale_ * margins.astype(np.float64) + self.offset_
-        return np.clip(odds, -_MOST_LOG_ODDS, _MOST_LOG_ODDS)
-
-    # -- storing ---------------------------------------------------------------------------------------------
+        margins = self.trees_.predict(xgb.DMatrix(features), output_margin=True)
+        return np.clip(margins.astype(np.float64), -_MOST_LOG_ODDS, _MOST_LOG_ODDS)
 
     def save(self, folder: str | Path) -> None:
-        """Write ``validity.json`` and the trees (XGBoost's JSON).
-
-        Raises
-        ------
-        PredictorError
-            The folder cannot be written.
-        """
+        """Write ``validity.json``, with the trees as XGBoost's JSON. PredictorError where the folder cannot be written."""
         folder = Path(folder)
         content = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
             "feature_set": FEATURE_SET,
             "features": list(VALIDITY_FEATURES),
-            "config": asdict(self.config),
-            "scale": self.scale_,
-            "offset": self.offset_,
-            "trees": self.trees_ is not None,
+            "seed": self.seed,
+            "constant": self.constant_,
             "training": self.training_,
+            "trees": None if self.trees_ is None else json.loads(self.trees_.save_raw("json")),
         }
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if self.trees_ is not None:
-                (folder / TREES_FILE).write_bytes(bytes(self.trees_.save_raw("json")))
-            # Last: a folder without it is no model.
-            text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-            (folder / MODEL_FILE).write_text(text, encoding="utf-8")
+            (folder / MODEL_FILE).write_text(json.dumps(content) + "\n", encoding="utf-8")
         except OSError as err:
             raise PredictorError(f"cannot write {folder}: {err.strerror or err}") from err
 
@@ -242,102 +382,43 @@ class ValidityModel:
         FeatureMismatchError
             It was trained on other features than this version has.
         """
+        import xgboost as xgb
+
         path = Path(folder) / MODEL_FILE
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content["format"] != FORMAT or content["format_version"] != FORMAT_VERSION:
-                raise PredictorError(f"{path}: not a validity model that this cdmpp reads")
+                raise PredictorError(
+                    f"{path}: not a validity model that this cdmpp reads; train it anew (cdmpp tune --validity DATA)"
+                )
             if content["feature_set"] != FEATURE_SET or content["features"] != list(VALIDITY_FEATURES):
                 raise FeatureMismatchError(
                     f"{path} was trained on the features {content['feature_set']}, this version has {FEATURE_SET}: "
-                    "train it anew (cdmpp validity-train)"
+                    "train it anew (cdmpp tune --validity DATA)"
                 )
-            model = cls(ForestConfig(**content["config"]))
-            model.scale_, model.offset_ = float(content["scale"]), float(content["offset"])
+            model = cls(int(content["seed"]))
+            model.constant_ = float(content["constant"])
             model.training_ = dict(content["training"])
-            has_trees = bool(content["trees"])
+            if content["trees"] is not None:
+                model.trees_ = xgb.Booster({"nthread": 1})
+                model.trees_.load_model(bytearray(json.dumps(content["trees"]).encode()))
         except OSError as err:
             raise PredictorError(f"{folder} holds no validity model: {err.strerror or err}") from err
-        except (KeyError, ValueError, TypeError) as err:
-            raise PredictorError(f"{path}: expected a validity model, it is damaged: {err!r}") from err
-        if has_trees:
-            model.trees_ = _read_trees(path.with_name(TREES_FILE))
+        except (KeyError, ValueError, TypeError, xgb.core.XGBoostError) as err:
+            reason = str(err).strip().splitlines()[0]
+            raise PredictorError(f"{path}: expected a validity model, it is damaged: {reason}") from err
         return model
 
 
-def _read_trees(path: Path) -> Any:
-    import xgboost as xgb
-
-    booster = xgb.Booster({"nthread": 1})
-    try:
-        booster.load_model(bytearray(path.read_bytes()))
-    except OSError as err:
-        raise PredictorError(f"cannot read {path}: {err.strerror or err}") from err
-    except xgb.core.XGBoostError as err:
-        raise PredictorError(f"{path}: expected XGBoost's JSON, it is damaged") from err
-    if booster.num_features() != len(VALIDITY_FEATURES):
-        raise PredictorError(
-            f"{path}: trees of {booster.num_features()} features, expected {len(VALIDITY_FEATURES)}"
-        )
-    return booster
-
-
 def train_validity(
-    datasets: Sequence[str | Path],
-    verdicts: Sequence[str | Path],
-    out: str | Path,
-    *,
-    devices: Sequence[str] | None = None,
-    split: str | None = None,
-    config: ForestConfig | None = None,
-) -> dict[str, Any]:
-    """Train a validity model on failure records and save it.
+    folders: Sequence[str | Path], device: Device | None = None, *, seed: int = 0
+) -> ValidityModel:
+    """A model that learned from folders (see :func:`read_validity`, also for errors).
 
-    Parameters
-    ----------
-    datasets
-        Dataset folders, or folders of them.
-    verdicts
-        Folders that ``cdmpp validity-data`` wrote.
-    out
-        Folder of the model.
-    devices
-        Learn from these devices and architectures only.
-    split
-        ``by_task``, ``by_device:heldout=...`` or ``within_task``, see :mod:`cdmpp.dataset.split_spec`: its test part is not
-        learned from, but scored, over all and by device.
-
-    Returns
-    -------
-    ``training`` (see :class:`ValidityModel`), ``split``, and ``test``: part -> :func:`validity_scores`.
-
-    Raises
-    ------
-    DatasetError, SplitError
-        There is nothing to learn from, or it cannot be split so.
-    PredictorError
-        The folder cannot be written.
+    Where they have programs that ran or failed on `device` or its architecture, it learns from these alone.
     """
-    from cdmpp.dataset import Split
-    from cdmpp.tuner.validity_data import gather_validity
-
-    data = gather_validity(list(datasets) or None, verdicts, devices)
-    rows, tested = np.arange(len(data)), np.zeros(0, dtype=np.int64)
-    if split is not None:
-        parts = Split.parse(split, data.table)
-        rows, tested = np.concatenate([parts.train, parts.valid]), parts.test
-    model = ValidityModel(config).fit(data, rows)
-    model.save(out)
-    test: dict[str, Any] = {}
-    if len(tested):
-        p, valid = model.predict_rows(data, tested), data.valid[tested]
-        test["test"] = validity_scores(valid, p)
-        names = data.table["device"].to_numpy()[tested]
-        test |= {str(d): validity_scores(valid[names == d], p[names == d]) for d in sorted(set(names))}
-    return {"training": model.training_, "split": split, "test": test}
-
-
-# -- numbers ---------------------------------------------------------------------------------------------------
+    data = read_validity(folders)
+    return ValidityModel(seed).fit(data if device is None else data.of(device))
 
 
 def sigmoid(log_odds: NDArray[Any]) -> FloatArray:
@@ -345,54 +426,200 @@ def sigmoid(log_odds: NDArray[Any]) -> FloatArray:
     return 1.0 / (1.0 + np.exp(-np.asarray(log_odds, dtype=np.float64)))
 
 
-def _logit(p: float) -> float:
-    return float(np.log(p / (1 - p)))
+# -- while tuning ----------------------------------------------------------------------------------------------
 
 
-def _platt(margins: FloatArray, y: FloatArray) -> tuple[float, float]:
-    """Slope and offset that make held-out margins log odds, by logistic regression (Platt 1999)."""
-    from sklearn.linear_model import LogisticRegression
+class OnlineValidity:
+    """P(valid) on one device, with what was seen on it.
 
-    fitted = LogisticRegression(C=1e3).fit(margins[:, None], y > 0.5)
-    # A slope below 0 would turn the trees' order around; held-out programs then say that they know nothing.
-    return max(0.0, float(fitted.coef_[0, 0])), float(fitted.intercept_[0])
+    The model stays as it was trained (None: nothing is known). A few small trees, grown anew on the tuning's own records
+    with the model's log odds as their start (XGBoost's base margin), say how far it is off.
+    """
+
+    def __init__(self, model: ValidityModel | None, device: Device, seed: int = 0) -> None:
+        self.model, self.device = model, device
+        self._params = {**_SMALL_TREES, "seed": seed}
+        #: Program -> features, whether it works; oldest first.
+        self._records: dict[str, tuple[Features, bool]] = {}
+        self._trees: Any = None
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def features(self, asts: Sequence[CompactAST]) -> Features:
+        """Programs, n >= 1, as :meth:`predict` and :meth:`learn` take them: float32 (n, d)."""
+        return validity_features(asts, self.device)
+
+    def predict(self, features: Features) -> FloatArray:
+        """P(valid) of programs, float64 (n,)."""
+        odds = self._prior(features)
+        if self._trees is not None and len(features):
+            import xgboost as xgb
+
+            odds = self._trees.predict(xgb.DMatrix(features, base_margin=odds), output_margin=True)
+        return sigmoid(odds)
+
+    def learn(
+        self, programs: Sequence[str], features: Features, valid: Sequence[bool] | NDArray[np.bool_]
+    ) -> None:
+        """Take programs (their hashes) that worked or failed, and correct the model by all records so far."""
+        for program, row, works in zip(programs, features, valid, strict=True):
+            self._records.pop(program, None)
+            self._records[program] = (row, bool(works))
+        latest = list(self._records.values())[-_MAX_RECORDS:]
+        self._trees = None
+        if all(works for _, works in latest):
+            return
+        import xgboost as xgb
+
+        x = np.stack([row for row, _ in latest])
+        y = np.array([works for _, works in latest], dtype=np.float64)
+        data = xgb.DMatrix(x, y, base_margin=self._prior(x))
+        self._trees = xgb.train(self._params, data, num_boost_round=_NUMBER_SMALL)
+
+    def _prior(self, features: Features) -> FloatArray:
+        if self.model is None:
+            return np.full(len(features), _WITHOUT_MODEL)
+        return self.model.log_odds(features)
 
 
-def validity_scores(
-    valid: NDArray[np.bool_], p: FloatArray, losses: Sequence[float] = (0.01, 0.05)
-) -> dict[str, Any]:
-    """How good probabilities are.
+def initial_population(
+    z: NDArray[np.floating],
+    p_valid: FloatArray,
+    n: int,
+    *,
+    log_s: FloatArray | None = None,
+    seed: int = 0,
+) -> IntArray:
+    """Choose `n` of many random programs to begin a search with, as rows, int64 (min(n, m),).
+
+    Of those that are likely valid (all of them where fewer than `n` are: then the likeliest), the part with the lowest
+    predicted latency, and of that the programs nearest to the centres of `n` clusters: they stand for the others, while
+    the programs farthest from each other would be the space's odd ones.
 
     Parameters
     ----------
-    valid, p
-        What was so, and its predicted probability, (n,) each.
-    losses
-        Shares of the valid ones that may be given up.
-
-    Returns
-    -------
-    ``n``, ``invalid`` (share), ``auc`` (None where all rows are alike), ``brier``, ``log_loss``, ``calibration_error`` (ten
-    bins of equal width, weighted), and ``found_at_loss``: for each loss the share of the invalid ones whose probability lies
-    below that of all but so many of the valid ones (None where there are no invalid or no valid ones).
+    z
+        Pooled features of the m programs, (m, d).
+    log_s
+        Log of the predicted seconds, (m,); None where nothing is known of the device.
     """
-    from sklearn.metrics import roc_auc_score
+    rng = np.random.default_rng(seed)
+    rows = np.flatnonzero(p_valid >= _LIKELY)
+    if len(rows) < n:
+        # A random order first, so that equal ones are not taken by their number.
+        order = rng.permutation(len(p_valid))
+        return order[np.argsort(-p_valid[order], kind="stable")][:n].astype(np.int64)
+    if log_s is not None:
+        rows = rows[np.argsort(log_s[rows], kind="stable")][: max(n, round(_FASTEST * len(rows)))]
+    if len(rows) > n:
+        rows = _representatives(z, rows, n, seed)
+    return rows.astype(np.int64)
 
-    valid, p = np.asarray(valid, dtype=bool), np.asarray(p, dtype=np.float64)
-    kept, bad = np.sort(p[valid]), p[~valid]
-    both = bool(len(kept)) and bool(len(bad))
-    inside = np.clip(p, 1e-12, 1 - 1e-12)
-    bins = np.minimum((p * 10).astype(int), 9)
-    gaps = np.bincount(bins, weights=p - valid, minlength=10)
-    return {
-        "n": len(p),
-        "invalid": float(1 - valid.mean()) if len(p) else None,
-        "auc": float(roc_auc_score(valid, p)) if both else None,
-        "brier": float(np.mean((p - valid) ** 2)) if len(p) else None,
-        "log_loss": float(-np.mean(np.log(np.where(valid, inside, 1 - inside)))) if len(p) else None,
-        "calibration_error": float(np.abs(gaps).sum() / len(p)) if len(p) else None,
-        "found_at_loss": {
-            f"{loss:g}": float(np.mean(bad < kept[int(loss * len(kept))])) if both else None
-            for loss in losses
-        },
-    }
+
+def _representatives(z: NDArray[np.floating], rows: IntArray, n: int, seed: int) -> IntArray:
+    """The row nearest to each of `n` centres (k-means on standardised columns); others fill up where centres agree."""
+    from sklearn.cluster import KMeans
+
+    points = np.asarray(z[rows], dtype=np.float64)
+    spread = points.std(0)
+    points = (points - points.mean(0))[:, spread > 0] / spread[spread > 0]
+    distinct = len(np.unique(points, axis=0)) if points.shape[1] else 1
+    clusters = min(n, distinct)
+    if clusters < 2:
+        return np.random.default_rng(seed).permutation(rows)[:n]
+    fitted = KMeans(clusters, n_init=1, max_iter=50, random_state=seed).fit(points)
+    distance = fitted.transform(points)
+    chosen = [int(np.argmin(np.where(fitted.labels_ == c, distance[:, c], np.inf))) for c in range(clusters)]
+    rest = np.setdiff1d(np.arange(len(rows)), chosen)
+    chosen += np.random.default_rng(seed).permutation(rest)[: n - len(chosen)].tolist()
+    return rows[chosen]
+
+
+class ValidityGuard:
+    """Keeps a search from what will not run, and learns from what did not; `seed` draws the first candidates."""
+
+    def __init__(self, validity: OnlineValidity, seed: int = 0) -> None:
+        self.validity, self._seed = validity, seed
+        self._cache: CandidateCache[Features] = CandidateCache(
+            lambda asts: list(validity.features(asts)), _CACHED
+        )
+
+    def probability(self, context: Any, measures: Sequence[Any]) -> FloatArray:
+        """P(valid) of MetaSchedule's candidates of one task, float64 (n,); 1 for what has no AST to judge by."""
+        known, features = self._features(context, measures)
+        out = np.ones(len(measures))
+        if known:
+            out[known] = self.validity.predict(features)
+        return out
+
+    def worth(self, context: Any, measures: Sequence[Any]) -> NDArray[np.bool_]:
+        """Which candidates to measure, bool (n,)."""
+        p = self.probability(context, measures)
+        likely: NDArray[np.bool_] = p >= SKIP_BELOW
+        if likely.sum() < _PROBES:
+            likely[np.argsort(-p, kind="stable")[:_PROBES]] = True
+        return likely
+
+    def scores(self, context: Any, measures: Sequence[Any], scores: FloatArray) -> FloatArray:
+        """Expected scores, float64 (n,): an invalid program is worth nothing."""
+        p = self.probability(context, measures)
+        # TVM's models may predict slightly negative throughputs.
+        return np.where(p < SKIP_BELOW, 0.0, p * np.maximum(scores, 0.0))
+
+    def learn(self, context: Any, measures: Sequence[Any], worked: Sequence[bool]) -> None:
+        """Take what became of candidates of one task."""
+        known, features = self._features(context, measures)
+        if known:
+            hashes = hashes_of(measures)
+            self.validity.learn([hashes[i] for i in known], features, [worked[i] for i in known])
+
+    def initial(self, tuner: TaskTuner, n: int, cost_model: Any = None) -> list[Candidate]:
+        """The first candidates of a task, at most `n`: likely valid, unlike each other, and of the fastest that a cost
+        model with a trained predictor foresees."""
+        candidates = tuner.sample(SAMPLED, self._seed)
+        measures = [candidate.measure for candidate in candidates]
+        known, features = self._features(tuner.context, measures)
+        if not known:
+            return candidates[:n]
+        log_s = None
+        if getattr(cost_model, "pretrained", False):
+            log_s = np.log(cost_model.predict_s(tuner.context, [measures[i] for i in known]))
+        chosen = initial_population(
+            pooled(features), self.validity.predict(features), n, log_s=log_s, seed=self._seed
+        )
+        return [candidates[known[i]] for i in chosen]
+
+    def _features(self, context: Any, measures: Sequence[Any]) -> tuple[list[int], Features]:
+        """Numbers of the candidates that can be read, and their features."""
+        rows = self._cache.get(task_hash(context), hashes_of(measures), funcs_of(measures))
+        known = [i for i, row in enumerate(rows) if row is not None]
+        return known, np.array([row for row in rows if row is not None], dtype=np.float32)
+
+
+def make_guard(
+    validity: ValidityModel | str | Path | None, device: Device, seed: int
+) -> ValidityGuard | None:
+    """The guard of a tuning.
+
+    Parameters
+    ----------
+    validity
+        A model or its folder; a folder of failures to learn from (:func:`read_validity`); ``"online"`` starts from nothing;
+        None is no guard.
+
+    Raises
+    ------
+    PredictorError, DatasetError
+        The folder holds neither a model that this version reads nor anything to learn from.
+    """
+    if validity is None:
+        return None
+    model: ValidityModel | None = None
+    if isinstance(validity, ValidityModel):
+        model = validity
+    elif validity != "online":
+        folder = Path(validity)
+        data = (folder / VERDICTS_FILE).exists() or any(folder.glob("**/meta.json"))
+        model = train_validity([folder], device) if data else ValidityModel.load(folder)
+    return ValidityGuard(OnlineValidity(model, device, seed), seed)

@@ -19,7 +19,7 @@ from cdmpp.tuner.store import DATASET_FOLDER, RECORD_FILE, json_database, replay
 if TYPE_CHECKING:
     from cdmpp.dataset import DatasetView
     from cdmpp.device import Device
-    from cdmpp.tuner.task_tuner import Candidate, TaskTuner
+    from cdmpp.tuner.candidates import Candidate, TaskTuner
 
 logger = logging.getLogger(__name__)
 

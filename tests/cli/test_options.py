@@ -30,7 +30,7 @@ def test_the_help_says_when_to_use_each_verb() -> None:
         assert 10 < len(when) <= 88, "with the name, 100 columns"
 
 
-@pytest.mark.parametrize("name", list(VERBS))
+@pytest.mark.parametrize("name", VERBS)
 def test_a_verbs_help_fits_and_ends_in_two_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([name, "--help"])

@@ -26,6 +26,7 @@ from cdmpp.dataset.codegen import CODEGEN_FILE, load_codegen, save_codegen
 from cdmpp.dataset.importers import import_benchmark_hub, import_neusight
 from cdmpp.predictor import load_config
 from cdmpp.predictor.data import AST_FILE
+from cdmpp.predictor.evidence import Evidence
 from cdmpp.program.ast import LEAF_FEATURES, compact_asts
 from cdmpp.program.ast.store import load_asts, save_asts
 from cdmpp.program.codegen import CODEGEN_FEATURES
@@ -169,8 +170,9 @@ def _with_interval(asts: list[CompactAST], device: str, **evidence: Any) -> NDAr
 def _compiled(hashes: list[str], asts: Mapping[str, CompactAST], device: str) -> NDArray[np.float64]:
     """With the stored counts of those programs that have some, rows of NaN for the others."""
     counts = counts_on(device, hashes)
-    seconds = predictor().predict_features([asts[program] for program in hashes], device, counts)
-    calibration = predictor().calibration_of(compiled=True)
+    evidence = Evidence(code=counts)
+    seconds = predictor().predict_asts([asts[program] for program in hashes], device, evidence)
+    calibration = predictor().calibration_of(evidence)
     assert calibration is not None
     factor = np.exp(calibration.half_width(device, 0.9))
     rows = np.stack([seconds, seconds / factor, seconds * factor], axis=1)
@@ -188,18 +190,24 @@ def encodings() -> Arrays:
         "leaves": encoder.encode_leaves(np.concatenate([asts[program].leaves for program in (*cpu, *gpu)])),
         "devices": predictor().encode_devices([*CPUS, UNSEEN_CPU, *GPUS]),
         **{
-            f"pairs {device}": predictor().encode_pairs(
-                [asts[p] for p in cpu], [device], index, counts_on(device, cpu)
+            f"pairs {device}": _joined(
+                predictor().encode([asts[p] for p in cpu], [device], index, counts_on(device, cpu))
             )
             for device in CPUS
         },
         **{
-            f"pairs {device}": predictor().encode_pairs(
-                [asts[p] for p in gpu], [device], np.zeros(len(gpu), np.int64)
+            f"pairs {device}": _joined(
+                predictor().encode([asts[p] for p in gpu], [device], np.zeros(len(gpu), np.int64))
             )
             for device in GPUS
         },
     }
+
+
+def _joined(arrays: Any) -> NDArray[np.float32]:
+    """Pair, compiled code, and whether that is known, side by side."""
+    parts = (arrays.pair, arrays.code, arrays.has_code[:, None])
+    return np.concatenate([part.numpy() for part in parts], axis=1).astype(np.float32)
 
 
 # -- compiled code ---------------------------------------------------------------------------------------------

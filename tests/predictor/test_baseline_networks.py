@@ -14,9 +14,9 @@ from cdmpp.errors import PredictorError
 from cdmpp.predictor.baselines import MODEL_NAMES, TaskMedian, evaluate_models, make_model
 from cdmpp.predictor.baselines.lstm import LstmModel, LstmNetwork
 from cdmpp.predictor.baselines.released import CdmppReleased, ReleasedNetwork, ReleasedSizes
-from cdmpp.predictor.batching import PaddedBatch
+from cdmpp.predictor.batching import Context, PaddedBatch
 from cdmpp.predictor.config import TrainConfig
-from cdmpp.predictor.splitting import split_data
+from cdmpp.predictor.data import split_data
 from tests.samples.training import make_ast, make_data
 
 TINY = ReleasedSizes(16, 1, 2, 32, 0.0, 24, (24,), 8, (8,), (16,))
@@ -94,8 +94,8 @@ def test_a_time_budget_ends_training_within_an_epoch(data, split):
 
 
 def test_divergence_is_an_error(data, split, monkeypatch):
-    def broken(self, batch, device):
-        return torch.full((len(device),), math.nan, requires_grad=True)
+    def broken(self, batch, context):
+        return torch.full((len(context.device),), math.nan, requires_grad=True)
 
     monkeypatch.setattr(LstmNetwork, "forward", broken)
     with pytest.raises(PredictorError, match="diverged in epoch 1"):
@@ -124,10 +124,10 @@ def batch_of(*lengths: int, width: int = 5, pad_to: int | None = None) -> Padded
     "network", [ReleasedNetwork(5, 3, 6, TINY).eval(), LstmNetwork(5, 3, 16, 2, 0.0).eval()]
 )
 def test_padding_changes_nothing(network):
-    device = torch.ones(3, 3)
+    device = Context.of_devices(torch.ones(3, 3))
     expected = network(batch_of(4, 2, 4), device)
     torch.testing.assert_close(network(batch_of(4, 2, 4, pad_to=9), device), expected)
-    alone = network(batch_of(4), device[:1])
+    alone = network(batch_of(4), device.take(torch.arange(1)))
     torch.testing.assert_close(alone, expected[:1])
 
 

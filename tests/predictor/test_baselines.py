@@ -24,7 +24,7 @@ from cdmpp.predictor.baselines.per_store import (
     load_per_store,
     save_per_store,
 )
-from cdmpp.predictor.splitting import split_data
+from cdmpp.predictor.data import split_data
 from cdmpp.program.codegen import CODEGEN_FEATURES
 from cdmpp.program.codegen.compile import code_key
 

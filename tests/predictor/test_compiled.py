@@ -14,9 +14,10 @@ import torch
 from cdmpp.device import get_device
 from cdmpp.errors import CdmppError, PredictorError, ProgramError
 from cdmpp.predictor import Predictor, evaluate
-from cdmpp.predictor.run import prepare, train
+from cdmpp.predictor.data import split_data
+from cdmpp.predictor.evidence import Evidence
 from cdmpp.predictor.search import search
-from cdmpp.predictor.splitting import split_data
+from cdmpp.predictor.training import prepare, train
 from cdmpp.program.codegen import CODEGEN_FEATURES
 from cdmpp.program.codegen.compile import code_key
 from cdmpp.program.codegen.counts import instruction_counts
@@ -79,8 +80,8 @@ def test_programs_without_counts_are_predicted_alike(trained, counted):
     asts = list(counted.asts.values())[:6]
     unknown = np.full((6, len(CODEGEN_FEATURES)), np.nan, dtype=np.float32)
     device = counted.devices["fast"]
-    plain = predictor.predict_features(asts, device)
-    assert np.array_equal(predictor.predict_features(asts, device, unknown), plain)
+    plain = predictor.predict_asts(asts, device)
+    assert np.array_equal(predictor.predict_asts(asts, device, Evidence(code=unknown)), plain)
 
 
 def test_saved_and_loaded_it_is_the_same(trained, counted, tmp_path: Path):
@@ -89,8 +90,8 @@ def test_saved_and_loaded_it_is_the_same(trained, counted, tmp_path: Path):
     asts = list(counted.asts.values())[:5]
     counts = np.stack([np.full(len(CODEGEN_FEATURES), value, np.float32) for value in (1, 10, 50, 100, 400)])
     device = counted.devices["slow"]
-    expected = trained.predictor.predict_features(asts, device, counts)
-    assert np.array_equal(loaded.predict_features(asts, device, counts), expected)
+    expected = trained.predictor.predict_asts(asts, device, Evidence(code=counts))
+    assert np.array_equal(loaded.predict_asts(asts, device, Evidence(code=counts)), expected)
     assert loaded.compiled_calibration.half_width("slow", 0.8) == pytest.approx(
         trained.predictor.compiled_calibration.half_width("slow", 0.8)
     )
@@ -110,11 +111,10 @@ def test_the_decoder_that_is_told_nothing_learns_from_all_programs(counted):
     network, arrays = fitted.trainer.network.eval(), fitted.arrays
     rows = np.arange(40)
     batch, context = arrays.batch(rows, torch.device("cpu"))
-    embedding = network.embed(batch, context)
-    known = network.counted(context)
+    embedding = network.embed(batch, context.device)
+    known = context.has_code
     assert np.array_equal(known.numpy(), counted.counted(rows)) and 0 < known.sum() < 40
-    without = context.clone()
-    without[:, -arrays.code_dim :] = 0
+    _, without = arrays.without_code().batch(rows, torch.device("cpu"))
     plain = network.decode_plain(embedding, context)
     assert torch.equal(plain, network.decode_plain(embedding, without))
     assert torch.equal(plain, network.decode(embedding, without))

@@ -12,12 +12,10 @@ import pytest
 from cdmpp.errors import PredictorError, SplitError, UnknownDeviceError
 from cdmpp.predictor import Predictor, evaluate, few_shot, finetune, load_config
 from cdmpp.predictor.config import LabelConfig
-from cdmpp.predictor.data import subset
-from cdmpp.predictor.finetuning import choose_tasks, mixed_batches
-from cdmpp.predictor.new_device import extend_encoder, starting_weights
-from cdmpp.predictor.run import prepare, training_summary
-from cdmpp.predictor.scaling import DevicePair, DeviceScaling
-from cdmpp.predictor.splitting import split_data
+from cdmpp.predictor.data import split_data, subset
+from cdmpp.predictor.elsewhere import DevicePair, DeviceScaling
+from cdmpp.predictor.finetuning import choose_tasks, extend_encoder, mixed_batches, starting_weights
+from cdmpp.predictor.training import prepare, training_summary
 from cdmpp.profiler.session import read_task_file
 from cdmpp.report.content import collect_report
 from tests.samples.training import make_data, make_device
@@ -226,7 +224,7 @@ def test_before_training_the_new_device_is_predicted_as_without_its_features(sma
     # the pairs of program and device are those of the slow device for both: they have weights
     devices, specs = {**base.devices, "fast": vector}, {**base.specs, "fast": base.specs["slow"]}
     extended = replace(base, network=network, encoder=encoder, devices=devices, specs=specs)
-    assert np.allclose(extended.predict_features(asts, "fast"), base.predict_features(asts, "slow"))
+    assert np.allclose(extended.predict_asts(asts, "fast"), base.predict_asts(asts, "slow"))
 
 
 def test_devices_that_look_like_the_new_one_are_not_replayed(small, base, config, tmp_path, caplog):

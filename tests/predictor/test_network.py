@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from cdmpp.predictor.batching import PaddedBatch
+from cdmpp.predictor.batching import Context, PaddedBatch
 from cdmpp.predictor.config import ModelConfig
-from cdmpp.predictor.network import LatencyNetwork, PreOrderEncoding
-from cdmpp.predictor.positional import positional_encoding
+from cdmpp.predictor.network import LatencyNetwork, PreOrderEncoding, positional_encoding
 
 LEAF_DIM, DEVICE_DIM = 7, 3
 SMALL = {"dim": 16, "layers": 2, "heads": 2, "ffn_dim": 32, "embedding_dim": 12, "decoder_dim": 16}
@@ -22,12 +21,13 @@ def make_network(**changes) -> LatencyNetwork:
     return LatencyNetwork(ModelConfig(**{**SMALL, **changes}), LEAF_DIM, DEVICE_DIM).eval()
 
 
-def make_batch(batch=3, length=4, seed=0) -> tuple[PaddedBatch, torch.Tensor]:
+def make_batch(batch=3, length=4, seed=0) -> tuple[PaddedBatch, Context]:
     generator = torch.Generator().manual_seed(seed)
     leaves = torch.randn(batch, length, LEAF_DIM, generator=generator)
     positions = torch.arange(length).repeat(batch, 1) * 3 + 1
     padding = torch.zeros(batch, length, dtype=torch.bool)
-    return PaddedBatch(leaves, positions, padding), torch.randn(batch, DEVICE_DIM, generator=generator)
+    devices = torch.randn(batch, DEVICE_DIM, generator=generator)
+    return PaddedBatch(leaves, positions, padding), Context.of_devices(devices)
 
 
 def pad(batch: PaddedBatch, extra: int, value: float) -> PaddedBatch:
@@ -66,7 +66,8 @@ def test_a_program_is_predicted_alone_as_in_a_batch():
     with torch.no_grad():
         together = network(batch, devices)
         alone = network(
-            PaddedBatch(batch.leaves[1:2], batch.positions[1:2], batch.padding[1:2]), devices[1:2]
+            PaddedBatch(batch.leaves[1:2], batch.positions[1:2], batch.padding[1:2]),
+            devices.take(torch.tensor([1])),
         )
     torch.testing.assert_close(alone, together[1:2], rtol=1e-4, atol=1e-5)
 
@@ -75,7 +76,7 @@ def test_a_program_is_predicted_alone_as_in_a_batch():
 def test_embeddings_are_bounded(activation, low, high):
     batch, devices = make_batch()
     embedding = make_network(embedding_activation=activation).embed(
-        PaddedBatch(batch.leaves * 1e3, batch.positions, batch.padding), devices
+        PaddedBatch(batch.leaves * 1e3, batch.positions, batch.padding), devices.device
     )
     assert embedding.shape == (3, SMALL["embedding_dim"])
     assert embedding.min() >= low and embedding.max() <= high
@@ -86,7 +87,9 @@ def test_the_device_matters_unless_hidden(device):
     network = make_network(device=device)
     batch, devices = make_batch()
     with torch.no_grad():
-        changed = not torch.equal(network(batch, devices), network(batch, devices + 1.0))
+        changed = not torch.equal(
+            network(batch, devices), network(batch, Context.of_devices(devices.device + 1.0))
+        )
     assert changed == (device != "none")
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from cdmpp.device import Device, get_device
 from cdmpp.predictor.pair_features import PAIR_FEATURES, pair_features, pair_rows
-from cdmpp.predictor.program_view import ProgramView
-from cdmpp.predictor.roofline import estimate_s, power_headroom, roofline_s
+from cdmpp.predictor.roofline import ProgramView, estimate_s, power_headroom, roofline_s
 from tests.samples.training import CPU, make_data, program
 
 GPU = Device(

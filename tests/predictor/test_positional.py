@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cdmpp.errors import PredictorError
-from cdmpp.predictor.positional import VARIANTS, positional_encoding
+from cdmpp.predictor.network import VARIANTS, positional_encoding
 
 
 def test_standard_frequencies() -> None:

@@ -15,9 +15,9 @@ import pytest
 from cdmpp.errors import PredictorError
 from cdmpp.predictor import Predictor, evaluate, load_config, train
 from cdmpp.predictor.config import LabelConfig
+from cdmpp.predictor.data import split_data
 from cdmpp.predictor.roofline import REFERENCES
-from cdmpp.predictor.run import prepare
-from cdmpp.predictor.splitting import split_data
+from cdmpp.predictor.training import prepare
 from tests.samples.training import make_data
 
 ROOT = Path(__file__).parents[2]

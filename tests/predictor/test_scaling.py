@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cdmpp.endtoend.tasks import measured_latencies
 from cdmpp.errors import PredictorError
 from cdmpp.predictor import Predictor, evaluate
-from cdmpp.predictor.run import train
-from cdmpp.predictor.scaling import (
+from cdmpp.predictor.elsewhere import (
     DevicePair,
     DeviceScaling,
     combine,
     device_distance,
     fit_scaling,
-    predict_rows_scaled,
 )
+from cdmpp.predictor.evidence import Evidence
+from cdmpp.predictor.program_file import measured_latencies
+from cdmpp.predictor.training import train
 from tests.samples.training import make_data, small_config
 
 SPEC = "by_task:seed=0"
@@ -110,7 +110,9 @@ def test_predict_is_what_evaluate_scores(trained, hidden):
     predictor = replace(trained.predictor, specs=dict(hidden.devices))
     asts = [hidden.asts[program] for program in programs]
     told = predictor.predict(asts, "fast", measured={"slow": there.loc[programs].to_numpy()})
-    assert told == pytest.approx(predict_rows_scaled(predictor, hidden, rows)[0])
+    assert told == pytest.approx(
+        predictor.predict_rows(hidden, rows, Evidence.of_rows(hidden, rows, measured=True))
+    )
     one = predictor.predict(asts[0], "fast", measured={"slow": there.loc[programs.iloc[0]]})
     assert isinstance(one, float) and one == pytest.approx(told[0])
     unknown = predictor.predict(asts, "fast", measured={"slow": np.full(len(asts), np.nan)})
@@ -127,10 +129,12 @@ def test_labels_of_hidden_rows_are_not_looked_at(trained, hidden):
     spoilt[some] *= 100
     other = replace(hidden, labels=hidden.labels.assign(latency_s=spoilt))
     own = np.setdiff1d(rows, some)
-    assert fit_scaling(trained.predictor, other, own, some) == fit_scaling(
-        trained.predictor, hidden, own, some
+    assert fit_scaling(trained.predictor.predict_rows, other, own, some) == fit_scaling(
+        trained.predictor.predict_rows, hidden, own, some
     )
-    assert fit_scaling(trained.predictor, other, own) != fit_scaling(trained.predictor, hidden, own)
+    assert fit_scaling(trained.predictor.predict_rows, other, own) != fit_scaling(
+        trained.predictor.predict_rows, hidden, own
+    )
 
 
 def test_saved_and_loaded_it_is_the_same(trained, tmp_path: Path):
@@ -159,7 +163,7 @@ def test_one_device_has_nothing_to_be_scaled_from(trained, hidden):
     from cdmpp.predictor.data import subset
 
     alone = subset(hidden, np.flatnonzero(hidden.labels["device"] == "fast"))
-    assert not fit_scaling(trained.predictor, alone, np.arange(50)).pairs
+    assert not fit_scaling(trained.predictor.predict_rows, alone, np.arange(50)).pairs
     with pytest.raises(PredictorError, match="measured on another"):
         evaluate(trained.predictor, alone, "all", measured=True)
 

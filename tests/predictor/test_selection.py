@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cdmpp.errors import PredictorError
-from cdmpp.predictor.run import prepare
+from cdmpp.predictor.data import split_data
 from cdmpp.predictor.selection import (
     ast_features,
     embed_programs,
@@ -16,7 +16,7 @@ from cdmpp.predictor.selection import (
     task_vectors,
     write_task_file,
 )
-from cdmpp.predictor.splitting import split_data
+from cdmpp.predictor.training import prepare
 from cdmpp.profiler.session import read_task_file
 from cdmpp.program.ast import LEAF_FEATURES, CompactAST
 from tests.samples.training import make_data

@@ -12,9 +12,10 @@ import torch
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.checkpoint import load_checkpoint, save_checkpoint
 from cdmpp.predictor.config import config_from_dict
-from cdmpp.predictor.run import prepare
-from cdmpp.predictor.splitting import split_data
+from cdmpp.predictor.data import split_data
+from cdmpp.predictor.network import predict_labels
 from cdmpp.predictor.trainer import Trainer, learning_rate, pick_device
+from cdmpp.predictor.training import prepare
 from cdmpp.program.codegen import CODEGEN_FEATURES
 from cdmpp.program.codegen.compile import code_key
 
@@ -98,7 +99,7 @@ def test_the_best_epoch_is_kept_not_the_last(make_trainer):
     )
     best = min(lines, key=lambda line: line["valid_mape"])
     assert lines[-1]["best_epoch"] == best["epoch"]
-    assert_same(trainer.best_weights, snapshots[best["epoch"]])
+    assert_same(trainer.state().best, snapshots[best["epoch"]])
 
 
 def test_early_stopping(make_trainer):
@@ -189,7 +190,8 @@ def test_ranking_improves_the_order_within_tasks(make_trainer):
     loss = {"mse_weight": 1e-6, "mape_weight": 0.0, "rank_weight": 1.0}
     trainer = make_trainer(loss=loss, epochs=8, patience=8)
     trainer.fit()
-    pairs, predicted_s = trainer._train, trainer._train.predict(trainer.network, trainer._transform)
+    pairs = trainer._train
+    predicted_s = trainer._transform.inverse(predict_labels(trainer.network, pairs))
     same = (pairs.group[:, None] == pairs.group) & (pairs.latency_s[:, None] > 1.1 * pairs.latency_s)
     assert np.mean((predicted_s[:, None] > predicted_s)[same]) > 0.85
 

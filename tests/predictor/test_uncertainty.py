@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from cdmpp.errors import PredictorError
 from cdmpp.predictor import Predictor, evaluate, train
 from cdmpp.predictor.familiarity import QUANTILE
-from cdmpp.predictor.scoring import predict_rows
+from cdmpp.predictor.training import calibrated
 from cdmpp.predictor.uncertainty import (
     ALL_DEVICES,
     MAX_STEPS,
     MIN_UNITS,
     Calibration,
     ScoreDistribution,
-    calibrated,
     interval_metrics,
 )
 from tests.samples.training import make_ast, make_data, make_device, small_config
@@ -180,7 +179,7 @@ def test_the_validation_part_alone_calibrates(run):
     """Known answer of the whole: quantile over validation tasks of the saved weights' residuals."""
     data, split, predictor = run.data, run.split, run.predictor
     table = data.labels.iloc[split.valid]
-    residuals = np.abs(np.log(table["latency_s"].to_numpy() / predict_rows(predictor, data, split.valid)))
+    residuals = np.abs(np.log(table["latency_s"].to_numpy() / predictor.predict_rows(data, split.valid)))
     expected = ScoreDistribution.fit(residuals, table["task"].tolist())
     assert predictor.calibration.unit == "task"
     assert expected.units == table["task"].nunique()

@@ -8,9 +8,9 @@ from types import TracebackType
 from typing import Any
 
 from cdmpp.profiler.engine import BuildJob, Outcome
+from cdmpp.tuner.candidates import SearchConfig
+from cdmpp.tuner.config import TuneConfig
 from cdmpp.tuner.objective import Objective
-from cdmpp.tuner.task_tuner import SearchConfig
-from cdmpp.tuner.tuning import TuneConfig
 
 #: A search that takes a third of a second a round.
 SEARCH = SearchConfig(population=24, generations=1)

@@ -11,10 +11,10 @@ import pytest
 
 import cdmpp
 from cdmpp.errors import UnknownDeviceError
-from cdmpp.predictor.run import TrainResult
+from cdmpp.predictor.training import TrainResult
 from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.tuner import CostModel, Measurer, builder_and_runner
-from cdmpp.tuner.task_tuner import TaskTuner
+from cdmpp.tuner.candidates import TaskTuner
 from tests.samples.programs import matmul_task
 from tests.samples.training import make_device
 from tests.samples.tuning import SEARCH, FakeEngine, made_up_latency_s
@@ -60,14 +60,14 @@ def test_what_is_asked_again_is_not_computed_again(context_and_candidates: tuple
     context, candidates = context_and_candidates
     model = CostModel(None, "this-cpu@1")
     before = model.predict_s(context, candidates)
-    assert (model.asked, model.computed) == (
+    assert (model.cache.asked, model.cache.computed) == (
         len(candidates),
         len({structural_hash(c.sch.mod["main"]) for c in candidates}),
     )
-    computed = model.computed
+    computed = model.cache.computed
     model.update(context, candidates[:4], results([1.0, 2.0, 3.0, 4.0]))
     after = model.predict_s(context, candidates)
-    assert model.computed == computed, "measurements change predictions, not what is cached"
+    assert model.cache.computed == computed, "measurements change predictions, not what is cached"
     assert not np.allclose(before, after)
 
 
@@ -119,7 +119,7 @@ def test_tune_tir_takes_cost_model_builder_and_runner(tmp_path: Path) -> None:
     assert len(engine.measured) == 12 and len(database) == 12
     found = sorted(float(record.run_secs[0]) for record in database.get_all_tuning_records())
     assert found == pytest.approx(sorted(made_up_latency_s(h) for h in engine.measured))
-    assert len(model.model) == 12 and model.asked > model.computed
+    assert len(model.model) == 12 and model.cache.asked > model.cache.computed
 
 
 def test_tune_relax_takes_them_too_and_its_database_deploys(

@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 
 from cdmpp.device import get_device
-from cdmpp.tuner.energy import energy_counter
-from cdmpp.tuner.measure import Measurer
-from cdmpp.tuner.report import summary_lines
-from cdmpp.tuner.results import TuneReport
+from cdmpp.tuner.measure import Measurer, energy_meter
+from cdmpp.tuner.results import TuneReport, summary_lines
 from cdmpp.tuner.tuning import tune_tasks
 from tests.samples.programs import matmul_task
 from tests.samples.tuning import FakeEngine, tune_config
@@ -36,7 +34,7 @@ def test_packages_add_up_and_wrap_around(tmp_path: Path) -> None:
     part = domain(tmp_path, "intel-rapl:0:0", "core", 0)
     second = domain(tmp_path, "intel-rapl:1", "package-1", 100)
     machine = domain(tmp_path, "intel-rapl:2", "psys", 0)
-    counter = energy_counter(get_device("this-cpu@1"), tmp_path)
+    counter = energy_meter(get_device("this-cpu@1"), tmp_path)
     assert counter is not None and counter.joules() == 0
     for path in (part, machine):
         (path / "energy_uj").write_text("999999")
@@ -51,11 +49,11 @@ def test_packages_add_up_and_wrap_around(tmp_path: Path) -> None:
 
 def test_a_processor_that_does_not_tell(tmp_path: Path) -> None:
     device = get_device("this-cpu@1")
-    assert energy_counter(device, tmp_path / "nothing") is None
+    assert energy_meter(device, tmp_path / "nothing") is None
     path = domain(tmp_path, "intel-rapl:0", "package-0", 0)
     (path / "energy_uj").unlink()
     (path / "energy_uj").mkdir()  # which nobody may read, whoever runs this
-    assert energy_counter(device, tmp_path) is None
+    assert energy_meter(device, tmp_path) is None
 
 
 class NvmlError(Exception):
@@ -74,7 +72,7 @@ def made_up_nvml(monkeypatch: pytest.MonkeyPatch, energy_mj: Any) -> None:
 def test_a_gpu_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = iter([5_000, 5_000, 12_500])
     made_up_nvml(monkeypatch, lambda: next(readings))
-    counter = energy_counter(get_device("h200@0.5"))
+    counter = energy_meter(get_device("h200@0.5"))
     assert counter is not None
     assert (counter.joules(), counter.joules()) == (0.0, 7.5)
 
@@ -84,9 +82,9 @@ def test_a_gpu_that_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
         raise NvmlError("Not Supported")
 
     made_up_nvml(monkeypatch, unsupported)
-    assert energy_counter(get_device("h200")) is None
+    assert energy_meter(get_device("h200")) is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert energy_counter(get_device("h200")) is None, "nvidia-ml-py is not installed"
+    assert energy_meter(get_device("h200")) is None, "nvidia-ml-py is not installed"
 
 
 class Steps:
@@ -105,7 +103,7 @@ class Steps:
 def tuned(
     out: Path, trials: int, counter: Steps | None, monkeypatch: pytest.MonkeyPatch, **more: Any
 ) -> TuneReport:
-    monkeypatch.setattr("cdmpp.tuner.energy.energy_counter", lambda device: counter)
+    monkeypatch.setattr("cdmpp.tuner.tuning.energy_meter", lambda device: counter)
     config = tune_config(trials, cost_model="random")
     with Measurer(FakeEngine()) as measurer:
         return tune_tasks("toy", [(matmul_task(32), 1.0)], out=out, config=config, measurer=measurer, **more)

@@ -21,18 +21,16 @@ from cdmpp.profiler.gpu.measure import profile_gpu
 from cdmpp.profiler.gpu.sampling import GpuConfig, GpuMeasurer, gpu_engine
 from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.space import TaskSpaces
+from cdmpp.tuner.candidates import DEFAULT, SearchConfig, TaskTuner, default_schedule
+from cdmpp.tuner.config import TuneConfig
+from cdmpp.tuner.measure import alone_engine, device_of_this_machine
 from cdmpp.tuner.objective import Objective
-from cdmpp.tuner.prepare import alone_engine, device_of_this_machine
 from cdmpp.tuner.results import TuneReport
-from cdmpp.tuner.shard_service import RemoteEngine
-from cdmpp.tuner.shards import shard_cores
 from cdmpp.tuner.store import DATASET_FOLDER, json_database
-from cdmpp.tuner.task_tuner import SearchConfig, TaskTuner
-from cdmpp.tuner.tuning import TuneConfig, tune_tasks
-from cdmpp.tuner.untuned import DEFAULT, default_schedule
+from cdmpp.tuner.tuning import tune_tasks
+from cdmpp.tuner.workers import worker_cores
 from tests.samples.gpu import TUNING_GPU, fails, gpu_latency_s
 from tests.samples.programs import matmul_task
-from tests.tuner.test_sharding import ThreadShard
 
 PLAN = SamplingPlan(min_sample_s=0.001, min_samples=2, max_samples=4, max_measure_s=0.2)
 
@@ -165,7 +163,7 @@ def test_a_resumed_tuning_measures_nothing_twice(tmp_path: Path) -> None:
 def test_a_task_without_a_default_schedule_is_tuned_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cdmpp.tuner.task_tuner.default_schedule", lambda func, target: None)
+    monkeypatch.setattr("cdmpp.tuner.candidates.default_schedule", lambda func, target: None)
     sample = TaskTuner.sample
     monkeypatch.setattr(TaskTuner, "sample", lambda self, n, seed: sample(self, min(n, 12), seed))
     report = tuned(tmp_path / "t", 4, cost_model="cdmpp", predictor=None, validity="online")
@@ -191,15 +189,13 @@ def test_workers_search_and_one_process_measures(tmp_path: Path) -> None:
     out = tmp_path / "t"
     tasks = [(matmul_task(n), 1.0) for n in (32, 48)]
     config = gpu_config(6, shards="auto")
-    report = tune_tasks("toy", tasks, device="h200@0.5", out=out, config=config, start_shard=ThreadShard)
+    report = tune_tasks("toy", tasks, device="h200@0.5", out=out, config=config)
     assert report.device == "h200@0.5" and report.untuned_s is not None
     assert (report.costs.trials, report.costs.measurements) == (6, 6)
     records = Dataset.open(out / DATASET_FOLDER).records
     assert len(records) == 8 and records["program"].is_unique
     metas = [join_meta(row) for row in records.to_dict("records")]
-    assert {meta["shard"] for meta in metas} == {0, 1}
     assert {(meta["workers"], meta["sms"]) for meta in metas} == {(2, 64)}, "side by side, each on its half"
-    # which programs a search meets depends on who is first: where none beats the default schedule, that is kept as well
     kept = sum(task.untuned_s <= task.best_s for task in report.tasks if task.untuned_s and task.best_s)
     assert len(json_database(out)) == 6 + kept
 
@@ -216,7 +212,6 @@ def test_a_gpu_that_is_lost_ends_all_workers(tmp_path: Path) -> None:
             device="h200@0.5",
             out=tmp_path / "t",
             config=config,
-            start_shard=ThreadShard,
         )
 
 
@@ -224,17 +219,11 @@ def test_shares_that_do_not_fit() -> None:
     with pytest.raises(
         TunerError, match=r"2 shards of h200 are 2 times what there is: .* smaller share: h200@0.5$"
     ):
-        shard_cores(get_device("h200"), 2)
+        worker_cores(get_device("h200"), 2)
     with pytest.raises(TunerError, match="one worker at least"):
-        shard_cores(get_device("h200"), 0)
-    assert len(shard_cores(get_device("h200@0.3"), "auto")) == 3
-    assert len(shard_cores(get_device("h200@0.142"), 7)) == 7
-
-
-def test_a_worker_without_its_profiler(tmp_path: Path) -> None:
-    engine = RemoteEngine(str(tmp_path / "nobody"))
-    with pytest.raises(ProfilerError, match="does not answer"):
-        engine.__enter__()
+        worker_cores(get_device("h200"), 0)
+    assert len(worker_cores(get_device("h200@0.3"), "auto")) == 3
+    assert len(worker_cores(get_device("h200@0.142"), 7)) == 7
 
 
 def test_devices_that_are_not_here(

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cdmpp.errors import TunerError
+from cdmpp.tuner.candidates import ROUNDS, Leftovers
 from cdmpp.tuner.objective import (
     Costs,
     Curve,
@@ -23,7 +24,6 @@ from cdmpp.tuner.objective import (
     parse_fraction,
 )
 from cdmpp.tuner.scheduler import TaskState, next_task
-from cdmpp.tuner.surplus import ROUNDS, Surplus
 from cdmpp.tuner.trimmer import Trimmer, worth_measuring
 
 
@@ -212,24 +212,24 @@ def proposed(*latencies: float) -> list[Proposed]:
 
 
 def test_what_a_search_found_too_much_is_measured_before_the_next_search() -> None:
-    surplus = Surplus(Trimmer(Intervals()), 4)
-    assert surplus.wanted == 4 * ROUNDS
-    assert surplus.take(0, None, None) == [], "nothing was searched for yet"
+    leftovers = Leftovers(Trimmer(Intervals()), 4)
+    assert leftovers.wanted == 4 * ROUNDS
+    assert leftovers.take(0, None, None) == [], "nothing was searched for yet"
     found = proposed(8.0, 3.0, 1.0, 7.0, 5.0, 2.0, 6.0, 4.0)
-    assert surplus.share(0, None, found, None) == proposed(1.0, 2.0, 3.0, 4.0)
-    assert surplus.take(1, None, 9.0) == [], "that was another task's"
+    assert leftovers.share(0, None, found, None) == proposed(1.0, 2.0, 3.0, 4.0)
+    assert leftovers.take(1, None, 9.0) == [], "that was another task's"
     # of 5 to 8 the intervals reach down to half: three may beat 3.8
-    assert surplus.take(0, None, 3.8) == proposed(5.0, 6.0, 7.0)
-    assert surplus.take(0, None, 3.8) == []
+    assert leftovers.take(0, None, 3.8) == proposed(5.0, 6.0, 7.0)
+    assert leftovers.take(0, None, 3.8) == []
 
 
 def test_what_is_left_takes_part_in_the_next_round_once() -> None:
-    surplus = Surplus(Trimmer(Intervals()), 4)
-    surplus.share(0, None, proposed(1.0, 2.0, 3.0, 4.0, 5.0, 9.0, 9.5), None)
-    assert surplus.take(0, None, 3.0) == [], "one that may win is too little for a round"
+    leftovers = Leftovers(Trimmer(Intervals()), 4)
+    leftovers.share(0, None, proposed(1.0, 2.0, 3.0, 4.0, 5.0, 9.0, 9.5), None)
+    assert leftovers.take(0, None, 3.0) == [], "one that may win is too little for a round"
     # 5 is found again; 9 and 9.5 could not win and are forgotten
-    assert surplus.share(0, None, proposed(6.5, 5.0, 2.5, 7.0), 3.0) == proposed(2.5, 5.0, 6.5, 7.0)
-    assert surplus.share(0, None, proposed(6.5), 3.0) == proposed(6.5)
+    assert leftovers.share(0, None, proposed(6.5, 5.0, 2.5, 7.0), 3.0) == proposed(2.5, 5.0, 6.5, 7.0)
+    assert leftovers.share(0, None, proposed(6.5), 3.0) == proposed(6.5)
 
 
 @given(
@@ -240,18 +240,18 @@ def test_what_is_left_takes_part_in_the_next_round_once() -> None:
 def test_no_candidate_is_given_twice_and_none_is_made_up(
     first: list[float], second: list[float], best_s: float
 ) -> None:
-    surplus = Surplus(Trimmer(Intervals()), 8)
-    given_out = surplus.share(0, None, proposed(*first), None) + surplus.take(0, None, best_s)
+    leftovers = Leftovers(Trimmer(Intervals()), 8)
+    given_out = leftovers.share(0, None, proposed(*first), None) + leftovers.take(0, None, best_s)
     assert len(set(given_out)) == len(given_out) and set(given_out) <= set(proposed(*first))
-    after = surplus.share(0, None, [p for p in proposed(*second) if p not in given_out], best_s)
+    after = leftovers.share(0, None, [p for p in proposed(*second) if p not in given_out], best_s)
     assert not set(after) & set(given_out) and set(after) <= set(proposed(*first, *second))
 
 
 def test_without_a_trimmer_a_search_gives_one_round() -> None:
-    surplus = Surplus(None, 4)
+    leftovers = Leftovers(None, 4)
     found = proposed(3.0, 1.0, 2.0, 1.0, 5.0)
-    assert surplus.wanted == 4
-    assert surplus.share(0, None, found, 1.0) == found and surplus.take(0, None, None) == []
+    assert leftovers.wanted == 4
+    assert leftovers.share(0, None, found, 1.0) == found and leftovers.take(0, None, None) == []
 
 
 class Even:

@@ -12,9 +12,9 @@ import pytest
 from cdmpp.device import get_device
 from cdmpp.errors import PredictorError
 from cdmpp.predictor import Predictor
-from cdmpp.predictor.run import TrainResult
+from cdmpp.predictor.training import TrainResult
 from cdmpp.program.ast import CompactAST
-from cdmpp.tuner.online import Anchors, OnlineModel
+from cdmpp.tuner.learning import OnlineModel
 from cdmpp.tuner.prior import AnalyticalPrior, PredictorPrior, make_prior
 from tests.samples.training import make_ast, make_device
 
@@ -88,27 +88,6 @@ def test_intervals_are_the_predictors_until_there_are_enough_records(predictor: 
     taught(model, "t", asts[:30], label_s[:30])
     low, high = model.interval("t", model.prior.encode(asts[:30]), coverage)
     assert not np.allclose(np.log(high / low), 2 * width)
-
-
-def test_learning_does_no_harm_to_the_anchors(predictor: Predictor) -> None:
-    """What was measured here says that all programs of all tasks take three times as long; the anchors say no."""
-    device = make_device("slow", 1000.0)
-    asts, label_s = programs(40)
-    kept, kept_s = programs(30, seed=9)
-    free = OnlineModel(PredictorPrior(predictor, device))
-    held = OnlineModel(PredictorPrior(predictor, device), Anchors(kept, kept_s / 3))
-    before = held.anchor_error()
-    for model in (free, held):
-        for number in range(4):
-            rows = slice(10 * number, 10 * number + 10)
-            encoded = model.prior.encode(asts[rows])
-            model.learn(f"t{number}", [f"p{i}" for i in range(10)], encoded, label_s[rows])
-        model.fit()
-    assert held.anchor_error() <= before + 1e-12
-    harmed = float(np.mean(np.abs(free.predict("", free.prior.encode(kept)) / (kept_s / 3) - 1)))
-    assert harmed > before, "without anchors, the tasks' common error is taken to be everybody's"
-    assert held.rolled_back and held.describe()["rolled_back"]
-    assert np.isnan(free.anchor_error())
 
 
 def test_a_record_measured_again_replaces_the_first(predictor: Predictor) -> None:

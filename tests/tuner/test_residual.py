@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from cdmpp.tuner.residual import Correction, Kernel, fit_correction, squared_distances
+from cdmpp.tuner.learning import Correction, Kernel, fit_correction, squared_distances
 
 KERNEL = Kernel(noise=0.04, offset=0.5, own=0.3, shared=0.2, common=0.1, length=1.5)
 
@@ -62,9 +62,6 @@ def test_it_learns_an_offset_and_a_shape() -> None:
 
 def test_far_from_everything_measured_the_prediction_is_left_alone() -> None:
     z, task, residual = records(60)
-    correction = fit_correction(z, task, residual, may_share=False)
-    mean = correction.mean(z + 100, 7)
-    assert mean == pytest.approx(np.zeros(60)), "another task"
     shared = fit_correction(z, task, residual)
     mean, deviation = shared.mean(z + 100, 7), shared.deviation(z + 100, 7)
     assert np.abs(mean).max() < 1e-6
@@ -88,7 +85,6 @@ def test_tasks_learn_from_each_other_only_where_it_helps() -> None:
     together = np.full(60, 1.0) + rng.normal(0, 0.05, 60)
     kernel = fit_correction(z, task, together, common=1.0).kernel
     assert kernel.shared > 0 and kernel.common > 0
-    assert fit_correction(z, task, together, may_share=False).kernel.shared == 0
     opposite = np.where(task % 2 == 0, 1.0, -1.0) + rng.normal(0, 0.05, 60)
     assert fit_correction(z, task, opposite).kernel.shared == 0
 

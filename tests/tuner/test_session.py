@@ -12,7 +12,7 @@ import pytest
 
 from cdmpp.dataset import Dataset
 from cdmpp.errors import DatasetError, TunerError
-from cdmpp.predictor.run import TrainResult
+from cdmpp.predictor.training import TrainResult
 from cdmpp.program.types import Task
 from cdmpp.tuner.measure import Measurer
 from cdmpp.tuner.results import TuneReport
@@ -113,7 +113,7 @@ def test_a_task_whose_whole_space_is_invalid_is_given_up(tmp_path: Path) -> None
 def test_a_space_without_valid_programs_ends_the_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cdmpp.tuner.task_tuner import TaskTuner
+    from cdmpp.tuner.candidates import TaskTuner
 
     bad = matmul_task(48).hash
     propose = TaskTuner.propose
@@ -331,7 +331,7 @@ def test_with_a_trimmer_a_search_lasts_for_several_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While everything that is left may win: with two rounds half of the searches, as many measurements, nothing twice."""
-    from cdmpp.tuner.task_tuner import TaskTuner
+    from cdmpp.tuner.candidates import TaskTuner
 
     asked: list[int] = []
     propose = TaskTuner.propose
@@ -342,7 +342,7 @@ def test_with_a_trimmer_a_search_lasts_for_several_rounds(
         return found
 
     monkeypatch.setattr(TaskTuner, "propose", counted)
-    monkeypatch.setattr("cdmpp.tuner.surplus.ROUNDS", 2)
+    monkeypatch.setattr("cdmpp.tuner.candidates.ROUNDS", 2)
     batch = tune_config(1).batch
     engine = FakeEngine()
     # intervals so wide that nothing is dropped

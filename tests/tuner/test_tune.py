@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cdmpp.cli import main
+from cdmpp.cli.tune import devices_with_shares
+from cdmpp.device import Device
 from cdmpp.errors import TunerError
 from cdmpp.program.network import Network
+from cdmpp.tuner.config import TuneConfig
+from cdmpp.tuner.cost_model import make_cost_model
 from cdmpp.tuner.deployment import apply_database, import_network, measure_network, weighted_tasks
-from cdmpp.tuner.prepare import device_of_this_machine, make_cost_model
-from cdmpp.tuner.tuning import tune
-from tests.samples.programs import QUICK_PLAN
-from tests.samples.tuning import tune_config
+from cdmpp.tuner.measure import Measurer, device_of_this_machine
+from cdmpp.tuner.results import TuneReport, write_report
+from cdmpp.tuner.tuning import tune, tune_tasks
+from tests.samples.programs import QUICK_PLAN, matmul_task
+from tests.samples.tuning import FakeEngine, tune_config
 
 pytestmark = pytest.mark.usefixtures("real_machine")
 
@@ -157,7 +163,7 @@ def test_what_is_wrong_is_said_before_the_network_is_imported(
 
     assert "no predictor here" in error_of("--predictor", no)
     assert "holds no validity model" in error_of("--validity", no)
-    assert "no folder of earlier records" in error_of("--anchors", no)
+    assert "no folder of earlier records" in error_of("--warm-start", no)
     assert "one at least, got 0" in error_of("--batch", "0")
     assert "between 0 and 1" in error_of("--trim", "2")
     assert "is a file" in error_of(folder=tmp_path / "file")
@@ -170,3 +176,55 @@ def test_the_function_is_what_its_name_says_whatever_was_imported_before() -> No
 
     assert cdmpp.tuner.tune is tune
     assert cdmpp.tuner.tuning.tune is tune
+
+
+def test_shares_on_the_command_line() -> None:
+    assert devices_with_shares("this-cpu@1", None) == ["this-cpu@1"]
+    assert devices_with_shares("this-cpu@1", "1") == ["this-cpu@1"]
+    assert devices_with_shares("this-cpu", "2") == ["this-cpu@2"]
+    assert devices_with_shares("this-cpu", "1, 2") == ["this-cpu@1", "this-cpu@2"]
+    with pytest.raises(TunerError, match="give the share once"):
+        devices_with_shares("this-cpu@1", "2")
+
+
+def test_several_shares_are_tuned_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = device_of_this_machine("this-cpu@1")
+
+    def device_of(device: str, *_: object) -> Device:
+        share = device.partition("@")[2]
+        return replace(here, name=f"{here.base}@{share}", share=float(share))
+
+    def tune_toy(network: str, *, device: str, out: Path, config: TuneConfig, **_: object) -> TuneReport:
+        tasks = [(matmul_task(32), 1.0)]
+        with Measurer(FakeEngine()) as measurer:
+            report = tune_tasks(network, tasks, device=device, out=out, config=config, measurer=measurer)
+        write_report(report, out)
+        return report
+
+    for module in ("measure", "tuning"):
+        monkeypatch.setattr(f"cdmpp.tuner.{module}.device_of_this_machine", device_of)
+    monkeypatch.setattr("cdmpp.tuner.tuning.tune", tune_toy)
+    out, file = tmp_path / "t", tmp_path / "out.json"
+    small = ("--batch", "6", "--population", "24", "--generations", "1", "--cost-model", "random")
+    args = [
+        "tune",
+        "toy",
+        "--device",
+        "this-cpu",
+        "--share",
+        "1,2",
+        "--trials",
+        "6",
+        "--out",
+        str(out),
+        *small,
+    ]
+    assert main([*args, "--json", str(file)]) == 0
+    assert set(json.loads(file.read_text())["tunings"]) == {"this-cpu@1", "this-cpu@2"}
+    assert sorted(folder.name for folder in out.iterdir()) == ["share-1", "share-2"]
+    (out / "share-1").rename(tmp_path / "elsewhere")
+    assert main(args) == 2
+    assert "share-2 holds a tuning already" in capsys.readouterr().err
+    assert not (out / "share-1").exists(), "said before the first is tuned"

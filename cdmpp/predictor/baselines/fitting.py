@@ -7,7 +7,7 @@ import statistics
 import time
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +21,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from cdmpp.dataset import Split
-    from cdmpp.predictor.arrays import LabelledArrays
+    from cdmpp.predictor.batching import LabelledArrays
     from cdmpp.predictor.data import TrainingData
     from cdmpp.predictor.encoding import FeatureEncoder
-    from cdmpp.predictor.network import LatencyNetwork
     from cdmpp.predictor.trainer import ProgressCallback
     from cdmpp.predictor.transforms import LabelTransform
 
@@ -81,16 +80,16 @@ class NetworkModel(LatencyModel):
     def make_network(self, train: LabelledArrays, leaf_dim: int, device_dim: int) -> nn.Module:
         """The untrained network for these training pairs.
 
-        It is called as ``network(batch, device)`` with a :class:`~cdmpp.predictor.batching.PaddedBatch` and a
-        float32 (batch, device_dim), and gives standardised labels, shape (batch,).
+        It is called as ``network(batch, context)`` with a :class:`~cdmpp.predictor.batching.PaddedBatch` and a
+        :class:`~cdmpp.predictor.batching.Context`, and gives standardised labels, shape (batch,).
         """
 
     def check_programs(self, arrays: LabelledArrays) -> None:
         """Called with pairs before they are predicted; warns of what the network cannot take."""
 
     def fit(self, data: TrainingData, split: Split) -> None:
-        from cdmpp.predictor.run import prepare
         from cdmpp.predictor.trainer import seeded, torch_threads
+        from cdmpp.predictor.training import prepare
 
         # the baselines are what others published: they do not see what we compute of program and device together
         config = config_from_dict({"model": {"pairs": False}, "label": {"transform": self.label}})
@@ -108,7 +107,7 @@ class NetworkModel(LatencyModel):
 
     def predict(self, data: TrainingData, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         from cdmpp.predictor.data import subset
-        from cdmpp.predictor.run import encode
+        from cdmpp.predictor.training import encode
 
         if self.network_ is None:
             raise PredictorError(f"model {self.name} is not fitted")
@@ -118,8 +117,9 @@ class NetworkModel(LatencyModel):
 
 
 def _predict(arrays: LabelledArrays, network: nn.Module, transform: LabelTransform) -> NDArray[np.float64]:
-    # only called, and the baselines' networks are called as ours is
-    return arrays.predict(cast("LatencyNetwork", network), transform)
+    from cdmpp.predictor.network import predict_labels
+
+    return transform.inverse(predict_labels(network, arrays), arrays.reference_s)
 
 
 @dataclass
@@ -217,9 +217,7 @@ class _Loop:
 
         data, where = self.train, self._where
         index = torch.from_numpy(rows)
-        batch = data.packed.batch(data.program[rows]).to(where)
-        device = data.device_rows[torch.from_numpy(data.device[rows])].to(where)
-        label = self.network(batch, device)
+        label = self.network(*data.batch(rows, where))
         loss = self._loss(label, self._target[index].to(where), self._log_latency[index].to(where))
         for group in self._optimizer.param_groups:
             group["lr"] = rate

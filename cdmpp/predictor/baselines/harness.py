@@ -11,7 +11,7 @@ import numpy as np
 
 from cdmpp.dataset.split_makers import ordered
 from cdmpp.predictor.baselines.base import LatencyModel
-from cdmpp.predictor.scoring import score
+from cdmpp.predictor.evaluation import score
 
 if TYPE_CHECKING:
     from cdmpp.dataset import Split

@@ -6,9 +6,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from cdmpp.predictor.arrays import LabelledArrays
 from cdmpp.predictor.baselines.fitting import NetworkModel
-from cdmpp.predictor.batching import PaddedBatch
+from cdmpp.predictor.batching import Context, LabelledArrays, PaddedBatch
 from cdmpp.predictor.config import Config, LossConfig, TrainConfig
 from cdmpp.predictor.trainer import ProgressCallback
 
@@ -35,14 +34,14 @@ class LstmNetwork(nn.Module):
             nn.Linear(hidden + device_dim, hidden), nn.GELU(), nn.Dropout(dropout), nn.Linear(hidden, 1)
         )
 
-    def forward(self, batch: PaddedBatch, device: torch.Tensor) -> torch.Tensor:
-        """Standardised labels, shape (batch,); ``device`` is float32 (batch, device_dim)."""
+    def forward(self, batch: PaddedBatch, context: Context) -> torch.Tensor:
+        """Standardised labels, shape (batch,)."""
         positions = torch.log1p(batch.positions.to(batch.leaves.dtype))[:, :, None]
         leaves = self.leaf_projection(torch.cat([batch.leaves, positions], dim=2))
         lengths = (~batch.padding).sum(1).cpu()
         packed = pack_padded_sequence(leaves, lengths, batch_first=True, enforce_sorted=False)
         _, (state, _) = self.lstm(packed)
-        return self.decoder(torch.cat([state[-1], device], dim=1)).squeeze(-1)
+        return self.decoder(torch.cat([state[-1], context.device], dim=1)).squeeze(-1)
 
 
 class LstmModel(NetworkModel):

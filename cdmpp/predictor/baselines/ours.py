@@ -31,15 +31,13 @@ class CdmppModel(LatencyModel):
         self.predictor_ = predictor
 
     def fit(self, data: TrainingData, split: Split) -> None:
-        from cdmpp.predictor.run import prepare, training_summary
+        from cdmpp.predictor.training import prepare, training_summary
 
         fitted = prepare(self._config, data, split)
         state = fitted.trainer.fit(progress=self._progress)
         self.predictor_ = fitted.predictor(state.best, training_summary(self._config, data, split, state))
 
     def predict(self, data: TrainingData, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        from cdmpp.predictor.scoring import predict_rows
-
         if self.predictor_ is None:
             raise PredictorError(f"model {self.name} is not fitted")
-        return predict_rows(self.predictor_, data, rows)
+        return self.predictor_.predict_rows(data, rows)

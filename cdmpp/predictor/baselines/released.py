@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from cdmpp.errors import PredictorError
-from cdmpp.predictor.arrays import LabelledArrays
 from cdmpp.predictor.baselines.fitting import NetworkModel
-from cdmpp.predictor.batching import PaddedBatch
+from cdmpp.predictor.batching import Context, LabelledArrays, PaddedBatch
 from cdmpp.predictor.config import Config, LossConfig, TrainConfig
 from cdmpp.predictor.network import PreOrderEncoding
 from cdmpp.predictor.trainer import ProgressCallback
@@ -93,8 +92,8 @@ class ReleasedNetwork(nn.Module):
         widths = (2 * sizes.embedding_dim, *sizes.decoder_dims)
         self.decoder = nn.Sequential(_mlp(*widths), nn.Linear(widths[-1], 1))
 
-    def forward(self, batch: PaddedBatch, device: torch.Tensor) -> torch.Tensor:
-        """Standardised labels, shape (batch,); ``device`` is float32 (batch, device_dim)."""
+    def forward(self, batch: PaddedBatch, context: Context) -> torch.Tensor:
+        """Standardised labels, shape (batch,)."""
         lengths = (~batch.padding).sum(1).clamp(max=self.max_leaves)
         flat = batch.leaves.new_zeros(len(lengths), self.max_leaves * self.dim)
         for length in torch.unique(lengths).tolist():
@@ -103,7 +102,7 @@ class ReleasedNetwork(nn.Module):
             leaves = leaves + self.position(batch.positions[rows, :length])
             flat[rows, : length * self.dim] = self.encoder(leaves).flatten(1)
         program = self.embedding(self.flatten(flat))
-        both = torch.cat([program, self.device_embedding(device)], dim=1)
+        both = torch.cat([program, self.device_embedding(context.device)], dim=1)
         return self.decoder(self.norm(both)).squeeze(-1)
 
 

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.predictor.baselines.base import LatencyModel
-from cdmpp.predictor.roofline import references_s
 
 if TYPE_CHECKING:
     from cdmpp.dataset import Split
@@ -47,6 +46,4 @@ class RooflineModel(LatencyModel):
         return reference * np.exp([self.device_.get(name, self.overall_) for name in devices])
 
     def _of(self, data: TrainingData, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        table = data.labels.iloc[rows]
-        asts = [data.asts[program] for program in table["program"]]
-        return references_s(self._reference, asts, [data.devices[name] for name in table["device"]])
+        return data.reference_s(self._reference, rows)

@@ -141,10 +141,7 @@ class KernelBuilder:
 
     def _excluded(self, program: str, func: Any) -> BundledProgram | None:
         """A program that the limits exclude, which shows before it is compiled (ProgramError if TVM does not lower it)."""
-        cuda = self._lower(func, unroll=False)
-        fault = shape_fault(cuda.launches, self._arch)
-        if fault is None and cuda.async_copies and not arch_limits(self._arch).async_copies:
-            fault = "async", f"it copies asynchronously, which {self._arch} cannot"
+        fault = rule_fault(self._lower(func, unroll=False), self._arch)
         return None if fault is None else _invalid(program, fault)
 
     def _compile(self, program: str, cuda: CudaProgram | None) -> BundledProgram:
@@ -162,6 +159,14 @@ class KernelBuilder:
             return _invalid(program, fault)
         resources = {name: asdict(r) for name, r in compiled.resources.items()}
         return BundledProgram(program, cuda, compiled.cubin, resources)
+
+
+def rule_fault(cuda: CudaProgram, arch: str) -> tuple[str, str] | None:
+    """Why a lowered program cannot run on an architecture, as far as that shows before it is compiled: kind and sentence."""
+    fault = shape_fault(cuda.launches, arch)
+    if fault is None and cuda.async_copies and not arch_limits(arch).async_copies:
+        return "async", f"it copies asynchronously, which {arch} cannot"
+    return fault
 
 
 def _invalid(program: str, fault: tuple[str, str]) -> BundledProgram:

@@ -11,7 +11,7 @@ import pytest
 
 from cdmpp.dataset import Dataset
 from cdmpp.errors import BundleError, NetworkError, ProfilerError, ProgramError
-from cdmpp.profiler.gpu.build import CudaLowering, KernelBuilder
+from cdmpp.profiler.gpu.build import CudaLowering, rule_fault
 from cdmpp.profiler.gpu.bundle import CudaProgram, read_bundle
 from cdmpp.profiler.gpu.compile import (
     CompileError,
@@ -26,7 +26,7 @@ from cdmpp.profiler.gpu.limits import KernelShape, arch_limits, block_registers,
 from cdmpp.profiler.gpu.make import BundleConfig, make_bundle
 from cdmpp.program.space import Rebuilder, TaskSpaces
 from tests.samples.gpu import toy_program
-from tests.samples.programs import as_it_is, matmul_task, te_task
+from tests.samples.programs import matmul_task, te_task
 
 TARGET = {
     "kind": "cuda",
@@ -126,19 +126,6 @@ def test_a_lowered_program_survives_json(lowering: CudaLowering) -> None:
     for program in lowered(lowering, two_steps(), 2):
         text = json.dumps(program.to_json())
         assert CudaProgram.from_json(json.loads(text), program.source) == program
-
-
-def test_asynchronous_copies_need_ampere(lowering: CudaLowering, monkeypatch: pytest.MonkeyPatch) -> None:
-    task = matmul_task(64)
-    copying = replace(lowered(lowering, task, 4)[0], async_copies=True)
-    for arch, status in (("sm_75", "invalid_config"), ("sm_80", "build_error")):
-        builder = KernelBuilder(arch, TARGET)
-        monkeypatch.setattr(builder, "_rebuild", lambda *_: None)
-        # Not a source that any compiler takes: those of which the limits say nothing are compiled.
-        monkeypatch.setattr(builder, "_lower", lambda *_, **__: replace(copying, source="nonsense"))
-        built = builder(as_it_is(task))
-        assert built.status == status
-        assert built.error.startswith("async: ") is (arch == "sm_75")
 
 
 def test_the_compiler_counts_the_shared_memory_that_lowering_does(
@@ -302,3 +289,12 @@ def test_nvcc_builds_cubins_and_says_why_not() -> None:
     nvcc._timeout_s = 0.01
     with pytest.raises(TimeoutError):
         nvcc.compile(toy, "sm_90")
+
+
+def test_asynchronous_copies_need_ampere() -> None:
+    cuda = replace(toy_program(), async_copies=True)
+    assert rule_fault(cuda, "sm_75") == ("async", "it copies asynchronously, which sm_75 cannot")
+    assert rule_fault(cuda, "sm_80") is None
+    launch = replace(cuda.launches[0], block=(2048, 1, 1))
+    fault = rule_fault(replace(cuda, launches=(launch,)), "sm_75")
+    assert fault is not None and fault[0] == "threads", "limits come first"

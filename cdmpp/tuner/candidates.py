@@ -1,13 +1,19 @@
-"""One task under MetaSchedule's evolutionary search: proposes candidates, replays earlier programs."""
+"""Candidates of one task: MetaSchedule's search proposes them, earlier programs are replayed, leftovers of a search are kept.
+
+What a task runs as where nothing was tuned is the start of a tuning, and what it falls back to. On a CPU that is the task as
+it is, whose loops LLVM compiles. A GPU cannot run that: there it is the schedule that TVM Relax gives by default
+(``tvm.s_tir.dlight``, by the rules of ``relax.backend.cuda``), a trace without a choice in it, told by its origin.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import random
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from cdmpp.errors import ProgramError, TunerError
 from cdmpp.profiler.engine import BuildJob
@@ -15,17 +21,26 @@ from cdmpp.program.space import CUDA_SPACE_TARGET, program_of_schedule, unschedu
 from cdmpp.program.tvm_env import import_tvm, quiet, structural_hash
 from cdmpp.program.types import Program, Space, Task
 from cdmpp.tuner import interrupt
-from cdmpp.tuner.untuned import DEFAULT, default_schedule
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
+    from cdmpp.program.ast import AstBuilder, CompactAST
+    from cdmpp.tuner.trimmer import Trimmer
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+#: ``Program.origin`` of default schedules.
+DEFAULT = "default"
 #: MetaSchedule's search has a limit of its own, which is not used.
 _NO_LIMIT = 1 << 30
 #: Sampling ends after so many draws in a row that were rejected or drawn before.
 _FRUITLESS_DRAWS = 64
+#: Rounds that a search gives candidates for, with a trimmer.
+ROUNDS = 4
+#: Part of a round that must be left and may win, for no search to be needed.
+_ENOUGH = 0.5
 
 
 @dataclass(frozen=True)
@@ -156,7 +171,7 @@ class TaskTuner:
         return list(found.values())
 
     def untuned(self) -> BuildJob | None:
-        """What runs where nothing was tuned, see :mod:`cdmpp.tuner.untuned`; None where there is nothing."""
+        """What runs where nothing was tuned, see the module's text; None where there is nothing."""
         if self._rule == "llvm":
             return BuildJob(unscheduled(self.task), self.task, None)
         candidate = self.untuned_candidate()
@@ -234,3 +249,143 @@ def _space_target(device: Device) -> dict[str, Any]:
     if device.kind == "cpu":
         return dict(device.target)
     return {**CUDA_SPACE_TARGET, "arch": str(device.target["arch"])}
+
+
+def task_hash(context: Any) -> str:
+    """Structural hash of the task of a MetaSchedule context."""
+    return structural_hash(context.mod["main"])
+
+
+def funcs_of(measures: Sequence[Any]) -> list[Any]:
+    """Scheduled PrimFuncs of MetaSchedule's candidates."""
+    return [measure.sch.mod["main"] for measure in measures]
+
+
+def hashes_of(measures: Sequence[Any]) -> list[str]:
+    """Structural hashes of MetaSchedule's candidates."""
+    return [structural_hash(func) for func in funcs_of(measures)]
+
+
+class CandidateCache(Generic[T]):
+    """What a model makes of programs, computed once for each: a search asks for some of them again and again.
+
+    Parameters
+    ----------
+    compute
+        Something for each of n >= 1 ASTs.
+    most
+        Programs that are kept.
+
+    Attributes
+    ----------
+    asked, computed
+        Programs asked for, and those that were not kept.
+    """
+
+    def __init__(self, compute: Callable[[Sequence[CompactAST]], Sequence[T]], most: int) -> None:
+        self._compute, self._most = compute, most
+        self.asked = self.computed = 0
+        self._builders: dict[str, AstBuilder] = {}
+        self._kept: OrderedDict[str, T | None] = OrderedDict()
+
+    def get(self, task: str, hashes: Sequence[str], funcs: Sequence[Any]) -> list[T | None]:
+        """Of scheduled PrimFuncs with these hashes, of the task of this hash; None for what cannot be read."""
+        from cdmpp.program.ast import AstBuilder
+
+        missing = {h: f for h, f in zip(hashes, funcs, strict=True) if h not in self._kept}
+        self.asked += len(hashes)
+        self.computed += len(missing)
+        if missing:
+            builder = self._builders.setdefault(task, AstBuilder())
+            self._kept.update(zip(missing, self._read(builder, list(missing.values())), strict=True))
+        found = [self._kept[digest] for digest in hashes]
+        for digest in hashes:
+            self._kept.move_to_end(digest)
+        while len(self._kept) > self._most:
+            self._kept.popitem(last=False)
+        return found
+
+    def _read(self, builder: AstBuilder, funcs: list[Any]) -> list[T | None]:
+        try:
+            return list(self._compute(builder.build(funcs)))
+        except ProgramError as err:
+            if len(funcs) == 1:
+                logger.debug("a candidate cannot be read: %s", err)
+                return [None]
+            # One of them; find out which. This happens to few programs of few tasks.
+            return [found for func in funcs for found in self._read(builder, [func])]
+
+
+def is_untuned(program: Program) -> bool:
+    """Whether a program is what runs untuned: it is no trial, and no parent for the search, which cannot change it."""
+    return program.space_hash is None or program.origin == DEFAULT
+
+
+def default_schedule(func: Any, target: Any) -> Any | None:
+    """The schedule that TVM Relax gives a PrimFunc on a GPU by default; None where no rule does."""
+    from tvm.s_tir import dlight
+
+    gpu = dlight.gpu
+    for rule in (gpu.Matmul, gpu.GEMV, gpu.Reduction, gpu.GeneralReduction, gpu.Fallback):
+        try:
+            with quiet(), target:
+                found = rule().apply(func, target, False)
+        except Exception as err:  # a rule that takes on what it cannot do; TVM raises its own error types
+            logger.debug("%s: %s", rule.__name__, err)
+            continue
+        if found is not None:
+            return found[0] if isinstance(found, list) else found
+    return None
+
+
+class Leftovers:
+    """Candidates of searches that their rounds have no room for.
+
+    TVM's search replays a thousand traces for the sixteen programs of a round, which is most of a tuning's time on small tasks.
+    With a trimmer, a search gives :data:`ROUNDS` times as many, for the same time. The likeliest are measured; the others are
+    judged again by what that taught, and measured next if enough of them may still win. Only then is searched again.
+
+    Parameters
+    ----------
+    trimmer
+        What judges candidates; without one every search gives one round.
+    batch
+        Candidates of a round.
+    """
+
+    def __init__(self, trimmer: Trimmer | None, batch: int) -> None:
+        self._trimmer, self._batch = trimmer, batch
+        self._left: dict[int, list[Candidate]] = {}
+
+    @property
+    def wanted(self) -> int:
+        """Candidates that a search is asked for."""
+        return self._batch if self._trimmer is None else ROUNDS * self._batch
+
+    def take(self, task: int, context: Any, best_s: float | None) -> list[Candidate]:
+        """A round without a search, likeliest first; empty where too little is left that may beat `best_s`."""
+        left = self._left.get(task, [])
+        if self._trimmer is None or len(left) < _ENOUGH * self._batch:
+            return []
+        left = [left[i] for i in self._trimmer.likeliest(context, [c.measure for c in left], best_s)]
+        self._left[task] = left
+        if len(left) < _ENOUGH * self._batch:
+            return []
+        self._left[task] = left[self._batch :]
+        return left[: self._batch]
+
+    def share(
+        self, task: int, context: Any, found: Sequence[Candidate], best_s: float | None
+    ) -> list[Candidate]:
+        """The round of what a search found and what was left before; the rest is kept."""
+        if self._trimmer is None:
+            return list(found)
+        every = {c.hash: c for c in [*self._left.get(task, []), *found]}
+        candidates = list(every.values())
+        measures = [c.measure for c in candidates]
+        order = self._trimmer.likeliest(context, measures, best_s)
+        # what may not win comes last, and is the round's to drop
+        order += [i for i in range(len(candidates)) if i not in set(order)]
+        candidates = [candidates[i] for i in order]
+        self._left[task] = candidates[self._batch :]
+        return candidates[: self._batch]

@@ -20,20 +20,21 @@ from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.config import Config, dump_config
-from cdmpp.predictor.data import TrainingData, gather
+from cdmpp.predictor.data import TrainingData, gather, split_data
+from cdmpp.predictor.elsewhere import DeviceScaling, fit_scaling
 from cdmpp.predictor.encoding import FeatureEncoder
+from cdmpp.predictor.evidence import NO_EVIDENCE, Evidence
+from cdmpp.predictor.familiarity import Familiarity
 from cdmpp.predictor.predictor import Predictor
-from cdmpp.predictor.roofline import pair_reference_s
-from cdmpp.predictor.splitting import split_data
 from cdmpp.predictor.transforms import LabelTransform, fit_transform
-from cdmpp.predictor.uncertainty import calibrated
+from cdmpp.predictor.uncertainty import Calibration
 
 if TYPE_CHECKING:
     import torch
 
     from cdmpp.dataset import DatasetView, Split
     from cdmpp.device import Device
-    from cdmpp.predictor.arrays import GeneralInputs, LabelledArrays
+    from cdmpp.predictor.batching import GeneralInputs, LabelledArrays
     from cdmpp.predictor.trainer import ProgressCallback, Trainer, TrainerState
 
 logger = logging.getLogger(__name__)
@@ -201,15 +202,14 @@ def prepare(config: Config, data: TrainingData, split: Split) -> Fitted:
 
 
 def general_inputs(data: TrainingData, encoder: FeatureEncoder, device_rows: torch.Tensor) -> GeneralInputs:
-    """What a network is told of the devices of the data (in order of their names) as if it had never seen them."""
+    """What a network is given of the devices of the data (in order of their names) as if it had never seen them."""
     import torch
 
-    from cdmpp.predictor.arrays import GeneralInputs
+    from cdmpp.predictor.batching import GeneralInputs
 
     on_gpu = np.array([data.devices[name].kind == "gpu" for name in sorted(data.devices)])[:, None]
     rows = np.where(on_gpu, encoder.general_devices(device_rows.numpy()), device_rows.numpy())
     keep = np.where(on_gpu, encoder.general_pairs(), np.float32(1))
-    keep = np.pad(keep, ((0, 0), (0, encoder.code_dim)), constant_values=1)
     return GeneralInputs(torch.from_numpy(rows), torch.from_numpy(keep))
 
 
@@ -218,7 +218,7 @@ def _any_counted(data: TrainingData, rows: NDArray[np.int64]) -> bool:
     counted = bool(data.counted(rows).any())
     if not counted:
         logger.warning(
-            "the training programs have no instruction counts, so the network cannot be told any: cdmpp codegen DIR "
+            "the training programs have no instruction counts, so the network cannot learn from any: cdmpp codegen DIR "
             "makes them"
         )
     return counted
@@ -244,8 +244,7 @@ def encode(
     """
     import torch
 
-    from cdmpp.predictor.arrays import LabelledArrays
-    from cdmpp.predictor.batching import PackedPrograms
+    from cdmpp.predictor.batching import LabelledArrays, PackedPrograms
 
     programs = list(dict.fromkeys(data.labels["program"]))
     number = {program: i for i, program in enumerate(programs)}
@@ -259,20 +258,73 @@ def encode(
         if pairs is None or not encoder.pair_dim
         else encoder.encode_pairs(pairs)
     )
-    reference = pair_reference_s(data, relative_to) if relative_to not in ("", "none") else None
+    code, has_code = np.zeros((len(data), 0), np.float32), np.zeros(len(data), bool)
     if encoder.code_dim:
-        encoded = np.concatenate([encoded, encoder.encode_codes(*data.code_features)], axis=1)
+        code, has_code = encoder.encode_codes(*data.code_features)
+    reference = data.reference_s(relative_to) if relative_to not in ("", "none") else None
     return LabelledArrays(
         PackedPrograms.pack([data.asts[program] for program in programs], encoder),
         torch.from_numpy(encoder.encode_devices(np.stack([vectors[name] for name in devices]))),
         np.asarray([number[program] for program in data.labels["program"]], dtype=np.int64),
         np.asarray([device_number[name] for name in data.labels["device"]], dtype=np.int64),
         torch.from_numpy(encoded),
+        torch.from_numpy(code),
+        torch.from_numpy(has_code),
         data.labels["latency_s"].to_numpy(dtype=np.float64),
         reference,
         group=data.labels.groupby(["task", "device"], observed=True).ngroup().to_numpy(dtype=np.int64),
         codegen=data.codegen_counts,
-        code_dim=encoder.code_dim,
+    )
+
+
+def calibrated(
+    predictor: Predictor,
+    data: TrainingData,
+    split: Split,
+    seed: int = 0,
+    scaling: DeviceScaling | None = None,
+) -> Predictor:
+    """The predictor with intervals and familiarity, both from the split it was trained with.
+
+    Intervals are calibrated on the validation part alone (:mod:`cdmpp.predictor.uncertainty`): of plain predictions, of those
+    with instruction counts, and of those with latencies on other devices, whose scaling is fitted there too unless it is
+    given. Familiarity is fitted to the training part, its threshold to the validation part.
+
+    Raises
+    ------
+    PredictorError
+        The split has no training or no validation records.
+    """
+    rows = np.asarray(split.valid, dtype=np.int64)
+    if not len(rows) or not len(split.train):
+        raise PredictorError("calibrating needs training and validation records")
+    hidden = np.concatenate([np.asarray(part, dtype=np.int64) for part in (split.test, split.adapt)])
+
+    def fit(evidence: Evidence, known: NDArray[np.bool_] | None = None) -> Calibration | None:
+        if known is not None and not known.any():
+            return None
+        chosen = slice(None) if known is None else known
+        table = data.labels.iloc[rows[chosen]]
+        return Calibration.fit(
+            table["latency_s"].to_numpy(dtype=np.float64),
+            predictor.predict_rows(data, rows, evidence)[chosen],
+            table["task"].tolist(),
+            table["device"].tolist(),
+            "record" if split.kind == "within_task" else "task",
+        )
+
+    train = np.asarray(split.train, dtype=np.int64)
+    familiarity = Familiarity.fit(predictor.encoder, data, train, rows, seed)
+    scaling = scaling or fit_scaling(predictor.predict_rows, data, rows, hidden)
+    predictor = replace(predictor, scaling=scaling, familiarity=familiarity, compiled_calibration=None)
+    if predictor.encoder.code_dim:
+        code = Evidence.of_rows(data, rows, compiled=True)
+        predictor = replace(predictor, compiled_calibration=fit(code, code.known(len(rows))))
+    elsewhere = Evidence.of_rows(data, rows, measured=True, hidden=hidden)
+    return replace(
+        predictor,
+        calibration=fit(NO_EVIDENCE),
+        measured_calibration=fit(elsewhere, elsewhere.known(len(rows))),
     )
 
 

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from cdmpp.dataset.devices import unite_devices
 from cdmpp.errors import PredictorError, SplitError
-from cdmpp.predictor.data import TrainingData, warn_of_missing_counts
+from cdmpp.predictor.data import TrainingData, split_data, warn_of_missing_counts
+from cdmpp.predictor.evidence import NO_EVIDENCE, Evidence, check_one_kind
 from cdmpp.predictor.metrics import evaluate_groups, evaluate_predictions
-from cdmpp.predictor.scaling import predict_rows_scaled
+from cdmpp.predictor.predictor import Predictor
 from cdmpp.predictor.uncertainty import interval_metrics
 
 if TYPE_CHECKING:
     from cdmpp.dataset import Split
-    from cdmpp.predictor.predictor import Predictor
 
 logger = logging.getLogger(__name__)
 
@@ -37,68 +37,54 @@ def evaluate(
 ) -> dict[str, Any]:
     """Score a predictor; the result is the content of ``cdmpp evaluate --json``.
 
-        Parameters
-        ----------
-        predictor
-            The predictor.
-        data
-            Records to score, see :func:`cdmpp.predictor.gather`.
-        split
-            A split of ``data``, a specification, ``"all"`` for every record, or None for the split the predictor
-            was trained with. A specification that is only a kind (``"by_network"``) also means the split of
-            training where that was of the kind: another one would test on training records.
-        by
-            Groupings: device, network, task, family, origin.
-        part
-            Part of the split to score: train, valid or test.
-        compiled
-            Whether the predictor is told the instructions of the compiled programs that have counts
-            (``cdmpp codegen``); the others are predicted without.
-        measured
-            Whether the predictor is told what the same programs took on the other devices of the data, those of scored records
-            included; programs measured nowhere else are predicted without. Not together with ``compiled``.
+    Parameters
+    ----------
+    split
+        A split of ``data``, a specification, ``"all"`` for every record, or None for the split the predictor
+        was trained with. A specification that is only a kind (``"by_network"``) also means the split of
+        training where that was of the kind: another one would test on training records.
+    by
+        Groupings: device, network, task, family, origin.
+    part
+        Part of the split to score: train, valid or test.
+    compiled
+        Use the instruction counts of the programs that have some (``cdmpp codegen``); the others are predicted without.
+    measured
+        Use what the same programs took on the other devices of the data, scored records included; programs measured
+        nowhere else are predicted without. Not together with ``compiled``.
 
-        Returns
-        -------
-        ``{"overall": {...}, "groups": {grouping: {group: {...}}}, "split": str, "part": str, "seed": int,
-        "n_trained_tasks": int, "n_compiled": int, "n_measured": int}``; the last three are the numbers of scored records whose
-    <<<<<<< HEAD
-        task was trained on, that were predicted with instruction counts, and with a latency measured elsewhere. Each group has
-        the last two of its own.
-        Metrics are defined in :mod:`cdmpp.predictor.metrics`. ``overall`` holds besides, as ``interval``, how well the
-    =======
-        task was trained on, of whose instructions and of whose latency elsewhere the predictor was told.
-        Metrics are defined in :mod:`cdmpp.predictor.metrics`. ``overall`` holds besides, as ``interval``, how well the
-    >>>>>>> report
-        predictor's 90 % intervals hold (:func:`cdmpp.predictor.uncertainty.interval_metrics`), None without any; with
-        ``compiled`` and ``measured`` those of the programs that it was told of.
+    Returns
+    -------
+    ``{"overall": {...}, "groups": {grouping: {group: {...}}}, "split": str, "part": str, "seed": int,
+    "n_trained_tasks": int, "n_compiled": int, "n_measured": int}``; the last three are the numbers of scored records whose
+    task was trained on, that were predicted with instruction counts, and with a latency measured elsewhere. Each group has
+    the last two of its own.
+    Metrics are defined in :mod:`cdmpp.predictor.metrics`. ``overall`` holds besides, as ``interval``, how well the
+    predictor's 90 % intervals hold (:func:`cdmpp.predictor.uncertainty.interval_metrics`), None without any; with
+    ``compiled`` and ``measured`` those of the programs with such evidence.
 
-        Raises
-        ------
-        PredictorError
-            No records to score, or an unknown part or grouping; ``compiled`` where the predictor takes no instructions or
-            no record of a CPU has any; ``measured`` where it was not taught to scale or no program was measured elsewhere.
-        SplitError
-            The split cannot be made of this data.
-        DatasetError
-            A device of the data is not the one that had its name in training.
+    Raises
+    ------
+    PredictorError
+        No records to score, or an unknown part or grouping; ``compiled`` where the predictor takes no instructions or
+        no record of a CPU has any; ``measured`` where it cannot scale or no program was measured elsewhere.
+    SplitError
+        The split cannot be made of this data.
+    DatasetError
+        A device of the data is not the one that had its name in training.
     """
+    check_one_kind(compiled, measured)
     name, rows = rows_to_score(predictor, data, split, part)
     if compiled:
-        predictor.check_told()
+        predictor.check_takes_code()
         _check_counts(data, rows)
-    if not measured:
-        told = data.counted(rows) if compiled else None
-        predicted_s = predict_rows(predictor, data, rows, compiled)
-    elif compiled:
-        raise PredictorError(
-            "score a predictor told the instructions (compiled) or measured latencies, not both"
-        )
-    else:
-        predicted_s, told = predict_rows_scaled(predictor, data, rows)
-        if not told.any():
-            raise PredictorError("no scored program was measured on another device of the same kind")
-    return evaluate_rows(predictor, data, rows, predicted_s, by, name, part, compiled, told)
+    if measured:
+        predictor.check_scales()
+    evidence = Evidence.of_rows(data, rows, compiled=compiled, measured=measured)
+    if measured and not evidence.known(len(rows)).any():
+        raise PredictorError("no scored program was measured on another device of the same kind")
+    predicted_s = predictor.predict_rows(data, rows, evidence)
+    return evaluate_rows(predictor, data, rows, predicted_s, by, name, part, evidence)
 
 
 def evaluate_rows(
@@ -109,42 +95,40 @@ def evaluate_rows(
     by: Sequence[str],
     name: str,
     part: str = "test",
-    compiled: bool = False,
-    told: NDArray[np.bool_] | None = None,
+    evidence: Evidence = NO_EVIDENCE,
 ) -> dict[str, Any]:
-    """What :func:`evaluate` gives, of predictions (n,) made already for these rows (n,) of split ``name``; ``told`` says for
-    which the predictor was told instructions (``compiled``) or measured latencies, None for a plain prediction of all."""
+    """What :func:`evaluate` gives, of predictions (n,) made already for these rows (n,) of split ``name``."""
     trained = set(predictor.training.get("tasks", ()))
     seen = int(data.labels["task"].iloc[rows].isin(list(trained)).sum())
     if seen and part == "test" and not name.startswith("within_task"):
         logger.warning("%d of %d scored records are of tasks the predictor was trained on", seen, len(rows))
     scores = score(data, rows, predicted_s, by)
-    shown = np.ones(len(rows), dtype=bool) if told is None else told
-    measured = told is not None and not compiled
+    known = evidence.known(len(rows))
+    counted = {"n_compiled": evidence.code, "n_measured": evidence.elsewhere}
+    plain = evidence.code is None and evidence.elsewhere is None
+    shown = np.ones(len(rows), dtype=bool) if plain else known
     table = data.labels.iloc[rows[shown]]
     scores["overall"]["interval"] = interval_metrics(
-        predictor.calibration_of(compiled, measured),
+        predictor.calibration_of(evidence),
         table["latency_s"].to_numpy(dtype=np.float64),
         predicted_s[shown],
         table["task"].tolist(),
         table["device"].tolist(),
     )
-    kind = "n_measured" if measured else "n_compiled"
-    if told is not None:
+    for key, used in counted.items():
+        if used is None:
+            continue
         for grouping, groups in scores["groups"].items():
-            members = data.members(grouping, rows)
+            members = data.members(grouping, rows[known])
             for group, found in groups.items():
-                found[kind] = sum(
-                    group in names for names, is_told in zip(members, told, strict=True) if is_told
-                )
+                found[key] = sum(group in names for names in members)
     return {
         **scores,
         "split": name,
         "part": part,
         "seed": predictor.training.get("seed"),
         "n_trained_tasks": seen,
-        "n_compiled": int(shown.sum()) if compiled else 0,
-        "n_measured": int(shown.sum()) if measured else 0,
+        **{key: 0 if used is None else int(known.sum()) for key, used in counted.items()},
     }
 
 
@@ -177,22 +161,6 @@ def score(
     return {"overall": evaluate_predictions(*columns), "groups": evaluate_groups(*columns, groups)}
 
 
-def predict_rows(
-    predictor: Predictor, data: TrainingData, rows: NDArray[np.int64], compiled: bool = False
-) -> NDArray[np.float64]:
-    """Predicted seconds for these rows of the label table, float64 (n,); ``compiled`` as of :func:`evaluate`."""
-    table = data.labels.iloc[rows]
-    names = sorted(table["device"].unique())
-    number = {name: i for i, name in enumerate(names)}
-    # Names mean the features seen in training; a reference latency needs the whole specification.
-    by_name = predictor.devices.keys() if not predictor.transform.relative else ()
-    devices = [name if name in by_name else data.devices[name] for name in names]
-    index = np.asarray([number[name] for name in table["device"]], dtype=np.int64)
-    counts = data.codegen_counts if compiled else None
-    told = None if counts is None else counts[rows]
-    return predictor.predict_pairs([data.asts[program] for program in table["program"]], devices, index, told)
-
-
 def rows_to_score(
     predictor: Predictor, data: TrainingData, split: Split | str | None, part: str = "test"
 ) -> tuple[str, NDArray[np.int64]]:
@@ -209,8 +177,6 @@ def rows_to_score(
 def _split_rows(
     predictor: Predictor, data: TrainingData, split: Split | str | None, part: str
 ) -> tuple[str, NDArray[np.int64]]:
-    from cdmpp.predictor.splitting import split_data
-
     if split == ALL_RECORDS:
         return ALL_RECORDS, np.arange(len(data))
     if split is None or isinstance(split, str):

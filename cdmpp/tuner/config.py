@@ -1,0 +1,95 @@
+"""Options of a tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cdmpp.errors import TunerError
+from cdmpp.tuner.objective import Objective
+from cdmpp.tuner.trimmer import check_coverage
+
+if TYPE_CHECKING:
+    from cdmpp.predictor import Predictor
+    from cdmpp.profiler.statistics import SamplingPlan
+    from cdmpp.tuner.candidates import SearchConfig
+    from cdmpp.tuner.validity import ValidityModel
+
+#: Cost models by the names that the command line has for them.
+COST_MODELS = ("cdmpp", "xgb", "random")
+
+
+@dataclass(frozen=True)
+class TuneConfig:
+    """Options of :func:`tune`.
+
+    Attributes
+    ----------
+    objective
+        When to stop.
+    cost_model
+        One of :data:`COST_MODELS`: ours, TVM's XGBModel, TVM's RandomModel.
+    predictor
+        What ours starts from: a predictor, its folder or ``"default"``; None for an analytical estimate.
+    trim
+        Coverage of the intervals that the trimmer drops candidates by; None drops none. Only for ours.
+    validity
+        Which candidates will not run, and which to measure first: a validity model or its folder, a folder of failures to
+        learn one from, ``"online"`` to learn it from this tuning's failures alone; None looks away.
+    batch
+        Candidates of a round.
+    search
+        MetaSchedule's evolutionary search; None for its defaults here.
+    seed
+        Of the search.
+    workers, builders
+        Measuring processes, each on cores of its own (on a GPU: programs measured side by side at most, each on
+        multiprocessors of its own), and building processes (None: one a core).
+    shards
+        Workers that tune parts of the tasks at the same time (:mod:`cdmpp.tuner.workers`), as many programs measured at a
+        time, each on a share of its own: a number, or ``"auto"`` for as many as fit. None: one search.
+    build_timeout_s, run_timeout_s, plan, realtime
+        See :class:`~cdmpp.profiler.cpu.CpuConfig` (of a GPU :class:`~cdmpp.profiler.gpu.sampling.GpuConfig`).
+    gpu, gpu_arguments
+        A class as ``module:Class`` that stands for the GPU, and what it is made with; None for the GPU that is here.
+    """
+
+    objective: Objective
+    cost_model: str = "cdmpp"
+    predictor: Predictor | str | Path | None = "default"
+    trim: float | None = 0.9
+    validity: ValidityModel | str | Path | None = None
+    batch: int = 16
+    search: SearchConfig | None = None
+    seed: int = 0
+    workers: int = 1
+    builders: int | None = None
+    shards: int | str | None = None
+    build_timeout_s: float = 20.0
+    run_timeout_s: float = 2.0
+    plan: SamplingPlan | None = None
+    realtime: bool = True
+    gpu: str | None = None
+    gpu_arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.cost_model not in COST_MODELS:
+            raise TunerError(f"no cost model {self.cost_model!r}; there are {', '.join(COST_MODELS)}")
+        if isinstance(self.shards, str) and self.shards != "auto":
+            raise TunerError(f"shards are a number or 'auto', got {self.shards!r}")
+        if self.shards is not None and self.workers != 1:
+            raise TunerError("each shard has one measuring process: choose shards or workers, not both")
+        for name, number in (
+            ("candidates of a round", self.batch),
+            ("workers", self.workers),
+            ("builders", self.builders),
+        ):
+            if number is not None and number < 1:
+                raise TunerError(f"{name}: one at least, got {number}")
+        for name, seconds in (("build", self.build_timeout_s), ("run", self.run_timeout_s)):
+            if not seconds > 0:
+                raise TunerError(f"the {name} timeout must be above 0 s, got {seconds:g}")
+        if self.trim is not None:
+            check_coverage(self.trim)

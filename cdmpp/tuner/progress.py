@@ -1,0 +1,247 @@
+"""Where a tuning stands: its tasks, what everything has cost, the network's latency against time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from cdmpp.errors import TunerError
+from cdmpp.tuner.candidates import is_untuned
+from cdmpp.tuner.objective import Costs, Objective, Point
+from cdmpp.tuner.scheduler import TaskState
+
+if TYPE_CHECKING:
+    from cdmpp.profiler.engine import Outcome
+    from cdmpp.program.types import Task
+    from cdmpp.tuner.measure import EnergyMeter
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What is reported after each round; seconds are sums over the tasks, as of :class:`TuningProgress`."""
+
+    costs: Costs
+    trials: int
+    latency_s: float | None
+    untuned_s: float | None
+    task: str
+    gain: float | None
+
+
+class TuningProgress:
+    """Counts what a tuning does, and says when to stop.
+
+    Parameters
+    ----------
+    tasks
+        With how often the network runs each.
+    store
+        Where everything measured goes: a :class:`~cdmpp.tuner.store.TuningStore`, or what stands for it in a worker.
+    objective
+        When to stop.
+    report
+        Called after every round.
+    clock
+        Gives seconds.
+    energy
+        Counts the device's energy; None where nothing does.
+
+    Attributes
+    ----------
+    states
+        One a task.
+    curve, costs
+        Earlier runs of a resumed tuning included.
+    known
+        Program hash -> label of all measured and all that are being measured (None, as of failures).
+    elsewhere_s
+        CPU seconds of searches in other processes.
+
+    Raises
+    ------
+    TunerError
+        There is no task.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[tuple[Task, float]],
+        store: Any,
+        objective: Objective,
+        *,
+        report: Callable[[Progress], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        energy: EnergyMeter | None = None,
+    ) -> None:
+        if not tasks:
+            raise TunerError("no task to tune")
+        self.objective, self._store = objective, store
+        self._report, self._clock = report, clock
+        self.states = [TaskState(task.name, weight) for task, weight in tasks]
+        self._number_of = {task.hash: i for i, (task, _) in enumerate(tasks)}
+        self.curve, self.costs = store.curve()
+        self.known: dict[str, float | None] = store.outcomes()
+        self.elsewhere_s = 0.0
+        #: Programs that were chosen to be measured and are not yet.
+        self._under_way = 0
+        self._energy = energy
+        #: Of earlier runs; None where they were not counted, and so cannot be all of this tuning.
+        self._before_j = self.costs.energy_j if self.costs.wall_s > 0 else 0.0
+        self._began = self._cpu = 0.0
+
+    @property
+    def latency_s(self) -> float | None:
+        """Sum over the tasks, weighted, of the best so far; None while one of them has none."""
+        parts = [(s.weight, s.latency_s) for s in self.states if not (s.finished and s.latency_s is None)]
+        if not parts or any(latency is None for _, latency in parts):
+            return None
+        return sum(weight * latency for weight, latency in parts if latency is not None)
+
+    @property
+    def untuned_s(self) -> float | None:
+        """Sum over the tasks, weighted, of what runs untuned; None where a task does not run untuned."""
+        parts = [(s.weight, s.untuned_s) for s in self.states]
+        if any(latency is None for _, latency in parts):
+            return None
+        return sum(weight * latency for weight, latency in parts if latency is not None)
+
+    # -- clocks ------------------------------------------------------------------------------------------------
+
+    def start(self, batch: int) -> None:
+        """Start the clocks where earlier runs stopped them, and count what those measured, in rounds of `batch` candidates."""
+        self._began = self._clock() - self.costs.wall_s
+        self._cpu = time.process_time() - self.costs.search_cpu_s
+        programs = self._store.dataset.programs
+        for digest, latency_s in self.known.items():
+            number = self._number_of.get(programs[digest].task_hash)
+            if number is None:
+                continue
+            if is_untuned(programs[digest]):
+                self.states[number].untuned_s = latency_s
+            else:
+                self.states[number].count(latency_s)
+        for state in self.states:
+            state.history = [state.best_s or float("inf")] * -(-state.measured // batch)
+        # The curve may lack what was measured last.
+        self.costs.measurements = sum(state.measured for state in self.states)
+        self.costs.failures = sum(state.failed for state in self.states)
+        self.costs.trials = max(self.costs.trials, self.costs.measurements + self.costs.dropped)
+
+    def tick(self) -> None:
+        """Bring the costs up to now."""
+        self.costs.wall_s = self._clock() - self._began
+        self.costs.search_cpu_s = time.process_time() - self._cpu + self.elsewhere_s
+        self.costs.energy_j = self._joules()
+
+    def _joules(self) -> float | None:
+        if self._energy is None or self._before_j is None:
+            return None
+        try:
+            return self._before_j + self._energy.joules()
+        except OSError as err:
+            logger.warning("energy is not counted any more: %s", err)
+            self._energy = None
+            return None
+
+    @property
+    def time_left_s(self) -> float | None:
+        """Of the budget; None without one."""
+        budget_s = self.objective.budget_s
+        return None if budget_s is None else max(0.0, budget_s - (self._clock() - self._began))
+
+    # -- rounds ------------------------------------------------------------------------------------------------
+
+    def reached(self, reserved: int = 0) -> str | None:
+        """Why to stop now, in words; None to go on. What is being measured or reserved counts as measured."""
+        self.tick()
+        return self.objective.reached(self._planned(reserved), self.curve)
+
+    def _planned(self, reserved: int) -> Costs:
+        begun = self._under_way + reserved
+        return replace(
+            self.costs, trials=self.costs.trials + begun, measurements=self.costs.measurements + begun
+        )
+
+    def claim(self, task: int, worth: Sequence[bool], reserved: int = 0) -> int:
+        """Begin a round of a task with candidates that are worth measuring or are dropped; gives with how many of them, the
+        first ones, as far as the limits allow."""
+        planned = self._planned(reserved)
+        number = min(len(worth), max(0, self.objective.trials - planned.trials))
+        while self.objective.room(planned, sum(worth[:number])) < sum(worth[:number]):
+            number -= 1
+        self._count_claim(task, worth[:number])
+        return number
+
+    def _count_claim(self, task: int, worth: Sequence[bool]) -> None:
+        state, measured = self.states[task], sum(worth)
+        dropped = len(worth) - measured
+        self._under_way += measured
+        self.costs.trials += dropped
+        self.costs.dropped += dropped
+        self.costs.saved_s += dropped * state.spent_s / max(1, state.measured)
+        state.dropped += dropped
+
+    def release(self, number: int) -> None:
+        """So many of the programs that were chosen are not going to be measured."""
+        self._under_way -= number
+
+    def enter(self, task: int, outcome: Outcome) -> None:
+        """Count an outcome, and keep it."""
+        state = self.states[task]
+        self._store.add(outcome)
+        self.known[outcome.job.program.hash] = outcome.latency_s
+        build_s = float(outcome.meta.get("build_s", 0.0))
+        run_s = float(outcome.meta.get("run_s", 0.0))
+        self.costs.build_s += build_s
+        self.costs.device_s += run_s
+        if is_untuned(outcome.job.program):
+            state.untuned_s = outcome.latency_s
+            if self.untuned_s is not None and not self.curve.points:
+                self._note("")
+            return
+        self._under_way -= 1
+        self.costs.trials += 1
+        self.costs.measurements += 1
+        self.costs.failures += outcome.latency_s is None
+        state.spent_s += build_s + run_s
+        state.count(outcome.latency_s)
+
+    def end_round(self, task: int, worked: int, error: str = "") -> None:
+        """End a round whose outcomes were entered; `worked` of them did, `error` is why one did not."""
+        state = self.states[task]
+        open_before = not state.finished
+        state.end_round(worked)
+        if open_before:
+            self._say_if_lost(state, error)
+        self._note(state.name)
+
+    def give_up(self, task: int, why: str) -> None:
+        """End a task, once."""
+        state = self.states[task]
+        if not state.finished:
+            state.finished = why
+            self._say_if_lost(state)
+
+    @staticmethod
+    def _say_if_lost(state: TaskState, error: str = "") -> None:
+        """One line about a task that is given up without a program that works."""
+        if state.finished and state.best_s is None:
+            reason = f" ({error})" if error else ""
+            logger.warning("task %s is given up, the others go on: %s%s", state.name, state.finished, reason)
+
+    def _note(self, task: str) -> None:
+        """Add a point to the curve and report."""
+        self.tick()
+        latency_s = self.latency_s
+        if latency_s is not None:
+            point = Point(self.costs.wall_s, self.costs.trials, self.costs.measurements, latency_s, task)
+            self.curve.points.append(point)
+            self._store.add_point(point, self.costs)
+        if self._report is not None:
+            gain = self.curve.gain()
+            self._report(Progress(self.costs, self.objective.trials, latency_s, self.untuned_s, task, gain))

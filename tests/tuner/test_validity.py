@@ -1,0 +1,569 @@
+"""Validity: what the model learns and says of devices it never saw, and what it does to a tuning."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from cdmpp.cli import main
+from cdmpp.dataset import Dataset, Record, Split
+from cdmpp.device import get_device
+from cdmpp.errors import DatasetError, FeatureMismatchError, PredictorError, ProfilerError, ProgramError
+from cdmpp.profiler.engine import BuildJob, Outcome
+from cdmpp.program.ast import LEAF_FEATURES, CompactAST
+from cdmpp.program.ast.store import save_asts
+from cdmpp.program.space import Rebuilder
+from cdmpp.program.types import Program, Task
+from cdmpp.tuner import session, validity
+from cdmpp.tuner.candidates import TaskTuner
+from cdmpp.tuner.cost_model import GuardedModel
+from cdmpp.tuner.measure import Measurer
+from cdmpp.tuner.results import TuneReport
+from cdmpp.tuner.store import DATASET_FOLDER
+from cdmpp.tuner.tuning import tune_tasks
+from cdmpp.tuner.validity import (
+    LIMITS,
+    MODEL_FILE,
+    VALIDITY_FEATURES,
+    OnlineValidity,
+    ValidityData,
+    ValidityGuard,
+    ValidityModel,
+    initial_population,
+    limits_of,
+    make_guard,
+    pooled,
+    read_validity,
+    sigmoid,
+    train_validity,
+    validity_features,
+)
+from tests.samples.programs import matmul_task
+from tests.samples.tuning import SEARCH, FakeEngine, made_up_latency_s, outcome_of, tune_config
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def ast(rng: np.random.Generator, shared: float, threads: float) -> CompactAST:
+    """Two leaves of a kernel with some shared memory and threads; all else is noise."""
+    leaves = rng.integers(0, 64, (2, len(LEAF_FEATURES))).astype(np.float32)
+    for name, value in {"program_shared": shared, "program_local": 64.0, "thread_idx": threads}.items():
+        leaves[:, LEAF_FEATURES.index(name)] = value
+    return CompactAST(leaves, np.array([1, 4], dtype=np.int32), 6)
+
+
+def made_up(limit_kb: dict[str, float], n: int = 120, seed: int = 0) -> ValidityData:
+    """Programs of four tasks that work where their shared memory is within a device's limit."""
+    rng = np.random.default_rng(seed)
+    asts, rows = {}, []
+    for i in range(n):
+        shared = float(rng.choice([4, 16, 40, 60, 90, 150])) * 1024
+        asts[f"p{i}"] = ast(rng, shared, float(rng.choice([64, 128, 256])))
+        rows += [(f"p{i}", f"t{i % 4}", device, shared <= kb * 1024) for device, kb in limit_kb.items()]
+    return ValidityData(pd.DataFrame(rows, columns=["program", "task", "device", "valid"]), asts)
+
+
+def probabilities(model: ValidityModel, data: ValidityData) -> np.ndarray:
+    return sigmoid(model.log_odds(data.features))
+
+
+def brier(p: np.ndarray, valid: np.ndarray) -> float:
+    return float(np.mean((p - valid) ** 2))
+
+
+# -- features ------------------------------------------------------------------------------------------------------
+
+
+def test_pooling_is_the_signed_logarithm_of_sums_and_maxima() -> None:
+    programs = [ast(np.random.default_rng(i), 1024.0, 64.0) for i in range(3)]
+    found = pooled(validity_features(programs, "sm_86"))
+    column = VALIDITY_FEATURES.index("sum_iterations"), VALIDITY_FEATURES.index("max_iterations")
+    for i, program in enumerate(programs):
+        values = program.column("iterations").astype(np.float64)
+        assert found[i, list(column)] == pytest.approx(np.log1p([values.sum(), values.max()]), rel=1e-6)
+    assert found[0, VALIDITY_FEATURES.index("program_shared")] == pytest.approx(np.log1p(1024.0))
+    assert not any(name.startswith("limit_") for name in VALIDITY_FEATURES[: found.shape[1]])
+
+
+def test_demands_are_logarithms_of_what_is_asked_over_the_limit() -> None:
+    row = validity_features([ast(np.random.default_rng(0), 24576.0, 512.0)], "sm_86")[0]
+
+    def value(name: str) -> float:
+        return float(row[VALIDITY_FEATURES.index(name)])
+
+    assert value("demand_shared") == pytest.approx(np.log(0.5))
+    assert value("demand_threads") == pytest.approx(np.log(0.5))
+    assert value("demand_shared_optin") == pytest.approx(np.log(24576 / (99 * 1024)), rel=1e-5)
+    assert value("demand_local_registers") == pytest.approx(np.log(16 / 255), rel=1e-5)
+    assert value("demand_block_local_registers") == pytest.approx(np.log(512 * 16 / 65536), rel=1e-5)
+    assert np.isnan(value("estimate_s")), "an architecture has no clock"
+
+
+def test_limits_come_from_the_architecture() -> None:
+    assert limits_of(get_device("rtx-2080-ti")) == limits_of("sm_75")
+    assert limits_of("sm_75")["async_copies"] == 0 and limits_of("sm_86")["async_copies"] == 1
+    for device, is_gpu in (("mi250x", 1), ("xeon-cascadelake-2.5ghz@1", 0)):
+        known = list(limits_of(get_device(device)).values())
+        assert known[0] == is_gpu and np.isnan(known[1:]).all() and len(known) == len(LIMITS)
+    with pytest.raises(ProfilerError, match="unknown architecture"):
+        limits_of("sm_1")
+
+
+# -- the model -----------------------------------------------------------------------------------------------------
+
+
+def test_it_learns_a_limit_of_tasks_it_has_not_seen() -> None:
+    data = made_up({"sm_75": 48, "sm_86": 48}, n=240)
+    split = Split.parse("by_task:test=0.25;valid=0;seed=1", data.table)
+    model = ValidityModel().fit(data, split.train)
+    p, valid = probabilities(model, data)[split.test], data.valid[split.test]
+    assert p[valid].min() > p[~valid].max() and brier(p, valid) < 0.02
+    assert model.training_["rows"] == len(split.train), "nothing of the test part"
+    assert model.training_["devices"] == ["sm_75", "sm_86"]
+    again = ValidityModel().fit(data, split.train)
+    assert np.array_equal(probabilities(again, data)[split.test], p), "the same rows give the same model"
+
+
+def test_what_it_learned_of_two_devices_holds_on_a_third_with_other_limits() -> None:
+    """Limits differ between devices: only what is asked relative to them tells."""
+    model = ValidityModel().fit(made_up({"sm_70": 96.0, "sm_75": 64.0}, n=240))
+    unseen = made_up({"sm_80": 163.0}, seed=1)
+    assert unseen.valid.all()
+    assert (probabilities(model, unseen) > 0.5).mean() > 0.8
+
+
+def test_rows_that_are_all_alike_give_a_constant() -> None:
+    data = made_up({"sm_75": 1000}, n=18)
+    model = ValidityModel().fit(data)
+    assert probabilities(model, data) == pytest.approx([19 / 20] * 18)
+    with pytest.raises(PredictorError, match="needs rows"):
+        model.fit(data, np.zeros(0, dtype=np.int64))
+
+
+def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
+    for number, limit_kb in enumerate((48, 1000)):
+        data = made_up({"sm_75": limit_kb})
+        model = ValidityModel(seed=3).fit(data)
+        model.save(tmp_path / str(number))
+        again = ValidityModel.load(tmp_path / str(number))
+        assert np.array_equal(probabilities(again, data), probabilities(model, data))
+        assert again.training_ == model.training_ and again.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"format": "something"}, PredictorError, "not a validity model"),
+        ({"format_version": 1}, PredictorError, "not a validity model.*train it anew"),
+        ({"feature_set": "ast1-00000000"}, FeatureMismatchError, "ast1-00000000.*train it anew"),
+        ({"constant": "steep"}, PredictorError, "damaged"),
+        ({"trees": {}}, PredictorError, "damaged"),
+    ],
+)
+def test_files_it_does_not_read(
+    tmp_path: Path, change: dict[str, object], error: type[Exception], message: str
+) -> None:
+    ValidityModel().fit(made_up({"sm_75": 48}, n=40)).save(tmp_path)
+    path = tmp_path / MODEL_FILE
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(error, match=message):
+        ValidityModel.load(tmp_path)
+
+
+def test_missing_and_damaged_files(tmp_path: Path) -> None:
+    with pytest.raises(PredictorError, match="holds no validity model"):
+        ValidityModel.load(tmp_path)
+    (tmp_path / MODEL_FILE).write_text("{")
+    with pytest.raises(PredictorError, match="damaged"):
+        ValidityModel.load(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PredictorError, match="cannot write"):
+        ValidityModel().save(tmp_path / "file")
+
+
+# -- rows ----------------------------------------------------------------------------------------------------------
+
+
+def dataset_of(path: Path, records: list[tuple[str, str, float | None]]) -> Path:
+    """A dataset with ASTs and (program, status, latency) on one device."""
+    rng = np.random.default_rng(0)
+    with Dataset.create(path) as dataset:
+        dataset.add_task(Task("t0", "toy", "{}", {"toy": 1.0}, 1.0, 1.0))
+        for program, status, latency_s in records:
+            origin = "unscheduled" if program == "t0" else "random"
+            dataset.add_program(Program(program, "t0", None, "", origin))
+            dataset.add_record(Record(program, "rtx-2080-ti", status, latency_s))
+        dataset.finalize()
+    save_asts(path / "asts.parquet", {program: ast(rng, 1.0, 1.0) for program, _, _ in records})
+    return path
+
+
+def test_records_become_rows(tmp_path: Path) -> None:
+    records = [
+        ("a", "ok", 1e-3),
+        ("b", "build_error", None),
+        ("c", "run_timeout", None),
+        ("c", "ok", 1e-3),
+        ("d", "device_lost", None),
+        ("t0", "ok", 1e-3),
+        ("b", "run_error", None),
+    ]
+    data = read_validity([dataset_of(tmp_path / "d", records)])
+    assert dict(zip(data.table["program"], data.valid, strict=True)) == {"a": True, "b": False, "c": True}
+    for lost in ([], [dataset_of(tmp_path / "lost", [("a", "device_lost", None)])]):
+        with pytest.raises(DatasetError, match="to learn validity from"):
+            read_validity(lost)
+
+
+def test_a_device_learns_from_its_own_records_and_its_architectures_where_there_are_some() -> None:
+    data = made_up({"sm_75": 48, "sm_86": 48, "rtx-2080-ti": 48}, n=10)
+    assert set(data.of(get_device("rtx-2080-ti")).table["device"]) == {"sm_75", "rtx-2080-ti"}
+    assert len(data.of(get_device("h200"))) == 30
+
+
+@pytest.mark.skipif(not (REPOSITORY / "data" / "validity-cuda").is_dir(), reason="no validity data")
+def test_what_ships_was_judged_for_architectures(tmp_path: Path) -> None:
+    data = read_validity([REPOSITORY / "data" / "validity-cuda"])
+    assert len(data) > 50_000 and set(data.table["device"]) == {"sm_70", "sm_75", "sm_80", "sm_86", "sm_90"}
+    assert 0.4 < data.valid.mean() < 0.6
+    (tmp_path / "validity.parquet").write_bytes(b"PAR1")
+    (tmp_path / "programs").symlink_to(REPOSITORY / "data" / "validity-cuda" / "programs")
+    with pytest.raises(DatasetError, match="is damaged"):
+        read_validity([tmp_path])
+
+
+# -- learning online -----------------------------------------------------------------------------------------------
+
+
+def test_a_session_teaches_what_fails_here() -> None:
+    """Without a model nine of ten work; then all with more than 48 KB fail, and others that were not seen are told apart."""
+    device = get_device("rtx-2080-ti")
+    seen, unseen = (made_up({"sm_75": 48}, n=60, seed=s) for s in (0, 1))
+    online = OnlineValidity(None, device)
+    features = [online.features([d.asts[p] for p in d.table["program"]]) for d in (seen, unseen)]
+    assert online.predict(features[1]) == pytest.approx(np.full(60, 0.9))
+    online.learn(list(seen.table["program"]), features[0], seen.valid)
+    p = online.predict(features[1])
+    assert p[unseen.valid].mean() > 0.8 > 0.4 > p[~unseen.valid].mean()
+    assert len(online) == 60
+
+
+def test_without_failures_the_model_stays_as_it_is() -> None:
+    data = made_up({"sm_75": 48})
+    model = ValidityModel().fit(data)
+    online = OnlineValidity(model, get_device("rtx-2080-ti"))
+    features = online.features(list(data.asts.values()))
+    before = online.predict(features)
+    works = np.flatnonzero(data.valid)[:20]
+    online.learn([f"p{i}" for i in works], features[works], [True] * 20)
+    assert np.array_equal(online.predict(features), before)
+    online.learn(["p0"], features[:1], [False])
+    after = online.predict(features)
+    assert after[0] < before[0] and not np.array_equal(after, before)
+
+
+def test_a_session_corrects_a_model_that_is_wrong() -> None:
+    data = made_up({"sm_75": 48}, n=200)
+    wrong = ValidityData(data.table.assign(valid=~data.valid), data.asts)
+    model = ValidityModel().fit(wrong)
+    online = OnlineValidity(model, get_device("rtx-2080-ti"))
+    features = online.features(list(data.asts.values()))
+    before = brier(online.predict(features), data.valid)
+    online.learn([f"p{i}" for i in range(100)], features[:100], data.valid[:100])
+    assert brier(online.predict(features[100:]), data.valid[100:]) < 0.5 * before
+
+
+# -- choosing first programs -----------------------------------------------------------------------------------------
+
+
+def grid() -> np.ndarray:
+    """Four clouds of 25 points."""
+    rng = np.random.default_rng(0)
+    centres = np.array([[0, 0], [10, 0], [0, 10], [10, 10]])
+    return np.concatenate([c + rng.normal(0, 0.3, (25, 2)) for c in centres])
+
+
+def test_first_programs_are_valid_and_of_all_clusters() -> None:
+    z, p = grid(), np.full(100, 0.9)
+    p[:25] = 0.1
+    rows = initial_population(z, p, 3)
+    assert sorted(rows // 25) == [1, 2, 3]
+    assert rows.dtype == np.int64 and np.array_equal(rows, initial_population(z, p, 3))
+    assert sorted(initial_population(z, np.ones(100), 4) // 25) == [0, 1, 2, 3]
+
+
+def test_first_programs_are_of_the_fastest_where_latencies_are_foreseen() -> None:
+    z, log_s = grid(), np.arange(100.0)
+    rows = initial_population(z, np.ones(100), 4, log_s=log_s)
+    assert (rows < 25).all()
+    assert set(initial_population(z, np.ones(100), 30, log_s=log_s)) == set(range(30))
+
+
+def test_few_likely_ones_are_filled_up_by_the_likeliest() -> None:
+    p = np.linspace(0.01, 0.4, 100)
+    assert set(initial_population(grid(), p, 5)) == {95, 96, 97, 98, 99}
+    p[0] = 0.9
+    assert 0 in initial_population(grid(), p, 5)
+
+
+def test_fewer_programs_than_asked_and_programs_that_are_all_alike() -> None:
+    assert sorted(initial_population(grid()[:3], np.ones(3), 8)) == [0, 1, 2]
+    rows = initial_population(np.ones((20, 3)), np.ones(20), 5)
+    assert len(set(rows)) == 5
+    some = initial_population(np.repeat(grid()[[0, 30]], 10, axis=0), np.ones(20), 6)
+    assert len(set(some)) == 6 and set(some // 10) == {0, 1}
+
+
+# -- a guard that knows, and an engine that fails as it says --------------------------------------------------------
+
+
+def score(ast: CompactAST) -> float:
+    """A made-up property of a program: how much its innermost reduction is unrolled or vectorised."""
+    return float(ast.column("tile_points").max())
+
+
+class Oracle(OnlineValidity):
+    """Knows what works."""
+
+    def __init__(self, works: Callable[[float], bool]) -> None:
+        super().__init__(None, get_device("this-cpu@1"))
+        self._works = works
+
+    def features(self, asts: Sequence[CompactAST]) -> Any:
+        return np.array([[score(ast), 1.0] for ast in asts], dtype=np.float32)
+
+    def predict(self, features: Any) -> Any:
+        return np.where([self._works(float(row[0])) for row in features], 0.95, 0.05)
+
+
+class FailingEngine(FakeEngine):
+    """Programs fail by :func:`score`."""
+
+    def __init__(self, works: Callable[[float], bool], status: str = "run_error") -> None:
+        super().__init__()
+        self._works, self._status, self._rebuild = works, status, Rebuilder()
+
+    def run(self, jobs: Iterator[BuildJob | None]) -> Iterator[Outcome]:
+        from cdmpp.program.ast import compact_ast
+
+        for job in jobs:
+            if job is None:
+                time.sleep(0.001)
+                continue
+            self.measured.append(job.program.hash)
+            works = job.space is None or self._works(
+                score(compact_ast(self._rebuild(job.program, job.task, job.space)))
+            )
+            latency_s = made_up_latency_s(job.program.hash) if works else None
+            yield outcome_of(job, latency_s, self._status)
+
+
+def small(tile_points: float) -> bool:
+    return tile_points <= 64
+
+
+def tuned(
+    engine: FakeEngine, out: Path, trials: int, *sizes: int, guard: Any = "online", **more: Any
+) -> TuneReport:
+    options = more.pop("options", {})
+    with Measurer(engine) as measurer:
+        config = tune_config(trials, validity=guard, **options)
+        tasks = [(matmul_task(n), 1.0) for n in sizes or (32,)]
+        return tune_tasks("toy", tasks, out=out, config=config, measurer=measurer, **more)
+
+
+@pytest.fixture
+def oracle(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    """Tunings have a guard that knows that large tiles fail."""
+    knowing = Oracle(small)
+    monkeypatch.setattr(validity, "SAMPLED", 48)
+    monkeypatch.setattr(session, "make_guard", lambda *_: ValidityGuard(knowing))
+    return knowing
+
+
+@pytest.mark.parametrize("cost_model", ["cdmpp", "xgb", "random"])
+def test_what_will_not_run_is_not_measured(tmp_path: Path, oracle: Oracle, cost_model: str) -> None:
+    report = tuned(FailingEngine(small), tmp_path / "t", 24, options={"cost_model": cost_model})
+    assert report.costs.failures == 0 and report.costs.measurements > 12
+    assert report.costs.trials == 24
+
+
+def test_without_a_guard_much_of_it_fails(tmp_path: Path) -> None:
+    """What the test before is worth."""
+    report = tuned(FailingEngine(small), tmp_path / "t", 24, guard=None)
+    assert report.costs.failures >= 4
+
+
+def test_the_first_round_is_the_guards_choice(tmp_path: Path, oracle: Oracle) -> None:
+    engine = FailingEngine(small)
+    tuned(engine, tmp_path / "t", 6)
+    guard = ValidityGuard(oracle)
+    tuner = TaskTuner(matmul_task(32), get_device("this-cpu@1"), SEARCH, 1)
+    chosen = [c.hash for c in guard.initial(tuner, 6)]
+    assert engine.measured[1:] == chosen, "after the unscheduled task"
+    assert len(set(chosen)) == 6
+
+
+def test_a_whole_space_that_fails_is_one_line_and_the_others_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = {c.hash for c in TaskTuner(matmul_task(48), get_device("this-cpu@1"), SEARCH, 1).sample(1, 0)}
+    assert bad
+    of_bad = matmul_task(48).hash
+
+    class Engine(FakeEngine):
+        def run(self, jobs: Iterator[BuildJob | None]) -> Iterator[Outcome]:
+            for job in jobs:
+                if job is None:
+                    time.sleep(0.001)
+                else:
+                    self.measured.append(job.program.hash)
+                    fails = job.task.hash == of_bad and job.space is not None
+                    yield outcome_of(job, None if fails else made_up_latency_s(job.program.hash))
+
+    with caplog.at_level(logging.WARNING):
+        report = tuned(Engine(), tmp_path / "t", 60, 32, 48)
+    lines = [r.message for r in caplog.records if "given up" in r.message]
+    assert len(lines) == 1
+    assert "no program worked in 3 rounds (run_error: made up)" in lines[0]
+    by_hash = {t.task: t for t in report.tasks}
+    assert by_hash[of_bad].best_s is None and by_hash[of_bad].measured < 18, (
+        "the guard learns that nothing works"
+    )
+    assert by_hash[matmul_task(32).hash].best_s is not None
+    assert by_hash[matmul_task(32).hash].measured > 12
+
+
+def test_a_space_that_gives_nothing_is_one_line_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(TaskTuner, "propose", lambda self: None)
+    monkeypatch.setattr(TaskTuner, "sample", lambda self, n, seed: [])
+    with caplog.at_level(logging.WARNING):
+        report = tuned(FakeEngine(), tmp_path / "t", 12)
+    assert report.stopped == "nothing more to try"
+    assert sum("its space gives no more valid programs" in r.message for r in caplog.records) == 1
+
+
+def test_what_failed_before_is_known_after_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guards: list[ValidityGuard] = []
+    made = make_guard
+
+    def kept(*args: Any) -> Any:
+        guards.append(made(*args))  # type: ignore[arg-type]
+        return guards[-1]
+
+    monkeypatch.setattr(session, "make_guard", kept)
+    tuned(FailingEngine(small), tmp_path / "t", 12)
+    tuned(FailingEngine(small), tmp_path / "t", 12, resume=True)
+    measured = Dataset.open(tmp_path / "t" / DATASET_FOLDER).records
+    assert len(guards[0].validity) == len(guards[1].validity) == (measured["origin"] == "search").sum()
+
+
+def test_a_lost_device_teaches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    learned: list[Any] = []
+    monkeypatch.setattr(ValidityGuard, "learn", lambda self, *args: learned.append(args))
+    tuned(FailingEngine(lambda _: False, "device_lost"), tmp_path / "t", 6)
+    assert learned == []
+
+
+# -- parts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tuner(on_zen3: None) -> TaskTuner:
+    return TaskTuner(matmul_task(32), get_device("this-cpu@1"), SEARCH, 1)
+
+
+def test_samples_are_distinct_and_hang_on_the_seed(tuner: TaskTuner) -> None:
+    hashes = [[c.hash for c in tuner.sample(10, seed)] for seed in (0, 0, 1)]
+    assert len(set(hashes[0])) == 10
+    assert hashes[0] == hashes[1] != hashes[2]
+    for candidate in tuner.sample(2, 3):
+        job = candidate.job
+        assert job.space is not None and tuner.replay(job.program, job.space).hash == candidate.hash
+
+
+def test_a_space_of_few_programs_is_sampled_to_its_end() -> None:
+    few = TaskTuner(matmul_task(1), get_device("this-cpu@1"), SEARCH, 1)
+    found = few.sample(300, 0)
+    assert 0 < len(found) < 300
+
+
+def test_the_likeliest_are_measured_where_nothing_is_likely(tuner: TaskTuner) -> None:
+    guard = ValidityGuard(Oracle(lambda _: False))
+    measures = [c.measure for c in tuner.sample(6, 0)]
+    assert guard.worth(tuner.context, measures).sum() == 2
+    assert guard.worth(tuner.context, measures[:1]).all()
+    assert len(guard.worth(tuner.context, [])) == 0
+
+
+def test_scores_of_the_unlikely_are_0_and_never_negative(tuner: TaskTuner) -> None:
+    guard = ValidityGuard(Oracle(small))
+    candidates = tuner.sample(24, 0)
+    measures = [c.measure for c in candidates]
+    p = guard.probability(tuner.context, measures)
+    assert set(np.round(p, 2)) == {0.05, 0.95}
+    scores = guard.scores(tuner.context, measures, np.full(24, -0.1))
+    assert (scores == 0).all()
+
+    class Ones:
+        def predict(self, context: Any, candidates: Any) -> Any:
+            return np.ones(len(candidates))
+
+    found = GuardedModel(Ones(), guard).predict(tuner.context, measures)
+    assert np.allclose(found, np.where(p > 0.5, 0.95, 0.0))
+
+
+def test_what_cannot_be_read_counts_as_valid(tuner: TaskTuner, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cdmpp.program.ast import AstBuilder
+
+    guard = ValidityGuard(Oracle(lambda _: False))
+    measures = [c.measure for c in tuner.sample(4, 0)]
+    bad = measures[1].sch.mod["main"]
+    build = AstBuilder.build
+
+    def refusing(self: AstBuilder, funcs: Sequence[Any]) -> list[CompactAST]:
+        if any(func.same_as(bad) for func in funcs):
+            raise ProgramError("made up")
+        return build(self, funcs)
+
+    monkeypatch.setattr(AstBuilder, "build", refusing)
+    assert guard.probability(tuner.context, measures) == pytest.approx([0.05, 1.0, 0.05, 0.05])
+    guard.learn(tuner.context, measures, [False] * 4)
+    assert len(guard.validity) == 3
+
+
+def test_what_a_guard_is_made_from(tmp_path: Path) -> None:
+    device = get_device("rtx-2080-ti")
+    assert make_guard(None, device, 0) is None
+    online = make_guard("online", device, 0)
+    assert online is not None and online.validity.model is None
+    records = [(f"p{i}", "ok" if i % 3 else "build_error", 1e-3 if i % 3 else None) for i in range(30)]
+    folder = dataset_of(tmp_path / "d", records)
+    model = train_validity([folder], device)
+    model.save(tmp_path / "m")
+    for source in (folder, tmp_path / "d", model, tmp_path / "m"):
+        guard = make_guard(source, device, 0)
+        assert guard is not None and guard.validity.model is not None
+        assert guard.validity.model.training_ == {**model.training_, "rows": 30, "valid": 20, "tasks": 1}
+    with pytest.raises(PredictorError, match="holds no validity model"):
+        make_guard(tmp_path / "m" / "nothing", device, 0)
+
+
+def test_a_folder_without_a_model_is_said_before_anything_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["tune", "mlp", "--device", "this-cpu@1", "--trials", "4", "--out", str(tmp_path / "t")]
+    assert main([*command, "--validity", str(tmp_path)]) == 2
+    err = capsys.readouterr().err.strip().splitlines()
+    assert len(err) == 1 and "holds no validity model" in err[0]
+    assert not (tmp_path / "t").exists()

@@ -1,0 +1,280 @@
+"""Several workers at one tuning: real processes that search, beside a made-up engine and beside the real one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from cdmpp.dataset import Dataset
+from cdmpp.errors import ProfilerError, TunerError
+from cdmpp.predictor.training import TrainResult
+from cdmpp.profiler.engine import BuildJob, Outcome
+from cdmpp.profiler.machine import usable_cores
+from cdmpp.profiler.pool import Worker
+from cdmpp.profiler.statistics import SamplingPlan
+from cdmpp.program.types import Task
+from cdmpp.tuner import workers
+from cdmpp.tuner.measure import Measurer, device_of_this_machine
+from cdmpp.tuner.results import TuneReport
+from cdmpp.tuner.store import DATASET_FOLDER, json_database
+from cdmpp.tuner.tuning import tune_tasks
+from cdmpp.tuner.workers import partition, worker_cores
+from tests.samples.programs import matmul_task
+from tests.samples.tuning import FakeEngine, made_up_latency_s, tune_config
+
+pytestmark = pytest.mark.usefixtures("real_machine")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
+    """The processes of workers, in the order in which they were started; two shares fit on every machine."""
+    if len(usable_cores()) < 2:
+        core = usable_cores()[0]
+        monkeypatch.setattr("cdmpp.profiler.machine.usable_cores", lambda: (core, core))
+    found: list[Worker] = []
+    start = workers._started
+    monkeypatch.setattr(workers, "_started", lambda config: found.append(start(config)) or found[-1])
+    return found
+
+
+def sharded(
+    engine: FakeEngine,
+    out: Path,
+    trials: int,
+    *sizes: int,
+    options: dict[str, Any] | None = None,
+    **more: Any,
+) -> TuneReport:
+    """Tune products of matrices with two workers."""
+    tasks = [(matmul_task(n), 1.0) for n in sizes or (32, 48)]
+    config = tune_config(trials, **{"shards": 2, **(options or {})})
+    with Measurer(engine) as measurer:
+        return tune_tasks("toy", tasks, out=out, config=config, measurer=measurer, **more)
+
+
+def records_of(out: Path) -> Any:
+    return Dataset.open(out / DATASET_FOLDER).records
+
+
+def kept_untuned(report: TuneReport) -> int:
+    """Tasks that no program was faster than: the database has what they run as untuned besides."""
+    best = [(task.untuned_s, task.best_s) for task in report.tasks if task.untuned_s is not None]
+    return sum(tuned is None or untuned <= tuned for untuned, tuned in best)
+
+
+@pytest.mark.parametrize("cost_model", ["cdmpp", "xgb"])
+def test_two_workers_measure_as_many_as_one(tmp_path: Path, started: list[Worker], cost_model: str) -> None:
+    out, engine = tmp_path / "t", FakeEngine()
+    report = sharded(engine, out, 26, 32, 40, 48, options={"cost_model": cost_model})
+    assert report.stopped == "26 trials" and len(started) == 2
+    costs = report.costs
+    assert (costs.trials, costs.measurements, costs.failures, costs.dropped) == (26, 26, 0, 0)
+    assert costs.build_s == pytest.approx(29 * 0.5), "three unscheduled tasks besides"
+    assert costs.search_cpu_s > 0
+    records = records_of(out)
+    assert len(records) == 29 and records["program"].is_unique, "nothing twice"
+    assert set(records["device"]) == {report.device} == {device_of_this_machine("this-cpu@1").name}
+    assert sorted(engine.measured) == sorted(records["program"])
+    assert len(json_database(out)) == 26 + kept_untuned(report)
+    for task in report.tasks:
+        of_task = records[(records["task"] == task.task) & (records["origin"] == "search")]
+        assert task.measured == len(of_task) > 0, "all tasks had a turn"
+        assert task.best_s == pytest.approx(of_task["latency_s"].min())
+    latencies = [p.latency_s for p in report.curve.points]
+    assert latencies[0] == report.untuned_s and latencies == sorted(latencies, reverse=True)
+    if cost_model == "cdmpp":
+        assert (report.learned["records"], report.learned["tasks"]) == (26, 3), "what both have learned"
+        assert len(report.learned["workers"]) == 2
+    assert not any(worker._process.is_alive() for worker in started)
+
+
+def test_workers_take_a_predictor_and_drop_what_cannot_win(
+    tmp_path: Path, started: list[Worker], trained: TrainResult
+) -> None:
+    report = sharded(
+        FakeEngine(),
+        tmp_path / "t",
+        60,
+        options={"predictor": trained.predictor, "trim": 0.5, "validity": "online"},
+    )
+    costs = report.costs
+    assert 60 >= costs.trials == costs.measurements + costs.dropped and costs.dropped > 0
+    assert report.learned["records"] == costs.measurements
+
+
+def test_one_task_has_one_worker(tmp_path: Path, started: list[Worker]) -> None:
+    said: list[str] = []
+    report = sharded(FakeEngine(), tmp_path / "t", 12, 32, notify=said.append)
+    assert report.costs.trials == 12 and len(started) == 1
+    assert any(line.startswith("1 workers at the same time") for line in said)
+
+
+def test_limits_on_measurements_are_kept_to_the_program(tmp_path: Path, started: list[Worker]) -> None:
+    report = sharded(FakeEngine(), tmp_path / "t", 50, options={"max_measurements": 15})
+    assert report.costs.measurements == 15 and "15 measurements" in report.stopped
+
+
+class Killer:
+    """Kills a worker after some rounds."""
+
+    def __init__(self, started: list[Worker], every: bool = False) -> None:
+        self._started, self._every = started, every
+        self._killed: set[int] = set()
+
+    def __call__(self, state: Any) -> None:
+        if not state.costs.measurements:
+            return
+        for worker in self._started if self._every else self._started[:1]:
+            if worker.pid not in self._killed:
+                self._killed.add(worker.pid)
+                os.kill(worker.pid, signal.SIGKILL)
+
+
+def test_a_worker_that_dies_costs_its_batch(
+    tmp_path: Path, started: list[Worker], caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "t"
+    report = sharded(FakeEngine(delay_s=0.01), out, 40, 32, 40, 48, progress=Killer(started))
+    assert len(started) == 3, "one in place of the dead"
+    assert "worker 0 of the tuning died (killed by signal 9)" in caplog.text
+    assert report.costs.trials == 40 and not any(task.finished for task in report.tasks)
+    records = records_of(out)
+    assert records["program"].is_unique and len(json_database(out)) == 40 + kept_untuned(report)
+    assert len(records) == 43, "what was under way is measured again, and what was kept is not"
+
+
+def test_where_no_worker_lives_what_was_measured_is_kept(tmp_path: Path, started: list[Worker]) -> None:
+    out = tmp_path / "t"
+    with pytest.raises(
+        TunerError, match="no worker of the tuning stays alive, the last one killed by signal 9"
+    ):
+        sharded(FakeEngine(delay_s=0.01), out, 400, progress=Killer(started, every=True))
+    assert len(started) == 6, "each was started three times"
+    before = set(records_of(out)["program"])
+    assert before
+    engine = FakeEngine()
+    report = sharded(engine, out, len(before) + 10, resume=True)
+    assert report.costs.trials == len(before) + 10
+    assert not before & set(engine.measured)
+
+
+class FullDisk(FakeEngine):
+    """Cannot go on."""
+
+    def run(self, jobs: Iterator[BuildJob | None]) -> Iterator[Outcome]:
+        for job in jobs:
+            if job is not None:
+                raise ProfilerError("no space left for shared objects")
+        yield from ()
+
+
+def test_an_engine_that_fails_ends_all_workers(tmp_path: Path, started: list[Worker]) -> None:
+    with pytest.raises(ProfilerError, match="no space left"):
+        sharded(FullDisk(), tmp_path / "t", 26)
+    assert len(started) == 2 and not any(worker._process.is_alive() for worker in started)
+
+
+def test_what_a_worker_cannot_read_is_said(tmp_path: Path, started: list[Worker]) -> None:
+    (tmp_path / "earlier").mkdir()
+    with pytest.raises(Exception, match="no dataset"):
+        sharded(FakeEngine(), tmp_path / "t", 12, warm_start=[tmp_path / "earlier"])
+
+
+def test_interrupted_and_resumed_it_measures_nothing_twice(tmp_path: Path, started: list[Worker]) -> None:
+    out, left = tmp_path / "t", [3]
+
+    def interrupt(_: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sharded(FakeEngine(), out, 36, progress=interrupt)
+    before = set(records_of(out)["program"])
+    assert 0 < len(before) < 38
+    assert not any(worker._process.is_alive() for worker in started)
+    engine = FakeEngine()
+    report = sharded(engine, out, 36, resume=True, options={"shards": None})
+    assert report.costs.trials == 36, "also with another number of workers, or none"
+    assert not set(engine.measured) & before and len(set(engine.measured) | before) == 38
+    assert len(json_database(out)) == 36 + kept_untuned(report)
+    walls = [p.wall_s for p in report.curve.points]
+    assert walls == sorted(walls), "time goes on where it stopped"
+
+
+def test_a_budget_shorter_than_one_measurement(tmp_path: Path, started: list[Worker]) -> None:
+    over = threading.Event()
+    engine = FakeEngine(lambda digest: made_up_latency_s(digest) if over.wait(3.0) else None)
+    report = sharded(engine, tmp_path / "t", 50, options={"budget_s": 0.5})
+    assert "budget" in report.stopped
+    assert report.costs.measurements == 0 and report.tasks[0].best_s is None
+
+
+def test_a_task_whose_programs_all_fail_is_given_up(
+    tmp_path: Path, started: list[Worker], caplog: pytest.LogCaptureFixture
+) -> None:
+    report = sharded(FakeEngine(lambda digest: None), tmp_path / "t", 400, 32)
+    assert report.stopped == "nothing more to try"
+    assert "no program worked" in report.tasks[0].finished and report.tuned_s is None
+    assert caplog.text.count("is given up") == 1 and "(run_error: made up)" in caplog.text
+
+
+def test_earlier_records_are_measured_first_and_learned_from(tmp_path: Path, started: list[Worker]) -> None:
+    sharded(FakeEngine(), tmp_path / "a", 18, 32)
+    engine, said = FakeEngine(), list[str]()
+    sharded(engine, tmp_path / "b", 12, 32, warm_start=[tmp_path / "a"], notify=said.append)
+    earlier = records_of(tmp_path / "a")
+    best = earlier[earlier["origin"] == "search"].sort_values("latency_s")["program"].tolist()[:4]
+    assert engine.measured[1:5] == best
+    assert any("earlier records: learned from 18, 4 programs" in line for line in said)
+
+
+def test_tasks_are_parted_by_work() -> None:
+    def weighing(*flops: float) -> list[tuple[Task, float]]:
+        return [(replace(matmul_task(16), flops=each / 2, bytes=0.0), 2.0) for each in flops]
+
+    assert partition(weighing(3, 10, 4, 6), 2) == [[1, 0], [3, 2]], (
+        "the heaviest first, to the worker with least work"
+    )
+    assert partition(weighing(3, 10), 9) == [[1], [0]], "no worker without a task"
+    assert sorted(map(len, partition(weighing(0, 0, 0, 0), 2))) == [2, 2]
+
+
+def test_shares_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cdmpp.profiler.machine.usable_cores", lambda: (0, 1, 2, 3))
+    one, two = device_of_this_machine("this-cpu@1"), replace(device_of_this_machine("this-cpu@1"), share=2.0)
+    assert worker_cores(one, "auto") == ((3,), (2,), (1,), (0,))
+    assert worker_cores(two, "auto") == ((2, 3), (0, 1)) == worker_cores(two, 2)
+    with pytest.raises(TunerError, match=r"3 shards of .* need 6 cores, this process may use 4"):
+        worker_cores(two, 3)
+    with pytest.raises(TunerError, match="one worker at least"):
+        worker_cores(one, 0)
+    with pytest.raises(TunerError, match="'auto', got 'many'"):
+        tune_config(1, shards="many")
+    with pytest.raises(TunerError, match="shards or workers, not both"):
+        tune_config(1, shards=2, workers=2)
+
+
+def test_workers_beside_the_real_engine_keep_to_their_cores(tmp_path: Path, started: list[Worker]) -> None:
+    seen: set[frozenset[int]] = set()
+
+    def look(state: Any) -> None:
+        alive = [worker.pid for worker in started if worker._process.is_alive()]
+        seen.update(frozenset(psutil.Process(pid).cpu_affinity()) for pid in alive)
+
+    plan = SamplingPlan(min_sample_s=0.0005, min_samples=2, max_samples=4)
+    config = tune_config(12, shards=2, batch=4, plan=plan)
+    tasks: list[tuple[Task, float]] = [(matmul_task(32), 1.0), (matmul_task(48), 1.0)]
+    report = tune_tasks("toy", tasks, out=tmp_path / "t", config=config, progress=look)
+    assert report.costs.trials == 12 and all(task.best_s is not None for task in report.tasks)
+    assert seen <= {frozenset({core}) for core in usable_cores()} and seen
+    assert len(seen) == 2 or len(usable_cores()) < 2
+    assert records_of(tmp_path / "t")["program"].is_unique
