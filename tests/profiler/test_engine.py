@@ -118,22 +118,6 @@ def _alive(pid: int) -> bool:
     return status.exists() and "State:\tZ" not in status.read_text()
 
 
-def test_waiting_for_outcomes_does_not_end_the_run() -> None:
-    jobs = sampled(matmul_task(), 2)
-    seen: list[Outcome] = []
-
-    def source() -> Iterator[BuildJob | None]:
-        yield jobs[0]
-        while not seen:
-            yield None
-        yield jobs[1]
-
-    with quick_engine() as engine:
-        for outcome in engine.run(source()):
-            seen.append(outcome)
-    assert [o.job.program.hash for o in seen] == [j.program.hash for j in jobs]
-
-
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     mount = subprocess.run(

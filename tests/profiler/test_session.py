@@ -18,7 +18,7 @@ from cdmpp.cli import main
 from cdmpp.dataset import Dataset
 from cdmpp.device import get_device
 from cdmpp.device.detect import machine_facts
-from cdmpp.errors import DatasetError, ProfilerError, UnknownDeviceError
+from cdmpp.errors import DatasetError, ProfilerError
 from cdmpp.profiler.engine import Outcome
 from cdmpp.profiler.plan import TaskPlan, replay_plan
 from cdmpp.profiler.session import Progress, profile, read_task_file
@@ -143,10 +143,6 @@ def test_ctrl_c_keeps_what_was_measured(
 def test_devices_that_are_not_here_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ProfilerError, match="those of another"):
         profile(["mlp"], device="h200", out=tmp_path / "a", config=QUICK_PROFILE)
-    with pytest.raises(UnknownDeviceError, match=r"has \d+ cores"):
-        profile(["mlp"], device="this-cpu@4096", out=tmp_path / "b", config=QUICK_PROFILE)
-    with pytest.raises(UnknownDeviceError, match="h200"):
-        profile(["mlp"], device="h2000", out=tmp_path / "c", config=QUICK_PROFILE)
 
 
 def test_task_files(tmp_path: Path) -> None:
