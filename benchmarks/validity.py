@@ -38,8 +38,7 @@ from cdmpp.dataset.importers import import_benchmark_hub
 from cdmpp.device import get_device
 from cdmpp.predictor.data import collect_asts
 from cdmpp.program.ast import CompactAST
-from cdmpp.tuner.learning import OnlineModel
-from cdmpp.tuner.prior import AnalyticalPrior
+from cdmpp.tuner.learning import AnalyticalPrior, OnlineModel
 from cdmpp.tuner.validity import (
     SKIP_BELOW,
     OnlineValidity,

@@ -23,54 +23,36 @@ COST_MODELS = ("cdmpp", "xgb", "random")
 
 @dataclass(frozen=True)
 class TuneConfig:
-    """Options of :func:`tune`.
-
-    Attributes
-    ----------
-    objective
-        When to stop.
-    cost_model
-        One of :data:`COST_MODELS`: ours, TVM's XGBModel, TVM's RandomModel.
-    predictor
-        What ours starts from: a predictor, its folder or ``"default"``; None for an analytical estimate.
-    trim
-        Coverage of the intervals that the trimmer drops candidates by; None drops none. Only for ours.
-    validity
-        Which candidates will not run, and which to measure first: a validity model or its folder, a folder of failures to
-        learn one from, ``"online"`` to learn it from this tuning's failures alone; None looks away.
-    batch
-        Candidates of a round.
-    search
-        MetaSchedule's evolutionary search; None for its defaults here.
-    seed
-        Of the search.
-    workers, builders
-        Measuring processes, each on cores of its own (on a GPU: programs measured side by side at most, each on
-        multiprocessors of its own), and building processes (None: one a core).
-    shards
-        Workers that tune parts of the tasks at the same time (:mod:`cdmpp.tuner.workers`), as many programs measured at a
-        time, each on a share of its own: a number, or ``"auto"`` for as many as fit. None: one search.
-    build_timeout_s, run_timeout_s, plan, realtime
-        See :class:`~cdmpp.profiler.engine.EngineConfig` (of a GPU :class:`~cdmpp.profiler.gpu_engine.GpuConfig`).
-    gpu, gpu_arguments
-        A class as ``module:Class`` that stands for the GPU, and what it is made with; None for the GPU that is here.
-    """
+    """Options of :func:`tune`."""
 
     objective: Objective
+    #: One of :data:`COST_MODELS`: ours, TVM's XGBModel, TVM's RandomModel.
     cost_model: str = "cdmpp"
+    #: What ours starts from: a predictor, its folder or ``"default"``; None for an analytical estimate.
     predictor: Predictor | str | Path | None = "default"
+    #: Coverage of the intervals that the trimmer drops candidates by; None drops none. Only for ours.
     trim: float | None = 0.9
+    #: Which candidates will not run, and which to measure first: a validity model or its folder, a folder of failures to
+    #: learn one from, ``"online"`` to learn it from this tuning's failures alone; None looks away.
     validity: ValidityModel | str | Path | None = None
+    #: Candidates of a round.
     batch: int = 16
+    #: None for its defaults.
     search: SearchConfig | None = None
     seed: int = 0
+    #: Measuring processes, each on cores of its own (on a GPU: programs measured side by side at most, each on
+    #: multiprocessors of its own), and building processes (None: one a core).
     workers: int = 1
     builders: int | None = None
+    #: Workers that tune parts of the tasks at the same time (:mod:`cdmpp.tuner.workers`), as many programs measured at a
+    #: time, each on a share of its own: a number, or ``"auto"`` for as many as fit. None: one search.
     shards: int | str | None = None
+    #: See the profiler's settings.
     build_timeout_s: float = 20.0
     run_timeout_s: float = 2.0
     plan: SamplingPlan | None = None
     realtime: bool = True
+    #: A class as ``module:Class`` that stands for the GPU, and what it is made with; None for the GPU that is here.
     gpu: str | None = None
     gpu_arguments: Mapping[str, Any] = field(default_factory=dict)
 

@@ -38,19 +38,7 @@ th, td { padding: 0.18rem 0.6rem; border-bottom: 1px solid #ddd; text-align: rig
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What became of a task.
-
-    Attributes
-    ----------
-    task, name, weight
-        Hash and name; how often the network runs it.
-    untuned_s, best_s
-        Seconds of the task untuned (:mod:`cdmpp.tuner.candidates`) and of the best schedule; None where none works.
-    measured, failed, dropped
-        Candidates.
-    finished
-        Why it was given up; "" if it was not.
-    """
+    """What became of a task, by its hash; the other fields are those of :class:`~cdmpp.tuner.scheduler.TaskState`."""
 
     task: str
     name: str
@@ -71,44 +59,28 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class TuneReport:
-    """What a tuning gave.
-
-    Attributes
-    ----------
-    name, device, cost_model, seed
-        What was tuned, and how.
-    stopped
-        Why it ended.
-    tasks
-        One result a task.
-    untuned_s, tuned_s
-        Sums over the tasks, weighted, of the untuned tasks and of the best of each, measured alone; None where a
-        task has no program that works.
-    gain_next_minute
-        Fraction that another minute is expected to bring; None if it cannot be told.
-    costs, curve
-        What it cost, and latency against time.
-    learned
-        What the cost model learned (of ours).
-    network
-        Latencies of the whole network, compiled with and without the schedules; None where it was not run.
-    shards
-        Workers that tuned at the same time, each on a device of that name; None where one search had the machine.
-    """
+    """What a tuning gave."""
 
     name: str
     device: str
     cost_model: str
     seed: int
+    #: Why it ended.
     stopped: str
     tasks: list[TaskResult]
+    #: Sums over the tasks, weighted, of the untuned tasks and of the best of each, measured alone; None where a task has no
+    #: program that works.
     untuned_s: float | None
     tuned_s: float | None
+    #: Fraction that another minute is expected to bring; None if it cannot be told.
     gain_next_minute: float | None
     costs: Costs
     curve: Curve
+    #: What the cost model learned (of ours).
     learned: dict[str, Any] = field(default_factory=dict)
+    #: Latencies of the whole network, compiled with and without the schedules; None where it was not run.
     network: NetworkLatency | None = None
+    #: Workers that tuned at the same time, each on a device of that name; None where one search had the machine.
     shards: int | str | None = None
 
     @property

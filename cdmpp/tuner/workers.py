@@ -28,7 +28,7 @@ from cdmpp.profiler.workers import Worker
 from cdmpp.tuner.candidates import Candidate, TaskTuner, is_untuned
 from cdmpp.tuner.objective import Costs, Curve, Point
 from cdmpp.tuner.progress import TuningProgress
-from cdmpp.tuner.session import make_models, make_session, make_tuners, work
+from cdmpp.tuner.session import Models, TuningSession, make_tuners, work
 from cdmpp.tuner.store import DATASET_FOLDER, labels_of, tuning_record
 
 if TYPE_CHECKING:
@@ -237,14 +237,12 @@ def run_worker(connection: Connection, config: WorkerConfig) -> None:
         parent.send("say", f"worker {config.number}: {line}")
 
     try:
-        models = make_models(config.tune, config.device)
+        models = Models.of(config.tune, config.device)
         tuners, tasks = make_tuners(config.tasks, config.device, config.tune, say)
         store = _WorkerStore(parent, config)
         progress = _WorkerProgress(parent, tasks, store, config.tune.objective)
-        session = make_session(
-            tuners, models, store, parent, progress, config.tune, config.device, config.earlier, say
-        )
-        session.run()
+        session = TuningSession(tuners, models, store, parent, progress, config.tune)
+        session.warm_start(config.earlier, config.device, say).run()
         parent.send("ended", models.learned)
     except CdmppError as err:
         parent.send("failed", err)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cdmpp.profiler.statistics import SamplingPlan
-from cdmpp.tuner.deployment import Runnable, Sampled, largest_difference, sample_in_turn
+from cdmpp.tuner.deployment import Sampled, largest_difference, sample_in_turn
 
 #: Enough quiet samples are four (half of min_samples).
 PLAN = SamplingPlan(min_sample_s=0.002, min_samples=8, max_samples=16, max_measure_s=15.0, max_wait_s=15.0)
@@ -63,7 +63,7 @@ class FakeNetwork:
                 after(called)
 
 
-def sampled(core: Core, network: Runnable) -> Sampled:
+def sampled(core: Core, network: FakeNetwork) -> Sampled:
     return Sampled(network, core, PLAN, clock=lambda: core.now, preemptions=lambda: core.preempted)  # type: ignore[arg-type]
 
 

@@ -14,15 +14,7 @@ from hypothesis import strategies as st
 
 from cdmpp.errors import TunerError
 from cdmpp.tuner.candidates import ROUNDS, Leftovers
-from cdmpp.tuner.objective import (
-    Costs,
-    Curve,
-    Objective,
-    Point,
-    geometric_mean,
-    parse_duration,
-    parse_fraction,
-)
+from cdmpp.tuner.objective import Costs, Curve, Objective, Point, parse_duration, parse_fraction
 from cdmpp.tuner.scheduler import TaskState, next_task
 from cdmpp.tuner.trimmer import Trimmer, worth_measuring
 
@@ -48,12 +40,6 @@ def test_forecast_looks_at_the_later_part_and_needs_some_points() -> None:
     assert curve(lambda t: 1.0, [10, 20, 30]).gain() is None
     assert Curve().gain() is None
     assert curve(lambda t: 1.0, [10.0] * 6).gain() is None, "no time has passed"
-
-
-def test_when_a_curve_reached_a_latency() -> None:
-    falling = curve(lambda t: 100 - t, [10, 20, 30])
-    assert falling.trials_to(80) == 1 and falling.seconds_to(80) == 20
-    assert falling.trials_to(1) is None and falling.seconds_to(1) is None
 
 
 @pytest.mark.parametrize(
@@ -102,11 +88,6 @@ def test_durations_and_fractions() -> None:
             parse_duration(bad)
     with pytest.raises(TunerError, match="no fraction"):
         parse_fraction("much")
-    assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
-
-
-def test_costs_add_up() -> None:
-    assert Costs(search_cpu_s=1, build_s=2, device_s=3).cpu_s == 6
 
 
 def state(weight: float, history: list[float], finished: str = "") -> TaskState:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -235,10 +236,11 @@ def test_a_file_that_cannot_be_written_is_one_clear_error(
             tuned(FakeEngine(), out, 12)
     measured = len(Dataset.open(out / DATASET_FOLDER).records)
     assert measured > 0
-    (out / "tuning.tmp").mkdir()
+    draft = out / f"tuning.json.{os.getpid()}.tmp"
+    draft.mkdir()
     with pytest.raises(TunerError, match=rf"cannot write .*tuning\.json: .*; {kept}"):
         tuned(FakeEngine(), out, 12, resume=True)
-    (out / "tuning.tmp").rmdir()
+    draft.rmdir()
     engine = FakeEngine()
     assert tuned(engine, out, 12, resume=True).costs.measurements == 12
     assert len(engine.measured) == 13 - measured, "nothing twice"
