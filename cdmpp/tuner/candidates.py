@@ -10,18 +10,17 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import random
 import signal
 import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from cdmpp.errors import ProgramError, TunerError
 from cdmpp.profiler.build import BuildJob
-from cdmpp.program.space import CUDA_SPACE_TARGET, program_of_schedule, unscheduled
+from cdmpp.program.space import CUDA_SPACE_TARGET, TaskSpaces, program_of_schedule, unscheduled
 from cdmpp.program.tvm_env import import_tvm, quiet, structural_hash
 from cdmpp.program.types import Program, Space, Task
 
@@ -38,8 +37,6 @@ logger = logging.getLogger(__name__)
 DEFAULT = "default"
 #: MetaSchedule's search has a limit of its own, which is not used.
 _NO_LIMIT = 1 << 30
-#: Sampling ends after so many draws in a row that were rejected or drawn before.
-_FRUITLESS_DRAWS = 64
 #: Rounds that a search gives candidates for, with a trimmer.
 ROUNDS = 4
 #: Part of a round that must be left and may win, for no search to be needed.
@@ -114,34 +111,17 @@ class TaskTuner:
 
     def sample(self, n: int, seed: int) -> list[Candidate]:
         """Random programs of all spaces in turn, at most `n`, no two alike; fewer where there are no more."""
-        from tvm.s_tir.schedule import Schedule, Trace
-
-        rng = random.Random(f"{self.task.hash}:{seed}")
-        traces = [Trace(list(space.trace.insts), {}) for space in self._spaces]
-        found: dict[str, Candidate] = {}
-        turn = fruitless = 0
-        while traces and len(found) < n and fruitless < _FRUITLESS_DRAWS * len(traces):
-            schedule = Schedule(self.mod, seed=rng.randrange(1, 2**31 - 1))
-            turn, fruitless = turn + 1, fruitless + 1
-            try:
-                traces[turn % len(traces)].apply_to_schedule(schedule, remove_postproc=True)
-                schedule.enter_postproc()
-                accepted = all(postproc.apply(schedule) for postproc in self._postprocs)
-            except Exception as err:  # a decision the primitive refuses; TVM raises its own error types
-                logger.debug("task %s: a sampled trace does not apply: %s", self.task.hash, err)
-                continue
-            if accepted:
-                candidate = self.candidate_of(schedule)
-                if candidate.hash not in found:
-                    found[candidate.hash], fruitless = candidate, 0
-        return list(found.values())
+        spaces = TaskSpaces(self.task, self._rule, max(1, self._cores))
+        by_hash = {space.hash: space for space in spaces.spaces}
+        drawn = [replace(program, origin="search") for program in spaces.sample(n, seed)]
+        return [self.replay(program, by_hash[str(program.space_hash)]) for program in drawn]
 
     def untuned(self) -> BuildJob | None:
         """What runs where nothing was tuned, see the module's text; None where there is nothing."""
         if self._rule == "llvm":
             return BuildJob(unscheduled(self.task), self.task, None)
         candidate = self.untuned_candidate()
-        return None if candidate is None else candidate.job
+        return candidate and candidate.job
 
     def untuned_candidate(self) -> Candidate | None:
         """The same as a trace, for MetaSchedule's database."""

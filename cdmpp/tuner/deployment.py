@@ -102,12 +102,10 @@ class VariantLatency:
 
 @dataclass(frozen=True)
 class NetworkLatency:
-    """Latency of a network's variants, by their names.
-
-    ``output_difference`` is the largest difference between their outputs, relative to the largest output.
-    """
+    """Latency of a network's variants, by their names."""
 
     variants: Mapping[str, VariantLatency]
+    #: Largest difference between their outputs, relative to the largest output.
     output_difference: float
 
     @property
@@ -152,7 +150,7 @@ def weighted_tasks(fused: FusedNetwork, network: str) -> list[tuple[Task, float]
 def apply_database(module: Any, database: Any, target: Any) -> tuple[Any, list[str]]:
     """A fused network with the best schedules of a MetaSchedule database, and names of the functions that got one."""
     tvm = import_tvm()
-    functions, tuned = {}, []
+    changed, tuned = module.clone(), []
     for variable, func in module.functions_items():
         if isinstance(func, tvm.tirx.PrimFunc):
             workload = tvm.IRModule({"main": normalise(func)})
@@ -161,10 +159,7 @@ def apply_database(module: Any, database: Any, target: Any) -> tuple[Any, list[s
                 func = best["main"].with_attr("global_symbol", variable.name_hint)
                 func = func.with_attr("tirx.is_scheduled", True)
                 tuned.append(variable.name_hint)
-        functions[variable] = func
-    changed = module.clone() if hasattr(module, "clone") else tvm.IRModule(dict(module.functions_items()))
-    for variable, func in functions.items():
-        changed.update_func(variable, func)
+                changed.update_func(variable, func)
     return changed, tuned
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import TunerError
@@ -21,23 +21,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
 class Progress:
-    """What is reported after each round; seconds are sums over the tasks, as of :class:`TuningProgress`."""
-
-    costs: Costs
-    trials: int
-    latency_s: float | None
-    untuned_s: float | None
-    task: str
-    gain: float | None
-
-
-class TuningProgress:
     """Counts what a tuning does, and says when to stop.
 
     `tasks` are with how often the network runs each; `store` keeps what is measured (:class:`~cdmpp.tuner.store.TuningStore`,
-    or what stands for it in a worker); `report` is called after every round. TunerError where there is no task.
+    or what stands for it in a worker); `report` is called with this after every round. TunerError where there is no task.
     """
 
     def __init__(
@@ -210,8 +198,7 @@ class TuningProgress:
             self.curve.points.append(point)
             self._store.add_point(point, self.costs)
         if self._report is not None:
-            gain = self.curve.gain()
-            self._report(Progress(self.costs, self.objective.trials, latency_s, self.untuned_s, task, gain))
+            self._report(self)
 
 
 def _total(parts: Sequence[tuple[float, float | None]]) -> float | None:

@@ -32,7 +32,7 @@ _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; font-size: 0.88rem; }
 th, td { padding: 0.18rem 0.6rem; border-bottom: 1px solid #ddd; text-align: right; }
-.text { text-align: left; } img { max-width: 100%; height: auto; }
+th:first-child, td:first-child { text-align: left; } img { max-width: 100%; height: auto; }
 """
 
 
@@ -161,9 +161,9 @@ def summary_lines(report: TuneReport) -> list[str]:
             f"{report.name} on {report.device}: {seconds_text(untuned)} untuned, {seconds_text(tuned)} tuned, "
             f"{untuned / tuned:.2f} times as fast (the whole network in the Relax VM)."
         )
-        disturbed = {name: part for name, part in report.network.disturbed.items() if part > _DISTURBED}
-        if disturbed:
-            parts = ", ".join(f"{part:.0%} of the time {name}" for name, part in disturbed.items())
+        disturbed = report.network.disturbed.items()
+        parts = ", ".join(f"{part:.0%} of the time {name}" for name, part in disturbed if part > _DISTURBED)
+        if parts:
             lines.append(f"Others used the core while the network ran ({parts}): it may be faster than that.")
     if report.tuned_s is not None:
         untuned_text = "-" if report.untuned_s is None else seconds_text(report.untuned_s)
@@ -187,10 +187,21 @@ def summary_lines(report: TuneReport) -> list[str]:
 
 
 def _html(report: TuneReport, png: bytes) -> str:
-    rows = "".join(_row(task) for task in report.to_json()["tasks"])
-    heads = "".join(
-        f"<th>{head}</th>" for head in ("runs", "untuned", "best", "measured", "failed", "dropped", "ended")
-    )
+    import pandas as pd
+
+    rows = [
+        {
+            "task": task.name,
+            "runs": f"{task.weight:g}",
+            **{
+                name: "-" if seconds is None else seconds_text(seconds)
+                for name, seconds in (("untuned", task.untuned_s), ("best", task.best_s))
+            },
+            **{name: getattr(task, name) for name in ("measured", "failed", "dropped")},
+            "ended": task.finished,
+        }
+        for task in report.tasks
+    ]
     image = base64.b64encode(png).decode("ascii")
     title = escape(f"cdmpp tune: {report.name} on {report.device}, {report.cost_model}")
     paragraphs = "".join(f"<p>{escape(line)}</p>" for line in summary_lines(report))
@@ -198,16 +209,5 @@ def _html(report: TuneReport, png: bytes) -> str:
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
         f"<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n{paragraphs}\n"
         f'<img alt="best latency against programs measured and wall time" src="data:image/png;base64,{image}">\n'
-        f'<h2>Tasks</h2>\n<table><tr><th class="text">task</th>{heads}</tr>{rows}</table>\n</body>\n</html>\n'
-    )
-
-
-def _row(task: dict[str, Any]) -> str:
-    seconds = ["-" if task[name] is None else seconds_text(task[name]) for name in ("untuned_s", "best_s")]
-    counts = [str(task[name]) for name in ("measured", "failed", "dropped")]
-    cells = [f"{task['weight']:g}", *seconds, *counts, escape(task["finished"])]
-    return (
-        f'<tr><td class="text">{escape(task["name"])}</td>'
-        + "".join(f"<td>{c}</td>" for c in cells)
-        + "</tr>"
+        f"<h2>Tasks</h2>\n{pd.DataFrame(rows).to_html(index=False, border=0)}\n</body>\n</html>\n"
     )

@@ -11,18 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import ProgramError, TunerError
 from cdmpp.tuner.candidates import Candidate, Leftovers, SearchConfig, TaskTuner, runner_results
-from cdmpp.tuner.progress import TuningProgress
+from cdmpp.tuner.progress import Progress
 from cdmpp.tuner.scheduler import next_task
 from cdmpp.tuner.store import replayed
 from cdmpp.tuner.trimmer import Trimmer, worth_measuring
-from cdmpp.tuner.validity import ValidityGuard, make_guard
-from cdmpp.tuner.warm_start import warm_start
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
     from cdmpp.profiler.engine import Outcome
     from cdmpp.program.types import Task
     from cdmpp.tuner.config import TuneConfig
+    from cdmpp.tuner.validity import ValidityGuard
 
 #: Rounds of different tasks under way at a time: one is searched for while another is measured.
 _DEPTH = 2
@@ -52,7 +51,11 @@ class Models:
         """Those that a configuration names, read or trained."""
         from cdmpp.tuner.cost_model import make_cost_model
 
-        guard = make_guard(config.validity, device, config.seed)
+        guard = None
+        if config.validity is not None:
+            from cdmpp.tuner.validity import make_guard
+
+            guard = make_guard(config.validity, device, config.seed)
         return cls(make_cost_model(config, device), guard)
 
     @property
@@ -74,7 +77,7 @@ class TuningSession:
         models: Models,
         store: Any,
         measurer: Any,
-        progress: TuningProgress,
+        progress: Progress,
         config: TuneConfig,
     ) -> None:
         self._tuners, self._model, self._guard = tuners, models.cost_model, models.guard
@@ -91,6 +94,8 @@ class TuningSession:
     ) -> TuningSession:
         """Learn from earlier records, and choose what to measure first (:mod:`cdmpp.tuner.warm_start`); gives itself."""
         if earlier:
+            from cdmpp.tuner.warm_start import warm_start
+
             self._first, learned = warm_start(earlier, self._tuners, device, self._model)
             first = sum(map(len, self._first.values()))
             say(f"earlier records: learned from {learned}, {first} programs will be measured first")

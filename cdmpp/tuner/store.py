@@ -49,17 +49,9 @@ def tvm_version() -> str:
 
 
 class TuningStore:
-    """A tuning's folder, made if missing.
+    """A tuning's folder, made if missing; `settings` are JSON values that say what is tuned and how.
 
-    `settings` are JSON values that say what is tuned and how; ``network``, ``device``, ``cost_model`` and ``seed`` must be the
-    same when it is resumed.
-
-    Raises
-    ------
-    TunerError
-        There is a tuning and `resume` was not asked for, or it is of something else or by another TVM.
-    DatasetError
-        The dataset cannot be written.
+    TunerError where there is a tuning and `resume` was not asked for, or where it is of something else or by another TVM.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], device: Device, resume: bool) -> None:

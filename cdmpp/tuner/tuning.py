@@ -9,13 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cdmpp.errors import TunerError
 from cdmpp.tuner.measure import Measurer, core_groups_of, device_of_this_machine, energy_meter, make_engine
-from cdmpp.tuner.progress import Progress, TuningProgress
+from cdmpp.tuner.progress import Progress
 from cdmpp.tuner.results import TaskResult, TuneReport, write_report
 from cdmpp.tuner.session import Models, TuningSession, make_tuners
 from cdmpp.tuner.store import TuningStore, check_folder
-from cdmpp.tuner.warm_start import check_paths
-from cdmpp.tuner.workers import Workers, worker_cores
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
@@ -124,9 +123,15 @@ class _Tuning:
     ) -> None:
         self.device = device_of_this_machine(device, config.workers, config.gpu)
         self.say = notify or (lambda line: logger.info("%s", line))
-        self._cores = None if config.shards is None else worker_cores(self.device, config.shards)
+        self._cores: tuple[tuple[int, ...], ...] | None = None
+        if config.shards is not None:
+            from cdmpp.tuner.workers import worker_cores
+
+            self._cores = worker_cores(self.device, config.shards)
         check_folder(out, resume)
-        check_paths(earlier)
+        for path in earlier:
+            if not Path(path).is_dir():
+                raise TunerError(f"{path} is no folder of earlier records")
         self._models = Models.of(config, self.device)
         self._out, self._config, self._resume = out, config, resume
         self._earlier, self._report = earlier, report
@@ -143,7 +148,7 @@ class _Tuning:
             open_.callback(store.close)
             store.open_database(tuners)
             energy = None if config.gpu is not None else energy_meter(device)
-            progress = TuningProgress(tasks, store, config.objective, report=self._report, energy=energy)
+            progress = Progress(tasks, store, config.objective, report=self._report, energy=energy)
             if measurer is None:
                 engine = make_engine(config, device, config.workers if cores is None else len(cores))
                 measurer = open_.enter_context(Measurer(engine))
@@ -152,6 +157,8 @@ class _Tuning:
                 stopped = session.warm_start(self._earlier, device, self.say).run()
                 learned = models.learned
             else:
+                from cdmpp.tuner.workers import Workers
+
                 workers = Workers(tuners, tasks, store, measurer, progress, self.say)
                 stopped = workers.run(_for_workers(config, models), device, cores, self._earlier)
                 learned = _together(workers.learned)

@@ -545,16 +545,12 @@ class ValidityGuard:
         return known, np.array([row for row in rows if row is not None], dtype=np.float32)
 
 
-def make_guard(
-    validity: ValidityModel | str | Path | None, device: Device, seed: int
-) -> ValidityGuard | None:
+def make_guard(validity: ValidityModel | str | Path, device: Device, seed: int) -> ValidityGuard:
     """The guard of a tuning.
 
     `validity` is a model or its folder; a folder of failures to learn from (:func:`read_validity`); ``"online"`` starts from
-    nothing; None is no guard. PredictorError or DatasetError where the folder holds neither.
+    nothing. PredictorError or DatasetError where the folder holds neither.
     """
-    if validity is None:
-        return None
     model: ValidityModel | None = None
     if isinstance(validity, ValidityModel):
         model = validity

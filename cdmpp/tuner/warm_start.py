@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cdmpp.errors import ProgramError, TunerError
+from cdmpp.errors import ProgramError
 from cdmpp.tuner.candidates import runner_results
 from cdmpp.tuner.store import DATASET_FOLDER, RECORD_FILE, json_database, replayed, tvm_version
 
@@ -166,10 +166,3 @@ def _same_target(target: Any, wanted: Mapping[str, Any]) -> bool:
         return False
     attributes, names = dict(target.attrs), ("mcpu", "num-cores", "arch")
     return all(str(attributes.get(name, "")) == str(wanted.get(name, "")) for name in names)
-
-
-def check_paths(paths: Sequence[str | Path]) -> None:
-    """TunerError unless all paths are folders."""
-    for path in map(Path, paths):
-        if not path.is_dir():
-            raise TunerError(f"{path} is no folder of earlier records")

@@ -207,13 +207,7 @@ def test_a_gpu_that_is_lost_ends_all_workers(tmp_path: Path) -> None:
     arguments = {"lives": str(lives), "breaks": True}
     config = gpu_config(4, shards=2, gpu_arguments=arguments)
     with pytest.raises(ProfilerError, match="the GPU does not answer"):
-        tune_tasks(
-            "toy",
-            [(matmul_task(32), 1.0)],
-            device="h200@0.5",
-            out=tmp_path / "t",
-            config=config,
-        )
+        tune_tasks("toy", [(matmul_task(32), 1.0)], device="h200@0.5", out=tmp_path / "t", config=config)
 
 
 def test_shares_that_do_not_fit() -> None:

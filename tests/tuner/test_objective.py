@@ -170,13 +170,6 @@ def test_candidates_that_cannot_win_are_dropped() -> None:
             Trimmer(Intervals(), coverage)
 
 
-def test_the_likeliest_come_first_and_losers_not_at_all() -> None:
-    trimmer = Trimmer(Intervals())
-    assert trimmer.likeliest(None, [1.9, 3.0, 1.0, 2.1], 1.0) == [2, 0]
-    assert trimmer.likeliest(None, [1.9, 3.0, 1.0, math.inf], None) == [2, 0, 1]
-    assert trimmer.likeliest(None, [], 1.0) == []
-
-
 @dataclass(frozen=True)
 class Proposed:
     """A candidate whose program and MetaSchedule object are its latency."""
@@ -226,13 +219,6 @@ def test_no_candidate_is_given_twice_and_none_is_made_up(
     assert len(set(given_out)) == len(given_out) and set(given_out) <= set(proposed(*first))
     after = leftovers.share(0, None, [p for p in proposed(*second) if p not in given_out], best_s)
     assert not set(after) & set(given_out) and set(after) <= set(proposed(*first, *second))
-
-
-def test_without_a_trimmer_a_search_gives_one_round() -> None:
-    leftovers = Leftovers(None, 4)
-    found = proposed(3.0, 1.0, 2.0, 1.0, 5.0)
-    assert leftovers.wanted == 4
-    assert leftovers.share(0, None, found, 1.0) == found and leftovers.take(0, None, None) == []
 
 
 class Even:

@@ -299,14 +299,6 @@ def test_a_database_of_another_tvm_is_refused_or_skipped(
             assert "do not replay" in caplog.text and report.costs.trials == 6
 
 
-def test_a_warm_start_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(TunerError, match="no folder"):
-        tuned(FakeEngine(), tmp_path / "a", 6, warm_start=[tmp_path / "nothing"])
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DatasetError, match="no dataset"):
-        tuned(FakeEngine(), tmp_path / "b", 6, warm_start=[tmp_path / "empty"])
-
-
 def test_the_trimmer_saves_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Intervals that are exact: everything that is not an improvement is dropped."""
     import numpy as np
