@@ -2,7 +2,7 @@
 
 What a task runs as where nothing was tuned is the start of a tuning, and what it falls back to. On a CPU that is the task as
 it is, whose loops LLVM compiles. A GPU cannot run that: there it is the schedule that TVM Relax gives by default
-(``tvm.s_tir.dlight``, by the rules of ``relax.backend.cuda``), a trace without a choice in it, told by its origin.
+(``tvm.s_tir.dlight``, by the rules of ``relax.backend.cuda``), a trace without a choice in it, with an origin of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from cdmpp.errors import ProgramError, TunerError
+from cdmpp.errors import ProgramError
 from cdmpp.profiler.build import BuildJob
 from cdmpp.program.space import CUDA_SPACE_TARGET, TaskSpaces, program_of_schedule, unscheduled
 from cdmpp.program.tvm_env import import_tvm, quiet, structural_hash
@@ -44,22 +44,6 @@ _ENOUGH = 0.5
 
 
 @dataclass(frozen=True)
-class SearchConfig:
-    """MetaSchedule's evolutionary search; each round it asks for about ``population * (generations + 1)`` predictions."""
-
-    #: Programs of a generation (TVM's default is 512), and times that they are mutated (4).
-    population: int = 256
-    generations: int = 3
-
-    def __post_init__(self) -> None:
-        if self.population < 2 or self.generations < 1:
-            raise TunerError(
-                f"the search needs a population of 2 and a generation at least, got {self.population} "
-                f"and {self.generations}"
-            )
-
-
-@dataclass(frozen=True)
 class Candidate:
     """A program that is proposed: MetaSchedule's MeasureCandidate, and the same for the profiler."""
 
@@ -78,7 +62,9 @@ class TaskTuner:
     ProgramError where TVM finds none.
     """
 
-    def __init__(self, task: Task, device: Device, search: SearchConfig, seed: int) -> None:
+    def __init__(
+        self, task: Task, device: Device, seed: int, population: int = 256, generations: int = 3
+    ) -> None:
         tvm = import_tvm()
         from tvm.s_tir import meta_schedule as ms
 
@@ -93,8 +79,8 @@ class TaskTuner:
                 sch_rules=self._rule, postprocs=self._rule, mutator_probs=self._rule
             ),
             search_strategy=ms.search_strategy.EvolutionarySearch(
-                population_size=search.population,
-                genetic_num_iters=search.generations,
+                population_size=population,
+                genetic_num_iters=generations,
                 init_min_unmeasured=1,
             ),
             task_name=task.name,
@@ -121,7 +107,7 @@ class TaskTuner:
         if self._rule == "llvm":
             return BuildJob(unscheduled(self.task), self.task, None)
         candidate = self.untuned_candidate()
-        return candidate and candidate.job
+        return None if candidate is None else candidate.job
 
     def untuned_candidate(self) -> Candidate | None:
         """The same as a trace, for MetaSchedule's database."""
@@ -327,8 +313,8 @@ class Leftovers:
 
 # -- Ctrl-C --------------------------------------------------------------------------------------------------------
 
-#: Signals heard inside of :func:`signals_held_back` and not yet answered.
-_HEARD: list[int] = []
+#: Signals received inside of :func:`signals_held_back` and not yet answered.
+_RECEIVED: list[int] = []
 
 
 @contextlib.contextmanager
@@ -346,30 +332,30 @@ def signals_held_back() -> Iterator[None]:
     # Signals that are ignored or end the process go on doing so.
     handlers = {number: handler for number, handler in before.items() if callable(handler)}
 
-    def hear(number: int, frame: Any) -> None:
-        _HEARD.append(number)
-        if len(_HEARD) > 1:
+    def receive(number: int, frame: Any) -> None:
+        _RECEIVED.append(number)
+        if len(_RECEIVED) > 1:
             handlers[signal.Signals(number)](number, frame)
         print("stopping after this step of the search; Ctrl-C again stops at once", file=sys.stderr)
 
     for number in handlers:
-        signal.signal(number, hear)
+        signal.signal(number, receive)
     try:
         yield
     except Exception as err:  # TVM's own error types
-        if _HEARD:
+        if _RECEIVED:
             raise KeyboardInterrupt from err
         raise
     finally:
-        heard = list(_HEARD)
-        _HEARD.clear()
+        received = list(_RECEIVED)
+        _RECEIVED.clear()
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    if heard:
-        handlers[signal.Signals(heard[0])](heard[0], None)
+    if received:
+        handlers[signal.Signals(received[0])](received[0], None)
 
 
 def answer_signals() -> None:
     """KeyboardInterrupt if a signal is held back; for callbacks, whose exceptions TVM hands on."""
-    if _HEARD:
+    if _RECEIVED:
         raise KeyboardInterrupt

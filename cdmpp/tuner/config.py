@@ -14,7 +14,6 @@ from cdmpp.tuner.trimmer import check_coverage
 if TYPE_CHECKING:
     from cdmpp.predictor import Predictor
     from cdmpp.profiler.statistics import SamplingPlan
-    from cdmpp.tuner.candidates import SearchConfig
     from cdmpp.tuner.validity import ValidityModel
 
 #: Cost models by the names that the command line has for them.
@@ -32,13 +31,15 @@ class TuneConfig:
     predictor: Predictor | str | Path | None = "default"
     #: Coverage of the intervals that the trimmer drops candidates by; None drops none. Only for ours.
     trim: float | None = 0.9
-    #: Which candidates will not run, and which to measure first: a validity model or its folder, a folder of failures to
-    #: learn one from, ``"online"`` to learn it from this tuning's failures alone; None looks away.
+    #: Which candidates will not run, and which to measure first: a validity model, a folder of failures to
+    #: learn one from, ``"online"`` to learn it from this tuning's failures alone; None measures whatever is proposed.
     validity: ValidityModel | str | Path | None = None
     #: Candidates of a round.
     batch: int = 16
-    #: None for its defaults.
-    search: SearchConfig | None = None
+    #: Programs of a generation of MetaSchedule's evolutionary search (TVM's default is 512), and generations (4): each round
+    #: it asks for about ``population * (generations + 1)`` predictions.
+    population: int = 256
+    generations: int = 3
     seed: int = 0
     #: Measuring processes, each on cores of its own (on a GPU: programs measured side by side at most, each on
     #: multiprocessors of its own), and building processes (None: one a core).
@@ -63,6 +64,11 @@ class TuneConfig:
             raise TunerError(f"shards are a number or 'auto', got {self.shards!r}")
         if self.shards is not None and self.workers != 1:
             raise TunerError("each shard has one measuring process: choose shards or workers, not both")
+        if self.population < 2 or self.generations < 1:
+            raise TunerError(
+                f"the search needs a population of 2 and a generation at least, got {self.population} "
+                f"and {self.generations}"
+            )
         for name, number in (
             ("candidates of a round", self.batch),
             ("workers", self.workers),

@@ -25,7 +25,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,21 +78,6 @@ class Encoded:
         return cls(np.concatenate([p.log_s for p in parts]), np.concatenate([p.z for p in parts]))
 
 
-class Prior(Protocol):
-    """Predicts without measurements of the tuning."""
-
-    #: Equal for equal weights and device.
-    fingerprint: str
-    #: Variance of an error that all its predictions on the device have in common, squared log seconds.
-    common: float
-
-    def encode(self, asts: Sequence[CompactAST]) -> Encoded:
-        """Predict and embed, n >= 1 programs."""
-
-    def half_width(self, coverage: float) -> float | None:
-        """Half the width of an interval of one prediction, log seconds; None if it cannot be told."""
-
-
 class PredictorPrior:
     """A trained predictor: its predictions, and its network's embeddings of programs on the device.
 
@@ -103,6 +88,7 @@ class PredictorPrior:
         from cdmpp.device import DEVICE_FEATURES
 
         self._predictor, self._device = predictor, device
+        #: Variance of an error that all predictions on the device have in common, squared log seconds.
         self.common = 0.0
         if device.name not in predictor.devices:
             self.common = _UNSEEN_DEVICE
@@ -123,10 +109,11 @@ class PredictorPrior:
         for name, value in sorted(predictor.network.state_dict().items()):
             digest.update(name.encode())
             digest.update(value.detach().cpu().contiguous().numpy().tobytes())
+        #: Equal for equal weights and device.
         self.fingerprint = digest.hexdigest()
 
     def encode(self, asts: Sequence[CompactAST]) -> Encoded:
-        """Predict and embed in one pass through the network."""
+        """Predict and embed n >= 1 programs in one pass through the network."""
         import torch
 
         from cdmpp.predictor.batching import PackedPrograms, inference_batches
@@ -154,7 +141,8 @@ class PredictorPrior:
         return Encoded(np.log(latency_s), z)
 
     def half_width(self, coverage: float) -> float | None:
-        """Of the predictor's calibration, see :mod:`cdmpp.predictor.uncertainty`."""
+        """Half the width of an interval of one prediction, log seconds, by the predictor's calibration
+        (:mod:`cdmpp.predictor.uncertainty`); None if it cannot be known."""
         calibration = self._predictor.calibration
         if calibration is None or not calibration.supports(coverage):
             return None
@@ -351,7 +339,7 @@ _OWN_INTERVALS = 20
 class OnlineModel:
     """Predicts seconds on one device from a prior, and learns from measurements."""
 
-    def __init__(self, prior: Prior) -> None:
+    def __init__(self, prior: PredictorPrior | AnalyticalPrior) -> None:
         self.prior = prior
         self._tasks: dict[str, int] = {}
         #: (task, program) -> log of the prior's prediction, embedding, log of the measured seconds; oldest first.

@@ -120,7 +120,7 @@ class Measurer:
                     raise _Aborted
         except _Aborted:
             self._end(None)
-        except BaseException as err:  # whoever waits for a future must hear of it
+        except BaseException as err:  # raised where a future is waited for
             self._end(err)
 
     def _end(self, error: BaseException | None) -> None:
@@ -234,13 +234,6 @@ def cpu_measurer(config: EngineConfig) -> Measurer:
     return Measurer(_on_cpu(config))
 
 
-def measure_alone(device: str | Device, jobs: Sequence[BuildJob]) -> dict[str, float]:
-    """Seconds of programs on a device of this machine, with nothing built or measured beside them; failures are left out."""
-    with alone_engine(device) as engine:
-        outcomes = list(engine.run(iter(jobs)))
-    return {o.job.program.hash: o.latency_s for o in outcomes if o.latency_s is not None}
-
-
 def job_of_module(mod: Any) -> BuildJob:
     """A scheduled IRModule with one function ``main`` as a job."""
     from cdmpp.profiler.build import BuildJob
@@ -262,7 +255,7 @@ POWERCAP = Path("/sys/class/powercap")
 
 
 class EnergyMeter:
-    """Energy that a device took since the meter was made, whoever used it.
+    """Energy that a device took since the meter was made, by whatever process.
 
     `counters` each give microjoules, and go on at 0 after a highest value.
     """

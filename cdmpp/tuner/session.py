@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import ProgramError, TunerError
-from cdmpp.tuner.candidates import Candidate, Leftovers, SearchConfig, TaskTuner, runner_results
+from cdmpp.tuner.candidates import Candidate, Leftovers, TaskTuner, runner_results
 from cdmpp.tuner.progress import Progress
 from cdmpp.tuner.scheduler import next_task
 from cdmpp.tuner.store import replayed
@@ -243,7 +243,7 @@ def make_tuners(
     tuners, kept = [], []
     for task, weight in sorted(tasks, key=lambda pair: -work(*pair)):
         try:
-            tuners.append(TaskTuner(task, device, config.search or SearchConfig(), config.seed + 1))
+            tuners.append(TaskTuner(task, device, config.seed + 1, config.population, config.generations))
             kept.append((task, weight))
         except ProgramError as err:
             say(str(err))

@@ -26,7 +26,6 @@ from cdmpp.tuner.objective import Costs, Curve, Point
 if TYPE_CHECKING:
     from cdmpp.dataset import Dataset
     from cdmpp.device import Device
-    from cdmpp.profiler.build import BuildJob
     from cdmpp.profiler.engine import Outcome
     from cdmpp.tuner.candidates import Candidate, TaskTuner
 
@@ -206,7 +205,7 @@ def _begun(folder: Path) -> bool:
 
     if not (folder / TUNING_FILE).exists():
         return False
-    # a damaged one is looked into by who resumes it
+    # resuming says whether it is damaged
     return not (folder / DATASET_FOLDER).is_dir() or len(Dataset.open(folder / DATASET_FOLDER).records) > 0
 
 
@@ -230,22 +229,6 @@ def labels_of(dataset: Dataset, device: Device) -> dict[str, float | None]:
     return {
         str(row.program): float(row.latency_s) if row.status == "ok" else None for row in frame.itertuples()
     }
-
-
-def best_programs(folder: Path) -> dict[str, BuildJob]:
-    """The fastest program of each task of a tuning, by its own labels; what runs untuned is one of them."""
-    from cdmpp.dataset import Dataset
-    from cdmpp.profiler.build import BuildJob
-
-    dataset = Dataset.open(folder / DATASET_FOLDER)
-    frame = dataset.records
-    frame = frame[frame["status"] == "ok"]
-    best = {}
-    for index in frame.groupby("task")["latency_s"].idxmin():
-        program = dataset.programs[str(frame.loc[index, "program"])]
-        space = None if program.space_hash is None else dataset.spaces[program.space_hash]
-        best[program.task_hash] = BuildJob(program, dataset.tasks[program.task_hash], space)
-    return best
 
 
 def tuning_record(database: Any, tuner: TaskTuner, candidate: Candidate, latency_s: float) -> Any:

@@ -8,7 +8,6 @@ limits. While tuning, a few more trees learn from what works and what fails here
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.errors import DatasetError, FeatureMismatchError, PredictorError, ProfilerError
-from cdmpp.program.ast.schema import FEATURE_SET, LEAF_FEATURES
+from cdmpp.errors import DatasetError, PredictorError, ProfilerError
+from cdmpp.program.ast.schema import LEAF_FEATURES
 from cdmpp.tuner.candidates import CandidateCache, funcs_of, hashes_of, task_hash
 
 if TYPE_CHECKING:
@@ -33,8 +32,6 @@ FloatArray = NDArray[np.float64]
 Features = NDArray[np.float32]
 IntArray = NDArray[np.int64]
 
-FORMAT, FORMAT_VERSION = "cdmpp-validity-model", 2
-MODEL_FILE = "validity.json"
 #: A folder of programs that a CUDA compiler judged (``data/validity-cuda``): its table, and the programs as a dataset.
 VERDICTS_FILE, PROGRAMS_FOLDER = "validity.parquet", "programs"
 
@@ -319,59 +316,6 @@ class ValidityModel:
         margins = self.trees_.predict(xgb.DMatrix(features), output_margin=True)
         return np.clip(margins.astype(np.float64), -_MOST_LOG_ODDS, _MOST_LOG_ODDS)
 
-    def save(self, folder: str | Path) -> None:
-        """Write ``validity.json``, with the trees as XGBoost's JSON. PredictorError where the folder cannot be written."""
-        folder = Path(folder)
-        content = {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
-            "feature_set": FEATURE_SET,
-            "features": list(VALIDITY_FEATURES),
-            "seed": self.seed,
-            "constant": self.constant_,
-            "training": self.training_,
-            "trees": None if self.trees_ is None else json.loads(self.trees_.save_raw("json")),
-        }
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / MODEL_FILE).write_text(json.dumps(content) + "\n", encoding="utf-8")
-        except OSError as err:
-            raise PredictorError(f"cannot write {folder}: {err.strerror or err}") from err
-
-    @classmethod
-    def load(cls, folder: str | Path) -> ValidityModel:
-        """Read what :meth:`save` wrote.
-
-        PredictorError if it is missing, damaged, or of another version; FeatureMismatchError if it was trained on other
-        features than this version has.
-        """
-        import xgboost as xgb
-
-        path = Path(folder) / MODEL_FILE
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            if content["format"] != FORMAT or content["format_version"] != FORMAT_VERSION:
-                raise PredictorError(
-                    f"{path}: not a validity model that this cdmpp reads; train it anew (cdmpp tune --validity DATA)"
-                )
-            if content["feature_set"] != FEATURE_SET or content["features"] != list(VALIDITY_FEATURES):
-                raise FeatureMismatchError(
-                    f"{path} was trained on the features {content['feature_set']}, this version has {FEATURE_SET}: "
-                    "train it anew (cdmpp tune --validity DATA)"
-                )
-            model = cls(int(content["seed"]))
-            model.constant_ = float(content["constant"])
-            model.training_ = dict(content["training"])
-            if content["trees"] is not None:
-                model.trees_ = xgb.Booster({"nthread": 1})
-                model.trees_.load_model(bytearray(json.dumps(content["trees"]).encode()))
-        except OSError as err:
-            raise PredictorError(f"{folder} holds no validity model: {err.strerror or err}") from err
-        except (KeyError, ValueError, TypeError, xgb.core.XGBoostError) as err:
-            reason = str(err).strip().splitlines()[0]
-            raise PredictorError(f"{path}: expected a validity model, it is damaged: {reason}") from err
-        return model
-
 
 def train_validity(
     folders: Sequence[str | Path], device: Device | None = None, *, seed: int = 0
@@ -546,16 +490,12 @@ class ValidityGuard:
 
 
 def make_guard(validity: ValidityModel | str | Path, device: Device, seed: int) -> ValidityGuard:
-    """The guard of a tuning.
+    """The guard of a tuning by a model, or by one learned from a folder of failures; ``"online"`` starts from nothing.
 
-    `validity` is a model or its folder; a folder of failures to learn from (:func:`read_validity`); ``"online"`` starts from
-    nothing. PredictorError or DatasetError where the folder holds neither.
+    DatasetError as of :func:`read_validity`.
     """
-    model: ValidityModel | None = None
     if isinstance(validity, ValidityModel):
-        model = validity
-    elif validity != "online":
-        folder = Path(validity)
-        data = (folder / VERDICTS_FILE).exists() or any(folder.glob("**/meta.json"))
-        model = train_validity([folder], device) if data else ValidityModel.load(folder)
+        model: ValidityModel | None = validity
+    else:
+        model = None if validity == "online" else train_validity([validity], device)
     return ValidityGuard(OnlineValidity(model, device, seed), seed)

@@ -79,7 +79,7 @@ def worker_cores(device: Device, shards: int | str) -> tuple[tuple[int, ...], ..
 
 
 def partition(tasks: Sequence[tuple[Task, float]], parts: int) -> list[list[int]]:
-    """Numbers of tasks for each of several workers, none without one: the heaviest first, to who has least work."""
+    """Numbers of tasks for each of several workers, none without one: the heaviest first, to the worker with least work."""
     found: list[list[int]] = [[] for _ in range(min(parts, len(tasks)))]
     loads = [0.0] * len(found)
     for number in sorted(range(len(tasks)), key=lambda i: -work(*tasks[i])):
@@ -182,7 +182,7 @@ class _WorkerStore:
 
 
 class _WorkerProgress(Progress):
-    """Of a worker's tasks: the parent grants trials, says when to stop, and hears what was done."""
+    """Of a worker's tasks: the parent grants trials, says when to stop, and counts what was done."""
 
     def __init__(self, parent: _Parent, tasks: Sequence[tuple[Task, float]], *args: Any) -> None:
         super().__init__(tasks, *args)
@@ -331,12 +331,12 @@ class Workers:
                 except (EOFError, OSError):
                     self._died(member)
                 else:
-                    self._hear(member, kind, content)
+                    self._handle(member, kind, content)
                 self._answer()
             if self._failure is not None:
                 raise self._failure
 
-    def _hear(self, member: _Member, kind: str, content: tuple[Any, ...]) -> None:
+    def _handle(self, member: _Member, kind: str, content: tuple[Any, ...]) -> None:
         progress, number_of = self._progress, self._number_of
         match kind, content:
             case "reached", ():

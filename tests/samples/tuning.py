@@ -9,12 +9,11 @@ from typing import Any
 
 from cdmpp.profiler.build import BuildJob
 from cdmpp.profiler.engine import Outcome
-from cdmpp.tuner.candidates import SearchConfig
 from cdmpp.tuner.config import TuneConfig
 from cdmpp.tuner.objective import Objective
 
 #: A search that takes a third of a second a round.
-SEARCH = SearchConfig(population=24, generations=1)
+SEARCH = {"population": 24, "generations": 1}
 
 
 def tune_config(trials: int, **options: Any) -> TuneConfig:
@@ -24,7 +23,7 @@ def tune_config(trials: int, **options: Any) -> TuneConfig:
         for name in ("max_measurements", "budget_s", "least_gain_per_minute")
         if name in options
     }
-    settings = {"predictor": None, "trim": None, "batch": 6, "search": SEARCH, **options}
+    settings = {"predictor": None, "trim": None, "batch": 6, **SEARCH, **options}
     return TuneConfig(Objective(trials, **limits), **settings)
 
 

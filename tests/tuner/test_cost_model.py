@@ -29,7 +29,7 @@ LLVM = {"kind": "llvm", "num-cores": 1}
 
 @pytest.fixture(scope="module")
 def context_and_candidates(on_zen3: None) -> tuple[Any, list[Any]]:
-    tuner = TaskTuner(matmul_task(48), cdmpp.get_device("this-cpu@1"), SEARCH, 1)
+    tuner = TaskTuner(matmul_task(48), cdmpp.get_device("this-cpu@1"), 1, **SEARCH)
     tuner.start(ms.database.MemoryDatabase(), ms.cost_model.RandomModel(), 12)
     return tuner.context, [c.measure for c in tuner.propose() or ()]
 

@@ -68,6 +68,8 @@ def test_measurements_make_it_better(predictor: Predictor) -> None:
     before = error(model, "t", asts[32:], label_s[32:])
     taught(model, "t", asts[:32], label_s[:32])
     assert error(model, "t", asts[32:], label_s[32:]) < 0.6 * before
+    taught(model, "t", asts[:32], label_s[:32])
+    assert len(model) == 32, "measured again they replace the first"
     assert error(model, "never seen", asts[32:], label_s[32:]) <= before + 1e-9, "other tasks do not suffer"
 
 
@@ -98,13 +100,6 @@ def test_intervals_are_the_predictors_until_there_are_enough_records(predictor: 
     assert not np.allclose(np.log(high / low), 2 * width)
 
 
-def test_a_record_measured_again_replaces_the_first(predictor: Predictor) -> None:
-    asts, label_s = programs(5)
-    model = taught(OnlineModel(AnalyticalPrior(get_device("this-cpu@1"))), "t", asts, label_s)
-    taught(model, "t", asts, 2 * label_s)
-    assert len(model) == 5
-
-
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
 def test_what_is_no_latency_is_refused(bad: float) -> None:
     asts, label_s = programs(2)
@@ -113,7 +108,9 @@ def test_what_is_no_latency_is_refused(bad: float) -> None:
         model.learn("t", ["a", "b"], model.prior.encode(asts), [label_s[0], bad])
 
 
-def test_save_and_load_give_the_same_predictions(predictor: Predictor, tmp_path: Path) -> None:
+def test_save_and_load_give_the_same_predictions_and_files_of_others_are_refused(
+    predictor: Predictor, tmp_path: Path
+) -> None:
     device = make_device("slow", 1000.0)
     asts, label_s = programs(30)
     model = taught(OnlineModel(PredictorPrior(predictor, device)), "t", asts, label_s)
@@ -123,16 +120,9 @@ def test_save_and_load_give_the_same_predictions(predictor: Predictor, tmp_path:
     encoded = model.prior.encode(asts)
     assert again.predict("t", encoded) == pytest.approx(model.predict("t", encoded))
     assert again.describe() == model.describe()
-    empty = OnlineModel(PredictorPrior(predictor, device))
-    empty.save(tmp_path / "empty")
+    OnlineModel(PredictorPrior(predictor, device)).save(tmp_path / "empty")
     again.load(tmp_path / "empty")
     assert len(again) == 0
-
-
-def test_files_of_others_are_refused(predictor: Predictor, tmp_path: Path) -> None:
-    asts, label_s = programs(12)
-    model = taught(OnlineModel(PredictorPrior(predictor, make_device("slow", 1000.0))), "t", asts, label_s)
-    model.save(tmp_path / "model")
     other = OnlineModel(PredictorPrior(predictor, make_device("fast", 4000.0)))
     with pytest.raises(PredictorError, match="another predictor or for another device"):
         other.load(tmp_path / "model")
@@ -207,13 +197,6 @@ def test_leaving_one_out_is_what_fitting_the_others_gives() -> None:
         one = z[i : i + 1], int(task[i])
         assert left_out.error[i] == pytest.approx(residual[i] - fitted.mean(*one)[0])
         assert left_out.error_deviation[i] == pytest.approx(fitted.deviation(*one)[0])
-
-
-def test_it_learns_an_offset_and_a_shape() -> None:
-    z, task, residual = records(200, tasks=1)
-    correction = fit_correction(z[:150], task[:150], residual[:150])
-    mean = correction.mean(z[150:], 0)
-    assert np.mean((mean - residual[150:]) ** 2) < 0.1 * np.mean(residual[150:] ** 2)
 
 
 def test_far_from_everything_measured_the_prediction_is_left_alone() -> None:

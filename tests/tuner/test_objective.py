@@ -53,8 +53,10 @@ def test_forecast_looks_at_the_later_part_and_needs_some_points() -> None:
     ],
 )
 def test_limits(limits: dict[str, Any], costs: Costs, reason: str | None) -> None:
-    reached = Objective(10, **limits).reached(costs, Curve())
+    objective = Objective(10, **limits)
+    reached = objective.reached(costs, Curve())
     assert reached is None if reason is None else reason in str(reached)
+    assert objective.room(Costs(measurements=3), 16) == (2 if "max_measurements" in limits else 16)
 
 
 def test_stopping_when_little_more_is_expected() -> None:
@@ -64,11 +66,6 @@ def test_stopping_when_little_more_is_expected() -> None:
     flat = curve(lambda t: 3.0, [10, 20, 40, 60, 80, 100])
     assert "another minute" in str(objective.reached(Costs(), flat))
     assert objective.reached(Costs(), Curve()) is None, "nothing tells yet"
-
-
-def test_room_for_measurements() -> None:
-    assert Objective(100).room(Costs(measurements=90), 16) == 16
-    assert Objective(100, max_measurements=95).room(Costs(measurements=90), 16) == 5
 
 
 @pytest.mark.parametrize(

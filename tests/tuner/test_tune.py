@@ -85,6 +85,7 @@ def test_a_network_that_does_not_compile(network: Network) -> None:
         ({"builders": 0}, "builders: one at least"),
         ({"build_timeout_s": 0.0}, "build timeout must be above 0 s"),
         ({"run_timeout_s": float("nan")}, "run timeout must be above 0 s"),
+        ({"population": 1}, "a population of 2 and a generation at least, got 1 and 1"),
         ({"trim": 2.0}, "between 0 and 1, got 2"),
         ({"cost_model": "mlp"}, "no cost model 'mlp'"),
     ],
@@ -139,7 +140,7 @@ def test_what_is_wrong_is_said_before_the_network_is_imported(
         return lines[0]
 
     assert "no predictor here" in error_of("--predictor", no)
-    assert "holds no validity model" in error_of("--validity", no)
+    assert "does not exist" in error_of("--validity", no)
     assert "no folder of earlier records" in error_of("--warm-start", no)
     assert "one at least, got 0" in error_of("--batch", "0")
     assert "between 0 and 1" in error_of("--trim", "2")

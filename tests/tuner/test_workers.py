@@ -198,16 +198,6 @@ def test_interrupted_and_resumed_it_measures_nothing_twice(tmp_path: Path, start
     assert walls == sorted(walls), "time goes on where it stopped"
 
 
-def test_a_task_whose_programs_all_fail_is_given_up(
-    tmp_path: Path, started: list[Worker], caplog: pytest.LogCaptureFixture
-) -> None:
-    report = sharded(FakeEngine(lambda digest: None), tmp_path / "t", 400, 32)
-    assert len(started) == 1, "one task has one worker"
-    assert report.stopped == "nothing more to try"
-    assert "no program worked" in report.tasks[0].finished and report.tuned_s is None
-    assert caplog.text.count("is given up") == 1 and "(run_error: made up)" in caplog.text
-
-
 def test_earlier_records_are_measured_first_and_learned_from(tmp_path: Path, started: list[Worker]) -> None:
     sharded(FakeEngine(), tmp_path / "a", 18, 32)
     engine, said = FakeEngine(), list[str]()
