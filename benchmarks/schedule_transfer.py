@@ -52,8 +52,7 @@ from cdmpp.device import device_features, get_device
 from cdmpp.predictor import Config, Predictor, TrainingData, gather, load_config
 from cdmpp.predictor.data import collect_asts, subset
 from cdmpp.program.ast import CompactAST
-from cdmpp.tuner.learning import OnlineModel
-from cdmpp.tuner.prior import Encoded, PredictorPrior
+from cdmpp.tuner.learning import Encoded, OnlineModel, PredictorPrior
 
 METHODS = ("cdmpp", "cdmpp_measured", "cdmpp_online", "nearest", "others", "random_expected", "random_median")
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 def _add_tune(sub: Parser) -> None:
     from cdmpp.tuner import Objective, TuneConfig
-    from cdmpp.tuner.candidates import SearchConfig
 
     sub.add_argument("network", metavar="NETWORK", help=NETWORK)
     add(
@@ -45,7 +44,6 @@ def _add_tune(sub: Parser) -> None:
     add_settings(
         sub,
         TuneConfig,
-        SearchConfig,
         predictor="of cdmpp's cost model (default: the one that ships); 'none' for an analytical estimate",
     )
 
@@ -90,13 +88,11 @@ def _tune(args: Namespace, console: Console, errors: Console) -> Any:
 def _tune_at(device: str, out: Path, args: Namespace, console: Console, errors: Console) -> TuneReport:
     from cdmpp.cli.render import Bar, say, show_tuning
     from cdmpp.tuner import Objective, TuneConfig, tune
-    from cdmpp.tuner.candidates import SearchConfig
 
     config = settings(
         args,
         TuneConfig,
         objective=settings(args, Objective),
-        search=settings(args, SearchConfig),
         predictor=None if args.predictor == "none" else args.predictor,
         trim=None if args.no_trim else args.trim,
     )
