@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.dataset.parquet import read_parquet, write_parquet
-from cdmpp.dataset.view import load_datasets
+from cdmpp.dataset.schema import read_parquet, write_parquet
+from cdmpp.dataset.store import load_datasets
 from cdmpp.errors import CdmppError, DatasetError
 from cdmpp.program.codegen import CODEGEN_FEATURES, COUNTING_VERSION
 from cdmpp.program.codegen.compile import ObjectCache, code_key

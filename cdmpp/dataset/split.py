@@ -1,20 +1,42 @@
-"""Which labels train, validate and test."""
+"""Which labels train, validate and test. A split is named by a text, ``kind:key=value;key=value``:
+
+``by_network``
+    ``heldout`` (names joined by ``+`` or ``,``, or a number), ``valid`` (fraction of the labels, or names),
+    ``adapt`` (fraction of the held-out networks' programs that may be looked at without their labels), ``others``
+    (fraction of the tasks of no network that are tested, and as many validated)
+``by_task``
+    ``test``, ``valid`` (fractions of the tasks)
+``by_device``
+    ``heldout`` (names), ``tasks`` (few-shot: hashes), ``valid`` (fraction of the tasks), ``adapt`` (as above, of
+    the held-out devices' programs)
+``within_task``
+    ``test``, ``valid`` (fractions of the programs)
+
+All take ``seed``. Choices depend on the seed and on the *names* of what is chosen from (a hash of both), not on the
+order of the labels: more data later moves few tasks from one part to another.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import logging
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from cdmpp.dataset.labels import label_fingerprint
-from cdmpp.errors import SplitError
+from cdmpp.device import get_device
+from cdmpp.errors import SplitError, UnknownDeviceError
 
-if TYPE_CHECKING:
-    import pandas as pd
+_LOG = logging.getLogger(__name__)
 
 #: Kinds of splits, and the column whose values may not be shared by train (or valid) and test.
 KINDS: dict[str, str] = {
@@ -23,9 +45,25 @@ KINDS: dict[str, str] = {
     "by_device": "device",
     "within_task": "program",
 }
+_KEYS: dict[str, tuple[str, ...]] = {
+    "by_network": ("heldout", "valid", "adapt", "others", "seed"),
+    "by_task": ("test", "valid", "seed"),
+    "by_device": ("heldout", "tasks", "valid", "adapt", "seed"),
+    "within_task": ("test", "valid", "seed"),
+}
 
 #: The parts of a split; ``adapt`` may be empty, and its labels are not to be used.
 PARTS: tuple[str, ...] = ("train", "valid", "test", "adapt")
+
+#: Networks that ``by_network`` holds out where their number is not given.
+DEFAULT_HELD_OUT_NETWORKS = 4
+#: Chosen test networks should take at most so much of the tasks; if that is too little, at most so much.
+_TEST_SHARES = (0.35, 0.5)
+#: Of so many random choices, the first is taken that tests this share of the tasks at least.
+_CHOICES = 8
+_MIN_TEST_SHARE = 0.15
+#: A validation network may take at most so much of the training labels.
+_MAX_VALID_SHARE = 0.25
 
 #: Task hash -> networks it occurs in; a :class:`~cdmpp.program.types.Task` will do as the value.
 TaskNetworks = Mapping[str, Any]
@@ -33,19 +71,13 @@ TaskNetworks = Mapping[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Row numbers of a label table for training, validation and test. Everything fitted is fitted on train.
+    """Row numbers (sorted, int64) of a label table. Everything fitted is fitted on train.
 
     Attributes
     ----------
-    kind
-        One of :data:`KINDS`.
     spec
         What :meth:`parse` makes the same split of, choices spelt out:
         ``by_network:heldout=a+b;valid=c;seed=0``.
-    seed
-        Of the random choices.
-    train, valid, test
-        Sorted row numbers, int64.
     held_out
         Networks (``by_network``) or devices (``by_device``) that are held out; empty for the other kinds.
     allowed_tasks
@@ -53,9 +85,9 @@ class Split:
     fingerprint
         Of the label table (:func:`cdmpp.dataset.labels.label_fingerprint`).
     adapt
-        Rows of what is held out whose programs may be looked at, but not their labels (domain adaptation),
-        sorted, int64. None of their programs is in test. Compare models with and without adaptation on the same
-        split: these rows are not tested.
+        Rows of what is held out whose programs may be looked at, but not their labels (domain adaptation).
+        None of their programs is in test. Compare models with and without adaptation on the same split: these
+        rows are not tested.
     """
 
     kind: str
@@ -76,10 +108,26 @@ class Split:
         networks: TaskNetworks | None = None,
         families: Mapping[str, str] | None = None,
     ) -> Split:
-        """Make the split that a specification names: see :func:`cdmpp.dataset.split_spec.parse_split`."""
-        from cdmpp.dataset.split_spec import parse_split
+        """The split of a label table that a text names (see the module), checked to be disjoint.
 
-        return parse_split(spec, labels, networks, families)
+        Parameters
+        ----------
+        networks
+            Needed for ``by_network``.
+        families
+            Network -> family; used when ``by_network`` chooses.
+
+        Raises
+        ------
+        SplitError
+            The text is malformed (the message says what is known), or the split cannot be made.
+        """
+        kind, options = _read_spec(spec)
+        if kind != "by_network":
+            return _MAKERS[kind](labels, **options)
+        if networks is None:
+            raise SplitError("a by_network split needs the networks of each task")
+        return by_network(labels, networks, families=families, **options)
 
     def part(self, name: str) -> NDArray[np.int64]:
         """``train``, ``valid``, ``test`` or ``adapt`` (SplitError for another name)."""
@@ -96,7 +144,7 @@ class Split:
         labels
             The label table that the split was made of.
         networks
-            Task -> networks; needed for ``by_network``.
+            Needed for ``by_network``.
 
         Raises
         ------
@@ -111,35 +159,29 @@ class Split:
             raise SplitError(f"split {self.spec} has rows outside of the {len(labels)} labels")
         if len(np.unique(rows)) != len(rows):
             raise SplitError(f"split {self.spec} has a row twice")
-        column = KINDS[self.kind]
         for known, hidden in (("train", "test"), ("valid", "test"), ("train", "valid")):
-            unit = "task" if self.kind == "by_device" and hidden == "valid" else column
-            shared = self._units(labels, known, unit, hidden) & set(labels[unit].iloc[self.part(hidden)])
-            if shared:
-                some = ", ".join(sorted(shared)[:3])
-                raise SplitError(f"split {self.spec}: {len(shared)} {unit}s in {known} and {hidden}: {some}")
-        seen = set(labels["program"].iloc[self.adapt]) & set(labels["program"].iloc[self.test])
-        if seen:
-            some = ", ".join(sorted(seen)[:3])
-            raise SplitError(f"split {self.spec}: {len(seen)} programs in adapt and test: {some}")
+            unit = "task" if self.kind == "by_device" and hidden == "valid" else KINDS[self.kind]
+            table = labels.iloc[self.part(known)]
+            if self.kind == "by_device" and hidden == "test" and self.allowed_tasks:
+                table = table[~table["task"].isin(self.allowed_tasks)]
+            self._check_shared(f"{unit}s in {known} and {hidden}", table[unit], labels[unit], hidden)
+        programs = labels["program"]
+        self._check_shared("programs in adapt and test", programs.iloc[self.adapt], programs, "test")
         if self.kind == "by_network":
             self._check_networks(labels, networks)
 
-    def _units(self, labels: pd.DataFrame, part: str, unit: str, hidden: str) -> set[str]:
-        table = labels.iloc[self.part(part)]
-        if self.kind == "by_device" and hidden == "test" and self.allowed_tasks:
-            table = table[~table["task"].isin(self.allowed_tasks)]
-        return set(table[unit])
+    def _check_shared(self, what: str, known: pd.Series, units: pd.Series, hidden: str) -> None:
+        shared = sorted(set(known) & set(units.iloc[self.part(hidden)]))
+        if shared:
+            raise SplitError(f"split {self.spec}: {len(shared)} {what}: {', '.join(shared[:3])}")
 
     def _check_networks(self, labels: pd.DataFrame, networks: TaskNetworks | None) -> None:
         if networks is None:
             raise SplitError("checking a by_network split needs the networks of each task")
-        held = set(self.held_out)
         for part in ("train", "valid"):
             for task in sorted(set(labels["task"].iloc[self.part(part)])):
-                leaked = held & {architecture(n) for n in networks_of(networks, task)}
-                if leaked:
-                    name = ", ".join(sorted(leaked))
+                name = ", ".join(sorted(set(self.held_out) & _architectures(networks, task)))
+                if name:
                     raise SplitError(
                         f"split {self.spec}: task {task} of held-out network {name} is in {part}"
                     )
@@ -154,30 +196,15 @@ class Split:
         parts = {}
         for name in self._parts():
             table = labels.iloc[self.part(name)]
-            parts[name] = {
-                "labels": len(table),
-                **{f"{column}s": int(table[column].nunique()) for column in ("task", "program", "device")},
-            }
-        return {
-            "split": self.spec,
-            "kind": self.kind,
-            "seed": self.seed,
-            "held_out": list(self.held_out),
-            **parts,
-        }
+            counts = {f"{column}s": int(table[column].nunique()) for column in ("task", "program", "device")}
+            parts[name] = {"labels": len(table), **counts}
+        held_out = list(self.held_out)
+        return {"split": self.spec, "kind": self.kind, "seed": self.seed, "held_out": held_out, **parts}
 
     def to_json(self) -> str:
         """As JSON text."""
-        value = {
-            "kind": self.kind,
-            "spec": self.spec,
-            "seed": self.seed,
-            "held_out": list(self.held_out),
-            "allowed_tasks": list(self.allowed_tasks),
-            "fingerprint": self.fingerprint,
-            **{name: self.part(name).tolist() for name in self._parts()},
-        }
-        return json.dumps(value)
+        names = ("kind", "spec", "seed", "held_out", "allowed_tasks", "fingerprint", *self._parts())
+        return json.dumps({name: getattr(self, name) for name in names}, default=lambda rows: rows.tolist())
 
     def _parts(self) -> tuple[str, ...]:
         return PARTS if len(self.adapt) else PARTS[:3]
@@ -186,7 +213,7 @@ class Split:
     def from_json(cls, text: str) -> Split:
         """Inverse of :meth:`to_json` (SplitError for another text)."""
         try:
-            value = json.loads(text)
+            value = {"adapt": (), **json.loads(text)}
             if value["kind"] not in KINDS:
                 raise SplitError(f"no split {value['kind']!r}; there are {', '.join(KINDS)}")
             return cls(
@@ -196,13 +223,283 @@ class Split:
                 held_out=tuple(value["held_out"]),
                 allowed_tasks=tuple(value["allowed_tasks"]),
                 fingerprint=value["fingerprint"],
-                train=row_array(value["train"]),
-                valid=row_array(value["valid"]),
-                test=row_array(value["test"]),
-                adapt=row_array(value.get("adapt", ())),
+                **{name: row_array(value[name]) for name in PARTS},
             )
         except (ValueError, KeyError, TypeError) as error:
             raise SplitError(f"not a split: {error}") from error
+
+
+def by_network(
+    labels: pd.DataFrame,
+    networks: TaskNetworks,
+    held_out: Collection[str] | int | None = None,
+    seed: int = 0,
+    valid: float | Collection[str] = 0.1,
+    families: Mapping[str, str] | None = None,
+    adapt: float = 0.0,
+    others: float = 0.0,
+) -> Split:
+    """Test on networks whose tasks appear nowhere in training.
+
+    Every task that occurs in a held-out network is a test task, also where a training network has it too. A
+    network is held out at every size and batch (``resnet18@b4`` goes with ``resnet18``).
+
+    Parameters
+    ----------
+    held_out
+        Names, or how many to choose; None chooses four (fewer if there are fewer than six networks). Chosen
+        networks are of different families as far as ``families`` and the number allow, and leave at least
+        half of the tasks to training.
+    valid
+        Names of the validation networks, or the fraction of the other labels they should have at least.
+        Their tasks are in no other part. With a single network left to train on, validation tasks are drawn
+        from it.
+    families
+        Network -> family.
+    adapt
+        Fraction of the held-out networks' programs that go to the unlabelled part in place of test.
+    others
+        Fraction of the tasks of no network, such as operators that were measured alone, to test on, and as many to
+        validate on; the rest of them is trained on.
+
+    Raises
+    ------
+    SplitError
+        No task has any of the names (some: a warning), too few networks to choose from, or nothing would be
+        left to train on or to test.
+    """
+    if not len(labels):
+        raise SplitError("there are no labels to split")
+    task_rows = {str(task): int(n) for task, n in labels["task"].value_counts().sort_index().items()}
+    members = {task: _architectures(networks, task) for task in task_rows}
+    every = sorted(set().union(*members.values()))
+    if isinstance(held_out, int) or held_out is None:
+        held = _choose_networks(every, members, held_out, seed, families or {})
+    else:
+        held = _known_names(map(architecture, held_out), every, "network")
+    test_tasks = {task for task, names in members.items() if names & set(held)}
+    rest = {task: names for task, names in members.items() if task not in test_tasks}
+    if isinstance(valid, float | int):
+        chosen = _validation_networks(rest, task_rows, float(valid), seed)
+        valid_tasks = set() if chosen else _draw(rest, float(valid), seed, "valid")
+    else:
+        chosen = _known_names(map(architecture, valid), every, "network")
+        valid_tasks = set()
+    valid_tasks |= {task for task, names in rest.items() if names & set(chosen)}
+    valid_text = "+".join(chosen) or f"{valid:g}"
+    spec = f"by_network:heldout={'+'.join(held)};valid={valid_text}{_adapt_text(adapt)}"
+    if others:
+        _check_fractions(others, others)
+        alone = {task for task, names in members.items() if not names}
+        test_alone = _draw(alone, others, seed, "test")
+        valid_tasks = (valid_tasks - alone) | _draw(alone - test_alone, others / (1 - others), seed, "valid")
+        test_tasks |= test_alone
+        spec += f";others={others:g}"
+    spec += f";seed={seed}"
+    is_test, is_valid = labels["task"].isin(test_tasks), labels["task"].isin(valid_tasks)
+    return _split("by_network", spec, seed, labels, is_test, is_valid, held, adapt=adapt, networks=networks)
+
+
+def by_device(
+    labels: pd.DataFrame,
+    held_out: Collection[str] | None = None,
+    allowed_tasks: Collection[str] = (),
+    valid: float = 0.1,
+    seed: int = 0,
+    adapt: float = 0.0,
+) -> Split:
+    """Test on devices that appear nowhere in training.
+
+    The held-out devices' programs may well be in training, measured on other devices: that is the question
+    asked. Validation tasks are drawn from the training devices; few have enough devices to spare one.
+
+    Parameters
+    ----------
+    held_out
+        Device names, aliases included; None chooses one.
+    allowed_tasks
+        Few-shot: labels of these tasks on the held-out devices go to training.
+    valid
+        Fraction of the tasks.
+    adapt
+        Fraction of the held-out devices' programs (those of allowed tasks aside) that go to the unlabelled part
+        in place of test.
+
+    Raises
+    ------
+    SplitError
+        No label is of the devices or tasks named, or nothing would be left to train on or to test.
+    """
+    _check_fractions(0.0, valid)
+    devices = sorted(set(labels["device"]))
+    if held_out is None:
+        if len(devices) < 2:
+            raise SplitError("by_device needs labels of at least two devices")
+        held = [ordered(devices, seed, "device")[0]]
+    else:
+        held = [_device_name(name, devices) for name in held_out]
+    tasks = labels["task"]
+    allowed = sorted(set(allowed_tasks))
+    unknown = set(allowed) - set(tasks)
+    if unknown:
+        raise SplitError(f"by_device: no label of task {', '.join(sorted(unknown)[:3])}")
+    on_held = labels["device"].isin(held)
+    valid_tasks = _draw(set(tasks[~on_held]) - set(allowed), valid, seed, "valid")
+    is_test, is_valid = on_held & ~tasks.isin(allowed), ~on_held & tasks.isin(valid_tasks)
+    spec = f"by_device:heldout={'+'.join(held)}"
+    spec += f";tasks={'+'.join(allowed)}" if allowed else ""
+    spec += f";valid={valid:g}{_adapt_text(adapt)};seed={seed}"
+    return _split("by_device", spec, seed, labels, is_test, is_valid, held, allowed, adapt)
+
+
+def by_task(labels: pd.DataFrame, test: float = 0.2, valid: float = 0.1, seed: int = 0) -> Split:
+    """Test on tasks that appear nowhere in training; fractions are of the tasks (SplitError if none is left to train)."""
+    return _by_unit("by_task", labels, test, valid, seed)
+
+
+def within_task(labels: pd.DataFrame, test: float = 0.2, valid: float = 0.1, seed: int = 0) -> Split:
+    """Test on programs that are not in training, of tasks that are; fractions are of the programs.
+
+    The easiest of the four: it tells how well the predictor fits, not what it knows of new work. SplitError if none is
+    left to train.
+    """
+    return _by_unit("within_task", labels, test, valid, seed)
+
+
+def _by_unit(kind: str, labels: pd.DataFrame, test: float, valid: float, seed: int) -> Split:
+    _check_fractions(test, valid)
+    column = labels[KINDS[kind]]
+    tested = _draw(set(column), test, seed, "test")
+    validated = _draw(set(column) - tested, valid / (1 - test), seed, "valid")
+    spec = f"{kind}:test={test:g};valid={valid:g};seed={seed}"
+    return _split(kind, spec, seed, labels, column.isin(tested), column.isin(validated))
+
+
+_MAKERS: dict[str, Callable[..., Split]] = {
+    "by_task": by_task, "by_device": by_device, "within_task": within_task,
+}  # fmt: skip
+
+
+def _split(
+    kind: str,
+    spec: str,
+    seed: int,
+    labels: pd.DataFrame,
+    is_test: pd.Series,
+    is_valid: pd.Series,
+    held_out: Sequence[str] = (),
+    allowed_tasks: Sequence[str] = (),
+    adapt: float = 0.0,
+    networks: TaskNetworks | None = None,
+) -> Split:
+    if not len(labels):
+        raise SplitError("there are no labels to split")
+    programs = labels["program"]
+    is_adapt = is_test & programs.isin(_draw(set(programs[is_test]), adapt, seed, "adapt"))
+    masks = {
+        "train": ~(is_test | is_valid), "valid": is_valid, "test": is_test & ~is_adapt, "adapt": is_adapt,
+    }  # fmt: skip
+    for name in ("train", "test"):
+        if not masks[name].any():
+            raise SplitError(f"split {spec}: nothing is left to {name} of {len(labels)} labels")
+    split = Split(
+        kind=kind,
+        spec=spec,
+        seed=seed,
+        held_out=tuple(held_out),
+        allowed_tasks=tuple(allowed_tasks),
+        fingerprint=label_fingerprint(labels),
+        **{name: np.flatnonzero(mask.to_numpy()).astype(np.int64) for name, mask in masks.items()},
+    )
+    split.check_disjoint(labels, networks)
+    return split
+
+
+def _choose_networks(
+    every: Sequence[str],
+    members: Mapping[str, set[str]],
+    number: int | None,
+    seed: int,
+    families: Mapping[str, str],
+) -> list[str]:
+    """Networks to hold out: of different families and with few tasks first, never with more than half."""
+    few = max(1, len(every) // 3)
+    wanted = number if number is not None else DEFAULT_HELD_OUT_NETWORKS if len(every) >= 6 else few
+    if wanted < 1 or len(every) <= wanted:
+        raise SplitError(
+            f"by_network cannot hold out {wanted} of {len(every)} networks; by_task splits a single network"
+        )
+    family = {architecture(name): kind for name, kind in families.items()}
+    best: tuple[int, float, list[str]] = (0, 0.0, [])
+    for attempt in range(_CHOICES):
+        chosen = _first_fitting(ordered(every, seed, f"network{attempt}"), members, wanted, family)
+        share = _count(members, chosen) / len(members)
+        best = max(best, (len(chosen), min(share, _MIN_TEST_SHARE), chosen), key=lambda choice: choice[:2])
+    if not best[0] or (number is not None and best[0] < number):
+        raise SplitError(
+            f"by_network cannot hold out {wanted} of {len(every)} networks and leave half of the tasks to "
+            "training; name the networks, or use by_task"
+        )
+    return sorted(best[2])
+
+
+def _first_fitting(
+    order: Sequence[str], members: Mapping[str, set[str]], wanted: int, family: Mapping[str, str]
+) -> list[str]:
+    """The first networks in this order that are of different families and have few tasks together."""
+    chosen: list[str] = []
+    used: set[str] = set()
+    for share in _TEST_SHARES:
+        for new_family_only in (True, False):
+            for name in order:
+                kind = family.get(name)
+                if len(chosen) == wanted or name in chosen or (new_family_only and kind in used):
+                    continue
+                if _count(members, [*chosen, name]) <= share * len(members):
+                    chosen.append(name)
+                    used.update([kind] if kind is not None else [])
+    return chosen
+
+
+def _count(members: Mapping[str, set[str]], networks: Collection[str]) -> int:
+    """How many of the tasks occur in any of the networks."""
+    return sum(not names.isdisjoint(networks) for names in members.values())
+
+
+def _validation_networks(
+    rest: Mapping[str, set[str]], task_rows: Mapping[str, int], fraction: float, seed: int
+) -> list[str]:
+    """Networks with about the fraction of the labels that are left; none if every one would take too much."""
+    _check_fractions(0.0, fraction)
+    total = sum(task_rows[task] for task in rest)
+    chosen: list[str] = []
+    for name in ordered(set().union(*rest.values()) if rest else (), seed, "valid"):
+        taken = sum(task_rows[task] for task, names in rest.items() if names & set(chosen))
+        if taken >= fraction * total:
+            break
+        more = sum(task_rows[task] for task, names in rest.items() if names & {*chosen, name})
+        if more <= max(_MAX_VALID_SHARE, 2 * fraction) * total and more < total:
+            chosen.append(name)
+    return sorted(chosen)
+
+
+def _key(name: str, seed: int, purpose: str) -> float:
+    """A number in [0, 1) that depends on nothing but the arguments."""
+    digest = hashlib.sha256(f"{purpose}:{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:7], "big") / 2**56
+
+
+def ordered(names: Iterable[str], seed: int, purpose: str) -> list[str]:
+    """The names in a random order that depends on nothing but the arguments."""
+    return sorted(names, key=lambda name: (_key(name, seed, purpose), name))
+
+
+def _draw(names: Collection[str], fraction: float, seed: int, purpose: str) -> set[str]:
+    """About the fraction of the names; at least one if any is wanted and one is left."""
+    drawn = {name for name in names if _key(name, seed, purpose) < fraction}
+    if not drawn and fraction > 0 and len(names) > 1:
+        drawn = {ordered(names, seed, purpose)[0]}
+    return drawn
 
 
 def row_array(rows: Iterable[int]) -> NDArray[np.int64]:
@@ -210,12 +507,85 @@ def row_array(rows: Iterable[int]) -> NDArray[np.int64]:
     return np.sort(np.asarray(list(rows), dtype=np.int64))
 
 
-def networks_of(networks: TaskNetworks, task: str) -> tuple[str, ...]:
-    """The networks of a task; () if it is unknown."""
-    value: Any = networks.get(task, ())
-    return tuple(getattr(value, "networks", value))
-
-
 def architecture(network: str) -> str:
     """A network without its size and batch (``resnet18@s160b4`` -> ``resnet18``): what a split holds out together."""
     return network.split("@", 1)[0]
+
+
+def _architectures(networks: TaskNetworks, task: str) -> set[str]:
+    """Of the networks of a task; none if it is unknown."""
+    value: Any = networks.get(task, ())
+    return {architecture(name) for name in getattr(value, "networks", value)}
+
+
+def _read_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """Kind of a split, and the arguments of the function that makes it (SplitError if the text is malformed)."""
+    kind, _, rest = (part.strip() for part in spec.partition(":"))
+    if kind not in KINDS:
+        raise SplitError(f"no split {kind!r}; there are {', '.join(KINDS)}")
+    arguments: dict[str, Any] = {}
+    for item in filter(None, (part.strip() for part in rest.split(";"))):
+        key, equals, text = (part.strip() for part in item.partition("="))
+        name = {"heldout": "held_out", "tasks": "allowed_tasks"}.get(key, key)
+        if key not in _KEYS[kind]:
+            raise SplitError(f"split {spec!r}: {kind} has no {key!r}, only {', '.join(_KEYS[kind])}")
+        if not equals or not text:
+            raise SplitError(f"split {spec!r}: {key} has no value; write {key}=...")
+        if name in arguments:
+            raise SplitError(f"split {spec!r}: {key} is given twice")
+        arguments[name] = _argument(spec, kind, key, text)
+    return kind, arguments
+
+
+def _argument(spec: str, kind: str, key: str, text: str) -> Any:
+    names = [name.strip() for name in re.split(r"[+,]", text) if name.strip()]
+    if key in ("heldout", "tasks"):
+        return int(text) if kind == "by_network" and text.isdigit() else names
+    try:
+        return int(text) if key == "seed" else float(text)
+    except ValueError:
+        if key == "seed":
+            raise SplitError(f"seed must be a whole number, got {text!r}") from None
+        if (kind, key) == ("by_network", "valid"):
+            return names
+        raise SplitError(f"split {spec!r}: {key} must be a fraction, got {text!r}") from None
+
+
+def _adapt_text(adapt: float) -> str:
+    """For the specification; SplitError for no fraction. Specifications without adaptation do not mention it."""
+    if not 0 <= adapt < 1:
+        raise SplitError(f"fraction adapt={adapt:g} must be at least 0 and below 1")
+    return f";adapt={adapt:g}" if adapt else ""
+
+
+def _check_fractions(test: float, valid: float) -> None:
+    if not (0 <= test < 1 and 0 <= valid < 1 and test + valid < 1):
+        raise SplitError(
+            f"fractions test={test:g} and valid={valid:g} must be at least 0 and below 1 together"
+        )
+
+
+def _known_names(names: Iterable[str], every: Collection[str], what: str) -> list[str]:
+    """The names that have labels, sorted; SplitError if none has, a warning if some have not.
+
+    The specification of a predictor's split must serve on data that have some of its networks only.
+    """
+    asked = sorted(set(names))
+    found = [name for name in asked if name in every]
+    if not asked:
+        raise SplitError(f"no {what} is named")
+    unknown = [name for name in asked if name not in every]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], list(every), n=3, cutoff=0.4) or sorted(every)[:3]
+        message = f"no label is of {what} {' or '.join(unknown)}; there are {', '.join(near)}, ..."
+        if not found:
+            raise SplitError(message)
+        _LOG.warning("%s", message)
+    return found
+
+
+def _device_name(name: str, devices: Collection[str]) -> str:
+    if name not in devices:
+        with contextlib.suppress(UnknownDeviceError):
+            name = get_device(name).name
+    return _known_names([name], devices, "device")[0]

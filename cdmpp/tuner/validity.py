@@ -138,7 +138,7 @@ class ValidityModel:
 
     def _fold_numbers(self, table: Any) -> NDArray[np.int64]:
         """Fold of every row: by task, or by program where there are fewer tasks than folds."""
-        from cdmpp.dataset.split_makers import ordered
+        from cdmpp.dataset.split import ordered
 
         unit = "task" if table["task"].nunique() >= self.config.folds else "program"
         names = ordered(set(table[unit]), self.config.seed, "validity")
@@ -304,7 +304,7 @@ def train_validity(
     devices
         Learn from these devices and architectures only.
     split
-        ``by_task``, ``by_device:heldout=...`` or ``within_task``, see :mod:`cdmpp.dataset.split_spec`: its test part is not
+        ``by_task``, ``by_device:heldout=...`` or ``within_task``, see :mod:`cdmpp.dataset.split`: its test part is not
         learned from, but scored, over all and by device.
 
     Returns

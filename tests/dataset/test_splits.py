@@ -15,9 +15,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cdmpp.dataset import Split
-from cdmpp.dataset.split import PARTS, architecture, networks_of
-from cdmpp.dataset.split_makers import by_device, by_network, by_task, within_task
-from cdmpp.dataset.split_spec import read_spec
+from cdmpp.dataset.split import PARTS, architecture, by_device, by_network, by_task, within_task
 from cdmpp.errors import SplitError
 from tests.samples.datasets import DEVICE, OTHER_DEVICE, zoo_dataset
 
@@ -307,13 +305,6 @@ def test_by_network_needs_networks_and_labels() -> None:
         by_task(labels.iloc[:0])
 
 
-def test_reading_a_specification() -> None:
-    assert read_spec(" by_network : heldout = a,b ; seed=1; "[1:].replace(" :", ":")) == (
-        "by_network",
-        {"heldout": "a,b", "seed": "1"},
-    )
-
-
 def test_json_round_trip(tmp_path: Path) -> None:
     dataset = zoo_dataset(tmp_path / "d", devices=(DEVICE, OTHER_DEVICE))
     labels = dataset.labels()
@@ -357,10 +348,3 @@ def test_shared_units_are_found(column: str) -> None:
     split = Split(kind, kind, 0, rows[0], rows[2], rows[1])
     with pytest.raises(SplitError, match=f"1 {column}s in train and test"):
         split.check_disjoint(labels)
-
-
-def test_networks_of_tasks_or_names(tmp_path: Path) -> None:
-    dataset = zoo_dataset(tmp_path / "d", networks=2)
-    task = next(iter(dataset.tasks))
-    assert networks_of(dataset.tasks, task) == networks_of({task: tuple(dataset.tasks[task].networks)}, task)
-    assert networks_of({}, "unknown") == ()

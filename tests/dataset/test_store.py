@@ -19,9 +19,8 @@ import pytest
 
 from cdmpp.dataset import SCHEMA_VERSION, Dataset, Record, load_datasets
 from cdmpp.dataset import store as store_module
-from cdmpp.dataset.parquet import write_parquet
 from cdmpp.dataset.rows import RowStore
-from cdmpp.dataset.schema import MAX_ERROR_CHARS, RECORD_COLUMNS, TABLES
+from cdmpp.dataset.schema import MAX_ERROR_CHARS, RECORD_COLUMNS, SCHEMAS, write_parquet
 from cdmpp.errors import DatasetError, LabelError, SchemaVersionError
 from cdmpp.program.types import Program, Task
 from tests.samples.datasets import (
@@ -49,7 +48,7 @@ def test_rows_and_parquet_hold_the_same(tmp_path: Path) -> None:
     assert files == {"meta.json", "rows.db", ".lock"}
     with dataset:
         dataset.finalize()
-    tables = {f"{table}.parquet" for table in TABLES}
+    tables = {f"{table}.parquet" for table in SCHEMAS}
     assert {p.name for p in (tmp_path / "d").iterdir()} == {"meta.json", ".lock", *tables}
     after = contents(Dataset.open(tmp_path / "d"))
     assert before[:3] == after[:3]
