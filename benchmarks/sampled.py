@@ -7,10 +7,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from cdmpp.dataset.split_makers import ordered
 from numpy.typing import NDArray
 
-from cdmpp.dataset.view import DatasetView
+from cdmpp.dataset import DatasetView
+from cdmpp.dataset.split import ordered
 from cdmpp.errors import DatasetError
 
 if TYPE_CHECKING:
