@@ -12,7 +12,7 @@ import pytest
 from cdmpp.cli import main
 from cdmpp.dataset import Dataset
 from cdmpp.dataset.importers import ImportReport, import_neusight
-from cdmpp.dataset.importers.neusight_calls import forward_calls
+from cdmpp.dataset.importers.neusight_traces import forward_calls
 from cdmpp.errors import DatasetError, NetworkError, UnknownDeviceError
 from cdmpp.program.ast import compact_ast
 from cdmpp.program.graph import load_graphs
