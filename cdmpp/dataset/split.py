@@ -1,19 +1,26 @@
-"""Which labels train, validate and test. A split is named by a text, ``kind:key=value;key=value``:
+"""Which labels train, validate and test. A text makes a split, ``kind:key=value;key=value``, and all take ``seed``:
 
 ``by_network``
-    ``heldout`` (names joined by ``+`` or ``,``, or a number), ``valid`` (fraction of the labels, or names),
-    ``adapt`` (fraction of the held-out networks' programs that may be looked at without their labels), ``others``
-    (fraction of the tasks of no network that are tested, and as many validated)
-``by_task``
-    ``test``, ``valid`` (fractions of the tasks)
+    Tests on networks whose tasks appear nowhere in training. Every task that occurs in a held-out network is tested, also
+    where a training network has it too; a network is held out at every size and batch (``resnet18@b4`` goes with
+    ``resnet18``). ``heldout`` are names joined by ``+`` or ``,``, or how many to choose (four, or fewer if there are fewer
+    than six networks): of different families as far as can be, with at least half of the tasks left to training. ``valid``
+    are names, or the fraction of the other labels that validation networks should have at least (0.1); with one network
+    left to train on, tasks are drawn from it. ``adapt`` (0) is the fraction of the held-out networks' programs that may be
+    looked at without their labels, in place of being tested; ``others`` (0) the fraction of the tasks of no network, such
+    as operators that were measured alone, that are tested, and as many validated.
 ``by_device``
-    ``heldout`` (names), ``tasks`` (few-shot: hashes), ``valid`` (fraction of the tasks), ``adapt`` (as above, of
-    the held-out devices' programs)
+    Tests on devices that appear nowhere in training; their programs may well be, measured on other devices: that is the
+    question asked. ``heldout`` are names, aliases included (one is chosen); ``tasks`` hashes whose labels on the held-out
+    devices train (few-shot); ``valid`` is the fraction of the training devices' tasks (0.1), ``adapt`` as above.
+``by_task``
+    Tests on tasks that appear nowhere in training; ``test`` (0.2) and ``valid`` (0.1) are fractions of the tasks.
 ``within_task``
-    ``test``, ``valid`` (fractions of the programs)
+    Tests on programs that are not in training, of tasks that are; ``test`` (0.2) and ``valid`` (0.1) are fractions of the
+    programs. The easiest of the four: it says how well the predictor fits, not what it knows of new work.
 
-All take ``seed``. Choices depend on the seed and on the *names* of what is chosen from (a hash of both), not on the
-order of the labels: more data later moves few tasks from one part to another.
+Choices depend on the seed and on the *names* of what is chosen from (a hash of both), not on the order of the
+labels: more data later moves few tasks from one part to another.
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,21 +80,11 @@ TaskNetworks = Mapping[str, Any]
 class Split:
     """Row numbers (sorted, int64) of a label table. Everything fitted is fitted on train.
 
-    Attributes
-    ----------
-    spec
-        What :meth:`parse` makes the same split of, choices spelt out:
-        ``by_network:heldout=a+b;valid=c;seed=0``.
-    held_out
-        Networks (``by_network``) or devices (``by_device``) that are held out; empty for the other kinds.
-    allowed_tasks
-        ``by_device``: tasks whose labels on the held-out devices may train (few-shot).
-    fingerprint
-        Of the label table (:func:`cdmpp.dataset.labels.label_fingerprint`).
-    adapt
-        Rows of what is held out whose programs may be looked at, but not their labels (domain adaptation).
-        None of their programs is in test. Compare models with and without adaptation on the same split: these
-        rows are not tested.
+    ``spec`` makes the same split again, choices spelt out. ``held_out`` are networks (``by_network``) or devices
+    (``by_device``), ``allowed_tasks`` those whose labels on held-out devices may train. The rows of ``adapt`` are of what is
+    held out: their programs may be looked at, but not their labels (domain adaptation), and none of them is in test; compare
+    models with and without adaptation on the same split. ``fingerprint`` is that of the label table
+    (:func:`cdmpp.dataset.labels.label_fingerprint`).
     """
 
     kind: str
@@ -110,24 +107,19 @@ class Split:
     ) -> Split:
         """The split of a label table that a text names (see the module), checked to be disjoint.
 
-        Parameters
-        ----------
-        networks
-            Needed for ``by_network``.
-        families
-            Network -> family; used when ``by_network`` chooses.
-
-        Raises
-        ------
-        SplitError
-            The text is malformed (the message says what is known), or the split cannot be made.
+        ``by_network`` needs the networks, and uses families (network -> family) when it chooses. SplitError: the text is
+        malformed, none of the names has a label (some: a warning), or nothing would be left to train on or to test.
         """
         kind, options = _read_spec(spec)
+        if not len(labels):
+            raise SplitError("there are no labels to split")
+        if kind == "by_device":
+            return _by_device(labels, **options)
         if kind != "by_network":
-            return _MAKERS[kind](labels, **options)
+            return _by_unit(kind, labels, **options)
         if networks is None:
             raise SplitError("a by_network split needs the networks of each task")
-        return by_network(labels, networks, families=families, **options)
+        return _by_network(labels, networks, families or {}, **options)
 
     def part(self, name: str) -> NDArray[np.int64]:
         """``train``, ``valid``, ``test`` or ``adapt`` (SplitError for another name)."""
@@ -137,21 +129,11 @@ class Split:
         return rows
 
     def check_disjoint(self, labels: pd.DataFrame, networks: TaskNetworks | None = None) -> None:
-        """Make sure that nothing of the test part is known in training.
+        """Make sure that nothing of the test part is known in training; ``networks`` are needed for ``by_network``.
 
-        Parameters
-        ----------
-        labels
-            The label table that the split was made of.
-        networks
-            Needed for ``by_network``.
-
-        Raises
-        ------
-        SplitError
-            The table is another one, a part holds a row twice or shares one with another part, or train,
-            valid and test share what they must not (see :data:`KINDS`), or adapt and test share a program;
-            for ``by_network`` also if a task of a held-out network is in train or valid.
+        SplitError: the table is another one, a part has a row twice or shares one with another part, train, valid and test
+        share what they must not (:data:`KINDS`), adapt and test share a program, or a task of a held-out network is in
+        train or valid.
         """
         self.check_table(labels)
         rows = np.concatenate([self.part(name) for name in PARTS])
@@ -229,54 +211,23 @@ class Split:
             raise SplitError(f"not a split: {error}") from error
 
 
-def by_network(
+def _by_network(
     labels: pd.DataFrame,
     networks: TaskNetworks,
-    held_out: Collection[str] | int | None = None,
-    seed: int = 0,
+    families: Mapping[str, str],
+    heldout: Collection[str] | int | None = None,
     valid: float | Collection[str] = 0.1,
-    families: Mapping[str, str] | None = None,
     adapt: float = 0.0,
     others: float = 0.0,
+    seed: int = 0,
 ) -> Split:
-    """Test on networks whose tasks appear nowhere in training.
-
-    Every task that occurs in a held-out network is a test task, also where a training network has it too. A
-    network is held out at every size and batch (``resnet18@b4`` goes with ``resnet18``).
-
-    Parameters
-    ----------
-    held_out
-        Names, or how many to choose; None chooses four (fewer if there are fewer than six networks). Chosen
-        networks are of different families as far as ``families`` and the number allow, and leave at least
-        half of the tasks to training.
-    valid
-        Names of the validation networks, or the fraction of the other labels they should have at least.
-        Their tasks are in no other part. With a single network left to train on, validation tasks are drawn
-        from it.
-    families
-        Network -> family.
-    adapt
-        Fraction of the held-out networks' programs that go to the unlabelled part in place of test.
-    others
-        Fraction of the tasks of no network, such as operators that were measured alone, to test on, and as many to
-        validate on; the rest of them is trained on.
-
-    Raises
-    ------
-    SplitError
-        No task has any of the names (some: a warning), too few networks to choose from, or nothing would be
-        left to train on or to test.
-    """
-    if not len(labels):
-        raise SplitError("there are no labels to split")
     task_rows = {str(task): int(n) for task, n in labels["task"].value_counts().sort_index().items()}
     members = {task: _architectures(networks, task) for task in task_rows}
     every = sorted(set().union(*members.values()))
-    if isinstance(held_out, int) or held_out is None:
-        held = _choose_networks(every, members, held_out, seed, families or {})
+    if isinstance(heldout, int) or heldout is None:
+        held = _choose_networks(every, members, heldout, seed, families)
     else:
-        held = _known_names(map(architecture, held_out), every, "network")
+        held = _known_names(map(architecture, heldout), every, "network")
     test_tasks = {task for task, names in members.items() if names & set(held)}
     rest = {task: names for task, names in members.items() if task not in test_tasks}
     if isinstance(valid, float | int):
@@ -300,84 +251,44 @@ def by_network(
     return _split("by_network", spec, seed, labels, is_test, is_valid, held, adapt=adapt, networks=networks)
 
 
-def by_device(
+def _by_device(
     labels: pd.DataFrame,
-    held_out: Collection[str] | None = None,
-    allowed_tasks: Collection[str] = (),
+    heldout: Collection[str] | None = None,
+    tasks: Collection[str] = (),
     valid: float = 0.1,
-    seed: int = 0,
     adapt: float = 0.0,
+    seed: int = 0,
 ) -> Split:
-    """Test on devices that appear nowhere in training.
-
-    The held-out devices' programs may well be in training, measured on other devices: that is the question
-    asked. Validation tasks are drawn from the training devices; few have enough devices to spare one.
-
-    Parameters
-    ----------
-    held_out
-        Device names, aliases included; None chooses one.
-    allowed_tasks
-        Few-shot: labels of these tasks on the held-out devices go to training.
-    valid
-        Fraction of the tasks.
-    adapt
-        Fraction of the held-out devices' programs (those of allowed tasks aside) that go to the unlabelled part
-        in place of test.
-
-    Raises
-    ------
-    SplitError
-        No label is of the devices or tasks named, or nothing would be left to train on or to test.
-    """
     _check_fractions(0.0, valid)
     devices = sorted(set(labels["device"]))
-    if held_out is None:
+    if heldout is None:
         if len(devices) < 2:
             raise SplitError("by_device needs labels of at least two devices")
         held = [ordered(devices, seed, "device")[0]]
     else:
-        held = [_device_name(name, devices) for name in held_out]
-    tasks = labels["task"]
-    allowed = sorted(set(allowed_tasks))
-    unknown = set(allowed) - set(tasks)
+        held = [_device_name(name, devices) for name in heldout]
+    column = labels["task"]
+    allowed = sorted(set(tasks))
+    unknown = set(allowed) - set(column)
     if unknown:
         raise SplitError(f"by_device: no label of task {', '.join(sorted(unknown)[:3])}")
     on_held = labels["device"].isin(held)
-    valid_tasks = _draw(set(tasks[~on_held]) - set(allowed), valid, seed, "valid")
-    is_test, is_valid = on_held & ~tasks.isin(allowed), ~on_held & tasks.isin(valid_tasks)
+    valid_tasks = _draw(set(column[~on_held]) - set(allowed), valid, seed, "valid")
+    is_test, is_valid = on_held & ~column.isin(allowed), ~on_held & column.isin(valid_tasks)
     spec = f"by_device:heldout={'+'.join(held)}"
     spec += f";tasks={'+'.join(allowed)}" if allowed else ""
     spec += f";valid={valid:g}{_adapt_text(adapt)};seed={seed}"
     return _split("by_device", spec, seed, labels, is_test, is_valid, held, allowed, adapt)
 
 
-def by_task(labels: pd.DataFrame, test: float = 0.2, valid: float = 0.1, seed: int = 0) -> Split:
-    """Test on tasks that appear nowhere in training; fractions are of the tasks (SplitError if none is left to train)."""
-    return _by_unit("by_task", labels, test, valid, seed)
-
-
-def within_task(labels: pd.DataFrame, test: float = 0.2, valid: float = 0.1, seed: int = 0) -> Split:
-    """Test on programs that are not in training, of tasks that are; fractions are of the programs.
-
-    The easiest of the four: it tells how well the predictor fits, not what it knows of new work. SplitError if none is
-    left to train.
-    """
-    return _by_unit("within_task", labels, test, valid, seed)
-
-
-def _by_unit(kind: str, labels: pd.DataFrame, test: float, valid: float, seed: int) -> Split:
+def _by_unit(kind: str, labels: pd.DataFrame, test: float = 0.2, valid: float = 0.1, seed: int = 0) -> Split:
+    """Of tasks (``by_task``) or programs (``within_task``)."""
     _check_fractions(test, valid)
     column = labels[KINDS[kind]]
     tested = _draw(set(column), test, seed, "test")
     validated = _draw(set(column) - tested, valid / (1 - test), seed, "valid")
     spec = f"{kind}:test={test:g};valid={valid:g};seed={seed}"
     return _split(kind, spec, seed, labels, column.isin(tested), column.isin(validated))
-
-
-_MAKERS: dict[str, Callable[..., Split]] = {
-    "by_task": by_task, "by_device": by_device, "within_task": within_task,
-}  # fmt: skip
 
 
 def _split(
@@ -392,8 +303,6 @@ def _split(
     adapt: float = 0.0,
     networks: TaskNetworks | None = None,
 ) -> Split:
-    if not len(labels):
-        raise SplitError("there are no labels to split")
     programs = labels["program"]
     is_adapt = is_test & programs.isin(_draw(set(programs[is_test]), adapt, seed, "adapt"))
     masks = {
@@ -526,14 +435,13 @@ def _read_spec(spec: str) -> tuple[str, dict[str, Any]]:
     arguments: dict[str, Any] = {}
     for item in filter(None, (part.strip() for part in rest.split(";"))):
         key, equals, text = (part.strip() for part in item.partition("="))
-        name = {"heldout": "held_out", "tasks": "allowed_tasks"}.get(key, key)
         if key not in _KEYS[kind]:
             raise SplitError(f"split {spec!r}: {kind} has no {key!r}, only {', '.join(_KEYS[kind])}")
         if not equals or not text:
             raise SplitError(f"split {spec!r}: {key} has no value; write {key}=...")
-        if name in arguments:
+        if key in arguments:
             raise SplitError(f"split {spec!r}: {key} is given twice")
-        arguments[name] = _argument(spec, kind, key, text)
+        arguments[key] = _argument(spec, kind, key, text)
     return kind, arguments
 
 

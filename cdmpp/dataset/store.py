@@ -68,17 +68,9 @@ class Dataset(DatasetView):
 
     @classmethod
     def create(cls, path: str | Path, **meta: Any) -> Dataset:
-        """Make a new dataset and lock it for writing.
+        """Make a new dataset and lock it for writing; ``meta`` are JSON values, such as ``network_families={network: family}``.
 
-        Parameters
-        ----------
-        meta
-            JSON values for ``meta.json``, such as ``network_families={network: family}``.
-
-        Raises
-        ------
-        DatasetError
-            There is a dataset already, the folder holds other files of these names, or it cannot be written.
+        DatasetError: there is a dataset already, the folder holds other files of these names, or it cannot be written.
         """
         path = Path(path)
         if (path / META_FILE).exists():
@@ -101,15 +93,7 @@ class Dataset(DatasetView):
 
     @classmethod
     def open(cls, path: str | Path) -> Dataset:
-        """Open a dataset, to read or to add to.
-
-        Raises
-        ------
-        DatasetError
-            No dataset there, or a file of it is damaged beyond skipping.
-        SchemaVersionError
-            It was written with another schema version.
-        """
+        """Open a dataset, to read or to add to (DatasetError for none; SchemaVersionError for one of another version)."""
         return cls(Path(path), _read_meta(Path(path)))
 
     @classmethod
@@ -194,13 +178,7 @@ class Dataset(DatasetView):
         return sum(self._corrupt.values())
 
     def measured(self, device: str, retry: Collection[str] = ()) -> set[str]:
-        """Hashes of the programs that have a record on a device.
-
-        Parameters
-        ----------
-        retry
-            Statuses that do not count, such as ``("device_lost",)``: programs with nothing else are left out.
-        """
+        """Hashes of the programs that have a record on a device, of another status than those to ``retry``."""
         if self._measured is None:
             frame = self.records
             self._measured = set(zip(frame["device"], frame["program"], frame["status"], strict=True))
@@ -269,12 +247,8 @@ class Dataset(DatasetView):
     def add_record(self, record: Record) -> None:
         """Append a record. A second record of the same program and device is kept beside the first.
 
-        Raises
-        ------
-        LabelError
-            An ok record whose latency is missing, NaN, infinite, zero or negative.
-        DatasetError
-            Unknown status or program; the disk is full (what was added before stays readable).
+        Errors as of :meth:`Record.validate`; DatasetError also for an unknown program and a full disk, where what was added
+        before stays readable.
         """
         record.validate()
         rows = self._writable()
@@ -293,13 +267,7 @@ class Dataset(DatasetView):
         self._write_meta()
 
     def set_device(self, device: Device) -> None:
-        """Store the specification of the one device that this dataset is of.
-
-        Raises
-        ------
-        DatasetError
-            It is of another device: labels of two devices are kept in two folders.
-        """
+        """Store the specification of the one device that this dataset is of (DatasetError if it is of another one)."""
         self._writable()
         names = {*self.meta.get("devices", {}), *self.device_names} - {device.name}
         if names:
@@ -319,12 +287,8 @@ class Dataset(DatasetView):
     def finalize(self) -> None:
         """Turn the rows into parquet files. The rows go only after the parquet files were read back.
 
-        A crash in between loses nothing and doubles nothing. More can be added afterwards.
-
-        Raises
-        ------
-        DatasetError
-            The disk is full; rows and the former parquet files stay as they were.
+        A crash in between loses nothing and doubles nothing. More can be added afterwards. Where the disk is full
+        (DatasetError), rows and the former parquet files stay as they were.
         """
         rows = self._writable()
         self._forget()
@@ -398,18 +362,7 @@ def write_dataset(
 ) -> Dataset:
     """Write a new dataset as parquet files; several times faster than adding records one by one.
 
-    Parameters
-    ----------
-    tasks, spaces, programs
-        Each hash once.
-    meta
-        As :meth:`Dataset.create` takes it.
-
-    Raises
-    ------
-    LabelError, DatasetError
-        A record is not valid, or refers to a program that is not there (so for spaces and tasks); there is a dataset
-        already; the files cannot be written.
+    Each hash is there once. Errors as of :meth:`Dataset.create` and the ``add_...`` methods.
     """
     known_tasks = {task.hash: task for task in tasks}
     known_spaces = {space.hash: space for space in spaces}
@@ -432,19 +385,9 @@ def write_dataset(
 
 
 def load_datasets(paths: str | Path | Sequence[str | Path]) -> DatasetView:
-    """Read dataset folders, or folders that contain some, as one dataset.
+    """Read dataset folders as one dataset; a folder without ``meta.json`` stands for the datasets right below it.
 
-    Parameters
-    ----------
-    paths
-        A folder or several. A folder without ``meta.json`` stands for the datasets right below it.
-
-    Raises
-    ------
-    DatasetError
-        A path does not exist or holds no dataset; a file is damaged.
-    SchemaVersionError
-        A dataset was written with another schema version.
+    DatasetError: a path does not exist or holds no dataset. SchemaVersionError: one was written with another version.
     """
     found: dict[Path, Path] = {}  # each once
     for path in map(Path, [paths] if isinstance(paths, str | Path) else paths):

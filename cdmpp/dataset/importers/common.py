@@ -98,7 +98,7 @@ class Import:
         write_dataset(self.out, self.tasks.values(), self.spaces.values(), programs, self.records, **meta)
         return ImportReport(
             self.out,
-            dict(Counter(record.status for record in self.records)),
+            dict(Counter(record.status for record in self.records)) or {"ok": 0},
             len(self.tasks),
             len(programs),
             sorted(self.devices),

@@ -138,14 +138,17 @@ def add_end_to_end(
         alone = option != option or option in ("", None)
         device = devices[row["device"]].name
         key = (row["model_name"], row["mode"], row["seqlen"], row["batch"])
-        for i, graph in enumerate(graphs):
-            names = tuple(graph.meta.get(name) for name in ("model", "mode", "seq", "batch"))
-            if alone and names == key and device in graph.meta["devices"]:
-                break
-        else:
+        matching = (
+            i
+            for i, graph in enumerate(graphs)
+            if key == tuple(graph.meta.get(name) for name in ("model", "mode", "seq", "batch"))
+            and device in graph.meta["devices"]
+        )
+        match = next(matching, None) if alone else None
+        if match is None:
             left += 1
             continue
-        measured, predicted = totals[i]
+        measured, predicted = totals[match]
         for source in ("label", *SOURCES):
             value = row.get(f"{source}_all_e2e_latency")
             if value is not None and value > 0:
