@@ -14,11 +14,11 @@ from cdmpp.errors import STATUSES, DatasetError, LabelError
 class Record:
     """One program on one device: latency samples in seconds, or a typed failure.
 
-    ``device`` is a canonical name, ``status`` "ok" or one of :data:`cdmpp.errors.FAILURE_KINDS`. ``latency_s`` is the label (None
-    for a failure), made of ``samples_s`` in the order in which they were taken (stored as float32); ``noise`` is the relative
-    difference of the labels of the two halves of the samples, |a - b| / mean(a, b) (None if unknown). ``error`` is what went
-    wrong, for people; ``measured_at`` Unix time in seconds; ``meta`` everything else worth keeping (JSON values): build_s,
-    run_s, attempts, workers, threads, drift, steal_pct, session, ...
+    ``device`` is a canonical name, ``status`` "ok" or one of :data:`cdmpp.errors.FAILURE_KINDS`. ``latency_s`` is the label
+    (None for a failure), made of ``samples_s`` in the order in which they were taken (stored as float32); ``noise`` is the
+    relative difference of the labels of the two halves of the samples, |a - b| / mean(a, b) (None if unknown). ``error`` is
+    what went wrong, for people; ``measured_at`` Unix time in seconds; ``meta`` everything else worth keeping (JSON values):
+    build_s, run_s, attempts, workers, threads, drift, steal_pct, session, ...
     """
 
     program: str

@@ -90,19 +90,10 @@ def arrow_schema(table: str) -> pa.Schema:
 
 
 def write_parquet(path: Path, table: pa.Table, compression_level: int = 19, **note: Any) -> None:
-    """Write, read back and compare, then move into place.
+    """Write, read back and compare, then move into place; ``note`` are JSON values for the file's metadata.
 
-    Parameters
-    ----------
-    compression_level
-        Of zstd: 19 is the smallest file, 9 a tenth larger and many times faster to write.
-    note
-        JSON values kept in the file's metadata, beside the schema version.
-
-    Raises
-    ------
-    DatasetError
-        The disk is full, or what was read back differs; the file that was there before is untouched.
+    Of zstd, level 19 makes the smallest file, 9 one that is a tenth larger and many times faster to write. DatasetError: the
+    disk is full, or what was read back differs; the file that was there before is untouched.
     """
     metadata = json.dumps({"schema_version": SCHEMA_VERSION, **note}).encode()
     table = table.replace_schema_metadata({_META_KEY: metadata})
@@ -133,12 +124,7 @@ def write_parquet(path: Path, table: pa.Table, compression_level: int = 19, **no
 def read_parquet(path: Path, schema: pa.Schema) -> tuple[pa.Table, dict[str, Any]]:
     """The columns of ``schema``, and the note of :func:`write_parquet`.
 
-    Raises
-    ------
-    DatasetError
-        The file is damaged, not one of ours, or lacks columns.
-    SchemaVersionError
-        It was written with another schema version.
+    DatasetError: the file is damaged, not one of ours, or lacks columns. SchemaVersionError: another version wrote it.
     """
     try:
         file = pq.ParquetFile(path, page_checksum_verification=True)

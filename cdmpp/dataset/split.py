@@ -96,7 +96,7 @@ class Split:
     held_out: tuple[str, ...] = ()
     allowed_tasks: tuple[str, ...] = ()
     fingerprint: str = ""
-    adapt: NDArray[np.int64] = field(default_factory=lambda: row_array(()))
+    adapt: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     @staticmethod
     def parse(
@@ -173,23 +173,11 @@ class Split:
         if self.fingerprint and label_fingerprint(labels) != self.fingerprint:
             raise SplitError(f"split {self.spec} was made of another label table ({self.fingerprint})")
 
-    def describe(self, labels: pd.DataFrame) -> dict[str, Any]:
-        """Labels, tasks, programs and devices of each part, and what is held out."""
-        parts = {}
-        for name in self._parts():
-            table = labels.iloc[self.part(name)]
-            counts = {f"{column}s": int(table[column].nunique()) for column in ("task", "program", "device")}
-            parts[name] = {"labels": len(table), **counts}
-        held_out = list(self.held_out)
-        return {"split": self.spec, "kind": self.kind, "seed": self.seed, "held_out": held_out, **parts}
-
     def to_json(self) -> str:
-        """As JSON text."""
-        names = ("kind", "spec", "seed", "held_out", "allowed_tasks", "fingerprint", *self._parts())
+        """As JSON text; ``adapt`` is left out where it is empty."""
+        parts = PARTS if len(self.adapt) else PARTS[:3]
+        names = ("kind", "spec", "seed", "held_out", "allowed_tasks", "fingerprint", *parts)
         return json.dumps({name: getattr(self, name) for name in names}, default=lambda rows: rows.tolist())
-
-    def _parts(self) -> tuple[str, ...]:
-        return PARTS if len(self.adapt) else PARTS[:3]
 
     @classmethod
     def from_json(cls, text: str) -> Split:
@@ -205,7 +193,7 @@ class Split:
                 held_out=tuple(value["held_out"]),
                 allowed_tasks=tuple(value["allowed_tasks"]),
                 fingerprint=value["fingerprint"],
-                **{name: row_array(value[name]) for name in PARTS},
+                **{name: np.sort(np.asarray(value[name], dtype=np.int64)) for name in PARTS},
             )
         except (ValueError, KeyError, TypeError) as error:
             raise SplitError(f"not a split: {error}") from error
@@ -409,11 +397,6 @@ def _draw(names: Collection[str], fraction: float, seed: int, purpose: str) -> s
     if not drawn and fraction > 0 and len(names) > 1:
         drawn = {ordered(names, seed, purpose)[0]}
     return drawn
-
-
-def row_array(rows: Iterable[int]) -> NDArray[np.int64]:
-    """Row numbers as a sorted int64 array."""
-    return np.sort(np.asarray(list(rows), dtype=np.int64))
 
 
 def architecture(network: str) -> str:

@@ -138,7 +138,7 @@ def test_a_split_without_adapt_rows_is_written_as_before() -> None:
     networks = {f"t{i}": ("abc"[i // 3],) for i in range(9)}
     split = Split.parse("by_network:heldout=a;valid=b", labels, networks)
     assert split.spec == "by_network:heldout=a;valid=b;seed=0"
-    assert "adapt" not in json.loads(split.to_json()) and "adapt" not in split.describe(labels)
+    assert "adapt" not in json.loads(split.to_json())
     assert Split.from_json(split.to_json()).adapt.shape == (0,)
 
 
@@ -146,7 +146,7 @@ def test_adapt_and_test_with_a_program_in_common_are_refused() -> None:
     labels = table([(f"t{i}", f"p{i}", d) for i in range(6) for d in ("d1", "d2", "d3")])
     split = Split.parse("by_device:heldout=d1+d2;valid=0;adapt=0.4", labels)
     split.check_disjoint(labels)
-    assert split.describe(labels)["adapt"]["labels"] == len(split.adapt) > 0
+    assert len(split.adapt)
     with pytest.raises(SplitError, match="1 programs in adapt and test"):
         replace(split, adapt=split.adapt[1:], test=np.append(split.test, split.adapt[0])).check_disjoint(
             labels
@@ -300,8 +300,6 @@ def test_json_round_trip(tmp_path: Path) -> None:
         again = Split.from_json(split.to_json())
         assert again.to_json() == split.to_json()
         again.check_disjoint(labels, dataset.tasks)
-        description = json.loads(json.dumps(again.describe(labels)))
-        assert sum(description[part]["labels"] for part in PARTS if part in description) == len(labels)
     for text in ("{}", "3", '{"kind": "by_magic"}', "half"):
         with pytest.raises(SplitError):
             Split.from_json(text)

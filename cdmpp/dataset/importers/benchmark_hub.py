@@ -97,26 +97,11 @@ def import_benchmark_hub(
     limit: int | None = None,
     progress: Progress | None = None,
 ) -> ImportReport:
-    """Import tables of configurations into a new dataset.
+    """Import parquet or CSV files with :data:`COLUMNS` and one ``p_...`` column for each parameter into a new dataset.
 
-    Parameters
-    ----------
-    paths
-        Parquet or CSV files with :data:`COLUMNS` and one ``p_...`` column for each parameter.
-    out
-        Folder of the new dataset.
-    table
-        Known devices; None for :func:`cdmpp.device.load_table`.
-    limit
-        Take so many rows of each file, spread evenly.
-
-    Raises
-    ------
-    DatasetError
-        A file cannot be read, lacks a column, or has a latency that physics rules out (the row is named); the folder
-        is a dataset already.
-    UnknownDeviceError
-        A device is not in the table.
+    ``limit`` takes so many rows of each file, spread evenly; ``table`` are the devices that are known, None for
+    :func:`cdmpp.device.load_table`. DatasetError: a file cannot be read, lacks a column, or has a latency that physics rules
+    out (the row is named), or the folder is a dataset already. UnknownDeviceError: a device is not in the table.
     """
     found = Import(paths, out, table, progress)
     groups: list[_Group] = []

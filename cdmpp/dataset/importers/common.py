@@ -154,22 +154,11 @@ def refuse_implausible(
     name: Callable[[int], str],
     slow: NDArray[np.bool_] | bool = True,
 ) -> None:
-    """Refuse latencies of float32 operators on a device that its roofline rules out by far.
+    """Refuse latencies of float32 operators, (n,), that the device's roofline rules out by far.
 
-    Parameters
-    ----------
-    latency_s, flops, n_bytes
-        Of each operator, float64 (n,). FLOPs are those that the fastest algorithm needs.
-    name
-        What to call row `i` in the message.
-    slow
-        Which to refuse also for being far too slow for a library's operator; the worst of many schedules may be.
-
-    Raises
-    ------
-    DatasetError
-        A latency is missing, not above 0, a quarter of what physics needs or less, or so long that its unit must be
-        wrong; the message names the row that is worst, and how many there are.
+    FLOPs are those that the fastest algorithm needs. ``slow`` says which are refused also for being far too slow for a
+    library's operator; the worst of many schedules may be. DatasetError: a latency is missing, not above 0, a quarter of what physics
+    needs or less, or so long that its unit must be wrong; it names the worst row, and how many there are.
     """
     bad = ~(np.isfinite(latency_s) & (latency_s > 0))
     if bad.any():

@@ -88,28 +88,10 @@ def import_neusight(
     limit: int | None = None,
     progress: Progress | None = None,
 ) -> ImportReport:
-    """Import files of NeuSight's columns into a new dataset.
+    """Import parquet or CSV files of operators, traces and end-to-end latencies into a new dataset.
 
-    Parameters
-    ----------
-    paths
-        Parquet or CSV files: operators, traces, end-to-end latencies.
-    out
-        Folder of the new dataset; graphs are written to ``networks/*.json`` in it.
-    table
-        Known devices; None for :func:`cdmpp.device.load_table`.
-    limit
-        Take so many rows of each file of operators, spread evenly.
-
-    Raises
-    ------
-    DatasetError
-        A file cannot be read, lacks a column, or has a latency that physics rules out (the row is named); the folder
-        is a dataset already.
-    UnknownDeviceError
-        A device is not in the table.
-    NetworkError
-        The nodes of a trace wait for each other.
+    Graphs of networks are written to ``networks/*.json`` in it. ``limit`` takes so many rows of each file of operators. Errors
+    as of :func:`cdmpp.dataset.importers.import_benchmark_hub`, and NetworkError where the nodes of a trace wait for each other.
     """
     found = Import(paths, out, table, progress)
     frames: dict[str, list[tuple[Path, pd.DataFrame]]] = {kind: [] for kind in _KINDS}

@@ -91,15 +91,7 @@ _IN_TRACE = 0.5
 
 
 def read_traces(path: Path, frame: pd.DataFrame, found: Import) -> list[NetworkGraph]:
-    """Graphs of all networks of a file; devices whose traces have the same nodes share one.
-
-    Raises
-    ------
-    DatasetError
-        A cell cannot be read, or a measured time is ruled out by physics; the message names the row.
-    UnknownDeviceError, NetworkError
-        See :func:`cdmpp.dataset.importers.import_neusight`.
-    """
+    """Graphs of all networks of a file; devices whose traces have the same nodes share one. Errors name the row."""
     if "dtype" in frame:
         # The type is that of a node's output: masks and numbers of rows are bool and int64 in float32 networks, too.
         dtypes = frame["dtype"].fillna("float32").astype(str).str.removeprefix("torch.")
@@ -309,17 +301,9 @@ def base_name(name: str) -> str:
 def forward_calls(
     name: str, operator: str, ops: Sequence[Any], inputs: Sequence[Shape], output: Shape, before: str = ""
 ) -> tuple[str, list[Call]]:
-    """Kind of a node (see :mod:`cdmpp.program.graph`) and what its forward pass runs.
+    """Kind of a node (see :mod:`cdmpp.program.graph`) and what its forward pass runs (UnknownOperatorError names what it is).
 
-    Parameters
-    ----------
-    before
-        Name of the node before: ``contiguous`` and ``reshape`` copy what was transposed, and nothing else.
-
-    Raises
-    ------
-    UnknownOperatorError
-        The message is the operator's name.
+    ``before`` is the name of the node before: ``contiguous`` and ``reshape`` copy what was transposed, and nothing else.
     """
     if operator in ("getitem", "output"):
         return "view", []

@@ -142,7 +142,8 @@ def collect_per_store(
 ) -> dict[str, NDArray[np.float32]]:
     """Aggregated features of programs, from the datasets' ``perstore.parquet`` or extracted with TVM.
 
-    Missing ones are extracted (10-30 ms a program with its rebuilding) and kept in the user's cache. Programs that cannot be rebuilt or analysed are left out.
+    Missing ones are extracted (10-30 ms a program with its rebuilding) and kept in the user's cache. Programs that cannot be
+    rebuilt or analysed are left out.
     """
     from cdmpp.predictor.data import program_resolver
 
