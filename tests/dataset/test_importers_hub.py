@@ -17,8 +17,6 @@ from cdmpp.errors import DatasetError, ProgramError, UnknownDeviceError
 from cdmpp.predictor.data import program_resolver
 from cdmpp.program.ast import compact_ast
 
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
-
 CONVOLUTION = {
     "kernel": "convolution_milo", "gpu": "A100", "problem_size": "[4096, 4096]", "status": "ok", "latency_ms": 1.9,
     "compile_ms": 800.0, "rep_cv": 0.01, "n_rep": 32, "p_block_size_x": 48, "p_block_size_y": 4, "p_tile_size_x": 2,
@@ -204,12 +202,3 @@ def test_an_unknown_gpu_is_named_with_near_ones(tmp_path: Path, capsys: pytest.C
         import_benchmark_hub(file, tmp_path / "out")
     assert main(["import", "benchmark-hub", str(file), "--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-
-
-@pytest.mark.skipif(not (SHARED / "benchmark_hub.parquet").exists(), reason="needs ../shared/data")
-def test_known_rows_of_the_published_hub(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    report = import_benchmark_hub(SHARED / "benchmark_hub.parquet", out, limit=60)
-    assert sum(report.records.values()) == 60 and report.unknown_operators == {} and report.notes == ()
-    first = next(r for r in Dataset.open(out).iter_records() if r.meta["row"] == 0)
-    assert (first.device, first.latency_s) == ("a100-pcie-40gb", pytest.approx(3.875328e-3))

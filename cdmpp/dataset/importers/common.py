@@ -157,8 +157,8 @@ def refuse_implausible(
     """Refuse latencies of float32 operators, (n,), that the device's roofline rules out by far.
 
     FLOPs are those that the fastest algorithm needs. ``slow`` says which are refused also for being far too slow for a
-    library's operator; the worst of many schedules may be. DatasetError: a latency is missing, not above 0, a quarter of what physics
-    needs or less, or so long that its unit must be wrong; it names the worst row, and how many there are.
+    library's operator; the worst of many schedules may be. DatasetError: a latency is missing, not above 0, a quarter of what
+    physics needs or less, or so long that its unit must be wrong; it names the worst row, and how many there are.
     """
     bad = ~(np.isfinite(latency_s) & (latency_s > 0))
     if bad.any():
