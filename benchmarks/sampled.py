@@ -56,7 +56,7 @@ def sample_evenly(
 ) -> SampledView:
     """About as many ok records of every kind of task on every device, `number` in all.
 
-    The kind is the task's name. Which programs are taken hangs on their hashes and the seed alone, so that devices
+    The kind is the task's name. Which programs are taken depends on their hashes and the seed alone, so that devices
     share them as far as the same ones were measured there.
 
     Parameters

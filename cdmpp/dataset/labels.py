@@ -58,7 +58,7 @@ def label_table(
 ) -> pd.DataFrame:
     """One label per (program, device), from its ok records.
 
-    Where a program was measured several times on a device, records that were taken while somebody else used the core
+    Where a program was measured several times on a device, records that were taken while something else used the core
     (:func:`disturbance`) count only if there are no others.
 
     Failures, NaN, infinite, zero and negative latencies and records of unknown programs never get in (the

@@ -98,7 +98,8 @@ def write_parquet(path: Path, table: pa.Table, compression_level: int = 19, **no
     metadata = json.dumps({"schema_version": SCHEMA_VERSION, **note}).encode()
     table = table.replace_schema_metadata({_META_KEY: metadata})
     # Numbers with their bytes in separate streams, which saves a third; the rest by dictionary.
-    numbers, others = [], []
+    numbers: list[str] = []
+    others: list[str] = []
     for column in table.schema:
         if pa.types.is_list(column.type):
             numbers.append(f"{column.name}.list.element")

@@ -1,6 +1,6 @@
 """NeuSight's measurements (Lee, Phanishayee and Mahajan, ASPLOS'25) as a dataset of library tasks, and its traces as networks.
 
-Three kinds of file, told apart by their columns:
+Three kinds of file, which their columns tell apart:
 
 * **operators**, one measurement a row: ``op``, ``device``, ``latency_ms`` and the dimensions. Every distinct operator and
   shape is a task that a library runs; every row is a record in seconds. Of ``bmm`` and ``linear``, ``N`` is the reduction
@@ -63,7 +63,7 @@ _FAST_CONVOLUTION = 5.0
 _META = ("op", "split", "authors_used")
 #: Columns of which the dataset's meta has all values.
 _VERSIONS = ("torch_version", "cuda_version", "cudnn_version")
-#: How a matrix product or convolution was launched, which tells its tiles; of the others it follows from the shape.
+#: How a matrix product or convolution was launched, which says what its tiles are; of the others it follows from the shape.
 _TILED = ("bmm", "linear", "conv")
 _LAUNCH = ["grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z"]
 #: Kernel names of templates are hundreds of characters long; those that tell a tile are short.

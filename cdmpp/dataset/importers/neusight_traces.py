@@ -86,7 +86,7 @@ SOURCES: tuple[str, ...] = ("neusight", "habitat", "roofline", "micro")
 _STRUCTURE = ("Name", "OpName", "FwOps", "BwOps", "AccOps", "InputShapes", "OutputShape")
 TRACE_COLUMNS: tuple[str, ...] = (*_STRUCTURE, "device", "desc", "model", "mode", "label_fw")
 
-#: The part of a node's whole time that its operators may be below their roofline: nodes are in caches' good graces.
+#: The part of a node's whole time that its operators may be below their roofline: what a node reads may be in caches.
 _IN_TRACE = 0.5
 
 
@@ -176,7 +176,8 @@ class _Reader:
         nodes = [self._node(i, "forward", repeats[i]) for i in range(len(self.rows))]
         for i in reversed(range(len(self.rows))):
             nodes += [self._node(i, phase, repeats[i]) for phase in ("backward", "accumulate")]
-        meta = {key: first[key] for key in ("model", "mode", "seq", "batch") if key in first}
+        kept = ("model", "mode", "seq", "batch")
+        meta: dict[str, Any] = {key: first[key] for key in kept if key in first}
         meta["devices"] = sorted(device.name for device, _ in self.traces)
         meta.update(source="neusight", layers=max(repeats))
         return network_graph(self.name, self._connected([node for node in nodes if node]), meta=meta)
@@ -339,7 +340,7 @@ def unlisted_backward_calls(name: str, inputs: Sequence[Shape], output: Shape) -
     The maximum of two tensors has, in PyTorch, the gradient ``where(a == b, grad / 2, grad).masked_fill(a < b, 0)``:
     two comparisons, which read a tensor and write next to nothing, a division, a selection and a fill. NeuSight
     counts it as nothing; it is an eighth of OPT's training. A lookup's gradient is a table of zeros (where the
-    trace tells its size) to which rows are added.
+    trace has its size) to which rows are added.
     """
     base = base_name(name)
     elements = math.prod(output)
