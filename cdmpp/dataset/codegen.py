@@ -18,7 +18,6 @@ from cdmpp.dataset.store import load_datasets
 from cdmpp.errors import CdmppError, DatasetError
 from cdmpp.program.codegen import CODEGEN_FEATURES, COUNTING_VERSION
 from cdmpp.program.codegen.compile import ObjectCache, code_key
-from cdmpp.program.codegen.counts import codegen_features, compiled_features, require_decoder
 from cdmpp.program.space import Rebuilder
 from cdmpp.program.types import Program, Space, Task
 
@@ -77,6 +76,8 @@ def collect_codegen(
     --object-cache`` kept what it compiled, only what is missing is compiled, and kept there too. DatasetError: no dataset in
     the folder, or the file cannot be written; CdmppError: what decodes instructions is not installed.
     """
+    from cdmpp.program.codegen.counts import require_decoder
+
     require_decoder()
     view = load_datasets(folder)
     path = Path(folder) / CODEGEN_FILE
@@ -110,6 +111,8 @@ _REBUILDER: list[Rebuilder] = []
 
 
 def _count_one(object_cache: str | Path | None, wanted: _Wanted) -> NDArray[np.float32] | None:
+    from cdmpp.program.codegen.counts import codegen_features, compiled_features
+
     program, task, space, target = wanted
     if not _REBUILDER:  # one a process: it keeps what it has parsed
         _REBUILDER.append(Rebuilder())
