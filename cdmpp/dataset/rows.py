@@ -50,12 +50,14 @@ class RowStore:
         with self._errors("open"):
             if write:
                 self._lock = self._locked()
-            elif not os.access(path.parent, os.W_OK):  # to read a log, SQLite has to write beside it
-                path = self._copied()
-            mode = "rwc" if write else "ro"
+            elif not os.access(path.parent, os.W_OK) and not path.with_name(f"{path.name}-shm").exists():
+                path = self._copied()  # to read a log that nobody has open, SQLite has to write beside it
+            # A reader, too, rolls back what a killed writer left half-written, for which SQLite has to write.
+            mode = "rwc" if write else "rw"
             self._db = sqlite3.connect(
                 f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None
             )
+            self._db.execute(f"PRAGMA query_only = {int(not write)}")
             if write:
                 local = _file_system(path.parent) not in _SHARED_FILE_SYSTEMS
                 self._db.execute(f"PRAGMA journal_mode={'WAL' if local else 'DELETE'}")
@@ -82,9 +84,9 @@ class RowStore:
         return lock
 
     def _copied(self) -> Path:
-        """The file and its log where they can be opened: what a writer left on a medium that is now read-only."""
+        """The file and its journal where they can be opened: what a writer left on a medium that is now read-only."""
         self._copy = tempfile.TemporaryDirectory(prefix="cdmpp-rows-")
-        for name in (self.path.name, f"{self.path.name}-wal"):
+        for name in (self.path.name, f"{self.path.name}-wal", f"{self.path.name}-journal"):
             if self.path.with_name(name).exists():
                 shutil.copy(self.path.with_name(name), self._copy.name)
         return Path(self._copy.name) / self.path.name

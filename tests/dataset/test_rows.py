@@ -122,6 +122,26 @@ def test_a_killed_writer_loses_nothing_and_lets_others_write(tmp_path: Path, dis
     assert values(path)[-1] == "after"
 
 
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_transaction_that_was_cut_is_rolled_back_by_who_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writable: bool
+) -> None:
+    monkeypatch.setattr(rows_module, "_file_system", lambda folder: "nfs4")
+    store = RowStore(tmp_path / "rows.db", write=True)
+    store.add("a", 1)
+    store._db.execute("PRAGMA cache_size = 1")  # so that pages are written before the end
+    store._db.execute("BEGIN")
+    for number in range(100):
+        store.add("a", f"{number}" * 1000)
+    (tmp_path / "killed").mkdir()
+    for name in ("rows.db", "rows.db-journal"):
+        shutil.copy(tmp_path / name, tmp_path / "killed")
+    monkeypatch.setattr(os, "access", lambda *_: writable)
+    assert values(tmp_path / "killed" / "rows.db") == [1]
+    store._db.execute("ROLLBACK")
+    store.close()
+
+
 def test_a_forked_process_writes_nothing(store: RowStore, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: -1)
@@ -211,6 +231,7 @@ def test_a_read_only_medium_is_read_and_not_written(
 def test_what_is_not_writable_is_copied_to_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same where nothing can be mounted: files that a killed writer left, and a folder said to be read-only."""
     killed(tmp_path / "rows.db", "ext4")
+    (tmp_path / "rows.db-shm").unlink()
     added = values(Path(shutil.copytree(tmp_path, tmp_path / "copy")) / "rows.db")
     monkeypatch.setattr(os, "access", lambda *_: False)
     before = sorted(path.name for path in tmp_path.iterdir())
