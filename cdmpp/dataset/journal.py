@@ -1,5 +1,7 @@
 """Append-only JSON lines that know when they are damaged.
 
+Of the dataset nothing uses this: it goes with `profiler/bundle_make.py` and `profiler/validity_run.py`, which do.
+
 A line is ``<crc32 of the JSON, 8 hex digits> <JSON>\\n``. Each line is handed to the kernel in one write,
 so a killed process loses nothing it had appended; ``fsync`` at most once a second bounds what a power cut
 can take. A line whose checksum does not match (a cut tail, a flipped bit, a foreign line) is skipped and
@@ -10,17 +12,12 @@ from __future__ import annotations
 
 import json
 import os
-import time
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cdmpp.errors import DatasetError
-
-#: Seconds between two fsyncs of one journal.
-FSYNC_INTERVAL_S = 1.0
 
 
 def encode_line(value: Any) -> bytes:
@@ -96,7 +93,7 @@ def read_journal(path: Path, ingested: tuple[int, int] | None = None) -> Journal
 
 
 class JournalWriter:
-    """Appends lines to one journal. One writer at a time (see :mod:`cdmpp.dataset.lock`).
+    """Appends lines to one journal. One writer at a time.
 
     A tail that was cut before is closed with a newline, so that it spoils no line but its own. When the
     disk is full the half-written line is taken back.
@@ -164,45 +161,3 @@ class JournalWriter:
         finally:
             os.close(self._fd)
             self._fd = -1
-
-
-class JournalSet:
-    """The journals of a dataset, made durable together.
-
-    Parameters
-    ----------
-    paths
-        Name -> file, in the order in which they are synced: what is referred to comes before what refers.
-    clock
-        Monotonic seconds.
-    """
-
-    def __init__(self, paths: dict[str, Path], clock: Callable[[], float] = time.monotonic) -> None:
-        self._paths = paths
-        self._writers: dict[str, JournalWriter] = {}
-        self._clock = clock
-        self._synced_at = clock()
-
-    def append(self, name: str, value: Any) -> None:
-        """Write one line to the journal of that name; sync all once a second (DatasetError)."""
-        if name not in self._writers:
-            self._writers[name] = JournalWriter(self._paths[name])
-        self._writers[name].append(value)
-        if self._clock() - self._synced_at >= FSYNC_INTERVAL_S:
-            self.sync()
-
-    def sync(self) -> None:
-        """Make all lines survive a power cut (DatasetError)."""
-        for name in self._paths:
-            if name in self._writers:
-                self._writers[name].sync()
-        self._synced_at = self._clock()
-
-    def close(self) -> None:
-        """Sync and close all."""
-        try:
-            self.sync()
-        finally:
-            for writer in self._writers.values():
-                writer.close()
-            self._writers.clear()

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import DatasetError, FeatureMismatchError, PredictorError, ProgramError
+from cdmpp.files import cache_file
 from cdmpp.predictor.config import DataConfig
 from cdmpp.program.types import Program
 
@@ -190,7 +191,7 @@ def gather(
     """Collect labels, ASTs and devices of datasets.
 
     ASTs are read from each dataset's ``asts.parquet``; missing ones are computed, which needs TVM and some
-    milliseconds a program, and written to the first folder that holds the program if it can be written.
+    milliseconds a program, and kept in the user's cache (:func:`cdmpp.files.cache_file`).
 
     Raises
     ------
@@ -245,7 +246,7 @@ def _collect_codegen(view: DatasetView) -> dict[tuple[str, str], NDArray[np.floa
 def collect_asts(
     view: DatasetView, programs: Iterable[str], progress: CountCallback | None = None
 ) -> dict[str, CompactAST]:
-    """ASTs of programs, from the datasets' ``asts.parquet`` or computed.
+    """ASTs of programs, from the datasets' ``asts.parquet``, the user's cache or computed.
 
     Programs that cannot be rebuilt are left out.
     """
@@ -253,13 +254,13 @@ def collect_asts(
 
     wanted = list(dict.fromkeys(programs))
     asts: dict[str, CompactAST] = {}
-    for part in view.parts:
-        path = Path(part.path) / AST_FILE
-        if path.exists():
-            try:
-                asts.update(load_asts(path))
-            except (FeatureMismatchError, DatasetError) as err:
-                logger.warning("ASTs are computed again: %s", err)
+    for folder in (Path(part.path) for part in view.parts):
+        for path in (cache_file(folder, AST_FILE), folder / AST_FILE):
+            if path.exists():
+                try:
+                    asts.update(load_asts(path))
+                except (FeatureMismatchError, DatasetError) as err:
+                    logger.warning("ASTs are computed again: %s", err)
     missing = [program for program in wanted if program not in asts]
     if missing:
         fresh = _compute_asts(view, missing, progress)
@@ -267,8 +268,9 @@ def collect_asts(
         for folder, held in first_holders(view).items():
             own = {program: ast for program, ast in asts.items() if program in held}
             if fresh.keys() & own.keys():
-                path = folder / AST_FILE
+                path = cache_file(folder, AST_FILE)
                 try:
+                    path.parent.mkdir(parents=True, exist_ok=True)
                     save_asts(path, own)
                 except (OSError, DatasetError) as err:
                     logger.warning("%s is not written: %s", path, err)

@@ -20,7 +20,7 @@ Definitions
     ``top1_regret_median`` is the median in place of the mean, ``top1_regret_of_32`` the median over those with at least
     32 programs: where there are few to choose from, choosing is easy.
 ``noise_floor_mape``
-    Expected MAPE of a perfect predictor, given the labels' noise (:mod:`cdmpp.dataset.noise`): mean error
+    Expected MAPE of a perfect predictor, given the labels' noise (:mod:`cdmpp.dataset.labels`): mean error
     floor of the labels, or half of the mean noise where error floors are not given.
 
 A metric that is not defined on the records (no pair, no noise figure) is None.

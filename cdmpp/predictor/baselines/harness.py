@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cdmpp.dataset.split_makers import ordered
+from cdmpp.dataset.split import ordered
 from cdmpp.predictor.baselines.base import LatencyModel
 from cdmpp.predictor.evaluation import score
 

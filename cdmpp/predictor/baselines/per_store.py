@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import DatasetError, FeatureMismatchError, ProgramError
+from cdmpp.files import cache_file
 
 if TYPE_CHECKING:
     from cdmpp.dataset import DatasetView
@@ -141,20 +142,20 @@ def collect_per_store(
 ) -> dict[str, NDArray[np.float32]]:
     """Aggregated features of programs, from the datasets' ``perstore.parquet`` or extracted with TVM.
 
-    Missing ones are extracted (10-30 ms a program with its rebuilding) and written back where the folder can
-    be written. Programs that cannot be rebuilt or analysed are left out.
+    Missing ones are extracted (10-30 ms a program with its rebuilding) and kept in the user's cache. Programs that cannot be
+    rebuilt or analysed are left out.
     """
     from cdmpp.predictor.data import program_resolver
 
     wanted = list(dict.fromkeys(programs))
     known: dict[str, NDArray[np.float32]] = {}
-    for part in view.parts:
-        path = Path(part.path) / PER_STORE_FILE
-        if path.exists():
-            try:
-                known.update(load_per_store(path))
-            except (FeatureMismatchError, DatasetError) as err:
-                logger.warning("per-store features are extracted again: %s", err)
+    for folder in (Path(part.path) for part in view.parts):
+        for path in (cache_file(folder, PER_STORE_FILE), folder / PER_STORE_FILE):
+            if path.exists():
+                try:
+                    known.update(load_per_store(path))
+                except (FeatureMismatchError, DatasetError) as err:
+                    logger.warning("per-store features are extracted again: %s", err)
     missing = [program for program in wanted if program not in known]
     if missing:
         resolve, extract = program_resolver(view), PerStoreExtractor()
@@ -198,8 +199,9 @@ def _write_back(view: DatasetView, known: Mapping[str, NDArray[np.float32]], fre
     for folder, held in first_holders(view).items():
         own = {program: vector for program, vector in known.items() if program in held}
         if fresh & own.keys():
-            path = folder / PER_STORE_FILE
+            path = cache_file(folder, PER_STORE_FILE)
             try:
+                path.parent.mkdir(parents=True, exist_ok=True)
                 save_per_store(path, own)
             except OSError as err:
                 logger.warning("%s is not written: %s", path, err)
