@@ -38,70 +38,46 @@ FOLDER = "networks"
 
 @dataclass(frozen=True)
 class GraphNode:
-    """One operator of a network, in one phase.
+    """One operator of a network, in one phase."""
 
-    Attributes
-    ----------
-    name
-        Unique in the graph.
-    tasks
-        Hashes of the tasks that it runs one after the other; empty where it runs no kernel or an unknown one.
-    inputs
-        Names of the nodes that it waits for.
-    repeat
-        How often it runs: a graph may hold one of several equal layers.
-    operator
-        What the source calls it.
-    kind
-        One of :data:`KINDS`.
-    phase
-        One of :data:`PHASES`.
-    family
-        The source's family of operators, such as ``BMM``.
-    input_shapes, output_shape
-        As far as the source tells.
-    measured_s
-        Device -> measured seconds of one run.
-    predicted_s
-        Source (``neusight``, ``habitat``, ...) -> device -> seconds that it predicted for one run.
-    """
-
+    #: Unique in the graph.
     name: str
+    #: Hashes of the tasks that it runs one after the other; empty where it runs no kernel or an unknown one.
     tasks: tuple[str, ...] = ()
+    #: Names of the nodes that it waits for.
     inputs: tuple[str, ...] = ()
+    #: How often it runs: a graph may hold one of several equal layers.
     repeat: float = 1.0
+    #: What the source calls it.
     operator: str = ""
+    #: One of :data:`KINDS`.
     kind: str = "kernel"
+    #: One of :data:`PHASES`.
     phase: str = "forward"
+    #: The source's family of operators, such as ``BMM``.
     family: str = ""
+    #: As far as the source tells.
     input_shapes: tuple[tuple[int, ...], ...] = ()
     output_shape: tuple[int, ...] = ()
+    #: Device -> measured seconds of one run.
     measured_s: Mapping[str, float] = field(default_factory=dict)
+    #: Source (``neusight``, ``habitat``, ...) -> device -> seconds that it predicted for one run.
     predicted_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class NetworkGraph:
-    """Nodes in an order in which they can run.
+    """Nodes in an order in which they can run."""
 
-    Attributes
-    ----------
-    name
-        Of the network.
-    nodes
-        Checked to be unique and sorted by :func:`network_graph`.
-    measured_s
-        Device -> measured seconds of the whole network.
-    predicted_s
-        Source -> device -> seconds that it predicted for the whole network.
-    meta
-        JSON values: where it comes from, model, batch, sequence length, ...
-    """
-
+    #: Of the network.
     name: str
+    #: Checked to be unique and sorted by :func:`network_graph`.
     nodes: tuple[GraphNode, ...]
+    #: Device -> measured seconds of the whole network.
     measured_s: Mapping[str, float] = field(default_factory=dict)
+    #: Source -> device -> seconds that it predicted for the whole network.
     predicted_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    #: JSON values: where it comes from, model, batch, sequence length, ...
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def task_weights(self) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Operators as a vendor library runs them, as canonical tasks: unscheduled PrimFuncs in float32.
 
 One function an operator, from its dimensions to a PrimFunc; they are generators (:mod:`cdmpp.program.generators`), so
-that a task of them is stored as its dimensions. :func:`library_task` makes the task with its work and traffic.
+that a task of them is stored as its dimensions: :func:`cdmpp.program.tasks.library_task`.
 
 Elementwise operators and copies are one block each, as a library runs them in one kernel; matrix products keep the
 bias as a block of its own, softmax and layer normalisation are TVM's own formulations, as in imported networks.
@@ -14,10 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cdmpp.errors import ProgramError
-from cdmpp.program import generators
-from cdmpp.program.tasks import normalise
-from cdmpp.program.tvm_env import import_tvm, structural_hash
-from cdmpp.program.types import Task
+from cdmpp.program.tvm_env import import_tvm, normalise
 
 #: Elementwise operators -> floating-point operations an element, as TVM counts them (special functions as none).
 ELEMENTWISE_FLOPS: dict[str, int] = {
@@ -146,27 +143,6 @@ def memory(elements: int, inputs: int = 1) -> Any:
         return tirx.Select(first[i] > tirx.const(0.0, "float32"), kept, tirx.const(0.0, "float32"))
 
     return prim_func(sources, ex.compute((elements,), value, name="memory"))
-
-
-def library_task(
-    name: str, arguments: Mapping[str, Any], networks: Mapping[str, float] | None = None
-) -> Task:
-    """The task of a library operator; some 0.7 ms.
-
-    Raises
-    ------
-    ProgramError
-        No such operator, or not with these arguments.
-    """
-    func = generators.build(name, arguments)
-    return Task(
-        hash=structural_hash(func),
-        name=str(arguments["op"]) if name == "elementwise" else name,
-        tir_json=generators.describe(name, arguments),
-        networks=dict(networks or {}),
-        flops=float(operator_flops(name, arguments)),
-        bytes=float(operator_bytes(name, arguments)),
-    )
 
 
 def operator_flops(name: str, arguments: Mapping[str, Any]) -> Any:

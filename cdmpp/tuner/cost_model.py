@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import ProgramError
-from cdmpp.program.ast import AstBuilder
+from cdmpp.program.ast import compact_asts
 from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.tuner import interrupt
 from cdmpp.tuner.online import Anchors, OnlineModel
@@ -95,7 +95,6 @@ class CostModel(PyCostModel):
         loaded = None if predictor is None else load_predictor(predictor)
         self.model = OnlineModel(make_prior(loaded, self.device), anchors)
         self.asked = self.computed = 0
-        self._builders: dict[str, AstBuilder] = {}
         self._cache: OrderedDict[str, Encoded | None] = OrderedDict()
         #: Seconds that have a score of 1, by task; they change with measurements only, so that scores compare.
         self._unit_s: dict[str, float] = {}
@@ -171,7 +170,7 @@ class CostModel(PyCostModel):
         """Take measured programs of a task (its structural hash), None where one failed, and fit unless more follow."""
         self.model.failed.update(h for h, value in zip(hashes, latency_s, strict=True) if value is None)
         known = [(h, f, v) for h, f, v in zip(hashes, funcs, latency_s, strict=True) if v is not None]
-        encoded = self._encode_funcs(task, [h for h, _, _ in known], [f for _, f, _ in known])
+        encoded = self._encode_funcs([h for h, _, _ in known], [f for _, f, _ in known])
         usable = [(h, e, v) for (h, _, v), e in zip(known, encoded, strict=True) if e is not None]
         if not usable:
             return
@@ -183,16 +182,16 @@ class CostModel(PyCostModel):
 
     def _encode(self, context: Any, candidates: Sequence[Any]) -> tuple[list[int], Encoded | None]:
         hashes = _hashes(candidates)
-        encoded = self._encode_funcs(_task(context), hashes, [c.sch.mod["main"] for c in candidates])
+        encoded = self._encode_funcs(hashes, [c.sch.mod["main"] for c in candidates])
         rows = [i for i, e in enumerate(encoded) if e is not None and hashes[i] not in self.model.failed]
         return rows, Encoded.stack([e for e in (encoded[i] for i in rows) if e is not None]) if rows else None
 
-    def _encode_funcs(self, task: str, hashes: Sequence[str], funcs: Sequence[Any]) -> list[Encoded | None]:
+    def _encode_funcs(self, hashes: Sequence[str], funcs: Sequence[Any]) -> list[Encoded | None]:
         """Network outputs, from the cache where they are there; None for what cannot be read."""
         missing = {h: f for h, f in zip(hashes, funcs, strict=True) if h not in self._cache}
         self.asked += len(hashes)
         self.computed += len(missing)
-        found = dict(zip(missing, self._compute(task, list(missing.values())), strict=True))
+        found = dict(zip(missing, self._compute(list(missing.values())), strict=True))
         for digest in hashes:
             if digest in self._cache:
                 self._cache.move_to_end(digest)
@@ -202,21 +201,20 @@ class CostModel(PyCostModel):
             self._cache.popitem(last=False)
         return [found[h] for h in hashes]
 
-    def _compute(self, task: str, funcs: list[Any]) -> list[Encoded | None]:
+    def _compute(self, funcs: list[Any]) -> list[Encoded | None]:
         if not funcs:
             return []
-        builder = self._builders.setdefault(task, AstBuilder())
         try:
-            asts = builder.build(funcs)
+            asts = compact_asts(funcs)
         except ProgramError:
             # One of them; find out which. This happens to few programs of few tasks.
-            return [self._compute_one(builder, func) for func in funcs]
+            return [self._compute_one(func) for func in funcs]
         programs = self.model.prior.encode(asts)
         return [programs.take([i]) for i in range(len(asts))]
 
-    def _compute_one(self, builder: AstBuilder, func: Any) -> Encoded | None:
+    def _compute_one(self, func: Any) -> Encoded | None:
         try:
-            return self.model.prior.encode(builder.build([func]))
+            return self.model.prior.encode(compact_asts([func]))
         except ProgramError as err:
             logger.debug("no prediction for a candidate: %s", err)
             return None

@@ -24,8 +24,8 @@ from cdmpp.errors import ProgramError, TunerError
 from cdmpp.profiler.machine import make_work_folder
 from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.fusion import FusedNetwork, fuse
-from cdmpp.program.tasks import normalise, task_from_prim_func
-from cdmpp.program.tvm_env import import_tvm, quiet
+from cdmpp.program.tasks import task_from_prim_func
+from cdmpp.program.tvm_env import import_tvm, normalise, quiet
 
 if TYPE_CHECKING:
     from cdmpp.device import Device

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import ProgramError, TunerError
-from cdmpp.program.ast import AstBuilder
+from cdmpp.program.ast import compact_asts
 from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.tuner.validity_features import pooled
 from cdmpp.tuner.validity_online import OnlineValidity
@@ -75,7 +75,6 @@ class ValidityGuard:
             raise TunerError(f"a guard needs one probe and one sample at least, got {probes} and {sampled}")
         self.validity = validity
         self._skip_below, self._probes, self._sampled, self._seed = skip_below, probes, sampled, seed
-        self._builders: dict[str, AstBuilder] = {}
         self._features: OrderedDict[str, NDArray[np.float32] | None] = OrderedDict()
 
     def probability(self, context: Any, measures: Sequence[Any]) -> FloatArray:
@@ -136,8 +135,7 @@ class ValidityGuard:
             h: m.sch.mod["main"] for h, m in zip(hashes, measures, strict=True) if h not in self._features
         }
         if missing:
-            builder = self._builders.setdefault(structural_hash(context.mod["main"]), AstBuilder())
-            self._features.update(zip(missing, self._compute(builder, list(missing.values())), strict=True))
+            self._features.update(zip(missing, self._compute(list(missing.values())), strict=True))
         found = [(i, row) for i, h in enumerate(hashes) if (row := self._features[h]) is not None]
         for digest in hashes:
             self._features.move_to_end(digest)
@@ -145,15 +143,15 @@ class ValidityGuard:
             self._features.popitem(last=False)
         return [i for i, _ in found], np.stack([row for _, row in found]) if found else None
 
-    def _compute(self, builder: AstBuilder, funcs: list[Any]) -> list[NDArray[np.float32] | None]:
+    def _compute(self, funcs: list[Any]) -> list[NDArray[np.float32] | None]:
         try:
-            return list(self.validity.features(builder.build(funcs)))
+            return list(self.validity.features(compact_asts(funcs)))
         except ProgramError as err:
             if len(funcs) == 1:
                 logger.debug("no validity of a candidate: %s", err)
                 return [None]
             # One of them; find out which. This happens to few programs of few tasks.
-            return [row for func in funcs for row in self._compute(builder, [func])]
+            return [row for func in funcs for row in self._compute([func])]
 
 
 def make_guard(

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from cdmpp import Predictor
 from cdmpp.errors import CdmppError, ProgramError
-from cdmpp.program.ast import CompactAST, compact_ast, compact_asts, reader
+from cdmpp.program import ast as reader
+from cdmpp.program.ast import CompactAST, compact_ast, compact_asts
 from tests.golden import golden
 from tests.samples.scripts import CHAIN, CONV, parse
 

@@ -17,7 +17,7 @@ from cdmpp.device import get_device
 from cdmpp.errors import PredictorError, ProgramError, TunerError
 from cdmpp.profiler.build import BuildJob
 from cdmpp.profiler.engine import Outcome
-from cdmpp.program.ast import CompactAST
+from cdmpp.program.ast import CompactAST, compact_asts
 from cdmpp.program.space import Rebuilder
 from cdmpp.tuner import validity_search
 from cdmpp.tuner.measure import Measurer
@@ -276,19 +276,16 @@ def test_scores_of_the_unlikely_are_0_and_never_negative(tuner: TaskTuner) -> No
 
 
 def test_what_cannot_be_read_counts_as_valid(tuner: TaskTuner, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cdmpp.program.ast import AstBuilder
-
     guard = ValidityGuard(Oracle(lambda _: False))
     measures = [c.measure for c in tuner.sample(4, 0)]
     bad = measures[1].sch.mod["main"]
-    build = AstBuilder.build
 
-    def refusing(self: AstBuilder, funcs: Sequence[Any]) -> list[CompactAST]:
+    def refusing(funcs: Sequence[Any]) -> list[CompactAST]:
         if any(func.same_as(bad) for func in funcs):
             raise ProgramError("made up")
-        return build(self, funcs)
+        return compact_asts(funcs)
 
-    monkeypatch.setattr(AstBuilder, "build", refusing)
+    monkeypatch.setattr("cdmpp.tuner.validity_search.compact_asts", refusing)
     assert guard.probability(tuner.context, measures) == pytest.approx([0.05, 1.0, 0.05, 0.05])
     guard.learn(tuner.context, measures, [False] * 4)
     assert len(guard.validity) == 3

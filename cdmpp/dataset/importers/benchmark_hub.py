@@ -62,8 +62,6 @@ class _Kernel:
     ----------
     task, generator
         Generators of the unscheduled task and of a configuration's program.
-    module
-        Where the generator's ``PARAMETERS`` are.
     sizes
         Names of the numbers of ``problem_size``, in order.
     fixed
@@ -76,7 +74,6 @@ class _Kernel:
 
     task: str
     generator: str
-    module: str
     sizes: tuple[str, ...]
     fixed: Mapping[str, int]
     from_columns: Mapping[str, str]
@@ -85,14 +82,14 @@ class _Kernel:
 
 _KERNELS: dict[str, _Kernel] = {
     "convolution": _Kernel(
-        "image_convolution", "kernel_tuner_convolution", "cdmpp.program.kernels.convolution", ("width", "height"), {},
+        "image_convolution", "kernel_tuner_convolution", ("width", "height"), {},
         {"filter_height": "p_filter_height", "filter_width": "p_filter_width"}, {"use_shmem": 1, "use_cmem": 1},
     ),
     "gemm": _Kernel(
-        "gemm", "clblast_gemm", "cdmpp.program.kernels.gemm", ("m", "n"), {}, {}, {"STRM": 0, "STRN": 0},
+        "gemm", "clblast_gemm", ("m", "n"), {}, {}, {"STRM": 0, "STRN": 0},
     ),
     "dedispersion": _Kernel(
-        "dedispersion", "kernel_tuner_dedispersion", "cdmpp.program.kernels.dedispersion", ("samples", "measures"),
+        "dedispersion", "kernel_tuner_dedispersion", ("samples", "measures"),
         {"channels": 1536, "max_shift": 650}, {}, {},
     ),
 }  # fmt: skip
@@ -215,9 +212,9 @@ class _Group:
 
 
 def _groups(path: Path, frame: pd.DataFrame, table: DeviceTable, unknown: Counter[str]) -> Iterator[_Group]:
-    import importlib
-
     import numpy as np
+
+    from cdmpp.program.generators import kernel_parameters
 
     devices = resolve_devices(frame["gpu"], table, path)
     for (name, gpu, size), rows in frame.groupby(["kernel", "gpu", "problem_size"], sort=False):
@@ -231,7 +228,7 @@ def _groups(path: Path, frame: pd.DataFrame, table: DeviceTable, unknown: Counte
         rows = rows[~foreign]
         if not len(rows):
             continue
-        parameters: tuple[str, ...] = importlib.import_module(kernel.module).PARAMETERS
+        parameters = kernel_parameters(kernel.generator)
         columns = []
         for parameter in parameters:
             column = f"p_{parameter}"
@@ -314,7 +311,7 @@ class _Made:
         import json
 
         from cdmpp.dataset.record import Record
-        from cdmpp.program.generators import generator_space
+        from cdmpp.program.space import generator_space
 
         task = _task(group.kernel.task, group.problem)
         space = generator_space(task.hash, group.kernel.generator, group.parameters, group.problem)
@@ -361,7 +358,7 @@ def _program(space: Space, values: Sequence[int]) -> Program | None:
     """The program of a configuration; None where its parameters make none."""
     import json
 
-    from cdmpp.program.generators import build_program, generator_program
+    from cdmpp.program.space import build_program, generator_program
     from cdmpp.program.tvm_env import structural_hash
 
     try:

@@ -314,7 +314,7 @@ def _records(
     import numpy as np
 
     from cdmpp.dataset.record import Record
-    from cdmpp.program.library_ops import library_task
+    from cdmpp.program.tasks import library_task
 
     programs = np.full(len(frame), "", dtype=object)
     for number, operator in enumerate(operators, start=1):

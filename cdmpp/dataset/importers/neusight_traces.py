@@ -291,7 +291,7 @@ class _Reader:
 
     def _task(self, call: Call) -> Task:
         from cdmpp.program import generators
-        from cdmpp.program.library_ops import library_task
+        from cdmpp.program.tasks import library_task
 
         text = generators.describe(*call)
         if text not in self.made:

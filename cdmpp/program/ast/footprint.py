@@ -38,37 +38,26 @@ _LEAF = {name: i for i, name in enumerate(LEAF_COLUMNS)}
 
 @dataclass(frozen=True)
 class LoopNest:
-    """Loops of each leaf; loops that a leaf does not have are of extent 1 and kind -1.
+    """Loops of each leaf; loops that a leaf does not have are of extent 1 and kind -1."""
 
-    Attributes
-    ----------
-    extent, kind, reduction, unrolled, node
-        (leaves, loops), innermost first.
-    points
-        (leaves, depths): iterations of the ``k`` innermost loops.
-    n
-        (leaves,): number of loops.
-    vector
-        (leaves, loops): vectorised, and not turned back into a serial loop.
-    simd
-        (leaves,): the loop lanes run along: GPU threads, else the vectorised one, else the innermost.
-    explicit_simd
-        (leaves,): there is a vectorised one.
-    tile
-        (leaves,): number of inner loops that are vectorised, unrolled or GPU threads: their iterations are
-        straight-line code.
-    """
-
+    #: (leaves, loops), innermost first.
     extent: FloatArray
     kind: IntArray
     reduction: BoolArray
     unrolled: BoolArray
     node: IntArray
+    #: (leaves, depths): iterations of the ``k`` innermost loops.
     points: FloatArray
+    #: (leaves,): number of loops.
     n: IntArray
+    #: (leaves, loops): vectorised, and not turned back into a serial loop.
     vector: BoolArray
+    #: (leaves,): the loop lanes run along: GPU threads, else the vectorised one, else the innermost.
     simd: IntArray
+    #: (leaves,): there is a vectorised one.
     explicit_simd: BoolArray
+    #: (leaves,): number of inner loops that are vectorised, unrolled or GPU threads: their iterations are
+    #: straight-line code.
     tile: IntArray
 
     @property
@@ -117,48 +106,32 @@ def _with_one(array: FloatArray) -> FloatArray:
 
 @dataclass(frozen=True)
 class Footprints:
-    """What the accesses touch.
+    """What the accesses touch."""
 
-    Attributes
-    ----------
-    leaf, buffer
-        (accesses,): which leaf, which buffer of the batch.
-    elements
-        (accesses, depths): distinct elements of storage touched by the ``k`` innermost loops.
-    data
-        (accesses, depths): distinct elements of data, for storage may be used anew.
-    lines
-        (accesses, depths): distinct cache lines, in bytes.
-    pages
-        (accesses, depths): distinct pages of 4 KB.
-    runs
-        (accesses, depths): elements that lie side by side in storage.
-    stride
-        (accesses, loops): elements between the addresses of successive iterations of one loop.
-    uses
-        (accesses, loops): the data accessed depend on the loop.
-    gathers
-        (accesses, loops): it does so in a way that is not affine.
-    storage
-        (accesses,): bytes of the buffer as it will be allocated.
-    working_set
-        (leaves, depths): bytes touched by all leaves below the ``k``-th loop while it runs once through.
-    program_bytes
-        (programs,): bytes touched by the whole program.
-    """
-
+    #: (accesses,): which leaf, which buffer of the batch.
     leaf: IntArray
     buffer: IntArray
+    #: (accesses, depths): distinct elements of storage touched by the ``k`` innermost loops.
     elements: FloatArray
+    #: (accesses, depths): distinct elements of data, for storage may be used anew.
     data: FloatArray
+    #: (accesses, depths): distinct cache lines, in bytes.
     lines: FloatArray
+    #: (accesses, depths): distinct pages of 4 KB.
     pages: FloatArray
+    #: (accesses, depths): elements that lie side by side in storage.
     runs: FloatArray
+    #: (accesses, loops): elements between the addresses of successive iterations of one loop.
     stride: FloatArray
+    #: (accesses, loops): the data accessed depend on the loop.
     uses: BoolArray
+    #: (accesses, loops): it does so in a way that is not affine.
     gathers: BoolArray
+    #: (accesses,): bytes of the buffer as it will be allocated.
     storage: FloatArray
+    #: (leaves, depths): bytes touched by all leaves below the ``k``-th loop while it runs once through.
     working_set: FloatArray
+    #: (programs,): bytes touched by the whole program.
     program_bytes: FloatArray
 
     @classmethod

@@ -45,60 +45,41 @@ ACCESS_COLUMNS = (
 
 @dataclass(frozen=True)
 class LeafTable:
-    """Everything the features of a batch of programs are computed from.
+    """Everything the features of a batch of programs are computed from."""
 
-    Attributes
-    ----------
-    leaf
-        float64 (leaves, len(LEAF_COLUMNS)).
-    ops
-        float64 (leaves, len(OP_KINDS)), operations per iteration.
-    loop
-        int64 (leaf-loop pairs, 8): leaf, place of the loop counted from inside, extent, kind, whether the reduction
-        of the leaf runs over it, whether TVM will unroll it, whether TVM turns it from vectorised into serial, and
-        its number in the batch.
-    access
-        float64 (accesses, len(ACCESS_COLUMNS)), ordered by leaf.
-    access_leaf, access_buffer
-        int64 (accesses,): its leaf, and its buffer's number in the batch.
-    renewed
-        bool (accesses, loops): every iteration of the loop uses the storage of the buffer anew.
-    shape
-        float64 (rows,): a row is one dimension of one access; extent of the buffer in it.
-    row_access, row_dim
-        int64 (rows,): the access, and the dimension counted from the last.
-    coef
-        float64 (rows, loops): change of the index by one iteration of the loop alone.
-    span
-        float64 (rows, depths): largest minus smallest index while the ``k`` innermost loops vary.
-    uses
-        bool (rows, loops): the index depends on the loop.
-    gathers
-        bool (accesses, loops): the address depends on the loop in a way that is not affine.
-    n_buffers
-        Number of buffers of all programs.
-    node_program
-        int64 (loops of all programs,): the program of each loop.
-    program_leaves, program_nests
-        int64 (programs,): number of leaves and of top-level loop nests.
-    """
-
+    #: float64 (leaves, len(LEAF_COLUMNS)).
     leaf: FloatArray
+    #: float64 (leaves, len(OP_KINDS)), operations per iteration.
     ops: FloatArray
+    #: int64 (leaf-loop pairs, 8): leaf, place of the loop counted from inside, extent, kind, whether the reduction
+    #: of the leaf runs over it, whether TVM will unroll it, whether TVM turns it from vectorised into serial, and
+    #: its number in the batch.
     loop: IntArray
+    #: float64 (accesses, len(ACCESS_COLUMNS)), ordered by leaf.
     access: FloatArray
+    #: int64 (accesses,): its leaf, and its buffer's number in the batch.
     access_leaf: IntArray
     access_buffer: IntArray
+    #: float64 (rows,): a row is one dimension of one access; extent of the buffer in it.
     shape: FloatArray
+    #: int64 (rows,): the access, and the dimension counted from the last.
     row_access: IntArray
     row_dim: IntArray
+    #: float64 (rows, loops): change of the index by one iteration of the loop alone.
     coef: FloatArray
+    #: float64 (rows, depths): largest minus smallest index while the ``k`` innermost loops vary.
     span: FloatArray
+    #: bool (rows, loops): the index depends on the loop.
     uses: BoolArray
+    #: bool (accesses, loops): the address depends on the loop in a way that is not affine.
     gathers: BoolArray
+    #: bool (accesses, loops): every iteration of the loop uses the storage of the buffer anew.
     renewed: BoolArray
+    #: Number of buffers of all programs.
     n_buffers: int
+    #: int64 (loops of all programs,): the program of each loop.
     node_program: IntArray
+    #: int64 (programs,): number of leaves and of top-level loop nests.
     program_leaves: IntArray
     program_nests: IntArray
 
@@ -108,63 +89,44 @@ class Collected:
     """Leaves of a batch of programs as they are read (``native/table.h``).
 
     *Cells* name elements of a large array of which most are zero, one in each line.
-
-    Attributes
-    ----------
-    leaf
-        float64 (leaves, len(LEAF_COLUMNS)).
-    ops
-        float64 (leaves, len(OP_KINDS)), operations per iteration.
-    access
-        float64 (accesses, 6): the first six of :data:`ACCESS_COLUMNS`.
-    access_leaf, access_buffer
-        int64 (accesses,): its leaf, and its buffer's number in the batch.
-    row
-        int64 (rows, 3): the access, the dimension counted from the last, and the extent of the buffer in it.
-    place
-        int64 (leaf-loop pairs, 5): leaf, place of the loop counted from inside, the loop's number in the batch, its
-        depth in the program, and whether the reduction of the leaf runs over it.
-    node
-        int64 (loops of all programs, 4): extent, kind, unrolled, scalarised.
-    node_program
-        int64 (loops of all programs,): the program of each loop.
-    buffer
-        int64 (buffers of all programs, 3): how many outer loops all its accesses have in common, -1 for parameters;
-        how many outer loops have it allocated inside, so that every iteration of them uses the same storage anew;
-        whether the threads among these loops share one allocation.
-    program
-        int64 (programs, 3): number of leaves, of top-level loop nests, and of nodes of the AST.
-    linear
-        int64 (cells, 3): row, loop, and its coefficient in the affine part of the index.
-    delta
-        int64 (cells, 3): row, loop, and what it adds to the span of the row through parts that are not affine.
-    use
-        int64 (cells, 3): row, loop that such a part depends on, and its change in the first iteration.
-    gather
-        int64 (cells, 2): access, and a loop along which its address is not affine.
-    opaque
-        int64 (cells,): accesses with an index that cannot be analysed.
-    flat
-        int64 (cells, 2): first and last row of accesses whose address is affine although its dimensions are not; the
-        last row has the address.
     """
 
+    #: float64 (leaves, len(LEAF_COLUMNS)).
     leaf: FloatArray
+    #: float64 (leaves, len(OP_KINDS)), operations per iteration.
     ops: FloatArray
+    #: float64 (accesses, 6): the first six of :data:`ACCESS_COLUMNS`.
     access: FloatArray
+    #: int64 (accesses,): its leaf, and its buffer's number in the batch.
     access_leaf: IntArray
     access_buffer: IntArray
+    #: int64 (rows, 3): the access, the dimension counted from the last, and the extent of the buffer in it.
     row: IntArray
+    #: int64 (leaf-loop pairs, 5): leaf, place of the loop counted from inside, the loop's number in the batch, its
+    #: depth in the program, and whether the reduction of the leaf runs over it.
     place: IntArray
+    #: int64 (loops of all programs, 4): extent, kind, unrolled, scalarised.
     node: IntArray
+    #: int64 (loops of all programs,): the program of each loop.
     node_program: IntArray
+    #: int64 (buffers of all programs, 3): how many outer loops all its accesses have in common, -1 for parameters;
+    #: how many outer loops have it allocated inside, so that every iteration of them uses the same storage anew;
+    #: whether the threads among these loops share one allocation.
     buffer: IntArray
+    #: int64 (programs, 3): number of leaves, of top-level loop nests, and of nodes of the AST.
     program: IntArray
+    #: int64 (cells, 3): row, loop, and its coefficient in the affine part of the index.
     linear: IntArray
+    #: int64 (cells, 3): row, loop, and what it adds to the span of the row through parts that are not affine.
     delta: IntArray
+    #: int64 (cells, 3): row, loop that such a part depends on, and its change in the first iteration.
     use: IntArray
+    #: int64 (cells, 2): access, and a loop along which its address is not affine.
     gather: IntArray
+    #: int64 (cells,): accesses with an index that cannot be analysed.
     opaque: IntArray
+    #: int64 (cells, 2): first and last row of accesses whose address is affine although its dimensions are not; the
+    #: last row has the address.
     flat: IntArray
 
 

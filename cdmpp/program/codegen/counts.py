@@ -115,8 +115,7 @@ def instruction_counts(programs: Sequence[Any], device: Device) -> NDArray[np.fl
         )
     import_tvm()
     require_decoder()  # one error, not a warning for each program
-    from cdmpp.program.ast import CompactAST
-    from cdmpp.program.ast.reader import prim_func
+    from cdmpp.program.ast import CompactAST, prim_func
 
     if any(isinstance(program, CompactAST) for program in programs):
         raise ProgramError("a CompactAST cannot be compiled: expected a PrimFunc or an IRModule")

@@ -1,23 +1,49 @@
-"""Networks without convolution or attention: MLP, MLP-Mixer, DLRM, GCN."""
+"""Transformers and recent vision networks by Hugging Face's model code, and networks of linear layers.
+
+Only the *code* of the ``transformers`` package is used: every network is built from a config, nothing is downloaded.
+"""
 
 from __future__ import annotations
+
+import itertools
+from typing import Any
 
 import torch
 from torch import nn
 
 
+class _Wrapped(nn.Module):
+    """Calls a transformers model with keyword arguments and returns one tensor of its output."""
+
+    def __init__(self, model: nn.Module, keywords: tuple[str, ...], output: str) -> None:
+        super().__init__()
+        self.model, self.keywords, self.output = model, keywords, output
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = getattr(self.model(**dict(zip(self.keywords, args, strict=True))), self.output)
+        return found
+
+
+def huggingface(model: str, output: str, keywords: tuple[str, ...], **settings: Any) -> nn.Module:
+    """A model class of transformers with the settings of its config.
+
+    With ``attn_implementation="eager"`` attention appears as matmul, softmax and matmul.
+    """
+    import transformers
+
+    model_class = getattr(transformers, model)
+    return _Wrapped(model_class(model_class.config_class(**settings)), keywords, output)
+
+
+def _linear(*widths: int) -> list[nn.Module]:
+    """Linear layers, each with ReLU."""
+    pairs = itertools.pairwise(widths)
+    return [layer for before, after in pairs for layer in (nn.Linear(before, after), nn.ReLU())]
+
+
 def mlp() -> nn.Module:
     """Four linear layers, 784-1024-512-256-10."""
-    return nn.Sequential(
-        nn.Linear(784, 1024),
-        nn.ReLU(),
-        nn.Linear(1024, 512),
-        nn.ReLU(),
-        nn.Linear(512, 256),
-        nn.ReLU(),
-        nn.Linear(256, 10),
-        nn.Softmax(dim=-1),
-    )
+    return nn.Sequential(*_linear(784, 1024, 512, 256), nn.Linear(256, 10), nn.Softmax(dim=-1))
 
 
 class _MixerBlock(nn.Module):
@@ -61,13 +87,8 @@ class _Dlrm(nn.Module):
     def __init__(self, tables: int, rows: int, width: int) -> None:
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(rows, width) for _ in range(tables))
-        self.bottom = nn.Sequential(
-            nn.Linear(13, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, width), nn.ReLU()
-        )
-        pairs = (tables + 1) * (tables + 1)
-        self.top = nn.Sequential(
-            nn.Linear(width + pairs, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 1)
-        )
+        self.bottom = nn.Sequential(*_linear(13, 512, 256, width))
+        self.top = nn.Sequential(*_linear(width + (tables + 1) ** 2, 512, 256), nn.Linear(256, 1))
 
     def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
         bottom = self.bottom(dense)
@@ -98,3 +119,30 @@ class _Gcn(nn.Module):
 def gcn() -> nn.Module:
     """Three graph convolutions (Kipf 2016) over a dense adjacency matrix of 256 nodes."""
     return _Gcn(128, 64, 16)
+
+
+class _Unrolled(nn.Module):
+    def __init__(self, cell: nn.LSTMCell | nn.GRUCell) -> None:
+        super().__init__()
+        self.cell = cell
+        self.classify = nn.Linear(cell.hidden_size, 1000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.zeros(x.shape[0], self.cell.hidden_size)
+        memory = torch.zeros(x.shape[0], self.cell.hidden_size)
+        for step in range(x.shape[1]):
+            if isinstance(self.cell, nn.LSTMCell):
+                hidden, memory = self.cell(x[:, step], (hidden, memory))
+            else:
+                hidden = self.cell(x[:, step], hidden)
+        return self.classify(hidden)
+
+
+def lstm(width: int) -> nn.Module:
+    """An LSTM cell of 128 inputs, unrolled over the sequence, and a classifier: every step is the same tasks."""
+    return _Unrolled(nn.LSTMCell(128, width))
+
+
+def gru(width: int) -> nn.Module:
+    """The same with a GRU cell."""
+    return _Unrolled(nn.GRUCell(128, width))
