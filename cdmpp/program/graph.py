@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import graphlib
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from cdmpp.errors import NetworkError
+from cdmpp.files import write_text
 
 FORMAT = "cdmpp.network_graph"
 VERSION = 1
@@ -160,18 +160,11 @@ def _sorted(name: str, given: Sequence[GraphNode], by_name: Mapping[str, GraphNo
 def save_graph(graph: NetworkGraph, path: str | Path) -> None:
     """Write a graph; the file appears whole or not at all (NetworkError if it cannot be written)."""
     path = Path(path)
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as err:
-        raise NetworkError(f"cannot write {path}: {err}") from err
-    try:
-        draft.write_text(json.dumps(graph.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        draft.replace(path)
+        write_text(path, json.dumps(graph.to_json(), indent=1, allow_nan=False) + "\n")
     except (OSError, ValueError) as err:
         raise NetworkError(f"cannot write {path}: {err}") from err
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def load_graph(path: str | Path) -> NetworkGraph:
@@ -205,23 +198,14 @@ def load_graphs(dataset: str | Path) -> dict[str, NetworkGraph]:
 
 
 def _node_to_json(node: GraphNode) -> dict[str, Any]:
-    value: dict[str, Any] = {}
-    for entry in fields(GraphNode):
-        content = getattr(node, entry.name)
-        default = entry.default if entry.default is not MISSING else None
-        if content == default or (isinstance(content, Mapping) and not content):
-            continue
-        value[entry.name] = (
-            {k: dict(v) if isinstance(v, Mapping) else v for k, v in content.items()}
-            if (isinstance(content, Mapping))
-            else content
-        )
-    return value
+    """Its fields that are not at their defaults."""
+    plain = GraphNode(node.name)
+    values = asdict(node)
+    return {key: value for key, value in values.items() if key == "name" or value != getattr(plain, key)}
 
 
 def _node_from_json(value: Mapping[str, Any]) -> GraphNode:
-    known = {entry.name for entry in fields(GraphNode)}
-    kept = {key: item for key, item in value.items() if key in known}
+    kept = {entry.name: value[entry.name] for entry in fields(GraphNode) if entry.name in value}
     for key in ("tasks", "inputs", "output_shape"):
         if key in kept:
             kept[key] = tuple(kept[key])

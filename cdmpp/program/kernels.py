@@ -233,7 +233,7 @@ def kernel_tuner_convolution(
     block_size_x: int, block_size_y: int, tile_size_x: int, tile_size_y: int, read_only: int, use_padding: int,
     use_shmem: int, use_cmem: int,
 ) -> Any:  # fmt: skip
-    """Kernel Tuner's convolution (van Werkhoven et al., FGCS 2014) in a configuration, its parameters as Kernel Tuner calls them.
+    """Kernel Tuner's convolution (van Werkhoven et al., FGCS 2014) in a configuration.
 
     Threads of a block, outputs of a thread, loads through the read-only cache, rows of shared memory padded against bank
     conflicts, the input in shared memory at all, the filter in constant memory.

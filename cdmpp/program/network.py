@@ -206,7 +206,7 @@ def _exported_inputs(exported: Any) -> list[TensorSpec]:
     inputs = []
     for spec in exported.graph_signature.input_specs:
         value = values.get(spec.arg.name) if spec.kind == InputKind.USER_INPUT else None
-        if hasattr(value, "shape"):
+        if value is not None and hasattr(value, "shape"):
             shape = tuple(extent if isinstance(extent, int) else 0 for extent in value.shape)
             inputs.append(TensorSpec(spec.arg.name, shape, str(value.dtype).removeprefix("torch.")))
     return inputs

@@ -168,6 +168,7 @@ def _check_schedulable(func: Any, name: str) -> None:
 
     loops: list[Any] = []
     external: list[str] = []
+    scheduled: list[Any] = []
 
     def visit(node: Any) -> None:
         if isinstance(node, tvm.tirx.For):
@@ -180,17 +181,12 @@ def _check_schedulable(func: Any, name: str) -> None:
         raise ProgramError(f"{name} calls the external function {external[0]}")
     if not loops:
         raise ProgramError(f"{name} has no loop")
-    blocks: list[Any] = []
-
-    def collect(node: Any) -> None:
-        if isinstance(node, SBlock):
-            blocks.append(node)
-
     for loop in loops:
-        tvm_ffi.structural_walk(loop.body, collect, order="pre")
-        if blocks:
-            return
-    raise ProgramError(f"{name} has loops inside of an opaque block only: there is nothing to schedule")
+        tvm_ffi.structural_walk(
+            loop.body, lambda node: scheduled.append(node) if isinstance(node, SBlock) else None, order="pre"
+        )
+    if not scheduled:
+        raise ProgramError(f"{name} has loops inside of an opaque block only: there is nothing to schedule")
 
 
 if __name__ == "__main__":  # counts the tasks of every network of the zoo, which takes minutes

@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 from cdmpp.program.ast.footprint import (
     SET_PERIODS,
     Footprints,
-    LoopNest,
     auto_simd,
     by_leaf,
     conflict_traffic,
@@ -48,6 +47,7 @@ from cdmpp.program.ast.table import (
     FloatArray,
     IntArray,
     LeafTable,
+    LoopNest,
 )  # fmt: skip
 
 _LEAF = {name: i for i, name in enumerate(LEAF_COLUMNS)}
@@ -64,7 +64,7 @@ _INTEGER = np.array([k in ("iadd", "imul", "idivmod", "compare") for k in OP_KIN
 
 def leaf_vectors(table: LeafTable) -> NDArray[np.float32]:
     """Vectors of all leaves, float32 (leaves, len(LEAF_FEATURES))."""
-    nest = LoopNest.of(table)
+    nest = table.nest
     feet = Footprints.of(table, nest)
     moved = np.stack([traffic(nest, feet, c) for c in CAPACITIES])
     registers = register_elements(nest, feet)

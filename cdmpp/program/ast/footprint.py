@@ -19,13 +19,13 @@ from cdmpp.program.ast.table import (
     ACCESS_COLUMNS,
     LEAF_COLUMNS,
     SERIAL,
-    THREAD_IDX,
     UNROLLED,
-    VECTORIZED,
     BoolArray,
     FloatArray,
     IntArray,
     LeafTable,
+    LoopNest,
+    with_one,
 )  # fmt: skip
 
 LINE_BYTES = 64.0
@@ -34,74 +34,6 @@ PAGE_BYTES = 4096.0
 SET_PERIODS = (4 << 10, 64 << 10)
 _ACCESS = {name: i for i, name in enumerate(ACCESS_COLUMNS)}
 _LEAF = {name: i for i, name in enumerate(LEAF_COLUMNS)}
-
-
-@dataclass(frozen=True)
-class LoopNest:
-    """Loops of each leaf; loops that a leaf does not have are of extent 1 and kind -1."""
-
-    #: (leaves, loops), innermost first.
-    extent: FloatArray
-    kind: IntArray
-    reduction: BoolArray
-    unrolled: BoolArray
-    node: IntArray
-    #: (leaves, depths): iterations of the ``k`` innermost loops.
-    points: FloatArray
-    #: (leaves,): number of loops.
-    n: IntArray
-    #: (leaves, loops): vectorised, and not turned back into a serial loop.
-    vector: BoolArray
-    #: (leaves,): the loop lanes run along: GPU threads, else the vectorised one, else the innermost.
-    simd: IntArray
-    #: (leaves,): there is a vectorised one.
-    explicit_simd: BoolArray
-    #: (leaves,): number of inner loops that are vectorised, unrolled or GPU threads: their iterations are
-    #: straight-line code.
-    tile: IntArray
-
-    @property
-    def iterations(self) -> FloatArray:
-        """Iterations of all loops, (leaves,)."""
-        return self.points[:, -1]
-
-    @classmethod
-    def of(cls, table: LeafTable) -> LoopNest:
-        """The loops of a batch."""
-        n_leaves, loops = len(table.leaf), table.coef.shape[1]
-        at = table.loop[:, 0], table.loop[:, 1]
-        extent = np.ones((n_leaves, loops))
-        kind = np.full((n_leaves, loops), -1, dtype=np.int64)
-        node = np.full((n_leaves, loops), -1, dtype=np.int64)
-        flags = np.zeros((3, n_leaves, loops), dtype=bool)
-        extent[at] = table.loop[:, 2]
-        kind[at] = table.loop[:, 3]
-        node[at] = table.loop[:, 7]
-        for i in range(3):
-            flags[i][at] = table.loop[:, 4 + i] != 0
-        reduction, unrolled, scalarised = flags
-        vector = (kind == VECTORIZED) & ~scalarised
-        explicit = vector.any(axis=1)
-        threads = kind == THREAD_IDX
-        lanes = np.where(threads.any(axis=1)[:, None], threads, vector)
-        straight = np.logical_and.accumulate(vector | unrolled | threads, axis=1)
-        return cls(
-            extent=extent,
-            kind=kind,
-            reduction=reduction,
-            unrolled=unrolled,
-            node=node,
-            points=_with_one(np.cumprod(extent, axis=1)),
-            n=table.leaf[:, _LEAF["loops"]].astype(np.int64),
-            vector=vector,
-            simd=lanes.argmax(axis=1),
-            explicit_simd=explicit,
-            tile=straight.sum(axis=1),
-        )
-
-
-def _with_one(array: FloatArray) -> FloatArray:
-    return np.concatenate([np.ones((len(array), 1)), array], axis=1)
 
 
 @dataclass(frozen=True)
@@ -142,11 +74,11 @@ class Footprints:
         starts = np.searchsorted(table.row_access, np.arange(len(access)))
         row_leaf = leaf[table.row_access]
         shape = _storage_shape(table, buffer)
-        caps = _with_one(np.cumprod(np.where(table.uses, nest.extent[row_leaf], 1.0), axis=1))
+        caps = with_one(np.cumprod(np.where(table.uses, nest.extent[row_leaf], 1.0), axis=1))
         span = np.minimum(table.span, (shape - 1)[:, None])
         count = np.minimum(span + 1, caps)
         uses = _by_access(np.logical_or, starts, table.uses)
-        points = _with_one(np.cumprod(np.where(uses, nest.extent[leaf], 1.0), axis=1))
+        points = with_one(np.cumprod(np.where(uses, nest.extent[leaf], 1.0), axis=1))
         elements = np.minimum(_by_access(np.multiply, starts, count), points)
         extents = _extents(table, starts, shape, span, count)
         itemsize = access[:, _ACCESS["itemsize"]]
@@ -159,7 +91,7 @@ class Footprints:
             leaf=leaf,
             buffer=buffer,
             elements=elements,
-            data=elements * _with_one(np.cumprod(np.where(table.renewed, nest.extent[leaf], 1.0), axis=1)),
+            data=elements * with_one(np.cumprod(np.where(table.renewed, nest.extent[leaf], 1.0), axis=1)),
             lines=lines,
             pages=np.minimum(extents.blocks(PAGE_BYTES / itemsize), elements),
             runs=np.minimum(np.minimum(extents.run, extents.run_count), elements),
@@ -312,7 +244,7 @@ def conflict_traffic(
     positions = np.minimum(extent, period // (aligned & -aligned))
     used = np.maximum(1.0, positions * np.minimum(1.0, step / LINE_BYTES))
     used = np.where(feet.gathers, extent, used)
-    used = np.minimum(_with_one(np.cumprod(used, axis=1)), sets)
+    used = np.minimum(with_one(np.cumprod(used, axis=1)), sets)
     crowding = np.maximum(1.0, np.minimum(feet.lines / LINE_BYTES, sets) / used)
     extra = by_leaf(np.add, feet.leaf, feet.lines * (crowding - 1), len(nest.n))
     return _moved(nest, feet, feet.lines, (feet.working_set + extra)[:, 1:] <= capacity)

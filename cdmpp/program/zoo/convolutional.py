@@ -381,8 +381,9 @@ def inception_v3() -> nn.Module:
     for channels, pool in ((192, 32), (256, 64), (288, 64)):
         chains: tuple[Branch, ...] = (((64, 1),), ((48, 1), (64, 5)), ((64, 1), (96, 3), (96, 3)))
         layers.append(_inception(channels, pool, *chains))
-    reduced = nn.Sequential(_chain(288, (64, 1), (96, 3)), _valid(96, 96, 3, 2))
-    layers.append(Branches(_valid(288, 384, 3, 2), reduced, nn.MaxPool2d(3, 2)))
+    strided = _valid(288, 384, 3, 2)
+    deeper = nn.Sequential(_chain(288, (64, 1), (96, 3)), _valid(96, 96, 3, 2))
+    layers.append(Branches(strided, deeper, nn.MaxPool2d(3, 2)))
     for width in (128, 160, 160, 192):
         twice = ((width, 1), (width, column), (width, row), (width, column), (192, row))
         layers.append(_inception(768, 192, ((192, 1),), ((width, 1), (width, row), (192, column)), twice))
@@ -492,5 +493,5 @@ class _DilatedResidual(nn.Module):
 
 def wavenet() -> nn.Module:
     """A small WaveNet-like stack (van den Oord 2016) of dilated 1-D convolutions over 4,000 samples."""
-    blocks = [_DilatedResidual(64, 2**level) for level in range(6)]
-    return nn.Sequential(nn.Conv1d(1, 64, 1), *blocks, nn.ReLU(), nn.Conv1d(64, 256, 1))
+    layers = [nn.Conv1d(1, 64, 1), *(_DilatedResidual(64, 2**level) for level in range(6))]
+    return nn.Sequential(*layers, nn.ReLU(), nn.Conv1d(64, 256, 1))

@@ -11,19 +11,11 @@ from cdmpp.program.codegen.compile import code_key, compile_to_shared_object
 from cdmpp.program.codegen.counts import codegen_features, count, kinds_of
 from tests.program.codegen.assembly import code
 
-LISTING = """
-    vxorps %xmm0,%xmm0,%xmm0
-    1: vbroadcastss (%rdi),%zmm1
-    2: vfmadd231ps (%rsi),%zmm1,%zmm0
-    vmovups %zmm0,0x40(%rsp)
-    add $0x40,%rsi
-    jne 2b
-    vaddss (%rdx),%xmm0,%xmm0
-    vmovss %xmm0,(%rdx)
-    jne 1b
-    vgatherdps (%rsi,%xmm1,4),%xmm2{%k1}
-    ret
-"""
+LISTING = (
+    "vxorps %xmm0,%xmm0,%xmm0; 1: vbroadcastss (%rdi),%zmm1; 2: vfmadd231ps (%rsi),%zmm1,%zmm0; "
+    "vmovups %zmm0,0x40(%rsp); add $0x40,%rsi; jne 2b; vaddss (%rdx),%xmm0,%xmm0; vmovss %xmm0,(%rdx); "
+    "jne 1b; vgatherdps (%rsi,%xmm1,4),%xmm2{%k1}; ret"
+)
 
 
 def _counts() -> dict[str, float]:

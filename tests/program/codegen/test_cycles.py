@@ -67,19 +67,10 @@ def test_a_loop_takes_what_its_chain_or_its_busiest_unit_takes() -> None:
 
 
 def test_short_loops_overlap_with_the_next_that_is_entered() -> None:
-    nest = """
-    xor %ecx,%ecx
-    1: xor %eax,%eax
-    vxorps %xmm0,%xmm0,%xmm0
-    2: vaddss (%rdi,%rax,4),%xmm0,%xmm0
-    inc %rax
-    cmp $0x4,%rax
-    jne 2b
-    inc %rcx
-    cmp $0x100,%rcx
-    jne 1b
-    ret
-    """
+    nest = (
+        "xor %ecx,%ecx; 1: xor %eax,%eax; vxorps %xmm0,%xmm0,%xmm0; 2: vaddss (%rdi,%rax,4),%xmm0,%xmm0; "
+        "inc %rax; cmp $0x4,%rax; jne 2b; inc %rcx; cmp $0x100,%rcx; jne 1b; ret"
+    )
     counts = dict(zip(CODEGEN_FEATURES, count([code(nest)]), strict=True))
     assert counts["loop_entries"] == 1 + 256
     assert counts["loop_chain"] == pytest.approx(

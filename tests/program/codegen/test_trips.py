@@ -9,132 +9,52 @@ import numpy as np
 import pytest
 
 from cdmpp.program.codegen import CODEGEN_FEATURES, KINDS
-from cdmpp.program.codegen.blocks import FlowGraph
+from cdmpp.program.codegen.blocks import FlowGraph, Instruction
 from cdmpp.program.codegen.compile import compile_to_shared_object
 from cdmpp.program.codegen.counts import codegen_features, count
-from cdmpp.program.codegen.instruction import Instruction
 from cdmpp.program.codegen.trips import TripCounts
 from cdmpp.program.codegen.values import CodeValues
 from tests.program.codegen.assembly import code
 
 
 def _code(listing: str) -> list[Instruction]:
-    return code(f"{listing.rstrip()}\nend: ret")
+    return code(f"{listing}; end: ret")
 
 
-COMPARED = """
-xor %eax,%eax
-1: vmovups (%rdi,%rax,4),%zmm0
-add $0x10,%rax
-cmp $0x100,%rax
-jne 1b
-"""
+COMPARED = "xor %eax,%eax; 1: vmovups (%rdi,%rax,4),%zmm0; add $0x10,%rax; cmp $0x100,%rax; jne 1b"
 STARTS_AT = COMPARED.replace("xor %eax,%eax", "mov $0x20,%eax")
-AFTER_THE_TEST = """
-xor %ecx,%ecx
-1: lea 0x1(%rcx),%rdx
-cmp $0x3f,%rcx
-mov %rdx,%rcx
-jne 1b
-"""
-COUNTS_TO_ZERO = """
-mov $0xffffffffffffffc0,%r8
-1: vmovups (%rdi,%r8,4),%zmm0
-add $0x10,%r8
-jne 1b
-"""
-TESTED_FOR_ZERO = """
-mov $0xfffffffffffffff8,%r14
-1: vmovups (%rdi),%zmm0
-inc %r14
-vaddss %xmm1,%xmm0,%xmm0
-test %r14,%r14
-jne 1b
-"""
-TOGGLED = """
-mov $0x1,%al
-1: vmovups (%rdi),%zmm0
-test $0x1,%al
-mov $0x0,%eax
-jne 1b
-"""
-ON_THE_STACK = """
-movq $0x0,0x8(%rsp)
-1: vmovups (%rdi),%zmm0
-incq 0x8(%rsp)
-cmpq $0x7,0x8(%rsp)
-jb 1b
-"""
+AFTER_THE_TEST = "xor %ecx,%ecx; 1: lea 0x1(%rcx),%rdx; cmp $0x3f,%rcx; mov %rdx,%rcx; jne 1b"
+COUNTS_TO_ZERO = "mov $0xffffffffffffffc0,%r8; 1: vmovups (%rdi,%r8,4),%zmm0; add $0x10,%r8; jne 1b"
+TESTED_FOR_ZERO = (
+    "mov $0xfffffffffffffff8,%r14; 1: vmovups (%rdi),%zmm0; inc %r14; vaddss %xmm1,%xmm0,%xmm0; "
+    "test %r14,%r14; jne 1b"
+)
+TOGGLED = "mov $0x1,%al; 1: vmovups (%rdi),%zmm0; test $0x1,%al; mov $0x0,%eax; jne 1b"
+ON_THE_STACK = "movq $0x0,0x8(%rsp); 1: vmovups (%rdi),%zmm0; incq 0x8(%rsp); cmpq $0x7,0x8(%rsp); jb 1b"
 #: The prologue of a TVM parallel loop over 14: task rdi of the number at 0x8(%rsi) runs its share.
-SHARE = """
-mov 0x8(%rsi),%esi
-lea 0xd(%rsi),%eax
-cltd
-idiv %esi
-lea 0x1(%rdi),%esi
-mov $0xe,%edx
-imul %eax,%esi
-cmp $0xe,%esi
-cmovl %esi,%edx
-imul %edi,%eax
-cmp %edx,%eax
-jge end
-movslq %eax,%rcx
-movslq %edx,%rdx
-"""
-PARALLEL = f"""{SHARE}1: vmovups (%rdi),%zmm0
-inc %rcx
-cmp %rcx,%rdx
-jne 1b
-"""
+SHARE = (
+    "mov 0x8(%rsi),%esi; lea 0xd(%rsi),%eax; cltd; idiv %esi; lea 0x1(%rdi),%esi; mov $0xe,%edx; "
+    "imul %eax,%esi; cmp $0xe,%esi; cmovl %esi,%edx; imul %edi,%eax; cmp %edx,%eax; jge end; "
+    "movslq %eax,%rcx; movslq %edx,%rdx"
+)
+PARALLEL = f"{SHARE}; 1: vmovups (%rdi),%zmm0; inc %rcx; cmp %rcx,%rdx; jne 1b"
 #: Vectors of four, then the two that are left.
-WITH_REMAINDER = f"""{SHARE}sub %rcx,%rdx
-mov %rdx,%r8
-and $0xfffffffffffffffc,%r8
-xor %eax,%eax
-1: vmovups (%rdi,%rax,4),%xmm0
-add $0x4,%rax
-cmp %rax,%r8
-jne 1b
-cmp %rdx,%r8
-je end
-2: vmovss (%rdi,%r8,4),%xmm0
-inc %r8
-cmp %rdx,%r8
-jne 2b
-"""
+WITH_REMAINDER = (
+    f"{SHARE}; sub %rcx,%rdx; mov %rdx,%r8; and $0xfffffffffffffffc,%r8; xor %eax,%eax; "
+    "1: vmovups (%rdi,%rax,4),%xmm0; add $0x4,%rax; cmp %rax,%r8; jne 1b; cmp %rdx,%r8; je end; "
+    "2: vmovss (%rdi,%r8,4),%xmm0; inc %r8; cmp %rdx,%r8; jne 2b"
+)
 NO_REMAINDER = WITH_REMAINDER.replace("$0xe", "$0x10").replace("0xd(%rsi)", "0xf(%rsi)")
 #: Three iterations of one, then those that are left by eight.
-GOES_ON_WHERE_ANOTHER_ENDED = """
-xor %ecx,%ecx
-mov $0x3,%esi
-1: inc %rcx
-cmp %rsi,%rcx
-jne 1b
-2: vmovups (%rdi,%rcx,4),%zmm0
-add $0x8,%rcx
-cmp $0x43,%rcx
-jne 2b
-"""
-COUNTS_FROM_THE_OUTER_LOOPS = """
-xor %esi,%esi
-1: mov %rsi,%rax
-lea 0x40(%rsi),%rdx
-2: vmovups (%rdi,%rax,4),%zmm0
-add $0x10,%rax
-cmp %rdx,%rax
-jb 2b
-add $0x40,%rsi
-cmp $0x1000,%rsi
-jne 1b
-"""
-BOUND_IN_A_REGISTER = """
-mov %rsi,%rcx
-1: vmovups (%rdi),%zmm0
-inc %rdx
-cmp %rcx,%rdx
-jl 1b
-"""
+GOES_ON_WHERE_ANOTHER_ENDED = (
+    "xor %ecx,%ecx; mov $0x3,%esi; 1: inc %rcx; cmp %rsi,%rcx; jne 1b; 2: vmovups (%rdi,%rcx,4),%zmm0; "
+    "add $0x8,%rcx; cmp $0x43,%rcx; jne 2b"
+)
+COUNTS_FROM_THE_OUTER_LOOPS = (
+    "xor %esi,%esi; 1: mov %rsi,%rax; lea 0x40(%rsi),%rdx; 2: vmovups (%rdi,%rax,4),%zmm0; "
+    "add $0x10,%rax; cmp %rdx,%rax; jb 2b; add $0x40,%rsi; cmp $0x1000,%rsi; jne 1b"
+)
+BOUND_IN_A_REGISTER = "mov %rsi,%rcx; 1: vmovups (%rdi),%zmm0; inc %rdx; cmp %rcx,%rdx; jl 1b"
 
 
 @pytest.mark.parametrize(
@@ -162,17 +82,10 @@ def test_known_trip_counts(listing: str, trips: float | tuple[float, ...] | None
 
 
 def test_instructions_of_nested_loops_count_as_often_as_they_run() -> None:
-    listing = """
-    xor %ecx,%ecx
-    1: xor %eax,%eax
-    2: vfmadd231ps (%rsi),%zmm1,%zmm0
-    add $0x10,%rax
-    cmp $0x40,%rax
-    jne 2b
-    inc %rcx
-    cmp $0x5,%rcx
-    jne 1b
-    """
+    listing = (
+        "xor %ecx,%ecx; 1: xor %eax,%eax; 2: vfmadd231ps (%rsi),%zmm1,%zmm0; add $0x10,%rax; "
+        "cmp $0x40,%rax; jne 2b; inc %rcx; cmp $0x5,%rcx; jne 1b"
+    )
     counts = dict(zip(CODEGEN_FEATURES, count([_code(listing)]), strict=True))
     assert counts["program_fma_z"] == 1 and counts["run_fma_z"] == 5 * 4
     assert counts["run_all"] == 2 + 5 * 4 + 5 * 4 * 4  # the ends, the outer loop's own, the inner loop's
@@ -210,16 +123,10 @@ def test_the_arithmetic_of_a_compiled_matmul_is_counted_exactly(n: int, tmp_path
     assert counts["unknown_loops"] == 0
 
 
-PADDED = """
-xor %eax,%eax
-1: vmovups (%rsi),%zmm1
-cmp $0x2,%rax
-jCONDITION 2f
-vfmadd231ps (%rsi),%zmm1,%zmm0
-2: inc %rax
-cmp $0xa,%rax
-jne 1b
-"""
+PADDED = (
+    "xor %eax,%eax; 1: vmovups (%rsi),%zmm1; cmp $0x2,%rax; jCONDITION 2f; "
+    "vfmadd231ps (%rsi),%zmm1,%zmm0; 2: inc %rax; cmp $0xa,%rax; jne 1b"
+)
 
 
 @pytest.mark.parametrize(
@@ -231,46 +138,21 @@ def test_a_branch_on_a_counter_is_taken_in_the_iterations_that_say_so(condition:
 
 
 def test_a_branch_in_an_inner_loop_follows_the_counter_of_the_outer_one() -> None:
-    listing = """
-    xor %ecx,%ecx
-    1: xor %eax,%eax
-    2: test %rcx,%rcx
-    je 3f
-    vfmadd231ps (%rsi),%zmm1,%zmm0
-    3: inc %rax
-    cmp $0x4,%rax
-    jne 2b
-    inc %rcx
-    cmp $0x5,%rcx
-    jne 1b
-    """
+    listing = (
+        "xor %ecx,%ecx; 1: xor %eax,%eax; 2: test %rcx,%rcx; je 3f; vfmadd231ps (%rsi),%zmm1,%zmm0; "
+        "3: inc %rax; cmp $0x4,%rax; jne 2b; inc %rcx; cmp $0x5,%rcx; jne 1b"
+    )
     counts = dict(zip(CODEGEN_FEATURES, count([_code(listing)]), strict=True))
     assert counts["run_fma_z"] == pytest.approx(4 * 4)  # not in the first of five
 
 
 def test_buffers_do_not_overlap() -> None:
     """LLVM's loop without SIMD, run where each buffer begins before the other ends, is not."""
-    listing = """
-    lea 0x400(%rdi),%r8
-    lea 0x400(%rsi),%r9
-    cmp %r9,%rdi
-    setb %al
-    cmp %r8,%rsi
-    setb %cl
-    and %al,%cl
-    test %cl,%cl
-    jne 2f
-    xor %eax,%eax
-    1: vfmadd231ps (%rsi,%rax,4),%zmm1,%zmm0
-    add $0x10,%rax
-    cmp $0x100,%rax
-    jne 1b
-    ret
-    2: xor %eax,%eax
-    3: vfmadd231ss (%rsi,%rax,4),%xmm1,%xmm0
-    inc %rax
-    cmp $0x100,%rax
-    jne 3b
-    """
+    listing = (
+        "lea 0x400(%rdi),%r8; lea 0x400(%rsi),%r9; cmp %r9,%rdi; setb %al; cmp %r8,%rsi; setb %cl; "
+        "and %al,%cl; test %cl,%cl; jne 2f; xor %eax,%eax; 1: vfmadd231ps (%rsi,%rax,4),%zmm1,%zmm0; "
+        "add $0x10,%rax; cmp $0x100,%rax; jne 1b; ret; 2: xor %eax,%eax; "
+        "3: vfmadd231ss (%rsi,%rax,4),%xmm1,%xmm0; inc %rax; cmp $0x100,%rax; jne 3b"
+    )
     counts = dict(zip(CODEGEN_FEATURES, count([_code(listing)]), strict=True))
     assert counts["run_fma_z"] == 16 and counts["run_fma_s"] == 0
