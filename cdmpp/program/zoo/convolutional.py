@@ -15,15 +15,9 @@ class ConvNormAct(nn.Sequential):
     """Convolution without bias, batch normalisation, activation (None for none). NCHW in, NCHW out."""
 
     def __init__(
-        self,
-        channels_in: int,
-        channels_out: int,
-        kernel: int | tuple[int, int] = 3,
-        stride: int = 1,
-        groups: int = 1,
-        act: Activation | None = nn.ReLU,
-        padding: int | tuple[int, int] | None = None,
-    ) -> None:
+        self, channels_in: int, channels_out: int, kernel: int | tuple[int, int] = 3, stride: int = 1, groups: int = 1,
+        act: Activation | None = nn.ReLU, padding: int | tuple[int, int] | None = None,
+    ) -> None:  # fmt: skip
         if padding is None:
             padding = kernel // 2 if isinstance(kernel, int) else (kernel[0] // 2, kernel[1] // 2)
         layers: list[nn.Module] = [

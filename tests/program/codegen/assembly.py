@@ -11,7 +11,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from cdmpp.program.codegen import CODEGEN_FEATURES
 from cdmpp.program.codegen.blocks import Instruction
+from cdmpp.program.codegen.counts import count
 from cdmpp.program.codegen.disassemble import decode
 
 _FILE = Path(__file__).with_name("assembled.json")
@@ -25,6 +27,11 @@ def code(listing: str) -> list[Instruction]:
         _ASSEMBLED[listing] = _assemble(listing)
         _FILE.write_text(json.dumps(_ASSEMBLED, indent=1, sort_keys=True) + "\n")
     return decode(bytes.fromhex(_ASSEMBLED[listing]))
+
+
+def counts(listing: str) -> dict[str, float]:
+    """What is counted of a program of one function, by name."""
+    return dict(zip(CODEGEN_FEATURES, count([code(listing)]).tolist(), strict=True))
 
 
 def _assemble(listing: str) -> str:

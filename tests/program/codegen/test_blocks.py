@@ -58,24 +58,8 @@ def test_any_code_has_a_graph_whose_dominators_dominate(parts: list[tuple[str, i
         operands = (target,) if name.startswith("j") else ()
         condition = name[1:] if name in ("jne", "je") else None
         changed = ("rax",) if name == "inc" else ()
-        flow = _FLOWS.get(name, "next")
-        function.append(
-            Instruction(
-                i,
-                name,
-                operands,
-                None,
-                0,
-                False,
-                False,
-                changed,
-                changed,
-                changed,
-                flow,
-                condition,
-                name == "inc",
-            )
-        )
+        what = (_FLOWS.get(name, "next"), condition, name == "inc")
+        function.append(Instruction(i, name, operands, None, 0, False, False, *[changed] * 3, *what))
     trips = TripCounts(CodeValues(FlowGraph(function)))
     graph, times = trips.graph, times_run(trips)
     assert times.shape == (len(function),) and np.isfinite(times).all() and (times >= 0).all()
