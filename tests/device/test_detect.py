@@ -64,11 +64,8 @@ def test_a_machine_is_simulated_by_a_folder(
 
 @pytest.mark.parametrize("stepping", [4, 7, 11])
 def test_the_stepping_decides_what_a_model_85_is(tmp_path: Path, stepping: int) -> None:
-    facts = {
-        **MACHINES["cascadelake-vm"],
-        "stepping": stepping,
-        "flags": ["v4", "avx512_vnni", "avx512_bf16"],
-    }
+    flags = ["v4", "avx512_vnni", "avx512_bf16"]
+    facts = {**MACHINES["cascadelake-vm"], "stepping": stepping, "flags": flags}
     row = detect_cpu(write_machine(tmp_path, facts))
     assert row.arch == {4: "skylake-avx512", 7: "cascadelake", 11: "cooperlake"}[stepping] == row.mcpu
 
