@@ -61,7 +61,7 @@ class ZooEntry:
     description: str
     #: Inputs at batch 1.
     inputs: tuple[TensorSpec, ...]
-    #: ``module:function`` in this package, and the keyword arguments of the function.
+    #: ``module:function`` (or class) in this package, and its keyword arguments.
     builder: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -192,10 +192,10 @@ _ENTRIES: tuple[ZooEntry, ...] = (
         num_layers=2, num_decoder_layers=2, use_cache=False,
     ),
     _entry("mlp", "mlp", "Four linear layers", (_tensor("x", 784),), "others:mlp"),
-    _entry("mlp_mixer", "mixer", "MLP-Mixer S/16", _image(), "others:mlp_mixer"),
-    _entry("lstm", "recurrent", "LSTM, 8 steps of 256", (_tensor("x", 8, 128),), "others:lstm", width=256),
-    _entry("gru", "recurrent", "GRU, 8 steps of 512", (_tensor("x", 8, 128),), "others:gru", width=512),
-    _cnn("unet", "segmentation", "U-Net, 4 levels", "unet", 128),
+    _entry("mlp_mixer", "mixer", "MLP-Mixer S/16", _image(), "others:Mixer", width=512, depth=8, patch=16, tokens=196),
+    _entry("lstm", "recurrent", "LSTM, 8 steps of 256", (_tensor("x", 8, 128),), "others:Unrolled", cell="LSTMCell", width=256),
+    _entry("gru", "recurrent", "GRU, 8 steps of 512", (_tensor("x", 8, 128),), "others:Unrolled", cell="GRUCell", width=512),
+    _cnn("unet", "segmentation", "U-Net, 4 levels", "Unet", 128, width=32, levels=4, classes=21),
     # Xie 2021, 150 classes
     _hf_image("segformer_b0", "segmentation", "SegFormer-B0", "SegformerForSemanticSegmentation", 256, 150),
     _entry("dcgan", "generative", "DCGAN generator, 64x64", (_tensor("z", 100, 1, 1),), "convolutional:dcgan"),
@@ -210,11 +210,11 @@ _ENTRIES: tuple[ZooEntry, ...] = (
     ),
     _entry(
         "dlrm", "recommender", "DLRM, 8 tables",
-        (_tensor("dense", 13), TensorSpec("sparse", (1, 8), "int64", 10_000)), "others:dlrm",
+        (_tensor("dense", 13), TensorSpec("sparse", (1, 8), "int64", 10_000)), "others:Dlrm", tables=8, rows=10_000, width=64,
     ),
     _entry(
         "gcn", "graph", "Three dense graph convolutions, 256 nodes",
-        (_tensor("x", 256, 128), _tensor("adjacency", 256, 256)), "others:gcn",
+        (_tensor("x", 256, 128), _tensor("adjacency", 256, 256)), "others:Gcn", features=128, hidden=64, classes=16,
     ),
 )  # fmt: skip
 

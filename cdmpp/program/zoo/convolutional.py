@@ -422,7 +422,9 @@ def densenet121() -> nn.Module:
 # -- images or signals as output -------------------------------------------------------------------------------
 
 
-class _Unet(nn.Module):
+class Unet(nn.Module):
+    """U-Net (Ronneberger 2015) with padded convolutions."""
+
     def __init__(self, width: int, levels: int, classes: int) -> None:
         super().__init__()
         widths = [width * 2**level for level in range(levels)]
@@ -449,11 +451,6 @@ class _Unet(nn.Module):
         for up, merge in zip(self.up, self.merge, strict=True):
             x = merge(torch.cat([skips.pop(), up(x)], dim=1))
         return self.classify(x)
-
-
-def unet() -> nn.Module:
-    """U-Net (Ronneberger 2015), 4 levels, 32 to 256 channels, padded convolutions, for 128x128 images."""
-    return _Unet(32, 4, 21)
 
 
 def dcgan() -> nn.Module:

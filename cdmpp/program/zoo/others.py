@@ -63,7 +63,9 @@ class _MixerBlock(nn.Module):
         return x + self.mix_channels(self.norm_channels(x))
 
 
-class _Mixer(nn.Module):
+class Mixer(nn.Module):
+    """MLP-Mixer (Tolstikhin 2021)."""
+
     def __init__(self, width: int, depth: int, patch: int, tokens: int) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, width, patch, patch)
@@ -78,12 +80,9 @@ class _Mixer(nn.Module):
         return self.head(self.norm(self.blocks(x)).mean(1))
 
 
-def mlp_mixer() -> nn.Module:
-    """MLP-Mixer S/16 (Tolstikhin 2021), 8 blocks of width 512."""
-    return _Mixer(512, 8, 16, 196)
+class Dlrm(nn.Module):
+    """DLRM (Naumov 2019): embedding tables, dot interactions, two MLPs."""
 
-
-class _Dlrm(nn.Module):
     def __init__(self, tables: int, rows: int, width: int) -> None:
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(rows, width) for _ in range(tables))
@@ -98,12 +97,9 @@ class _Dlrm(nn.Module):
         return torch.sigmoid(self.top(torch.cat([bottom, interaction], dim=1)))
 
 
-def dlrm() -> nn.Module:
-    """DLRM (Naumov 2019): 8 embedding tables of 10,000 x 64, dot interactions, two MLPs."""
-    return _Dlrm(8, 10_000, 64)
+class Gcn(nn.Module):
+    """Three graph convolutions (Kipf 2016) over a dense adjacency matrix."""
 
-
-class _Gcn(nn.Module):
     def __init__(self, features: int, hidden: int, classes: int) -> None:
         super().__init__()
         self.first = nn.Linear(features, hidden)
@@ -116,16 +112,13 @@ class _Gcn(nn.Module):
         return torch.log_softmax(torch.bmm(adjacency, self.third(x)), dim=-1)
 
 
-def gcn() -> nn.Module:
-    """Three graph convolutions (Kipf 2016) over a dense adjacency matrix of 256 nodes."""
-    return _Gcn(128, 64, 16)
+class Unrolled(nn.Module):
+    """An LSTM or GRU cell of 128 inputs, unrolled over the sequence, and a classifier: every step is the same tasks."""
 
-
-class _Unrolled(nn.Module):
-    def __init__(self, cell: nn.LSTMCell | nn.GRUCell) -> None:
+    def __init__(self, cell: str, width: int) -> None:
         super().__init__()
-        self.cell = cell
-        self.classify = nn.Linear(cell.hidden_size, 1000)
+        self.cell: nn.LSTMCell | nn.GRUCell = getattr(nn, cell)(128, width)
+        self.classify = nn.Linear(width, 1000)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.zeros(x.shape[0], self.cell.hidden_size)
@@ -136,13 +129,3 @@ class _Unrolled(nn.Module):
             else:
                 hidden = self.cell(x[:, step], hidden)
         return self.classify(hidden)
-
-
-def lstm(width: int) -> nn.Module:
-    """An LSTM cell of 128 inputs, unrolled over the sequence, and a classifier: every step is the same tasks."""
-    return _Unrolled(nn.LSTMCell(128, width))
-
-
-def gru(width: int) -> nn.Module:
-    """The same with a GRU cell."""
-    return _Unrolled(nn.GRUCell(128, width))
