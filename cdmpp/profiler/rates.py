@@ -276,7 +276,7 @@ class CpuKernels:
         return self._tvm.compile(self._tvm.IRModule({"main": func}), target)
 
     def _chase(self) -> Any:
-        from cdmpp.program.kernels.builder import block, function, loops, script
+        from cdmpp.program.kernels import block, function, loops, script
 
         T = script()
         with function({"next": (self._next.shape, "int32"), "out": ((1,), "int32")}) as ((table, out), made):
@@ -290,7 +290,7 @@ class CpuKernels:
         return made()
 
     def _nothing(self) -> Any:
-        from cdmpp.program.kernels.builder import block, function, loops, script
+        from cdmpp.program.kernels import block, function, loops, script
 
         T = script()
         with (

@@ -315,20 +315,17 @@ def _finish(
 
 def _asts(missing: Sequence[str], programs: Dataset) -> dict[str, Any]:
     """Compact ASTs of programs, valid or not; those without one are left out, with a warning."""
-    from cdmpp.program.ast import AstBuilder
+    from cdmpp.program.ast import compact_ast
     from cdmpp.program.space import Rebuilder
 
     rebuild, found = Rebuilder(verify=False), {}
-    builders: dict[str, AstBuilder] = {}
     for digest in sorted(missing, key=lambda d: programs.programs[d].task_hash):
         program = programs.programs[digest]
-        builder = builders.get(program.task_hash) or AstBuilder()
-        builders = {program.task_hash: builder}
         try:
             func = rebuild(
                 program, programs.tasks[program.task_hash], programs.spaces[str(program.space_hash)]
             )
-            (found[digest],) = builder.build([func])
+            found[digest] = compact_ast(func)
         except ProgramError as err:
             logger.warning("no compact AST: %s", err)
     return found
