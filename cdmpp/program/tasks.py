@@ -74,32 +74,23 @@ def extract_tasks(
             logger.warning("%s was given twice: counted once", network.name)
             continue
         seen[network.name] = network
-        for task in _network_tasks(network, target):
-            known = tasks.get(task.hash)
-            if known is not None:
-                task = replace(known, networks={**known.networks, **task.networks})
-            tasks[task.hash] = task
+        with quiet():
+            fused = fuse(network.to_relax(), target)
+        if fused.untranslated:
+            names = ", ".join(sorted(set(fused.untranslated)))
+            logger.warning(
+                "%s: no task stands for %s, which TVM does not translate to TIR", network.name, names
+            )
+        for name, count in Counter(fused.calls).items():
+            try:
+                task = task_from_prim_func(fused.module[name], name)
+            except ProgramError as err:
+                logger.info("%s: left out: %s", network.name, err)
+                continue
+            task = tasks.get(task.hash, task)
+            weight = task.networks.get(network.name, 0.0) + count
+            tasks[task.hash] = replace(task, networks={**task.networks, network.name: weight})
     return list(tasks.values())
-
-
-def _network_tasks(network: Network, target: Any) -> list[Task]:
-    with quiet():
-        fused = fuse(network.to_relax(), target)
-    if fused.untranslated:
-        names = ", ".join(sorted(set(fused.untranslated)))
-        logger.warning("%s: no task stands for %s, which TVM does not translate to TIR", network.name, names)
-    found: dict[str, Task] = {}
-    for name, count in Counter(fused.calls).items():
-        try:
-            task = task_from_prim_func(fused.module[name], name=name, networks={network.name: float(count)})
-        except ProgramError as err:
-            logger.info("%s: left out: %s", network.name, err)
-            continue
-        known = found.get(task.hash)
-        if known is not None:
-            task = replace(known, networks={network.name: known.networks[network.name] + count})
-        found[task.hash] = task
-    return list(found.values())
 
 
 def task_from_prim_func(func: Any, name: str = "main", networks: Mapping[str, float] | None = None) -> Task:

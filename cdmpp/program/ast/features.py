@@ -131,7 +131,7 @@ def _loops(table: LeafTable, nest: LoopNest, feet: Footprints) -> FloatArray:
     kind, extent = nest.kind, nest.extent
     row_leaf = table.access_leaf[table.row_access]
     used = by_leaf(np.logical_or, row_leaf, table.uses, len(extent))
-    used |= by_leaf(np.logical_or, feet.leaf, feet.gathers, len(extent))
+    used |= by_leaf(np.logical_or, feet.leaf, table.gathers, len(extent))
     vector = np.where(nest.vector, extent, 1.0).prod(axis=1).astype(np.int64)
     divisor = vector & -vector
 
@@ -195,7 +195,7 @@ def _code(table: LeafTable, nest: LoopNest, feet: Footprints, auto: NDArray[np.b
     has_next = tile < nest.n
     next_loop = np.minimum(tile, nest.extent.shape[1] - 1)
     simd_stride = np.abs(feet.stride[at, nest.simd[feet.leaf]])
-    gather = feet.gathers[at, nest.simd[feet.leaf]]
+    gather = table.gathers[at, nest.simd[feet.leaf]]
     classes = [
         (simd_stride == 1) & ~gather,
         (simd_stride == 0) & ~gather,
@@ -230,7 +230,7 @@ def _instructions(
     times: FloatArray,
 ) -> FloatArray:
     at = np.arange(len(feet.leaf))
-    contiguous = (feet.stride[at, nest.simd[feet.leaf]] == 1) & ~feet.gathers[at, nest.simd[feet.leaf]]
+    contiguous = (feet.stride[at, nest.simd[feet.leaf]] == 1) & ~table.gathers[at, nest.simd[feet.leaf]]
     operations = (table.ops @ _FP) * nest.iterations
     columns = []
     for width in SIMD_BYTES:
@@ -259,7 +259,7 @@ def _program(table: LeafTable, nest: LoopNest, feet: Footprints, flops: FloatArr
 
 def _allocations(table: LeafTable, feet: Footprints) -> list[FloatArray]:
     """Bytes of the buffers each program allocates, by scope."""
-    _, first = np.unique(feet.buffer, return_index=True)
+    _, first = np.unique(table.access_buffer, return_index=True)
     program = table.leaf[feet.leaf[first], 0].astype(np.int64)
     allocated = table.access[first, _ACCESS["allocated"]] > 0
     scope = table.access[first, _ACCESS["scope"]]

@@ -40,9 +40,8 @@ _LEAF = {name: i for i, name in enumerate(LEAF_COLUMNS)}
 class Footprints:
     """What the accesses touch."""
 
-    #: (accesses,): which leaf, which buffer of the batch.
+    #: (accesses,): :attr:`LeafTable.access_leaf`.
     leaf: IntArray
-    buffer: IntArray
     #: (accesses, depths): distinct elements of storage touched by the ``k`` innermost loops.
     elements: FloatArray
     #: (accesses, depths): distinct elements of data, for storage may be used anew.
@@ -57,8 +56,6 @@ class Footprints:
     stride: FloatArray
     #: (accesses, loops): the data accessed depend on the loop.
     uses: BoolArray
-    #: (accesses, loops): it does so in a way that is not affine.
-    gathers: BoolArray
     #: (accesses,): bytes of the buffer as it will be allocated.
     storage: FloatArray
     #: (leaves, depths): bytes touched by all leaves below the ``k``-th loop while it runs once through.
@@ -89,7 +86,6 @@ class Footprints:
         working_set, program_bytes = _working_sets(table, nest, leaf, buffer, lines)
         return cls(
             leaf=leaf,
-            buffer=buffer,
             elements=elements,
             data=elements * with_one(np.cumprod(np.where(table.renewed, nest.extent[leaf], 1.0), axis=1)),
             lines=lines,
@@ -97,7 +93,6 @@ class Footprints:
             runs=np.minimum(np.minimum(extents.run, extents.run_count), elements),
             stride=stride,
             uses=uses | table.renewed,
-            gathers=table.gathers,
             storage=storage,
             working_set=working_set,
             program_bytes=program_bytes,
@@ -237,13 +232,13 @@ def conflict_traffic(
     itemsize = table.access[:, _ACCESS["itemsize"]][:, None]
     extent = np.where(feet.uses, nest.extent[feet.leaf], 1.0)
     step = np.abs(feet.stride) * itemsize
-    whole = np.where(feet.gathers | (step == 0), 1, step).astype(np.int64)
+    whole = np.where(table.gathers | (step == 0), 1, step).astype(np.int64)
     aligned = (
         whole | period
     )  # its lowest bit is the greatest common divisor, for the period is a power of two
     positions = np.minimum(extent, period // (aligned & -aligned))
     used = np.maximum(1.0, positions * np.minimum(1.0, step / LINE_BYTES))
-    used = np.where(feet.gathers, extent, used)
+    used = np.where(table.gathers, extent, used)
     used = np.minimum(with_one(np.cumprod(used, axis=1)), sets)
     crowding = np.maximum(1.0, np.minimum(feet.lines / LINE_BYTES, sets) / used)
     extra = by_leaf(np.add, feet.leaf, feet.lines * (crowding - 1), len(nest.n))
@@ -281,7 +276,7 @@ def auto_simd(table: LeafTable, nest: LoopNest, feet: Footprints) -> BoolArray:
     simple = np.isin(kind, (SERIAL, UNROLLED)) & ~nest.reduction[:, 0] & ~nest.explicit_simd
     for name in ("branch_inner", "opaque", "guarded"):
         simple &= table.leaf[:, _LEAF[name]] == 0
-    bad = (np.abs(feet.stride[:, 0]) > 1) | feet.gathers[:, 0]
+    bad = (np.abs(feet.stride[:, 0]) > 1) | table.gathers[:, 0]
     return simple & (np.bincount(feet.leaf, weights=bad, minlength=len(kind)) == 0)
 
 
