@@ -78,7 +78,7 @@ class Device:
     bandwidth_gb_s: float | None = None
     #: Power that the whole device (the package of a CPU, the board of a GPU) may draw for long.
     tdp_w: float | None = None
-    #: Manufacturing process, as marketed: with the power it tells how much of the peak can be sustained.
+    #: Manufacturing process, as marketed: with the power it decides how much of the peak can be sustained.
     process_nm: float | None = None
     #: Peak by data type *of the share*: ``float32``, ``float16``, ``float64``, and ``..._matrix`` for matrix units
     #: (``tfloat32_matrix``, ``float16_matrix``), dense.
@@ -253,5 +253,5 @@ _CPU_IDENTITY = (
 )  # fmt: skip
 _GPU_IDENTITY = ("kind", "vendor", "arch", "share", "mcpu", "cores")
 
-#: Hypervisors tell the same nominal clock a little differently.
+#: Hypervisors report the same nominal clock a little differently.
 _CLOCK_TOLERANCE = 0.03

@@ -73,8 +73,8 @@ class DeviceTable:
         if known is None:
             return here
         differing = [text.split()[0] for text in known.differences(here)]
-        told = [f"{name.partition('_')[0]}-{getattr(here, name)}" for name in differing]
-        return replace(here, name=normalise("-".join((here.name, *told))).replace(".0", ""))
+        suffixes = [f"{name.partition('_')[0]}-{getattr(here, name)}" for name in differing]
+        return replace(here, name=normalise("-".join((here.name, *suffixes))).replace(".0", ""))
 
     @property
     def rows(self) -> list[Device]:

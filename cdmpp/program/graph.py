@@ -56,7 +56,7 @@ class GraphNode:
     phase: str = "forward"
     #: The source's family of operators, such as ``BMM``.
     family: str = ""
-    #: As far as the source tells.
+    #: As far as the source has them.
     input_shapes: tuple[tuple[int, ...], ...] = ()
     output_shape: tuple[int, ...] = ()
     #: Device -> measured seconds of one run.

@@ -133,7 +133,7 @@ def clblast_gemm(
     with function({"a": ((k, m), "float32"), "b": ((k, n), "float32"), "c": ((n, m), "float32"),
                    "out": ((n, m), "float32")}) as (buffers, made):  # fmt: skip
         a, b, c, out = buffers
-        # Registers have an axis for each loop that tells elements of a thread apart, so that they shrink to what it holds.
+        # Registers have an axis for each loop that separates elements of a thread, so that they shrink to its own.
         c_local = T.sblock_alloc_buffer((n // VWN, VWN, m // VWM, VWM), scope="local")
         a_local = T.sblock_alloc_buffer((k, m // VWM, VWM), scope="local")
         b_local = T.sblock_alloc_buffer((k, n // VWN, VWN), scope="local")
@@ -254,7 +254,7 @@ def kernel_tuner_convolution(
     cached = {"cdmpp.read_only": read_only} if read_only else {}
     constant = {"cdmpp.constant_memory": use_cmem} if use_cmem else {}
     with function(sizes) as ((image, weights, out), made):
-        # An axis for each loop that tells outputs apart, so that a thread's registers shrink to what it holds.
+        # An axis for each loop that separates outputs, so that a thread's registers shrink to its own.
         split = (blocks_y, tile_size_y, block_size_y, blocks_x, tile_size_x, block_size_x)
         sums = T.sblock_alloc_buffer(split, scope="local")
         reach = blocks_y * span_y + border_y, blocks_x * span_x + border_x

@@ -191,7 +191,7 @@ def _code(table: LeafTable, nest: LoopNest, feet: Footprints, auto: NDArray[np.b
     loops = np.arange(nest.extent.shape[1])
     outside = loops[None, :] >= tile[:, None]
     # Reduction loops directly around the tile, up to the first loop that is none.
-    held = np.logical_and.accumulate(nest.reduction | ~outside, axis=1) & outside
+    hold = np.logical_and.accumulate(nest.reduction | ~outside, axis=1) & outside
     has_next = tile < nest.n
     next_loop = np.minimum(tile, nest.extent.shape[1] - 1)
     simd_stride = np.abs(feet.stride[at, nest.simd[feet.leaf]])
@@ -210,7 +210,7 @@ def _code(table: LeafTable, nest: LoopNest, feet: Footprints, auto: NDArray[np.b
         inputs,
         np.where(nest.unrolled & ~outside, nest.extent, 1.0).prod(axis=1),
         is_reduction * nest.iterations / np.maximum(outputs, 1.0),
-        np.where(held, nest.extent, 1.0).prod(axis=1),
+        np.where(hold, nest.extent, 1.0).prod(axis=1),
         np.where(has_next, nest.extent[rows, next_loop], 0.0),
         np.where(has_next, nest.reduction[rows, next_loop], 0.0),
         nest.extent[rows, nest.simd],

@@ -30,7 +30,7 @@ from cdmpp.program.ast.table import (
 
 LINE_BYTES = 64.0
 PAGE_BYTES = 4096.0
-#: Sets of a cache of 64 sets (32 KB, 8 ways) and of 1024 sets (1 MB, 16 ways) come round after so many bytes.
+#: Sets of a cache of 64 sets (32 KB, 8 ways) and of 1024 sets (1 MB, 16 ways) repeat after so many bytes.
 SET_PERIODS = (4 << 10, 64 << 10)
 _ACCESS = {name: i for i, name in enumerate(ACCESS_COLUMNS)}
 _LEAF = {name: i for i, name in enumerate(LEAF_COLUMNS)}
@@ -223,7 +223,7 @@ def traffic(nest: LoopNest, feet: Footprints, capacity: float) -> FloatArray:
 def conflict_traffic(
     table: LeafTable, nest: LoopNest, feet: Footprints, capacity: float, period: int
 ) -> FloatArray:
-    """As :func:`traffic`, into a cache whose sets come round after ``period`` bytes, (accesses,).
+    """As :func:`traffic`, into a cache whose sets repeat after ``period`` bytes, (accesses,).
 
     An access that strides by a multiple of a large power of two uses few of the sets. Its lines then fill the cache
     as many times faster as there are sets that it leaves out.
@@ -247,8 +247,8 @@ def conflict_traffic(
 
 def page_traffic(nest: LoopNest, feet: Footprints, entries: Sequence[int]) -> list[FloatArray]:
     """Pages each access moves into tables of so many entries (TLBs), (accesses,) each; as :func:`traffic`."""
-    held = by_leaf(np.add, feet.leaf, feet.pages, len(nest.n))[:, 1:]
-    return [_moved(nest, feet, feet.pages, held <= n) for n in entries]
+    touched = by_leaf(np.add, feet.leaf, feet.pages, len(nest.n))[:, 1:]
+    return [_moved(nest, feet, feet.pages, touched <= n) for n in entries]
 
 
 def _moved(nest: LoopNest, feet: Footprints, touched: FloatArray, fits: BoolArray) -> FloatArray:
@@ -261,7 +261,7 @@ def _moved(nest: LoopNest, feet: Footprints, touched: FloatArray, fits: BoolArra
 def register_elements(nest: LoopNest, feet: Footprints) -> FloatArray:
     """Element loads (or stores) each access needs when straight-line code loads an element once, (accesses,).
 
-    If the loop around the straight-line code does not move the access, it is held in registers across it.
+    If the loop around the straight-line code does not move the access, it stays in registers across it.
     """
     k = nest.tile[feet.leaf]
     rows = np.arange(len(k))

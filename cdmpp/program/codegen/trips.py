@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from cdmpp.program.codegen.blocks import FlowGraph
 from cdmpp.program.codegen.values import OPPOSITE, CodeValues, Flags, Value, meets
 
-#: A loop whose trip count the code does not tell is taken to run so many times.
+#: A loop of unknown trip count is taken to run so many times.
 UNKNOWN_TRIPS = 4.0
 #: Nothing runs more often in seconds; what was read as more is misread.
 _MOST_RUNS = 1e12
@@ -44,7 +44,7 @@ class TripCounts:
         return self.values.graph
 
     def of(self, number: int) -> int | None:
-        """How often a loop runs each time it is entered, 0 if it never is; None where the code does not tell."""
+        """How often a loop runs each time it is entered, 0 if it never is; None where that is not known."""
         return self._trips_and_exit(number)[0]
 
     def guess(self, number: int) -> float:

@@ -49,7 +49,7 @@ _OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "shl": operator.lshift, "sar": operator.rshift, "shr": operator.rshift,
     "not": lambda a, _: ~a, "neg": lambda a, _: -a,
 }  # fmt: skip
-#: Whether one address that nobody knows is below another: of two buffers that do not overlap not both can be.
+#: Whether one unknown address is below another: of two buffers that do not overlap only one can begin before the other ends.
 _BEGINS_BEFORE = "begins before"
 #: The number of a parallel loop's task, the pointer to its environment, and where that has the number of tasks, 32 bits
 #: (TVMParallelGroupEnv).
@@ -82,7 +82,7 @@ class Flags:
         return meets(left - right, condition)
 
     def compares_addresses(self, condition: str | None) -> bool:
-        """Whether a condition asks for the order of two addresses that nobody knows."""
+        """Whether a condition compares two unknown addresses."""
         return self.kind == "cmp" and condition in _UNSIGNED and None not in (self.left[0], self.right[0])
 
 
@@ -98,7 +98,7 @@ def meets(difference: int, condition: str) -> bool:
 
 
 def value_at(state: State, location: Location) -> Value:
-    """What a location holds: where nothing has been written, what it held when the function was entered."""
+    """The value of a location; where nothing has been written, its value when the function was entered."""
     return state.get(location, (("entry", location), 0))
 
 
@@ -126,7 +126,7 @@ class CodeValues:
         for _ in range(_MOST_PASSES):
             self._follow(changed)
             wrong = [self._differing(number, locations) for number, locations in enumerate(copied)]
-            # nothing is assumed wrongly: what was changed but holds the same at the end does not change either
+            # nothing is assumed wrongly: what was changed but has the same value at the end does not change either
             restored = [
                 set()
                 if any(wrong)
@@ -141,7 +141,7 @@ class CodeValues:
         self._follow([locations | rest for locations, rest in zip(changed, copied, strict=True)])
 
     def _differing(self, number: int, locations: set[Location]) -> set[Location]:
-        """Those locations that do not hold at the end of an iteration what they held before the loop."""
+        """Those locations whose value at the end of an iteration is another than before the loop."""
         state, latches = self.entry_state[number], self.graph.loops[number].latches
         if state is None:
             return set()
@@ -205,14 +205,14 @@ class CodeValues:
         return after if holds is None else [after[0 if holds else 1]]
 
     def counter(self, value: Value) -> tuple[int, Location] | None:
-        """The loop that a value changes with, and the location that holds it, but for a constant, when an iteration begins."""
+        """The loop that a value changes with, and the location that has it, but for a constant, when an iteration begins."""
         match value[0]:
             case ("iteration", int(block), str() | Address() as location):
                 return self.graph.loop_at[block], location
         return None
 
     def initial_value(self, number: int, location: Location) -> Value:
-        """What a location holds where a loop is entered."""
+        """The value of a location where a loop is entered."""
         return value_at(self.entry_state[number] or {}, location)
 
     def step(self, number: int, location: Location) -> int | None:
@@ -237,7 +237,7 @@ class CodeValues:
 
 
 def _changes(graph: FlowGraph, loop: Loop, *, by_copies: bool) -> set[Location]:
-    """Locations that a loop changes: to what another location holds, or otherwise."""
+    """Locations that a loop changes: by copies of other locations, or otherwise."""
     return {
         location
         for block in loop.body
