@@ -253,7 +253,7 @@ def _arm_simd(arch: str, flags: frozenset[str]) -> tuple[int | None, bool | None
 
 
 def _nominal_mhz(facts: CpuFacts) -> float | None:
-    """By the model's name, the driver, or the clock that a hypervisor reports; the current one only where nothing else is known."""
+    """By the model's name, the driver, or what a hypervisor reports; the current clock only where nothing else is known."""
     named = re.search(r"@\s*([\d.]+)\s*GHz", facts.model_name)
     if named:
         return float(named.group(1)) * 1000

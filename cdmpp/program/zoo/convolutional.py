@@ -226,17 +226,38 @@ def _inverted_residual(
     return Residual(body, act=nn.Identity) if stride == 1 and channels_in == channels_out else body
 
 
+def _inverted_residuals(
+    stages: tuple[tuple[int, int, int, int, int], ...], act: Activation, *, excited: bool
+) -> nn.Module:
+    """Stages of (expansion, kernel, stride, width, depth)."""
+    layers: list[nn.Module] = [ConvNormAct(3, 32, 3, 2, act=act)]
+    channels = 32
+    for expansion, kernel, stride, width, depth in stages:
+        for index in range(depth):
+            expanded = channels * expansion
+            excite = SqueezeExcite(expanded, max(1, channels // 4), act=act) if excited else None
+            step = stride if index == 0 else 1
+            layers.append(_inverted_residual(channels, expanded, width, kernel, step, act, excite))
+            channels = width
+    return nn.Sequential(*layers, ConvNormAct(channels, 1280, 1, act=act), head(1280))
+
+
 def mobilenet_v2() -> nn.Module:
     """MobileNet V2, width 1.0."""
-    layers: list[nn.Module] = [ConvNormAct(3, 32, 3, 2, act=nn.ReLU6)]
-    channels = 32
-    stages = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2))
-    for expansion, width, depth, stride in (*stages, (6, 320, 1, 1)):
-        for index in range(depth):
-            step = stride if index == 0 else 1
-            layers.append(_inverted_residual(channels, channels * expansion, width, 3, step, nn.ReLU6))
-            channels = width
-    return nn.Sequential(*layers, ConvNormAct(channels, 1280, 1, act=nn.ReLU6), head(1280))
+    stages = (
+        (1, 3, 1, 16, 1), (6, 3, 2, 24, 2), (6, 3, 2, 32, 3), (6, 3, 2, 64, 4), (6, 3, 1, 96, 3), (6, 3, 2, 160, 3),
+        (6, 3, 1, 320, 1),
+    )  # fmt: skip
+    return _inverted_residuals(stages, nn.ReLU6, excited=False)
+
+
+def efficientnet_b0() -> nn.Module:
+    """EfficientNet-B0 (Tan 2019): SiLU and squeeze-and-excite throughout."""
+    stages = (
+        (1, 3, 1, 16, 1), (6, 3, 2, 24, 2), (6, 5, 2, 40, 2), (6, 3, 2, 80, 3), (6, 5, 1, 112, 3), (6, 5, 2, 192, 4),
+        (6, 3, 1, 320, 1),
+    )  # fmt: skip
+    return _inverted_residuals(stages, nn.SiLU, excited=True)
 
 
 def mobilenet_v3_small() -> nn.Module:
@@ -254,21 +275,6 @@ def mobilenet_v3_small() -> nn.Module:
         layers.append(_inverted_residual(channels, expanded, width, kernel, stride, act, excite))
         channels = width
     return nn.Sequential(*layers, ConvNormAct(channels, 576, 1, act=nn.Hardswish), head(576))
-
-
-def efficientnet_b0() -> nn.Module:
-    """EfficientNet-B0 (Tan 2019): SiLU and squeeze-and-excite throughout."""
-    layers: list[nn.Module] = [ConvNormAct(3, 32, 3, 2, act=nn.SiLU)]
-    channels = 32
-    stages = ((1, 3, 1, 16, 1), (6, 3, 2, 24, 2), (6, 5, 2, 40, 2), (6, 3, 2, 80, 3), (6, 5, 1, 112, 3))
-    for expansion, kernel, stride, width, depth in (*stages, (6, 5, 2, 192, 4), (6, 3, 1, 320, 1)):
-        for index in range(depth):
-            expanded = channels * expansion
-            excite = SqueezeExcite(expanded, max(1, channels // 4), act=nn.SiLU)
-            step = stride if index == 0 else 1
-            layers.append(_inverted_residual(channels, expanded, width, kernel, step, nn.SiLU, excite))
-            channels = width
-    return nn.Sequential(*layers, ConvNormAct(channels, 1280, 1, act=nn.SiLU), head(1280))
 
 
 class _ShuffleUnit(nn.Module):
