@@ -132,13 +132,7 @@ def task_from_prim_func(func: Any, name: str = "main", networks: Mapping[str, fl
 def library_task(
     name: str, arguments: Mapping[str, Any], networks: Mapping[str, float] | None = None
 ) -> Task:
-    """The task of a library operator; some 0.7 ms.
-
-    Raises
-    ------
-    ProgramError
-        No such operator, or not with these arguments.
-    """
+    """The task of a library operator; some 0.7 ms (ProgramError: no such operator, or not with these arguments)."""
     func = generators.build(name, arguments)
     return Task(
         hash=structural_hash(func),

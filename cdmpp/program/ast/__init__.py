@@ -92,13 +92,7 @@ def compact_ast(func: Any) -> CompactAST:
 
 
 def prim_func(func: Any) -> Any:
-    """A PrimFunc itself, or the only PrimFunc of an IRModule.
-
-    Raises
-    ------
-    ProgramError
-        It is neither.
-    """
+    """A PrimFunc itself, or the only PrimFunc of an IRModule (ProgramError: it is neither)."""
     tvm = import_tvm()
     if isinstance(func, tvm.IRModule):
         found = [f for f in func.functions.values() if isinstance(f, tvm.tirx.PrimFunc)]

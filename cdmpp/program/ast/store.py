@@ -80,13 +80,7 @@ def save_asts(path: str | Path, asts: Mapping[str, CompactAST]) -> None:
 
 
 def stored_feature_set(path: str | Path) -> str:
-    """The feature set a file was written with.
-
-    Raises
-    ------
-    DatasetError
-        The file is missing, unreadable or holds no ASTs.
-    """
+    """The feature set a file was written with (DatasetError: the file is missing, unreadable or holds no ASTs)."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

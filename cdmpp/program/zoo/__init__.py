@@ -225,13 +225,7 @@ def zoo_networks() -> dict[str, ZooEntry]:
 
 
 def zoo_entry(name: str) -> ZooEntry:
-    """The entry of that name.
-
-    Raises
-    ------
-    NetworkError
-        No such network; the message suggests near names.
-    """
+    """The entry of that name (NetworkError: no such network; the message suggests near names)."""
     entries = zoo_networks()
     if name in entries:
         return entries[name]
