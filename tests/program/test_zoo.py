@@ -22,7 +22,8 @@ def test_has_enough_networks_and_families() -> None:
 
 def test_listing_imports_neither_torch_nor_tvm() -> None:
     code = (
-        "import sys; from cdmpp.program.zoo import zoo_networks, task_counts; zoo_networks(); task_counts();"
+        "import sys; import cdmpp.program; assert 'cdmpp.program.zoo' not in sys.modules;"
+        "from cdmpp.program.zoo import zoo_networks, task_counts; zoo_networks(); task_counts();"
         "import cdmpp.program.network;"
         "print(sorted({'torch', 'tvm', 'transformers', 'onnx'} & set(sys.modules)))"
     )
