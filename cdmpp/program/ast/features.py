@@ -33,22 +33,14 @@ from cdmpp.program.ast.schema import (
 )  # fmt: skip
 from cdmpp.program.ast.table import (
     ACCESS_COLUMNS,
-    BLOCK_IDX,
-    GLOBAL,
     LEAF_COLUMNS,
-    LOCAL,
-    PARALLEL,
-    SERIAL,
-    SHARED,
-    THREAD_IDX,
-    UNROLLED,
-    VECTORIZED,
-    VTHREAD,
     FloatArray,
     IntArray,
     LeafTable,
+    LoopKind,
     LoopNest,
-)  # fmt: skip
+    Scope,
+)
 
 _LEAF = {name: i for i, name in enumerate(LEAF_COLUMNS)}
 _ACCESS = {name: i for i, name in enumerate(ACCESS_COLUMNS)}
@@ -81,12 +73,17 @@ def leaf_vectors(table: LeafTable) -> NDArray[np.float32]:
         _context(table),
         _loops(table, nest, feet),
         table.ops,
-        np.stack([flops, special, table.ops @ _INTEGER, _by_leaf(table, feet, "loads")], axis=1)
+        np.stack(
+            [flops, special, table.ops @ _INTEGER, feet.per_leaf(table.access[:, _ACCESS["loads"]])], axis=1
+        )
         * nest.iterations[:, None],
         _code(table, nest, feet, auto),
         _instructions(table, nest, feet, auto, registers, times),
         ((table.ops @ _FP) * nest.iterations * neighbour_packs(table, nest, feet, 32))[:, None],
-        _sums(table, feet, [row * times for row in (*moved, *conflicts)] + pages),
+        np.stack(
+            [feet.per_leaf(row) for row in (*(moved * times), *(row * times for row in conflicts), *pages)],
+            axis=1,
+        ),
         feet.working_set[:, [min(k, feet.working_set.shape[1] - 1) for k in WORKING_SET_DEPTHS]],
         _program(table, nest, feet, flops),
         _window(nest),
@@ -95,15 +92,6 @@ def leaf_vectors(table: LeafTable) -> NDArray[np.float32]:
     vectors = np.concatenate(blocks, axis=1)
     assert vectors.shape[1] == len(LEAF_FEATURES)
     return vectors.astype(np.float32)
-
-
-def _sums(table: LeafTable, feet: Footprints, rows: list[FloatArray]) -> FloatArray:
-    """Sums over the accesses of each leaf, (leaves, rows)."""
-    return np.stack([np.bincount(feet.leaf, weights=row, minlength=len(table.leaf)) for row in rows], axis=1)
-
-
-def _by_leaf(table: LeafTable, feet: Footprints, column: str) -> FloatArray:
-    return np.bincount(feet.leaf, weights=table.access[:, _ACCESS[column]], minlength=len(table.leaf))
 
 
 def _context(table: LeafTable) -> FloatArray:
@@ -138,17 +126,19 @@ def _loops(table: LeafTable, nest: LoopNest, feet: Footprints) -> FloatArray:
     def product(mask: NDArray[np.bool_]) -> FloatArray:
         return np.where(mask, extent, 1.0).prod(axis=1)
 
-    serial = np.isin(kind, (SERIAL, UNROLLED)) | ((kind == VECTORIZED) & ~nest.vector)
-    parallel = product(kind == PARALLEL)
+    serial = np.isin(kind, (LoopKind.SERIAL, LoopKind.UNROLLED)) | (
+        (kind == LoopKind.VECTORIZED) & ~nest.vector
+    )
+    parallel = product(kind == LoopKind.PARALLEL)
     # The innermost parallel loop is the first from inside; without one everything is inside.
-    has_parallel = (kind == PARALLEL).any(axis=1)
-    inner = np.where(has_parallel, (kind == PARALLEL).argmax(axis=1), extent.shape[1])
+    has_parallel = (kind == LoopKind.PARALLEL).any(axis=1)
+    inner = np.where(has_parallel, (kind == LoopKind.PARALLEL).argmax(axis=1), extent.shape[1])
     iterations = nest.iterations
     domain = table.leaf[:, _LEAF["domain"]]
     blocks, threads, vthreads = (
-        product(kind == BLOCK_IDX),
-        product(kind == THREAD_IDX),
-        product(kind == VTHREAD),
+        product(kind == LoopKind.BLOCK_IDX),
+        product(kind == LoopKind.THREAD_IDX),
+        product(kind == LoopKind.VTHREAD),
     )
     columns = [
         nest.n,
@@ -164,7 +154,7 @@ def _loops(table: LeafTable, nest: LoopNest, feet: Footprints) -> FloatArray:
         vector,
         divisor,
         vector != divisor,
-        product((kind == VECTORIZED) & ~nest.vector),
+        product((kind == LoopKind.VECTORIZED) & ~nest.vector),
         product(nest.unrolled),
         blocks,
         threads,
@@ -184,9 +174,9 @@ def _code(table: LeafTable, nest: LoopNest, feet: Footprints, auto: NDArray[np.b
     tile = nest.tile
     in_tile = feet.data[at, tile[feet.leaf]]
     stores = table.access[:, _ACCESS["stores"]] > 0
-    outputs = np.bincount(feet.leaf, weights=in_tile * stores, minlength=n_leaves)
+    outputs = feet.per_leaf(in_tile * stores)
     loads = table.access[:, _ACCESS["loads"]] > 0
-    inputs = np.bincount(feet.leaf, weights=in_tile * loads, minlength=n_leaves)
+    inputs = feet.per_leaf(in_tile * loads)
     is_reduction = table.leaf[:, _LEAF["is_reduction"]]
     loops = np.arange(nest.extent.shape[1])
     outside = loops[None, :] >= tile[:, None]
@@ -215,7 +205,7 @@ def _code(table: LeafTable, nest: LoopNest, feet: Footprints, auto: NDArray[np.b
         np.where(has_next, nest.reduction[rows, next_loop], 0.0),
         nest.extent[rows, nest.simd],
         auto,
-        *[np.bincount(feet.leaf, weights=c, minlength=n_leaves) for c in classes],
+        *[feet.per_leaf(c) for c in classes],
         *runs,
     ]
     return np.stack(columns, axis=1)
@@ -237,7 +227,7 @@ def _instructions(
         packs = simd_packs(table, nest, auto, width)
         columns.append(operations * packs)
         accesses = registers * times * np.where(contiguous, packs[feet.leaf], 1.0)
-        columns.append(np.bincount(feet.leaf, weights=accesses, minlength=len(table.leaf)))
+        columns.append(feet.per_leaf(accesses))
     return np.stack(columns, axis=1)
 
 
@@ -266,7 +256,7 @@ def _allocations(table: LeafTable, feet: Footprints) -> list[FloatArray]:
     n = len(table.program_leaves)
     return [
         np.bincount(program, feet.storage[first] * (allocated & (scope == s)), n)
-        for s in (GLOBAL, SHARED, LOCAL)
+        for s in (Scope.GLOBAL, Scope.SHARED, Scope.LOCAL)
     ]
 
 
@@ -280,7 +270,7 @@ def _window(nest: LoopNest) -> FloatArray:
     out[:, :n, 1] = nest.reduction[:, :n]
     out[:, :n, 2] = nest.vector[:, :n]
     out[:, :n, 3] = nest.unrolled[:, :n]
-    out[:, :n, 4] = (kind == PARALLEL) | (kind == BLOCK_IDX) | (kind == THREAD_IDX)
+    out[:, :n, 4] = (kind == LoopKind.PARALLEL) | (kind == LoopKind.BLOCK_IDX) | (kind == LoopKind.THREAD_IDX)
     return out.reshape(n_leaves, -1)
 
 

@@ -18,15 +18,14 @@ from cdmpp.program.ast.schema import SIMD_BYTES
 from cdmpp.program.ast.table import (
     ACCESS_COLUMNS,
     LEAF_COLUMNS,
-    SERIAL,
-    UNROLLED,
     BoolArray,
     FloatArray,
     IntArray,
     LeafTable,
+    LoopKind,
     LoopNest,
     with_one,
-)  # fmt: skip
+)
 
 LINE_BYTES = 64.0
 PAGE_BYTES = 4096.0
@@ -62,6 +61,10 @@ class Footprints:
     working_set: FloatArray
     #: (programs,): bytes touched by the whole program.
     program_bytes: FloatArray
+
+    def per_leaf(self, values: FloatArray) -> FloatArray:
+        """Sums over the accesses of each leaf, (leaves,)."""
+        return np.bincount(self.leaf, weights=values, minlength=len(self.working_set))
 
     @classmethod
     def of(cls, table: LeafTable, nest: LoopNest) -> Footprints:
@@ -273,11 +276,11 @@ def register_elements(nest: LoopNest, feet: Footprints) -> FloatArray:
 def auto_simd(table: LeafTable, nest: LoopNest, feet: Footprints) -> BoolArray:
     """Whether a compiler can run the innermost loop in lanes although the schedule did not say so, (leaves,)."""
     kind = nest.kind[:, 0]
-    simple = np.isin(kind, (SERIAL, UNROLLED)) & ~nest.reduction[:, 0] & ~nest.explicit_simd
+    simple = np.isin(kind, (LoopKind.SERIAL, LoopKind.UNROLLED)) & ~nest.reduction[:, 0] & ~nest.explicit_simd
     for name in ("branch_inner", "opaque", "guarded"):
         simple &= table.leaf[:, _LEAF[name]] == 0
     bad = (np.abs(feet.stride[:, 0]) > 1) | table.gathers[:, 0]
-    return simple & (np.bincount(feet.leaf, weights=bad, minlength=len(kind)) == 0)
+    return simple & (feet.per_leaf(bad) == 0)
 
 
 def simd_packs(table: LeafTable, nest: LoopNest, auto: BoolArray, simd_bytes: int) -> FloatArray:

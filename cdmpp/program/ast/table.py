@@ -8,6 +8,7 @@ The threads of a GPU block run together: loops bound to threads count as innermo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,18 @@ FloatArray = NDArray[Any]
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
-#: Kinds of loops; the first four are TVM's own numbers.
-SERIAL, PARALLEL, VECTORIZED, UNROLLED, BLOCK_IDX, THREAD_IDX, VTHREAD = range(7)
-#: Where a buffer lives; everything that is neither global nor shared belongs to one thread.
-GLOBAL, SHARED, LOCAL = range(3)
+
+class LoopKind(IntEnum):
+    """Kinds of loops; the first four are TVM's own numbers."""
+
+    SERIAL, PARALLEL, VECTORIZED, UNROLLED, BLOCK_IDX, THREAD_IDX, VTHREAD = range(7)
+
+
+class Scope(IntEnum):
+    """Where a buffer lives; everything that is neither global nor shared belongs to one thread."""
+
+    GLOBAL, SHARED, LOCAL = range(3)
+
 
 #: Columns of :attr:`LeafTable.leaf`; ``hoisted`` are the iterations of the innermost loops that no argument of an
 #: exponential, a root or the like depends on: compilers compute it once outside of them.
@@ -124,8 +133,8 @@ class LoopNest:
         extent, kind, unrolled, scalarised = (
             spread(values, absent) for values, absent in zip(found.node[node].T, (1, -1, 0, 0), strict=True)
         )
-        vector = (kind == VECTORIZED) & (scalarised == 0)
-        threads = kind == THREAD_IDX
+        vector = (kind == LoopKind.VECTORIZED) & (scalarised == 0)
+        threads = kind == LoopKind.THREAD_IDX
         lanes = np.where(threads.any(axis=1)[:, None], threads, vector)
         straight = np.logical_and.accumulate(vector | (unrolled != 0) | threads, axis=1)
         return cls(
@@ -194,7 +203,7 @@ def leaf_table(found: Collected) -> LeafTable:
     depth = np.full(nest.kind.shape, np.iinfo(np.int64).max)
     depth[leaf, k] = pair_depth
     prefix, inside, share = found.buffer[found.access_buffer].T
-    shared = (nest.kind == THREAD_IDX)[found.access_leaf] & (share[:, None] != 0)
+    shared = (nest.kind == LoopKind.THREAD_IDX)[found.access_leaf] & (share[:, None] != 0)
     renewed = (depth[found.access_leaf] < inside[:, None]) & ~shared
     linear = np.zeros((len(found.row), nest.kind.shape[1]))
     linear[found.linear[:, 0], found.linear[:, 1]] = found.linear[:, 2]
