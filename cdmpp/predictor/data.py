@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from cdmpp.dataset import DatasetView, Split
     from cdmpp.device import Device
-    from cdmpp.program.ast import AstBuilder, CompactAST
+    from cdmpp.program.ast import CompactAST
 
 logger = logging.getLogger(__name__)
 
@@ -304,9 +304,9 @@ def program_resolver(view: DatasetView) -> Callable[[Program], Any]:
 def _compute_asts(
     view: DatasetView, programs: Sequence[str], progress: CountCallback | None
 ) -> dict[str, CompactAST]:
-    from cdmpp.program.ast import AstBuilder
+    from cdmpp.program.ast import compact_asts
 
-    resolve, builder = program_resolver(view), AstBuilder()
+    resolve = program_resolver(view)
     asts: dict[str, CompactAST] = {}
     for begin in range(0, len(programs), _AST_CHUNK):
         funcs: dict[str, Any] = {}
@@ -316,19 +316,21 @@ def _compute_asts(
             except (KeyError, ProgramError) as err:
                 logger.warning("program %s cannot be rebuilt: %s", program, err)
         try:
-            asts.update(zip(funcs, builder.build(list(funcs.values())), strict=True))
+            asts.update(zip(funcs, compact_asts(funcs.values()), strict=True))
         except ProgramError:  # one of the chunk: find it by taking them one by one
-            asts.update(_build_each(builder, funcs))
+            asts.update(_build_each(funcs))
         if progress is not None:
             progress(min(begin + _AST_CHUNK, len(programs)), len(programs))
     return asts
 
 
-def _build_each(builder: AstBuilder, funcs: Mapping[str, Any]) -> dict[str, CompactAST]:
+def _build_each(funcs: Mapping[str, Any]) -> dict[str, CompactAST]:
+    from cdmpp.program.ast import compact_ast
+
     asts: dict[str, CompactAST] = {}
     for program, func in funcs.items():
         try:
-            asts[program] = builder.build([func])[0]
+            asts[program] = compact_ast(func)
         except ProgramError as err:
             logger.warning("program %s has no AST: %s", program, err)
     return asts

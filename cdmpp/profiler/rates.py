@@ -129,7 +129,7 @@ def _launch_s(cores: int) -> float:
     """Seconds of a call of a kernel that stores one number on every core (CdmppError without TVM)."""
     import numpy as np
 
-    from cdmpp.program.kernels.builder import block, function, loops, script
+    from cdmpp.program.kernels import block, function, loops, script
     from cdmpp.program.tvm_env import import_tvm
 
     tvm, T = import_tvm(), script()

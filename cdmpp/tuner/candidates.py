@@ -26,7 +26,7 @@ from cdmpp.program.types import Program, Space, Task
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
-    from cdmpp.program.ast import AstBuilder, CompactAST
+    from cdmpp.program.ast import CompactAST
     from cdmpp.tuner.trimmer import Trimmer
 
 T = TypeVar("T")
@@ -211,19 +211,15 @@ class CandidateCache(Generic[T]):
     def __init__(self, compute: Callable[[Sequence[CompactAST]], Sequence[T]], most: int) -> None:
         self._compute, self._most = compute, most
         self.asked = self.computed = 0
-        self._builders: dict[str, AstBuilder] = {}
         self._kept: OrderedDict[str, T | None] = OrderedDict()
 
-    def get(self, task: str, hashes: Sequence[str], funcs: Sequence[Any]) -> list[T | None]:
-        """Of scheduled PrimFuncs with these hashes, of the task of this hash; None for what cannot be read."""
-        from cdmpp.program.ast import AstBuilder
-
+    def get(self, hashes: Sequence[str], funcs: Sequence[Any]) -> list[T | None]:
+        """Of scheduled PrimFuncs with these hashes; None for what cannot be read."""
         missing = {h: f for h, f in zip(hashes, funcs, strict=True) if h not in self._kept}
         self.asked += len(hashes)
         self.computed += len(missing)
         if missing:
-            builder = self._builders.setdefault(task, AstBuilder())
-            self._kept.update(zip(missing, self._read(builder, list(missing.values())), strict=True))
+            self._kept.update(zip(missing, self._read(list(missing.values())), strict=True))
         found = [self._kept[digest] for digest in hashes]
         for digest in hashes:
             self._kept.move_to_end(digest)
@@ -231,15 +227,17 @@ class CandidateCache(Generic[T]):
             self._kept.popitem(last=False)
         return found
 
-    def _read(self, builder: AstBuilder, funcs: list[Any]) -> list[T | None]:
+    def _read(self, funcs: list[Any]) -> list[T | None]:
+        from cdmpp.program.ast import compact_asts
+
         try:
-            return list(self._compute(builder.build(funcs)))
+            return list(self._compute(compact_asts(funcs)))
         except ProgramError as err:
             if len(funcs) == 1:
                 logger.debug("a candidate cannot be read: %s", err)
                 return [None]
             # One of them; find out which. This happens to few programs of few tasks.
-            return [found for func in funcs for found in self._read(builder, [func])]
+            return [found for func in funcs for found in self._read([func])]
 
 
 def is_untuned(program: Program) -> bool:

@@ -152,7 +152,7 @@ class CostModel(PyCostModel):
         """Take measured programs of a task (its structural hash), None where one failed, and fit unless more follow."""
         self.model.failed.update(h for h, value in zip(hashes, latency_s, strict=True) if value is None)
         known = [(h, f, v) for h, f, v in zip(hashes, funcs, latency_s, strict=True) if v is not None]
-        encoded = self.cache.get(task, [h for h, _, _ in known], [f for _, f, _ in known])
+        encoded = self.cache.get([h for h, _, _ in known], [f for _, f, _ in known])
         usable = [(h, e, v) for (h, _, v), e in zip(known, encoded, strict=True) if e is not None]
         if not usable:
             return
@@ -165,7 +165,7 @@ class CostModel(PyCostModel):
     def _encode(self, context: Any, candidates: Sequence[Any]) -> tuple[list[int], Encoded | None]:
         """Numbers of the candidates that can be read and have not failed, and their network outputs."""
         hashes = hashes_of(candidates)
-        outputs = self.cache.get(task_hash(context), hashes, funcs_of(candidates))
+        outputs = self.cache.get(hashes, funcs_of(candidates))
         known = {
             i: found
             for i, (digest, found) in enumerate(zip(hashes, outputs, strict=True))

@@ -40,8 +40,8 @@ from cdmpp.profiler import machine
 from cdmpp.profiler.sentinel import Sentinel
 from cdmpp.profiler.statistics import SamplingPlan, label, split_half_difference
 from cdmpp.program.fusion import PREPARE_WEIGHTS, FusedNetwork, fuse
-from cdmpp.program.tasks import normalise, task_from_prim_func
-from cdmpp.program.tvm_env import import_tvm, quiet
+from cdmpp.program.tasks import task_from_prim_func
+from cdmpp.program.tvm_env import import_tvm, normalise, quiet
 
 if TYPE_CHECKING:
     from cdmpp.device import Device

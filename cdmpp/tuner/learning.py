@@ -116,23 +116,18 @@ class PredictorPrior:
         """Predict and embed n >= 1 programs in one pass through the network."""
         import torch
 
-        from cdmpp.predictor.batching import PackedPrograms, inference_batches
+        from cdmpp.predictor.batching import inference_batches
         from cdmpp.predictor.roofline import reference_s
 
         predictor = self._predictor
-        packed = PackedPrograms.pack(asts, predictor.encoder)
-        device = torch.from_numpy(predictor.encode_devices([self._device]))
-        pair = torch.from_numpy(
-            predictor.encode_pairs(asts, [self._device], np.zeros(len(asts), dtype=np.int64))
-        )
+        arrays = predictor.encode(asts, [self._device], np.zeros(len(asts), dtype=np.int64))
         labels = np.empty(len(asts))
         z = np.empty((len(asts), predictor.network.config.embedding_dim))
         predictor.network.eval()
         with torch.inference_mode():
-            for rows in inference_batches(packed.lengths, 1024):
-                here = device.expand(len(rows), -1)
-                embedding = predictor.network.embed(packed.batch(rows), here)
-                context = torch.cat([here, pair[torch.from_numpy(rows)]], dim=1)
+            for rows in inference_batches(arrays.packed.lengths, 1024):
+                batch, context = arrays.batch(rows, torch.device("cpu"))
+                embedding = predictor.network.embed(batch, context.device)
                 labels[rows] = predictor.network.decode(embedding, context).double().numpy()
                 z[rows] = embedding.double().numpy()
         transform = predictor.transform

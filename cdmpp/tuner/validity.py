@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from cdmpp.errors import DatasetError, PredictorError, ProfilerError
 from cdmpp.program.ast.schema import LEAF_FEATURES
-from cdmpp.tuner.candidates import CandidateCache, funcs_of, hashes_of, task_hash
+from cdmpp.tuner.candidates import CandidateCache, funcs_of, hashes_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -484,7 +484,7 @@ class ValidityGuard:
 
     def _features(self, context: Any, measures: Sequence[Any]) -> tuple[list[int], Features]:
         """Numbers of the candidates that can be read, and their features."""
-        rows = self._cache.get(task_hash(context), hashes_of(measures), funcs_of(measures))
+        rows = self._cache.get(hashes_of(measures), funcs_of(measures))
         known = [i for i, row in enumerate(rows) if row is not None]
         return known, np.array([row for row in rows if row is not None], dtype=np.float32)
 

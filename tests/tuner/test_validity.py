@@ -15,7 +15,7 @@ from cdmpp.dataset import Dataset, Record, Split
 from cdmpp.device import get_device
 from cdmpp.errors import DatasetError, PredictorError, ProfilerError, ProgramError
 from cdmpp.profiler.engine import BuildJob, Outcome
-from cdmpp.program.ast import LEAF_FEATURES, AstBuilder, CompactAST, compact_ast
+from cdmpp.program.ast import LEAF_FEATURES, CompactAST, compact_ast, compact_asts
 from cdmpp.program.ast.store import save_asts
 from cdmpp.program.space import Rebuilder
 from cdmpp.program.types import Program, Task
@@ -411,14 +411,13 @@ def test_what_cannot_be_read_counts_as_valid(tuner: TaskTuner, monkeypatch: pyte
     guard = ValidityGuard(Oracle(lambda _: False))
     measures = [c.measure for c in tuner.sample(4, 0)]
     bad = measures[1].sch.mod["main"]
-    build = AstBuilder.build
 
-    def refusing(self: AstBuilder, funcs: Sequence[Any]) -> list[CompactAST]:
+    def refusing(funcs: Sequence[Any]) -> list[CompactAST]:
         if any(func.same_as(bad) for func in funcs):
             raise ProgramError("made up")
-        return build(self, funcs)
+        return compact_asts(funcs)
 
-    monkeypatch.setattr(AstBuilder, "build", refusing)
+    monkeypatch.setattr("cdmpp.program.ast.compact_asts", refusing)
     assert guard.probability(tuner.context, measures) == pytest.approx([0.05, 1.0, 0.05, 0.05])
     guard.learn(tuner.context, measures, [False] * 4)
     assert len(guard.validity) == 3

@@ -8,7 +8,6 @@ failure records.
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from cdmpp.dataset.record import Record
 from cdmpp.device import Device, DeviceTable
 from cdmpp.errors import DatasetError, ProgramError
 from cdmpp.program import generators
+from cdmpp.program.space import build_program, generator_program, generator_space
 from cdmpp.program.tvm_env import structural_hash
 from cdmpp.program.types import Program, Space, Task
 
@@ -63,27 +63,22 @@ class _Kernel:
 
     task: str
     generator: str
-    module: str
     sizes: tuple[str, ...]
     fixed: Mapping[str, int]
     in_columns: tuple[str, ...]
     defaults: Mapping[str, int]
 
-    def parameters(self) -> tuple[str, ...]:
-        names: tuple[str, ...] = importlib.import_module(self.module).PARAMETERS
-        return names
-
 
 _KERNELS: dict[str, _Kernel] = {
     "convolution": _Kernel(
-        "image_convolution", "kernel_tuner_convolution", "cdmpp.program.kernels.convolution", ("width", "height"), {},
+        "image_convolution", "kernel_tuner_convolution", ("width", "height"), {},
         ("filter_height", "filter_width"), {"use_shmem": 1, "use_cmem": 1},
     ),
     "gemm": _Kernel(
-        "gemm", "clblast_gemm", "cdmpp.program.kernels.gemm", ("m", "n"), {}, (), {"STRM": 0, "STRN": 0},
+        "gemm", "clblast_gemm", ("m", "n"), {}, (), {"STRM": 0, "STRN": 0},
     ),
     "dedispersion": _Kernel(
-        "dedispersion", "kernel_tuner_dedispersion", "cdmpp.program.kernels.dedispersion", ("samples", "measures"),
+        "dedispersion", "kernel_tuner_dedispersion", ("samples", "measures"),
         {"channels": 1536, "max_shift": 650}, (), {},
     ),
 }  # fmt: skip
@@ -159,7 +154,7 @@ def _groups(path: Path, frame: pd.DataFrame, found: Import) -> Iterator[_Group]:
         rows = rows[known]
         if not len(rows):
             continue
-        parameters = kernel.parameters()
+        parameters = generators.kernel_parameters(kernel.generator)
         values = pd.DataFrame(
             {
                 column: _whole(path, str(name), rows, f"p_{column}", kernel.defaults.get(column))
@@ -223,7 +218,7 @@ def _add(group: _Group, found: Import, configurations: dict[tuple[str, str], Pro
     flops, n_bytes = _work(name, group.problem)
     task = Task(structural_hash(func), name, generators.describe(name, group.problem), {}, flops, n_bytes)
     parameters = list(group.values.columns)
-    space = generators.generator_space(task.hash, group.kernel.generator, parameters, group.problem)
+    space = generator_space(task.hash, group.kernel.generator, parameters, group.problem)
     found.tasks[task.hash], found.spaces[space.hash] = task, space
     found.devices.add(group.device.name)
     rows = group.rows.to_dict("records")
@@ -254,8 +249,8 @@ def _add(group: _Group, found: Import, configurations: dict[tuple[str, str], Pro
 def _program(space: Space, values: Sequence[int]) -> Program | None:
     """The program of a configuration; None where its parameters make none."""
     try:
-        func = generators.build_program(space, json.dumps(list(values)))
+        func = build_program(space, json.dumps(list(values)))
     except ProgramError as err:
         logger.debug("no program of %s: %s", values, err)
         return None
-    return generators.generator_program(space, structural_hash(func), values)
+    return generator_program(space, structural_hash(func), values)

@@ -34,8 +34,9 @@ from cdmpp.dataset.record import Record
 from cdmpp.device import Device, DeviceTable
 from cdmpp.errors import DatasetError
 from cdmpp.program.graph import FOLDER, NetworkGraph, save_graph
-from cdmpp.program.library_ops import library_task, operator_bytes, operator_flops
+from cdmpp.program.library_ops import operator_bytes, operator_flops
 from cdmpp.program.space import unscheduled
+from cdmpp.program.tasks import library_task
 
 _ROWS = {"rows": "B", "columns": "H"}
 _ELEMENTWISE = ("add", "mul", "div", "pow", "addu", "mulu", "divu", "powu", "tanh", "relu", "gelu")

@@ -33,7 +33,8 @@ from cdmpp.device import Device
 from cdmpp.errors import DatasetError
 from cdmpp.program import generators
 from cdmpp.program.graph import GraphNode, NetworkGraph, network_graph
-from cdmpp.program.library_ops import BINARY, ELEMENTWISE_FLOPS, library_task
+from cdmpp.program.library_ops import BINARY, ELEMENTWISE_FLOPS
+from cdmpp.program.tasks import library_task
 from cdmpp.program.types import Task
 
 #: A generator and its arguments.
