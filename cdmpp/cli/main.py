@@ -14,24 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cdmpp import cli_validity, cli_validity_train
-from cdmpp.cli import data, learn, measure, tune, use
+from cdmpp.cli import use
 from cdmpp.cli.options import Parser, Verbs
 from cdmpp.errors import CdmppError
-
-#: What a group of verbs is for -> its verbs.
-GROUPS: dict[str, Verbs] = {
-    "use: predict without measuring": use.VERBS,
-    "tune: make networks faster": tune.VERBS,
-    "measure: make data": measure.VERBS,
-    "learn: make predictors of data": learn.VERBS,
-    "data: see what there is": data.VERBS,
-}
-tune.VERBS["validity-data"] = cli_validity.add_validity_arguments, cli_validity.run_validity
-tune.VERBS["validity-train"] = (
-    cli_validity_train.add_validity_train_arguments,
-    cli_validity_train.run_validity_train,
-)
 
 _START = """new here?  cdmpp demo                                measures, predicts and compares, in minutes
            cdmpp latency resnet18 --device h200,t4   predicts for devices that are not here
@@ -83,13 +68,36 @@ def _jsonable(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is no JSON value")
 
 
+def verb_groups(verb: str | None = None) -> dict[str, Verbs]:
+    """What a group of verbs is for -> its verbs; predicting does not import the others."""
+    found = {"use: predict without measuring": use.VERBS}
+    if verb in use.VERBS:
+        return found
+    from cdmpp import cli_validity, cli_validity_train
+    from cdmpp.cli import data, learn, measure, tune
+
+    tune.VERBS["validity-data"] = cli_validity.add_validity_arguments, cli_validity.run_validity
+    tune.VERBS["validity-train"] = (
+        cli_validity_train.add_validity_train_arguments,
+        cli_validity_train.run_validity_train,
+    )
+    return {
+        **found,
+        "tune: make networks faster": tune.VERBS,
+        "measure: make data": measure.VERBS,
+        "learn: make predictors of data": learn.VERBS,
+        "data: see what there is": data.VERBS,
+    }
+
+
 def _parser(verb: str | None = None) -> Parser:
     """The parser, with the options of all verbs; or of one, so that what the others need is not imported."""
     from cdmpp import __version__
 
-    wide = max(len(name) for group in GROUPS.values() for name in group)
+    groups = verb_groups(verb)
+    wide = max(len(name) for group in groups.values() for name in group)
     lines = [_START]
-    for title, group in GROUPS.items():
+    for title, group in groups.items():
         whens = {name: _doc(run).partition("\n")[0] for name, (_, run) in group.items()}
         lines += ["", title, *(f"  {name:{wide}}  {when.rstrip('.')}" for name, when in whens.items())]
     parser = Parser(
@@ -101,7 +109,7 @@ def _parser(verb: str | None = None) -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"cdmpp {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", help=argparse.SUPPRESS, prog="cdmpp")
-    for name, (add, run) in ((name, verb) for group in GROUPS.values() for name, verb in group.items()):
+    for name, (add, run) in ((name, verb) for group in groups.values() for name, verb in group.items()):
         when, *examples = _doc(run).split("\n")
         epilog = "\n  ".join(["examples:", *filter(None, examples)])
         sub = commands.add_parser(name, description=when, epilog=epilog, formatter_class=_format)
