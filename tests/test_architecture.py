@@ -9,6 +9,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from cdmpp.program.tvm_env import import_tvm
+from tests.samples.programs import matmul_task
+
 ROOT = Path(__file__).parents[1]
 #: From the ground up; what stands in one line does not import each other.
 FLOORS = [
@@ -106,3 +109,25 @@ def test_profiling_loads_few_modules(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     loaded = done.stdout.splitlines()[-1].split()
     assert 20 < len(loaded) <= 52, sorted(loaded)
+
+
+#: Runs the command and prints how many modules of cdmpp that loads.
+COUNT = """
+import sys
+from cdmpp.cli import main
+code = main(sys.argv[1:])
+print(sum(name.split(".")[0] == "cdmpp" for name in sys.modules))
+sys.exit(code)
+"""
+
+
+def modules_loaded(*args: str) -> int:
+    done = subprocess.run([sys.executable, "-c", COUNT, *args], cwd=ROOT, capture_output=True, check=True)
+    return int(done.stdout.split()[-1])
+
+
+def test_a_prediction_loads_few_modules(tmp_path: Path) -> None:
+    """A reader who follows it has no more to read."""
+    program = tmp_path / "program.json"
+    program.write_text(import_tvm().ir.save_json(matmul_task(64).prim_func()))
+    assert modules_loaded("predict", str(program), "--device", "xeon-cascadelake-2.5ghz@1") <= 36

@@ -40,9 +40,9 @@ def _predict(args: Namespace, console: Console, errors: Console) -> Any:
     cdmpp predict program.json --device epyc-7763@1 --measured this-cpu@1=1.3ms
     """
     from cdmpp.cli.render import show_predictions
-    from cdmpp.endtoend.tasks import predict_network
     from cdmpp.predictor import Predictor
-    from cdmpp.predictor.program_file import measured_latencies, predict_program_file
+    from cdmpp.predictor.evidence import measured_latencies
+    from cdmpp.predictor.predictor import predict_program_file
 
     predictor = Predictor.default() if args.predictor == "default" else Predictor.load(args.predictor)
     measured = measured_latencies(args.measured)
@@ -53,6 +53,8 @@ def _predict(args: Namespace, console: Console, errors: Console) -> Any:
     elif measured:
         raise CdmppError("--measured is of one program (PROGRAM.json), a network has many")
     else:
+        from cdmpp.endtoend.tasks import predict_network
+
         with errors.status("drawing and predicting programs"):
             result = predict_network(
                 predictor,

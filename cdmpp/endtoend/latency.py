@@ -15,7 +15,7 @@ from cdmpp.endtoend.report import INDEPENDENT, INTERVAL, LatencyReport, LayerLat
 from cdmpp.endtoend.schedules import UNTUNED, Candidates, candidates
 from cdmpp.endtoend.sources import NetworkTasks, network_tasks
 from cdmpp.errors import NetworkError, PredictorError
-from cdmpp.predictor.program_file import COVERAGE, prediction_note
+from cdmpp.predictor.predictor import COVERAGE, prediction_note
 
 if TYPE_CHECKING:
     from cdmpp.device import Device

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cdmpp.predictor.program_file import COVERAGE, prediction_note, seconds_interval
+from cdmpp.predictor.predictor import COVERAGE, prediction_note, seconds_interval
 
 if TYPE_CHECKING:
     from cdmpp.device import Device

@@ -14,7 +14,7 @@ from cdmpp.errors import DatasetError, SplitError
 from cdmpp.files import cache_file
 from cdmpp.predictor import config_from_dict, evaluate, gather, program_resolver, split_data, train
 from cdmpp.predictor.baselines import XGBoostModel, evaluate_models
-from cdmpp.predictor.baselines.per_store import PER_STORE_FILE, collect_per_store
+from cdmpp.predictor.baselines.xgboost import PER_STORE_FILE, collect_per_store
 from cdmpp.predictor.config import DataConfig
 from cdmpp.predictor.data import AST_FILE, subset
 
@@ -70,7 +70,7 @@ def test_gather_computes_asts_once(folder, data, monkeypatch):
     assert cache_file(folder, AST_FILE).exists() and not (folder / AST_FILE).exists(), (
         "a dataset is only read"
     )
-    monkeypatch.setattr("cdmpp.predictor.data._compute_asts", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr("cdmpp.predictor.data._derive_each", lambda *_: pytest.fail("computed again"))
     again = gather(folder)
     for program, ast in data.asts.items():
         assert (again.asts[program].leaves == ast.leaves).all()
@@ -82,7 +82,7 @@ def test_what_is_derived_from_a_program_is_kept_once(folder, data, tmp_path, mon
     for copy in copies:
         shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.lock"))
     monkeypatch.setattr(
-        "cdmpp.predictor.data._compute_asts", lambda _, programs, __: {p: data.asts[p] for p in programs}
+        "cdmpp.predictor.data._derive_each", lambda _, programs, *__: {p: data.asts[p] for p in programs}
     )
     gather([str(c) for c in copies])
     kept = [cache_file(copy, AST_FILE) for copy in copies]

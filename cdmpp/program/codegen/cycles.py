@@ -4,7 +4,7 @@ A loop takes as long as its busiest unit or as its chain of dependent instructio
 Laukemann et al., PMBS'18): a sum in one register adds once in four cycles, however many units there are. The chain is found
 by following when the result of each instruction is ready for some iterations, in a core that issues in order, looks a window of
 instructions ahead, and forwards what was stored to the next load of the same address. Units and latencies are about those of
-Skylake; cores differ from it by little, and :mod:`cdmpp.predictor.instruction_time` knows them.
+Skylake; cores differ from it by little, and :mod:`cdmpp.predictor.pair_features` knows them.
 """
 
 from __future__ import annotations
