@@ -20,8 +20,7 @@ FLOORS = [
 ]  # fmt: skip
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 #: Modules that import each other still, by package. May only become fewer.
-IN_CIRCLES: dict[str, tuple[str, ...]] = {
-}  # fmt: skip
+IN_CIRCLES: dict[str, tuple[str, ...]] = {}
 
 
 def module(path: Path) -> str:
