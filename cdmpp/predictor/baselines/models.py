@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.dataset.split_makers import ordered
+from cdmpp.dataset.split import ordered
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.config import Config
 from cdmpp.predictor.evaluation import score
