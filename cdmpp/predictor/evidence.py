@@ -321,10 +321,7 @@ _UNITS_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 def measured_latencies(texts: Sequence[str]) -> dict[str, float] | None:
     """Device -> seconds of ``D=LATENCY`` texts, the latency in s, ms, us or ns (``rtx-3060=1.3ms``); None of none.
 
-    Raises
-    ------
-    PredictorError
-        A text that is none, or a device twice.
+    Raises PredictorError: a text that is none, or a device twice.
     """
     found: dict[str, float] = {}
     for text in texts:

@@ -338,10 +338,7 @@ REFERENCES: dict[str, Callable[[Sequence[CompactAST], Device], FloatArray]] = {
 def reference_s(kind: str, asts: Sequence[CompactAST], device: Device) -> FloatArray:
     """Reference latencies of one of :data:`REFERENCES`, float64 seconds (n,), above 0.
 
-    Raises
-    ------
-    PredictorError
-        Unknown kind.
+    Raises PredictorError: unknown kind.
     """
     if kind not in REFERENCES:
         raise PredictorError(f"no reference {kind!r}; there are {', '.join(REFERENCES)}")

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError
+from cdmpp.files import write_text
 from cdmpp.predictor.encoding import signed_log1p
 
 if TYPE_CHECKING:
@@ -67,10 +68,7 @@ def select_tasks(
     standardised over the tasks; ``select="random"`` is the baseline. In place of one that is not among ``available`` (None:
     all are), the next nearest of its cluster is chosen, and where there is none, the nearest of all.
 
-    Raises
-    ------
-    PredictorError
-        ``k`` below 1, another ``select``, or no task to choose.
+    Raises PredictorError: ``k`` below 1, another ``select``, or no task to choose.
     """
     if k < 1:
         raise PredictorError(f"the number of tasks must be at least 1, got {k}")
@@ -166,7 +164,7 @@ def write_task_file(path: str | Path, selection: TaskSelection, **notes: Any) ->
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
     except OSError as err:
         raise PredictorError(f"cannot write {path}: {err.strerror or err}") from err
 

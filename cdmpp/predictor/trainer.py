@@ -92,11 +92,8 @@ class Trainer:
     max_seconds
         Training stops after this time; the learning rate then falls with the time spent. None: no limit.
 
-    Raises
-    ------
-    PredictorError
-        No training or no validation pairs; CMD without pairs to adapt to or with an unbounded embedding;
-        weights of another network.
+    Raises PredictorError: no training or no validation pairs; CMD without pairs to adapt to or with an unbounded embedding;
+    weights of another network.
     """
 
     def __init__(

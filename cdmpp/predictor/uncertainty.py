@@ -127,10 +127,7 @@ class Calibration:
     ) -> Calibration:
         """From measured and predicted seconds of n >= 1 calibration records, and the task and device of each.
 
-        Raises
-        ------
-        PredictorError
-            No records, or a unit other than task and record.
+        Raises PredictorError: no records, or a unit other than task and record.
         """
         if unit not in ("task", "record"):
             raise PredictorError(f"unknown calibration unit '{unit}' (known: task, record)")
@@ -158,10 +155,7 @@ class Calibration:
     def half_width(self, device: str, coverage: float) -> float:
         """Half the interval's width in log seconds.
 
-        Raises
-        ------
-        PredictorError
-            The coverage is not between 0 and 1, or more than the number of calibration units can give.
+        Raises PredictorError: the coverage is not between 0 and 1, or more than the number of calibration units can give.
         """
         check_coverage(coverage)
         scores = self.devices.get(self.basis(device, coverage), self.pooled)

@@ -15,7 +15,6 @@ from cdmpp.predictor.baselines import (
     CdmppModel,
     TaskMedian,
     XGBoostModel,
-    comparison_table,
     evaluate_models,
     make_model,
 )
@@ -76,8 +75,6 @@ def test_the_harness_scores_all_models_on_the_same_records(data, split, config):
     assert {r["overall"]["n"] for r in results.values()} == {len(split.test)}
     assert results["xgboost-ast"]["overall"]["mape"] < 0.7 * results["task_median"]["overall"]["mape"]
     assert results["cdmpp"]["groups"]["device"].keys() == {"fast", "slow"}
-    table = comparison_table(results).splitlines()
-    assert len(table) == 5 and table[-1].startswith("noise floor") and "0.005" in table[-1]
 
 
 def test_task_median_known_answer(data):
@@ -148,8 +145,6 @@ def test_extraction_on_a_real_program():
 def test_unknown_settings_are_refused():
     with pytest.raises(PredictorError, match="features"):
         XGBoostModel("pixels")
-    with pytest.raises(PredictorError, match="statistic"):
-        TaskMedian("mode")
     with pytest.raises(PredictorError, match="not fitted"):
         CdmppModel().predict(None, np.array([0]))
 

@@ -11,7 +11,6 @@ from cdmpp.predictor.baselines.models import (
     LatencyModel,
     RooflineModel,
     TaskMedian,
-    comparison_table,
     evaluate_models,
 )
 from cdmpp.predictor.baselines.xgboost import XGBoostModel
@@ -32,7 +31,6 @@ __all__ = [
     "LatencyModel",
     "TaskMedian",
     "XGBoostModel",
-    "comparison_table",
     "evaluate_models",
     "make_model",
 ]
@@ -44,10 +42,7 @@ def make_model(name: str, seed: int = 0, **options: Any) -> LatencyModel:
     ``options`` are arguments of the model's constructor. Configurations (``config`` of ours; ``train``, ``loss`` and
     ``sizes`` of the networks) may be mappings, as a YAML file gives them.
 
-    Raises
-    ------
-    PredictorError
-        No such model, or a configuration with an unknown key or a value out of range.
+    Raises PredictorError: no such model, or a configuration with an unknown key or a value out of range.
     """
     if name == "ours":
         config = options.pop("config", None)
@@ -65,7 +60,7 @@ def make_model(name: str, seed: int = 0, **options: Any) -> LatencyModel:
         options = _network_options(options, seed, networks.RELEASED_TRAIN, networks.RELEASED_LOSS)
         return networks.CdmppReleased(**options)
     if name == "task-median":
-        return TaskMedian(**options)
+        return TaskMedian()
     if name == "roofline":
         return RooflineModel(**options)
     raise PredictorError(f"unknown model '{name}' (known: {', '.join(MODEL_NAMES)})")

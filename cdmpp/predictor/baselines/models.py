@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -72,21 +72,17 @@ class CdmppModel(LatencyModel):
 
 class TaskMedian(LatencyModel):
     """Median training latency of the task on the device; of the device for a task not seen there, of all for a device not
-    seen. The geometric mean (``statistic="mean"``) is the alternative."""
+    seen."""
 
-    def __init__(self, statistic: str = "median") -> None:
-        if statistic not in ("median", "mean"):
-            raise PredictorError(f"unknown statistic '{statistic}' (known: median, mean)")
-        self.name = f"task_{statistic}"
-        self._statistic = statistic
+    name = "task_median"
 
     def fit(self, data: TrainingData, split: Split) -> None:
         table = data.labels.iloc[np.asarray(split.train)]
         logs = np.log(table["latency_s"])
-        self.overall_ = float(logs.agg(self._statistic))
-        self.device_ = logs.groupby(table["device"].astype(str)).agg(self._statistic).to_dict()
+        self.overall_ = float(logs.median())
+        self.device_ = logs.groupby(table["device"].astype(str)).median().to_dict()
         keys = [table["task"].astype(str), table["device"].astype(str)]
-        self.task_ = logs.groupby(keys).agg(self._statistic).to_dict()
+        self.task_ = logs.groupby(keys).median().to_dict()
 
     def predict(self, data: TrainingData, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         table = data.labels.iloc[rows]
@@ -124,14 +120,11 @@ def evaluate_models(
     data: TrainingData,
     split: Split,
     by: Sequence[str] = (),
-    fit: bool = True,
-    progress: Callable[[str], None] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Fit every model to the training part (unless ``fit`` is off) and score it on the test part.
+    """Fit every model to the training part and score it on the test part.
 
     Of a split without a validation part (as of few-shot training, whose predictor makes its own) a tenth of the training
-    programs is taken to stop by. ``by`` are groupings as of :meth:`TrainingData.members`; ``progress`` is called with a
-    model's name when its turn comes.
+    programs is taken to stop by. ``by`` are groupings as of :meth:`TrainingData.members`.
 
     Returns
     -------
@@ -139,15 +132,12 @@ def evaluate_models(
     the labels is ``noise_floor_mape`` of each, the same for all.
     """
     rows = np.asarray(split.test, dtype=np.int64)
-    if fit and not len(split.valid):
+    if not len(split.valid):
         split = _with_validation(data, split)
     results: dict[str, dict[str, Any]] = {}
     for model in models:
-        if progress is not None:
-            progress(model.name)
         started = time.perf_counter()
-        if fit:
-            model.fit(data, split)
+        model.fit(data, split)
         fitted = time.perf_counter()
         predicted_s = model.predict(data, rows)
         done = time.perf_counter()
@@ -162,21 +152,3 @@ def _with_validation(data: TrainingData, split: Split) -> Split:
     names = ordered(set(programs), split.seed, "stop")
     held = programs.isin(names[: max(1, round(STOP_FRACTION * len(names)))]).to_numpy()
     return replace(split, train=train[~held], valid=train[held])
-
-
-def comparison_table(results: dict[str, dict[str, Any]]) -> str:
-    """The results as a plain-text table, the noise floor in its last row."""
-    columns = ("mape", "median_ape", "within_20pct", "pairwise_accuracy", "spearman", "top1_regret", "n")
-    lines = [f"{'model':<18}" + "".join(f"{name:>19}" for name in columns)]
-    for name, result in results.items():
-        cells = [_cell(result["overall"][column]) for column in columns]
-        lines.append(f"{name:<18}" + "".join(f"{cell:>19}" for cell in cells))
-    floor = next(iter(results.values()))["overall"]["noise_floor_mape"] if results else None
-    lines.append(f"{'noise floor':<18}{_cell(floor):>19}")
-    return "\n".join(lines)
-
-
-def _cell(value: float | int | None) -> str:
-    if value is None:
-        return "-"
-    return str(value) if isinstance(value, int) else f"{value:.3f}"
