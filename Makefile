@@ -30,7 +30,7 @@ test-long: install
 	$(BIN)/python -m pytest -m 'check or hypothesis' --hypothesis-profile many
 
 # The tests that ask what this machine is, told that it is each of five; `make machines ASKING=tests` for all tests.
-ASKING ?= tests/device tests/dataset/test_devices.py tests/predictor/test_identity.py
+ASKING ?= tests/device tests/dataset/test_devices.py tests/predictor/test_default.py
 machines: install
 	for machine in zen3-vm zen4-vm cascadelake-vm plain-v2-vm neoverse-n1; do \
 	  CDMPP_TEST_MACHINE=$$machine $(BIN)/python -m pytest -q -m 'not check' $(ASKING) || exit 1; done

@@ -46,9 +46,8 @@ from cdmpp.predictor.baselines import (
     evaluate_models,
     make_model,
 )
-from cdmpp.predictor.elsewhere import DeviceScaling, fit_scaling
 from cdmpp.predictor.evaluation import score
-from cdmpp.predictor.evidence import Evidence
+from cdmpp.predictor.evidence import DeviceScaling, Evidence, fit_scaling
 from cdmpp.predictor.training import prepare, training_summary
 
 SPLITS = ("within_task", "by_task", "by_network", "by_device", "few_shot")

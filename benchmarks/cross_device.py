@@ -36,6 +36,7 @@ from typing import Any
 
 import numpy as np
 from common import Figure, Results, Row, arguments, bootstrap, figure, provenance, start
+from sampled import SampledView, sample_evenly
 from search_cost import nearest_device
 from traces import (
     FAMILIES,
@@ -48,7 +49,6 @@ from traces import (
 
 from cdmpp.dataset import DatasetView, load_datasets
 from cdmpp.dataset.importers import import_neusight
-from cdmpp.dataset.sampled import SampledView, sample_evenly
 from cdmpp.device import DEVICE_FEATURES, get_device
 from cdmpp.endtoend import NetworkTasks, predict_latency
 from cdmpp.predictor import Config, Predictor, TrainingData, few_shot, gather, load_config, train

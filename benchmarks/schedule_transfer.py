@@ -34,6 +34,7 @@ import numpy as np
 from common import Figure, Results, Row, arguments, bootstrap, figure, provenance, start
 from cross_device import imported, show_progress, trained_once
 from numpy.typing import NDArray
+from sampled import sample_evenly
 from scipy.stats import spearmanr
 from search_cost import (
     measurements_by_chance,
@@ -46,14 +47,12 @@ from search_cost import (
 
 from cdmpp.dataset import DatasetView, load_datasets
 from cdmpp.dataset.importers import import_benchmark_hub
-from cdmpp.dataset.sampled import sample_evenly
-from cdmpp.dataset.split_makers import ordered
+from cdmpp.dataset.split import ordered
 from cdmpp.device import device_features, get_device
 from cdmpp.predictor import Config, Predictor, TrainingData, gather, load_config
 from cdmpp.predictor.data import collect_asts, subset
 from cdmpp.program.ast import CompactAST
-from cdmpp.tuner.learning import OnlineModel
-from cdmpp.tuner.prior import Encoded, PredictorPrior
+from cdmpp.tuner.learning import Encoded, OnlineModel, PredictorPrior
 
 METHODS = ("cdmpp", "cdmpp_measured", "cdmpp_online", "nearest", "others", "random_expected", "random_median")
 

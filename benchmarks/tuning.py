@@ -87,11 +87,11 @@ def held_out_tasks(args: argparse.Namespace, predictor: Predictor) -> list[Task]
 def enough_programs(task: Task, trials: int) -> bool:
     """Whether a task's space has so many different programs."""
     from cdmpp.errors import ProgramError
-    from cdmpp.tuner.candidates import SearchConfig, TaskTuner
+    from cdmpp.tuner.candidates import TaskTuner
     from cdmpp.tuner.measure import device_of_this_machine
 
     try:
-        tuner = TaskTuner(task, device_of_this_machine(DEVICE), SearchConfig(), 0)
+        tuner = TaskTuner(task, device_of_this_machine(DEVICE), 0)
     except ProgramError:
         return False
     return len(tuner.sample(trials, 0)) == trials
@@ -99,12 +99,11 @@ def enough_programs(task: Task, trials: int) -> bool:
 
 def tune_config(args: argparse.Namespace, trials: int, **options: Any) -> Any:
     """Settings of a tuning that all benchmarks share."""
-    from cdmpp.tuner.candidates import SearchConfig
     from cdmpp.tuner.config import TuneConfig
     from cdmpp.tuner.objective import Objective
 
-    search = SearchConfig(args.population, args.generations)
-    return TuneConfig(Objective(trials), batch=args.batch, search=search, **options)
+    search = {"population": args.population, "generations": args.generations}
+    return TuneConfig(Objective(trials), batch=args.batch, **search, **options)
 
 
 def tune_alone(
@@ -149,18 +148,35 @@ def measured_labels(out: Path) -> list[float | None]:
     return [float(r.latency_s) if r.status == "ok" else None for r in frame.itertuples()]
 
 
+def best_programs(folder: Path) -> dict[str, Any]:
+    """The fastest program of each task of a tuning as a job, by its own labels; what runs untuned is one of them."""
+    from cdmpp.dataset import Dataset
+    from cdmpp.profiler.engine import BuildJob
+
+    dataset = Dataset.open(folder / "measured")
+    frame = dataset.records
+    frame = frame[frame["status"] == "ok"]
+    best = {}
+    for index in frame.groupby("task")["latency_s"].idxmin():
+        program = dataset.programs[str(frame.loc[index, "program"])]
+        space = None if program.space_hash is None else dataset.spaces[program.space_hash]
+        best[program.task_hash] = BuildJob(program, dataset.tasks[program.task_hash], space)
+    return best
+
+
 def measure_again(args: argparse.Namespace, device: str, rows: Sequence[Row], results: Results) -> None:
     """Measure the best programs of every run by one procedure; adds ``final_s``, weighted over the run's tasks, to the rows."""
-    from cdmpp.tuner.measure import measure_alone
-    from cdmpp.tuner.store import best_programs
+    from cdmpp.tuner.measure import alone_engine
 
     todo = [row for row in rows if "final_s" not in row]
     best = [best_programs(args.out / row["folder"]) for row in todo]
     jobs = {job.program.hash: job for found in best for job in found.values()}
     seconds: dict[str, list[float]] = defaultdict(list)
     for _ in range(args.repeats if jobs else 0):
-        for program, value in measure_alone(device, list(jobs.values())).items():
-            seconds[program].append(value)
+        with alone_engine(device) as engine:
+            for outcome in engine.run(iter(jobs.values())):
+                if outcome.latency_s is not None:
+                    seconds[outcome.job.program.hash].append(outcome.latency_s)
     for row, found in zip(todo, best, strict=True):
         parts = [(weight, found.get(task)) for task, weight in row["weights"].items()]
         values = [(weight, seconds[job.program.hash]) for weight, job in parts if job is not None]

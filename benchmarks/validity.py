@@ -38,8 +38,7 @@ from cdmpp.dataset.importers import import_benchmark_hub
 from cdmpp.device import get_device
 from cdmpp.predictor.data import collect_asts
 from cdmpp.program.ast import CompactAST
-from cdmpp.tuner.learning import OnlineModel
-from cdmpp.tuner.prior import AnalyticalPrior
+from cdmpp.tuner.learning import AnalyticalPrior, OnlineModel
 from cdmpp.tuner.validity import (
     SKIP_BELOW,
     OnlineValidity,
@@ -122,16 +121,12 @@ def load_spaces(path: Path, out: Path) -> list[Space]:
     return spaces
 
 
-def failures_of(space: Space, folder: Path) -> ValidityModel:
-    """P(valid) from a GPU's failures; fitted once and kept in `folder`. No latency goes into it."""
-    if folder.is_dir():
-        return ValidityModel.load(folder)
+def failures_of(space: Space) -> ValidityModel:
+    """P(valid) from a GPU's failures. No latency goes into it."""
     names = [f"c{i}" for i in range(len(space.asts))]
     table = pd.DataFrame({"program": names, "task": KERNEL, "device": space.device})
     table = table.assign(valid=np.isfinite(space.latency_s))
-    model = ValidityModel().fit(ValidityData(table, dict(zip(names, space.asts, strict=True))))
-    model.save(folder)
-    return model
+    return ValidityModel().fit(ValidityData(table, dict(zip(names, space.asts, strict=True))))
 
 
 def initial(space: Space, arm: str, p_valid: FloatArray, seed: int, rng: np.random.Generator) -> IntArray:
@@ -251,7 +246,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     made = common.provenance(__file__, [args.data], seeds=range(args.seeds))
     spaces = load_spaces(args.data, args.out)
-    others = [failures_of(space, args.out / f"failures-of-{space.device}") for space in spaces][::-1]
+    others = [failures_of(space) for space in spaces][::-1]
     runs = common.Results(args.out / "runs.json", made)
     rows = []
     for space, model in zip(spaces, others, strict=True):

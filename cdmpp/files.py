@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -38,6 +39,12 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Replace a JSON file, its keys in order; OSError as of :func:`replacing`, ValueError for NaN and infinity."""
     write_text(path, json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n")
+
+
+def cache_file(folder: Path, name: str) -> Path:
+    """Where a file that is computed from a folder's content is kept: reading a folder does not change it."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return caches / "cdmpp" / hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16] / name
 
 
 def _sync(path: Path) -> None:

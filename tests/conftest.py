@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 os.environ["OMP_NUM_THREADS"] = "1"
 # Processes that tests start find the samples, too.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+# What is computed from datasets is kept apart from what the user of this machine has.
+_cache = tempfile.TemporaryDirectory(prefix="cdmpp-cache-")
+os.environ["XDG_CACHE_HOME"] = _cache.name
 # No test may fail because the machine was busy. Few examples in `make test`, many in `make check`.
 settings.register_profile("few", deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("many", settings.get_profile("few"), max_examples=100)

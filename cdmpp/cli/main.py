@@ -14,18 +14,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cdmpp.cli import data, learn, measure, tune, use
 from cdmpp.cli.options import Parser, Verbs
 from cdmpp.cli.render import console
 from cdmpp.errors import CdmppError
 
-#: What a group of verbs is for -> its verbs.
-GROUPS: dict[str, Verbs] = {
-    "use: predict without measuring": use.VERBS,
-    "tune: make networks faster": tune.VERBS,
-    "measure: make data": measure.VERBS,
-    "learn: make predictors of data": learn.VERBS,
-    "data: see what there is": data.VERBS,
+#: What a group of verbs is for -> its verbs. A group's first word is its module.
+GROUPS = {
+    "use: predict without measuring": ("demo", "predict", "latency"),
+    "tune: make networks faster": ("tune",),
+    "measure: make data": ("profile", "bundle", "measure"),
+    "learn: make predictors of data": ("train", "finetune", "evaluate", "report", "search"),
+    "data: see what there is": ("devices", "networks", "dataset", "import", "codegen"),
 }
 
 _START = """new here?  cdmpp demo                                measures, predicts and compares, in minutes
@@ -76,13 +75,38 @@ def _jsonable(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is no JSON value")
 
 
+def verb_groups(verb: str | None = None) -> dict[str, Verbs]:
+    """What a group of verbs is for -> its verbs: of all, or of the group of one, so that the others are not imported."""
+    groups = {title: names for title, names in GROUPS.items() if verb in names} or GROUPS
+    found: dict[str, Verbs] = {}
+    for title, names in groups.items():
+        verbs = _module_verbs(title.partition(":")[0])
+        found[title] = {name: verbs[name] for name in names}
+    return found
+
+
+def _module_verbs(group: str) -> Verbs:
+    if group == "use":
+        from cdmpp.cli.use import VERBS
+    elif group == "tune":
+        from cdmpp.cli.tune import VERBS
+    elif group == "measure":
+        from cdmpp.cli.measure import VERBS
+    elif group == "learn":
+        from cdmpp.cli.learn import VERBS
+    else:
+        from cdmpp.cli.data import VERBS
+    return VERBS
+
+
 def _parser(verb: str | None = None) -> Parser:
     """The parser, with the options of all verbs; or of one, so that what the others need is not imported."""
     from cdmpp import __version__
 
-    wide = max(len(name) for group in GROUPS.values() for name in group)
+    groups = verb_groups(verb)
+    wide = max(len(name) for group in groups.values() for name in group)
     lines = [_START]
-    for title, group in GROUPS.items():
+    for title, group in groups.items():
         whens = {name: _doc(run).partition("\n")[0] for name, (_, run) in group.items()}
         lines += ["", title, *(f"  {name:{wide}}  {when.rstrip('.')}" for name, when in whens.items())]
     parser = Parser(
@@ -94,7 +118,7 @@ def _parser(verb: str | None = None) -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"cdmpp {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", help=argparse.SUPPRESS, prog="cdmpp")
-    for name, (add, run) in ((name, verb) for group in GROUPS.values() for name, verb in group.items()):
+    for name, (add, run) in ((name, verb) for group in groups.values() for name, verb in group.items()):
         when, *examples = _doc(run).split("\n")
         epilog = "\n  ".join(["examples:", *filter(None, examples)])
         sub = commands.add_parser(name, description=when, epilog=epilog, formatter_class=_format)

@@ -117,8 +117,8 @@ OPTIONS = {
     "cost_model": Option("what ranks candidates", more={"choices": ("cdmpp", "xgb", "random")}),
     "trim": Option("coverage of the intervals by which candidates are dropped unmeasured", "C"),
     "validity": Option(
-        "skip candidates that will not run: learn which from the failures of a dataset or of data/validity-cuda; "
-        "or a saved model ('online': learn it here alone)",
+        "skip candidates that will not run: learn which from the failures of a dataset or of data/validity-cuda "
+        "('online': here alone)",
         "DIR",
     ),
     "batch": Option("candidates of a round", "N"),

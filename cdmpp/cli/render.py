@@ -144,6 +144,7 @@ class Bar:
     def tuning(self, state: Any) -> None:
         """Take the progress of a tuning."""
         latency = "-" if state.latency_s is None else seconds_text(state.latency_s)
-        gain = "" if state.gain is None else f", next minute {100 * state.gain:.2g} %"
-        text = f"{latency}{gain}, {state.costs.measurements} measured, {state.costs.dropped} dropped"
-        self.update(state.costs.trials, state.trials, text)
+        gain = state.curve.gain()
+        expected = "" if gain is None else f", next minute {100 * gain:.2g} %"
+        text = f"{latency}{expected}, {state.costs.measurements} measured, {state.costs.dropped} dropped"
+        self.update(state.costs.trials, state.objective.trials, text)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 def _add_tune(sub: Parser) -> None:
     from cdmpp.tuner import Objective, TuneConfig
-    from cdmpp.tuner.candidates import SearchConfig
 
     sub.add_argument("network", metavar="NETWORK", help=NETWORK)
     share = "a device of this machine with the share to tune for: this-cpu@1, or h200@0.5, half of its SMs"
@@ -33,7 +32,7 @@ def _add_tune(sub: Parser) -> None:
     hide(sub, "--anchors", nargs="+", default=[])
     add(sub, "no_trim", action="store_true", help="measure every candidate")
     predictor = "of cdmpp's cost model (default: the one that ships); 'none' for an analytical estimate"
-    add_settings(sub, TuneConfig, SearchConfig, predictor=predictor)
+    add_settings(sub, TuneConfig, predictor=predictor)
 
 
 def devices_with_shares(device: str, shares: str | None) -> list[str]:
@@ -75,13 +74,11 @@ def _tune(args: Namespace, console: Console, errors: Console) -> Any:
 
 def _tune_at(device: str, out: Path, args: Namespace, console: Console, errors: Console) -> TuneReport:
     from cdmpp.tuner import Objective, TuneConfig, tune
-    from cdmpp.tuner.candidates import SearchConfig
 
     config = settings(
         args,
         TuneConfig,
         objective=settings(args, Objective),
-        search=settings(args, SearchConfig),
         predictor=None if args.predictor == "none" else args.predictor,
         trim=None if args.no_trim else args.trim,
     )

@@ -36,8 +36,8 @@ def _predict(args: Namespace, console: Console, errors: Console) -> Any:
     cdmpp predict mlp --device h200
     cdmpp predict program.json --device epyc-7763@1 --measured this-cpu@1=1.3ms
     """
-    from cdmpp.predictor.predictor import load_predictor
-    from cdmpp.predictor.program_file import measured_latencies, predict_program_file
+    from cdmpp.predictor.evidence import measured_latencies
+    from cdmpp.predictor.predictor import load_predictor, predict_program_file
 
     predictor = load_predictor(args.predictor)
     measured = measured_latencies(args.measured)

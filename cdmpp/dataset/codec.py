@@ -1,88 +1,74 @@
-"""Tasks, spaces, programs and records as journal lines and as Arrow tables, and back."""
+"""Tasks, spaces, programs and records as rows of JSON and as Arrow tables, and back."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
 
 from cdmpp.dataset.record import Record
-from cdmpp.dataset.schema import MAX_ERROR_CHARS, META_COLUMNS, RECORD_COLUMNS, arrow_schema
+from cdmpp.dataset.schema import MAX_ERROR_CHARS, META_COLUMNS, arrow_schema
 from cdmpp.program.types import Program, Space, Task
-
-if TYPE_CHECKING:
-    import pandas as pd
-    import pyarrow as pa
 
 
 def task_to_json(task: Task) -> dict[str, Any]:
-    """A journal line of a task."""
+    """A row of a task; that of a space is :func:`dataclasses.asdict`."""
     return {**asdict(task), "networks": dict(task.networks)}
 
 
-def space_to_json(space: Space) -> dict[str, Any]:
-    """A journal line of a space."""
-    return asdict(space)
-
-
 def program_to_json(program: Program) -> dict[str, Any]:
-    """A journal line of a program; fields at their default are left out."""
-    line = {"hash": program.hash, "task_hash": program.task_hash, "decisions": program.decisions}
-    if program.space_hash is not None:
-        line["space_hash"] = program.space_hash
-    if program.origin != "random":
-        line["origin"] = program.origin
-    if program.implementation != "scheduled":
-        line["implementation"] = program.implementation
-    return line
+    """A row of a program; fields at their default are left out."""
+    defaults = {"space_hash": None, "origin": "random", "implementation": "scheduled"}
+    return {k: v for k, v in asdict(program).items() if k not in defaults or v != defaults[k]}
 
 
-def program_from_json(line: Mapping[str, Any]) -> Program:
-    """The program of a journal line (TypeError or KeyError for a foreign line)."""
-    return Program(**{"space_hash": None, **line})
+def program_from_json(row: Mapping[str, Any]) -> Program:
+    """Inverse of :func:`program_to_json` (TypeError for another row)."""
+    return Program(**{"space_hash": None, **row})
 
 
 def record_to_json(record: Record) -> dict[str, Any]:
-    """A journal line of a record; empty fields are left out, samples keep seven digits (float32)."""
-    line: dict[str, Any] = {"program": record.program, "device": record.device, "status": record.status}
-    if record.latency_s is not None:
-        line["latency_s"] = float(record.latency_s)
-    if record.samples_s:
-        line["samples_s"] = [float(f"{sample_s:.7g}") for sample_s in record.samples_s]
-    if record.noise is not None:
-        line["noise"] = float(f"{record.noise:.7g}")
-    if record.error:
-        line["error"] = shorten(record.error)
-    if record.measured_at:
-        line["measured_at"] = float(record.measured_at)
-    if record.meta:
-        line["meta"] = plain_meta(record.meta)
-    return line
+    """A row of a record; empty fields are left out, samples keep seven digits (float32)."""
+    row = {
+        "program": record.program,
+        "device": record.device,
+        "status": record.status,
+        "latency_s": None if record.latency_s is None else float(record.latency_s),
+        "samples_s": [float(f"{sample_s:.7g}") for sample_s in record.samples_s],
+        "noise": None if record.noise is None else float(f"{record.noise:.7g}"),
+        "error": shorten(record.error),
+        "measured_at": float(record.measured_at),
+        "meta": _plain_meta(record.meta),
+    }
+    return {name: value for name, value in row.items() if value or (name == "noise" and value is not None)}
 
 
-def plain_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
+def record_from_json(row: Mapping[str, Any]) -> Record:
+    """Inverse of :func:`record_to_json`, validated (TypeError, DatasetError, LabelError for another row)."""
+    record = Record(**{**row, "samples_s": tuple(row.get("samples_s", ()))})
+    record.validate()
+    return record
+
+
+def _plain_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
     """Meta as JSON can hold it: numpy scalars as Python numbers; None, NaN and infinity are left out."""
-    plain = {}
-    for name, value in meta.items():
-        value = value.item() if hasattr(value, "item") else value
-        if value is not None and not (isinstance(value, float) and not math.isfinite(value)):
-            plain[name] = value
-    return plain
-
-
-def record_from_json(line: Mapping[str, Any]) -> Record:
-    """The record of a journal line (TypeError for a foreign line)."""
-    return Record(**{**line, "samples_s": tuple(line.get("samples_s", ()))})
+    plain = {name: value.item() if hasattr(value, "item") else value for name, value in meta.items()}
+    return {
+        name: value
+        for name, value in plain.items()
+        if value is not None and not (isinstance(value, float) and not math.isfinite(value))
+    }
 
 
 def shorten(message: str) -> str:
     """The message without its middle if it is longer than :data:`MAX_ERROR_CHARS`."""
-    if len(message) <= MAX_ERROR_CHARS:
-        return message
     half = (MAX_ERROR_CHARS - 5) // 2
-    return f"{message[:half]} ... {message[-half:]}"
+    return message if len(message) <= MAX_ERROR_CHARS else f"{message[:half]} ... {message[-half:]}"
 
 
 def tasks_to_arrow(tasks: Iterable[Task]) -> pa.Table:
@@ -90,7 +76,7 @@ def tasks_to_arrow(tasks: Iterable[Task]) -> pa.Table:
     rows = [
         {**task_to_json(task), "networks": json.dumps(dict(task.networks), sort_keys=True)} for task in tasks
     ]
-    return _table("tasks", sorted(rows, key=lambda row: row["hash"]))
+    return pa.Table.from_pylist(sorted(rows, key=lambda row: row["hash"]), schema=arrow_schema("tasks"))
 
 
 def tasks_from_arrow(table: pa.Table) -> list[Task]:
@@ -100,10 +86,8 @@ def tasks_from_arrow(table: pa.Table) -> list[Task]:
 
 def spaces_to_arrow(spaces: Iterable[Space]) -> pa.Table:
     """Spaces in the order of task and number, so that equal instructions lie side by side."""
-    rows = sorted(
-        (asdict(space) for space in spaces), key=lambda row: (row["task_hash"], row["index"], row["hash"])
-    )
-    return _table("spaces", rows)
+    rows = sorted(map(asdict, spaces), key=lambda row: (row["task_hash"], row["index"], row["hash"]))
+    return pa.Table.from_pylist(rows, schema=arrow_schema("spaces"))
 
 
 def spaces_from_arrow(table: pa.Table) -> list[Space]:
@@ -114,7 +98,7 @@ def spaces_from_arrow(table: pa.Table) -> list[Space]:
 def programs_to_arrow(programs: Iterable[Program]) -> pa.Table:
     """Programs in the order of task, space and decisions, so that decisions compress."""
     ordered = sorted(programs, key=lambda p: (p.task_hash, p.space_hash or "", p.decisions, p.hash))
-    return _table("programs", [asdict(program) for program in ordered])
+    return pa.Table.from_pylist(list(map(asdict, ordered)), schema=arrow_schema("programs"))
 
 
 def programs_from_arrow(table: pa.Table) -> list[Program]:
@@ -125,97 +109,60 @@ def programs_from_arrow(table: pa.Table) -> list[Program]:
 
 def records_to_frame(records: Iterable[Record]) -> pd.DataFrame:
     """Records as rows; ``task`` and ``origin`` are left to the dataset, which knows the programs."""
-    rows = []
-    for record in records:
-        columns, rest = split_meta(record.meta)
-        latency_s = float("nan") if record.latency_s is None else record.latency_s
-        noise = float("nan") if record.noise is None else record.noise
-        rows.append(
-            (record.program, record.device, record.status, latency_s, tuple(record.samples_s), noise,
-             shorten(record.error), float(record.measured_at), *columns, rest)
-        )  # fmt: skip
-    return _frame(rows)
+    rows = [
+        (r.program, r.device, r.status, r.latency_s, tuple(r.samples_s), r.noise, shorten(r.error),
+         float(r.measured_at), *_split_meta(r.meta))
+        for r in records
+    ]  # fmt: skip
+    names = arrow_schema("records").names
+    return _frame(zip(*rows, strict=True) if rows else [()] * len(names))
 
 
 def records_to_arrow(frame: pd.DataFrame) -> pa.Table:
     """The frame of :func:`records_to_frame` as Arrow; NaN becomes null."""
-    import numpy as np
-    import pyarrow as pa
-
-    schema = arrow_schema("records")
-    arrays = []
-    for column in schema:
-        values = frame[column.name].to_numpy()
-        if column.name == "samples_s":
-            lengths = np.fromiter((len(sample) for sample in values), dtype=np.int64, count=len(values))
-            flat = np.fromiter(
-                (s for sample in values for s in sample), dtype=np.float32, count=int(lengths.sum())
-            )
-            offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-            arrays.append(pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat)))
-        else:
-            kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-            array = pa.array(list(values), type=kind, from_pandas=True)
-            arrays.append(array.dictionary_encode() if pa.types.is_dictionary(column.type) else array)
-    return pa.Table.from_arrays(arrays, schema=schema)
+    return pa.Table.from_pandas(
+        frame, arrow_schema("records"), preserve_index=False
+    ).replace_schema_metadata()
 
 
 def records_from_arrow(table: pa.Table) -> pd.DataFrame:
     """Inverse of :func:`records_to_arrow`."""
-    import numpy as np
+    columns = {name: table.column(name) for name in arrow_schema("records").names}
+    samples_s = columns["samples_s"].cast(pa.list_(pa.float64())).to_numpy()
+    return _frame(
+        [() if s is None else tuple(s.tolist()) for s in samples_s] if name == "samples_s" else column.to_pylist()
+        for name, column in columns.items()
+    )  # fmt: skip
 
-    columns: dict[str, Any] = {}
-    for name in arrow_schema("records").names:
-        column = table.column(name).combine_chunks()
-        if name == "samples_s":
-            flat = column.flatten().to_numpy(zero_copy_only=False).astype(np.float64)
-            ends = np.cumsum(np.asarray(column.value_lengths().fill_null(0)))
-            starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
-            columns[name] = [tuple(flat[a:b].tolist()) for a, b in zip(starts, ends, strict=True)]
+
+def _frame(columns: Iterable[Sequence[Any]]) -> pd.DataFrame:
+    """Columns in the order of the schema; numbers as float64, None as NaN or ""."""
+    series = {}
+    for field, values in zip(arrow_schema("records"), columns, strict=True):
+        if pa.types.is_floating(field.type) or pa.types.is_integer(field.type):
+            series[field.name] = pd.Series(values, dtype="float64")
         else:
-            columns[name] = column.to_pylist()
-    return _frame(list(zip(*columns.values(), strict=True)))
+            series[field.name] = pd.Series(["" if v is None else v for v in values], dtype=object)
+    return pd.DataFrame(series)
 
 
-def split_meta(meta: Mapping[str, Any]) -> tuple[list[Any], str]:
+def _split_meta(meta: Mapping[str, Any]) -> list[Any]:
     """The values of :data:`META_COLUMNS` and the rest as JSON ("" if there is none)."""
     kinds: dict[str, tuple[type, ...]] = {"float": (float, int), "int": (int,), "str": (str,)}
-    rest = plain_meta(meta)
-    columns = []
+    rest = _plain_meta(meta)
+    values: list[Any] = []
     for name, kind in META_COLUMNS.items():
         value = rest.get(name)
         fits = isinstance(value, kinds[kind]) and not isinstance(value, bool)
-        columns.append(rest.pop(name) if fits else None)
-    return columns, json.dumps(rest, separators=(",", ":"), sort_keys=True) if rest else ""
+        values.append(rest.pop(name) if fits else None)
+    return [*values, json.dumps(rest, separators=(",", ":"), sort_keys=True) if rest else ""]
 
 
 def join_meta(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Inverse of :func:`split_meta`, of a row of ``Dataset.records``."""
-    import pandas as pd
-
+    """A record's meta, of a row of ``Dataset.records``."""
     meta: dict[str, Any] = json.loads(row["meta"]) if row["meta"] else {}
     for name, kind in META_COLUMNS.items():
         value = row[name]
-        if value != "" and not pd.isna(value):
+        if value == value and value != "":  # neither NaN nor empty
             meta[name] = {"float": float, "int": int, "str": str}[kind](value)
     return meta
-
-
-def _table(name: str, rows: list[dict[str, Any]]) -> pa.Table:
-    import pyarrow as pa
-
-    return pa.Table.from_pylist(rows, schema=arrow_schema(name))
-
-
-def _frame(rows: list[tuple[Any, ...]]) -> pd.DataFrame:
-    import pandas as pd
-
-    names = [name for name in RECORD_COLUMNS if name not in ("task", "origin")]
-    columns = list(zip(*rows, strict=True)) if rows else [() for _ in names]
-    series: dict[str, Any] = {}
-    for name, values in zip(names, columns, strict=True):
-        if name in ("latency_s", "noise", "measured_at") or META_COLUMNS.get(name) in ("float", "int"):
-            series[name] = pd.Series(values, dtype="float64")
-        else:
-            series[name] = pd.Series(["" if value is None else value for value in values], dtype=object)
-    return pd.DataFrame(series)

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from cdmpp.dataset.parquet import read_parquet, write_parquet
-from cdmpp.dataset.view import load_datasets
+from cdmpp.dataset.schema import read_parquet, write_parquet
+from cdmpp.dataset.store import load_datasets
 from cdmpp.errors import CdmppError, DatasetError
 from cdmpp.program.codegen import CODEGEN_FEATURES, COUNTING_VERSION
 from cdmpp.program.codegen.compile import ObjectCache, code_key
@@ -31,27 +32,23 @@ Counts = dict[tuple[str, str], NDArray[np.float32]]
 _Wanted = tuple[Program, Task, Space | None, dict[str, Any]]
 
 
-def _schema() -> Any:
-    import pyarrow as pa
-
-    counted = [(name, pa.float32()) for name in CODEGEN_FEATURES]
-    return pa.schema([("program", pa.string()), ("code", pa.string()), *counted])
+_SCHEMA = pa.schema(
+    [("program", pa.string()), ("code", pa.string()), *((name, pa.float32()) for name in CODEGEN_FEATURES)]
+)
 
 
 def save_codegen(path: Path, counts: Mapping[tuple[str, str], NDArray[np.float32]]) -> None:
     """Write counts; DatasetError where that fails, and what was there stays."""
-    import pyarrow as pa
-
     keys = sorted(counts)
     rows = np.array([counts[key] for key in keys], dtype=np.float32).reshape(-1, len(CODEGEN_FEATURES))
     names = [program for program, _ in keys], [code for _, code in keys]
-    write_parquet(path, pa.table([*names, *rows.T], schema=_schema()), counting_version=COUNTING_VERSION)
+    write_parquet(path, pa.table([*names, *rows.T], schema=_SCHEMA), counting_version=COUNTING_VERSION)
 
 
 def load_codegen(path: Path) -> Counts:
     """Read counts; DatasetError if the file is missing, damaged, has other columns or was counted by another version."""
     try:
-        table, note = read_parquet(path, _schema())
+        table, note = read_parquet(path, _SCHEMA)
         version = note.get("counting_version", 1)
         if version != COUNTING_VERSION:
             raise DatasetError(
@@ -75,22 +72,9 @@ def collect_codegen(
     The file is written every few hundred programs, so that what was counted is kept if the process ends. A program that
     does not compile is left out.
 
-    Parameters
-    ----------
-    workers
-        Compiling processes.
-    progress
-        Called with the numbers of programs done and wanted.
-    object_cache
-        Folder in which ``cdmpp profile --object-cache`` kept what it compiled: only what is not there is compiled, and kept
-        there too.
-
-    Raises
-    ------
-    DatasetError
-        No dataset in the folder, or the file cannot be written.
-    CdmppError
-        What decodes instructions is not installed.
+    ``progress`` is called with the numbers of programs done and wanted. Of ``object_cache``, in which ``cdmpp profile
+    --object-cache`` kept what it compiled, only what is missing is compiled, and kept there too. DatasetError: no dataset in
+    the folder, or the file cannot be written; CdmppError: what decodes instructions is not installed.
     """
     from cdmpp.program.codegen.counts import require_decoder
 

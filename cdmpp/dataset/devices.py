@@ -12,20 +12,9 @@ from cdmpp.errors import DatasetError, UnknownDeviceError
 def stored_devices(meta: Mapping[str, Any], names: Iterable[str], where: str) -> dict[str, Device]:
     """The specifications of a dataset's devices, by name.
 
-    Parameters
-    ----------
-    meta
-        Contents of the dataset's ``meta.json``.
-    names
-        Devices that the dataset has records of. One that ``meta`` does not describe (imported measurements) is taken from
-        the device table, never from the machine at hand.
-    where
-        The dataset's path, for messages.
-
-    Raises
-    ------
-    DatasetError
-        A device is described neither there nor in the table, or otherwise than in the table.
+    ``meta`` are the contents of its ``meta.json``, ``names`` the devices that it has records of, ``where`` its path. A device
+    that ``meta`` does not describe (imported measurements) is taken from the device table, never from the machine at hand.
+    DatasetError: a device is described neither there nor in the table, or otherwise than in the table.
     """
     table = load_table(this_machine=False)
     described = meta.get("devices", {})

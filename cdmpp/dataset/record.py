@@ -14,28 +14,11 @@ from cdmpp.errors import STATUSES, DatasetError, LabelError
 class Record:
     """One program on one device: latency samples in seconds, or a typed failure.
 
-    Attributes
-    ----------
-    program
-        Hash of the program.
-    device
-        Canonical device name (``get_device(...).name``).
-    status
-        ``"ok"`` or one of :data:`cdmpp.errors.FAILURE_KINDS`.
-    latency_s
-        The label, in seconds; None for a failure.
-    samples_s
-        The samples behind the label, in seconds, in the order in which they were taken. Stored as float32.
-    noise
-        Relative difference of the labels of the two halves of the samples, |a - b| / mean(a, b); None if
-        unknown.
-    error
-        What went wrong, for people; "" for an ok record.
-    measured_at
-        Unix time, in seconds.
-    meta
-        Everything else worth keeping (JSON values): build_s, run_s, attempts, workers, threads, drift,
-        steal_pct, session, ...
+    ``device`` is a canonical name, ``status`` "ok" or one of :data:`cdmpp.errors.FAILURE_KINDS`. ``latency_s`` is the label
+    (None for a failure), made of ``samples_s`` in the order in which they were taken (stored as float32); ``noise`` is the
+    relative difference of the labels of the two halves of the samples, |a - b| / mean(a, b) (None if unknown). ``error`` is
+    what went wrong, for people; ``measured_at`` Unix time in seconds; ``meta`` everything else worth keeping (JSON values):
+    build_s, run_s, attempts, workers, threads, drift, steal_pct, session, ...
     """
 
     program: str
@@ -49,15 +32,10 @@ class Record:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def validate(self) -> None:
-        """Refuse what cannot be a measurement.
+        """Refuse what cannot be a measurement; the message names the record.
 
-        Raises
-        ------
-        DatasetError
-            The status is none of :data:`cdmpp.errors.STATUSES`, or program or device is missing.
-        LabelError
-            An ok record whose latency or samples are missing, NaN, infinite, zero or negative; a failure that
-            has a latency. The message names the record.
+        DatasetError: an unknown status, no program or no device. LabelError: an ok record whose latency or samples are missing,
+        NaN, infinite, zero or negative; a failure that has a latency.
         """
         if not self.program or not self.device:
             raise DatasetError(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sqlite3
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,15 +33,8 @@ class RowStore:
 
     A row is safe from a killed process when :meth:`add` returns, and from a power cut a second later (:meth:`sync`).
 
-    Parameters
-    ----------
-    write
-        Make the file if it is missing, and keep other writers out until :meth:`close` or the end of the process.
-
-    Attributes
-    ----------
-    id
-        Of this file: another one that takes its place has another.
+    ``write`` makes the file if it is missing, and keeps other writers out until :meth:`close` or the end of the process.
+    ``id`` is that of this file: another one that takes its place has another.
 
     Raises
     ------
@@ -51,13 +46,18 @@ class RowStore:
         self.path = path
         self._owner = os.getpid()
         self._lock: sqlite3.Connection | None = None
+        self._copy: tempfile.TemporaryDirectory[str] | None = None
         with self._errors("open"):
             if write:
                 self._lock = self._locked()
-            mode = "rwc" if write else "ro"
+            elif not os.access(path.parent, os.W_OK) and not path.with_name(f"{path.name}-shm").exists():
+                path = self._copied()  # to read a log that nobody has open, SQLite has to write beside it
+            # A reader, too, rolls back what a killed writer left half-written, for which SQLite has to write.
+            mode = "rwc" if write else "rw"
             self._db = sqlite3.connect(
                 f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None
             )
+            self._db.execute(f"PRAGMA query_only = {int(not write)}")
             if write:
                 local = _file_system(path.parent) not in _SHARED_FILE_SYSTEMS
                 self._db.execute(f"PRAGMA journal_mode={'WAL' if local else 'DELETE'}")
@@ -82,6 +82,14 @@ class RowStore:
                 raise DatasetError(f"{self.path.parent} is being written by another process") from error
             raise
         return lock
+
+    def _copied(self) -> Path:
+        """The file and its journal where they can be opened: what a writer left on a medium that is now read-only."""
+        self._copy = tempfile.TemporaryDirectory(prefix="cdmpp-rows-")
+        for name in (self.path.name, f"{self.path.name}-wal", f"{self.path.name}-journal"):
+            if self.path.with_name(name).exists():
+                shutil.copy(self.path.with_name(name), self._copy.name)
+        return Path(self._copy.name) / self.path.name
 
     def add(self, kind: str, value: Any, key: str | None = None) -> None:
         """Add a row of JSON to a table, unless the table has one of that key.
@@ -132,12 +140,14 @@ class RowStore:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+        if self._copy is not None:
+            self._copy.cleanup()
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, ValueError, TypeError) as error:
+        except (sqlite3.Error, OSError, ValueError, TypeError) as error:
             raise DatasetError(
                 f"cannot {what} {self.path}: {error}"
                 + ("; what was added before is kept" if what == "write" else "")

@@ -1,20 +1,49 @@
-"""Which labels train, validate and test."""
+"""Which labels train, validate and test. A text makes a split, ``kind:key=value;key=value``, and all take ``seed``:
+
+``by_network``
+    Tests on networks whose tasks appear nowhere in training. Every task that occurs in a held-out network is tested, also
+    where a training network has it too; a network is held out at every size and batch (``resnet18@b4`` goes with
+    ``resnet18``). ``heldout`` are names joined by ``+`` or ``,``, or how many to choose (four, or fewer if there are fewer
+    than six networks): of different families as far as can be, with at least half of the tasks left to training. ``valid``
+    are names, or the fraction of the other labels that validation networks should have at least (0.1); with one network
+    left to train on, tasks are drawn from it. ``adapt`` (0) is the fraction of the held-out networks' programs that may be
+    looked at without their labels, in place of being tested; ``others`` (0) the fraction of the tasks of no network, such
+    as operators that were measured alone, that are tested, and as many validated.
+``by_device``
+    Tests on devices that appear nowhere in training; their programs may well be, measured on other devices: that is the
+    question asked. ``heldout`` are names, aliases included (one is chosen); ``tasks`` hashes whose labels on the held-out
+    devices train (few-shot); ``valid`` is the fraction of the training devices' tasks (0.1), ``adapt`` as above.
+``by_task``
+    Tests on tasks that appear nowhere in training; ``test`` (0.2) and ``valid`` (0.1) are fractions of the tasks.
+``within_task``
+    Tests on programs that are not in training, of tasks that are; ``test`` (0.2) and ``valid`` (0.1) are fractions of the
+    programs. The easiest of the four: it says how well the predictor fits, not what it knows of new work.
+
+Choices depend on the seed and on the *names* of what is chosen from (a hash of both), not on the order of the
+labels: more data later moves few tasks from one part to another.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import logging
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from cdmpp.dataset.labels import label_fingerprint
-from cdmpp.errors import SplitError
+from cdmpp.device import get_device
+from cdmpp.errors import SplitError, UnknownDeviceError
 
-if TYPE_CHECKING:
-    import pandas as pd
+_LOG = logging.getLogger(__name__)
 
 #: Kinds of splits, and the column whose values may not be shared by train (or valid) and test.
 KINDS: dict[str, str] = {
@@ -23,9 +52,25 @@ KINDS: dict[str, str] = {
     "by_device": "device",
     "within_task": "program",
 }
+_KEYS: dict[str, tuple[str, ...]] = {
+    "by_network": ("heldout", "valid", "adapt", "others", "seed"),
+    "by_task": ("test", "valid", "seed"),
+    "by_device": ("heldout", "tasks", "valid", "adapt", "seed"),
+    "within_task": ("test", "valid", "seed"),
+}
 
 #: The parts of a split; ``adapt`` may be empty, and its labels are not to be used.
 PARTS: tuple[str, ...] = ("train", "valid", "test", "adapt")
+
+#: Networks that ``by_network`` holds out where their number is not given.
+DEFAULT_HELD_OUT_NETWORKS = 4
+#: Chosen test networks should take at most so much of the tasks; if that is too little, at most so much.
+_TEST_SHARES = (0.35, 0.5)
+#: Of so many random choices, the first is taken that tests this share of the tasks at least.
+_CHOICES = 8
+_MIN_TEST_SHARE = 0.15
+#: A validation network may take at most so much of the training labels.
+_MAX_VALID_SHARE = 0.25
 
 #: Task hash -> networks it occurs in; a :class:`~cdmpp.program.types.Task` will do as the value.
 TaskNetworks = Mapping[str, Any]
@@ -33,29 +78,13 @@ TaskNetworks = Mapping[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Row numbers of a label table for training, validation and test. Everything fitted is fitted on train.
+    """Row numbers (sorted, int64) of a label table. Everything fitted is fitted on train.
 
-    Attributes
-    ----------
-    kind
-        One of :data:`KINDS`.
-    spec
-        What :meth:`parse` makes the same split of, choices spelt out:
-        ``by_network:heldout=a+b;valid=c;seed=0``.
-    seed
-        Of the random choices.
-    train, valid, test
-        Sorted row numbers, int64.
-    held_out
-        Networks (``by_network``) or devices (``by_device``) that are held out; empty for the other kinds.
-    allowed_tasks
-        ``by_device``: tasks whose labels on the held-out devices may train (few-shot).
-    fingerprint
-        Of the label table (:func:`cdmpp.dataset.labels.label_fingerprint`).
-    adapt
-        Rows of what is held out whose programs may be looked at, but not their labels (domain adaptation),
-        sorted, int64. None of their programs is in test. Compare models with and without adaptation on the same
-        split: these rows are not tested.
+    ``spec`` makes the same split again, choices spelt out. ``held_out`` are networks (``by_network``) or devices
+    (``by_device``), ``allowed_tasks`` those whose labels on held-out devices may train. The rows of ``adapt`` are of what is
+    held out: their programs may be looked at, but not their labels (domain adaptation), and none of them is in test; compare
+    models with and without adaptation on the same split. ``fingerprint`` is that of the label table
+    (:func:`cdmpp.dataset.labels.label_fingerprint`).
     """
 
     kind: str
@@ -67,7 +96,7 @@ class Split:
     held_out: tuple[str, ...] = ()
     allowed_tasks: tuple[str, ...] = ()
     fingerprint: str = ""
-    adapt: NDArray[np.int64] = field(default_factory=lambda: row_array(()))
+    adapt: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     @staticmethod
     def parse(
@@ -76,10 +105,21 @@ class Split:
         networks: TaskNetworks | None = None,
         families: Mapping[str, str] | None = None,
     ) -> Split:
-        """Make the split that a specification names: see :func:`cdmpp.dataset.split_spec.parse_split`."""
-        from cdmpp.dataset.split_spec import parse_split
+        """The split of a label table that a text names (see the module), checked to be disjoint.
 
-        return parse_split(spec, labels, networks, families)
+        ``by_network`` needs the networks, and uses families (network -> family) when it chooses. SplitError: the text is
+        malformed, none of the names has a label (some: a warning), or nothing would be left to train on or to test.
+        """
+        kind, options = _read_spec(spec)
+        if not len(labels):
+            raise SplitError("there are no labels to split")
+        if kind == "by_device":
+            return _by_device(labels, **options)
+        if kind != "by_network":
+            return _by_unit(kind, labels, **options)
+        if networks is None:
+            raise SplitError("a by_network split needs the networks of each task")
+        return _by_network(labels, networks, families or {}, **options)
 
     def part(self, name: str) -> NDArray[np.int64]:
         """``train``, ``valid``, ``test`` or ``adapt`` (SplitError for another name)."""
@@ -89,21 +129,11 @@ class Split:
         return rows
 
     def check_disjoint(self, labels: pd.DataFrame, networks: TaskNetworks | None = None) -> None:
-        """Make sure that nothing of the test part is known in training.
+        """Make sure that nothing of the test part is known in training; ``networks`` are needed for ``by_network``.
 
-        Parameters
-        ----------
-        labels
-            The label table that the split was made of.
-        networks
-            Task -> networks; needed for ``by_network``.
-
-        Raises
-        ------
-        SplitError
-            The table is another one, a part holds a row twice or shares one with another part, or train,
-            valid and test share what they must not (see :data:`KINDS`), or adapt and test share a program;
-            for ``by_network`` also if a task of a held-out network is in train or valid.
+        SplitError: the table is another one, a part has a row twice or shares one with another part, train, valid and test
+        share what they must not (:data:`KINDS`), adapt and test share a program, or a task of a held-out network is in
+        train or valid.
         """
         self.check_table(labels)
         rows = np.concatenate([self.part(name) for name in PARTS])
@@ -111,35 +141,29 @@ class Split:
             raise SplitError(f"split {self.spec} has rows outside of the {len(labels)} labels")
         if len(np.unique(rows)) != len(rows):
             raise SplitError(f"split {self.spec} has a row twice")
-        column = KINDS[self.kind]
         for known, hidden in (("train", "test"), ("valid", "test"), ("train", "valid")):
-            unit = "task" if self.kind == "by_device" and hidden == "valid" else column
-            shared = self._units(labels, known, unit, hidden) & set(labels[unit].iloc[self.part(hidden)])
-            if shared:
-                some = ", ".join(sorted(shared)[:3])
-                raise SplitError(f"split {self.spec}: {len(shared)} {unit}s in {known} and {hidden}: {some}")
-        seen = set(labels["program"].iloc[self.adapt]) & set(labels["program"].iloc[self.test])
-        if seen:
-            some = ", ".join(sorted(seen)[:3])
-            raise SplitError(f"split {self.spec}: {len(seen)} programs in adapt and test: {some}")
+            unit = "task" if self.kind == "by_device" and hidden == "valid" else KINDS[self.kind]
+            table = labels.iloc[self.part(known)]
+            if self.kind == "by_device" and hidden == "test" and self.allowed_tasks:
+                table = table[~table["task"].isin(self.allowed_tasks)]
+            self._check_shared(f"{unit}s in {known} and {hidden}", table[unit], labels[unit], hidden)
+        programs = labels["program"]
+        self._check_shared("programs in adapt and test", programs.iloc[self.adapt], programs, "test")
         if self.kind == "by_network":
             self._check_networks(labels, networks)
 
-    def _units(self, labels: pd.DataFrame, part: str, unit: str, hidden: str) -> set[str]:
-        table = labels.iloc[self.part(part)]
-        if self.kind == "by_device" and hidden == "test" and self.allowed_tasks:
-            table = table[~table["task"].isin(self.allowed_tasks)]
-        return set(table[unit])
+    def _check_shared(self, what: str, known: pd.Series, units: pd.Series, hidden: str) -> None:
+        shared = sorted(set(known) & set(units.iloc[self.part(hidden)]))
+        if shared:
+            raise SplitError(f"split {self.spec}: {len(shared)} {what}: {', '.join(shared[:3])}")
 
     def _check_networks(self, labels: pd.DataFrame, networks: TaskNetworks | None) -> None:
         if networks is None:
             raise SplitError("checking a by_network split needs the networks of each task")
-        held = set(self.held_out)
         for part in ("train", "valid"):
             for task in sorted(set(labels["task"].iloc[self.part(part)])):
-                leaked = held & {architecture(n) for n in networks_of(networks, task)}
-                if leaked:
-                    name = ", ".join(sorted(leaked))
+                name = ", ".join(sorted(set(self.held_out) & _architectures(networks, task)))
+                if name:
                     raise SplitError(
                         f"split {self.spec}: task {task} of held-out network {name} is in {part}"
                     )
@@ -149,44 +173,17 @@ class Split:
         if self.fingerprint and label_fingerprint(labels) != self.fingerprint:
             raise SplitError(f"split {self.spec} was made of another label table ({self.fingerprint})")
 
-    def describe(self, labels: pd.DataFrame) -> dict[str, Any]:
-        """Labels, tasks, programs and devices of each part, and what is held out."""
-        parts = {}
-        for name in self._parts():
-            table = labels.iloc[self.part(name)]
-            parts[name] = {
-                "labels": len(table),
-                **{f"{column}s": int(table[column].nunique()) for column in ("task", "program", "device")},
-            }
-        return {
-            "split": self.spec,
-            "kind": self.kind,
-            "seed": self.seed,
-            "held_out": list(self.held_out),
-            **parts,
-        }
-
     def to_json(self) -> str:
-        """As JSON text."""
-        value = {
-            "kind": self.kind,
-            "spec": self.spec,
-            "seed": self.seed,
-            "held_out": list(self.held_out),
-            "allowed_tasks": list(self.allowed_tasks),
-            "fingerprint": self.fingerprint,
-            **{name: self.part(name).tolist() for name in self._parts()},
-        }
-        return json.dumps(value)
-
-    def _parts(self) -> tuple[str, ...]:
-        return PARTS if len(self.adapt) else PARTS[:3]
+        """As JSON text; ``adapt`` is left out where it is empty."""
+        parts = PARTS if len(self.adapt) else PARTS[:3]
+        names = ("kind", "spec", "seed", "held_out", "allowed_tasks", "fingerprint", *parts)
+        return json.dumps({name: getattr(self, name) for name in names}, default=lambda rows: rows.tolist())
 
     @classmethod
     def from_json(cls, text: str) -> Split:
         """Inverse of :meth:`to_json` (SplitError for another text)."""
         try:
-            value = json.loads(text)
+            value = {"adapt": (), **json.loads(text)}
             if value["kind"] not in KINDS:
                 raise SplitError(f"no split {value['kind']!r}; there are {', '.join(KINDS)}")
             return cls(
@@ -196,26 +193,290 @@ class Split:
                 held_out=tuple(value["held_out"]),
                 allowed_tasks=tuple(value["allowed_tasks"]),
                 fingerprint=value["fingerprint"],
-                train=row_array(value["train"]),
-                valid=row_array(value["valid"]),
-                test=row_array(value["test"]),
-                adapt=row_array(value.get("adapt", ())),
+                **{name: np.sort(np.asarray(value[name], dtype=np.int64)) for name in PARTS},
             )
         except (ValueError, KeyError, TypeError) as error:
             raise SplitError(f"not a split: {error}") from error
 
 
-def row_array(rows: Iterable[int]) -> NDArray[np.int64]:
-    """Row numbers as a sorted int64 array."""
-    return np.sort(np.asarray(list(rows), dtype=np.int64))
+def _by_network(
+    labels: pd.DataFrame,
+    networks: TaskNetworks,
+    families: Mapping[str, str],
+    heldout: Collection[str] | int | None = None,
+    valid: float | Collection[str] = 0.1,
+    adapt: float = 0.0,
+    others: float = 0.0,
+    seed: int = 0,
+) -> Split:
+    task_rows = {str(task): int(n) for task, n in labels["task"].value_counts().sort_index().items()}
+    members = {task: _architectures(networks, task) for task in task_rows}
+    every = sorted(set().union(*members.values()))
+    if isinstance(heldout, int) or heldout is None:
+        held = _choose_networks(every, members, heldout, seed, families)
+    else:
+        held = _known_names(map(architecture, heldout), every, "network")
+    test_tasks = {task for task, names in members.items() if names & set(held)}
+    rest = {task: names for task, names in members.items() if task not in test_tasks}
+    if isinstance(valid, float | int):
+        chosen = _validation_networks(rest, task_rows, float(valid), seed)
+        valid_tasks = set() if chosen else _draw(rest, float(valid), seed, "valid")
+    else:
+        chosen = _known_names(map(architecture, valid), every, "network")
+        valid_tasks = set()
+    valid_tasks |= {task for task, names in rest.items() if names & set(chosen)}
+    valid_text = "+".join(chosen) or f"{valid:g}"
+    spec = f"by_network:heldout={'+'.join(held)};valid={valid_text}{_adapt_text(adapt)}"
+    if others:
+        _check_fractions(others, others)
+        alone = {task for task, names in members.items() if not names}
+        test_alone = _draw(alone, others, seed, "test")
+        valid_tasks = (valid_tasks - alone) | _draw(alone - test_alone, others / (1 - others), seed, "valid")
+        test_tasks |= test_alone
+        spec += f";others={others:g}"
+    spec += f";seed={seed}"
+    is_test, is_valid = labels["task"].isin(test_tasks), labels["task"].isin(valid_tasks)
+    return _split("by_network", spec, seed, labels, is_test, is_valid, held, adapt=adapt, networks=networks)
 
 
-def networks_of(networks: TaskNetworks, task: str) -> tuple[str, ...]:
-    """The networks of a task; () if it is unknown."""
-    value: Any = networks.get(task, ())
-    return tuple(getattr(value, "networks", value))
+def _by_device(
+    labels: pd.DataFrame,
+    heldout: Collection[str] | None = None,
+    tasks: Collection[str] = (),
+    valid: float = 0.1,
+    adapt: float = 0.0,
+    seed: int = 0,
+) -> Split:
+    _check_fractions(0.0, valid)
+    devices = sorted(set(labels["device"]))
+    if heldout is None:
+        if len(devices) < 2:
+            raise SplitError("by_device needs labels of at least two devices")
+        held = [ordered(devices, seed, "device")[0]]
+    else:
+        held = [_device_name(name, devices) for name in heldout]
+    column = labels["task"]
+    allowed = sorted(set(tasks))
+    unknown = set(allowed) - set(column)
+    if unknown:
+        raise SplitError(f"by_device: no label of task {', '.join(sorted(unknown)[:3])}")
+    on_held = labels["device"].isin(held)
+    valid_tasks = _draw(set(column[~on_held]) - set(allowed), valid, seed, "valid")
+    is_test, is_valid = on_held & ~column.isin(allowed), ~on_held & column.isin(valid_tasks)
+    spec = f"by_device:heldout={'+'.join(held)}"
+    spec += f";tasks={'+'.join(allowed)}" if allowed else ""
+    spec += f";valid={valid:g}{_adapt_text(adapt)};seed={seed}"
+    return _split("by_device", spec, seed, labels, is_test, is_valid, held, allowed, adapt)
+
+
+def _by_unit(kind: str, labels: pd.DataFrame, test: float = 0.2, valid: float = 0.1, seed: int = 0) -> Split:
+    """Of tasks (``by_task``) or programs (``within_task``)."""
+    _check_fractions(test, valid)
+    column = labels[KINDS[kind]]
+    tested = _draw(set(column), test, seed, "test")
+    validated = _draw(set(column) - tested, valid / (1 - test), seed, "valid")
+    spec = f"{kind}:test={test:g};valid={valid:g};seed={seed}"
+    return _split(kind, spec, seed, labels, column.isin(tested), column.isin(validated))
+
+
+def _split(
+    kind: str,
+    spec: str,
+    seed: int,
+    labels: pd.DataFrame,
+    is_test: pd.Series,
+    is_valid: pd.Series,
+    held_out: Sequence[str] = (),
+    allowed_tasks: Sequence[str] = (),
+    adapt: float = 0.0,
+    networks: TaskNetworks | None = None,
+) -> Split:
+    programs = labels["program"]
+    is_adapt = is_test & programs.isin(_draw(set(programs[is_test]), adapt, seed, "adapt"))
+    masks = {
+        "train": ~(is_test | is_valid), "valid": is_valid, "test": is_test & ~is_adapt, "adapt": is_adapt,
+    }  # fmt: skip
+    for name in ("train", "test"):
+        if not masks[name].any():
+            raise SplitError(f"split {spec}: nothing is left to {name} of {len(labels)} labels")
+    split = Split(
+        kind=kind,
+        spec=spec,
+        seed=seed,
+        held_out=tuple(held_out),
+        allowed_tasks=tuple(allowed_tasks),
+        fingerprint=label_fingerprint(labels),
+        **{name: np.flatnonzero(mask.to_numpy()).astype(np.int64) for name, mask in masks.items()},
+    )
+    split.check_disjoint(labels, networks)
+    return split
+
+
+def _choose_networks(
+    every: Sequence[str],
+    members: Mapping[str, set[str]],
+    number: int | None,
+    seed: int,
+    families: Mapping[str, str],
+) -> list[str]:
+    """Networks to hold out: of different families and with few tasks first, never with more than half."""
+    few = max(1, len(every) // 3)
+    wanted = number if number is not None else DEFAULT_HELD_OUT_NETWORKS if len(every) >= 6 else few
+    if wanted < 1 or len(every) <= wanted:
+        raise SplitError(
+            f"by_network cannot hold out {wanted} of {len(every)} networks; by_task splits a single network"
+        )
+    family = {architecture(name): kind for name, kind in families.items()}
+    best: tuple[int, float, list[str]] = (0, 0.0, [])
+    for attempt in range(_CHOICES):
+        chosen = _first_fitting(ordered(every, seed, f"network{attempt}"), members, wanted, family)
+        share = _count(members, chosen) / len(members)
+        best = max(best, (len(chosen), min(share, _MIN_TEST_SHARE), chosen), key=lambda choice: choice[:2])
+    if not best[0] or (number is not None and best[0] < number):
+        raise SplitError(
+            f"by_network cannot hold out {wanted} of {len(every)} networks and leave half of the tasks to "
+            "training; name the networks, or use by_task"
+        )
+    return sorted(best[2])
+
+
+def _first_fitting(
+    order: Sequence[str], members: Mapping[str, set[str]], wanted: int, family: Mapping[str, str]
+) -> list[str]:
+    """The first networks in this order that are of different families and have few tasks together."""
+    chosen: list[str] = []
+    used: set[str] = set()
+    for share in _TEST_SHARES:
+        for new_family_only in (True, False):
+            for name in order:
+                kind = family.get(name)
+                if len(chosen) == wanted or name in chosen or (new_family_only and kind in used):
+                    continue
+                if _count(members, [*chosen, name]) <= share * len(members):
+                    chosen.append(name)
+                    used.update([kind] if kind is not None else [])
+    return chosen
+
+
+def _count(members: Mapping[str, set[str]], networks: Collection[str]) -> int:
+    """How many of the tasks occur in any of the networks."""
+    return sum(not names.isdisjoint(networks) for names in members.values())
+
+
+def _validation_networks(
+    rest: Mapping[str, set[str]], task_rows: Mapping[str, int], fraction: float, seed: int
+) -> list[str]:
+    """Networks with about the fraction of the labels that are left; none if every one would take too much."""
+    _check_fractions(0.0, fraction)
+    total = sum(task_rows[task] for task in rest)
+    chosen: list[str] = []
+    for name in ordered(set().union(*rest.values()) if rest else (), seed, "valid"):
+        taken = sum(task_rows[task] for task, names in rest.items() if names & set(chosen))
+        if taken >= fraction * total:
+            break
+        more = sum(task_rows[task] for task, names in rest.items() if names & {*chosen, name})
+        if more <= max(_MAX_VALID_SHARE, 2 * fraction) * total and more < total:
+            chosen.append(name)
+    return sorted(chosen)
+
+
+def _key(name: str, seed: int, purpose: str) -> float:
+    """A number in [0, 1) that depends on nothing but the arguments."""
+    digest = hashlib.sha256(f"{purpose}:{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:7], "big") / 2**56
+
+
+def ordered(names: Iterable[str], seed: int, purpose: str) -> list[str]:
+    """The names in a random order that depends on nothing but the arguments."""
+    return sorted(names, key=lambda name: (_key(name, seed, purpose), name))
+
+
+def _draw(names: Collection[str], fraction: float, seed: int, purpose: str) -> set[str]:
+    """About the fraction of the names; at least one if any is wanted and one is left."""
+    drawn = {name for name in names if _key(name, seed, purpose) < fraction}
+    if not drawn and fraction > 0 and len(names) > 1:
+        drawn = {ordered(names, seed, purpose)[0]}
+    return drawn
 
 
 def architecture(network: str) -> str:
     """A network without its size and batch (``resnet18@s160b4`` -> ``resnet18``): what a split holds out together."""
     return network.split("@", 1)[0]
+
+
+def _architectures(networks: TaskNetworks, task: str) -> set[str]:
+    """Of the networks of a task; none if it is unknown."""
+    value: Any = networks.get(task, ())
+    return {architecture(name) for name in getattr(value, "networks", value)}
+
+
+def _read_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """Kind of a split, and the arguments of the function that makes it (SplitError if the text is malformed)."""
+    kind, _, rest = (part.strip() for part in spec.partition(":"))
+    if kind not in KINDS:
+        raise SplitError(f"no split {kind!r}; there are {', '.join(KINDS)}")
+    arguments: dict[str, Any] = {}
+    for item in filter(None, (part.strip() for part in rest.split(";"))):
+        key, equals, text = (part.strip() for part in item.partition("="))
+        if key not in _KEYS[kind]:
+            raise SplitError(f"split {spec!r}: {kind} has no {key!r}, only {', '.join(_KEYS[kind])}")
+        if not equals or not text:
+            raise SplitError(f"split {spec!r}: {key} has no value; write {key}=...")
+        if key in arguments:
+            raise SplitError(f"split {spec!r}: {key} is given twice")
+        arguments[key] = _argument(spec, kind, key, text)
+    return kind, arguments
+
+
+def _argument(spec: str, kind: str, key: str, text: str) -> Any:
+    names = [name.strip() for name in re.split(r"[+,]", text) if name.strip()]
+    if key in ("heldout", "tasks"):
+        return int(text) if kind == "by_network" and text.isdigit() else names
+    try:
+        return int(text) if key == "seed" else float(text)
+    except ValueError:
+        if key == "seed":
+            raise SplitError(f"seed must be a whole number, got {text!r}") from None
+        if (kind, key) == ("by_network", "valid"):
+            return names
+        raise SplitError(f"split {spec!r}: {key} must be a fraction, got {text!r}") from None
+
+
+def _adapt_text(adapt: float) -> str:
+    """For the specification; SplitError for no fraction. Specifications without adaptation do not mention it."""
+    if not 0 <= adapt < 1:
+        raise SplitError(f"fraction adapt={adapt:g} must be at least 0 and below 1")
+    return f";adapt={adapt:g}" if adapt else ""
+
+
+def _check_fractions(test: float, valid: float) -> None:
+    if not (0 <= test < 1 and 0 <= valid < 1 and test + valid < 1):
+        raise SplitError(
+            f"fractions test={test:g} and valid={valid:g} must be at least 0 and below 1 together"
+        )
+
+
+def _known_names(names: Iterable[str], every: Collection[str], what: str) -> list[str]:
+    """The names that have labels, sorted; SplitError if none has, a warning if some have not.
+
+    The specification of a predictor's split must serve on data that have some of its networks only.
+    """
+    asked = sorted(set(names))
+    found = [name for name in asked if name in every]
+    if not asked:
+        raise SplitError(f"no {what} is named")
+    unknown = [name for name in asked if name not in every]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], list(every), n=3, cutoff=0.4) or sorted(every)[:3]
+        message = f"no label is of {what} {' or '.join(unknown)}; there are {', '.join(near)}, ..."
+        if not found:
+            raise SplitError(message)
+        _LOG.warning("%s", message)
+    return found
+
+
+def _device_name(name: str, devices: Collection[str]) -> str:
+    if name not in devices:
+        with contextlib.suppress(UnknownDeviceError):
+            name = get_device(name).name
+    return _known_names([name], devices, "device")[0]

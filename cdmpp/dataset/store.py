@@ -7,41 +7,43 @@ import logging
 import os
 import time
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
 
 from cdmpp.dataset import codec
 from cdmpp.dataset.devices import check_same, stored_devices
-from cdmpp.dataset.parquet import check_schema_version, write_parquet
 from cdmpp.dataset.record import Record
 from cdmpp.dataset.rows import RowStore
-from cdmpp.dataset.schema import META_FILE, RECORD_COLUMNS, ROWS_FILE, SCHEMA_VERSION, TABLES
-from cdmpp.dataset.tables import StoredTables, journal_file, parquet_file, stack, stored_files
-from cdmpp.dataset.view import DatasetView, unite_networks
+from cdmpp.dataset.schema import (
+    META_FILE,
+    RECORD_COLUMNS,
+    ROWS_FILE,
+    SCHEMA_VERSION,
+    SCHEMAS,
+    arrow_schema,
+    check_schema_version,
+    read_parquet,
+    write_parquet,
+)
+from cdmpp.dataset.view import DatasetCollection, DatasetView, unite_networks
 from cdmpp.device import Device
-from cdmpp.errors import DatasetError
+from cdmpp.errors import DatasetError, LabelError
 from cdmpp.files import write_json
 from cdmpp.program.types import Program, Space, Task
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _LOG = logging.getLogger(__name__)
 
 
 class Dataset(DatasetView):
-    """One dataset folder (see :mod:`cdmpp.dataset.schema` for what is in it).
+    """One dataset folder (see :mod:`cdmpp.dataset.schema` for what is in it), ``path``, and its ``meta.json``, ``meta``.
 
     Reading is lazy. The first ``add_...`` keeps other writers out until :meth:`close` (or use the dataset as a context
     manager). Not for several threads at once.
-
-    Attributes
-    ----------
-    path
-        The folder.
-    meta
-        Contents of ``meta.json``.
     """
 
     def __init__(self, path: Path, meta: dict[str, Any]) -> None:
@@ -49,9 +51,16 @@ class Dataset(DatasetView):
         self.meta = meta
         self._rows: RowStore | None = None
         self._owner = os.getpid()
-        self._stored = StoredTables(path)
-        self._old: pd.DataFrame | None = None
-        self._fresh: list[Record] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what was read, to read it anew when asked."""
+        self._corrupt: dict[str, int] = {}  # of the tables that were read
+        self._tasks: dict[str, Task] | None = None
+        self._spaces: dict[str, Space] | None = None
+        self._programs: dict[str, Program] | None = None
+        self._stored: pd.DataFrame | None = None
+        self._fresh: list[Record] = []  # added since the records were read
         self._frame: pd.DataFrame | None = None
         self._measured: set[tuple[str, str, str]] | None = None
 
@@ -59,17 +68,9 @@ class Dataset(DatasetView):
 
     @classmethod
     def create(cls, path: str | Path, **meta: Any) -> Dataset:
-        """Make a new dataset and lock it for writing.
+        """Make a new dataset and lock it for writing; ``meta`` are JSON values, such as ``network_families={network: family}``.
 
-        Parameters
-        ----------
-        meta
-            JSON values for ``meta.json``, such as ``network_families={network: family}``.
-
-        Raises
-        ------
-        DatasetError
-            There is a dataset already, the folder holds other files of these names, or it cannot be written.
+        DatasetError: there is a dataset already, the folder holds other files of these names, or it cannot be written.
         """
         path = Path(path)
         if (path / META_FILE).exists():
@@ -78,8 +79,9 @@ class Dataset(DatasetView):
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DatasetError(f"cannot make {path}: {error.strerror}") from error
-        for file in stored_files(path):
-            raise DatasetError(f"{file} is there without a {META_FILE}; choose an empty folder")
+        for name in (ROWS_FILE, *(f"{table}.{form}" for table in SCHEMAS for form in ("parquet", "jsonl"))):
+            if (path / name).exists():
+                raise DatasetError(f"{path / name} is there without a {META_FILE}; choose an empty folder")
         dataset = cls(path, {**meta, "schema_version": SCHEMA_VERSION, "created_at": time.time()})
         dataset._rows = RowStore(path / ROWS_FILE, write=True)
         try:
@@ -91,17 +93,8 @@ class Dataset(DatasetView):
 
     @classmethod
     def open(cls, path: str | Path) -> Dataset:
-        """Open a dataset, to read or to add to.
-
-        Raises
-        ------
-        DatasetError
-            No dataset there, or a file of it is damaged beyond skipping.
-        SchemaVersionError
-            It was written with another schema version.
-        """
-        path = Path(path)
-        return cls(path, _read_meta(path))
+        """Open a dataset, to read or to add to (DatasetError for none; SchemaVersionError for one of another version)."""
+        return cls(Path(path), _read_meta(Path(path)))
 
     @classmethod
     def open_or_create(cls, path: str | Path, **meta: Any) -> Dataset:
@@ -119,16 +112,55 @@ class Dataset(DatasetView):
     # -- reading ------------------------------------------------------------------------------------------
 
     @property
-    def tasks(self) -> Mapping[str, Task]:
-        return self._stored.tasks
+    def tasks(self) -> dict[str, Task]:
+        if self._tasks is None:
+            stored, rows = self._read("tasks", codec.tasks_from_arrow)
+            self._tasks = {task.hash: task for task in stored or ()}
+            for task in self._decoded("tasks", rows, self._task_of_row):
+                self._tasks[task.hash] = task
+        return self._tasks
+
+    def _task_of_row(self, row: Mapping[str, Any]) -> Task:
+        assert self._tasks is not None, "filled row by row"
+        if "tir_json" not in row:  # further networks of a task that came before
+            task = self._tasks[row["hash"]]
+            return replace(task, networks={**task.networks, **row["networks"]})
+        task = Task(**row)
+        return unite_networks(self._tasks.get(task.hash, task), task)
 
     @property
-    def spaces(self) -> Mapping[str, Space]:
-        return self._stored.spaces
+    def spaces(self) -> dict[str, Space]:
+        if self._spaces is None:
+            stored, rows = self._read("spaces", codec.spaces_from_arrow)
+            self._spaces = {space.hash: space for space in stored or ()}
+            for space in self._decoded("spaces", rows, lambda row: Space(**row)):
+                self._spaces.setdefault(space.hash, space)
+        return self._spaces
 
     @property
-    def programs(self) -> Mapping[str, Program]:
-        return self._stored.programs
+    def programs(self) -> dict[str, Program]:
+        if self._programs is None:
+            stored, rows = self._read("programs", codec.programs_from_arrow)
+            self._programs = {program.hash: program for program in stored or ()}
+            for program in self._decoded("programs", rows, codec.program_from_json):
+                self._programs.setdefault(program.hash, program)
+        return self._programs
+
+    @property
+    def records(self) -> pd.DataFrame:
+        if self._frame is None:
+            if self._stored is None:
+                stored, rows = self._read("records", codec.records_from_arrow)
+                added = codec.records_to_frame(self._decoded("records", rows, codec.record_from_json))
+                self._stored = added if stored is None else _stacked(stored, added)
+            self._stored = _stacked(self._stored, codec.records_to_frame(self._fresh))
+            self._fresh = []
+            known = [self.programs.get(program) for program in self._stored["program"]]
+            self._frame = self._stored.assign(
+                task=[program.task_hash if program else "" for program in known],
+                origin=[program.origin if program else "" for program in known],
+            )[list(RECORD_COLUMNS)]
+        return self._frame
 
     @property
     def network_families(self) -> Mapping[str, str]:
@@ -140,81 +172,89 @@ class Dataset(DatasetView):
         return stored_devices(self.meta, self.device_names, str(self.path))
 
     @property
-    def records(self) -> pd.DataFrame:
-        if self._frame is None:
-            stored = self._stored.records if self._old is None else self._old
-            self._old = stack(stored, codec.records_to_frame(self._fresh))
-            self._fresh = []
-            self._frame = self._with_programs(self._old)
-        return self._frame
-
-    @property
     def corrupt_lines(self) -> int:
-        """Lines of journals (a cdmpp of before) that were damaged and skipped, over the whole life of the dataset."""
-        self._stored.read_all()
-        return sum(self._stored.corrupt_lines.values())
+        """Damaged rows that were skipped, over the whole life of the dataset."""
+        _ = self.tasks, self.spaces, self.programs, self.records
+        return sum(self._corrupt.values())
 
     def measured(self, device: str, retry: Collection[str] = ()) -> set[str]:
-        """Hashes of the programs that have a record on a device.
-
-        Parameters
-        ----------
-        retry
-            Statuses that do not count, such as ``("device_lost",)``: programs with nothing else are left out.
-        """
+        """Hashes of the programs that have a record on a device, of another status than those to ``retry``."""
         if self._measured is None:
             frame = self.records
             self._measured = set(zip(frame["device"], frame["program"], frame["status"], strict=True))
         return {program for dev, program, status in self._measured if dev == device and status not in retry}
 
+    def _read(self, table: str, from_arrow: Callable[[pa.Table], Any]) -> tuple[Any, list[Any]]:
+        """What the parquet file of a table holds (None without one), and the rows that it does not hold yet."""
+        file = self.path / f"{table}.parquet"
+        stored = None
+        note: dict[str, Any] = {}
+        if file.exists():
+            arrow, note = read_parquet(file, arrow_schema(table))
+            stored = from_arrow(arrow)
+        # Notes tell what the file holds already, where the process ended before the rows were deleted.
+        values, damaged = read_journal(self.path / f"{table}.jsonl", note.get("ingested"))
+        self._corrupt[table] = int(note.get("corrupt_lines", 0)) + damaged
+        rows = self._rows
+        if rows is None and (self.path / ROWS_FILE).exists():
+            rows = RowStore(self.path / ROWS_FILE)
+        if rows is not None:
+            in_file, last = note.get("rows") or ("", 0)
+            values += [value for _, value in rows.rows(table, last if in_file == rows.id else 0)]
+            if rows is not self._rows:
+                rows.close()
+        return stored, values
+
+    def _decoded(self, table: str, rows: list[Any], decode: Callable[[Any], Any]) -> Iterator[Any]:
+        """Rows as objects; one of another shape counts as damaged."""
+        for row in rows:
+            try:
+                item = decode(row)
+            except (TypeError, KeyError, ValueError, LabelError, DatasetError):
+                self._corrupt[table] += 1
+            else:
+                yield item
+
     # -- writing ------------------------------------------------------------------------------------------
 
     def add_task(self, task: Task) -> None:
         """Add a task; of one that is there already only the new networks are added."""
-        known = self._writable().tasks
-        old = known.get(task.hash)
+        rows = self._writable()
+        old = self.tasks.get(task.hash)
+        united = task if old is None else unite_networks(old, task)
         if old is None:
-            self._append("tasks", codec.task_to_json(task), task.hash)
-            known[task.hash] = task
-            return
-        united = unite_networks(old, task)
-        if united is not old:
-            self._append("tasks", {"hash": task.hash, "networks": dict(united.networks)})
-            known[task.hash] = united
+            rows.add("tasks", codec.task_to_json(task), task.hash)
+        elif united is not old:
+            rows.add("tasks", {"hash": task.hash, "networks": dict(united.networks)})
+        self.tasks[task.hash] = united
 
     def add_space(self, space: Space) -> None:
         """Add a design space unless it is there (DatasetError if its task is not)."""
-        stored = self._writable()
-        if space.hash not in stored.spaces:
-            self._require("task", space.task_hash, stored.tasks, f"space {space.hash}")
-            self._append("spaces", codec.space_to_json(space), space.hash)
-            stored.spaces[space.hash] = space
+        rows = self._writable()
+        if space.hash not in self.spaces:
+            _require("task", space.task_hash, self.tasks, f"{self.path}: space {space.hash}")
+            rows.add("spaces", asdict(space), space.hash)
+            self.spaces[space.hash] = space
 
     def add_program(self, program: Program) -> None:
         """Add a program unless it is there (DatasetError if its task or space is not)."""
-        stored = self._writable()
-        if program.hash not in stored.programs:
-            self._require("task", program.task_hash, stored.tasks, f"program {program.hash}")
-            if program.space_hash is not None:
-                self._require("space", program.space_hash, stored.spaces, f"program {program.hash}")
-            self._append("programs", codec.program_to_json(program), program.hash)
-            stored.programs[program.hash] = program
+        rows = self._writable()
+        if program.hash not in self.programs:
+            _require_parts(program, self.tasks, self.spaces, f"{self.path}: program {program.hash}")
+            rows.add("programs", codec.program_to_json(program), program.hash)
+            self.programs[program.hash] = program
 
     def add_record(self, record: Record) -> None:
         """Append a record. A second record of the same program and device is kept beside the first.
 
-        Raises
-        ------
-        LabelError
-            An ok record whose latency is missing, NaN, infinite, zero or negative.
-        DatasetError
-            Unknown status or program; the disk is full (what was added before stays readable).
+        Errors as of :meth:`Record.validate`; DatasetError also for an unknown program and a full disk, where what was added
+        before stays readable.
         """
         record.validate()
-        stored = self._writable()
-        self._require("program", record.program, stored.programs, "a record")
-        self._append("records", codec.record_to_json(record))
-        if stored.records_are_read:
+        rows = self._writable()
+        _require("program", record.program, self.programs, f"{self.path}: a record")
+        rows.add("records", codec.record_to_json(record))
+        if self._stored is not None:
             self._fresh.append(record)
         self._frame = None
         if self._measured is not None:
@@ -227,13 +267,7 @@ class Dataset(DatasetView):
         self._write_meta()
 
     def set_device(self, device: Device) -> None:
-        """Store the specification of the one device that this dataset is of.
-
-        Raises
-        ------
-        DatasetError
-            It is of another device: labels of two devices are kept in two folders.
-        """
+        """Store the specification of the one device that this dataset is of (DatasetError if it is of another one)."""
         self._writable()
         names = {*self.meta.get("devices", {}), *self.device_names} - {device.name}
         if names:
@@ -253,38 +287,24 @@ class Dataset(DatasetView):
     def finalize(self) -> None:
         """Turn the rows into parquet files. The rows go only after the parquet files were read back.
 
-        A crash in between loses nothing and doubles nothing. More can be added afterwards.
-
-        Raises
-        ------
-        DatasetError
-            The disk is full; rows and the former parquet files stay as they were.
+        A crash in between loses nothing and doubles nothing. More can be added afterwards. Where the disk is full
+        (DatasetError), rows and the former parquet files stay as they were.
         """
-        self._writable()
-        rows = self._rows
-        assert rows is not None, "writing opened it"
+        rows = self._writable()
         self._forget()
-        stored = self._stored
-        stored.read_all()
-        tables = {
-            "tasks": codec.tasks_to_arrow(stored.tasks.values()),
-            "spaces": codec.spaces_to_arrow(stored.spaces.values()),
-            "programs": codec.programs_to_arrow(stored.programs.values()),
-            "records": codec.records_to_arrow(stored.records),
-        }
-        for name, table in tables.items():
-            note: dict[str, Any] = {"rows": [rows.id, rows.last], "corrupt_lines": stored.corrupt_lines[name]}
-            journal = journal_file(self.path, name)
+        tables = _tables(self.tasks.values(), self.spaces.values(), self.programs.values(), self.records)
+        for table, content in tables.items():
+            note: dict[str, Any] = {"rows": [rows.id, rows.last], "corrupt_lines": self._corrupt[table]}
+            journal = self.path / f"{table}.jsonl"
             if journal.exists():
                 data = journal.read_bytes()
                 note["ingested"] = [len(data), zlib.crc32(data)]
-            write_parquet(parquet_file(self.path, name), table, **note)
-        for name in TABLES:
-            journal_file(self.path, name).unlink(missing_ok=True)
+            write_parquet(self.path / f"{table}.parquet", content, **note)
+        for table in SCHEMAS:
+            (self.path / f"{table}.jsonl").unlink(missing_ok=True)
+        if self.corrupt_lines:
+            _LOG.warning("%s: %d damaged rows were skipped", self.path, self.corrupt_lines)
         self.close(delete_rows=True)
-        corrupt = sum(stored.corrupt_lines.values())
-        if corrupt:
-            _LOG.warning("%s: %d damaged journal lines were skipped", self.path, corrupt)
 
     def close(self, delete_rows: bool = False) -> None:
         """Sync, and let others write. The dataset stays readable; writing keeps others out again."""
@@ -293,28 +313,14 @@ class Dataset(DatasetView):
             self._rows = None
             self._forget()
 
-    # -- inside -------------------------------------------------------------------------------------------
-
-    def _forget(self) -> None:
-        """Drop what was read, to read it anew when asked."""
-        self._stored = StoredTables(self.path, self._rows)
-        self._old = None
-        self._fresh = []
-        self._frame = None
-        self._measured = None
-
-    def _writable(self) -> StoredTables:
+    def _writable(self) -> RowStore:
         if os.getpid() != self._owner:
             raise DatasetError(f"{self.path}: a forked process may not write the dataset of its parent")
         if self._rows is None:
             self._rows = RowStore(self.path / ROWS_FILE, write=True)
             self.meta = _read_meta(self.path)
             self._forget()  # another writer may have added something since it was read
-        return self._stored
-
-    def _append(self, table: str, line: dict[str, Any], key: str | None = None) -> None:
-        assert self._rows is not None, "writing opened it"
-        self._rows.add(table, line, key)
+        return self._rows
 
     def _write_meta(self) -> None:
         try:
@@ -322,18 +328,24 @@ class Dataset(DatasetView):
         except (OSError, ValueError) as error:
             raise DatasetError(f"cannot write {self.path / META_FILE}: {error}") from error
 
-    def _require(self, kind: str, key: str, known: Mapping[str, Any], who: str) -> None:
-        if key not in known:
-            raise DatasetError(f"{self.path}: {who} refers to {kind} {key}, which was not added")
 
-    def _with_programs(self, frame: pd.DataFrame) -> pd.DataFrame:
-        programs = self._stored.programs
-        known = [programs.get(program) for program in frame["program"]]
-        frame = frame.assign(
-            task=[program.task_hash if program else "" for program in known],
-            origin=[program.origin if program else "" for program in known],
-        )
-        return frame[list(RECORD_COLUMNS)]
+def read_journal(path: Path, ingested: Sequence[int] | None = None) -> tuple[list[Any], int]:
+    """Rows of a journal as cdmpp wrote them before they were in SQLite, and how many damaged lines were skipped.
+
+    A line is ``<crc32 of the JSON, 8 hex digits> <JSON>``. ``ingested`` is the length and crc32 of a beginning that a parquet
+    file holds already. DatasetError if the file is there and cannot be read.
+    """
+    if not path.exists():
+        return [], 0
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DatasetError(f"cannot read {path}: {error.strerror}") from error
+    if ingested and 0 < ingested[0] <= len(data) and zlib.crc32(data[: ingested[0]]) == ingested[1]:
+        data = data[ingested[0] :]
+    lines = [line for line in data.split(b"\n") if line]
+    whole = [line[9:] for line in lines if line[:9] == b"%08x " % zlib.crc32(line[9:])]
+    return list(map(json.loads, whole)), len(lines) - len(whole)
 
 
 #: Of zstd: what is imported is made again rather than shipped, so that time counts more than size.
@@ -350,60 +362,35 @@ def write_dataset(
 ) -> Dataset:
     """Write a new dataset as parquet files; several times faster than adding records one by one.
 
-    Parameters
-    ----------
-    tasks, spaces, programs
-        Each hash once.
-    meta
-        As :meth:`Dataset.create` takes it.
-
-    Raises
-    ------
-    LabelError, DatasetError
-        A record is not valid, or refers to a program that is not there (so for spaces and tasks); there is a dataset
-        already; the files cannot be written.
+    Each hash is there once. Errors as of :meth:`Dataset.create` and the ``add_...`` methods.
     """
-    known = {task.hash: task for task in tasks}
-    designs = {space.hash: space for space in spaces}
-    found = {program.hash: program for program in programs}
+    known_tasks = {task.hash: task for task in tasks}
+    known_spaces = {space.hash: space for space in spaces}
+    known = {program.hash: program for program in programs}
     measured = list(records)
-    for space in designs.values():
-        _require("task", space.task_hash, known, f"space {space.hash}")
-    for program in found.values():
-        _require("task", program.task_hash, known, f"program {program.hash}")
-        if program.space_hash is not None:
-            _require("space", program.space_hash, designs, f"program {program.hash}")
+    for space in known_spaces.values():
+        _require("task", space.task_hash, known_tasks, f"space {space.hash}")
+    for program in known.values():
+        _require_parts(program, known_tasks, known_spaces, f"program {program.hash}")
     for record in measured:
         record.validate()
-        _require("program", record.program, found, "a record")
-    tables = {
-        "tasks": codec.tasks_to_arrow(known.values()),
-        "spaces": codec.spaces_to_arrow(designs.values()),
-        "programs": codec.programs_to_arrow(found.values()),
-        "records": codec.records_to_arrow(codec.records_to_frame(measured)),
-    }
+        _require("program", record.program, known, "a record")
+    frame = codec.records_to_frame(measured)
+    tables = _tables(known_tasks.values(), known_spaces.values(), known.values(), frame)
     with Dataset.create(path, **meta) as dataset:
-        for name, table in tables.items():
-            write_parquet(parquet_file(dataset.path, name), table, compression_level=_LEVEL)
+        for table, content in tables.items():
+            write_parquet(dataset.path / f"{table}.parquet", content, compression_level=_LEVEL)
         dataset.close(delete_rows=True)
     return Dataset.open(path)
 
 
-def _require(kind: str, key: str, known: Any, who: str) -> None:
-    if key not in known:
-        raise DatasetError(f"{who} refers to {kind} {key}, which is not there")
+def load_datasets(paths: str | Path | Sequence[str | Path]) -> DatasetView:
+    """Read dataset folders as one dataset; a folder without ``meta.json`` stands for the datasets right below it.
 
-
-def find_datasets(paths: Sequence[str | Path]) -> list[Path]:
-    """The dataset folders that paths stand for, each once.
-
-    Raises
-    ------
-    DatasetError
-        A path does not exist, or is no dataset and has none right below it.
+    DatasetError: a path does not exist or holds no dataset. SchemaVersionError: one was written with another version.
     """
-    found: dict[Path, Path] = {}
-    for path in map(Path, paths):
+    found: dict[Path, Path] = {}  # each once
+    for path in map(Path, [paths] if isinstance(paths, str | Path) else paths):
         if not path.is_dir():
             raise DatasetError(f"{path} is not a folder" if path.exists() else f"{path} does not exist")
         folders = (
@@ -414,7 +401,37 @@ def find_datasets(paths: Sequence[str | Path]) -> list[Path]:
         found.update((folder.resolve(), folder) for folder in folders)
     if not found:
         raise DatasetError("no dataset given")
-    return list(found.values())
+    parts = [Dataset.open(folder) for folder in found.values()]
+    return parts[0] if len(parts) == 1 else DatasetCollection(parts)
+
+
+def _tables(
+    tasks: Iterable[Task], spaces: Iterable[Space], programs: Iterable[Program], records: pd.DataFrame
+) -> dict[str, pa.Table]:
+    return {
+        "tasks": codec.tasks_to_arrow(tasks),
+        "spaces": codec.spaces_to_arrow(spaces),
+        "programs": codec.programs_to_arrow(programs),
+        "records": codec.records_to_arrow(records),
+    }
+
+
+def _stacked(frame: pd.DataFrame, more: pd.DataFrame) -> pd.DataFrame:
+    """One after the other; an empty one does not change the other's types."""
+    if not len(more):
+        return frame
+    return pd.concat([frame, more], ignore_index=True) if len(frame) else more
+
+
+def _require(kind: str, key: str, known: Collection[str], who: str) -> None:
+    if key not in known:
+        raise DatasetError(f"{who} refers to {kind} {key}, which was not added")
+
+
+def _require_parts(program: Program, tasks: Collection[str], spaces: Collection[str], who: str) -> None:
+    _require("task", program.task_hash, tasks, who)
+    if program.space_hash is not None:
+        _require("space", program.space_hash, spaces, who)
 
 
 def _read_meta(path: Path) -> dict[str, Any]:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from cdmpp.dataset.codec import join_meta
 from cdmpp.dataset.devices import unite_devices
+from cdmpp.dataset.labels import label_table, noise_floor_mape, remeasured_difference
 from cdmpp.dataset.record import Record
+from cdmpp.device import Device
+from cdmpp.errors import FAILURE_KINDS
 from cdmpp.program.types import Program, Space, Task
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from cdmpp.device import Device
 
 
 class DatasetView:
@@ -47,7 +47,7 @@ class DatasetView:
 
     @property
     def network_families(self) -> Mapping[str, str]:
-        """Network -> family, as far as the dataset's ``meta.json`` tells."""
+        """Network -> family, as far as the dataset's ``meta.json`` says."""
         raise NotImplementedError
 
     @property
@@ -81,34 +81,38 @@ class DatasetView:
 
     def iter_records(self) -> Iterator[Record]:
         """The records as objects, meta included."""
+        same = ("program", "device", "status", "samples_s", "error", "measured_at")
         for row in self.records.to_dict("records"):
             yield Record(
-                program=row["program"],
-                device=row["device"],
-                status=row["status"],
+                **{name: row[name] for name in same},
                 latency_s=None if row["latency_s"] != row["latency_s"] else row["latency_s"],
-                samples_s=tuple(row["samples_s"]),
                 noise=None if row["noise"] != row["noise"] else row["noise"],
-                error=row["error"],
-                measured_at=row["measured_at"],
                 meta=join_meta({str(name): value for name, value in row.items()}),
             )
 
     def labels(self, devices: Sequence[str] | None = None, aggregate: str = "median") -> pd.DataFrame:
         """One label per (program, device): see :func:`cdmpp.dataset.labels.label_table`."""
-        from cdmpp.dataset.labels import label_table
-
         return label_table(self.records, devices=devices, aggregate=aggregate)
 
     def summary(self) -> dict[str, Any]:
-        """What ``cdmpp dataset --json`` writes: see :func:`cdmpp.dataset.summary.summarise`."""
-        from cdmpp.dataset.summary import summarise
+        """``{"total": {...}, "datasets": [{...}, ...]}``, which ``cdmpp dataset --json`` writes.
 
-        return summarise(self)
+        ``total`` and each dataset hold ``records``, ``ok``, ``failures`` ({kind: n}, every kind), ``programs``,
+        ``tasks``, ``networks`` and ``devices`` (numbers), ``noise_floor_mape`` (fraction or None). Tasks and
+        programs of several datasets count once in ``total``.
+
+        A dataset holds besides: ``path``, ``network_names``, ``device_names``, ``by_device``
+        ({device: records, ok, failures, tasks, programs, split_half_median, split_half_mean, noise_floor_mape}),
+        ``origins`` ({origin: ok records}), ``invalid_records`` (ok records without a usable latency or program),
+        ``corrupt_lines`` (damaged rows that were skipped), ``remeasured`` (programs with several ok records on a
+        device), ``remeasured_difference``, ``remeasured_mean`` and ``remeasured_p90`` (median, mean and 90th percentile
+        of the relative difference of those; None without any).
+        """
+        return {"total": _totals(self), "datasets": [_details(part) for part in self.parts]}
 
 
 class DatasetCollection(DatasetView):
-    """Several datasets read as one. Made by :func:`load_datasets`.
+    """Several datasets read as one. Made by :func:`cdmpp.dataset.store.load_datasets`.
 
     The first dataset that has a task, space or program defines it; the networks of a task are united.
     Records are all kept, in the order of the datasets.
@@ -124,52 +128,35 @@ class DatasetCollection(DatasetView):
     def task_of(self, program: Program) -> Task:
         for part in self._parts:
             if program.hash in part.programs:
-                return part.task_of(program)
+                task: Task = part.task_of(program)
+                return task
         return super().task_of(program)
 
     @cached_property
-    def _tasks(self) -> dict[str, Task]:
+    def tasks(self) -> dict[str, Task]:
         tasks: dict[str, Task] = {}
         for part in self._parts:
             for task in part.tasks.values():
-                tasks[task.hash] = unite_networks(tasks[task.hash], task) if task.hash in tasks else task
+                tasks[task.hash] = unite_networks(tasks.get(task.hash, task), task)
         return tasks
 
     @cached_property
-    def _spaces(self) -> dict[str, Space]:
+    def spaces(self) -> dict[str, Space]:
         return {key: space for part in reversed(self._parts) for key, space in part.spaces.items()}
 
     @cached_property
-    def _programs(self) -> dict[str, Program]:
+    def programs(self) -> dict[str, Program]:
         return {key: program for part in reversed(self._parts) for key, program in part.programs.items()}
 
     @cached_property
-    def _records(self) -> pd.DataFrame:
-        import pandas as pd
-
+    def records(self) -> pd.DataFrame:
         return pd.concat([part.records for part in self._parts], ignore_index=True)
 
     @cached_property
     def devices(self) -> Mapping[str, Device]:
         return unite_devices({str(part.path): part.devices for part in self._parts})
 
-    @property
-    def tasks(self) -> Mapping[str, Task]:
-        return self._tasks
-
-    @property
-    def spaces(self) -> Mapping[str, Space]:
-        return self._spaces
-
-    @property
-    def programs(self) -> Mapping[str, Program]:
-        return self._programs
-
-    @property
-    def records(self) -> pd.DataFrame:
-        return self._records
-
-    @property
+    @cached_property
     def network_families(self) -> Mapping[str, str]:
         return {
             name: family for part in reversed(self._parts) for name, family in part.network_families.items()
@@ -178,31 +165,66 @@ class DatasetCollection(DatasetView):
 
 def unite_networks(task: Task, other: Task) -> Task:
     """The task with the networks of both; on a network of both, the first weight stays."""
-    from dataclasses import replace
-
     if set(other.networks) <= set(task.networks):
         return task
     return replace(task, networks={**other.networks, **task.networks})
 
 
-def load_datasets(paths: str | Path | Sequence[str | Path]) -> DatasetView:
-    """Read dataset folders, or folders that contain some, as one dataset.
+def _totals(view: DatasetView) -> dict[str, Any]:
+    records = view.records
+    # A profiler stores all tasks of its networks at once: those without a record do not count.
+    measured = set(records["task"]) & set(view.tasks)
+    return {
+        **_counts(records),
+        "programs": len(view.programs),
+        "tasks": len(measured),
+        "networks": len({network for task in measured for network in view.tasks[task].networks}),
+        "devices": len(view.device_names),
+        "noise_floor_mape": noise_floor_mape(view.labels()),
+    }
 
-    Parameters
-    ----------
-    paths
-        A folder or several. A folder without ``meta.json`` stands for the datasets right below it.
 
-    Raises
-    ------
-    DatasetError
-        A path does not exist or holds no dataset; a file is damaged.
-    SchemaVersionError
-        A dataset was written with another schema version.
-    """
-    from cdmpp.dataset.store import Dataset, find_datasets
+def _counts(records: pd.DataFrame) -> dict[str, Any]:
+    kinds = records["status"].value_counts()
+    return {
+        "records": len(records),
+        "ok": int(kinds.get("ok", 0)),
+        "failures": {kind: int(kinds.get(kind, 0)) for kind in FAILURE_KINDS},
+    }
 
-    if isinstance(paths, str | Path):
-        paths = [paths]
-    parts = [Dataset.open(folder) for folder in find_datasets(paths)]
-    return parts[0] if len(parts) == 1 else DatasetCollection(parts)
+
+def _details(part: Any) -> dict[str, Any]:
+    records, labels = part.records, part.labels()
+    ok = records[records["status"] == "ok"]
+    usable = (ok["latency_s"] > 0) & (ok["latency_s"] != float("inf")) & (ok["task"] != "")
+    difference = remeasured_difference(ok[usable])
+    some = len(difference) > 0
+    return {
+        "path": str(part.path),
+        **_totals(part),
+        "network_names": part.network_names,
+        "device_names": part.device_names,
+        "by_device": {
+            device: _of_device(records[records["device"] == device], labels[labels["device"] == device])
+            for device in part.device_names
+        },
+        "origins": {str(k): int(n) for k, n in ok["origin"].value_counts().sort_index().items()},
+        "invalid_records": int((~usable).sum()),
+        "corrupt_lines": part.corrupt_lines,
+        "remeasured": len(difference),
+        "remeasured_difference": float(difference.median()) if some else None,
+        "remeasured_mean": float(difference.mean()) if some else None,
+        "remeasured_p90": float(difference.quantile(0.9)) if some else None,
+    }
+
+
+def _of_device(records: pd.DataFrame, labels: pd.DataFrame) -> dict[str, Any]:
+    noise = labels["noise"].dropna()
+    return {
+        **_counts(records),
+        "tasks": int(records["task"].nunique()),
+        "programs": int(records["program"].nunique()),
+        "split_half_median": float(noise.median()) if len(noise) else None,
+        "split_half_mean": float(noise.mean()) if len(noise) else None,
+        "noise_floor_mape": noise_floor_mape(labels),
+    }

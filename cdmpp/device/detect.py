@@ -12,7 +12,7 @@ import os
 import platform
 import re
 import subprocess
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cdmpp.device.spec import Device
@@ -23,80 +23,64 @@ _LOG = logging.getLogger(__name__)
 #: and containers that hide them).
 ROOT_VARIABLE = "CDMPP_SYSTEM_ROOT"
 
-#: Intel family 6: model -> (microarchitecture, LLVM's name). Of models 85, 142 and 158 the stepping decides.
-_INTEL: dict[int, tuple[str, str]] = {
-    **dict.fromkeys((0x2A, 0x2D), ("sandybridge", "sandybridge")),
-    **dict.fromkeys((0x3A, 0x3E), ("ivybridge", "ivybridge")),
-    **dict.fromkeys((0x3C, 0x3F, 0x45, 0x46), ("haswell", "haswell")),
-    **dict.fromkeys((0x3D, 0x47, 0x4F, 0x56), ("broadwell", "broadwell")),
-    **dict.fromkeys((0x4E, 0x5E), ("skylake", "skylake")),
-    **dict.fromkeys((0x8E, 0x9E), ("kabylake", "skylake")),
-    **dict.fromkeys((0xA5, 0xA6), ("cometlake", "skylake")),
-    **dict.fromkeys((0x6A, 0x6C), ("icelake-server", "icelake-server")),
-    **dict.fromkeys((0x7D, 0x7E), ("icelake-client", "icelake-client")),
-    **dict.fromkeys((0x8C, 0x8D), ("tigerlake", "tigerlake")),
-    0xA7: ("rocketlake", "rocketlake"),
-    0x8F: ("sapphirerapids", "sapphirerapids"),
-    0xCF: ("emeraldrapids", "sapphirerapids"),
-    **dict.fromkeys((0xAD, 0xAE), ("graniterapids", "graniterapids")),
-    **dict.fromkeys((0x97, 0x9A), ("alderlake", "alderlake")),
-    **dict.fromkeys((0xB7, 0xBA, 0xBF), ("raptorlake", "raptorlake")),
-    **dict.fromkeys((0xAA, 0xAC), ("meteorlake", "meteorlake")),
-}
+#: Microarchitectures of Intel's family 6 by model. Of models 85, 142 and 158 the stepping decides.
+_INTEL = {
+    model: arch
+    for arch, models in {
+        "sandybridge": (0x2A, 0x2D), "ivybridge": (0x3A, 0x3E), "haswell": (0x3C, 0x3F, 0x45, 0x46),
+        "broadwell": (0x3D, 0x47, 0x4F, 0x56), "skylake": (0x4E, 0x5E), "kabylake": (0x8E, 0x9E),
+        "cometlake": (0xA5, 0xA6), "icelake-server": (0x6A, 0x6C), "icelake-client": (0x7D, 0x7E),
+        "tigerlake": (0x8C, 0x8D), "rocketlake": (0xA7,), "sapphirerapids": (0x8F,), "emeraldrapids": (0xCF,),
+        "graniterapids": (0xAD, 0xAE), "alderlake": (0x97, 0x9A), "raptorlake": (0xB7, 0xBA, 0xBF),
+        "meteorlake": (0xAA, 0xAC),
+    }.items()
+    for model in models
+}  # fmt: skip
 
-#: (implementer, part) of an Arm core -> (vendor, microarchitecture, LLVM's name).
-_ARM: dict[tuple[int, int], tuple[str, str, str]] = {
-    (0x41, 0xD03): ("arm", "cortex-a53", "cortex-a53"),
-    (0x41, 0xD08): ("arm", "cortex-a72", "cortex-a72"),
-    (0x41, 0xD0B): ("arm", "cortex-a76", "cortex-a76"),
-    (0x41, 0xD0C): ("arm", "neoverse-n1", "neoverse-n1"),
-    (0x41, 0xD40): ("arm", "neoverse-v1", "neoverse-v1"),
-    (0x41, 0xD49): ("arm", "neoverse-n2", "neoverse-n2"),
-    (0x41, 0xD4F): ("arm", "neoverse-v2", "neoverse-v2"),
-}
+#: What LLVM calls a microarchitecture, where it has no name of its own.
+_LLVM_NAMES = {
+    "kabylake": "skylake", "coffeelake": "skylake", "cometlake": "skylake", "emeraldrapids": "sapphirerapids",
+}  # fmt: skip
+
+#: (implementer, part) of an Arm core.
+_ARM = {
+    (0x41, 0xD03): "cortex-a53", (0x41, 0xD08): "cortex-a72", (0x41, 0xD0B): "cortex-a76", (0x41, 0xD0C): "neoverse-n1",
+    (0x41, 0xD40): "neoverse-v1", (0x41, 0xD49): "neoverse-n2", (0x41, 0xD4F): "neoverse-v2",
+}  # fmt: skip
 
 #: Vector width of Arm cores with SVE.
 _SVE_BITS: dict[str, int] = {"neoverse-v1": 256, "neoverse-n2": 128, "neoverse-v2": 128, "a64fx": 512}
 
-_LEVELS: dict[str, set[str]] = {
-    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
-    "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"},
-    "x86-64-v2": {"sse4_2", "ssse3", "popcnt", "cx16"},
-}
+_V4 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_V3 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
+_V2 = {"sse4_2", "ssse3", "popcnt", "cx16"}
+#: Levels of x86-64, from the least; each needs those below it.
+_LEVELS: dict[str, set[str]] = {"x86-64-v2": _V2, "x86-64-v3": _V2 | _V3, "x86-64-v4": _V2 | _V3 | _V4}
 
 #: Flags without which code for an ``mcpu`` may not run: a hypervisor can hide what the real core has.
 _NEEDS: dict[str, set[str]] = {
-    **dict.fromkeys(
-        ("haswell", "broadwell", "skylake", "alderlake", "raptorlake", "meteorlake"), _LEVELS["x86-64-v3"]
-    ),
-    **dict.fromkeys(("znver1", "znver2", "znver3"), _LEVELS["x86-64-v3"]),
     "sandybridge": {"avx"},
     "ivybridge": {"avx", "f16c"},
-    "skylake-avx512": _LEVELS["x86-64-v4"],
-    "cascadelake": _LEVELS["x86-64-v4"] | {"avx512_vnni"},
-    "cooperlake": _LEVELS["x86-64-v4"] | {"avx512_vnni", "avx512_bf16"},
+    **dict.fromkeys(("haswell", "broadwell", "skylake", "alderlake", "raptorlake", "meteorlake"), _V3),
+    **dict.fromkeys(("znver1", "znver2", "znver3"), _V3),
+    "skylake-avx512": _V4,
+    "cascadelake": _V4 | {"avx512_vnni"},
+    "cooperlake": _V4 | {"avx512_vnni", "avx512_bf16"},
     **dict.fromkeys(
         ("icelake-server", "icelake-client", "tigerlake", "rocketlake"),
-        _LEVELS["x86-64-v4"] | {"avx512_vnni", "avx512_vbmi2", "gfni", "vaes"},
+        _V4 | {"avx512_vnni", "avx512_vbmi2", "gfni", "vaes"},
     ),
-    **dict.fromkeys(
-        ("sapphirerapids", "graniterapids"), _LEVELS["x86-64-v4"] | {"avx512_bf16", "avx512_fp16", "amx_tile"}
-    ),
-    **dict.fromkeys(
-        ("znver4", "znver5"), _LEVELS["x86-64-v4"] | {"avx512_vnni", "avx512_bf16", "avx512_vbmi2"}
-    ),
+    **dict.fromkeys(("sapphirerapids", "graniterapids"), _V4 | {"avx512_bf16", "avx512_fp16", "amx_tile"}),
+    **dict.fromkeys(("znver4", "znver5"), _V4 | {"avx512_vnni", "avx512_bf16", "avx512_vbmi2"}),
 }
-
 
 #: Cores that do vector instructions of this width one a cycle: on data paths half as wide, or on one unit.
 #: All others are taken to do two (``ASSUMED_SIMD_PIPES``).
-_ONE_PIPE: set[tuple[str, int]] = {
-    ("zen1", 256),
-    ("zen4", 512),
-    ("icelake-client", 512),
-    ("tigerlake", 512),
-    ("rocketlake", 512),
-}
+_ONE_PIPE = {("zen1", 256), ("zen4", 512), ("icelake-client", 512), ("tigerlake", 512), ("rocketlake", 512)}
+
+_BRANDS = (
+    "xeon", "epyc", "ryzen", "threadripper", "core", "pentium", "celeron", "atom", "altra", "graviton",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -164,12 +148,12 @@ def read_cpu_facts(root: Path | None = None, machine: str = "") -> CpuFacts:
 
 def machine_facts() -> dict[str, str | int | float | None]:
     """What the CPU of this machine says about itself, as JSON values: to be kept with what is measured on it."""
-    facts = read_cpu_facts()
-    names = (
-        "vendor_id", "model_name", "family", "model", "stepping", "arm_implementer", "arm_part", "current_mhz", "max_mhz",
-        "cores", "l1_kb", "l2_kb", "l3_kb", "mem_gb",
-    )  # fmt: skip
-    return {**{name: getattr(facts, name) for name in names}, "virtual": "hypervisor" in facts.flags}
+    facts = asdict(read_cpu_facts())
+    virtual = "hypervisor" in facts.pop("flags")
+    return {
+        **{name: facts[name] for name in facts if name not in ("machine", "base_mhz")},
+        "virtual": virtual,
+    }
 
 
 def detect_cpu(root: Path | None = None, machine: str = "") -> Device:
@@ -222,18 +206,16 @@ def detect_gpu_names() -> list[str]:
 def _microarchitecture(facts: CpuFacts) -> tuple[str, str, str]:
     """Vendor, microarchitecture and LLVM's name ("" if unknown)."""
     if facts.arm_implementer:
-        unknown = ("arm", f"arm-{facts.arm_implementer:x}-{facts.arm_part:x}", "")
-        return _ARM.get((facts.arm_implementer, facts.arm_part), unknown)
+        known = _ARM.get((facts.arm_implementer, facts.arm_part), "")
+        return "arm", known or f"arm-{facts.arm_implementer:x}-{facts.arm_part:x}", known
     if facts.vendor_id == "GenuineIntel":
+        arch = _INTEL.get(facts.model, "") if facts.family == 6 else ""
         if facts.family == 6 and facts.model == 0x55:
             late = "cooperlake" if facts.stepping >= 10 else "cascadelake"
             arch = late if facts.stepping >= 5 else "skylake-avx512"
-            return "intel", arch, arch
-        if facts.family == 6 and facts.model in (0x8E, 0x9E) and facts.stepping >= 10:
-            return "intel", "coffeelake", "skylake"
-        if facts.family == 6 and facts.model in _INTEL:
-            return "intel", *_INTEL[facts.model]
-        return "intel", f"intel-{facts.family:x}-{facts.model:x}", ""
+        elif arch == "kabylake" and facts.stepping >= 10:
+            arch = "coffeelake"
+        return "intel", arch or f"intel-{facts.family:x}-{facts.model:x}", _LLVM_NAMES.get(arch, arch)
     if facts.vendor_id in ("AuthenticAMD", "HygonGenuine"):
         zen = _zen(facts.family, facts.model)
         if zen:
@@ -254,13 +236,7 @@ def _usable_mcpu(wanted: str, flags: frozenset[str]) -> str:
     """``wanted`` if all its instructions are there, else the best x86-64 level that is."""
     if wanted and _NEEDS.get(wanted, set()) <= flags:
         return wanted
-    needed: set[str] = set()
-    best = "x86-64"
-    for level in reversed(_LEVELS):
-        needed |= _LEVELS[level]
-        if needed <= flags:
-            best = level
-    return best
+    return next((level for level in reversed(_LEVELS) if _LEVELS[level] <= flags), "x86-64")
 
 
 def _x86_simd(flags: frozenset[str]) -> tuple[int, bool]:
@@ -277,7 +253,7 @@ def _arm_simd(arch: str, flags: frozenset[str]) -> tuple[int | None, bool | None
 
 
 def _nominal_mhz(facts: CpuFacts) -> float | None:
-    """By the model's name, the driver, or the clock that a hypervisor tells; that of the moment only where nothing else is."""
+    """By the model's name, the driver, or what a hypervisor reports; the current clock only where nothing else is known."""
     named = re.search(r"@\s*([\d.]+)\s*GHz", facts.model_name)
     if named:
         return float(named.group(1)) * 1000
@@ -287,22 +263,8 @@ def _nominal_mhz(facts: CpuFacts) -> float | None:
 
 
 def _brand(model_name: str) -> str:
-    name = model_name.lower()
-    for brand in (
-        "xeon",
-        "epyc",
-        "ryzen",
-        "threadripper",
-        "core",
-        "pentium",
-        "celeron",
-        "atom",
-        "altra",
-        "graviton",
-    ):
-        if re.search(rf"(?<!-)\b{brand}\b", name.replace("(r)", " ").replace("(tm)", " ")):
-            return brand
-    return ""
+    name = model_name.lower().replace("(r)", " ").replace("(tm)", " ")
+    return next((brand for brand in _BRANDS if re.search(rf"(?<!-)\b{brand}\b", name)), "")
 
 
 def _caches(folder: Path) -> dict[str, float]:

@@ -43,44 +43,32 @@ def _matrix_peak(device: Device) -> float:
     return max(peaks, default=_NAN)
 
 
-#: Feature -> its value; raw and positive, so that a logarithm suits all but the flags. Units as in the name.
-_FEATURES: dict[str, Callable[[Device], float]] = {
+#: Features that are no fields of a device.
+_COMPUTED: dict[str, Callable[[Device], float]] = {
     "is_cpu": lambda d: float(d.kind == "cpu"),
     "is_gpu": lambda d: float(d.kind == "gpu"),
-    "share_fraction": lambda d: _float(d.share_fraction),
-    "cores": lambda d: _float(d.cores),
-    "cores_used": lambda d: _float(d.cores_used),
-    "clock_mhz": lambda d: _float(d.clock_mhz),
-    "simd_bits": lambda d: _float(d.simd_bits),
-    "fma": lambda d: _float(d.fma),
-    "lanes_per_core": lambda d: _float(d.lanes_per_core),
-    "warp_size": lambda d: _float(d.warp_size),
-    "max_threads_per_core": lambda d: _float(d.max_threads_per_core),
-    "registers_per_core": lambda d: _float(d.registers_per_core),
-    "l1_kb": lambda d: _float(d.l1_kb),
-    "l2_kb": lambda d: _float(d.l2_kb),
-    "l3_kb": lambda d: _float(d.l3_kb),
-    "shared_kb": lambda d: _float(d.shared_kb),
-    "mem_gb": lambda d: _float(d.mem_gb),
-    "bandwidth_gb_s": lambda d: _float(d.bandwidth_gb_s),
     "peak_float32_gflops": lambda d: _float(d.peak_gflops.get("float32")),
     "peak_float64_gflops": lambda d: _float(d.peak_gflops.get("float64")),
     "peak_float16_gflops": lambda d: _float(d.peak_gflops.get("float16")),
     "peak_matrix_gflops": _matrix_peak,
     "bytes_per_flop": _per_flop,
-    "tdp_w": lambda d: _float(d.tdp_w),
-    "process_nm": lambda d: _float(d.process_nm),
-    "launch_overhead_us": lambda d: _float(d.launch_overhead_us),
     "is_nvidia": lambda d: float(d.vendor == "nvidia"),
     "is_amd": lambda d: float(d.vendor == "amd"),
     "compute_capability": _compute_capability,
     "volta_or_later": _volta_or_later,
 }
 
-#: Names of the device features, in the order of the vector.
-DEVICE_FEATURES: tuple[str, ...] = tuple(_FEATURES)
+#: Names of the device features, in the order of the vector. Raw and positive, so that a logarithm suits all but the flags;
+#: units as in the name.
+DEVICE_FEATURES: tuple[str, ...] = (
+    "is_cpu", "is_gpu", "share_fraction", "cores", "cores_used", "clock_mhz", "simd_bits", "fma", "lanes_per_core",
+    "warp_size", "max_threads_per_core", "registers_per_core", "l1_kb", "l2_kb", "l3_kb", "shared_kb", "mem_gb",
+    "bandwidth_gb_s", "peak_float32_gflops", "peak_float64_gflops", "peak_float16_gflops", "peak_matrix_gflops",
+    "bytes_per_flop", "tdp_w", "process_nm", "launch_overhead_us", "is_nvidia", "is_amd", "compute_capability",
+    "volta_or_later",
+)  # fmt: skip
 
-#: What a network is told of a GPU that it was never trained on: what many GPUs share. The other features tell the few GPUs of a
+#: What a network is given of a GPU that it was never trained on: what many GPUs share. The other features set the few GPUs of a
 #: training apart as a name would, and where a new one lies between them says little.
 GENERAL_DEVICE_FEATURES = frozenset(
     {"is_cpu", "is_gpu", "share_fraction", "is_nvidia", "is_amd", "compute_capability", "volta_or_later"}
@@ -91,4 +79,8 @@ def device_features(device: Device) -> np.ndarray:
     """Raw features of a device, float32, shape ``(len(DEVICE_FEATURES),)``; NaN where unknown."""
     import numpy as np
 
-    return np.array([value(device) for value in _FEATURES.values()], dtype=np.float32)
+    values = [
+        _COMPUTED[name](device) if name in _COMPUTED else _float(getattr(device, name))
+        for name in DEVICE_FEATURES
+    ]
+    return np.array(values, dtype=np.float32)

@@ -24,105 +24,74 @@ ASSUMED_SIMD_PIPES = 2
 
 @dataclass(frozen=True)
 class Device:
-    """A named piece of hardware and the share of it that a program gets. None means unknown.
+    """A named piece of hardware and the share of it that a program gets. None means unknown."""
 
-    Attributes
-    ----------
-    name
-        Canonical: ``base[.isa][@share]``, such as ``xeon-cascadelake-2.5ghz.x86-64-v2@1``, ``h200`` or ``h200@0.5``.
-    kind
-        ``"cpu"`` or ``"gpu"``.
-    base
-        The hardware without restriction and share.
-    aliases
-        Other names, such as the model string that a driver reports.
-    vendor, model
-        ``intel``, ``amd``, ``arm``, ``nvidia``, ...; what the hardware calls itself.
-    share
-        Cores (CPU) or fraction of the SMs (GPU, at most 1).
-    cores, cores_used
-        Cores, SMs or CUs of the whole, and of the share.
-    isa
-        An instruction set of :data:`ISAS` that the code is restricted to; "" for all that the CPU has.
-    arch
-        Microarchitecture: ``cascadelake``, ``hopper``, ``cdna2``.
-    mcpu, mtriple
-        LLVM's name of the CPU or GPU (``cascadelake``, ``sm_90``, ``gfx90a``); the triple of a CPU of another kind than
-        this machine's.
-    clock_mhz
-        Nominal clock of a CPU, boost clock of a GPU.
-    simd_bits, simd_pipes
-        Vector width of a CPU as restricted; vector instructions that a core starts per cycle.
-    fma
-        Whether a multiply-add is one instruction.
-    lanes_per_core
-        fp32 operations that one core starts per cycle (a multiply-add counts once): CPU pipes x vector lanes, GPU lanes per
-        SM.
-    l1_kb
-        Data cache of one core or SM. NVIDIA since Volta: L1 and shared memory together.
-    l2_kb, l3_kb
-        L2 of one core of a CPU, of the whole GPU; last-level cache of the whole device.
-    shared_kb, registers_per_core
-        Shared memory (LDS) and 32-bit registers of one SM (CU) that programs can use.
-    warp_size, max_threads_per_core, max_threads_per_block, max_shared_per_block_kb
-        GPU only; the limits of a block are those without opting in to more.
-    mem_gb, bandwidth_gb_s
-        Memory of the whole device; a share keeps both, as one core may use more than its part.
-    tdp_w
-        Power that the whole device (the package of a CPU, the board of a GPU) may draw for long.
-    process_nm
-        Manufacturing process, as marketed: with the power it tells how much of the peak can be sustained.
-    peak_gflops
-        Peak by data type *of the share*: ``float32``, ``float16``, ``float64``, and ``..._matrix`` for matrix units
-        (``tfloat32_matrix``, ``float16_matrix``), dense.
-    launch_overhead_us
-        Cost of starting one kernel.
-    virtual
-        Whether it is seen through a hypervisor.
-    measured
-        What micro-benchmarks of the whole device found, the unit in the name.
-    target
-        Dictionary for ``tvm.target.Target``; empty where we know none.
-    sources
-        Where the numbers are from.
-    """
-
+    #: Canonical: ``base[.isa][@share]``, such as ``xeon-cascadelake-2.5ghz.x86-64-v2@1``, ``h200`` or ``h200@0.5``.
     name: str
+    #: ``"cpu"`` or ``"gpu"``.
     kind: str
+    #: The hardware without restriction and share.
     base: str = ""
+    #: Other names, such as the model string that a driver reports.
     aliases: tuple[str, ...] = ()
+    #: ``intel``, ``amd``, ``arm``, ``nvidia``, ...; what the hardware calls itself.
     vendor: str = ""
     model: str = ""
+    #: Cores (CPU) or fraction of the SMs (GPU, at most 1).
     share: float = 1.0
+    #: Cores, SMs or CUs of the whole, and of the share.
     cores: int | None = None
     cores_used: float | None = None
+    #: An instruction set of :data:`ISAS` that the code is restricted to; "" for all that the CPU has.
     isa: str = ""
+    #: Microarchitecture: ``cascadelake``, ``hopper``, ``cdna2``.
     arch: str = ""
+    #: LLVM's name of the CPU or GPU (``cascadelake``, ``sm_90``, ``gfx90a``); the triple of a CPU of another kind than
+    #: this machine's.
     mcpu: str = ""
     mtriple: str = ""
+    #: Nominal clock of a CPU, boost clock of a GPU.
     clock_mhz: float | None = None
+    #: Vector width of a CPU as restricted; vector instructions that a core starts per cycle.
     simd_bits: int | None = None
     simd_pipes: int | None = None
+    #: Whether a multiply-add is one instruction.
     fma: bool | None = None
+    #: fp32 operations that one core starts per cycle (a multiply-add counts once): CPU pipes x vector lanes, GPU lanes per
+    #: SM.
     lanes_per_core: int | None = None
+    #: Data cache of one core or SM. NVIDIA since Volta: L1 and shared memory together.
     l1_kb: float | None = None
+    #: L2 of one core of a CPU, of the whole GPU; last-level cache of the whole device.
     l2_kb: float | None = None
     l3_kb: float | None = None
+    #: Shared memory (LDS) and 32-bit registers of one SM (CU) that programs can use; the limits of a block are those
+    #: without opting in to more.
     shared_kb: float | None = None
     max_shared_per_block_kb: float | None = None
     registers_per_core: int | None = None
     warp_size: int | None = None
     max_threads_per_core: int | None = None
     max_threads_per_block: int | None = None
+    #: Memory of the whole device; a share keeps both, as one core may use more than its part.
     mem_gb: float | None = None
     bandwidth_gb_s: float | None = None
+    #: Power that the whole device (the package of a CPU, the board of a GPU) may draw for long.
     tdp_w: float | None = None
+    #: Manufacturing process, as marketed: with the power it decides how much of the peak can be sustained.
     process_nm: float | None = None
+    #: Peak by data type *of the share*: ``float32``, ``float16``, ``float64``, and ``..._matrix`` for matrix units
+    #: (``tfloat32_matrix``, ``float16_matrix``), dense.
     peak_gflops: Mapping[str, float] = field(default_factory=dict)
+    #: Cost of starting one kernel.
     launch_overhead_us: float | None = None
+    #: Whether it is seen through a hypervisor.
     virtual: bool | None = None
+    #: What micro-benchmarks of the whole device found, the unit in the name.
     measured: Mapping[str, float] = field(default_factory=dict)
+    #: Dictionary for ``tvm.target.Target``; empty where we know none.
     target: Mapping[str, Any] = field(default_factory=dict)
+    #: Where the numbers are from.
     sources: tuple[str, ...] = ()
 
     def used(self, share: float | None = None, isa: str = "", cores_here: int | None = None) -> Device:
@@ -132,20 +101,17 @@ class Device:
         ----------
         share
             Cores of a CPU (a whole number), fraction of a GPU (0 < share <= 1); None for all.
-        isa
-            One of :data:`ISAS`, or "" for all that the CPU has.
         cores_here
-            Cores of this machine, where the device is its CPU. Elsewhere there may be a larger virtual machine with the
-            same CPU.
+            Cores of this machine, where the device is its CPU: elsewhere may be a larger virtual machine with that CPU.
 
         Raises
         ------
         UnknownDeviceError
             There is no such share or restriction of this device.
         """
-        return (
-            self._part_of_gpu(share, isa) if self.kind == "gpu" else self._part_of_cpu(share, isa, cores_here)
-        )
+        if self.kind == "gpu":
+            return self._part_of_gpu(share, isa)
+        return self._part_of_cpu(share, isa, cores_here)
 
     def _part_of_cpu(self, share: float | None, isa: str, cores_here: int | None) -> Device:
         share = share if share is not None else cores_here or self.cores
@@ -172,7 +138,7 @@ class Device:
                 raise UnknownDeviceError(f"{self.name}.{isa}: it has no {isa_bits}-bit vectors")
             if (
                 simd_bits is not None
-            ):  # what takes a whole cycle at full width may be done twice in one at half of it
+            ):  # what takes a cycle at full width may be done twice in one at half of it
                 pipes = min(ASSUMED_SIMD_PIPES, pipes * simd_bits // isa_bits)
             simd_bits, mcpu = isa_bits, isa
             fma = isa_fma if fma is None else fma and isa_fma
@@ -287,5 +253,5 @@ _CPU_IDENTITY = (
 )  # fmt: skip
 _GPU_IDENTITY = ("kind", "vendor", "arch", "share", "mcpu", "cores")
 
-#: Hypervisors tell the same nominal clock a little differently.
+#: Hypervisors report the same nominal clock a little differently.
 _CLOCK_TOLERANCE = 0.03

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from cdmpp.device.detect import ROOT_VARIABLE, detect_cpu, detect_gpu_names
-from cdmpp.device.spec import ISAS, Device
+from cdmpp.device.spec import ASSUMED_SIMD_PIPES, ISAS, Device
 from cdmpp.errors import UnknownDeviceError
+from cdmpp.files import write_text
 
 #: Environment variable: YAML files of devices, separated by ``:``.
 DEVICES_VARIABLE = "CDMPP_DEVICES"
@@ -72,8 +73,8 @@ class DeviceTable:
         if known is None:
             return here
         differing = [text.split()[0] for text in known.differences(here)]
-        told = [f"{name.partition('_')[0]}-{getattr(here, name)}" for name in differing]
-        return replace(here, name=normalise("-".join((here.name, *told))).replace(".0", ""))
+        suffixes = [f"{name.partition('_')[0]}-{getattr(here, name)}" for name in differing]
+        return replace(here, name=normalise("-".join((here.name, *suffixes))).replace(".0", ""))
 
     @property
     def rows(self) -> list[Device]:
@@ -87,8 +88,8 @@ class DeviceTable:
     def get(self, name: str) -> Device:
         """The device of a name ``base[.isa][@share]``.
 
-        ``base`` is as of :meth:`find`. ``isa`` is one of :data:`cdmpp.device.spec.ISAS`. ``share`` is a number of cores of a
-        CPU or a fraction of a GPU.
+        ``base`` is as of :meth:`find`, ``isa`` one of :data:`cdmpp.device.spec.ISAS`, ``share`` a number of cores of a CPU
+        or a fraction of a GPU.
 
         Raises
         ------
@@ -177,10 +178,6 @@ def read_device_file(path: str | Path) -> list[Device]:
     UnknownDeviceError
         The file cannot be read, or a field is wrong or implausible: the message names the row and the field.
     """
-    return [row_from_mapping(item, str(path), number) for number, item in enumerate(_items(path), start=1)]
-
-
-def _items(path: str | Path) -> list[Any]:
     import yaml
 
     try:
@@ -193,7 +190,7 @@ def _items(path: str | Path) -> list[Any]:
     items = [content] if isinstance(content, dict) else content
     if not isinstance(items, list) or not items:
         raise UnknownDeviceError(f"{path} holds no device")
-    return items
+    return [row_from_mapping(item, str(path), number) for number, item in enumerate(items, start=1)]
 
 
 def row_from_mapping(item: Any, where: str = "", number: int = 1) -> Device:
@@ -215,28 +212,27 @@ def row_from_mapping(item: Any, where: str = "", number: int = 1) -> Device:
         raise UnknownDeviceError(f"{who}: kind is {item['kind']!r}, expected 'cpu' or 'gpu'")
     if not re.fullmatch(r"[a-z0-9][a-z0-9._+-]*", str(item["name"])):
         raise UnknownDeviceError(f"{who}: name is {item['name']!r}, expected small letters, digits and ._+-")
-    values: dict[str, Any] = {"name": str(item["name"]), "kind": item["kind"]}
-    for name, value in item.items():
-        if name in _TEXTS or name in _FLAGS:
-            expected, told = (str, "text") if name in _TEXTS else (bool, "true or false")
-            if not isinstance(value, expected):
-                raise UnknownDeviceError(f"{who}: {name} is {value!r}, expected {told}")
-            values[name] = value
-        elif name in _RANGES:
-            values[name] = _number_in_range(who, name, value, item["kind"])
-        elif name in ("peak_gflops", "measured"):
-            values[name] = _rates(who, name, value)
-    values["aliases"] = tuple(str(alias) for alias in item.get("aliases") or ())
+    values = {name: _value(who, name, value, item["kind"]) for name, value in item.items()}
     source = values.pop("source", "")
     row = Device(**values, sources=(source,) if source else ())
     _check_balance(row, who)
     return row
 
 
-def _number_in_range(who: str, name: str, value: Any, kind: str) -> float:
+def _value(who: str, name: str, value: Any, kind: str) -> Any:
+    """The value of a field, checked."""
+    if name == "aliases":
+        return tuple(str(alias) for alias in value or ())
+    if name in ("peak_gflops", "measured"):
+        return _rates(who, name, value)
+    if name not in _RANGES:
+        expected, text = (bool, "true or false") if name in _FLAGS else (str, "text")
+        if not isinstance(value, expected) and name != "name":  # a name may look like a number
+            raise UnknownDeviceError(f"{who}: {name} is {value!r}, expected {text}")
+        return str(value) if name == "name" else value
     cpu, gpu, unit = _RANGES[name]
     low, high = gpu if kind == "gpu" else cpu
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not _is_number(value):
         raise UnknownDeviceError(f"{who}: {name} is {value!r}, expected {low:g} to {high:g} {unit}")
     if not low <= value <= high:
         raise UnknownDeviceError(
@@ -247,13 +243,17 @@ def _number_in_range(who: str, name: str, value: Any, kind: str) -> float:
     return int(value) if name in _WHOLE else float(value)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _rates(who: str, name: str, values: Any) -> dict[str, float]:
     if not isinstance(values, Mapping):
         raise UnknownDeviceError(f"{who}: {name} is {values!r}, expected names and numbers")
     for key, value in values.items():
         if name == "peak_gflops" and key not in _PEAKS:
             raise UnknownDeviceError(f"{who}: {name}.{key} is no data type; there are {', '.join(_PEAKS)}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if not _is_number(value) or value <= 0:
             raise UnknownDeviceError(f"{who}: {name}.{key} is {value!r}, expected a number above 0")
     return {str(key): float(value) for key, value in values.items()}
 
@@ -262,7 +262,7 @@ def _check_balance(row: Device, who: str) -> None:
     """Refuse what single ranges are too wide for: peak against lanes and clock, and arithmetic against memory."""
     peak, lanes = row.peak_gflops.get("float32"), row.lanes_per_core
     if lanes is None and row.simd_bits is not None:
-        lanes = row.simd_bits // 32 * (row.simd_pipes or 2)
+        lanes = row.simd_bits // 32 * (row.simd_pipes or ASSUMED_SIMD_PIPES)
     computed = 2 * row.cores * lanes * row.clock_mhz / 1e3 if row.cores and lanes and row.clock_mhz else None
     if peak and computed and not _PEAK_RATIO[0] <= peak / computed <= _PEAK_RATIO[1]:
         raise UnknownDeviceError(
@@ -292,13 +292,7 @@ def missing_fields(row: Device) -> tuple[str, ...]:
 
 
 def overlay(known: Device, row: Device) -> Device:
-    """The known row with the fields that the other one gives; their aliases together.
-
-    Raises
-    ------
-    UnknownDeviceError
-        Together they are implausible.
-    """
+    """The known row with the fields that the other one gives; their aliases together (UnknownDeviceError if implausible)."""
     given = {f.name: value for f in fields(row) if (value := getattr(row, f.name)) not in (None, "", (), {})}
     united = replace(known, **{**given, "aliases": tuple(dict.fromkeys((*known.aliases, *row.aliases)))})
     _check_balance(united, united.name)
@@ -310,9 +304,7 @@ def _shipped_rows() -> tuple[Device, ...]:
     return tuple(read_device_file(_SHIPPED))
 
 
-@functools.cache
-def _this_cpu(root: str) -> Device:
-    return detect_cpu(Path(root))
+_this_cpu = functools.cache(detect_cpu)
 
 
 def load_table(extra: Sequence[str | Path] = (), this_machine: bool = True) -> DeviceTable:
@@ -330,7 +322,7 @@ def load_table(extra: Sequence[str | Path] = (), this_machine: bool = True) -> D
     home = [user_file()] if user_file().exists() else []
     own = [row for path in (*home, *configured, *map(Path, extra)) for row in read_device_file(path)]
     root = os.environ.get(ROOT_VARIABLE) or "/"
-    return DeviceTable([*_shipped_rows(), *own], _this_cpu(root) if this_machine else None)
+    return DeviceTable([*_shipped_rows(), *own], _this_cpu(Path(root)) if this_machine else None)
 
 
 def user_file() -> Path:
@@ -339,11 +331,7 @@ def user_file() -> Path:
 
 
 def add_device_file(path: str | Path) -> list[str]:
-    """Make the devices of a YAML file known for good, by adding them to :func:`user_file`.
-
-    Returns
-    -------
-    Their names.
+    """Make the devices of a YAML file known for good, by adding them to :func:`user_file`; gives their names.
 
     Raises
     ------
@@ -371,18 +359,14 @@ def write_device_file(rows: Sequence[Device], path: str | Path) -> None:
         given = {name: values[name] for name in ROW_FIELDS}
         content.append({name: value for name, value in given.items() if value not in (None, "", [], {})})
     try:
-        draft = path.with_suffix(".tmp")
-        draft.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
-        draft.replace(path)
+        write_text(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
     except OSError as error:
         raise UnknownDeviceError(f"cannot write {path}: {error.strerror}") from error
 
 
 def get_device(name: str, table: DeviceTable | None = None) -> Device:
-    """The device of a name such as ``this-cpu@1``, ``this-cpu.x86-64-v2@1``, ``h200`` or ``h200@0.5``.
-
-    See :meth:`DeviceTable.get`; without a table, :func:`load_table` says which devices there are.
-    """
+    """The device of a name such as ``this-cpu.x86-64-v2@1`` or ``h200@0.5``: :meth:`DeviceTable.get` of the table, else of
+    :func:`load_table`."""
     return (table or load_table()).get(name)
 
 

@@ -16,7 +16,7 @@ from cdmpp.endtoend.graph import NetworkTasks, network_tasks
 from cdmpp.endtoend.replay import Replay, replay
 from cdmpp.endtoend.tasks import UNTUNED, TaskLatency, candidates, predict_tasks
 from cdmpp.errors import NetworkError, PriceError, UnknownDeviceError
-from cdmpp.predictor.program_file import COVERAGE, prediction_note
+from cdmpp.predictor.predictor import COVERAGE, prediction_note
 
 if TYPE_CHECKING:
     from cdmpp.device import Device

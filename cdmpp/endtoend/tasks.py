@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cdmpp.errors import PredictorError, ProgramError, TunerError
-from cdmpp.predictor.program_file import COVERAGE, prediction_note, seconds_interval
+from cdmpp.predictor.predictor import COVERAGE, prediction_note, seconds_interval
 
 if TYPE_CHECKING:
     from cdmpp.device import Device

@@ -14,25 +14,16 @@ if TYPE_CHECKING:
     from cdmpp.predictor.selection import TaskSelection, select_tasks
     from cdmpp.predictor.training import TrainResult, train
 
-_HOME = {
-    "Config": "config",
-    "config_from_dict": "config",
-    "load_config": "config",
-    "TrainingData": "data",
-    "program_resolver": "data",
-    "gather": "data",
-    "evaluate": "evaluation",
-    "FinetuneResult": "finetuning",
-    "few_shot": "finetuning",
-    "finetune": "finetuning",
-    "finetune_config": "finetuning",
-    "Predictor": "predictor",
-    "TaskSelection": "selection",
-    "select_tasks": "selection",
-    "TrainResult": "training",
-    "train": "training",
-    "split_data": "data",
+_NAMES = {
+    "config": ("Config", "config_from_dict", "load_config"),
+    "data": ("TrainingData", "gather", "program_resolver", "split_data"),
+    "evaluation": ("evaluate",),
+    "finetuning": ("FinetuneResult", "few_shot", "finetune", "finetune_config"),
+    "predictor": ("Predictor",),
+    "selection": ("TaskSelection", "select_tasks"),
+    "training": ("TrainResult", "train"),
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "Config",

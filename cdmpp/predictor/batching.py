@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
@@ -23,17 +23,8 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """A batch the network takes.
-
-    Attributes
-    ----------
-    leaves
-        float32 (batch, length, features), zeros where padded.
-    positions
-        int64 (batch, length), pre-order node positions, 0 where padded.
-    padding
-        bool (batch, length), True where there is no leaf.
-    """
+    """A batch of programs: leaves float32 (batch, length, features), pre-order node positions int64 (batch, length), and
+    padding bool (batch, length), True where there is no leaf; leaves and positions are 0 there."""
 
     leaves: torch.Tensor
     positions: torch.Tensor
@@ -48,17 +39,9 @@ class PaddedBatch:
 class Context:
     """What the network takes besides the programs, one row each.
 
-    Attributes
-    ----------
-    device
-        float32 (batch, device_dim), encoded.
-    pair
-        float32 (batch, pair_dim), encoded (:mod:`cdmpp.predictor.pair_features`).
-    code
-        float32 (batch, code_dim): encoded instruction counts of the compiled program and, last, the logarithm of how long they
-        take over the estimate; zeros where unknown.
-    has_code
-        bool (batch,), whether the counts are known.
+    ``device`` (batch, device_dim) and ``pair`` (batch, pair_dim, :mod:`cdmpp.predictor.pair_features`) are encoded,
+    float32. ``code``, float32 (batch, code_dim), is the encoded instruction counts of the compiled program and, last, the
+    logarithm of how long they take over the estimate; zeros where ``has_code``, bool (batch,), is not set.
     """
 
     device: torch.Tensor
@@ -84,17 +67,8 @@ class Context:
 
 @dataclass(frozen=True)
 class PackedPrograms:
-    """Encoded leaves of many programs.
-
-    Attributes
-    ----------
-    leaves
-        float32 (total leaves, features).
-    positions
-        int64 (total leaves,).
-    offsets
-        int64 (programs + 1,): program i owns leaves ``offsets[i]:offsets[i + 1]``.
-    """
+    """Encoded leaves of many programs: float32 (total leaves, features), positions int64 (total leaves,), and offsets int64
+    (programs + 1,): program i owns leaves ``offsets[i]:offsets[i + 1]``."""
 
     leaves: torch.Tensor
     positions: torch.Tensor
@@ -134,15 +108,9 @@ class PackedPrograms:
 
 @dataclass(frozen=True)
 class GeneralInputs:
-    """What the network is given of devices as if they had not been in training.
-
-    Attributes
-    ----------
-    device_rows
-        float32 (m, device_dim), encoded; of a CPU all that is known.
-    pair_keep
-        float32 (m, pair_dim): 1 for pair features that are given of programs on the device, 0 for others.
-    """
+    """What the network is given of m devices as if they had not been in training: encoded devices float32 (m, device_dim),
+    of a CPU all that is known; and ``pair_keep`` float32 (m, pair_dim), 1 for pair features that are given of programs on
+    the device, 0 for others."""
 
     device_rows: torch.Tensor
     pair_keep: torch.Tensor
@@ -150,21 +118,9 @@ class GeneralInputs:
 
 @dataclass(frozen=True)
 class PairArrays:
-    """(program, device) pairs as arrays, without labels.
-
-    Attributes
-    ----------
-    packed
-        The encoded programs.
-    device_rows
-        float32 (devices, device_dim), encoded.
-    program, device
-        int64 (n,): program number and row of ``device_rows`` of each pair.
-    pair, code, has_code
-        As of :class:`Context`, for n pairs.
-    general
-        Where the network is to learn to do with less (``model.general_part``).
-    """
+    """n (program, device) pairs: numbers of the program and of the row of ``device_rows``, float32 (devices, device_dim),
+    encoded; ``pair``, ``code`` and ``has_code`` as of :class:`Context`; ``general`` where the network is to learn to do
+    with less (``model.general_part``)."""
 
     packed: PackedPrograms
     device_rows: torch.Tensor
@@ -175,8 +131,37 @@ class PairArrays:
     has_code: torch.Tensor
     general: GeneralInputs | None = field(default=None, kw_only=True)
 
+    @classmethod
+    def encode(
+        cls,
+        encoder: FeatureEncoder,
+        asts: Sequence[CompactAST],
+        device_rows: NDArray[np.float32],
+        program: NDArray[np.int64],
+        device: NDArray[np.int64],
+        pair: NDArray[np.float64] | None,
+        code: tuple[NDArray[np.float64], NDArray[np.float64]] | None,
+    ) -> PairArrays:
+        """Of programs, devices that are encoded already, raw pair features (n, n_pair_features) and what
+        :func:`cdmpp.predictor.pair_features.code_rows` gives; None for what the encoder does not take or is not known."""
+        n = len(program)
+        pairs = np.zeros((n, 0), np.float32) if pair is None else encoder.encode_pairs(pair)
+        codes, known = np.zeros((n, encoder.code_dim), np.float32), np.zeros(n, bool)
+        if code is not None:
+            codes, known = encoder.encode_codes(*code)
+        parts = map(torch.from_numpy, (pairs, codes, known))
+        packed = PackedPrograms.pack(asts, encoder)
+        return PairArrays(packed, torch.from_numpy(device_rows), program, device, *parts)
+
     def __len__(self) -> int:
         return len(self.program)
+
+    @property
+    def widths(self) -> tuple[int, int, int, int]:
+        """Of an encoded leaf, device, pair and code."""
+        parts = (self.packed.leaves, self.device_rows, self.pair, self.code)
+        leaf, device, pair, code = (part.shape[1] for part in parts)
+        return leaf, device, pair, code
 
     @property
     def leaves(self) -> torch.Tensor:
@@ -199,29 +184,21 @@ class PairArrays:
         context = Context(device, pair, self.code[index], self.has_code[index])
         return self.packed.batch(self.program[rows]).to(where), context.to(where)
 
-    def without_code(self) -> PairArrays:
+    def without_code(self) -> Self:
         """The same pairs, of whose compiled code nothing is known."""
-        code, has_code = torch.zeros_like(self.code), torch.zeros_like(self.has_code)
-        return PairArrays(self.packed, self.device_rows, self.program, self.device, self.pair, code, has_code)
+        return replace(self, code=torch.zeros_like(self.code), has_code=torch.zeros_like(self.has_code))
 
     def unlabelled(self, rows: NDArray[np.int64]) -> PairArrays:
         """The pairs with these numbers, without labels; programs and devices are shared."""
-        index = torch.from_numpy(rows)
-        return PairArrays(
-            self.packed,
-            self.device_rows,
-            self.program[rows],
-            self.device[rows],
-            self.pair[index],
-            self.code[index],
-            self.has_code[index],
-            general=self.general,
-        )
+        parts = {
+            name: getattr(self, name)[rows] for name in ("program", "device", "pair", "code", "has_code")
+        }
+        return PairArrays(self.packed, self.device_rows, **parts, general=self.general)
 
 
 @dataclass(frozen=True)
 class LabelledArrays(PairArrays):
-    """Labelled (program, device) pairs as arrays.
+    """Labelled pairs.
 
     Attributes
     ----------
@@ -242,14 +219,9 @@ class LabelledArrays(PairArrays):
 
     def take(self, rows: NDArray[np.int64]) -> LabelledArrays:
         """The pairs with these numbers; programs and devices are shared."""
-        pairs = self.unlabelled(rows)
-        return LabelledArrays(
-            **{field.name: getattr(pairs, field.name) for field in fields(PairArrays)},
-            latency_s=self.latency_s[rows],
-            reference_s=None if self.reference_s is None else self.reference_s[rows],
-            group=None if self.group is None else self.group[rows],
-            codegen=None if self.codegen is None else self.codegen[rows],
-        )
+        shared = ("packed", "device_rows", "general")
+        every = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in shared}
+        return replace(self, **{name: values[rows] for name, values in every.items() if values is not None})
 
 
 def training_batches(lengths: IntArray, batch_size: int, rng: np.random.Generator) -> list[IntArray]:

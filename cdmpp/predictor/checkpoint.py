@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,14 +20,12 @@ from numpy.typing import NDArray
 from cdmpp.device import DEVICE_FEATURES, Device
 from cdmpp.errors import FeatureMismatchError, PredictorError
 from cdmpp.predictor.config import ModelConfig
-from cdmpp.predictor.elsewhere import DeviceScaling
 from cdmpp.predictor.encoding import FeatureEncoder
-from cdmpp.predictor.familiarity import Familiarity
-from cdmpp.predictor.instruction_time import CODE_FEATURES
+from cdmpp.predictor.evidence import DeviceScaling
 from cdmpp.predictor.network import LatencyNetwork
-from cdmpp.predictor.pair_features import PAIR_FEATURES
+from cdmpp.predictor.pair_features import CODE_FEATURES, PAIR_FEATURES
 from cdmpp.predictor.transforms import transform_from_json
-from cdmpp.predictor.uncertainty import Calibration
+from cdmpp.predictor.uncertainty import Calibration, Familiarity
 from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURES
 from cdmpp.program.codegen import COUNTING_VERSION
 
@@ -41,24 +38,17 @@ _WEIGHTS_FILE = "weights.safetensors"
 #: Before the names of the arrays of calibrations other than that of plain predictions.
 _PREFIXES = {"calibration": "", "compiled_calibration": "compiled_", "measured_calibration": "measured_"}
 
+#: What a checkpoint keeps of the state besides tensors.
+_PROGRESS = ("epoch", "step", "best_epoch", "best_mape")
+
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass
 class TrainerState:
-    """Everything the next epoch depends on.
-
-    Attributes
-    ----------
-    epoch, step
-        Epochs and optimiser steps done.
-    weights, average, best
-        State dictionaries: current, exponentially averaged, and averaged at the best epoch.
-    optimizer
-        AdamW's state: parameter number -> name -> tensor.
-    best_epoch, best_mape
-        Epoch (from 1) and validation MAPE of ``best``; 0 and infinity before the first epoch.
-    """
+    """Everything the next epoch depends on: epochs and optimiser steps done; state dictionaries of the current weights, of
+    their average and of the average at the best epoch; AdamW's state (parameter number -> name -> tensor); the best epoch
+    (from 1) and its validation MAPE, 0 and infinity before the first."""
 
     epoch: int = 0
     step: int = 0
@@ -74,13 +64,11 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapp
     """Write a safetensors file atomically."""
     from safetensors.torch import save
 
-    temporary = path.with_name(path.name + ".tmp")
+    from cdmpp.files import replacing
+
     contiguous = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    with temporary.open("wb") as file:
-        file.write(save(contiguous, metadata=dict(metadata)))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    with replacing(path) as draft:
+        draft.write_bytes(save(contiguous, metadata=dict(metadata)))
 
 
 def load_tensors(path: Path) -> tuple[Tensors, dict[str, str]]:
@@ -97,30 +85,17 @@ def load_tensors(path: Path) -> tuple[Tensors, dict[str, str]]:
 
 def save_checkpoint(path: Path, state: TrainerState, fingerprint: str) -> None:
     """Write a checkpoint; ``fingerprint`` identifies configuration and records."""
-    tensors = {f"weights/{k}": v for k, v in state.weights.items()}
-    tensors.update({f"average/{k}": v for k, v in state.average.items()})
-    tensors.update({f"best/{k}": v for k, v in state.best.items()})
+    groups = ("weights", "average", "best")
+    tensors = {f"{group}/{k}": v for group in groups for k, v in getattr(state, group).items()}
     for number, values in state.optimizer.items():
         tensors.update({f"optimizer/{number}/{k}": v for k, v in values.items()})
-    progress = {
-        "version": CHECKPOINT_VERSION,
-        "fingerprint": fingerprint,
-        "epoch": state.epoch,
-        "step": state.step,
-        "best_epoch": state.best_epoch,
-        "best_mape": state.best_mape,
-    }
+    progress = {name: getattr(state, name) for name in _PROGRESS}
+    progress.update(version=CHECKPOINT_VERSION, fingerprint=fingerprint)
     save_tensors(path, tensors, {"progress": json.dumps(progress)})
 
 
 def load_checkpoint(path: Path, fingerprint: str) -> TrainerState:
-    """Read a checkpoint.
-
-    Raises
-    ------
-    PredictorError
-        Damaged, of another version, or of another configuration or other records.
-    """
+    """Read a checkpoint; PredictorError if it is damaged, of another version, or of another configuration or other records."""
     tensors, metadata = load_tensors(path)
     try:
         progress: dict[str, Any] = json.loads(metadata["progress"])
@@ -132,12 +107,7 @@ def load_checkpoint(path: Path, fingerprint: str) -> TrainerState:
             raise PredictorError(
                 f"{path}: belongs to another configuration or other records; start a new run"
             )
-        state = TrainerState(
-            epoch=int(progress["epoch"]),
-            step=int(progress["step"]),
-            best_epoch=int(progress["best_epoch"]),
-            best_mape=float(progress["best_mape"]),
-        )
+        state = TrainerState(**{name: progress[name] for name in _PROGRESS})
         for name, tensor in tensors.items():
             group, _, rest = name.partition("/")
             if group == "optimizer":
@@ -153,6 +123,7 @@ def load_checkpoint(path: Path, fingerprint: str) -> TrainerState:
 def save_fields(folder: Path, fields: Mapping[str, Any]) -> None:
     """Write the fields of a :class:`~cdmpp.predictor.predictor.Predictor` into a folder (made if missing)."""
     import cdmpp
+    from cdmpp.files import write_text
 
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"network.{k}": v for k, v in fields["network"].state_dict().items()}
@@ -179,9 +150,7 @@ def save_fields(folder: Path, fields: Mapping[str, Any]) -> None:
         "device_factors": dict(fields["device_factors"]),
         **{name: part.to_json() for name, part in extras.items()},
     }
-    temporary = folder / (_JSON_FILE + ".tmp")
-    temporary.write_text(json.dumps(state, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    temporary.replace(folder / _JSON_FILE)
+    write_text(folder / _JSON_FILE, json.dumps(state, indent=1, allow_nan=False) + "\n")
 
 
 def load_fields(folder: Path) -> dict[str, Any]:

@@ -209,10 +209,7 @@ class Config(_Section):
 def config_from_dict(values: Any, source: str = "configuration") -> Config:
     """Build a configuration from nested dictionaries.
 
-    Raises
-    ------
-    PredictorError
-        An unknown key or a value out of range; the message names each with its path.
+    Raises PredictorError: an unknown key or a value out of range; the message names each with its path.
     """
     if values is None:
         values = {}

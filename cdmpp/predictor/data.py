@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import DatasetError, FeatureMismatchError, PredictorError, ProgramError
+from cdmpp.files import cache_file
 from cdmpp.predictor.config import DataConfig
 from cdmpp.program.types import Program
 
@@ -21,15 +22,15 @@ if TYPE_CHECKING:
 
     from cdmpp.dataset import DatasetView, Split
     from cdmpp.device import Device
-    from cdmpp.program.ast import AstBuilder, CompactAST
+    from cdmpp.program.ast import CompactAST
 
 logger = logging.getLogger(__name__)
 
 #: File in a dataset folder that keeps the compact ASTs of its programs.
 AST_FILE = "asts.parquet"
 
-#: Programs rebuilt and walked at a time.
-_AST_CHUNK = 128
+#: Programs rebuilt and walked at a time, and after how many what was derived is written: that can take minutes.
+_CHUNK, _WRITE_EVERY = 128, 2048
 
 #: ``done, total``: called while ASTs are computed.
 CountCallback = Callable[[int, int], None]
@@ -43,14 +44,10 @@ class TrainingData:
     ----------
     labels
         One row per pair, columns :data:`cdmpp.dataset.labels.LABEL_COLUMNS`; index 0..n-1.
-    asts
-        Program hash -> CompactAST, of every program in ``labels``.
-    devices
-        Device name -> Device, of every device in ``labels``.
-    networks
-        Task hash -> the networks it occurs in.
-    families
-        Network -> family, as far as known.
+    asts, devices
+        By program hash and by device name, of every program and device in ``labels``.
+    networks, families
+        Task hash -> the networks it occurs in; network -> family, as far as known.
     view
         The dataset behind it; None for data made otherwise.
     codegen
@@ -118,9 +115,9 @@ class TrainingData:
 
     @cached_property
     def code_features(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """:func:`cdmpp.predictor.instruction_time.code_rows` of every pair, rows of NaN where there are no counts. Not to be
+        """:func:`cdmpp.predictor.pair_features.code_rows` of every pair, rows of NaN where there are no counts. Not to be
         written to."""
-        from cdmpp.predictor.instruction_time import code_rows
+        from cdmpp.predictor.pair_features import code_rows
         from cdmpp.program.codegen import CODEGEN_FEATURES
 
         counts = self.codegen_counts
@@ -147,19 +144,8 @@ class TrainingData:
         }
 
     def members(self, grouping: str, rows: NDArray[np.int64] | None = None) -> list[tuple[str, ...]]:
-        """For each pair the groups it belongs to.
-
-        Parameters
-        ----------
-        grouping
-            ``device``, ``task``, ``network``, ``family`` or ``origin``. A task of several networks belongs to
-            all.
-
-        Raises
-        ------
-        PredictorError
-            Another grouping.
-        """
+        """For each pair the groups it belongs to: by ``device``, ``task``, ``network``, ``family`` or ``origin``
+        (PredictorError for another grouping). A task of several networks belongs to all."""
         table = self.labels if rows is None else self.labels.iloc[rows]
         if grouping in ("device", "task", "origin"):
             return [(str(name),) for name in table[grouping]]
@@ -187,17 +173,9 @@ def gather(
     config: DataConfig | None = None,
     progress: CountCallback | None = None,
 ) -> TrainingData:
-    """Collect labels, ASTs and devices of datasets.
-
-    ASTs are read from each dataset's ``asts.parquet``; missing ones are computed, which needs TVM and some
-    milliseconds a program, and written to the first folder that holds the program if it can be written.
-
-    Raises
-    ------
-    DatasetError
-        No dataset, none of its records is left after the choice of devices and origins, or a device without a
-        specification, or with two.
-    """
+    """Collect labels, ASTs and devices of datasets. ASTs are read from each dataset's ``asts.parquet``; missing ones are
+    computed, which needs TVM and some milliseconds a program, and kept in the user's cache. DatasetError: no dataset,
+    none of its records is left after the choice of devices and origins, or a device has no specification, or two."""
     from cdmpp.dataset import DatasetView, load_datasets
 
     view = datasets if isinstance(datasets, DatasetView) else load_datasets(datasets)
@@ -245,34 +223,78 @@ def _collect_codegen(view: DatasetView) -> dict[tuple[str, str], NDArray[np.floa
 def collect_asts(
     view: DatasetView, programs: Iterable[str], progress: CountCallback | None = None
 ) -> dict[str, CompactAST]:
-    """ASTs of programs, from the datasets' ``asts.parquet`` or computed.
-
-    Programs that cannot be rebuilt are left out.
-    """
+    """ASTs of programs, from the datasets' ``asts.parquet`` or computed; programs that cannot be rebuilt are left out."""
+    from cdmpp.program.ast import compact_asts
     from cdmpp.program.ast.store import load_asts, save_asts
 
+    return collect_derived(view, programs, AST_FILE, compact_asts, load_asts, save_asts, progress)
+
+
+def collect_derived(
+    view: DatasetView,
+    programs: Iterable[str],
+    file: str,
+    derive: Callable[[list[Any]], Iterable[Any]],
+    load: Callable[[Path], Mapping[str, Any]],
+    save: Callable[[Path, Mapping[str, Any]], None],
+    progress: CountCallback | None = None,
+) -> dict[str, Any]:
+    """What is derived of programs: read from a file in the datasets' folders or the user's cache, else computed with TVM from
+    their PrimFuncs and kept in the cache of the first folder that holds the program. Programs that ``derive`` refuses by a
+    ProgramError, or that cannot be rebuilt, are left out."""
     wanted = list(dict.fromkeys(programs))
-    asts: dict[str, CompactAST] = {}
-    for part in view.parts:
-        path = Path(part.path) / AST_FILE
-        if path.exists():
-            try:
-                asts.update(load_asts(path))
-            except (FeatureMismatchError, DatasetError) as err:
-                logger.warning("ASTs are computed again: %s", err)
-    missing = [program for program in wanted if program not in asts]
-    if missing:
-        fresh = _compute_asts(view, missing, progress)
-        asts.update(fresh)
-        for folder, held in first_holders(view).items():
-            own = {program: ast for program, ast in asts.items() if program in held}
-            if fresh.keys() & own.keys():
-                path = folder / AST_FILE
+    known: dict[str, Any] = {}
+    for folder in (Path(part.path) for part in view.parts):
+        for path in (cache_file(folder, file), folder / file):
+            if path.exists():
                 try:
-                    save_asts(path, own)
-                except (OSError, DatasetError) as err:
-                    logger.warning("%s is not written: %s", path, err)
-    return {program: asts[program] for program in wanted if program in asts}
+                    known.update(load(path))
+                except (FeatureMismatchError, DatasetError) as err:
+                    logger.warning("%s is computed again: %s", file, err)
+    missing = [program for program in wanted if program not in known]
+    resolve = program_resolver(view) if missing else None
+    unsaved: set[str] = set()
+    for begin in range(0, len(missing), _CHUNK):
+        fresh = _derive_each(view, missing[begin : begin + _CHUNK], resolve, derive)
+        known.update(fresh)
+        unsaved |= fresh.keys()
+        end = min(begin + _CHUNK, len(missing))
+        if unsaved and (end == len(missing) or len(unsaved) >= _WRITE_EVERY):
+            for folder, held in first_holders(view).items():
+                if unsaved & held:
+                    path = cache_file(folder, file)
+                    try:
+                        path.parent.mkdir(parents=True, exist_ok=True)
+                        save(path, {program: v for program, v in known.items() if program in held})
+                    except (OSError, DatasetError) as err:
+                        logger.warning("%s is not written: %s", path, err)
+            unsaved.clear()
+        if progress is not None:
+            progress(end, len(missing))
+    return {program: known[program] for program in wanted if program in known}
+
+
+def _derive_each(
+    view: DatasetView, programs: Sequence[str], resolve: Any, derive: Callable[[list[Any]], Iterable[Any]]
+) -> dict[str, Any]:
+    """What ``derive`` makes of the PrimFuncs of programs, together or, where that fails, one by one."""
+    funcs: dict[str, Any] = {}
+    for program in programs:
+        try:
+            funcs[program] = resolve(view.programs[program])
+        except (KeyError, ProgramError) as err:
+            logger.warning("program %s cannot be rebuilt: %s", program, err)
+    try:
+        return dict(zip(funcs, derive(list(funcs.values())), strict=True))
+    except ProgramError:
+        pass  # one of them: find it by taking them one by one
+    found: dict[str, Any] = {}
+    for program, func in funcs.items():
+        try:
+            (found[program],) = derive([func])
+        except ProgramError as err:
+            logger.warning("program %s is left out: %s", program, err)
+    return found
 
 
 def first_holders(view: DatasetView) -> dict[Path, set[str]]:
@@ -299,39 +321,6 @@ def program_resolver(view: DatasetView) -> Callable[[Program], Any]:
     return resolve
 
 
-def _compute_asts(
-    view: DatasetView, programs: Sequence[str], progress: CountCallback | None
-) -> dict[str, CompactAST]:
-    from cdmpp.program.ast import AstBuilder
-
-    resolve, builder = program_resolver(view), AstBuilder()
-    asts: dict[str, CompactAST] = {}
-    for begin in range(0, len(programs), _AST_CHUNK):
-        funcs: dict[str, Any] = {}
-        for program in programs[begin : begin + _AST_CHUNK]:
-            try:
-                funcs[program] = resolve(view.programs[program])
-            except (KeyError, ProgramError) as err:
-                logger.warning("program %s cannot be rebuilt: %s", program, err)
-        try:
-            asts.update(zip(funcs, builder.build(list(funcs.values())), strict=True))
-        except ProgramError:  # one of the chunk: find it by taking them one by one
-            asts.update(_build_each(builder, funcs))
-        if progress is not None:
-            progress(min(begin + _AST_CHUNK, len(programs)), len(programs))
-    return asts
-
-
-def _build_each(builder: AstBuilder, funcs: Mapping[str, Any]) -> dict[str, CompactAST]:
-    asts: dict[str, CompactAST] = {}
-    for program, func in funcs.items():
-        try:
-            asts[program] = builder.build([func])[0]
-        except ProgramError as err:
-            logger.warning("program %s has no AST: %s", program, err)
-    return asts
-
-
 def subset(data: TrainingData, rows: NDArray[np.int64]) -> TrainingData:
     """The pairs with these row numbers as data of their own."""
     labels = data.labels.iloc[rows].reset_index(drop=True)
@@ -341,13 +330,8 @@ def subset(data: TrainingData, rows: NDArray[np.int64]) -> TrainingData:
 
 
 def split_data(spec: str, data: TrainingData) -> Split:
-    """The split of the data's label table that a specification (:meth:`cdmpp.dataset.Split.parse`) names.
-
-    Raises
-    ------
-    SplitError
-        The specification is malformed, or a part would be empty or not disjoint.
-    """
+    """The split of the data's label table that a specification (:meth:`cdmpp.dataset.Split.parse`) names; SplitError where
+    it is malformed, or a part would be empty or not disjoint."""
     from cdmpp.dataset import Split
 
     return Split.parse(spec, data.labels, data.networks, data.families)

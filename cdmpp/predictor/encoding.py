@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cdmpp.device import GENERAL_DEVICE_FEATURES
 from cdmpp.errors import FeatureMismatchError, PredictorError
 
 FloatArray = NDArray[np.float32]
 
+_PARTS = ("leaf", "device", "pair", "code")
 #: Standard deviations (of signed logarithms) below which a column counts as constant.
 _CONSTANT_STD = 1e-5
 
@@ -32,6 +34,8 @@ class ColumnScaler:
 
     Attributes
     ----------
+    names
+        Of the columns, in order.
     mean, std
         Shape (n_columns,), of the signed logarithm of the training rows, ignoring NaN.
     active
@@ -41,31 +45,34 @@ class ColumnScaler:
         Standardised values are clipped to ``[-clip, clip]``.
     """
 
+    names: tuple[str, ...]
     mean: NDArray[np.float64]
     std: NDArray[np.float64]
     active: NDArray[np.bool_]
     clip: float
 
+    def __post_init__(self) -> None:
+        if any(np.shape(column) != (len(self.names),) for column in (self.mean, self.std, self.active)):
+            raise PredictorError(f"statistics of {len(self.names)} features are of another shape")
+
     @classmethod
-    def fit(cls, rows: NDArray[Any], clip: float) -> ColumnScaler:
+    def fit(cls, rows: NDArray[Any], names: Sequence[str], clip: float) -> ColumnScaler:
         """Fit to rows of shape (n, n_columns), n >= 1; NaN is missing."""
         rows = np.asarray(rows)
-        if rows.ndim != 2 or rows.shape[0] == 0:
-            raise PredictorError(f"a scaler needs rows of shape (n >= 1, columns), got {rows.shape}")
+        _check_columns(rows, names)
+        if not len(rows):
+            raise PredictorError("a scaler needs one row at least")
         logs = signed_log1p(rows)
         known = ~np.isnan(logs)
         count = np.maximum(known.sum(0), 1)
         mean = np.where(known, logs, 0.0).sum(0) / count
         std = np.sqrt((np.where(known, logs - mean, 0.0) ** 2).sum(0) / count)
         active = std > _CONSTANT_STD
-        return cls(mean, np.where(active, std, 1.0), active, float(clip))
-
-    def within(self, rows: NDArray[Any]) -> ColumnScaler:
-        """The same, but clipped to the largest encoded value of these rows, or to 1 if none is larger."""
-        return replace(self, clip=float(np.abs(self.transform(rows)).max(initial=1.0)))
+        return cls(tuple(names), mean, np.where(active, std, 1.0), active, float(clip))
 
     def transform(self, rows: NDArray[Any]) -> FloatArray:
         """Encode rows of shape (n, n_columns); NaN becomes 0, the training mean."""
+        _check_columns(rows, self.names)
         scaled = (signed_log1p(rows) - self.mean) / self.std
         scaled = np.where(self.active & ~np.isnan(scaled), np.clip(scaled, -self.clip, self.clip), 0.0)
         return scaled.astype(np.float32)
@@ -73,48 +80,26 @@ class ColumnScaler:
 
 @dataclass(frozen=True)
 class FeatureEncoder:
-    """Scalers of leaves, devices, pairs of both and compiled code, with the names of the columns they were fitted to.
+    """Scalers of leaves, devices, pairs of both and compiled code (:mod:`cdmpp.predictor.pair_features`).
 
-    Attributes
-    ----------
-    feature_set
-        Identity of the leaf features (:data:`cdmpp.program.ast.FEATURE_SET`).
-    leaf_features, device_features, pair_features, code_features
-        Column names, in order. No pair features: pairs are encoded as nothing. Code features are those
-        of :mod:`cdmpp.predictor.instruction_time`.
-    leaf, device, pair, code
-        The scalers. The device scaler sees every training device once, whatever its number of records. It clips to as
-        far as any of these is from their mean: a few devices do not tell what lies beyond, and a network that was shown
-        two of them would extrapolate without bound.
+    The device scaler sees every training device once, whatever its number of records. It clips to as far as any of these is
+    from their mean: a few devices do not tell what lies beyond, and a network that was shown two of them would extrapolate
+    without bound. Without a scaler of pairs or code, these are encoded as nothing. ``feature_set`` identifies the leaf
+    features (:data:`cdmpp.program.ast.FEATURE_SET`).
     """
 
     feature_set: str
-    leaf_features: tuple[str, ...]
-    device_features: tuple[str, ...]
     leaf: ColumnScaler
     device: ColumnScaler
-    pair_features: tuple[str, ...] = ()
     pair: ColumnScaler | None = None
-    code_features: tuple[str, ...] = ()
     code: ColumnScaler | None = None
 
     @classmethod
     def fit(
-        cls,
-        leaves: NDArray[Any],
-        devices: NDArray[Any],
-        *,
-        feature_set: str,
-        leaf_features: Sequence[str],
-        device_features: Sequence[str],
-        pairs: NDArray[Any] | None = None,
-        pair_features: Sequence[str] = (),
-        codes: NDArray[Any] | None = None,
-        code_features: Sequence[str] = (),
-        clip: float = 8.0,
+        cls, feature_set: str, parts: Mapping[str, tuple[NDArray[Any], Sequence[str]]], clip: float = 8.0
     ) -> FeatureEncoder:
-        """Fit to raw leaves of all training programs, one a row, raw training devices, and raw training pairs and
-        features of compiled code (rows of NaN where unknown) if any.
+        """Fit to raw rows and column names of each part: ``leaf`` (of all training programs), ``device``, and if any ``pair``
+        and ``code`` (rows of NaN where unknown).
 
         Raises
         ------
@@ -123,61 +108,44 @@ class FeatureEncoder:
         PredictorError
             A leaf value is not finite, or there are no rows.
         """
-        _check_columns(leaves, leaf_features, "leaf")
-        _check_columns(devices, device_features, "device")
-        _check_finite(leaves)
-        if pairs is not None:
-            _check_columns(pairs, pair_features, "pair")
-        if codes is not None:
-            _check_columns(codes, code_features, "code")
-        return cls(
-            feature_set,
-            tuple(leaf_features),
-            tuple(device_features),
-            ColumnScaler.fit(leaves, clip),
-            ColumnScaler.fit(devices, clip).within(devices),
-            () if pairs is None else tuple(pair_features),
-            None if pairs is None else ColumnScaler.fit(pairs, clip),
-            () if codes is None else tuple(code_features),
-            None if codes is None else ColumnScaler.fit(codes, clip),
-        )
+        _check_finite(parts["leaf"][0])
+        scalers = {part: ColumnScaler.fit(rows, names, clip) for part, (rows, names) in parts.items()}
+        furthest = float(np.abs(scalers["device"].transform(parts["device"][0])).max(initial=1.0))
+        return cls(feature_set, **{**scalers, "device": replace(scalers["device"], clip=furthest)})
 
     @property
     def leaf_dim(self) -> int:
         """Width of an encoded leaf."""
-        return len(self.leaf_features)
+        return len(self.leaf.names)
 
     @property
     def device_dim(self) -> int:
         """Width of an encoded device: values and missing flags."""
-        return 2 * len(self.device_features)
-
-    def encode_leaves(self, leaves: NDArray[Any]) -> FloatArray:
-        """Raw leaves (n, n_leaf_features) -> float32 of the same shape."""
-        _check_columns(leaves, self.leaf_features, "leaf")
-        _check_finite(leaves)
-        return self.leaf.transform(leaves)
-
-    def encode_devices(self, devices: NDArray[Any]) -> FloatArray:
-        """Raw devices (m, n_device_features) -> float32 (m, device_dim): values, then missing flags."""
-        _check_columns(devices, self.device_features, "device")
-        devices = np.asarray(devices, dtype=np.float64)
-        return np.concatenate([self.device.transform(devices), np.isnan(devices).astype(np.float32)], axis=1)
+        return 2 * len(self.device.names)
 
     @property
     def pair_dim(self) -> int:
         """Width of an encoded pair."""
-        return len(self.pair_features)
-
-    def encode_pairs(self, pairs: NDArray[Any]) -> FloatArray:
-        """Raw pairs (n, n_pair_features) -> float32 of the same shape."""
-        _check_columns(pairs, self.pair_features, "pair")
-        return np.zeros((len(pairs), 0), np.float32) if self.pair is None else self.pair.transform(pairs)
+        return len(self.pair.names) if self.pair else 0
 
     @property
     def code_dim(self) -> int:
         """Width of encoded code: values, and how long it takes over the estimate."""
-        return len(self.code_features) + 1 if self.code_features else 0
+        return len(self.code.names) + 1 if self.code else 0
+
+    def encode_leaves(self, leaves: NDArray[Any]) -> FloatArray:
+        """Raw leaves (n, n_leaf_features) -> float32 of the same shape."""
+        encoded = self.leaf.transform(leaves)
+        _check_finite(leaves)
+        return encoded
+
+    def encode_devices(self, devices: NDArray[Any]) -> FloatArray:
+        """Raw devices (m, n_device_features) -> float32 (m, device_dim): values, then missing flags."""
+        return np.concatenate([self.device.transform(devices), np.isnan(devices).astype(np.float32)], axis=1)
+
+    def encode_pairs(self, pairs: NDArray[Any]) -> FloatArray:
+        """Raw pairs (n, n_pair_features) -> float32 (n, pair_dim)."""
+        return np.zeros((len(pairs), 0), np.float32) if self.pair is None else self.pair.transform(pairs)
 
     def encode_codes(
         self, features: NDArray[Any], excess: NDArray[Any]
@@ -186,27 +154,16 @@ class FeatureEncoder:
         and bool (n,), whether they are known: rows of 0 where they are NaN, unknown."""
         if self.code is None:
             return np.zeros((len(features), 0), np.float32), np.zeros(len(features), bool)
-        _check_columns(features, self.code_features, "code")
         known: NDArray[np.bool_] = ~np.isnan(features).any(axis=1)
         values = np.concatenate([self.code.transform(features), np.asarray(excess)[:, None]], axis=1)
         return np.where(known[:, None], values, 0.0).astype(np.float32), known
 
     def general_devices(self, encoded: NDArray[np.float32]) -> FloatArray:
         """Encoded devices (m, device_dim) with all but :data:`cdmpp.device.GENERAL_DEVICE_FEATURES` missing."""
-        from cdmpp.device import GENERAL_DEVICE_FEATURES
-
-        keep = np.array([name in GENERAL_DEVICE_FEATURES for name in self.device_features])
+        keep = np.array([name in GENERAL_DEVICE_FEATURES for name in self.device.names])
         values, missing = np.split(encoded, 2, axis=1)
-        return np.concatenate([np.where(keep, values, 0), np.where(keep, missing, 1)], axis=1).astype(
-            np.float32
-        )
-
-    def general_pairs(self) -> FloatArray:
-        """1 for encoded pair features among :data:`cdmpp.predictor.pair_features.GENERAL_PAIR_FEATURES`, 0 for others,
-        float32 (pair_dim,)."""
-        from cdmpp.predictor.pair_features import GENERAL_PAIR_FEATURES
-
-        return np.array([name in GENERAL_PAIR_FEATURES for name in self.pair_features], dtype=np.float32)
+        general = np.concatenate([np.where(keep, values, 0), np.where(keep, missing, 1)], axis=1)
+        return general.astype(np.float32)
 
     def _scalers(self) -> dict[str, ColumnScaler]:
         found = {"leaf": self.leaf, "device": self.device, "pair": self.pair, "code": self.code}
@@ -222,52 +179,33 @@ class FeatureEncoder:
 
     def to_json(self) -> dict[str, Any]:
         """Names and settings as JSON values; the statistics are in :meth:`to_arrays`."""
+        scalers = self._scalers()
+        names = {part: list(scalers[part].names) if part in scalers else [] for part in _PARTS}
         return {
             "feature_set": self.feature_set,
-            "leaf_features": list(self.leaf_features),
-            "device_features": list(self.device_features),
-            "pair_features": list(self.pair_features),
-            "code_features": list(self.code_features),
-            "clip": {part: scaler.clip for part, scaler in self._scalers().items()},
+            **{f"{part}_features": known for part, known in names.items()},
+            "clip": {part: scaler.clip for part, scaler in scalers.items()},
         }
 
     @classmethod
     def from_arrays(cls, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> FeatureEncoder:
         """Rebuild from :meth:`to_json` and :meth:`to_arrays`; PredictorError if they do not fit together."""
         try:
-            all_names = {part: tuple(state[f"{part}_features"]) for part in ("leaf", "device", "pair")}
-            all_names["code"] = tuple(state.get("code_features", ()))  # predictors of before had none
             scalers = {}
-            for part, names in all_names.items():
-                if part in ("pair", "code") and not names:
-                    continue
-                columns = [np.asarray(arrays[f"encoder.{part}.{key}"]) for key in ("mean", "std", "active")]
-                if any(column.shape != (len(names),) for column in columns):
-                    raise PredictorError(
-                        f"encoder statistics of {part} features are not of shape ({len(names)},)"
-                    )
-                mean, std, active = columns
-                scalers[part] = ColumnScaler(mean, std, active.astype(bool), float(state["clip"][part]))
-            return cls(
-                str(state["feature_set"]),
-                all_names["leaf"],
-                all_names["device"],
-                scalers["leaf"],
-                scalers["device"],
-                all_names["pair"],
-                scalers.get("pair"),
-                all_names["code"],
-                scalers.get("code"),
-            )
+            for part in _PARTS:
+                names = tuple(state.get(f"{part}_features", ()))  # early predictors had no code features
+                if names or part in ("leaf", "device"):
+                    mean, std, active = (arrays[f"encoder.{part}.{key}"] for key in ("mean", "std", "active"))
+                    clip = float(state["clip"][part])
+                    scalers[part] = ColumnScaler(names, mean, std, np.asarray(active, dtype=bool), clip)
+            return cls(str(state["feature_set"]), **scalers)
         except (KeyError, TypeError, ValueError) as err:
             raise PredictorError(f"encoder state is incomplete or malformed: {err!r}") from err
 
 
-def _check_columns(rows: NDArray[Any], names: Sequence[str], what: str) -> None:
+def _check_columns(rows: NDArray[Any], names: Sequence[str]) -> None:
     if np.ndim(rows) != 2 or np.shape(rows)[1] != len(names):
-        raise FeatureMismatchError(
-            f"expected {what} features of shape (n, {len(names)}), got {np.shape(rows)}"
-        )
+        raise FeatureMismatchError(f"expected features of shape (n, {len(names)}), got {np.shape(rows)}")
 
 
 def _check_finite(leaves: NDArray[Any]) -> None:

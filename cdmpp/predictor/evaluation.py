@@ -56,22 +56,19 @@ def evaluate(
     Returns
     -------
     ``{"overall": {...}, "groups": {grouping: {group: {...}}}, "split": str, "part": str, "seed": int,
-    "n_trained_tasks": int, "n_compiled": int, "n_measured": int}``; the last three are the numbers of scored records whose
-    task was trained on, that were predicted with instruction counts, and with a latency measured elsewhere. Each group has
-    the last two of its own.
-    Metrics are defined in :mod:`cdmpp.predictor.metrics`. ``overall`` holds besides, as ``interval``, how well the
-    predictor's 90 % intervals hold (:func:`cdmpp.predictor.uncertainty.interval_metrics`), None without any; with
-    ``compiled`` and ``measured`` those of the programs with such evidence.
+    "n_trained_tasks": int, "n_compiled": int, "n_measured": int}``, metrics as of :mod:`cdmpp.predictor.metrics`; the last
+    three are the numbers of scored records whose task was trained on, that were predicted with instruction counts, and with
+    a latency measured elsewhere (of each group too). ``overall`` holds besides, as ``interval``, how well the predictor's
+    90 % intervals hold (:func:`cdmpp.predictor.uncertainty.interval_metrics`), None without any; with ``compiled`` and
+    ``measured`` those of the programs with such evidence.
 
     Raises
     ------
     PredictorError
         No records to score, or an unknown part or grouping; ``compiled`` where the predictor takes no instructions or
         no record of a CPU has any; ``measured`` where it cannot scale or no program was measured elsewhere.
-    SplitError
-        The split cannot be made of this data.
-    DatasetError
-        A device of the data is not the one that had its name in training.
+    SplitError, DatasetError
+        The split cannot be made of this data; a device of the data is not the one that had its name in training.
     """
     check_one_kind(compiled, measured)
     name, rows = rows_to_score(predictor, data, split, part)
@@ -168,38 +165,31 @@ def rows_to_score(
     if part not in ("train", "valid", "test"):
         raise PredictorError(f"unknown part '{part}' (known: train, valid, test)")
     unite_devices({"the predictor's training": predictor.specs, "the data": data.devices})
-    name, rows = _split_rows(predictor, data, split, part)
+    name, rows = ALL_RECORDS, np.arange(len(data))
+    if split is None or (isinstance(split, str) and split != ALL_RECORDS):
+        name = _specification(predictor, split)
+        try:
+            rows = split_data(name, data).part(part)
+        except SplitError as err:
+            # The split of training may name networks that this data does not have. Where none of its tasks was
+            # trained on, every record is one of a network never seen.
+            trained = set(predictor.training.get("tasks", ()))
+            if part != "test" or not trained or name == split or set(data.labels["task"]) & trained:
+                raise
+            logger.warning("every record is scored, no task was trained on (%s)", err)
+            name = ALL_RECORDS
+    elif not isinstance(split, str):
+        name, rows = split.spec, split.part(part)
     if not len(rows):
         raise PredictorError(f"no records to score: the {part} part of split {name} is empty")
     return name, rows
 
 
-def _split_rows(
-    predictor: Predictor, data: TrainingData, split: Split | str | None, part: str
-) -> tuple[str, NDArray[np.int64]]:
-    if split == ALL_RECORDS:
-        return ALL_RECORDS, np.arange(len(data))
-    if split is None or isinstance(split, str):
-        spec = _specification(predictor, split)
-        try:
-            return spec, split_data(spec, data).part(part)
-        except SplitError as err:
-            # The split of training may name networks that this data does not have. Where none of its tasks was
-            # trained on, every record is one of a network never seen.
-            trained = set(predictor.training.get("tasks", ()))
-            if part != "test" or not trained or spec == split or set(data.labels["task"]) & trained:
-                raise
-            logger.warning("every record is scored, no task was trained on (%s)", err)
-            return ALL_RECORDS, np.arange(len(data))
-    return split.spec, split.part(part)
-
-
 def _specification(predictor: Predictor, spec: str | None) -> str:
+    """Of the split of training where none is named, or only its kind."""
     trained = predictor.training.get("split")
-    if spec is None:
-        if trained is None:
-            raise PredictorError("the predictor does not say which split it was trained with: name one")
-        return str(trained)
-    if trained is not None and ":" not in spec and str(trained).split(":", 1)[0] == spec:
+    if spec is None and trained is None:
+        raise PredictorError("the predictor does not say which split it was trained with: name one")
+    if spec is None or (trained is not None and str(trained).split(":", 1)[0] == spec):
         return str(trained)
     return spec

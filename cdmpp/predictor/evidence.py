@@ -1,20 +1,260 @@
-"""What may be known of programs besides their ASTs: their compiled code, or their latencies on other devices."""
+r"""What may be known of programs besides their ASTs: their compiled code, or their latencies on other devices.
+
+A latency measured elsewhere says what no model of programs knows (cache conflicts, what the compiler made of it). Scaled to
+the device asked for it is one more prediction. The scale is the ratio of two predictions (Habitat, Yu et al., USENIX ATC'21,
+scales operators from GPU to GPU so): of a program measured to take :math:`y_s` on device s,
+
+.. math:: z_s = y_s\, (f_t / f_s)^{1 - c}\, (e_t / e_s)^{c}\, e^{b},
+
+with f the predictor's latency, e the analytical estimate (:func:`cdmpp.predictor.roofline.estimate_s`), and
+b what is left between the two devices on the whole. The answer is the geometric mean of :math:`f_t` and the
+:math:`z_s`, each weighted by the inverse square of its error:
+
+* of :math:`f_t`: the predictor's on validation records;
+* of :math:`z_s`, where validation records have programs on both s and t: how far apart they were, with b and c of their own
+  (:class:`DevicePair`);
+* else in proportion to the distance of the two devices (:func:`device_distance`), as in a linear variogram; b is 0, and c
+  what is best on average.
+
+All of it is fitted to validation records of programs that were measured on several devices; a finetuning fits it to the new
+device's tasks. Only devices of one kind (CPU, GPU) are combined.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cdmpp.device import device_features
 from cdmpp.errors import PredictorError
-from cdmpp.predictor.elsewhere import rows_elsewhere
+from cdmpp.predictor.encoding import signed_log1p
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
     from cdmpp.predictor.data import TrainingData
+
+FloatArray = NDArray[np.float64]
+
+#: Predicted seconds of rows of the label table.
+RowPredictor = Callable[["TrainingData", NDArray[np.int64]], FloatArray]
+
+#: Devices need so many tasks in common for an error of their own, and so many programs to count for that of a distance.
+MIN_TASKS = 5
+MIN_PROGRAMS = 10
+#: Values of c that are tried.
+_ESTIMATE_PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
+#: No error is taken to be smaller: labels are not better either.
+_LEAST_ERROR = 0.02
+#: No devices are taken to be nearer.
+_LEAST_DISTANCE = 0.1
+#: Error of a scaled latency for each unit of distance where training had no two devices of a kind: as between the CPUs that
+#: ship (AVX-512 and 128-bit SIMD, on one core and two).
+_ERROR_BY_DISTANCE = 0.15
+#: The same of a prediction, where there is nothing to tell it by.
+_OWN_ERROR = 0.3
+
+
+@dataclass(frozen=True)
+class DevicePair:
+    """How latencies scaled from one device to another compare with those measured there: ``bias`` is the median over the
+    tasks of the median of log(measured / scaled), shrunk for few tasks; ``error`` the mean over the tasks in common of the
+    mean absolute log error that is left; ``estimate_part`` is c of the two."""
+
+    bias: float
+    error: float
+    tasks: int
+    estimate_part: float = 1.0
+
+
+@dataclass(frozen=True)
+class DeviceScaling:
+    """What :func:`combine` weighs by.
+
+    Attributes
+    ----------
+    estimate_part
+        c of devices that were never compared: 0 scales by the predictor's ratio of two devices, 1 by the analytical
+        estimate's.
+    own_error, own
+        Mean absolute log error of plain predictions; the same of devices with enough tasks.
+    error_by_distance
+        Error of a scaled latency for each unit of :func:`device_distance`.
+    pairs
+        ``(measured on, asked for)`` -> their comparison, of pairs with enough tasks in common.
+    """
+
+    estimate_part: float = 1.0
+    own_error: float = _OWN_ERROR
+    error_by_distance: float = _ERROR_BY_DISTANCE
+    own: Mapping[str, float] = field(default_factory=dict)
+    pairs: Mapping[tuple[str, str], DevicePair] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        errors = [self.own_error, self.error_by_distance, *self.own.values()]
+        errors += [pair.error for pair in self.pairs.values()]
+        numbers = [self.estimate_part, *errors]
+        numbers += [number for pair in self.pairs.values() for number in (pair.bias, pair.estimate_part)]
+        if not np.isfinite(numbers).all() or min(errors) < 0:
+            raise PredictorError("errors of a device scaling must be finite and at least 0")
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        pairs = [{"measured": s, "asked": t, **asdict(pair)} for (s, t), pair in sorted(self.pairs.items())]
+        return {**{field.name: getattr(self, field.name) for field in fields(self)}, "pairs": pairs}
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> DeviceScaling:
+        """Back from :meth:`to_json`; KeyError, TypeError, ValueError or PredictorError if it is none."""
+        pairs = {}
+        for entry in state["pairs"]:
+            numbers = {field.name: entry[field.name] for field in fields(DevicePair)}
+            pairs[str(entry["measured"]), str(entry["asked"])] = DevicePair(**numbers)
+        return cls(**{**{field.name: state[field.name] for field in fields(cls)}, "pairs": pairs})
+
+
+def device_distance(one: Device, other: Device) -> float:
+    """Euclidean distance of the logarithms of two devices' features; what one of them lacks tells nothing."""
+    logs = signed_log1p(np.stack([device_features(one), device_features(other)]))
+    return float(np.sqrt(np.nansum((logs[0] - logs[1]) ** 2)))
+
+
+def combine(
+    scaling: DeviceScaling,
+    device: Device,
+    predicted_s: FloatArray,
+    estimate_s: FloatArray,
+    sources: Sequence[tuple[Device, FloatArray, FloatArray, FloatArray]],
+) -> FloatArray:
+    """Latencies in seconds of programs on a device, float64 (n,), given those measured on others.
+
+    ``predicted_s`` and ``estimate_s`` are the predictor's latencies and the analytical estimates there, (n,). ``sources``
+    are for other devices of its kind: the device, measured seconds (n,), NaN where there are none, and the predictor's and
+    the estimate's there.
+    """
+    own = max(_LEAST_ERROR, scaling.own.get(device.name, scaling.own_error))
+    logs = [np.log(predicted_s)]
+    weights = [np.full(len(predicted_s), own**-2)]
+    for source, measured_s, there_s, estimate_there_s in sources:
+        pair = scaling.pairs.get((source.name, device.name))
+        if pair is None:
+            distance = max(_LEAST_DISTANCE, device_distance(source, device))
+            pair = DevicePair(0.0, scaling.error_by_distance * distance, 0, scaling.estimate_part)
+        scaled = _log_scaled(
+            pair.estimate_part, measured_s, predicted_s / there_s, estimate_s / estimate_there_s
+        )
+        known = ~np.isnan(scaled)
+        logs.append(np.where(known, scaled + pair.bias, 0.0))
+        weights.append(np.where(known, max(_LEAST_ERROR, pair.error) ** -2, 0.0))
+    return np.asarray(np.exp((np.stack(logs) * np.stack(weights)).sum(0) / np.stack(weights).sum(0)))
+
+
+def _log_scaled(
+    estimate_part: float, measured_s: FloatArray, ratio: FloatArray, ratio_of_estimates: FloatArray
+) -> FloatArray:
+    """Logarithm of measured latencies scaled to another device, without bias."""
+    return np.asarray(
+        np.log(measured_s) + (1 - estimate_part) * np.log(ratio) + estimate_part * np.log(ratio_of_estimates),
+        dtype=np.float64,
+    )
+
+
+def fit_scaling(
+    predict_rows: RowPredictor,
+    data: TrainingData,
+    rows: NDArray[np.int64],
+    hidden: NDArray[np.int64] | None = None,
+    learned: NDArray[np.int64] | None = None,
+) -> DeviceScaling:
+    """Fit to rows of records that were not trained on, by the labels of their programs on other devices.
+
+    Labels of ``hidden`` rows are not looked at. ``learned`` are further rows, which were trained on: predictions of these
+    prove nothing, so devices are then compared by the analytical estimate alone (c is 1), on all of these rows; None where
+    there are ``rows`` enough.
+    """
+    parts = _ESTIMATE_PARTS if learned is None else (1.0,)
+    every = rows if learned is None else np.union1d(rows, learned)
+    sources = rows_elsewhere(data, every, hidden)
+    label_s = data.labels["latency_s"].to_numpy(dtype=np.float64)
+    tasks = data.labels["task"].to_numpy(dtype=str)
+    names = data.labels["device"].to_numpy(dtype=str)
+    needed = np.unique(np.concatenate([every, *(there[there >= 0] for _, there in sources)]))
+    predicted_s, estimated_s = np.full(len(data), math.nan), np.full(len(data), math.nan)
+    if len(needed):
+        predicted_s[needed] = predict_rows(data, needed)
+        estimated_s[needed] = data.reference_s("estimate", needed)
+    errors = np.abs(np.log(label_s[rows] / predicted_s[rows]))
+    own = {}
+    for name in np.unique(names[rows]).tolist():
+        here = names[rows] == name
+        if len(np.unique(tasks[rows[here]])) >= MIN_TASKS:
+            own[name] = _mean_by_task(errors[here], tasks[rows[here]])
+    own_error = _mean_by_task(errors, tasks[rows]) if len(rows) else _OWN_ERROR
+    found: dict[float, dict[tuple[str, str], DevicePair]] = {part: {} for part in parts}
+    slopes: dict[float, list[float]] = {part: [] for part in parts}
+    for name in np.unique(names[every]).tolist():
+        for source, all_there in sources:
+            here = (names[every] == name) & (all_there >= 0)
+            at, there = every[here], all_there[here]
+            if len(at) < MIN_PROGRAMS:
+                continue
+            distance = max(_LEAST_DISTANCE, device_distance(source, data.devices[name]))
+            ratios = predicted_s[at] / predicted_s[there], estimated_s[at] / estimated_s[there]
+            for part in parts:
+                left = np.log(label_s[at]) - _log_scaled(part, label_s[there], *ratios)
+                found[part][source.name, name] = _compare(left, tasks[at], part)
+                slopes[part].append(_mean_by_task(np.abs(left), tasks[at]) / distance)
+    if not slopes[parts[0]]:
+        return DeviceScaling(own_error=own_error, own=own)
+    best = min(parts, key=lambda part: float(np.mean(slopes[part])))
+    pairs = {
+        devices: min((found[part][devices] for part in parts), key=lambda pair: pair.error)
+        for devices, pair in found[best].items()
+        if pair.tasks >= MIN_TASKS
+    }
+    return DeviceScaling(best, own_error, float(np.mean(slopes[best])), own, pairs)
+
+
+def rows_elsewhere(
+    data: TrainingData, rows: NDArray[np.int64], hidden: NDArray[np.int64] | None = None
+) -> list[tuple[Device, NDArray[np.int64]]]:
+    """Every device of which some programs of these rows (n,) of the label table have records, and the rows of these
+    programs there, int64 (n,): -1 for none, for ``hidden`` ones, and where the row's own device is this one or of
+    another kind (CPU, GPU)."""
+    table = data.labels
+    programs, program = np.unique(table["program"].to_numpy(dtype=str), return_inverse=True)
+    names, number = np.unique(table["device"].to_numpy(dtype=str), return_inverse=True)
+    row = np.full((len(programs), len(names)), -1)
+    shown = np.ones(len(table), dtype=bool)
+    shown[[] if hidden is None else hidden] = False
+    row[program[shown], number[shown]] = np.flatnonzero(shown)
+    on_gpu = np.array([data.devices[name].kind == "gpu" for name in names], dtype=bool)
+    found = []
+    for source, name in enumerate(names.tolist()):
+        usable = (number[rows] != source) & (on_gpu[number[rows]] == on_gpu[source])
+        there = np.where(usable, row[program[rows], source], -1)
+        if (there >= 0).any():
+            found.append((data.devices[name], there))
+    return found
+
+
+def _compare(left: FloatArray, tasks: NDArray[np.str_], estimate_part: float) -> DevicePair:
+    """Of log(measured / scaled) of programs, and the task of each."""
+    medians = [float(np.median(left[tasks == task])) for task in np.unique(tasks)]
+    # one task says little of the others: as if two had none
+    bias = float(np.median(medians)) * len(medians) / (len(medians) + 2)
+    return DevicePair(bias, _mean_by_task(np.abs(left - bias), tasks), len(medians), estimate_part)
+
+
+def _mean_by_task(values: FloatArray, tasks: NDArray[np.str_]) -> float:
+    """Mean over tasks of their means."""
+    _, number, counts = np.unique(tasks, return_inverse=True, return_counts=True)
+    return float(np.mean(np.bincount(number, weights=values) / counts))
 
 
 def check_one_kind(compiled: bool, measured: bool) -> None:
@@ -27,20 +267,9 @@ def check_one_kind(compiled: bool, measured: bool) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """What is known of n programs, of one kind at most; nothing by default.
-
-    Attributes
-    ----------
-    code
-        Instruction counts of the compiled programs, float32 (n, len(CODEGEN_FEATURES)), rows of NaN where unknown.
-    elsewhere
-        Other devices and the seconds measured there, float64 (n,) each, NaN where unknown.
-
-    Raises
-    ------
-    PredictorError
-        Both kinds.
-    """
+    """What is known of n programs, of one kind at most (PredictorError for both); nothing by default. ``code`` is the
+    instruction counts of the compiled programs, float32 (n, len(CODEGEN_FEATURES)), rows of NaN where unknown;
+    ``elsewhere`` other devices and the seconds measured there, float64 (n,) each, NaN where unknown."""
 
     code: NDArray[np.float32] | None = None
     elsewhere: Sequence[tuple[Device, NDArray[np.float64]]] | None = None
@@ -83,3 +312,24 @@ class Evidence:
 
 #: Nothing but the AST.
 NO_EVIDENCE = Evidence()
+
+
+_MEASURED = re.compile(r"([^=]+)=(\d+(?:\.\d*)?(?:e[-+]?\d+)?)(s|ms|us|ns)")
+_UNITS_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+
+
+def measured_latencies(texts: Sequence[str]) -> dict[str, float] | None:
+    """Device -> seconds of ``D=LATENCY`` texts, the latency in s, ms, us or ns (``rtx-3060=1.3ms``); None of none.
+
+    Raises PredictorError: a text that is none, or a device twice.
+    """
+    found: dict[str, float] = {}
+    for text in texts:
+        match = _MEASURED.fullmatch(text)
+        if match is None:
+            raise PredictorError(f"'{text}': expected DEVICE=LATENCY with its unit, such as rtx-3060=1.3ms")
+        device, value, unit = match.groups()
+        if device in found:
+            raise PredictorError(f"{device} is named twice: expected one latency of a device")
+        found[device] = float(value) * _UNITS_S[unit]
+    return found or None

@@ -18,18 +18,18 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.dataset.devices import unite_devices
-from cdmpp.dataset.split_makers import ordered
+from cdmpp.dataset.split import ordered
 from cdmpp.errors import PredictorError, SplitError
 from cdmpp.predictor.config import Config, TrainConfig, dump_config
 from cdmpp.predictor.data import TrainingData, gather, split_data, subset
-from cdmpp.predictor.elsewhere import DeviceScaling, fit_scaling
 from cdmpp.predictor.encoding import FeatureEncoder, signed_log1p
+from cdmpp.predictor.evidence import DeviceScaling, fit_scaling
 from cdmpp.predictor.predictor import Predictor
 from cdmpp.predictor.selection import TaskSelection, select_tasks, write_task_file
 from cdmpp.predictor.training import (
@@ -38,7 +38,7 @@ from cdmpp.predictor.training import (
     calibrated,
     encode,
     prepare,
-    recorded,
+    recorder,
     training_summary,
 )
 
@@ -69,24 +69,9 @@ _BATCHES_PER_EPOCH = 20
 
 @dataclass(frozen=True)
 class FinetuneResult:
-    """What a finetuning gives.
-
-    Attributes
-    ----------
-    predictor, split
-        The finetuned predictor and the few-shot split that it may be scored on; None where the device has no
-        records yet, the split also where no record of the device is left to score.
-    data
-        What it was trained on.
-    selection
-        The chosen tasks; ``selection.tasks`` is empty where the device has no records yet.
-    task_file
-        File with the chosen tasks, to be profiled.
-    next_command
-        What to run next where the device has no records yet, else None.
-    history
-        One line an epoch.
-    """
+    """What a finetuning gives. ``predictor``, and ``split``, the few-shot split that it may be scored on, are None where
+    the device has no records yet; then ``selection.tasks`` is empty, ``task_file`` lists the tasks to be profiled, and
+    ``next_command`` does it. ``split`` is also None where no record of the device is left to score."""
 
     predictor: Predictor | None
     split: Split | None
@@ -117,21 +102,16 @@ def finetune(
     config: Config | None = None,
     progress: ProgressCallback | None = None,
 ) -> FinetuneResult:
-    """Teach a predictor a device and write a run folder.
+    """Teach a predictor (or the one in a folder) a device and write a run folder.
 
-    It trains on the chosen tasks' records of the device, and half of each batch, at most, on records of other
-    devices and tasks it was trained on before. Training stops by programs of the chosen tasks that are held out.
+    It trains on the chosen tasks' records of the device, and half of each batch, at most, on records of other devices and
+    tasks it was trained on before. Training stops by programs of the chosen tasks that are held out. Where the device has
+    no records, the result is a file of the chosen tasks and the command that profiles them.
 
     Parameters
     ----------
-    predictor
-        Where to start, or its folder.
     datasets
         Data or dataset folders: the device's records and, to be kept in mind, others.
-    device
-        The device, known to the predictor or not.
-    out
-        The run folder.
     tasks
         How many tasks to choose, or which; None takes every task with records of the device.
     select, seed
@@ -145,11 +125,6 @@ def finetune(
         Its ``loss``, ``train`` and ``data`` are used; model, encoder and label transform are the predictor's.
     progress
         Called with every epoch's history line.
-
-    Returns
-    -------
-    Where the device has no records: without predictor, with the file of the chosen tasks and the command that
-    profiles them.
 
     Raises
     ------
@@ -182,8 +157,7 @@ def finetune(
     if job.split is not None:  # cdmpp report scores a run by it
         (out / "split.json").write_text(job.split.to_json(), encoding="utf-8")
     history: list[dict[str, Any]] = []
-    with recorded(out, history, progress) as record:
-        tuned, used = job.run(record)
+    tuned, used = job.run(recorder(out, history, progress))
     tuned = calibrated(tuned, data, used, scaling=job.scaling(tuned, used))
     tuned.save(out / "predictor")
     return FinetuneResult(tuned, job.split, data, selection, task_file, None, history)
@@ -202,31 +176,16 @@ def few_shot(
 ) -> tuple[Predictor, Split]:
     """A predictor that saw ``k`` tasks of a device, and the split whose test part are the device's other tasks.
 
-    Parameters
-    ----------
-    predictor
-        One that never saw the device, or the configuration to train one with, on the records of the other devices.
-    data
-        Records of the device and of others.
-    device, k, select, seed
-        As :func:`finetune` takes them. Tasks are chosen among those with records on the device and on another.
-    config
-        Of the finetuning, with its seed; None takes :func:`finetune_config`.
-    adapt
-        Fraction of the device's other programs that may be looked at without labels, and are not tested; for
-        ``config.loss.cmd_weight``.
-
-    Returns
-    -------
-    Predictor and split, for ``evaluate(predictor, data, split)``.
+    ``predictor`` is one that never saw the device, or the configuration to train one with, on the records of the other
+    devices. Tasks are chosen among those with records on the device and on another. Other arguments are those of
+    :func:`finetune`.
 
     Raises
     ------
     PredictorError
-        The predictor was trained on records of the device: its figures would not be those of an unseen one.
-        Otherwise as :func:`finetune`.
+        The predictor was trained on the device; no records of it; fewer than two programs to learn from.
     SplitError
-        Nothing is left to train on or to test.
+        No task is left to test.
     """
     name = _device_name(device, data)
     if isinstance(predictor, Config):
@@ -259,18 +218,8 @@ def choose_tasks(
     select: str = "kmeans",
     seed: int = 0,
 ) -> TaskSelection:
-    """The tasks to teach a device by, see :func:`finetune`; without records of it, ``tasks`` is empty.
-
-    Parameters
-    ----------
-    device
-        Canonical name.
-
-    Raises
-    ------
-    PredictorError
-        No named task has records on the device; nothing to choose from.
-    """
+    """The tasks to teach a device (canonical name) by, see :func:`finetune`; without records of it, ``tasks`` is empty.
+    PredictorError where no named task has records on the device, or there is nothing to choose from."""
     on_device = _on(data, device)
     measured = sorted(set(data.labels["task"][on_device]))
     if isinstance(tasks, int):
@@ -298,8 +247,7 @@ def choose_tasks(
     return TaskSelection(chosen_tasks, tuple(wanted), "named", seed, "none", len(measured))
 
 
-@dataclass(frozen=True)
-class _Rows:
+class _Rows(NamedTuple):
     """Row numbers of the label table: records of the device to train and to stop by, and of others to replay."""
 
     new: NDArray[np.int64]
@@ -361,9 +309,6 @@ class _Finetuning:
             base.transform,
             arrays.take(known),
             arrays.take(stop),
-            encoder.leaf_dim,
-            encoder.device_dim,
-            encoder.pair_dim,
             arrays.unlabelled(target),
             starting_weights(base, fresh),
             lambda rng: mixed_batches(len(rows.new), len(rows.replay), config.train.batch_size, rng),
@@ -462,19 +407,11 @@ def extend_encoder(
 ) -> tuple[FeatureEncoder, NDArray[np.int64]]:
     """Make device features that were constant in training, and so are hidden, tell a new device from the known.
 
-    Known devices are encoded as before, and so are all features that varied. Where a feature did not vary and has
-    another value on the new device, that is encoded as 1 or -1.
+    Known devices are encoded as before, and so are all features that varied. Where a feature did not vary and has another
+    value on the new device, that is encoded as 1 or -1. ``known`` and ``vector`` are raw features of the training devices
+    and of the new one, float64 (device_features,).
 
-    Parameters
-    ----------
-    known
-        Raw features of the training devices.
-    vector
-        Raw features of the new device, float64 (device_features,).
-
-    Returns
-    -------
-    The encoder, and the columns of an encoded device that were 0 in training and are not on the new device.
+    Gives the encoder, and the columns of an encoded device that were 0 in training and are not on the new device.
     """
     scaler = encoder.device
     logs = signed_log1p(vector)

@@ -20,7 +20,7 @@ Definitions
     ``top1_regret_median`` is the median in place of the mean, ``top1_regret_of_32`` the median over those with at least
     32 programs: where there are few to choose from, choosing is easy.
 ``noise_floor_mape``
-    Expected MAPE of a perfect predictor, given the labels' noise (:mod:`cdmpp.dataset.noise`): mean error
+    Expected MAPE of a perfect predictor, given the labels' noise (:mod:`cdmpp.dataset.labels`): mean error
     floor of the labels, or half of the mean noise where error floors are not given.
 
 A metric that is not defined on the records (no pair, no noise figure) is None.
@@ -67,25 +67,12 @@ def evaluate_predictions(
     noise: ArrayLike | None = None,
     error_floor: ArrayLike | None = None,
 ) -> Metrics:
-    """Score predictions; see the module's text for every definition.
+    """Score predictions of n records in seconds; see the module's text for every definition.
 
-    Parameters
-    ----------
-    label_s, predicted_s
-        Seconds, shape (n,).
-    task, device
-        Task and device of each record, length n; programs are ranked within both.
-    noise
-        Relative split-half noise of each label, shape (n,); NaN where unknown. Decides which pairs are ties.
-    error_floor
-        Expected relative error of a perfect predictor on each label, shape (n,); NaN where unknown.
-
-    Raises
-    ------
-    LabelError
-        A label is not finite and positive.
-    PredictorError
-        A prediction is not finite and positive, lengths differ, or there are no records.
+    Programs are ranked within task and device. ``noise`` is the relative split-half noise of each label, and decides which
+    pairs are ties; ``error_floor`` the expected relative error of a perfect predictor on it; NaN where unknown. LabelError
+    where a label is not finite and positive; PredictorError where a prediction is not, where lengths differ, or without
+    records.
     """
     labels = np.asarray(label_s, dtype=np.float64)
     predictions = np.asarray(predicted_s, dtype=np.float64)
@@ -125,17 +112,9 @@ def evaluate_groups(
     error_floor: ArrayLike | None,
     groups: Mapping[str, Sequence[Iterable[str]]],
 ) -> dict[str, dict[str, Metrics]]:
-    """Score subsets of the records.
+    """Score subsets of the records: grouping (such as ``"network"``) -> group -> metrics, groups sorted by name.
 
-    Parameters
-    ----------
-    groups
-        Grouping (such as ``"network"``) -> for each record the groups it belongs to. A record may be in
-        several (a task of two networks) or none.
-
-    Returns
-    -------
-    Grouping -> group -> metrics, groups sorted by name.
+    ``groups`` are grouping -> for each record the groups it belongs to: several (a task of two networks) or none.
     """
     labels, predictions = np.asarray(label_s, dtype=np.float64), np.asarray(predicted_s, dtype=np.float64)
     noises = _or_unknown(noise, len(labels))

@@ -28,7 +28,7 @@ _BASE = 10000.0
 
 
 def positional_encoding(positions: ArrayLike, dim: int, variant: str = "standard") -> NDArray[np.float32]:
-    """Encode pre-order positions.
+    """Encode pre-order positions, float32 ``positions.shape + (dim,)``, values in [-1, 1].
 
     Column ``k`` is ``sin(pos * f_k)`` for even ``k`` and ``cos(pos * f_k)`` for odd ``k``, with the frequencies
 
@@ -37,24 +37,7 @@ def positional_encoding(positions: ArrayLike, dim: int, variant: str = "standard
     * ``paper``: ``f_k = 10000 ** (-2 * k / dim)``, CDMPP's formula with ``k`` counting columns. Frequencies fall
       twice as fast, to 1e-8, and no two columns share one.
 
-    Parameters
-    ----------
-    positions
-        Non-negative integers of any shape.
-    dim
-        Columns; at least 1, may be odd.
-    variant
-        One of :data:`VARIANTS`.
-
-    Returns
-    -------
-    encoding
-        float32, ``positions.shape + (dim,)``, values in [-1, 1].
-
-    Raises
-    ------
-    PredictorError
-        Unknown variant, no columns or a negative position.
+    PredictorError for an unknown variant, no columns or a negative position.
     """
     if variant not in VARIANTS:
         raise PredictorError(
@@ -95,14 +78,9 @@ class PreOrderEncoding(nn.Module):
 class PiecewiseLinear(nn.Module):
     """Piecewise-linear encoding of numerical features (Gorishniy et al., NeurIPS 2022, section 3.2).
 
-    Each feature is cut into bins at quantiles of the training data; a value fills the bins below it, its own in part,
-    and none above. A linear layer on top can then treat an extent of 7 unlike one of 8, which it cannot from the
-    value itself.
-
-    Parameters
-    ----------
-    features, bins
-        Number of features, and of bins of each. Features with fewer distinct values use fewer.
+    Each feature is cut into bins at quantiles of the training data (fewer for few distinct values); a value fills the bins
+    below it, its own in part, and none above. A linear layer on top can then treat an extent of 7 unlike one of 8, which it
+    cannot from the value itself.
     """
 
     def __init__(self, features: int, bins: int) -> None:
@@ -160,15 +138,8 @@ class AttentionPooling(nn.Module):
 
 
 class LatencyNetwork(nn.Module):
-    """Leaves, positions, mask and device -> one standardised label a program.
-
-    Parameters
-    ----------
-    config
-        Sizes and variants.
-    leaf_dim, device_dim, pair_dim, code_dim
-        Widths of an encoded leaf, and of the parts of a :class:`~cdmpp.predictor.batching.Context`.
-    """
+    """Leaves, positions, mask and device -> one standardised label a program. Takes the widths of an encoded leaf, and of
+    the parts of a :class:`~cdmpp.predictor.batching.Context`."""
 
     def __init__(
         self, config: ModelConfig, leaf_dim: int, device_dim: int, pair_dim: int = 0, code_dim: int = 0
@@ -281,7 +252,7 @@ class LatencyNetwork(nn.Module):
 
     def decode_compiled(self, embedding: torch.Tensor, context: Context) -> torch.Tensor:
         """Standardised labels with instruction counts, shape (batch,), which all rows must have: corrections of how long the
-        instructions take (:mod:`cdmpp.predictor.instruction_time`)."""
+        instructions take (:mod:`cdmpp.predictor.pair_features`)."""
         assert self.compiled_decoder is not None
         code = _with_flag(context.code)
         known = [*self._device_and_pair(context), code]

@@ -13,24 +13,25 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from cdmpp.device import Device, device_features, get_device
-from cdmpp.errors import PredictorError
-from cdmpp.predictor.batching import PackedPrograms, PairArrays
+from cdmpp.errors import PredictorError, ProgramError
+from cdmpp.predictor.batching import PairArrays
 from cdmpp.predictor.checkpoint import load_fields, save_fields
-from cdmpp.predictor.elsewhere import DeviceScaling, combine
 from cdmpp.predictor.encoding import FeatureEncoder
-from cdmpp.predictor.evidence import NO_EVIDENCE, Evidence, check_one_kind
-from cdmpp.predictor.familiarity import Familiarity
-from cdmpp.predictor.instruction_time import code_rows
+from cdmpp.predictor.evidence import NO_EVIDENCE, DeviceScaling, Evidence, check_one_kind, combine
 from cdmpp.predictor.network import LatencyNetwork, predict_labels
-from cdmpp.predictor.pair_features import pair_rows
+from cdmpp.predictor.pair_features import GENERAL_PAIRS, code_rows, pair_rows
 from cdmpp.predictor.roofline import estimate_s, references_s
 from cdmpp.predictor.transforms import LabelTransform
-from cdmpp.predictor.uncertainty import Calibration, check_coverage
+from cdmpp.predictor.uncertainty import ALL_DEVICES, Calibration, Familiarity, check_coverage
 from cdmpp.program.ast import CompactAST, compact_asts
+from cdmpp.program.tvm_env import import_tvm
 from cdmpp.program.types import Program, Task
 
 if TYPE_CHECKING:
     from cdmpp.predictor.data import TrainingData
+
+#: Coverage of the intervals given with predictions.
+COVERAGE = 0.9
 
 _DEFAULT_FOLDER = Path(__file__).parent / "weights" / "default"
 
@@ -42,31 +43,12 @@ Resolver = Callable[[Program], Any]
 class Predictor:
     """A trained latency model. Make one with :func:`cdmpp.predictor.train`, :meth:`load` or :meth:`default`.
 
-    Attributes
-    ----------
-    network
-        The network, with its weights.
-    encoder, transform
-        Feature encoder and label transform fitted on the training data.
-    devices
-        Devices seen in training: name -> raw device features, as :func:`cdmpp.device.device_features` gave
-        them.
-    specs
-        The same devices' specifications.
-    training
-        Summary of the training data and run (JSON values): records, tasks, split, validation error.
-    calibration, familiarity
-        What :meth:`predict_interval` and :meth:`unfamiliar` need; None for a predictor that was saved before
-        there were any (:func:`cdmpp.predictor.uncertainty.calibrated` adds them).
-    compiled_calibration
-        The same as ``calibration``, of predictions that are told the instructions of the compiled program; None for a
-        predictor that takes none.
-    scaling, measured_calibration
-        How latencies measured on other devices are scaled, and ``calibration`` of predictions that are told some; None for
-        one that was not taught, and of the calibration where no program was measured on two devices.
-    device_factors
-        Device -> what the network's latencies there are multiplied by, 1 for all others: by how much a device that came to
-        a trained network is slower than expected (:mod:`cdmpp.predictor.finetuning`).
+    ``devices`` and ``specs`` are those of training, by name: raw features, and specification. ``training`` is a summary of
+    the training data and run (JSON values). What :meth:`predict_interval` and :meth:`unfamiliar` need may be None for a
+    predictor that was saved without: ``familiarity``, and one calibration for each kind of evidence (none, compiled code,
+    latencies measured on other devices, which ``scaling`` scales). The network's latencies on a device in
+    ``device_factors`` are multiplied by its factor: by how much a device that came to a trained network is slower than
+    expected (:mod:`cdmpp.predictor.finetuning`).
     """
 
     network: LatencyNetwork = field(repr=False)
@@ -91,7 +73,7 @@ class Predictor:
         compiled: bool = False,
         measured: Mapping[str, ArrayLike] | None = None,
     ) -> Any:
-        """Latency in seconds.
+        """Latency in seconds: a float for one program, a float64 array of shape (n,) for a list.
 
         Parameters
         ----------
@@ -104,16 +86,12 @@ class Predictor:
         resolver
             Gives the AST or PrimFunc of a Program (such as ``cdmpp.predictor.program_resolver(dataset)``).
         compiled
-            Compile the programs for the device's target, on this machine and without running them, and tell the network
+            Compile the programs for the device's target, on this machine and without running them, and give the network
             their instructions: more accurate, at the price of a compilation each. x86 CPUs only; a program that does
             not compile is predicted without.
         measured
             What the programs took on other devices of the same kind (CPU, GPU): a device -> seconds, float or (n,), NaN where
-            unknown. They are scaled and weighed in (:mod:`cdmpp.predictor.elsewhere`). Not together with ``compiled``.
-
-        Returns
-        -------
-        A float for one program, a float64 array of shape (n,) for a list.
+            unknown. They are scaled and weighed in (:mod:`cdmpp.predictor.evidence`). Not together with ``compiled``.
 
         Raises
         ------
@@ -122,12 +100,10 @@ class Predictor:
         ProgramError
             A program has no computation or cannot be read; ``compiled`` with an AST or a device that is no x86 CPU.
         PredictorError
-            A Program was given without a resolver; ``compiled`` with an AST, a device that is no x86 CPU, or a predictor
-            that was not trained to be told instructions; ``measured`` on a device of another kind, or what are no
-            latencies (:func:`cdmpp.predictor.elsewhere.predict_scaled`).
+            A Program was given without a resolver; ``compiled`` with a predictor that takes no instructions; ``measured`` on a
+            device of another kind, or what are no latencies.
         """
-        many = isinstance(programs, list | tuple)
-        items = [_resolved(program, resolver) for program in (programs if many else [programs])]
+        items, many = _resolved(programs, resolver)
         evidence = self.evidence(items, device, compiled=compiled, measured=measured)
         seconds = self.predict_asts(_as_asts(items), device, evidence)
         return seconds if many else float(seconds[0])
@@ -184,37 +160,20 @@ class Predictor:
         self,
         programs: Any,
         device: str | Device,
-        coverage: float = 0.9,
+        coverage: float = COVERAGE,
         resolver: Resolver | None = None,
         compiled: bool = False,
         measured: Mapping[str, ArrayLike] | None = None,
     ) -> tuple[Any, Any]:
-        """Lowest and highest latency in seconds that the measurement of a program falls between.
+        """Lowest and highest latency in seconds that the measurement of a program falls between with probability
+        ``coverage``: floats for one program, float64 arrays (n,) for a list. The prediction is their geometric middle.
 
-        Split conformal, see :mod:`cdmpp.predictor.uncertainty` for what is guaranteed and when it is not. The
-        prediction is the interval's geometric middle.
-
-        Parameters
-        ----------
-        programs, device, resolver, compiled, measured
-            As :meth:`predict` takes them.
-        coverage
-            Part of the measurements that should fall between, above 0 and below 1.
-
-        Returns
-        -------
-        ``(low, high)``: floats for one program, float64 arrays of shape (n,) for a list.
-
-        Raises
-        ------
-        PredictorError
-            The predictor was not calibrated, or on too few tasks for this coverage; a coverage out of range.
-        UnknownDeviceError, ProgramError
-            As :meth:`predict` does.
+        Split conformal, see :mod:`cdmpp.predictor.uncertainty` for what is guaranteed and when it is not. Other arguments
+        and errors are those of :meth:`predict`; besides, a PredictorError where the predictor was not calibrated, or on too
+        few tasks for this coverage.
         """
         check_coverage(coverage)
-        many = isinstance(programs, list | tuple)
-        items = [_resolved(program, resolver) for program in (programs if many else [programs])]
+        items, many = _resolved(programs, resolver)
         evidence = self.evidence(items, device, compiled=compiled, measured=measured)
         calibration = self.calibration_of(evidence)
         if calibration is None:
@@ -231,33 +190,15 @@ class Predictor:
         return self.calibration if evidence.code is None else self.compiled_calibration
 
     def unfamiliar(self, programs: Any, device: str | Device, *, resolver: Resolver | None = None) -> Any:
-        """Whether programs on a device are far from the training data, so that little speaks for the prediction.
-
-        What is far is defined in :mod:`cdmpp.predictor.familiarity`.
-
-        Parameters
-        ----------
-        programs, device, resolver
-            As :meth:`predict` takes them.
-
-        Returns
-        -------
-        A bool for one program, a bool array of shape (n,) for a list.
-
-        Raises
-        ------
-        PredictorError
-            The predictor was saved without what this needs.
-        UnknownDeviceError, ProgramError
-            As :meth:`predict` does.
-        """
+        """Whether programs on a device are far from the training data (:mod:`cdmpp.predictor.uncertainty`), so that little
+        speaks for the prediction: a bool for one program, a bool array of shape (n,) for a list. Arguments and errors as of
+        :meth:`predict`; a PredictorError where the predictor was saved without what this needs."""
         if self.familiarity is None:
             raise PredictorError(
                 "this predictor does not know how far its training data reach: train it again"
             )
-        many = isinstance(programs, list | tuple)
-        asts = _as_asts([_resolved(program, resolver) for program in (programs if many else [programs])])
-        flags = self.familiarity.unfamiliar(self.encoder, asts, self.device_vector(device))
+        items, many = _resolved(programs, resolver)
+        flags = self.familiarity.unfamiliar(self.encoder, _as_asts(items), self.device_vector(device))
         return flags if many else bool(flags[0])
 
     def predict_asts(
@@ -287,7 +228,11 @@ class Predictor:
         device_index = np.asarray(device_index)
         labels = predict_labels(self.network, self.encode(asts, devices, device_index, evidence.code))
         factors = np.array([self.device_factor(device) for device in devices])[device_index]
-        seconds = self.transform.inverse(labels, self._references_s(asts, devices, device_index)) * factors
+        references = None
+        if self.transform.relative:
+            known = [self.device(device) for device in devices]
+            references = references_s(self.transform.relative_to, asts, [known[i] for i in device_index])
+        seconds = self.transform.inverse(labels, references) * factors
         if evidence.elsewhere is None:
             return seconds
         return self._combined(asts, devices, device_index, seconds, evidence.elsewhere)
@@ -300,7 +245,7 @@ class Predictor:
         predicted_s: NDArray[np.float64],
         elsewhere: Sequence[tuple[Device, NDArray[np.float64]]],
     ) -> NDArray[np.float64]:
-        """Predictions of pairs combined with what was measured elsewhere (:mod:`cdmpp.predictor.elsewhere`)."""
+        """Predictions of pairs combined with what was measured elsewhere (:mod:`cdmpp.predictor.evidence`)."""
         self.check_scales()
         assert self.scaling is not None
         # one program may be in many pairs: it is predicted once on each device where it was measured
@@ -353,28 +298,18 @@ class Predictor:
     ) -> PairArrays:
         """``asts[i]`` on ``devices[device_index[i]]`` as the network takes them; ``counts`` are instruction counts,
         (n, len(CODEGEN_FEATURES)), rows of NaN where unknown."""
-        encoder, known, program = (
-            self.encoder,
-            [self.device(device) for device in devices],
-            np.arange(len(asts)),
-        )
-        pair = np.zeros((len(asts), 0), np.float32)
-        if encoder.pair_dim:
-            pair = encoder.encode_pairs(pair_rows(asts, known, program, device_index))
-            unseen = np.array([self.uses_general_features_only(device) for device in devices])[device_index]
-            pair[unseen] *= encoder.general_pairs()
-        code, has_code = np.zeros((len(asts), encoder.code_dim), np.float32), np.zeros(len(asts), bool)
+        encoder, program = self.encoder, np.arange(len(asts))
+        known = [self.device(device) for device in devices]
+        pair = pair_rows(asts, known, program, device_index) if encoder.pair_dim else None
+        code = None
         if encoder.code_dim and counts is not None:
-            code, has_code = encoder.encode_codes(*code_rows(counts, asts, known, program, device_index))
-        return PairArrays(
-            PackedPrograms.pack(asts, encoder),
-            torch.from_numpy(self.encode_devices(devices)),
-            program,
-            device_index,
-            torch.from_numpy(pair),
-            torch.from_numpy(code),
-            torch.from_numpy(has_code),
-        )
+            code = code_rows(counts, asts, known, program, device_index)
+        rows = self.encode_devices(devices)
+        arrays = PairArrays.encode(encoder, asts, rows, program, device_index, pair, code)
+        if encoder.pair_dim:
+            unseen = np.array([self.uses_general_features_only(device) for device in devices])[device_index]
+            arrays.pair[unseen] *= torch.from_numpy(GENERAL_PAIRS)
+        return arrays
 
     def uses_general_features_only(self, device: str | Device) -> bool:
         """Whether the network is given only the features that carry over to GPUs it was not trained on."""
@@ -382,23 +317,9 @@ class Predictor:
             return False
         return self.device_name(device) not in self.devices and self.device(device).kind == "gpu"
 
-    def _references_s(
-        self, asts: Sequence[CompactAST], devices: Sequence[str | Device], device_index: NDArray[np.int64]
-    ) -> NDArray[np.float64] | None:
-        """What predicted labels are relative to, seconds (n,); None for a predictor of the latency itself."""
-        if not self.transform.relative:
-            return None
-        known = [self.device(device) for device in devices]
-        return references_s(self.transform.relative_to, asts, [known[i] for i in device_index])
-
     def device(self, device: str | Device) -> Device:
-        """A device by its name: as in training where it was seen, else of the device table.
-
-        Raises
-        ------
-        PredictorError
-            It is not the device that had its name in training.
-        """
+        """A device by its name: as in training where it was seen, else of the device table; PredictorError where it is not
+        the device that had its name in training."""
         if isinstance(device, str) and device in self.specs:
             return self.specs[device]
         found = get_device(device) if isinstance(device, str) else device
@@ -428,15 +349,8 @@ class Predictor:
 
     @classmethod
     def load(cls, folder: str | Path) -> Predictor:
-        """Load a predictor folder, or the run folder that holds one.
-
-        Raises
-        ------
-        FeatureMismatchError
-            It was trained on another feature set than this cdmpp computes.
-        PredictorError
-            Missing, damaged, incomplete or of another version.
-        """
+        """Load a predictor folder, or the run folder that holds one; FeatureMismatchError where it was trained on another
+        feature set than this cdmpp computes, PredictorError where it is missing, damaged, incomplete or of another version."""
         return cls(**load_fields(Path(folder)))
 
     @classmethod
@@ -458,18 +372,89 @@ def predict(
     compiled: bool = False,
     measured: Mapping[str, ArrayLike] | None = None,
 ) -> Any:
-    """Latency in seconds: :meth:`Predictor.predict` with the predictor that ships, or another.
-
-    Parameters
-    ----------
-    predictor
-        A predictor, its folder, or ``"default"``.
-    compiled
-        Tell it what a compiler makes of the programs.
-    measured
-        Tell it what the programs took on other devices.
-    """
+    """Latency in seconds: :meth:`Predictor.predict` with the predictor that ships (``"default"``), or another, or its
+    folder."""
     return load_predictor(predictor).predict(programs, device, compiled=compiled, measured=measured)
+
+
+def predict_program_file(
+    predictor: Predictor,
+    path: str | Path,
+    device: str | Device,
+    *,
+    compiled: bool = False,
+    measured: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """Predicted latency of one program: a PrimFunc or IRModule as TVM's JSON (``tvm.ir.save_json``); ProgramError where the
+    file is missing or is not such JSON. ``compiled`` and ``measured`` as :meth:`Predictor.predict` takes them.
+
+    Returns
+    -------
+    dict
+        ``program``, ``device``, ``latency_s``, ``compiled``, ``measured`` (device -> seconds, as given), ``low_s`` and
+        ``high_s`` (its interval, None where the predictor has none), ``coverage`` of the interval, ``unfamiliar`` (whether
+        it is far from the training data, None where the predictor cannot tell), and ``note`` where the prediction needs
+        one.
+    """
+    tvm = import_tvm()
+    resolved = get_device(device) if isinstance(device, str) else device
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as err:
+        raise ProgramError(f"cannot read {path}: {err}") from err
+    try:
+        program = tvm.ir.load_json(text)
+    except Exception as err:  # TVM raises its own error types for anything that is not its JSON
+        raise ProgramError(f"{path} is no TIR: expected what tvm.ir.save_json(prim_func) writes") from err
+    if not isinstance(program, tvm.tirx.PrimFunc | tvm.IRModule):
+        raise ProgramError(f"{path} holds a {type(program).__name__}: expected a PrimFunc or an IRModule")
+    ast = compact_asts([program])[0]
+    evidence = predictor.evidence([program], resolved, compiled=compiled, measured=measured)
+    latency_s = float(predictor.predict_asts([ast], resolved, evidence)[0])
+    low_s, high_s = seconds_interval(predictor, latency_s, resolved, evidence)
+    return {
+        "program": str(path),
+        "device": resolved.name,
+        "latency_s": latency_s,
+        "compiled": compiled,
+        "measured": dict(measured or {}),
+        "low_s": low_s,
+        "high_s": high_s,
+        "coverage": COVERAGE,
+        "unfamiliar": None if predictor.familiarity is None else predictor.unfamiliar(ast, resolved),
+        "note": prediction_note(predictor, resolved),
+    }
+
+
+def seconds_interval(
+    predictor: Predictor, latency_s: float, device: Device, evidence: Evidence
+) -> tuple[float, float] | tuple[None, None]:
+    """Lowest and highest seconds, None where the predictor cannot say (:func:`prediction_note` says why)."""
+    calibration = predictor.calibration_of(evidence)
+    if calibration is None or not calibration.supports(COVERAGE):
+        return None, None
+    factor = math.exp(calibration.half_width(predictor.device_name(device), COVERAGE))
+    return latency_s / factor, latency_s * factor
+
+
+def prediction_note(predictor: Predictor, device: Device) -> str:
+    """What to keep in mind about predictions on a device."""
+    notes = []
+    seen = device.name in predictor.devices
+    if not seen:
+        known = ", ".join(predictor.devices)
+        notes.append(
+            f"{device.name} is not among the devices of training ({known}): these are extrapolations"
+        )
+    if predictor.calibration is None:
+        notes.append("the predictor was not calibrated, so there are no intervals")
+    elif not predictor.calibration.supports(COVERAGE):
+        units = f"{predictor.calibration.pooled.units} {predictor.calibration.unit}s"
+        notes.append(f"calibrated on {units}, too few for intervals of {100 * COVERAGE:g} %")
+    elif predictor.calibration.basis(device.name, COVERAGE) == ALL_DEVICES:
+        why = " because it has too few calibration records of its own" if seen else ""
+        notes.append(f"intervals are those of all devices of training pooled{why}")
+    return "; ".join(notes)
 
 
 def load_predictor(predictor: Predictor | str | Path) -> Predictor:
@@ -495,10 +480,14 @@ def _checked_seconds(values: ArrayLike, n: int, device: str) -> NDArray[np.float
     return seconds
 
 
-def _resolved(program: Any, resolver: Resolver | None) -> Any:
-    """An AST or what one can be made of."""
-    if isinstance(program, Program):
-        if resolver is None:
-            raise PredictorError(f"program {program.hash} is a reference: pass resolver= to predict it")
-        program = resolver(program)
-    return program.prim_func() if isinstance(program, Task) else program
+def _resolved(programs: Any, resolver: Resolver | None) -> tuple[list[Any], bool]:
+    """ASTs, or what some can be made of, and whether a list was given."""
+    many = isinstance(programs, list | tuple)
+    items = []
+    for program in programs if many else [programs]:
+        if isinstance(program, Program):
+            if resolver is None:
+                raise PredictorError(f"program {program.hash} is a reference: pass resolver= to predict it")
+            program = resolver(program)
+        items.append(program.prim_func() if isinstance(program, Task) else program)
+    return items, many

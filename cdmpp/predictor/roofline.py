@@ -82,29 +82,13 @@ _FP_OPS = ("fadd", "fmul", "fma", "fdiv", "fminmax")
 class ProgramView:
     """Numbers of n programs, each float64 or bool (n,). The *main leaf* is the one with the most operations.
 
-    Attributes
-    ----------
-    flops
-        Floating-point operations.
-    io_bytes
-        Bytes of inputs and outputs; what a program allocates in between is left out, as it may stay in a cache.
-    columns, rows, batch
-        Output loops of the main leaf: the innermost, the one around it, the product of the others; 1 where there is none.
-    depth
-        Product of its reduction loops.
-    outputs
-        columns * rows * batch.
-    parallel
-        Parallel iterations of the main leaf.
-    blocks, threads, shared_bytes
-        Of the largest GPU launch of the program; 1, 1 and 0 without.
-    scheduled_for_gpu
-        Whether a loop is bound to GPU blocks or threads. A program on a GPU that is not is run by a library.
-    contraction
-        Whether the main leaf is a sum of products: what matrix units do.
-    windowed
-        Whether it reduces over several loops, as a convolution does: libraries then run a product of matrices over all
-        output points at once.
+    ``io_bytes`` are those of inputs and outputs; what a program allocates in between is left out, as it may stay in a
+    cache. Of the main leaf, ``columns``, ``rows`` and ``batch`` are output loops (the innermost, the one around it, the
+    product of the others; 1 where there is none), ``depth`` is the product of its reduction loops, ``parallel`` its
+    parallel iterations. ``blocks``, ``threads`` and ``shared_bytes`` are of the largest GPU launch (1, 1 and 0 without). A
+    program on a GPU that is not ``scheduled_for_gpu`` (no loop is bound to blocks or threads) is run by a library. A
+    ``contraction`` is a sum of products: what matrix units do. A ``windowed`` program reduces over several loops, as a
+    convolution does: libraries then run a product of matrices over all output points at once.
     """
 
     flops: FloatArray
@@ -354,10 +338,7 @@ REFERENCES: dict[str, Callable[[Sequence[CompactAST], Device], FloatArray]] = {
 def reference_s(kind: str, asts: Sequence[CompactAST], device: Device) -> FloatArray:
     """Reference latencies of one of :data:`REFERENCES`, float64 seconds (n,), above 0.
 
-    Raises
-    ------
-    PredictorError
-        Unknown kind.
+    Raises PredictorError: unknown kind.
     """
     if kind not in REFERENCES:
         raise PredictorError(f"no reference {kind!r}; there are {', '.join(REFERENCES)}")

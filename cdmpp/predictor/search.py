@@ -19,16 +19,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cdmpp.errors import PredictorError
+from cdmpp.files import write_text
 from cdmpp.predictor.config import Config, config_from_dict, dump_config
-from cdmpp.predictor.data import TrainingData, gather, split_data
+from cdmpp.predictor.data import TrainingData, split_data
 from cdmpp.predictor.evidence import Evidence
+from cdmpp.predictor.training import as_data
 
 if TYPE_CHECKING:
     import optuna
-    from numpy.typing import NDArray
     from optuna.distributions import BaseDistribution
 
-    from cdmpp.dataset import DatasetView, Split
+    from cdmpp.dataset import DatasetView
     from cdmpp.predictor.baselines import LatencyModel
 
 STORAGE_FILE = "search.db"
@@ -52,16 +53,9 @@ TrialCallback = Callable[[dict[str, Any]], None]
 
 
 def search_space(model: str) -> dict[str, BaseDistribution]:
-    """Dotted option -> distribution.
-
-    Of ``ours`` the options are keys of the configuration; of the others, arguments of
-    :func:`cdmpp.predictor.baselines.make_model`.
-
-    Raises
-    ------
-    PredictorError
-        A model that is not one of :data:`SEARCHED_MODELS`, or Optuna is not installed.
-    """
+    """Dotted option -> distribution: keys of the configuration for ``ours``, else arguments of
+    :func:`cdmpp.predictor.baselines.make_model`. PredictorError for a model that is not one of :data:`SEARCHED_MODELS`, and
+    without Optuna."""
     try:
         from optuna.distributions import CategoricalDistribution as Choice
         from optuna.distributions import FloatDistribution as Float
@@ -121,18 +115,8 @@ def search_space(model: str) -> dict[str, BaseDistribution]:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found.
-
-    Attributes
-    ----------
-    summary
-        Content of ``summary.json``: model, split, seed, space, numbers of records, ``best`` and ``trials`` (each
-        number, state, values, what it is judged by (``value``, None unless complete), validation MAPE, that told the code,
-        epochs, seconds and what went wrong).
-    best
-        The best values as arguments of :func:`cdmpp.predictor.baselines.make_model`, ``name`` and ``seed``
-        included.
-    """
+    """What a search found: the content of ``summary.json``, and the best values as arguments of
+    :func:`cdmpp.predictor.baselines.make_model`, ``name`` and ``seed`` included."""
 
     summary: dict[str, Any]
     best: dict[str, Any]
@@ -158,16 +142,10 @@ def search(
         What is not searched: data, split, epochs, patience, threads, seed; of ours everything else too.
     datasets
         Data or dataset folders; None takes ``config.data.paths``.
-    out
-        The search folder.
     trials
         Trials in all, those of resumed searches, pruned and failed ones included.
-    model
-        One of :data:`SEARCHED_MODELS`.
     resume
         Go on with the search in ``out`` if there is one. A trial that was cut short does not count.
-    progress
-        Called when a trial ends.
 
     Raises
     ------
@@ -179,35 +157,22 @@ def search(
     """
     if trials < 1:
         raise PredictorError(f"a search needs at least one trial, got {trials}")
-    from cdmpp.predictor.baselines import make_model
-
-    space = search_space(model)
     out = Path(out)
     if not resume and (out / STORAGE_FILE).exists():
         raise PredictorError(f"{out} holds a search: resume it, or choose another folder")
-    data, split = _known_data(config, datasets)
-    study = _open_study(out, config, model, space, data, split)
-    options = _options(model, data, split)
-    if not study.trials:
-        start = config if model == "ours" else make_model(**trial_options(config, model, {}))
-        study.enqueue_trial(own_values(start, space))
-
-    def result() -> SearchResult:
-        return _result(study, config, model, space, split)
-
-    while _finished(study) < trials:
-        trial = study.ask(space)
-        _run_trial(study, trial, config, model, options, data, split)
-        _write(result(), config, out)
+    job = _Search(config, model, datasets, out)
+    while job.finished() < trials:
+        number = job.run_trial()
+        job.write()
         if progress is not None:
-            progress(_line(study.trials[trial.number]))
-    done = result()
+            progress(_line(job.study.trials[number]))
+    done = job.result()
     if done.summary["best"] is None:
         errors = [line["error"] for line in done.summary["trials"] if line["error"]]
         raise PredictorError(
             f"none of {len(done.summary['trials'])} trials succeeded; the first: {errors[0]}"
         )
-    _write(done, config, out)
+    job.write()
     return done
 
 
@@ -248,125 +213,162 @@ def trial_options(config: Config, model: str, values: Mapping[str, Any]) -> dict
     return {"name": model, "seed": seed, **nested, "train": {**shared, **nested.get("train", {})}}
 
 
-def _known_data(config: Config, datasets: Any) -> tuple[TrainingData, Split]:
-    """Data and split, the labels of the test part blanked: whatever would use them fails."""
-    if datasets is None and not config.data.paths:
-        raise PredictorError("no data: give dataset folders, or data.paths in the configuration")
-    if not isinstance(datasets, TrainingData):
-        datasets = gather(config.data.paths if datasets is None else datasets, config.data)
-    split = split_data(config.split.spec, datasets)
-    latency_s = datasets.labels["latency_s"].to_numpy(dtype=np.float64).copy()
-    latency_s[split.test] = np.nan
-    return replace(datasets, labels=datasets.labels.assign(latency_s=latency_s)), split
+class _Search:
+    """A study, new or gone on with, and what its trials share."""
 
+    def __init__(self, config: Config, model: str, datasets: Any, out: Path) -> None:
+        import optuna
+        from optuna.trial import TrialState
 
-def _options(model: str, data: TrainingData, split: Split) -> dict[str, Any]:
-    """What all trials of a model share because it is costly to make."""
-    if model != "xgboost-perstore" or data.view is None:
-        return {}
-    from cdmpp.predictor.baselines.per_store import collect_per_store
+        from cdmpp.predictor.baselines import make_model
 
-    rows = np.concatenate([split.train, split.valid])
-    return {"vectors": collect_per_store(data.view, data.labels["program"].iloc[rows])}
-
-
-def _open_study(
-    out: Path,
-    config: Config,
-    model: str,
-    space: Mapping[str, BaseDistribution],
-    data: TrainingData,
-    split: Split,
-) -> optuna.Study:
-    import optuna
-    from optuna.trial import TrialState
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    out.mkdir(parents=True, exist_ok=True)
-    study = optuna.create_study(
-        storage=f"sqlite:///{(out / STORAGE_FILE).resolve()}",
-        study_name="cdmpp",
-        direction="minimize",
-        pruner=optuna.pruners.MedianPruner(
-            n_startup_trials=_UNPRUNED_TRIALS,
-            n_warmup_steps=1 + math.ceil(_UNPRUNED_EPOCHS * config.train.epochs),  # epochs count from 1
-        ),
-        load_if_exists=True,
-    )
-    fingerprint = _fingerprint(config, model, space, data, split)
-    if study.user_attrs.get("fingerprint", fingerprint) != fingerprint:
-        raise PredictorError(
-            f"{out}: belongs to another model, configuration or other records; start a new search"
+        self._config, self._model, self._out = config, model, out
+        self._space = search_space(model)
+        data = as_data(config, datasets)
+        self._split = split_data(config.split.spec, data)
+        # the labels of the test part are blanked: whatever would use them fails
+        latency_s = data.labels["latency_s"].to_numpy(dtype=np.float64).copy()
+        latency_s[self._split.test] = np.nan
+        self._data = data = replace(data, labels=data.labels.assign(latency_s=latency_s))
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        out.mkdir(parents=True, exist_ok=True)
+        self.study = study = optuna.create_study(
+            storage=f"sqlite:///{(out / STORAGE_FILE).resolve()}",
+            study_name="cdmpp",
+            direction="minimize",
+            pruner=optuna.pruners.MedianPruner(
+                n_startup_trials=_UNPRUNED_TRIALS,
+                n_warmup_steps=1 + math.ceil(_UNPRUNED_EPOCHS * config.train.epochs),  # epochs count from 1
+            ),
+            load_if_exists=True,
         )
-    study.set_user_attr("fingerprint", fingerprint)
-    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-        study.tell(trial.number, state=TrialState.FAIL)  # it was cut short
-    # the sampler's state is not stored: with the same seed a resumed search would draw its first trials again
-    study.sampler = optuna.samplers.TPESampler(
-        seed=config.train.seed + len(study.trials), n_startup_trials=_RANDOM_TRIALS
-    )
-    return study
+        fingerprint = self._fingerprint()
+        if study.user_attrs.get("fingerprint", fingerprint) != fingerprint:
+            raise PredictorError(
+                f"{out}: belongs to another model, configuration or other records; start a new search"
+            )
+        study.set_user_attr("fingerprint", fingerprint)
+        for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            study.tell(trial.number, state=TrialState.FAIL)  # it was cut short
+        # the sampler's state is not stored: with the same seed a resumed search would draw its first trials again
+        study.sampler = optuna.samplers.TPESampler(
+            seed=config.train.seed + len(study.trials), n_startup_trials=_RANDOM_TRIALS
+        )
+        if not study.trials:
+            start = config if model == "ours" else make_model(**trial_options(config, model, {}))
+            study.enqueue_trial(own_values(start, self._space))
+        #: What all trials of a model share because it is costly to make.
+        self._shared: dict[str, Any] = {}
+        if model == "xgboost-perstore" and data.view is not None:
+            from cdmpp.predictor.baselines.xgboost import collect_per_store
 
+            rows = np.concatenate([self._split.train, self._split.valid])
+            self._shared["vectors"] = collect_per_store(data.view, data.labels["program"].iloc[rows])
 
-def _run_trial(
-    study: optuna.Study,
-    trial: optuna.Trial,
-    config: Config,
-    model: str,
-    options: Mapping[str, Any],
-    data: TrainingData,
-    split: Split,
-) -> None:
-    import optuna
-    from optuna.trial import TrialState
+    def finished(self) -> int:
+        """Trials that ended by themselves."""
+        return sum(_line(trial)["state"] in ("complete", "pruned", "failed") for trial in self.study.trials)
 
-    from cdmpp.predictor.baselines import make_model
+    def run_trial(self) -> int:
+        """Draw values, fit and judge; gives the trial's number."""
+        import optuna
+        from optuna.trial import TrialState
 
-    def report(line: Mapping[str, Any]) -> None:
-        trial.report(float(line["valid_mape"]), int(line["epoch"]))
-        if trial.should_prune():
-            raise optuna.TrialPruned
+        from cdmpp.predictor.baselines import make_model
 
-    extra = dict(options) if model.startswith("xgboost") else {"progress": report}
-    try:
-        fitted = make_model(**trial_options(config, model, trial.params), **extra)
-        fitted.fit(data, split)
-        latency_s = data.labels["latency_s"].to_numpy(dtype=np.float64)[split.valid]
-        errors = {
-            name: float(np.mean(np.abs(predicted_s / latency_s - 1)))
-            for name, predicted_s in _predictions(fitted, data, split.valid).items()
+        study, trial = self.study, self.study.ask(self._space)
+
+        def report(line: Mapping[str, Any]) -> None:
+            trial.report(float(line["valid_mape"]), int(line["epoch"]))
+            if trial.should_prune():
+                raise optuna.TrialPruned
+
+        extra = self._shared if self._model.startswith("xgboost") else {"progress": report}
+        try:
+            fitted = make_model(**trial_options(self._config, self._model, trial.params), **extra)
+            fitted.fit(self._data, self._split)
+            errors = self._errors(fitted)
+            if not all(math.isfinite(error) for error in errors.values()):
+                raise PredictorError(f"validation MAPE is {max(errors.values())}")
+        except optuna.TrialPruned:
+            study.tell(trial, state=TrialState.PRUNED)
+        except PredictorError as err:  # it diverged
+            trial.set_user_attr("error", str(err))
+            study.tell(trial, state=TrialState.FAIL)
+        else:
+            for name, error in errors.items():
+                trial.set_user_attr(name, error)
+            study.tell(trial, math.prod(errors.values()) ** (1 / len(errors)))
+        return trial.number
+
+    def _errors(self, fitted: LatencyModel) -> dict[str, float]:
+        """MAPE on the validation part by its name in a trial's line: ours also with instruction counts."""
+        from cdmpp.predictor.baselines import CdmppModel
+
+        data, rows = self._data, self._split.valid
+        predicted = {"valid_mape": fitted.predict(data, rows)}
+        ours = fitted.predictor_ if isinstance(fitted, CdmppModel) else None
+        if ours is not None and ours.encoder.code_dim and data.counted(rows).any():
+            evidence = Evidence.of_rows(data, rows, compiled=True)
+            predicted["valid_mape_compiled"] = ours.predict_rows(data, rows, evidence)
+        latency_s = data.labels["latency_s"].to_numpy(dtype=np.float64)[rows]
+        return {name: float(np.mean(np.abs(p / latency_s - 1))) for name, p in predicted.items()}
+
+    def result(self) -> SearchResult:
+        """What was found so far."""
+        config, model = self._config, self._model
+        lines = [_line(trial) for trial in self.study.trials]
+        complete = [line for line in lines if line["state"] == "complete"]
+        best = min(complete, key=lambda line: line["value"]) if complete else None
+        summary = {
+            "model": model,
+            "split": self._split.spec,
+            "seed": config.train.seed,
+            "n_train": len(self._split.train),
+            "n_valid": len(self._split.valid),
+            "space": _space_json(self._space),
+            "best": best,
+            "seconds": round(sum(line["seconds"] or 0.0 for line in lines), 3),
+            "trials": lines,
         }
-        if not all(math.isfinite(error) for error in errors.values()):
-            raise PredictorError(f"validation MAPE is {max(errors.values())}")
-    except optuna.TrialPruned:
-        study.tell(trial, state=TrialState.PRUNED)
-    except PredictorError as err:  # it diverged
-        trial.set_user_attr("error", str(err))
-        study.tell(trial, state=TrialState.FAIL)
-    else:
-        for name, error in errors.items():
-            trial.set_user_attr(name, error)
-        study.tell(trial, math.prod(errors.values()) ** (1 / len(errors)))
+        return SearchResult(summary, trial_options(config, model, best["values"]) if best else {})
 
+    def write(self) -> None:
+        """Write summary and, once a trial succeeded, the best values."""
+        import yaml
 
-def _predictions(
-    fitted: LatencyModel, data: TrainingData, rows: NDArray[np.int64]
-) -> dict[str, NDArray[np.float64]]:
-    """Name of an error in a trial's line -> predicted seconds, float64 (n,)."""
-    from cdmpp.predictor.baselines import CdmppModel
-
-    predicted = {"valid_mape": fitted.predict(data, rows)}
-    ours = fitted.predictor_ if isinstance(fitted, CdmppModel) else None
-    if ours is not None and ours.encoder.code_dim and data.counted(rows).any():
-        predicted["valid_mape_compiled"] = ours.predict_rows(
-            data, rows, Evidence.of_rows(data, rows, compiled=True)
+        result = self.result()
+        write_text(self._out / SUMMARY_FILE, json.dumps(result.summary, indent=1, allow_nan=False) + "\n")
+        best = result.summary["best"]
+        if best is None:
+            return
+        compiled = best["valid_mape_compiled"]
+        found = (
+            f"trial {best['trial']} of {len(result.summary['trials'])}, validation MAPE {best['valid_mape']:.4f}"
+            + ("" if compiled is None else f", told the compiled code {compiled:.4f}")
         )
-    return predicted
+        if self._model == "ours":
+            note = f"# Found by cdmpp search: {found}.\n"
+            text = dump_config(config_from_dict(result.best["config"]))
+        else:
+            note = f"# Arguments of cdmpp.predictor.baselines.make_model, found by cdmpp search: {found}.\n"
+            text = yaml.safe_dump(result.best, sort_keys=False)
+        write_text(self._out / BEST_FILE, note + text)
 
+    def _fingerprint(self) -> str:
+        """Identifies everything that the value of a trial depends on besides its values."""
+        from cdmpp.program.ast import FEATURE_SET
 
-def _finished(study: optuna.Study) -> int:
-    """Trials that ended by themselves."""
-    return sum(_line(trial)["state"] in ("complete", "pruned", "failed") for trial in study.trials)
+        data, split = self._data, self._split
+        settings = self._config.model_dump(mode="json", exclude={"data": True, "train": {"threads"}})
+        named = [settings, self._model, _space_json(self._space), FEATURE_SET, split.spec]
+        digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode())
+        for column in ("program", "device"):
+            digest.update("\n".join(data.labels[column]).encode())
+        for rows in (split.train, split.valid):
+            digest.update(np.asarray(rows, dtype=np.int64).tobytes())
+            digest.update(data.labels["latency_s"].to_numpy(dtype=np.float64)[rows].tobytes())
+        return digest.hexdigest()[:32]
 
 
 def _line(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
@@ -391,71 +393,7 @@ def _line(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
     }
 
 
-def _result(
-    study: optuna.Study, config: Config, model: str, space: Mapping[str, BaseDistribution], split: Split
-) -> SearchResult:
-    lines = [_line(trial) for trial in study.trials]
-    complete = [line for line in lines if line["state"] == "complete"]
-    best = min(complete, key=lambda line: line["value"]) if complete else None
-    summary = {
-        "model": model,
-        "split": split.spec,
-        "seed": config.train.seed,
-        "n_train": len(split.train),
-        "n_valid": len(split.valid),
-        "space": _space_json(space),
-        "best": best,
-        "seconds": round(sum(line["seconds"] or 0.0 for line in lines), 3),
-        "trials": lines,
-    }
-    return SearchResult(summary, trial_options(config, model, best["values"]) if best else {})
-
-
-def _write(result: SearchResult, config: Config, out: Path) -> None:
-    import yaml
-
-    _replace(out / SUMMARY_FILE, json.dumps(result.summary, indent=1, allow_nan=False) + "\n")
-    best = result.summary["best"]
-    if best is None:
-        return
-    told = best["valid_mape_compiled"]
-    found = (
-        f"trial {best['trial']} of {len(result.summary['trials'])}, validation MAPE {best['valid_mape']:.4f}"
-        + ("" if told is None else f", told the compiled code {told:.4f}")
-    )
-    if result.summary["model"] == "ours":
-        note = f"# Found by cdmpp search: {found}.\n"
-        text = dump_config(config_from_dict(result.best["config"]))
-    else:
-        note = f"# Arguments of cdmpp.predictor.baselines.make_model, found by cdmpp search: {found}.\n"
-        text = yaml.safe_dump(result.best, sort_keys=False)
-    _replace(out / BEST_FILE, note + text)
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
-
-
 def _space_json(space: Mapping[str, BaseDistribution]) -> dict[str, Any]:
     from optuna.distributions import distribution_to_json
 
     return {name: json.loads(distribution_to_json(distribution)) for name, distribution in space.items()}
-
-
-def _fingerprint(
-    config: Config, model: str, space: Mapping[str, BaseDistribution], data: TrainingData, split: Split
-) -> str:
-    """Identifies everything that the value of a trial depends on besides its values."""
-    from cdmpp.program.ast import FEATURE_SET
-
-    settings = config.model_dump(mode="json", exclude={"data": True, "train": {"threads"}})
-    text = json.dumps([settings, model, _space_json(space), FEATURE_SET, split.spec], sort_keys=True)
-    digest = hashlib.sha256(text.encode())
-    for column in ("program", "device"):
-        digest.update("\n".join(data.labels[column]).encode())
-    for rows in (split.train, split.valid):
-        digest.update(np.asarray(rows, dtype=np.int64).tobytes())
-        digest.update(data.labels["latency_s"].to_numpy(dtype=np.float64)[rows].tobytes())
-    return digest.hexdigest()[:32]

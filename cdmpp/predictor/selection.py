@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError
+from cdmpp.files import write_text
 from cdmpp.predictor.encoding import signed_log1p
 
 if TYPE_CHECKING:
@@ -34,21 +35,9 @@ _CONSTANT_STD = 1e-6
 
 @dataclass(frozen=True)
 class TaskSelection:
-    """Tasks chosen to be measured on a device.
-
-    Attributes
-    ----------
-    tasks
-        Their hashes, sorted.
-    wanted
-        What would have been chosen if every task could be; differs from ``tasks`` where some were not available.
-    select, seed
-        How they were chosen.
-    features
-        What tasks were compared by: ``embedding``, ``ast`` or, for a random choice, ``none``.
-    candidates
-        Number of tasks that were there to choose from.
-    """
+    """Tasks (hashes, sorted) chosen to be measured on a device, and how. ``wanted`` is what would have been chosen if every
+    task could be; ``features`` is what tasks were compared by: ``embedding``, ``ast`` or, for a random choice, ``none``;
+    ``candidates`` is the number of tasks there were."""
 
     tasks: tuple[str, ...]
     wanted: tuple[str, ...]
@@ -71,38 +60,15 @@ def select_tasks(
     predictor: Predictor | None = None,
     rows: NDArray[np.int64] | None = None,
     available: Collection[str] | None = None,
-    weights: Mapping[str, float] | None = None,
 ) -> TaskSelection:
-    """Choose tasks to measure on a new device.
+    """Choose ``k`` tasks (all if there are fewer) to measure on a new device, of those of these rows of ``data.labels``
+    (None: all). Labels are not looked at. Equal arguments give an equal choice.
 
-    Labels are not looked at. Equal arguments give an equal choice.
+    Tasks are compared by the predictor's embeddings (:func:`embed_programs`), or without one by :func:`ast_features`
+    standardised over the tasks; ``select="random"`` is the baseline. In place of one that is not among ``available`` (None:
+    all are), the next nearest of its cluster is chosen, and where there is none, the nearest of all.
 
-    Parameters
-    ----------
-    data
-        The tasks to choose from, with their programs.
-    k
-        How many; all if there are fewer.
-    select
-        ``kmeans``, or ``random``, the baseline.
-    seed
-        Of the choice.
-    predictor
-        Tasks are compared by its embeddings, see :func:`embed_programs`; without one, by
-        :func:`ast_features` standardised over the tasks.
-    rows
-        Choose from the tasks and programs of these rows of ``data.labels``; None for all.
-    available
-        Tasks that may be chosen. In place of one that may not, the next nearest of its cluster is, and where
-        there is none, the nearest of all. None for all.
-    weights
-        Task -> how much it counts for the clusters, such as its share of network time; tasks that are not named
-        count 0. None counts all alike.
-
-    Raises
-    ------
-    PredictorError
-        ``k`` below 1, another ``select``, no task to choose, or weights that leave nothing.
+    Raises PredictorError: ``k`` below 1, another ``select``, or no task to choose.
     """
     if k < 1:
         raise PredictorError(f"the number of tasks must be at least 1, got {k}")
@@ -122,7 +88,7 @@ def select_tasks(
     else:
         features = "ast" if predictor is None else "embedding"
         vectors = task_vectors(tasks, programs["program"], programs["task"], data.asts, predictor)
-        distances = _distances(vectors, min(k, len(tasks)), seed, _weights(tasks, weights))
+        distances = _distances(vectors, min(k, len(tasks)), seed)
         chosen, wanted = (_nearest(distances, mask) for mask in (free, everything))
     names = [tuple(sorted(tasks[i] for i in picked)) for picked in (chosen, wanted)]
     missing = len(set(names[1]) - set(names[0]))
@@ -138,19 +104,8 @@ def task_vectors(
     asts: Mapping[str, CompactAST],
     predictor: Predictor | None = None,
 ) -> NDArray[np.float64]:
-    """The mean over the programs of every task, float64 (tasks, features).
-
-    Parameters
-    ----------
-    tasks
-        Rows of the result.
-    programs, task_of
-        Program hashes and the task of each, n of both.
-    asts
-        Program hash -> CompactAST.
-    predictor
-        Gives the features (:func:`embed_programs`); without one they are :func:`ast_features`, standardised.
-    """
+    """The mean over the programs of every task, float64 (tasks, features): of :func:`embed_programs`, or without a
+    predictor of :func:`ast_features`, standardised. ``programs`` are hashes, ``task_of`` the task of each."""
     chosen = [asts[program] for program in programs]
     rows = ast_features(chosen) if predictor is None else embed_programs(predictor, chosen)
     number = {task: i for i, task in enumerate(tasks)}
@@ -209,23 +164,12 @@ def write_task_file(path: str | Path, selection: TaskSelection, **notes: Any) ->
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
     except OSError as err:
         raise PredictorError(f"cannot write {path}: {err.strerror or err}") from err
 
 
-def _weights(tasks: Sequence[str], weights: Mapping[str, float] | None) -> NDArray[np.float64] | None:
-    if weights is None:
-        return None
-    values = np.asarray([weights.get(task, 0.0) for task in tasks], dtype=np.float64)
-    if not np.isfinite(values).all() or (values < 0).any() or not values.any():
-        raise PredictorError("weights of tasks must be finite, at least 0, and above 0 for one of the tasks")
-    return values
-
-
-def _distances(
-    vectors: NDArray[np.float64], k: int, seed: int, weights: NDArray[np.float64] | None
-) -> NDArray[np.float64]:
+def _distances(vectors: NDArray[np.float64], k: int, seed: int) -> NDArray[np.float64]:
     """Distances of every task to every centre, float64 (tasks, k)."""
     import warnings
 
@@ -236,7 +180,7 @@ def _distances(
     with warnings.catch_warnings():
         # fewer different tasks than clusters: the rest is filled up below
         warnings.simplefilter("ignore", ConvergenceWarning)
-        distances: NDArray[np.float64] = means.fit(vectors, sample_weight=weights).transform(vectors)
+        distances: NDArray[np.float64] = means.fit(vectors).transform(vectors)
     return distances
 
 

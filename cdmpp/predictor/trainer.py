@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.batching import Context, LabelledArrays, PaddedBatch, PairArrays, training_batches
@@ -57,17 +58,9 @@ def pick_device(name: str) -> torch.device:
 
 @dataclass
 class _Truth:
-    """What labels of a batch are compared with, (n,) each.
-
-    Attributes
-    ----------
-    target
-        Standardised labels.
-    log_latency, log_reference
-        Logarithms of seconds; no reference where labels are not relative to one.
-    group
-        Equal where task and device are; None where order does not count.
-    """
+    """What labels of a batch are compared with, (n,) each: standardised labels, logarithms of seconds, of the reference
+    (None where labels are not relative to one), and a group, equal where task and device are (None where order does not
+    count)."""
 
     target: torch.Tensor
     log_latency: torch.Tensor
@@ -86,26 +79,21 @@ class Trainer:
 
     Parameters
     ----------
-    config
-        The configuration.
     transform
         Label transform fitted on the training labels.
-    train, valid
-        Training and validation pairs.
-    leaf_dim, device_dim, pair_dim
-        Widths of the encoded features.
     adapt
         Pairs of the domain to adapt to, without labels; needed where ``loss.cmd_weight`` is above 0.
     weights
         Where the network starts; None starts at random.
     sampler
         Makes the batches of an epoch; None takes every training pair once, in batches of similar length.
+    make_network
+        Makes another network than ours, called as ``network(batch, context)`` and trained on the loss of its labels alone.
+    max_seconds
+        Training stops after this time; the learning rate then falls with the time spent. None: no limit.
 
-    Raises
-    ------
-    PredictorError
-        No training or no validation pairs; CMD without pairs to adapt to or with an unbounded embedding;
-        weights of another network.
+    Raises PredictorError: no training or no validation pairs; CMD without pairs to adapt to or with an unbounded embedding;
+    weights of another network.
     """
 
     def __init__(
@@ -114,12 +102,11 @@ class Trainer:
         transform: LabelTransform,
         train: LabelledArrays,
         valid: LabelledArrays,
-        leaf_dim: int,
-        device_dim: int,
-        pair_dim: int = 0,
         adapt: PairArrays | None = None,
         weights: Mapping[str, torch.Tensor] | None = None,
         sampler: BatchSampler | None = None,
+        make_network: Callable[[], nn.Module] | None = None,
+        max_seconds: float | None = None,
     ) -> None:
         if not len(train) or not len(valid):
             raise PredictorError(
@@ -134,10 +121,15 @@ class Trainer:
         self._sampler = sampler or self._every_pair_once
         self._where = pick_device(config.train.device)
         with seeded(config.train.seed):
-            network = LatencyNetwork(config.model, leaf_dim, device_dim, pair_dim, train.code.shape[1])
-            self.network = network.to(self._where)
+            self.network: nn.Module = (
+                LatencyNetwork(config.model, *train.widths) if make_network is None else make_network()
+            )
+        self.network.to(self._where)
+        self._general_part = config.model.general_part
+        self._max_seconds, self._started = max_seconds, time.perf_counter()
         if weights is None:
-            self.network.fit_bins(train)
+            if isinstance(self.network, LatencyNetwork):
+                self.network.fit_bins(train)
         else:
             _load(self.network, weights, "weights to start from do")
         self._optimizer = torch.optim.AdamW(
@@ -164,28 +156,28 @@ class Trainer:
         checkpoint: Callable[[TrainerState], None] | None = None,
         progress: ProgressCallback | None = None,
     ) -> TrainerState:
-        """Train until the last epoch or until patience runs out.
-
-        Parameters
-        ----------
-        checkpoint
-            Called with the full state after every epoch, before ``progress``.
-        progress
-            Called with the history line of every epoch.
-        """
+        """Train until the last epoch or until patience runs out. After every epoch ``checkpoint`` is called with the full
+        state, then ``progress`` with the line of the history."""
         config = self._config
         with torch_threads(config.threads):
+            self._started = time.perf_counter()
             while self._state.epoch < config.epochs and not self.out_of_patience():
                 line = self._run_epoch()
                 if checkpoint is not None:
                     checkpoint(self.state())
                 if progress is not None:
                     progress(line)
+                if self._time_spent() >= 1:
+                    break
         return self.state()
 
     def out_of_patience(self) -> bool:
         """Whether validation has not improved for ``patience`` epochs."""
         return self._state.epoch - self._state.best_epoch >= self._config.patience
+
+    def _time_spent(self) -> float:
+        """Part of ``max_seconds`` that is over, 0 without a limit."""
+        return 0.0 if self._max_seconds is None else (time.perf_counter() - self._started) / self._max_seconds
 
     def state(self) -> TrainerState:
         """The full state, to be saved."""
@@ -212,13 +204,16 @@ class Trainer:
         batches = self._sampler(np.random.default_rng([config.seed, state.epoch]))
         # the number of batches is the same in every epoch
         total_steps = config.epochs * len(batches)
-        pairs = sum(len(rows) for rows in batches)
-        sums = np.zeros(2)
+        pairs, sums = 0, np.zeros(2)
         with seeded(config.seed * 100_003 + state.epoch + 1):
             self.network.train()
             for rows in batches:
-                rate = learning_rate(state.step, total_steps, config.learning_rate, config.warmup_fraction)
+                step = max(state.step, int(min(1.0, self._time_spent()) * total_steps))
+                rate = learning_rate(step, total_steps, config.learning_rate, config.warmup_fraction)
                 sums += np.multiply(self._step(rows, rate), len(rows))
+                pairs += len(rows)
+                if self._time_spent() >= 1:
+                    break
         state.epoch += 1
         mape = self._validate()
         if not math.isfinite(mape):
@@ -245,11 +240,13 @@ class Trainer:
         lengths = self._train.packed.lengths[self._train.program]
         if self._terms.cmd_weight:  # not sorted by length: see LossConfig
             lengths = np.zeros_like(lengths)
-        return training_batches(lengths, self._config.batch_size, rng)
+        batches = training_batches(lengths, self._config.batch_size, rng)
+        # batch normalisation has no statistics of one pair; another one is left over in every epoch
+        return [rows for rows in batches if len(rows) > 1] or batches
 
     def _as_unseen(self, size: int) -> NDArray[np.bool_] | None:
         """Examples of this step that are given only the features that carry over to other devices; resuming draws the same."""
-        part = self.network.config.general_part
+        part = self._general_part
         if not part or self._train.general is None:
             return None
         rng = np.random.default_rng([self._config.seed, self._state.step, 2])
@@ -263,26 +260,13 @@ class Trainer:
         batch, context = self._train.batch(rows, where, self._as_unseen(len(rows)))
         reference = None if self._log_reference is None else self._log_reference[index].to(where)
         log_latency = self._log_latency[index].to(where)
-        embedding = self.network.embed(batch, context.device)
         truth = _Truth(self._target[index].to(where), log_latency, reference)
         if terms.rank_weight:
             truth.group = self._group[index].to(where)
-        loss = self._label_loss(self.network.decode_plain(embedding, context), truth)
-        counted = context.has_code
-        if counted.any():
-            compiled = self.network.decode_compiled(embedding[counted], context.take(counted))
-            loss = loss + self._label_loss(compiled, truth.of(counted))
-        if self._codegen is not None and self.network.codegen is not None:
-            counts = self._codegen[index].to(where)
-            known = ~torch.isnan(counts)
-            errors = (self.network.codegen(embedding) - counts.nan_to_num()) ** 2 * known
-            loss = loss + terms.codegen_weight * errors.sum() / known.sum().clamp(min=1)
-        cmd = torch.zeros(())
-        if terms.cmd_weight:
-            programs, there = self._target_batch(len(rows))
-            target = self.network.embed(programs, there.device)
-            cmd = central_moment_discrepancy(embedding, target, terms.cmd_moments, *self._bounds)
-            loss = loss + terms.cmd_weight * cmd
+        if isinstance(self.network, LatencyNetwork):
+            loss, cmd = self._all_terms(self.network, batch, context, truth, index)
+        else:
+            loss, cmd = self._label_loss(self.network(batch, context), truth), torch.zeros(())
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.zero_grad(set_to_none=True)
@@ -292,6 +276,35 @@ class Trainer:
         self._state.step += 1
         self._update_average()
         return float(loss.detach()), float(cmd.detach())
+
+    def _all_terms(
+        self,
+        network: LatencyNetwork,
+        batch: PaddedBatch,
+        context: Context,
+        truth: _Truth,
+        index: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss of our network on pairs with these numbers, (n,), and of it the discrepancy before its weight."""
+        terms = self._terms
+        embedding = network.embed(batch, context.device)
+        loss = self._label_loss(network.decode_plain(embedding, context), truth)
+        counted = context.has_code
+        if counted.any():
+            compiled = network.decode_compiled(embedding[counted], context.take(counted))
+            loss = loss + self._label_loss(compiled, truth.of(counted))
+        if self._codegen is not None and network.codegen is not None:
+            counts = self._codegen[index].to(self._where)
+            known = ~torch.isnan(counts)
+            errors = (network.codegen(embedding) - counts.nan_to_num()) ** 2 * known
+            loss = loss + terms.codegen_weight * errors.sum() / known.sum().clamp(min=1)
+        cmd = torch.zeros(())
+        if terms.cmd_weight:
+            programs, there = self._target_batch(len(index))
+            target = network.embed(programs, there.device)
+            cmd = central_moment_discrepancy(embedding, target, terms.cmd_moments, *self._bounds)
+            loss = loss + terms.cmd_weight * cmd
+        return loss, cmd
 
     def _label_loss(self, label: torch.Tensor, truth: _Truth) -> torch.Tensor:
         """Loss of predicted labels (n,)."""
@@ -316,7 +329,10 @@ class Trainer:
         decay = min(self._config.ema_decay, (1 + step) / (10 + step))
         with torch.no_grad():
             for name, value in self.network.state_dict().items():
-                self._average[name].lerp_(value, 1 - decay)
+                if value.is_floating_point():
+                    self._average[name].lerp_(value, 1 - decay)
+                else:  # batch normalisation counts its batches
+                    self._average[name].copy_(value)
 
     def _validate(self) -> float:
         current = {k: v.detach().clone() for k, v in self.network.state_dict().items()}
@@ -360,7 +376,7 @@ def _cmd_bounds(config: Config, adapt: PairArrays | None) -> tuple[float, float]
     return _BOUNDS.get(activation, (-1.0, 1.0))
 
 
-def _load(network: LatencyNetwork, weights: Mapping[str, torch.Tensor], what: str) -> None:
+def _load(network: nn.Module, weights: Mapping[str, torch.Tensor], what: str) -> None:
     try:
         network.load_state_dict(dict(weights))
     except RuntimeError as err:

@@ -9,33 +9,38 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from cdmpp.device import DEVICE_FEATURES, device_features
 from cdmpp.errors import PredictorError
+from cdmpp.files import write_text
+from cdmpp.predictor.batching import GeneralInputs, LabelledArrays, PairArrays
+from cdmpp.predictor.checkpoint import TrainerState, load_checkpoint, save_checkpoint
 from cdmpp.predictor.config import Config, dump_config
 from cdmpp.predictor.data import TrainingData, gather, split_data
-from cdmpp.predictor.elsewhere import DeviceScaling, fit_scaling
 from cdmpp.predictor.encoding import FeatureEncoder
-from cdmpp.predictor.evidence import NO_EVIDENCE, Evidence
-from cdmpp.predictor.familiarity import Familiarity
+from cdmpp.predictor.evidence import NO_EVIDENCE, DeviceScaling, Evidence, fit_scaling
+from cdmpp.predictor.network import LatencyNetwork
+from cdmpp.predictor.pair_features import CODE_FEATURES, GENERAL_PAIRS, PAIR_FEATURES, pair_rows
 from cdmpp.predictor.predictor import Predictor
+from cdmpp.predictor.trainer import ProgressCallback, Trainer
 from cdmpp.predictor.transforms import LabelTransform, fit_transform
-from cdmpp.predictor.uncertainty import Calibration
+from cdmpp.predictor.uncertainty import Calibration, Familiarity
+from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURES
 
 if TYPE_CHECKING:
-    import torch
+    from torch import nn
 
     from cdmpp.dataset import DatasetView, Split
     from cdmpp.device import Device
-    from cdmpp.predictor.batching import GeneralInputs, LabelledArrays
-    from cdmpp.predictor.trainer import ProgressCallback, Trainer, TrainerState
 
 logger = logging.getLogger(__name__)
 
@@ -45,17 +50,8 @@ HISTORY_FILE = "history.jsonl"
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a training run gives.
-
-    Attributes
-    ----------
-    predictor
-        The predictor of the best epoch.
-    data, split
-        What it was trained on, to be evaluated with.
-    history
-        One line an epoch, as in ``history.jsonl``.
-    """
+    """What a training run gives: the predictor of the best epoch, the data and split to evaluate it with, and one line an
+    epoch, as in ``history.jsonl``."""
 
     predictor: Predictor
     data: TrainingData
@@ -72,18 +68,8 @@ def train(
 ) -> TrainResult:
     """Train a predictor and write the run folder.
 
-    Parameters
-    ----------
-    config
-        See :mod:`cdmpp.predictor.config`.
-    datasets
-        Data or dataset folders; None takes ``config.data.paths``.
-    out
-        The run folder.
-    progress
-        Called with every epoch's history line.
-    resume
-        Continue the run in ``out`` if there is one; the result is that of an unbroken run.
+    ``datasets`` are data or dataset folders, None takes ``config.data.paths``. ``progress`` is called with every epoch's
+    history line. With ``resume`` a run in ``out`` is continued if there is one; the result is that of an unbroken run.
 
     Raises
     ------
@@ -96,16 +82,22 @@ def train(
     out = Path(out)
     if not resume and any((out / name).exists() for name in (CHECKPOINT_FILE, HISTORY_FILE, "predictor")):
         raise PredictorError(f"{out} holds a training run: resume it, or choose another folder")
-    data = _as_data(config, datasets)
+    data = as_data(config, datasets)
     split = split_data(config.split.spec, data)
     fitted = prepare(config, data, split)
+    trainer, checkpoint = fitted.trainer, out / CHECKPOINT_FILE
     fingerprint = _fingerprint(config, data, split)
     out.mkdir(parents=True, exist_ok=True)
-    state = _restore(fitted.trainer, out, fingerprint) if resume else None
-    history = _read_history(out, state.epoch if state else 0)
+    history: list[dict[str, Any]] = []
+    if resume and checkpoint.exists():
+        trainer.restore(load_checkpoint(checkpoint, fingerprint))
+        lines = (out / HISTORY_FILE).read_text(encoding="utf-8").splitlines()
+        history = [json.loads(line) for line in lines[: trainer.state().epoch]]
     (out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     (out / "split.json").write_text(split.to_json(), encoding="utf-8")
-    final = _fit(fitted.trainer, out, fingerprint, history, progress)
+    final = trainer.fit(
+        lambda state: save_checkpoint(checkpoint, state, fingerprint), recorder(out, history, progress)
+    )
     predictor = fitted.predictor(final.best, training_summary(config, data, split, final))
     predictor = calibrated(predictor, data, split)
     predictor.save(out / "predictor")
@@ -114,19 +106,8 @@ def train(
 
 @dataclass(frozen=True)
 class Fitted:
-    """A trainer with everything that was fitted on the training part of a split.
-
-    Attributes
-    ----------
-    encoder, transform
-        Fitted on training programs, training devices and training labels alone.
-    arrays
-        All pairs, encoded.
-    trainer
-        Ready to fit.
-    devices, specs
-        Training devices: name -> raw features, and specification.
-    """
+    """A trainer, ready to fit, with everything that was fitted on the training part of a split alone; ``arrays`` are all
+    pairs, encoded; ``devices`` and ``specs`` are the training devices' raw features and specifications."""
 
     encoder: FeatureEncoder
     transform: LabelTransform
@@ -138,6 +119,7 @@ class Fitted:
     def predictor(self, weights: dict[str, Any], training: dict[str, Any]) -> Predictor:
         """The predictor with these weights; takes over the trainer's network."""
         network = self.trainer.network.cpu()
+        assert isinstance(network, LatencyNetwork)
         network.load_state_dict(weights)
         network.eval()
         return Predictor(
@@ -145,14 +127,15 @@ class Fitted:
         )
 
 
-def prepare(config: Config, data: TrainingData, split: Split) -> Fitted:
-    """Fit encoder and label transform on the training part and make the trainer."""
-    from cdmpp.device import DEVICE_FEATURES
-    from cdmpp.predictor.instruction_time import CODE_FEATURES
-    from cdmpp.predictor.pair_features import PAIR_FEATURES
-    from cdmpp.predictor.trainer import Trainer
-    from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURES
-
+def prepare(
+    config: Config,
+    data: TrainingData,
+    split: Split,
+    make_network: Callable[[LabelledArrays, FeatureEncoder], nn.Module] | None = None,
+    max_seconds: float | None = None,
+) -> Fitted:
+    """Fit encoder and label transform on the training part and make the trainer: of our network, or of what
+    ``make_network`` makes for the training pairs."""
     train_rows, valid_rows = np.asarray(split.train), np.asarray(split.valid)
     labels = data.labels
     if not len(train_rows):
@@ -161,19 +144,15 @@ def prepare(config: Config, data: TrainingData, split: Split) -> Fitted:
     vectors = data.device_vectors()
     train_devices = sorted(labels["device"].iloc[train_rows].unique())
     pairs = raw_pairs(data) if config.model.pairs else None
-    counted = config.model.compiled and _any_counted(data, train_rows)
-    encoder = FeatureEncoder.fit(
-        np.concatenate([data.asts[program].leaves for program in programs]),
-        np.stack([vectors[name] for name in train_devices]),
-        feature_set=FEATURE_SET,
-        leaf_features=LEAF_FEATURES,
-        device_features=DEVICE_FEATURES,
-        pairs=None if pairs is None else pairs[train_rows],
-        pair_features=PAIR_FEATURES,
-        codes=data.code_features[0][train_rows] if counted else None,
-        code_features=CODE_FEATURES,
-        clip=config.encoder.clip,
-    )
+    parts = {
+        "leaf": (np.concatenate([data.asts[program].leaves for program in programs]), LEAF_FEATURES),
+        "device": (np.stack([vectors[name] for name in train_devices]), DEVICE_FEATURES),
+    }
+    if pairs is not None:
+        parts["pair"] = (pairs[train_rows], PAIR_FEATURES)
+    if config.model.compiled and _any_counted(data, train_rows):
+        parts["code"] = (data.code_features[0][train_rows], CODE_FEATURES)
+    encoder = FeatureEncoder.fit(FEATURE_SET, parts, config.encoder.clip)
     arrays = encode(data, encoder, config.label.relative_to, pairs)
     if config.model.general_part:
         arrays = replace(arrays, general=general_inputs(data, encoder, arrays.device_rows))
@@ -184,12 +163,11 @@ def prepare(config: Config, data: TrainingData, split: Split) -> Fitted:
     trainer = Trainer(
         config,
         transform,
-        arrays.take(train_rows),
+        fitting,
         arrays.take(valid_rows),
-        encoder.leaf_dim,
-        encoder.device_dim,
-        encoder.pair_dim,
         arrays.unlabelled(np.asarray(split.adapt)),
+        make_network=None if make_network is None else partial(make_network, fitting, encoder),
+        max_seconds=max_seconds,
     )
     return Fitted(
         encoder,
@@ -203,13 +181,11 @@ def prepare(config: Config, data: TrainingData, split: Split) -> Fitted:
 
 def general_inputs(data: TrainingData, encoder: FeatureEncoder, device_rows: torch.Tensor) -> GeneralInputs:
     """What a network is given of the devices of the data (in order of their names) as if it had never seen them."""
-    import torch
 
-    from cdmpp.predictor.batching import GeneralInputs
-
-    on_gpu = np.array([data.devices[name].kind == "gpu" for name in sorted(data.devices)])[:, None]
+    _, devices, _, _ = data.numbered_pairs()
+    on_gpu = np.array([device.kind == "gpu" for device in devices])[:, None]
     rows = np.where(on_gpu, encoder.general_devices(device_rows.numpy()), device_rows.numpy())
-    keep = np.where(on_gpu, encoder.general_pairs(), np.float32(1))
+    keep = np.where(on_gpu, GENERAL_PAIRS[: encoder.pair_dim], np.float32(1))
     return GeneralInputs(torch.from_numpy(rows), torch.from_numpy(keep))
 
 
@@ -226,8 +202,6 @@ def _any_counted(data: TrainingData, rows: NDArray[np.int64]) -> bool:
 
 def raw_pairs(data: TrainingData) -> NDArray[np.float64]:
     """What is known of program and device together for every row of the label table, float64 (n, len(PAIR_FEATURES))."""
-    from cdmpp.predictor.pair_features import pair_rows
-
     return pair_rows(*data.numbered_pairs())
 
 
@@ -242,36 +216,17 @@ def encode(
     ``relative_to`` names the reference latencies that come with them, "" or "none" for none; ``pairs`` is what
     :func:`raw_pairs` gives, where it is known already.
     """
-    import torch
 
-    from cdmpp.predictor.batching import LabelledArrays, PackedPrograms
-
-    programs = list(dict.fromkeys(data.labels["program"]))
-    number = {program: i for i, program in enumerate(programs)}
-    devices = sorted(data.devices)
-    vectors = data.device_vectors()
-    device_number = {name: i for i, name in enumerate(devices)}
+    asts, devices, program, device = data.numbered_pairs()
     if pairs is None and encoder.pair_dim:
         pairs = raw_pairs(data)
-    encoded = (
-        np.zeros((len(data), 0), np.float32)
-        if pairs is None or not encoder.pair_dim
-        else encoder.encode_pairs(pairs)
-    )
-    code, has_code = np.zeros((len(data), 0), np.float32), np.zeros(len(data), bool)
-    if encoder.code_dim:
-        code, has_code = encoder.encode_codes(*data.code_features)
-    reference = data.reference_s(relative_to) if relative_to not in ("", "none") else None
+    known = encoder.encode_devices(np.stack([device_features(each) for each in devices]))
+    code = data.code_features if encoder.code_dim else None
+    arrays = PairArrays.encode(encoder, asts, known, program, device, pairs, code)
     return LabelledArrays(
-        PackedPrograms.pack([data.asts[program] for program in programs], encoder),
-        torch.from_numpy(encoder.encode_devices(np.stack([vectors[name] for name in devices]))),
-        np.asarray([number[program] for program in data.labels["program"]], dtype=np.int64),
-        np.asarray([device_number[name] for name in data.labels["device"]], dtype=np.int64),
-        torch.from_numpy(encoded),
-        torch.from_numpy(code),
-        torch.from_numpy(has_code),
-        data.labels["latency_s"].to_numpy(dtype=np.float64),
-        reference,
+        **vars(arrays),
+        latency_s=data.labels["latency_s"].to_numpy(dtype=np.float64),
+        reference_s=data.reference_s(relative_to) if relative_to not in ("", "none") else None,
         group=data.labels.groupby(["task", "device"], observed=True).ngroup().to_numpy(dtype=np.int64),
         codegen=data.codegen_counts,
     )
@@ -284,16 +239,12 @@ def calibrated(
     seed: int = 0,
     scaling: DeviceScaling | None = None,
 ) -> Predictor:
-    """The predictor with intervals and familiarity, both from the split it was trained with.
+    """The predictor with intervals and familiarity, both from the split it was trained with; PredictorError where that has
+    no training or no validation records.
 
-    Intervals are calibrated on the validation part alone (:mod:`cdmpp.predictor.uncertainty`): of plain predictions, of those
-    with instruction counts, and of those with latencies on other devices, whose scaling is fitted there too unless it is
-    given. Familiarity is fitted to the training part, its threshold to the validation part.
-
-    Raises
-    ------
-    PredictorError
-        The split has no training or no validation records.
+    Intervals are calibrated on the validation part alone (:mod:`cdmpp.predictor.uncertainty`): of plain predictions, of
+    those with instruction counts, and of those with latencies on other devices, whose scaling is fitted there too unless it
+    is given. Familiarity is fitted to the training part, its threshold to the validation part.
     """
     rows = np.asarray(split.valid, dtype=np.int64)
     if not len(rows) or not len(split.train):
@@ -350,83 +301,29 @@ def training_summary(config: Config, data: TrainingData, split: Split, state: Tr
     }
 
 
-def _as_data(config: Config, datasets: Any) -> TrainingData:
+def as_data(config: Config, datasets: Any) -> TrainingData:
+    """Data as it is, or gathered from dataset folders (None: ``config.data.paths``)."""
     if isinstance(datasets, TrainingData):
         return datasets
-    if datasets is None:
-        if not config.data.paths:
-            raise PredictorError("no data: give dataset folders, or data.paths in the configuration")
-        datasets = config.data.paths
-    return gather(datasets, config.data)
+    if datasets is None and not config.data.paths:
+        raise PredictorError("no data: give dataset folders, or data.paths in the configuration")
+    return gather(config.data.paths if datasets is None else datasets, config.data)
 
 
-def _fit(
-    trainer: Trainer,
-    out: Path,
-    fingerprint: str,
-    history: list[dict[str, Any]],
-    progress: ProgressCallback | None,
-) -> TrainerState:
-    from cdmpp.predictor.checkpoint import save_checkpoint
+def recorder(out: Path, history: list[dict[str, Any]], progress: ProgressCallback | None) -> ProgressCallback:
+    """What to call after every epoch: it adds the line to ``history`` and writes the run folder's file, then reports it."""
 
-    with recorded(out, history, progress) as record:
-        return trainer.fit(lambda state: save_checkpoint(out / CHECKPOINT_FILE, state, fingerprint), record)
+    def record(line: dict[str, Any]) -> None:
+        history.append(line)
+        write_text(out / HISTORY_FILE, "".join(json.dumps(known) + "\n" for known in history))
+        if progress is not None:
+            progress(line)
 
-
-@contextmanager
-def recorded(
-    out: Path, history: list[dict[str, Any]], progress: ProgressCallback | None
-) -> Iterator[ProgressCallback]:
-    """What to call after every epoch: it adds the line to ``history`` and to the run folder's file, then reports it.
-
-    The file begins with the lines that ``history`` holds already.
-    """
-    with (out / HISTORY_FILE).open("w", encoding="utf-8") as file:
-        for line in history:
-            file.write(json.dumps(line) + "\n")
-        file.flush()
-
-        def record(line: dict[str, Any]) -> None:
-            history.append(line)
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            if progress is not None:
-                progress(line)
-
-        yield record
-
-
-def _restore(trainer: Trainer, out: Path, fingerprint: str) -> TrainerState | None:
-    from cdmpp.predictor.checkpoint import load_checkpoint
-
-    path = out / CHECKPOINT_FILE
-    if not path.exists():
-        return None
-    state = load_checkpoint(path, fingerprint)
-    trainer.restore(state)
-    return state
-
-
-def _read_history(out: Path, epochs: int) -> list[dict[str, Any]]:
-    """The history lines of the epochs that a checkpoint holds; a line cut by a kill is dropped."""
-    path = out / HISTORY_FILE
-    if epochs == 0 or not path.exists():
-        return []
-    lines: list[dict[str, Any]] = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if line["epoch"] <= epochs:
-            lines.append(line)
-    return lines
+    return record
 
 
 def _fingerprint(config: Config, data: TrainingData, split: Split) -> str:
     """Identifies everything that the result of a run depends on."""
-    from cdmpp.program.ast import FEATURE_SET
-
     settings = config.model_dump(mode="json", exclude={"data": True, "train": {"threads"}})
     digest = hashlib.sha256(json.dumps([settings, FEATURE_SET], sort_keys=True).encode())
     for column in ("program", "device"):

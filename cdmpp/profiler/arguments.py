@@ -1,10 +1,18 @@
-"""Arguments of a program: their shapes and dtypes, and what integers hold while it is timed."""
+"""Arguments of a program: shapes and dtypes, what they hold while it is timed, and whether it computes what its task says.
+
+The reference is the unscheduled task compiled for the CPU (the loops as they are written, in order). It is kept as values at
+evenly spaced positions of each output and the mean of all absolute values, so that a machine without TVM can compare.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cdmpp.errors import ProgramError
 
@@ -16,6 +24,23 @@ _BYTES = {
     "float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2,
     "float64": 8, "int64": 8, "uint64": 8,
 }  # fmt: skip
+#: Values kept of each output.
+_POSITIONS = 1024
+#: Allowed difference, relative to the value and to the mean of the output: sums in another order, and the fast
+#: approximations of exp, tanh and division that both compilers were asked for.
+TOLERANCE = 2e-3
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a task computes for the :func:`reference_inputs` of a seed."""
+
+    task: str
+    seed: int
+    #: Output parameter -> float32 values at evenly spaced positions of the flattened output.
+    outputs: dict[int, NDArray[np.float32]]
+    #: Output parameter -> mean of all absolute values.
+    means: dict[int, float]
 
 
 def argument_bytes(spec: ArgSpec) -> int:
@@ -51,3 +76,59 @@ def integer_range(dtype: str, bound: int) -> tuple[int, int]:
     program skip what it is there to compute. A softmax whose rows were all masked took 12 us, and 7.9 ms where none is.
     """
     return (1, 128) if dtype in ("int8", "uint8") else (0, bound)
+
+
+def reference_inputs(params: Sequence[ArgSpec], seed: int) -> list[NDArray[Any]]:
+    """:func:`random_values` of a seed; ``RandomState``'s numbers are the same in every version of NumPy."""
+    return list(random_values(params, np.random.RandomState(seed)))
+
+
+def random_values(params: Sequence[ArgSpec], rng: np.random.RandomState) -> Iterator[NDArray[Any]]:
+    """Values of all parameters: floats in [0.1, 1), away from zero and denormals; integers by :func:`integer_range`."""
+    bound = index_bound(params)
+    values: Any
+    for shape, dtype in params:
+        if dtype == "bool":
+            values = rng.randint(0, 2, shape)
+        elif "int" in dtype:
+            values = rng.randint(*integer_range(dtype, bound), shape)
+        else:
+            values = rng.random_sample(shape) * 0.9 + 0.1
+        yield np.array(values, dtype)
+
+
+def positions(size: int) -> NDArray[np.int64]:
+    """Evenly spaced positions of a flattened output of `size` elements."""
+    return np.unique(np.linspace(0, size - 1, min(size, _POSITIONS)).astype(np.int64))
+
+
+def summarise_outputs(task: str, seed: int, outputs: Mapping[int, NDArray[Any]]) -> Reference:
+    """Outputs by parameter as a :class:`Reference`."""
+    flat = {number: np.asarray(value).ravel() for number, value in outputs.items()}
+    return Reference(
+        task,
+        seed,
+        {number: value[positions(value.size)].astype(np.float32) for number, value in flat.items()},
+        {number: float(np.abs(value.astype(np.float64)).mean()) for number, value in flat.items()},
+    )
+
+
+def output_error(found: Reference, expected: Reference) -> float:
+    """Largest difference of outputs from a reference of the same task and seed; up to :data:`TOLERANCE` they are equal.
+
+    It is relative to the larger of the expected value and the output's mean, so that a sum that cancels is not asked for
+    digits that it does not have. NaN equals NaN.
+    """
+    worst, tiny = 0.0, np.finfo(np.float32).tiny
+    for number, values in expected.outputs.items():
+        other, scale = found.outputs[number], expected.means[number]
+        same = (values == other) | (np.isnan(values) & np.isnan(other))
+        with np.errstate(invalid="ignore"):
+            difference = np.where(
+                same, 0.0, np.abs(other - values) / (np.maximum(np.abs(values), scale) + tiny)
+            )
+        worst = max(worst, float(np.nan_to_num(difference, nan=np.inf).max(initial=0.0)))
+        if np.isfinite(scale):
+            mean = abs(found.means[number] - scale) / (scale + tiny)
+            worst = max(worst, float(np.nan_to_num(mean, nan=np.inf)))
+    return worst

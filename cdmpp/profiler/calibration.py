@@ -21,39 +21,36 @@ Labels = tuple[dict[str, float], float]
 
 @dataclass(frozen=True)
 class DegreeResult:
-    """How labels taken at one degree compare with labels taken alone.
+    """How labels taken at one degree compare with labels taken alone, over `n` programs that have both.
 
     ``median_difference`` and ``mean_difference`` are of |together / alone - 1|, ``bias`` is the median of
     together / alone - 1; None if no program has both. ``spearman`` is None for fewer than three programs.
     """
 
     degree: int
-    n: int
-    median_difference: float | None
-    mean_difference: float | None
-    bias: float | None
-    spearman: float | None
     labels_per_s: float
+    n: int = 0
+    median_difference: float | None = None
+    mean_difference: float | None = None
+    bias: float | None = None
+    spearman: float | None = None
     accepted: bool = False
 
     def __str__(self) -> str:
-        def percent(value: float | None) -> str:
-            return "-" if value is None else f"{100 * value:.1f} %"
-
+        median, mean = (
+            "-" if value is None else f"{100 * value:.1f} %"
+            for value in (self.median_difference, self.mean_difference)
+        )
         rank = "" if self.spearman is None else f", Spearman {self.spearman:.3f}"
         return (
-            f"degree {self.degree}: labels differ from those taken alone by {percent(self.median_difference)} in the "
-            f"median, {percent(self.mean_difference)} in the mean{rank}, {self.labels_per_s:.1f} labels/s: "
-            + ("accepted" if self.accepted else "refused")
+            f"degree {self.degree}: labels differ from those taken alone by {median} in the median, {mean} in the "
+            f"mean{rank}, {self.labels_per_s:.1f} labels/s: {'accepted' if self.accepted else 'refused'}"
         )
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The chosen degree and what it was chosen by.
-
-    ``alone_again`` compares two runs alone: the part of every difference that is noise.
-    """
+    """The chosen degree and what it was chosen by; ``alone_again`` compares two runs alone, so it is noise."""
 
     degree: int
     tolerance: float
@@ -86,13 +83,14 @@ def calibrate(
     # The better of two runs alone is the truth to compare with.
     alone = {program: min(value, again.get(program, value)) for program, value in first.items()}
     results: list[DegreeResult] = []
+    chosen = 1
     for degree in degrees:
         result = compare(degree, alone, *measure(degree))
         within = result.median_difference is not None and result.median_difference <= tolerance
         results.append(replace(result, accepted=within and accept(result, rate_alone)))
         if results[-1].accepted:
+            chosen = degree
             break
-    chosen = next((result.degree for result in results if result.accepted), 1)
     return Calibration(chosen, tolerance, compare(1, first, again, rate_alone), tuple(results))
 
 
@@ -107,28 +105,19 @@ def compare(
     """How labels differ from those taken alone."""
     common = sorted(set(alone) & set(other))
     if not common:
-        return DegreeResult(degree, 0, None, None, None, None, labels_per_s)
+        return DegreeResult(degree, labels_per_s)
     ratio = np.array([other[h] / alone[h] for h in common]) - 1
     difference = np.abs(ratio)
+    median, mean, bias = float(np.median(difference)), float(difference.mean()), float(np.median(ratio))
     rank = spearman([alone[h] for h in common], [other[h] for h in common])
-    return DegreeResult(
-        degree,
-        len(common),
-        float(np.median(difference)),
-        float(difference.mean()),
-        float(np.median(ratio)),
-        rank,
-        labels_per_s,
-    )
+    return DegreeResult(degree, labels_per_s, len(common), median, mean, bias, rank)
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
     """Spearman's rank correlation; None for fewer than three values, or equal ones."""
     import pandas as pd
 
-    if len(a) < 3:
+    ranks = [pd.Series(list(values)).rank() for values in (a, b)]
+    if len(a) < 3 or any(np.ptp(rank.to_numpy()) == 0 for rank in ranks):
         return None
-    ranks = [pd.Series(list(values)).rank().to_numpy() for values in (a, b)]
-    if any(np.ptp(values) == 0 for values in ranks):
-        return None
-    return float(np.corrcoef(*ranks)[0, 1])
+    return float(ranks[0].corr(ranks[1]))

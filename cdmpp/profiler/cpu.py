@@ -20,7 +20,6 @@ State that a label depends on, and how it is fixed here:
 from __future__ import annotations
 
 import bisect
-import contextlib
 import os
 import shutil
 import subprocess
@@ -31,20 +30,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cdmpp.errors import ProfilerError, ProgramError
 from cdmpp.profiler import machine
-from cdmpp.profiler.arguments import ArgSpec, argument_specs, index_bound, integer_range
-from cdmpp.profiler.engine import BuildConfig, BuildJob, Built, Engine, Measured, Measurer
+from cdmpp.profiler.engine import BuildConfig, BuildJob, Built, Engine, Measured, Measurer, Running, last_line
 from cdmpp.profiler.pool import Worker, requests
-from cdmpp.profiler.sentinel import Sentinel
 from cdmpp.profiler.statistics import SamplingPlan, label
-from cdmpp.program.codegen.compile import ObjectCache, compile_to_shared_object
 from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.program.types import Program, Task
+
+if TYPE_CHECKING:
+    from cdmpp.profiler.arguments import ArgSpec
+    from cdmpp.profiler.sentinel import Sentinel
 
 #: Bytes of arguments kept between batches for programs of equal signature.
 _ARGUMENT_CACHE_BYTES = 2 << 30
@@ -79,15 +79,9 @@ class SharedObject(Built):
 
 
 @dataclass(frozen=True)
-class Starting:
-    """Sent before a program's first run, and with an empty hash when the sampling of the batch begins."""
-
-    program: str
-
-
-@dataclass(frozen=True)
 class BatchDone:
-    """Sent after a batch: what the machine did meanwhile."""
+    """Sent after a batch: what the machine did meanwhile. Before, each program's first run is announced by :class:`Running`,
+    and the sampling of the batch by an empty one."""
 
     sentinel_before_s: float
     sentinel_after_s: float
@@ -95,37 +89,25 @@ class BatchDone:
     scheduler: str
 
 
-def _fill(shape: tuple[int, ...], dtype: str, bound: int, rng: np.random.Generator) -> np.ndarray:
-    """Random values: positive floats away from zero and denormals; integers by :func:`integer_range`."""
-    kind = np.dtype(dtype).kind if dtype != "bfloat16" else "f"
-    if kind == "b":
-        return rng.integers(0, 2, shape).astype(bool)
-    if kind in "iu":
-        return rng.integers(*integer_range(dtype, bound), shape).astype(dtype)
-    values = rng.random(shape, dtype=np.float32)
-    values *= 0.9
-    values += 0.1
-    return values.astype(dtype, copy=False)
-
-
 class _Arguments:
     """Allocated arguments by signature, least recently used given up first."""
 
     def __init__(self, seed: int) -> None:
-        self._rng = np.random.default_rng(seed)
+        self._rng = np.random.RandomState(seed)
         self._cache: OrderedDict[tuple[ArgSpec, ...], tuple[int, list[Any]]] = OrderedDict()
 
     def get(self, specs: tuple[ArgSpec, ...]) -> list[Any]:
         import tvm
 
+        from cdmpp.profiler.arguments import random_values
+
         if specs in self._cache:
             self._cache.move_to_end(specs)
             return self._cache[specs][1]
-        bound = index_bound(specs)
         size = sum(int(np.prod(shape)) * 8 for shape, _ in specs)
         while self._cache and sum(s for s, _ in self._cache.values()) + size > _ARGUMENT_CACHE_BYTES:
             self._cache.popitem(last=False)
-        arrays = [tvm.runtime.tensor(_fill(shape, dtype, bound, self._rng)) for shape, dtype in specs]
+        arrays = [tvm.runtime.tensor(values) for values in random_values(specs, self._rng)]
         self._cache[specs] = (size, arrays)
         return arrays
 
@@ -138,18 +120,14 @@ class _Loaded:
     ) -> None:
         import tvm
 
-        self.hash = built.program
-        self.plan = plan
-        self.sentinel = sentinel
+        self.hash, self.plan, self.sentinel = built.program, plan, sentinel
         self.args = arguments.get(built.args)
         self.module = tvm.runtime.load_module(built.path)
         self.entry = self.module["main"]
         self.calm: list[float] = []
         self.disturbed: list[float] = []
-        self.spent_s = 0.0
-        self.waited_s = 0.0
+        self.spent_s = self.waited_s = self.first_s = 0.0
         self.repeats = 1
-        self.first_s = 0.0
         self._timer: Any = None
 
     def start(self) -> None:
@@ -205,11 +183,11 @@ class _Loaded:
 
 def _measure_batch(
     batch: list[SharedObject], config: CpuConfig, arguments: _Arguments, sentinel: Sentinel
-) -> Iterator[Starting | Measured]:
+) -> Iterator[Running | Measured]:
     """Measure `batch` interleaved; yields what the parent should know, results as soon as they are final."""
     loaded: list[_Loaded] = []
     for built in batch:
-        yield Starting(built.program)
+        yield Running((built.program,))
         try:
             program = _Loaded(built, arguments, config.plan, sentinel)
             program.start()
@@ -221,7 +199,7 @@ def _measure_batch(
             yield Measured(program.hash, "run_timeout", error=error, run_s=program.first_s)
             continue
         loaded.append(program)
-    yield Starting("")
+    yield Running()
     while loaded:
         for program in loaded:
             program.sample()
@@ -251,6 +229,8 @@ def measure_worker(
     """
     machine.die_with_parent()
     machine.pin(cores)
+    from cdmpp.profiler.sentinel import Sentinel
+
     # Read when the thread pool starts, which is at the first parallel program. Binding is left to the pinning
     # above: the runtime would bind its threads to the machine's first cores, whoever owns them.
     os.environ["TVM_NUM_THREADS"] = str(len(cores))
@@ -345,7 +325,7 @@ def cpu_engine(
     """An engine that measures on cores of this machine.
 
     Programs are compiled for the TVM target dictionary `target`. There are as many measuring processes as core groups (the
-    degree of parallelism). `sentinel` is timed around every batch to see drift, see :func:`sentinel_job`. Without `overlap`
+    degree of parallelism). `sentinel` is timed around every batch to see drift (:func:`sentinel_job`). Without `overlap`
     everything is built first, then measured with nothing else running. ProfilerError where there are no cores; on entering,
     if the sentinel program does not build.
     """
@@ -356,6 +336,7 @@ class ObjectBuilder:
     """Turns jobs into shared objects, in a memory-backed folder."""
 
     def __init__(self, target: Mapping[str, Any], folder: Path, object_cache: str | None) -> None:
+        from cdmpp.program.codegen.compile import ObjectCache
         from cdmpp.program.space import Rebuilder
 
         machine.redirect_stderr(folder / f"stderr-{os.getpid()}")
@@ -365,6 +346,9 @@ class ObjectBuilder:
         self._rebuild = Rebuilder()
 
     def __call__(self, job: BuildJob) -> SharedObject | ProfilerError:
+        from cdmpp.profiler.arguments import argument_specs
+        from cdmpp.program.codegen.compile import compile_to_shared_object
+
         program = job.program.hash
         path = self._folder / f"{program}-{time.monotonic_ns():x}.so"
         try:
@@ -382,8 +366,7 @@ class ObjectBuilder:
         except subprocess.CalledProcessError as err:
             error = f"ld: {err.stderr[-400:]}"
         except Exception as err:  # TVM reports through its own error types
-            text = (str(err).strip().splitlines() or [type(err).__name__])[-1]
-            error = f"{type(err).__name__}: {text}"[:500]
+            error = f"{type(err).__name__}: {last_line(err)}"[:500]
         if "No space left" in error or shutil.disk_usage(self._folder).free < _FULL_BYTES:
             return ProfilerError(
                 f"no space left in {self._folder} for shared objects; what was measured is kept, "
@@ -400,6 +383,7 @@ class _Item:
     built: SharedObject
     deaths: int = 0
     attempts: int = 0
+    #: Of the attempt that goes on; the best of those before.
     measured: Measured | None = None
     best: Measured | None = None
 
@@ -407,7 +391,8 @@ class _Item:
         """Let the best attempt so far be the result: undisturbed before disturbed, then fast before slow."""
         tries = [m for m in (self.best, self.measured) if m is not None and m.status == "ok"]
         if tries:
-            self.measured = min(tries, key=lambda m: (m.meta.get("disturbed", 0.0) > 0, label(m.samples_s)))
+            self.best = min(tries, key=lambda m: (m.meta.get("disturbed", 0.0) > 0, label(m.samples_s)))
+            self.measured = self.best
 
 
 class CpuMeasurer(Measurer):
@@ -456,10 +441,8 @@ class CpuMeasurer(Measurer):
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def accepts(self, building: int) -> bool:
-        if not self._overlap:
-            return True
-        built = sum(map(len, self._built.values())) + sum(map(len, self._batches))
-        return built < 4 * self.config.batch_size * len(self._core_groups)
+        built = sum(map(len, (*self._built.values(), *self._batches)))
+        return not self._overlap or built < 4 * self.config.batch_size * len(self._core_groups)
 
     @property
     def waiting(self) -> bool:
@@ -477,12 +460,13 @@ class CpuMeasurer(Measurer):
             idle or self._later[0][0] <= time.monotonic() or len(self._later) > _MAX_LATER
         ):
             idle = False
-            due = [self._later.popleft()[1] for _ in range(min(self.config.batch_size, len(self._later)))]
-            self._batches.append(due)
+            due = min(self.config.batch_size, len(self._later))
+            self._batches.append([self._later.popleft()[1] for _ in range(due)])
         for worker in self.workers:
             if worker.load is None and self._batches:
                 batch = self._batches.popleft()
-                if not worker.submit([item.built for item in batch], (batch, None), self._first_run_s):
+                load = (batch, Running())
+                if not worker.submit([item.built for item in batch], load, self._first_run_s):
                     self._batches.appendleft(batch)
 
     def _form_batches(self, coming: Sequence[BuildJob]) -> None:
@@ -512,13 +496,13 @@ class CpuMeasurer(Measurer):
     def receive(self, worker: Worker) -> None:
         batch, _ = worker.load
         try:
-            message: Starting | Measured | BatchDone = worker.connection.recv()
+            message: Running | Measured | BatchDone = worker.connection.recv()
         except (EOFError, ConnectionResetError):
             self._runner_died(worker, worker.exit_reason())
             return
-        if isinstance(message, Starting):
-            worker.load = (batch, message.program)
-            worker.extend(self._first_run_s if message.program else self._sampling_s(batch))
+        if isinstance(message, Running):
+            worker.load = (batch, message)
+            worker.extend(self._first_run_s if message.programs else self._sampling_s(batch))
         elif isinstance(message, Measured):
             item = next(i for i in batch if i.built.program == message.program)
             item.measured = message
@@ -529,23 +513,21 @@ class CpuMeasurer(Measurer):
     def _batch_done(self, batch: list[_Item], done: BatchDone) -> None:
         if done.sentinel_before_s > 0:
             bisect.insort(self._sentinel_times_s, done.sentinel_before_s)
-        within = abs(done.sentinel_after_s / done.sentinel_before_s - 1)
-        disturbed = done.steal_pct > self.config.max_steal_pct or within > self.config.max_drift
-        again: list[_Item] = []
+        config, again = self.config, []
+        drift = abs(done.sentinel_after_s / done.sentinel_before_s - 1)
+        disturbed = done.steal_pct > config.max_steal_pct or drift > config.max_drift
         for item in batch:
-            measured = item.measured
             item.attempts += 1
-            if measured is None or measured.status != "ok":
+            if item.measured is None or item.measured.status != "ok":
                 self._finish(item, done)
                 continue
             item.settle()
-            item.best = item.measured
-            share = item.measured.meta.get("disturbed", 0.0) if item.measured is not None else 0.0
+            share = item.measured.meta.get("disturbed", 0.0)
             if item.attempts > 1:
                 self._retried += 1
-                self._recovered += share <= self.config.max_disturbed
+                self._recovered += share <= config.max_disturbed
             hopeful = self._retried < _LATER_TRIALS or self._recovered > _LATER_HELPS * self._retried
-            if share > self.config.max_disturbed and item.attempts < self.config.max_attempts and hopeful:
+            if share > config.max_disturbed and item.attempts < config.max_attempts and hopeful:
                 item.measured = None
                 self._later.append((time.monotonic() + _LATER_S, item))
             elif disturbed and item.attempts < 2:
@@ -574,16 +556,14 @@ class CpuMeasurer(Measurer):
         self.finish(item.job, item.built, measured, **meta)
 
     def _remove(self, item: _Item) -> None:
-        with contextlib.suppress(OSError):
-            Path(item.built.path).unlink(missing_ok=True)
+        Path(item.built.path).unlink(missing_ok=True)
 
     def _runner_died(self, worker: Worker, reason: str) -> None:
         """Find out which program of the batch did it: the rest is measured again, each alone."""
         batch, _ = worker.load
         worker.replace()
         for item in batch:
-            if item.measured is None and item.best is not None:
-                item.measured = item.best
+            item.measured = item.measured or item.best
             if item.measured is not None:
                 self._finish(item, None)
                 continue
@@ -595,17 +575,15 @@ class CpuMeasurer(Measurer):
                 self._batches.append([item])
 
     def overdue(self, worker: Worker) -> None:
-        batch, starting = worker.load
-        slow = next((i for i in batch if i.built.program == starting and i.measured is None), None)
+        batch, running = worker.load
+        slow = next((i for i in batch if i.built.program in running.programs and i.measured is None), None)
         if slow is None:
             self._runner_died(worker, "sampling took too long")
             return
         worker.replace()
-        batch.remove(slow)
-        if slow.best is not None:
-            slow.measured = slow.best
-            self._finish(slow, None)
-        else:
+        slow.measured = slow.best
+        if slow.measured is None:
+            batch.remove(slow)
             self._remove(slow)
             self.fail(slow.job, "run_timeout", f"one run took over {self.config.run_timeout_s:g} s")
         for item in batch:

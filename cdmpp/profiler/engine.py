@@ -18,7 +18,7 @@ from typing import Any
 
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler import machine
-from cdmpp.profiler.pool import BuildQueue, Worker, ready, requests
+from cdmpp.profiler.pool import Worker, ready, requests
 from cdmpp.profiler.statistics import label, split_half_difference
 from cdmpp.program.types import Program, Space, Task
 
@@ -47,6 +47,13 @@ class Built:
     status: str = "ok"
     error: str = ""
     build_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Running:
+    """Sent by a measuring process when what runs changes, for the deadline that holds for it: programs by their hash."""
+
+    programs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,11 @@ class Outcome:
     built: Any = field(default=None, repr=False)
 
 
+def last_line(err: Exception) -> str:
+    """What TVM says went wrong, which is below its own call stack."""
+    return (str(err).strip().splitlines() or [type(err).__name__])[-1]
+
+
 #: A class that builds, made in each building process with these arguments, and the process's niceness. Objects of it are
 #: called with a job and give what was built, or a ProfilerError that ends the run.
 Builder = tuple[Callable[..., Callable[[Any], Built | ProfilerError]], tuple[Any, ...], int]
@@ -107,8 +119,9 @@ def build_worker(connection: Connection, builder: Builder) -> None:
     for job in requests(connection):
         started = time.perf_counter()
         built = build(job)
-        took_s = time.perf_counter() - started
-        connection.send(built if isinstance(built, ProfilerError) else replace(built, build_s=took_s))
+        if not isinstance(built, ProfilerError):
+            built = replace(built, build_s=time.perf_counter() - started)
+        connection.send(built)
 
 
 class Measurer:
@@ -129,10 +142,7 @@ class Measurer:
     def close(self, *, kill: bool) -> None:
         """End the measuring processes."""
         for worker in self.workers:
-            if kill:
-                worker.kill()
-            else:
-                worker.close()
+            (worker.kill if kill else worker.close)()
 
     def accepts(self, building: int) -> bool:
         """Whether another job should be drawn while so many are being built."""
@@ -192,7 +202,8 @@ class Engine:
         self.config, self.measurer = config, measurer
         self._count = max(1, config.builders or len(machine.usable_cores()))
         self._builders: list[Worker] = []
-        self._to_build = BuildQueue(config.build_timeout_s)
+        #: Jobs, and how many builders died over each; the load of a builder, too, is such a pair.
+        self._to_build: deque[tuple[Any, int]] = deque()
 
     def __enter__(self) -> Engine:
         with ExitStack() as undo:
@@ -247,11 +258,10 @@ class Engine:
         while True:
             if not exhausted:
                 exhausted = not self._draw(jobs)
-            if self._to_build:
-                self._start_builders()
-                self._to_build.start(self._builders)
+            self._build()
             try:
-                measurer.feed([*self._to_build, *(w.load[0] for w in self._builders if w.load is not None)])
+                building = [w.load for w in self._builders if w.load is not None]
+                measurer.feed([job for job, _ in (*self._to_build, *building)])
                 while measurer.outcomes:
                     yield measurer.outcomes.popleft()
                 busy = [w for w in (*self._builders, *measurer.workers) if w.load is not None]
@@ -261,10 +271,10 @@ class Engine:
                     time.sleep(_IDLE_S)
                     continue
                 for worker in ready(busy, 0.2):
-                    self._receive(worker)
+                    (self._receive if worker in self._builders else measurer.receive)(worker)
                 for worker in busy:
                     if worker.overdue():
-                        self._overdue(worker)
+                        (self._overdue if worker in self._builders else measurer.overdue)(worker)
             except ProfilerError:
                 yield from measurer.outcomes
                 raise
@@ -280,36 +290,48 @@ class Engine:
             if job is None:
                 break
             if job.built is None:
-                self._to_build.add(job)
+                self._to_build.append((job, 0))
             else:
                 self._take(job, job.built)
         return True
+
+    def _build(self) -> None:
+        """Give jobs to the builders that are idle."""
+        if self._to_build:
+            self._start_builders()
+        for worker in self._builders:
+            if worker.load is None and self._to_build:
+                load = self._to_build.popleft()
+                if not worker.submit(load[0], load, self.config.build_timeout_s, of_cpu_time=True):
+                    self._to_build.appendleft(load)
 
     def _take(self, job: Any, built: Built) -> None:
         if built.status == "ok":
             self.measurer.add(job, built)
         else:
             meta = {"build_s": round(built.build_s, 4)}
-            self.measurer.outcomes.append(
-                Outcome(job, built.status, error=built.error, meta=meta, built=built)
-            )
+            outcome = Outcome(job, built.status, error=built.error, meta=meta, built=built)
+            self.measurer.outcomes.append(outcome)
 
     def _receive(self, worker: Worker) -> None:
-        if worker not in self._builders:
-            self.measurer.receive(worker)
+        job, deaths = worker.load
+        try:
+            built = worker.connection.recv()
+        except (EOFError, ConnectionResetError):
+            reason = worker.exit_reason()
+            worker.replace()
+            if deaths == 0:
+                # Killed from outside, or by this program? The second death tells.
+                self._to_build.append((job, 1))
+            else:
+                self.measurer.fail(job, "build_error", f"the compiler died twice, last {reason}")
             return
-        job, built, error = self._to_build.receive(worker)
+        worker.finished()
         if isinstance(built, ProfilerError):
             raise built
-        if built is not None:
-            self._take(job, built)
-        elif error:
-            self.measurer.fail(job, "build_error", error)
+        self._take(job, built)
 
     def _overdue(self, worker: Worker) -> None:
-        if worker not in self._builders:
-            self.measurer.overdue(worker)
-            return
         job, _ = worker.load
         worker.replace()
         limit_s = self.config.build_timeout_s

@@ -25,10 +25,9 @@ _FOLDER_PREFIX = "cdmpp-"
 def die_with_parent() -> None:
     """Leave Ctrl-C to the parent, and ask the kernel to kill this process when the one that started it dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(signal, "SIGKILL"):
-        libc = ctypes.CDLL(None, use_errno=True)
-        if hasattr(libc, "prctl"):
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "prctl"):
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def redirect_stderr(path: Path) -> None:
@@ -94,16 +93,11 @@ def preemptions() -> int:
 def steal_ticks(cores: tuple[int, ...]) -> int:
     """Hundredths of a second that the hypervisor took from `cores` since boot; 0 where it does not say."""
     try:
-        lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
+        lines = [line.split() for line in Path("/proc/stat").read_text(encoding="ascii").splitlines()]
     except OSError:
         return 0
     wanted = {f"cpu{c}" for c in cores}
-    total = 0
-    for line in lines:
-        fields = line.split()
-        if fields and fields[0] in wanted and len(fields) > 8:
-            total += int(fields[8])
-    return total
+    return sum(int(fields[8]) for fields in lines if fields and fields[0] in wanted and len(fields) > 8)
 
 
 def make_work_folder(parent: Path) -> Path:

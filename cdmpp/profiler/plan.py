@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from cdmpp.errors import ProfilerError, ProgramError
 from cdmpp.profiler.engine import BuildJob, Outcome
@@ -17,10 +18,10 @@ from cdmpp.program.types import Program, Task
 if TYPE_CHECKING:
     from cdmpp.dataset import DatasetView
     from cdmpp.program.network import Network
-    from cdmpp.program.space import TaskSpaces
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 #: Programs of a task that are drawn before the next task's turn: an interrupted collection is a balanced one.
 CHUNK = 16
 #: Parents of searched programs: the fastest of the task so far.
@@ -82,8 +83,7 @@ class TaskPlan:
         self.tasks = list(tasks)
         # So that what an interrupted collection holds is a fair sample of the networks.
         random.Random(seed).shuffle(self.tasks)
-        self.programs_per_task = programs_per_task
-        self.search_fraction = search_fraction
+        self.programs_per_task, self.search_fraction = programs_per_task, search_fraction
         self.num_cores, self.seed = num_cores, seed
         self._latencies: dict[str, dict[str, float]] = defaultdict(dict)
         self._programs: dict[str, dict[str, Program]] = defaultdict(dict)
@@ -126,12 +126,12 @@ class TaskPlan:
             # The search of a task follows its random programs at a distance, so that their latencies are known.
             behind: list[Task] = []
             for task in self.tasks:
-                yield from self._random(task, wanted)
+                yield from self._draw(task, "random", wanted)
                 behind.append(task)
                 if len(behind) > 3:
-                    yield from self._search(behind.pop(0), wanted)
+                    yield from self._draw(behind.pop(0), "search", wanted)
             for task in behind:
-                yield from self._search(task, wanted)
+                yield from self._draw(task, "search", wanted)
 
     def calibration_jobs(self, n: int) -> list[BuildJob]:
         """Some `n` programs of tasks spread over the range of work; they are not part of the plan."""
@@ -141,56 +141,45 @@ class TaskPlan:
         sample = TaskPlan(chosen, per_task, search_fraction=0.0, num_cores=self.num_cores, seed=seed)
         return [job for job in sample.jobs() if job is not None][:n]
 
-    def _emit(self, spaces: TaskSpaces, programs: Sequence[Program]) -> Iterator[BuildJob]:
-        for program in programs:
-            self.learn(program, None)
-        by_hash = {space.hash: space for space in spaces.spaces}
-        for program in programs:
-            self._in_flight[program.task_hash] += 1
-            yield BuildJob(program, spaces.task, by_hash[str(program.space_hash)])
+    def _draw(self, task: Task, origin: str, wanted: int) -> Iterator[BuildJob | None]:
+        """What is missing of a task's random or searched programs, of `wanted` in all."""
+        from cdmpp.program.space import TaskSpaces
 
-    def _random(self, task: Task, wanted: int) -> Iterator[BuildJob | None]:
-        have = sum(p.origin == "random" for p in self._programs[task.hash].values())
-        need = round(wanted * (1 - self.search_fraction)) - have
+        known = self._programs[task.hash]
+        have = sum(p.origin == origin for p in known.values())
+        share = self.search_fraction if origin == "search" else 1 - self.search_fraction
+        need = round(wanted * share) - have
         if need <= 0 or task.hash in self._exhausted:
             return
         try:
-            spaces = self._spaces(task)
+            spaces = TaskSpaces(task, "llvm", self.num_cores)
         except ProgramError as err:
             logger.warning("%s", err)
             self._exhausted.add(task.hash)
             return
         # The seed depends on what is there, so that a resumed run draws what the broken one lacks.
-        programs = spaces.sample(need, seed_of(self.seed, task.hash, have), exclude=self._seen)
-        if len(programs) < need:
-            self._exhausted.add(task.hash)
-        yield from self._emit(spaces, programs)
-
-    def _search(self, task: Task, wanted: int) -> Iterator[BuildJob | None]:
-        known = self._programs[task.hash]
-        have = sum(p.origin == "search" for p in known.values())
-        need = round(wanted * self.search_fraction) - have
-        if need <= 0 or task.hash in self._exhausted:
-            return
-        # A few that are measured again later, because somebody disturbed them, are not waited for.
-        while self._in_flight[task.hash] > len(known) // 4:
-            yield None
-        latencies = self._latencies[task.hash]
-        elite = [known[h] for h in sorted(latencies, key=latencies.__getitem__)[:ELITE]]
-        if not elite:
-            return
-        spaces = self._spaces(task)
-        programs = spaces.mutate(elite, need, seed_of(self.seed, task.hash, have), exclude=self._seen)
-        yield from self._emit(spaces, programs)
-
-    def _spaces(self, task: Task) -> TaskSpaces:
-        from cdmpp.program.space import TaskSpaces
-
-        return TaskSpaces(task, "llvm", self.num_cores)
+        seed = seed_of(self.seed, task.hash, have)
+        if origin == "random":
+            programs = spaces.sample(need, seed, exclude=self._seen)
+            if len(programs) < need:
+                self._exhausted.add(task.hash)
+        else:
+            # A few that are measured again later, because the core was disturbed, are not waited for.
+            while self._in_flight[task.hash] > len(known) // 4:
+                yield None
+            latencies = self._latencies[task.hash]
+            elite = [known[h] for h in sorted(latencies, key=latencies.__getitem__)[:ELITE]]
+            programs = spaces.mutate(elite, need, seed, exclude=self._seen) if elite else []
+        for program in programs:
+            self.learn(program, None)
+        by_hash = {space.hash: space for space in spaces.spaces}
+        for program in programs:
+            self._in_flight[task.hash] += 1
+            yield BuildJob(program, task, by_hash[str(program.space_hash)])
 
 
 class FixedPlan:
-    """Programs that are known from the start, in order."""
+    """Programs that are known from the start, in order; for the methods see :class:`TaskPlan`."""
 
     def __init__(self, jobs: Sequence[BuildJob]) -> None:
         self._jobs = list(jobs)
@@ -199,27 +188,22 @@ class FixedPlan:
 
     @property
     def total(self) -> int:
-        """Programs that will be measured, earlier runs included."""
         return len(self._jobs)
 
     @property
     def known(self) -> int:
-        """Of these, programs that were measured before."""
         return sum(job.program.hash in self._measured for job in self._jobs)
 
     def learn(self, program: Program, latency_s: float | None) -> None:
-        """Take note of a program that was measured in an earlier run: it is not measured again."""
         self._measured.add(program.hash)
 
     def done(self, outcome: Outcome) -> None:
         """Nothing to do: what comes next does not depend on outcomes."""
 
     def jobs(self) -> Iterator[BuildJob | None]:
-        """Those that were not measured before."""
         return (job for job in self._jobs if job.program.hash not in self._measured)
 
     def calibration_jobs(self, n: int) -> list[BuildJob]:
-        """Some `n` of the programs, evenly."""
         jobs = [job for job in self.jobs() if job is not None]
         return jobs[:: max(1, len(jobs) // n)][:n]
 
@@ -246,23 +230,21 @@ def replay_plan(
         program = source.programs[digest]
         if tasks is None or program.task_hash in tasks:
             by_task[program.task_hash].append(program)
-    rng = random.Random(seed)
-    order = sorted(by_task)
+    chosen: dict[str, list[BuildJob]] = defaultdict(list)
+    for p in evenly(by_task, seed)[:limit]:
+        space = None if p.space_hash is None else source.spaces[p.space_hash]
+        chosen[p.task_hash].append(BuildJob(p, source.task_of(p), space))
+    return FixedPlan([job for jobs in chosen.values() for job in jobs])
+
+
+def evenly(groups: Mapping[str, Sequence[T]], seed: int) -> list[T]:
+    """The members of all groups in random order, turn by turn, so that what comes first is a balanced sample."""
+    rng, order = random.Random(seed), sorted(groups)
     rng.shuffle(order)
-    for task in order:
-        rng.shuffle(by_task[task])
-    # Turn by turn over the tasks up to the limit, then task by task.
-    turns = [(i, task) for i in range(max(map(len, by_task.values()), default=0)) for task in order]
-    counts: dict[str, int] = defaultdict(int)
-    for _, task in [turn for turn in turns if turn[0] < len(by_task[turn[1]])][:limit]:
-        counts[task] += 1
-    chosen = [program for task in order for program in by_task[task][: counts[task]]]
-    return FixedPlan(
-        [
-            BuildJob(p, source.task_of(p), None if p.space_hash is None else source.spaces[p.space_hash])
-            for p in chosen
-        ]
-    )
+    parts = [list(groups[name]) for name in order]
+    for part in parts:
+        rng.shuffle(part)
+    return [member for turn in itertools.zip_longest(*parts) for member in turn if member is not None]
 
 
 def seed_of(*parts: object) -> int:

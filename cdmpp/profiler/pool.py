@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import psutil
-
-logger = logging.getLogger(__name__)
-
-
-def _context() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["cdmpp.profiler._preload"])
-    return context
 
 
 class Worker:
@@ -36,7 +26,8 @@ class Worker:
         self._start()
 
     def _start(self) -> None:
-        context = _context()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["cdmpp.profiler._preload"])
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=self._target, args=(theirs, *self._args), name=self.name)
         self._process.daemon = True
@@ -77,11 +68,10 @@ class Worker:
 
     def overdue(self) -> bool:
         """Whether the deadline has passed."""
-        if self.load is None:
-            return False
-        if time.monotonic() > self._deadline:
-            return True
-        return self._cpu_deadline < float("inf") and self._cpu_time() > self._cpu_deadline
+        late = time.monotonic() > self._deadline
+        return self.load is not None and (
+            late or (self._cpu_deadline < float("inf") and self._cpu_time() > self._cpu_deadline)
+        )
 
     def finished(self) -> None:
         """Mark the process idle."""
@@ -114,7 +104,7 @@ class Worker:
         try:
             self.connection.send(None)
             self._process.join(timeout=1)
-        except (BrokenPipeError, ConnectionResetError, OSError):
+        except OSError:
             pass
         self.kill()
 
@@ -122,65 +112,12 @@ class Worker:
 def ready(workers: list[Worker], timeout_s: float) -> list[Worker]:
     """The busy workers that have sent something (or are dead), waiting at most `timeout_s`."""
     busy = {w.connection: w for w in workers if w.load is not None}
-    if not busy:
-        return []
-    return [busy[c] for c in wait(list(busy), timeout_s)]  # type: ignore[index]
+    return [busy[c] for c in wait(list(busy), timeout_s)] if busy else []  # type: ignore[index]
 
 
 def requests(connection: Connection) -> Iterator[Any]:
     """The requests to a process, until the last (None) or until the other end is closed."""
-    while True:
-        try:
-            request = connection.recv()
-        except EOFError:
-            return
-        if request is None:
-            return
-        yield request
-
-
-class BuildQueue:
-    """Jobs that wait for a building process, which may take `timeout_s` CPU seconds for one; its load is the job and how many
-    processes died over it."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._waiting: deque[tuple[Any, int]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (job for job, _ in self._waiting)
-
-    def add(self, job: Any) -> None:
-        """Let a job wait."""
-        self._waiting.append((job, 0))
-
-    def start(self, workers: list[Worker]) -> None:
-        """Give jobs to those that are idle."""
-        for worker in workers:
-            if worker.load is None and self._waiting:
-                job, deaths = self._waiting.popleft()
-                if not worker.submit(job, (job, deaths), self._timeout_s, of_cpu_time=True):
-                    self._waiting.appendleft((job, deaths))
-
-    def receive(self, worker: Worker) -> tuple[Any, Any, str]:
-        """The job that a process has built, its answer and "".
-
-        Of a process that died the answer is None. What it was building waits again the first time; the second time the
-        last is how it died.
-        """
-        job, deaths = worker.load
-        try:
-            answer = worker.connection.recv()
-        except (EOFError, ConnectionResetError):
-            reason = worker.exit_reason()
-            worker.replace()
-            if deaths == 0:
-                # Killed from outside, or by this program? The second death tells.
-                self._waiting.append((job, 1))
-                return job, None, ""
-            return job, None, f"the compiler died twice, last {reason}"
-        worker.finished()
-        return job, answer, ""
+    try:
+        yield from iter(connection.recv, None)
+    except EOFError:
+        return

@@ -28,10 +28,7 @@ _PAUSE_S = 0.004
 class Sentinel:
     """Watches the core that the calling thread runs on (of several cores: only this one).
 
-    Parameters
-    ----------
-    settle_s
-        Time spent on finding how fast the undisturbed loop is; later faster passes correct it.
+    `settle_s` is spent on finding how fast the undisturbed loop is; later faster passes correct it.
     """
 
     def __init__(self, settle_s: float = 0.3) -> None:
@@ -71,12 +68,7 @@ class Sentinel:
         self._patience_s = min(self._patience_s + seconds, 10 * _PATIENCE_S)
 
     def wait(self, at_most_s: float) -> tuple[bool, float]:
-        """Wait until the core is undisturbed, but in all no longer than was measured.
-
-        Returns
-        -------
-        Whether it is, and the seconds waited.
-        """
+        """Wait until the core is undisturbed, but in all no longer than was measured: whether it is, and seconds waited."""
         if time.perf_counter() - self._seen_at < _FRESH_S:
             return True, 0.0
         started = time.perf_counter()

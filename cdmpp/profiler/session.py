@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import platform
@@ -63,11 +64,6 @@ class Progress:
     failures: dict[str, int]
     elapsed_s: float
 
-    @property
-    def rate_per_s(self) -> float:
-        """Programs per second since the start of this run."""
-        return self.new / self.elapsed_s if self.elapsed_s > 0 else 0.0
-
 
 @dataclass(frozen=True)
 class Report:
@@ -92,44 +88,38 @@ class ProfileReport(Report):
 class Session:
     """One run that measures: its records, what is written beside them, progress, and when it stops.
 
-    Of ``total()`` programs at most (it may fall), `known` have a record already.
+    Of ``total()`` programs at most (it may fall), `known` have a record already. The `settings` that the labels depend on are
+    kept with the machine and the versions of `packages`; time counts from then on.
     """
 
     def __init__(
         self,
         dataset: Dataset,
         device: str,
+        settings: Mapping[str, Any],
+        families: Mapping[str, str],
+        packages: Sequence[str],
+        *,
         known: int,
         total: Callable[[], int],
-        *,
         max_seconds: float | None,
         progress: Callable[[Progress], None] | None,
         notify: Callable[[str], None],
     ) -> None:
         self._dataset, self._device, self._known, self._total = dataset, device, known, total
         self._max_seconds, self._progress, self._notify = max_seconds, progress, notify
-        self._started = time.perf_counter()
         self.name = uuid.uuid4().hex[:12]
         self.new = self.ok = 0
         self.failures: Counter[str] = Counter()
         self.stopped = False
-
-    @property
-    def elapsed_s(self) -> float:
-        return time.perf_counter() - self._started
-
-    def note(self, families: Mapping[str, str], packages: Sequence[str], settings: Mapping[str, Any]) -> None:
-        """Write down the machine, the versions and the settings that the labels depend on; time counts from here."""
         versions = {}
         for package in ("cdmpp", "numpy", *packages):
-            try:
+            with contextlib.suppress(metadata.PackageNotFoundError):
                 versions[package] = metadata.version(package)
-            except metadata.PackageNotFoundError:
-                continue
         entry = {
             "session": self.name,
             "started_at": time.time(),
-            "device": self._device,
+            "device": device,
             "machine": {
                 **machine_facts(),
                 "usable_cores": list(usable_cores()),
@@ -139,12 +129,16 @@ class Session:
             "versions": versions,
             **settings,
         }
-        meta = self._dataset.meta
-        self._dataset.update_meta(
+        meta = dataset.meta
+        dataset.update_meta(
             sessions=[*meta.get("sessions", []), entry],
             network_families={**meta.get("network_families", {}), **families},
         )
         self._started = time.perf_counter()
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self._started
 
     def take(
         self,
@@ -152,7 +146,7 @@ class Session:
         meta: Mapping[str, Any],
         done: Callable[[Outcome], None] | None = None,
     ) -> None:
-        """Put outcomes into the dataset as they come, until the time is up; `meta` is of all records, `done` hears of each."""
+        """Put outcomes into the dataset as they come, until the time is up; `meta` is of all records, `done` gets each."""
         for outcome in outcomes:
             self._add(outcome, meta)
             if done is not None:
@@ -192,19 +186,14 @@ class Session:
         )
 
     def report(self) -> dict[str, Any]:
-        """Close the dataset's journals; the fields of a :class:`Report` (ProfilerError if nothing was ever measured)."""
+        """Finish the dataset; the fields of a :class:`Report` (ProfilerError if nothing was ever measured)."""
         if not self.new and not self._known:
             raise ProfilerError("nothing was measured")
-        elapsed_s = self.elapsed_s
+        values = Report(
+            self._dataset.path, self._device, self.new, self.ok, dict(self.failures), self.elapsed_s
+        )
         self._dataset.finalize()
-        return {
-            "path": self._dataset.path,
-            "device": self._device,
-            "new": self.new,
-            "ok": self.ok,
-            "failures": dict(self.failures),
-            "elapsed_s": elapsed_s,
-        }
+        return vars(values)
 
 
 def profile(
@@ -228,8 +217,6 @@ def profile(
         Zoo names, ``.onnx``/``.pt2`` files or :class:`~cdmpp.program.network.Network` objects.
     device
         A CPU of this machine with a share, such as ``this-cpu@1`` or ``this-cpu.x86-64-v2@1``.
-    out
-        Folder of the dataset.
     tasks
         Hashes of the tasks to profile; all if None.
     programs_of
@@ -252,33 +239,7 @@ def profile(
         raise DatasetError(f"{path} holds a dataset already: go on with --resume, or choose another folder")
     if remeasure and programs_of is not None and config.limit is None:
         raise ProfilerError("re-measuring needs a limit: how many programs?")
-    plan: Plan
-    if programs_of is not None:
-        source = Dataset.open(programs_of)
-        families = dict(source.network_families)
-        plan = replay_plan(source, limit=config.limit, tasks=tasks, seed=config.seed)
-    else:
-        chosen, families = network_tasks(networks, notify, resumed=path)
-        missing = set(tasks or ()) - {task.hash for task in chosen}
-        if missing:
-            raise ProfilerError(
-                f"{len(missing)} wanted tasks are not of these networks, first {min(missing)}"
-            )
-        chosen = [task for task in chosen if tasks is None or task.hash in tasks]
-        plan = (
-            unscheduled_plan(chosen)
-            if config.unscheduled
-            else TaskPlan(
-                chosen,
-                config.programs_per_task,
-                search_fraction=config.search_fraction,
-                num_cores=threads,
-                seed=config.seed,
-            )
-        )
-    if not plan.tasks:
-        where = "these networks" if programs_of is None else f"those that {programs_of} has latencies of"
-        raise ProfilerError(f"no task to profile: none of the tasks asked for is among {where}")
+    plan, families = _plan(networks, config, threads, path, tasks, programs_of, notify)
     with Dataset.open_or_create(path) as dataset:
         dataset.set_device(device)
         if not remeasure:
@@ -295,15 +256,6 @@ def profile(
             dataset.update_meta(complete_networks=sorted(complete))
         degree, calibration = _degree(config, device, plan, threads, notify)
         groups = core_groups(usable_cores(), threads, degree)
-        session = Session(
-            dataset,
-            device.name,
-            plan.known,
-            lambda: plan.total,
-            max_seconds=config.max_seconds,
-            progress=progress,
-            notify=notify,
-        )
         settings = {
             **asdict(config),
             "target": dict(device.target),
@@ -314,11 +266,55 @@ def profile(
             "cache": "warm",
             "calibration": None if calibration is None else asdict(calibration),
         }
-        session.note(families, ("apache-tvm", "apache-tvm-ffi"), settings)
+        session = Session(
+            dataset,
+            device.name,
+            settings,
+            families,
+            ("apache-tvm", "apache-tvm-ffi"),
+            known=plan.known,
+            total=lambda: plan.total,
+            max_seconds=config.max_seconds,
+            progress=progress,
+            notify=notify,
+        )
         with cpu_engine(config, device.target, groups, sentinel_job()) as engine:
             meta = {"workers": degree, "threads": threads, "cache": "warm"}
             session.take(engine.run(plan.jobs()), meta, plan.done)
         return ProfileReport(**session.report(), workers=degree, calibration=calibration)
+
+
+def _plan(
+    networks: Sequence[Network | str],
+    config: ProfileConfig,
+    threads: int,
+    path: Path,
+    tasks: Sequence[str] | None,
+    programs_of: str | Path | None,
+    notify: Callable[[str], None],
+) -> tuple[Plan, dict[str, str]]:
+    """What is to be measured, and the families of the networks (ProfilerError if it is nothing)."""
+    plan: Plan
+    if programs_of is not None:
+        source = Dataset.open(programs_of)
+        families, where = dict(source.network_families), f"those that {programs_of} has latencies of"
+        plan = replay_plan(source, limit=config.limit, tasks=tasks, seed=config.seed)
+    else:
+        chosen, families = network_tasks(networks, notify, resumed=path)
+        where, missing = "these networks", set(tasks or ()) - {task.hash for task in chosen}
+        if missing:
+            raise ProfilerError(
+                f"{len(missing)} wanted tasks are not of these networks, first {min(missing)}"
+            )
+        chosen = [task for task in chosen if tasks is None or task.hash in tasks]
+        if config.unscheduled:
+            plan = unscheduled_plan(chosen)
+        else:
+            count, fraction = config.programs_per_task, config.search_fraction
+            plan = TaskPlan(chosen, count, search_fraction=fraction, num_cores=threads, seed=config.seed)
+    if not plan.tasks:
+        raise ProfilerError(f"no task to profile: none of the tasks asked for is among {where}")
+    return plan, families
 
 
 def _threads(device: Device) -> int:
@@ -342,11 +338,9 @@ def _degree(
 ) -> tuple[int, Calibration | None]:
     """Measuring processes at the same time: as asked for, or calibrated."""
     cores = usable_cores()
-    if config.workers != "auto":
-        return int(config.workers), None
     most = len(cores) // threads
-    if most <= 1:
-        return 1, None
+    if config.workers != "auto" or most <= 1:
+        return 1 if config.workers == "auto" else int(config.workers), None
     jobs, sentinel = plan.calibration_jobs(config.calibration_programs), sentinel_job()
     notify(f"calibrating the degree of parallelism on {len(jobs)} programs")
 

@@ -13,28 +13,19 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """How one program is sampled.
+    """How one program is sampled."""
 
-    Attributes
-    ----------
-    min_sample_s
-        A sample is the mean of as many back-to-back runs as fill this time.
-    min_samples, max_samples
-        Samples taken before the first decision, and at most.
-    target_noise
-        Sampling stops when the split-half difference is at most this (0.01 is 1 %).
-    max_measure_s
-        Time that one program's samples may take. Slow programs get fewer samples for it, at least two: a long
-        sample averages its own noise.
-    max_wait_s
-        Time that one program's samples may wait, in all, for the core to be undisturbed.
-    """
-
+    #: A sample is the mean of as many back-to-back runs as fill this time.
     min_sample_s: float = 0.002
+    #: Samples taken before the first decision, and at most.
     min_samples: int = 8
     max_samples: int = 24
+    #: Sampling stops when the split-half difference is at most this (0.01 is 1 %).
     target_noise: float = 0.01
+    #: Time that one program's samples may take. Slow programs get fewer samples for it, at least two: a long sample
+    #: averages its own noise.
     max_measure_s: float = 0.25
+    #: Time that one program's samples may wait, in all, for the core to be undisturbed.
     max_wait_s: float = 0.6
 
     def repeats(self, run_s: float) -> int:

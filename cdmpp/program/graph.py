@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import graphlib
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from cdmpp.errors import NetworkError
+from cdmpp.files import write_text
 
 FORMAT = "cdmpp.network_graph"
 VERSION = 1
@@ -38,70 +38,46 @@ FOLDER = "networks"
 
 @dataclass(frozen=True)
 class GraphNode:
-    """One operator of a network, in one phase.
+    """One operator of a network, in one phase."""
 
-    Attributes
-    ----------
-    name
-        Unique in the graph.
-    tasks
-        Hashes of the tasks that it runs one after the other; empty where it runs no kernel or an unknown one.
-    inputs
-        Names of the nodes that it waits for.
-    repeat
-        How often it runs: a graph may hold one of several equal layers.
-    operator
-        What the source calls it.
-    kind
-        One of :data:`KINDS`.
-    phase
-        One of :data:`PHASES`.
-    family
-        The source's family of operators, such as ``BMM``.
-    input_shapes, output_shape
-        As far as the source tells.
-    measured_s
-        Device -> measured seconds of one run.
-    predicted_s
-        Source (``neusight``, ``habitat``, ...) -> device -> seconds that it predicted for one run.
-    """
-
+    #: Unique in the graph.
     name: str
+    #: Hashes of the tasks that it runs one after the other; empty where it runs no kernel or an unknown one.
     tasks: tuple[str, ...] = ()
+    #: Names of the nodes that it waits for.
     inputs: tuple[str, ...] = ()
+    #: How often it runs: a graph may hold one of several equal layers.
     repeat: float = 1.0
+    #: What the source calls it.
     operator: str = ""
+    #: One of :data:`KINDS`.
     kind: str = "kernel"
+    #: One of :data:`PHASES`.
     phase: str = "forward"
+    #: The source's family of operators, such as ``BMM``.
     family: str = ""
+    #: As far as the source has them.
     input_shapes: tuple[tuple[int, ...], ...] = ()
     output_shape: tuple[int, ...] = ()
+    #: Device -> measured seconds of one run.
     measured_s: Mapping[str, float] = field(default_factory=dict)
+    #: Source (``neusight``, ``habitat``, ...) -> device -> seconds that it predicted for one run.
     predicted_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class NetworkGraph:
-    """Nodes in an order in which they can run.
+    """Nodes in an order in which they can run."""
 
-    Attributes
-    ----------
-    name
-        Of the network.
-    nodes
-        Checked to be unique and sorted by :func:`network_graph`.
-    measured_s
-        Device -> measured seconds of the whole network.
-    predicted_s
-        Source -> device -> seconds that it predicted for the whole network.
-    meta
-        JSON values: where it comes from, model, batch, sequence length, ...
-    """
-
+    #: Of the network.
     name: str
+    #: Checked to be unique and sorted by :func:`network_graph`.
     nodes: tuple[GraphNode, ...]
+    #: Device -> measured seconds of the whole network.
     measured_s: Mapping[str, float] = field(default_factory=dict)
+    #: Source -> device -> seconds that it predicted for the whole network.
     predicted_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    #: JSON values: where it comes from, model, batch, sequence length, ...
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def task_weights(self) -> dict[str, float]:
@@ -184,18 +160,11 @@ def _sorted(name: str, given: Sequence[GraphNode], by_name: Mapping[str, GraphNo
 def save_graph(graph: NetworkGraph, path: str | Path) -> None:
     """Write a graph; the file appears whole or not at all (NetworkError if it cannot be written)."""
     path = Path(path)
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as err:
-        raise NetworkError(f"cannot write {path}: {err}") from err
-    try:
-        draft.write_text(json.dumps(graph.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        draft.replace(path)
+        write_text(path, json.dumps(graph.to_json(), indent=1, allow_nan=False) + "\n")
     except (OSError, ValueError) as err:
         raise NetworkError(f"cannot write {path}: {err}") from err
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def load_graph(path: str | Path) -> NetworkGraph:
@@ -229,23 +198,14 @@ def load_graphs(dataset: str | Path) -> dict[str, NetworkGraph]:
 
 
 def _node_to_json(node: GraphNode) -> dict[str, Any]:
-    value: dict[str, Any] = {}
-    for entry in fields(GraphNode):
-        content = getattr(node, entry.name)
-        default = entry.default if entry.default is not MISSING else None
-        if content == default or (isinstance(content, Mapping) and not content):
-            continue
-        value[entry.name] = (
-            {k: dict(v) if isinstance(v, Mapping) else v for k, v in content.items()}
-            if (isinstance(content, Mapping))
-            else content
-        )
-    return value
+    """Its fields that are not at their defaults."""
+    plain = GraphNode(node.name)
+    values = asdict(node)
+    return {key: value for key, value in values.items() if key == "name" or value != getattr(plain, key)}
 
 
 def _node_from_json(value: Mapping[str, Any]) -> GraphNode:
-    known = {entry.name for entry in fields(GraphNode)}
-    kept = {key: item for key, item in value.items() if key in known}
+    kept = {entry.name: value[entry.name] for entry in fields(GraphNode) if entry.name in value}
     for key in ("tasks", "inputs", "output_shape"):
         if key in kept:
             kept[key] = tuple(kept[key])

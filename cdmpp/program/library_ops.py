@@ -1,7 +1,7 @@
 """Operators as a vendor library runs them, as canonical tasks: unscheduled PrimFuncs in float32.
 
 One function an operator, from its dimensions to a PrimFunc; they are generators (:mod:`cdmpp.program.generators`), so
-that a task of them is stored as its dimensions. :func:`library_task` makes the task with its work and traffic.
+that a task of them is stored as its dimensions: :func:`cdmpp.program.tasks.library_task`.
 
 Elementwise operators and copies are one block each, as a library runs them in one kernel; matrix products keep the
 bias as a block of its own, softmax and layer normalisation are TVM's own formulations, as in imported networks.
@@ -10,14 +10,12 @@ bias as a block of its own, softmax and layer normalisation are TVM's own formul
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cdmpp.errors import ProgramError
-from cdmpp.program import generators
-from cdmpp.program.tasks import normalise
-from cdmpp.program.tvm_env import import_tvm, structural_hash
-from cdmpp.program.types import Task
+from cdmpp.program.tvm_env import import_tvm, normalise
 
 #: Elementwise operators -> floating-point operations an element, as TVM counts them (special functions as none).
 ELEMENTWISE_FLOPS: dict[str, int] = {
@@ -38,11 +36,8 @@ _NUMBER = 0.5
 def linear(m: int, n: int, k: int) -> Any:
     """``y[m, k] = sum_n x[m, n] w[k, n] + b[k]``: `n` is the reduction, `k` the output (NeuSight's names)."""
     ex = te()
-    x, w, b = (
-        ex.placeholder((m, n), name="x"),
-        ex.placeholder((k, n), name="w"),
-        ex.placeholder((k,), name="b"),
-    )
+    x, w = ex.placeholder((m, n), name="x"), ex.placeholder((k, n), name="w")
+    b = ex.placeholder((k,), name="b")
     r = ex.reduce_axis((0, n), name="r")
     product = ex.compute((m, k), lambda i, j: ex.sum(x[i, r] * w[j, r], axis=r), name="matmul")
     return prim_func([x, w, b], ex.compute((m, k), lambda i, j: product[i, j] + b[j], name="add"))
@@ -84,12 +79,7 @@ def elementwise(op: str, shape: Sequence[int], other: Sequence[int] = ()) -> Any
         raise ProgramError(f"no elementwise operator {op!r}; there are {', '.join(ELEMENTWISE_FLOPS)}")
     number = tirx.const(_NUMBER, "float32")
     one, half = tirx.const(1.0, "float32"), tirx.const(0.5, "float32")
-    binary = {
-        "add": lambda a, b: a + b,
-        "mul": lambda a, b: a * b,
-        "div": lambda a, b: a / b,
-        "pow": tirx.pow,
-    }
+    binary = {"add": operator.add, "mul": operator.mul, "div": operator.truediv, "pow": tirx.pow}
     unary = {
         "tanh": tirx.tanh,
         "relu": lambda a: tirx.max(a, tirx.const(0.0, "float32")),
@@ -148,65 +138,38 @@ def memory(elements: int, inputs: int = 1) -> Any:
     return prim_func(sources, ex.compute((elements,), value, name="memory"))
 
 
-def library_task(
-    name: str, arguments: Mapping[str, Any], networks: Mapping[str, float] | None = None
-) -> Task:
-    """The task of a library operator; some 0.7 ms.
-
-    Raises
-    ------
-    ProgramError
-        No such operator, or not with these arguments.
-    """
-    func = generators.build(name, arguments)
-    return Task(
-        hash=structural_hash(func),
-        name=str(arguments["op"]) if name == "elementwise" else name,
-        tir_json=generators.describe(name, arguments),
-        networks=dict(networks or {}),
-        flops=float(operator_flops(name, arguments)),
-        bytes=float(operator_bytes(name, arguments)),
-    )
-
-
 def operator_flops(name: str, arguments: Mapping[str, Any]) -> Any:
     """Floating-point operations of an operator; arguments may be arrays, one value an instance."""
-    a = arguments
-    if name == "linear":
-        return 2 * a["m"] * a["n"] * a["k"] + a["m"] * a["k"]
-    if name == "bmm":
-        return 2 * a["b"] * a["m"] * a["n"] * a["k"]
-    if name == "conv2d":
-        out = (a["size"] + 2 * a["padding"] - a["kernel"]) // a["stride"] + 1
-        return 2 * a["batch"] * a["out_channels"] * a["in_channels"] * a["kernel"] ** 2 * out**2
-    if name == "elementwise":
-        return ELEMENTWISE_FLOPS[a["op"]] * math.prod(a["shape"])
-    if name == "softmax":
-        return _SOFTMAX_FLOPS * a["rows"] * a["columns"]
-    if name == "layer_norm":
-        return (_LAYER_NORM_FLOPS * a["columns"] + 1) * a["rows"]
-    return 0
+    return _work(name, arguments)[0]
 
 
 def operator_bytes(name: str, arguments: Mapping[str, Any]) -> Any:
     """Bytes of all inputs and outputs, each counted once; arguments may be arrays, one value an instance."""
-    a = arguments
+    return 4 * _work(name, arguments)[1]
+
+
+def _work(name: str, a: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Floating-point operations, and elements of all inputs and outputs."""
     if name == "linear":
-        return 4 * (a["m"] * a["n"] + a["n"] * a["k"] + a["k"] + a["m"] * a["k"])
+        m, n, k = a["m"], a["n"], a["k"]
+        return 2 * m * n * k + m * k, m * n + n * k + k + m * k
     if name == "bmm":
-        return 4 * a["b"] * (a["m"] * a["n"] + a["n"] * a["k"] + a["m"] * a["k"])
+        b, m, n, k = a["b"], a["m"], a["n"], a["k"]
+        return 2 * b * m * n * k, b * (m * n + n * k + m * k)
     if name == "conv2d":
         out = (a["size"] + 2 * a["padding"] - a["kernel"]) // a["stride"] + 1
+        weights = a["in_channels"] * a["out_channels"] * a["kernel"] ** 2
         image = a["in_channels"] * a["size"] ** 2 + a["out_channels"] * out**2
-        return 4 * (a["batch"] * image + a["in_channels"] * a["out_channels"] * a["kernel"] ** 2)
+        return 2 * a["batch"] * weights * out**2, a["batch"] * image + weights
     if name == "elementwise":
+        size = math.prod(a["shape"])
         second = math.prod(a.get("other") or a["shape"]) if a["op"] in BINARY else 0
-        return 4 * (2 * math.prod(a["shape"]) + second)
+        return ELEMENTWISE_FLOPS[a["op"]] * size, 2 * size + second
     if name == "softmax":
-        return 8 * a["rows"] * a["columns"]
+        return _SOFTMAX_FLOPS * a["rows"] * a["columns"], 2 * a["rows"] * a["columns"]
     if name == "layer_norm":
-        return 4 * (2 * a["rows"] * a["columns"] + 2 * a["columns"])
-    return 4 * a["elements"] * (1 + a.get("inputs", 1))
+        return (_LAYER_NORM_FLOPS * a["columns"] + 1) * a["rows"], 2 * (a["rows"] + 1) * a["columns"]
+    return 0, a["elements"] * (1 + a.get("inputs", 1))
 
 
 def te() -> Any:

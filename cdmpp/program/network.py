@@ -1,45 +1,53 @@
-"""Networks: of the zoo, of a ``.onnx`` or ``.pt2`` file, or a torch module."""
+"""Networks: of the zoo, of a ``.onnx`` or ``.pt2`` file, or a torch module; and their import into Relax.
+
+Relax's front ends raise whatever Python raises where they meet something unforeseen (AssertionError,
+KeyError, TVM's own errors), so the calls into them, and only those, catch ``Exception``.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import threading
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cdmpp.errors import NetworkError
-from cdmpp.program import importers
+from cdmpp.errors import NetworkError, UnsupportedOpError
+from cdmpp.program.tvm_env import import_tvm
 from cdmpp.program.zoo import TensorSpec, ZooEntry, zoo_entry
 
 if TYPE_CHECKING:
     from torch import nn
 
+logger = logging.getLogger(__name__)
+
 _VARIANT = re.compile(r"(?P<base>.*)@(?=[sb])(?:s(?P<size>[0-9]+))?(?:b(?P<batch>[0-9]+))?")
+#: What the front ends say of operators that they do not know.
+_UNSUPPORTED = re.compile(
+    r"(?:operators are not supported for frontend ONNX: *|Unsupported function types? \[)([^\n\]]*)"
+)
+_ENVIRONMENT = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Network:
-    """A model that can be imported into Relax.
+    """A model that can be imported into Relax."""
 
-    Attributes
-    ----------
-    name
-        How it is called in datasets and reports: ``resnet18``, ``resnet18@b4``, ``resnet18@s160b4``, ``my_model.onnx``.
-    family
-        Kind of network; ``user`` for a file or module.
-    inputs
-        Names, shapes and types of the inputs, all fixed.
-    source
-        ``zoo``, ``torch`` or the path of the file.
-    description
-        One line, for people.
-    """
-
+    #: How it is called in datasets and reports: ``resnet18``, ``resnet18@b4``, ``resnet18@s160b4``, ``my_model.onnx``.
     name: str
+    #: Kind of network; ``user`` for a file or module.
     family: str
+    #: All shapes are fixed.
     inputs: tuple[TensorSpec, ...]
+    #: ``zoo``, ``torch`` or the path of the file.
     source: str
+    #: One line, for people.
     description: str = ""
     importer: Callable[[], Any] = field(repr=False, compare=False, kw_only=True)
 
@@ -62,11 +70,14 @@ class Network:
             TensorSpec(f"x{index}", tuple(arg.shape), str(arg.dtype).removeprefix("torch."))
             for index, arg in enumerate(args)
         )
-
-        def importer() -> Any:
-            return importers.import_exported(name, importers.export_torch(name, module, args), {}, 1)
-
-        return Network(name, "user", inputs, "torch", type(module).__name__, importer=importer)
+        return Network(
+            name,
+            "user",
+            inputs,
+            "torch",
+            type(module).__name__,
+            importer=lambda: _import_exported(name, _export(name, module, args)),
+        )
 
 
 def load_network(spec: str | Path, shapes: Mapping[str, Sequence[int]] | None = None) -> Network:
@@ -109,8 +120,19 @@ def load_network(spec: str | Path, shapes: Mapping[str, Sequence[int]] | None = 
     path = Path(base)
     if not path.is_file():
         raise NetworkError(f"no such file: {path}")
-    load = _from_onnx if suffix == ".onnx" else _from_pt2
-    return load(path, path.name if batch is None else f"{path.name}@b{batch}", dict(shapes or {}), batch)
+    name = path.name if batch is None else f"{path.name}@b{batch}"
+    source = str(path.resolve())
+    if suffix == ".onnx":
+        model = _load_onnx(path)
+        inputs = _fixed(name, _onnx_inputs(model), shapes or {}, batch)
+        return Network(
+            name, "user", inputs, source, model.graph.name, importer=lambda: _import_onnx(name, model, inputs)
+        )
+    exported = _load_pt2(path)
+    inputs = _fixed(name, _exported_inputs(exported), shapes or {}, batch)
+    return Network(
+        name, "user", inputs, source, importer=lambda: _import_exported(name, exported, inputs, batch or 1)
+    )
 
 
 def example_inputs(network: Network, seed: int = 0) -> tuple[Any, ...]:
@@ -128,7 +150,7 @@ def example_inputs(network: Network, seed: int = 0) -> tuple[Any, ...]:
     return tuple(tensors)
 
 
-def _from_zoo(entry: ZooEntry, batch: int, size: int | None = None) -> Network:
+def _from_zoo(entry: ZooEntry, batch: int, size: int | None) -> Network:
     inputs = tuple(item.with_batch(batch) for item in entry.inputs)
     variant = "" if batch == 1 else f"b{batch}"
     if size is not None:
@@ -140,34 +162,201 @@ def _from_zoo(entry: ZooEntry, batch: int, size: int | None = None) -> Network:
     name = f"{entry.name}@{variant}" if variant else entry.name
 
     def importer() -> Any:
-        exported = importers.export_torch(name, entry.build(), example_inputs(network))
-        return importers.import_exported(name, exported, {}, 1)
+        return _import_exported(name, _export(name, entry.build(), example_inputs(network)))
 
     network = Network(name, entry.family, inputs, "zoo", entry.description, importer=importer)
     return network
 
 
-def _from_onnx(path: Path, name: str, shapes: Mapping[str, Sequence[int]], batch: int | None) -> Network:
-    model = importers.load_onnx(path)
-    inputs = importers.fix_shapes(name, importers.onnx_inputs(model), shapes, batch)
-    return Network(
-        name,
-        "user",
-        inputs,
-        str(path.resolve()),
-        model.graph.name,
-        importer=lambda: importers.import_onnx(name, model, inputs),
-    )
+# -- torch -----------------------------------------------------------------------------------------------------
 
 
-def _from_pt2(path: Path, name: str, shapes: Mapping[str, Sequence[int]], batch: int | None) -> Network:
-    exported = importers.load_pt2(path)
-    inputs = importers.fix_shapes(name, importers.exported_inputs(exported), shapes, batch)
-    given = {item.name: item.shape for item in inputs}
-    return Network(
-        name,
-        "user",
-        inputs,
-        str(path.resolve()),
-        importer=lambda: importers.import_exported(name, exported, given, batch or 1),
-    )
+def _export(name: str, module: nn.Module, args: Sequence[Any]) -> Any:
+    """``torch.export`` of a module in evaluation mode with example inputs."""
+    import torch
+
+    was_training = module.training
+    try:
+        with torch.no_grad(), _quiet():
+            return torch.export.export(module.eval(), tuple(args))
+    except Exception as err:  # torch.export runs the user's code
+        raise NetworkError(f"{name}: torch.export failed: {_first_line(err)}") from err
+    finally:
+        module.train(was_training)
+
+
+def _load_pt2(path: Path) -> Any:
+    """The ``ExportedProgram`` of a ``.pt2`` file; a file that holds pickled code is refused."""
+    import torch
+
+    if not zipfile.is_zipfile(path):
+        raise NetworkError(f"{path} is not a .pt2 file (torch.export.save writes a zip archive)")
+    try:
+        with _quiet(), _weights_only():
+            return torch.export.load(str(path))
+    except Exception as err:
+        raise NetworkError(f"{path} is not a readable .pt2 file: {_first_line(err)}") from err
+
+
+def _exported_inputs(exported: Any) -> list[TensorSpec]:
+    """Inputs of an exported program; a dynamic extent is 0."""
+    from torch.export.graph_signature import InputKind
+
+    values = {node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"}
+    inputs = []
+    for spec in exported.graph_signature.input_specs:
+        value = values.get(spec.arg.name) if spec.kind == InputKind.USER_INPUT else None
+        if value is not None and hasattr(value, "shape"):
+            shape = tuple(extent if isinstance(extent, int) else 0 for extent in value.shape)
+            inputs.append(TensorSpec(spec.arg.name, shape, str(value.dtype).removeprefix("torch.")))
+    return inputs
+
+
+def _import_exported(name: str, exported: Any, inputs: Sequence[TensorSpec] = (), batch: int = 1) -> Any:
+    """An exported program with constant weights; its dynamic extents are those of the inputs, else the batch."""
+    tvm = import_tvm()
+    from tvm.relax.frontend.torch import from_exported_program
+
+    with _importing(name):
+        module = from_exported_program(exported)
+    shapes = {item.name: item.shape for item in inputs}
+    bound: dict[str, int] = {}
+    for param in module["main"].params:
+        given = shapes.get(str(param.name))
+        for axis, extent in enumerate(getattr(param.ty, "shape", None) or ()):
+            if isinstance(extent, tvm.tirx.Var):
+                bound.setdefault(str(extent.name), batch if given is None else given[axis])
+            elif not isinstance(extent, tvm.tirx.IntImm):
+                raise NetworkError(f"{name}: input {param.name} has the computed extent {extent}")
+    return tvm.relax.transform.BindSymbolicVars(bound, "main")(module) if bound else module
+
+
+@contextmanager
+def _weights_only() -> Iterator[None]:
+    """torch.export.load falls back to unpickling anything; this makes torch refuse to."""
+    key = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    with _ENVIRONMENT:
+        before = os.environ.get(key)
+        os.environ[key] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = before
+
+
+# -- ONNX ------------------------------------------------------------------------------------------------------
+
+
+def _load_onnx(path: Path) -> Any:
+    """The ``ModelProto`` of an ``.onnx`` file."""
+    import onnx
+
+    try:
+        model = onnx.load(str(path))
+    except Exception as err:  # protobuf raises differing classes by its implementation
+        raise NetworkError(f"{path} is not a readable .onnx file: {_first_line(err)}") from err
+    if not model.graph.node:
+        raise NetworkError(f"{path} is not an ONNX model: it has no graph")
+    return model
+
+
+def _onnx_inputs(model: Any) -> list[TensorSpec]:
+    """Inputs of an ONNX model; a dynamic extent is 0."""
+    import onnx
+
+    weights = {initializer.name for initializer in model.graph.initializer}
+    inputs = []
+    for value in model.graph.input:
+        if value.name not in weights:
+            tensor = value.type.tensor_type
+            shape = tuple(max(0, int(dim.dim_value)) for dim in tensor.shape.dim)
+            dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type) if tensor.elem_type else "float32"
+            inputs.append(TensorSpec(value.name, shape, str(dtype)))
+    return inputs
+
+
+def _import_onnx(name: str, model: Any, inputs: Sequence[TensorSpec]) -> Any:
+    """An ONNX model with constant weights."""
+    import_tvm()
+    from tvm.relax.frontend.onnx import from_onnx
+
+    with _importing(name):
+        return from_onnx(
+            model,
+            shape_dict={item.name: list(item.shape) for item in inputs},
+            dtype_dict={item.name: item.dtype for item in inputs},
+        )
+
+
+# -- both ------------------------------------------------------------------------------------------------------
+
+
+def _fixed(
+    name: str, inputs: Sequence[TensorSpec], shapes: Mapping[str, Sequence[int]], batch: int | None
+) -> tuple[TensorSpec, ...]:
+    """Inputs with every extent known: given by ``shapes``, or the batch where the first extent is dynamic.
+
+    A dynamic first extent is ``batch``, or 1 if that is None, and this is logged.
+    """
+    unknown = sorted(set(shapes) - {item.name for item in inputs})
+    if unknown:
+        known = ", ".join(item.name for item in inputs)
+        raise NetworkError(f"{name} has no input {', '.join(unknown)}; its inputs are {known}")
+    fixed = []
+    dynamic_batch = False
+    for item in inputs:
+        shape = item.shape
+        text = "x".join(str(extent or "?") for extent in shape)
+        if item.name in shapes:
+            given = tuple(int(extent) for extent in shapes[item.name])
+            if len(given) != len(shape) or any(
+                new < 1 or old not in (0, new) for old, new in zip(shape, given, strict=True)
+            ):
+                raise NetworkError(f"{name}: shape {given} does not fit input {item.name} of shape {text}")
+            shape = given
+        elif shape[:1] == (0,):
+            dynamic_batch = True
+            shape = (batch or 1, *shape[1:])
+            text = "x".join(str(extent or "?") for extent in shape)
+        if 0 in shape:
+            raise NetworkError(
+                f"{name}: input {item.name} has the dynamic shape {text}; give it, as in "
+                f"load_network(..., shapes={{{item.name!r}: (1, 128)}}), or export with fixed shapes"
+            )
+        fixed.append(replace(item, shape=shape))
+    if dynamic_batch and batch is None:
+        logger.warning("%s has a dynamic batch: taken as 1 (write %s@b8 for 8)", name, name)
+    if batch is not None and not dynamic_batch:
+        raise NetworkError(f"{name} has a fixed batch: @b{batch} asks for another one; export it again")
+    return tuple(fixed)
+
+
+@contextmanager
+def _importing(name: str) -> Iterator[None]:
+    """What a front end raises as UnsupportedOpError, which names the operators, or NetworkError."""
+    try:
+        with _quiet():
+            yield
+    except Exception as err:
+        if found := _UNSUPPORTED.search(str(err)):
+            ops = ", ".join(sorted(op.strip(" '\"") for op in found[1].split(",")))
+            raise UnsupportedOpError(f"{name}: TVM cannot import the operator(s) {ops}") from err
+        if isinstance(err, NotImplementedError):
+            raise UnsupportedOpError(f"{name}: TVM cannot import it: {_first_line(err)}") from err
+        raise NetworkError(f"{name}: TVM cannot import it: {type(err).__name__}: {_first_line(err)}") from err
+
+
+def _first_line(err: BaseException) -> str:
+    lines = [line.strip() for line in str(err).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(err).__name__
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Front ends warn about each renamed input and about their own deprecations."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

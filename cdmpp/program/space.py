@@ -4,6 +4,8 @@ A design space is a trace of schedule instructions; a program is the space plus 
 instructions. Replaying instructions and decisions and then applying the rule set's postprocessors gives the
 same PrimFunc every time, so some 200 bytes store a program exactly (a seed would not: TVM's sampling is not
 reproducible between versions or with several threads).
+
+The configurations of a parametrised kernel are a space of their own: a generator and the names of its parameters.
 """
 
 from __future__ import annotations
@@ -12,8 +14,7 @@ import hashlib
 import json
 import logging
 import random
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from cdmpp.errors import ProgramError
@@ -34,6 +35,8 @@ CUDA_SPACE_TARGET: dict[str, Any] = {
     "registers_per_block": 65536,
 }
 
+#: ``Space.rule`` of programs made by a generator.
+GENERATOR_RULE = "generator"
 #: A space is given up after this many rejected points in a row (a CUDA space rejects some 80 % of its points) ...
 _MAX_REJECTED = 300
 #: ... or after this many in a row that were drawn before.
@@ -59,9 +62,33 @@ def _dumps(obj: Any) -> str:
     return json.dumps(obj, separators=(",", ":"))
 
 
-def _space_hash(task: Task, rule: str, num_cores: int, insts: str) -> str:
+def _instructions_and_decisions(schedule: Any) -> tuple[str, str]:
+    """The trace of a schedule as JSON, without what the postprocessors added."""
+    insts, decisions = schedule.trace.as_json(remove_postproc=True)
+    return _dumps(_plain(insts)), _dumps(_plain(decisions))
+
+
+def _space(task: Task, rule: str, num_cores: int, index: int, insts: str) -> Space:
     key = f"{task.hash}|{rule}|{num_cores}|{insts}"
-    return hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+    return Space(digest, task.hash, rule, num_cores, index, insts)
+
+
+def _context(mod: Any, rule: str, num_cores: int) -> Any:
+    """MetaSchedule's context of a rule set; the rules have not run yet."""
+    tvm = import_tvm()
+    from tvm.s_tir import meta_schedule as ms
+
+    return ms.TuneContext(
+        mod=mod,
+        target=tvm.target.Target(
+            {"kind": "llvm", "num-cores": num_cores} if rule == "llvm" else CUDA_SPACE_TARGET
+        ),
+        space_generator=ms.space_generator.PostOrderApply(sch_rules=rule, postprocs=rule, mutator_probs=rule),
+        num_threads=1,
+        # Also seeds the spaces' own sampling; the programs are drawn with seeds of their own.
+        rand_state=1,
+    )
 
 
 def _postprocessors(context: Any, verify: bool) -> list[Any]:
@@ -69,12 +96,32 @@ def _postprocessors(context: Any, verify: bool) -> list[Any]:
     return [p for p in context.space_generator.postprocs if verify or "VerifyGPUCode" not in str(p)]
 
 
-@dataclass(frozen=True)
-class _Traced:
-    """A space with the live TVM trace that samples it."""
+def _replayed(mod: Any, insts: Any, program: Program) -> Any:
+    """The schedule of a program before postprocessing; ``insts`` is the JSON value of its space."""
+    from tvm.s_tir.schedule import Schedule, Trace
 
-    space: Space
-    trace: Any
+    schedule = Schedule(mod)
+    Trace.apply_json_to_schedule([insts, json.loads(program.decisions)], schedule)
+    return schedule
+
+
+def _rebuilt(mod: Any, insts: Any, program: Program, postprocs: Sequence[Any]) -> Any:
+    """The PrimFunc of a program, ProgramError if it does not replay or gives another one than its hash says."""
+    try:
+        schedule = _replayed(mod, insts, program)
+        rejecting = next((p for p in postprocs if not p.apply(schedule)), None)
+    except Exception as err:  # TVM raises its own error types
+        raise ProgramError(f"program {program.hash} does not replay: {err}") from err
+    if rejecting is not None:
+        raise ProgramError(f"program {program.hash}: postprocessor {rejecting} rejects it")
+    return _checked(program, schedule.mod["main"], "replays", "TVM")
+
+
+def _checked(program: Program, func: Any, verb: str, maker: str) -> Any:
+    digest = structural_hash(func)
+    if digest != program.hash:
+        raise ProgramError(f"program {program.hash} {verb} as {digest}: made by another {maker}?")
+    return func
 
 
 class TaskSpaces:
@@ -82,8 +129,6 @@ class TaskSpaces:
 
     Parameters
     ----------
-    task
-        The task.
     rule
         ``"llvm"`` or ``"cuda"`` (no tensor cores).
     num_cores
@@ -102,60 +147,44 @@ class TaskSpaces:
         if rule not in ("llvm", "cuda"):
             raise ProgramError(f"unknown rule set {rule!r}: expected 'llvm' or 'cuda'")
         tvm = import_tvm()
-        from tvm.s_tir import meta_schedule as ms
         from tvm.s_tir.schedule import Trace
 
         self.task = task
         self.rule = rule
         self.num_cores = num_cores if rule == "llvm" else 0
-        target = {"kind": "llvm", "num-cores": num_cores} if rule == "llvm" else CUDA_SPACE_TARGET
         self._mod = tvm.IRModule({"main": task.prim_func()})
-        context = ms.TuneContext(
-            mod=self._mod,
-            target=tvm.target.Target(target),
-            space_generator=ms.space_generator.PostOrderApply(
-                sch_rules=rule, postprocs=rule, mutator_probs=rule
-            ),
-            task_name=task.name,
-            num_threads=1,
-            # Also seeds the spaces' own sampling; the programs are drawn with seeds of their own.
-            rand_state=1,
-        )
+        self._context = _context(self._mod, rule, num_cores)
         try:
             with quiet():
-                schedules = context.generate_design_space()
+                schedules = self._context.generate_design_space()
         except Exception as err:  # TVM raises its own InternalError types, by message only
             raise ProgramError(
                 f"TVM found no design space for task {task.name} ({task.hash}): {err}"
             ) from err
-        self._context = context
-        self._postprocs = _postprocessors(context, verify)
+        self._postprocs = _postprocessors(self._context, verify)
         # MutateParallel changes an instruction in place of a decision, so its programs are not of the space any more.
-        self._mutators = [
-            (m, float(p))
-            for m, p in context.space_generator.mutator_probs.items()
-            if "MutateParallel" not in str(m)
-        ]
-        self._traced: list[_Traced] = []
+        self._mutators = {
+            mutator: float(probability)
+            for mutator, probability in self._context.space_generator.mutator_probs.items()
+            if "MutateParallel" not in str(mutator)
+        }
+        #: Hash -> space, and the live trace that samples it; the rules offer some spaces twice.
+        self._traced: dict[str, tuple[Space, Any]] = {}
         for index, schedule in enumerate(schedules):
-            insts = _dumps(_plain(schedule.trace.as_json(remove_postproc=True)[0]))
-            digest = _space_hash(task, rule, self.num_cores, insts)
-            if any(t.space.hash == digest for t in self._traced):
-                continue  # the rules offer some spaces twice
-            space = Space(digest, task.hash, rule, self.num_cores, index, insts)
-            self._traced.append(_Traced(space, Trace(list(schedule.trace.insts), {})))
+            insts, _ = _instructions_and_decisions(schedule)
+            space = _space(task, rule, self.num_cores, index, insts)
+            self._traced.setdefault(space.hash, (space, Trace(list(schedule.trace.insts), {})))
 
     @property
     def spaces(self) -> list[Space]:
         """The distinct spaces."""
-        return [t.space for t in self._traced]
+        return [space for space, _ in self._traced.values()]
 
-    def _finish(self, schedule: Any, space: Space, origin: str) -> Program | None:
-        """Postprocess a freshly sampled schedule; None if the rule set rejects it."""
-        decisions = _dumps(_plain(schedule.trace.as_json(remove_postproc=True)[1]))
-        for postproc in self._postprocs:
-            if not postproc.apply(schedule):
-                return None
+    def _finished(self, schedule: Any, space: Space, origin: str) -> Program | None:
+        """The program of a freshly sampled schedule; None if the rule set rejects it."""
+        _, decisions = _instructions_and_decisions(schedule)
+        if not all(postproc.apply(schedule) for postproc in self._postprocs):
+            return None
         digest = structural_hash(schedule.mod["main"])
         return Program(digest, self.task.hash, space.hash, decisions, origin)
 
@@ -171,32 +200,29 @@ class TaskSpaces:
         seen = set(exclude)
         programs: list[Program] = []
         alive = list(self._traced)
-        rejected = dict.fromkeys((t.space.hash for t in alive), 0)
-        repeated = dict(rejected)
-        turn = 0
+        rejected, repeated = dict.fromkeys(alive, 0), dict.fromkeys(alive, 0)
         while alive and len(programs) < n:
-            traced = alive[turn % len(alive)]
-            key = traced.space.hash
+            key = alive[len(programs) % len(alive)]
+            space, trace = self._traced[key]
             schedule = Schedule(self._mod, seed=rng.randrange(1, 2**31 - 1))
             program: Program | None = None
             try:
-                traced.trace.apply_to_schedule(schedule, remove_postproc=True)
-                program = self._finish(schedule, traced.space, "random")
+                trace.apply_to_schedule(schedule, remove_postproc=True)
+                program = self._finished(schedule, space, "random")
             except Exception as err:  # a decision the primitive refuses; TVM raises ScheduleError and others
                 logger.debug("task %s: sampled trace does not apply: %s", self.task.hash, err)
-            if program is None:
-                rejected[key] += 1
-            elif program.hash in seen:
-                repeated[key] += 1
-            else:
+            if program is not None and program.hash not in seen:
                 rejected[key] = repeated[key] = 0
                 seen.add(program.hash)
                 programs.append(program)
-                turn += 1
                 continue
+            if program is None:
+                rejected[key] += 1
+            else:
+                repeated[key] += 1
             without_choice = program is not None and program.decisions == "[]"
             if without_choice or rejected[key] >= _MAX_REJECTED or repeated[key] >= _MAX_REPEATED:
-                alive.remove(traced)
+                alive.remove(key)
         return programs
 
     def mutate(
@@ -210,25 +236,23 @@ class TaskSpaces:
         from tvm.s_tir.schedule import Schedule
 
         rng = random.Random(f"{self.task.hash}:mutate:{seed}")
-        pool = list(parents)
-        seen = set(exclude) | {p.hash for p in pool}
-        by_space = {t.space.hash: t for t in self._traced}
-        pool = [p for p in pool if p.space_hash in by_space]
-        mutators, weights = [m for m, _ in self._mutators], [w for _, w in self._mutators]
+        parents = list(parents)
+        seen = set(exclude) | {p.hash for p in parents}
+        pool = [p for p in parents if p.space_hash in self._traced]
+        mutators, weights = list(self._mutators), list(self._mutators.values())
         mutants: list[Program] = []
         for _ in range(n * 8):
             if len(mutants) >= n or not pool:
                 break
             parent = rng.choice(pool)
-            space = by_space[str(parent.space_hash)].space
+            space, _ = self._traced[str(parent.space_hash)]
             try:
-                schedule = self._replay(parent, space)
-                trace = schedule.trace
+                trace = _replayed(self._mod, json.loads(space.insts_json), parent).trace
                 for _ in range(rng.choice((1, 1, 2, 3))):
                     trace = rng.choices(mutators, weights)[0].apply(trace) or trace
                 child = Schedule(self._mod)
                 trace.apply_to_schedule(child, remove_postproc=True)
-                program = self._finish(child, space, "search")
+                program = self._finished(child, space, "search")
             except Exception as err:  # as in sample()
                 logger.debug("task %s: mutant does not apply: %s", self.task.hash, err)
                 continue
@@ -237,35 +261,9 @@ class TaskSpaces:
                 mutants.append(program)
         return mutants
 
-    def _replay(self, program: Program, space: Space) -> Any:
-        from tvm.s_tir.schedule import Schedule, Trace
-
-        schedule = Schedule(self._mod)
-        Trace.apply_json_to_schedule([json.loads(space.insts_json), json.loads(program.decisions)], schedule)
-        return schedule
-
     def rebuild(self, program: Program, space: Space) -> Any:
-        """The scheduled PrimFunc of `program`, exactly as it was drawn.
-
-        Raises
-        ------
-        ProgramError
-            The decisions do not replay, or give another program than the hash says.
-        """
-        try:
-            schedule = self._replay(program, space)
-            for postproc in self._postprocs:
-                if not postproc.apply(schedule):
-                    raise ProgramError(f"program {program.hash}: postprocessor {postproc} rejects it")
-        except ProgramError:
-            raise
-        except Exception as err:  # TVM raises its own error types
-            raise ProgramError(f"program {program.hash} does not replay: {err}") from err
-        func = schedule.mod["main"]
-        digest = structural_hash(func)
-        if digest != program.hash:
-            raise ProgramError(f"program {program.hash} replays as {digest}: made by another TVM?")
-        return func
+        """The scheduled PrimFunc of `program`, exactly as it was drawn (ProgramError as of :class:`Rebuilder`)."""
+        return _rebuilt(self._mod, json.loads(space.insts_json), program, self._postprocs)
 
 
 class Rebuilder:
@@ -282,29 +280,10 @@ class Rebuilder:
 
     def __init__(self, *, verify: bool = True) -> None:
         self._verify = verify
-        self._postprocs: dict[tuple[str, int], list[Any]] = {}
+        #: Of rule sets and cores. A context owns the target of its postprocessors, so both are kept.
+        self._contexts: dict[tuple[str, int], tuple[Any, list[Any]]] = {}
         self._mods: dict[str, Any] = {}
         self._insts: dict[str, Any] = {}
-
-    def _postprocessors(self, space: Space, mod: Any) -> list[Any]:
-        key = (space.rule, space.num_cores)
-        if key not in self._postprocs:
-            tvm = import_tvm()
-            from tvm.s_tir import meta_schedule as ms
-
-            llvm = {"kind": "llvm", "num-cores": space.num_cores}
-            context = ms.TuneContext(
-                mod=mod,
-                target=tvm.target.Target(llvm if space.rule == "llvm" else CUDA_SPACE_TARGET),
-                space_generator=ms.space_generator.PostOrderApply(
-                    sch_rules=space.rule, postprocs=space.rule, mutator_probs=space.rule
-                ),
-                num_threads=1,
-                rand_state=1,
-            )
-            # The context owns the postprocessors' target: keep it alive with them.
-            self._postprocs[key] = [context, *_postprocessors(context, self._verify)]
-        return self._postprocs[key][1:]
 
     def __call__(self, program: Program, task: Task, space: Space | None) -> Any:
         """The PrimFunc of `program`; the task's own where it is unscheduled.
@@ -318,36 +297,19 @@ class Rebuilder:
             return task.prim_func()
         if space is None or space.hash != program.space_hash:
             raise ProgramError(f"program {program.hash} needs its design space {program.space_hash}")
-        if space.rule == generators.RULE:
-            return _checked(program, generators.build_program(space, program.decisions))
-        tvm = import_tvm()
-        from tvm.s_tir.schedule import Schedule, Trace
-
+        if space.rule == GENERATOR_RULE:
+            return _checked(program, build_program(space, program.decisions), "is generated", "version")
         # by its text: tasks of one hash may call their blocks differently, and the instructions name them
         if task.tir_json not in self._mods:
-            self._mods[task.tir_json] = tvm.IRModule({"main": task.prim_func()})
+            self._mods[task.tir_json] = import_tvm().IRModule({"main": task.prim_func()})
         mod = self._mods[task.tir_json]
         if space.hash not in self._insts:
             self._insts[space.hash] = json.loads(space.insts_json)
-        try:
-            schedule = Schedule(mod)
-            Trace.apply_json_to_schedule([self._insts[space.hash], json.loads(program.decisions)], schedule)
-            accepted = all(p.apply(schedule) for p in self._postprocessors(space, mod))
-        except Exception as err:  # TVM raises its own error types
-            raise ProgramError(f"program {program.hash} does not replay: {err}") from err
-        func = schedule.mod["main"]
-        digest = structural_hash(func)
-        if not accepted or digest != program.hash:
-            raise ProgramError(f"program {program.hash} replays as {digest}: made by another TVM?")
-        return func
-
-
-def _checked(program: Program, func: Any) -> Any:
-    """What a generator built, if it is the program that was stored."""
-    digest = structural_hash(func)
-    if digest != program.hash:
-        raise ProgramError(f"program {program.hash} is generated as {digest}: made by another version?")
-    return func
+        key = (space.rule, space.num_cores)
+        if key not in self._contexts:
+            context = _context(mod, *key)
+            self._contexts[key] = context, _postprocessors(context, self._verify)
+        return _rebuilt(mod, self._insts[space.hash], program, self._contexts[key][1])
 
 
 def rebuild(program: Program, task: Task, space: Space | None) -> Any:
@@ -363,9 +325,8 @@ def program_of_schedule(
     A search may change instructions besides decisions (how much is parallel): the space is then none of
     :attr:`TaskSpaces.spaces`, and its index is -1.
     """
-    insts, decisions = (_dumps(_plain(part)) for part in schedule.trace.as_json(remove_postproc=True))
-    cores = num_cores if rule == "llvm" else 0
-    space = Space(_space_hash(task, rule, cores, insts), task.hash, rule, cores, -1, insts)
+    insts, decisions = _instructions_and_decisions(schedule)
+    space = _space(task, rule, num_cores if rule == "llvm" else 0, -1, insts)
     return Program(structural_hash(schedule.mod["main"]), task.hash, space.hash, decisions, origin), space
 
 
@@ -388,3 +349,42 @@ def iter_spaces(tasks: Iterable[Task], rule: str, num_cores: int) -> Iterator[Ta
             yield TaskSpaces(task, rule, num_cores)
         except ProgramError as err:
             logger.warning("%s", err)
+
+
+def generator_space(task_hash: str, name: str, parameters: Sequence[str], fixed: Mapping[str, Any]) -> Space:
+    """The space of a generator's programs of a task.
+
+    Parameters
+    ----------
+    parameters
+        Names of the arguments that differ from program to program, in the order of their values in the decisions.
+    fixed
+        Arguments that all programs share, such as the problem's size.
+    """
+    content = _dumps({"generator": name, "parameters": list(parameters), "fixed": dict(fixed)})
+    digest = hashlib.blake2b(f"{task_hash}|{GENERATOR_RULE}|{content}".encode(), digest_size=8).hexdigest()
+    return Space(digest, task_hash, GENERATOR_RULE, 0, 0, content)
+
+
+def generator_program(space: Space, program_hash: str, values: Sequence[int]) -> Program:
+    """A program of a generator space, by the values of its parameters."""
+    return Program(program_hash, space.task_hash, space.hash, _dumps(list(values)), "generator")
+
+
+def build_program(space: Space, decisions: str) -> Any:
+    """The PrimFunc of a program of a generator space.
+
+    Raises
+    ------
+    ProgramError
+        The space is not a generator's, the decisions are not values of its parameters, or it does not take them.
+    """
+    try:
+        content = json.loads(space.insts_json)
+        values = dict(zip(content["parameters"], json.loads(decisions), strict=True))
+        name, arguments = str(content["generator"]), {**content["fixed"], **values}
+    except (TypeError, KeyError, ValueError) as err:
+        raise ProgramError(
+            f"space {space.hash} and decisions {decisions!r} name no generator: {err}"
+        ) from err
+    return generators.build(name, arguments)

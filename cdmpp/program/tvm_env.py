@@ -87,3 +87,10 @@ def structural_hash(func: Any) -> str:
     import tvm_ffi
 
     return f"{tvm_ffi.structural_hash(func) & (2**64 - 1):016x}"
+
+
+def normalise(func: Any) -> Any:
+    """The PrimFunc under the name ``main`` and without the attributes that only fusion used."""
+    if "op_pattern" in func.attrs:
+        func = func.without_attr("op_pattern")
+    return func.with_attr("global_symbol", "main").with_attr("tirx.noalias", True)

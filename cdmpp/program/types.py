@@ -71,7 +71,7 @@ class Space:
         MetaSchedule's rule set: ``"llvm"`` or ``"cuda"``; or ``"generator"`` for the configurations of a
         parametrised kernel (:mod:`cdmpp.program.generators`).
     num_cores
-        Cores that the parallel rule was told of (CPU); 0 for a GPU.
+        Cores that the parallel rule was given (CPU); 0 for a GPU.
     index
         The space's number among those of the task.
     insts_json

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cdmpp.tuner.config import TuneConfig
-    from cdmpp.tuner.cost_model import CostModel
+    from cdmpp.tuner.cost_model import CostModel, builder_and_runner
     from cdmpp.tuner.deployment import import_network
     from cdmpp.tuner.measure import Measurer
-    from cdmpp.tuner.metaschedule import builder_and_runner
     from cdmpp.tuner.objective import Objective
     from cdmpp.tuner.results import TuneReport
     from cdmpp.tuner.tuning import tune, tune_tasks
@@ -26,7 +25,7 @@ _HOME = {
     "TuneConfig": "cdmpp.tuner.config",
     "TuneReport": "cdmpp.tuner.results",
     "ValidityModel": "cdmpp.tuner.validity",
-    "builder_and_runner": "cdmpp.tuner.metaschedule",
+    "builder_and_runner": "cdmpp.tuner.cost_model",
     "import_network": "cdmpp.tuner.deployment",
     "train_validity": "cdmpp.tuner.validity",
     "tune": "cdmpp.tuner.tuning",

@@ -2,29 +2,31 @@
 
 What a task runs as where nothing was tuned is the start of a tuning, and what it falls back to. On a CPU that is the task as
 it is, whose loops LLVM compiles. A GPU cannot run that: there it is the schedule that TVM Relax gives by default
-(``tvm.s_tir.dlight``, by the rules of ``relax.backend.cuda``), a trace without a choice in it, told by its origin.
+(``tvm.s_tir.dlight``, by the rules of ``relax.backend.cuda``), a trace without a choice in it, with an origin of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-import random
+import signal
+import sys
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from cdmpp.errors import ProgramError, TunerError
+from cdmpp.errors import ProgramError
 from cdmpp.profiler.engine import BuildJob
-from cdmpp.program.space import CUDA_SPACE_TARGET, program_of_schedule, unscheduled
+from cdmpp.program.space import CUDA_SPACE_TARGET, TaskSpaces, program_of_schedule, unscheduled
 from cdmpp.program.tvm_env import import_tvm, quiet, structural_hash
 from cdmpp.program.types import Program, Space, Task
-from cdmpp.tuner import interrupt
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
-    from cdmpp.program.ast import AstBuilder, CompactAST
+    from cdmpp.program.ast import CompactAST
     from cdmpp.tuner.trimmer import Trimmer
 
 T = TypeVar("T")
@@ -35,8 +37,6 @@ logger = logging.getLogger(__name__)
 DEFAULT = "default"
 #: MetaSchedule's search has a limit of its own, which is not used.
 _NO_LIMIT = 1 << 30
-#: Sampling ends after so many draws in a row that were rejected or drawn before.
-_FRUITLESS_DRAWS = 64
 #: Rounds that a search gives candidates for, with a trimmer.
 ROUNDS = 4
 #: Part of a round that must be left and may win, for no search to be needed.
@@ -44,45 +44,8 @@ _ENOUGH = 0.5
 
 
 @dataclass(frozen=True)
-class SearchConfig:
-    """MetaSchedule's evolutionary search; each round it asks for about ``population * (generations + 1)`` predictions.
-
-    Attributes
-    ----------
-    population
-        Programs of a generation (TVM's default is 512).
-    generations
-        Times that the population is mutated (4).
-    measured_share
-        Part of the first generation that comes from the best programs measured (0.2).
-    random_share
-        Part of the proposed candidates that is drawn at random (0.05).
-    """
-
-    population: int = 256
-    generations: int = 3
-    measured_share: float = 0.2
-    random_share: float = 0.05
-
-    def __post_init__(self) -> None:
-        if self.population < 2 or self.generations < 1:
-            raise TunerError(
-                f"the search needs a population of 2 and a generation at least, got {self.population} "
-                f"and {self.generations}"
-            )
-
-
-@dataclass(frozen=True)
 class Candidate:
-    """A program that is proposed.
-
-    Attributes
-    ----------
-    measure
-        MetaSchedule's MeasureCandidate.
-    job
-        The same for the profiler.
-    """
+    """A program that is proposed: MetaSchedule's MeasureCandidate, and the same for the profiler."""
 
     measure: Any
     job: BuildJob
@@ -94,26 +57,14 @@ class Candidate:
 
 
 class TaskTuner:
-    """Search for programs of one task.
+    """Search for programs of one task; the device's kind, TVM target and number of cores make the design space.
 
-    Parameters
-    ----------
-    task
-        The task.
-    device
-        What is tuned for: its kind (CPU or CUDA GPU), its TVM target and its number of cores make the design space.
-    search
-        The search.
-    seed
-        Of the search.
-
-    Raises
-    ------
-    ProgramError
-        TVM finds no design space.
+    ProgramError where TVM finds none.
     """
 
-    def __init__(self, task: Task, device: Device, search: SearchConfig, seed: int) -> None:
+    def __init__(
+        self, task: Task, device: Device, seed: int, population: int = 256, generations: int = 3
+    ) -> None:
         tvm = import_tvm()
         from tvm.s_tir import meta_schedule as ms
 
@@ -128,11 +79,9 @@ class TaskTuner:
                 sch_rules=self._rule, postprocs=self._rule, mutator_probs=self._rule
             ),
             search_strategy=ms.search_strategy.EvolutionarySearch(
-                population_size=search.population,
-                genetic_num_iters=search.generations,
-                init_measured_ratio=search.measured_share,
+                population_size=population,
+                genetic_num_iters=generations,
                 init_min_unmeasured=1,
-                eps_greedy=search.random_share,
             ),
             task_name=task.name,
             rand_state=seed,
@@ -148,27 +97,10 @@ class TaskTuner:
 
     def sample(self, n: int, seed: int) -> list[Candidate]:
         """Random programs of all spaces in turn, at most `n`, no two alike; fewer where there are no more."""
-        from tvm.s_tir.schedule import Schedule, Trace
-
-        rng = random.Random(f"{self.task.hash}:{seed}")
-        traces = [Trace(list(space.trace.insts), {}) for space in self._spaces]
-        found: dict[str, Candidate] = {}
-        turn = fruitless = 0
-        while traces and len(found) < n and fruitless < _FRUITLESS_DRAWS * len(traces):
-            schedule = Schedule(self.mod, seed=rng.randrange(1, 2**31 - 1))
-            turn, fruitless = turn + 1, fruitless + 1
-            try:
-                traces[turn % len(traces)].apply_to_schedule(schedule, remove_postproc=True)
-                schedule.enter_postproc()
-                accepted = all(postproc.apply(schedule) for postproc in self._postprocs)
-            except Exception as err:  # a decision the primitive refuses; TVM raises its own error types
-                logger.debug("task %s: a sampled trace does not apply: %s", self.task.hash, err)
-                continue
-            if accepted:
-                candidate = self.candidate_of(schedule)
-                if candidate.hash not in found:
-                    found[candidate.hash], fruitless = candidate, 0
-        return list(found.values())
+        spaces = TaskSpaces(self.task, self._rule, max(1, self._cores))
+        by_hash = {space.hash: space for space in spaces.spaces}
+        drawn = [replace(program, origin="search") for program in spaces.sample(n, seed)]
+        return [self.replay(program, by_hash[str(program.space_hash)]) for program in drawn]
 
     def untuned(self) -> BuildJob | None:
         """What runs where nothing was tuned, see the module's text; None where there is nothing."""
@@ -195,23 +127,20 @@ class TaskTuner:
 
     def propose(self) -> list[Candidate] | None:
         """The next candidates, none of them proposed before; None where the space gives none."""
-        with interrupt.held_back():
+        with signals_held_back():
             found = self.context.generate_measure_candidates()
         if found is None:
             return None
         return [self._candidate(measure, "search") for measure in found]
 
-    def tell(self, measures: Sequence[Any], results: Sequence[Any]) -> None:
-        """End the round: as many MetaSchedule results as candidates were proposed."""
-        self.context.notify_runner_results(list(measures), list(results))
+    def end_round(self, measures: Sequence[Any]) -> None:
+        """End the round of candidates that were proposed; MetaSchedule's search counts their results and reads none."""
+        self.context.notify_runner_results(list(measures), runner_results([None] * len(measures)))
 
     def replay(self, program: Program, space: Space) -> Candidate:
         """An earlier program of the task as a candidate.
 
-        Raises
-        ------
-        ProgramError
-            It does not replay, or gives another program than its hash says: it was made by another TVM.
+        ProgramError where it does not replay, or gives another program than its hash says: it was made by another TVM.
         """
         from tvm.s_tir.schedule import Schedule, Trace
 
@@ -251,6 +180,13 @@ def _space_target(device: Device) -> dict[str, Any]:
     return {**CUDA_SPACE_TARGET, "arch": str(device.target["arch"])}
 
 
+def runner_results(latency_s: Sequence[float | None]) -> list[Any]:
+    """Labels in seconds as MetaSchedule takes them; None is a failure."""
+    from tvm.s_tir.meta_schedule.runner import RunnerResult
+
+    return [RunnerResult(None, "failed") if s is None else RunnerResult([s], None) for s in latency_s]
+
+
 def task_hash(context: Any) -> str:
     """Structural hash of the task of a MetaSchedule context."""
     return structural_hash(context.mod["main"])
@@ -269,35 +205,21 @@ def hashes_of(measures: Sequence[Any]) -> list[str]:
 class CandidateCache(Generic[T]):
     """What a model makes of programs, computed once for each: a search asks for some of them again and again.
 
-    Parameters
-    ----------
-    compute
-        Something for each of n >= 1 ASTs.
-    most
-        Programs that are kept.
-
-    Attributes
-    ----------
-    asked, computed
-        Programs asked for, and those that were not kept.
+    `compute` gives something for each of n >= 1 ASTs; `most` programs are kept. ``asked`` and ``computed`` count programs.
     """
 
     def __init__(self, compute: Callable[[Sequence[CompactAST]], Sequence[T]], most: int) -> None:
         self._compute, self._most = compute, most
         self.asked = self.computed = 0
-        self._builders: dict[str, AstBuilder] = {}
         self._kept: OrderedDict[str, T | None] = OrderedDict()
 
-    def get(self, task: str, hashes: Sequence[str], funcs: Sequence[Any]) -> list[T | None]:
-        """Of scheduled PrimFuncs with these hashes, of the task of this hash; None for what cannot be read."""
-        from cdmpp.program.ast import AstBuilder
-
+    def get(self, hashes: Sequence[str], funcs: Sequence[Any]) -> list[T | None]:
+        """Of scheduled PrimFuncs with these hashes; None for what cannot be read."""
         missing = {h: f for h, f in zip(hashes, funcs, strict=True) if h not in self._kept}
         self.asked += len(hashes)
         self.computed += len(missing)
         if missing:
-            builder = self._builders.setdefault(task, AstBuilder())
-            self._kept.update(zip(missing, self._read(builder, list(missing.values())), strict=True))
+            self._kept.update(zip(missing, self._read(list(missing.values())), strict=True))
         found = [self._kept[digest] for digest in hashes]
         for digest in hashes:
             self._kept.move_to_end(digest)
@@ -305,15 +227,17 @@ class CandidateCache(Generic[T]):
             self._kept.popitem(last=False)
         return found
 
-    def _read(self, builder: AstBuilder, funcs: list[Any]) -> list[T | None]:
+    def _read(self, funcs: list[Any]) -> list[T | None]:
+        from cdmpp.program.ast import compact_asts
+
         try:
-            return list(self._compute(builder.build(funcs)))
+            return list(self._compute(compact_asts(funcs)))
         except ProgramError as err:
             if len(funcs) == 1:
                 logger.debug("a candidate cannot be read: %s", err)
                 return [None]
             # One of them; find out which. This happens to few programs of few tasks.
-            return [found for func in funcs for found in self._read(builder, [func])]
+            return [found for func in funcs for found in self._read([func])]
 
 
 def is_untuned(program: Program) -> bool:
@@ -343,14 +267,8 @@ class Leftovers:
 
     TVM's search replays a thousand traces for the sixteen programs of a round, which is most of a tuning's time on small tasks.
     With a trimmer, a search gives :data:`ROUNDS` times as many, for the same time. The likeliest are measured; the others are
-    judged again by what that taught, and measured next if enough of them may still win. Only then is searched again.
-
-    Parameters
-    ----------
-    trimmer
-        What judges candidates; without one every search gives one round.
-    batch
-        Candidates of a round.
+    judged again by what that taught, and measured next if enough of them may still win. Only then is searched again. Without
+    a trimmer every search gives one round.
     """
 
     def __init__(self, trimmer: Trimmer | None, batch: int) -> None:
@@ -389,3 +307,53 @@ class Leftovers:
         candidates = [candidates[i] for i in order]
         self._left[task] = candidates[self._batch :]
         return candidates[: self._batch]
+
+
+# -- Ctrl-C --------------------------------------------------------------------------------------------------------
+
+#: Signals received inside of :func:`signals_held_back` and not yet answered.
+_RECEIVED: list[int] = []
+
+
+@contextlib.contextmanager
+def signals_held_back() -> Iterator[None]:
+    """Keep Ctrl-C while TVM's search runs until an exception does no harm: in the search's threads it ends the process
+    (``std::terminate``), in a callback it becomes an error of TVM's own.
+
+    The first one (or SIGTERM, where it has a handler) is answered at the next :func:`answer_signals`, or at the end; a
+    second one at once. In other threads than the main one nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    # Signals that are ignored or end the process go on doing so.
+    handlers = {number: handler for number, handler in before.items() if callable(handler)}
+
+    def receive(number: int, frame: Any) -> None:
+        _RECEIVED.append(number)
+        if len(_RECEIVED) > 1:
+            handlers[signal.Signals(number)](number, frame)
+        print("stopping after this step of the search; Ctrl-C again stops at once", file=sys.stderr)
+
+    for number in handlers:
+        signal.signal(number, receive)
+    try:
+        yield
+    except Exception as err:  # TVM's own error types
+        if _RECEIVED:
+            raise KeyboardInterrupt from err
+        raise
+    finally:
+        received = list(_RECEIVED)
+        _RECEIVED.clear()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if received:
+        handlers[signal.Signals(received[0])](received[0], None)
+
+
+def answer_signals() -> None:
+    """KeyboardInterrupt if a signal is held back; for callbacks, whose exceptions TVM hands on."""
+    if _RECEIVED:
+        raise KeyboardInterrupt

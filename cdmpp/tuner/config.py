@@ -14,7 +14,6 @@ from cdmpp.tuner.trimmer import check_coverage
 if TYPE_CHECKING:
     from cdmpp.predictor import Predictor
     from cdmpp.profiler.statistics import SamplingPlan
-    from cdmpp.tuner.candidates import SearchConfig
     from cdmpp.tuner.validity import ValidityModel
 
 #: Cost models by the names that the command line has for them.
@@ -23,54 +22,38 @@ COST_MODELS = ("cdmpp", "xgb", "random")
 
 @dataclass(frozen=True)
 class TuneConfig:
-    """Options of :func:`tune`.
-
-    Attributes
-    ----------
-    objective
-        When to stop.
-    cost_model
-        One of :data:`COST_MODELS`: ours, TVM's XGBModel, TVM's RandomModel.
-    predictor
-        What ours starts from: a predictor, its folder or ``"default"``; None for an analytical estimate.
-    trim
-        Coverage of the intervals that the trimmer drops candidates by; None drops none. Only for ours.
-    validity
-        Which candidates will not run, and which to measure first: a validity model or its folder, a folder of failures to
-        learn one from, ``"online"`` to learn it from this tuning's failures alone; None looks away.
-    batch
-        Candidates of a round.
-    search
-        MetaSchedule's evolutionary search; None for its defaults here.
-    seed
-        Of the search.
-    workers, builders
-        Measuring processes, each on cores of its own (on a GPU: programs measured side by side at most, each on
-        multiprocessors of its own), and building processes (None: one a core).
-    shards
-        Workers that tune parts of the tasks at the same time (:mod:`cdmpp.tuner.workers`), as many programs measured at a
-        time, each on a share of its own: a number, or ``"auto"`` for as many as fit. None: one search.
-    build_timeout_s, run_timeout_s, plan, realtime
-        See :class:`~cdmpp.profiler.cpu.CpuConfig` (of a GPU :class:`~cdmpp.profiler.gpu.sampling.GpuConfig`).
-    gpu, gpu_arguments
-        A class as ``module:Class`` that stands for the GPU, and what it is made with; None for the GPU that is here.
-    """
+    """Options of :func:`tune`."""
 
     objective: Objective
+    #: One of :data:`COST_MODELS`: ours, TVM's XGBModel, TVM's RandomModel.
     cost_model: str = "cdmpp"
+    #: What ours starts from: a predictor, its folder or ``"default"``; None for an analytical estimate.
     predictor: Predictor | str | Path | None = "default"
+    #: Coverage of the intervals that the trimmer drops candidates by; None drops none. Only for ours.
     trim: float | None = 0.9
+    #: Which candidates will not run, and which to measure first: a validity model, a folder of failures to
+    #: learn one from, ``"online"`` to learn it from this tuning's failures alone; None measures whatever is proposed.
     validity: ValidityModel | str | Path | None = None
+    #: Candidates of a round.
     batch: int = 16
-    search: SearchConfig | None = None
+    #: Programs of a generation of MetaSchedule's evolutionary search (TVM's default is 512), and generations (4): each round
+    #: it asks for about ``population * (generations + 1)`` predictions.
+    population: int = 256
+    generations: int = 3
     seed: int = 0
+    #: Measuring processes, each on cores of its own (on a GPU: programs measured side by side at most, each on
+    #: multiprocessors of its own), and building processes (None: one a core).
     workers: int = 1
     builders: int | None = None
+    #: Workers that tune parts of the tasks at the same time (:mod:`cdmpp.tuner.workers`), as many programs measured at a
+    #: time, each on a share of its own: a number, or ``"auto"`` for as many as fit. None: one search.
     shards: int | str | None = None
+    #: See the profiler's settings.
     build_timeout_s: float = 20.0
     run_timeout_s: float = 2.0
     plan: SamplingPlan | None = None
     realtime: bool = True
+    #: A class as ``module:Class`` that stands for the GPU, and what it is made with; None for the GPU that is here.
     gpu: str | None = None
     gpu_arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -81,6 +64,11 @@ class TuneConfig:
             raise TunerError(f"shards are a number or 'auto', got {self.shards!r}")
         if self.shards is not None and self.workers != 1:
             raise TunerError("each shard has one measuring process: choose shards or workers, not both")
+        if self.population < 2 or self.generations < 1:
+            raise TunerError(
+                f"the search needs a population of 2 and a generation at least, got {self.population} "
+                f"and {self.generations}"
+            )
         for name, number in (
             ("candidates of a round", self.batch),
             ("workers", self.workers),

@@ -1,4 +1,4 @@
-"""The cost model that MetaSchedule's search asks: predicted seconds of candidates, corrected by measurements.
+"""What MetaSchedule is given in place of its own: a cost model, and the profiler as builder and runner.
 
 Evolutionary search asks for some thousand predictions to measure sixteen programs. Candidates that it asks for again are
 answered from a cache; what is cached is the network's output before the correction, so it holds when measurements
@@ -7,7 +7,9 @@ change what is predicted.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,19 +17,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.program.tvm_env import import_tvm
-from cdmpp.tuner import interrupt
-from cdmpp.tuner.candidates import CandidateCache, funcs_of, hashes_of, task_hash
-from cdmpp.tuner.learning import OnlineModel
-from cdmpp.tuner.prior import Encoded, make_prior
+from cdmpp.tuner.candidates import CandidateCache, answer_signals, funcs_of, hashes_of, task_hash
+from cdmpp.tuner.learning import AnalyticalPrior, Encoded, OnlineModel, PredictorPrior
+from cdmpp.tuner.measure import Measurer, job_of_module
 
 import_tvm()
 
 from tvm.ir.utils import derived_object  # noqa: E402
+from tvm.s_tir.meta_schedule.builder import BuilderResult, PyBuilder  # noqa: E402
 from tvm.s_tir.meta_schedule.cost_model import PyCostModel  # noqa: E402
+from tvm.s_tir.meta_schedule.runner import PyRunner, PyRunnerFuture, RunnerResult  # noqa: E402
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
     from cdmpp.predictor import Predictor
+    from cdmpp.profiler.engine import Outcome
     from cdmpp.program.ast import CompactAST
     from cdmpp.tuner.config import TuneConfig
     from cdmpp.tuner.validity import ValidityGuard
@@ -54,19 +58,8 @@ class CostModel(PyCostModel):
     The rules of the space have to be named where TVM would take those for AVX-512 or tensor cores: cdmpp leaves out their
     intrinsics, which take half a minute to import (:func:`cdmpp.program.tvm_env.import_tvm` has them when asked to).
 
-    Parameters
-    ----------
-    predictor
-        A predictor, its folder, or ``"default"``; None starts from an analytical estimate.
-    device
-        The device that is tuned for, a name or a Device, with its share: ``this-cpu@1``.
-
-    Attributes
-    ----------
-    model
-        The :class:`~cdmpp.tuner.learning.OnlineModel`.
-    cache
-        Network outputs of the programs asked for.
+    It starts from a predictor, its folder, or ``"default"``; with None from an analytical estimate. `device` is with its share:
+    ``this-cpu@1``.
 
     Raises
     ------
@@ -82,8 +75,12 @@ class CostModel(PyCostModel):
         from cdmpp.predictor.predictor import load_predictor
 
         self.device = get_device(device) if isinstance(device, str) else device
-        loaded = None if predictor is None else load_predictor(predictor)
-        self.model = OnlineModel(make_prior(loaded, self.device))
+        self.model = OnlineModel(
+            AnalyticalPrior(self.device)
+            if predictor is None
+            else PredictorPrior(load_predictor(predictor), self.device)
+        )
+        #: Network outputs of the programs asked for.
         self.cache = CandidateCache(self._encode_asts, _CACHED)
         #: Seconds that have a score of 1, by task; they change with measurements only, so that scores compare.
         self._unit_s: dict[str, float] = {}
@@ -93,14 +90,12 @@ class CostModel(PyCostModel):
         """Whether a predictor was trained on the device: before any measurement, its order of programs is worth something."""
         return self.model.prior.common == 0.0
 
-    # -- what MetaSchedule calls -----------------------------------------------------------------------------
-
     def predict(self, context: Any, candidates: Sequence[Any]) -> FloatArray:
         """Scores, float64 (n,), higher is better: seconds of the best program known over predicted seconds.
 
         Programs that failed when they were measured, and those that cannot be read, have a score of 0.
         """
-        interrupt.answer()
+        answer_signals()
         seconds = self.predict_s(context, candidates)
         task = task_hash(context)
         finite = seconds[np.isfinite(seconds)]
@@ -125,8 +120,6 @@ class CostModel(PyCostModel):
     def load(self, path: str) -> None:
         """Read what was learned; see :meth:`cdmpp.tuner.learning.OnlineModel.load` for errors."""
         self.model.load(path)
-
-    # -- seconds -----------------------------------------------------------------------------------------------
 
     def predict_s(self, context: Any, candidates: Sequence[Any]) -> FloatArray:
         """Predicted seconds, float64 (n,); infinite for what failed or cannot be read."""
@@ -159,7 +152,7 @@ class CostModel(PyCostModel):
         """Take measured programs of a task (its structural hash), None where one failed, and fit unless more follow."""
         self.model.failed.update(h for h, value in zip(hashes, latency_s, strict=True) if value is None)
         known = [(h, f, v) for h, f, v in zip(hashes, funcs, latency_s, strict=True) if v is not None]
-        encoded = self.cache.get(task, [h for h, _, _ in known], [f for _, f, _ in known])
+        encoded = self.cache.get([h for h, _, _ in known], [f for _, f, _ in known])
         usable = [(h, e, v) for (h, _, v), e in zip(known, encoded, strict=True) if e is not None]
         if not usable:
             return
@@ -172,7 +165,7 @@ class CostModel(PyCostModel):
     def _encode(self, context: Any, candidates: Sequence[Any]) -> tuple[list[int], Encoded | None]:
         """Numbers of the candidates that can be read and have not failed, and their network outputs."""
         hashes = hashes_of(candidates)
-        outputs = self.cache.get(task_hash(context), hashes, funcs_of(candidates))
+        outputs = self.cache.get(hashes, funcs_of(candidates))
         known = {
             i: found
             for i, (digest, found) in enumerate(zip(hashes, outputs, strict=True))
@@ -187,7 +180,7 @@ class CostModel(PyCostModel):
 
 @derived_object
 class GuardedModel(PyCostModel):
-    """A cost model whose scores count validity; who measures tells the model itself what was learned."""
+    """Scores of a cost model that count validity, for a search alone: the session teaches the model itself."""
 
     def __init__(self, cost_model: Any, guard: ValidityGuard) -> None:
         super().__init__()
@@ -197,18 +190,6 @@ class GuardedModel(PyCostModel):
         """Scores, float64 (n,)."""
         scores = np.asarray(self._cost_model.predict(context, candidates), dtype=np.float64)
         return self._guard.scores(context, candidates, scores)
-
-    def update(self, context: Any, candidates: Sequence[Any], results: Sequence[Any]) -> None:
-        """Let the model learn."""
-        self._cost_model.update(context, candidates, results)
-
-    def save(self, path: str) -> None:
-        """Write the model."""
-        self._cost_model.save(path)
-
-    def load(self, path: str) -> None:
-        """Read the model."""
-        self._cost_model.load(path)
 
 
 def make_cost_model(config: TuneConfig, device: Device) -> Any:
@@ -224,3 +205,77 @@ def make_cost_model(config: TuneConfig, device: Device) -> Any:
             verbose_eval=False,
         )
     return cost_model.RandomModel(seed=config.seed)
+
+
+# -- builder and runner ----------------------------------------------------------------------------------------
+
+#: Programs handed over, by the path that stands for a built file.
+Tickets = dict[str, "Future[Outcome]"]
+
+
+def runner_result(outcome: Outcome) -> Any:
+    """An outcome as MetaSchedule takes it: the label in seconds, or the reason why there is none."""
+    if outcome.latency_s is None:
+        return RunnerResult(None, f"{outcome.status}: {outcome.error}")
+    return RunnerResult([outcome.latency_s], None)
+
+
+def builder_and_runner(measurer: Measurer) -> tuple[Any, Any]:
+    """A MetaSchedule Builder and Runner for ``ms.tune_tir`` and the like, that measure with a running Measurer.
+
+    What the builder returns as the path of a built file stands for a program that was handed over; the runner waits for its
+    outcome, and hands on what failed, be it building or measuring. What is measured is compiled for the measurer's target,
+    whatever target the tuning names.
+    """
+    tickets: Tickets = {}
+    return EngineBuilder(measurer, tickets), EngineRunner(tickets)
+
+
+@derived_object
+class EngineBuilder(PyBuilder):
+    """Hands modules over to be built and measured."""
+
+    def __init__(self, measurer: Measurer, tickets: Tickets) -> None:
+        super().__init__()
+        self._measurer, self._tickets = measurer, tickets
+
+    def build(self, build_inputs: Sequence[Any]) -> list[Any]:
+        """One result an input, at once."""
+        jobs = [job_of_module(item.mod) for item in build_inputs]
+        results = []
+        for future in self._measurer.submit(jobs):
+            # A folder of its own: MetaSchedule removes the folder of what it takes for a built file.
+            path = tempfile.mkdtemp(prefix="cdmpp-ticket-") + "/program"
+            self._tickets[path] = future
+            results.append(BuilderResult(path, None))
+        return results
+
+
+@derived_object
+class EngineRunner(PyRunner):
+    """Waits for the outcomes of what :class:`EngineBuilder` handed over."""
+
+    def __init__(self, tickets: Tickets) -> None:
+        super().__init__()
+        self._tickets = tickets
+
+    def run(self, runner_inputs: Sequence[Any]) -> list[Any]:
+        """One future an input."""
+        return [EngineRunnerFuture(self._tickets.pop(str(item.artifact_path))) for item in runner_inputs]
+
+
+@derived_object
+class EngineRunnerFuture(PyRunnerFuture):
+    """The outcome of one program."""
+
+    def __init__(self, future: Future[Outcome]) -> None:
+        super().__init__()
+        self._future = future
+
+    def done(self) -> bool:
+        """Whether :meth:`result` would not wait."""
+        return self._future.done()
+
+    def result(self) -> Any:
+        """Wait for the outcome."""
+        return runner_result(self._future.result())

@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -40,8 +40,8 @@ from cdmpp.profiler import machine
 from cdmpp.profiler.sentinel import Sentinel
 from cdmpp.profiler.statistics import SamplingPlan, label, split_half_difference
 from cdmpp.program.fusion import PREPARE_WEIGHTS, FusedNetwork, fuse
-from cdmpp.program.tasks import normalise, task_from_prim_func
-from cdmpp.program.tvm_env import import_tvm, quiet
+from cdmpp.program.tasks import task_from_prim_func
+from cdmpp.program.tvm_env import import_tvm, normalise, quiet
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
@@ -68,20 +68,11 @@ _OWN = "vm.builtin."
 
 @dataclass(frozen=True)
 class CallLatency:
-    """One call of a function by a network.
-
-    Attributes
-    ----------
-    name
-        Of the function, as in the fused module.
-    disturbed
-        Part of the samples behind the latency that was disturbed: 0 or 1.
-    samples, quiet_samples
-        Taken, and quiet.
-    """
+    """One call of a function by a network, with the function's name in the fused module."""
 
     name: str
     latency_s: float
+    #: Part of the samples behind the latency that was disturbed: 0 or 1.
     disturbed: float
     samples: int
     quiet_samples: int
@@ -89,47 +80,32 @@ class CallLatency:
 
 @dataclass(frozen=True)
 class VariantLatency:
-    """What was measured of one compiled network.
-
-    Attributes
-    ----------
-    latency_s
-        The label, seconds, from what `method` says.
-    method
-        ``runs`` (the quiet whole runs) or ``calls`` (the sum of `calls`).
-    noise
-        Relative split-half difference of the label; None where there are too few samples.
-    disturbed
-        Part of the label's time that is from disturbed samples, 0 to 1.
-    plain_s
-        Label of all whole runs, disturbed or not.
-    calls_s
-        Sum of `calls`; None where the calls could not be told apart.
-    runs, quiet_runs
-        Samples of whole runs, and quiet ones.
-    calls
-        In the order of execution.
-    """
+    """What was measured of one compiled network."""
 
     latency_s: float
+    #: What the label is of: ``runs`` (the quiet whole runs) or ``calls`` (the sum of `calls`).
     method: str
+    #: Relative split-half difference of the label; None where there are too few samples.
     noise: float | None
+    #: Part of the label's time that is from disturbed samples, 0 to 1.
     disturbed: float
+    #: Label of all whole runs, disturbed or not.
     plain_s: float
+    #: Sum of `calls`; None where the calls could not be told apart.
     calls_s: float | None
+    #: Samples.
     runs: int
     quiet_runs: int
+    #: In the order of execution.
     calls: tuple[CallLatency, ...]
 
 
 @dataclass(frozen=True)
 class NetworkLatency:
-    """Latency of a network's variants, by their names.
-
-    ``output_difference`` is the largest difference between their outputs, relative to the largest output.
-    """
+    """Latency of a network's variants, by their names."""
 
     variants: Mapping[str, VariantLatency]
+    #: Largest difference between their outputs, relative to the largest output.
     output_difference: float
 
     @property
@@ -156,13 +132,7 @@ def import_network(network: Network) -> FusedNetwork:
 
 
 def weighted_tasks(fused: FusedNetwork, network: str) -> list[tuple[Task, float]]:
-    """The distinct tasks of a network and how often it runs each.
-
-    Raises
-    ------
-    TunerError
-        Not one of its functions can be scheduled.
-    """
+    """The distinct tasks of a network and how often it runs each; TunerError where none of its functions can be scheduled."""
     found: dict[str, tuple[Task, float]] = {}
     for name, count in Counter(fused.calls).items():
         try:
@@ -180,7 +150,7 @@ def weighted_tasks(fused: FusedNetwork, network: str) -> list[tuple[Task, float]
 def apply_database(module: Any, database: Any, target: Any) -> tuple[Any, list[str]]:
     """A fused network with the best schedules of a MetaSchedule database, and names of the functions that got one."""
     tvm = import_tvm()
-    functions, tuned = {}, []
+    changed, tuned = module.clone(), []
     for variable, func in module.functions_items():
         if isinstance(func, tvm.tirx.PrimFunc):
             workload = tvm.IRModule({"main": normalise(func)})
@@ -189,10 +159,7 @@ def apply_database(module: Any, database: Any, target: Any) -> tuple[Any, list[s
                 func = best["main"].with_attr("global_symbol", variable.name_hint)
                 func = func.with_attr("tirx.is_scheduled", True)
                 tuned.append(variable.name_hint)
-        functions[variable] = func
-    changed = module.clone() if hasattr(module, "clone") else tvm.IRModule(dict(module.functions_items()))
-    for variable, func in functions.items():
-        changed.update_func(variable, func)
+                changed.update_func(variable, func)
     return changed, tuned
 
 
@@ -206,21 +173,11 @@ def measure_network(
     plan: SamplingPlan = PLAN,
     realtime: bool = True,
 ) -> NetworkLatency:
-    """Compile variants of a fused network for a device and run them in turn, in a process that owns its cores.
+    """Compile variants of a fused network (name -> module) for a device and run them in turn, in a process that owns its
+    cores, with one thread on each; their outputs are compared.
 
-    Parameters
-    ----------
-    modules
-        Name -> variant of ``fused.module``; two at least are compared with each other.
-    cores
-        To run on, one thread each.
-    plan
-        Of the samples; a variant may take ``max_measure_s + max_wait_s`` seconds, and at least four runs.
-
-    Raises
-    ------
-    TunerError
-        A variant does not compile, or the process died.
+    A variant may take ``max_measure_s + max_wait_s`` seconds of the plan, and at least four runs. TunerError where one does
+    not compile, or the process died.
     """
     from cdmpp.profiler.pool import Worker
     from cdmpp.program.network import example_inputs
@@ -308,16 +265,6 @@ def _serve(
 # -- sampling ------------------------------------------------------------------------------------------------------
 
 
-class Runnable(Protocol):
-    """A compiled network."""
-
-    def run(self) -> None:
-        """One run."""
-
-    def run_instrumented(self, before: Callable[[str], None], after: Callable[[str], None]) -> None:
-        """One run that calls back before and after every function."""
-
-
 @dataclass
 class _Samples:
     """Seconds of quiet and of disturbed samples."""
@@ -338,23 +285,14 @@ class _Samples:
 
 
 class Sampled:
-    """A compiled network with its samples so far.
+    """A compiled network (:class:`Loaded`) with its samples so far; it runs once, untimed, before the first.
 
-    Parameters
-    ----------
-    network
-        Runs once, untimed, before the first sample.
-    sentinel
-        Of the core.
-    plan
-        ``max_measure_s + max_wait_s`` is the time for all samples.
-    clock, preemptions
-        Seconds, and how often the thread was taken off its core.
+    `clock` gives seconds, `preemptions` how often the thread was taken off its core.
     """
 
     def __init__(
         self,
-        network: Runnable,
+        network: Any,
         sentinel: Sentinel,
         plan: SamplingPlan,
         *,

@@ -1,8 +1,8 @@
-r"""What measurements add to predictions: a Gaussian process on the errors of log latency.
+r"""What is known of programs before anything is measured (a prior), and what measurements add to it.
 
 The predictor stays as it was trained. What is learned while tuning is how far it is off near the programs measured:
 residuals :math:`r = \log(\text{measured} / \text{predicted})`, as a function of the program's embedding :math:`z` and
-its task :math:`t`, with the covariance
+its task :math:`t`, by a Gaussian process with the covariance
 
 .. math:: k = c + s\,e^{-d^2 / 2 l^2} + [t = t'] (o + w\,e^{-d^2 / 2 l^2}) + [i = j]\,n, \quad d = |z - z'|
 
@@ -12,28 +12,38 @@ which gradient steps on its weights could not promise. A few hundred records are
 
 Leave-one-out and leave-task-out predictions are exact and cost nothing beyond the inverse (Rasmussen and Williams,
 Gaussian Processes for Machine Learning, 2006, eqs. 5.10 to 5.12). They choose among few kernels, decide whether tasks may
-learn from each other, and roll back to no correction where that was better. Intervals are conformal: standardised
-leave-one-out errors set their width.
+learn from each other, and choose no correction where that was better. Intervals are conformal: standardised leave-one-out
+errors set their width.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError
-from cdmpp.tuner.prior import Encoded, Prior
+
+if TYPE_CHECKING:
+    from cdmpp.device import Device
+    from cdmpp.predictor import Predictor
+    from cdmpp.program.ast import CompactAST
+
+logger = logging.getLogger(__name__)
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
+#: Variance, in squared log seconds, of the common error of predictions for a device that was never seen: a factor of e.
+_UNSEEN_DEVICE = 1.0
 #: Records that kernels are compared on, the latest: a hundred inverses of this size take a second.
 _COMPARED = 256
 #: Least spread of residuals that is believed, log seconds: labels themselves repeat to a few per cent.
@@ -43,6 +53,122 @@ _NOISE_SHARES = (0.05, 0.25, 0.6)
 _LENGTHS = (0.5, 1.0, 2.0)
 #: A task takes part in leave-task-out with so many records.
 _PER_TASK = 2
+
+
+# -- before anything is measured -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Programs as the correction sees them: log of the predicted seconds, float64 (n,), and embeddings, float64 (n, d)."""
+
+    log_s: FloatArray
+    z: FloatArray
+
+    def __len__(self) -> int:
+        return len(self.log_s)
+
+    def take(self, rows: Sequence[int] | NDArray[np.int64]) -> Encoded:
+        """Some of the programs."""
+        return Encoded(self.log_s[rows], self.z[rows])
+
+    @classmethod
+    def stack(cls, parts: Sequence[Encoded]) -> Encoded:
+        """Several together; one part at least."""
+        return cls(np.concatenate([p.log_s for p in parts]), np.concatenate([p.z for p in parts]))
+
+
+class PredictorPrior:
+    """A trained predictor: its predictions, and its network's embeddings of programs on the device.
+
+    For a device that it never saw it extrapolates, with a warning; PredictorError where it never saw one of this kind.
+    """
+
+    def __init__(self, predictor: Predictor, device: Device) -> None:
+        from cdmpp.device import DEVICE_FEATURES
+
+        self._predictor, self._device = predictor, device
+        #: Variance of an error that all predictions on the device have in common, squared log seconds.
+        self.common = 0.0
+        if device.name not in predictor.devices:
+            self.common = _UNSEEN_DEVICE
+            trained_on = ", ".join(predictor.devices)
+            column = DEVICE_FEATURES.index(f"is_{device.kind}")
+            if not any(vector[column] > 0 for vector in predictor.devices.values()):
+                raise PredictorError(
+                    f"the predictor was trained on {trained_on} and never saw a {device.kind}: it says nothing about "
+                    f"{device.name}; finetune it on records of that device, or tune without a predictor"
+                )
+            logger.warning(
+                "the predictor was trained on %s, not on %s: its predictions are extrapolations until some "
+                "programs have been measured",
+                trained_on,
+                device.name,
+            )
+        digest = hashlib.blake2b(device.name.encode(), digest_size=8)
+        for name, value in sorted(predictor.network.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(value.detach().cpu().contiguous().numpy().tobytes())
+        #: Equal for equal weights and device.
+        self.fingerprint = digest.hexdigest()
+
+    def encode(self, asts: Sequence[CompactAST]) -> Encoded:
+        """Predict and embed n >= 1 programs in one pass through the network."""
+        import torch
+
+        from cdmpp.predictor.batching import inference_batches
+        from cdmpp.predictor.roofline import reference_s
+
+        predictor = self._predictor
+        arrays = predictor.encode(asts, [self._device], np.zeros(len(asts), dtype=np.int64))
+        labels = np.empty(len(asts))
+        z = np.empty((len(asts), predictor.network.config.embedding_dim))
+        predictor.network.eval()
+        with torch.inference_mode():
+            for rows in inference_batches(arrays.packed.lengths, 1024):
+                batch, context = arrays.batch(rows, torch.device("cpu"))
+                embedding = predictor.network.embed(batch, context.device)
+                labels[rows] = predictor.network.decode(embedding, context).double().numpy()
+                z[rows] = embedding.double().numpy()
+        transform = predictor.transform
+        reference = reference_s(transform.relative_to, asts, self._device) if transform.relative else None
+        latency_s = transform.inverse(labels, reference) * predictor.device_factor(self._device)
+        return Encoded(np.log(latency_s), z)
+
+    def half_width(self, coverage: float) -> float | None:
+        """Half the width of an interval of one prediction, log seconds, by the predictor's calibration
+        (:mod:`cdmpp.predictor.uncertainty`); None if it cannot be known."""
+        calibration = self._predictor.calibration
+        if calibration is None or not calibration.supports(coverage):
+            return None
+        return calibration.half_width(self._device.name, coverage)
+
+
+class AnalyticalPrior:
+    """No predictor: the analytical estimate of :mod:`cdmpp.predictor.roofline`; programs lie as their leaf vectors do.
+
+    The embedding is the logarithm of the sums and of the maxima of all leaf features.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.common = _UNSEEN_DEVICE
+        self.fingerprint = hashlib.blake2b(f"estimate:{device.name}".encode(), digest_size=8).hexdigest()
+
+    def encode(self, asts: Sequence[CompactAST]) -> Encoded:
+        """Estimate and embed."""
+        from cdmpp.predictor.encoding import signed_log1p
+        from cdmpp.predictor.roofline import estimate_s
+
+        z = np.stack([np.concatenate([ast.leaves.sum(0), ast.leaves.max(0)]) for ast in asts])
+        return Encoded(np.log(estimate_s(asts, self._device)), signed_log1p(z.astype(np.float64)))
+
+    def half_width(self, coverage: float) -> float | None:
+        """Nothing tells how far off it is."""
+        return None
+
+
+# -- the correction ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -68,40 +194,11 @@ class Kernel:
         return self.common + self.shared + self.offset + self.own
 
 
-@dataclass(frozen=True)
-class LeaveOut:
-    """Errors of predictions of records from the others.
-
-    Attributes
-    ----------
-    error, deviation
-        Leaving one record out: measured minus predicted residual, and the predicted standard deviation, (n,).
-    """
-
-    error: FloatArray
-    deviation: FloatArray
-
-    @property
-    def log_density(self) -> float:
-        """Mean log predictive density."""
-        terms = np.log(self.deviation) + 0.5 * (self.error / self.deviation) ** 2
-        return float(-terms.mean()) - 0.5 * math.log(2 * math.pi)
-
-    @property
-    def mean_square(self) -> float:
-        """Mean squared error."""
-        return float(np.mean(self.error**2))
-
-
 class Correction:
-    """A fitted correction; make one with :func:`fit_correction`.
+    """A kernel with records: embeddings (n, d), tasks (n,), log(measured / predicted) (n,); n may be 0.
 
-    Parameters
-    ----------
-    kernel
-        The covariance.
-    z, task, residual
-        Records: embeddings (n, d), tasks (n,), log(measured / predicted) (n,); n may be 0.
+    Make one with :func:`fit_correction`. ``error`` and ``error_deviation`` are of each record as the others predict it:
+    measured minus predicted residual, and the predicted standard deviation, (n,).
     """
 
     def __init__(self, kernel: Kernel, z: FloatArray, task: IntArray, residual: FloatArray) -> None:
@@ -109,10 +206,22 @@ class Correction:
         self._z, self._task = z, task
         self._inverse = _inverse(kernel, z, task)
         self._alpha = self._inverse @ residual
-        self.left_out = _leave_one_out(self._inverse, self._alpha)
+        precision = np.diag(self._inverse)
+        self.error, self.error_deviation = self._alpha / precision, 1 / np.sqrt(precision)
 
     def __len__(self) -> int:
         return len(self._task)
+
+    @property
+    def mean_square(self) -> float:
+        """Mean squared error of records predicted by the others."""
+        return float(np.mean(self.error**2))
+
+    @property
+    def log_density(self) -> float:
+        """Mean log predictive density of records by the others."""
+        terms = np.log(self.error_deviation) + 0.5 * (self.error / self.error_deviation) ** 2
+        return float(-terms.mean()) - 0.5 * math.log(2 * math.pi)
 
     def mean(self, z: FloatArray, task: int) -> FloatArray:
         """Expected residual, log seconds, (m,), of programs of one task."""
@@ -133,7 +242,7 @@ class Correction:
 
         The conformal quantile of the standardised leave-one-out errors.
         """
-        scores = np.sort(np.abs(self.left_out.error) / self.left_out.deviation)
+        scores = np.sort(np.abs(self.error) / self.error_deviation)
         rank = math.ceil((len(scores) + 1) * coverage - 1e-9)
         return float(scores[rank - 1]) if 0 < rank <= len(scores) else None
 
@@ -141,12 +250,8 @@ class Correction:
 def fit_correction(z: FloatArray, task: IntArray, residual: FloatArray, common: float = 0.0) -> Correction:
     """The correction whose kernel predicts left-out records best; no correction where that predicts them better.
 
-    Parameters
-    ----------
-    z, task, residual
-        Records in the order in which they were measured: (n, d), (n,), (n,).
-    common
-        Variance of an offset common to all programs, for a device the predictor never saw.
+    Records (n, d), (n,), (n,) are in the order in which they were measured; `common` is the variance of an offset common
+    to all programs, for a device that the predictor never saw.
     """
     if not len(residual):
         return Correction(Kernel(_LEAST**2), z, task, residual)
@@ -156,10 +261,9 @@ def fit_correction(z: FloatArray, task: IntArray, residual: FloatArray, common: 
     if _tasks_help_each_other(kernels, *recent, common):
         # Leaving one record out does not tell these from the others: a task's own records say it all.
         kernels = [_sharing(kernel, common) for kernel in kernels]
-    scored = [(_left_out(kernel, *recent), kernel) for kernel in kernels]
-    left_out, kernel = max(scored, key=lambda pair: pair[0].log_density)
-    nothing = float(np.mean(recent[2] ** 2))
-    if left_out.mean_square > nothing:
+    best = max((Correction(kernel, *recent) for kernel in kernels), key=lambda c: c.log_density)
+    kernel, nothing = best.kernel, float(np.mean(recent[2] ** 2))
+    if best.mean_square > nothing:
         kernel = Kernel(max(nothing, _LEAST**2))
     return Correction(kernel, z, task, residual)
 
@@ -188,8 +292,7 @@ def _candidates(z: FloatArray, task: IntArray, residual: FloatArray) -> Iterator
 
 def _sharing(kernel: Kernel, common: float) -> Kernel:
     """Half of what was a task's own is shared."""
-    own = 0.5 * kernel.own
-    offset = 0.5 * kernel.offset
+    own, offset = 0.5 * kernel.own, 0.5 * kernel.offset
     return replace(kernel, own=own, offset=offset, shared=own + offset, common=common)
 
 
@@ -201,23 +304,11 @@ def _tasks_help_each_other(
     groups = [np.flatnonzero(task == t) for t in tasks[counts >= _PER_TASK]]
     if len(groups) < 2:
         return False
-    rows = np.concatenate(groups)
-    nothing = float(np.mean(residual[rows] ** 2))
-    kernel = _sharing(kernels[len(kernels) // 2], common)
-    inverse = _inverse(kernel, z, task)
+    nothing = float(np.mean(residual[np.concatenate(groups)] ** 2))
+    inverse = _inverse(_sharing(kernels[len(kernels) // 2], common), z, task)
     alpha = inverse @ residual
     errors = [np.linalg.solve(inverse[np.ix_(group, group)], alpha[group]) for group in groups]
     return float(np.mean(np.concatenate(errors) ** 2)) < nothing
-
-
-def _left_out(kernel: Kernel, z: FloatArray, task: IntArray, residual: FloatArray) -> LeaveOut:
-    inverse = _inverse(kernel, z, task)
-    return _leave_one_out(inverse, inverse @ residual)
-
-
-def _leave_one_out(inverse: FloatArray, alpha: FloatArray) -> LeaveOut:
-    precision = np.diag(inverse)
-    return LeaveOut(alpha / precision, 1 / np.sqrt(precision))
 
 
 def _inverse(kernel: Kernel, z: FloatArray, task: IntArray) -> FloatArray:
@@ -233,9 +324,7 @@ def _inverse(kernel: Kernel, z: FloatArray, task: IntArray) -> FloatArray:
 
 # -- the model -----------------------------------------------------------------------------------------------
 
-FORMAT = "cdmpp-cost-model"
-FORMAT_VERSION = 1
-
+FORMAT, FORMAT_VERSION = "cdmpp-cost-model", 1
 #: Records that the correction is fitted to, the latest: its inverse takes a third of a second.
 _MAX_RECORDS = 1024
 #: Records from which on intervals are the correction's; with fewer they are the prior's.
@@ -243,25 +332,15 @@ _OWN_INTERVALS = 20
 
 
 class OnlineModel:
-    """Predicts seconds on one device, and learns from measurements.
+    """Predicts seconds on one device from a prior, and learns from measurements."""
 
-    Parameters
-    ----------
-    prior
-        What is known at the start.
-
-    Attributes
-    ----------
-    failed
-        Hashes of programs that did not run; kept with what was learned, for who asks (:class:`cdmpp.tuner.CostModel`).
-    """
-
-    def __init__(self, prior: Prior) -> None:
+    def __init__(self, prior: PredictorPrior | AnalyticalPrior) -> None:
         self.prior = prior
         self._tasks: dict[str, int] = {}
         #: (task, program) -> log of the prior's prediction, embedding, log of the measured seconds; oldest first.
         self._records: dict[tuple[str, str], tuple[float, FloatArray, float]] = {}
         self._correction: Correction | None = None
+        #: Programs that did not run, kept with what was learned for :class:`cdmpp.tuner.CostModel`.
         self.failed: set[str] = set()
 
     def __len__(self) -> int:
@@ -300,10 +379,7 @@ class OnlineModel:
     ) -> None:
         """Take measurements of programs of one task; call :meth:`fit` when all are in.
 
-        Raises
-        ------
-        PredictorError
-            A latency is not finite and above 0.
+        PredictorError for a latency that is not finite and above 0.
         """
         labels = np.asarray(latency_s, dtype=np.float64)
         if not (np.isfinite(labels) & (labels > 0)).all():
@@ -325,17 +401,13 @@ class OnlineModel:
 
     def describe(self) -> dict[str, Any]:
         """What was learned, as JSON values."""
-        kernel = None if self._correction is None else self._correction.kernel
+        fitted = self._correction
         return {
             "records": len(self._records),
             "tasks": len(self._tasks),
-            "kernel": None if kernel is None else vars(kernel),
-            "left_out_error": None
-            if self._correction is None
-            else self._correction.left_out.mean_square**0.5,
+            "kernel": None if fitted is None else vars(fitted.kernel),
+            "left_out_error": None if fitted is None else fitted.mean_square**0.5,
         }
-
-    # -- storing ---------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
         """Write what was learned into one safetensors file; the predictor itself is not in it."""
@@ -362,10 +434,7 @@ class OnlineModel:
     def load(self, path: str | Path) -> None:
         """Replace what was learned by what :meth:`save` wrote.
 
-        Raises
-        ------
-        PredictorError
-            Missing, damaged, or learned beside another predictor or for another device.
+        PredictorError if that is missing, damaged, or learned beside another predictor or for another device.
         """
         from cdmpp.predictor.checkpoint import load_tensors
 
@@ -386,8 +455,6 @@ class OnlineModel:
             key: (float(log_s), z, float(label)) for key, log_s, z, label in zip(keys, *columns, strict=True)
         }
         self.failed = failed
-        self._tasks = {}
-        for task, _ in keys:
-            self._tasks.setdefault(task, len(self._tasks))
+        self._tasks = {task: i for i, task in enumerate(dict.fromkeys(task for task, _ in keys))}
         self._correction = None
         self.fit()

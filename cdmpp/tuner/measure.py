@@ -43,15 +43,10 @@ class _Aborted(Exception):
 
 
 class Measurer:
-    """Measures programs in the background; use as a context manager.
+    """Measures programs in the background, with an engine that is not started yet; use as a context manager.
 
     Leaving it after an error or Ctrl-C ends builders and measuring processes at once; otherwise what was submitted
     is finished first.
-
-    Parameters
-    ----------
-    engine
-        What measures, not started yet.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -124,7 +119,7 @@ class Measurer:
                     raise _Aborted
         except _Aborted:
             self._end(None)
-        except BaseException as err:  # whoever waits for a future must hear of it
+        except BaseException as err:  # raised where a future is waited for
             self._end(err)
 
     def _end(self, error: BaseException | None) -> None:
@@ -144,15 +139,8 @@ class Measurer:
 def device_of_this_machine(device: str | Device, workers: int = 1, gpu: str | None = None) -> Device:
     """The device, checked to be here: a CPU share that this process may use `workers` times, a CUDA GPU or a share of it.
 
-    Parameters
-    ----------
-    gpu
-        A class that stands for the GPU, see :class:`~cdmpp.tuner.config.TuneConfig`: what is here does not matter then.
-
-    Raises
-    ------
-    TunerError
-        It is not, or there is no compiler for the GPU.
+    With a class that stands for the GPU (:class:`~cdmpp.tuner.config.TuneConfig`) it does not matter what is here. TunerError
+    where it is not, or where there is no compiler for the GPU.
     """
     from cdmpp.device import get_device
 
@@ -174,9 +162,9 @@ def device_of_this_machine(device: str | Device, workers: int = 1, gpu: str | No
 
 def _gpu_of_this_machine(device: Device, gpu: str | None) -> Device:
     from cdmpp.profiler.gpu.compile import find_compiler
-    from cdmpp.profiler.gpu.device import is_model
     from cdmpp.profiler.gpu.limits import cuda_arch
     from cdmpp.profiler.gpu.measure import check_gpu
+    from cdmpp.profiler.gpu.sampling import is_model
 
     try:
         arch = cuda_arch(device)
@@ -201,60 +189,35 @@ def make_engine(config: TuneConfig, device: Device, degree: int) -> Engine:
 
     On a CPU it builds on as many cores as there are, or as its shards have.
     """
-    from cdmpp.profiler.machine import usable_cores
-    from cdmpp.profiler.statistics import SamplingPlan
-
-    timeouts: dict[str, Any] = {
-        "build_timeout_s": config.build_timeout_s,
-        "run_timeout_s": config.run_timeout_s,
-    }
+    timeouts = {"build_timeout_s": config.build_timeout_s, "run_timeout_s": config.run_timeout_s}
+    options: dict[str, Any] = {**timeouts, **({} if config.plan is None else {"plan": config.plan})}
     if device.kind == "gpu":
-        from cdmpp.profiler.gpu.measurer import gpu_engine
-        from cdmpp.profiler.gpu.sampling import GPU_PLAN, GpuConfig
-
-        gpu: dict[str, Any] = {}
-        if config.gpu is not None:
-            gpu = {"gpu": config.gpu, "gpu_arguments": config.gpu_arguments}
-        plan = config.plan or GPU_PLAN
-        return gpu_engine(
-            GpuConfig(degree=degree, builders=config.builders, plan=plan, **timeouts, **gpu), device
-        )
-    return _cpu_engine(
-        device,
-        degree,
-        builders=config.builders
-        or (len(usable_cores()) if config.shards is None else degree * int(device.share)),
-        plan=config.plan or SamplingPlan(),
-        realtime=config.realtime,
-        **timeouts,
-    )
+        gpu = {} if config.gpu is None else {"gpu": config.gpu, "gpu_arguments": config.gpu_arguments}
+        return _gpu_engine(device, degree=degree, builders=config.builders, **options, **gpu)
+    builders = config.builders or (None if config.shards is None else degree * int(device.share))
+    return _cpu_engine(device, degree, builders, realtime=config.realtime, **options)
 
 
 def alone_engine(device: str | Device) -> Engine:
     """What measures one program at a time on a device of this machine, with nothing built meanwhile, for final latencies."""
     found = device_of_this_machine(device)
-    if found.kind == "gpu":
-        from cdmpp.profiler.gpu.measurer import gpu_engine
-        from cdmpp.profiler.gpu.sampling import GpuConfig
+    return _gpu_engine(found) if found.kind == "gpu" else _cpu_engine(found, 1, overlap=False)
 
-        return gpu_engine(GpuConfig(), found)
+
+def _gpu_engine(device: Device, **options: Any) -> Engine:
+    from cdmpp.profiler.gpu.sampling import GpuConfig, gpu_engine
+
+    return gpu_engine(GpuConfig(**options), device)
+
+
+def _cpu_engine(
+    device: Device, degree: int, builders: int | None = None, *, overlap: bool = True, **options: Any
+) -> Engine:
+    from cdmpp.profiler.cpu import CpuConfig, cpu_engine, sentinel_job
     from cdmpp.profiler.machine import usable_cores
 
-    return _cpu_engine(found, 1, builders=len(usable_cores()), overlap=False)
-
-
-def _cpu_engine(device: Device, degree: int, *, overlap: bool = True, **options: Any) -> Engine:
-    from cdmpp.profiler.cpu import CpuConfig, cpu_engine, sentinel_job
-
-    groups = core_groups_of(device, degree)
-    return cpu_engine(CpuConfig(**options), device.target, groups, sentinel_job(), overlap=overlap)
-
-
-def measure_alone(device: str | Device, jobs: Sequence[BuildJob]) -> dict[str, float]:
-    """Seconds of programs on a device of this machine, with nothing built or measured beside them; failures are left out."""
-    with alone_engine(device) as engine:
-        outcomes = list(engine.run(iter(jobs)))
-    return {o.job.program.hash: o.latency_s for o in outcomes if o.latency_s is not None}
+    config = CpuConfig(builders=builders or len(usable_cores()), **options)
+    return cpu_engine(config, device.target, core_groups_of(device, degree), sentinel_job(), overlap=overlap)
 
 
 def job_of_module(mod: Any) -> BuildJob:
@@ -278,32 +241,30 @@ POWERCAP = Path("/sys/class/powercap")
 
 
 class EnergyMeter:
-    """Energy that a device took since the meter was made, whoever used it.
+    """Energy that a device took since the meter was made, by whatever process.
 
-    Parameters
-    ----------
-    counters
-        Each gives microjoules, and goes on at 0 after a highest value.
+    `counters` each give microjoules, and go on at 0 after a highest value.
     """
 
     def __init__(self, counters: Sequence[tuple[Callable[[], int], int]]) -> None:
-        self._counters = [(read, highest) for read, highest in counters]
+        self._counters = counters
         self._last_uj = [read() for read, _ in counters]
         self._total_uj = 0
 
     def joules(self) -> float:
         """To be asked every few minutes, as counters wrap around. OSError where one cannot be read any more."""
         for i, (read, highest_uj) in enumerate(self._counters):
-            taken_uj = read() - self._last_uj[i]
+            now_uj = read()
+            taken_uj = now_uj - self._last_uj[i]
             self._total_uj += taken_uj if taken_uj >= 0 else taken_uj + highest_uj
-            self._last_uj[i] += taken_uj
+            self._last_uj[i] = now_uj
         return self._total_uj / 1e6
 
 
 def energy_meter(device: Device, powercap: Path = POWERCAP) -> EnergyMeter | None:
     """The meter of a device of this machine: RAPL of a processor's packages, NVML of a GPU; None where nothing counts."""
     try:
-        counters = _nvml_counters() if device.kind == "gpu" else _rapl_counters(powercap)
+        counters = [(_nvml_counter(), 0)] if device.kind == "gpu" else _rapl_counters(powercap)
         return EnergyMeter(counters) if counters else None
     except (ImportError, OSError, ValueError) as err:
         logger.info("energy is not counted: %s", err)
@@ -322,18 +283,15 @@ def _rapl_counters(powercap: Path) -> list[tuple[Callable[[], int], int]]:
     return [(partial(number, d / "energy_uj"), number(d / "max_energy_range_uj")) for d in domains]
 
 
-def _nvml_counters() -> list[tuple[Callable[[], int], int]]:
+def _nvml_counter() -> Callable[[], int]:
     import pynvml
 
     def microjoules() -> int:
         try:
+            pynvml.nvmlInit()
+            handle = pynvml.nvmlDeviceGetHandleByIndex(0)
             return 1000 * int(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle))
         except pynvml.NVMLError as err:
             raise OSError(f"NVML: {err}") from err
 
-    try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-    except pynvml.NVMLError as err:
-        raise OSError(f"NVML: {err}") from err
-    return [(microjoules, 0)]
+    return microjoules

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -26,23 +25,15 @@ _LEAST_POINTS = 4
 
 @dataclass(frozen=True)
 class Objective:
-    """Limits of a tuning, earlier runs of a resumed one included; None is no limit.
+    """Limits of a tuning, earlier runs of a resumed one included; None is no limit."""
 
-    Attributes
-    ----------
-    trials
-        Candidates that the search proposes, dropped ones included.
-    max_measurements
-        Candidates that are built and measured.
-    budget_s
-        Wall time.
-    least_gain_per_minute
-        Fraction of the network's latency that the next minute must be expected to bring: see :meth:`Curve.gain`.
-    """
-
+    #: Candidates that the search proposes, dropped ones included.
     trials: int
+    #: Candidates that are built and measured.
     max_measurements: int | None = None
+    #: Wall time.
     budget_s: float | None = None
+    #: Fraction of the network's latency that the next minute must be expected to bring: see :meth:`Curve.gain`.
     least_gain_per_minute: float | None = None
 
     def __post_init__(self) -> None:
@@ -73,36 +64,24 @@ class Objective:
 
 @dataclass
 class Costs:
-    """What tuning has cost so far.
+    """What tuning has cost so far."""
 
-    Attributes
-    ----------
-    wall_s
-        Wall time, between the start of the search and its end.
-    search_cpu_s
-        CPU seconds of the search: generating candidates, predicting them, learning.
-    build_s
-        Seconds that builders worked, each on one core.
-    device_s
-        Seconds that programs ran on the cores they were measured on.
-    trials, dropped, measurements, failures
-        Candidates proposed; of them dropped without building; measured; and of these failed.
-    saved_s
-        Seconds of building and measuring that dropped candidates would have cost, had they cost what their task's
-        others did on average.
-    energy_j
-        Joules that the whole device took meanwhile (:class:`cdmpp.tuner.measure.EnergyMeter`); None where it does not tell.
-    """
-
+    #: From the start of the search to its end.
     wall_s: float = 0.0
+    #: CPU seconds of generating candidates, predicting them, learning.
     search_cpu_s: float = 0.0
+    #: Seconds that builders worked, each on one core.
     build_s: float = 0.0
+    #: Seconds that programs ran on the cores they were measured on.
     device_s: float = 0.0
+    #: Candidates proposed; of them dropped without building; measured; and of these failed.
     trials: int = 0
     dropped: int = 0
     measurements: int = 0
     failures: int = 0
+    #: Seconds of building and measuring that dropped candidates would have cost, at their task's mean.
     saved_s: float = 0.0
+    #: Joules that the whole device took meanwhile (:class:`cdmpp.tuner.measure.EnergyMeter`); None where it does not tell.
     energy_j: float | None = None
 
     @property
@@ -113,17 +92,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Point:
-    """The network's latency after a round.
-
-    Attributes
-    ----------
-    wall_s, trials, measurements
-        Since the start.
-    latency_s
-        Sum over the tasks, weighted, of the best so far: measured alone, without what runs between tasks.
-    task
-        Whose round it was.
-    """
+    """The network's latency after a round of a task: the weighted sum over the tasks of the best so far, measured alone."""
 
     wall_s: float
     trials: int
@@ -134,13 +103,7 @@ class Point:
 
 @dataclass
 class Curve:
-    """Latency against time.
-
-    Attributes
-    ----------
-    points
-        In the order of time; the first is the untuned network where all of its tasks run untuned.
-    """
+    """Latency against time; the first point is the untuned network where all of its tasks run untuned."""
 
     points: list[Point] = field(default_factory=list)
 
@@ -164,23 +127,9 @@ class Curve:
         latency_s = recent[-1].latency_s
         return min(1.0, max(0.0, slope * math.log1p(seconds / now) / latency_s))
 
-    def trials_to(self, latency_s: float) -> int | None:
-        """Measurements after which the latency was first at or below this; None if it never was."""
-        return next((p.measurements for p in self.points if p.latency_s <= latency_s), None)
-
-    def seconds_to(self, latency_s: float) -> float | None:
-        """Wall time after which the latency was first at or below this; None if it never was."""
-        return next((p.wall_s for p in self.points if p.latency_s <= latency_s), None)
-
 
 def parse_duration(text: str) -> float:
-    """Seconds of ``90``, ``90s``, ``10m`` or ``1h30m``.
-
-    Raises
-    ------
-    TunerError
-        It is none of these.
-    """
+    """Seconds of ``90``, ``90s``, ``10m`` or ``1h30m``; TunerError for anything else."""
     match = _DURATION.fullmatch(text.strip().lower())
     try:
         parts = [float(p) if p else 0.0 for p in match.group("h", "m", "s")] if match and text.strip() else []
@@ -192,19 +141,8 @@ def parse_duration(text: str) -> float:
 
 
 def parse_fraction(text: str) -> float:
-    """0.01 of ``0.01`` or ``1%``.
-
-    Raises
-    ------
-    TunerError
-        It is neither.
-    """
+    """0.01 of ``0.01`` or ``1%``; TunerError for anything else."""
     try:
         return float(text[:-1]) / 100 if text.endswith("%") else float(text)
     except ValueError as err:
         raise TunerError(f"{text!r} is no fraction: expected such as 0.01 or 1%") from err
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """Of positive numbers, one at least."""
-    return float(np.exp(np.mean(np.log(values))))

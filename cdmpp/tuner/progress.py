@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import TunerError
@@ -21,51 +21,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
 class Progress:
-    """What is reported after each round; seconds are sums over the tasks, as of :class:`TuningProgress`."""
-
-    costs: Costs
-    trials: int
-    latency_s: float | None
-    untuned_s: float | None
-    task: str
-    gain: float | None
-
-
-class TuningProgress:
     """Counts what a tuning does, and says when to stop.
 
-    Parameters
-    ----------
-    tasks
-        With how often the network runs each.
-    store
-        Where everything measured goes: a :class:`~cdmpp.tuner.store.TuningStore`, or what stands for it in a worker.
-    objective
-        When to stop.
-    report
-        Called after every round.
-    clock
-        Gives seconds.
-    energy
-        Counts the device's energy; None where nothing does.
-
-    Attributes
-    ----------
-    states
-        One a task.
-    curve, costs
-        Earlier runs of a resumed tuning included.
-    known
-        Program hash -> label of all measured and all that are being measured (None, as of failures).
-    elsewhere_s
-        CPU seconds of searches in other processes.
-
-    Raises
-    ------
-    TunerError
-        There is no task.
+    `tasks` are with how often the network runs each; `store` keeps what is measured (:class:`~cdmpp.tuner.store.TuningStore`,
+    or what stands for it in a worker); `report` is called with this after every round. TunerError where there is no task.
     """
 
     def __init__(
@@ -84,8 +44,11 @@ class TuningProgress:
         self._report, self._clock = report, clock
         self.states = [TaskState(task.name, weight) for task, weight in tasks]
         self._number_of = {task.hash: i for i, (task, _) in enumerate(tasks)}
+        # earlier runs of a resumed tuning included
         self.curve, self.costs = store.curve()
+        #: Program hash -> label of all measured and all that are being measured (None, as of failures).
         self.known: dict[str, float | None] = store.outcomes()
+        #: CPU seconds of searches in other processes.
         self.elsewhere_s = 0.0
         #: Programs that were chosen to be measured and are not yet.
         self._under_way = 0
@@ -96,21 +59,15 @@ class TuningProgress:
 
     @property
     def latency_s(self) -> float | None:
-        """Sum over the tasks, weighted, of the best so far; None while one of them has none."""
-        parts = [(s.weight, s.latency_s) for s in self.states if not (s.finished and s.latency_s is None)]
-        if not parts or any(latency is None for _, latency in parts):
-            return None
-        return sum(weight * latency for weight, latency in parts if latency is not None)
+        """Sum over the tasks, weighted, of the best so far; None while one of them has none, but for those given up."""
+        return _total(
+            [(s.weight, s.latency_s) for s in self.states if not s.finished or s.latency_s is not None]
+        )
 
     @property
     def untuned_s(self) -> float | None:
         """Sum over the tasks, weighted, of what runs untuned; None where a task does not run untuned."""
-        parts = [(s.weight, s.untuned_s) for s in self.states]
-        if any(latency is None for _, latency in parts):
-            return None
-        return sum(weight * latency for weight, latency in parts if latency is not None)
-
-    # -- clocks ------------------------------------------------------------------------------------------------
+        return _total([(s.weight, s.untuned_s) for s in self.states])
 
     def start(self, batch: int) -> None:
         """Start the clocks where earlier runs stopped them, and count what those measured, in rounds of `batch` candidates."""
@@ -153,8 +110,6 @@ class TuningProgress:
         """Of the budget; None without one."""
         budget_s = self.objective.budget_s
         return None if budget_s is None else max(0.0, budget_s - (self._clock() - self._began))
-
-    # -- rounds ------------------------------------------------------------------------------------------------
 
     def reached(self, reserved: int = 0) -> str | None:
         """Why to stop now, in words; None to go on. What is being measured or reserved counts as measured."""
@@ -243,5 +198,10 @@ class TuningProgress:
             self.curve.points.append(point)
             self._store.add_point(point, self.costs)
         if self._report is not None:
-            gain = self.curve.gain()
-            self._report(Progress(self.costs, self.objective.trials, latency_s, self.untuned_s, task, gain))
+            self._report(self)
+
+
+def _total(parts: Sequence[tuple[float, float | None]]) -> float | None:
+    """Weighted sum of seconds; None of none, and where one is unknown."""
+    known = [weight * seconds for weight, seconds in parts if seconds is not None]
+    return sum(known) if known and len(known) == len(parts) else None

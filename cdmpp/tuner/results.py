@@ -32,25 +32,13 @@ _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; font-size: 0.88rem; }
 th, td { padding: 0.18rem 0.6rem; border-bottom: 1px solid #ddd; text-align: right; }
-.text { text-align: left; } img { max-width: 100%; height: auto; }
+th:first-child, td:first-child { text-align: left; } img { max-width: 100%; height: auto; }
 """
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What became of a task.
-
-    Attributes
-    ----------
-    task, name, weight
-        Hash and name; how often the network runs it.
-    untuned_s, best_s
-        Seconds of the task untuned (:mod:`cdmpp.tuner.candidates`) and of the best schedule; None where none works.
-    measured, failed, dropped
-        Candidates.
-    finished
-        Why it was given up; "" if it was not.
-    """
+    """What became of a task, by its hash; the other fields are those of :class:`~cdmpp.tuner.scheduler.TaskState`."""
 
     task: str
     name: str
@@ -71,44 +59,28 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class TuneReport:
-    """What a tuning gave.
-
-    Attributes
-    ----------
-    name, device, cost_model, seed
-        What was tuned, and how.
-    stopped
-        Why it ended.
-    tasks
-        One result a task.
-    untuned_s, tuned_s
-        Sums over the tasks, weighted, of the untuned tasks and of the best of each, measured alone; None where a
-        task has no program that works.
-    gain_next_minute
-        Fraction that another minute is expected to bring; None if it cannot be told.
-    costs, curve
-        What it cost, and latency against time.
-    learned
-        What the cost model learned (of ours).
-    network
-        Latencies of the whole network, compiled with and without the schedules; None where it was not run.
-    shards
-        Workers that tuned at the same time, each on a device of that name; None where one search had the machine.
-    """
+    """What a tuning gave."""
 
     name: str
     device: str
     cost_model: str
     seed: int
+    #: Why it ended.
     stopped: str
     tasks: list[TaskResult]
+    #: Sums over the tasks, weighted, of the untuned tasks and of the best of each, measured alone; None where a task has no
+    #: program that works.
     untuned_s: float | None
     tuned_s: float | None
+    #: Fraction that another minute is expected to bring; None if it cannot be told.
     gain_next_minute: float | None
     costs: Costs
     curve: Curve
+    #: What the cost model learned (of ours).
     learned: dict[str, Any] = field(default_factory=dict)
+    #: Latencies of the whole network, compiled with and without the schedules; None where it was not run.
     network: NetworkLatency | None = None
+    #: Workers that tuned at the same time, each on a device of that name; None where one search had the machine.
     shards: int | str | None = None
 
     @property
@@ -189,9 +161,9 @@ def summary_lines(report: TuneReport) -> list[str]:
             f"{report.name} on {report.device}: {seconds_text(untuned)} untuned, {seconds_text(tuned)} tuned, "
             f"{untuned / tuned:.2f} times as fast (the whole network in the Relax VM)."
         )
-        disturbed = {name: part for name, part in report.network.disturbed.items() if part > _DISTURBED}
-        if disturbed:
-            parts = ", ".join(f"{part:.0%} of the time {name}" for name, part in disturbed.items())
+        disturbed = report.network.disturbed.items()
+        parts = ", ".join(f"{part:.0%} of the time {name}" for name, part in disturbed if part > _DISTURBED)
+        if parts:
             lines.append(f"Others used the core while the network ran ({parts}): it may be faster than that.")
     if report.tuned_s is not None:
         untuned_text = "-" if report.untuned_s is None else seconds_text(report.untuned_s)
@@ -215,10 +187,21 @@ def summary_lines(report: TuneReport) -> list[str]:
 
 
 def _html(report: TuneReport, png: bytes) -> str:
-    rows = "".join(_row(task) for task in report.to_json()["tasks"])
-    heads = "".join(
-        f"<th>{head}</th>" for head in ("runs", "untuned", "best", "measured", "failed", "dropped", "ended")
-    )
+    import pandas as pd
+
+    rows = [
+        {
+            "task": task.name,
+            "runs": f"{task.weight:g}",
+            **{
+                name: "-" if seconds is None else seconds_text(seconds)
+                for name, seconds in (("untuned", task.untuned_s), ("best", task.best_s))
+            },
+            **{name: getattr(task, name) for name in ("measured", "failed", "dropped")},
+            "ended": task.finished,
+        }
+        for task in report.tasks
+    ]
     image = base64.b64encode(png).decode("ascii")
     title = escape(f"cdmpp tune: {report.name} on {report.device}, {report.cost_model}")
     paragraphs = "".join(f"<p>{escape(line)}</p>" for line in summary_lines(report))
@@ -226,16 +209,5 @@ def _html(report: TuneReport, png: bytes) -> str:
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
         f"<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n{paragraphs}\n"
         f'<img alt="best latency against programs measured and wall time" src="data:image/png;base64,{image}">\n'
-        f'<h2>Tasks</h2>\n<table><tr><th class="text">task</th>{heads}</tr>{rows}</table>\n</body>\n</html>\n'
-    )
-
-
-def _row(task: dict[str, Any]) -> str:
-    seconds = ["-" if task[name] is None else seconds_text(task[name]) for name in ("untuned_s", "best_s")]
-    counts = [str(task[name]) for name in ("measured", "failed", "dropped")]
-    cells = [f"{task['weight']:g}", *seconds, *counts, escape(task["finished"])]
-    return (
-        f'<tr><td class="text">{escape(task["name"])}</td>'
-        + "".join(f"<td>{c}</td>" for c in cells)
-        + "</tr>"
+        f"<h2>Tasks</h2>\n{pd.DataFrame(rows).to_html(index=False, border=0)}\n</body>\n</html>\n"
     )

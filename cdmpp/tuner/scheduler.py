@@ -25,38 +25,26 @@ _GAIN = 0.01
 
 @dataclass
 class TaskState:
-    """Where the tuning of one task stands.
-
-    Attributes
-    ----------
-    name, weight
-        Of the task; how often the network runs it.
-    untuned_s
-        Latency of the task untuned (:mod:`cdmpp.tuner.candidates`), None if it does not run.
-    best_s
-        Latency of the best scheduled program, None before there is one.
-    history
-        ``best_s`` after each round, infinite while there is none.
-    measured, failed, dropped
-        Candidates.
-    spent_s
-        Seconds of building and measuring.
-    fruitless
-        Rounds in a row that measured no working program, or little that was expected to win and nothing that did.
-    finished
-        Why it is not tuned any more; "" while it is.
-    """
+    """Where the tuning of one task stands."""
 
     name: str
+    #: How often the network runs it.
     weight: float
+    #: Latency of the task untuned (:mod:`cdmpp.tuner.candidates`), None if it does not run.
     untuned_s: float | None = None
+    #: Latency of the best scheduled program, None before there is one.
     best_s: float | None = None
+    #: ``best_s`` after each round, infinite while there is none.
     history: list[float] = field(default_factory=list)
+    #: Candidates.
     measured: int = 0
     failed: int = 0
     dropped: int = 0
+    #: Seconds of building and measuring.
     spent_s: float = 0.0
+    #: Rounds in a row that measured no working program, or little that was expected to win and nothing that did.
     fruitless: int = 0
+    #: Why it is not tuned any more; "" while it is.
     finished: str = ""
     _before: tuple[int, int] = (0, 0)
 

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import ProgramError, TunerError
-from cdmpp.tuner.candidates import Candidate, Leftovers, SearchConfig, TaskTuner
-from cdmpp.tuner.progress import TuningProgress
+from cdmpp.tuner.candidates import Candidate, Leftovers, TaskTuner, runner_results
+from cdmpp.tuner.progress import Progress
 from cdmpp.tuner.scheduler import next_task
 from cdmpp.tuner.store import replayed
 from cdmpp.tuner.trimmer import Trimmer, worth_measuring
-from cdmpp.tuner.validity import ValidityGuard, make_guard
-from cdmpp.tuner.warm_start import warm_start
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
     from cdmpp.profiler.engine import Outcome
     from cdmpp.program.types import Task
     from cdmpp.tuner.config import TuneConfig
+    from cdmpp.tuner.validity import ValidityGuard
 
 #: Rounds of different tasks under way at a time: one is searched for while another is measured.
 _DEPTH = 2
@@ -40,49 +39,67 @@ class _Round:
     proposed: list[Any]
 
 
-class TuningSession:
-    """Tunes tasks with one cost model.
+@dataclass(frozen=True)
+class Models:
+    """What scores candidates, and what tells whether they run."""
 
-    Parameters
-    ----------
-    tuners
-        One a task.
-    cost_model
-        A MetaSchedule cost model.
-    store
-        Where everything measured goes; what it holds already is not measured again.
-    measurer
-        What measures (:class:`~cdmpp.tuner.measure.Measurer`); running.
-    progress
-        Of these tasks; says when to stop.
-    trimmer
-        Drops candidates before they are built; None drops none.
-    guard
-        Chooses first candidates and drops what will not run; None does neither.
-    batch
-        Candidates of a round.
-    first
-        Programs of earlier tunings to measure before any search, by task number, best first.
+    cost_model: Any
+    guard: ValidityGuard | None
+
+    @classmethod
+    def of(cls, config: TuneConfig, device: Device) -> Models:
+        """Those that a configuration names, read or trained."""
+        from cdmpp.tuner.cost_model import make_cost_model
+
+        guard = None
+        if config.validity is not None:
+            from cdmpp.tuner.validity import make_guard
+
+            guard = make_guard(config.validity, device, config.seed)
+        return cls(make_cost_model(config, device), guard)
+
+    @property
+    def learned(self) -> dict[str, Any]:
+        """What the cost model learned, as JSON values; empty for TVM's."""
+        return self.cost_model.model.describe() if hasattr(self.cost_model, "model") else {}
+
+
+class TuningSession:
+    """Tunes tasks, one tuner each, with one cost model.
+
+    What `store` holds already is not measured again; the measurer is running. In a worker, store, measurer and progress are
+    those of :mod:`cdmpp.tuner.workers`.
     """
 
     def __init__(
         self,
         tuners: Sequence[TaskTuner],
-        cost_model: Any,
+        models: Models,
         store: Any,
         measurer: Any,
-        progress: TuningProgress,
-        *,
-        trimmer: Trimmer | None = None,
-        guard: ValidityGuard | None = None,
-        batch: int = 16,
-        first: Mapping[int, Sequence[Candidate]] | None = None,
+        progress: Progress,
+        config: TuneConfig,
     ) -> None:
-        self._tuners, self._model, self._store, self._measurer = tuners, cost_model, store, measurer
-        self._progress, self._trimmer, self._guard, self._batch = progress, trimmer, guard, batch
-        self._leftovers = Leftovers(trimmer, batch)
-        self._first = {i: list(candidates) for i, candidates in (first or {}).items()}
+        self._tuners, self._model, self._guard = tuners, models.cost_model, models.guard
+        self._store, self._measurer, self._progress, self._batch = store, measurer, progress, config.batch
+        trims = config.cost_model == "cdmpp" and config.trim is not None
+        self._trimmer = Trimmer(self._model, config.trim or 0.9) if trims else None
+        self._leftovers = Leftovers(self._trimmer, config.batch)
+        #: Programs of earlier tunings to measure before any search, by task number, best first.
+        self._first: dict[int, list[Candidate]] = {}
         self._started: set[int] = set()
+
+    def warm_start(
+        self, earlier: Sequence[str | Path], device: Device, say: Callable[[str], None]
+    ) -> TuningSession:
+        """Learn from earlier records, and choose what to measure first (:mod:`cdmpp.tuner.warm_start`); gives itself."""
+        if earlier:
+            from cdmpp.tuner.warm_start import warm_start
+
+            self._first, learned = warm_start(earlier, self._tuners, device, self._model)
+            first = sum(map(len, self._first.values()))
+            say(f"earlier records: learned from {learned}, {first} programs will be measured first")
+        return self
 
     def run(self) -> str:
         """Tune until the objective is reached, or until there is nothing more to try; says which."""
@@ -106,8 +123,6 @@ class TuningSession:
         progress.tick()
         return reason
 
-    # -- rounds ----------------------------------------------------------------------------------------------
-
     def _begin_round(self, task: int) -> _Round | None:
         """Search, drop, and hand the rest over; None where nothing is left to measure."""
         candidates = self._first.pop(task, None) or self._initial(task)
@@ -119,7 +134,9 @@ class TuningSession:
                 return None
         known = self._progress.known
         candidates = [c for c in candidates if c.hash not in known]
-        worth = self._worth(task, candidates)
+        measures, best_s = [c.measure for c in candidates], self._progress.states[task].latency_s
+        context = self._tuners[task].context
+        worth = worth_measuring(self._guard, self._trimmer, context, measures, best_s).tolist()
         worth = worth[: self._progress.claim(task, worth)]
         kept = [c for c, good in zip(candidates, worth, strict=False) if good]
         known.update((c.hash, None) for c in kept)
@@ -155,16 +172,8 @@ class TuningSession:
         found = tuner.propose() or []
         return self._leftovers.share(task, tuner.context, found, best_s), [c.measure for c in found]
 
-    def _worth(self, task: int, candidates: list[Candidate]) -> list[bool]:
-        """Whether each candidate is likely to run and may win."""
-        measures, best_s = [c.measure for c in candidates], self._progress.states[task].latency_s
-        worth = worth_measuring(self._guard, self._trimmer, self._tuners[task].context, measures, best_s)
-        return [bool(good) for good in worth]
-
     def _end_round(self, begun: _Round) -> None:
         """Wait for the outcomes, as long as the budget allows, and learn from them."""
-        from cdmpp.tuner.metaschedule import runner_result
-
         tuner = self._tuners[begun.task]
         done: list[tuple[Candidate, Outcome]] = []
         for candidate, outcome in zip(begun.candidates, self._outcomes(begun.futures), strict=True):
@@ -175,20 +184,22 @@ class TuningSession:
                 self._store.commit(tuner, candidate, outcome.latency_s)
             done.append((candidate, outcome))
         if done:
-            results = [runner_result(outcome) for _, outcome in done]
-            self._model.update(tuner.context, [c.measure for c, _ in done], results)
-            self._learn_validity(tuner, [(c, o.latency_s) for c, o in done if o.status != "device_lost"])
+            self._learn(tuner, [(c, o.latency_s) for c, o in done if o.status != "device_lost"])
         if begun.proposed:
-            tuner.tell(begun.proposed, _no_results(begun.proposed))
+            tuner.end_round(begun.proposed)
         # A resumed search proposes what was measured before once more: such a round says nothing.
         if done or begun.dropped:
             error = next((f"{o.status}: {o.error}" for _, o in done if o.error), "")
             self._progress.end_round(begun.task, sum(o.latency_s is not None for _, o in done), error)
 
-    def _learn_validity(self, tuner: TaskTuner, pairs: Sequence[tuple[Candidate, float | None]]) -> None:
-        if self._guard is not None and pairs:
-            worked = [latency_s is not None for _, latency_s in pairs]
-            self._guard.learn(tuner.context, [c.measure for c, _ in pairs], worked)
+    def _learn(self, tuner: TaskTuner, pairs: Sequence[tuple[Candidate, float | None]]) -> None:
+        """Teach the models what became of candidates; None is a failure."""
+        if not pairs:
+            return
+        measures, latencies = [c.measure for c, _ in pairs], [latency_s for _, latency_s in pairs]
+        self._model.update(tuner.context, measures, runner_results(latencies))
+        if self._guard is not None:
+            self._guard.learn(tuner.context, measures, [latency_s is not None for latency_s in latencies])
 
     def _outcomes(self, futures: Sequence[Future[Outcome]]) -> Iterator[Outcome | None]:
         """Outcomes as they come in order; None for what the budget leaves no time for."""
@@ -201,24 +212,15 @@ class TuningSession:
             except CancelledError:
                 yield None
 
-    # -- before the first round --------------------------------------------------------------------------------
-
     def _learn_from_earlier_runs(self) -> None:
         """Let the models learn what earlier runs into this store measured."""
-        from tvm.s_tir.meta_schedule.runner import RunnerResult
-
         known = self._progress.known
         seen: dict[TaskTuner, list[tuple[Candidate, float | None]]] = {}
         tuners = {tuner.task.hash: tuner for tuner in self._tuners}
         for tuner, candidate in replayed(self._store.dataset, list(known), tuners):
             seen.setdefault(tuner, []).append((candidate, known[candidate.hash]))
         for tuner, pairs in seen.items():
-            results = [
-                RunnerResult(None, "failed before") if latency_s is None else RunnerResult([latency_s], None)
-                for _, latency_s in pairs
-            ]
-            self._model.update(tuner.context, [c.measure for c, _ in pairs], results)
-            self._learn_validity(tuner, pairs)
+            self._learn(tuner, pairs)
 
     def _measure_untuned(self) -> None:
         """Measure the untuned tasks: what tuning starts from. They are no trials."""
@@ -231,51 +233,17 @@ class TuningSession:
                 self._progress.enter(task, outcome)
 
 
-def _no_results(measures: Sequence[Any]) -> list[Any]:
-    """MetaSchedule's search counts results and reads none: its parents are the database's."""
-    from tvm.s_tir.meta_schedule.runner import RunnerResult
-
-    return [RunnerResult(None, "not looked at") for _ in measures]
-
-
-# -- what a session is made of -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Models:
-    """What scores candidates, and what tells whether they run."""
-
-    cost_model: Any
-    guard: ValidityGuard | None
-
-    @property
-    def learned(self) -> dict[str, Any]:
-        """What the cost model learned, as JSON values; empty for TVM's."""
-        return self.cost_model.model.describe() if hasattr(self.cost_model, "model") else {}
-
-
-def make_models(config: TuneConfig, device: Device) -> Models:
-    """The models that a configuration names, read or trained."""
-    from cdmpp.tuner.cost_model import make_cost_model
-
-    guard = make_guard(config.validity, device, config.seed)
-    return Models(make_cost_model(config, device), guard)
-
-
 def make_tuners(
     tasks: Sequence[tuple[Task, float]], device: Device, config: TuneConfig, say: Callable[[str], None]
 ) -> tuple[list[TaskTuner], list[tuple[Task, float]]]:
     """A search for every task that has a design space, those first that the network spends most on, and these tasks.
 
-    Raises
-    ------
-    TunerError
-        No task has one.
+    TunerError where no task has one.
     """
     tuners, kept = [], []
     for task, weight in sorted(tasks, key=lambda pair: -work(*pair)):
         try:
-            tuners.append(TaskTuner(task, device, config.search or SearchConfig(), config.seed + 1))
+            tuners.append(TaskTuner(task, device, config.seed + 1, config.population, config.generations))
             kept.append((task, weight))
         except ProgramError as err:
             say(str(err))
@@ -287,33 +255,3 @@ def make_tuners(
 def work(task: Task, weight: float) -> float:
     """Operations and bytes that a network spends on a task that it runs so often."""
     return weight * (task.flops + task.bytes)
-
-
-def make_session(
-    tuners: Sequence[TaskTuner],
-    models: Models,
-    store: Any,
-    measurer: Any,
-    progress: TuningProgress,
-    config: TuneConfig,
-    device: Device,
-    earlier: Sequence[str | Path],
-    say: Callable[[str], None],
-) -> TuningSession:
-    """A session as a configuration says, whose cost model learned from earlier records."""
-    started = warm_start(earlier, tuners, device, models.cost_model)
-    if earlier:
-        first = sum(map(len, started.first.values()))
-        say(f"earlier records: learned from {started.learned}, {first} programs will be measured first")
-    trims = config.cost_model == "cdmpp" and config.trim is not None
-    return TuningSession(
-        tuners,
-        models.cost_model,
-        store,
-        measurer,
-        progress,
-        trimmer=Trimmer(models.cost_model, config.trim or 0.9) if trims else None,
-        guard=models.guard,
-        batch=config.batch,
-        first=started.first,
-    )

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import DatasetError, ProgramError, TunerError
+from cdmpp.files import write_json
 from cdmpp.tuner.candidates import is_untuned
 from cdmpp.tuner.objective import Costs, Curve, Point
 
 if TYPE_CHECKING:
     from cdmpp.dataset import Dataset
     from cdmpp.device import Device
-    from cdmpp.profiler.engine import BuildJob, Outcome
+    from cdmpp.profiler.engine import Outcome
     from cdmpp.tuner.candidates import Candidate, TaskTuner
 
 logger = logging.getLogger(__name__)
@@ -47,26 +48,9 @@ def tvm_version() -> str:
 
 
 class TuningStore:
-    """A tuning's folder.
+    """A tuning's folder, made if missing; `settings` are JSON values that say what is tuned and how.
 
-    Parameters
-    ----------
-    folder
-        Where; made if missing.
-    settings
-        JSON values that say what is tuned and how; ``network``, ``device``, ``cost_model`` and ``seed`` must be the same
-        when it is resumed.
-    device
-        The device.
-    resume
-        Go on with what is there.
-
-    Raises
-    ------
-    TunerError
-        There is a tuning and `resume` was not asked for, or it is of something else or by another TVM.
-    DatasetError
-        The dataset cannot be written.
+    TunerError where there is a tuning and `resume` was not asked for, or where it is of something else or by another TVM.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], device: Device, resume: bool) -> None:
@@ -81,8 +65,8 @@ class TuningStore:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as err:
             raise TunerError(f"cannot make {folder}: {err.strerror}") from err
-        self.settings = settings
-        self._write_settings()
+        with writing(folder / TUNING_FILE):
+            write_json(folder / TUNING_FILE, settings)
         self.dataset: Dataset = Dataset.open_or_create(folder / DATASET_FOLDER)
         self.dataset.set_device(device)
         self.dataset.update_meta(
@@ -101,34 +85,25 @@ class TuningStore:
         finally:
             self.dataset.close()
 
-    # -- the database ------------------------------------------------------------------------------------------
-
     def open_database(self, tuners: Sequence[TaskTuner]) -> None:
         """Open the MetaSchedule database, made anew from the dataset if they differ."""
-        wanted = {program for program, _ in self._ok_records()}
+        latencies = {
+            program: latency_s
+            for program, latency_s in self.outcomes().items()
+            if latency_s is not None and not is_untuned(self.dataset.programs[program])
+        }
         try:
             self.database = json_database(self.folder)
-            complete = len(self.database) == len(wanted)
+            if len(self.database) == len(latencies):
+                return
         except TunerError as err:
             logger.warning("%s; it is made anew from %s", err, self.folder / DATASET_FOLDER)
-            complete = False
-        if complete:
-            return
         for name in (WORKLOAD_FILE, RECORD_FILE):
             (self.folder / name).unlink(missing_ok=True)
         self.database = json_database(self.folder)
         by_task = {tuner.task.hash: tuner for tuner in tuners}
-        latencies = dict(self._ok_records())
         for tuner, candidate in replayed(self.dataset, sorted(latencies), by_task):
             self.commit(tuner, candidate, latencies[candidate.hash])
-
-    def _ok_records(self) -> Iterator[tuple[str, float]]:
-        """Programs of this dataset that a search may start from, those that ran, with their labels."""
-        frame = self.dataset.records
-        frame = frame[(frame["device"] == self._device.name) & (frame["status"] == "ok")]
-        for row in frame.itertuples():
-            if not is_untuned(self.dataset.programs[str(row.program)]):
-                yield str(row.program), float(row.latency_s)
 
     def outcomes(self) -> dict[str, float | None]:
         """Label of every program measured so far, in the order of measuring; None where it failed."""
@@ -144,7 +119,10 @@ class TuningStore:
             self.dataset.add_space(job.space)
         self.dataset.add_program(job.program)
         threads = {"threads": int(self._device.share)} if self._device.kind == "cpu" else {}
-        self._note_multiprocessors(outcome.meta.get("sms"))
+        sms, devices, name = outcome.meta.get("sms"), self.dataset.meta["devices"], self._device.name
+        if sms is not None and devices[name]["cores_used"] != sms:
+            # how many a share of a GPU has: partitions come in units, and the device table has what was asked for
+            self.dataset.update_meta(devices={**devices, name: {**devices[name], "cores_used": float(sms)}})
         self.dataset.add_record(
             Record(
                 program=job.program.hash,
@@ -158,15 +136,6 @@ class TuningStore:
                 meta={**threads, "cache": "warm", **outcome.meta},
             )
         )
-
-    def _note_multiprocessors(self, sms: int | None) -> None:
-        """Keep how many a share of a GPU has: partitions come in units, and the table has what was asked for."""
-        devices = self.dataset.meta["devices"]
-        facts = devices[self._device.name]
-        if sms is not None and facts["cores_used"] != sms:
-            self.dataset.update_meta(
-                devices={**devices, self._device.name: {**facts, "cores_used": float(sms)}}
-            )
 
     def commit(self, tuner: TaskTuner, candidate: Candidate, latency_s: float) -> None:
         """Put a program that ran into the MetaSchedule database."""
@@ -189,8 +158,6 @@ class TuningStore:
         if candidate is not None:
             self.commit(tuner, candidate, latency_s)
 
-    # -- the curve ---------------------------------------------------------------------------------------------
-
     def add_point(self, point: Point, costs: Costs) -> None:
         """Append to the curve, with what everything has cost so far."""
         line = json.dumps({"point": asdict(point), "costs": asdict(costs)})
@@ -211,13 +178,6 @@ class TuningStore:
                 continue
             curve.points.append(point)
         return curve, costs
-
-    def _write_settings(self) -> None:
-        path = self.folder / TUNING_FILE
-        temporary = path.with_suffix(".tmp")
-        with writing(path):
-            temporary.write_text(json.dumps(self.settings, indent=1) + "\n", encoding="utf-8")
-            temporary.replace(path)
 
 
 @contextlib.contextmanager
@@ -245,7 +205,7 @@ def _begun(folder: Path) -> bool:
 
     if not (folder / TUNING_FILE).exists():
         return False
-    # a damaged one is looked into by who resumes it
+    # resuming says whether it is damaged
     return not (folder / DATASET_FOLDER).is_dir() or len(Dataset.open(folder / DATASET_FOLDER).records) > 0
 
 
@@ -271,22 +231,6 @@ def labels_of(dataset: Dataset, device: Device) -> dict[str, float | None]:
     }
 
 
-def best_programs(folder: Path) -> dict[str, BuildJob]:
-    """The fastest program of each task of a tuning, by its own labels; what runs untuned is one of them."""
-    from cdmpp.dataset import Dataset
-    from cdmpp.profiler.engine import BuildJob
-
-    dataset = Dataset.open(folder / DATASET_FOLDER)
-    frame = dataset.records
-    frame = frame[frame["status"] == "ok"]
-    best = {}
-    for index in frame.groupby("task")["latency_s"].idxmin():
-        program = dataset.programs[str(frame.loc[index, "program"])]
-        space = None if program.space_hash is None else dataset.spaces[program.space_hash]
-        best[program.task_hash] = BuildJob(program, dataset.tasks[program.task_hash], space)
-    return best
-
-
 def tuning_record(database: Any, tuner: TaskTuner, candidate: Candidate, latency_s: float) -> Any:
     """A MetaSchedule record of a program that ran, for a database."""
     from tvm.s_tir import meta_schedule as ms
@@ -298,13 +242,7 @@ def tuning_record(database: Any, tuner: TaskTuner, candidate: Candidate, latency
 
 
 def json_database(folder: Path) -> Any:
-    """MetaSchedule's JSON database of a folder; made if missing.
-
-    Raises
-    ------
-    TunerError
-        The files are damaged or were written by a TVM whose format this one does not read.
-    """
+    """MetaSchedule's JSON database of a folder, made if missing; TunerError where it is damaged or of another TVM."""
     from cdmpp.program.tvm_env import import_tvm, quiet
 
     import_tvm()

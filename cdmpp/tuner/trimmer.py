@@ -41,20 +41,7 @@ def check_coverage(coverage: float) -> None:
 
 @dataclass(frozen=True)
 class Trimmer:
-    """Says which candidates are worth building.
-
-    Parameters
-    ----------
-    model
-        Whose intervals to believe.
-    coverage
-        Of the intervals, above 0 and below 1: the less, the more is dropped.
-
-    Raises
-    ------
-    TunerError
-        The coverage is out of range.
-    """
+    """Says which candidates are worth building, by a model's intervals of a coverage: the less, the more is dropped."""
 
     model: IntervalModel
     coverage: float = 0.9

@@ -9,13 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cdmpp.errors import TunerError
 from cdmpp.tuner.measure import Measurer, core_groups_of, device_of_this_machine, energy_meter, make_engine
-from cdmpp.tuner.progress import Progress, TuningProgress
+from cdmpp.tuner.progress import Progress
 from cdmpp.tuner.results import TaskResult, TuneReport, write_report
-from cdmpp.tuner.session import Models, make_models, make_session, make_tuners
+from cdmpp.tuner.session import Models, TuningSession, make_tuners
 from cdmpp.tuner.store import TuningStore, check_folder
-from cdmpp.tuner.warm_start import check_paths
-from cdmpp.tuner.workers import Workers, worker_cores
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
@@ -37,22 +36,18 @@ def tune(
     progress: Callable[[Progress], None] | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> TuneReport:
-    """Tune a network for a CPU share of this machine, or for a CUDA GPU of it or a share of that.
+    """Tune a network (a zoo name, an ``.onnx`` or ``.pt2`` file, or a Network) for a CPU share or a CUDA GPU of this machine.
 
     On a GPU the network itself is not run: what a tuning gives are the sums over its tasks, against the schedules that TVM
     Relax gives them by default.
 
     Parameters
     ----------
-    network
-        A zoo name, an ``.onnx`` or ``.pt2`` file, or a Network.
     device
-        A device of this machine with the share that the network will be served with, such as ``this-cpu@1`` or
-        ``h200@0.5`` (a green context with half of the multiprocessors).
+        With the share that the network will be served with, such as ``this-cpu@1`` or ``h200@0.5`` (a green context with
+        half of the multiprocessors).
     out
         Folder of the tuning: MetaSchedule database, dataset of all measurements, curve, report.
-    config
-        When to stop, and how to tune.
     resume
         Go on with the tuning in `out`; nothing is measured twice.
     warm_start
@@ -70,24 +65,20 @@ def tune(
     from cdmpp.program.network import load_network
     from cdmpp.tuner.deployment import apply_database, import_network, measure_network, weighted_tasks
 
-    say = notify or (lambda line: logger.info("%s", line))
-    # all that may be refused, before the network is imported, which takes a while
-    target_device = device_of_this_machine(device, config.workers, config.gpu)
-    models = _prepare(target_device, Path(out), config, resume, warm_start)
+    tuning = _Tuning(device, Path(out), config, resume, warm_start, progress, notify)
     loaded = load_network(network) if isinstance(network, str) else network
-    say(f"importing {loaded.name}")
+    tuning.say(f"importing {loaded.name}")
     fused = import_network(loaded)
     tasks = weighted_tasks(fused, loaded.name)
-    say(f"{len(tasks)} tasks")
-    report, store = _tune(
-        loaded.name, tasks, target_device, Path(out), config, models, resume, warm_start, progress, say
-    )
+    tuning.say(f"{len(tasks)} tasks")
+    report, database = tuning.run(loaded.name, tasks)
+    target_device = tuning.device
     if target_device.kind == "cpu" and any(task.best_s is not None for task in report.tasks):
-        say("compiling and running the network with and without the schedules found")
+        tuning.say("compiling and running the network with and without the schedules found")
         from cdmpp.program.tvm_env import import_tvm
 
         target = import_tvm().target.Target(dict(target_device.target))
-        tuned, _ = apply_database(fused.module, store.database, target)
+        tuned, _ = apply_database(fused.module, database, target)
         modules = {"untuned": fused.module, "tuned": tuned}
         cores = core_groups_of(target_device, 1)[0]
         latency = measure_network(fused, loaded, target_device, modules, cores, realtime=config.realtime)
@@ -109,99 +100,91 @@ def tune_tasks(
     notify: Callable[[str], None] | None = None,
     measurer: Measurer | None = None,
 ) -> TuneReport:
-    """Tune tasks without a network around them: :func:`tune` otherwise.
+    """Tune tasks, with their weights, without a network around them: :func:`tune` otherwise.
 
-    Parameters
-    ----------
-    name
-        What to call them.
-    tasks
-        Tasks and their weights.
-    measurer
-        What measures, already running; None starts one on this machine.
+    `measurer` is what measures, already running; None starts one on this machine.
     """
-    say = notify or (lambda line: logger.info("%s", line))
-    target_device = device_of_this_machine(device, config.workers, config.gpu)
-    report, _ = _tune(
-        name,
-        tasks,
-        target_device,
-        Path(out),
-        config,
-        _prepare(target_device, Path(out), config, resume, warm_start),
-        resume,
-        warm_start,
-        progress,
-        say,
-        measurer,
-    )
-    return report
+    tuning = _Tuning(device, Path(out), config, resume, warm_start, progress, notify)
+    return tuning.run(name, tasks, measurer)[0]
 
 
-def _prepare(
-    device: Device, out: Path, config: TuneConfig, resume: bool, earlier: Sequence[str | Path]
-) -> Models:
-    """Read the models, and refuse what cannot work."""
-    if config.shards is not None:
-        worker_cores(device, config.shards)
-    check_folder(out, resume)
-    check_paths(earlier)
-    return make_models(config, device)
+class _Tuning:
+    """A tuning that can begin: all that may be refused is refused here, before a network is imported, which takes a while."""
 
+    def __init__(
+        self,
+        device: str | Device,
+        out: Path,
+        config: TuneConfig,
+        resume: bool,
+        earlier: Sequence[str | Path],
+        report: Callable[[Progress], None] | None,
+        notify: Callable[[str], None] | None,
+    ) -> None:
+        self.device = device_of_this_machine(device, config.workers, config.gpu)
+        self.say = notify or (lambda line: logger.info("%s", line))
+        self._cores: tuple[tuple[int, ...], ...] | None = None
+        if config.shards is not None:
+            from cdmpp.tuner.workers import worker_cores
 
-def _tune(
-    name: str,
-    tasks: Sequence[tuple[Task, float]],
-    device: Device,
-    out: Path,
-    config: TuneConfig,
-    models: Models,
-    resume: bool,
-    earlier: Sequence[str | Path],
-    report: Callable[[Progress], None] | None,
-    say: Callable[[str], None],
-    measurer: Measurer | None = None,
-) -> tuple[TuneReport, TuningStore]:
-    settings = {"network": name, "cost_model": config.cost_model, "seed": config.seed}
-    cores = None if config.shards is None else worker_cores(device, config.shards)
-    tuners, tasks = make_tuners(tasks, device, config, say)
-    store = TuningStore(out, settings, device, resume)
-    with contextlib.ExitStack() as open_:
-        open_.callback(store.close)
-        store.open_database(tuners)
-        energy = None if config.gpu is not None else energy_meter(device)
-        progress = TuningProgress(tasks, store, config.objective, report=report, energy=energy)
-        if measurer is None:
-            engine = make_engine(config, device, config.workers if cores is None else len(cores))
-            measurer = open_.enter_context(Measurer(engine))
-        if cores is None:
-            session = make_session(tuners, models, store, measurer, progress, config, device, earlier, say)
-            stopped, learned = session.run(), models.learned
-        else:
-            workers = Workers(tuners, tasks, store, measurer, progress, say)
-            stopped = workers.run(_for_workers(config, models), device, cores, earlier)
-            learned = _together(workers.learned)
-        for tuner, state in zip(tuners, progress.states, strict=True):
-            if state.untuned_s is not None and state.untuned_s == state.latency_s:
-                store.commit_untuned(tuner, state.untuned_s)
-        store.close(done=True)
-    results = [TaskResult.of(task, state) for (task, _), state in zip(tasks, progress.states, strict=True)]
-    tuned = TuneReport(
-        name,
-        device.name,
-        config.cost_model,
-        config.seed,
-        stopped,
-        results,
-        progress.untuned_s,
-        progress.latency_s,
-        progress.curve.gain(),
-        progress.costs,
-        progress.curve,
-        learned,
-        shards=config.shards,
-    )
-    return tuned, store
+            self._cores = worker_cores(self.device, config.shards)
+        check_folder(out, resume)
+        for path in earlier:
+            if not Path(path).is_dir():
+                raise TunerError(f"{path} is no folder of earlier records")
+        self._models = Models.of(config, self.device)
+        self._out, self._config, self._resume = out, config, resume
+        self._earlier, self._report = earlier, report
+
+    def run(
+        self, name: str, tasks: Sequence[tuple[Task, float]], measurer: Measurer | None = None
+    ) -> tuple[TuneReport, Any]:
+        """Tune; gives the MetaSchedule database besides."""
+        config, device, cores, models = self._config, self.device, self._cores, self._models
+        settings = {"network": name, "cost_model": config.cost_model, "seed": config.seed}
+        tuners, tasks = make_tuners(tasks, device, config, self.say)
+        store = TuningStore(self._out, settings, device, self._resume)
+        with contextlib.ExitStack() as open_:
+            open_.callback(store.close)
+            store.open_database(tuners)
+            energy = None if config.gpu is not None else energy_meter(device)
+            progress = Progress(tasks, store, config.objective, report=self._report, energy=energy)
+            if measurer is None:
+                engine = make_engine(config, device, config.workers if cores is None else len(cores))
+                measurer = open_.enter_context(Measurer(engine))
+            if cores is None:
+                session = TuningSession(tuners, models, store, measurer, progress, config)
+                stopped = session.warm_start(self._earlier, device, self.say).run()
+                learned = models.learned
+            else:
+                from cdmpp.tuner.workers import Workers
+
+                workers = Workers(tuners, tasks, store, measurer, progress, self.say)
+                stopped = workers.run(_for_workers(config, models), device, cores, self._earlier)
+                learned = _together(workers.learned)
+            for tuner, state in zip(tuners, progress.states, strict=True):
+                if state.untuned_s is not None and state.untuned_s == state.latency_s:
+                    store.commit_untuned(tuner, state.untuned_s)
+            store.close(done=True)
+        results = [
+            TaskResult.of(task, state) for (task, _), state in zip(tasks, progress.states, strict=True)
+        ]
+        report = TuneReport(
+            name,
+            device.name,
+            config.cost_model,
+            config.seed,
+            stopped,
+            results,
+            progress.untuned_s,
+            progress.latency_s,
+            progress.curve.gain(),
+            progress.costs,
+            progress.curve,
+            learned,
+            shards=config.shards,
+        )
+        return report, store.database
 
 
 def _for_workers(config: TuneConfig, models: Models) -> TuneConfig:

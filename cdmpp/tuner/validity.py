@@ -8,7 +8,6 @@ limits. While tuning, a few more trees learn from what works and what fails here
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.errors import DatasetError, FeatureMismatchError, PredictorError, ProfilerError
-from cdmpp.program.ast.schema import FEATURE_SET, LEAF_FEATURES
-from cdmpp.tuner.candidates import CandidateCache, funcs_of, hashes_of, task_hash
+from cdmpp.errors import DatasetError, PredictorError, ProfilerError
+from cdmpp.program.ast.schema import LEAF_FEATURES
+from cdmpp.tuner.candidates import CandidateCache, funcs_of, hashes_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,12 +32,10 @@ FloatArray = NDArray[np.float64]
 Features = NDArray[np.float32]
 IntArray = NDArray[np.int64]
 
-FORMAT, FORMAT_VERSION = "cdmpp-validity-model", 2
-MODEL_FILE = "validity.json"
 #: A folder of programs that a CUDA compiler judged (``data/validity-cuda``): its table, and the programs as a dataset.
 VERDICTS_FILE, PROGRAMS_FOLDER = "validity.parquet", "programs"
 
-#: The trees, in XGBoost's words. XGBoost would start from the rows' mean: one margin, whatever the rows, needs no fitting.
+#: The trees. XGBoost would start from the rows' mean: one margin, whatever the rows, needs no fitting.
 _TREES: dict[str, Any] = {
     "max_depth": 5,
     "eta": 0.1,
@@ -80,8 +77,6 @@ _CHUNK = 2048
 
 # -- what the model sees ---------------------------------------------------------------------------------------
 
-_NAN = float("nan")
-_COLUMN = {name: i for i, name in enumerate(LEAF_FEATURES)}
 #: Leaf features that are of the whole program: all leaves repeat them.
 _OF_PROGRAM = tuple(name for name in LEAF_FEATURES if name.startswith("program_"))
 
@@ -131,7 +126,7 @@ def limits_of(where: Device | str) -> dict[str, float]:
     """
     from cdmpp.profiler.gpu.limits import arch_limits
 
-    limits = dict.fromkeys(LIMITS, _NAN)
+    limits = dict.fromkeys(LIMITS, np.nan)
     if not isinstance(where, str) and where.kind != "gpu":
         return {**limits, "is_gpu": 0.0}
     arch = where if isinstance(where, str) else str(where.target.get("arch", ""))
@@ -160,7 +155,7 @@ def validity_features(asts: Sequence[CompactAST], where: Device | str) -> Featur
         rows[:, :_N_POOLED] = _pool(some)
         rows[:, _N_POOLED : _N_POOLED + len(LIMITS)] = list(limits.values())
         rows[:, _N_POOLED + len(LIMITS) : -1] = _demands(some, limits)
-        rows[:, -1] = _NAN if isinstance(where, str) else np.log(estimate_s(some, where))
+        rows[:, -1] = np.nan if isinstance(where, str) else np.log(estimate_s(some, where))
     return out
 
 
@@ -183,28 +178,16 @@ def _pool(asts: Sequence[CompactAST]) -> FloatArray:
 
 def _demands(asts: Sequence[CompactAST], limits: Mapping[str, float]) -> FloatArray:
     """How much of a device's limits programs take, logarithms, (n, demands), NaN where there is no limit."""
-    taken = np.empty((len(asts), 4))
-    for row, ast in zip(taken, asts, strict=True):
-        leaves = ast.leaves
-        threads = leaves[:, _COLUMN["thread_idx"]]
+    taken = []
+    for ast in asts:
+        threads = ast.column("thread_idx")
         # elements that one thread's straight-line code touches, of the leaf that touches most
-        touched = leaves[:, _COLUMN["tile_outputs"]] + leaves[:, _COLUMN["tile_inputs"]]
-        local = leaves[0, _COLUMN["program_local"]] / 4
-        shared = leaves[0, _COLUMN["program_shared"]]
-        row[:] = threads.max(), shared, local, (touched / np.maximum(threads, 1.0)).max()
-    most_threads, shared, local, tile = taken.T
-    asked = {
-        "threads": most_threads,
-        "shared": shared,
-        "shared_optin": shared,
-        "local_registers": local,
-        "tile_registers": tile,
-        "block_local_registers": most_threads * local,
-        "block_tile_registers": most_threads * tile,
-    }
-    return np.stack(
-        [np.log(np.maximum(asked[name], 1.0) / limits[limit]) for name, limit in _DEMANDS.items()], axis=1
-    )
+        touched = (ast.column("tile_outputs") + ast.column("tile_inputs")) / np.maximum(threads, 1.0)
+        shared, local = ast.column("program_shared")[0], ast.column("program_local")[0] / 4
+        most, tile = threads.max(), touched.max()
+        taken.append((most, shared, shared, local, tile, most * local, most * tile))
+    bounds = np.array([limits[limit] for limit in _DEMANDS.values()])
+    return np.log(np.maximum(np.array(taken, dtype=np.float64), 1.0) / bounds)
 
 
 # -- what it learns from ---------------------------------------------------------------------------------------
@@ -212,16 +195,9 @@ def _demands(asts: Sequence[CompactAST], limits: Mapping[str, float]) -> FloatAr
 
 @dataclass(frozen=True)
 class ValidityData:
-    """Programs that work and that do not.
+    """Programs that work and that do not."""
 
-    Attributes
-    ----------
-    table
-        Columns ``program, task, device, valid``, index 0..n-1; ``device`` is a device or an architecture such as ``sm_86``.
-    asts
-        Program -> CompactAST.
-    """
-
+    #: Columns ``program, task, device, valid``, index 0..n-1; ``device`` is a device or an architecture such as ``sm_86``.
     table: pd.DataFrame
     asts: Mapping[str, CompactAST]
 
@@ -254,12 +230,7 @@ def read_validity(folders: Sequence[str | Path]) -> ValidityData:
     """Rows of folders, which are datasets, folders of them, or programs that a compiler judged (``data/validity-cuda``).
 
     A program that ran once on a device works there. Lost devices say nothing about programs, and unscheduled tasks are no
-    points of a space.
-
-    Raises
-    ------
-    DatasetError
-        A folder cannot be read, or there is no row.
+    points of a space. DatasetError where a folder cannot be read, or there is no row.
     """
     import pandas as pd
 
@@ -270,7 +241,14 @@ def read_validity(folders: Sequence[str | Path]) -> ValidityData:
     for folder in map(Path, folders):
         judged = (folder / VERDICTS_FILE).exists()
         view = load_datasets(folder / PROGRAMS_FOLDER if judged else folder)
-        table = _verdicts(folder / VERDICTS_FILE) if judged else _outcomes(view.records)
+        if judged:
+            table = _verdicts(folder / VERDICTS_FILE)
+        else:
+            rows = view.records
+            rows = rows[
+                (rows["status"] != "device_lost") & (rows["task"] != "") & (rows["origin"] != "unscheduled")
+            ]
+            table = rows[["program", "task", "device"]].astype(str).assign(valid=rows["status"] == "ok")
         asts.update(collect_asts(view, table["program"].unique()))
         tables.append(table)
     table = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=["program"])
@@ -280,14 +258,6 @@ def read_validity(folders: Sequence[str | Path]) -> ValidityData:
     # "ok" first, so that it is what stays of several records
     table = table.sort_values("valid", ascending=False, kind="stable").drop_duplicates(["program", "device"])
     return ValidityData(table.sort_index().reset_index(drop=True), asts)
-
-
-def _outcomes(records: pd.DataFrame) -> pd.DataFrame:
-    told = (
-        (records["status"] != "device_lost") & (records["task"] != "") & (records["origin"] != "unscheduled")
-    )
-    table = records.loc[told, ["program", "task", "device", "status"]].astype(str)
-    return table.assign(valid=table["status"] == "ok").drop(columns="status")
 
 
 def _verdicts(path: Path) -> pd.DataFrame:
@@ -305,20 +275,14 @@ def _verdicts(path: Path) -> pd.DataFrame:
 
 
 class ValidityModel:
-    """P(valid | program, device).
-
-    Attributes
-    ----------
-    trees_
-        An ``xgboost.Booster``, or None where every row was alike: then all log odds are ``constant_``.
-    training_
-        Rows, rows that are valid, devices, number of tasks.
-    """
+    """P(valid | program, device)."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
+        #: An ``xgboost.Booster``, or None where every row was alike: then all log odds are ``constant_``.
         self.trees_: Any = None
         self.constant_ = 0.0
+        #: Rows, rows that are valid, devices, number of tasks.
         self.training_: dict[str, Any] = {}
 
     def fit(self, data: ValidityData, rows: IntArray | None = None) -> ValidityModel:
@@ -351,63 +315,6 @@ class ValidityModel:
 
         margins = self.trees_.predict(xgb.DMatrix(features), output_margin=True)
         return np.clip(margins.astype(np.float64), -_MOST_LOG_ODDS, _MOST_LOG_ODDS)
-
-    def save(self, folder: str | Path) -> None:
-        """Write ``validity.json``, with the trees as XGBoost's JSON. PredictorError where the folder cannot be written."""
-        folder = Path(folder)
-        content = {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
-            "feature_set": FEATURE_SET,
-            "features": list(VALIDITY_FEATURES),
-            "seed": self.seed,
-            "constant": self.constant_,
-            "training": self.training_,
-            "trees": None if self.trees_ is None else json.loads(self.trees_.save_raw("json")),
-        }
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / MODEL_FILE).write_text(json.dumps(content) + "\n", encoding="utf-8")
-        except OSError as err:
-            raise PredictorError(f"cannot write {folder}: {err.strerror or err}") from err
-
-    @classmethod
-    def load(cls, folder: str | Path) -> ValidityModel:
-        """Read what :meth:`save` wrote.
-
-        Raises
-        ------
-        PredictorError
-            It is missing, damaged, or of another version.
-        FeatureMismatchError
-            It was trained on other features than this version has.
-        """
-        import xgboost as xgb
-
-        path = Path(folder) / MODEL_FILE
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            if content["format"] != FORMAT or content["format_version"] != FORMAT_VERSION:
-                raise PredictorError(
-                    f"{path}: not a validity model that this cdmpp reads; train it anew (cdmpp tune --validity DATA)"
-                )
-            if content["feature_set"] != FEATURE_SET or content["features"] != list(VALIDITY_FEATURES):
-                raise FeatureMismatchError(
-                    f"{path} was trained on the features {content['feature_set']}, this version has {FEATURE_SET}: "
-                    "train it anew (cdmpp tune --validity DATA)"
-                )
-            model = cls(int(content["seed"]))
-            model.constant_ = float(content["constant"])
-            model.training_ = dict(content["training"])
-            if content["trees"] is not None:
-                model.trees_ = xgb.Booster({"nthread": 1})
-                model.trees_.load_model(bytearray(json.dumps(content["trees"]).encode()))
-        except OSError as err:
-            raise PredictorError(f"{folder} holds no validity model: {err.strerror or err}") from err
-        except (KeyError, ValueError, TypeError, xgb.core.XGBoostError) as err:
-            reason = str(err).strip().splitlines()[0]
-            raise PredictorError(f"{path}: expected a validity model, it is damaged: {reason}") from err
-        return model
 
 
 def train_validity(
@@ -484,25 +391,14 @@ class OnlineValidity:
 
 
 def initial_population(
-    z: NDArray[np.floating],
-    p_valid: FloatArray,
-    n: int,
-    *,
-    log_s: FloatArray | None = None,
-    seed: int = 0,
+    z: Features, p_valid: FloatArray, n: int, *, log_s: FloatArray | None = None, seed: int = 0
 ) -> IntArray:
     """Choose `n` of many random programs to begin a search with, as rows, int64 (min(n, m),).
 
     Of those that are likely valid (all of them where fewer than `n` are: then the likeliest), the part with the lowest
     predicted latency, and of that the programs nearest to the centres of `n` clusters: they stand for the others, while
-    the programs farthest from each other would be the space's odd ones.
-
-    Parameters
-    ----------
-    z
-        Pooled features of the m programs, (m, d).
-    log_s
-        Log of the predicted seconds, (m,); None where nothing is known of the device.
+    the programs farthest from each other would be the space's odd ones. `z` (m, d) are pooled features; `log_s` (m,), log of
+    the predicted seconds, is None where nothing is known of the device.
     """
     rng = np.random.default_rng(seed)
     rows = np.flatnonzero(p_valid >= _LIKELY)
@@ -517,20 +413,16 @@ def initial_population(
     return rows.astype(np.int64)
 
 
-def _representatives(z: NDArray[np.floating], rows: IntArray, n: int, seed: int) -> IntArray:
+def _representatives(z: Features, rows: IntArray, n: int, seed: int) -> IntArray:
     """The row nearest to each of `n` centres (k-means on standardised columns); others fill up where centres agree."""
     from sklearn.cluster import KMeans
+    from sklearn.preprocessing import StandardScaler
 
-    points = np.asarray(z[rows], dtype=np.float64)
-    spread = points.std(0)
-    points = (points - points.mean(0))[:, spread > 0] / spread[spread > 0]
-    distinct = len(np.unique(points, axis=0)) if points.shape[1] else 1
-    clusters = min(n, distinct)
-    if clusters < 2:
-        return np.random.default_rng(seed).permutation(rows)[:n]
-    fitted = KMeans(clusters, n_init=1, max_iter=50, random_state=seed).fit(points)
-    distance = fitted.transform(points)
-    chosen = [int(np.argmin(np.where(fitted.labels_ == c, distance[:, c], np.inf))) for c in range(clusters)]
+    points = StandardScaler().fit_transform(z[rows].astype(np.float64))
+    fitted = KMeans(min(n, len(np.unique(points, axis=0))), n_init=1, max_iter=50, random_state=seed).fit(
+        points
+    )
+    chosen = list(dict.fromkeys(fitted.transform(points).argmin(0).tolist()))
     rest = np.setdiff1d(np.arange(len(rows)), chosen)
     chosen += np.random.default_rng(seed).permutation(rest)[: n - len(chosen)].tolist()
     return rows[chosen]
@@ -592,34 +484,18 @@ class ValidityGuard:
 
     def _features(self, context: Any, measures: Sequence[Any]) -> tuple[list[int], Features]:
         """Numbers of the candidates that can be read, and their features."""
-        rows = self._cache.get(task_hash(context), hashes_of(measures), funcs_of(measures))
+        rows = self._cache.get(hashes_of(measures), funcs_of(measures))
         known = [i for i, row in enumerate(rows) if row is not None]
         return known, np.array([row for row in rows if row is not None], dtype=np.float32)
 
 
-def make_guard(
-    validity: ValidityModel | str | Path | None, device: Device, seed: int
-) -> ValidityGuard | None:
-    """The guard of a tuning.
+def make_guard(validity: ValidityModel | str | Path, device: Device, seed: int) -> ValidityGuard:
+    """The guard of a tuning by a model, or by one learned from a folder of failures; ``"online"`` starts from nothing.
 
-    Parameters
-    ----------
-    validity
-        A model or its folder; a folder of failures to learn from (:func:`read_validity`); ``"online"`` starts from nothing;
-        None is no guard.
-
-    Raises
-    ------
-    PredictorError, DatasetError
-        The folder holds neither a model that this version reads nor anything to learn from.
+    DatasetError as of :func:`read_validity`.
     """
-    if validity is None:
-        return None
-    model: ValidityModel | None = None
     if isinstance(validity, ValidityModel):
-        model = validity
-    elif validity != "online":
-        folder = Path(validity)
-        data = (folder / VERDICTS_FILE).exists() or any(folder.glob("**/meta.json"))
-        model = train_validity([folder], device) if data else ValidityModel.load(folder)
+        model: ValidityModel | None = validity
+    else:
+        model = None if validity == "online" else train_validity([validity], device)
     return ValidityGuard(OnlineValidity(model, device, seed), seed)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cdmpp.errors import ProgramError, TunerError
+from cdmpp.errors import ProgramError
+from cdmpp.tuner.candidates import runner_results
 from cdmpp.tuner.store import DATASET_FOLDER, RECORD_FILE, json_database, replayed, tvm_version
 
 if TYPE_CHECKING:
@@ -25,22 +26,6 @@ logger = logging.getLogger(__name__)
 
 #: Records of tasks that are not tuned, at most: the latest.
 _OTHER_TASKS = 512
-
-
-@dataclass
-class WarmStart:
-    """What earlier records give.
-
-    Attributes
-    ----------
-    first
-        Task number -> candidates to measure before any search, best first.
-    learned
-        Records the cost model learned from.
-    """
-
-    first: dict[int, list[Candidate]] = field(default_factory=dict)
-    learned: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,21 +43,11 @@ def warm_start(
     device: Device,
     cost_model: Any,
     per_task: int = 4,
-) -> WarmStart:
+) -> tuple[dict[int, list[Candidate]], int]:
     """Teach a cost model from earlier records, and choose what to measure first.
 
-    Parameters
-    ----------
-    paths
-        Dataset folders (or folders of them), tuning folders, or folders of a MetaSchedule JSON database.
-    tuners
-        The tasks to be tuned.
-    device
-        The device that is tuned for.
-    cost_model
-        A MetaSchedule cost model.
-    per_task
-        Programs of a task to measure first, at most.
+    `paths` are dataset folders (or folders of them), tuning folders, or folders of a MetaSchedule JSON database. Gives task
+    number -> candidates to measure before any search, best first, at most `per_task`; and how many records it learned from.
 
     Raises
     ------
@@ -82,7 +57,8 @@ def warm_start(
         A path is neither.
     """
     earlier: dict[int, dict[str, _Earlier]] = {}
-    started = WarmStart()
+    first: dict[int, list[Candidate]] = {}
+    learned = 0
     for path in map(Path, paths):
         if (path / RECORD_FILE).exists() and not (path / DATASET_FOLDER).is_dir():
             found = _of_database(path, tuners, device)
@@ -92,28 +68,23 @@ def warm_start(
 
             view = load_datasets([folder])
             found = _of_dataset(view, tuners, device)
-            started.learned += _learn_other_tasks(view, tuners, device, cost_model)
+            learned += _learn_other_tasks(view, tuners, device, cost_model)
         for index, entry in found:
             earlier.setdefault(index, {})[entry.candidate.hash] = entry
     for index, entries in earlier.items():
-        started.learned += _learn(tuners[index], list(entries.values()), cost_model)
+        learned += _learn(tuners[index], list(entries.values()), cost_model)
         ran = [e for e in entries.values() if e.latency_s is not None]
         # what was measured here first, then by latency: other devices' order is only a hint
         ran.sort(key=lambda e: (not e.here, e.latency_s))
-        started.first[index] = [e.candidate for e in ran[:per_task]]
-    started.first = {index: candidates for index, candidates in started.first.items() if candidates}
-    return started
+        if ran:
+            first[index] = [e.candidate for e in ran[:per_task]]
+    return first, learned
 
 
 def _learn(tuner: TaskTuner, entries: Sequence[_Earlier], cost_model: Any) -> int:
-    from tvm.s_tir.meta_schedule.runner import RunnerResult
-
     here = [e for e in entries if e.here]
     if here:
-        results = [
-            RunnerResult(None, "failed earlier") if e.latency_s is None else RunnerResult([e.latency_s], None)
-            for e in here
-        ]
+        results = runner_results([e.latency_s for e in here])
         cost_model.update(tuner.context, [e.candidate.measure for e in here], results)
     return len(here)
 
@@ -195,10 +166,3 @@ def _same_target(target: Any, wanted: Mapping[str, Any]) -> bool:
         return False
     attributes, names = dict(target.attrs), ("mcpu", "num-cores", "arch")
     return all(str(attributes.get(name, "")) == str(wanted.get(name, "")) for name in names)
-
-
-def check_paths(paths: Sequence[str | Path]) -> None:
-    """TunerError unless all paths are folders."""
-    for path in map(Path, paths):
-        if not path.is_dir():
-            raise TunerError(f"{path} is no folder of earlier records")

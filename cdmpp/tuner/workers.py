@@ -27,8 +27,8 @@ from cdmpp.errors import CdmppError, TunerError
 from cdmpp.profiler.pool import Worker
 from cdmpp.tuner.candidates import Candidate, TaskTuner, is_untuned
 from cdmpp.tuner.objective import Costs, Curve, Point
-from cdmpp.tuner.progress import TuningProgress
-from cdmpp.tuner.session import make_models, make_session, make_tuners, work
+from cdmpp.tuner.progress import Progress
+from cdmpp.tuner.session import Models, TuningSession, make_tuners, work
 from cdmpp.tuner.store import DATASET_FOLDER, labels_of, tuning_record
 
 if TYPE_CHECKING:
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: As many workers as shares fit on the device.
-AUTO = "auto"
 #: Of sums of shares that are written in decimals.
 _ROUNDING = 1e-6
 #: A worker is started so often.
@@ -51,20 +49,16 @@ _LIVES = 3
 
 
 def worker_cores(device: Device, shards: int | str) -> tuple[tuple[int, ...], ...]:
-    """Cores of each of several workers that each get a whole share; of as many as fit for :data:`AUTO`.
+    """Cores of each of several workers that each get a whole share; of as many as fit for ``"auto"``.
 
-    For a GPU they are those that the workers search on: each has a share of the GPU besides.
-
-    Raises
-    ------
-    TunerError
-        So many do not fit on the GPU, or on the cores that this process may use.
+    For a GPU they are those that the workers search on: each has a share of the GPU besides. TunerError where so many do not
+    fit on the GPU, or on the cores that this process may use.
     """
     from cdmpp.profiler.machine import core_groups, usable_cores
 
     cores, gpu = usable_cores(), device.kind == "gpu"
     there = 1.0 if gpu else float(len(cores))
-    number = max(1, int(there / device.share + _ROUNDING)) if shards == AUTO else int(shards)
+    number = max(1, int(there / device.share + _ROUNDING)) if shards == "auto" else int(shards)
     if number < 1:
         raise TunerError(f"one worker at least, got {number} shards")
     asked = number * device.share
@@ -83,7 +77,7 @@ def worker_cores(device: Device, shards: int | str) -> tuple[tuple[int, ...], ..
 
 
 def partition(tasks: Sequence[tuple[Task, float]], parts: int) -> list[list[int]]:
-    """Numbers of tasks for each of several workers, none without one: the heaviest first, to who has least work."""
+    """Numbers of tasks for each of several workers, none without one: the heaviest first, to the worker with least work."""
     found: list[list[int]] = [[] for _ in range(min(parts, len(tasks)))]
     loads = [0.0] * len(found)
     for number in sorted(range(len(tasks)), key=lambda i: -work(*tasks[i])):
@@ -185,8 +179,8 @@ class _WorkerStore:
         """The curve is the parent's."""
 
 
-class _WorkerProgress(TuningProgress):
-    """Of a worker's tasks: the parent grants trials, says when to stop, and hears what was done."""
+class _WorkerProgress(Progress):
+    """Of a worker's tasks: the parent grants trials, says when to stop, and counts what was done."""
 
     def __init__(self, parent: _Parent, tasks: Sequence[tuple[Task, float]], *args: Any) -> None:
         super().__init__(tasks, *args)
@@ -235,14 +229,12 @@ def run_worker(connection: Connection, config: WorkerConfig) -> None:
         parent.send("say", f"worker {config.number}: {line}")
 
     try:
-        models = make_models(config.tune, config.device)
+        models = Models.of(config.tune, config.device)
         tuners, tasks = make_tuners(config.tasks, config.device, config.tune, say)
         store = _WorkerStore(parent, config)
         progress = _WorkerProgress(parent, tasks, store, config.tune.objective)
-        session = make_session(
-            tuners, models, store, parent, progress, config.tune, config.device, config.earlier, say
-        )
-        session.run()
+        session = TuningSession(tuners, models, store, parent, progress, config.tune)
+        session.warm_start(config.earlier, config.device, say).run()
         parent.send("ended", models.learned)
     except CdmppError as err:
         parent.send("failed", err)
@@ -266,22 +258,7 @@ class _Member:
 
 
 class Workers:
-    """Workers that tune the parts of a network's tasks.
-
-    Parameters
-    ----------
-    tuners, tasks
-        Of all tasks.
-    store, measurer, progress
-        Of the tuning; the measurer is running.
-    say
-        Takes one-line news.
-
-    Attributes
-    ----------
-    learned
-        What each cost model learned, as JSON values.
-    """
+    """Workers that tune the parts of a network's tasks; `tuners` and `tasks` are all of them, the measurer is running."""
 
     def __init__(
         self,
@@ -289,12 +266,13 @@ class Workers:
         tasks: Sequence[tuple[Task, float]],
         store: TuningStore,
         measurer: Measurer,
-        progress: TuningProgress,
+        progress: Progress,
         say: Callable[[str], None],
     ) -> None:
         self._tuners, self._tasks = tuners, tasks
         self._store, self._measurer, self._progress, self._say = store, measurer, progress, say
         self._number_of = {task.hash: i for i, (task, _) in enumerate(tasks)}
+        #: What each cost model learned, as JSON values.
         self.learned: list[dict[str, Any]] = []
         self._members: list[_Member] = []
         #: Workers that asked whether to go on, and have no answer yet.
@@ -311,12 +289,7 @@ class Workers:
     ) -> str:
         """Tune until the objective is reached, or until there is nothing more to try; says which.
 
-        Raises
-        ------
-        TunerError
-            No worker stays alive.
-        ProfilerError, PredictorError
-            Measuring stopped, or a worker says that it cannot go on.
+        TunerError where no worker stays alive; other errors as measuring or a worker says that it cannot go on.
         """
         progress, folder = self._progress, self._store.folder
         progress.start(config.batch)
@@ -356,12 +329,12 @@ class Workers:
                 except (EOFError, OSError):
                     self._died(member)
                 else:
-                    self._hear(member, kind, content)
+                    self._handle(member, kind, content)
                 self._answer()
             if self._failure is not None:
                 raise self._failure
 
-    def _hear(self, member: _Member, kind: str, content: tuple[Any, ...]) -> None:
+    def _handle(self, member: _Member, kind: str, content: tuple[Any, ...]) -> None:
         progress, number_of = self._progress, self._number_of
         match kind, content:
             case "reached", ():

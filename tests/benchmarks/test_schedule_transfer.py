@@ -11,8 +11,7 @@ import pytest
 
 from benchmarks.schedule_transfer import figures, latencies, measurements_online
 from cdmpp.dataset import Dataset
-from cdmpp.tuner.learning import OnlineModel
-from cdmpp.tuner.prior import Encoded
+from cdmpp.tuner.learning import Encoded, OnlineModel
 from tests.samples.datasets import DEVICE, OTHER_DEVICE, add_all, failure, program, record
 
 

@@ -9,12 +9,12 @@ import pytest
 from rich.console import Console
 
 from cdmpp.cli import main, render
-from cdmpp.cli.main import GROUPS, _parser
+from cdmpp.cli.main import _parser, verb_groups
 from cdmpp.cli.options import settings
 from cdmpp.profiler.session import ProfileConfig
 from cdmpp.tuner import Objective, TuneConfig
 
-VERBS = {name: run for group in GROUPS.values() for name, (_, run) in group.items()}
+VERBS = {name: run for group in verb_groups().values() for name, (_, run) in group.items()}
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cdmpp.dataset import Dataset, load_datasets, merge
+from cdmpp.dataset import Dataset, load_datasets
 from cdmpp.device import Device, load_table
 from cdmpp.device.detect import ROOT_VARIABLE
 from cdmpp.errors import DatasetError
@@ -66,9 +66,6 @@ def test_two_specifications_under_one_name_name_both_datasets_and_the_facts(tmp_
     paths = [folder(tmp_path / "a", OWN), folder(tmp_path / "b", replace(OWN, clock_mhz=3000.0, l3_kb=1.0))]
     with pytest.raises(DatasetError, match=r"my-cpu@1 .*/a and in .*/b: clock_mhz 2600.0 / 3000.0$"):
         _ = load_datasets(paths).devices
-    with pytest.raises(DatasetError, match="clock_mhz"):
-        merge(paths, tmp_path / "merged")
-    assert not (tmp_path / "merged").exists()
 
 
 def test_what_hypervisors_vary_is_no_difference(tmp_path: Path) -> None:
@@ -77,12 +74,6 @@ def test_what_hypervisors_vary_is_no_difference(tmp_path: Path) -> None:
     )
     devices = load_datasets([folder(tmp_path / "a", OWN), folder(tmp_path / "b", other)]).devices
     assert devices == {OWN.name: OWN}
-
-
-def test_a_merged_dataset_keeps_all_specifications(tmp_path: Path) -> None:
-    paths = [folder(tmp_path / "a", OWN), folder(tmp_path / "b", ZEN4)]
-    merge(paths, tmp_path / "merged")
-    assert Dataset.open(tmp_path / "merged").devices == {OWN.name: OWN, ZEN4.name: ZEN4}
 
 
 def test_a_dataset_is_of_one_device(tmp_path: Path) -> None:

@@ -12,8 +12,15 @@ import pandas as pd
 import pytest
 
 from cdmpp.dataset import Dataset, load_datasets, noise_floor_mape
-from cdmpp.dataset.labels import LABEL_COLUMNS, disturbance, label_fingerprint, label_table
-from cdmpp.dataset.noise import MIN_REMEASURED, error_floor, remeasured_difference
+from cdmpp.dataset.labels import (
+    LABEL_COLUMNS,
+    MIN_REMEASURED,
+    disturbance,
+    error_floor,
+    label_fingerprint,
+    label_table,
+    remeasured_difference,
+)
 from cdmpp.errors import FAILURE_KINDS, DatasetError
 from tests.samples.datasets import (
     DEVICE,

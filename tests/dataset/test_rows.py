@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,30 @@ JSON = st.recursive(
     max_leaves=5,
 )
 
+#: File systems, and how SQLite makes each batch durable there.
+DISKS = {"ext4": "wal", "nfs4": "delete"}
+
+
+@pytest.fixture(params=DISKS)
+def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A local disk, and one that other machines write to."""
+    monkeypatch.setattr(rows_module, "_file_system", lambda folder: request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def store(tmp_path: Path, disk: str) -> Iterator[RowStore]:
+    store = RowStore(tmp_path / "rows.db", write=True)
+    yield store
+    store.close()
+
+
+def values(path: Path) -> list[Any]:
+    store = RowStore(path)
+    found = [value for _, value in store.rows("a")]
+    store.close()
+    return found
+
 
 @given(values=st.lists(JSON, max_size=8))
 def test_what_is_added_reads_back_in_order(tmp_path_factory: Any, values: list[Any]) -> None:
@@ -40,126 +66,183 @@ def test_what_is_added_reads_back_in_order(tmp_path_factory: Any, values: list[A
     store.close()
 
 
-def test_a_key_is_added_once_and_rows_after_a_number_are_the_later_ones(tmp_path: Path) -> None:
-    store = RowStore(tmp_path / "rows.db", write=True)
+def test_a_key_is_added_once_and_rows_after_a_number_are_the_later_ones(store: RowStore) -> None:
     for number, key in enumerate(["x", "y", "x", None, None]):
         store.add("a", number, key)
     assert [value for _, value in store.rows("a")] == [0, 1, 3, 4]
     (_, _), (second, _), *_ = store.rows("a")
     assert [value for _, value in store.rows("a", after=second)] == [3, 4]
     assert store.last == store.rows("a")[-1][0]
-    store.close()
 
 
-def test_one_writes_and_others_read(tmp_path: Path) -> None:
-    path = tmp_path / "rows.db"
-    first = RowStore(path, write=True)
-    first.add("a", 1)
-    with pytest.raises(DatasetError, match=f"{tmp_path} is being written by another process"):
-        RowStore(path, write=True)
-    reader = RowStore(path)
-    first.add("a", 2)
+def test_one_writes_and_others_read(store: RowStore, disk: str) -> None:
+    store.add("a", 1)
+    assert sqlite3.connect(store.path).execute("PRAGMA journal_mode").fetchone() == (DISKS[disk],)
+    with pytest.raises(DatasetError, match=f"{store.path.parent} is being written by another process"):
+        RowStore(store.path, write=True)
+    reader = RowStore(store.path)
+    store.add("a", 2)
     assert [value for _, value in reader.rows("a")] == [1, 2]
     with pytest.raises(DatasetError, match="readonly"):
         reader.add("a", 3)
     reader.close()
-    first.close()
-    RowStore(path, write=True).close()
+    store.close()
+    RowStore(store.path, write=True).close()
 
 
 _ADD = """
-import sys, time
+import sys
 from pathlib import Path
-from cdmpp.dataset.rows import RowStore
-store = RowStore(Path(sys.argv[1]), write=True)
+from cdmpp.dataset import rows
+rows._file_system = lambda folder: sys.argv[2]
+store = rows.RowStore(Path(sys.argv[1]), write=True)
 for number in range(10**6):
     store.add("a", number)
     print(number, flush=True)
 """
 
 
-def test_a_killed_writer_loses_nothing_and_lets_others_write(tmp_path: Path) -> None:
-    path = tmp_path / "rows.db"
-    with subprocess.Popen(
-        [sys.executable, "-c", _ADD, str(path)], stdout=subprocess.PIPE, text=True
-    ) as writer:
+def killed(path: Path, disk: str) -> list[int]:
+    """Rows of which a writer said that they were added, before it was killed."""
+    command = [sys.executable, "-c", _ADD, str(path), disk]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
-        told = [int(writer.stdout.readline()) for _ in range(50)]
+        added = [int(writer.stdout.readline()) for _ in range(50)]
         writer.send_signal(signal.SIGKILL)
-        told += [int(line) for line in writer.stdout if line.endswith("\n")]
-    assert [value for _, value in RowStore(path).rows("a")][: len(told)] == told
+        return added + [int(line) for line in writer.stdout if line.endswith("\n")]
+
+
+def test_a_killed_writer_loses_nothing_and_lets_others_write(tmp_path: Path, disk: str) -> None:
+    path = tmp_path / "rows.db"
+    added = killed(path, disk)
+    assert values(path)[: len(added)] == added
     store = RowStore(path, write=True)
     store.add("a", "after")
-    assert store.rows("a")[-1][1] == "after"
     store.close()
+    assert values(path)[-1] == "after"
 
 
-def test_a_forked_process_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = RowStore(tmp_path / "rows.db", write=True)
-    monkeypatch.setattr(os, "getpid", lambda: -1)
-    with pytest.raises(DatasetError, match="forked process"):
-        store.add("a", 1)
-    monkeypatch.undo()
-    store.add("a", 2)
-    assert [value for _, value in store.rows("a")] == [2]
-    store.close()
-
-
-def test_a_full_disk_is_one_line_and_keeps_what_was_added(tmp_path: Path) -> None:
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_transaction_that_was_cut_is_rolled_back_by_who_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writable: bool
+) -> None:
+    monkeypatch.setattr(rows_module, "_file_system", lambda folder: "nfs4")
     store = RowStore(tmp_path / "rows.db", write=True)
     store.add("a", 1)
+    store._db.execute("PRAGMA cache_size = 1")  # so that pages are written before the end
+    store._db.execute("BEGIN")
+    for number in range(100):
+        store.add("a", f"{number}" * 1000)
+    (tmp_path / "killed").mkdir()
+    for name in ("rows.db", "rows.db-journal"):
+        shutil.copy(tmp_path / name, tmp_path / "killed")
+    monkeypatch.setattr(os, "access", lambda *_: writable)
+    assert values(tmp_path / "killed" / "rows.db") == [1]
+    store._db.execute("ROLLBACK")
+    store.close()
+
+
+def test_a_forked_process_writes_nothing(store: RowStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)
+        with pytest.raises(DatasetError, match="forked process"):
+            store.add("a", 1)
+    store.add("a", 2)
+    assert [value for _, value in store.rows("a")] == [2]
+
+
+def one_line(message: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(DatasetError, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_full_disk_is_one_line_and_keeps_what_was_added(store: RowStore) -> None:
+    store.add("a", 1)
     store._db.execute("PRAGMA max_page_count = 8")  # SQLite's own way of a disk that ends
-    with pytest.raises(
-        DatasetError, match="database or disk is full; what was added before is kept"
-    ) as caught:
+    added = [1]
+
+    def fill() -> None:
         for number in range(1000):
             store.add("a", "x" * 500 + str(number))
-    assert "\n" not in str(caught.value)
-    kept = len(store.rows("a"))
+            added.append(number)
+
+    one_line("database or disk is full; what was added before is kept", fill)
     store.close()
-    assert kept >= 1 and len(RowStore(tmp_path / "rows.db").rows("a")) == kept
+    assert len(values(store.path)) == len(added) > 1
+
+
+def test_a_locked_file_is_one_line(store: RowStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program than cdmpp, such as a backup, has it for itself."""
+    store.add("a", 1)
+    reader = RowStore(store.path)
+    other = sqlite3.connect(store.path, isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    for each in (store, reader):
+        each._db.execute("PRAGMA busy_timeout = 10")
+    one_line(
+        r"cannot write .*rows\.db: database is locked; what was added before is kept",
+        lambda: store.add("a", 2),
+    )
+    other.execute("ROLLBACK")
+    store.add("a", 3)
+    assert [value for _, value in reader.rows("a")] == [1, 3]
 
 
 @pytest.mark.parametrize("content", [b"not a database at all" * 100, b""])
 def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "rows.db"
-    path.write_bytes(content)
-    with pytest.raises(DatasetError, match=r"cannot open .*rows\.db") as caught:
-        RowStore(path)
-    assert "\n" not in str(caught.value)
+    (tmp_path / "rows.db").write_bytes(content)
+    one_line(r"cannot open .*rows\.db", lambda: RowStore(tmp_path / "rows.db"))
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-def test_a_read_only_folder_is_named(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(DatasetError, match="cannot open"):
-        RowStore(tmp_path / "rows.db", write=True)
+@pytest.fixture
+def medium(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """A disk that is mounted anew at each call, with these options."""
+    folder = tmp_path / "medium"
+    folder.mkdir()
+
+    def mount(options: str) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+        if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("cannot mount here")
+        return folder
+
+    yield mount
+    subprocess.run(["umount", "-l", str(folder)], check=False, capture_output=True)
 
 
-def test_a_read_only_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = RowStore(tmp_path / "rows.db", write=True)
-    store._db.execute("PRAGMA query_only = 1")
-    with pytest.raises(DatasetError, match="readonly database"):
-        store.add("a", 1)
-    store.close()
-
-
-def test_what_json_has_no_word_for_is_refused(tmp_path: Path) -> None:
-    store = RowStore(tmp_path / "rows.db", write=True)
-    for value in (float("nan"), object()):
-        with pytest.raises(DatasetError, match="a cannot be stored as JSON"):
-            store.add("a", value)
-    assert store.rows("a") == []
-    store.close()
-
-
-@pytest.mark.parametrize(("kind", "mode"), [("ext4", "wal"), ("nfs4", "delete")])
-def test_a_disk_that_other_machines_write_to_has_a_rollback_journal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, mode: str
+@pytest.mark.parametrize("end", ["closed", "killed"])
+def test_a_read_only_medium_is_read_and_not_written(
+    tmp_path: Path, disk: str, end: str, medium: Callable[[str], Path]
 ) -> None:
-    monkeypatch.setattr(rows_module, "_file_system", lambda folder: kind)
-    RowStore(tmp_path / "rows.db", write=True).close()
-    assert sqlite3.connect(tmp_path / "rows.db").execute("PRAGMA journal_mode").fetchone() == (mode,)
+    path = medium("size=8m") / "rows.db"
+    if end == "killed":
+        added = killed(path, disk)
+    else:
+        with_rows = RowStore(path, write=True)
+        with_rows.add("a", 0)
+        with_rows.close()
+        added = [0]
+    medium("remount,ro")
+    assert values(path)[: len(added)] == added
+    one_line("cannot open", lambda: RowStore(path, write=True))
+
+
+def test_what_is_not_writable_is_copied_to_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same where nothing can be mounted: files that a killed writer left, and a folder said to be read-only."""
+    killed(tmp_path / "rows.db", "ext4")
+    (tmp_path / "rows.db-shm").unlink()
+    added = values(Path(shutil.copytree(tmp_path, tmp_path / "copy")) / "rows.db")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    assert values(tmp_path / "rows.db") == added
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_what_json_has_no_word_for_is_refused(store: RowStore) -> None:
+    for value in (float("nan"), object()):
+        one_line("a cannot be stored as JSON", lambda value=value: store.add("a", value))  # type: ignore[misc]
+    assert store.rows("a") == []
 
 
 def test_the_file_system_of_a_folder_is_found(tmp_path: Path) -> None:

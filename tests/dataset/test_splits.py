@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cdmpp.dataset import Split
-from cdmpp.dataset.split import PARTS, architecture, networks_of
-from cdmpp.dataset.split_makers import by_device, by_network, by_task, within_task
-from cdmpp.dataset.split_spec import read_spec
+from cdmpp.dataset.split import PARTS, architecture
 from cdmpp.errors import SplitError
 from tests.samples.datasets import DEVICE, OTHER_DEVICE, zoo_dataset
 
@@ -47,16 +44,16 @@ def labelled(draw: st.DrawFn) -> tuple[pd.DataFrame, Networks]:
     return table(rows), networks
 
 
-def make(maker: Callable[[], Split]) -> Split:
+def make(spec: str, labels: pd.DataFrame, networks: Networks) -> Split:
+    """The split, checked: its text makes the same one, and so does its JSON."""
     try:
-        return maker()
+        split = Split.parse(spec, labels, networks)
     except SplitError as error:
-        message = str(error)
-        assert (
-            "nothing is left" in message or "cannot hold out" in message or "at least two devices" in message
-        )
-        assume(False)
+        assume(not any(text in str(error) for text in ("nothing is left", "cannot hold out", "at least two")))
         raise
+    for other in (Split.parse(split.spec, labels, networks), Split.from_json(split.to_json())):
+        assert all((other.part(name) == split.part(name)).all() for name in PARTS)
+    return split
 
 
 def parts(split: Split, labels: pd.DataFrame, column: str) -> tuple[set[str], set[str], set[str]]:
@@ -76,50 +73,42 @@ def test_tasks_of_held_out_networks_are_nowhere_in_training(
     data: tuple[pd.DataFrame, Networks], seed: int, number: int | None
 ) -> None:
     labels, networks = data
-    split = make(lambda: by_network(labels, networks, number, seed))
+    split = make(f"by_network:seed={seed}" + (f";heldout={number}" if number else ""), labels, networks)
     check_partition(split, labels)
     train, valid, test = parts(split, labels, "task")
     assert not train & test and not valid & test and not train & valid
-    held = set(split.held_out)
     for name, members in networks.items():
-        if held & {architecture(n) for n in members}:
-            assert name not in train | valid
-    for name in test:
-        assert held & {architecture(n) for n in networks[name]}
+        tested = bool(set(split.held_out) & {architecture(n) for n in members})
+        assert (name in test) == tested
     assert 2 * len(test) <= len(networks)  # at least half of the tasks remain
-    again = Split.parse(split.spec, labels, networks)
-    for name in ("train", "valid", "test"):
-        assert (again.part(name) == split.part(name)).all()
 
 
 @given(labelled(), st.integers(0, 5), st.sampled_from([0.1, 0.3, 0.5]), st.sampled_from([0.0, 0.1, 0.4]))
 def test_by_task_and_within_task_are_disjoint(
     data: tuple[pd.DataFrame, Networks], seed: int, test: float, valid: float
 ) -> None:
-    labels, _ = data
-    for maker, column in ((by_task, "task"), (within_task, "program")):
-        split = make(lambda maker=maker: maker(labels, test, valid, seed))  # type: ignore[misc]
+    labels, networks = data
+    for kind, column in (("by_task", "task"), ("within_task", "program")):
+        split = make(f"{kind}:test={test};valid={valid};seed={seed}", labels, networks)
         check_partition(split, labels)
         train_units, valid_units, test_units = parts(split, labels, column)
         assert not train_units & test_units and not valid_units & test_units and not train_units & valid_units
-        again = Split.parse(split.spec, labels)
-        assert (again.test == split.test).all() and (again.valid == split.valid).all()
 
 
 @given(labelled(), st.integers(0, 5), st.sets(st.sampled_from(["t0", "t1", "t2"])))
 def test_a_held_out_device_is_not_in_training_but_for_allowed_tasks(
     data: tuple[pd.DataFrame, Networks], seed: int, shots: set[str]
 ) -> None:
-    labels, _ = data
-    split = make(lambda: by_device(labels, None, shots & set(labels["task"]), seed=seed))
+    labels, networks = data
+    few = f";tasks={'+'.join(sorted(shots))}" if shots else ""
+    split = make(f"by_device:seed={seed}{few}", labels, networks)
     check_partition(split, labels)
     held = set(split.held_out)
     assert set(labels["device"].iloc[split.test]) == held
     known = labels.iloc[np.concatenate([split.train, split.valid])]
     assert set(known[known["device"].isin(held)]["task"]) <= shots
-    assert not set(labels["task"].iloc[split.train]) & set(labels["task"].iloc[split.valid])
-    again = Split.parse(split.spec, labels)
-    assert (again.train == split.train).all()
+    train, valid, _ = parts(split, labels, "task")
+    assert not train & valid
 
 
 @given(
@@ -129,13 +118,9 @@ def test_adapt_rows_leave_test_and_share_no_program_with_it(
     data: tuple[pd.DataFrame, Networks], seed: int, adapt: float, shots: set[str]
 ) -> None:
     labels, networks = data
-    shots = shots & set(labels["task"])
-    makers: tuple[Callable[[float], Split], ...] = (
-        lambda share: by_network(labels, networks, None, seed, adapt=share),
-        lambda share: by_device(labels, None, shots, seed=seed, adapt=share),
-    )
-    for maker in makers:
-        without, split = make(lambda maker=maker: maker(0.0)), make(lambda maker=maker: maker(adapt))  # type: ignore[misc]
+    few = f";tasks={'+'.join(sorted(shots))}" if shots else ""
+    for spec in (f"by_network:seed={seed}", f"by_device:seed={seed}{few}"):
+        without, split = make(spec, labels, networks), make(f"{spec};adapt={adapt}", labels, networks)
         check_partition(without, labels)
         # only rows of test move, and every row of a program moves together
         assert (split.train == without.train).all() and (split.valid == without.valid).all()
@@ -146,28 +131,23 @@ def test_adapt_rows_leave_test_and_share_no_program_with_it(
         if split.kind == "by_device":
             assert set(labels["device"].iloc[split.adapt]) <= set(split.held_out)
             assert not set(labels["task"].iloc[split.adapt]) & shots
-        again = Split.parse(split.spec, labels, networks)
-        read = Split.from_json(split.to_json())
-        for part in PARTS:
-            assert (again.part(part) == split.part(part)).all() and (
-                read.part(part) == split.part(part)
-            ).all()
 
 
 def test_a_split_without_adapt_rows_is_written_as_before() -> None:
     labels = table([(f"t{i}", f"p{i}", "d") for i in range(9)])
     networks = {f"t{i}": ("abc"[i // 3],) for i in range(9)}
-    split = by_network(labels, networks, ["a"], valid=["b"])
+    split = Split.parse("by_network:heldout=a;valid=b", labels, networks)
     assert split.spec == "by_network:heldout=a;valid=b;seed=0"
-    assert "adapt" not in json.loads(split.to_json()) and "adapt" not in split.describe(labels)
+    assert list(labels["task"].iloc[split.valid]) == ["t3", "t4", "t5"]
+    assert "adapt" not in json.loads(split.to_json())
     assert Split.from_json(split.to_json()).adapt.shape == (0,)
 
 
 def test_adapt_and_test_with_a_program_in_common_are_refused() -> None:
     labels = table([(f"t{i}", f"p{i}", d) for i in range(6) for d in ("d1", "d2", "d3")])
-    split = by_device(labels, ["d1", "d2"], valid=0.0, adapt=0.4)
+    split = Split.parse("by_device:heldout=d1+d2;valid=0;adapt=0.4", labels)
     split.check_disjoint(labels)
-    assert split.describe(labels)["adapt"]["labels"] == len(split.adapt) > 0
+    assert len(split.adapt)
     with pytest.raises(SplitError, match="1 programs in adapt and test"):
         replace(split, adapt=split.adapt[1:], test=np.append(split.test, split.adapt[0])).check_disjoint(
             labels
@@ -179,7 +159,7 @@ def test_adapt_and_test_with_a_program_in_common_are_refused() -> None:
 def test_a_shared_task_of_a_held_out_network_is_tested_not_trained() -> None:
     labels = table([(f"t{i}", f"p{i}", "d") for i in range(6)])
     networks = {"t0": ("a",), "t1": ("a", "b"), "t2": ("b",), "t3": ("c",), "t4": ("c", "b"), "t5": ("b",)}
-    split = by_network(labels, networks, ["a"], valid=0.0)
+    split = Split.parse("by_network:heldout=a;valid=0", labels, networks)
     assert list(labels["task"].iloc[split.test]) == ["t0", "t1"]
     split.check_disjoint(labels, networks)
     moved = replace(split, train=np.append(split.train, split.test[1]), test=split.test[:1])
@@ -191,7 +171,7 @@ def test_a_network_is_held_out_at_every_batch_size() -> None:
     labels = table([(f"t{i}", f"p{i}", "d") for i in range(4)])
     networks = {"t0": ("resnet18",), "t1": ("resnet18@b4",), "t2": ("vgg",), "t3": ("vgg@b8",)}
     for name in ("resnet18", "resnet18@b4"):
-        split = by_network(labels, networks, [name], valid=0.0)
+        split = Split.parse(f"by_network:heldout={name};valid=0", labels, networks)
         assert list(labels["task"].iloc[split.test]) == ["t0", "t1"]
         assert split.held_out == ("resnet18",)
 
@@ -215,7 +195,7 @@ def test_the_default_holds_out_four_networks_of_different_families(tmp_path: Pat
 def test_a_choice_does_not_hang_on_the_order_or_number_of_labels() -> None:
     labels = table([(f"t{i}", f"p{i}", "d") for i in range(40)])
     fewer = labels.iloc[::-1].iloc[:30].reset_index(drop=True)
-    full, part = by_task(labels, seed=3), by_task(fewer, seed=3)
+    full, part = (Split.parse("by_task:seed=3", table) for table in (labels, fewer))
     test = set(labels["task"].iloc[full.test])
     assert set(fewer["task"].iloc[part.test]) == test & set(fewer["task"])
 
@@ -232,16 +212,9 @@ def test_devices_go_by_their_aliases() -> None:
 def test_validation_falls_back_to_tasks_where_one_network_is_left() -> None:
     labels = table([(f"t{i}", f"p{i}", "d") for i in range(20)])
     networks = {f"t{i}": ("a",) if i < 5 else ("b",) for i in range(20)}
-    split = by_network(labels, networks, ["a"])
+    split = Split.parse("by_network:heldout=a", labels, networks)
     assert len(split.valid) and len(split.train)
     assert not set(labels["task"].iloc[split.train]) & set(labels["task"].iloc[split.valid])
-
-
-def test_named_validation_networks() -> None:
-    labels = table([(f"t{i}", f"p{i}", "d") for i in range(9)])
-    networks = {f"t{i}": ("abc"[i // 3],) for i in range(9)}
-    split = Split.parse("by_network:heldout=a;valid=b", labels, networks)
-    assert list(labels["task"].iloc[split.valid]) == ["t3", "t4", "t5"]
 
 
 def test_tasks_of_no_network_can_be_tested_and_validated_too() -> None:
@@ -304,14 +277,7 @@ def test_by_network_needs_networks_and_labels() -> None:
     with pytest.raises(SplitError, match="needs the networks"):
         Split.parse("by_network", labels)
     with pytest.raises(SplitError, match="no labels to split"):
-        by_task(labels.iloc[:0])
-
-
-def test_reading_a_specification() -> None:
-    assert read_spec(" by_network : heldout = a,b ; seed=1; "[1:].replace(" :", ":")) == (
-        "by_network",
-        {"heldout": "a,b", "seed": "1"},
-    )
+        Split.parse("by_task", labels.iloc[:0])
 
 
 def test_json_round_trip(tmp_path: Path) -> None:
@@ -328,8 +294,6 @@ def test_json_round_trip(tmp_path: Path) -> None:
         again = Split.from_json(split.to_json())
         assert again.to_json() == split.to_json()
         again.check_disjoint(labels, dataset.tasks)
-        description = json.loads(json.dumps(again.describe(labels)))
-        assert sum(description[part]["labels"] for part in PARTS if part in description) == len(labels)
     for text in ("{}", "3", '{"kind": "by_magic"}', "half"):
         with pytest.raises(SplitError):
             Split.from_json(text)
@@ -337,7 +301,7 @@ def test_json_round_trip(tmp_path: Path) -> None:
 
 def test_a_split_of_another_table_and_overlapping_rows_are_refused() -> None:
     labels = table([(f"t{i}", f"p{i}", "d") for i in range(10)])
-    split = by_task(labels)
+    split = Split.parse("by_task", labels)
     with pytest.raises(SplitError, match="another label table"):
         split.check_disjoint(labels.iloc[::-1].reset_index(drop=True))
     with pytest.raises(SplitError, match="has a row twice"):
@@ -357,10 +321,3 @@ def test_shared_units_are_found(column: str) -> None:
     split = Split(kind, kind, 0, rows[0], rows[2], rows[1])
     with pytest.raises(SplitError, match=f"1 {column}s in train and test"):
         split.check_disjoint(labels)
-
-
-def test_networks_of_tasks_or_names(tmp_path: Path) -> None:
-    dataset = zoo_dataset(tmp_path / "d", networks=2)
-    task = next(iter(dataset.tasks))
-    assert networks_of(dataset.tasks, task) == networks_of({task: tuple(dataset.tasks[task].networks)}, task)
-    assert networks_of({}, "unknown") == ()

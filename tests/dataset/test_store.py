@@ -6,9 +6,8 @@ import json
 import multiprocessing
 import os
 import shutil
-import signal
 import subprocess
-import sys
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,13 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from pandas.testing import assert_frame_equal
 
 from cdmpp.dataset import SCHEMA_VERSION, Dataset, Record, load_datasets
 from cdmpp.dataset import store as store_module
-from cdmpp.dataset.parquet import write_parquet
 from cdmpp.dataset.rows import RowStore
-from cdmpp.dataset.schema import MAX_ERROR_CHARS, RECORD_COLUMNS, TABLES
+from cdmpp.dataset.schema import MAX_ERROR_CHARS, RECORD_COLUMNS, SCHEMAS, write_parquet
+from cdmpp.dataset.store import write_dataset
 from cdmpp.errors import DatasetError, LabelError, SchemaVersionError
 from cdmpp.program.types import Program, Task
 from tests.samples.datasets import (
@@ -37,52 +37,41 @@ from tests.samples.datasets import (
 )
 
 
-def contents(dataset: Dataset) -> tuple[Any, ...]:
-    records = sorted(dataset.iter_records(), key=lambda r: (r.program, r.measured_at))
-    return dict(dataset.tasks), dict(dataset.spaces), dict(dataset.programs), records
-
-
-def test_rows_and_parquet_hold_the_same(tmp_path: Path) -> None:
-    dataset = small_dataset(tmp_path / "d")
-    before = contents(dataset)
-    files = {p.name for p in (tmp_path / "d").iterdir()} - {"rows.db-wal", "rows.db-shm"}  # SQLite's own
-    assert files == {"meta.json", "rows.db", ".lock"}
-    with dataset:
+def finished(path: Path) -> Dataset:
+    """A small dataset as parquet files."""
+    with small_dataset(path) as dataset:
         dataset.finalize()
-    tables = {f"{table}.parquet" for table in TABLES}
-    assert {p.name for p in (tmp_path / "d").iterdir()} == {"meta.json", ".lock", *tables}
-    after = contents(Dataset.open(tmp_path / "d"))
-    assert before[:3] == after[:3]
-    for old, new in zip(before[3], after[3], strict=True):
-        assert new.latency_s == old.latency_s and new.measured_at == old.measured_at
-        assert (new.program, new.device, new.status, new.error) == (
-            old.program,
-            old.device,
-            old.status,
-            old.error,
-        )
-        assert new.samples_s == pytest.approx(old.samples_s, rel=1e-6)
-        assert new.noise == pytest.approx(old.noise)
-        assert dict(new.meta) == dict(old.meta)
+    return Dataset.open(path)
 
 
-def test_columns_and_types_of_the_records(tmp_path: Path) -> None:
-    for finalized in (False, True):
-        dataset = small_dataset(tmp_path / f"d{finalized}")
-        if finalized:
-            with dataset:
-                dataset.finalize()
-        frame = dataset.records
-        assert tuple(frame.columns) == RECORD_COLUMNS
-        assert list(frame["task"].unique()) == [task(1).hash]
-        assert frame["latency_s"].dtype == np.float64
-        assert frame["latency_s"].isna().sum() == 1 and list(frame["status"])[-1] == "build_error"
-        assert frame["build_s"].iloc[0] == 0.5 and json.loads(frame["meta"].iloc[0]) == {"host": "h"}
+def test_all_forms_hold_the_same(tmp_path: Path) -> None:
+    """Rows, the parquet files made of them, and parquet files written at once."""
+    path = tmp_path / "d"
+    rows = small_dataset(path)
+    own = {"rows.db-wal", "rows.db-shm"}  # SQLite's
+    assert {p.name for p in path.iterdir()} - own == {"meta.json", "rows.db", ".lock"}
+    frame, records = rows.records, list(rows.iter_records())
+    with rows:
+        rows.finalize()
+    assert {p.name for p in path.iterdir()} == {"meta.json", ".lock", *(f"{t}.parquet" for t in SCHEMAS)}
+    rows, parquet = small_dataset(tmp_path / "again"), Dataset.open(path)
+    parts = ([task(1)], [space(1)], map(program, range(6)), records)
+    once = write_dataset(tmp_path / "once", *parts, network_families={"net": "cnn"})
+    for dataset in (parquet, once):
+        assert (dataset.tasks, dataset.spaces, dataset.programs) == (rows.tasks, rows.spaces, rows.programs)
+        assert dataset.network_families == {"net": "cnn"}
+        exact = [name for name in frame if name not in ("samples_s", "noise")]
+        assert_frame_equal(dataset.records[exact], frame[exact])
+        for old, new in zip(records, dataset.iter_records(), strict=True):
+            assert new.samples_s == pytest.approx(old.samples_s, rel=1e-6)
+            assert new.noise == pytest.approx(old.noise) and dict(new.meta) == dict(old.meta)
+    assert tuple(frame.columns) == RECORD_COLUMNS and set(frame["task"]) == {task(1).hash}
+    assert frame["latency_s"].dtype == np.float64 and list(frame["latency_s"].isna()) == [False] * 5 + [True]
+    assert frame["build_s"].iloc[0] == 0.5 and json.loads(frame["meta"].iloc[0]) == {"host": "h"}
 
 
-def test_more_can_be_added_after_finalizing(tmp_path: Path) -> None:
-    with small_dataset(tmp_path / "d") as dataset:
-        dataset.finalize()
+def test_more_can_be_added_to_what_is_finished(tmp_path: Path) -> None:
+    with finished(tmp_path / "d") as dataset:
         add_all(dataset, 50, of_task=2)
         dataset.add_record(record(50, of_task=2))
         assert len(dataset.records) == 7
@@ -104,16 +93,16 @@ def test_tasks_spaces_and_programs_are_added_once(tmp_path: Path) -> None:
 
 
 def test_new_networks_of_a_known_task_are_added_without_writing_the_task_again(tmp_path: Path) -> None:
+    networks = {"net": 1.0, "other": 3.0}
     with small_dataset(tmp_path / "d") as dataset:
         dataset.add_task(task(1, {"net": 5.0, "other": 3.0}))
-        assert dict(dataset.tasks[task(1).hash].networks) == {"net": 1.0, "other": 3.0}
+        assert dict(dataset.tasks[task(1).hash].networks) == networks
     rows = RowStore(tmp_path / "d" / "rows.db").rows("tasks")
     assert ["tir_json" in row for _, row in rows] == [True, False]
-    again = Dataset.open(tmp_path / "d")
-    assert dict(again.tasks[task(1).hash].networks) == {"net": 1.0, "other": 3.0}
-    with again:
+    with Dataset.open(tmp_path / "d") as again:
+        assert dict(again.tasks[task(1).hash].networks) == networks
         again.finalize()
-    assert dict(Dataset.open(tmp_path / "d").tasks[task(1).hash].networks) == {"net": 1.0, "other": 3.0}
+    assert dict(Dataset.open(tmp_path / "d").tasks[task(1).hash].networks) == networks
 
 
 def test_measured_is_what_resume_needs(tmp_path: Path) -> None:
@@ -128,39 +117,71 @@ def test_measured_is_what_resume_needs(tmp_path: Path) -> None:
         assert program(9).hash in dataset.measured(DEVICE, retry=("device_lost",))
 
 
+# -- what ends a writer, and what it leaves ------------------------------------------------------------
+
+
 def test_rows_of_another_shape_are_counted_not_fatal(tmp_path: Path) -> None:
     small_dataset(tmp_path / "d")
-    wrong = [
-        {"what": "no record"},
-        3,
-        {"program": program(0).hash, "device": DEVICE, "status": "ok", "latency_s": 0.0},
-        {"program": program(0).hash, "device": DEVICE, "status": "sunny"},
-    ]
     rows = RowStore(tmp_path / "d" / "rows.db", write=True)
-    for value in wrong:
+    known = {"program": program(0).hash, "device": DEVICE}
+    for value in (
+        {"no": "record"},
+        3,
+        {**known, "status": "ok", "latency_s": 0.0},
+        {**known, "status": "sunny"},
+    ):
         rows.add("records", value)
     rows.close()
     dataset = Dataset.open(tmp_path / "d")
     assert len(dataset.records) == 6 and dataset.corrupt_lines == 4
 
 
+def test_a_half_written_journal_of_a_former_cdmpp_is_read_and_taken_in_once(tmp_path: Path) -> None:
+    path = tmp_path / "d"
+    finished(path)
+
+    def line(value: dict[str, Any]) -> bytes:
+        text = json.dumps(value).encode()
+        return b"%08x %s\n" % (zlib.crc32(text), text)
+
+    added = {
+        "hash": program(7).hash,
+        "task_hash": task(1).hash,
+        "space_hash": space(1).hash,
+        "decisions": "[]",
+    }
+    measured = line({"program": program(7).hash, "device": DEVICE, "status": "ok", "latency_s": 1.0})
+    flipped, cut = measured.replace(b"1.0", b"2.0"), measured[:20]
+    (path / "programs.jsonl").write_bytes(line(added))
+    (path / "records.jsonl").write_bytes(measured + flipped + b"foreign\n" + cut)
+    journal = shutil.copy(path / "records.jsonl", tmp_path)
+    with Dataset.open(path) as dataset:
+        assert (len(dataset.records), len(dataset.programs), dataset.corrupt_lines) == (7, 7, 3)
+        dataset.finalize()
+    assert not list(path.glob("*.jsonl"))
+    shutil.copy(journal, path)  # as if the process had ended before it was deleted
+    again = Dataset.open(path)
+    assert (len(again.records), again.corrupt_lines) == (7, 3)
+
+
 def test_a_crash_between_parquet_and_deleting_rows_doubles_nothing(tmp_path: Path) -> None:
-    dataset = small_dataset(tmp_path / "d")
-    shutil.copy(tmp_path / "d" / "rows.db", tmp_path / "rows.db")
+    path = tmp_path / "d"
+    dataset = small_dataset(path)
+    rows = shutil.copy(path / "rows.db", tmp_path)
     with dataset:
         dataset.finalize()
-    shutil.copy(tmp_path / "rows.db", tmp_path / "d" / "rows.db")
-    again = Dataset.open(tmp_path / "d")
+    shutil.copy(rows, path)
+    again = Dataset.open(path)
     assert len(again.records) == 6
     with again:
         add_all(again, 60)
         again.add_record(record(60))
         assert len(again.records) == 7
         again.finalize()
-    with Dataset.open(tmp_path / "d") as third:  # another file of rows, whose numbers begin anew
+    with Dataset.open(path) as third:  # another file of rows, whose numbers begin anew
         add_all(third, 61)
         third.add_record(record(61))
-    assert len(Dataset.open(tmp_path / "d").records) == 8
+    assert len(Dataset.open(path).records) == 8
 
 
 def test_a_full_disk_while_finalizing_leaves_everything_as_it_was(tmp_path: Path, monkeypatch: Any) -> None:
@@ -173,10 +194,9 @@ def test_a_full_disk_while_finalizing_leaves_everything_as_it_was(tmp_path: Path
                 raise DatasetError("No space left on device")
             write_parquet(path, *args, **kwargs)
 
-        monkeypatch.setattr(store_module, "write_parquet", fails_at_last)
-        with pytest.raises(DatasetError, match="No space"):
+        with monkeypatch.context() as patch, pytest.raises(DatasetError, match="No space"):
+            patch.setattr(store_module, "write_parquet", fails_at_last)
             dataset.finalize()
-        monkeypatch.undo()
         assert len(Dataset.open(tmp_path / "d").records) == 6
         dataset.finalize()
     assert len(Dataset.open(tmp_path / "d").records) == 6
@@ -207,8 +227,7 @@ def test_a_disk_that_fills_ends_profiling_with_one_line_and_keeps_what_was_measu
             dataset.finalize()
         assert not list((tiny_disk / "d").glob("*.tmp"))
     again = Dataset.open(tiny_disk / "d")
-    assert len(again.records) == written
-    assert again.corrupt_lines == 0
+    assert (len(again.records), again.corrupt_lines) == (written, 0)
 
 
 def test_two_writers_do_not_meet(tmp_path: Path) -> None:
@@ -221,33 +240,6 @@ def test_two_writers_do_not_meet(tmp_path: Path) -> None:
     second.add_task(task(9))
     assert program(70).hash in second.programs  # what the first wrote meanwhile
     second.close()
-
-
-_HOLD = """
-import sys, time
-from cdmpp.dataset import Dataset
-from tests.samples.datasets import add_all, record
-dataset = Dataset.open(sys.argv[1])
-add_all(dataset, 80)
-dataset.add_record(record(80))
-print("ready", flush=True)
-time.sleep(60)
-"""
-
-
-def test_a_killed_writer_loses_nothing_and_gives_the_lock_back(tmp_path: Path) -> None:
-    small_dataset(tmp_path / "d")
-    command = [sys.executable, "-c", _HOLD, str(tmp_path / "d")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
-        assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
-        dataset = Dataset.open(tmp_path / "d")
-        with pytest.raises(DatasetError, match="written by another process"):
-            dataset.add_task(task(9))
-        writer.send_signal(signal.SIGKILL)
-        writer.wait()
-    with dataset:
-        dataset.add_task(task(9))
-        assert len(dataset.records) == 7 and dataset.corrupt_lines == 0
 
 
 def _write_from_child(dataset: Dataset, queue: Any) -> None:
@@ -271,18 +263,13 @@ def test_a_forked_worker_neither_writes_nor_holds_the_lock(tmp_path: Path) -> No
         assert len(dataset.records) == 7
 
 
-@pytest.mark.parametrize("latency_s", [None, float("nan"), float("inf"), 0.0, -1e-3])
-def test_an_ok_record_needs_a_latency(tmp_path: Path, latency_s: float | None) -> None:
-    with small_dataset(tmp_path / "d") as dataset:
-        with pytest.raises(LabelError, match=program(0).hash):
-            dataset.add_record(Record(program(0).hash, DEVICE, "ok", latency_s))
-        assert len(dataset.records) == 6
-    assert len(Dataset.open(tmp_path / "d").records) == 6
+# -- what is no record or no dataset ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
+        *(({"latency_s": bad}, LabelError, program(0).hash) for bad in (None, float("nan"), float("inf"), 0.0, -1.0)),
         ({"samples_s": (1e-3, float("nan"))}, LabelError, "a sample is nan"),
         ({"samples_s": (1e-3, 0.0)}, LabelError, "a sample is 0.0"),
         ({"noise": float("nan")}, LabelError, "noise is nan"),
@@ -292,7 +279,7 @@ def test_an_ok_record_needs_a_latency(tmp_path: Path, latency_s: float | None) -
         ({"program": "unknown"}, DatasetError, "refers to program unknown"),
         ({"meta": {"thing": object()}}, DatasetError, "cannot be stored"),
     ],
-)
+)  # fmt: skip
 def test_records_that_are_none(
     tmp_path: Path, changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
@@ -302,38 +289,40 @@ def test_records_that_are_none(
     assert len(Dataset.open(tmp_path / "d").records) == 6
 
 
-def test_meta_takes_numpy_numbers_and_drops_what_json_has_no_word_for(tmp_path: Path) -> None:
-    meta = {
-        "drift": np.float64(0.5),
-        "attempts": np.int64(2),
-        "steal_pct": float("nan"),
-        "workers": "auto",
-        "x": None,
-    }
+def test_what_json_and_tables_have_no_place_for_is_left_out_of_a_record(tmp_path: Path) -> None:
+    numbers = {"drift": np.float64(0.5), "attempts": np.int64(2)}
+    meta = {**numbers, "steal_pct": float("nan"), "workers": "auto", "x": None}
     with small_dataset(tmp_path / "d") as dataset:
-        dataset.add_record(Record(program(0).hash, DEVICE, "ok", 1e-3, meta=meta))
-        assert list(dataset.iter_records())[-1].meta == {"drift": 0.5, "attempts": 2, "workers": "auto"}
-        dataset.finalize()
-        assert list(dataset.iter_records())[-1].meta == {"drift": 0.5, "attempts": 2, "workers": "auto"}
+        dataset.add_record(
+            Record(program(0).hash, DEVICE, "run_error", error="a" * 5000 + "the end", meta=meta)
+        )
+        for _ in range(2):
+            last = list(dataset.iter_records())[-1]
+            assert last.meta == {**numbers, "workers": "auto"}
+            assert len(last.error) <= MAX_ERROR_CHARS and last.error.endswith("the end")
+            dataset.finalize()
 
 
-def test_a_long_error_message_loses_its_middle(tmp_path: Path) -> None:
-    with small_dataset(tmp_path / "d") as dataset:
-        dataset.add_record(Record(program(0).hash, DEVICE, "run_error", error="a" * 5000 + "the end"))
-        assert len(list(dataset.records["error"])[-1]) <= MAX_ERROR_CHARS
-    error = list(Dataset.open(tmp_path / "d").records["error"])[-1]
-    assert len(error) <= MAX_ERROR_CHARS and error.endswith("the end")
-
-
-def test_nothing_is_referred_to_that_is_not_there(tmp_path: Path) -> None:
-    with Dataset.create(tmp_path / "d") as dataset:
-        with pytest.raises(DatasetError, match="refers to task"):
-            dataset.add_space(space(1))
-        with pytest.raises(DatasetError, match="refers to task"):
-            dataset.add_program(program(1))
-        dataset.add_task(task(1))
-        with pytest.raises(DatasetError, match="refers to space"):
-            dataset.add_program(program(1))
+@pytest.mark.parametrize(
+    ("parts", "error", "message"),
+    [
+        (([task(1)], [space(1)], [program(1)], [record(2)]), DatasetError, "a record refers to program"),
+        (([task(1)], [], [program(1)], []), DatasetError, "refers to space"),
+        (([], [], [replace(program(1), space_hash=None)], []), DatasetError, "refers to task"),
+        (([], [space(1)], [], []), DatasetError, "refers to task"),
+        (([task(1)], [space(1)], [program(1)], [replace(record(1), latency_s=-1.0)]), LabelError, "latency_s is -1"),
+    ],
+)  # fmt: skip
+def test_nothing_is_referred_to_that_is_not_there(
+    tmp_path: Path, parts: tuple[Any, ...], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        write_dataset(tmp_path / "once", *parts)
+    assert not (tmp_path / "once").exists()
+    with Dataset.create(tmp_path / "rows") as dataset, pytest.raises(error, match=message):
+        for add, items in zip(("add_task", "add_space", "add_program", "add_record"), parts, strict=True):
+            for item in items:
+                getattr(dataset, add)(item)
 
 
 def test_a_library_program_has_no_space(tmp_path: Path) -> None:
@@ -342,20 +331,19 @@ def test_a_library_program_has_no_space(tmp_path: Path) -> None:
         dataset.add_task(task(1))
         dataset.add_program(library)
         dataset.add_record(Record("1234", "h200", "ok", 1e-5))
+        assert Dataset.open(tmp_path / "d").programs["1234"] == library
         dataset.finalize()
     assert Dataset.open(tmp_path / "d").programs["1234"] == library
 
 
 def test_another_schema_version_is_refused_by_name(tmp_path: Path) -> None:
-    with small_dataset(tmp_path / "d") as dataset:
-        dataset.finalize()
-    meta_file = tmp_path / "d" / "meta.json"
+    finished(tmp_path / "d")
+    meta_file, records = tmp_path / "d" / "meta.json", tmp_path / "d" / "records.parquet"
     meta = json.loads(meta_file.read_text())
     meta_file.write_text(json.dumps({**meta, "schema_version": SCHEMA_VERSION + 1}))
     with pytest.raises(SchemaVersionError, match=f"version {SCHEMA_VERSION + 1}; .* {SCHEMA_VERSION}"):
         Dataset.open(tmp_path / "d")
     meta_file.write_text(json.dumps(meta))
-    records = tmp_path / "d" / "records.parquet"
     table = pq.read_table(records)
     pq.write_table(table.replace_schema_metadata({b"cdmpp": b'{"schema_version": 99}'}), records)
     with pytest.raises(SchemaVersionError, match=r"records\.parquet .* 99"):
@@ -363,8 +351,7 @@ def test_another_schema_version_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_damaged_parquet_files_are_named(tmp_path: Path) -> None:
-    with small_dataset(tmp_path / "d") as dataset:
-        dataset.finalize()
+    finished(tmp_path / "d")
     file = tmp_path / "d" / "records.parquet"
     data = file.read_bytes()
     for broken in (data[: len(data) // 2], b"", b"PAR1" + bytes(100)):
@@ -383,20 +370,19 @@ def test_no_dataset_at_all(tmp_path: Path) -> None:
         load_datasets(tmp_path / "gone")
     with pytest.raises(DatasetError, match="contains none"):
         load_datasets(tmp_path)
-    (tmp_path / "meta.json").write_text("[]")
-    with pytest.raises(DatasetError, match=r"meta\.json is damaged"):
-        Dataset.open(tmp_path)
-    (tmp_path / "meta.json").write_text("{half")
-    with pytest.raises(DatasetError, match=r"meta\.json is damaged"):
-        Dataset.open(tmp_path)
+    for text in ("[]", "{half"):
+        (tmp_path / "meta.json").write_text(text)
+        with pytest.raises(DatasetError, match=r"meta\.json is damaged"):
+            Dataset.open(tmp_path)
     with pytest.raises(DatasetError, match="is not a folder"):
         load_datasets(tmp_path / "meta.json")
 
 
 def test_creating_over_something_is_refused(tmp_path: Path) -> None:
     small_dataset(tmp_path / "d")
-    with pytest.raises(DatasetError, match="is a dataset already"):
-        Dataset.create(tmp_path / "d")
+    for create in (Dataset.create, lambda path: write_dataset(path, [], [], [], [])):
+        with pytest.raises(DatasetError, match="is a dataset already"):
+            create(tmp_path / "d")
     assert len(Dataset.open_or_create(tmp_path / "d").records) == 6
     (tmp_path / "d" / "meta.json").unlink()
     with pytest.raises(DatasetError, match="choose an empty folder"):
@@ -455,18 +441,15 @@ def test_a_program_goes_with_the_task_of_its_own_dataset(tmp_path: Path) -> None
 def test_thirty_thousand_programs_are_a_few_megabytes(tmp_path: Path) -> None:
     """A tenth of it: 3,000 programs of 60 tasks with 20 samples each stay below 350 kB in all."""
     rng = np.random.default_rng(0)
-    with Dataset.create(tmp_path / "d") as dataset:
-        for number in range(3000):
-            of_task = number % 60
-            decisions = json.dumps([[k, rng.choice([1, 2, 4, 8, 16], 4).tolist()] for k in range(8)])
-            dataset.add_task(
-                Task(f"{of_task:016x}", "t", f'{{"tir":{of_task}}}' + "x" * 20_000, {"net": 1}, 1.0, 1.0)
-            )
-            dataset.add_space(space(of_task))
-            key = f"{rng.integers(2**62):016x}"
-            dataset.add_program(Program(key, f"{of_task:016x}", f"space{of_task:011x}", decisions))
-            samples_s = tuple((1e-3 * rng.lognormal(sigma=0.01, size=20)).tolist())
-            meta = {"build_s": rng.random(), "run_s": rng.random(), "session": "s"}
-            dataset.add_record(Record(key, DEVICE, "ok", samples_s[0], samples_s, 0.01, "", 1.7e9, meta))
+    tasks = [Task(f"{n:016x}", "t", f'{{"tir":{n}}}' + "x" * 20_000, {"net": 1}, 1.0, 1.0) for n in range(60)]
+    programs, records = [], []
+    for number in range(3000):
+        decisions = json.dumps([[k, rng.choice([1, 2, 4, 8, 16], 4).tolist()] for k in range(8)])
+        key, of_task = f"{rng.integers(2**62):016x}", number % 60
+        programs.append(Program(key, tasks[of_task].hash, space(of_task).hash, decisions))
+        samples_s = tuple((1e-3 * rng.lognormal(sigma=0.01, size=20)).tolist())
+        meta = {"build_s": rng.random(), "run_s": rng.random(), "session": "s"}
+        records.append(Record(key, DEVICE, "ok", samples_s[0], samples_s, 0.01, "", 1.7e9, meta))
+    with write_dataset(tmp_path / "d", tasks, map(space, range(60)), programs, records) as dataset:
         dataset.finalize()
     assert sum(file.stat().st_size for file in (tmp_path / "d").iterdir()) < 350_000

@@ -32,14 +32,8 @@ def test_what_a_machine_is_taken_for(tmp_path: Path, name: str) -> None:
     known = {row.name: row for row in SHIPPED.rows}
     if device.base in known:  # the row as it ships, and nothing of this machine in it
         assert device == known[device.base].used(1)
-
-
-@pytest.mark.parametrize("name", MACHINES)
-def test_no_machine_changes_what_ships(tmp_path: Path, name: str) -> None:
-    table = table_on(tmp_path, MACHINES[name])
-    here = {row.name: row for row in table.rows}
-    assert {row.name: here[row.name] for row in SHIPPED.rows} == {row.name: row for row in SHIPPED.rows}
-    assert len(here) - len(SHIPPED.rows) <= 1
+    here = {row.name: row for row in table.rows}  # no machine changes what ships
+    assert {name: here[name] for name in known} == known and len(here) - len(known) <= 1
 
 
 def test_machines_are_told_apart_by_what_they_are(tmp_path: Path) -> None:
@@ -64,11 +58,8 @@ def test_a_machine_is_simulated_by_a_folder(
 
 @pytest.mark.parametrize("stepping", [4, 7, 11])
 def test_the_stepping_decides_what_a_model_85_is(tmp_path: Path, stepping: int) -> None:
-    facts = {
-        **MACHINES["cascadelake-vm"],
-        "stepping": stepping,
-        "flags": ["v4", "avx512_vnni", "avx512_bf16"],
-    }
+    flags = ["v4", "avx512_vnni", "avx512_bf16"]
+    facts = {**MACHINES["cascadelake-vm"], "stepping": stepping, "flags": flags}
     row = detect_cpu(write_machine(tmp_path, facts))
     assert row.arch == {4: "skylake-avx512", 7: "cascadelake", 11: "cooperlake"}[stepping] == row.mcpu
 

@@ -26,56 +26,30 @@ from cdmpp.device import (
     known_devices,
     load_table,
 )
-from cdmpp.device.table import missing_fields, normalise, read_device_file, row_from_mapping
+from cdmpp.device.table import missing_fields, read_device_file, row_from_mapping
 from cdmpp.errors import UnknownDeviceError
 
 HERE = Device(
-    name="xeon-cascadelake-2.5ghz",
-    kind="cpu",
-    vendor="intel",
-    model="Intel(R) Xeon(R) Processor @ 2.50GHz",
-    mcpu="cascadelake",
-    clock_mhz=2500,
-    cores=2,
-    simd_bits=512,
-    fma=True,
-    virtual=True,
-    sources=("detected",),
-)
+    "xeon-cascadelake-2.5ghz", "cpu", vendor="intel", model="Intel(R) Xeon(R) Processor @ 2.50GHz", mcpu="cascadelake",
+    clock_mhz=2500, cores=2, simd_bits=512, fma=True, virtual=True, sources=("detected",),
+)  # fmt: skip
 SHIPPED = load_table(this_machine=False).rows
 TABLE = DeviceTable(SHIPPED, HERE)
 
 #: Every name in NeuSight's device table and measurements, and in the benchmark hub.
 PUBLIC_NAMES = {
-    "AMD Instinct MI100": "mi100",
-    "AMD Instinct MI210": "mi210",
-    "AMD Instinct MI250": "mi250",
-    "NVIDIA A100-PCIE-40GB": "a100-pcie-40gb",
-    "NVIDIA A100-SXM4-40GB": "a100-sxm4-40gb",
-    "NVIDIA A100 80GB PCIe": "a100-pcie-80gb",
-    "NVIDIA A100-PCIE-80GB": "a100-pcie-80gb",
-    "NVIDIA_H100_80GB_HBM3": "h100-sxm",
-    "NVIDIA H100 80GB HBM3": "h100-sxm",
-    "NVIDIA L4": "l4",
-    "Tesla P100-PCIE-16GB": "p100-pcie-16gb",
-    "Tesla P4": "p4",
-    "Tesla T4": "t4",
-    "Tesla V100-PCIE-32GB": "v100-pcie-32gb",
-    "AMD_Instinct_MI250": "mi250",
-    "NVIDIA_A100-PCIE-40GB": "a100-pcie-40gb",
-    "Tesla_V100-PCIE-32GB": "v100-pcie-32gb",
-    "NVIDIA RTX A4000": "rtx-a4000",
-    "AMD Radeon PRO W6600": "radeon-pro-w6600",
-    "NVIDIA GeForce RTX 2080 Ti": "rtx-2080-ti",
-    "NVIDIA GeForce RTX 3060 Laptop GPU": "rtx-3060-laptop",
-    "A100": "a100-pcie-40gb",
-    "A4000": "rtx-a4000",
-    "MI250X": "mi250x",
-    "W6600": "radeon-pro-w6600",
-    "RTX_2080_Ti": "rtx-2080-ti",
-    "RTX_3060_laptop": "rtx-3060-laptop",
-    "NVIDIA H200": "h200",
-}
+    "AMD Instinct MI100": "mi100", "AMD Instinct MI210": "mi210", "AMD Instinct MI250": "mi250",
+    "NVIDIA A100-PCIE-40GB": "a100-pcie-40gb", "NVIDIA A100-SXM4-40GB": "a100-sxm4-40gb",
+    "NVIDIA A100 80GB PCIe": "a100-pcie-80gb", "NVIDIA A100-PCIE-80GB": "a100-pcie-80gb",
+    "NVIDIA_H100_80GB_HBM3": "h100-sxm", "NVIDIA H100 80GB HBM3": "h100-sxm", "NVIDIA L4": "l4",
+    "Tesla P100-PCIE-16GB": "p100-pcie-16gb", "Tesla P4": "p4", "Tesla T4": "t4",
+    "Tesla V100-PCIE-32GB": "v100-pcie-32gb", "AMD_Instinct_MI250": "mi250",
+    "NVIDIA_A100-PCIE-40GB": "a100-pcie-40gb", "Tesla_V100-PCIE-32GB": "v100-pcie-32gb",
+    "NVIDIA RTX A4000": "rtx-a4000", "AMD Radeon PRO W6600": "radeon-pro-w6600",
+    "NVIDIA GeForce RTX 2080 Ti": "rtx-2080-ti", "NVIDIA GeForce RTX 3060 Laptop GPU": "rtx-3060-laptop",
+    "A100": "a100-pcie-40gb", "A4000": "rtx-a4000", "MI250X": "mi250x", "W6600": "radeon-pro-w6600",
+    "RTX_2080_Ti": "rtx-2080-ti", "RTX_3060_laptop": "rtx-3060-laptop", "NVIDIA H200": "h200",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "canonical"), PUBLIC_NAMES.items())
@@ -86,55 +60,41 @@ def test_names_of_public_data_resolve(name: str, canonical: str) -> None:
 @pytest.mark.parametrize(
     ("name", "canonical"),
     [
-        ("this-cpu@1", "xeon-cascadelake-2.5ghz@1"),
-        ("this-cpu@2", "xeon-cascadelake-2.5ghz@2"),
-        ("this-cpu", "xeon-cascadelake-2.5ghz@2"),
-        ("This_CPU@1.0", "xeon-cascadelake-2.5ghz@1"),
+        ("this-cpu@1", "xeon-cascadelake-2.5ghz@1"), ("this-cpu@2", "xeon-cascadelake-2.5ghz@2"),
+        ("this-cpu", "xeon-cascadelake-2.5ghz@2"), ("This_CPU@1.0", "xeon-cascadelake-2.5ghz@1"),
         ("this-cpu.x86-64-v2@1", "xeon-cascadelake-2.5ghz.x86-64-v2@1"),
         ("xeon-cascadelake-2.5ghz.x86-64-v2@1", "xeon-cascadelake-2.5ghz.x86-64-v2@1"),
-        ("Intel(R) Xeon(R) Processor @ 2.50GHz", None),
-        ("h200", "h200"),
-        ("h200@1.0", "h200"),
-        ("h200@0.5", "h200@0.5"),
-        ("H200@0.50", "h200@0.5"),
-        ("epyc-7763.x86-64-v3@8", "epyc-7763.x86-64-v3@8"),
+        ("h200", "h200"), ("h200@1.0", "h200"), ("h200@0.5", "h200@0.5"), ("H200@0.50", "h200@0.5"),
+        ("AMD_Instinct  MI100", "mi100"), ("NVIDIA(R) H200", "h200"), ("epyc-7763.x86-64-v3@8", "epyc-7763.x86-64-v3@8"),
     ],
-)
-def test_canonical_names(name: str, canonical: str | None) -> None:
-    if canonical is None:  # a model with an @ is no name: after @ comes a share
-        with pytest.raises(UnknownDeviceError, match="after @ comes a share"):
-            TABLE.get(name)
-        return
+)  # fmt: skip
+def test_canonical_names(name: str, canonical: str) -> None:
     device = TABLE.get(name)
     assert device.name == canonical
     assert TABLE.get(canonical) == device
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("h20", "unknown device 'h20'; did you mean h200"),
-        ("tesla-v100", "did you mean v100"),
-        ("this-cup@1", "did you mean this-cpu"),
-        ("zzzzzzzz", "unknown device 'zzzzzzzz'; `cdmpp devices` lists all"),
-        ("this-cpu@3", "this machine has 2 cores"),
-        ("epyc-7742@65", "it has 64 cores"),
-        ("this-cpu@0.5", "a number of cores"),
-        ("this-cpu@0", "a number of cores"),
-        ("this-cpu@nan", "a number of cores"),
-        ("this-cpu@many", "after @ comes a share"),
-        ("h200@0", "above 0 and at most 1"),
-        ("h200@2", "above 0 and at most 1"),
-        ("h200@nan", "above 0 and at most 1"),
-        ("h200.x86-64-v2", "only a CPU can be restricted"),
-        ("epyc-7742.x86-64-v4@1", "has no 512-bit vectors"),
-        ("this-cpu.avx9@1", "unknown device"),
-        ("", "unknown device"),
-    ],
+    ("message", "names"),
+    {
+        "unknown device 'h20'; did you mean h200": ("h20",),
+        "did you mean v100": ("tesla-v100",),
+        "did you mean this-cpu": ("this-cup@1",),
+        "unknown device 'zzzzzzzz'; `cdmpp devices` lists all": ("zzzzzzzz",),
+        "this machine has 2 cores": ("this-cpu@3",),
+        "it has 64 cores": ("epyc-7742@65",),
+        "a number of cores": ("this-cpu@0.5", "this-cpu@0", "this-cpu@nan"),
+        "after @ comes a share": ("this-cpu@many", "Intel(R) Xeon(R) Processor @ 2.50GHz"),
+        "above 0 and at most 1": ("h200@0", "h200@2", "h200@nan"),
+        "only a CPU can be restricted": ("h200.x86-64-v2",),
+        "has no 512-bit vectors": ("epyc-7742.x86-64-v4@1",),
+        "unknown device": ("this-cpu.avx9@1", ""),
+    }.items(),
 )
-def test_names_that_are_none(name: str, message: str) -> None:
-    with pytest.raises(UnknownDeviceError, match=message):
-        TABLE.get(name)
+def test_names_that_are_none(message: str, names: tuple[str, ...]) -> None:
+    for name in names:
+        with pytest.raises(UnknownDeviceError, match=message):
+            TABLE.get(name)
 
 
 @given(st.text(max_size=30))
@@ -158,6 +118,8 @@ def test_a_cpu_share_and_a_restriction_change_what_they_should() -> None:
     assert narrow.target == {"kind": "llvm", "mcpu": "x86-64-v2", "num-cores": 1}
     assert one.model == narrow.model == HERE.model and one.base == narrow.base
     assert (one.share_fraction, two.share_fraction) == (0.5, 1.0)
+    # a larger machine with this CPU can be spoken of
+    assert TABLE.get("xeon-cascadelake-2.5ghz@8").peak_gflops["float32"] == 1280
 
 
 def test_a_gpu_share_scales_compute_and_keeps_memory() -> None:
@@ -165,20 +127,10 @@ def test_a_gpu_share_scales_compute_and_keeps_memory() -> None:
     assert (whole.cores, whole.cores_used, half.cores_used) == (132, 132, 66)
     assert half.peak_gflops["float32"] == whole.peak_gflops["float32"] / 2
     assert half.bandwidth_gb_s == whole.bandwidth_gb_s == 4800
-    assert whole.target == {
-        "kind": "cuda",
-        "arch": "sm_90",
-        "max_threads_per_block": 1024,
-        "max_shared_memory_per_block": 49152,
-        "thread_warp_size": 32,
-    }
+    limits = {"max_threads_per_block": 1024, "max_shared_memory_per_block": 49152, "thread_warp_size": 32}
+    assert whole.target == {"kind": "cuda", "arch": "sm_90", **limits}
     assert TABLE.get("mi210").target["kind"] == "rocm"
     assert TABLE.get("graviton2@1").target["mtriple"] == "aarch64-linux-gnu"
-
-
-def test_a_larger_machine_with_this_cpu_can_be_spoken_of() -> None:
-    device = TABLE.get("xeon-cascadelake-2.5ghz@8")
-    assert device.cores_used == 8 and device.peak_gflops["float32"] == 1280
 
 
 def test_shipped_rows_are_sourced_and_plausible() -> None:
@@ -200,20 +152,10 @@ def test_shipped_rows_are_sourced_and_plausible() -> None:
             assert device.bandwidth_gb_s and 100 < device.bandwidth_gb_s < 10000, device.name
             assert device.mem_gb and device.max_threads_per_core != 0, device.name
             assert device.warp_size in (32, 64) or device.vendor == "intel", device.name
-    kinds = {(device.vendor, device.arch) for device in devices}
-    assert {arch for vendor, arch in kinds if vendor == "nvidia"} >= {
-        "kepler", "maxwell", "pascal", "volta", "turing", "ampere", "ada", "hopper", "blackwell",
+    assert {device.arch for device in devices} >= {
+        "kepler", "maxwell", "pascal", "volta", "turing", "ampere", "ada", "hopper", "blackwell", "cdna1", "cdna2",
+        "cdna3", "rdna2", "rdna3", "xe-hpg", "xe-hpc", "cascadelake", "sapphirerapids",
     }  # fmt: skip
-    assert {arch for vendor, arch in kinds if vendor == "amd"} >= {
-        "cdna1",
-        "cdna2",
-        "cdna3",
-        "rdna2",
-        "rdna3",
-    }
-    assert {"xe-hpg", "xe-hpc", "cascadelake", "sapphirerapids"} <= {
-        arch for vendor, arch in kinds if vendor == "intel"
-    }
 
 
 def test_known_answers_of_the_table() -> None:
@@ -291,9 +233,6 @@ def test_a_wrong_row_is_named_with_its_field(tmp_path: Path, text: str, message:
     with pytest.raises(UnknownDeviceError, match=message) as caught:
         read_device_file(file)
     assert "\n" not in str(caught.value) and "wrong.yaml" in str(caught.value)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UnknownDeviceError, match=r"none\.yaml"):
         read_device_file(tmp_path / "none.yaml")
 
@@ -340,11 +279,6 @@ def test_a_device_goes_through_json() -> None:
         assert Device.from_json(later) == device
 
 
-def test_normalised_names() -> None:
-    assert normalise("AMD_Instinct  MI100") == "amd-instinct-mi100"
-    assert normalise("Intel(R) Core(TM) i7") == "intel-core-i7"
-
-
 def test_neither_dataset_nor_device_needs_tvm() -> None:
     code = (
         "import sys; import cdmpp.dataset, cdmpp.device as d; d.device_features(d.get_device('this-cpu@1')); "
@@ -356,33 +290,29 @@ def test_neither_dataset_nor_device_needs_tvm() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{name: x, kind: gpu, clock_mhz: 1.7}", "x: clock_mhz is 1.7, expected 100 to 10000 MHz"),
-        ("{name: x, kind: gpu, clock_mhz: 1700000}", "x: clock_mhz is 1.7e.06"),
-        ("{name: x, kind: gpu, bandwidth_gb_s: 0.9}", "x: bandwidth_gb_s is 0.9"),
-        ("{name: x, kind: gpu, bandwidth_gb_s: 900000}", "x: bandwidth_gb_s is 900000"),
-        ("{name: x, kind: gpu, l2_kb: 6}", "x: l2_kb is 6, expected 16 to"),
-        ("{name: x, kind: gpu, l2_kb: 6291456}", "x: l2_kb is"),
-        ("{name: x, kind: gpu, mem_gb: 16384}", "x: mem_gb is 16384"),
-        ("{name: x, kind: cpu, bandwidth_gb_s: 0.02}", "x: bandwidth_gb_s is 0.02"),
-        ("{name: x, kind: gpu, launch_overhead_us: 0.003}", "x: launch_overhead_us is 0.003"),
+        ("kind: gpu, clock_mhz: 1.7", "x: clock_mhz is 1.7, expected 100 to 10000 MHz"),
+        ("kind: gpu, clock_mhz: 1700000", "x: clock_mhz is 1.7e.06"),
+        ("kind: gpu, bandwidth_gb_s: 0.9", "x: bandwidth_gb_s is 0.9"),
+        ("kind: gpu, bandwidth_gb_s: 900000", "x: bandwidth_gb_s is 900000"),
+        ("kind: gpu, l2_kb: 6", "x: l2_kb is 6, expected 16 to"),
+        ("kind: gpu, mem_gb: 16384", "x: mem_gb is 16384"),
+        ("kind: cpu, bandwidth_gb_s: 0.02", "x: bandwidth_gb_s is 0.02"),
+        ("kind: gpu, launch_overhead_us: 0.003", "x: launch_overhead_us is 0.003"),
         # each number may be; together they may not
         (
-            "{name: x, kind: gpu, bandwidth_gb_s: 8, peak_gflops: {float32: 14000}}",
+            "kind: gpu, bandwidth_gb_s: 8, peak_gflops: {float32: 14000}",
             "x: a float32 peak .* fits no device",
         ),
+        ("kind: gpu, bandwidth_gb_s: 900, peak_gflops: {float32: 14}", "x: a float32 peak .* fits no device"),
         (
-            "{name: x, kind: gpu, bandwidth_gb_s: 900, peak_gflops: {float32: 14}}",
-            "x: a float32 peak .* fits no device",
-        ),
-        (
-            "{name: x, kind: gpu, cores: 80, lanes_per_core: 64, clock_mhz: 1380, peak_gflops: {float32: 14}}",
+            "kind: gpu, cores: 80, lanes_per_core: 64, clock_mhz: 1380, peak_gflops: {float32: 14}",
             "cores, lanes and clock make 1.41e.04",
         ),
-        ("{name: h200, kind: gpu, bandwidth_gb_s: 5}", "h200: a float32 peak .* fits no device"),
+        ("name: h200, kind: gpu, bandwidth_gb_s: 5", "h200: a float32 peak .* fits no device"),
     ],
 )
 def test_a_unit_that_is_off_by_1000_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    file = write(tmp_path / "mine.yaml", text)
+    file = write(tmp_path / "mine.yaml", f"{{{text if 'name' in text else f'name: x, {text}'}}}")
     with pytest.raises(UnknownDeviceError, match=message) as caught:
         load_table([file])
     assert "off by 1000" in str(caught.value) and "\n" not in str(caught.value)

@@ -18,9 +18,8 @@ def packed_and_asts():
     asts = [make_ast(rng, n) for n in (3, 1, 5, 2)]
     leaves = np.concatenate([ast.leaves for ast in asts])
     names = [f"l{i}" for i in range(leaves.shape[1])]
-    encoder = FeatureEncoder.fit(
-        leaves, np.array([[1.0], [2.0]]), feature_set="t", leaf_features=names, device_features=["d"]
-    )
+    parts = {"leaf": (leaves, names), "device": (np.array([[1.0], [2.0]]), ["d"])}
+    encoder = FeatureEncoder.fit("t", parts)
     return PackedPrograms.pack(asts, encoder), asts, encoder
 
 

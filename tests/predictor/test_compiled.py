@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from cdmpp.device import get_device
-from cdmpp.errors import CdmppError, PredictorError, ProgramError
+from cdmpp.errors import PredictorError, ProgramError
 from cdmpp.predictor import Predictor, evaluate
 from cdmpp.predictor.data import split_data
 from cdmpp.predictor.evidence import Evidence
@@ -20,7 +19,6 @@ from cdmpp.predictor.search import search
 from cdmpp.predictor.training import prepare, train
 from cdmpp.program.codegen import CODEGEN_FEATURES
 from cdmpp.program.codegen.compile import code_key
-from cdmpp.program.codegen.counts import instruction_counts
 from tests.samples.training import make_data, small_config
 
 SPEC = "within_task:seed=0"
@@ -132,69 +130,11 @@ def test_without_counts_in_the_data_nothing_is_told(data, caplog):
         evaluate(predictor, data, SPEC, compiled=True)
 
 
-def test_data_without_counts_is_not_scored_as_compiled(trained, data):
-    with pytest.raises(PredictorError, match="cdmpp codegen"):
-        evaluate(trained.predictor, data, SPEC, compiled=True)
-
-
 def test_an_ast_cannot_be_compiled(trained, counted):
     with pytest.raises(ProgramError, match="CompactAST"):
         trained.predictor.predict(
             next(iter(counted.asts.values())), get_device("xeon-cascadelake-2.5ghz@1"), compiled=True
         )
-
-
-@pytest.mark.parametrize("name", ["graviton3@1", "h200"])
-def test_other_devices_are_refused(name: str):
-    with pytest.raises(ProgramError, match="x86"):
-        instruction_counts([], get_device(name))
-
-
-def test_programs_are_compiled_for_the_device_not_for_this_machine():
-    from cdmpp.program.tvm_env import import_tvm
-
-    tvm = import_tvm()
-    from tvm import te
-
-    a = te.placeholder((256,), name="a")
-    func = te.create_prim_func([a, te.compute((256,), lambda i: a[i] * 2.0, name="b")])
-    at = {name: i for i, name in enumerate(CODEGEN_FEATURES)}
-    wide = instruction_counts([func, tvm.IRModule({"main": func})], get_device("epyc-7763@1"))
-    narrow = instruction_counts([func], get_device("xeon-cascadelake-2.5ghz.x86-64-v2@1"))
-    assert np.array_equal(wide[0], wide[1])
-    assert wide[0, at["program_load_y"]] + wide[0, at["program_fp_y"]] > 0
-    assert narrow[0, at["program_fp_x"]] > 0 and narrow[0, at["program_load_y"]] == 0
-
-
-def test_without_a_disassembler_there_is_one_error(monkeypatch):
-    from cdmpp.program.tvm_env import import_tvm
-
-    import_tvm()
-    from tvm import te
-
-    monkeypatch.delitem(sys.modules, "cdmpp.program.codegen.disassemble", raising=False)
-    monkeypatch.setitem(sys.modules, "iced_x86", None)
-    a = te.placeholder((8,), name="a")
-    func = te.create_prim_func([a, te.compute((8,), lambda i: a[i] * 2.0, name="b")])
-    with pytest.raises(CdmppError, match="iced-x86"):
-        instruction_counts([func, func], get_device("epyc-7763@1"))
-
-
-def test_what_does_not_compile_is_told_and_predicted_without(monkeypatch, caplog):
-    import cdmpp.program.codegen.counts as counting
-    from cdmpp.program.tvm_env import import_tvm
-
-    import_tvm()
-    from tvm import te
-
-    def fail(*_):
-        raise RuntimeError("LLVM: cannot select")
-
-    monkeypatch.setattr(counting, "compile_to_shared_object", fail)
-    a = te.placeholder((8,), name="a")
-    func = te.create_prim_func([a, te.compute((8,), lambda i: a[i] * 2.0, name="b")])
-    rows = instruction_counts([func], get_device("xeon-cascadelake-2.5ghz@1"))
-    assert np.isnan(rows).all() and "cannot select" in caplog.text
 
 
 def test_a_search_judges_both_decoders(counted, tmp_path: Path):

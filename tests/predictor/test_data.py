@@ -11,9 +11,10 @@ import pytest
 
 from cdmpp.dataset import Dataset, Record
 from cdmpp.errors import DatasetError, SplitError
+from cdmpp.files import cache_file
 from cdmpp.predictor import config_from_dict, evaluate, gather, program_resolver, split_data, train
 from cdmpp.predictor.baselines import XGBoostModel, evaluate_models
-from cdmpp.predictor.baselines.per_store import PER_STORE_FILE, collect_per_store
+from cdmpp.predictor.baselines.xgboost import PER_STORE_FILE, collect_per_store
 from cdmpp.predictor.config import DataConfig
 from cdmpp.predictor.data import AST_FILE, subset
 
@@ -66,8 +67,10 @@ def data(folder):
 def test_gather_computes_asts_once(folder, data, monkeypatch):
     assert len(data) == 3 * 11 * 2
     assert set(data.devices) == set(DEVICES)
-    assert (folder / AST_FILE).exists()
-    monkeypatch.setattr("cdmpp.predictor.data._compute_asts", lambda *_: pytest.fail("computed again"))
+    assert cache_file(folder, AST_FILE).exists() and not (folder / AST_FILE).exists(), (
+        "a dataset is only read"
+    )
+    monkeypatch.setattr("cdmpp.predictor.data._derive_each", lambda *_: pytest.fail("computed again"))
     again = gather(folder)
     for program, ast in data.asts.items():
         assert (again.asts[program].leaves == ast.leaves).all()
@@ -78,14 +81,14 @@ def test_what_is_derived_from_a_program_is_kept_once(folder, data, tmp_path, mon
     copies = [tmp_path / name for name in ("a", "b")]
     for copy in copies:
         shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.lock"))
-        (copy / AST_FILE).unlink()
     monkeypatch.setattr(
-        "cdmpp.predictor.data._compute_asts", lambda _, programs, __: {p: data.asts[p] for p in programs}
+        "cdmpp.predictor.data._derive_each", lambda _, programs, *__: {p: data.asts[p] for p in programs}
     )
     gather([str(c) for c in copies])
-    assert (copies[0] / AST_FILE).exists() and not (copies[1] / AST_FILE).exists()
+    kept = [cache_file(copy, AST_FILE) for copy in copies]
+    assert kept[0].exists() and not kept[1].exists()
     gather(copies[1])
-    assert (copies[1] / AST_FILE).exists()
+    assert kept[1].exists()
 
 
 def test_a_damaged_or_outdated_ast_file_is_made_again(folder, data, tmp_path, caplog):
@@ -115,7 +118,6 @@ def test_programs_that_cannot_be_rebuilt_are_left_out_and_said(folder, monkeypat
 
     copy = tmp_path / "d"
     shutil.copytree(folder, copy)
-    (copy / AST_FILE).unlink()
     dataset = Dataset.open(copy)
     broken = next(iter(dataset.programs))
     programs = {**dataset.programs, broken: replace(dataset.programs[broken], decisions="[[0, 5]]")}
@@ -163,6 +165,6 @@ def test_xgboost_on_per_store_features(folder, data):
     split = split_data("within_task:seed=0", data)
     results = evaluate_models([XGBoostModel(rounds=30)], data, split)
     assert results["xgboost-perstore"]["overall"]["mape"] < 1.0
-    assert (folder / PER_STORE_FILE).exists()
+    assert cache_file(folder, PER_STORE_FILE).exists() and not (folder / PER_STORE_FILE).exists()
     programs = list(data.asts)[:3]
     assert collect_per_store(data.view, programs).keys() == set(programs)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import cdmpp
+from cdmpp.device import get_device
+from cdmpp.device.detect import ROOT_VARIABLE
+from cdmpp.errors import DatasetError, PredictorError
 from cdmpp.predictor import Predictor, TrainingData, evaluate, gather
 from cdmpp.predictor.config import DataConfig
 from cdmpp.predictor.data import subset
+from tests.machines import FIVE, MACHINES, write_machine
 from tests.samples.programs import matmul_task
 
 DATA = Path(__file__).parents[2] / "data"
@@ -22,7 +30,7 @@ def default() -> Predictor:
 
 
 @pytest.fixture(scope="module")
-def data() -> TrainingData:
+def x86_64_v2() -> TrainingData:
     folders = [DATA / f"xeon-cascadelake-1core{suffix}" for suffix in ("", "-x86-64-v2")]
     return gather(folders, DataConfig(devices=("xeon-cascadelake-2.5ghz.x86-64-v2@1",)))
 
@@ -34,9 +42,9 @@ def test_they_are_small_and_have_a_model_card() -> None:
     assert Predictor.default().training["split"] in card
 
 
-def test_they_predict_networks_never_seen(default: Predictor, data: TrainingData) -> None:
+def test_they_predict_networks_never_seen(default: Predictor, x86_64_v2: TrainingData) -> None:
     """On real records of held-out networks: far better than guessing, and intervals that mostly hold."""
-    scores = evaluate(default, data, by=())
+    scores = evaluate(default, x86_64_v2, by=())
     overall = scores["overall"]
     assert scores["n_trained_tasks"] == 0
     assert overall["n"] > 300
@@ -45,17 +53,8 @@ def test_they_predict_networks_never_seen(default: Predictor, data: TrainingData
     assert overall["interval"]["covered"] > 0.8
 
 
-def test_intervals_and_familiarity_come_with_them(default: Predictor, data: TrainingData) -> None:
-    asts = [data.asts[program] for program in data.labels["program"].iloc[:20]]
-    device = str(data.labels["device"].iloc[0])
-    low, high = default.predict_interval(asts, device)
-    seconds = default.predict(asts, device)
-    assert (low < seconds).all() and (seconds < high).all()
-    assert default.unfamiliar(asts, device).dtype == np.bool_
-
-
-def test_a_gpu_is_known_by_its_other_names(default: Predictor, data: TrainingData) -> None:
-    asts = [data.asts[program] for program in data.labels["program"].iloc[:3]]
+def test_a_gpu_is_known_by_its_other_names(default: Predictor, x86_64_v2: TrainingData) -> None:
+    asts = [x86_64_v2.asts[program] for program in x86_64_v2.labels["program"].iloc[:3]]
     assert default.predict(asts, "Tesla T4") == pytest.approx(default.predict(asts, "t4"))
 
 
@@ -76,3 +75,71 @@ def test_a_program_is_compiled_for_its_prediction() -> None:
     assert 0 < told != plain
     low, high = Predictor.default().predict_interval(func, device, compiled=True)
     assert low < told < high
+
+
+FOLDER = Path(__file__).parents[2] / "data" / "epyc-zen4-1core-unscheduled"
+ZEN4 = "epyc-zen4-2.6ghz@1"
+
+
+@pytest.fixture(scope="module")
+def data() -> TrainingData:
+    return gather(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def scores(default: Predictor, data: TrainingData) -> dict[str, Any]:
+    return evaluate(default, data, "all", by=("device",), compiled=True)
+
+
+@pytest.mark.parametrize("machine", FIVE)
+def test_figures_are_those_of_the_model_card_on_any_machine(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    default: Predictor,
+    scores: dict[str, Any],
+    machine: str,
+) -> None:
+    monkeypatch.setenv(ROOT_VARIABLE, str(write_machine(tmp_path, MACHINES[machine])))
+    here = gather(FOLDER)
+    assert here.devices[ZEN4].target["mcpu"] == "znver4"
+    assert here.count_coverage(here.labels.index.to_numpy()) == {ZEN4: (len(here), len(here))}
+    assert evaluate(default, here, "all", by=("device",), compiled=True) == scores
+
+
+def test_every_group_says_how_many_counts_it_had(data: TrainingData, scores: dict[str, Any]) -> None:
+    assert scores["n_compiled"] == scores["groups"]["device"][ZEN4]["n_compiled"] == len(data)
+
+
+def test_counts_of_another_target_are_no_counts(default: Predictor, data: TrainingData) -> None:
+    zen4 = data.devices[ZEN4]
+    elsewhere = replace(zen4, target={**zen4.target, "mcpu": "znver5"})
+    with pytest.raises(PredictorError, match=rf"no scored program of {ZEN4} has instruction counts for its"):
+        # the predictor's own Zen 4 is another device now; one without its specification does not mind
+        evaluate(replace(default, specs={}), replace(data, devices={ZEN4: elsewhere}), "all", compiled=True)
+
+
+def test_counts_of_some_programs_are_stated(
+    default: Predictor, data: TrainingData, caplog: pytest.LogCaptureFixture
+) -> None:
+    some = dict(list(data.codegen.items())[: len(data.codegen) // 2])
+    found = evaluate(default, replace(data, codegen=some), "all", by=("device",), compiled=True)
+    n = found["groups"]["device"][ZEN4]["n_compiled"]
+    assert 0 < n < len(data) and f"{n} of {len(data)} records of {ZEN4}" in caplog.text
+
+
+def test_a_device_that_is_not_the_one_of_training_is_refused(default: Predictor, data: TrainingData) -> None:
+    other = replace(data.devices[ZEN4], arch="zen3")
+    with pytest.raises(DatasetError, match="training and in the data: arch zen4 / zen3"):
+        evaluate(default, replace(data, devices={ZEN4: other}), "all")
+    with pytest.raises(PredictorError, match=rf"{ZEN4} is not the device .*: arch zen4 / zen3"):
+        default.predict(next(iter(data.asts.values())), other)
+    assert default.device(ZEN4) == default.specs[ZEN4]
+    assert default.device("rtx-4090") == get_device("rtx-4090")
+
+
+def test_a_dataset_of_this_project_describes_its_devices() -> None:
+    for meta in sorted(FOLDER.parent.glob("*/meta.json")):
+        described = set(json.loads(meta.read_text())["devices"])
+        assert described == set(
+            pd.read_parquet(meta.with_name("records.parquet"), columns=["device"])["device"]
+        )

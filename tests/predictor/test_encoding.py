@@ -15,14 +15,10 @@ from cdmpp.predictor.encoding import ColumnScaler, FeatureEncoder, signed_log1p
 
 
 def make_encoder(leaves, devices, clip=4.0):
-    return FeatureEncoder.fit(
-        np.asarray(leaves, np.float32),
-        np.asarray(devices, np.float64),
-        feature_set="test/1",
-        leaf_features=[f"l{i}" for i in range(np.shape(leaves)[1])],
-        device_features=[f"d{i}" for i in range(np.shape(devices)[1])],
-        clip=clip,
-    )
+    leaves, devices = np.asarray(leaves, np.float32), np.asarray(devices, np.float64)
+    names = [f"column{i}" for i in range(9)]
+    parts = {"leaf": (leaves, names[: leaves.shape[1]]), "device": (devices, names[: devices.shape[1]])}
+    return FeatureEncoder.fit("test/1", parts, clip)
 
 
 def test_signed_log_keeps_sign_and_zero():
@@ -72,7 +68,7 @@ def test_a_column_missing_on_all_training_devices_is_constant():
     hnp.arrays(np.float64, (4, 3), elements=st.floats(-1e30, 1e30) | st.just(np.nan)),
 )
 def test_scaled_values_are_always_finite_and_bounded(fitted, rows):
-    encoded = ColumnScaler.fit(fitted, clip=5.0).transform(rows)
+    encoded = ColumnScaler.fit(fitted, "abc", clip=5.0).transform(rows)
     assert np.isfinite(encoded).all()
     assert np.abs(encoded).max() <= 5.0
 

@@ -11,9 +11,8 @@ import pytest
 
 from cdmpp.errors import PredictorError, SplitError, UnknownDeviceError
 from cdmpp.predictor import Predictor, evaluate, few_shot, finetune, load_config
-from cdmpp.predictor.config import LabelConfig
 from cdmpp.predictor.data import split_data, subset
-from cdmpp.predictor.elsewhere import DevicePair, DeviceScaling
+from cdmpp.predictor.evidence import DevicePair, DeviceScaling
 from cdmpp.predictor.finetuning import choose_tasks, extend_encoder, mixed_batches, starting_weights
 from cdmpp.predictor.training import prepare, training_summary
 from cdmpp.profiler.session import read_task_file
@@ -135,21 +134,6 @@ def test_the_chosen_tasks_show_how_latencies_scale_to_the_device(small, base, co
     assert few_shot(base, other, "fast", 8, config=quick(config, epochs=1))[0].scaling == tuned.scaling
 
 
-def test_a_predictor_of_efficiencies_stays_one(small, config, tmp_path):
-    """Labels relative to a roofline: the new device's are relative to its own."""
-    changed = quick(config, epochs=8, learning_rate=0.01)
-    changed = changed.model_copy(update={"label": LabelConfig(transform="log", relative_to="roofline")})
-    split = split_data("by_device:heldout=fast;seed=0", small)
-    fitted = prepare(changed, small, split)
-    state = fitted.trainer.fit()
-    base = fitted.predictor(state.best, training_summary(changed, small, split, state))
-    result = finetune(base, small, "fast", tmp_path, tasks=4, config=quick(config, epochs=8))
-    assert result.predictor.transform == base.transform
-    assert load_config(tmp_path / "config.yaml").label == changed.label
-    before, after = (evaluate(p, small, result.split)["overall"]["mape"] for p in (base, result.predictor))
-    assert after < before
-
-
 def test_what_is_not_chosen_changes_nothing(small, base, config, tmp_path):
     """Neither labels of the device's other tasks, nor tasks the base never trained on, nor what it is stopped by."""
     expected = finetune(base, small, "fast", tmp_path / "a", tasks=3, config=quick(config))
@@ -164,17 +148,6 @@ def test_what_is_not_chosen_changes_nothing(small, base, config, tmp_path):
     weights, reference = (r.predictor.network.state_dict() for r in (again, expected))
     assert all((weights[name] == reference[name]).all() for name in reference)
     assert again.predictor.device_factors == expected.predictor.device_factors
-
-
-def test_programs_to_stop_by_are_not_replayed(small, base, config, tmp_path):
-    from cdmpp.predictor.finetuning import _Finetuning
-
-    selection = choose_tasks(base, small, "fast", 3)
-    rows = _Finetuning(base, "", small, "fast", selection, quick(config), 0.0)._rows(base.encoder)
-    programs = small.labels["program"]
-    assert not set(programs.iloc[rows.valid]) & set(programs.iloc[np.concatenate([rows.new, rows.replay])])
-    assert set(small.labels["device"].iloc[np.concatenate([rows.new, rows.valid])]) == {"fast"}
-    assert set(small.labels["task"].iloc[rows.new]) == set(selection.tasks)
 
 
 def test_half_of_every_batch_is_new():
@@ -253,14 +226,6 @@ def test_a_device_without_records_gets_a_task_file_and_a_command(small, base, co
     )
     assert again.selection.tasks == tuple(tasks) and again.split is None
     assert again.predictor.training["finetuned"]["records_of_device"] > 0
-
-
-def test_tasks_without_records_are_replaced_by_the_next_nearest(small, base):
-    wanted = choose_tasks(base, small, "fast", 3).tasks
-    fewer = subset(small, np.flatnonzero(~rows_of(small, "fast", wanted[:1])))
-    chosen = choose_tasks(base, fewer, "fast", 3)
-    assert chosen.wanted == wanted and len(chosen.tasks) == 3
-    assert wanted[0] not in chosen.tasks and set(wanted[1:]) < set(chosen.tasks)
 
 
 def test_named_tasks_and_all_tasks(small, base, caplog):

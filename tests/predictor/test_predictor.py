@@ -33,11 +33,6 @@ def test_one_program_is_a_float_and_many_an_array(predictor, asts):
     assert predictor.predict([], "slow").shape == (0,)
 
 
-def test_predictions_do_not_depend_on_the_company(predictor, asts):
-    reordered = predictor.predict(asts[::-1], "slow")[::-1]
-    assert reordered == pytest.approx(predictor.predict(asts, "slow"), rel=1e-4)
-
-
 def test_device_by_name_or_object(predictor, asts):
     by_name = predictor.predict(asts, "fast")
     assert by_name == pytest.approx(predictor.predict(asts, make_device("fast", 4000.0)), rel=1e-6)

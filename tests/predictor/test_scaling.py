@@ -11,15 +11,15 @@ import pytest
 
 from cdmpp.errors import PredictorError
 from cdmpp.predictor import Predictor, evaluate
-from cdmpp.predictor.elsewhere import (
+from cdmpp.predictor.evidence import (
     DevicePair,
     DeviceScaling,
+    Evidence,
     combine,
     device_distance,
     fit_scaling,
+    measured_latencies,
 )
-from cdmpp.predictor.evidence import Evidence
-from cdmpp.predictor.program_file import measured_latencies
 from cdmpp.predictor.training import train
 from tests.samples.training import make_data, small_config
 

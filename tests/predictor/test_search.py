@@ -14,7 +14,6 @@ from rich.console import Console
 
 from cdmpp.cli import main
 from cdmpp.cli.learn import show_search
-from cdmpp.cli.main import _parser
 from cdmpp.errors import LabelError, PredictorError
 from cdmpp.predictor import config_from_dict, load_config, train
 from cdmpp.predictor.baselines import CdmppModel, LatencyModel, TaskMedian, make_model
@@ -197,7 +196,7 @@ def test_the_test_part_cannot_be_looked_at(data, small, tmp_path, monkeypatch):
 
 
 def test_the_command_goes_on_where_it_stopped(data, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("cdmpp.predictor.search.gather", lambda paths, config: data)
+    monkeypatch.setattr("cdmpp.predictor.training.gather", lambda paths, config: data)
     out, shown = tmp_path / "search", tmp_path / "shown.json"
     args = ["search", "--config", "configs/smoke.yaml", "--data", "somewhere", "--model", "xgboost-ast"]
     args += ["--split", "within_task:test=0.3", "--out", str(out), "--json", str(shown)]
@@ -211,12 +210,6 @@ def test_the_command_goes_on_where_it_stopped(data, tmp_path, monkeypatch, capsy
     more = json.loads(shown.read_text())
     assert more["trials"][0] == first["trials"][0] and len(more["trials"]) == 2
     assert "2 complete" in capsys.readouterr().out
-
-
-def test_the_command_offers_the_models_that_have_a_space():
-    for model in SEARCHED_MODELS:
-        args = ["search", "--trials", "1", "--out", "x", "--model", model]
-        assert _parser("search").parse_args(args).model == model
 
 
 def test_bad_input(data, small, tmp_path):
@@ -246,11 +239,6 @@ def test_a_baseline_starts_with_what_it_has(data, small, tmp_path, scripted, nam
     scripted(lambda number, model: None)
     (first,) = search(small, data, tmp_path / "s", trials=1, model=name).summary["trials"]
     assert first["values"][option] == value
-
-
-def test_trees_start_with_what_they_have(data, small, tmp_path) -> None:
-    (first,) = search(small, data, tmp_path, trials=1, model="xgboost-ast").summary["trials"]
-    assert (first["values"]["params.eta"], first["values"]["params.max_depth"]) == (0.05, 8)
 
 
 def test_values_outside_of_the_space_are_left_to_the_search(small) -> None:

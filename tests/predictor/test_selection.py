@@ -10,10 +10,7 @@ import pytest
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.data import split_data
 from cdmpp.predictor.selection import (
-    ast_features,
-    embed_programs,
     select_tasks,
-    task_vectors,
     write_task_file,
 )
 from cdmpp.predictor.training import prepare
@@ -66,14 +63,6 @@ def test_the_next_nearest_task_of_the_cluster_takes_the_place_of_one_that_is_not
     assert select_tasks(three_kinds, 3, available={"t008"}).tasks == ("t008",)
 
 
-def test_weights_move_the_clusters(three_kinds):
-    weights = {"t000": 1.0, "t002": 1.0, "t008": 50.0}
-    assert select_tasks(three_kinds, 3, weights=weights).tasks == ("t000", "t002", "t008")
-    for bad in ({}, {"t000": -1.0, "t001": 2.0}, {"t000": float("nan")}):
-        with pytest.raises(PredictorError, match="weights of tasks"):
-            select_tasks(three_kinds, 3, weights=bad)
-
-
 @pytest.mark.parametrize("select", ["kmeans", "random"])
 def test_a_choice_is_repeatable_and_as_large_as_asked(small, predictor, select):
     chosen = select_tasks(small, 4, select, seed=3, predictor=predictor)
@@ -91,33 +80,6 @@ def test_random_choices_differ_by_seed_and_grow_with_k(small):
     choices = {select_tasks(small, 3, "random", seed).tasks for seed in range(6)}
     assert len(choices) > 1
     assert set(select_tasks(small, 2, "random", 1).tasks) < set(select_tasks(small, 5, "random", 1).tasks)
-
-
-def test_equal_tasks_still_make_as_many_choices(three_kinds):
-    same = {program: next(iter(three_kinds.asts.values())) for program in three_kinds.asts}
-    data = type(three_kinds)(three_kinds.labels, same, three_kinds.devices, three_kinds.networks, {})
-    assert len(set(select_tasks(data, 4).tasks)) == 4
-
-
-def test_vectors_are_means_over_programs(small, predictor):
-    programs = ["p000_000", "p000_001", "p001_000"]
-    asts = [small.asts[name] for name in programs]
-    rows = embed_programs(predictor, asts)
-    vectors = task_vectors(["t000", "t001"], programs, ["t000", "t000", "t001"], small.asts, predictor)
-    assert rows.shape == (3, 16) and np.abs(rows).max() <= 1
-    assert np.allclose(vectors, [rows[:2].mean(0), rows[2]])
-    # drop-out is off, and the same program has the same embedding in every batch
-    assert np.allclose(embed_programs(predictor, asts[::-1])[::-1], rows, atol=1e-6)
-
-
-def test_ast_features_known_answer():
-    leaves = np.zeros((2, len(LEAF_FEATURES)), np.float32)
-    leaves[:, 0] = np.expm1([1.0, 4.0])
-    row = ast_features([CompactAST(leaves=leaves, positions=np.arange(2, dtype=np.int32), n_nodes=2)])[0]
-    n = len(LEAF_FEATURES)
-    assert row.shape == (2 * n + 1,)
-    assert [row[0], row[n], row[-1]] == pytest.approx([2.5, 4.0, np.log(2)])
-    assert not row[1:n].any()
 
 
 def test_the_file_is_what_profile_takes(three_kinds, tmp_path):

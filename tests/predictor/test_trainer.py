@@ -199,16 +199,17 @@ def test_ranking_improves_the_order_within_tasks(make_trainer):
 def test_starting_weights_are_taken_and_must_fit(make_trainer, data, config):
     trained = make_trainer(epochs=2).fit().best
     fitted = prepare(config, data, split_data("by_task:seed=0", data))
-    split, encoder = split_data("by_task:seed=0", data), fitted.encoder
-    dims = encoder.leaf_dim, encoder.device_dim, encoder.pair_dim
+    split = split_data("by_task:seed=0", data)
     train, valid = (fitted.arrays.take(np.asarray(rows)) for rows in (split.train, split.valid))
-    trainer = Trainer(config, fitted.transform, train, valid, *dims, weights=trained)
+    trainer = Trainer(config, fitted.transform, train, valid, weights=trained)
     assert_same(trainer.network.state_dict(), trained)
     with pytest.raises(PredictorError, match="do not fit the network"):
-        Trainer(config, fitted.transform, train, valid, dims[0] + 1, *dims[1:], weights=trained)
+        wider = config.model.model_copy(update={"dim": 2 * config.model.dim})
+        other = config.model_copy(update={"model": wider})
+        Trainer(other, fitted.transform, train, valid, weights=trained)
     with pytest.raises(PredictorError, match="tasks are not known"):
         ranked = config.model_copy(update={"loss": config.loss.model_copy(update={"rank_weight": 1.0})})
-        Trainer(ranked, fitted.transform, replace(train, group=None), valid, *dims)
+        Trainer(ranked, fitted.transform, replace(train, group=None), valid)
 
 
 def test_instruction_counts_are_learnt_where_there_are_some(data, config):

@@ -49,18 +49,11 @@ def watch(core: Core) -> Sentinel:
     return watcher
 
 
-def test_a_busy_neighbour_is_seen_and_clock_changes_are_not(core: Core) -> None:
+@pytest.mark.parametrize(("slow", "calm"), [(1.0, True), (1.15, True), (1.8, False)])
+def test_a_busy_neighbour_is_seen_and_clock_changes_are_not(core: Core, slow: float, calm: bool) -> None:
     watcher = watch(core)
-    assert watcher.calm()
-    core.busy_until, core.slow = float("inf"), 1.8
-    core._inside = False
-    watcher._seen_at = float("-inf")
-    slow = watcher._pass_s()
-    assert slow == pytest.approx(18e-6)
-    assert slow > module._TOLERANCE * watcher.clean_s
-    core._inside = False
-    core.slow = 1.15
-    assert watcher._pass_s() < module._TOLERANCE * watcher.clean_s
+    core.busy_until, core.slow = float("inf"), slow
+    assert watcher.calm() is calm
 
 
 def test_a_faster_pass_corrects_what_undisturbed_means(core: Core) -> None:
@@ -116,29 +109,24 @@ def loaded(answers: list[bool], plan: SamplingPlan) -> Any:
     return program
 
 
-def test_only_undisturbed_samples_count() -> None:
-    program = loaded([True, False, False, True, True, True], SamplingPlan(min_samples=4, max_samples=4))
+@pytest.mark.parametrize(
+    ("answers", "plan", "samples_s", "share"),
+    [
+        ([True, False, False, True, True, True], SamplingPlan(min_samples=4, max_samples=4), {1, 4, 5, 6}, 0.0),
+        # Never left alone: twice max_samples, then it ends.
+        ([False] * 7 + [True] + [False] * 50, SamplingPlan(min_samples=4, max_samples=4), set(range(1, 9)), 7 / 8),
+        # At least two are taken whatever happens.
+        ([False] * 50, SamplingPlan(min_samples=2, max_samples=4, max_wait_s=0.0), {1, 2}, 1.0),
+    ],
+)  # fmt: skip
+def test_undisturbed_samples_count_or_the_share_of_others_is_told(
+    answers: list[bool], plan: SamplingPlan, samples_s: set[int], share: float
+) -> None:
+    program = loaded(answers, plan)
     while program.wants_more:
         program.sample()
-    assert program.calm == [1.0, 4.0, 5.0, 6.0]
-    assert program.disturbed == [2.0, 3.0]
-    assert program.result() == ((1.0, 4.0, 5.0, 6.0), 0.0)
-
-
-def test_a_program_that_was_never_left_alone_is_reported_as_such() -> None:
-    program = loaded([False] * 7 + [True] + [False] * 50, SamplingPlan(min_samples=4, max_samples=4))
-    while program.wants_more:
-        program.sample()
-    samples_s, share = program.result()
-    assert sorted(samples_s) == [float(i) for i in range(1, 9)], "twice max_samples, then it ends"
-    assert share == pytest.approx(7 / 8)
-
-
-def test_at_least_two_samples_are_taken_whatever_happens() -> None:
-    program = loaded([False] * 50, SamplingPlan(min_samples=2, max_samples=4, max_wait_s=0.0))
-    while program.wants_more:
-        program.sample()
-    assert program.result() == ((1.0, 2.0), 1.0)
+    found, disturbed = program.result()
+    assert set(found) == samples_s and len(found) == len(samples_s) and disturbed == pytest.approx(share)
 
 
 def item_of(program: str) -> _Item:

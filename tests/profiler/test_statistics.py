@@ -13,14 +13,17 @@ from cdmpp.profiler.statistics import SamplingPlan, label, split_half_difference
 latencies = st.lists(st.floats(1e-8, 10.0), min_size=2, max_size=40)
 
 
-def test_label_is_the_mean_of_the_lower_half() -> None:
-    assert label([4.0, 1.0, 100.0, 2.0]) == pytest.approx(1.5)
-    assert label([3.0, 1.0, 2.0]) == pytest.approx(1.5)  # two of three
-    assert label([7.0]) == 7.0
-
-
-def test_label_ignores_disturbances_of_half_the_samples() -> None:
-    assert label([1.0, 1.0, 1.0, 50.0, 90.0, 1.0]) == 1.0
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        ([4.0, 1.0, 100.0, 2.0], 1.5),
+        ([3.0, 1.0, 2.0], 1.5),  # two of three
+        ([7.0], 7.0),
+        ([1.0, 1.0, 1.0, 50.0, 90.0, 1.0], 1.0),  # disturbances of half the samples
+    ],
+)
+def test_label_is_the_mean_of_the_lower_half(samples: list[float], expected: float) -> None:
+    assert label(samples) == pytest.approx(expected)
 
 
 def test_split_half_by_hand() -> None:

@@ -27,59 +27,34 @@ def expect(found: dict[str, float], **wanted: float) -> None:
 
 
 def test_features_are_named_documented_and_unique() -> None:
-    assert len(set(LEAF_FEATURES)) == len(LEAF_FEATURES)
-    assert 150 <= len(LEAF_FEATURES) <= 300
-    assert tuple(LEAF_FEATURE_DOCS) == LEAF_FEATURES
-    assert all(LEAF_FEATURE_DOCS.values())
+    assert 150 <= len(set(LEAF_FEATURES)) == len(LEAF_FEATURES) <= 300
+    assert tuple(LEAF_FEATURE_DOCS) == LEAF_FEATURES and all(LEAF_FEATURE_DOCS.values())
     assert FEATURE_SET.startswith("ast")
 
 
 def test_shapes_and_pre_order_positions() -> None:
     # root 0, i0 1, j0 2, i1 3, j1 4, init 5, k0 6, i2 7, k1 8, j2 9, update 10
     ast = compact_ast(parse(MATMUL))
-    assert ast.leaves.shape == (2, len(LEAF_FEATURES))
-    assert ast.leaves.dtype == np.float32
-    assert ast.positions.dtype == np.int32
-    assert ast.positions.tolist() == [5, 10]
-    assert ast.n_nodes == 11
-    assert ast.n_leaves == 2
-    assert np.isfinite(ast.leaves).all()
+    assert ast.leaves.shape == (2, len(LEAF_FEATURES)) and np.isfinite(ast.leaves).all()
+    assert (ast.leaves.dtype, ast.positions.dtype) == (np.float32, np.int32)
+    assert (ast.positions.tolist(), ast.n_nodes, ast.n_leaves) == ([5, 10], 11, 2)
 
 
 def test_loops_of_a_tiled_matmul() -> None:
     update = leaf(compact_ast(parse(MATMUL)), 1)
     expect(update, loops=6, iterations=64 * 64 * 32, domain=64 * 64 * 32, overcompute=1)
     expect(update, is_reduction=1, is_init=0, guarded=0, predicated=0, leaf_index=1, leaf_count=2)
-    expect(
-        update,
-        parallel=8,
-        parallel_inner=4 * 8 * 8 * 4 * 16,
-        vectorized=16,
-        reduction=32,
-        serial_reduction=32,
-    )
+    expect(update, parallel=8, parallel_inner=4 * 8 * 8 * 4 * 16, vectorized=16, reduction=32)
+    expect(update, serial_reduction=32)
     expect(update, serial_spatial=4 * 8, block_idx=1, thread_idx=1, cores_2=1, cores_8=1, cores_16=2)
     # Both leaves share i0 (8) and j0 (4).
     expect(update, shared_before=32, shared_after=1)
+    names = ("extent", "reduction", "vectorized", "unrolled", "parallel")
     window = [
-        (16, 0, 1, 0, 0),
-        (4, 1, 0, 1, 0),
-        (8, 0, 0, 1, 0),
-        (8, 1, 0, 0, 0),
-        (4, 0, 0, 0, 0),
-        (8, 0, 0, 0, 1),
-    ]
-    for i, (extent, reduction, vectorized, unrolled, parallel) in enumerate(window, 1):
-        expect(
-            update,
-            **{
-                f"loop{i}_extent": extent,
-                f"loop{i}_reduction": reduction,
-                f"loop{i}_vectorized": vectorized,
-                f"loop{i}_unrolled": unrolled,
-                f"loop{i}_parallel": parallel,
-            },
-        )
+        (16, 0, 1, 0, 0), (4, 1, 0, 1, 0), (8, 0, 0, 1, 0), (8, 1, 0, 0, 0), (4, 0, 0, 0, 0), (8, 0, 0, 0, 1),
+    ]  # fmt: skip
+    for i, values in enumerate(window, 1):
+        expect(update, **{f"loop{i}_{name}": value for name, value in zip(names, values, strict=True)})
     expect(update, loop7_extent=0)
 
 
@@ -93,12 +68,8 @@ def test_straight_line_code_of_a_tiled_matmul() -> None:
     expect(update, hold=8, next_extent=8, next_reduction=1, chain=131072 / 128)
     expect(update, op_fma=1, op_fadd=0, op_fmul=0, flops=2 * 131072, loads=3 * 131072)
     expect(update, simd_extent=16, simd_contiguous=2, simd_broadcast=1, simd_strided=0, simd_gather=0)
-    expect(
-        update,
-        fp_instructions_16b=131072 / 4,
-        fp_instructions_32b=131072 / 8,
-        fp_instructions_64b=131072 / 16,
-    )
+    expect(update, fp_instructions_16b=131072 / 4, fp_instructions_32b=131072 / 8)
+    expect(update, fp_instructions_64b=131072 / 16)
     # 16 of a row of C or B lie side by side, 4 of a row of A.
     expect(update, run_stored=16, run_loaded=16, slot1_tile_run=16, fp_instructions_packed=131072 / 8)
     # C stays in registers over k0: 128 elements, 32 times. A: 32 elements 256 times. B: 64 elements 256 times.
@@ -111,9 +82,8 @@ def test_straight_line_code_of_a_tiled_matmul() -> None:
 def test_memory_of_a_tiled_matmul() -> None:
     update = leaf(compact_ast(parse(MATMUL)), 1)
     # Slots: the store C first, then A and B, which move as much (8192 bytes), in order of occurrence.
-    expect(
-        update, slot1_stores=1, slot1_loads=1, slot2_stores=0, slot2_loads=1, slot3_loads=1, slot4_itemsize=0
-    )
+    expect(update, slot1_stores=1, slot1_loads=1, slot2_stores=0, slot2_loads=1, slot3_loads=1)
+    expect(update, slot4_itemsize=0)
     expect(update, slot1_stride_1=1, slot1_stride_2=0, slot1_stride_3=64, slot1_simd_stride=1)
     expect(update, slot2_stride_1=0, slot2_stride_2=1, slot2_stride_3=32, slot2_simd_stride=0)
     expect(update, slot3_stride_1=1, slot3_stride_2=64, slot3_stride_3=0, slot3_simd_stride=1)
@@ -150,18 +120,11 @@ def test_convolution_with_initialisation_in_its_block() -> None:
     expect(init, is_init=1, guarded=1, loops=3, iterations=4 * 8 * 8, domain=4 * 8 * 8, loop1_extent=8)
     expect(conv, guarded=1, loops=6, iterations=4 * 8 * 8 * 8 * 3 * 3, reduction=72, hold=72, chain=18432)
     # P: 3 of a row; 3 rows of 10 make 23 elements or 2 lines; 8 channels, 3 lines each; all of it.
-    expect(
-        conv,
-        slot2_intermediate=1,
-        slot2_bytes_1=64,
-        slot2_bytes_2=128,
-        slot2_bytes_3=24 * 64,
-        slot2_unique=3200,
-    )
+    expect(conv, slot2_intermediate=1, slot2_bytes_1=64, slot2_bytes_2=128, slot2_bytes_3=24 * 64)
+    expect(conv, slot2_unique=3200)
     # W is contiguous: 3, 9, 72 elements.
-    expect(
-        conv, slot3_bytes_1=64, slot3_bytes_2=64, slot3_bytes_3=5 * 64, slot3_reuse=64, slot3_intermediate=0
-    )
+    expect(conv, slot3_bytes_1=64, slot3_bytes_2=64, slot3_bytes_3=5 * 64, slot3_reuse=64)
+    expect(conv, slot3_intermediate=0)
     # 512 bytes hold two loops (64 + 128 + 64), not three: c's data are moved once for each of 256 outputs.
     expect(conv, working_set_2=256, working_set_3=1920, moved_512b=256 * (2 * 64 + 1536 + 320))
     # The halo makes one image of 10 x 10 out of 8 x 8.
@@ -171,18 +134,11 @@ def test_convolution_with_initialisation_in_its_block() -> None:
 def test_fused_loops_are_contiguous_again() -> None:
     exp, scale = (leaf(compact_ast(parse(CHAIN)), i) for i in range(2))
     expect(exp, op_exp=1, special=2048, parallel=32, vectorized=64, simd_contiguous=2, simd_gather=0)
-    expect(
-        exp, slot2_stride_1=1, slot2_stride_2=64, slot2_bytes_1=256, slot2_bytes_all=8192, slot2_unique=8192
-    )
+    expect(exp, slot2_stride_1=1, slot2_stride_2=64, slot2_bytes_1=256, slot2_bytes_all=8192)
+    expect(exp, slot2_unique=8192)
     # E is allocated inside the parallel loop: TVM shrinks it to the 64 elements that live there.
-    expect(
-        exp,
-        slot1_storage=256,
-        slot1_unique=256,
-        slot1_handovers=32,
-        slot1_handover=512,
-        program_allocated=256,
-    )
+    expect(exp, slot1_storage=256, slot1_unique=256, slot1_handovers=32, slot1_handover=512)
+    expect(exp, program_allocated=256)
     # S is read in rows of 256 although the loop is fused: f takes 4 distinct columns of 64.
     expect(scale, slot2_unique=256 * 4, slot2_reuse=8, op_fdiv=1, op_fadd=1, simd_auto=1)
     expect(scale, simd_extent=64, vectorized=1, fp_instructions_64b=2 * 2048 / 16)
@@ -217,20 +173,12 @@ def test_threads_of_a_gpu_compute_each_their_own() -> None:
 def test_predicates_and_scalarised_loops() -> None:
     ast = compact_ast(parse(PREDICATED))
     init, total, pad = (leaf(ast, i) for i in range(3))
-    expect(
-        total, predicated=1, iterations=4 * 128, domain=400, overcompute=1.28, branch_inner=1, reduction=128
-    )
+    expect(total, predicated=1, iterations=4 * 128, domain=400, overcompute=1.28, branch_inner=1)
+    expect(total, reduction=128)
     expect(init, is_init=1, iterations=4, domain=4)
     # TVM makes a vectorised loop serial if a branch depends on it.
-    expect(
-        pad,
-        vectorized=1,
-        scalarised=32,
-        simd_auto=0,
-        op_branch=1,
-        loop1_vectorized=0,
-        mem_instructions_64b=64,
-    )
+    expect(pad, vectorized=1, scalarised=32, simd_auto=0, op_branch=1, loop1_vectorized=0)
+    expect(pad, mem_instructions_64b=64)
 
 
 def test_gpu_threads_shared_memory_and_virtual_threads() -> None:
@@ -241,18 +189,11 @@ def test_gpu_threads_shared_memory_and_virtual_threads() -> None:
         expect(found, block_idx=16, thread_idx=64, vthread=4)
         # Shared: the 8 x 128 tile of one step; local: 4 floats a thread.
         expect(found, program_shared=8 * 128 * 4, program_local=16)
-    expect(
-        stage,
-        iterations=16 * 4 * 64 * 16 * 2 * 8,
-        vectorized=8,
-        slot1_shared=1,
-        slot2_shared=0,
-        overcompute=64,
-    )
+    expect(stage, iterations=16 * 4 * 64 * 16 * 2 * 8, vectorized=8, slot1_shared=1, slot2_shared=0)
+    expect(stage, overcompute=64)
     expect(stage, simd_extent=64, slot2_simd_stride=8, slot2_bytes_1=64, slot2_bytes_2=64 * 8 * 4)
-    expect(
-        update, iterations=128**3, reduction=128, thread_iterations=4 * 128 * 4, slot1_local=1, slot2_shared=1
-    )
+    expect(update, iterations=128**3, reduction=128, thread_iterations=4 * 128 * 4, slot1_local=1)
+    expect(update, slot2_shared=1)
     # 64 threads read 32 groups of 4 columns: stride 4, of 2 rows of A each one element.
     expect(update, slot2_simd_stride=4, slot2_bytes_1=512, slot3_bytes_1=128, chain=128**3 / 64)
     expect(write, slot1_bytes_1=2 * 512, slot1_bytes_2=2 * 512, slot1_local=0, slot2_local=1)
@@ -266,9 +207,8 @@ def test_indices_read_from_memory() -> None:
 
 def test_dtype_and_integer_operations() -> None:
     half = compact_ast(parse(CHAIN.replace('"float32"', '"float16"').replace("T.float32", "T.float16")))
-    expect(
-        leaf(half, 1), itemsize=2, is_float=1, slot2_unique=512, slot1_storage=4096, fp_instructions_64b=128
-    )
+    expect(leaf(half, 1), itemsize=2, is_float=1, slot2_unique=512, slot1_storage=4096)
+    expect(leaf(half, 1), fp_instructions_64b=128)
     text = """
 @T.prim_func(s_tir=True)
 def main(X: T.Buffer((8,), "int64"), Y: T.Buffer((8,), "int64")):
@@ -280,9 +220,8 @@ def main(X: T.Buffer((8,), "int64"), Y: T.Buffer((8,), "int64")):
                 T.writes(Y[v])
                 Y[v] = X[v] * T.int64(3) + X[v] // T.int64(5)
 """
-    expect(
-        leaf(compact_ast(parse(text)), 0), itemsize=8, is_float=0, op_imul=1, op_iadd=1, op_idivmod=1, flops=0
-    )
+    expect(leaf(compact_ast(parse(text)), 0), itemsize=8, is_float=0, op_imul=1, op_iadd=1, op_idivmod=1)
+    expect(leaf(compact_ast(parse(text)), 0), flops=0)
 
 
 def test_loops_without_blocks() -> None:
@@ -296,9 +235,8 @@ def main(X: T.Buffer((8, 4), "float32"), Y: T.Buffer((8,), "float32")):
 """
     ast = compact_ast(parse(text))
     assert ast.positions.tolist() == [2, 4]
-    expect(
-        leaf(ast, 1), iterations=32, domain=0, is_reduction=1, reduction=4, unrolled=4, tile_points=4, hold=1
-    )
+    expect(leaf(ast, 1), iterations=32, domain=0, is_reduction=1, reduction=4, unrolled=4, tile_points=4)
+    expect(leaf(ast, 1), hold=1)
     expect(leaf(ast, 1), tile_outputs=1, tile_inputs=5, slot2_unique=128)
 
 

@@ -13,10 +13,10 @@ import numpy as np
 
 from cdmpp.device import get_device
 from cdmpp.errors import ProfilerError
-from cdmpp.profiler.gpu.build import KernelJob
-from cdmpp.profiler.gpu.bundle import Bundle, BundledProgram, CudaProgram, Launch, Reference
-from cdmpp.profiler.gpu.check import reference_inputs, summarise_outputs
-from cdmpp.profiler.gpu.device import GpuFacts, GpuFault, GpuState
+from cdmpp.profiler.arguments import Reference, reference_inputs, summarise_outputs
+from cdmpp.profiler.gpu.build import KernelJob, MeasureJob
+from cdmpp.profiler.gpu.bundle import Bundle, BundledProgram, CudaProgram, Launch
+from cdmpp.profiler.gpu.sampling import GpuFacts, GpuFault
 from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.types import Program, Space, Task
 
@@ -110,8 +110,8 @@ class FakeGpu:
     def unload(self, loaded: BundledProgram) -> None:
         self.log.append(("unload", loaded.program))
 
-    def state(self) -> GpuState:
-        return GpuState(clock_mhz=1980.0, temperature_c=40.0, throttle="")
+    def state(self) -> dict[str, Any]:
+        return {"clock_mhz": 1980.0, "temperature_c": 40.0, "throttle": ""}
 
     def _misbehave(self, program: str, when: str) -> None:
         own = self._of(program)
@@ -180,7 +180,7 @@ def jobs_of(bundle: Bundle, degree: int = 1) -> list[KernelJob]:
     """A job a program."""
     programs = [bundle.programs[kernel.program] for kernel in bundle.kernels]
     return [
-        KernelJob(p, bundle.tasks[p.task_hash], bundle.spaces[str(p.space_hash)], kernel, degree)
+        KernelJob(p, bundle.tasks[p.task_hash], bundle.spaces[str(p.space_hash)], MeasureJob(kernel, degree))
         for p, kernel in zip(programs, bundle.kernels, strict=True)
     ]
 

@@ -8,12 +8,11 @@ from types import TracebackType
 from typing import Any
 
 from cdmpp.profiler.engine import BuildJob, Outcome
-from cdmpp.tuner.candidates import SearchConfig
 from cdmpp.tuner.config import TuneConfig
 from cdmpp.tuner.objective import Objective
 
 #: A search that takes a third of a second a round.
-SEARCH = SearchConfig(population=24, generations=1)
+SEARCH = {"population": 24, "generations": 1}
 
 
 def tune_config(trials: int, **options: Any) -> TuneConfig:
@@ -23,7 +22,7 @@ def tune_config(trials: int, **options: Any) -> TuneConfig:
         for name in ("max_measurements", "budget_s", "least_gain_per_minute")
         if name in options
     }
-    settings = {"predictor": None, "trim": None, "batch": 6, "search": SEARCH, **options}
+    settings = {"predictor": None, "trim": None, "batch": 6, **SEARCH, **options}
     return TuneConfig(Objective(trials, **limits), **settings)
 
 

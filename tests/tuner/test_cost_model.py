@@ -29,7 +29,7 @@ LLVM = {"kind": "llvm", "num-cores": 1}
 
 @pytest.fixture(scope="module")
 def context_and_candidates(on_zen3: None) -> tuple[Any, list[Any]]:
-    tuner = TaskTuner(matmul_task(48), cdmpp.get_device("this-cpu@1"), SEARCH, 1)
+    tuner = TaskTuner(matmul_task(48), cdmpp.get_device("this-cpu@1"), 1, **SEARCH)
     tuner.start(ms.database.MemoryDatabase(), ms.cost_model.RandomModel(), 12)
     return tuner.context, [c.measure for c in tuner.propose() or ()]
 
@@ -95,27 +95,24 @@ def test_bad_devices_are_refused() -> None:
         CostModel(None, "no-such-device")
 
 
+def by_tvm() -> dict[str, Any]:
+    """A small tuning of TVM's own but for what it is given."""
+    return {
+        "space": ms.space_generator.PostOrderApply(sch_rules="llvm", postprocs="llvm", mutator_probs="llvm"),
+        "strategy": ms.search_strategy.EvolutionarySearch(
+            population_size=24, genetic_num_iters=1, init_min_unmeasured=1
+        ),
+        "seed": 1,
+    }
+
+
 def test_tune_tir_takes_cost_model_builder_and_runner(tmp_path: Path) -> None:
     engine, model = FakeEngine(), CostModel(None, "this-cpu@1")
     mod = tvm.IRModule({"main": matmul_task(48).prim_func()})
     with Measurer(engine) as measurer:
         builder, runner = builder_and_runner(measurer)
-        database = ms.tune_tir(
-            mod,
-            LLVM,
-            str(tmp_path),
-            12,
-            num_trials_per_iter=6,
-            builder=builder,
-            runner=runner,
-            cost_model=model,
-            space=ms.space_generator.PostOrderApply(sch_rules="llvm", postprocs="llvm", mutator_probs="llvm"),
-            strategy=ms.search_strategy.EvolutionarySearch(
-                population_size=24, genetic_num_iters=1, init_min_unmeasured=1
-            ),
-            num_tuning_cores=1,
-            seed=1,
-        )
+        given = {"builder": builder, "runner": runner, "cost_model": model, "num_tuning_cores": 1}
+        database = ms.tune_tir(mod, LLVM, str(tmp_path), 12, num_trials_per_iter=6, **given, **by_tvm())
     assert len(engine.measured) == 12 and len(database) == 12
     found = sorted(float(record.run_secs[0]) for record in database.get_all_tuning_records())
     assert found == pytest.approx(sorted(made_up_latency_s(h) for h in engine.measured))
@@ -138,21 +135,9 @@ def test_tune_relax_takes_them_too_and_its_database_deploys(
     engine, model = FakeEngine(), CostModel(None, "this-cpu@1")
     with Measurer(engine) as measurer:
         builder, runner = builder_and_runner(measurer)
+        given = {"builder": builder, "runner": runner, "cost_model": model}
         ms.relax_integration.tune_relax(
-            fused.module,
-            {},
-            LLVM,
-            str(tmp_path),
-            16,
-            num_trials_per_iter=4,
-            builder=builder,
-            runner=runner,
-            cost_model=model,
-            space=ms.space_generator.PostOrderApply(sch_rules="llvm", postprocs="llvm", mutator_probs="llvm"),
-            strategy=ms.search_strategy.EvolutionarySearch(
-                population_size=24, genetic_num_iters=1, init_min_unmeasured=1
-            ),
-            seed=1,
+            fused.module, {}, LLVM, str(tmp_path), 16, num_trials_per_iter=4, **given, **by_tvm()
         )
     assert len(model.model) == len(engine.measured) > 0
     with tvm.target.Target(LLVM):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cdmpp.profiler.statistics import SamplingPlan
-from cdmpp.tuner.deployment import Runnable, Sampled, largest_difference, sample_in_turn
+from cdmpp.tuner.deployment import Sampled, VariantLatency, largest_difference, sample_in_turn
 
 #: Enough quiet samples are four (half of min_samples).
 PLAN = SamplingPlan(min_sample_s=0.002, min_samples=8, max_samples=16, max_measure_s=15.0, max_wait_s=15.0)
@@ -63,8 +63,15 @@ class FakeNetwork:
                 after(called)
 
 
-def sampled(core: Core, network: Runnable) -> Sampled:
+def sampled(core: Core, network: FakeNetwork) -> Sampled:
     return Sampled(network, core, PLAN, clock=lambda: core.now, preemptions=lambda: core.preempted)  # type: ignore[arg-type]
+
+
+def measured(core: Core, network: FakeNetwork) -> VariantLatency:
+    """The result of a network that is sampled alone."""
+    found = sampled(core, network)
+    sample_in_turn([found])
+    return found.result()
 
 
 def phases(period_s: float, quiet_s: float) -> Callable[[float], bool]:
@@ -74,9 +81,7 @@ def phases(period_s: float, quiet_s: float) -> Callable[[float], bool]:
 
 def test_an_undisturbed_network_is_labelled_by_its_runs_and_the_calls_add_up() -> None:
     core = Core(lambda now: False)
-    found = sampled(core, FakeNetwork(core, [("first", 0.003), ("second", 0.005)]))
-    sample_in_turn([found])
-    result = found.result()
+    result = measured(core, FakeNetwork(core, [("first", 0.003), ("second", 0.005)]))
     assert (result.method, result.disturbed) == ("runs", 0.0) and result.noise == pytest.approx(0, abs=1e-6)
     assert result.latency_s == result.plain_s == pytest.approx(0.008)
     assert result.calls_s == pytest.approx(0.008), "the cost of looking (2 us a call) is taken off"
@@ -87,9 +92,7 @@ def test_an_undisturbed_network_is_labelled_by_its_runs_and_the_calls_add_up() -
 
 def test_a_short_run_is_measured_in_the_gaps() -> None:
     core = Core(phases(0.3, 0.06))
-    found = sampled(core, FakeNetwork(core, [("first", 0.003), ("second", 0.005)]))
-    sample_in_turn([found])
-    result = found.result()
+    result = measured(core, FakeNetwork(core, [("first", 0.003), ("second", 0.005)]))
     assert (result.method, result.disturbed) == ("runs", 0.0)
     assert result.latency_s == pytest.approx(0.008) and result.quiet_runs >= 4
 
@@ -97,9 +100,7 @@ def test_a_short_run_is_measured_in_the_gaps() -> None:
 def test_a_run_longer_than_the_gaps_is_the_sum_of_its_calls() -> None:
     core = Core(phases(0.3, 0.06))
     functions = [(f"f{i}", 0.002 * (i + 1)) for i in range(12)]  # 156 ms in all, 24 ms at most
-    found = sampled(core, FakeNetwork(core, functions))
-    sample_in_turn([found])
-    result = found.result()
+    result = measured(core, FakeNetwork(core, functions))
     assert (result.method, result.quiet_runs, result.disturbed) == ("calls", 0, 0.0)
     assert result.latency_s == result.calls_s == pytest.approx(0.156, rel=1e-3)
     assert [call.latency_s for call in result.calls] == pytest.approx([s for _, s in functions], rel=1e-3)
@@ -135,9 +136,7 @@ def test_another_process_on_the_core_is_seen() -> None:
 
 def test_where_neighbours_never_rest_time_is_bounded_and_it_is_said() -> None:
     core = Core(lambda now: True)
-    found = sampled(core, FakeNetwork(core, [("first", 0.2), ("second", 0.4)]))
-    sample_in_turn([found])
-    result = found.result()
+    result = measured(core, FakeNetwork(core, [("first", 0.2), ("second", 0.4)]))
     assert result.disturbed == 1.0 and result.quiet_runs == 0 and result.noise is None
     assert result.latency_s == pytest.approx(1.2, rel=1e-3) and result.plain_s == pytest.approx(1.2, rel=1e-3)
     assert core.now < PLAN.max_measure_s + PLAN.max_wait_s + 2, "the plan's time and one run"
@@ -189,9 +188,7 @@ def test_calls_that_differ_from_run_to_run_are_not_added_up() -> None:
             self.functions = [(f"f{self.instrumented}", 0.05)]
             super().run_instrumented(before, after)
 
-    found = sampled(core, Changing(core, [("f", 0.05)]))
-    sample_in_turn([found])
-    result = found.result()
+    result = measured(core, Changing(core, [("f", 0.05)]))
     assert (result.method, result.calls, result.calls_s) == ("runs", (), None)
     assert result.disturbed == 1.0 and result.latency_s == result.plain_s
 

@@ -60,29 +60,25 @@ class NvmlError(Exception):
     """NVML's."""
 
 
-def made_up_nvml(monkeypatch: pytest.MonkeyPatch, energy_mj: Any) -> None:
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_gpu_counts_or_does_not_tell(monkeypatch: pytest.MonkeyPatch, tells: bool) -> None:
+    readings = iter([5_000, 5_000, 12_500] if tells else [])
+
+    def energy_mj(handle: int) -> int:
+        for value in readings:
+            return value
+        raise NvmlError("Not Supported")
+
     module: Any = types.ModuleType("pynvml")
     module.NVMLError = NvmlError
     module.nvmlInit = lambda: None
     module.nvmlDeviceGetHandleByIndex = lambda index: index
-    module.nvmlDeviceGetTotalEnergyConsumption = lambda handle: energy_mj()
+    module.nvmlDeviceGetTotalEnergyConsumption = energy_mj
     monkeypatch.setitem(sys.modules, "pynvml", module)
-
-
-def test_a_gpu_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    readings = iter([5_000, 5_000, 12_500])
-    made_up_nvml(monkeypatch, lambda: next(readings))
     counter = energy_meter(get_device("h200@0.5"))
-    assert counter is not None
-    assert (counter.joules(), counter.joules()) == (0.0, 7.5)
-
-
-def test_a_gpu_that_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsupported() -> int:
-        raise NvmlError("Not Supported")
-
-    made_up_nvml(monkeypatch, unsupported)
-    assert energy_meter(get_device("h200")) is None
+    assert (counter is not None) is tells
+    if counter is not None:
+        assert (counter.joules(), counter.joules()) == (0.0, 7.5)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert energy_meter(get_device("h200")) is None, "nvidia-ml-py is not installed"
 

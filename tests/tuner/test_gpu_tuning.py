@@ -18,11 +18,10 @@ from cdmpp.errors import ProfilerError, TunerError
 from cdmpp.profiler.engine import BuildJob, Outcome
 from cdmpp.profiler.gpu.compile import find_compiler
 from cdmpp.profiler.gpu.measure import profile_gpu
-from cdmpp.profiler.gpu.measurer import GpuMeasurer, gpu_engine
-from cdmpp.profiler.gpu.sampling import GpuConfig
+from cdmpp.profiler.gpu.sampling import GpuConfig, GpuMeasurer, gpu_engine
 from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.space import TaskSpaces
-from cdmpp.tuner.candidates import DEFAULT, SearchConfig, TaskTuner, default_schedule
+from cdmpp.tuner.candidates import DEFAULT, TaskTuner, default_schedule
 from cdmpp.tuner.config import TuneConfig
 from cdmpp.tuner.measure import alone_engine, device_of_this_machine
 from cdmpp.tuner.objective import Objective
@@ -52,7 +51,8 @@ def gpu_config(trials: int, failing: bool = False, **options: Any) -> TuneConfig
         "plan": PLAN,
         "builders": 2,
         "batch": 4,
-        "search": SearchConfig(population=12, generations=1),
+        "population": 12,
+        "generations": 1,
     }
     return TuneConfig(Objective(trials), **{**settings, **options})
 
@@ -112,15 +112,16 @@ def test_another_gpu_is_refused() -> None:
         gpu_engine(GpuConfig(), get_device("mi210"))
 
 
-def test_a_task_is_tuned_for_a_share(tmp_path: Path) -> None:
+def test_a_task_is_tuned_for_a_share_and_resumed(tmp_path: Path) -> None:
     out = tmp_path / "t"
-    report = tuned(out, 8, device="h200@0.5", failing=True)
+    tuned(out, 4, device="h200@0.5", failing=True)
+    report = tuned(out, 8, device="h200@0.5", failing=True, resume=True)
     costs = report.costs
     assert report.device == "h200@0.5" and report.network is None
     assert (costs.trials, costs.measurements, costs.dropped) == (8, 8, 0)
     dataset = Dataset.open(out / DATASET_FOLDER)
     records = dataset.records
-    assert len(records) == 9 and records["program"].is_unique, "the default schedule besides"
+    assert len(records) == 9 and records["program"].is_unique, "the default schedule besides, nothing twice"
     assert set(records["device"]) == {"h200@0.5"}
     assert dataset.meta["devices"]["h200@0.5"]["cores_used"] == 64, "partitions come in units of 8"
     metas = [join_meta(row) for row in records[records["status"] == "ok"].to_dict("records")]
@@ -150,17 +151,6 @@ def structural_hash_of(entry: Any) -> str:
     return structural_hash(entry.as_measure_candidate().sch.mod["main"])
 
 
-def test_a_resumed_tuning_measures_nothing_twice(tmp_path: Path) -> None:
-    out = tmp_path / "t"
-    tuned(out, 3, batch=3)
-    report = tuned(out, 6, batch=3, resume=True)
-    records = Dataset.open(out / DATASET_FOLDER).records
-    assert report.costs.measurements == 6
-    assert len(records) == 7 and records["program"].is_unique
-    assert (records["origin"] == DEFAULT).sum() == 1
-    assert report.untuned_s is not None
-
-
 def test_a_task_without_a_default_schedule_is_tuned_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,7 +164,7 @@ def test_a_task_without_a_default_schedule_is_tuned_all_the_same(
 
 def test_the_default_schedule_is_what_stays_where_nothing_is_faster(tmp_path: Path) -> None:
     task = matmul_task(32)
-    tuner = TaskTuner(task, get_device("h200"), SearchConfig(2, 1), 1)
+    tuner = TaskTuner(task, get_device("h200"), 1)
     job = tuner.untuned()
     assert job is not None and job.space is not None
     script = {job.program.hash: {"run_s": 1e-7}}
@@ -207,13 +197,7 @@ def test_a_gpu_that_is_lost_ends_all_workers(tmp_path: Path) -> None:
     arguments = {"lives": str(lives), "breaks": True}
     config = gpu_config(4, shards=2, gpu_arguments=arguments)
     with pytest.raises(ProfilerError, match="the GPU does not answer"):
-        tune_tasks(
-            "toy",
-            [(matmul_task(32), 1.0)],
-            device="h200@0.5",
-            out=tmp_path / "t",
-            config=config,
-        )
+        tune_tasks("toy", [(matmul_task(32), 1.0)], device="h200@0.5", out=tmp_path / "t", config=config)
 
 
 def test_shares_that_do_not_fit() -> None:

@@ -20,22 +20,16 @@ from tests.samples.tuning import FakeEngine, made_up_latency_s
 PATIENCE_S = 600.0
 
 
-def test_outcomes_come_to_whom_they_belong() -> None:
-    jobs = sampled(matmul_task(), 5)
-    with Measurer(FakeEngine()) as measurer:
-        futures = measurer.submit(jobs)
-        for job, future in zip(jobs, futures, strict=True):
-            outcome = future.result(timeout=PATIENCE_S)
-            assert outcome.job.program.hash == job.program.hash
-            assert outcome.latency_s == made_up_latency_s(job.program.hash)
-
-
-def test_a_program_under_way_is_not_measured_twice() -> None:
-    jobs, engine = sampled(matmul_task(), 2), FakeEngine(delay_s=0.1)
+def test_outcomes_come_to_whom_they_belong_and_nothing_is_measured_twice() -> None:
+    jobs, engine = sampled(matmul_task(), 5), FakeEngine(delay_s=0.05)
     with Measurer(engine) as measurer:
-        first, second = measurer.submit(jobs), measurer.submit(jobs)
-    assert first[0] is second[0] and first[1].result() is second[1].result()
-    assert len(engine.measured) == 2, "leaving waits for what was submitted"
+        futures, again = measurer.submit(jobs), measurer.submit(jobs[:2])
+    assert all(first is second for first, second in zip(futures, again, strict=False))
+    assert len(engine.measured) == 5, "leaving waits for what was submitted"
+    for job, future in zip(jobs, futures, strict=True):
+        outcome = future.result(timeout=PATIENCE_S)
+        assert outcome.job.program.hash == job.program.hash
+        assert outcome.latency_s == made_up_latency_s(job.program.hash)
 
 
 def test_scheduled_modules_are_measured_as_they_are() -> None:
@@ -90,33 +84,20 @@ def test_an_engine_that_fails_is_heard_of() -> None:
             measurer.submit(sampled(matmul_task(16), 1))[0].result(timeout=PATIENCE_S)
 
 
-def endless_engine() -> tuple[FakeEngine, Measurer]:
-    """An engine whose first program takes until its measurer gives up."""
-
-    def latency_s(digest: str) -> float:
+@pytest.mark.parametrize("by", ["abort", "Ctrl-C"])
+def test_giving_up_does_not_wait(by: str) -> None:
+    def latency_s(digest: str) -> float:  # the first program takes until the measurer gives up
         measurer._abort.wait()
         return made_up_latency_s(digest)
 
     engine = FakeEngine(latency_s)
     measurer = Measurer(engine)
-    return engine, measurer
-
-
-def test_giving_up_does_not_wait() -> None:
-    engine, measurer = endless_engine()
-    with measurer:
-        futures = measurer.submit(sampled(matmul_task(), 8))
-        measurer.abort()
-        assert all(future.cancelled() for future in futures[1:])
-        with pytest.raises(CancelledError):
-            futures[-1].result(timeout=PATIENCE_S)
-    assert len(engine.measured) <= 1
-    assert not any(t.name == "measurer" for t in threading.enumerate())
-
-
-def test_leaving_after_ctrl_c_does_not_wait_either() -> None:
-    engine, measurer = endless_engine()
     with pytest.raises(KeyboardInterrupt), measurer:
         futures = measurer.submit(sampled(matmul_task(), 8))
+        if by == "abort":
+            measurer.abort()
+            with pytest.raises(CancelledError):
+                futures[-1].result(timeout=PATIENCE_S)
         raise KeyboardInterrupt
     assert all(future.cancelled() for future in futures[1:]) and len(engine.measured) <= 1
+    assert not any(t.name == "measurer" for t in threading.enumerate())

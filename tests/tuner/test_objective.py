@@ -14,15 +14,7 @@ from hypothesis import strategies as st
 
 from cdmpp.errors import TunerError
 from cdmpp.tuner.candidates import ROUNDS, Leftovers
-from cdmpp.tuner.objective import (
-    Costs,
-    Curve,
-    Objective,
-    Point,
-    geometric_mean,
-    parse_duration,
-    parse_fraction,
-)
+from cdmpp.tuner.objective import Costs, Curve, Objective, Point, parse_duration, parse_fraction
 from cdmpp.tuner.scheduler import TaskState, next_task
 from cdmpp.tuner.trimmer import Trimmer, worth_measuring
 
@@ -50,12 +42,6 @@ def test_forecast_looks_at_the_later_part_and_needs_some_points() -> None:
     assert curve(lambda t: 1.0, [10.0] * 6).gain() is None, "no time has passed"
 
 
-def test_when_a_curve_reached_a_latency() -> None:
-    falling = curve(lambda t: 100 - t, [10, 20, 30])
-    assert falling.trials_to(80) == 1 and falling.seconds_to(80) == 20
-    assert falling.trials_to(1) is None and falling.seconds_to(1) is None
-
-
 @pytest.mark.parametrize(
     ("limits", "costs", "reason"),
     [
@@ -67,8 +53,10 @@ def test_when_a_curve_reached_a_latency() -> None:
     ],
 )
 def test_limits(limits: dict[str, Any], costs: Costs, reason: str | None) -> None:
-    reached = Objective(10, **limits).reached(costs, Curve())
+    objective = Objective(10, **limits)
+    reached = objective.reached(costs, Curve())
     assert reached is None if reason is None else reason in str(reached)
+    assert objective.room(Costs(measurements=3), 16) == (2 if "max_measurements" in limits else 16)
 
 
 def test_stopping_when_little_more_is_expected() -> None:
@@ -78,11 +66,6 @@ def test_stopping_when_little_more_is_expected() -> None:
     flat = curve(lambda t: 3.0, [10, 20, 40, 60, 80, 100])
     assert "another minute" in str(objective.reached(Costs(), flat))
     assert objective.reached(Costs(), Curve()) is None, "nothing tells yet"
-
-
-def test_room_for_measurements() -> None:
-    assert Objective(100).room(Costs(measurements=90), 16) == 16
-    assert Objective(100, max_measurements=95).room(Costs(measurements=90), 16) == 5
 
 
 @pytest.mark.parametrize(
@@ -102,11 +85,6 @@ def test_durations_and_fractions() -> None:
             parse_duration(bad)
     with pytest.raises(TunerError, match="no fraction"):
         parse_fraction("much")
-    assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
-
-
-def test_costs_add_up() -> None:
-    assert Costs(search_cpu_s=1, build_s=2, device_s=3).cpu_s == 6
 
 
 def state(weight: float, history: list[float], finished: str = "") -> TaskState:
@@ -189,13 +167,6 @@ def test_candidates_that_cannot_win_are_dropped() -> None:
             Trimmer(Intervals(), coverage)
 
 
-def test_the_likeliest_come_first_and_losers_not_at_all() -> None:
-    trimmer = Trimmer(Intervals())
-    assert trimmer.likeliest(None, [1.9, 3.0, 1.0, 2.1], 1.0) == [2, 0]
-    assert trimmer.likeliest(None, [1.9, 3.0, 1.0, math.inf], None) == [2, 0, 1]
-    assert trimmer.likeliest(None, [], 1.0) == []
-
-
 @dataclass(frozen=True)
 class Proposed:
     """A candidate whose program and MetaSchedule object are its latency."""
@@ -245,13 +216,6 @@ def test_no_candidate_is_given_twice_and_none_is_made_up(
     assert len(set(given_out)) == len(given_out) and set(given_out) <= set(proposed(*first))
     after = leftovers.share(0, None, [p for p in proposed(*second) if p not in given_out], best_s)
     assert not set(after) & set(given_out) and set(after) <= set(proposed(*first, *second))
-
-
-def test_without_a_trimmer_a_search_gives_one_round() -> None:
-    leftovers = Leftovers(None, 4)
-    found = proposed(3.0, 1.0, 2.0, 1.0, 5.0)
-    assert leftovers.wanted == 4
-    assert leftovers.share(0, None, found, 1.0) == found and leftovers.take(0, None, None) == []
 
 
 class Even:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ import pytest
 from cdmpp.dataset import Dataset
 from cdmpp.errors import DatasetError, TunerError
 from cdmpp.predictor.training import TrainResult
+from cdmpp.profiler.machine import usable_cores
 from cdmpp.program.types import Task
+from cdmpp.tuner.candidates import answer_signals, signals_held_back
 from cdmpp.tuner.measure import Measurer
 from cdmpp.tuner.results import TuneReport
 from cdmpp.tuner.store import (
@@ -51,8 +55,10 @@ def tuned(
 @pytest.mark.parametrize("cost_model", ["cdmpp", "xgb", "random"])
 def test_it_measures_as_many_as_asked_and_keeps_the_best(tmp_path: Path, cost_model: str) -> None:
     engine = FakeEngine()
-    report = tuned(engine, tmp_path / "t", 18, 32, 48, options={"cost_model": cost_model})
-    assert report.stopped == "18 trials"
+    # of both limits the lower one is kept to the program
+    options = {"cost_model": cost_model, "max_measurements": 18}
+    report = tuned(engine, tmp_path / "t", 18 if cost_model == "xgb" else 50, 32, 48, options=options)
+    assert report.stopped == ("18 trials" if cost_model == "xgb" else "18 measurements")
     costs = report.costs
     assert (costs.trials, costs.measurements, costs.failures, costs.dropped) == (18, 18, 0, 0)
     assert costs.build_s == pytest.approx(20 * 0.5), "two unscheduled tasks besides"
@@ -97,10 +103,17 @@ def test_where_no_schedule_is_faster_the_database_says_so(tmp_path: Path) -> Non
     assert structural_hash(found["main"]) == plain
 
 
-def test_a_task_whose_whole_space_is_invalid_is_given_up(tmp_path: Path) -> None:
-    bad = matmul_task(32)
+@pytest.mark.parametrize("shards", [None, 2])
+def test_a_task_whose_whole_space_is_invalid_is_given_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, shards: int | None
+) -> None:
+    bad, core = matmul_task(32), usable_cores()[0]
+    monkeypatch.setattr(
+        "cdmpp.profiler.machine.usable_cores", lambda: (core, core)
+    )  # two shares fit everywhere
     engine = FakeEngine(lambda digest: None)
-    report = tuned(engine, tmp_path / "t", 200, 32)
+    report = tuned(engine, tmp_path / "t", 200, 32, options={"shards": shards})
+    assert caplog.text.count("is given up") == 1 and "(run_error: made up)" in caplog.text
     assert report.stopped == "nothing more to try"
     assert report.tasks[0].best_s is None and report.tasks[0].failed == report.tasks[0].measured < 40
     assert "no program worked" in report.tasks[0].finished
@@ -111,7 +124,7 @@ def test_a_task_whose_whole_space_is_invalid_is_given_up(tmp_path: Path) -> None
 
 
 def test_a_space_without_valid_programs_ends_the_task(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from cdmpp.tuner.candidates import TaskTuner
 
@@ -121,6 +134,7 @@ def test_a_space_without_valid_programs_ends_the_task(
     report = tuned(FakeEngine(), tmp_path / "t", 12, 32, 48)
     by_hash = {t.task: t for t in report.tasks}
     assert "no more valid programs" in by_hash[bad].finished
+    assert caplog.text.count("its space gives no more valid programs") == 1, "one line, and the others go on"
     assert by_hash[matmul_task(32).hash].measured == 12
 
 
@@ -130,11 +144,6 @@ def test_a_budget_shorter_than_one_measurement(tmp_path: Path) -> None:
     assert "budget" in report.stopped
     assert report.costs.measurements == 0 and report.costs.trials == 0
     assert report.tasks[0].best_s is None
-
-
-def test_limits_on_measurements_are_kept_to_the_program(tmp_path: Path) -> None:
-    report = tuned(FakeEngine(), tmp_path / "t", 50, options={"max_measurements": 8})
-    assert report.costs.measurements == 8 and "8 measurements" in report.stopped
 
 
 def test_a_predictor_trained_for_other_devices_is_used_with_its_uncertainty(
@@ -235,10 +244,11 @@ def test_a_file_that_cannot_be_written_is_one_clear_error(
             tuned(FakeEngine(), out, 12)
     measured = len(Dataset.open(out / DATASET_FOLDER).records)
     assert measured > 0
-    (out / "tuning.tmp").mkdir()
+    draft = out / f"tuning.json.{os.getpid()}.tmp"
+    draft.mkdir()
     with pytest.raises(TunerError, match=rf"cannot write .*tuning\.json: .*; {kept}"):
         tuned(FakeEngine(), out, 12, resume=True)
-    (out / "tuning.tmp").rmdir()
+    draft.rmdir()
     engine = FakeEngine()
     assert tuned(engine, out, 12, resume=True).costs.measurements == 12
     assert len(engine.measured) == 13 - measured, "nothing twice"
@@ -295,14 +305,6 @@ def test_a_database_of_another_tvm_is_refused_or_skipped(
             assert "another TVM" in str(err)
         else:
             assert "do not replay" in caplog.text and report.costs.trials == 6
-
-
-def test_a_warm_start_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(TunerError, match="no folder"):
-        tuned(FakeEngine(), tmp_path / "a", 6, warm_start=[tmp_path / "nothing"])
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DatasetError, match="no dataset"):
-        tuned(FakeEngine(), tmp_path / "b", 6, warm_start=[tmp_path / "empty"])
 
 
 def test_the_trimmer_saves_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,3 +377,60 @@ def test_ctrl_c_in_the_middle_of_a_search_ends_it(tmp_path: Path, monkeypatch: p
     monkeypatch.undo()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert tuned(FakeEngine(), tmp_path / "t", 18, resume=True).costs.trials == 18
+
+
+# -- Ctrl-C while foreign code runs --------------------------------------------------------------------------------
+
+
+def test_the_first_ctrl_c_waits_for_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    reached = []
+    with pytest.raises(KeyboardInterrupt), signals_held_back():
+        signal.raise_signal(signal.SIGINT)
+        reached.append("the end")
+    assert reached == ["the end"] and "Ctrl-C again" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with signals_held_back():
+        answer_signals()  # nothing is left of it
+
+
+def test_a_second_one_stops_at_once() -> None:
+    reached = []
+    with pytest.raises(KeyboardInterrupt), signals_held_back():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        reached.append("the end")
+    assert not reached
+
+
+def test_a_callback_may_answer_it_and_what_is_made_of_that_is_ctrl_c_again() -> None:
+    def foreign() -> None:
+        try:
+            answer_signals()
+        except KeyboardInterrupt as err:
+            raise RuntimeError("InternalError: an exception in a callback") from err
+
+    with pytest.raises(KeyboardInterrupt), signals_held_back():
+        signal.raise_signal(signal.SIGINT)
+        foreign()
+    with pytest.raises(RuntimeError, match="without a signal"), signals_held_back():
+        raise RuntimeError("without a signal")
+
+
+def test_signals_without_a_handler_and_other_threads_stay_as_they_are() -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    found = []
+
+    def run() -> None:
+        with signals_held_back():
+            found.append(signal.getsignal(signal.SIGINT))
+
+    try:
+        with signals_held_back():
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+            assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [signal.getsignal(signal.SIGINT)]

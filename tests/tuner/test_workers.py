@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from cdmpp.tuner.store import DATASET_FOLDER, json_database
 from cdmpp.tuner.tuning import tune_tasks
 from cdmpp.tuner.workers import partition, worker_cores
 from tests.samples.programs import matmul_task
-from tests.samples.tuning import FakeEngine, made_up_latency_s, tune_config
+from tests.samples.tuning import FakeEngine, tune_config
 
 pytestmark = pytest.mark.usefixtures("real_machine")
 
@@ -108,18 +107,6 @@ def test_workers_take_a_predictor_and_drop_what_cannot_win(
     costs = report.costs
     assert 60 >= costs.trials == costs.measurements + costs.dropped and costs.dropped > 0
     assert report.learned["records"] == costs.measurements
-
-
-def test_one_task_has_one_worker(tmp_path: Path, started: list[Worker]) -> None:
-    said: list[str] = []
-    report = sharded(FakeEngine(), tmp_path / "t", 12, 32, notify=said.append)
-    assert report.costs.trials == 12 and len(started) == 1
-    assert any(line.startswith("1 workers at the same time") for line in said)
-
-
-def test_limits_on_measurements_are_kept_to_the_program(tmp_path: Path, started: list[Worker]) -> None:
-    report = sharded(FakeEngine(), tmp_path / "t", 50, options={"max_measurements": 15})
-    assert report.costs.measurements == 15 and "15 measurements" in report.stopped
 
 
 class Killer:
@@ -208,23 +195,6 @@ def test_interrupted_and_resumed_it_measures_nothing_twice(tmp_path: Path, start
     assert len(json_database(out)) == 36 + kept_untuned(report)
     walls = [p.wall_s for p in report.curve.points]
     assert walls == sorted(walls), "time goes on where it stopped"
-
-
-def test_a_budget_shorter_than_one_measurement(tmp_path: Path, started: list[Worker]) -> None:
-    over = threading.Event()
-    engine = FakeEngine(lambda digest: made_up_latency_s(digest) if over.wait(3.0) else None)
-    report = sharded(engine, tmp_path / "t", 50, options={"budget_s": 0.5})
-    assert "budget" in report.stopped
-    assert report.costs.measurements == 0 and report.tasks[0].best_s is None
-
-
-def test_a_task_whose_programs_all_fail_is_given_up(
-    tmp_path: Path, started: list[Worker], caplog: pytest.LogCaptureFixture
-) -> None:
-    report = sharded(FakeEngine(lambda digest: None), tmp_path / "t", 400, 32)
-    assert report.stopped == "nothing more to try"
-    assert "no program worked" in report.tasks[0].finished and report.tuned_s is None
-    assert caplog.text.count("is given up") == 1 and "(run_error: made up)" in caplog.text
 
 
 def test_earlier_records_are_measured_first_and_learned_from(tmp_path: Path, started: list[Worker]) -> None:

@@ -1,6 +1,6 @@
 """NeuSight's measurements (Lee, Phanishayee and Mahajan, ASPLOS'25) as a dataset of library tasks, and its traces as networks.
 
-Three kinds of file, told apart by their columns:
+Three kinds of file, which their columns tell apart:
 
 * **operators**, one measurement a row: ``op``, ``device``, ``latency_ms`` and the dimensions. Every distinct operator and
   shape is a task that a library runs; every row is a record in seconds. Of ``bmm`` and ``linear``, ``N`` is the reduction
@@ -12,40 +12,34 @@ Three kinds of file, told apart by their columns:
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
 
 from cdmpp.dataset.importers.common import (
+    Import,
     ImportReport,
     Progress,
     evenly,
-    read_table,
-    refuse_existing,
     refuse_implausible,
     require_columns,
-    resolve_devices,
 )
 from cdmpp.dataset.importers.neusight_traces import TRACE_COLUMNS, add_end_to_end, read_traces
+from cdmpp.dataset.record import Record
+from cdmpp.device import Device, DeviceTable
 from cdmpp.errors import DatasetError
+from cdmpp.program.graph import FOLDER, NetworkGraph, save_graph
+from cdmpp.program.library_ops import operator_bytes, operator_flops
+from cdmpp.program.space import unscheduled
+from cdmpp.program.tasks import library_task
 
-if TYPE_CHECKING:
-    import numpy as np
-    import pandas as pd
-    from numpy.typing import NDArray
-
-    from cdmpp.dataset.record import Record
-    from cdmpp.device import Device, DeviceTable
-    from cdmpp.program.graph import NetworkGraph
-    from cdmpp.program.types import Task
-
-logger = logging.getLogger(__name__)
-
-_ELEMENTWISE = ("add", "mul", "div", "pow", "addu", "mulu", "divu", "powu", "tanh", "relu", "gelu")
 _ROWS = {"rows": "B", "columns": "H"}
+_ELEMENTWISE = ("add", "mul", "div", "pow", "addu", "mulu", "divu", "powu", "tanh", "relu", "gelu")
 
 #: Operator -> generator, and its arguments' columns.
 _OPERATORS: dict[str, tuple[str, dict[str, str]]] = {
@@ -54,19 +48,14 @@ _OPERATORS: dict[str, tuple[str, dict[str, str]]] = {
     "conv": (
         "conv2d",
         {
-            "batch": "B",
-            "in_channels": "conv_in_channels",
-            "out_channels": "conv_out_channels",
-            "kernel": "conv_kernel",
-            "size": "conv_input_hw",
-            "stride": "conv_stride",
-            "padding": "conv_padding",
+            "batch": "B", "in_channels": "conv_in_channels", "out_channels": "conv_out_channels",
+            "kernel": "conv_kernel", "size": "conv_input_hw", "stride": "conv_stride", "padding": "conv_padding",
         },
     ),
     "softmax": ("softmax", _ROWS),
     "ln": ("layer_norm", _ROWS),
-    **dict.fromkeys(_ELEMENTWISE, ("elementwise", {"rows": "B", "columns": "H"})),
-}
+    **dict.fromkeys(_ELEMENTWISE, ("elementwise", _ROWS)),
+}  # fmt: skip
 
 #: Winograd and the like do a 3x3 convolution with fewer multiplications than its formula has: at most by this factor.
 _FAST_CONVOLUTION = 5.0
@@ -75,46 +64,21 @@ _FAST_CONVOLUTION = 5.0
 _META = ("op", "split", "authors_used")
 #: Columns of which the dataset's meta has all values.
 _VERSIONS = ("torch_version", "cuda_version", "cudnn_version")
-#: How a matrix product or convolution was launched, which tells its tiles; of the others it follows from the shape.
+#: How a matrix product or convolution was launched, which says what its tiles are; of the others it follows from the shape.
 _TILED = ("bmm", "linear", "conv")
-_LAUNCH = ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")
+_LAUNCH = ["grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z"]
 #: Kernel names of templates are hundreds of characters long; those that tell a tile are short.
 _KERNEL_CHARS = 64
 
-OPERATOR_COLUMNS: tuple[str, ...] = ("op", "device", "latency_ms")
-END_TO_END_COLUMNS: tuple[str, ...] = (
-    "device",
-    "model_name",
-    "mode",
-    "seqlen",
-    "batch",
-    "label_all_e2e_latency",
-)
-
+#: Kind of file -> the column that only it has, and those that it must have.
 _KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "operators": ("op", OPERATOR_COLUMNS),
+    "operators": ("op", ("op", "device", "latency_ms")),
     "traces": ("FwOps", TRACE_COLUMNS),
-    "end-to-end": ("label_all_e2e_latency", END_TO_END_COLUMNS),
+    "end-to-end": (
+        "label_all_e2e_latency",
+        ("device", "model_name", "mode", "seqlen", "batch", "label_all_e2e_latency"),
+    ),
 }
-
-
-@dataclass(frozen=True)
-class _Operator:
-    """Rows of one operator: its generator, the arguments of each row, and their work."""
-
-    generator: str
-    fixed: Mapping[str, Any]
-    columns: Mapping[str, NDArray[np.int64]]
-    rows: NDArray[np.int64]
-
-    def arguments(self, i: int) -> dict[str, Any]:
-        return self.shaped({name: int(values[i]) for name, values in self.columns.items()})
-
-    def shaped(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Arguments as the generator takes them."""
-        if self.generator != "elementwise":
-            return values
-        return {**self.fixed, "shape": [values["rows"], values["columns"]]}
 
 
 def import_neusight(
@@ -125,95 +89,47 @@ def import_neusight(
     limit: int | None = None,
     progress: Progress | None = None,
 ) -> ImportReport:
-    """Import files of NeuSight's columns into a new dataset.
+    """Import parquet or CSV files of operators, traces and end-to-end latencies into a new dataset.
 
-    Parameters
-    ----------
-    paths
-        Parquet or CSV files: operators, traces, end-to-end latencies.
-    out
-        Folder of the new dataset; graphs are written to ``networks/*.json`` in it.
-    table
-        Known devices; None for :func:`cdmpp.device.load_table`.
-    limit
-        Take so many rows of each file of operators, spread evenly.
-
-    Raises
-    ------
-    DatasetError
-        A file cannot be read, lacks a column, or has a latency that physics rules out (the row is named); the folder
-        is a dataset already.
-    UnknownDeviceError
-        A device is not in the table.
-    NetworkError
-        The nodes of a trace wait for each other.
+    Graphs of networks are written to ``networks/*.json`` in it. ``limit`` takes so many rows of each file of operators. Errors
+    as of :func:`cdmpp.dataset.importers.import_benchmark_hub`, and NetworkError where the nodes of a trace wait for each other.
     """
-    from cdmpp.dataset.store import write_dataset
-    from cdmpp.device import load_table
-    from cdmpp.program.graph import FOLDER, save_graph
-    from cdmpp.program.space import unscheduled
-
-    refuse_existing(out)
-    table = table or load_table()
-    files = [paths] if isinstance(paths, str | Path) else list(paths)
+    found = Import(paths, out, table, progress)
     frames: dict[str, list[tuple[Path, pd.DataFrame]]] = {kind: [] for kind in _KINDS}
-    for path in map(Path, files):
-        frame = read_table(path)
+    for path, frame in found.frames:
         frames[_kind(frame, path)].append((path, frame))
-    unknown: Counter[str] = Counter()
-    notes: list[str] = []
-    operators = [
-        (path, *_checked_operators(path, frame.iloc[evenly(len(frame), limit)], table, unknown))
-        for path, frame in frames["operators"]
-    ]
-    tasks: dict[str, Task] = {}
+    checked = [_checked(path, evenly(frame, limit), found) for path, frame in frames["operators"]]
     graphs: list[NetworkGraph] = []
     for path, frame in frames["traces"]:
-        graphs.extend(read_traces(path, frame, table, tasks, unknown, notes, progress))
+        graphs.extend(read_traces(path, frame, found))
     for path, frame in frames["end-to-end"]:
-        graphs = add_end_to_end(path, frame, table, graphs, notes)
+        graphs = add_end_to_end(path, frame, graphs, found)
     if len({graph.name for graph in graphs}) < len(graphs):
         raise DatasetError("two files have traces of the same network: import them into different datasets")
-    meta = {
-        "source": "neusight",
-        "licence": "NeuSight (ASPLOS'25), MIT",
-        "files": [path.name for path in map(Path, files)],
-        "versions": _versions([frame for _, frame in frames["operators"]]),
-        "network_families": {graph.name: str(graph.meta["model"]) for graph in graphs},
-    }
     for graph in graphs:
+        found.devices.update(graph.meta["devices"])
         for task_hash, weight in graph.task_weights().items():
-            task = tasks[task_hash]
-            tasks[task_hash] = replace(task, networks={**task.networks, graph.name: weight})
-    records: list[Record] = []
-    for path, operator_rows, frame, devices in operators:
-        records.extend(_records(path, operator_rows, frame, devices, tasks, progress))
-    programs = [unscheduled(task) for task in tasks.values()]
-    write_dataset(out, tasks.values(), (), programs, records, **meta)
-    for graph in graphs:
-        save_graph(graph, Path(out) / FOLDER / f"{graph.name}.json")
-    used = {device.name for *_, devices in operators for device in devices.values()}
-    used.update(device for graph in graphs for device in graph.meta["devices"])
-    return ImportReport(
-        Path(out),
-        {"ok": len(records)},
-        len(tasks),
-        len(programs),
-        sorted(used),
-        dict(unknown.most_common()),
+            task = found.tasks[task_hash]
+            found.tasks[task_hash] = replace(task, networks={**task.networks, graph.name: weight})
+    for operators in checked:
+        found.records.extend(_records(operators, found))
+    found.programs = {program.hash: program for program in map(unscheduled, found.tasks.values())}
+    report = found.write(
         tuple(graph.name for graph in graphs),
-        tuple(notes),
+        source="neusight",
+        licence="NeuSight (ASPLOS'25), MIT",
+        versions=_versions([frame for _, frame in frames["operators"]]),
+        network_families={graph.name: str(graph.meta["model"]) for graph in graphs},
     )
+    for graph in graphs:
+        save_graph(graph, found.out / FOLDER / f"{graph.name}.json")
+    return report
 
 
-def _versions(frames: Iterable[pd.DataFrame]) -> dict[str, list[str]]:
-    """Versions of the libraries that measured, as far as the files tell."""
-    found: dict[str, set[str]] = {}
-    for frame in frames:
-        for column in _VERSIONS:
-            if column in frame:
-                found.setdefault(column, set()).update(map(str, frame[column].dropna().unique()))
-    return {column: sorted(values) for column, values in found.items()}
+def _versions(frames: Sequence[pd.DataFrame]) -> dict[str, list[str]]:
+    """Versions of the libraries that measured, as far as the files say."""
+    values = {name: [frame[name].dropna() for frame in frames if name in frame] for name in _VERSIONS}
+    return {name: sorted(set(map(str, pd.concat(found)))) for name, found in values.items() if found}
 
 
 def _kind(frame: pd.DataFrame, path: Path) -> str:
@@ -225,128 +141,115 @@ def _kind(frame: pd.DataFrame, path: Path) -> str:
     raise DatasetError(f"{path} is none of NeuSight's tables: {expected}")
 
 
-def _checked_operators(
-    path: Path, frame: pd.DataFrame, table: DeviceTable, unknown: Counter[str]
-) -> tuple[list[_Operator], pd.DataFrame, dict[str, Device]]:
-    """The rows by operator, all their latencies found plausible."""
-    import numpy as np
+@dataclass(frozen=True)
+class _Operators:
+    """A file of operators: its known rows, and of each operator the arguments, indexed by the row's place in the file."""
 
-    from cdmpp.program.library_ops import operator_bytes, operator_flops
+    path: Path
+    frame: pd.DataFrame
+    devices: dict[str, Device]
+    arguments: dict[str, pd.DataFrame]
 
-    devices = resolve_devices(frame["device"], table, path)
+    def name(self, op: str, place: int) -> str:
+        """A row, for people."""
+        shape = ", ".join(f"{k}={v}" for k, v in self.arguments[op].loc[place].items())
+        return f"{self.path}, row {self.frame.index[place]} ({op} {shape})"
+
+
+def _checked(path: Path, frame: pd.DataFrame, found: Import) -> _Operators:
+    """The arguments of the rows by operator, all latencies found plausible."""
+    devices = found.resolve(frame["device"], path)
+    found.devices.update(device.name for device in devices.values())
+    operators = _Operators(path, frame, devices, {})
     dtypes = frame["dtype"].to_numpy(str) if "dtype" in frame else np.full(len(frame), "float32")
     names = frame["op"].to_numpy(str)
-    found: list[_Operator] = []
     for op in dict.fromkeys(names):
-        chosen = names == op
-        for dtype in sorted(set(dtypes[chosen]) - {"float32"}):
-            unknown[f"{op} ({dtype})"] += int((chosen & (dtypes == dtype)).sum())
-        rows = np.flatnonzero(chosen & (dtypes == "float32"))
+        found.unknown.update(f"{op} ({dtype})" for dtype in dtypes[(names == op) & (dtypes != "float32")])
+        places = np.flatnonzero((names == op) & (dtypes == "float32"))
         if op not in _OPERATORS:
-            if len(rows):
-                unknown[op] += len(rows)
-            continue
-        if not len(rows):
-            continue
-        generator, columns = _OPERATORS[op]
-        require_columns(frame, columns.values(), path)
-        dimensions = {name: _dimension(frame, column, rows, op, path) for name, column in columns.items()}
-        if op == "linear" and "B" in frame:
-            dimensions["m"] = dimensions["m"] * _dimension(frame, "B", rows, op, path)
-        found.append(_Operator(generator, {"op": op} if generator == "elementwise" else {}, dimensions, rows))
+            found.unknown.update([op] * len(places))
+        elif len(places):
+            operators.arguments[op] = _arguments(path, frame, op, places)
     seconds = frame["latency_ms"].to_numpy(dtype=np.float64) / 1e3
     owners = frame["device"].to_numpy(str)
-    for operator in found:
-        arguments = operator.shaped({k: v.astype(np.float64) for k, v in operator.columns.items()})
-        flops = np.broadcast_to(
-            np.asarray(operator_flops(operator.generator, arguments), float), len(operator.rows)
-        )
-        n_bytes = operator_bytes(operator.generator, arguments)
-        if operator.generator == "conv2d":
+    for op, arguments in operators.arguments.items():
+        generator, values = _call(op, dict(arguments.astype(np.float64)))
+        flops = np.broadcast_to(np.asarray(operator_flops(generator, values), float), len(arguments))
+        if generator == "conv2d":
             flops = flops / _FAST_CONVOLUTION
+        n_bytes = np.asarray(operator_bytes(generator, values))
         for name, device in devices.items():
-            here = np.flatnonzero(owners[operator.rows] == name)
-            if len(here):
-                refuse_implausible(
-                    seconds[operator.rows[here]], flops[here], n_bytes[here], device,
-                    _row_namer(path, frame, operator, here),
-                )  # fmt: skip
-    return found, frame, devices
+            here = np.flatnonzero(owners[arguments.index] == name)
+            places = arguments.index[here]
+            refuse_implausible(
+                seconds[places], flops[here], n_bytes[here], device,
+                lambda i, op=op, places=places: operators.name(op, places[i]),  # type: ignore[misc]
+            )  # fmt: skip
+    return operators
+
+
+def _arguments(path: Path, frame: pd.DataFrame, op: str, places: NDArray[np.int64]) -> pd.DataFrame:
+    columns = _OPERATORS[op][1]
+    require_columns(frame, columns.values(), path)
+    made = {name: _dimension(path, frame, column, op, places) for name, column in columns.items()}
+    if op == "linear" and "B" in frame:
+        made["m"] = made["m"] * _dimension(path, frame, "B", op, places)
+    return pd.DataFrame(made, index=places)
 
 
 def _dimension(
-    frame: pd.DataFrame, column: str, rows: NDArray[np.int64], op: str, path: Path
+    path: Path, frame: pd.DataFrame, column: str, op: str, places: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    import numpy as np
-
-    values = frame[column].iloc[rows]
+    values = frame[column].iloc[places]
     smallest = 0 if column == "conv_padding" else 1
-    wrong = values.isna().to_numpy() | ~(values.fillna(smallest).to_numpy(dtype=np.float64) >= smallest)
+    wrong = ~(values.fillna(-1).to_numpy(dtype=np.float64) >= smallest)
     if wrong.any():
-        first = int(np.flatnonzero(wrong)[0])
+        first = int(np.argmax(wrong))
         raise DatasetError(
-            f"{path}, row {frame.index[rows[first]]}: {op} has {column} = {values.iloc[first]}, expected a whole number "
-            f"of at least {smallest}"
+            f"{path}, row {values.index[first]}: {op} has {column} = {values.iloc[first]}, expected a whole number of at "
+            f"least {smallest}"
         )
     return values.to_numpy(dtype=np.int64)
 
 
-def _row_namer(
-    path: Path, frame: pd.DataFrame, operator: _Operator, here: NDArray[np.int64]
-) -> Callable[[int], str]:
-    def name(i: int) -> str:
-        row = int(operator.rows[here[i]])
-        shape = ", ".join(f"{k}={v[here[i]]}" for k, v in operator.columns.items())
-        return f"{path}, row {frame.index[row]} ({frame['op'].iloc[row]} {shape})"
-
-    return name
+def _call(op: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The generator of an operator, and the arguments as it takes them."""
+    generator = _OPERATORS[op][0]
+    if generator == "elementwise":
+        arguments = {"op": op, "shape": [arguments["rows"], arguments["columns"]]}
+    return generator, arguments
 
 
-def _records(
-    path: Path,
-    operators: Iterable[_Operator],
-    frame: pd.DataFrame,
-    devices: Mapping[str, Device],
-    tasks: dict[str, Task],
-    progress: Progress | None,
-) -> Iterable[Record]:
+def _records(operators: _Operators, found: Import) -> Iterator[Record]:
     """A record a row in the order of the file; the tasks of all distinct shapes are added."""
-    import numpy as np
-
-    from cdmpp.dataset.record import Record
-    from cdmpp.program.library_ops import library_task
-
-    programs = np.full(len(frame), "", dtype=object)
-    for number, operator in enumerate(operators, start=1):
-        matrix = np.stack(list(operator.columns.values()), axis=1)
-        _, first, inverse = np.unique(matrix, axis=0, return_index=True, return_inverse=True)
-        hashes = np.empty(len(first), dtype=object)
-        for i, row in enumerate(first):
-            task = library_task(operator.generator, operator.arguments(int(row)))
-            tasks.setdefault(task.hash, task)
-            hashes[i] = task.hash
-            if progress is not None and i % 256 == 0:
-                progress(f"{path.name}: shapes of operator {number}", i, len(first))
-        programs[operator.rows] = hashes[inverse.reshape(-1)]
+    programs = np.full(len(operators.frame), "", dtype=object)
+    for op, arguments in operators.arguments.items():
+        shapes = arguments.groupby(list(arguments.columns), sort=False).indices
+        for i, (key, rows) in enumerate(shapes.items()):
+            task = library_task(*_call(op, dict(zip(arguments.columns, map(int, key), strict=True))))
+            found.tasks.setdefault(task.hash, task)
+            programs[arguments.index[rows]] = task.hash
+            if i % 256 == 0:
+                found.progress(f"{operators.path.name}: shapes of {op}", i, len(shapes))
     known = np.flatnonzero(programs != "")
-    chosen = frame.iloc[known]
-    seconds = (chosen["latency_ms"].to_numpy(dtype=np.float64) / 1e3).tolist()
-    names = [devices[name].name for name in chosen["device"]]
-    for program, device, latency_s, meta in zip(programs[known], names, seconds, _metas(chosen), strict=True):
-        yield Record(program, device, "ok", latency_s, meta=meta)
+    frame = operators.frame.iloc[known]
+    seconds = (frame["latency_ms"].to_numpy(dtype=np.float64) / 1e3).tolist()
+    for program, device, latency_s, meta in zip(
+        programs[known], frame["device"], seconds, _metas(frame), strict=True
+    ):
+        yield Record(program, operators.devices[device].name, "ok", latency_s, meta=meta)
 
 
-def _metas(frame: pd.DataFrame) -> Iterable[dict[str, Any]]:
+def _metas(frame: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """What is kept of each row besides its label."""
-    present = {column: frame[column].tolist() for column in _META if column in frame}
-    kernels = frame["kernel_name"].astype(str).tolist() if "kernel_name" in frame else [""] * len(frame)
-    tiled = frame["op"].isin(_TILED).tolist()
-    launch = None
-    if all(column in frame for column in _LAUNCH):
-        launch = frame[list(_LAUNCH)].fillna(0).to_numpy(dtype=int).tolist()
-    for i, number in enumerate(frame.index):
+    kept = frame[[column for column in (*_META, "kernel_name") if column in frame]].to_dict("records")
+    launches = np.zeros((len(frame), len(_LAUNCH)), dtype=np.int64)
+    if set(_LAUNCH) <= set(frame):
+        launches = frame[_LAUNCH].fillna(0).to_numpy(dtype=np.int64)
+    for number, row, launch in zip(frame.index, kept, launches.tolist(), strict=True):
+        kernel = str(row.pop("kernel_name", ""))
         meta: dict[str, Any] = {"session": "neusight", "row": int(number)}
-        meta.update({name: values[i] for name, values in present.items() if values[i] == values[i]})
-        if launch is not None and tiled[i] and launch[i][0]:
-            meta.update(kernel=kernels[i][:_KERNEL_CHARS], grid=launch[i][:3], block=launch[i][3:])
+        meta.update({name: value for name, value in row.items() if value == value})
+        if row["op"] in _TILED and launch[0]:
+            meta.update(kernel=kernel[:_KERNEL_CHARS], grid=launch[:3], block=launch[3:])
         yield meta

@@ -17,33 +17,50 @@ Nodes follow each other on one stream unless a column ``Prev`` names those that 
 
 from __future__ import annotations
 
-import logging
+import math
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cdmpp.dataset.importers.common import Progress, refuse_implausible, resolve_devices
-from cdmpp.dataset.importers.neusight_calls import (
-    Call,
-    UnknownOperatorError,
-    forward_calls,
-    literal,
-    phase_calls,
-    shape,
-    shapes,
-    unlisted_backward_calls,
-)
+import numpy as np
+import pandas as pd
+
+from cdmpp.dataset.importers.common import Import, literal, refuse_implausible
+from cdmpp.device import Device
+from cdmpp.errors import DatasetError
+from cdmpp.program import generators
 from cdmpp.program.graph import GraphNode, NetworkGraph, network_graph
+from cdmpp.program.library_ops import BINARY, ELEMENTWISE_FLOPS
+from cdmpp.program.tasks import library_task
+from cdmpp.program.types import Task
 
-if TYPE_CHECKING:
-    import pandas as pd
+#: A generator and its arguments.
+Call = tuple[str, dict[str, Any]]
+Shape = tuple[int, ...]
+#: Of a trace, one node each.
+Rows = list[dict[str, Any]]
 
-    from cdmpp.device import Device, DeviceTable
-    from cdmpp.program.types import Task
+#: Nodes without operators that nevertheless run a kernel: it reads the tensors of the output's size and writes that.
+_MOVES = re.compile(
+    r"(^|_)(max|masked_fill_?|embeddings?|wpe|wte|sub|lt|full|ones|zeros|bool|where|arange|cumsum|tril|"
+    r"triu|gather|index_select|cat|stack|pad|clone|copy_?)$"
+)
+#: Nodes that run none: views, shapes and numbers of Python, dropout that is off, conversions (most are to the same type).
+_VIEWS = re.compile(
+    r"(^|_)(size|getitem|getattr|view|permute|transpose|t|expand|expand_as|unsqueeze|squeeze|split|chunk|unbind|dim|eq|ne|"
+    r"gt|to|long|float|type|type_as|dropout|drop|tensor|finfo|device|output|flatten|detach|add|mul|truediv|floordiv|pow|and_|"
+    r"not_|is_floating_point)$"
+)
+#: Nodes that look rows of a table up: their gradient is added to those rows.
+_LOOKUPS = re.compile(r"(^|_)(embeddings?|wpe|wte)$")
 
-logger = logging.getLogger(__name__)
+
+class UnknownOperatorError(DatasetError):
+    """An operator that no generator stands for."""
+
 
 #: Model -> its number of equal layers, of which the trace holds the first.
 LAYERS: dict[str, int] = {
@@ -70,169 +87,112 @@ SOURCES: tuple[str, ...] = ("neusight", "habitat", "roofline", "micro")
 _STRUCTURE = ("Name", "OpName", "FwOps", "BwOps", "AccOps", "InputShapes", "OutputShape")
 TRACE_COLUMNS: tuple[str, ...] = (*_STRUCTURE, "device", "desc", "model", "mode", "label_fw")
 
-#: The part of a node's whole time that its operators may be below their roofline: nodes are in caches' good graces.
+#: The part of a node's whole time that its operators may be below their roofline: what a node reads may be in caches.
 _IN_TRACE = 0.5
 
 
-def read_traces(
-    path: Path,
-    frame: pd.DataFrame,
-    table: DeviceTable,
-    tasks: dict[str, Task],
-    unknown: Counter[str],
-    notes: list[str],
-    progress: Progress | None = None,
-) -> list[NetworkGraph]:
-    """Graphs of all networks of a file; devices whose traces have the same nodes share one.
-
-    Parameters
-    ----------
-    tasks
-        The nodes' tasks by hash; new ones are added.
-    unknown, notes
-        Operators without a task, and what else to say, are added.
-
-    Raises
-    ------
-    DatasetError
-        A cell cannot be read, or a measured time is ruled out by physics; the message names the row.
-    UnknownDeviceError, NetworkError
-        See :func:`cdmpp.dataset.importers.import_neusight`.
-    """
-    frame = _float32_only(frame, notes)
-    devices = resolve_devices(frame["device"], table, path)
+def read_traces(path: Path, frame: pd.DataFrame, found: Import) -> list[NetworkGraph]:
+    """Graphs of all networks of a file; devices whose traces have the same nodes share one. Errors name the row."""
+    if "dtype" in frame:
+        # The type is that of a node's output: masks and numbers of rows are bool and int64 in float32 networks, too.
+        dtypes = frame["dtype"].fillna("float32").astype(str).str.removeprefix("torch.")
+        other = dtypes.str.contains("float") & (dtypes != "float32")
+        for name, dtype in dict.fromkeys(zip(frame["desc"][other], dtypes[other], strict=True)):
+            found.notes.append(f"{name}: left out, as its numbers are {dtype}, not float32")
+        frame = frame[~frame["desc"].isin(set(frame["desc"][other]))]
+    devices = found.resolve(frame["device"], path)
     structure = [column for column in (*_STRUCTURE, "Prev") if column in frame]
     graphs: list[NetworkGraph] = []
-    descriptions = list(dict.fromkeys(frame["desc"]))
-    for number, description in enumerate(descriptions):
-        if progress is not None:
-            progress(f"{path.name}: networks", number, len(descriptions))
-        variants: dict[tuple[Any, ...], list[tuple[Device, pd.DataFrame]]] = {}
-        for device, rows in frame[frame["desc"] == description].groupby("device", sort=False):
-            key = tuple(map(tuple, rows[structure].astype(str).to_numpy()))
-            variants.setdefault(key, []).append((devices[str(device)], rows))
+    networks = frame.groupby("desc", sort=False)
+    for number, (description, rows) in enumerate(networks):
+        found.progress(f"{path.name}: networks", number, len(networks))
+        variants: dict[tuple[Any, ...], list[tuple[Device, Rows]]] = {}
+        for device, trace in rows.groupby("device", sort=False):
+            key = tuple(map(tuple, trace[structure].astype(str).to_numpy()))
+            variants.setdefault(key, []).append((devices[str(device)], trace.to_dict("records")))
         for variant, traces in enumerate(variants.values(), start=1):
             name = str(description) if variant == 1 else f"{description}-variant{variant}"
-            graphs.append(_Reader(path, name, traces, tasks, unknown, notes).graph())
+            graphs.append(_Reader(path, name, traces, found).graph())
     return graphs
 
 
-def _float32_only(frame: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
-    """The rows of float32 networks; those of other types, which the tasks would be wrong for, are named in `notes`.
-
-    The type is that of a node's output: masks and numbers of rows are bool and int64 in float32 networks, too.
-    """
-    if "dtype" not in frame:
-        return frame
-    dtypes = frame["dtype"].fillna("float32").astype(str).str.removeprefix("torch.")
-    other = dtypes.str.contains("float") & (dtypes != "float32")
-    for name, dtype in dict.fromkeys(zip(frame["desc"][other], dtypes[other], strict=True)):
-        notes.append(f"{name}: left out, as its numbers are {dtype}, not float32")
-    return frame[~frame["desc"].isin(set(frame["desc"][other]))]
-
-
 def add_end_to_end(
-    path: Path, frame: pd.DataFrame, table: DeviceTable, graphs: Sequence[NetworkGraph], notes: list[str]
+    path: Path, frame: pd.DataFrame, graphs: Sequence[NetworkGraph], found: Import
 ) -> list[NetworkGraph]:
     """The graphs with the measured and predicted latencies of whole networks, in seconds.
 
-    Rows of several devices at work (``option`` such as ``tp4``) or of networks without a trace are counted in `notes`.
+    Rows of several devices at work (``option`` such as ``tp4``) or of networks without a trace are counted in the notes.
     """
-    devices = resolve_devices(frame["device"], table, path)
-    found: dict[str, tuple[dict[str, float], dict[str, dict[str, float]]]] = {
-        g.name: ({}, {}) for g in graphs
-    }
+    devices = found.resolve(frame["device"], path)
+    totals: list[tuple[dict[str, float], dict[str, dict[str, float]]]] = [({}, {}) for _ in graphs]
     left = 0
     for row in frame.to_dict("records"):
         option = row.get("option", "")
+        alone = option != option or option in ("", None)
         device = devices[row["device"]].name
-        key = (
-            row["model_name"],
-            row["mode"],
-            row["seqlen"],
-            row["batch"],
-            "" if option != option else option,
+        key = (row["model_name"], row["mode"], row["seqlen"], row["batch"])
+        matching = (
+            i
+            for i, graph in enumerate(graphs)
+            if key == tuple(graph.meta.get(name) for name in ("model", "mode", "seq", "batch"))
+            and device in graph.meta["devices"]
         )
-        graph = next((g for g in graphs if _key(g) == key and device in g.meta["devices"]), None)
-        if graph is None:
+        match = next(matching, None) if alone else None
+        if match is None:
             left += 1
             continue
-        measured, predicted = found[graph.name]
+        measured, predicted = totals[match]
         for source in ("label", *SOURCES):
             value = row.get(f"{source}_all_e2e_latency")
             if value is not None and value > 0:
                 target = measured if source == "label" else predicted.setdefault(source, {})
                 target[device] = float(value) / 1e3
     if left:
-        notes.append(
+        found.notes.append(
             f"{path.name}: {left} rows are of networks without a trace, or of several devices at work"
         )
-    return [replace(g, measured_s=found[g.name][0], predicted_s=found[g.name][1]) for g in graphs]
-
-
-def _key(graph: NetworkGraph) -> tuple[Any, ...]:
-    meta = graph.meta
-    return meta["model"], meta["mode"], meta.get("seq"), meta.get("batch"), ""
+    return [
+        replace(graph, measured_s=measured, predicted_s=predicted)
+        for graph, (measured, predicted) in zip(graphs, totals, strict=True)
+    ]
 
 
 class _Reader:
     """Reads one network from the traces of the devices that have the same nodes of it."""
 
-    def __init__(
-        self,
-        path: Path,
-        name: str,
-        traces: Sequence[tuple[Device, pd.DataFrame]],
-        tasks: dict[str, Task],
-        unknown: Counter[str],
-        notes: list[str],
-    ) -> None:
-        self.path, self.name, self.traces = path, name, traces
-        self.tasks, self.unknown, self.notes = tasks, unknown, notes
-        self.rows = traces[0][1].to_dict("records")
-        self.times = [(device, rows.to_dict("records")) for device, rows in traces]
+    def __init__(self, path: Path, name: str, traces: Sequence[tuple[Device, Rows]], found: Import) -> None:
+        self.path, self.name, self.traces, self.found = path, name, traces, found
+        self.rows = traces[0][1]
         self.made: dict[str, Task] = {}
-        self.names = _unique([str(row["Name"]) for row in self.rows])
+        self.names: list[str] = []  # numbered where one occurs again
+        seen: Counter[str] = Counter()
+        for row in self.rows:
+            seen[row["Name"]] += 1
+            number = seen[row["Name"]]
+            self.names.append(row["Name"] if number == 1 else f"{row['Name']}#{number}")
 
     def graph(self) -> NetworkGraph:
         first = self.rows[0]
         repeats = self._repeats(str(first["model"]))
-        forward = [self._node(i, "forward", repeats[i]) for i in range(len(self.rows))]
-        nodes = [node for node in forward if node is not None]
+        nodes = [self._node(i, "forward", repeats[i]) for i in range(len(self.rows))]
         for i in reversed(range(len(self.rows))):
-            more = (self._node(i, phase, repeats[i]) for phase in ("backward", "accumulate"))
-            nodes.extend(node for node in more if node is not None)
-        meta = {key: _plain(first[key]) for key in ("model", "mode", "seq", "batch") if key in first}
-        return network_graph(
-            self.name,
-            self._connected(nodes),
-            meta={
-                **meta,
-                "source": "neusight",
-                "layers": max(repeats),
-                "devices": sorted({device.name for device, _ in self.traces}),
-            },
-        )
+            nodes += [self._node(i, phase, repeats[i]) for phase in ("backward", "accumulate")]
+        kept = ("model", "mode", "seq", "batch")
+        meta: dict[str, Any] = {key: first[key] for key in kept if key in first}
+        meta["devices"] = sorted(device.name for device, _ in self.traces)
+        meta.update(source="neusight", layers=max(repeats))
+        return network_graph(self.name, self._connected([node for node in nodes if node]), meta=meta)
 
     def _connected(self, nodes: Sequence[GraphNode]) -> list[GraphNode]:
-        """Nodes in a row, unless the trace tells what each forward node waits for."""
-        if "Prev" not in self.rows[0]:
-            return [
-                replace(node, inputs=(before.name,)) if before else node
-                for before, node in zip((None, *nodes), nodes, strict=False)
-            ]
-        prev = {
-            name: tuple(sorted(map(str, literal(row["Prev"], self._where(i)) or ())))
-            for i, (name, row) in enumerate(zip(self.names, self.rows, strict=True))
-        }
-        last = [node.name for node in nodes if node.phase == "forward"][-1]
+        """Nodes in a row, unless the trace says what each forward node waits for."""
+        waits: dict[str, tuple[str, ...]] = {}
+        if "Prev" in self.rows[0]:
+            for i, (name, row) in enumerate(zip(self.names, self.rows, strict=True)):
+                waits[name] = tuple(sorted(map(str, literal(row["Prev"], self._where(i)) or ())))
         connected: list[GraphNode] = []
         for node in nodes:
-            if node.phase == "forward":
-                connected.append(replace(node, inputs=prev[node.name]))
-            else:
-                connected.append(replace(node, inputs=(last,)))
-                last = node.name
+            last = (connected[-1].name,) if connected else ()
+            connected.append(replace(node, inputs=waits.get(node.name, last)))
         return connected
 
     def _repeats(self, model: str) -> list[float]:
@@ -242,17 +202,17 @@ class _Reader:
         if bounds is None or second or not set(bounds) <= set(self.names):
             return repeats
         if model not in LAYERS:
-            self.notes.append(
+            self.found.notes.append(
                 f"{self.name}: the number of layers of {model} is unknown: its one layer runs once"
             )
             return repeats
-        for i in range(self.names.index(bounds[0]), self.names.index(bounds[1]) + 1):
-            repeats[i] = float(LAYERS[model])
-        return repeats
+        first, last = map(self.names.index, bounds)
+        return [float(LAYERS[model]) if first <= i <= last else 1.0 for i in range(len(self.rows))]
 
     def _node(self, i: int, phase: str, repeat: float) -> GraphNode | None:
-        row = self.rows[i]
+        row, name = self.rows[i], self.names[i]
         column, suffix = _PHASES[phase]
+        operator = str(row["OpName"])
         ops = literal(row[column], self._where(i)) or []
         inputs = shapes(literal(row["InputShapes"], self._where(i)))
         output = shape(literal(row["OutputShape"], self._where(i)))
@@ -262,24 +222,24 @@ class _Reader:
         try:
             if phase == "forward":
                 before = self.names[i - 1] if i else ""
-                kind, calls = forward_calls(self.names[i], str(row["OpName"]), ops, inputs, output, before)
+                kind, calls = forward_calls(name, operator, ops, inputs, output, before)
             else:
-                calls = phase_calls(str(row["OpName"]), ops)
+                calls = phase_calls(operator, ops)
                 if phase == "backward" and not ops:
-                    calls = unlisted_backward_calls(self.names[i], inputs, output)
+                    calls = unlisted_backward_calls(name, inputs, output)
                 kind = "kernel" if calls else "view"
         except UnknownOperatorError as err:
-            self.unknown[str(err)] += 1
+            self.found.unknown[str(err)] += 1
             kind, calls = "unknown", []
-        hashes = tuple(self._task(call).hash for call in calls)
+        tasks = [self._task(call) for call in calls]
         if phase == "forward":
-            self._check(i, [call for call in calls if call[0] != "memory"], measured)
+            self._check(i, [task for task, call in zip(tasks, calls, strict=True) if call[0] != "memory"])
         family = row.get("family")
         return GraphNode(
-            name=self.names[i] if phase == "forward" else f"{self.names[i]}.{phase}",
-            tasks=hashes,
+            name=name if phase == "forward" else f"{name}.{phase}",
+            tasks=tuple(task.hash for task in tasks),
             repeat=repeat,
-            operator=str(row["OpName"]),
+            operator=operator,
             kind=kind,
             phase=phase,
             family=family if isinstance(family, str) else "",
@@ -290,19 +250,16 @@ class _Reader:
         )
 
     def _task(self, call: Call) -> Task:
-        from cdmpp.program import generators
-        from cdmpp.program.library_ops import library_task
-
         text = generators.describe(*call)
         if text not in self.made:
             task = library_task(*call)
-            self.made[text] = self.tasks.setdefault(task.hash, task)
+            self.made[text] = self.found.tasks.setdefault(task.hash, task)
         return self.made[text]
 
     def _seconds(self, i: int, suffix: str) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
         measured: dict[str, float] = {}
         predicted: dict[str, dict[str, float]] = {}
-        for device, rows in self.times:
+        for device, rows in self.traces:
             for source in ("label", *SOURCES):
                 value = rows[i].get(f"{source}_{suffix}")
                 if value is not None and value == value:
@@ -310,33 +267,158 @@ class _Reader:
                     target[device.name] = float(value) / 1e3
         return measured, predicted
 
-    def _check(self, i: int, calls: Sequence[Call], measured: Mapping[str, float]) -> None:
+    def _check(self, i: int, tasks: Sequence[Task]) -> None:
         """Refuse a node whose measured time is ruled out by its operators' roofline."""
-        import numpy as np
-
-        if not calls:
+        if not tasks:
             return
-        made = [self._task(call) for call in calls]
-        flops = np.array([_IN_TRACE * sum(task.flops for task in made)])
-        n_bytes = np.array([_IN_TRACE * max(task.bytes for task in made)])
-        for device, _ in self.times:
-            seconds = measured.get(device.name, 0.0)
-            if seconds:  # a node that was not run has 0
-                refuse_implausible(np.array([seconds]), flops, n_bytes, device, lambda _: self._where(i))
+        flops = np.array([_IN_TRACE * sum(task.flops for task in tasks)])
+        n_bytes = np.array([_IN_TRACE * max(task.bytes for task in tasks)])
+        for device, rows in self.traces:
+            latency_ms = rows[i]["label_fw"]
+            if latency_ms and latency_ms == latency_ms:  # a node that was not run has 0
+                seconds = np.array([latency_ms / 1e3])
+                refuse_implausible(seconds, flops, n_bytes, device, lambda _: self._where(i))
 
     def _where(self, i: int) -> str:
         return f"{self.path}, {self.name}, node {self.names[i]}"
 
 
-def _unique(names: Sequence[str]) -> list[str]:
-    """Names, numbered where one occurs again."""
-    seen: Counter[str] = Counter()
-    result = []
-    for name in names:
-        seen[name] += 1
-        result.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
-    return result
+def shapes(value: Any) -> tuple[Shape, ...]:
+    """A list of shapes; what is none (a number, None) is a single value."""
+    return tuple(shape(item) for item in value) if isinstance(value, list | tuple) else ()
 
 
-def _plain(value: Any) -> Any:
-    return value.item() if hasattr(value, "item") else value
+def shape(value: Any) -> Shape:
+    """One shape."""
+    if isinstance(value, list | tuple) and all(isinstance(size, int) for size in value):
+        return tuple(value)
+    return (1,)
+
+
+def base_name(name: str) -> str:
+    """The name of a node without its number: ``masked_fill_1`` -> ``masked_fill``."""
+    return re.sub(r"(_\d+)+$", "", name)
+
+
+def forward_calls(
+    name: str, operator: str, ops: Sequence[Any], inputs: Sequence[Shape], output: Shape, before: str = ""
+) -> tuple[str, list[Call]]:
+    """Kind of a node (see :mod:`cdmpp.program.graph`) and what its forward pass runs (UnknownOperatorError names what it is).
+
+    ``before`` is the name of the node before: ``contiguous`` and ``reshape`` copy what was transposed, and nothing else.
+    """
+    if operator in ("getitem", "output"):
+        return "view", []
+    base = base_name(name)
+    if base in ("contiguous", "reshape"):
+        transposed = base_name(before) in ("transpose", "permute", "t")
+        return ("kernel", [_move(inputs[:1], output)]) if transposed else ("view", [])
+    if ops:
+        calls = [_call(op, inputs if number == 0 else (), output) for number, op in enumerate(ops)]
+        return "kernel", calls
+    if not inputs or math.prod(output) == 1:
+        return "view", []  # a placeholder, a weight, a number
+    if _MOVES.search(base):
+        return "kernel", [_move(inputs, output)]
+    if _VIEWS.search(base):
+        return "view", []
+    raise UnknownOperatorError(base)
+
+
+def phase_calls(operator: str, ops: Sequence[Any]) -> list[Call]:
+    """What a backward or accumulation phase runs (UnknownOperatorError as :func:`forward_calls`).
+
+    NeuSight lets the gradient of a sum and of a tuple's element move memory; PyTorch hands it on as it is.
+    """
+    if operator in ("VECadd", "VECaddu", "getitem") and all(op[0] == "MEM" for op in ops):
+        return []
+    return [_call(op, (), ()) for op in ops]
+
+
+def unlisted_backward_calls(name: str, inputs: Sequence[Shape], output: Shape) -> list[Call]:
+    """What the backward pass of a node runs for which the trace lists no operator; nothing for a view.
+
+    The maximum of two tensors has, in PyTorch, the gradient ``where(a == b, grad / 2, grad).masked_fill(a < b, 0)``:
+    two comparisons, which read a tensor and write next to nothing, a division, a selection and a fill. NeuSight
+    counts it as nothing; it is an eighth of OPT's training. A lookup's gradient is a table of zeros (where the
+    trace has its size) to which rows are added.
+    """
+    base = base_name(name)
+    elements = math.prod(output)
+    if elements == 1:
+        return []
+    if re.search(r"(^|_)max$", base) and len(inputs) == 2:
+        return [("memory", {"elements": elements, "inputs": read}) for read in (0, 1, 2, 0, 1)]
+    if _LOOKUPS.search(base):
+        rows: Call = ("memory", {"elements": elements, "inputs": 2})
+        table = math.prod(inputs[1]) if len(inputs) == 2 else 0
+        return [("memory", {"elements": table, "inputs": 0}), rows] if table else [rows]
+    return []
+
+
+def _call(op: Any, inputs: Sequence[Shape], output: Shape) -> Call:
+    try:
+        name, sizes = op
+        if name == "Linear":
+            m, n, k = sizes
+            return "linear", {"m": m, "n": n, "k": k}
+        if name == "BMM":
+            b, m, n, k = sizes
+            return "bmm", {"b": b, "m": m, "n": n, "k": k}
+        if name == "MEM":
+            moved = shapes(sizes)
+            return _move(moved[:-1], moved[-1])
+        kind = name.removeprefix("VEC")
+        if name.startswith("VEC") and kind in ("softmax", "ln"):
+            rows, columns = sizes
+            return ("softmax" if kind == "softmax" else "layer_norm"), {"rows": rows, "columns": columns}
+        if name.startswith("VEC") and kind in ELEMENTWISE_FLOPS:
+            rows, columns = sizes
+            return _elementwise(kind, (rows, columns), inputs, output)
+    except (TypeError, ValueError, IndexError) as err:
+        raise DatasetError(f"operator {op!r} has not the sizes that its kind has") from err
+    raise UnknownOperatorError(str(name))
+
+
+def _move(inputs: Sequence[Shape], output: Shape) -> Call:
+    """Reading the inputs of the size of the largest tensor, and writing the output if it is as large."""
+    largest = max(math.prod(s) for s in (*inputs, output))
+    read = sum(math.prod(s) == largest for s in inputs)
+    if math.prod(output) < largest:
+        read -= 1  # a reduction reads one tensor and writes next to nothing: the traffic of a fill
+    return "memory", {"elements": largest, "inputs": max(read, 0)}
+
+
+def _elementwise(op: str, flat: Shape, inputs: Sequence[Shape], output: Shape) -> Call:
+    """The operator with its real second tensor: a number, a broadcast one, or one of the same shape."""
+    same = ("elementwise", {"op": op, "shape": list(flat)})
+    if op not in BINARY or len(inputs) != 2:
+        return same
+    sizes = [math.prod(s) for s in inputs]
+    total = math.prod(flat)
+    if 1 in sizes and total > 1:
+        return "elementwise", {"op": f"{op}u", "shape": list(flat)}
+    if sizes[0] == sizes[1] or max(sizes) != total:
+        return same
+    small = inputs[0] if sizes[0] < sizes[1] else inputs[1]
+    first, second = _collapse(output, (1,) * (len(output) - len(small)) + small)
+    return "elementwise", {"op": op, "shape": first, "other": second}
+
+
+def _collapse(output: Shape, small: Shape) -> tuple[list[int], list[int]]:
+    """Neighbouring dimensions that are broadcast alike taken together."""
+    first: list[int] = []
+    second: list[int] = []
+    before: bool | None = None
+    for size, other in zip(output, small, strict=True):
+        if size == 1:
+            continue
+        there = other == size
+        if there == before:
+            first[-1] *= size
+            second[-1] *= size if there else 1
+        else:
+            first.append(size)
+            second.append(size if there else 1)
+        before = there
+    return first, second

@@ -1,4 +1,4 @@
-"""Models to compare with: one interface (``base``), one harness (``harness``), same records and split."""
+"""Models to compare with: one interface (``models``), same records and split."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from cdmpp.errors import PredictorError
-from cdmpp.predictor.baselines.base import LatencyModel
-from cdmpp.predictor.baselines.harness import comparison_table, evaluate_models
-from cdmpp.predictor.baselines.ours import CdmppModel
-from cdmpp.predictor.baselines.simple import TaskMedian
+from cdmpp.predictor.baselines.models import (
+    CdmppModel,
+    LatencyModel,
+    RooflineModel,
+    TaskMedian,
+    evaluate_models,
+)
 from cdmpp.predictor.baselines.xgboost import XGBoostModel
-from cdmpp.predictor.config import Config, LossConfig, TrainConfig, config_from_dict
+from cdmpp.predictor.config import LossConfig, TrainConfig, config_from_dict
 
 #: Names that :func:`make_model` knows.
 MODEL_NAMES: tuple[str, ...] = (
     "ours", "xgboost-perstore", "xgboost-ast", "released", "lstm", "task-median", "roofline",
 )  # fmt: skip
 
-#: Models that are told what a compilation tells: the instructions of each program.
+#: Models that use the instructions of each compiled program.
 COMPILED_NAMES: tuple[str, ...] = ("xgboost-ast-codegen",)
 
 __all__ = [
@@ -28,29 +31,18 @@ __all__ = [
     "LatencyModel",
     "TaskMedian",
     "XGBoostModel",
-    "comparison_table",
     "evaluate_models",
     "make_model",
 ]
 
 
 def make_model(name: str, seed: int = 0, **options: Any) -> LatencyModel:
-    """A model by its name.
+    """One of :data:`MODEL_NAMES` or :data:`COMPILED_NAMES`; models without chance ignore the seed.
 
-    Parameters
-    ----------
-    name
-        One of :data:`MODEL_NAMES` or :data:`COMPILED_NAMES`.
-    seed
-        Of initialisation, order and sampling; models without chance ignore it.
-    options
-        Arguments of the model's constructor. Configurations (``config`` of ours; ``train``, ``loss`` and
-        ``sizes`` of the networks) may be mappings, as a YAML file gives them.
+    ``options`` are arguments of the model's constructor. Configurations (``config`` of ours; ``train``, ``loss`` and
+    ``sizes`` of the networks) may be mappings, as a YAML file gives them.
 
-    Raises
-    ------
-    PredictorError
-        No such model, or a configuration with an unknown key or a value out of range.
+    Raises PredictorError: no such model, or a configuration with an unknown key or a value out of range.
     """
     if name == "ours":
         config = options.pop("config", None)
@@ -58,23 +50,18 @@ def make_model(name: str, seed: int = 0, **options: Any) -> LatencyModel:
         return CdmppModel(config.model_copy(update={"train": _seeded(config.train, seed)}), **options)
     if name in ("xgboost-perstore", "xgboost-ast", *COMPILED_NAMES):
         return XGBoostModel(name.removeprefix("xgboost-"), seed=seed, **options)
-    if name == "released":
-        from cdmpp.predictor.baselines import released
+    if name in ("released", "lstm"):
+        from cdmpp.predictor.baselines import networks
 
+        if name == "lstm":
+            return networks.LstmModel(**_network_options(options, seed, TrainConfig(), LossConfig()))  # type: ignore[call-arg]
         if isinstance(options.get("sizes"), Mapping):
-            options["sizes"] = released.ReleasedSizes(**options["sizes"])
-        options = _network_options(options, seed, released.RELEASED_TRAIN, released.RELEASED_LOSS)
-        return released.CdmppReleased(**options)
-    if name == "lstm":
-        from cdmpp.predictor.baselines.lstm import LstmModel
-
-        defaults = Config()
-        return LstmModel(**_network_options(options, seed, defaults.train, defaults.loss))
+            options["sizes"] = networks.ReleasedSizes(**options["sizes"])
+        options = _network_options(options, seed, networks.RELEASED_TRAIN, networks.RELEASED_LOSS)
+        return networks.CdmppReleased(**options)
     if name == "task-median":
-        return TaskMedian(**options)
+        return TaskMedian()
     if name == "roofline":
-        from cdmpp.predictor.baselines.roofline import RooflineModel
-
         return RooflineModel(**options)
     raise PredictorError(f"unknown model '{name}' (known: {', '.join(MODEL_NAMES)})")
 

@@ -1,20 +1,118 @@
-"""XGBoost on aggregated features and device features: TVM's model family, trained on log seconds."""
+"""XGBoost on aggregated features and device features, trained on log seconds: TVM's model family, and TVM's features.
+
+TVM's PerStoreFeature takes some 20 ms a program: aggregated, it is kept beside the dataset.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.errors import PredictorError
-from cdmpp.predictor.baselines.base import LatencyModel
+from cdmpp.errors import DatasetError, FeatureMismatchError, PredictorError, ProgramError
+from cdmpp.predictor.baselines.models import LatencyModel
+from cdmpp.predictor.data import collect_derived
 from cdmpp.predictor.encoding import signed_log1p
 
 if TYPE_CHECKING:
-    from cdmpp.dataset import Split
+    from cdmpp.dataset import DatasetView, Split
     from cdmpp.predictor.data import TrainingData
+
+#: File in a dataset folder that keeps the aggregated features of its programs.
+PER_STORE_FILE = "perstore.parquet"
+
+#: Numbers per buffer written, as TVM 0.27 extracts them.
+PER_STORE_DIM = 164
+
+#: Identity of the aggregated features; stored in the file, another one is refused.
+PER_STORE_SET = "perstore-sum-max-count/1"
+
+#: Sum and maximum over the stores, and the number of stores.
+AGGREGATED_DIM = 2 * PER_STORE_DIM + 1
+
+
+def extract_per_store(funcs: Sequence[Any]) -> list[NDArray[np.float64]]:
+    """PrimFuncs of CPU programs -> one float64 matrix (stores, 164) each; ProgramError if TVM cannot lower or analyse one."""
+    from cdmpp.program.tvm_env import import_tvm
+
+    tvm = import_tvm()
+    from tvm.s_tir import meta_schedule as ms
+    from tvm.s_tir.schedule import Schedule
+
+    if not funcs:
+        return []
+    try:
+        candidates = [
+            ms.MeasureCandidate(Schedule(mod), []) for mod in [tvm.IRModule({"main": f}) for f in funcs]
+        ]
+        target = tvm.target.Target({"kind": "llvm", "num-cores": 1})
+        context = ms.TuneContext(mod=tvm.IRModule({"main": funcs[0]}), target=target, num_threads=1)
+        features = ms.feature_extractor.PerStoreFeature().extract_from(context, candidates)
+    except Exception as err:  # TVM raises its own error types
+        raise ProgramError(f"TVM cannot extract PerStoreFeature: {' '.join(str(err).split())[:300]}") from err
+    return [np.asarray(matrix.numpy(), dtype=np.float64) for matrix in features]
+
+
+def aggregate_per_store(matrix: NDArray[np.float64]) -> NDArray[np.float32]:
+    """(stores, 164) -> float32 (329,): sum and maximum over the stores, and their number.
+
+    TVM finds no store in some programs that only move data; theirs are zeros.
+    """
+    if matrix.ndim != 2 or matrix.shape[1] != PER_STORE_DIM:
+        raise FeatureMismatchError(
+            f"expected per-store features of shape (n, {PER_STORE_DIM}), got {matrix.shape}"
+        )
+    if not len(matrix):
+        return np.zeros(AGGREGATED_DIM, dtype=np.float32)
+    return np.concatenate([matrix.sum(0), matrix.max(0), [len(matrix)]]).astype(np.float32)
+
+
+def save_per_store(path: str | Path, features: Mapping[str, NDArray[np.float32]]) -> None:
+    """Write aggregated features, program hash -> float32 (329,); kept in half precision."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    programs = list(features)
+    stacked = np.stack([features[p] for p in programs]) if programs else np.zeros((0, AGGREGATED_DIM))
+    matrix = np.clip(stacked, -65504, 65504).astype(np.float16)
+    columns = {"program": pa.array(programs, pa.string())}
+    columns.update({f"f{i:03d}": pa.array(np.ascontiguousarray(matrix[:, i])) for i in range(AGGREGATED_DIM)})
+    table = pa.table(columns).replace_schema_metadata({"feature_set": PER_STORE_SET})
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    pq.write_table(table, temporary, compression="zstd", compression_level=9)
+    temporary.replace(path)
+
+
+def load_per_store(path: str | Path) -> dict[str, NDArray[np.float32]]:
+    """Read what :func:`save_per_store` wrote; FeatureMismatchError where it was written for another feature set,
+    DatasetError where it is missing or damaged."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowException) as err:
+        raise DatasetError(f"{path}: cannot read per-store features: {err}") from err
+    found = (table.schema.metadata or {}).get(b"feature_set", b"none").decode()
+    if found != PER_STORE_SET:
+        raise FeatureMismatchError(f"{path}: per-store features '{found}', expected '{PER_STORE_SET}'")
+    matrix = np.stack([table.column(f"f{i:03d}").to_numpy() for i in range(AGGREGATED_DIM)], axis=1)
+    return dict(zip(table.column("program").to_pylist(), matrix.astype(np.float32), strict=True))
+
+
+def collect_per_store(view: DatasetView, programs: Iterable[str]) -> dict[str, NDArray[np.float32]]:
+    """Aggregated features of programs, from the datasets' ``perstore.parquet`` or extracted with TVM; programs that cannot be
+    rebuilt or analysed are left out."""
+
+    def derive(funcs: list[Any]) -> list[NDArray[np.float32]]:
+        return [aggregate_per_store(matrix) for matrix in extract_per_store(funcs)]
+
+    return collect_derived(view, programs, PER_STORE_FILE, derive, load_per_store, save_per_store)
+
 
 _DEFAULT_PARAMS: dict[str, Any] = {
     "max_depth": 8,
@@ -36,21 +134,13 @@ class XGBoostModel(LatencyModel):
     features
         ``"perstore"``: sum, maximum and number of PerStoreFeature rows (TVM's features). ``"ast"``: sum,
         maximum and number of the compact AST's leaves, after a signed logarithm, to compare features with one
-        model. ``"ast-codegen"``: these and what ours is told of the compiled program, which needs a
-        compilation.
+        model. ``"ast-codegen"``: these and what ours is given of the compiled program, which needs a compilation.
     vectors
         Precomputed per-store vectors, program hash -> (329,); None collects them from the dataset.
     params
         XGBoost parameters on top of the defaults.
     rounds, patience
         Most boosting rounds, and rounds without a better validation error before it stops.
-    seed, threads
-        Of XGBoost.
-
-    Attributes
-    ----------
-    params
-        The parameters that XGBoost is given.
     """
 
     def __init__(
@@ -120,8 +210,6 @@ class XGBoostModel(LatencyModel):
                 {program: aggregate_leaves(data.asts[program].leaves) for program in missing}
             )
             return
-        from cdmpp.predictor.baselines.per_store import AGGREGATED_DIM, collect_per_store
-
         found = collect_per_store(data.view, missing) if data.view is not None else {}
         unknown = np.full(AGGREGATED_DIM, np.nan, dtype=np.float32)  # trees take NaN as missing
         self._vectors.update({program: found.get(program, unknown) for program in missing})

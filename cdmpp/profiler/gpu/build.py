@@ -1,35 +1,62 @@
 """Building for a GPU, in processes of their own: scheduled programs to cubins, or the reason why they cannot run; sources
 alone to cubins; and, for bundles, programs drawn from a task's design space. Needs no GPU; TVM for all but sources.
+
+TVM's own passes and code generator lower a program. Its host side is read, not built: between the passes ``SplitHostDevice``
+and ``MakePackedAPI`` it is a list of workspace allocations and kernel calls with fixed launch parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from cdmpp.errors import ProfilerError, ProgramError
-from cdmpp.profiler.arguments import ArgSpec
-from cdmpp.profiler.engine import Builder, BuildJob, Built
-from cdmpp.profiler.gpu.bundle import BundledProgram, CudaProgram, Reference
+from cdmpp.profiler.arguments import (
+    ArgSpec,
+    Reference,
+    argument_bytes,
+    argument_specs,
+    reference_inputs,
+    summarise_outputs,
+)
+from cdmpp.profiler.engine import BuildJob, Built, last_line
+from cdmpp.profiler.gpu.bundle import BundledProgram, CudaProgram, Launch
 from cdmpp.profiler.gpu.compile import find_compiler
 from cdmpp.profiler.gpu.limits import arch_limits, resource_fault, shape_fault
 from cdmpp.program.types import Program, Space, Task
 
+#: The source needs no more of the C++ library than this; TVM's own list makes NVRTC read all of libcu++.
+_PROLOGUE = """#ifndef __CUDACC_RTC__
+#include <cstdint>
+#endif
+"""
+_DIMENSIONS = ("x", "y", "z")
+
+
+# -- what builders are asked for ---------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
-class KernelJob(BuildJob):
-    """A program of a bundle to measure, with at most `degree` programs at the same time, itself included; its output is
-    compared with the `reference`, if there is one."""
+class MeasureJob:
+    """A program to measure, with at most `degree` programs at the same time, itself included; its output is compared with
+    the `reference`, if there is one."""
 
     kernel: BundledProgram
     degree: int = 1
     reference: Reference | None = None
 
+
+@dataclass(frozen=True)
+class KernelJob(BuildJob):
+    """A program of a bundle to measure; its source is compiled if it has no cubin."""
+
+    measure: MeasureJob
+
     @property
     def built(self) -> BundledProgram | None:
-        """The kernel, unless its source is still to be compiled."""
-        return self.kernel if self.kernel.status != "ok" or self.kernel.cubin else None
+        kernel = self.measure.kernel
+        return kernel if kernel.status != "ok" or kernel.cubin else None
 
 
 @dataclass(frozen=True)
@@ -44,6 +71,8 @@ class DrawJob:
     seed: int
     seen: frozenset[str]
     parents: tuple[Program, ...] = ()
+    #: Of the inputs of a reference to make with them; None for none.
+    reference_seed: int | None = None
     built = None
 
 
@@ -53,65 +82,34 @@ class Drawn(Built):
 
     candidates: tuple[tuple[Program, Space], ...] = ()
     excluded: tuple[tuple[Program, Space, BundledProgram], ...] = ()
-
-
-@dataclass(frozen=True)
-class ReferenceJob:
-    """What a task computes, to be found out by running it unscheduled on the CPU."""
-
-    task: Task
-    params: tuple[ArgSpec, ...]
-    outputs: tuple[int, ...]
-    seed: int
-    built = None
-
-
-@dataclass(frozen=True)
-class Referenced(Built):
-    """The answer to a :class:`ReferenceJob`."""
-
-    reference: Reference
-
-
-def kernel_builder(arch: str, target: Mapping[str, Any] | None = None) -> Builder:
-    """Builders for an architecture; without a `target` (as TVM takes it) they compile sources alone."""
-    return KernelBuilder, (arch, target), 10
+    reference: Reference | None = None
 
 
 class KernelBuilder:
-    """Does what the jobs above ask for."""
+    """Does what the jobs ask for; without a `target` (as TVM takes it) it compiles sources alone."""
 
     def __init__(self, arch: str, target: Mapping[str, Any] | None) -> None:
         self._arch = arch
         if target is not None:
-            from cdmpp.profiler.gpu.lowering import CudaLowering
             from cdmpp.program.space import Rebuilder
 
             # Without the postprocessor that only rejects: what is wrong with a program is to be said, not that it is.
             self._lower, self._rebuild = CudaLowering(dict(target)), Rebuilder(verify=False)
 
-    def __call__(self, job: BuildJob | DrawJob | ReferenceJob) -> BundledProgram | Drawn | Referenced:
+    def __call__(self, job: BuildJob | DrawJob) -> BundledProgram | Drawn:
         if isinstance(job, DrawJob):
             return self._draw(job)
-        if isinstance(job, ReferenceJob):
-            from cdmpp.profiler.gpu.check import task_reference
-
-            func = job.task.prim_func()
-            return Referenced(task_reference(func, job.params, job.outputs, job.task.hash, job.seed))
         if isinstance(job, KernelJob):
-            assert job.kernel.cuda is not None
-            return self._compile(job.kernel.program, job.kernel.cuda)
+            return self._compile(job.program.hash, job.measure.kernel.cuda)
+        program = job.program.hash
         try:
             func = self._rebuild(job.program, job.task, job.space)
         except ProgramError as err:
-            return BundledProgram(job.program.hash, status="invalid_config", error=str(err))
-        excluded = self._excluded(job.program.hash, func)
-        if excluded is not None:
-            return excluded
+            return BundledProgram(program, status="invalid_config", error=str(err))
         try:
-            return self._compile(job.program.hash, self._lower(func))
+            return self._excluded(program, func) or self._compile(program, self._lower(func))
         except ProgramError as err:
-            return BundledProgram(job.program.hash, status="build_error", error=str(err))
+            return BundledProgram(program, status="build_error", error=str(err))
 
     def _draw(self, job: DrawJob) -> Drawn:
         from cdmpp.program.space import TaskSpaces
@@ -136,18 +134,18 @@ class KernelBuilder:
                 candidates.append((program, space))
             else:
                 excluded.append((program, space, fault))
-        return Drawn(tuple(candidates), tuple(excluded))
+        reference = None
+        if candidates and job.reference_seed is not None:
+            reference = task_reference(job.task, job.reference_seed)
+        return Drawn(tuple(candidates), tuple(excluded), reference)
 
     def _excluded(self, program: str, func: Any) -> BundledProgram | None:
-        """A program that TVM does not lower or that the limits exclude, which shows before it is compiled."""
-        try:
-            cuda = self._lower(func, unroll=False)
-        except ProgramError as err:
-            return BundledProgram(program, status="build_error", error=str(err))
-        fault = rule_fault(cuda, self._arch)
+        """A program that the limits exclude, which shows before it is compiled (ProgramError if TVM does not lower it)."""
+        fault = rule_fault(self._lower(func, unroll=False), self._arch)
         return None if fault is None else _invalid(program, fault)
 
-    def _compile(self, program: str, cuda: CudaProgram) -> BundledProgram:
+    def _compile(self, program: str, cuda: CudaProgram | None) -> BundledProgram:
+        assert cuda is not None
         try:
             compiled = find_compiler(self._arch).compile(cuda.source, self._arch)
         except ProfilerError as err:
@@ -173,3 +171,196 @@ def rule_fault(cuda: CudaProgram, arch: str) -> tuple[str, str] | None:
 
 def _invalid(program: str, fault: tuple[str, str]) -> BundledProgram:
     return BundledProgram(program, status="invalid_config", error=f"{fault[0]}: {fault[1]}")
+
+
+def task_reference(task: Task, seed: int) -> Reference:
+    """What a task computes, found out by running it unscheduled on the CPU."""
+    from cdmpp.program.tvm_env import import_tvm, quiet
+
+    tvm = import_tvm()
+    func = task.prim_func().with_attr("global_symbol", "main")
+    with quiet():
+        executable = tvm.compile(tvm.IRModule({"main": func}), target=tvm.target.Target("llvm"))
+    arrays = [tvm.runtime.tensor(a) for a in reference_inputs(argument_specs(func), seed)]
+    executable["main"](*arrays)
+    return summarise_outputs(task.hash, seed, {number: arrays[number].numpy() for number in _written(func)})
+
+
+# -- scheduled programs to CUDA C++ ------------------------------------------------------------------------------
+
+
+class CudaLowering:
+    """Lowers programs for one CUDA target (a TVM target dictionary), whose architecture steers only what the code generator
+    may use; keeps the passes."""
+
+    def __init__(self, target: dict[str, Any]) -> None:
+        from cdmpp.program.tvm_env import import_tvm
+
+        tvm = import_tvm()
+        from tvm.ir.instrument import pass_instrument
+
+        @pass_instrument
+        class HostBefore:
+            """Keeps the module that ``MakePackedAPI`` is given."""
+
+            module: Any = None
+
+            def run_before_pass(self, module: Any, info: Any) -> None:
+                if info.name == "tirx.MakePackedAPI":
+                    self.module = module
+
+        self._tvm = tvm
+        self._target = tvm.target.Target(target).with_host("llvm")
+        self._pipeline, _, self._finalize = tvm.tirx.get_default_tir_pipeline(self._target)
+        self._host = HostBefore()
+
+    def __call__(self, func: Any, *, unroll: bool = True) -> CudaProgram:
+        """Lower a scheduled PrimFunc (ProgramError if TVM's passes refuse it, or its host side is more than launches).
+
+        Without `unroll` there is no source, and all else in a tenth of the time where the schedule unrolls a lot.
+        """
+        tvm = self._tvm
+        from tvm.tirx.build import codegen_build, split_host_device_mods
+
+        from cdmpp.program.tvm_env import quiet
+
+        mod = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
+        self._host.module = None
+        source = ""
+        try:
+            skipped = [] if unroll else ["tirx.UnrollLoop"]
+            with quiet(), tvm.transform.PassContext(instruments=[self._host], disabled_pass=skipped):
+                lowered = self._pipeline(tvm.tirx.transform.BindTarget(self._target)(mod))
+            _, devices = split_host_device_mods(lowered)
+            kernels = self._host.module
+            if len(devices) != 1 or kernels is None:
+                raise ProgramError("the program has no kernel")
+            if unroll:
+                device = next(iter(devices.values()))
+                source = codegen_build(self._finalize()(device), self._target).inspect_source()
+        except ProgramError:
+            raise
+        except Exception as err:  # TVM raises its own error types
+            raise ProgramError(f"TVM does not lower it: {last_line(err)}"[:500]) from err
+        workspaces, launches = _launches(kernels)
+        copies = any(_copies_asynchronously(kernels[launch.kernel]) for launch in launches)
+        return CudaProgram(
+            _without_libcxx(source), argument_specs(func), _written(func), workspaces, launches, copies
+        )
+
+
+def _launches(mod: Any) -> tuple[tuple[ArgSpec, ...], tuple[Launch, ...]]:
+    """Workspaces and launches of the host function of a module that is split but not packed."""
+    main = mod["main"]
+    numbers = {var: number for number, var in enumerate(main.params)}
+    workspaces: list[ArgSpec] = []
+    launches: list[Launch] = []
+    for statement in _statements(main.body):
+        kind = type(statement).__name__
+        if kind == "AllocBuffer":
+            numbers[statement.buffer] = len(main.params) + len(workspaces)
+            workspaces.append(_spec(statement.buffer))
+        elif kind == "DeclBuffer":
+            numbers[statement.buffer] = _number(statement.data, numbers)
+        elif kind == "Evaluate" and _callee(statement.value) == "tirx.call_ffi_kernel":
+            launches.append(_launch(statement.value, mod, numbers))
+        elif kind != "Evaluate" or type(statement.value).__name__ != "IntImm":
+            raise ProgramError(f"the host side of the program has a {kind}: not only launches")
+    if not launches:
+        raise ProgramError("the program has no kernel")
+    return tuple(workspaces), tuple(launches)
+
+
+def _statements(body: Any) -> Iterator[Any]:
+    """The statements of a sequence; pragmas, which stay where loops are not unrolled, are looked through."""
+    if hasattr(body, "seq"):
+        for part in body.seq:
+            yield from _statements(part)
+    elif type(body).__name__ == "AttrStmt" and str(body.attr_key).startswith("pragma_"):
+        yield from _statements(body.body)
+    else:
+        yield body
+
+
+def _number(pointer: Any, numbers: dict[Any, int]) -> int:
+    """Which parameter or workspace a pointer is of."""
+    if hasattr(pointer, "args"):
+        pointer = pointer.args[0]
+    if pointer not in numbers:
+        raise ProgramError(f"a kernel takes {pointer}, which is no buffer of the program")
+    return numbers[pointer]
+
+
+def _launch(call: Any, mod: Any, numbers: dict[Any, int]) -> Launch:
+    name = str(call.args[0].value)
+    kernel = mod[name]
+    tags = [str(tag) for tag in kernel.attrs["tirx.kernel_launch_params"]]
+    count = len(kernel.params)
+    values = call.args[1 + count :]
+    if len(values) != len(tags) or not all(type(v).__name__ == "IntImm" for v in values):
+        raise ProgramError(f"the launch of {name} is not fixed")
+    extents = {tag: int(value) for tag, value in zip(tags, values, strict=True)}
+    grid, block = (
+        tuple(extents.pop(f"{part}.{d}", 1) for d in _DIMENSIONS) for part in ("blockIdx", "threadIdx")
+    )
+    if extents:
+        raise ProgramError(f"{name} is launched with {', '.join(sorted(extents))}")
+    shared = [
+        argument_bytes(_spec(node.buffer))
+        for node in _nodes(kernel.body)
+        if type(node).__name__ == "AllocBuffer" and str(node.buffer.scope()).startswith("shared")
+    ]
+    buffers = tuple(_number(a, numbers) for a in call.args[1 : 1 + count])
+    return Launch(grid, block, sum(shared), kernel=name, buffers=buffers)  # type: ignore[arg-type]
+
+
+def _spec(buffer: Any) -> ArgSpec:
+    return tuple(int(n) for n in buffer.shape), str(buffer.dtype)
+
+
+def _nodes(body: Any) -> list[Any]:
+    """All nodes of a function's body."""
+    import tvm_ffi
+
+    found: list[Any] = []
+    tvm_ffi.structural_walk(body, found.append, order="pre")
+    return found
+
+
+def _callee(expr: Any) -> str:
+    return str(getattr(getattr(expr, "op", None), "name", ""))
+
+
+def _copies_asynchronously(kernel: Any) -> bool:
+    # Commits and waits are attributes until the device code is finished; cp.async itself is a call.
+    return any(
+        str(node.attr_key).startswith(("async_commit", "async_wait"))
+        if type(node).__name__ == "AttrStmt"
+        else "cp_async" in _callee(node)
+        for node in _nodes(kernel.body)
+    )
+
+
+def _written(func: Any) -> tuple[int, ...]:
+    """Which parameters of a PrimFunc its blocks write."""
+    from tvm.s_tir.stmt import SBlock
+
+    sources = [
+        region.source for node in _nodes(func.body) if isinstance(node, SBlock) for region in node.writes
+    ]
+    return tuple(i for i, param in enumerate(func.params) if any(param.same_as(s) for s in sources))
+
+
+def _without_libcxx(source: str) -> str:
+    """The source with a short prologue in place of the block that starts with ``#ifdef __CUDACC_RTC__``."""
+    lines = source.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.strip() == "#ifdef __CUDACC_RTC__"), None)
+    if start is None:
+        return source
+    depth = 0
+    for end in range(start, len(lines)):
+        word = lines[end].lstrip()
+        depth += word.startswith("#if") - word.startswith("#endif")
+        if depth == 0:
+            return _PROLOGUE + "\n".join([*lines[:start], *lines[end + 1 :]]) + "\n"
+    return source

@@ -8,12 +8,10 @@ the compiler and the settings.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
-import os
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,14 +21,14 @@ import numpy as np
 from cdmpp.dataset import codec
 from cdmpp.dataset.schema import arrow_schema
 from cdmpp.errors import BundleError
-from cdmpp.profiler.arguments import ArgSpec
+from cdmpp.files import replacing
+from cdmpp.profiler.arguments import ArgSpec, Reference
 from cdmpp.profiler.engine import Built
 from cdmpp.profiler.gpu.limits import KernelShape
 from cdmpp.program.types import Program, Space, Task
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from numpy.typing import NDArray
 
 #: Version of what is described above; another is refused.
 BUNDLE_VERSION = 2
@@ -100,18 +98,6 @@ class BundledProgram(Built):
 
 
 @dataclass(frozen=True)
-class Reference:
-    """What a task computes for inputs of a seed (see :func:`cdmpp.profiler.gpu.check.reference_inputs`)."""
-
-    task: str
-    seed: int
-    #: Output parameter -> float32 values at evenly spaced positions of the flattened output.
-    outputs: Mapping[int, NDArray[np.float32]]
-    #: Output parameter -> mean of all absolute values.
-    means: Mapping[int, float]
-
-
-@dataclass(frozen=True)
 class Bundle:
     """What a bundle holds: tasks, spaces and programs by hash, references by the task's."""
 
@@ -138,62 +124,56 @@ class Bundle:
 
 def write_bundle(path: str | Path, bundle: Bundle, *, level: int = 19) -> None:
     """Write a bundle, compressed by zstd at a level; the file appears whole or not at all (BundleError)."""
+    import pyarrow as pa
+
     path = Path(path)
     note = {**bundle.note, "bundle_version": BUNDLE_VERSION}
+    kernels = [
+        {
+            **{name: getattr(k, name) for name in ("program", "status", "error", "cubin", "build_s")},
+            "source": None if k.cuda is None else k.cuda.source,
+            "launches": None if k.cuda is None else json.dumps(k.cuda.to_json()),
+            "resources": json.dumps({name: dict(taken) for name, taken in k.resources.items()}),
+        }
+        for k in bundle.kernels
+    ]
+    references = [
+        {"task": r.task, "seed": r.seed, "output": n, "values": r.outputs[n], "mean": r.means[n]}
+        for r in bundle.references.values()
+        for n in r.outputs
+    ]
     tables = {
         "tasks": codec.tasks_to_arrow(bundle.tasks.values()),
         "spaces": codec.spaces_to_arrow(bundle.spaces.values()),
         "programs": codec.programs_to_arrow(bundle.programs.values()),
-        "kernels": _kernels_to_arrow(bundle.kernels),
-        "references": _references_to_arrow(bundle.references.values()),
+        "kernels": pa.Table.from_pylist(kernels, _schema("kernels")),
+        "references": pa.Table.from_pylist(references, _schema("references")),
     }
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with zipfile.ZipFile(draft, "w", zipfile.ZIP_STORED) as archive:
+        with replacing(path) as draft, zipfile.ZipFile(draft, "w", zipfile.ZIP_STORED) as archive:
             archive.writestr(_NOTE, json.dumps(note, indent=1, sort_keys=True))
             for name, table in tables.items():
                 archive.writestr(f"{name}.parquet", _parquet(table, level))
-        draft.replace(path)
     except OSError as err:
         raise BundleError(f"cannot write {path}: {err.strerror or err}") from err
-    finally:
-        with contextlib.suppress(OSError):
-            draft.unlink()
 
 
-def read_bundle(path: str | Path) -> Bundle:
-    """Read a bundle (BundleError if there is none, or it is damaged or of another version)."""
+def _schema(table: str) -> pa.Schema:
+    """Columns of a bundle's own tables."""
     import pyarrow as pa
 
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-            if damaged is not None:
-                raise BundleError(f"{path} is damaged: {damaged} does not match its checksum")
-            note = json.loads(archive.read(_NOTE))
-            tables = {
-                name: _read(archive.read(f"{name}.parquet"))
-                for name in ("tasks", "spaces", "programs", "kernels", "references")
-            }
-    except FileNotFoundError as err:
-        raise BundleError(f"{path} does not exist") from err
-    except KeyError as err:
-        raise BundleError(f"{path} is no bundle: {err.args[0]}") from err
-    except (OSError, ValueError, zipfile.BadZipFile, pa.ArrowException) as err:
-        raise BundleError(f"{path} is no bundle, or damaged: {' '.join(str(err).split())[:200]}") from err
-    if note.get("bundle_version") != BUNDLE_VERSION:
-        raise BundleError(
-            f"{path} has bundle version {note.get('bundle_version')!r}; this cdmpp reads {BUNDLE_VERSION}"
-        )
-    return Bundle(
-        note,
-        {t.hash: t for t in codec.tasks_from_arrow(tables["tasks"].cast(arrow_schema("tasks")))},
-        {s.hash: s for s in codec.spaces_from_arrow(tables["spaces"].cast(arrow_schema("spaces")))},
-        {p.hash: p for p in codec.programs_from_arrow(tables["programs"].cast(arrow_schema("programs")))},
-        list(_kernels_from_arrow(tables["kernels"])),
-        {r.task: r for r in _references_from_arrow(tables["references"])},
-    )
+    columns = {
+        "kernels": {
+            "program": pa.string(), "status": pa.string(), "error": pa.string(), "source": pa.large_string(),
+            "launches": pa.string(), "cubin": pa.large_binary(), "resources": pa.string(), "build_s": pa.float32(),
+        },
+        "references": {
+            "task": pa.string(), "seed": pa.int64(), "output": pa.int32(), "values": pa.list_(pa.float32()),
+            "mean": pa.float64(),
+        },
+    }  # fmt: skip
+    return pa.schema(columns[table].items())
 
 
 def _parquet(table: pa.Table, level: int) -> bytes:
@@ -213,61 +193,52 @@ def _parquet(table: pa.Table, level: int) -> bytes:
     return sink.getvalue()
 
 
-def _read(data: bytes) -> pa.Table:
+def read_bundle(path: str | Path) -> Bundle:
+    """Read a bundle (BundleError if there is none, or it is damaged or of another version)."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    return pq.read_table(io.BytesIO(data))
-
-
-def _kernels_to_arrow(kernels: Iterable[BundledProgram]) -> pa.Table:
-    import pyarrow as pa
-
-    rows = list(kernels)
-    return pa.table(
-        {
-            "program": pa.array([k.program for k in rows], pa.string()),
-            "status": pa.array([k.status for k in rows], pa.string()),
-            "error": pa.array([k.error for k in rows], pa.string()),
-            "source": pa.array([None if k.cuda is None else k.cuda.source for k in rows], pa.large_string()),
-            "launches": pa.array(
-                [None if k.cuda is None else json.dumps(k.cuda.to_json()) for k in rows], pa.string()
-            ),
-            "cubin": pa.array([k.cubin for k in rows], pa.large_binary()),
-            "resources": pa.array([json.dumps({n: dict(r) for n, r in k.resources.items()}) for k in rows]),
-            "build_s": pa.array([k.build_s for k in rows], pa.float32()),
-        }
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+            if damaged is not None:
+                raise BundleError(f"{path} is damaged: {damaged} does not match its checksum")
+            note = json.loads(archive.read(_NOTE))
+            tables = {
+                name: pq.read_table(io.BytesIO(archive.read(f"{name}.parquet")))
+                for name in ("tasks", "spaces", "programs", "kernels", "references")
+            }
+    except FileNotFoundError as err:
+        raise BundleError(f"{path} does not exist") from err
+    except KeyError as err:
+        raise BundleError(f"{path} is no bundle: {err.args[0]}") from err
+    except (OSError, ValueError, zipfile.BadZipFile, pa.ArrowException) as err:
+        raise BundleError(f"{path} is no bundle, or damaged: {' '.join(str(err).split())[:200]}") from err
+    if note.get("bundle_version") != BUNDLE_VERSION:
+        raise BundleError(
+            f"{path} has bundle version {note.get('bundle_version')!r}; this cdmpp reads {BUNDLE_VERSION}"
+        )
+    return Bundle(
+        note,
+        {t.hash: t for t in codec.tasks_from_arrow(tables["tasks"].cast(arrow_schema("tasks")))},
+        {s.hash: s for s in codec.spaces_from_arrow(tables["spaces"].cast(arrow_schema("spaces")))},
+        {p.hash: p for p in codec.programs_from_arrow(tables["programs"].cast(arrow_schema("programs")))},
+        [_kernel(row) for row in tables["kernels"].to_pylist()],
+        _references(tables["references"].to_pylist()),
     )
 
 
-def _kernels_from_arrow(table: pa.Table) -> Iterator[BundledProgram]:
-    for row in table.to_pylist():
-        launches, source = row.pop("launches"), row.pop("source")
-        row["resources"] = json.loads(row["resources"])
-        cuda = None if launches is None else CudaProgram.from_json(json.loads(launches), source)
-        yield BundledProgram(cuda=cuda, **row)
+def _kernel(row: dict[str, Any]) -> BundledProgram:
+    launches, source = row.pop("launches"), row.pop("source")
+    row["resources"] = json.loads(row["resources"])
+    cuda = None if launches is None else CudaProgram.from_json(json.loads(launches), source)
+    return BundledProgram(cuda=cuda, **row)
 
 
-def _references_to_arrow(references: Iterable[Reference]) -> pa.Table:
-    import pyarrow as pa
-
-    rows = [
-        {"task": r.task, "seed": r.seed, "output": n, "values": r.outputs[n], "mean": r.means[n]}
-        for r in references
-        for n in r.outputs
-    ]
-    fields = [
-        ("task", pa.string()), ("seed", pa.int64()), ("output", pa.int32()),
-        ("values", pa.list_(pa.float32())), ("mean", pa.float64()),
-    ]  # fmt: skip
-    return pa.Table.from_pylist(rows, pa.schema(fields))
-
-
-def _references_from_arrow(table: pa.Table) -> Iterator[Reference]:
-    outputs: dict[tuple[str, int], dict[int, NDArray[np.float32]]] = {}
-    means: dict[tuple[str, int], dict[int, float]] = {}
-    for row in table.to_pylist():
-        key = (row["task"], int(row["seed"]))
-        outputs.setdefault(key, {})[int(row["output"])] = np.array(row["values"], np.float32)
-        means.setdefault(key, {})[int(row["output"])] = float(row["mean"])
-    for (task, seed), values in outputs.items():
-        yield Reference(task, seed, values, means[(task, seed)])
+def _references(rows: list[dict[str, Any]]) -> dict[str, Reference]:
+    found: dict[str, Reference] = {}
+    for row in rows:
+        reference = found.setdefault(row["task"], Reference(row["task"], row["seed"], {}, {}))
+        reference.outputs[row["output"]] = np.array(row["values"], np.float32)
+        reference.means[row["output"]] = row["mean"]
+    return found

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -96,32 +97,29 @@ def _first_error(log: str) -> str:
 class NvccCompiler:
     """``nvcc``, one process a program; TimeoutError for a compilation that takes longer than `timeout_s`."""
 
-    def __init__(self, path: str, timeout_s: float = 120.0) -> None:
+    def __init__(self, timeout_s: float = 120.0) -> None:
+        path = find_nvcc()
+        if path is None:
+            raise ProfilerError("there is no nvcc")
         self._path, self._timeout_s = path, timeout_s
-        text = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
-        release = re.search(r"release ([\d.]+)", text)
+        release = re.search(r"release ([\d.]+)", self._run("--version").stdout)
         self.name = f"nvcc {release[1] if release else '?'}"
-        codes = subprocess.run([path, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout
-        self._archs = set(codes.split())
+        self.archs = set(self._run("--list-gpu-code").stdout.split())
 
-    def supports(self, arch: str) -> bool:
-        return arch in self._archs
+    def _run(self, *options: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        command, timeout_s = [self._path, *options], self._timeout_s
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=check, timeout=timeout_s)
+        except subprocess.TimeoutExpired as err:
+            raise TimeoutError(f"nvcc took over {timeout_s:g} s") from err
 
     def compile(self, source: str, arch: str) -> Compiled:
         with tempfile.TemporaryDirectory() as folder:
             code, cubin = Path(folder) / "kernels.cu", Path(folder) / "kernels.cubin"
             code.write_text(source, encoding="utf-8")
-            command = [self._path, "-cubin", "-O3", f"-arch={arch}", "--use_fast_math", "-w"]
-            command += [f"-Xptxas={flag}" for flag in _PTXAS_FLAGS]
-            try:
-                done = subprocess.run(
-                    [*command, "-o", str(cubin), str(code)],
-                    capture_output=True,
-                    text=True,
-                    timeout=self._timeout_s,
-                )
-            except subprocess.TimeoutExpired as err:
-                raise TimeoutError(f"nvcc took over {self._timeout_s:g} s") from err
+            options = ["-cubin", "-O3", f"-arch={arch}", "--use_fast_math", "-w"]
+            options += [f"-Xptxas={flag}" for flag in _PTXAS_FLAGS]
+            done = self._run(*options, "-o", str(cubin), str(code), check=False)
             if done.returncode != 0:
                 raise CompileError(_first_error(done.stderr + done.stdout))
             return Compiled(cubin.read_bytes(), parse_ptxas(done.stderr + done.stdout))
@@ -141,7 +139,7 @@ class NvrtcCompiler:
         self._nvrtc = nvrtc
         try:
             major, minor = self._call(nvrtc.nvrtcVersion())
-            self._archs = {f"sm_{number}" for number in self._call(nvrtc.nvrtcGetSupportedArchs())[0]}
+            self.archs = {f"sm_{number}" for number in self._call(nvrtc.nvrtcGetSupportedArchs())[0]}
         except RuntimeError as err:  # cuda-bindings cannot load the library
             raise ProfilerError(f"NVRTC cannot be loaded: {err}") from err
         self.name = f"nvrtc {major}.{minor}"
@@ -151,9 +149,6 @@ class NvrtcCompiler:
         if int(result[0]) != 0:
             raise CompileError(f"NVRTC: {result[0].name}")
         return result[1:]
-
-    def supports(self, arch: str) -> bool:
-        return arch in self._archs
 
     def compile(self, source: str, arch: str) -> Compiled:
         nvrtc = self._nvrtc
@@ -189,8 +184,6 @@ def _toolkits() -> list[str]:
 
 def _include_folders() -> list[str]:
     """Where CUDA's headers may lie (``cuda_fp16.h``): the toolkit's folder, and those of pip packages."""
-    import sysconfig
-
     folders = [Path(home) / "include" for home in _toolkits()]
     folders += sorted(Path(sysconfig.get_paths()["purelib"]).glob("nvidia/*/include"))
     return [str(f) for f in folders if (f / "cuda_fp16.h").exists()]
@@ -206,22 +199,16 @@ CudaCompiler = NvrtcCompiler | NvccCompiler
 
 
 @cache
-def find_compiler(arch: str, timeout_s: float = 120.0) -> CudaCompiler:
+def find_compiler(arch: str) -> CudaCompiler:
     """A compiler for an architecture: NVRTC where it can, else nvcc (ProfilerError if neither knows it, or is there)."""
     reasons: list[str] = []
-    try:
-        nvrtc = NvrtcCompiler()
-        if nvrtc.supports(arch):
-            return nvrtc
-        reasons.append(f"{nvrtc.name} does not know it")
-    except ProfilerError as err:
-        reasons.append(str(err))
-    path = find_nvcc()
-    if path is None:
-        reasons.append("there is no nvcc")
-    else:
-        nvcc = NvccCompiler(path, timeout_s)
-        if nvcc.supports(arch):
-            return nvcc
-        reasons.append(f"{nvcc.name} does not know it")
+    for kind in (NvrtcCompiler, NvccCompiler):
+        try:
+            compiler: CudaCompiler = kind()
+        except ProfilerError as err:
+            reasons.append(str(err))
+            continue
+        if arch in compiler.archs:
+            return compiler
+        reasons.append(f"{compiler.name} does not know it")
     raise ProfilerError(f"no CUDA compiler for {arch}: {'; '.join(reasons)}")

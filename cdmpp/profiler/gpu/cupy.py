@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler.arguments import ArgSpec, argument_bytes, index_bound, integer_range
 from cdmpp.profiler.gpu.bundle import BundledProgram, CudaProgram
-from cdmpp.profiler.gpu.device import GpuFacts, GpuFault, GpuState
+from cdmpp.profiler.gpu.sampling import GpuFacts, GpuFault
 
 _HELPERS = r"""
 __device__ unsigned long long now() {
@@ -95,10 +95,10 @@ class CupyGpu:
         self._nvml = _Nvml()
         self._seed = seed
         sms = int(properties["multiProcessorCount"])
-        self._partitions = None
+        asked_sms = sms
         if share < 1:
-            self._partitions = make_partitions(share, lanes, int(properties["major"]))
-            self._streams = [cupy.cuda.Stream.from_external(_Foreign(s)) for s in self._partitions.streams]
+            streams, asked_sms, self._contexts = make_partitions(share, lanes, int(properties["major"]))
+            self._streams = [cupy.cuda.Stream.from_external(_Foreign(s)) for s in streams]
         else:
             self._streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(lanes)]
         self._gate = cupy.cuda.Stream(non_blocking=True)
@@ -109,22 +109,19 @@ class CupyGpu:
         )
         self._flush = cupy.empty(2 * int(properties["l2CacheSize"]), dtype=cupy.uint8)
         self._arenas: dict[tuple[int, str], Any] = {}
-        self._graphs = True
-        seen = self._count_sms()
-        if self._partitions is not None and seen > self._partitions.sms:
-            # A graph that does not stay in its partition would measure another device.
-            self._graphs = False
+        # A graph that does not stay in its partition would measure another device.
+        for self._graphs in (True, False):
             seen = self._count_sms()
-            if seen > self._partitions.sms:
-                raise ProfilerError(
-                    f"a partition of {self._partitions.sms} multiprocessors runs on {seen} of them"
-                )
+            if seen <= asked_sms:
+                break
+        else:
+            raise ProfilerError(f"a partition of {asked_sms} multiprocessors runs on {seen} of them")
         self.facts = GpuFacts(
             name=properties["name"].decode(),
             arch=f"sm_{properties['major']}{properties['minor']}",
             sms=sms,
             share_sms=seen,
-            partition="whole" if self._partitions is None else "green context",
+            partition="whole" if share >= 1 else "green context",
             lanes=len(self._streams),
             l2_bytes=int(properties["l2CacheSize"]),
             memory_bytes=int(properties["totalGlobalMem"]),
@@ -217,7 +214,7 @@ class CupyGpu:
         loaded.functions.clear()
         loaded.module = None
 
-    def state(self) -> GpuState:
+    def state(self) -> dict[str, Any]:
         return self._nvml.state()
 
     # -- inside ------------------------------------------------------------------------------------------------
@@ -298,13 +295,13 @@ class CupyGpu:
     def _faults(self) -> Any:
         """CUDA's errors as :class:`GpuFault`, but for those of a launch that never happened."""
         cupy = self._cupy
-        harmless = (
+        harmless = [
             "InvalidValue",
             "INVALID_VALUE",
             "OUT_OF_RESOURCES",
             "LaunchOutOfResources",
             "OutOfMemory",
-        )
+        ]
         try:
             yield
         except (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError) as err:
@@ -335,7 +332,7 @@ class _Nvml:
     def __init__(self) -> None:
         self._handle: Any = None
         self.driver = ""
-        self._last = (0.0, GpuState())
+        self._asked_at, self._state = 0.0, dict[str, Any]()
         try:
             import pynvml
         except ImportError:
@@ -348,32 +345,32 @@ class _Nvml:
         except pynvml.NVMLError:
             self._handle = None
 
-    def state(self) -> GpuState:
+    def state(self) -> dict[str, Any]:
         now = time.monotonic()
-        if self._handle is None or now - self._last[0] < _STATE_S:
-            return self._last[1]
-        nvml, handle = self._pynvml, self._handle
+        if self._handle is None or now - self._asked_at < _STATE_S:
+            return self._state
+        nvml = self._pynvml
 
         def ask(question: Any, *args: Any) -> Any:
             try:
-                return question(handle, *args)
+                return question(self._handle, *args)
             except nvml.NVMLError:
                 return None
 
         reasons = ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons)
         power = ask(nvml.nvmlDeviceGetPowerUsage)
-        throttle = None
-        if reasons is not None:
-            throttle = ",".join(sorted({word for bit, word in _THROTTLE.items() if reasons & bit}))
-        state = GpuState(
-            ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
-            ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_MEM),
-            ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
-            None if power is None else power / 1e3,
-            throttle,
-        )
-        self._last = (now, state)
-        return state
+        state = {
+            "clock_mhz": ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
+            "memory_clock_mhz": ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_MEM),
+            "temperature_c": ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
+            "power_w": None if power is None else power / 1e3,
+            "throttle": None
+            if reasons is None
+            else ",".join(sorted({word for bit, word in _THROTTLE.items() if reasons & bit})),
+        }
+        self._asked_at = now
+        self._state = {name: value for name, value in state.items() if value is not None}
+        return self._state
 
 
 # -- shares ------------------------------------------------------------------------------------------------------
@@ -383,18 +380,6 @@ _UNITS = {6: 1, 7: 2, 8: 2}
 _HOPPER_UNIT = 8
 
 
-@dataclass(frozen=True)
-class Partitions:
-    """Equal partitions of a GPU."""
-
-    #: A CUDA stream (address) in each.
-    streams: tuple[int, ...]
-    #: Multiprocessors of each.
-    sms: int
-    #: What must live as long as the streams.
-    keep: Any
-
-
 def partition_sms(sms: int, share: float, unit: int) -> int:
     """Multiprocessors of a share, rounded down to the unit of partitions (at least one unit)."""
     if not 0 < share < 1:
@@ -402,8 +387,9 @@ def partition_sms(sms: int, share: float, unit: int) -> int:
     return max(unit, int(sms * share + 1e-9) // unit * unit)
 
 
-def make_partitions(share: float, lanes: int, capability: int) -> Partitions:
-    """As many partitions of `share` as fit, at most `lanes`; the primary context must be current.
+def make_partitions(share: float, lanes: int, capability: int) -> tuple[list[int], int, Any]:
+    """As many partitions of `share` as fit, at most `lanes`; the primary context must be current. The address of a stream in
+    each, the multiprocessors of each, and what must live as long as the streams.
 
     They are made by CUDA green contexts (driver API, CUDA 12.4 and later). Nothing is set on the card: a green context is a
     property of this process's streams. Partitions come in units of the architecture (8 multiprocessors on Hopper), so a
@@ -426,13 +412,11 @@ def make_partitions(share: float, lanes: int, capability: int) -> Partitions:
     wanted = partition_sms(int(whole.sm.smCount), share, unit)
     count = max(1, min(lanes, int(whole.sm.smCount) // wanted))
     groups, made, _ = call(driver.cuDevSmResourceSplitByCount(count, whole, 0, wanted))
-    streams, keep = [], []
+    keep = []
     for group in groups[:made]:
         description = call(driver.cuDevResourceGenerateDesc([group], 1))
         flag = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
         context = call(driver.cuGreenCtxCreate(description, device, flag))
         nonblocking = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-        stream = call(driver.cuGreenCtxStreamCreate(context, nonblocking, 0))
-        streams.append(int(stream))
-        keep.append((context, stream))
-    return Partitions(tuple(streams), int(groups[0].sm.smCount), keep)
+        keep.append((context, call(driver.cuGreenCtxStreamCreate(context, nonblocking, 0))))
+    return [int(stream) for _, stream in keep], int(groups[0].sm.smCount), keep

@@ -103,12 +103,8 @@ def cuda_arch(device: Device) -> str:
 
 
 def shape_fault(kernels: Sequence[KernelShape], arch: str) -> tuple[str, str] | None:
-    """Why a program cannot be launched, as far as that shows before it is compiled.
-
-    Returns
-    -------
-    Kind (``threads``, ``block``, ``grid`` or ``shared``) and a sentence; None if nothing speaks against it.
-    """
+    """Why a program cannot be launched, as far as that shows before it is compiled: its kind (``threads``, ``block``,
+    ``grid`` or ``shared``) and a sentence; None if nothing speaks against it."""
     limits = arch_limits(arch)
     for kernel in kernels:
         if kernel.threads > limits.threads_per_block:

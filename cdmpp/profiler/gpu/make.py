@@ -18,7 +18,7 @@ from cdmpp.dataset import Dataset
 from cdmpp.device import Device, get_device
 from cdmpp.errors import BundleError, ProfilerError
 from cdmpp.profiler.engine import BuildConfig, BuildJob, BuildOnly, Engine, Outcome
-from cdmpp.profiler.gpu.build import DrawJob, Drawn, ReferenceJob, kernel_builder
+from cdmpp.profiler.gpu.build import DrawJob, Drawn, KernelBuilder
 from cdmpp.profiler.gpu.bundle import Bundle, BundledProgram, read_bundle, write_bundle
 from cdmpp.profiler.gpu.compile import find_compiler
 from cdmpp.profiler.gpu.limits import cuda_arch
@@ -116,10 +116,6 @@ class _TaskPlan:
         self._compiling = self._tries = self._broken = 0
         self._seconds = 0.0
 
-    @property
-    def _exhausted(self) -> bool:
-        return self.task.hash in self._draft.exhausted
-
     def _exhaust(self) -> None:
         self._draft.exhausted.add(self.task.hash)
 
@@ -127,7 +123,7 @@ class _TaskPlan:
         """Whether there is, or will be, something to do until so many programs can run."""
         if self._drawing or self._compiling:
             return True
-        return self.ok < wanted and (bool(self._candidates) or not self._exhausted)
+        return self.ok < wanted and (bool(self._candidates) or self.task.hash not in self._draft.exhausted)
 
     def jobs(self, wanted: int) -> Iterator[BuildJob | DrawJob]:
         """What can be done now until so many programs can run."""
@@ -137,23 +133,21 @@ class _TaskPlan:
             self._compiling += 1
             need -= 1
             yield BuildJob(program, self.task, space)
-        if need <= 0 or self._drawing or self._exhausted:
+        if need <= 0 or self._drawing or self.task.hash in self._draft.exhausted:
             return
         if self._tries >= _MAX_TRIES * wanted or self._seconds > -(-wanted // CHUNK) * config.task_seconds:
             self._exhaust()
             return
         self._drawing = True
         seed = seed_of(config.seed, self.task.hash, len(self._seen), self._broken)
-        yield DrawJob(self.task, _DRAWN, seed, frozenset(self._seen), self._parents)
+        wants = self.task.hash not in self._draft.references and self.task.flops <= config.reference_flops
+        reference = config.seed if wants else None
+        yield DrawJob(self.task, _DRAWN, seed, frozenset(self._seen), self._parents, reference)
 
-    def take(self, outcome: Outcome) -> ReferenceJob | None:
-        """Keep an outcome; the first program of a task asks for a reference."""
-        job, built, draft = outcome.job, outcome.built, self._draft
+    def take(self, outcome: Outcome) -> None:
+        """Keep an outcome."""
+        job, built = outcome.job, outcome.built
         self._seconds += outcome.meta.get("build_s", 0.0)
-        if isinstance(job, ReferenceJob):
-            if built is not None:
-                draft.references[self.task.hash] = built.reference
-            return None
         if built is None:  # the builder died, or took too long
             self._broken += 1
             if self._broken > _MAX_BROKEN:
@@ -164,22 +158,19 @@ class _TaskPlan:
             self._drawing = False
             if built is not None:
                 self._take_drawn(built)
-            return None
+            return
         self._compiling -= 1
         kernel = built or BundledProgram(job.program.hash, status=outcome.status, error=outcome.error)
-        draft.add(self.task, job.program, job.space, kernel)
-        if kernel.cuda is None:
-            return None
-        self.ok += 1
-        if self.ok > 1 or self.task.flops > self._config.reference_flops:
-            return None
-        return ReferenceJob(self.task, kernel.cuda.params, kernel.cuda.outputs, self._config.seed)
+        self._draft.add(self.task, job.program, job.space, kernel)
+        self.ok += kernel.status == "ok"
 
     def _take_drawn(self, drawn: Drawn) -> None:
         if drawn.error:
             logger.warning("%s", drawn.error)
         if not drawn.candidates and not drawn.excluded:
             self._exhaust()
+        if drawn.reference is not None:
+            self._draft.references[self.task.hash] = drawn.reference
         self._tries += len(drawn.candidates) + len(drawn.excluded)
         self._candidates.extend(drawn.candidates)
         self._seen.update(program.hash for program, _ in drawn.candidates)
@@ -202,16 +193,14 @@ def make_bundle(
     progress: Callable[[Progress], None] | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> BundleReport:
-    """Compile programs of networks for a GPU that is elsewhere.
+    """Compile programs of networks (zoo names, ``.onnx`` or ``.pt2`` files) for a GPU that is elsewhere.
 
     Parameters
     ----------
-    networks
-        Zoo names, ``.onnx`` or ``.pt2`` files.
     device
         A CUDA device of the table, such as ``h200``.
     tasks_of
-        Take the tasks of these networks from a dataset that has them.
+        A dataset that has the tasks of these networks.
     mutants_of
         A dataset measured on this device: draw mutants of each task's fastest programs in place of random points (the
         region that a tuner visits).
@@ -245,13 +234,10 @@ def make_bundle(
     draft = _Draft(unfinished)
     plans = {task.hash: _TaskPlan(task, parents.get(task.hash, ()), config, draft) for task in tasks}
     started, before = time.perf_counter(), len(draft.kernels)
-    references: deque[ReferenceJob] = deque()
     try:
-        with Engine(config, BuildOnly(kernel_builder(arch, device.target))) as engine:
-            for outcome in engine.run(_jobs(list(plans.values()), config, references)):
-                reference = plans[outcome.job.task.hash].take(outcome)
-                if reference is not None:
-                    references.append(reference)
+        with Engine(config, BuildOnly((KernelBuilder, (arch, device.target), 10))) as engine:
+            for outcome in engine.run(_jobs(list(plans.values()), config)):
+                plans[outcome.job.task.hash].take(outcome)
                 if progress is not None and isinstance(outcome.job, BuildJob):
                     failures = {status: n for status, n in draft.statuses.items() if status != "ok"}
                     done, total = (
@@ -278,31 +264,21 @@ def make_bundle(
     order = sorted(draft.kernels, key=lambda h: (draft.programs[h].task_hash, h))
     write_bundle(out, draft.bundle(note, [_kept(draft.kernels[h], config) for h in order]))
     unfinished.unlink()
-    return BundleReport(
-        out,
-        device.name,
-        compiler,
-        len(draft.tasks),
-        len(draft.references),
-        dict(draft.statuses),
-        out.stat().st_size,
-    )
+    tasks_n, references_n, statuses = len(draft.tasks), len(draft.references), dict(draft.statuses)
+    return BundleReport(out, device.name, compiler, tasks_n, references_n, statuses, out.stat().st_size)
 
 
-def _jobs(plans: Sequence[_TaskPlan], config: BundleConfig, references: deque[ReferenceJob]) -> Iterator[Any]:
-    """Rounds over the tasks, and references as they are asked for; None while all wait for outcomes."""
+def _jobs(plans: Sequence[_TaskPlan], config: BundleConfig) -> Iterator[Any]:
+    """Rounds over the tasks; None while all wait for outcomes."""
     for end in range(CHUNK, config.programs_per_task + CHUNK, CHUNK):
         wanted = min(end, config.programs_per_task)
         unfinished = list(plans)
         while unfinished:
             jobs = [job for plan in unfinished for job in plan.jobs(wanted)]
-            while references:
-                yield references.popleft()
             yield from jobs
             unfinished = [plan for plan in unfinished if plan.needs_more(wanted)]
             if unfinished and not jobs:
                 yield None
-    yield from references
 
 
 def _fastest(path: str | Path, base: str) -> dict[str, tuple[Program, ...]]:

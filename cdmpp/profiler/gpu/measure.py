@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,12 +17,18 @@ from cdmpp.device import Device, get_device
 from cdmpp.errors import DatasetError, ProfilerError
 from cdmpp.profiler.calibration import DegreeResult, Labels, calibrate, halved, timed_labels
 from cdmpp.profiler.engine import Engine, Outcome
-from cdmpp.profiler.gpu.build import KernelJob
+from cdmpp.profiler.gpu.build import KernelJob, MeasureJob
 from cdmpp.profiler.gpu.bundle import Bundle, BundledProgram, read_bundle
-from cdmpp.profiler.gpu.device import GpuFacts, is_model
 from cdmpp.profiler.gpu.make import BundleConfig, make_bundle
-from cdmpp.profiler.gpu.measurer import GpuMeasurer, gpu_engine, possible_degree
-from cdmpp.profiler.gpu.sampling import GpuConfig
+from cdmpp.profiler.gpu.sampling import (
+    GpuConfig,
+    GpuFacts,
+    GpuMeasurer,
+    gpu_engine,
+    is_model,
+    possible_degree,
+)
+from cdmpp.profiler.plan import evenly
 from cdmpp.profiler.session import Progress, Report, Session
 
 logger = logging.getLogger(__name__)
@@ -95,12 +100,8 @@ def measure(
     progress, notify
         Called with the state after each outcome, and with one-line news.
 
-    Raises
-    ------
-    ProfilerError
-        The GPU is missing, another one, lost, or cannot be partitioned. What was measured is kept.
-    DatasetError
-        `out` holds records of this device and `resume` was not asked for, or of another; the disk is full.
+    ProfilerError if the GPU is missing, another one, lost, or cannot be partitioned. DatasetError if `out` holds records of
+    this device and `resume` was not asked for, or of another, or the disk is full. What was measured is kept.
     """
     config = config or MeasureConfig()
     notify = notify or (lambda line: logger.info("%s", line))
@@ -121,15 +122,6 @@ def measure(
             notify(f"{facts.name}: {facts.share_sms} of {facts.sms} multiprocessors, {facts.lanes} lanes")
             todo = [k for k in kernels if k.program not in known]
             degrees, results = _degrees(content, todo, engine, facts, config, notify)
-            session = Session(
-                dataset,
-                name,
-                len(kernels) - len(todo),
-                lambda: len(kernels),
-                max_seconds=config.max_seconds,
-                progress=progress,
-                notify=notify,
-            )
             # Partitions come in units: the count of the table is what was asked for, this is what there was.
             dataset.set_device(replace(target_device, cores_used=facts.share_sms))
             settings = {
@@ -141,8 +133,18 @@ def measure(
                 "degrees": {str(group): degree for group, degree in degrees.items()},
                 "calibration": results,
             }
-            families = content.note.get("network_families", {})
-            session.note(families, ("cupy-cuda13x", "cuda-bindings"), settings)
+            session = Session(
+                dataset,
+                name,
+                settings,
+                content.note.get("network_families", {}),
+                ("cupy-cuda13x", "cuda-bindings"),
+                known=len(kernels) - len(todo),
+                total=lambda: len(kernels),
+                max_seconds=config.max_seconds,
+                progress=progress,
+                notify=notify,
+            )
             checked = 0
 
             def count(outcome: Outcome) -> None:
@@ -191,23 +193,16 @@ def _chosen(bundle: Bundle, config: MeasureConfig) -> list[BundledProgram]:
     for kernel in kernels:
         if kernel.status == "ok" and not kernel.cubin and not (kernel.cuda and kernel.cuda.source):
             raise ProfilerError(f"the bundle keeps no source, and program {kernel.program} has no cubin")
-    rng = random.Random(config.seed)
     by_task: dict[str, list[BundledProgram]] = defaultdict(list)
     for kernel in kernels:
         by_task[bundle.programs[kernel.program].task_hash].append(kernel)
-    for part in by_task.values():
-        rng.shuffle(part)
-    order = list(by_task.values())
-    rng.shuffle(order)
-    turns = max(map(len, order), default=0)
-    chosen = [part[i] for i in range(turns) for part in order if i < len(part)]
-    return chosen[: config.limit]
+    return evenly(by_task, config.seed)[: config.limit]
 
 
 def _job(bundle: Bundle, kernel: BundledProgram, **options: Any) -> KernelJob:
     program = bundle.programs[kernel.program]
     space = None if program.space_hash is None else bundle.spaces[program.space_hash]
-    return KernelJob(program, bundle.tasks[program.task_hash], space, kernel, **options)
+    return KernelJob(program, bundle.tasks[program.task_hash], space, MeasureJob(kernel, **options))
 
 
 def _jobs(
@@ -230,7 +225,7 @@ def _jobs(
                     reference = bundle.references.get(task)
                     checked[task] += reference is not None
             jobs.append(_job(bundle, kernel, degree=degree, reference=reference))
-        yield from sorted(jobs, key=lambda job: job.degree)
+        yield from sorted(jobs, key=lambda job: job.measure.degree)
 
 
 def _degrees(

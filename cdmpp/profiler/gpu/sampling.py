@@ -1,28 +1,40 @@
-"""The measuring process of a GPU: keeps its lanes filled, samples them in rounds, loads what comes next meanwhile.
+"""GPUs: the process that keeps a GPU's lanes filled and samples them in rounds, and what deals programs to it.
 
-A round takes one sample in every lane at the same time. Samples are of equal length whatever the program
-(``SamplingPlan.min_sample_s``), so that lanes keep each other company for all of it. A program's first run is alone: it tells
-how long a run is, and a fault or hang is then certainly its own.
+A GPU has lanes. A lane runs one program at a time; programs in different lanes run side by side, on the same multiprocessors
+or, where lanes are partitions of the GPU, each on its own. A round takes one sample in every lane at the same time. Samples are
+of equal length whatever the program (``SamplingPlan.min_sample_s``), so that lanes keep each other company for all of it. A
+program's first run is alone: it tells how long a run is, and a fault or hang is then certainly its own.
+
+The GPU itself is an interface: the real one is :mod:`cdmpp.profiler.gpu.cupy`, tests have one with a scripted clock.
 """
 
 from __future__ import annotations
 
+import importlib
+import logging
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
+from numpy.typing import NDArray
+
+from cdmpp.device import Device
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler import machine
-from cdmpp.profiler.engine import BuildConfig, Measured
-from cdmpp.profiler.gpu.bundle import BundledProgram, Reference
-from cdmpp.profiler.gpu.check import TOLERANCE, output_error, reference_inputs, summarise_outputs
-from cdmpp.profiler.gpu.device import Gpu, GpuFault, make_gpu
+from cdmpp.profiler.arguments import TOLERANCE, output_error, reference_inputs, summarise_outputs
+from cdmpp.profiler.engine import BuildConfig, BuildJob, Engine, Measured, Measurer, Running
+from cdmpp.profiler.gpu.build import KernelBuilder, KernelJob, MeasureJob
+from cdmpp.profiler.gpu.bundle import BundledProgram, CudaProgram
+from cdmpp.profiler.gpu.limits import cuda_arch
+from cdmpp.profiler.pool import Worker
 from cdmpp.profiler.statistics import SamplingPlan
+
+logger = logging.getLogger(__name__)
 
 #: The GPU's clock ticks finer and its neighbours are known, so less time does than on a CPU.
 GPU_PLAN = SamplingPlan(
@@ -32,6 +44,81 @@ GPU_PLAN = SamplingPlan(
 _MAX_REPEATS = 256
 #: Threads that load programs while others are measured.
 _LOADERS = 2
+#: Seconds in which a fresh process has to find its GPU, and attempts at that before the device counts as lost.
+_START_S, _STARTS = 120.0, 3
+#: Lanes where the degree is to be found.
+_LANES = 8
+
+
+class GpuFault(Exception):
+    """A kernel broke the context: nothing runs in this process any more."""
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """What a GPU says of itself."""
+
+    name: str
+    arch: str
+    #: Multiprocessors of the whole, and those that a lane's programs were seen to run on.
+    sms: int
+    share_sms: int
+    #: How the share is made: ``whole`` or ``green context``.
+    partition: str
+    lanes: int
+    l2_bytes: int
+    memory_bytes: int
+    driver: str
+    launch: str = "graph"
+
+
+class Gpu(Protocol):
+    """One GPU, or a share of it, in one process.
+
+    Methods raise :class:`GpuFault` where the context is broken, other exceptions for what concerns one program only.
+    """
+
+    facts: GpuFacts
+
+    def load(self, kernel: BundledProgram) -> Any:
+        """Make a program ready to launch. Called from other threads while programs are measured; touches no timing."""
+
+    def first_run(self, loaded: Any, lane: int) -> float:
+        """Run once with nothing beside it; seconds."""
+
+    def prepare(self, loaded: Any, lane: int, repeats: int) -> Any:
+        """Make a sample of `repeats` runs back to back ready to start."""
+
+    def sample(self, prepared: Sequence[Any], cold: bool) -> list[float]:
+        """One sample in each lane at the same time; mean seconds of a run, in order.
+
+        Warm: after an untimed run of the same program. Cold: after the level-2 cache was filled with something else; a
+        sample is then one run.
+        """
+
+    def outputs(self, loaded: Any, inputs: Sequence[NDArray[Any]]) -> dict[int, NDArray[Any]]:
+        """Run once with these input values; the outputs by number of the parameter."""
+
+    def unload(self, loaded: Any) -> None:
+        """Give back what :meth:`load` and :meth:`prepare` took."""
+
+    def state(self) -> dict[str, Any]:
+        """Clocks and heat now, as far as the driver says."""
+
+
+def is_model(name: str, model: str) -> bool:
+    """Whether a GPU that calls itself `name` is of a model of the device table."""
+    return model.lower() in name.lower() or name.lower() in model.lower()
+
+
+def make_gpu(path: str, arguments: Mapping[str, Any]) -> Gpu:
+    """The GPU of a class given as ``module:Class`` (ProfilerError if there is none, or a library for it is missing)."""
+    module, _, name = path.partition(":")
+    try:
+        gpu: Gpu = getattr(importlib.import_module(module), name)(**arguments)
+    except ImportError as err:
+        raise ProfilerError(f"measuring needs cupy: pip install cupy-cuda13x ({err})") from err
+    return gpu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,28 +147,7 @@ class GpuConfig(BuildConfig):
     gpu_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class MeasureJob:
-    """One program to measure, with at most `degree` programs at the same time, itself included."""
-
-    kernel: BundledProgram
-    degree: int = 1
-    reference: Reference | None = None
-
-
-@dataclass(frozen=True)
-class Running:
-    """Sent when what runs changes: a deadline holds for it."""
-
-    programs: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Faulted:
-    """Sent last: the context is broken, and one of these programs did it."""
-
-    programs: tuple[str, ...]
-    error: str
+# -- the process that measures -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -117,12 +183,10 @@ class Sampler:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
-        return not self._queue and not self.running
+        return not self._queue and not self._running
 
     @property
-    def running(self) -> list[_Lane]:
-        """The lanes at work."""
+    def _running(self) -> list[_Lane]:
         return [lane for lane in self._lanes if lane is not None]
 
     def add(self, job: MeasureJob) -> None:
@@ -131,60 +195,52 @@ class Sampler:
         self._queue.append((job, loading))
 
     def step(self) -> None:
-        """Fill free lanes and take one round of samples.
-
-        Raises
-        ------
-        GpuFault
-            The context is broken.
-        """
+        """Fill free lanes and take one round of samples (GpuFault if the context is broken)."""
         while self._queue and self._may_start(*self._queue[0]):
             self._start(*self._queue.popleft())
-        if not self.running:
+        lanes = self._running
+        if not lanes:
             return
-        lanes = self.running
         values = self._gpu.sample([lane.prepared for lane in lanes], self._config.cold)
         for lane, value in zip(lanes, values, strict=True):
             lane.samples_s.append(value)
-            spent_s = sum(lane.samples_s) * lane.repeats
-            if not self._config.plan.needs_more(lane.samples_s, spent_s):
+            if not self._config.plan.needs_more(lane.samples_s, sum(lane.samples_s) * lane.repeats):
                 self._finish(lane)
 
     def _may_start(self, job: MeasureJob, loading: Future[Any] | None) -> bool:
-        running = self.running
+        running = self._running
         if not running:
             return True
         if loading is not None and not loading.done():
             return False  # better a round with a lane less than a round late
-        limit = min(job.degree, *(lane.job.degree for lane in running), len(self._lanes))
-        return len(running) < limit
+        return len(running) < min(job.degree, *(lane.job.degree for lane in running), len(self._lanes))
 
     def _start(self, job: MeasureJob, loading: Future[Any] | None) -> None:
-        program = job.kernel.program
+        program, config = job.kernel.program, self._config
         self._send(Running((program,)))
         number = self._lanes.index(None)
         try:
             loaded = self._gpu.load(job.kernel) if loading is None else loading.result()
             wrong, meta = self._check(job, loaded)
             if wrong:
-                self._failed(job, loaded, "run_error", wrong)
+                self._fail(program, loaded, "run_error", wrong)
                 return
             first_s = self._gpu.first_run(loaded, number)
-            if first_s > self._config.run_timeout_s:
-                late = f"one run took {first_s:.3g} s, over {self._config.run_timeout_s:g} s"
-                self._failed(job, loaded, "run_timeout", late)
+            if first_s > config.run_timeout_s:
+                late = f"one run took {first_s:.3g} s, over {config.run_timeout_s:g} s"
+                self._fail(program, loaded, "run_timeout", late)
                 return
             # The first run found nothing in the caches and may have loaded code.
             run_s = min(first_s, self._gpu.first_run(loaded, number))
-            repeats = 1 if self._config.cold else min(self._config.plan.repeats(run_s), _MAX_REPEATS)
+            repeats = 1 if config.cold else min(config.plan.repeats(run_s), _MAX_REPEATS)
             prepared = self._gpu.prepare(loaded, number, repeats)
         except GpuFault:
             raise
         except Exception as err:  # whatever the driver says of this program alone
-            self._failed(job, None, "run_error", f"{type(err).__name__}: {err}"[:500])
+            self._fail(program, None, "run_error", f"{type(err).__name__}: {err}"[:500])
             return
         self._lanes[number] = _Lane(job, loaded, prepared, repeats, first_s, self._clock(), meta)
-        self._send(Running(tuple(lane.job.kernel.program for lane in self.running)))
+        self._send(Running(tuple(lane.job.kernel.program for lane in self._running)))
 
     def _check(self, job: MeasureJob, loaded: Any) -> tuple[str, dict[str, Any]]:
         """Compare with the reference, if there is one: what is wrong, and what to keep of it."""
@@ -197,10 +253,10 @@ class Sampler:
             return f"wrong output: differs from the reference by {error:.3g}", {}
         return "", {"checked": True, "output_error": float(f"{error:.3g}")}
 
-    def _failed(self, job: MeasureJob, loaded: Any, status: str, error: str) -> None:
+    def _fail(self, program: str, loaded: Any, status: str, error: str) -> None:
         if loaded is not None:
             self._gpu.unload(loaded)
-        self._send(Measured(job.kernel.program, status, error=error))
+        self._send(Measured(program, status, error=error))
 
     def _finish(self, lane: _Lane) -> None:
         self._lanes[self._lanes.index(lane)] = None
@@ -211,7 +267,7 @@ class Sampler:
             "first_s": lane.first_s,
             "cache": "cold" if self._config.cold else "warm",
             **lane.meta,
-            **self._gpu.state().known(),
+            **self._gpu.state(),
         }
         run_s = self._clock() - lane.started
         self._send(Measured(lane.job.kernel.program, "ok", tuple(lane.samples_s), run_s=run_s, meta=meta))
@@ -220,8 +276,8 @@ class Sampler:
 def gpu_worker(connection: Connection, config: GpuConfig, arguments: Mapping[str, Any]) -> None:
     """Serve :class:`MeasureJob` after :class:`MeasureJob` until the connection closes (runs in its own process).
 
-    Makes the GPU of `arguments`. Sends its :class:`~cdmpp.profiler.gpu.device.GpuFacts` first (or the ProfilerError that
-    there is none), then what :class:`Sampler` sends, and :class:`Faulted` before it ends because the context is broken.
+    Makes the GPU of `arguments`. Sends its :class:`GpuFacts` first (or the ProfilerError that there is none), then what
+    :class:`Sampler` sends, and the :class:`GpuFault` before it ends because the context is broken.
     """
     machine.die_with_parent()
     try:
@@ -231,15 +287,7 @@ def gpu_worker(connection: Connection, config: GpuConfig, arguments: Mapping[str
         return
     connection.send(gpu.facts)
     executor = ThreadPoolExecutor(_LOADERS) if config.overlap else None
-    running: tuple[str, ...] = ()
-
-    def send(message: Any) -> None:
-        nonlocal running
-        if isinstance(message, Running):
-            running = message.programs
-        connection.send(message)
-
-    sampler = Sampler(gpu, config, send, executor)
+    sampler = Sampler(gpu, config, connection.send, executor)
     try:
         while True:
             while sampler.idle or connection.poll(0):
@@ -251,7 +299,176 @@ def gpu_worker(connection: Connection, config: GpuConfig, arguments: Mapping[str
     except EOFError:
         return
     except GpuFault as err:
-        connection.send(Faulted(running, str(err)[:500]))
+        connection.send(GpuFault(str(err)[:500]))
         connection.close()
         # Nothing can be freed in a broken context; trying may hang.
         os._exit(1)
+
+
+# -- what deals programs to it -----------------------------------------------------------------------------------
+
+
+def gpu_engine(config: GpuConfig, device: Device, *, builds: bool = True) -> Engine:
+    """An engine that measures on a CUDA GPU of this machine, or on a share of it.
+
+    Without `builds` programs come as :class:`KernelJob`, so that TVM is not needed. ProfilerError if it is no CUDA device; on
+    entering, if there is no GPU or another one.
+    """
+    return Engine(config, GpuMeasurer(config, device, builds=builds))
+
+
+def possible_degree(cuda: CudaProgram, facts: GpuFacts) -> int:
+    """Programs like this one that fit side by side: a power of two up to the number of lanes.
+
+    Where lanes are partitions every program has its own, so all lanes may work.
+    """
+    if facts.partition != "whole":
+        return facts.lanes
+    blocks = max(shape.blocks for shape in cuda.launches)
+    degree = 1
+    while 2 * degree <= facts.lanes and 2 * degree * blocks <= facts.sms:
+        degree *= 2
+    return degree
+
+
+class GpuMeasurer(Measurer):
+    """Keeps the measuring process supplied; a context that breaks, or a hang, costs one program."""
+
+    def __init__(self, config: GpuConfig, device: Device, *, builds: bool) -> None:
+        super().__init__()
+        self.config, self._device, self._arch = config, device, cuda_arch(device)
+        self.builder = KernelBuilder, (self._arch, device.target if builds else None), 10
+        self.facts: GpuFacts
+        #: Broken contexts and hangs so far.
+        self.restarts = 0
+        self._gpu: Worker
+        self._to_measure: deque[tuple[BuildJob, MeasureJob]] = deque()
+        self._in_flight: dict[str, tuple[BuildJob, MeasureJob]] = {}
+        self._running: tuple[str, ...] = ()
+        self._deaths: Counter[str] = Counter()
+
+    def open(self, build_now: Callable[[BuildJob], Any]) -> None:
+        config, device = self.config, self._device
+        lanes = _LANES if config.degree == "auto" else max(1, int(config.degree))
+        arguments = {"share": device.share, "lanes": lanes, "seed": config.seed, **config.gpu_arguments}
+        self._gpu = Worker(gpu_worker, (config, arguments), "gpu")
+        self.workers = [self._gpu]
+        self._wait_for_facts()
+        found = self.facts
+        if not is_model(found.name, device.model) or found.arch != self._arch:
+            raise ProfilerError(
+                f"{device.base} is a {device.model} ({self._arch}), and this is a {found.name} ({found.arch})"
+            )
+
+    def _wait_for_facts(self) -> None:
+        """Wait until the measuring process has its GPU; start another if it dies over it."""
+        for _ in range(_STARTS):
+            try:
+                if self._gpu.connection.poll(_START_S):
+                    message = self._gpu.connection.recv()
+                    if isinstance(message, ProfilerError):
+                        raise message
+                    self.facts = message
+                    return
+            except EOFError:
+                pass
+            self._gpu.replace()
+        raise ProfilerError("the GPU does not answer: it is lost, or its driver hangs")
+
+    def accepts(self, building: int) -> bool:
+        if self.config.overlap:
+            return len(self._to_measure) < self.config.window
+        return not (building or self._to_measure or self._in_flight or self.outcomes)
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._to_measure)
+
+    def add(self, job: BuildJob, built: BundledProgram) -> None:
+        if isinstance(job, KernelJob):
+            measure = replace(job.measure, kernel=built)
+        else:
+            assert built.cuda is not None
+            most = 1 if self.config.degree == "auto" else int(self.config.degree)
+            measure = MeasureJob(built, max(1, min(most, possible_degree(built.cuda, self.facts))))
+        self._to_measure.append((job, measure))
+
+    def feed(self, coming: Sequence[BuildJob]) -> None:
+        window = self.config.window if self.config.overlap else 1
+        while self._to_measure and len(self._in_flight) < window:
+            job, measure = self._to_measure[0]
+            try:
+                self._gpu.connection.send(measure)
+            except (BrokenPipeError, ConnectionResetError):
+                # It died. With something in flight, that is found out when its end of the pipe is read.
+                if not self._in_flight:
+                    self._restart("run_error", "the measuring process died")
+                return
+            self._to_measure.popleft()
+            if not self._in_flight:
+                self._gpu.extend(self._patience_s)
+            self._in_flight[measure.kernel.program] = job, measure
+            self._gpu.load = self._in_flight
+
+    @property
+    def _patience_s(self) -> float:
+        config = self.config
+        samples_s = self.facts.lanes * max(config.plan.max_measure_s, 2 * config.run_timeout_s)
+        return config.hang_s + 2 * config.run_timeout_s + samples_s
+
+    def receive(self, worker: Worker) -> None:
+        try:
+            message: Running | Measured | GpuFault = self._gpu.connection.recv()
+        except (EOFError, ConnectionResetError):
+            self._restart("run_error", f"the measuring process died ({self._gpu.exit_reason()})")
+            return
+        self._gpu.extend(self._patience_s)
+        if isinstance(message, Running):
+            self._running = message.programs
+        elif isinstance(message, GpuFault):
+            self._restart("run_error", str(message))
+        else:
+            job, measure = self._in_flight.pop(message.program)
+            self._running = tuple(p for p in self._running if p != message.program)
+            if not self._in_flight:
+                self._gpu.finished()
+            self.finish(job, measure.kernel, message, **self._meta(measure))
+
+    def overdue(self, worker: Worker) -> None:
+        self._restart("run_timeout", "it did not end")
+
+    def _meta(self, measure: MeasureJob) -> dict[str, Any]:
+        meta: dict[str, Any] = {"sms": self.facts.share_sms, "workers": measure.degree}
+        if measure.kernel.resources:
+            meta["resources"] = {name: dict(taken) for name, taken in measure.kernel.resources.items()}
+        return meta
+
+    def _restart(self, status: str, error: str) -> None:
+        """Start another measuring process, and find out who did it: one that ran alone; of several, each gets another
+        try, alone. ProfilerError if the GPU does not answer any more; the programs that it was lost with are ``device_lost``.
+        """
+        self.restarts += 1
+        logger.warning(
+            "the GPU's context is lost (%s); %d programs are measured again", error, len(self._in_flight)
+        )
+        suspects = [p for p in self._running if p in self._in_flight] or list(self._in_flight)[:1]
+        guilty = []
+        for program in suspects:
+            self._deaths[program] += 1
+            job, measure = self._in_flight[program]
+            if len(suspects) == 1 or self._deaths[program] > 1:
+                guilty.append(self._in_flight.pop(program))
+            else:
+                self._in_flight[program] = job, replace(measure, degree=1)
+        self._to_measure.extendleft(reversed(list(self._in_flight.values())))
+        self._in_flight.clear()
+        self._running = ()
+        self._gpu.replace()
+        try:
+            self._wait_for_facts()
+        except ProfilerError:
+            status = "device_lost"
+            raise
+        finally:
+            for job, measure in guilty:
+                self.fail(job, status, error, **self._meta(measure))

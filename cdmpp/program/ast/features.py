@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 from cdmpp.program.ast.footprint import (
     SET_PERIODS,
     Footprints,
-    LoopNest,
     auto_simd,
     by_leaf,
     conflict_traffic,
@@ -34,21 +33,14 @@ from cdmpp.program.ast.schema import (
 )  # fmt: skip
 from cdmpp.program.ast.table import (
     ACCESS_COLUMNS,
-    BLOCK_IDX,
-    GLOBAL,
     LEAF_COLUMNS,
-    LOCAL,
-    PARALLEL,
-    SERIAL,
-    SHARED,
-    THREAD_IDX,
-    UNROLLED,
-    VECTORIZED,
-    VTHREAD,
     FloatArray,
     IntArray,
     LeafTable,
-)  # fmt: skip
+    LoopKind,
+    LoopNest,
+    Scope,
+)
 
 _LEAF = {name: i for i, name in enumerate(LEAF_COLUMNS)}
 _ACCESS = {name: i for i, name in enumerate(ACCESS_COLUMNS)}
@@ -64,7 +56,7 @@ _INTEGER = np.array([k in ("iadd", "imul", "idivmod", "compare") for k in OP_KIN
 
 def leaf_vectors(table: LeafTable) -> NDArray[np.float32]:
     """Vectors of all leaves, float32 (leaves, len(LEAF_FEATURES))."""
-    nest = LoopNest.of(table)
+    nest = table.nest
     feet = Footprints.of(table, nest)
     moved = np.stack([traffic(nest, feet, c) for c in CAPACITIES])
     registers = register_elements(nest, feet)
@@ -81,12 +73,17 @@ def leaf_vectors(table: LeafTable) -> NDArray[np.float32]:
         _context(table),
         _loops(table, nest, feet),
         table.ops,
-        np.stack([flops, special, table.ops @ _INTEGER, _by_leaf(table, feet, "loads")], axis=1)
+        np.stack(
+            [flops, special, table.ops @ _INTEGER, feet.per_leaf(table.access[:, _ACCESS["loads"]])], axis=1
+        )
         * nest.iterations[:, None],
         _code(table, nest, feet, auto),
         _instructions(table, nest, feet, auto, registers, times),
         ((table.ops @ _FP) * nest.iterations * neighbour_packs(table, nest, feet, 32))[:, None],
-        _sums(table, feet, [row * times for row in (*moved, *conflicts)] + pages),
+        np.stack(
+            [feet.per_leaf(row) for row in (*(moved * times), *(row * times for row in conflicts), *pages)],
+            axis=1,
+        ),
         feet.working_set[:, [min(k, feet.working_set.shape[1] - 1) for k in WORKING_SET_DEPTHS]],
         _program(table, nest, feet, flops),
         _window(nest),
@@ -95,15 +92,6 @@ def leaf_vectors(table: LeafTable) -> NDArray[np.float32]:
     vectors = np.concatenate(blocks, axis=1)
     assert vectors.shape[1] == len(LEAF_FEATURES)
     return vectors.astype(np.float32)
-
-
-def _sums(table: LeafTable, feet: Footprints, rows: list[FloatArray]) -> FloatArray:
-    """Sums over the accesses of each leaf, (leaves, rows)."""
-    return np.stack([np.bincount(feet.leaf, weights=row, minlength=len(table.leaf)) for row in rows], axis=1)
-
-
-def _by_leaf(table: LeafTable, feet: Footprints, column: str) -> FloatArray:
-    return np.bincount(feet.leaf, weights=table.access[:, _ACCESS[column]], minlength=len(table.leaf))
 
 
 def _context(table: LeafTable) -> FloatArray:
@@ -131,24 +119,26 @@ def _loops(table: LeafTable, nest: LoopNest, feet: Footprints) -> FloatArray:
     kind, extent = nest.kind, nest.extent
     row_leaf = table.access_leaf[table.row_access]
     used = by_leaf(np.logical_or, row_leaf, table.uses, len(extent))
-    used |= by_leaf(np.logical_or, feet.leaf, feet.gathers, len(extent))
+    used |= by_leaf(np.logical_or, feet.leaf, table.gathers, len(extent))
     vector = np.where(nest.vector, extent, 1.0).prod(axis=1).astype(np.int64)
     divisor = vector & -vector
 
     def product(mask: NDArray[np.bool_]) -> FloatArray:
         return np.where(mask, extent, 1.0).prod(axis=1)
 
-    serial = np.isin(kind, (SERIAL, UNROLLED)) | ((kind == VECTORIZED) & ~nest.vector)
-    parallel = product(kind == PARALLEL)
+    serial = np.isin(kind, (LoopKind.SERIAL, LoopKind.UNROLLED)) | (
+        (kind == LoopKind.VECTORIZED) & ~nest.vector
+    )
+    parallel = product(kind == LoopKind.PARALLEL)
     # The innermost parallel loop is the first from inside; without one everything is inside.
-    has_parallel = (kind == PARALLEL).any(axis=1)
-    inner = np.where(has_parallel, (kind == PARALLEL).argmax(axis=1), extent.shape[1])
+    has_parallel = (kind == LoopKind.PARALLEL).any(axis=1)
+    inner = np.where(has_parallel, (kind == LoopKind.PARALLEL).argmax(axis=1), extent.shape[1])
     iterations = nest.iterations
     domain = table.leaf[:, _LEAF["domain"]]
     blocks, threads, vthreads = (
-        product(kind == BLOCK_IDX),
-        product(kind == THREAD_IDX),
-        product(kind == VTHREAD),
+        product(kind == LoopKind.BLOCK_IDX),
+        product(kind == LoopKind.THREAD_IDX),
+        product(kind == LoopKind.VTHREAD),
     )
     columns = [
         nest.n,
@@ -164,7 +154,7 @@ def _loops(table: LeafTable, nest: LoopNest, feet: Footprints) -> FloatArray:
         vector,
         divisor,
         vector != divisor,
-        product((kind == VECTORIZED) & ~nest.vector),
+        product((kind == LoopKind.VECTORIZED) & ~nest.vector),
         product(nest.unrolled),
         blocks,
         threads,
@@ -184,18 +174,18 @@ def _code(table: LeafTable, nest: LoopNest, feet: Footprints, auto: NDArray[np.b
     tile = nest.tile
     in_tile = feet.data[at, tile[feet.leaf]]
     stores = table.access[:, _ACCESS["stores"]] > 0
-    outputs = np.bincount(feet.leaf, weights=in_tile * stores, minlength=n_leaves)
+    outputs = feet.per_leaf(in_tile * stores)
     loads = table.access[:, _ACCESS["loads"]] > 0
-    inputs = np.bincount(feet.leaf, weights=in_tile * loads, minlength=n_leaves)
+    inputs = feet.per_leaf(in_tile * loads)
     is_reduction = table.leaf[:, _LEAF["is_reduction"]]
     loops = np.arange(nest.extent.shape[1])
     outside = loops[None, :] >= tile[:, None]
     # Reduction loops directly around the tile, up to the first loop that is none.
-    held = np.logical_and.accumulate(nest.reduction | ~outside, axis=1) & outside
+    hold = np.logical_and.accumulate(nest.reduction | ~outside, axis=1) & outside
     has_next = tile < nest.n
     next_loop = np.minimum(tile, nest.extent.shape[1] - 1)
     simd_stride = np.abs(feet.stride[at, nest.simd[feet.leaf]])
-    gather = feet.gathers[at, nest.simd[feet.leaf]]
+    gather = table.gathers[at, nest.simd[feet.leaf]]
     classes = [
         (simd_stride == 1) & ~gather,
         (simd_stride == 0) & ~gather,
@@ -210,12 +200,12 @@ def _code(table: LeafTable, nest: LoopNest, feet: Footprints, auto: NDArray[np.b
         inputs,
         np.where(nest.unrolled & ~outside, nest.extent, 1.0).prod(axis=1),
         is_reduction * nest.iterations / np.maximum(outputs, 1.0),
-        np.where(held, nest.extent, 1.0).prod(axis=1),
+        np.where(hold, nest.extent, 1.0).prod(axis=1),
         np.where(has_next, nest.extent[rows, next_loop], 0.0),
         np.where(has_next, nest.reduction[rows, next_loop], 0.0),
         nest.extent[rows, nest.simd],
         auto,
-        *[np.bincount(feet.leaf, weights=c, minlength=n_leaves) for c in classes],
+        *[feet.per_leaf(c) for c in classes],
         *runs,
     ]
     return np.stack(columns, axis=1)
@@ -230,14 +220,14 @@ def _instructions(
     times: FloatArray,
 ) -> FloatArray:
     at = np.arange(len(feet.leaf))
-    contiguous = (feet.stride[at, nest.simd[feet.leaf]] == 1) & ~feet.gathers[at, nest.simd[feet.leaf]]
+    contiguous = (feet.stride[at, nest.simd[feet.leaf]] == 1) & ~table.gathers[at, nest.simd[feet.leaf]]
     operations = (table.ops @ _FP) * nest.iterations
     columns = []
     for width in SIMD_BYTES:
         packs = simd_packs(table, nest, auto, width)
         columns.append(operations * packs)
         accesses = registers * times * np.where(contiguous, packs[feet.leaf], 1.0)
-        columns.append(np.bincount(feet.leaf, weights=accesses, minlength=len(table.leaf)))
+        columns.append(feet.per_leaf(accesses))
     return np.stack(columns, axis=1)
 
 
@@ -259,14 +249,14 @@ def _program(table: LeafTable, nest: LoopNest, feet: Footprints, flops: FloatArr
 
 def _allocations(table: LeafTable, feet: Footprints) -> list[FloatArray]:
     """Bytes of the buffers each program allocates, by scope."""
-    _, first = np.unique(feet.buffer, return_index=True)
+    _, first = np.unique(table.access_buffer, return_index=True)
     program = table.leaf[feet.leaf[first], 0].astype(np.int64)
     allocated = table.access[first, _ACCESS["allocated"]] > 0
     scope = table.access[first, _ACCESS["scope"]]
     n = len(table.program_leaves)
     return [
         np.bincount(program, feet.storage[first] * (allocated & (scope == s)), n)
-        for s in (GLOBAL, SHARED, LOCAL)
+        for s in (Scope.GLOBAL, Scope.SHARED, Scope.LOCAL)
     ]
 
 
@@ -280,7 +270,7 @@ def _window(nest: LoopNest) -> FloatArray:
     out[:, :n, 1] = nest.reduction[:, :n]
     out[:, :n, 2] = nest.vector[:, :n]
     out[:, :n, 3] = nest.unrolled[:, :n]
-    out[:, :n, 4] = (kind == PARALLEL) | (kind == BLOCK_IDX) | (kind == THREAD_IDX)
+    out[:, :n, 4] = (kind == LoopKind.PARALLEL) | (kind == LoopKind.BLOCK_IDX) | (kind == LoopKind.THREAD_IDX)
     return out.reshape(n_leaves, -1)
 
 

@@ -18,148 +18,53 @@ from cdmpp.program.ast.schema import SIMD_BYTES
 from cdmpp.program.ast.table import (
     ACCESS_COLUMNS,
     LEAF_COLUMNS,
-    SERIAL,
-    THREAD_IDX,
-    UNROLLED,
-    VECTORIZED,
     BoolArray,
     FloatArray,
     IntArray,
     LeafTable,
-)  # fmt: skip
+    LoopKind,
+    LoopNest,
+    with_one,
+)
 
 LINE_BYTES = 64.0
 PAGE_BYTES = 4096.0
-#: Sets of a cache of 64 sets (32 KB, 8 ways) and of 1024 sets (1 MB, 16 ways) come round after so many bytes.
+#: Sets of a cache of 64 sets (32 KB, 8 ways) and of 1024 sets (1 MB, 16 ways) repeat after so many bytes.
 SET_PERIODS = (4 << 10, 64 << 10)
 _ACCESS = {name: i for i, name in enumerate(ACCESS_COLUMNS)}
 _LEAF = {name: i for i, name in enumerate(LEAF_COLUMNS)}
 
 
 @dataclass(frozen=True)
-class LoopNest:
-    """Loops of each leaf; loops that a leaf does not have are of extent 1 and kind -1.
-
-    Attributes
-    ----------
-    extent, kind, reduction, unrolled, node
-        (leaves, loops), innermost first.
-    points
-        (leaves, depths): iterations of the ``k`` innermost loops.
-    n
-        (leaves,): number of loops.
-    vector
-        (leaves, loops): vectorised, and not turned back into a serial loop.
-    simd
-        (leaves,): the loop lanes run along: GPU threads, else the vectorised one, else the innermost.
-    explicit_simd
-        (leaves,): there is a vectorised one.
-    tile
-        (leaves,): number of inner loops that are vectorised, unrolled or GPU threads: their iterations are
-        straight-line code.
-    """
-
-    extent: FloatArray
-    kind: IntArray
-    reduction: BoolArray
-    unrolled: BoolArray
-    node: IntArray
-    points: FloatArray
-    n: IntArray
-    vector: BoolArray
-    simd: IntArray
-    explicit_simd: BoolArray
-    tile: IntArray
-
-    @property
-    def iterations(self) -> FloatArray:
-        """Iterations of all loops, (leaves,)."""
-        return self.points[:, -1]
-
-    @classmethod
-    def of(cls, table: LeafTable) -> LoopNest:
-        """The loops of a batch."""
-        n_leaves, loops = len(table.leaf), table.coef.shape[1]
-        at = table.loop[:, 0], table.loop[:, 1]
-        extent = np.ones((n_leaves, loops))
-        kind = np.full((n_leaves, loops), -1, dtype=np.int64)
-        node = np.full((n_leaves, loops), -1, dtype=np.int64)
-        flags = np.zeros((3, n_leaves, loops), dtype=bool)
-        extent[at] = table.loop[:, 2]
-        kind[at] = table.loop[:, 3]
-        node[at] = table.loop[:, 7]
-        for i in range(3):
-            flags[i][at] = table.loop[:, 4 + i] != 0
-        reduction, unrolled, scalarised = flags
-        vector = (kind == VECTORIZED) & ~scalarised
-        explicit = vector.any(axis=1)
-        threads = kind == THREAD_IDX
-        lanes = np.where(threads.any(axis=1)[:, None], threads, vector)
-        straight = np.logical_and.accumulate(vector | unrolled | threads, axis=1)
-        return cls(
-            extent=extent,
-            kind=kind,
-            reduction=reduction,
-            unrolled=unrolled,
-            node=node,
-            points=_with_one(np.cumprod(extent, axis=1)),
-            n=table.leaf[:, _LEAF["loops"]].astype(np.int64),
-            vector=vector,
-            simd=lanes.argmax(axis=1),
-            explicit_simd=explicit,
-            tile=straight.sum(axis=1),
-        )
-
-
-def _with_one(array: FloatArray) -> FloatArray:
-    return np.concatenate([np.ones((len(array), 1)), array], axis=1)
-
-
-@dataclass(frozen=True)
 class Footprints:
-    """What the accesses touch.
+    """What the accesses touch."""
 
-    Attributes
-    ----------
-    leaf, buffer
-        (accesses,): which leaf, which buffer of the batch.
-    elements
-        (accesses, depths): distinct elements of storage touched by the ``k`` innermost loops.
-    data
-        (accesses, depths): distinct elements of data, for storage may be used anew.
-    lines
-        (accesses, depths): distinct cache lines, in bytes.
-    pages
-        (accesses, depths): distinct pages of 4 KB.
-    runs
-        (accesses, depths): elements that lie side by side in storage.
-    stride
-        (accesses, loops): elements between the addresses of successive iterations of one loop.
-    uses
-        (accesses, loops): the data accessed depend on the loop.
-    gathers
-        (accesses, loops): it does so in a way that is not affine.
-    storage
-        (accesses,): bytes of the buffer as it will be allocated.
-    working_set
-        (leaves, depths): bytes touched by all leaves below the ``k``-th loop while it runs once through.
-    program_bytes
-        (programs,): bytes touched by the whole program.
-    """
-
+    #: (accesses,): :attr:`LeafTable.access_leaf`.
     leaf: IntArray
-    buffer: IntArray
+    #: (accesses, depths): distinct elements of storage touched by the ``k`` innermost loops.
     elements: FloatArray
+    #: (accesses, depths): distinct elements of data, for storage may be used anew.
     data: FloatArray
+    #: (accesses, depths): distinct cache lines, in bytes.
     lines: FloatArray
+    #: (accesses, depths): distinct pages of 4 KB.
     pages: FloatArray
+    #: (accesses, depths): elements that lie side by side in storage.
     runs: FloatArray
+    #: (accesses, loops): elements between the addresses of successive iterations of one loop.
     stride: FloatArray
+    #: (accesses, loops): the data accessed depend on the loop.
     uses: BoolArray
-    gathers: BoolArray
+    #: (accesses,): bytes of the buffer as it will be allocated.
     storage: FloatArray
+    #: (leaves, depths): bytes touched by all leaves below the ``k``-th loop while it runs once through.
     working_set: FloatArray
+    #: (programs,): bytes touched by the whole program.
     program_bytes: FloatArray
+
+    def per_leaf(self, values: FloatArray) -> FloatArray:
+        """Sums over the accesses of each leaf, (leaves,)."""
+        return np.bincount(self.leaf, weights=values, minlength=len(self.working_set))
 
     @classmethod
     def of(cls, table: LeafTable, nest: LoopNest) -> Footprints:
@@ -169,11 +74,11 @@ class Footprints:
         starts = np.searchsorted(table.row_access, np.arange(len(access)))
         row_leaf = leaf[table.row_access]
         shape = _storage_shape(table, buffer)
-        caps = _with_one(np.cumprod(np.where(table.uses, nest.extent[row_leaf], 1.0), axis=1))
+        caps = with_one(np.cumprod(np.where(table.uses, nest.extent[row_leaf], 1.0), axis=1))
         span = np.minimum(table.span, (shape - 1)[:, None])
         count = np.minimum(span + 1, caps)
         uses = _by_access(np.logical_or, starts, table.uses)
-        points = _with_one(np.cumprod(np.where(uses, nest.extent[leaf], 1.0), axis=1))
+        points = with_one(np.cumprod(np.where(uses, nest.extent[leaf], 1.0), axis=1))
         elements = np.minimum(_by_access(np.multiply, starts, count), points)
         extents = _extents(table, starts, shape, span, count)
         itemsize = access[:, _ACCESS["itemsize"]]
@@ -184,15 +89,13 @@ class Footprints:
         working_set, program_bytes = _working_sets(table, nest, leaf, buffer, lines)
         return cls(
             leaf=leaf,
-            buffer=buffer,
             elements=elements,
-            data=elements * _with_one(np.cumprod(np.where(table.renewed, nest.extent[leaf], 1.0), axis=1)),
+            data=elements * with_one(np.cumprod(np.where(table.renewed, nest.extent[leaf], 1.0), axis=1)),
             lines=lines,
             pages=np.minimum(extents.blocks(PAGE_BYTES / itemsize), elements),
             runs=np.minimum(np.minimum(extents.run, extents.run_count), elements),
             stride=stride,
             uses=uses | table.renewed,
-            gathers=table.gathers,
             storage=storage,
             working_set=working_set,
             program_bytes=program_bytes,
@@ -323,7 +226,7 @@ def traffic(nest: LoopNest, feet: Footprints, capacity: float) -> FloatArray:
 def conflict_traffic(
     table: LeafTable, nest: LoopNest, feet: Footprints, capacity: float, period: int
 ) -> FloatArray:
-    """As :func:`traffic`, into a cache whose sets come round after ``period`` bytes, (accesses,).
+    """As :func:`traffic`, into a cache whose sets repeat after ``period`` bytes, (accesses,).
 
     An access that strides by a multiple of a large power of two uses few of the sets. Its lines then fill the cache
     as many times faster as there are sets that it leaves out.
@@ -332,14 +235,14 @@ def conflict_traffic(
     itemsize = table.access[:, _ACCESS["itemsize"]][:, None]
     extent = np.where(feet.uses, nest.extent[feet.leaf], 1.0)
     step = np.abs(feet.stride) * itemsize
-    whole = np.where(feet.gathers | (step == 0), 1, step).astype(np.int64)
+    whole = np.where(table.gathers | (step == 0), 1, step).astype(np.int64)
     aligned = (
         whole | period
     )  # its lowest bit is the greatest common divisor, for the period is a power of two
     positions = np.minimum(extent, period // (aligned & -aligned))
     used = np.maximum(1.0, positions * np.minimum(1.0, step / LINE_BYTES))
-    used = np.where(feet.gathers, extent, used)
-    used = np.minimum(_with_one(np.cumprod(used, axis=1)), sets)
+    used = np.where(table.gathers, extent, used)
+    used = np.minimum(with_one(np.cumprod(used, axis=1)), sets)
     crowding = np.maximum(1.0, np.minimum(feet.lines / LINE_BYTES, sets) / used)
     extra = by_leaf(np.add, feet.leaf, feet.lines * (crowding - 1), len(nest.n))
     return _moved(nest, feet, feet.lines, (feet.working_set + extra)[:, 1:] <= capacity)
@@ -347,8 +250,8 @@ def conflict_traffic(
 
 def page_traffic(nest: LoopNest, feet: Footprints, entries: Sequence[int]) -> list[FloatArray]:
     """Pages each access moves into tables of so many entries (TLBs), (accesses,) each; as :func:`traffic`."""
-    held = by_leaf(np.add, feet.leaf, feet.pages, len(nest.n))[:, 1:]
-    return [_moved(nest, feet, feet.pages, held <= n) for n in entries]
+    touched = by_leaf(np.add, feet.leaf, feet.pages, len(nest.n))[:, 1:]
+    return [_moved(nest, feet, feet.pages, touched <= n) for n in entries]
 
 
 def _moved(nest: LoopNest, feet: Footprints, touched: FloatArray, fits: BoolArray) -> FloatArray:
@@ -361,7 +264,7 @@ def _moved(nest: LoopNest, feet: Footprints, touched: FloatArray, fits: BoolArra
 def register_elements(nest: LoopNest, feet: Footprints) -> FloatArray:
     """Element loads (or stores) each access needs when straight-line code loads an element once, (accesses,).
 
-    If the loop around the straight-line code does not move the access, it is held in registers across it.
+    If the loop around the straight-line code does not move the access, it stays in registers across it.
     """
     k = nest.tile[feet.leaf]
     rows = np.arange(len(k))
@@ -373,11 +276,11 @@ def register_elements(nest: LoopNest, feet: Footprints) -> FloatArray:
 def auto_simd(table: LeafTable, nest: LoopNest, feet: Footprints) -> BoolArray:
     """Whether a compiler can run the innermost loop in lanes although the schedule did not say so, (leaves,)."""
     kind = nest.kind[:, 0]
-    simple = np.isin(kind, (SERIAL, UNROLLED)) & ~nest.reduction[:, 0] & ~nest.explicit_simd
+    simple = np.isin(kind, (LoopKind.SERIAL, LoopKind.UNROLLED)) & ~nest.reduction[:, 0] & ~nest.explicit_simd
     for name in ("branch_inner", "opaque", "guarded"):
         simple &= table.leaf[:, _LEAF[name]] == 0
-    bad = (np.abs(feet.stride[:, 0]) > 1) | feet.gathers[:, 0]
-    return simple & (np.bincount(feet.leaf, weights=bad, minlength=len(kind)) == 0)
+    bad = (np.abs(feet.stride[:, 0]) > 1) | table.gathers[:, 0]
+    return simple & (feet.per_leaf(bad) == 0)
 
 
 def simd_packs(table: LeafTable, nest: LoopNest, auto: BoolArray, simd_bytes: int) -> FloatArray:

@@ -10,14 +10,14 @@ names are in the metadata of the file.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from cdmpp.errors import DatasetError, FeatureMismatchError
-from cdmpp.program.ast.reader import CompactAST
+from cdmpp.files import replacing
+from cdmpp.program.ast import CompactAST
 from cdmpp.program.ast.schema import FEATURE_SET, LEAF_FEATURES
 
 _META_KEY = b"cdmpp_ast"
@@ -31,12 +31,7 @@ _ORDER = ("leaf_count", "program_bytes", "program_flops")
 
 
 def save_asts(path: str | Path, asts: Mapping[str, CompactAST]) -> None:
-    """Write ASTs by program hash; the file appears whole or not at all.
-
-    Parameters
-    ----------
-    path
-        Of the parquet file; one that exists is replaced.
+    """Write ASTs by program hash; the file appears whole or not at all, in place of one that exists.
 
     Raises
     ------
@@ -57,10 +52,8 @@ def save_asts(path: str | Path, asts: Mapping[str, CompactAST]) -> None:
     programs = sorted(asts, key=lambda p: (*(float(asts[p].column(name)[0]) for name in _ORDER), p))
     counts = [asts[p].n_leaves for p in programs]
     width = len(LEAF_FEATURES)
-    leaves = (
-        np.concatenate([asts[p].leaves for p in programs]) if programs else np.zeros((0, width), np.float32)
-    )
-    positions = np.concatenate([asts[p].positions for p in programs]) if programs else np.zeros(0, np.int32)
+    leaves = np.concatenate([np.zeros((0, width), np.float32), *(asts[p].leaves for p in programs)])
+    positions = np.concatenate([np.zeros(0, np.int32), *(asts[p].positions for p in programs)])
     columns = {
         "program": pa.array(np.repeat(np.array(programs, dtype=object), counts), pa.string()),
         "position": pa.array(positions, pa.int32()),
@@ -69,34 +62,25 @@ def save_asts(path: str | Path, asts: Mapping[str, CompactAST]) -> None:
     columns["leaf"] = pa.FixedSizeListArray.from_arrays(pa.array(leaves.ravel()), width)
     note = json.dumps({"feature_set": FEATURE_SET, "features": LEAF_FEATURES}).encode()
     table = pa.table(columns).replace_schema_metadata({_META_KEY: note})
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        pq.write_table(
-            table,
-            draft,
-            compression="zstd",
-            compression_level=_COMPRESSION_LEVEL,
-            use_dictionary=["program"],
-            write_statistics=False,
-            data_page_size=_PAGE_BYTES,
-            row_group_size=_GROUP_ROWS,
-            write_page_checksum=True,
-        )
-        draft.replace(path)
+        with replacing(path) as draft:
+            pq.write_table(
+                table,
+                draft,
+                compression="zstd",
+                compression_level=_COMPRESSION_LEVEL,
+                use_dictionary=["program"],
+                write_statistics=False,
+                data_page_size=_PAGE_BYTES,
+                row_group_size=_GROUP_ROWS,
+                write_page_checksum=True,
+            )
     except (OSError, pa.ArrowException) as error:
         raise DatasetError(f"cannot write {path}: {error}") from error
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def stored_feature_set(path: str | Path) -> str:
-    """The feature set a file was written with.
-
-    Raises
-    ------
-    DatasetError
-        The file is missing, unreadable or holds no ASTs.
-    """
+    """The feature set a file was written with (DatasetError: the file is missing, unreadable or holds no ASTs)."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -6,8 +6,8 @@ of its latency and is not in the AST. Counting it needs a compilation, which a c
 (:attr:`cdmpp.predictor.config.LossConfig.codegen_weight`), and one may be given them where a program is compiled for its
 prediction.
 
-Here are the names of what is counted, for those who only read counts. To count: :mod:`~cdmpp.program.codegen.counts`, of what
-``compile`` or a file gives, by ``disassemble``, then ``blocks`` and loops, ``values`` in registers, ``trips``, ``cycles``.
+Here are the names of what is counted, for those who only read counts. To count: ``disassemble`` what ``compile`` or a file
+gives, find ``blocks`` and loops, ``values`` in registers, ``trips``, ``counts`` by kind, and ``cycles``, the model of a core.
 """
 
 from __future__ import annotations

@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 
 from cdmpp.errors import CdmppError, ProgramError
 from cdmpp.program.codegen import CODEGEN_FEATURES, KINDS
-from cdmpp.program.codegen.blocks import FlowGraph
+from cdmpp.program.codegen.blocks import Address, FlowGraph, Instruction
 from cdmpp.program.codegen.compile import compile_to_shared_object
-from cdmpp.program.codegen.cycles import ISSUE, loop_cycles
-from cdmpp.program.codegen.instruction import Address, Instruction
+from cdmpp.program.codegen.cycles import loop_cycles
 from cdmpp.program.codegen.trips import TripCounts, times_run
 from cdmpp.program.codegen.values import CodeValues
 from cdmpp.program.tvm_env import import_tvm
@@ -30,17 +29,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _AT = {kind: i for i, kind in enumerate(KINDS)}
-#: Cycles for which an instruction of a kind keeps a unit of a generic core busy: arithmetic, loads, stores, shuffles.
-_UNITS: tuple[dict[str, float], ...] = (
-    {f"{kind}_{width}": 0.5 for kind in ("fma", "fp") for width in "zyxs"},
-    {f"load_{width}": 0.5 for width in "zyxs"},
-    {f"store_{width}": 1.0 for width in "zyxs"},
-    {"shuffle": 1.0},
-    {"all": 1.0 / ISSUE},
-)
-#: And those that keep all of it busy.
-_BLOCKING = {"gather": 20.0, "div": 8.0, "idiv": 10.0, "call": 50.0}
-
 _SHUFFLES = (
     "vperm", "vinsert", "vextract", "vunpck", "vshuf", "vblend", "vpblend", "vpack", "vpunpck", "valign", "vpinsr",
     "vpextr", "vmovhl", "vmovlh", "vpshuf", "vcompress", "vexpand",
@@ -51,10 +39,6 @@ _LANES = {"z": 16, "y": 8, "x": 4, "s": 1}
 _DEPTH_WEIGHT = 8.0
 
 FloatArray = NDArray[np.float64]
-
-_BUSY: FloatArray = np.array(
-    [[unit.get(kind, _BLOCKING.get(kind, 0.0)) for unit in _UNITS] for kind in KINDS]
-)
 
 
 def codegen_features(path: str | Path) -> NDArray[np.float32]:
@@ -115,8 +99,7 @@ def instruction_counts(programs: Sequence[Any], device: Device) -> NDArray[np.fl
         )
     import_tvm()
     require_decoder()  # one error, not a warning for each program
-    from cdmpp.program.ast import CompactAST
-    from cdmpp.program.ast.reader import prim_func
+    from cdmpp.program.ast import CompactAST, prim_func
 
     if any(isinstance(program, CompactAST) for program in programs):
         raise ProgramError("a CompactAST cannot be compiled: expected a PrimFunc or an IRModule")
@@ -145,7 +128,7 @@ def count(functions: Sequence[Sequence[Instruction]]) -> NDArray[np.float32]:
         times = times_run(trips)
         run += times @ each
         unknown += trips.unknown
-        cycles += loop_cycles(trips, times, each @ _BUSY)
+        cycles += loop_cycles(trips, times, each)
         jumps = _backward_jumps(function)
         for begin, end in jumps:
             others = [jump for jump in jumps if jump != (begin, end)]

@@ -4,7 +4,7 @@ A loop takes as long as its busiest unit or as its chain of dependent instructio
 Laukemann et al., PMBS'18): a sum in one register adds once in four cycles, however many units there are. The chain is found
 by following when the result of each instruction is ready for some iterations, in a core that issues in order, looks a window of
 instructions ahead, and forwards what was stored to the next load of the same address. Units and latencies are about those of
-Skylake; cores differ from it by little, and :mod:`cdmpp.predictor.instruction_time` knows them.
+Skylake; cores differ from it by little, and :mod:`cdmpp.predictor.pair_features` knows them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,22 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.program.codegen.instruction import Address, Instruction
+from cdmpp.program.codegen import KINDS
+from cdmpp.program.codegen.blocks import Address, Instruction
 from cdmpp.program.codegen.trips import TripCounts
 
 #: Instructions a core issues in a cycle, and looks ahead.
-ISSUE, _WINDOW = 4.0, 224
+_ISSUE, _WINDOW = 4.0, 224
+#: Cycles for which an instruction of a kind keeps a unit of a generic core busy: arithmetic, loads, stores, shuffles.
+_UNITS: tuple[dict[str, float], ...] = (
+    {f"{kind}_{width}": 0.5 for kind in ("fma", "fp") for width in "zyxs"},
+    {f"load_{width}": 0.5 for width in "zyxs"},
+    {f"store_{width}": 1.0 for width in "zyxs"},
+    {"shuffle": 1.0},
+    {"all": 1.0 / _ISSUE},
+)
+#: And those that keep all of it busy.
+_BLOCKING = {"gather": 20.0, "div": 8.0, "idiv": 10.0, "call": 50.0}
 #: Cycles until a load gives what the first cache level has, and until a store is forwarded to a load.
 _LOAD, _FORWARD = 5.0, 5.0
 #: Latencies of operations, by how their names begin without the v of AVX (Fog, instruction tables: Skylake-X).
@@ -40,9 +51,14 @@ _NOTHING = ("nop", "push", "pop", "vzeroupper", "endbr64")
 
 FloatArray = NDArray[np.float64]
 
+#: (kinds, units)
+_BUSY: FloatArray = np.array(
+    [[unit.get(kind, _BLOCKING.get(kind, 0.0)) for unit in _UNITS] for kind in KINDS]
+)
 
-def loop_cycles(trips: TripCounts, times: FloatArray, units: FloatArray) -> FloatArray:
-    """What a function takes whose instructions run ``times`` (n,) and keep each unit busy for so many cycles, (n, units).
+
+def loop_cycles(trips: TripCounts, times: FloatArray, kinds: FloatArray) -> FloatArray:
+    """What a function takes whose instructions run ``times`` (n,) and are of ``kinds`` (n, kinds).
 
     Gives three numbers: cycles, of innermost loops the longer of busiest unit and chain, of other blocks the busiest unit;
     cycles of innermost loops' chains alone; how often a loop is entered, which costs a mispredicted branch when it is left.
@@ -50,6 +66,7 @@ def loop_cycles(trips: TripCounts, times: FloatArray, units: FloatArray) -> Floa
     graph = trips.graph
     outer = {loop.parent for loop in graph.loops}
     inner = [number for number in range(len(graph.loops)) if number not in outer]
+    units = kinds @ _BUSY
     total = np.concatenate([np.zeros((1, units.shape[1])), np.cumsum(units * times[:, None], axis=0)])
     spent = {
         block: total[last + 1] - total[first]
@@ -78,7 +95,7 @@ def cycles_of_iteration(body: Sequence[Instruction]) -> float:
     code."""
     steps = [i for i in body if i.flow in ("next", "call") and i.name not in _NOTHING]
     if not steps:
-        return len(body) / ISSUE
+        return len(body) / _ISSUE
     iterations = max(_LEAST_ITERATIONS, min(_MOST_ITERATIONS, _FOLLOWED // len(body)))
     stores = {i.memory for i in steps if i.stores and i.memory is not None}
     # addresses made of a register that is written are others from then on
@@ -92,7 +109,7 @@ def cycles_of_iteration(body: Sequence[Instruction]) -> float:
     for _ in range(iterations):
         for instruction, sources, latency, others in plan:
             number, memory = len(retired), instruction.memory
-            begin = number / ISSUE
+            begin = number / _ISSUE
             if number >= _WINDOW:
                 begin = max(begin, retired[number - _WINDOW])
             at = begin
@@ -110,7 +127,7 @@ def cycles_of_iteration(body: Sequence[Instruction]) -> float:
             last = max(last, at)
             retired.append(last)
         ends.append(last)
-    return max((ends[-1] - ends[0]) / (iterations - 1), len(body) / ISSUE)
+    return max((ends[-1] - ends[0]) / (iterations - 1), len(body) / _ISSUE)
 
 
 def _sources(instruction: Instruction) -> list[str]:

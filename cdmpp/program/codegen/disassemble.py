@@ -13,12 +13,12 @@ from elftools.elf.sections import SymbolTableSection
 from iced_x86 import ConditionCode, FlowControl, MemorySizeExt, OpAccess, OpKind, RegisterExt
 
 from cdmpp.errors import ProgramError
-from cdmpp.program.codegen.instruction import (
+from cdmpp.program.codegen.blocks import (
     INTEGER_REGISTERS,
     Address,
     Instruction,
+    Location,
     Operand,
-    Place,
     Register,
     signed,
 )
@@ -107,7 +107,7 @@ def _instruction(raw: iced_x86.Instruction, facts: iced_x86.InstructionInfo) -> 
     used = [(_REGISTERS[register.register].name, register.access) for register in facts.used_registers()]
     flow = _FLOWS.get(raw.flow_control, "next")
     writes = _CALLER_SAVED if flow == "call" else tuple([name for name, how in used if how in _WRITES])
-    changes: tuple[Place, ...] = tuple([name for name in writes if name in INTEGER_REGISTERS])
+    changes: tuple[Location, ...] = tuple([name for name in writes if name in INTEGER_REGISTERS])
     stores = access in _WRITES
     if stores and memory is not None and memory.is_slot:
         changes = (*changes, memory)

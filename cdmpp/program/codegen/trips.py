@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from cdmpp.program.codegen.blocks import FlowGraph
 from cdmpp.program.codegen.values import OPPOSITE, CodeValues, Flags, Value, meets
 
-#: A loop whose trip count the code does not tell is taken to run so many times.
+#: A loop of unknown trip count is taken to run so many times.
 UNKNOWN_TRIPS = 4.0
 #: Nothing runs more often in seconds; what was read as more is misread.
 _MOST_RUNS = 1e12
@@ -44,7 +44,7 @@ class TripCounts:
         return self.values.graph
 
     def of(self, number: int) -> int | None:
-        """How often a loop runs each time it is entered, 0 if it never is; None where the code does not tell."""
+        """How often a loop runs each time it is entered, 0 if it never is; None where that is not known."""
         return self._trips_and_exit(number)[0]
 
     def guess(self, number: int) -> float:
@@ -69,7 +69,7 @@ class TripCounts:
     def _count(self, number: int) -> tuple[int | None, int | None]:
         graph = self.graph
         loop = graph.loops[number]
-        if self.values.before_loop[number] is None:
+        if self.values.entry_state[number] is None:
             return 0, None
         for block in sorted(loop.body, key=lambda b: (b not in loop.latches, b)):
             if (
@@ -92,7 +92,7 @@ class TripCounts:
         if graph.successors[block][0] not in graph.loops[number].body:
             condition = OPPOSITE[condition]
         if flags.kind == "test":
-            return self._of_first_flag(number, flags, condition)
+            return self._of_toggled_bits(number, flags, condition)
         if flags.kind == "zero" and condition not in ("e", "ne", "s", "ns"):
             return None
         left, right = (self._induction(number, value) for value in (flags.left, flags.right))
@@ -128,7 +128,7 @@ class TripCounts:
                 ((symbol, a), step), ((other, b), other_step) = left, right
                 if symbol is None and other is None and step != other_step:
                     pairs = ((a + step * i, b + other_step * i) for i in range(trips))
-                    taken = [Flags(flags.kind, (None, x), (None, y)).hold(condition) for x, y in pairs]
+                    taken = [Flags(flags.kind, (None, x), (None, y)).satisfies(condition) for x, y in pairs]
                     return sum(map(bool, taken)) / trips
             number = graph.loops[number].parent
         return None
@@ -136,10 +136,13 @@ class TripCounts:
     def _induction(self, number: int, value: Value) -> tuple[Value, int] | None:
         """What a value is in the first iteration of a loop, and how much more in each that follows; None where it changes
         otherwise."""
-        loop, place = self.values.counter(value) or (None, "")
+        loop, location = self.values.counter(value) or (None, "")
         if loop != number:
             return (self._final_value(value, number), 0) if self.values.is_fixed(value, number) else None
-        step, (symbol, offset) = self.values.step(number, place), self.values.initial(number, place)
+        step, (symbol, offset) = (
+            self.values.step(number, location),
+            self.values.initial_value(number, location),
+        )
         return None if step is None else (self._final_value((symbol, offset + value[1]), number), step)
 
     def _final_value(self, value: Value, number: int) -> Value:
@@ -147,45 +150,45 @@ class TripCounts:
         loop."""
         seen: set[int] = set()
         while (counter := self.values.counter(value)) is not None:
-            other, place = counter
-            trips, step = None, self.values.step(other, place)
+            other, location = counter
+            trips, step = None, self.values.step(other, location)
             if other not in seen and self.graph.loops[number].header not in self.graph.loops[other].body:
                 trips = self.of(other)
             if not trips or step is None:
                 break
             seen.add(other)
-            symbol, offset = self.values.initial(other, place)
+            symbol, offset = self.values.initial_value(other, location)
             value = symbol, offset + step * (trips - 1) + value[1]
         return value
 
-    def _of_first_flag(self, number: int, flags: Flags, goes_on: str) -> int | None:
+    def _of_toggled_bits(self, number: int, flags: Flags, condition: str) -> int | None:
         """Iterations of a loop that tests bits of what is a constant where it is entered and another after the first."""
         mask, tested = (flags.right, flags.left) if flags.right[0] is None else (flags.left, flags.right)
-        loop, place = self.values.counter(tested) or (None, "")
+        loop, location = self.values.counter(tested) or (None, "")
         if loop != number or mask[0] is not None:
             return None
         after = self.values.after
-        ends = {after[latch].get(place) for latch in self.graph.loops[number].latches if latch in after}
-        first, later = self.values.initial(number, place), ends.pop() if len(ends) == 1 else None
+        ends = {after[latch].get(location) for latch in self.graph.loops[number].latches if latch in after}
+        first, later = self.values.initial_value(number, location), ends.pop() if len(ends) == 1 else None
         if later is None or first[0] is not None or later[0] is not None:
             return None
-        goes = [meets((value[1] + tested[1]) & mask[1], goes_on) for value in (first, later)]
+        goes = [meets((value[1] + tested[1]) & mask[1], condition) for value in (first, later)]
         return 1 if not goes[0] else None if goes[1] else 2
 
 
-def _iterations(difference: int, step: int, goes_on: str) -> int | None:
+def _iterations(difference: int, step: int, condition: str) -> int | None:
     """Iterations of a loop that goes on while ``difference + step * iteration`` meets a condition; None if for ever."""
-    if not meets(difference, goes_on):
+    if not meets(difference, condition):
         return 1
-    if goes_on == "ne":
+    if condition == "ne":
         return None if not step or difference % step or difference * step > 0 else 1 - difference // step
-    if goes_on == "e":
+    if condition == "e":
         return 2 if step else None
     away = difference > 0 if difference else step > 0  # on which side of 0 it begins
     if not step or (away == (step > 0) and difference):
         return None
     last = math.ceil(abs(difference) / abs(step))
-    return last + 1 + meets(difference + last * step, goes_on)
+    return last + 1 + meets(difference + last * step, condition)
 
 
 def times_run(trips: TripCounts) -> NDArray[np.float64]:
@@ -197,11 +200,11 @@ def times_run(trips: TripCounts) -> NDArray[np.float64]:
     """
     graph, taken = trips.graph, trips.values.taken
     runs: dict[int, float] = {}
-    coming: dict[int, float] = {graph.order[0]: 1.0}
+    entries: dict[int, float] = {graph.order[0]: 1.0}
     for block in graph.order:
         if block not in taken:
             continue
-        entered = coming.get(block, 0.0)
+        entered = entries.get(block, 0.0)
         if block in graph.loop_at:
             number = graph.loop_at[block]
             found = trips.of(number)
@@ -213,7 +216,7 @@ def times_run(trips: TripCounts) -> NDArray[np.float64]:
             runs[block] = min(entered, runs[graph.dominator[block]])
         for after in taken[block]:
             if after not in runs:  # else back to a header
-                coming[after] = coming.get(after, 0.0) + _part_to(trips, block, after) * runs[block]
+                entries[after] = entries.get(after, 0.0) + _part_to(trips, block, after) * runs[block]
     times = np.zeros(len(graph.function))
     for block, (first, last) in enumerate(graph.blocks):
         times[first : last + 1] = runs.get(block, 0.0)

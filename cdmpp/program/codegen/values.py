@@ -15,21 +15,22 @@ import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
-from cdmpp.program.codegen.blocks import FlowGraph, Loop
-from cdmpp.program.codegen.instruction import (
+from cdmpp.program.codegen.blocks import (
     INTEGER_REGISTERS,
     Address,
+    FlowGraph,
     Instruction,
+    Location,
+    Loop,
     Operand,
-    Place,
     Register,
-    place_of,
+    location_of,
     signed,
 )
 
 #: What is unknown (None: nothing), and a constant to add.
 Value = tuple[Hashable, int]
-State = dict[Place, Value]
+State = dict[Location, Value]
 
 OPPOSITE = {
     "e": "ne", "ne": "e", "b": "ae", "ae": "b", "l": "ge", "ge": "l", "a": "be", "be": "a", "g": "le", "le": "g",
@@ -48,7 +49,7 @@ _OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "shl": operator.lshift, "sar": operator.rshift, "shr": operator.rshift,
     "not": lambda a, _: ~a, "neg": lambda a, _: -a,
 }  # fmt: skip
-#: Whether one address that nobody knows is below another: of two buffers that do not overlap not both can be.
+#: Whether one unknown address is below another: of two buffers that do not overlap only one can begin before the other ends.
 _BEGINS_BEFORE = "begins before"
 #: The number of a parallel loop's task, the pointer to its environment, and where that has the number of tasks, 32 bits
 #: (TVMParallelGroupEnv).
@@ -65,7 +66,7 @@ class Flags:
     left: Value
     right: Value = (None, 0)
 
-    def hold(self, condition: str | None) -> bool | None:
+    def satisfies(self, condition: str | None) -> bool | None:
         """Whether a condition holds; None where that is not known."""
         if condition is None or self.left[0] != self.right[0]:
             return None
@@ -81,7 +82,7 @@ class Flags:
         return meets(left - right, condition)
 
     def compares_addresses(self, condition: str | None) -> bool:
-        """Whether a condition asks for the order of two addresses that nobody knows."""
+        """Whether a condition compares two unknown addresses."""
         return self.kind == "cmp" and condition in _UNSIGNED and None not in (self.left[0], self.right[0])
 
 
@@ -96,9 +97,9 @@ def meets(difference: int, condition: str) -> bool:
     return condition in (_BELOW if difference < 0 else _ABOVE)
 
 
-def value_at(state: State, place: Place) -> Value:
-    """What a place holds: where nothing has been written, what it held when the function was entered."""
-    return state.get(place, (("entry", place), 0))
+def value_at(state: State, location: Location) -> Value:
+    """The value of a location; where nothing has been written, its value when the function was entered."""
+    return state.get(location, (("entry", location), 0))
 
 
 @dataclass
@@ -110,7 +111,7 @@ class CodeValues:
     after: dict[int, State] = field(default_factory=dict)
     flags: dict[int, Flags | None] = field(default_factory=dict)
     #: State in which each loop is entered; None for those that never are.
-    before_loop: list[State | None] = field(default_factory=list)
+    entry_state: list[State | None] = field(default_factory=list)
     #: Block that can be reached -> those that may follow it.
     taken: dict[int, list[int]] = field(default_factory=dict)
 
@@ -119,56 +120,62 @@ class CodeValues:
         changed = [_changes(self.graph, loop, by_copies=False) for loop in loops]
         # what a loop only copies may come back before the iteration ends: that it does is assumed until found not to
         copied = [
-            _changes(self.graph, loop, by_copies=True) - places
-            for loop, places in zip(loops, changed, strict=True)
+            _changes(self.graph, loop, by_copies=True) - locations
+            for loop, locations in zip(loops, changed, strict=True)
         ]
         for _ in range(_MOST_PASSES):
             self._follow(changed)
-            wrong = [self._differing(number, places) for number, places in enumerate(copied)]
-            # nothing is assumed wrongly: what was changed but holds the same at the end does not change either
+            wrong = [self._differing(number, locations) for number, locations in enumerate(copied)]
+            # nothing is assumed wrongly: what was changed but has the same value at the end does not change either
             restored = [
-                set() if any(wrong) else {place for place in places if self.step(number, place) == 0}
-                for number, places in enumerate(changed)
+                set()
+                if any(wrong)
+                else {location for location in locations if self.step(number, location) == 0}
+                for number, locations in enumerate(changed)
             ]
             if not any(wrong) and not any(restored):
                 return
             for number in range(len(loops)):
                 changed[number] = (changed[number] | wrong[number]) - restored[number]
                 copied[number] -= wrong[number]
-        self._follow([places | rest for places, rest in zip(changed, copied, strict=True)])
+        self._follow([locations | rest for locations, rest in zip(changed, copied, strict=True)])
 
-    def _differing(self, number: int, places: set[Place]) -> set[Place]:
-        """Those places that do not hold at the end of an iteration what they held before the loop."""
-        state, latches = self.before_loop[number], self.graph.loops[number].latches
+    def _differing(self, number: int, locations: set[Location]) -> set[Location]:
+        """Those locations whose value at the end of an iteration is another than before the loop."""
+        state, latches = self.entry_state[number], self.graph.loops[number].latches
         if state is None:
             return set()
         ends = [self.after[latch] for latch in latches if latch in self.after]
         return {
-            place for place in places if any(value_at(end, place) != value_at(state, place) for end in ends)
+            location
+            for location in locations
+            if any(value_at(end, location) != value_at(state, location) for end in ends)
         }
 
-    def _follow(self, changed: Sequence[set[Place]]) -> None:
+    def _follow(self, changed: Sequence[set[Location]]) -> None:
         """Go over all blocks once, given what each loop may change in its iterations."""
         graph = self.graph
         self.after, self.flags, self.taken = {}, {}, {}
-        self.before_loop = [None] * len(graph.loops)
+        self.entry_state = [None] * len(graph.loops)
         done: set[int] = set()
         for block in graph.order:
             number = graph.loop_at.get(block)
             body = graph.loops[number].body if number is not None else ()
             before = [b for b in graph.predecessors[block] if b not in body]
             done.add(block)
-            coming = [b for b in before if block in self.taken.get(b, ())]
+            reachable = [b for b in before if block in self.taken.get(b, ())]
             late = any(b not in done for b in before)  # a cycle without a header: nothing is known
-            if before and not coming and not late:
+            if before and not reachable and not late:
                 continue  # never reached
-            state, flags = self._merged(block, coming)
+            state, flags = self._merged(block, reachable)
             if late:
-                state = {place: (("merged", block, place), 0) for place in {*state, *INTEGER_REGISTERS}}
+                state = {
+                    location: (("merged", block, location), 0) for location in {*state, *INTEGER_REGISTERS}
+                }
                 flags = None
             if number is not None:
-                self.before_loop[number] = dict(state)
-                state.update({place: (("iteration", block, place), 0) for place in changed[number]})
+                self.entry_state[number] = dict(state)
+                state.update({location: (("iteration", block, location), 0) for location in changed[number]})
                 flags = None
             if block in graph.successors[-1] and _is_parallel_body(graph.code(block)):
                 state[_TASK], state[_ENVIRONMENT] = (None, 0), ("environment", 0)
@@ -177,15 +184,15 @@ class CodeValues:
             self.after[block], self.flags[block] = state, flags
             self.taken[block] = self._taken(block, flags)
 
-    def _merged(self, block: int, coming: Sequence[int]) -> tuple[State, Flags | None]:
-        if not coming:
+    def _merged(self, block: int, reachable: Sequence[int]) -> tuple[State, Flags | None]:
+        if not reachable:
             return {}, None
-        state, flags = dict(self.after[coming[0]]), self.flags[coming[0]]
-        for other in coming[1:]:
+        state, flags = dict(self.after[reachable[0]]), self.flags[reachable[0]]
+        for other in reachable[1:]:
             there = self.after[other]
-            for place in state.keys() | there.keys():
-                if value_at(state, place) != value_at(there, place):
-                    state[place] = (("merged", block, place), 0)
+            for location in state.keys() | there.keys():
+                if value_at(state, location) != value_at(there, location):
+                    state[location] = (("merged", block, location), 0)
             if self.flags[other] != flags:
                 flags = None
         return state, flags
@@ -194,25 +201,25 @@ class CodeValues:
         after = self.graph.successors[block]
         if len(after) != 2 or flags is None:
             return after
-        holds = flags.hold(self.graph.condition(block))
+        holds = flags.satisfies(self.graph.condition(block))
         return after if holds is None else [after[0 if holds else 1]]
 
-    def counter(self, value: Value) -> tuple[int, Place] | None:
-        """The loop that a value changes with, and the place that holds it, but for a constant, when an iteration begins."""
+    def counter(self, value: Value) -> tuple[int, Location] | None:
+        """The loop that a value changes with, and the location that has it, but for a constant, when an iteration begins."""
         match value[0]:
-            case ("iteration", int(block), str() | Address() as place):
-                return self.graph.loop_at[block], place
+            case ("iteration", int(block), str() | Address() as location):
+                return self.graph.loop_at[block], location
         return None
 
-    def initial(self, number: int, place: Place) -> Value:
-        """What a place holds where a loop is entered."""
-        return value_at(self.before_loop[number] or {}, place)
+    def initial_value(self, number: int, location: Location) -> Value:
+        """The value of a location where a loop is entered."""
+        return value_at(self.entry_state[number] or {}, location)
 
-    def step(self, number: int, place: Place) -> int | None:
-        """By how much a place changes in an iteration of a loop; None where that is not known or not always the same."""
+    def step(self, number: int, location: Location) -> int | None:
+        """By how much a location changes in an iteration of a loop; None where that is not known or not always the same."""
         loop = self.graph.loops[number]
-        start: Value = (("iteration", loop.header, place), 0)
-        ends = {self.after[latch].get(place, start) for latch in loop.latches if latch in self.after}
+        start: Value = (("iteration", loop.header, location), 0)
+        ends = {self.after[latch].get(location, start) for latch in loop.latches if latch in self.after}
         symbol, change = ends.pop() if len(ends) == 1 else (None, 0)
         return change if symbol == start[0] else None
 
@@ -229,19 +236,19 @@ class CodeValues:
         return True
 
 
-def _changes(graph: FlowGraph, loop: Loop, *, by_copies: bool) -> set[Place]:
-    """Places that a loop changes: to what another place holds, or otherwise."""
+def _changes(graph: FlowGraph, loop: Loop, *, by_copies: bool) -> set[Location]:
+    """Locations that a loop changes: by copies of other locations, or otherwise."""
     return {
-        place
+        location
         for block in loop.body
         for instruction in graph.code(block)
-        for place in instruction.changes
+        for location in instruction.changes
         if _is_copy(instruction) == by_copies
     }
 
 
 def _is_copy(instruction: Instruction) -> bool:
-    return instruction.name in _MOVES and place_of(instruction.operands[1]) is not None
+    return instruction.name in _MOVES and location_of(instruction.operands[1]) is not None
 
 
 def _is_parallel_body(block: Sequence[Instruction]) -> bool:
@@ -260,19 +267,19 @@ def execute(instruction: Instruction, state: State, flags: Flags | None) -> Flag
     if not instruction.changes and not instruction.sets_flags:
         return flags
     results, set_by = _results(instruction, state, flags)
-    for place in instruction.changes:
-        value = results.get(place, _unknown(instruction, place))
-        if place in ("rsp", "rbp"):  # slots have other names from now on
-            for slot in [slot for slot in state if isinstance(slot, Address) and slot.base == place]:
+    for location in instruction.changes:
+        value = results.get(location, _unknown(instruction, location))
+        if location in ("rsp", "rbp"):  # slots have other names from now on
+            for slot in [slot for slot in state if isinstance(slot, Address) and slot.base == location]:
                 state[slot] = ("moved", slot, value), 0
-        state[place] = value
+        state[location] = value
     return set_by if instruction.sets_flags else flags
 
 
 def _results(
     instruction: Instruction, state: State, flags: Flags | None
-) -> tuple[dict[Place | None, Value], Flags | None]:
-    """What an instruction leaves in the places that it changes, where that is known, and in the flags if it sets them."""
+) -> tuple[dict[Location | None, Value], Flags | None]:
+    """What an instruction leaves in the locations that it changes, where that is known, and in the flags if it sets them."""
     name, operands = instruction.name, instruction.operands
     if name in ("cdqe", "cwde", "cdq", "cqo"):
         symbol, offset = value_at(state, "rax")
@@ -289,7 +296,7 @@ def _results(
         return {}, Flags("zero", values[0]) if same else Flags(name, *values)
     result: Value | None = None
     set_by = None
-    holds = None if flags is None else flags.hold(instruction.condition)
+    holds = None if flags is None else flags.satisfies(instruction.condition)
     if name.startswith("cmov"):
         result = None if holds is None else values[holds]
     elif name.startswith("set"):
@@ -316,11 +323,11 @@ def _results(
             set_by = Flags("cmp" if name in ("and", "or", "xor") else "zero", result)
     if result is not None and result[0] is None:
         result = None, signed(result[1], instruction.width(operands[0]))
-    return {} if result is None else {place_of(operands[0]): result}, set_by
+    return {} if result is None else {location_of(operands[0]): result}, set_by
 
 
-def _unknown(instruction: Instruction, place: Place | None = None) -> Value:
-    return ("result", instruction.address, place), 0
+def _unknown(instruction: Instruction, location: Location | None = None) -> Value:
+    return ("result", instruction.address, location), 0
 
 
 def _read(operand: Operand, instruction: Instruction, state: State) -> Value:
@@ -329,10 +336,10 @@ def _read(operand: Operand, instruction: Instruction, state: State) -> Value:
         return None, signed(operand, width)
     if operand == _TASKS and state.get(_ENVIRONMENT) == ("environment", 0):
         return None, 1
-    place = place_of(operand)
-    if place is None:
+    location = location_of(operand)
+    if location is None:
         return _unknown(instruction)
-    symbol, offset = value_at(state, place)
+    symbol, offset = value_at(state, location)
     return (None, signed(offset, width)) if symbol is None else (symbol, offset)
 
 
@@ -351,7 +358,7 @@ def _address(operand: Operand, state: State) -> Value | None:
     return None
 
 
-def _divided(number: Value, divisor: Value) -> dict[Place | None, Value]:
+def _divided(number: Value, divisor: Value) -> dict[Location | None, Value]:
     if divisor == (None, 1):
         return {"rax": number, "rdx": (None, 0)}
     if number[0] is not None or divisor[0] is not None or not divisor[1]:

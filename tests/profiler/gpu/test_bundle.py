@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from cdmpp.errors import BundleError
+from cdmpp.profiler.arguments import summarise_outputs
 from cdmpp.profiler.gpu.bundle import read_bundle, write_bundle
-from cdmpp.profiler.gpu.check import summarise_outputs
 from tests.samples.gpu import toy_bundle
 
 
@@ -49,41 +49,35 @@ def test_programs_that_share_most_of_their_code_take_little_room(tmp_path: Path)
     assert (tmp_path / "x.bundle").stat().st_size < 2000 * 60
 
 
+def members_of(path: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def zipped(path: Path, members: dict[str, bytes]) -> bytes:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return path.read_bytes()
+
+
 def test_what_is_no_bundle_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.bundle"
     with pytest.raises(BundleError, match="does not exist"):
         read_bundle(path)
-    path.write_bytes(b"something else")
-    with pytest.raises(BundleError, match="no bundle"):
-        read_bundle(path)
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("other.txt", "")
-    with pytest.raises(BundleError, match="no bundle"):
-        read_bundle(path)
-
-
-def test_a_flipped_byte_is_found(tmp_path: Path) -> None:
-    path = tmp_path / "x.bundle"
     write_bundle(path, toy_bundle(programs=50))
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    path.write_bytes(data)
-    with pytest.raises(BundleError, match="damaged"):
-        read_bundle(path)
-
-
-def test_another_version_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "x.bundle"
-    write_bundle(path, toy_bundle())
-    with zipfile.ZipFile(path) as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
-    note = json.loads(members["bundle.json"])
-    members["bundle.json"] = json.dumps({**note, "bundle_version": 99}).encode()
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, data in members.items():
-            archive.writestr(name, data)
-    with pytest.raises(BundleError, match="99"):
-        read_bundle(path)
+    flipped, members = bytearray(path.read_bytes()), members_of(path)
+    flipped[len(flipped) // 2] ^= 0xFF
+    note = json.dumps({**json.loads(members["bundle.json"]), "bundle_version": 99}).encode()
+    for content, message in (
+        (b"something else", "no bundle"),
+        (zipped(path, {"other.txt": b""}), "no bundle"),
+        (bytes(flipped), "damaged"),
+        (zipped(path, {**members, "bundle.json": note}), "99"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(BundleError, match=message):
+            read_bundle(path)
 
 
 def test_a_bundle_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,8 +26,7 @@ from cdmpp.profiler.gpu.measure import (
     measure,
     profile_gpu,
 )
-from cdmpp.profiler.gpu.measurer import possible_degree
-from tests.samples.gpu import QUICK, FakeGpu, toy_bundle, toy_program
+from tests.samples.gpu import QUICK, toy_bundle
 
 
 def config_of(script: dict[str, Any] | None = None, **changes: Any) -> MeasureConfig:
@@ -54,22 +54,16 @@ def test_records_carry_what_the_label_depends_on(tmp_path: Path) -> None:
 
 
 def test_resume_measures_nothing_twice(tmp_path: Path) -> None:
-    bundle = toy_bundle(10)
-    first = measure(bundle, out=tmp_path / "d", config=config_of(limit=4))
-    assert first.new == 4
+    bundle, out = toy_bundle(30, tasks=5), tmp_path / "d"
+    assert measure(bundle, out=out, config=config_of(limit=10)).new == 10
+    assert set(Dataset.open(out).records["task"].value_counts()) == {2}, "a limit is even over the tasks"
     with pytest.raises(DatasetError, match="--resume"):
-        measure(bundle, out=tmp_path / "d", config=config_of())
-    second = measure(bundle, out=tmp_path / "d", config=config_of(), resume=True)
-    assert second.new == 6
-    third = measure(bundle, out=tmp_path / "d", config=config_of(), resume=True)
-    assert third.new == 0
-    records = Dataset.open(tmp_path / "d").records
-    assert len(records) == 10 and not records.duplicated(["program", "device"]).any()
-
-
-def test_a_limit_is_even_over_the_tasks(tmp_path: Path) -> None:
-    measure(toy_bundle(30, tasks=5), out=tmp_path / "d", config=config_of(limit=10))
-    assert set(Dataset.open(tmp_path / "d").records["task"].value_counts()) == {2}
+        measure(bundle, out=out, config=config_of())
+    stopped = measure(bundle, out=out, config=config_of(max_seconds=0.0), resume=True)
+    assert stopped.new == 1
+    assert [measure(bundle, out=out, config=config_of(), resume=True).new for _ in range(2)] == [19, 0]
+    records = Dataset.open(out).records
+    assert len(records) == 30 and not records.duplicated(["program", "device"]).any()
 
 
 def test_shares_are_devices_of_their_own(tmp_path: Path) -> None:
@@ -84,41 +78,25 @@ def test_shares_are_devices_of_their_own(tmp_path: Path) -> None:
     assert half.records["device"].value_counts().to_dict() == {"h200@0.5": 4}
 
 
-@pytest.mark.parametrize("device", ["a100", "h200@0", "h200@2", "h200@half"])
-def test_another_device_is_refused(device: str) -> None:
-    with pytest.raises(ProfilerError, match="the bundle is for h200"):
-        device_of(toy_bundle(), device)
-
-
-def test_the_whole_has_the_name_of_the_base() -> None:
-    for name in (None, "h200@1.0"):
+@pytest.mark.parametrize("name", ["a100", "h200@0", "h200@2", "h200@half", None, "h200@1.0"])
+def test_the_device_is_the_bundles_or_a_share_of_it(name: str | None) -> None:
+    if name in (None, "h200@1.0"):
         device = device_of(toy_bundle(), name)
         assert (device.name, device.share) == ("h200", 1.0)
+        return
+    with pytest.raises(ProfilerError, match="the bundle is for h200"):
+        device_of(toy_bundle(), name)
 
 
 def test_another_gpu_is_refused(tmp_path: Path) -> None:
-    config = config_of(gpu_arguments={"name": "NVIDIA A100-SXM4-40GB"})
     with pytest.raises(ProfilerError, match="A100"):
-        measure(toy_bundle(), out=tmp_path / "d", config=config)
+        measure(toy_bundle(), out=tmp_path, config=config_of(gpu_arguments={"name": "NVIDIA A100-SXM4-40GB"}))
 
 
 def test_a_wrong_output_is_a_failure(tmp_path: Path) -> None:
     script = {f"p{i:03d}": {"wrong": True} for i in range(6)}
     report = measure(toy_bundle(6, tasks=1), out=tmp_path / "d", config=config_of(script, check_per_task=2))
     assert report.failures == {"run_error": 2} and report.ok == 4
-
-
-def test_the_degree_that_fits_follows_from_the_grid() -> None:
-    gpu = FakeGpu()
-    assert [possible_degree(toy_program(b), gpu.facts) for b in (1, 16, 17, 66, 67, 132)] == [
-        8,
-        8,
-        4,
-        2,
-        1,
-        1,
-    ]
-    assert possible_degree(toy_program(1000), FakeGpu(share=0.25).facts) == 4
 
 
 def test_the_calibration_finds_the_degree_of_each_group(
@@ -128,17 +106,14 @@ def test_the_calibration_finds_the_degree_of_each_group(
     rates = iter(range(1, 100))
     monkeypatch.setattr(module, "timed_labels", lambda outcomes: (timed_labels(outcomes)[0], next(rates)))
     bundle = toy_bundle(48, tasks=4, blocks=(16, 30, 66, 512))  # up to 8, 4, 2, 1 side by side
-    script = {}
-    for i in range(48):
-        # Neighbours do nothing to the first group, 1 % each to the second, 10 % to the third.
-        crowd = (0.0, 0.01, 0.1, 0.0)[i % 4]
-        script[f"p{i:03d}"] = {"run_s": 1e-4 * (1 + i), "crowd": crowd}
+    # Neighbours do nothing to the first group, 1 % each to the second, 10 % to the third.
+    crowds = [(0.0, 0.01, 0.1, 0.0)[i % 4] for i in range(48)]
+    script = {f"p{i:03d}": {"run_s": 1e-4 * (1 + i), "crowd": crowd} for i, crowd in enumerate(crowds)}
     config = config_of(script, degree="auto", calibration_programs=12, tolerance=0.02)
     report = measure(bundle, out=tmp_path / "d", config=config)
-    assert report.degrees[8] == 8
-    assert report.degrees[4] == 2, "at 4 side by side labels are off by 3 %"
-    assert report.degrees[2] == 1
-    assert report.degrees[1] == 1
+    assert report.degrees == {8: 8, 4: 2, 2: 1, 1: 1}, (
+        "of the second, labels at 4 side by side are off by 3 %"
+    )
     refused = [r for r in report.calibration if not r["accepted"]]
     assert {(r["group"], r["degree"]) for r in refused} == {(4, 4), (2, 2)}
     assert all(r["alone_again"] < 0.005 for r in report.calibration)
@@ -153,14 +128,6 @@ def test_the_best_of_each_task_are_measured_again_alone(tmp_path: Path) -> None:
     alone = records[["alone" in (m or "") for m in records["meta"]]]
     assert set(alone["program"]) == {"p000", "p001"}
     assert alone["latency_s"].min() == pytest.approx(1e-4, rel=0.005)
-
-
-def test_a_run_that_is_stopped_goes_on_later(tmp_path: Path) -> None:
-    bundle = toy_bundle(40)
-    first = measure(bundle, out=tmp_path / "d", config=config_of(max_seconds=0.0))
-    assert first.new == 1
-    second = measure(bundle, out=tmp_path / "d", config=config_of(), resume=True)
-    assert second.new == 39
 
 
 def test_measuring_imports_neither_tvm_nor_torch_nor_the_device_table(tmp_path: Path) -> None:
@@ -211,10 +178,16 @@ def test_compiling_and_measuring_in_one_go(tmp_path: Path, monkeypatch: pytest.M
     assert len(Dataset.open(tmp_path / "d").records) == 6
 
 
-def test_without_a_gpu_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_gpu_nothing_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(ProfilerError, match=r"needs cupy.*cdmpp bundle"):
-        profile_gpu(["mlp"], device="h200", out=tmp_path / "d")
+    for options, message in (
+        ((), r"needs cupy.*cdmpp bundle.*cdmpp measure"),
+        (("--remeasure",), "--remeasure is for CPUs"),
+    ):
+        assert main(["profile", "mlp", "--device", "h200", *options, "--out", str(tmp_path / "d")]) == 2
+        assert re.search(message, capsys.readouterr().err.replace("\n", " "))
     assert not (tmp_path / "d").exists()
 
 
@@ -223,13 +196,3 @@ def test_cupy_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
     with pytest.raises(ProfilerError, match="has no CUDA device"):
         check_gpu()
-
-
-def test_the_command_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    assert main(["profile", "mlp", "--device", "h200", "--out", str(tmp_path / "d")]) == 2
-    assert "cdmpp measure" in capsys.readouterr().err.replace("\n", " ")
-    assert main(["profile", "mlp", "--device", "h200", "--remeasure", "--out", str(tmp_path / "d")]) == 2
-    assert "--remeasure is for CPUs" in capsys.readouterr().err.replace("\n", " ")

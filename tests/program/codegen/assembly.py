@@ -11,20 +11,27 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from cdmpp.program.codegen import CODEGEN_FEATURES
+from cdmpp.program.codegen.blocks import Instruction
+from cdmpp.program.codegen.counts import count
 from cdmpp.program.codegen.disassemble import decode
-from cdmpp.program.codegen.instruction import Instruction
 
 _FILE = Path(__file__).with_name("assembled.json")
 _ASSEMBLED: dict[str, str] = json.loads(_FILE.read_text()) if _FILE.exists() else {}
 
 
 def code(listing: str) -> list[Instruction]:
-    """Instructions of a listing, of which the first is at address 0."""
-    listing = "\n".join(line.strip() for line in listing.strip().splitlines())
+    """Instructions of a listing, separated by ";" or line ends, of which the first is at address 0."""
+    listing = "\n".join(line.strip() for line in listing.replace(";", "\n").splitlines())
     if listing not in _ASSEMBLED and os.environ.get("ASSEMBLE"):
         _ASSEMBLED[listing] = _assemble(listing)
         _FILE.write_text(json.dumps(_ASSEMBLED, indent=1, sort_keys=True) + "\n")
     return decode(bytes.fromhex(_ASSEMBLED[listing]))
+
+
+def counts(listing: str) -> dict[str, float]:
+    """What is counted of a program of one function, by name."""
+    return dict(zip(CODEGEN_FEATURES, count([code(listing)]).tolist(), strict=True))
 
 
 def _assemble(listing: str) -> str:

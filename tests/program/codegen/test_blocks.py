@@ -6,22 +6,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cdmpp.program.codegen.blocks import FlowGraph
-from cdmpp.program.codegen.instruction import Instruction
+from cdmpp.program.codegen.blocks import FlowGraph, Instruction
 from cdmpp.program.codegen.trips import TripCounts, times_run
 from cdmpp.program.codegen.values import CodeValues
 from tests.program.codegen.assembly import code
 
 #: A loop whose second part the compiler put before its first.
-ROTATED = """
-    xor %ecx,%ecx
-    jmp header
-    second: inc %rcx
-    jmp header
-    header: cmp $0x8,%rcx
-    jne second
-    ret
-"""
+ROTATED = "xor %ecx,%ecx; jmp header; second: inc %rcx; jmp header; header: cmp $0x8,%rcx; jne second; ret"
 
 
 def test_a_loop_in_any_layout_is_found_and_counted() -> None:
@@ -35,37 +26,17 @@ def test_a_loop_in_any_layout_is_found_and_counted() -> None:
 
 
 def test_functions_that_lost_their_symbol_are_entered_too() -> None:
-    listing = """
-        push %rbx
-        ret
-        nopl 0x0(%rax)
-        xor %eax,%eax
-        1: inc %rax
-        cmp $0x5,%rax
-        jne 1b
-        ret
-    """
+    listing = "push %rbx; ret; nopl 0x0(%rax); xor %eax,%eax; 1: inc %rax; cmp $0x5,%rax; jne 1b; ret"
     trips = TripCounts(CodeValues(FlowGraph(code(listing))))
     assert times_run(trips).tolist() == [1, 1, 1, 1, 5, 5, 5, 1] and trips.unknown == 0
 
 
 def test_both_ways_through_an_iteration_share_it_and_a_way_around_a_loop_does_not() -> None:
-    listing = """
-        xor %ecx,%ecx
-        outer: test %rdi,%rdi
-        je 1f
-        vaddss %xmm1,%xmm0,%xmm0
-        1: test %rsi,%rsi
-        je around
-        xor %eax,%eax
-        2: inc %rax
-        cmp $0x3,%rax
-        jne 2b
-        around: inc %rcx
-        cmp $0x10,%rcx
-        jne outer
-        ret
-    """
+    listing = (
+        "xor %ecx,%ecx; outer: test %rdi,%rdi; je 1f; vaddss %xmm1,%xmm0,%xmm0; 1: test %rsi,%rsi; "
+        "je around; xor %eax,%eax; 2: inc %rax; cmp $0x3,%rax; jne 2b; around: inc %rcx; cmp $0x10,%rcx; "
+        "jne outer; ret"
+    )
     times = times_run(TripCounts(CodeValues(FlowGraph(code(listing))))).tolist()
     assert times[1] == 16 and times[3] == 8 and times[4] == 16  # half of the iterations add
     assert times[7] == 48 and times[10] == 16 and times[13] == 1
@@ -87,24 +58,8 @@ def test_any_code_has_a_graph_whose_dominators_dominate(parts: list[tuple[str, i
         operands = (target,) if name.startswith("j") else ()
         condition = name[1:] if name in ("jne", "je") else None
         changed = ("rax",) if name == "inc" else ()
-        flow = _FLOWS.get(name, "next")
-        function.append(
-            Instruction(
-                i,
-                name,
-                operands,
-                None,
-                0,
-                False,
-                False,
-                changed,
-                changed,
-                changed,
-                flow,
-                condition,
-                name == "inc",
-            )
-        )
+        what = (_FLOWS.get(name, "next"), condition, name == "inc")
+        function.append(Instruction(i, name, operands, None, 0, False, False, *[changed] * 3, *what))
     trips = TripCounts(CodeValues(FlowGraph(function)))
     graph, times = trips.graph, times_run(trips)
     assert times.shape == (len(function),) and np.isfinite(times).all() and (times >= 0).all()

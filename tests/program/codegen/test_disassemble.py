@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from cdmpp.errors import ProgramError
+from cdmpp.program.codegen.blocks import Address, Register
 from cdmpp.program.codegen.disassemble import read_functions
-from cdmpp.program.codegen.instruction import Address, Register
 from tests.program.codegen.assembly import code
 
 OBJECTS = Path(__file__).parents[2] / "golden" / "objects.zip"

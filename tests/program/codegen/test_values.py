@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cdmpp.program.codegen.blocks import FlowGraph
-from cdmpp.program.codegen.instruction import Address, Place
+from cdmpp.program.codegen.blocks import Address, FlowGraph, Location
 from cdmpp.program.codegen.values import CodeValues, Flags, Value, meets, value_at
 from tests.program.codegen.assembly import code
 
@@ -16,7 +15,7 @@ def _values(listing: str) -> CodeValues:
     return CodeValues(FlowGraph(code(listing)))
 
 
-def _after(listing: str, place: Place) -> Value:
+def _after(listing: str, place: Location) -> Value:
     return value_at(_values(listing).after[0], place)
 
 
@@ -76,18 +75,8 @@ def test_flags_are_those_of_the_last_instruction_that_sets_them() -> None:
 
 def test_what_a_loop_saves_and_restores_does_not_change_in_it() -> None:
     values = _values(
-        """
-        mov $0x5,%edx
-        xor %eax,%eax
-        1: mov %rdx,0x8(%rsp)
-        mov (%rdi),%rdx
-        add $0x3,%rdx
-        mov 0x8(%rsp),%rdx
-        inc %rax
-        cmp $0x9,%rax
-        jne 1b
-        ret
-        """
+        "mov $0x5,%edx; xor %eax,%eax; 1: mov %rdx,0x8(%rsp); mov (%rdi),%rdx; add $0x3,%rdx; "
+        "mov 0x8(%rsp),%rdx; inc %rax; cmp $0x9,%rax; jne 1b; ret"
     )
     (loop,) = values.graph.loops
     assert values.step(0, "rax") == 1
@@ -97,8 +86,8 @@ def test_what_a_loop_saves_and_restores_does_not_change_in_it() -> None:
 @given(st.integers(-9, 9), st.integers(-9, 9))
 def test_conditions_are_those_of_the_numbers(left: int, right: int) -> None:
     flags = Flags("cmp", (None, left), (None, right))
-    assert flags.hold("e") == (left == right) and flags.hold("ne") == (left != right)
-    assert flags.hold("l") == (left < right) and flags.hold("ge") == (left >= right)
-    assert flags.hold("g") == (left > right) and flags.hold("le") == (left <= right)
-    assert Flags("cmp", ("x", left), (None, right)).hold("e") is None
+    assert flags.satisfies("e") == (left == right) and flags.satisfies("ne") == (left != right)
+    assert flags.satisfies("l") == (left < right) and flags.satisfies("ge") == (left >= right)
+    assert flags.satisfies("g") == (left > right) and flags.satisfies("le") == (left <= right)
+    assert Flags("cmp", ("x", left), (None, right)).satisfies("e") is None
     assert meets(left - right, "s") == (left < right)

@@ -1,4 +1,4 @@
-// What cdmpp/program/ast/reader.py calls.
+// What cdmpp/program/ast/__init__.py calls.
 #include <tvm/ffi/container/array.h>
 
 #include "table.h"

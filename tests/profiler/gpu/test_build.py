@@ -1,4 +1,4 @@
-"""Real programs to CUDA C++ and launches, and bundles of them; cubins where there is nvcc."""
+"""Real programs to CUDA C++ and launches, what ptxas says of them, limits, and bundles; cubins where there is nvcc."""
 
 from __future__ import annotations
 
@@ -11,11 +11,18 @@ import pytest
 
 from cdmpp.dataset import Dataset
 from cdmpp.errors import BundleError, NetworkError, ProfilerError, ProgramError
-from cdmpp.profiler.gpu.build import rule_fault
+from cdmpp.profiler.gpu.build import CudaLowering, rule_fault
 from cdmpp.profiler.gpu.bundle import CudaProgram, read_bundle
-from cdmpp.profiler.gpu.compile import NvccCompiler, find_nvcc
-from cdmpp.profiler.gpu.limits import shape_fault
-from cdmpp.profiler.gpu.lowering import CudaLowering
+from cdmpp.profiler.gpu.compile import (
+    CompileError,
+    CudaCompiler,
+    KernelResources,
+    NvccCompiler,
+    find_compiler,
+    find_nvcc,
+    parse_ptxas,
+)
+from cdmpp.profiler.gpu.limits import KernelShape, arch_limits, block_registers, resource_fault, shape_fault
 from cdmpp.profiler.gpu.make import BundleConfig, make_bundle
 from cdmpp.program.space import Rebuilder, TaskSpaces
 from tests.samples.gpu import toy_program
@@ -31,18 +38,26 @@ TARGET = {
 needs_nvcc = pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
 
 
+@pytest.fixture(scope="session")
+def compiler() -> CudaCompiler:
+    try:
+        return find_compiler("sm_90")
+    except ProfilerError as err:
+        pytest.skip(str(err))
+
+
 @pytest.fixture(scope="module")
 def lowering() -> CudaLowering:
     return CudaLowering(TARGET)
 
 
-def lowered(lowering: CudaLowering, task: Any, n: int) -> list[CudaProgram]:
+def lowered(lowering: CudaLowering, task: Any, n: int, **options: bool) -> list[CudaProgram]:
     spaces = TaskSpaces(task, "cuda", verify=False)
     by_hash = {s.hash: s for s in spaces.spaces}
     found = []
     for program in spaces.sample(n, seed=1):
         try:
-            found.append(lowering(spaces.rebuild(program, by_hash[str(program.space_hash)])))
+            found.append(lowering(spaces.rebuild(program, by_hash[str(program.space_hash)]), **options))
         except ProgramError:
             continue
     return found
@@ -73,21 +88,15 @@ def test_the_arguments_of_a_launch_are_in_the_kernels_order(lowering: CudaLoweri
 
 
 def test_without_unrolling_the_launches_are_the_same(lowering: CudaLowering) -> None:
-    spaces = TaskSpaces(matmul_task(64), "cuda", verify=False)
-    by_hash = {s.hash: s for s in spaces.spaces}
-    compared = 0
-    for program in spaces.sample(4, seed=2):
-        func = spaces.rebuild(program, by_hash[str(program.space_hash)])
-        try:
-            whole = lowering(func)
-        except ProgramError:
-            continue
-        plain = lowering(func, unroll=False)
+    wholes, plains = (
+        lowered(lowering, matmul_task(64), 4),
+        lowered(lowering, matmul_task(64), 4, unroll=False),
+    )
+    assert wholes
+    for whole, plain in zip(wholes, plains, strict=True):
         assert plain.launches == whole.launches and plain.workspaces == whole.workspaces
         assert plain.async_copies == whole.async_copies == ("cp.async" in whole.source)
         assert plain.source == ""
-        compared += 1
-    assert compared
 
 
 def two_steps() -> Any:
@@ -119,14 +128,15 @@ def test_a_lowered_program_survives_json(lowering: CudaLowering) -> None:
         assert CudaProgram.from_json(json.loads(text), program.source) == program
 
 
-@needs_nvcc
-def test_the_compiler_counts_the_shared_memory_that_lowering_does(lowering: CudaLowering) -> None:
+def test_the_compiler_counts_the_shared_memory_that_lowering_does(
+    lowering: CudaLowering, compiler: CudaCompiler
+) -> None:
     program = next(
         p
         for p in lowered(lowering, matmul_task(64), 4)
         if p.launches[0].shared_bytes and shape_fault(p.launches, "sm_90") is None
     )
-    compiled = NvccCompiler(str(find_nvcc())).compile(program.source, "sm_90")
+    compiled = compiler.compile(program.source, "sm_90")
     declared = program.launches[0].shared_bytes
     assert declared <= compiled.resources["main_kernel"].shared_bytes < declared + 1024
 
@@ -134,8 +144,6 @@ def test_the_compiler_counts_the_shared_memory_that_lowering_does(lowering: Cuda
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dataset that has two tasks of the network ``mlp``."""
-    from dataclasses import replace
-
     path = tmp_path_factory.mktemp("tasks") / "d"
     with Dataset.create(path) as dataset:
         for task in (matmul_task(32), two_steps()):
@@ -146,7 +154,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 CONFIG = BundleConfig(programs_per_task=2, invalid_per_task=1, builders=1, task_seconds=3600.0)
 
 
-@needs_nvcc
+@pytest.mark.usefixtures("compiler")
 def test_a_bundle_is_made_read_and_rebuilt(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "x.bundle"
     report = make_bundle(["mlp"], device="h200", out=out, config=CONFIG, tasks_of=source)
@@ -167,7 +175,7 @@ def test_a_bundle_is_made_read_and_rebuilt(source: Path, tmp_path: Path) -> None
         make_bundle(["mlp"], device="h200", out=out, config=CONFIG, tasks_of=source)
 
 
-@needs_nvcc
+@pytest.mark.usefixtures("compiler")
 def test_a_half_made_bundle_goes_on_where_it_was(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "x.bundle"
 
@@ -180,15 +188,8 @@ def test_a_half_made_bundle_goes_on_where_it_was(source: Path, tmp_path: Path) -
     with pytest.raises(BundleError, match="--resume"):
         make_bundle(["mlp"], device="h200", out=out, config=CONFIG, tasks_of=source)
     built: list[int] = []
-    report = make_bundle(
-        ["mlp"],
-        device="h200",
-        out=out,
-        config=CONFIG,
-        tasks_of=source,
-        resume=True,
-        progress=lambda p: built.append(p.done),
-    )
+    options = {"resume": True, "progress": lambda p: built.append(p.done)}
+    report = make_bundle(["mlp"], device="h200", out=out, config=CONFIG, tasks_of=source, **options)
     assert report.statuses["ok"] == 4
     assert built[0] >= 2, "nothing is built twice"
 
@@ -199,11 +200,95 @@ def test_bad_requests_are_refused(source: Path, tmp_path: Path) -> None:
     with pytest.raises(ProfilerError, match="sources or cubins"):
         config = BundleConfig(cubins=False, sources=False)
         make_bundle(["mlp"], device="h200", out=tmp_path / "x", config=config, tasks_of=source)
-    if find_nvcc() is not None:
-        with pytest.raises(NetworkError, match="unknown network"):
-            make_bundle(["nonesuch"], device="h200", out=tmp_path / "x", tasks_of=source)
-        with pytest.raises(ProfilerError, match="no task"):
-            make_bundle(["resnet18"], device="h200", out=tmp_path / "x", tasks_of=source)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize(
+    ("network", "error", "message"),
+    [("nonesuch", NetworkError, "unknown network"), ("resnet18", ProfilerError, "no task")],
+)
+def test_networks_without_tasks_are_refused(
+    source: Path, tmp_path: Path, network: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make_bundle([network], device="h200", out=tmp_path / "x", tasks_of=source)
+
+
+# -- compilers and limits -----------------------------------------------------------------------------------------
+
+LOG = """
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'main_kernel_1' for 'sm_90'
+ptxas info    : Function properties for main_kernel_1
+    432 bytes stack frame, 120 bytes spill stores, 124 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 432 bytes cumulative stack size, 37248 bytes smem
+ptxas info    : Compiling entry function 'main_kernel' for 'sm_90'
+ptxas info    : Function properties for main_kernel
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 12 registers, 380 bytes cmem[0]
+"""
+
+
+def test_resources_of_each_kernel_are_read() -> None:
+    assert parse_ptxas(LOG) == {
+        "main_kernel_1": KernelResources(255, 120, 124, 37248, 432),
+        "main_kernel": KernelResources(12),
+    }
+
+
+def shape(threads: int, shared: int = 0) -> KernelShape:
+    return KernelShape((1, 1, 1), (threads, 1, 1), shared)
+
+
+def test_registers_are_handed_out_by_the_warp() -> None:
+    # 33 registers x 32 threads = 1056, rounded up to 5 x 256; 65 threads are three warps.
+    assert (block_registers(33, 65), block_registers(32, 1024)) == (3 * 1280, 32768)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        (shape(1025), "threads"),
+        (KernelShape((1, 1, 1), (1, 1, 65)), "block"),
+        (KernelShape((1, 65536, 1), (1, 1, 1)), "grid"),
+        (shape(32, 49153), "shared"),
+        (KernelShape((2**31 - 1, 65535, 65535), (16, 1, 64), 49152), None),
+    ],
+)
+def test_what_exceeds_a_limit_is_named(kernel: KernelShape, kind: str | None) -> None:
+    fault = shape_fault([shape(32), kernel], "sm_70")
+    assert (fault and fault[0]) == kind
+
+
+@pytest.mark.parametrize(("registers", "kind"), [(64, None), (65, "registers")])
+def test_what_takes_too_much_when_compiled_is_named(registers: int, kind: str | None) -> None:
+    fault = resource_fault([shape(1024)], [KernelResources(registers, shared_bytes=49152)], "sm_90")
+    assert (fault and fault[0]) == kind
+
+
+def test_an_unknown_architecture_is_refused() -> None:
+    with pytest.raises(ProfilerError, match="sm_90"):
+        arch_limits("sm_1")
+    with pytest.raises(ProfilerError, match="no CUDA compiler for sm_1"):
+        find_compiler("sm_1")
+
+
+@needs_nvcc
+def test_nvcc_builds_cubins_and_says_why_not() -> None:
+    toy, nvcc = toy_program().source, NvccCompiler()
+    compiled = nvcc.compile(toy, "sm_90")
+    assert compiled.cubin[:4] == b"\x7fELF"
+    assert 0 < compiled.resources["main_kernel"].registers < 32
+    greedy = (
+        "{\n  __shared__ float s[20000]; s[threadIdx.x] = a[0]; __syncthreads(); a[1] = s[threadIdx.x ^ 1];\n"
+    )
+    with pytest.raises(CompileError, match="too much shared data"):
+        nvcc.compile(toy.replace("{\n", greedy), "sm_90")
+    with pytest.raises(CompileError, match="undefined_thing"):
+        nvcc.compile('extern "C" __global__ void f() { undefined_thing(); }', "sm_90")
+    nvcc._timeout_s = 0.01
+    with pytest.raises(TimeoutError):
+        nvcc.compile(toy, "sm_90")
 
 
 def test_asynchronous_copies_need_ampere() -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.dataset.split_makers import ordered
-from cdmpp.dataset.view import DatasetView
+from cdmpp.dataset import DatasetView
+from cdmpp.dataset.split import ordered
 from cdmpp.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -20,19 +20,15 @@ if TYPE_CHECKING:
 
 
 class SampledView(DatasetView):
-    """Some records of another view; tasks, spaces and programs are all there.
-
-    Parameters
-    ----------
-    view
-        The whole.
-    rows
-        Row numbers of ``view.records``, (n,); kept as an attribute.
-    """
+    """Some records of another view, by row number, (n,); tasks, spaces and programs are all there."""
 
     def __init__(self, view: DatasetView, rows: NDArray[np.int64]) -> None:
         self._view = view
         self.rows = rows
+
+    @cached_property
+    def records(self) -> pd.DataFrame:
+        return self._view.records.iloc[self.rows].reset_index(drop=True)
 
     @property
     def tasks(self) -> Mapping[str, Task]:
@@ -45,14 +41,6 @@ class SampledView(DatasetView):
     @property
     def programs(self) -> Mapping[str, Program]:
         return self._view.programs
-
-    @cached_property
-    def _records(self) -> pd.DataFrame:
-        return self._view.records.iloc[self.rows].reset_index(drop=True)
-
-    @property
-    def records(self) -> pd.DataFrame:
-        return self._records
 
     @property
     def network_families(self) -> Mapping[str, str]:
@@ -68,7 +56,7 @@ def sample_evenly(
 ) -> SampledView:
     """About as many ok records of every kind of task on every device, `number` in all.
 
-    The kind is the task's name. Which programs are taken hangs on their hashes and the seed alone, so that devices
+    The kind is the task's name. Which programs are taken depends on their hashes and the seed alone, so that devices
     share them as far as the same ones were measured there.
 
     Parameters

@@ -37,8 +37,8 @@ def space() -> bench.Space:
 
 
 @pytest.fixture(scope="module")
-def model(space: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return bench.failures_of(space, tmp_path_factory.mktemp("model") / "failures")
+def model(space: Any) -> Any:
+    return bench.failures_of(space)
 
 
 @pytest.mark.parametrize("arm", ["plain", "full"])

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.sampled import even_shares, sample_evenly
 from cdmpp.dataset import Dataset
-from cdmpp.dataset.sampled import even_shares, sample_evenly
 from cdmpp.errors import DatasetError
 from tests.samples.datasets import DEVICE, OTHER_DEVICE, add_all, failure, record
 

@@ -1,0 +1,154 @@
+"""One interface for all models of a comparison, the harness, our predictor behind it, and models without learning."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdmpp.dataset.split import ordered
+from cdmpp.errors import PredictorError
+from cdmpp.predictor.config import Config
+from cdmpp.predictor.evaluation import score
+
+if TYPE_CHECKING:
+    from cdmpp.dataset import Split
+    from cdmpp.predictor.data import TrainingData
+    from cdmpp.predictor.predictor import Predictor
+    from cdmpp.predictor.trainer import ProgressCallback
+
+#: Part of the training programs to stop by where a split has no validation part.
+STOP_FRACTION = 0.1
+
+
+class LatencyModel(ABC):
+    """Fits to the training part of a split and predicts rows of the label table.
+
+    Everything configurable, the seed included, is given to the constructor. ``fit`` may use the validation
+    part to stop early and must not look at the test part.
+    """
+
+    #: Short name for tables.
+    name: str = "model"
+
+    @abstractmethod
+    def fit(self, data: TrainingData, split: Split) -> None:
+        """Fit to ``data.labels.iloc[split.train]``."""
+
+    @abstractmethod
+    def predict(self, data: TrainingData, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Seconds for ``data.labels.iloc[rows]``, float64 (n,), finite and above 0."""
+
+
+class CdmppModel(LatencyModel):
+    """Trains :class:`~cdmpp.predictor.predictor.Predictor` in memory, or wraps a trained one."""
+
+    def __init__(
+        self, config: Config | None = None, *, predictor: Predictor | None = None, name: str = "cdmpp",
+        progress: ProgressCallback | None = None,
+    ) -> None:  # fmt: skip
+        self.name = name
+        self._config = config or Config()
+        self._progress = progress
+        self.predictor_ = predictor
+
+    def fit(self, data: TrainingData, split: Split) -> None:
+        from cdmpp.predictor.training import prepare, training_summary
+
+        fitted = prepare(self._config, data, split)
+        state = fitted.trainer.fit(progress=self._progress)
+        self.predictor_ = fitted.predictor(state.best, training_summary(self._config, data, split, state))
+
+    def predict(self, data: TrainingData, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        if self.predictor_ is None:
+            raise PredictorError(f"model {self.name} is not fitted")
+        return self.predictor_.predict_rows(data, rows)
+
+
+class TaskMedian(LatencyModel):
+    """Median training latency of the task on the device; of the device for a task not seen there, of all for a device not
+    seen."""
+
+    name = "task_median"
+
+    def fit(self, data: TrainingData, split: Split) -> None:
+        table = data.labels.iloc[np.asarray(split.train)]
+        logs = np.log(table["latency_s"])
+        self.overall_ = float(logs.median())
+        self.device_ = logs.groupby(table["device"].astype(str)).median().to_dict()
+        keys = [table["task"].astype(str), table["device"].astype(str)]
+        self.task_ = logs.groupby(keys).median().to_dict()
+
+    def predict(self, data: TrainingData, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        table = data.labels.iloc[rows]
+        logs = [
+            self.task_.get((task, device), self.device_.get(device, self.overall_))
+            for task, device in zip(table["task"], table["device"], strict=True)
+        ]
+        return np.exp(np.asarray(logs, dtype=np.float64))
+
+
+class RooflineModel(LatencyModel):
+    """A reference latency (``"roofline"`` or ``"estimate"`` of :mod:`cdmpp.predictor.roofline`), by default times the median
+    of measured over reference in training, per device (of all devices for one that is not in training)."""
+
+    def __init__(self, reference: str = "roofline", scaled: bool = True) -> None:
+        self.name = reference
+        self._reference, self._scaled = reference, scaled
+
+    def fit(self, data: TrainingData, split: Split) -> None:
+        table = data.labels.iloc[np.asarray(split.train)]
+        logs = np.log(table["latency_s"] / data.reference_s(self._reference, np.asarray(split.train)))
+        self.overall_ = float(logs.median())
+        self.device_ = logs.groupby(table["device"].astype(str)).median().to_dict()
+
+    def predict(self, data: TrainingData, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        reference = data.reference_s(self._reference, rows)
+        if not self._scaled:
+            return reference
+        devices = data.labels["device"].iloc[rows]
+        return reference * np.exp([self.device_.get(name, self.overall_) for name in devices])
+
+
+def evaluate_models(
+    models: Sequence[LatencyModel],
+    data: TrainingData,
+    split: Split,
+    by: Sequence[str] = (),
+) -> dict[str, dict[str, Any]]:
+    """Fit every model to the training part and score it on the test part.
+
+    Of a split without a validation part (as of few-shot training, whose predictor makes its own) a tenth of the training
+    programs is taken to stop by. ``by`` are groupings as of :meth:`TrainingData.members`.
+
+    Returns
+    -------
+    Model name -> ``{"overall": ..., "groups": ..., "fit_s": float, "predict_s": float}``; the noise floor of
+    the labels is ``noise_floor_mape`` of each, the same for all.
+    """
+    rows = np.asarray(split.test, dtype=np.int64)
+    if not len(split.valid):
+        split = _with_validation(data, split)
+    results: dict[str, dict[str, Any]] = {}
+    for model in models:
+        started = time.perf_counter()
+        model.fit(data, split)
+        fitted = time.perf_counter()
+        predicted_s = model.predict(data, rows)
+        done = time.perf_counter()
+        timing = {"fit_s": round(fitted - started, 3), "predict_s": round(done - fitted, 3)}
+        results[model.name] = {**score(data, rows, predicted_s, by), **timing}
+    return results
+
+
+def _with_validation(data: TrainingData, split: Split) -> Split:
+    train = np.asarray(split.train, dtype=np.int64)
+    programs = data.labels["program"].iloc[train]
+    names = ordered(set(programs), split.seed, "stop")
+    held = programs.isin(names[: max(1, round(STOP_FRACTION * len(names)))]).to_numpy()
+    return replace(split, train=train[~held], valid=train[held])

@@ -1,0 +1,281 @@
+"""Baselines that are networks, with the inputs and the trainer of ours: an LSTM, and CDMPP's network as released."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import statistics
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from cdmpp.errors import PredictorError
+from cdmpp.predictor.baselines.models import LatencyModel
+from cdmpp.predictor.batching import Context, LabelledArrays, PaddedBatch
+from cdmpp.predictor.config import Config, LossConfig, TrainConfig, config_from_dict
+from cdmpp.predictor.data import subset
+from cdmpp.predictor.network import PreOrderEncoding, predict_labels
+from cdmpp.predictor.trainer import ProgressCallback
+from cdmpp.predictor.training import encode, prepare
+
+if TYPE_CHECKING:
+    from cdmpp.dataset import Split
+    from cdmpp.predictor.data import TrainingData
+    from cdmpp.predictor.encoding import FeatureEncoder
+    from cdmpp.predictor.transforms import LabelTransform
+
+logger = logging.getLogger(__name__)
+
+
+class NetworkModel(LatencyModel):
+    """A network from a padded batch and the device to one standardised label a program.
+
+    It sees what our network sees but for what we compute of program and device together, encoded in the same way; only
+    ``mse_weight`` and ``mape_weight`` of ``loss`` count. Training stops after ``max_seconds``; the learning rate then falls
+    with the time spent. ``history_`` has one line an epoch, as :class:`cdmpp.predictor.trainer.Trainer` reports it, and
+    ``samples_per_s_`` is the median of the training records a second, validation included.
+    """
+
+    #: Label transform, see :class:`cdmpp.predictor.config.LabelConfig`.
+    label: Literal["box-cox", "log"] = "box-cox"
+
+    def __init__(
+        self,
+        train: TrainConfig,
+        loss: LossConfig,
+        max_seconds: float | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> None:
+        if max_seconds is not None and not max_seconds > 0:
+            raise PredictorError(f"max_seconds must be above 0, got {max_seconds}")
+        self.train, self.loss = train, loss
+        self.max_seconds = max_seconds
+        self._progress = progress
+        self.network_: nn.Module | None = None
+        self.encoder_: FeatureEncoder
+        self.transform_: LabelTransform
+        self.history_: list[dict[str, Any]] = []
+        self.samples_per_s_: float = math.nan
+
+    @abstractmethod
+    def make_network(self, train: LabelledArrays, encoder: FeatureEncoder) -> nn.Module:
+        """The untrained network for these training pairs, called as ``network(batch, context)``."""
+
+    def check_programs(self, arrays: LabelledArrays) -> None:
+        """Called with pairs before they are predicted; warns of what the network cannot take."""
+
+    def fit(self, data: TrainingData, split: Split) -> None:
+
+        if len(split.train) < 2:
+            raise PredictorError(f"training needs at least two training records, got {len(split.train)}")
+        # the baselines are what others published: they do not see what we compute of program and device together
+        config = config_from_dict({"model": {"pairs": False}, "label": {"transform": self.label}})
+        config = config.model_copy(update={"train": self.train, "loss": self.loss})
+        fitted = prepare(config, data, split, self.make_network, self.max_seconds)
+        self.encoder_, self.transform_ = fitted.encoder, fitted.transform
+        self.check_programs(fitted.arrays.take(np.asarray(split.valid)))
+        self.history_ = []
+        state = fitted.trainer.fit(progress=self._record)
+        self.samples_per_s_ = statistics.median(line["samples_per_s"] for line in self.history_)
+        self.network_ = fitted.trainer.network.cpu()
+        self.network_.load_state_dict(state.best)
+
+    def _record(self, line: dict[str, Any]) -> None:
+        self.history_.append(line)
+        if self._progress is not None:
+            self._progress(line)
+
+    def predict(self, data: TrainingData, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+
+        if self.network_ is None:
+            raise PredictorError(f"model {self.name} is not fitted")
+        arrays = encode(subset(data, np.asarray(rows)), self.encoder_)
+        self.check_programs(arrays)
+        return self.transform_.inverse(predict_labels(self.network_, arrays), arrays.reference_s)
+
+
+class LstmNetwork(nn.Module):
+    """Leaves in pre-order -> last state, device features -> one standardised label; ``hidden`` is also the width of the
+    layers around the LSTM."""
+
+    def __init__(self, leaf_dim: int, device_dim: int, hidden: int, layers: int, dropout: float) -> None:
+        super().__init__()
+        # one more: the position in the AST, which the order of the leaves does not tell
+        self.leaf_projection = nn.Sequential(nn.Linear(leaf_dim + 1, hidden), nn.GELU())
+        self.lstm = nn.LSTM(hidden, hidden, layers, batch_first=True, dropout=dropout if layers > 1 else 0.0)
+        self.decoder = nn.Sequential(
+            nn.Linear(hidden + device_dim, hidden), nn.GELU(), nn.Dropout(dropout), nn.Linear(hidden, 1)
+        )
+
+    def forward(self, batch: PaddedBatch, context: Context) -> torch.Tensor:
+        """Standardised labels, shape (batch,)."""
+        positions = torch.log1p(batch.positions.to(batch.leaves.dtype))[:, :, None]
+        leaves = self.leaf_projection(torch.cat([batch.leaves, positions], dim=2))
+        lengths = (~batch.padding).sum(1).cpu()
+        packed = pack_padded_sequence(leaves, lengths, batch_first=True, enforce_sorted=False)
+        _, (state, _) = self.lstm(packed)
+        return self.decoder(torch.cat([state[-1], context.device], dim=1)).squeeze(-1)
+
+
+class LstmModel(NetworkModel):
+    """An LSTM over the leaves, after Tiramisu's cost model (Baghdadi et al., MLSys'21); predicts log seconds.
+
+    Tiramisu's is a recursive network over the loop tree with one LSTM a level. The compact AST is flat, so one
+    LSTM reads the leaves in pre-order with their positions.
+    """
+
+    name = "lstm"
+    label = "log"
+
+    def __init__(
+        self,
+        hidden: int = 128,
+        layers: int = 2,
+        dropout: float = 0.05,
+        train: TrainConfig | None = None,
+        loss: LossConfig | None = None,
+        max_seconds: float | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> None:
+        defaults = Config()
+        super().__init__(train or defaults.train, loss or defaults.loss, max_seconds, progress)
+        self.hidden, self.layers, self.dropout = hidden, layers, dropout
+
+    def make_network(self, train: LabelledArrays, encoder: FeatureEncoder) -> nn.Module:
+        return LstmNetwork(encoder.leaf_dim, encoder.device_dim, self.hidden, self.layers, self.dropout)
+
+
+#: Optimisation of the released configuration, as far as our loop has it: batch, weight decay and the top of its
+#: cyclic learning rate. It averages no weights.
+RELEASED_TRAIN: TrainConfig = Config().train.model_copy(
+    update={"batch_size": 600, "learning_rate": 1.7e-4, "weight_decay": 1.3e-3, "ema_decay": 0.0}
+)
+
+#: MSE + MAPE with equal weights.
+RELEASED_LOSS: LossConfig = Config().loss.model_copy(update={"mse_weight": 1.0, "mape_weight": 1.0})
+
+
+@dataclass(frozen=True)
+class ReleasedSizes:
+    """Sizes of the network; the defaults are those of the released configuration. ``dim`` to ``dropout`` are of the
+    transformer encoder (post-norm, ReLU); ``input_dim``, ``hidden_dims`` and ``embedding_dim`` lead from the flattened
+    leaves to the program's embedding, ``device_dims`` from the device's features to its embedding of the same width,
+    ``decoder_dims`` from both to the label."""
+
+    dim: int = 164
+    layers: int = 11
+    heads: int = 4
+    ffn_dim: int = 2048
+    dropout: float = 0.1
+    input_dim: int = 716
+    hidden_dims: Sequence[int] = (985, 985, 985)
+    embedding_dim: int = 69
+    device_dims: Sequence[int] = (128, 128, 128)
+    decoder_dims: Sequence[int] = (930, 930, 930)
+
+    def __post_init__(self) -> None:
+        if self.dim % self.heads:
+            raise PredictorError(f"dim must be a multiple of heads, got dim={self.dim}, heads={self.heads}")
+
+
+class ReleasedNetwork(nn.Module):
+    """See :class:`CdmppReleased` for where it differs from the released one; it sees the first ``max_leaves`` leaves."""
+
+    def __init__(self, leaf_dim: int, device_dim: int, max_leaves: int, sizes: ReleasedSizes) -> None:
+        super().__init__()
+        self.max_leaves, self.dim = max_leaves, sizes.dim
+        self.leaf_projection = nn.Linear(leaf_dim, sizes.dim)
+        self.position = PreOrderEncoding(sizes.dim, "paper")
+        layer = nn.TransformerEncoderLayer(
+            sizes.dim, sizes.heads, sizes.ffn_dim, sizes.dropout, "relu", batch_first=True
+        )
+        self.encoder = nn.TransformerEncoder(layer, sizes.layers, enable_nested_tensor=False)
+        self.flatten = nn.Sequential(
+            nn.Linear(max_leaves * sizes.dim, sizes.input_dim), nn.BatchNorm1d(sizes.input_dim)
+        )
+        self.embedding = _mlp(sizes.input_dim, *sizes.hidden_dims, sizes.embedding_dim)
+        self.device_embedding = _mlp(device_dim, *sizes.device_dims, sizes.embedding_dim)
+        self.norm = nn.BatchNorm1d(2 * sizes.embedding_dim, affine=False)
+        widths = (2 * sizes.embedding_dim, *sizes.decoder_dims)
+        self.decoder = nn.Sequential(_mlp(*widths), nn.Linear(widths[-1], 1))
+
+    def forward(self, batch: PaddedBatch, context: Context) -> torch.Tensor:
+        """Standardised labels, shape (batch,)."""
+        lengths = (~batch.padding).sum(1).clamp(max=self.max_leaves)
+        flat = batch.leaves.new_zeros(len(lengths), self.max_leaves * self.dim)
+        for length in torch.unique(lengths).tolist():
+            rows = torch.nonzero(lengths == length).squeeze(1)
+            leaves = self.leaf_projection(batch.leaves[rows, :length])
+            leaves = leaves + self.position(batch.positions[rows, :length])
+            flat[rows, : length * self.dim] = self.encoder(leaves).flatten(1)
+        program = self.embedding(self.flatten(flat))
+        both = torch.cat([program, self.device_embedding(context.device)], dim=1)
+        return self.decoder(self.norm(both)).squeeze(-1)
+
+
+class CdmppReleased(NetworkModel):
+    """CDMPP's network as its authors released it (EuroSys'24, sections 4 and 5), on the same records, features and split.
+
+    As released: 11 transformer layers of width 164 with 4 heads and FFN 2048 without an attention mask, the paper's
+    positional encoding, flattened leaves to an embedding, the device's embedding beside it, a decoder 930 x 3, batch
+    normalisation throughout, Box-Cox labels, MSE + MAPE, and the sizes, batch and weight decay of the released
+    configuration.
+
+    Not as released, so that it can take part in a comparison on clean splits:
+
+    * A leaf there has 164 numbers, which is the width of the transformer. Ours has more, and all of them are
+      given, through a linear projection to 164: less would handicap the baseline, another width would not be
+      the released network.
+    * There, programs of every number of leaves have a network of their own, too little data each for some
+      thousands of records. Here one network takes all: the encoder runs over the programs of one number of
+      leaves at a time, so no leaf attends to padding, as there; the flattened leaves are zero-padded to the
+      longest program of training. Longer programs are cut when predicted, and a warning says how many.
+    * Warm-up and cosine decay to the peak of the released cyclic learning rate, gradient clipping and early
+      stopping on the validation part, as for our own network.
+    * The released code adds the two embeddings; the paper's figure concatenates them, and so does this.
+    """
+
+    name = "released"
+    label = "box-cox"
+
+    def __init__(
+        self,
+        sizes: ReleasedSizes | None = None,
+        train: TrainConfig = RELEASED_TRAIN,
+        loss: LossConfig = RELEASED_LOSS,
+        max_seconds: float | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> None:
+        super().__init__(train, loss, max_seconds, progress)
+        self.sizes = sizes or ReleasedSizes()
+        self.max_leaves_ = 0
+
+    def make_network(self, train: LabelledArrays, encoder: FeatureEncoder) -> nn.Module:
+        self.max_leaves_ = int(train.packed.lengths[train.program].max())
+        return ReleasedNetwork(encoder.leaf_dim, encoder.device_dim, self.max_leaves_, self.sizes)
+
+    def check_programs(self, arrays: LabelledArrays) -> None:
+        longer = int((arrays.packed.lengths[arrays.program] > self.max_leaves_).sum())
+        if longer:
+            logger.warning(
+                "%d of %d programs have more leaves than any in training: only the first %d are seen",
+                longer,
+                len(arrays),
+                self.max_leaves_,
+            )
+
+
+def _mlp(*widths: int) -> nn.Sequential:
+    """Linear, batch normalisation and ReLU from each width to the next."""
+    parts: list[nn.Module] = []
+    for before, after in itertools.pairwise(widths):
+        parts += [nn.Linear(before, after), nn.BatchNorm1d(after), nn.ReLU()]
+    return nn.Sequential(*parts)

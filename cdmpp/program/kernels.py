@@ -1,0 +1,398 @@
+"""Hand-written GPU kernels with parameters, as scheduled TIR: what the configurations of public auto-tuning data stand for.
+
+For each kernel there is a function of the task, unscheduled, and one from the parameters of a configuration (its keyword-only
+arguments) to a PrimFunc with its blocks, threads, tiles, vector widths, unrolled loops and shared memory. Buffers in
+shared memory and registers are indexed as the tensors they hold parts of, as in MetaSchedule's programs; TVM shrinks
+them when it lowers.
+
+What a configuration chooses and TIR cannot say (a read-only cache) is an annotation of the block, so that two
+configurations are never one program.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from cdmpp.errors import ProgramError
+from cdmpp.program.library_ops import prim_func, te
+from cdmpp.program.tvm_env import import_tvm, normalise
+
+
+def script() -> Any:
+    """TVM's script builder for TIR (imports TVM)."""
+    import_tvm()
+    from tvm.tirx.script import builder
+
+    return builder
+
+
+@contextmanager
+def function(
+    parameters: Mapping[str, tuple[Sequence[int], str]],
+) -> Iterator[tuple[list[Any], Callable[[], Any]]]:
+    """Open a PrimFunc of buffers, by their shapes and types.
+
+    Yields
+    ------
+    The buffers, and a function that gives the PrimFunc once the ``with`` is left.
+    """
+    T = script()
+    from tvm.script.ir_builder import IRBuilder
+
+    with IRBuilder() as ir, T.prim_func(s_tir=True):
+        T.func_name("main")
+        yield (
+            [T.arg(name, T.buffer(shape, dtype)) for name, (shape, dtype) in parameters.items()],
+            lambda: normalise(ir.get()),
+        )
+
+
+@contextmanager
+def loops(*wanted: Any) -> Iterator[list[Any]]:
+    """Open loops, outermost first (frames such as ``T.serial(4)``), and give their variables."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(frame) for frame in wanted]
+
+
+@contextmanager
+def block(
+    name: str,
+    spatial: Sequence[tuple[int, Any]] = (),
+    reduce: Sequence[tuple[int, Any]] = (),
+    where: Sequence[Any] = (),
+    annotations: Mapping[str, Any] | None = None,
+) -> Iterator[list[Any]]:
+    """Open a block by the extent and binding of each axis, run ``where`` all conditions hold.
+
+    Yields
+    ------
+    The variables of the axes, spatial ones first.
+    """
+    T = script()
+    with T.sblock(name):
+        axes = [T.axis.spatial(extent, value) for extent, value in spatial]
+        axes += [T.axis.reduce(extent, value) for extent, value in reduce]
+        if where:
+            T.where(functools.reduce(T.And, where))
+        if annotations:
+            T.sblock_attr(dict(annotations))
+        yield axes
+
+
+def ceil_div(a: int, b: int) -> int:
+    """`a` over `b`, rounded up."""
+    return -(-a // b)
+
+
+def gemm(m: int, n: int, k: int) -> Any:
+    """The task: ``out[n, m] = sum_k a[k, m] b[k, n] + c[n, m]`` (CLBlast's layout; alpha and beta are 1)."""
+    builder = te()
+    a = builder.placeholder((k, m), name="a")
+    b = builder.placeholder((k, n), name="b")
+    c = builder.placeholder((n, m), name="c")
+    r = builder.reduce_axis((0, k), name="r")
+    product = builder.compute((n, m), lambda j, i: builder.sum(a[r, i] * b[r, j], axis=r), name="matmul")
+    return prim_func([a, b, c], builder.compute((n, m), lambda j, i: product[j, i] + c[j, i], name="out"))
+
+
+def clblast_gemm(
+    m: int, n: int, k: int, *,
+    MWG: int, NWG: int, KWG: int, MDIMC: int, NDIMC: int, MDIMA: int, NDIMB: int, KWI: int, VWM: int, VWN: int,
+    STRM: int, STRN: int, SA: int, SB: int,
+) -> Any:  # fmt: skip
+    """CLBlast's kernel 0 of ``xgemm`` (Nugteren, IWOCL'18) in a configuration, its parameters as CLBlast calls them.
+
+    MWG x NWG is the tile of a block and KWG its depth, MDIMC x NDIMC its threads; MDIMA and NDIMB the shape in which they
+    fetch A and B; KWI the unrolling of the depth; VWM and VWN vector widths; STRM and STRN strided access of a thread; SA
+    and SB shared memory for A and B.
+
+    Raises
+    ------
+    ProgramError
+        The parameters do not divide each other as CLBlast requires.
+    """
+    threads = MDIMC * NDIMC
+    rules = {
+        "MWG % (MDIMC VWM)": MWG % (MDIMC * VWM), "NWG % (NDIMC VWN)": NWG % (NDIMC * VWN),
+        "MWG % (MDIMA VWM)": MWG % (MDIMA * VWM), "NWG % (NDIMB VWN)": NWG % (NDIMB * VWN),
+        "KWG % KWI": KWG % KWI, "KWG MDIMA % (MDIMC NDIMC)": KWG * MDIMA % threads,
+        "KWG NDIMB % (MDIMC NDIMC)": KWG * NDIMB % threads, "m % MWG": m % MWG, "n % NWG": n % NWG, "k % KWG": k % KWG,
+    }  # fmt: skip
+    broken = [rule for rule, rest in rules.items() if rest]
+    if broken:
+        raise ProgramError(f"no CLBlast kernel has a rest of {', '.join(broken)}")
+    m_vectors, n_vectors = MWG // MDIMC // VWM, NWG // NDIMC // VWN
+    T = script()
+
+    def unrolled(*extents: int) -> list[Any]:
+        return list(map(T.unroll, extents))
+
+    with function({"a": ((k, m), "float32"), "b": ((k, n), "float32"), "c": ((n, m), "float32"),
+                   "out": ((n, m), "float32")}) as (buffers, made):  # fmt: skip
+        a, b, c, out = buffers
+        # Registers have an axis for each loop that separates elements of a thread, so that they shrink to its own.
+        c_local = T.sblock_alloc_buffer((n // VWN, VWN, m // VWM, VWM), scope="local")
+        a_local = T.sblock_alloc_buffer((k, m // VWM, VWM), scope="local")
+        b_local = T.sblock_alloc_buffer((k, n // VWN, VWN), scope="local")
+        a_shared = T.sblock_alloc_buffer((k, m), scope="shared") if SA else None
+        b_shared = T.sblock_alloc_buffer((k, n), scope="shared") if SB else None
+        grid = loops(
+            T.thread_binding(m // MWG, thread="blockIdx.x"), T.thread_binding(n // NWG, thread="blockIdx.y"),
+            T.thread_binding(NDIMC, thread="threadIdx.y"), T.thread_binding(MDIMC, thread="threadIdx.x"),
+        )  # fmt: skip
+        with grid as (bm, bn, ty, tx):
+
+            def m_vector(i: Any) -> Any:
+                """Which vector of M a thread's `i`-th is."""
+                inside = i * MDIMC + tx if STRM else tx * m_vectors + i
+                return bm * (MWG // VWM) + inside
+
+            def n_vector(i: Any) -> Any:
+                inside = i * NDIMC + ty if STRN else ty * n_vectors + i
+                return bn * (NWG // VWN) + inside
+
+            def result(ni: Any, vn: Any, mi: Any, vm: Any) -> list[tuple[int, Any]]:
+                return [(n // VWN, n_vector(ni)), (VWN, vn), (m // VWM, m_vector(mi)), (VWM, vm)]
+
+            def fetch(name: str, source: Any, target: Any, size: int, tile: int, start: Any, across: int,
+                      width: int, strided: int, k0: Any) -> None:  # fmt: skip
+                """All threads together: a tile of the depth KWG from global to shared memory."""
+                tid = ty * MDIMC + tx
+                vectors, depth = tile // across // width, KWG * across // threads
+                with loops(*unrolled(vectors, depth), T.vectorized(width)) as (vi, ki, v):
+                    lane = T.floormod(tid, across)
+                    position = vi * across + lane if strided else lane * vectors + vi
+                    row = k0 * KWG + T.floordiv(tid, across) * depth + ki
+                    with block(name, [(k, row), (size, start * tile + position * width + v)]) as (kk, x):
+                        T.buffer_store(target, source[kk, x], [kk, x])
+
+            every = (n_vectors, VWN, m_vectors)
+            with (
+                loops(*unrolled(*every), T.vectorized(VWM)) as (ni, vn, mi, vm),
+                block("init", result(ni, vn, mi, vm)) as place,
+            ):
+                T.buffer_store(c_local, T.float32(0.0), place)
+            with loops(T.serial(k // KWG)) as (k0,):
+                if SA:
+                    fetch("a_shared", a, a_shared, m, MWG, bm, MDIMA, VWM, STRM, k0)
+                if SB:
+                    fetch("b_shared", b, b_shared, n, NWG, bn, NDIMB, VWN, STRN, k0)
+                with loops(T.serial(KWG // KWI), T.unroll(KWI)) as (k1, k2):
+                    depth = k0 * KWG + k1 * KWI + k2
+                    with loops(*unrolled(m_vectors), T.vectorized(VWM)) as (mi, vm):
+                        axes = [(k, depth), (m // VWM, m_vector(mi)), (VWM, vm)]
+                        with block("a_local", axes) as (kk, x, v):
+                            T.buffer_store(
+                                a_local, (a if a_shared is None else a_shared)[kk, x * VWM + v], [kk, x, v]
+                            )
+                    with loops(*unrolled(n_vectors), T.vectorized(VWN)) as (ni, vn):
+                        axes = [(k, depth), (n // VWN, n_vector(ni)), (VWN, vn)]
+                        with block("b_local", axes) as (kk, y, v):
+                            T.buffer_store(
+                                b_local, (b if b_shared is None else b_shared)[kk, y * VWN + v], [kk, y, v]
+                            )
+                    with (
+                        loops(*unrolled(n_vectors, m_vectors, VWN), T.vectorized(VWM)) as (ni, mi, vn, vm),
+                        block("update", result(ni, vn, mi, vm), [(k, depth)]) as (y, w, x, v, kk),
+                    ):
+                        product = a_local[kk, x, v] * b_local[kk, y, w]
+                        T.buffer_store(c_local, c_local[y, w, x, v] + product, [y, w, x, v])
+            with (
+                loops(*unrolled(*every), T.vectorized(VWM)) as (ni, vn, mi, vm),
+                block("out", result(ni, vn, mi, vm)) as (y, w, x, v),
+            ):
+                row, column = y * VWN + w, x * VWM + v
+                T.buffer_store(out, c_local[y, w, x, v] + c[row, column], [row, column])
+    return made()
+
+
+#: Banks of shared memory that the kernel pads for.
+_BANKS = 32
+
+
+def image_convolution(height: int, width: int, filter_height: int, filter_width: int) -> Any:
+    """The task: one image of ``(height, width)`` with a filter, the input larger by the filter's border."""
+    builder = te()
+    image = builder.placeholder((height + filter_height - 1, width + filter_width - 1), name="image")
+    weights = builder.placeholder((filter_height, filter_width), name="filter")
+    i = builder.reduce_axis((0, filter_height), name="i")
+    j = builder.reduce_axis((0, filter_width), name="j")
+    result = builder.compute(
+        (height, width),
+        lambda y, x: builder.sum(image[y + i, x + j] * weights[i, j], axis=[i, j]),
+        name="convolution",
+    )
+    return prim_func([image, weights], result)
+
+
+def kernel_tuner_convolution(
+    height: int, width: int, filter_height: int, filter_width: int, *,
+    block_size_x: int, block_size_y: int, tile_size_x: int, tile_size_y: int, read_only: int, use_padding: int,
+    use_shmem: int, use_cmem: int,
+) -> Any:  # fmt: skip
+    """Kernel Tuner's convolution (van Werkhoven et al., FGCS 2014) in a configuration.
+
+    Threads of a block, outputs of a thread, loads through the read-only cache, rows of shared memory padded against bank
+    conflicts, the input in shared memory at all, the filter in constant memory.
+
+    Outputs of a thread lie a block apart, so that neighbouring threads have neighbouring ones. Loops over the filter and
+    over a thread's outputs are unrolled, as their pragmas ask.
+    """
+    T = script()
+    span_y, span_x = block_size_y * tile_size_y, block_size_x * tile_size_x
+    blocks_y, blocks_x = ceil_div(height, span_y), ceil_div(width, span_x)
+    border_y, border_x = filter_height - 1, filter_width - 1
+    rows, columns = span_y + border_y, span_x + border_x
+    sizes = {
+        "image": ((height + border_y, width + border_x), "float32"),
+        "filter": ((filter_height, filter_width), "float32"),
+        "out": ((height, width), "float32"),
+    }
+    cached = {"cdmpp.read_only": read_only} if read_only else {}
+    constant = {"cdmpp.constant_memory": use_cmem} if use_cmem else {}
+    with function(sizes) as ((image, weights, out), made):
+        # An axis for each loop that separates outputs, so that a thread's registers shrink to its own.
+        split = (blocks_y, tile_size_y, block_size_y, blocks_x, tile_size_x, block_size_x)
+        sums = T.sblock_alloc_buffer(split, scope="local")
+        reach = blocks_y * span_y + border_y, blocks_x * span_x + border_x
+        shared = T.sblock_alloc_buffer(reach, scope="shared") if use_shmem else None
+        grid = loops(
+            T.thread_binding(blocks_y, thread="blockIdx.y"), T.thread_binding(blocks_x, thread="blockIdx.x"),
+            T.thread_binding(block_size_y, thread="threadIdx.y"),
+            T.thread_binding(block_size_x, thread="threadIdx.x"),
+        )  # fmt: skip
+        with grid as (by, bx, ty, tx):
+
+            def result(yi: Any, xi: Any) -> list[tuple[int, Any]]:
+                return list(zip(split, (by, yi, ty, bx, xi, tx), strict=True))
+
+            def place(axes: Any) -> tuple[Any, Any]:
+                """The output of a block's axes."""
+                b_y, y, t_y, b_x, x, t_x = axes
+                return b_y * span_y + y * block_size_y + t_y, b_x * span_x + x * block_size_x + t_x
+
+            def inside(yi: Any, xi: Any) -> list[Any]:
+                """Conditions that an output lies in the image, where blocks reach beyond it."""
+                row, column = by * span_y + yi * block_size_y + ty, bx * span_x + xi * block_size_x + tx
+                edges = [row < height] if height % span_y else []
+                return [*edges, column < width] if width % span_x else edges
+
+            if use_shmem:
+                steps = T.unroll(ceil_div(rows, block_size_y)), T.unroll(ceil_div(columns, block_size_x))
+                with loops(*steps) as (i, j):
+                    row, column = i * block_size_y + ty, j * block_size_x + tx
+                    needed = [row < rows] if rows % block_size_y else []
+                    needed += [column < columns] if columns % block_size_x else []
+                    if height % span_y or width % span_x:
+                        needed += [
+                            by * span_y + row < height + border_y,
+                            bx * span_x + column < width + border_x,
+                        ]
+                    # Rows are padded to lie as many banks apart as the block is wide.
+                    pad = use_padding and block_size_x % _BANKS and (columns - block_size_x) % _BANKS
+                    aligned = {"buffer_dim_align": [[0, 0, _BANKS, block_size_x % _BANKS]]} if pad else {}
+                    axes = [(reach[0], by * span_y + row), (reach[1], bx * span_x + column)]
+                    with block("shared", axes, where=needed, annotations={**cached, **aligned}) as (y, x):
+                        T.buffer_store(shared, image[y, x], [y, x])
+            with (
+                loops(T.unroll(tile_size_y), T.unroll(tile_size_x)) as (yi, xi),
+                block("init", result(yi, xi)) as axes,
+            ):
+                T.buffer_store(sums, T.float32(0.0), axes)
+            kernel = (filter_height, filter_width, tile_size_y, tile_size_x)
+            with loops(*map(T.unroll, kernel)) as (i, j, yi, xi):
+                reduce = [(filter_height, i), (filter_width, j)]
+                # What lies beyond the image is computed from what lies beyond it in shared memory, and not stored.
+                where = [] if use_shmem else inside(yi, xi)
+                notes = constant if use_shmem else {**constant, **cached}
+                with block("update", result(yi, xi), reduce, where, notes) as (*axes, fi, fj):
+                    y, x = place(axes)
+                    value = (image if shared is None else shared)[y + fi, x + fj] * weights[fi, fj]
+                    T.buffer_store(sums, sums[tuple(axes)] + value, axes)
+            with (
+                loops(T.unroll(tile_size_y), T.unroll(tile_size_x)) as (yi, xi),
+                block("out", result(yi, xi), where=inside(yi, xi)) as axes,
+            ):
+                T.buffer_store(out, sums[tuple(axes)], list(place(axes)))
+    return made()
+
+
+#: The survey of the benchmark: measures of dispersion from 0 in steps of 0.02.
+_STEP = 0.02
+
+
+def dedispersion(samples: int, measures: int, channels: int, max_shift: int) -> Any:
+    """The task: ``out[dm, t] = sum_c signal[c, t + shift(dm, c)]``, the signal in bytes."""
+    builder = te()
+    from tvm import tirx
+
+    signal = builder.placeholder((channels, samples + max_shift), dtype="uint8", name="signal")
+    shifts = builder.placeholder((channels,), name="shifts")
+    c = builder.reduce_axis((0, channels), name="c")
+
+    def value(dm: Any, t: Any) -> Any:
+        shift = (dm.astype("float32") * tirx.const(_STEP, "float32") * shifts[c]).astype("int32")
+        return builder.sum(signal[c, t + shift].astype("float32"), axis=c)
+
+    return prim_func([signal, shifts], builder.compute((measures, samples), value, name="dedispersion"))
+
+
+def kernel_tuner_dedispersion(
+    samples: int, measures: int, channels: int, max_shift: int, *,
+    block_size_x: int, block_size_y: int, tile_size_x: int, tile_size_y: int, tile_stride_x: int, tile_stride_y: int,
+    loop_unroll_factor_channel: int,
+) -> Any:  # fmt: skip
+    """Dedispersion of radio signals (Sclocco et al., Astronomy and Computing 2016) in a configuration of Kernel Tuner.
+
+    Threads of a block, outputs of a thread, whether those lie a block apart (1) or side by side (0), and by how much the loop
+    over the channels is unrolled (0: as the compiler likes).
+    """
+    T = script()
+    span_x, span_y = block_size_x * tile_size_x, block_size_y * tile_size_y
+    blocks_x, blocks_y = ceil_div(samples, span_x), ceil_div(measures, span_y)
+    unroll = max(1, loop_unroll_factor_channel)
+    sizes = {
+        "signal": ((channels, samples + max_shift), "uint8"),
+        "shifts": ((channels,), "float32"),
+        "out": ((measures, samples), "float32"),
+    }
+    with function(sizes) as ((signal, shifts, out), made):
+        inner = (tile_size_y, block_size_y) if tile_stride_y else (block_size_y, tile_size_y)
+        outer = (tile_size_x, block_size_x) if tile_stride_x else (block_size_x, tile_size_x)
+        split = (blocks_y, *inner, blocks_x, *outer)
+        total = T.sblock_alloc_buffer(split, scope="local")
+        grid = loops(
+            T.thread_binding(blocks_y, thread="blockIdx.y"), T.thread_binding(blocks_x, thread="blockIdx.x"),
+            T.thread_binding(block_size_y, thread="threadIdx.y"),
+            T.thread_binding(block_size_x, thread="threadIdx.x"),
+            T.serial(tile_size_x), T.serial(tile_size_y),
+        )  # fmt: skip
+        with grid as (by, bx, ty, tx, ti, tj):
+            order_y = (tj, ty) if tile_stride_y else (ty, tj)
+            order_x = (ti, tx) if tile_stride_x else (tx, ti)
+            axes = list(zip(split, (by, *order_y, bx, *order_x), strict=True))
+
+            def place(values: Any) -> tuple[Any, Any]:
+                """Measure and sample of a block's axes."""
+                b_y, y0, y1, b_x, x0, x1 = values
+                return b_y * span_y + y0 * inner[1] + y1, b_x * span_x + x0 * outer[1] + x1
+
+            row, column = place([value for _, value in axes])
+            inside = [row < measures] if measures % span_y else []
+            inside += [column < samples] if samples % span_x else []
+            with block("init", axes) as where:
+                T.buffer_store(total, T.float32(0.0), where)
+            with (
+                loops(T.serial(channels // unroll), T.unroll(unroll)) as (c0, c1),
+                block("update", axes, [(channels, c0 * unroll + c1)], inside) as (*where, c),
+            ):
+                dm, t = place(where)
+                shift = T.Cast("int32", T.Cast("float32", dm) * T.float32(_STEP) * shifts[c])
+                value = T.Cast("float32", signal[c, t + shift])
+                T.buffer_store(total, total[tuple(where)] + value, where)
+            with block("out", axes, where=inside) as where:
+                T.buffer_store(out, total[tuple(where)], list(place(where)))
+    return made()
