@@ -124,20 +124,13 @@ def _networks(args: Namespace, console: Console, errors: Console) -> Any:
     from cdmpp.program.zoo import task_counts, zoo_entry, zoo_networks
 
     counts = task_counts()
-    rows = [
-        {
-            "name": entry.name,
-            "family": entry.family,
-            "inputs": [str(i) for i in entry.inputs],
-            "tasks": counts.get(entry.name),
-            "description": entry.description,
-        }
-        for entry in map(zoo_entry, zoo_networks())
-    ]
-    cells = []
-    for row in rows:
-        inputs = "\n".join(row["inputs"]).replace(", ", ",").replace("float32", "")
-        cells.append((row["name"], row["family"], inputs, number(row["tasks"]), row["description"]))
+    rows, cells = [], []
+    for entry in map(zoo_entry, zoo_networks()):
+        inputs, tasks = [str(i) for i in entry.inputs], counts.get(entry.name)
+        row = {"name": entry.name, "family": entry.family, "inputs": inputs, "tasks": tasks}
+        rows.append({**row, "description": entry.description})
+        shapes = "\n".join(inputs).replace(", ", ",").replace("float32", "")
+        cells.append((entry.name, entry.family, shapes, number(tasks), entry.description))
     show_table(console, "networks", ("<name", "<family", "<inputs", "tasks", "<description"), cells)
     console.print(
         "Append a batch size as in resnet18@b4, an image size or sequence length as in resnet18@s160, or both, "
@@ -176,8 +169,8 @@ def _dataset(args: Namespace, console: Console, errors: Console) -> Any:
         for name, n in row.get("by_device", {}).items()
     ]
     if of_devices:
-        columns = ("<dataset", "<device", "ok", "median", "mean")
-        show_table(console, "by device; how far the labels of split halves differ", columns, of_devices)
+        title = "by device; how far the labels of split halves differ"
+        show_table(console, title, ("<dataset", "<device", "ok", "median", "mean"), of_devices)
     for row in datasets:
         say(console, f"{row['path']}: origins of programs: {counts_text(row.get('origins', {}))}")
         if row.get("remeasured"):

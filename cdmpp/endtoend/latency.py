@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -198,12 +199,12 @@ def predict_latency(
     factors = _error_factors(predictor.calibration, resolved.name, coverage, len(tasks), seed)
     cases = {task: tasks[task].latency_s * own for task, own in zip(tasks, factors, strict=True)}
     launch_us, launch_note = _launch(resolved, launch_overhead_us)
-    launch = {"launch_s": 1e-6 * launch_us, "asynchronous": resolved.kind != "cpu"}
-    played = replay(source.graph, cases, streams=streams, **launch)
+    play = partial(replay, source.graph, launch_s=1e-6 * launch_us, asynchronous=resolved.kind != "cpu")
+    played = play(cases, streams=streams)
     latency_s = serial_s = float(played.latency_s[0])
     if streams > 1:
         first = {task: values[:1] for task, values in cases.items()}
-        serial_s = float(replay(source.graph, first, **launch).latency_s[0])
+        serial_s = float(play(first).latency_s[0])
     low_s = high_s = chance_low_s = chance_high_s = factor = None  # without intervals
     if len(played.latency_s) > 1:
         low_s, high_s = map(float, played.latency_s[1:3])
