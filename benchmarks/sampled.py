@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +16,6 @@ from cdmpp.errors import DatasetError
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from cdmpp.program.types import Program, Space, Task
 
 
 class SampledView(DatasetView):
@@ -30,44 +29,19 @@ class SampledView(DatasetView):
     def records(self) -> pd.DataFrame:
         return self._view.records.iloc[self.rows].reset_index(drop=True)
 
-    @property
-    def tasks(self) -> Mapping[str, Task]:
-        return self._view.tasks
-
-    @property
-    def spaces(self) -> Mapping[str, Space]:
-        return self._view.spaces
-
-    @property
-    def programs(self) -> Mapping[str, Program]:
-        return self._view.programs
-
-    @property
-    def network_families(self) -> Mapping[str, str]:
-        return self._view.network_families
-
-    @property
-    def parts(self) -> Sequence[Any]:
-        return self._view.parts
+    tasks, spaces, programs, network_families, devices, parts, task_of = (
+        property(attrgetter(f"_view.{name}"))
+        for name in ("tasks", "spaces", "programs", "network_families", "devices", "parts", "task_of")
+    )
 
 
 def sample_evenly(
     view: DatasetView, number: int, seed: int = 0, devices: Collection[str] | None = None
 ) -> SampledView:
-    """About as many ok records of every kind of task on every device, `number` in all.
+    """About as many ok records of every kind of task (by name) on every device (these, or all), `number` in all.
 
-    The kind is the task's name. Which programs are taken depends on their hashes and the seed alone, so that devices
-    share them as far as the same ones were measured there.
-
-    Parameters
-    ----------
-    devices
-        Canonical names of those to take records of; None for all.
-
-    Raises
-    ------
-    DatasetError
-        `number` is below 1, or no record (of these devices) is ok.
+    Which programs are taken depends on their hashes and the seed alone, so that devices share them as far as the same ones
+    were measured there. DatasetError where `number` is below 1, or no record is ok.
     """
     if number < 1:
         raise DatasetError(f"the number of records to take is {number}, expected at least 1")

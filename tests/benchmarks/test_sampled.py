@@ -57,6 +57,7 @@ def test_records_are_spread_and_devices_share_programs(dataset: Dataset) -> None
     on_other = set(dataset.records.query("device == @OTHER_DEVICE")["program"])
     assert own & on_other <= other
     assert sampled.tasks is dataset.tasks and sampled.parts[0].path == dataset.path
+    assert sampled.devices == dataset.devices
 
 
 def test_the_seed_chooses_and_the_rest_is_reproducible(dataset: Dataset) -> None:
