@@ -42,7 +42,7 @@ def show_scores(
     for key, (heading, form) in _METRICS.items():
         columns[key] = [heading, *(form(metrics.get(key)) for metrics in rows.values())]
     for key in _LEFT_OUT:
-        if brief or sum(max(map(len, cells)) + 3 for cells in columns.values()) > console.width:
+        if brief or sum(max(map(len, cells)) + 3 for cells in columns.values()) >= console.width:
             del columns[key]
     headings, *cells = zip(*columns.values(), strict=True)
     show_table(console, title, headings, cells)

@@ -8,7 +8,7 @@ import shlex
 import pytest
 from rich.console import Console
 
-from cdmpp.cli import main, render
+from cdmpp.cli import learn, main, render
 from cdmpp.cli.main import _parser, verb_groups
 from cdmpp.cli.options import settings
 from cdmpp.profiler.session import ProfileConfig
@@ -95,3 +95,14 @@ def test_progress_is_a_line_now_and_then_without_a_terminal(monkeypatch: pytest.
         shown = text.getvalue().splitlines()
         assert len(shown) == lines
     assert shown[1].startswith("measuring: 2 of 9, ") and shown[1].endswith("/s, 1 failed")
+
+
+@pytest.mark.parametrize("name", ["cdmpp", "xeon-cascadelake-2.5ghz.x86-64-v2@1"])
+@pytest.mark.parametrize("width", [80, 100])
+def test_tables_of_metrics_fit(name: str, width: int) -> None:
+    values = dict.fromkeys(learn._METRICS, 0.4321) | {"n": 12345}
+    text = io.StringIO()
+    learn.show_scores(Console(file=text, width=width), "scores", "device", {name: values})
+    heading, row = (line for line in text.getvalue().splitlines() if line[0] in "┃│")
+    assert name in row and "43.2 %" in row and "12345" in row
+    assert all(word in heading for word in ("MAPE", "median", "pairwise"))
