@@ -49,9 +49,11 @@ def show_scores(
 
 
 def show_noise(console: Console, metrics: Mapping[str, Any]) -> None:
-    """What errors are to be compared with."""
-    floor = percent(metrics.get("noise_floor_mape"))
-    console.print(f"A perfect predictor would score a MAPE of {floor}: the noise of the labels themselves.")
+    """What errors are to be compared with, where it is known."""
+    if (floor := metrics.get("noise_floor_mape")) is not None:
+        console.print(
+            f"A perfect predictor would score a MAPE of {percent(floor)}: the noise of the labels themselves."
+        )
 
 
 def _show_overall(console: Console, where: str, split: str, metrics: Mapping[str, Any]) -> None:
