@@ -34,7 +34,7 @@ from benchmarks.common import (
 BENCHMARKS = sorted(
     path.stem
     for path in (common.REPOSITORY / "benchmarks").glob("*.py")
-    if path.stem not in ("common", "results", "search_cost", "traces")  # what several of them use
+    if path.stem not in ("common", "results", "sampled", "search_cost", "traces")  # what several of them use
 )
 
 
