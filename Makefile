@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # More threads than cores make torch and numpy slower, and one test process is all that two cores serve well.
 export OMP_NUM_THREADS ?= $(shell nproc)
 
-.PHONY: demo train test test-long machines install lint types check clean
+.PHONY: demo train test test-long machines install lint types docs check clean
 
 # Without a C++ compiler all but reading programs works, which then says so.
 $(VENV)/.installed: pyproject.toml constraints.txt setup.py $(wildcard cdmpp/program/ast/native/*)
@@ -42,7 +42,10 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-check: test lint types test-long
+docs: install
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
+
+check: test lint types docs test-long
 	$(MAKE) machines ASKING=tests
 
 clean:
