@@ -73,7 +73,12 @@ class TaskTuner:
         self._rule, self._cores = ("llvm", int(device.share)) if device.kind == "cpu" else ("cuda", 0)
         self.context = ms.TuneContext(
             mod=self.mod,
-            target=tvm.target.Target(_space_target(device)),
+            target=tvm.target.Target(
+                # GPU programs are drawn within the limits that cdmpp.program.space.Rebuilder replays them with.
+                dict(device.target)
+                if device.kind == "cpu"
+                else {**CUDA_SPACE_TARGET, "arch": str(device.target["arch"])}
+            ),
             # Asked for by name: what TVM chooses for AVX-512 or tensor cores needs its slow import of tensor intrinsics.
             space_generator=ms.space_generator.PostOrderApply(
                 sch_rules=self._rule, postprocs=self._rule, mutator_probs=self._rule
@@ -99,8 +104,10 @@ class TaskTuner:
         """Random programs of all spaces in turn, at most `n`, no two alike; fewer where there are no more."""
         spaces = TaskSpaces(self.task, self._rule, max(1, self._cores))
         by_hash = {space.hash: space for space in spaces.spaces}
-        drawn = [replace(program, origin="search") for program in spaces.sample(n, seed)]
-        return [self.replay(program, by_hash[str(program.space_hash)]) for program in drawn]
+        return [
+            self.replay(replace(program, origin="search"), by_hash[str(program.space_hash)])
+            for program in spaces.sample(n, seed)
+        ]
 
     def untuned(self) -> BuildJob | None:
         """What runs where nothing was tuned, see the module's text; None where there is nothing."""
@@ -168,16 +175,6 @@ class TaskTuner:
     def _candidate(self, measure: Any, origin: str) -> Candidate:
         program, space = program_of_schedule(measure.sch, self.task, self._rule, self._cores, origin)
         return Candidate(measure, BuildJob(program, self.task, space))
-
-
-def _space_target(device: Device) -> dict[str, Any]:
-    """Target of the design space.
-
-    Programs for a GPU are drawn within the limits that :class:`~cdmpp.program.space.Rebuilder` replays them with.
-    """
-    if device.kind == "cpu":
-        return dict(device.target)
-    return {**CUDA_SPACE_TARGET, "arch": str(device.target["arch"])}
 
 
 def runner_results(latency_s: Sequence[float | None]) -> list[Any]:
@@ -300,11 +297,9 @@ class Leftovers:
             return list(found)
         every = {c.hash: c for c in [*self._left.get(task, []), *found]}
         candidates = list(every.values())
-        measures = [c.measure for c in candidates]
-        order = self._trimmer.likeliest(context, measures, best_s)
+        order = self._trimmer.likeliest(context, [c.measure for c in candidates], best_s)
         # what may not win comes last, and is the round's to drop
-        order += [i for i in range(len(candidates)) if i not in set(order)]
-        candidates = [candidates[i] for i in order]
+        candidates = [candidates[i] for i in dict.fromkeys([*order, *range(len(candidates))])]
         self._left[task] = candidates[self._batch :]
         return candidates[: self._batch]
 

@@ -65,15 +65,10 @@ class TuneConfig:
         if self.shards is not None and self.workers != 1:
             raise TunerError("each shard has one measuring process: choose shards or workers, not both")
         if self.population < 2 or self.generations < 1:
-            raise TunerError(
-                f"the search needs a population of 2 and a generation at least, got {self.population} "
-                f"and {self.generations}"
-            )
-        for name, number in (
-            ("candidates of a round", self.batch),
-            ("workers", self.workers),
-            ("builders", self.builders),
-        ):
+            got = f"{self.population} and {self.generations}"
+            raise TunerError(f"the search needs a population of 2 and a generation at least, got {got}")
+        counts = {"candidates of a round": self.batch, "workers": self.workers, "builders": self.builders}
+        for name, number in counts.items():
             if number is not None and number < 1:
                 raise TunerError(f"{name}: one at least, got {number}")
         for name, seconds in (("build", self.build_timeout_s), ("run", self.run_timeout_s)):

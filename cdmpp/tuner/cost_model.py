@@ -48,25 +48,23 @@ class CostModel(PyCostModel):
 
     To be passed as ``cost_model`` to ``ms.tune_tir``, ``ms.relax_integration.tune_relax`` and the like::
 
-        fused = cdmpp.tuner.deployment.import_network(cdmpp.program.network.load_network("mlp"))
+        device = cdmpp.get_device("this-cpu@1")
+        fused = cdmpp.tuner.import_network(cdmpp.program.network.load_network("mlp"))
         database = ms.relax_integration.tune_relax(
-            fused.module, {}, {"kind": "llvm", "num-cores": 1}, "runs/mlp", 64,
-            cost_model=cdmpp.tuner.CostModel("default", "this-cpu@1"),
+            fused.module, {}, dict(device.target), "runs/mlp", 64,
+            cost_model=cdmpp.tuner.CostModel("default", device),
+            builder=ms.builder.LocalBuilder(initializer=import_tvm),
             space=ms.space_generator.PostOrderApply(sch_rules="llvm", postprocs="llvm", mutator_probs="llvm"),
         )
 
-    The rules of the space have to be named where TVM would take those for AVX-512 or tensor cores: cdmpp leaves out their
-    intrinsics, which take half a minute to import (:func:`cdmpp.program.tvm_env.import_tvm` has them when asked to).
+    Two arguments save half a minute each, of importing intrinsics that are not needed: ``import_tvm`` of
+    :mod:`cdmpp.program.tvm_env` in the builders, and the rules of the space, where TVM would take those for AVX-512 or
+    tensor cores.
 
     It starts from a predictor, its folder, or ``"default"``; with None from an analytical estimate. `device` is with its share:
     ``this-cpu@1``.
 
-    Raises
-    ------
-    PredictorError
-        The predictor never saw a device of this kind.
-    UnknownDeviceError
-        No such device.
+    PredictorError where the predictor never saw a device of this kind, UnknownDeviceError where there is no such device.
     """
 
     def __init__(self, predictor: Predictor | str | Path | None, device: str | Device) -> None:
@@ -107,11 +105,12 @@ class CostModel(PyCostModel):
         """Learn from measurements; failed ones are remembered."""
         from cdmpp.profiler.statistics import label
 
-        hashes, latencies = hashes_of(candidates), []
+        latencies = []
         for result in results:
             run_s = [float(s) for s in result.run_secs or ()]
             latencies.append(label(run_s) if run_s and result.error_msg is None else None)
-        self.learn(task_hash(context), hashes, funcs_of(candidates), latencies)
+        self.learn(task_hash(context), hashes_of(candidates), funcs_of(candidates), latencies)
+        self.model.fit()
 
     def save(self, path: str) -> None:
         """Write what was learned into a file."""
@@ -133,7 +132,7 @@ class CostModel(PyCostModel):
         self, context: Any, candidates: Sequence[Any], coverage: float
     ) -> tuple[FloatArray, FloatArray]:
         """Lowest and highest seconds, float64 (n,) each: (inf, inf) for what failed, (0, inf) for what cannot be read."""
-        low = np.array([np.inf if digest in self.model.failed else 0.0 for digest in hashes_of(candidates)])
+        low = np.where([digest in self.model.failed for digest in hashes_of(candidates)], np.inf, 0.0)
         high = np.full(len(candidates), np.inf)
         rows, programs = self._encode(context, candidates)
         if programs is not None:
@@ -141,36 +140,23 @@ class CostModel(PyCostModel):
         return low, high
 
     def learn(
-        self,
-        task: str,
-        hashes: Sequence[str],
-        funcs: Sequence[Any],
-        latency_s: Sequence[float | None],
-        *,
-        fit: bool = True,
+        self, task: str, hashes: Sequence[str], funcs: Sequence[Any], latency_s: Sequence[float | None]
     ) -> None:
-        """Take measured programs of a task (its structural hash), None where one failed, and fit unless more follow."""
-        self.model.failed.update(h for h, value in zip(hashes, latency_s, strict=True) if value is None)
-        known = [(h, f, v) for h, f, v in zip(hashes, funcs, latency_s, strict=True) if v is not None]
-        encoded = self.cache.get([h for h, _, _ in known], [f for _, f, _ in known])
-        usable = [(h, e, v) for (h, _, v), e in zip(known, encoded, strict=True) if e is not None]
-        if not usable:
-            return
-        values = [v for _, _, v in usable]
-        self.model.learn(task, [h for h, _, _ in usable], Encoded.stack([e for _, e, _ in usable]), values)
-        if fit:
-            self.model.fit()
-        self._unit_s[task] = min(self._unit_s.get(task, np.inf), *values)
+        """Take measured programs of a task (its structural hash), None where one failed; ``model.fit()`` when all are in."""
+        ran = [(h, f, s) for h, f, s in zip(hashes, funcs, latency_s, strict=True) if s is not None]
+        self.model.failed.update({*hashes} - {h for h, _, _ in ran})
+        encoded = self.cache.get([h for h, _, _ in ran], [f for _, f, _ in ran])
+        usable = [(h, e, s) for (h, _, s), e in zip(ran, encoded, strict=True) if e is not None]
+        if usable:
+            known, programs, seconds = zip(*usable, strict=True)
+            self.model.learn(task, known, Encoded.stack(programs), seconds)
+            self._unit_s[task] = min(self._unit_s.get(task, np.inf), *seconds)
 
     def _encode(self, context: Any, candidates: Sequence[Any]) -> tuple[list[int], Encoded | None]:
         """Numbers of the candidates that can be read and have not failed, and their network outputs."""
         hashes = hashes_of(candidates)
-        outputs = self.cache.get(hashes, funcs_of(candidates))
-        known = {
-            i: found
-            for i, (digest, found) in enumerate(zip(hashes, outputs, strict=True))
-            if found is not None and digest not in self.model.failed
-        }
+        outputs = enumerate(self.cache.get(hashes, funcs_of(candidates)))
+        known = {i: e for i, e in outputs if e is not None and hashes[i] not in self.model.failed}
         return list(known), Encoded.stack(list(known.values())) if known else None
 
     def _encode_asts(self, asts: Sequence[CompactAST]) -> list[Encoded]:
@@ -213,13 +199,6 @@ def make_cost_model(config: TuneConfig, device: Device) -> Any:
 Tickets = dict[str, "Future[Outcome]"]
 
 
-def runner_result(outcome: Outcome) -> Any:
-    """An outcome as MetaSchedule takes it: the label in seconds, or the reason why there is none."""
-    if outcome.latency_s is None:
-        return RunnerResult(None, f"{outcome.status}: {outcome.error}")
-    return RunnerResult([outcome.latency_s], None)
-
-
 def builder_and_runner(measurer: Measurer) -> tuple[Any, Any]:
     """A MetaSchedule Builder and Runner for ``ms.tune_tir`` and the like, that measure with a running Measurer.
 
@@ -241,9 +220,8 @@ class EngineBuilder(PyBuilder):
 
     def build(self, build_inputs: Sequence[Any]) -> list[Any]:
         """One result an input, at once."""
-        jobs = [job_of_module(item.mod) for item in build_inputs]
         results = []
-        for future in self._measurer.submit(jobs):
+        for future in self._measurer.submit([job_of_module(item.mod) for item in build_inputs]):
             # A folder of its own: MetaSchedule removes the folder of what it takes for a built file.
             path = tempfile.mkdtemp(prefix="cdmpp-ticket-") + "/program"
             self._tickets[path] = future
@@ -266,7 +244,7 @@ class EngineRunner(PyRunner):
 
 @derived_object
 class EngineRunnerFuture(PyRunnerFuture):
-    """The outcome of one program."""
+    """The outcome of one program: its label in seconds, or the reason why there is none."""
 
     def __init__(self, future: Future[Outcome]) -> None:
         super().__init__()
@@ -278,4 +256,7 @@ class EngineRunnerFuture(PyRunnerFuture):
 
     def result(self) -> Any:
         """Wait for the outcome."""
-        return runner_result(self._future.result())
+        outcome = self._future.result()
+        if outcome.latency_s is None:
+            return RunnerResult(None, f"{outcome.status}: {outcome.error}")
+        return RunnerResult([outcome.latency_s], None)

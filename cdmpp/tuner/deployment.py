@@ -108,20 +108,14 @@ class NetworkLatency:
     #: Largest difference between their outputs, relative to the largest output.
     output_difference: float
 
+    def of_each(self, name: str) -> dict[str, Any]:
+        """A field of :class:`VariantLatency` by the variants' names."""
+        return {variant: getattr(found, name) for variant, found in self.variants.items()}
+
     @property
     def latency_s(self) -> dict[str, float]:
         """The label of each variant."""
-        return {name: variant.latency_s for name, variant in self.variants.items()}
-
-    @property
-    def noise(self) -> dict[str, float | None]:
-        """Relative split-half difference of each label."""
-        return {name: variant.noise for name, variant in self.variants.items()}
-
-    @property
-    def disturbed(self) -> dict[str, float]:
-        """Part of each label's time that is from disturbed samples."""
-        return {name: variant.disturbed for name, variant in self.variants.items()}
+        return self.of_each("latency_s")
 
 
 def import_network(network: Network) -> FusedNetwork:
@@ -140,8 +134,8 @@ def weighted_tasks(fused: FusedNetwork, network: str) -> list[tuple[Task, float]
         except ProgramError as err:
             logger.info("%s: not tuned: %s", network, err)
             continue
-        known = found.get(task.hash)
-        found[task.hash] = (task, count) if known is None else (known[0], known[1] + count)
+        first, before = found.get(task.hash, (task, 0))
+        found[task.hash] = (first, before + count)
     if not found:
         raise TunerError(f"{network} has no task that can be tuned")
     return list(found.values())
@@ -187,9 +181,7 @@ def measure_network(
     shm = Path("/dev/shm")
     folder = machine.make_work_folder(shm if shm.is_dir() else Path(tempfile.gettempdir()))
     try:
-        paths = {
-            name: str(_compile(module, target, folder / f"{name}.so")) for name, module in modules.items()
-        }
+        paths = {name: _compile(module, target, folder / f"{name}.so") for name, module in modules.items()}
         arrays = [*(t.numpy() for t in example_inputs(network)), *(w.numpy() for w in fused.weights)]
         np.savez(folder / "data.npz", *arrays, inputs=np.array(fused.num_inputs))
         worker = Worker(_serve, (paths, str(folder / "data.npz"), cores, plan, realtime), "network")
@@ -210,7 +202,8 @@ def measure_network(
     return answer
 
 
-def _compile(module: Any, target: Any, path: Path) -> Path:
+def _compile(module: Any, target: Any, path: Path) -> str:
+    """Compile a network into a shared object; gives its path."""
     tvm = import_tvm()
     from tvm import relax
     from tvm.relax.backend.cpu_generic.pipeline import dataflow_lower_passes, finalize_passes
@@ -224,7 +217,7 @@ def _compile(module: Any, target: Any, path: Path) -> Path:
     except Exception as err:  # TVM reports through its own error types
         reason = (str(err).strip().splitlines() or [type(err).__name__])[-1]
         raise TunerError(f"the network does not compile: {reason[:300]}") from err
-    return path
+    return str(path)
 
 
 def _link(output: str, objects: Sequence[str], **_: Any) -> None:
@@ -394,25 +387,17 @@ class Sampled:
             return False
         if not self.calls or not self.steady or self.passes >= 2 * self._plan.max_samples:
             return False
-        times = [call.latency_s for call in self._call_latencies()]
-        open_s = sum(
-            s for s, (_, samples) in zip(times, self.calls, strict=True) if not self._settled(samples)
-        )
+        times = np.array([call.latency_s for call in self._call_latencies()])
+        open_s = times[[not self._settled(samples) for _, samples in self.calls]].sum()
         noise = self._calls_noise()
-        return open_s > _OPEN * sum(times) or noise is None or noise > self._plan.target_noise
+        return bool(open_s > _OPEN * times.sum() or noise is None or noise > self._plan.target_noise)
 
     def _call_latencies(self) -> tuple[CallLatency, ...]:
-        cost_s = self._own_s if self._own_s < float("inf") else 0.0
-        return tuple(
-            CallLatency(
-                name,
-                max(0.0, label(samples.chosen) - cost_s),
-                float(not samples.quiet),
-                len(samples),
-                len(samples.quiet),
-            )
-            for name, samples in self.calls
-        )
+        cost_s, found = self._own_s if self._own_s < float("inf") else 0.0, []
+        for name, samples in self.calls:
+            seconds, number = max(0.0, label(samples.chosen) - cost_s), len(samples.quiet)
+            found.append(CallLatency(name, seconds, float(not number), len(samples), number))
+        return tuple(found)
 
     def _calls_noise(self) -> float | None:
         """Relative difference of the sums of the odd and of the even samples; None without two of any."""
@@ -491,9 +476,9 @@ def largest_difference(first: Sequence[np.ndarray], second: Sequence[np.ndarray]
     """Largest difference of floating-point outputs, relative to the largest finite value."""
     worst = 0.0
     for a, b in zip(first, second, strict=True):
-        if np.asarray(a).dtype.kind != "f":
+        if a.dtype.kind != "f":
             continue
-        x, y = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+        x, y = a.astype(np.float64), b.astype(np.float64)
         both = np.isfinite(x) & np.isfinite(y)
         scale = float(np.abs(x[both]).max(initial=0.0))
         if scale > 0:

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import ProfilerError, TunerError
 
@@ -25,31 +25,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Engine(Protocol):
-    """What measures: :class:`~cdmpp.profiler.engine.Engine`, or a stand-in for it."""
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def run(self, jobs: Iterator[BuildJob | None]) -> Iterator[Outcome]:
-        """Outcomes of jobs, as they become final; None among the jobs says "ask again"."""
-
-
 class _Aborted(Exception):
     """Ends the engine's loop without waiting for what is under way."""
 
 
 class Measurer:
-    """Measures programs in the background, with an engine that is not started yet; use as a context manager.
+    """Measures programs in the background; use as a context manager.
+
+    `engine` is a :class:`~cdmpp.profiler.engine.Engine` that is not started yet, or a stand-in for it.
 
     Leaving it after an error or Ctrl-C ends builders and measuring processes at once; otherwise what was submitted
     is finished first.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Any) -> None:
         self._engine = engine
         #: Programs that nothing was done for yet, first come first served, and futures of those and of all under way.
         self._waiting: dict[str, BuildJob] = {}
@@ -80,8 +69,8 @@ class Measurer:
         A program that is under way already is not measured twice.
         """
         futures = []
-        for job in jobs:
-            with self._lock:
+        with self._lock:
+            for job in jobs:
                 future = self._futures.get(job.program.hash)
                 if future is None:
                     future = Future()
@@ -89,7 +78,7 @@ class Measurer:
                         future.set_exception(self._broken)
                     else:
                         self._waiting[job.program.hash], self._futures[job.program.hash] = job, future
-            futures.append(future)
+                futures.append(future)
         return futures
 
     def abort(self) -> None:
@@ -146,7 +135,8 @@ def device_of_this_machine(device: str | Device, workers: int = 1, gpu: str | No
 
     found = get_device(device) if isinstance(device, str) else device
     if found.kind == "gpu":
-        return _gpu_of_this_machine(found, gpu)
+        _check_gpu(found, gpu)
+        return found
     if found.kind != "cpu":
         raise TunerError(
             f"{found.name} is a {found.kind}: tuning measures on CPUs and CUDA GPUs of this machine"
@@ -160,7 +150,7 @@ def device_of_this_machine(device: str | Device, workers: int = 1, gpu: str | No
     return found
 
 
-def _gpu_of_this_machine(device: Device, gpu: str | None) -> Device:
+def _check_gpu(device: Device, gpu: str | None) -> None:
     from cdmpp.profiler.gpu.compile import find_compiler
     from cdmpp.profiler.gpu.limits import cuda_arch
     from cdmpp.profiler.gpu.measure import check_gpu
@@ -174,7 +164,6 @@ def _gpu_of_this_machine(device: Device, gpu: str | None) -> Device:
         find_compiler(arch)
     except ProfilerError as err:
         raise TunerError(f"{device.name} is a gpu: {err}") from err
-    return device
 
 
 def core_groups_of(device: Device, workers: int) -> tuple[tuple[int, ...], ...]:
@@ -184,13 +173,13 @@ def core_groups_of(device: Device, workers: int) -> tuple[tuple[int, ...], ...]:
     return core_groups(usable_cores(), int(device.share), workers)
 
 
-def make_engine(config: TuneConfig, device: Device, degree: int) -> Engine:
+def make_engine(config: TuneConfig, device: Device, degree: int) -> Any:
     """What measures in a tuning on a device of this machine, as many programs at a time as `degree` says.
 
     On a CPU it builds on as many cores as there are, or as its shards have.
     """
-    timeouts = {"build_timeout_s": config.build_timeout_s, "run_timeout_s": config.run_timeout_s}
-    options: dict[str, Any] = {**timeouts, **({} if config.plan is None else {"plan": config.plan})}
+    given = {name: getattr(config, name) for name in ("build_timeout_s", "run_timeout_s", "plan")}
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if device.kind == "gpu":
         gpu = {} if config.gpu is None else {"gpu": config.gpu, "gpu_arguments": config.gpu_arguments}
         return _gpu_engine(device, degree=degree, builders=config.builders, **options, **gpu)
@@ -198,13 +187,13 @@ def make_engine(config: TuneConfig, device: Device, degree: int) -> Engine:
     return _cpu_engine(device, degree, builders, realtime=config.realtime, **options)
 
 
-def alone_engine(device: str | Device) -> Engine:
+def alone_engine(device: str | Device) -> Any:
     """What measures one program at a time on a device of this machine, with nothing built meanwhile, for final latencies."""
     found = device_of_this_machine(device)
     return _gpu_engine(found) if found.kind == "gpu" else _cpu_engine(found, 1, overlap=False)
 
 
-def _gpu_engine(device: Device, **options: Any) -> Engine:
+def _gpu_engine(device: Device, **options: Any) -> Any:
     from cdmpp.profiler.gpu.sampling import GpuConfig, gpu_engine
 
     return gpu_engine(GpuConfig(**options), device)
@@ -212,7 +201,7 @@ def _gpu_engine(device: Device, **options: Any) -> Engine:
 
 def _cpu_engine(
     device: Device, degree: int, builders: int | None = None, *, overlap: bool = True, **options: Any
-) -> Engine:
+) -> Any:
     from cdmpp.profiler.cpu import CpuConfig, cpu_engine, sentinel_job
     from cdmpp.profiler.machine import usable_cores
 
@@ -236,9 +225,6 @@ def job_of_module(mod: Any) -> BuildJob:
 
 # -- energy --------------------------------------------------------------------------------------------------------
 
-#: Where Linux shows RAPL's counters (AMD's processors too); since 2020 only root may read them.
-POWERCAP = Path("/sys/class/powercap")
-
 
 class EnergyMeter:
     """Energy that a device took since the meter was made, by whatever process.
@@ -261,8 +247,9 @@ class EnergyMeter:
         return self._total_uj / 1e6
 
 
-def energy_meter(device: Device, powercap: Path = POWERCAP) -> EnergyMeter | None:
-    """The meter of a device of this machine: RAPL of a processor's packages, NVML of a GPU; None where nothing counts."""
+def energy_meter(device: Device, powercap: Path = Path("/sys/class/powercap")) -> EnergyMeter | None:
+    """The meter of a device of this machine: RAPL of a processor's packages (AMD's too; since 2020 only root may read it), NVML
+    of a GPU; None where nothing counts."""
     try:
         counters = [(_nvml_counter(), 0)] if device.kind == "gpu" else _rapl_counters(powercap)
         return EnergyMeter(counters) if counters else None

@@ -117,10 +117,8 @@ class Progress:
         return self.objective.reached(self._planned(reserved), self.curve)
 
     def _planned(self, reserved: int) -> Costs:
-        begun = self._under_way + reserved
-        return replace(
-            self.costs, trials=self.costs.trials + begun, measurements=self.costs.measurements + begun
-        )
+        begun, costs = self._under_way + reserved, self.costs
+        return replace(costs, trials=costs.trials + begun, measurements=costs.measurements + begun)
 
     def claim(self, task: int, worth: Sequence[bool], reserved: int = 0) -> int:
         """Begin a round of a task with candidates that are worth measuring or are dropped; gives with how many of them, the
@@ -150,8 +148,7 @@ class Progress:
         state = self.states[task]
         self._store.add(outcome)
         self.known[outcome.job.program.hash] = outcome.latency_s
-        build_s = float(outcome.meta.get("build_s", 0.0))
-        run_s = float(outcome.meta.get("run_s", 0.0))
+        build_s, run_s = (float(outcome.meta.get(name, 0.0)) for name in ("build_s", "run_s"))
         self.costs.build_s += build_s
         self.costs.device_s += run_s
         if is_untuned(outcome.job.program):

@@ -53,8 +53,7 @@ class TaskResult:
     @classmethod
     def of(cls, task: Task, state: TaskState) -> TaskResult:
         """Of a task by where its tuning ended."""
-        names = ("weight", "untuned_s", "best_s", "measured", "failed", "dropped", "finished")
-        return cls(task.hash, task.name, **{name: getattr(state, name) for name in names})
+        return cls(task.hash, **{name: getattr(state, name) for name in list(cls.__annotations__)[1:]})
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,7 @@ class TuneReport:
         found = asdict(self)
         network = self.network
         if network is not None:
-            names = ("latency_s", "noise", "disturbed")
-            found["network"] |= {name: getattr(network, name) for name in names}
+            found["network"] |= {name: network.of_each(name) for name in ("latency_s", "noise", "disturbed")}
             found["network"] |= {f"{name}_s": seconds for name, seconds in network.latency_s.items()}
         return {
             **found,
@@ -143,8 +141,8 @@ def curve_figure(report: TuneReport) -> bytes:
         for axes in (left, right):
             axes.axhline(1e3 * report.untuned_s, color="#777777", linestyle=":", label=untuned)
     left.legend(frameon=False)
-    for axes in (left, right):
-        axes.grid(color="#eeeeee")
+    left.grid(color="#eeeeee")
+    right.grid(color="#eeeeee")
     buffer = io.BytesIO()
     # Without a date and a version in it, the same numbers give the same file.
     figure.savefig(buffer, format="png", dpi=160, metadata={"Software": None})
@@ -161,13 +159,14 @@ def summary_lines(report: TuneReport) -> list[str]:
             f"{report.name} on {report.device}: {seconds_text(untuned)} untuned, {seconds_text(tuned)} tuned, "
             f"{untuned / tuned:.2f} times as fast (the whole network in the Relax VM)."
         )
-        disturbed = report.network.disturbed.items()
+        disturbed = report.network.of_each("disturbed").items()
         parts = ", ".join(f"{part:.0%} of the time {name}" for name, part in disturbed if part > _DISTURBED)
         if parts:
             lines.append(f"Others used the core while the network ran ({parts}): it may be faster than that.")
     if report.tuned_s is not None:
-        untuned_text = "-" if report.untuned_s is None else seconds_text(report.untuned_s)
-        lines.append(f"Sum over its tasks: {untuned_text} untuned, {seconds_text(report.tuned_s)} tuned.")
+        lines.append(
+            f"Sum over its tasks: {_text(report.untuned_s)} untuned, {seconds_text(report.tuned_s)} tuned."
+        )
     lines.append(
         f"{costs.trials} trials: {costs.measurements} measured, {costs.failures} of them failed, {costs.dropped} "
         f"dropped without building (some {costs.saved_s:.0f} s saved)."
@@ -186,6 +185,10 @@ def summary_lines(report: TuneReport) -> list[str]:
     return lines
 
 
+def _text(seconds: float | None) -> str:
+    return "-" if seconds is None else seconds_text(seconds)
+
+
 def _html(report: TuneReport, png: bytes) -> str:
     import pandas as pd
 
@@ -193,10 +196,8 @@ def _html(report: TuneReport, png: bytes) -> str:
         {
             "task": task.name,
             "runs": f"{task.weight:g}",
-            **{
-                name: "-" if seconds is None else seconds_text(seconds)
-                for name, seconds in (("untuned", task.untuned_s), ("best", task.best_s))
-            },
+            "untuned": _text(task.untuned_s),
+            "best": _text(task.best_s),
             **{name: getattr(task, name) for name in ("measured", "failed", "dropped")},
             "ended": task.finished,
         }

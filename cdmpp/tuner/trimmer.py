@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,15 +24,6 @@ from cdmpp.errors import TunerError
 KEPT = 0.25
 
 
-class IntervalModel(Protocol):
-    """What tells how fast candidates may be: :class:`cdmpp.tuner.CostModel`."""
-
-    def interval_s(
-        self, context: Any, candidates: Sequence[Any], coverage: float
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Lowest and highest seconds, (n,) each."""
-
-
 def check_coverage(coverage: float) -> None:
     """TunerError for a coverage that a trimmer cannot have."""
     if not 0 < coverage < 1:
@@ -41,9 +32,10 @@ def check_coverage(coverage: float) -> None:
 
 @dataclass(frozen=True)
 class Trimmer:
-    """Says which candidates are worth building, by a model's intervals of a coverage: the less, the more is dropped."""
+    """Says which candidates are worth building, by the intervals of a model (``interval_s`` of
+    :class:`cdmpp.tuner.CostModel`) of a coverage: the less, the more is dropped."""
 
-    model: IntervalModel
+    model: Any
     coverage: float = 0.9
 
     def __post_init__(self) -> None:
@@ -69,21 +61,11 @@ class Trimmer:
         return [int(i) for i in order if low[i] < (math.inf if best_s is None else best_s)]
 
 
-class Guard(Protocol):
-    """What tells which candidates are likely to run: :class:`cdmpp.tuner.validity.ValidityGuard`."""
-
-    def worth(self, context: Any, measures: Sequence[Any]) -> Any:
-        """Booleans, (n,)."""
-
-
 def worth_measuring(
-    guard: Guard | None,
-    trimmer: Trimmer | None,
-    context: Any,
-    candidates: Sequence[Any],
-    best_s: float | None,
+    guard: Any, trimmer: Trimmer | None, context: Any, candidates: Sequence[Any], best_s: float | None
 ) -> NDArray[np.bool_]:
-    """Whether each candidate is likely to run and may beat `best_s`, bool (n,), as far as a guard and a trimmer are there."""
+    """Whether each candidate is likely to run (by a :class:`cdmpp.tuner.validity.ValidityGuard`) and may beat `best_s` (by a
+    trimmer), bool (n,); None of either objects to nothing."""
     worth = np.ones(len(candidates), dtype=bool)
     if guard is not None:
         worth[:] = guard.worth(context, candidates)

@@ -166,16 +166,14 @@ class _Tuning:
                 if state.untuned_s is not None and state.untuned_s == state.latency_s:
                     store.commit_untuned(tuner, state.untuned_s)
             store.close(done=True)
-        results = [
-            TaskResult.of(task, state) for (task, _), state in zip(tasks, progress.states, strict=True)
-        ]
+        pairs = zip(tasks, progress.states, strict=True)
         report = TuneReport(
             name,
             device.name,
             config.cost_model,
             config.seed,
             stopped,
-            results,
+            [TaskResult.of(task, state) for (task, _), state in pairs],
             progress.untuned_s,
             progress.latency_s,
             progress.curve.gain(),

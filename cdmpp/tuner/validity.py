@@ -419,10 +419,9 @@ def _representatives(z: Features, rows: IntArray, n: int, seed: int) -> IntArray
     from sklearn.preprocessing import StandardScaler
 
     points = StandardScaler().fit_transform(z[rows].astype(np.float64))
-    fitted = KMeans(min(n, len(np.unique(points, axis=0))), n_init=1, max_iter=50, random_state=seed).fit(
-        points
-    )
-    chosen = list(dict.fromkeys(fitted.transform(points).argmin(0).tolist()))
+    clusters = min(n, len(np.unique(points, axis=0)))
+    distances = KMeans(clusters, n_init=1, max_iter=50, random_state=seed).fit_transform(points)
+    chosen = list(dict.fromkeys(distances.argmin(0).tolist()))
     rest = np.setdiff1d(np.arange(len(rows)), chosen)
     chosen += np.random.default_rng(seed).permutation(rest)[: n - len(chosen)].tolist()
     return rows[chosen]
@@ -449,8 +448,7 @@ class ValidityGuard:
         """Which candidates to measure, bool (n,)."""
         p = self.probability(context, measures)
         likely: NDArray[np.bool_] = p >= SKIP_BELOW
-        if likely.sum() < _PROBES:
-            likely[np.argsort(-p, kind="stable")[:_PROBES]] = True
+        likely[np.argsort(-p, kind="stable")[:_PROBES]] = True
         return likely
 
     def scores(self, context: Any, measures: Sequence[Any], scores: FloatArray) -> FloatArray:
@@ -494,8 +492,8 @@ def make_guard(validity: ValidityModel | str | Path, device: Device, seed: int) 
 
     DatasetError as of :func:`read_validity`.
     """
-    if isinstance(validity, ValidityModel):
-        model: ValidityModel | None = validity
-    else:
+    if isinstance(validity, str | Path):
         model = None if validity == "online" else train_validity([validity], device)
+    else:
+        model = validity
     return ValidityGuard(OnlineValidity(model, device, seed), seed)

@@ -129,7 +129,7 @@ def _learn_other_tasks(
                 continue
             hashes.append(program.hash)
             latencies.append(float(row.latency_s))
-        cost_model.learn(str(task_hash), hashes, funcs, latencies, fit=False)
+        cost_model.learn(str(task_hash), hashes, funcs, latencies)
         taken += len(hashes)
     cost_model.model.fit()
     return taken
