@@ -55,12 +55,6 @@ class Objective:
                 return f"another minute is expected to bring {100 * gain:.2g} %"
         return None
 
-    def room(self, costs: Costs, wanted: int) -> int:
-        """How many of `wanted` programs may still be measured."""
-        if self.max_measurements is None:
-            return wanted
-        return max(0, min(wanted, self.max_measurements - costs.measurements))
-
 
 @dataclass
 class Costs:
@@ -124,8 +118,7 @@ class Curve:
         if spread < 1e-12:
             return None
         slope = -float(((x - x.mean()) * (y - y.mean())).sum()) / spread
-        latency_s = recent[-1].latency_s
-        return min(1.0, max(0.0, slope * math.log1p(seconds / now) / latency_s))
+        return min(1.0, max(0.0, slope * math.log1p(seconds / now) / recent[-1].latency_s))
 
 
 def parse_duration(text: str) -> float:

@@ -93,17 +93,13 @@ class Progress:
         """Bring the costs up to now."""
         self.costs.wall_s = self._clock() - self._began
         self.costs.search_cpu_s = time.process_time() - self._cpu + self.elsewhere_s
-        self.costs.energy_j = self._joules()
-
-    def _joules(self) -> float | None:
-        if self._energy is None or self._before_j is None:
-            return None
-        try:
-            return self._before_j + self._energy.joules()
-        except OSError as err:
-            logger.warning("energy is not counted any more: %s", err)
-            self._energy = None
-            return None
+        self.costs.energy_j = None
+        if self._energy is not None and self._before_j is not None:
+            try:
+                self.costs.energy_j = self._before_j + self._energy.joules()
+            except OSError as err:
+                logger.warning("energy is not counted any more: %s", err)
+                self._energy = None
 
     @property
     def time_left_s(self) -> float | None:
@@ -123,9 +119,11 @@ class Progress:
     def claim(self, task: int, worth: Sequence[bool], reserved: int = 0) -> int:
         """Begin a round of a task with candidates that are worth measuring or are dropped; gives with how many of them, the
         first ones, as far as the limits allow."""
-        planned = self._planned(reserved)
+        planned, limit = self._planned(reserved), self.objective.max_measurements
         number = min(len(worth), max(0, self.objective.trials - planned.trials))
-        while self.objective.room(planned, sum(worth[:number])) < sum(worth[:number]):
+        while (
+            limit is not None and any(worth[:number]) and planned.measurements + sum(worth[:number]) > limit
+        ):
             number -= 1
         self._count_claim(task, worth[:number])
         return number

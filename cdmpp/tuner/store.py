@@ -60,7 +60,7 @@ class TuningStore:
         settings = {**settings, "device": device.name, "tvm": tvm_version(), "format_version": FORMAT_VERSION}
         check_folder(folder, resume)
         if _begun(folder):
-            _check_same(folder, read_settings(folder), settings)
+            _check_same(folder, settings)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as err:
@@ -69,12 +69,8 @@ class TuningStore:
             write_json(folder / TUNING_FILE, settings)
         self.dataset: Dataset = Dataset.open_or_create(folder / DATASET_FOLDER)
         self.dataset.set_device(device)
-        self.dataset.update_meta(
-            sessions=[
-                *self.dataset.meta.get("sessions", []),
-                {"started_at": time.time(), "device": device.name, "versions": {"apache-tvm": tvm_version()}},
-            ],
-        )
+        now = {"started_at": time.time(), "device": device.name, "versions": {"apache-tvm": tvm_version()}}
+        self.dataset.update_meta(sessions=[*self.dataset.meta.get("sessions", []), now])
         self.database: Any = None
 
     def close(self, done: bool = False) -> None:
@@ -209,26 +205,10 @@ def _begun(folder: Path) -> bool:
     return not (folder / DATASET_FOLDER).is_dir() or len(Dataset.open(folder / DATASET_FOLDER).records) > 0
 
 
-def read_settings(folder: Path) -> dict[str, Any]:
-    """``tuning.json``; TunerError if it is damaged or of another version."""
-    path = folder / TUNING_FILE
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-        version = settings["format_version"]
-    except (OSError, ValueError, KeyError, TypeError) as err:
-        raise TunerError(f"{path} is damaged: {err}") from err
-    if version != FORMAT_VERSION:
-        raise TunerError(f"{path}: tuning format {version}, this cdmpp reads {FORMAT_VERSION}")
-    return dict(settings)
-
-
 def labels_of(dataset: Dataset, device: Device) -> dict[str, float | None]:
     """Label of every program that was measured on a device, in the order of measuring; None where it failed."""
-    frame = dataset.records
-    frame = frame[frame["device"] == device.name]
-    return {
-        str(row.program): float(row.latency_s) if row.status == "ok" else None for row in frame.itertuples()
-    }
+    rows = dataset.records[dataset.records["device"] == device.name].itertuples()
+    return {str(row.program): float(row.latency_s) if row.status == "ok" else None for row in rows}
 
 
 def tuning_record(database: Any, tuner: TaskTuner, candidate: Candidate, latency_s: float) -> Any:
@@ -278,7 +258,16 @@ def replayed(
         logger.warning("%d programs of earlier records do not replay with TVM %s", lost, tvm_version())
 
 
-def _check_same(folder: Path, known: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+def _check_same(folder: Path, settings: Mapping[str, Any]) -> None:
+    """TunerError where ``tuning.json`` is damaged, of another version or of another tuning."""
+    path = folder / TUNING_FILE
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+        version = known["format_version"]
+    except (OSError, ValueError, KeyError, TypeError) as err:
+        raise TunerError(f"{path} is damaged: {err}") from err
+    if version != FORMAT_VERSION:
+        raise TunerError(f"{path}: tuning format {version}, this cdmpp reads {FORMAT_VERSION}")
     for name in _FIXED:
         if known.get(name) != settings.get(name):
             raise TunerError(

@@ -41,26 +41,14 @@ def tune(
     On a GPU the network itself is not run: what a tuning gives are the sums over its tasks, against the schedules that TVM
     Relax gives them by default.
 
-    Parameters
-    ----------
-    device
-        With the share that the network will be served with, such as ``this-cpu@1`` or ``h200@0.5`` (a green context with
-        half of the multiprocessors).
-    out
-        Folder of the tuning: MetaSchedule database, dataset of all measurements, curve, report.
-    resume
-        Go on with the tuning in `out`; nothing is measured twice.
-    warm_start
-        Folders of earlier records, see :func:`cdmpp.tuner.warm_start.warm_start`.
-    progress, notify
-        Called after each round, and with one-line news.
+    `device` is with the share that the network will be served with, such as ``this-cpu@1`` or ``h200@0.5`` (a green context
+    with half of the multiprocessors). The folder `out` gets MetaSchedule's database, a dataset of all measurements, the curve
+    and the report; with `resume` a tuning that is there goes on, and nothing is measured twice. `warm_start` are folders of
+    earlier records (:func:`cdmpp.tuner.warm_start.warm_start`); `progress` is called after each round, `notify` with one-line
+    news.
 
-    Raises
-    ------
-    TunerError
-        The device is not on this machine, nothing can be tuned, or `out` holds another tuning.
-    NetworkError, UnknownDeviceError, PredictorError, DatasetError
-        As their names say.
+    TunerError where the device is not on this machine, nothing can be tuned, or `out` holds another tuning; NetworkError,
+    UnknownDeviceError, PredictorError and DatasetError as their names say.
     """
     from cdmpp.program.network import load_network
     from cdmpp.tuner.deployment import apply_database, import_network, measure_network, weighted_tasks
@@ -160,7 +148,10 @@ class _Tuning:
                 from cdmpp.tuner.workers import Workers
 
                 workers = Workers(tuners, tasks, store, measurer, progress, self.say)
-                stopped = workers.run(_for_workers(config, models), device, cores, self._earlier)
+                if models.guard is not None and models.guard.validity.model is not None:
+                    # it was read or trained here: not again by every worker
+                    config = replace(config, validity=models.guard.validity.model)
+                stopped = workers.run(config, device, cores, self._earlier)
                 learned = _together(workers.learned)
             for tuner, state in zip(tuners, progress.states, strict=True):
                 if state.untuned_s is not None and state.untuned_s == state.latency_s:
@@ -183,12 +174,6 @@ class _Tuning:
             shards=config.shards,
         )
         return report, store.database
-
-
-def _for_workers(config: TuneConfig, models: Models) -> TuneConfig:
-    """A validity model that was read or trained here is not read or trained again by every worker."""
-    known = None if models.guard is None else models.guard.validity.model
-    return config if known is None else replace(config, validity=known)
 
 
 def _together(learned: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: Programs of a task to measure before any search.
+_FIRST = 4
 #: Records of tasks that are not tuned, at most: the latest.
 _OTHER_TASKS = 512
 
@@ -42,20 +44,16 @@ def warm_start(
     tuners: Sequence[TaskTuner],
     device: Device,
     cost_model: Any,
-    per_task: int = 4,
 ) -> tuple[dict[int, list[Candidate]], int]:
     """Teach a cost model from earlier records, and choose what to measure first.
 
     `paths` are dataset folders (or folders of them), tuning folders, or folders of a MetaSchedule JSON database. Gives task
-    number -> candidates to measure before any search, best first, at most `per_task`; and how many records it learned from.
+    number -> candidates to measure before any search, best first, at most four; and how many records it learned from.
 
-    Raises
-    ------
-    TunerError
-        A database that this TVM does not read.
-    DatasetError
-        A path is neither.
+    TunerError for a database that this TVM does not read, DatasetError for a path that is none of these.
     """
+    from cdmpp.dataset import load_datasets
+
     earlier: dict[int, dict[str, _Earlier]] = {}
     first: dict[int, list[Candidate]] = {}
     learned = 0
@@ -63,30 +61,23 @@ def warm_start(
         if (path / RECORD_FILE).exists() and not (path / DATASET_FOLDER).is_dir():
             found = _of_database(path, tuners, device)
         else:
-            folder = path / DATASET_FOLDER if (path / DATASET_FOLDER).is_dir() else path
-            from cdmpp.dataset import load_datasets
-
-            view = load_datasets([folder])
+            view = load_datasets([path / DATASET_FOLDER if (path / DATASET_FOLDER).is_dir() else path])
             found = _of_dataset(view, tuners, device)
             learned += _learn_other_tasks(view, tuners, device, cost_model)
         for index, entry in found:
             earlier.setdefault(index, {})[entry.candidate.hash] = entry
     for index, entries in earlier.items():
-        learned += _learn(tuners[index], list(entries.values()), cost_model)
+        here = [e for e in entries.values() if e.here]
+        if here:
+            results = runner_results([e.latency_s for e in here])
+            cost_model.update(tuners[index].context, [e.candidate.measure for e in here], results)
+            learned += len(here)
         ran = [e for e in entries.values() if e.latency_s is not None]
         # what was measured here first, then by latency: other devices' order is only a hint
         ran.sort(key=lambda e: (not e.here, e.latency_s))
         if ran:
-            first[index] = [e.candidate for e in ran[:per_task]]
+            first[index] = [e.candidate for e in ran[:_FIRST]]
     return first, learned
-
-
-def _learn(tuner: TaskTuner, entries: Sequence[_Earlier], cost_model: Any) -> int:
-    here = [e for e in entries if e.here]
-    if here:
-        results = runner_results([e.latency_s for e in here])
-        cost_model.update(tuner.context, [e.candidate.measure for e in here], results)
-    return len(here)
 
 
 def _of_dataset(

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
+from pathlib import Path
 from typing import Any
 
 from cdmpp.profiler.engine import BuildJob, Outcome
 from cdmpp.tuner.config import TuneConfig
+from cdmpp.tuner.measure import Measurer
 from cdmpp.tuner.objective import Objective
+from cdmpp.tuner.results import TuneReport
+from cdmpp.tuner.tuning import tune_tasks
+from tests.samples.programs import matmul_task
 
 #: A search that takes a third of a second a round.
 SEARCH = {"population": 24, "generations": 1}
@@ -17,13 +21,27 @@ SEARCH = {"population": 24, "generations": 1}
 
 def tune_config(trials: int, **options: Any) -> TuneConfig:
     """A small search beside the analytical estimate."""
-    limits = {
-        name: options.pop(name)
-        for name in ("max_measurements", "budget_s", "least_gain_per_minute")
-        if name in options
-    }
+    limits = {name: options.pop(name) for name in ("max_measurements", "budget_s") if name in options}
     settings = {"predictor": None, "trim": None, "batch": 6, **SEARCH, **options}
     return TuneConfig(Objective(trials, **limits), **settings)
+
+
+def tuned(
+    engine: FakeEngine,
+    out: Path,
+    trials: int,
+    *sizes: int,
+    options: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> TuneReport:
+    """Tune products of matrices (one of 32 x 32 if no size is given) with a made-up engine.
+
+    `options` are those of :func:`tune_config`, `more` those of :func:`~cdmpp.tuner.tuning.tune_tasks`.
+    """
+    tasks = [(matmul_task(n), 1.0) for n in sizes or (32,)]
+    config = tune_config(trials, **(options or {}))
+    with Measurer(engine) as measurer:
+        return tune_tasks("toy", tasks, out=out, config=config, measurer=measurer, **more)
 
 
 def made_up_latency_s(digest: str) -> float:
@@ -39,16 +57,19 @@ def outcome_of(job: BuildJob, latency_s: float | None, status: str = "run_error"
     return Outcome(job, "ok", latency_s, (latency_s,) * 4, 0.0, meta=meta)
 
 
-class FakeEngine:
-    """Answers in no time.
+def interrupt_after(rounds: int) -> Callable[[Any], None]:
+    """A tuning's progress that is Ctrl-C after some rounds."""
+    left = iter(range(rounds - 1))
 
-    Parameters
-    ----------
-    latency_s
-        Program hash -> seconds; None for a failure.
-    delay_s
-        Time that a program takes.
-    """
+    def progress(_: Any) -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+class FakeEngine:
+    """Answers in `delay_s` a program; `latency_s` gives the seconds of a program's hash, None for a failure."""
 
     def __init__(
         self, latency_s: Callable[[str], float | None] = made_up_latency_s, delay_s: float = 0.0
@@ -59,10 +80,8 @@ class FakeEngine:
     def __enter__(self) -> FakeEngine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
+    def __exit__(self, *error: object) -> None:
+        pass
 
     def run(self, jobs: Iterator[BuildJob | None]) -> Iterator[Outcome]:
         for job in jobs:
@@ -71,7 +90,10 @@ class FakeEngine:
                 continue
             time.sleep(self._delay_s)
             self.measured.append(job.program.hash)
-            yield outcome_of(job, self._latency_s(job.program.hash))
+            yield self.outcome(job)
+
+    def outcome(self, job: BuildJob) -> Outcome:
+        return outcome_of(job, self._latency_s(job.program.hash))
 
     @property
     def counts(self) -> Mapping[str, int]:

@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 
 from cdmpp.device import get_device
-from cdmpp.tuner.measure import Measurer, energy_meter
+from cdmpp.tuner.measure import energy_meter
 from cdmpp.tuner.results import TuneReport, summary_lines
-from cdmpp.tuner.tuning import tune_tasks
-from tests.samples.programs import matmul_task
-from tests.samples.tuning import FakeEngine, tune_config
+from tests.samples.tuning import FakeEngine, tuned
 
 pytestmark = pytest.mark.usefixtures("on_zen3")
 
@@ -96,22 +94,20 @@ class Steps:
         return 2.0 * self.asked
 
 
-def tuned(
+def counted(
     out: Path, trials: int, counter: Steps | None, monkeypatch: pytest.MonkeyPatch, **more: Any
 ) -> TuneReport:
     monkeypatch.setattr("cdmpp.tuner.tuning.energy_meter", lambda device: counter)
-    config = tune_config(trials, cost_model="random")
-    with Measurer(FakeEngine()) as measurer:
-        return tune_tasks("toy", [(matmul_task(32), 1.0)], out=out, config=config, measurer=measurer, **more)
+    return tuned(FakeEngine(), out, trials, options={"cost_model": "random"}, **more)
 
 
 def test_a_tuning_counts_what_all_its_runs_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = Steps(), Steps()
-    report = tuned(tmp_path / "t", 6, first, monkeypatch)
+    report = counted(tmp_path / "t", 6, first, monkeypatch)
     assert report.costs.energy_j == 2.0 * first.asked > 0
     assert any(f"Energy: {report.costs.energy_j:.0f} J" in line for line in summary_lines(report))
     assert report.to_json()["costs"]["energy_j"] == report.costs.energy_j
-    resumed = tuned(tmp_path / "t", 12, second, monkeypatch, resume=True)
+    resumed = counted(tmp_path / "t", 12, second, monkeypatch, resume=True)
     kept = resumed.costs.energy_j
     assert kept is not None and kept > 2.0 * second.asked, "with what the first run's curve had"
 
@@ -119,9 +115,9 @@ def test_a_tuning_counts_what_all_its_runs_took(tmp_path: Path, monkeypatch: pyt
 def test_what_was_not_counted_throughout_is_not_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    report = tuned(tmp_path / "t", 6, None, monkeypatch)
+    report = counted(tmp_path / "t", 6, None, monkeypatch)
     assert report.costs.energy_j is None and "Energy: the device does not tell." in summary_lines(report)
-    assert tuned(tmp_path / "t", 12, Steps(), monkeypatch, resume=True).costs.energy_j is None
+    assert counted(tmp_path / "t", 12, Steps(), monkeypatch, resume=True).costs.energy_j is None
     with caplog.at_level(logging.WARNING):
-        assert tuned(tmp_path / "u", 12, Steps(2), monkeypatch).costs.energy_j is None
+        assert counted(tmp_path / "u", 12, Steps(2), monkeypatch).costs.energy_j is None
     assert caplog.text.count("not counted any more: gone") == 1

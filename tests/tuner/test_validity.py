@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,7 @@ from cdmpp.program.types import Program, Task
 from cdmpp.tuner import validity
 from cdmpp.tuner.candidates import TaskTuner
 from cdmpp.tuner.cost_model import GuardedModel
-from cdmpp.tuner.measure import Measurer
-from cdmpp.tuner.results import TuneReport
 from cdmpp.tuner.store import DATASET_FOLDER
-from cdmpp.tuner.tuning import tune_tasks
 from cdmpp.tuner.validity import (
     LIMITS,
     VALIDITY_FEATURES,
@@ -43,7 +39,7 @@ from cdmpp.tuner.validity import (
     validity_features,
 )
 from tests.samples.programs import matmul_task
-from tests.samples.tuning import SEARCH, FakeEngine, made_up_latency_s, outcome_of, tune_config
+from tests.samples.tuning import SEARCH, FakeEngine, made_up_latency_s, outcome_of, tuned
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("on_zen3")
@@ -286,30 +282,18 @@ class FailingEngine(FakeEngine):
         super().__init__()
         self._works, self._status, self._rebuild = works, status, Rebuilder()
 
-    def run(self, jobs: Iterator[BuildJob | None]) -> Iterator[Outcome]:
-        for job in jobs:
-            if job is None:
-                time.sleep(0.001)
-                continue
-            self.measured.append(job.program.hash)
-            works = job.space is None or self._works(
-                score(compact_ast(self._rebuild(job.program, job.task, job.space)))
-            )
-            yield outcome_of(job, made_up_latency_s(job.program.hash) if works else None, self._status)
+    def outcome(self, job: BuildJob) -> Outcome:
+        works = job.space is None or self._works(
+            score(compact_ast(self._rebuild(job.program, job.task, job.space)))
+        )
+        return outcome_of(job, made_up_latency_s(job.program.hash) if works else None, self._status)
 
 
 def small(tile_points: float) -> bool:
     return tile_points <= 64
 
 
-def tuned(
-    engine: FakeEngine, out: Path, trials: int, *sizes: int, guard: Any = "online", **more: Any
-) -> TuneReport:
-    options = more.pop("options", {})
-    with Measurer(engine) as measurer:
-        config = tune_config(trials, validity=guard, **options)
-        tasks = [(matmul_task(n), 1.0) for n in sizes or (32,)]
-        return tune_tasks("toy", tasks, out=out, config=config, measurer=measurer, **more)
+GUARDED = {"validity": "online"}
 
 
 @pytest.fixture
@@ -323,19 +307,18 @@ def oracle(monkeypatch: pytest.MonkeyPatch) -> Oracle:
 
 @pytest.mark.parametrize("cost_model", ["cdmpp", "xgb", "random"])
 def test_what_will_not_run_is_not_measured(tmp_path: Path, oracle: Oracle, cost_model: str) -> None:
-    report = tuned(FailingEngine(small), tmp_path / "t", 24, options={"cost_model": cost_model})
+    options = {"cost_model": cost_model}
+    report = tuned(FailingEngine(small), tmp_path / "t", 24, options=GUARDED | options)
     assert report.costs.failures == 0 and report.costs.measurements > 12
     assert report.costs.trials == 24
     if cost_model == "random":
-        without = tuned(
-            FailingEngine(small), tmp_path / "without", 24, guard=None, options={"cost_model": cost_model}
-        )
+        without = tuned(FailingEngine(small), tmp_path / "without", 24, options=options)
         assert without.costs.failures >= 4
 
 
 def test_the_first_round_is_the_guards_choice(tmp_path: Path, oracle: Oracle) -> None:
     engine = FailingEngine(small)
-    tuned(engine, tmp_path / "t", 6)
+    tuned(engine, tmp_path / "t", 6, options=GUARDED)
     guard = ValidityGuard(oracle)
     tuner = TaskTuner(matmul_task(32), get_device("this-cpu@1"), 1, **SEARCH)
     chosen = [c.hash for c in guard.initial(tuner, 6)]
@@ -344,16 +327,12 @@ def test_the_first_round_is_the_guards_choice(tmp_path: Path, oracle: Oracle) ->
 
 
 def test_what_failed_before_is_known_after_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    guards: list[ValidityGuard] = []
-    made = make_guard
-
-    def kept(*args: Any) -> Any:
-        guards.append(made(*args))  # type: ignore[arg-type]
-        return guards[-1]
-
-    monkeypatch.setattr(validity, "make_guard", kept)
-    tuned(FailingEngine(small), tmp_path / "t", 12)
-    tuned(FailingEngine(small), tmp_path / "t", 12, resume=True)
+    device = get_device("this-cpu@1")
+    guards = [make_guard("online", device, 0) for _ in range(2)]
+    given = iter(guards)
+    monkeypatch.setattr(validity, "make_guard", lambda *_: next(given))
+    tuned(FailingEngine(small), tmp_path / "t", 12, options=GUARDED)
+    tuned(FailingEngine(small), tmp_path / "t", 12, options=GUARDED, resume=True)
     measured = Dataset.open(tmp_path / "t" / DATASET_FOLDER).records
     assert len(guards[0].validity) == len(guards[1].validity) == (measured["origin"] == "search").sum()
 
@@ -361,7 +340,7 @@ def test_what_failed_before_is_known_after_resuming(tmp_path: Path, monkeypatch:
 def test_a_lost_device_teaches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     learned: list[Any] = []
     monkeypatch.setattr(ValidityGuard, "learn", lambda self, *args: learned.append(args))
-    tuned(FailingEngine(lambda _: False, "device_lost"), tmp_path / "t", 6)
+    tuned(FailingEngine(lambda _: False, "device_lost"), tmp_path / "t", 6, options=GUARDED)
     assert learned == []
 
 

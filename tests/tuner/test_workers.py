@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,13 @@ from cdmpp.profiler.pool import Worker
 from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.types import Task
 from cdmpp.tuner import workers
-from cdmpp.tuner.measure import Measurer, device_of_this_machine
+from cdmpp.tuner.measure import device_of_this_machine
 from cdmpp.tuner.results import TuneReport
 from cdmpp.tuner.store import DATASET_FOLDER, json_database
 from cdmpp.tuner.tuning import tune_tasks
 from cdmpp.tuner.workers import partition, worker_cores
 from tests.samples.programs import matmul_task
-from tests.samples.tuning import FakeEngine, tune_config
+from tests.samples.tuning import FakeEngine, interrupt_after, tune_config, tuned
 
 pytestmark = pytest.mark.usefixtures("real_machine")
 
@@ -53,10 +52,7 @@ def sharded(
     **more: Any,
 ) -> TuneReport:
     """Tune products of matrices with two workers."""
-    tasks = [(matmul_task(n), 1.0) for n in sizes or (32, 48)]
-    config = tune_config(trials, **{"shards": 2, **(options or {})})
-    with Measurer(engine) as measurer:
-        return tune_tasks("toy", tasks, out=out, config=config, measurer=measurer, **more)
+    return tuned(engine, out, trials, *(sizes or (32, 48)), options={"shards": 2, **(options or {})}, **more)
 
 
 def records_of(out: Path) -> Any:
@@ -98,12 +94,8 @@ def test_two_workers_measure_as_many_as_one(tmp_path: Path, started: list[Worker
 def test_workers_take_a_predictor_and_drop_what_cannot_win(
     tmp_path: Path, started: list[Worker], trained: TrainResult
 ) -> None:
-    report = sharded(
-        FakeEngine(),
-        tmp_path / "t",
-        60,
-        options={"predictor": trained.predictor, "trim": 0.5, "validity": "online"},
-    )
+    options = {"predictor": trained.predictor, "trim": 0.5, "validity": "online"}
+    report = sharded(FakeEngine(), tmp_path / "t", 60, options=options)
     costs = report.costs
     assert 60 >= costs.trials == costs.measurements + costs.dropped and costs.dropped > 0
     assert report.learned["records"] == costs.measurements
@@ -156,11 +148,8 @@ def test_where_no_worker_lives_what_was_measured_is_kept(tmp_path: Path, started
 class FullDisk(FakeEngine):
     """Cannot go on."""
 
-    def run(self, jobs: Iterator[BuildJob | None]) -> Iterator[Outcome]:
-        for job in jobs:
-            if job is not None:
-                raise ProfilerError("no space left for shared objects")
-        yield from ()
+    def outcome(self, job: BuildJob) -> Outcome:
+        raise ProfilerError("no space left for shared objects")
 
 
 def test_an_engine_that_fails_ends_all_workers(tmp_path: Path, started: list[Worker]) -> None:
@@ -176,15 +165,9 @@ def test_what_a_worker_cannot_read_is_said(tmp_path: Path, started: list[Worker]
 
 
 def test_interrupted_and_resumed_it_measures_nothing_twice(tmp_path: Path, started: list[Worker]) -> None:
-    out, left = tmp_path / "t", [3]
-
-    def interrupt(_: Any) -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            raise KeyboardInterrupt
-
+    out = tmp_path / "t"
     with pytest.raises(KeyboardInterrupt):
-        sharded(FakeEngine(), out, 36, progress=interrupt)
+        sharded(FakeEngine(), out, 36, progress=interrupt_after(3))
     before = set(records_of(out)["program"])
     assert 0 < len(before) < 38
     assert not any(worker._process.is_alive() for worker in started)
