@@ -156,16 +156,14 @@ class AnalyticalPrior:
         self.fingerprint = hashlib.blake2b(f"estimate:{device.name}".encode(), digest_size=8).hexdigest()
 
     def encode(self, asts: Sequence[CompactAST]) -> Encoded:
-        """Estimate and embed."""
         from cdmpp.predictor.encoding import signed_log1p
         from cdmpp.predictor.roofline import estimate_s
 
         z = np.stack([np.concatenate([ast.leaves.sum(0), ast.leaves.max(0)]) for ast in asts])
         return Encoded(np.log(estimate_s(asts, self._device)), signed_log1p(z.astype(np.float64)))
 
-    def half_width(self, coverage: float) -> float | None:
+    def half_width(self, coverage: float) -> None:
         """Nothing tells how far off it is."""
-        return None
 
 
 # -- the correction ------------------------------------------------------------------------------------------------
@@ -359,14 +357,12 @@ class OnlineModel:
         though a search that picks the best of many programs is not the random choice their guarantee is for.
         """
         seconds, correction = self.predict(task, programs), self._correction
-        width = None
+        of_prior = self.prior.half_width(coverage)
+        half = np.full(len(programs), math.inf if of_prior is None else of_prior)
         if correction is not None and len(correction) >= _OWN_INTERVALS:
             width = correction.width(coverage)
-        if correction is not None and width is not None:
-            half = width * correction.deviation(programs.z, self._number(task))
-        else:
-            of_prior = self.prior.half_width(coverage)
-            half = np.full(len(programs), math.inf if of_prior is None else of_prior)
+            if width is not None:
+                half = width * correction.deviation(programs.z, self._number(task))
         with np.errstate(over="ignore"):
             return seconds * np.exp(-half), seconds * np.exp(half)
 
@@ -415,12 +411,11 @@ class OnlineModel:
 
         from cdmpp.predictor.checkpoint import save_tensors
 
-        records = list(self._records.values())
-        depth = len(records[0][1]) if records else 0
+        log_s, z, label = zip(*self._records.values(), strict=True) if self._records else ([], [], [])
         tensors = {
-            "log_s": torch.tensor([r[0] for r in records], dtype=torch.float64),
-            "z": torch.tensor(np.array([r[1] for r in records]).reshape(len(records), depth)),
-            "label": torch.tensor([r[2] for r in records], dtype=torch.float64),
+            "log_s": torch.tensor(log_s, dtype=torch.float64),
+            "z": torch.tensor(np.array(z).reshape(len(z), -1 if len(z) else 0)),
+            "label": torch.tensor(label, dtype=torch.float64),
         }
         state = {
             "format": FORMAT,

@@ -10,7 +10,7 @@ import numpy as np
 
 from cdmpp.errors import TunerError
 
-_DURATION = re.compile(r"(?:(?P<h>[0-9.]+)h)?(?:(?P<m>[0-9.]+)m(?:in)?)?(?:(?P<s>[0-9.]+)s?)?")
+_DURATION = re.compile(r"(?:([0-9.]+)h)?(?:([0-9.]+)m(?:in)?)?(?:([0-9.]+)s?)?")
 
 #: Limits as they are called in messages.
 _IN_WORDS = {
@@ -125,12 +125,12 @@ def parse_duration(text: str) -> float:
     """Seconds of ``90``, ``90s``, ``10m`` or ``1h30m``; TunerError for anything else."""
     match = _DURATION.fullmatch(text.strip().lower())
     try:
-        parts = [float(p) if p else 0.0 for p in match.group("h", "m", "s")] if match and text.strip() else []
+        if match is None or not match[0]:
+            raise ValueError
+        hours, minutes, seconds = (float(part or 0.0) for part in match.groups())
     except ValueError:
-        parts = []
-    if not parts:
-        raise TunerError(f"{text!r} is no duration: expected such as 90s, 10m or 1h30m")
-    return 3600 * parts[0] + 60 * parts[1] + parts[2]
+        raise TunerError(f"{text!r} is no duration: expected such as 90s, 10m or 1h30m") from None
+    return 3600 * hours + 60 * minutes + seconds
 
 
 def parse_fraction(text: str) -> float:

@@ -14,7 +14,7 @@ from cdmpp.errors import UnknownDeviceError
 from cdmpp.predictor.training import TrainResult
 from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.tuner import CostModel, Measurer, builder_and_runner
-from cdmpp.tuner.candidates import TaskTuner
+from cdmpp.tuner.candidates import TaskTuner, runner_results
 from tests.samples.programs import matmul_task
 from tests.samples.training import make_device
 from tests.samples.tuning import SEARCH, FakeEngine, made_up_latency_s
@@ -32,13 +32,6 @@ def context_and_candidates(on_zen3: None) -> tuple[Any, list[Any]]:
     tuner = TaskTuner(matmul_task(48), cdmpp.get_device("this-cpu@1"), 1, **SEARCH)
     tuner.start(ms.database.MemoryDatabase(), ms.cost_model.RandomModel(), 12)
     return tuner.context, [c.measure for c in tuner.propose() or ()]
-
-
-def results(latencies: list[float | None]) -> list[Any]:
-    return [
-        ms.runner.RunnerResult(None, "no") if s is None else ms.runner.RunnerResult([s], None)
-        for s in latencies
-    ]
 
 
 def test_scores_are_throughputs_of_predicted_seconds(
@@ -60,12 +53,9 @@ def test_what_is_asked_again_is_not_computed_again(context_and_candidates: tuple
     context, candidates = context_and_candidates
     model = CostModel(None, "this-cpu@1")
     before = model.predict_s(context, candidates)
-    assert (model.cache.asked, model.cache.computed) == (
-        len(candidates),
-        len({structural_hash(c.sch.mod["main"]) for c in candidates}),
-    )
-    computed = model.cache.computed
-    model.update(context, candidates[:4], results([1.0, 2.0, 3.0, 4.0]))
+    computed = len({structural_hash(c.sch.mod["main"]) for c in candidates})
+    assert (model.cache.asked, model.cache.computed) == (len(candidates), computed)
+    model.update(context, candidates[:4], runner_results([1.0, 2.0, 3.0, 4.0]))
     after = model.predict_s(context, candidates)
     assert model.cache.computed == computed, "measurements change predictions, not what is cached"
     assert not np.allclose(before, after)
@@ -78,7 +68,7 @@ def test_it_learns_and_remembers_failures(
     model = CostModel(None, "this-cpu@1")
     latencies = [1e-3 * (1 + i) for i in range(len(candidates) - 1)]
     before = np.abs(np.log(model.predict_s(context, candidates[:-1]) / latencies)).mean()
-    model.update(context, candidates, results([*latencies, None]))
+    model.update(context, candidates, runner_results([*latencies, None]))
     seconds = model.predict_s(context, candidates)
     assert np.abs(np.log(seconds[:-1] / latencies)).mean() < 0.5 * before
     assert np.isinf(seconds[-1]) and model.predict(context, candidates)[-1] == 0

@@ -110,15 +110,14 @@ def test_a_run_longer_than_the_gaps_is_the_sum_of_its_calls() -> None:
 
 def test_a_call_longer_than_the_gaps_is_said_to_be_disturbed() -> None:
     core = Core(phases(0.3, 0.06))
-    found = sampled(core, FakeNetwork(core, [("short", 0.02), ("long", 0.1)]))
-    sample_in_turn([found])
-    short, long = found.result().calls
+    result = measured(core, FakeNetwork(core, [("short", 0.02), ("long", 0.1)]))
+    short, long = result.calls
     assert short.quiet_samples and short.disturbed == 0.0 and short.latency_s == pytest.approx(0.02, rel=1e-3)
     assert not long.quiet_samples and long.disturbed == 1.0
     # begun in a gap: 60 ms without neighbours, 40 ms at half the speed; shorter by what of the gap was missed
     assert 0.139 < long.latency_s < 0.2
     whole = short.latency_s + long.latency_s
-    assert found.result().disturbed == pytest.approx(long.latency_s / whole)
+    assert result.disturbed == pytest.approx(long.latency_s / whole)
 
 
 def test_another_process_on_the_core_is_seen() -> None:
@@ -174,10 +173,9 @@ def test_calls_within_calls_count_once() -> None:
             super().run_instrumented(before, after)
             after("outer")
 
-    found = sampled(core, Nested(core, [("inner", 0.01)]))
-    sample_in_turn([found])
-    assert [call.name for call in found.result().calls] == ["outer"]
-    assert found.result().calls_s == pytest.approx(0.01, rel=1e-2)
+    result = measured(core, Nested(core, [("inner", 0.01)]))
+    assert [call.name for call in result.calls] == ["outer"]
+    assert result.calls_s == pytest.approx(0.01, rel=1e-2)
 
 
 def test_calls_that_differ_from_run_to_run_are_not_added_up() -> None:

@@ -43,26 +43,22 @@ def compiler() -> None:
         pytest.skip(str(err))
 
 
-def gpu_config(trials: int, failing: bool = False, **options: Any) -> TuneConfig:
-    settings: dict[str, Any] = {
-        "gpu": TUNING_GPU,
-        "gpu_arguments": {"failing": failing},
-        "cost_model": "random",
-        "plan": PLAN,
-        "builders": 2,
-        "batch": 4,
-        "population": 12,
-        "generations": 1,
-    }
-    return TuneConfig(Objective(trials), **{**settings, **options})
+#: A search that takes a moment.
+SMALL: dict[str, Any] = {
+    "cost_model": "random",
+    "builders": 2,
+    "batch": 4,
+    "population": 12,
+    "generations": 1,
+}
 
 
-def tuned(out: Path, trials: int, *sizes: int, device: str = "h200", **options: Any) -> TuneReport:
-    resume = options.pop("resume", False)
+def tuned(
+    out: Path, trials: int, *sizes: int, device: str = "h200", resume: bool = False, **options: Any
+) -> TuneReport:
     tasks = [(matmul_task(n), 1.0) for n in sizes or (32,)]
-    return tune_tasks(
-        "toy", tasks, device=device, out=out, config=gpu_config(trials, **options), resume=resume
-    )
+    config = TuneConfig(Objective(trials), **{"gpu": TUNING_GPU, "plan": PLAN, **SMALL, **options})
+    return tune_tasks("toy", tasks, device=device, out=out, config=config, resume=resume)
 
 
 def measure(config: GpuConfig, jobs: list[BuildJob], device: str = "h200") -> dict[str, Outcome]:
@@ -113,9 +109,9 @@ def test_another_gpu_is_refused() -> None:
 
 
 def test_a_task_is_tuned_for_a_share_and_resumed(tmp_path: Path) -> None:
-    out = tmp_path / "t"
-    tuned(out, 4, device="h200@0.5", failing=True)
-    report = tuned(out, 8, device="h200@0.5", failing=True, resume=True)
+    out, options = tmp_path / "t", {"device": "h200@0.5", "gpu_arguments": {"failing": True}}
+    tuned(out, 4, **options)
+    report = tuned(out, 8, resume=True, **options)
     costs = report.costs
     assert report.device == "h200@0.5" and report.network is None
     assert (costs.trials, costs.measurements, costs.dropped) == (8, 8, 0)
@@ -178,9 +174,7 @@ def test_the_default_schedule_is_what_stays_where_nothing_is_faster(tmp_path: Pa
 
 def test_workers_search_and_one_process_measures(tmp_path: Path) -> None:
     out = tmp_path / "t"
-    tasks = [(matmul_task(n), 1.0) for n in (32, 48)]
-    config = gpu_config(6, shards="auto")
-    report = tune_tasks("toy", tasks, device="h200@0.5", out=out, config=config)
+    report = tuned(out, 6, 32, 48, device="h200@0.5", shards="auto")
     assert report.device == "h200@0.5" and report.untuned_s is not None
     assert (report.costs.trials, report.costs.measurements) == (6, 6)
     records = Dataset.open(out / DATASET_FOLDER).records
@@ -194,10 +188,9 @@ def test_workers_search_and_one_process_measures(tmp_path: Path) -> None:
 def test_a_gpu_that_is_lost_ends_all_workers(tmp_path: Path) -> None:
     lives = tmp_path / "lives"
     lives.write_text("1")
-    arguments = {"lives": str(lives), "breaks": True}
-    config = gpu_config(4, shards=2, gpu_arguments=arguments)
+    options = {"shards": 2, "gpu_arguments": {"lives": str(lives), "breaks": True}}
     with pytest.raises(ProfilerError, match="the GPU does not answer"):
-        tune_tasks("toy", [(matmul_task(32), 1.0)], device="h200@0.5", out=tmp_path / "t", config=config)
+        tuned(tmp_path / "t", 4, device="h200@0.5", **options)
 
 
 def test_shares_that_do_not_fit() -> None:

@@ -34,6 +34,11 @@ def predictor(trained: TrainResult) -> Predictor:
     return trained.predictor
 
 
+@pytest.fixture
+def model(predictor: Predictor) -> OnlineModel:
+    return OnlineModel(PredictorPrior(predictor, make_device("slow", 1000.0)))
+
+
 def programs(n: int, seed: int = 0) -> tuple[list[CompactAST], np.ndarray]:
     """ASTs and latencies on ``slow`` as the synthetic data has them, three times as long."""
     rng = np.random.default_rng(seed)
@@ -53,18 +58,18 @@ def taught(model: OnlineModel, task: str, asts: list[CompactAST], label_s: np.nd
     return model
 
 
-def test_before_measurements_it_says_what_the_predictor_says(predictor: Predictor) -> None:
+def test_before_measurements_it_says_what_the_predictor_says(
+    predictor: Predictor, model: OnlineModel
+) -> None:
     asts, _ = programs(9)
-    model = OnlineModel(PredictorPrior(predictor, make_device("slow", 1000.0)))
     predicted = model.predict("t", model.prior.encode(asts))
     assert predicted == pytest.approx(predictor.predict(asts, "slow"), rel=1e-5)
     model.fit()
     assert len(model) == 0
 
 
-def test_measurements_make_it_better(predictor: Predictor) -> None:
+def test_measurements_make_it_better(model: OnlineModel) -> None:
     asts, label_s = programs(60)
-    model = OnlineModel(PredictorPrior(predictor, make_device("slow", 1000.0)))
     before = error(model, "t", asts[32:], label_s[32:])
     taught(model, "t", asts[:32], label_s[:32])
     assert error(model, "t", asts[32:], label_s[32:]) < 0.6 * before
@@ -87,9 +92,10 @@ def test_without_a_predictor_it_works_from_nothing_and_gets_better() -> None:
     assert (high / low).max() < 1e4
 
 
-def test_intervals_are_the_predictors_until_there_are_enough_records(predictor: Predictor) -> None:
+def test_intervals_are_the_predictors_until_there_are_enough_records(
+    predictor: Predictor, model: OnlineModel
+) -> None:
     asts, label_s = programs(40)
-    model = OnlineModel(PredictorPrior(predictor, make_device("slow", 1000.0)))
     coverage = 0.5
     low, high = model.interval("t", model.prior.encode(asts), coverage)
     assert predictor.calibration is not None
@@ -109,18 +115,16 @@ def test_what_is_no_latency_is_refused(bad: float) -> None:
 
 
 def test_save_and_load_give_the_same_predictions_and_files_of_others_are_refused(
-    predictor: Predictor, tmp_path: Path
+    predictor: Predictor, model: OnlineModel, tmp_path: Path
 ) -> None:
-    device = make_device("slow", 1000.0)
     asts, label_s = programs(30)
-    model = taught(OnlineModel(PredictorPrior(predictor, device)), "t", asts, label_s)
-    model.save(tmp_path / "model")
-    again = OnlineModel(PredictorPrior(predictor, device))
+    again = OnlineModel(PredictorPrior(predictor, make_device("slow", 1000.0)))
+    again.save(tmp_path / "empty")
+    taught(model, "t", asts, label_s).save(tmp_path / "model")
     again.load(tmp_path / "model")
     encoded = model.prior.encode(asts)
     assert again.predict("t", encoded) == pytest.approx(model.predict("t", encoded))
     assert again.describe() == model.describe()
-    OnlineModel(PredictorPrior(predictor, device)).save(tmp_path / "empty")
     again.load(tmp_path / "empty")
     assert len(again) == 0
     other = OnlineModel(PredictorPrior(predictor, make_device("fast", 4000.0)))
@@ -155,8 +159,6 @@ def test_a_predictor_of_another_kind_of_device_is_refused(predictor: Predictor) 
     with pytest.raises(PredictorError, match=r"never saw a gpu.*finetune"):
         PredictorPrior(predictor, gpu)
 
-
-# -- the correction ------------------------------------------------------------------------------------------------
 
 KERNEL = Kernel(noise=0.04, offset=0.5, own=0.3, shared=0.2, common=0.1, length=1.5)
 

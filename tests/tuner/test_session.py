@@ -335,9 +335,6 @@ def test_ctrl_c_in_the_middle_of_a_search_ends_it(tmp_path: Path, monkeypatch: p
     assert tuned(FakeEngine(), tmp_path / "t", 18, resume=True).costs.trials == 18
 
 
-# -- Ctrl-C while foreign code runs --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("times", [1, 2])
 def test_the_first_ctrl_c_waits_for_the_end_and_a_second_one_does_not(
     capsys: pytest.CaptureFixture[str], times: int

@@ -72,9 +72,6 @@ def brier(p: np.ndarray, valid: np.ndarray) -> float:
     return float(np.mean((p - valid) ** 2))
 
 
-# -- features ------------------------------------------------------------------------------------------------------
-
-
 def test_pooling_is_the_signed_logarithm_of_sums_and_maxima() -> None:
     programs = [ast(np.random.default_rng(i), 1024.0, 64.0) for i in range(3)]
     found = pooled(validity_features(programs, "sm_86"))
@@ -110,9 +107,6 @@ def test_limits_come_from_the_architecture() -> None:
         limits_of("sm_1")
 
 
-# -- the model -----------------------------------------------------------------------------------------------------
-
-
 def test_it_learns_a_limit_of_tasks_it_has_not_seen() -> None:
     data = made_up({"sm_75": 48, "sm_86": 48}, n=240)
     split = Split.parse("by_task:test=0.25;valid=0;seed=1", data.table)
@@ -139,9 +133,6 @@ def test_rows_that_are_all_alike_give_a_constant() -> None:
     assert probabilities(model, data) == pytest.approx([19 / 20] * 18)
     with pytest.raises(PredictorError, match="needs rows"):
         model.fit(data, np.zeros(0, dtype=np.int64))
-
-
-# -- rows ----------------------------------------------------------------------------------------------------------
 
 
 def dataset_of(path: Path, records: list[tuple[str, str, float | None]]) -> Path:
@@ -192,9 +183,6 @@ def test_what_ships_was_judged_for_architectures(tmp_path: Path) -> None:
         read_validity([tmp_path])
 
 
-# -- learning online -----------------------------------------------------------------------------------------------
-
-
 def test_a_session_teaches_what_fails_here() -> None:
     """Without a model nine of ten work; then all with more than 48 KB fail, and others that were not seen are told apart."""
     device = get_device("rtx-2080-ti")
@@ -220,9 +208,6 @@ def test_a_session_corrects_a_model_that_is_wrong_and_no_other() -> None:
     assert brier(online.predict(features[100:]), data.valid[100:]) < 0.5 * brier(
         before[100:], data.valid[100:]
     )
-
-
-# -- choosing first programs -----------------------------------------------------------------------------------------
 
 
 def grid() -> np.ndarray:
@@ -251,9 +236,6 @@ def test_where_little_is_likely_or_different_first_programs_are_filled_up() -> N
     assert len(set(initial_population(np.ones((20, 3)), np.ones(20), 5))) == 5
     some = initial_population(np.repeat(grid()[[0, 30]], 10, axis=0), np.ones(20), 6)
     assert len(set(some)) == 6 and set(some // 10) == {0, 1}
-
-
-# -- a guard that knows, and an engine that fails as it says --------------------------------------------------------
 
 
 def score(ast: CompactAST) -> float:
@@ -342,9 +324,6 @@ def test_a_lost_device_teaches_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(ValidityGuard, "learn", lambda self, *args: learned.append(args))
     tuned(FailingEngine(lambda _: False, "device_lost"), tmp_path / "t", 6, options=GUARDED)
     assert learned == []
-
-
-# -- parts -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
