@@ -24,7 +24,7 @@ from cdmpp.errors import ProgramError
 from cdmpp.program import kernels, library_ops
 
 #: Key of the JSON that stands for a task.
-_KEY = "cdmpp_generator"
+_KEY = "cdmpp_generator"  # `Task.prim_func` looks for it
 
 _GENERATORS: dict[str, Callable[..., Any]] = {
     function.__name__: function
@@ -62,11 +62,6 @@ def kernel_parameters(name: str) -> tuple[str, ...]:
 def describe(name: str, arguments: Mapping[str, Any]) -> str:
     """JSON that stands for a generated PrimFunc where TVM's JSON may stand."""
     return json.dumps({_KEY: name, **arguments}, separators=(",", ":"))
-
-
-def is_description(text: str) -> bool:
-    """Whether :func:`describe` made it (else it is TVM's JSON)."""
-    return text.startswith(f'{{"{_KEY}":')
 
 
 def build_description(text: str) -> Any:

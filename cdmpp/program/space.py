@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from cdmpp.errors import ProgramError
-from cdmpp.program import generators
 from cdmpp.program.tvm_env import import_tvm, quiet, structural_hash
 from cdmpp.program.types import Program, Space, Task
 
@@ -387,4 +386,6 @@ def build_program(space: Space, decisions: str) -> Any:
         raise ProgramError(
             f"space {space.hash} and decisions {decisions!r} name no generator: {err}"
         ) from err
+    from cdmpp.program import generators
+
     return generators.build(name, arguments)

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from cdmpp.errors import NetworkError, ProgramError
-from cdmpp.program import generators, library_ops
 from cdmpp.program.fusion import fuse
 from cdmpp.program.network import Network, load_network
 from cdmpp.program.tvm_env import import_tvm, normalise, quiet, structural_hash
@@ -133,6 +132,8 @@ def library_task(
     name: str, arguments: Mapping[str, Any], networks: Mapping[str, float] | None = None
 ) -> Task:
     """The task of a library operator; some 0.7 ms (ProgramError: no such operator, or not with these arguments)."""
+    from cdmpp.program import generators, library_ops
+
     func = generators.build(name, arguments)
     return Task(
         hash=structural_hash(func),

@@ -49,14 +49,13 @@ class Task:
         ProgramError
             It is stored as a generator that this version has not.
         """
-        from cdmpp.program import generators
         from cdmpp.program.tvm_env import import_tvm
 
-        if generators.is_description(self.tir_json):
-            return generators.build_description(self.tir_json)
+        if self.tir_json.startswith('{"cdmpp_generator":'):
+            from cdmpp.program.generators import build_description
 
-        tvm = import_tvm()
-        return tvm.ir.load_json(self.tir_json)
+            return build_description(self.tir_json)
+        return import_tvm().ir.load_json(self.tir_json)
 
 
 @dataclass(frozen=True)
