@@ -13,6 +13,7 @@ difference.
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import sys
 import time
@@ -45,6 +46,7 @@ def ours(engine: Engine, jobs: Sequence[BuildJob]) -> tuple[dict[str, float], fl
 
 
 def _initialise_worker() -> None:
+    os.environ["TVM_NUM_THREADS"] = "1"  # TVM's default is all cores, whatever the target says
     import_tvm()
 
 
