@@ -113,8 +113,7 @@ class TaskTuner:
         """What runs where nothing was tuned, see the module's text; None where there is nothing."""
         if self._rule == "llvm":
             return BuildJob(unscheduled(self.task), self.task, None)
-        candidate = self.untuned_candidate()
-        return None if candidate is None else candidate.job
+        return candidate.job if (candidate := self.untuned_candidate()) else None
 
     def untuned_candidate(self) -> Candidate | None:
         """The same as a trace, for MetaSchedule's database."""

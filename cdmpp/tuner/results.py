@@ -167,19 +167,15 @@ def summary_lines(report: TuneReport) -> list[str]:
         lines.append(
             f"Sum over its tasks: {_text(report.untuned_s)} untuned, {seconds_text(report.tuned_s)} tuned."
         )
-    lines.append(
+    lines += [
         f"{costs.trials} trials: {costs.measurements} measured, {costs.failures} of them failed, {costs.dropped} "
-        f"dropped without building (some {costs.saved_s:.0f} s saved)."
-    )
-    lines.append(
+        f"dropped without building (some {costs.saved_s:.0f} s saved).",
         f"{costs.wall_s:.0f} s: {costs.search_cpu_s:.0f} CPU seconds of search, {costs.build_s:.0f} s of building, "
-        f"{costs.device_s:.0f} s on the device."
-    )
-    lines.append(
+        f"{costs.device_s:.0f} s on the device.",
         "Energy: the device does not tell."
         if costs.energy_j is None
-        else f"Energy: {costs.energy_j:.0f} J of the whole device, with whatever else ran on it."
-    )
+        else f"Energy: {costs.energy_j:.0f} J of the whole device, with whatever else ran on it.",
+    ]
     if report.gain_next_minute is not None:
         lines.append(f"Another minute is expected to bring {100 * report.gain_next_minute:.2g} %.")
     return lines

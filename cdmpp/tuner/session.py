@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
@@ -214,18 +214,16 @@ class TuningSession:
 
     def _learn_from_earlier_runs(self) -> None:
         """Let the models learn what earlier runs into this store measured."""
-        known = self._progress.known
-        seen: dict[TaskTuner, list[tuple[Candidate, float | None]]] = {}
+        known, seen = self._progress.known, defaultdict[TaskTuner, list[tuple[Candidate, float | None]]](list)
         tuners = {tuner.task.hash: tuner for tuner in self._tuners}
         for tuner, candidate in replayed(self._store.dataset, list(known), tuners):
-            seen.setdefault(tuner, []).append((candidate, known[candidate.hash]))
+            seen[tuner].append((candidate, known[candidate.hash]))
         for tuner, pairs in seen.items():
             self._learn(tuner, pairs)
 
     def _measure_untuned(self) -> None:
         """Measure the untuned tasks: what tuning starts from. They are no trials."""
-        untuned = [(task, tuner.untuned()) for task, tuner in enumerate(self._tuners)]
-        known = self._progress.known
+        untuned, known = enumerate(tuner.untuned() for tuner in self._tuners), self._progress.known
         jobs = [(task, job) for task, job in untuned if job is not None and job.program.hash not in known]
         futures = self._measurer.submit([job for _, job in jobs])
         for (task, _), outcome in zip(jobs, self._outcomes(futures), strict=True):

@@ -400,11 +400,10 @@ def initial_population(
     the programs farthest from each other would be the space's odd ones. `z` (m, d) are pooled features; `log_s` (m,), log of
     the predicted seconds, is None where nothing is known of the device.
     """
-    rng = np.random.default_rng(seed)
     rows = np.flatnonzero(p_valid >= _LIKELY)
     if len(rows) < n:
         # A random order first, so that equal ones are not taken by their number.
-        order = rng.permutation(len(p_valid))
+        order = np.random.default_rng(seed).permutation(len(p_valid))
         return order[np.argsort(-p_valid[order], kind="stable")][:n].astype(np.int64)
     if log_s is not None:
         rows = rows[np.argsort(log_s[rows], kind="stable")][: max(n, round(_FASTEST * len(rows)))]
