@@ -1,4 +1,4 @@
-"""Files that are replaced whole or not at all."""
+"""What all packages share: files that are written whole or not at all, and seconds as text."""
 
 from __future__ import annotations
 
@@ -53,3 +53,11 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def seconds_text(value_s: float) -> str:
+    """Seconds with three digits and a unit: ``1.25 ms``."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if value_s >= scale * (1 - 1e-9):
+            return f"{value_s / scale:.3g} {unit}"
+    return f"{value_s / 1e-9:.3g} ns"

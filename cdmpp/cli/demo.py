@@ -18,10 +18,10 @@ from cdmpp.cli.learn import show_noise, show_scores
 from cdmpp.cli.render import Bar
 from cdmpp.dataset import load_datasets
 from cdmpp.dataset.codegen import collect_codegen
-from cdmpp.dataset.record import seconds_text
 from cdmpp.device import Device, get_device
 from cdmpp.endtoend import network_tasks, predict_latency
 from cdmpp.errors import CdmppError
+from cdmpp.files import seconds_text
 from cdmpp.predictor import (
     Predictor,
     TrainingData,

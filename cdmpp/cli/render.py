@@ -19,7 +19,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from cdmpp.dataset.record import seconds_text
+from cdmpp.files import seconds_text
 
 #: Columns of what is written to a file or a pipe.
 _WIDTH = 100

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from cdmpp.cli.options import NETWORK, Namespace, Parser, Verbs, add, add_settings, hide, settings
 from cdmpp.cli.render import Bar, say, show_table
-from cdmpp.dataset.record import seconds_text
 from cdmpp.errors import TunerError
+from cdmpp.files import seconds_text
 
 if TYPE_CHECKING:
     from cdmpp.tuner import TuneReport

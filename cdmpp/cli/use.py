@@ -9,8 +9,8 @@ from rich.console import Console
 
 from cdmpp.cli.options import NETWORK, Namespace, Parser, Verbs, add
 from cdmpp.cli.render import Bar, interval_text, number, say, show_table, warn
-from cdmpp.dataset.record import seconds_text
 from cdmpp.errors import CdmppError, UnknownDeviceError
+from cdmpp.files import seconds_text
 
 if TYPE_CHECKING:
     from cdmpp.endtoend import Comparison

@@ -64,11 +64,3 @@ class Record:
 def is_label(latency_s: float | None) -> bool:
     """Whether a number can be a latency: finite and above 0."""
     return latency_s is not None and math.isfinite(latency_s) and latency_s > 0
-
-
-def seconds_text(value_s: float) -> str:
-    """Seconds with three digits and a unit: ``1.25 ms``."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if value_s >= scale * (1 - 1e-9):
-            return f"{value_s / scale:.3g} {unit}"
-    return f"{value_s / 1e-9:.3g} ns"

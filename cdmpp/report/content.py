@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.dataset.record import seconds_text
 from cdmpp.errors import PredictorError, SplitError
+from cdmpp.files import seconds_text
 from cdmpp.predictor.metrics import evaluate_groups
 
 if TYPE_CHECKING:

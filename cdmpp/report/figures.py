@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cdmpp.dataset.record import seconds_text
 from cdmpp.errors import PredictorError
+from cdmpp.files import seconds_text
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -19,7 +19,7 @@ from cdmpp.errors import ProfilerError, TunerError
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
-    from cdmpp.profiler.engine import BuildJob, Outcome
+    from cdmpp.profiler.engine import BuildJob, Engine, Outcome
     from cdmpp.tuner.config import TuneConfig
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Measurer:
     is finished first.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         #: Programs that nothing was done for yet, first come first served, and futures of those and of all under way.
         self._waiting: dict[str, BuildJob] = {}
@@ -173,7 +173,7 @@ def core_groups_of(device: Device, workers: int) -> tuple[tuple[int, ...], ...]:
     return core_groups(usable_cores(), int(device.share), workers)
 
 
-def make_engine(config: TuneConfig, device: Device, degree: int) -> Any:
+def make_engine(config: TuneConfig, device: Device, degree: int) -> Engine:
     """What measures in a tuning on a device of this machine, as many programs at a time as `degree` says.
 
     On a CPU it builds on as many cores as there are, or as its shards have.
@@ -187,13 +187,13 @@ def make_engine(config: TuneConfig, device: Device, degree: int) -> Any:
     return _cpu_engine(device, degree, builders, realtime=config.realtime, **options)
 
 
-def alone_engine(device: str | Device) -> Any:
+def alone_engine(device: str | Device) -> Engine:
     """What measures one program at a time on a device of this machine, with nothing built meanwhile, for final latencies."""
     found = device_of_this_machine(device)
     return _gpu_engine(found) if found.kind == "gpu" else _cpu_engine(found, 1, overlap=False)
 
 
-def _gpu_engine(device: Device, **options: Any) -> Any:
+def _gpu_engine(device: Device, **options: Any) -> Engine:
     from cdmpp.profiler.gpu.sampling import GpuConfig, gpu_engine
 
     return gpu_engine(GpuConfig(**options), device)
@@ -201,7 +201,7 @@ def _gpu_engine(device: Device, **options: Any) -> Any:
 
 def _cpu_engine(
     device: Device, degree: int, builders: int | None = None, *, overlap: bool = True, **options: Any
-) -> Any:
+) -> Engine:
     from cdmpp.profiler.cpu import CpuConfig, cpu_engine, sentinel_job
     from cdmpp.profiler.machine import usable_cores
 

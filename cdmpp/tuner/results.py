@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cdmpp.dataset.record import seconds_text
+from cdmpp.files import seconds_text
 from cdmpp.tuner.objective import Costs, Curve
 from cdmpp.tuner.store import writing
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from cdmpp.cli import main
-from cdmpp.dataset.record import seconds_text
 from cdmpp.errors import CdmppError, PredictorError
+from cdmpp.files import seconds_text
 from cdmpp.predictor import config_from_dict, evaluate, train
 from cdmpp.predictor.data import subset
 from cdmpp.program.types import Task
