@@ -79,3 +79,8 @@ class TunerError(CdmppError):
 
 class PriceError(CdmppError):
     """Prices of devices cannot be read."""
+
+
+def reason(error: Exception) -> str:
+    """What an error says, in one line; of an OSError without the path, which the message names already."""
+    return getattr(error, "strerror", None) or " ".join(str(error).split())

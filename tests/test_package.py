@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 import cdmpp
 
@@ -48,3 +51,12 @@ def test_every_public_name_resolves() -> None:
     for name in cdmpp.__all__:
         assert getattr(cdmpp, name) is not None
     assert not hasattr(cdmpp, "no_such_name")
+
+
+def test_an_error_names_a_file_once(tmp_path: Path) -> None:
+    from cdmpp.errors import ProgramError
+    from cdmpp.predictor.predictor import predict_file
+
+    with pytest.raises(ProgramError) as error:
+        predict_file(tmp_path / "none.json", "t4")
+    assert str(error.value) == f"cannot read {tmp_path / 'none.json'}: No such file or directory"

@@ -16,7 +16,7 @@ from typing import Any
 
 from cdmpp.cli.options import Parser, Verbs
 from cdmpp.cli.render import console
-from cdmpp.errors import CdmppError
+from cdmpp.errors import CdmppError, reason
 
 #: What a group of verbs is for -> its verbs. A group's first word is its module.
 GROUPS = {
@@ -64,7 +64,7 @@ def _write_json(path: str, result: Any) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as err:
-        raise CdmppError(f"cannot write {path}: {err.strerror or err}") from err
+        raise CdmppError(f"cannot write {path}: {reason(err)}") from err
 
 
 def _jsonable(value: Any) -> Any:

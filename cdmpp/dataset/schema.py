@@ -26,7 +26,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cdmpp.errors import DatasetError, SchemaVersionError
+from cdmpp.errors import DatasetError, SchemaVersionError, reason
 from cdmpp.files import replacing
 
 #: Version of everything described above. Another version is refused, never guessed at.
@@ -119,7 +119,7 @@ def write_parquet(path: Path, table: pa.Table, compression_level: int = 19, **no
             if not pq.read_table(draft, schema=table.schema).equals(table):
                 raise DatasetError(f"{path}: what was written does not read back; nothing is replaced")
     except (OSError, pa.ArrowException) as error:
-        raise DatasetError(f"cannot write {path}: {error}") from error
+        raise DatasetError(f"cannot write {path}: {reason(error)}") from error
 
 
 def read_parquet(path: Path, schema: pa.Schema) -> tuple[pa.Table, dict[str, Any]]:

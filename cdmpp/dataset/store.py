@@ -32,7 +32,7 @@ from cdmpp.dataset.schema import (
 )
 from cdmpp.dataset.view import DatasetCollection, DatasetView, unite_networks
 from cdmpp.device import Device
-from cdmpp.errors import DatasetError, LabelError
+from cdmpp.errors import DatasetError, LabelError, reason
 from cdmpp.files import write_json
 from cdmpp.program.types import Program, Space, Task
 
@@ -78,7 +78,7 @@ class Dataset(DatasetView):
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise DatasetError(f"cannot make {path}: {error.strerror}") from error
+            raise DatasetError(f"cannot make {path}: {reason(error)}") from error
         for name in (ROWS_FILE, *(f"{table}.{form}" for table in SCHEMAS for form in ("parquet", "jsonl"))):
             if (path / name).exists():
                 raise DatasetError(f"{path / name} is there without a {META_FILE}; choose an empty folder")
@@ -340,7 +340,7 @@ def read_journal(path: Path, ingested: Sequence[int] | None = None) -> tuple[lis
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise DatasetError(f"cannot read {path}: {error.strerror}") from error
+        raise DatasetError(f"cannot read {path}: {reason(error)}") from error
     if ingested and 0 < ingested[0] <= len(data) and zlib.crc32(data[: ingested[0]]) == ingested[1]:
         data = data[ingested[0] :]
     lines = [line for line in data.split(b"\n") if line]

@@ -14,7 +14,7 @@ from typing import Any
 
 from cdmpp.device.detect import ROOT_VARIABLE, detect_cpu, detect_gpu_names
 from cdmpp.device.spec import ASSUMED_SIMD_PIPES, ISAS, Device
-from cdmpp.errors import UnknownDeviceError
+from cdmpp.errors import UnknownDeviceError, reason
 from cdmpp.files import write_text
 
 #: Environment variable: YAML files of devices, separated by ``:``.
@@ -184,9 +184,7 @@ def read_device_file(path: str | Path) -> list[Device]:
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C one is ten times as fast
         content = yaml.load(Path(path).read_text(encoding="utf-8"), loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UnknownDeviceError(
-            f"cannot read devices from {path}: {' '.join(str(error).split())}"
-        ) from error
+        raise UnknownDeviceError(f"cannot read devices from {path}: {reason(error)}") from error
     items = [content] if isinstance(content, dict) else content
     if not isinstance(items, list) or not items:
         raise UnknownDeviceError(f"{path} holds no device")
@@ -361,7 +359,7 @@ def write_device_file(rows: Sequence[Device], path: str | Path) -> None:
     try:
         write_text(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
     except OSError as error:
-        raise UnknownDeviceError(f"cannot write {path}: {error.strerror}") from error
+        raise UnknownDeviceError(f"cannot write {path}: {reason(error)}") from error
 
 
 def get_device(name: str, table: DeviceTable | None = None) -> Device:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from cdmpp.endtoend.graph import NetworkTasks, network_tasks
 from cdmpp.endtoend.replay import Replay, replay
 from cdmpp.endtoend.tasks import UNTUNED, TaskLatency, candidates, predict_tasks
-from cdmpp.errors import NetworkError, PriceError, UnknownDeviceError
+from cdmpp.errors import NetworkError, PriceError, UnknownDeviceError, reason
 from cdmpp.predictor.predictor import COVERAGE, prediction_note
 
 if TYPE_CHECKING:
@@ -298,7 +298,7 @@ def read_prices(path: str | Path) -> dict[str, float]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as err:
-        raise PriceError(f"cannot read prices from {path}: {' '.join(str(err).split())}") from err
+        raise PriceError(f"cannot read prices from {path}: {reason(err)}") from err
     if not isinstance(content, dict) or not content:
         raise PriceError(f"{path}: expected device names and prices of an hour, such as 'h200: 4.5'")
     table = load_table()

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from cdmpp.errors import PredictorError
+from cdmpp.errors import PredictorError, reason
 
 
 class _Section(BaseModel):
@@ -227,9 +227,9 @@ def load_config(path: str | Path) -> Config:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as err:
-        raise PredictorError(f"{path}: cannot read configuration: {err.strerror or err}") from err
+        raise PredictorError(f"{path}: cannot read configuration: {reason(err)}") from err
     except (yaml.YAMLError, UnicodeDecodeError) as err:
-        raise PredictorError(f"{path}: not valid YAML: {' '.join(str(err).split())}") from err
+        raise PredictorError(f"{path}: not valid YAML: {reason(err)}") from err
     return config_from_dict(values, str(path))
 
 

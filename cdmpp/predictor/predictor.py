@@ -13,7 +13,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from cdmpp.device import Device, device_features, get_device
-from cdmpp.errors import PredictorError, ProgramError
+from cdmpp.errors import PredictorError, ProgramError, reason
 from cdmpp.predictor.batching import PairArrays
 from cdmpp.predictor.checkpoint import load_fields, save_fields
 from cdmpp.predictor.encoding import FeatureEncoder
@@ -401,7 +401,7 @@ def predict_program_file(
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as err:
-        raise ProgramError(f"cannot read {path}: {err}") from err
+        raise ProgramError(f"cannot read {path}: {reason(err)}") from err
     try:
         program = tvm.ir.load_json(text)
     except Exception as err:  # TVM raises its own error types for anything that is not its JSON

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.errors import PredictorError
+from cdmpp.errors import PredictorError, reason
 from cdmpp.files import write_text
 from cdmpp.predictor.encoding import signed_log1p
 
@@ -166,7 +166,7 @@ def write_task_file(path: str | Path, selection: TaskSelection, **notes: Any) ->
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
     except OSError as err:
-        raise PredictorError(f"cannot write {path}: {err.strerror or err}") from err
+        raise PredictorError(f"cannot write {path}: {reason(err)}") from err
 
 
 def _distances(vectors: NDArray[np.float64], k: int, seed: int) -> NDArray[np.float64]:

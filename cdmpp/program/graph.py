@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from cdmpp.errors import NetworkError
+from cdmpp.errors import NetworkError, reason
 from cdmpp.files import write_text
 
 FORMAT = "cdmpp.network_graph"
@@ -164,7 +164,7 @@ def save_graph(graph: NetworkGraph, path: str | Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(graph.to_json(), indent=1, allow_nan=False) + "\n")
     except (OSError, ValueError) as err:
-        raise NetworkError(f"cannot write {path}: {err}") from err
+        raise NetworkError(f"cannot write {path}: {reason(err)}") from err
 
 
 def load_graph(path: str | Path) -> NetworkGraph:
@@ -178,7 +178,7 @@ def load_graph(path: str | Path) -> NetworkGraph:
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as err:
-        raise NetworkError(f"cannot read {path}: {err}") from err
+        raise NetworkError(f"cannot read {path}: {reason(err)}") from err
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise NetworkError(f"{path} is no network graph: expected JSON with format {FORMAT!r}")
     if value.get("version") != VERSION:

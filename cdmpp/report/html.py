@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cdmpp.errors import PredictorError
+from cdmpp.errors import PredictorError, reason
 from cdmpp.files import write_text
 from cdmpp.report.content import Row, RunReport, collect_report
 from cdmpp.report.figures import coverage_figures, history_figures, ranking_figures, scatter_figures
@@ -77,7 +77,7 @@ def write_report(
         out.parent.mkdir(parents=True, exist_ok=True)
         write_text(out, text)
     except OSError as err:
-        raise PredictorError(f"cannot write {out}: {err.strerror or err}") from err
+        raise PredictorError(f"cannot write {out}: {reason(err)}") from err
     return report
 
 

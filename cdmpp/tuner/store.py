@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cdmpp.errors import DatasetError, ProgramError, TunerError
+from cdmpp.errors import DatasetError, ProgramError, TunerError, reason
 from cdmpp.files import write_json
 from cdmpp.tuner.candidates import is_untuned
 from cdmpp.tuner.objective import Costs, Curve, Point
@@ -64,7 +64,7 @@ class TuningStore:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as err:
-            raise TunerError(f"cannot make {folder}: {err.strerror}") from err
+            raise TunerError(f"cannot make {folder}: {reason(err)}") from err
         with writing(folder / TUNING_FILE):
             write_json(folder / TUNING_FILE, settings)
         self.dataset: Dataset = Dataset.open_or_create(folder / DATASET_FOLDER)
@@ -183,7 +183,7 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as err:
         raise TunerError(
-            f"cannot write {path}: {err.strerror}; what was measured before is kept: go on with --resume"
+            f"cannot write {path}: {reason(err)}; what was measured before is kept: go on with --resume"
         ) from err
 
 

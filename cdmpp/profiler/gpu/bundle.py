@@ -20,7 +20,7 @@ import numpy as np
 
 from cdmpp.dataset import codec
 from cdmpp.dataset.schema import arrow_schema
-from cdmpp.errors import BundleError
+from cdmpp.errors import BundleError, reason
 from cdmpp.files import replacing
 from cdmpp.profiler.arguments import ArgSpec, Reference
 from cdmpp.profiler.engine import Built
@@ -156,7 +156,7 @@ def write_bundle(path: str | Path, bundle: Bundle, *, level: int = 19) -> None:
             for name, table in tables.items():
                 archive.writestr(f"{name}.parquet", _parquet(table, level))
     except OSError as err:
-        raise BundleError(f"cannot write {path}: {err.strerror or err}") from err
+        raise BundleError(f"cannot write {path}: {reason(err)}") from err
 
 
 def _schema(table: str) -> pa.Schema:

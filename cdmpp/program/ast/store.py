@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cdmpp.errors import DatasetError, FeatureMismatchError
+from cdmpp.errors import DatasetError, FeatureMismatchError, reason
 from cdmpp.files import replacing
 from cdmpp.program.ast import CompactAST
 from cdmpp.program.ast.schema import FEATURE_SET, LEAF_FEATURES
@@ -76,7 +76,7 @@ def save_asts(path: str | Path, asts: Mapping[str, CompactAST]) -> None:
                 write_page_checksum=True,
             )
     except (OSError, pa.ArrowException) as error:
-        raise DatasetError(f"cannot write {path}: {error}") from error
+        raise DatasetError(f"cannot write {path}: {reason(error)}") from error
 
 
 def stored_feature_set(path: str | Path) -> str:
@@ -88,7 +88,7 @@ def stored_feature_set(path: str | Path) -> str:
         metadata = pq.read_schema(Path(path)).metadata or {}
         return str(json.loads(metadata[_META_KEY])["feature_set"])
     except (OSError, pa.ArrowException) as error:
-        raise DatasetError(f"cannot read {path}: {error}") from error
+        raise DatasetError(f"cannot read {path}: {reason(error)}") from error
     except (KeyError, ValueError) as error:
         raise DatasetError(f"{path} holds no compact ASTs") from error
 
@@ -115,7 +115,7 @@ def load_asts(path: str | Path) -> dict[str, CompactAST]:
     try:
         table = pq.read_table(path, page_checksum_verification=True)
     except (OSError, pa.ArrowException) as error:
-        raise DatasetError(f"cannot read {path}: {error}") from error
+        raise DatasetError(f"cannot read {path}: {reason(error)}") from error
     if table.num_rows == 0:
         return {}
     leaves = table.column("leaf").combine_chunks().flatten().to_numpy().reshape(-1, len(LEAF_FEATURES))
