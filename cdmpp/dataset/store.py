@@ -16,7 +16,6 @@ import pandas as pd
 import pyarrow as pa
 
 from cdmpp.dataset import codec
-from cdmpp.dataset.devices import check_same, stored_devices
 from cdmpp.dataset.record import Record
 from cdmpp.dataset.rows import RowStore
 from cdmpp.dataset.schema import (
@@ -30,7 +29,13 @@ from cdmpp.dataset.schema import (
     read_parquet,
     write_parquet,
 )
-from cdmpp.dataset.view import DatasetCollection, DatasetView, unite_networks
+from cdmpp.dataset.view import (
+    DatasetCollection,
+    DatasetView,
+    check_same,
+    stored_devices,
+    unite_networks,
+)
 from cdmpp.device import Device
 from cdmpp.errors import DatasetError, LabelError, reason
 from cdmpp.files import write_json

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.dataset.devices import unite_devices
+from cdmpp.dataset.view import unite_devices
 from cdmpp.errors import PredictorError, SplitError
 from cdmpp.predictor.data import TrainingData, split_data, warn_of_missing_counts
 from cdmpp.predictor.evidence import NO_EVIDENCE, Evidence, check_one_kind

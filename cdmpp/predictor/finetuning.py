@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.dataset.devices import unite_devices
 from cdmpp.dataset.split import ordered
+from cdmpp.dataset.view import unite_devices
 from cdmpp.errors import PredictorError, SplitError
 from cdmpp.predictor.config import Config, TrainConfig, dump_config
 from cdmpp.predictor.data import TrainingData, gather, split_data, subset

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import DatasetError, FeatureMismatchError, PredictorError, ProgramError
+from cdmpp.files import replacing
 from cdmpp.predictor.baselines.models import LatencyModel
 from cdmpp.predictor.data import collect_derived
 from cdmpp.predictor.encoding import signed_log1p
@@ -81,10 +82,8 @@ def save_per_store(path: str | Path, features: Mapping[str, NDArray[np.float32]]
     columns = {"program": pa.array(programs, pa.string())}
     columns.update({f"f{i:03d}": pa.array(np.ascontiguousarray(matrix[:, i])) for i in range(AGGREGATED_DIM)})
     table = pa.table(columns).replace_schema_metadata({"feature_set": PER_STORE_SET})
-    path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
-    pq.write_table(table, temporary, compression="zstd", compression_level=9)
-    temporary.replace(path)
+    with replacing(Path(path)) as draft:
+        pq.write_table(table, draft, compression="zstd", compression_level=9)
 
 
 def load_per_store(path: str | Path) -> dict[str, NDArray[np.float32]]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cdmpp.files import replacing
 from cdmpp.program.tvm_env import import_tvm
 
 
@@ -65,6 +65,5 @@ class ObjectCache:
         path = self._path(program)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_name(f"{path.name}.{os.getpid()}")
-            shutil.copyfile(built, partial)
-            partial.replace(path)
+            with replacing(path) as draft:
+                shutil.copyfile(built, draft)
