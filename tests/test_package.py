@@ -55,8 +55,8 @@ def test_every_public_name_resolves() -> None:
 
 def test_an_error_names_a_file_once(tmp_path: Path) -> None:
     from cdmpp.errors import ProgramError
-    from cdmpp.predictor.predictor import predict_file
+    from cdmpp.predictor.predictor import predict_program_file
 
     with pytest.raises(ProgramError) as error:
-        predict_file(tmp_path / "none.json", "t4")
+        predict_program_file(cdmpp.Predictor.default(), tmp_path / "none.json", "t4")
     assert str(error.value) == f"cannot read {tmp_path / 'none.json'}: No such file or directory"

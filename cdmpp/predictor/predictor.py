@@ -148,7 +148,7 @@ class Predictor:
         """PredictorError unless the network was trained with instruction counts."""
         if not self.encoder.code_dim:
             raise PredictorError(
-                "this predictor was not trained to be told a program's instructions (model.compiled)"
+                "this predictor was trained without instruction counts (model.compiled)"
             )
 
     def check_scales(self) -> None:
