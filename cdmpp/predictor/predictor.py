@@ -147,9 +147,7 @@ class Predictor:
     def check_takes_code(self) -> None:
         """PredictorError unless the network was trained with instruction counts."""
         if not self.encoder.code_dim:
-            raise PredictorError(
-                "this predictor was trained without instruction counts (model.compiled)"
-            )
+            raise PredictorError("this predictor was trained without instruction counts (model.compiled)")
 
     def check_scales(self) -> None:
         """PredictorError unless the predictor can scale latencies measured on other devices."""
