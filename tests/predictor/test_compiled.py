@@ -126,7 +126,7 @@ def test_without_counts_in_the_data_nothing_is_told(data, caplog):
     predictor = fitted.predictor(fitted.trainer.fit().best, {})
     with pytest.raises(PredictorError, match=r"model\.compiled"):
         predictor.predict(list(data.asts.values())[:1], data.devices["fast"], compiled=True)
-    with pytest.raises(PredictorError, match="instructions"):
+    with pytest.raises(PredictorError, match="without instruction counts"):
         evaluate(predictor, data, SPEC, compiled=True)
 
 
