@@ -8,6 +8,12 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+#: What is printed where the main thing was done.
+_PRINTED = {
+    "profile_train_predict": ("labels in", "best"),
+    "cost_model_in_metaschedule": ("cdmpp     best", "XGBModel  best", "of 64 measured"),
+    "a_device_you_do_not_have": ("records of the EPYC learned",),
+}
 _FOLDER = Path(__file__).parents[2] / "notebooks"
 
 
@@ -21,3 +27,5 @@ def test_notebook_executes(path: Path) -> None:
     ).execute()
     outputs = [out for cell in notebook.cells if cell.cell_type == "code" for out in cell.outputs]
     assert any(out.get("data", {}).get("image/png") for out in outputs), "the plot was drawn"
+    text = "".join(out.get("text", "") for out in outputs)
+    assert [line for line in _PRINTED[path.stem] if line not in text] == []
