@@ -21,9 +21,6 @@ def test_baselines_get_what_searches_found(tmp_path: Path) -> None:
     assert (lstm.train.epochs, lstm.train.learning_rate, lstm.train.seed) == (7, 0.004, 1)
     assert lstm.max_seconds == make_model("released", 1, **options["released"]).max_seconds == 90
     assert "xgboost-perstore" not in options
-
-
-def test_without_any_the_defaults_stay() -> None:
     assert not any(baseline_options([], epochs=7, network_seconds=None).values())
 
 

@@ -21,14 +21,12 @@ from benchmarks.common import (
     digest,
     figure,
     load_result,
-    machine,
     mean_figure,
     provenance,
     ratio_figure,
     report,
     spread_of,
     tables,
-    text_table,
 )
 
 BENCHMARKS = sorted(
@@ -69,21 +67,6 @@ def test_without_git_the_contents_are_hashed(tmp_path: Path, monkeypatch: pytest
     before = digest(tmp_path)
     (tmp_path / "a").write_text("1")
     assert digest(tmp_path) != before and digest(tmp_path / "nothing") is None
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("vendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n", (25, 17, "AMD EPYC")),
-        ("CPU implementer\t: 0x41\n", (None, None, None)),
-        ("", (None, None, None)),
-    ],
-)  # fmt: skip
-def test_the_machine_says_what_it_knows(tmp_path: Path, text: str, expected: tuple[Any, ...]) -> None:
-    (tmp_path / "cpuinfo").write_text(text)
-    found = machine(tmp_path / "cpuinfo")
-    assert (found["family"], found["model"]) == expected[:2]
-    assert found["name"] == (expected[2] or machine(tmp_path / "none")["name"])
 
 
 @pytest.mark.parametrize(
@@ -146,12 +129,6 @@ def test_rows_of_other_options_or_code_are_not_gone_on_with(
         Results(tmp_path / "r.json", made(**other), options)
 
 
-def test_without_a_file_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    kept = Results(None, made())
-    assert kept.add({"model": "a"}) == kept.find(model="a") and not list(tmp_path.iterdir())
-
-
 def test_files_are_small_and_hold_what_was_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,14 +157,6 @@ def test_the_interval_of_a_mean_is_the_normal_one() -> None:
     assert bootstrap(values, np.arange(4000)) == (low, high), "seeded"
 
 
-def test_the_interval_of_a_median_is_the_normal_one() -> None:
-    values = np.random.default_rng(1).normal(10, 2, 4000)
-    low, high = bootstrap(values, np.arange(4000), median=True)
-    half = 1.96 * np.sqrt(np.pi / 2) * 2 / np.sqrt(4000)
-    assert (high - low) / 2 == pytest.approx(half, rel=0.2)
-    assert low < np.median(values) < high
-
-
 @pytest.mark.parametrize("median", [False, True])
 def test_tasks_are_drawn_not_records(median: bool) -> None:
     values = np.random.default_rng(2).lognormal(size=60)
@@ -196,10 +165,6 @@ def test_tasks_are_drawn_not_records(median: bool) -> None:
     by_record = bootstrap(np.repeat(values, 9), np.arange(540), median=median)
     assert once[1] - once[0] > 2 * (by_record[1] - by_record[0])
     assert bootstrap([3.0] * 8, list("aabbccdd"), median=median) == (3.0, 3.0)
-
-
-def test_weights_are_those_of_the_mean() -> None:
-    assert bootstrap([0.0, 1.0], ["a", "a"], [3.0, 1.0]) == (0.25, 0.25)
 
 
 def test_intervals_of_accuracy_hold_the_metrics() -> None:
@@ -238,13 +203,6 @@ def test_ratios_are_of_rounds() -> None:
     assert found["values"] == {"ours": 4.0, "theirs": 4.0, "ratio": 1.0}
     assert found["spread"]["ratio"] == {"sd": pytest.approx(0.7637626), "min": 0.5, "max": 2.0}
     assert ratio_figure("a", [2.0], [4.0], more_is_better=False)["values"]["ratio"] == 2.0
-
-
-def test_figures_of_other_metrics_get_a_table_of_their_own() -> None:
-    found = tables([figure("a", {"x": 1}), figure("b", {"x": 2, "y": 3}), figure("c", {"z": 12345})])
-    assert [lines[0] for lines in found] == [["", "x", "y", "n", "seeds"], ["", "z", "n", "seeds"]]
-    assert found[0][1] == ["a", "1", "-", "-", "-"] and found[1][1][1] == "12,345"
-    assert text_table(found[1]).splitlines()[1].startswith("c  12,345")
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

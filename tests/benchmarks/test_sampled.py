@@ -23,10 +23,6 @@ def test_even_shares_fit_and_are_as_equal_as_can_be(counts: list[int], total: in
     assert not cut or max(shares) <= min(cut) + 1
 
 
-def test_even_shares_known() -> None:
-    assert even_shares([2, 100, 100], 20) == [2, 9, 9]
-
-
 @pytest.fixture
 def dataset(tmp_path: Path) -> Dataset:
     """Task 1 with 20 programs and task 2 with 4 on one device, 10 of the first on another; one failure."""
@@ -58,12 +54,6 @@ def test_records_are_spread_and_devices_share_programs(dataset: Dataset) -> None
     assert own & on_other <= other
     assert sampled.tasks is dataset.tasks and sampled.parts[0].path == dataset.path
     assert sampled.devices == dataset.devices
-
-
-def test_the_seed_chooses_and_the_rest_is_reproducible(dataset: Dataset) -> None:
-    first, again, another = (set(sample_evenly(dataset, 9, seed).records["program"]) for seed in (0, 0, 1))
-    assert first == again != another
-    assert len(sample_evenly(dataset, 10**6).records) == 34
 
 
 def test_records_of_some_devices(dataset: Dataset) -> None:

@@ -41,12 +41,6 @@ def test_measuring_online_finds_what_the_order_alone_would_not() -> None:
     assert online <= 24, "the first batch shows which kind is fast: 4 slow programs are measured and no more"
 
 
-def test_failures_cost_measurements_and_teach_nothing() -> None:
-    latency_s = np.array([math.inf, math.inf, math.inf, 1.0])
-    programs = Encoded(np.arange(4.0), np.zeros((4, 1)))
-    assert measurements_online(OnlineModel(Flat()), programs, latency_s, 2, 4) == 4
-
-
 def test_latencies_by_kernel_and_device(tmp_path: Path) -> None:
     with Dataset.create(tmp_path / "data") as made:
         for number in range(4):

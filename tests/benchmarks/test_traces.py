@@ -77,11 +77,6 @@ def test_a_whole_network_and_the_sum_of_its_trace() -> None:
     assert found["modes"]["inf"]["n"] == 1 and found["rows"] == [row]
 
 
-def test_a_network_that_was_not_measured_as_a_whole_is_no_row() -> None:
-    graph = network_graph("net", [GraphNode("a", ("a",))])
-    assert network_row(graph, a_report(graph, {}, 1.0)) is None
-
-
 def test_sources_are_compared_where_all_of_them_and_where_each_of_them_predicts() -> None:
     rows = [
         {"measured_s": 1.0, "predicted_s": {"cdmpp": 1.1, "neusight": 1.2, "micro": 2.0}},
@@ -95,17 +90,6 @@ def test_sources_are_compared_where_all_of_them_and_where_each_of_them_predicts(
     assert (theirs["n_own"], theirs["ape_mean_own"]) == (2, pytest.approx((0.2 + 0.5) / 2))
     assert theirs["ours_ape_mean_own"] == pytest.approx((0.1 + 0.5) / 2)
     assert (ours["n_own"], ours["ape_mean_own"]) == (3, pytest.approx((0.1 + 0.5 + 0.0) / 3))
-
-
-def test_nothing_in_common_has_no_mean() -> None:
-    rows = [
-        {"measured_s": 1.0, "predicted_s": {"cdmpp": 1.0, "a": 1.0}},
-        {"measured_s": 1.0, "predicted_s": {"cdmpp": 1.0, "b": 2.0}},
-    ]
-    found = compare_sources(rows)
-    assert found["n_common"] == 0 and found["sources"]["cdmpp"]["ape_mean"] is None
-    assert found["sources"]["b"]["ape_mean_own"] == 1.0
-    assert compare_sources([]) == {"n": 0, "n_common": 0, "sources": {}}
 
 
 def test_operators_by_family_and_without_the_shortest() -> None:
