@@ -46,10 +46,10 @@ def expressions(loops: str) -> st.SearchStrategy[str]:
 
     def grow(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
         scaled = st.tuples(inner, st.sampled_from(["*", "//", "%"]), st.integers(1, 12))
-        return st.one_of(
-            st.tuples(inner, inner).map(lambda t: f"({t[0]} + {t[1]})"),
-            scaled.map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
-        )
+        return st.tuples(inner, st.just("+"), inner).map(joined) | scaled.map(joined)
+
+    def joined(parts: tuple[object, ...]) -> str:
+        return f"({' '.join(map(str, parts))})"
 
     return st.recursive(st.sampled_from(loops), grow, max_leaves=8)
 
@@ -69,50 +69,32 @@ def test_indices_equal_a_count_over_all_iterations(data: st.DataObject, extents:
 
 
 @pytest.mark.parametrize(
-    ("extents", "shape", "index", "divmod", "strides", "elements"),
+    ("extents", "shape", "index", "expected"),  # opaque, divmod, strides, elements
     [
         # splits of fused loops that fall together with the loops, or cancel in the address
-        ([4, 8], (4, 8), ["(i * 8 + j) // 8", "(i * 8 + j) % 8"], 0, (1, 8), 32),
-        ([4, 8], (8,), ["(i * 16 + j) // 8"], 0, (0, 2), 4),
-        ([1800], (6, 30, 10), ["i // 300", "i % 300 // 10", "i % 10"], 0, (1,), 1800),
-        ([32, 64], (8, 256), ["(i * 64 + j) // 256", "(i * 64 + j) % 256"], 0, (1, 64), 2048),
+        ([4, 8], (4, 8), "(i * 8 + j) // 8, (i * 8 + j) % 8", (0, 0, (1, 8), 32)),
+        ([4, 8], (8,), "(i * 16 + j) // 8", (0, 0, (0, 2), 4)),
+        ([1800], (6, 30, 10), "i // 300, i % 300 // 10, i % 10", (0, 0, (1,), 1800)),
+        ([32, 64], (8, 256), "(i * 64 + j) // 256, (i * 64 + j) % 256", (0, 0, (1, 64), 2048)),
         # nested ones: i // 30, and 4 values
-        ([300], (10,), ["i // 10 // 3"], 1, (0,), 10),
-        ([300], (4,), ["i % 36 // 9"], 1, (0,), 4),
+        ([300], (10,), "i // 10 // 3", (0, 1, (0,), 10)),
+        ([300], (4,), "i % 36 // 9", (0, 1, (0,), 4)),
         # 0 ... 29 divided by 4; the first step of j stays in the same element, that of i goes on by 10 // 4
-        ([3, 10], (8,), ["(i * 10 + j) // 4"], 1, (0, 2), 8),
-        ([3, 5, 7], (13,), ["i * 2 + j - i + k"], 0, (1, 1, 1), 13),
-        ([4, 8], (8,), ["j - i + i"], 0, (1, 0), 8),
+        ([3, 10], (8,), "(i * 10 + j) // 4", (0, 1, (0, 2), 8)),
+        ([3, 5, 7], (13,), "i * 2 + j - i + k", (0, 0, (1, 1, 1), 13)),
+        ([4, 8], (8,), "j - i + i", (0, 0, (1, 0), 8)),
+        # a product of loops cannot be analysed, but keeps its loops
+        ([3, 5, 7], (100,), "i * k", (1, 0, (), 3 * 7)),
     ],
 )
-def test_splits_of_loops(
-    extents: list[int],
-    shape: tuple[int, ...],
-    index: list[str],
-    divmod: int,
-    strides: tuple[int, ...],
-    elements: int,
-) -> None:
-    found = gather(extents, shape, *index)
-    assert found["divmod"] == divmod
+def test_indices(extents: list[int], shape: tuple[int, ...], index: str, expected: tuple) -> None:
+    found = gather(extents, shape, *index.split(", "))
+    opaque, divmod, strides, elements = expected
+    assert (found["opaque"], found["divmod"], found["unique"]) == (opaque, divmod, 4 * elements)
     assert [found[f"stride_{k}"] for k in range(1, len(strides) + 1)] == list(strides)
-    assert found["unique"] == 4 * elements
 
 
-def test_products_of_loops_cannot_be_analysed_but_keep_their_loops() -> None:
-    found = gather([3, 5, 7], (100,), "i * k")
-    assert (found["opaque"], found["divmod"], found["unique"]) == (1, 0, 3 * 7 * 4)
-
-
-def test_any_number_of_quotients_in_a_computation() -> None:
-    terms = [f"X[i * {k} % 97 // 3]" for k in range(2, 80)]
-    text = f"""
-@T.prim_func
-def main(X: T.Buffer((64,), "float32"), Y: T.Buffer((64,), "float32")):
-    for i in range(64):
-        Y[i] = {" + ".join(terms)}
-"""
-    assert compact_ast(parse(text)).column("divmod").tolist() == [len(terms)]
+QUOTIENTS = " + ".join(f"X[i * {k} % 97 // 3]" for k in range(2, 80))
 
 
 @pytest.mark.parametrize(
@@ -123,12 +105,10 @@ def main(X: T.Buffer((64,), "float32"), Y: T.Buffer((64,), "float32")):
         ("Y[i] = T.shift_left(X[i], 2) ^ X[i]", {"op_iadd": 2}),
         ('T.evaluate(T.call_packed("f", X.data, Y[i], i))', {"loads": 64}),
         ('T.evaluate(T.call_extern("int32", "f", T.address_of(X[i])))', {"loads": 64}),
-        (
-            'T.evaluate(T.call_extern("int32", "f", X.access_ptr("r", offset=i)))',
-            {"loads": 0, "slot1_loads": 0},
-        ),
+        ('T.evaluate(T.call_extern("int32", "f", X.access_ptr("r", offset=i)))', {"loads": 0, "slot1_loads": 0}),
+        (f"Y[i] = {QUOTIENTS}", {"divmod": 78}),  # any number of them
     ],
-)
+)  # fmt: skip
 def test_what_is_seldom_in_programs(body: str, operations: dict[str, float]) -> None:
     text = f"""
 @T.prim_func
@@ -141,9 +121,7 @@ def main(X: T.Buffer((64,), "int32"), Y: T.Buffer((64,), "int32")):
     assert np.isfinite(tree.leaves).all()
 
 
-DEEP = (
-    "".join(f"{'    ' * (n + 1)}for i{n} in range(2):\n" for n in range(65)) + f"{'    ' * 66}X[i0] = X[i64]"
-)
+DEEP = "".join(f"{'    ' * (n + 1)}for i{n} in range(2):\n" for n in range(65)) + f"{' ' * 264}X[i0] = X[i64]"
 SYMBOLIC = "    n = T.int32()\n    Y = T.match_buffer(y, (n,))\n    for i in range(8):\n"
 BLOCK = "        with T.sblock('take'):\n            v = T.axis.spatial(n, i)\n            X[v] = X[v]"
 HUGE = "    Y = T.match_buffer(y, (4294967296, 4294967296))\n    for i in range(8):\n        Y[i, i] = X[i]"
@@ -152,10 +130,7 @@ HUGE = "    Y = T.match_buffer(y, (4294967296, 4294967296))\n    for i in range(
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        (
-            "    for i in range(8):\n        T.evaluate(0)",
-            "the program has no computation: it stores nothing",
-        ),
+        ("    for i in range(8):\n        T.evaluate(0)", "the program has no computation: it stores nothing"),
         ("    for i in range(T.Cast('int32', X[0])):\n        X[i] = X[i]", "loop i has a symbolic extent"),
         (SYMBOLIC + "        Y[i] = X[i]", "buffer Y has a symbolic extent: shapes must be fixed"),
         (SYMBOLIC + BLOCK, "block take has a symbolic extent"),
@@ -163,7 +138,7 @@ HUGE = "    Y = T.match_buffer(y, (4294967296, 4294967296))\n    for i in range(
         (HUGE, "64 bits"),
         (DEEP, "over 64 loops"),
     ],
-)
+)  # fmt: skip
 def test_programs_that_cannot_be_read(body: str, says: str) -> None:
     text = f'@T.prim_func(s_tir=True)\ndef main(X: T.Buffer((8,), "float32"), y: T.handle):\n{body}\n'
     with pytest.raises(ProgramError, match=f"^[^:]*{re.escape(says)}"):

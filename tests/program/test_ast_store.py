@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
@@ -30,8 +31,7 @@ def assert_same(a: dict[str, CompactAST], b: dict[str, CompactAST]) -> None:
         np.testing.assert_array_equal(tree.leaves, b[program].leaves)
         np.testing.assert_array_equal(tree.positions, b[program].positions)
         assert tree.n_nodes == b[program].n_nodes
-        assert b[program].leaves.dtype == np.float32
-        assert b[program].positions.dtype == np.int32
+        assert (b[program].leaves.dtype, b[program].positions.dtype) == (np.float32, np.int32)
 
 
 @given(st.lists(st.integers(1, 9), max_size=12), st.integers(0, 1000))
@@ -44,12 +44,9 @@ def test_round_trip(tmp_path_factory: pytest.TempPathFactory, sizes: list[int], 
 
 
 def test_like_programs_take_little_room(tmp_path: Path) -> None:
-    base = make(4, 0)
-    asts = {}
-    for i in range(200):
-        values = base.leaves.copy()
-        values[:, i % 40] *= 2.0 ** (i % 7)
-        asts[f"{i:016x}"] = CompactAST(values, base.positions, base.n_nodes)
+    asts = {f"{i:016x}": make(4, 0) for i in range(200)}
+    for i, tree in enumerate(asts.values()):
+        tree.leaves[:, i % 40] *= 2.0 ** (i % 7)
     save_asts(tmp_path / "asts.parquet", asts)
     assert (tmp_path / "asts.parquet").stat().st_size < 40 * 4 * 200
 
@@ -68,8 +65,6 @@ def test_other_features_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_missing_foreign_and_damaged_files(tmp_path: Path) -> None:
-    import pyarrow as pa
-
     with pytest.raises(DatasetError, match="nothing"):
         load_asts(tmp_path / "nothing.parquet")
     pq.write_table(pa.table({"x": [1]}), tmp_path / "other.parquet")
@@ -78,9 +73,9 @@ def test_missing_foreign_and_damaged_files(tmp_path: Path) -> None:
     path = tmp_path / "asts.parquet"
     save_asts(path, {f"{i}": make(3, i) for i in range(50)})
     content = path.read_bytes()
-    middle = len(content) // 2
-    flipped = bytes([content[middle] ^ 0xFF])
-    for damaged in (content[:middle], content[:middle] + flipped + content[middle + 1 :]):
+    flipped = bytearray(content)
+    flipped[len(content) // 2] ^= 0xFF
+    for damaged in (content[: len(content) // 2], flipped):
         path.write_bytes(damaged)
         with pytest.raises(DatasetError, match=r"asts\.parquet"):
             load_asts(path)
