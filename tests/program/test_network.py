@@ -21,18 +21,20 @@ onnx = pytest.importorskip("onnx")
 pytest.importorskip("tvm")
 
 
+class Fourier(torch.nn.Module):
+    def forward(self, x: Any) -> Any:
+        return torch.fft.rfft(x).abs()
+
+
 def two_layers() -> Any:
     return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
 
 
-def save_onnx(path: Path, shape: Sequence[int | str], op: str = "Relu", domain: str = "") -> Path:
+def save_onnx(path: Path, shape: Sequence[int | str] = (1, 16), op: str = "Relu", domain: str = "") -> Path:
     """An ONNX model ``op(x @ w)`` written with onnx.helper."""
     helper = onnx.helper
     weight = onnx.numpy_helper.from_array(np.ones((16, 4), "float32"), "w")
-    nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["y"]),
-        helper.make_node(op, ["y"], ["z"], domain=domain),
-    ]
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"]), helper.make_node(op, ["y"], ["z"], domain=domain)]
     inputs = [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, shape)]
     outputs = [helper.make_tensor_value_info("z", onnx.TensorProto.FLOAT, None)]
     graph = helper.make_graph(nodes, "tiny", inputs, outputs, [weight])
@@ -41,19 +43,15 @@ def save_onnx(path: Path, shape: Sequence[int | str], op: str = "Relu", domain: 
     return path
 
 
-def save_pt2(path: Path, batch: int = 1, dynamic: bool = False) -> Path:
+def save_pt2(path: Path, shape: tuple[int, int] = (1, 16), module: Any = None, dynamic: bool = False) -> Path:
     shapes = ({0: torch.export.Dim("batch", min=2, max=64)},) if dynamic else None
-    exported = torch.export.export(two_layers().eval(), (torch.randn(batch, 16),), dynamic_shapes=shapes)
-    torch.export.save(exported, str(path))
+    module = (module or two_layers()).eval()
+    torch.export.save(torch.export.export(module, (torch.randn(shape),), dynamic_shapes=shapes), str(path))
     return path
 
 
 def hashes(*networks: Network | str) -> set[str]:
     return {task.hash for task in extract_tasks(networks)}
-
-
-def of_two_layers(batch: int) -> set[str]:
-    return hashes(Network.from_torch(two_layers(), (torch.randn(batch, 16),)))
 
 
 @pytest.mark.parametrize(
@@ -81,26 +79,22 @@ def test_a_network_of_another_batch_or_size_has_other_tasks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("spec", "shapes", "message"),
     [
-        *((f"mlp@{variant}", "batch") for variant in ("4", "b", "bx", "b0", "")),
-        ("resnet18@s0", "the size must be at least 1"),
-        ("mlp@s9", "one size only"),
-        ("model.onnx@s64", "networks of the zoo"),
-        ("resnet18@b2s160", "resnet18@s160b4"),
-        ("resnet_18", "did you mean resnet18"),
-        ("nothing.onnx", "no such file"),
-        ("nothing.pt2", "no such file"),
+        *((f"mlp@{variant}", None, "batch") for variant in ("4", "b", "bx", "b0", "")),
+        ("resnet18@s0", None, "the size must be at least 1"),
+        ("mlp@s9", None, "one size only"),
+        ("model.onnx@s64", None, "networks of the zoo"),
+        ("resnet18@b2s160", None, "resnet18@s160b4"),
+        ("resnet_18", None, "did you mean resnet18"),
+        ("nothing.onnx", None, "no such file"),
+        ("nothing.pt2", None, "no such file"),
+        ("mlp", {"x": (2, 784)}, "fixed shapes"),  # shapes are for files only
     ],
 )
-def test_what_is_no_network(spec: str, message: str) -> None:
+def test_what_is_no_network(spec: str, shapes: Any, message: str) -> None:
     with pytest.raises(NetworkError, match=message):
-        load_network(spec)
-
-
-def test_shapes_are_for_files_only() -> None:
-    with pytest.raises(NetworkError, match="fixed shapes"):
-        load_network("mlp", shapes={"x": (2, 784)})
+        load_network(spec, shapes=shapes)
 
 
 def test_example_inputs_respect_types_and_bounds() -> None:
@@ -123,16 +117,6 @@ def test_torch_module_and_its_pt2_are_the_same_tasks(tmp_path: Path) -> None:
         load_network(f"{path}@b4")
 
 
-def test_pt2_dynamic_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = save_pt2(tmp_path / "two.pt2", batch=2, dynamic=True)
-    with caplog.at_level(logging.WARNING):
-        one = load_network(path)
-    assert "dynamic batch" in caplog.text and "taken as 1" in caplog.text
-    assert one.inputs[0].shape == (1, 16) and hashes(one) == of_two_layers(1)
-    four = load_network(f"{path}@b4")
-    assert (four.name, four.inputs[0].shape) == ("two.pt2@b4", (4, 16)) and hashes(four) == of_two_layers(4)
-
-
 def test_onnx(tmp_path: Path) -> None:
     network = load_network(save_onnx(tmp_path / "tiny.onnx", (3, 16)))
     assert network.name == "tiny.onnx" and network.inputs[0].shape == (3, 16)
@@ -142,37 +126,50 @@ def test_onnx(tmp_path: Path) -> None:
     assert task.bytes == 4 * (3 * 16 + 16 * 4 + 3 * 4)
 
 
-def test_onnx_dynamic_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = save_onnx(tmp_path / "tiny.onnx", ("n", 16))
+@pytest.mark.parametrize("suffix", ["onnx", "pt2"])
+def test_a_dynamic_batch_is_1_or_what_is_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, suffix: str
+) -> None:
+    save = save_onnx if suffix == "onnx" else save_pt2
+    fixed = save(tmp_path / f"four.{suffix}", (4, 16))
+    path = tmp_path / f"two.{suffix}"
+    if suffix == "onnx":
+        save_onnx(path, ("n", 16))
+    else:
+        save_pt2(path, (2, 16), dynamic=True)
     with caplog.at_level(logging.WARNING):
-        assert load_network(path).inputs[0].shape == (1, 16)
-    assert "taken as 1" in caplog.text
-    assert hashes(f"{path}@b3") == hashes(str(save_onnx(tmp_path / "three.onnx", (3, 16))))
+        one = load_network(path)
+    assert "dynamic batch" in caplog.text and "taken as 1" in caplog.text
+    assert one.inputs[0].shape == (1, 16) and hashes(one) == hashes(str(save(path.with_stem("one"))))
+    four = load_network(f"{path}@b4")
+    assert (four.name, four.inputs[0].shape) == (f"{path.name}@b4", (4, 16))
+    assert hashes(four) == hashes(str(fixed))
 
 
 def test_onnx_other_dynamic_extents_must_be_given(tmp_path: Path) -> None:
     path = save_onnx(tmp_path / "tiny.onnx", (1, "length", 16))
-    with pytest.raises(NetworkError, match=r"input x has the dynamic shape 1x\?x16"):
-        load_network(path)
     network = load_network(path, shapes={"x": (1, 5, 16)})
     assert network.inputs[0].shape == (1, 5, 16) and len(hashes(network)) == 1
-    with pytest.raises(NetworkError, match="does not fit"):
-        load_network(path, shapes={"x": (1, 5, 17)})
-    with pytest.raises(NetworkError, match="no input q"):
-        load_network(path, shapes={"q": (1, 5, 16)})
+    for shapes, message in (
+        (None, r"input x has the dynamic shape 1x\?x16"),
+        ({"x": (1, 5, 17)}, "does not fit"),
+        ({"q": (1, 5, 16)}, "no input q"),
+    ):
+        with pytest.raises(NetworkError, match=message):
+            load_network(path, shapes=shapes)
 
 
-@pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
+@pytest.mark.parametrize(("suffix", "save"), [("onnx", save_onnx), ("pt2", save_pt2)])
 @pytest.mark.parametrize("content", [b"", b"this is not a network\n" * 50, b"\x08\x01\x12", None])
 def test_file_that_is_not_a_network_or_cut_in_half(
-    tmp_path: Path, suffix: str, content: bytes | None
+    tmp_path: Path, suffix: str, save: Any, content: bytes | None
 ) -> None:
-    path = tmp_path / f"bad{suffix}"
+    path = tmp_path / f"bad.{suffix}"
     if content is None:
-        content = (save_onnx(path, (1, 16)) if suffix == ".onnx" else save_pt2(path)).read_bytes()
-        content = content[: len(content) // 2]
+        whole = save(path).read_bytes()
+        content = whole[: len(whole) // 2]
     path.write_bytes(content)
-    with pytest.raises(NetworkError, match=rf"bad\{suffix} is not a") as caught:
+    with pytest.raises(NetworkError, match=rf"bad\.{suffix} is not a") as caught:
         load_network(path)
     assert "\n" not in str(caught.value)
 
@@ -190,9 +187,7 @@ def test_pt2_with_pickled_code_does_not_run_it(tmp_path: Path) -> None:
     evil = pickle.dumps(_Evil(marker))
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
-    replaced = [
-        name for name in members if name.endswith(".pt") or "/weights/" in name or "constants" in name
-    ]
+    replaced = [n for n in members if n.endswith(".pt") or "/weights/" in n or "constants" in n]
     assert replaced
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in members.items():
@@ -202,29 +197,20 @@ def test_pt2_with_pickled_code_does_not_run_it(tmp_path: Path) -> None:
     assert not marker.exists()
 
 
-@pytest.mark.parametrize(("op", "domain"), [("StringNormalizer", ""), ("MyFancyOp", "my.company")])
-def test_unsupported_onnx_op_is_named(tmp_path: Path, op: str, domain: str) -> None:
-    network = load_network(save_onnx(tmp_path / "odd.onnx", (1, 16), op=op, domain=domain))
-    with pytest.raises(UnsupportedOpError, match=op):
-        network.to_relax()
-
-
-class Fourier(torch.nn.Module):
-    def forward(self, x: Any) -> Any:
-        return torch.fft.rfft(x).abs()
-
-
-def test_unsupported_torch_op_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "fourier.pt2"
-    torch.export.save(torch.export.export(Fourier(), (torch.randn(4, 8),)), str(path))
-    for network in (Network.from_torch(Fourier(), (torch.randn(4, 8),)), load_network(path)):
-        with pytest.raises(UnsupportedOpError, match="_fft_r2c") as caught:
-            network.to_relax()
-        assert "\n" not in str(caught.value)
-
-
-def test_module_that_does_not_run() -> None:
-    network = Network.from_torch(two_layers(), (torch.randn(4, 8),), name="broken")
-    with pytest.raises(NetworkError, match=r"broken: torch\.export failed") as caught:
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda path: load_network(save_onnx(path / "odd.onnx", op="StringNormalizer")), UnsupportedOpError, "StringNorm"),
+        (lambda path: load_network(save_onnx(path / "odd.onnx", op="MyFancyOp", domain="my.company")), UnsupportedOpError,
+         "MyFancyOp"),
+        (lambda path: load_network(save_pt2(path / "fourier.pt2", (4, 8), Fourier())), UnsupportedOpError, "_fft_r2c"),
+        (lambda path: Network.from_torch(Fourier(), (torch.randn(4, 8),)), UnsupportedOpError, "_fft_r2c"),
+        (lambda path: Network.from_torch(two_layers(), (torch.randn(4, 8),), name="broken"), NetworkError,
+         r"broken: torch\.export failed"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_converted_is_named(tmp_path: Path, make: Any, error: type, message: str) -> None:
+    network = make(tmp_path)
+    with pytest.raises(error, match=message) as caught:
         network.to_relax()
     assert "\n" not in str(caught.value)

@@ -45,13 +45,10 @@ def test_both_ways_through_an_iteration_share_it_and_a_way_around_a_loop_does_no
 _FLOWS = {"jmp": "jump", "jne": "branch", "je": "branch", "ret": "end"}
 
 
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["nop", "jmp", "jne", "je", "inc", "ret"]), st.integers(0, 11)),
-        min_size=1,
-        max_size=12,
-    )
-)
+_NAMES = st.sampled_from(["nop", "jmp", "jne", "je", "inc", "ret"])
+
+
+@given(st.lists(st.tuples(_NAMES, st.integers(0, 11)), min_size=1, max_size=12))
 def test_any_code_has_a_graph_whose_dominators_dominate(parts: list[tuple[str, int]]) -> None:
     function = []
     for i, (name, target) in enumerate(parts):
@@ -64,19 +61,17 @@ def test_any_code_has_a_graph_whose_dominators_dominate(parts: list[tuple[str, i
     graph, times = trips.graph, times_run(trips)
     assert times.shape == (len(function),) and np.isfinite(times).all() and (times >= 0).all()
     assert 0 <= trips.unknown <= len(graph.loops)
-    assert sorted(i for first, last in graph.blocks for i in range(first, last + 1)) == list(
-        range(len(function))
-    )
+    covered = sorted(i for first, last in graph.blocks for i in range(first, last + 1))
+    assert covered == list(range(len(function)))
     root = len(graph.blocks) - 1
     for block in graph.order:
         over = graph.dominator[block]
-        if block != root:  # without its dominator a block cannot be reached
-            seen, todo = {over}, [] if over == root else [root]
+        if over != root:  # without its dominator a block cannot be reached
+            seen, todo = {over}, [root]
             while todo:
                 here = todo.pop()
-                if here not in seen:
-                    seen.add(here)
-                    todo += graph.successors[here]
-            assert block not in seen or over == root
+                todo += [] if here in seen else graph.successors[here]
+                seen.add(here)
+            assert block == root or block not in seen
     for loop in graph.loops:
         assert all(graph.dominates(loop.header, block) for block in loop.body)

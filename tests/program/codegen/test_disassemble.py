@@ -48,14 +48,12 @@ def test_other_files_are_refused(
         read_functions(path)
 
 
-def test_an_object_that_was_cut_off_is_refused(shared_object: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", [0, 0.001, 0.01, 0.5, 0.99])
+def test_an_object_that_was_cut_off_is_refused(shared_object: bytes, tmp_path: Path, share: float) -> None:
     path = tmp_path / "p.so"
-    for size in (0, 3, 40, 100, len(shared_object) // 2, len(shared_object) - 100):
-        path.write_bytes(shared_object[:size])
-        with pytest.raises(ProgramError, match=r"p\.so"):
-            read_functions(path)
-    with pytest.raises(ProgramError, match="not an object file"):
-        read_functions(tmp_path)
+    path.write_bytes(shared_object[: int(share * len(shared_object))])
+    with pytest.raises(ProgramError, match=r"p\.so"):
+        read_functions(path)
 
 
 def test_what_instructions_read_write_and_change() -> None:
