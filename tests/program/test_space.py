@@ -35,7 +35,8 @@ def test_programs_are_unique_and_rebuild_exactly(spaces: TaskSpaces) -> None:
 
 def test_the_seed_decides_and_exclusion_works(spaces: TaskSpaces) -> None:
     first = spaces.sample(8, seed=1)
-    assert [p.hash for p in spaces.sample(8, seed=1)] == [p.hash for p in first]
+    # the same in every process: records of several runs and machines belong together
+    assert [p.hash for p in first[:3]] == ["72b320d9f7da2f41", "2b8652b32fbce7e2", "7fe60691f22569f0"]
     others = spaces.sample(8, seed=1, exclude={p.hash for p in first})
     assert {p.hash for p in others}.isdisjoint(p.hash for p in first)
 
