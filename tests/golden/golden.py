@@ -91,14 +91,19 @@ def programs(kind: str) -> list[str]:
     """Hashes of the golden programs for a ``cpu`` (they have records), ``cuda`` or ``library`` (library operators and
     kernels of others), sorted."""
     measured = set(dataset().records["program"])
-    rules = {"cpu": ("llvm",), "cuda": ("cuda",), "library": ("generator",)}[kind]
 
-    def rule(program: Any) -> str:
-        if program.space_hash:
-            return dataset().spaces[program.space_hash].rule
-        return "llvm" if program.hash in measured else "generator"
+    def kind_of(program: Any) -> str:
+        rule = dataset().spaces[program.space_hash].rule if program.space_hash else ""
+        if rule == "llvm" or (not rule and program.hash in measured):
+            return "cpu"
+        return "cuda" if rule == "cuda" else "library"
 
-    return sorted(program.hash for program in dataset().programs.values() if rule(program) in rules)
+    return sorted(program.hash for program in dataset().programs.values() if kind_of(program) == kind)
+
+
+def on_gpus() -> list[str]:
+    """Hashes of the programs of which predictions for GPUs are frozen."""
+    return [*programs("cuda"), *programs("library")]
 
 
 def prim_funcs(hashes: list[str], data: Any = None) -> list[Any]:
@@ -113,9 +118,9 @@ def fresh_asts(hashes: list[str], data: Any = None) -> dict[str, CompactAST]:
     return dict(zip(hashes, compact_asts(prim_funcs(hashes, data)), strict=True))
 
 
-def stored_asts(folder: Path = FOLDER) -> dict[str, CompactAST]:
-    """ASTs that a dataset folder keeps."""
-    return load_asts(folder / AST_FILE)
+def stored_asts() -> dict[str, CompactAST]:
+    """ASTs that the golden dataset keeps."""
+    return load_asts(FOLDER / AST_FILE)
 
 
 def store_asts() -> None:
@@ -144,21 +149,17 @@ def predictions() -> Arrays:
     """Seconds and 90 % intervals, (n, 3) each: what is predicted, low, high."""
     found: Arrays = {}
     asts = stored_asts()
-    cpu, gpu = programs("cpu"), [*programs("cuda"), *programs("library")]
-    for kind, hashes, devices in (("cpu", cpu, (*CPUS, UNSEEN_CPU)), ("gpu", gpu, GPUS)):
-        of_kind = [asts[program] for program in hashes]
+    cpu, gpu = ([asts[program] for program in hashes] for hashes in (programs("cpu"), on_gpus()))
+    for kind, of_kind, devices in (("cpu", cpu, (*CPUS, UNSEEN_CPU)), ("gpu", gpu, GPUS)):
         for device in devices:
             found[f"{kind} {device}"] = _with_interval(of_kind, device)
             found[f"unfamiliar {device}"] = predictor().unfamiliar(of_kind, device)
-    for device in CPUS:
-        found[f"compiled {device}"] = _compiled(cpu, asts, device)
     small = Predictor.load(PREDICTOR)
-    found["small"] = np.stack([small.predict([asts[program] for program in cpu], device) for device in CPUS])
+    found["small"] = np.stack([small.predict(cpu, device) for device in CPUS])
     for device, other in zip(CPUS, (*CPUS[1:], CPUS[0]), strict=True):
-        measured = {other: latencies_on(other, cpu)}
-        found[f"{device} measured on {other}"] = _with_interval(
-            [asts[p] for p in cpu], device, measured=measured
-        )
+        found[f"compiled {device}"] = _compiled(cpu, device)
+        measured = {other: latencies_on(other, programs("cpu"))}
+        found[f"{device} measured on {other}"] = _with_interval(cpu, device, measured=measured)
     return found
 
 
@@ -167,45 +168,34 @@ def _with_interval(asts: list[CompactAST], device: str, **evidence: Any) -> NDAr
     return np.stack([predictor().predict(asts, device, **evidence), low, high], axis=1)
 
 
-def _compiled(hashes: list[str], asts: Mapping[str, CompactAST], device: str) -> NDArray[np.float64]:
-    """With the stored counts of those programs that have some, rows of NaN for the others."""
-    counts = counts_on(device, hashes)
-    evidence = Evidence(code=counts)
-    seconds = predictor().predict_asts([asts[program] for program in hashes], device, evidence)
-    calibration = predictor().calibration_of(evidence)
-    assert calibration is not None
-    factor = np.exp(calibration.half_width(device, 0.9))
+def _compiled(asts: list[CompactAST], device: str) -> NDArray[np.float64]:
+    """With the stored counts of those CPU programs that have some, rows of NaN for the others."""
+    evidence = Evidence(code=counts_on(device, programs("cpu")))
+    seconds = predictor().predict_asts(asts, device, evidence)
+    factor = np.exp(predictor().calibration_of(evidence).half_width(device, 0.9))
     rows = np.stack([seconds, seconds / factor, seconds * factor], axis=1)
-    rows[np.isnan(counts[:, 0])] = np.nan
+    rows[np.isnan(evidence.code[:, 0])] = np.nan
     return rows
 
 
 def encodings() -> Arrays:
     """What the network of the weights that ship takes of every tenth program and of the devices."""
     asts = stored_asts()
-    cpu, gpu = programs("cpu")[::10], [*programs("cuda"), *programs("library")][::10]
-    encoder = predictor().encoder
-    index = np.zeros(len(cpu), np.int64)
+    cpu, gpu = programs("cpu")[::10], on_gpus()[::10]
+    leaves = np.concatenate([asts[program].leaves for program in (*cpu, *gpu)])
+    pairs = {device: _pairs(cpu, asts, device, counts_on(device, cpu)) for device in CPUS}
+    pairs |= {device: _pairs(gpu, asts, device, None) for device in GPUS}
     return {
-        "leaves": encoder.encode_leaves(np.concatenate([asts[program].leaves for program in (*cpu, *gpu)])),
+        "leaves": predictor().encoder.encode_leaves(leaves),
         "devices": predictor().encode_devices([*CPUS, UNSEEN_CPU, *GPUS]),
-        **{
-            f"pairs {device}": _joined(
-                predictor().encode([asts[p] for p in cpu], [device], index, counts_on(device, cpu))
-            )
-            for device in CPUS
-        },
-        **{
-            f"pairs {device}": _joined(
-                predictor().encode([asts[p] for p in gpu], [device], np.zeros(len(gpu), np.int64))
-            )
-            for device in GPUS
-        },
+        **{f"pairs {device}": values for device, values in pairs.items()},
     }
 
 
-def _joined(arrays: Any) -> NDArray[np.float32]:
+def _pairs(hashes: list[str], asts: Mapping[str, CompactAST], device: str, code: Any) -> NDArray[np.float32]:
     """Pair, compiled code, and whether that is known, side by side."""
+    index = np.zeros(len(hashes), np.int64)
+    arrays = predictor().encode([asts[program] for program in hashes], [device], index, code)
     parts = (arrays.pair, arrays.code, arrays.has_code[:, None])
     return np.concatenate([part.numpy() for part in parts], axis=1).astype(np.float32)
 
@@ -229,9 +219,9 @@ def compile_and_count(
     return np.stack([compiled_features(f, target, keep and partial(keep, program)) for program, f in funcs])
 
 
-def count_objects(archive: Path) -> dict[str, NDArray[np.float32]]:
-    """Instructions of the objects in a zip file, by name."""
-    with zipfile.ZipFile(archive) as objects, tempfile.TemporaryDirectory() as folder:
+def count_objects() -> dict[str, NDArray[np.float32]]:
+    """Instructions of the objects that are kept, by name."""
+    with zipfile.ZipFile(OBJECTS) as objects, tempfile.TemporaryDirectory() as folder:
         return {name: codegen_features(objects.extract(name, folder)) for name in objects.namelist()}
 
 
@@ -247,8 +237,6 @@ def splits(view: Any, specs: Sequence[str] = SPLITS) -> dict[str, dict[str, list
         found[spec] = {}
         for part in ("train", "valid", "test", "adapt"):
             rows = labels.iloc[split.part(part)]
-            lines = sorted(
-                f"{program} {device}" for program, device in zip(rows["program"], rows["device"], strict=True)
-            )
+            lines = sorted(rows["program"].astype(str) + " " + rows["device"].astype(str))
             found[spec][part] = [len(lines), hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]]
     return found

@@ -27,7 +27,7 @@ def expect_equal(now: golden.Arrays, before: golden.Arrays, columns: np.ndarray)
 
 def test_counts_of_stored_objects(frozen: golden.Arrays) -> None:
     row = {program: number for number, program in enumerate(frozen["programs"])}
-    now = golden.count_objects(golden.OBJECTS)
+    now = golden.count_objects()
     assert len(now) > 25
     parts = {name: name.removesuffix(".so").split("-", 1) for name in now}
     expect_equal(now, {name: frozen[mcpu][row[p]] for name, (p, mcpu) in parts.items()}, frozen["columns"])
