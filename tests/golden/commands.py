@@ -12,12 +12,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.golden.golden import DATA, FOLDER, HERE, HUB, NEUSIGHT, PREDICTOR, dataset
+from tests.golden.golden import DATA, FOLDER, HUB, NEUSIGHT, PREDICTOR, SMALL, dataset
 
 XEON, EPYC = "xeon-cascadelake-2.5ghz@1", "epyc-zen4-2.6ghz@1"
-_ALL = "device,network,task,family,origin"
-_GROUPS = ("device", "network", "family", "origin")
-_SMALL = HERE / "small.yaml"
 #: Dictionaries of more keys, or of paths, are maps: what matters is the shape of their values.
 _MOST_KEYS, _MOST_ALIKE = 40, 6
 
@@ -59,24 +56,24 @@ def options() -> dict[str, dict[str, Any]]:
         except _Parsed as caught:
             parser = caught.args[0]
     verbs = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
-    found: dict[str, dict[str, Any]] = json.loads(
-        json.dumps({verb: _options(sub) for verb, sub in verbs.items()})
-    )
-    return found
-
-
-def _options(parser: argparse.ArgumentParser) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for number, action in enumerate(parser._actions):
-        fields = {
-            "nargs": action.nargs,
-            "choices": None if action.choices is None else sorted(map(str, action.choices)),
-            "default": action.default if action.option_strings and action.dest != "help" else None,
-            "required": action.required,
+    found = {
+        verb: {
+            name: _fields(action)
+            for number, action in enumerate(sub._actions)
+            for name in action.option_strings or [f"<{number}>"]
         }
-        for name in action.option_strings or [f"<{number}>"]:
-            found[name] = fields
-    return found
+        for verb, sub in verbs.items()
+    }
+    return json.loads(json.dumps(found))
+
+
+def _fields(action: argparse.Action) -> dict[str, Any]:
+    return {
+        "nargs": action.nargs,
+        "choices": None if action.choices is None else sorted(map(str, action.choices)),
+        "default": action.default if action.option_strings and action.dest != "help" else None,
+        "required": action.required,
+    }
 
 
 def missing_options(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -88,14 +85,14 @@ def missing_options(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
             if new is None:
                 found.append(f"{verb} {name} is gone")
                 continue
-            if new["nargs"] != old["nargs"]:
-                found.append(f"{verb} {name} takes {new['nargs']} in place of {old['nargs']} values")
-            if old["default"] is not None and new["default"] != old["default"]:
-                found.append(f"{verb} {name} is {new['default']} by default in place of {old['default']}")
-            if new["choices"] is not None and not set(old["choices"] or [new]) <= set(new["choices"]):
-                found.append(f"{verb} {name} does not take all of {old['choices']}")
-            if new["required"] and not old["required"]:
-                found.append(f"{verb} {name} is required")
+            misses = {
+                "nargs": new["nargs"] != old["nargs"],
+                "default": old["default"] not in (None, new["default"]),
+                "choices": new["choices"] is not None
+                and not set(old["choices"] or [new]) <= set(new["choices"]),
+                "required": new["required"] and not old["required"],
+            }
+            found += [f"{verb} {name}: {key} is {new[key]}, was {old[key]}" for key in misses if misses[key]]
     return found
 
 
@@ -108,7 +105,7 @@ def shape(value: Any) -> Any:
         shapes = {key: shape(item) for key, item in value.items()}
         alike = (
             all(isinstance(item, dict) for item in value.values())
-            and len(set(map(_text, shapes.values()))) == 1
+            and len({*map(_text, shapes.values())}) == 1
         )
         if len(value) > (_MOST_ALIKE if alike else _MOST_KEYS) or any("/" in key for key in value):
             return {"*": _united(list(shapes.values()))}
@@ -132,11 +129,9 @@ def _united(shapes: Sequence[Any]) -> Any:
     if all(isinstance(item, list) for item in shapes):
         inner = [item[0] for item in shapes if item]
         return [_united(inner)] if inner else []
-    different = sorted({_text(item) if isinstance(item, dict | list) else item for item in shapes})
-    parts = sorted(
-        {part for item in different for part in (item.split("|") if item[0] not in "[{" else [item])}
-    )
-    return "|".join(parts)
+    texts = [_text(item) if isinstance(item, dict | list) else item for item in shapes]
+    parts = {part for text in texts for part in ([text] if text[0] in "[{" else text.split("|"))}
+    return "|".join(sorted(parts))
 
 
 def misfits(before: Any, now: Any, where: str = "") -> list[str]:
@@ -160,53 +155,54 @@ def misfits(before: Any, now: Any, where: str = "") -> list[str]:
 # -- what is run -----------------------------------------------------------------------------------------------
 
 
+def results_of(out: Path, commands: dict[str, str]) -> dict[str, Any]:
+    return {name: run_json(out, *line.split()) for name, line in commands.items()}
+
+
 def quick(out: Path) -> dict[str, Any]:
     """Results of commands that take a second, by name."""
     data = shutil.copytree(FOLDER, out / "data")
     matmul = min((t for t in dataset().tasks.values() if "matmul" in t.name), key=lambda t: (t.flops, t.hash))
     program = out / "program.json"
     program.write_text(matmul.tir_json)
-    on_xeon = ("predict", program, "--device", XEON)
-    evaluate = ("evaluate", "--data", data, "--split", "all", "--by")
-    return {
-        "devices": run_json(out, "devices"),
-        "networks": run_json(out, "networks"),
-        "dataset": run_json(out, "dataset", data),
-        "evaluate": run_json(out, *evaluate, _ALL),
-        "evaluate --compiled": run_json(out, *evaluate, "device", "--compiled"),
-        "evaluate --measured": run_json(out, *evaluate, "device", "--measured"),
-        "predict PROGRAM": run_json(out, *on_xeon),
-        "predict PROGRAM --compile": run_json(out, *on_xeon, "--compile", "1"),
-        "predict PROGRAM --measured": run_json(out, *on_xeon, "--measured", f"{EPYC}=1ms"),
-        "predict NETWORK": run_json(out, "predict", "mlp", "--device", XEON, "--programs-per-task", "2"),
-        "latency": run_json(out, "latency", "mlp", "--device", XEON),
-        "latency of devices": run_json(out, "latency", "mlp", "--device", "h200,t4"),
-        "import neusight": run_json(out, "import", "neusight", NEUSIGHT, "--out", out / "neusight"),
-        "import benchmark-hub": run_json(out, "import", "benchmark-hub", HUB, "--out", out / "hub"),
+    evaluate = f"evaluate --data {data} --split all --by"
+    commands = {
+        "devices": "devices",
+        "networks": "networks",
+        "dataset": f"dataset {data}",
+        "evaluate": f"{evaluate} device,network,task,family,origin",
+        "evaluate --compiled": f"{evaluate} device --compiled",
+        "evaluate --measured": f"{evaluate} device --measured",
+        "predict PROGRAM": f"predict {program} --device {XEON}",
+        "predict PROGRAM --compile": f"predict {program} --device {XEON} --compile 1",
+        "predict PROGRAM --measured": f"predict {program} --device {XEON} --measured {EPYC}=1ms",
+        "predict NETWORK": f"predict mlp --device {XEON} --programs-per-task 2",
+        "latency": f"latency mlp --device {XEON}",
+        "latency of devices": "latency mlp --device h200,t4",
+        "import neusight": f"import neusight {NEUSIGHT} --out {out}/neusight",
+        "import benchmark-hub": f"import benchmark-hub {HUB} --out {out}/hub",
     }
+    return results_of(out, commands)
 
 
 def slow(out: Path) -> dict[str, Any]:
     """Results of commands that measure, train or compile much, by name."""
     data = shutil.copytree(FOLDER, out / "data")
-    few = ("--programs-per-task", "1", "--workers", "1", "--out")
-    tune = ("--batch", "4", "--population", "16", "--generations", "1", "--predictor", "none")
-    trained = ("--config", _SMALL, "--data", data, "--split", "within_task:test=0.3;seed=0")
-    ten = ("--predictor", PREDICTOR, "--data", data, "--device", EPYC, "--tasks", "10")
-    return {
-        "profile": run_json(out, "profile", "mlp", "--device", "this-cpu@1", *few, out / "mlp"),
-        "codegen": run_json(out, "codegen", out / "mlp"),
-        "tune": run_json(
-            out, "tune", "mlp", "--device", "this-cpu@1", "--trials", "8", *tune, "--out", out / "tuned"
-        ),
-        "train": run_json(out, "train", *trained, "--out", out / "run"),
-        "report": run_json(out, "report", out / "run", "--out", out / "report.html"),
-        "search": run_json(out, "search", *trained, "--trials", "1", "--out", out / "search"),
-        "finetune": run_json(out, "finetune", *ten, "--config", _SMALL, "--out", out / "finetuned"),
-        "finetune without records": run_json(
-            out, "finetune", *ten[:4], "--device", "h200", "--tasks", "3", "--out", out / "h200"
-        ),
+    on_this = "mlp --device this-cpu@1"
+    few = "--batch 4 --population 16 --generations 1 --predictor none"
+    trained = f"--config {SMALL} --data {data} --split within_task:test=0.3;seed=0"
+    finetune = f"finetune --predictor {PREDICTOR} --data {data} --device"
+    commands = {
+        "profile": f"profile {on_this} --programs-per-task 1 --workers 1 --out {out}/mlp",
+        "codegen": f"codegen {out}/mlp",
+        "tune": f"tune {on_this} --trials 8 {few} --out {out}/tuned",
+        "train": f"train {trained} --out {out}/run",
+        "report": f"report {out}/run --out {out}/report.html",
+        "search": f"search {trained} --trials 1 --out {out}/search",
+        "finetune": f"{finetune} {EPYC} --tasks 10 --config {SMALL} --out {out}/finetuned",
+        "finetune without records": f"{finetune} h200 --tasks 3 --out {out}/h200",
     }
+    return results_of(out, commands)
 
 
 def scores(results: dict[str, Any]) -> dict[str, Any]:
@@ -214,15 +210,12 @@ def scores(results: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, result in results.items():
         if name.startswith("evaluate"):
-            kept = {group: result["groups"][group] for group in _GROUPS if group in result["groups"]}
+            kept = {group: values for group, values in result["groups"].items() if group != "task"}
             found[name] = {**result, "groups": kept}
     return found
 
 
 def model_card(out: Path) -> dict[str, Any]:
     """Scores of the weights that ship on the held-out networks of all data."""
-    evaluate = ("evaluate", "--data", DATA, "--by", "device")
-    return {
-        "evaluate": run_json(out, *evaluate),
-        "evaluate --compiled": run_json(out, *evaluate, "--compiled"),
-    }
+    evaluate = f"evaluate --data {DATA} --by device"
+    return results_of(out, {"evaluate": evaluate, "evaluate --compiled": f"{evaluate} --compiled"})

@@ -37,6 +37,10 @@ def write_json(name: str, value: Any) -> None:
     (golden.HERE / f"{name}.json").write_text(text + "\n")
 
 
+def write_shapes(name: str, results: dict[str, Any]) -> None:
+    write_json(name, {command: commands.shape(result) for command, result in results.items()})
+
+
 def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
@@ -61,9 +65,8 @@ def _counts() -> None:
             objects[f"{program}-{mcpu}.so"] = path.read_bytes()
 
     counts = {mcpu: golden.compile_and_count(hashes, mcpu, partial(keep, mcpu)) for mcpu in golden.TARGETS}
-    write_arrays(
-        "counts", {**counts, "programs": np.array(hashes), "columns": np.array(golden.CODEGEN_FEATURES)}
-    )
+    names = {"programs": np.array(hashes), "columns": np.array(golden.CODEGEN_FEATURES)}
+    write_arrays("counts", {**counts, **names})
     with zipfile.ZipFile(golden.OBJECTS, "w") as archive:
         for name, content in sorted(objects.items()):
             archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED, 9)
@@ -72,14 +75,13 @@ def _counts() -> None:
 def _quick() -> None:
     with tempfile.TemporaryDirectory() as out:
         results = commands.quick(Path(out))
-    write_json("shapes", {name: commands.shape(result) for name, result in results.items()})
+    write_shapes("shapes", results)
     write_json("scores", commands.scores(results))
 
 
 def _slow() -> None:
     with tempfile.TemporaryDirectory() as out:
-        results = commands.slow(Path(out))
-        write_json("shapes_slow", {name: commands.shape(result) for name, result in results.items()})
+        write_shapes("shapes_slow", commands.slow(Path(out)))
         write_json("model_card", commands.model_card(Path(out)))
     write_json("split_of_data", golden.splits(golden.load_datasets(golden.DATA), golden.SPLITS[-1:]))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +16,8 @@ from tests.golden import golden
 def test_a_finished_dataset_opens() -> None:
     data = golden.Dataset.open(golden.FOLDER)
     assert (len(data.programs), len(data.records), data.corrupt_lines) == (290, 595, 0)
-    assert data.meta["devices"][golden.CPUS[0]]["target"] == {
-        "kind": "llvm",
-        "num-cores": 1,
-        "mcpu": "znver4",
-    }
+    target = {"kind": "llvm", "num-cores": 1, "mcpu": "znver4"}
+    assert data.meta["devices"][golden.CPUS[0]]["target"] == target
     records = list(data.iter_records())
     assert {record.status for record in records} == {"ok", "build_error", "build_timeout", "run_timeout"}
     assert all(record.latency_s and record.samples_s for record in records if record.status == "ok")
@@ -31,17 +29,15 @@ def test_journals_of_a_writer_that_was_killed_are_read_and_added_to(tmp_path: Pa
     data = golden.Dataset.open(folder)
     assert data.corrupt_lines == 1
     programs, records = len(data.programs), len(data.records)
-    whole = golden.dataset().records
-    whole = whole[whole["program"].isin(data.programs)]
-    assert records == len(whole) - 1, "all but the one that was cut"
-    assert set(data.records["latency_s"].dropna()) < set(whole["latency_s"].dropna())
 
-    known = {(r.program, r.device, r.measured_at) for r in data.iter_records()}
-    (lost,) = [
-        r
-        for r in golden.dataset().iter_records()
-        if r.program in data.programs and (r.program, r.device, r.measured_at) not in known
-    ]
+    def key(record: Any) -> tuple[str, str, str]:
+        return record.program, record.device, record.measured_at
+
+    known = {key(record) for record in data.iter_records()}
+    in_whole = [record for record in golden.dataset().iter_records() if record.program in data.programs]
+    (lost,) = [record for record in in_whole if key(record) not in known]
+    assert records == len(in_whole) - 1, "all but the one that was cut"
+    assert set(data.records["latency_s"].dropna()) < {record.latency_s for record in in_whole}
     with data:
         data.add_record(lost)
         data.finalize()
