@@ -22,37 +22,24 @@ def relative_error(log_predicted: torch.Tensor, log_target: torch.Tensor, cap: f
     return inside + cap * (ratio - log_cap).clamp(min=0)
 
 
-class HybridLoss:
-    """``mse_weight * MSE`` of transformed labels plus ``mape_weight * MAPE`` of seconds."""
+def hybrid_loss(
+    config: LossConfig,
+    transform: LabelTransform,
+    label: torch.Tensor,
+    target: torch.Tensor,
+    log_target_s: torch.Tensor,
+    log_reference: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``mse_weight * MSE`` of standardised labels (n,), predicted and true, plus ``mape_weight * MAPE`` of seconds.
 
-    def __init__(self, config: LossConfig, transform: LabelTransform) -> None:
-        self._config = config
-        self._transform = transform
-
-    def __call__(
-        self,
-        label: torch.Tensor,
-        target: torch.Tensor,
-        log_target_s: torch.Tensor,
-        log_reference: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Scalar loss.
-
-        Parameters
-        ----------
-        label, target
-            Predicted and true standardised labels, shape (n,).
-        log_target_s
-            Natural logarithm of the true latency in seconds, shape (n,).
-        log_reference
-            Natural logarithm of the reference in seconds where the transform is relative.
-        """
-        loss = self._config.mse_weight * torch.mean((label - target) ** 2)
-        if self._config.mape_weight:
-            log_predicted = self._transform.log_inverse(label, log_reference)
-            errors = relative_error(log_predicted, log_target_s, self._config.mape_cap)
-            loss = loss + self._config.mape_weight * errors.mean()
-        return loss
+    ``log_target_s`` (n,) is the natural logarithm of the true latency; ``log_reference`` that of the reference where the
+    transform is relative.
+    """
+    loss = config.mse_weight * torch.mean((label - target) ** 2)
+    if config.mape_weight:
+        log_predicted = transform.log_inverse(label, log_reference)
+        loss = loss + config.mape_weight * relative_error(log_predicted, log_target_s, config.mape_cap).mean()
+    return loss
 
 
 def pairwise_ranking(
@@ -61,14 +48,8 @@ def pairwise_ranking(
     """Mean logistic loss over the pairs of a group with different latencies; 0 without such a pair (RankNet).
 
     ``log(1 + exp(log p_fast - log p_slow))`` with ``p`` the predicted latencies of the faster and the slower one
-    (Burges et al. 2005, equation 3, with log latencies as the scores).
-
-    Parameters
-    ----------
-    log_predicted, log_target
-        Natural logarithms of predicted and true latencies in seconds, shape (n,).
-    group
-        int64 (n,): programs are compared where it is equal, such as one task on one device.
+    (Burges et al. 2005, equation 3, with log latencies as the scores). All arguments are (n,); programs are compared where
+    ``group``, int64, is equal, such as one task on one device.
     """
     slower = (group[:, None] == group[None, :]) & (log_target[:, None] > log_target[None, :])
     slow, fast = torch.nonzero(slower, as_tuple=True)
@@ -79,17 +60,10 @@ def pairwise_ranking(
 def central_moment_discrepancy(
     source: torch.Tensor, target: torch.Tensor, moments: int = 5, low: float = -1.0, high: float = 1.0
 ) -> torch.Tensor:
-    """CMD between two samples of embeddings bounded to ``[low, high]`` (Zellinger et al. 2017, equation 1).
+    """CMD between samples (n, d) and (m, d) of embeddings bounded to ``[low, high]`` (Zellinger et al. 2017, equation 1).
 
     ``|E x - E y| / (b - a) + sum_{k=2..K} |c_k(x) - c_k(y)| / (b - a)^k`` with ``c_k`` the vector of k-th
-    central moments and ``|.|`` the Euclidean norm.
-
-    Parameters
-    ----------
-    source, target
-        Shapes (n, d) and (m, d).
-    moments
-        K, at least 1.
+    central moments, K ``moments``, at least 1, and ``|.|`` the Euclidean norm.
     """
     width = high - low
     source_mean, target_mean = source.mean(0), target.mean(0)

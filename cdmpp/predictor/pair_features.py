@@ -46,56 +46,20 @@ _NS = 1e9
 #: Powers of two beyond this divisor make no difference to alignment.
 _MOST_ALIGNED = 256
 
-_DOCS: dict[str, str] = {
-    "on_gpu": "1 on a GPU",
-    "by_library": "1 if a library runs it there, as it is not scheduled",
-    "estimate_ns": "analytical estimate",
-    "roofline_ns": "lower bound",
-    "compute_ns": "floating-point operations over the peak",
-    "power_ns": "floating-point operations over what the power limit sustains of it",
-    "memory_ns": "bytes of inputs and outputs over the memory's bandwidth",
-    "launch_ns": "cost of a launch",
-    "intensity": "compute_ns over memory_ns, in thousandths",
-    "last_cache": "bytes of inputs and outputs over the last-level cache, in thousandths",
-    "near_cache": "bytes of inputs and outputs over the second-level caches of all cores, in thousandths",
-    "filled_lanes": "outputs of the main leaf over the lanes of the cores used, in thousandths",
-    "rows_per_core": "outputs of the main leaf but for its innermost loop over the cores used, in thousandths",
-    **{f"waves_{t}": f"output tiles of {t} x {t} over the cores used, in thousandths" for t in TILES},
-    **{
-        f"idle_{t}": "the same rounded up over itself, in thousandths: cores idle in the last wave"
-        for t in TILES
-    },
-    **{f"padding_{t}": "points of these tiles over outputs, in thousandths" for t in TILES},
-    "blocks_per_core": "GPU blocks over the cores used, in thousandths; 0 where nothing is bound to blocks",
-    "resident_blocks": "GPU blocks that a core holds at a time, by its threads and shared memory; 0 as above",
-    "block_waves": "GPU blocks over all blocks that run at a time, in thousandths; 0 as above",
-    "block_idle": "the same rounded up over itself, in thousandths; 0 as above",
-    "balance": "parallel iterations over what the cores used take in rounds, in thousandths",
-    "headroom": "power limit over the power of all lanes, relative, in thousandths; missing where unknown",
-    "columns_aligned": "largest power of two that divides the innermost output loop",
-    "rows_aligned": "the same, the output loop around it",
-    "depth_aligned": "the same, the reduction",
-    "columns": "extent of the innermost output loop",
-    "rows": "extent of the output loop around it",
-    "batch": "product of the other output loops",
-    "depth": "product of the reduction loops",
-}
-#: Names of the columns of :func:`pair_rows`.
-PAIR_FEATURES: tuple[str, ...] = tuple(_DOCS)
+#: Names of the columns of :func:`pair_rows`, which :func:`_pairs_of` explains.
+PAIR_FEATURES: tuple[str, ...] = (
+    "on_gpu", "by_library", "estimate_ns", "roofline_ns", "compute_ns", "power_ns", "memory_ns", "launch_ns", "intensity",
+    "last_cache", "near_cache", "filled_lanes", "rows_per_core",
+    *(f"{name}_{edge}" for name in ("waves", "idle", "padding") for edge in TILES),
+    "blocks_per_core", "resident_blocks", "block_waves", "block_idle", "balance", "headroom",
+    "columns_aligned", "rows_aligned", "depth_aligned", "columns", "rows", "batch", "depth",
+)  # fmt: skip
 
 #: What a network is given of a program on a GPU that it was never trained on: its shape, how it fills the GPU, and the
 #: analytical times; not what tells GPUs apart by themselves (see :data:`cdmpp.device.GENERAL_DEVICE_FEATURES`).
 GENERAL_PAIR_FEATURES = frozenset(PAIR_FEATURES) - {
-    "compute_ns",
-    "power_ns",
-    "memory_ns",
-    "launch_ns",
-    "headroom",
-    "last_cache",
-    "near_cache",
-}
-
-
+    "compute_ns", "power_ns", "memory_ns", "launch_ns", "headroom", "last_cache", "near_cache",
+}  # fmt: skip
 #: 1 for features that a network is given of a program on a GPU that it was never trained on, 0 for others.
 GENERAL_PAIRS = np.array([name in GENERAL_PAIR_FEATURES for name in PAIR_FEATURES], dtype=np.float32)
 
@@ -111,12 +75,27 @@ def _pairs_of(view: ProgramView, asts: Sequence[CompactAST], device: Device) -> 
     last = 1024 * max(device.l3_kb or 0.0, device.l2_kb or 0.0)
     near = 1024 * (device.l2_kb or 0.0) * (cores if device.kind == "cpu" else 1.0)
     gpu = np.full(n, float(device.kind == "gpu"))
+    rounds = np.ceil(view.parallel / cores)
+    resident = np.full(n, 32.0)  # GPU blocks that a core has at a time
+    if device.max_threads_per_core:
+        resident = np.minimum(resident, device.max_threads_per_core // np.maximum(view.threads, 1.0))
+    if device.shared_kb:
+        resident = np.minimum(resident, 1024 * device.shared_kb // np.maximum(view.shared_bytes, 1.0))
+    resident = np.maximum(resident, 1.0)
+    waves = view.blocks / (cores * resident)
+    blocks = {
+        "blocks_per_core": _PER_MILLE * view.blocks / cores,
+        "resident_blocks": resident,
+        "block_waves": _PER_MILLE * waves,
+        "block_idle": _PER_MILLE * np.ceil(waves) / waves,
+    }
     columns: dict[str, FloatArray] = {
         "on_gpu": gpu,
         "by_library": gpu * ~view.scheduled_for_gpu,
         "estimate_ns": _NS * estimate_s(asts, device),
         "roofline_ns": _NS * roofline_s(asts, device),
         "compute_ns": compute,
+        # floating-point operations over what the power limit sustains of the peak
         "power_ns": compute / min(1.0, headroom) if headroom is not None else compute,
         "memory_ns": memory,
         "launch_ns": np.full(n, 1e3 * device.launch_overhead_us) if device.launch_overhead_us else nan,
@@ -125,6 +104,10 @@ def _pairs_of(view: ProgramView, asts: Sequence[CompactAST], device: Device) -> 
         "near_cache": _PER_MILLE * view.io_bytes / near if near else nan,
         "filled_lanes": _PER_MILLE * view.outputs / (cores * (device.lanes_per_core or 1.0)),
         "rows_per_core": _PER_MILLE * view.outputs / view.columns / cores,
+        # 0 where nothing is bound to blocks or threads
+        **{name: np.where(view.scheduled_for_gpu, values, 0.0) for name, values in blocks.items()},
+        # parallel iterations over what the cores take in rounds
+        "balance": _PER_MILLE * view.parallel / (rounds * cores),
         "headroom": nan if headroom is None else np.full(n, _PER_MILLE * headroom),
         "columns_aligned": _power_of_two(view.columns),
         "rows_aligned": _power_of_two(view.rows),
@@ -134,34 +117,13 @@ def _pairs_of(view: ProgramView, asts: Sequence[CompactAST], device: Device) -> 
         "batch": view.batch,
         "depth": view.depth,
     }
-    for tile in TILES:
-        tiles = view.tiles(tile)
-        columns[f"waves_{tile}"] = _PER_MILLE * tiles / cores
-        columns[f"idle_{tile}"] = _PER_MILLE * np.ceil(tiles / cores) / (tiles / cores)
-        columns[f"padding_{tile}"] = _PER_MILLE * tiles * tile**2 / view.outputs
-    columns.update(_blocks(view, device, cores))
-    rounds = np.ceil(view.parallel / cores)
-    columns["balance"] = _PER_MILLE * view.parallel / (rounds * cores)
+    for edge in TILES:
+        tiles = view.tiles(edge)
+        columns[f"waves_{edge}"] = _PER_MILLE * tiles / cores
+        # waves rounded up over themselves: cores idle in the last one
+        columns[f"idle_{edge}"] = _PER_MILLE * np.ceil(tiles / cores) / (tiles / cores)
+        columns[f"padding_{edge}"] = _PER_MILLE * tiles * edge**2 / view.outputs
     return np.stack([columns[name] for name in PAIR_FEATURES], axis=1)
-
-
-def _blocks(view: ProgramView, device: Device, cores: float) -> dict[str, FloatArray]:
-    """How scheduled GPU programs fill the cores; zeros for others."""
-    bound = view.scheduled_for_gpu
-    resident = np.full(len(view.flops), 32.0)
-    if device.max_threads_per_core:
-        resident = np.minimum(resident, device.max_threads_per_core // np.maximum(view.threads, 1.0))
-    if device.shared_kb:
-        resident = np.minimum(resident, 1024 * device.shared_kb // np.maximum(view.shared_bytes, 1.0))
-    resident = np.maximum(resident, 1.0)
-    waves = view.blocks / (cores * resident)
-    found = {
-        "blocks_per_core": _PER_MILLE * view.blocks / cores,
-        "resident_blocks": resident,
-        "block_waves": _PER_MILLE * waves,
-        "block_idle": _PER_MILLE * np.ceil(waves) / waves,
-    }
-    return {name: np.where(bound, values, 0.0) for name, values in found.items()}
 
 
 def _power_of_two(extent: FloatArray) -> FloatArray:

@@ -19,7 +19,7 @@ from cdmpp.errors import PredictorError
 from cdmpp.predictor.batching import Context, LabelledArrays, PaddedBatch, PairArrays, training_batches
 from cdmpp.predictor.checkpoint import TrainerState
 from cdmpp.predictor.config import Config
-from cdmpp.predictor.losses import HybridLoss, central_moment_discrepancy, pairwise_ranking
+from cdmpp.predictor.losses import central_moment_discrepancy, hybrid_loss, pairwise_ranking
 from cdmpp.predictor.network import LatencyNetwork, predict_labels
 from cdmpp.predictor.transforms import LabelTransform
 from cdmpp.program.codegen import STATIC_FEATURES
@@ -138,7 +138,6 @@ class Trainer:
             weight_decay=config.train.weight_decay,
             fused=True,
         )
-        self._loss = HybridLoss(config.loss, transform)
         self._target = torch.from_numpy(transform.forward(train.latency_s, train.reference_s)).float()
         self._log_latency = torch.from_numpy(np.log(train.latency_s)).float()
         self._log_reference = (
@@ -309,7 +308,8 @@ class Trainer:
     def _label_loss(self, label: torch.Tensor, truth: _Truth) -> torch.Tensor:
         """Loss of predicted labels (n,)."""
         terms = self._terms
-        loss = self._loss(label, truth.target, truth.log_latency, truth.log_reference)
+        known = (truth.target, truth.log_latency, truth.log_reference)
+        loss = hybrid_loss(terms, self._transform, label, *known)
         if truth.group is not None:
             log_predicted = self._transform.log_inverse(label, truth.log_reference)
             ranking = pairwise_ranking(log_predicted, truth.log_latency, truth.group)

@@ -7,8 +7,7 @@ range around the training labels, because a Box-Cox inverse is undefined beyond 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +17,9 @@ from cdmpp.errors import LabelError, PredictorError
 
 if TYPE_CHECKING:
     import torch
+
+#: Names of the transforms.
+KINDS: tuple[str, ...] = ("box-cox", "log")
 
 #: Predictions may leave the range of the training labels by this factor on either side.
 RANGE_FACTOR = 1e3
@@ -31,45 +33,37 @@ _LOG_LAMBDA = 1e-6
 
 
 @dataclass(frozen=True)
-class LabelTransform(ABC):
-    """An invertible, increasing, standardised map of ``latency / reference``.
+class LabelTransform:
+    """An invertible, increasing, standardised map of ``latency / reference``, of one of :data:`KINDS`.
 
-    Attributes
-    ----------
-    mean, std
-        Of the unstandardised transformed training labels.
-    log_low, log_high
-        Natural logarithm of the smallest and largest ratio the inverse returns.
-    relative_to
-        What latencies are divided by first: a per-program reference (a key of
-        :data:`cdmpp.predictor.roofline.REFERENCES`), which every method then needs as ``reference_s``. "" for
-        nothing.
+    ``box-cox`` is ``((y / scale)**lambda - 1) / lambda`` (CDMPP's label normalisation), with the geometric mean of the
+    training labels as ``scale``: that does not change the fitted ``lambda`` and keeps microseconds and seconds well
+    conditioned. ``log`` is its limit for ``lambda = 0``, with a scale of 1.
+
+    ``mean`` and ``std`` are of the unstandardised transformed training labels; ``log_low`` and ``log_high`` the natural
+    logarithm of the smallest and largest ratio the inverse returns. ``relative_to`` is what latencies are divided by
+    first: a per-program reference (a key of :data:`cdmpp.predictor.roofline.REFERENCES`), which every method then needs
+    as ``reference_s`` (PredictorError without it); "" for nothing.
     """
 
+    kind: str
     mean: float
     std: float
     log_low: float
     log_high: float
     relative_to: str = ""
-
-    kind = "abstract"
+    lambda_: float = 0.0
+    log_scale: float = 0.0
 
     @property
     def relative(self) -> bool:
         """Whether latencies are divided by a reference."""
         return bool(self.relative_to)
 
-    @abstractmethod
-    def _raw(self, log_ratio: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Log ratio -> unstandardised transformed label."""
-
-    @abstractmethod
-    def _log_of_raw(self, raw: Any) -> Any:
-        """Inverse of :meth:`_raw` on its clamped range; array or tensor."""
-
     def forward(self, latency_s: ArrayLike, reference_s: ArrayLike | None = None) -> NDArray[np.float64]:
         """Seconds -> standardised label, same shape. LabelError for a latency that is not finite and > 0."""
-        return (self._raw(self._log_ratio(latency_s, reference_s)) - self.mean) / self.std
+        log_ratio = np.log(_checked(latency_s, "latency")) - self._log_reference(reference_s)
+        return (self._raw(log_ratio) - self.mean) / self.std
 
     def inverse(self, label: ArrayLike, reference_s: ArrayLike | None = None) -> NDArray[np.float64]:
         """Standardised label -> seconds, same shape, always finite and > 0 (NaN labels stay NaN)."""
@@ -84,108 +78,56 @@ class LabelTransform(ABC):
         # a hair inside, so that rounding to single precision never leaves the domain
         margin = 1e-5 * (high - low)
         log_ratio = self._log_of_raw((label * self.std + self.mean).clamp(low + margin, high - margin))
-        if self.relative:
-            if log_reference is None:
-                raise PredictorError("this label transform is relative: a reference per program is needed")
-            return log_ratio + log_reference
-        return log_ratio
+        return log_ratio + self._given(log_reference) if self.relative else log_ratio
 
     def to_json(self) -> dict[str, Any]:
         """State as JSON values."""
         state = {"kind": self.kind, "mean": self.mean, "std": self.std, "relative_to": self.relative_to}
-        return {**state, "log_low": self.log_low, "log_high": self.log_high}
-
-    def _log_reference(self, reference_s: ArrayLike | None) -> NDArray[np.float64] | float:
-        if not self.relative:
-            return 0.0
-        if reference_s is None:
-            raise PredictorError("this label transform is relative: a reference per program is needed")
-        return np.log(_checked(reference_s, "reference"))
-
-    def _log_ratio(self, latency_s: ArrayLike, reference_s: ArrayLike | None) -> NDArray[np.float64]:
-        return np.log(_checked(latency_s, "latency")) - self._log_reference(reference_s)
-
-
-@dataclass(frozen=True)
-class LogTransform(LabelTransform):
-    """Natural logarithm, standardised."""
-
-    kind = "log"
+        state.update(log_low=self.log_low, log_high=self.log_high)
+        return state if self.kind == "log" else {**state, "lambda": self.lambda_, "log_scale": self.log_scale}
 
     def _raw(self, log_ratio: NDArray[np.float64]) -> NDArray[np.float64]:
-        return log_ratio
-
-    def _log_of_raw(self, raw: Any) -> Any:
-        return raw
-
-
-@dataclass(frozen=True)
-class BoxCoxTransform(LabelTransform):
-    """Box-Cox ``((y / scale)**lambda - 1) / lambda``, standardised (CDMPP's label normalisation).
-
-    ``scale`` is the geometric mean of the training labels. Dividing by it does not change the fitted
-    ``lambda`` and keeps microseconds and seconds well conditioned.
-    """
-
-    lambda_: float = 0.0
-    log_scale: float = 0.0
-
-    kind = "box-cox"
-
-    def _raw(self, log_ratio: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Log ratio -> unstandardised transformed label."""
         centred = log_ratio - self.log_scale
         if abs(self.lambda_) < _LOG_LAMBDA:
             return centred
         return np.expm1(self.lambda_ * centred) / self.lambda_
 
     def _log_of_raw(self, raw: Any) -> Any:
+        """Inverse of :meth:`_raw` on its clamped range; array or tensor."""
         if abs(self.lambda_) < _LOG_LAMBDA:
             return raw + self.log_scale
         log1p = np.log1p if isinstance(raw, np.ndarray) else type(raw).log1p
         return log1p(raw * self.lambda_) / self.lambda_ + self.log_scale
 
-    def to_json(self) -> dict[str, Any]:
-        return {**super().to_json(), "lambda": self.lambda_, "log_scale": self.log_scale}
+    def _log_reference(self, reference_s: ArrayLike | None) -> NDArray[np.float64] | float:
+        return np.log(_checked(self._given(reference_s), "reference")) if self.relative else 0.0
+
+    def _given(self, reference: Any) -> Any:
+        if reference is None:
+            raise PredictorError("this label transform is relative: a reference per program is needed")
+        return reference
 
 
 def fit_transform(
     kind: str, latency_s: ArrayLike, reference_s: ArrayLike | None = None, relative_to: str = "reference"
 ) -> LabelTransform:
-    """Fit a label transform to training labels.
+    """Fit to training labels in seconds (n,), relative to references in seconds (n,) of that name where they are given.
 
-    Parameters
-    ----------
-    kind
-        ``"box-cox"`` (scikit-learn's PowerTransformer finds lambda by maximum likelihood) or ``"log"``.
-    latency_s
-        Training labels in seconds, shape (n,), n >= 1.
-    reference_s
-        Per-program reference in seconds for a relative transform, shape (n,).
-    relative_to
-        The name of that reference.
-
-    Raises
-    ------
-    LabelError
-        No labels, or one that is not finite and positive.
-    PredictorError
-        Unknown kind.
+    scikit-learn's PowerTransformer finds the lambda of Box-Cox by maximum likelihood. LabelError: no labels, or one that is
+    not finite and positive; PredictorError: unknown kind.
     """
     log_ratio = np.log(_checked(latency_s, "latency"))
     if reference_s is not None:
         log_ratio = log_ratio - np.log(_checked(reference_s, "reference"))
     if log_ratio.size == 0:
         raise LabelError("a label transform needs at least one training label")
-    relative = relative_to if reference_s is not None else ""
+    _check_kind(kind)
     low = float(log_ratio.min()) - math.log(RANGE_FACTOR)
     high = float(log_ratio.max()) + math.log(RANGE_FACTOR)
-    if kind == "log":
-        return LogTransform(float(log_ratio.mean()), _spread(log_ratio), low, high, relative)
-    if kind != "box-cox":
-        raise PredictorError(f"unknown label transform '{kind}' (known: box-cox, log)")
-    log_scale = float(log_ratio.mean())
+    log_scale = float(log_ratio.mean()) if kind == "box-cox" else 0.0
     lambda_ = 0.0
-    if np.ptp(log_ratio) > 1e-9:
+    if kind == "box-cox" and np.ptp(log_ratio) > 1e-9:
         from sklearn.preprocessing import PowerTransformer
 
         fitted = PowerTransformer(method="box-cox", standardize=False).fit(
@@ -196,30 +138,29 @@ def fit_transform(
         if abs(lambda_) >= _LOG_LAMBDA:
             reach = _SATURATION[1] / abs(lambda_)
             low, high = max(low, log_scale - reach), min(high, log_scale + reach)
-    unscaled = BoxCoxTransform(0.0, 1.0, low, high, relative, lambda_, log_scale)
+    relative = relative_to if reference_s is not None else ""
+    unscaled = LabelTransform(kind, 0.0, 1.0, low, high, relative, lambda_, log_scale)
     raw = unscaled._raw(log_ratio)
-    return BoxCoxTransform(float(raw.mean()), _spread(raw), low, high, relative, lambda_, log_scale)
+    std = float(raw.std())
+    return replace(unscaled, mean=float(raw.mean()), std=std if std > 1e-9 else 1.0)
 
 
 def transform_from_json(state: dict[str, Any]) -> LabelTransform:
     """Rebuild a transform from :meth:`LabelTransform.to_json`; PredictorError if the state is not one."""
     try:
-        mean, std, low, high = (float(state[key]) for key in ("mean", "std", "log_low", "log_high"))
-        relative = str(state["relative_to"])
-        if state["kind"] == "log":
-            return LogTransform(mean, std, low, high, relative)
-        if state["kind"] == "box-cox":
-            return BoxCoxTransform(
-                mean, std, low, high, relative, float(state["lambda"]), float(state["log_scale"])
-            )
+        _check_kind(kind := state["kind"])
+        names = ("mean", "std", "log_low", "log_high")
+        values = {name: float(state[name]) for name in names}
+        if kind == "box-cox":
+            values.update(lambda_=float(state["lambda"]), log_scale=float(state["log_scale"]))
+        return LabelTransform(kind, relative_to=str(state["relative_to"]), **values)
     except (KeyError, TypeError, ValueError) as err:
         raise PredictorError(f"label transform state is incomplete or malformed: {err!r}") from err
-    raise PredictorError(f"unknown label transform '{state['kind']}' (known: box-cox, log)")
 
 
-def _spread(values: NDArray[np.float64]) -> float:
-    std = float(values.std())
-    return std if std > 1e-9 else 1.0
+def _check_kind(kind: Any) -> None:
+    if kind not in KINDS:
+        raise PredictorError(f"unknown label transform '{kind}' (known: {', '.join(KINDS)})")
 
 
 def _checked(values: ArrayLike, what: str) -> NDArray[np.float64]:

@@ -9,12 +9,12 @@ import torch
 
 from cdmpp.predictor.config import LossConfig
 from cdmpp.predictor.losses import (
-    HybridLoss,
     central_moment_discrepancy,
+    hybrid_loss,
     pairwise_ranking,
     relative_error,
 )
-from cdmpp.predictor.transforms import LogTransform
+from cdmpp.predictor.transforms import LabelTransform
 
 
 def test_relative_error_is_exact_up_to_the_cap():
@@ -33,12 +33,13 @@ def test_relative_error_beyond_the_cap_is_linear_with_a_bounded_gradient():
 
 def test_hybrid_loss_known_answer():
     # identity-like transform: label = log seconds
-    transform = LogTransform(0.0, 1.0, -30.0, 30.0)
-    loss = HybridLoss(LossConfig(mse_weight=2.0, mape_weight=0.5, mape_cap=4.0), transform)
+    transform = LabelTransform("log", 0.0, 1.0, -30.0, 30.0)
+    config = LossConfig(mse_weight=2.0, mape_weight=0.5, mape_cap=4.0)
     label, target = torch.log(torch.tensor([1.5, 0.8])), torch.zeros(2)
     mse = (math.log(1.5) ** 2 + math.log(0.8) ** 2) / 2
     mape = (0.5 + 0.2) / 2
-    assert loss(label, target, target).item() == pytest.approx(2.0 * mse + 0.5 * mape, rel=1e-5)
+    loss = hybrid_loss(config, transform, label, target, target)
+    assert loss.item() == pytest.approx(2.0 * mse + 0.5 * mape, rel=1e-5)
 
 
 def test_cmd_against_a_hand_computation():
