@@ -1,4 +1,4 @@
-"""Trip counts of loops, read off object code."""
+"""Flow graphs of object code, what registers and stack slots hold, and from both the trip counts of loops."""
 
 from __future__ import annotations
 
@@ -6,15 +6,141 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cdmpp.program.codegen import CODEGEN_FEATURES, KINDS
-from cdmpp.program.codegen.blocks import FlowGraph
+from cdmpp.program.codegen.blocks import Address, FlowGraph, Instruction, Location
 from cdmpp.program.codegen.compile import compile_to_shared_object
 from cdmpp.program.codegen.counts import codegen_features
-from cdmpp.program.codegen.trips import TripCounts
-from cdmpp.program.codegen.values import CodeValues
+from cdmpp.program.codegen.trips import TripCounts, times_run
+from cdmpp.program.codegen.values import CodeValues, Flags, meets, value_at
 from tests.program.codegen.assembly import code, counts
 from tests.samples.programs import matmul_task
+
+
+def values(listing: str) -> CodeValues:
+    return CodeValues(FlowGraph(code(listing)))
+
+
+#: A loop whose second part the compiler put before its first.
+ROTATED = "xor %ecx,%ecx; jmp header; second: inc %rcx; jmp header; header: cmp $0x8,%rcx; jne second; ret"
+#: A function that lost its symbol.
+TWO_FUNCTIONS = "push %rbx; ret; nopl 0x0(%rax); xor %eax,%eax; 1: inc %rax; cmp $0x5,%rax; jne 1b; ret"
+#: An addition in half of the iterations; a way around an inner loop.
+TWO_WAYS = (
+    "xor %ecx,%ecx; outer: test %rdi,%rdi; je 1f; vaddss %xmm1,%xmm0,%xmm0; 1: test %rsi,%rsi; "
+    "je around; xor %eax,%eax; 2: inc %rax; cmp $0x3,%rax; jne 2b; around: inc %rcx; cmp $0x10,%rcx; "
+    "jne outer; ret"
+)
+#: A register that a loop uses for something else holds the same after it is restored.
+RESTORED = (
+    "mov $0x5,%edx; xor %eax,%eax; 1: mov %rdx,0x8(%rsp); mov (%rdi),%rdx; add $0x3,%rdx; "
+    "mov 0x8(%rsp),%rdx; inc %rax; cmp %rdx,%rax; jne 1b; ret"
+)
+#: A branch of which it is known that it is not taken, unless FLAGS changes the flags.
+KNOWN = "mov $0x4,%eax; cmp $0x4,%eax; FLAGS; jne 1f; mov $0x1,%ecx; ret; 1: mov $0x2,%ecx; ret"
+
+
+@pytest.mark.parametrize(
+    ("listing", "times"),
+    [
+        (RESTORED, [1, 1, 5, 5, 5, 5, 5, 5, 5, 1]),
+        (KNOWN.replace("FLAGS", "vaddps %zmm0,%zmm1,%zmm2"), [1, 1, 1, 1, 1, 1, 0, 0]),
+        (KNOWN.replace("FLAGS", "lea 0x1(%rax),%ecx"), [1, 1, 1, 1, 1, 1, 0, 0]),
+        (KNOWN.replace("FLAGS", "kortestw %k0,%k0"), [1, 1, 1, 1, 1, 1, 1, 1]),
+        (KNOWN.replace("FLAGS", "call g"), [1, 1, 1, 1, 1, 1, 1, 1]),
+        (ROTATED, [1, 1, 8, 8, 9, 9, 1]),  # the header runs once more than the rest
+        (TWO_FUNCTIONS, [1, 1, 1, 1, 5, 5, 5, 1]),
+        (TWO_WAYS, [1, 16, 16, 8, 16, 16, 16, 48, 48, 48, 16, 16, 16, 1]),
+    ],
+)
+def test_how_often_instructions_run(listing: str, times: list[int]) -> None:
+    trips = TripCounts(values(listing))
+    assert times_run(trips).tolist() == times and trips.unknown == 0
+
+
+_FLOWS = {"jmp": "jump", "jne": "branch", "je": "branch", "ret": "end"}
+_NAMES = st.sampled_from(["nop", "jmp", "jne", "je", "inc", "ret"])
+
+
+@given(st.lists(st.tuples(_NAMES, st.integers(0, 11)), min_size=1, max_size=12))
+def test_any_code_has_a_graph_whose_dominators_dominate(parts: list[tuple[str, int]]) -> None:
+    function = []
+    for i, (name, target) in enumerate(parts):
+        operands = (target,) if name.startswith("j") else ()
+        condition = name[1:] if name in ("jne", "je") else None
+        changed = ("rax",) if name == "inc" else ()
+        what = (_FLOWS.get(name, "next"), condition, name == "inc")
+        function.append(Instruction(i, name, operands, None, 0, False, False, *[changed] * 3, *what))
+    trips = TripCounts(CodeValues(FlowGraph(function)))
+    graph, times = trips.graph, times_run(trips)
+    assert times.shape == (len(function),) and np.isfinite(times).all() and (times >= 0).all()
+    assert 0 <= trips.unknown <= len(graph.loops)
+    covered = sorted(i for first, last in graph.blocks for i in range(first, last + 1))
+    assert covered == list(range(len(function)))
+    root = len(graph.blocks) - 1
+    for block in graph.order:
+        over = graph.dominator[block]
+        if over != root:  # without its dominator a block cannot be reached
+            seen, todo = {over}, [root]
+            while todo:
+                here = todo.pop()
+                todo += [] if here in seen else graph.successors[here]
+                seen.add(here)
+            assert block == root or block not in seen
+    for loop in graph.loops:
+        assert all(graph.dominates(loop.header, block) for block in loop.body)
+
+
+SLOT = Address("rsp", displacement=8)
+
+
+@pytest.mark.parametrize(
+    ("listing", "place", "value"),  # None: not known
+    [
+        ("mov $0x10,%eax\nlea 0x4(%rax,%rax,2),%rcx", "rcx", 0x34),
+        ("mov $0x7,%ecx\nimul $0x3,%rcx,%rdx\nshl $0x2,%edx\nsub $0x4,%rdx", "rdx", 80),
+        ("mov $0xffffffff,%eax\nmovslq %eax,%rdx\nneg %rdx", "rdx", 1),
+        ("mov $0x1d,%ecx\nand $0xfffffffffffffff8,%rcx\nmov %rcx,0x10(%rsp)\nmov 0x10(%rsp),%r9", "r9", 0x18),
+        ("mov $0x65,%eax\nmov $0x7,%ecx\ncltd\nidiv %ecx", "rax", 14),
+        ("mov $0x65,%eax\nmov $0x7,%ecx\ncltd\nidiv %ecx", "rdx", 3),
+        ("mov $0x5,%eax\nmov $0x9,%ecx\ncmp %ecx,%eax\ncmovl %eax,%ecx", "rcx", 5),
+        ("mov $0x5,%eax\ncmp $0x5,%eax\nsete %cl", "rcx", 1),
+        ("mov $0x3,%eax\nnot %eax\nsar $0x1,%eax", "rax", -2),
+        ("xor %eax,%eax\nvmovups %zmm0,(%rdi)\ninc %rax", "rax", 1),
+        ("mov $0x1ff,%eax\nmovzbl %al,%ecx", "rcx", 0xFF),
+        ("movb $0xff,0x8(%rsp)\nmovzbl 0x8(%rsp),%ecx", "rcx", 0xFF),
+        ("mov $0x5,%eax\nshlx %rax,%rax,%rcx", "rcx", 5 << 5),
+        ("lea 0x8(%rdi),%rcx\nsub %rdi,%rcx", "rcx", 8),
+        ("mov $0x1,%eax\nmov (%rdi),%eax", "rax", None),
+        ("mov $0x1,%eax\ncall g", "rax", None),
+        ("mov $0x1,%ebx\ncall g", "rbx", 1),
+        ("movl $0x1,0x8(%rsp)", SLOT, 1),
+        ("movl $0x1,0x8(%rsp)\nsub $0x20,%rsp", SLOT, None),
+        ("movl $0x1,0x8(%rsp)\npush %rax", SLOT, None),
+        ("movl $0x1,0x8(%rsp)\nvextractf128 $0x1,%ymm0,0x8(%rsp)", SLOT, None),
+    ],
+)
+def test_known_answers(listing: str, place: Location, value: int | None) -> None:
+    symbol, number = value_at(values(listing).after[0], place)
+    assert (symbol, number) == (None, value) if value is not None else symbol is not None
+
+
+def test_what_is_unknown_keeps_its_distance() -> None:
+    after = values("lea 0x8(%rdi),%rcx\nadd $0x10,%rcx\nmov %rcx,%rdx\ndec %rdx").after[0]
+    assert value_at(after, "rdx") == (("entry", "rdi"), 23)
+
+
+@given(st.integers(-9, 9), st.integers(-9, 9))
+def test_conditions_are_those_of_the_numbers(left: int, right: int) -> None:
+    flags = Flags("cmp", (None, left), (None, right))
+    assert flags.satisfies("e") == (left == right) and flags.satisfies("ne") == (left != right)
+    assert flags.satisfies("l") == (left < right) and flags.satisfies("ge") == (left >= right)
+    assert flags.satisfies("g") == (left > right) and flags.satisfies("le") == (left <= right)
+    assert Flags("cmp", ("x", left), (None, right)).satisfies("e") is None
+    assert meets(left - right, "s") == (left < right)
+
 
 COMPARED = "xor %eax,%eax; 1: vmovups (%rdi,%rax,4),%zmm0; add $0x10,%rax; cmp $0x100,%rax; jne 1b"
 STARTS_AT = COMPARED.replace("xor %eax,%eax", "mov $0x20,%eax")
