@@ -40,19 +40,10 @@ CountCallback = Callable[[int, int], None]
 class TrainingData:
     """Labelled (program, device) pairs and what describes their programs and devices.
 
-    Attributes
-    ----------
-    labels
-        One row per pair, columns :data:`cdmpp.dataset.labels.LABEL_COLUMNS`; index 0..n-1.
-    asts, devices
-        By program hash and by device name, of every program and device in ``labels``.
-    networks, families
-        Task hash -> the networks it occurs in; network -> family, as far as known.
-    view
-        The dataset behind it; None for data made otherwise.
-    codegen
-        Instruction counts, as :func:`cdmpp.dataset.codegen.load_codegen` gives them, of the programs that have
-        some.
+    ``labels`` has one row per pair, columns :data:`cdmpp.dataset.labels.LABEL_COLUMNS`, index 0..n-1; ``asts`` (by hash) and
+    ``devices`` (by name) are of all of these. ``networks`` are those that a task (hash) occurs in, ``families`` those of
+    networks, as far as known. ``view`` is the dataset behind it; None for data made otherwise. ``codegen`` are instruction
+    counts, as :func:`cdmpp.dataset.codegen.load_codegen` gives them, of the programs that have some.
     """
 
     labels: pd.DataFrame
@@ -67,6 +58,11 @@ class TrainingData:
         return len(self.labels)
 
     @property
+    def latency_s(self) -> NDArray[np.float64]:
+        """The labels (n,)."""
+        return self.labels["latency_s"].to_numpy(dtype=np.float64)
+
+    @property
     def noise_floor_mape(self) -> float | None:
         """Expected MAPE of a perfect predictor on these labels; None where their noise is unknown."""
         from cdmpp.dataset import noise_floor_mape
@@ -77,9 +73,9 @@ class TrainingData:
         """:func:`cdmpp.predictor.roofline.references_s` of these rows of the label table (None: all), seconds (n,)."""
         from cdmpp.predictor.roofline import references_s
 
-        table = self.labels if rows is None else self.labels.iloc[rows]
-        asts = [self.asts[program] for program in table["program"]]
-        return references_s(kind, asts, [self.devices[name] for name in table["device"]])
+        asts, devices, program, device = self.numbered_pairs()
+        chosen = slice(None) if rows is None else rows
+        return references_s(kind, [asts[i] for i in program[chosen]], devices, device[chosen])
 
     def device_vectors(self) -> dict[str, NDArray[np.float64]]:
         """Raw features of every device."""
@@ -112,6 +108,13 @@ class TrainingData:
         programs, program = np.unique(self.labels["program"].to_numpy(dtype=str), return_inverse=True)
         names, device = np.unique(self.labels["device"].to_numpy(dtype=str), return_inverse=True)
         return [self.asts[p] for p in programs], [self.devices[n] for n in names], program, device
+
+    @cached_property
+    def pair_features(self) -> NDArray[np.float64]:
+        """:func:`cdmpp.predictor.pair_features.pair_rows` of every pair."""
+        from cdmpp.predictor.pair_features import pair_rows
+
+        return pair_rows(*self.numbered_pairs())
 
     @cached_property
     def code_features(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

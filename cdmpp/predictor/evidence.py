@@ -180,7 +180,7 @@ def fit_scaling(
     parts = _ESTIMATE_PARTS if learned is None else (1.0,)
     every = rows if learned is None else np.union1d(rows, learned)
     sources = rows_elsewhere(data, every, hidden)
-    label_s = data.labels["latency_s"].to_numpy(dtype=np.float64)
+    label_s = data.latency_s
     tasks = data.labels["task"].to_numpy(dtype=str)
     names = data.labels["device"].to_numpy(dtype=str)
     needed = np.unique(np.concatenate([every, *(there[there >= 0] for _, there in sources)]))
@@ -294,7 +294,7 @@ class Evidence:
             return cls(code=None if data.codegen_counts is None else data.codegen_counts[rows])
         if not measured:
             return cls()
-        latency_s = data.labels["latency_s"].to_numpy(dtype=np.float64)
+        latency_s = data.latency_s
         found = rows_elsewhere(data, rows, hidden)
         return cls(
             elsewhere=[(device, np.where(there >= 0, latency_s[there], np.nan)) for device, there in found]

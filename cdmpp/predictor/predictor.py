@@ -229,7 +229,7 @@ class Predictor:
         references = None
         if self.transform.relative:
             known = [self.device(device) for device in devices]
-            references = references_s(self.transform.relative_to, asts, [known[i] for i in device_index])
+            references = references_s(self.transform.relative_to, asts, known, device_index)
         seconds = self.transform.inverse(labels, references) * factors
         if evidence.elsewhere is None:
             return seconds

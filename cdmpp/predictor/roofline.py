@@ -345,12 +345,12 @@ def reference_s(kind: str, asts: Sequence[CompactAST], device: Device) -> FloatA
     return REFERENCES[kind](asts, device) if len(asts) else np.zeros(0)
 
 
-def references_s(kind: str, asts: Sequence[CompactAST], devices: Sequence[Device]) -> FloatArray:
-    """Reference latencies of ``asts[i]`` on ``devices[i]``, float64 seconds (n,)."""
-    groups: dict[str, tuple[Device, list[int]]] = {}
-    for i, device in enumerate(devices):
-        groups.setdefault(device.name, (device, []))[1].append(i)
+def references_s(
+    kind: str, asts: Sequence[CompactAST], devices: Sequence[Device], device_index: NDArray[np.int64]
+) -> FloatArray:
+    """Reference latencies of ``asts[i]`` on ``devices[device_index[i]]``, float64 seconds (n,)."""
     out = np.empty(len(asts))
-    for device, here in groups.values():
-        out[here] = reference_s(kind, [asts[i] for i in here], device)
+    for number in np.unique(device_index):
+        here = np.flatnonzero(device_index == number)
+        out[here] = reference_s(kind, [asts[i] for i in here.tolist()], devices[number])
     return out

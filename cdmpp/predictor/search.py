@@ -1,6 +1,6 @@
 """Hyper-parameter search with Optuna: TPE, median pruning, resumable; judged by the validation part alone.
 
-Ours, where it can be told the compiled code, by the geometric mean of its two errors: told nothing and told the code.
+Ours, where it takes instruction counts, by the geometric mean of its two errors: without and with them.
 Every model has a space of its own (:func:`search_space`); the same number of trials for each is what "tuned
 with equal effort" means here. The search folder holds ``search.db`` (Optuna's storage), ``summary.json`` (every
 trial) and ``best.yaml``, both written anew after every trial.
@@ -8,7 +8,6 @@ trial) and ``best.yaml``, both written anew after every trial.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,19 +16,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError
 from cdmpp.files import write_text
 from cdmpp.predictor.config import Config, config_from_dict, dump_config
 from cdmpp.predictor.data import TrainingData, split_data
 from cdmpp.predictor.evidence import Evidence
-from cdmpp.predictor.training import as_data
+from cdmpp.predictor.training import as_data, fingerprint
 
 if TYPE_CHECKING:
     import optuna
     from optuna.distributions import BaseDistribution
 
-    from cdmpp.dataset import DatasetView
+    from cdmpp.dataset import DatasetView, Split
     from cdmpp.predictor.baselines import LatencyModel
 
 STORAGE_FILE = "search.db"
@@ -134,18 +134,11 @@ def search(
     """Search for the hyper-parameters with the lowest MAPE on the validation part.
 
     Labels of the test part are blanked first, so nothing can look at them. The first trial is the model as it is (ours: the
-    configuration), so that what is found is no worse; what lies outside of the space is drawn in its place.
-
-    Parameters
-    ----------
-    config
-        What is not searched: data, split, epochs, patience, threads, seed; of ours everything else too.
-    datasets
-        Data or dataset folders; None takes ``config.data.paths``.
-    trials
-        Trials in all, those of resumed searches, pruned and failed ones included.
-    resume
-        Go on with the search in ``out`` if there is one. A trial that was cut short does not count.
+    configuration), so that what is found is no worse; what lies outside of the space is drawn in its place. Data, split,
+    epochs, patience, threads and seed are those of ``config``; of ours everything else that is not searched too. ``trials``
+    are all of them, those of resumed searches, pruned and failed ones included; with ``resume`` a search in ``out`` is
+    continued if there is one, and a trial that was cut short does not count. ``datasets`` as of
+    :func:`cdmpp.predictor.train`.
 
     Raises
     ------
@@ -160,24 +153,38 @@ def search(
     out = Path(out)
     if not resume and (out / STORAGE_FILE).exists():
         raise PredictorError(f"{out} holds a search: resume it, or choose another folder")
-    job = _Search(config, model, datasets, out)
-    while job.finished() < trials:
-        number = job.run_trial()
-        job.write()
+    space = search_space(model)
+    data = as_data(config, datasets)
+    split = split_data(config.split.spec, data)
+    # the labels of the test part are blanked: whatever would use them fails
+    latency_s = data.latency_s.copy()
+    latency_s[split.test] = np.nan
+    data = replace(data, labels=data.labels.assign(latency_s=latency_s))
+    out.mkdir(parents=True, exist_ok=True)
+    study = _open_study(config, model, space, data, split, out)
+    shared: dict[str, Any] = {}  # what all trials of a model share because it is costly to make
+    if model == "xgboost-perstore" and data.view is not None:
+        from cdmpp.predictor.baselines.xgboost import collect_per_store
+
+        rows = np.concatenate([split.train, split.valid])
+        shared["vectors"] = collect_per_store(data.view, data.labels["program"].iloc[rows])
+    ended = ("complete", "pruned", "failed")
+    while sum(_line(trial)["state"] in ended for trial in study.trials) < trials:
+        number = _run_trial(study, space, config, model, data, split, shared)
+        _write(out, study, space, config, model, split)
         if progress is not None:
-            progress(_line(job.study.trials[number]))
-    done = job.result()
+            progress(_line(study.trials[number]))
+    done = _write(out, study, space, config, model, split)
     if done.summary["best"] is None:
         errors = [line["error"] for line in done.summary["trials"] if line["error"]]
         raise PredictorError(
             f"none of {len(done.summary['trials'])} trials succeeded; the first: {errors[0]}"
         )
-    job.write()
     return done
 
 
 def own_values(holder: Any, space: Mapping[str, BaseDistribution]) -> dict[str, Any]:
-    """What a configuration or a model has for the options of a space, but for values that lie outside of it or are not told."""
+    """What a configuration or a model has for the options of a space, but for values that lie outside of it or are None."""
     values: dict[str, Any] = {}
     for name, distribution in space.items():
         value: Any = holder
@@ -213,162 +220,147 @@ def trial_options(config: Config, model: str, values: Mapping[str, Any]) -> dict
     return {"name": model, "seed": seed, **nested, "train": {**shared, **nested.get("train", {})}}
 
 
-class _Search:
-    """A study, new or gone on with, and what its trials share."""
+def _open_study(
+    config: Config,
+    model: str,
+    space: Mapping[str, BaseDistribution],
+    data: TrainingData,
+    split: Split,
+    out: Path,
+) -> optuna.Study:
+    """A study, new or continued; PredictorError where it is one of something else."""
+    import optuna
+    from optuna.trial import TrialState
 
-    def __init__(self, config: Config, model: str, datasets: Any, out: Path) -> None:
-        import optuna
-        from optuna.trial import TrialState
+    from cdmpp.predictor.baselines import make_model
+    from cdmpp.program.ast import FEATURE_SET
 
-        from cdmpp.predictor.baselines import make_model
-
-        self._config, self._model, self._out = config, model, out
-        self._space = search_space(model)
-        data = as_data(config, datasets)
-        self._split = split_data(config.split.spec, data)
-        # the labels of the test part are blanked: whatever would use them fails
-        latency_s = data.labels["latency_s"].to_numpy(dtype=np.float64).copy()
-        latency_s[self._split.test] = np.nan
-        self._data = data = replace(data, labels=data.labels.assign(latency_s=latency_s))
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        out.mkdir(parents=True, exist_ok=True)
-        self.study = study = optuna.create_study(
-            storage=f"sqlite:///{(out / STORAGE_FILE).resolve()}",
-            study_name="cdmpp",
-            direction="minimize",
-            pruner=optuna.pruners.MedianPruner(
-                n_startup_trials=_UNPRUNED_TRIALS,
-                n_warmup_steps=1 + math.ceil(_UNPRUNED_EPOCHS * config.train.epochs),  # epochs count from 1
-            ),
-            load_if_exists=True,
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(
+        storage=f"sqlite:///{(out / STORAGE_FILE).resolve()}",
+        study_name="cdmpp",
+        direction="minimize",
+        pruner=optuna.pruners.MedianPruner(
+            n_startup_trials=_UNPRUNED_TRIALS,
+            n_warmup_steps=1 + math.ceil(_UNPRUNED_EPOCHS * config.train.epochs),  # epochs count from 1
+        ),
+        load_if_exists=True,
+    )
+    # everything that the value of a trial depends on besides its values
+    named = [model, _space_json(space), FEATURE_SET, split.spec]
+    arrays = [array for rows in (split.train, split.valid) for array in (rows, data.latency_s[rows])]
+    own = fingerprint(config, named, data, arrays)
+    if study.user_attrs.get("fingerprint", own) != own:
+        raise PredictorError(
+            f"{out}: belongs to another model, configuration or other records; start a new search"
         )
-        fingerprint = self._fingerprint()
-        if study.user_attrs.get("fingerprint", fingerprint) != fingerprint:
-            raise PredictorError(
-                f"{out}: belongs to another model, configuration or other records; start a new search"
-            )
-        study.set_user_attr("fingerprint", fingerprint)
-        for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            study.tell(trial.number, state=TrialState.FAIL)  # it was cut short
-        # the sampler's state is not stored: with the same seed a resumed search would draw its first trials again
-        study.sampler = optuna.samplers.TPESampler(
-            seed=config.train.seed + len(study.trials), n_startup_trials=_RANDOM_TRIALS
-        )
-        if not study.trials:
-            start = config if model == "ours" else make_model(**trial_options(config, model, {}))
-            study.enqueue_trial(own_values(start, self._space))
-        #: What all trials of a model share because it is costly to make.
-        self._shared: dict[str, Any] = {}
-        if model == "xgboost-perstore" and data.view is not None:
-            from cdmpp.predictor.baselines.xgboost import collect_per_store
+    study.set_user_attr("fingerprint", own)
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        study.tell(trial.number, state=TrialState.FAIL)  # it was cut short
+    # the sampler's state is not stored: with the same seed a resumed search would draw its first trials again
+    study.sampler = optuna.samplers.TPESampler(
+        seed=config.train.seed + len(study.trials), n_startup_trials=_RANDOM_TRIALS
+    )
+    if not study.trials:
+        start = config if model == "ours" else make_model(**trial_options(config, model, {}))
+        study.enqueue_trial(own_values(start, space))
+    return study
 
-            rows = np.concatenate([self._split.train, self._split.valid])
-            self._shared["vectors"] = collect_per_store(data.view, data.labels["program"].iloc[rows])
 
-    def finished(self) -> int:
-        """Trials that ended by themselves."""
-        return sum(_line(trial)["state"] in ("complete", "pruned", "failed") for trial in self.study.trials)
+def _run_trial(
+    study: optuna.Study,
+    space: dict[str, BaseDistribution],
+    config: Config,
+    model: str,
+    data: TrainingData,
+    split: Split,
+    shared: Mapping[str, Any],
+) -> int:
+    """Draw values, fit and judge; gives the trial's number."""
+    import optuna
+    from optuna.trial import TrialState
 
-    def run_trial(self) -> int:
-        """Draw values, fit and judge; gives the trial's number."""
-        import optuna
-        from optuna.trial import TrialState
+    from cdmpp.predictor.baselines import make_model
 
-        from cdmpp.predictor.baselines import make_model
+    trial = study.ask(space)
 
-        study, trial = self.study, self.study.ask(self._space)
+    def report(line: Mapping[str, Any]) -> None:
+        trial.report(float(line["valid_mape"]), int(line["epoch"]))
+        if trial.should_prune():
+            raise optuna.TrialPruned
 
-        def report(line: Mapping[str, Any]) -> None:
-            trial.report(float(line["valid_mape"]), int(line["epoch"]))
-            if trial.should_prune():
-                raise optuna.TrialPruned
+    extra = shared if model.startswith("xgboost") else {"progress": report}
+    try:
+        fitted = make_model(**trial_options(config, model, trial.params), **extra)
+        fitted.fit(data, split)
+        errors = _errors(fitted, data, split.valid)
+        if not all(math.isfinite(error) for error in errors.values()):
+            raise PredictorError(f"validation MAPE is {max(errors.values())}")
+    except optuna.TrialPruned:
+        study.tell(trial, state=TrialState.PRUNED)
+    except PredictorError as err:  # it diverged
+        trial.set_user_attr("error", str(err))
+        study.tell(trial, state=TrialState.FAIL)
+    else:
+        for name, error in errors.items():
+            trial.set_user_attr(name, error)
+        study.tell(trial, math.prod(errors.values()) ** (1 / len(errors)))
+    return trial.number
 
-        extra = self._shared if self._model.startswith("xgboost") else {"progress": report}
-        try:
-            fitted = make_model(**trial_options(self._config, self._model, trial.params), **extra)
-            fitted.fit(self._data, self._split)
-            errors = self._errors(fitted)
-            if not all(math.isfinite(error) for error in errors.values()):
-                raise PredictorError(f"validation MAPE is {max(errors.values())}")
-        except optuna.TrialPruned:
-            study.tell(trial, state=TrialState.PRUNED)
-        except PredictorError as err:  # it diverged
-            trial.set_user_attr("error", str(err))
-            study.tell(trial, state=TrialState.FAIL)
-        else:
-            for name, error in errors.items():
-                trial.set_user_attr(name, error)
-            study.tell(trial, math.prod(errors.values()) ** (1 / len(errors)))
-        return trial.number
 
-    def _errors(self, fitted: LatencyModel) -> dict[str, float]:
-        """MAPE on the validation part by its name in a trial's line: ours also with instruction counts."""
-        from cdmpp.predictor.baselines import CdmppModel
+def _errors(fitted: LatencyModel, data: TrainingData, rows: NDArray[np.int64]) -> dict[str, float]:
+    """MAPE of these rows by its name in a trial's line: ours also with instruction counts."""
+    from cdmpp.predictor.baselines import CdmppModel
 
-        data, rows = self._data, self._split.valid
-        predicted = {"valid_mape": fitted.predict(data, rows)}
-        ours = fitted.predictor_ if isinstance(fitted, CdmppModel) else None
-        if ours is not None and ours.encoder.code_dim and data.counted(rows).any():
-            evidence = Evidence.of_rows(data, rows, compiled=True)
-            predicted["valid_mape_compiled"] = ours.predict_rows(data, rows, evidence)
-        latency_s = data.labels["latency_s"].to_numpy(dtype=np.float64)[rows]
-        return {name: float(np.mean(np.abs(p / latency_s - 1))) for name, p in predicted.items()}
+    predicted = {"valid_mape": fitted.predict(data, rows)}
+    ours = fitted.predictor_ if isinstance(fitted, CdmppModel) else None
+    if ours is not None and ours.encoder.code_dim and data.counted(rows).any():
+        evidence = Evidence.of_rows(data, rows, compiled=True)
+        predicted["valid_mape_compiled"] = ours.predict_rows(data, rows, evidence)
+    return {name: float(np.mean(np.abs(p / data.latency_s[rows] - 1))) for name, p in predicted.items()}
 
-    def result(self) -> SearchResult:
-        """What was found so far."""
-        config, model = self._config, self._model
-        lines = [_line(trial) for trial in self.study.trials]
-        complete = [line for line in lines if line["state"] == "complete"]
-        best = min(complete, key=lambda line: line["value"]) if complete else None
-        summary = {
-            "model": model,
-            "split": self._split.spec,
-            "seed": config.train.seed,
-            "n_train": len(self._split.train),
-            "n_valid": len(self._split.valid),
-            "space": _space_json(self._space),
-            "best": best,
-            "seconds": round(sum(line["seconds"] or 0.0 for line in lines), 3),
-            "trials": lines,
-        }
-        return SearchResult(summary, trial_options(config, model, best["values"]) if best else {})
 
-    def write(self) -> None:
-        """Write summary and, once a trial succeeded, the best values."""
-        import yaml
+def _write(
+    out: Path,
+    study: optuna.Study,
+    space: Mapping[str, BaseDistribution],
+    config: Config,
+    model: str,
+    split: Split,
+) -> SearchResult:
+    """Write what was found so far: the summary and, once a trial succeeded, the best values."""
+    import yaml
 
-        result = self.result()
-        write_text(self._out / SUMMARY_FILE, json.dumps(result.summary, indent=1, allow_nan=False) + "\n")
-        best = result.summary["best"]
-        if best is None:
-            return
-        compiled = best["valid_mape_compiled"]
-        found = (
-            f"trial {best['trial']} of {len(result.summary['trials'])}, validation MAPE {best['valid_mape']:.4f}"
-            + ("" if compiled is None else f", told the compiled code {compiled:.4f}")
-        )
-        if self._model == "ours":
-            note = f"# Found by cdmpp search: {found}.\n"
-            text = dump_config(config_from_dict(result.best["config"]))
-        else:
-            note = f"# Arguments of cdmpp.predictor.baselines.make_model, found by cdmpp search: {found}.\n"
-            text = yaml.safe_dump(result.best, sort_keys=False)
-        write_text(self._out / BEST_FILE, note + text)
-
-    def _fingerprint(self) -> str:
-        """Identifies everything that the value of a trial depends on besides its values."""
-        from cdmpp.program.ast import FEATURE_SET
-
-        data, split = self._data, self._split
-        settings = self._config.model_dump(mode="json", exclude={"data": True, "train": {"threads"}})
-        named = [settings, self._model, _space_json(self._space), FEATURE_SET, split.spec]
-        digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode())
-        for column in ("program", "device"):
-            digest.update("\n".join(data.labels[column]).encode())
-        for rows in (split.train, split.valid):
-            digest.update(np.asarray(rows, dtype=np.int64).tobytes())
-            digest.update(data.labels["latency_s"].to_numpy(dtype=np.float64)[rows].tobytes())
-        return digest.hexdigest()[:32]
+    lines = [_line(trial) for trial in study.trials]
+    complete = [line for line in lines if line["state"] == "complete"]
+    best = min(complete, key=lambda line: line["value"]) if complete else None
+    summary = {
+        "model": model,
+        "split": split.spec,
+        "seed": config.train.seed,
+        "n_train": len(split.train),
+        "n_valid": len(split.valid),
+        "space": _space_json(space),
+        "best": best,
+        "seconds": round(sum(line["seconds"] or 0.0 for line in lines), 3),
+        "trials": lines,
+    }
+    write_text(out / SUMMARY_FILE, json.dumps(summary, indent=1, allow_nan=False) + "\n")
+    if best is None:
+        return SearchResult(summary, {})
+    options = trial_options(config, model, best["values"])
+    compiled = best["valid_mape_compiled"]
+    found = (
+        f"found by cdmpp search: trial {best['trial']} of {len(lines)}, validation MAPE {best['valid_mape']:.4f}"
+        + ("" if compiled is None else f", with compiled code {compiled:.4f}")
+    )
+    if model == "ours":
+        text = f"# F{found[1:]}.\n" + dump_config(config_from_dict(options["config"]))
+    else:
+        text = f"# Arguments of cdmpp.predictor.baselines.make_model, {found}.\n"
+        text += yaml.safe_dump(options, sort_keys=False)
+    write_text(out / BEST_FILE, text)
+    return SearchResult(summary, options)
 
 
 def _line(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from cdmpp.predictor.data import TrainingData, gather, split_data
 from cdmpp.predictor.encoding import FeatureEncoder
 from cdmpp.predictor.evidence import NO_EVIDENCE, DeviceScaling, Evidence, fit_scaling
 from cdmpp.predictor.network import LatencyNetwork
-from cdmpp.predictor.pair_features import CODE_FEATURES, GENERAL_PAIRS, PAIR_FEATURES, pair_rows
+from cdmpp.predictor.pair_features import CODE_FEATURES, GENERAL_PAIRS, PAIR_FEATURES
 from cdmpp.predictor.predictor import Predictor
 from cdmpp.predictor.trainer import ProgressCallback, Trainer
 from cdmpp.predictor.transforms import LabelTransform, fit_transform
@@ -86,17 +86,20 @@ def train(
     split = split_data(config.split.spec, data)
     fitted = prepare(config, data, split)
     trainer, checkpoint = fitted.trainer, out / CHECKPOINT_FILE
-    fingerprint = _fingerprint(config, data, split)
+    arrays: list[NDArray[Any]] = [data.latency_s, split.train, split.valid, split.adapt]
+    if data.codegen_counts is not None and (config.loss.codegen_weight or config.model.compiled):
+        arrays.insert(1, data.codegen_counts)
+    run = fingerprint(config, [FEATURE_SET], data, arrays)
     out.mkdir(parents=True, exist_ok=True)
     history: list[dict[str, Any]] = []
     if resume and checkpoint.exists():
-        trainer.restore(load_checkpoint(checkpoint, fingerprint))
+        trainer.restore(load_checkpoint(checkpoint, run))
         lines = (out / HISTORY_FILE).read_text(encoding="utf-8").splitlines()
         history = [json.loads(line) for line in lines[: trainer.state().epoch]]
     (out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     (out / "split.json").write_text(split.to_json(), encoding="utf-8")
     final = trainer.fit(
-        lambda state: save_checkpoint(checkpoint, state, fingerprint), recorder(out, history, progress)
+        lambda state: save_checkpoint(checkpoint, state, run), recorder(out, history, progress)
     )
     predictor = fitted.predictor(final.best, training_summary(config, data, split, final))
     predictor = calibrated(predictor, data, split)
@@ -136,27 +139,35 @@ def prepare(
 ) -> Fitted:
     """Fit encoder and label transform on the training part and make the trainer: of our network, or of what
     ``make_network`` makes for the training pairs."""
-    train_rows, valid_rows = np.asarray(split.train), np.asarray(split.valid)
-    labels = data.labels
-    if not len(train_rows):
+    if not len(split.train):
         raise PredictorError("the split leaves no training records")
-    programs = labels["program"].iloc[train_rows].unique()
+    table = data.labels.iloc[split.train]
+    specs = {name: data.devices[name] for name in sorted(table["device"].unique())}
     vectors = data.device_vectors()
-    train_devices = sorted(labels["device"].iloc[train_rows].unique())
-    pairs = raw_pairs(data) if config.model.pairs else None
-    parts = {
-        "leaf": (np.concatenate([data.asts[program].leaves for program in programs]), LEAF_FEATURES),
-        "device": (np.stack([vectors[name] for name in train_devices]), DEVICE_FEATURES),
+    devices = {name: vectors[name] for name in specs}
+    leaves = [data.asts[program].leaves for program in table["program"].unique()]
+    parts: dict[str, tuple[NDArray[Any], Sequence[str]]] = {
+        "leaf": (np.concatenate(leaves), LEAF_FEATURES),
+        "device": (np.stack(list(devices.values())), DEVICE_FEATURES),
     }
-    if pairs is not None:
-        parts["pair"] = (pairs[train_rows], PAIR_FEATURES)
-    if config.model.compiled and _any_counted(data, train_rows):
-        parts["code"] = (data.code_features[0][train_rows], CODE_FEATURES)
+    if config.model.pairs:
+        parts["pair"] = (data.pair_features[split.train], PAIR_FEATURES)
+    if config.model.compiled and data.counted(split.train).any():
+        parts["code"] = (data.code_features[0][split.train], CODE_FEATURES)
+    elif config.model.compiled:
+        logger.warning(
+            "the training programs have no instruction counts, so the network cannot learn from any: cdmpp codegen DIR "
+            "makes them"
+        )
     encoder = FeatureEncoder.fit(FEATURE_SET, parts, config.encoder.clip)
-    arrays = encode(data, encoder, config.label.relative_to, pairs)
-    if config.model.general_part:
-        arrays = replace(arrays, general=general_inputs(data, encoder, arrays.device_rows))
-    fitting = arrays.take(train_rows)
+    arrays = encode(data, encoder, config.label.relative_to)
+    if config.model.general_part:  # devices in order of their names, as if the network had never seen them
+        on_gpu = np.array([device.kind == "gpu" for device in data.numbered_pairs()[1]])[:, None]
+        seen = arrays.device_rows.numpy()
+        rows = torch.from_numpy(np.where(on_gpu, encoder.general_devices(seen), seen))
+        keep = torch.from_numpy(np.where(on_gpu, GENERAL_PAIRS[: encoder.pair_dim], np.float32(1)))
+        arrays = replace(arrays, general=GeneralInputs(rows, keep))
+    fitting = arrays.take(split.train)
     transform = fit_transform(
         config.label.transform, fitting.latency_s, fitting.reference_s, config.label.relative_to
     )
@@ -164,68 +175,25 @@ def prepare(
         config,
         transform,
         fitting,
-        arrays.take(valid_rows),
-        arrays.unlabelled(np.asarray(split.adapt)),
+        arrays.take(split.valid),
+        arrays.unlabelled(split.adapt),
         make_network=None if make_network is None else partial(make_network, fitting, encoder),
         max_seconds=max_seconds,
     )
-    return Fitted(
-        encoder,
-        transform,
-        arrays,
-        trainer,
-        {name: vectors[name] for name in train_devices},
-        {name: data.devices[name] for name in train_devices},
-    )
+    return Fitted(encoder, transform, arrays, trainer, devices, specs)
 
 
-def general_inputs(data: TrainingData, encoder: FeatureEncoder, device_rows: torch.Tensor) -> GeneralInputs:
-    """What a network is given of the devices of the data (in order of their names) as if it had never seen them."""
-
-    _, devices, _, _ = data.numbered_pairs()
-    on_gpu = np.array([device.kind == "gpu" for device in devices])[:, None]
-    rows = np.where(on_gpu, encoder.general_devices(device_rows.numpy()), device_rows.numpy())
-    keep = np.where(on_gpu, GENERAL_PAIRS[: encoder.pair_dim], np.float32(1))
-    return GeneralInputs(torch.from_numpy(rows), torch.from_numpy(keep))
-
-
-def _any_counted(data: TrainingData, rows: NDArray[np.int64]) -> bool:
-    """Whether any of these rows has instruction counts; a warning says that none has."""
-    counted = bool(data.counted(rows).any())
-    if not counted:
-        logger.warning(
-            "the training programs have no instruction counts, so the network cannot learn from any: cdmpp codegen DIR "
-            "makes them"
-        )
-    return counted
-
-
-def raw_pairs(data: TrainingData) -> NDArray[np.float64]:
-    """What is known of program and device together for every row of the label table, float64 (n, len(PAIR_FEATURES))."""
-    return pair_rows(*data.numbered_pairs())
-
-
-def encode(
-    data: TrainingData,
-    encoder: FeatureEncoder,
-    relative_to: str = "",
-    pairs: NDArray[np.float64] | None = None,
-) -> LabelledArrays:
-    """All pairs of the data as arrays, encoded with a fitted encoder.
-
-    ``relative_to`` names the reference latencies that come with them, "" or "none" for none; ``pairs`` is what
-    :func:`raw_pairs` gives, where it is known already.
-    """
-
+def encode(data: TrainingData, encoder: FeatureEncoder, relative_to: str = "") -> LabelledArrays:
+    """All pairs of the data as arrays, encoded with a fitted encoder; ``relative_to`` names the reference latencies that
+    come with them, "" or "none" for none."""
     asts, devices, program, device = data.numbered_pairs()
-    if pairs is None and encoder.pair_dim:
-        pairs = raw_pairs(data)
+    pairs = data.pair_features if encoder.pair_dim else None
     known = encoder.encode_devices(np.stack([device_features(each) for each in devices]))
     code = data.code_features if encoder.code_dim else None
     arrays = PairArrays.encode(encoder, asts, known, program, device, pairs, code)
     return LabelledArrays(
         **vars(arrays),
-        latency_s=data.labels["latency_s"].to_numpy(dtype=np.float64),
+        latency_s=data.latency_s,
         reference_s=data.reference_s(relative_to) if relative_to not in ("", "none") else None,
         group=data.labels.groupby(["task", "device"], observed=True).ngroup().to_numpy(dtype=np.int64),
         codegen=data.codegen_counts,
@@ -246,36 +214,34 @@ def calibrated(
     those with instruction counts, and of those with latencies on other devices, whose scaling is fitted there too unless it
     is given. Familiarity is fitted to the training part, its threshold to the validation part.
     """
-    rows = np.asarray(split.valid, dtype=np.int64)
+    rows = split.valid
     if not len(rows) or not len(split.train):
         raise PredictorError("calibrating needs training and validation records")
-    hidden = np.concatenate([np.asarray(part, dtype=np.int64) for part in (split.test, split.adapt)])
+    hidden = np.concatenate([split.test, split.adapt])
+    scaling = scaling or fit_scaling(predictor.predict_rows, data, rows, hidden)
+    familiarity = Familiarity.fit(predictor.encoder, data, split.train, rows, seed)
+    predictor = replace(predictor, scaling=scaling, familiarity=familiarity)
 
-    def fit(evidence: Evidence, known: NDArray[np.bool_] | None = None) -> Calibration | None:
-        if known is not None and not known.any():
+    def fit(evidence: Evidence) -> Calibration | None:
+        plain = evidence.code is None and evidence.elsewhere is None
+        chosen = np.ones(len(rows), bool) if plain else evidence.known(len(rows))
+        if not chosen.any():
             return None
-        chosen = slice(None) if known is None else known
         table = data.labels.iloc[rows[chosen]]
         return Calibration.fit(
-            table["latency_s"].to_numpy(dtype=np.float64),
+            table["latency_s"],
             predictor.predict_rows(data, rows, evidence)[chosen],
-            table["task"].tolist(),
-            table["device"].tolist(),
+            table["task"],
+            table["device"],
             "record" if split.kind == "within_task" else "task",
         )
 
-    train = np.asarray(split.train, dtype=np.int64)
-    familiarity = Familiarity.fit(predictor.encoder, data, train, rows, seed)
-    scaling = scaling or fit_scaling(predictor.predict_rows, data, rows, hidden)
-    predictor = replace(predictor, scaling=scaling, familiarity=familiarity, compiled_calibration=None)
-    if predictor.encoder.code_dim:
-        code = Evidence.of_rows(data, rows, compiled=True)
-        predictor = replace(predictor, compiled_calibration=fit(code, code.known(len(rows))))
-    elsewhere = Evidence.of_rows(data, rows, measured=True, hidden=hidden)
+    code = Evidence.of_rows(data, rows, compiled=True)
     return replace(
         predictor,
         calibration=fit(NO_EVIDENCE),
-        measured_calibration=fit(elsewhere, elsewhere.known(len(rows))),
+        compiled_calibration=fit(code) if predictor.encoder.code_dim and code.code is not None else None,
+        measured_calibration=fit(Evidence.of_rows(data, rows, measured=True, hidden=hidden)),
     )
 
 
@@ -283,7 +249,7 @@ def training_summary(config: Config, data: TrainingData, split: Split, state: Tr
     """JSON values that say what a predictor was trained on and how it ended."""
     from cdmpp.dataset import noise_floor_mape
 
-    table = data.labels.iloc[np.asarray(split.train)]
+    table = data.labels.iloc[split.train]
     tasks = sorted(table["task"].unique())
     return {
         "split": split.spec,
@@ -322,16 +288,13 @@ def recorder(out: Path, history: list[dict[str, Any]], progress: ProgressCallbac
     return record
 
 
-def _fingerprint(config: Config, data: TrainingData, split: Split) -> str:
-    """Identifies everything that the result of a run depends on."""
+def fingerprint(config: Config, named: list[Any], data: TrainingData, arrays: Sequence[NDArray[Any]]) -> str:
+    """Identifies a configuration but for where data are and the number of threads, JSON values, the pairs of data, and
+    arrays."""
     settings = config.model_dump(mode="json", exclude={"data": True, "train": {"threads"}})
-    digest = hashlib.sha256(json.dumps([settings, FEATURE_SET], sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps([settings, *named], sort_keys=True).encode())
     for column in ("program", "device"):
         digest.update("\n".join(data.labels[column]).encode())
-    digest.update(data.labels["latency_s"].to_numpy(dtype=np.float64).tobytes())
-    counts = data.codegen_counts if config.loss.codegen_weight or config.model.compiled else None
-    if counts is not None:
-        digest.update(counts.tobytes())
-    for rows in (split.train, split.valid, split.adapt):
-        digest.update(np.asarray(rows, dtype=np.int64).tobytes())
+    for array in arrays:
+        digest.update(array.tobytes())
     return digest.hexdigest()[:32]

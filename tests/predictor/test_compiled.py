@@ -143,4 +143,4 @@ def test_a_search_judges_both_decoders(counted, tmp_path: Path):
         told, untold = line["valid_mape_compiled"], line["valid_mape"]
         assert told != untold and line["value"] == pytest.approx((told * untold) ** 0.5)
     assert result.summary["best"] == min(result.summary["trials"], key=lambda line: line["value"])
-    assert "told the compiled code" in (tmp_path / "best.yaml").read_text()
+    assert "with compiled code" in (tmp_path / "best.yaml").read_text()
