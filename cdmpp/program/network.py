@@ -151,14 +151,11 @@ def example_inputs(network: Network, seed: int = 0) -> tuple[Any, ...]:
 
 
 def _from_zoo(entry: ZooEntry, batch: int, size: int | None) -> Network:
-    inputs = tuple(item.with_batch(batch) for item in entry.inputs)
-    variant = "" if batch == 1 else f"b{batch}"
-    if size is not None:
-        if not any(item.sized for item in entry.inputs):
-            raise NetworkError(f"{entry.name} has inputs of one size only: it takes no @s{size}")
-        resized = tuple(item.with_size(size) for item in inputs)
-        if resized != inputs:
-            inputs, variant = resized, f"s{size}{variant}"
+    if size is not None and not any(item.sized for item in entry.inputs):
+        raise NetworkError(f"{entry.name} has inputs of one size only: it takes no @s{size}")
+    inputs = tuple(item.of(batch, size) for item in entry.inputs)
+    resized = inputs != tuple(item.of(batch) for item in entry.inputs)
+    variant = (f"s{size}" if resized else "") + ("" if batch == 1 else f"b{batch}")
     name = f"{entry.name}@{variant}" if variant else entry.name
 
     def importer() -> Any:

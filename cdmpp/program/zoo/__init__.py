@@ -36,15 +36,10 @@ class TensorSpec:
     #: Axes that the size of the network sets: height and width of an image, the length of a sequence.
     sized: tuple[int, ...] = ()
 
-    def with_batch(self, batch: int) -> TensorSpec:
-        """The same input with another first extent."""
-        return replace(self, shape=(batch, *self.shape[1:]))
-
-    def with_size(self, size: int) -> TensorSpec:
-        """The same input with other extents along the sized axes."""
-        return replace(
-            self, shape=tuple(size if axis in self.sized else n for axis, n in enumerate(self.shape))
-        )
+    def of(self, batch: int, size: int | None = None) -> TensorSpec:
+        """The same input of another batch, and of another size along the sized axes."""
+        extents = {0: batch} | ({} if size is None else dict.fromkeys(self.sized, size))
+        return replace(self, shape=tuple(extents.get(axis, n) for axis, n in enumerate(self.shape)))
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype}{list(self.shape)}"
@@ -77,39 +72,27 @@ class ZooEntry:
             return network
 
 
-def _entry(
-    name: str, family: str, description: str, inputs: tuple[TensorSpec, ...], builder: str, **arguments: Any
-) -> ZooEntry:
-    return ZooEntry(name, family, description, inputs, builder, arguments)
-
-
 def _image(size: int = 224, channels: int = 3) -> tuple[TensorSpec, ...]:
     return (TensorSpec("image", (1, channels, size, size), sized=(2, 3)),)
 
 
-def _cnn(
-    name: str,
-    family: str,
-    description: str,
-    builder: str,
-    size: int = 224,
-    channels: int = 3,
-    **arguments: Any,
+def _tensor(name: str, *shape: int, sized: tuple[int, ...] = ()) -> TensorSpec:
+    return TensorSpec(name, (1, *shape), sized=sized)
+
+
+def _entry(
+    name: str, family: str, description: str, builder: str, *inputs: TensorSpec, **arguments: Any
 ) -> ZooEntry:
-    return _entry(name, family, description, _image(size, channels), f"convolutional:{builder}", **arguments)
+    """An entry; of an image of 224 x 224 if no inputs are given, of convolutions if no module is."""
+    builder = builder if ":" in builder else f"convolutional:{builder}"
+    return ZooEntry(name, family, description, inputs or _image(), builder, arguments)
 
 
 def _hf_image(
-    name: str,
-    family: str,
-    description: str,
-    model: str,
-    size: int = 224,
-    classes: int = 1000,
-    **settings: Any,
-) -> ZooEntry:
+    name: str, family: str, description: str, model: str, size: int = 224, classes: int = 1000, **settings: Any
+) -> ZooEntry:  # fmt: skip
     what = {"model": model, "output": "logits", "keywords": ("pixel_values",), "num_labels": classes}
-    return _entry(name, family, description, _image(size), "others:huggingface", **what, **settings)
+    return _entry(name, family, description, "others:huggingface", *_image(size), **what, **settings)
 
 
 def _vit(name: str, description: str, hidden: int, heads: int) -> ZooEntry:
@@ -125,9 +108,9 @@ def _hf_tokens(
     name: str, family: str, description: str, model: str, vocabulary: int, output: str = "last_hidden_state",
     **settings: Any,
 ) -> ZooEntry:  # fmt: skip
-    tokens = (TensorSpec("input_ids", (1, 128), "int64", vocabulary, sized=(1,)),)
+    tokens = TensorSpec("input_ids", (1, 128), "int64", vocabulary, sized=(1,))
     what = {"model": model, "output": output, "keywords": ("input_ids",), "attn_implementation": "eager"}
-    return _entry(name, family, description, tokens, "others:huggingface", **what, **settings)
+    return _entry(name, family, description, "others:huggingface", tokens, **what, **settings)
 
 
 def _bert(name: str, description: str, hidden: int, layers: int, heads: int) -> ZooEntry:
@@ -138,26 +121,22 @@ def _bert(name: str, description: str, hidden: int, layers: int, heads: int) -> 
     )  # fmt: skip
 
 
-def _tensor(name: str, *shape: int, sized: tuple[int, ...] = ()) -> TensorSpec:
-    return TensorSpec(name, (1, *shape), sized=sized)
-
-
 _ENTRIES: tuple[ZooEntry, ...] = (
-    _cnn("alexnet", "cnn", "AlexNet", "alexnet"),
-    _cnn("vgg11", "cnn", "VGG-11", "vgg", depth=11),
-    _cnn("vgg16", "cnn", "VGG-16", "vgg", depth=16),
-    _cnn("squeezenet", "cnn-fire", "SqueezeNet 1.1", "squeezenet"),
-    _cnn("resnet18", "resnet", "ResNet-18", "resnet", depths=(2, 2, 2, 2), bottleneck=False),
-    _cnn("resnet50", "resnet", "ResNet-50", "resnet", depths=(3, 4, 6, 3)),
-    _cnn("resnext50", "resnet", "ResNeXt-50 32x4d", "resnet", depths=(3, 4, 6, 3), groups=32, group_width=4),
-    _cnn("regnet_y_400mf", "regnet", "RegNetY-400MF", "regnet_y_400mf"),
-    _cnn("mobilenet_v2", "depthwise", "MobileNet V2", "mobilenet_v2"),
-    _cnn("mobilenet_v3", "depthwise", "MobileNet V3 small", "mobilenet_v3_small"),
-    _cnn("efficientnet_b0", "depthwise", "EfficientNet-B0", "efficientnet_b0"),
-    _cnn("shufflenet_v2", "depthwise", "ShuffleNet V2 1.0x", "shufflenet_v2"),
-    _cnn("densenet121", "densenet", "DenseNet-121", "densenet121"),
-    _cnn("googlenet", "inception", "GoogLeNet", "googlenet"),
-    _cnn("inception_v3", "inception", "Inception V3", "inception_v3", 299),
+    _entry("alexnet", "cnn", "AlexNet", "alexnet"),
+    _entry("vgg11", "cnn", "VGG-11", "vgg", depths=(1, 1, 2, 2, 2)),
+    _entry("vgg16", "cnn", "VGG-16", "vgg", depths=(2, 2, 3, 3, 3)),
+    _entry("squeezenet", "cnn-fire", "SqueezeNet 1.1", "squeezenet"),
+    _entry("resnet18", "resnet", "ResNet-18", "resnet", depths=(2, 2, 2, 2), bottleneck=False),
+    _entry("resnet50", "resnet", "ResNet-50", "resnet", depths=(3, 4, 6, 3)),
+    _entry("resnext50", "resnet", "ResNeXt-50 32x4d", "resnet", depths=(3, 4, 6, 3), groups=32, group_width=4),
+    _entry("regnet_y_400mf", "regnet", "RegNetY-400MF", "regnet_y_400mf"),
+    _entry("mobilenet_v2", "depthwise", "MobileNet V2", "mobilenet_v2"),
+    _entry("mobilenet_v3", "depthwise", "MobileNet V3 small", "mobilenet_v3_small"),
+    _entry("efficientnet_b0", "depthwise", "EfficientNet-B0", "efficientnet_b0"),
+    _entry("shufflenet_v2", "depthwise", "ShuffleNet V2 1.0x", "shufflenet_v2"),
+    _entry("densenet121", "densenet", "DenseNet-121", "densenet121"),
+    _entry("googlenet", "inception", "GoogLeNet", "googlenet"),
+    _entry("inception_v3", "inception", "Inception V3", "inception_v3", *_image(299)),
     # Mehta 2021: inverted residuals with SiLU, transformers over unfolded patches
     _hf_image(
         "mobilevit_xxs", "mobilevit", "MobileViT-XXS", "MobileViTForImageClassification", 256, image_size=256,
@@ -183,38 +162,29 @@ _ENTRIES: tuple[ZooEntry, ...] = (
     ),
     # Raffel 2019
     _entry(
-        "t5_small", "encoder-decoder", "T5-small, 2+2 layers",
-        (
-            TensorSpec("input_ids", (1, 128), "int64", 32128, sized=(1,)),
-            TensorSpec("decoder_input_ids", (1, 32), "int64", 32128),
-        ),
-        "others:huggingface", model="T5Model", output="last_hidden_state", keywords=("input_ids", "decoder_input_ids"),
-        num_layers=2, num_decoder_layers=2, use_cache=False,
+        "t5_small", "encoder-decoder", "T5-small, 2+2 layers", "others:huggingface",
+        TensorSpec("input_ids", (1, 128), "int64", 32128, sized=(1,)),
+        TensorSpec("decoder_input_ids", (1, 32), "int64", 32128), model="T5Model", output="last_hidden_state",
+        keywords=("input_ids", "decoder_input_ids"), num_layers=2, num_decoder_layers=2, use_cache=False,
     ),
-    _entry("mlp", "mlp", "Four linear layers", (_tensor("x", 784),), "others:mlp"),
-    _entry("mlp_mixer", "mixer", "MLP-Mixer S/16", _image(), "others:Mixer", width=512, depth=8, patch=16, tokens=196),
-    _entry("lstm", "recurrent", "LSTM, 8 steps of 256", (_tensor("x", 8, 128),), "others:Unrolled", cell="LSTMCell", width=256),
-    _entry("gru", "recurrent", "GRU, 8 steps of 512", (_tensor("x", 8, 128),), "others:Unrolled", cell="GRUCell", width=512),
-    _cnn("unet", "segmentation", "U-Net, 4 levels", "Unet", 128, width=32, levels=4, classes=21),
+    _entry("mlp", "mlp", "Four linear layers", "others:mlp", _tensor("x", 784)),
+    _entry("mlp_mixer", "mixer", "MLP-Mixer S/16", "others:Mixer", width=512, depth=8, patch=16, tokens=196),
+    _entry("lstm", "recurrent", "LSTM, 8 steps of 256", "others:Unrolled", _tensor("x", 8, 128), cell="LSTMCell", width=256),
+    _entry("gru", "recurrent", "GRU, 8 steps of 512", "others:Unrolled", _tensor("x", 8, 128), cell="GRUCell", width=512),
+    _entry("unet", "segmentation", "U-Net, 4 levels", "unet", *_image(128), width=32, levels=4, classes=21),
     # Xie 2021, 150 classes
     _hf_image("segformer_b0", "segmentation", "SegFormer-B0", "SegformerForSemanticSegmentation", 256, 150),
-    _entry("dcgan", "generative", "DCGAN generator, 64x64", (_tensor("z", 100, 1, 1),), "convolutional:dcgan"),
-    _cnn("espcn", "generative", "ESPCN, 3x super-resolution", "espcn", 112, 1),
+    _entry("dcgan", "generative", "DCGAN generator, 64x64", "dcgan", _tensor("z", 100, 1, 1)),
+    _entry("espcn", "generative", "ESPCN, 3x super-resolution", "espcn", *_image(112, 1)),
+    _entry("wavenet", "audio", "WaveNet-like dilated 1-D convolutions", "wavenet", _tensor("audio", 1, 4000, sized=(2,))),
+    _entry("resnet3d", "video", "ResNet-3D-8, 8 frames", "resnet3d", _tensor("video", 3, 8, 112, 112, sized=(3, 4))),
     _entry(
-        "wavenet", "audio", "WaveNet-like dilated 1-D convolutions", (_tensor("audio", 1, 4000, sized=(2,)),),
-        "convolutional:wavenet",
+        "dlrm", "recommender", "DLRM, 8 tables", "others:Dlrm", _tensor("dense", 13),
+        TensorSpec("sparse", (1, 8), "int64", 10_000), tables=8, rows=10_000, width=64,
     ),
     _entry(
-        "resnet3d", "video", "ResNet-3D-8, 8 frames", (_tensor("video", 3, 8, 112, 112, sized=(3, 4)),),
-        "convolutional:resnet3d",
-    ),
-    _entry(
-        "dlrm", "recommender", "DLRM, 8 tables",
-        (_tensor("dense", 13), TensorSpec("sparse", (1, 8), "int64", 10_000)), "others:Dlrm", tables=8, rows=10_000, width=64,
-    ),
-    _entry(
-        "gcn", "graph", "Three dense graph convolutions, 256 nodes",
-        (_tensor("x", 256, 128), _tensor("adjacency", 256, 256)), "others:Gcn", features=128, hidden=64, classes=16,
+        "gcn", "graph", "Three dense graph convolutions, 256 nodes", "others:Gcn", _tensor("x", 256, 128),
+        _tensor("adjacency", 256, 256), features=128, hidden=64, classes=16,
     ),
 )  # fmt: skip
 

@@ -2,94 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
-Activation = Callable[[], nn.Module]
-Branch = tuple[tuple[int, int | tuple[int, int]], ...]
-
-
-class ConvNormAct(nn.Sequential):
-    """Convolution without bias, batch normalisation, activation (None for none). NCHW in, NCHW out."""
-
-    def __init__(
-        self, channels_in: int, channels_out: int, kernel: int | tuple[int, int] = 3, stride: int = 1, groups: int = 1,
-        act: Activation | None = nn.ReLU, padding: int | tuple[int, int] | None = None,
-    ) -> None:  # fmt: skip
-        if padding is None:
-            padding = kernel // 2 if isinstance(kernel, int) else (kernel[0] // 2, kernel[1] // 2)
-        layers: list[nn.Module] = [
-            nn.Conv2d(channels_in, channels_out, kernel, stride, padding, groups=groups, bias=False),
-            nn.BatchNorm2d(channels_out),
-        ]
-        super().__init__(*layers, *([] if act is None else [act()]))
+Make = Callable[[], nn.Module]
 
 
 class Mean(nn.Module):
     """Mean over some axes."""
 
-    def __init__(self, *axes: int) -> None:
+    def __init__(self, *axes: int, keepdim: bool = False) -> None:
         super().__init__()
-        self.axes = axes
+        self.axes, self.keepdim = axes, keepdim
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.mean(self.axes)
+        return x.mean(self.axes, keepdim=self.keepdim)
 
 
-def head(channels: int, classes: int = 1000) -> nn.Module:
+class Joined(nn.Module):
+    """Branches over the same input, and a function that joins their outputs."""
+
+    def __init__(self, join: Callable[..., torch.Tensor], *branches: nn.Module) -> None:
+        super().__init__()
+        self.join, self.branches = join, nn.ModuleList(branches)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.join(*[branch(x) for branch in self.branches])
+
+
+def _concat(*parts: torch.Tensor) -> torch.Tensor:
+    return torch.cat(parts, dim=1)
+
+
+def _conv(
+    channels_in: int, channels_out: int, kernel: int | tuple[int, int] = 3, stride: int = 1, groups: int = 1,
+    act: Make = nn.ReLU, padding: int | tuple[int, int] | None = None,
+) -> nn.Module:  # fmt: skip
+    """Convolution without bias, batch normalisation, activation. The padding keeps the size unless it is given."""
+    if padding is None:
+        padding = kernel // 2 if isinstance(kernel, int) else (kernel[0] // 2, kernel[1] // 2)
+    conv = nn.Conv2d(channels_in, channels_out, kernel, stride, padding, groups=groups, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(channels_out), act())
+
+
+def _chain(channels: int, *layers: tuple[Any, ...]) -> nn.Module:
+    """Such convolutions one after the other, each by its arguments after the first."""
+    inputs = (channels, *(layer[0] for layer in layers))
+    return nn.Sequential(*(_conv(n, *layer) for n, layer in zip(inputs, layers, strict=False)))
+
+
+def _plain(channels: int, *layers: tuple[Any, ...]) -> list[nn.Module]:
+    """Convolutions with bias and ReLU, each by the arguments of Conv2d after the first."""
+    inputs = (channels, *(layer[0] for layer in layers))
+    pairs = [(nn.Conv2d(n, *layer), nn.ReLU()) for n, layer in zip(inputs, layers, strict=False)]
+    return list(itertools.chain(*pairs))
+
+
+def _stages(
+    channels: int, stages: Iterable[tuple[Any, ...]], block: Callable[..., nn.Module]
+) -> list[nn.Module]:
+    """Blocks by stages of (channels out, depth, stride of the first block, further arguments of ``block``).
+
+    ``block`` takes channels in, channels out, the stride and these arguments.
+    """
+    layers = []
+    for width, depth, stride, *more in stages:
+        for index in range(depth):
+            layers.append(block(channels, width, 1 if index else stride, *more))
+            channels = width
+    return layers
+
+
+def _head(channels: int) -> nn.Module:
     """Global average pooling and a linear classifier."""
-    return nn.Sequential(Mean(2, 3), nn.Linear(channels, classes))
+    return nn.Sequential(Mean(2, 3), nn.Linear(channels, 1000))
 
 
-class Branches(nn.Module):
-    """Parallel branches over the same input, concatenated along the channels."""
-
-    def __init__(self, *branches: nn.Module) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList(branches)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([branch(x) for branch in self.branches], dim=1)
-
-
-class SqueezeExcite(nn.Module):
+def _squeeze_excite(channels: int, squeezed: int, act: Make = nn.ReLU, gate: Make = nn.Sigmoid) -> nn.Module:
     """Channel attention: global mean, two 1x1 convolutions, gate."""
-
-    def __init__(
-        self, channels: int, squeezed: int, act: Activation = nn.ReLU, gate: Activation = nn.Sigmoid
-    ) -> None:
-        super().__init__()
-        self.reduce = nn.Conv2d(channels, squeezed, 1)
-        self.expand = nn.Conv2d(squeezed, channels, 1)
-        self.act = act()
-        self.gate = gate()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scale = x.mean((2, 3), keepdim=True)
-        return x * self.gate(self.expand(self.act(self.reduce(scale))))
-
-
-class Residual(nn.Module):
-    """The sum of a body and a shortcut, and an activation of it."""
-
-    def __init__(self, body: nn.Module, shortcut: nn.Module | None = None, act: Activation = nn.ReLU) -> None:
-        super().__init__()
-        self.body = body
-        self.shortcut = shortcut or nn.Identity()
-        self.act = act()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.act(self.body(x) + self.shortcut(x))
+    reduce, expand = nn.Conv2d(channels, squeezed, 1), nn.Conv2d(squeezed, channels, 1)
+    scale = nn.Sequential(Mean(2, 3, keepdim=True), reduce, act(), expand, gate())
+    return Joined(torch.mul, nn.Identity(), scale)
 
 
 # -- one convolution after the other ---------------------------------------------------------------------------
-
-_VGG: dict[int, tuple[int | str, ...]] = {
-    11: (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M"),
-    16: (64, 64, "M", 128, 128, "M", 256, 256, 256, "M", 512, 512, 512, "M", 512, 512, 512, "M"),
-}
 
 
 def _classifier(features: int) -> list[nn.Module]:
@@ -99,112 +99,92 @@ def _classifier(features: int) -> list[nn.Module]:
 
 def alexnet() -> nn.Module:
     """AlexNet (Krizhevsky 2012) as in torchvision (one tower)."""
-    layers: list[nn.Module] = [nn.Conv2d(3, 64, 11, 4, 2), nn.ReLU(), nn.MaxPool2d(3, 2)]
-    layers += [nn.Conv2d(64, 192, 5, 1, 2), nn.ReLU(), nn.MaxPool2d(3, 2)]
-    for channels_in, channels_out in ((192, 384), (384, 256), (256, 256)):
-        layers += [nn.Conv2d(channels_in, channels_out, 3, 1, 1), nn.ReLU()]
+    layers = [*_plain(3, (64, 11, 4, 2)), nn.MaxPool2d(3, 2), *_plain(64, (192, 5, 1, 2)), nn.MaxPool2d(3, 2)]
+    layers += _plain(192, (384, 3, 1, 1), (256, 3, 1, 1), (256, 3, 1, 1))
     return nn.Sequential(*layers, nn.MaxPool2d(3, 2), *_classifier(256 * 6 * 6))
 
 
-def vgg(depth: int) -> nn.Module:
-    """VGG-11 or VGG-16 (Simonyan 2014) without batch normalisation."""
+def vgg(depths: tuple[int, ...]) -> nn.Module:
+    """VGG (Simonyan 2014) without batch normalisation, by the number of convolutions before each pooling."""
     layers: list[nn.Module] = []
     channels = 3
-    for item in _VGG[depth]:
-        if isinstance(item, str):
-            layers.append(nn.MaxPool2d(2, 2))
-        else:
-            layers += [nn.Conv2d(channels, item, 3, 1, 1), nn.ReLU()]
-            channels = item
+    for width, depth in zip((64, 128, 256, 512, 512), depths, strict=True):
+        layers += [*_plain(channels, *[(width, 3, 1, 1)] * depth), nn.MaxPool2d(2, 2)]
+        channels = width
     return nn.Sequential(*layers, *_classifier(512 * 7 * 7))
-
-
-def _fire(channels_in: int, squeezed: int, expanded: int) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(channels_in, squeezed, 1),
-        nn.ReLU(),
-        Branches(
-            nn.Sequential(nn.Conv2d(squeezed, expanded, 1), nn.ReLU()),
-            nn.Sequential(nn.Conv2d(squeezed, expanded, 3, 1, 1), nn.ReLU()),
-        ),
-    )
 
 
 def squeezenet() -> nn.Module:
     """SqueezeNet 1.1 (Iandola 2016)."""
+    # (channels in, squeezed, of each of the expanding branches)
     stages = (
         ((64, 16, 64), (128, 16, 64)),
         ((128, 32, 128), (256, 32, 128)),
         ((256, 48, 192), (384, 48, 192), (384, 64, 256), (512, 64, 256)),
     )
-    layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, 2), nn.ReLU()]
+    layers = _plain(3, (64, 3, 2))
     for stage in stages:
-        layers += [nn.MaxPool2d(3, 2), *(_fire(*sizes) for sizes in stage)]
-    return nn.Sequential(*layers, nn.Conv2d(512, 1000, 1), nn.ReLU(), Mean(2, 3))
+        layers.append(nn.MaxPool2d(3, 2))
+        for channels, squeezed, expanded in stage:
+            layers += _plain(channels, (squeezed, 1))
+            branches = [nn.Sequential(*_plain(squeezed, row)) for row in ((expanded, 1), (expanded, 3, 1, 1))]
+            layers.append(Joined(_concat, *branches))
+    return nn.Sequential(*layers, *_plain(512, (1000, 1)), Mean(2, 3))
 
 
 # -- residual ones ---------------------------------------------------------------------------------------------
 
 
-def _projected(body: nn.Module, channels_in: int, channels_out: int, stride: int) -> nn.Module:
-    """A residual block whose shortcut is projected where the body changes the shape."""
-    if stride == 1 and channels_in == channels_out:
-        return Residual(body)
-    return Residual(body, ConvNormAct(channels_in, channels_out, 1, stride, act=None))
+def _residual(body: nn.Module, channels_in: int, channels_out: int, stride: int) -> nn.Module:
+    """ReLU of the sum of a body and a shortcut, which is projected where the body changes the shape."""
+    same = stride == 1 and channels_in == channels_out
+    shortcut = nn.Identity() if same else _conv(channels_in, channels_out, 1, stride, act=nn.Identity)
+    return nn.Sequential(Joined(torch.add, body, shortcut), nn.ReLU())
 
 
 def resnet(
     depths: tuple[int, ...], *, bottleneck: bool = True, groups: int = 1, group_width: int = 64
 ) -> nn.Module:
     """ResNet (He 2015; stride in the 3x3 convolution, as torchvision has it) and ResNeXt (Xie 2016)."""
-    layers: list[nn.Module] = [ConvNormAct(3, 64, 7, 2), nn.MaxPool2d(3, 2, 1)]
-    channels = 64
-    for stage, depth in enumerate(depths):
-        width = 64 * 2**stage
-        out, inner = (width * 4, width * group_width // 64 * groups) if bottleneck else (width, width)
-        for index in range(depth):
-            stride = 2 if stage > 0 and index == 0 else 1
-            if bottleneck:
-                body = nn.Sequential(
-                    ConvNormAct(channels, inner, 1),
-                    ConvNormAct(inner, inner, 3, stride, groups),
-                    ConvNormAct(inner, out, 1, act=None),
-                )
-            else:
-                body = nn.Sequential(
-                    ConvNormAct(channels, out, 3, stride), ConvNormAct(out, out, 3, act=None)
-                )
-            layers.append(_projected(body, channels, out, stride))
-            channels = out
-    return nn.Sequential(*layers, head(channels))
+
+    def block(channels: int, out: int, stride: int) -> nn.Module:
+        inner = out // 256 * group_width * groups
+        deep = (inner, 1), (inner, 3, stride, groups), (out, 1, 1, 1, nn.Identity)
+        body = _chain(channels, *deep if bottleneck else ((out, 3, stride), (out, 3, 1, 1, nn.Identity)))
+        return _residual(body, channels, out, stride)
+
+    widths = (256, 512, 1024, 2048) if bottleneck else (64, 128, 256, 512)
+    stages = zip(widths, depths, (1, 2, 2, 2), strict=True)
+    layers = [_conv(3, 64, 7, 2), nn.MaxPool2d(3, 2, 1), *_stages(64, stages, block)]
+    return nn.Sequential(*layers, _head(widths[-1]))
 
 
 def regnet_y_400mf() -> nn.Module:
     """RegNetY-400MF (Radosavovic 2020): grouped convolutions of 8 channels, squeeze-and-excite."""
-    layers: list[nn.Module] = [ConvNormAct(3, 32, 3, 2)]
-    channels = 32
-    for width, depth in ((48, 1), (104, 3), (208, 6), (440, 6)):
-        for index in range(depth):
-            stride = 2 if index == 0 else 1
-            body = nn.Sequential(
-                ConvNormAct(channels, width, 1),
-                ConvNormAct(width, width, 3, stride, groups=width // 8),
-                SqueezeExcite(width, round(channels / 4)),
-                ConvNormAct(width, width, 1, act=None),
-            )
-            layers.append(_projected(body, channels, width, stride))
-            channels = width
-    return nn.Sequential(*layers, head(channels))
+
+    def block(channels: int, width: int, stride: int) -> nn.Module:
+        body = nn.Sequential(
+            _chain(channels, (width, 1), (width, 3, stride, width // 8)),
+            _squeeze_excite(width, round(channels / 4)),
+            _conv(width, width, 1, act=nn.Identity),
+        )
+        return _residual(body, channels, width, stride)
+
+    stages = (48, 1, 2), (104, 3, 2), (208, 6, 2), (440, 6, 2)
+    return nn.Sequential(_conv(3, 32, 3, 2), *_stages(32, stages, block), _head(440))
 
 
 def resnet3d() -> nn.Module:
     """A slim ResNet-3D-8 (Tran 2017) over 8 frames of 112x112 (batch normalisation folded away)."""
+
+    def block(channels: int, width: int, stride: int) -> nn.Module:
+        first, second = nn.Conv3d(channels, width, 3, stride, 1), nn.Conv3d(width, width, 3, 1, 1)
+        shortcut = nn.Conv3d(channels, width, 1, stride) if stride > 1 else nn.Identity()
+        return Joined(torch.add, nn.Sequential(first, nn.ReLU(), second), shortcut)
+
     layers: list[nn.Module] = [nn.Conv3d(3, 16, (3, 7, 7), (1, 2, 2), (1, 3, 3)), nn.ReLU()]
-    for channels, width, stride in ((16, 16, 1), (16, 32, 2), (32, 64, 2)):
-        body = nn.Sequential(
-            nn.Conv3d(channels, width, 3, stride, 1), nn.ReLU(), nn.Conv3d(width, width, 3, 1, 1)
-        )
-        layers.append(Residual(body, nn.Conv3d(channels, width, 1, stride) if stride > 1 else None))
+    for stage in _stages(16, ((16, 1, 1), (32, 1, 2), (64, 1, 2)), block):
+        layers += [stage, nn.ReLU()]
     return nn.Sequential(*layers, Mean(2, 3, 4), nn.Linear(64, 400))
 
 
@@ -212,41 +192,35 @@ def resnet3d() -> nn.Module:
 
 
 def _inverted_residual(
-    channels_in: int, expanded: int, channels_out: int, kernel: int, stride: int, act: Activation,
-    excite: nn.Module | None = None,
+    channels: int, out: int, stride: int, kernel: int, expanded: int, squeezed: int, act: Make,
+    excite_acts: tuple[Make, Make],
 ) -> nn.Module:  # fmt: skip
-    """1x1 expansion, depthwise convolution, optional squeeze-and-excite, 1x1 projection (Sandler 2018)."""
-    layers: list[nn.Module] = []
-    if expanded != channels_in:
-        layers.append(ConvNormAct(channels_in, expanded, 1, act=act))
-    layers.append(ConvNormAct(expanded, expanded, kernel, stride, groups=expanded, act=act))
-    if excite is not None:
-        layers.append(excite)
-    body = nn.Sequential(*layers, ConvNormAct(expanded, channels_out, 1, act=None))
-    return Residual(body, act=nn.Identity) if stride == 1 and channels_in == channels_out else body
+    """1x1 expansion, depthwise convolution, squeeze-and-excite unless 0, 1x1 projection (Sandler 2018)."""
+    excite = [_squeeze_excite(expanded, squeezed, *excite_acts)] if squeezed else []
+    expand = [_conv(channels, expanded, 1, act=act)] if expanded != channels else []
+    depthwise = _conv(expanded, expanded, kernel, stride, expanded, act)
+    body = nn.Sequential(*expand, depthwise, *excite, _conv(expanded, out, 1, act=nn.Identity))
+    return Joined(torch.add, body, nn.Identity()) if stride == 1 and channels == out else body
 
 
-def _inverted_residuals(
-    stages: tuple[tuple[int, int, int, int, int], ...], act: Activation, *, excited: bool
-) -> nn.Module:
-    """Stages of (expansion, kernel, stride, width, depth)."""
-    layers: list[nn.Module] = [ConvNormAct(3, 32, 3, 2, act=act)]
-    channels = 32
-    for expansion, kernel, stride, width, depth in stages:
-        for index in range(depth):
-            expanded = channels * expansion
-            excite = SqueezeExcite(expanded, max(1, channels // 4), act=act) if excited else None
-            step = stride if index == 0 else 1
-            layers.append(_inverted_residual(channels, expanded, width, kernel, step, act, excite))
-            channels = width
-    return nn.Sequential(*layers, ConvNormAct(channels, 1280, 1, act=act), head(1280))
+def _inverted_residuals(stages: Iterable[tuple[int, ...]], act: Make, *, excited: bool) -> nn.Module:
+    """Stages of (width, depth, stride, expansion, kernel)."""
+
+    def block(channels: int, width: int, stride: int, expansion: int, kernel: int) -> nn.Module:
+        squeezed = channels // 4 if excited else 0
+        return _inverted_residual(
+            channels, width, stride, kernel, channels * expansion, squeezed, act, (act, nn.Sigmoid)
+        )
+
+    layers = [_conv(3, 32, 3, 2, act=act), *_stages(32, stages, block), _conv(320, 1280, 1, act=act)]
+    return nn.Sequential(*layers, _head(1280))
 
 
 def mobilenet_v2() -> nn.Module:
     """MobileNet V2, width 1.0."""
     stages = (
-        (1, 3, 1, 16, 1), (6, 3, 2, 24, 2), (6, 3, 2, 32, 3), (6, 3, 2, 64, 4), (6, 3, 1, 96, 3), (6, 3, 2, 160, 3),
-        (6, 3, 1, 320, 1),
+        (16, 1, 1, 1, 3), (24, 2, 2, 6, 3), (32, 3, 2, 6, 3), (64, 4, 2, 6, 3), (96, 3, 1, 6, 3), (160, 3, 2, 6, 3),
+        (320, 1, 1, 6, 3),
     )  # fmt: skip
     return _inverted_residuals(stages, nn.ReLU6, excited=False)
 
@@ -254,46 +228,33 @@ def mobilenet_v2() -> nn.Module:
 def efficientnet_b0() -> nn.Module:
     """EfficientNet-B0 (Tan 2019): SiLU and squeeze-and-excite throughout."""
     stages = (
-        (1, 3, 1, 16, 1), (6, 3, 2, 24, 2), (6, 5, 2, 40, 2), (6, 3, 2, 80, 3), (6, 5, 1, 112, 3), (6, 5, 2, 192, 4),
-        (6, 3, 1, 320, 1),
+        (16, 1, 1, 1, 3), (24, 2, 2, 6, 3), (40, 2, 2, 6, 5), (80, 3, 2, 6, 3), (112, 3, 1, 6, 5), (192, 4, 2, 6, 5),
+        (320, 1, 1, 6, 3),
     )  # fmt: skip
     return _inverted_residuals(stages, nn.SiLU, excited=True)
 
 
 def mobilenet_v3_small() -> nn.Module:
     """MobileNet V3 small (Howard 2019): h-swish and squeeze-and-excite."""
-    rows: tuple[tuple[int, int, int, int, Activation, int], ...] = (
-        (3, 16, 16, 8, nn.ReLU, 2), (3, 72, 24, 0, nn.ReLU, 2), (3, 88, 24, 0, nn.ReLU, 1),
-        (5, 96, 40, 24, nn.Hardswish, 2), (5, 240, 40, 64, nn.Hardswish, 1), (5, 240, 40, 64, nn.Hardswish, 1),
-        (5, 120, 48, 32, nn.Hardswish, 1), (5, 144, 48, 40, nn.Hardswish, 1), (5, 288, 96, 72, nn.Hardswish, 2),
-        (5, 576, 96, 144, nn.Hardswish, 1), (5, 576, 96, 144, nn.Hardswish, 1),
+    act, acts = nn.Hardswish, (nn.ReLU, nn.Hardsigmoid)
+    # width, depth, stride, kernel, expanded, squeezed
+    stages = (
+        (16, 1, 2, 3, 16, 8, nn.ReLU, acts), (24, 1, 2, 3, 72, 0, nn.ReLU, acts), (24, 1, 1, 3, 88, 0, nn.ReLU, acts),
+        (40, 1, 2, 5, 96, 24, act, acts), (40, 2, 1, 5, 240, 64, act, acts), (48, 1, 1, 5, 120, 32, act, acts),
+        (48, 1, 1, 5, 144, 40, act, acts), (96, 1, 2, 5, 288, 72, act, acts), (96, 2, 1, 5, 576, 144, act, acts),
     )  # fmt: skip
-    layers: list[nn.Module] = [ConvNormAct(3, 16, 3, 2, act=nn.Hardswish)]
-    channels = 16
-    for kernel, expanded, width, squeezed, act, stride in rows:
-        excite = SqueezeExcite(expanded, squeezed, gate=nn.Hardsigmoid) if squeezed else None
-        layers.append(_inverted_residual(channels, expanded, width, kernel, stride, act, excite))
-        channels = width
-    return nn.Sequential(*layers, ConvNormAct(channels, 576, 1, act=nn.Hardswish), head(576))
+    layers = [_conv(3, 16, 3, 2, act=act), *_stages(16, stages, _inverted_residual)]
+    return nn.Sequential(*layers, _conv(96, 576, 1, act=act), _head(576))
 
 
 class _ShuffleUnit(nn.Module):
-    def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
+    def __init__(self, channels: int, out: int, stride: int) -> None:
         super().__init__()
-        self.split = stride == 1
-        width = channels_out // 2
-        branch_in = channels_in // 2 if self.split else channels_in
-        self.shortcut: nn.Module = nn.Identity()
-        if not self.split:
-            self.shortcut = nn.Sequential(
-                ConvNormAct(channels_in, channels_in, 3, stride, groups=channels_in, act=None),
-                ConvNormAct(channels_in, width, 1),
-            )
-        self.body = nn.Sequential(
-            ConvNormAct(branch_in, width, 1),
-            ConvNormAct(width, width, 3, stride, groups=width, act=None),
-            ConvNormAct(width, width, 1),
-        )
+        self.split, width = stride == 1, out // 2
+        left = [] if self.split else [(channels, 3, stride, channels, nn.Identity), (width, 1)]
+        self.shortcut = _chain(channels, *left)
+        right = (width, 1), (width, 3, stride, width, nn.Identity), (width, 1)
+        self.body = _chain(channels // 2 if self.split else channels, *right)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         left, right = x.chunk(2, dim=1) if self.split else (x, x)
@@ -304,25 +265,12 @@ class _ShuffleUnit(nn.Module):
 
 def shufflenet_v2() -> nn.Module:
     """ShuffleNet V2 1.0x (Ma 2018)."""
-    layers: list[nn.Module] = [ConvNormAct(3, 24, 3, 2), nn.MaxPool2d(3, 2, 1)]
-    channels = 24
-    for width, depth in ((116, 4), (232, 8), (464, 4)):
-        for index in range(depth):
-            layers.append(_ShuffleUnit(channels, width, 2 if index == 0 else 1))
-            channels = width
-    return nn.Sequential(*layers, ConvNormAct(channels, 1024, 1), head(1024))
+    layers = [_conv(3, 24, 3, 2), nn.MaxPool2d(3, 2, 1)]
+    layers += _stages(24, ((116, 4, 2), (232, 8, 2), (464, 4, 2)), _ShuffleUnit)
+    return nn.Sequential(*layers, _conv(464, 1024, 1), _head(1024))
 
 
 # -- parallel branches and dense connections -------------------------------------------------------------------
-
-
-def _chain(channels: int, *layers: tuple[int, int | tuple[int, int]]) -> nn.Module:
-    """Convolutions of (channels, kernel) one after the other."""
-    modules = []
-    for channels_out, kernel in layers:
-        modules.append(ConvNormAct(channels, channels_out, kernel))
-        channels = channels_out
-    return nn.Sequential(*modules)
 
 
 def googlenet() -> nn.Module:
@@ -335,140 +283,106 @@ def googlenet() -> nn.Module:
         ),
         ((256, (160, 320), (32, 128), 128), (384, (192, 384), (48, 128), 128)),
     )  # fmt: skip
-    layers: list[nn.Module] = [ConvNormAct(3, 64, 7, 2), nn.MaxPool2d(3, 2, 1)]
-    layers += [ConvNormAct(64, 64, 1), ConvNormAct(64, 192, 3)]
+    layers = [_conv(3, 64, 7, 2), nn.MaxPool2d(3, 2, 1), _chain(64, (64, 1), (192, 3))]
     channels = 192
     for stage in stages:
         layers.append(nn.MaxPool2d(3, 2, 1))
         for one, three, five, pool in stage:
-            branches = [_chain(channels, (one, 1))]
-            branches += [_chain(channels, (sizes[0], 1), (sizes[1], 3)) for sizes in (three, five)]
-            pooled = nn.Sequential(nn.MaxPool2d(3, 1, 1), ConvNormAct(channels, pool, 1))
-            layers.append(Branches(*branches, pooled))
+            chains = ((one, 1),), *(((first, 1), (last, 3)) for first, last in (three, five))
+            branches = [_chain(channels, *chain) for chain in chains]
+            pooled = nn.Sequential(nn.MaxPool2d(3, 1, 1), _conv(channels, pool, 1))
+            layers.append(Joined(_concat, *branches, pooled))
             channels = one + three[1] + five[1] + pool
-    return nn.Sequential(*layers, head(1024))
+    return nn.Sequential(*layers, _head(1024))
 
 
-def _valid(channels_in: int, channels_out: int, kernel: int, stride: int = 1) -> nn.Module:
-    return ConvNormAct(channels_in, channels_out, kernel, stride, padding=0)
-
-
-def _inception(channels: int, pool: int, *chains: Branch) -> nn.Module:
-    """Chains of convolutions beside an average pooling."""
-    branches = [_chain(channels, *layers) for layers in chains]
-    return Branches(*branches, nn.Sequential(nn.AvgPool2d(3, 1, 1), ConvNormAct(channels, pool, 1)))
+def _inception(channels: int, pool: int, *branches: nn.Module) -> nn.Module:
+    """Branches beside an average pooling."""
+    return Joined(_concat, *branches, nn.Sequential(nn.AvgPool2d(3, 1, 1), _conv(channels, pool, 1)))
 
 
 def _inception_e(channels: int) -> nn.Module:
-    def fork() -> nn.Module:
-        return Branches(ConvNormAct(384, 384, (1, 3)), ConvNormAct(384, 384, (3, 1)))
+    def forked(before: nn.Module) -> nn.Module:
+        return nn.Sequential(before, Joined(_concat, _conv(384, 384, (1, 3)), _conv(384, 384, (3, 1))))
 
-    return Branches(
-        ConvNormAct(channels, 320, 1),
-        nn.Sequential(ConvNormAct(channels, 384, 1), fork()),
-        nn.Sequential(ConvNormAct(channels, 448, 1), ConvNormAct(448, 384, 3), fork()),
-        nn.Sequential(nn.AvgPool2d(3, 1, 1), ConvNormAct(channels, 192, 1)),
-    )
+    forks = (((384, 1),), ((448, 1), (384, 3)))
+    branches = _conv(channels, 320, 1), *(forked(_chain(channels, *chain)) for chain in forks)
+    return _inception(channels, 192, *branches)
 
 
 def inception_v3() -> nn.Module:
     """Inception V3 (Szegedy 2015) for 299x299 images, without the auxiliary head."""
+
+    def reduced(*branches: nn.Module) -> nn.Module:
+        return Joined(_concat, *branches, nn.MaxPool2d(3, 2))
+
     row, column = (1, 7), (7, 1)
-    layers: list[nn.Module] = [
-        _valid(3, 32, 3, 2), _valid(32, 32, 3), ConvNormAct(32, 64, 3), nn.MaxPool2d(3, 2),
-        _valid(64, 80, 1), _valid(80, 192, 3), nn.MaxPool2d(3, 2),
+    #: Arguments of a 3x3 convolution without padding: stride, groups, ...
+    valid, halving = (3, 1, 1, nn.ReLU, 0), (3, 2, 1, nn.ReLU, 0)
+    layers = [
+        _chain(3, (32, *halving), (32, *valid), (64, 3)), nn.MaxPool2d(3, 2), _chain(64, (80, 1), (192, *valid)),
+        nn.MaxPool2d(3, 2),
     ]  # fmt: skip
     for channels, pool in ((192, 32), (256, 64), (288, 64)):
-        chains: tuple[Branch, ...] = (((64, 1),), ((48, 1), (64, 5)), ((64, 1), (96, 3), (96, 3)))
-        layers.append(_inception(channels, pool, *chains))
-    strided = _valid(288, 384, 3, 2)
-    deeper = nn.Sequential(_chain(288, (64, 1), (96, 3)), _valid(96, 96, 3, 2))
-    layers.append(Branches(strided, deeper, nn.MaxPool2d(3, 2)))
+        chains = ((64, 1),), ((48, 1), (64, 5)), ((64, 1), (96, 3), (96, 3))
+        layers.append(_inception(channels, pool, *(_chain(channels, *chain) for chain in chains)))
+    layers.append(reduced(_chain(288, (384, *halving)), _chain(288, (64, 1), (96, 3), (96, *halving))))
     for width in (128, 160, 160, 192):
-        twice = ((width, 1), (width, column), (width, row), (width, column), (192, row))
-        layers.append(_inception(768, 192, ((192, 1),), ((width, 1), (width, row), (192, column)), twice))
-    layers.append(
-        Branches(
-            nn.Sequential(ConvNormAct(768, 192, 1), _valid(192, 320, 3, 2)),
-            nn.Sequential(_chain(768, (192, 1), (192, row), (192, column)), _valid(192, 192, 3, 2)),
-            nn.MaxPool2d(3, 2),
-        )
-    )
-    return nn.Sequential(*layers, _inception_e(1280), _inception_e(2048), head(2048))
-
-
-class _DenseLayer(nn.Module):
-    def __init__(self, channels_in: int, growth: int) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm2d(channels_in)
-        self.bottleneck = ConvNormAct(channels_in, 4 * growth, 1)
-        self.conv = nn.Conv2d(4 * growth, growth, 3, 1, 1, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        new = self.conv(self.bottleneck(torch.relu(self.norm(x))))
-        return torch.cat([x, new], dim=1)
+        once = (width, 1), (width, row), (192, column)
+        twice = (width, 1), (width, column), (width, row), (width, column), (192, row)
+        layers.append(_inception(768, 192, *(_chain(768, *chain) for chain in (((192, 1),), once, twice))))
+    across = (192, 1), (192, row), (192, column), (192, *halving)
+    layers.append(reduced(_chain(768, (192, 1), (320, *halving)), _chain(768, *across)))
+    return nn.Sequential(*layers, _inception_e(1280), _inception_e(2048), _head(2048))
 
 
 def densenet121() -> nn.Module:
     """DenseNet-121 (Huang 2016), growth 32."""
-    layers: list[nn.Module] = [ConvNormAct(3, 64, 7, 2), nn.MaxPool2d(3, 2, 1)]
+    layers: list[nn.Module] = [_conv(3, 64, 7, 2), nn.MaxPool2d(3, 2, 1)]
     channels = 64
-    depths = (6, 12, 24, 16)
-    for stage, depth in enumerate(depths):
+    for depth in (6, 12, 24, 16):
         for _ in range(depth):
-            layers.append(_DenseLayer(channels, 32))
+            new = (
+                nn.BatchNorm2d(channels),
+                nn.ReLU(),
+                _conv(channels, 128, 1),
+                nn.Conv2d(128, 32, 3, 1, 1, bias=False),
+            )
+            layers.append(Joined(_concat, nn.Identity(), nn.Sequential(*new)))
             channels += 32
         layers += [nn.BatchNorm2d(channels), nn.ReLU()]
-        if stage < len(depths) - 1:
+        if depth != 16:
             layers += [nn.Conv2d(channels, channels // 2, 1, bias=False), nn.AvgPool2d(2, 2)]
             channels //= 2
-    return nn.Sequential(*layers, head(channels))
+    return nn.Sequential(*layers, _head(channels))
 
 
 # -- images or signals as output -------------------------------------------------------------------------------
 
 
-class Unet(nn.Module):
+def unet(width: int, levels: int, classes: int) -> nn.Module:
     """U-Net (Ronneberger 2015) with padded convolutions."""
 
-    def __init__(self, width: int, levels: int, classes: int) -> None:
-        super().__init__()
-        widths = [width * 2**level for level in range(levels)]
-        self.down = nn.ModuleList()
-        channels = 3
-        for item in widths:
-            self.down.append(_chain(channels, (item, 3), (item, 3)))
-            channels = item
-        self.pool = nn.MaxPool2d(2, 2)
-        self.up = nn.ModuleList()
-        self.merge = nn.ModuleList()
-        for item in reversed(widths[:-1]):
-            self.up.append(nn.ConvTranspose2d(channels, item, 2, 2))
-            self.merge.append(_chain(2 * item, (item, 3), (item, 3)))
-            channels = item
-        self.classify = nn.Conv2d(channels, classes, 1)
+    def level(channels: int, width: int, below: int) -> nn.Module:
+        """One level and those below it, whose outputs are concatenated to its own."""
+        down = _chain(channels, (width, 3), (width, 3))
+        if not below:
+            return down
+        inner = level(width, 2 * width, below - 1)
+        lower = nn.Sequential(nn.MaxPool2d(2, 2), inner, nn.ConvTranspose2d(2 * width, width, 2, 2))
+        joined = Joined(_concat, nn.Identity(), lower)
+        return nn.Sequential(down, joined, _chain(2 * width, (width, 3), (width, 3)))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        skips: list[torch.Tensor] = []
-        for index, block in enumerate(self.down):
-            x = block(x if index == 0 else self.pool(x))
-            skips.append(x)
-        skips.pop()
-        for up, merge in zip(self.up, self.merge, strict=True):
-            x = merge(torch.cat([skips.pop(), up(x)], dim=1))
-        return self.classify(x)
+    return nn.Sequential(level(3, width, levels - 1), nn.Conv2d(width, classes, 1))
 
 
 def dcgan() -> nn.Module:
     """DCGAN generator (Radford 2015): a 100-vector to a 64x64 image, transposed convolutions."""
     layers: list[nn.Module] = [nn.ConvTranspose2d(100, 512, 4, 1, 0, bias=False)]
-    channels = 512
-    for width in (256, 128, 64):
+    for channels, width in itertools.pairwise((512, 256, 128, 64, 3)):
         layers += [nn.BatchNorm2d(channels), nn.ReLU()]
-        layers.append(nn.ConvTranspose2d(channels, width, 4, 2, 1, bias=False))
-        channels = width
-    layers += [nn.BatchNorm2d(channels), nn.ReLU(), nn.ConvTranspose2d(channels, 3, 4, 2, 1), nn.Tanh()]
-    return nn.Sequential(*layers)
+        layers.append(nn.ConvTranspose2d(channels, width, 4, 2, 1, bias=width == 3))
+    return nn.Sequential(*layers, nn.Tanh())
 
 
 def espcn() -> nn.Module:
@@ -477,18 +391,16 @@ def espcn() -> nn.Module:
     return nn.Sequential(*layers, nn.Conv2d(32, 9, 3, 1, 1), nn.PixelShuffle(3))
 
 
-class _DilatedResidual(nn.Module):
-    def __init__(self, channels: int, dilation: int) -> None:
-        super().__init__()
-        self.filter = nn.Conv1d(channels, channels, 3, padding=dilation, dilation=dilation)
-        self.gate = nn.Conv1d(channels, channels, 3, padding=dilation, dilation=dilation)
-        self.mix = nn.Conv1d(channels, channels, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.mix(torch.tanh(self.filter(x)) * torch.sigmoid(self.gate(x)))
-
-
 def wavenet() -> nn.Module:
     """A small WaveNet-like stack (van den Oord 2016) of dilated 1-D convolutions over 4,000 samples."""
-    layers = [nn.Conv1d(1, 64, 1), *(_DilatedResidual(64, 2**level) for level in range(6))]
+
+    def block(dilation: int) -> nn.Module:
+        gated = [
+            nn.Sequential(nn.Conv1d(64, 64, 3, padding=dilation, dilation=dilation), act())
+            for act in (nn.Tanh, nn.Sigmoid)
+        ]
+        mixed = nn.Sequential(Joined(torch.mul, *gated), nn.Conv1d(64, 64, 1))
+        return Joined(torch.add, nn.Identity(), mixed)
+
+    layers = [nn.Conv1d(1, 64, 1), *(block(2**level) for level in range(6))]
     return nn.Sequential(*layers, nn.ReLU(), nn.Conv1d(64, 256, 1))

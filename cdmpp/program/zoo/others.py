@@ -46,17 +46,15 @@ def mlp() -> nn.Module:
     return nn.Sequential(*_linear(784, 1024, 512, 256), nn.Linear(256, 10), nn.Softmax(dim=-1))
 
 
+def _mixing(width: int, hidden: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+
+
 class _MixerBlock(nn.Module):
-    def __init__(self, tokens: int, width: int, token_hidden: int, channel_hidden: int) -> None:
+    def __init__(self, tokens: int, width: int) -> None:
         super().__init__()
-        self.norm_tokens = nn.LayerNorm(width)
-        self.mix_tokens = nn.Sequential(
-            nn.Linear(tokens, token_hidden), nn.GELU(), nn.Linear(token_hidden, tokens)
-        )
-        self.norm_channels = nn.LayerNorm(width)
-        self.mix_channels = nn.Sequential(
-            nn.Linear(width, channel_hidden), nn.GELU(), nn.Linear(channel_hidden, width)
-        )
+        self.norm_tokens, self.mix_tokens = nn.LayerNorm(width), _mixing(tokens, width // 2)
+        self.norm_channels, self.mix_channels = nn.LayerNorm(width), _mixing(width, width * 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.mix_tokens(self.norm_tokens(x).transpose(1, 2)).transpose(1, 2)
@@ -69,11 +67,8 @@ class Mixer(nn.Module):
     def __init__(self, width: int, depth: int, patch: int, tokens: int) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, width, patch, patch)
-        self.blocks = nn.Sequential(
-            *[_MixerBlock(tokens, width, width // 2, width * 4) for _ in range(depth)]
-        )
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 1000)
+        self.blocks = nn.Sequential(*(_MixerBlock(tokens, width) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 1000)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x).flatten(2).transpose(1, 2)
@@ -102,8 +97,7 @@ class Gcn(nn.Module):
 
     def __init__(self, features: int, hidden: int, classes: int) -> None:
         super().__init__()
-        self.first = nn.Linear(features, hidden)
-        self.second = nn.Linear(hidden, hidden)
+        self.first, self.second = nn.Linear(features, hidden), nn.Linear(hidden, hidden)
         self.third = nn.Linear(hidden, classes)
 
     def forward(self, x: torch.Tensor, adjacency: torch.Tensor) -> torch.Tensor:
