@@ -1,12 +1,30 @@
-"""Compact ASTs of hand-written programs, against numbers worked out by hand."""
+"""Compact ASTs: hand-written programs against numbers worked out by hand, and what holds for any schedule."""
 
 from __future__ import annotations
 
+import ast
+import itertools
+import re
+from typing import Any
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURE_DOCS, LEAF_FEATURES, compact_ast, compact_asts
+from cdmpp.program.ast import (
+    FEATURE_SET,
+    LEAF_FEATURE_DOCS,
+    LEAF_FEATURES,
+    CompactAST,
+    compact_ast,
+    compact_asts,
+)
+from tests.golden import golden
+from tests.samples.programs import te_task
 from tests.samples.scripts import CHAIN, COLUMNS, CONV, CUDA, GATE, GATHER, MATMUL, PREDICATED, parse
+
+PROGRAMS = (MATMUL, CONV, CHAIN, PREDICATED, CUDA, GATHER)
 
 
 def test_features_are_named_documented_and_unique() -> None:
@@ -77,12 +95,12 @@ THREADS = replaced(
 def test_shapes_and_pre_order_positions(text: str, positions: list[int], n_nodes: int) -> None:
     import tvm
 
-    ast = compact_ast(parse(text))
-    assert ast.leaves.shape == (len(positions), len(LEAF_FEATURES)) and np.isfinite(ast.leaves).all()
-    assert (ast.leaves.dtype, ast.positions.dtype) == (np.float32, np.int32)
-    assert (ast.positions.tolist(), ast.n_nodes, ast.n_leaves) == (positions, n_nodes, len(positions))
+    tree = compact_ast(parse(text))
+    assert tree.leaves.shape == (len(positions), len(LEAF_FEATURES)) and np.isfinite(tree.leaves).all()
+    assert (tree.leaves.dtype, tree.positions.dtype) == (np.float32, np.int32)
+    assert (tree.positions.tolist(), tree.n_nodes, tree.n_leaves) == (positions, n_nodes, len(positions))
     module = compact_ast(tvm.IRModule({"main": parse(text)}))
-    assert (module.leaves == ast.leaves).all()
+    assert (module.leaves == tree.leaves).all()
 
 
 def known(text: str, leaf: int, **features: float) -> tuple[str, int, dict[str, float]]:
@@ -204,20 +222,132 @@ def test_programs_do_not_influence_each_other() -> None:
         CHAIN, ("256", "512"), ("range(64)", "range(128)"), ("vectorized(64)", "vectorized(128)"), ("f * 64", "f * 128")
     )  # fmt: skip
     double = replaced(MATMUL, ('"float32"', '"float64"'), ("T.float32", "T.float64"))
-    texts = [
-        MATMUL,
-        CONV,
-        CHAIN,
-        PREDICATED,
-        CUDA,
-        GATHER,
-        wide,
-        double,
-        CUDA.replace('"shared"', '"global"'),
-    ]
+    texts = [*PROGRAMS, wide, double, CUDA.replace('"shared"', '"global"')]
     alone = {text: compact_ast(parse(text)) for text in texts}
     for order in (texts, texts[::-1]):
-        for text, ast in zip(order, compact_asts([parse(text) for text in order]), strict=True):
-            np.testing.assert_array_equal(ast.leaves, alone[text].leaves)
-            np.testing.assert_array_equal(ast.positions, alone[text].positions)
-            assert ast.n_nodes == alone[text].n_nodes
+        together = compact_asts([parse(text) for text in order])
+        assert all(same(tree, alone[text]) for text, tree in zip(order, together, strict=True))
+
+
+def same(a: CompactAST, b: CompactAST) -> bool:
+    """Equal in all that the model sees."""
+    shapes = (a.n_nodes, a.positions.tolist()) == (b.n_nodes, b.positions.tolist())
+    return shapes and np.array_equal(a.leaves, b.leaves)
+
+
+@given(st.sampled_from(PROGRAMS), st.randoms(use_true_random=False))
+def test_names_change_nothing(text: str, random: Any) -> None:
+    nodes = list(ast.walk(ast.parse(text)))
+    old = {node.arg for node in nodes if isinstance(node, ast.arg)}  # buffers, loops and block variables
+    old |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    new = [f"x{i}_" for i in range(len(old))]
+    random.shuffle(new)
+    names = dict(zip(sorted(old), new, strict=True))
+    renamed = re.sub(r"(?<![\w.\"])[A-Za-z]\w*(?![\w\"])", lambda m: names.get(m[0], m[0]), text)
+    assert renamed != text
+    assert same(compact_ast(parse(text)), compact_ast(parse(renamed)))
+
+
+def matmul_relu(te: Any) -> list[Any]:
+    """D = max(A[12, 8] * B[8, 16], 0): for free scheduling."""
+    import tvm
+
+    a, b = te.placeholder((12, 8), name="A"), te.placeholder((8, 16), name="B")
+    k = te.reduce_axis((0, 8), name="k")
+    c = te.compute((12, 16), lambda i, j: te.sum(a[i, k] * b[k, j], axis=k), name="matmul")
+    return [a, b, te.compute((12, 16), lambda i, j: tvm.tirx.max(c[i, j], tvm.tirx.const(0.0)), name="relu")]
+
+
+def schedule(data: st.DataObject) -> Any:
+    """A random schedule of it by splits, orders, fusions and bindings that keep its domain."""
+    import tvm
+    from tvm.s_tir import Schedule
+
+    sch = Schedule(tvm.IRModule({"main": te_task("matmul_relu", matmul_relu).prim_func()}))
+    for name in ("matmul", "relu"):
+        block = sch.get_sblock(name)
+        for loop in sch.get_loops(block):
+            extent = int(sch.get(loop).extent)
+            factor = data.draw(st.sampled_from([f for f in (1, 2, 3, 4, 8) if extent % f == 0]))
+            if factor > 1:
+                sch.split(loop, factors=[None, factor])
+        sch.reorder(*data.draw(st.permutations(sch.get_loops(block))))
+    if data.draw(st.booleans()):
+        sch.fuse(*sch.get_loops(block)[:2])
+    if data.draw(st.booleans()):
+        sch.parallel(sch.get_loops(block)[0])
+    if data.draw(st.booleans()) and len(sch.get_loops(block)) > 1:
+        sch.vectorize(sch.get_loops(block)[-1])
+    if data.draw(st.booleans()):
+        sch.decompose_reduction(sch.get_sblock("matmul"), sch.get_loops(sch.get_sblock("matmul"))[0])
+    return sch.mod
+
+
+@given(st.data())
+def test_the_loops_of_every_leaf_cover_its_domain(data: st.DataObject) -> None:
+    tree = compact_ast(schedule(data))
+    np.testing.assert_array_equal(tree.column("iterations"), tree.column("domain"))
+    # ... and no schedule changes what is computed or which elements are touched in all.
+    assert tree.column("flops").sum() == 2 * 12 * 16 * 8 + 12 * 16
+    (update,) = np.flatnonzero(tree.column("is_reduction"))
+    unique = sorted(tree.column(f"slot{i}_unique")[update] for i in (1, 2, 3))
+    assert unique == [12 * 8 * 4, 8 * 16 * 4, 12 * 16 * 4]
+    for kind in ("serial_spatial", "parallel", "vectorized", "reduction"):
+        assert (tree.column(kind) <= tree.column("iterations")).all()
+    # Working sets and footprints grow outwards, traffic falls with the capacity.
+    sets = np.stack([tree.column(f"working_set_{k}") for k in (0, 1, 2, 3, 4, 5, 6, 8)])
+    assert (np.diff(sets, axis=0) >= 0).all()
+    sizes = ("512b", "2kb", "8kb", "32kb", "128kb", "512kb", "2mb", "8mb", "32mb")
+    moved = np.stack([tree.column(f"moved_{size}") for size in sizes])
+    assert (np.diff(moved, axis=0) <= 0).all()
+    assert (tree.column("mem_instructions_64b") <= tree.column("mem_instructions_16b") + 1e-3).all()
+
+
+@settings(derandomize=True)
+@given(st.data())
+def test_footprints_equal_a_count_of_the_elements(data: st.DataObject) -> None:
+    """Distinct elements and cache lines of an affine access, counted one by one."""
+    extents = data.draw(st.lists(st.integers(2, 5), min_size=2, max_size=4))
+    names = [f"i{n}" for n in range(len(extents))]
+    coefs = [[data.draw(st.sampled_from([0, 0, 1, 1, 2, 4])) for _ in names] for _ in range(2)]
+    spans = [sum(c * (e - 1) for c, e in zip(row, extents, strict=True)) + 1 for row in coefs]
+    shape = [spans[0], spans[1] + data.draw(st.integers(0, 9))]
+    index = ", ".join(" + ".join(f"{n} * {c}" for n, c in zip(names, row, strict=True)) for row in coefs)
+    out = ", ".join(names)
+    text = f"""
+@T.prim_func
+def main(X: T.Buffer({tuple(shape)}, "float32"), Y: T.Buffer({tuple(extents)}, "float32")):
+    for {out} in T.grid({", ".join(map(str, extents))}):
+        Y[{out}] = X[{index}]
+"""
+    tree = compact_ast(parse(text))
+
+    def touched(loops: range) -> set[int]:
+        """Elements that these loops touch, the others at 0."""
+        points = itertools.product(*(range(extents[i]) for i in loops))
+        at = (
+            [sum(row[i] * p for i, p in zip(loops, point, strict=True)) for row in coefs] for point in points
+        )
+        return {x * shape[1] + y for x, y in at}
+
+    for inner in range(1, 4):
+        loops = range(len(extents))[-inner:]
+        lines = len({address * 4 // 64 for address in touched(loops)}) * 64
+        estimate = float(tree.column(f"slot2_bytes_{inner}")[0])
+        # Exact for boxes; sums of strides and the position of a row in its lines are estimated. Of a diagonal (a
+        # loop in both indices) the box around it is counted.
+        diagonal = any(coefs[0][i] and coefs[1][i] for i in loops)
+        assert lines / 2.5 - 64 <= estimate <= lines * (6 if diagonal else 2.5) + 64
+    unique = float(tree.column("slot2_unique")[0]) / 4
+    in_all = len(touched(range(len(extents))))
+    assert in_all <= unique * 1.0001
+    if all(sum(c > 0 for c in row) <= 1 for row in (*coefs, *zip(*coefs, strict=True))):
+        assert unique == in_all  # a box
+
+
+def test_programs_of_all_kinds() -> None:
+    """What holds for sampled CPU and CUDA programs, library operators and kernels of others."""
+    for program, tree in golden.stored_asts().items():
+        assert np.isfinite(tree.leaves).all() and (tree.leaves >= 0).all(), program
+        assert (np.diff(tree.positions) > 0).all() and (tree.column("overcompute") >= 1 - 1e-6).all(), program
+        assert 0 < tree.positions[0] <= tree.positions[-1] < tree.n_nodes, program
