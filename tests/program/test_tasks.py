@@ -22,28 +22,31 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("tvm")
 
 
-class ConvNet(torch.nn.Module):
+def conv_net() -> Any:
     """Convolution with batch norm, batch norm on its own, pooling, reshape, linear."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = torch.nn.Conv2d(3, 8, 3, padding=1, bias=False)
-        self.norm = torch.nn.BatchNorm2d(8)
-        self.second_norm = torch.nn.BatchNorm2d(8)
-        self.biased = torch.nn.Conv2d(8, 8, 3)
-        self.biased_norm = torch.nn.BatchNorm2d(8)
-        self.linear = torch.nn.Linear(8 * 3 * 3, 5)
-        for norm in (self.norm, self.second_norm, self.biased_norm):
-            norm.running_mean.uniform_(-1, 1)
-            norm.running_var.uniform_(0.5, 2)
-            torch.nn.init.uniform_(norm.weight, 0.5, 2)
-            torch.nn.init.uniform_(norm.bias, -1, 1)
-
-    def forward(self, x: Any) -> Any:
-        x = torch.relu(self.norm(self.conv(x)))
-        x = torch.relu(self.second_norm(torch.nn.functional.max_pool2d(x, 2)))
-        x = torch.relu(self.biased_norm(self.biased(x)))
-        return self.linear(x.flatten(1))
+    norms = [torch.nn.BatchNorm2d(8) for _ in range(3)]
+    for norm in norms:
+        for values, low in (
+            (norm.running_mean, -1),
+            (norm.running_var, 0.5),
+            (norm.weight, 0.5),
+            (norm.bias, -1),
+        ):
+            torch.nn.init.uniform_(values, low, low + 2)
+    relu, conv = torch.nn.ReLU(), torch.nn.Conv2d(3, 8, 3, padding=1, bias=False)
+    head = (torch.nn.Flatten(), torch.nn.Linear(8 * 3 * 3, 5))
+    layers = (
+        conv,
+        norms[0],
+        relu,
+        torch.nn.MaxPool2d(2),
+        norms[1],
+        relu,
+        torch.nn.Conv2d(8, 8, 3),
+        norms[2],
+        relu,
+    )
+    return torch.nn.Sequential(*layers, *head).eval()
 
 
 class Attention(torch.nn.Module):
@@ -62,17 +65,12 @@ class Attention(torch.nn.Module):
         return x + self.narrow(torch.nn.functional.gelu(self.wide(self.second(x))))
 
 
-class Computing(torch.nn.Module):
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Any) -> Any:
-        return self.function(x)
-
-
 def network_of(function: Any, *shape: int) -> Network:
-    return Network.from_torch(Computing(function), (torch.randn(shape),), name="net")
+    class Computing(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return function(x)
+
+    return Network.from_torch(Computing(), (torch.randn(shape),), name="net")
 
 
 def tasks_of(function: Any, *shape: int) -> list[Task]:
@@ -84,7 +82,7 @@ def zoo_tasks(name: str) -> list[Task]:
     return extract_tasks([name])
 
 
-@pytest.mark.parametrize(("make", "shape"), [(ConvNet, (1, 3, 10, 10)), (Attention, (6, 8)), ("mlp", ())])
+@pytest.mark.parametrize(("make", "shape"), [(conv_net, (1, 3, 10, 10)), (Attention, (6, 8)), ("mlp", ())])
 def test_fused_network_computes_what_the_module_computes(make: Any, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     if make == "mlp":
@@ -107,7 +105,7 @@ def test_fused_network_computes_what_the_module_computes(make: Any, shape: tuple
 
 
 def test_weight_transforms_are_no_tasks() -> None:
-    tasks = extract_tasks([Network.from_torch(ConvNet().eval(), (torch.randn(1, 3, 10, 10),))])
+    tasks = extract_tasks([Network.from_torch(conv_net(), (torch.randn(1, 3, 10, 10),))])
     names = {re.sub(r"[0-9]+(?=_|$)", "", task.name) for task in tasks}
     assert names == {
         "fused_conv2d_add_relu",  # batch norm is folded into the convolution
@@ -140,19 +138,14 @@ def test_equal_tasks_of_several_networks_are_one() -> None:
 
 
 def test_hashes_ignore_names_see_shapes_and_never_change() -> None:
-    def named(first: Any) -> Any:
-        return torch.relu(first) * 2
-
-    def otherwise(second: Any) -> Any:
+    def doubled(second: Any) -> Any:
         result = torch.relu(second)
         return result * 2
 
-    (task,), (same,) = tasks_of(named, 4, 8), tasks_of(otherwise, 4, 8)
+    (task,), (same,) = tasks_of(lambda first: torch.relu(first) * 2, 4, 8), tasks_of(doubled, 4, 8)
     assert task.hash == same.hash == structural_hash(task.prim_func())
-    assert task.hash not in {
-        tasks_of(named, 4, 9)[0].hash,
-        tasks_of(lambda x: torch.relu(x) * 3, 4, 8)[0].hash,
-    }
+    (wider,), (tripled,) = tasks_of(doubled, 4, 9), tasks_of(lambda x: torch.relu(x) * 3, 4, 8)
+    assert task.hash not in (wider.hash, tripled.hash)
     # in every process: records of several runs and machines belong together
     assert task.hash == "9abd1c141858584c"
 
