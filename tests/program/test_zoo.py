@@ -6,8 +6,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from cdmpp.errors import NetworkError
+from cdmpp.program.network import example_inputs, load_network
 from cdmpp.program.tasks import extract_tasks
 from cdmpp.program.zoo import task_counts, zoo_entry, zoo_networks
 
@@ -20,12 +22,12 @@ def test_has_enough_networks_and_families() -> None:
         assert all(item.shape[0] == 1 for item in entry.inputs)
 
 
-def test_listing_imports_neither_torch_nor_tvm() -> None:
+def test_listing_networks_and_devices_imports_neither_torch_nor_tvm() -> None:
     code = (
         "import sys; import cdmpp.program; assert 'cdmpp.program.zoo' not in sys.modules;"
         "from cdmpp.program.zoo import zoo_networks, task_counts; zoo_networks(); task_counts();"
-        "import cdmpp.program.network;"
-        "print(sorted({'torch', 'tvm', 'transformers', 'onnx'} & set(sys.modules)))"
+        "import cdmpp.program.network, cdmpp.dataset, cdmpp.device as d; d.device_features(d.get_device('this-cpu@1'));"
+        "print(sorted({'torch', 'tvm', 'transformers', 'onnx', 'xgboost'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -47,8 +49,6 @@ def test_an_unknown_name_suggests_near_ones_or_where_to_look(wrong: str, hint: s
 
 
 def test_weights_depend_on_the_seed_alone() -> None:
-    import torch
-
     before = torch.random.get_rng_state()
     first, second, third = (zoo_entry("mlp").build(seed=seed) for seed in (3, 3, 4))
     assert torch.equal(torch.random.get_rng_state(), before), "building must leave the global generator alone"
@@ -62,29 +62,23 @@ def test_weights_depend_on_the_seed_alone() -> None:
     ["squeezenet", "mobilenet_v3", "shufflenet_v2", "dlrm", "gcn", "gru", "unet", "espcn", "regnet_y_400mf"],
 )
 def test_networks_run(name: str) -> None:
-    import torch
-
-    from cdmpp.program.network import example_inputs, load_network
-
-    network = load_network(f"{name}@b2")
     with torch.no_grad():
-        output = zoo_entry(name).build()(*example_inputs(network))
-    assert output.shape[0] == 2
-    assert bool(torch.isfinite(output).all())
+        output = zoo_entry(name).build()(*example_inputs(load_network(f"{name}@b2")))
+    assert output.shape[0] == 2 and bool(torch.isfinite(output).all())
 
 
-def test_parameter_counts_are_the_published_ones() -> None:
-    import torch
-
-    published = {
-        "alexnet": 61.10e6, "resnet18": 11.69e6, "resnet50": 25.56e6, "resnext50": 25.03e6, "mobilenet_v2": 3.50e6,
-        "efficientnet_b0": 5.29e6, "shufflenet_v2": 2.28e6, "densenet121": 7.98e6, "squeezenet": 1.24e6,
-        "regnet_y_400mf": 4.34e6, "mobilevit_xxs": 1.27e6,
-    }  # fmt: skip
-    for name, expected in published.items():
-        with torch.device("meta"):
-            count = sum(parameter.numel() for parameter in zoo_entry(name).build().parameters())
-        assert count == pytest.approx(expected, rel=0.005), name
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    {
+        "alexnet": 61.10, "resnet18": 11.69, "resnet50": 25.56, "resnext50": 25.03, "mobilenet_v2": 3.50,
+        "efficientnet_b0": 5.29, "shufflenet_v2": 2.28, "densenet121": 7.98, "squeezenet": 1.24, "regnet_y_400mf": 4.34,
+        "mobilevit_xxs": 1.27,
+    }.items(),
+)  # fmt: skip
+def test_parameter_counts_are_the_published_ones(name: str, millions: float) -> None:
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in zoo_entry(name).build().parameters())
+    assert count / 1e6 == pytest.approx(millions, rel=0.005)
 
 
 def test_shipped_counts_cover_the_zoo_and_are_those_of_the_extraction() -> None:
