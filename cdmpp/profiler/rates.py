@@ -134,7 +134,7 @@ def _launch_s(cores: int) -> float:
 
     tvm, T = import_tvm(), script()
     with (
-        function({"out": ((cores,), "float32")}) as ((out,), made),
+        function(out=((cores,), "float32")) as ((out,), made),
         loops(T.parallel(cores)) as (i,),
         block("store", [(cores, i)]) as (k,),
     ):

@@ -30,15 +30,8 @@ def script() -> Any:
 
 
 @contextmanager
-def function(
-    parameters: Mapping[str, tuple[Sequence[int], str]],
-) -> Iterator[tuple[list[Any], Callable[[], Any]]]:
-    """Open a PrimFunc of buffers, by their shapes and types.
-
-    Yields
-    ------
-    The buffers, and a function that gives the PrimFunc once the ``with`` is left.
-    """
+def function(**parameters: tuple[Sequence[int], str]) -> Iterator[tuple[list[Any], Callable[[], Any]]]:
+    """Open a PrimFunc of buffers with shapes and types; gives these, and what makes the PrimFunc after the ``with``."""
     T = script()
     from tvm.script.ir_builder import IRBuilder
 
@@ -52,25 +45,26 @@ def function(
 
 @contextmanager
 def loops(*wanted: Any) -> Iterator[list[Any]]:
-    """Open loops, outermost first (frames such as ``T.serial(4)``), and give their variables."""
+    """Open loops, outermost first (frames such as ``T.serial(4)``; a number is an unrolled one), and give their variables."""
+    T = script()
     with ExitStack() as stack:
-        yield [stack.enter_context(frame) for frame in wanted]
+        frames = [T.unroll(frame) if isinstance(frame, int) else frame for frame in wanted]
+        yield [stack.enter_context(frame) for frame in frames]
+
+
+def bound(**extents: int) -> list[Any]:
+    """Loops bound to blocks and threads, as ``bx=4`` and ``ty=2``."""
+    T = script()
+    kinds = {"b": "blockIdx", "t": "threadIdx"}
+    return [T.thread_binding(n, thread=f"{kinds[name[0]]}.{name[1]}") for name, n in extents.items()]
 
 
 @contextmanager
 def block(
-    name: str,
-    spatial: Sequence[tuple[int, Any]] = (),
-    reduce: Sequence[tuple[int, Any]] = (),
-    where: Sequence[Any] = (),
-    annotations: Mapping[str, Any] | None = None,
-) -> Iterator[list[Any]]:
-    """Open a block by the extent and binding of each axis, run ``where`` all conditions hold.
-
-    Yields
-    ------
-    The variables of the axes, spatial ones first.
-    """
+    name: str, spatial: Sequence[tuple[int, Any]] = (), reduce: Sequence[tuple[int, Any]] = (),
+    where: Sequence[Any] = (), annotations: Mapping[str, Any] | None = None,
+) -> Iterator[list[Any]]:  # fmt: skip
+    """Open a block by the extent and binding of each axis, run ``where`` all conditions hold; gives its axes."""
     T = script()
     with T.sblock(name):
         axes = [T.axis.spatial(extent, value) for extent, value in spatial]
@@ -82,9 +76,9 @@ def block(
         yield axes
 
 
-def ceil_div(a: int, b: int) -> int:
-    """`a` over `b`, rounded up."""
-    return -(-a // b)
+def within(*edges: tuple[Any, int, int]) -> list[Any]:
+    """Conditions that positions lie below their extents, where steps of the third number reach beyond."""
+    return [position < extent for position, extent, step in edges if extent % step]
 
 
 def gemm(m: int, n: int, k: int) -> Any:
@@ -126,24 +120,15 @@ def clblast_gemm(
         raise ProgramError(f"no CLBlast kernel has a rest of {', '.join(broken)}")
     m_vectors, n_vectors = MWG // MDIMC // VWM, NWG // NDIMC // VWN
     T = script()
-
-    def unrolled(*extents: int) -> list[Any]:
-        return list(map(T.unroll, extents))
-
-    with function({"a": ((k, m), "float32"), "b": ((k, n), "float32"), "c": ((n, m), "float32"),
-                   "out": ((n, m), "float32")}) as (buffers, made):  # fmt: skip
-        a, b, c, out = buffers
+    shapes = {"a": (k, m), "b": (k, n), "c": (n, m), "out": (n, m)}
+    with function(**{name: (shape, "float32") for name, shape in shapes.items()}) as ((a, b, c, out), made):
         # Registers have an axis for each loop that separates elements of a thread, so that they shrink to its own.
         c_local = T.sblock_alloc_buffer((n // VWN, VWN, m // VWM, VWM), scope="local")
         a_local = T.sblock_alloc_buffer((k, m // VWM, VWM), scope="local")
         b_local = T.sblock_alloc_buffer((k, n // VWN, VWN), scope="local")
-        a_shared = T.sblock_alloc_buffer((k, m), scope="shared") if SA else None
-        b_shared = T.sblock_alloc_buffer((k, n), scope="shared") if SB else None
-        grid = loops(
-            T.thread_binding(m // MWG, thread="blockIdx.x"), T.thread_binding(n // NWG, thread="blockIdx.y"),
-            T.thread_binding(NDIMC, thread="threadIdx.y"), T.thread_binding(MDIMC, thread="threadIdx.x"),
-        )  # fmt: skip
-        with grid as (bm, bn, ty, tx):
+        a_shared: Any = T.sblock_alloc_buffer((k, m), scope="shared") if SA else None
+        b_shared: Any = T.sblock_alloc_buffer((k, n), scope="shared") if SB else None
+        with loops(*bound(bx=m // MWG, by=n // NWG, ty=NDIMC, tx=MDIMC)) as (bm, bn, ty, tx):
 
             def m_vector(i: Any) -> Any:
                 """Which vector of M a thread's `i`-th is."""
@@ -162,16 +147,15 @@ def clblast_gemm(
                 """All threads together: a tile of the depth KWG from global to shared memory."""
                 tid = ty * MDIMC + tx
                 vectors, depth = tile // across // width, KWG * across // threads
-                with loops(*unrolled(vectors, depth), T.vectorized(width)) as (vi, ki, v):
+                with loops(vectors, depth, T.vectorized(width)) as (vi, ki, v):
                     lane = T.floormod(tid, across)
                     position = vi * across + lane if strided else lane * vectors + vi
                     row = k0 * KWG + T.floordiv(tid, across) * depth + ki
                     with block(name, [(k, row), (size, start * tile + position * width + v)]) as (kk, x):
                         T.buffer_store(target, source[kk, x], [kk, x])
 
-            every = (n_vectors, VWN, m_vectors)
             with (
-                loops(*unrolled(*every), T.vectorized(VWM)) as (ni, vn, mi, vm),
+                loops(n_vectors, VWN, m_vectors, T.vectorized(VWM)) as (ni, vn, mi, vm),
                 block("init", result(ni, vn, mi, vm)) as place,
             ):
                 T.buffer_store(c_local, T.float32(0.0), place)
@@ -182,26 +166,23 @@ def clblast_gemm(
                     fetch("b_shared", b, b_shared, n, NWG, bn, NDIMB, VWN, STRN, k0)
                 with loops(T.serial(KWG // KWI), T.unroll(KWI)) as (k1, k2):
                     depth = k0 * KWG + k1 * KWI + k2
-                    with loops(*unrolled(m_vectors), T.vectorized(VWM)) as (mi, vm):
-                        axes = [(k, depth), (m // VWM, m_vector(mi)), (VWM, vm)]
-                        with block("a_local", axes) as (kk, x, v):
-                            T.buffer_store(
-                                a_local, (a if a_shared is None else a_shared)[kk, x * VWM + v], [kk, x, v]
-                            )
-                    with loops(*unrolled(n_vectors), T.vectorized(VWN)) as (ni, vn):
-                        axes = [(k, depth), (n // VWN, n_vector(ni)), (VWN, vn)]
-                        with block("b_local", axes) as (kk, y, v):
-                            T.buffer_store(
-                                b_local, (b if b_shared is None else b_shared)[kk, y * VWN + v], [kk, y, v]
-                            )
+                    for name, source, target, vectors, size, width, vector in (
+                        ("a_local", a_shared if SA else a, a_local, m_vectors, m, VWM, m_vector),
+                        ("b_local", b_shared if SB else b, b_local, n_vectors, n, VWN, n_vector),
+                    ):
+                        with (
+                            loops(vectors, T.vectorized(width)) as (i, vi),
+                            block(name, [(k, depth), (size // width, vector(i)), (width, vi)]) as (kk, x, v),
+                        ):
+                            T.buffer_store(target, source[kk, x * width + v], [kk, x, v])
                     with (
-                        loops(*unrolled(n_vectors, m_vectors, VWN), T.vectorized(VWM)) as (ni, mi, vn, vm),
+                        loops(n_vectors, m_vectors, VWN, T.vectorized(VWM)) as (ni, mi, vn, vm),
                         block("update", result(ni, vn, mi, vm), [(k, depth)]) as (y, w, x, v, kk),
                     ):
                         product = a_local[kk, x, v] * b_local[kk, y, w]
                         T.buffer_store(c_local, c_local[y, w, x, v] + product, [y, w, x, v])
             with (
-                loops(*unrolled(*every), T.vectorized(VWM)) as (ni, vn, mi, vm),
+                loops(n_vectors, VWN, m_vectors, T.vectorized(VWM)) as (ni, vn, mi, vm),
                 block("out", result(ni, vn, mi, vm)) as (y, w, x, v),
             ):
                 row, column = y * VWN + w, x * VWM + v
@@ -243,28 +224,28 @@ def kernel_tuner_convolution(
     """
     T = script()
     span_y, span_x = block_size_y * tile_size_y, block_size_x * tile_size_x
-    blocks_y, blocks_x = ceil_div(height, span_y), ceil_div(width, span_x)
+    blocks_y, blocks_x = -(-height // span_y), -(-width // span_x)
     border_y, border_x = filter_height - 1, filter_width - 1
     rows, columns = span_y + border_y, span_x + border_x
-    sizes = {
-        "image": ((height + border_y, width + border_x), "float32"),
-        "filter": ((filter_height, filter_width), "float32"),
-        "out": ((height, width), "float32"),
+    reached_y, reached_x = height + border_y, width + border_x
+    shapes = {
+        "image": (reached_y, reached_x),
+        "filter": (filter_height, filter_width),
+        "out": (height, width),
     }
     cached = {"cdmpp.read_only": read_only} if read_only else {}
     constant = {"cdmpp.constant_memory": use_cmem} if use_cmem else {}
-    with function(sizes) as ((image, weights, out), made):
+    with function(**{name: (shape, "float32") for name, shape in shapes.items()}) as (
+        (image, weights, out),
+        made,
+    ):
         # An axis for each loop that separates outputs, so that a thread's registers shrink to its own.
         split = (blocks_y, tile_size_y, block_size_y, blocks_x, tile_size_x, block_size_x)
         sums = T.sblock_alloc_buffer(split, scope="local")
         reach = blocks_y * span_y + border_y, blocks_x * span_x + border_x
-        shared = T.sblock_alloc_buffer(reach, scope="shared") if use_shmem else None
-        grid = loops(
-            T.thread_binding(blocks_y, thread="blockIdx.y"), T.thread_binding(blocks_x, thread="blockIdx.x"),
-            T.thread_binding(block_size_y, thread="threadIdx.y"),
-            T.thread_binding(block_size_x, thread="threadIdx.x"),
-        )  # fmt: skip
-        with grid as (by, bx, ty, tx):
+        shared: Any = T.sblock_alloc_buffer(reach, scope="shared") if use_shmem else None
+        grid = bound(by=blocks_y, bx=blocks_x, ty=block_size_y, tx=block_size_x)
+        with loops(*grid) as (by, bx, ty, tx):
 
             def result(yi: Any, xi: Any) -> list[tuple[int, Any]]:
                 return list(zip(split, (by, yi, ty, bx, xi, tx), strict=True))
@@ -276,44 +257,34 @@ def kernel_tuner_convolution(
 
             def inside(yi: Any, xi: Any) -> list[Any]:
                 """Conditions that an output lies in the image, where blocks reach beyond it."""
-                row, column = by * span_y + yi * block_size_y + ty, bx * span_x + xi * block_size_x + tx
-                edges = [row < height] if height % span_y else []
-                return [*edges, column < width] if width % span_x else edges
+                row, column = place((by, yi, ty, bx, xi, tx))
+                return within((row, height, span_y), (column, width, span_x))
 
             if use_shmem:
-                steps = T.unroll(ceil_div(rows, block_size_y)), T.unroll(ceil_div(columns, block_size_x))
-                with loops(*steps) as (i, j):
+                with loops(-(-rows // block_size_y), -(-columns // block_size_x)) as (i, j):
                     row, column = i * block_size_y + ty, j * block_size_x + tx
-                    needed = [row < rows] if rows % block_size_y else []
-                    needed += [column < columns] if columns % block_size_x else []
+                    needed = within((row, rows, block_size_y), (column, columns, block_size_x))
                     if height % span_y or width % span_x:
-                        needed += [
-                            by * span_y + row < height + border_y,
-                            bx * span_x + column < width + border_x,
-                        ]
+                        needed += [by * span_y + row < reached_y, bx * span_x + column < reached_x]
                     # Rows are padded to lie as many banks apart as the block is wide.
                     pad = use_padding and block_size_x % _BANKS and (columns - block_size_x) % _BANKS
                     aligned = {"buffer_dim_align": [[0, 0, _BANKS, block_size_x % _BANKS]]} if pad else {}
                     axes = [(reach[0], by * span_y + row), (reach[1], bx * span_x + column)]
                     with block("shared", axes, where=needed, annotations={**cached, **aligned}) as (y, x):
                         T.buffer_store(shared, image[y, x], [y, x])
-            with (
-                loops(T.unroll(tile_size_y), T.unroll(tile_size_x)) as (yi, xi),
-                block("init", result(yi, xi)) as axes,
-            ):
+            with loops(tile_size_y, tile_size_x) as (yi, xi), block("init", result(yi, xi)) as axes:
                 T.buffer_store(sums, T.float32(0.0), axes)
-            kernel = (filter_height, filter_width, tile_size_y, tile_size_x)
-            with loops(*map(T.unroll, kernel)) as (i, j, yi, xi):
+            with loops(filter_height, filter_width, tile_size_y, tile_size_x) as (i, j, yi, xi):
                 reduce = [(filter_height, i), (filter_width, j)]
                 # What lies beyond the image is computed from what lies beyond it in shared memory, and not stored.
                 where = [] if use_shmem else inside(yi, xi)
                 notes = constant if use_shmem else {**constant, **cached}
                 with block("update", result(yi, xi), reduce, where, notes) as (*axes, fi, fj):
                     y, x = place(axes)
-                    value = (image if shared is None else shared)[y + fi, x + fj] * weights[fi, fj]
+                    value = (shared if use_shmem else image)[y + fi, x + fj] * weights[fi, fj]
                     T.buffer_store(sums, sums[tuple(axes)] + value, axes)
             with (
-                loops(T.unroll(tile_size_y), T.unroll(tile_size_x)) as (yi, xi),
+                loops(tile_size_y, tile_size_x) as (yi, xi),
                 block("out", result(yi, xi), where=inside(yi, xi)) as axes,
             ):
                 T.buffer_store(out, sums[tuple(axes)], list(place(axes)))
@@ -352,25 +323,20 @@ def kernel_tuner_dedispersion(
     """
     T = script()
     span_x, span_y = block_size_x * tile_size_x, block_size_y * tile_size_y
-    blocks_x, blocks_y = ceil_div(samples, span_x), ceil_div(measures, span_y)
+    blocks_x, blocks_y = -(-samples // span_x), -(-measures // span_y)
     unroll = max(1, loop_unroll_factor_channel)
-    sizes = {
-        "signal": ((channels, samples + max_shift), "uint8"),
-        "shifts": ((channels,), "float32"),
-        "out": ((measures, samples), "float32"),
-    }
-    with function(sizes) as ((signal, shifts, out), made):
+    opened = function(
+        signal=((channels, samples + max_shift), "uint8"),
+        shifts=((channels,), "float32"),
+        out=((measures, samples), "float32"),
+    )
+    with opened as ((signal, shifts, out), made):
         inner = (tile_size_y, block_size_y) if tile_stride_y else (block_size_y, tile_size_y)
         outer = (tile_size_x, block_size_x) if tile_stride_x else (block_size_x, tile_size_x)
         split = (blocks_y, *inner, blocks_x, *outer)
         total = T.sblock_alloc_buffer(split, scope="local")
-        grid = loops(
-            T.thread_binding(blocks_y, thread="blockIdx.y"), T.thread_binding(blocks_x, thread="blockIdx.x"),
-            T.thread_binding(block_size_y, thread="threadIdx.y"),
-            T.thread_binding(block_size_x, thread="threadIdx.x"),
-            T.serial(tile_size_x), T.serial(tile_size_y),
-        )  # fmt: skip
-        with grid as (by, bx, ty, tx, ti, tj):
+        grid = bound(by=blocks_y, bx=blocks_x, ty=block_size_y, tx=block_size_x)
+        with loops(*grid, T.serial(tile_size_x), T.serial(tile_size_y)) as (by, bx, ty, tx, ti, tj):
             order_y = (tj, ty) if tile_stride_y else (ty, tj)
             order_x = (ti, tx) if tile_stride_x else (tx, ti)
             axes = list(zip(split, (by, *order_y, bx, *order_x), strict=True))
@@ -381,8 +347,7 @@ def kernel_tuner_dedispersion(
                 return b_y * span_y + y0 * inner[1] + y1, b_x * span_x + x0 * outer[1] + x1
 
             row, column = place([value for _, value in axes])
-            inside = [row < measures] if measures % span_y else []
-            inside += [column < samples] if samples % span_x else []
+            inside = within((row, measures, span_y), (column, samples, span_x))
             with block("init", axes) as where:
                 T.buffer_store(total, T.float32(0.0), where)
             with (
