@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -43,35 +44,33 @@ def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.fixture
 def store(tmp_path: Path, disk: str) -> Iterator[RowStore]:
-    store = RowStore(tmp_path / "rows.db", write=True)
-    yield store
-    store.close()
+    with closing(RowStore(tmp_path / "rows.db", write=True)) as store:
+        yield store
 
 
-def values(path: Path) -> list[Any]:
-    store = RowStore(path)
-    found = [value for _, value in store.rows("a")]
-    store.close()
-    return found
+def values(store: Path | RowStore, after: int = 0) -> list[Any]:
+    """Of a store that is open, or of one that is read anew."""
+    if isinstance(store, RowStore):
+        return [value for _, value in store.rows("a", after)]
+    with closing(RowStore(store)) as reader:
+        return values(reader)
 
 
-@given(values=st.lists(JSON, max_size=8))
-def test_what_is_added_reads_back_in_order(tmp_path_factory: Any, values: list[Any]) -> None:
-    store = RowStore(tmp_path_factory.mktemp("rows") / "rows.db", write=True)
-    for value in values:
-        store.add("a", value)
-        store.add("b", [value])
-    assert [value for _, value in store.rows("a")] == values
-    assert [value for _, value in store.rows("b")] == [[value] for value in values]
-    store.close()
+@given(added=st.lists(JSON, max_size=8))
+def test_what_is_added_reads_back_in_order(tmp_path_factory: Any, added: list[Any]) -> None:
+    with closing(RowStore(tmp_path_factory.mktemp("rows") / "rows.db", write=True)) as store:
+        for value in added:
+            store.add("a", value)
+            store.add("b", [value])
+        assert values(store) == added
+        assert [value for _, value in store.rows("b")] == [[value] for value in added]
 
 
 def test_a_key_is_added_once_and_rows_after_a_number_are_the_later_ones(store: RowStore) -> None:
     for number, key in enumerate(["x", "y", "x", None, None]):
         store.add("a", number, key)
-    assert [value for _, value in store.rows("a")] == [0, 1, 3, 4]
-    (_, _), (second, _), *_ = store.rows("a")
-    assert [value for _, value in store.rows("a", after=second)] == [3, 4]
+    assert values(store) == [0, 1, 3, 4]
+    assert values(store, after=store.rows("a")[1][0]) == [3, 4]
     assert store.last == store.rows("a")[-1][0]
 
 
@@ -82,7 +81,7 @@ def test_one_writes_and_others_read(store: RowStore, disk: str) -> None:
         RowStore(store.path, write=True)
     reader = RowStore(store.path)
     store.add("a", 2)
-    assert [value for _, value in reader.rows("a")] == [1, 2]
+    assert values(reader) == [1, 2]
     with pytest.raises(DatasetError, match="readonly"):
         reader.add("a", 3)
     reader.close()
@@ -116,9 +115,8 @@ def test_a_killed_writer_loses_nothing_and_lets_others_write(tmp_path: Path, dis
     path = tmp_path / "rows.db"
     added = killed(path, disk)
     assert values(path)[: len(added)] == added
-    store = RowStore(path, write=True)
-    store.add("a", "after")
-    store.close()
+    with closing(RowStore(path, write=True)) as store:
+        store.add("a", "after")
     assert values(path)[-1] == "after"
 
 
@@ -148,7 +146,7 @@ def test_a_forked_process_writes_nothing(store: RowStore, monkeypatch: pytest.Mo
         with pytest.raises(DatasetError, match="forked process"):
             store.add("a", 1)
     store.add("a", 2)
-    assert [value for _, value in store.rows("a")] == [2]
+    assert values(store) == [2]
 
 
 def one_line(message: str, call: Callable[[], Any]) -> None:
@@ -180,13 +178,11 @@ def test_a_locked_file_is_one_line(store: RowStore, monkeypatch: pytest.MonkeyPa
     other.execute("BEGIN EXCLUSIVE")
     for each in (store, reader):
         each._db.execute("PRAGMA busy_timeout = 10")
-    one_line(
-        r"cannot write .*rows\.db: database is locked; what was added before is kept",
-        lambda: store.add("a", 2),
-    )
+    message = r"cannot write .*rows\.db: database is locked; what was added before is kept"
+    one_line(message, lambda: store.add("a", 2))
     other.execute("ROLLBACK")
     store.add("a", 3)
-    assert [value for _, value in reader.rows("a")] == [1, 3]
+    assert values(reader) == [1, 3]
 
 
 @pytest.mark.parametrize("content", [b"not a database at all" * 100, b""])
@@ -195,34 +191,16 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
     one_line(r"cannot open .*rows\.db", lambda: RowStore(tmp_path / "rows.db"))
 
 
-@pytest.fixture
-def medium(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """A disk that is mounted anew at each call, with these options."""
-    folder = tmp_path / "medium"
-    folder.mkdir()
-
-    def mount(options: str) -> Path:
-        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
-        if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
-            pytest.skip("cannot mount here")
-        return folder
-
-    yield mount
-    subprocess.run(["umount", "-l", str(folder)], check=False, capture_output=True)
-
-
 @pytest.mark.parametrize("end", ["closed", "killed"])
 def test_a_read_only_medium_is_read_and_not_written(
-    tmp_path: Path, disk: str, end: str, medium: Callable[[str], Path]
+    disk: str, end: str, medium: Callable[[str], Path]
 ) -> None:
-    path = medium("size=8m") / "rows.db"
+    path, added = medium("size=8m") / "rows.db", [0]
     if end == "killed":
         added = killed(path, disk)
     else:
-        with_rows = RowStore(path, write=True)
-        with_rows.add("a", 0)
-        with_rows.close()
-        added = [0]
+        with closing(RowStore(path, write=True)) as store:
+            store.add("a", 0)
     medium("remount,ro")
     assert values(path)[: len(added)] == added
     one_line("cannot open", lambda: RowStore(path, write=True))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import shutil
-import subprocess
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,20 +27,18 @@ from tests.samples.datasets import (
     DEVICE,
     OTHER_DEVICE,
     add_all,
+    add_measured,
     failure,
     program,
     record,
     small_dataset,
     space,
     task,
-)
+)  # fmt: skip
 
 
-def finished(path: Path) -> Dataset:
-    """A small dataset as parquet files."""
-    with small_dataset(path) as dataset:
-        dataset.finalize()
-    return Dataset.open(path)
+def n_records(path: Path) -> int:
+    return len(Dataset.open(path).records)
 
 
 def test_all_forms_hold_the_same(tmp_path: Path) -> None:
@@ -70,31 +67,15 @@ def test_all_forms_hold_the_same(tmp_path: Path) -> None:
     assert frame["build_s"].iloc[0] == 0.5 and json.loads(frame["meta"].iloc[0]) == {"host": "h"}
 
 
-def test_more_can_be_added_to_what_is_finished(tmp_path: Path) -> None:
-    with finished(tmp_path / "d") as dataset:
-        add_all(dataset, 50, of_task=2)
-        dataset.add_record(record(50, of_task=2))
-        assert len(dataset.records) == 7
-    again = Dataset.open(tmp_path / "d")
-    assert len(again.records) == 7 and len(again.tasks) == 2
-    with again:
-        again.finalize()
-    assert len(Dataset.open(tmp_path / "d").records) == 7
-
-
 def test_tasks_spaces_and_programs_are_added_once(tmp_path: Path) -> None:
-    with small_dataset(tmp_path / "d") as dataset:
-        rows = RowStore(tmp_path / "d" / "rows.db")
-        before = rows.last
-        add_all(dataset, 0)
-        assert rows.last == before
-        dataset.add_program(Program(program(0).hash, task(1).hash, None, "", "search"))
-        assert dataset.programs[program(0).hash].origin == "random"  # the first stays
-
-
-def test_new_networks_of_a_known_task_are_added_without_writing_the_task_again(tmp_path: Path) -> None:
+    """Of a known task only new networks are written, not the task again."""
     networks = {"net": 1.0, "other": 3.0}
     with small_dataset(tmp_path / "d") as dataset:
+        before = RowStore(tmp_path / "d" / "rows.db").last
+        add_all(dataset, 0)
+        dataset.add_program(Program(program(0).hash, task(1).hash, None, "", "search"))
+        assert dataset.programs[program(0).hash].origin == "random"  # the first stays
+        assert RowStore(tmp_path / "d" / "rows.db").last == before
         dataset.add_task(task(1, {"net": 5.0, "other": 3.0}))
         assert dict(dataset.tasks[task(1).hash].networks) == networks
     rows = RowStore(tmp_path / "d" / "rows.db").rows("tasks")
@@ -123,13 +104,8 @@ def test_measured_is_what_resume_needs(tmp_path: Path) -> None:
 def test_rows_of_another_shape_are_counted_not_fatal(tmp_path: Path) -> None:
     small_dataset(tmp_path / "d")
     rows = RowStore(tmp_path / "d" / "rows.db", write=True)
-    known = {"program": program(0).hash, "device": DEVICE}
-    for value in (
-        {"no": "record"},
-        3,
-        {**known, "status": "ok", "latency_s": 0.0},
-        {**known, "status": "sunny"},
-    ):
+    known = {"program": program(0).hash, "device": DEVICE, "latency_s": 0.0}
+    for value in ({"no": "record"}, 3, {**known, "status": "ok"}, {**known, "status": "sunny"}):
         rows.add("records", value)
     rows.close()
     dataset = Dataset.open(tmp_path / "d")
@@ -138,21 +114,16 @@ def test_rows_of_another_shape_are_counted_not_fatal(tmp_path: Path) -> None:
 
 def test_a_half_written_journal_of_a_former_cdmpp_is_read_and_taken_in_once(tmp_path: Path) -> None:
     path = tmp_path / "d"
-    finished(path)
+    small_dataset(path, finalize=True)
 
     def line(value: dict[str, Any]) -> bytes:
         text = json.dumps(value).encode()
         return b"%08x %s\n" % (zlib.crc32(text), text)
 
-    added = {
-        "hash": program(7).hash,
-        "task_hash": task(1).hash,
-        "space_hash": space(1).hash,
-        "decisions": "[]",
-    }
+    hashes = {"hash": program(7).hash, "task_hash": task(1).hash, "space_hash": space(1).hash}
     measured = line({"program": program(7).hash, "device": DEVICE, "status": "ok", "latency_s": 1.0})
     flipped, cut = measured.replace(b"1.0", b"2.0"), measured[:20]
-    (path / "programs.jsonl").write_bytes(line(added))
+    (path / "programs.jsonl").write_bytes(line({**hashes, "decisions": "[]"}))
     (path / "records.jsonl").write_bytes(measured + flipped + b"foreign\n" + cut)
     journal = shutil.copy(path / "records.jsonl", tmp_path)
     with Dataset.open(path) as dataset:
@@ -171,63 +142,45 @@ def test_a_crash_between_parquet_and_deleting_rows_doubles_nothing(tmp_path: Pat
     with dataset:
         dataset.finalize()
     shutil.copy(rows, path)
-    again = Dataset.open(path)
-    assert len(again.records) == 6
-    with again:
-        add_all(again, 60)
-        again.add_record(record(60))
+    assert n_records(path) == 6
+    with Dataset.open(path) as again:
+        add_measured(again, 60, of_task=2)
         assert len(again.records) == 7
         again.finalize()
     with Dataset.open(path) as third:  # another file of rows, whose numbers begin anew
-        add_all(third, 61)
-        third.add_record(record(61))
-    assert len(Dataset.open(path).records) == 8
+        add_measured(third, 61)
+    assert n_records(path) == 8 and len(Dataset.open(path).tasks) == 2
 
 
 def test_a_full_disk_while_finalizing_leaves_everything_as_it_was(tmp_path: Path, monkeypatch: Any) -> None:
+    def fails_at_last(path: Path, *args: Any, **kwargs: Any) -> None:
+        if path.stem == "records":
+            raise DatasetError("No space left on device")
+        write_parquet(path, *args, **kwargs)
+
     with small_dataset(tmp_path / "d") as dataset:
-        calls: list[str] = []
-
-        def fails_at_last(path: Path, *args: Any, **kwargs: Any) -> None:
-            calls.append(path.name)
-            if len(calls) == 4:
-                raise DatasetError("No space left on device")
-            write_parquet(path, *args, **kwargs)
-
         with monkeypatch.context() as patch, pytest.raises(DatasetError, match="No space"):
             patch.setattr(store_module, "write_parquet", fails_at_last)
             dataset.finalize()
-        assert len(Dataset.open(tmp_path / "d").records) == 6
+        assert n_records(tmp_path / "d") == 6
         dataset.finalize()
-    assert len(Dataset.open(tmp_path / "d").records) == 6
+    assert n_records(tmp_path / "d") == 6
 
 
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Any:
-    """A file system with room for little."""
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("cannot mount a tmpfs here; test_rows fills a disk by its page count")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def test_a_disk_that_fills_ends_profiling_with_one_line_and_keeps_what_was_measured(tiny_disk: Path) -> None:
-    with Dataset.create(tiny_disk / "d") as dataset:
+def test_a_disk_that_fills_ends_profiling_with_one_line_and_keeps_what_was_measured(
+    medium: Callable[[str], Path],
+) -> None:
+    path = medium("size=8m") / "d"
+    with Dataset.create(path) as dataset:
         written = 0
         with pytest.raises(DatasetError, match="disk is full"):
-            for number in range(20000):
-                add_all(dataset, number)
-                dataset.add_record(record(number))
-                written += 1
-        assert 50 < written < 20000
+            for written in range(20000):
+                add_measured(dataset, written)
         with pytest.raises(DatasetError, match=r"No space left|disk is full"):
             dataset.finalize()
-        assert not list((tiny_disk / "d").glob("*.tmp"))
-    again = Dataset.open(tiny_disk / "d")
-    assert (len(again.records), again.corrupt_lines) == (written, 0)
+        assert not list(path.glob("*.tmp"))
+    again = Dataset.open(path)
+    assert written > 50 and (len(again.records), again.corrupt_lines) == (written, 0)
 
 
 def test_two_writers_do_not_meet(tmp_path: Path) -> None:
@@ -259,7 +212,7 @@ def test_a_forked_worker_neither_writes_nor_holds_the_lock(tmp_path: Path) -> No
         child.start()
         assert "forked process" in queue.get(timeout=20)
         child.join()
-        dataset.add_record(record(1))
+        add_measured(dataset, 1)
         assert len(dataset.records) == 7
 
 
@@ -286,16 +239,15 @@ def test_records_that_are_none(
     fields = {"program": program(0).hash, "device": DEVICE, "status": "ok", "latency_s": 1e-3, **changes}
     with small_dataset(tmp_path / "d") as dataset, pytest.raises(error, match=message):
         dataset.add_record(Record(**fields))
-    assert len(Dataset.open(tmp_path / "d").records) == 6
+    assert n_records(tmp_path / "d") == 6
 
 
 def test_what_json_and_tables_have_no_place_for_is_left_out_of_a_record(tmp_path: Path) -> None:
     numbers = {"drift": np.float64(0.5), "attempts": np.int64(2)}
     meta = {**numbers, "steal_pct": float("nan"), "workers": "auto", "x": None}
+    odd = replace(failure(0, status="run_error"), error="a" * 5000 + "the end", meta=meta)
     with small_dataset(tmp_path / "d") as dataset:
-        dataset.add_record(
-            Record(program(0).hash, DEVICE, "run_error", error="a" * 5000 + "the end", meta=meta)
-        )
+        dataset.add_record(odd)
         for _ in range(2):
             last = list(dataset.iter_records())[-1]
             assert last.meta == {**numbers, "workers": "auto"}
@@ -330,14 +282,13 @@ def test_a_library_program_has_no_space(tmp_path: Path) -> None:
     with Dataset.create(tmp_path / "d") as dataset:
         dataset.add_task(task(1))
         dataset.add_program(library)
-        dataset.add_record(Record("1234", "h200", "ok", 1e-5))
         assert Dataset.open(tmp_path / "d").programs["1234"] == library
         dataset.finalize()
     assert Dataset.open(tmp_path / "d").programs["1234"] == library
 
 
 def test_another_schema_version_is_refused_by_name(tmp_path: Path) -> None:
-    finished(tmp_path / "d")
+    small_dataset(tmp_path / "d", finalize=True)
     meta_file, records = tmp_path / "d" / "meta.json", tmp_path / "d" / "records.parquet"
     meta = json.loads(meta_file.read_text())
     meta_file.write_text(json.dumps({**meta, "schema_version": SCHEMA_VERSION + 1}))
@@ -351,7 +302,7 @@ def test_another_schema_version_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_damaged_parquet_files_are_named(tmp_path: Path) -> None:
-    finished(tmp_path / "d")
+    small_dataset(tmp_path / "d", finalize=True)
     file = tmp_path / "d" / "records.parquet"
     data = file.read_bytes()
     for broken in (data[: len(data) // 2], b"", b"PAR1" + bytes(100)):
@@ -364,18 +315,20 @@ def test_damaged_parquet_files_are_named(tmp_path: Path) -> None:
 
 
 def test_no_dataset_at_all(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match=r"no dataset: it has no meta\.json"):
-        Dataset.open(tmp_path)
-    with pytest.raises(DatasetError, match="does not exist"):
-        load_datasets(tmp_path / "gone")
-    with pytest.raises(DatasetError, match="contains none"):
-        load_datasets(tmp_path)
+    meta = tmp_path / "meta.json"
+    for call, path, message in (
+        (Dataset.open, tmp_path, r"no dataset: it has no meta\.json"),
+        (load_datasets, tmp_path / "gone", "does not exist"),
+        (load_datasets, tmp_path, "contains none"),
+    ):
+        with pytest.raises(DatasetError, match=message):
+            call(path)
     for text in ("[]", "{half"):
-        (tmp_path / "meta.json").write_text(text)
+        meta.write_text(text)
         with pytest.raises(DatasetError, match=r"meta\.json is damaged"):
             Dataset.open(tmp_path)
     with pytest.raises(DatasetError, match="is not a folder"):
-        load_datasets(tmp_path / "meta.json")
+        load_datasets(meta)
 
 
 def test_creating_over_something_is_refused(tmp_path: Path) -> None:
@@ -392,19 +345,14 @@ def test_creating_over_something_is_refused(tmp_path: Path) -> None:
         Dataset.create(tmp_path / "file" / "d")
 
 
-def test_meta_is_kept_and_changed(tmp_path: Path) -> None:
+def test_meta_is_kept_and_changed_also_without_records(tmp_path: Path) -> None:
     with Dataset.create(tmp_path / "d", note="first", network_families={"a": "cnn"}) as dataset:
         dataset.update_meta(note="second", schema_version=12)
+        dataset.finalize()
     again = Dataset.open_or_create(tmp_path / "d", note="ignored")
     assert again.meta["note"] == "second" and again.meta["schema_version"] == SCHEMA_VERSION
     assert again.network_families == {"a": "cnn"}
-
-
-def test_an_empty_dataset_is_one_too(tmp_path: Path) -> None:
-    with Dataset.create(tmp_path / "d") as dataset:
-        dataset.finalize()
-    again = Dataset.open(tmp_path / "d")
-    assert len(again.records) == 0 and len(again.labels()) == 0
+    assert len(again.records) == len(again.labels()) == 0
     total = again.summary()["total"]
     assert total["records"] == 0 and total["noise_floor_mape"] is None
 
@@ -412,30 +360,23 @@ def test_an_empty_dataset_is_one_too(tmp_path: Path) -> None:
 def test_several_datasets_read_as_one(tmp_path: Path) -> None:
     small_dataset(tmp_path / "all" / "a", n=4)
     with Dataset.create(tmp_path / "all" / "b", network_families={"other": "rnn"}) as other:
-        add_all(other, 1, networks={"other": 2.0})
-        other.add_record(record(1, device=OTHER_DEVICE))
+        # tasks of one hash may name their blocks differently, and traces refer to the names
+        other.add_task(replace(task(1, {"other": 2.0}), tir_json="named by b"))
+        add_all(other, 9)
+        other.add_record(record(9, device=OTHER_DEVICE))
     view = load_datasets(tmp_path / "all")
     assert len(view.parts) == 2 and len(view.records) == 5
     assert dict(view.tasks[task(1).hash].networks) == {"net": 1.0, "other": 2.0}
     assert view.device_names == [DEVICE, OTHER_DEVICE]
     assert dict(view.network_families) == {"net": "cnn", "other": "rnn"}
+    # a program goes with the task of its own dataset, one that is in none with the first
+    tirs = [view.task_of(program(number)).tir_json for number in (0, 9, 7)]
+    assert tirs == [task(1).tir_json, "named by b", task(1).tir_json]
+    with pytest.raises(KeyError):
+        view.task_of(program(0, of_task=9))
     same = load_datasets([tmp_path / "all", tmp_path / "all" / "a"])
     assert len(same.parts) == 2  # named twice, read once
     assert len(load_datasets(str(tmp_path / "all" / "a")).records) == 4
-
-
-def test_a_program_goes_with_the_task_of_its_own_dataset(tmp_path: Path) -> None:
-    """Tasks of one hash may name their blocks differently, and traces refer to the names."""
-    for number, folder in enumerate(("a", "b")):
-        with Dataset.create(tmp_path / "all" / folder) as dataset:
-            dataset.add_task(replace(task(1), tir_json=f"named by {folder}"))
-            dataset.add_space(space(1))
-            dataset.add_program(program(number))
-    view = load_datasets(tmp_path / "all")
-    assert [view.task_of(program(number)).tir_json for number in (0, 1)] == ["named by a", "named by b"]
-    assert view.task_of(program(7)).tir_json == view.tasks[task(1).hash].tir_json  # one that is not in it yet
-    with pytest.raises(KeyError):
-        view.task_of(program(0, of_task=9))
 
 
 def test_thirty_thousand_programs_are_a_few_megabytes(tmp_path: Path) -> None:

@@ -14,14 +14,8 @@ OTHER_DEVICE = "xeon-cascadelake-2.5ghz@2"
 
 def task(number: int, networks: dict[str, float] | None = None) -> Task:
     """Task ``number``; equal numbers are equal tasks."""
-    return Task(
-        f"{number:016x}",
-        f"fused_{number}",
-        f'{{"tir": {number}}}',
-        networks or {"net": 1.0},
-        2e6 * number,
-        3e4,
-    )
+    tir = f'{{"tir": {number}}}'
+    return Task(f"{number:016x}", f"fused_{number}", tir, networks or {"net": 1.0}, 2e6 * number, 3e4)
 
 
 def space(number: int) -> Space:
@@ -38,15 +32,10 @@ def program(number: int, of_task: int = 1, origin: str = "random") -> Program:
 def record(number: int, of_task: int = 1, device: str = DEVICE, latency_s: float | None = None) -> Record:
     """An ok record with samples, noise and meta."""
     latency_s = 1e-3 * (number + 1) if latency_s is None else latency_s
+    samples_s = (latency_s * 0.99, latency_s * 1.01)
+    meta = {"build_s": 0.5, "attempts": 1, "session": "s1", "host": "h"}
     return Record(
-        program(number, of_task).hash,
-        device,
-        "ok",
-        latency_s,
-        (latency_s * 0.99, latency_s * 1.01),
-        0.02,
-        measured_at=1.7e9 + number,
-        meta={"build_s": 0.5, "attempts": 1, "session": "s1", "host": "h"},
+        program(number, of_task).hash, device, "ok", latency_s, samples_s, 0.02, "", 1.7e9 + number, meta
     )
 
 
@@ -65,12 +54,21 @@ def add_all(
     dataset.add_program(program(number, of_task))
 
 
-def small_dataset(path: Path, n: int = 6) -> Dataset:
+def add_measured(dataset: Dataset, *numbers: int, of_task: int = 1) -> None:
+    """Add programs with their task and space, and an ok record of each."""
+    for number in numbers:
+        add_all(dataset, number, of_task)
+        dataset.add_record(record(number, of_task))
+
+
+def small_dataset(path: Path, n: int = 6, finalize: bool = False) -> Dataset:
     """A growing dataset of one task with ``n`` programs, the last one failed; closed."""
     with Dataset.create(path, network_families={"net": "cnn"}) as dataset:
-        for number in range(n):
-            add_all(dataset, number)
-            dataset.add_record(failure(number) if number == n - 1 else record(number))
+        add_measured(dataset, *range(n - 1))
+        add_all(dataset, n - 1)
+        dataset.add_record(failure(n - 1))
+        if finalize:
+            dataset.finalize()
     return Dataset.open(path)
 
 
@@ -79,9 +77,8 @@ def zoo_dataset(
 ) -> Dataset:
     """Networks ``net0``... with three tasks of their own each and some that neighbours share."""
     rng = random.Random(seed)
-    with Dataset.create(
-        path, network_families={f"net{i}": f"family{i // 2}" for i in range(networks)}
-    ) as dataset:
+    families = {f"net{i}": f"family{i // 2}" for i in range(networks)}
+    with Dataset.create(path, network_families=families) as dataset:
         for net in range(networks):
             for own in range(3):
                 number = 100 * net + own
