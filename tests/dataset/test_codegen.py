@@ -12,6 +12,7 @@ from cdmpp.dataset.codegen import collect_codegen, load_codegen, save_codegen
 from cdmpp.dataset.record import Record
 from cdmpp.dataset.schema import write_parquet
 from cdmpp.dataset.store import write_dataset
+from cdmpp.device import get_device
 from cdmpp.errors import DatasetError
 from cdmpp.program.codegen import CODEGEN_FEATURES, COUNTING_VERSION
 from cdmpp.program.codegen.compile import ObjectCache, code_key, compile_to_shared_object
@@ -19,7 +20,7 @@ from cdmpp.program.space import Rebuilder
 from tests.samples.programs import matmul_task, sampled
 
 
-def test_counts_round_trip_and_a_damaged_file_is_refused(tmp_path: Path) -> None:
+def test_counts_round_trip_and_what_is_damaged_or_of_another_version_is_refused(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     width = len(CODEGEN_FEATURES)
     counts = {(f"p{i}", "k"): rng.integers(0, 999, width).astype(np.float32) for i in range(7)}
@@ -28,15 +29,10 @@ def test_counts_round_trip_and_a_damaged_file_is_refused(tmp_path: Path) -> None
     back = load_codegen(path)
     assert back.keys() == counts.keys()
     assert all(np.array_equal(back[key], counts[key]) for key in counts)
+    table = pq.read_table(path)
     path.write_bytes(path.read_bytes()[:300])
     with pytest.raises(DatasetError, match="damaged"):
         load_codegen(path)
-
-
-def test_counts_of_another_version_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "codegen.parquet"
-    save_codegen(path, {("p", "k"): np.zeros(len(CODEGEN_FEATURES), dtype=np.float32)})
-    table = pq.read_table(path)
     write_parquet(path, table.drop_columns(["run_all", "unknown_loops"]))
     with pytest.raises(DatasetError, match=r"lacks 2 columns.*run_all first.*cdmpp codegen"):
         load_codegen(path)
@@ -46,20 +42,15 @@ def test_counts_of_another_version_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_was_compiled_before_is_counted_where_it_lies(tmp_path: Path) -> None:
-    from cdmpp.device import get_device
-
     jobs = sampled(matmul_task(), 2)
     device = get_device("xeon-cascadelake-2.5ghz@1")
+    records = [Record(job.program.hash, device.name, "ok", 1e-3) for job in jobs]
+    spaces = [job.space for job in jobs if job.space is not None]
     for name in ("all", "kept"):
-        records = [
-            Record(job.program.hash, device.name, "ok", 1e-3, (1e-3,), measured_at=0.0) for job in jobs
-        ]
-        spaces = {job.space.hash: job.space for job in jobs if job.space is not None}
-        programs = [job.program for job in jobs]
-        write_dataset(tmp_path / name, [jobs[0].task], spaces.values(), programs, records)
+        write_dataset(tmp_path / name, [jobs[0].task], spaces, [job.program for job in jobs], records)
     compiled = collect_codegen(tmp_path / "all")
     first, second = ((job.program.hash, code_key(device.target)) for job in jobs)
-    assert compiled[first].tolist() != compiled[second].tolist(), "the first must be told from the second"
+    assert compiled[first].tolist() != compiled[second].tolist(), "the two must differ"
     # the second one's object under the first one's name shows which is read; what is not kept is compiled
     cache = ObjectCache(tmp_path / "objects", device.target)
     compile_to_shared_object(

@@ -46,32 +46,29 @@ def test_a_device_without_a_stored_specification_is_that_of_the_table(tmp_path: 
     assert Dataset.open(folder(tmp_path / "d", ZEN4, stored=False)).devices == {ZEN4.name: ZEN4}
 
 
-def test_a_device_that_nothing_describes_is_refused(tmp_path: Path) -> None:
-    dataset = Dataset.open(folder(tmp_path / "d", OWN, stored=False))
-    with pytest.raises(DatasetError, match=r"d/meta\.json does not describe my-cpu@1"):
-        _ = dataset.devices
-
-
-def test_labels_of_one_machine_under_the_name_of_another_are_refused(tmp_path: Path) -> None:
-    """What a cdmpp of before stored: a Zen 3 under the name of the table's Zen 4."""
-    mislabelled = replace(ZEN4, arch="zen3", simd_bits=256, l2_kb=512.0)
-    dataset = Dataset.open(folder(tmp_path / "d", mislabelled))
-    with pytest.raises(
-        DatasetError, match=r"/d and in the device table: arch zen3 / zen4, simd_bits 256 / 512"
-    ):
-        _ = dataset.devices
-
-
-def test_two_specifications_under_one_name_name_both_datasets_and_the_facts(tmp_path: Path) -> None:
-    paths = [folder(tmp_path / "a", OWN), folder(tmp_path / "b", replace(OWN, clock_mhz=3000.0, l3_kb=1.0))]
-    with pytest.raises(DatasetError, match=r"my-cpu@1 .*/a and in .*/b: clock_mhz 2600.0 / 3000.0$"):
+@pytest.mark.parametrize(
+    ("devices", "stored", "message"),
+    [
+        ([OWN], False, r"a/meta\.json does not describe my-cpu@1"),
+        # what a cdmpp of before stored: a Zen 3 under the name of the table's Zen 4
+        ([replace(ZEN4, arch="zen3", simd_bits=256, l2_kb=512.0)], True,
+         r"/a and in the device table: arch zen3 / zen4, simd_bits 256 / 512"),
+        # both datasets and the facts
+        ([OWN, replace(OWN, clock_mhz=3000.0, l3_kb=1.0)], True, r"my-cpu@1 .*/a and in .*/b: clock_mhz 2600.0 / 3000.0$"),
+    ],
+)  # fmt: skip
+def test_devices_that_are_not_known_or_differ_are_refused(
+    tmp_path: Path, devices: list[Device], stored: bool, message: str
+) -> None:
+    paths = [
+        folder(tmp_path / name, device, stored=stored) for name, device in zip("ab", devices, strict=False)
+    ]
+    with pytest.raises(DatasetError, match=message):
         _ = load_datasets(paths).devices
 
 
 def test_what_hypervisors_vary_is_no_difference(tmp_path: Path) -> None:
-    other = replace(
-        OWN, clock_mhz=2595.1, l3_kb=16384.0, cores=8, mem_gb=4.0, model="Another hypervisor's name"
-    )
+    other = replace(OWN, clock_mhz=2595.1, l3_kb=16384.0, cores=8, mem_gb=4.0, model="Another name")
     devices = load_datasets([folder(tmp_path / "a", OWN), folder(tmp_path / "b", other)]).devices
     assert devices == {OWN.name: OWN}
 
@@ -107,10 +104,3 @@ def test_a_damaged_description_is_named(tmp_path: Path, meta: dict[str, object],
     with pytest.raises(DatasetError, match=message) as caught:
         _ = Dataset.open(path).devices
     assert "\n" not in str(caught.value)
-
-
-def test_a_folder_without_meta_is_no_dataset(tmp_path: Path) -> None:
-    path = folder(tmp_path / "d", OWN)
-    (path / "meta.json").unlink()
-    with pytest.raises(DatasetError, match=r"no meta\.json"):
-        load_datasets(path)

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 
 from cdmpp.dataset import Dataset, load_datasets, noise_floor_mape
@@ -16,7 +18,6 @@ from cdmpp.dataset.labels import (
     LABEL_COLUMNS,
     MIN_REMEASURED,
     disturbance,
-    error_floor,
     label_fingerprint,
     label_table,
     remeasured_difference,
@@ -26,6 +27,7 @@ from tests.samples.datasets import (
     DEVICE,
     OTHER_DEVICE,
     add_all,
+    add_measured,
     failure,
     program,
     record,
@@ -36,15 +38,9 @@ from tests.samples.datasets import (
 
 def records(rows: list[dict[str, Any]]) -> pd.DataFrame:
     base = {
-        "program": "p",
-        "task": "t",
-        "device": "d",
-        "status": "ok",
-        "latency_s": 1.0,
-        "noise": 0.02,
-        "origin": "random",
+        "program": "p", "task": "t", "device": "d", "status": "ok", "latency_s": 1.0, "noise": 0.02, "origin": "random",
         "measured_at": 0.0,
-    }
+    }  # fmt: skip
     return pd.DataFrame([{**base, **row} for row in rows])
 
 
@@ -67,19 +63,15 @@ def test_undisturbed_records_count_where_there_are_any() -> None:
 
 def test_one_label_per_program_and_device(tmp_path: Path) -> None:
     with Dataset.create(tmp_path / "d") as dataset:
-        for number in (2, 1, 0):
-            add_all(dataset, number)
-            dataset.add_record(record(number))
-        dataset.add_record(record(0, device=OTHER_DEVICE))
-        dataset.add_record(record(1, latency_s=9e-3))
-        dataset.add_record(record(1, latency_s=5e-3))
-        dataset.add_record(failure(2))
+        add_measured(dataset, 2, 1, 0)
         add_all(dataset, 3)
-        dataset.add_record(failure(3))
+        for each in (
+            record(0, device=OTHER_DEVICE), record(1, latency_s=9e-3), record(1, latency_s=5e-3), failure(2), failure(3),
+        ):  # fmt: skip
+            dataset.add_record(each)
         labels = dataset.labels()
-    assert tuple(labels.columns) == LABEL_COLUMNS
-    assert list(labels.index) == [0, 1, 2, 3]
-    assert list(labels["program"]) == [program(0).hash] * 2 + [program(1).hash, program(2).hash]
+    assert tuple(labels.columns) == LABEL_COLUMNS and list(labels.index) == [0, 1, 2, 3]
+    assert list(labels["program"]) == [program(n).hash for n in (0, 0, 1, 2)]
     assert list(labels["device"]) == [DEVICE, OTHER_DEVICE, DEVICE, DEVICE]
     assert list(labels["latency_s"]) == pytest.approx([1e-3, 1e-3, 5e-3, 3e-3])  # the median of 2, 9 and 5
     assert list(labels["n_records"]) == [1, 1, 3, 1]
@@ -100,11 +92,7 @@ def test_no_label_without_a_usable_latency(bad: float, caplog: pytest.LogCapture
 
 
 def test_latencies_of_another_writer_that_are_no_labels_are_counted(tmp_path: Path) -> None:
-    import pyarrow.compute as pc
-    import pyarrow.parquet as pq
-
-    with small_dataset(tmp_path / "d") as dataset:
-        dataset.finalize()
+    small_dataset(tmp_path / "d", finalize=True)
     file = tmp_path / "d" / "records.parquet"
     table = pq.read_table(file)
     zeros = pc.multiply(table.column("latency_s"), 0.0)
@@ -115,82 +103,65 @@ def test_latencies_of_another_writer_that_are_no_labels_are_counted(tmp_path: Pa
     assert again.summary()["datasets"][0]["invalid_records"] == 5
 
 
-def test_fingerprints_tell_tables_apart() -> None:
-    table = label_table(records([{"program": "a"}, {"program": "b"}]))
-    other = label_table(records([{"program": "a"}, {"program": "c"}]))
-    assert label_fingerprint(table) == label_fingerprint(table.copy())
-    assert label_fingerprint(table) != label_fingerprint(other)
+def test_fingerprints_distinguish_tables() -> None:
+    table, again, other = (label_table(records([{"program": "a"}, {"program": p}])) for p in "bbc")
+    assert label_fingerprint(table) == label_fingerprint(again) != label_fingerprint(other)
 
 
-def simulated(
-    sigma: float, session_sigma: float, repeats: int, n: int = 4000
-) -> tuple[pd.DataFrame, np.ndarray]:
+def simulated(sigma: float, session_sigma: float, repeats: int, n: int = 4000) -> pd.DataFrame:
     """Records of programs of true latency 1 s: ten noisy samples each, and an error of each record."""
     rng = np.random.default_rng(0)
-    rows = []
-    for number in range(n):
-        for _ in range(repeats):
-            samples = 1 + sigma * rng.standard_normal(10)
-            samples *= 1 + session_sigma * rng.standard_normal()
-            a, b = samples[0::2].mean(), samples[1::2].mean()
-            rows.append(
-                {"program": str(number), "latency_s": samples.mean(), "noise": 2 * abs(a - b) / (a + b)}
-            )
-    frame = records(rows)
-    labels = frame.groupby("program")["latency_s"].median()
-    errors = np.abs(1 - labels.to_numpy()) / labels.to_numpy()
-    return frame, errors
+    samples = 1 + sigma * rng.standard_normal((n * repeats, 10))
+    samples *= 1 + session_sigma * rng.standard_normal((n * repeats, 1))
+    a, b = samples[:, 0::2].mean(1), samples[:, 1::2].mean(1)
+    frame = pd.DataFrame({"latency_s": samples.mean(1), "noise": 2 * abs(a - b) / (a + b)})
+    frame["program"] = [str(number) for number in range(n) for _ in range(repeats)]
+    return records(frame.to_dict("records"))  # type: ignore[arg-type]
+
+
+def true_error(labels: pd.DataFrame) -> float:
+    """Mean relative error of who predicts the true 1 s."""
+    return float(np.mean(np.abs(1 - labels["latency_s"]) / labels["latency_s"]))
 
 
 def test_split_halves_estimate_the_error_of_a_perfect_predictor() -> None:
-    frame, errors = simulated(sigma=0.05, session_sigma=0.0, repeats=1)
-    floor = noise_floor_mape(label_table(frame))
-    assert floor == pytest.approx(errors.mean(), rel=0.05)
+    labels = label_table(simulated(sigma=0.05, session_sigma=0.0, repeats=1))
+    floor = noise_floor_mape(labels)
+    assert floor == pytest.approx(true_error(labels), rel=0.05)
     assert floor == pytest.approx(0.05 / math.sqrt(10) * math.sqrt(2 / math.pi), rel=0.05)
 
 
 def test_remeasurements_see_the_error_that_split_halves_do_not() -> None:
-    frame, _ = simulated(sigma=0.02, session_sigma=0.03, repeats=2)
+    frame = simulated(sigma=0.02, session_sigma=0.03, repeats=2)
+    twice = label_table(frame)  # more records make a better label
+    assert noise_floor_mape(twice) == pytest.approx(true_error(twice), rel=0.1)
     single = frame.drop_duplicates("program")
     blind = noise_floor_mape(label_table(single))
     # a tenth of the programs is measured a second time
-    some = pd.concat(
-        [single, frame[frame["program"].astype(int) % 10 == 0].drop(single.index, errors="ignore")]
-    )
-    corrected = label_table(some)
-    once = corrected[corrected["n_records"] == 1]
-    true_error = float(np.mean(np.abs(1 - once["latency_s"]) / once["latency_s"]))
-    assert blind is not None and blind < 0.3 * true_error
-    assert noise_floor_mape(once) == pytest.approx(true_error, rel=0.1)
-
-
-def test_more_records_make_a_better_label() -> None:
-    frame, errors = simulated(sigma=0.02, session_sigma=0.03, repeats=2)
-    labels = label_table(frame)
-    assert noise_floor_mape(labels) == pytest.approx(errors.mean(), rel=0.1)
+    some = label_table(frame[(frame["program"].astype(int) % 10 == 0) | ~frame.duplicated("program")])
+    once = some[some["n_records"] == 1]
+    assert blind is not None and blind < 0.3 * true_error(once)
+    assert noise_floor_mape(once) == pytest.approx(true_error(once), rel=0.1)
 
 
 def test_difference_of_remeasurements_is_of_pairs() -> None:
     frame = records([{"latency_s": 1.0}, {"latency_s": 3.0}, {"program": "q"}])
-    difference = remeasured_difference(frame)
-    assert dict(difference) == {("p", "d"): 1.0}  # |3 - 1| / 2
+    assert dict(remeasured_difference(frame)) == {("p", "d"): 1.0}  # |3 - 1| / 2
 
 
 def test_few_remeasurements_change_nothing_and_unknown_noise_takes_the_mean() -> None:
     rows = [{"program": str(n), "noise": 0.02} for n in range(MIN_REMEASURED - 1)]
-    frame = records(
-        [*rows, *[{**row, "latency_s": 2.0} for row in rows], {"program": "x", "noise": math.nan}]
-    )
-    labels = label_table(frame)
-    floors = dict(zip(labels["program"], labels["error_floor"], strict=True))
+    again = [{**row, "latency_s": 2.0} for row in rows]
+    floors = label_table(records([*rows, *again, {"program": "x", "noise": math.nan}])).set_index("program")[
+        "error_floor"
+    ]
     assert floors["0"] == pytest.approx(0.01 / math.sqrt(2))
     assert floors["x"] == pytest.approx(0.01)
 
 
 def test_a_device_without_any_noise_figure_has_no_floor() -> None:
     labels = label_table(records([{"noise": math.nan}]))
-    assert np.isnan(error_floor(labels, records([{"noise": math.nan}]))).all()
-    assert noise_floor_mape(labels) is None
+    assert labels["error_floor"].isna().all() and noise_floor_mape(labels) is None
 
 
 def test_summary_is_the_contract(tmp_path: Path) -> None:
@@ -206,11 +177,11 @@ def test_summary_is_the_contract(tmp_path: Path) -> None:
     summary = load_datasets(tmp_path / "all").summary()
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
     total = summary["total"]
-    assert {"records", "ok", "failures", "tasks", "networks", "devices", "noise_floor_mape"} <= total.keys()
-    assert (total["records"], total["ok"]) == (9, 7)
-    assert total["failures"] == {**dict.fromkeys(FAILURE_KINDS, 0), "build_error": 1, "run_timeout": 1}
-    assert (total["tasks"], total["networks"], total["devices"], total["programs"]) == (1, 2, 2, 6)
-    assert 0 < total["noise_floor_mape"] < 0.02
+    failures = {**dict.fromkeys(FAILURE_KINDS, 0), "build_error": 1, "run_timeout": 1}
+    assert 0 < total.pop("noise_floor_mape") < 0.02
+    assert total == {
+        "records": 9, "ok": 7, "failures": failures, "programs": 6, "tasks": 1, "networks": 2, "devices": 2,
+    }  # fmt: skip
     first, second = summary["datasets"]
     assert first["path"].endswith("a") and first["corrupt_lines"] == 1 and second["corrupt_lines"] == 0
     assert first["network_names"] == ["net"] and second["device_names"] == [DEVICE, OTHER_DEVICE]
@@ -218,5 +189,5 @@ def test_summary_is_the_contract(tmp_path: Path) -> None:
     assert second["by_device"][DEVICE]["failures"]["run_timeout"] == 1
     assert second["by_device"][OTHER_DEVICE]["ok"] == 2
     assert second["remeasured"] == 1
-    assert second["remeasured_difference"] == pytest.approx(0.1 / 1.05)
-    assert second["remeasured_mean"] == second["remeasured_p90"] == pytest.approx(0.1 / 1.05)
+    for name in ("difference", "mean", "p90"):
+        assert second[f"remeasured_{name}"] == pytest.approx(0.1 / 1.05)
