@@ -13,10 +13,12 @@ from cdmpp.cli import main
 from cdmpp.dataset import Dataset
 from cdmpp.dataset.importers import ImportReport, import_neusight
 from cdmpp.dataset.importers.neusight_traces import forward_calls
-from cdmpp.errors import DatasetError, NetworkError, UnknownDeviceError
+from cdmpp.errors import DatasetError, NetworkError
 from cdmpp.program.ast import compact_ast
-from cdmpp.program.graph import load_graphs
+from cdmpp.program.graph import NetworkGraph, load_graphs
 from cdmpp.program.space import rebuild
+from cdmpp.program.tasks import task_from_prim_func
+from cdmpp.program.tvm_env import import_tvm
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -35,15 +37,13 @@ ROWS: list[dict[str, Any]] = [
     },
 ]  # fmt: skip
 
-CONV = [
-    "conv_in_channels", "conv_out_channels", "conv_kernel", "conv_input_hw", "conv_stride", "conv_padding",
-]  # fmt: skip
+DIMENSIONS = {"B", "M", "N", "K", "H", *(name for name in ROWS[-1] if name.startswith("conv_"))}
 
 
 def operators(path: Path, rows: list[dict[str, Any]] = ROWS, **columns: Any) -> Path:
     """A file of operators as NeuSight's, dimensions as nullable integers."""
     frame = pd.DataFrame(rows)
-    for name in ("B", "M", "N", "K", "H", *CONV):
+    for name in DIMENSIONS:
         frame[name] = frame.get(name, pd.Series([None] * len(frame))).astype("Int64")
     frame = frame.assign(**{"split": "train", "authors_used": True, "dtype": "float32", **columns})
     frame.to_parquet(path)
@@ -77,6 +77,17 @@ def traces(path: Path, rows: list[dict[str, Any]] = TRACE) -> Path:
     """A file of traces."""
     pd.DataFrame(rows).to_parquet(path)
     return path
+
+
+def graph_of(folder: Path, rows: list[dict[str, Any]]) -> NetworkGraph:
+    """The one network of a trace."""
+    import_neusight(traces(folder / "t.parquet", rows), folder / "out")
+    (graph,) = load_graphs(folder / "out").values()
+    return graph
+
+
+def add(name: str, **more: Any) -> dict[str, Any]:
+    return node(name, [["VECadd", (16, 32)]], [(16, 32)] * 2, (16, 32), **more)
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +133,6 @@ def test_latencies_are_seconds_and_devices_canonical(imported: tuple[ImportRepor
 def test_work_and_traffic_by_the_operators_formulas(
     imported: tuple[ImportReport, Dataset], number: int, flops: int, elements: int
 ) -> None:
-    from cdmpp.program.tasks import task_from_prim_func
-
     _, task = task_of(imported[1], number)
     assert (task.flops, task.bytes) == (flops, 4 * elements)
     whole = task_from_prim_func(task.prim_func())
@@ -132,8 +141,6 @@ def test_work_and_traffic_by_the_operators_formulas(
 
 @pytest.mark.parametrize(("number", "reduction"), [(0, 13), (1, 220)])
 def test_n_is_the_reduction(imported: tuple[ImportReport, Dataset], number: int, reduction: int) -> None:
-    from cdmpp.program.tvm_env import import_tvm
-
     tvm = import_tvm()
     _, task = task_of(imported[1], number)
     func = task.prim_func()
@@ -151,10 +158,9 @@ def test_equal_shapes_are_one_program_with_several_records(imported: tuple[Impor
 
 
 def test_tasks_are_stored_by_their_dimensions(imported: tuple[ImportReport, Dataset]) -> None:
-    dataset = imported[1]
-    for task in dataset.tasks.values():
+    for task in imported[1].tasks.values():
         assert len(task.tir_json) < 200
-        ast = compact_ast(rebuild(dataset.programs[task.hash], task, None))
+        ast = compact_ast(rebuild(imported[1].programs[task.hash], task, None))
         assert ast.column("program_flops")[0] == pytest.approx(task.flops)
 
 
@@ -189,44 +195,39 @@ def test_training_has_its_phases_in_the_order_of_execution(tmp_path: Path) -> No
         node("gelu", [["VECgelu", (16, 32)]], [(16, 32)], (16, 32), mode="train", BwOps="[['VECgelu', (16, 32)]]",
              label_bw=0.02),
     ]  # fmt: skip
-    import_neusight(traces(tmp_path / "t.parquet", rows), tmp_path / "out")
-    (graph,) = load_graphs(tmp_path / "out").values()
-    assert [node.name for node in graph.nodes] == [
-        "addmm", "gelu", "gelu.backward", "addmm.backward", "addmm.accumulate",
+    found = [(n.name, len(n.tasks), n.measured_s["v100-pcie-32gb"]) for n in graph_of(tmp_path, rows).nodes]
+    assert found == [
+        ("addmm", 1, 1e-5), ("gelu", 1, 1e-5), ("gelu.backward", 1, 2e-5), ("addmm.backward", 2, 5e-5),
+        ("addmm.accumulate", 1, 2e-5),
     ]  # fmt: skip
-    assert [len(node.tasks) for node in graph.nodes] == [1, 1, 1, 2, 1]
-    assert [node.measured_s["v100-pcie-32gb"] for node in graph.nodes] == pytest.approx(
-        [1e-5, 1e-5, 2e-5, 5e-5, 2e-5]
-    )
 
 
 def test_gradients_without_operators_move_memory(tmp_path: Path) -> None:
     """Rows of opt_13-train-2048-1 on MI210."""
     scores, table = (1, 32, 2048, 2048), (2050, 2048)
     rows = [
-        node("embedding", [], [(1, 2048), table], (1, 2048, 2048), mode="train", OpName="misc", label_bw=0.1979),
-        node("max_1", [], [scores, (1,)], scores, mode="train", OpName="misc", label_bw=4.6108),
-        node("view_1", [], [scores], scores, mode="train", OpName="misc", label_bw=0.006),
-    ]  # fmt: skip
-    import_neusight(traces(tmp_path / "t.parquet", rows), tmp_path / "out")
-    (graph,) = load_graphs(tmp_path / "out").values()
-    backward = {n.name: n for n in graph.nodes if n.phase == "backward"}
-    assert [backward[f"{name}.backward"].kind for name in ("embedding", "max_1", "view_1")] == [
-        "kernel", "kernel", "view",
-    ]  # fmt: skip
-    tasks = Dataset.open(tmp_path / "out").tasks
-    moved = [tasks[task].bytes // (4 * 32 * 2048 * 2048) for task in backward["max_1.backward"].tasks]
+        node("embedding", [], [(1, 2048), table], (1, 2048, 2048), mode="train", label_bw=0.1979),
+        node("max_1", [], [scores, (1,)], scores, mode="train", label_bw=4.6108),
+        node("view_1", [], [scores], scores, mode="train", label_bw=0.006),
+    ]
+    backward = {n.name: n for n in graph_of(tmp_path, rows).nodes if n.phase == "backward"}
+    lookup, maximum, view = (backward[f"{row['Name']}.backward"] for row in rows)
+    assert (lookup.kind, maximum.kind, view.kind) == ("kernel", "kernel", "view")
+    tasks, tensor = Dataset.open(tmp_path / "out").tasks, 4 * 32 * 2048 * 2048
+    moved = [tasks[task].bytes // tensor for task in maximum.tasks]
     assert moved == [1, 2, 3, 1, 2], "tensors read and written: a == b, grad / 2, where, a < b, masked_fill"
-    assert 0.5 < sum(moved) * 4 * 32 * 2048 * 2048 / 1.64e12 / 4.6108e-3 < 1, "near MI210's bandwidth"
-    assert [tasks[task].bytes for task in backward["embedding.backward"].tasks] == [
-        4 * 2050 * 2048, 3 * 4 * 2048 * 2048,
-    ]  # fmt: skip
+    assert 0.5 < sum(moved) * tensor / 1.64e12 / 4.6108e-3 < 1, "near MI210's bandwidth"
+    assert [tasks[task].bytes for task in lookup.tasks] == [4 * 2050 * 2048, 3 * 4 * 2048 * 2048]
 
 
 def test_end_to_end_latencies_join_the_graphs(tmp_path: Path) -> None:
     row = {
-        "device": "Tesla_V100-PCIE-32GB", "model_name": "gpt2_large", "mode": "inf", "seqlen": 8, "batch": 2,
-    }  # fmt: skip
+        "device": "Tesla_V100-PCIE-32GB",
+        "model_name": "gpt2_large",
+        "mode": "inf",
+        "seqlen": 8,
+        "batch": 2,
+    }
     rows = [
         {**row, "option": None, "label_all_e2e_latency": 12.5, "neusight_all_e2e_latency": 14.0},
         {**row, "option": "tp4", "label_all_e2e_latency": 3.0, "neusight_all_e2e_latency": 4.0},
@@ -240,13 +241,10 @@ def test_end_to_end_latencies_join_the_graphs(tmp_path: Path) -> None:
 
 
 def test_networks_of_other_types_are_left_out_and_named(tmp_path: Path) -> None:
-    add = ([["VECadd", (16, 32)]], [(16, 32)] * 2, (16, 32))
     rows = [
-        node("add", *add, dtype="float32"),
-        node("add", *add, desc="gpt2_large-inf-8-4", dtype="torch.float16"),
-        node("add_1", *add, dtype=None),
-        node("gt", *add, dtype="torch.bool"),
-    ]
+        add("add", dtype="float32"), add("add", desc="gpt2_large-inf-8-4", dtype="torch.float16"),
+        add("add_1", dtype=None), add("gt", dtype="torch.bool"),
+    ]  # fmt: skip
     report = import_neusight(traces(tmp_path / "t.parquet", rows), tmp_path / "out")
     assert report.graphs == ("gpt2_large-inf-8-2",)
     assert report.notes == ("gpt2_large-inf-8-4: left out, as its numbers are float16, not float32",)
@@ -254,19 +252,31 @@ def test_networks_of_other_types_are_left_out_and_named(tmp_path: Path) -> None:
     assert [n.name for n in graph.nodes] == ["add", "add_1", "gt"]
 
 
-def test_copies_follow_transpositions_only() -> None:
-    shape = (2, 8, 4, 16)
-    assert forward_calls("contiguous_2", "contiguous", [["MEM", (shape, shape)]], [shape], shape, "permute_1") == (
-        "kernel", [("memory", {"elements": 1024, "inputs": 1})],
-    )  # fmt: skip
-    assert (
-        forward_calls("contiguous_3", "contiguous", [["MEM", (shape, shape)]], [shape], shape, "lm_head")[0]
-        == "view"
-    )
-    assert forward_calls("max_1", "misc", [], [shape, (1,)], shape)[1] == [
-        ("memory", {"elements": 1024, "inputs": 1})
-    ]
-    assert forward_calls("getitem", "getitem", [["MEM", ((1,), shape)]], [(1,)], shape) == ("view", [])
+SHAPE = (2, 8, 4, 16)
+COPY = ("kernel", [("memory", {"elements": 1024, "inputs": 1})])
+
+
+@pytest.mark.parametrize(
+    ("name", "operator", "ops", "inputs", "before", "expected"),
+    [
+        ("contiguous_2", "contiguous", [["MEM", (SHAPE, SHAPE)]], [SHAPE], "permute_1", COPY),
+        ("contiguous_3", "contiguous", [["MEM", (SHAPE, SHAPE)]], [SHAPE], "lm_head", ("view", [])),
+        ("max_1", "misc", [], [SHAPE, (1,)], "", COPY),
+        ("getitem", "getitem", [["MEM", ((1,), SHAPE)]], [(1,)], "", ("view", [])),
+    ],
+)
+def test_copies_follow_transpositions_only(
+    name: str, operator: str, ops: Any, inputs: Any, before: str, expected: Any
+) -> None:
+    assert forward_calls(name, operator, ops, inputs, SHAPE, before) == expected
+
+
+def test_a_trace_may_name_its_dependencies(tmp_path: Path) -> None:
+    waits = {"a": "[]", "b": "{'a'}", "c": "{'a'}", "d": "{'b', 'c'}"}
+    graph = graph_of(tmp_path, [add(name, Prev=before) for name, before in waits.items()])
+    assert {node.name: node.inputs for node in graph.nodes} == {
+        "a": (), "b": ("a",), "c": ("a",), "d": ("b", "c"),
+    }  # fmt: skip
 
 
 # -- bad input ----------------------------------------------------------------------------------------------------
@@ -302,68 +312,37 @@ def test_an_unknown_operator_or_type_is_counted_not_fatal(tmp_path: Path) -> Non
     assert report.records == {"ok": len(ROWS) - 2}
 
 
-def test_an_unknown_device_is_named_with_near_ones(tmp_path: Path) -> None:
-    rows = changed(1, device="Tesla T5")
-    with pytest.raises(
-        UnknownDeviceError, match=r"ops\.parquet: unknown device 'Tesla T5'; did you mean .*t4"
-    ):
-        import_neusight(operators(tmp_path / "ops.parquet", rows), tmp_path / "out")
-
-
 def test_missing_columns_and_foreign_files_are_named(tmp_path: Path) -> None:
-    pd.DataFrame(ROWS).drop(columns=["latency_ms"]).to_parquet(tmp_path / "a.parquet")
-    with pytest.raises(DatasetError, match=r"a\.parquet has no column latency_ms"):
-        import_neusight(tmp_path / "a.parquet", tmp_path / "out")
-    pd.DataFrame(ROWS).drop(columns=["N"]).to_parquet(tmp_path / "b.parquet")
-    with pytest.raises(DatasetError, match=r"b\.parquet has no column N"):
-        import_neusight(tmp_path / "b.parquet", tmp_path / "out")
-    pd.DataFrame({"x": [1]}).to_csv(tmp_path / "c.csv")
-    with pytest.raises(DatasetError, match="is none of NeuSight's tables"):
-        import_neusight(tmp_path / "c.csv", tmp_path / "out")
-    (tmp_path / "d.parquet").write_text("nothing")
-    for name in ("d.parquet", "absent.parquet"):
-        with pytest.raises(DatasetError, match=f"cannot read .*{name}"):
-            import_neusight(tmp_path / name, tmp_path / "out")
+    frame, file = pd.DataFrame(ROWS), tmp_path / "a.parquet"
+    for table, message in (
+        (frame.drop(columns=["latency_ms"]), r"a\.parquet has no column latency_ms"),
+        (frame.drop(columns=["N"]), r"a\.parquet has no column N"),
+        (pd.DataFrame({"x": [1]}), "is none of NeuSight's tables"),
+    ):
+        table.to_parquet(file)
+        with pytest.raises(DatasetError, match=message):
+            import_neusight(file, tmp_path / "out")
+    file.write_text("nothing")
+    for path in (file, tmp_path / "absent.parquet"):
+        with pytest.raises(DatasetError, match=f"cannot read .*{path.name}"):
+            import_neusight(path, tmp_path / "out")
     with pytest.raises(DatasetError, match="limit is 0"):
         import_neusight(operators(tmp_path / "e.parquet"), tmp_path / "out", limit=0)
 
 
-def test_a_cycle_in_a_trace_is_named(tmp_path: Path) -> None:
-    rows = [
-        node("a", [["VECadd", (16, 32)]], [(16, 32)] * 2, (16, 32), Prev="{'b'}"),
-        node("b", [["VECadd", (16, 32)]], [(16, 32)] * 2, (16, 32), Prev="{'a'}"),
-    ]
-    with pytest.raises(
-        NetworkError, match=r"nodes wait for each other: (a -> b -> a|b -> a -> b)$"
-    ) as caught:
-        import_neusight(traces(tmp_path / "t.parquet", rows), tmp_path / "out")
-    assert "\n" not in str(caught.value)
-
-
-def test_a_trace_may_tell_its_dependencies(tmp_path: Path) -> None:
-    rows = [
-        node(name, [["VECadd", (16, 32)]], [(16, 32)] * 2, (16, 32), Prev=prev)
-        for name, prev in (("a", "set()"), ("b", "{'a'}"), ("c", "{'a'}"), ("d", "{'b', 'c'}"))
-    ]
-    rows[0]["Prev"] = "[]"
-    import_neusight(traces(tmp_path / "t.parquet", rows), tmp_path / "out")
-    (graph,) = load_graphs(tmp_path / "out").values()
-    assert {node.name: node.inputs for node in graph.nodes} == {
-        "a": (), "b": ("a",), "c": ("a",), "d": ("b", "c"),
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("rows", "message"),
     [
-        (node("a", [["Linear", (16, 32)]]), "has not the sizes that its kind has"),
-        (node("a", FwOps="[["), "t.parquet, gpt2_large-inf-8-2, node a: .*no list of operators"),
-        (node("a", [["Linear", (4096, 4096, 4096)]], label_fw=0.009), "node a: .*implausibly less"),
+        ([node("a", [["Linear", (16, 32)]])], "has not the sizes that its kind has"),
+        ([node("a", FwOps="[[")], "t.parquet, gpt2_large-inf-8-2, node a: .*no list of operators"),
+        ([node("a", [["Linear", (4096, 4096, 4096)]], label_fw=0.009)], "node a: .*implausibly less"),
+        ([add("a", Prev="{'b'}"), add("b", Prev="{'a'}")], "nodes wait for each other: (a -> b -> a|b -> a -> b)$"),
     ],
-)
-def test_a_bad_node_is_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
-    with pytest.raises(DatasetError, match=message):
-        import_neusight(traces(tmp_path / "t.parquet", [row]), tmp_path / "out")
+)  # fmt: skip
+def test_a_bad_node_is_named(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises((DatasetError, NetworkError), match=message) as caught:
+        graph_of(tmp_path, rows)
+    assert "\n" not in str(caught.value)
 
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -372,7 +351,8 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     file = str(operators(tmp_path / "ops.parquet", changed(1, device="Tesla T5")))
     out = str(tmp_path / "out")
     assert main(["import", "neusight", file, "--out", out]) == 2
-    assert "unknown device 'Tesla T5'" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "ops.parquet: unknown device 'Tesla T5'; did you mean" in error and "t4" in error
     report = tmp_path / "report.json"
     arguments = ["import", "neusight", file, "--out", out, "--devices", str(mine), "--limit", "4"]
     assert main([*arguments, "--json", str(report)]) == 0
@@ -388,11 +368,8 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.skipif(not (SHARED / "neusight_traces.parquet").exists(), reason="needs ../shared/data")
 def test_layers_repeat_as_neusight_adds_them_up(tmp_path: Path) -> None:
     frame = pd.read_parquet(SHARED / "neusight_traces.parquet")
-    device, wanted = (
-        "Tesla_V100-PCIE-32GB",
-        ("gpt2_large-inf-1024-4", "opt_13-inf-2048-2", "bert_large-inf-512-16"),
-    )
-    chosen = frame[(frame["device"] == device) & frame["desc"].isin(wanted)]
+    wanted = ("gpt2_large-inf-1024-4", "opt_13-inf-2048-2", "bert_large-inf-512-16")
+    chosen = frame[(frame["device"] == "Tesla_V100-PCIE-32GB") & frame["desc"].isin(wanted)]
     chosen.to_parquet(tmp_path / "traces.parquet")
     report = import_neusight([tmp_path / "traces.parquet", SHARED / "neusight_e2e.csv"], tmp_path / "out")
     assert report.unknown_operators == {} and set(report.graphs) == set(wanted)
