@@ -11,13 +11,12 @@ if TYPE_CHECKING:
     from cdmpp.dataset.schema import SCHEMA_VERSION
     from cdmpp.dataset.split import Split
     from cdmpp.dataset.store import Dataset, load_datasets
-    from cdmpp.dataset.view import DatasetCollection, DatasetView
+    from cdmpp.dataset.view import DatasetView
 
 #: Imported when first used: all but :class:`Record` need pandas.
 _HOME = {
     "SCHEMA_VERSION": "schema",
     "Dataset": "store",
-    "DatasetCollection": "view",
     "DatasetView": "view",
     "Record": "record",
     "Split": "split",

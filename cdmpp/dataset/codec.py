@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import pandas as pd
 import pyarrow as pa
 
 from cdmpp.dataset.record import Record
-from cdmpp.dataset.schema import MAX_ERROR_CHARS, META_COLUMNS, arrow_schema
+from cdmpp.dataset.schema import MAX_ERROR_CHARS, META_COLUMNS, SCHEMAS
 from cdmpp.program.types import Program, Space, Task
 
 
@@ -21,15 +21,33 @@ def task_to_json(task: Task) -> dict[str, Any]:
     return {**asdict(task), "networks": dict(task.networks)}
 
 
+def task_from_json(row: Mapping[str, Any], known: Mapping[str, Task]) -> Task:
+    """Inverse of :func:`task_to_json`, united with a known one; a row may also give a known task further networks."""
+    task = Task(**row) if "tir_json" in row else replace(known[row["hash"]], networks=row["networks"])
+    return unite_networks(known.get(task.hash, task), task)
+
+
+def unite_networks(task: Task, other: Task) -> Task:
+    """The task with the networks of both; on a network of both, the first weight stays."""
+    if set(other.networks) <= set(task.networks):
+        return task
+    return replace(task, networks={**other.networks, **task.networks})
+
+
+def space_from_json(row: Mapping[str, Any], known: Mapping[str, Space]) -> Space:
+    """The first of its hash."""
+    return known.get(row["hash"], Space(**row))
+
+
 def program_to_json(program: Program) -> dict[str, Any]:
     """A row of a program; fields at their default are left out."""
     defaults = {"space_hash": None, "origin": "random", "implementation": "scheduled"}
     return {k: v for k, v in asdict(program).items() if k not in defaults or v != defaults[k]}
 
 
-def program_from_json(row: Mapping[str, Any]) -> Program:
-    """Inverse of :func:`program_to_json` (TypeError for another row)."""
-    return Program(**{"space_hash": None, **row})
+def program_from_json(row: Mapping[str, Any], known: Mapping[str, Program]) -> Program:
+    """Inverse of :func:`program_to_json`; the first of its hash."""
+    return known.get(row["hash"], Program(**{"space_hash": None, **row}))
 
 
 def record_to_json(record: Record) -> dict[str, Any]:
@@ -71,40 +89,35 @@ def shorten(message: str) -> str:
     return message if len(message) <= MAX_ERROR_CHARS else f"{message[:half]} ... {message[-half:]}"
 
 
-def tasks_to_arrow(tasks: Iterable[Task]) -> pa.Table:
-    """Tasks in the order of their hashes; ``networks`` as JSON."""
-    rows = [
-        {**task_to_json(task), "networks": json.dumps(dict(task.networks), sort_keys=True)} for task in tasks
-    ]
-    return pa.Table.from_pylist(sorted(rows, key=lambda row: row["hash"]), schema=arrow_schema("tasks"))
+_TYPES: dict[str, type] = {"tasks": Task, "spaces": Space, "programs": Program}
+#: So that equal instructions lie side by side, and decisions compress.
+_ORDER: dict[str, Callable[[Any], tuple[Any, ...]]] = {
+    "tasks": lambda task: (task.hash,),
+    "spaces": lambda space: (space.task_hash, space.index, space.hash),
+    "programs": lambda program: (
+        program.task_hash,
+        program.space_hash or "",
+        program.decisions,
+        program.hash,
+    ),
+}
 
 
-def tasks_from_arrow(table: pa.Table) -> list[Task]:
-    """Inverse of :func:`tasks_to_arrow`."""
-    return [Task(**{**row, "networks": json.loads(row["networks"])}) for row in table.to_pylist()]
+def to_arrow(table: str, items: Iterable[Any]) -> pa.Table:
+    """Tasks, spaces or programs as one of :data:`~cdmpp.dataset.schema.SCHEMAS`; ``networks`` as JSON."""
+    rows = [asdict(item) for item in sorted(items, key=_ORDER[table])]
+    for row in rows if table == "tasks" else ():
+        row["networks"] = json.dumps(dict(row["networks"]), sort_keys=True)
+    return pa.Table.from_pylist(rows, schema=SCHEMAS[table])
 
 
-def spaces_to_arrow(spaces: Iterable[Space]) -> pa.Table:
-    """Spaces in the order of task and number, so that equal instructions lie side by side."""
-    rows = sorted(map(asdict, spaces), key=lambda row: (row["task_hash"], row["index"], row["hash"]))
-    return pa.Table.from_pylist(rows, schema=arrow_schema("spaces"))
-
-
-def spaces_from_arrow(table: pa.Table) -> list[Space]:
-    """Inverse of :func:`spaces_to_arrow`."""
-    return [Space(**row) for row in table.to_pylist()]
-
-
-def programs_to_arrow(programs: Iterable[Program]) -> pa.Table:
-    """Programs in the order of task, space and decisions, so that decisions compress."""
-    ordered = sorted(programs, key=lambda p: (p.task_hash, p.space_hash or "", p.decisions, p.hash))
-    return pa.Table.from_pylist(list(map(asdict, ordered)), schema=arrow_schema("programs"))
-
-
-def programs_from_arrow(table: pa.Table) -> list[Program]:
-    """Inverse of :func:`programs_to_arrow`."""
-    columns = [table.column(name).to_pylist() for name in arrow_schema("programs").names]
-    return [Program(*values) for values in zip(*columns, strict=True)]
+def from_arrow(table: str, stored: pa.Table) -> dict[str, Any]:
+    """Inverse of :func:`to_arrow`, by hash."""
+    columns = {name: stored.column(name).to_pylist() for name in SCHEMAS[table].names}
+    if table == "tasks":
+        columns["networks"] = list(map(json.loads, columns["networks"]))
+    items = (_TYPES[table](*values) for values in zip(*columns.values(), strict=True))
+    return {item.hash: item for item in items}
 
 
 def records_to_frame(records: Iterable[Record]) -> pd.DataFrame:
@@ -114,20 +127,19 @@ def records_to_frame(records: Iterable[Record]) -> pd.DataFrame:
          float(r.measured_at), *_split_meta(r.meta))
         for r in records
     ]  # fmt: skip
-    names = arrow_schema("records").names
+    names = SCHEMAS["records"].names
     return _frame(zip(*rows, strict=True) if rows else [()] * len(names))
 
 
 def records_to_arrow(frame: pd.DataFrame) -> pa.Table:
     """The frame of :func:`records_to_frame` as Arrow; NaN becomes null."""
-    return pa.Table.from_pandas(
-        frame, arrow_schema("records"), preserve_index=False
-    ).replace_schema_metadata()
+    table = pa.Table.from_pandas(frame, SCHEMAS["records"], preserve_index=False)
+    return table.replace_schema_metadata()
 
 
 def records_from_arrow(table: pa.Table) -> pd.DataFrame:
     """Inverse of :func:`records_to_arrow`."""
-    columns = {name: table.column(name) for name in arrow_schema("records").names}
+    columns = {name: table.column(name) for name in SCHEMAS["records"].names}
     samples_s = columns["samples_s"].cast(pa.list_(pa.float64())).to_numpy()
     return _frame(
         [() if s is None else tuple(s.tolist()) for s in samples_s] if name == "samples_s" else column.to_pylist()
@@ -138,7 +150,7 @@ def records_from_arrow(table: pa.Table) -> pd.DataFrame:
 def _frame(columns: Iterable[Sequence[Any]]) -> pd.DataFrame:
     """Columns in the order of the schema; numbers as float64, None as NaN or ""."""
     series = {}
-    for field, values in zip(arrow_schema("records"), columns, strict=True):
+    for field, values in zip(SCHEMAS["records"], columns, strict=True):
         if pa.types.is_floating(field.type) or pa.types.is_integer(field.type):
             series[field.name] = pd.Series(values, dtype="float64")
         else:
@@ -148,12 +160,11 @@ def _frame(columns: Iterable[Sequence[Any]]) -> pd.DataFrame:
 
 def _split_meta(meta: Mapping[str, Any]) -> list[Any]:
     """The values of :data:`META_COLUMNS` and the rest as JSON ("" if there is none)."""
-    kinds: dict[str, tuple[type, ...]] = {"float": (float, int), "int": (int,), "str": (str,)}
     rest = _plain_meta(meta)
     values: list[Any] = []
     for name, kind in META_COLUMNS.items():
         value = rest.get(name)
-        fits = isinstance(value, kinds[kind]) and not isinstance(value, bool)
+        fits = isinstance(value, (kind, int) if kind is float else kind) and not isinstance(value, bool)
         values.append(rest.pop(name) if fits else None)
     return [*values, json.dumps(rest, separators=(",", ":"), sort_keys=True) if rest else ""]
 
@@ -164,5 +175,5 @@ def join_meta(row: Mapping[str, Any]) -> dict[str, Any]:
     for name, kind in META_COLUMNS.items():
         value = row[name]
         if value == value and value != "":  # neither NaN nor empty
-            meta[name] = {"float": float, "int": int, "str": str}[kind](value)
+            meta[name] = kind(value)
     return meta

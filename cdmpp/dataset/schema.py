@@ -36,17 +36,11 @@ META_FILE = "meta.json"
 ROWS_FILE = "rows.db"
 _META_KEY = b"cdmpp"
 
-#: Keys of ``Record.meta`` that have a column: name -> kind. Values of another kind stay in the JSON.
-META_COLUMNS: dict[str, str] = {
-    "build_s": "float",
-    "run_s": "float",
-    "attempts": "int",
-    "workers": "int",
-    "threads": "int",
-    "drift": "float",
-    "steal_pct": "float",
-    "session": "str",
-}
+#: Keys of ``Record.meta`` that have a column. Values of another type stay in the JSON.
+META_COLUMNS: dict[str, type] = {
+    "build_s": float, "run_s": float, "attempts": int, "workers": int, "threads": int, "drift": float, "steal_pct": float,
+    "session": str,
+}  # fmt: skip
 
 #: An error message longer than this loses its middle.
 MAX_ERROR_CHARS = 1000
@@ -60,7 +54,7 @@ RECORD_COLUMNS: tuple[str, ...] = (
 _TEXT, _REAL, _SHORT, _WHOLE = pa.string(), pa.float64(), pa.float32(), pa.int32()
 #: Text of which there are few different ones.
 _FEW = pa.dictionary(pa.int32(), pa.string())
-_KINDS: dict[str, pa.DataType] = {"float": _SHORT, "int": _WHOLE, "str": _FEW}
+_TYPES: dict[type, pa.DataType] = {float: _SHORT, int: _WHOLE, str: _FEW}
 
 #: The tables, in the order in which they are written: what is referred to comes first.
 SCHEMAS: dict[str, pa.Schema] = {
@@ -79,14 +73,9 @@ SCHEMAS: dict[str, pa.Schema] = {
     "records": pa.schema([
         ("program", _TEXT), ("device", _FEW), ("status", _FEW), ("latency_s", _REAL),
         ("samples_s", pa.list_(_SHORT)), ("noise", _SHORT), ("error", _FEW), ("measured_at", _REAL),
-        *((name, _KINDS[kind]) for name, kind in META_COLUMNS.items()), ("meta", _FEW),
+        *((name, _TYPES[kind]) for name, kind in META_COLUMNS.items()), ("meta", _FEW),
     ]),
 }  # fmt: skip
-
-
-def arrow_schema(table: str) -> pa.Schema:
-    """The Arrow schema of one of :data:`SCHEMAS`."""
-    return SCHEMAS[table]
 
 
 def write_parquet(path: Path, table: pa.Table, compression_level: int = 19, **note: Any) -> None:
@@ -98,13 +87,9 @@ def write_parquet(path: Path, table: pa.Table, compression_level: int = 19, **no
     metadata = json.dumps({"schema_version": SCHEMA_VERSION, **note}).encode()
     table = table.replace_schema_metadata({_META_KEY: metadata})
     # Numbers with their bytes in separate streams, which saves a third; the rest by dictionary.
-    numbers: list[str] = []
-    others: list[str] = []
-    for column in table.schema:
-        if pa.types.is_list(column.type):
-            numbers.append(f"{column.name}.list.element")
-        else:
-            (numbers if pa.types.is_floating(column.type) else others).append(column.name)
+    lists = [f"{column.name}.list.element" for column in table.schema if pa.types.is_list(column.type)]
+    numbers = [column.name for column in table.schema if pa.types.is_floating(column.type)]
+    others = [c.name for c in table.schema if not pa.types.is_list(c.type) and c.name not in numbers]
     try:
         with replacing(path) as draft:
             pq.write_table(
@@ -112,7 +97,7 @@ def write_parquet(path: Path, table: pa.Table, compression_level: int = 19, **no
                 draft,
                 compression="zstd",
                 compression_level=compression_level,
-                use_byte_stream_split=numbers,
+                use_byte_stream_split=lists + numbers,
                 use_dictionary=others,
                 write_page_checksum=True,
             )

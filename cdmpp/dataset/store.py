@@ -8,7 +8,8 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,11 @@ from cdmpp.dataset.schema import (
     ROWS_FILE,
     SCHEMA_VERSION,
     SCHEMAS,
-    arrow_schema,
     check_schema_version,
     read_parquet,
     write_parquet,
 )
-from cdmpp.dataset.view import (
-    DatasetCollection,
-    DatasetView,
-    check_same,
-    stored_devices,
-    unite_networks,
-)
+from cdmpp.dataset.view import DatasetView, check_same
 from cdmpp.device import Device
 from cdmpp.errors import DatasetError, LabelError, reason
 from cdmpp.files import write_json
@@ -60,14 +54,11 @@ class Dataset(DatasetView):
 
     def _forget(self) -> None:
         """Drop what was read, to read it anew when asked."""
+        for name in ("tasks", "spaces", "programs"):
+            self.__dict__.pop(name, None)
         self._corrupt: dict[str, int] = {}  # of the tables that were read
-        self._tasks: dict[str, Task] | None = None
-        self._spaces: dict[str, Space] | None = None
-        self._programs: dict[str, Program] | None = None
-        self._stored: pd.DataFrame | None = None
+        self._records: pd.DataFrame | None = None
         self._fresh: list[Record] = []  # added since the records were read
-        self._frame: pd.DataFrame | None = None
-        self._measured: set[tuple[str, str, str]] | None = None
 
     # -- opening ------------------------------------------------------------------------------------------
 
@@ -104,9 +95,7 @@ class Dataset(DatasetView):
     @classmethod
     def open_or_create(cls, path: str | Path, **meta: Any) -> Dataset:
         """Open the dataset if there is one (its meta is kept), else create it."""
-        if (Path(path) / META_FILE).exists():
-            return cls.open(path)
-        return cls.create(path, **meta)
+        return cls.open(path) if (Path(path) / META_FILE).exists() else cls.create(path, **meta)
 
     def __enter__(self) -> Dataset:
         return self
@@ -117,64 +106,48 @@ class Dataset(DatasetView):
     # -- reading ------------------------------------------------------------------------------------------
 
     @property
+    def parts(self) -> Sequence[Dataset]:
+        return [self]
+
+    @cached_property
     def tasks(self) -> dict[str, Task]:
-        if self._tasks is None:
-            stored, rows = self._read("tasks", codec.tasks_from_arrow)
-            self._tasks = {task.hash: task for task in stored or ()}
-            for task in self._decoded("tasks", rows, self._task_of_row):
-                self._tasks[task.hash] = task
-        return self._tasks
+        return self._by_hash("tasks", codec.task_from_json)
 
-    def _task_of_row(self, row: Mapping[str, Any]) -> Task:
-        assert self._tasks is not None, "filled row by row"
-        if "tir_json" not in row:  # further networks of a task that came before
-            task = self._tasks[row["hash"]]
-            return replace(task, networks={**task.networks, **row["networks"]})
-        task = Task(**row)
-        return unite_networks(self._tasks.get(task.hash, task), task)
-
-    @property
+    @cached_property
     def spaces(self) -> dict[str, Space]:
-        if self._spaces is None:
-            stored, rows = self._read("spaces", codec.spaces_from_arrow)
-            self._spaces = {space.hash: space for space in stored or ()}
-            for space in self._decoded("spaces", rows, lambda row: Space(**row)):
-                self._spaces.setdefault(space.hash, space)
-        return self._spaces
+        return self._by_hash("spaces", codec.space_from_json)
 
-    @property
+    @cached_property
     def programs(self) -> dict[str, Program]:
-        if self._programs is None:
-            stored, rows = self._read("programs", codec.programs_from_arrow)
-            self._programs = {program.hash: program for program in stored or ()}
-            for program in self._decoded("programs", rows, codec.program_from_json):
-                self._programs.setdefault(program.hash, program)
-        return self._programs
+        return self._by_hash("programs", codec.program_from_json)
+
+    def _by_hash(self, table: str, from_json: Callable[[Any, dict[str, Any]], Any]) -> dict[str, Any]:
+        known, rows = self._read(table)
+        for item in self._decoded(table, rows, lambda row: from_json(row, known)):
+            known[item.hash] = item
+        return known
 
     @property
     def records(self) -> pd.DataFrame:
-        if self._frame is None:
-            if self._stored is None:
-                stored, rows = self._read("records", codec.records_from_arrow)
-                added = codec.records_to_frame(self._decoded("records", rows, codec.record_from_json))
-                self._stored = added if stored is None else _stacked(stored, added)
-            self._stored = _stacked(self._stored, codec.records_to_frame(self._fresh))
+        if self._records is None:
+            stored, rows = self._read("records")
+            added = self._decoded("records", rows, codec.record_from_json)
+            self._records = _stacked(self._with_programs(stored), self._frame(added))
             self._fresh = []
-            known = [self.programs.get(program) for program in self._stored["program"]]
-            self._frame = self._stored.assign(
-                task=[program.task_hash if program else "" for program in known],
-                origin=[program.origin if program else "" for program in known],
-            )[list(RECORD_COLUMNS)]
-        return self._frame
+        if self._fresh:
+            self._records = _stacked(self._records, self._frame(self._fresh))
+            self._fresh = []
+        return self._records
 
-    @property
-    def network_families(self) -> Mapping[str, str]:
-        families = self.meta.get("network_families", {})
-        return families if isinstance(families, dict) else {}
+    def _frame(self, records: Iterable[Record]) -> pd.DataFrame:
+        return self._with_programs(codec.records_to_frame(records))
 
-    @property
-    def devices(self) -> Mapping[str, Device]:
-        return stored_devices(self.meta, self.device_names, str(self.path))
+    def _with_programs(self, frame: pd.DataFrame) -> pd.DataFrame:
+        known = [self.programs.get(program) for program in frame["program"]]
+        return frame.assign(
+            task=[program.task_hash if program else "" for program in known],
+            origin=[program.origin if program else "" for program in known],
+        )[list(RECORD_COLUMNS)]
 
     @property
     def corrupt_lines(self) -> int:
@@ -184,19 +157,16 @@ class Dataset(DatasetView):
 
     def measured(self, device: str, retry: Collection[str] = ()) -> set[str]:
         """Hashes of the programs that have a record on a device, of another status than those to ``retry``."""
-        if self._measured is None:
-            frame = self.records
-            self._measured = set(zip(frame["device"], frame["program"], frame["status"], strict=True))
-        return {program for dev, program, status in self._measured if dev == device and status not in retry}
+        records = self.records
+        return set(records["program"][(records["device"] == device) & ~records["status"].isin(list(retry))])
 
-    def _read(self, table: str, from_arrow: Callable[[pa.Table], Any]) -> tuple[Any, list[Any]]:
-        """What the parquet file of a table holds (None without one), and the rows that it does not hold yet."""
+    def _read(self, table: str) -> tuple[Any, list[Any]]:
+        """What the parquet file of a table contains, and the rows that it does not contain yet."""
         file = self.path / f"{table}.parquet"
-        stored = None
-        note: dict[str, Any] = {}
+        arrow, note = SCHEMAS[table].empty_table(), dict[str, Any]()
         if file.exists():
-            arrow, note = read_parquet(file, arrow_schema(table))
-            stored = from_arrow(arrow)
+            arrow, note = read_parquet(file, SCHEMAS[table])
+        stored = codec.records_from_arrow(arrow) if table == "records" else codec.from_arrow(table, arrow)
         # Notes tell what the file holds already, where the process ended before the rows were deleted.
         values, damaged = read_journal(self.path / f"{table}.jsonl", note.get("ingested"))
         self._corrupt[table] = int(note.get("corrupt_lines", 0)) + damaged
@@ -226,7 +196,7 @@ class Dataset(DatasetView):
         """Add a task; of one that is there already only the new networks are added."""
         rows = self._writable()
         old = self.tasks.get(task.hash)
-        united = task if old is None else unite_networks(old, task)
+        united = task if old is None else codec.unite_networks(old, task)
         if old is None:
             rows.add("tasks", codec.task_to_json(task), task.hash)
         elif united is not old:
@@ -237,7 +207,7 @@ class Dataset(DatasetView):
         """Add a design space unless it is there (DatasetError if its task is not)."""
         rows = self._writable()
         if space.hash not in self.spaces:
-            _require("task", space.task_hash, self.tasks, f"{self.path}: space {space.hash}")
+            _require(f"{self.path}: space {space.hash}", task=(space.task_hash, self.tasks))
             rows.add("spaces", asdict(space), space.hash)
             self.spaces[space.hash] = space
 
@@ -245,7 +215,8 @@ class Dataset(DatasetView):
         """Add a program unless it is there (DatasetError if its task or space is not)."""
         rows = self._writable()
         if program.hash not in self.programs:
-            _require_parts(program, self.tasks, self.spaces, f"{self.path}: program {program.hash}")
+            task, space = (program.task_hash, self.tasks), (program.space_hash, self.spaces)
+            _require(f"{self.path}: program {program.hash}", task=task, space=space)
             rows.add("programs", codec.program_to_json(program), program.hash)
             self.programs[program.hash] = program
 
@@ -257,13 +228,10 @@ class Dataset(DatasetView):
         """
         record.validate()
         rows = self._writable()
-        _require("program", record.program, self.programs, f"{self.path}: a record")
+        _require(f"{self.path}: a record", program=(record.program, self.programs))
         rows.add("records", codec.record_to_json(record))
-        if self._stored is not None:
+        if self._records is not None:
             self._fresh.append(record)
-        self._frame = None
-        if self._measured is not None:
-            self._measured.add((record.device, record.program, record.status))
 
     def update_meta(self, **meta: Any) -> None:
         """Change entries of ``meta.json``."""
@@ -284,11 +252,6 @@ class Dataset(DatasetView):
             check_same(device, stored, "use", str(self.path))
         self.update_meta(devices={device.name: device.to_json()})
 
-    def flush(self) -> None:
-        """Make everything added so far survive a power cut (this happens every second by itself)."""
-        if self._rows is not None:
-            self._rows.sync()
-
     def finalize(self) -> None:
         """Turn the rows into parquet files. The rows go only after the parquet files were read back.
 
@@ -297,7 +260,7 @@ class Dataset(DatasetView):
         """
         rows = self._writable()
         self._forget()
-        tables = _tables(self.tasks.values(), self.spaces.values(), self.programs.values(), self.records)
+        tables = _tables(self.tasks, self.spaces, self.programs, self.records)
         for table, content in tables.items():
             note: dict[str, Any] = {"rows": [rows.id, rows.last], "corrupt_lines": self._corrupt[table]}
             journal = self.path / f"{table}.jsonl"
@@ -374,14 +337,14 @@ def write_dataset(
     known = {program.hash: program for program in programs}
     measured = list(records)
     for space in known_spaces.values():
-        _require("task", space.task_hash, known_tasks, f"space {space.hash}")
+        _require(f"space {space.hash}", task=(space.task_hash, known_tasks))
     for program in known.values():
-        _require_parts(program, known_tasks, known_spaces, f"program {program.hash}")
+        of_task, of_space = (program.task_hash, known_tasks), (program.space_hash, known_spaces)
+        _require(f"program {program.hash}", task=of_task, space=of_space)
     for record in measured:
         record.validate()
-        _require("program", record.program, known, "a record")
-    frame = codec.records_to_frame(measured)
-    tables = _tables(known_tasks.values(), known_spaces.values(), known.values(), frame)
+        _require("a record", program=(record.program, known))
+    tables = _tables(known_tasks, known_spaces, known, codec.records_to_frame(measured))
     with Dataset.create(path, **meta) as dataset:
         for table, content in tables.items():
             write_parquet(dataset.path / f"{table}.parquet", content, compression_level=_LEVEL)
@@ -407,18 +370,18 @@ def load_datasets(paths: str | Path | Sequence[str | Path]) -> DatasetView:
     if not found:
         raise DatasetError("no dataset given")
     parts = [Dataset.open(folder) for folder in found.values()]
-    return parts[0] if len(parts) == 1 else DatasetCollection(parts)
+    return parts[0] if len(parts) == 1 else DatasetView(parts)
 
 
 def _tables(
-    tasks: Iterable[Task], spaces: Iterable[Space], programs: Iterable[Program], records: pd.DataFrame
+    tasks: Mapping[str, Task],
+    spaces: Mapping[str, Space],
+    programs: Mapping[str, Program],
+    records: pd.DataFrame,
 ) -> dict[str, pa.Table]:
-    return {
-        "tasks": codec.tasks_to_arrow(tasks),
-        "spaces": codec.spaces_to_arrow(spaces),
-        "programs": codec.programs_to_arrow(programs),
-        "records": codec.records_to_arrow(records),
-    }
+    objects = {"tasks": tasks, "spaces": spaces, "programs": programs}
+    tables = {name: codec.to_arrow(name, known.values()) for name, known in objects.items()}
+    return {**tables, "records": codec.records_to_arrow(records)}
 
 
 def _stacked(frame: pd.DataFrame, more: pd.DataFrame) -> pd.DataFrame:
@@ -428,15 +391,11 @@ def _stacked(frame: pd.DataFrame, more: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([frame, more], ignore_index=True) if len(frame) else more
 
 
-def _require(kind: str, key: str, known: Collection[str], who: str) -> None:
-    if key not in known:
-        raise DatasetError(f"{who} refers to {kind} {key}, which was not added")
-
-
-def _require_parts(program: Program, tasks: Collection[str], spaces: Collection[str], who: str) -> None:
-    _require("task", program.task_hash, tasks, who)
-    if program.space_hash is not None:
-        _require("space", program.space_hash, spaces, who)
+def _require(who: str, **parts: tuple[str | None, Collection[str]]) -> None:
+    """Refuse who refers to something that is not among the known ones (DatasetError); None refers to nothing."""
+    for kind, (key, known) in parts.items():
+        if key is not None and key not in known:
+            raise DatasetError(f"{who} refers to {kind} {key}, which was not added")
 
 
 def _read_meta(path: Path) -> dict[str, Any]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import pandas as pd
 
-from cdmpp.dataset.codec import join_meta
+from cdmpp.dataset.codec import join_meta, unite_networks
 from cdmpp.dataset.labels import label_table, noise_floor_mape, remeasured_difference
 from cdmpp.dataset.record import Record
 from cdmpp.device import Device, load_table
@@ -18,47 +19,62 @@ from cdmpp.program.types import Program, Space, Task
 
 
 class DatasetView:
-    """Tasks, spaces, programs and records, to be read."""
+    """One dataset, or several read as one: tasks, spaces, programs and records. Made by :func:`cdmpp.dataset.load_datasets`.
+
+    The first dataset that has a task, space or program defines it; the networks of a task are united.
+    Records are all kept, in the order of the datasets.
+    """
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self._parts = parts
 
     @property
+    def parts(self) -> Sequence[Any]:
+        """The datasets that this one is made of: itself, or several."""
+        return self._parts
+
+    @cached_property
     def tasks(self) -> Mapping[str, Task]:
         """Hash -> task."""
-        raise NotImplementedError
+        tasks: dict[str, Task] = {}
+        for part in self.parts:
+            for task in part.tasks.values():
+                tasks[task.hash] = unite_networks(tasks.get(task.hash, task), task)
+        return tasks
 
-    @property
+    @cached_property
     def spaces(self) -> Mapping[str, Space]:
         """Hash -> design space."""
-        raise NotImplementedError
+        return {key: space for part in reversed(self.parts) for key, space in part.spaces.items()}
 
-    @property
+    @cached_property
     def programs(self) -> Mapping[str, Program]:
         """Hash -> program."""
-        raise NotImplementedError
+        return {key: program for part in reversed(self.parts) for key, program in part.programs.items()}
 
-    @property
+    @cached_property
     def records(self) -> pd.DataFrame:
         """All records, one a row, columns :data:`cdmpp.dataset.schema.RECORD_COLUMNS`.
 
         ``latency_s`` and ``noise`` are NaN where there is none, ``task`` and ``origin`` are "" where the
         program is unknown.
         """
-        raise NotImplementedError
+        return pd.concat([part.records for part in self.parts], ignore_index=True)
 
     @property
     def network_families(self) -> Mapping[str, str]:
-        """Network -> family, as far as the dataset's ``meta.json`` says."""
-        raise NotImplementedError
+        """Network -> family, as far as ``meta.json`` says; the first dataset that has a network defines it."""
+        found: dict[str, str] = {}
+        for part in reversed(self.parts):
+            families = part.meta.get("network_families")
+            found.update(families if isinstance(families, dict) else {})
+        return found
 
     @property
     def devices(self) -> Mapping[str, Device]:
         """Device name -> the specification that its records were measured under (DatasetError where there is none, or two
         datasets have different ones)."""
-        raise NotImplementedError
-
-    @property
-    def parts(self) -> Sequence[Any]:
-        """The datasets that this one is made of: itself, or several."""
-        return [self]
+        return unite_devices({str(part.path): _stored_devices(part) for part in self.parts})
 
     def task_of(self, program: Program) -> Task:
         """The task that a program of this dataset schedules (KeyError for none).
@@ -66,7 +82,9 @@ class DatasetView:
         Tasks of one hash may call their blocks differently, and a program's trace names them: where several datasets have the
         task, this is that of the dataset which has the program.
         """
-        return self.tasks[program.task_hash]
+        view = next((part for part in self.parts if program.hash in part.programs), self)
+        task: Task = view.tasks[program.task_hash]
+        return task
 
     @property
     def network_names(self) -> list[str]:
@@ -110,65 +128,6 @@ class DatasetView:
         return {"total": _totals(self), "datasets": [_details(part) for part in self.parts]}
 
 
-class DatasetCollection(DatasetView):
-    """Several datasets read as one. Made by :func:`cdmpp.dataset.store.load_datasets`.
-
-    The first dataset that has a task, space or program defines it; the networks of a task are united.
-    Records are all kept, in the order of the datasets.
-    """
-
-    def __init__(self, parts: Sequence[Any]) -> None:
-        self._parts = list(parts)
-
-    @property
-    def parts(self) -> Sequence[Any]:
-        return self._parts
-
-    def task_of(self, program: Program) -> Task:
-        for part in self._parts:
-            if program.hash in part.programs:
-                task: Task = part.task_of(program)
-                return task
-        return super().task_of(program)
-
-    @cached_property
-    def tasks(self) -> dict[str, Task]:
-        tasks: dict[str, Task] = {}
-        for part in self._parts:
-            for task in part.tasks.values():
-                tasks[task.hash] = unite_networks(tasks.get(task.hash, task), task)
-        return tasks
-
-    @cached_property
-    def spaces(self) -> dict[str, Space]:
-        return {key: space for part in reversed(self._parts) for key, space in part.spaces.items()}
-
-    @cached_property
-    def programs(self) -> dict[str, Program]:
-        return {key: program for part in reversed(self._parts) for key, program in part.programs.items()}
-
-    @cached_property
-    def records(self) -> pd.DataFrame:
-        return pd.concat([part.records for part in self._parts], ignore_index=True)
-
-    @cached_property
-    def devices(self) -> Mapping[str, Device]:
-        return unite_devices({str(part.path): part.devices for part in self._parts})
-
-    @cached_property
-    def network_families(self) -> Mapping[str, str]:
-        return {
-            name: family for part in reversed(self._parts) for name, family in part.network_families.items()
-        }
-
-
-def unite_networks(task: Task, other: Task) -> Task:
-    """The task with the networks of both; on a network of both, the first weight stays."""
-    if set(other.networks) <= set(task.networks):
-        return task
-    return replace(task, networks={**other.networks, **task.networks})
-
-
 def _totals(view: DatasetView) -> dict[str, Any]:
     records = view.records
     # A profiler stores all tasks of its networks at once: those without a record do not count.
@@ -197,7 +156,6 @@ def _details(part: Any) -> dict[str, Any]:
     ok = records[records["status"] == "ok"]
     usable = (ok["latency_s"] > 0) & (ok["latency_s"] != float("inf")) & (ok["task"] != "")
     difference = remeasured_difference(ok[usable])
-    some = len(difference) > 0
     return {
         "path": str(part.path),
         **_totals(part),
@@ -211,41 +169,42 @@ def _details(part: Any) -> dict[str, Any]:
         "invalid_records": int((~usable).sum()),
         "corrupt_lines": part.corrupt_lines,
         "remeasured": len(difference),
-        "remeasured_difference": float(difference.median()) if some else None,
-        "remeasured_mean": float(difference.mean()) if some else None,
-        "remeasured_p90": float(difference.quantile(0.9)) if some else None,
+        "remeasured_difference": _number(difference.median()),
+        "remeasured_mean": _number(difference.mean()),
+        "remeasured_p90": _number(difference.quantile(0.9)),
     }
 
 
 def _of_device(records: pd.DataFrame, labels: pd.DataFrame) -> dict[str, Any]:
-    noise = labels["noise"].dropna()
     return {
         **_counts(records),
         "tasks": int(records["task"].nunique()),
         "programs": int(records["program"].nunique()),
-        "split_half_median": float(noise.median()) if len(noise) else None,
-        "split_half_mean": float(noise.mean()) if len(noise) else None,
+        "split_half_median": _number(labels["noise"].median()),
+        "split_half_mean": _number(labels["noise"].mean()),
         "noise_floor_mape": noise_floor_mape(labels),
     }
 
 
-def stored_devices(meta: Mapping[str, Any], names: Iterable[str], where: str) -> dict[str, Device]:
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else float(value)
+
+
+def _stored_devices(part: Any) -> dict[str, Device]:
     """The specifications of a dataset's devices, by name.
 
-    ``meta`` are the contents of its ``meta.json``, ``names`` the devices that it has records of, ``where`` its path. A device
-    that ``meta`` does not describe (imported measurements) is taken from the device table, never from the machine at hand.
-    DatasetError: a device is described neither there nor in the table, or otherwise than in the table.
+    A device that ``meta.json`` does not describe (imported measurements) is taken from the device table, never from the
+    machine at hand. DatasetError: a device is described neither there nor in the table, or otherwise than in the table.
     """
-    table = load_table(this_machine=False)
-    described = meta.get("devices", {})
+    table, where = load_table(this_machine=False), f"{part.path}"
+    described = part.meta.get("devices", {})
     if not isinstance(described, dict) or not all(isinstance(spec, dict) for spec in described.values()):
         raise DatasetError(f"{where}/meta.json: expected a specification for each name under 'devices'")
     found = {}
-    for name in sorted({*names, *described}):
-        try:
+    for name in sorted({*part.device_names, *described}):
+        known = None
+        with contextlib.suppress(UnknownDeviceError):
             known = table.get(name)
-        except UnknownDeviceError:
-            known = None
         if name in described:
             try:
                 found[name] = Device.from_json({**described[name], "name": name})

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cdmpp.dataset import codec
-from cdmpp.dataset.schema import arrow_schema
 from cdmpp.errors import BundleError, reason
 from cdmpp.files import replacing
 from cdmpp.profiler.arguments import ArgSpec, Reference
@@ -143,9 +142,9 @@ def write_bundle(path: str | Path, bundle: Bundle, *, level: int = 19) -> None:
         for n in r.outputs
     ]
     tables = {
-        "tasks": codec.tasks_to_arrow(bundle.tasks.values()),
-        "spaces": codec.spaces_to_arrow(bundle.spaces.values()),
-        "programs": codec.programs_to_arrow(bundle.programs.values()),
+        "tasks": codec.to_arrow("tasks", bundle.tasks.values()),
+        "spaces": codec.to_arrow("spaces", bundle.spaces.values()),
+        "programs": codec.to_arrow("programs", bundle.programs.values()),
         "kernels": pa.Table.from_pylist(kernels, _schema("kernels")),
         "references": pa.Table.from_pylist(references, _schema("references")),
     }
@@ -218,11 +217,14 @@ def read_bundle(path: str | Path) -> Bundle:
         raise BundleError(
             f"{path} has bundle version {note.get('bundle_version')!r}; this cdmpp reads {BUNDLE_VERSION}"
         )
+    tasks, spaces, programs = (
+        codec.from_arrow(name, tables[name]) for name in ("tasks", "spaces", "programs")
+    )
     return Bundle(
         note,
-        {t.hash: t for t in codec.tasks_from_arrow(tables["tasks"].cast(arrow_schema("tasks")))},
-        {s.hash: s for s in codec.spaces_from_arrow(tables["spaces"].cast(arrow_schema("spaces")))},
-        {p.hash: p for p in codec.programs_from_arrow(tables["programs"].cast(arrow_schema("programs")))},
+        tasks,
+        spaces,
+        programs,
         [_kernel(row) for row in tables["kernels"].to_pylist()],
         _references(tables["references"].to_pylist()),
     )
