@@ -34,7 +34,6 @@ from cdmpp.errors import DatasetError
 
 _LOG = logging.getLogger(__name__)
 
-#: Columns of the label table.
 LABEL_COLUMNS: tuple[str, ...] = (
     "program", "task", "device", "latency_s", "noise", "origin", "n_records", "error_floor",
 )  # fmt: skip
@@ -59,17 +58,9 @@ def label_table(
     """One label per (program, device), from its ok records.
 
     Where a program was measured several times on a device, records that were taken while something else used the core
-    (:func:`disturbance`) count only if there are no others.
-
-    Failures, NaN, infinite, zero and negative latencies and records of unknown programs never get in (the
-    latter are logged).
-
-    Parameters
-    ----------
-    devices
-        Keep these only; None for all.
-    aggregate
-        One of :data:`AGGREGATES` (DatasetError); ``first`` and ``last`` by time.
+    (:func:`disturbance`) count only if there are no others. Failures, NaN, infinite, zero and negative latencies and records
+    of unknown programs never get in (the latter are logged). ``aggregate`` is one of :data:`AGGREGATES` (DatasetError);
+    ``first`` and ``last`` are by time.
 
     Returns
     -------

@@ -32,7 +32,7 @@ import json
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -46,12 +46,7 @@ from cdmpp.errors import SplitError, UnknownDeviceError
 _LOG = logging.getLogger(__name__)
 
 #: Kinds of splits, and the column whose values may not be shared by train (or valid) and test.
-KINDS: dict[str, str] = {
-    "by_network": "task",
-    "by_task": "task",
-    "by_device": "device",
-    "within_task": "program",
-}
+KINDS = {"by_network": "task", "by_task": "task", "by_device": "device", "within_task": "program"}
 _KEYS: dict[str, tuple[str, ...]] = {
     "by_network": ("heldout", "valid", "adapt", "others", "seed"),
     "by_task": ("test", "valid", "seed"),
@@ -149,24 +144,20 @@ class Split:
             self._check_shared(f"{unit}s in {known} and {hidden}", table[unit], labels[unit], hidden)
         programs = labels["program"]
         self._check_shared("programs in adapt and test", programs.iloc[self.adapt], programs, "test")
-        if self.kind == "by_network":
-            self._check_networks(labels, networks)
+        if self.kind == "by_network" and networks is None:
+            raise SplitError("checking a by_network split needs the networks of each task")
+        for part in ("train", "valid") if self.kind == "by_network" else ():
+            for task in sorted(set(labels["task"].iloc[self.part(part)])):
+                name = ", ".join(sorted(set(self.held_out) & _architectures(networks or {}, task)))
+                if name:
+                    raise SplitError(
+                        f"split {self.spec}: task {task} of held-out network {name} is in {part}"
+                    )
 
     def _check_shared(self, what: str, known: pd.Series, units: pd.Series, hidden: str) -> None:
         shared = sorted(set(known) & set(units.iloc[self.part(hidden)]))
         if shared:
             raise SplitError(f"split {self.spec}: {len(shared)} {what}: {', '.join(shared[:3])}")
-
-    def _check_networks(self, labels: pd.DataFrame, networks: TaskNetworks | None) -> None:
-        if networks is None:
-            raise SplitError("checking a by_network split needs the networks of each task")
-        for part in ("train", "valid"):
-            for task in sorted(set(labels["task"].iloc[self.part(part)])):
-                name = ", ".join(sorted(set(self.held_out) & _architectures(networks, task)))
-                if name:
-                    raise SplitError(
-                        f"split {self.spec}: task {task} of held-out network {name} is in {part}"
-                    )
 
     def check_table(self, labels: pd.DataFrame) -> None:
         """Make sure that the row numbers are of this label table (SplitError)."""
@@ -186,15 +177,10 @@ class Split:
             value = {"adapt": (), **json.loads(text)}
             if value["kind"] not in KINDS:
                 raise SplitError(f"no split {value['kind']!r}; there are {', '.join(KINDS)}")
-            return cls(
-                kind=value["kind"],
-                spec=value["spec"],
-                seed=int(value["seed"]),
-                held_out=tuple(value["held_out"]),
-                allowed_tasks=tuple(value["allowed_tasks"]),
-                fingerprint=value["fingerprint"],
-                **{name: np.sort(np.asarray(value[name], dtype=np.int64)) for name in PARTS},
-            )
+            value["seed"] = int(value["seed"])
+            value |= {name: tuple(value[name]) for name in ("held_out", "allowed_tasks")}
+            value |= {name: np.sort(np.asarray(value[name], dtype=np.int64)) for name in PARTS}
+            return cls(**{known.name: value[known.name] for known in fields(cls)})
         except (ValueError, KeyError, TypeError) as error:
             raise SplitError(f"not a split: {error}") from error
 
@@ -225,18 +211,15 @@ def _by_network(
         chosen = _known_names(map(architecture, valid), every, "network")
         valid_tasks = set()
     valid_tasks |= {task for task, names in rest.items() if names & set(chosen)}
-    valid_text = "+".join(chosen) or f"{valid:g}"
-    spec = f"by_network:heldout={'+'.join(held)};valid={valid_text}{_adapt_text(adapt)}"
+    options = {"heldout": held, "valid": chosen or valid, "adapt": adapt, "others": others}
     if others:
         _check_fractions(others, others)
         alone = {task for task, names in members.items() if not names}
         test_alone = _draw(alone, others, seed, "test")
         valid_tasks = (valid_tasks - alone) | _draw(alone - test_alone, others / (1 - others), seed, "valid")
         test_tasks |= test_alone
-        spec += f";others={others:g}"
-    spec += f";seed={seed}"
     is_test, is_valid = labels["task"].isin(test_tasks), labels["task"].isin(valid_tasks)
-    return _split("by_network", spec, seed, labels, is_test, is_valid, held, adapt=adapt, networks=networks)
+    return _split("by_network", options, seed, labels, is_test, is_valid, networks)
 
 
 def _by_device(
@@ -263,10 +246,8 @@ def _by_device(
     on_held = labels["device"].isin(held)
     valid_tasks = _draw(set(column[~on_held]) - set(allowed), valid, seed, "valid")
     is_test, is_valid = on_held & ~column.isin(allowed), ~on_held & column.isin(valid_tasks)
-    spec = f"by_device:heldout={'+'.join(held)}"
-    spec += f";tasks={'+'.join(allowed)}" if allowed else ""
-    spec += f";valid={valid:g}{_adapt_text(adapt)};seed={seed}"
-    return _split("by_device", spec, seed, labels, is_test, is_valid, held, allowed, adapt)
+    options = {"heldout": held, "tasks": allowed, "valid": valid, "adapt": adapt}
+    return _split("by_device", options, seed, labels, is_test, is_valid)
 
 
 def _by_unit(kind: str, labels: pd.DataFrame, test: float = 0.2, valid: float = 0.1, seed: int = 0) -> Split:
@@ -275,22 +256,29 @@ def _by_unit(kind: str, labels: pd.DataFrame, test: float = 0.2, valid: float = 
     column = labels[KINDS[kind]]
     tested = _draw(set(column), test, seed, "test")
     validated = _draw(set(column) - tested, valid / (1 - test), seed, "valid")
-    spec = f"{kind}:test={test:g};valid={valid:g};seed={seed}"
-    return _split(kind, spec, seed, labels, column.isin(tested), column.isin(validated))
+    options = {"test": test, "valid": valid}
+    return _split(kind, options, seed, labels, column.isin(tested), column.isin(validated))
 
 
 def _split(
     kind: str,
-    spec: str,
+    options: Mapping[str, Any],
     seed: int,
     labels: pd.DataFrame,
     is_test: pd.Series,
     is_valid: pd.Series,
-    held_out: Sequence[str] = (),
-    allowed_tasks: Sequence[str] = (),
-    adapt: float = 0.0,
     networks: TaskNetworks | None = None,
 ) -> Split:
+    """The parts and the specification, which does not mention ``tasks``, ``adapt`` and ``others`` where there are none."""
+    adapt = options.get("adapt", 0.0)
+    if not 0 <= adapt < 1:
+        raise SplitError(f"fraction adapt={adapt:g} must be at least 0 and below 1")
+    texts = [
+        f"{name}={'+'.join(value) if isinstance(value, list) else f'{value:g}'}"
+        for name, value in options.items()
+        if value or name not in ("tasks", "adapt", "others")
+    ]
+    spec = f"{kind}:{';'.join(texts)};seed={seed}"
     programs = labels["program"]
     is_adapt = is_test & programs.isin(_draw(set(programs[is_test]), adapt, seed, "adapt"))
     masks = {
@@ -303,8 +291,8 @@ def _split(
         kind=kind,
         spec=spec,
         seed=seed,
-        held_out=tuple(held_out),
-        allowed_tasks=tuple(allowed_tasks),
+        held_out=tuple(options.get("heldout", ())),
+        allowed_tasks=tuple(options.get("tasks", ())),
         fingerprint=label_fingerprint(labels),
         **{name: np.flatnonzero(mask.to_numpy()).astype(np.int64) for name, mask in masks.items()},
     )
@@ -440,13 +428,6 @@ def _argument(spec: str, kind: str, key: str, text: str) -> Any:
         if (kind, key) == ("by_network", "valid"):
             return names
         raise SplitError(f"split {spec!r}: {key} must be a fraction, got {text!r}") from None
-
-
-def _adapt_text(adapt: float) -> str:
-    """For the specification; SplitError for no fraction. Specifications without adaptation do not mention it."""
-    if not 0 <= adapt < 1:
-        raise SplitError(f"fraction adapt={adapt:g} must be at least 0 and below 1")
-    return f";adapt={adapt:g}" if adapt else ""
 
 
 def _check_fractions(test: float, valid: float) -> None:
