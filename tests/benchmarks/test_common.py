@@ -13,21 +13,8 @@ import pandas as pd
 import pytest
 
 from benchmarks import common
-from benchmarks.common import (
-    Results,
-    accuracy_intervals,
-    bootstrap,
-    changed,
-    digest,
-    figure,
-    load_result,
-    mean_figure,
-    provenance,
-    ratio_figure,
-    report,
-    spread_of,
-    tables,
-)
+from benchmarks.common import Results, bootstrap, changed, digest, figure, provenance, report
+from cdmpp.predictor.metrics import evaluate_predictions
 
 BENCHMARKS = sorted(
     path.stem
@@ -90,7 +77,7 @@ def test_results_without_provenance_are_refused(tmp_path: Path, content: str) ->
     path = tmp_path / "a.json"
     path.write_text(content)
     with pytest.raises(SystemExit, match=r"a\.json (has no provenance \(.*\): measure it again|is not JSON)"):
-        load_result(path)
+        common.load_result(path)
 
 
 # -- rows and files --------------------------------------------------------------------------------------------
@@ -144,8 +131,12 @@ def test_files_are_small_and_hold_what_was_measured(
 
 
 def test_spread_is_that_of_a_sample() -> None:
-    assert spread_of([1.0, 2.0, 3.0, 4.0]) == {"sd": pytest.approx(np.sqrt(5 / 3)), "min": 1.0, "max": 4.0}
-    assert spread_of([2.0])["sd"] is None
+    assert common.spread_of([1.0, 2.0, 3.0, 4.0]) == {
+        "sd": pytest.approx(np.sqrt(5 / 3)),
+        "min": 1.0,
+        "max": 4.0,
+    }
+    assert common.spread_of([2.0])["sd"] is None
 
 
 def test_the_interval_of_a_mean_is_the_normal_one() -> None:
@@ -168,20 +159,18 @@ def test_tasks_are_drawn_not_records(median: bool) -> None:
 
 
 def test_intervals_of_accuracy_hold_the_metrics() -> None:
-    from cdmpp.predictor.metrics import evaluate_predictions
-
     rng = np.random.default_rng(0)
     n, task = 600, np.repeat([f"t{i}" for i in range(40)], 15)
     table = pd.DataFrame({"task": task, "device": "d", "latency_s": rng.lognormal(size=n), "noise": np.nan})
     predicted_s = table["latency_s"].to_numpy() * rng.lognormal(0, 0.4, n)
-    found = accuracy_intervals(table, predicted_s)
+    found = common.accuracy_intervals(table, predicted_s)
     scores = evaluate_predictions(table["latency_s"], predicted_s, task, ["d"] * n)
     for metric in ("mape", "median_ape", "within_20pct", "pairwise_accuracy", "spearman", "top1_regret"):
         low, high = found[metric]
         assert low < scores[metric] < high, metric
     assert "top1_regret_of_32" not in found, "no task has so many programs"
     doubled = pd.concat([table, table.assign(device="e")])
-    twice = accuracy_intervals(doubled, np.tile(predicted_s, 2))
+    twice = common.accuracy_intervals(doubled, np.tile(predicted_s, 2))
     assert twice["mape"] == pytest.approx(found["mape"]), "a task on two devices is one task"
 
 
@@ -190,19 +179,19 @@ def test_means_over_runs() -> None:
         {"mape": 0.1, "n": 10, "seed": 0, "interval": {"mape": [0.05, 0.2]}},
         {"mape": 0.3, "n": 12, "seed": 4, "interval": {"mape": [0.15, 0.4]}},
     ]
-    found = mean_figure("a", rows, ["mape", "spearman"])
+    found = common.mean_figure("a", rows, ["mape", "spearman"])
     assert found["values"] == {"mape": pytest.approx(0.2)} and (found["n"], found["seeds"]) == (11, [0, 4])
     assert found["spread"]["mape"]["sd"] == pytest.approx(np.sqrt(0.02))
     assert found["interval"]["mape"] == pytest.approx([0.1, 0.3])
-    ((_, line),) = tables([found])
+    ((_, line),) = common.tables([found])
     assert line == ["a", "20.0 ± 14.1 [10.0, 30.0] %", "11", "0, 4"]
 
 
 def test_ratios_are_of_rounds() -> None:
-    found = ratio_figure("a", [2.0, 8.0, 4.0], [4.0, 4.0, 4.0], more_is_better=True)
+    found = common.ratio_figure("a", [2.0, 8.0, 4.0], [4.0, 4.0, 4.0], more_is_better=True)
     assert found["values"] == {"ours": 4.0, "theirs": 4.0, "ratio": 1.0}
     assert found["spread"]["ratio"] == {"sd": pytest.approx(0.7637626), "min": 0.5, "max": 2.0}
-    assert ratio_figure("a", [2.0], [4.0], more_is_better=False)["values"]["ratio"] == 2.0
+    assert common.ratio_figure("a", [2.0], [4.0], more_is_better=False)["values"]["ratio"] == 2.0
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

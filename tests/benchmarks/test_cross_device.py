@@ -13,29 +13,21 @@ from cdmpp.device import load_table
 
 
 def errors(ours: float, theirs: float, n: int) -> dict[str, Any]:
-    return {
-        "n": n,
-        "n_common": n,
-        "sources": {
-            "cdmpp": {"ape_mean": ours, "n_own": n, "ape_mean_own": ours, "ours_ape_mean_own": ours},
-            "neusight": {"ape_mean": theirs, "n_own": n, "ape_mean_own": theirs, "ours_ape_mean_own": ours},
-        },
-    }
+    of = {"cdmpp": ours, "neusight": theirs}
+    sources = {
+        name: {"ape_mean": ape, "n_own": n, "ape_mean_own": ape, "ours_ape_mean_own": ours} for name, ape in of.items()
+    }  # fmt: skip
+    return {"n": n, "n_common": n, "sources": sources}
 
 
-def row(
-    device: str, ours: float, theirs: float, n: int = 2, vendor: str = "nvidia", seen: bool = False
-) -> dict[str, Any]:
+def row(device: str, ours: float, theirs: float, n: int = 2, **other: Any) -> dict[str, Any]:
     rows = [{"predicted_s": {"cdmpp": 1 + ours}, "measured_s": 1.0}] * n
     return {
-        "device": device,
-        "k": 0,
-        "vendor": vendor,
-        "in_training": seen,
+        "device": device, "k": 0, "vendor": "nvidia", "in_training": False,
         "operators": {"mape": ours, "n": 10, "interval": [ours / 2, 2 * ours]},
         "end_to_end": {**errors(ours, theirs, n), "rows": rows},
-        "nodes": {"forward": {"families": {"BMM": errors(ours, theirs, n)}}},
-    }
+        "nodes": {"forward": {"families": {"BMM": errors(ours, theirs, n)}}}, **other,
+    }  # fmt: skip
 
 
 def taught(device: str, k: int, mape: float, select: str = "kmeans") -> dict[str, Any]:
@@ -45,14 +37,10 @@ def taught(device: str, k: int, mape: float, select: str = "kmeans") -> dict[str
 
 def test_figures_of_devices_seen_and_not_seen() -> None:
     rows = [
-        row("v100", 0.02, 0.06, 3),
-        row("t4", 0.08, 0.18, 1),
-        row("mi100", 0.9, 0.1, vendor="amd"),
-        row("a100", 0.7, 0.1, seen=True),
-        taught("t4", 20, 0.08),
-        taught("v100", 20, 0.1),
+        row("v100", 0.02, 0.06, 3), row("t4", 0.08, 0.18, 1), row("mi100", 0.9, 0.1, vendor="amd"),
+        row("a100", 0.7, 0.1, in_training=True), taught("t4", 20, 0.08), taught("v100", 20, 0.1),
         taught("v100", 20, 0.5, "random"),
-    ]
+    ]  # fmt: skip
     found = {shown["name"]: shown for shown in figures(rows)}
     assert found["v100, unseen"]["values"] == {
         "mape": 0.02, "end to end": 0.02, "NeuSight end to end": 0.06, "networks": 3,
@@ -70,7 +58,7 @@ def test_figures_of_devices_seen_and_not_seen() -> None:
 
 
 def test_devices_seen_in_training_have_no_mean() -> None:
-    (shown,) = figures([row("a100", 0.1, 0.2, seen=True)])
+    (shown,) = figures([row("a100", 0.1, 0.2, in_training=True)])
     assert shown["name"] == "a100, in training"
     assert figures([]) == []
 

@@ -10,10 +10,6 @@ import pytest
 from benchmarks.end_to_end import figures, layer_error, round_that_counts
 
 
-def measurement(latency_s: float, disturbed: float) -> dict[str, Any]:
-    return {"latency_s": latency_s, "disturbed": disturbed}
-
-
 @pytest.mark.parametrize(
     ("rounds", "latency_s"),
     [
@@ -25,21 +21,17 @@ def measurement(latency_s: float, disturbed: float) -> dict[str, Any]:
     ],
 )
 def test_the_round_that_counts(rounds: list[tuple[float, float]], latency_s: float) -> None:
-    assert round_that_counts([measurement(*found) for found in rounds])["latency_s"] == latency_s
+    found = [dict(zip(("latency_s", "disturbed"), each, strict=True)) for each in rounds]
+    assert round_that_counts(found)["latency_s"] == latency_s
 
 
 def test_errors_of_layers_do_not_cancel() -> None:
-    calls = [
-        {"name": name, "latency_s": latency_s, "disturbed": 0.0, "quiet_samples": 4}
-        for name, latency_s in (("conv", 0.4), ("relu", 0.1), ("conv", 0.3), ("sort", 0.2))
-    ]
-    predicted: Any = [
-        SimpleNamespace(name=name, latency_s=latency_s)
-        for name, latency_s in (("conv", 0.3), ("relu", 0.1), ("conv#2", 0.4))
-    ]
-    assert layer_error(calls, predicted) == pytest.approx(0.2 / 0.8), (
-        "the errors of the convolutions cancel in the total but not here"
-    )
+    measured = [("conv", 0.4), ("relu", 0.1), ("conv", 0.3), ("sort", 0.2)]
+    calls = [{"name": name, "latency_s": latency_s} for name, latency_s in measured]
+    layers = {"conv": 0.3, "relu": 0.1, "conv#2": 0.4}.items()
+    predicted: Any = [SimpleNamespace(name=name, latency_s=latency_s) for name, latency_s in layers]
+    # the errors of the convolutions cancel in the total but not here
+    assert layer_error(calls, predicted) == pytest.approx(0.2 / 0.8)
     assert layer_error([], predicted) is None
 
 

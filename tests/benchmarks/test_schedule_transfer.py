@@ -12,7 +12,7 @@ import pytest
 from benchmarks.schedule_transfer import figures, latencies, measurements_online
 from cdmpp.dataset import Dataset
 from cdmpp.tuner.learning import Encoded, OnlineModel
-from tests.samples.datasets import DEVICE, OTHER_DEVICE, add_all, failure, program, record
+from tests.samples.datasets import DEVICE, OTHER_DEVICE, add_measured, failure, program, record
 
 
 class Flat:
@@ -43,9 +43,7 @@ def test_measuring_online_finds_what_the_order_alone_would_not() -> None:
 
 def test_latencies_by_kernel_and_device(tmp_path: Path) -> None:
     with Dataset.create(tmp_path / "data") as made:
-        for number in range(4):
-            add_all(made, number)
-            made.add_record(record(number, latency_s=0.1 * (number + 1)))
+        add_measured(made, *range(4))
         made.add_record(record(1, device=OTHER_DEVICE, latency_s=3.0))
         made.add_record(failure(2, device=OTHER_DEVICE))
     view = Dataset.open(tmp_path / "data")
@@ -58,14 +56,9 @@ def test_latencies_by_kernel_and_device(tmp_path: Path) -> None:
 
 def test_figures_over_kernels_and_gpus() -> None:
     def case(gpu: str, ours: float, chance: float, correlation: float | None) -> dict[str, Any]:
-        return {
-            "kernel": "gemm",
-            "gpu": gpu,
-            "n": 300,
-            "measurements": {"cdmpp": ours, "random_expected": chance},
-            "top1_regret": {"cdmpp": 0.1},
-            "spearman": {"cdmpp": correlation},
-        }
+        measurements = {"cdmpp": ours, "random_expected": chance}
+        quality = {"top1_regret": {"cdmpp": 0.1}, "spearman": {"cdmpp": correlation}}
+        return {"kernel": "gemm", "gpu": gpu, "n": 300, "measurements": measurements, **quality}
 
     ours, chance, *cases = figures([case("a", 2, 50, 0.5), case("b", 8, 200, None)])
     assert (ours["name"], ours["n"]) == ("cdmpp", 2)

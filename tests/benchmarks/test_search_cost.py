@@ -30,10 +30,8 @@ def test_nearly_the_best_within_five_per_cent() -> None:
 
 def test_orders_with_failures_and_chance() -> None:
     latency_s = np.array([2.0, INF, 1.0, 1.5])
-    assert [measurements_in_order(latency_s, np.array(order)) for order in ([1, 0, 3, 2], [2, 0, 1, 3])] == [
-        4,
-        1,
-    ]
+    for order, measurements in (([1, 0, 3, 2], 4), ([2, 0, 1, 3], 1)):
+        assert measurements_in_order(latency_s, np.array(order)) == measurements
     assert regret_in_order(latency_s, np.array([1, 3, 0, 2])) == pytest.approx(0.5), "of the first that works"
     # 1 of 3: found at the first, second or third draw alike
     assert measurements_by_chance(np.array([1.0, 2.0, INF])) == (2.0, 2)
@@ -66,7 +64,6 @@ def test_nearest_device_by_logarithms_of_what_both_have() -> None:
     }
     assert nearest_device("large", vectors) == "half"
     assert nearest_device("small", vectors) != "small"
-    with pytest.raises(PredictorError, match="no device to compare"):
-        nearest_device("large", {"large": vectors["large"]})
-    with pytest.raises(PredictorError, match="compare other with"):
-        nearest_device("other", vectors)
+    for name, known in (("large", {"large": vectors["large"]}), ("other", vectors)):
+        with pytest.raises(PredictorError, match=f"no device to compare {name} with"):
+            nearest_device(name, known)
