@@ -16,6 +16,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib import metadata
@@ -38,16 +39,10 @@ Row = dict[str, Any]
 
 #: Metric -> its heading. Those of PERCENT are fractions that are shown in per cent.
 TITLES = {
-    "mape": "MAPE",
-    "median_ape": "median APE",
-    "within_20pct": "within 20 %",
-    "pairwise_accuracy": "pairwise",
-    "spearman": "Spearman",
-    "top1_regret": "top-1 regret",
-    "top1_regret_of_32": "of 32",
-    "top5_regret": "top-5 regret",
+    "mape": "MAPE", "median_ape": "median APE", "within_20pct": "within 20 %", "pairwise_accuracy": "pairwise",
+    "spearman": "Spearman", "top1_regret": "top-1 regret", "top1_regret_of_32": "of 32", "top5_regret": "top-5 regret",
     "noise_floor_mape": "noise floor",
-}
+}  # fmt: skip
 PERCENT = {
     "mape", "median_ape", "within_20pct", "top1_regret", "top1_regret_of_32", "top5_regret", "noise_floor_mape",
     "end to end", "NeuSight end to end", "APE", "NeuSight's APE", "dropped", "equal", "reached", "against all runs",
@@ -105,11 +100,13 @@ def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
     """CPU, usable cores and memory; None for what the machine does not say."""
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    number = {key: int(said[key]) if said.get(key, "").isdigit() else None for key in ("cpu family", "model")}
+    family, model = (
+        int(said[key]) if said.get(key, "").isdigit() else None for key in ("cpu family", "model")
+    )
     return {
         "vendor": said.get("vendor_id"),
-        "family": number["cpu family"],
-        "model": number["model"],
+        "family": family,
+        "model": model,
         "name": said.get("model name") or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
@@ -132,10 +129,8 @@ def provenance(
     """What the figures of a benchmark (its ``__file__``) depend on: command, commit, machine, versions, seeds, and digests of
     what was read. Weights are a predictor's folder, or ``default``."""
     folder = DEFAULT_WEIGHTS if weights == "default" else weights
-    code, own = [REPOSITORY / "cdmpp", Path(benchmark)], [folder] if folder else []
-    used: dict[str, Iterable[str | Path]] = {"code": code, "data": data, "weights": own}
 
-    def digests(paths: Iterable[str | Path]) -> dict[str, str | None]:
+    def digests(*paths: str | Path) -> dict[str, str | None]:
         names = [os.path.relpath(Path(path).resolve(), REPOSITORY) for path in paths]
         return {name: digest(name) for name in names}
 
@@ -144,7 +139,9 @@ def provenance(
         "commit": git("rev-parse", "HEAD"),
         "dirty": bool(git("status", "--porcelain", "--", "cdmpp", "data", "benchmarks/*.py")),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        **{kind: digests(paths) for kind, paths in used.items()},
+        "code": digests(REPOSITORY / "cdmpp", benchmark),
+        "data": digests(*data),
+        "weights": digests(*([folder] if folder else [])),
         "machine": machine(),
         "versions": versions(),
         "seeds": list(seeds),
@@ -257,6 +254,10 @@ class Results:
         self.write()
         return row
 
+    def once(self, make: Callable[[], Mapping[str, Any]], **key: Any) -> Row:
+        """The row that has these values; made and kept where there is none yet."""
+        return self.find(**key) or self.add({**key, **make()})
+
     def write(self) -> None:
         """Keep rows that were changed."""
         save(self._path, self._made, self._figures(self.rows), options=self._options, rows=self.rows)
@@ -360,9 +361,7 @@ def accuracy_intervals(table: pd.DataFrame, predicted_s: np.ndarray) -> dict[str
     label_s, task = table["latency_s"].to_numpy(dtype=np.float64), table["task"].to_numpy()
     noise = np.nan_to_num(table["noise"].to_numpy(dtype=np.float64), nan=0.0)
     error = np.abs(predicted_s / label_s - 1)
-    ranked: dict[str, list[tuple[float, Any, float]]] = {
-        name: [] for name in ("pairwise_accuracy", "spearman", "top1_regret", "top1_regret_of_32")
-    }
+    ranked: dict[str, list[tuple[float, Any, float]]] = defaultdict(list)
     for (name, device), index in table.groupby(["task", "device"], observed=True).indices.items():
         if len(index) < 2:
             continue
@@ -380,13 +379,18 @@ def accuracy_intervals(table: pd.DataFrame, predicted_s: np.ndarray) -> dict[str
         "within_20pct": bootstrap(error <= 0.2, task),
     }
     for metric, items in ranked.items():
-        if items:
-            values, names, weights = zip(*items, strict=True)
-            found[metric] = bootstrap(values, names, weights, median=metric == "top1_regret_of_32")
+        values, names, weights = zip(*items, strict=True)
+        found[metric] = bootstrap(values, names, weights, median=metric == "top1_regret_of_32")
     return found
 
 
 # -- tables ----------------------------------------------------------------------------------------------------
+
+
+def in_turn(sides: Sequence[Any], turn: int) -> list[Any]:
+    """Sides that are measured one after the other, another one first each time, so that a drift hits all alike."""
+    first = turn % len(sides)
+    return [*sides[first:], *sides[:first]]
 
 
 def number(value: float, metric: str = "") -> str:

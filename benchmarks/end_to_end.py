@@ -27,6 +27,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -211,15 +212,12 @@ def main() -> None:
     predictor = load_predictor(args.predictor)
     # what was measured does not depend on the weights
     measured = Results(args.out / "measured.json", provenance(__file__))
-    cases: list[Case] = []
-    for name in args.networks:
-        network = load_network(name)
-        cases.append(Case(network, import_network(network), tuned.get(name)))
+    networks = {name: load_network(name) for name in args.networks}
+    cases = [Case(network, import_network(network), tuned.get(name)) for name, network in networks.items()]
     for turn in range(args.rounds):
         for case in cases:
-            key = {"case": case.key(device), "round": turn}
-            if measured.find(**key) is None:
-                measured.add({**key, **measure(case, device, not args.no_realtime)})
+            run = partial(measure, case, device, not args.no_realtime)
+            measured.once(run, case=case.key(device), round=turn)
     rows: list[Row] = []
     for case in cases:
         rounds = [row for row in measured.rows if row["case"] == case.key(device)]

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from common import Figure, arguments, provenance, ratio_figure, report, start
+from common import Figure, arguments, in_turn, provenance, ratio_figure, report, start
 
 if TYPE_CHECKING:
     from cdmpp.predictor import Predictor
@@ -100,11 +100,8 @@ class TvmXgb:
 
 def spread_batches(count: int, size: int, limit: int) -> list[int]:
     """Where at most `limit` batches of `size` candidates begin, evenly over all of them; none if too few."""
-    return (
-        (np.unique(np.linspace(0, count // size - 1, min(limit, count // size)).round()) * size)
-        .astype(int)
-        .tolist()
-    )
+    numbers = np.linspace(0, count // size - 1, min(limit, count // size)).round()
+    return [size * int(number) for number in np.unique(numbers)]
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -130,7 +127,7 @@ def compare(
                 "ours": lambda part=part: predictor.predict(part, DEVICE),
                 "tvm": lambda begin=begin: theirs.predict(begin, begin + size),
             }
-            for name in list(sides) if (repeat + turn) % 2 == 0 else list(sides)[::-1]:
+            for name in in_turn(list(sides), repeat + turn):
                 rates[name].append(size / seconds(sides[name]))
             ast_parts.append(seconds(lambda part=part: compact_asts(part)) * rates["ours"][-1] / size)
     name = f"candidates a second against XGBModel, batches of {size}"

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from common import arguments, figure, provenance, ratio_figure, report, start
+from common import arguments, figure, in_turn, provenance, ratio_figure, report, start
 from prediction_speed import draw, rebuilt
 
 from cdmpp.device import get_device
@@ -124,7 +124,7 @@ def main() -> None:
         for repeat in (0, 1):
             for begin in range(0, len(jobs), args.chunk):
                 chunk = jobs[begin : begin + args.chunk]
-                for side in sides if (begin // args.chunk + repeat) % 2 == 0 else sides[::-1]:
+                for side in in_turn(sides, begin // args.chunk + repeat):
                     got, elapsed_s = ours(engine, chunk) if side == "ours" else theirs.measure(chunk)
                     labels[side, repeat].update(got)
                     rates[side].append(len(got) / elapsed_s)
@@ -136,13 +136,10 @@ def main() -> None:
     )
     again = [difference(labels[side, 0], labels[side, 1]) for side in sides]
     between = difference(labels["ours", 0], labels["metaschedule", 0])
+    again_by = dict(zip(("ours", "theirs"), again, strict=True))
     figures = [
         rate,
-        figure(
-            "% by which a label measured again differs (median)",
-            dict(zip(("ours", "theirs"), again, strict=True)),
-            len(jobs),
-        ),
+        figure("% by which a label measured again differs (median)", again_by, len(jobs)),
         figure("% by which ours and theirs differ (median)", {"ours": between}, len(jobs)),
     ]
     counts = {f"{side}_{repeat}": len(found) for (side, repeat), found in labels.items()}

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError
@@ -62,15 +63,11 @@ def order_of_others(others_s: Sequence[FloatArray], seed: int = 0) -> IntArray:
     mean over those that measured a candidate of its slowdown against the device's best counts, after a logarithm;
     failures anywhere come after all that never failed, in an order drawn by the seed, with what nobody measured.
     """
-    logs = []
+    slowdowns = []
     for latency_s in others_s:
         works = np.isfinite(latency_s)
-        best = np.min(latency_s[works]) if works.any() else 1.0
-        logs.append(np.log(latency_s / best))
-    table = np.stack(logs)
-    known = ~np.isnan(table)
-    total = np.where(known, table, 0.0).sum(0)
-    mean = np.where(known.any(0), total / np.maximum(known.sum(0), 1), math.inf)
+        slowdowns.append(latency_s / (np.min(latency_s[works]) if works.any() else 1.0))
+    mean = pd.DataFrame(np.log(slowdowns)).mean().fillna(math.inf).to_numpy()
     chance = np.random.default_rng(seed).permutation(len(mean))
     return np.lexsort((chance, mean))
 
@@ -85,17 +82,9 @@ def nearest_device(name: str, vectors: Mapping[str, FloatArray]) -> str:
     others = sorted(set(vectors) - {name})
     if not others or name not in vectors:
         raise PredictorError(f"there is no device to compare {name} with")
-    logs = {device: signed_log1p(vector) for device, vector in vectors.items()}
-    table = np.stack(list(logs.values()))
-    known = ~np.isnan(table)
-    count = np.maximum(known.sum(0), 1)
-    mean = np.where(known, table, 0.0).sum(0) / count
-    std = np.sqrt(np.where(known, (table - mean) ** 2, 0.0).sum(0) / count)
+    table = pd.DataFrame({device: signed_log1p(vector) for device, vector in vectors.items()}).T
+    std = table.std(ddof=0)
     varies = std > _CONSTANT_STD
-
-    def distance(other: str) -> float:
-        gap = (logs[other] - logs[name])[varies] / std[varies]
-        both = np.isfinite(gap)
-        return float(np.sqrt(np.mean(gap[both] ** 2))) if both.any() else math.inf
-
-    return min(others, key=lambda other: (distance(other), other))
+    gaps = ((table.loc[others] - table.loc[name]) / std).loc[:, varies]
+    distance = np.sqrt((gaps**2).mean(axis=1)).fillna(math.inf)
+    return min(others, key=lambda other: (distance[other], other))

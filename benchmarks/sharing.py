@@ -28,11 +28,12 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
-from common import Figure, Results, Row, arguments, figure, median_figure, provenance, report, start
+from common import Figure, Results, Row, arguments, figure, in_turn, median_figure, provenance, report, start
 from tuning import kept, measure_again, tune_config
 
 if TYPE_CHECKING:
@@ -48,20 +49,12 @@ def busy_s() -> float:
     return float(times.user + times.nice + times.system + getattr(times, "irq", 0.0))
 
 
-def tune_once(
-    args: argparse.Namespace,
-    tasks: Sequence[tuple[Task, float]],
-    way: str,
-    device: str,
-    seed: int,
-    results: Results,
+def tuned_once(
+    args: argparse.Namespace, tasks: Sequence[tuple[Task, float]], way: str, device: str, seed: int
 ) -> Row:
     """Tune the network in one way; the row says how long it took and what it found."""
     from cdmpp.tuner.tuning import tune_tasks
 
-    row = results.find(way=way, seed=seed)
-    if row is not None:
-        return row
     out = args.out / "runs" / f"{way}-{seed}"
     shutil.rmtree(out, ignore_errors=True)
     started, busy = time.perf_counter(), busy_s()
@@ -70,20 +63,16 @@ def tune_once(
     tuned = tune_tasks(args.network, tasks, device=device, out=out, config=config)
     wall_s = time.perf_counter() - started
     print(f"{way} seed {seed}: {wall_s:.0f} s", flush=True)
-    return results.add(
-        {
-            "way": way,
-            "seed": seed,
-            "weights": {task.hash: weight for task, weight in tasks},
-            "wall_s": wall_s,
-            "cores_busy": (busy_s() - busy) / wall_s,
-            "trials": tuned.costs.trials,
-            "costs": tuned.to_json()["costs"],
-            "tuned_s": tuned.tuned_s,
-            "untuned_s": tuned.untuned_s,
-            "folder": str(out.relative_to(args.out)),
-        }
-    )
+    return {
+        "weights": {task.hash: weight for task, weight in tasks},
+        "wall_s": wall_s,
+        "cores_busy": (busy_s() - busy) / wall_s,
+        "trials": tuned.costs.trials,
+        "costs": tuned.to_json()["costs"],
+        "tuned_s": tuned.tuned_s,
+        "untuned_s": tuned.untuned_s,
+        "folder": str(out.relative_to(args.out)),
+    }
 
 
 def figures(rows: Sequence[Row], shares: int) -> list[Figure]:
@@ -120,7 +109,12 @@ def table(args: argparse.Namespace, tasks: Sequence[tuple[Task, float]], results
     ]
     final_s: dict[tuple[str, str, int], float] = {}
     for seed in range(args.repetitions):
-        tuned = {device: tune_once(args, tasks, device, device, seed, results) for device in devices}
+        tuned = {
+            device: results.once(
+                partial(tuned_once, args, tasks, device, device, seed), way=device, seed=seed
+            )
+            for device in devices
+        }
         for run_at in devices:
             rows = {device: dict(row) for device, row in tuned.items()}
             measure_again(args, run_at, list(rows.values()), results)
@@ -177,10 +171,9 @@ def main() -> None:
         sys.exit(f"one share of {device.name} is all that fits on this machine: nothing to compare")
     rows = []
     for seed in seeds:
-        # the order changes, so that a drift of the machine hits all ways alike
-        first = seed % len(WAYS)
-        for way in [*list(WAYS)[first:], *list(WAYS)[:first]]:
-            rows.append(tune_once(args, tasks, way, args.device, seed, results))
+        for way in in_turn(list(WAYS), seed):
+            tune = partial(tuned_once, args, tasks, way, args.device, seed)
+            rows.append(results.once(tune, way=way, seed=seed))
     measure_again(args, args.device, rows, results)
     report(args.json, made, figures(rows, shares), runs=kept(rows))
 

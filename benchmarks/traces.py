@@ -45,20 +45,14 @@ def node_rows(graph: NetworkGraph, report: LatencyReport) -> list[Row]:
         measured_s = node.measured_s.get(report.device, 0.0)
         if not node.tasks or not measured_s > 0:
             continue
-        rows.append(
-            {
-                "network": graph.name,
-                "node": node.name,
-                "phase": node.phase,
-                "family": node.family or "other",
-                "repeat": node.repeat,
-                "measured_s": measured_s,
-                "predicted_s": {
-                    **_of_device(node.predicted_s, report.device),
-                    OURS: layer.latency_s / node.repeat,
-                },
-            }
-        )
+        predicted_s = {**_of_device(node.predicted_s, report.device), OURS: layer.latency_s / node.repeat}
+        row = {
+            "network": graph.name,
+            "node": node.name,
+            "phase": node.phase,
+            "family": node.family or "other",
+        }
+        rows.append({**row, "repeat": node.repeat, "measured_s": measured_s, "predicted_s": predicted_s})
     return rows
 
 
@@ -102,7 +96,7 @@ def compare_sources(rows: Sequence[Row]) -> dict[str, Any]:
         own, ours, shared = _errors(both, source), _errors(both, OURS), _errors(common, source)
         found[source] = {
             "ape_mean": _mean(np.abs(shared)),
-            "ape_median": float(np.median(np.abs(shared))) if len(shared) else None,
+            "ape_median": _median(np.abs(shared)),
             "bias": _mean(shared),
             "n_own": len(own),
             "ape_mean_own": _mean(np.abs(own)),
@@ -113,6 +107,10 @@ def compare_sources(rows: Sequence[Row]) -> dict[str, Any]:
 
 def _mean(values: np.ndarray) -> float | None:
     return float(values.mean()) if len(values) else None
+
+
+def _median(values: np.ndarray) -> float | None:
+    return float(np.median(values)) if len(values) else None
 
 
 def _errors(rows: Iterable[Row], source: str) -> np.ndarray:
@@ -160,8 +158,4 @@ def operator_errors(names: Sequence[str], labels: ArrayLike, predictions: ArrayL
 
 
 def _mape(error: np.ndarray) -> dict[str, Any]:
-    return {
-        "n": len(error),
-        "mape": _mean(error),
-        "median_ape": float(np.median(error)) if len(error) else None,
-    }
+    return {"n": len(error), "mape": _mean(error), "median_ape": _median(error)}

@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from common import Figure, arguments, figure, provenance, ratio_figure, report, start
+from common import arguments, figure, in_turn, provenance, ratio_figure, report, start
 
 from cdmpp.dataset import Split
 from cdmpp.predictor import Config, TrainingData, config_from_dict, gather, load_config, split_data
@@ -56,12 +56,6 @@ def reached(history: History) -> dict[str, Any]:
     return {"seconds": elapsed_s[-1], "epochs": len(history), "valid_mape": best, "curve": curve}
 
 
-def budget_figure(budget_s: float, mine: dict[str, Any], theirs: dict[str, Any]) -> Figure:
-    values = {"ours": 100 * mine["valid_mape"], "theirs": 100 * theirs["valid_mape"]}
-    values |= {"our epochs": mine["epochs"], "their epochs": theirs["epochs"]}
-    return figure(f"validation MAPE in % after {budget_s:.0f} s", values)
-
-
 def main() -> None:
     parser = arguments(__doc__)
     add = parser.add_argument
@@ -86,18 +80,15 @@ def main() -> None:
     split = split_data(spec, data)
     rng = np.random.default_rng(args.seed)
     few, few_valid = args.rate_records, max(2, args.rate_records // 5)
-    part = replace(
-        split,
-        train=np.sort(rng.permutation(split.train)[:few]),
-        valid=np.sort(rng.permutation(split.valid)[:few_valid]),
-    )
+    train_rows, valid_rows = rng.permutation(split.train)[:few], rng.permutation(split.valid)[:few_valid]
+    part = replace(split, train=np.sort(train_rows), valid=np.sort(valid_rows))
     sides: dict[str, Callable[[], History]] = {
         "ours": lambda: fit_ours(config, data, part, 1),
         "released": lambda: fit_released(data, part, args.seed, 1),
     }
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(args.rounds):
-        for name in list(sides) if turn % 2 == 0 else list(sides)[::-1]:
+        for name in in_turn(list(sides), turn):
             rates[name].append(sides[name]()[-1]["samples_per_s"])
             print(f"round {turn} {name:9s} {rates[name][-1]:.0f} records/s", file=sys.stderr)
     name = "training records a second against the released network"
@@ -109,7 +100,9 @@ def main() -> None:
         longest_s = max(budget_s, mine["seconds"])
         theirs = reached(fit_released(data, split, args.seed, 100_000, longest_s))
         budgets.append({"budget_s": budget_s, "ours": mine, "released": theirs})
-        figures.append(budget_figure(budget_s, mine, theirs))
+        values = {"ours": 100 * mine["valid_mape"], "theirs": 100 * theirs["valid_mape"]}
+        values |= {"our epochs": mine["epochs"], "their epochs": theirs["epochs"]}
+        figures.append(figure(f"validation MAPE in % after {budget_s:.0f} s", values))
     records = {"train": len(split.train), "valid": len(split.valid), "of_a_rate": len(part.train)}
     report(args.json, made, figures, budgets=budgets, records=records, split=split.spec)
 

@@ -106,17 +106,15 @@ def tune_config(args: argparse.Namespace, trials: int, **options: Any) -> Any:
     return TuneConfig(Objective(trials), batch=args.batch, **search, **options)
 
 
-def tune_alone(
-    args: argparse.Namespace, task: Task, run: str, seed: int, predictor: Predictor, results: Results
-) -> Row:
+def run_name(args: argparse.Namespace, run: str) -> str:
+    return f"trimmed-{args.coverage:g}" if run == "trimmed" else run
+
+
+def tuned_alone(args: argparse.Namespace, task: Task, run: str, seed: int, predictor: Predictor) -> Row:
     """Tune one task; the row says how, what was found, and the best label after each trial."""
     from cdmpp.tuner.tuning import tune_tasks
 
-    name = f"trimmed-{args.coverage:g}" if run == "trimmed" else run
-    key = {"task": task.hash, "run": name, "seed": seed}
-    row = results.find(**key)
-    if row is not None:
-        return row
+    name = run_name(args, run)
     out = args.out / "runs" / f"{task.hash}-{name}-{seed}"
     trim, model = (args.coverage, "cdmpp") if run == "trimmed" else (None, run)
     config = tune_config(args, args.trials, cost_model=model, predictor=predictor, trim=trim, seed=seed)
@@ -124,19 +122,16 @@ def tune_alone(
     tuned = tune_tasks(task.name, [(task, 1.0)], device=DEVICE, out=out, config=config, resume=resume)
     written = tuned.to_json()
     print(f"{task.name} {name} seed {seed}: {tuned.tasks[0].best_s} s", flush=True)
-    return results.add(
-        {
-            **key,
-            "name": task.name,
-            "weights": {task.hash: 1.0},
-            "trials": tuned.costs.trials,
-            "costs": written["costs"],
-            "curve": written["curve"],
-            "labels_s": measured_labels(out),
-            "best_s": tuned.tasks[0].best_s,
-            "folder": str(out.relative_to(args.out)),
-        }
-    )
+    return {
+        "name": task.name,
+        "weights": {task.hash: 1.0},
+        "trials": tuned.costs.trials,
+        "costs": written["costs"],
+        "curve": written["curve"],
+        "labels_s": measured_labels(out),
+        "best_s": tuned.tasks[0].best_s,
+        "folder": str(out.relative_to(args.out)),
+    }
 
 
 def measured_labels(out: Path) -> list[float | None]:
@@ -293,7 +288,12 @@ def main() -> None:
     tasks = held_out_tasks(args, predictor)
     # all runs of a task and a seed follow each other, so that a drift of the machine hits them alike
     rows = {
-        (task.hash, seed, run): tune_alone(args, task, run, seed, predictor, results)
+        (task.hash, seed, run): results.once(
+            partial(tuned_alone, args, task, run, seed, predictor),
+            task=task.hash,
+            run=run_name(args, run),
+            seed=seed,
+        )
         for seed in args.seeds
         for task in tasks
         for run in args.runs

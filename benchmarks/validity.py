@@ -26,6 +26,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import common
@@ -59,9 +60,6 @@ MEASURED_SHARE = 0.2
 #: Random configurations that the initial ones are chosen from.
 SAMPLED = 512
 
-IntArray = np.ndarray
-FloatArray = np.ndarray
-
 
 @dataclass
 class Space:
@@ -69,9 +67,9 @@ class Space:
 
     device: str
     #: Number of the value that each configuration has of each parameter, (n, parameters).
-    choices: IntArray
+    choices: np.ndarray
     #: Infinite where it failed, (n,).
-    latency_s: FloatArray
+    latency_s: np.ndarray
     asts: list[CompactAST]
 
     def __post_init__(self) -> None:
@@ -82,7 +80,7 @@ class Space:
         self.encoded = AnalyticalPrior(device).encode(self.asts)
         self.features = validity_features(self.asts, device)
 
-    def mutants(self, rows: IntArray, rng: np.random.Generator) -> IntArray:
+    def mutants(self, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Each with another value of one parameter, a third of them of two; itself where that is no configuration."""
         choices = self.choices[rows].copy()
         for share in (1.0, 1 / 3):
@@ -129,7 +127,7 @@ def failures_of(space: Space) -> ValidityModel:
     return ValidityModel().fit(ValidityData(table, dict(zip(names, space.asts, strict=True))))
 
 
-def initial(space: Space, arm: str, p_valid: FloatArray, seed: int, rng: np.random.Generator) -> IntArray:
+def initial(space: Space, arm: str, p_valid: np.ndarray, seed: int, rng: np.random.Generator) -> np.ndarray:
     """The first round of an arm."""
     drawn = rng.permutation(len(space.asts))[:SAMPLED]
     if arm == "plain":
@@ -171,11 +169,11 @@ def search(space: Space, arm: str, seed: int, cap: int, model: ValidityModel) ->
 def propose(
     space: Space,
     cost_model: OnlineModel,
-    order: IntArray,
-    free: IntArray,
-    likely: IntArray,
+    order: np.ndarray,
+    free: np.ndarray,
+    likely: np.ndarray,
     rng: np.random.Generator,
-) -> IntArray:
+) -> np.ndarray:
     """The next round: the best of the generations by the cost model, and a few at random."""
     n = len(free)
     working = order[np.isfinite(space.latency_s[order])]
@@ -183,7 +181,7 @@ def propose(
     population = np.unique(np.concatenate([best, rng.integers(0, n, POPULATION - len(best))]))
     known: dict[int, float] = {}
 
-    def scores(rows: IntArray) -> FloatArray:
+    def scores(rows: np.ndarray) -> np.ndarray:
         new = np.array([row for row in rows if int(row) not in known], dtype=np.int64)
         if len(new):
             seconds = cost_model.predict(KERNEL, space.encoded.take(new))
@@ -253,8 +251,7 @@ def main() -> None:
         for arm in ARMS:
             for seed in range(args.seeds):
                 key = {"device": space.device, "arm": arm, "seed": seed, "cap": args.cap}
-                row = runs.find(**key)
-                rows.append(row or runs.add({**key, **search(space, arm, seed, args.cap, model)}))
+                rows.append(runs.once(partial(search, space, arm, seed, args.cap, model), **key))
             print(f"{space.device} {arm}: done", file=sys.stderr, flush=True)
     found = figures(rows)
     for space, model, other in zip(spaces, others, spaces[::-1], strict=True):

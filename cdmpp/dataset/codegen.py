@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +69,10 @@ def collect_codegen(
 ) -> Counts:
     """Compile the programs of a dataset that have a label on a CPU and no counts yet, and count their instructions.
 
-    The file is written every few hundred programs, so that what was counted is kept if the process ends. A program that
-    does not compile is left out.
-
-    ``progress`` is called with the numbers of programs done and wanted. Of ``object_cache``, in which ``cdmpp profile
-    --object-cache`` kept what it compiled, only what is missing is compiled, and kept there too. DatasetError: no dataset in
-    the folder, or the file cannot be written; CdmppError: what decodes instructions is not installed.
+    The file is written every few hundred programs. A program that does not compile is left out. ``progress`` is called with
+    the numbers of programs done and wanted. What ``object_cache`` has (``cdmpp profile --object-cache``) is not compiled
+    again, and what it lacks is kept there. DatasetError: no dataset in the folder, or the file cannot be written;
+    CdmppError: what decodes instructions is not installed.
     """
     from cdmpp.program.codegen.counts import require_decoder
 
@@ -107,22 +105,21 @@ def collect_codegen(
     return counts
 
 
-_REBUILDER: list[Rebuilder] = []
+#: One a process: it keeps what it has parsed.
+_rebuilder = cache(Rebuilder)
 
 
 def _count_one(object_cache: str | Path | None, wanted: _Wanted) -> NDArray[np.float32] | None:
     from cdmpp.program.codegen.counts import codegen_features, compiled_features
 
     program, task, space, target = wanted
-    if not _REBUILDER:  # one a process: it keeps what it has parsed
-        _REBUILDER.append(Rebuilder())
     try:
-        cache = ObjectCache(object_cache, target)
-        kept = cache.find(program.hash)
+        objects = ObjectCache(object_cache, target)
+        kept = objects.find(program.hash)
         if kept is not None:
             return codegen_features(kept)
-        func = _REBUILDER[0](program, task, space)
-        return compiled_features(func, target, partial(cache.keep, program.hash))
+        func = _rebuilder()(program, task, space)
+        return compiled_features(func, target, partial(objects.keep, program.hash))
     except (CdmppError, RuntimeError, OSError) as err:
         logger.warning("program %s has no counts: %s", program.hash, str(err).strip().splitlines()[-1:])
         return None

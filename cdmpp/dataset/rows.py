@@ -34,12 +34,8 @@ class RowStore:
     A row is safe from a killed process when :meth:`add` returns, and from a power cut a second later (:meth:`sync`).
 
     ``write`` makes the file if it is missing, and keeps other writers out until :meth:`close` or the end of the process.
-    ``id`` is that of this file: another one that takes its place has another.
-
-    Raises
-    ------
-    DatasetError
-        Another process (or another object of this one) writes it; it cannot be opened; it is no such file.
+    ``id`` is that of this file: another one that takes its place has another. DatasetError: another process (or another
+    object of this one) writes it; it cannot be opened; it is no such file.
     """
 
     def __init__(self, path: Path, write: bool = False) -> None:
@@ -94,11 +90,8 @@ class RowStore:
     def add(self, kind: str, value: Any, key: str | None = None) -> None:
         """Add a row of JSON to a table, unless the table has one of that key.
 
-        Raises
-        ------
-        DatasetError
-            The disk is full or the file cannot be written: all rows before stay. The value cannot be JSON. The process was
-            forked from the one that opened the file.
+        DatasetError: the disk is full or the file cannot be written (all rows before stay); the value cannot be JSON; the
+        process was forked from the one that opened the file.
         """
         if os.getpid() != self._owner:
             raise DatasetError(f"{self.path}: a forked process may not write what its parent opened")
@@ -148,10 +141,8 @@ class RowStore:
         try:
             yield
         except (sqlite3.Error, OSError, ValueError, TypeError) as error:
-            raise DatasetError(
-                f"cannot {what} {self.path}: {error}"
-                + ("; what was added before is kept" if what == "write" else "")
-            ) from error
+            kept = "; what was added before is kept" if what == "write" else ""
+            raise DatasetError(f"cannot {what} {self.path}: {error}{kept}") from error
 
 
 def _file_system(folder: Path) -> str:

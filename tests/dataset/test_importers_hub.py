@@ -90,18 +90,41 @@ def test_programs_are_stored_by_their_parameters(dataset: Dataset) -> None:
     assert json.loads(space.insts_json)["fixed"] == {"m": 4096, "n": 4096, "k": 4096}
 
 
-def test_a_convolution_has_the_blocks_threads_and_tiles_of_its_configuration(dataset: Dataset) -> None:
-    ast = ast_of(dataset, 0)
-    load, init, update, store = range(4)
-    # blocks of 48 x 4 threads with 2 x 3 outputs each: 43 x 342 of them cover 4096 x 4096
-    assert (ast.column("block_idx") == 43 * 342).all() and (ast.column("thread_idx") == 48 * 4).all()
-    # the loads of a tile with its border of 14, and all loops over the filter and a thread's outputs
-    rows, columns = 4 * 3 + 14, 48 * 2 + 14
-    assert ast.column("unrolled")[load] == -(-rows // 4) * -(-columns // 48)
-    assert ast.column("unrolled")[update] == 15 * 15 * 2 * 3
-    assert ast.column("unrolled")[init] == ast.column("unrolled")[store] == 2 * 3
-    assert ast.column("thread_iterations")[update] == 15 * 15 * 2 * 3
-    assert ast.column("program_local")[0] == 4 * 2 * 3
+#: Of a tile of 4 x 3 rows and 48 x 2 columns with its border of 14.
+SHARED = (4 * 3 + 14, 48 * 2 + 14)
+
+
+@pytest.mark.parametrize(
+    ("row", "leaf", "wanted"),
+    [
+        # convolution: blocks of 48 x 4 threads with 2 x 3 outputs each: 43 x 342 of them cover 4096 x 4096
+        *((0, leaf, {"block_idx": 43 * 342, "thread_idx": 48 * 4, "program_local": 4 * 2 * 3}) for leaf in range(4)),
+        # loads, initialisation, update and store: all loops over the filter and a thread's outputs
+        (0, 0, {"unrolled": -(-SHARED[0] // 4) * -(-SHARED[1] // 48)}),
+        *((0, leaf, {"unrolled": 2 * 3}) for leaf in (1, 3)),
+        (0, 2, {"unrolled": 15 * 15 * 2 * 3, "thread_iterations": 15 * 15 * 2 * 3}),
+        (3, 2, {"program_shared": 0, "leaf_count": 3}),  # without shared memory
+        # matrix product: 64 x 32 outputs of 128 threads: 4 x 4 each; A and C in vectors of 2, B of 4
+        *((4, leaf, {"leaf_count": 6, "block_idx": 64 * 128, "thread_idx": 16 * 8, "vectorized": lanes})
+          for leaf, lanes in enumerate((2, 2, 2, 4, 2, 2))),
+        (4, 4, {"unrolled": 2 * (4 // 2) * (4 // 4) * 4, "thread_iterations": 4096 * 16, "program_shared": 4 * 64 * 32,
+                "program_local": 4 * (16 + 4 + 4), "program_flops": 2 * 4096**3 + 4096**2}),
+        # each thread fetches 64 x 32 of A, over 128 threads
+        (4, 1, {"thread_iterations": 4096 // 32 * (64 * 32 // 128)}),
+        (5, 0, {"program_shared": 4 * 32 * (64 + 32)}),
+        *((6, leaf, {"thread_idx": 640, "block_idx": 782 * 18, "program_local": 4}) for leaf in range(3)),
+        (6, 1, {"thread_iterations": 2 * 3 * 1536}),
+    ],
+)  # fmt: skip
+def test_programs_have_the_blocks_threads_and_tiles_of_their_configuration(
+    dataset: Dataset, row: int, leaf: int, wanted: dict[str, float]
+) -> None:
+    ast = ast_of(dataset, row)
+    assert {name: ast.column(name)[leaf] for name in wanted} == wanted
+
+
+def test_a_convolution_computes_what_its_task_does_and_shares_a_tile(dataset: Dataset) -> None:
+    ast, (rows, columns) = ast_of(dataset, 0), SHARED
     shared = ast.column("program_shared")[0]
     assert 4 * rows * columns <= shared <= 4 * (-(-rows // 4) * 4) * (-(-columns // 48) * 48)
     task = next(task for task in dataset.tasks.values() if task.name == "image_convolution")
@@ -109,33 +132,6 @@ def test_a_convolution_has_the_blocks_threads_and_tiles_of_its_configuration(dat
     assert whole.column("program_flops")[0] == 2 * 4096 * 4096 * 15 * 15
     # some threads of the last blocks compute what is not stored
     assert 1 <= ast.column("program_flops")[0] / whole.column("program_flops")[0] < 1.02
-    without = ast_of(dataset, 3)
-    assert without.n_leaves == 3 and without.column("program_shared")[0] == 0
-
-
-def test_a_matrix_product_has_the_tiles_and_vectors_of_its_configuration(dataset: Dataset) -> None:
-    ast = ast_of(dataset, 4)
-    names = ("init", "a_shared", "a_local", "b_local", "update", "out")
-    leaf = {name: i for i, name in enumerate(names)}
-    assert ast.n_leaves == len(names)
-    assert (ast.column("block_idx") == 64 * 128).all() and (ast.column("thread_idx") == 16 * 8).all()
-    # 64 x 32 outputs of 128 threads: 4 x 4 each; A and C in vectors of 2, B of 4
-    assert ast.column("vectorized").tolist() == [2, 2, 2, 4, 2, 2]
-    assert ast.column("unrolled")[leaf["update"]] == 2 * (4 // 2) * (4 // 4) * 4
-    assert ast.column("thread_iterations")[leaf["update"]] == 4096 * 16
-    # each thread fetches 64 x 32 of A, over 128 threads
-    assert ast.column("thread_iterations")[leaf["a_shared"]] == 4096 // 32 * (64 * 32 // 128)
-    assert ast.column("program_shared")[0] == 4 * 64 * 32
-    assert ast.column("program_local")[0] == 4 * (16 + 4 + 4)
-    assert ast.column("program_flops")[0] == 2 * 4096**3 + 4096**2
-    assert ast_of(dataset, 5).column("program_shared")[0] == 4 * 32 * (64 + 32)
-
-
-def test_dedispersion_has_its_threads_and_tiles(dataset: Dataset) -> None:
-    ast = ast_of(dataset, 6)
-    assert (ast.column("thread_idx") == 640).all() and (ast.column("block_idx") == 782 * 18).all()
-    assert ast.column("thread_iterations")[1] == 2 * 3 * 1536
-    assert ast.column("program_local")[0] == 4
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------

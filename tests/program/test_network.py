@@ -131,12 +131,8 @@ def test_a_dynamic_batch_is_1_or_what_is_asked_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, suffix: str
 ) -> None:
     save = save_onnx if suffix == "onnx" else save_pt2
-    fixed = save(tmp_path / f"four.{suffix}", (4, 16))
-    path = tmp_path / f"two.{suffix}"
-    if suffix == "onnx":
-        save_onnx(path, ("n", 16))
-    else:
-        save_pt2(path, (2, 16), dynamic=True)
+    fixed, path = save(tmp_path / f"four.{suffix}", (4, 16)), tmp_path / f"two.{suffix}"
+    save_onnx(path, ("n", 16)) if suffix == "onnx" else save_pt2(path, (2, 16), dynamic=True)
     with caplog.at_level(logging.WARNING):
         one = load_network(path)
     assert "dynamic batch" in caplog.text and "taken as 1" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from cdmpp.errors import ProgramError
 from cdmpp.program.space import Rebuilder, TaskSpaces, rebuild, sample_programs, unscheduled
 from cdmpp.program.tvm_env import import_tvm, structural_hash
-from cdmpp.program.types import Program, Space
+from cdmpp.program.types import Program, Space, Task
 from tests.samples.programs import matmul_task, te_task
 
 
@@ -19,8 +20,9 @@ def spaces() -> TaskSpaces:
     return TaskSpaces(matmul_task(64))
 
 
-def space_of(program: Program, spaces: TaskSpaces) -> Space:
-    return next(space for space in spaces.spaces if space.hash == program.space_hash)
+def parts(program: Program, spaces: TaskSpaces) -> tuple[Program, Task, Space]:
+    """What rebuilds a program."""
+    return program, spaces.task, next(s for s in spaces.spaces if s.hash == program.space_hash)
 
 
 def test_programs_are_unique_and_rebuild_exactly(spaces: TaskSpaces) -> None:
@@ -28,7 +30,7 @@ def test_programs_are_unique_and_rebuild_exactly(spaces: TaskSpaces) -> None:
     assert len({p.hash for p in programs}) == len(programs) == 24
     again = Rebuilder()
     for program in programs:
-        assert structural_hash(again(program, spaces.task, space_of(program, spaces))) == program.hash
+        assert structural_hash(again(*parts(program, spaces))) == program.hash
         assert program.origin == "random"
         assert len(program.decisions) < 400, "a program is stored in some hundred bytes"
 
@@ -48,7 +50,7 @@ def test_mutants_are_new_programs_of_the_same_spaces(spaces: TaskSpaces) -> None
     assert {m.hash for m in mutants}.isdisjoint(p.hash for p in parents)
     for mutant in mutants:
         assert mutant.origin == "search"
-        spaces.rebuild(mutant, space_of(mutant, spaces))  # raises if it gives another hash
+        rebuild(*parts(mutant, spaces))  # raises if it gives another hash
 
 
 def test_a_task_without_choices_gives_what_it_has() -> None:
@@ -64,7 +66,7 @@ def test_cuda_programs_bind_threads() -> None:
     programs = spaces.sample(4, seed=0)
     assert len(programs) == 4
     for program in programs:
-        text = rebuild(program, spaces.task, space_of(program, spaces)).script()
+        text = rebuild(*parts(program, spaces)).script()
         assert "threadIdx.x" in text and "blockIdx.x" in text
 
 
@@ -72,6 +74,8 @@ def test_an_unscheduled_program_is_the_task_itself() -> None:
     task = matmul_task(16)
     assert unscheduled(task).implementation == "library"
     assert structural_hash(rebuild(unscheduled(task), task, None)) == task.hash
+    with pytest.raises(ProgramError, match="expected 'llvm' or 'cuda'"):
+        TaskSpaces(task, "hexagon")
 
 
 @pytest.mark.parametrize(
@@ -83,25 +87,20 @@ def test_an_unscheduled_program_is_the_task_itself() -> None:
     ],
 )
 def test_wrong_decisions_are_refused(spaces: TaskSpaces, change: dict[str, str], message: str) -> None:
-    (program,) = spaces.sample(1, seed=0)
+    program, *rest = parts(*spaces.sample(1, seed=0), spaces)
     with pytest.raises(ProgramError, match=message):
-        rebuild(replace(program, **change), spaces.task, space_of(program, spaces))
-
-
-def test_unknown_rule_set() -> None:
-    with pytest.raises(ProgramError, match="expected 'llvm' or 'cuda'"):
-        TaskSpaces(matmul_task(16), "hexagon")
+        rebuild(replace(program, **change), *rest)
 
 
 def test_tasks_of_one_hash_with_blocks_of_other_names_rebuild_side_by_side() -> None:
-    def doubled(te: Any, name: str) -> list[Any]:
+    def doubled(name: str, te: Any) -> list[Any]:
         a = te.placeholder((64, 64), name="a")
         return [a, te.compute((64, 64), lambda i, j: a[i, j] * 2.0, name=name)]
 
-    tasks = [te_task("doubled", lambda te, name=name: doubled(te, name)) for name in ("first", "second")]
+    tasks = [te_task("doubled", partial(doubled, name)) for name in ("first", "second")]
     assert tasks[0].hash == tasks[1].hash
     again = Rebuilder()
     for task in tasks:
         spaces = TaskSpaces(task)
         (program,) = spaces.sample(1, seed=0)
-        assert structural_hash(again(program, task, space_of(program, spaces))) == program.hash
+        assert structural_hash(again(*parts(program, spaces))) == program.hash

@@ -26,16 +26,11 @@ def conv_net() -> Any:
     """Convolution with batch norm, batch norm on its own, pooling, reshape, linear."""
     norms = [torch.nn.BatchNorm2d(8) for _ in range(3)]
     for norm in norms:
-        for values, low in (
-            (norm.running_mean, -1),
-            (norm.running_var, 0.5),
-            (norm.weight, 0.5),
-            (norm.bias, -1),
-        ):
+        ranges = ((norm.running_mean, -1), (norm.running_var, 0.5), (norm.weight, 0.5), (norm.bias, -1))
+        for values, low in ranges:
             torch.nn.init.uniform_(values, low, low + 2)
     relu, conv = torch.nn.ReLU(), torch.nn.Conv2d(3, 8, 3, padding=1, bias=False)
-    head = (torch.nn.Flatten(), torch.nn.Linear(8 * 3 * 3, 5))
-    layers = (
+    body = (
         conv,
         norms[0],
         relu,
@@ -46,7 +41,7 @@ def conv_net() -> Any:
         norms[2],
         relu,
     )
-    return torch.nn.Sequential(*layers, *head).eval()
+    return torch.nn.Sequential(*body, torch.nn.Flatten(), torch.nn.Linear(8 * 3 * 3, 5)).eval()
 
 
 class Attention(torch.nn.Module):

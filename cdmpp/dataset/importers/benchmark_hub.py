@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from cdmpp.dataset.importers.common import (
     Import,
     ImportReport,
+    Paths,
     Progress,
     evenly,
     literal,
@@ -85,7 +85,7 @@ _KERNELS: dict[str, _Kernel] = {
 
 
 def import_benchmark_hub(
-    paths: str | Path | Sequence[str | Path],
+    paths: Paths,
     out: str | Path,
     *,
     table: DeviceTable | None = None,
@@ -105,10 +105,11 @@ def import_benchmark_hub(
         groups.extend(_groups(path, evenly(frame, limit), found))
     for group in groups:
         group.check()
+    # None where parameters make no program
     configurations: dict[tuple[str, str], Program | None] = {}
     for group in groups:
         _add(group, found, configurations)
-    without = sum(program is None for program in configurations.values())
+    without = list(configurations.values()).count(None)
     if without:
         found.notes.append(
             f"{without} configurations stand for no program: their parameters do not divide each other"
@@ -155,14 +156,18 @@ def _groups(path: Path, frame: pd.DataFrame, found: Import) -> Iterator[_Group]:
         if not len(rows):
             continue
         parameters = generators.kernel_parameters(kernel.generator)
-        values = pd.DataFrame(
-            {
-                column: _whole(path, str(name), rows, f"p_{column}", kernel.defaults.get(column))
-                for column in (*parameters, *kernel.in_columns)
-            }
+        columns = [f"p_{parameter}" for parameter in (*parameters, *kernel.in_columns)]
+        values = rows.assign(**{f"p_{key}": rows.get(f"p_{key}") for key in kernel.defaults})
+        require_columns(values, columns, path)
+        values = (
+            values[columns].rename(columns=lambda column: column.removeprefix("p_")).fillna(kernel.defaults)
         )
-        problem = _problem(path, kernel, str(size))
-        device = devices[str(gpu)]
+        for column in values:
+            if values[column].isna().any():
+                row = values.index[values[column].isna()][0]
+                raise DatasetError(f"{path}, row {row}: {name} has no p_{column}")
+        values = values.astype(np.int64)
+        problem, device = _problem(path, kernel, str(size)), devices[str(gpu)]
         if not kernel.in_columns:
             yield _Group(path, kernel, problem, device, rows, values)
             continue
@@ -170,19 +175,6 @@ def _groups(path: Path, frame: pd.DataFrame, found: Import) -> Iterator[_Group]:
             more = {**problem, **dict(zip(kernel.in_columns, map(int, key), strict=True))}
             configurations = values[list(parameters)].iloc[chosen]
             yield _Group(path, kernel, more, device, rows.iloc[chosen], configurations)
-
-
-def _whole(
-    path: Path, kernel: str, rows: pd.DataFrame, column: str, default: int | None
-) -> NDArray[np.int64]:
-    if default is None:
-        require_columns(rows, [column], path)
-    values = rows[column] if column in rows else pd.Series(default, rows.index)
-    if default is not None:
-        values = values.fillna(default)
-    if values.isna().any():
-        raise DatasetError(f"{path}, row {values.index[values.isna()][0]}: {kernel} has no {column}")
-    return values.to_numpy(dtype=np.int64)
 
 
 def _problem(path: Path, kernel: _Kernel, size: str) -> dict[str, int]:
@@ -212,7 +204,7 @@ def _work(task: str, problem: Mapping[str, int]) -> tuple[float, float]:
 
 
 def _add(group: _Group, found: Import, configurations: dict[tuple[str, str], Program | None]) -> None:
-    """Programs and records of a group. ``configurations`` has None where parameters make no program."""
+    """Programs and records of a group."""
     name = group.kernel.task
     func = generators.build(name, group.problem)
     flops, n_bytes = _work(name, group.problem)
@@ -237,11 +229,8 @@ def _add(group: _Group, found: Import, configurations: dict[tuple[str, str], Pro
         build_ms = row.get("compile_ms")
         if build_ms and build_ms == build_ms:
             meta["build_s"] = build_ms / 1e3
-        latency_s = float(row["latency_ms"]) / 1e3 if status == "ok" else None
-        error = "" if status == "ok" else str(row["status"])
-        found.records.append(
-            Record(program.hash, group.device.name, status, latency_s, error=error, meta=meta)
-        )
+        label = {"latency_s": row["latency_ms"] / 1e3} if status == "ok" else {"error": str(row["status"])}
+        found.records.append(Record(program.hash, group.device.name, status, **label, meta=meta))
         if i % 64 == 0:
             found.progress(f"{name} on {group.device.name}", i, len(rows))
 

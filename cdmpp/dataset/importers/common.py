@@ -20,6 +20,8 @@ from cdmpp.device import Device, DeviceTable, load_table
 from cdmpp.errors import DatasetError, UnknownDeviceError
 from cdmpp.program.types import Program, Space, Task
 
+#: One file or several.
+Paths = str | Path | Sequence[str | Path]
 #: ``what, done, total``: called while an import goes on.
 Progress = Callable[[str, int, int], None]
 
@@ -60,11 +62,7 @@ class Import:
     """An import in the making: the tables that are read, and what was found in them so far."""
 
     def __init__(
-        self,
-        paths: str | Path | Sequence[str | Path],
-        out: str | Path,
-        table: DeviceTable | None,
-        progress: Progress | None,
+        self, paths: Paths, out: str | Path, table: DeviceTable | None, progress: Progress | None
     ) -> None:
         self.out = Path(out)
         if (self.out / META_FILE).exists():
@@ -83,13 +81,10 @@ class Import:
 
     def resolve(self, names: Iterable[str], path: Path) -> dict[str, Device]:
         """Device of every name (UnknownDeviceError says which file has it, and suggests near names)."""
-        found = {}
-        for name in sorted(set(names)):
-            try:
-                found[name] = self._table.get(name)
-            except UnknownDeviceError as err:
-                raise UnknownDeviceError(f"{path}: {err}; --devices FILE adds a device") from err
-        return found
+        try:
+            return {name: self._table.get(name) for name in sorted(set(names))}
+        except UnknownDeviceError as err:
+            raise UnknownDeviceError(f"{path}: {err}; --devices FILE adds a device") from err
 
     def write(self, graphs: Sequence[str] = (), **meta: Any) -> ImportReport:
         """Write the dataset; ``meta`` goes into its ``meta.json``."""

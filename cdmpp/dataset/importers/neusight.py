@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from cdmpp.dataset.importers.common import (
     Import,
     ImportReport,
+    Paths,
     Progress,
     evenly,
     refuse_implausible,
@@ -45,13 +46,10 @@ _ELEMENTWISE = ("add", "mul", "div", "pow", "addu", "mulu", "divu", "powu", "tan
 _OPERATORS: dict[str, tuple[str, dict[str, str]]] = {
     "linear": ("linear", {"m": "M", "n": "N", "k": "K"}),
     "bmm": ("bmm", {"b": "B", "m": "M", "n": "N", "k": "K"}),
-    "conv": (
-        "conv2d",
-        {
-            "batch": "B", "in_channels": "conv_in_channels", "out_channels": "conv_out_channels",
-            "kernel": "conv_kernel", "size": "conv_input_hw", "stride": "conv_stride", "padding": "conv_padding",
-        },
-    ),
+    "conv": ("conv2d", {
+        "batch": "B", "in_channels": "conv_in_channels", "out_channels": "conv_out_channels", "kernel": "conv_kernel",
+        "size": "conv_input_hw", "stride": "conv_stride", "padding": "conv_padding",
+    }),
     "softmax": ("softmax", _ROWS),
     "ln": ("layer_norm", _ROWS),
     **dict.fromkeys(_ELEMENTWISE, ("elementwise", _ROWS)),
@@ -82,7 +80,7 @@ _KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def import_neusight(
-    paths: str | Path | Sequence[str | Path],
+    paths: Paths,
     out: str | Path,
     *,
     table: DeviceTable | None = None,
@@ -234,9 +232,8 @@ def _records(operators: _Operators, found: Import) -> Iterator[Record]:
     known = np.flatnonzero(programs != "")
     frame = operators.frame.iloc[known]
     seconds = (frame["latency_ms"].to_numpy(dtype=np.float64) / 1e3).tolist()
-    for program, device, latency_s, meta in zip(
-        programs[known], frame["device"], seconds, _metas(frame), strict=True
-    ):
+    rows = zip(programs[known], frame["device"], seconds, _metas(frame), strict=True)
+    for program, device, latency_s, meta in rows:
         yield Record(program, operators.devices[device].name, "ok", latency_s, meta=meta)
 
 

@@ -75,11 +75,7 @@ _LAYER_BOUNDS: dict[str, tuple[str, str]] = {
 }
 
 #: Phase -> column of its operators, and the suffix of the columns of its times.
-_PHASES: dict[str, tuple[str, str]] = {
-    "forward": ("FwOps", "fw"),
-    "backward": ("BwOps", "bw"),
-    "accumulate": ("AccOps", "acc"),
-}
+_PHASES = {"forward": ("FwOps", "fw"), "backward": ("BwOps", "bw"), "accumulate": ("AccOps", "acc")}
 
 #: Whose predictions a trace may have, besides the measured ``label``.
 SOURCES: tuple[str, ...] = ("neusight", "habitat", "roofline", "micro")
@@ -131,13 +127,9 @@ def add_end_to_end(
         alone = option != option or option in ("", None)
         device = devices[row["device"]].name
         key = (row["model_name"], row["mode"], row["seqlen"], row["batch"])
-        matching = (
-            i
-            for i, graph in enumerate(graphs)
-            if key == tuple(graph.meta.get(name) for name in ("model", "mode", "seq", "batch"))
-            and device in graph.meta["devices"]
-        )
-        match = next(matching, None) if alone else None
+        known = [(i, graph.meta) for i, graph in enumerate(graphs) if device in graph.meta["devices"]]
+        names = ("model", "mode", "seq", "batch")
+        match = next((i for i, meta in known if alone and key == tuple(map(meta.get, names))), None)
         if match is None:
             left += 1
             continue
