@@ -33,19 +33,13 @@ from cdmpp.predictor import (
     Config,
     Predictor,
     TrainingData,
+    baselines,
     few_shot,
     gather,
     load_config,
     split_data,
 )
-from cdmpp.predictor.baselines import (
-    COMPILED_NAMES,
-    MODEL_NAMES,
-    CdmppModel,
-    LatencyModel,
-    evaluate_models,
-    make_model,
-)
+from cdmpp.predictor.baselines import COMPILED_NAMES, MODEL_NAMES, make_model
 from cdmpp.predictor.evaluation import score
 from cdmpp.predictor.evidence import DeviceScaling, Evidence, fit_scaling
 from cdmpp.predictor.training import prepare, training_summary
@@ -60,23 +54,22 @@ def scored(data: TrainingData, rows: np.ndarray, predicted_s: np.ndarray, **note
     return {**score(data, rows, predicted_s, ())["overall"], **notes, "interval": interval}
 
 
-def scored_compiled(predictor: Predictor, data: TrainingData, split: Split) -> dict[str, Row]:
-    """Our predictor given the compiled code; nothing of one that takes none or where no program was compiled."""
+def scored_given(predictor: Predictor, data: TrainingData, split: Split, measured: bool) -> dict[str, Row]:
+    """Our predictor given the compiled code, and, if ``measured``, latencies on other devices, beside the estimate of these
+    alone; nothing of what it does not take or no program has."""
+    found = {}
     n_compiled = int(data.counted(split.test).sum()) if predictor.encoder.code_dim else 0
-    if not n_compiled:
-        return {}
-    predicted_s = predictor.predict_rows(data, split.test, Evidence.of_rows(data, split.test, compiled=True))
-    return {COMPILED: scored(data, split.test, predicted_s, n_compiled=n_compiled)}
-
-
-def scored_measured(predictor: Predictor, data: TrainingData, split: Split) -> dict[str, Row]:
-    """Given latencies on other devices: our predictor, and the estimate alone; nothing where there are none."""
+    if n_compiled:
+        compiled = Evidence.of_rows(data, split.test, compiled=True)
+        predicted_s = predictor.predict_rows(data, split.test, compiled)
+        found[COMPILED] = scored(data, split.test, predicted_s, n_compiled=n_compiled)
+    if not measured:
+        return found
     if predictor.scaling is None:
         hidden = np.concatenate([split.test, split.adapt])
         predictor = replace(predictor, scaling=fit_scaling(predictor.predict_rows, data, split.valid, hidden))
     # so wrong that it does not count beside what was measured
     without = replace(predictor, scaling=DeviceScaling(estimate_part=1.0, own_error=1e6))
-    found = {}
     elsewhere = Evidence.of_rows(data, split.test, measured=True)
     known = elsewhere.known(len(split.test))
     if known.any():
@@ -93,7 +86,12 @@ def keep(results: Results, row: Row, **key: Any) -> None:
 
 
 def score_model(
-    results: Results, model: LatencyModel, data: TrainingData, split: Split, key: Row, measured: bool = True
+    results: Results,
+    model: baselines.LatencyModel,
+    data: TrainingData,
+    split: Split,
+    key: Row,
+    measured: bool = True,
 ) -> Predictor | None:
     """Train a model and keep what it scores, and ours also with compiled code and latencies of other devices. Returns ours.
 
@@ -101,8 +99,8 @@ def score_model(
     """
     if results.find(**key) is not None:
         return None
-    (found,) = evaluate_models([model], data, split).values()
-    ours = model.predictor_ if isinstance(model, CdmppModel) else None
+    (found,) = baselines.evaluate_models([model], data, split).values()
+    ours = model.predictor_ if isinstance(model, baselines.CdmppModel) else None
     notes = {"spec": split.spec, "n_train": len(split.train)}
     if ours is not None:
         keep_given(results, ours, data, split, key, measured, **notes)
@@ -121,9 +119,7 @@ def keep_given(
     **notes: Any,
 ) -> None:
     """Keep what our predictor scores with compiled code and with latencies of other devices."""
-    given = scored_compiled(predictor, data, split)
-    given |= scored_measured(predictor, data, split) if measured else {}
-    for name, row in given.items():
+    for name, row in scored_given(predictor, data, split, measured).items():
         model = name if key["model"] == "ours" else f"{key['model']} ({name})"
         keep(results, {**row, **notes}, **{**key, "model": model})
 

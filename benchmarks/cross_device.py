@@ -26,11 +26,13 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +40,7 @@ import numpy as np
 from common import Figure, Results, Row, arguments, bootstrap, figure, provenance, start
 from sampled import SampledView, sample_evenly
 from search_cost import nearest_device
-from traces import (
-    FAMILIES,
-    compare_networks,
-    compare_nodes,
-    network_row,
-    node_rows,
-    operator_errors,
-)
+from traces import FAMILIES, compare_networks, compare_nodes, network_row, node_rows, operator_errors
 
 from cdmpp.dataset import DatasetView, load_datasets
 from cdmpp.dataset.importers import import_neusight
@@ -89,6 +84,10 @@ def imported(out: Path, make: Callable[[Path], Any]) -> Path:
     return out
 
 
+def digest_of(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
 def gathered(args: argparse.Namespace, config: Config) -> Bench:
     args.work.mkdir(parents=True, exist_ok=True)
     files, limit = [args.data / name for name in FILES], args.limit
@@ -96,10 +95,8 @@ def gathered(args: argparse.Namespace, config: Config) -> Bench:
     folders = [imported(out, lambda draft: import_neusight(files, draft, limit=limit))]
     if args.unseen:
         stamps = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in args.unseen]
-        digest = hashlib.sha256(repr(stamps).encode()).hexdigest()[:8]
-        folders.append(
-            imported(args.work / f"unseen-{digest}", lambda draft: import_neusight(args.unseen, draft))
-        )
+        out = args.work / f"unseen-{digest_of(stamps)[:8]}"
+        folders.append(imported(out, lambda draft: import_neusight(args.unseen, draft)))
     view = load_datasets(folders)
     graphs: dict[str, dict[str, NetworkGraph]] = {}
     for folder in folders:
@@ -129,8 +126,7 @@ def show_progress(done: int, total: int) -> None:
 def trained_once(config: Config, data: TrainingData, settings: list[Any], work: Path) -> Predictor:
     """A predictor of these records, trained once and kept in the work folder under what it depends on."""
     settings = [*settings, config.model_dump(mode="json"), FORMAT_VERSION, FEATURE_SET, DEVICE_FEATURES]
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-    out = work / "predictors" / digest
+    out = work / "predictors" / digest_of(settings)[:12]
     if (out / "predictor").exists():
         return Predictor.load(out)
     print(f"training on {len(data)} labels of {', '.join(sorted(data.devices))} in {out}", flush=True)
@@ -166,8 +162,7 @@ def judged(bench: Bench, predictor: Predictor, data: TrainingData, device: str, 
         tasks = {task: bench.view.tasks[task] for task in graph.task_weights()}
         latency = predict_latency(NetworkTasks(graph, tasks, library=True), device, predictor)
         nodes.extend(node_rows(graph, latency))
-        row = network_row(graph, latency)
-        networks.extend([row] if row else [])
+        networks.extend(filter(None, [network_row(graph, latency)]))
     if nodes:
         found["nodes"] = compare_nodes(nodes)
     if networks:
@@ -179,41 +174,38 @@ def judged(bench: Bench, predictor: Predictor, data: TrainingData, device: str, 
 
 def evaluate_device(bench: Bench, given: Predictor | None, device: str, results: Results) -> None:
     """Zero-shot first, then with so many measurements of the device."""
-    args, base, data = bench.args, given, bench.records_for(device)
+    args, data = bench.args, bench.records_for(device)
     vendor = get_device(device).vendor
     rows = np.flatnonzero(data.labels["device"] == device)
-    zero = results.find(device=device, k=0)
-    if zero is None:
-        base = base or trained_without(bench, device)
-        known = sorted(base.training.get("records_by_device", base.devices))
-        vectors = {**base.devices, device: base.device_vector(get_device(device))}
-        zero = {
-            "device": device,
-            "k": 0,
+    base = cache(lambda: given or trained_without(bench, device))
+
+    def unseen() -> Row:
+        known = sorted(base().training.get("records_by_device", base().devices))
+        vectors = {**base().devices, device: base().device_vector(get_device(device))}
+        return {
             "vendor": vendor,
             "in_training": device in known,
             "trained_on": known,
-            "n_training_records": base.training.get("records"),
+            "n_training_records": base().training.get("records"),
             "nearest_training_device": device if device in known else nearest_device(device, vectors),
-            **judged(bench, base, data, device, rows),
+            **judged(bench, base(), data, device, rows),
         }
-        results.add(zero)
-    if zero["in_training"] or not len(rows):
+
+    def taught(k: int, select: str, seed: int) -> Row:
+        tuned, split = few_shot(base(), data, device, k, select, seed)
+        print(f"{device} {select} K={k} seed {seed}", flush=True)
+        row = judged(bench, tuned, data, device, np.asarray(split.test))
+        row.pop("nodes", None)
+        return {"vendor": vendor, **row}
+
+    if results.once(unseen, device=device, k=0)["in_training"] or not len(rows):
         return
     for k in args.few_shot:
         if k >= data.labels["task"].iloc[rows].nunique():
             print(f"{device}: has no {k} tasks to learn and others to test", file=sys.stderr)
             continue
-        for select in args.select:
-            for seed in args.few_shot_seeds:
-                key = {"device": device, "k": k, "select": select, "seed": seed}
-                if results.find(**key) is None:
-                    base = base or trained_without(bench, device)
-                    tuned, split = few_shot(base, data, device, k, select, seed)
-                    row = judged(bench, tuned, data, device, np.asarray(split.test))
-                    row.pop("nodes", None)
-                    results.add({**key, "vendor": vendor, **row})
-                    print(f"{device} {select} K={k} seed {seed}", flush=True)
+        for select, seed in itertools.product(args.select, args.few_shot_seeds):
+            results.once(partial(taught, k, select, seed), device=device, k=k, select=select, seed=seed)
 
 
 def figures(rows: list[Row]) -> list[Figure]:

@@ -134,9 +134,7 @@ def evaluate_case(
         "others": order_of_others(list(elsewhere.values()), args.seed),
     }
     expected, median = measurements_by_chance(latency_s)
-    measurements: dict[str, float] = {
-        name: measurements_in_order(latency_s, order) for name, order in orders.items()
-    }
+    measurements = {name: measurements_in_order(latency_s, order) for name, order in orders.items()}
     if args.online:
         model = OnlineModel(PredictorPrior(predictor, get_device(gpu)))
         measurements["cdmpp_online"] = measurements_online(
