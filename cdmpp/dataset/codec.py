@@ -1,10 +1,12 @@
-"""Tasks, spaces, programs and records as rows of JSON and as Arrow tables, and back."""
+"""Tasks, spaces, programs and records as rows of JSON and as Arrow tables, and back.
+
+A row of a task, space or program is its :func:`dataclasses.asdict`; fields at their default may be missing."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,13 +18,8 @@ from cdmpp.dataset.schema import MAX_ERROR_CHARS, META_COLUMNS, SCHEMAS
 from cdmpp.program.types import Program, Space, Task
 
 
-def task_to_json(task: Task) -> dict[str, Any]:
-    """A row of a task; that of a space is :func:`dataclasses.asdict`."""
-    return {**asdict(task), "networks": dict(task.networks)}
-
-
 def task_from_json(row: Mapping[str, Any], known: Mapping[str, Task]) -> Task:
-    """Inverse of :func:`task_to_json`, united with a known one; a row may also give a known task further networks."""
+    """A task, united with a known one; a row may also give a known task further networks."""
     task = Task(**row) if "tir_json" in row else replace(known[row["hash"]], networks=row["networks"])
     return unite_networks(known.get(task.hash, task), task)
 
@@ -39,14 +36,8 @@ def space_from_json(row: Mapping[str, Any], known: Mapping[str, Space]) -> Space
     return known.get(row["hash"], Space(**row))
 
 
-def program_to_json(program: Program) -> dict[str, Any]:
-    """A row of a program; fields at their default are left out."""
-    defaults = {"space_hash": None, "origin": "random", "implementation": "scheduled"}
-    return {k: v for k, v in asdict(program).items() if k not in defaults or v != defaults[k]}
-
-
 def program_from_json(row: Mapping[str, Any], known: Mapping[str, Program]) -> Program:
-    """Inverse of :func:`program_to_json`; the first of its hash."""
+    """The first of its hash."""
     return known.get(row["hash"], Program(**{"space_hash": None, **row}))
 
 
@@ -91,23 +82,22 @@ def shorten(message: str) -> str:
 
 _TYPES: dict[str, type] = {"tasks": Task, "spaces": Space, "programs": Program}
 #: So that equal instructions lie side by side, and decisions compress.
-_ORDER: dict[str, Callable[[Any], tuple[Any, ...]]] = {
-    "tasks": lambda task: (task.hash,),
-    "spaces": lambda space: (space.task_hash, space.index, space.hash),
-    "programs": lambda program: (
-        program.task_hash,
-        program.space_hash or "",
-        program.decisions,
-        program.hash,
-    ),
+_ORDER = {
+    "tasks": ("hash",),
+    "spaces": ("task_hash", "index", "hash"),
+    "programs": ("task_hash", "space_hash", "decisions", "hash"),
 }
 
 
 def to_arrow(table: str, items: Iterable[Any]) -> pa.Table:
     """Tasks, spaces or programs as one of :data:`~cdmpp.dataset.schema.SCHEMAS`; ``networks`` as JSON."""
-    rows = [asdict(item) for item in sorted(items, key=_ORDER[table])]
+
+    def place(row: Mapping[str, Any]) -> list[Any]:
+        return ["" if row[name] is None else row[name] for name in _ORDER[table]]
+
+    rows = sorted(map(asdict, items), key=place)
     for row in rows if table == "tasks" else ():
-        row["networks"] = json.dumps(dict(row["networks"]), sort_keys=True)
+        row["networks"] = json.dumps(row["networks"], sort_keys=True)
     return pa.Table.from_pylist(rows, schema=SCHEMAS[table])
 
 
@@ -169,7 +159,7 @@ def _split_meta(meta: Mapping[str, Any]) -> list[Any]:
     return [*values, json.dumps(rest, separators=(",", ":"), sort_keys=True) if rest else ""]
 
 
-def join_meta(row: Mapping[str, Any]) -> dict[str, Any]:
+def join_meta(row: Mapping[Any, Any]) -> dict[str, Any]:
     """A record's meta, of a row of ``Dataset.records``."""
     meta: dict[str, Any] = json.loads(row["meta"]) if row["meta"] else {}
     for name, kind in META_COLUMNS.items():

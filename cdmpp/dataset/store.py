@@ -198,7 +198,7 @@ class Dataset(DatasetView):
         old = self.tasks.get(task.hash)
         united = task if old is None else codec.unite_networks(old, task)
         if old is None:
-            rows.add("tasks", codec.task_to_json(task), task.hash)
+            rows.add("tasks", asdict(task), task.hash)
         elif united is not old:
             rows.add("tasks", {"hash": task.hash, "networks": dict(united.networks)})
         self.tasks[task.hash] = united
@@ -217,7 +217,7 @@ class Dataset(DatasetView):
         if program.hash not in self.programs:
             task, space = (program.task_hash, self.tasks), (program.space_hash, self.spaces)
             _require(f"{self.path}: program {program.hash}", task=task, space=space)
-            rows.add("programs", codec.program_to_json(program), program.hash)
+            rows.add("programs", asdict(program), program.hash)
             self.programs[program.hash] = program
 
     def add_record(self, record: Record) -> None:

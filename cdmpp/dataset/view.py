@@ -100,12 +100,8 @@ class DatasetView:
         """The records as objects, meta included."""
         same = ("program", "device", "status", "samples_s", "error", "measured_at")
         for row in self.records.to_dict("records"):
-            yield Record(
-                **{name: row[name] for name in same},
-                latency_s=None if row["latency_s"] != row["latency_s"] else row["latency_s"],
-                noise=None if row["noise"] != row["noise"] else row["noise"],
-                meta=join_meta({str(name): value for name, value in row.items()}),
-            )
+            numbers: dict[str, Any] = {name: _number(row[name]) for name in ("latency_s", "noise")}
+            yield Record(**{name: row[name] for name in same}, **numbers, meta=join_meta(row))
 
     def labels(self, devices: Sequence[str] | None = None, aggregate: str = "median") -> pd.DataFrame:
         """One label per (program, device): see :func:`cdmpp.dataset.labels.label_table`."""
@@ -232,12 +228,9 @@ def check_same(one: Device, other: Device, where: str, other_where: str) -> None
 
 def unite_devices(parts: Mapping[str, Mapping[str, Device]]) -> dict[str, Device]:
     """The devices of several datasets (path -> name -> device); DatasetError as :func:`check_same` raises."""
-    found: dict[str, Device] = {}
-    first: dict[str, str] = {}
+    first: dict[str, tuple[Device, str]] = {}
     for where, devices in parts.items():
         for name, device in devices.items():
-            if name in found:
-                check_same(found[name], device, first[name], where)
-            else:
-                found[name], first[name] = device, where
-    return found
+            known, other = first.setdefault(name, (device, where))
+            check_same(known, device, other, where)
+    return {name: device for name, (device, _) in first.items()}
