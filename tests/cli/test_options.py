@@ -45,12 +45,12 @@ def test_a_verbs_help_fits_and_ends_in_two_examples(name: str, capsys: pytest.Ca
 
 def test_settings_are_the_fields_own_defaults_unless_said() -> None:
     parse = _parser().parse_args
-    assert settings(parse(["profile", "mlp", "--out", "x"]), ProfileConfig) == ProfileConfig()
-    args = ["profile", "mlp", "--out", "x", "--workers", "3", "--max-seconds", "90", "--unscheduled"]
-    given = settings(parse(args), ProfileConfig)
+    profile = "profile mlp --out x"
+    assert settings(parse(profile.split()), ProfileConfig) == ProfileConfig()
+    given = settings(parse(f"{profile} --workers 3 --max-seconds 90 --unscheduled".split()), ProfileConfig)
     assert (given.workers, given.max_seconds, given.unscheduled) == (3, 90.0, True)
-    tune = ["tune", "mlp", "--device", "this-cpu@1", "--out", "x", "--trials", "8"]
-    args = parse([*tune, "--budget", "1h30m", "--stop-when-gain-per-minute-below", "0.5%"])
+    tune = "tune mlp --device this-cpu@1 --out x --trials 8 --budget 1h30m --stop-when-gain-per-minute-below 0.5%"
+    args = parse(tune.split())
     objective = settings(args, Objective)
     assert objective == Objective(8, budget_s=5400.0, least_gain_per_minute=0.005)
     assert settings(args, TuneConfig, objective=objective) == TuneConfig(objective)
@@ -58,12 +58,8 @@ def test_settings_are_the_fields_own_defaults_unless_said() -> None:
 
 def test_an_option_has_one_name_and_its_former_ones() -> None:
     parse = _parser("measure").parse_args
-    now = parse(
-        ["measure", "x.bundle", "--out", "x", "--workers", "2", "--check-per-task", "1", "--budget", "10m"]
-    )
-    before = parse(
-        ["measure", "x.bundle", "--out", "x", "--degree", "2", "--check", "1", "--max-seconds", "600"]
-    )
+    now = parse(shlex.split("measure x.bundle --out x --workers 2 --check-per-task 1 --budget 10m"))
+    before = parse(shlex.split("measure x.bundle --out x --degree 2 --check 1 --max-seconds 600"))
     assert now == before and now.degree == 2
     assert "--degree" not in _parser("measure").format_help()
 

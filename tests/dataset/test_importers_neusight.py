@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from cdmpp.cli import main
-from cdmpp.dataset import Dataset
+from cdmpp.dataset import Dataset, Record
 from cdmpp.dataset.importers import ImportReport, import_neusight
 from cdmpp.dataset.importers.neusight_traces import forward_calls
 from cdmpp.errors import DatasetError, NetworkError
@@ -19,6 +19,7 @@ from cdmpp.program.graph import NetworkGraph, load_graphs
 from cdmpp.program.space import rebuild
 from cdmpp.program.tasks import task_from_prim_func
 from cdmpp.program.tvm_env import import_tvm
+from cdmpp.program.types import Task
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -91,28 +92,30 @@ def add(name: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[ImportReport, Dataset]:
+def report(tmp_path_factory: pytest.TempPathFactory) -> ImportReport:
     folder = tmp_path_factory.mktemp("neusight")
-    report = import_neusight(
-        [operators(folder / "ops.parquet"), traces(folder / "traces.parquet")], folder / "out"
-    )
-    return report, Dataset.open(folder / "out")
+    files = operators(folder / "ops.parquet"), traces(folder / "traces.parquet")
+    return import_neusight(files, folder / "out")
 
 
-def task_of(dataset: Dataset, number: int) -> tuple[Any, Any]:
+@pytest.fixture(scope="module")
+def dataset(report: ImportReport) -> Dataset:
+    return Dataset.open(report.path)
+
+
+def row_of(dataset: Dataset, number: int) -> tuple[Record, Task]:
     """Record and task of a row of the file."""
     record = next(r for r in dataset.iter_records() if r.meta["row"] == number)
     return record, dataset.tasks[dataset.programs[record.program].task_hash]
 
 
-def test_latencies_are_seconds_and_devices_canonical(imported: tuple[ImportReport, Dataset]) -> None:
-    report, dataset = imported
+def test_latencies_are_seconds_and_devices_canonical(report: ImportReport, dataset: Dataset) -> None:
     assert report.records == {"ok": len(ROWS)} and len(dataset.records) == len(ROWS)
     assert set(dataset.records["device"]) == {
         "a100-pcie-40gb", "t4", "mi100", "v100-pcie-32gb", "p100-pcie-16gb",
     }  # fmt: skip
     for number, row in enumerate(ROWS):
-        record, _ = task_of(dataset, number)
+        record, _ = row_of(dataset, number)
         assert record.latency_s == pytest.approx(row["latency_ms"] / 1000, rel=1e-12)
         assert record.meta["op"] == row["op"] and record.meta["authors_used"] is True
     assert {p.implementation for p in dataset.programs.values()} == {"library"}
@@ -131,41 +134,36 @@ def test_latencies_are_seconds_and_devices_canonical(imported: tuple[ImportRepor
     ],
 )
 def test_work_and_traffic_by_the_operators_formulas(
-    imported: tuple[ImportReport, Dataset], number: int, flops: int, elements: int
+    dataset: Dataset, number: int, flops: int, elements: int
 ) -> None:
-    _, task = task_of(imported[1], number)
+    _, task = row_of(dataset, number)
     assert (task.flops, task.bytes) == (flops, 4 * elements)
     whole = task_from_prim_func(task.prim_func())
     assert (whole.hash, whole.flops, whole.bytes) == (task.hash, task.flops, task.bytes)
 
 
 @pytest.mark.parametrize(("number", "reduction"), [(0, 13), (1, 220)])
-def test_n_is_the_reduction(imported: tuple[ImportReport, Dataset], number: int, reduction: int) -> None:
-    tvm = import_tvm()
-    _, task = task_of(imported[1], number)
-    func = task.prim_func()
-    schedule = tvm.s_tir.Schedule(tvm.IRModule({"main": func}))
-    loops = schedule.get_loops(schedule.get_sblock("matmul"))
-    assert int(schedule.get(loops[-1]).extent) == reduction
-    assert [int(n) for n in func.params[-1].shape][-1] == ROWS[number]["K"]
+def test_n_is_the_reduction(dataset: Dataset, number: int, reduction: int) -> None:
+    func = row_of(dataset, number)[1].prim_func()
+    schedule = import_tvm().s_tir.Schedule(func)
+    *_, last = schedule.get_loops(schedule.get_sblock("matmul"))
+    assert int(schedule.get(last).extent) == reduction
+    assert int(func.params[-1].shape[-1]) == ROWS[number]["K"]
 
 
-def test_equal_shapes_are_one_program_with_several_records(imported: tuple[ImportReport, Dataset]) -> None:
-    dataset = imported[1]
-    assert task_of(dataset, 1)[0].program == task_of(dataset, 2)[0].program
-    labels = dataset.labels()
-    assert labels[labels["device"] == "t4"]["n_records"].tolist() == [2]
+def test_equal_shapes_are_one_program_with_several_records(dataset: Dataset) -> None:
+    assert row_of(dataset, 1)[0].program == row_of(dataset, 2)[0].program
+    assert dataset.labels(["t4"])["n_records"].tolist() == [2]
 
 
-def test_tasks_are_stored_by_their_dimensions(imported: tuple[ImportReport, Dataset]) -> None:
-    for task in imported[1].tasks.values():
+def test_tasks_are_stored_by_their_dimensions(dataset: Dataset) -> None:
+    for task in dataset.tasks.values():
         assert len(task.tir_json) < 200
-        ast = compact_ast(rebuild(imported[1].programs[task.hash], task, None))
+        ast = compact_ast(rebuild(dataset.programs[task.hash], task, None))
         assert ast.column("program_flops")[0] == pytest.approx(task.flops)
 
 
-def test_a_trace_is_a_graph(imported: tuple[ImportReport, Dataset]) -> None:
-    report, dataset = imported
+def test_a_trace_is_a_graph(report: ImportReport, dataset: Dataset) -> None:
     assert report.graphs == ("gpt2_large-inf-8-2",) and report.unknown_operators == {"frobnicate": 1}
     graph = load_graphs(dataset.path)["gpt2_large-inf-8-2"]
     assert [node.name for node in graph.nodes] == [row["Name"] for row in TRACE]
