@@ -21,14 +21,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
+from cdmpp.errors import CdmppError
 from cdmpp.files import write_text
-
-if TYPE_CHECKING:
-    import pandas as pd
+from cdmpp.predictor.metrics import evaluate_predictions, ordered_pairs
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEFAULT_WEIGHTS = REPOSITORY / "cdmpp/predictor/weights/default"
@@ -59,8 +59,6 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
 
 def start(main: Callable[[], None]) -> None:
     """A benchmark as a program: what its input is to blame for is one line."""
-    from cdmpp.errors import CdmppError
-
     try:
         main()
     except CdmppError as error:
@@ -356,8 +354,6 @@ def _median(ascending: np.ndarray, counts: np.ndarray) -> float:
 
 def accuracy_intervals(table: pd.DataFrame, predicted_s: np.ndarray) -> dict[str, tuple[float, float]]:
     """:func:`bootstrap` over the tasks of a label table (n rows) of the metrics of :mod:`cdmpp.predictor.metrics`."""
-    from cdmpp.predictor.metrics import evaluate_predictions, ordered_pairs
-
     label_s, task = table["latency_s"].to_numpy(dtype=np.float64), table["task"].to_numpy()
     noise = np.nan_to_num(table["noise"].to_numpy(dtype=np.float64), nan=0.0)
     error = np.abs(predicted_s / label_s - 1)

@@ -29,16 +29,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common import Figure, Results, Row, arguments, bootstrap, figure, provenance, report, start
 
-if TYPE_CHECKING:
-    from cdmpp.device import Device
-    from cdmpp.endtoend.latency import LayerLatency
-    from cdmpp.predictor import Predictor
-    from cdmpp.program.fusion import FusedNetwork
-    from cdmpp.program.network import Network
+from cdmpp.device import Device
+from cdmpp.endtoend import predict_latency
+from cdmpp.endtoend.graph import graph_of_fused
+from cdmpp.endtoend.latency import LayerLatency
+from cdmpp.predictor import Predictor
+from cdmpp.predictor.predictor import load_predictor
+from cdmpp.profiler.machine import core_groups, usable_cores
+from cdmpp.program.fusion import FusedNetwork
+from cdmpp.program.network import Network, load_network
+from cdmpp.program.tvm_env import import_tvm
+from cdmpp.tuner.deployment import apply_database, import_network, measure_network
+from cdmpp.tuner.measure import device_of_this_machine
+from cdmpp.tuner.store import json_database
 
 #: Of many families, from milliseconds to seconds; the weights that ship have not seen gcn, densenet121 and inception_v3.
 NETWORKS = (
@@ -64,11 +71,6 @@ class Case:
 
 def measure(case: Case, device: Device, realtime: bool) -> dict[str, Any]:
     """What was measured of the variants of a network."""
-    from cdmpp.profiler.machine import core_groups, usable_cores
-    from cdmpp.program.tvm_env import import_tvm
-    from cdmpp.tuner.deployment import apply_database, measure_network
-    from cdmpp.tuner.store import json_database
-
     fused, database = case.fused, case.database
     modules = {UNTUNED: fused.module}
     if database is not None:
@@ -110,9 +112,6 @@ def rows_of(
     case: Case, predictor: Predictor, device: Device, rounds: Sequence[Mapping[str, Any]]
 ) -> list[Row]:
     """Measured against predicted, a row a variant."""
-    from cdmpp.endtoend import predict_latency
-    from cdmpp.endtoend.graph import graph_of_fused
-
     network = case.network
     source = graph_of_fused(case.fused, network.name)
     seen = {known.split("@")[0] for known in predictor.training.get("networks", ())}
@@ -200,11 +199,6 @@ def main() -> None:
     add("--out", type=Path, required=True, metavar="DIR", help="what was measured, to go on with")
     add("--no-realtime", action="store_true", help="no real-time priority: for a machine that others use")
     args = parser.parse_args()
-
-    from cdmpp.predictor.predictor import load_predictor
-    from cdmpp.program.network import load_network
-    from cdmpp.tuner.deployment import import_network
-    from cdmpp.tuner.measure import device_of_this_machine
 
     logging.basicConfig(level=logging.WARNING)
     device = device_of_this_machine(args.device)

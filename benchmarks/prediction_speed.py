@@ -20,14 +20,19 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from common import Figure, arguments, in_turn, provenance, ratio_figure, report, start
 
-if TYPE_CHECKING:
-    from cdmpp.predictor import Predictor
-    from cdmpp.profiler.engine import BuildJob
+from cdmpp.errors import ProgramError
+from cdmpp.predictor import Predictor
+from cdmpp.predictor.predictor import load_predictor
+from cdmpp.profiler.engine import BuildJob
+from cdmpp.program.ast import compact_ast, compact_asts
+from cdmpp.program.space import Rebuilder, TaskSpaces
+from cdmpp.program.tasks import extract_tasks
+from cdmpp.program.tvm_env import import_tvm, quiet
 
 NETWORKS = (
     "resnet18", "mobilenet_v3", "bert_tiny", "gpt2", "lstm", "unet", "shufflenet_v2", "mlp_mixer", "densenet121",
@@ -39,11 +44,6 @@ DEVICE = "this-cpu@1"
 
 def draw(networks: Sequence[str], count: int, seed: int, deadline: float = math.inf) -> list[BuildJob]:
     """Up to `count` random programs, those of a task together: as many of each as its spaces give until the monotonic time."""
-    from cdmpp.errors import ProgramError
-    from cdmpp.profiler.engine import BuildJob
-    from cdmpp.program.space import TaskSpaces
-    from cdmpp.program.tasks import extract_tasks
-
     tasks = extract_tasks(networks)
     found: list[BuildJob] = []
     for turn, index in enumerate(np.random.default_rng(seed).permutation(len(tasks))):
@@ -65,8 +65,6 @@ def draw(networks: Sequence[str], count: int, seed: int, deadline: float = math.
 
 def rebuilt(jobs: Sequence[BuildJob]) -> list[Any]:
     """Scheduled PrimFuncs."""
-    from cdmpp.program.space import Rebuilder
-
     rebuild = Rebuilder()
     return [rebuild(job.program, job.task, job.space) for job in jobs]
 
@@ -75,8 +73,6 @@ class TvmXgb:
     """TVM's XGBModel, trained on the first candidates: those that have a latency."""
 
     def __init__(self, funcs: Sequence[Any], latency_s: np.ndarray) -> None:
-        from cdmpp.program.tvm_env import import_tvm
-
         tvm = import_tvm()
         from tvm.s_tir import Schedule
         from tvm.s_tir import meta_schedule as ms
@@ -115,8 +111,6 @@ def compare(
     predictor: Predictor, funcs: Sequence[Any], theirs: TvmXgb, size: int, limit: int, repeats: int
 ) -> Figure:
     """Both on the same batches in turns, `repeats` times."""
-    from cdmpp.program.ast import compact_asts
-
     batches = spread_batches(len(funcs), size, limit)
     rates: dict[str, list[float]] = {"ours": [], "tvm": []}
     ast_parts = []
@@ -138,16 +132,12 @@ def compare(
 
 def copies(mods: Sequence[Any]) -> list[Any]:
     """New objects for the same programs: what Python has once touched of a program, it gets faster again."""
-    from cdmpp.program.tvm_env import import_tvm
-
     tvm = import_tvm()
     return list(tvm.ir.load_json(tvm.ir.save_json(list(mods))))
 
 
 def extraction(groups: Sequence[Sequence[Any]]) -> Callable[[], None]:
     """TVM's PerStoreFeature of groups of programs of one task each, as a tuner asks for them."""
-    from cdmpp.program.tvm_env import import_tvm
-
     tvm = import_tvm()
     from tvm.s_tir import Schedule
     from tvm.s_tir import meta_schedule as ms
@@ -166,9 +156,6 @@ def extraction(groups: Sequence[Sequence[Any]]) -> Callable[[], None]:
 
 def compare_asts(jobs: Sequence[BuildJob], funcs: Sequence[Any], rounds: int) -> list[Figure]:
     """Milliseconds a compact AST and a PerStoreFeature, in turns, `rounds` times."""
-    from cdmpp.program.ast import compact_ast, compact_asts
-    from cdmpp.program.tvm_env import import_tvm
-
     tvm = import_tvm()
     by_task: dict[str, list[Any]] = {}
     for job, func in zip(jobs, funcs, strict=True):
@@ -212,10 +199,6 @@ def main() -> None:
         args.batches, args.repeats, args.rounds, args.generate_seconds = 1, 1, 1, 60.0
 
     import torch
-
-    from cdmpp.predictor.predictor import load_predictor
-    from cdmpp.program.ast import compact_asts
-    from cdmpp.program.tvm_env import quiet
 
     made = provenance(__file__, weights=None if args.asts_only else args.predictor, seeds=[args.seed])
     torch.set_num_threads(len(os.sched_getaffinity(0)))

@@ -13,6 +13,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError
+from cdmpp.predictor.encoding import signed_log1p
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -77,8 +78,6 @@ def nearest_device(name: str, vectors: Mapping[str, FloatArray]) -> str:
 
     Logarithms are compared, standardised over the devices; a feature that one of two devices lacks tells nothing of them.
     """
-    from cdmpp.predictor.encoding import signed_log1p
-
     others = sorted(set(vectors) - {name})
     if not others or name not in vectors:
         raise PredictorError(f"there is no device to compare {name} with")

@@ -30,14 +30,18 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 from common import Figure, Results, Row, arguments, figure, in_turn, median_figure, provenance, report, start
 from tuning import kept, measure_again, tune_config
 
-if TYPE_CHECKING:
-    from cdmpp.program.types import Task
+from cdmpp.profiler.machine import usable_cores
+from cdmpp.program.network import load_network
+from cdmpp.program.types import Task
+from cdmpp.tuner.deployment import import_network, weighted_tasks
+from cdmpp.tuner.measure import device_of_this_machine
+from cdmpp.tuner.tuning import tune_tasks
+from cdmpp.tuner.workers import worker_cores
 
 #: Ways to tune, with the number of shards of each.
 WAYS: dict[str, int | str | None] = {"one": 1, "sharded": "auto", "pipeline": None}
@@ -53,8 +57,6 @@ def tuned_once(
     args: argparse.Namespace, tasks: Sequence[tuple[Task, float]], way: str, device: str, seed: int
 ) -> Row:
     """Tune the network in one way; the row says how long it took and what it found."""
-    from cdmpp.tuner.tuning import tune_tasks
-
     out = args.out / "runs" / f"{way}-{seed}"
     shutil.rmtree(out, ignore_errors=True)
     started, busy = time.perf_counter(), busy_s()
@@ -101,8 +103,6 @@ def figures(rows: Sequence[Row], shares: int) -> list[Figure]:
 
 def table(args: argparse.Namespace, tasks: Sequence[tuple[Task, float]], results: Results) -> list[Figure]:
     """A line for each share that was tuned at: slow-downs at each share, medians over the seeds."""
-    from cdmpp.profiler.machine import usable_cores
-
     base, cores = args.device.partition("@")[0], len(usable_cores())
     devices = [
         f"{base}@{share}" for share in sorted({min(2**i, cores) for i in range(cores.bit_length() + 1)})
@@ -154,11 +154,6 @@ def main() -> None:
     args.predictor = None if args.predictor == "none" else args.predictor
     seeds = range(args.repetitions)
     made = provenance(__file__, (), args.predictor, seeds)
-    from cdmpp.program.network import load_network
-    from cdmpp.tuner.deployment import import_network, weighted_tasks
-    from cdmpp.tuner.measure import device_of_this_machine
-    from cdmpp.tuner.workers import worker_cores
-
     names = ("table", "network", "device", "trials", "batch", "population", "generations")
     results = Results(args.out / "results.json", made, {name: getattr(args, name) for name in names})
     tasks = weighted_tasks(import_network(load_network(args.network)), args.network)

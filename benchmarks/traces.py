@@ -10,15 +10,13 @@ which tend to be the hard ones, so each is compared with ours on the rows that i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-
-    from cdmpp.endtoend import LatencyReport
-    from cdmpp.program.graph import NetworkGraph
+from cdmpp.endtoend import LatencyReport
+from cdmpp.program.graph import NetworkGraph
 
 Row = dict[str, Any]
 

@@ -29,14 +29,23 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from common import Figure, Results, Row, arguments, bootstrap, figure, provenance, report, spread_of, start
 
-if TYPE_CHECKING:
-    from cdmpp.predictor import Predictor
-    from cdmpp.program.types import Task
+from cdmpp.dataset import Dataset
+from cdmpp.errors import ProgramError
+from cdmpp.predictor import Predictor
+from cdmpp.predictor.predictor import load_predictor
+from cdmpp.profiler.engine import BuildJob
+from cdmpp.program.tasks import extract_tasks
+from cdmpp.program.types import Task
+from cdmpp.tuner.candidates import TaskTuner
+from cdmpp.tuner.config import TuneConfig
+from cdmpp.tuner.measure import alone_engine, device_of_this_machine
+from cdmpp.tuner.objective import Curve, Objective, Point
+from cdmpp.tuner.tuning import tune_tasks
 
 NETWORKS = ("densenet121", "gcn", "inception_v3", "vgg16")
 RUNS = ("cdmpp", "xgb", "random", "trimmed")
@@ -51,8 +60,6 @@ EQUAL = 0.02
 
 def held_out_predictor(predictor_name: str, networks: Sequence[str]) -> Predictor:
     """The predictor, which must not have seen the networks."""
-    from cdmpp.predictor.predictor import load_predictor
-
     predictor = load_predictor(predictor_name)
     seen = set(networks) & set(predictor.training.get("networks", ()))
     if seen:
@@ -65,8 +72,6 @@ def held_out_tasks(args: argparse.Namespace, predictor: Predictor) -> list[Task]
 
     In place of a task whose space has fewer programs than there are trials, such as most poolings, the next one is taken.
     """
-    from cdmpp.program.tasks import extract_tasks
-
     known = set(predictor.training.get("tasks", ()))
     tasks = sorted(
         (t for t in extract_tasks(args.networks) if t.hash not in known and t.flops > 0),
@@ -86,10 +91,6 @@ def held_out_tasks(args: argparse.Namespace, predictor: Predictor) -> list[Task]
 
 def enough_programs(task: Task, trials: int) -> bool:
     """Whether a task's space has so many different programs."""
-    from cdmpp.errors import ProgramError
-    from cdmpp.tuner.candidates import TaskTuner
-    from cdmpp.tuner.measure import device_of_this_machine
-
     try:
         tuner = TaskTuner(task, device_of_this_machine(DEVICE), 0)
     except ProgramError:
@@ -99,9 +100,6 @@ def enough_programs(task: Task, trials: int) -> bool:
 
 def tune_config(args: argparse.Namespace, trials: int, **options: Any) -> Any:
     """Settings of a tuning that all benchmarks share."""
-    from cdmpp.tuner.config import TuneConfig
-    from cdmpp.tuner.objective import Objective
-
     search = {"population": args.population, "generations": args.generations}
     return TuneConfig(Objective(trials), batch=args.batch, **search, **options)
 
@@ -112,8 +110,6 @@ def run_name(args: argparse.Namespace, run: str) -> str:
 
 def tuned_alone(args: argparse.Namespace, task: Task, run: str, seed: int, predictor: Predictor) -> Row:
     """Tune one task; the row says how, what was found, and the best label after each trial."""
-    from cdmpp.tuner.tuning import tune_tasks
-
     name = run_name(args, run)
     out = args.out / "runs" / f"{task.hash}-{name}-{seed}"
     trim, model = (args.coverage, "cdmpp") if run == "trimmed" else (None, run)
@@ -136,8 +132,6 @@ def tuned_alone(args: argparse.Namespace, task: Task, run: str, seed: int, predi
 
 def measured_labels(out: Path) -> list[float | None]:
     """Labels of a tuning's programs in the order in which they were measured, None for failures."""
-    from cdmpp.dataset import Dataset
-
     frame = Dataset.open(out / "measured").records
     frame = frame[frame["origin"] != "unscheduled"]
     return [float(r.latency_s) if r.status == "ok" else None for r in frame.itertuples()]
@@ -145,9 +139,6 @@ def measured_labels(out: Path) -> list[float | None]:
 
 def best_programs(folder: Path) -> dict[str, Any]:
     """The fastest program of each task of a tuning as a job, by its own labels; what runs untuned is one of them."""
-    from cdmpp.dataset import Dataset
-    from cdmpp.profiler.engine import BuildJob
-
     dataset = Dataset.open(folder / "measured")
     frame = dataset.records
     frame = frame[frame["status"] == "ok"]
@@ -161,8 +152,6 @@ def best_programs(folder: Path) -> dict[str, Any]:
 
 def measure_again(args: argparse.Namespace, device: str, rows: Sequence[Row], results: Results) -> None:
     """Measure the best programs of every run by one procedure; adds ``final_s``, weighted over the run's tasks, to the rows."""
-    from cdmpp.tuner.measure import alone_engine
-
     todo = [row for row in rows if "final_s" not in row]
     best = [best_programs(args.out / row["folder"]) for row in todo]
     jobs = {job.program.hash: job for found in best for job in found.values()}
@@ -223,8 +212,6 @@ def compare_trimmed(plain: Row, trimmed: Row) -> dict[str, float]:
 
 def stopped(plain: Row, trimmed: Row, least_gain: float) -> dict[str, float]:
     """The ratios had the trimmed run ended where another minute is expected to bring less, by the runs' own labels."""
-    from cdmpp.tuner.objective import Curve, Point
-
     points = [Point(**point) for point in trimmed["curve"]]
     gains = [Curve(points[: n + 1]).gain() for n in range(len(points))]
     end = next((n for n, gain in enumerate(gains) if gain is not None and gain < least_gain), -1)
