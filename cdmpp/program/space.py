@@ -14,7 +14,7 @@ import hashlib
 import json
 import logging
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cdmpp.errors import ProgramError
@@ -340,14 +340,6 @@ def sample_programs(
     """Draw up to `n` unique random programs of `task`; see :meth:`TaskSpaces.sample`."""
     return TaskSpaces(task, rule, num_cores).sample(n, seed)
 
-
-def iter_spaces(tasks: Iterable[Task], rule: str, num_cores: int) -> Iterator[TaskSpaces]:
-    """:class:`TaskSpaces` of each task; tasks without a design space are logged and left out."""
-    for task in tasks:
-        try:
-            yield TaskSpaces(task, rule, num_cores)
-        except ProgramError as err:
-            logger.warning("%s", err)
 
 
 def generator_space(task_hash: str, name: str, parameters: Sequence[str], fixed: Mapping[str, Any]) -> Space:
