@@ -18,6 +18,7 @@ part's tasks; the noise floor is what a perfect predictor would score.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections import defaultdict
 from dataclasses import replace
@@ -186,24 +187,22 @@ def score_few_shot(
     unseen: dict[str, Predictor],
 ) -> None:
     """Every device taught by K tasks, starting from the predictors in ``unseen``, or else from one trained here."""
-    for device in args.devices:
-        for seed in args.few_shot_seeds:
-            for k in args.tasks:
-                for select in ("kmeans", "random"):
-                    key = {"split": "few_shot", "held_out": device, "seed": seed, "k": k, "select": select}
-                    if results.find(**key, model="ours") is None:
-                        if device not in unseen:
-                            unseen[device] = trained_without(device, data, config)
-                        tuned, split = few_shot(unseen[device], data, device, k, select, seed)
-                        keep_given(results, tuned, data, split, {**key, "model": "ours"}, spec=split.spec)
-                        predicted_s = tuned.predict_rows(data, split.test)
-                        row = scored(data, split.test, predicted_s, spec=split.spec)
-                        keep(results, row, **key, model="ours")
-                    if select == "random":
-                        spec = next(row["spec"] for row in results.rows if key.items() <= row.items())
-                        for name in [m for m in args.models if m != "ours"]:
-                            model = make_model(name, seed, **args.baselines.get(name, {}))
-                            score_model(results, model, data, split_data(spec, data), {**key, "model": name})
+    for device, seed, k, select in itertools.product(
+        args.devices, args.few_shot_seeds, args.tasks, ("kmeans", "random")
+    ):
+        key = {"split": "few_shot", "held_out": device, "seed": seed, "k": k, "select": select}
+        if results.find(**key, model="ours") is None:
+            if device not in unseen:
+                unseen[device] = trained_without(device, data, config)
+            tuned, split = few_shot(unseen[device], data, device, k, select, seed)
+            keep_given(results, tuned, data, split, {**key, "model": "ours"}, spec=split.spec)
+            row = scored(data, split.test, tuned.predict_rows(data, split.test), spec=split.spec)
+            keep(results, row, **key, model="ours")
+        spec = next(row["spec"] for row in results.rows if key.items() <= row.items())
+        for name in args.models if select == "random" else ():
+            if name != "ours":
+                model = make_model(name, seed, **args.baselines.get(name, {}))
+                score_model(results, model, data, split_data(spec, data), {**key, "model": name})
 
 
 def figures(rows: list[Row]) -> list[Figure]:

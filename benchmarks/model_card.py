@@ -134,17 +134,17 @@ def main() -> None:
     _, rows = rows_to_score(predictor, data, None)
     scores = evaluate(predictor, data, by=("network", "family", "device"))
     found = figures("from the AST", scores, data, rows, predictor.predict_rows(data, rows))
-    compiled = elsewhere = None
-    if predictor.encoder.code_dim:
-        compiled = evaluate(predictor, data, by=("device",), compiled=True)
-        predicted_s = predictor.predict_rows(data, rows, Evidence.of_rows(data, rows, compiled=True))
-        found += figures("with compiled code", compiled, data, rows, predicted_s)
-    if predictor.scaling:
-        elsewhere = evaluate(predictor, data, by=("device",), measured=True)
-        predicted_s = predictor.predict_rows(data, rows, Evidence.of_rows(data, rows, measured=True))
-        found += figures("with latencies elsewhere", elsewhere, data, rows, predicted_s)
+    given: dict[str, Scores | None] = {"compiled": None, "measured": None}
+    for option, name, knows in (
+        ("compiled", "with compiled code", predictor.encoder.code_dim),
+        ("measured", "with latencies elsewhere", predictor.scaling),
+    ):
+        if knows:
+            given[option] = own = evaluate(predictor, data, by=("device",), **{option: True})
+            predicted_s = predictor.predict_rows(data, rows, Evidence.of_rows(data, rows, **{option: True}))
+            found += figures(name, own, data, rows, predicted_s)
     if args.card:
-        args.card.write_text(card(predictor, scores, compiled, elsewhere), encoding="utf-8")
+        args.card.write_text(card(predictor, scores, given["compiled"], given["measured"]), encoding="utf-8")
     made = common.provenance(__file__, args.data, args.predictor, [predictor.training["seed"]])
     common.report(args.json, made, found, split=scores["split"])
 

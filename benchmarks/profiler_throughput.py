@@ -37,11 +37,8 @@ BATCH = 64  # MetaSchedule's default for one round of measurements
 
 def ours(engine: Engine, jobs: Sequence[BuildJob]) -> tuple[dict[str, float], float]:
     started = time.perf_counter()
-    labels = {
-        o.job.program.hash: o.latency_s
-        for o in engine.run(iter(jobs))
-        if o.status == "ok" and o.latency_s is not None
-    }
+    done = list(engine.run(iter(jobs)))
+    labels = {o.job.program.hash: o.latency_s for o in done if o.status == "ok" and o.latency_s is not None}
     return labels, time.perf_counter() - started
 
 
@@ -86,9 +83,9 @@ class MetaSchedule:
                     inputs.append(ms.runner.RunnerInput(result.artifact_path, "cpu", args))
                     hashes.append(job.program.hash)
             for digest, future in zip(hashes, self._runner.run(inputs), strict=True):
-                result = future.result()
-                if result.run_secs:
-                    labels[digest] = statistics.median(float(s) for s in result.run_secs)
+                seconds = future.result().run_secs
+                if seconds:
+                    labels[digest] = statistics.median(map(float, seconds))
         return labels, time.perf_counter() - started
 
 

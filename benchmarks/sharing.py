@@ -12,9 +12,9 @@ The tasks of a network are tuned from nothing, with the same search, seed and nu
 
 ``speedup`` is the wall time of ``one`` over that of ``sharded``, from the start of the workers to the finished database,
 the median over the repetitions (a seed each); ``efficiency`` is speedup / shares. ``over the pipeline`` is the same against
-``pipeline``, which has all cores too: there the gain is what a single search leaves idle. Ways take turns in coming first.
-What is done is kept in ``--out``; a tuning that was interrupted is begun anew. The best program of every task and tuning is
-measured again at the end, alone, all by one procedure; ``final latency`` is sharded over one.
+``pipeline``, which has all cores too. Ways take turns in coming first. What is done is kept in ``--out``; a tuning that was
+interrupted is begun anew. The best program of every task and tuning is measured again at the end, alone, all by one
+procedure; ``final latency`` is sharded over one.
 
 ``--table`` tunes the network at one core, two, and so on in powers of two, and measures what was found at each at all of
 them: a line says how many times as slow it is there as what was tuned for that share.

@@ -4,25 +4,25 @@
     python benchmarks/tuning.py --runs cdmpp trimmed --out runs/bench-tuning --json trimming.json
     python benchmarks/tuning.py --quick --out /tmp/bench-tuning          # does it run? figures mean nothing
 
-The predictor is checked to have seen none of the networks. Their tasks are drawn evenly over the range of their work. Every
-task is tuned alone, from nothing, with every cost model and every seed: the same search (TVM's evolutionary search), number
-of trials and profiler. ``trimmed`` is ``cdmpp`` again, dropping candidates whose predicted interval lies above the best so
-far. All is kept in ``--out``. The best program of each run (by its own label) is measured again at the end, all by one
-procedure: alone, with nothing built meanwhile, in turn, ``--repeats`` times; the median counts. Of cdmpp over another run:
+The predictor must have seen none of the networks. Of their tasks, evenly drawn over the range of their work, each is tuned
+alone, from nothing, with every cost model and seed: the same search (TVM's evolutionary search), number of trials and
+profiler. ``trimmed`` is ``cdmpp`` that drops candidates whose predicted interval lies above the best so far. All is kept in
+``--out``. The best program of each run (by its own label) is measured again at the end, all by one procedure: alone, with
+nothing built meanwhile, in turn, ``--repeats`` times; the median counts. Of cdmpp over another run:
 
-* ``trials``: trials until its best label was within 1 % of the other's final one, over the other's trials. A run that never
-  came so far counts as twice its trials; ``reached`` is the fraction that did. ``time`` is the same in wall seconds.
+* ``trials``: trials until its best label was within 1 % of the other's final one, over the other's trials; twice its trials
+  if it never was (``reached`` is the fraction of runs that were). ``time`` is the same in wall seconds.
 * ``final latency``: measured again. Of ``trimmed`` over ``cdmpp`` besides: ``cost`` in CPU seconds of search, building and
   measuring, and ``equal``, the fraction that is at most 2 % slower. ``stopped`` cuts the trimmed runs' curves where
   ``--stop-when-gain-per-minute-below`` would, the cost with them in proportion to the wall time.
 
-All are geometric means over tasks and seeds; the spread is that of the seeds' own means, the interval over tasks. A network
-end to end: ``cdmpp tune NETWORK --cost-model M --json FILE``.
+All are geometric means over tasks and seeds; the spread is that of the seeds' own means, the interval over tasks.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 from collections import defaultdict
@@ -73,12 +73,9 @@ def held_out_tasks(args: argparse.Namespace, predictor: Predictor) -> list[Task]
     In place of a task whose space has fewer programs than there are trials, such as most poolings, the next one is taken.
     """
     known = set(predictor.training.get("tasks", ()))
-    tasks = sorted(
-        (t for t in extract_tasks(args.networks) if t.hash not in known and t.flops > 0),
-        key=lambda t: t.flops,
-    )
+    unseen = [t for t in extract_tasks(args.networks) if t.hash not in known and t.flops > 0]
     # what takes some hundred nanoseconds has nothing to tune
-    tasks = [t for t in tasks if t.flops >= 1e5] or tasks
+    tasks = sorted([t for t in unseen if t.flops >= 1e5] or unseen, key=lambda t: t.flops)
     chosen: dict[int, Task] = {}
     for place in range(args.tasks):
         number = place * len(tasks) // args.tasks
@@ -104,13 +101,10 @@ def tune_config(args: argparse.Namespace, trials: int, **options: Any) -> Any:
     return TuneConfig(Objective(trials), batch=args.batch, **search, **options)
 
 
-def run_name(args: argparse.Namespace, run: str) -> str:
-    return f"trimmed-{args.coverage:g}" if run == "trimmed" else run
-
-
-def tuned_alone(args: argparse.Namespace, task: Task, run: str, seed: int, predictor: Predictor) -> Row:
+def tuned_alone(
+    args: argparse.Namespace, task: Task, run: str, name: str, seed: int, predictor: Predictor
+) -> Row:
     """Tune one task; the row says how, what was found, and the best label after each trial."""
-    name = run_name(args, run)
     out = args.out / "runs" / f"{task.hash}-{name}-{seed}"
     trim, model = (args.coverage, "cdmpp") if run == "trimmed" else (None, run)
     config = tune_config(args, args.trials, cost_model=model, predictor=predictor, trim=trim, seed=seed)
@@ -274,17 +268,11 @@ def main() -> None:
     predictor = held_out_predictor(args.predictor, args.networks)
     tasks = held_out_tasks(args, predictor)
     # all runs of a task and a seed follow each other, so that a drift of the machine hits them alike
-    rows = {
-        (task.hash, seed, run): results.once(
-            partial(tuned_alone, args, task, run, seed, predictor),
-            task=task.hash,
-            run=run_name(args, run),
-            seed=seed,
-        )
-        for seed in args.seeds
-        for task in tasks
-        for run in args.runs
-    }
+    rows = {}
+    for seed, task, run in itertools.product(args.seeds, tasks, args.runs):
+        name = f"trimmed-{args.coverage:g}" if run == "trimmed" else run
+        tune = partial(tuned_alone, args, task, run, name, seed, predictor)
+        rows[task.hash, seed, run] = results.once(tune, task=task.hash, run=name, seed=seed)
     measure_again(args, DEVICE, list(rows.values()), results)
 
     figures, pairs = [], []
@@ -296,12 +284,9 @@ def main() -> None:
         }
         measures: dict[str, Callable[[Row, Row], dict[str, float]]] = {f"cdmpp over {run}": compare}
         if run == "trimmed":
-            measures = {
-                f"trimmed at {args.coverage:g} over cdmpp": compare_trimmed,
-                f"and stopped below {100 * args.least_gain:g} % a minute": partial(
-                    stopped, least_gain=args.least_gain
-                ),
-            }
+            stop = partial(stopped, least_gain=args.least_gain)
+            measures = {f"trimmed at {args.coverage:g} over cdmpp": compare_trimmed}
+            measures[f"and stopped below {100 * args.least_gain:g} % a minute"] = stop
         for name, measure in measures.items() if both else ():
             found = [{"run": name, "task": t, "seed": s, **measure(*own)} for (t, s), own in both.items()]
             figures.append(geometric_figure(name, found))

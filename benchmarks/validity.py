@@ -6,14 +6,12 @@
 The space is Kernel Tuner's 2-D convolution (4096 x 4096, filter 15 x 15), every configuration of which was measured on an RTX
 2080 Ti and on an RTX 3060 laptop: 6,768 configurations, some 22 % of which fail, which costs as much as another measurement.
 
-The search is the tuner's own, with rounds of 16 measurements, the first of which are 16 random configurations. Its cost
-model (:class:`cdmpp.tuner.learning.OnlineModel` beside the analytical estimate, no predictor) learns from every round; an
+The search is the tuner's own, with rounds of 16 measurements, at first of random configurations. Its cost model
+(:class:`cdmpp.tuner.learning.OnlineModel` beside the analytical estimate, no predictor) learns from every round; an
 evolutionary search over the parameters (population 256, 3 generations) proposes by it; 5 % of the candidates are random.
-Failures are not measured again, but nothing is learned from them. Arms:
-
-* ``plain``: as above.
-* ``full``: the first 16 are likely valid and represent the space (k-means on pooled AST features), and candidates that are
-  likely invalid are skipped throughout; failures of the search itself are learned.
+Failures are not measured again, but nothing is learned from them (``plain``). With ``full``, the first 16 are likely valid and
+represent the space (k-means on pooled AST features), candidates that are likely invalid are skipped throughout, and failures
+of the search itself are learned.
 
 P(valid) is learned from the *other* GPU's failures alone. Ratios are of geometric means over the seeds, and of both GPUs,
 over those of ``plain``; their interval is over resampled seeds. A search that is not there after ``--cap`` measurements
@@ -39,16 +37,9 @@ from cdmpp.dataset.importers import import_benchmark_hub
 from cdmpp.device import get_device
 from cdmpp.predictor.data import collect_asts
 from cdmpp.program.ast import CompactAST
+from cdmpp.tuner import validity
 from cdmpp.tuner.learning import AnalyticalPrior, OnlineModel
-from cdmpp.tuner.validity import (
-    SKIP_BELOW,
-    OnlineValidity,
-    ValidityData,
-    ValidityModel,
-    initial_population,
-    pooled,
-    validity_features,
-)
+from cdmpp.tuner.validity import ValidityModel
 
 KERNEL = "convolution"
 GPUS = {"RTX_2080_Ti": "rtx-2080-ti", "RTX_3060_laptop": "rtx-3060-laptop"}
@@ -78,7 +69,7 @@ class Space:
         self.rows = np.full(self.sizes, -1)
         self.rows[tuple(self.choices.T)] = np.arange(len(self.choices))
         self.encoded = AnalyticalPrior(device).encode(self.asts)
-        self.features = validity_features(self.asts, device)
+        self.features = validity.validity_features(self.asts, device)
 
     def mutants(self, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Each with another value of one parameter, a third of them of two; itself where that is no configuration."""
@@ -124,7 +115,7 @@ def failures_of(space: Space) -> ValidityModel:
     names = [f"c{i}" for i in range(len(space.asts))]
     table = pd.DataFrame({"program": names, "task": KERNEL, "device": space.device})
     table = table.assign(valid=np.isfinite(space.latency_s))
-    return ValidityModel().fit(ValidityData(table, dict(zip(names, space.asts, strict=True))))
+    return ValidityModel().fit(validity.ValidityData(table, dict(zip(names, space.asts, strict=True))))
 
 
 def initial(space: Space, arm: str, p_valid: np.ndarray, seed: int, rng: np.random.Generator) -> np.ndarray:
@@ -132,16 +123,18 @@ def initial(space: Space, arm: str, p_valid: np.ndarray, seed: int, rng: np.rand
     drawn = rng.permutation(len(space.asts))[:SAMPLED]
     if arm == "plain":
         return drawn[:BATCH]
-    return drawn[initial_population(pooled(space.features[drawn]), p_valid[drawn], BATCH, seed=seed)]
+    return drawn[
+        validity.initial_population(validity.pooled(space.features[drawn]), p_valid[drawn], BATCH, seed=seed)
+    ]
 
 
 def search(space: Space, arm: str, seed: int, cap: int, model: ValidityModel) -> common.Row:
     """One run: measurements until within 1 %, how many of them failed, and whether it got there."""
     rng = np.random.default_rng(seed)
     n, goal = len(space.asts), WITHIN * space.latency_s.min()
-    validity = OnlineValidity(model, get_device(space.device), seed)
+    online = validity.OnlineValidity(model, get_device(space.device), seed)
     skips = arm != "plain"
-    p_valid = validity.predict(space.features)
+    p_valid = online.predict(space.features)
     batch = initial(space, arm, p_valid, seed, rng)
     cost_model = OnlineModel(AnalyticalPrior(get_device(space.device)))
     measured, failed, order = np.zeros(n, dtype=bool), 0, []
@@ -153,11 +146,10 @@ def search(space: Space, arm: str, seed: int, cap: int, model: ValidityModel) ->
             if space.latency_s[row] <= goal:
                 return {"measurements": len(order), "failed": failed, "reached": True}
         if skips and np.isinf(space.latency_s[batch]).any():
-            validity.learn(
-                [str(r) for r in batch], space.features[batch], np.isfinite(space.latency_s[batch])
-            )
-            p_valid = validity.predict(space.features)
-        likely = p_valid >= SKIP_BELOW if skips else np.ones(n, dtype=bool)
+            works = np.isfinite(space.latency_s[batch])
+            online.learn([str(r) for r in batch], space.features[batch], works)
+            p_valid = online.predict(space.features)
+        likely = p_valid >= validity.SKIP_BELOW if skips else np.ones(n, dtype=bool)
         likely = likely if (likely & ~measured).any() else np.ones(n, dtype=bool)
         ok = batch[np.isfinite(space.latency_s[batch])]
         cost_model.learn(KERNEL, [str(row) for row in ok], space.encoded.take(ok), space.latency_s[ok])
@@ -216,9 +208,8 @@ def figures(rows: Sequence[common.Row]) -> list[common.Figure]:
     values, spread = {"ratio": float(np.exp(both.mean()))}, {"ratio": common.spread_of(each.tolist())}
     found = [common.figure("full over plain", values, len(both), spread=spread, interval={"ratio": ends})]
     for (arm, device), own in runs.items():
-        of_arm = common.median_figure(
-            f"{arm}, {device}", {"measurements (median)": [r["measurements"] for r in own]}
-        )
+        counts = {"measurements (median)": [row["measurements"] for row in own]}
+        of_arm = common.median_figure(f"{arm}, {device}", counts)
         of_arm["values"] |= {
             "geometric mean": float(np.exp(logs[arm, device].mean())),
             "failed (mean)": float(np.mean([row["failed"] for row in own])),
@@ -258,9 +249,8 @@ def main() -> None:
         valid = np.isfinite(space.latency_s)
         auc = float(roc_auc_score(valid, model.log_odds(space.features)))
         values = {"AUC": auc, "invalid": float(1 - valid.mean())}
-        found.append(
-            common.figure(f"P(valid) on {space.device}, learned on {other.device}", values, len(valid))
-        )
+        name = f"P(valid) on {space.device}, learned on {other.device}"
+        found.append(common.figure(name, values, len(valid)))
     common.report(args.json, made, found)
 
 

@@ -341,7 +341,6 @@ def sample_programs(
     return TaskSpaces(task, rule, num_cores).sample(n, seed)
 
 
-
 def generator_space(task_hash: str, name: str, parameters: Sequence[str], fixed: Mapping[str, Any]) -> Space:
     """The space of a generator's programs of a task.
 
