@@ -5,21 +5,19 @@
     python benchmarks/cross_device.py --predictor default --unseen h100_traces.parquet h100_e2e.csv --json unseen.json
 
 For each device in turn a predictor is trained on the records of the others (``--records`` of them, as many of every
-operator and device) and asked about this one:
-
-* **operators** measured alone: MAPE by family;
-* **nodes** of the traces: APE by family, forward and backward;
-* **end to end**: what ``cdmpp latency`` says of the traced networks, inference and training, against the whole network's
-  measured latency; ``in_trace`` is the sum of its nodes' measured times: what a perfect predictor of nodes would score.
+operator and device) and asked about this one: **operators** measured alone (MAPE by family), **nodes** of the traces (APE by
+family, forward and backward), and **end to end**: what ``cdmpp latency`` says of the traced networks, inference and training,
+against the whole network's measured latency; ``in_trace`` is the sum of its nodes' measured times: what a perfect predictor
+of nodes would score.
 
 Nodes and networks are compared with the authors' own predictions for the same rows (``micro`` is Li's model); NeuSight was
 trained on all of these devices. ``ape_mean`` is over the ``n_common`` rows that all sources have, ``n_own`` says how many
 each has. Then K measurements of the new device are learned (``cdmpp finetune``), of tasks chosen by KMeans and at random,
 and the device's other records and its networks are predicted again.
 
-``--unseen`` takes files of the same columns with devices that are in none of the above: they are predicted by what was
-trained on all. ``--predictor`` judges given weights in place of training; a device that these have seen counts for no mean.
-What is imported and trained is kept in ``--work``. Intervals are over tasks for operators and over networks end to end.
+``--unseen`` takes files of the same columns with devices that are in none of the above, for what was trained on all.
+``--predictor`` judges given weights in place of training; a device that these have seen counts for no mean. What is imported
+and trained is kept in ``--work``. Intervals are over tasks for operators and over networks end to end.
 """
 
 from __future__ import annotations
@@ -107,7 +105,7 @@ def gathered(args: argparse.Namespace, config: Config) -> Bench:
     rows = sample_evenly(view, args.records, args.seed, pool).rows
     further = sorted(set(view.device_names) - set(pool))
     if further:
-        # drawn by themselves, so that what is trained on does not hang on them
+        # drawn by themselves, so that what is trained on does not depend on them
         count = args.records // len(pool) * len(further)
         rows = np.concatenate([rows, sample_evenly(view, count, args.seed, further).rows])
     data = gather(SampledView(view, np.sort(rows)), progress=show_progress)
@@ -243,17 +241,18 @@ def figures(rows: list[Row]) -> list[Figure]:
 def node_figures(rows: Sequence[Row]) -> list[Figure]:
     """Mean errors of forward nodes by family, pooled over the devices, ours and NeuSight's on the nodes that it predicts."""
     found = []
+    forward = [row["nodes"]["forward"]["families"] for row in rows if "forward" in row.get("nodes", {})]
     for family in FAMILIES:
-        total, n = np.zeros(2), 0
-        for row in rows:
-            nodes = row.get("nodes", {}).get("forward", {"families": {}})["families"].get(family)
-            theirs = nodes["sources"].get("neusight", {"n_own": 0}) if nodes else {"n_own": 0}
-            if theirs["n_own"]:
-                total += theirs["n_own"] * np.array([theirs["ours_ape_mean_own"], theirs["ape_mean_own"]])
-                n += theirs["n_own"]
-        if n:
-            values = dict(zip(("APE", "NeuSight's APE"), (total / n).tolist(), strict=True))
-            found.append(figure(f"nodes, forward, {family}, unseen (NVIDIA's)", values, n))
+        theirs = [nodes[family]["sources"].get("neusight", {}) for nodes in forward if family in nodes]
+        theirs = [source for source in theirs if source.get("n_own")]
+        if theirs:
+            counts = [source["n_own"] for source in theirs]
+            titles = {"APE": "ours_ape_mean_own", "NeuSight's APE": "ape_mean_own"}
+            values = {
+                title: float(np.average([source[key] for source in theirs], weights=counts))
+                for title, key in titles.items()
+            }
+            found.append(figure(f"nodes, forward, {family}, unseen (NVIDIA's)", values, sum(counts)))
     return found
 
 

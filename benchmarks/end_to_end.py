@@ -5,17 +5,17 @@
 
 Every network is compiled untuned, and with the schedules of a database of `cdmpp tune` where one is given, and run in a
 process that is pinned to the cores of ``--device`` with as many threads; both variants in turn. What is measured is defined in
-`cdmpp/tuner/deployment.py`: ``measured_s`` is the mean of the faster half of the whole runs during which nobody else used
-the core (``method`` is ``runs``) or, where a run is too long to be left alone, the sum over the functions it calls, each the
-mean of the faster half of its undisturbed samples (``calls``). ``disturbed`` is the part of that time during which somebody
-else used the core, ``plain_s`` the mean of the faster half of all whole runs in the fastest round.
+`cdmpp/tuner/deployment.py`: ``measured_s`` is the mean of the faster half of the undisturbed whole runs (``method`` is
+``runs``) or, where a run is too long to be left alone, the sum over the functions it calls, each the mean of the faster half
+of its undisturbed samples (``calls``). ``disturbed`` is the part of that time during which somebody else used the core,
+``plain_s`` the mean of the faster half of all whole runs in the fastest round.
 
-All networks are measured in ``--rounds`` rounds, each time in a new process. The round in the middle counts, of those with at
-most 5 % disturbed; the least disturbed one where there is none. What has been measured is kept in ``--out``; a run that is
-started again predicts anew with the predictor it is given.
+All networks are measured in ``--rounds`` rounds, each in a new process. The round in the middle counts, of those with at most
+5 % disturbed; the least disturbed one where there is none. What has been measured is kept in ``--out``; a run that is
+started again predicts anew.
 
 ``ape`` is ``|predicted / measured - 1|``, ``plain_ape`` against ``plain_s``. ``seen`` says whether the predictor was trained
-on programs of the network, ``inside`` whether the measured latency lies in the interval that takes all tasks at the same end.
+on programs of the network, ``inside`` whether the measured latency lies in the interval that takes all tasks at the same end,
 ``layer_ape`` is the sum of the calls' absolute errors over that of their measured times: it shows what cancels in the total.
 """
 
@@ -99,12 +99,12 @@ def layer_error(calls: Sequence[Mapping[str, Any]], layers: Sequence[LayerLatenc
     predicted_s = {layer.name: layer.latency_s for layer in layers}
     error_s = measured_s = 0.0
     for call in calls:
-        numbers[call["name"]] += 1
-        turn = numbers[call["name"]]
-        name = call["name"] if turn == 1 else f"{call['name']}#{turn}"
+        name, call_s = call["name"], call["latency_s"]
+        numbers[name] += 1
+        name += f"#{numbers[name]}" if numbers[name] > 1 else ""
         if name in predicted_s:
-            error_s += abs(predicted_s[name] - call["latency_s"])
-            measured_s += call["latency_s"]
+            error_s += abs(predicted_s[name] - call_s)
+            measured_s += call_s
     return error_s / measured_s if measured_s else None
 
 

@@ -7,10 +7,8 @@
 Ours is ``Predictor.predict(funcs, device)``: compact ASTs, batching, network. Theirs is ``XGBModel.predict(context,
 candidates)``: PerStoreFeature and boosted trees, trained on what ours predicts of some candidates. Both start from
 scheduled TIR in memory, know none of the programs before, take turns batch by batch, and have threads as users get them:
-TVM's defaults (one a physical core); one torch thread a core. Candidates are ordered by task: a batch of 64 is of one task
-mostly, as a tuner asks for.
-
-ASTs and PerStoreFeature run on one thread, of tasks and programs that neither has seen.
+TVM's defaults (one a physical core); one torch thread a core. Candidates are ordered by task, as a tuner asks for. ASTs and
+PerStoreFeature run on one thread, of tasks and programs that neither has seen.
 """
 
 from __future__ import annotations
@@ -217,11 +215,8 @@ def main() -> None:
     predictor.predict(funcs[:8], DEVICE)  # both are warm
     theirs.predict(0, 8)
 
-    figures = [
-        compare(predictor, funcs, theirs, size, args.batches, args.repeats)
-        for size in BATCH_SIZES
-        if size <= len(funcs)
-    ]
+    sizes = [size for size in BATCH_SIZES if size <= len(funcs)]
+    figures = [compare(predictor, funcs, theirs, size, args.batches, args.repeats) for size in sizes]
     figures += compare_asts(jobs[::4], funcs[::4], args.rounds)
     detail |= {
         "torch_threads": torch.get_num_threads(),
