@@ -25,7 +25,7 @@ from common import arguments, figure, in_turn, provenance, ratio_figure, report,
 from prediction_speed import draw, rebuilt
 
 from cdmpp.device import get_device
-from cdmpp.profiler.cpu import CpuConfig, cpu_engine, sentinel_job
+from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job
 from cdmpp.profiler.engine import BuildJob, Engine
 from cdmpp.profiler.machine import core_groups, usable_cores
 from cdmpp.profiler.statistics import SamplingPlan
@@ -116,7 +116,7 @@ def main() -> None:
     sides = ("ours", "metaschedule")
     labels: dict[tuple[str, int], dict[str, float]] = {(side, r): {} for side in sides for r in (0, 1)}
     rates: dict[str, list[float]] = {side: [] for side in sides}
-    with cpu_engine(config, device.target, groups, sentinel_job()) as engine:
+    with Engine(CpuMeasurer(config, device.target, groups, sentinel_job())) as engine:
         ours(engine, jobs[:4])  # processes are up and warm
         for repeat in (0, 1):
             for begin in range(0, len(jobs), args.chunk):

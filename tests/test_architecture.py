@@ -104,7 +104,7 @@ def test_profiling_loads_few_modules(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     loaded = done.stdout.splitlines()[-1].split()
-    assert 20 < len(loaded) <= 39, sorted(loaded)
+    assert 20 < len(loaded) <= 37, sorted(loaded)
 
 
 #: Runs the command and prints how many modules of cdmpp that loads.
@@ -132,4 +132,4 @@ def test_a_prediction_loads_few_modules(tmp_path: Path) -> None:
 def test_a_tuning_loads_few_modules(tmp_path: Path) -> None:
     """Search, cost model, profiler, database and the whole network; the number may only fall."""
     small = ("--trials", "2", "--batch", "2", "--population", "8", "--generations", "1", "--builders", "1")
-    assert modules_loaded("tune", "mlp", "--device", "this-cpu@1", "--out", str(tmp_path / "t"), *small) <= 70
+    assert modules_loaded("tune", "mlp", "--device", "this-cpu@1", "--out", str(tmp_path / "t"), *small) <= 68

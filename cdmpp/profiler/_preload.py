@@ -19,6 +19,5 @@ del sys.modules["torch"]
 
 import cdmpp.profiler.arguments
 import cdmpp.profiler.cpu
-import cdmpp.profiler.sentinel
 import cdmpp.program.codegen.compile
 import cdmpp.program.space  # noqa: F401

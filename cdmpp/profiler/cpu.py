@@ -10,7 +10,7 @@ State that a label depends on, and how it is fixed here:
   then as many timed runs back to back as fill ``SamplingPlan.min_sample_s``.
 * **Interleaving**: the samples of a batch of programs are taken in turn (A B C A B C ...), so that a slow
   disturbance hits all of them and is seen by the split-half difference.
-* **Disturbance**: a sample is taken when a :class:`~cdmpp.profiler.sentinel.Sentinel` says that the core is
+* **Disturbance**: a sample is taken when a :class:`~cdmpp.profiler.machine.Sentinel` says that the core is
   undisturbed, and counts only if it still says so afterwards and the thread was not preempted; waiting costs nothing,
   builders use the core meanwhile. A program that gets too few such samples in its time is reported with the
   others, and with their share. A sentinel program is timed before and after each batch, and its drift and the
@@ -36,15 +36,14 @@ import numpy as np
 
 from cdmpp.errors import ProfilerError, ProgramError
 from cdmpp.profiler import machine
-from cdmpp.profiler.engine import BuildConfig, BuildJob, Built, Engine, Measured, Measurer, Running, last_line
-from cdmpp.profiler.pool import Worker, requests
+from cdmpp.profiler.engine import BuildConfig, BuildJob, Built, Measured, Measurer, Running, last_line
+from cdmpp.profiler.machine import Sentinel, Worker, requests
 from cdmpp.profiler.statistics import SamplingPlan, label
 from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.program.types import Program, Task
 
 if TYPE_CHECKING:
     from cdmpp.profiler.arguments import ArgSpec
-    from cdmpp.profiler.sentinel import Sentinel
 
 #: Bytes of arguments kept between batches for programs of equal signature.
 _ARGUMENT_CACHE_BYTES = 2 << 30
@@ -229,7 +228,6 @@ def measure_worker(
     """
     machine.die_with_parent()
     machine.pin(cores)
-    from cdmpp.profiler.sentinel import Sentinel
 
     # Read when the thread pool starts, which is at the first parallel program. Binding is left to the pinning
     # above: the runtime would bind its threads to the machine's first cores, whoever owns them.
@@ -314,24 +312,6 @@ def sentinel_job() -> BuildJob:
     return BuildJob(Program(digest, digest, None, "", "unscheduled"), task, None)
 
 
-def cpu_engine(
-    config: CpuConfig,
-    target: Mapping[str, Any],
-    core_groups: Sequence[tuple[int, ...]],
-    sentinel: BuildJob | None = None,
-    *,
-    overlap: bool = True,
-) -> Engine:
-    """An engine that measures on cores of this machine.
-
-    Programs are compiled for the TVM target dictionary `target`. There are as many measuring processes as core groups (the
-    degree of parallelism). `sentinel` is timed around every batch to see drift (:func:`sentinel_job`). Without `overlap`
-    everything is built first, then measured with nothing else running. ProfilerError where there are no cores; on entering,
-    if the sentinel program does not build.
-    """
-    return Engine(config, CpuMeasurer(config, target, core_groups, sentinel, overlap=overlap))
-
-
 class ObjectBuilder:
     """Turns jobs into shared objects, in a memory-backed folder."""
 
@@ -396,7 +376,15 @@ class _Item:
 
 
 class CpuMeasurer(Measurer):
-    """Deals batches of programs to measuring processes that own their cores; decides what is measured again."""
+    """Deals batches of programs to measuring processes that own their cores; decides what is measured again.
+
+    Programs are compiled for the TVM target dictionary `target`. There are as many measuring processes as core groups (the
+    degree of parallelism). `sentinel` is timed around every batch to see drift (:func:`sentinel_job`). Without `overlap`
+    everything is built first, then measured with nothing else running. ProfilerError where there are no cores; on opening,
+    if the sentinel program does not build.
+    """
+
+    config: CpuConfig
 
     def __init__(
         self,
@@ -407,10 +395,10 @@ class CpuMeasurer(Measurer):
         *,
         overlap: bool = True,
     ) -> None:
-        super().__init__()
+        super().__init__(config)
         if not core_groups or not all(core_groups):
             raise ProfilerError("no cores to measure on")
-        self.config, self._target, self._core_groups = config, target, core_groups
+        self._target, self._core_groups = target, core_groups
         self._sentinel, self._overlap = sentinel, overlap
         self._folder: Path | None = None
         self._built: dict[str, list[_Item]] = {}
@@ -543,7 +531,7 @@ class CpuMeasurer(Measurer):
         if measured is None:
             self._batches.append([item])
             return
-        self._remove(item)
+        Path(item.built.path).unlink(missing_ok=True)
         meta: dict[str, Any] = {"attempts": item.attempts}
         if done is not None and done.sentinel_before_s > 0:
             times_s = self._sentinel_times_s
@@ -554,9 +542,6 @@ class CpuMeasurer(Measurer):
             meta["steal_pct"] = round(done.steal_pct, 2)
             meta["scheduler"] = done.scheduler
         self.finish(item.job, item.built, measured, **meta)
-
-    def _remove(self, item: _Item) -> None:
-        Path(item.built.path).unlink(missing_ok=True)
 
     def _runner_died(self, worker: Worker, reason: str) -> None:
         """Find out which program of the batch did it: the rest is measured again, each alone."""
@@ -569,7 +554,7 @@ class CpuMeasurer(Measurer):
                 continue
             item.deaths += 1
             if item.deaths >= 2:
-                self._remove(item)
+                Path(item.built.path).unlink(missing_ok=True)
                 self.fail(item.job, "run_error", f"the measuring process died with it twice, last {reason}")
             else:
                 self._batches.append([item])
@@ -584,7 +569,7 @@ class CpuMeasurer(Measurer):
         slow.measured = slow.best
         if slow.measured is None:
             batch.remove(slow)
-            self._remove(slow)
+            Path(slow.built.path).unlink(missing_ok=True)
             self.fail(slow.job, "run_timeout", f"one run took over {self.config.run_timeout_s:g} s")
         for item in batch:
             if item.measured is not None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler import machine
-from cdmpp.profiler.pool import Worker, ready, requests
+from cdmpp.profiler.machine import Worker, ready, requests
 from cdmpp.profiler.statistics import label, split_half_difference
 from cdmpp.program.types import Program, Space, Task
 
@@ -130,7 +130,8 @@ class Measurer:
     #: Set by :meth:`open` at the latest.
     builder: Builder
 
-    def __init__(self) -> None:
+    def __init__(self, config: BuildConfig) -> None:
+        self.config = config
         #: The measuring processes.
         self.workers: list[Worker] = []
         #: Final outcomes that the engine has not passed on yet.
@@ -187,8 +188,8 @@ class Measurer:
 class BuildOnly(Measurer):
     """Measures nothing: the outcome of a job is what was built."""
 
-    def __init__(self, builder: Builder) -> None:
-        super().__init__()
+    def __init__(self, config: BuildConfig, builder: Builder) -> None:
+        super().__init__(config)
         self.builder = builder
 
     def add(self, job: Any, built: Any) -> None:
@@ -198,9 +199,9 @@ class BuildOnly(Measurer):
 class Engine:
     """Building processes and a measurer; a context manager (ProfilerError on entering if there is nothing to measure on)."""
 
-    def __init__(self, config: BuildConfig, measurer: Measurer) -> None:
-        self.config, self.measurer = config, measurer
-        self._count = max(1, config.builders or len(machine.usable_cores()))
+    def __init__(self, measurer: Measurer) -> None:
+        self.config, self.measurer = measurer.config, measurer
+        self._count = max(1, self.config.builders or len(machine.usable_cores()))
         self._builders: list[Worker] = []
         #: Jobs, and how many builders died over each; the load of a builder, too, is such a pair.
         self._to_build: deque[tuple[Any, int]] = deque()

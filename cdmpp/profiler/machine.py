@@ -1,16 +1,22 @@
-"""What the operating system lets a measuring process do, and what it says about disturbances (Linux)."""
+"""What the operating system gives a measuring process: cores, priorities, worker processes with deadlines; and what it and
+the core itself say about disturbances (Linux).
+"""
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import multiprocessing
 import os
 import resource
 import shutil
 import signal
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -20,6 +26,20 @@ logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _FOLDER_PREFIX = "cdmpp-"
+
+# Of the sentinel:
+#: Iterations of the loop: long against the clock's resolution, short against a sample.
+_ITERATIONS = 800
+#: Timed so often in a row; the first pass warms the interpreter's code and an interrupt spoils only one.
+_PASSES = 3
+#: A neighbour shows as 1.7 and more; clock changes after wide vector code as up to 1.2.
+_TOLERANCE = 1.3
+#: An answer is taken for valid so long.
+_FRESH_S = 0.0005
+#: Waiting may take so much longer than measuring has taken in all: where a neighbour never rests, patience is no use.
+_PATIENCE_S = 2.0
+#: Between looks while waiting; the core is free for other processes meanwhile.
+_PAUSE_S = 0.004
 
 
 def die_with_parent() -> None:
@@ -107,3 +127,184 @@ def make_work_folder(parent: Path) -> Path:
         if owner.isdigit() and not psutil.pid_exists(int(owner)):
             shutil.rmtree(stale, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}-", dir=parent))
+
+
+# -- worker processes: started in milliseconds, killed for certain, replaced when they die --------------------------
+
+
+class Worker:
+    """One process that serves requests over a pipe, one at a time: it runs `target` with its end of the pipe and `args`."""
+
+    def __init__(self, target: Callable[..., None], args: tuple[Any, ...], name: str) -> None:
+        self.name = name
+        self._target, self._args = target, args
+        self._process: Any = None
+        self.connection: Connection
+        #: What it is working on; None when idle.
+        self.load: Any = None
+        self._deadline = float("inf")
+        self._cpu_deadline = float("inf")
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["cdmpp.profiler._preload"])
+        self.connection, theirs = context.Pipe()
+        self._process = context.Process(target=self._target, args=(theirs, *self._args), name=self.name)
+        self._process.daemon = True
+        self._process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        return int(self._process.pid)
+
+    def submit(self, request: Any, load: Any, timeout_s: float, *, of_cpu_time: bool = False) -> bool:
+        """Send a request; False if the process was found dead (it is then replaced and idle)."""
+        try:
+            self.connection.send(request)
+        except (BrokenPipeError, ConnectionResetError):
+            self.replace()
+            return False
+        self.load = load
+        self.extend(timeout_s, of_cpu_time=of_cpu_time)
+        return True
+
+    def extend(self, timeout_s: float, *, of_cpu_time: bool = False) -> None:
+        """Set the deadline `timeout_s` from now; with `of_cpu_time` the process may wait for a core meanwhile
+        (up to five times as long)."""
+        now = time.monotonic()
+        if of_cpu_time:
+            self._cpu_deadline = self._cpu_time() + timeout_s
+            self._deadline = now + 5 * timeout_s
+        else:
+            self._deadline = now + timeout_s
+
+    def _cpu_time(self) -> float:
+        try:
+            times = psutil.Process(self.pid).cpu_times()
+            return float(times.user + times.system)
+        except psutil.Error:
+            return 0.0
+
+    def overdue(self) -> bool:
+        """Whether the deadline has passed."""
+        late = time.monotonic() > self._deadline
+        return self.load is not None and (
+            late or (self._cpu_deadline < float("inf") and self._cpu_time() > self._cpu_deadline)
+        )
+
+    def finished(self) -> None:
+        """Mark the process idle."""
+        self.load = None
+        self._deadline = self._cpu_deadline = float("inf")
+
+    def exit_reason(self) -> str:
+        """How a dead process ended, in words."""
+        self._process.join(timeout=2)
+        code = self._process.exitcode
+        if code is None:
+            return "still running"
+        return f"killed by signal {-code}" if code < 0 else f"exited with code {code}"
+
+    def replace(self) -> None:
+        """Kill the process for certain and start a fresh one."""
+        self.kill()
+        self._start()
+        self.finished()
+
+    def kill(self) -> None:
+        """End the process with SIGKILL: nothing that LLVM or a foreign program does can stop that."""
+        self.connection.close()
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join(timeout=10)
+
+    def close(self) -> None:
+        """Ask the process to end, then make it."""
+        try:
+            self.connection.send(None)
+            self._process.join(timeout=1)
+        except OSError:
+            pass
+        self.kill()
+
+
+def ready(workers: list[Worker], timeout_s: float) -> list[Worker]:
+    """The busy workers that have sent something (or are dead), waiting at most `timeout_s`."""
+    busy = {w.connection: w for w in workers if w.load is not None}
+    return [busy[c] for c in wait(list(busy), timeout_s)] if busy else []  # type: ignore[index]
+
+
+def requests(connection: Connection) -> Iterator[Any]:
+    """The requests to a process, until the last (None) or until the other end is closed."""
+    try:
+        yield from iter(connection.recv, None)
+    except EOFError:
+        return
+
+
+# -- who else uses the core --------------------------------------------------------------------------------------
+
+
+class Sentinel:
+    """Tells whether somebody else is using the core that the calling thread runs on (of several cores: only this one).
+
+    On a rented machine the other hardware thread of a core may belong to a stranger. While it is busy every program here runs
+    up to twice as long, in phases of ten milliseconds to minutes, and nothing says so: the hypervisor's steal time stays
+    zero, and a reference program timed every few seconds misses what comes and goes between. A loop of fixed work of
+    some ten microseconds, timed right before and after a sample, sees it: on the machine this was written on it
+    takes 12.8 us alone and 22 to 28 us beside a neighbour.
+
+    `settle_s` is spent on finding how fast the undisturbed loop is; later faster passes correct it.
+    """
+
+    def __init__(self, settle_s: float = 0.3) -> None:
+        self.clean_s = float("inf")
+        self._patience_s = _PATIENCE_S
+        self._seen_at = float("-inf")
+        end = time.perf_counter() + settle_s
+        while time.perf_counter() < end:
+            self._pass_s()
+            time.sleep(0.002)
+
+    def _pass_s(self) -> float:
+        best = float("inf")
+        for _ in range(_PASSES):
+            started = time.perf_counter()
+            for _ in range(_ITERATIONS):
+                pass
+            best = min(best, time.perf_counter() - started)
+        self.clean_s = min(self.clean_s, best)
+        return best
+
+    def calm(self) -> bool:
+        """Whether the core is undisturbed now."""
+        if self._pass_s() > _TOLERANCE * self.clean_s:
+            self._seen_at = float("-inf")
+            return False
+        self._seen_at = time.perf_counter()
+        return True
+
+    @property
+    def patient(self) -> bool:
+        """Whether waiting is still worth it."""
+        return self._patience_s > 0
+
+    def measured(self, seconds: float) -> None:
+        """So long was measured: as long may be waited."""
+        self._patience_s = min(self._patience_s + seconds, 10 * _PATIENCE_S)
+
+    def wait(self, at_most_s: float) -> tuple[bool, float]:
+        """Wait until the core is undisturbed, but in all no longer than was measured: whether it is, and seconds waited."""
+        if time.perf_counter() - self._seen_at < _FRESH_S:
+            return True, 0.0
+        started = time.perf_counter()
+        at_most_s = min(at_most_s, self._patience_s)
+        while not (calm := self.calm()):
+            if time.perf_counter() - started >= at_most_s:
+                break
+            time.sleep(_PAUSE_S)
+        waited = time.perf_counter() - started
+        self._patience_s -= waited
+        return calm, waited

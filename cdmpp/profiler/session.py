@@ -19,13 +19,13 @@ from cdmpp.dataset import Dataset, Record
 from cdmpp.device import Device, get_device
 from cdmpp.device.detect import machine_facts
 from cdmpp.errors import DatasetError, ProfilerError
-from cdmpp.profiler.calibration import Calibration, DegreeResult, Labels, calibrate, halved, timed_labels
-from cdmpp.profiler.cpu import CpuConfig, cpu_engine, sentinel_job
-from cdmpp.profiler.engine import BuildJob, Outcome
+from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job
+from cdmpp.profiler.engine import BuildJob, Engine, Outcome
 from cdmpp.profiler.machine import core_groups, usable_cores
 from cdmpp.profiler.plan import Plan, TaskPlan, network_tasks, replay_plan, unscheduled_plan
 
 if TYPE_CHECKING:
+    from cdmpp.profiler.calibration import Calibration, DegreeResult, Labels
     from cdmpp.program.network import Network
 
 logger = logging.getLogger(__name__)
@@ -278,7 +278,7 @@ def profile(
             progress=progress,
             notify=notify,
         )
-        with cpu_engine(config, device.target, groups, sentinel_job()) as engine:
+        with Engine(CpuMeasurer(config, device.target, groups, sentinel_job())) as engine:
             meta = {"workers": degree, "threads": threads, "cache": "warm"}
             session.take(engine.run(plan.jobs()), meta, plan.done)
         return ProfileReport(**session.report(), workers=degree, calibration=calibration)
@@ -341,12 +341,15 @@ def _degree(
     most = len(cores) // threads
     if config.workers != "auto" or most <= 1:
         return 1 if config.workers == "auto" else int(config.workers), None
+    from cdmpp.profiler.calibration import calibrate, halved, timed_labels
+
     jobs, sentinel = plan.calibration_jobs(config.calibration_programs), sentinel_job()
     notify(f"calibrating the degree of parallelism on {len(jobs)} programs")
 
     def measure(degree: int | None) -> Labels:
         groups, alone = core_groups(cores, threads, degree or 1), degree is None
-        with cpu_engine(config, device.target, groups, sentinel, overlap=not alone) as engine:
+        measurer = CpuMeasurer(config, device.target, groups, sentinel, overlap=not alone)
+        with Engine(measurer) as engine:
             return timed_labels(engine.run(iter(jobs)))
 
     def accept(result: DegreeResult, rate_alone: float) -> bool:

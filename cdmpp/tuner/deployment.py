@@ -37,7 +37,7 @@ import numpy as np
 
 from cdmpp.errors import ProgramError, TunerError
 from cdmpp.profiler import machine
-from cdmpp.profiler.sentinel import Sentinel
+from cdmpp.profiler.machine import Sentinel
 from cdmpp.profiler.statistics import SamplingPlan, label, split_half_difference
 from cdmpp.program.fusion import PREPARE_WEIGHTS, FusedNetwork, fuse
 from cdmpp.program.tasks import task_from_prim_func
@@ -173,7 +173,7 @@ def measure_network(
     A variant may take ``max_measure_s + max_wait_s`` seconds of the plan, and at least four runs. TunerError where one does
     not compile, or the process died.
     """
-    from cdmpp.profiler.pool import Worker
+    from cdmpp.profiler.machine import Worker
     from cdmpp.program.network import example_inputs
 
     tvm = import_tvm()

@@ -194,19 +194,20 @@ def alone_engine(device: str | Device) -> Engine:
 
 
 def _gpu_engine(device: Device, **options: Any) -> Engine:
-    from cdmpp.profiler.gpu.sampling import GpuConfig, gpu_engine
+    from cdmpp.profiler.engine import Engine
+    from cdmpp.profiler.gpu.sampling import GpuConfig, GpuMeasurer
 
-    return gpu_engine(GpuConfig(**options), device)
+    return Engine(GpuMeasurer(GpuConfig(**options), device))
 
 
 def _cpu_engine(
     device: Device, degree: int, builders: int | None = None, *, overlap: bool = True, **options: Any
 ) -> Engine:
-    from cdmpp.profiler.cpu import CpuConfig, cpu_engine, sentinel_job
-    from cdmpp.profiler.machine import usable_cores
+    from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job
+    from cdmpp.profiler.engine import Engine
 
-    config = CpuConfig(builders=builders or len(usable_cores()), **options)
-    return cpu_engine(config, device.target, core_groups_of(device, degree), sentinel_job(), overlap=overlap)
+    config, groups = CpuConfig(builders=builders, **options), core_groups_of(device, degree)
+    return Engine(CpuMeasurer(config, device.target, groups, sentinel_job(), overlap=overlap))
 
 
 def job_of_module(mod: Any) -> BuildJob:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import CdmppError, TunerError
-from cdmpp.profiler.pool import Worker
+from cdmpp.profiler.machine import Worker
 from cdmpp.tuner.candidates import Candidate, TaskTuner, is_untuned
 from cdmpp.tuner.objective import Costs, Curve, Point
 from cdmpp.tuner.progress import Progress

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from cdmpp.profiler import sentinel as module
+from cdmpp.profiler import machine as module
 from cdmpp.profiler.cpu import BatchDone, CpuConfig, CpuMeasurer, SharedObject, _Item, _Loaded
 from cdmpp.profiler.engine import Measured, Outcome
-from cdmpp.profiler.sentinel import Sentinel
+from cdmpp.profiler.machine import Sentinel
 from cdmpp.profiler.statistics import SamplingPlan
 
 

@@ -15,10 +15,10 @@ from cdmpp.dataset import Dataset
 from cdmpp.dataset.codec import join_meta
 from cdmpp.device import get_device
 from cdmpp.errors import ProfilerError, TunerError
-from cdmpp.profiler.engine import BuildJob, Outcome
+from cdmpp.profiler.engine import BuildJob, Engine, Outcome
 from cdmpp.profiler.gpu.compile import find_compiler
 from cdmpp.profiler.gpu.measure import profile_gpu
-from cdmpp.profiler.gpu.sampling import GpuConfig, GpuMeasurer, gpu_engine
+from cdmpp.profiler.gpu.sampling import GpuConfig, GpuMeasurer
 from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.space import TaskSpaces
 from cdmpp.tuner.candidates import DEFAULT, TaskTuner, default_schedule
@@ -62,7 +62,7 @@ def tuned(
 
 
 def measure(config: GpuConfig, jobs: list[BuildJob], device: str = "h200") -> dict[str, Outcome]:
-    with gpu_engine(config, get_device(device)) as engine:
+    with Engine(GpuMeasurer(config, get_device(device))) as engine:
         return {outcome.job.program.hash: outcome for outcome in engine.run(iter([None, *jobs]))}
 
 
@@ -105,7 +105,7 @@ def test_another_gpu_is_refused() -> None:
     with pytest.raises(ProfilerError, match=r"h200 is a NVIDIA H200 \(sm_90\), and this is a Tesla T4"):
         measure(config, [])
     with pytest.raises(ProfilerError, match="no CUDA device"):
-        gpu_engine(GpuConfig(), get_device("mi210"))
+        GpuMeasurer(GpuConfig(), get_device("mi210"))
 
 
 def test_a_task_is_tuned_for_a_share_and_resumed(tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ from cdmpp.dataset import Dataset
 from cdmpp.errors import ProfilerError, TunerError
 from cdmpp.predictor.training import TrainResult
 from cdmpp.profiler.engine import BuildJob, Outcome
-from cdmpp.profiler.machine import usable_cores
-from cdmpp.profiler.pool import Worker
+from cdmpp.profiler.machine import Worker, usable_cores
 from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.types import Task
 from cdmpp.tuner import workers

@@ -235,15 +235,13 @@ def make_bundle(
     plans = {task.hash: _TaskPlan(task, parents.get(task.hash, ()), config, draft) for task in tasks}
     started, before = time.perf_counter(), len(draft.kernels)
     try:
-        with Engine(config, BuildOnly((KernelBuilder, (arch, device.target), 10))) as engine:
+        with Engine(BuildOnly(config, (KernelBuilder, (arch, device.target), 10))) as engine:
             for outcome in engine.run(_jobs(list(plans.values()), config)):
                 plans[outcome.job.task.hash].take(outcome)
                 if progress is not None and isinstance(outcome.job, BuildJob):
                     failures = {status: n for status, n in draft.statuses.items() if status != "ok"}
-                    done, total = (
-                        sum(plan.ok for plan in plans.values()),
-                        config.programs_per_task * len(plans),
-                    )
+                    done = sum(plan.ok for plan in plans.values())
+                    total = config.programs_per_task * len(plans)
                     new, elapsed_s = len(draft.kernels) - before, time.perf_counter() - started
                     progress(Progress(done, total, new, draft.statuses["ok"], failures, elapsed_s))
     finally:

@@ -24,7 +24,6 @@ from cdmpp.profiler.gpu.sampling import (
     GpuConfig,
     GpuFacts,
     GpuMeasurer,
-    gpu_engine,
     is_model,
     possible_degree,
 )
@@ -115,9 +114,8 @@ def measure(
                 f"{path} has records of {name} already: go on with --resume, or choose another folder"
             )
         kernels = _chosen(content, config)
-        with gpu_engine(config, target_device, builds=False) as engine:
-            measurer = engine.measurer
-            assert isinstance(measurer, GpuMeasurer)
+        measurer = GpuMeasurer(config, target_device, builds=False)
+        with Engine(measurer) as engine:
             facts = measurer.facts
             notify(f"{facts.name}: {facts.share_sms} of {facts.sms} multiprocessors, {facts.lanes} lanes")
             todo = [k for k in kernels if k.program not in known]

@@ -27,11 +27,11 @@ from cdmpp.device import Device
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler import machine
 from cdmpp.profiler.arguments import TOLERANCE, output_error, reference_inputs, summarise_outputs
-from cdmpp.profiler.engine import BuildConfig, BuildJob, Engine, Measured, Measurer, Running
+from cdmpp.profiler.engine import BuildConfig, BuildJob, Measured, Measurer, Running
 from cdmpp.profiler.gpu.build import KernelBuilder, KernelJob, MeasureJob
 from cdmpp.profiler.gpu.bundle import BundledProgram, CudaProgram
 from cdmpp.profiler.gpu.limits import cuda_arch
-from cdmpp.profiler.pool import Worker
+from cdmpp.profiler.machine import Worker
 from cdmpp.profiler.statistics import SamplingPlan
 
 logger = logging.getLogger(__name__)
@@ -308,15 +308,6 @@ def gpu_worker(connection: Connection, config: GpuConfig, arguments: Mapping[str
 # -- what deals programs to it -----------------------------------------------------------------------------------
 
 
-def gpu_engine(config: GpuConfig, device: Device, *, builds: bool = True) -> Engine:
-    """An engine that measures on a CUDA GPU of this machine, or on a share of it.
-
-    Without `builds` programs come as :class:`KernelJob`, so that TVM is not needed. ProfilerError if it is no CUDA device; on
-    entering, if there is no GPU or another one.
-    """
-    return Engine(config, GpuMeasurer(config, device, builds=builds))
-
-
 def possible_degree(cuda: CudaProgram, facts: GpuFacts) -> int:
     """Programs like this one that fit side by side: a power of two up to the number of lanes.
 
@@ -332,11 +323,18 @@ def possible_degree(cuda: CudaProgram, facts: GpuFacts) -> int:
 
 
 class GpuMeasurer(Measurer):
-    """Keeps the measuring process supplied; a context that breaks, or a hang, costs one program."""
+    """Keeps the process supplied that measures on a CUDA GPU of this machine, or on a share of it; a context that breaks, or
+    a hang, costs one program.
 
-    def __init__(self, config: GpuConfig, device: Device, *, builds: bool) -> None:
-        super().__init__()
-        self.config, self._device, self._arch = config, device, cuda_arch(device)
+    Without `builds` programs come as :class:`KernelJob`, so that TVM is not needed. ProfilerError if it is no CUDA device; on
+    opening, if there is no GPU or another one.
+    """
+
+    config: GpuConfig
+
+    def __init__(self, config: GpuConfig, device: Device, *, builds: bool = True) -> None:
+        super().__init__(config)
+        self._device, self._arch = device, cuda_arch(device)
         self.builder = KernelBuilder, (self._arch, device.target if builds else None), 10
         self.facts: GpuFacts
         #: Broken contexts and hangs so far.

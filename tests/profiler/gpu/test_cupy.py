@@ -121,7 +121,7 @@ def test_faults_and_hangs_cost_one_record_each(gpu: Gpu) -> None:
     order = [*good[:3], broken, good[3], hanging, *good[4:]]
     jobs = [KernelJob(Program(k.program, "t", None, ""), task, None, MeasureJob(k, 2)) for k in order]
     measurer = GpuMeasurer(config, device, builds=False)
-    with Engine(config, measurer) as engine:
+    with Engine(measurer) as engine:
         found = {o.job.program.hash: o for o in engine.run(iter(jobs))}
     assert {p: o.status for p, o in found.items() if o.status != "ok"} == {
         "broken": "run_error",

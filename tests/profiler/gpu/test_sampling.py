@@ -20,7 +20,7 @@ from cdmpp.profiler.engine import Engine, Measured, Outcome, Running
 from cdmpp.profiler.gpu.build import KernelJob, MeasureJob
 from cdmpp.profiler.gpu.bundle import Bundle
 from cdmpp.profiler.gpu.compile import find_nvcc
-from cdmpp.profiler.gpu.sampling import GpuConfig, GpuFault, GpuMeasurer, Sampler, gpu_engine, possible_degree
+from cdmpp.profiler.gpu.sampling import GpuConfig, GpuFault, GpuMeasurer, Sampler, possible_degree
 from cdmpp.profiler.statistics import SamplingPlan
 from tests.samples.gpu import QUICK, FakeGpu, jobs_of, no_reference, toy_bundle, toy_program
 
@@ -144,7 +144,7 @@ def config_of(script: Mapping[str, Any] | None = None, **arguments: Any) -> GpuC
 
 
 def engine_of(config: GpuConfig) -> Engine:
-    return gpu_engine(config, get_device("h200"), builds=False)
+    return Engine(GpuMeasurer(config, get_device("h200"), builds=False))
 
 
 def run(config: GpuConfig, bundle: Bundle, degree: int = 1) -> tuple[dict[str, Outcome], GpuMeasurer]:
