@@ -1,0 +1,211 @@
+"""What an instruction costs on a core: latency, micro-ops, and the units that it keeps busy.
+
+Taken from LLVM's scheduling models (``cores.parquet``), with corrections and what they leave out (``cores.yaml``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from cdmpp.program.codegen.blocks import Address, Instruction
+
+_FOLDER = Path(__file__).parent
+#: What a call, and a gather where its units are not known, keep busy alone.
+_ALONE = ("alone",)
+#: Instructions that only set a register to a constant, whatever it holds: of a register with itself.
+_IDIOMS = ("xor", "pxor", "pcmpeq", "kxnor", "kxor", "psub", "sub")
+_NOTHING = ("nop", "vzeroupper", "endbr64", "prefetch")
+
+
+class Cost(NamedTuple):
+    """Of one instruction, in cycles; uses are (cycles, units any of which may do it), ``unit:2`` being two alike."""
+
+    latency: float
+    micro_ops: float
+    uses: tuple[tuple[float, tuple[str, ...]], ...]
+
+    def and_then(self, other: Cost) -> Cost:
+        """Of both, one after the other, as one fused micro-op."""
+        return Cost(
+            self.latency + other.latency, max(self.micro_ops, other.micro_ops), self.uses + other.uses
+        )
+
+
+@cache
+def _facts() -> Mapping[str, Any]:
+    facts: dict[str, Any] = yaml.safe_load((_FOLDER / "cores.yaml").read_text(encoding="utf-8"))
+    facts["core_of"] = {name: core for core, names in facts["same"].items() for name in names}
+    return facts
+
+
+@cache
+def _names_of_cores() -> frozenset[str]:
+    import pyarrow.parquet as pq
+
+    return frozenset(pq.read_table(_FOLDER / "cores.parquet", columns=["core"])["core"].unique().to_pylist())
+
+
+@cache
+def _rows(core: str) -> dict[str, Cost]:
+    import pyarrow.parquet as pq
+
+    found = {}
+    for row in pq.read_table(_FOLDER / "cores.parquet", filters=[("core", "=", core)]).to_pylist():
+        terms = [term.partition("*") for term in row["ports"].split()]
+        uses = tuple((float(cycles), tuple(units.split("|"))) for cycles, _, units in terms)
+        found[row["instruction"]] = Cost(float(row["latency"]), float(row["micro_ops"]), uses)
+    return found
+
+
+def core_of(arch: str) -> str | None:
+    """The core of the table that runs as a microarchitecture does; None for one that is not there."""
+    name = _facts()["core_of"].get(arch, arch)
+    return name if name in _names_of_cores() else None
+
+
+class Core:
+    """A core by the name that :func:`core_of` gives."""
+
+    def __init__(self, name: str) -> None:
+        facts = {**_facts()["defaults"], **_facts()["cores"].get(name, {})}
+        self.name = name
+        self.width, self.window = float(facts["width"]), int(facts["window"])
+        #: Entries of the schedulers of general and of vector instructions; the same twice where one is for all.
+        self.queues = (int(facts["queue"]), int(facts.get("vector_queue", 0)))
+        self.forward: Mapping[str, float] = facts["forward"]
+        self.l1_bytes = 1024.0 * facts["l1_kb"]
+        self._facts, self._rows = facts, _rows(name)
+        self._known: dict[tuple[Any, ...], Cost] = {}
+        #: Instructions without a row of their own, and how often they were asked for.
+        self.missing: Counter[str] = Counter()
+
+    def cost(self, instruction: Instruction) -> Cost:
+        """Cost of an instruction, loads from the first level among it."""
+        key = instruction.name, kinds_of_operands(instruction), instruction.loads, instruction.stores
+        if key not in self._known:
+            self._known[key] = self._cost(instruction, key[1])
+        return self._known[key]
+
+    def load(self, kind: str) -> Cost:
+        """Cost of a load into a register of a kind."""
+        return self._rows["mov r m" if kind == "r" else f"vmovups {kind} m"]
+
+    def busiest(self, uses: Mapping[tuple[str, ...], float]) -> float:
+        """Cycles that uses of units take at least: the most loaded set of units, each of which is alike.
+
+        The maximum over sets of units of the work that only they can do, over their number, is what a perfect schedule takes
+        (Abel and Reineke, uops.info, ASPLOS'19; Ritter and Hack, PMEvo, PLDI'20, section 3).
+        """
+        sets: set[frozenset[str]] = set()
+        for units in uses:
+            own = frozenset(units)
+            sets |= {own, *(own | other for other in sets if len(sets) < 512)}
+        return max(
+            (sum(c for u, c in uses.items() if units.issuperset(u)) / _number(units) for units in sets),
+            default=0.0,
+        )
+
+    def _cost(self, instruction: Instruction, kinds: tuple[str, ...]) -> Cost:
+        name = instruction.name
+        if name.startswith(_NOTHING):
+            return Cost(0.0, 1.0, ())
+        if instruction.flow == "call":
+            return Cost(self._facts["latency_of_call"], 4.0, ((self._facts["call"], _ALONE),))
+        if ("gather" in name or "scatter" in name) and "gather" in self._facts:
+            return self._gather(instruction)
+        found = self._find(name, kinds)
+        if found is None:
+            self.missing[" ".join((name, *kinds))] += 1
+            wide = next((kind for kind in kinds if kind in "zyx"), None)
+            found = self._rows["add r r" if wide is None else f"vpaddd {wide} {wide} {wide}"]
+        wide_uses = self._facts.get("wide_store" if instruction.stores else "wide_load", {})
+        if "z" in kinds and "m" in kinds and wide_uses:
+            found = found._replace(
+                uses=tuple((wide_uses.get(units[0], cycles), units) for cycles, units in found.uses)
+            )
+        return found
+
+    def _gather(self, instruction: Instruction) -> Cost:
+        bits = max(
+            o.bits
+            for o in instruction.operands
+            if not isinstance(o, Address | int) and o.name.startswith("zmm")
+        )
+        elements = bits // (64 if instruction.name.endswith(("pd", "dq", "qq")) else 32)
+        cycles = float(self._facts["gather"].get(elements, 2.0 * elements))
+        return Cost(
+            20.0,
+            cycles * self.width,
+            ((cycles, _ALONE), *((elements * c, u) for c, u in self.load("x").uses)),
+        )
+
+    def _find(self, name: str, kinds: tuple[str, ...]) -> Cost | None:
+        for other in _names(name):
+            for operands in (kinds, (kinds[0], *kinds) if len(kinds) == 2 else kinds):
+                row = self._rows.get(" ".join((other, *operands)))
+                if row is not None:
+                    return row
+        if "m" not in kinds:
+            return None
+        wide = next((kind for kind in kinds if kind in "zyx"), "r")
+        row = self._find(name, tuple(wide if kind == "m" else kind for kind in kinds))
+        if row is None:
+            return None
+        if kinds[0] != "m":
+            return self.load(wide).and_then(row)
+        stored = row.and_then(self._rows["mov m r" if wide == "r" else f"vmovups m {wide}"])
+        return stored if name.startswith(("mov", "vmov", "set")) else self.load(wide).and_then(stored)
+
+
+def _number(units: frozenset[str]) -> int:
+    return sum(int(unit.partition(":")[2] or 1) for unit in units)
+
+
+def kinds_of_operands(instruction: Instruction) -> tuple[str, ...]:
+    """z, y, x: vectors; k: a mask; m: memory; r: another register. Nothing of a constant."""
+    kinds = []
+    for operand in instruction.operands:
+        if isinstance(operand, Address):
+            kinds.append("m")
+        elif not isinstance(operand, int):
+            vector = {512: "z", 256: "y"}.get(operand.bits, "x") if operand.name.startswith("zmm") else ""
+            kinds.append(vector or ("k" if operand.name.startswith("k") else "r"))
+    return tuple(kinds)
+
+
+@cache
+def _names(name: str) -> tuple[str, ...]:
+    """An instruction, and others that cost as much."""
+    found = [name]
+    if name.startswith("j"):
+        return ("jmp",) if name == "jmp" else ("jne", "jmp")
+    for prefix, other in (("cmov", "cmovl"), ("set", "setl")):
+        if name.startswith(prefix):
+            return name, other
+    fused = re.fullmatch(r"vfn?m(?:add|sub|addsub|subadd)\d{3}([ps][sd])", name)
+    if fused:
+        found += [f"vfmadd231{fused[1]}"]
+    if not name.startswith("v"):
+        found += [f"v{other}" for other in found]
+    # a scalar costs what a vector does: LLVM has some wrong
+    scalars = [f"{other[:-2]}p{other[-1]}" for other in found if other.endswith(("ss", "sd"))]
+    if not name.startswith(("vmov", "mov", "vucom", "vcom", "vcvt")):
+        return (*scalars, *found)
+    return tuple(found)
+
+
+def is_idiom(instruction: Instruction) -> bool:
+    """Whether it sets its first operand to a constant without waiting for anything."""
+    registers = instruction.operands[-2:]
+    return (
+        instruction.name.removeprefix("v").startswith(_IDIOMS)
+        and len(registers) == 2
+        and registers[0] == registers[1]
+    )

@@ -1,0 +1,195 @@
+"""By how much the addresses of a function change with its loops, and how many cache lines its loops touch.
+
+A loop nest fetches again what did not fit the cache: the data of the largest part of the nest that fits are fetched as often
+as that part is begun anew (Wolf and Lam, PLDI'91; Bao et al., POPL'18, count so too).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from cdmpp.program.codegen.blocks import (
+    INTEGER_REGISTERS,
+    Address,
+    Instruction,
+    Location,
+    Operand,
+    location_of,
+)
+from cdmpp.program.codegen.trips import TripCounts
+
+_LINE = 64
+#: Of an address that is not known, a new line in so many iterations of each loop.
+_UNKNOWN_SHARE = 0.25
+
+
+class Piece(NamedTuple):
+    """Bytes that lie together, which an iteration of an innermost loop touches."""
+
+    bytes: float
+    #: By how many bytes they move with each loop of the nest, the innermost first; None where that is not known.
+    steps: tuple[int | None, ...]
+
+
+def lines(piece: Piece, trips: Sequence[float]) -> float:
+    """Cache lines that a piece touches while the first loops of its nest run, as many as there are ``trips``."""
+    extent, apart = piece.bytes, 1.0
+    known = [(abs(step), count) for step, count in zip(piece.steps, trips, strict=False) if step is not None]
+    for step, count in sorted(known):
+        if step <= max(extent, _LINE):
+            extent += step * (count - 1)
+        else:
+            apart *= count
+    for step, count in zip(piece.steps, trips, strict=False):
+        if step is None:
+            apart *= max(1.0, _UNKNOWN_SHARE * count)
+    return apart * max(1.0, extent / _LINE)
+
+
+def lines_fetched(pieces: Sequence[Piece], trips: Sequence[float], runs: float, capacity: float) -> float:
+    """Lines that a cache of so many bytes fetches while an innermost loop runs ``runs`` iterations in all; ``trips`` are those
+    of the loops of its nest, the innermost first. 0 where everything fits."""
+    for depth in range(len(trips) + 1):
+        touched = sum(lines(piece, trips[:depth]) for piece in pieces)
+        if touched * _LINE > capacity:
+            return touched * runs / math.prod(trips[:depth])
+    return 0.0
+
+
+class Strides:
+    """By how much addresses change between two iterations of each loop around them."""
+
+    def __init__(self, trips: TripCounts) -> None:
+        self._trips, self._graph = trips, trips.graph
+        #: Loop -> instruction -> bytes by which its address changes in an iteration of the loop.
+        self._found = [self._of_loop(number) for number in range(len(self._graph.loops))]
+
+    def nest(self, number: int | None) -> list[int]:
+        """A loop and those around it, the innermost first."""
+        found = []
+        while number is not None:
+            found.append(number)
+            number = self._graph.loops[number].parent
+        return found
+
+    def pieces(self, number: int) -> list[Piece]:
+        """What an iteration of an innermost loop touches outside of the stack; what is less than a line apart is one."""
+        nest, groups = self.nest(number), defaultdict(list)
+        for block in self._graph.loops[number].body:
+            for i in self._graph.code(block):
+                if (
+                    i.memory is None
+                    or not (i.loads or i.stores)
+                    or i.memory.is_slot
+                    or i.memory.base == "rip"
+                ):
+                    continue
+                steps = tuple(self._found[loop].get(i.address) for loop in nest)
+                same = i.memory._replace(displacement=0), steps
+                groups[same].append((i.memory.displacement, max(1, i.memory_bits // 8)))
+        found = []
+        for (_, steps), places in groups.items():
+            places.sort()
+            begin, end = places[0][0], sum(places[0])
+            for place, width in places[1:]:
+                if place > end + _LINE:
+                    found.append(Piece(end - begin, steps))
+                    begin = place
+                end = max(end, place + width)
+            found.append(Piece(end - begin, steps))
+        return found
+
+    def _of_loop(self, number: int) -> dict[int, int | None]:
+        graph, values = self._graph, self._trips.values
+        loop = graph.loops[number]
+        written = {place for block in loop.body for i in graph.code(block) for place in i.changes}
+        start: dict[Location, int | None] = {place: values.step(number, place) for place in written}
+        after: dict[int, dict[Location, int | None]] = {}
+        found: dict[int, int | None] = {}
+        for block in graph.order:
+            if block not in loop.body:
+                continue
+            state = dict(start)
+            if block != loop.header:
+                inner = graph.loop_at.get(block)
+                inside = graph.loops[inner].body if inner is not None else ()
+                before = [after[b] for b in graph.predecessors[block] if b in after and b not in inside]
+                state = {
+                    place: before[0].get(place, 0) if len({s.get(place, 0) for s in before}) == 1 else None
+                    for place in written
+                    if before
+                }
+                if inner is not None:  # what it adds in each iteration is the same for all of the outer loop
+                    changed = {place for b in inside for i in graph.code(b) for place in i.changes}
+                    for place in changed:
+                        if values.step(inner, place) is None:
+                            state[place] = None
+            for instruction in graph.code(block):
+                if instruction.memory is not None:
+                    found[instruction.address] = _of_address(instruction.memory, state)
+                if instruction.changes:
+                    _step(instruction, state)
+            after[block] = state
+        return found
+
+
+State = dict[Location, int | None]
+
+
+def _of_address(address: Address, state: State) -> int | None:
+    index = address.index_register
+    if index is not None and index not in INTEGER_REGISTERS:
+        return None  # a vector of addresses
+    base = 0 if address.base in (None, "rip") else state.get(address.base, 0)
+    added = 0 if index is None else state.get(index, 0)
+    return None if base is None or added is None else base + address.scale * added
+
+
+def _of_operand(operand: Operand, state: State) -> int | None:
+    if isinstance(operand, int):
+        return 0
+    place = location_of(operand)
+    return None if place is None else state.get(place, 0)
+
+
+def _step(instruction: Instruction, state: State) -> None:
+    """Change what registers and slots differ by as an instruction does."""
+    name, operands = instruction.name, instruction.operands
+    result: int | None = None
+    if name in ("cmp", "test") or not operands:
+        if name != "cdqe":
+            return
+        result = state.get("rax", 0)
+    elif name in ("xor", "sub") and operands[0] == operands[-1]:
+        result = 0
+    elif name == "lea" and isinstance(operands[1], Address):
+        result = _of_address(operands[1], state)
+    else:
+        values = [_of_operand(operand, state) for operand in operands]
+        left, right = values[-2:] if len(values) > 1 else (values[0], 0)
+        constant = operands[-1] if isinstance(operands[-1], int) else 1
+        if name in ("mov", "movsxd", "movsx", "movzx"):
+            result = right
+        elif name in ("inc", "dec", "neg", "not"):
+            result = left if name in ("inc", "dec") or left is None else -left
+        elif left is not None and right is not None:
+            if name in ("add", "sub"):
+                result = left + right if name == "add" else left - right
+            elif left == right == 0:
+                result = 0  # what of: it does not change with the loop
+            elif isinstance(operands[-1], int) and name in ("imul", "shl"):
+                result = left * constant if name == "imul" else left << (constant & 63)
+            elif (
+                isinstance(operands[-1], int)
+                and name in ("sar", "shr")
+                and left % (1 << (constant & 63)) == 0
+            ):
+                result = left >> (constant & 63)
+            elif name == "or":
+                result = left + right  # of what has no bit in common, as LLVM makes it of an addition
+    written = location_of(operands[0]) if operands else "rax"
+    for place in instruction.changes:
+        state[place] = result if place == written else None
