@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from cdmpp.program.codegen.blocks import (
@@ -24,6 +24,8 @@ from cdmpp.program.codegen.trips import TripCounts
 _LINE = 64
 #: Of an address that is not known, a new line in so many iterations of each loop.
 _UNKNOWN_SHARE = 0.25
+#: Times that a loop's blocks are gone over at most.
+_MOST_PASSES = 8
 
 
 class Piece(NamedTuple):
@@ -103,40 +105,42 @@ class Strides:
         return found
 
     def _of_loop(self, number: int) -> dict[int, int | None]:
-        graph, values = self._graph, self._trips.values
-        loop = graph.loops[number]
-        written = {place for block in loop.body for i in graph.code(block) for place in i.changes}
-        start: dict[Location, int | None] = {place: values.step(number, place) for place in written}
-        after: dict[int, dict[Location, int | None]] = {}
+        """Of a loop's instructions with an address, by how much it changes in an iteration; a fixpoint over its blocks."""
+        graph, header = self._graph, self._graph.loops[number].header
+        blocks = [block for block in graph.order if block in self._graph.loops[number].body]
+        written = {place for block in blocks for i in graph.code(block) for place in i.changes}
+        start: State = {place: self._trips.step(number, place) for place in written}
         found: dict[int, int | None] = {}
-        for block in graph.order:
-            if block not in loop.body:
-                continue
-            state = dict(start)
-            if block != loop.header:
-                inner = graph.loop_at.get(block)
-                inside = graph.loops[inner].body if inner is not None else ()
-                before = [after[b] for b in graph.predecessors[block] if b in after and b not in inside]
-                state = {
-                    place: before[0].get(place, 0) if len({s.get(place, 0) for s in before}) == 1 else None
-                    for place in written
-                    if before
-                }
-                if inner is not None:  # what it adds in each iteration is the same for all of the outer loop
-                    changed = {place for b in inside for i in graph.code(b) for place in i.changes}
-                    for place in changed:
-                        if values.step(inner, place) is None:
-                            state[place] = None
-            for instruction in graph.code(block):
-                if instruction.memory is not None:
-                    found[instruction.address] = _of_address(instruction.memory, state)
-                if instruction.changes:
-                    _step(instruction, state)
-            after[block] = state
+        after: dict[int, State] = {}
+        for _ in range(_MOST_PASSES):
+            before = dict(after)
+            for block in blocks:
+                # what has not been gone over yet is taken to agree
+                states = [after[b] for b in graph.predecessors[block] if b in after]
+                state = dict(start) if block == header else _common(states, written)
+                for instruction in graph.code(block):
+                    if instruction.memory is not None:
+                        found[instruction.address] = _of_address(instruction.memory, state)
+                    if instruction.changes:
+                        _step(instruction, state)
+                after[block] = state
+            # what is computed anew in each iteration differs at the next one's begin as at the end of this one
+            ends = _common([after[latch] for latch in graph.loops[number].latches if latch in after], written)
+            anew = {place: ends[place] for place in written if start[place] is None and ends[place] is not None}
+            start.update(anew)
+            if not anew and before == after:
+                break
         return found
 
 
 State = dict[Location, int | None]
+
+
+def _common(states: Sequence[State], places: Iterable[Location]) -> State:
+    """What several ways to a block agree on."""
+    if len(states) == 1:
+        return dict(states[0])
+    return {p: states[0][p] if len({state[p] for state in states}) == 1 else None for p in places if states}
 
 
 def _of_address(address: Address, state: State) -> int | None:

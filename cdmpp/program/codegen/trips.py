@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.program.codegen.blocks import FlowGraph
-from cdmpp.program.codegen.values import OPPOSITE, CodeValues, Flags, Value, meets
+from cdmpp.program.codegen.blocks import FlowGraph, Location
+from cdmpp.program.codegen.values import OPPOSITE, CodeValues, Flags, Value, meets, value_at
 
 #: A loop of unknown trip count is taken to run so many times.
 UNKNOWN_TRIPS = 4.0
@@ -31,12 +31,12 @@ class TripCounts:
     """Iterations of the loops of a function; those of one may depend on those of another that runs before."""
 
     values: CodeValues
-    _found: dict[int, tuple[int | None, int | None]] = field(default_factory=dict)
+    _found: dict[int, tuple[int | None, frozenset[int]]] = field(default_factory=dict)
     _parts: dict[int, float | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for number in range(len(self.values.graph.loops)):
-            self._trips_and_exit(number)
+            self._trips_and_exits(number)
 
     @property
     def graph(self) -> FlowGraph:
@@ -45,7 +45,7 @@ class TripCounts:
 
     def of(self, number: int) -> int | None:
         """How often a loop runs each time it is entered, 0 if it never is; None where that is not known."""
-        return self._trips_and_exit(number)[0]
+        return self._trips_and_exits(number)[0]
 
     def guess(self, number: int) -> float:
         """The same, above 0, with a guess where it is not known."""
@@ -56,21 +56,31 @@ class TripCounts:
         """Loops whose trip count is not known."""
         return sum(trips is None for trips, _ in self._found.values())
 
-    def exit(self, number: int) -> int | None:
-        """The block that a loop is left by, where that is known to be one."""
-        return self._trips_and_exit(number)[1]
+    def step(self, number: int, location: Location) -> int | None:
+        """By how much a location changes in an iteration of a loop, the loops inside it included; None where that is not
+        known or not always the same."""
+        loop, after = self.graph.loops[number], self.values.after
+        start: Value = (("iteration", loop.header, location), 0)
+        ends = {value_at(after[latch], location) for latch in loop.latches if latch in after}
+        symbol, change = self._final_value(ends.pop(), number) if len(ends) == 1 else (None, 0)
+        return change if symbol == start[0] else None
 
-    def _trips_and_exit(self, number: int) -> tuple[int | None, int | None]:
+    def exits(self, number: int) -> frozenset[int]:
+        """Blocks that a loop is left by, where its trip count is known: one, or copies of it of which each iteration runs one."""
+        return self._trips_and_exits(number)[1]
+
+    def _trips_and_exits(self, number: int) -> tuple[int | None, frozenset[int]]:
         if number not in self._found:
-            self._found[number] = None, None  # for a loop that would need to know it
+            self._found[number] = None, frozenset()  # for a loop that would need to know it
             self._found[number] = self._count(number)
         return self._found[number]
 
-    def _count(self, number: int) -> tuple[int | None, int | None]:
+    def _count(self, number: int) -> tuple[int | None, frozenset[int]]:
         graph = self.graph
         loop = graph.loops[number]
         if self.values.entry_state[number] is None:
-            return 0, None
+            return 0, frozenset()
+        found: dict[int, int] = {}
         for block in sorted(loop.body, key=lambda b: (b not in loop.latches, b)):
             if (
                 graph.loop_of[block] == number
@@ -80,8 +90,9 @@ class TripCounts:
             ):
                 trips = self._until(number, block)
                 if trips is not None and trips < _MOST_TRIPS:
-                    return trips, block
-        return None, None
+                    found[block] = trips
+        first = next(iter(found.values()), None)
+        return first, frozenset(block for block, trips in found.items() if trips == first)
 
     def _until(self, number: int, block: int) -> int | None:
         """Iterations of a loop until the jump of a block leaves it."""
@@ -229,10 +240,10 @@ def _part_to(trips: TripCounts, block: int, after: int) -> float:
     number = graph.loop_of[block]
     if number is None:
         return 1.0
-    body, leaves_by = graph.loops[number].body, trips.exit(number)
+    body, exits = graph.loops[number].body, trips.exits(number)
     if after not in body:
-        # all iterations end by one way, which is found or taken to be any of them
-        if leaves_by not in (None, block):
+        # iterations end by the ways that are found, or by any
+        if exits and block not in exits:
             return 0.0
         share = 1.0
         while number is not None and after not in graph.loops[number].body:
@@ -241,7 +252,7 @@ def _part_to(trips: TripCounts, block: int, after: int) -> float:
         return share
     others = [b for b in trips.values.taken[block] if b != after and b in body]
     if not others:
-        return 1.0 - 1.0 / trips.guess(number) if leaves_by == block else 1.0
+        return 1.0 - 1.0 / trips.guess(number) if block in exits else 1.0
     part = trips.part_taken(block)
     if part is not None:
         return part if after == graph.successors[block][0] else 1.0 - part
