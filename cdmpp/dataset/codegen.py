@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,9 +14,11 @@ from numpy.typing import NDArray
 
 from cdmpp.dataset.schema import read_parquet, write_parquet
 from cdmpp.dataset.store import load_datasets
+from cdmpp.device import Device
 from cdmpp.errors import CdmppError, DatasetError
 from cdmpp.program.codegen import CODEGEN_FEATURES, COUNTING_VERSION
-from cdmpp.program.codegen.compile import ObjectCache, code_key
+from cdmpp.program.codegen.compile import ObjectCache
+from cdmpp.program.codegen.core import core_name, core_of, counts_key
 from cdmpp.program.space import Rebuilder
 from cdmpp.program.types import Program, Space, Task
 
@@ -27,9 +28,9 @@ CODEGEN_FILE = "codegen.parquet"
 #: Programs between two writes of the file.
 _CHUNK = 512
 
-#: (program hash, :func:`~cdmpp.program.codegen.compile.code_key` of the target) -> counts, float32 (len(CODEGEN_FEATURES),).
+#: (program hash, :func:`~cdmpp.program.codegen.core.counts_key` of the device) -> counts, float32 (len(CODEGEN_FEATURES),).
 Counts = dict[tuple[str, str], NDArray[np.float32]]
-_Wanted = tuple[Program, Task, Space | None, dict[str, Any]]
+_Wanted = tuple[Program, Task, Space | None, Device]
 
 
 _SCHEMA = pa.schema(
@@ -82,15 +83,15 @@ def collect_codegen(
     counts = load_codegen(path) if path.exists() else {}
     wanted: dict[tuple[str, str], _Wanted] = {}
     for name, table in view.labels(None).groupby("device", observed=True):
-        target = dict(view.devices[str(name)].target)
-        if target.get("kind") != "llvm":
+        device = view.devices[str(name)]
+        if device.target.get("kind") != "llvm":
             continue
         for digest in table["program"]:
-            key = (str(digest), code_key(target))
+            key = (str(digest), counts_key(device))
             if key not in counts:
                 program = view.programs[key[0]]
                 space = view.spaces.get(program.space_hash) if program.space_hash else None
-                wanted[key] = program, view.task_of(program), space, target
+                wanted[key] = program, view.task_of(program), space, device
     keys = list(wanted)
     with ProcessPoolExecutor(max(1, workers)) as pool:
         for begin in range(0, len(keys), _CHUNK):
@@ -112,14 +113,14 @@ _rebuilder = cache(Rebuilder)
 def _count_one(object_cache: str | Path | None, wanted: _Wanted) -> NDArray[np.float32] | None:
     from cdmpp.program.codegen.counts import codegen_features, compiled_features
 
-    program, task, space, target = wanted
+    program, task, space, device = wanted
     try:
-        objects = ObjectCache(object_cache, target)
+        objects = ObjectCache(object_cache, device.target)
         kept = objects.find(program.hash)
         if kept is not None:
-            return codegen_features(kept)
+            return codegen_features(kept, core_of(core_name(device)))
         func = _rebuilder()(program, task, space)
-        return compiled_features(func, target, partial(objects.keep, program.hash))
+        return compiled_features(func, device, partial(objects.keep, program.hash))
     except (CdmppError, RuntimeError, OSError) as err:
         logger.warning("program %s has no counts: %s", program.hash, str(err).strip().splitlines()[-1:])
         return None

@@ -91,11 +91,11 @@ class TrainingData:
         """Instruction counts of every pair, float32 (n, len(CODEGEN_FEATURES)), NaN where there are none; None
         where no pair has any. Not to be written to."""
         from cdmpp.program.codegen import CODEGEN_FEATURES
-        from cdmpp.program.codegen.compile import code_key
+        from cdmpp.program.codegen.core import counts_key
 
         if not self.codegen:
             return None
-        codes = {name: code_key(dict(device.target)) for name, device in self.devices.items()}
+        codes = {name: counts_key(device) for name, device in self.devices.items()}
         unknown = np.full(len(CODEGEN_FEATURES), np.nan, dtype=np.float32)
         pairs = zip(self.labels["program"], self.labels["device"], strict=True)
         counts = np.stack([self.codegen.get((program, codes[device]), unknown) for program, device in pairs])

@@ -5,31 +5,26 @@ device it has not seen should not have to learn from a handful of devices how a 
 their cores (NeuSight, Lee et al., ASPLOS'25, section 4, predicts utilisation from such numbers). Everything here comes from
 the compact AST and the device's specification.
 
-Where the program was compiled, how long its instructions keep a core busy comes besides (:func:`code_rows`). An
-out-of-order core runs a tensor program about as fast as its busiest unit allows: arithmetic, loads, stores, shuffles, or
-the front end that issues them all (llvm-mca, OSACA: Laukemann et al., PMBS'18, model one loop body so). The counts of
-:mod:`cdmpp.program.codegen`, each instruction as often as it runs, are divided by what the units do in a cycle. Waiting for
-caches and memory is left to :func:`cdmpp.predictor.roofline.estimate_s` and to what a network learns.
+Where the program was compiled, how long its loops take on the device's core comes besides (:func:`code_rows`), by the model of
+:mod:`cdmpp.program.codegen.loops`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.predictor.roofline import (
-    SLOW_GATHER,
     ProgramView,
     estimate_s,
     peak_flops,
     power_headroom,
     roofline_s,
 )
-from cdmpp.program.codegen import CODEGEN_FEATURES, KINDS
+from cdmpp.program.codegen import CACHE_KB, CODEGEN_FEATURES, CYCLE_FEATURES
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
@@ -43,6 +38,8 @@ TILES = (32, 64, 128, 256)
 #: Ratios are given in thousandths, times in nanoseconds: the encoder takes logarithms of 1 + x.
 _PER_MILLE = 1e3
 _NS = 1e9
+#: Bytes of a cache line.
+_LINE = 64.0
 #: Powers of two beyond this divisor make no difference to alignment.
 _MOST_ALIGNED = 256
 
@@ -153,46 +150,17 @@ def pair_rows(
     return out
 
 
-#: Nanoseconds that each kind of unit is busy, what the loops take one by one and their dependent instructions alone
-#: (:mod:`cdmpp.program.codegen.cycles`), and what the core takes.
+#: Nanoseconds that a compiled program takes on the device's core (:mod:`cdmpp.program.codegen.loops`): what bounds its loops,
+#: and of that units, front end, dependent instructions and lines from the second cache level by themselves; and lines from
+#: beyond the second and the last level, at the bandwidth of memory.
 TIME_FEATURES: tuple[str, ...] = (
-    "arithmetic_ns", "load_ns", "store_ns", "shuffle_ns", "issue_ns", "slow_ns", "loops_ns", "chain_ns", "instruction_ns",
+    "core_ns", "unit_ns", "front_ns", "chain_ns", "line_ns", "call_ns", "outside_ns", "beyond_l2_ns", "beyond_l3_ns",
 )  # fmt: skip
 #: What a network is given of a compiled program: its counts, and the times they take on the device.
 CODE_FEATURES: tuple[str, ...] = (*CODEGEN_FEATURES, *TIME_FEATURES)
 
-_RUN = {kind: CODEGEN_FEATURES.index(f"run_{kind}") for kind in KINDS}
-_LOOPS, _CHAIN = CODEGEN_FEATURES.index("loop_cycles"), CODEGEN_FEATURES.index("loop_chain")
 #: Logarithms of the two estimates' ratio are cut here: beyond, the counts are misread.
 _MOST_EXCESS = 4.0
-
-
-@dataclass(frozen=True)
-class _Core:
-    """Instructions a cycle: issued; loads and stores of 64 bytes and of less; shuffles."""
-
-    issue: float = 4.0
-    load_wide: float = 2.0
-    load: float = 2.0
-    store_wide: float = 1.0
-    store: float = 1.0
-    shuffle: float = 1.0
-
-
-#: Microarchitectures that differ from Skylake's core (Fog: The microarchitecture of Intel, AMD and VIA CPUs; uops.info).
-_CORES: dict[str, _Core] = {
-    "icelake-server": _Core(issue=5, store=2, shuffle=2),
-    **dict.fromkeys(
-        ("sapphirerapids", "emeraldrapids", "graniterapids"), _Core(issue=6, load=3, store=2, shuffle=2)
-    ),
-    **dict.fromkeys(("zen1", "zen2"), _Core(issue=5, shuffle=2)),
-    "zen3": _Core(issue=6, load=3, store=2, shuffle=2),
-    "zen4": _Core(issue=6, load_wide=1, store_wide=0.5, shuffle=2),
-    "zen5": _Core(issue=8, load_wide=2, store_wide=1, store=2, shuffle=2),
-}
-#: Cycles that occupy a core alone: a gather (where microcode slows it down, and elsewhere), a division or root of a vector
-#: and of integers, a call of a function of the C library.
-_SLOW_GATHER_CYCLES, _GATHER, _DIVISION, _INTEGER_DIVISION, _CALL = 25.0, 20.0, 8.0, 10.0, 50.0
 
 
 def code_rows(
@@ -207,7 +175,7 @@ def code_rows(
 
     Returns
     -------
-    float64 (n, len(CODE_FEATURES)), and the logarithm of ``instruction_ns`` over the analytical estimate of the program, (n,).
+    float64 (n, len(CODE_FEATURES)), and the logarithm of ``core_ns`` over the analytical estimate of the program, (n,).
     Both are NaN where the counts are.
     """
     features, excess = np.full((len(program), len(CODE_FEATURES)), np.nan), np.full(len(program), np.nan)
@@ -227,34 +195,18 @@ def _features_of(
     counts: NDArray[np.float32], parallel: FloatArray, estimates_s: FloatArray, device: Device
 ) -> tuple[FloatArray, FloatArray]:
     counts = np.asarray(counts, dtype=np.float64)
-    run = {kind: counts[:, column] for kind, column in _RUN.items()}
-    core = _CORES.get(device.arch, _Core())
-    pipes = max(0.5, (device.lanes_per_core or 16.0) / ((device.simd_bits or 256) / 32))
-    narrow = max(2.0, pipes)
-    wide = pipes if device.simd_bits == 512 else narrow
-    gather = _SLOW_GATHER_CYCLES if device.arch in SLOW_GATHER else _GATHER
-    cycles = {
-        "arithmetic_ns": (run["fma_z"] + run["fp_z"]) / wide
-        + sum(run[f"fma_{width}"] + run[f"fp_{width}"] for width in "yxs") / narrow,
-        "load_ns": run["load_z"] / core.load_wide
-        + (run["load_y"] + run["load_x"] + run["load_s"]) / core.load,
-        "store_ns": run["store_z"] / core.store_wide
-        + (run["store_y"] + run["store_x"] + run["store_s"]) / core.store,
-        "shuffle_ns": run["shuffle"] / core.shuffle,
-        "issue_ns": run["all"] / core.issue,
-        "slow_ns": gather * run["gather"]
-        + _DIVISION * run["div"]
-        + _INTEGER_DIVISION * run["idiv"]
-        + _CALL * run["call"],
-    }
-    units = [name for name in cycles if name != "slow_ns"]
-    busiest = np.max([cycles[name] for name in units], axis=0) + cycles["slow_ns"]
-    cycles["loops_ns"], cycles["chain_ns"] = counts[:, _LOOPS], counts[:, _CHAIN]
-    cycles["instruction_ns"] = np.maximum(busiest, cycles["loops_ns"])
+    of = {name: counts[:, CODEGEN_FEATURES.index(name)] for name in CYCLE_FEATURES}
     # counted is what one thread would run: several share it in rounds
     cores = max(1.0, device.cores_used or 1.0)
     share = np.ceil(parallel / cores) / np.maximum(parallel, 1.0)
-    ns = {name: values * share * 1e3 / (device.clock_mhz or 2500.0) for name, values in cycles.items()}
-    ratio = np.log(np.maximum(ns["instruction_ns"], 1e-3)) - np.log(_NS * estimates_s)
+    ns: dict[str, NDArray[np.floating]] = {
+        name: of[name.replace("_ns", "_cycles")] * share * 1e3 / (device.clock_mhz or 2500.0)
+        for name in TIME_FEATURES
+        if not name.startswith("beyond")
+    }
+    for level, capacity in (("l2", device.l2_kb), ("l3", device.l3_kb)):
+        kb = max((kb for kb in CACHE_KB if kb <= (capacity or 1024)), default=CACHE_KB[0])
+        ns[f"beyond_{level}_ns"] = of[f"lines_{kb}k"] * _LINE / (device.bandwidth_gb_s or np.nan)
+    ratio = np.log(np.maximum(ns["core_ns"], 1e-3)) - np.log(_NS * estimates_s)
     features = np.concatenate([counts, np.stack([ns[name] for name in TIME_FEATURES], axis=1)], axis=1)
     return features, np.clip(ratio, -_MOST_EXCESS, _MOST_EXCESS)

@@ -7,7 +7,8 @@ of its latency and is not in the AST. Counting it needs a compilation, which a c
 prediction.
 
 Here are the names of what is counted, for those who only read counts. To count: ``disassemble`` what ``compile`` or a file
-gives, find ``blocks`` and loops, ``values`` in registers, ``trips``, ``counts`` by kind, and ``cycles``, the model of a core.
+gives, find ``blocks``, ``values`` in registers, ``trips``, ``strides``, ``counts`` by kind, and what ``loops`` take on a
+``core``.
 """
 
 from __future__ import annotations
@@ -25,15 +26,31 @@ STATIC_FEATURES: tuple[str, ...] = (
     "loop_depth",
     *(f"loop_{kind}" for kind in KINDS),
 )
-#: Columns: these, then every instruction as often as it runs, the loops of which that is not known, and
-#: what :func:`~cdmpp.program.codegen.cycles.loop_cycles` finds.
+#: Capacities of caches for which the fetched lines are counted, after the core's own first level.
+CACHE_KB: tuple[int, ...] = (256, 1024, 4096, 16384)
+#: Of a program on a core, in cycles but for the last ones: the longest of units, front end, chain and lines from the second
+#: cache level, summed over loops and the code between them; each by itself; loops entered, lines fetched, iterations of loops
+#: with addresses that are not known, and instructions that the core's table lacks.
+CYCLE_FEATURES: tuple[str, ...] = (
+    "core_cycles", "unit_cycles", "front_cycles", "chain_cycles", "line_cycles", "call_cycles", "outside_cycles",
+    "loop_entries", "l1_lines", *(f"lines_{kb}k" for kb in CACHE_KB), "unknown_addresses", "missing",
+)  # fmt: skip
+#: Of one innermost loop: how often it runs, iterations each time it is entered, and what an iteration takes and touches.
+LOOP_FEATURES: tuple[str, ...] = (
+    "runs", "trips", "instructions", "cycles", "units", "front", "chain", "loaded", "stored", "gathers", "calls", "arithmetic",
+    "l1_lines", "lines_1024k", "unknown",
+)  # fmt: skip
+#: Innermost loops that are described, those that take longest.
+LOOPS = 6
+#: Columns: these, then every instruction as often as it runs, the loops of which that is not known, what
+#: :func:`~cdmpp.program.codegen.loops.function_cycles` finds, and the longest loops, zeros where there are fewer.
 CODEGEN_FEATURES: tuple[str, ...] = (
     *STATIC_FEATURES,
     *(f"run_{kind}" for kind in KINDS),
     "unknown_loops",
-    "loop_cycles",
-    "loop_chain",
-    "loop_entries",
+    *CYCLE_FEATURES,
+    *(f"loop{number}_{name}" for number in range(LOOPS) for name in LOOP_FEATURES),
 )
-#: Of the reading: what columns of one name mean differs between versions. 2: branches that a counter decides, overlap checks.
-COUNTING_VERSION = 2
+#: Of the reading: what columns of one name mean differs between versions. 2: branches that a counter decides, overlap checks;
+#: 3: a model of each core, loops with copies of their exit.
+COUNTING_VERSION = 3

@@ -5,23 +5,29 @@ Taken from LLVM's scheduling models (``cores.parquet``), with corrections and wh
 
 from __future__ import annotations
 
+import logging
 import re
-from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
 from cdmpp.program.codegen.blocks import Address, Instruction
+from cdmpp.program.codegen.compile import code_key
+
+if TYPE_CHECKING:
+    from cdmpp.device import Device
+
+logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
 #: What a call, and a gather where its units are not known, keep busy alone.
 _ALONE = ("alone",)
 #: Instructions that only set a register to a constant, whatever it holds: of a register with itself.
 _IDIOMS = ("xor", "pxor", "pcmpeq", "kxnor", "kxor", "psub", "sub")
-_NOTHING = ("nop", "vzeroupper", "endbr64", "prefetch")
+_NOTHING = ("nop", "vzeroupper", "endbr64", "prefetch", "ret")
 
 
 class Cost(NamedTuple):
@@ -64,14 +70,35 @@ def _rows(core: str) -> dict[str, Cost]:
     return found
 
 
-def core_of(arch: str) -> str | None:
-    """The core of the table that runs as a microarchitecture does; None for one that is not there."""
-    name = _facts()["core_of"].get(arch, arch)
-    return name if name in _names_of_cores() else None
+def core_name(device: Device) -> str:
+    """The core of the table that runs code as a CPU does; where it is not there the nearest of its vendor, with a warning."""
+    name: str = _facts()["core_of"].get(device.arch, device.arch)
+    if name in _names_of_cores():
+        return name
+    nearest: str = _facts()["nearest"].get(device.vendor, "haswell")
+    _warn(f"no table of instructions for {device.arch or device.name}: that of {nearest} is used")
+    return nearest
+
+
+@cache
+def _warn(message: str) -> None:
+    logger.warning(message)
+
+
+def counts_key(device: Device) -> str:
+    """Identifies the code that a device's target makes and the core that runs it."""
+    code = code_key(device.target)
+    return f"{code}-{core_name(device)}" if device.kind == "cpu" else code
+
+
+@cache
+def core_of(name: str) -> Core:
+    """A core by the name that :func:`core_name` gives; read once."""
+    return Core(name)
 
 
 class Core:
-    """A core by the name that :func:`core_of` gives."""
+    """A core of the table."""
 
     def __init__(self, name: str) -> None:
         facts = {**_facts()["defaults"], **_facts()["cores"].get(name, {})}
@@ -80,11 +107,13 @@ class Core:
         #: Entries of the schedulers of general and of vector instructions; the same twice where one is for all.
         self.queues = (int(facts["queue"]), int(facts.get("vector_queue", 0)))
         self.forward: Mapping[str, float] = facts["forward"]
-        self.l1_bytes = 1024.0 * facts["l1_kb"]
+        self.l1_kb = int(facts["l1_kb"])
+        #: Cycles for a line from the second level.
+        self.line = float(facts["line"])
         self._facts, self._rows = facts, _rows(name)
         self._known: dict[tuple[Any, ...], Cost] = {}
-        #: Instructions without a row of their own, and how often they were asked for.
-        self.missing: Counter[str] = Counter()
+        #: Instructions without a row, as ``vaddps z z m``.
+        self.missing: set[str] = set()
 
     def cost(self, instruction: Instruction) -> Cost:
         """Cost of an instruction, loads from the first level among it."""
@@ -92,6 +121,14 @@ class Core:
         if key not in self._known:
             self._known[key] = self._cost(instruction, key[1])
         return self._known[key]
+
+    def is_missing(self, instruction: Instruction) -> bool:
+        """Whether an instruction has no row, and is taken to cost as much as an addition."""
+        self.cost(instruction)
+        return (
+            bool(self.missing)
+            and " ".join((instruction.name, *kinds_of_operands(instruction))) in self.missing
+        )
 
     def load(self, kind: str) -> Cost:
         """Cost of a load into a register of a kind."""
@@ -122,7 +159,7 @@ class Core:
             return self._gather(instruction)
         found = self._find(name, kinds)
         if found is None:
-            self.missing[" ".join((name, *kinds))] += 1
+            self.missing.add(" ".join((name, *kinds)))
             wide = next((kind for kind in kinds if kind in "zyx"), None)
             found = self._rows["add r r" if wide is None else f"vpaddd {wide} {wide} {wide}"]
         wide_uses = self._facts.get("wide_store" if instruction.stores else "wide_load", {})

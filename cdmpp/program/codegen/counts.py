@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import CdmppError, ProgramError
-from cdmpp.program.codegen import CODEGEN_FEATURES, KINDS
+from cdmpp.program.codegen import CODEGEN_FEATURES, CYCLE_FEATURES, KINDS, LOOP_FEATURES, LOOPS
 from cdmpp.program.codegen.blocks import Address, FlowGraph, Instruction
 from cdmpp.program.codegen.compile import compile_to_shared_object
-from cdmpp.program.codegen.cycles import loop_cycles
+from cdmpp.program.codegen.core import Core, core_name, core_of
+from cdmpp.program.codegen.loops import function_cycles
 from cdmpp.program.codegen.trips import TripCounts, times_run
 from cdmpp.program.codegen.values import CodeValues
 from cdmpp.program.tvm_env import import_tvm
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _AT = {kind: i for i, kind in enumerate(KINDS)}
+_RUNS, _CYCLES = LOOP_FEATURES.index("runs"), LOOP_FEATURES.index("cycles")
 _SHUFFLES = (
     "vperm", "vinsert", "vextract", "vunpck", "vshuf", "vblend", "vpblend", "vpack", "vpunpck", "valign", "vpinsr",
     "vpextr", "vmovhl", "vmovlh", "vpshuf", "vcompress", "vexpand",
@@ -41,8 +43,8 @@ _DEPTH_WEIGHT = 8.0
 FloatArray = NDArray[np.float64]
 
 
-def codegen_features(path: str | Path) -> NDArray[np.float32]:
-    """Counts of an object file or shared object, float32 (len(CODEGEN_FEATURES),).
+def codegen_features(path: str | Path, core: Core) -> NDArray[np.float32]:
+    """Counts of an object file or shared object, and what it takes on a core, float32 (len(CODEGEN_FEATURES),).
 
     Raises
     ------
@@ -54,7 +56,7 @@ def codegen_features(path: str | Path) -> NDArray[np.float32]:
     require_decoder()
     from cdmpp.program.codegen.disassemble import read_functions
 
-    return count(read_functions(path))
+    return count(read_functions(path), core)
 
 
 def require_decoder() -> None:
@@ -68,16 +70,16 @@ def require_decoder() -> None:
 
 
 def compiled_features(
-    func: Any, target: dict[str, Any], keep: Callable[[Path], None] | None = None
+    func: Any, device: Device, keep: Callable[[Path], None] | None = None
 ) -> NDArray[np.float32]:
-    """Counts of a PrimFunc compiled for a target (llvm), float32 (len(CODEGEN_FEATURES),); errors as TVM's, and as of
+    """Counts of a PrimFunc compiled for a CPU, float32 (len(CODEGEN_FEATURES),); errors as TVM's, and as of
     :func:`codegen_features`. ``keep`` is given the object before it is deleted."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "program.so"
-        compile_to_shared_object(func, target, path)
+        compile_to_shared_object(func, dict(device.target), path)
         if keep is not None:
             keep(path)
-        return codegen_features(path)
+        return codegen_features(path, core_of(core_name(device)))
 
 
 def instruction_counts(programs: Sequence[Any], device: Device) -> NDArray[np.float32]:
@@ -92,8 +94,7 @@ def instruction_counts(programs: Sequence[Any], device: Device) -> NDArray[np.fl
     CdmppError
         TVM or what decodes instructions is not installed.
     """
-    target = dict(device.target)
-    if target.get("kind") != "llvm" or device.vendor not in ("intel", "amd"):
+    if device.target.get("kind") != "llvm" or device.vendor not in ("intel", "amd"):
         raise ProgramError(
             f"{device.name}: only programs compiled for x86 CPUs are counted; predict without compiled=True"
         )
@@ -107,17 +108,18 @@ def instruction_counts(programs: Sequence[Any], device: Device) -> NDArray[np.fl
     rows = np.full((len(programs), len(CODEGEN_FEATURES)), np.nan, dtype=np.float32)
     for number, func in enumerate(funcs):
         try:
-            rows[number] = compiled_features(func, target)
+            rows[number] = compiled_features(func, device)
         except (CdmppError, RuntimeError) as err:
             reason = str(err).strip().splitlines()[-1:] or [type(err).__name__]
             logger.warning("program %d of %d does not compile: %s", number + 1, len(programs), reason[0])
     return rows
 
 
-def count(functions: Sequence[Sequence[Instruction]]) -> NDArray[np.float32]:
-    """Counts of the functions of a program, float32 (len(CODEGEN_FEATURES),)."""
+def count(functions: Sequence[Sequence[Instruction]], core: Core) -> NDArray[np.float32]:
+    """Counts of the functions of a program, and what they take on a core, float32 (len(CODEGEN_FEATURES),)."""
     total, run = np.zeros(len(KINDS)), np.zeros(len(KINDS))
-    unknown, cycles = 0, np.zeros(3)
+    unknown, cycles = 0, np.zeros(len(CYCLE_FEATURES))
+    longest: list[FloatArray] = [np.zeros(len(LOOP_FEATURES))] * LOOPS
     loops: list[tuple[int, FloatArray]] = []
     for function in functions:
         each = np.zeros((len(function), len(KINDS)))
@@ -128,7 +130,9 @@ def count(functions: Sequence[Sequence[Instruction]]) -> NDArray[np.float32]:
         times = times_run(trips)
         run += times @ each
         unknown += trips.unknown
-        cycles += loop_cycles(trips, times, each)
+        taken, inner = function_cycles(trips, times, core)
+        cycles += taken
+        longest += inner
         jumps = _backward_jumps(function)
         for begin, end in jumps:
             others = [jump for jump in jumps if jump != (begin, end)]
@@ -140,7 +144,17 @@ def count(functions: Sequence[Sequence[Instruction]]) -> NDArray[np.float32]:
         key=lambda loop: _arithmetic(loop[1]) * _DEPTH_WEIGHT ** loop[0],
         default=(0, np.zeros(len(KINDS))),
     )
-    return np.concatenate([total, [len(loops), depth], hottest, run, [unknown], cycles]).astype(np.float32)
+    longest.sort(key=lambda loop: -loop[_RUNS] * loop[_CYCLES])
+    found = [
+        total,
+        np.array([len(loops), depth]),
+        hottest,
+        run,
+        np.array([unknown]),
+        cycles,
+        *longest[:LOOPS],
+    ]
+    return np.concatenate(found).astype(np.float32)
 
 
 def kinds_of(instruction: Instruction) -> list[str]:

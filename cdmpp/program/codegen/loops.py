@@ -1,9 +1,10 @@
 """How long compiled loops take on a core: its units, its front end, dependent instructions, and lines from caches.
 
-A loop takes as long as its busiest set of units, as renaming its micro-ops, or as its chain of dependent instructions,
-whichever is longest (llvm-mca; OSACA: Laukemann et al., PMBS'18; Facile: Abel et al., IISWC'23). The chain is found by following
-when the result of each instruction is ready for some iterations, in a core with as many units as are asked for, but with the
-reorder buffer and the schedulers of the real one, which forwards what was stored to the next load of the same address.
+A loop takes as long as its busiest set of units, as renaming its micro-ops, as its chain of dependent instructions, or as the
+lines that come from the second cache level, whichever is longest (llvm-mca; OSACA: Laukemann et al., PMBS'18; Facile: Abel et
+al., IISWC'23). The chain is found by following when the result of each instruction is ready for some iterations, in a core with
+as many units as are asked for, but with the reorder buffer and the schedulers of the real one, which forwards what was stored
+to the next load of the same address.
 """
 
 from __future__ import annotations
@@ -15,127 +16,97 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from cdmpp.program.codegen import CACHE_KB, CYCLE_FEATURES, LOOP_FEATURES
 from cdmpp.program.codegen.blocks import Address, Instruction
 from cdmpp.program.codegen.core import Core, is_idiom, kinds_of_operands
 from cdmpp.program.codegen.strides import Strides, lines_fetched
 from cdmpp.program.codegen.trips import TripCounts
 
-#: Bytes of caches for which the lines that are fetched are counted, after the first level of the core itself.
-CAPACITIES = tuple(float(kb << 10) for kb in (256, 1024, 4096, 16384))
-#: Of a function or program, in cycles but for the last ones: the longest of units, front end and chain, summed over loops and
-#: the code between them; each of these by itself; loops entered, lines fetched, and instructions run that the table lacks.
-CYCLE_FEATURES: tuple[str, ...] = (
-    "core_cycles", "unit_cycles", "front_cycles", "chain_cycles", "call_cycles", "outside_cycles", "loop_entries",
-    "unknown_loops", "l1_lines", *(f"lines_{int(size) >> 10}k" for size in CAPACITIES), "unknown_addresses", "missing",
-)  # fmt: skip
-#: Of one innermost loop: how often it runs, iterations each time it is entered, and what an iteration takes and touches.
-LOOP_FEATURES: tuple[str, ...] = (
-    "runs", "trips", "instructions", "cycles", "units", "front", "chain", "loaded", "stored", "gathers", "calls", "arithmetic",
-    "l1_lines", "lines_1024k", "unknown",
-)  # fmt: skip
-#: Innermost loops that are told of, those that take longest.
-LOOPS = 6
 #: Iterations that are followed: this many instructions, within these bounds.
 _FOLLOWED, _LEAST, _MOST = 2000, 4, 16
 #: Comparisons and additions that are one micro-op with the jump behind them.
 _FUSED = ("cmp", "test", "add", "sub", "inc", "dec", "and")
+_ARITHMETIC = ("fm", "fnm", "add", "sub", "mul", "div", "max", "min")
 
 FloatArray = NDArray[np.float64]
+#: Instructions that run one after the other, and how often.
+_Code = tuple[Sequence[Instruction], float]
 
 
 def function_cycles(trips: TripCounts, times: FloatArray, core: Core) -> tuple[FloatArray, list[FloatArray]]:
-    """What a function takes whose instructions run ``times`` (n,): (len(CYCLE_FEATURES),), and its innermost loops, each
-    (len(LOOP_FEATURES),)."""
+    """What a function takes whose instructions run ``times`` (n,).
+
+    Returns
+    -------
+    float64 (len(CYCLE_FEATURES),), and of each innermost loop that runs float64 (len(LOOP_FEATURES),).
+    """
     graph, strides = trips.graph, Strides(trips)
     outer = {loop.parent for loop in graph.loops}
+    code = {
+        block: (graph.code(block), float(times[first]))
+        for block, (first, last) in enumerate(graph.blocks)
+        if last >= first and times[first]
+    }
     total = dict.fromkeys(CYCLE_FEATURES, 0.0)
-    total["unknown_loops"] = float(trips.unknown)
-    between: dict[int | None, list[tuple[Sequence[Instruction], float]]] = defaultdict(list)
-    loops = []
-    for block, (first, last) in enumerate(graph.blocks):
-        number = graph.loop_of[block]
-        if last >= first and times[first] and (number is None or number in outer):
-            between[number].append((graph.code(block), float(times[first])))
-    for code in between.values():
-        units, front, call = _throughput(code, core)
+    between: dict[int | None, list[_Code]] = defaultdict(list)
+    for block, part in code.items():
+        total["missing"] += sum(part[1] for instruction in part[0] if core.is_missing(instruction))
+        if graph.loop_of[block] is None or graph.loop_of[block] in outer:
+            between[graph.loop_of[block]].append(part)
+    for parts in between.values():
+        units, front, calls = _throughput(parts, core)
         total["outside_cycles"] += max(units, front)
-        total["call_cycles"] += call
+        total["call_cycles"] += calls
+    loops = []
     for number, loop in enumerate(graph.loops):
         runs = float(times[graph.blocks[loop.header][0]])
         total["loop_entries"] += runs / trips.guess(number)
         if number in outer or not runs:
             continue
-        blocks = [b for b in sorted(loop.body) if graph.blocks[b][1] >= graph.blocks[b][0]]
-        parts = [(graph.code(b), float(times[graph.blocks[b][0]]) / runs) for b in blocks]
-        units, front, call = _throughput(parts, core)
-        body = [instruction for b in blocks for instruction in graph.code(b)]
+        body = [instruction for block in sorted(loop.body) for instruction in graph.code(block)]
+        parts = [(code[b][0], code[b][1] / runs) for b in sorted(loop.body) if b in code]
+        units, front, calls = _throughput(parts, core)
         # short loops are over before the core has looked through its window: the next entry's iterations overlap
-        overlap = max(1.0, core.window / (len(body) * trips.guess(number)))
-        chain = cycles_of_chain(body, core) / overlap
-        nest = [max(1.0, trips.guess(n)) for n in strides.nest(number)]
+        chain = cycles_of_chain(body, core) / max(1.0, core.window / (len(body) * trips.guess(number)))
+        nest = [trips.guess(around) for around in strides.nest(number)]
         pieces = strides.pieces(number)
-        fetched = [lines_fetched(pieces, nest, runs, size) for size in (core.l1_bytes, *CAPACITIES)]
-        unknown = sum(None in piece.steps for piece in pieces) / max(1, len(pieces))
-        cycles = max(units, front, chain)
-        loops.append(
-            np.array(
-                [
-                    runs,
-                    nest[0],
-                    len(body),
-                    cycles,
-                    units,
-                    front,
-                    chain,
-                    *_work(parts),
-                    fetched[0] / runs,
-                    fetched[2] / runs,
-                ]
-                + [unknown]
-            )
-        )
-        for name, value in (
-            ("core", cycles),
-            ("unit", units),
-            ("front", front),
-            ("chain", chain),
-            ("call", call),
-        ):
-            total[f"{name}_cycles"] += value * runs
-        for name, count in zip(CYCLE_FEATURES[8 : 9 + len(CAPACITIES)], fetched, strict=True):
-            total[name] += count
-        total["unknown_addresses"] += unknown * runs
+        lines = {kb: lines_fetched(pieces, nest, runs, 1024.0 * kb) / runs for kb in (core.l1_kb, *CACHE_KB)}
+        fetching, unknown = core.line * lines[core.l1_kb], sum(None in piece.steps for piece in pieces)
+        found = {
+            "runs": runs, "trips": nest[0], "instructions": len(body),
+            "cycles": max(units, front, chain, fetching), "units": units, "front": front, "chain": chain,
+            **_work(parts), "l1_lines": lines[core.l1_kb], "lines_1024k": lines[1024],
+            "unknown": unknown / max(1, len(pieces)),
+        }  # fmt: skip
+        loops.append(np.array([found[name] for name in LOOP_FEATURES]))
+        each = {
+            "core_cycles": found["cycles"], "unit_cycles": units, "front_cycles": front, "chain_cycles": chain,
+            "line_cycles": fetching, "call_cycles": calls, "l1_lines": lines[core.l1_kb],
+            "unknown_addresses": found["unknown"], **{f"lines_{kb}k": lines[kb] for kb in CACHE_KB},
+        }  # fmt: skip
+        for name, value in each.items():
+            total[name] += value * runs
     total["core_cycles"] += total["outside_cycles"]
-    total["missing"] = float(sum(
-        count for code, count in ((graph.code(b), float(times[f])) for b, (f, last) in enumerate(graph.blocks) if last >= f)
-        for i in code if " ".join((i.name, *kinds_of_operands(i))) in core.missing
-    ))  # fmt: skip
     return np.array([total[name] for name in CYCLE_FEATURES]), loops
 
 
-def _work(parts: Sequence[tuple[Sequence[Instruction], float]]) -> list[float]:
+def _work(parts: Sequence[_Code]) -> dict[str, float]:
     """Bytes loaded and stored, gathers, calls and elements of arithmetic of an iteration."""
-    found = np.zeros(5)
+    found: dict[str, float] = defaultdict(float)
     for code, times in parts:
         for i in code:
-            size, name = i.memory_bits / 8, i.name.removeprefix("v")
-            lanes = (
-                1
-                if name.endswith(("ss", "sd"))
-                else max((o.bits for o in i.operands if hasattr(o, "bits")), default=0) / 32
-            )
-            arithmetic = name.startswith(("fm", "fnm", "add", "sub", "mul", "div", "max", "min")) and name[
-                -2:
-            ] in ("ps", "ss")
-            found += times * np.array(
-                [size * i.loads, size * i.stores, "gather" in name, i.flow == "call", lanes * arithmetic]
-            )
-    return found.tolist()
+            name, size = i.name.removeprefix("v"), times * i.memory_bits / 8
+            found["loaded"] += size * i.loads
+            found["stored"] += size * i.stores
+            found["gathers"] += times * ("gather" in name)
+            found["calls"] += times * (i.flow == "call")
+            if name.startswith(_ARITHMETIC) and name.endswith(("ps", "ss")):
+                lanes = 1 if name.endswith("ss") else {"z": 16, "y": 8}.get(kinds_of_operands(i)[0], 4)
+                found["arithmetic"] += times * lanes
+    return {name: found[name] for name in ("loaded", "stored", "gathers", "calls", "arithmetic")}
 
 
-def _throughput(
-    parts: Sequence[tuple[Sequence[Instruction], float]], core: Core
-) -> tuple[float, float, float]:
+def _throughput(parts: Sequence[_Code], core: Core) -> tuple[float, float, float]:
     """Cycles of the busiest units, of renaming, and of calls alone, of code that runs so often."""
     uses: dict[tuple[str, ...], float] = defaultdict(float)
     micro_ops = calls = 0.0
@@ -187,15 +158,14 @@ def cycles_of_chain(body: Sequence[Instruction], core: Core) -> float:
             at = begin
             for register in sources:
                 at = max(at, ready[register])
-            if loading:
-                address = i.memory
-                at = max(at, max(begin, ready[address.base], ready[address.index_register]) + loading)  # type: ignore[union-attr]
-                if address in stored:
-                    at = max(at, stored[address] + core.forward[kind])
+            if loading and i.memory is not None:
+                at = max(at, max(begin, ready[i.memory.base], ready[i.memory.index_register]) + loading)
+                if i.memory in stored:
+                    at = max(at, stored[i.memory] + core.forward[kind])
             heapq.heappush(waiting[vector], at)
             at += latency
-            for register in i.writes:
-                ready[register] = at
+            for name in i.writes:
+                ready[name] = at
             for address in moved:
                 stored.pop(address, None)
             if i.stores:

@@ -39,15 +39,13 @@ class Piece(NamedTuple):
 def lines(piece: Piece, trips: Sequence[float]) -> float:
     """Cache lines that a piece touches while the first loops of its nest run, as many as there are ``trips``."""
     extent, apart = piece.bytes, 1.0
-    known = [(abs(step), count) for step, count in zip(piece.steps, trips, strict=False) if step is not None]
-    for step, count in sorted(known):
+    moves = list(zip(piece.steps, trips, strict=False))
+    for step, count in sorted((abs(step), count) for step, count in moves if step is not None):
         if step <= max(extent, _LINE):
             extent += step * (count - 1)
         else:
             apart *= count
-    for step, count in zip(piece.steps, trips, strict=False):
-        if step is None:
-            apart *= max(1.0, _UNKNOWN_SHARE * count)
+    apart *= math.prod(max(1.0, _UNKNOWN_SHARE * count) for step, count in moves if step is None)
     return apart * max(1.0, extent / _LINE)
 
 
@@ -126,7 +124,9 @@ class Strides:
                 after[block] = state
             # what is computed anew in each iteration differs at the next one's begin as at the end of this one
             ends = _common([after[latch] for latch in graph.loops[number].latches if latch in after], written)
-            anew = {place: ends[place] for place in written if start[place] is None and ends[place] is not None}
+            anew = {
+                place: ends[place] for place in written if start[place] is None and ends[place] is not None
+            }
             start.update(anew)
             if not anew and before == after:
                 break

@@ -66,7 +66,7 @@ class TripCounts:
         return change if symbol == start[0] else None
 
     def exits(self, number: int) -> frozenset[int]:
-        """Blocks that a loop is left by, where its trip count is known: one, or copies of it of which each iteration runs one."""
+        """Blocks that a loop is left by, where its trip count is known: one, or copies of it."""
         return self._trips_and_exits(number)[1]
 
     def _trips_and_exits(self, number: int) -> tuple[int | None, frozenset[int]]:

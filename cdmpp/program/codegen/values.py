@@ -293,6 +293,8 @@ def _results(
         return _divided(value_at(state, "rax"), values[0]), None
     if name in ("cmp", "test"):
         same = name == "test" and operands[0] == operands[1]
+        if name == "test" and _computed("and", values[0], values[1], 64) == (None, 0):
+            return {}, Flags("zero", (None, 0))
         return {}, Flags("zero", values[0]) if same else Flags(name, *values)
     result: Value | None = None
     set_by = None
