@@ -27,6 +27,7 @@ _FOLDER = Path(__file__).parent
 _ALONE = ("alone",)
 #: Instructions that only set a register to a constant, whatever it holds: of a register with itself.
 _IDIOMS = ("xor", "pxor", "pcmpeq", "kxnor", "kxor", "psub", "sub")
+_MOVES = ("mov", "vmov", "vbroadcast", "vpbroadcast")
 _NOTHING = ("nop", "vzeroupper", "endbr64", "prefetch", "ret")
 
 
@@ -122,6 +123,20 @@ class Core:
             self._known[key] = self._cost(instruction, key[1])
         return self._known[key]
 
+    def latencies(self, instruction: Instruction) -> tuple[float, float]:
+        """Cycles until what an instruction loads is there, and from all that it needs to its result; stored or moved at once."""
+        kinds = kinds_of_operands(instruction)
+        wide = next((kind for kind in kinds if kind in "zyx"), "r")
+        latency, memory = self.cost(instruction).latency, "m" in kinds and instruction.flow != "call"
+        if memory and (instruction.loads or instruction.stores):
+            if instruction.name.startswith(_MOVES):
+                latency = 0.0
+            else:  # of the same with a register: models differ in how long the load takes
+                row = self._find(instruction.name, tuple(wide if kind == "m" else kind for kind in kinds))
+                latency = latency if row is None else row.latency
+        loading = self.load(wide).latency if memory and instruction.loads else 0.0
+        return loading, latency
+
     def is_missing(self, instruction: Instruction) -> bool:
         """Whether an instruction has no row, and is taken to cost as much as an addition."""
         self.cost(instruction)
@@ -162,6 +177,8 @@ class Core:
             self.missing.add(" ".join((name, *kinds)))
             wide = next((kind for kind in kinds if kind in "zyx"), None)
             found = self._rows["add r r" if wide is None else f"vpaddd {wide} {wide} {wide}"]
+        if "m" in kinds and found.micro_ops > 1 and self._facts["fuses"]:
+            found = found._replace(micro_ops=found.micro_ops - 1)
         wide_uses = self._facts.get("wide_store" if instruction.stores else "wide_load", {})
         if "z" in kinds and "m" in kinds and wide_uses:
             found = found._replace(

@@ -131,15 +131,14 @@ def cycles_of_chain(body: Sequence[Instruction], core: Core) -> float:
     plan = []
     for i in body:
         kind = next((kind for kind in kinds_of_operands(i) if kind in "zyx"), "r")
-        cost, memory = core.cost(i), i.memory if i.loads or i.stores else None
-        loading = core.load(kind).latency if i.loads and memory is not None else 0.0
-        latency = max(0.0, cost.latency - loading)
-        if i.stores and i.name.startswith(("mov", "vmov")):
-            latency = 0.0
+        loading, latency = core.latencies(i)
+        memory = i.memory if i.loads or i.stores else None
         sources = [r for r in i.reads if memory is None or r not in (memory.base, memory.index_register)]
         # addresses made of a register that is written are others from then on
         moved = [a for a in stores if a.base in i.writes or a.index_register in i.writes]
-        plan.append((i, [] if is_idiom(i) else sources, latency, loading, moved, cost.micro_ops, kind))
+        plan.append(
+            (i, [] if is_idiom(i) else sources, latency, loading, moved, core.cost(i).micro_ops, kind)
+        )
     ready: dict[str | None, float] = defaultdict(float)
     stored: dict[Address | None, float] = {}
     retired: list[float] = []

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from cdmpp.program.codegen import CODEGEN_FEATURES
 from cdmpp.program.codegen.blocks import Instruction
+from cdmpp.program.codegen.core import core_of
 from cdmpp.program.codegen.counts import count
 from cdmpp.program.codegen.disassemble import decode
 
@@ -29,9 +30,9 @@ def code(listing: str) -> list[Instruction]:
     return decode(bytes.fromhex(_ASSEMBLED[listing]))
 
 
-def counts(listing: str) -> dict[str, float]:
+def counts(listing: str, core: str = "znver4") -> dict[str, float]:
     """What is counted of a program of one function, by name."""
-    return dict(zip(CODEGEN_FEATURES, count([code(listing)]).tolist(), strict=True))
+    return dict(zip(CODEGEN_FEATURES, count([code(listing)], core_of(core)).tolist(), strict=True))
 
 
 def _assemble(listing: str) -> str:

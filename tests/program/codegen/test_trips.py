@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from cdmpp.program.codegen import CODEGEN_FEATURES, KINDS
 from cdmpp.program.codegen.blocks import Address, FlowGraph, Instruction, Location
 from cdmpp.program.codegen.compile import compile_to_shared_object
+from cdmpp.program.codegen.core import core_of
 from cdmpp.program.codegen.counts import codegen_features
 from cdmpp.program.codegen.trips import TripCounts, times_run
 from cdmpp.program.codegen.values import CodeValues, Flags, meets, value_at
@@ -42,9 +43,25 @@ RESTORED = (
 KNOWN = "mov $0x4,%eax; cmp $0x4,%eax; FLAGS; jne 1f; mov $0x1,%ecx; ret; 1: mov $0x2,%ecx; ret"
 
 
+#: A loop whose end the compiler copied: each iteration runs one of the two.
+TWO_EXITS = (
+    "xor %eax,%eax; jmp header; 1: inc %rax; cmp $0x10,%rax; je 3f; header: test %rdi,%rdi; je 1b; inc %rax; cmp $0x10,%rax; "
+    "jne header; 3: xor %ecx,%ecx; 4: inc %rcx; cmp $0x3,%rcx; jne 4b; ret"
+)
+#: The same inside of another loop, so that what is behind it runs as often as it is entered.
+COPIED_EXIT = "xor %edx,%edx; again: " + TWO_EXITS.replace("ret", "inc %rdx; cmp $0x8,%rdx; jne again; ret")
+#: Of two loops, the one for buffers that overlap is not run.
+OVERLAP = (
+    "lea 0x40(%rdi),%rax; cmp %rax,%rsi; setb %cl; lea 0x40(%rsi),%rax; cmp %rax,%rdi; setb %dl; test %cl,%dl; jne 1f; "
+    "nop; ret; 1: nop; ret"
+)
+
+
 @pytest.mark.parametrize(
     ("listing", "times"),
     [
+        (COPIED_EXIT, [1, 8, 8, 64, 64, 64, 128, 128, 64, 64, 64, 8, 24, 24, 24, 8, 8, 8, 1]),
+        (OVERLAP, [1] * 10 + [0, 0]),
         (RESTORED, [1, 1, 5, 5, 5, 5, 5, 5, 5, 1]),
         (KNOWN.replace("FLAGS", "vaddps %zmm0,%zmm1,%zmm2"), [1, 1, 1, 1, 1, 1, 0, 0]),
         (KNOWN.replace("FLAGS", "lea 0x1(%rax),%ecx"), [1, 1, 1, 1, 1, 1, 0, 0]),
@@ -212,7 +229,7 @@ def test_what_is_misread_stays_finite() -> None:
 def test_the_arithmetic_of_a_compiled_matmul_is_counted_exactly(n: int, tmp_path: Path) -> None:
     func, target = matmul_task(n).prim_func(), {"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 1}
     compile_to_shared_object(func, target, tmp_path / "p.so")
-    found = dict(zip(CODEGEN_FEATURES, codegen_features(tmp_path / "p.so"), strict=True))
+    found = dict(zip(CODEGEN_FEATURES, codegen_features(tmp_path / "p.so", core_of("haswell")), strict=True))
     lanes = {"z": 16, "y": 8, "x": 4, "s": 1}
     assert all(f"run_{kind}" in found for kind in KINDS)
     flops = sum(width * (2 * found[f"run_fma_{w}"] + found[f"run_fp_{w}"]) for w, width in lanes.items())
