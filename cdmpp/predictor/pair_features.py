@@ -40,6 +40,8 @@ _PER_MILLE = 1e3
 _NS = 1e9
 #: Bytes of a cache line.
 _LINE = 64.0
+#: Bytes a nanosecond from memory to a CPU core, where it is not known.
+_BANDWIDTH = 10.0
 #: Powers of two beyond this divisor make no difference to alignment.
 _MOST_ALIGNED = 256
 
@@ -206,7 +208,7 @@ def _features_of(
     }
     for level, capacity in (("l2", device.l2_kb), ("l3", device.l3_kb)):
         kb = max((kb for kb in CACHE_KB if kb <= (capacity or 1024)), default=CACHE_KB[0])
-        ns[f"beyond_{level}_ns"] = of[f"lines_{kb}k"] * _LINE / (device.bandwidth_gb_s or np.nan)
+        ns[f"beyond_{level}_ns"] = of[f"lines_{kb}k"] * _LINE / (device.bandwidth_gb_s or _BANDWIDTH)
     ratio = np.log(np.maximum(ns["core_ns"], 1e-3)) - np.log(_NS * estimates_s)
     features = np.concatenate([counts, np.stack([ns[name] for name in TIME_FEATURES], axis=1)], axis=1)
     return features, np.clip(ratio, -_MOST_EXCESS, _MOST_EXCESS)

@@ -124,7 +124,7 @@ class Core:
         return self._known[key]
 
     def latencies(self, instruction: Instruction) -> tuple[float, float]:
-        """Cycles until what an instruction loads is there, and from all that it needs to its result; stored or moved at once."""
+        """Cycles until what an instruction loads is there, and from all that it needs to its result; 0 for moves."""
         kinds = kinds_of_operands(instruction)
         wide = next((kind for kind in kinds if kind in "zyx"), "r")
         latency, memory = self.cost(instruction).latency, "m" in kinds and instruction.flow != "call"

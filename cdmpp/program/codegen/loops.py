@@ -54,7 +54,7 @@ def function_cycles(trips: TripCounts, times: FloatArray, core: Core) -> tuple[F
         if graph.loop_of[block] is None or graph.loop_of[block] in outer:
             between[graph.loop_of[block]].append(part)
     for parts in between.values():
-        units, front, calls = _throughput(parts, core)
+        units, front, calls = throughput(parts, core)
         total["outside_cycles"] += max(units, front)
         total["call_cycles"] += calls
     loops = []
@@ -65,7 +65,7 @@ def function_cycles(trips: TripCounts, times: FloatArray, core: Core) -> tuple[F
             continue
         body = [instruction for block in sorted(loop.body) for instruction in graph.code(block)]
         parts = [(code[b][0], code[b][1] / runs) for b in sorted(loop.body) if b in code]
-        units, front, calls = _throughput(parts, core)
+        units, front, calls = throughput(parts, core)
         # short loops are over before the core has looked through its window: the next entry's iterations overlap
         chain = cycles_of_chain(body, core) / max(1.0, core.window / (len(body) * trips.guess(number)))
         nest = [trips.guess(around) for around in strides.nest(number)]
@@ -106,7 +106,7 @@ def _work(parts: Sequence[_Code]) -> dict[str, float]:
     return {name: found[name] for name in ("loaded", "stored", "gathers", "calls", "arithmetic")}
 
 
-def _throughput(parts: Sequence[_Code], core: Core) -> tuple[float, float, float]:
+def throughput(parts: Sequence[_Code], core: Core) -> tuple[float, float, float]:
     """Cycles of the busiest units, of renaming, and of calls alone, of code that runs so often."""
     uses: dict[tuple[str, ...], float] = defaultdict(float)
     micro_ops = calls = 0.0
