@@ -15,7 +15,8 @@ from cdmpp.dataset.store import write_dataset
 from cdmpp.device import get_device
 from cdmpp.errors import DatasetError
 from cdmpp.program.codegen import CODEGEN_FEATURES, COUNTING_VERSION
-from cdmpp.program.codegen.compile import ObjectCache, code_key, compile_to_shared_object
+from cdmpp.program.codegen.compile import ObjectCache, compile_to_shared_object
+from cdmpp.program.codegen.core import counts_key
 from cdmpp.program.space import Rebuilder
 from tests.samples.programs import matmul_task, sampled
 
@@ -49,7 +50,7 @@ def test_what_was_compiled_before_is_counted_where_it_lies(tmp_path: Path) -> No
     for name in ("all", "kept"):
         write_dataset(tmp_path / name, [jobs[0].task], spaces, [job.program for job in jobs], records)
     compiled = collect_codegen(tmp_path / "all")
-    first, second = ((job.program.hash, code_key(device.target)) for job in jobs)
+    first, second = ((job.program.hash, counts_key(device)) for job in jobs)
     assert compiled[first].tolist() != compiled[second].tolist(), "the two must differ"
     # the second one's object under the first one's name shows which is read; what is not kept is compiled
     cache = ObjectCache(tmp_path / "objects", device.target)

@@ -30,7 +30,7 @@ from cdmpp.predictor.evidence import Evidence
 from cdmpp.program.ast import LEAF_FEATURES, compact_asts
 from cdmpp.program.ast.store import load_asts, save_asts
 from cdmpp.program.codegen import CODEGEN_FEATURES
-from cdmpp.program.codegen.compile import code_key
+from cdmpp.program.codegen.core import counts_key
 from cdmpp.program.codegen.counts import codegen_features, compiled_features
 from cdmpp.program.space import Rebuilder
 
@@ -130,7 +130,7 @@ def store_asts() -> None:
 
 def counts_on(device: str, hashes: list[str]) -> NDArray[np.float32]:
     """Stored counts of programs on a CPU, rows of NaN where there are none."""
-    stored, key = load_codegen(FOLDER / CODEGEN_FILE), code_key(dict(predictor().specs[device].target))
+    stored, key = load_codegen(FOLDER / CODEGEN_FILE), counts_key(predictor().specs[device])
     unknown = np.full(len(CODEGEN_FEATURES), np.nan, np.float32)
     return np.stack([stored.get((program, key), unknown) for program in hashes])
 

@@ -37,7 +37,7 @@ from cdmpp.predictor.batching import Context, PaddedBatch
 from cdmpp.predictor.config import TrainConfig
 from cdmpp.predictor.data import split_data
 from cdmpp.program.codegen import CODEGEN_FEATURES
-from cdmpp.program.codegen.compile import code_key
+from cdmpp.program.codegen.core import counts_key
 from tests.samples.training import make_ast, make_data
 
 
@@ -154,7 +154,7 @@ def test_one_needs_instruction_counts_and_uses_them(data):
     with pytest.raises(PredictorError, match="cdmpp codegen"):
         make_model("xgboost-ast-codegen", rounds=2).fit(data, split)
     label = dict(zip(data.labels["program"], data.labels["latency_s"], strict=True))
-    codes = {code_key(dict(device.target)) for device in data.devices.values()}
+    codes = {counts_key(device) for device in data.devices.values()}
     counts = {
         (program, code): np.full(len(CODEGEN_FEATURES), 1e9 * seconds, dtype=np.float32)
         for program, seconds in label.items()

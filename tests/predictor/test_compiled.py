@@ -18,7 +18,7 @@ from cdmpp.predictor.evidence import Evidence
 from cdmpp.predictor.search import search
 from cdmpp.predictor.training import prepare, train
 from cdmpp.program.codegen import CODEGEN_FEATURES
-from cdmpp.program.codegen.compile import code_key
+from cdmpp.program.codegen.core import counts_key
 from tests.samples.training import make_data, small_config
 
 SPEC = "within_task:seed=0"
@@ -34,8 +34,8 @@ def counted(data):
     """Programs that a compiler makes up to e^2 times slower, which their counts alone tell; every eighth has none."""
     rng = np.random.default_rng(0)
     hidden = {program: rng.uniform(-2, 2) for program in data.asts}
-    codes = {code_key(dict(device.target)) for device in data.devices.values()}
-    cycles = 2e9 * data.labels.groupby("program")["latency_s"].mean()
+    codes = {counts_key(device) for device in data.devices.values()}
+    cycles = 4e6 * data.labels.groupby("program")["latency_s"].mean()
     counts = {
         (program, code): np.full(
             len(CODEGEN_FEATURES), cycles[program] * np.exp(hidden[program]), dtype=np.float32

@@ -17,7 +17,7 @@ from cdmpp.predictor.network import predict_labels
 from cdmpp.predictor.trainer import Trainer, learning_rate, pick_device
 from cdmpp.predictor.training import prepare
 from cdmpp.program.codegen import CODEGEN_FEATURES
-from cdmpp.program.codegen.compile import code_key
+from cdmpp.program.codegen.core import counts_key
 
 
 @pytest.fixture()
@@ -222,7 +222,7 @@ def test_instruction_counts_are_learnt_where_there_are_some(data, config):
     }
     config = config.model_copy(update=changed)
     split = split_data("within_task:seed=0", data)
-    codes = {code_key(dict(device.target)) for device in data.devices.values()}
+    codes = {counts_key(device) for device in data.devices.values()}
     half = list(data.asts)[::2]  # the others have none
     counts = {
         (program, code): np.full(len(CODEGEN_FEATURES), data.asts[program].n_leaves, dtype=np.float32)
