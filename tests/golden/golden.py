@@ -30,8 +30,9 @@ from cdmpp.predictor.evidence import Evidence
 from cdmpp.program.ast import LEAF_FEATURES, compact_asts
 from cdmpp.program.ast.store import load_asts, save_asts
 from cdmpp.program.codegen import CODEGEN_FEATURES
-from cdmpp.program.codegen.core import counts_key
-from cdmpp.program.codegen.counts import codegen_features, compiled_features
+from cdmpp.program.codegen.compile import compile_to_shared_object
+from cdmpp.program.codegen.core import core_of, counts_key
+from cdmpp.program.codegen.counts import codegen_features
 from cdmpp.program.space import Rebuilder
 
 HERE = Path(__file__).parent
@@ -55,8 +56,10 @@ GPUS = (
 )  # fmt: skip
 UNSEEN_CPU = "epyc-7763@1"
 
-#: What programs are compiled for: AVX2, AVX-512 by two makers, and 128 bits without fused multiply-add.
-TARGETS = ("znver3", "znver4", "cascadelake", "x86-64-v2")
+#: What programs are compiled for (AVX2, AVX-512 by two makers, 128 bits without fused multiply-add), and what runs them.
+TARGETS = {
+    "znver3": "znver3", "znver4": "znver4", "cascadelake": "skylake-avx512", "x86-64-v2": "skylake-avx512",
+}  # fmt: skip
 
 #: Specifications of splits, made of the golden dataset; the last is that of the weights that ship.
 SPLITS = (
@@ -213,16 +216,24 @@ def counted_programs() -> list[str]:
 def compile_and_count(
     hashes: list[str], mcpu: str, keep: Callable[[str, Path], None] | None = None
 ) -> NDArray[np.float32]:
-    """Instructions of programs compiled for a CPU, (n, len(CODEGEN_FEATURES)); ``keep`` is given each object."""
+    """Counts of programs compiled for a CPU, (n, len(CODEGEN_FEATURES)); ``keep`` is given each object."""
     target = {"kind": "llvm", "num-cores": 1, "mcpu": mcpu}
-    funcs = zip(hashes, prim_funcs(hashes), strict=True)
-    return np.stack([compiled_features(f, target, keep and partial(keep, program)) for program, f in funcs])
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "program.so"
+        for program, func in zip(hashes, prim_funcs(hashes), strict=True):
+            compile_to_shared_object(func, target, path)
+            if keep is not None:
+                keep(program, path)
+            found.append(codegen_features(path, core_of(TARGETS[mcpu])))
+    return np.stack(found)
 
 
 def count_objects() -> dict[str, NDArray[np.float32]]:
     """Instructions of the objects that are kept, by name."""
     with zipfile.ZipFile(OBJECTS) as objects, tempfile.TemporaryDirectory() as folder:
-        return {name: codegen_features(objects.extract(name, folder)) for name in objects.namelist()}
+        cores = {name: TARGETS[name.removesuffix(".so").split("-", 1)[1]] for name in objects.namelist()}
+        return {n: codegen_features(objects.extract(n, folder), core_of(core)) for n, core in cores.items()}
 
 
 # -- splits ----------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def _counts() -> None:
 
     def keep(mcpu: str, program: str, path: Path) -> None:
         size = path.stat().st_size
-        if hashes.index(program) % _OBJECTS == golden.TARGETS.index(mcpu) and size < _LARGEST_OBJECT:
+        if hashes.index(program) % _OBJECTS == list(golden.TARGETS).index(mcpu) and size < _LARGEST_OBJECT:
             objects[f"{program}-{mcpu}.so"] = path.read_bytes()
 
     counts = {mcpu: golden.compile_and_count(hashes, mcpu, partial(keep, mcpu)) for mcpu in golden.TARGETS}
