@@ -1,7 +1,7 @@
 """Micro-benchmarks of the machine at hand: what a specification does not say, or says too well.
 
-Memory bandwidth, peak arithmetic, and what a call costs, as simply as they can be measured (MAPLE, Abbasi et al. 2022,
-describes devices by such measurements). Some seconds in all.
+Memory bandwidth, peak arithmetic, what one core does, and what a call costs, as simply as they can be measured
+(MAPLE, Abbasi et al. 2022, describes devices by such measurements). Some twenty seconds in all.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from cdmpp.device import Device, DeviceTable, load_table
 from cdmpp.device.table import normalise
 from cdmpp.errors import CdmppError, UnknownDeviceError
+from cdmpp.profiler.core_rates import core_rates
 
 #: Seconds that one benchmark may take.
 _BUDGET_S = 0.4
@@ -81,7 +82,16 @@ def measure_cpu(table: DeviceTable | None = None) -> MeasuredDevice:
             f"bandwidth and peak: other work on this machine left {100 * given:.0f} % of the cores"
         )
     try:
-        results["launch_us"] = 1e6 * _launch_s(here.cores or 1)
+        rates, unsteady = core_rates(here)
+        results |= rates
+        skipped += unsteady
+    except CdmppError as error:
+        skipped.append(f"rates of a core: {error}")
+    try:
+        cores = here.cores or 1
+        threads = {n for n in (1, 2, 4, 8, 16, 32, 64) if n < cores}
+        results |= {f"parallel_{n}_us": 1e6 * _launch_s(n) for n in sorted(threads)}
+        results["launch_us"] = 1e6 * _launch_s(cores)
     except CdmppError as error:
         skipped.append(f"call overhead: {error}")
     return as_row(table, here.name, "cpu", results, skipped)

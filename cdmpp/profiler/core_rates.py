@@ -1,0 +1,158 @@
+"""What one core of this machine does in a nanosecond: clock, instructions by kind, and what comes from caches and memory.
+
+Loops of single instructions, assembled here, so that no compiler decides what is measured (as uops.info does: Abel and Reineke,
+ASPLOS'19; MAPLE, Abbasi et al. 2022, describes devices by such measurements). The clock is that of a chain of additions, one a
+cycle on every x86 core; while it runs beside vector arithmetic it shows what the core lowers it to. x86-64 with AVX2 alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cdmpp.device import Device
+from cdmpp.errors import CdmppError
+
+#: Seconds of a run, rounds over all loops, and how much the best of the one half of the rounds may be off the other's.
+_RUN_S, _ROUNDS, _TOLERANCE = 4e-3, 6, 0.03
+#: Times that loops are run again which differ by more.
+_REPEATS = 3
+#: Instructions in a row, which write to different registers.
+_UNROLLED = 12
+#: Bytes beyond every last-level cache, and of a cache line.
+_MEMORY_BYTES, _LINE = 256 << 20, 64
+_KB = 1024
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """A loop: ``per_run`` of what is counted in each of its iterations, on a buffer from the given address."""
+
+    name: str
+    code: Callable[..., float]
+    per_run: float
+    address: int = 0
+    argument: int = 0
+
+
+def core_rates(device: Device) -> tuple[dict[str, float], list[str]]:
+    """Rates of one core, and why some are missing; some ten seconds.
+
+    ``clock_ghz``, ``clock_256_ghz`` and ``clock_512_ghz`` (beside vector arithmetic), instructions a nanosecond
+    (``fma_256_per_ns``: multiply-adds, loads, stores, shuffles, divides by bits; gathered elements; calls of ``expf``), and of
+    each cache level and memory the latency (``l2_ns``) and the bandwidth of loads (``l2_gb_s``).
+
+    Raises
+    ------
+    CdmppError
+        No x86-64 with AVX2, or no iced-x86; another program uses the core, so that the clock is not the same twice (the
+        message has the spread).
+    """
+    if platform.machine() != "x86_64" or (device.simd_bits or 0) < 256:
+        raise CdmppError(f"{device.name}: rates of a core are measured on x86-64 with AVX2 alone")
+    try:
+        from cdmpp.profiler.assembly import Assembler
+    except ImportError as error:
+        raise CdmppError(f"assembling loops needs iced-x86: install cdmpp[tvm] ({error})") from error
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(before)})
+    try:
+        return _measure(list(_kernels(Assembler(), device)))
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _measure(kernels: Sequence[_Kernel]) -> tuple[dict[str, float], list[str]]:
+    best = {kernel.name: [0.0, 0.0] for kernel in kernels}
+    todo = list(kernels)
+    for _ in range(1 + _REPEATS):
+        for turn in range(_ROUNDS):
+            for kernel in todo:
+                half = best[kernel.name]
+                half[turn % 2] = max(half[turn % 2], _rate(kernel))
+        todo = [kernel for kernel in todo if _spread(best[kernel.name]) > _TOLERANCE]
+        if not todo:
+            break
+    unsteady = {
+        k.name: f"{k.name} differs by {100 * _spread(best[k.name]):.0f} % between rounds" for k in todo
+    }
+    for name, reason in unsteady.items():
+        if name.startswith("clock"):
+            raise CdmppError(f"other work on this machine: {reason}; measure again when it is idle")
+    found = {name: max(halves) for name, halves in best.items() if name not in unsteady}
+    # a latency is what a step takes
+    latencies = {name for name in found if name.endswith("_ns") and "_per_" not in name}
+    return {n: 1 / rate if n in latencies else rate for n, rate in found.items()}, list(unsteady.values())
+
+
+def _spread(halves: Sequence[float]) -> float:
+    return max(halves) / min(halves) - 1
+
+
+def _rate(kernel: _Kernel) -> float:
+    """Of what is counted, how much in a nanosecond; the number of iterations is doubled until a run is long enough."""
+    runs = 64
+    while True:
+        began = time.perf_counter_ns()
+        kernel.code(runs, kernel.address, kernel.argument)
+        took = time.perf_counter_ns() - began
+        if took > 1e9 * _RUN_S:
+            return kernel.per_run * runs / took
+        runs = int(runs * max(2.0, min(64.0, 1.2e9 * _RUN_S / max(took, 1))))
+
+
+def _kernels(asm: Any, device: Device) -> Iterable[_Kernel]:
+    here = _pages(4 * _KB).ctypes.data
+    widths = [bits for bits in (128, 256, 512) if bits <= (device.simd_bits or 256)]
+    yield _Kernel("clock_ghz", asm.loop(asm.chain(40)), 40)
+    for bits in widths[1:]:
+        yield _Kernel(f"clock_{bits}_ghz", asm.loop([*asm.chain(16), *asm.fma(bits, 6)] * 2), 32)
+    for bits in widths:
+        for name in ("fma", "load", "store", "shuffle", "divide"):
+            body = getattr(asm, name)(bits, _UNROLLED)
+            yield _Kernel(f"{name}_{bits}_per_ns", asm.loop(body), _UNROLLED, here)
+    for bits in widths[1:]:
+        yield _Kernel(f"gather_{bits}_per_ns", asm.loop(asm.gather(bits, 4)), 4 * bits / 32, here)
+    library = ctypes.CDLL(ctypes.util.find_library("m") or "libm.so.6")
+    function = ctypes.cast(library.expf, ctypes.c_void_p).value or 0
+    yield _Kernel("exp_per_ns", asm.loop(asm.call(4)), 4, here, function)
+    levels = {"l1": device.l1_kb, "l2": device.l2_kb, "l3": device.l3_kb}
+    below = 0.0
+    for level, kb in (*levels.items(), ("memory", _MEMORY_BYTES / _KB)):
+        if not kb:
+            continue
+        # half of a level, and more than the level before it has; of a cache that others use too no more than a quarter
+        size = int(_KB * (kb / 2 if level != "l3" else max(2 * below, min(kb / 4, 4 * below))))
+        below = kb
+        chain = _cycle(size // _LINE)
+        yield _Kernel(f"{level}_ns", asm.loop(asm.chase(16)), 16, chain)
+        turns = size // (8 * _LINE)
+        yield _Kernel(f"{level}_gb_s", asm.stream(widths[-1], 8), turns * 8 * _LINE, chain, turns)
+
+
+#: What loops read and write.
+_BUFFERS: list[np.ndarray] = []
+
+
+def _pages(bytes_: int) -> np.ndarray:
+    """Zeros that begin with a page and are not freed, int64."""
+    buffer = np.zeros(bytes_ // 8 + 512, dtype=np.int64)
+    _BUFFERS.append(buffer)
+    start = -buffer.ctypes.data % 4096 // 8
+    return buffer[start : start + bytes_ // 8]
+
+
+def _cycle(lines: int) -> int:
+    """Address of lines of which each begins with the offset of another one, all in one random cycle."""
+    found = _pages(lines * _LINE)
+    order = np.random.default_rng(0).permutation(lines)
+    found[order * (_LINE // 8)] = np.roll(order, -1) * _LINE
+    return int(found.ctypes.data)
