@@ -86,6 +86,9 @@ def collect_codegen(
         device = view.devices[str(name)]
         if device.target.get("kind") != "llvm":
             continue
+        if device.vendor == "arm":
+            logger.warning("%s: only programs compiled for x86 CPUs are counted", device.name)
+            continue
         for digest in table["program"]:
             key = (str(digest), counts_key(device))
             if key not in counts:
