@@ -88,7 +88,7 @@ def load_network(spec: str | Path, shapes: Mapping[str, Sequence[int]] | None = 
     spec
         ``resnet18``, ``resnet18@b4`` (batch 4), ``resnet18@s160`` (images of 160 x 160; of others sequences of 160),
         ``resnet18@s160b4``, ``path/to/model.onnx``, ``path/to/model.pt2``. A dynamic batch of a file is 1 unless
-        ``@b4`` follows its name.
+        ``@b4`` follows its name. ``operators@s7`` is the seventh draw of :mod:`cdmpp.program.zoo.operators`.
     shapes
         Input name -> shape, for files with other dynamic extents.
 
@@ -114,6 +114,10 @@ def load_network(spec: str | Path, shapes: Mapping[str, Sequence[int]] | None = 
             )
         if shapes:
             raise NetworkError(f"{text} has fixed shapes; `shapes` is for .onnx and .pt2 files")
+        if base == "operators":
+            if size is None or batch is not None:
+                raise NetworkError(f"bad network {text!r}: operators are drawn by number, as operators@s7")
+            return _drawn(text, size)
         return _from_zoo(zoo_entry(base), batch or 1, size)
     if size is not None:
         raise NetworkError(f"bad network {text!r}: @s is for networks of the zoo, `shapes` for files")
@@ -163,6 +167,25 @@ def _from_zoo(entry: ZooEntry, batch: int, size: int | None) -> Network:
 
     network = Network(name, entry.family, inputs, "zoo", entry.description, importer=importer)
     return network
+
+
+def _drawn(name: str, number: int) -> Network:
+    """Operators drawn at random."""
+    import torch
+
+    from cdmpp.program.zoo.operators import Operators
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(number)
+        module = Operators(number)
+    network = Network.from_torch(module, [torch.zeros(item.shape) for item in module.inputs], name)
+    return replace(
+        network,
+        family="generated",
+        inputs=module.inputs,
+        source="zoo",
+        description="operators drawn at random",
+    )
 
 
 # -- torch -----------------------------------------------------------------------------------------------------

@@ -87,3 +87,22 @@ def test_shipped_counts_cover_the_zoo_and_are_those_of_the_extraction() -> None:
     assert min(counts.values()) > 0 and sum(counts.values()) >= 250
     for name in ("mlp", "gcn"):
         assert len(extract_tasks([name])) == counts[name]
+
+
+def test_drawn_operators_are_those_of_their_number_and_all_become_tasks() -> None:
+    before = torch.random.get_rng_state()
+    first, same, other = (load_network(f"operators@s{number}") for number in (1, 1, 2))
+    assert torch.equal(torch.random.get_rng_state(), before), "drawing must leave the global generator alone"
+    assert first.inputs == same.inputs != other.inputs and first.family == "generated"
+    tasks, others = extract_tasks([first]), extract_tasks([other])
+    assert min(len(tasks), len(others)) >= 50, "an operator was taken for another or became nothing"
+    names = [task.name for task in (*tasks, *others)]
+    kinds = ("conv", "matmul", "pool", "softmax", "norm", "resize")
+    assert [kind for kind in kinds if not any(kind in name for name in names)] == []
+    assert {task.hash for task in tasks}.isdisjoint(task.hash for task in others)
+
+
+@pytest.mark.parametrize("spec", ["operators", "operators@b4", "operators@s1b4"])
+def test_operators_are_drawn_by_number_alone(spec: str) -> None:
+    with pytest.raises(NetworkError, match="drawn by number, as operators@s7"):
+        load_network(spec)

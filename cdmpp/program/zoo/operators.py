@@ -1,0 +1,323 @@
+"""Operators drawn at random, fifty a network: kinds, shapes and epilogues that the networks of the zoo have few of or none.
+
+A predictor learns of a task from tasks like it. Networks at more sizes bring more of what they have already; here are pools,
+norms, gates, attention, dilated, grouped and transposed convolutions, reductions and moves of data, of odd and prime extents
+and batches of 1 to 64. A draw is its number: the same one gives the same operators everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from cdmpp.program.zoo import TensorSpec
+
+#: Operators of a draw.
+_OPERATORS = 50
+#: Most elements of a tensor, and most multiply-adds of an operator: some tens of milliseconds on a core.
+_MOST_ELEMENTS, _MOST_WORK = 1 << 21, 3e8
+
+_Shape = tuple[int, ...]
+#: From inputs of these shapes, by a module (its weights are not inputs).
+_Operator = tuple[nn.Module, Sequence[_Shape]]
+
+
+class _Call(nn.Module):
+    """A function as a module, after another module that has weights."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.function, self.inner = function, inner
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        if self.inner is not None:
+            inputs = (self.inner(inputs[0]), *inputs[1:])
+        return self.function(*inputs)
+
+
+class Operators(nn.Module):
+    """Runs each operator on inputs of its own, float32, and returns all outputs."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        draw = _Draw(np.random.default_rng([20261123, number]))
+        drawn = [draw.operator() for _ in range(_OPERATORS)]
+        self.operators = nn.ModuleList(module for module, _ in drawn)
+        self.shapes = [shapes for _, shapes in drawn]
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """Of all operators, one after the other."""
+        every = [shape for shapes in self.shapes for shape in shapes]
+        return tuple(TensorSpec(f"x{number}", shape) for number, shape in enumerate(every))
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rest, outputs = list(inputs), []
+        for module, shapes in zip(self.operators, self.shapes, strict=True):
+            outputs.append(module(*rest[: len(shapes)]))
+            rest = rest[len(shapes) :]
+        return tuple(outputs)
+
+
+_UNARY: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    torch.relu, torch.sigmoid, torch.tanh, torch.exp, F.gelu, F.silu, F.hardswish, F.relu6, F.softplus, F.leaky_relu,
+    torch.rsqrt, torch.abs, torch.square,
+)  # fmt: skip
+
+
+def _variance(x: torch.Tensor, **of: Any) -> torch.Tensor:
+    return torch.var(x, correction=0, **of)
+
+
+_BINARY = (torch.add, torch.mul, torch.sub, torch.div, torch.maximum)
+
+
+class _Draw:
+    """Draws operators."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.rng = rng
+
+    def operator(self) -> _Operator:
+        """One of any kind: each kind as often as any other, but convolutions and products of matrices."""
+        kinds = (
+            self.convolution, self.convolution, self.convolution, self.transposed, self.product, self.product, self.attention,
+            self.pool, self.pool, self.global_pool, self.norm, self.norm, self.softmax, self.gate, self.reduction,
+            self.elementwise, self.move, self.resize,
+        )  # fmt: skip
+        while True:
+            module, shapes = self.one_of(kinds)()
+            if all(np.prod(shape) <= _MOST_ELEMENTS for shape in shapes):
+                return module, shapes
+
+    def one_of(self, choices: Sequence[Any]) -> Any:
+        """Each as likely as the others."""
+        return choices[int(self.rng.integers(len(choices)))]
+
+    def between(self, low: int, high: int) -> int:
+        """A whole number, small ones more often; half of them multiples of the largest power of two below a quarter."""
+        value = int(np.exp(self.rng.uniform(np.log(low), np.log(high + 1))))
+        step = 1 << max(0, value.bit_length() - 3)
+        return max(low, value // step * step) if self.rng.random() < 0.5 else value
+
+    def batch(self) -> int:
+        """Mostly 1, at most 64."""
+        return 1 if self.rng.random() < 0.5 else self.between(2, 64)
+
+    def image(self, channels: int | None = None, low: int = 4, high: int = 160) -> _Shape:
+        """Batch, channels, height and width; mostly square."""
+        height = self.between(low, high)
+        width = height if self.rng.random() < 0.7 else self.between(low, high)
+        batch, channels = self.batch(), channels or self.between(3, 512)
+        while batch * channels * height * width > _MOST_ELEMENTS and batch > 1:
+            batch //= 2
+        return batch, channels, height, width
+
+    def tokens(self) -> _Shape:
+        """Batch, length and width."""
+        return self.batch(), self.between(4, 384), self.between(16, 1024)
+
+    def tensor(self) -> _Shape:
+        """Of two to four dimensions."""
+        return self.one_of((lambda: self.tokens()[1:], self.tokens, self.image))()
+
+    def epilogue(self, shape: _Shape, inner: nn.Module) -> _Operator:
+        """The module, and perhaps an activation or another tensor after it."""
+        x = inner(torch.zeros(shape))
+        kind = self.rng.random()
+        if kind < 0.3:
+            return inner, [shape]
+        if kind < 0.7:
+            return _Call(self.one_of(_UNARY), inner), [shape]
+        function, then = self.one_of(_BINARY[:2]), self.one_of((torch.relu, torch.sigmoid, nn.Identity()))
+        return _Call(lambda a, b: then(function(a, b)), inner), [shape, tuple(x.shape)]
+
+    def convolution(self) -> _Operator:
+        """Of one to three dimensions: dense, grouped or depthwise, dilated or strided."""
+        rank = self.one_of((1, 2, 2, 2, 2, 3))
+        while True:
+            before, after = self.between(3, 384), self.between(4, 384)
+            size = tuple(self.between(4, (4000, 112, 20)[rank - 1]) for _ in range(rank))
+            if rank == 2 and self.rng.random() < 0.7:
+                size = (size[0], size[0])
+            groups = self.one_of((1, 1, 1, 2, 4, 8, 0))
+            if groups == 0:
+                groups, after = before, before * self.one_of((1, 1, 2))
+            else:
+                before, after = -(-before // groups) * groups, -(-after // groups) * groups
+            kernel, stride, dilation = (
+                self.one_of((1, 1, 3, 3, 3, 5, 7)),
+                self.one_of((1, 1, 1, 2, 3)),
+                self.one_of((1, 1, 1, 2, 4)),
+            )
+            reach = dilation * (kernel - 1)
+            padding = self.one_of((0, reach // 2, reach // 2))
+            if min(size) + 2 * padding <= reach:
+                continue
+            shape = (self.batch(), before, *size)
+            out = np.prod([(n + 2 * padding - reach - 1) // stride + 1 for n in size])
+            work = shape[0] * after * out * before / groups * kernel**rank
+            if (
+                work <= _MOST_WORK
+                and shape[0] * after * out <= _MOST_ELEMENTS
+                and np.prod(shape) <= _MOST_ELEMENTS
+            ):
+                break
+        layer = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[rank - 1]
+        bias = self.rng.random() < 0.5
+        return self.epilogue(shape, layer(before, after, kernel, stride, padding, dilation, groups, bias))
+
+    def transposed(self) -> _Operator:
+        """A transposed convolution."""
+        while True:
+            batch, before, height, width = self.image(self.between(4, 192), 4, 48)
+            after, kernel, stride = self.between(3, 128), self.one_of((2, 3, 4, 5)), self.one_of((1, 2, 2))
+            if batch * before * after * height * width * kernel**2 <= _MOST_WORK:
+                break
+        layer = nn.ConvTranspose2d(before, after, kernel, stride, self.one_of((0, 1)))
+        return self.epilogue((batch, before, height, width), layer)
+
+    def product(self) -> _Operator:
+        """A linear layer, or a product of two inputs."""
+        while True:
+            batch, m, n, k = self.batch(), self.between(1, 512), self.between(8, 2048), self.between(8, 2048)
+            if batch * m * n * k <= _MOST_WORK and max(m * n, n * k, m * k) * batch <= _MOST_ELEMENTS:
+                break
+        if self.rng.random() < 0.6:
+            shape = (batch * m, n) if self.rng.random() < 0.5 else (batch, m, n)
+            return self.epilogue(shape, nn.Linear(n, k, self.rng.random() < 0.7))
+        if self.rng.random() < 0.5:
+            return _Call(torch.matmul), [(batch, m, n), (batch, n, k)]
+        return _Call(lambda x, y: torch.matmul(x, y.transpose(-1, -2))), [(batch, m, n), (batch, k, n)]
+
+    def attention(self) -> _Operator:
+        """Scores of queries and keys with a mask, or what they take of the values; or all of it."""
+        while True:
+            batch, heads, queries, depth = (
+                self.batch(),
+                self.between(1, 16),
+                self.between(1, 256),
+                self.one_of((16, 24, 32, 64, 80, 128)),
+            )
+            keys = queries if self.rng.random() < 0.6 else self.between(8, 512)
+            if batch * heads * queries * keys * depth <= _MOST_WORK:
+                break
+        x, y, scores = (
+            (batch, heads, queries, depth),
+            (batch, heads, keys, depth),
+            (batch, heads, queries, keys),
+        )
+        scale = depth**-0.5
+
+        def score(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return torch.matmul(q, k.transpose(-1, -2)) * scale + mask
+
+        def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return torch.matmul(torch.softmax(torch.matmul(q * scale, k.transpose(-1, -2)), -1), v)
+
+        kind = self.rng.integers(3)
+        if kind == 0:
+            return _Call(score), [x, y, (1, 1, queries, keys)]
+        return (_Call(torch.matmul), [scores, y]) if kind == 1 else (_Call(whole), [x, y, y])
+
+    def pool(self) -> _Operator:
+        """Maximum or mean over windows."""
+        shape, kernel = self.image(low=8), self.one_of((2, 2, 3, 3, 3, 5, 7))
+        stride, padding = self.one_of((1, 2, 2, kernel)), self.one_of((0, kernel // 2))
+        layers: Sequence[nn.Module] = (
+            nn.MaxPool2d(kernel, stride, padding),
+            nn.AvgPool2d(kernel, stride, padding, count_include_pad=self.rng.random() < 0.5),
+        )
+        return self.epilogue(shape, self.one_of(layers))
+
+    def global_pool(self) -> _Operator:
+        """Mean over windows that make an image of a given size."""
+        return self.epilogue(self.image(low=8), nn.AdaptiveAvgPool2d(self.one_of((1, 1, 2, 4, 7))))
+
+    def norm(self) -> _Operator:
+        """Over the width, over groups of channels or over each channel; by mean and variance or by the mean square."""
+        kind = self.rng.integers(5)
+        if kind < 2:
+            shape = self.tokens()
+            return self.epilogue(shape, (nn.LayerNorm, nn.RMSNorm)[kind](shape[-1]))
+        groups = self.one_of((1, 2, 4, 8, 16))
+        shape = self.image(groups * self.between(1, 32))
+        layers = (nn.GroupNorm(groups, shape[1]), nn.InstanceNorm2d(shape[1]), nn.BatchNorm2d(shape[1]))
+        return self.epilogue(shape, layers[kind - 2])
+
+    def softmax(self) -> _Operator:
+        """Softmax or its logarithm, over any axis, perhaps with a mask."""
+        shape = self.tensor()
+        axis = -1 if self.rng.random() < 0.7 else int(self.rng.integers(len(shape)))
+        function = self.one_of((torch.softmax, torch.softmax, torch.log_softmax))
+        if self.rng.random() < 0.3:
+            return _Call(lambda x, mask: function(x + mask, axis)), [shape, shape[-1:]]
+        return _Call(lambda x: function(x, axis)), [shape]
+
+    def gate(self) -> _Operator:
+        """One tensor, or half of one, scales another."""
+        act = self.one_of((torch.sigmoid, F.silu, F.gelu, F.hardsigmoid, torch.tanh))
+        if self.rng.random() < 0.5:
+            batch, length, width = self.tokens()
+            if self.rng.random() < 0.5:
+                return _Call(lambda x, y: act(x) * y), [(batch, length, width)] * 2
+            return _Call(lambda x: act(x[..., :width]) * x[..., width:]), [(batch, length, 2 * width)]
+        batch, channels, height, width = self.image()
+        gates = (batch, channels, 1, 1) if self.rng.random() < 0.7 else (batch, 1, height, width)
+        return _Call(lambda x, y: x * act(y)), [(batch, channels, height, width), gates]
+
+    def reduction(self) -> _Operator:
+        """Over one or more axes."""
+        shape = self.tensor()
+        axes = sorted(
+            self.rng.choice(len(shape), int(self.rng.integers(1, len(shape))), replace=False).tolist()
+        )
+        function = self.one_of((torch.sum, torch.mean, _variance, torch.linalg.vector_norm))
+        keep = bool(self.rng.random() < 0.5)
+        return _Call(lambda x: function(x, dim=axes, keepdim=keep)), [shape]
+
+    def elementwise(self) -> _Operator:
+        """A chain of one to four, the second tensor of a binary one perhaps broadcast."""
+        shape = self.tensor()
+        other = self.one_of((shape, shape, shape[-1:], (*shape[:-1], 1), (shape[0], *[1] * (len(shape) - 1))))
+        chain = [self.one_of(_UNARY) for _ in range(int(self.rng.integers(0, 4)))]
+        function = self.one_of(_BINARY)
+
+        def run(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            x = function(x, y)
+            for each in chain:
+                x = each(x)
+            return x
+
+        return _Call(run), [shape, other]
+
+    def move(self) -> _Operator:
+        """A permutation, concatenation, part, padding, shift or lookup."""
+        shape = self.tensor()
+        axis, order = int(self.rng.integers(len(shape))), self.rng.permutation(len(shape)).tolist()
+        half, pad = max(1, shape[axis] // 2), [self.between(1, 4) for _ in range(4)]
+        kind = int(self.rng.integers(6))
+        if kind == 1:
+            return _Call(lambda x, y: torch.cat([x, y], axis)), [shape, shape]
+        functions: Sequence[Callable[[torch.Tensor], torch.Tensor]] = (
+            lambda x: x.permute(order).contiguous() + 0.0,
+            lambda x: x,
+            lambda x: torch.relu(x.narrow(axis, shape[axis] - half, half)),
+            lambda x: F.pad(x, pad),
+            lambda x: torch.roll(x, half, axis),
+            lambda x: x.flip(axis),
+        )
+        return _Call(functions[kind]), [shape]
+
+    def resize(self) -> _Operator:
+        """A larger image, by copies, by interpolation or from channels."""
+        shape = self.image(4 * self.between(1, 64), 4, 64)
+        mode = self.one_of(("nearest", "bilinear", "shuffle"))
+        if mode == "shuffle":
+            return _Call(lambda x: F.pixel_shuffle(x, 2)), [shape]
+        return _Call(lambda x: F.interpolate(x, scale_factor=2.0, mode=mode)), [shape]
