@@ -97,7 +97,7 @@ def test_drawn_operators_are_those_of_their_number_and_all_become_tasks() -> Non
     tasks, others = extract_tasks([first]), extract_tasks([other])
     assert min(len(tasks), len(others)) >= 50, "an operator was taken for another or became nothing"
     names = [task.name for task in (*tasks, *others)]
-    kinds = ("conv", "matmul", "pool", "softmax", "norm", "resize")
+    kinds = ("conv", "matmul", "pool", "softmax", "norm", "transpose")
     assert [kind for kind in kinds if not any(kind in name for name in names)] == []
     assert {task.hash for task in tasks}.isdisjoint(task.hash for task in others)
 
