@@ -134,7 +134,8 @@ def _networks(args: Namespace, console: Console, errors: Console) -> Any:
     show_table(console, "networks", ("<name", "<family", "<inputs", "tasks", "<description"), cells)
     console.print(
         "Append a batch size as in resnet18@b4, an image size or sequence length as in resnet18@s160, or both, "
-        "or give an .onnx or .pt2 file in place of a name. Inputs are float32 where nothing else is said."
+        "or give an .onnx or .pt2 file in place of a name. operators@s1, operators@s2, ... are fifty random operators each. "
+        "Inputs are float32 where nothing else is said."
     )
     return rows
 
