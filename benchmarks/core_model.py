@@ -38,8 +38,8 @@ _ITERATIONS = 200
 
 def estimates(view: DatasetView, counts: Counts) -> pd.DataFrame:
     """Programs whose operands fit the second cache level, with the cycles they are estimated to take."""
-    labels = view.labels(None)
-    keys = {name: counts_key(device) for name, device in view.devices.items() if device.kind == "cpu"}
+    labels, devices, tasks = view.labels(None), view.devices, view.tasks
+    keys = {name: counts_key(device) for name, device in devices.items() if device.kind == "cpu"}
     rows = [
         counts.get((p, keys.get(d, ""))) for p, d in zip(labels["program"], labels["device"], strict=True)
     ]
@@ -49,9 +49,9 @@ def estimates(view: DatasetView, counts: Counts) -> pd.DataFrame:
         name: found[:, CODEGEN_FEATURES.index(name)]
         for name in ("core_cycles", "unknown_loops", "missing", "run_all")
     }
-    labels = labels.assign(**of, bytes=[view.tasks[task].bytes for task in labels["task"]])
+    labels = labels.assign(**of, bytes=[tasks[task].bytes for task in labels["task"]])
     small = (labels["bytes"] < _SMALL) & (labels["unknown_loops"] == 0) & (labels["latency_s"] > _SHORT)
-    return labels[small & (labels["device"].map(lambda name: view.devices[name].cores_used) == 1)]
+    return labels[small & (labels["device"].map(lambda name: devices[name].cores_used) == 1)]
 
 
 def spread(name: str, logs: np.ndarray, tasks: np.ndarray, **more: float) -> Figure:
@@ -115,7 +115,7 @@ def against_mca(
 ) -> tuple[Figure, list[dict[str, object]]]:
     device = view.devices[name]
     core, rebuild, rows = core_of(counts_key(device).rpartition("-")[2]), Rebuilder(), []
-    labels = view.labels(None)
+    labels, known, spaces = view.labels(None), view.programs, view.spaces
     programs = (
         labels[labels["device"] == name].sample(frac=1, random_state=seed).drop_duplicates("task")["program"]
     )
@@ -123,8 +123,8 @@ def against_mca(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "p.so"
         for digest in programs:
-            program = view.programs[digest]
-            space = view.spaces.get(program.space_hash) if program.space_hash else None
+            program = known[digest]
+            space = spaces.get(program.space_hash) if program.space_hash else None
             compile_to_shared_object(
                 rebuild(program, view.task_of(program), space), dict(device.target), path
             )
