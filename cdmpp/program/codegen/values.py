@@ -334,6 +334,8 @@ def _unknown(instruction: Instruction, location: Location | None = None) -> Valu
 
 def _read(operand: Operand, instruction: Instruction, state: State) -> Value:
     width = instruction.width(operand)
+    if not width:  # lea names memory and reads none
+        return _unknown(instruction)
     if isinstance(operand, int):
         return None, signed(operand, width)
     if operand == _TASKS and state.get(_ENVIRONMENT) == ("environment", 0):
