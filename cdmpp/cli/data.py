@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -187,7 +188,8 @@ def _dataset(args: Namespace, console: Console, errors: Console) -> Any:
 
 
 def _add_import(sub: Parser) -> None:
-    sub.add_argument("source", choices=("neusight", "benchmark-hub"), help="whose files they are")
+    sources = ("neusight", "benchmark-hub", "aiconfigurator", "pipeweave", "miopen")
+    sub.add_argument("source", choices=sources, help="whose files they are")
     sub.add_argument(
         "files", nargs="+", metavar="FILE", help="parquet or CSV files, told apart by their columns"
     )
@@ -200,12 +202,14 @@ def _import(args: Namespace, console: Console, errors: Console) -> Any:
     """Turn public measurements into a dataset.
 
     cdmpp import neusight operators.csv --out runs/neusight
-    cdmpp import benchmark-hub a100.parquet --limit 10000 --out runs/hub
+    cdmpp import aiconfigurator operators.parquet --out runs/llm
     """
-    from cdmpp.dataset.importers import import_benchmark_hub, import_neusight
+    from cdmpp.dataset.importers import SOURCES, import_benchmark_hub, import_neusight, import_operators
     from cdmpp.device import load_table
 
     run = import_neusight if args.source == "neusight" else import_benchmark_hub
+    if args.source in SOURCES:
+        run = partial(import_operators, args.source)
     with Bar(errors, "reading") as bar:
         report = run(
             args.files,
@@ -218,7 +222,8 @@ def _import(args: Namespace, console: Console, errors: Console) -> Any:
     say(
         console,
         f"{report.path}: {report.records.get('ok', 0)} labels (failures: {counts_text(failures)}) of "
-        f"{report.programs} programs of {report.tasks} tasks on {', '.join(report.devices) or 'no device'}",
+        + (f"{report.programs} programs of " if report.programs else "")
+        + f"{report.tasks} {'tasks' if report.programs else 'operators'} on {', '.join(report.devices) or 'no device'}",
     )
     if report.graphs:
         say(console, f"{len(report.graphs)} networks as graphs of tasks: {', '.join(report.graphs)}")

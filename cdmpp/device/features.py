@@ -39,7 +39,8 @@ def _volta_or_later(device: Device) -> float:
 
 
 def _matrix_peak(device: Device) -> float:
-    peaks = [peak for name, peak in device.peak_gflops.items() if name.endswith("_matrix")]
+    # not of 4 bits, which the weights that ship were not trained with
+    peaks = [p for name, p in device.peak_gflops.items() if name.endswith("_matrix") and "float4" not in name]
     return max(peaks, default=_NAN)
 
 

@@ -76,6 +76,8 @@ class Device:
     #: Memory of the whole device; a share keeps both, as one core may use more than its part.
     mem_gb: float | None = None
     bandwidth_gb_s: float | None = None
+    #: From the L2 of a GPU to all cores, measured.
+    l2_bandwidth_gb_s: float | None = None
     #: Power that the whole device (the package of a CPU, the board of a GPU) may draw for long.
     tdp_w: float | None = None
     #: Manufacturing process, as marketed: with the power it decides how much of the peak can be sustained.

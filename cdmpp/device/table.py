@@ -41,6 +41,7 @@ class DeviceTable:
     def __init__(self, rows: Iterable[Device], this_cpu: Device | None = None) -> None:
         self._rows: dict[str, Device] = {}
         self._keys: dict[str, str] = {}
+        self._joined: dict[str, str] = {}
         for row in rows:
             known = self._rows.get(row.name)
             row = row if known is None or known.kind != row.kind else overlay(known, row)
@@ -48,6 +49,7 @@ class DeviceTable:
             for name in (row.model, *row.aliases, row.name):
                 if name:
                     self._keys[normalise(name)] = row.name
+                    self._joined[_joined(name)] = row.name
         self.this_cpu: Device | None = None
         self._cores_here: int | None = None
         if this_cpu is not None:
@@ -82,8 +84,10 @@ class DeviceTable:
         return [self._rows[name] for name in sorted(self._rows)]
 
     def find(self, name: str) -> Device | None:
-        """The whole device of a name, a model string or an alias, in any case, with spaces, ``_`` or ``-``; None if unknown."""
-        return self._rows.get(self._keys.get(normalise(name), ""))
+        """The whole device of a name, a model string or an alias, in any case, with spaces, ``_``, ``-`` or nothing between
+        words, with or without its maker's; None if unknown."""
+        key = self._keys.get(normalise(name)) or self._joined.get(_joined(name), "")
+        return self._rows.get(key)
 
     def get(self, name: str) -> Device:
         """The device of a name ``base[.isa][@share]``.
@@ -131,6 +135,15 @@ def normalise(name: str) -> str:
     return re.sub(r"[\s_/-]+", "-", plain).strip("-")
 
 
+#: Words that may be left out of a name.
+_MAKERS = ("nvidia", "amd", "intel", "geforce", "tesla", "instinct")
+
+
+def _joined(name: str) -> str:
+    """A name without separators and makers: ``NVIDIA GeForce RTX 4090`` -> ``rtx4090``."""
+    return "".join(word for word in normalise(name).split("-") if word not in _MAKERS)
+
+
 #: Field of a row in a file -> lowest and highest value of a CPU and of a GPU, around everything that exists, with room; and
 #: the unit for people. What is outside is mostly a unit that is off by 1000.
 _RANGES: dict[str, tuple[tuple[float, float], tuple[float, float], str]] = {
@@ -150,6 +163,7 @@ _RANGES: dict[str, tuple[tuple[float, float], tuple[float, float], str]] = {
     "max_threads_per_block": ((1, 65_536), (1, 65_536), "threads of one block"),
     "mem_gb": ((0.03, 65_536), (0.1, 4096), "GB"),
     "bandwidth_gb_s": ((0.5, 10_000), (5, 100_000), "GB/s"),
+    "l2_bandwidth_gb_s": ((5, 100_000), (20, 1_000_000), "GB/s"),
     "tdp_w": ((0.5, 5000), (1, 20_000), "W"),
     "process_nm": ((0.5, 1000), (0.5, 1000), "nm"),
     "launch_overhead_us": ((0.001, 1000), (0.2, 1000), "microseconds"),
@@ -160,7 +174,7 @@ _TEXTS = ("vendor", "model", "arch", "mcpu", "mtriple", "source")
 _FLAGS = ("fma", "virtual")
 #: Data types that ``peak_gflops`` may name.
 _PEAKS = ("float64", "float32", "float16", "bfloat16", "int8", "float64_matrix", "float32_matrix", "tfloat32_matrix",
-          "float16_matrix", "bfloat16_matrix", "float8_matrix", "int8_matrix")  # fmt: skip
+          "float16_matrix", "bfloat16_matrix", "float8_matrix", "float4_matrix", "int8_matrix")  # fmt: skip
 #: Fields that a row of a file may have.
 ROW_FIELDS = ("name", "kind", "aliases", *_TEXTS, *_FLAGS, *_RANGES, "peak_gflops", "measured")
 

@@ -1,0 +1,233 @@
+"""Public measurements of library operators: aiconfigurator's (LLM serving), PipeWeave's and MIOpen's.
+
+All three become datasets of operators (:mod:`cdmpp.dataset.operators`). Of each file the columns tell what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from cdmpp.dataset.importers.common import (
+    Import,
+    ImportReport,
+    Paths,
+    Progress,
+    evenly,
+    require_columns,
+)
+from cdmpp.dataset.operators import write_operators
+from cdmpp.device import Device, DeviceTable
+from cdmpp.errors import DatasetError
+from cdmpp.program.operators import operator_table, seen_pairs, work
+
+#: Part of the time at the peak of a data type that no operator beats: above are clocks that boost and sizes that are rounded.
+_LOWEST = 0.6
+#: A convolution by Winograd or FFT has fewer operations than its formula: at most by this factor.
+_FAST_CONVOLUTION = 5.0
+_PEAK = {"float32": ("float32", "float32_matrix", "tfloat32_matrix"), "float16": ("float16_matrix", "float16"),
+         "bfloat16": ("bfloat16_matrix", "float16_matrix", "bfloat16"), "fp8": ("float8_matrix",),
+         "int8": ("int8_matrix", "int8"), "nvfp4": ("float4_matrix",)}  # fmt: skip
+_DIRECTION = {"forward": 0, "backward_data": 1, "backward_weights": 2}
+_DIRECTION |= {"F": 0, "B": 1, "W": 2, "backward_input": 1, "backward_weight": 2}
+
+
+def import_operators(
+    source: str,
+    paths: Paths,
+    out: str | Path,
+    *,
+    table: DeviceTable | None = None,
+    limit: int | None = None,
+    progress: Progress | None = None,
+) -> ImportReport:
+    """Import files of ``aiconfigurator``, ``pipeweave`` or ``miopen`` into a new dataset of operators.
+
+    Groups of rows that the source marks as impossible (``suspect_group``) are left out and counted.
+
+    Raises
+    ------
+    DatasetError
+        A file cannot be read or lacks a column, ``out`` is a dataset, or a row is faster than the device can be.
+    UnknownDeviceError
+        A file names a device that the table does not have.
+    """
+    found = Import(paths, out, table, progress)
+    parts: list[pd.DataFrame] = []
+    for number, (path, frame) in enumerate(found.frames):
+        found.progress(path.name, number, len(found.frames))
+        kind = _kind(source, frame, path)
+        frame = evenly(_without_suspects(frame, found), limit).reset_index(drop=True)
+        part = operator_table(_READERS[kind](frame, found))
+        names = frame["system"] if "system" in frame else frame["device"]
+        devices = found.resolve(names.astype(str), path)
+        part["device"] = [devices[str(name)].name for name in names]
+        _refuse_impossible(part, {device.name: device for device in devices.values()}, path)
+        found.devices |= set(part["device"])
+        parts.append(part)
+    united = pd.concat(parts, ignore_index=True)
+    files = [path.name for path, _ in found.frames]
+    write_operators(out, united, source=source, files=files, left_out=dict(found.unknown))
+    operators = united.drop(columns=["device", "framework", "kernel", "seconds", "noise"], errors="ignore")
+    return ImportReport(
+        Path(out),
+        {"ok": len(united)},
+        len(operators.drop_duplicates()),
+        0,
+        sorted(found.devices),
+        dict(found.unknown.most_common()),
+        notes=tuple(found.notes),
+    )
+
+
+def _kind(source: str, frame: pd.DataFrame, path: Path) -> str:
+    for kind, columns in _COLUMNS.items():
+        if kind.split()[0] == source and columns[0] in frame:
+            require_columns(frame, columns, path)
+            return kind
+    firsts = [columns[0] for kind, columns in _COLUMNS.items() if kind.split()[0] == source]
+    raise DatasetError(f"{path} is no file of {source}: it has no column {' or '.join(firsts)}")
+
+
+def _without_suspects(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
+    marks = [name for name in ("suspect", "suspect_group") if name in frame]
+    wrong = frame[marks].fillna(False).astype(bool).any(axis=1) if marks else None
+    if wrong is None or not wrong.any():
+        return frame
+    found.unknown["suspect"] += int(wrong.sum())
+    found.notes.append(f"{int(wrong.sum())} rows of groups with impossible times are left out")
+    return frame[~wrong]
+
+
+def _text(frame: pd.DataFrame, name: str, default: str = "") -> pd.Series:
+    values = frame[name].astype(object) if name in frame else pd.Series(default, index=frame.index)
+    return values.where(values.notna(), default).astype(str)
+
+
+def _number(frame: pd.DataFrame, name: str) -> NDArray[np.float64]:
+    given = frame[name] if name in frame else pd.Series(np.nan, index=frame.index)
+    return pd.to_numeric(given, errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan)
+
+
+def _labels(frame: pd.DataFrame, framework: str, kernel: str = "kernel") -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            "framework": _text(frame, "framework", framework),
+            "kernel": _text(frame, kernel),
+            "seconds": _number(frame, "seconds"),
+        }
+    )
+
+
+def _aiconfigurator(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
+    op, out = _text(frame, "op"), _labels(frame, "aiconfigurator")
+    known = {"gemm": "gemm", "quantize_scale_matrix": "quantize"}
+    attends = op.str.startswith("attention_").to_numpy()
+    out["op"] = np.where(attends, "attention", op.map(known).fillna(op))
+    out["dtype"], out["kv_dtype"] = _text(frame, "dtype"), _text(frame, "kv_dtype")
+    m, n, k, batch, seq, past, window, heads, kv_heads = (
+        _number(frame, name)
+        for name in ("m", "n", "k", "batch", "seq", "past", "window", "heads", "kv_heads")
+    )
+    out["m"], out["n"], out["k"] = m, np.where(op == "quantize_scale_matrix", k, n), k
+    q, keys = seq, seq + np.where(op == "attention_context", 0, np.nan_to_num(past))
+    window, causal = np.nan_to_num(window), (op != "attention_encoder").to_numpy()
+    sizes = {
+        "heads": heads,
+        "kv_heads": np.where(kv_heads > 0, kv_heads, heads),
+        "head_dim": _number(frame, "head_dim"),
+        "sequences": batch,
+        "tokens": batch * q,
+        "kv_tokens": batch * np.where(window > 0, np.minimum(keys, q + window - 1), keys),
+        "pairs": batch * seen_pairs(q, keys, causal, window),
+        "longest": keys,
+    }
+    for name, values in sizes.items():
+        out[name] = np.where(attends, values, np.nan)
+    return out
+
+
+def _pipeweave_gemm(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
+    sizes = {name: _number(frame, name) for name in ("m", "n", "k")}
+    return _labels(frame, "pipeweave").assign(op="gemm", dtype=_text(frame, "dtype", "bfloat16"), **sizes)
+
+
+def _pipeweave_moe(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
+    first = (_text(frame, "weight_type") == "w13").to_numpy()
+    experts, hidden, inner = (_number(frame, name) for name in ("experts", "hidden", "intermediate"))
+    return _labels(frame, "triton").assign(
+        op="grouped_gemm",
+        dtype=_text(frame, "dtype", "bfloat16"),
+        batch=experts,
+        m=_number(frame, "m") * _number(frame, "top_k"),
+        n=np.where(first, 2 * inner, hidden),
+        k=np.where(first, hidden, inner),
+    )
+
+
+def _pipeweave_collective(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
+    return _labels(frame, "nccl").assign(
+        op=_text(frame, "collective"),
+        dtype="bfloat16",
+        bytes=_number(frame, "bytes_per_rank"),
+        num_workers=_number(frame, "num_workers"),
+    )
+
+
+def _miopen(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
+    same = {"batch": "n", "in_channels": "c", "out_channels": "k", "height": "h", "width": "w", "kernel_h": "kh",
+            "kernel_w": "kw", "out_h": "oh", "out_w": "ow", "groups": "groups"}  # fmt: skip
+    sizes = {name: _number(frame, column) for name, column in same.items()}
+    return _labels(frame, "miopen", "solver").assign(
+        op="conv",
+        dtype=_text(frame, "dtype"),
+        stride=_number(frame, "stride_h") * _number(frame, "stride_w"),
+        dilation=_number(frame, "dilation_h") * _number(frame, "dilation_w"),
+        backward=_text(frame, "direction").map(_DIRECTION),
+        **sizes,
+    )
+
+
+#: Source and kind of file -> the columns that it must have; the first tells the kind.
+_COLUMNS: dict[str, tuple[str, ...]] = {
+    "aiconfigurator": ("op", "system", "dtype", "seconds"),
+    "pipeweave collectives": ("bytes_per_rank", "device", "collective", "num_workers", "seconds"),
+    "pipeweave experts": ("weight_type", "device", "m", "experts", "top_k", "hidden", "intermediate", "seconds"),
+    "pipeweave gemm": ("op", "device", "m", "n", "k", "seconds"),
+    "miopen": ("solver", "device", "dtype", "direction", "n", "c", "h", "w", "k", "kh", "kw", "oh", "ow", "seconds"),
+}  # fmt: skip
+_READERS: dict[str, Callable[[pd.DataFrame, Import], pd.DataFrame]] = {
+    "aiconfigurator": _aiconfigurator,
+    "pipeweave collectives": _pipeweave_collective,
+    "pipeweave experts": _pipeweave_moe,
+    "pipeweave gemm": _pipeweave_gemm,
+    "miopen": _miopen,
+}
+#: Sources that :func:`import_operators` reads.
+SOURCES: tuple[str, ...] = tuple(dict.fromkeys(kind.split()[0] for kind in _COLUMNS))
+
+
+def _refuse_impossible(table: pd.DataFrame, devices: dict[str, Device], path: Path) -> None:
+    """Refuse times that are missing, or shorter than the operations take at the device's peak."""
+    seconds = table["seconds"].to_numpy(dtype=np.float64)
+    bad = ~(np.isfinite(seconds) & (seconds > 0))
+    if bad.any():
+        at = int(np.argmax(bad))
+        raise DatasetError(f"{path}, row {at + 1}: seconds is {seconds[at]}, expected a number above 0")
+    least = np.zeros(len(table))
+    flop = work(table)["matrix"] / np.where(table["op"] == "conv", _FAST_CONVOLUTION, 1.0)
+    for (name, dtype), rows in table.groupby(["device", "dtype"]).indices.items():
+        known = [devices[name].peak_gflops.get(peak, 0.0) for peak in _PEAK.get(dtype, ())]
+        if any(known):
+            least[rows] = flop[rows] / (1e9 * max(known))
+    ratio = seconds / np.maximum(_LOWEST * least, 1e-12)
+    if (ratio < 1).any():
+        at = int(np.argmin(ratio))
+        raise DatasetError(
+            f"{path}, row {at + 1}: {table['op'][at]} in {seconds[at]:.3g} s on {table['device'][at]} is faster than its "
+            f"peak allows, {least[at]:.3g} s ({int((ratio < 1).sum())} such rows): is the unit, a shape or the device wrong?"
+        )

@@ -1,0 +1,85 @@
+"""A dataset of operators that libraries ran: one parquet file of latencies, and what is known of how they were measured.
+
+``operators.parquet`` has the columns of :data:`cdmpp.program.operators.COLUMNS` and those of :data:`LABELS`; ``meta.json``
+says where they are from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from cdmpp.dataset.schema import META_FILE
+from cdmpp.errors import DatasetError, reason
+from cdmpp.files import replacing, write_text
+from cdmpp.program.operators import SIZES, operator_table
+
+OPERATOR_FILE = "operators.parquet"
+
+#: Column of a label -> what it is.
+LABELS: dict[str, str] = {
+    "device": "canonical name",
+    "framework": "whose kernels: vllm, sglang, trtllm, torch, miopen, ...",
+    "kernel": "the kernel, solver or backend, where the source tells; of several of one operator each is a row",
+    "seconds": "latency",
+    "noise": "relative, of the label; NaN where unknown",
+}
+
+
+def write_operators(folder: str | Path, table: pd.DataFrame, **meta: Any) -> None:
+    """Write a new dataset of a table with the columns of :data:`LABELS` besides those of operators.
+
+    Raises
+    ------
+    DatasetError
+        There is a dataset already, or the files cannot be written.
+    """
+    folder = Path(folder)
+    if (folder / META_FILE).exists():
+        raise DatasetError(f"{folder} is a dataset already: choose a new folder")
+    table = table.reindex(columns=["op", "dtype", "kv_dtype", *SIZES, *LABELS])
+    texts = [name for name in table if name not in (*SIZES, "seconds", "noise")]
+    table = table.astype({**dict.fromkeys(texts, "category"), **dict.fromkeys((*SIZES, "noise"), "float32")})
+    table = table.sort_values(["device", "op", "dtype", *SIZES], kind="stable").dropna(axis=1, how="all")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with replacing(folder / OPERATOR_FILE) as draft:
+            table.to_parquet(draft, compression="zstd", index=False)
+        write_text(folder / META_FILE, json.dumps({"operators": len(table), **meta}, indent=1) + "\n")
+    except OSError as err:
+        raise DatasetError(f"cannot write {folder}: {reason(err)}") from err
+
+
+def load_operators(folders: str | Path | Iterable[str | Path]) -> pd.DataFrame:
+    """The operators of dataset folders, or of folders of them, in one table.
+
+    Raises
+    ------
+    DatasetError
+        There are none, or a file cannot be read.
+    """
+    given = [folders] if isinstance(folders, str | Path) else folders
+    files = [file for folder in map(Path, given) for file in _files(folder)]
+    if not files:
+        raise DatasetError(f"{', '.join(map(str, given))}: no {OPERATOR_FILE} in it")
+    tables = []
+    for file in files:
+        try:
+            table = pd.read_parquet(file)
+        except (OSError, ValueError) as err:
+            raise DatasetError(f"cannot read {file}: {reason(err)}") from err
+        if missing := [name for name in ("op", "dtype", "device", "seconds") if name not in table]:
+            raise DatasetError(f"{file} has no column {', '.join(missing)}")
+        categories = table.select_dtypes("category").columns
+        tables.append(table.astype(dict.fromkeys(categories, object)))
+    united = pd.concat(tables, ignore_index=True)
+    return operator_table(united.assign(framework=united.get("framework", "").fillna("")))
+
+
+def _files(folder: Path) -> list[Path]:
+    own = folder / OPERATOR_FILE
+    return [own] if own.is_file() else sorted(folder.glob(f"*/{OPERATOR_FILE}"))

@@ -1,0 +1,275 @@
+"""Latency of serving steps of language models, and of lists of operators, on devices that need not be here.
+
+A step is the sum of its kernels, as they run one after the other from a recorded graph: the time of the host is not in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from cdmpp.device import Device, get_device
+from cdmpp.errors import NetworkError
+from cdmpp.predictor.mechanism import without_unit
+from cdmpp.predictor.operators import BEST, OperatorModel
+from cdmpp.program.llm import Decoder, load_decoder
+from cdmpp.program.operators import dtype_name, operator_table, read_operators
+
+#: Draws of the operators' errors.
+_DRAWS = 400
+#: Part of the variance of an operator's error that all operators of a step share: the device.
+_SHARED = 0.5
+#: Lengths at which the steps of a generation are predicted; those between are interpolated.
+_SAMPLED_STEPS = 9
+#: Part of a device's memory that weights, keys and values may fill.
+_USABLE = 0.9
+
+
+@dataclass(frozen=True)
+class ServingReport:
+    """Predicted latency of operators on a device; ``by_op`` and ``by_phase`` are seconds, ``unknown`` the operators that no
+    time is known of, with their number. ``tokens`` are made in ``latency_s``, 0 where that means nothing."""
+
+    network: str
+    device: str
+    dtype: str
+    framework: str
+    latency_s: float
+    low_s: float
+    high_s: float
+    by_phase: Mapping[str, float]
+    by_op: Mapping[str, float]
+    steps: Sequence[Mapping[str, Any]]
+    operators: Sequence[Mapping[str, Any]]
+    unknown: Mapping[str, int]
+    first_token_s: float | None = None
+    per_token_s: float | None = None
+    tokens_per_s: float | None = None
+    price_per_million_tokens: float | None = None
+    memory_gb: float | None = None
+    notes: Sequence[str] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What is asked of a decoder: one ``phase`` (``prefill`` or ``decode``) of ``batch`` sequences, or with ``generate`` a
+    prefill of ``seq`` tokens and so many steps after it."""
+
+    dtype: str = "bfloat16"
+    kv_dtype: str = ""
+    phase: str = "prefill"
+    batch: int = 1
+    seq: int = 512
+    past: int = 0
+    generate: int = 0
+    tp: int = 1
+
+
+def predict_operators(
+    path: str | Path,
+    devices: Sequence[str | Device],
+    model: OperatorModel,
+    *,
+    dtype: str = "bfloat16",
+    framework: str = BEST,
+) -> list[ServingReport]:
+    """Predict the operators of a file (:func:`cdmpp.program.operators.read_operators`) on each device.
+
+    Raises
+    ------
+    ProgramError, UnknownDeviceError, PredictorError
+        A row, a device or the framework is wrong.
+    """
+    rows = read_operators(path, dtype_name(dtype))
+    return [
+        _report(rows, get_device(d) if isinstance(d, str) else d, model, Path(path).stem, dtype_name(dtype), framework)
+        for d in devices
+    ]
+
+
+def predict_serving(
+    spec: str | Path,
+    devices: Sequence[str | Device],
+    model: OperatorModel,
+    serving: Serving,
+    *,
+    framework: str = BEST,
+    prices: Mapping[str, float] | None = None,
+) -> list[ServingReport]:
+    """Predict a decoder (:func:`cdmpp.program.llm.load_decoder`) on each device, of which there are ``serving.tp`` alike.
+
+    Raises
+    ------
+    NetworkError
+        The decoder is not known, cannot be split, or does not fit into memory.
+    UnknownDeviceError, PredictorError
+        A device or the framework is wrong.
+    """
+    decoder = load_decoder(spec)
+    _check(serving)
+    dtype = dtype_name(serving.dtype)
+    kv_dtype = dtype_name(serving.kv_dtype) if serving.kv_dtype else "fp8" if dtype == "nvfp4" else dtype
+    kv_dtype = "bfloat16" if dtype in ("int4_wo", "int8_wo", "sq") else kv_dtype
+    rows = _steps(decoder, serving, dtype, kv_dtype)
+    reports = []
+    for name in devices:
+        device = get_device(name) if isinstance(name, str) else name
+        memory = _check_memory(decoder, serving, device, dtype, kv_dtype)
+        report = _report(rows, device, model, decoder.name, dtype, framework)
+        price = (prices or {}).get(device.name)
+        reports.append(_with_rates(report, serving, memory, price))
+    return reports
+
+
+def _check(serving: Serving) -> None:
+    for name in ("batch", "seq", "tp"):
+        if getattr(serving, name) < 1:
+            raise NetworkError(f"--{name} is {getattr(serving, name)}, expected 1 or more")
+    for name in ("past", "generate"):
+        if getattr(serving, name) < 0:
+            raise NetworkError(f"--{name} is {getattr(serving, name)}, expected 0 or more")
+    if serving.phase not in ("prefill", "decode"):
+        raise NetworkError(f"--phase is {serving.phase!r}, expected prefill or decode")
+
+
+def _steps(decoder: Decoder, serving: Serving, dtype: str, kv_dtype: str) -> pd.DataFrame:
+    """The operators of all steps that are predicted; ``weight`` says how many steps of a generation each stands for."""
+    plan: list[tuple[str, int, int, int, float]] = []
+    if serving.generate:
+        plan.append(("prefill", 0, serving.seq, serving.past, 1.0))
+        start = serving.past + serving.seq
+        at = np.unique(np.linspace(0, serving.generate - 1, min(_SAMPLED_STEPS, serving.generate)).astype(int))
+        weights = np.zeros(len(at))
+        for step in range(serving.generate):  # linear interpolation between the lengths that are predicted
+            j = min(int(np.searchsorted(at, step, side="right")) - 1, max(len(at) - 2, 0))
+            part = (step - at[j]) / (at[j + 1] - at[j]) if len(at) > 1 else 0.0
+            weights[j] += 1 - part
+            weights[min(j + 1, len(at) - 1)] += part
+        plan += [("decode", int(s) + 1, 1, start + int(s), float(w)) for s, w in zip(at, weights, strict=True)]
+    elif serving.phase == "prefill":
+        plan.append(("prefill", 0, serving.seq, serving.past, 1.0))
+    else:
+        plan.append(("decode", 0, 1, serving.past or serving.seq, 1.0))
+    rows: list[dict[str, Any]] = []
+    for phase, step, new, past, weight in plan:
+        for row in decoder.step(serving.batch, new, past, dtype, kv_dtype, serving.tp):
+            more = {"phase": phase, "step": step, "known": True, "weight": weight}
+            rows.append({**row, **more, "count": row["count"] * weight})
+    table = operator_table(rows)
+    return table
+
+
+def _check_memory(decoder: Decoder, serving: Serving, device: Device, dtype: str, kv_dtype: str) -> float:
+    """GB on one rank; NetworkError where the device has less, with what would fit."""
+    per_sequence = serving.past + max(serving.generate + serving.seq, 1)
+    if serving.phase == "decode" and not serving.generate:
+        per_sequence = (serving.past or serving.seq) + 1
+    new = serving.batch * (1 if serving.phase == "decode" and not serving.generate else serving.seq)
+
+    def needed(batch: int, tp: int) -> float:
+        scale = batch / serving.batch
+        return decoder.memory_bytes(dtype, kv_dtype, batch * per_sequence, new * scale, tp) / 1e9
+
+    total = needed(serving.batch, serving.tp)
+    room = (device.mem_gb or math.inf) * _USABLE
+    if total <= room:
+        return total
+    batch = next((b for b in range(serving.batch - 1, 0, -1) if needed(b, serving.tp) <= room), 0)
+    tp = next((2**i for i in range(8) if 2**i > serving.tp and needed(serving.batch, 2**i) <= room), 0)
+    options = [f"--batch {batch}"] * (batch > 0) + [f"--tp {tp}"] * (tp > 0)
+    raise NetworkError(
+        f"{decoder.name} needs {total:.0f} GB on each of {serving.tp} {device.name}, which have {device.mem_gb:g} GB, of which "
+        f"{_USABLE:.0%} can be used: {' or '.join(options) or 'a smaller data type'} would fit"
+    )
+
+
+def _report(
+    rows: pd.DataFrame, device: Device, model: OperatorModel, name: str, dtype: str, framework: str
+) -> ServingReport:
+    known = rows["known"].to_numpy(dtype=bool)
+    table = operator_table(rows[known]) if known.any() else rows[known]
+    each, low, high = model.interval(table, device, framework)
+    counts = table["count"].to_numpy(dtype=np.float64) if len(table) else np.zeros(0)
+    seconds = each * counts
+    total = float(seconds.sum())
+    low_s, high_s = _interval(seconds, np.log(np.maximum(low, 1e-12) / each), np.log(high / each))
+    phases, ops = table.get("phase", pd.Series(dtype=str)).astype(str), table.get("op", pd.Series(dtype=str))
+    by_step = pd.DataFrame({"step": table.get("step"), "phase": phases, "latency_s": seconds, "weight": table.get("weight", 1.0)})
+    steps = [
+        {"step": _plain(step), "phase": phase, "latency_s": float((part["latency_s"] / part["weight"]).sum())}
+        for (step, phase), part in by_step.groupby(["step", "phase"], sort=False)
+    ]
+    operators = [
+        {"name": n, "op": op, "phase": phase, "step": _plain(step), "count": float(c), "latency_s": float(s)}
+        for n, op, phase, step, c, s in zip(
+            table.get("name", ops), ops, phases, table.get("step", []), counts, each, strict=True
+        )
+    ]
+    unknown = rows.loc[~known, "op"].value_counts().to_dict()
+    notes = [note for note in {without_unit(device, d) for d in set(table.get("dtype", []))} if note]
+    if unknown:
+        share = 1 - known.mean()
+        notes.append(f"no time is known of {', '.join(unknown)}: {share:.0%} of the rows are missing from the sum")
+    if device.name not in model.devices:
+        notes.append(f"{device.name} was never measured: the interval is of devices left out")
+    return ServingReport(
+        network=name,
+        device=device.name,
+        dtype=dtype,
+        framework=framework,
+        latency_s=total,
+        low_s=low_s,
+        high_s=high_s,
+        by_phase={str(k): float(v) for k, v in pd.Series(seconds).groupby(phases.to_numpy()).sum().items()},
+        by_op={str(k): float(v) for k, v in pd.Series(seconds).groupby(ops.to_numpy()).sum().items()},
+        steps=steps,
+        operators=operators,
+        unknown={str(k): int(v) for k, v in unknown.items()},
+        notes=tuple(notes),
+    )
+
+
+def _interval(seconds: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[float, float]:
+    """Ends of the sum between which nine of ten draws are: errors of operators that are partly the device's."""
+    if not len(seconds):
+        return 0.0, 0.0
+    rng = np.random.default_rng(0)
+    shared = rng.standard_normal((_DRAWS, 1)) * math.sqrt(_SHARED)
+    draws = shared + rng.standard_normal((_DRAWS, len(seconds))) * math.sqrt(1 - _SHARED)
+    logs = np.where(draws < 0, -low, high) * draws / 1.645
+    sums = (seconds * np.exp(logs)).sum(axis=1)
+    low_s, high_s = np.quantile(sums, [0.05, 0.95])
+    total = float(seconds.sum())
+    return min(float(low_s), total), max(float(high_s), total)
+
+
+def _with_rates(report: ServingReport, serving: Serving, memory_gb: float, price: float | None) -> ServingReport:
+    """With what a user of the service sees: time to the first token, time a token, tokens a second, their price."""
+    values: dict[str, Any] = {**vars(report), "memory_gb": memory_gb}
+    tokens = serving.batch * (serving.generate or (serving.seq if serving.phase == "prefill" else 1))
+    values["tokens_per_s"] = tokens / report.latency_s
+    if serving.generate:
+        values["first_token_s"] = report.by_phase["prefill"]
+        values["per_token_s"] = report.by_phase["decode"] / serving.generate
+    elif serving.phase == "decode":
+        values["per_token_s"] = report.latency_s
+    else:
+        values["first_token_s"] = report.latency_s
+    if price is not None:
+        values["price_per_million_tokens"] = 1e6 * serving.tp * price / 3600 / values["tokens_per_s"]
+    values["notes"] = (*report.notes, "kernels alone, as recorded graphs run them: the host's time is not included")
+    return ServingReport(**values)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else value

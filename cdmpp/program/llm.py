@@ -1,0 +1,191 @@
+"""Decoder-only transformers as lists of operators, from the configuration file that is published with their weights.
+
+Dense, grouped-query and mixture-of-experts decoders with gated feed-forward layers (Llama, Mistral, Qwen, Mixtral and their
+like). A serving step runs each layer as engines do: one product for queries, keys and values, one for gate and up, experts as
+grouped products, and with ``tp`` ranks two all-reduces a layer (Shoeybi et al., Megatron-LM, section 3). No weights are needed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cdmpp.errors import NetworkError, reason
+from cdmpp.program.operators import ELEMENT_BYTES, attention
+
+#: Sizes of open models that are often asked for, from their published configurations.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+                     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
+    "llama-3.1-70b": {"model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+                      "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256},
+    "mistral-7b": {"model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+                   "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32768},
+    "qwen2.5-7b": {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+                   "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064},
+    "qwen3-8b": {"model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+                 "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
+    "qwen3-32b": {"model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64,
+                  "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
+    "qwen3-30b-a3b": {"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
+                      "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
+                      "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128,
+                      "num_experts_per_tok": 8},
+    "mixtral-8x7b": {"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+                     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 8,
+                     "num_experts_per_tok": 2},
+}  # fmt: skip
+_NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+#: Kinds of model whose layers are as described above.
+_KNOWN = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "phi3", "gemma", "granite", "olmo2",
+          "starcoder2", "internlm2", "deepseek", "yi", "baichuan")  # fmt: skip
+#: Part of a device's memory that weights, keys and values may fill.
+_USABLE = 0.9
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Sizes of a decoder; ``experts`` is 0 for a dense one, whose feed-forward layers are ``intermediate`` wide."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    experts: int = 0
+    experts_per_token: int = 0
+    shared_intermediate: int = 0
+    window: int = 0
+    tied: bool = False
+
+    def check_split(self, tp: int) -> None:
+        """NetworkError unless every rank gets whole heads and equal parts of the layers."""
+        if tp < 1:
+            raise NetworkError(f"--tp is {tp}, expected 1 or more ranks")
+        if self.heads % tp or (self.kv_heads % tp and tp % self.kv_heads):
+            raise NetworkError(
+                f"{self.name}: {self.heads} heads and {self.kv_heads} heads of keys cannot be split over {tp} ranks evenly"
+            )
+        if self.intermediate % tp:
+            raise NetworkError(f"{self.name}: {self.intermediate} columns cannot be split over {tp} ranks evenly")
+
+    def weights(self, tp: int = 1) -> float:
+        """Parameters that one of ``tp`` ranks holds."""
+        attending = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        wide = 3 * self.hidden * (self.intermediate * max(1, self.experts) + self.shared_intermediate)
+        outside = self.hidden * self.vocabulary * (1 if self.tied else 2)
+        return (self.layers * (attending + wide + self.hidden * self.experts) + outside) / tp
+
+    def memory_bytes(self, dtype: str, kv_dtype: str, tokens: float, new: float, tp: int = 1) -> float:
+        """Bytes on one of ``tp`` ranks: weights, keys and values of ``tokens``, and activations of ``new`` tokens."""
+        kv_heads = max(1.0, self.kv_heads / tp)
+        cache = 2 * self.layers * kv_heads * self.head_dim * tokens * ELEMENT_BYTES[kv_dtype]
+        live = new * (4 * self.hidden + 3 * self.intermediate / tp) * 2
+        return self.weights(tp) * ELEMENT_BYTES[dtype] + cache + live
+
+    def step(self, batch: int, new: int, past: int, dtype: str, kv_dtype: str, tp: int = 1) -> list[dict[str, Any]]:
+        """Operators of one step on one of ``tp`` ranks: ``batch`` sequences of ``new`` tokens each after ``past`` others, as
+        rows of :func:`cdmpp.program.operators.operator_table` with ``name`` and ``count``."""
+        self.check_split(tp)
+        tokens, heads, kv_heads = batch * new, self.heads // tp, max(1, self.kv_heads // tp)
+        rows: list[dict[str, Any]] = []
+
+        def add(name: str, op: str, count: float = self.layers, **sizes: Any) -> None:
+            rows.append({"name": name, "op": op, "count": count, "dtype": dtype, **sizes})
+
+        add("embedding", "embedding", 1, m=tokens, n=self.hidden)
+        add("norms", "rmsnorm", 2 * self.layers + 1, m=tokens, n=self.hidden)
+        add("qkv", "gemm", m=tokens, n=(heads + 2 * kv_heads) * self.head_dim, k=self.hidden)
+        add("rope", "elementwise", m=tokens, n=(heads + kv_heads) * self.head_dim, inputs=1)
+        lengths = [new] * batch, [past + new] * batch
+        sizes = attention(heads, kv_heads, self.head_dim, *lengths, window=self.window)
+        add("attention", "attention", kv_dtype=kv_dtype, **sizes)
+        add("attention output", "gemm", m=tokens, n=self.hidden, k=heads * self.head_dim)
+        wide = self.intermediate // tp
+        if self.experts:
+            add("router", "gemm", m=tokens, n=self.experts, k=self.hidden)
+            dealt = {"batch": self.experts, "m": tokens * self.experts_per_token}
+            add("experts, gate and up", "grouped_gemm", n=2 * wide, k=self.hidden, **dealt)
+            add("experts, activation", "silu_mul", m=tokens * self.experts_per_token, n=wide)
+            add("experts, down", "grouped_gemm", n=self.hidden, k=wide, **dealt)
+            wide = self.shared_intermediate // tp
+        if wide:
+            add("gate and up", "gemm", m=tokens, n=2 * wide, k=self.hidden)
+            add("activation", "silu_mul", m=tokens, n=wide)
+            add("down", "gemm", m=tokens, n=self.hidden, k=wide)
+        if tp > 1:
+            add("all-reduce", "all_reduce", 2 * self.layers, bytes=2 * tokens * self.hidden, num_workers=tp)
+        # of each sequence the last token alone is continued
+        add("vocabulary", "gemm", 1, m=batch, n=-(-self.vocabulary // tp), k=self.hidden)
+        for row in rows:  # vocabulary, router and elements stay in 16 bits
+            if row["name"] in ("vocabulary", "router") or row["op"] not in ("gemm", "grouped_gemm", "attention"):
+                row["dtype"] = "bfloat16"
+        return rows
+
+
+def load_decoder(spec: str | Path) -> Decoder:
+    """A decoder by a name of :data:`MODELS` or the path of its ``config.json``.
+
+    Raises
+    ------
+    NetworkError
+        The file cannot be read, is of another kind of model, or lacks a size; names it.
+    """
+    name = str(spec)
+    if name in MODELS:
+        return _decoder(MODELS[name], name)
+    try:
+        config = json.loads(Path(spec).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as err:
+        raise NetworkError(f"cannot read {spec}: {reason(err)}") from err
+    if not isinstance(config, dict):
+        raise NetworkError(f"{spec} holds no configuration: expected names and values")
+    return _decoder({**config, **config.get("text_config", {})}, Path(spec).parent.name or name)
+
+
+def is_config(path: str | Path) -> bool:
+    """Whether a JSON file is the configuration of a transformer, rather than a graph of ours."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and bool({"model_type", "architectures", "hidden_size"} & content.keys())
+
+
+def _decoder(config: Mapping[str, Any], name: str) -> Decoder:
+    kind = str(config.get("model_type") or (config.get("architectures") or ["unknown"])[0]).lower()
+    if not any(kind.startswith(known) for known in _KNOWN) or "kv_lora_rank" in config:
+        raise NetworkError(
+            f"{name}: no decoder of kind {kind!r} is known here; there are {', '.join(_KNOWN)} (latent attention is not)"
+        )
+    missing = [field for field in _NEEDED if not isinstance(config.get(field), int)]
+    experts = int(config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0)
+    inner = config.get("moe_intermediate_size" if experts else "intermediate_size") or config.get("intermediate_size")
+    if not inner:
+        missing.append("intermediate_size")
+    if missing:
+        raise NetworkError(f"{name}: its configuration lacks {', '.join(missing)}")
+    heads = int(config["num_attention_heads"])
+    shared = config.get("shared_expert_intermediate_size") or int(config.get("n_shared_experts") or 0) * int(inner)
+    windowed = config.get("use_sliding_window", True)
+    return Decoder(
+        name=name,
+        hidden=int(config["hidden_size"]),
+        layers=int(config["num_hidden_layers"]),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
+        intermediate=int(inner),
+        vocabulary=int(config["vocab_size"]),
+        experts=experts,
+        experts_per_token=int(config.get("num_experts_per_tok") or 0),
+        shared_intermediate=int(shared or 0) if experts else 0,
+        window=int(config.get("sliding_window") or 0) if windowed else 0,
+        tied=bool(config.get("tie_word_embeddings", False)),
+    )

@@ -1,0 +1,324 @@
+"""Operators as libraries run them, one row each: what they compute, in which data type, and the sizes that decide the time.
+
+A table is a DataFrame with the columns of :data:`COLUMNS`; sizes that an operator does not have are NaN. Nothing of it
+needs TVM or torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from cdmpp.errors import ProgramError, reason
+
+FloatArray = NDArray[np.float64]
+
+#: Data type -> bytes of an element. Block scales are in: nvfp4 has one of a byte for 16 elements, fp8_block one of four for 128.
+ELEMENT_BYTES: dict[str, float] = {
+    "float64": 8, "float32": 4, "tfloat32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_block": 1 + 4 / 128,
+    "fp8_static": 1, "nvfp4": 0.5 + 1 / 16, "int8": 1, "int4_wo": 0.5, "int8_wo": 1, "sq": 1,
+}  # fmt: skip
+#: Other names of data types, as files have them.
+DTYPE_NAMES = {
+    "fp64": "float64", "fp32": "float32", "f32": "float32", "float": "float32", "tf32": "tfloat32", "fp16": "float16",
+    "f16": "float16", "half": "float16", "bf16": "bfloat16", "float8": "fp8", "float8_e4m3fn": "fp8", "fp4": "nvfp4",
+}  # fmt: skip
+#: Data types of weights alone: inputs, outputs and arithmetic are bfloat16. Of the others outputs are no smaller than this.
+WEIGHTS_ONLY = ("int4_wo", "int8_wo")
+
+#: Column -> what it is; the first three are text, the others float64.
+COLUMNS: dict[str, str] = {
+    "op": "one of OPERATORS",
+    "dtype": "of the arithmetic, one of ELEMENT_BYTES",
+    "kv_dtype": "of the keys and values that attention reads; empty: as dtype",
+    "batch": "products of matrices side by side; images of a convolution",
+    "m": "rows of the output; rows of softmax and norms",
+    "n": "columns of the output; what softmax and norms reduce over",
+    "k": "what a product reduces over",
+    "inputs": "tensors that an element-wise operator reads",
+    "heads": "heads of the queries",
+    "kv_heads": "heads of keys and values",
+    "head_dim": "elements of a head",
+    "sequences": "sequences of a batch",
+    "tokens": "queries of all sequences",
+    "kv_tokens": "keys of all sequences",
+    "pairs": "of a query and a key that it sees, of all sequences and one head",
+    "longest": "keys of the longest sequence",
+    "in_channels": "of one image",
+    "out_channels": "of one image",
+    "height": "of the input",
+    "width": "of the input",
+    "kernel_h": "of a window",
+    "kernel_w": "of a window",
+    "out_h": "of the output",
+    "out_w": "of the output",
+    "stride": "of a window, product of both directions",
+    "dilation": "of a window, product of both directions",
+    "groups": "of a convolution",
+    "backward": "0 forward, 1 by the input, 2 by the weights",
+    "bytes": "of each rank in a collective",
+    "num_workers": "ranks of a collective",
+}
+SIZES = tuple(COLUMNS)[3:]
+
+#: Operator -> the sizes that it needs.
+OPERATORS: dict[str, tuple[str, ...]] = {
+    "gemm": ("m", "n", "k"),
+    "grouped_gemm": ("batch", "m", "n", "k"),
+    "attention": ("heads", "kv_heads", "head_dim", "sequences", "tokens", "kv_tokens", "pairs", "longest"),
+    "conv": (
+        "batch", "in_channels", "out_channels", "height", "width", "kernel_h", "kernel_w", "out_h", "out_w",
+    ),
+    "rmsnorm": ("m", "n"),
+    "layernorm": ("m", "n"),
+    "softmax": ("m", "n"),
+    "silu_mul": ("m", "n"),
+    "elementwise": ("m", "n"),
+    "quantize": ("m", "n"),
+    "embedding": ("m", "n"),
+    "all_reduce": ("bytes", "num_workers"),
+    "send_recv": ("bytes", "num_workers"),
+}  # fmt: skip
+COLLECTIVES = ("all_reduce", "send_recv")
+#: Sizes that are 1 (0: backward) where a row does not say.
+_DEFAULTS = {"batch": 1.0, "inputs": 1.0, "stride": 1.0, "dilation": 1.0, "groups": 1.0, "backward": 0.0}
+#: Vector instructions an element: read, mean, scale and the like. Their exact number hardly matters, memory bounds them.
+_VECTOR = {"rmsnorm": 4, "layernorm": 7, "softmax": 4, "silu_mul": 3, "elementwise": 1, "quantize": 3}
+#: Exponentials and the like an element.
+_SPECIAL = {"softmax": 1, "silu_mul": 2}
+
+
+def dtype_name(text: str) -> str:
+    """The name of a data type as :data:`ELEMENT_BYTES` has it (ProgramError: there is none such)."""
+    name = text.strip().lower().removeprefix("torch.")
+    name = DTYPE_NAMES.get(name, name)
+    if name not in ELEMENT_BYTES:
+        raise ProgramError(f"unknown data type {text!r}; there are {', '.join(ELEMENT_BYTES)}")
+    return name
+
+
+def operator_table(rows: Iterable[Mapping[str, Any]] | pd.DataFrame) -> pd.DataFrame:
+    """A table of rows, whose missing sizes become NaN or what is usual (:data:`COLUMNS`; other columns are kept).
+
+    Raises
+    ------
+    ProgramError
+        An operator is not known, or a size that it needs is missing, negative or no number; names the row.
+    """
+    table = pd.DataFrame(rows if isinstance(rows, pd.DataFrame) else list(rows)).reset_index(drop=True)
+    for name in ("op", "dtype"):
+        if name not in table:
+            raise ProgramError(f"operators without {name}: expected the columns op, dtype and sizes")
+    for name in SIZES:
+        given = table[name] if name in table else pd.Series(np.nan, index=table.index)
+        numbers = pd.to_numeric(given, errors="coerce").astype(np.float64)
+        wrong = given.notna() & (given.astype(str).str.strip() != "") & (numbers.isna() | (numbers < 0))
+        if wrong.any():
+            at = int(np.flatnonzero(wrong)[0])
+            raise ProgramError(f"row {at + 1}: {name} is {given[at]}, expected a number, 0 or more")
+        table[name] = numbers.fillna(_DEFAULTS.get(name, np.nan))
+    unknown = sorted(set(table["op"].astype(str)) - set(OPERATORS))
+    if unknown:
+        raise ProgramError(f"unknown operators {', '.join(unknown)}; there are {', '.join(OPERATORS)}")
+    for op, needed in OPERATORS.items():
+        mine = table.loc[table["op"] == op, list(needed)]
+        lacking = mine.isna() | (mine <= 0)
+        if lacking.to_numpy().any():
+            at, name = next((at, name) for at, row in lacking.iterrows() for name in needed if row[name])
+            raise ProgramError(f"row {at + 1}: {op} needs {name}, a number above 0")
+    table["dtype"] = table["dtype"].map(dtype_name)
+    kv = table["kv_dtype"] if "kv_dtype" in table else pd.Series(None, index=table.index)
+    known = kv.notna() & (kv.astype(str) != "")
+    table["kv_dtype"] = table["dtype"].where(~known, kv.where(known).map(dtype_name, na_action="ignore"))
+    return table
+
+
+def attention(
+    heads: int, kv_heads: int, head_dim: int, q_lengths: Sequence[int], kv_lengths: Sequence[int], causal: bool = True,
+    window: int = 0,
+) -> dict[str, float]:  # fmt: skip
+    """Sizes of attention over sequences: ``q_lengths`` new queries each, ``kv_lengths`` keys each, the new ones among them.
+
+    A query sees the keys up to its own, of these the last ``window`` if that is not 0; without ``causal`` it sees all.
+
+    Raises
+    ------
+    ProgramError
+        The lengths do not fit each other, or a head of keys does not serve a whole number of query heads.
+    """
+    q, kv = np.asarray(q_lengths, dtype=np.float64), np.asarray(kv_lengths, dtype=np.float64)
+    if q.shape != kv.shape or not len(q):
+        raise ProgramError(f"attention of {len(q)} query lengths and {len(kv)} key lengths: expected as many")
+    if (q < 1).any() or (kv < q).any():
+        at = int(np.flatnonzero((q < 1) | (kv < q))[0])
+        raise ProgramError(f"sequence {at + 1} has {kv[at]:g} keys for {q[at]:g} queries: fewer than its own")
+    if kv_heads < 1 or heads % kv_heads:
+        raise ProgramError(f"{heads} heads of queries are not a multiple of {kv_heads} heads of keys")
+    return {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "sequences": float(len(q)),
+        "tokens": float(q.sum()),
+        "kv_tokens": float(np.minimum(kv, q + window - 1).sum() if window else kv.sum()),
+        "pairs": float(seen_pairs(q, kv, causal, window).sum()),
+        "longest": float(kv.max()),
+    }
+
+
+def seen_pairs(q: FloatArray, kv: FloatArray, causal: bool | NDArray[np.bool_], window: Any = 0) -> FloatArray:
+    """Pairs of a query and a key that it sees, of each sequence: query i of q sees the keys up to ``kv - q + i``."""
+    full = q * kv
+    below = full - q * (q - 1) / 2
+    # with a window w, query i (from 1) sees min(w, kv - q + i): those before the window fills see fewer
+    w = np.where(np.asarray(window) > 0, window, np.inf)
+    filling = np.clip(np.where(np.isinf(w), q, w - (kv - q)), 0, q)
+    first = filling * (kv - q) + filling * (filling + 1) / 2
+    rest = np.where(filling < q, (q - filling) * np.where(np.isinf(w), 0.0, w), 0.0)
+    return np.where(causal, np.where(np.isinf(w), below, first + rest), full)
+
+
+def work(table: pd.DataFrame) -> dict[str, FloatArray]:
+    """What each operator has to do, float64 (n,): ``matrix`` (FLOP of products, a multiply-add is two), ``vector`` and
+    ``special`` (instructions of elements), ``read`` and ``written`` (bytes; each tensor once)."""
+    size = {name: np.nan_to_num(table[name].to_numpy(dtype=np.float64)) for name in SIZES}
+    op = table["op"].to_numpy(dtype=str)
+    element = table["dtype"].map(ELEMENT_BYTES).to_numpy(dtype=np.float64)
+    weights_only = table["dtype"].isin(WEIGHTS_ONLY).to_numpy()
+    inner, outer = np.where(weights_only, 2.0, element), np.maximum(np.where(weights_only, 2.0, element), 2.0)
+    kv_bytes = table["kv_dtype"].map(ELEMENT_BYTES).to_numpy(dtype=np.float64)
+    out = {name: np.zeros(len(table)) for name in ("matrix", "vector", "special", "read", "written")}
+
+    def put(rows: NDArray[np.bool_], **values: Any) -> None:
+        for name, value in values.items():
+            out[name][rows] = np.broadcast_to(value, len(table))[rows]
+
+    b, m, n, k = (size[name] for name in ("batch", "m", "n", "k"))
+    put(op == "gemm", matrix=2 * b * m * n * k, read=b * (m * k * inner + k * n * element), written=b * m * n * outer)
+    # of grouped products m rows are dealt out to `batch` weights, of which at most m are used
+    put(
+        op == "grouped_gemm",
+        matrix=2 * m * n * k,
+        read=m * k * inner + np.minimum(b, m) * k * n * element,
+        written=m * n * outer,
+    )
+    heads, dim, pairs = size["heads"], size["head_dim"], size["pairs"]
+    put(
+        op == "attention",
+        matrix=4 * heads * dim * pairs,
+        special=heads * pairs,
+        vector=4 * heads * pairs,
+        read=heads * dim * size["tokens"] * outer + 2 * size["kv_heads"] * dim * size["kv_tokens"] * kv_bytes,
+        written=heads * dim * size["tokens"] * outer,
+    )
+    image = b * size["in_channels"] * size["height"] * size["width"] * element
+    result = b * size["out_channels"] * size["out_h"] * size["out_w"] * element
+    window = size["kernel_h"] * size["kernel_w"]
+    weights = size["in_channels"] * size["out_channels"] * window / np.maximum(size["groups"], 1) * element
+    back = size["backward"]
+    put(
+        op == "conv",
+        matrix=2 * weights / element * b * size["out_h"] * size["out_w"],
+        read=np.select([back == 1, back == 2], [result + weights, image + result], image + weights),
+        written=np.select([back == 1, back == 2], [image, weights], result),
+    )
+    points = m * n
+    for name in ("rmsnorm", "layernorm", "softmax", "silu_mul", "elementwise", "quantize", "embedding"):
+        inputs = {"silu_mul": 2.0, "elementwise": size["inputs"]}.get(name, 1.0)
+        written = points * (element if name == "quantize" else outer)
+        put(
+            op == name,
+            vector=_VECTOR.get(name, 0) * points,
+            special=_SPECIAL.get(name, 0) * points,
+            read=inputs * points * outer,
+            written=written,
+        )
+    collective = np.isin(op, COLLECTIVES)
+    put(collective, read=size["bytes"], written=size["bytes"])
+    return out
+
+
+def read_operators(path: str | Path, dtype: str) -> pd.DataFrame:
+    """The operators of a ``.parquet`` or ``.csv`` file, one row an operator of a step, in ``dtype`` where a row has none.
+
+    Columns are ``op``, ``count`` (1), and what the operator has of ``m``, ``n``, ``k``, ``heads``, ``kv_heads``,
+    ``head_dim``, ``q_lengths``, ``kv_lengths`` (one entry a sequence; in CSV separated by spaces), ``bytes``,
+    ``num_workers``, and optionally ``step`` and ``phase``. Operators that are not in :data:`OPERATORS` stay, with
+    ``known`` false.
+
+    Raises
+    ------
+    ProgramError
+        The file cannot be read, has no ``op``, or a row has a size that cannot be; names the row.
+    """
+    path = Path(path)
+    try:
+        table = pd.read_csv(path) if path.suffix.lower() == ".csv" else pd.read_parquet(path)
+    except (OSError, ValueError, ImportError) as err:
+        raise ProgramError(f"cannot read operators from {path}: {reason(err)}") from err
+    if "op" not in table:
+        raise ProgramError(f"{path} has no column op: expected one row an operator")
+    rows = []
+    for number, row in enumerate(table.to_dict("records"), start=1):
+        try:
+            rows.append(_listed(row, dtype))
+        except ProgramError as err:
+            raise ProgramError(f"{path}, row {number}: {str(err).removeprefix('row 1: ')}") from err
+    return pd.DataFrame(rows)
+
+
+def _listed(row: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """One row of an operator list as a row of a table."""
+    given = {name: value for name, value in row.items() if not _missing(value)}
+    op = str(given.get("op", "")).strip().lower()
+    count = given.get("count", 1)
+    if isinstance(count, str) or not np.isfinite(count) or count < 0:
+        raise ProgramError(f"count is {count}, expected a number, 0 or more")
+    kept = {
+        "name": op,
+        "count": float(count),
+        "step": given.get("step", 0),
+        "phase": str(given.get("phase", "")),
+        "known": op in OPERATORS,
+    }
+    if op not in OPERATORS:
+        return {**kept, "op": op, "dtype": dtype_name(str(given.get("dtype", dtype)))}
+    sizes = {name: given[name] for name in (*SIZES, "dtype", "kv_dtype") if name in given}
+    if op == "attention":
+        lengths = [_lengths(given.get(name), name) for name in ("q_lengths", "kv_lengths")]
+        whole = [_whole(given, name) for name in ("heads", "kv_heads", "head_dim")]
+        sizes |= attention(whole[0], whole[1], whole[2], *lengths)
+    elif op in ("rmsnorm", "silu_mul", "elementwise", "layernorm", "softmax", "quantize", "embedding"):
+        sizes.setdefault("n", given.get("k"))
+        if "m" not in sizes and "bytes" in given:  # by the size of the tensor alone
+            sizes |= {"m": 1, "n": float(given["bytes"]) / ELEMENT_BYTES[dtype_name(dtype)]}
+    table = operator_table([{"dtype": dtype, **sizes, "op": op}])
+    return {**kept, **table.iloc[0].to_dict()}
+
+
+def _missing(value: Any) -> bool:
+    if isinstance(value, list | tuple | np.ndarray):
+        return len(value) == 0
+    return value is None or value is pd.NA or (isinstance(value, float) and np.isnan(value)) or value == ""
+
+
+def _lengths(value: Any, name: str) -> list[int]:
+    if value is None:
+        raise ProgramError(f"attention needs {name}, one entry a sequence")
+    parts = value.replace(",", " ").split() if isinstance(value, str) else np.atleast_1d(value)
+    try:
+        return [int(part) for part in parts]
+    except ValueError as err:
+        raise ProgramError(f"{name} is {value!r}, expected whole numbers") from err
+
+
+def _whole(given: Mapping[str, Any], name: str) -> int:
+    value = given.get(name)
+    if value is None or isinstance(value, str) or value != int(value) or value < 1:
+        raise ProgramError(f"attention needs {name}, a whole number above 0, not {value}")
+    return int(value)
