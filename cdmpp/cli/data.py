@@ -188,7 +188,7 @@ def _dataset(args: Namespace, console: Console, errors: Console) -> Any:
 
 
 def _add_import(sub: Parser) -> None:
-    sources = ("neusight", "benchmark-hub", "aiconfigurator", "pipeweave", "miopen")
+    sources = ("neusight", "benchmark-hub", "neusight-operators", "aiconfigurator", "pipeweave", "miopen")
     sub.add_argument("source", choices=sources, help="whose files they are")
     sub.add_argument(
         "files", nargs="+", metavar="FILE", help="parquet or CSV files, told apart by their columns"

@@ -78,6 +78,8 @@ class Device:
     bandwidth_gb_s: float | None = None
     #: From the L2 of a GPU to all cores, measured.
     l2_bandwidth_gb_s: float | None = None
+    #: To other devices of the kind, both directions together: NVLink, Infinity Fabric or PCIe.
+    link_gb_s: float | None = None
     #: Power that the whole device (the package of a CPU, the board of a GPU) may draw for long.
     tdp_w: float | None = None
     #: Manufacturing process, as marketed: with the power it decides how much of the peak can be sustained.

@@ -164,6 +164,7 @@ _RANGES: dict[str, tuple[tuple[float, float], tuple[float, float], str]] = {
     "mem_gb": ((0.03, 65_536), (0.1, 4096), "GB"),
     "bandwidth_gb_s": ((0.5, 10_000), (5, 100_000), "GB/s"),
     "l2_bandwidth_gb_s": ((5, 100_000), (20, 1_000_000), "GB/s"),
+    "link_gb_s": ((1, 10_000), (1, 100_000), "GB/s"),
     "tdp_w": ((0.5, 5000), (1, 20_000), "W"),
     "process_nm": ((0.5, 1000), (0.5, 1000), "nm"),
     "launch_overhead_us": ((0.001, 1000), (0.2, 1000), "microseconds"),

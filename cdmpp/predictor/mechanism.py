@@ -8,6 +8,7 @@ stands for, attention two of them with an exponential between. All of it follows
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
 
 FloatArray = NDArray[np.float64]
 
-#: Rows and columns of the tiles that libraries have kernels of.
-TILES = ((16, 64), (64, 64), (128, 64), (128, 128), (256, 128))
+#: Rows and columns of the tiles that libraries have kernels of -> part of a core's peak that they reach: small ones load more
+#: for each operation.
+TILES = {(16, 64): 0.25, (32, 64): 0.4, (64, 64): 0.55, (128, 64): 0.75, (64, 128): 0.75, (128, 128): 0.9, (128, 256): 1.0,
+         (256, 128): 1.0}  # fmt: skip
 #: Parts that the reduction is cut into where there are too few tiles.
 SPLITS = (1, 2, 4, 8, 16)
-#: Those of TILES whose waves are features.
-_SHOWN = (1, 3, 4)
+#: Tiles whose waves are features.
+_SHOWN = ((64, 64), (128, 128), (256, 128))
 #: Data types of arithmetic -> names of ``peak_gflops`` that serve it, the best first; the last is emulation.
 PIPES: dict[str, tuple[str, ...]] = {
     "float64": ("float64_matrix", "float64", "float32"),
@@ -43,24 +46,26 @@ _LIKE = {"fp8_block": "fp8", "fp8_static": "fp8", "sq": "int8", "int4_wo": "bflo
 #: Exponentials and the like that a core starts a cycle: a quarter of a multiprocessor's 64 lanes (CUDA C++ programming guide,
 #: arithmetic instructions; AMD's quarter rate).
 _SPECIAL_PER_CYCLE = 16.0
-#: Bytes a cycle from the second level to a core, as a part of the 64 that it could take: medians of what PipeWeave measured.
-_L2_PART = {"hopper": 0.57, "ampere": 0.28, "ada": 0.25, "blackwell": 0.27}
+#: Bytes a cycle from the second level to a core: this part of 64. Of sm_80 to sm_90 and sm_120 the median of what PipeWeave
+#: measured; of sm_100 what the products of a B200 imply.
 _L2_BYTES = 64.0
-#: Part of the last cache that keeps operands from one run to the next.
-_KEPT = 0.6
-#: No kernel takes less (public tables have none below 1.2 us); a second step over partial sums takes as long again.
-_LEAST_S = {"gpu": 1.5e-6, "cpu": 2e-7}
+_L2_PART = {"sm_80": 0.33, "sm_86": 0.26, "sm_89": 0.25, "sm_90": 0.57, "sm_100": 1.0, "sm_103": 1.0, "sm_120": 0.26}
+_L2_PART_OF_OTHERS = 0.3
+#: Adding up the parts of a reduction that was cut.
+_SPLIT_S = 1e-6
+#: PCIe 4.0 with 16 lanes, both directions.
+_DEFAULT_LINK = 64.0
 _DEFAULT_CLOCK_MHZ, _DEFAULT_BANDWIDTH, _DEFAULT_PEAK = 1500.0, 300.0, 10_000.0
 
 #: Names of the columns of :func:`mechanism`: logarithms, but for flags and parts.
 MECHANISM_FEATURES: tuple[str, ...] = (
-    "estimate", "matrix_part", "vector_part", "special_part", "memory_part", "cache_part", "kept", "operands_per_cache",
+    "longest", "matrix_part", "vector_part", "special_part", "memory_part", "cache_part", "operands_per_cache",
     "tile_time", "splits",
-    *(f"{name}_{TILES[i][0]}" for name in ("waves", "idle", "padding") for i in _SHOWN),
+    *(f"{name}_{r}x{c}" for name in ("waves", "idle", "padding") for r, c in _SHOWN),
     "rows", "columns", "depth", "products", "rows_aligned", "columns_aligned", "depth_aligned", "intensity",
     "sequences", "group", "head_dim", "seen", "queries", "keys",
     "window", "stride", "dilation", "groups", "depthwise", "backward_input", "backward_weights", "image",
-    "inputs", "ranks", "clock", "is_cpu",
+    "inputs", "ranks", "is_cpu",
 )  # fmt: skip
 
 
@@ -108,8 +113,69 @@ def products(table: pd.DataFrame) -> tuple[FloatArray, FloatArray, FloatArray, F
     return found[0], np.maximum(found[1], 1.0), np.maximum(found[2], 1.0), np.maximum(found[3], 1.0)
 
 
-def mechanism(table: pd.DataFrame, device: Device) -> tuple[FloatArray, FloatArray]:
-    """Features of operators on one device, float64 (n, len(MECHANISM_FEATURES)), and an estimate in seconds, (n,)."""
+@dataclass(frozen=True)
+class Constants:
+    """How far libraries get, the same on all devices: parts of the peak, of the bandwidth of memory and of that of the last cache
+    that are reached; part of this cache that keeps operands from one run to the next, and how sharply it ends; the norm by which
+    times overlap (1: one after the other); cycles of a kernel, and of each of its blocks on a core, that do nothing.
+
+    The defaults are fitted to products in bfloat16 on an A100, L40S and B200 together.
+    """
+
+    peak: float = 0.76
+    memory: float = 0.81
+    cache: float = 0.32
+    kept: float = 0.45
+    kept_power: float = 2.4
+    norm: float = 2.3
+    cycles: float = 4300.0
+    block_cycles: float = 500.0
+
+    def vector(self) -> FloatArray:
+        """Logarithms, float64 (8,)."""
+        return np.log(list(asdict(self).values()))
+
+    @classmethod
+    def of(cls, logs: FloatArray) -> Constants:
+        """Back from :meth:`vector`."""
+        return cls(*map(float, np.exp(logs)))
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """What n operators ask of one device: ``matrix_s`` in whole waves of the best tiles, ``vector_s``, ``special_s``, ``memory_s``
+    if all comes from memory and ``cache_s`` if all comes from the last cache, each at the device's peak; bytes ``moved`` over the
+    size of that cache; ``blocks`` a core; the clock; and ``features``, which do not depend on constants, float64 (n, len(MECHANISM_FEATURES))."""
+
+    matrix_s: FloatArray
+    vector_s: FloatArray
+    special_s: FloatArray
+    memory_s: FloatArray
+    cache_s: FloatArray
+    moved: FloatArray
+    blocks: FloatArray
+    clock: float
+    features: FloatArray
+
+    def take(self, rows: NDArray[np.bool_]) -> Mechanism:
+        """Some of the operators."""
+        arrays = {name: value[rows] for name, value in vars(self).items() if name != "clock"}
+        return Mechanism(clock=self.clock, **arrays)
+
+    def estimate(self, constants: Constants) -> FloatArray:
+        """Seconds, float64 (n,)."""
+        c = constants
+        with np.errstate(over="ignore"):
+            kept = 1 / (1 + (self.moved / c.kept) ** c.kept_power)
+        fed = self.memory_s * (1 - kept) / c.memory + self.cache_s * kept / c.cache
+        dealt = self.blocks * c.block_cycles / self.clock
+        busy = [self.matrix_s / c.peak, self.vector_s / c.peak, self.special_s / c.peak, fed, dealt]
+        together: FloatArray = np.sum([part**c.norm for part in busy], axis=0) ** (1 / c.norm)
+        return together + c.cycles / self.clock
+
+
+def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
+    """Look at operators (:func:`cdmpp.program.operators.operator_table`) on one device."""
     size = {name: np.nan_to_num(table[name].to_numpy(dtype=np.float64)) for name in SIZES}
     op, todo = table["op"].to_numpy(dtype=str), work(table)
     cores = max(1.0, device.cores_used or 1.0)
@@ -119,34 +185,34 @@ def mechanism(table: pd.DataFrame, device: Device) -> tuple[FloatArray, FloatArr
     peak = table["dtype"].map(of_type).to_numpy(dtype=np.float64)
     bandwidth = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH)
     special_rate = _SPECIAL_PER_CYCLE if device.kind == "gpu" else lanes / 8
+    collective = np.isin(op, COLLECTIVES)
     moved = todo["read"] + todo["written"]
     cache = 1024.0 * max(device.l2_kb or 0.0, device.l3_kb or 0.0) or 1e6
-    cache_rate = 1e9 * (device.l2_bandwidth_gb_s or 0.0) or (
-        cores * clock * _L2_BYTES * _L2_PART.get(device.arch, 0.3)
-    )
-    cache_rate = max(cache_rate, 1.5 * bandwidth)
-    kept = np.clip(1.5 - moved / (_KEPT * cache) / 2, 0.0, 1.0)  # all below the part, none from three times it on
+    part = _L2_PART.get(device.mcpu, _L2_PART_OF_OTHERS)
+    cache_rate = 1e9 * (device.l2_bandwidth_gb_s or 0.0) or cores * clock * _L2_BYTES * part
+    b, rows, columns, depth = products(table)
+    tiles = {tile: b * np.ceil(rows / tile[0]) * np.ceil(columns / tile[1]) for tile in TILES}
+    compute, splits = _compute(tiles, depth, peak / cores, cores)
     seconds = {
+        "matrix": np.where(todo["matrix"] > 0, compute, 0.0),
         "vector": todo["vector"] / (cores * lanes * clock),
         "special": todo["special"] / (cores * special_rate * clock),
-        "memory": moved * (1 - kept) / bandwidth,
+        "memory": moved / bandwidth,
         "cache": moved / cache_rate,
     }
-    b, rows, columns, depth = products(table)
-    tiles = [b * np.ceil(rows / r) * np.ceil(columns / c) for r, c in TILES]
-    compute, splits = _compute(tiles, depth, todo["matrix"] > 0, peak / cores, cores, cache_rate, b * rows * columns)
-    seconds["matrix"] = compute
-    collective = np.isin(op, COLLECTIVES)
-    least = _LEAST_S[device.kind]
-    estimate = np.maximum.reduce(list(seconds.values())) + least
-    estimate = np.where(collective, least + size["bytes"] / bandwidth * 4, estimate)
+    # a ring sends and receives each part twice (Thakur et al. 2005), one transfer sends it once
+    ranks = np.maximum(size["num_workers"], 2.0)
+    rounds = np.where(op == "all_reduce", 2 * (ranks - 1) / ranks, 1.0)
+    sent = size["bytes"] * rounds / (1e9 * (device.link_gb_s or _DEFAULT_LINK) / 2)
+    seconds["memory"] = np.where(collective, sent, seconds["memory"])
+    seconds["cache"] = np.where(collective, sent, seconds["cache"])
+    whole = np.maximum.reduce(list(seconds.values())) + 1e-7
     log = np.log
     columns_of: dict[str, FloatArray] = {
-        "estimate": log(estimate),
-        **{f"{name}_part": log(np.maximum(value / estimate, 1e-4)) for name, value in seconds.items()},
-        "kept": kept,
+        "longest": log(whole),
+        **{f"{name}_part": log(np.maximum(value / whole, 1e-3)) for name, value in seconds.items()},
         "operands_per_cache": log(np.maximum(moved, 1.0) / cache),
-        "tile_time": log(2 * 128 * 128 * depth / (peak / cores) + 1e-9),
+        "tile_time": log(2 * 128 * 128 * depth / (peak / cores) + 1e-8),
         "splits": log(splits),
         "rows": log(rows),
         "columns": log(columns),
@@ -171,41 +237,35 @@ def mechanism(table: pd.DataFrame, device: Device) -> tuple[FloatArray, FloatArr
         "backward_weights": (size["backward"] == 2).astype(np.float64),
         "image": _log1(size["height"] * size["width"]),
         "inputs": size["inputs"],
-        "ranks": _log1(size["num_workers"]),
-        "clock": np.full(len(table), log(clock / 1e9)),
+        "ranks": _log1(size["num_workers"]) * collective,
         "is_cpu": np.full(len(table), float(device.kind == "cpu")),
     }
-    for i in _SHOWN:
-        waves = tiles[i] / cores
-        columns_of[f"waves_{TILES[i][0]}"] = log(waves)
-        columns_of[f"idle_{TILES[i][0]}"] = log(np.ceil(waves) / waves)
-        columns_of[f"padding_{TILES[i][0]}"] = log(tiles[i] * TILES[i][0] * TILES[i][1] / (b * rows * columns))
-    return np.stack([columns_of[name] for name in MECHANISM_FEATURES], axis=1), estimate
+    for tile in _SHOWN:
+        name, waves = "{}x{}".format(*tile), tiles[tile] / cores
+        columns_of[f"waves_{name}"] = log(waves)
+        columns_of[f"idle_{name}"] = log(np.ceil(waves) / waves)
+        columns_of[f"padding_{name}"] = log(tiles[tile] * tile[0] * tile[1] / (b * rows * columns))
+    return Mechanism(
+        *seconds.values(),
+        moved=moved / cache,
+        blocks=np.where(todo["matrix"] > 0, b * np.ceil(rows / 128) * np.ceil(columns / 128), moved / 65536) / cores,
+        clock=clock,
+        features=np.stack([columns_of[name] for name in MECHANISM_FEATURES], axis=1),
+    )
 
 
 def _compute(
-    tiles: list[FloatArray],
-    depth: FloatArray,
-    multiplies: NDArray[np.bool_],
-    core_peak: FloatArray,
-    cores: float,
-    cache_rate: float,
-    outputs: FloatArray,
+    tiles: dict[tuple[int, int], FloatArray], depth: FloatArray, core_peak: FloatArray, cores: float
 ) -> tuple[FloatArray, FloatArray]:
     """Seconds of the products in whole waves of the best tiles, and into how many parts these cut the reduction."""
     best, parts = np.full(len(depth), np.inf), np.ones(len(depth))
-    for (r, c), number in zip(TILES, tiles, strict=True):
+    for (r, c), number in tiles.items():
         for split in SPLITS:
-            waves = np.ceil(number * split / cores)
-            steps = np.ceil(depth / split)
-            arithmetic = 2 * r * c * steps / core_peak
-            loads = 2 * (r + c) * steps / (cache_rate / cores)
-            # partial sums are written and read again, in float32
-            again = 8 * outputs * split / cache_rate + _LEAST_S["gpu"] / 2 if split > 1 else 0.0
-            took = waves * np.maximum(arithmetic, loads) + again
+            wave = 2 * r * c * np.ceil(depth / split) / core_peak / TILES[r, c]
+            took = np.ceil(number * split / cores) * wave + (_SPLIT_S if split > 1 else 0.0)
             better = took < best
             best, parts = np.where(better, took, best), np.where(better, float(split), parts)
-    return np.where(multiplies, best, 0.0), parts
+    return best, parts
 
 
 def _log1(values: FloatArray) -> FloatArray:

@@ -1,11 +1,11 @@
 """Latencies of library operators on devices that may never have been measured.
 
-A small network says how far an operator stays behind the estimate of :mod:`cdmpp.predictor.mechanism`; it sees how full each
-pipe is, not which device it is, so that it carries over. Several of them with other random starts are averaged. Labels are the
-fastest kernel of an operator and, besides, the fastest of each framework.
+:mod:`cdmpp.predictor.mechanism` says how busy an operator keeps each pipe of a device; a few constants a kind of operator, fitted
+over all devices, turn that into an estimate. A small network, several of which are averaged, learns what is left. On devices it was
+trained on it counts in full; on others by the part that helped on devices that were left out (:func:`train`): with few devices
+that may be nothing. Labels are the fastest kernel of an operator and, besides, the fastest of each framework.
 
-How wrong it is on a device it was not trained on is found by leaving each out in turn (:func:`left_out`); devices that are nearly
-the same stay together (:func:`families`). The intervals come from these errors, by operator.
+Devices that are nearly the same are left out together (:func:`families`). Intervals come from the same errors, by kind.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ from torch import nn
 from cdmpp.device import Device, get_device
 from cdmpp.errors import PredictorError, reason
 from cdmpp.files import write_text
-from cdmpp.predictor.mechanism import MECHANISM_FEATURES, mechanism
-from cdmpp.program.operators import ELEMENT_BYTES, OPERATORS, SIZES
+from cdmpp.predictor.mechanism import MECHANISM_FEATURES, Constants, mechanism
+from cdmpp.program.operators import ELEMENT_BYTES, OPERATORS, SIZES, WEIGHTS_ONLY
 
 FloatArray = NDArray[np.float64]
 
@@ -35,13 +35,24 @@ FloatArray = NDArray[np.float64]
 BEST = "best"
 FRAMEWORKS = (BEST, "vllm", "sglang", "trtllm", "torch", "miopen", "triton", "nccl", "pipeweave")
 _OPS, _DTYPES = tuple(OPERATORS), tuple(ELEMENT_BYTES)
-WIDTH = len(MECHANISM_FEATURES) + len(_OPS) + len(_DTYPES) + len(FRAMEWORKS)
+#: Data types whose products have kernels of their own.
+_NARROW = ("fp8", "fp8_block", "fp8_static", "nvfp4", "int8", "sq")
 _FILE, _WEIGHTS = "operators.json", "operators.safetensors"
-_FORMAT = 1
 #: Standardised features are cut here: farther from the training data nothing is known.
 _FAR = 4.0
 #: Peaks and cores of one architecture closer than this make devices nearly the same.
 _ALIKE = 0.15
+#: Parts of what the network says that are tried on devices left out.
+_TRUST = (0.0, 0.25, 0.5, 0.75, 1.0)
+#: Nothing of it is trusted before so many families of devices can be left out: with three it made attention twice as wrong.
+_FAMILIES_TO_TRUST = 4
+#: Bounds of :class:`Constants`, in their order, and how much a fit is held to their defaults.
+_BOUNDS = np.log([(0.05, 1.3), (0.2, 1.2), (0.03, 1.5), (0.05, 3.0), (1.0, 8.0), (1.0, 6.0), (500.0, 40_000.0), (10.0, 20_000.0)])
+_HELD, _OUTLIER = 0.02, 0.15
+#: Kinds without labels -> the kind whose constants serve.
+_ALIKE_KINDS = {"rmsnorm": "layernorm", "silu_mul": "elementwise", "embedding": "elementwise"}
+#: Operators of one kind and device that constants are fitted to, at most.
+_FITTED_ROWS = 3000
 #: Tables are cut to so many rows of one operator, data type, device and framework.
 _ROWS = 6000
 
@@ -58,13 +69,15 @@ class Errors:
 
 @dataclass(frozen=True)
 class OperatorModel:
-    """An ensemble, what standardises its features, the devices it was trained on, and its errors by operator: of devices
-    trained on (``seen``) and of others (``unseen``)."""
+    """Constants of each kind of operator, the networks and what standardises their inputs, how far each kind's are to be
+    trusted on other ``devices`` than those of the training, and errors by kind on the one (``seen``) and the other."""
 
+    constants: Mapping[str, Constants]
     networks: Sequence[nn.Module]
     mean: NDArray[np.float32]
     std: NDArray[np.float32]
     devices: tuple[str, ...]
+    trust: Mapping[str, float] = field(default_factory=dict)
     seen: Mapping[str, Errors] = field(default_factory=dict)
     unseen: Mapping[str, Errors] = field(default_factory=dict)
 
@@ -83,8 +96,18 @@ class OperatorModel:
         if not len(table):
             return np.zeros(0)
         resolved = get_device(device) if isinstance(device, str) else device
-        rows, estimate = encode(table, resolved, framework)
-        return estimate * np.exp(self._logs(rows))
+        estimate, logs = self.parts(table, resolved, framework)
+        if resolved.name not in self.devices:
+            logs = logs * np.array([self.trust.get(kind, 0.0) for kind in kinds(table)])
+        return estimate * np.exp(logs)
+
+    def parts(self, table: pd.DataFrame, device: Device, framework: str) -> tuple[FloatArray, FloatArray]:
+        """The estimate in seconds, and what the networks add to its logarithm, each float64 (n,)."""
+        rows, estimate = encode(table, device, framework, self.constants)
+        scaled = torch.from_numpy(np.clip((rows - self.mean) / self.std, -_FAR, _FAR))
+        with torch.inference_mode():
+            logs = [network(scaled).squeeze(-1).double().numpy() for network in self.networks]
+        return estimate, np.mean(logs, axis=0) if logs else np.zeros(len(table))
 
     def interval(
         self, table: pd.DataFrame, device: str | Device, framework: str = BEST
@@ -93,16 +116,9 @@ class OperatorModel:
         resolved = get_device(device) if isinstance(device, str) else device
         seconds = self.predict(table, resolved, framework)
         errors = self.seen if resolved.name in self.devices else self.unseen
-        found = [errors.get(op) or errors.get("") or Errors(-1.0, 0.0, 1.0, 0) for op in table["op"]]
-        low = np.exp([error.low for error in found]) * seconds
-        return seconds, np.minimum(low, seconds), np.maximum(np.exp([e.high for e in found]) * seconds, seconds)
-
-    def _logs(self, rows: NDArray[np.float32]) -> FloatArray:
-        scaled = torch.from_numpy(np.clip((rows - self.mean) / self.std, -_FAR, _FAR))
-        with torch.inference_mode():
-            return np.mean(
-                [network(scaled).squeeze(-1).double().numpy() for network in self.networks], axis=0
-            )
+        found = [errors.get(kind) or errors.get("") or Errors(-1.0, 0.0, 1.0, 0) for kind in kinds(table)]
+        low, high = (np.exp([getattr(error, end) for error in found]) for end in ("low", "high"))
+        return seconds, np.minimum(low, 1.0) * seconds, np.maximum(high, 1.0) * seconds
 
     def save(self, folder: str | Path) -> None:
         """Write ``operators.json`` and ``operators.safetensors``; nothing in them can run code."""
@@ -110,20 +126,14 @@ class OperatorModel:
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        records = {name: getattr(self, name) for name in ("constants", "seen", "unseen")}
         state = {
-            "format": _FORMAT,
-            "features": list(MECHANISM_FEATURES),
-            "frameworks": list(FRAMEWORKS),
-            "ops": list(_OPS),
-            "dtypes": list(_DTYPES),
+            "inputs": _INPUTS,
             "mean": [float(v) for v in self.mean],
             "std": [float(v) for v in self.std],
             "devices": list(self.devices),
-            "widths": [layer.out_features for layer in self.networks[0] if isinstance(layer, nn.Linear)],  # type: ignore[attr-defined]
-            **{
-                name: {op: vars(error) for op, error in errors.items()}
-                for name, errors in (("seen", self.seen), ("unseen", self.unseen))
-            },
+            "trust": dict(self.trust),
+            **{name: {kind: vars(value) for kind, value in group.items()} for name, group in records.items()},
         }
         write_text(folder / _FILE, json.dumps(state) + "\n")
         tensors = {
@@ -142,46 +152,74 @@ class OperatorModel:
         folder = Path(folder)
         try:
             state = json.loads((folder / _FILE).read_text(encoding="utf-8"))
-            named = (state["features"], state["frameworks"], state["ops"], state["dtypes"])
-            if named != (list(MECHANISM_FEATURES), list(FRAMEWORKS), list(_OPS), list(_DTYPES)):
+            if state["inputs"] != _INPUTS:
                 raise PredictorError(f"{folder} was trained with other features: train it again")
             tensors = load_file(folder / _WEIGHTS)
             networks = []
             for number in sorted({int(name.partition(".")[0]) for name in tensors}):
-                network = _network(state["widths"][:-1])
                 own = {
                     name.partition(".")[2]: value.float()
                     for name, value in tensors.items()
                     if name.startswith(f"{number}.")
                 }
-                network.load_state_dict(own)
-                networks.append(network.eval())
-            errors = {
-                name: {op: Errors(**values) for op, values in state[name].items()}
-                for name in ("seen", "unseen")
-            }
-            mean, std = (np.array(state[name], dtype=np.float32) for name in ("mean", "std"))
-            return cls(tuple(networks), mean, std, tuple(state["devices"]), **errors)
+                networks.append(_network(len(own["0.bias"])))
+                networks[-1].load_state_dict(own)
+            return cls(
+                {kind: Constants(**values) for kind, values in state["constants"].items()},
+                tuple(network.eval() for network in networks),
+                *(np.array(state[name], dtype=np.float32) for name in ("mean", "std")),
+                tuple(state["devices"]),
+                state["trust"],
+                *(
+                    {kind: Errors(**values) for kind, values in state[name].items()}
+                    for name in ("seen", "unseen")
+                ),
+            )
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as err:
             raise PredictorError(f"cannot read the operator model of {folder}: {reason(err)}") from err
 
 
-def encode(
-    table: pd.DataFrame, device: Device, framework: str | None = None
-) -> tuple[NDArray[np.float32], FloatArray]:
-    """What the network sees of operators on one device, float32 (n, WIDTH), and the estimate, (n,); each row's own framework
-    where none is given."""
-    features, estimate = mechanism(table, device)
-    names = table["framework"].to_numpy(dtype=str) if framework is None else np.full(len(table), framework)
-    flags = [
-        np.asarray(values)[:, None] == np.array(known)
-        for values, known in (
-            (table["op"].to_numpy(dtype=str), _OPS),
-            (table["dtype"].to_numpy(dtype=str), _DTYPES),
-            (names, FRAMEWORKS),
-        )
+def load_operator_model(spec: str | Path = "default") -> OperatorModel:
+    """The operator model that ships (``"default"``), or that of a folder (PredictorError: there is none in it)."""
+    shipped = Path(__file__).parent / "weights" / "operators"
+    return OperatorModel.load(shipped if str(spec) == "default" else spec)
+
+
+#: What the inputs of the network are, for the check of a file.
+_INPUTS: list[list[str]] = [list(MECHANISM_FEATURES), list(_OPS), list(_DTYPES), list(FRAMEWORKS)]
+WIDTH = sum(map(len, _INPUTS))
+
+
+def kinds(table: pd.DataFrame) -> NDArray[np.str_]:
+    """The kind of each operator, which have constants of their own: by operator, of attention by whether a sequence has more
+    than one query, of products by data type."""
+    op, dtype = table["op"].to_numpy(dtype=str), table["dtype"].to_numpy(dtype=str)
+    single = (table["tokens"] <= table["sequences"]).to_numpy()
+    attends, multiplies = op == "attention", op == "gemm"
+    suffixes = [
+        (attends & single, " decode"),
+        (attends & ~single, " prefill"),
+        (multiplies & np.isin(dtype, _NARROW), " narrow"),
+        (multiplies & np.isin(dtype, WEIGHTS_ONLY), " weights only"),
     ]
-    return np.concatenate([features, *flags], axis=1).astype(np.float32), estimate
+    more = np.select([mask for mask, _ in suffixes], [text for _, text in suffixes], "")
+    return np.char.add(op, more)
+
+
+def encode(
+    table: pd.DataFrame, device: Device, framework: str | None, constants: Mapping[str, Constants]
+) -> tuple[NDArray[np.float32], FloatArray]:
+    """What the network sees of operators on one device, float32 (n, WIDTH), and the estimate in seconds, (n,); each row's own
+    framework where none is given."""
+    seen = mechanism(table, device)
+    names = table["framework"].to_numpy(dtype=str) if framework is None else np.full(len(table), framework)
+    values = (table["op"].to_numpy(dtype=str), table["dtype"].to_numpy(dtype=str), names)
+    flags = [own[:, None] == np.array(known) for own, known in zip(values, _INPUTS[1:], strict=True)]
+    estimate, of_kind = np.empty(len(table)), kinds(table)
+    for kind in np.unique(of_kind):
+        at = of_kind == kind
+        estimate[at] = seen.take(at).estimate(constants.get(kind, Constants()))
+    return np.concatenate([seen.features, *flags], axis=1).astype(np.float32), estimate
 
 
 def training_table(table: pd.DataFrame, rows: int = _ROWS, seed: int = 0) -> pd.DataFrame:
@@ -194,8 +232,8 @@ def training_table(table: pd.DataFrame, rows: int = _ROWS, seed: int = 0) -> pd.
     of_framework = table["seconds"].groupby([number, table["framework"]]).idxmin()
     parts = [table.loc[fastest].assign(framework=BEST), table.loc[of_framework]]
     united = pd.concat(parts, ignore_index=True).sample(frac=1.0, random_state=seed)
-    place = united.groupby(["op", "dtype", "kv_dtype", "device", "framework"], observed=True).cumcount()
-    return united[place < rows].reset_index(drop=True)
+    groups = [united["op"], united["dtype"], united["kv_dtype"], united["device"], united["framework"]]
+    return united[united.groupby(groups, observed=True).cumcount() < rows].reset_index(drop=True)
 
 
 def families(devices: Sequence[Device]) -> dict[str, int]:
@@ -221,12 +259,17 @@ def train(
     table: pd.DataFrame,
     *,
     members: int = 4,
-    epochs: int = 40,
-    width: int = 128,
+    epochs: int = 30,
+    width: int = 96,
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> OperatorModel:
-    """Train on a :func:`training_table`; its errors are empty (see :func:`with_errors`).
+) -> tuple[OperatorModel, pd.DataFrame]:
+    """Train on a :func:`training_table`, also without each family of devices in turn.
+
+    Returns
+    -------
+    The model, and the table with what was predicted of every row without its device's family: ``left_out_s`` with the trust
+    that the other families ask for, and ``left_out_estimate_s`` by the estimate alone.
 
     Raises
     ------
@@ -235,53 +278,153 @@ def train(
     """
     if len(table) < 2:
         raise PredictorError("an operator model needs labels of operators to learn from")
-    rows, target = _encoded(table)
+    table = table.reset_index(drop=True)
+    family = table["device"].map(families([get_device(name) for name in sorted(set(table["device"]))])).to_numpy()
+    numbers = sorted(set(family))
+    estimate, logs = np.empty(len(table)), np.empty(len(table))
+    for done, number in enumerate(numbers):
+        progress(done, len(numbers) + 1)
+        mine = np.flatnonzero(family == number)
+        others = np.flatnonzero(family != number)
+        if len(others) < 2:
+            raise PredictorError("an operator model needs labels of two devices that are not the same")
+        without = _fitted(table.iloc[others].reset_index(drop=True), max(1, members // 2), epochs, width, seed)
+        estimate[mine], logs[mine] = _parts_of_rows(without, table.iloc[mine])
+    progress(len(numbers), len(numbers) + 1)
+    measured, kind = np.log(table["seconds"].to_numpy(dtype=np.float64)) - np.log(estimate), kinds(table)
+    trust = {str(k): _trust(measured, logs, kind == k, family) for k in np.unique(kind)}
+    trusted = np.empty(len(table))
+    for number in numbers:
+        for k in np.unique(kind[family == number]):
+            at = (family == number) & (kind == k)
+            trusted[at] = _trust(measured, logs, (kind == k) & (family != number), family)
+    left = table.assign(left_out_s=estimate * np.exp(trusted * logs), left_out_estimate_s=estimate)
+    model = replace(
+        _fitted(table, members, epochs, width, seed), trust=trust, unseen=_errors(left, left["left_out_s"])
+    )
+    own = np.empty(len(table))
+    for name, at in table.groupby("device").indices.items():
+        own_estimate, own_logs = _parts_of_rows(model, table.iloc[at])
+        own[at] = own_estimate * np.exp(own_logs)
+    return replace(model, seen=_errors(table, own)), left
+
+
+def _fitted(table: pd.DataFrame, members: int, epochs: int, width: int, seed: int) -> OperatorModel:
+    constants = _fit_constants(table)
+    rows, target = np.empty((len(table), WIDTH), dtype=np.float32), np.empty(len(table))
+    for name, at in table.groupby("device").indices.items():
+        part = table.iloc[at]
+        rows[at], estimate = encode(part, get_device(str(name)), None, constants)
+        target[at] = np.log(part["seconds"].to_numpy(dtype=np.float64) / estimate)
     mean, std = rows.mean(0), rows.std(0)
     flags = len(MECHANISM_FEATURES)
     mean[flags:], std[flags:] = 0.0, 1.0
     std = np.where(std > 1e-6, std, 1e6).astype(np.float32)
     scaled = torch.from_numpy(np.clip((rows - mean) / std, -_FAR, _FAR))
     labels, weights = torch.from_numpy(target.astype(np.float32)), torch.from_numpy(_weights(table))
-    networks = []
-    for member in range(members):
-        networks.append(_fit(scaled, labels, weights, width, epochs, seed + member))
-        progress(member + 1, members)
-    return OperatorModel(tuple(networks), mean, std, tuple(sorted(set(table["device"]))))
+    networks = [_fit(scaled, labels, weights, width, epochs, seed + member) for member in range(members)]
+    return OperatorModel(constants, tuple(networks), mean, std, tuple(sorted(set(table["device"]))))
 
 
-def _encoded(table: pd.DataFrame) -> tuple[NDArray[np.float32], FloatArray]:
-    rows, target = np.empty((len(table), WIDTH), dtype=np.float32), np.empty(len(table))
-    for name, at in table.groupby("device", observed=True).indices.items():
-        part = table.iloc[at]
-        rows[at], estimate = encode(part, get_device(str(name)))
-        target[at] = np.log(part["seconds"].to_numpy(dtype=np.float64) / estimate)
-    return rows, target
+def _fit_constants(table: pd.DataFrame) -> dict[str, Constants]:
+    """Constants of each kind, on the fastest kernels of all devices, each of which counts alike; and of kinds that have no
+    labels those of the kind most like it, but for what its labels have of launches."""
+    from scipy.optimize import least_squares
+
+    found: dict[str, Constants] = {}
+    table = table[table["framework"] == BEST].reset_index(drop=True)
+    of_kind = kinds(table)
+    start = Constants().vector()
+    for kind in np.unique(of_kind):
+        part = table[of_kind == kind].reset_index(drop=True)
+        devices = []
+        for name, at in part.groupby("device").indices.items():
+            at = at[:_FITTED_ROWS]
+            target = np.log(part["seconds"].to_numpy(dtype=np.float64)[at])
+            devices.append((mechanism(part.iloc[at], get_device(str(name))), target, 1 / math.sqrt(len(at))))
+
+        def off(logs: FloatArray, devices: Any = devices) -> FloatArray:
+            constants = Constants.of(logs)
+            errors = [w * _soft(np.log(m.estimate(constants)) - y) for m, y, w in devices]
+            return np.concatenate([*errors, _HELD * (logs - start)])
+
+        low, high = _BOUNDS.T
+        inside = np.clip(start, low + 1e-6, high - 1e-6)
+        found[str(kind)] = Constants.of(least_squares(off, inside, bounds=(low, high), max_nfev=40).x)
+    for kind, like in _ALIKE_KINDS.items():
+        if kind not in found and like in found:
+            found[kind] = replace(found[like], cycles=Constants().cycles)
+    return found
+
+
+def _soft(errors: FloatArray) -> FloatArray:
+    """Errors whose squares grow no faster than the errors beyond :data:`_OUTLIER`."""
+    scaled = errors / _OUTLIER
+    soft: FloatArray = np.sign(scaled) * np.sqrt(2 * (np.sqrt(1 + scaled**2) - 1)) * _OUTLIER
+    return soft
+
+
+def _trust(
+    measured: FloatArray, logs: FloatArray, rows: NDArray[np.bool_], family: NDArray[Any]
+) -> float:
+    """The part of what networks say that is best on devices they did not see; each device family counts alike."""
+    if len(set(family[rows])) < _FAMILIES_TO_TRUST:
+        return 0.0
+    errors = {
+        part: np.mean(
+            [
+                np.abs(measured - part * logs)[rows & (family == number)].mean()
+                for number in set(family[rows])
+            ]
+        )
+        for part in _TRUST
+    }
+    return min(_TRUST, key=lambda part: (errors[part], part))
+
+
+def _parts_of_rows(model: OperatorModel, table: pd.DataFrame) -> tuple[FloatArray, FloatArray]:
+    """:meth:`OperatorModel.parts` of each row on its own device and by its own framework."""
+    estimate, logs = np.empty(len(table)), np.empty(len(table))
+    table = table.reset_index(drop=True)
+    for (name, framework), at in table.groupby(["device", "framework"]).indices.items():
+        estimate[at], logs[at] = model.parts(table.iloc[at], get_device(str(name)), str(framework))
+    return estimate, logs
+
+
+def _errors(table: pd.DataFrame, predicted_s: Any) -> dict[str, Errors]:
+    """Errors of predictions of the fastest kernels by kind, and of all under ""."""
+    best = (table["framework"] == BEST).to_numpy()
+    logs = np.log(table["seconds"].to_numpy(dtype=np.float64) / np.asarray(predicted_s))[best]
+    of_kind = kinds(table)[best]
+    found = {}
+    for kind in ["", *np.unique(of_kind)]:
+        own = logs[(of_kind == kind) | (kind == "")]
+        low, middle, high = np.quantile(own, [0.05, 0.5, 0.95])
+        found[str(kind)] = Errors(float(low), float(middle), float(high), len(own))
+    return found
 
 
 def _weights(table: pd.DataFrame) -> NDArray[np.float32]:
     """Groups of an operator, data type and device weigh as the root of their size, so that large ones do not rule."""
-    size = table.groupby(["op", "dtype", "device"], observed=True)["seconds"].transform("size")
+    size = table.groupby(["op", "dtype", "device"])["seconds"].transform("size")
     weights = 1.0 / np.sqrt(size.to_numpy(dtype=np.float64))
     return (weights / weights.mean()).astype(np.float32)
 
 
-def _network(widths: Sequence[int]) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    before = WIDTH
-    for width in widths:
-        layers += [nn.Linear(before, width), nn.GELU()]
-        before = width
-    return nn.Sequential(*layers, nn.Linear(before, 1))
+def _network(width: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(WIDTH, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 1)
+    )
 
 
 def _fit(
     rows: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, width: int, epochs: int, seed: int
 ) -> nn.Module:
     torch.manual_seed(seed)
-    network = _network([width, width])
+    network = _network(width)
     optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3, weight_decay=1e-2)
     batch = min(1024, len(rows))
-    steps = epochs * max(1, len(rows) // batch)
+    steps = epochs * (len(rows) // batch)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps + 1)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(epochs):
@@ -289,50 +432,9 @@ def _fit(
         for first in range(0, len(rows) - batch + 1, batch):
             at = order[first : first + batch]
             error = network(rows[at]).squeeze(-1) - labels[at]
-            loss = (nn.functional.huber_loss(error, torch.zeros_like(error), reduction="none", delta=0.1) * weights[at]).mean()
+            huber = nn.functional.huber_loss(error, torch.zeros_like(error), reduction="none", delta=0.1)
             optimizer.zero_grad()
-            loss.backward()
+            (huber * weights[at]).mean().backward()
             optimizer.step()
             schedule.step()
     return network.eval()
-
-
-def left_out(
-    table: pd.DataFrame,
-    families_of: Mapping[str, int] | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-    **options: Any,
-) -> FloatArray:
-    """Predicted seconds of each row by a model that saw no device of its family, float64 (n,); options of :func:`train`."""
-    names = sorted(set(table["device"]))
-    families_of = families_of or families([get_device(name) for name in names])
-    numbers = table["device"].map(families_of).to_numpy()
-    out = np.full(len(table), np.nan)
-    for done, number in enumerate(sorted(set(numbers))):
-        mine = numbers == number
-        model = train(table[~mine].reset_index(drop=True), **options)
-        out[mine] = predict_rows(model, table[mine])
-        progress(done + 1, len(set(numbers)))
-    return out
-
-
-def predict_rows(model: OperatorModel, table: pd.DataFrame) -> FloatArray:
-    """Seconds of each row on its own device and by its own framework, float64 (n,)."""
-    out = np.empty(len(table))
-    names, frameworks = table["device"].to_numpy(dtype=str), table["framework"].to_numpy(dtype=str)
-    for name, framework in sorted(set(zip(names, frameworks, strict=True))):
-        at = np.flatnonzero((names == name) & (frameworks == framework))
-        out[at] = model.predict(table.iloc[at].reset_index(drop=True), name, framework)
-    return out
-
-
-def errors_by_operator(table: pd.DataFrame, predicted_s: FloatArray) -> dict[str, Errors]:
-    """Errors of predictions by operator, and of all under ""."""
-    logs = np.log(table["seconds"].to_numpy(dtype=np.float64) / predicted_s)
-    ops = table["op"].to_numpy(dtype=str)
-    found = {}
-    for op in ["", *sorted(set(ops))]:
-        own = logs[(ops == op) | (op == "")]
-        low, middle, high = np.quantile(own, [0.05, 0.5, 0.95])
-        found[op] = Errors(float(low), float(middle), float(high), len(own))
-    return found

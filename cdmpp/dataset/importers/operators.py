@@ -1,6 +1,6 @@
-"""Public measurements of library operators: aiconfigurator's (LLM serving), PipeWeave's and MIOpen's.
+"""Public measurements of library operators: aiconfigurator's (LLM serving), PipeWeave's, MIOpen's and NeuSight's.
 
-All three become datasets of operators (:mod:`cdmpp.dataset.operators`). Of each file the columns tell what it is.
+All become datasets of operators (:mod:`cdmpp.dataset.operators`). Of each file the columns tell what it is.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ _FAST_CONVOLUTION = 5.0
 _PEAK = {"float32": ("float32", "float32_matrix", "tfloat32_matrix"), "float16": ("float16_matrix", "float16"),
          "bfloat16": ("bfloat16_matrix", "float16_matrix", "bfloat16"), "fp8": ("float8_matrix",),
          "int8": ("int8_matrix", "int8"), "nvfp4": ("float4_matrix",)}  # fmt: skip
+#: What PipeWeave means, by its hardware/*.json.
+_PIPEWEAVE_NAMES = {"A100": "a100-sxm4-80gb", "H100": "h100-sxm", "H800": "h800"}
 _DIRECTION = {"forward": 0, "backward_data": 1, "backward_weights": 2}
 _DIRECTION |= {"F": 0, "B": 1, "W": 2, "backward_input": 1, "backward_weight": 2}
 
@@ -45,7 +47,7 @@ def import_operators(
     limit: int | None = None,
     progress: Progress | None = None,
 ) -> ImportReport:
-    """Import files of ``aiconfigurator``, ``pipeweave`` or ``miopen`` into a new dataset of operators.
+    """Import files of one of :data:`SOURCES` into a new dataset of operators.
 
     Groups of rows that the source marks as impossible (``suspect_group``) are left out and counted.
 
@@ -63,8 +65,9 @@ def import_operators(
         kind = _kind(source, frame, path)
         frame = evenly(_without_suspects(frame, found), limit).reset_index(drop=True)
         part = operator_table(_READERS[kind](frame, found))
-        names = frame["system"] if "system" in frame else frame["device"]
-        devices = found.resolve(names.astype(str), path)
+        names = _text(frame, "system" if "system" in frame else "device")
+        names = names.replace(_PIPEWEAVE_NAMES) if source == "pipeweave" else names
+        devices = found.resolve(names, path)
         part["device"] = [devices[str(name)].name for name in names]
         _refuse_impossible(part, {device.name: device for device in devices.values()}, path)
         found.devices |= set(part["device"])
@@ -192,12 +195,41 @@ def _miopen(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
     )
 
 
+def _neusight(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
+    op = _text(frame, "op")
+    b, m, n, k, h = (_number(frame, name) for name in ("B", "M", "N", "K", "H"))
+    product, rows = op.isin(["linear", "bmm"]).to_numpy(), op.isin(["softmax", "ln"]).to_numpy()
+    conv = (op == "conv").to_numpy()
+    kinds = {"linear": "gemm", "bmm": "gemm", "ln": "layernorm", "softmax": "softmax", "conv": "conv"}
+    side, window, stride, padding, ins, outs = (
+        _number(frame, f"conv_{name}")
+        for name in ("input_hw", "kernel", "stride", "padding", "in_channels", "out_channels")
+    )
+    out_side = (side + 2 * padding - window) // stride + 1
+    sizes = {
+        "batch": np.where(op == "linear", 1.0, np.where(product | conv, b, np.nan)),
+        "m": np.where(product, m, np.where(conv, np.nan, b)),
+        "n": np.where(product, k, np.where(conv, np.nan, h)),
+        "k": np.where(product, n, np.nan),
+        "inputs": np.where(op.isin(["add", "mul", "div", "pow"]), 2.0, np.where(product | rows | conv, np.nan, 1.0)),
+        **{name: np.where(conv, side, np.nan) for name in ("height", "width")},
+        **{name: np.where(conv, out_side, np.nan) for name in ("out_h", "out_w")},
+        **{name: np.where(conv, window, np.nan) for name in ("kernel_h", "kernel_w")},
+        "stride": np.where(conv, stride**2, np.nan),
+        "in_channels": ins,
+        "out_channels": outs,
+    }
+    labels = _labels(frame.assign(seconds=_number(frame, "latency_ms") / 1e3), "torch", "none")
+    return labels.assign(op=op.map(kinds).fillna("elementwise"), dtype=_text(frame, "dtype", "float32"), **sizes)
+
+
 #: Source and kind of file -> the columns that it must have; the first tells the kind.
 _COLUMNS: dict[str, tuple[str, ...]] = {
     "aiconfigurator": ("op", "system", "dtype", "seconds"),
     "pipeweave collectives": ("bytes_per_rank", "device", "collective", "num_workers", "seconds"),
     "pipeweave experts": ("weight_type", "device", "m", "experts", "top_k", "hidden", "intermediate", "seconds"),
     "pipeweave gemm": ("op", "device", "m", "n", "k", "seconds"),
+    "neusight-operators": ("op", "device", "latency_ms", "B", "M", "N", "K", "H"),
     "miopen": ("solver", "device", "dtype", "direction", "n", "c", "h", "w", "k", "kh", "kw", "oh", "ow", "seconds"),
 }  # fmt: skip
 _READERS: dict[str, Callable[[pd.DataFrame, Import], pd.DataFrame]] = {
@@ -205,6 +237,7 @@ _READERS: dict[str, Callable[[pd.DataFrame, Import], pd.DataFrame]] = {
     "pipeweave collectives": _pipeweave_collective,
     "pipeweave experts": _pipeweave_moe,
     "pipeweave gemm": _pipeweave_gemm,
+    "neusight-operators": _neusight,
     "miopen": _miopen,
 }
 #: Sources that :func:`import_operators` reads.

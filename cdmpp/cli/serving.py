@@ -1,0 +1,111 @@
+"""``cdmpp latency`` of a language model's configuration, or of a list of operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from cdmpp.cli.options import Namespace, Parser, add
+from cdmpp.cli.render import interval_text, number, percent, say, show_table, warn
+from cdmpp.files import seconds_text
+
+if TYPE_CHECKING:
+    from cdmpp.endtoend.serving import ServingReport
+
+
+def add_options(sub: Parser) -> None:
+    """What a serving step is of; shown as a group of its own."""
+    group = sub.add_argument_group("of a language model (config.json or its name) and of lists of operators")
+    dtype = "data type of weights and products, such as bf16 or fp8 (default: bf16)"
+    add(group, "dtype", metavar="T", default=None, type=str, help=dtype)
+    add(group, "kv_dtype", metavar="T", default="", help="of keys and values, if another")
+    add(group, "framework", default="best", metavar="F", help="whose kernels: best, vllm, sglang, trtllm")
+    add(group, "phase", choices=("prefill", "decode"), default="prefill", help="one step of it")
+    add(group, "batch", default=1, help="sequences")
+    add(group, "seq", default=512, metavar="N", help="new tokens of each sequence in a prefill")
+    add(group, "past", default=0, metavar="N", help="tokens that each sequence has before")
+    add(group, "generate", default=0, metavar="N", help="a prefill, and so many tokens after it")
+    add(group, "tp", default=1, metavar="N", help="devices that each layer is split over")
+
+
+def run(args: Namespace, devices: Sequence[str], console: Console, errors: Console) -> Any:
+    """Predict, show and give as JSON values; one device's numbers also stand on top."""
+    from cdmpp.endtoend.latency import read_prices
+    from cdmpp.endtoend.serving import Serving, predict_operators, predict_serving
+    from cdmpp.predictor.operators import load_operator_model
+
+    dtype = args.dtype or "bfloat16"
+    with errors.status("predicting operators"):
+        model = load_operator_model(args.predictor)
+        if args.network.lower().endswith((".parquet", ".csv")):
+            reports = predict_operators(
+                args.network, devices, model, dtype=dtype, framework=args.framework
+            )
+        else:
+            given = {name: getattr(args, name) for name in ("kv_dtype", "phase", "batch", "seq", "past")}
+            serving = Serving(dtype=dtype, generate=args.generate, tp=args.tp, **given)
+            prices = None if args.price is None else read_prices(args.price)
+            reports = predict_serving(
+                args.network, devices, model, serving, framework=args.framework, prices=prices
+            )
+    for report in reports if len(reports) == 1 else ():
+        _show(console, report)
+    if len(reports) > 1:
+        _compare(console, reports)
+    notes = dict.fromkeys(f"{report.device}: {note}" for report in reports for note in report.notes)
+    warn(console, *(note.replace(f"{report.device}: {report.device}", report.device) for note in notes))
+    ranked = sorted(reports, key=lambda report: report.latency_s)
+    rows = [report.to_json() for report in reports]
+    top = rows[0] if len(rows) == 1 else {"network": reports[0].network}
+    return {**top, "by_latency": [report.device for report in ranked], "reports": rows}
+
+
+def _show(console: Console, report: ServingReport) -> None:
+    """What the operators of each name take on one device."""
+    total: dict[tuple[str, str], tuple[float, float]] = {}
+    for row in report.operators:
+        key = (row["phase"], row["name"])
+        count, spent = total.get(key, (0.0, 0.0))
+        total[key] = count + row["count"], spent + row["count"] * row["latency_s"]
+    rows = [
+        (phase, name, f"{count:g}", seconds_text(spent / count if count else 0.0), seconds_text(spent),
+         percent(spent / report.latency_s if report.latency_s else 0.0))
+        for (phase, name), (count, spent) in total.items()
+    ]  # fmt: skip
+    title = f"{report.network} on {report.device}, {report.dtype}, kernels of {report.framework}"
+    show_table(console, title, ("<phase", "<operator", "runs", "each", "together", "part"), rows)
+    say(
+        console,
+        f"[bold]{seconds_text(report.latency_s)}[/], 90 % interval {interval_text(report.low_s, report.high_s)}",
+    )
+    for text, value in (
+        ("first token", report.first_token_s),
+        ("each further token", report.per_token_s),
+    ):
+        if value is not None:
+            say(console, f"{text}: {seconds_text(value)}")
+    if report.tokens_per_s is not None:
+        say(console, f"{report.tokens_per_s:.4g} tokens a second")
+    if report.price_per_million_tokens is not None:
+        say(console, f"a million tokens cost {report.price_per_million_tokens:.4g}")
+    if report.memory_gb is not None:
+        say(console, f"{report.memory_gb:.1f} GB of memory on each device")
+
+
+def _compare(console: Console, reports: Sequence[ServingReport]) -> None:
+    ranked = sorted(reports, key=lambda report: report.latency_s)
+    rows = [
+        (
+            report.device,
+            seconds_text(report.latency_s),
+            interval_text(report.low_s, report.high_s),
+            f"{report.latency_s / ranked[0].latency_s:.2f}",
+            number(report.tokens_per_s, ".4g"),
+            number(report.price_per_million_tokens, ".4g"),
+        )
+        for report in ranked
+    ]
+    columns = ("<device", "latency", "90 % interval", "times the fastest", "tokens/s", "a million tokens")
+    show_table(console, f"{reports[0].network} on {len(reports)} devices, {reports[0].dtype}", columns, rows)
