@@ -34,7 +34,7 @@ _SHOWN = ((64, 64), (128, 128), (256, 128))
 #: Data types of arithmetic -> names of ``peak_gflops`` that serve it, the best first; the last is emulation.
 PIPES: dict[str, tuple[str, ...]] = {
     "float64": ("float64_matrix", "float64", "float32"),
-    "float32": ("float32",),
+    "float32": ("float32_matrix", "float32"),  # of matrix cores in full precision, which AMD has
     "tfloat32": ("tfloat32_matrix", "float32"),
     "float16": ("float16_matrix", "float16", "float32"),
     "bfloat16": ("bfloat16_matrix", "bfloat16", "float32"),
@@ -51,6 +51,8 @@ _SPECIAL_PER_CYCLE = 16.0
 _L2_BYTES = 64.0
 _L2_PART = {"sm_80": 0.33, "sm_86": 0.26, "sm_89": 0.25, "sm_90": 0.57, "sm_100": 1.0, "sm_103": 1.0, "sm_120": 0.26}
 _L2_PART_OF_OTHERS = 0.3
+#: Joules an operation in 16 bits in a process of so many nanometres: those of an L40S.
+_OPERATION_J, _USUAL_NM = 1e-12, 5.0
 #: Adding up the parts of a reduction that was cut.
 _SPLIT_S = 1e-6
 #: PCIe 4.0 with 16 lanes, both directions.
@@ -81,8 +83,7 @@ def without_unit(device: Device, dtype: str) -> str:
     """What is to be said where a device has no unit for a data type and another pipe stands in; "" where it has."""
     used = pipe(device, dtype)[1]
     wanted = PIPES[_LIKE.get(dtype, dtype)]
-    own = wanted[: 1 if dtype in ("float32",) else 2]
-    own = tuple(name for name in own if name.split("_")[0] == wanted[0].split("_")[0])
+    own = [name for name in wanted if name.split("_")[0] == wanted[0].split("_")[0]]
     return "" if used in own else f"{device.name} has no unit for {dtype}: {used or 'an assumed rate'} is used instead"
 
 
@@ -116,7 +117,7 @@ def products(table: pd.DataFrame) -> tuple[FloatArray, FloatArray, FloatArray, F
 @dataclass(frozen=True)
 class Constants:
     """How far libraries get, the same on all devices: parts of the peak, of the bandwidth of memory and of that of the last cache
-    that are reached; part of this cache that keeps operands from one run to the next, and how sharply it ends; the norm by which
+    that are reached, that of the peak by a power of the energy there is for an operation; part of this cache that keeps operands from one run to the next, and how sharply it ends; the norm by which
     times overlap (1: one after the other); cycles of a kernel, and of each of its blocks on a core, that do nothing.
 
     The defaults are fitted to products in bfloat16 on an A100, L40S and B200 together.
@@ -130,9 +131,10 @@ class Constants:
     norm: float = 2.3
     cycles: float = 4300.0
     block_cycles: float = 500.0
+    energy_power: float = 0.1
 
     def vector(self) -> FloatArray:
-        """Logarithms, float64 (8,)."""
+        """Logarithms, float64 (9,)."""
         return np.log(list(asdict(self).values()))
 
     @classmethod
@@ -145,7 +147,7 @@ class Constants:
 class Mechanism:
     """What n operators ask of one device: ``matrix_s`` in whole waves of the best tiles, ``vector_s``, ``special_s``, ``memory_s``
     if all comes from memory and ``cache_s`` if all comes from the last cache, each at the device's peak; bytes ``moved`` over the
-    size of that cache; ``blocks`` a core; the clock; and ``features``, which do not depend on constants, float64 (n, len(MECHANISM_FEATURES))."""
+    size of that cache; ``blocks`` a core; the ``energy`` there is for an operation, in parts of what is usual; the clock; and ``features``, which do not depend on constants, float64 (n, len(MECHANISM_FEATURES))."""
 
     matrix_s: FloatArray
     vector_s: FloatArray
@@ -154,6 +156,7 @@ class Mechanism:
     cache_s: FloatArray
     moved: FloatArray
     blocks: FloatArray
+    energy: FloatArray
     clock: float
     features: FloatArray
 
@@ -169,7 +172,8 @@ class Mechanism:
             kept = 1 / (1 + (self.moved / c.kept) ** c.kept_power)
         fed = self.memory_s * (1 - kept) / c.memory + self.cache_s * kept / c.cache
         dealt = self.blocks * c.block_cycles / self.clock
-        busy = [self.matrix_s / c.peak, self.vector_s / c.peak, self.special_s / c.peak, fed, dealt]
+        reached = np.minimum(c.peak * self.energy**c.energy_power, 1.0)
+        busy = [self.matrix_s / reached, self.vector_s / c.peak, self.special_s / c.peak, fed, dealt]
         together: FloatArray = np.sum([part**c.norm for part in busy], axis=0) ** (1 / c.norm)
         return together + c.cycles / self.clock
 
@@ -249,9 +253,19 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
         *seconds.values(),
         moved=moved / cache,
         blocks=np.where(todo["matrix"] > 0, b * np.ceil(rows / 128) * np.ceil(columns / 128), moved / 65536) / cores,
+        energy=_energy(table, device, peak),
         clock=clock,
         features=np.stack([columns_of[name] for name in MECHANISM_FEATURES], axis=1),
     )
+
+
+def _energy(table: pd.DataFrame, device: Device, peak: FloatArray) -> FloatArray:
+    """Joules that a device may draw for one operation at its peak, over what such an operation is taken to cost: by the bits of
+    its data type and the process. Where this is low, clocks fall under load."""
+    bits = table["dtype"].map(ELEMENT_BYTES).to_numpy(dtype=np.float64) / 2
+    usual = _OPERATION_J * bits * (device.process_nm or _USUAL_NM) / _USUAL_NM
+    given = (device.tdp_w or np.nan) / peak / usual
+    return np.nan_to_num(np.clip(given, 0.1, 10.0), nan=1.0)
 
 
 def _compute(

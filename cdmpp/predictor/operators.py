@@ -37,6 +37,8 @@ FRAMEWORKS = (BEST, "vllm", "sglang", "trtllm", "torch", "miopen", "triton", "nc
 _OPS, _DTYPES = tuple(OPERATORS), tuple(ELEMENT_BYTES)
 #: Data types whose products have kernels of their own.
 _NARROW = ("fp8", "fp8_block", "fp8_static", "nvfp4", "int8", "sq")
+#: Elements of a head beyond which attention has other kernels.
+_LONG_HEAD = 128
 _FILE, _WEIGHTS = "operators.json", "operators.safetensors"
 #: Standardised features are cut here: farther from the training data nothing is known.
 _FAR = 4.0
@@ -47,7 +49,7 @@ _TRUST = (0.0, 0.25, 0.5, 0.75, 1.0)
 #: Nothing of it is trusted before so many families of devices can be left out: with three it made attention twice as wrong.
 _FAMILIES_TO_TRUST = 4
 #: Bounds of :class:`Constants`, in their order, and how much a fit is held to their defaults.
-_BOUNDS = np.log([(0.05, 1.3), (0.2, 1.2), (0.03, 1.5), (0.05, 3.0), (1.0, 8.0), (1.0, 6.0), (500.0, 40_000.0), (10.0, 20_000.0)])
+_BOUNDS = np.log([(0.05, 1.3), (0.2, 1.2), (0.03, 1.5), (0.05, 3.0), (1.0, 8.0), (1.0, 6.0), (500.0, 40_000.0), (10.0, 20_000.0), (0.005, 1.0)])
 _HELD, _OUTLIER = 0.02, 0.15
 #: Kinds without labels -> the kind whose constants serve.
 _ALIKE_KINDS = {"rmsnorm": "layernorm", "silu_mul": "elementwise", "embedding": "elementwise"}
@@ -192,18 +194,19 @@ WIDTH = sum(map(len, _INPUTS))
 
 def kinds(table: pd.DataFrame) -> NDArray[np.str_]:
     """The kind of each operator, which have constants of their own: by operator, of attention by whether a sequence has more
-    than one query, of products by data type."""
+    than one query, and by what has kernels of its own: data types of one byte or of four, weights alone, long heads."""
     op, dtype = table["op"].to_numpy(dtype=str), table["dtype"].to_numpy(dtype=str)
     single = (table["tokens"] <= table["sequences"]).to_numpy()
-    attends, multiplies = op == "attention", op == "gemm"
-    suffixes = [
-        (attends & single, " decode"),
-        (attends & ~single, " prefill"),
-        (multiplies & np.isin(dtype, _NARROW), " narrow"),
-        (multiplies & np.isin(dtype, WEIGHTS_ONLY), " weights only"),
+    attends, narrow = op == "attention", np.isin(dtype, _NARROW)
+    of_phase = np.select([attends & single, attends], [" decode", " prefill"], "")
+    masks = [
+        narrow & np.isin(op, ("gemm", "attention")),
+        np.isin(dtype, WEIGHTS_ONLY),
+        attends & (table["head_dim"] > _LONG_HEAD).to_numpy(),
+        np.isin(dtype, ("float32", "float64")) & np.isin(op, ("gemm", "conv")),
     ]
-    more = np.select([mask for mask, _ in suffixes], [text for _, text in suffixes], "")
-    return np.char.add(op, more)
+    own = np.select(masks, [" narrow", " weights only", " long", " float32"], "")
+    return np.char.add(np.char.add(op, of_phase), own)
 
 
 def encode(
