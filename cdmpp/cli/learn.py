@@ -9,6 +9,7 @@ from rich.console import Console
 
 from cdmpp.cli.options import Namespace, Parser, Verbs, add
 from cdmpp.cli.render import Bar, number, percent, say, show_table
+from cdmpp.errors import CdmppError
 
 if TYPE_CHECKING:
     from cdmpp.predictor import Config
@@ -91,9 +92,13 @@ def _train(args: Namespace, console: Console, errors: Console) -> Any:
 
     cdmpp train --data data runs/mine --out runs/predictor
     cdmpp train --config configs/smoke.yaml --data runs/mine --split by_network --out runs/small
+    cdmpp train --data runs/llm --out runs/operators          of operators that libraries ran
     """
+    from cdmpp.dataset.operators import holds_operators
     from cdmpp.predictor import evaluate, train
 
+    if args.data and all(map(holds_operators, args.data)):
+        return _train_operators(args, console, errors)
     config = _config(args)
     if args.data:  # so that the run's config.yaml says what it was trained on
         config = config.model_copy(
@@ -105,6 +110,35 @@ def _train(args: Namespace, console: Console, errors: Console) -> Any:
         scores = evaluate(result.predictor, result.data, result.split)
     _show_overall(console, f"{args.out}: held-out part of ", scores["split"], scores["overall"])
     return scores
+
+
+def _train_operators(args: Namespace, console: Console, errors: Console) -> Any:
+    """The model of library operators, and its errors on devices that were left out."""
+    from cdmpp.dataset.operators import load_operators
+    from cdmpp.predictor.operators import left_out_errors, train, training_table
+
+    if args.split or args.config:
+        raise CdmppError(
+            "--split and --config are of programs: for operators each device is left out in turn"
+        )
+    with errors.status("reading operators"):
+        table = training_table(load_operators(args.data))
+    with Bar(errors, "trainings") as bar:
+        model, left = train(table, progress=bar.update)
+    model.save(args.out)
+    rows = left_out_errors(left)
+    cells = [
+        (
+            *(row[name] for name in ("kind", "dtype", "device")),
+            percent(row["median_ape"]),
+            percent(row["mape"]),
+            number(row["n"]),
+        )
+        for row in rows
+    ]
+    title = f"{args.out}: the fastest kernels of each device, which was left out"
+    show_table(console, title, ("<operator", "<dtype", "<device", "median", "MAPE", "n"), cells)
+    return {"predictor": str(args.out), "devices": model.devices, "left_out": rows}
 
 
 def _add_finetune(sub: Parser) -> None:

@@ -128,7 +128,7 @@ OPTIONS = {
 }
 
 
-def add(parser: argparse.ArgumentParser, *keys: str, **changes: Any) -> None:
+def add(parser: argparse._ActionsContainer, *keys: str, **changes: Any) -> None:
     """Add options by their keys in :data:`OPTIONS`, or a verb's own.
 
     ``changes`` are arguments of ``add_argument`` for all of them; the type is that of the default where none is given.
@@ -147,7 +147,7 @@ def add(parser: argparse.ArgumentParser, *keys: str, **changes: Any) -> None:
         hide(parser, *option.aliases, **given)
 
 
-def hide(parser: argparse.ArgumentParser, *names: str, **given: Any) -> None:
+def hide(parser: argparse._ActionsContainer, *names: str, **given: Any) -> None:
     """Former names of an option: taken, not shown."""
     for name in names:
         parser.add_argument(name, **{**given, "help": argparse.SUPPRESS, "required": False})

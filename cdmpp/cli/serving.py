@@ -40,9 +40,7 @@ def run(args: Namespace, devices: Sequence[str], console: Console, errors: Conso
     with errors.status("predicting operators"):
         model = load_operator_model(args.predictor)
         if args.network.lower().endswith((".parquet", ".csv")):
-            reports = predict_operators(
-                args.network, devices, model, dtype=dtype, framework=args.framework
-            )
+            reports = predict_operators(args.network, devices, model, dtype=dtype, framework=args.framework)
         else:
             given = {name: getattr(args, name) for name in ("kv_dtype", "phase", "batch", "seq", "past")}
             serving = Serving(dtype=dtype, generate=args.generate, tp=args.tp, **given)

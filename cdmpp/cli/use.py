@@ -107,7 +107,8 @@ def _show_tasks(console: Console, result: Mapping[str, Any]) -> None:
 
 
 def _add_latency(sub: Parser) -> None:
-    network = f"{NETWORK}, networks/*.json of imported traces, a language model's config.json or name, or operators as .parquet or .csv"
+    listed = "a language model's config.json or name, or operators as .parquet or .csv"
+    network = f"{NETWORK}, networks/*.json of imported traces, {listed}"
     sub.add_argument("network", metavar="NETWORK", help=network)
     devices = "device name (see cdmpp devices); several are ranked"
     add(sub, "device", required=True, metavar="D[,D...]", help=devices)

@@ -80,6 +80,11 @@ def load_operators(folders: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     return operator_table(united.assign(framework=united.get("framework", "").fillna("")))
 
 
+def holds_operators(folder: str | Path) -> bool:
+    """Whether a folder is a dataset of operators, or has one in it."""
+    return bool(_files(Path(folder)))
+
+
 def _files(folder: Path) -> list[Path]:
     own = folder / OPERATOR_FILE
     return [own] if own.is_file() else sorted(folder.glob(f"*/{OPERATOR_FILE}"))

@@ -92,7 +92,14 @@ def predict_operators(
     """
     rows = read_operators(path, dtype_name(dtype))
     return [
-        _report(rows, get_device(d) if isinstance(d, str) else d, model, Path(path).stem, dtype_name(dtype), framework)
+        _report(
+            rows,
+            get_device(d) if isinstance(d, str) else d,
+            model,
+            Path(path).stem,
+            dtype_name(dtype),
+            framework,
+        )
         for d in devices
     ]
 
@@ -148,14 +155,18 @@ def _steps(decoder: Decoder, serving: Serving, dtype: str, kv_dtype: str) -> pd.
     if serving.generate:
         plan.append(("prefill", 0, serving.seq, serving.past, 1.0))
         start = serving.past + serving.seq
-        at = np.unique(np.linspace(0, serving.generate - 1, min(_SAMPLED_STEPS, serving.generate)).astype(int))
+        at = np.unique(
+            np.linspace(0, serving.generate - 1, min(_SAMPLED_STEPS, serving.generate)).astype(int)
+        )
         weights = np.zeros(len(at))
         for step in range(serving.generate):  # linear interpolation between the lengths that are predicted
             j = min(int(np.searchsorted(at, step, side="right")) - 1, max(len(at) - 2, 0))
             part = (step - at[j]) / (at[j + 1] - at[j]) if len(at) > 1 else 0.0
             weights[j] += 1 - part
             weights[min(j + 1, len(at) - 1)] += part
-        plan += [("decode", int(s) + 1, 1, start + int(s), float(w)) for s, w in zip(at, weights, strict=True)]
+        plan += [
+            ("decode", int(s) + 1, 1, start + int(s), float(w)) for s, w in zip(at, weights, strict=True)
+        ]
     elif serving.phase == "prefill":
         plan.append(("prefill", 0, serving.seq, serving.past, 1.0))
     else:
@@ -204,7 +215,9 @@ def _report(
     total = float(seconds.sum())
     low_s, high_s = _interval(seconds, np.log(np.maximum(low, 1e-12) / each), np.log(high / each))
     phases, ops = table.get("phase", pd.Series(dtype=str)).astype(str), table.get("op", pd.Series(dtype=str))
-    by_step = pd.DataFrame({"step": table.get("step"), "phase": phases, "latency_s": seconds, "weight": table.get("weight", 1.0)})
+    by_step = pd.DataFrame(
+        {"step": table.get("step"), "phase": phases, "latency_s": seconds, "weight": table.get("weight", 1.0)}
+    )
     steps = [
         {"step": _plain(step), "phase": phase, "latency_s": float((part["latency_s"] / part["weight"]).sum())}
         for (step, phase), part in by_step.groupby(["step", "phase"], sort=False)
@@ -219,7 +232,9 @@ def _report(
     notes = [note for note in {without_unit(device, d) for d in set(table.get("dtype", []))} if note]
     if unknown:
         share = 1 - known.mean()
-        notes.append(f"no time is known of {', '.join(unknown)}: {share:.0%} of the rows are missing from the sum")
+        notes.append(
+            f"no time is known of {', '.join(unknown)}: {share:.0%} of the rows are missing from the sum"
+        )
     if device.name not in model.devices:
         notes.append(f"{device.name} was never measured: the interval is of devices left out")
     return ServingReport(
@@ -253,7 +268,9 @@ def _interval(seconds: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[f
     return min(float(low_s), total), max(float(high_s), total)
 
 
-def _with_rates(report: ServingReport, serving: Serving, memory_gb: float, price: float | None) -> ServingReport:
+def _with_rates(
+    report: ServingReport, serving: Serving, memory_gb: float, price: float | None
+) -> ServingReport:
     """With what a user of the service sees: time to the first token, time a token, tokens a second, their price."""
     values: dict[str, Any] = {**vars(report), "memory_gb": memory_gb}
     tokens = serving.batch * (serving.generate or (serving.seq if serving.phase == "prefill" else 1))
@@ -267,7 +284,10 @@ def _with_rates(report: ServingReport, serving: Serving, memory_gb: float, price
         values["first_token_s"] = report.latency_s
     if price is not None:
         values["price_per_million_tokens"] = 1e6 * serving.tp * price / 3600 / values["tokens_per_s"]
-    values["notes"] = (*report.notes, "kernels alone, as recorded graphs run them: the host's time is not included")
+    values["notes"] = (
+        *report.notes,
+        "kernels alone, as recorded graphs run them: the host's time is not included",
+    )
     return ServingReport(**values)
 
 

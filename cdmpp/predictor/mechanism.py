@@ -49,7 +49,15 @@ _SPECIAL_PER_CYCLE = 16.0
 #: Bytes a cycle from the second level to a core: this part of 64. Of sm_80 to sm_90 and sm_120 the median of what PipeWeave
 #: measured; of sm_100 what the products of a B200 imply.
 _L2_BYTES = 64.0
-_L2_PART = {"sm_80": 0.33, "sm_86": 0.26, "sm_89": 0.25, "sm_90": 0.57, "sm_100": 1.0, "sm_103": 1.0, "sm_120": 0.26}
+_L2_PART = {
+    "sm_80": 0.33,
+    "sm_86": 0.26,
+    "sm_89": 0.25,
+    "sm_90": 0.57,
+    "sm_100": 1.0,
+    "sm_103": 1.0,
+    "sm_120": 0.26,
+}
 _L2_PART_OF_OTHERS = 0.3
 #: Joules an operation in 16 bits in a process of so many nanometres: those of an L40S.
 _OPERATION_J, _USUAL_NM = 1e-12, 5.0
@@ -84,7 +92,11 @@ def without_unit(device: Device, dtype: str) -> str:
     used = pipe(device, dtype)[1]
     wanted = PIPES[_LIKE.get(dtype, dtype)]
     own = [name for name in wanted if name.split("_")[0] == wanted[0].split("_")[0]]
-    return "" if used in own else f"{device.name} has no unit for {dtype}: {used or 'an assumed rate'} is used instead"
+    return (
+        ""
+        if used in own
+        else f"{device.name} has no unit for {dtype}: {used or 'an assumed rate'} is used instead"
+    )
 
 
 def products(table: pd.DataFrame) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
@@ -97,17 +109,27 @@ def products(table: pd.DataFrame) -> tuple[FloatArray, FloatArray, FloatArray, F
     ins, outs = size["in_channels"] / g, size["out_channels"] / g
     conv = [
         (g, size["batch"] * points, outs, ins * window),
-        (g, size["batch"] * size["height"] * size["width"], ins, outs * window / np.maximum(size["stride"], 1)),
+        (
+            g,
+            size["batch"] * size["height"] * size["width"],
+            ins,
+            outs * window / np.maximum(size["stride"], 1),
+        ),
         (g, outs, ins * window, size["batch"] * points),
     ]
     queries = size["tokens"] / size["sequences"]
     seen = 2 * size["pairs"] / np.maximum(size["tokens"], 1)  # scores, and what they weigh
-    packed = np.where(queries < 16, size["heads"] / size["kv_heads"], 1.0)  # heads that share keys go together
+    packed = np.where(
+        queries < 16, size["heads"] / size["kv_heads"], 1.0
+    )  # heads that share keys go together
     kinds = [
         (op == "gemm", (size["batch"], size["m"], size["n"], size["k"])),
         (op == "grouped_gemm", (size["batch"], size["m"] / size["batch"], size["n"], size["k"])),
         *(((op == "conv") & (back == i), conv[i]) for i in range(3)),
-        (op == "attention", (size["sequences"] * size["heads"] / packed, queries * packed, size["head_dim"], seen)),
+        (
+            op == "attention",
+            (size["sequences"] * size["heads"] / packed, queries * packed, size["head_dim"], seen),
+        ),
     ]
     masks = [mask for mask, _ in kinds]
     found = [np.select(masks, [values[i] for _, values in kinds], one) for i in range(4)]
@@ -116,9 +138,10 @@ def products(table: pd.DataFrame) -> tuple[FloatArray, FloatArray, FloatArray, F
 
 @dataclass(frozen=True)
 class Constants:
-    """How far libraries get, the same on all devices: parts of the peak, of the bandwidth of memory and of that of the last cache
-    that are reached, that of the peak by a power of the energy there is for an operation; part of this cache that keeps operands from one run to the next, and how sharply it ends; the norm by which
-    times overlap (1: one after the other); cycles of a kernel, and of each of its blocks on a core, that do nothing.
+    """How far libraries get, the same on all devices: parts of the peak, of the bandwidth of memory and of that of the last
+    cache that are reached; part of this cache that keeps operands from one run to the next, and how sharply it ends; the norm by
+    which times overlap (1: one after the other); cycles of a kernel, and of each of its blocks on a core, that do nothing;
+    with what power of the energy there is for an operation the part of the peak grows.
 
     The defaults are fitted to products in bfloat16 on an A100, L40S and B200 together.
     """
@@ -145,9 +168,10 @@ class Constants:
 
 @dataclass(frozen=True)
 class Mechanism:
-    """What n operators ask of one device: ``matrix_s`` in whole waves of the best tiles, ``vector_s``, ``special_s``, ``memory_s``
-    if all comes from memory and ``cache_s`` if all comes from the last cache, each at the device's peak; bytes ``moved`` over the
-    size of that cache; ``blocks`` a core; the ``energy`` there is for an operation, in parts of what is usual; the clock; and ``features``, which do not depend on constants, float64 (n, len(MECHANISM_FEATURES))."""
+    """What n operators ask of one device: ``matrix_s`` in whole waves of the best tiles, ``vector_s``, ``special_s``,
+    ``memory_s`` if all comes from memory and ``cache_s`` if all comes from the last cache, each at the device's peak; bytes
+    ``moved`` over the size of that cache; ``blocks`` a core; the ``energy`` there is for an operation, in parts of what is usual;
+    the clock; and ``features``, which do not depend on constants, float64 (n, len(MECHANISM_FEATURES))."""
 
     matrix_s: FloatArray
     vector_s: FloatArray
@@ -249,10 +273,11 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
         columns_of[f"waves_{name}"] = log(waves)
         columns_of[f"idle_{name}"] = log(np.ceil(waves) / waves)
         columns_of[f"padding_{name}"] = log(tiles[tile] * tile[0] * tile[1] / (b * rows * columns))
+    blocks = np.where(todo["matrix"] > 0, b * np.ceil(rows / 128) * np.ceil(columns / 128), moved / 65536)
     return Mechanism(
-        *seconds.values(),
+        **{f"{name}_s": value for name, value in seconds.items()},
         moved=moved / cache,
-        blocks=np.where(todo["matrix"] > 0, b * np.ceil(rows / 128) * np.ceil(columns / 128), moved / 65536) / cores,
+        blocks=blocks / cores,
         energy=_energy(table, device, peak),
         clock=clock,
         features=np.stack([columns_of[name] for name in MECHANISM_FEATURES], axis=1),

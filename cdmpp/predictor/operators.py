@@ -1,9 +1,9 @@
 """Latencies of library operators on devices that may never have been measured.
 
-:mod:`cdmpp.predictor.mechanism` says how busy an operator keeps each pipe of a device; a few constants a kind of operator, fitted
-over all devices, turn that into an estimate. A small network, several of which are averaged, learns what is left. On devices it was
-trained on it counts in full; on others by the part that helped on devices that were left out (:func:`train`): with few devices
-that may be nothing. Labels are the fastest kernel of an operator and, besides, the fastest of each framework.
+:mod:`cdmpp.predictor.mechanism` says how busy an operator keeps each pipe of a device; a few constants a kind of operator,
+fitted over all devices, turn that into an estimate. A small network, several of which are averaged, learns what is left. On
+devices it was trained on it counts in full; on others by the part that helped on devices that were left out (:func:`train`):
+with few devices that may be nothing. Labels are the fastest kernel of an operator and, besides, the fastest of each framework.
 
 Devices that are nearly the same are left out together (:func:`families`). Intervals come from the same errors, by kind.
 """
@@ -49,7 +49,19 @@ _TRUST = (0.0, 0.25, 0.5, 0.75, 1.0)
 #: Nothing of it is trusted before so many families of devices can be left out: with three it made attention twice as wrong.
 _FAMILIES_TO_TRUST = 4
 #: Bounds of :class:`Constants`, in their order, and how much a fit is held to their defaults.
-_BOUNDS = np.log([(0.05, 1.3), (0.2, 1.2), (0.03, 1.5), (0.05, 3.0), (1.0, 8.0), (1.0, 6.0), (500.0, 40_000.0), (10.0, 20_000.0), (0.005, 1.0)])
+_BOUNDS = np.log(
+    [
+        (0.05, 1.3),
+        (0.2, 1.2),
+        (0.03, 1.5),
+        (0.05, 3.0),
+        (1.0, 8.0),
+        (1.0, 6.0),
+        (500.0, 40_000.0),
+        (10.0, 20_000.0),
+        (0.005, 1.0),
+    ]
+)
 _HELD, _OUTLIER = 0.02, 0.15
 #: Kinds without labels -> the kind whose constants serve.
 _ALIKE_KINDS = {"rmsnorm": "layernorm", "silu_mul": "elementwise", "embedding": "elementwise"}
@@ -167,15 +179,14 @@ class OperatorModel:
                 networks.append(_network(len(own["0.bias"])))
                 networks[-1].load_state_dict(own)
             return cls(
-                {kind: Constants(**values) for kind, values in state["constants"].items()},
-                tuple(network.eval() for network in networks),
-                *(np.array(state[name], dtype=np.float32) for name in ("mean", "std")),
-                tuple(state["devices"]),
-                state["trust"],
-                *(
-                    {kind: Errors(**values) for kind, values in state[name].items()}
-                    for name in ("seen", "unseen")
-                ),
+                constants={kind: Constants(**values) for kind, values in state["constants"].items()},
+                networks=tuple(network.eval() for network in networks),
+                mean=np.array(state["mean"], dtype=np.float32),
+                std=np.array(state["std"], dtype=np.float32),
+                devices=tuple(state["devices"]),
+                trust=state["trust"],
+                seen={kind: Errors(**values) for kind, values in state["seen"].items()},
+                unseen={kind: Errors(**values) for kind, values in state["unseen"].items()},
             )
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as err:
             raise PredictorError(f"cannot read the operator model of {folder}: {reason(err)}") from err
@@ -240,7 +251,7 @@ def training_table(table: pd.DataFrame, rows: int = _ROWS, seed: int = 0) -> pd.
 
 
 def families(devices: Sequence[Device]) -> dict[str, int]:
-    """Device -> number of its family: those of one architecture whose cores and peaks are nearly the same."""
+    """Device -> number of its family: those of one architecture whose cores, peaks and bandwidths are nearly the same."""
     found: dict[str, int] = {}
     for i, device in enumerate(devices):
         alike = [
@@ -249,6 +260,7 @@ def families(devices: Sequence[Device]) -> dict[str, int]:
             if other.arch == device.arch
             and abs(math.log((other.cores or 1) / (device.cores or 1))) < _ALIKE
             and abs(math.log(_peak(other) / _peak(device))) < _ALIKE
+            and abs(math.log((other.bandwidth_gb_s or 1) / (device.bandwidth_gb_s or 1))) < 2 * _ALIKE
         ]
         found[device.name] = found[alike[0].name] if alike else i
     return found
@@ -282,7 +294,9 @@ def train(
     if len(table) < 2:
         raise PredictorError("an operator model needs labels of operators to learn from")
     table = table.reset_index(drop=True)
-    family = table["device"].map(families([get_device(name) for name in sorted(set(table["device"]))])).to_numpy()
+    family = (
+        table["device"].map(families([get_device(name) for name in sorted(set(table["device"]))])).to_numpy()
+    )
     numbers = sorted(set(family))
     estimate, logs = np.empty(len(table)), np.empty(len(table))
     for done, number in enumerate(numbers):
@@ -291,7 +305,9 @@ def train(
         others = np.flatnonzero(family != number)
         if len(others) < 2:
             raise PredictorError("an operator model needs labels of two devices that are not the same")
-        without = _fitted(table.iloc[others].reset_index(drop=True), max(1, members // 2), epochs, width, seed)
+        without = _fitted(
+            table.iloc[others].reset_index(drop=True), max(1, members // 2), epochs, width, seed
+        )
         estimate[mine], logs[mine] = _parts_of_rows(without, table.iloc[mine])
     progress(len(numbers), len(numbers) + 1)
     measured, kind = np.log(table["seconds"].to_numpy(dtype=np.float64)) - np.log(estimate), kinds(table)
@@ -305,11 +321,26 @@ def train(
     model = replace(
         _fitted(table, members, epochs, width, seed), trust=trust, unseen=_errors(left, left["left_out_s"])
     )
-    own = np.empty(len(table))
-    for name, at in table.groupby("device").indices.items():
-        own_estimate, own_logs = _parts_of_rows(model, table.iloc[at])
-        own[at] = own_estimate * np.exp(own_logs)
-    return replace(model, seen=_errors(table, own)), left
+    own_estimate, own_logs = _parts_of_rows(model, table)
+    return replace(model, seen=_errors(table, own_estimate * np.exp(own_logs))), left
+
+
+def left_out_errors(left: pd.DataFrame) -> list[dict[str, Any]]:
+    """Of the second result of :func:`train`: errors on the fastest kernels by kind, data type and device, fractions."""
+    best = left[left["framework"] == BEST]
+    error = (best["left_out_s"] / best["seconds"] - 1).abs()
+    groups = error.groupby([pd.Series(kinds(best), best.index), best["dtype"], best["device"]])
+    return [
+        {
+            "kind": k,
+            "dtype": t,
+            "device": d,
+            "median_ape": float(own.median()),
+            "mape": float(own.mean()),
+            "n": len(own),
+        }
+        for (k, t, d), own in groups
+    ]
 
 
 def _fitted(table: pd.DataFrame, members: int, epochs: int, width: int, seed: int) -> OperatorModel:
@@ -367,18 +398,13 @@ def _soft(errors: FloatArray) -> FloatArray:
     return soft
 
 
-def _trust(
-    measured: FloatArray, logs: FloatArray, rows: NDArray[np.bool_], family: NDArray[Any]
-) -> float:
+def _trust(measured: FloatArray, logs: FloatArray, rows: NDArray[np.bool_], family: NDArray[Any]) -> float:
     """The part of what networks say that is best on devices they did not see; each device family counts alike."""
     if len(set(family[rows])) < _FAMILIES_TO_TRUST:
         return 0.0
     errors = {
         part: np.mean(
-            [
-                np.abs(measured - part * logs)[rows & (family == number)].mean()
-                for number in set(family[rows])
-            ]
+            [np.abs(measured - part * logs)[rows & (family == number)].mean() for number in set(family[rows])]
         )
         for part in _TRUST
     }

@@ -73,7 +73,9 @@ class Decoder:
                 f"{self.name}: {self.heads} heads and {self.kv_heads} heads of keys cannot be split over {tp} ranks evenly"
             )
         if self.intermediate % tp:
-            raise NetworkError(f"{self.name}: {self.intermediate} columns cannot be split over {tp} ranks evenly")
+            raise NetworkError(
+                f"{self.name}: {self.intermediate} columns cannot be split over {tp} ranks evenly"
+            )
 
     def weights(self, tp: int = 1) -> float:
         """Parameters that one of ``tp`` ranks holds."""
@@ -89,7 +91,9 @@ class Decoder:
         live = new * (4 * self.hidden + 3 * self.intermediate / tp) * 2
         return self.weights(tp) * ELEMENT_BYTES[dtype] + cache + live
 
-    def step(self, batch: int, new: int, past: int, dtype: str, kv_dtype: str, tp: int = 1) -> list[dict[str, Any]]:
+    def step(
+        self, batch: int, new: int, past: int, dtype: str, kv_dtype: str, tp: int = 1
+    ) -> list[dict[str, Any]]:
         """Operators of one step on one of ``tp`` ranks: ``batch`` sequences of ``new`` tokens each after ``past`` others, as
         rows of :func:`cdmpp.program.operators.operator_table` with ``name`` and ``count``."""
         self.check_split(tp)
@@ -124,7 +128,11 @@ class Decoder:
         # of each sequence the last token alone is continued
         add("vocabulary", "gemm", 1, m=batch, n=-(-self.vocabulary // tp), k=self.hidden)
         for row in rows:  # vocabulary, router and elements stay in 16 bits
-            if row["name"] in ("vocabulary", "router") or row["op"] not in ("gemm", "grouped_gemm", "attention"):
+            if row["name"] in ("vocabulary", "router") or row["op"] not in (
+                "gemm",
+                "grouped_gemm",
+                "attention",
+            ):
                 row["dtype"] = "bfloat16"
         return rows
 
@@ -165,14 +173,17 @@ def _decoder(config: Mapping[str, Any], name: str) -> Decoder:
             f"{name}: no decoder of kind {kind!r} is known here; there are {', '.join(_KNOWN)} (latent attention is not)"
         )
     missing = [field for field in _NEEDED if not isinstance(config.get(field), int)]
-    experts = int(config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0)
-    inner = config.get("moe_intermediate_size" if experts else "intermediate_size") or config.get("intermediate_size")
+    experts = int(
+        config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
+    )
+    of_expert = config.get("moe_intermediate_size") if experts else None
+    inner = int(of_expert or config.get("intermediate_size") or 0)
     if not inner:
         missing.append("intermediate_size")
     if missing:
         raise NetworkError(f"{name}: its configuration lacks {', '.join(missing)}")
     heads = int(config["num_attention_heads"])
-    shared = config.get("shared_expert_intermediate_size") or int(config.get("n_shared_experts") or 0) * int(inner)
+    shared = config.get("shared_expert_intermediate_size") or int(config.get("n_shared_experts") or 0) * inner
     windowed = config.get("use_sliding_window", True)
     return Decoder(
         name=name,
@@ -181,7 +192,7 @@ def _decoder(config: Mapping[str, Any], name: str) -> Decoder:
         heads=heads,
         kv_heads=int(config.get("num_key_value_heads") or heads),
         head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
-        intermediate=int(inner),
+        intermediate=inner,
         vocabulary=int(config["vocab_size"]),
         experts=experts,
         experts_per_token=int(config.get("num_experts_per_tok") or 0),

@@ -18,7 +18,7 @@ from cdmpp.errors import ProgramError, reason
 
 FloatArray = NDArray[np.float64]
 
-#: Data type -> bytes of an element. Block scales are in: nvfp4 has one of a byte for 16 elements, fp8_block one of four for 128.
+#: Data type -> bytes of an element, block scales included: nvfp4 has a byte for 16 elements, fp8_block four for 128.
 ELEMENT_BYTES: dict[str, float] = {
     "float64": 8, "float32": 4, "tfloat32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_block": 1 + 4 / 128,
     "fp8_static": 1, "nvfp4": 0.5 + 1 / 16, "int8": 1, "int4_wo": 0.5, "int8_wo": 1, "sq": 1,
@@ -171,7 +171,9 @@ def attention(
     }
 
 
-def seen_pairs(q: FloatArray, kv: FloatArray, causal: bool | NDArray[np.bool_], window: Any = 0) -> FloatArray:
+def seen_pairs(
+    q: FloatArray, kv: FloatArray, causal: bool | NDArray[np.bool_], window: Any = 0
+) -> FloatArray:
     """Pairs of a query and a key that it sees, of each sequence: query i of q sees the keys up to ``kv - q + i``."""
     full = q * kv
     below = full - q * (q - 1) / 2
@@ -199,7 +201,12 @@ def work(table: pd.DataFrame) -> dict[str, FloatArray]:
             out[name][rows] = np.broadcast_to(value, len(table))[rows]
 
     b, m, n, k = (size[name] for name in ("batch", "m", "n", "k"))
-    put(op == "gemm", matrix=2 * b * m * n * k, read=b * (m * k * inner + k * n * element), written=b * m * n * outer)
+    put(
+        op == "gemm",
+        matrix=2 * b * m * n * k,
+        read=b * (m * k * inner + k * n * element),
+        written=b * m * n * outer,
+    )
     # of grouped products m rows are dealt out to `batch` weights, of which at most m are used
     put(
         op == "grouped_gemm",
@@ -290,9 +297,9 @@ def _listed(row: Mapping[str, Any], dtype: str) -> dict[str, Any]:
         return {**kept, "op": op, "dtype": dtype_name(str(given.get("dtype", dtype)))}
     sizes = {name: given[name] for name in (*SIZES, "dtype", "kv_dtype") if name in given}
     if op == "attention":
-        lengths = [_lengths(given.get(name), name) for name in ("q_lengths", "kv_lengths")]
+        queries, keys = (_lengths(given.get(name), name) for name in ("q_lengths", "kv_lengths"))
         whole = [_whole(given, name) for name in ("heads", "kv_heads", "head_dim")]
-        sizes |= attention(whole[0], whole[1], whole[2], *lengths)
+        sizes |= attention(whole[0], whole[1], whole[2], queries, keys)
     elif op in ("rmsnorm", "silu_mul", "elementwise", "layernorm", "softmax", "quantize", "embedding"):
         sizes.setdefault("n", given.get("k"))
         if "m" not in sizes and "bytes" in given:  # by the size of the tensor alone

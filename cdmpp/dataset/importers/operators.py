@@ -211,7 +211,9 @@ def _neusight(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
         "m": np.where(product, m, np.where(conv, np.nan, b)),
         "n": np.where(product, k, np.where(conv, np.nan, h)),
         "k": np.where(product, n, np.nan),
-        "inputs": np.where(op.isin(["add", "mul", "div", "pow"]), 2.0, np.where(product | rows | conv, np.nan, 1.0)),
+        "inputs": np.where(
+            op.isin(["add", "mul", "div", "pow"]), 2.0, np.where(product | rows | conv, np.nan, 1.0)
+        ),
         **{name: np.where(conv, side, np.nan) for name in ("height", "width")},
         **{name: np.where(conv, out_side, np.nan) for name in ("out_h", "out_w")},
         **{name: np.where(conv, window, np.nan) for name in ("kernel_h", "kernel_w")},
@@ -220,7 +222,9 @@ def _neusight(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
         "out_channels": outs,
     }
     labels = _labels(frame.assign(seconds=_number(frame, "latency_ms") / 1e3), "torch", "none")
-    return labels.assign(op=op.map(kinds).fillna("elementwise"), dtype=_text(frame, "dtype", "float32"), **sizes)
+    return labels.assign(
+        op=op.map(kinds).fillna("elementwise"), dtype=_text(frame, "dtype", "float32"), **sizes
+    )
 
 
 #: Source and kind of file -> the columns that it must have; the first tells the kind.

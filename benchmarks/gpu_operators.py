@@ -1,0 +1,141 @@
+"""Operators of libraries on GPUs left out of the training: by operator, data type and device, against simpler predictions.
+
+    python benchmarks/gpu_operators.py --data runs/aic runs/pipeweave runs/miopen runs/neusight --json gpu_operators.json
+
+The datasets are those that ``cdmpp import`` makes. In turn every family of nearly equal devices is left out, the rest is
+trained on, and the fastest kernel of every operator on the family's devices is predicted. The others know the same:
+
+- ``roofline``: the larger of work over peak and bytes over bandwidth, times one constant a kind of operator;
+- ``nearest device``: the same operator on the device left in whose peak and bandwidth are nearest, times the ratio of
+  rooflines; only of operators that were measured on it (``n`` says how many);
+- ``XGBoost``: on the same features, of the logarithm of latency over roofline.
+
+``all`` weighs the devices of a kind alike. Intervals are over operators.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from common import Figure, Results, Row, arguments, bootstrap, mean_figure, provenance, start
+
+from cdmpp.dataset.operators import load_operators
+from cdmpp.device import Device, get_device
+from cdmpp.predictor.mechanism import mechanism
+from cdmpp.predictor.operators import BEST, encode, families, kinds, train, training_table
+from cdmpp.program.operators import SIZES
+
+MODELS = ("cdmpp", "mechanism alone", "roofline", "nearest device", "XGBoost")
+METRICS = ("median_ape", "mape")
+
+
+def roofline(table: pd.DataFrame, device: Device) -> np.ndarray:
+    """Seconds at the peak or the full bandwidth, whichever is longer, float64 (n,)."""
+    seen = mechanism(table, device)
+    return np.maximum.reduce([seen.features[:, 0], np.log(seen.memory_s + 1e-9)])
+
+
+def baselines(table: pd.DataFrame, seed: int) -> pd.DataFrame:
+    """Logarithms of what each baseline predicts of each row of a table without its device's family."""
+    from xgboost import XGBRegressor
+
+    devices = {name: get_device(name) for name in sorted(set(table["device"]))}
+    family = table["device"].map(families(list(devices.values()))).to_numpy()
+    kind, measured = kinds(table), np.log(table["seconds"].to_numpy(dtype=np.float64))
+    roof, features = np.empty(len(table)), []
+    for name, at in table.groupby("device").indices.items():
+        roof[at] = roofline(table.iloc[at], devices[str(name)])
+        features.append((at, encode(table.iloc[at], devices[str(name)], BEST, {})[0]))
+    encoded = np.empty((len(table), features[0][1].shape[1]), dtype=np.float32)
+    for at, rows in features:
+        encoded[at] = rows
+    keys = ["op", "dtype", "kv_dtype", *SIZES]
+    operator = table.groupby(keys, dropna=False, observed=True, sort=False).ngroup().to_numpy()
+    above = pd.Series(measured - roof)
+    found = pd.DataFrame(index=table.index, columns=MODELS[2:], dtype=np.float64)
+    for number in sorted(set(family)):
+        mine, others = family == number, family != number
+        middle = above[others].groupby(kind[others]).median()
+        found.loc[mine, "roofline"] = roof[mine] + pd.Series(kind[mine]).map(middle).to_numpy()
+        booster = XGBRegressor(n_estimators=300, max_depth=8, learning_rate=0.1, n_jobs=2, random_state=seed)
+        booster.fit(encoded[others], above[others])
+        found.loc[mine, "XGBoost"] = roof[mine] + booster.predict(encoded[mine])
+        for name in sorted(set(table["device"][mine])):
+            own = (table["device"] == name).to_numpy()
+            left = [other for other in devices if family[(table["device"] == other).to_numpy()][0] != number]
+            near = min(left, key=lambda other: distance(devices[name], devices[other]))
+            there = (table["device"] == near).to_numpy()
+            known = pd.Series(above[there].to_numpy(), index=operator[there])
+            found.loc[own, "nearest device"] = roof[own] + pd.Series(operator[own]).map(known).to_numpy()
+    return found
+
+
+def distance(one: Device, other: Device) -> float:
+    """How far apart two devices are in peak and bandwidth; those of another maker are farthest."""
+    ratios = [
+        math.log(max(one.peak_gflops.values(), default=1.0) / max(other.peak_gflops.values(), default=1.0)),
+        math.log((one.bandwidth_gb_s or 1.0) / (other.bandwidth_gb_s or 1.0)),
+    ]
+    return math.hypot(*ratios) + 100.0 * (one.vendor != other.vendor)
+
+
+def scores(table: pd.DataFrame, seed: int) -> Iterator[Row]:
+    """A row for each operator kind, data type and device: errors of every model."""
+    predicted = baselines(table, seed)
+    predicted["cdmpp"] = np.log(table["left_out_s"].to_numpy())
+    predicted["mechanism alone"] = np.log(table["left_out_estimate_s"].to_numpy())
+    groups: Any = table.assign(kind=kinds(table)).groupby(["kind", "dtype", "device"], observed=True)
+    for (kind, dtype, device), part in groups:
+        for model in MODELS:
+            logs = predicted.loc[part.index, model].dropna()
+            if logs.empty:
+                continue
+            error = np.abs(np.exp(logs) / part.loc[logs.index, "seconds"] - 1).to_numpy()
+            yield {
+                "kind": kind, "dtype": dtype, "device": device, "model": model, "seed": seed, "n": len(error),
+                "median_ape": float(np.median(error)), "mape": float(error.mean()),
+                "interval": {
+                    "median_ape": bootstrap(error, np.arange(len(error)), median=True, resamples=200),
+                    "mape": bootstrap(error, np.arange(len(error)), resamples=200),
+                },
+            }  # fmt: skip
+
+
+def figures(rows: list[Row]) -> list[Figure]:
+    table = pd.DataFrame([row for group in rows for row in group["scores"]])
+    found = []
+    for (kind, model), part in table.groupby(["kind", "model"], sort=True):
+        of_seed = part.groupby("seed").agg({"median_ape": "mean", "mape": "mean", "n": "sum"}).reset_index()
+        found.append(mean_figure(f"{kind}, all devices, {model}", of_seed.to_dict("records"), METRICS))
+    for (kind, dtype, device), part in table[table["model"] == "cdmpp"].groupby(["kind", "dtype", "device"]):
+        found.append(mean_figure(f"{kind}, {dtype}, {device}", part.to_dict("records"), METRICS))
+    return found
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    add = parser.add_argument
+    add("--data", type=Path, nargs="+", required=True, help="datasets of operators")
+    add("--rows", type=int, default=700, help="of one operator, data type, device and framework, at most")
+    add("--epochs", type=int, default=14)
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    args = parser.parse_args()
+    made = provenance(__file__, args.data, seeds=args.seeds)
+    results = Results(args.json, made, {"rows": args.rows, "epochs": args.epochs}, figures)
+    for seed in args.seeds:
+        if results.find(seed=seed):
+            continue
+        table = training_table(load_operators(args.data), args.rows, seed)
+        left = train(table, members=2, epochs=args.epochs, seed=seed)[1]
+        best = left[left["framework"] == BEST].reset_index(drop=True)
+        results.add({"seed": seed, "scores": list(scores(best, seed))})
+    results.finish()
+
+
+if __name__ == "__main__":
+    start(main)
