@@ -28,6 +28,7 @@ def add_options(sub: Parser) -> None:
     add(group, "past", default=0, metavar="N", help="tokens that each sequence has before")
     add(group, "generate", default=0, metavar="N", help="a prefill, and so many tokens after it")
     add(group, "tp", default=1, metavar="N", help="devices that each layer is split over")
+    add(group, "explain", action="store_true", help="what bounds each operator")
 
 
 def run(args: Namespace, devices: Sequence[str], console: Console, errors: Console) -> Any:
@@ -49,7 +50,7 @@ def run(args: Namespace, devices: Sequence[str], console: Console, errors: Conso
                 args.network, devices, model, serving, framework=args.framework, prices=prices
             )
     for report in reports if len(reports) == 1 else ():
-        _show(console, report)
+        _show(console, report, args.explain)
     if len(reports) > 1:
         _compare(console, reports)
     notes = dict.fromkeys(f"{report.device}: {note}" for report in reports for note in report.notes)
@@ -60,7 +61,7 @@ def run(args: Namespace, devices: Sequence[str], console: Console, errors: Conso
     return {**top, "by_latency": [report.device for report in ranked], "reports": rows}
 
 
-def _show(console: Console, report: ServingReport) -> None:
+def _show(console: Console, report: ServingReport, explain: bool) -> None:
     """What the operators of each name take on one device."""
     total: dict[tuple[str, str], tuple[float, float]] = {}
     for row in report.operators:
@@ -68,12 +69,23 @@ def _show(console: Console, report: ServingReport) -> None:
         count, spent = total.get(key, (0.0, 0.0))
         total[key] = count + row["count"], spent + row["count"] * row["latency_s"]
     rows = [
-        (phase, name, f"{count:g}", seconds_text(spent / count if count else 0.0), seconds_text(spent),
-         percent(spent / report.latency_s if report.latency_s else 0.0))
+        [phase, name, f"{count:g}", seconds_text(spent / count if count else 0.0), seconds_text(spent),
+         percent(spent / report.latency_s if report.latency_s else 0.0)]
         for (phase, name), (count, spent) in total.items()
     ]  # fmt: skip
     title = f"{report.network} on {report.device}, {report.dtype}, kernels of {report.framework}"
-    show_table(console, title, ("<phase", "<operator", "runs", "each", "together", "part"), rows)
+    headings = ["<phase", "<operator", "runs", "each", "together", "part"]
+    if explain:
+        headings += ["<bound by", "for", "cores busy", "learned factor"]
+        last = {(row["phase"], row["name"]): row for row in report.operators}
+        for cells, row in zip(rows, last.values(), strict=True):
+            cells += (
+                row["bound"],
+                percent(row["part"]),
+                percent(row["full"]),
+                number(row["correction"], ".2f"),
+            )
+    show_table(console, title, headings, rows)
     say(
         console,
         f"[bold]{seconds_text(report.latency_s)}[/], 90 % interval {interval_text(report.low_s, report.high_s)}",

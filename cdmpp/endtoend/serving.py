@@ -222,12 +222,16 @@ def _report(
         {"step": _plain(step), "phase": phase, "latency_s": float((part["latency_s"] / part["weight"]).sum())}
         for (step, phase), part in by_step.groupby(["step", "phase"], sort=False)
     ]
-    operators = [
-        {"name": n, "op": op, "phase": phase, "step": _plain(step), "count": float(c), "latency_s": float(s)}
-        for n, op, phase, step, c, s in zip(
-            table.get("name", ops), ops, phases, table.get("step", []), counts, each, strict=True
-        )
-    ]
+    columns = {
+        "name": table.get("name", ops),
+        "op": ops,
+        "phase": phases,
+        "step": table.get("step"),
+        "count": counts,
+    }
+    why = model.explain(table, device) if len(table) else pd.DataFrame()
+    listed = pd.DataFrame({**columns, "latency_s": each}).reset_index(drop=True).join(why)
+    operators = [{name: _plain(value) for name, value in row.items()} for row in listed.to_dict("records")]
     unknown = rows.loc[~known, "op"].value_counts().to_dict()
     notes = [note for note in {without_unit(device, d) for d in set(table.get("dtype", []))} if note]
     if unknown:

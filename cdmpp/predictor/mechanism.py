@@ -139,8 +139,8 @@ def products(table: pd.DataFrame) -> tuple[FloatArray, FloatArray, FloatArray, F
 @dataclass(frozen=True)
 class Constants:
     """How far libraries get, the same on all devices: parts of the peak, of the bandwidth of memory and of that of the last
-    cache that are reached; part of this cache that keeps operands from one run to the next, and how sharply it ends; the norm by
-    which times overlap (1: one after the other); cycles of a kernel, and of each of its blocks on a core, that do nothing;
+    cache that are reached; part of this cache that keeps operands from one run to the next, and how sharply it ends; the norm
+    by which times overlap (1: one after the other); cycles of a kernel, and of each of its blocks on a core, that do nothing;
     with what power of the energy there is for an operation the part of the peak grows.
 
     The defaults are fitted to products in bfloat16 on an A100, L40S and B200 together.
@@ -170,8 +170,8 @@ class Constants:
 class Mechanism:
     """What n operators ask of one device: ``matrix_s`` in whole waves of the best tiles, ``vector_s``, ``special_s``,
     ``memory_s`` if all comes from memory and ``cache_s`` if all comes from the last cache, each at the device's peak; bytes
-    ``moved`` over the size of that cache; ``blocks`` a core; the ``energy`` there is for an operation, in parts of what is usual;
-    the clock; and ``features``, which do not depend on constants, float64 (n, len(MECHANISM_FEATURES))."""
+    ``moved`` over the size of that cache; ``blocks`` a core; the ``energy`` there is for an operation, in parts of what is
+    usual; the clock; and ``features``, which do not depend on constants, float64 (n, len(MECHANISM_FEATURES))."""
 
     matrix_s: FloatArray
     vector_s: FloatArray
@@ -189,17 +189,26 @@ class Mechanism:
         arrays = {name: value[rows] for name, value in vars(self).items() if name != "clock"}
         return Mechanism(clock=self.clock, **arrays)
 
-    def estimate(self, constants: Constants) -> FloatArray:
-        """Seconds, float64 (n,)."""
+    def parts(self, constants: Constants) -> dict[str, FloatArray]:
+        """Seconds that each part of the device is busy, each float64 (n,); "launch" is before and after all others."""
         c = constants
         with np.errstate(over="ignore"):
             kept = 1 / (1 + (self.moved / c.kept) ** c.kept_power)
-        fed = self.memory_s * (1 - kept) / c.memory + self.cache_s * kept / c.cache
-        dealt = self.blocks * c.block_cycles / self.clock
         reached = np.minimum(c.peak * self.energy**c.energy_power, 1.0)
-        busy = [self.matrix_s / reached, self.vector_s / c.peak, self.special_s / c.peak, fed, dealt]
-        together: FloatArray = np.sum([part**c.norm for part in busy], axis=0) ** (1 / c.norm)
-        return together + c.cycles / self.clock
+        return {
+            "matrix or FMA units": self.matrix_s / reached,
+            "vector units": self.vector_s / c.peak,
+            "special functions": self.special_s / c.peak,
+            "memory and caches": self.memory_s * (1 - kept) / c.memory + self.cache_s * kept / c.cache,
+            "start of blocks": self.blocks * c.block_cycles / self.clock,
+            "launch": np.full(len(self.blocks), c.cycles / self.clock),
+        }
+
+    def estimate(self, constants: Constants) -> FloatArray:
+        """Seconds, float64 (n,)."""
+        *busy, launch = self.parts(constants).values()
+        together: FloatArray = np.sum([part**constants.norm for part in busy], axis=0) ** (1 / constants.norm)
+        return together + launch
 
 
 def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:

@@ -123,6 +123,24 @@ class OperatorModel:
             logs = [network(scaled).squeeze(-1).double().numpy() for network in self.networks]
         return estimate, np.mean(logs, axis=0) if logs else np.zeros(len(table))
 
+    def explain(self, table: pd.DataFrame, device: str | Device) -> pd.DataFrame:
+        """What bounds each operator: the part of the device that is ``bound``, for which ``part`` of the estimate, the cores
+        that have work in the last wave of 128 x 128 tiles (``full``), and the ``correction`` that networks learned."""
+        resolved = get_device(device) if isinstance(device, str) else device
+        seen, of_kind = mechanism(table, resolved), kinds(table)
+        bound, part = np.empty(len(table), dtype=object), np.empty(len(table))
+        for kind in np.unique(of_kind):
+            at = of_kind == kind
+            constants, own = self.constants.get(kind, Constants()), seen.take(at)
+            busy = own.parts(constants)
+            longest = np.argmax(list(busy.values()), axis=0)
+            bound[at] = np.array(list(busy), dtype=object)[longest]
+            part[at] = np.max(list(busy.values()), axis=0) / own.estimate(constants)
+        estimate, _ = self.parts(table, resolved, BEST)
+        full = np.exp(-seen.features[:, MECHANISM_FEATURES.index("idle_128x128")])
+        correction = self.predict(table, resolved) / estimate
+        return pd.DataFrame({"bound": bound, "part": part, "full": full, "correction": correction})
+
     def interval(
         self, table: pd.DataFrame, device: str | Device, framework: str = BEST
     ) -> tuple[FloatArray, FloatArray, FloatArray]:

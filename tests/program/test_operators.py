@@ -1,0 +1,128 @@
+"""Tables of library operators: sizes, work, files; language models as lists of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cdmpp.errors import NetworkError, ProgramError
+from cdmpp.program.llm import MODELS, is_config, load_decoder
+from cdmpp.program.operators import attention, operator_table, read_operators, seen_pairs, work
+
+
+def work_of(**row: Any) -> dict[str, float]:
+    return {name: float(values[0]) for name, values in work(operator_table([row])).items()}
+
+
+@given(q=st.integers(1, 12), more=st.integers(0, 12), window=st.integers(0, 15), causal=st.booleans())
+def test_seen_pairs_are_those_that_a_mask_leaves(q: int, more: int, window: int, causal: bool) -> None:
+    query, key = np.ogrid[more : more + q, 0 : more + q]
+    mask = np.ones((q, q + more), dtype=bool)
+    if causal:
+        mask = (key <= query) & ((key > query - window) | (window == 0))
+    assert seen_pairs(np.array([float(q)]), np.array([float(q + more)]), causal, window)[0] == mask.sum()
+
+
+def test_work_of_products_and_attention() -> None:
+    found = work_of(op="gemm", dtype="bf16", m=128, n=256, k=512)
+    assert found["matrix"] == 2 * 128 * 256 * 512
+    assert (found["read"], found["written"]) == (2 * (128 * 512 + 512 * 256), 2 * 128 * 256)
+    # weights alone are narrow; what is added up leaves in 16 bits
+    assert work_of(op="gemm", dtype="int4_wo", m=1, n=256, k=512)["read"] == 2 * 512 + 512 * 256 / 2
+    assert work_of(op="gemm", dtype="fp8", m=1, n=256, k=512)["written"] == 2 * 256
+    # 8 tokens to 2 of 64 experts each touch 16 of them at most
+    experts = work_of(op="grouped_gemm", dtype="bf16", batch=64, m=16, n=32, k=8)
+    assert (experts["matrix"], experts["read"]) == (2 * 16 * 32 * 8, 2 * (16 * 8 + 16 * 32 * 8))
+    decode = attention(32, 8, 128, [1, 1], [1000, 3000])
+    step = work_of(op="attention", dtype="bf16", kv_dtype="fp8", **decode)
+    assert step["matrix"] == 4 * 32 * 128 * 4000
+    assert step["read"] == 2 * 32 * 128 * 2 + 2 * 8 * 128 * 4000  # keys and values of a byte
+    assert attention(32, 8, 128, [1], [4096], window=1024)["kv_tokens"] == 1024
+
+
+def test_work_of_convolutions_is_that_of_their_direction() -> None:
+    sizes = {"batch": 2, "in_channels": 4, "out_channels": 8, "height": 6, "width": 6, "kernel_h": 3, "kernel_w": 3,
+             "out_h": 4, "out_w": 4}  # fmt: skip
+    forward, by_input, by_weights = (
+        work_of(op="conv", dtype="float32", backward=b, **sizes) for b in range(3)
+    )
+    assert forward["matrix"] == by_input["matrix"] == 2 * 2 * 8 * 4 * 4 * 4 * 9
+    image, weights, result = 4 * 2 * 4 * 36, 4 * 4 * 8 * 9, 4 * 2 * 8 * 16
+    assert (forward["read"], forward["written"]) == (image + weights, result)
+    assert (by_input["read"], by_input["written"]) == (result + weights, image)
+    assert (by_weights["read"], by_weights["written"]) == (image + result, weights)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"op": "gemm", "m": 4, "n": 4}, "row 2: gemm needs k"),
+        ({"op": "gemm", "m": -4, "n": 4, "k": 1}, "row 2: m is -4"),
+        ({"op": "gemm", "m": "many", "n": 4, "k": 1}, "row 2: m is many"),
+        ({"op": "gemm", "m": 1, "n": 4, "k": 1, "dtype": "bf17"}, "unknown data type 'bf17'"),
+        ({"op": "attention", "heads": 4, "kv_heads": 3, "head_dim": 8, "q_lengths": "1", "kv_lengths": "9"}, "multiple of 3"),
+        ({"op": "attention", "heads": 4, "kv_heads": 4, "head_dim": 8, "q_lengths": "5", "kv_lengths": "4"}, "4 keys for 5"),
+        ({"op": "attention", "heads": 4, "kv_heads": 4, "head_dim": 8, "q_lengths": "5"}, "needs kv_lengths"),
+    ],
+)  # fmt: skip
+def test_a_wrong_row_is_named(row: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "step.csv"
+    pd.DataFrame([{"op": "rmsnorm", "m": 1, "n": 8}, row]).to_csv(path, index=False)
+    with pytest.raises(ProgramError, match=message):
+        read_operators(path, "bfloat16")
+
+
+def test_lists_of_operators_keep_what_is_unknown(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"op": "attention", "heads": 4, "kv_heads": 4, "head_dim": 8, "q_lengths": [2, 1], "kv_lengths": [5, 9], "count": 3},
+        {"op": "mystery", "phase": "decode"},
+    ]  # fmt: skip
+    pd.DataFrame(rows).to_parquet(tmp_path / "step.parquet")
+    found = read_operators(tmp_path / "step.parquet", "bfloat16")
+    assert found["known"].tolist() == [True, False]
+    assert found.loc[0, ["tokens", "kv_tokens", "pairs", "count"]].tolist() == [3, 14, 4 + 5 + 9, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("llama-3.1-8b", 8.03), ("llama-3.1-70b", 70.55), ("mixtral-8x7b", 46.7), ("qwen3-30b-a3b", 30.5)],
+)
+def test_decoders_have_the_parameters_that_are_published(name: str, billions: float) -> None:
+    assert load_decoder(name).weights() / 1e9 == pytest.approx(billions, rel=0.002)
+
+
+def test_a_step_does_two_operations_a_parameter_and_token() -> None:
+    decoder = load_decoder("llama-3.1-8b")
+    for tp in (1, 2):
+        rows = decoder.step(1, 1, 0, "bfloat16", "bfloat16", tp)
+        table = operator_table(rows)
+        products = work(table)["matrix"] * table["count"] * (table["op"] == "gemm")
+        embedding = 4096 * 128256  # is looked up, not multiplied
+        assert products.sum() == pytest.approx(2 * (decoder.weights() - embedding) / tp, rel=1e-3)
+        assert ("all_reduce" in set(table["op"])) == (tp > 1)
+
+
+def test_configurations_that_are_not_known_say_what_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "tiny" / "config.json"
+    path.parent.mkdir()
+
+    def written(**config: Any) -> Path:
+        path.write_text(json.dumps(config))
+        return path
+
+    known = load_decoder(written(**MODELS["llama-3.1-8b"]))
+    assert (known.name, known.layers) == ("tiny", 32) and is_config(path)
+    with pytest.raises(NetworkError, match="lacks num_hidden_layers, intermediate_size"):
+        load_decoder(written(model_type="llama", hidden_size=64, num_attention_heads=4, vocab_size=100))
+    with pytest.raises(NetworkError, match="no decoder of kind 'mamba'"):
+        load_decoder(written(model_type="mamba"))
+    with pytest.raises(NetworkError, match="32 heads and 8 heads of keys cannot be split over 3"):
+        known.step(1, 1, 0, "bfloat16", "bfloat16", 3)
+    assert not is_config(tmp_path / "absent.json")
