@@ -68,7 +68,7 @@ _ALIKE_KINDS = {"rmsnorm": "layernorm", "silu_mul": "elementwise", "embedding": 
 #: Operators of one kind and device that constants are fitted to, at most.
 _FITTED_ROWS = 3000
 #: Tables are cut to so many rows of one operator, data type, device and framework.
-_ROWS = 6000
+_ROWS = 2500
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ def train(
     table: pd.DataFrame,
     *,
     members: int = 4,
-    epochs: int = 30,
+    epochs: int = 14,
     width: int = 96,
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,

@@ -1,0 +1,87 @@
+"""Public measurements of library operators: units and conventions of each source, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from cdmpp.dataset.importers import import_operators
+from cdmpp.dataset.operators import load_operators
+from cdmpp.errors import DatasetError
+from cdmpp.program.operators import work
+
+GEMM = {"op": "gemm", "system": "a100_sxm", "framework": "vllm", "dtype": "bf16", "m": 64, "n": 4096, "k": 1024, "seconds": 1e-4}
+ATTENTION = {
+    "op": "attention_context", "system": "l40s", "framework": "sglang", "dtype": "bfloat16", "kv_dtype": "fp8", "batch": 2,
+    "seq": 100, "past": 7, "window": 0, "heads": 32, "kv_heads": 8, "head_dim": 128, "seconds": 1e-4,
+}  # fmt: skip
+CONV = {
+    "solver": "ConvBinWinogradRxS", "device": "gfx90a", "dtype": "float16", "direction": "W", "n": 2, "c": 16, "h": 8, "w": 9,
+    "k": 32, "kh": 3, "kw": 3, "oh": 4, "ow": 5, "groups": 1, "stride_h": 2, "stride_w": 2, "dilation_h": 1, "dilation_w": 1,
+    "seconds": 1e-4,
+}  # fmt: skip
+NEUSIGHT = {"op": "linear", "device": "T4", "latency_ms": 2.0, "B": 8, "M": 64, "N": 256, "K": 512, "H": None}
+MOE = {
+    "weight_type": "w13", "device": "A40", "m": 10, "experts": 8, "top_k": 2, "hidden": 256, "intermediate": 512,
+    "seconds": 1e-4,
+}  # fmt: skip
+COLLECTIVE = {
+    "bytes_per_rank": 4096, "device": "H20", "collective": "all_reduce", "num_workers": 4, "seconds": 1e-4,
+}  # fmt: skip
+
+
+def imported(tmp_path: Path, source: str, *rows: dict[str, Any]) -> pd.DataFrame:
+    pd.DataFrame(rows).to_parquet(tmp_path / "file.parquet")
+    import_operators(source, tmp_path / "file.parquet", tmp_path / "out")
+    return load_operators(tmp_path / "out")
+
+
+def test_serving_operators_are_those_of_aiconfigurator(tmp_path: Path) -> None:
+    decode = {**ATTENTION, "op": "attention_generation", "seq": 1}
+    table = imported(tmp_path, "aiconfigurator", GEMM, ATTENTION, decode, {**GEMM, "suspect_group": True})
+    assert sorted(table["device"]) == ["a100-sxm4-80gb", "l40s", "l40s"]  # the suspect one is left out
+    found = table.sort_values("tokens").to_dict("records")
+    assert [row["tokens"] for row in found[:2]] == [2, 200]
+    assert [row["pairs"] for row in found[:2]] == [2 * 8, 2 * 100 * 101 / 2]  # past counts for generation alone
+    assert found[0]["kv_dtype"] == "fp8" and found[0]["dtype"] == "bfloat16"
+    assert (found[2]["m"], found[2]["n"], found[2]["k"]) == (64, 4096, 1024)
+
+
+def test_convolutions_experts_and_collectives_keep_their_conventions(tmp_path: Path) -> None:
+    conv = imported(tmp_path / "a", "miopen", CONV)
+    assert conv.loc[0, ["device", "kernel", "backward", "stride"]].tolist() == [
+        "mi210", "ConvBinWinogradRxS", 2.0, 4.0,
+    ]  # fmt: skip
+    assert work(conv)["matrix"][0] == 2 * 2 * 32 * 4 * 5 * 16 * 9
+    moe = imported(tmp_path / "b", "pipeweave", MOE)
+    assert moe.loc[0, ["batch", "m", "n", "k"]].tolist() == [8, 20, 1024, 256]
+    ring = imported(tmp_path / "c", "pipeweave", COLLECTIVE)
+    assert ring.loc[0, ["op", "bytes", "num_workers"]].tolist() == ["all_reduce", 4096, 4]
+    # NeuSight's M x N times N x K, and milliseconds
+    linear = imported(tmp_path / "d", "neusight-operators", NEUSIGHT)
+    assert linear.loc[0, ["batch", "m", "n", "k", "seconds"]].tolist() == [1, 64, 512, 256, 0.002]
+
+
+@pytest.mark.parametrize(
+    ("source", "row", "message"),
+    [
+        ("aiconfigurator", {**GEMM, "m": 8192, "n": 8192, "k": 8192, "seconds": 1e-4}, "row 1: gemm in 0.0001 s .* faster"),
+        ("aiconfigurator", {**GEMM, "seconds": 0.0}, "row 1: seconds is 0.0"),
+        ("miopen", GEMM, "no file of miopen: it has no column solver"),
+        ("miopen", {name: value for name, value in CONV.items() if name != "kh"}, "kh"),
+    ],
+)
+def test_files_that_cannot_be_are_refused(
+    source: str, row: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DatasetError, match=message):
+        imported(tmp_path, source, row)
+
+
+@pytest.fixture(autouse=True)
+def _folders(tmp_path: Path) -> None:
+    for name in "abcd":
+        (tmp_path / name).mkdir()

@@ -1,0 +1,165 @@
+"""The model of library operators: its mechanism, training with devices left out, what ships, and serving steps by it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cdmpp.device import get_device, load_table
+from cdmpp.endtoend.serving import Serving, predict_operators, predict_serving
+from cdmpp.errors import NetworkError, PredictorError, ProgramError
+from cdmpp.predictor.mechanism import Constants, mechanism, pipe, without_unit
+from cdmpp.predictor.operators import (
+    BEST,
+    OperatorModel,
+    families,
+    kinds,
+    left_out_errors,
+    load_operator_model,
+    train,
+    training_table,
+)
+from cdmpp.program.operators import operator_table, work
+
+SHIPPED = load_operator_model()
+
+
+def gemms(sizes: list[tuple[int, int, int]], dtype: str = "bfloat16") -> pd.DataFrame:
+    return operator_table([{"op": "gemm", "dtype": dtype, "m": m, "n": n, "k": k} for m, n, k in sizes])
+
+
+@given(size=st.tuples(*[st.integers(1, 20_000)] * 3), name=st.sampled_from(["h200", "t4", "mi300x", "p4", "rtx-4090"]))
+def test_no_product_beats_its_device(size: tuple[int, int, int], name: str) -> None:
+    device, table = get_device(name), gemms([size])
+    seconds = mechanism(table, device).estimate(Constants())[0]
+    assert np.isfinite(seconds)
+    assert seconds >= work(table)["matrix"][0] / (1e9 * pipe(device, "bfloat16")[0])
+
+
+def test_waves_make_steps() -> None:
+    device = get_device("a100-sxm4-80gb")  # 108 cores
+    full, more = mechanism(gemms([(128 * 27, 256 * 4, 8192), (128 * 27 + 1, 256 * 4, 8192)]), device).matrix_s
+    assert 1.3 < more / full < 2.1
+
+
+def test_energy_lowers_what_is_reached() -> None:
+    device, table = get_device("l40s"), gemms([(8192, 8192, 8192)])
+    fast, slow = (
+        mechanism(table, replace(device, tdp_w=watts)).estimate(Constants(energy_power=0.5))[0]
+        for watts in (350.0, 90.0)
+    )
+    assert 1.5 < slow / fast < 2.1
+
+
+def test_a_missing_unit_is_said() -> None:
+    assert "has no unit for fp8: bfloat16_matrix is used" in without_unit(get_device("a100-sxm4-80gb"), "fp8")
+    assert without_unit(get_device("h100-sxm"), "fp8") == ""
+    assert without_unit(get_device("mi210"), "float32") == without_unit(get_device("t4"), "float32") == ""
+
+
+def labels(factors: dict[str, float], n: int = 60) -> pd.DataFrame:
+    """Labels by the mechanism itself, times a factor a device."""
+    sizes = np.random.default_rng(0).integers(16, 4096, (n, 3)).tolist()
+    table = gemms([tuple(size) for size in sizes])
+    parts = [
+        table.assign(
+            device=name, framework="vllm", seconds=factor * mechanism(table, get_device(name)).estimate(Constants(peak=0.6))
+        )
+        for name, factor in factors.items()
+    ]  # fmt: skip
+    return pd.concat(parts, ignore_index=True)
+
+
+def test_training_leaves_families_out_and_comes_back_from_files(tmp_path: Path) -> None:
+    names = ["a100-pcie-40gb", "l40s", "h100-sxm"]
+    table = training_table(labels(dict.fromkeys(names, 1.0)))
+    assert set(table["framework"]) == {BEST, "vllm"}
+    model, left = train(table, members=1, epochs=3)
+    assert model.trust == {"gemm": 0.0}  # three families are too few to trust the networks on others
+    assert max(row["median_ape"] for row in left_out_errors(left)) < 0.05  # constants carry over
+    model.save(tmp_path)
+    again, unseen = OperatorModel.load(tmp_path), gemms([(64, 64, 64), (4096, 4096, 4096)])
+    for device in ("l40s", "h200"):
+        assert again.predict(unseen, device) == pytest.approx(model.predict(unseen, device), rel=1e-2)
+    seconds, low, high = model.interval(unseen, "h200")
+    assert (low <= seconds).all() and (seconds <= high).all()
+    with pytest.raises(PredictorError, match="no framework 'xla'"):
+        model.predict(unseen, "h200", "xla")
+    (tmp_path / "operators.json").write_text("{}")
+    with pytest.raises(PredictorError, match="cannot read the operator model"):
+        OperatorModel.load(tmp_path)
+    with pytest.raises(PredictorError, match="two devices that are not the same"):
+        train(labels({"mi210": 1.0, "mi250x": 1.0}), members=1, epochs=1)
+
+
+def test_nearly_equal_devices_are_one_family() -> None:
+    names = ["mi210", "mi250x", "mi100", "h100-sxm", "h200", "a100-pcie-40gb"]
+    found = families([get_device(name) for name in names])
+    assert found["mi210"] == found["mi250x"] != found["mi100"]
+    assert found["h100-sxm"] != found["a100-pcie-40gb"]
+
+
+def test_kinds_split_what_has_kernels_of_its_own() -> None:
+    rows = [
+        {"op": "gemm", "dtype": dtype, "m": 8, "n": 8, "k": 8} for dtype in ("bf16", "fp8", "int4_wo", "fp32")
+    ]
+    assert kinds(operator_table(rows)).tolist() == ["gemm", "gemm narrow", "gemm weights only", "gemm float32"]
+
+
+def test_what_ships_knows_every_gpu_of_the_table() -> None:
+    table = gemms([(1, 8192, 8192), (4096, 8192, 8192)])
+    for device in load_table().rows:
+        if device.kind == "gpu" and device.bandwidth_gb_s and device.peak_gflops:
+            one, many = SHIPPED.predict(table, device)
+            weights_s = 8192**2 * 2 / (1e9 * device.bandwidth_gb_s)
+            flop_s = work(table)["matrix"][1] / (1e9 * pipe(device, "bfloat16")[0])
+            assert 0.2 * weights_s < one < 60 * weights_s + 1e-4, device.name
+            assert 0.9 * flop_s < many < 12 * flop_s + 1e-4, device.name
+
+
+def test_serving_steps_add_up() -> None:
+    ask = {"dtype": "bf16", "batch": 4, "seq": 512}
+    (prefill,) = predict_serving("llama-3.1-8b", ["h200"], SHIPPED, Serving(**ask))
+    (decode,) = predict_serving("llama-3.1-8b", ["h200"], SHIPPED, Serving(**ask, phase="decode", past=512))
+    (whole,) = predict_serving(
+        "llama-3.1-8b", ["h200"], SHIPPED, Serving(**ask, generate=64), prices={"h200": 3.6}
+    )
+    assert prefill.latency_s == pytest.approx(sum(prefill.by_op.values()))
+    assert whole.first_token_s == pytest.approx(prefill.latency_s)
+    assert whole.per_token_s == pytest.approx(decode.latency_s, rel=0.1)
+    assert whole.price_per_million_tokens == pytest.approx(1000 / whole.tokens_per_s)
+    assert decode.low_s < decode.latency_s < decode.high_s
+    # 8 billion parameters of two bytes have to be read
+    assert decode.latency_s > 0.9 * 16.06e9 / (get_device("h200").bandwidth_gb_s * 1e9)
+
+
+def test_what_does_not_fit_is_refused_with_what_would() -> None:
+    with pytest.raises(NetworkError, match="141 GB.*--tp 2 would fit"):
+        predict_serving("llama-3.1-70b", ["h200"], SHIPPED, Serving())
+    with pytest.raises(NetworkError, match="--batch is 0"):
+        predict_serving("llama-3.1-8b", ["h200"], SHIPPED, Serving(batch=0))
+
+
+def test_lists_leave_the_share_of_unknown_operators_open(tmp_path: Path) -> None:
+    path = tmp_path / "step.csv"
+    rows = [
+        {"op": "gemm", "m": 8, "n": 4096, "k": 4096, "count": 2, "phase": "decode", "step": 0},
+        {"op": "rmsnorm", "m": 8, "n": 4096, "phase": "decode", "step": 1},
+        {"op": "mystery", "phase": "decode", "step": 1},
+    ]
+    pd.DataFrame(rows).to_csv(path, index=False)
+    (report,) = predict_operators(path, ["NVIDIA L40S"], SHIPPED)
+    each = {row["name"]: row["latency_s"] for row in report.operators}
+    assert report.latency_s == pytest.approx(2 * each["gemm"] + each["rmsnorm"])
+    assert [step["latency_s"] for step in report.steps] == pytest.approx([2 * each["gemm"], each["rmsnorm"]])
+    assert report.unknown == {"mystery": 1} and "33%" in " ".join(report.notes)
+    assert report.operators[0]["bound"] in ("memory and caches", "launch")
+    path.write_text("op,m,n,k\ngemm,4,4,\n")
+    with pytest.raises(ProgramError, match="row 1: gemm needs k"):
+        predict_operators(path, ["l40s"], SHIPPED)
