@@ -17,7 +17,7 @@ import pandas as pd
 from cdmpp.device import Device, get_device
 from cdmpp.errors import NetworkError
 from cdmpp.predictor.mechanism import without_unit
-from cdmpp.predictor.operators import BEST, OperatorModel
+from cdmpp.predictor.operators import BEST, OperatorModel, kinds
 from cdmpp.program.llm import Decoder, load_decoder
 from cdmpp.program.operators import dtype_name, operator_table, read_operators
 
@@ -239,8 +239,10 @@ def _report(
         notes.append(
             f"no time is known of {', '.join(unknown)}: {share:.0%} of the rows are missing from the sum"
         )
-    if device.name not in model.devices:
-        notes.append(f"{device.name} was never measured: the interval is of devices left out")
+    if unmeasured := sorted(set(kinds(table)) - set(model.devices.get(device.name, ()))):
+        notes.append(
+            f"{device.name} was never measured: intervals are those of devices left out ({', '.join(unmeasured)})"
+        )
     return ServingReport(
         network=name,
         device=device.name,

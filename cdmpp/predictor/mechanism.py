@@ -215,7 +215,7 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     """Look at operators (:func:`cdmpp.program.operators.operator_table`) on one device."""
     size = {name: np.nan_to_num(table[name].to_numpy(dtype=np.float64)) for name in SIZES}
     op, todo = table["op"].to_numpy(dtype=str), work(table)
-    cores = max(1.0, device.cores_used or 1.0)
+    cores = max(1.0, device.cores_used or device.cores or 1.0)
     clock = 1e6 * (device.clock_mhz or _DEFAULT_CLOCK_MHZ)
     lanes = device.lanes_per_core or 64.0
     of_type = {dtype: 1e9 * pipe(device, dtype)[0] for dtype in set(table["dtype"])}

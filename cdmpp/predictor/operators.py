@@ -83,14 +83,14 @@ class Errors:
 
 @dataclass(frozen=True)
 class OperatorModel:
-    """Constants of each kind of operator, the networks and what standardises their inputs, how far each kind's are to be
-    trusted on other ``devices`` than those of the training, and errors by kind on the one (``seen``) and the other."""
+    """Constants of each kind of operator, the networks and what standardises their inputs, the kinds that ``devices`` had
+    labels of, how far the networks are to be trusted elsewhere, and errors by kind there (``unseen``) and on these (``seen``)."""
 
     constants: Mapping[str, Constants]
     networks: Sequence[nn.Module]
     mean: NDArray[np.float32]
     std: NDArray[np.float32]
-    devices: tuple[str, ...]
+    devices: Mapping[str, Sequence[str]]
     trust: Mapping[str, float] = field(default_factory=dict)
     seen: Mapping[str, Errors] = field(default_factory=dict)
     unseen: Mapping[str, Errors] = field(default_factory=dict)
@@ -111,9 +111,9 @@ class OperatorModel:
             return np.zeros(0)
         resolved = get_device(device) if isinstance(device, str) else device
         estimate, logs = self.parts(table, resolved, framework)
-        if resolved.name not in self.devices:
-            logs = logs * np.array([self.trust.get(kind, 0.0) for kind in kinds(table)])
-        return estimate * np.exp(logs)
+        measured = self.devices.get(resolved.name, ())
+        parts = [1.0 if kind in measured else self.trust.get(kind, 0.0) for kind in kinds(table)]
+        return estimate * np.exp(logs * parts)
 
     def parts(self, table: pd.DataFrame, device: Device, framework: str) -> tuple[FloatArray, FloatArray]:
         """The estimate in seconds, and what the networks add to its logarithm, each float64 (n,)."""
@@ -147,8 +147,12 @@ class OperatorModel:
         """Seconds, and the ends between which nine of ten operators of such a kind were; each float64 (n,)."""
         resolved = get_device(device) if isinstance(device, str) else device
         seconds = self.predict(table, resolved, framework)
-        errors = self.seen if resolved.name in self.devices else self.unseen
-        found = [errors.get(kind) or errors.get("") or Errors(-1.0, 0.0, 1.0, 0) for kind in kinds(table)]
+        measured = self.devices.get(resolved.name, ())
+        found = [
+            errors.get(kind) or errors.get("") or Errors(-1.0, 0.0, 1.0, 0)
+            for kind in kinds(table)
+            for errors in (self.seen if kind in measured else self.unseen,)
+        ]
         low, high = (np.exp([getattr(error, end) for error in found]) for end in ("low", "high"))
         return seconds, np.minimum(low, 1.0) * seconds, np.maximum(high, 1.0) * seconds
 
@@ -163,7 +167,7 @@ class OperatorModel:
             "inputs": _INPUTS,
             "mean": [float(v) for v in self.mean],
             "std": [float(v) for v in self.std],
-            "devices": list(self.devices),
+            "devices": {name: list(of_device) for name, of_device in self.devices.items()},
             "trust": dict(self.trust),
             **{name: {kind: vars(value) for kind, value in group.items()} for name, group in records.items()},
         }
@@ -201,7 +205,7 @@ class OperatorModel:
                 networks=tuple(network.eval() for network in networks),
                 mean=np.array(state["mean"], dtype=np.float32),
                 std=np.array(state["std"], dtype=np.float32),
-                devices=tuple(state["devices"]),
+                devices=dict(state["devices"]),
                 trust=state["trust"],
                 seen={kind: Errors(**values) for kind, values in state["seen"].items()},
                 unseen={kind: Errors(**values) for kind, values in state["unseen"].items()},
@@ -375,7 +379,9 @@ def _fitted(table: pd.DataFrame, members: int, epochs: int, width: int, seed: in
     scaled = torch.from_numpy(np.clip((rows - mean) / std, -_FAR, _FAR))
     labels, weights = torch.from_numpy(target.astype(np.float32)), torch.from_numpy(_weights(table))
     networks = [_fit(scaled, labels, weights, width, epochs, seed + member) for member in range(members)]
-    return OperatorModel(constants, tuple(networks), mean, std, tuple(sorted(set(table["device"]))))
+    of_kind = pd.Series(kinds(table)).groupby(table["device"].to_numpy())
+    devices = {str(name): sorted(set(own)) for name, own in of_kind}
+    return OperatorModel(constants, tuple(networks), mean, std, devices)
 
 
 def _fit_constants(table: pd.DataFrame) -> dict[str, Constants]:

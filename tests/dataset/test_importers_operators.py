@@ -13,7 +13,16 @@ from cdmpp.dataset.operators import load_operators
 from cdmpp.errors import DatasetError
 from cdmpp.program.operators import work
 
-GEMM = {"op": "gemm", "system": "a100_sxm", "framework": "vllm", "dtype": "bf16", "m": 64, "n": 4096, "k": 1024, "seconds": 1e-4}
+GEMM = {
+    "op": "gemm",
+    "system": "a100_sxm",
+    "framework": "vllm",
+    "dtype": "bf16",
+    "m": 64,
+    "n": 4096,
+    "k": 1024,
+    "seconds": 1e-4,
+}
 ATTENTION = {
     "op": "attention_context", "system": "l40s", "framework": "sglang", "dtype": "bfloat16", "kv_dtype": "fp8", "batch": 2,
     "seq": 100, "past": 7, "window": 0, "heads": 32, "kv_heads": 8, "head_dim": 128, "seconds": 1e-4,
@@ -45,7 +54,10 @@ def test_serving_operators_are_those_of_aiconfigurator(tmp_path: Path) -> None:
     assert sorted(table["device"]) == ["a100-sxm4-80gb", "l40s", "l40s"]  # the suspect one is left out
     found = table.sort_values("tokens").to_dict("records")
     assert [row["tokens"] for row in found[:2]] == [2, 200]
-    assert [row["pairs"] for row in found[:2]] == [2 * 8, 2 * 100 * 101 / 2]  # past counts for generation alone
+    assert [row["pairs"] for row in found[:2]] == [
+        2 * 8,
+        2 * 100 * 101 / 2,
+    ]  # past counts for generation alone
     assert found[0]["kv_dtype"] == "fp8" and found[0]["dtype"] == "bfloat16"
     assert (found[2]["m"], found[2]["n"], found[2]["k"]) == (64, 4096, 1024)
 
@@ -68,7 +80,11 @@ def test_convolutions_experts_and_collectives_keep_their_conventions(tmp_path: P
 @pytest.mark.parametrize(
     ("source", "row", "message"),
     [
-        ("aiconfigurator", {**GEMM, "m": 8192, "n": 8192, "k": 8192, "seconds": 1e-4}, "row 1: gemm in 0.0001 s .* faster"),
+        (
+            "aiconfigurator",
+            {**GEMM, "m": 8192, "n": 8192, "k": 8192, "seconds": 1e-4},
+            "row 1: gemm in 0.0001 s .* faster",
+        ),
         ("aiconfigurator", {**GEMM, "seconds": 0.0}, "row 1: seconds is 0.0"),
         ("miopen", GEMM, "no file of miopen: it has no column solver"),
         ("miopen", {name: value for name, value in CONV.items() if name != "kh"}, "kh"),
