@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.program.operators import COLLECTIVES, ELEMENT_BYTES, SIZES, work
+from cdmpp.program.operators import COLLECTIVES, ELEMENT_BYTES, SIZES, used_weights, work
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,6 +27,8 @@ FloatArray = NDArray[np.float64]
 #: for each operation.
 TILES = {(16, 64): 0.25, (32, 64): 0.4, (64, 64): 0.55, (128, 64): 0.75, (64, 128): 0.75, (128, 128): 0.9, (128, 256): 1.0,
          (256, 128): 1.0}  # fmt: skip
+#: Operations of a core for a byte that the last cache gives it, at which they are: an A100's in 16 bits.
+_HUNGRY = 97.0
 #: Parts that the reduction is cut into where there are too few tiles.
 SPLITS = (1, 2, 4, 8, 16)
 #: Tiles whose waves are features.
@@ -63,8 +65,9 @@ _L2_PART_OF_OTHERS = 0.3
 _OPERATION_J, _USUAL_NM = 1e-12, 5.0
 #: Adding up the parts of a reduction that was cut.
 _SPLIT_S = 1e-6
-#: PCIe 4.0 with 16 lanes, both directions.
-_DEFAULT_LINK = 64.0
+#: PCIe 4.0 with 16 lanes has 64 in both directions together; without peers each copy crosses it twice.
+_DEFAULT_LINK = 32.0
+_MOST_ROUNDS = 6
 _DEFAULT_CLOCK_MHZ, _DEFAULT_BANDWIDTH, _DEFAULT_PEAK = 1500.0, 300.0, 10_000.0
 
 #: Names of the columns of :func:`mechanism`: logarithms, but for flags and parts.
@@ -122,9 +125,10 @@ def products(table: pd.DataFrame) -> tuple[FloatArray, FloatArray, FloatArray, F
     packed = np.where(
         queries < 16, size["heads"] / size["kv_heads"], 1.0
     )  # heads that share keys go together
+    used = used_weights(size["batch"], size["m"])
     kinds = [
         (op == "gemm", (size["batch"], size["m"], size["n"], size["k"])),
-        (op == "grouped_gemm", (size["batch"], size["m"] / size["batch"], size["n"], size["k"])),
+        (op == "grouped_gemm", (used, size["m"] / used, size["n"], size["k"])),
         *(((op == "conv") & (back == i), conv[i]) for i in range(3)),
         (
             op == "attention",
@@ -229,7 +233,7 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     cache_rate = 1e9 * (device.l2_bandwidth_gb_s or 0.0) or cores * clock * _L2_BYTES * part
     b, rows, columns, depth = products(table)
     tiles = {tile: b * np.ceil(rows / tile[0]) * np.ceil(columns / tile[1]) for tile in TILES}
-    compute, splits = _compute(tiles, depth, peak / cores, cores)
+    compute, splits = _compute(tiles, depth, peak / cores, cores, cache_rate / cores)
     seconds = {
         "matrix": np.where(todo["matrix"] > 0, compute, 0.0),
         "vector": todo["vector"] / (cores * lanes * clock),
@@ -283,6 +287,8 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
         columns_of[f"idle_{name}"] = log(np.ceil(waves) / waves)
         columns_of[f"padding_{name}"] = log(tiles[tile] * tile[0] * tile[1] / (b * rows * columns))
     blocks = np.where(todo["matrix"] > 0, b * np.ceil(rows / 128) * np.ceil(columns / 128), moved / 65536)
+    # ranks wait for each other in every round of a ring, until a tree takes fewer
+    blocks = np.where(collective, cores * np.minimum(2 * (ranks - 1), _MOST_ROUNDS), blocks)
     return Mechanism(
         **{f"{name}_s": value for name, value in seconds.items()},
         moved=moved / cache,
@@ -303,13 +309,20 @@ def _energy(table: pd.DataFrame, device: Device, peak: FloatArray) -> FloatArray
 
 
 def _compute(
-    tiles: dict[tuple[int, int], FloatArray], depth: FloatArray, core_peak: FloatArray, cores: float
+    tiles: dict[tuple[int, int], FloatArray],
+    depth: FloatArray,
+    core_peak: FloatArray,
+    cores: float,
+    core_feed: float,
 ) -> tuple[FloatArray, FloatArray]:
-    """Seconds of the products in whole waves of the best tiles, and into how many parts these cut the reduction."""
+    """Seconds of the products in whole waves of the best tiles, and into how many parts these cut the reduction.
+
+    Small tiles cost less where a core computes slowly for what it can load."""
     best, parts = np.full(len(depth), np.inf), np.ones(len(depth))
+    hunger = np.clip(np.sqrt(core_peak / core_feed / _HUNGRY), 0.4, 1.0)
     for (r, c), number in tiles.items():
         for split in SPLITS:
-            wave = 2 * r * c * np.ceil(depth / split) / core_peak / TILES[r, c]
+            wave = 2 * r * c * np.ceil(depth / split) / core_peak / TILES[r, c] ** hunger
             took = np.ceil(number * split / cores) * wave + (_SPLIT_S if split > 1 else 0.0)
             better = took < best
             best, parts = np.where(better, took, best), np.where(better, float(split), parts)

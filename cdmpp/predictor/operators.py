@@ -63,8 +63,12 @@ _BOUNDS = np.log(
     ]
 )
 _HELD, _OUTLIER = 0.02, 0.15
-#: Kinds without labels -> the kind whose constants serve.
-_ALIKE_KINDS = {"rmsnorm": "layernorm", "silu_mul": "elementwise", "embedding": "elementwise"}
+#: Kinds without labels -> the kind whose constants serve, but for the launch: what was measured of these was not recorded graphs.
+_ALIKE_KINDS = {
+    **dict.fromkeys(("elementwise", "silu_mul", "embedding"), "elementwise float32"),
+    **dict.fromkeys(("layernorm", "rmsnorm"), "layernorm float32"),
+    "softmax": "softmax float32",
+}
 #: Operators of one kind and device that constants are fitted to, at most.
 _FITTED_ROWS = 3000
 #: Tables are cut to so many rows of one operator, data type, device and framework.
@@ -131,7 +135,7 @@ class OperatorModel:
         bound, part = np.empty(len(table), dtype=object), np.empty(len(table))
         for kind in np.unique(of_kind):
             at = of_kind == kind
-            constants, own = self.constants.get(kind, Constants()), seen.take(at)
+            constants, own = constants_of(kind, self.constants), seen.take(at)
             busy = own.parts(constants)
             longest = np.argmax(list(busy.values()), axis=0)
             bound[at] = np.array(list(busy), dtype=object)[longest]
@@ -236,10 +240,15 @@ def kinds(table: pd.DataFrame) -> NDArray[np.str_]:
         narrow & np.isin(op, ("gemm", "attention")),
         np.isin(dtype, WEIGHTS_ONLY),
         attends & (table["head_dim"] > _LONG_HEAD).to_numpy(),
-        np.isin(dtype, ("float32", "float64")) & np.isin(op, ("gemm", "conv")),
+        np.isin(dtype, ("float32", "float64")),
     ]
     own = np.select(masks, [" narrow", " weights only", " long", " float32"], "")
     return np.char.add(np.char.add(op, of_phase), own)
+
+
+def constants_of(kind: str, constants: Mapping[str, Constants]) -> Constants:
+    """Of a kind, or of its operator, or those that are usual."""
+    return constants.get(kind) or constants.get(kind.partition(" ")[0]) or Constants()
 
 
 def encode(
@@ -254,7 +263,7 @@ def encode(
     estimate, of_kind = np.empty(len(table)), kinds(table)
     for kind in np.unique(of_kind):
         at = of_kind == kind
-        estimate[at] = seen.take(at).estimate(constants.get(kind, Constants()))
+        estimate[at] = seen.take(at).estimate(constants_of(kind, constants))
     return np.concatenate([seen.features, *flags], axis=1).astype(np.float32), estimate
 
 

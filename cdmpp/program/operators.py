@@ -207,11 +207,10 @@ def work(table: pd.DataFrame) -> dict[str, FloatArray]:
         read=b * (m * k * inner + k * n * element),
         written=b * m * n * outer,
     )
-    # of grouped products m rows are dealt out to `batch` weights, of which at most m are used
     put(
         op == "grouped_gemm",
         matrix=2 * m * n * k,
-        read=m * k * inner + np.minimum(b, m) * k * n * element,
+        read=m * k * inner + used_weights(b, m) * k * n * element,
         written=m * n * outer,
     )
     heads, dim, pairs = size["heads"], size["head_dim"], size["pairs"]
@@ -248,6 +247,13 @@ def work(table: pd.DataFrame) -> dict[str, FloatArray]:
     collective = np.isin(op, COLLECTIVES)
     put(collective, read=size["bytes"], written=size["bytes"])
     return out
+
+
+def used_weights(weights: FloatArray, rows: FloatArray) -> FloatArray:
+    """How many of so many weights some of the rows are dealt to, on average, if each is as likely, at least 1."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        used = -weights * np.expm1(rows * np.log1p(-1 / weights))
+    return np.where(weights > 1, np.maximum(used, 1.0), 1.0)
 
 
 def read_operators(path: str | Path, dtype: str) -> pd.DataFrame:
