@@ -53,8 +53,8 @@ def run(args: Namespace, devices: Sequence[str], console: Console, errors: Conso
         _show(console, report, args.explain)
     if len(reports) > 1:
         _compare(console, reports)
-    notes = dict.fromkeys(f"{report.device}: {note}" for report in reports for note in report.notes)
-    warn(console, *(note.replace(f"{report.device}: {report.device}", report.device) for note in notes))
+    notes = dict.fromkeys(note for report in reports for note in report.notes)
+    warn(console, *notes)
     ranked = sorted(reports, key=lambda report: report.latency_s)
     rows = [report.to_json() for report in reports]
     top = rows[0] if len(rows) == 1 else {"network": reports[0].network}
@@ -76,7 +76,8 @@ def _show(console: Console, report: ServingReport, explain: bool) -> None:
     title = f"{report.network} on {report.device}, {report.dtype}, kernels of {report.framework}"
     headings = ["<phase", "<operator", "runs", "each", "together", "part"]
     if explain:
-        headings += ["<bound by", "for", "cores busy", "learned factor"]
+        headings = [*headings[:2], "each", "part", "<bound by", "for", "cores", "learned"]
+        rows = [[*cells[:2], cells[3], cells[5]] for cells in rows]
         last = {(row["phase"], row["name"]): row for row in report.operators}
         for cells, row in zip(rows, last.values(), strict=True):
             cells += (

@@ -63,7 +63,7 @@ _BOUNDS = np.log(
     ]
 )
 _HELD, _OUTLIER = 0.02, 0.15
-#: Kinds without labels -> the kind whose constants serve, but for the launch: what was measured of these was not recorded graphs.
+#: Kinds without labels -> the kind whose constants serve, but for the launch: that was not measured in recorded graphs.
 _ALIKE_KINDS = {
     **dict.fromkeys(("elementwise", "silu_mul", "embedding"), "elementwise float32"),
     **dict.fromkeys(("layernorm", "rmsnorm"), "layernorm float32"),
@@ -88,7 +88,7 @@ class Errors:
 @dataclass(frozen=True)
 class OperatorModel:
     """Constants of each kind of operator, the networks and what standardises their inputs, the kinds that ``devices`` had
-    labels of, how far the networks are to be trusted elsewhere, and errors by kind there (``unseen``) and on these (``seen``)."""
+    labels of, how far the networks are to be trusted elsewhere, and errors by kind there (``unseen``) and here (``seen``)."""
 
     constants: Mapping[str, Constants]
     networks: Sequence[nn.Module]

@@ -148,7 +148,7 @@ def test_serving_steps_add_up() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_what_would() -> None:
-    with pytest.raises(NetworkError, match="141 GB.*--tp 2 would fit"):
+    with pytest.raises(NetworkError, match=r"141 GB.*--tp 2 would fit"):
         predict_serving("llama-3.1-70b", ["h200"], SHIPPED, Serving())
     with pytest.raises(NetworkError, match="--batch is 0"):
         predict_serving("llama-3.1-8b", ["h200"], SHIPPED, Serving(batch=0))
