@@ -20,7 +20,7 @@ def add_options(sub: Parser) -> None:
     group = sub.add_argument_group("of a language model (config.json or its name) and of lists of operators")
     dtype = "data type of weights and products, such as bf16 or fp8 (default: bf16)"
     add(group, "dtype", metavar="T", default=None, type=str, help=dtype)
-    add(group, "kv_dtype", metavar="T", default="", help="of keys and values, if another")
+    add(group, "kv_dtype", metavar="T", default="bf16", help="of keys and values")
     add(group, "framework", default="best", metavar="F", help="whose kernels: best, vllm, sglang, trtllm")
     add(group, "phase", choices=("prefill", "decode"), default="prefill", help="one step of it")
     add(group, "batch", default=1, help="sequences")

@@ -66,7 +66,7 @@ class Serving:
     prefill of ``seq`` tokens and so many steps after it."""
 
     dtype: str = "bfloat16"
-    kv_dtype: str = ""
+    kv_dtype: str = "bfloat16"
     phase: str = "prefill"
     batch: int = 1
     seq: int = 512
@@ -125,8 +125,7 @@ def predict_serving(
     decoder = load_decoder(spec)
     _check(serving)
     dtype = dtype_name(serving.dtype)
-    kv_dtype = dtype_name(serving.kv_dtype) if serving.kv_dtype else "fp8" if dtype == "nvfp4" else dtype
-    kv_dtype = "bfloat16" if dtype in ("int4_wo", "int8_wo", "sq") else kv_dtype
+    kv_dtype = dtype_name(serving.kv_dtype)
     rows = _steps(decoder, serving, dtype, kv_dtype)
     reports = []
     for name in devices:

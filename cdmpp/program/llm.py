@@ -127,12 +127,8 @@ class Decoder:
             add("all-reduce", "all_reduce", 2 * self.layers, bytes=2 * tokens * self.hidden, num_workers=tp)
         # of each sequence the last token alone is continued
         add("vocabulary", "gemm", 1, m=batch, n=-(-self.vocabulary // tp), k=self.hidden)
-        for row in rows:  # vocabulary, router and elements stay in 16 bits
-            if row["name"] in ("vocabulary", "router") or row["op"] not in (
-                "gemm",
-                "grouped_gemm",
-                "attention",
-            ):
+        for row in rows:  # all but the layers' products stays in 16 bits
+            if row["name"] in ("vocabulary", "router") or row["op"] not in ("gemm", "grouped_gemm"):
                 row["dtype"] = "bfloat16"
         return rows
 
