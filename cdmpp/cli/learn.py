@@ -91,7 +91,6 @@ def _train(args: Namespace, console: Console, errors: Console) -> Any:
     """Make a predictor from datasets.
 
     cdmpp train --data data runs/mine --out runs/predictor
-    cdmpp train --config configs/smoke.yaml --data runs/mine --split by_network --out runs/small
     cdmpp train --data runs/llm --out runs/operators          of operators that libraries ran
     """
     from cdmpp.dataset.operators import holds_operators

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from cdmpp.cli import serving
 from cdmpp.cli.options import NETWORK, Namespace, Parser, Verbs, add
 from cdmpp.cli.render import Bar, interval_text, number, say, show_table, warn
 from cdmpp.errors import CdmppError, UnknownDeviceError
@@ -107,6 +106,8 @@ def _show_tasks(console: Console, result: Mapping[str, Any]) -> None:
 
 
 def _add_latency(sub: Parser) -> None:
+    from cdmpp.cli.serving import add_options
+
     listed = "a language model's config.json or name, or operators as .parquet or .csv"
     network = f"{NETWORK}, networks/*.json of imported traces, {listed}"
     sub.add_argument("network", metavar="NETWORK", help=network)
@@ -126,7 +127,7 @@ def _add_latency(sub: Parser) -> None:
     add(sub, "price", metavar="FILE", help=price)
     add(sub, "data", nargs=None, help="dataset with a trace's tasks (default: the one it lies in)")
     add(sub, "layers", default=20, metavar="N", help="longest layers shown, 0 for all")
-    serving.add_options(sub)
+    add_options(sub)
 
 
 def _latency(args: Namespace, console: Console, errors: Console) -> Any:
@@ -135,6 +136,7 @@ def _latency(args: Namespace, console: Console, errors: Console) -> Any:
     cdmpp latency resnet18@b4 --device h200
     cdmpp latency llama-3.1-8b --device h200,l40s --dtype fp8 --batch 8 --seq 2048 --generate 256
     """
+    from cdmpp.cli.serving import run as run_serving
     from cdmpp.endtoend import compare_devices, read_prices
     from cdmpp.program.llm import MODELS, is_config
 
@@ -143,7 +145,7 @@ def _latency(args: Namespace, console: Console, errors: Console) -> Any:
         raise UnknownDeviceError("--device names no device")
     listed = args.network.lower().endswith((".parquet", ".csv"))
     if listed or args.network in MODELS or (args.network.endswith(".json") and is_config(args.network)):
-        return serving.run(args, devices, console, errors)
+        return run_serving(args, devices, console, errors)
     if args.dtype is not None:
         raise CdmppError("--dtype is of language models and lists of operators: networks are float32 here")
     with errors.status("reading the network, predicting its tasks"):

@@ -49,7 +49,9 @@ class DeviceTable:
             for name in (row.model, *row.aliases, row.name):
                 if name:
                     self._keys[normalise(name)] = row.name
-                    self._joined[_joined(name)] = row.name
+                    known_as = self._joined.setdefault(_joined(name), row.name)
+                    if known_as != row.name:
+                        self._joined[_joined(name)] = ""  # of several devices
         self.this_cpu: Device | None = None
         self._cores_here: int | None = None
         if this_cpu is not None:

@@ -78,7 +78,7 @@ def test_the_readme_is_short_and_its_tables_too() -> None:
     assert len(text.splitlines()) <= 120
     tables = re.findall(r"<!-- table: (\w+) -->\n(.*?)<!-- end -->", text, re.DOTALL)
     known = list(yaml.safe_load(results.TABLES.read_text(encoding="utf-8")))
-    assert [name for name, _ in tables] == known == ["accuracy", "speed", "devices"]
+    assert [name for name, _ in tables] == ["accuracy", "speed", "devices"] == known[:3]
     assert all(len(table.strip().splitlines()) <= 2 + 8 for _, table in tables)
     assert "<!-- demo output -->" in text and "<!-- end demo output -->" in text
 

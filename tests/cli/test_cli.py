@@ -138,7 +138,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         (tmp_path / name).write_text(content)
     predict = f"predict --predictor {predictor} --device"
     for command, said in (
-        (f"{predict} h20 mlp", "h200"),
+        (f"{predict} h201 mlp", "h200"),
         (f"{predict} this-cpu@1 resnet19", "resnet18"),
         *((f"{predict} this-cpu@1 {tmp_path}/{name}", name) for name in ("not.onnx", "not.json")),
         (f"dataset {tmp_path}/missing", "missing"),
