@@ -297,6 +297,19 @@ def _decoder(config: ModelConfig, width: int) -> nn.Sequential:
     return nn.Sequential(*hidden, nn.Linear(widths[-1], 1))
 
 
+def correction_inputs(network: LatencyNetwork, arrays: PairArrays, batch_size: int = 1024) -> tuple[np.ndarray, np.ndarray]:
+    """What the network takes of pairs besides their leaves, and what it makes of these: features of program and device and of
+    the compiled code (n, r), and embeddings (n, h), both float64."""
+    where = next(network.parameters()).device
+    embeddings = np.empty((len(arrays), network.config.embedding_dim), dtype=np.float64)
+    with torch.inference_mode():
+        for rows in inference_batches(arrays.packed.lengths[arrays.program], batch_size):
+            batch, context = arrays.batch(rows, where)
+            embeddings[rows] = network.embed(batch, context.device).double().cpu().numpy()
+    known = torch.cat([arrays.pair, arrays.code * arrays.has_code[:, None]], dim=1)
+    return known.double().numpy(), embeddings
+
+
 def predict_labels(network: nn.Module, arrays: PairArrays, batch_size: int = 1024) -> np.ndarray:
     """Standardised labels of (program, device) pairs, float64 (n,), in evaluation mode."""
     where = next(network.parameters()).device
