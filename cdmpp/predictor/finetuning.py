@@ -2,7 +2,7 @@
 
 The label transform stays, and so does the encoding of everything the predictor knows; the weights continue at a low
 learning rate. What a device that the predictor never saw has in common over all programs, such as a clock that is higher than
-told, is not left to them: it is the first thing that few tasks show, and one number (:attr:`Predictor.device_factors`). The
+specified, is not left to them: it is the first thing that few tasks show, and one number (:attr:`Predictor.device_factors`). The
 run folder holds ``config.yaml``, ``tasks.json`` (what was chosen, and how), ``split.json`` (whose test part are the device's
 other tasks), ``history.jsonl`` and ``predictor/``.
 
@@ -46,13 +46,12 @@ if TYPE_CHECKING:
     import torch
 
     from cdmpp.dataset import DatasetView, Split
-    from cdmpp.predictor.batching import LabelledArrays
-    from cdmpp.predictor.checkpoint import TrainerState
     from cdmpp.predictor.trainer import ProgressCallback
 
 logger = logging.getLogger(__name__)
 
 TASK_FILE = "tasks.json"
+_IN_MEMORY = "a predictor in memory"
 
 #: Part of the chosen tasks' programs that training stops by.
 HELD_OUT_PROGRAMS = 0.2
@@ -108,23 +107,13 @@ def finetune(
     tasks it was trained on before. Training stops by programs of the chosen tasks that are held out. Where the device has
     no records, the result is a file of the chosen tasks and the command that profiles them.
 
-    Parameters
-    ----------
-    datasets
-        Data or dataset folders: the device's records and, to be kept in mind, others.
-    tasks
-        How many tasks to choose, or which; None takes every task with records of the device.
-    select, seed
-        How to choose (:func:`cdmpp.predictor.selection.select_tasks`; the programs compared are those measured on
-        other devices, if there are any, so that the choice is the same before and after the device is profiled).
-        The seed is also that of training unless ``config`` is given.
-    adapt
-        Fraction of the device's other programs that may be looked at without labels, and are not scored; for
-        ``config.loss.cmd_weight``.
-    config
-        Its ``loss``, ``train`` and ``data`` are used; model, encoder and label transform are the predictor's.
-    progress
-        Called with every epoch's history line.
+    ``datasets`` are data or dataset folders: the device's records and, to be kept in mind, others. ``tasks`` is how many to
+    choose, or which; None takes every task with records of the device. ``select`` and ``seed`` are how
+    (:func:`cdmpp.predictor.selection.select_tasks`; programs measured on other devices are compared, if there are any, so
+    that the choice is the same before and after the device is profiled); the seed is also that of training unless
+    ``config`` is given, whose ``loss``, ``train`` and ``data`` are used. ``adapt`` is the fraction of the device's other
+    programs that may be looked at without labels, and are not scored, for ``config.loss.cmd_weight``. ``progress`` is called
+    with every epoch's history line.
 
     Raises
     ------
@@ -136,7 +125,7 @@ def finetune(
     out = Path(out)
     if any((out / name).exists() for name in (HISTORY_FILE, "predictor")):
         raise PredictorError(f"{out} holds a training run: choose another folder")
-    source = "a predictor in memory" if isinstance(predictor, Predictor) else str(predictor)
+    source = _IN_MEMORY if isinstance(predictor, Predictor) else str(predictor)
     base = predictor if isinstance(predictor, Predictor) else Predictor.load(predictor)
     config = config or finetune_config(seed)
     data = datasets if isinstance(datasets, TrainingData) else gather(datasets, config.data)
@@ -152,13 +141,13 @@ def finetune(
             f"--tasks {shlex.quote(str(task_file))} --out DIR"
         )
         return FinetuneResult(None, None, data, selection, task_file, command, [])
-    job = _Finetuning(base, source, data, name, selection, config, adapt)
+    job = _Job.of(base, source, data, name, selection, config, adapt)
     (out / "config.yaml").write_text(dump_config(job.config), encoding="utf-8")
     if job.split is not None:  # cdmpp report scores a run by it
         (out / "split.json").write_text(job.split.to_json(), encoding="utf-8")
     history: list[dict[str, Any]] = []
-    tuned, used = job.run(recorder(out, history, progress))
-    tuned = calibrated(tuned, data, used, scaling=job.scaling(tuned, used))
+    tuned, used = _tune(job, recorder(out, history, progress))
+    tuned = calibrated(tuned, data, used, scaling=tuned.scaling)
     tuned.save(out / "predictor")
     return FinetuneResult(tuned, job.split, data, selection, task_file, None, history)
 
@@ -178,14 +167,8 @@ def few_shot(
 
     ``predictor`` is one that never saw the device, or the configuration to train one with, on the records of the other
     devices. Tasks are chosen among those with records on the device and on another. Other arguments are those of
-    :func:`finetune`.
-
-    Raises
-    ------
-    PredictorError
-        The predictor was trained on the device; no records of it; fewer than two programs to learn from.
-    SplitError
-        No task is left to test.
+    :func:`finetune`. PredictorError: the predictor was trained on the device; no records of it; fewer than two programs to
+    learn from. SplitError: no task is left to test.
     """
     name = _device_name(device, data)
     if isinstance(predictor, Config):
@@ -202,12 +185,10 @@ def few_shot(
     selection = choose_tasks(base, data, name, k, select, seed)
     if not selection.tasks:
         raise PredictorError(f"there are no records of {name}")
-    config = config or finetune_config(seed)
-    job = _Finetuning(base, "a predictor in memory", data, name, selection, config, adapt)
+    job = _Job.of(base, _IN_MEMORY, data, name, selection, config or finetune_config(seed), adapt)
     if job.split is None:
         raise SplitError(f"every task with records on {name} is chosen: none is left to test")
-    tuned, used = job.run()
-    return replace(tuned, scaling=job.scaling(tuned, used)), job.split
+    return _tune(job)[0], job.split
 
 
 def choose_tasks(
@@ -220,7 +201,7 @@ def choose_tasks(
 ) -> TaskSelection:
     """The tasks to teach a device (canonical name) by, see :func:`finetune`; without records of it, ``tasks`` is empty.
     PredictorError where no named task has records on the device, or there is nothing to choose from."""
-    on_device = _on(data, device)
+    on_device = (data.labels["device"] == device).to_numpy(dtype=bool)
     measured = sorted(set(data.labels["task"][on_device]))
     if isinstance(tasks, int):
         rows = np.flatnonzero(~on_device) if not on_device.all() else None
@@ -247,19 +228,23 @@ def choose_tasks(
     return TaskSelection(chosen_tasks, tuple(wanted), "named", seed, "none", len(measured))
 
 
-class _Rows(NamedTuple):
-    """Row numbers of the label table: records of the device to train and to stop by, and of others to replay."""
+class _Job(NamedTuple):
+    """What a finetuning starts from: ``spec`` and ``split`` test the device's other tasks (None: there are none), and
+    ``shots``, bool (n,), are the records of the chosen tasks there."""
 
-    new: NDArray[np.int64]
-    valid: NDArray[np.int64]
-    replay: NDArray[np.int64]
+    base: Predictor
+    source: str
+    data: TrainingData
+    device: str
+    selection: TaskSelection
+    config: Config
+    spec: str
+    split: Split | None
+    shots: NDArray[np.bool_]
 
-
-class _Finetuning:
-    """One finetuning: choice of records, training, summary."""
-
-    def __init__(
-        self,
+    @classmethod
+    def of(
+        cls,
         base: Predictor,
         source: str,
         data: TrainingData,
@@ -267,110 +252,100 @@ class _Finetuning:
         selection: TaskSelection,
         config: Config,
         adapt: float,
-    ) -> None:
+    ) -> _Job:
+        """With the model and the label transform of the predictor."""
         transform = {"transform": base.transform.kind, "relative_to": base.transform.relative_to or "none"}
-        self.config = config.model_copy(
-            update={"model": base.network.config, "label": config.label.model_copy(update=transform)}
-        )
-        self._base, self._source, self._data = base, source, data
-        self._device, self._selection = device, selection
-        self._on_device = _on(data, device)
-        tasks = "+".join(selection.tasks)
-        # the split that tests the device's other tasks; nothing of it is spared to validate
+        label = config.label.model_copy(update=transform)
+        config = config.model_copy(update={"model": base.network.config, "label": label})
+        # nothing of the split is spared to validate
         extra = f";adapt={adapt:g}" if adapt else ""
-        self._spec = f"by_device:heldout={device};tasks={tasks};valid=0{extra};seed={selection.seed}"
-        self._shots = self._on_device & data.labels["task"].isin(selection.tasks).to_numpy()
-        self.split = split_data(self._spec, data) if (self._on_device & ~self._shots).any() else None
+        tasks = "+".join(selection.tasks)
+        spec = f"by_device:heldout={device};tasks={tasks};valid=0{extra};seed={selection.seed}"
+        on_device = (data.labels["device"] == device).to_numpy(dtype=bool)
+        shots = on_device & data.labels["task"].isin(selection.tasks).to_numpy()
+        split = split_data(spec, data) if (on_device & ~shots).any() else None
+        return cls(base, source, data, device, selection, config, spec, split, shots)
 
-    def run(self, progress: ProgressCallback | None = None) -> tuple[Predictor, Split]:
-        """Train; gives the predictor and the records it was trained on and stopped by, as a split without test."""
-        from cdmpp.dataset import Split
-        from cdmpp.predictor.trainer import Trainer
 
-        base, data, config = self._base, self._data, self.config
-        vectors = data.device_vectors()
-        encoder, fresh = extend_encoder(base.encoder, list(base.devices.values()), vectors[self._device])
-        rows = self._rows(encoder)
-        adapt = np.zeros(0, np.int64) if self.split is None else self.split.adapt
-        parts = (rows.new, rows.replay, rows.valid, adapt)
-        arrays: LabelledArrays = encode(
-            subset(data, np.concatenate(parts)), encoder, base.transform.relative_to
+def _tune(job: _Job, progress: ProgressCallback | None = None) -> tuple[Predictor, Split]:
+    """Train; gives the predictor and the records it was trained on and stopped by, as a split without test."""
+    from cdmpp.dataset import Split
+    from cdmpp.predictor.trainer import Trainer
+
+    base, data, config = job.base, job.data, job.config
+    vectors, labels = data.device_vectors(), data.labels
+    encoder, fresh = extend_encoder(base.encoder, list(base.devices.values()), vectors[job.device])
+    new, valid, replay = _rows_to_use(job, encoder)
+    none = np.zeros(0, np.int64)
+    parts = (new, replay, valid, none if job.split is None else job.split.adapt)
+    rows = np.concatenate(parts)
+    arrays = encode(subset(data, rows), encoder, base.transform.relative_to)
+    shots = np.flatnonzero(job.shots)
+    factors = {**base.device_factors, **device_factor(base, data, job.device, shots)}
+    of_row = labels["device"].iloc[rows].map(lambda name: factors.get(name, 1.0))
+    arrays = replace(arrays, latency_s=arrays.latency_s / of_row.to_numpy(dtype=np.float64))
+    ends = np.cumsum([len(part) for part in parts])
+    known, stop, target = np.split(np.arange(ends[-1]), ends[1:3])
+    trainer = Trainer(
+        config,
+        base.transform,
+        arrays.take(known),
+        arrays.take(stop),
+        arrays.unlabelled(target),
+        starting_weights(base, fresh),
+        lambda rng: mixed_batches(len(new), len(replay), config.train.batch_size, rng),
+    )
+    state = trainer.fit(progress=progress)
+    train = np.sort(np.concatenate([new, replay]))
+    used = Split("by_device", job.spec, job.selection.seed, train, valid, none)
+    # as of a training, and where it started; tasks and networks are those of both trainings
+    before, summary = base.training, training_summary(config, data, used, state)
+    for name in ("tasks", "networks"):
+        summary[name] = sorted({*summary[name], *before.get(name, ())})
+    summary["finetuned"] = {
+        "predictor": job.source,
+        "device": job.device,
+        "records_of_device": len(new),
+        "records_replayed": len(replay),
+        "records_to_stop_by": len(valid),
+        "selection": job.selection.to_json(),
+        "before": {name: value for name, value in before.items() if name not in ("tasks", "networks")},
+    }
+    devices = {name: vectors[name] for name in sorted(set(labels["device"].iloc[train]))}
+    specs = {**{name: data.devices[name] for name in devices}, **base.specs}
+    fitted = Fitted(encoder, base.transform, arrays, trainer, {**devices, **base.devices}, specs)
+    tuned = replace(fitted.predictor(state.best, summary), device_factors=factors)
+    # Scaling between this device and others is as the chosen tasks show it, all else as the base knew it: programs held out
+    # of the chosen tasks say too little of others.
+    scaling = base.scaling or DeviceScaling()
+    shown = fit_scaling(tuned.predict_rows, data, valid, learned=shots)
+    return replace(tuned, scaling=replace(scaling, pairs={**scaling.pairs, **shown.pairs})), used
+
+
+def _rows_to_use(
+    job: _Job, encoder: FeatureEncoder
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Records of the device to train and to stop by, and of others to replay. What is held out to stop by is not replayed on
+    other devices either."""
+    labels, device = job.data.labels, job.device
+    programs = set(labels["program"][job.shots])
+    if len(programs) < 2:
+        raise PredictorError(
+            f"finetuning needs at least two programs of the chosen tasks on {device}, got {len(programs)}"
         )
-        factors = {
-            **base.device_factors,
-            **device_factor(base, data, self._device, np.flatnonzero(self._shots)),
-        }
-        of_row = data.labels["device"].iloc[np.concatenate(parts)].map(lambda name: factors.get(name, 1.0))
-        arrays = replace(arrays, latency_s=arrays.latency_s / of_row.to_numpy(dtype=np.float64))
-        ends = np.cumsum([len(part) for part in parts])
-        known, stop, target = np.split(np.arange(ends[-1]), ends[1:3])
-        trainer = Trainer(
-            config,
-            base.transform,
-            arrays.take(known),
-            arrays.take(stop),
-            arrays.unlabelled(target),
-            starting_weights(base, fresh),
-            lambda rng: mixed_batches(len(rows.new), len(rows.replay), config.train.batch_size, rng),
+    number = max(1, round(HELD_OUT_PROGRAMS * len(programs)))
+    stop = labels["program"].isin(ordered(programs, job.selection.seed, "finetune")[:number]).to_numpy()
+    seen_as_it = devices_seen_as(job.base, encoder, job.data, device)
+    if seen_as_it:
+        logger.warning(
+            "not replayed, as the network cannot tell them from %s: %s", device, ", ".join(seen_as_it)
         )
-        state = trainer.fit(progress=progress)
-        train = np.sort(np.concatenate([rows.new, rows.replay]))
-        none = np.zeros(0, dtype=np.int64)
-        used = Split("by_device", self._spec, self._selection.seed, train, rows.valid, none)
-        devices = {name: vectors[name] for name in sorted(set(data.labels["device"].iloc[train]))}
-        specs = {**{name: data.devices[name] for name in devices}, **base.specs}
-        fitted = Fitted(encoder, base.transform, arrays, trainer, {**devices, **base.devices}, specs)
-        tuned = fitted.predictor(state.best, self._summary(rows, used, state))
-        return replace(tuned, device_factors=factors), used
-
-    def scaling(self, tuned: Predictor, used: Split) -> DeviceScaling:
-        """What the base knew of scaling between devices, and between others and this one as the chosen tasks show it.
-
-        The tuned predictor's own error stays the base's: programs held out of the chosen tasks say too little of others.
-        """
-        before = self._base.scaling or DeviceScaling()
-        shown = fit_scaling(tuned.predict_rows, self._data, used.valid, learned=np.flatnonzero(self._shots))
-        return replace(before, pairs={**before.pairs, **shown.pairs})
-
-    def _rows(self, encoder: FeatureEncoder) -> _Rows:
-        """The records to use. What is held out to stop by is not replayed on other devices either."""
-        labels, device = self._data.labels, self._device
-        programs = set(labels["program"][self._shots])
-        if len(programs) < 2:
-            raise PredictorError(
-                f"finetuning needs at least two programs of the chosen tasks on {device}, got {len(programs)}"
-            )
-        number = max(1, round(HELD_OUT_PROGRAMS * len(programs)))
-        stop = ordered(programs, self._selection.seed, "finetune")[:number]
-        held = labels["program"].isin(stop).to_numpy()
-        seen_as_it = devices_seen_as(self._base, encoder, self._data, device)
-        if seen_as_it:
-            logger.warning(
-                "not replayed, as the network cannot tell them from %s: %s", device, ", ".join(seen_as_it)
-            )
-        replayed = ~self._on_device & ~held & ~labels["device"].isin(seen_as_it).to_numpy()
-        trained = self._base.training.get("tasks")
-        if trained is not None:
-            replayed &= labels["task"].isin(list(trained)).to_numpy()
-        masks = (self._shots & ~held, self._shots & held, replayed)
-        return _Rows(*(np.flatnonzero(mask) for mask in masks))
-
-    def _summary(self, rows: _Rows, used: Split, state: TrainerState) -> dict[str, Any]:
-        """As of a training, and where it started; tasks and networks are those of both trainings."""
-        before = self._base.training
-        summary = training_summary(self.config, self._data, used, state)
-        for name in ("tasks", "networks"):
-            summary[name] = sorted({*summary[name], *before.get(name, ())})
-        summary["finetuned"] = {
-            "predictor": self._source,
-            "device": self._device,
-            "records_of_device": len(rows.new),
-            "records_replayed": len(rows.replay),
-            "records_to_stop_by": len(rows.valid),
-            "selection": self._selection.to_json(),
-            "before": {name: value for name, value in before.items() if name not in ("tasks", "networks")},
-        }
-        return summary
+    replayed = ~stop & ~labels["device"].isin([device, *seen_as_it]).to_numpy()
+    trained = job.base.training.get("tasks")
+    if trained is not None:
+        replayed &= labels["task"].isin(list(trained)).to_numpy()
+    new, valid, replay = (np.flatnonzero(mask) for mask in (job.shots & ~stop, job.shots & stop, replayed))
+    return new, valid, replay
 
 
 def device_factor(
@@ -408,10 +383,8 @@ def extend_encoder(
     """Make device features that were constant in training, and so are hidden, tell a new device from the known.
 
     Known devices are encoded as before, and so are all features that varied. Where a feature did not vary and has another
-    value on the new device, that is encoded as 1 or -1. ``known`` and ``vector`` are raw features of the training devices
-    and of the new one, float64 (device_features,).
-
-    Gives the encoder, and the columns of an encoded device that were 0 in training and are not on the new device.
+    value on the new device, that is encoded as 1 or -1. Takes raw features of the training devices and of the new one;
+    gives the encoder, and the columns of an encoded device that were 0 in training and are not on the new device.
     """
     scaler = encoder.device
     logs = signed_log1p(vector)
@@ -458,11 +431,6 @@ def mixed_batches(
             number = min(len(rows), batch_size - own, replay)
             batches.append(np.concatenate([rows, new + rng.choice(replay, number, replace=False)]))
     return batches
-
-
-def _on(data: TrainingData, device: str) -> NDArray[np.bool_]:
-    on_device: NDArray[np.bool_] = (data.labels["device"] == device).to_numpy(dtype=bool)
-    return on_device
 
 
 def _device_name(device: str, data: TrainingData) -> str:
