@@ -7,7 +7,6 @@ optimiser state and progress. Files are replaced atomically: a killed run leaves
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from cdmpp.device import DEVICE_FEATURES, Device
 from cdmpp.errors import FeatureMismatchError, PredictorError
 from cdmpp.predictor.config import ModelConfig
+from cdmpp.predictor.correction import Correction
 from cdmpp.predictor.encoding import FeatureEncoder
 from cdmpp.predictor.evidence import DeviceScaling
 from cdmpp.predictor.network import LatencyNetwork
@@ -147,7 +147,10 @@ def save_fields(folder: Path, fields: Mapping[str, Any]) -> None:
         "devices": {name: _to_json(vector) for name, vector in fields["devices"].items()},
         "specs": {name: device.to_json() for name, device in fields["specs"].items()},
         "training": dict(fields["training"]),
-        "device_factors": dict(fields["device_factors"]),
+        "corrections": {
+            name: {kind: correction.to_json() for kind, correction in own.items()}
+            for name, own in fields["corrections"].items()
+        },
         **{name: part.to_json() for name, part in extras.items()},
     }
     write_text(folder / _JSON_FILE, json.dumps(state, indent=1, allow_nan=False) + "\n")
@@ -219,9 +222,6 @@ def _check_features(state: Mapping[str, Any], folder: Path) -> None:
 
 def _build(state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
     encoder = FeatureEncoder.from_arrays(state["encoder"], arrays)
-    factors = {str(name): float(factor) for name, factor in state.get("device_factors", {}).items()}
-    if not all(0 < factor < math.inf for factor in factors.values()):
-        raise ValueError("device_factors must be finite and above 0")
     fields = {
         "network": LatencyNetwork(
             ModelConfig.model_validate(state["model"]),
@@ -235,7 +235,10 @@ def _build(state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> dict
         "devices": {str(name): _from_json(vector) for name, vector in state["devices"].items()},
         "specs": {str(name): Device.from_json(spec) for name, spec in state["specs"].items()},
         "training": dict(state["training"]),
-        "device_factors": factors,
+        "corrections": {
+            str(name): {str(kind): Correction.from_json(values) for kind, values in own.items()}
+            for name, own in state.get("corrections", {}).items()
+        },
     }
     for name, prefix in _PREFIXES.items():
         if name in state:

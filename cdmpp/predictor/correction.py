@@ -13,9 +13,10 @@ none at all where none helps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,10 +29,14 @@ FloatArray = NDArray[np.float64]
 STEPS: tuple[tuple[float, float, float], ...] = (
     (0.0, 0.0, 0.0), (1.0, 0.0, 0.0), (1.0, 0.1, 0.0), (1.0, 0.3, 0.0), (1.0, 0.1, 0.1), (1.0, 0.3, 0.3), (1.0, 0.6, 0.6),
 )  # fmt: skip
+#: Kinds of corrections: of predictions from ASTs, and of those with instruction counts.
+AST, COMPILED = "ast", "compiled"
 #: Of errors that tasks share, and of single programs.
 _TASK, _PROGRAM = 0.15, 0.2
-#: A step has to be better than a simpler one by this part.
-_BETTER = 0.02
+#: The centre of what is left is shrunk as if so many tasks more had shown none.
+_TASKS_WITHOUT = 2
+#: A step has to be better than a simpler one by so many standard errors over tasks.
+_SURE = 1.0
 #: Programs of one task, and in all, that are fitted to at most.
 _OF_TASK, _PROGRAMS = 32, 3000
 
@@ -39,17 +44,18 @@ _OF_TASK, _PROGRAMS = 32, 3000
 @dataclass(frozen=True)
 class Correction:
     """What is added to the logarithm of predictions on a device: ``constant``, and ``weights`` (d,) of inputs less ``mean``
-    (d,), between ``low`` and ``high``, where the parts of the measured programs were. ``error`` and ``before`` are the mean
-    absolute logarithms of measured over predicted on tasks left out, with it and without."""
+    (d,), between ``low`` and ``high``, where the parts of the measured programs were."""
 
     constant: float
     mean: FloatArray
     weights: FloatArray
     low: float
     high: float
-    error: float
-    before: float
-    tasks: int
+
+    @classmethod
+    def of(cls, constant: float, width: int) -> Correction:
+        """The same for all programs, whose inputs are so wide."""
+        return cls(constant, np.zeros(width), np.zeros(width), 0.0, 0.0)
 
     def logs(self, inputs: FloatArray) -> FloatArray:
         """To be added for programs with these inputs (n, d), (n,)."""
@@ -65,16 +71,32 @@ class Correction:
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> Correction:
         """Back from :meth:`to_json` (ValueError: numbers that are not finite, or do not belong together)."""
-        made = cls(**{**state, **{name: np.asarray(state[name], dtype=np.float64) for name in ("mean", "weights")}})
-        if not all(np.isfinite(value).all() for value in vars(made).values()) or made.mean.shape != made.weights.shape:
+        made = cls(
+            **{**state, **{name: np.asarray(state[name], dtype=np.float64) for name in ("mean", "weights")}}
+        )
+        if (
+            not all(np.isfinite(value).all() for value in vars(made).values())
+            or made.mean.shape != made.weights.shape
+        ):
             raise ValueError("a correction must be finite, with as many weights as means")
         return made
 
 
+class Fit(NamedTuple):
+    """A correction, None where it is best to do nothing; log(measured / predicted) of m programs whose tasks were ``left`` out,
+    and their ``tasks``; the mean over tasks of its absolute value (``error``), and that without a correction (``before``)."""
+
+    correction: Correction | None
+    left: FloatArray
+    tasks: NDArray[np.str_]
+    error: float
+    before: float
+
+
 def fit_correction(
     errors: FloatArray, tasks: Sequence[str], resources: FloatArray, embeddings: FloatArray, seed: int = 0
-) -> Correction | None:
-    """Fit to log(measured / predicted) (n,) of programs of these tasks; None where nothing is better than nothing.
+) -> Fit:
+    """Fit to log(measured / predicted) (n,) of programs of these tasks.
 
     ``resources`` (n, r) and ``embeddings`` (n, h) are what the network takes and makes of them. PredictorError: no programs.
     """
@@ -90,30 +112,44 @@ def fit_correction(
     centred = [scale * part for scale, part in zip(scales, centred, strict=True)]
     kernels = [np.ones((len(rows), len(rows))), *(part @ part.T for part in centred)]
     noise = _TASK**2 * (task[:, None] == task[None, :]) + _PROGRAM**2 * np.eye(len(rows))
-    best: tuple[float, tuple[float, ...], FloatArray] | None = None
-    for step in STEPS:
-        inverse = np.linalg.inv(sum((sd**2 * kernel for sd, kernel in zip(step, kernels, strict=True)), noise))
-        left = _left_out(inverse, errors, task) if step[0] else errors
-        if len(names) < 2 and step[0]:
-            left = errors - errors.mean()  # nothing to leave out: the constant alone
-        error = float(np.mean([np.abs(left[task == number]).mean() for number in range(len(names))]))
-        if best is None or error < (1 - _BETTER) * best[0]:
-            best = error, step, inverse @ errors
-        if len(names) < 2 and step[0]:
-            break
-    assert best is not None
-    error, step, alpha = best
-    if not any(step):
-        return None
-    before = float(np.mean([np.abs(errors[task == number]).mean() for number in range(len(names))]))
+    best, left, shift, alpha = STEPS[0], errors, 0.0, np.zeros(len(rows))
+    before = of_task = _by_task(errors, task)
+    # of one task there is nothing to leave out: the constant alone
+    for step in STEPS[1 : None if len(names) > 1 else 2]:
+        inverse = np.linalg.inv(
+            sum((sd**2 * kernel for sd, kernel in zip(step, kernels, strict=True)), noise)
+        )
+        without = _left_out(inverse, errors, task) if len(names) > 1 else errors - errors.mean()
+        # predictions that are too long weigh more: what is left is centred where the mean error is least
+        centre = _least_mape(without, task) * len(names) / (len(names) + _TASKS_WITHOUT)
+        tried = _by_task(without - centre, task)
+        gained = of_task - tried
+        if gained.mean() > _SURE * gained.std() / math.sqrt(len(names)):
+            best, of_task, left, shift, alpha = step, tried, without - centre, centre, inverse @ errors
+    if not any(best):
+        return Fit(None, left, names[task], float(of_task.mean()), float(before.mean()))
+    constant = best[0] ** 2 * float(alpha.sum()) + shift
     weights = np.concatenate(
-        [sd**2 * scale * (part.T @ alpha) for sd, scale, part in zip(step[1:], scales, centred, strict=True)]
+        [sd**2 * scale * (part.T @ alpha) for sd, scale, part in zip(best[1:], scales, centred, strict=True)]
     )
-    shown = np.concatenate([part / scale for part, scale in zip(centred, scales, strict=True)], axis=1) @ weights
-    constant = step[0] ** 2 * float(alpha.sum())
-    return Correction(
-        constant, np.concatenate(means), weights, float(shown.min()), float(shown.max()), error, before, len(names)
-    )
+    raw = [part / scale for part, scale in zip(centred, scales, strict=True)]
+    shown = np.concatenate(raw, axis=1) @ weights
+    correction = Correction(constant, np.concatenate(means), weights, float(shown.min()), float(shown.max()))
+    return Fit(correction, left, names[task], float(of_task.mean()), float(before.mean()))
+
+
+def _by_task(errors: FloatArray, task: NDArray[np.int64]) -> FloatArray:
+    """MAPE of each task, of log(measured / predicted)."""
+    mapes: FloatArray = np.bincount(task, np.abs(np.expm1(-errors))) / np.bincount(task)
+    return mapes
+
+
+def _least_mape(errors: FloatArray, task: NDArray[np.int64]) -> float:
+    """What has to be added to the logarithms of predictions for the least MAPE, tasks weighing alike: a weighted median."""
+    weights = np.exp(-errors) / np.bincount(task)[task]
+    order = np.argsort(errors)
+    total = np.cumsum(weights[order])
+    return float(errors[order][np.searchsorted(total, total[-1] / 2)])
 
 
 def _left_out(inverse: FloatArray, errors: FloatArray, task: NDArray[np.int64]) -> FloatArray:

@@ -1,13 +1,13 @@
 """A trained predictor taught a new device by the records of a few tasks.
 
-The label transform stays, and so does the encoding of everything the predictor knows; the weights continue at a low
-learning rate. What a device that the predictor never saw has in common over all programs, such as a clock that is higher than
-specified, is not left to them: it is the first thing that few tasks show, and one number (:attr:`Predictor.device_factors`). The
-run folder holds ``config.yaml``, ``tasks.json`` (what was chosen, and how), ``split.json`` (whose test part are the device's
-other tasks), ``history.jsonl`` and ``predictor/``.
+What is learned grows with what was measured. From few tasks it is a correction of what the predictor says
+(:mod:`cdmpp.predictor.correction`): a constant of the device, or also a part that goes with what bounds a program; nothing,
+where none helps on tasks left out. From :data:`TASKS_TO_TRAIN` on the weights are trained further, at a low learning rate, with
+the label transform and the encoding of everything the predictor knows as they are; they are kept where they err less than the
+correction on tasks that neither saw. The run folder holds ``config.yaml``, ``tasks.json`` (what was chosen, and how),
+``split.json`` (whose test part are the device's other tasks), ``history.jsonl`` of what was trained, and ``predictor/``.
 
-Its intervals are calibrated on programs of the chosen tasks that were held out: on other tasks of the device they are
-too narrow, as no task is spared to calibrate on.
+Intervals on the device are calibrated on tasks that were left out, if there are enough.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,9 +27,11 @@ from cdmpp.dataset.split import ordered
 from cdmpp.dataset.view import unite_devices
 from cdmpp.errors import PredictorError, SplitError
 from cdmpp.predictor.config import Config, TrainConfig, dump_config
+from cdmpp.predictor.correction import AST, COMPILED, Correction, Fit, fit_correction
 from cdmpp.predictor.data import TrainingData, gather, split_data, subset
 from cdmpp.predictor.encoding import FeatureEncoder, signed_log1p
-from cdmpp.predictor.evidence import DeviceScaling, fit_scaling
+from cdmpp.predictor.evidence import NO_EVIDENCE, DeviceScaling, Evidence, fit_scaling
+from cdmpp.predictor.network import correction_inputs
 from cdmpp.predictor.predictor import Predictor
 from cdmpp.predictor.selection import TaskSelection, select_tasks, write_task_file
 from cdmpp.predictor.training import (
@@ -53,11 +55,9 @@ logger = logging.getLogger(__name__)
 TASK_FILE = "tasks.json"
 _IN_MEMORY = "a predictor in memory"
 
-#: Part of the chosen tasks' programs that training stops by.
-HELD_OUT_PROGRAMS = 0.2
-
-#: A device's factor is shrunk as if so many tasks more had shown none: few, as tasks of a device differ less than devices.
-_TASKS_WITHOUT_FACTOR = 0.5
+#: Tasks from which on weights are trained, and the part of them that training stops by and is judged on.
+TASKS_TO_TRAIN = 15
+HELD_OUT_TASKS = 0.2
 
 #: Two encoded device features closer than this are equal.
 _SAME = 1e-5
@@ -103,9 +103,9 @@ def finetune(
 ) -> FinetuneResult:
     """Teach a predictor (or the one in a folder) a device and write a run folder.
 
-    It trains on the chosen tasks' records of the device, and half of each batch, at most, on records of other devices and
-    tasks it was trained on before. Training stops by programs of the chosen tasks that are held out. Where the device has
-    no records, the result is a file of the chosen tasks and the command that profiles them.
+    It learns from the chosen tasks' records of the device (see the module); where weights are trained, half of each batch, at
+    most, are records of other devices and tasks they were trained on before. Where the device has no records, the result is a
+    file of the chosen tasks and the command that profiles them.
 
     ``datasets`` are data or dataset folders: the device's records and, to be kept in mind, others. ``tasks`` is how many to
     choose, or which; None takes every task with records of the device. ``select`` and ``seed`` are how
@@ -146,8 +146,7 @@ def finetune(
     if job.split is not None:  # cdmpp report scores a run by it
         (out / "split.json").write_text(job.split.to_json(), encoding="utf-8")
     history: list[dict[str, Any]] = []
-    tuned, used = _tune(job, recorder(out, history, progress))
-    tuned = calibrated(tuned, data, used, scaling=tuned.scaling)
+    tuned = _tune(job, recorder(out, history, progress))
     tuned.save(out / "predictor")
     return FinetuneResult(tuned, job.split, data, selection, task_file, None, history)
 
@@ -188,7 +187,7 @@ def few_shot(
     job = _Job.of(base, _IN_MEMORY, data, name, selection, config or finetune_config(seed), adapt)
     if job.split is None:
         raise SplitError(f"every task with records on {name} is chosen: none is left to test")
-    return _tune(job)[0], job.split
+    return _tune(job), job.split
 
 
 def choose_tasks(
@@ -267,103 +266,159 @@ class _Job(NamedTuple):
         return cls(base, source, data, device, selection, config, spec, split, shots)
 
 
-def _tune(job: _Job, progress: ProgressCallback | None = None) -> tuple[Predictor, Split]:
-    """Train; gives the predictor and the records it was trained on and stopped by, as a split without test."""
+def _tune(job: _Job, progress: ProgressCallback | None = None) -> Predictor:
+    """The base with what the chosen tasks say of its errors; or trained further, where there are tasks enough to show, on some
+    that are left out, that this is better."""
+    shots = np.flatnonzero(job.shots)
+    if len(set(job.data.labels["program"].iloc[shots])) < 2:
+        raise PredictorError(f"finetuning needs at least two programs of the chosen tasks on {job.device}")
+    fits = _fits(job, shots)
+    chosen = _corrected(job, fits)
+    errors = {kind: {"before": fit.before, "corrected": fit.error} for kind, fit in fits.items()}
+    learned = "correction" if job.device in chosen.corrections else "nothing"
+    if len(job.selection.tasks) >= TASKS_TO_TRAIN:
+        held_out = ordered(job.selection.tasks, job.selection.seed, "finetune")
+        held_out = held_out[: max(1, round(HELD_OUT_TASKS * len(held_out)))]
+        stop = job.shots & job.data.labels["task"].isin(held_out).to_numpy()
+        without = _corrected(job, _fits(job, np.flatnonzero(job.shots & ~stop)))
+        trained = _train(job, stop, fits, progress)
+        for kind, fit in _fits(job, np.flatnonzero(stop), without).items():
+            errors[kind]["corrected, on tasks held out"] = fit.before
+        for kind, fit in _fits(job, np.flatnonzero(stop), trained).items():
+            errors[kind]["trained, on tasks held out"] = fit.before
+        if better(errors):
+            chosen, learned = trained, "weights"
+    return _described(job, chosen, learned, errors)
+
+
+def better(errors: Mapping[str, Mapping[str, float]]) -> bool:
+    """Whether trained weights err less than the correction on tasks that neither saw, with and without instruction counts."""
+    trained, corrected = "trained, on tasks held out", "corrected, on tasks held out"
+    return all(error[trained] < error[corrected] for error in errors.values())
+
+
+def _fits(job: _Job, rows: NDArray[np.int64], predictor: Predictor | None = None) -> dict[str, Fit]:
+    """Corrections of a predictor (None: the base) fitted to records of the device: from ASTs and, where all of them have
+    instruction counts, with these."""
+    predictor, data = predictor or job.base, job.data
+    table, found = data.labels.iloc[rows], {}
+    asts, index = [data.asts[program] for program in table["program"]], np.zeros(len(rows), dtype=np.int64)
+    device = predictor.as_in_training(data.devices[job.device])
+    code = Evidence.of_rows(data, rows, compiled=True) if predictor.encoder.code_dim else NO_EVIDENCE
+    known = {AST: NO_EVIDENCE}
+    if code.code is not None and code.known(len(rows)).all():
+        known[COMPILED] = code
+    for kind, evidence in known.items():
+        predicted_s = predictor.predict_pairs(asts, [device], index, evidence)
+        errors = np.log(table["latency_s"].to_numpy(dtype=np.float64) / predicted_s)
+        arrays = predictor.encode(asts, [device], index, evidence.code)
+        inputs = correction_inputs(predictor.network, arrays)
+        found[kind] = fit_correction(errors, table["task"].tolist(), *inputs, seed=job.selection.seed)
+    return found
+
+
+def _corrected(job: _Job, fits: Mapping[str, Fit]) -> Predictor:
+    """The base with these corrections, and intervals on the device from the tasks that were left out."""
+    base, name = job.base, job.device
+    own = {kind: fit.correction for kind, fit in fits.items() if fit.correction is not None}
+    corrections = {**base.corrections, name: own} if own else base.corrections
+    plain, code = base.calibration, base.compiled_calibration
+    if plain is not None:
+        plain = plain.with_device(name, fits[AST].left, fits[AST].tasks)
+    if code is not None and COMPILED in fits:
+        code = code.with_device(name, fits[COMPILED].left, fits[COMPILED].tasks)
+    specs = {name: job.data.devices[name], **base.specs}
+    return replace(base, corrections=corrections, specs=specs, calibration=plain, compiled_calibration=code)
+
+
+def _described(job: _Job, tuned: Predictor, learned: str, errors: Mapping[str, Any]) -> Predictor:
+    """With the summary of both trainings, and with scaling between the device and others as the chosen tasks show it."""
+    before, shots = job.base.training, np.flatnonzero(job.shots)
+    tasks = set(job.selection.tasks)
+    summary = {**before, **tuned.training, "split": job.spec}
+    summary["tasks"] = sorted(tasks.union(before.get("tasks", ())))
+    networks = {name for task in tasks for name in job.data.networks.get(task, ())}
+    summary["networks"] = sorted(networks.union(before.get("networks", ())))
+    summary["records_by_device"] = {
+        **before.get("records_by_device", {}), **tuned.training.get("records_by_device", {}), job.device: len(shots)
+    }  # fmt: skip
+    summary["finetuned"] = {
+        "predictor": job.source,
+        "device": job.device,
+        "learned": learned,
+        "errors": errors,
+        "records_of_device": len(shots),
+        "selection": job.selection.to_json(),
+        "before": {name: value for name, value in before.items() if name not in ("tasks", "networks")},
+    }
+    scaling = job.base.scaling or DeviceScaling()
+    shown = fit_scaling(tuned.predict_rows, job.data, shots[:0], learned=shots)
+    pairs = {**scaling.pairs, **shown.pairs}
+    return replace(tuned, training=summary, scaling=replace(scaling, pairs=pairs))
+
+
+def _train(
+    job: _Job, stop: NDArray[np.bool_], fits: Mapping[str, Fit], progress: ProgressCallback | None
+) -> Predictor:
+    """The base trained further on the chosen tasks but for records to stop by, bool (n,), and on records of other devices; what
+    they show to be the same for all programs comes first."""
     from cdmpp.dataset import Split
     from cdmpp.predictor.trainer import Trainer
 
-    base, data, config = job.base, job.data, job.config
+    base, data, config, name = job.base, job.data, job.config, job.device
     vectors, labels = data.device_vectors(), data.labels
-    encoder, fresh = extend_encoder(base.encoder, list(base.devices.values()), vectors[job.device])
-    new, valid, replay = _rows_to_use(job, encoder)
-    none = np.zeros(0, np.int64)
-    parts = (new, replay, valid, none if job.split is None else job.split.adapt)
+    encoder, fresh = extend_encoder(base.encoder, list(base.devices.values()), vectors[name])
+    seen_as_it = devices_seen_as(base, encoder, data, name)
+    if seen_as_it:
+        logger.warning(
+            "not replayed, as the network cannot tell them from %s: %s", name, ", ".join(seen_as_it)
+        )
+    # what is held out to stop by is not replayed on other devices either
+    held_out = labels["program"].isin(labels["program"][stop])
+    replayed = ~held_out & ~labels["device"].isin([name, *seen_as_it])
+    if "tasks" in base.training:
+        replayed &= labels["task"].isin(list(base.training["tasks"]))
+    new, replay, valid = (np.flatnonzero(mask) for mask in (job.shots & ~stop, replayed, stop))
+    parts = (new, replay, valid, np.zeros(0, np.int64) if job.split is None else job.split.adapt)
     rows = np.concatenate(parts)
     arrays = encode(subset(data, rows), encoder, base.transform.relative_to)
-    shots = np.flatnonzero(job.shots)
-    factors = {**base.device_factors, **device_factor(base, data, job.device, shots)}
-    of_row = labels["device"].iloc[rows].map(lambda name: factors.get(name, 1.0))
-    arrays = replace(arrays, latency_s=arrays.latency_s / of_row.to_numpy(dtype=np.float64))
+    constant = Correction.of(
+        _shared_constant(job, fits), encoder.pair_dim + encoder.code_dim + config.model.embedding_dim
+    )
+    factor = np.where(labels["device"].iloc[rows] == name, math.exp(constant.constant), 1.0)
+    arrays = replace(arrays, latency_s=arrays.latency_s / factor)
     ends = np.cumsum([len(part) for part in parts])
-    known, stop, target = np.split(np.arange(ends[-1]), ends[1:3])
+    known, to_stop, target = np.split(np.arange(ends[-1]), ends[1:3])
     trainer = Trainer(
         config,
         base.transform,
         arrays.take(known),
-        arrays.take(stop),
+        arrays.take(to_stop),
         arrays.unlabelled(target),
         starting_weights(base, fresh),
         lambda rng: mixed_batches(len(new), len(replay), config.train.batch_size, rng),
     )
     state = trainer.fit(progress=progress)
     train = np.sort(np.concatenate([new, replay]))
-    used = Split("by_device", job.spec, job.selection.seed, train, valid, none)
-    # as of a training, and where it started; tasks and networks are those of both trainings
-    before, summary = base.training, training_summary(config, data, used, state)
-    for name in ("tasks", "networks"):
-        summary[name] = sorted({*summary[name], *before.get(name, ())})
-    summary["finetuned"] = {
-        "predictor": job.source,
-        "device": job.device,
-        "records_of_device": len(new),
-        "records_replayed": len(replay),
-        "records_to_stop_by": len(valid),
-        "selection": job.selection.to_json(),
-        "before": {name: value for name, value in before.items() if name not in ("tasks", "networks")},
-    }
-    devices = {name: vectors[name] for name in sorted(set(labels["device"].iloc[train]))}
-    specs = {**{name: data.devices[name] for name in devices}, **base.specs}
+    used = Split("by_device", job.spec, job.selection.seed, train, valid, np.zeros(0, dtype=np.int64))
+    devices = {of: vectors[of] for of in sorted(set(labels["device"].iloc[train]))}
+    specs = {**{of: data.devices[of] for of in devices}, **base.specs}
     fitted = Fitted(encoder, base.transform, arrays, trainer, {**devices, **base.devices}, specs)
-    tuned = replace(fitted.predictor(state.best, summary), device_factors=factors)
-    # Scaling between this device and others is as the chosen tasks show it, all else as the base knew it: programs held out
-    # of the chosen tasks say too little of others.
-    scaling = base.scaling or DeviceScaling()
-    shown = fit_scaling(tuned.predict_rows, data, valid, learned=shots)
-    return replace(tuned, scaling=replace(scaling, pairs={**scaling.pairs, **shown.pairs})), used
+    tuned = fitted.predictor(state.best, training_summary(config, data, used, state))
+    corrections = {**base.corrections, name: {AST: constant, COMPILED: constant}}
+    return calibrated(
+        replace(tuned, corrections=corrections), data, used, scaling=base.scaling or DeviceScaling()
+    )
 
 
-def _rows_to_use(
-    job: _Job, encoder: FeatureEncoder
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Records of the device to train and to stop by, and of others to replay. What is held out to stop by is not replayed on
-    other devices either."""
-    labels, device = job.data.labels, job.device
-    programs = set(labels["program"][job.shots])
-    if len(programs) < 2:
-        raise PredictorError(
-            f"finetuning needs at least two programs of the chosen tasks on {device}, got {len(programs)}"
-        )
-    number = max(1, round(HELD_OUT_PROGRAMS * len(programs)))
-    stop = labels["program"].isin(ordered(programs, job.selection.seed, "finetune")[:number]).to_numpy()
-    seen_as_it = devices_seen_as(job.base, encoder, job.data, device)
-    if seen_as_it:
-        logger.warning(
-            "not replayed, as the network cannot tell them from %s: %s", device, ", ".join(seen_as_it)
-        )
-    replayed = ~stop & ~labels["device"].isin([device, *seen_as_it]).to_numpy()
-    trained = job.base.training.get("tasks")
-    if trained is not None:
-        replayed &= labels["task"].isin(list(trained)).to_numpy()
-    new, valid, replay = (np.flatnonzero(mask) for mask in (job.shots & ~stop, job.shots & stop, replayed))
-    return new, valid, replay
-
-
-def device_factor(
-    base: Predictor, data: TrainingData, device: str, rows: NDArray[np.int64]
-) -> dict[str, float]:
-    """By how much a device that is new to a predictor is slower than it expects: the median over the tasks of these rows of
-    the label table of the median of their programs, shrunk for few tasks; ``{device: factor}``.
-
-    Empty for a device it knows, and for a GPU that it predicts from what GPUs share: the network starts from another
-    prediction, that of all that is known of it.
-    """
-    if device in base.devices or base.uses_general_features_only(data.devices[device]):
-        return {}
-    table = data.labels.iloc[rows]
-    logs = np.log(table["latency_s"].to_numpy(dtype=np.float64) / base.predict_rows(data, rows))
-    medians = [float(np.median(logs[at])) for at in table.groupby("task", observed=True).indices.values()]
-    shrunk = len(medians) / (len(medians) + _TASKS_WITHOUT_FACTOR)
-    return {device: math.exp(shrunk * float(np.median(medians)))}
+def _shared_constant(job: _Job, fits: Mapping[str, Fit]) -> float:
+    """By how much, in its logarithm, a device that is new to the predictor is slower than it expects; 0 for one that it knows,
+    and for a GPU predicted from what GPUs share: training starts from another prediction, that of all that is known of it."""
+    found = fits[AST].correction
+    known = job.device in job.base.devices or job.base.uses_general_features_only(
+        job.data.devices[job.device]
+    )
+    return 0.0 if known or found is None else found.constant
 
 
 def devices_seen_as(base: Predictor, encoder: FeatureEncoder, data: TrainingData, device: str) -> list[str]:

@@ -297,17 +297,23 @@ def _decoder(config: ModelConfig, width: int) -> nn.Sequential:
     return nn.Sequential(*hidden, nn.Linear(widths[-1], 1))
 
 
-def correction_inputs(network: LatencyNetwork, arrays: PairArrays, batch_size: int = 1024) -> tuple[np.ndarray, np.ndarray]:
+def correction_inputs(
+    network: LatencyNetwork, arrays: PairArrays, embeddings: np.ndarray | None = None, batch_size: int = 1024
+) -> tuple[np.ndarray, np.ndarray]:
     """What the network takes of pairs besides their leaves, and what it makes of these: features of program and device and of
-    the compiled code (n, r), and embeddings (n, h), both float64."""
-    where = next(network.parameters()).device
+    the compiled code (n, r), and embeddings (n, h; computed unless given), both float64."""
+    known = torch.cat([arrays.pair, arrays.code * arrays.has_code[:, None]], dim=1).double().numpy()
+    if embeddings is not None:
+        return known, embeddings
+    where, training = next(network.parameters()).device, network.training
     embeddings = np.empty((len(arrays), network.config.embedding_dim), dtype=np.float64)
+    network.eval()
     with torch.inference_mode():
         for rows in inference_batches(arrays.packed.lengths[arrays.program], batch_size):
             batch, context = arrays.batch(rows, where)
             embeddings[rows] = network.embed(batch, context.device).double().cpu().numpy()
-    known = torch.cat([arrays.pair, arrays.code * arrays.has_code[:, None]], dim=1)
-    return known.double().numpy(), embeddings
+    network.train(training)
+    return known, embeddings
 
 
 def predict_labels(network: nn.Module, arrays: PairArrays, batch_size: int = 1024) -> np.ndarray:

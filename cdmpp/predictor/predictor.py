@@ -16,9 +16,10 @@ from cdmpp.device import Device, device_features, get_device
 from cdmpp.errors import PredictorError, ProgramError, reason
 from cdmpp.predictor.batching import PairArrays
 from cdmpp.predictor.checkpoint import load_fields, save_fields
+from cdmpp.predictor.correction import COMPILED, Correction
 from cdmpp.predictor.encoding import FeatureEncoder
 from cdmpp.predictor.evidence import NO_EVIDENCE, DeviceScaling, Evidence, check_one_kind, combine
-from cdmpp.predictor.network import LatencyNetwork, predict_labels
+from cdmpp.predictor.network import LatencyNetwork, correction_inputs, predict_labels
 from cdmpp.predictor.pair_features import GENERAL_PAIRS, code_rows, pair_rows
 from cdmpp.predictor.roofline import estimate_s, references_s
 from cdmpp.predictor.transforms import LabelTransform
@@ -46,9 +47,9 @@ class Predictor:
     ``devices`` and ``specs`` are those of training, by name: raw features, and specification. ``training`` is a summary of
     the training data and run (JSON values). What :meth:`predict_interval` and :meth:`unfamiliar` need may be None for a
     predictor that was saved without: ``familiarity``, and one calibration for each kind of evidence (none, compiled code,
-    latencies measured on other devices, which ``scaling`` scales). The network's latencies on a device in
-    ``device_factors`` are multiplied by its factor: by how much a device that came to a trained network is slower than
-    expected (:mod:`cdmpp.predictor.finetuning`).
+    latencies measured on other devices, which ``scaling`` scales). ``corrections`` are what measurements of a device that came
+    to a trained network say of its errors there (:mod:`cdmpp.predictor.correction`), by device, and by whether the compiled
+    code is known (``compiled``) or not (``ast``).
     """
 
     network: LatencyNetwork = field(repr=False)
@@ -62,7 +63,9 @@ class Predictor:
     compiled_calibration: Calibration | None = field(default=None, repr=False, kw_only=True)
     scaling: DeviceScaling | None = field(default=None, repr=False, kw_only=True)
     measured_calibration: Calibration | None = field(default=None, repr=False, kw_only=True)
-    device_factors: Mapping[str, float] = field(default_factory=dict, repr=False, kw_only=True)
+    corrections: Mapping[str, Mapping[str, Correction]] = field(
+        default_factory=dict, repr=False, kw_only=True
+    )
 
     def predict(
         self,
@@ -211,7 +214,7 @@ class Predictor:
         """Latencies in seconds of these rows (n,) of a label table, float64 (n,)."""
         table = data.labels.iloc[rows]
         names, index = np.unique(table["device"].to_numpy(dtype=str), return_inverse=True)
-        devices = [self._as_in_training(data.devices[name]) for name in names]
+        devices = [self.as_in_training(data.devices[name]) for name in names]
         return self.predict_pairs([data.asts[p] for p in table["program"]], devices, index, evidence)
 
     def predict_pairs(
@@ -224,13 +227,14 @@ class Predictor:
         """Latencies in seconds of ``asts[i]`` on ``devices[device_index[i]]``, float64 (n,), with evidence of these
         pairs. A predictor that takes no instruction counts ignores them."""
         device_index = np.asarray(device_index)
-        labels = predict_labels(self.network, self.encode(asts, devices, device_index, evidence.code))
-        factors = np.array([self.device_factor(device) for device in devices])[device_index]
+        arrays = self.encode(asts, devices, device_index, evidence.code)
+        labels = predict_labels(self.network, arrays)
+        corrected = self.corrected([self.device_name(device) for device in devices], arrays)
         references = None
         if self.transform.relative:
             known = [self.device(device) for device in devices]
             references = references_s(self.transform.relative_to, asts, known, device_index)
-        seconds = self.transform.inverse(labels, references) * factors
+        seconds = self.transform.inverse(labels, references) * np.exp(corrected)
         if evidence.elsewhere is None:
             return seconds
         return self._combined(asts, devices, device_index, seconds, evidence.elsewhere)
@@ -255,7 +259,7 @@ class Predictor:
             there_s, estimated_s = np.full(len(asts), np.nan), np.full(len(asts), np.nan)
             if len(used):
                 chosen = [asts[i] for i in used]
-                there_s[used] = self.predict_asts(chosen, self._as_in_training(source))
+                there_s[used] = self.predict_asts(chosen, self.as_in_training(source))
                 estimated_s[used] = estimate_s(chosen, source)
             sources.append((source, measured_s, there_s[program], estimated_s[program]))
         combined = predicted_s.copy()
@@ -272,13 +276,25 @@ class Predictor:
                 )
         return combined
 
-    def _as_in_training(self, device: Device) -> str | Device:
+    def as_in_training(self, device: Device) -> str | Device:
         """A device by its name where that means its features of training; a reference latency needs its specification."""
         return device.name if device.name in self.devices and not self.transform.relative else device
 
-    def device_factor(self, device: str | Device) -> float:
-        """What the network's latencies on a device are multiplied by."""
-        return self.device_factors.get(self.device_name(device), 1.0)
+    def corrected(
+        self, names: Sequence[str], arrays: PairArrays, embeddings: NDArray[np.float64] | None = None
+    ) -> NDArray[np.float64]:
+        """What corrections add to the logarithms of pairs whose devices have these names, float64 (n,); ``embeddings`` (n, h)
+        where they are known."""
+        logs = np.zeros(len(arrays))
+        if not any(name in self.corrections for name in names):
+            return logs
+        inputs = correction_inputs(self.network, arrays, embeddings)
+        has_code = arrays.has_code.numpy()
+        for number, name in enumerate(names):
+            for kind, correction in self.corrections.get(name, {}).items():
+                rows = (arrays.device == number) & (has_code == (kind == COMPILED))
+                logs[rows] = correction.logs(np.concatenate(inputs, axis=1)[rows])
+        return logs
 
     def encode_devices(self, devices: Sequence[str | Device]) -> NDArray[np.float32]:
         """Devices as the network takes them, float32 (m, device_dim)."""

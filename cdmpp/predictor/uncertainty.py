@@ -43,8 +43,8 @@ An unfamiliar program is not known to be predicted badly, nor a familiar one wel
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -142,6 +142,11 @@ class Calibration:
         }
         devices = {name: scored for name, scored in every.items() if scored.units >= MIN_UNITS}
         return cls(unit, ScoreDistribution.fit(scores, units.tolist()), devices)
+
+    def with_device(self, device: str, errors: ArrayLike, task: Iterable[str]) -> Calibration:
+        """With log(measured / predicted) on one device more, or in place of its own, if it has :data:`MIN_UNITS` tasks."""
+        own = ScoreDistribution.fit(np.abs(np.asarray(errors, dtype=np.float64)), list(task))
+        return replace(self, devices={**self.devices, device: own}) if own.units >= MIN_UNITS else self
 
     def supports(self, coverage: float) -> bool:
         """Whether there are enough units for intervals of this coverage."""

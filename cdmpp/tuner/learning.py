@@ -130,9 +130,10 @@ class PredictorPrior:
                 embedding = predictor.network.embed(batch, context.device)
                 labels[rows] = predictor.network.decode(embedding, context).double().numpy()
                 z[rows] = embedding.double().numpy()
+        corrected = predictor.corrected([self._device.name], arrays, z)
         transform = predictor.transform
         reference = reference_s(transform.relative_to, asts, self._device) if transform.relative else None
-        latency_s = transform.inverse(labels, reference) * predictor.device_factor(self._device)
+        latency_s = transform.inverse(labels, reference) * np.exp(corrected)
         return Encoded(np.log(latency_s), z)
 
     def half_width(self, coverage: float) -> float | None:

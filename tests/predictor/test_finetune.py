@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cdmpp.errors import PredictorError, SplitError, UnknownDeviceError
-from cdmpp.predictor import Predictor, evaluate, few_shot, finetune, load_config
+from cdmpp.predictor import Predictor, evaluate, few_shot, finetune, finetuning, load_config
 from cdmpp.predictor.data import split_data, subset
 from cdmpp.predictor.evidence import DevicePair, DeviceScaling
 from cdmpp.predictor.finetuning import choose_tasks, extend_encoder, mixed_batches, starting_weights
@@ -41,12 +41,19 @@ def base(small, config):
     return fitted.predictor(state.best, training_summary(changed, small, split, state))
 
 
+@pytest.fixture
+def trains(monkeypatch):
+    """Weights are trained from three tasks on, and always kept."""
+    monkeypatch.setattr(finetuning, "TASKS_TO_TRAIN", 3)
+    monkeypatch.setattr(finetuning, "better", lambda errors: True)
+
+
 def rows_of(data, device, tasks=None):
     mask = data.labels["device"] == device
     return mask & data.labels["task"].isin(tasks) if tasks is not None else mask
 
 
-def test_a_run_folder_holds_what_was_chosen_and_a_predictor(small, base, config, tmp_path):
+def test_a_run_folder_holds_what_was_chosen_and_a_predictor(small, base, config, tmp_path, trains):
     base.save(tmp_path / "base")
     lines = []
     result = finetune(
@@ -68,9 +75,8 @@ def test_a_run_folder_holds_what_was_chosen_and_a_predictor(small, base, config,
         len(chosen) == 3 and about["selection"]["tasks"] == list(chosen) and about["selection"]["seed"] == 5
     )
     assert read_task_file(tmp_path / "run" / "tasks.json") == list(result.selection.wanted)
-    # 36 programs of three tasks: a fifth to stop by; the others train, with what the base was trained on
-    assert (about["records_of_device"], about["records_to_stop_by"]) == (29, 7)
-    assert loaded.training["records_by_device"]["fast"] == 29
+    assert about["learned"] == "weights" and about["records_of_device"] == 36
+    assert loaded.training["records_by_device"]["fast"] == 36
     assert set(loaded.training["tasks"]) == set(base.training["tasks"]) | set(chosen)
     assert loaded.transform == base.transform and loaded.devices.keys() == {"slow", "fast"}
     history = [json.loads(line) for line in (tmp_path / "run" / "history.jsonl").read_text().splitlines()]
@@ -94,28 +100,34 @@ def test_it_learns_the_device_and_keeps_the_other(small, base, config, tmp_path)
     assert kept[1] < kept[0] + 0.15
 
 
-def test_a_new_device_gets_the_factor_that_its_tasks_show(small, base, config, tmp_path):
-    """Known answer; a device that the base knows, and other devices, get none."""
-    result = finetune(base, small, "fast", tmp_path / "run", tasks=3, config=quick(config, epochs=1))
-    table = small.labels[rows_of(small, "fast", result.selection.tasks)]
-    ratio = table["latency_s"] / base.predict(
-        [small.asts[p] for p in table["program"]], small.devices["fast"]
-    )
-    medians = [np.median(np.log(ratio[table["task"] == task])) for task in result.selection.tasks]
-    expected = np.exp(np.median(medians) * 3 / 3.5)
+def test_few_tasks_give_a_correction_and_leave_the_weights(small, base, config, tmp_path):
+    """The device is four times as fast as the other, with the same programs."""
+    result = finetune(base, small, "fast", tmp_path / "run", tasks=4, config=quick(config))
     tuned = Predictor.load(tmp_path / "run")
-    assert tuned.device_factors == pytest.approx({"fast": expected}) and expected < 0.7
-    # what the network says is multiplied by it, on this device alone
+    about = tuned.training["finetuned"]
+    assert about["learned"] == "correction" and not result.history
+    assert about["errors"]["ast"]["corrected"] < 0.5 * about["errors"]["ast"]["before"]
+    reference = base.network.state_dict()
+    assert all((value == reference[name]).all() for name, value in tuned.network.state_dict().items())
     asts = [small.asts[p] for p in small.labels["program"].unique()[:9]]
-    without = replace(tuned, device_factors={})
-    assert tuned.predict(asts, "fast") == pytest.approx(expected * without.predict(asts, "fast"))
-    assert (tuned.predict(asts, "slow") == without.predict(asts, "slow")).all()
-    more = finetune(tuned, small, "fast", tmp_path / "more", tasks=4, config=quick(config, epochs=1))
-    assert more.predictor.device_factors == tuned.device_factors
+    ratio = tuned.predict(asts, "fast") / base.predict(asts, small.devices["fast"])
+    assert (ratio < 0.8).all()
+    assert (tuned.predict(asts, "slow") == base.predict(asts, "slow")).all()  # on this device alone
     path = tmp_path / "run" / "predictor" / "predictor.json"
-    path.write_text(path.read_text().replace(f'"fast": {tuned.device_factors["fast"]}', '"fast": -1.0'))
-    with pytest.raises(PredictorError, match="device_factors"):
+    state = json.loads(path.read_text())
+    state["corrections"]["fast"]["ast"]["mean"] = [0.0]
+    path.write_text(json.dumps(state))
+    with pytest.raises(PredictorError, match="as many weights as means"):
         Predictor.load(tmp_path / "run")
+
+
+def test_weights_are_kept_only_where_they_err_less_on_tasks_left_out(small, base, config, monkeypatch):
+    monkeypatch.setattr(finetuning, "TASKS_TO_TRAIN", 3)
+    ruined = quick(config, epochs=1, learning_rate=10.0)
+    tuned, _ = few_shot(base, small, "fast", 6, config=ruined)
+    errors = tuned.training["finetuned"]["errors"]["ast"]
+    assert tuned.training["finetuned"]["learned"] == "correction"
+    assert errors["trained, on tasks held out"] > errors["corrected, on tasks held out"]
 
 
 def test_the_chosen_tasks_show_how_latencies_scale_to_the_device(small, base, config):
@@ -134,7 +146,7 @@ def test_the_chosen_tasks_show_how_latencies_scale_to_the_device(small, base, co
     assert few_shot(base, other, "fast", 8, config=quick(config, epochs=1))[0].scaling == tuned.scaling
 
 
-def test_what_is_not_chosen_changes_nothing(small, base, config, tmp_path):
+def test_what_is_not_chosen_changes_nothing(small, base, config, tmp_path, trains):
     """Neither labels of the device's other tasks, nor tasks the base never trained on, nor what it is stopped by."""
     expected = finetune(base, small, "fast", tmp_path / "a", tasks=3, config=quick(config))
     chosen = expected.selection.tasks
@@ -147,7 +159,8 @@ def test_what_is_not_chosen_changes_nothing(small, base, config, tmp_path):
     again = finetune(base, other, "fast", tmp_path / "b", tasks=3, config=quick(config))
     weights, reference = (r.predictor.network.state_dict() for r in (again, expected))
     assert all((weights[name] == reference[name]).all() for name in reference)
-    assert again.predictor.device_factors == expected.predictor.device_factors
+    found, wanted = (r.predictor.corrections["fast"]["ast"].constant for r in (again, expected))
+    assert found == wanted != 0
 
 
 def test_half_of_every_batch_is_new():
@@ -200,14 +213,14 @@ def test_before_training_the_new_device_is_predicted_as_without_its_features(sma
     assert np.allclose(extended.predict_asts(asts, "fast"), base.predict_asts(asts, "slow"))
 
 
-def test_devices_that_look_like_the_new_one_are_not_replayed(small, base, config, tmp_path, caplog):
+def test_devices_that_look_like_the_new_one_are_not_replayed(small, base, config, tmp_path, caplog, trains):
     twin = make_device("twin", 1000.0)
     labels = small.labels.assign(device=small.labels["device"].replace("fast", "twin"))
     data = replace(small, labels=labels, devices={"slow": small.devices["slow"], "twin": twin})
     with caplog.at_level(logging.WARNING):
         result = finetune(base, data, "twin", tmp_path, tasks=3, config=quick(config, epochs=1))
     assert "cannot tell them from twin: slow" in caplog.text
-    assert result.predictor.training["finetuned"]["records_replayed"] == 0
+    assert result.predictor.training["finetuned"]["learned"] == "weights"
 
 
 def test_a_device_without_records_gets_a_task_file_and_a_command(small, base, config, tmp_path):
@@ -258,7 +271,7 @@ def test_few_shot_from_a_configuration_trains_without_the_device(small, config):
     assert len(split.test) == 7 * 12
 
 
-def test_few_shot_with_unlabelled_programs(small, base, config):
+def test_few_shot_with_unlabelled_programs(small, base, config, trains):
     loss = config.loss.model_copy(update={"cmd_weight": 1.0})
     changed = quick(config, epochs=1).model_copy(update={"loss": loss})
     tuned, split = few_shot(base, small, "fast", 3, adapt=0.5, config=changed)
