@@ -36,7 +36,7 @@ _TASK, _PROGRAM = 0.15, 0.2
 #: The centre of what is left is shrunk as if so many tasks more had shown none.
 _TASKS_WITHOUT = 2
 #: A step has to be better than a simpler one by so many standard errors over tasks.
-_SURE = 1.0
+_SURE, _SURE_OF_CONSTANT = 1.0, 0.3
 #: Programs of one task, and in all, that are fitted to at most.
 _OF_TASK, _PROGRAMS = 32, 3000
 
@@ -124,7 +124,8 @@ def fit_correction(
         centre = _least_mape(without, task) * len(names) / (len(names) + _TASKS_WITHOUT)
         tried = _by_task(without - centre, task)
         gained = of_task - tried
-        if gained.mean() > _SURE * gained.std() / math.sqrt(len(names)):
+        sure = _SURE if best[0] else _SURE_OF_CONSTANT
+        if gained.mean() > sure * gained.std() / math.sqrt(len(names)):
             best, of_task, left, shift, alpha = step, tried, without - centre, centre, inverse @ errors
     if not any(best):
         return Fit(None, left, names[task], float(of_task.mean()), float(before.mean()))
