@@ -14,14 +14,14 @@ none at all where none helps.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError
+from cdmpp.predictor.transforms import Correction
 
 FloatArray = NDArray[np.float64]
 
@@ -29,57 +29,15 @@ FloatArray = NDArray[np.float64]
 STEPS: tuple[tuple[float, float, float], ...] = (
     (0.0, 0.0, 0.0), (1.0, 0.0, 0.0), (1.0, 0.1, 0.0), (1.0, 0.3, 0.0), (1.0, 0.1, 0.1), (1.0, 0.3, 0.3), (1.0, 0.6, 0.6),
 )  # fmt: skip
-#: Kinds of corrections: of predictions from ASTs, and of those with instruction counts.
-AST, COMPILED = "ast", "compiled"
 #: Of errors that tasks share, and of single programs.
 _TASK, _PROGRAM = 0.15, 0.2
 #: The centre of what is left is shrunk as if so many tasks more had shown none.
 _TASKS_WITHOUT = 2
-#: A step has to be better than a simpler one by so many standard errors over tasks.
+#: A step has to be better than a simpler one by so many standard errors over tasks, and by this part.
 _SURE, _SURE_OF_CONSTANT = 1.0, 0.3
+_LEAST_GAIN = 0.02
 #: Programs of one task, and in all, that are fitted to at most.
 _OF_TASK, _PROGRAMS = 32, 3000
-
-
-@dataclass(frozen=True)
-class Correction:
-    """What is added to the logarithm of predictions on a device: ``constant``, and ``weights`` (d,) of inputs less ``mean``
-    (d,), between ``low`` and ``high``, where the parts of the measured programs were."""
-
-    constant: float
-    mean: FloatArray
-    weights: FloatArray
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, constant: float, width: int) -> Correction:
-        """The same for all programs, whose inputs are so wide."""
-        return cls(constant, np.zeros(width), np.zeros(width), 0.0, 0.0)
-
-    def logs(self, inputs: FloatArray) -> FloatArray:
-        """To be added for programs with these inputs (n, d), (n,)."""
-        return self.constant + np.clip((inputs - self.mean) @ self.weights, self.low, self.high)
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        return {
-            name: [float(f"{v:.6g}") for v in value] if isinstance(value, np.ndarray) else value
-            for name, value in vars(self).items()
-        }
-
-    @classmethod
-    def from_json(cls, state: Mapping[str, Any]) -> Correction:
-        """Back from :meth:`to_json` (ValueError: numbers that are not finite, or do not belong together)."""
-        made = cls(
-            **{**state, **{name: np.asarray(state[name], dtype=np.float64) for name in ("mean", "weights")}}
-        )
-        if (
-            not all(np.isfinite(value).all() for value in vars(made).values())
-            or made.mean.shape != made.weights.shape
-        ):
-            raise ValueError("a correction must be finite, with as many weights as means")
-        return made
 
 
 class Fit(NamedTuple):
@@ -125,7 +83,7 @@ def fit_correction(
         tried = _by_task(without - centre, task)
         gained = of_task - tried
         sure = _SURE if best[0] else _SURE_OF_CONSTANT
-        if gained.mean() > sure * gained.std() / math.sqrt(len(names)):
+        if gained.mean() > max(sure * gained.std() / math.sqrt(len(names)), _LEAST_GAIN * of_task.mean()):
             best, of_task, left, shift, alpha = step, tried, without - centre, centre, inverse @ errors
     if not any(best):
         return Fit(None, left, names[task], float(of_task.mean()), float(before.mean()))

@@ -27,7 +27,7 @@ from cdmpp.dataset.split import ordered
 from cdmpp.dataset.view import unite_devices
 from cdmpp.errors import PredictorError, SplitError
 from cdmpp.predictor.config import Config, TrainConfig, dump_config
-from cdmpp.predictor.correction import AST, COMPILED, Correction, Fit, fit_correction
+from cdmpp.predictor.correction import Fit, fit_correction
 from cdmpp.predictor.data import TrainingData, gather, split_data, subset
 from cdmpp.predictor.encoding import FeatureEncoder, signed_log1p
 from cdmpp.predictor.evidence import NO_EVIDENCE, DeviceScaling, Evidence, fit_scaling
@@ -43,6 +43,7 @@ from cdmpp.predictor.training import (
     recorder,
     training_summary,
 )
+from cdmpp.predictor.transforms import AST, COMPILED, Correction
 
 if TYPE_CHECKING:
     import torch

@@ -16,13 +16,12 @@ from cdmpp.device import Device, device_features, get_device
 from cdmpp.errors import PredictorError, ProgramError, reason
 from cdmpp.predictor.batching import PairArrays
 from cdmpp.predictor.checkpoint import load_fields, save_fields
-from cdmpp.predictor.correction import COMPILED, Correction
 from cdmpp.predictor.encoding import FeatureEncoder
 from cdmpp.predictor.evidence import NO_EVIDENCE, DeviceScaling, Evidence, check_one_kind, combine
 from cdmpp.predictor.network import LatencyNetwork, correction_inputs, predict_labels
 from cdmpp.predictor.pair_features import GENERAL_PAIRS, code_rows, pair_rows
 from cdmpp.predictor.roofline import estimate_s, references_s
-from cdmpp.predictor.transforms import LabelTransform
+from cdmpp.predictor.transforms import COMPILED, Correction, LabelTransform
 from cdmpp.predictor.uncertainty import ALL_DEVICES, Calibration, Familiarity, check_coverage
 from cdmpp.program.ast import CompactAST, compact_asts
 from cdmpp.program.tvm_env import import_tvm

@@ -1,4 +1,4 @@
-"""Label transforms: latency in seconds <-> the scale the network predicts.
+"""Label transforms: latency in seconds <-> the scale the network predicts; corrections of what comes out.
 
 Fitted on training labels only, invertible, and safe on any network output: the inverse is clamped to a wide
 range around the training labels, because a Box-Cox inverse is undefined beyond ``-1 / lambda``.
@@ -7,6 +7,7 @@ range around the training labels, because a Box-Cox inverse is undefined beyond 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ from cdmpp.errors import LabelError, PredictorError
 
 if TYPE_CHECKING:
     import torch
+
+FloatArray = NDArray[np.float64]
 
 #: Names of the transforms.
 KINDS: tuple[str, ...] = ("box-cox", "log")
@@ -172,3 +175,48 @@ def _checked(values: ArrayLike, what: str) -> NDArray[np.float64]:
             f"every {what} must be finite and above 0 s; {int(bad.sum())} are not, the first at {first}"
         )
     return array
+
+
+#: Kinds of corrections: of predictions from ASTs, and of those with instruction counts.
+AST, COMPILED = "ast", "compiled"
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What is added to the logarithm of predictions on a device: ``constant``, and ``weights`` (d,) of inputs less ``mean``
+    (d,), between ``low`` and ``high``, where the parts of the measured programs were."""
+
+    constant: float
+    mean: FloatArray
+    weights: FloatArray
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, constant: float, width: int) -> Correction:
+        """The same for all programs, whose inputs are so wide."""
+        return cls(constant, np.zeros(width), np.zeros(width), 0.0, 0.0)
+
+    def logs(self, inputs: FloatArray) -> FloatArray:
+        """To be added for programs with these inputs (n, d), (n,)."""
+        return self.constant + np.clip((inputs - self.mean) @ self.weights, self.low, self.high)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            name: [float(f"{v:.6g}") for v in value] if isinstance(value, np.ndarray) else value
+            for name, value in vars(self).items()
+        }
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> Correction:
+        """Back from :meth:`to_json` (ValueError: numbers that are not finite, or do not belong together)."""
+        made = cls(
+            **{**state, **{name: np.asarray(state[name], dtype=np.float64) for name in ("mean", "weights")}}
+        )
+        if (
+            not all(np.isfinite(value).all() for value in vars(made).values())
+            or made.mean.shape != made.weights.shape
+        ):
+            raise ValueError("a correction must be finite, with as many weights as means")
+        return made
