@@ -33,16 +33,16 @@ STEPS: tuple[tuple[float, float, float], ...] = (
 _TASK, _PROGRAM = 0.15, 0.2
 #: The centre of what is left is shrunk as if so many tasks more had shown none.
 _TASKS_WITHOUT = 2
-#: A step has to be better than a simpler one by so many standard errors over tasks, and by this part.
+#: A step has to be better than a simpler one by so many standard errors over tasks, and by so much MAPE.
 _SURE, _SURE_OF_CONSTANT = 1.0, 0.3
-_LEAST_GAIN = 0.02
+_LEAST_GAIN = 0.005
 #: Programs of one task, and in all, that are fitted to at most.
 _OF_TASK, _PROGRAMS = 32, 3000
 
 
 class Fit(NamedTuple):
     """A correction, None where it is best to do nothing; log(measured / predicted) of m programs whose tasks were ``left`` out,
-    and their ``tasks``; the mean over tasks of its absolute value (``error``), and that without a correction (``before``)."""
+    and their ``tasks``; the mean over tasks of their MAPE (``error``), and that without a correction (``before``)."""
 
     correction: Correction | None
     left: FloatArray
@@ -83,7 +83,7 @@ def fit_correction(
         tried = _by_task(without - centre, task)
         gained = of_task - tried
         sure = _SURE if best[0] else _SURE_OF_CONSTANT
-        if gained.mean() > max(sure * gained.std() / math.sqrt(len(names)), _LEAST_GAIN * of_task.mean()):
+        if gained.mean() > max(sure * gained.std() / math.sqrt(len(names)), _LEAST_GAIN):
             best, of_task, left, shift, alpha = step, tried, without - centre, centre, inverse @ errors
     if not any(best):
         return Fit(None, left, names[task], float(of_task.mean()), float(before.mean()))
