@@ -107,13 +107,15 @@ class OperatorModel:
         UnknownDeviceError
             No such device.
         PredictorError
-            No such framework.
+            No such framework, or a device that is no GPU.
         """
         if framework not in FRAMEWORKS:
             raise PredictorError(f"no framework {framework!r}; there are {', '.join(FRAMEWORKS)}")
         if not len(table):
             return np.zeros(0)
         resolved = get_device(device) if isinstance(device, str) else device
+        if resolved.kind != "gpu" and resolved.name not in self.devices:
+            raise PredictorError(f"library operators are known on GPUs alone, and {resolved.name} is none")
         estimate, logs = self.parts(table, resolved, framework)
         measured = self.devices.get(resolved.name, ())
         parts = [1.0 if kind in measured else self.trust.get(kind, 0.0) for kind in kinds(table)]

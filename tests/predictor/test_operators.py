@@ -94,6 +94,8 @@ def test_training_leaves_families_out_and_comes_back_from_files(tmp_path: Path) 
     assert (low <= seconds).all() and (seconds <= high).all()
     with pytest.raises(PredictorError, match="no framework 'xla'"):
         model.predict(unseen, "h200", "xla")
+    with pytest.raises(PredictorError, match="on GPUs alone, and epyc-7742"):
+        model.predict(unseen, "epyc-7742@1")
     (tmp_path / "operators.json").write_text("{}")
     with pytest.raises(PredictorError, match="cannot read the operator model"):
         OperatorModel.load(tmp_path)
