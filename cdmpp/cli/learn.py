@@ -32,6 +32,13 @@ _LEFT_OUT = ("within_10pct", "top5_regret", "spearman", "within_20pct", "top1_re
 _SPLIT = 60
 #: Trials in the table of a search; all of them are in ``summary.json``.
 _TRIALS = 10
+#: What a finetuning learned, and what predictions are made by, in words.
+_LEARNED = {
+    "nothing": "nothing that helps",
+    "correction": "a correction of predictions",
+    "weights": "new weights",
+}
+_KINDS = {"ast": "AST", "compiled": "compiled code"}
 _STATES = ("complete", "pruned", "failed", "interrupted")
 
 
@@ -192,8 +199,12 @@ def _finetune(args: Namespace, console: Console, errors: Console) -> Any:
         )
         return summary
     chosen = f"{len(result.selection.tasks)} tasks of {args.device}"
-    summary["valid_mape"] = valid = result.predictor.training["valid_mape"]
-    say(console, f"{args.out}: finetuned on {chosen}; MAPE {percent(valid)} on programs of them held out")
+    about = result.predictor.training["finetuned"]
+    summary |= {name: about[name] for name in ("learned", "errors")}
+    say(console, f"{args.out}: learned from {chosen}: {_LEARNED[about['learned']]}")
+    for kind, error in about["errors"].items():
+        after = f"{percent(error['before'])} before, {percent(error['corrected'])} corrected"
+        say(console, f"MAPE on chosen tasks left out, by {_KINDS[kind]}: {after}")
     if result.split is None:
         return summary
     scores = evaluate(result.predictor, result.data, result.split)
