@@ -140,8 +140,8 @@ class _Parent:
                 if kind == "answer":
                     self._answers.put(content)
                     continue
-                future = self._futures.pop(content.job.program.hash)
-                if future.set_running_or_notify_cancel():
+                future = self._futures.pop(content.job.program.hash, None)
+                if future is not None and future.set_running_or_notify_cancel():
                     future.set_result(content)
 
 
@@ -364,7 +364,8 @@ class Workers:
             case "ended", (learned,):
                 self.learned.append(learned)
                 self._members.remove(member)
-                member.process.kill()
+                with self._sending:
+                    member.process.kill()
             case "failed", (error,):
                 raise error
 
@@ -396,7 +397,8 @@ class Workers:
         """Start a worker anew, as often as it has lives: it takes up what it had measured."""
         reason = member.process.exit_reason()
         logger.warning("worker %d of the tuning died (%s)", member.config.number, reason)
-        member.process.kill()
+        with self._sending:  # closing a pipe frees its number: what is being sent would go to the next worker
+            member.process.kill()
         self._members.remove(member)
         self._progress.release(member.under_way)
         if member.lives > 1:

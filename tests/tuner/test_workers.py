@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from cdmpp.tuner.results import TuneReport
 from cdmpp.tuner.store import DATASET_FOLDER, json_database
 from cdmpp.tuner.tuning import tune_tasks
 from cdmpp.tuner.workers import partition, worker_cores
-from tests.samples.programs import matmul_task
-from tests.samples.tuning import FakeEngine, interrupt_after, tune_config, tuned
+from tests.samples.programs import as_it_is, matmul_task
+from tests.samples.tuning import FakeEngine, interrupt_after, outcome_of, tune_config, tuned
 
 pytestmark = pytest.mark.usefixtures("real_machine")
 
@@ -230,3 +231,13 @@ def test_workers_beside_the_real_engine_keep_to_their_cores(tmp_path: Path, star
     assert seen <= {frozenset({core}) for core in usable_cores()} and seen
     assert len(seen) == 2 or len(usable_cores()) < 2
     assert records_of(tmp_path / "t")["program"].is_unique
+
+
+def test_an_outcome_that_nobody_waits_for_stops_no_worker() -> None:
+    here, there = Pipe()
+    parent = workers._Parent(there)
+    jobs = [as_it_is(matmul_task(size)) for size in (32, 48)]
+    (wanted,) = parent.submit(jobs[1:])
+    for job in jobs:
+        here.send(("outcome", outcome_of(job, 1e-3)))
+    assert wanted.result(timeout=30).job.program == jobs[1].program
