@@ -177,6 +177,7 @@ def detect_cpu(root: Path | None = None, machine: str = "") -> Device:
         arch=arch,
         mcpu=mcpu,
         clock_mhz=nominal_mhz,
+        boost_mhz=facts.max_mhz,
         cores=facts.cores,
         simd_bits=simd_bits,
         simd_pipes=1 if (arch, simd_bits) in _ONE_PIPE else None,

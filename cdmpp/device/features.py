@@ -48,6 +48,7 @@ def _matrix_peak(device: Device) -> float:
 _COMPUTED: dict[str, Callable[[Device], float]] = {
     "is_cpu": lambda d: float(d.kind == "cpu"),
     "is_gpu": lambda d: float(d.kind == "gpu"),
+    "clock_mhz": lambda d: _float(d.working_mhz),
     "peak_float32_gflops": lambda d: _float(d.peak_gflops.get("float32")),
     "peak_float64_gflops": lambda d: _float(d.peak_gflops.get("float64")),
     "peak_float16_gflops": lambda d: _float(d.peak_gflops.get("float16")),

@@ -50,8 +50,9 @@ class Device:
     #: this machine's.
     mcpu: str = ""
     mtriple: str = ""
-    #: Nominal clock of a CPU, boost clock of a GPU.
+    #: Nominal clock of a CPU, boost clock of a GPU; and the highest clock that a CPU's vendor states.
     clock_mhz: float | None = None
+    boost_mhz: float | None = None
     #: Vector width of a CPU as restricted; vector instructions that a core starts per cycle.
     simd_bits: int | None = None
     simd_pipes: int | None = None
@@ -97,6 +98,12 @@ class Device:
     target: Mapping[str, Any] = field(default_factory=dict)
     #: Where the numbers are from.
     sources: tuple[str, ...] = ()
+
+    @property
+    def working_mhz(self) -> float | None:
+        """The clock that programs see: as measured, else the highest one, else the nominal one."""
+        measured_ghz = self.measured.get("clock_ghz")
+        return 1e3 * measured_ghz if measured_ghz else self.boost_mhz or self.clock_mhz
 
     def used(self, share: float | None = None, isa: str = "", cores_here: int | None = None) -> Device:
         """A share of this whole device, its code perhaps restricted to an instruction set.
@@ -152,8 +159,8 @@ class Device:
         peaks: dict[str, float] = {}
         if not isa and self.peak_gflops and cores:
             peaks = {name: peak * used / cores for name, peak in self.peak_gflops.items()}
-        elif lanes is not None and self.clock_mhz is not None and fma is not None:
-            float32 = used * self.clock_mhz / 1e3 * lanes * (2 if fma else 1)
+        elif lanes is not None and self.working_mhz is not None and fma is not None:
+            float32 = used * self.working_mhz / 1e3 * lanes * (2 if fma else 1)
             peaks = {"float32": float32, "float64": float32 / 2}
         target = {"kind": "llvm", "num-cores": used, "mcpu": mcpu, "mtriple": self.mtriple}
         return replace(

@@ -150,6 +150,7 @@ def _joined(name: str) -> str:
 #: the unit for people. What is outside is mostly a unit that is off by 1000.
 _RANGES: dict[str, tuple[tuple[float, float], tuple[float, float], str]] = {
     "clock_mhz": ((100, 10_000), (100, 10_000), "MHz"),
+    "boost_mhz": ((100, 10_000), (100, 10_000), "MHz"),
     "cores": ((1, 4096), (1, 4096), "cores, SMs or CUs"),
     "lanes_per_core": ((1, 1024), (4, 1024), "lanes"),
     "simd_bits": ((32, 4096), (32, 4096), "bits"),

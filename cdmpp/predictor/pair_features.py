@@ -202,7 +202,7 @@ def _features_of(
     cores = max(1.0, device.cores_used or 1.0)
     share = np.ceil(parallel / cores) / np.maximum(parallel, 1.0)
     ns: dict[str, NDArray[np.floating]] = {
-        name: of[name.replace("_ns", "_cycles")] * share * 1e3 / (device.clock_mhz or 2500.0)
+        name: of[name.replace("_ns", "_cycles")] * share * 1e3 / (device.working_mhz or 2500.0)
         for name in TIME_FEATURES
         if not name.startswith("beyond")
     }

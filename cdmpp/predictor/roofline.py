@@ -241,7 +241,7 @@ def _cpu_leaf_s(leaves: FloatArray, device: Device) -> FloatArray:
     def column(name: str) -> FloatArray:
         return leaves[:, _COLUMN[name]]
 
-    clock = 1e6 * (device.clock_mhz or _DEFAULT_CLOCK_MHZ)
+    clock = 1e6 * (device.working_mhz or _DEFAULT_CLOCK_MHZ)
     width = max(w for w in SIMD_BYTES if w <= max((device.simd_bits or 128) / 8, SIMD_BYTES[0]))
     pipes = max(1.0, (device.lanes_per_core or width / 2) / (width / 4))
     fp = np.stack([column(f"op_{name}") for name in _FP_OPS]).sum(0)

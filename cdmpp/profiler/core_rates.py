@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import logging
 import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from cdmpp.device import Device
 from cdmpp.errors import CdmppError
+
+logger = logging.getLogger(__name__)
 
 #: Seconds of a run, rounds over all loops, and how much the best of the one half of the rounds may be off the other's.
 _RUN_S, _ROUNDS, _TOLERANCE = 4e-3, 6, 0.03
@@ -56,18 +59,34 @@ def core_rates(device: Device) -> tuple[dict[str, float], list[str]]:
         No x86-64 with AVX2, or no iced-x86; another program uses the core, so that the clock is not the same twice (the
         message has the spread).
     """
+    asm = _assembler(device)
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(before)})
+    try:
+        return _measure(list(_kernels(asm, device)))
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def with_clock(device: Device) -> Device:
+    """The CPU at hand with its clock as measured now; as it is where that cannot be measured, or is not steady."""
+    try:
+        asm = _assembler(device)
+        rates, _ = _measure([_Kernel("clock_ghz", asm.loop(asm.chain(40)), 40)])
+    except CdmppError as error:
+        logger.warning("the clock of %s is not measured: %s", device.name, error)
+        return device
+    return replace(device, measured={**device.measured, **rates})
+
+
+def _assembler(device: Device) -> Any:
     if platform.machine() != "x86_64" or (device.simd_bits or 0) < 256:
         raise CdmppError(f"{device.name}: rates of a core are measured on x86-64 with AVX2 alone")
     try:
         from cdmpp.profiler.assembly import Assembler
     except ImportError as error:
         raise CdmppError(f"assembling loops needs iced-x86: install cdmpp[tvm] ({error})") from error
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(before)})
-    try:
-        return _measure(list(_kernels(Assembler(), device)))
-    finally:
-        os.sched_setaffinity(0, before)
+    return Assembler()
 
 
 def _measure(kernels: Sequence[_Kernel]) -> tuple[dict[str, float], list[str]]:

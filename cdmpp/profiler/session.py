@@ -19,6 +19,7 @@ from cdmpp.dataset import Dataset, Record
 from cdmpp.device import Device, get_device
 from cdmpp.device.detect import machine_facts
 from cdmpp.errors import DatasetError, ProfilerError
+from cdmpp.profiler.core_rates import with_clock
 from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job
 from cdmpp.profiler.engine import BuildJob, Engine, Outcome
 from cdmpp.profiler.machine import core_groups, usable_cores
@@ -241,7 +242,7 @@ def profile(
         raise ProfilerError("re-measuring needs a limit: how many programs?")
     plan, families = _plan(networks, config, threads, path, tasks, programs_of, notify)
     with Dataset.open_or_create(path) as dataset:
-        dataset.set_device(device)
+        dataset.set_device(with_clock(device))
         if not remeasure:
             records = dataset.records
             for row in records[records["device"] == device.name].itertuples():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,10 @@ def test_any_text_resolves_or_is_refused_in_one_line(name: str) -> None:
 def test_a_cpu_share_and_a_restriction_change_what_they_should() -> None:
     one, two, narrow = (TABLE.get(f"this-cpu{suffix}") for suffix in ("@1", "@2", ".x86-64-v2@1"))
     # 2.5 GHz x 16 lanes x 2 pipes x 2 (multiply and add)
-    assert one.peak_gflops == {"float32": 160.0, "float64": 80.0}
-    assert two.peak_gflops["float32"] == 320.0
-    # 128-bit, and no fused multiply-add below v3: 2.5 GHz x 4 lanes x 2 pipes
-    assert narrow.peak_gflops["float32"] == 20.0
+    assert one.peak_gflops == pytest.approx({"float32": 198.4, "float64": 99.2})
+    assert two.peak_gflops["float32"] == pytest.approx(396.8)
+    # 128-bit, and no fused multiply-add below v3: 3.1 GHz x 4 lanes x 2 pipes
+    assert narrow.peak_gflops["float32"] == pytest.approx(24.8)
     assert (narrow.simd_bits, narrow.fma, narrow.isa) == (128, False, "x86-64-v2")
     assert one.target == {"kind": "llvm", "mcpu": "cascadelake", "num-cores": 1}
     assert two.target["num-cores"] == 2
@@ -101,7 +102,7 @@ def test_a_cpu_share_and_a_restriction_change_what_they_should() -> None:
     assert one.model == narrow.model == HERE.model and one.base == narrow.base
     assert (one.share_fraction, two.share_fraction) == (0.5, 1.0)
     # a larger machine with this CPU can be spoken of
-    assert TABLE.get("xeon-cascadelake-2.5ghz@8").peak_gflops["float32"] == 1280
+    assert TABLE.get("xeon-cascadelake-2.5ghz@8").peak_gflops["float32"] == pytest.approx(1587.2)
 
 
 def test_a_gpu_share_scales_compute_and_keeps_memory() -> None:
@@ -124,7 +125,7 @@ def test_shipped_rows_are_sourced_and_plausible() -> None:
         assert device.cores and device.clock_mhz and 500 <= device.clock_mhz <= 6000 and device.lanes_per_core
         peak = device.peak_gflops["float32"]
         # stated peaks agree with lanes x clock; NVIDIA rounds, and quotes some at another clock
-        computed = (2 if device.fma else 1) * device.cores * device.lanes_per_core * device.clock_mhz / 1e3
+        computed = (2 if device.fma else 1) * device.cores * device.lanes_per_core * device.working_mhz / 1e3
         assert peak == pytest.approx(computed, rel=0.05), device.name
         for dtype in ("float16_matrix", "tfloat32_matrix", "float32_matrix"):
             assert device.peak_gflops.get(dtype, math.inf) >= peak, device.name
@@ -253,7 +254,7 @@ def test_features_are_raw_and_distinguish_devices() -> None:
     assert set(DEVICE_FEATURES) > GENERAL_DEVICE_FEATURES
     for name, values in found.items():
         assert values["is_cpu"] + values["is_gpu"] == 1
-        assert values["clock_mhz"] == TABLE.get(name).clock_mhz
+        assert values["clock_mhz"] == TABLE.get(name).working_mhz
         assert all(value >= 0 or math.isnan(value) for value in values.values())
     assert len({str(values) for values in found.values()}) == len(names)
     h200 = {"bytes_per_flop": 4800 / 66900, "peak_matrix_gflops": 1978900, "compute_capability": 9.0}
@@ -307,3 +308,14 @@ def test_the_command_line_shows_and_adds_devices(tmp_path: Path, capsys: pytest.
     assert main(["devices", "--add", str(wrong)]) == 2
     error = capsys.readouterr().err
     assert "my-gpu: clock_mhz is 1" in error and error.count("\n") == 1
+
+
+def test_programs_see_the_measured_clock_else_the_highest_else_the_nominal_one() -> None:
+    nominal = replace(TABLE.get("xeon-cascadelake-2.5ghz"), boost_mhz=None, peak_gflops={})
+    highest = replace(nominal, boost_mhz=3100.0)
+    measured = replace(highest, measured={"clock_ghz": 2.9})
+    clocks = (2500.0, 3100.0, 2900.0)
+    assert tuple(device.working_mhz for device in (nominal, highest, measured)) == clocks
+    assert [device.used(1).peak_gflops["float32"] for device in (nominal, highest, measured)] == [
+        pytest.approx(0.064 * mhz) for mhz in clocks
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -57,3 +58,12 @@ def test_what_is_not_the_same_twice_is_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_a_core_without_avx2_is_refused() -> None:
     with pytest.raises(CdmppError, match="on x86-64 with AVX2 alone"):
         core_rates(dataclasses.replace(HERE, simd_bits=128))
+
+
+def test_the_clock_is_kept_with_the_device_where_it_is_steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = iter([3.0] * 6 + [2.0, 3.0] * 30)
+    monkeypatch.setattr(measuring, "_assembler", lambda device: MagicMock())
+    monkeypatch.setattr(measuring, "_rate", lambda kernel: next(given))
+    one = dataclasses.replace(HERE, measured={"l1_ns": 1.0})
+    assert measuring.with_clock(one).measured == {"l1_ns": 1.0, "clock_ghz": 3.0}
+    assert measuring.with_clock(one) == one, "others were using the core"
