@@ -28,6 +28,7 @@ def _add_profile(sub: Parser) -> None:
     add(sub, "tasks", metavar="FILE", help="these tasks only (JSON with 'tasks', or a hash a line)")
     add(sub, "programs_of", metavar="DIR", help="measure the programs of this dataset instead")
     add(sub, "remeasure", action="store_true", help="with --programs-of: also what --out has already")
+    add(sub, "library", action="store_true", help="PyTorch's own kernels, in place of TVM's programs")
     add_settings(sub, ProfileConfig)
 
 
@@ -36,6 +37,7 @@ def _profile(args: Namespace, console: Console, errors: Console) -> Any:
 
     cdmpp profile mlp resnet18 --out runs/mine          64 programs of each task, on one core
     cdmpp profile zoo --unscheduled --device this-cpu@2 --out runs/untuned --resume
+    cdmpp profile zoo --library --out runs/library      what PyTorch's operators take
     """
     from cdmpp.device import get_device
     from cdmpp.profiler.session import ProfileConfig, profile, read_task_file
@@ -45,6 +47,8 @@ def _profile(args: Namespace, console: Console, errors: Console) -> Any:
         raise ProfilerError("name networks to profile, or a dataset with --programs-of, not both")
     if args.unscheduled and args.programs_of:
         raise ProfilerError("--unscheduled measures the tasks of networks, not the programs of a dataset")
+    if args.library:
+        return _profile_library(networks, args, console, errors)
     if get_device(args.device).kind == "gpu":
         return _profile_gpu(networks, args, console, errors)
     with Bar(errors, "measuring") as bar:
@@ -64,6 +68,19 @@ def _profile(args: Namespace, console: Console, errors: Console) -> Any:
         console,
         f"{report.path}: {report.ok} labels on {report.device} in {report.elapsed_s:.0f} s "
         f"({report.new / max(report.elapsed_s, 1e-9):.1f}/s, degree {report.workers}); "
+        f"failures: {counts_text(report.failures)}",
+    )
+    return asdict(report)
+
+
+def _profile_library(networks: list[str], args: Namespace, console: Console, errors: Console) -> Any:
+    from cdmpp.profiler.library import profile_library
+
+    with Bar(errors, "measuring") as bar:
+        report = profile_library(networks, args.device, args.out, resume=args.resume, progress=bar.follow)
+    say(
+        console,
+        f"{report.path}: {report.labels} labels on {report.device}, {report.new} operators in {report.elapsed_s:.0f} s; "
         f"failures: {counts_text(report.failures)}",
     )
     return asdict(report)

@@ -114,6 +114,8 @@ def _add_latency(sub: Parser) -> None:
     devices = "device name (see cdmpp devices); several are ranked"
     add(sub, "device", required=True, metavar="D[,D...]", help=devices)
     add(sub, "predictor", default="default")
+    runtime = "what runs a network: PyTorch, eagerly (default), TVM's programs as they are, or the best predicted ones"
+    add(sub, "runtime", choices=("torch", "tvm", "tvm-tuned"), default=None, help=runtime)
     schedule = (
         "a task's program: as it is (default), the best predicted of some, or of this MetaSchedule database"
     )
@@ -148,6 +150,7 @@ def _latency(args: Namespace, console: Console, errors: Console) -> Any:
         return run_serving(args, devices, console, errors)
     if args.dtype is not None:
         raise CdmppError("--dtype is of language models and lists of operators: networks are float32 here")
+    tuned = args.runtime == "tvm-tuned"
     with errors.status("reading the network, predicting its tasks"):
         comparison = compare_devices(
             args.network,
@@ -155,7 +158,8 @@ def _latency(args: Namespace, console: Console, errors: Console) -> Any:
             args.predictor,
             prices=None if args.price is None else read_prices(args.price),
             data=args.data,
-            schedule=args.schedule,
+            runtime="tvm" if tuned else args.runtime,
+            schedule="best" if tuned and args.schedule == "untuned" else args.schedule,
             streams=args.streams,
             launch_overhead_us=args.launch_us,
             programs_per_task=args.programs_per_task,

@@ -30,8 +30,8 @@ LABELS: dict[str, str] = {
 }
 
 
-def write_operators(folder: str | Path, table: pd.DataFrame, **meta: Any) -> None:
-    """Write a new dataset of a table with the columns of :data:`LABELS` besides those of operators.
+def write_operators(folder: str | Path, table: pd.DataFrame, *, replace: bool = False, **meta: Any) -> None:
+    """Write a new dataset (or ``replace`` one) of a table with the columns of :data:`LABELS` besides those of operators.
 
     Raises
     ------
@@ -39,7 +39,7 @@ def write_operators(folder: str | Path, table: pd.DataFrame, **meta: Any) -> Non
         There is a dataset already, or the files cannot be written.
     """
     folder = Path(folder)
-    if (folder / META_FILE).exists():
+    if (folder / META_FILE).exists() and not replace:
         raise DatasetError(f"{folder} is a dataset already: choose a new folder")
     table = table.reindex(columns=["op", "dtype", "kv_dtype", *SIZES, *LABELS])
     texts = [name for name in table if name not in (*SIZES, "seconds", "noise")]

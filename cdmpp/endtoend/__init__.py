@@ -1,7 +1,8 @@
 """Whole networks: what their tasks take, and what they take together."""
 
 from cdmpp.endtoend.graph import NetworkTasks, network_tasks
-from cdmpp.endtoend.latency import Comparison, LatencyReport, compare_devices, predict_latency, read_prices
+from cdmpp.endtoend.latency import Comparison, compare_devices, predict_latency, read_prices
+from cdmpp.endtoend.report import LatencyReport
 from cdmpp.endtoend.tasks import predict_network
 
 __all__ = [

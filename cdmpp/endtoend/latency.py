@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cdmpp.endtoend.eager import eager_latency
 from cdmpp.endtoend.graph import NetworkTasks, network_tasks
 from cdmpp.endtoend.replay import Replay, replay
+from cdmpp.endtoend.report import INDEPENDENT, INTERVAL, LatencyReport, LayerLatency
 from cdmpp.endtoend.tasks import UNTUNED, TaskLatency, candidates, predict_tasks
 from cdmpp.errors import NetworkError, PriceError, UnknownDeviceError, reason
 from cdmpp.predictor.predictor import COVERAGE, prediction_note
@@ -30,91 +32,6 @@ FloatArray = NDArray[np.float64]
 
 #: Draws of the tasks' errors: the ends of a 90 % interval are then known to within some two points of coverage.
 _DRAWS = 400
-
-#: What the two intervals of a :class:`LatencyReport` assume.
-INTERVAL = (
-    "low_s and high_s take every task at the same end of its own interval, as if all errors went the same way: wider "
-    "than the coverage asks for unless they do"
-)
-INDEPENDENT = (
-    "independent_low_s and independent_high_s let the errors of different tasks differ by chance, so that they partly cancel: "
-    "too narrow where the predictor is off on the whole network or device"
-)
-
-
-@dataclass(frozen=True)
-class LayerLatency:
-    """One node of the network, all its runs together; the first fields are those of its GraphNode."""
-
-    name: str
-    operator: str
-    kind: str
-    phase: str
-    repeat: float
-    tasks: tuple[str, ...]
-    #: Of its kernels, with the interval in which all its tasks are at the same end; None without intervals.
-    latency_s: float
-    low_s: float | None
-    high_s: float | None
-    #: How long its stream was idle because the host had not launched its kernels yet.
-    gap_s: float
-    #: Part of the sum of all nodes' latencies and gaps, 0 to 1.
-    fraction: float
-    #: When its first kernel starts, and on which stream.
-    start_s: float
-    stream: int
-    #: Where its programs come from: ``untuned``, ``library``, ``random`` or ``database``; "" without tasks.
-    origin: str
-    #: Whether one of its programs is far from the training data; None where the predictor cannot tell.
-    unfamiliar: bool | None
-    #: On this device, where the graph says it.
-    measured_s: float | None
-
-
-@dataclass(frozen=True)
-class LatencyReport:
-    """Predicted latency of one run of a network on a device."""
-
-    network: str
-    device: str
-    #: ``untuned``, ``best`` or the folder of a database.
-    schedule: str
-    latency_s: float
-    #: See :data:`INTERVAL` and :data:`INDEPENDENT`; None without intervals.
-    low_s: float | None
-    high_s: float | None
-    independent_low_s: float | None
-    independent_high_s: float | None
-    #: Of a task's own interval.
-    coverage: float
-    #: Sums over all kernels, and over the times that streams waited for a launch.
-    kernel_s: float
-    gap_s: float
-    #: Kernels started.
-    launches: float
-    launch_overhead_us: float
-    streams: int
-    #: Latency on one stream.
-    serial_s: float
-    #: In the order of execution.
-    layers: tuple[LayerLatency, ...]
-    #: In the user's currency; the cost of a million runs.
-    price_per_hour: float | None
-    cost_per_million: float | None
-    #: Of the whole network on this device, where the graph says it.
-    measured_s: float | None
-    #: What the numbers rest on, and what to keep in mind about them.
-    assumptions: tuple[str, ...]
-    notes: tuple[str, ...]
-
-    @property
-    def ape(self) -> float | None:
-        """Absolute error relative to what was measured (0.1 is 10 %); None where nothing was."""
-        return None if not self.measured_s else abs(self.latency_s / self.measured_s - 1)
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values, with ``ape``."""
-        return {**asdict(self), "ape": self.ape}
 
 
 @dataclass(frozen=True)
@@ -145,6 +62,7 @@ def predict_latency(
     device: str | Device,
     predictor: Predictor | str | Path = "default",
     *,
+    runtime: str | None = None,
     schedule: str | Path = UNTUNED,
     streams: int = 1,
     launch_overhead_us: float | None = None,
@@ -166,6 +84,9 @@ def predict_latency(
         :class:`~cdmpp.endtoend.graph.NetworkTasks`.
     predictor
         A predictor, its folder, or ``"default"``.
+    runtime
+        What runs it: ``"torch"``, eagerly (:mod:`cdmpp.endtoend.eager`; on a GPU the kernels of its libraries), or ``"tvm"``.
+        None: TVM where the tasks or a schedule are given, else PyTorch.
     schedule
         What a task's program is: ``"untuned"`` (as it is), ``"best"`` (the best predicted of `programs_per_task` random
         programs of its design space), or the folder of a MetaSchedule JSON database.
@@ -192,6 +113,8 @@ def predict_latency(
 
     check_coverage(coverage)
     resolved = get_device(device) if isinstance(device, str) else device
+    if runs_eagerly(network, runtime, schedule) and resolved.kind == "cpu":
+        return eager_latency(network, resolved, price_per_hour=price_per_hour)  # type: ignore[arg-type]
     predictor = load_predictor(predictor)
     source = network_tasks(network, data)
     programs, notes = candidates(source, schedule, resolved, programs_per_task, seed)
@@ -261,11 +184,19 @@ def compare_devices(
     from cdmpp.predictor.predictor import load_predictor
 
     resolved = [get_device(device) if isinstance(device, str) else device for device in devices]
-    predictor = load_predictor(predictor)
-    source = network_tasks(network, data)
+    eager = runs_eagerly(network, options.get("runtime"), options.get("schedule", UNTUNED))
+    source: Any = network
+    if not eager or any(device.kind == "gpu" for device in resolved):
+        predictor, source = load_predictor(predictor), network_tasks(network, data)
     prices = prices or {}
     reports = [
-        predict_latency(source, device, predictor, price_per_hour=prices.get(name), **options)
+        predict_latency(
+            network if eager and device.kind == "cpu" else source,
+            device,
+            predictor,
+            price_per_hour=prices.get(name),
+            **options,
+        )
         for name, device in {device.name: device for device in resolved}.items()
     ]
     reports.sort(key=lambda report: report.latency_s)
@@ -315,6 +246,17 @@ def read_prices(path: str | Path) -> dict[str, float]:
             raise PriceError(f"{path}: two prices of {device}")
         prices[device] = float(price)
     return prices
+
+
+def runs_eagerly(network: object, runtime: str | None, schedule: str | Path) -> bool:
+    """Whether PyTorch runs a network (NetworkError for a runtime that is not known, or does not fit the rest)."""
+    tasks = isinstance(network, NetworkTasks) or str(network).lower().endswith(".json")
+    of_tvm = tasks or str(schedule) != UNTUNED
+    if runtime not in (None, "torch", "tvm"):
+        raise NetworkError(f"no runtime {runtime!r}: expected torch or tvm")
+    if runtime == "torch" and str(schedule) != UNTUNED:
+        raise NetworkError("PyTorch's kernels have no schedule to choose: --schedule is of --runtime tvm")
+    return not tasks and (runtime == "torch" or (runtime is None and not of_tvm))
 
 
 def _launch(device: Device, given_us: float | None) -> tuple[float, str]:

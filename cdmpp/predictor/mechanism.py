@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.program.operators import COLLECTIVES, ELEMENT_BYTES, SIZES, used_weights, work
+from cdmpp.program.operators import COLLECTIVES, ELEMENT_BYTES, GATES, SIZES, used_weights, work
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -68,7 +68,7 @@ _SPLIT_S = 1e-6
 #: PCIe 4.0 with 16 lanes has 64 in both directions together; without peers each copy crosses it twice.
 _DEFAULT_LINK = 32.0
 _MOST_ROUNDS = 6
-_DEFAULT_CLOCK_MHZ, _DEFAULT_BANDWIDTH, _DEFAULT_PEAK = 1500.0, 300.0, 10_000.0
+_DEFAULT_CLOCK_MHZ, _DEFAULT_BANDWIDTH, _DEFAULT_PEAK = 1500.0, {"gpu": 300.0, "cpu": 30.0}, 10_000.0
 
 #: Names of the columns of :func:`mechanism`: logarithms, but for flags and parts.
 MECHANISM_FEATURES: tuple[str, ...] = (
@@ -135,6 +135,11 @@ def products(table: pd.DataFrame) -> tuple[FloatArray, FloatArray, FloatArray, F
             (size["sequences"] * size["heads"] / packed, queries * packed, size["head_dim"], seen),
         ),
     ]
+    for name, gates in GATES.items():  # one step after the other
+        kinds.append((op == name, (size["tokens"], size["m"], gates * size["n"], size["n"] + size["k"])))
+    for name in ("activation", "batchnorm", "copy", "reduce"):
+        kinds.append((op == name, (one, size["m"], size["n"], one)))
+    kinds.append((op == "pool", (one, size["batch"] * points, size["in_channels"], window)))
     masks = [mask for mask, _ in kinds]
     found = [np.select(masks, [values[i] for _, values in kinds], one) for i in range(4)]
     return found[0], np.maximum(found[1], 1.0), np.maximum(found[2], 1.0), np.maximum(found[3], 1.0)
@@ -220,11 +225,11 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     size = {name: np.nan_to_num(table[name].to_numpy(dtype=np.float64)) for name in SIZES}
     op, todo = table["op"].to_numpy(dtype=str), work(table)
     cores = max(1.0, device.cores_used or device.cores or 1.0)
-    clock = 1e6 * (device.clock_mhz or _DEFAULT_CLOCK_MHZ)
+    clock = 1e6 * (device.working_mhz or _DEFAULT_CLOCK_MHZ)
     lanes = device.lanes_per_core or 64.0
     of_type = {dtype: 1e9 * pipe(device, dtype)[0] for dtype in set(table["dtype"])}
     peak = table["dtype"].map(of_type).to_numpy(dtype=np.float64)
-    bandwidth = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH)
+    bandwidth = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH[device.kind])
     special_rate = _SPECIAL_PER_CYCLE if device.kind == "gpu" else lanes / 8
     collective = np.isin(op, COLLECTIVES)
     moved = todo["read"] + todo["written"]

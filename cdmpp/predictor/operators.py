@@ -33,7 +33,9 @@ FloatArray = NDArray[np.float64]
 
 #: The fastest kernel of any framework.
 BEST = "best"
-FRAMEWORKS = (BEST, "vllm", "sglang", "trtllm", "torch", "miopen", "triton", "nccl", "pipeweave")
+#: PyTorch with weights that no cache holds; of a CPU, where ``torch`` has them in the caches.
+COLD = "torch-cold"
+FRAMEWORKS = (BEST, "vllm", "sglang", "trtllm", "torch", "miopen", "triton", "nccl", "pipeweave", COLD)
 _OPS, _DTYPES = tuple(OPERATORS), tuple(ELEMENT_BYTES)
 #: Data types whose products have kernels of their own.
 _NARROW = ("fp8", "fp8_block", "fp8_static", "nvfp4", "int8", "sq")
@@ -71,6 +73,8 @@ _ALIKE_KINDS = {
 }
 #: Operators of one kind and device that constants are fitted to, at most.
 _FITTED_ROWS = 3000
+#: Parts of the operators of a single family of devices that are left out in turn.
+_FOLDS = 5
 #: Tables are cut to so many rows of one operator, data type, device and framework.
 _ROWS = 2500
 
@@ -95,6 +99,8 @@ class OperatorModel:
     mean: NDArray[np.float32]
     std: NDArray[np.float32]
     devices: Mapping[str, Sequence[str]]
+    #: Names of the inputs by group, of those that this version knows.
+    inputs: Sequence[Sequence[str]] = field(default_factory=lambda: _INPUTS)
     trust: Mapping[str, float] = field(default_factory=dict)
     seen: Mapping[str, Errors] = field(default_factory=dict)
     unseen: Mapping[str, Errors] = field(default_factory=dict)
@@ -107,15 +113,17 @@ class OperatorModel:
         UnknownDeviceError
             No such device.
         PredictorError
-            No such framework, or a device that is no GPU.
+            No such framework, or a device of a kind that no labels are of.
         """
         if framework not in FRAMEWORKS:
             raise PredictorError(f"no framework {framework!r}; there are {', '.join(FRAMEWORKS)}")
         if not len(table):
             return np.zeros(0)
         resolved = get_device(device) if isinstance(device, str) else device
-        if resolved.kind != "gpu" and resolved.name not in self.devices:
-            raise PredictorError(f"library operators are known on GPUs alone, and {resolved.name} is none")
+        if resolved.kind not in {get_device(name).kind for name in self.devices}:
+            raise PredictorError(
+                f"these library operators are of no {resolved.kind.upper()}, as {resolved.name} is"
+            )
         estimate, logs = self.parts(table, resolved, framework)
         measured = self.devices.get(resolved.name, ())
         parts = [1.0 if kind in measured else self.trust.get(kind, 0.0) for kind in kinds(table)]
@@ -124,7 +132,8 @@ class OperatorModel:
     def parts(self, table: pd.DataFrame, device: Device, framework: str) -> tuple[FloatArray, FloatArray]:
         """The estimate in seconds, and what the networks add to its logarithm, each float64 (n,)."""
         rows, estimate = encode(table, device, framework, self.constants)
-        scaled = torch.from_numpy(np.clip((rows - self.mean) / self.std, -_FAR, _FAR))
+        own = [_NAMES.index(name) for name in _names(self.inputs)]
+        scaled = torch.from_numpy(np.clip((rows[:, own] - self.mean) / self.std, -_FAR, _FAR))
         with torch.inference_mode():
             logs = [network(scaled).squeeze(-1).double().numpy() for network in self.networks]
         return estimate, np.mean(logs, axis=0) if logs else np.zeros(len(table))
@@ -170,7 +179,7 @@ class OperatorModel:
         folder.mkdir(parents=True, exist_ok=True)
         records = {name: getattr(self, name) for name in ("constants", "seen", "unseen")}
         state = {
-            "inputs": _INPUTS,
+            "inputs": self.inputs,
             "mean": [float(v) for v in self.mean],
             "std": [float(v) for v in self.std],
             "devices": {name: list(of_device) for name, of_device in self.devices.items()},
@@ -194,7 +203,7 @@ class OperatorModel:
         folder = Path(folder)
         try:
             state = json.loads((folder / _FILE).read_text(encoding="utf-8"))
-            if state["inputs"] != _INPUTS:
+            if not set(_names(state["inputs"])) <= set(_NAMES):
                 raise PredictorError(f"{folder} was trained with other features: train it again")
             tensors = load_file(folder / _WEIGHTS)
             networks = []
@@ -204,7 +213,7 @@ class OperatorModel:
                     for name, value in tensors.items()
                     if name.startswith(f"{number}.")
                 }
-                networks.append(_network(len(own["0.bias"])))
+                networks.append(_network(*reversed(own["0.weight"].shape)))
                 networks[-1].load_state_dict(own)
             return cls(
                 constants={kind: Constants(**values) for kind, values in state["constants"].items()},
@@ -212,6 +221,7 @@ class OperatorModel:
                 mean=np.array(state["mean"], dtype=np.float32),
                 std=np.array(state["std"], dtype=np.float32),
                 devices=dict(state["devices"]),
+                inputs=state["inputs"],
                 trust=state["trust"],
                 seen={kind: Errors(**values) for kind, values in state["seen"].items()},
                 unseen={kind: Errors(**values) for kind, values in state["unseen"].items()},
@@ -220,15 +230,21 @@ class OperatorModel:
             raise PredictorError(f"cannot read the operator model of {folder}: {reason(err)}") from err
 
 
-def load_operator_model(spec: str | Path = "default") -> OperatorModel:
-    """The operator model that ships (``"default"``), or that of a folder (PredictorError: there is none in it)."""
-    shipped = Path(__file__).parent / "weights" / "operators"
+def load_operator_model(spec: str | Path = "default", kind: str = "gpu") -> OperatorModel:
+    """The operator model that ships for a kind of device (``"default"``), or that of a folder (PredictorError: none in it)."""
+    shipped = Path(__file__).parent / "weights" / {"gpu": "operators", "cpu": "operators-cpu"}[kind]
     return OperatorModel.load(shipped if str(spec) == "default" else spec)
 
 
 #: What the inputs of the network are, for the check of a file.
 _INPUTS: list[list[str]] = [list(MECHANISM_FEATURES), list(_OPS), list(_DTYPES), list(FRAMEWORKS)]
-WIDTH = sum(map(len, _INPUTS))
+
+
+def _names(inputs: Sequence[Sequence[str]]) -> list[str]:
+    return [f"{group} {name}" for group, names in enumerate(inputs) for name in names]
+
+
+_NAMES = _names(_INPUTS)
 
 
 def kinds(table: pd.DataFrame) -> NDArray[np.str_]:
@@ -256,7 +272,7 @@ def constants_of(kind: str, constants: Mapping[str, Constants]) -> Constants:
 def encode(
     table: pd.DataFrame, device: Device, framework: str | None, constants: Mapping[str, Constants]
 ) -> tuple[NDArray[np.float32], FloatArray]:
-    """What the network sees of operators on one device, float32 (n, WIDTH), and the estimate in seconds, (n,); each row's own
+    """What the network sees of operators on one device, float32 (n, inputs), and the estimate in seconds, (n,); each row's own
     framework where none is given."""
     seen = mechanism(table, device)
     names = table["framework"].to_numpy(dtype=str) if framework is None else np.full(len(table), framework)
@@ -324,7 +340,7 @@ def train(
     PredictorError
         There is nothing to learn from.
     """
-    if len(table) < 2:
+    if len(table) < _FOLDS:
         raise PredictorError("an operator model needs labels of operators to learn from")
     table = table.reset_index(drop=True)
     family = (
@@ -337,7 +353,7 @@ def train(
         mine = np.flatnonzero(family == number)
         others = np.flatnonzero(family != number)
         if len(others) < 2:
-            raise PredictorError("an operator model needs labels of two devices that are not the same")
+            return _of_one_family(table, members, epochs, width, seed)
         without = _fitted(
             table.iloc[others].reset_index(drop=True), max(1, members // 2), epochs, width, seed
         )
@@ -356,6 +372,24 @@ def train(
     )
     own_estimate, own_logs = _parts_of_rows(model, table)
     return replace(model, seen=_errors(table, own_estimate * np.exp(own_logs))), left
+
+
+def _of_one_family(
+    table: pd.DataFrame, members: int, epochs: int, width: int, seed: int
+) -> tuple[OperatorModel, pd.DataFrame]:
+    """Where no other device can say how far networks are to be trusted, they are on all; errors are of operators left out."""
+    part = np.random.default_rng(seed).permutation(len(table)) % _FOLDS
+    left_s, estimate_s = np.empty(len(table)), np.empty(len(table))
+    for number in range(_FOLDS):
+        without = _fitted(
+            table[part != number].reset_index(drop=True), max(1, members // 2), epochs, width, seed
+        )
+        estimate, logs = _parts_of_rows(without, table[part == number])
+        estimate_s[part == number], left_s[part == number] = estimate, estimate * np.exp(logs)
+    left = table.assign(left_out_s=left_s, left_out_estimate_s=estimate_s)
+    errors = _errors(left.assign(framework=BEST), left_s)
+    trust = dict.fromkeys(map(str, np.unique(kinds(table))), 1.0)
+    return replace(_fitted(table, members, epochs, width, seed), trust=trust, seen=errors), left
 
 
 def left_out_errors(left: pd.DataFrame) -> list[dict[str, Any]]:
@@ -378,7 +412,7 @@ def left_out_errors(left: pd.DataFrame) -> list[dict[str, Any]]:
 
 def _fitted(table: pd.DataFrame, members: int, epochs: int, width: int, seed: int) -> OperatorModel:
     constants = _fit_constants(table)
-    rows, target = np.empty((len(table), WIDTH), dtype=np.float32), np.empty(len(table))
+    rows, target = np.empty((len(table), len(_NAMES)), dtype=np.float32), np.empty(len(table))
     for name, at in table.groupby("device").indices.items():
         part = table.iloc[at]
         rows[at], estimate = encode(part, get_device(str(name)), None, constants)
@@ -475,9 +509,9 @@ def _weights(table: pd.DataFrame) -> NDArray[np.float32]:
     return (weights / weights.mean()).astype(np.float32)
 
 
-def _network(width: int) -> nn.Sequential:
+def _network(inputs: int, width: int) -> nn.Sequential:
     return nn.Sequential(
-        nn.Linear(WIDTH, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 1)
+        nn.Linear(inputs, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 1)
     )
 
 
@@ -485,7 +519,7 @@ def _fit(
     rows: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, width: int, epochs: int, seed: int
 ) -> nn.Module:
     torch.manual_seed(seed)
-    network = _network(width)
+    network = _network(rows.shape[1], width)
     optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3, weight_decay=1e-2)
     batch = min(1024, len(rows))
     steps = epochs * (len(rows) // batch)

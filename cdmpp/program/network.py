@@ -50,6 +50,7 @@ class Network:
     #: One line, for people.
     description: str = ""
     importer: Callable[[], Any] = field(repr=False, compare=False, kw_only=True)
+    exporter: Callable[[], Any] | None = field(default=None, repr=False, compare=False, kw_only=True)
 
     def to_relax(self) -> Any:
         """Import: a ``tvm.IRModule`` with a Relax function ``main`` and the weights as constants.
@@ -62,6 +63,14 @@ class Network:
             TVM has no import for one of its operators; the message names it.
         """
         return self.importer()
+
+    def export(self) -> Any:
+        """``torch.export``'s program of it, with fixed shapes (NetworkError where it cannot be had, as of ONNX)."""
+        if self.exporter is None:
+            raise NetworkError(
+                f"{self.name} is no PyTorch network: its operators are known by torch.export alone"
+            )
+        return self.exporter()
 
     @staticmethod
     def from_torch(module: nn.Module, args: Sequence[Any], name: str = "network") -> Network:
@@ -77,6 +86,7 @@ class Network:
             "torch",
             type(module).__name__,
             importer=lambda: _import_exported(name, _export(name, module, args)),
+            exporter=lambda: _export(name, module, args),
         )
 
 
@@ -134,9 +144,16 @@ def load_network(spec: str | Path, shapes: Mapping[str, Sequence[int]] | None = 
         )
     exported = _load_pt2(path)
     inputs = _fixed(name, _exported_inputs(exported), shapes or {}, batch)
-    return Network(
-        name, "user", inputs, source, importer=lambda: _import_exported(name, exported, inputs, batch or 1)
+    network = Network(
+        name,
+        "user",
+        inputs,
+        source,
+        importer=lambda: _import_exported(name, exported, inputs, batch or 1),
+        # again, as its extents may be dynamic
+        exporter=lambda: _export(name, exported.module(), example_inputs(network)),
     )
+    return network
 
 
 def example_inputs(network: Network, seed: int = 0) -> tuple[Any, ...]:
@@ -162,10 +179,18 @@ def _from_zoo(entry: ZooEntry, batch: int, size: int | None) -> Network:
     variant = (f"s{size}" if resized else "") + ("" if batch == 1 else f"b{batch}")
     name = f"{entry.name}@{variant}" if variant else entry.name
 
-    def importer() -> Any:
-        return _import_exported(name, _export(name, entry.build(), example_inputs(network)))
+    def exporter() -> Any:
+        return _export(name, entry.build(), example_inputs(network))
 
-    network = Network(name, entry.family, inputs, "zoo", entry.description, importer=importer)
+    network = Network(
+        name,
+        entry.family,
+        inputs,
+        "zoo",
+        entry.description,
+        importer=lambda: _import_exported(name, exporter()),
+        exporter=exporter,
+    )
     return network
 
 

@@ -83,14 +83,26 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     "embedding": ("m", "n"),
     "all_reduce": ("bytes", "num_workers"),
     "send_recv": ("bytes", "num_workers"),
+    "activation": ("m", "n"),
+    "batchnorm": ("m", "n"),
+    "copy": ("m", "n"),
+    "reduce": ("m", "n"),
+    "pool": (
+        "batch", "in_channels", "height", "width", "kernel_h", "kernel_w", "out_h", "out_w",
+    ),
+    "lstm": ("m", "n", "k", "tokens"),
+    "gru": ("m", "n", "k", "tokens"),
 }  # fmt: skip
 COLLECTIVES = ("all_reduce", "send_recv")
 #: Sizes that are 1 (0: backward) where a row does not say.
 _DEFAULTS = {"batch": 1.0, "inputs": 1.0, "stride": 1.0, "dilation": 1.0, "groups": 1.0, "backward": 0.0}
 #: Vector instructions an element: read, mean, scale and the like. Their exact number hardly matters, memory bounds them.
-_VECTOR = {"rmsnorm": 4, "layernorm": 7, "softmax": 4, "silu_mul": 3, "elementwise": 1, "quantize": 3}
+_VECTOR = {"rmsnorm": 4, "layernorm": 7, "softmax": 4, "silu_mul": 3, "elementwise": 1, "quantize": 3,
+           "activation": 4, "batchnorm": 2, "reduce": 1}  # fmt: skip
 #: Exponentials and the like an element.
-_SPECIAL = {"softmax": 1, "silu_mul": 2}
+_SPECIAL = {"softmax": 1, "silu_mul": 2, "activation": 1}
+#: Products of a cell of a recurrent network, by operator.
+GATES = {"lstm": 4, "gru": 3}
 
 
 def dtype_name(text: str) -> str:
@@ -234,9 +246,25 @@ def work(table: pd.DataFrame) -> dict[str, FloatArray]:
         written=np.select([back == 1, back == 2], [image, weights], result),
     )
     points = m * n
-    for name in ("rmsnorm", "layernorm", "softmax", "silu_mul", "elementwise", "quantize", "embedding"):
-        inputs = {"silu_mul": 2.0, "elementwise": size["inputs"]}.get(name, 1.0)
-        written = points * (element if name == "quantize" else outer)
+    results = b * size["in_channels"] * size["out_h"] * size["out_w"]
+    put(op == "pool", vector=results * window, read=image, written=results * element)
+    for name, gates in GATES.items():
+        cell = gates * n * (n + k)
+        put(
+            op == name,
+            matrix=2 * m * cell * size["tokens"],
+            special=gates * m * n * size["tokens"],
+            read=(cell + m * (n + k)) * element * size["tokens"],
+            written=m * n * element * size["tokens"],
+        )
+    for name in (
+        "rmsnorm", "layernorm", "softmax", "silu_mul", "elementwise", "quantize", "embedding", "activation", "batchnorm",
+        "copy", "reduce",
+    ):  # fmt: skip
+        inputs = {"silu_mul": 2.0}.get(
+            name, size["inputs"] if name in ("elementwise", "activation", "copy") else 1.0
+        )
+        written = {"quantize": points * element, "reduce": m * outer}.get(name, points * outer)
         put(
             op == name,
             vector=_VECTOR.get(name, 0) * points,

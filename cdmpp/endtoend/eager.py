@@ -1,0 +1,144 @@
+"""What a network takes on a CPU when PyTorch runs it eagerly: its ATen operators priced one by one, and added up.
+
+Float32, ``inference_mode``, contiguous tensors, oneDNN on, as many threads as the share has cores. A run touches all weights:
+where they and the largest results do not fit the last cache together, no operator finds its weights there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdmpp.endtoend.report import INDEPENDENT, INTERVAL, LatencyReport, LayerLatency
+from cdmpp.errors import NetworkError
+from cdmpp.predictor.operators import BEST, COLD, OperatorModel, load_operator_model
+from cdmpp.program.aten import calls_of, table_of
+from cdmpp.program.network import load_network
+from cdmpp.program.operators import work
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from cdmpp.device import Device
+    from cdmpp.program.network import Network
+
+FloatArray = NDArray[np.float64]
+
+#: Cycles of a module's call around an operator, and of a view (``benchmarks/eager.py`` on a Zen 4).
+_CALL_CYCLES, _VIEW_CYCLES = 6000.0, 6000.0
+#: Part of the last cache that holds what the last run used.
+_KEPT = 0.8
+#: Draws of the operators' errors, and how much one network's errors have in common (as a standard deviation of logarithms).
+_DRAWS, _COMMON = 400, 0.06
+
+
+def eager_latency(
+    network: Network | str,
+    device: Device,
+    model: OperatorModel | None = None,
+    price_per_hour: float | None = None,
+) -> LatencyReport:
+    """Predict one run of a network on cores of a CPU, with 90 % intervals.
+
+    Raises
+    ------
+    NetworkError
+        It cannot be found or exported, or is no PyTorch network.
+    PredictorError
+        The operators that the model knows are of no CPU.
+    """
+    model = load_operator_model(kind="cpu") if model is None else model
+    loaded = load_network(network) if isinstance(network, str) else network
+    calls, views = calls_of(loaded.export())
+    if not calls:
+        raise NetworkError(f"network {loaded.name} has no operator: there is nothing to predict")
+    table = table_of(calls)
+    weights = {node: bytes_ for call in calls for node, bytes_ in call.weight_sizes.items()}
+    todo = work(table)
+    together = sum(weights.values()) + float(np.max(todo["read"] + todo["written"]))
+    kept = _KEPT * 1024 * (device.l3_kb or device.l2_kb or 0.0)
+    cold = (table["weight_bytes"] > 0).to_numpy() & (together > kept)
+    seconds, low, high = _priced(model, table, device, cold)
+    clock = 1e6 * (device.working_mhz or 2500.0)
+    calls_s = (_CALL_CYCLES * len(calls) + _VIEW_CYCLES * views) / clock
+    total = float(seconds.sum()) + calls_s
+    layers, start = [], 0.0
+    own = calls_s / len(calls)
+    for call, took, least, most in zip(calls, seconds, low, high, strict=True):
+        layers.append(
+            LayerLatency(
+                *(call.node.name, call.name, "kernel", "", 1.0, (call.name,)),
+                latency_s=float(took),
+                low_s=float(least),
+                high_s=float(most),
+                gap_s=own,
+                fraction=float(took + own) / total,
+                start_s=start,
+                stream=0,
+                origin="library",
+                unfamiliar=not call.known,
+                measured_s=None,
+            )
+        )
+        start += float(took) + own
+    rng = np.random.default_rng(0)
+    spread = np.log(high / low) / 3.29
+    drawn = rng.normal(0, 1, (_DRAWS, len(seconds))) * spread + rng.normal(0, _COMMON, (_DRAWS, 1))
+    sums = (seconds * np.exp(drawn)).sum(1) + calls_s
+    chance_low, chance_high = (float(q) for q in np.quantile(sums, [0.05, 0.95]))
+    return LatencyReport(
+        network=loaded.name,
+        device=device.name,
+        schedule="torch",
+        latency_s=total,
+        low_s=float(low.sum()) + calls_s,
+        high_s=float(high.sum()) + calls_s,
+        independent_low_s=min(chance_low, total),
+        independent_high_s=max(chance_high, total),
+        coverage=0.9,
+        kernel_s=float(seconds.sum()),
+        gap_s=calls_s,
+        launches=float(len(calls)),
+        launch_overhead_us=1e6 * _CALL_CYCLES / clock,
+        streams=1,
+        serial_s=total,
+        layers=tuple(layers),
+        price_per_hour=price_per_hour,
+        cost_per_million=None if price_per_hour is None else 1e6 * total / 3600 * price_per_hour,
+        measured_s=None,
+        assumptions=(
+            "PyTorch runs it eagerly: float32, inference_mode, oneDNN, warm",
+            f"weights {'do not fit' if cold.any() else 'stay in'} the last cache from one run to the next",
+            INTERVAL,
+            INDEPENDENT,
+        ),
+        notes=tuple(_notes(table, seconds, device, model)),
+    )
+
+
+def _priced(
+    model: OperatorModel, table: pd.DataFrame, device: Device, cold: NDArray[np.bool_]
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Seconds of each operator and the ends of its interval, with weights in the caches or, where ``cold``, not."""
+    found = np.zeros((3, len(table)))
+    for framework, at in ((BEST, ~cold), (COLD, cold)):
+        if at.any():
+            found[:, at] = model.interval(table[at], device, framework)
+    return found[0], found[1], found[2]
+
+
+def _notes(table: pd.DataFrame, seconds: FloatArray, device: Device, model: OperatorModel) -> Sequence[str]:
+    notes = []
+    if device.name not in model.devices:
+        notes.append(
+            f"no library operator was measured on {device.name}: predicted from {', '.join(sorted(model.devices))}"
+        )
+    unknown = ~table["known"].to_numpy(dtype=bool)
+    if unknown.any():
+        names = ", ".join(dict.fromkeys(table["name"][unknown]))
+        part = 100 * seconds[unknown].sum() / seconds.sum()
+        notes.append(f"priced by the bytes that they move, {part:.1f} % of the time: {names}")
+    return notes

@@ -1,0 +1,314 @@
+"""A network as PyTorch runs it eagerly: one row for each ATen operator of its ``torch.export`` graph.
+
+Rows have the columns of :mod:`cdmpp.program.operators`, so that a model of library operators can price them. Convolutions of
+one and three dimensions are folded into two, a transposed one is the backward pass of a convolution, and a cell of a
+recurrent network is one product. Views cost a call and no more. What has no rule is priced by the bytes that it moves, and
+is marked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from cdmpp.program.operators import attention, operator_table
+
+#: Operators that move nothing.
+_VIEWS = {
+    "view", "transpose", "permute", "unsqueeze", "squeeze", "expand", "expand_as", "select", "slice", "chunk",
+    "split", "split_with_sizes", "flatten", "unflatten", "t", "detach", "alias", "unbind", "narrow", "movedim",
+    "swapaxes", "view_as", "getitem", "dropout", "dropout_", "feature_dropout", "alpha_dropout", "lift_fresh_copy",
+    "_assert_tensor_metadata", "sym_size", "diagonal", "numpy_T",
+}  # fmt: skip
+#: Those that move something only where their input does not lie in memory as the output will.
+_MAYBE_VIEWS = {"contiguous", "reshape", "to", "clone", "type_as", "_to_copy"}
+#: One exponential or the like an element.
+_ACTIVATIONS = {
+    "gelu", "silu", "silu_", "sigmoid", "sigmoid_", "tanh", "exp", "log", "erf", "pow", "cos", "sin", "softplus",
+    "mish", "elu", "log_sigmoid", "logit",
+}  # fmt: skip
+_ELEMENTWISE = {
+    "relu", "relu_", "relu6", "add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "div", "div_", "hardtanh",
+    "hardtanh_", "neg", "clamp", "clamp_min", "abs", "where", "masked_fill", "masked_fill_", "hardswish",
+    "hardswish_", "hardsigmoid", "leaky_relu", "leaky_relu_", "prelu", "rsqrt", "sqrt", "minimum", "maximum", "ge",
+    "gt", "le", "lt", "eq", "ne", "logical_not", "logical_and", "__and__", "__or__", "bitwise_not", "square",
+    "reciprocal", "addcmul", "lerp", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros",
+    "new_ones", "new_full", "empty", "arange", "scalar_tensor", "fill", "fill_", "glu",
+}  # fmt: skip
+_COPIES = {
+    "cat", "stack", "pad", "constant_pad_nd", "roll", "index", "index_select", "gather", "repeat", "pixel_shuffle",
+    "pixel_unshuffle", "flip", "channel_shuffle", "upsample_nearest2d", "upsample_bilinear2d", "im2col", "tril",
+    "triu", "copy_",
+}  # fmt: skip
+_REDUCTIONS = {
+    "mean", "sum", "amax", "amin", "max", "min", "argmax", "argmin", "prod", "var", "var_mean", "std", "norm",
+    "linalg_vector_norm", "cumsum", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "all", "any",
+    "logsumexp",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operator: its node in the graph, its sizes, whether there is a rule for them, and bytes of its weights by node."""
+
+    node: Any
+    name: str
+    sizes: Mapping[str, Any]
+    known: bool
+    weight_sizes: Mapping[Any, float]
+
+    @property
+    def weight_bytes(self) -> float:
+        """Of all its weights."""
+        return sum(self.weight_sizes.values())
+
+
+def calls_of(exported: Any) -> tuple[list[Call], int]:
+    """The operators that an ``ExportedProgram`` of fixed shapes runs, and how many views are between them."""
+    from torch.export.graph_signature import InputKind
+
+    users = {
+        spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind == InputKind.USER_INPUT
+    }
+    calls, views = [], 0
+    for node in exported.graph.nodes:
+        if node.op != "call_function":
+            continue
+        name = str(getattr(node.target, "_opname", "") or node.target.__name__)
+        if not _tensors(node) or name in _VIEWS or (name in _MAYBE_VIEWS and _is_view(node)):
+            views += bool(_tensors(node))
+            continue
+        sizes, known = _sizes(name, node)
+        weights = [i for i in node.all_input_nodes if i.op == "placeholder" and i.name not in users]
+        calls.append(Call(node, name, sizes, known, {i: _bytes(i) for i in weights}))
+    return calls, views
+
+
+def table_of(calls: Sequence[Call]) -> pd.DataFrame:
+    """A row of sizes for each call, all in float32, with ``weight_bytes``, ``known`` and the ATen ``name`` besides."""
+    rows = (
+        {"dtype": "float32", "name": c.name, "known": c.known, "weight_bytes": c.weight_bytes, **c.sizes}
+        for c in calls
+    )
+    return operator_table(rows)
+
+
+def arguments_of(call: Call, copies: int = 1) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Arguments to run a call with, of random numbers; each further copy has weights of its own."""
+    import torch
+    from torch.fx.node import map_arg
+
+    generator = torch.Generator().manual_seed(0)
+    rows = next((_value(i).shape[0] for i in call.node.all_input_nodes if call.name == "embedding"), 2)
+
+    def made(node: Any) -> Any:
+        value = _value(node)
+        if not isinstance(value, torch.Tensor):
+            return [_random(v, rows, generator) for v in value] if isinstance(value, list | tuple) else value
+        return _random(value, rows, generator)
+
+    shared = {node: made(node) for node in call.node.all_input_nodes}
+    found = []
+    for copy in range(copies):
+        tensors = {n: made(n) if copy and n in call.weight_sizes else value for n, value in shared.items()}
+        found.append((map_arg(call.node.args, tensors.get), map_arg(dict(call.node.kwargs), tensors.get)))
+    return found
+
+
+def _random(value: Any, high: int, generator: Any) -> Any:
+    import torch
+
+    if value.dtype == torch.bool:
+        return torch.ones(value.shape, dtype=torch.bool)
+    if not value.dtype.is_floating_point:
+        return torch.randint(0, max(1, int(high)), value.shape, generator=generator).to(value.dtype)
+    found = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    # positive: variances and what logarithms are taken of
+    return found.uniform_(0.1, 1.0, generator=generator)
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("val")
+
+
+def _tensors(node: Any) -> list[Any]:
+    value = _value(node)
+    values = value if isinstance(value, list | tuple) else [value]
+    return [v for v in values if hasattr(v, "shape") and hasattr(v, "stride")]
+
+
+def _elements(node: Any) -> float:
+    return float(sum(math.prod(v.shape) for v in _tensors(node)))
+
+
+def _bytes(node: Any) -> float:
+    return float(sum(math.prod(v.shape) * v.element_size() for v in _tensors(node)))
+
+
+def _is_view(node: Any) -> bool:
+    """Whether the output lies in memory as the input does: of the same type, and contiguous already."""
+    before, after = _value(node.args[0]), _value(node)
+    return (
+        str(node.target).startswith("aten.clone") is False
+        and before.dtype == after.dtype
+        and before.is_contiguous()
+    )
+
+
+def _sizes(name: str, node: Any) -> tuple[dict[str, Any], bool]:
+    """Sizes of a call, and whether there is a rule for it."""
+    rule = _RULES.get(name)
+    if rule is not None:
+        return rule(node), True
+    out, read = max(1.0, _elements(node)), sum(map(_elements, node.all_input_nodes))
+    inputs = read / out
+    if name in _REDUCTIONS:
+        return {"op": "reduce", "m": out, "n": max(1.0, read / out)}, True
+    if name in _COPIES or name in _MAYBE_VIEWS:
+        return {"op": "copy", "m": max(1.0, out / _run(node)), "n": _run(node), "inputs": inputs}, True
+    op = "activation" if name in _ACTIVATIONS else "elementwise"
+    return {"op": op, "m": 1.0, "n": out, "inputs": inputs}, name in _ACTIVATIONS | _ELEMENTWISE
+
+
+def _run(node: Any) -> float:
+    """Elements that the first input has one after the other in memory, counted along its last dimensions."""
+    value = next((v for i in node.all_input_nodes for v in _tensors(i)), None)
+    run = 1.0
+    for extent, stride in (
+        zip(*(reversed(part) for part in (value.shape, value.stride())), strict=True)
+        if value is not None
+        else ()
+    ):
+        if stride != run:
+            break
+        run *= extent
+    return max(run, 1.0)
+
+
+def _product(node: Any) -> dict[str, Any]:
+    """``mm``, ``bmm``, ``matmul``, and with an addend first ``addmm`` and ``baddbmm``."""
+    first = 1 if "add" in str(node.target) else 0
+    x, y = (_value(arg).shape for arg in node.args[first : first + 2])
+    k = x[-1]
+    if len(y) <= 2:
+        return {"op": "gemm", "m": math.prod(x[:-1]), "n": y[-1] if len(y) == 2 else 1, "k": k}
+    out = _value(node).shape
+    rows = out[-2] if len(x) > 1 else 1
+    return {"op": "gemm", "batch": math.prod(out) / (rows * out[-1]), "m": rows, "n": out[-1], "k": k}
+
+
+def _linear(node: Any) -> dict[str, Any]:
+    x, w = (_value(arg).shape for arg in node.args[:2])
+    return {"op": "gemm", "m": math.prod(x[:-1]), "n": w[0], "k": w[-1]}
+
+
+def _conv(node: Any) -> dict[str, Any]:
+    """A convolution of any dimensions: the first ones are folded into the height."""
+    x, w, out = _value(node.args[0]).shape, _value(node.args[1]).shape, _value(node).shape
+    transposed = "transpose" in str(node.target)
+    at = {a.name: i for i, a in enumerate(node.target._schema.arguments)}
+
+    def given(name: str) -> list[int]:
+        value = node.args[at[name]] if at[name] < len(node.args) else node.kwargs.get(name, 1)
+        return [value] if isinstance(value, int) else list(value)
+
+    groups, dims = given("groups")[0], len(x) - 2
+    stride, dilation = (
+        given(name) * (dims if len(given(name)) == 1 else 1) for name in ("stride", "dilation")
+    )
+    # of a transposed one the image and the result change places
+    image, result, ins, outs = (out, x, w[1] * groups, x[1]) if transposed else (x, out, x[1], w[0])
+    return {
+        "op": "conv", "batch": x[0], "in_channels": ins, "out_channels": outs,
+        "height": math.prod(image[2:-1]), "width": image[-1], "kernel_h": math.prod(w[2:-1]), "kernel_w": w[-1],
+        "out_h": math.prod(result[2:-1]), "out_w": result[-1], "stride": math.prod(stride), "dilation": math.prod(dilation),
+        "groups": groups, "backward": float(transposed),
+    }  # fmt: skip
+
+
+def _attention(node: Any) -> dict[str, Any]:
+    q, k = (_value(arg).shape for arg in node.args[:2])
+    causal = bool(node.kwargs.get("is_causal", len(node.args) > 5 and node.args[5]))
+    images = math.prod(q[:-3])
+    sizes = attention(q[-3], k[-3], q[-1], [q[-2]] * images, [max(k[-2], q[-2])] * images, causal)
+    pairs = sizes["pairs"] if causal else float(images * q[-2] * k[-2])
+    return {"op": "attention", **sizes, "kv_tokens": images * k[-2], "pairs": pairs, "longest": k[-2]}
+
+
+def _rows(op: str, dims: Callable[[Any], int]) -> Callable[[Any], dict[str, Any]]:
+    def rule(node: Any) -> dict[str, Any]:
+        n = max(1, dims(node))
+        return {"op": op, "m": max(1.0, _elements(node.args[0]) / n), "n": n}
+
+    return rule
+
+
+def _pool(node: Any) -> dict[str, Any]:
+    x, out = _value(node.args[0]).shape, _tensors(node)[0].shape
+    window = [node.args[1]] if isinstance(node.args[1], int) else list(node.args[1])
+    window = window * (len(x) - 2 if len(window) == 1 else 1)
+    return {
+        "op": "pool", "batch": x[0], "in_channels": x[1], "out_channels": x[1], "height": math.prod(x[2:-1]), "width": x[-1],
+        "kernel_h": math.prod(window[:-1]), "kernel_w": window[-1], "out_h": math.prod(out[2:-1]), "out_w": out[-1],
+    }  # fmt: skip
+
+
+def _cell(op: str) -> Callable[[Any], dict[str, Any]]:
+    def rule(node: Any) -> dict[str, Any]:
+        x, hidden = _value(node.args[0]).shape, _tensors(node)[0].shape[-1]
+        return {"op": op, "m": x[0], "n": hidden, "k": x[-1], "tokens": 1}
+
+    return rule
+
+
+def _recurrent(op: str) -> Callable[[Any], dict[str, Any]]:
+    """All steps, layers and directions of ``nn.LSTM`` and ``nn.GRU``: as many steps of a cell."""
+
+    def rule(node: Any) -> dict[str, Any]:
+        x, state = (
+            _value(node.args[0]).shape,
+            _tensors(node)[1].shape,
+        )  # (layers and directions, batch, hidden)
+        batch = state[-2] if len(state) > 2 else 1
+        steps = math.prod(x[:-1]) / batch * state[0]
+        return {"op": op, "m": batch, "n": state[-1], "k": x[-1], "tokens": steps}
+
+    return rule
+
+
+_last = _rows("softmax", lambda node: _value(node.args[0]).shape[node.args[1]])
+_RULES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "linear": _linear,
+    **dict.fromkeys(("mm", "bmm", "matmul", "addmm", "baddbmm"), _product),
+    **dict.fromkeys(
+        ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _conv
+    ),
+    "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(("softmax", "log_softmax", "_softmax", "_log_softmax"), _last),
+    "layer_norm": _rows("layernorm", lambda node: math.prod(node.args[1])),
+    "rms_norm": _rows("rmsnorm", lambda node: math.prod(node.args[1])),
+    "group_norm": _rows("layernorm", lambda node: math.prod(_value(node.args[0]).shape[1:]) // node.args[1]),
+    "instance_norm": _rows("layernorm", lambda node: math.prod(_value(node.args[0]).shape[2:])),
+    "batch_norm": _rows("batchnorm", lambda node: math.prod(_value(node.args[0]).shape[2:])),
+    "embedding": lambda node: {
+        "op": "embedding",
+        "m": _elements(node.args[1]),
+        "n": _value(node.args[0]).shape[-1],
+    },
+    **dict.fromkeys(
+        ("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d"), _pool
+    ),
+    "lstm_cell": _cell("lstm"),
+    "gru_cell": _cell("gru"),
+    "lstm": _recurrent("lstm"),
+    "gru": _recurrent("gru"),
+}
+
+
+def unknown_of(calls: Sequence[Call]) -> Iterator[str]:
+    """Names of operators without a rule."""
+    return iter(dict.fromkeys(call.name for call in calls if not call.known))
