@@ -77,7 +77,7 @@ def _profile_library(networks: list[str], args: Namespace, console: Console, err
     from cdmpp.profiler.library import profile_library
 
     with Bar(errors, "measuring") as bar:
-        report = profile_library(networks, args.device, args.out, resume=args.resume, progress=bar.follow)
+        report = profile_library(networks, args.device, args.out, resume=args.resume, progress=bar.update)
     say(
         console,
         f"{report.path}: {report.labels} labels on {report.device}, {report.new} operators in {report.elapsed_s:.0f} s; "

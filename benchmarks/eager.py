@@ -1,0 +1,167 @@
+"""Networks that PyTorch runs eagerly on this CPU, against what ``cdmpp latency`` says of them; none was seen in training.
+
+Eight networks of the zoo whose operators are in no training (``HELD_OUT``), and six that are written here.
+
+    python benchmarks/eager.py --device this-cpu@1 --json benchmarks/results/eager_1core.json
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import arguments, bootstrap, figure, provenance, report, start
+from torch import nn
+from torch.nn import functional as F
+
+from cdmpp.device import get_device
+from cdmpp.endtoend.eager import eager_latency
+from cdmpp.predictor.operators import load_operator_model
+from cdmpp.profiler import machine
+from cdmpp.profiler.statistics import label, split_half_difference
+from cdmpp.program.network import Network, example_inputs, load_network
+from cdmpp.program.zoo import zoo_entry
+
+HELD_OUT = ("densenet121", "gcn", "inception_v3", "vgg16", "efficientnet_b0", "gpt2", "mlp_mixer", "unet")
+_SAMPLES, _LEAST_S = 15, 1.0
+
+
+class Attends(nn.Module):
+    """Layers of attention by ``scaled_dot_product_attention``, and a gated feed-forward network."""
+
+    def __init__(self, dim: int = 320, heads: int = 5, layers: int = 5) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(2 * layers))
+        self.qkv = nn.ModuleList(nn.Linear(dim, 3 * dim) for _ in range(layers))
+        self.out = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers))
+        self.up = nn.ModuleList(nn.Linear(dim, 5 * dim) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(5 * dim // 2, dim) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, (qkv, out, up, down) in enumerate(zip(self.qkv, self.out, self.up, self.down, strict=True)):
+            b, n, d = x.shape
+            parts = qkv(self.norms[2 * i](x)).view(b, n, 3, self.heads, d // self.heads)
+            q, k, v = parts.permute(2, 0, 3, 1, 4)
+            x = x + out(
+                F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, n, d)
+            )
+            gate, value = up(self.norms[2 * i + 1](x)).chunk(2, dim=-1)
+            x = x + down(F.silu(gate) * value)
+        return x
+
+
+class Tagger(nn.Module):
+    """A bidirectional LSTM over embedded words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(9000, 144), nn.Linear(2 * 208, 37)
+        self.lstm = nn.LSTM(144, 208, num_layers=2, bidirectional=True, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.log_softmax(self.out(self.lstm(self.embed(x))[0]), dim=-1)
+
+
+def _block(
+    i: int, o: int, k: int = 3, stride: int = 1, groups: int = 1, act: type[nn.Module] = nn.ReLU
+) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(i, o, k, stride, k // 2, groups=groups, bias=False), nn.BatchNorm2d(o), act()
+    )
+
+
+def own_networks() -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:
+    """Name -> module and inputs."""
+    torch.manual_seed(0)
+    pictures = nn.Sequential(
+        _block(3, 40, 5, 2), _block(40, 72), nn.MaxPool2d(2), _block(72, 136), _block(136, 136), nn.MaxPool2d(2),
+        _block(136, 264), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(264, 90),
+    )  # fmt: skip
+    mobile = nn.Sequential(
+        _block(3, 24, 3, 2, act=nn.Hardswish),
+        *(
+            nn.Sequential(_block(c, 4 * c, 1, act=nn.SiLU), _block(4 * c, 4 * c, 5, 2, 4 * c, nn.SiLU),
+                          _block(4 * c, 2 * c, 1))
+            for c in (24, 48, 96)
+        ),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(192, 50),
+    )  # fmt: skip
+    sound = nn.Sequential(
+        nn.Conv1d(1, 48, 15, 4), nn.GELU(), nn.Conv1d(48, 96, 9, 3), nn.GELU(), nn.Conv1d(96, 192, 5, 2), nn.GELU(),
+        nn.AvgPool1d(4), nn.Flatten(), nn.Linear(192 * 81, 30),
+    )  # fmt: skip
+    table = nn.Sequential(
+        *(m for i, o in ((430, 900), (900, 900), (900, 700), (700, 5)) for m in (nn.Linear(i, o), nn.Tanh()))
+    )
+    return {
+        "own: pictures": (pictures, (torch.randn(2, 3, 176, 176),)),
+        "own: mobile": (mobile, (torch.randn(1, 3, 208, 208),)),
+        "own: transformer": (Attends(), (torch.randn(2, 112, 320),)),
+        "own: tagger": (Tagger(), (torch.randint(0, 9000, (3, 45)),)),
+        "own: sound": (sound, (torch.randn(2, 1, 7900),)),
+        "own: table": (table, (torch.randn(96, 430),)),
+    }
+
+
+def measured_s(run: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds of a run, warm, and their noise."""
+    sentinel, samples, began = machine.Sentinel(), [], time.perf_counter()
+    run()
+    while len(samples) < _SAMPLES or time.perf_counter() - began < _LEAST_S:
+        sentinel.wait(0.5)
+        start_s = time.perf_counter()
+        run()
+        samples.append(time.perf_counter() - start_s)
+        sentinel.measured(samples[-1])
+    return label(samples), split_half_difference(samples)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--device", default="this-cpu@1")
+    parser.add_argument("--model", default="default", help="folder of an operator model")
+    args = parser.parse_args()
+    device, model = get_device(args.device), load_operator_model(args.model, "cpu")
+    machine.pin(machine.core_groups(machine.usable_cores(), int(device.share), 1)[0])
+    torch.set_num_threads(int(device.share))
+    cases = {name: (zoo_entry(name).build().eval(), example_inputs(load_network(name))) for name in HELD_OUT}
+    cases |= {name: (module.eval(), inputs) for name, (module, inputs) in own_networks().items()}
+    rows = []
+    for name, (module, inputs) in cases.items():
+        predicted = eager_latency(Network.from_torch(module, inputs, name), device, model)
+        with torch.inference_mode():
+            seconds, noise = measured_s(lambda module=module, inputs=inputs: module(*inputs))
+        low, high = predicted.independent_low_s or 0.0, predicted.independent_high_s or 0.0
+        rows.append(
+            {
+                "network": name, "measured_ms": 1e3 * seconds, "predicted_ms": 1e3 * predicted.latency_s,
+                "low_ms": 1e3 * low, "high_ms": 1e3 * high, "noise": noise, "operators": len(predicted.layers),
+                "calls_ms": 1e3 * predicted.gap_s,
+            }
+        )  # fmt: skip
+        print(
+            " ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{v}" for k, v in rows[-1].items()),
+            flush=True,
+        )
+    ape = np.array([abs(row["predicted_ms"] / row["measured_ms"] - 1) for row in rows])
+    inside = np.array([row["low_ms"] <= row["measured_ms"] <= row["high_ms"] for row in rows])
+    values = {
+        "median error": float(np.median(ape)),
+        "mean error": float(ape.mean()),
+        "largest error": float(ape.max()),
+        "inside 90 % interval": float(inside.mean()),
+        "noise": float(np.median([row["noise"] for row in rows])),
+    }
+    names = np.array([row["network"] for row in rows])
+    interval = {"median error": bootstrap(ape, names, median=True), "mean error": bootstrap(ape, names)}
+    found = figure(f"networks run eagerly on {device.name}", values, len(rows), interval=interval)
+    report(args.json, provenance(__file__, [Path(__file__).parent.parent / "data"]), [found], rows=rows)
+
+
+if __name__ == "__main__":
+    start(main)
