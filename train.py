@@ -17,9 +17,7 @@ def main(argv: list[str] | None = None) -> int:
     """Parse arguments, train, show each epoch on stderr; 2 on bad input."""
     parser = argparse.ArgumentParser(description="Train a latency predictor.")
     parser.add_argument("--config", required=True, help="YAML file, see configs/")
-    parser.add_argument(
-        "--data", nargs="+", help="dataset folders (default: data.paths of the configuration)"
-    )
+    parser.add_argument("--data", nargs="+", help="dataset folders (default: data.paths of the configuration)")
     parser.add_argument("--out", required=True, help="run folder")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
     args = parser.parse_args(argv)

@@ -57,9 +57,7 @@ SPLIT = "by_network:heldout=densenet121+gcn+inception_v3+vgg16;valid=efficientne
 FEATURE_MODELS = ("xgboost-ast", "xgboost-perstore")
 
 
-def part_of(
-    data: TrainingData, rows: NDArray[np.int64], kind: str, fraction: float, seed: int
-) -> NDArray[np.int64]:
+def part_of(data: TrainingData, rows: NDArray[np.int64], kind: str, fraction: float, seed: int) -> NDArray[np.int64]:
     """The rows, sorted int64, that are left of these when a fraction of what ``kind`` names is kept."""
     if fraction >= 1:
         return rows

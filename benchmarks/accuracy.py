@@ -125,9 +125,7 @@ def keep_given(
         keep(results, {**row, **notes}, **{**key, "model": model})
 
 
-def baseline_options(
-    files: list[Path], epochs: int, network_seconds: float | None
-) -> dict[str, dict[str, Any]]:
+def baseline_options(files: list[Path], epochs: int, network_seconds: float | None) -> dict[str, dict[str, Any]]:
     """Arguments of the baselines: name -> what a search found. Networks train ``epochs`` epochs, as ours does and searches need
     not, at most so many seconds."""
     networks = {} if network_seconds is None else {"max_seconds": network_seconds}

@@ -98,9 +98,7 @@ def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
     """CPU, usable cores and memory; None for what the machine does not say."""
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    family, model = (
-        int(said[key]) if said.get(key, "").isdigit() else None for key in ("cpu family", "model")
-    )
+    family, model = (int(said[key]) if said.get(key, "").isdigit() else None for key in ("cpu family", "model"))
     return {
         "vendor": said.get("vendor_id"),
         "family": family,

@@ -40,14 +40,11 @@ def estimates(view: DatasetView, counts: Counts) -> pd.DataFrame:
     """Programs whose operands fit the second cache level, with the cycles they are estimated to take."""
     labels, devices, tasks = view.labels(None), view.devices, view.tasks
     keys = {name: counts_key(device) for name, device in devices.items() if device.kind == "cpu"}
-    rows = [
-        counts.get((p, keys.get(d, ""))) for p, d in zip(labels["program"], labels["device"], strict=True)
-    ]
+    rows = [counts.get((p, keys.get(d, ""))) for p, d in zip(labels["program"], labels["device"], strict=True)]
     labels = labels.assign(counts=rows)[[row is not None for row in rows]]
     found = np.stack(labels["counts"].to_list())
     of = {
-        name: found[:, CODEGEN_FEATURES.index(name)]
-        for name in ("core_cycles", "unknown_loops", "missing", "run_all")
+        name: found[:, CODEGEN_FEATURES.index(name)] for name in ("core_cycles", "unknown_loops", "missing", "run_all")
     }
     labels = labels.assign(**of, bytes=[tasks[task].bytes for task in labels["task"]])
     small = (labels["bytes"] < _SMALL) & (labels["unknown_loops"] == 0) & (labels["latency_s"] > _SHORT)
@@ -116,18 +113,14 @@ def against_mca(
     device = view.devices[name]
     core, rebuild, rows = core_of(counts_key(device).rpartition("-")[2]), Rebuilder(), []
     labels, known, spaces = view.labels(None), view.programs, view.spaces
-    programs = (
-        labels[labels["device"] == name].sample(frac=1, random_state=seed).drop_duplicates("task")["program"]
-    )
+    programs = labels[labels["device"] == name].sample(frac=1, random_state=seed).drop_duplicates("task")["program"]
     seen: set[str] = set()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "p.so"
         for digest in programs:
             program = known[digest]
             space = spaces.get(program.space_hash) if program.space_hash else None
-            compile_to_shared_object(
-                rebuild(program, view.task_of(program), space), dict(device.target), path
-            )
+            compile_to_shared_object(rebuild(program, view.task_of(program), space), dict(device.target), path)
             for body in loops_of(path):
                 listing = repr([(i.name, i.operands) for i in body])
                 expected = None if listing in seen else by_mca(mca, core, path, body)
@@ -135,9 +128,7 @@ def against_mca(
                 if expected:
                     units, front, _ = throughput([(body, 1.0)], core)
                     ours = max(units, front, cycles_of_chain(body, core))
-                    rows.append(
-                        {"program": digest, "instructions": len(body), "llvm-mca": expected, "ours": ours}
-                    )
+                    rows.append({"program": digest, "instructions": len(body), "llvm-mca": expected, "ours": ours})
             if len(rows) >= wanted:
                 break
     logs = np.log([row["ours"] / row["llvm-mca"] for row in rows])
@@ -147,9 +138,7 @@ def against_mca(
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--data", type=Path, default=REPOSITORY / "data")
-    parser.add_argument(
-        "--ghz", nargs="*", default=[], metavar="DEVICE=GHZ", help="clocks that were measured"
-    )
+    parser.add_argument("--ghz", nargs="*", default=[], metavar="DEVICE=GHZ", help="clocks that were measured")
     parser.add_argument("--loops", type=int, default=0, help="loops to give to llvm-mca")
     parser.add_argument("--device", default="epyc-zen4-2.6ghz@1", help="whose code, and which core")
     parser.add_argument("--llvm-mca", default="llvm-mca-22", metavar="PROGRAM")

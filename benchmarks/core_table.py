@@ -27,9 +27,7 @@ ARM = (
     "neoverse-v2", "neoverse-v3", "a64fx", "ampere1", "ampere1b", "apple-m1", "kryo", "thunderx2t99", "tsv110", "oryon-1",
     "exynos-m5",
 )  # fmt: skip
-_ROW = re.compile(
-    r"^\s*(\d+)\s+(\d+)\s+([\d.]+|-)([ *U]*?)\s+(\d+)\s+(?:(\S+)\s+)?([A-Z]\w*)\s+([a-z{].*?)\s*$"
-)
+_ROW = re.compile(r"^\s*(\d+)\s+(\d+)\s+([\d.]+|-)([ *U]*?)\s+(\d+)\s+(?:(\S+)\s+)?([A-Z]\w*)\s+([a-z{].*?)\s*$")
 #: As iced writes what AT&T's assembler calls otherwise.
 _NAMES = {
     "movslq": "movsxd", "movsbl": "movsx", "movswl": "movsx", "movsbq": "movsx", "movzbl": "movzx", "movzwl": "movzx",
@@ -39,9 +37,7 @@ _SUFFIXED = re.compile(
     r"(add|sub|inc|dec|lea|imul|mul|idiv|div|sh[lr]x?|sa[rl]x?|rol|ror|and|andn|or|xor|not|neg|cmp|test|mov|push|pop|adc|sbb"
     r"|cmov\w+?|bt|bts|btr|bsf|bsr|tzcnt|lzcnt|popcnt|vcvts[sdi]2s?[sdi]|vcvtts[sd]2si|blsr|blsi|bextr|cmpxchg|xadd|movbe)[bwlq]"
 )
-_COMPARED = re.compile(
-    r"(v?)(p?)cmp(?:eq|lt|le|unord|neq|nlt|nle|ord|ge|gt|true|false)(_\w+)?(u?[bwdq]|[ps][sd])$"
-)
+_COMPARED = re.compile(r"(v?)(p?)cmp(?:eq|lt|le|unord|neq|nlt|nle|ord|ge|gt|true|false)(_\w+)?(u?[bwdq]|[ps][sd])$")
 
 
 def name_of(mnemonic: str) -> str:
@@ -96,8 +92,7 @@ def table(mca: str, triple: str, cpu: str, forms: list[str]) -> Iterator[tuple[o
     # `Load:3` is three units that are alike
     label = {name: name if count == "1" else f"{name}:{count}" for name, count, rest in units if not rest}
     members = {
-        name: {label[m] for m in (rest.split(", ") if rest else [name]) if m in label}
-        for name, _, rest in units
+        name: {label[m] for m in (rest.split(", ") if rest else [name]) if m in label} for name, _, rest in units
     }
     seen = set()
     for line in text.splitlines():
@@ -130,9 +125,7 @@ def main() -> None:
     jobs += [("aarch64", cpu, arm.splitlines()) for cpu in ARM]
     rows = [row for job in jobs for row in table(args.llvm_mca, *job)]
     frame = pd.DataFrame(rows, columns=["core", "instruction", "latency", "micro_ops", "ports"])
-    frame = frame.astype(
-        {"core": "category", "instruction": "category", "latency": "int16", "micro_ops": "int16"}
-    )
+    frame = frame.astype({"core": "category", "instruction": "category", "latency": "int16", "micro_ops": "int16"})
     frame["ports"] = frame["ports"].astype("category")
     frame.to_parquet(args.out, compression="zstd", index=False)
     print(f"{len(frame)} rows of {frame['core'].nunique()} cores, {args.out.stat().st_size} bytes")

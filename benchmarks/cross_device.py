@@ -109,9 +109,7 @@ def gathered(args: argparse.Namespace, config: Config) -> Bench:
         count = args.records // len(pool) * len(further)
         rows = np.concatenate([rows, sample_evenly(view, count, args.seed, further).rows])
     data = gather(SampledView(view, np.sort(rows)), progress=show_progress)
-    unseen = {
-        name for folder in folders[1:] for g in load_graphs(folder).values() for name in g.meta["devices"]
-    }
+    unseen = {name for folder in folders[1:] for g in load_graphs(folder).values() for name in g.meta["devices"]}
     by_device = {device: list(own.values()) for device, own in graphs.items()}
     return Bench(args, config, data, view, by_device, pool, sorted({*further, *unseen} - set(pool)))
 
@@ -228,9 +226,7 @@ def figures(rows: list[Row]) -> list[Figure]:
             means.setdefault(row["k"], []).append(row)
     for k, own in means.items():
         mapes = [row["operators"]["mape"] for row in own if "operators" in row]
-        whole = [
-            r for row in own if row["vendor"] == "nvidia" for r in row.get("end_to_end", {"rows": ()})["rows"]
-        ]
+        whole = [r for row in own if row["vendor"] == "nvidia" for r in row.get("end_to_end", {"rows": ()})["rows"]]
         errors = [abs(row["predicted_s"]["cdmpp"] / row["measured_s"] - 1) for row in whole]
         values = {"networks": len(errors), **({"mape": float(np.mean(mapes))} if mapes else {})}
         values |= {"end to end": float(np.mean(errors))} if errors else {}

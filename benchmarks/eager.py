@@ -47,9 +47,7 @@ class Attends(nn.Module):
             b, n, d = x.shape
             parts = qkv(self.norms[2 * i](x)).view(b, n, 3, self.heads, d // self.heads)
             q, k, v = parts.permute(2, 0, 3, 1, 4)
-            x = x + out(
-                F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, n, d)
-            )
+            x = x + out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, n, d))
             gate, value = up(self.norms[2 * i + 1](x)).chunk(2, dim=-1)
             x = x + down(F.silu(gate) * value)
         return x
@@ -67,12 +65,8 @@ class Tagger(nn.Module):
         return torch.log_softmax(self.out(self.lstm(self.embed(x))[0]), dim=-1)
 
 
-def _block(
-    i: int, o: int, k: int = 3, stride: int = 1, groups: int = 1, act: type[nn.Module] = nn.ReLU
-) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(i, o, k, stride, k // 2, groups=groups, bias=False), nn.BatchNorm2d(o), act()
-    )
+def _block(i: int, o: int, k: int = 3, stride: int = 1, groups: int = 1, act: type[nn.Module] = nn.ReLU) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(i, o, k, stride, k // 2, groups=groups, bias=False), nn.BatchNorm2d(o), act())
 
 
 def own_networks() -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:

@@ -108,9 +108,7 @@ def layer_error(calls: Sequence[Mapping[str, Any]], layers: Sequence[LayerLatenc
     return error_s / measured_s if measured_s else None
 
 
-def rows_of(
-    case: Case, predictor: Predictor, device: Device, rounds: Sequence[Mapping[str, Any]]
-) -> list[Row]:
+def rows_of(case: Case, predictor: Predictor, device: Device, rounds: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Measured against predicted, a row a variant."""
     network = case.network
     source = graph_of_fused(case.fused, network.name)

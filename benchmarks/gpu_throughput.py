@@ -35,9 +35,7 @@ def take(bundle: Bundle, part: str, out: Path, config: MeasureConfig) -> dict[st
     if not note.exists():
         if part != "together":
             config = replace(config, degree=1, overlap=False)
-        done = measure(
-            bundle, out=folder, config=config, notify=lambda line: print(line, file=sys.stderr), resume=True
-        )
+        done = measure(bundle, out=folder, config=config, notify=lambda line: print(line, file=sys.stderr), resume=True)
         value = {
             "labels_per_s": done.labels_per_s,
             "degrees": {str(group): degree for group, degree in done.degrees.items()},

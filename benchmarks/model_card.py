@@ -92,9 +92,7 @@ def card(predictor: Predictor, scores: Scores, compiled: Scores | None, elsewher
         longest=f"{longest:.2g}",
         split=training["split"],
         all=table({"all": scores["overall"]}, ""),
-        by_network=table(
-            {name: own for name, own in groups["network"].items() if "@" not in name}, "network"
-        ),
+        by_network=table({name: own for name, own in groups["network"].items() if "@" not in name}, "network"),
         by_family=table(groups["family"], "family"),
         by_device=table(groups["device"], "device"),
     )

@@ -105,9 +105,7 @@ def seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def compare(
-    predictor: Predictor, funcs: Sequence[Any], theirs: TvmXgb, size: int, limit: int, repeats: int
-) -> Figure:
+def compare(predictor: Predictor, funcs: Sequence[Any], theirs: TvmXgb, size: int, limit: int, repeats: int) -> Figure:
     """Both on the same batches in turns, `repeats` times."""
     batches = spread_batches(len(funcs), size, limit)
     rates: dict[str, list[float]] = {"ours": [], "tvm": []}

@@ -128,9 +128,7 @@ def main() -> None:
                     print(f"round {repeat} {side:13s} {rates[side][-1]:.2f} labels/s", file=sys.stderr)
     if not all(rates["metaschedule"]):
         sys.exit("MetaSchedule returned no label for a chunk; nothing to compare")
-    rate = ratio_figure(
-        "labels a second against LocalBuilder + LocalRunner", *rates.values(), more_is_better=True
-    )
+    rate = ratio_figure("labels a second against LocalBuilder + LocalRunner", *rates.values(), more_is_better=True)
     again = [difference(labels[side, 0], labels[side, 1]) for side in sides]
     between = difference(labels["ours", 0], labels["metaschedule", 0])
     again_by = dict(zip(("ours", "theirs"), again, strict=True))

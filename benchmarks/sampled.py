@@ -35,9 +35,7 @@ class SampledView(DatasetView):
     )
 
 
-def sample_evenly(
-    view: DatasetView, number: int, seed: int = 0, devices: Collection[str] | None = None
-) -> SampledView:
+def sample_evenly(view: DatasetView, number: int, seed: int = 0, devices: Collection[str] | None = None) -> SampledView:
     """About as many ok records of every kind of task (by name) on every device (these, or all), `number` in all.
 
     Which programs are taken depends on their hashes and the seed alone, so that devices share them as far as the same ones

@@ -53,9 +53,7 @@ def busy_s() -> float:
     return float(times.user + times.nice + times.system + getattr(times, "irq", 0.0))
 
 
-def tuned_once(
-    args: argparse.Namespace, tasks: Sequence[tuple[Task, float]], way: str, device: str, seed: int
-) -> Row:
+def tuned_once(args: argparse.Namespace, tasks: Sequence[tuple[Task, float]], way: str, device: str, seed: int) -> Row:
     """Tune the network in one way; the row says how long it took and what it found."""
     out = args.out / "runs" / f"{way}-{seed}"
     shutil.rmtree(out, ignore_errors=True)
@@ -104,23 +102,17 @@ def figures(rows: Sequence[Row], shares: int) -> list[Figure]:
 def table(args: argparse.Namespace, tasks: Sequence[tuple[Task, float]], results: Results) -> list[Figure]:
     """A line for each share that was tuned at: slow-downs at each share, medians over the seeds."""
     base, cores = args.device.partition("@")[0], len(usable_cores())
-    devices = [
-        f"{base}@{share}" for share in sorted({min(2**i, cores) for i in range(cores.bit_length() + 1)})
-    ]
+    devices = [f"{base}@{share}" for share in sorted({min(2**i, cores) for i in range(cores.bit_length() + 1)})]
     final_s: dict[tuple[str, str, int], float] = {}
     for seed in range(args.repetitions):
         tuned = {
-            device: results.once(
-                partial(tuned_once, args, tasks, device, device, seed), way=device, seed=seed
-            )
+            device: results.once(partial(tuned_once, args, tasks, device, device, seed), way=device, seed=seed)
             for device in devices
         }
         for run_at in devices:
             rows = {device: dict(row) for device, row in tuned.items()}
             measure_again(args, run_at, list(rows.values()), results)
-            final_s |= {
-                (device, run_at, seed): row.get("final_s", float("nan")) for device, row in rows.items()
-            }
+            final_s |= {(device, run_at, seed): row.get("final_s", float("nan")) for device, row in rows.items()}
     found = []
     for device in devices:
         slower = {

@@ -38,9 +38,7 @@ def fit_ours(config: Config, data: TrainingData, split: Split, epochs: int) -> H
     return lines
 
 
-def fit_released(
-    data: TrainingData, split: Split, seed: int, epochs: int, max_seconds: float | None = None
-) -> History:
+def fit_released(data: TrainingData, split: Split, seed: int, epochs: int, max_seconds: float | None = None) -> History:
     """Train CDMPP's network as released for so many epochs or so long."""
     train = {"epochs": epochs, "patience": epochs, "threads": len(os.sched_getaffinity(0))}
     model: Any = make_model("released", seed, train=train, max_seconds=max_seconds)

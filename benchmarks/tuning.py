@@ -101,9 +101,7 @@ def tune_config(args: argparse.Namespace, trials: int, **options: Any) -> Any:
     return TuneConfig(Objective(trials), batch=args.batch, **search, **options)
 
 
-def tuned_alone(
-    args: argparse.Namespace, task: Task, run: str, name: str, seed: int, predictor: Predictor
-) -> Row:
+def tuned_alone(args: argparse.Namespace, task: Task, run: str, name: str, seed: int, predictor: Predictor) -> Row:
     """Tune one task; the row says how, what was found, and the best label after each trial."""
     out = args.out / "runs" / f"{task.hash}-{name}-{seed}"
     trim, model = (args.coverage, "cdmpp") if run == "trimmed" else (None, run)

@@ -93,9 +93,7 @@ def load_spaces(path: Path, out: Path) -> list[Space]:
     view = load_datasets(out / "hub")
     records = view.records
     asts = collect_asts(view, records["program"].unique())
-    program = {
-        json.loads(meta)["row"]: p for meta, p in zip(records["meta"], records["program"], strict=True)
-    }
+    program = {json.loads(meta)["row"]: p for meta, p in zip(records["meta"], records["program"], strict=True)}
     columns = [c for c in frame if c.startswith("p_") and len(frame[c].dropna().unique()) > 1]
     spaces = []
     for gpu, device in GPUS.items():
@@ -123,9 +121,7 @@ def initial(space: Space, arm: str, p_valid: np.ndarray, seed: int, rng: np.rand
     drawn = rng.permutation(len(space.asts))[:SAMPLED]
     if arm == "plain":
         return drawn[:BATCH]
-    return drawn[
-        validity.initial_population(validity.pooled(space.features[drawn]), p_valid[drawn], BATCH, seed=seed)
-    ]
+    return drawn[validity.initial_population(validity.pooled(space.features[drawn]), p_valid[drawn], BATCH, seed=seed)]
 
 
 def search(space: Space, arm: str, seed: int, cap: int, model: ValidityModel) -> common.Row:

@@ -12,9 +12,7 @@ V3 = [*V2, "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"]
 V4 = [*V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"]
 _LEVELS = {"v2": V2, "v3": V3, "v4": V4}
 
-MACHINES: dict[str, dict[str, Any]] = yaml.safe_load(
-    (Path(__file__).parent / "device" / "machines.yaml").read_text()
-)
+MACHINES: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "device" / "machines.yaml").read_text())
 
 #: Machines that the host-sensitive tests run as.
 FIVE = ("zen3-vm", "zen4-vm", "cascadelake-vm", "plain-v2-vm", "neoverse-n1")

@@ -28,11 +28,7 @@ _CORE = (
 
 def _modules_after(code: str) -> set[str]:
     code += "\nimport sys; print(*sys.modules)"
-    return set(
-        subprocess.run(
-            [sys.executable, "-c", code], check=True, capture_output=True, text=True
-        ).stdout.split()
-    )
+    return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
 
 
 def test_import_loads_nothing_heavy() -> None:

@@ -95,9 +95,7 @@ def _measure_rates(out: str | None, table: Any, console: Console, errors: Consol
         row = {} if device.known is None else device.known.used().to_json()
         row |= {f"peak_gflops.{dtype}": value for dtype, value in row.get("peak_gflops", {}).items()}
         known = {quantity: row.get(_BESIDE.get(quantity, quantity)) for quantity in device.results}
-        cells = [
-            (name, number(value, ".4g"), number(known[name], ".4g")) for name, value in device.results.items()
-        ]
+        cells = [(name, number(value, ".4g"), number(known[name], ".4g")) for name, value in device.results.items()]
         show_table(console, f"{device.row.name}, measured", ("<quantity", "measured", "table"), cells)
         for reason in device.skipped:
             say(console, f"not measured: {reason}")
@@ -190,9 +188,7 @@ def _dataset(args: Namespace, console: Console, errors: Console) -> Any:
 def _add_import(sub: Parser) -> None:
     sources = ("neusight", "benchmark-hub", "neusight-operators", "aiconfigurator", "pipeweave", "miopen")
     sub.add_argument("source", choices=sources, help="whose files they are")
-    sub.add_argument(
-        "files", nargs="+", metavar="FILE", help="parquet or CSV files, told apart by their columns"
-    )
+    sub.add_argument("files", nargs="+", metavar="FILE", help="parquet or CSV files, told apart by their columns")
     add(sub, "out", required=True, help="new dataset folder")
     add(sub, "limit", type=int, help="so many rows of each file, spread evenly")
     add(sub, "device_files")

@@ -133,16 +133,12 @@ def run_demo(
     with errors.status("writing the report"):
         write_report(out / "learned", out / "report.html", measured)
     took_s = time.perf_counter() - started
-    console.print(
-        f"\nDone in {took_s:.0f} s. More about the errors after learning: {out / 'report.html'}\n{_NEXT}"
-    )
+    console.print(f"\nDone in {took_s:.0f} s. More about the errors after learning: {out / 'report.html'}\n{_NEXT}")
     split = {"learned_tasks": sorted(set(learned["task"])), "scored_tasks": sorted(set(scored["task"]))}
     return {"device": device.name, "known_tasks": known, **split, "models": scores, "examples": examples}
 
 
-def _measure(
-    errors: Console, network: Network, device: Device, out: Path, programs_per_task: int
-) -> TrainingData:
+def _measure(errors: Console, network: Network, device: Device, out: Path, programs_per_task: int) -> TrainingData:
     """The network's tasks without a schedule and some programs of each: latencies, instructions, ASTs.
 
     Raises
@@ -155,18 +151,14 @@ def _measure(
     for step in (replace(config, unscheduled=True), config):
         with Bar(errors, "measuring") as bar:
             say, update = bar.say if step.unscheduled else None, bar.follow
-            profile(
-                [network], device=device, out=folder, config=step, resume=True, progress=update, notify=say
-            )
+            profile([network], device=device, out=folder, config=step, resume=True, progress=update, notify=say)
     with Bar(errors, "reading compiled programs") as count:
         collect_codegen(folder, len(usable_cores()), count.update, objects)
     with Bar(errors, "reading ASTs") as count:
         measured = gather(folder, progress=count.update)
     assert measured.view is not None, "a folder was gathered"
     if failed := measured.view.tasks.keys() - set(measured.labels["program"]):
-        raise CdmppError(
-            f"{len(failed)} tasks of {network.name} do not run here: cdmpp dataset {folder} says why"
-        )
+        raise CdmppError(f"{len(failed)} tasks of {network.name} do not run here: cdmpp dataset {folder} says why")
     return measured
 
 
@@ -184,9 +176,7 @@ def _compare(
             bar.update(line["epoch"], line["epochs"])
 
         config = finetune_config(epochs=8, threads=1)  # batches are too small for more threads
-        result = finetune(
-            predictor, measured, device.name, out, tasks=tasks, config=config, progress=progress
-        )
+        result = finetune(predictor, measured, device.name, out, tasks=tasks, config=config, progress=progress)
     tuned, split = result.predictor, result.split
     assert tuned is not None and split is not None, "some tasks are learned from, and others left"
     scores = {}

@@ -107,9 +107,7 @@ def _train(args: Namespace, console: Console, errors: Console) -> Any:
         return _train_operators(args, console, errors)
     config = _config(args)
     if args.data:  # so that the run's config.yaml says what it was trained on
-        config = config.model_copy(
-            update={"data": config.data.model_copy(update={"paths": tuple(args.data)})}
-        )
+        config = config.model_copy(update={"data": config.data.model_copy(update={"paths": tuple(args.data)})})
     with Bar(errors, "epochs") as bar:
         result = train(config, args.data, args.out, progress=bar.epoch, resume=args.resume)
     with errors.status("predicting the held-out part"):
@@ -124,9 +122,7 @@ def _train_operators(args: Namespace, console: Console, errors: Console) -> Any:
     from cdmpp.predictor.operators import left_out_errors, train, training_table
 
     if args.split or args.config:
-        raise CdmppError(
-            "--split and --config are of programs: for operators each device is left out in turn"
-        )
+        raise CdmppError("--split and --config are of programs: for operators each device is left out in turn")
     with errors.status("reading operators"):
         table = training_table(load_operators(args.data))
     with Bar(errors, "trainings") as bar:
@@ -298,9 +294,7 @@ def _search(args: Namespace, console: Console, errors: Console) -> Any:
             bar.say(f"trial {line['trial']:3d}  {line['state']:8s}  {result}  {line['seconds'] or 0:.0f} s")
             bar.update(line["trial"] + 1, args.trials)
 
-        result = search(
-            _config(args), args.data, args.out, args.trials, args.model, args.resume, progress=progress
-        )
+        result = search(_config(args), args.data, args.out, args.trials, args.model, args.resume, progress=progress)
     show_search(console, result.summary)
     say(console, f"The best values are in {args.out}/{BEST_FILE}.")
     return result.summary

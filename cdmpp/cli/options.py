@@ -75,9 +75,7 @@ OPTIONS = {
     "out": Option("where results go", "DIR"),
     "data": Option("dataset folders, or folders of them", "DIR", more={"nargs": "+"}),
     "device": Option("device name, such as this-cpu@1 or h200 (see cdmpp devices)", "D"),
-    "device_files": Option(
-        "YAML files of further devices", "FILE", "--devices", more={"nargs": "+", "default": ()}
-    ),
+    "device_files": Option("YAML files of further devices", "FILE", "--devices", more={"nargs": "+", "default": ()}),
     "predictor": Option("a run or predictor folder (default: the one that ships)", "DIR"),
     "config": Option("configs/*.yaml", "FILE"),
     "split": Option("by_network, by_task:seed=1, ..., or all", "SPEC"),

@@ -46,9 +46,7 @@ def run(args: Namespace, devices: Sequence[str], console: Console, errors: Conso
             given = {name: getattr(args, name) for name in ("kv_dtype", "phase", "batch", "seq", "past")}
             serving = Serving(dtype=dtype, generate=args.generate, tp=args.tp, **given)
             prices = None if args.price is None else read_prices(args.price)
-            reports = predict_serving(
-                args.network, devices, model, serving, framework=args.framework, prices=prices
-            )
+            reports = predict_serving(args.network, devices, model, serving, framework=args.framework, prices=prices)
     for report in reports if len(reports) == 1 else ():
         _show(console, report, args.explain)
     if len(reports) > 1:

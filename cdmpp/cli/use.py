@@ -42,9 +42,7 @@ def _predict(args: Namespace, console: Console, errors: Console) -> Any:
     predictor = load_predictor(args.predictor)
     measured = measured_latencies(args.measured)
     if args.target.endswith(".json"):
-        result = predict_program_file(
-            predictor, args.target, args.device, compiled=args.compile > 0, measured=measured
-        )
+        result = predict_program_file(predictor, args.target, args.device, compiled=args.compile > 0, measured=measured)
         _show_program(console, result)
         return result
     if measured:
@@ -89,9 +87,7 @@ def _show_tasks(console: Console, result: Mapping[str, Any]) -> None:
     ]
     interval = f"{100 * result['coverage']:g} % interval"
     columns = ("<task", "runs", "<programs", "best", interval, "median", "worst")
-    show_table(
-        console, f"{result['network']} on {result['device']}: predicted latency per task", columns, rows
-    )
+    show_table(console, f"{result['network']} on {result['device']}: predicted latency per task", columns, rows)
     console.print(
         f"All tasks with the best schedule of those tried: [bold]{seconds_text(result['total_best_s'])}[/]; "
         f"with the median one: {seconds_text(result['total_median_s'])}."
@@ -116,9 +112,7 @@ def _add_latency(sub: Parser) -> None:
     add(sub, "predictor", default="default")
     runtime = "what runs a network: PyTorch, eagerly (default), TVM's programs as they are, or the best predicted ones"
     add(sub, "runtime", choices=("torch", "tvm", "tvm-tuned"), default=None, help=runtime)
-    schedule = (
-        "a task's program: as it is (default), the best predicted of some, or of this MetaSchedule database"
-    )
+    schedule = "a task's program: as it is (default), the best predicted of some, or of this MetaSchedule database"
     add(sub, "schedule", default="untuned", metavar="untuned|best|DIR", help=schedule)
     add(sub, "programs_per_task", default=64, help="of --schedule best")
     add(sub, "seed", default=0)

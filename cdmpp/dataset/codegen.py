@@ -52,9 +52,7 @@ def load_codegen(path: Path) -> Counts:
         table, note = read_parquet(path, _SCHEMA)
         version = note.get("counting_version", 1)
         if version != COUNTING_VERSION:
-            raise DatasetError(
-                f"{path} was counted by version {version}, this cdmpp counts by {COUNTING_VERSION}"
-            )
+            raise DatasetError(f"{path} was counted by version {version}, this cdmpp counts by {COUNTING_VERSION}")
     except DatasetError as error:
         raise DatasetError(f"{error}; delete it, and cdmpp codegen {path.parent} counts anew") from error
     rows = np.stack([table.column(name).to_numpy() for name in CODEGEN_FEATURES], axis=1).astype(np.float32)

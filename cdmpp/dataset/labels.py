@@ -52,9 +52,7 @@ MIN_REMEASURED = 20
 _PAIR = ["program", "device"]
 
 
-def label_table(
-    records: pd.DataFrame, devices: Sequence[str] | None = None, aggregate: str = "median"
-) -> pd.DataFrame:
+def label_table(records: pd.DataFrame, devices: Sequence[str] | None = None, aggregate: str = "median") -> pd.DataFrame:
     """One label per (program, device), from its ok records.
 
     Where a program was measured several times on a device, records that were taken while something else used the core

@@ -38,9 +38,7 @@ class Record:
         NaN, infinite, zero or negative; a failure that has a latency.
         """
         if not self.program or not self.device:
-            raise DatasetError(
-                f"a record needs a program and a device, got {self.program!r} and {self.device!r}"
-            )
+            raise DatasetError(f"a record needs a program and a device, got {self.program!r} and {self.device!r}")
         if self.status not in STATUSES:
             raise DatasetError(f"{self._name()}: status {self.status!r} is none of {', '.join(STATUSES)}")
         if self.status != "ok":
@@ -48,9 +46,7 @@ class Record:
                 raise LabelError(f"{self._name()}: a record of status {self.status} cannot have a latency")
             return
         if not is_label(self.latency_s):
-            raise LabelError(
-                f"{self._name()}: latency_s is {self.latency_s}, expected finite seconds above 0"
-            )
+            raise LabelError(f"{self._name()}: latency_s is {self.latency_s}, expected finite seconds above 0")
         for sample_s in self.samples_s:
             if not is_label(sample_s):
                 raise LabelError(f"{self._name()}: a sample is {sample_s}, expected finite seconds above 0")

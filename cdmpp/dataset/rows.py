@@ -50,9 +50,7 @@ class RowStore:
                 path = self._copied()  # to read a log that nobody has open, SQLite has to write beside it
             # A reader, too, rolls back what a killed writer left half-written, for which SQLite has to write.
             mode = "rwc" if write else "rw"
-            self._db = sqlite3.connect(
-                f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None
-            )
+            self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None)
             self._db.execute(f"PRAGMA query_only = {int(not write)}")
             if write:
                 local = _file_system(path.parent) not in _SHARED_FILE_SYSTEMS
@@ -100,9 +98,7 @@ class RowStore:
         except (TypeError, ValueError) as error:
             raise DatasetError(f"{self.path}: {kind} cannot be stored as JSON: {error}") from error
         with self._errors("write"):
-            self._db.execute(
-                "INSERT OR IGNORE INTO rows (kind, key, value) VALUES (?, ?, ?)", (kind, key, text)
-            )
+            self._db.execute("INSERT OR IGNORE INTO rows (kind, key, value) VALUES (?, ?, ?)", (kind, key, text))
         if time.monotonic() - self._synced_at >= _SYNC_INTERVAL_S:
             self.sync()
 

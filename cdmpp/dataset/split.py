@@ -150,9 +150,7 @@ class Split:
             for task in sorted(set(labels["task"].iloc[self.part(part)])):
                 name = ", ".join(sorted(set(self.held_out) & _architectures(networks or {}, task)))
                 if name:
-                    raise SplitError(
-                        f"split {self.spec}: task {task} of held-out network {name} is in {part}"
-                    )
+                    raise SplitError(f"split {self.spec}: task {task} of held-out network {name} is in {part}")
 
     def _check_shared(self, what: str, known: pd.Series, units: pd.Series, hidden: str) -> None:
         shared = sorted(set(known) & set(units.iloc[self.part(hidden)]))
@@ -432,9 +430,7 @@ def _argument(spec: str, kind: str, key: str, text: str) -> Any:
 
 def _check_fractions(test: float, valid: float) -> None:
     if not (0 <= test < 1 and 0 <= valid < 1 and test + valid < 1):
-        raise SplitError(
-            f"fractions test={test:g} and valid={valid:g} must be at least 0 and below 1 together"
-        )
+        raise SplitError(f"fractions test={test:g} and valid={valid:g} must be at least 0 and below 1 together")
 
 
 def _known_names(names: Iterable[str], every: Collection[str], what: str) -> list[str]:

@@ -361,9 +361,7 @@ def load_datasets(paths: str | Path | Sequence[str | Path]) -> DatasetView:
     for path in map(Path, [paths] if isinstance(paths, str | Path) else paths):
         if not path.is_dir():
             raise DatasetError(f"{path} is not a folder" if path.exists() else f"{path} does not exist")
-        folders = (
-            [path] if (path / META_FILE).exists() else sorted(f.parent for f in path.glob(f"*/{META_FILE}"))
-        )
+        folders = [path] if (path / META_FILE).exists() else sorted(f.parent for f in path.glob(f"*/{META_FILE}"))
         if not folders:
             raise DatasetError(f"{path} is no dataset (no {META_FILE}) and contains none")
         found.update((folder.resolve(), folder) for folder in folders)

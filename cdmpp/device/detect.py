@@ -112,11 +112,7 @@ def read_cpu_facts(root: Path | None = None, machine: str = "") -> CpuFacts:
     cpus = [_fields(block) for block in _text(root / "proc/cpuinfo").split("\n\n") if block.strip()]
     cpus = [cpu for cpu in cpus if "processor" in cpu] or [{}]
     first = cpus[0]
-    allowed = (
-        {str(n) for n in os.sched_getaffinity(0)}
-        if root == Path("/")
-        else {c.get("processor", "") for c in cpus}
-    )
+    allowed = {str(n) for n in os.sched_getaffinity(0)} if root == Path("/") else {c.get("processor", "") for c in cpus}
     here = [cpu for cpu in cpus if cpu.get("processor") in allowed] or cpus
     cores = {(cpu.get("physical id", "0"), cpu.get("core id", cpu.get("processor", "0"))) for cpu in here}
     caches = _caches(root / "sys/devices/system/cpu/cpu0/cache")
@@ -187,9 +183,7 @@ def detect_cpu(root: Path | None = None, machine: str = "") -> Device:
         l3_kb=facts.l3_kb,
         mem_gb=facts.mem_gb,
         virtual=("hypervisor" in facts.flags) if x86 else None,
-        sources=(
-            "detected: /proc/cpuinfo, /sys; peak: two vector pipes a core unless it is known to have one",
-        ),
+        sources=("detected: /proc/cpuinfo, /sys; peak: two vector pipes a core unless it is known to have one",),
     )
 
 

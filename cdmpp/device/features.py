@@ -82,7 +82,6 @@ def device_features(device: Device) -> np.ndarray:
     import numpy as np
 
     values = [
-        _COMPUTED[name](device) if name in _COMPUTED else _float(getattr(device, name))
-        for name in DEVICE_FEATURES
+        _COMPUTED[name](device) if name in _COMPUTED else _float(getattr(device, name)) for name in DEVICE_FEATURES
     ]
     return np.array(values, dtype=np.float32)

@@ -127,13 +127,9 @@ class Device:
     def _part_of_cpu(self, share: float | None, isa: str, cores_here: int | None) -> Device:
         share = share if share is not None else cores_here or self.cores
         if share is None:
-            raise UnknownDeviceError(
-                f"{self.name}: the number of its cores is unknown; say how many, as {self.name}@1"
-            )
+            raise UnknownDeviceError(f"{self.name}: the number of its cores is unknown; say how many, as {self.name}@1")
         if not float(share).is_integer() or share < 1:
-            raise UnknownDeviceError(
-                f"{self.name}@{share:g}: the share of a CPU is a number of cores, 1 or more"
-            )
+            raise UnknownDeviceError(f"{self.name}@{share:g}: the share of a CPU is a number of cores, 1 or more")
         if cores_here is not None and share > cores_here:
             raise UnknownDeviceError(f"{self.name}@{share:g}: this machine has {cores_here} cores")
         used, cores, mem_gb = int(share), self.cores, self.mem_gb
@@ -147,9 +143,7 @@ class Device:
             isa_bits, isa_fma = ISAS[isa]
             if simd_bits is not None and isa_bits > simd_bits:
                 raise UnknownDeviceError(f"{self.name}.{isa}: it has no {isa_bits}-bit vectors")
-            if (
-                simd_bits is not None
-            ):  # what takes a cycle at full width may be done twice in one at half of it
+            if simd_bits is not None:  # what takes a cycle at full width may be done twice in one at half of it
                 pipes = min(ASSUMED_SIMD_PIPES, pipes * simd_bits // isa_bits)
             simd_bits, mcpu = isa_bits, isa
             fma = isa_fma if fma is None else fma and isa_fma
@@ -186,9 +180,7 @@ class Device:
         if isa:
             raise UnknownDeviceError(f"{self.name}.{isa}: only a CPU can be restricted to an instruction set")
         if not 0 < share <= 1:
-            raise UnknownDeviceError(
-                f"{self.name}@{share:g}: the share of a GPU is a fraction, above 0 and at most 1"
-            )
+            raise UnknownDeviceError(f"{self.name}@{share:g}: the share of a GPU is a fraction, above 0 and at most 1")
         peaks = dict(self.peak_gflops)
         if "float32" not in peaks and self.cores and self.lanes_per_core and self.clock_mhz:
             peaks["float32"] = 2 * self.cores * self.lanes_per_core * self.clock_mhz / 1e3

@@ -115,9 +115,7 @@ class DeviceTable:
             isa = next((isa for isa in ISAS if key.endswith(f".{isa}")), "")
             row = self.find(key[: -len(isa) - 1]) if isa else None
         if row is None:
-            raise UnknownDeviceError(
-                f"unknown device {name!r}{self._suggest(key)}; `cdmpp devices` lists all"
-            )
+            raise UnknownDeviceError(f"unknown device {name!r}{self._suggest(key)}; `cdmpp devices` lists all")
         return row.used(share, isa, self._cores_here if key.startswith(THIS_CPU) else None)
 
     def _suggest(self, key: str) -> str:

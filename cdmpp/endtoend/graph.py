@@ -36,9 +36,7 @@ class NetworkTasks:
             raise NetworkError(f"network {self.graph.name} has no task: there is nothing to predict")
 
 
-def network_tasks(
-    network: Network | NetworkTasks | str | Path, data: str | Path | None = None
-) -> NetworkTasks:
+def network_tasks(network: Network | NetworkTasks | str | Path, data: str | Path | None = None) -> NetworkTasks:
     """The graph and tasks of a zoo name, an ``.onnx`` or ``.pt2`` file, a Network, or an imported trace's graph file.
 
     `data` is the dataset that holds the tasks of a graph file; None for the one whose ``networks/`` the file lies in.
@@ -70,9 +68,7 @@ def _of_file(path: Path, data: str | Path | None) -> NetworkTasks:
     wanted = list(graph.task_weights())
     missing = [task for task in wanted if task not in known]
     if missing:
-        raise DatasetError(
-            f"{folder} lacks {len(missing)} tasks of network {graph.name}, such as {missing[0]}"
-        )
+        raise DatasetError(f"{folder} lacks {len(missing)} tasks of network {graph.name}, such as {missing[0]}")
     return NetworkTasks(graph, {task: known[task] for task in wanted}, library=True)
 
 

@@ -210,9 +210,7 @@ def compare_devices(
     ]
     if prices and (without := [report.device for report in reports if report.device not in costs]):
         notes.append(f"no price is given for {', '.join(without)}")
-    return Comparison(
-        source.graph.name, tuple(reports), tuple(sorted(costs, key=costs.__getitem__)), tuple(notes)
-    )
+    return Comparison(source.graph.name, tuple(reports), tuple(sorted(costs, key=costs.__getitem__)), tuple(notes))
 
 
 def read_prices(path: str | Path) -> dict[str, float]:
@@ -339,9 +337,7 @@ def _unknown_note(nodes: Sequence[GraphNode]) -> str:
         return ""
     names = list(dict.fromkeys(unknown))
     more = f" and {len(names) - 5} others" if len(names) > 5 else ""
-    return (
-        f"{len(unknown)} of {len(nodes)} nodes are unknown and count as nothing: {', '.join(names[:5])}{more}"
-    )
+    return f"{len(unknown)} of {len(nodes)} nodes are unknown and count as nothing: {', '.join(names[:5])}{more}"
 
 
 def _task_notes(tasks: Collection[TaskLatency]) -> Iterator[str]:

@@ -94,9 +94,7 @@ def replay(
 class _Clocks:
     """Of host and streams, and the ends of the nodes so far; arrays are (m,)."""
 
-    def __init__(
-        self, task_s: Mapping[str, FloatArray], launch_s: float, asynchronous: bool, streams: int
-    ) -> None:
+    def __init__(self, task_s: Mapping[str, FloatArray], launch_s: float, asynchronous: bool, streams: int) -> None:
         self._task_s, self._launch_s, self._asynchronous = task_s, launch_s, asynchronous
         self._host = self.last_end = self._zero = np.zeros_like(next(iter(task_s.values()), np.zeros(1)))
         self._free = [self._zero] * streams
@@ -161,8 +159,7 @@ class _Clocks:
         period = self.last_end - last_end
         self._host = self._host + rest * (self._host - host)
         self._free = [
-            now + rest * (period if (now != then).any() else 0.0)
-            for now, then in zip(self._free, free, strict=True)
+            now + rest * (period if (now != then).any() else 0.0) for now, then in zip(self._free, free, strict=True)
         ]
         self.last_end = self.last_end + rest * period
         for node in body:

@@ -154,18 +154,14 @@ def _steps(decoder: Decoder, serving: Serving, dtype: str, kv_dtype: str) -> pd.
     if serving.generate:
         plan.append(("prefill", 0, serving.seq, serving.past, 1.0))
         start = serving.past + serving.seq
-        at = np.unique(
-            np.linspace(0, serving.generate - 1, min(_SAMPLED_STEPS, serving.generate)).astype(int)
-        )
+        at = np.unique(np.linspace(0, serving.generate - 1, min(_SAMPLED_STEPS, serving.generate)).astype(int))
         weights = np.zeros(len(at))
         for step in range(serving.generate):  # linear interpolation between the lengths that are predicted
             j = min(int(np.searchsorted(at, step, side="right")) - 1, max(len(at) - 2, 0))
             part = (step - at[j]) / (at[j + 1] - at[j]) if len(at) > 1 else 0.0
             weights[j] += 1 - part
             weights[min(j + 1, len(at) - 1)] += part
-        plan += [
-            ("decode", int(s) + 1, 1, start + int(s), float(w)) for s, w in zip(at, weights, strict=True)
-        ]
+        plan += [("decode", int(s) + 1, 1, start + int(s), float(w)) for s, w in zip(at, weights, strict=True)]
     elif serving.phase == "prefill":
         plan.append(("prefill", 0, serving.seq, serving.past, 1.0))
     else:
@@ -235,9 +231,7 @@ def _report(
     notes = [note for note in {without_unit(device, d) for d in set(table.get("dtype", []))} if note]
     if unknown:
         share = 1 - known.mean()
-        notes.append(
-            f"no time is known of {', '.join(unknown)}: {share:.0%} of the rows are missing from the sum"
-        )
+        notes.append(f"no time is known of {', '.join(unknown)}: {share:.0%} of the rows are missing from the sum")
     if unmeasured := sorted(set(kinds(table)) - set(model.devices.get(device.name, ()))):
         notes.append(
             f"{device.name} was never measured: intervals are those of devices left out ({', '.join(unmeasured)})"
@@ -273,9 +267,7 @@ def _interval(seconds: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[f
     return min(float(low_s), total), max(float(high_s), total)
 
 
-def _with_rates(
-    report: ServingReport, serving: Serving, memory_gb: float, price: float | None
-) -> ServingReport:
+def _with_rates(report: ServingReport, serving: Serving, memory_gb: float, price: float | None) -> ServingReport:
     """With what a user of the service sees: time to the first token, time a token, tokens a second, their price."""
     values: dict[str, Any] = {**vars(report), "memory_gb": memory_gb}
     tokens = serving.batch * (serving.generate or (serving.seq if serving.phase == "prefill" else 1))

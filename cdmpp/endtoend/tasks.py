@@ -81,9 +81,7 @@ def candidates(
 
     kind = str(schedule)
     if source.library and kind != UNTUNED:
-        raise TunerError(
-            f"schedule {kind}: the tasks of an imported trace are run by a library, which has its own"
-        )
+        raise TunerError(f"schedule {kind}: the tasks of an imported trace are run by a library, which has its own")
     if programs_per_task < 1:
         raise TunerError(f"one program per task at least, got {programs_per_task}")
     origin = "library" if source.library else UNTUNED
@@ -101,8 +99,7 @@ def candidates(
             notes.append(f"{lacking} of {len(funcs)} tasks are not in {schedule} and are untuned")
     asts = iter(compact_asts([func for programs, _ in funcs.values() for func in programs]))
     return {
-        task: Candidates(tuple(next(asts) for _ in programs), origin)
-        for task, (programs, origin) in funcs.items()
+        task: Candidates(tuple(next(asts) for _ in programs), origin) for task, (programs, origin) in funcs.items()
     }, notes
 
 

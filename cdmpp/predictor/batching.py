@@ -190,9 +190,7 @@ class PairArrays:
 
     def unlabelled(self, rows: NDArray[np.int64]) -> PairArrays:
         """The pairs with these numbers, without labels; programs and devices are shared."""
-        parts = {
-            name: getattr(self, name)[rows] for name in ("program", "device", "pair", "code", "has_code")
-        }
+        parts = {name: getattr(self, name)[rows] for name in ("program", "device", "pair", "code", "has_code")}
         return PairArrays(self.packed, self.device_rows, **parts, general=self.general)
 
 

@@ -99,13 +99,9 @@ def load_checkpoint(path: Path, fingerprint: str) -> TrainerState:
     try:
         progress: dict[str, Any] = json.loads(metadata["progress"])
         if progress["version"] != CHECKPOINT_VERSION:
-            raise PredictorError(
-                f"{path}: checkpoint version {progress['version']}, expected {CHECKPOINT_VERSION}"
-            )
+            raise PredictorError(f"{path}: checkpoint version {progress['version']}, expected {CHECKPOINT_VERSION}")
         if progress["fingerprint"] != fingerprint:
-            raise PredictorError(
-                f"{path}: belongs to another configuration or other records; start a new run"
-            )
+            raise PredictorError(f"{path}: belongs to another configuration or other records; start a new run")
         state = TrainerState(**{name: progress[name] for name in _PROGRESS})
         for name, tensor in tensors.items():
             group, _, rest = name.partition("/")
@@ -126,9 +122,7 @@ def save_fields(folder: Path, fields: Mapping[str, Any]) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"network.{k}": v for k, v in fields["network"].state_dict().items()}
-    extras = {
-        name: fields[name] for name in (*_PREFIXES, "familiarity", "scaling") if fields[name] is not None
-    }
+    extras = {name: fields[name] for name in (*_PREFIXES, "familiarity", "scaling") if fields[name] is not None}
     for name in ("encoder", *_PREFIXES, "familiarity"):
         if fields[name] is not None:
             prefix = _PREFIXES.get(name, "")
@@ -184,9 +178,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
     except OSError as err:
-        raise PredictorError(
-            f"{folder}: no predictor here, expected {_JSON_FILE} and {_WEIGHTS_FILE}"
-        ) from err
+        raise PredictorError(f"{folder}: no predictor here, expected {_JSON_FILE} and {_WEIGHTS_FILE}") from err
     except ValueError as err:
         raise PredictorError(f"{path}: expected JSON, but it is damaged: {err}") from err
     if not isinstance(state, dict) or state.get("format") != FORMAT:

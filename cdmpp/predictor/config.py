@@ -77,9 +77,7 @@ class ModelConfig(_Section):
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
         if self.dim % self.heads or self.dim % 2:
-            raise ValueError(
-                f"dim must be even and a multiple of heads, got dim={self.dim}, heads={self.heads}"
-            )
+            raise ValueError(f"dim must be even and a multiple of heads, got dim={self.dim}, heads={self.heads}")
         return self
 
 

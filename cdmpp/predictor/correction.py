@@ -74,9 +74,7 @@ def fit_correction(
     before = of_task = _by_task(errors, task)
     # of one task there is nothing to leave out: the constant alone
     for step in STEPS[1 : None if len(names) > 1 else 2]:
-        inverse = np.linalg.inv(
-            sum((sd**2 * kernel for sd, kernel in zip(step, kernels, strict=True)), noise)
-        )
+        inverse = np.linalg.inv(sum((sd**2 * kernel for sd, kernel in zip(step, kernels, strict=True)), noise))
         without = _left_out(inverse, errors, task) if len(names) > 1 else errors - errors.mean()
         # predictions that are too long weigh more: what is left is centred where the mean error is least
         centre = _least_mape(without, task) * len(names) / (len(names) + _TASKS_WITHOUT)

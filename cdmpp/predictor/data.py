@@ -81,10 +81,7 @@ class TrainingData:
         """Raw features of every device."""
         from cdmpp.device import device_features
 
-        return {
-            name: np.asarray(device_features(device), dtype=np.float64)
-            for name, device in self.devices.items()
-        }
+        return {name: np.asarray(device_features(device), dtype=np.float64) for name, device in self.devices.items()}
 
     @cached_property
     def codegen_counts(self) -> NDArray[np.float32] | None:
@@ -164,9 +161,7 @@ class TrainingData:
 
 def warn_of_missing_counts(coverage: Mapping[str, tuple[int, int]]) -> None:
     """Say of which CPUs some records have no instruction counts; ``coverage`` as of :meth:`TrainingData.count_coverage`."""
-    lacking = [
-        f"{counted} of {n} records of {name}" for name, (counted, n) in coverage.items() if counted < n
-    ]
+    lacking = [f"{counted} of {n} records of {name}" for name, (counted, n) in coverage.items() if counted < n]
     if lacking:
         logger.warning("instruction counts: %s; the others have only their AST", ", ".join(lacking))
 

@@ -147,9 +147,7 @@ class FeatureEncoder:
         """Raw pairs (n, n_pair_features) -> float32 (n, pair_dim)."""
         return np.zeros((len(pairs), 0), np.float32) if self.pair is None else self.pair.transform(pairs)
 
-    def encode_codes(
-        self, features: NDArray[Any], excess: NDArray[Any]
-    ) -> tuple[FloatArray, NDArray[np.bool_]]:
+    def encode_codes(self, features: NDArray[Any], excess: NDArray[Any]) -> tuple[FloatArray, NDArray[np.bool_]]:
         """Code features (n, n_code_features) and the logarithm of their time over the estimate (n,) -> float32 (n, code_dim)
         and bool (n,), whether they are known: rows of 0 where they are NaN, unknown."""
         if self.code is None:
@@ -212,6 +210,4 @@ def _check_finite(leaves: NDArray[Any]) -> None:
     bad = ~np.isfinite(leaves)
     if bad.any():
         row, column = np.argwhere(bad)[0]
-        raise PredictorError(
-            f"{int(bad.sum())} leaf features are not finite, the first in row {row}, column {column}"
-        )
+        raise PredictorError(f"{int(bad.sum())} leaf features are not finite, the first in row {row}, column {column}")

@@ -145,9 +145,7 @@ def combine(
         if pair is None:
             distance = max(_LEAST_DISTANCE, device_distance(source, device))
             pair = DevicePair(0.0, scaling.error_by_distance * distance, 0, scaling.estimate_part)
-        scaled = _log_scaled(
-            pair.estimate_part, measured_s, predicted_s / there_s, estimate_s / estimate_there_s
-        )
+        scaled = _log_scaled(pair.estimate_part, measured_s, predicted_s / there_s, estimate_s / estimate_there_s)
         known = ~np.isnan(scaled)
         logs.append(np.where(known, scaled + pair.bias, 0.0))
         weights.append(np.where(known, max(_LEAST_ERROR, pair.error) ** -2, 0.0))
@@ -296,9 +294,7 @@ class Evidence:
             return cls()
         latency_s = data.latency_s
         found = rows_elsewhere(data, rows, hidden)
-        return cls(
-            elsewhere=[(device, np.where(there >= 0, latency_s[there], np.nan)) for device, there in found]
-        )
+        return cls(elsewhere=[(device, np.where(there >= 0, latency_s[there], np.nan)) for device, there in found])
 
     def known(self, n: int) -> NDArray[np.bool_]:
         """For which of the n programs there is any, bool (n,)."""

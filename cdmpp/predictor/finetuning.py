@@ -179,9 +179,7 @@ def few_shot(
     else:
         base = predictor
     if name in base.training.get("records_by_device", base.devices):
-        raise PredictorError(
-            f"the predictor was trained on {name}: few-shot starts from one that never saw it"
-        )
+        raise PredictorError(f"the predictor was trained on {name}: few-shot starts from one that never saw it")
     selection = choose_tasks(base, data, name, k, select, seed)
     if not selection.tasks:
         raise PredictorError(f"there are no records of {name}")
@@ -208,9 +206,7 @@ def choose_tasks(
         pool = set(data.labels["task"] if rows is None else data.labels["task"].iloc[rows])
         free = pool.intersection(measured) if measured else None
         if free is not None and not free:
-            raise PredictorError(
-                f"no task has records on {device} and on another device: nothing to choose from"
-            )
+            raise PredictorError(f"no task has records on {device} and on another device: nothing to choose from")
         chosen = select_tasks(data, tasks, select, seed, predictor=predictor, rows=rows, available=free)
         return chosen if measured else replace(chosen, tasks=())
     if tasks is None and measured:
@@ -222,9 +218,7 @@ def choose_tasks(
     if measured and not chosen_tasks:
         raise PredictorError(f"none of the {len(wanted)} tasks named has records on {device}")
     if measured and len(chosen_tasks) < len(wanted):
-        logger.warning(
-            "%d of %d tasks have no records on %s", len(wanted) - len(chosen_tasks), len(wanted), device
-        )
+        logger.warning("%d of %d tasks have no records on %s", len(wanted) - len(chosen_tasks), len(wanted), device)
     return TaskSelection(chosen_tasks, tuple(wanted), "named", seed, "none", len(measured))
 
 
@@ -358,9 +352,7 @@ def _described(job: _Job, tuned: Predictor, learned: str, errors: Mapping[str, A
     return replace(tuned, training=summary, scaling=replace(scaling, pairs=pairs))
 
 
-def _train(
-    job: _Job, stop: NDArray[np.bool_], fits: Mapping[str, Fit], progress: ProgressCallback | None
-) -> Predictor:
+def _train(job: _Job, stop: NDArray[np.bool_], fits: Mapping[str, Fit], progress: ProgressCallback | None) -> Predictor:
     """The base trained further on the chosen tasks but for records to stop by, bool (n,), and on records of other devices; what
     they show to be the same for all programs comes first."""
     from cdmpp.dataset import Split
@@ -371,9 +363,7 @@ def _train(
     encoder, fresh = extend_encoder(base.encoder, list(base.devices.values()), vectors[name])
     seen_as_it = devices_seen_as(base, encoder, data, name)
     if seen_as_it:
-        logger.warning(
-            "not replayed, as the network cannot tell them from %s: %s", name, ", ".join(seen_as_it)
-        )
+        logger.warning("not replayed, as the network cannot tell them from %s: %s", name, ", ".join(seen_as_it))
     # what is held out to stop by is not replayed on other devices either
     held_out = labels["program"].isin(labels["program"][stop])
     replayed = ~held_out & ~labels["device"].isin([name, *seen_as_it])
@@ -407,18 +397,14 @@ def _train(
     fitted = Fitted(encoder, base.transform, arrays, trainer, {**devices, **base.devices}, specs)
     tuned = fitted.predictor(state.best, training_summary(config, data, used, state))
     corrections = {**base.corrections, name: {AST: constant, COMPILED: constant}}
-    return calibrated(
-        replace(tuned, corrections=corrections), data, used, scaling=base.scaling or DeviceScaling()
-    )
+    return calibrated(replace(tuned, corrections=corrections), data, used, scaling=base.scaling or DeviceScaling())
 
 
 def _shared_constant(job: _Job, fits: Mapping[str, Fit]) -> float:
     """By how much, in its logarithm, a device that is new to the predictor is slower than it expects; 0 for one that it knows,
     and for a GPU predicted from what GPUs share: training starts from another prediction, that of all that is known of it."""
     found = fits[AST].correction
-    known = job.device in job.base.devices or job.base.uses_general_features_only(
-        job.data.devices[job.device]
-    )
+    known = job.device in job.base.devices or job.base.uses_general_features_only(job.data.devices[job.device])
     return 0.0 if known or found is None else found.constant
 
 
@@ -469,9 +455,7 @@ def starting_weights(base: Predictor, fresh: NDArray[np.int64]) -> dict[str, tor
     return weights
 
 
-def mixed_batches(
-    new: int, replay: int, batch_size: int, rng: np.random.Generator
-) -> list[NDArray[np.int64]]:
+def mixed_batches(new: int, replay: int, batch_size: int, rng: np.random.Generator) -> list[NDArray[np.int64]]:
     """Batches of pairs ``0..new-1`` (the new device's) and ``new..new+replay-1``, at least half of each new.
 
     Every new pair is taken equally often; so many replayed ones are drawn as a batch has new ones, fewer where the

@@ -42,9 +42,7 @@ def hybrid_loss(
     return loss
 
 
-def pairwise_ranking(
-    log_predicted: torch.Tensor, log_target: torch.Tensor, group: torch.Tensor
-) -> torch.Tensor:
+def pairwise_ranking(log_predicted: torch.Tensor, log_target: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
     """Mean logistic loss over the pairs of a group with different latencies; 0 without such a pair (RankNet).
 
     ``log(1 + exp(log p_fast - log p_slow))`` with ``p`` the predicted latencies of the faster and the slower one

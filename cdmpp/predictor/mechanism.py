@@ -95,11 +95,7 @@ def without_unit(device: Device, dtype: str) -> str:
     used = pipe(device, dtype)[1]
     wanted = PIPES[_LIKE.get(dtype, dtype)]
     own = [name for name in wanted if name.split("_")[0] == wanted[0].split("_")[0]]
-    return (
-        ""
-        if used in own
-        else f"{device.name} has no unit for {dtype}: {used or 'an assumed rate'} is used instead"
-    )
+    return "" if used in own else f"{device.name} has no unit for {dtype}: {used or 'an assumed rate'} is used instead"
 
 
 def products(table: pd.DataFrame) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
@@ -122,9 +118,7 @@ def products(table: pd.DataFrame) -> tuple[FloatArray, FloatArray, FloatArray, F
     ]
     queries = size["tokens"] / size["sequences"]
     seen = 2 * size["pairs"] / np.maximum(size["tokens"], 1)  # scores, and what they weigh
-    packed = np.where(
-        queries < 16, size["heads"] / size["kv_heads"], 1.0
-    )  # heads that share keys go together
+    packed = np.where(queries < 16, size["heads"] / size["kv_heads"], 1.0)  # heads that share keys go together
     used = used_weights(size["batch"], size["m"])
     kinds = [
         (op == "gemm", (size["batch"], size["m"], size["n"], size["k"])),

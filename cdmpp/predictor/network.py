@@ -40,9 +40,7 @@ def positional_encoding(positions: ArrayLike, dim: int, variant: str = "standard
     PredictorError for an unknown variant, no columns or a negative position.
     """
     if variant not in VARIANTS:
-        raise PredictorError(
-            f"unknown positional encoding {variant!r}: expected one of {', '.join(VARIANTS)}"
-        )
+        raise PredictorError(f"unknown positional encoding {variant!r}: expected one of {', '.join(VARIANTS)}")
     if dim < 1:
         raise PredictorError(f"a positional encoding needs at least one column, got {dim}")
     pos = np.asarray(positions, dtype=np.float64)
@@ -230,9 +228,7 @@ class LatencyNetwork(nn.Module):
         projected = nn.functional.linear(rows, weight[:, :width], self.leaf_projection.bias)
         if self.bins is not None:
             used = self.bins.used()
-            projected = projected + nn.functional.linear(
-                self.bins(rows, used), weight[:, width:].index_select(1, used)
-            )
+            projected = projected + nn.functional.linear(self.bins(rows, used), weight[:, width:].index_select(1, used))
         leaves = projected.new_zeros(*batch.padding.shape, projected.shape[1])
         leaves[real] = projected
         return leaves

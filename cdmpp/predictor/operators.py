@@ -121,9 +121,7 @@ class OperatorModel:
             return np.zeros(0)
         resolved = get_device(device) if isinstance(device, str) else device
         if resolved.kind not in {get_device(name).kind for name in self.devices}:
-            raise PredictorError(
-                f"these library operators are of no {resolved.kind.upper()}, as {resolved.name} is"
-            )
+            raise PredictorError(f"these library operators are of no {resolved.kind.upper()}, as {resolved.name} is")
         estimate, logs = self.parts(table, resolved, framework)
         measured = self.devices.get(resolved.name, ())
         parts = [1.0 if kind in measured else self.trust.get(kind, 0.0) for kind in kinds(table)]
@@ -343,9 +341,7 @@ def train(
     if len(table) < _FOLDS:
         raise PredictorError("an operator model needs labels of operators to learn from")
     table = table.reset_index(drop=True)
-    family = (
-        table["device"].map(families([get_device(name) for name in sorted(set(table["device"]))])).to_numpy()
-    )
+    family = table["device"].map(families([get_device(name) for name in sorted(set(table["device"]))])).to_numpy()
     numbers = sorted(set(family))
     estimate, logs = np.empty(len(table)), np.empty(len(table))
     for done, number in enumerate(numbers):
@@ -354,9 +350,7 @@ def train(
         others = np.flatnonzero(family != number)
         if len(others) < 2:
             return _of_one_family(table, members, epochs, width, seed)
-        without = _fitted(
-            table.iloc[others].reset_index(drop=True), max(1, members // 2), epochs, width, seed
-        )
+        without = _fitted(table.iloc[others].reset_index(drop=True), max(1, members // 2), epochs, width, seed)
         estimate[mine], logs[mine] = _parts_of_rows(without, table.iloc[mine])
     progress(len(numbers), len(numbers) + 1)
     measured, kind = np.log(table["seconds"].to_numpy(dtype=np.float64)) - np.log(estimate), kinds(table)
@@ -367,9 +361,7 @@ def train(
             at = (family == number) & (kind == k)
             trusted[at] = _trust(measured, logs, (kind == k) & (family != number), family)
     left = table.assign(left_out_s=estimate * np.exp(trusted * logs), left_out_estimate_s=estimate)
-    model = replace(
-        _fitted(table, members, epochs, width, seed), trust=trust, unseen=_errors(left, left["left_out_s"])
-    )
+    model = replace(_fitted(table, members, epochs, width, seed), trust=trust, unseen=_errors(left, left["left_out_s"]))
     own_estimate, own_logs = _parts_of_rows(model, table)
     return replace(model, seen=_errors(table, own_estimate * np.exp(own_logs))), left
 
@@ -381,9 +373,7 @@ def _of_one_family(
     part = np.random.default_rng(seed).permutation(len(table)) % _FOLDS
     left_s, estimate_s = np.empty(len(table)), np.empty(len(table))
     for number in range(_FOLDS):
-        without = _fitted(
-            table[part != number].reset_index(drop=True), max(1, members // 2), epochs, width, seed
-        )
+        without = _fitted(table[part != number].reset_index(drop=True), max(1, members // 2), epochs, width, seed)
         estimate, logs = _parts_of_rows(without, table[part == number])
         estimate_s[part == number], left_s[part == number] = estimate, estimate * np.exp(logs)
     left = table.assign(left_out_s=left_s, left_out_estimate_s=estimate_s)
@@ -510,9 +500,7 @@ def _weights(table: pd.DataFrame) -> NDArray[np.float32]:
 
 
 def _network(inputs: int, width: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(inputs, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 1)
-    )
+    return nn.Sequential(nn.Linear(inputs, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 1))
 
 
 def _fit(

@@ -187,9 +187,7 @@ def code_rows(
         here = np.flatnonzero(known & (device == number))
         used, back = np.unique(program[here], return_inverse=True)
         estimates = estimate_s([asts[i] for i in used], devices[number])[back]
-        features[here], excess[here] = _features_of(
-            counts[here], parallel[program[here]], estimates, devices[number]
-        )
+        features[here], excess[here] = _features_of(counts[here], parallel[program[here]], estimates, devices[number])
     return features, excess
 
 

@@ -62,9 +62,7 @@ class Predictor:
     compiled_calibration: Calibration | None = field(default=None, repr=False, kw_only=True)
     scaling: DeviceScaling | None = field(default=None, repr=False, kw_only=True)
     measured_calibration: Calibration | None = field(default=None, repr=False, kw_only=True)
-    corrections: Mapping[str, Mapping[str, Correction]] = field(
-        default_factory=dict, repr=False, kw_only=True
-    )
+    corrections: Mapping[str, Mapping[str, Correction]] = field(default_factory=dict, repr=False, kw_only=True)
 
     def predict(
         self,
@@ -129,9 +127,7 @@ class Predictor:
             return NO_EVIDENCE
         self.check_scales()
         if not measured:
-            raise PredictorError(
-                "measured= names no device: expected one at least, with latencies in seconds"
-            )
+            raise PredictorError("measured= names no device: expected one at least, with latencies in seconds")
         target, elsewhere = self.device(device), []
         for name, values in measured.items():
             source = self.device(name)
@@ -194,9 +190,7 @@ class Predictor:
         speaks for the prediction: a bool for one program, a bool array of shape (n,) for a list. Arguments and errors as of
         :meth:`predict`; a PredictorError where the predictor was saved without what this needs."""
         if self.familiarity is None:
-            raise PredictorError(
-                "this predictor does not know how far its training data reach: train it again"
-            )
+            raise PredictorError("this predictor does not know how far its training data reach: train it again")
         items, many = _resolved(programs, resolver)
         flags = self.familiarity.unfamiliar(self.encoder, _as_asts(items), self.device_vector(device))
         return flags if many else bool(flags[0])
@@ -456,9 +450,7 @@ def prediction_note(predictor: Predictor, device: Device) -> str:
     seen = device.name in predictor.devices
     if not seen:
         known = ", ".join(predictor.devices)
-        notes.append(
-            f"{device.name} is not among the devices of training ({known}): these are extrapolations"
-        )
+        notes.append(f"{device.name} is not among the devices of training ({known}): these are extrapolations")
     if predictor.calibration is None:
         notes.append("the predictor was not calibrated, so there are no intervals")
     elif not predictor.calibration.supports(COVERAGE):
@@ -487,9 +479,7 @@ def _checked_seconds(values: ArrayLike, n: int, device: str) -> NDArray[np.float
     """float64 (n,); PredictorError for what are no latencies."""
     seconds = np.atleast_1d(np.asarray(values, dtype=np.float64))
     if seconds.shape != (n,) or (seconds[~np.isnan(seconds)] <= 0).any() or np.isinf(seconds).any():
-        raise PredictorError(
-            f"latencies measured on {device}: expected {n} seconds above 0, NaN where there are none"
-        )
+        raise PredictorError(f"latencies measured on {device}: expected {n} seconds above 0, NaN where there are none")
     return seconds
 
 

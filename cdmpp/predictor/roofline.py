@@ -48,9 +48,7 @@ _WINDOW = 200.0
 #: Instructions a core starts per cycle.
 _ISSUE = 4.0
 #: Microarchitectures whose gathers microcode slows down against Gather Data Sampling (Intel, INTEL-SA-00828).
-SLOW_GATHER = frozenset(
-    {"skylake", "skylake-avx512", "coffeelake", "cometlake", "cascadelake", "icelake-server"}
-)
+SLOW_GATHER = frozenset({"skylake", "skylake-avx512", "coffeelake", "cometlake", "cascadelake", "icelake-server"})
 #: Cycles an element that a gather adds there. One takes 25, whatever its width (measured on a Cascade Lake at 2.5 GHz: 10 to
 #: 11 ns for 4, 8 and 16 elements). LLVM prefers those of 8, and makes some in half of the programs where
 #: :func:`_gathered` finds any (47 % of 24,001).
@@ -120,9 +118,7 @@ class ProgramView:
         """Look at programs; each has at least one leaf."""
         lengths = np.asarray([ast.n_leaves for ast in asts])
         starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
-        leaves = (
-            np.concatenate([ast.leaves for ast in asts]) if len(asts) else np.zeros((0, len(LEAF_FEATURES)))
-        )
+        leaves = np.concatenate([ast.leaves for ast in asts]) if len(asts) else np.zeros((0, len(LEAF_FEATURES)))
 
         def column(name: str) -> FloatArray:
             return leaves[:, _COLUMN[name]].astype(np.float64)
@@ -246,9 +242,7 @@ def _cpu_leaf_s(leaves: FloatArray, device: Device) -> FloatArray:
     pipes = max(1.0, (device.lanes_per_core or width / 2) / (width / 4))
     fp = np.stack([column(f"op_{name}") for name in _FP_OPS]).sum(0)
     # Side-by-side statements are counted for registers of 32 bytes; narrower ones hold fewer.
-    packed = np.maximum(
-        column("fp_instructions_packed"), fp * column("iterations") * column("itemsize") / width
-    )
+    packed = np.maximum(column("fp_instructions_packed"), fp * column("iterations") * column("itemsize") / width)
     arithmetic = np.minimum(column(f"fp_instructions_{width}b"), packed)
     memory, index = column(f"mem_instructions_{width}b"), column("index_ops")
     # Without fused multiply-adds each is two instructions, and the two-operand code of SSE copies a register besides.
@@ -264,9 +258,7 @@ def _cpu_leaf_s(leaves: FloatArray, device: Device) -> FloatArray:
     loads_stores = memory / _MEMORY_PORTS
     if device.arch in SLOW_GATHER and width > SIMD_BYTES[0]:
         loads_stores = loads_stores + _GATHER_CYCLES * _gathered(leaves)
-    slowest = np.maximum.reduce(
-        [arithmetic / pipes, loads_stores, chain, index / _ISSUE, instructions / _ISSUE]
-    )
+    slowest = np.maximum.reduce([arithmetic / pipes, loads_stores, chain, index / _ISSUE, instructions / _ISSUE])
     special = np.stack([column(f"op_{name}") for name in SPECIAL]).sum(0)
     roots = column("op_sqrt") / np.maximum(special, 1e-9)
     core = slowest + (_CALL_CYCLES * (1 - roots) + _ROOT_CYCLES * roots) * column("special")

@@ -177,9 +177,7 @@ def search(
     done = _write(out, study, space, config, model, split)
     if done.summary["best"] is None:
         errors = [line["error"] for line in done.summary["trials"] if line["error"]]
-        raise PredictorError(
-            f"none of {len(done.summary['trials'])} trials succeeded; the first: {errors[0]}"
-        )
+        raise PredictorError(f"none of {len(done.summary['trials'])} trials succeeded; the first: {errors[0]}")
     return done
 
 
@@ -251,9 +249,7 @@ def _open_study(
     arrays = [array for rows in (split.train, split.valid) for array in (rows, data.latency_s[rows])]
     own = fingerprint(config, named, data, arrays)
     if study.user_attrs.get("fingerprint", own) != own:
-        raise PredictorError(
-            f"{out}: belongs to another model, configuration or other records; start a new search"
-        )
+        raise PredictorError(f"{out}: belongs to another model, configuration or other records; start a new search")
     study.set_user_attr("fingerprint", own)
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         study.tell(trial.number, state=TrialState.FAIL)  # it was cut short

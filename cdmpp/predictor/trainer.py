@@ -109,9 +109,7 @@ class Trainer:
         max_seconds: float | None = None,
     ) -> None:
         if not len(train) or not len(valid):
-            raise PredictorError(
-                f"training needs training and validation records, got {len(train)} and {len(valid)}"
-            )
+            raise PredictorError(f"training needs training and validation records, got {len(train)} and {len(valid)}")
         self._config = config.train
         self._transform = transform
         self._train, self._valid = train, valid
@@ -140,9 +138,7 @@ class Trainer:
         )
         self._target = torch.from_numpy(transform.forward(train.latency_s, train.reference_s)).float()
         self._log_latency = torch.from_numpy(np.log(train.latency_s)).float()
-        self._log_reference = (
-            None if train.reference_s is None else torch.from_numpy(np.log(train.reference_s)).float()
-        )
+        self._log_reference = None if train.reference_s is None else torch.from_numpy(np.log(train.reference_s)).float()
         self._codegen = _codegen_targets(train.codegen) if config.loss.codegen_weight else None
         if config.loss.rank_weight and train.group is None:
             raise PredictorError("loss.rank_weight is above 0, but the pairs' tasks are not known")
@@ -354,9 +350,7 @@ def _codegen_targets(counts: NDArray[np.float32] | None) -> torch.Tensor | None:
         return None
     logs = np.log1p(counts[:, : len(STATIC_FEATURES)])
     std = np.nanstd(logs, axis=0)
-    return torch.from_numpy(
-        (logs - np.nanmean(logs, axis=0)) / np.where(std > _CONSTANT_STD, std, 1.0)
-    ).float()
+    return torch.from_numpy((logs - np.nanmean(logs, axis=0)) / np.where(std > _CONSTANT_STD, std, 1.0)).float()
 
 
 def _cmd_bounds(config: Config, adapt: PairArrays | None) -> tuple[float, float]:

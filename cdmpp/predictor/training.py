@@ -98,9 +98,7 @@ def train(
         history = [json.loads(line) for line in lines[: trainer.state().epoch]]
     (out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     (out / "split.json").write_text(split.to_json(), encoding="utf-8")
-    final = trainer.fit(
-        lambda state: save_checkpoint(checkpoint, state, run), recorder(out, history, progress)
-    )
+    final = trainer.fit(lambda state: save_checkpoint(checkpoint, state, run), recorder(out, history, progress))
     predictor = fitted.predictor(final.best, training_summary(config, data, split, final))
     predictor = calibrated(predictor, data, split)
     predictor.save(out / "predictor")
@@ -125,9 +123,7 @@ class Fitted:
         assert isinstance(network, LatencyNetwork)
         network.load_state_dict(weights)
         network.eval()
-        return Predictor(
-            network, self.encoder, self.transform, self.devices, training, specs=dict(self.specs)
-        )
+        return Predictor(network, self.encoder, self.transform, self.devices, training, specs=dict(self.specs))
 
 
 def prepare(
@@ -168,9 +164,7 @@ def prepare(
         keep = torch.from_numpy(np.where(on_gpu, GENERAL_PAIRS[: encoder.pair_dim], np.float32(1)))
         arrays = replace(arrays, general=GeneralInputs(rows, keep))
     fitting = arrays.take(split.train)
-    transform = fit_transform(
-        config.label.transform, fitting.latency_s, fitting.reference_s, config.label.relative_to
-    )
+    transform = fit_transform(config.label.transform, fitting.latency_s, fitting.reference_s, config.label.relative_to)
     trainer = Trainer(
         config,
         transform,

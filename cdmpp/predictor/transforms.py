@@ -133,9 +133,7 @@ def fit_transform(
     if kind == "box-cox" and np.ptp(log_ratio) > 1e-9:
         from sklearn.preprocessing import PowerTransformer
 
-        fitted = PowerTransformer(method="box-cox", standardize=False).fit(
-            np.exp(log_ratio - log_scale)[:, None]
-        )
+        fitted = PowerTransformer(method="box-cox", standardize=False).fit(np.exp(log_ratio - log_scale)[:, None])
         limit = _SATURATION[0] / float(np.abs(log_ratio - log_scale).max())
         lambda_ = float(np.clip(fitted.lambdas_[0], -limit, limit))
         if abs(lambda_) >= _LOG_LAMBDA:
@@ -171,9 +169,7 @@ def _checked(values: ArrayLike, what: str) -> NDArray[np.float64]:
     bad = ~(np.isfinite(array) & (array > 0))
     if bad.any():
         first = np.argwhere(np.atleast_1d(bad))[0].tolist()
-        raise LabelError(
-            f"every {what} must be finite and above 0 s; {int(bad.sum())} are not, the first at {first}"
-        )
+        raise LabelError(f"every {what} must be finite and above 0 s; {int(bad.sum())} are not, the first at {first}")
     return array
 
 
@@ -211,12 +207,7 @@ class Correction:
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> Correction:
         """Back from :meth:`to_json` (ValueError: numbers that are not finite, or do not belong together)."""
-        made = cls(
-            **{**state, **{name: np.asarray(state[name], dtype=np.float64) for name in ("mean", "weights")}}
-        )
-        if (
-            not all(np.isfinite(value).all() for value in vars(made).values())
-            or made.mean.shape != made.weights.shape
-        ):
+        made = cls(**{**state, **{name: np.asarray(state[name], dtype=np.float64) for name in ("mean", "weights")}})
+        if not all(np.isfinite(value).all() for value in vars(made).values()) or made.mean.shape != made.weights.shape:
             raise ValueError("a correction must be finite, with as many weights as means")
         return made

@@ -88,9 +88,7 @@ class ScoreDistribution:
     def fit(cls, scores: ArrayLike, unit: Sequence[Hashable]) -> ScoreDistribution:
         """From the scores of n >= 1 records and the unit of each; every unit weighs the same."""
         values = np.asarray(scores, dtype=np.float64)
-        _, number, counts = np.unique(
-            np.asarray([str(u) for u in unit]), return_inverse=True, return_counts=True
-        )
+        _, number, counts = np.unique(np.asarray([str(u) for u in unit]), return_inverse=True, return_counts=True)
         order = np.argsort(values, kind="stable")
         ascending, mass = values[order], np.cumsum(1.0 / counts[number[order]])
         if len(ascending) > MAX_STEPS:
@@ -293,9 +291,7 @@ class Familiarity:
         from sklearn.cluster import KMeans
 
         rng = np.random.default_rng(seed)
-        train, valid = (
-            _describe_rows(encoder, data, _sample(rng, rows)) for rows in (train_rows, valid_rows)
-        )
+        train, valid = (_describe_rows(encoder, data, _sample(rng, rows)) for rows in (train_rows, valid_rows))
         distinct = len(np.unique(train, axis=0))
         number = min(MAX_CENTRES, max(1, _MAX_NUMBERS // train.shape[1]), distinct)
         clusters = KMeans(number, n_init=1, max_iter=25, random_state=seed).fit(train)
@@ -347,9 +343,7 @@ def describe_pairs(
     return np.concatenate([means, counts, encoder.encode_devices(devices)], axis=1)
 
 
-def _describe_rows(
-    encoder: FeatureEncoder, data: TrainingData, rows: NDArray[np.int64]
-) -> NDArray[np.float32]:
+def _describe_rows(encoder: FeatureEncoder, data: TrainingData, rows: NDArray[np.int64]) -> NDArray[np.float32]:
     table, vectors = data.labels.iloc[rows], data.device_vectors()
     devices = np.stack([vectors[name] for name in table["device"]])
     return describe_pairs(encoder, [data.asts[program] for program in table["program"]], devices)

@@ -124,9 +124,7 @@ def output_error(found: Reference, expected: Reference) -> float:
         other, scale = found.outputs[number], expected.means[number]
         same = (values == other) | (np.isnan(values) & np.isnan(other))
         with np.errstate(invalid="ignore"):
-            difference = np.where(
-                same, 0.0, np.abs(other - values) / (np.maximum(np.abs(values), scale) + tiny)
-            )
+            difference = np.where(same, 0.0, np.abs(other - values) / (np.maximum(np.abs(values), scale) + tiny))
         worst = max(worst, float(np.nan_to_num(difference, nan=np.inf).max(initial=0.0)))
         if np.isfinite(scale):
             mean = abs(found.means[number] - scale) / (scale + tiny)

@@ -71,12 +71,8 @@ class Assembler:
         for i in range(number):
             memory = MemoryOperand(_BUFFER, _FIRST[bits] + 15, 4)
             if bits == 512:
-                ones = Instruction.create_reg_reg_reg(
-                    Code.VEX_KXNORW_KR_KR_KR, Register.K1, Register.K0, Register.K0
-                )
-                gather = Instruction.create_reg_mem(
-                    Code.EVEX_VGATHERDPS_ZMM_K1_VM32Z, _FIRST[bits] + i, memory
-                )
+                ones = Instruction.create_reg_reg_reg(Code.VEX_KXNORW_KR_KR_KR, Register.K1, Register.K0, Register.K0)
+                gather = Instruction.create_reg_mem(Code.EVEX_VGATHERDPS_ZMM_K1_VM32Z, _FIRST[bits] + i, memory)
                 gather.op_mask = Register.K1
             else:
                 mask = _FIRST[bits] + 14
@@ -99,15 +95,11 @@ class Assembler:
 
     def _of_three(self, name: str, bits: int, number: int) -> Body:
         code, first = _CODES[name, bits], _FIRST[bits]
-        return [
-            Instruction.create_reg_reg_reg(code, first + i, first + 13, first + 14) for i in range(number)
-        ]
+        return [Instruction.create_reg_reg_reg(code, first + i, first + 13, first + 14) for i in range(number)]
 
     def stream(self, bits: int, lines: int) -> Callable[[int, int, int], None]:
         """A loop that loads so many lines in a row, as often as the argument says, from the buffer's beginning each time."""
-        memory = [
-            MemoryOperand(Register.RAX, displ=at, displ_size=8) for at in range(0, 64 * lines, bits // 8)
-        ]
+        memory = [MemoryOperand(Register.RAX, displ=at, displ_size=8) for at in range(0, 64 * lines, bits // 8)]
         code, first = _CODES["load", bits], _FIRST[bits]
         inner = [Instruction.create_reg_mem(code, first + i % 12, place) for i, place in enumerate(memory)]
         inner[0].ip = _AGAIN
@@ -136,9 +128,7 @@ class Assembler:
             Register.YMM14,
             Register.YMM15,
         ):  # zeros, also of what indices are made of
-            begin.append(
-                Instruction.create_reg_reg_reg(Code.VEX_VXORPS_YMM_YMM_YMMM256, register, register, register)
-            )
+            begin.append(Instruction.create_reg_reg_reg(Code.VEX_VXORPS_YMM_YMM_YMMM256, register, register, register))
         begin.append(Instruction.create_reg_reg(Code.XOR_R32_RM32, Register.EAX, Register.EAX))
         begin.append(Instruction.create(Code.NOPD))
         begin[-1].ip = _BODY

@@ -38,8 +38,7 @@ class DegreeResult:
 
     def __str__(self) -> str:
         median, mean = (
-            "-" if value is None else f"{100 * value:.1f} %"
-            for value in (self.median_difference, self.mean_difference)
+            "-" if value is None else f"{100 * value:.1f} %" for value in (self.median_difference, self.mean_difference)
         )
         rank = "" if self.spearman is None else f", Spearman {self.spearman:.3f}"
         return (
@@ -99,9 +98,7 @@ def halved(degree: int) -> list[int]:
     return [degree, *halved(degree // 2)] if degree > 1 else [1]
 
 
-def compare(
-    degree: int, alone: Mapping[str, float], other: Mapping[str, float], labels_per_s: float
-) -> DegreeResult:
+def compare(degree: int, alone: Mapping[str, float], other: Mapping[str, float], labels_per_s: float) -> DegreeResult:
     """How labels differ from those taken alone."""
     common = sorted(set(alone) & set(other))
     if not common:

@@ -100,9 +100,7 @@ def _measure(kernels: Sequence[_Kernel]) -> tuple[dict[str, float], list[str]]:
         todo = [kernel for kernel in todo if _spread(best[kernel.name]) > _TOLERANCE]
         if not todo:
             break
-    unsteady = {
-        k.name: f"{k.name} differs by {100 * _spread(best[k.name]):.0f} % between rounds" for k in todo
-    }
+    unsteady = {k.name: f"{k.name} differs by {100 * _spread(best[k.name]):.0f} % between rounds" for k in todo}
     for name, reason in unsteady.items():
         if name.startswith("clock"):
             raise CdmppError(f"other work on this machine: {reason}; measure again when it is idle")

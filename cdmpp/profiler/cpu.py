@@ -114,9 +114,7 @@ class _Arguments:
 class _Loaded:
     """A program ready to run, with its samples so far."""
 
-    def __init__(
-        self, built: SharedObject, arguments: _Arguments, plan: SamplingPlan, sentinel: Sentinel
-    ) -> None:
+    def __init__(self, built: SharedObject, arguments: _Arguments, plan: SamplingPlan, sentinel: Sentinel) -> None:
         import tvm
 
         self.hash, self.plan, self.sentinel = built.program, plan, sentinel
@@ -444,9 +442,7 @@ class CpuMeasurer(Measurer):
         if coming and not self._overlap:
             return
         idle = not coming and not self._batches and all(w.load is None for w in self.workers)
-        while self._later and (
-            idle or self._later[0][0] <= time.monotonic() or len(self._later) > _MAX_LATER
-        ):
+        while self._later and (idle or self._later[0][0] <= time.monotonic() or len(self._later) > _MAX_LATER):
             idle = False
             due = min(self.config.batch_size, len(self._later))
             self._batches.append([self._later.popleft()[1] for _ in range(due)])

@@ -214,9 +214,7 @@ Plan = TaskPlan | FixedPlan
 def unscheduled_plan(tasks: Sequence[Task]) -> FixedPlan:
     """Every task as it is, without a schedule: what an untuned network runs. Those of few operations come first."""
     ordered = sorted(tasks, key=lambda task: (task.flops, task.hash))
-    return FixedPlan(
-        [BuildJob(Program(task.hash, task.hash, None, "", "unscheduled"), task, None) for task in ordered]
-    )
+    return FixedPlan([BuildJob(Program(task.hash, task.hash, None, "", "unscheduled"), task, None) for task in ordered])
 
 
 def replay_plan(

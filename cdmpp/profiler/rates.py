@@ -78,9 +78,7 @@ def measure_cpu(table: DeviceTable | None = None) -> MeasuredDevice:
     results, given = _streams(here.cores or 1)
     if given < _GIVEN:
         results = {}
-        skipped.append(
-            f"bandwidth and peak: other work on this machine left {100 * given:.0f} % of the cores"
-        )
+        skipped.append(f"bandwidth and peak: other work on this machine left {100 * given:.0f} % of the cores")
     try:
         rates, unsteady = core_rates(here)
         results |= rates

@@ -190,9 +190,7 @@ class Session:
         """Finish the dataset; the fields of a :class:`Report` (ProfilerError if nothing was ever measured)."""
         if not self.new and not self._known:
             raise ProfilerError("nothing was measured")
-        values = Report(
-            self._dataset.path, self._device, self.new, self.ok, dict(self.failures), self.elapsed_s
-        )
+        values = Report(self._dataset.path, self._device, self.new, self.ok, dict(self.failures), self.elapsed_s)
         self._dataset.finalize()
         return vars(values)
 
@@ -304,9 +302,7 @@ def _plan(
         chosen, families = network_tasks(networks, notify, resumed=path)
         where, missing = "these networks", set(tasks or ()) - {task.hash for task in chosen}
         if missing:
-            raise ProfilerError(
-                f"{len(missing)} wanted tasks are not of these networks, first {min(missing)}"
-            )
+            raise ProfilerError(f"{len(missing)} wanted tasks are not of these networks, first {min(missing)}")
         chosen = [task for task in chosen if tasks is None or task.hash in tasks]
         if config.unscheduled:
             plan = unscheduled_plan(chosen)

@@ -71,9 +71,7 @@ def calls_of(exported: Any) -> tuple[list[Call], int]:
     """The operators that an ``ExportedProgram`` of fixed shapes runs, and how many views are between them."""
     from torch.export.graph_signature import InputKind
 
-    users = {
-        spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind == InputKind.USER_INPUT
-    }
+    users = {spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind == InputKind.USER_INPUT}
     calls, views = [], 0
     for node in exported.graph.nodes:
         if node.op != "call_function":
@@ -91,8 +89,7 @@ def calls_of(exported: Any) -> tuple[list[Call], int]:
 def table_of(calls: Sequence[Call]) -> pd.DataFrame:
     """A row of sizes for each call, all in float32, with ``weight_bytes``, ``known`` and the ATen ``name`` besides."""
     rows = (
-        {"dtype": "float32", "name": c.name, "known": c.known, "weight_bytes": c.weight_bytes, **c.sizes}
-        for c in calls
+        {"dtype": "float32", "name": c.name, "known": c.known, "weight_bytes": c.weight_bytes, **c.sizes} for c in calls
     )
     return operator_table(rows)
 
@@ -152,11 +149,7 @@ def _bytes(node: Any) -> float:
 def _is_view(node: Any) -> bool:
     """Whether the output lies in memory as the input does: of the same type, and contiguous already."""
     before, after = _value(node.args[0]), _value(node)
-    return (
-        str(node.target).startswith("aten.clone") is False
-        and before.dtype == after.dtype
-        and before.is_contiguous()
-    )
+    return str(node.target).startswith("aten.clone") is False and before.dtype == after.dtype and before.is_contiguous()
 
 
 def _sizes(name: str, node: Any) -> tuple[dict[str, Any], bool]:
@@ -179,9 +172,7 @@ def _run(node: Any) -> float:
     value = next((v for i in node.all_input_nodes for v in _tensors(i)), None)
     run = 1.0
     for extent, stride in (
-        zip(*(reversed(part) for part in (value.shape, value.stride())), strict=True)
-        if value is not None
-        else ()
+        zip(*(reversed(part) for part in (value.shape, value.stride())), strict=True) if value is not None else ()
     ):
         if stride != run:
             break
@@ -217,9 +208,7 @@ def _conv(node: Any) -> dict[str, Any]:
         return [value] if isinstance(value, int) else list(value)
 
     groups, dims = given("groups")[0], len(x) - 2
-    stride, dilation = (
-        given(name) * (dims if len(given(name)) == 1 else 1) for name in ("stride", "dilation")
-    )
+    stride, dilation = (given(name) * (dims if len(given(name)) == 1 else 1) for name in ("stride", "dilation"))
     # of a transposed one the image and the result change places
     image, result, ins, outs = (out, x, w[1] * groups, x[1]) if transposed else (x, out, x[1], w[0])
     return {
@@ -284,9 +273,7 @@ _last = _rows("softmax", lambda node: _value(node.args[0]).shape[node.args[1]])
 _RULES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "linear": _linear,
     **dict.fromkeys(("mm", "bmm", "matmul", "addmm", "baddbmm"), _product),
-    **dict.fromkeys(
-        ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _conv
-    ),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _conv),
     "scaled_dot_product_attention": _attention,
     **dict.fromkeys(("softmax", "log_softmax", "_softmax", "_log_softmax"), _last),
     "layer_norm": _rows("layernorm", lambda node: math.prod(node.args[1])),
@@ -299,9 +286,7 @@ _RULES: dict[str, Callable[[Any], dict[str, Any]]] = {
         "m": _elements(node.args[1]),
         "n": _value(node.args[0]).shape[-1],
     },
-    **dict.fromkeys(
-        ("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d"), _pool
-    ),
+    **dict.fromkeys(("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d"), _pool),
     "lstm_cell": _cell("lstm"),
     "gru_cell": _cell("gru"),
     "lstm": _recurrent("lstm"),

@@ -143,9 +143,7 @@ def _constants_to_parameters(module: Any) -> tuple[Any, tuple[Any, ...]]:
     lifter = Lifter()
     body = lifter.visit_expr(function.body)
     variables = [variable for variable, _ in lifter.parameters.values()]
-    lifted = relax.Function(
-        [*function.params, *variables], body, function.ret_ty, function.is_pure, function.attrs
-    )
+    lifted = relax.Function([*function.params, *variables], body, function.ret_ty, function.is_pure, function.attrs)
     module["main"] = lifted.with_attr("num_input", len(function.params))
     return module, tuple(value for _, value in lifter.parameters.values())
 

@@ -126,16 +126,12 @@ def network_graph(name: str, nodes: Iterable[GraphNode], **more: Any) -> Network
                 f"{', '.join(KINDS)} and one of {', '.join(PHASES)}"
             )
         if not node.repeat > 0:
-            raise NetworkError(
-                f"network {name}: node {node.name!r} runs {node.repeat} times, expected more than 0"
-            )
+            raise NetworkError(f"network {name}: node {node.name!r} runs {node.repeat} times, expected more than 0")
         by_name[node.name] = node
     for node in given:
         for source in node.inputs:
             if source not in by_name:
-                raise NetworkError(
-                    f"network {name}: node {node.name!r} waits for {source!r}, which is not there"
-                )
+                raise NetworkError(f"network {name}: node {node.name!r} waits for {source!r}, which is not there")
     return NetworkGraph(name, tuple(_sorted(name, given, by_name)), **more)
 
 

@@ -52,9 +52,7 @@ def bmm(b: int, m: int, n: int, k: int) -> Any:
     return prim_func([x, y], product)
 
 
-def conv2d(
-    batch: int, in_channels: int, out_channels: int, kernel: int, size: int, stride: int, padding: int
-) -> Any:
+def conv2d(batch: int, in_channels: int, out_channels: int, kernel: int, size: int, stride: int, padding: int) -> Any:
     """Square 2-D convolution of ``(batch, in_channels, size, size)``, without bias."""
     ex = te()
     from tvm import topi

@@ -73,9 +73,7 @@ class Decoder:
                 f"{self.name}: {self.heads} heads and {self.kv_heads} heads of keys cannot be split over {tp} ranks evenly"
             )
         if self.intermediate % tp:
-            raise NetworkError(
-                f"{self.name}: {self.intermediate} columns cannot be split over {tp} ranks evenly"
-            )
+            raise NetworkError(f"{self.name}: {self.intermediate} columns cannot be split over {tp} ranks evenly")
 
     def weights(self, tp: int = 1) -> float:
         """Parameters that one of ``tp`` ranks holds."""
@@ -91,9 +89,7 @@ class Decoder:
         live = new * (4 * self.hidden + 3 * self.intermediate / tp) * 2
         return self.weights(tp) * ELEMENT_BYTES[dtype] + cache + live
 
-    def step(
-        self, batch: int, new: int, past: int, dtype: str, kv_dtype: str, tp: int = 1
-    ) -> list[dict[str, Any]]:
+    def step(self, batch: int, new: int, past: int, dtype: str, kv_dtype: str, tp: int = 1) -> list[dict[str, Any]]:
         """Operators of one step on one of ``tp`` ranks: ``batch`` sequences of ``new`` tokens each after ``past`` others, as
         rows of :func:`cdmpp.program.operators.operator_table` with ``name`` and ``count``."""
         self.check_split(tp)
@@ -169,9 +165,7 @@ def _decoder(config: Mapping[str, Any], name: str) -> Decoder:
             f"{name}: no decoder of kind {kind!r} is known here; there are {', '.join(_KNOWN)} (latent attention is not)"
         )
     missing = [field for field in _NEEDED if not isinstance(config.get(field), int)]
-    experts = int(
-        config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
-    )
+    experts = int(config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0)
     of_expert = config.get("moe_intermediate_size") if experts else None
     inner = int(of_expert or config.get("intermediate_size") or 0)
     if not inner:

@@ -67,9 +67,7 @@ class Network:
     def export(self) -> Any:
         """``torch.export``'s program of it, with fixed shapes (NetworkError where it cannot be had, as of ONNX)."""
         if self.exporter is None:
-            raise NetworkError(
-                f"{self.name} is no PyTorch network: its operators are known by torch.export alone"
-            )
+            raise NetworkError(f"{self.name} is no PyTorch network: its operators are known by torch.export alone")
         return self.exporter()
 
     @staticmethod
@@ -112,9 +110,7 @@ def load_network(spec: str | Path, shapes: Mapping[str, Sequence[int]] | None = 
     base = match["base"] if match else text
     batch, size = (int(match[part]) if match and match[part] else None for part in ("batch", "size"))
     if 0 in (batch, size):
-        raise NetworkError(
-            f"bad network {text!r}: {'the batch' if batch == 0 else 'the size'} must be at least 1"
-        )
+        raise NetworkError(f"bad network {text!r}: {'the batch' if batch == 0 else 'the size'} must be at least 1")
     suffix = Path(base).suffix.lower()
     if suffix not in (".onnx", ".pt2"):
         if match is None and "@" in text:

@@ -183,9 +183,7 @@ def attention(
     }
 
 
-def seen_pairs(
-    q: FloatArray, kv: FloatArray, causal: bool | NDArray[np.bool_], window: Any = 0
-) -> FloatArray:
+def seen_pairs(q: FloatArray, kv: FloatArray, causal: bool | NDArray[np.bool_], window: Any = 0) -> FloatArray:
     """Pairs of a query and a key that it sees, of each sequence: query i of q sees the keys up to ``kv - q + i``."""
     full = q * kv
     below = full - q * (q - 1) / 2
@@ -261,9 +259,7 @@ def work(table: pd.DataFrame) -> dict[str, FloatArray]:
         "rmsnorm", "layernorm", "softmax", "silu_mul", "elementwise", "quantize", "embedding", "activation", "batchnorm",
         "copy", "reduce",
     ):  # fmt: skip
-        inputs = {"silu_mul": 2.0}.get(
-            name, size["inputs"] if name in ("elementwise", "activation", "copy") else 1.0
-        )
+        inputs = {"silu_mul": 2.0}.get(name, size["inputs"] if name in ("elementwise", "activation", "copy") else 1.0)
         written = {"quantize": points * element, "reduce": m * outer}.get(name, points * outer)
         put(
             op == name,

@@ -80,9 +80,7 @@ def _context(mod: Any, rule: str, num_cores: int) -> Any:
 
     return ms.TuneContext(
         mod=mod,
-        target=tvm.target.Target(
-            {"kind": "llvm", "num-cores": num_cores} if rule == "llvm" else CUDA_SPACE_TARGET
-        ),
+        target=tvm.target.Target({"kind": "llvm", "num-cores": num_cores} if rule == "llvm" else CUDA_SPACE_TARGET),
         space_generator=ms.space_generator.PostOrderApply(sch_rules=rule, postprocs=rule, mutator_probs=rule),
         num_threads=1,
         # Also seeds the spaces' own sampling; the programs are drawn with seeds of their own.
@@ -157,9 +155,7 @@ class TaskSpaces:
             with quiet():
                 schedules = self._context.generate_design_space()
         except Exception as err:  # TVM raises its own InternalError types, by message only
-            raise ProgramError(
-                f"TVM found no design space for task {task.name} ({task.hash}): {err}"
-            ) from err
+            raise ProgramError(f"TVM found no design space for task {task.name} ({task.hash}): {err}") from err
         self._postprocs = _postprocessors(self._context, verify)
         # MutateParallel changes an instruction in place of a decision, so its programs are not of the space any more.
         self._mutators = {
@@ -224,9 +220,7 @@ class TaskSpaces:
                 alive.remove(key)
         return programs
 
-    def mutate(
-        self, parents: Iterable[Program], n: int, seed: int, exclude: Iterable[str] = ()
-    ) -> list[Program]:
+    def mutate(self, parents: Iterable[Program], n: int, seed: int, exclude: Iterable[str] = ()) -> list[Program]:
         """Up to `n` unique mutants of `parents` by MetaSchedule's own mutators (origin ``search``).
 
         One to three mutations each, mutators drawn with the rule set's probabilities, as its evolutionary
@@ -334,9 +328,7 @@ def unscheduled(task: Task) -> Program:
     return Program(task.hash, task.hash, None, "", "unscheduled", "library")
 
 
-def sample_programs(
-    task: Task, n: int, *, rule: str = "llvm", num_cores: int = 1, seed: int = 0
-) -> list[Program]:
+def sample_programs(task: Task, n: int, *, rule: str = "llvm", num_cores: int = 1, seed: int = 0) -> list[Program]:
     """Draw up to `n` unique random programs of `task`; see :meth:`TaskSpaces.sample`."""
     return TaskSpaces(task, rule, num_cores).sample(n, seed)
 
@@ -374,9 +366,7 @@ def build_program(space: Space, decisions: str) -> Any:
         values = dict(zip(content["parameters"], json.loads(decisions), strict=True))
         name, arguments = str(content["generator"]), {**content["fixed"], **values}
     except (TypeError, KeyError, ValueError) as err:
-        raise ProgramError(
-            f"space {space.hash} and decisions {decisions!r} name no generator: {err}"
-        ) from err
+        raise ProgramError(f"space {space.hash} and decisions {decisions!r} name no generator: {err}") from err
     from cdmpp.program import generators
 
     return generators.build(name, arguments)

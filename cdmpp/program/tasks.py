@@ -65,9 +65,7 @@ def extract_tasks(
         if progress is not None:
             progress(network.name, number, len(specs))
         if network.name in seen:
-            same = network is seen[network.name] or (
-                network == seen[network.name] and network.source != "torch"
-            )
+            same = network is seen[network.name] or (network == seen[network.name] and network.source != "torch")
             if not same:
                 raise NetworkError(f"two different networks are called {network.name}: rename one")
             logger.warning("%s was given twice: counted once", network.name)
@@ -77,9 +75,7 @@ def extract_tasks(
             fused = fuse(network.to_relax(), target)
         if fused.untranslated:
             names = ", ".join(sorted(set(fused.untranslated)))
-            logger.warning(
-                "%s: no task stands for %s, which TVM does not translate to TIR", network.name, names
-            )
+            logger.warning("%s: no task stands for %s, which TVM does not translate to TIR", network.name, names)
         for name, count in Counter(fused.calls).items():
             try:
                 task = task_from_prim_func(fused.module[name], name)
@@ -128,9 +124,7 @@ def task_from_prim_func(func: Any, name: str = "main", networks: Mapping[str, fl
     )
 
 
-def library_task(
-    name: str, arguments: Mapping[str, Any], networks: Mapping[str, float] | None = None
-) -> Task:
+def library_task(name: str, arguments: Mapping[str, Any], networks: Mapping[str, float] | None = None) -> Task:
     """The task of a library operator; some 0.7 ms (ProgramError: no such operator, or not with these arguments)."""
     from cdmpp.program import generators, library_ops
 

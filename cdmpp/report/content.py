@@ -157,8 +157,7 @@ def _notes(predictor: Predictor, scores: Mapping[str, Any]) -> list[str]:
 def _records(data: TrainingData, rows: NDArray[np.int64], predicted_s: NDArray[np.float64]) -> pd.DataFrame:
     table = data.labels.iloc[rows][["task", "device", "latency_s", "noise", "error_floor"]]
     families = [
-        "unknown" if not names else names[0] if len(names) == 1 else "several"
-        for names in data.members("family", rows)
+        "unknown" if not names else names[0] if len(names) == 1 else "several" for names in data.members("family", rows)
     ]
     return table.reset_index(drop=True).assign(predicted_s=predicted_s, family=families)
 

@@ -112,9 +112,7 @@ def ranking_figures(ranking: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
     pairwise = _panel("Pairwise accuracy by task", "pairwise accuracy in %", "tasks")
     accuracy = np.asarray([r["pairwise_accuracy"] for r in ranking if r["pairwise_accuracy"] is not None])
     if len(accuracy):
-        pairwise.hist(
-            100 * accuracy, bins=list(range(0, 101, 5)), color=_RED, edgecolor="black", linewidth=0.5
-        )
+        pairwise.hist(100 * accuracy, bins=list(range(0, 101, 5)), color=_RED, edgecolor="black", linewidth=0.5)
         middle = 100 * float(np.median(accuracy))
         pairwise.axvline(middle, color="black", label=f"median {middle:.1f} %")
         pairwise.axvline(50, color="black", linestyle=":", label="a coin's 50 %")
@@ -135,9 +133,7 @@ def coverage_figures(coverage: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
     reached = _panel("Below the line: intervals too narrow", asked, "coverage reached in %")
     reached.plot([0, 100], [0, 100], color="black", linewidth=0.8, label="as promised")
     reached.plot(nominal, covered, color=_BLUE, marker="o", label="of the records")
-    reached.plot(
-        nominal, by_task, color=_RED, marker="^", linestyle="--", label="every task weighing the same"
-    )
+    reached.plot(nominal, by_task, color=_RED, marker="^", linestyle="--", label="every task weighing the same")
     low = max(0.0, min(45.0, *(value - 5 for value in [*covered, *by_task])))
     reached.set(xlim=(45, 100), ylim=(low, 102))
     reached.legend(frameon=False, fontsize=9, loc="upper left")

@@ -186,9 +186,7 @@ def _training(report: RunReport) -> str:
     scored = report.scores["split"]
     facts = {
         "records": escape(f"{training.get('records')}, {training.get('programs')} programs"),
-        "by device": _list(
-            [f"{name}: {n}" for name, n in training.get("records_by_device", {}).items()], "devices"
-        ),
+        "by device": _list([f"{name}: {n}" for name, n in training.get("records_by_device", {}).items()], "devices"),
         "networks": _list(_by_architecture(training.get("networks", ())), "networks"),
         "split": escape(str(training.get("split"))),
         "split scored": escape(scored) if scored != training.get("split") else "",
@@ -199,9 +197,7 @@ def _training(report: RunReport) -> str:
         "data scored": _list(report.data, "datasets", "<br>"),
     }
     body = "".join(
-        f'<tr><th class="text">{name}</th><td class="text">{value}</td></tr>'
-        for name, value in facts.items()
-        if value
+        f'<tr><th class="text">{name}</th><td class="text">{value}</td></tr>' for name, value in facts.items() if value
     )
     history = [_about("The run has no history.")]
     if report.history:

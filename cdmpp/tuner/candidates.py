@@ -62,9 +62,7 @@ class TaskTuner:
     ProgramError where TVM finds none.
     """
 
-    def __init__(
-        self, task: Task, device: Device, seed: int, population: int = 256, generations: int = 3
-    ) -> None:
+    def __init__(self, task: Task, device: Device, seed: int, population: int = 256, generations: int = 3) -> None:
         tvm = import_tvm()
         from tvm.s_tir import meta_schedule as ms
 
@@ -152,9 +150,7 @@ class TaskTuner:
 
         try:
             schedule = Schedule(self.mod)
-            Trace.apply_json_to_schedule(
-                [json.loads(space.insts_json), json.loads(program.decisions)], schedule
-            )
+            Trace.apply_json_to_schedule([json.loads(space.insts_json), json.loads(program.decisions)], schedule)
             schedule.enter_postproc()
             accepted = all(postproc.apply(schedule) for postproc in self._postprocs)
         except Exception as err:  # TVM raises its own error types
@@ -288,9 +284,7 @@ class Leftovers:
         self._left[task] = left[self._batch :]
         return left[: self._batch]
 
-    def share(
-        self, task: int, context: Any, found: Sequence[Candidate], best_s: float | None
-    ) -> list[Candidate]:
+    def share(self, task: int, context: Any, found: Sequence[Candidate], best_s: float | None) -> list[Candidate]:
         """The round of what a search found and what was left before; the rest is kept."""
         if self._trimmer is None:
             return list(found)

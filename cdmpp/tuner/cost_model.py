@@ -128,9 +128,7 @@ class CostModel(PyCostModel):
             seconds[rows] = self.model.predict(task_hash(context), programs)
         return seconds
 
-    def interval_s(
-        self, context: Any, candidates: Sequence[Any], coverage: float
-    ) -> tuple[FloatArray, FloatArray]:
+    def interval_s(self, context: Any, candidates: Sequence[Any], coverage: float) -> tuple[FloatArray, FloatArray]:
         """Lowest and highest seconds, float64 (n,) each: (inf, inf) for what failed, (0, inf) for what cannot be read."""
         low = np.where([digest in self.model.failed for digest in hashes_of(candidates)], np.inf, 0.0)
         high = np.full(len(candidates), np.inf)
@@ -139,9 +137,7 @@ class CostModel(PyCostModel):
             low[rows], high[rows] = self.model.interval(task_hash(context), programs, coverage)
         return low, high
 
-    def learn(
-        self, task: str, hashes: Sequence[str], funcs: Sequence[Any], latency_s: Sequence[float | None]
-    ) -> None:
+    def learn(self, task: str, hashes: Sequence[str], funcs: Sequence[Any], latency_s: Sequence[float | None]) -> None:
         """Take measured programs of a task (its structural hash), None where one failed; ``model.fit()`` when all are in."""
         ran = [(h, f, s) for h, f, s in zip(hashes, funcs, latency_s, strict=True) if s is not None]
         self.model.failed.update({*hashes} - {h for h, _, _ in ran})

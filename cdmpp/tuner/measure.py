@@ -138,9 +138,7 @@ def device_of_this_machine(device: str | Device, workers: int = 1, gpu: str | No
         _check_gpu(found, gpu)
         return found
     if found.kind != "cpu":
-        raise TunerError(
-            f"{found.name} is a {found.kind}: tuning measures on CPUs and CUDA GPUs of this machine"
-        )
+        raise TunerError(f"{found.name} is a {found.kind}: tuning measures on CPUs and CUDA GPUs of this machine")
     here = get_device("this-cpu")
     if found.base != here.base:
         raise TunerError(f"{found.name} is not this machine, which is {here.name}")
@@ -265,9 +263,7 @@ def _rapl_counters(powercap: Path) -> list[tuple[Callable[[], int], int]]:
     def number(path: Path) -> int:
         return int(path.read_text(encoding="ascii"))
 
-    domains = [
-        d for d in sorted(powercap.glob("intel-rapl:*")) if (d / "name").read_text().startswith("package")
-    ]
+    domains = [d for d in sorted(powercap.glob("intel-rapl:*")) if (d / "name").read_text().startswith("package")]
     return [(partial(number, d / "energy_uj"), number(d / "max_energy_range_uj")) for d in domains]
 
 

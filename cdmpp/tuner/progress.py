@@ -60,9 +60,7 @@ class Progress:
     @property
     def latency_s(self) -> float | None:
         """Sum over the tasks, weighted, of the best so far; None while one of them has none, but for those given up."""
-        return _total(
-            [(s.weight, s.latency_s) for s in self.states if not s.finished or s.latency_s is not None]
-        )
+        return _total([(s.weight, s.latency_s) for s in self.states if not s.finished or s.latency_s is not None])
 
     @property
     def untuned_s(self) -> float | None:
@@ -121,9 +119,7 @@ class Progress:
         first ones, as far as the limits allow."""
         planned, limit = self._planned(reserved), self.objective.max_measurements
         number = min(len(worth), max(0, self.objective.trials - planned.trials))
-        while (
-            limit is not None and any(worth[:number]) and planned.measurements + sum(worth[:number]) > limit
-        ):
+        while limit is not None and any(worth[:number]) and planned.measurements + sum(worth[:number]) > limit:
             number -= 1
         self._count_claim(task, worth[:number])
         return number

@@ -164,9 +164,7 @@ def summary_lines(report: TuneReport) -> list[str]:
         if parts:
             lines.append(f"Others used the core while the network ran ({parts}): it may be faster than that.")
     if report.tuned_s is not None:
-        lines.append(
-            f"Sum over its tasks: {_text(report.untuned_s)} untuned, {seconds_text(report.tuned_s)} tuned."
-        )
+        lines.append(f"Sum over its tasks: {_text(report.untuned_s)} untuned, {seconds_text(report.tuned_s)} tuned.")
     lines += [
         f"{costs.trials} trials: {costs.measurements} measured, {costs.failures} of them failed, {costs.dropped} "
         f"dropped without building (some {costs.saved_s:.0f} s saved).",

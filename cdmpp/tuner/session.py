@@ -89,9 +89,7 @@ class TuningSession:
         self._first: dict[int, list[Candidate]] = {}
         self._started: set[int] = set()
 
-    def warm_start(
-        self, earlier: Sequence[str | Path], device: Device, say: Callable[[str], None]
-    ) -> TuningSession:
+    def warm_start(self, earlier: Sequence[str | Path], device: Device, say: Callable[[str], None]) -> TuningSession:
         """Learn from earlier records, and choose what to measure first (:mod:`cdmpp.tuner.warm_start`); gives itself."""
         if earlier:
             from cdmpp.tuner.warm_start import warm_start

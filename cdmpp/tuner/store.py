@@ -216,9 +216,7 @@ def tuning_record(database: Any, tuner: TaskTuner, candidate: Candidate, latency
     from tvm.s_tir import meta_schedule as ms
 
     workload, measure = database.commit_workload(tuner.mod), candidate.measure
-    return ms.database.TuningRecord(
-        measure.sch.trace, workload, [latency_s], tuner.context.target, measure.args_info
-    )
+    return ms.database.TuningRecord(measure.sch.trace, workload, [latency_s], tuner.context.target, measure.args_info)
 
 
 def json_database(folder: Path) -> Any:

@@ -245,9 +245,7 @@ def read_validity(folders: Sequence[str | Path]) -> ValidityData:
             table = _verdicts(folder / VERDICTS_FILE)
         else:
             rows = view.records
-            rows = rows[
-                (rows["status"] != "device_lost") & (rows["task"] != "") & (rows["origin"] != "unscheduled")
-            ]
+            rows = rows[(rows["status"] != "device_lost") & (rows["task"] != "") & (rows["origin"] != "unscheduled")]
             table = rows[["program", "task", "device"]].astype(str).assign(valid=rows["status"] == "ok")
         asts.update(collect_asts(view, table["program"].unique()))
         tables.append(table)
@@ -317,9 +315,7 @@ class ValidityModel:
         return np.clip(margins.astype(np.float64), -_MOST_LOG_ODDS, _MOST_LOG_ODDS)
 
 
-def train_validity(
-    folders: Sequence[str | Path], device: Device | None = None, *, seed: int = 0
-) -> ValidityModel:
+def train_validity(folders: Sequence[str | Path], device: Device | None = None, *, seed: int = 0) -> ValidityModel:
     """A model that learned from folders (see :func:`read_validity`, also for errors).
 
     Where they have programs that ran or failed on `device` or its architecture, it learns from these alone.
@@ -366,9 +362,7 @@ class OnlineValidity:
             odds = self._trees.predict(xgb.DMatrix(features, base_margin=odds), output_margin=True)
         return sigmoid(odds)
 
-    def learn(
-        self, programs: Sequence[str], features: Features, valid: Sequence[bool] | NDArray[np.bool_]
-    ) -> None:
+    def learn(self, programs: Sequence[str], features: Features, valid: Sequence[bool] | NDArray[np.bool_]) -> None:
         """Take programs (their hashes) that worked or failed, and correct the model by all records so far."""
         for program, row, works in zip(programs, features, valid, strict=True):
             self._records.pop(program, None)
@@ -431,9 +425,7 @@ class ValidityGuard:
 
     def __init__(self, validity: OnlineValidity, seed: int = 0) -> None:
         self.validity, self._seed = validity, seed
-        self._cache: CandidateCache[Features] = CandidateCache(
-            lambda asts: list(validity.features(asts)), _CACHED
-        )
+        self._cache: CandidateCache[Features] = CandidateCache(lambda asts: list(validity.features(asts)), _CACHED)
 
     def probability(self, context: Any, measures: Sequence[Any]) -> FloatArray:
         """P(valid) of MetaSchedule's candidates of one task, float64 (n,); 1 for what has no AST to judge by."""
@@ -474,9 +466,7 @@ class ValidityGuard:
         log_s = None
         if getattr(cost_model, "pretrained", False):
             log_s = np.log(cost_model.predict_s(tuner.context, [measures[i] for i in known]))
-        chosen = initial_population(
-            pooled(features), self.validity.predict(features), n, log_s=log_s, seed=self._seed
-        )
+        chosen = initial_population(pooled(features), self.validity.predict(features), n, log_s=log_s, seed=self._seed)
         return [candidates[known[i]] for i in chosen]
 
     def _features(self, context: Any, measures: Sequence[Any]) -> tuple[list[int], Features]:

@@ -80,9 +80,7 @@ def warm_start(
     return first, learned
 
 
-def _of_dataset(
-    view: DatasetView, tuners: Sequence[TaskTuner], device: Device
-) -> Iterator[tuple[int, _Earlier]]:
+def _of_dataset(view: DatasetView, tuners: Sequence[TaskTuner], device: Device) -> Iterator[tuple[int, _Earlier]]:
     number = {tuner.task.hash: i for i, tuner in enumerate(tuners)}
     frame = view.records
     frame = frame[frame["task"].isin(list(number))]
@@ -95,9 +93,7 @@ def _of_dataset(
         yield number[tuner.task.hash], _Earlier(candidate, latency_s, bool(row.here))
 
 
-def _learn_other_tasks(
-    view: DatasetView, tuners: Sequence[TaskTuner], device: Device, cost_model: Any
-) -> int:
+def _learn_other_tasks(view: DatasetView, tuners: Sequence[TaskTuner], device: Device, cost_model: Any) -> int:
     """Let a cost model that can learn from tasks that are not tuned; gives how many records it took."""
     from cdmpp.program.space import Rebuilder
 

@@ -64,9 +64,7 @@ def worker_cores(device: Device, shards: int | str) -> tuple[tuple[int, ...], ..
     asked = number * device.share
     if asked > there + _ROUNDING:
         too_many = (
-            f"are {asked:g} times what there is"
-            if gpu
-            else f"need {asked:g} cores, this process may use {len(cores)}"
+            f"are {asked:g} times what there is" if gpu else f"need {asked:g} cores, this process may use {len(cores)}"
         )
         fits = int(1000 / number) / 1000 if gpu else len(cores) // number
         smaller = f", or tune for a smaller share: {device.base}@{fits:g}" if fits else ""
@@ -301,9 +299,7 @@ class Workers:
         try:
             for number, part in enumerate(parts):
                 own = tuple(self._tasks[i] for i in part)
-                start = WorkerConfig(
-                    number, cores[number], device, config, own, folder, tuple(earlier), began
-                )
+                start = WorkerConfig(number, cores[number], device, config, own, folder, tuple(earlier), began)
                 # a round for each of its tasks, however slowly it begins
                 least = min(share, max(share // 2, config.batch * len(part)))
                 self._members.append(_Member(start, _started(start), least))

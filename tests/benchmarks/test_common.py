@@ -19,8 +19,7 @@ from cdmpp.predictor.metrics import evaluate_predictions
 BENCHMARKS = sorted(
     path.stem
     for path in (common.REPOSITORY / "benchmarks").glob("*.py")
-    if path.stem
-    not in ("common", "core_table", "results", "sampled", "search_cost", "traces")  # not benchmarks
+    if path.stem not in ("common", "core_table", "results", "sampled", "search_cost", "traces")  # not benchmarks
 )
 
 
@@ -117,9 +116,7 @@ def test_rows_of_other_options_or_code_are_not_gone_on_with(
         Results(tmp_path / "r.json", made(**other), options)
 
 
-def test_files_are_small_and_hold_what_was_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_are_small_and_hold_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = figure("ours", {"mape": 1 / 3, "nothing": None}, 7, [1, 0])
     report(tmp_path / "r.json", made(), [shown], rows=[{"a": float("inf")}, {"a": np.int64(2)}])
     text = (tmp_path / "r.json").read_text()

@@ -60,9 +60,7 @@ def test_a_device_without_a_stored_specification_is_that_of_the_table(tmp_path: 
 def test_devices_that_are_not_known_or_differ_are_refused(
     tmp_path: Path, devices: list[Device], stored: bool, message: str
 ) -> None:
-    paths = [
-        folder(tmp_path / name, device, stored=stored) for name, device in zip("ab", devices, strict=False)
-    ]
+    paths = [folder(tmp_path / name, device, stored=stored) for name, device in zip("ab", devices, strict=False)]
     with pytest.raises(DatasetError, match=message):
         _ = load_datasets(paths).devices
 
@@ -77,9 +75,7 @@ def test_a_dataset_is_of_one_device(tmp_path: Path) -> None:
     with Dataset.create(tmp_path / "d") as dataset:
         dataset.set_device(OWN)
         dataset.set_device(replace(OWN, l3_kb=1.0))  # the same machine on another day
-        with pytest.raises(
-            DatasetError, match="holds labels of my-cpu@1: choose another folder for those of epyc"
-        ):
+        with pytest.raises(DatasetError, match="holds labels of my-cpu@1: choose another folder for those of epyc"):
             dataset.set_device(ZEN4)
         with pytest.raises(DatasetError, match=r"my-cpu@1 is not the same device .*: arch zen5 / zen4"):
             dataset.set_device(replace(OWN, arch="zen5"))

@@ -174,9 +174,7 @@ def test_unknown_kernels_and_states_are_counted(tmp_path: Path) -> None:
     report = import_benchmark_hub(table(tmp_path / "hub.parquet", rows), tmp_path / "out")
     assert report.unknown_operators == {"hotspot_milo": 1, "convolution_milo, status Strange": 1}
     assert report.records == {"ok": 1}
-    assert report.notes == (
-        "1 configurations stand for no program: their parameters do not divide each other",
-    )
+    assert report.notes == ("1 configurations stand for no program: their parameters do not divide each other",)
 
 
 def test_an_unknown_gpu_is_named_with_near_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

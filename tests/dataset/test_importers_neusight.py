@@ -133,9 +133,7 @@ def test_latencies_are_seconds_and_devices_canonical(report: ImportReport, datas
         (7, 2 * 18 * 2034 * 21 * 9 * 81, 18 * 81 * (21 + 2034) + 9 * 21 * 2034),
     ],
 )
-def test_work_and_traffic_by_the_operators_formulas(
-    dataset: Dataset, number: int, flops: int, elements: int
-) -> None:
+def test_work_and_traffic_by_the_operators_formulas(dataset: Dataset, number: int, flops: int, elements: int) -> None:
     _, task = row_of(dataset, number)
     assert (task.flops, task.bytes) == (flops, 4 * elements)
     whole = task_from_prim_func(task.prim_func())

@@ -90,9 +90,7 @@ def test_convolutions_experts_and_collectives_keep_their_conventions(tmp_path: P
         ("miopen", {name: value for name, value in CONV.items() if name != "kh"}, "kh"),
     ],
 )
-def test_files_that_cannot_be_are_refused(
-    source: str, row: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_files_that_cannot_be_are_refused(source: str, row: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=message):
         imported(tmp_path, source, row)
 

@@ -192,9 +192,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("end", ["closed", "killed"])
-def test_a_read_only_medium_is_read_and_not_written(
-    disk: str, end: str, medium: Callable[[str], Path]
-) -> None:
+def test_a_read_only_medium_is_read_and_not_written(disk: str, end: str, medium: Callable[[str], Path]) -> None:
     path, added = medium("size=8m") / "rows.db", [0]
     if end == "killed":
         added = killed(path, disk)

@@ -76,9 +76,7 @@ def make(spec: str, labels: pd.DataFrame, networks: Networks) -> Split:
 
 
 @given(labelled(), SEEDS, st.one_of(st.none(), st.integers(1, 4)))
-def test_tasks_of_held_out_networks_are_nowhere_in_training(
-    data: Data, seed: int, number: int | None
-) -> None:
+def test_tasks_of_held_out_networks_are_nowhere_in_training(data: Data, seed: int, number: int | None) -> None:
     labels, networks = data
     split = make(f"by_network:seed={seed}" + (f";heldout={number}" if number else ""), labels, networks)
     train, valid, test = units(split, labels)
@@ -98,9 +96,7 @@ def test_by_task_and_within_task_are_disjoint(data: Data, seed: int, test: float
 
 
 @given(labelled(), SEEDS, SHOTS)
-def test_a_held_out_device_is_not_in_training_but_for_allowed_tasks(
-    data: Data, seed: int, shots: set[str]
-) -> None:
+def test_a_held_out_device_is_not_in_training_but_for_allowed_tasks(data: Data, seed: int, shots: set[str]) -> None:
     labels, networks = data
     few = f";tasks={'+'.join(sorted(shots))}" if shots else ""
     split = make(f"by_device:seed={seed}{few}", labels, networks)
@@ -198,9 +194,7 @@ def test_validation_falls_back_to_tasks_where_one_network_is_left() -> None:
 def test_tasks_of_no_network_can_be_tested_and_validated_too() -> None:
     networks: Networks = {f"t{i}": ("a",) if i < 3 else ("b",) if i < 6 else () for i in range(206)}
     labels = one_each(206)
-    train, valid, test = units(
-        make("by_network:heldout=a;valid=0;others=0.2;seed=1", labels, networks), labels
-    )
+    train, valid, test = units(make("by_network:heldout=a;valid=0;others=0.2;seed=1", labels, networks), labels)
     assert {"t0", "t1", "t2"} <= test and {"t3", "t4", "t5"} <= train
     assert all(20 <= sum(not networks[name] for name in part) <= 60 for part in (valid, test))
     without = make("by_network:heldout=a;valid=0;seed=1", labels, networks)

@@ -233,9 +233,7 @@ def test_a_forked_worker_neither_writes_nor_holds_the_lock(tmp_path: Path) -> No
         ({"meta": {"thing": object()}}, DatasetError, "cannot be stored"),
     ],
 )  # fmt: skip
-def test_records_that_are_none(
-    tmp_path: Path, changes: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_records_that_are_none(tmp_path: Path, changes: dict[str, Any], error: type[Exception], message: str) -> None:
     fields = {"program": program(0).hash, "device": DEVICE, "status": "ok", "latency_s": 1e-3, **changes}
     with small_dataset(tmp_path / "d") as dataset, pytest.raises(error, match=message):
         dataset.add_record(Record(**fields))

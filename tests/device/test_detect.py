@@ -47,9 +47,7 @@ def test_machines_are_distinguished_by_what_they_are(tmp_path: Path) -> None:
     assert len(by_name) < len(MACHINES)  # the Zen 3 and the Zen 4 of two clouds
 
 
-@pytest.mark.parametrize(
-    ("stepping", "arch"), [(4, "skylake-avx512"), (7, "cascadelake"), (11, "cooperlake")]
-)
+@pytest.mark.parametrize(("stepping", "arch"), [(4, "skylake-avx512"), (7, "cascadelake"), (11, "cooperlake")])
 def test_the_stepping_decides_what_a_model_85_is(tmp_path: Path, stepping: int, arch: str) -> None:
     flags = ["v4", "avx512_vnni", "avx512_bf16"]
     row = row_of(tmp_path, "cascadelake-vm", stepping=stepping, flags=flags)

@@ -164,9 +164,7 @@ def own_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("own_config")
 def test_a_user_adds_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = write(
-        tmp_path / "mine.yaml", f"- {MY_GPU}\n- {{name: h200, kind: gpu, launch_overhead_us: 3.5}}\n"
-    )
+    file = write(tmp_path / "mine.yaml", f"- {MY_GPU}\n- {{name: h200, kind: gpu, launch_overhead_us: 3.5}}\n")
     with pytest.raises(UnknownDeviceError):
         get_device("my-gpu")
     monkeypatch.setenv("CDMPP_DEVICES", str(file))

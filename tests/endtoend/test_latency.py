@@ -262,9 +262,7 @@ def test_the_command_ends_with_one_line_on_bad_input(
         assert main(["latency", str(trace), "--device", *options]) == 2
         error = capsys.readouterr().err
         assert error.startswith("cdmpp: ") and error.count("\n") == 1
-        assert ("unknown device" in error) == any(
-            "h2000" in o or "nodevice" in o or "yaml" in o for o in options
-        )
+        assert ("unknown device" in error) == any("h2000" in o or "nodevice" in o or "yaml" in o for o in options)
 
 
 def test_what_is_no_graph_of_tasks_is_refused(trace: Path, tmp_path: Path) -> None:

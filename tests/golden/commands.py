@@ -88,8 +88,7 @@ def missing_options(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
             misses = {
                 "nargs": new["nargs"] != old["nargs"],
                 "default": old["default"] not in (None, new["default"]),
-                "choices": new["choices"] is not None
-                and not set(old["choices"] or [new]) <= set(new["choices"]),
+                "choices": new["choices"] is not None and not set(old["choices"] or [new]) <= set(new["choices"]),
                 "required": new["required"] and not old["required"],
             }
             found += [f"{verb} {name}: {key} is {new[key]}, was {old[key]}" for key in misses if misses[key]]
@@ -103,10 +102,7 @@ def shape(value: Any) -> Any:
     """Keys and types of a JSON value: {key: shape}, {"*": shape} for maps, [shape of the elements] or "number|null"."""
     if isinstance(value, dict):
         shapes = {key: shape(item) for key, item in value.items()}
-        alike = (
-            all(isinstance(item, dict) for item in value.values())
-            and len({*map(_text, shapes.values())}) == 1
-        )
+        alike = all(isinstance(item, dict) for item in value.values()) and len({*map(_text, shapes.values())}) == 1
         if len(value) > (_MOST_ALIKE if alike else _MOST_KEYS) or any("/" in key for key in value):
             return {"*": _united(list(shapes.values()))}
         return shapes

@@ -58,9 +58,7 @@ def test_counts_of_stored_objects() -> None:
     now = golden.count_objects()
     assert len(now) > 25
     parts = {name: name.removesuffix(".so").split("-", 1) for name in now}
-    expect_counts(
-        now, {name: frozen("counts")[mcpu][row[program]] for name, (program, mcpu) in parts.items()}
-    )
+    expect_counts(now, {name: frozen("counts")[mcpu][row[program]] for name, (program, mcpu) in parts.items()})
 
 
 @pytest.mark.parametrize("mcpu", golden.TARGETS)

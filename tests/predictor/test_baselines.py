@@ -85,9 +85,7 @@ def test_task_median_known_answer(data):
     row = int(split.test[0])
     task, device = data.labels["task"][row], data.labels["device"][row]
     mine = train[(train["task"] == task) & (train["device"] == device)]
-    assert model.predict(data, np.array([row])) == pytest.approx(
-        [np.exp(np.median(np.log(mine["latency_s"])))]
-    )
+    assert model.predict(data, np.array([row])) == pytest.approx([np.exp(np.median(np.log(mine["latency_s"])))])
 
 
 def test_task_median_falls_back_to_the_device(data, split):
@@ -212,9 +210,7 @@ def test_seed_and_known_labels_alone_decide(data, within, make):
 
 def test_a_time_budget_ends_training_within_an_epoch(data, within):
     lines = []
-    model = LstmModel(
-        16, 1, train=TRAIN.model_copy(update={"batch_size": 2}), max_seconds=1e-6, progress=lines.append
-    )
+    model = LstmModel(16, 1, train=TRAIN.model_copy(update={"batch_size": 2}), max_seconds=1e-6, progress=lines.append)
     model.fit(data, within)
     assert len(lines) == 1 and lines[0]["step"] == 1
     assert lines == model.history_
@@ -240,9 +236,7 @@ def batch_of(*lengths: int, width: int = 5, pad_to: int | None = None) -> Padded
     return PaddedBatch(leaves, positions, padding)
 
 
-@pytest.mark.parametrize(
-    "network", [ReleasedNetwork(5, 3, 6, TINY).eval(), LstmNetwork(5, 3, 16, 2, 0.0).eval()]
-)
+@pytest.mark.parametrize("network", [ReleasedNetwork(5, 3, 6, TINY).eval(), LstmNetwork(5, 3, 16, 2, 0.0).eval()])
 def test_padding_changes_nothing(network):
     device = Context.of_devices(torch.ones(3, 3))
     expected = network(batch_of(4, 2, 4), device)

@@ -37,9 +37,7 @@ def counted(data):
     codes = {counts_key(device) for device in data.devices.values()}
     cycles = 4e6 * data.labels.groupby("program")["latency_s"].mean()
     counts = {
-        (program, code): np.full(
-            len(CODEGEN_FEATURES), cycles[program] * np.exp(hidden[program]), dtype=np.float32
-        )
+        (program, code): np.full(len(CODEGEN_FEATURES), cycles[program] * np.exp(hidden[program]), dtype=np.float32)
         for i, program in enumerate(data.asts)
         for code in codes
         if i % 8

@@ -13,9 +13,7 @@ from cdmpp.predictor.correction import fit_correction
 from cdmpp.predictor.transforms import Correction
 
 
-def made(
-    tasks: int, of_task: int = 8, seed: int = 0
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def made(tasks: int, of_task: int = 8, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Tasks, resources, embeddings and noise of programs."""
     rng = np.random.default_rng(seed)
     names = np.repeat([f"task{i}" for i in range(tasks)], of_task)

@@ -67,9 +67,7 @@ def data(folder):
 def test_gather_computes_asts_once(folder, data, monkeypatch):
     assert len(data) == 3 * 11 * 2
     assert set(data.devices) == set(DEVICES)
-    assert cache_file(folder, AST_FILE).exists() and not (folder / AST_FILE).exists(), (
-        "a dataset is only read"
-    )
+    assert cache_file(folder, AST_FILE).exists() and not (folder / AST_FILE).exists(), "a dataset is only read"
     monkeypatch.setattr("cdmpp.predictor.data._derive_each", lambda *_: pytest.fail("computed again"))
     again = gather(folder)
     for program, ast in data.asts.items():

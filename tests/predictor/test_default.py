@@ -140,6 +140,4 @@ def test_a_device_that_is_not_the_one_of_training_is_refused(default: Predictor,
 def test_a_dataset_of_this_project_describes_its_devices() -> None:
     for meta in sorted(FOLDER.parent.glob("*/meta.json")):
         described = set(json.loads(meta.read_text())["devices"])
-        assert described == set(
-            pd.read_parquet(meta.with_name("records.parquet"), columns=["device"])["device"]
-        )
+        assert described == set(pd.read_parquet(meta.with_name("records.parquet"), columns=["device"])["device"])

@@ -71,9 +71,7 @@ def test_a_run_folder_holds_what_was_chosen_and_a_predictor(small, base, config,
     assert about["predictor"] == str(tmp_path / "base") and about["device"] == "fast"
     assert about["before"]["split"] == base.training["split"]
     chosen = result.selection.tasks
-    assert (
-        len(chosen) == 3 and about["selection"]["tasks"] == list(chosen) and about["selection"]["seed"] == 5
-    )
+    assert len(chosen) == 3 and about["selection"]["tasks"] == list(chosen) and about["selection"]["seed"] == 5
     assert read_task_file(tmp_path / "run" / "tasks.json") == list(result.selection.wanted)
     assert about["learned"] == "weights" and about["records_of_device"] == 36
     assert loaded.training["records_by_device"]["fast"] == 36
@@ -234,9 +232,7 @@ def test_a_device_without_records_gets_a_task_file_and_a_command(small, base, co
     assert all(set(small.networks[task]) & set(named) for task in tasks)
     # once the tasks are measured, the same are chosen, and the same folder serves
     measured = np.flatnonzero(rows_of(small, "slow") | rows_of(small, "fast", tasks))
-    again = finetune(
-        base, subset(small, measured), "fast", tmp_path / "run", tasks=3, config=quick(config, epochs=1)
-    )
+    again = finetune(base, subset(small, measured), "fast", tmp_path / "run", tasks=3, config=quick(config, epochs=1))
     assert again.selection.tasks == tuple(tasks) and again.split is None
     assert again.predictor.training["finetuned"]["records_of_device"] > 0
 

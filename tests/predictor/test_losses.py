@@ -60,9 +60,7 @@ def test_cmd_scales_each_moment_by_the_width_of_the_bounds():
 def test_cmd_uses_the_norm_over_dimensions_and_is_zero_for_equal_samples():
     source = torch.tensor([[0.0, 0.0], [0.6, 0.8]])
     assert central_moment_discrepancy(source, source.flip(0)).item() == pytest.approx(0, abs=1e-6)
-    shifted = central_moment_discrepancy(
-        source, source + torch.tensor([0.3, 0.4]), moments=1, low=0.0, high=1.0
-    )
+    shifted = central_moment_discrepancy(source, source + torch.tensor([0.3, 0.4]), moments=1, low=0.0, high=1.0)
     assert shifted.item() == pytest.approx(0.5, abs=1e-6)
 
 

@@ -49,9 +49,7 @@ def pad(batch: PaddedBatch, extra: int, value: float) -> PaddedBatch:
     )
 
 
-POOLINGS_AND_DEVICES = list(
-    itertools.product(("sum", "mean", "attention", "flatten"), ("film", "token", "none"))
-)
+POOLINGS_AND_DEVICES = list(itertools.product(("sum", "mean", "attention", "flatten"), ("film", "token", "none")))
 
 
 @pytest.mark.parametrize(("pooling", "device"), POOLINGS_AND_DEVICES)
@@ -79,9 +77,7 @@ def test_the_device_matters_unless_hidden(device):
     network = make_network(device=device)
     batch, devices = make_batch()
     with torch.no_grad():
-        changed = not torch.equal(
-            network(batch, devices), network(batch, Context.of_devices(devices.device + 1.0))
-        )
+        changed = not torch.equal(network(batch, devices), network(batch, Context.of_devices(devices.device + 1.0)))
     assert changed == (device != "none")
 
 

@@ -111,9 +111,7 @@ def test_nearly_equal_devices_are_one_family() -> None:
 
 
 def test_kinds_split_what_has_kernels_of_its_own() -> None:
-    rows = [
-        {"op": "gemm", "dtype": dtype, "m": 8, "n": 8, "k": 8} for dtype in ("bf16", "fp8", "int4_wo", "fp32")
-    ]
+    rows = [{"op": "gemm", "dtype": dtype, "m": 8, "n": 8, "k": 8} for dtype in ("bf16", "fp8", "int4_wo", "fp32")]
     assert kinds(operator_table(rows)).tolist() == [
         "gemm",
         "gemm narrow",
@@ -137,9 +135,7 @@ def test_serving_steps_add_up() -> None:
     ask = {"dtype": "bf16", "batch": 4, "seq": 512}
     (prefill,) = predict_serving("llama-3.1-8b", ["h200"], SHIPPED, Serving(**ask))
     (decode,) = predict_serving("llama-3.1-8b", ["h200"], SHIPPED, Serving(**ask, phase="decode", past=512))
-    (whole,) = predict_serving(
-        "llama-3.1-8b", ["h200"], SHIPPED, Serving(**ask, generate=64), prices={"h200": 3.6}
-    )
+    (whole,) = predict_serving("llama-3.1-8b", ["h200"], SHIPPED, Serving(**ask, generate=64), prices={"h200": 3.6})
     assert prefill.latency_s == pytest.approx(sum(prefill.by_op.values()))
     assert whole.first_token_s == pytest.approx(prefill.latency_s)
     assert whole.per_token_s == pytest.approx(decode.latency_s, rel=0.1)

@@ -72,9 +72,7 @@ def test_a_power_limit_slows_arithmetic_where_it_binds() -> None:
     leaf = matmul(1, 1280, 1280, 500)
     assert features(leaf, tight)["power_ns"] == pytest.approx(2 * features(leaf)["power_ns"])
     assert features(leaf, tight)["compute_ns"] == features(leaf)["compute_ns"]
-    assert estimate_s([program(leaf)], tight)[0] == pytest.approx(
-        2 * estimate_s([program(leaf)], GPU)[0], rel=0.02
-    )
+    assert estimate_s([program(leaf)], tight)[0] == pytest.approx(2 * estimate_s([program(leaf)], GPU)[0], rel=0.02)
     assert roofline_s([program(leaf)], tight) == roofline_s([program(leaf)], GPU)
 
 
@@ -93,9 +91,7 @@ def test_blocks_of_a_scheduled_program() -> None:
     found = features(leaf)
     # 2,048 threads hold four blocks, 64 KB two
     assert found["resident_blocks"] == 2 and found["blocks_per_core"] == pytest.approx(9500)
-    assert found["block_waves"] == pytest.approx(4750) and found["block_idle"] == pytest.approx(
-        1000 * 5 / 4.75
-    )
+    assert found["block_waves"] == pytest.approx(4750) and found["block_idle"] == pytest.approx(1000 * 5 / 4.75)
     assert found["by_library"] == 0
 
 
@@ -160,9 +156,7 @@ def ast(data):
 
 def test_cycles_on_a_core_are_times_on_a_device(ast) -> None:
     device = replace(get_device(XEON), clock_mhz=2000.0, l2_kb=1024, l3_kb=20000, bandwidth_gb_s=16.0)
-    row = counts(
-        core_cycles=350, unit_cycles=300, front_cycles=100, call_cycles=20, lines_1024k=50, lines_16384k=4
-    )
+    row = counts(core_cycles=350, unit_cycles=300, front_cycles=100, call_cycles=20, lines_1024k=50, lines_16384k=4)
     found = times(row, ast, device)
     assert [found[f"{name}_ns"] for name in ("core", "unit", "front", "call", "chain")] == [
         175,

@@ -52,9 +52,7 @@ def test_save_and_load_predict_the_same(predictor, asts, tmp_path):
 
 def test_programs_need_a_resolver(predictor, asts):
     program = Program("0" * 16, "1" * 16, None, "")
-    assert predictor.predict(program, "fast", resolver=lambda p: asts[0]) == predictor.predict(
-        asts[0], "fast"
-    )
+    assert predictor.predict(program, "fast", resolver=lambda p: asts[0]) == predictor.predict(asts[0], "fast")
     with pytest.raises(PredictorError, match="resolver"):
         predictor.predict(program, "fast")
 

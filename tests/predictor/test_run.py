@@ -115,10 +115,7 @@ def test_a_device_only_in_test_is_not_fitted_on(data, by_task):
     assert fitted.devices.keys() == {"slow"}
     # one training device: every device column is constant, so encoded as 0
     assert (
-        fitted.encoder.encode_devices(data.device_vectors()["fast"][None])[
-            :, : fitted.encoder.device_dim // 2
-        ]
-        == 0
+        fitted.encoder.encode_devices(data.device_vectors()["fast"][None])[:, : fitted.encoder.device_dim // 2] == 0
     ).all()
 
 
@@ -128,11 +125,7 @@ def test_evaluate_reports_groups_and_trained_tasks(data, by_task, tmp_path):
     assert scores["n_trained_tasks"] == 0
     assert scores["split"] == result.split.spec and scores["seed"] == 0
     assert scores["groups"]["device"].keys() == {"fast", "slow"}
-    assert (
-        sum(g["n"] for g in scores["groups"]["task"].values())
-        == scores["overall"]["n"]
-        == len(result.split.test)
-    )
+    assert sum(g["n"] for g in scores["groups"]["task"].values()) == scores["overall"]["n"] == len(result.split.test)
     assert scores["groups"]["family"].keys() <= {"cnn", "transformer", "mlp"}
     json.dumps(scores, allow_nan=False)
     everything = evaluate(result.predictor, data, "all")

@@ -110,9 +110,7 @@ def test_predict_is_what_evaluate_scores(trained, hidden):
     predictor = replace(trained.predictor, specs=dict(hidden.devices))
     asts = [hidden.asts[program] for program in programs]
     told = predictor.predict(asts, "fast", measured={"slow": there.loc[programs].to_numpy()})
-    assert told == pytest.approx(
-        predictor.predict_rows(hidden, rows, Evidence.of_rows(hidden, rows, measured=True))
-    )
+    assert told == pytest.approx(predictor.predict_rows(hidden, rows, Evidence.of_rows(hidden, rows, measured=True)))
     one = predictor.predict(asts[0], "fast", measured={"slow": there.loc[programs.iloc[0]]})
     assert isinstance(one, float) and one == pytest.approx(told[0])
     unknown = predictor.predict(asts, "fast", measured={"slow": np.full(len(asts), np.nan)})

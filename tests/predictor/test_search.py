@@ -221,9 +221,7 @@ def test_bad_input(data, small, tmp_path):
         search(config_from_dict({}), None, tmp_path, 1)
 
 
-def test_the_first_trial_is_the_configuration_itself_where_the_space_holds_it(
-    data, small, tmp_path, scripted
-) -> None:
+def test_the_first_trial_is_the_configuration_itself_where_the_space_holds_it(data, small, tmp_path, scripted) -> None:
     scripted(lambda number, model: None)
     config = small.model_copy(update={"model": small.model.model_copy(update={"dim": 96, "heads": 4})})
     values = own_values(config, search_space("ours"))
@@ -232,9 +230,7 @@ def test_the_first_trial_is_the_configuration_itself_where_the_space_holds_it(
     assert values.items() <= found.items()
 
 
-@pytest.mark.parametrize(
-    ("name", "option", "value"), [("lstm", "hidden", 128), ("released", "train.batch_size", 600)]
-)
+@pytest.mark.parametrize(("name", "option", "value"), [("lstm", "hidden", 128), ("released", "train.batch_size", 600)])
 def test_a_baseline_starts_with_what_it_has(data, small, tmp_path, scripted, name, option, value) -> None:
     scripted(lambda number, model: None)
     (first,) = search(small, data, tmp_path / "s", trials=1, model=name).summary["trials"]
@@ -253,9 +249,7 @@ def test_what_the_search_found_is_what_ships(config: str, besides: set[str]) -> 
     """Longer trainings average the weights over longer; with GPUs' records another weight of MAPE is better."""
     best = json.loads(Path("configs/search/ours.json").read_text())["best"]["values"]
     ships = own_values(load_config(f"configs/{config}.yaml"), search_space("ours"))
-    assert {k: v for k, v in ships.items() if k not in besides} == {
-        k: v for k, v in best.items() if k not in besides
-    }
+    assert {k: v for k, v in ships.items() if k not in besides} == {k: v for k, v in best.items() if k not in besides}
 
 
 @pytest.mark.parametrize("name", ["xgboost-perstore", "xgboost-ast", "xgboost-ast-codegen", "lstm"])

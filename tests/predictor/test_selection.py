@@ -50,9 +50,7 @@ def test_the_middle_task_of_every_kind_is_chosen(three_kinds):
         assert (chosen.features, chosen.candidates) == ("ast", 9)
 
 
-def test_the_next_nearest_task_of_the_cluster_takes_the_place_of_one_that_is_not_available(
-    three_kinds, caplog
-):
+def test_the_next_nearest_task_of_the_cluster_takes_the_place_of_one_that_is_not_available(three_kinds, caplog):
     available = {"t000", "t003", "t004", "t005", "t007"}
     chosen = select_tasks(three_kinds, 3, available=available)
     assert chosen.tasks == ("t000", "t004", "t007") and chosen.wanted == ("t001", "t004", "t007")

@@ -215,9 +215,7 @@ def test_starting_weights_are_taken_and_must_fit(make_trainer, data, config):
 def test_instruction_counts_are_learnt_where_there_are_some(data, config):
     changed = {
         "model": config.model.model_copy(update={"codegen": True}),
-        "loss": config.loss.model_copy(
-            update={"codegen_weight": 1.0, "mse_weight": 1e-6, "mape_weight": 0.0}
-        ),
+        "loss": config.loss.model_copy(update={"codegen_weight": 1.0, "mse_weight": 1e-6, "mape_weight": 0.0}),
         "train": config.train.model_copy(update={"epochs": 12, "patience": 12, "batch_size": 32}),
     }
     config = config.model_copy(update=changed)

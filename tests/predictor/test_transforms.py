@@ -69,9 +69,7 @@ def test_torch_inverse_agrees_and_has_a_gradient(kind):
     transform = fit_transform(kind, LATENCIES)
     labels = torch.linspace(-2, 2, 9, dtype=torch.float64, requires_grad=True)
     logs = transform.log_inverse(labels)
-    assert logs.detach().numpy() == pytest.approx(
-        np.log(transform.inverse(labels.detach().numpy())), rel=1e-9
-    )
+    assert logs.detach().numpy() == pytest.approx(np.log(transform.inverse(labels.detach().numpy())), rel=1e-9)
     logs.sum().backward()
     assert (labels.grad > 0).all()
 

@@ -23,9 +23,7 @@ def test_the_first_degree_within_the_tolerance_wins() -> None:
     found = calibrate(measure_with({8: 1.3, 4: 1.01}), halved(8), 0.02, lambda *_: True)  # type: ignore[arg-type]
     assert [(r.degree, r.accepted) for r in found.results] == [(8, False), (4, True)]
     assert found.degree == 4
-    assert found.results[1].median_difference == pytest.approx(0.01), (
-        "compared with the better of two runs alone"
-    )
+    assert found.results[1].median_difference == pytest.approx(0.01), "compared with the better of two runs alone"
     assert found.alone_again.median_difference == pytest.approx(1 - 1 / 1.01)
     assert "degree 8: labels differ from those taken alone by 30.0 %" in str(found.results[0])
 

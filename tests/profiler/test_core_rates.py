@@ -45,13 +45,9 @@ def test_what_is_not_the_same_twice_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert measuring._measure(kernels) == ({"clock_ghz": 2, "fma_256_per_ns": 2, "l1_ns": 0.5}, [])
     unsteady["fma_256_per_ns"] = 0
     found, skipped = measuring._measure(kernels)
-    assert set(found) == {"clock_ghz", "l1_ns"} and skipped == [
-        "fma_256_per_ns differs by 50 % between rounds"
-    ]
+    assert set(found) == {"clock_ghz", "l1_ns"} and skipped == ["fma_256_per_ns differs by 50 % between rounds"]
     unsteady["clock_ghz"] = 0
-    with pytest.raises(
-        CdmppError, match=r"other work on this machine: clock_ghz differs by 50 % .* when it is idle"
-    ):
+    with pytest.raises(CdmppError, match=r"other work on this machine: clock_ghz differs by 50 % .* when it is idle"):
         measuring._measure(kernels)
 
 

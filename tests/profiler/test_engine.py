@@ -33,9 +33,7 @@ from tests.samples.programs import (
 )
 
 
-def measure(
-    jobs: list[BuildJob], config: CpuConfig = QUICK_CPU, target: dict[str, Any] = TARGET
-) -> dict[str, Outcome]:
+def measure(jobs: list[BuildJob], config: CpuConfig = QUICK_CPU, target: dict[str, Any] = TARGET) -> dict[str, Outcome]:
     with quick_engine(config, target) as engine:
         outcomes = list(engine.run(iter(jobs)))
     assert len(outcomes) == len(jobs), "every job has one outcome"
@@ -68,9 +66,7 @@ def forged() -> BuildJob:
         (forged, "invalid_config", "replays as"),
     ],
 )
-def test_a_program_that_misbehaves_costs_one_record(
-    bad: Callable[[], BuildJob], status: str, error: str
-) -> None:
+def test_a_program_that_misbehaves_costs_one_record(bad: Callable[[], BuildJob], status: str, error: str) -> None:
     job = bad()
     outcomes = measure([*sampled(matmul_task(), 3), job])
     found = outcomes.pop(job.program.hash)
@@ -120,9 +116,7 @@ def _alive(pid: int) -> bool:
 
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1536k", "none", str(tmp_path)], capture_output=True
-    )
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1536k", "none", str(tmp_path)], capture_output=True)
     if mount.returncode:
         pytest.skip("mounting a small file system is not allowed here")
     yield tmp_path

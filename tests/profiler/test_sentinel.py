@@ -63,9 +63,7 @@ def test_a_faster_pass_corrects_what_undisturbed_means(core: Core) -> None:
     assert watcher.clean_s == pytest.approx(10e-6)
 
 
-def test_waiting_is_given_up_where_a_neighbour_never_rests(
-    core: Core, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_is_given_up_where_a_neighbour_never_rests(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
     watcher = watch(core)
     monkeypatch.setattr(core, "loop_s", 0.0)  # the clock stands still but for pauses
     monkeypatch.setattr(watcher, "_pass_s", lambda: 2 * watcher.clean_s)

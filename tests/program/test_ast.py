@@ -325,9 +325,7 @@ def main(X: T.Buffer({tuple(shape)}, "float32"), Y: T.Buffer({tuple(extents)}, "
     def touched(loops: range) -> set[int]:
         """Elements that these loops touch, the others at 0."""
         points = itertools.product(*(range(extents[i]) for i in loops))
-        at = (
-            [sum(row[i] * p for i, p in zip(loops, point, strict=True)) for row in coefs] for point in points
-        )
+        at = ([sum(row[i] * p for i, p in zip(loops, point, strict=True)) for row in coefs] for point in points)
         return {x * shape[1] + y for x, y in at}
 
     for inner in range(1, 4):

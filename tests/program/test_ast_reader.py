@@ -172,9 +172,7 @@ def test_without_the_extension_stored_asts_are_predicted(monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("another_process")
-def test_an_extension_that_is_damaged_or_of_another_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_extension_that_is_damaged_or_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(reader, "OP_KINDS", ("fadd",))
         with pytest.raises(CdmppError, match="another version of cdmpp: install cdmpp again"):

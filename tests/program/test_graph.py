@@ -14,9 +14,7 @@ CHAIN = network_graph(
     "net",
     [
         GraphNode("a", ("t1",), measured_s={"h200": 1e-3}, input_shapes=((2, 3), (3,)), output_shape=(2, 3)),
-        GraphNode(
-            "b", ("t2", "t2"), ("a",), repeat=24, predicted_s={"neusight": {"h200": 2e-3}}, family="BMM"
-        ),
+        GraphNode("b", ("t2", "t2"), ("a",), repeat=24, predicted_s={"neusight": {"h200": 2e-3}}, family="BMM"),
         GraphNode("c", (), ("b",), kind="view"),
         GraphNode("d", ("t1",), ("c",), phase="backward"),
     ],

@@ -51,9 +51,7 @@ def test_work_of_products_and_attention() -> None:
 def test_work_of_convolutions_is_that_of_their_direction() -> None:
     sizes = {"batch": 2, "in_channels": 4, "out_channels": 8, "height": 6, "width": 6, "kernel_h": 3, "kernel_w": 3,
              "out_h": 4, "out_w": 4}  # fmt: skip
-    forward, by_input, by_weights = (
-        work_of(op="conv", dtype="float32", backward=b, **sizes) for b in range(3)
-    )
+    forward, by_input, by_weights = (work_of(op="conv", dtype="float32", backward=b, **sizes) for b in range(3))
     assert forward["matrix"] == by_input["matrix"] == 2 * 2 * 8 * 4 * 4 * 4 * 9
     image, weights, result = 4 * 2 * 4 * 36, 4 * 4 * 8 * 9, 4 * 2 * 8 * 16
     assert (forward["read"], forward["written"]) == (image + weights, result)

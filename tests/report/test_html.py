@@ -30,8 +30,7 @@ def data():
     made = make_data(n_tasks=40, per_task=4)
     # net1 in as many sizes as it has tasks
     networks = {
-        t: (HOSTILE if n == "net0" else f"net1@s{t}" if n == "net1" else n,)
-        for t, (n,) in made.networks.items()
+        t: (HOSTILE if n == "net0" else f"net1@s{t}" if n == "net1" else n,) for t, (n,) in made.networks.items()
     }
     families = {networks[t][0]: f"<{made.families[n]}>" for t, (n,) in made.networks.items()}
     tasks = {t: Task(t, f"<b>conv</b>&{t}", "", {}, 1.0, 1.0, "float32") for t in networks}
@@ -109,9 +108,7 @@ def test_sizes_of_a_network_are_one_row_with_the_sizes_below_it(report, page):
     assert [row["mape"] for row in sizes] == sorted((row["mape"] for row in sizes), reverse=True)
     assert rows["net1"]["n"] == sum(row["n"] for row in sizes)
     assert "sizes" not in rows["net2"]
-    (body,) = re.findall(
-        rf"<tbody><tr><td[^>]*><details><summary>net1 \({len(sizes)} sizes\).*?</tbody>", page
-    )
+    (body,) = re.findall(rf"<tbody><tr><td[^>]*><details><summary>net1 \({len(sizes)} sizes\).*?</tbody>", page)
     assert body.count('<tr class="size">') == len(sizes) == page.count('<tr class="size">')
 
 

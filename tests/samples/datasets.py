@@ -34,9 +34,7 @@ def record(number: int, of_task: int = 1, device: str = DEVICE, latency_s: float
     latency_s = 1e-3 * (number + 1) if latency_s is None else latency_s
     samples_s = (latency_s * 0.99, latency_s * 1.01)
     meta = {"build_s": 0.5, "attempts": 1, "session": "s1", "host": "h"}
-    return Record(
-        program(number, of_task).hash, device, "ok", latency_s, samples_s, 0.02, "", 1.7e9 + number, meta
-    )
+    return Record(program(number, of_task).hash, device, "ok", latency_s, samples_s, 0.02, "", 1.7e9 + number, meta)
 
 
 def failure(number: int, of_task: int = 1, status: str = "build_error", device: str = DEVICE) -> Record:
@@ -45,9 +43,7 @@ def failure(number: int, of_task: int = 1, status: str = "build_error", device: 
     return Record(key, device, status, error=f"{status}: no", measured_at=1.7e9 + number)
 
 
-def add_all(
-    dataset: Dataset, number: int, of_task: int = 1, networks: dict[str, float] | None = None
-) -> None:
+def add_all(dataset: Dataset, number: int, of_task: int = 1, networks: dict[str, float] | None = None) -> None:
     """Add a program with its task and space."""
     dataset.add_task(task(of_task, networks))
     dataset.add_space(space(of_task))
@@ -72,9 +68,7 @@ def small_dataset(path: Path, n: int = 6, finalize: bool = False) -> Dataset:
     return Dataset.open(path)
 
 
-def zoo_dataset(
-    path: Path, networks: int = 8, seed: int = 0, devices: tuple[str, ...] = (DEVICE,)
-) -> Dataset:
+def zoo_dataset(path: Path, networks: int = 8, seed: int = 0, devices: tuple[str, ...] = (DEVICE,)) -> Dataset:
     """Networks ``net0``... with three tasks of their own each and some that neighbours share."""
     rng = random.Random(seed)
     families = {f"net{i}": f"family{i // 2}" for i in range(networks)}

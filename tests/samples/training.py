@@ -56,9 +56,7 @@ def make_data(n_tasks: int = 12, per_task: int = 30, seed: int = 0) -> TrainingD
             # latency: the work of every leaf, four times slower where its flag is off
             work = (ast.leaves[:, 0] * np.where(ast.leaves[:, 10] > 0, 1.0, 4.0)).sum()
             for name, device in devices.items():
-                rows.append(
-                    (program, f"t{task:03d}", name, 1e-6 * work * 1000 / device.clock_mhz, 0.01, "random")
-                )
+                rows.append((program, f"t{task:03d}", name, 1e-6 * work * 1000 / device.clock_mhz, 0.01, "random"))
     labels = pd.DataFrame(rows, columns=["program", "task", "device", "latency_s", "noise", "origin"])
     labels = labels.assign(n_records=1, error_floor=0.005)
     networks = {f"t{task:03d}": (f"net{task % 4}",) for task in range(n_tasks)}
@@ -66,9 +64,7 @@ def make_data(n_tasks: int = 12, per_task: int = 30, seed: int = 0) -> TrainingD
     return TrainingData(labels, asts, devices, networks, families)
 
 
-def small_config(
-    spec: str = "within_task;seed=1", model: dict[str, Any] | None = None, **training: Any
-) -> Config:
+def small_config(spec: str = "within_task;seed=1", model: dict[str, Any] | None = None, **training: Any) -> Config:
     """A network that learns :func:`make_data` in a second; `training` changes epochs and the like."""
     size = {"dim": 16, "layers": 1, "heads": 2, "ffn_dim": 32, "embedding_dim": 16, "decoder_dim": 32}
     settings = {"epochs": 4, "batch_size": 64, "learning_rate": 0.01, "threads": 1, **training}

@@ -71,9 +71,7 @@ def interrupt_after(rounds: int) -> Callable[[Any], None]:
 class FakeEngine:
     """Answers in `delay_s` a program; `latency_s` gives the seconds of a program's hash, None for a failure."""
 
-    def __init__(
-        self, latency_s: Callable[[str], float | None] = made_up_latency_s, delay_s: float = 0.0
-    ) -> None:
+    def __init__(self, latency_s: Callable[[str], float | None] = made_up_latency_s, delay_s: float = 0.0) -> None:
         self._latency_s, self._delay_s = latency_s, delay_s
         self.measured: list[str] = []
 

@@ -61,9 +61,7 @@ def test_what_is_asked_again_is_not_computed_again(context_and_candidates: tuple
     assert not np.allclose(before, after)
 
 
-def test_it_learns_and_remembers_failures(
-    context_and_candidates: tuple[Any, list[Any]], tmp_path: Path
-) -> None:
+def test_it_learns_and_remembers_failures(context_and_candidates: tuple[Any, list[Any]], tmp_path: Path) -> None:
     context, candidates = context_and_candidates
     model = CostModel(None, "this-cpu@1")
     latencies = [1e-3 * (1 + i) for i in range(len(candidates) - 1)]
@@ -109,9 +107,7 @@ def test_tune_tir_takes_cost_model_builder_and_runner(tmp_path: Path) -> None:
     assert len(model.model) == 12 and model.cache.asked > model.cache.computed
 
 
-def test_tune_relax_takes_them_too_and_its_database_deploys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tune_relax_takes_them_too_and_its_database_deploys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from tvm.relax.transform import MetaScheduleApplyDatabase
 

@@ -94,9 +94,7 @@ class Steps:
         return 2.0 * self.asked
 
 
-def counted(
-    out: Path, trials: int, counter: Steps | None, monkeypatch: pytest.MonkeyPatch, **more: Any
-) -> TuneReport:
+def counted(out: Path, trials: int, counter: Steps | None, monkeypatch: pytest.MonkeyPatch, **more: Any) -> TuneReport:
     monkeypatch.setattr("cdmpp.tuner.tuning.energy_meter", lambda device: counter)
     return tuned(FakeEngine(), out, trials, options={"cost_model": "random"}, **more)
 

@@ -194,9 +194,7 @@ def test_a_gpu_that_is_lost_ends_all_workers(tmp_path: Path) -> None:
 
 
 def test_shares_that_do_not_fit() -> None:
-    with pytest.raises(
-        TunerError, match=r"2 shards of h200 are 2 times what there is: .* smaller share: h200@0.5$"
-    ):
+    with pytest.raises(TunerError, match=r"2 shards of h200 are 2 times what there is: .* smaller share: h200@0.5$"):
         worker_cores(get_device("h200"), 2)
     with pytest.raises(TunerError, match="one worker at least"):
         worker_cores(get_device("h200"), 0)

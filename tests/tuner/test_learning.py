@@ -58,9 +58,7 @@ def taught(model: OnlineModel, task: str, asts: list[CompactAST], label_s: np.nd
     return model
 
 
-def test_before_measurements_it_says_what_the_predictor_says(
-    predictor: Predictor, model: OnlineModel
-) -> None:
+def test_before_measurements_it_says_what_the_predictor_says(predictor: Predictor, model: OnlineModel) -> None:
     asts, _ = programs(9)
     predicted = model.predict("t", model.prior.encode(asts))
     assert predicted == pytest.approx(predictor.predict(asts, "slow"), rel=1e-5)
@@ -92,9 +90,7 @@ def test_without_a_predictor_it_works_from_nothing_and_gets_better() -> None:
     assert (high / low).max() < 1e4
 
 
-def test_intervals_are_the_predictors_until_there_are_enough_records(
-    predictor: Predictor, model: OnlineModel
-) -> None:
+def test_intervals_are_the_predictors_until_there_are_enough_records(predictor: Predictor, model: OnlineModel) -> None:
     asts, label_s = programs(40)
     coverage = 0.5
     low, high = model.interval("t", model.prior.encode(asts), coverage)

@@ -66,9 +66,7 @@ def test_stopping_when_little_more_is_expected() -> None:
     assert objective.reached(Costs(), Curve()) is None, "nothing tells yet"
 
 
-@pytest.mark.parametrize(
-    "bad", [{"trials": 0}, {"trials": 5, "budget_s": 0.0}, {"trials": 5, "max_measurements": -1}]
-)
+@pytest.mark.parametrize("bad", [{"trials": 0}, {"trials": 5, "budget_s": 0.0}, {"trials": 5, "max_measurements": -1}])
 def test_limits_that_are_none_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(TunerError, match=r"^the (number of|budget in|gain per) .* must be above 0"):
         Objective(**bad)
@@ -145,9 +143,7 @@ def test_the_network_runs_what_is_fastest() -> None:
 class Intervals:
     """Candidates are their own latencies; intervals are half and twice that."""
 
-    def interval_s(
-        self, context: Any, candidates: Sequence[Any], coverage: float
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def interval_s(self, context: Any, candidates: Sequence[Any], coverage: float) -> tuple[np.ndarray, np.ndarray]:
         return np.array(candidates) / 2, np.array(candidates) * 2
 
 

@@ -84,9 +84,7 @@ def test_a_task_whose_whole_space_is_invalid_is_given_up(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, shards: int | None
 ) -> None:
     bad, core = matmul_task(32), usable_cores()[0]
-    monkeypatch.setattr(
-        "cdmpp.profiler.machine.usable_cores", lambda: (core, core)
-    )  # two shares fit everywhere
+    monkeypatch.setattr("cdmpp.profiler.machine.usable_cores", lambda: (core, core))  # two shares fit everywhere
     engine = FakeEngine(lambda digest: None)
     report = tuned(engine, tmp_path / "t", 200, 32, options={"shards": shards})
     assert caplog.text.count("is given up") == 1 and "(run_error: made up)" in caplog.text
@@ -195,9 +193,7 @@ def test_what_ended_before_anything_was_measured_is_no_tuning(tmp_path: Path) ->
         tuned(FakeEngine(), tmp_path / "file", 6)
 
 
-def test_a_file_that_cannot_be_written_is_one_clear_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_written_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, kept = tmp_path / "t", "what was measured before is kept: go on with --resume"
     with monkeypatch.context() as patch:
         # root may write everywhere, but not into a folder that is not there
@@ -245,9 +241,7 @@ def test_a_database_of_tvm_is_a_warm_start_too(tmp_path: Path) -> None:
     assert made_up_latency_s(engine.measured[1]) == min(made_up_latency_s(h) for h in engine.measured[1:])
 
 
-def test_a_database_of_another_tvm_is_refused_or_skipped(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_database_of_another_tvm_is_refused_or_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tuned(FakeEngine(), tmp_path / "a", 6)
     other = tmp_path / "other"
     other.mkdir()
@@ -289,9 +283,7 @@ def test_the_trimmer_saves_measurements(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(latencies) < 25
 
 
-def test_with_a_trimmer_a_search_lasts_for_several_rounds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_a_trimmer_a_search_lasts_for_several_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While everything that is left may win: with two rounds half of the searches, as many measurements, nothing twice."""
     asked: list[int] = []
     propose = TaskTuner.propose

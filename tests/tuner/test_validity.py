@@ -205,9 +205,7 @@ def test_a_session_corrects_a_model_that_is_wrong_and_no_other() -> None:
     online.learn([f"p{i}" for i in works], features[works], [True] * 20)
     assert np.array_equal(online.predict(features), before), "without failures it stays as it is"
     online.learn([f"p{i}" for i in range(100)], features[:100], data.valid[:100])
-    assert brier(online.predict(features[100:]), data.valid[100:]) < 0.5 * brier(
-        before[100:], data.valid[100:]
-    )
+    assert brier(online.predict(features[100:]), data.valid[100:]) < 0.5 * brier(before[100:], data.valid[100:])
 
 
 def grid() -> np.ndarray:
@@ -265,9 +263,7 @@ class FailingEngine(FakeEngine):
         self._works, self._status, self._rebuild = works, status, Rebuilder()
 
     def outcome(self, job: BuildJob) -> Outcome:
-        works = job.space is None or self._works(
-            score(compact_ast(self._rebuild(job.program, job.task, job.space)))
-        )
+        works = job.space is None or self._works(score(compact_ast(self._rebuild(job.program, job.task, job.space))))
         return outcome_of(job, made_up_latency_s(job.program.hash) if works else None, self._status)
 
 

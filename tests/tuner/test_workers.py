@@ -132,9 +132,7 @@ def test_a_worker_that_dies_costs_its_batch(
 
 def test_where_no_worker_lives_what_was_measured_is_kept(tmp_path: Path, started: list[Worker]) -> None:
     out = tmp_path / "t"
-    with pytest.raises(
-        TunerError, match="no worker of the tuning stays alive, the last one killed by signal 9"
-    ):
+    with pytest.raises(TunerError, match="no worker of the tuning stays alive, the last one killed by signal 9"):
         sharded(FakeEngine(delay_s=0.01), out, 400, progress=Killer(started, every=True))
     assert len(started) == 6, "each was started three times"
     before = set(records_of(out)["program"])
@@ -194,9 +192,7 @@ def test_tasks_are_parted_by_work() -> None:
     def weighing(*flops: float) -> list[tuple[Task, float]]:
         return [(replace(matmul_task(16), flops=each / 2, bytes=0.0), 2.0) for each in flops]
 
-    assert partition(weighing(3, 10, 4, 6), 2) == [[1, 0], [3, 2]], (
-        "the heaviest first, to the worker with least work"
-    )
+    assert partition(weighing(3, 10, 4, 6), 2) == [[1, 0], [3, 2]], "the heaviest first, to the worker with least work"
     assert partition(weighing(3, 10), 9) == [[1], [0]], "no worker without a task"
     assert sorted(map(len, partition(weighing(0, 0, 0, 0), 2))) == [2, 2]
 

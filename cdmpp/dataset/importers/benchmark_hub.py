@@ -111,9 +111,7 @@ def import_benchmark_hub(
         _add(group, found, configurations)
     without = list(configurations.values()).count(None)
     if without:
-        found.notes.append(
-            f"{without} configurations stand for no program: their parameters do not divide each other"
-        )
+        found.notes.append(f"{without} configurations stand for no program: their parameters do not divide each other")
     return found.write(source="benchmark_hub", licence="AutoTuning Association benchmark hub, MIT")
 
 
@@ -159,9 +157,7 @@ def _groups(path: Path, frame: pd.DataFrame, found: Import) -> Iterator[_Group]:
         columns = [f"p_{parameter}" for parameter in (*parameters, *kernel.in_columns)]
         values = rows.assign(**{f"p_{key}": rows.get(f"p_{key}") for key in kernel.defaults})
         require_columns(values, columns, path)
-        values = (
-            values[columns].rename(columns=lambda column: column.removeprefix("p_")).fillna(kernel.defaults)
-        )
+        values = values[columns].rename(columns=lambda column: column.removeprefix("p_")).fillna(kernel.defaults)
         for column in values:
             if values[column].isna().any():
                 row = values.index[values[column].isna()][0]
@@ -181,9 +177,7 @@ def _problem(path: Path, kernel: _Kernel, size: str) -> dict[str, int]:
     """Arguments of the task, but for those that are columns."""
     numbers = literal(size, f"{path}, problem_size")
     if not isinstance(numbers, list | tuple) or len(numbers) < len(kernel.sizes):
-        raise DatasetError(
-            f"{path}: problem_size {size!r} of {kernel.task} should be {', '.join(kernel.sizes)}"
-        )
+        raise DatasetError(f"{path}: problem_size {size!r} of {kernel.task} should be {', '.join(kernel.sizes)}")
     problem = {**dict(zip(kernel.sizes, map(int, numbers), strict=False)), **kernel.fixed}
     if kernel.task == "gemm":
         problem["k"] = problem["m"]  # the grid has no third dimension; the hub's matrices are square

@@ -61,9 +61,7 @@ class ImportReport:
 class Import:
     """An import in the making: the tables that are read, and what was found in them so far."""
 
-    def __init__(
-        self, paths: Paths, out: str | Path, table: DeviceTable | None, progress: Progress | None
-    ) -> None:
+    def __init__(self, paths: Paths, out: str | Path, table: DeviceTable | None, progress: Progress | None) -> None:
         self.out = Path(out)
         if (self.out / META_FILE).exists():
             raise DatasetError(f"{out} is a dataset already: import into a new folder")
@@ -117,9 +115,7 @@ def require_columns(frame: pd.DataFrame, columns: Iterable[str], path: Path) -> 
     """Refuse a table without some column (DatasetError names all that are missing)."""
     missing = [column for column in columns if column not in frame]
     if missing:
-        raise DatasetError(
-            f"{path} has no column {', '.join(missing)}; it has {', '.join(map(str, frame.columns))}"
-        )
+        raise DatasetError(f"{path} has no column {', '.join(missing)}; it has {', '.join(map(str, frame.columns))}")
 
 
 def evenly(frame: pd.DataFrame, limit: int | None) -> pd.DataFrame:

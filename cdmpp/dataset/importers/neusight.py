@@ -195,9 +195,7 @@ def _arguments(path: Path, frame: pd.DataFrame, op: str, places: NDArray[np.int6
     return pd.DataFrame(made, index=places)
 
 
-def _dimension(
-    path: Path, frame: pd.DataFrame, column: str, op: str, places: NDArray[np.int64]
-) -> NDArray[np.int64]:
+def _dimension(path: Path, frame: pd.DataFrame, column: str, op: str, places: NDArray[np.int64]) -> NDArray[np.int64]:
     values = frame[column].iloc[places]
     smallest = 0 if column == "conv_padding" else 1
     wrong = ~(values.fillna(-1).to_numpy(dtype=np.float64) >= smallest)

@@ -140,9 +140,7 @@ def add_end_to_end(
                 target = measured if source == "label" else predicted.setdefault(source, {})
                 target[device] = float(value) / 1e3
     if left:
-        found.notes.append(
-            f"{path.name}: {left} rows are of networks without a trace, or of several devices at work"
-        )
+        found.notes.append(f"{path.name}: {left} rows are of networks without a trace, or of several devices at work")
     return [
         replace(graph, measured_s=measured, predicted_s=predicted)
         for graph, (measured, predicted) in zip(graphs, totals, strict=True)
@@ -194,9 +192,7 @@ class _Reader:
         if bounds is None or second or not set(bounds) <= set(self.names):
             return repeats
         if model not in LAYERS:
-            self.found.notes.append(
-                f"{self.name}: the number of layers of {model} is unknown: its one layer runs once"
-            )
+            self.found.notes.append(f"{self.name}: the number of layers of {model} is unknown: its one layer runs once")
             return repeats
         first, last = map(self.names.index, bounds)
         return [float(LAYERS[model]) if first <= i <= last else 1.0 for i in range(len(self.rows))]

@@ -133,8 +133,7 @@ def _aiconfigurator(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
     out["op"] = np.where(attends, "attention", op.map(known).fillna(op))
     out["dtype"], out["kv_dtype"] = _text(frame, "dtype"), _text(frame, "kv_dtype")
     m, n, k, batch, seq, past, window, heads, kv_heads = (
-        _number(frame, name)
-        for name in ("m", "n", "k", "batch", "seq", "past", "window", "heads", "kv_heads")
+        _number(frame, name) for name in ("m", "n", "k", "batch", "seq", "past", "window", "heads", "kv_heads")
     )
     out["m"], out["n"], out["k"] = m, np.where(op == "quantize_scale_matrix", k, n), k
     q, keys = seq, seq + np.where(op == "attention_context", 0, np.nan_to_num(past))
@@ -211,9 +210,7 @@ def _neusight(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
         "m": np.where(product, m, np.where(conv, np.nan, b)),
         "n": np.where(product, k, np.where(conv, np.nan, h)),
         "k": np.where(product, n, np.nan),
-        "inputs": np.where(
-            op.isin(["add", "mul", "div", "pow"]), 2.0, np.where(product | rows | conv, np.nan, 1.0)
-        ),
+        "inputs": np.where(op.isin(["add", "mul", "div", "pow"]), 2.0, np.where(product | rows | conv, np.nan, 1.0)),
         **{name: np.where(conv, side, np.nan) for name in ("height", "width")},
         **{name: np.where(conv, out_side, np.nan) for name in ("out_h", "out_w")},
         **{name: np.where(conv, window, np.nan) for name in ("kernel_h", "kernel_w")},
@@ -222,9 +219,7 @@ def _neusight(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
         "out_channels": outs,
     }
     labels = _labels(frame.assign(seconds=_number(frame, "latency_ms") / 1e3), "torch", "none")
-    return labels.assign(
-        op=op.map(kinds).fillna("elementwise"), dtype=_text(frame, "dtype", "float32"), **sizes
-    )
+    return labels.assign(op=op.map(kinds).fillna("elementwise"), dtype=_text(frame, "dtype", "float32"), **sizes)
 
 
 #: Source and kind of file -> the columns that it must have; the first tells the kind.

@@ -66,9 +66,7 @@ def make_model(name: str, seed: int = 0, **options: Any) -> LatencyModel:
     raise PredictorError(f"unknown model '{name}' (known: {', '.join(MODEL_NAMES)})")
 
 
-def _network_options(
-    options: dict[str, Any], seed: int, train: TrainConfig, loss: LossConfig
-) -> dict[str, Any]:
+def _network_options(options: dict[str, Any], seed: int, train: TrainConfig, loss: LossConfig) -> dict[str, Any]:
     """Options with ``train`` and ``loss`` as configurations, these where keys are left out, and the seed."""
     options = {"train": train, "loss": loss, **options}
     for key, default in (("train", train), ("loss", loss)):

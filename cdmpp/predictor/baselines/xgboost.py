@@ -46,9 +46,7 @@ def extract_per_store(funcs: Sequence[Any]) -> list[NDArray[np.float64]]:
     if not funcs:
         return []
     try:
-        candidates = [
-            ms.MeasureCandidate(Schedule(mod), []) for mod in [tvm.IRModule({"main": f}) for f in funcs]
-        ]
+        candidates = [ms.MeasureCandidate(Schedule(mod), []) for mod in [tvm.IRModule({"main": f}) for f in funcs]]
         target = tvm.target.Target({"kind": "llvm", "num-cores": 1})
         context = ms.TuneContext(mod=tvm.IRModule({"main": funcs[0]}), target=target, num_threads=1)
         features = ms.feature_extractor.PerStoreFeature().extract_from(context, candidates)
@@ -63,9 +61,7 @@ def aggregate_per_store(matrix: NDArray[np.float64]) -> NDArray[np.float32]:
     TVM finds no store in some programs that only move data; theirs are zeros.
     """
     if matrix.ndim != 2 or matrix.shape[1] != PER_STORE_DIM:
-        raise FeatureMismatchError(
-            f"expected per-store features of shape (n, {PER_STORE_DIM}), got {matrix.shape}"
-        )
+        raise FeatureMismatchError(f"expected per-store features of shape (n, {PER_STORE_DIM}), got {matrix.shape}")
     if not len(matrix):
         return np.zeros(AGGREGATED_DIM, dtype=np.float32)
     return np.concatenate([matrix.sum(0), matrix.max(0), [len(matrix)]]).astype(np.float32)
@@ -153,9 +149,7 @@ class XGBoostModel(LatencyModel):
         threads: int = 1,
     ) -> None:
         if features not in ("perstore", "ast", "ast-codegen"):
-            raise PredictorError(
-                f"unknown features '{features}' for XGBoost (known: perstore, ast, ast-codegen)"
-            )
+            raise PredictorError(f"unknown features '{features}' for XGBoost (known: perstore, ast, ast-codegen)")
         self.name = f"xgboost-{features}"
         self._features = features
         self._vectors: dict[str, NDArray[np.float32]] = dict(vectors or {})
@@ -192,9 +186,7 @@ class XGBoostModel(LatencyModel):
         ]
         if self._features == "ast-codegen":
             if data.codegen_counts is None:
-                raise PredictorError(
-                    "xgboost-ast-codegen needs instruction counts: make them with cdmpp codegen DIR"
-                )
+                raise PredictorError("xgboost-ast-codegen needs instruction counts: make them with cdmpp codegen DIR")
             features, excess = data.code_features
             parts += [np.log1p(features[rows]), excess[rows, None]]
         x = np.concatenate(parts, axis=1, dtype=np.float32)
@@ -205,9 +197,7 @@ class XGBoostModel(LatencyModel):
         if not missing:
             return
         if self._features != "perstore":
-            self._vectors.update(
-                {program: aggregate_leaves(data.asts[program].leaves) for program in missing}
-            )
+            self._vectors.update({program: aggregate_leaves(data.asts[program].leaves) for program in missing})
             return
         found = collect_per_store(data.view, missing) if data.view is not None else {}
         unknown = np.full(AGGREGATED_DIM, np.nan, dtype=np.float32)  # trees take NaN as missing

@@ -244,9 +244,7 @@ class CudaLowering:
             raise ProgramError(f"TVM does not lower it: {last_line(err)}"[:500]) from err
         workspaces, launches = _launches(kernels)
         copies = any(_copies_asynchronously(kernels[launch.kernel]) for launch in launches)
-        return CudaProgram(
-            _without_libcxx(source), argument_specs(func), _written(func), workspaces, launches, copies
-        )
+        return CudaProgram(_without_libcxx(source), argument_specs(func), _written(func), workspaces, launches, copies)
 
 
 def _launches(mod: Any) -> tuple[tuple[ArgSpec, ...], tuple[Launch, ...]]:
@@ -300,9 +298,7 @@ def _launch(call: Any, mod: Any, numbers: dict[Any, int]) -> Launch:
     if len(values) != len(tags) or not all(type(v).__name__ == "IntImm" for v in values):
         raise ProgramError(f"the launch of {name} is not fixed")
     extents = {tag: int(value) for tag, value in zip(tags, values, strict=True)}
-    grid, block = (
-        tuple(extents.pop(f"{part}.{d}", 1) for d in _DIMENSIONS) for part in ("blockIdx", "threadIdx")
-    )
+    grid, block = (tuple(extents.pop(f"{part}.{d}", 1) for d in _DIMENSIONS) for part in ("blockIdx", "threadIdx"))
     if extents:
         raise ProgramError(f"{name} is launched with {', '.join(sorted(extents))}")
     shared = [
@@ -345,9 +341,7 @@ def _written(func: Any) -> tuple[int, ...]:
     """Which parameters of a PrimFunc its blocks write."""
     from tvm.s_tir.stmt import SBlock
 
-    sources = [
-        region.source for node in _nodes(func.body) if isinstance(node, SBlock) for region in node.writes
-    ]
+    sources = [region.source for node in _nodes(func.body) if isinstance(node, SBlock) for region in node.writes]
     return tuple(i for i, param in enumerate(func.params) if any(param.same_as(s) for s in sources))
 
 

@@ -217,9 +217,7 @@ def read_bundle(path: str | Path) -> Bundle:
         raise BundleError(
             f"{path} has bundle version {note.get('bundle_version')!r}; this cdmpp reads {BUNDLE_VERSION}"
         )
-    tasks, spaces, programs = (
-        codec.from_arrow(name, tables[name]) for name in ("tasks", "spaces", "programs")
-    )
+    tasks, spaces, programs = (codec.from_arrow(name, tables[name]) for name in ("tasks", "spaces", "programs"))
     return Bundle(
         note,
         tasks,

@@ -104,9 +104,7 @@ class CupyGpu:
         self._gate = cupy.cuda.Stream(non_blocking=True)
         self._gate_open = cupy.cuda.Event(disable_timing=True)
         helpers = cupy.RawModule(code=_HELPERS, backend="nvrtc")
-        self._wait, self._seen, self._busy = (
-            helpers.get_function(n).kernel for n in ("wait_ns", "seen_sms", "busy")
-        )
+        self._wait, self._seen, self._busy = (helpers.get_function(n).kernel for n in ("wait_ns", "seen_sms", "busy"))
         self._flush = cupy.empty(2 * int(properties["l2CacheSize"]), dtype=cupy.uint8)
         self._arenas: dict[tuple[int, str], Any] = {}
         # A graph that does not stay in its partition would measure another device.

@@ -36,9 +36,7 @@ class ArchLimits:
     async_copies: bool = True
 
 
-def _arch(
-    optin_kb: int, sm_kb: int, threads: int = 2048, blocks: int = 32, async_copies: bool = True
-) -> ArchLimits:
+def _arch(optin_kb: int, sm_kb: int, threads: int = 2048, blocks: int = 32, async_copies: bool = True) -> ArchLimits:
     return ArchLimits(
         shared_optin_bytes=optin_kb * 1024,
         shared_per_sm_bytes=sm_kb * 1024,
@@ -88,9 +86,7 @@ def arch_limits(arch: str) -> ArchLimits:
     try:
         return ARCH_LIMITS[arch]
     except KeyError:
-        raise ProfilerError(
-            f"unknown architecture {arch!r}: expected one of {', '.join(ARCH_LIMITS)}"
-        ) from None
+        raise ProfilerError(f"unknown architecture {arch!r}: expected one of {', '.join(ARCH_LIMITS)}") from None
 
 
 def cuda_arch(device: Device) -> str:

@@ -285,9 +285,7 @@ def _fastest(path: str | Path, base: str) -> dict[str, tuple[Program, ...]]:
     frame = dataset.records
     frame = frame[(frame["status"] == "ok") & [d.split("@")[0] == base for d in frame["device"]]]
     fastest = frame.sort_values("latency_s").drop_duplicates("program").groupby("task")
-    return {
-        str(task): tuple(dataset.programs[h] for h in part["program"].head(ELITE)) for task, part in fastest
-    }
+    return {str(task): tuple(dataset.programs[h] for h in part["program"].head(ELITE)) for task, part in fastest}
 
 
 def _kept(kernel: BundledProgram, config: BundleConfig) -> BundledProgram:

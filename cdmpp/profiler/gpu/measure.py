@@ -110,9 +110,7 @@ def measure(
     with Dataset.open_or_create(path) as dataset:
         known = dataset.measured(name, retry=("device_lost",))
         if known and not resume:
-            raise DatasetError(
-                f"{path} has records of {name} already: go on with --resume, or choose another folder"
-            )
+            raise DatasetError(f"{path} has records of {name} already: go on with --resume, or choose another folder")
         kernels = _chosen(content, config)
         measurer = GpuMeasurer(config, target_device, builds=False)
         with Engine(measurer) as engine:

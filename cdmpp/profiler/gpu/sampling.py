@@ -37,9 +37,7 @@ from cdmpp.profiler.statistics import SamplingPlan
 logger = logging.getLogger(__name__)
 
 #: The GPU's clock ticks finer and its neighbours are known, so less time does than on a CPU.
-GPU_PLAN = SamplingPlan(
-    min_sample_s=0.001, min_samples=6, max_samples=24, target_noise=0.005, max_measure_s=0.25
-)
+GPU_PLAN = SamplingPlan(min_sample_s=0.001, min_samples=6, max_samples=24, target_noise=0.005, max_measure_s=0.25)
 #: Runs of one sample at most: more only take longer to capture.
 _MAX_REPEATS = 256
 #: Threads that load programs while others are measured.
@@ -446,9 +444,7 @@ class GpuMeasurer(Measurer):
         try, alone. ProfilerError if the GPU does not answer any more; the programs that it was lost with are ``device_lost``.
         """
         self.restarts += 1
-        logger.warning(
-            "the GPU's context is lost (%s); %d programs are measured again", error, len(self._in_flight)
-        )
+        logger.warning("the GPU's context is lost (%s); %d programs are measured again", error, len(self._in_flight))
         suspects = [p for p in self._running if p in self._in_flight] or list(self._in_flight)[:1]
         guilty = []
         for program in suspects:

@@ -45,9 +45,7 @@ from cdmpp.program.ast.table import (
 _LEAF = {name: i for i, name in enumerate(LEAF_COLUMNS)}
 _ACCESS = {name: i for i, name in enumerate(ACCESS_COLUMNS)}
 #: Floating-point operations that each kind of operation counts as.
-_FLOPS = np.array(
-    [{"fadd": 1, "fmul": 1, "fma": 2, "fdiv": 1, "fminmax": 1}.get(k, 0) for k in OP_KINDS], float
-)
+_FLOPS = np.array([{"fadd": 1, "fmul": 1, "fma": 2, "fdiv": 1, "fminmax": 1}.get(k, 0) for k in OP_KINDS], float)
 #: Floating-point instructions that each kind is, where it is one.
 _FP = np.minimum(_FLOPS, 1)
 _SPECIAL = np.array([k in SPECIAL for k in OP_KINDS], float)
@@ -73,9 +71,7 @@ def leaf_vectors(table: LeafTable) -> NDArray[np.float32]:
         _context(table),
         _loops(table, nest, feet),
         table.ops,
-        np.stack(
-            [flops, special, table.ops @ _INTEGER, feet.per_leaf(table.access[:, _ACCESS["loads"]])], axis=1
-        )
+        np.stack([flops, special, table.ops @ _INTEGER, feet.per_leaf(table.access[:, _ACCESS["loads"]])], axis=1)
         * nest.iterations[:, None],
         _code(table, nest, feet, auto),
         _instructions(table, nest, feet, auto, registers, times),
@@ -126,9 +122,7 @@ def _loops(table: LeafTable, nest: LoopNest, feet: Footprints) -> FloatArray:
     def product(mask: NDArray[np.bool_]) -> FloatArray:
         return np.where(mask, extent, 1.0).prod(axis=1)
 
-    serial = np.isin(kind, (LoopKind.SERIAL, LoopKind.UNROLLED)) | (
-        (kind == LoopKind.VECTORIZED) & ~nest.vector
-    )
+    serial = np.isin(kind, (LoopKind.SERIAL, LoopKind.UNROLLED)) | ((kind == LoopKind.VECTORIZED) & ~nest.vector)
     parallel = product(kind == LoopKind.PARALLEL)
     # The innermost parallel loop is the first from inside; without one everything is inside.
     has_parallel = (kind == LoopKind.PARALLEL).any(axis=1)
@@ -274,9 +268,7 @@ def _window(nest: LoopNest) -> FloatArray:
     return out.reshape(n_leaves, -1)
 
 
-def _slots(
-    table: LeafTable, nest: LoopNest, feet: Footprints, moved: FloatArray, registers: FloatArray
-) -> FloatArray:
+def _slots(table: LeafTable, nest: LoopNest, feet: Footprints, moved: FloatArray, registers: FloatArray) -> FloatArray:
     access, leaf = table.access, feet.leaf
     n, depths = feet.lines.shape
     at = np.arange(n)

@@ -155,9 +155,7 @@ class _Extents:
         return np.minimum(blocks, np.ceil((self.linear + 1) / size))
 
 
-def _extents(
-    table: LeafTable, starts: IntArray, shape: FloatArray, span: FloatArray, count: FloatArray
-) -> _Extents:
+def _extents(table: LeafTable, starts: IntArray, shape: FloatArray, span: FloatArray, count: FloatArray) -> _Extents:
     n = len(starts)
     ends = np.append(starts[1:], len(shape))
     dims = ends - starts
@@ -223,9 +221,7 @@ def traffic(nest: LoopNest, feet: Footprints, capacity: float) -> FloatArray:
     return _moved(nest, feet, feet.lines, feet.working_set[:, 1:] <= capacity)
 
 
-def conflict_traffic(
-    table: LeafTable, nest: LoopNest, feet: Footprints, capacity: float, period: int
-) -> FloatArray:
+def conflict_traffic(table: LeafTable, nest: LoopNest, feet: Footprints, capacity: float, period: int) -> FloatArray:
     """As :func:`traffic`, into a cache whose sets repeat after ``period`` bytes, (accesses,).
 
     An access that strides by a multiple of a large power of two uses few of the sets. Its lines then fill the cache
@@ -236,9 +232,7 @@ def conflict_traffic(
     extent = np.where(feet.uses, nest.extent[feet.leaf], 1.0)
     step = np.abs(feet.stride) * itemsize
     whole = np.where(table.gathers | (step == 0), 1, step).astype(np.int64)
-    aligned = (
-        whole | period
-    )  # its lowest bit is the greatest common divisor, for the period is a power of two
+    aligned = whole | period  # its lowest bit is the greatest common divisor, for the period is a power of two
     positions = np.minimum(extent, period // (aligned & -aligned))
     used = np.maximum(1.0, positions * np.minimum(1.0, step / LINE_BYTES))
     used = np.where(table.gathers, extent, used)

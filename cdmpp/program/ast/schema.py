@@ -117,9 +117,7 @@ _SLOT = {
     "tile_run": "elements side by side that are touched in one run of the straight-line code",
     "tile_elements": "distinct elements touched in one run of the straight-line code",
     "register_elements": "element loads or stores left when registers hold what they can",
-    **{
-        f"bytes_{k}": f"bytes of distinct cache lines touched by the {k} innermost loops" for k in SLOT_DEPTHS
-    },
+    **{f"bytes_{k}": f"bytes of distinct cache lines touched by the {k} innermost loops" for k in SLOT_DEPTHS},
     "bytes_all": "bytes of distinct cache lines touched by all loops",
     "unique": "bytes of distinct elements touched by all loops",
     "storage": "bytes of the buffer as it will be allocated",
@@ -145,8 +143,7 @@ def _describe() -> dict[str, str]:
     out = dict(_CONTEXT)
     out |= _LOOPS_ALL
     out |= {
-        f"cores_{n}": f"largest share of {n} cores in the parallel iterations, times {n}: 1 is balanced"
-        for n in CORES
+        f"cores_{n}": f"largest share of {n} cores in the parallel iterations, times {n}: 1 is balanced" for n in CORES
     }
     out |= {f"op_{name}": f"{name} operations per iteration" for name in OP_KINDS}
     out |= {
@@ -164,10 +161,7 @@ def _describe() -> dict[str, str]:
     out["fp_instructions_packed"] = (
         "floating-point instructions with SIMD registers of 32 bytes if statements that store side by side are packed"
     )
-    out |= {
-        f"moved_{size_name(c)}": f"bytes moved into a memory of {c} bytes, by the loop order"
-        for c in CAPACITIES
-    }
+    out |= {f"moved_{size_name(c)}": f"bytes moved into a memory of {c} bytes, by the loop order" for c in CAPACITIES}
     out["conflict_32kb"] = "bytes moved into a cache of 32 KB with 64 sets, which strides may use unevenly"
     out["conflict_1mb"] = "bytes moved into a cache of 1 MB with 1024 sets, which strides may use unevenly"
     out |= {f"pages_{n}": f"pages of 4 KB moved into a table of {n} entries" for n in TLB_ENTRIES}

@@ -109,9 +109,7 @@ def load_asts(path: str | Path) -> dict[str, CompactAST]:
     path = Path(path)
     found = stored_feature_set(path)
     if found != FEATURE_SET:
-        raise FeatureMismatchError(
-            f"{path} has the features {found}, this version has {FEATURE_SET}: make it anew"
-        )
+        raise FeatureMismatchError(f"{path} has the features {found}, this version has {FEATURE_SET}: make it anew")
     try:
         table = pq.read_table(path, page_checksum_verification=True)
     except (OSError, pa.ArrowException) as error:

@@ -29,9 +29,7 @@ def compile_to_shared_object(func: Any, target: dict[str, Any], path: Path) -> N
     obj = path.with_suffix(".o")
     try:
         executable.mod.write_to_file(str(obj), "o")
-        subprocess.run(
-            [linker, "-shared", "-o", str(path), str(obj)], check=True, capture_output=True, text=True
-        )
+        subprocess.run([linker, "-shared", "-o", str(path), str(obj)], check=True, capture_output=True, text=True)
     finally:
         obj.unlink(missing_ok=True)
 

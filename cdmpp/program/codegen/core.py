@@ -40,9 +40,7 @@ class Cost(NamedTuple):
 
     def and_then(self, other: Cost) -> Cost:
         """Of both, one after the other, as one fused micro-op."""
-        return Cost(
-            self.latency + other.latency, max(self.micro_ops, other.micro_ops), self.uses + other.uses
-        )
+        return Cost(self.latency + other.latency, max(self.micro_ops, other.micro_ops), self.uses + other.uses)
 
 
 @cache
@@ -140,10 +138,7 @@ class Core:
     def is_missing(self, instruction: Instruction) -> bool:
         """Whether an instruction has no row, and is taken to cost as much as an addition."""
         self.cost(instruction)
-        return (
-            bool(self.missing)
-            and " ".join((instruction.name, *kinds_of_operands(instruction))) in self.missing
-        )
+        return bool(self.missing) and " ".join((instruction.name, *kinds_of_operands(instruction))) in self.missing
 
     def load(self, kind: str) -> Cost:
         """Cost of a load into a register of a kind."""
@@ -181,16 +176,12 @@ class Core:
             found = found._replace(micro_ops=found.micro_ops - 1)
         wide_uses = self._facts.get("wide_store" if instruction.stores else "wide_load", {})
         if "z" in kinds and "m" in kinds and wide_uses:
-            found = found._replace(
-                uses=tuple((wide_uses.get(units[0], cycles), units) for cycles, units in found.uses)
-            )
+            found = found._replace(uses=tuple((wide_uses.get(units[0], cycles), units) for cycles, units in found.uses))
         return found
 
     def _gather(self, instruction: Instruction) -> Cost:
         bits = max(
-            o.bits
-            for o in instruction.operands
-            if not isinstance(o, Address | int) and o.name.startswith("zmm")
+            o.bits for o in instruction.operands if not isinstance(o, Address | int) and o.name.startswith("zmm")
         )
         elements = bits // (64 if instruction.name.endswith(("pd", "dq", "qq")) else 32)
         cycles = float(self._facts["gather"].get(elements, 2.0 * elements))
@@ -259,7 +250,5 @@ def is_idiom(instruction: Instruction) -> bool:
     """Whether it sets its first operand to a constant without waiting for anything."""
     registers = instruction.operands[-2:]
     return (
-        instruction.name.removeprefix("v").startswith(_IDIOMS)
-        and len(registers) == 2
-        and registers[0] == registers[1]
+        instruction.name.removeprefix("v").startswith(_IDIOMS) and len(registers) == 2 and registers[0] == registers[1]
     )

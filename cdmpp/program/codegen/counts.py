@@ -64,14 +64,10 @@ def require_decoder() -> None:
     try:
         import cdmpp.program.codegen.disassemble  # noqa: F401
     except ImportError as err:
-        raise CdmppError(
-            f"counting instructions needs iced-x86 and pyelftools: install cdmpp[tvm] ({err})"
-        ) from err
+        raise CdmppError(f"counting instructions needs iced-x86 and pyelftools: install cdmpp[tvm] ({err})") from err
 
 
-def compiled_features(
-    func: Any, device: Device, keep: Callable[[Path], None] | None = None
-) -> NDArray[np.float32]:
+def compiled_features(func: Any, device: Device, keep: Callable[[Path], None] | None = None) -> NDArray[np.float32]:
     """Counts of a PrimFunc compiled for a CPU, float32 (len(CODEGEN_FEATURES),); errors as TVM's, and as of
     :func:`codegen_features`. ``keep`` is given the object before it is deleted."""
     with tempfile.TemporaryDirectory() as folder:
@@ -173,9 +169,7 @@ def kinds_of(instruction: Instruction) -> list[str]:
         lanes = "s" if scalar else {512: "z", 256: "y"}.get(bits, "x")
         if "fma" in name or name.startswith(("vfms", "vfnm")):
             kinds.append(f"fma_{lanes}")
-        elif name.startswith(("vadd", "vsub", "vmul", "vmax", "vmin")) and name.endswith(
-            ("ps", "ss", "pd", "sd")
-        ):
+        elif name.startswith(("vadd", "vsub", "vmul", "vmax", "vmin")) and name.endswith(("ps", "ss", "pd", "sd")):
             kinds.append(f"fp_{lanes}")
         elif name.startswith(("vdiv", "vsqrt", "vrsqrt", "vrcp")):
             kinds.append("div")
@@ -219,6 +213,4 @@ def _backward_jumps(function: Sequence[Instruction]) -> list[tuple[int, int]]:
 
 
 def _arithmetic(counts: FloatArray) -> float:
-    return float(
-        sum(lanes * (counts[_AT[f"fma_{w}"]] + counts[_AT[f"fp_{w}"]]) for w, lanes in _LANES.items())
-    )
+    return float(sum(lanes * (counts[_AT[f"fma_{w}"]] + counts[_AT[f"fp_{w}"]]) for w, lanes in _LANES.items()))

@@ -76,9 +76,7 @@ def read_functions(path: str | Path) -> list[list[Instruction]]:
             if text is None or not isinstance(symbols, SymbolTableSection):
                 raise ProgramError(f"{path} has no symbols, so its functions are not known (stripped?)")
             number, start, code = elf.get_section_index(".text"), text["sh_addr"], text.data()
-            names = {
-                s["st_value"]: s.name for s in symbols.iter_symbols() if s.name and s["st_shndx"] == number
-            }
+            names = {s["st_value"]: s.name for s in symbols.iter_symbols() if s.name and s["st_shndx"] == number}
     except (OSError, ELFError) as err:
         raise ProgramError(f"{path} is not an object file (ELF): {err}") from err
     begins = sorted(names)

@@ -136,9 +136,7 @@ def cycles_of_chain(body: Sequence[Instruction], core: Core) -> float:
         sources = [r for r in i.reads if memory is None or r not in (memory.base, memory.index_register)]
         # addresses made of a register that is written are others from then on
         moved = [a for a in stores if a.base in i.writes or a.index_register in i.writes]
-        plan.append(
-            (i, [] if is_idiom(i) else sources, latency, loading, moved, core.cost(i).micro_ops, kind)
-        )
+        plan.append((i, [] if is_idiom(i) else sources, latency, loading, moved, core.cost(i).micro_ops, kind))
     ready: dict[str | None, float] = defaultdict(float)
     stored: dict[Address | None, float] = {}
     retired: list[float] = []

@@ -80,12 +80,7 @@ class Strides:
         nest, groups = self.nest(number), defaultdict(list)
         for block in self._graph.loops[number].body:
             for i in self._graph.code(block):
-                if (
-                    i.memory is None
-                    or not (i.loads or i.stores)
-                    or i.memory.is_slot
-                    or i.memory.base == "rip"
-                ):
+                if i.memory is None or not (i.loads or i.stores) or i.memory.is_slot or i.memory.base == "rip":
                     continue
                 steps = tuple(self._found[loop].get(i.address) for loop in nest)
                 same = i.memory._replace(displacement=0), steps
@@ -124,9 +119,7 @@ class Strides:
                 after[block] = state
             # what is computed anew in each iteration differs at the next one's begin as at the end of this one
             ends = _common([after[latch] for latch in graph.loops[number].latches if latch in after], written)
-            anew = {
-                place: ends[place] for place in written if start[place] is None and ends[place] is not None
-            }
+            anew = {place: ends[place] for place in written if start[place] is None and ends[place] is not None}
             start.update(anew)
             if not anew and before == after:
                 break
@@ -186,11 +179,7 @@ def _step(instruction: Instruction, state: State) -> None:
                 result = 0  # what of: it does not change with the loop
             elif isinstance(operands[-1], int) and name in ("imul", "shl"):
                 result = left * constant if name == "imul" else left << (constant & 63)
-            elif (
-                isinstance(operands[-1], int)
-                and name in ("sar", "shr")
-                and left % (1 << (constant & 63)) == 0
-            ):
+            elif isinstance(operands[-1], int) and name in ("sar", "shr") and left % (1 << (constant & 63)) == 0:
                 result = left >> (constant & 63)
             elif name == "or":
                 result = left + right  # of what has no bit in common, as LLVM makes it of an addition

@@ -115,8 +115,7 @@ class TripCounts:
             if flags.kind != "cmp" or None not in (start[0], end[0]) or step == end_step:
                 return None
             start, end = (
-                value if value[0] is None else (None, at[1])
-                for value, at in ((start, flags.left), (end, flags.right))
+                value if value[0] is None else (None, at[1]) for value, at in ((start, flags.left), (end, flags.right))
             )
         return _iterations(start[1] - end[1], step - end_step, condition)
 

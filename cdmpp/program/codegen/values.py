@@ -128,9 +128,7 @@ class CodeValues:
             wrong = [self._differing(number, locations) for number, locations in enumerate(copied)]
             # nothing is assumed wrongly: what was changed but has the same value at the end does not change either
             restored = [
-                set()
-                if any(wrong)
-                else {location for location in locations if self.step(number, location) == 0}
+                set() if any(wrong) else {location for location in locations if self.step(number, location) == 0}
                 for number, locations in enumerate(changed)
             ]
             if not any(wrong) and not any(restored):
@@ -169,9 +167,7 @@ class CodeValues:
                 continue  # never reached
             state, flags = self._merged(block, reachable)
             if late:
-                state = {
-                    location: (("merged", block, location), 0) for location in {*state, *INTEGER_REGISTERS}
-                }
+                state = {location: (("merged", block, location), 0) for location in {*state, *INTEGER_REGISTERS}}
                 flags = None
             if number is not None:
                 self.entry_state[number] = dict(state)
@@ -230,9 +226,7 @@ class CodeValues:
             case ("iteration" | "merged", block, _):
                 return block not in body
             case ("result", int(address), _):
-                return not any(
-                    code[0].address <= address <= code[-1].address for code in map(self.graph.code, body)
-                )
+                return not any(code[0].address <= address <= code[-1].address for code in map(self.graph.code, body))
         return True
 
 
@@ -352,8 +346,7 @@ def _address(operand: Operand, state: State) -> Value | None:
     if not isinstance(operand, Address) or operand.base == "rip":
         return None
     base, index = (
-        (None, 0) if name is None else value_at(state, name)
-        for name in (operand.base, operand.index_register)
+        (None, 0) if name is None else value_at(state, name) for name in (operand.base, operand.index_register)
     )
     if index[0] is None:
         return base[0], base[1] + operand.scale * index[1] + operand.displacement
@@ -381,11 +374,6 @@ def _computed(name: str, left: Value, right: Value, bits: int) -> Value | None:
     if name == "and" and all(isinstance(s, tuple) and s[0] == _BEGINS_BEFORE for s in (symbol, other)):
         return None, 0
     operation = _OPERATIONS.get(name.removesuffix("x"))
-    if (
-        operation is None
-        or symbol is not None
-        or other is not None
-        or (name.startswith("s") and not 0 <= b < bits)
-    ):
+    if operation is None or symbol is not None or other is not None or (name.startswith("s") and not 0 <= b < bits):
         return None
     return None, operation(a & ((1 << bits) - 1) if name.startswith("shr") else a, b)

@@ -80,9 +80,7 @@ def _tensor(name: str, *shape: int, sized: tuple[int, ...] = ()) -> TensorSpec:
     return TensorSpec(name, (1, *shape), sized=sized)
 
 
-def _entry(
-    name: str, family: str, description: str, builder: str, *inputs: TensorSpec, **arguments: Any
-) -> ZooEntry:
+def _entry(name: str, family: str, description: str, builder: str, *inputs: TensorSpec, **arguments: Any) -> ZooEntry:
     """An entry; of an image of 224 x 224 if no inputs are given, of convolutions if no module is."""
     builder = builder if ":" in builder else f"convolutional:{builder}"
     return ZooEntry(name, family, description, inputs or _image(), builder, arguments)

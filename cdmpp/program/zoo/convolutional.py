@@ -62,9 +62,7 @@ def _plain(channels: int, *layers: tuple[Any, ...]) -> list[nn.Module]:
     return list(itertools.chain(*pairs))
 
 
-def _stages(
-    channels: int, stages: Iterable[tuple[Any, ...]], block: Callable[..., nn.Module]
-) -> list[nn.Module]:
+def _stages(channels: int, stages: Iterable[tuple[Any, ...]], block: Callable[..., nn.Module]) -> list[nn.Module]:
     """Blocks by stages of (channels out, depth, stride of the first block, further arguments of ``block``).
 
     ``block`` takes channels in, channels out, the stride and these arguments.
@@ -142,9 +140,7 @@ def _residual(body: nn.Module, channels_in: int, channels_out: int, stride: int)
     return nn.Sequential(Joined(torch.add, body, shortcut), nn.ReLU())
 
 
-def resnet(
-    depths: tuple[int, ...], *, bottleneck: bool = True, groups: int = 1, group_width: int = 64
-) -> nn.Module:
+def resnet(depths: tuple[int, ...], *, bottleneck: bool = True, groups: int = 1, group_width: int = 64) -> nn.Module:
     """ResNet (He 2015; stride in the 3x3 convolution, as torchvision has it) and ResNeXt (Xie 2016)."""
 
     def block(channels: int, out: int, stride: int) -> nn.Module:

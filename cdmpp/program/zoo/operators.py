@@ -162,11 +162,7 @@ class _Draw:
             shape = (self.batch(), before, *size)
             out = np.prod([(n + 2 * padding - reach - 1) // stride + 1 for n in size])
             work = shape[0] * after * out * before / groups * kernel**rank
-            if (
-                work <= _MOST_WORK
-                and shape[0] * after * out <= _MOST_ELEMENTS
-                and np.prod(shape) <= _MOST_ELEMENTS
-            ):
+            if work <= _MOST_WORK and shape[0] * after * out <= _MOST_ELEMENTS and np.prod(shape) <= _MOST_ELEMENTS:
                 break
         layer = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[rank - 1]
         bias = self.rng.random() < 0.5
@@ -274,9 +270,7 @@ class _Draw:
     def reduction(self) -> _Operator:
         """Over one or more axes."""
         shape = self.tensor()
-        axes = sorted(
-            self.rng.choice(len(shape), int(self.rng.integers(1, len(shape))), replace=False).tolist()
-        )
+        axes = sorted(self.rng.choice(len(shape), int(self.rng.integers(1, len(shape))), replace=False).tolist())
         function = self.one_of((torch.sum, torch.mean, _variance, torch.linalg.vector_norm))
         keep = bool(self.rng.random() < 0.5)
         return _Call(lambda x: function(x, dim=axes, keepdim=keep)), [shape]

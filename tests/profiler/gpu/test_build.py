@@ -279,9 +279,7 @@ def test_nvcc_builds_cubins_and_says_why_not() -> None:
     compiled = nvcc.compile(toy, "sm_90")
     assert compiled.cubin[:4] == b"\x7fELF"
     assert 0 < compiled.resources["main_kernel"].registers < 32
-    greedy = (
-        "{\n  __shared__ float s[20000]; s[threadIdx.x] = a[0]; __syncthreads(); a[1] = s[threadIdx.x ^ 1];\n"
-    )
+    greedy = "{\n  __shared__ float s[20000]; s[threadIdx.x] = a[0]; __syncthreads(); a[1] = s[threadIdx.x ^ 1];\n"
     with pytest.raises(CompileError, match="too much shared data"):
         nvcc.compile(toy.replace("{\n", greedy), "sm_90")
     with pytest.raises(CompileError, match="undefined_thing"):

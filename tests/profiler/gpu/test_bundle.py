@@ -17,9 +17,7 @@ from tests.samples.gpu import toy_bundle
 
 
 def test_a_bundle_reads_back_as_written(tmp_path: Path) -> None:
-    bundle = toy_bundle(
-        programs=7, tasks=2, blocks=(1, 300), statuses={3: "invalid_config", 5: "build_timeout"}
-    )
+    bundle = toy_bundle(programs=7, tasks=2, blocks=(1, 300), statuses={3: "invalid_config", 5: "build_timeout"})
     write_bundle(tmp_path / "x.bundle", bundle)
     back = read_bundle(tmp_path / "x.bundle")
     assert (back.device, back.arch) == ("h200", "sm_90")

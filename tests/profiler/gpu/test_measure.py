@@ -99,9 +99,7 @@ def test_a_wrong_output_is_a_failure(tmp_path: Path) -> None:
     assert report.failures == {"run_error": 2} and report.ok == 4
 
 
-def test_the_calibration_finds_the_degree_of_each_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_calibration_finds_the_degree_of_each_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The labels are scripted, the rates are not: those of a busy machine must not decide.
     rates = iter(range(1, 100))
     monkeypatch.setattr(module, "timed_labels", lambda outcomes: (timed_labels(outcomes)[0], next(rates)))
@@ -111,9 +109,7 @@ def test_the_calibration_finds_the_degree_of_each_group(
     script = {f"p{i:03d}": {"run_s": 1e-4 * (1 + i), "crowd": crowd} for i, crowd in enumerate(crowds)}
     config = config_of(script, degree="auto", calibration_programs=12, tolerance=0.02)
     report = measure(bundle, out=tmp_path / "d", config=config)
-    assert report.degrees == {8: 8, 4: 2, 2: 1, 1: 1}, (
-        "of the second, labels at 4 side by side are off by 3 %"
-    )
+    assert report.degrees == {8: 8, 4: 2, 2: 1, 1: 1}, "of the second, labels at 4 side by side are off by 3 %"
     refused = [r for r in report.calibration if not r["accepted"]]
     assert {(r["group"], r["degree"]) for r in refused} == {(4, 4), (2, 2)}
     assert all(r["alone_again"] < 0.005 for r in report.calibration)

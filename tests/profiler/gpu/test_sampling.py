@@ -180,9 +180,7 @@ def test_every_program_that_was_built_gets_a_label() -> None:
         ({"fault": "sample"}, 4, "run_error", 2),  # found by measuring each of several alone
     ],
 )
-def test_a_fault_or_hang_costs_one_record(
-    does: dict[str, str], degree: int, status: str, restarts: int
-) -> None:
+def test_a_fault_or_hang_costs_one_record(does: dict[str, str], degree: int, status: str, restarts: int) -> None:
     found, measurer = run(config_of({"p001": does}), toy_bundle(8), degree=degree)
     assert statuses(found) == {"ok": 7, status: 1}
     assert found["p001"].status == status and measurer.restarts == restarts

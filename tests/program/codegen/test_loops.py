@@ -75,9 +75,7 @@ def test_a_loop_takes_the_longest_of_what_bounds_it() -> None:
     found = counts(f"xor %eax,%eax; 1: {ONE_SUM}; ret".replace("0x40", "0x400"))
     assert found["chain_cycles"] == pytest.approx(1024 * 3, rel=0.01) and found["loop_entries"] == 1
     assert found["core_cycles"] == pytest.approx(found["chain_cycles"] + found["outside_cycles"])
-    assert found["front_cycles"] == pytest.approx(
-        1024 * 3 / 6
-    )  # the jump is one micro-op with the comparison
+    assert found["front_cycles"] == pytest.approx(1024 * 3 / 6)  # the jump is one micro-op with the comparison
     loop = {name: found[f"loop0_{name}"] for name in LOOP_FEATURES}
     assert (loop["runs"], loop["trips"], loop["instructions"], loop["loaded"]) == (1024, 1024, 4, 4)
     assert loop["cycles"] == loop["chain"] and loop["arithmetic"] == 1 and found["loop1_runs"] == 0
@@ -121,10 +119,7 @@ def test_lines_that_a_nest_fetches() -> None:
     assert [lines(row, trips) for trips in ([], [8], [8, 10], [8, 10, 5])] == [1, 8, 80, 80]
     assert lines(Piece(4, (4,)), [64]) == 4 and lines(Piece(4, (256,)), [64]) == 64
     # 80 lines for the two inner loops: once each time the outer one runs, unless they stay
-    assert (
-        lines_fetched([row], [8, 10, 5], 400, 64 * 79) == 400
-        and lines_fetched([row], [8, 10, 5], 400, 64 * 80) == 0
-    )
+    assert lines_fetched([row], [8, 10, 5], 400, 64 * 79) == 400 and lines_fetched([row], [8, 10, 5], 400, 64 * 80) == 0
 
 
 UNITS = st.sets(st.sampled_from("abcd"), min_size=1).map(lambda s: tuple(sorted(s)))

@@ -164,8 +164,7 @@ STARTS_AT = COMPARED.replace("xor %eax,%eax", "mov $0x20,%eax")
 AFTER_THE_TEST = "xor %ecx,%ecx; 1: lea 0x1(%rcx),%rdx; cmp $0x3f,%rcx; mov %rdx,%rcx; jne 1b"
 COUNTS_TO_ZERO = "mov $0xffffffffffffffc0,%r8; 1: vmovups (%rdi,%r8,4),%zmm0; add $0x10,%r8; jne 1b"
 TESTED_FOR_ZERO = (
-    "mov $0xfffffffffffffff8,%r14; 1: vmovups (%rdi),%zmm0; inc %r14; vaddss %xmm1,%xmm0,%xmm0; "
-    "test %r14,%r14; jne 1b"
+    "mov $0xfffffffffffffff8,%r14; 1: vmovups (%rdi),%zmm0; inc %r14; vaddss %xmm1,%xmm0,%xmm0; test %r14,%r14; jne 1b"
 )
 TOGGLED = "mov $0x1,%al; 1: vmovups (%rdi),%zmm0; test $0x1,%al; mov $0x0,%eax; jne 1b"
 ON_THE_STACK = "movq $0x0,0x8(%rsp); 1: vmovups (%rdi),%zmm0; incq 0x8(%rsp); cmpq $0x7,0x8(%rsp); jb 1b"
