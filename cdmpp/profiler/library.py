@@ -20,6 +20,7 @@ import pandas as pd
 from cdmpp.dataset.operators import load_operators, write_operators
 from cdmpp.device import Device, get_device
 from cdmpp.errors import DatasetError, ProfilerError, reason
+from cdmpp.files import write_text
 from cdmpp.profiler import machine
 from cdmpp.profiler.core_rates import with_clock
 from cdmpp.profiler.statistics import SamplingPlan, label, split_half_difference
@@ -97,7 +98,7 @@ def profile_library(
                 progress(done, len(todo))
                 try:
                     labels = _measured(call, device, sentinel)
-                except RuntimeError as err:  # what a kernel refuses
+                except (RuntimeError, IndexError, ValueError) as err:  # what a kernel refuses
                     failures[reason(err)] = failures.get(reason(err), 0) + 1
                     continue
                 row = table_of([call]).iloc[0].to_dict()
@@ -132,7 +133,9 @@ def _known(folder: Path, device: Device, resume: bool) -> set[str]:
     if of != [device.name]:
         raise DatasetError(f"{folder} holds labels of {', '.join(of)}, not of {device.name}")
     lines = (folder / _PARTIAL).read_text(encoding="utf-8").splitlines(keepends=True)
-    return {json.loads(line)["key"] for line in lines if line.endswith("\n")}
+    whole = [line for line in lines if line.endswith("\n")]  # the last one may be torn
+    write_text(folder / _PARTIAL, "".join(whole))
+    return {json.loads(line)["key"] for line in whole}
 
 
 def _distinct(networks: Iterable[str | Network]) -> dict[str, Call]:
@@ -188,8 +191,7 @@ def _timed(function: Any, arguments: Sequence[Any], sentinel: machine.Sentinel) 
 
 def _finish(folder: Path, device: Device, version: str) -> pd.DataFrame:
     """The dataset of all labels that were written."""
-    lines = (folder / _PARTIAL).read_text(encoding="utf-8").splitlines(keepends=True)
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    rows = [json.loads(line) for line in (folder / _PARTIAL).read_text(encoding="utf-8").splitlines()]
     if not rows:
         raise ProfilerError("no operator of these networks could be measured")
     table = pd.DataFrame(rows).drop_duplicates(["key", "framework"])

@@ -100,7 +100,7 @@ def arguments_of(call: Call, copies: int = 1) -> list[tuple[tuple[Any, ...], dic
     from torch.fx.node import map_arg
 
     generator = torch.Generator().manual_seed(0)
-    rows = next((_value(i).shape[0] for i in call.node.all_input_nodes if call.name == "embedding"), 2)
+    rows = next((_value(i).shape[0] for i in call.node.all_input_nodes if call.name == "embedding"), 1)
 
     def made(node: Any) -> Any:
         value = _value(node)

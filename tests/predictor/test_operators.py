@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+import json
 from pathlib import Path
 
 import numpy as np
@@ -94,13 +95,36 @@ def test_training_leaves_families_out_and_comes_back_from_files(tmp_path: Path) 
     assert (low <= seconds).all() and (seconds <= high).all()
     with pytest.raises(PredictorError, match="no framework 'xla'"):
         model.predict(unseen, "h200", "xla")
-    with pytest.raises(PredictorError, match="on GPUs alone, and epyc-7742"):
+    with pytest.raises(PredictorError, match="of no CPU, as epyc-7742@1 is"):
         model.predict(unseen, "epyc-7742@1")
     (tmp_path / "operators.json").write_text("{}")
     with pytest.raises(PredictorError, match="cannot read the operator model"):
         OperatorModel.load(tmp_path)
-    with pytest.raises(PredictorError, match="two devices that are not the same"):
-        train(labels({"mi210": 1.0, "mi250x": 1.0}), members=1, epochs=1)
+
+
+def test_of_one_family_operators_are_left_out_and_networks_count_elsewhere(tmp_path: Path) -> None:
+    table = training_table(labels({"mi210": 2.0, "mi250x": 2.0}))
+    model, left = train(table, members=2, epochs=40)
+    assert model.trust == {"gemm": 1.0} and not model.unseen
+    assert 0 < (left["left_out_s"] / left["seconds"] - 1).abs().median() < 0.1
+    (one,) = gemms([(512, 512, 512)]).pipe(model.predict, "mi100")
+    model.save(tmp_path)
+    assert OperatorModel.load(tmp_path).predict(gemms([(512, 512, 512)]), "mi100") == pytest.approx([one], rel=1e-2)
+    _, low, high = model.interval(gemms([(512, 512, 512)]), "mi100")
+    assert high / low > 4, "nothing says how far off it is there"
+
+
+def test_a_model_with_fewer_inputs_than_this_version_knows_is_read(tmp_path: Path) -> None:
+    SHIPPED.save(tmp_path)
+    state = json.loads((tmp_path / "operators.json").read_text())
+    assert "torch-cold" not in state["inputs"][3], "the weights that ship are older"
+    assert OperatorModel.load(tmp_path).predict(gemms([(64, 64, 64)]), "h200") == pytest.approx(
+        SHIPPED.predict(gemms([(64, 64, 64)]), "h200"), rel=1e-2
+    )
+    state["inputs"][0][0] = "moonshine"
+    (tmp_path / "operators.json").write_text(json.dumps(state))
+    with pytest.raises(PredictorError, match="trained with other features"):
+        OperatorModel.load(tmp_path)
 
 
 def test_nearly_equal_devices_are_one_family() -> None:

@@ -1,0 +1,97 @@
+"""What PyTorch takes for a network on a CPU: known answers with a model of fixed numbers, and what ships."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cdmpp.cli import main
+from cdmpp.device import get_device
+from cdmpp.endtoend import eager, network_tasks, predict_latency
+from cdmpp.endtoend.eager import eager_latency
+from cdmpp.errors import NetworkError
+from cdmpp.predictor.operators import BEST, COLD, load_operator_model
+from cdmpp.program.network import Network
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("on_zen3")
+
+ZEN4 = get_device("epyc-zen4-2.6ghz@1")
+
+
+class Fixed:
+    """A millisecond an operator, two with cold weights; a tenth to each side."""
+
+    devices = {ZEN4.name: ("gemm float32",)}
+
+    def interval(self, table: Any, device: Any, framework: str) -> tuple[Any, Any, Any]:
+        seconds = np.full(len(table), {BEST: 1e-3, COLD: 2e-3}[framework])
+        return seconds, 0.9 * seconds, 1.1 * seconds
+
+
+def mlp(width: int, layers: int = 3) -> Network:
+    parts = [torch.nn.Linear(width, width), torch.nn.ReLU()] * layers
+    return Network.from_torch(torch.nn.Sequential(*parts), [torch.randn(2, width)], "mlp-of-mine")
+
+
+def test_operators_are_added_up_and_cold_weights_cost_more() -> None:
+    report = eager_latency(mlp(64), ZEN4, Fixed(), price_per_hour=3.6)  # type: ignore[arg-type]
+    calls_s = 6 * eager._CALL_CYCLES / 3.679e9
+    assert report.latency_s == pytest.approx(6e-3 + calls_s) and report.kernel_s == pytest.approx(6e-3)
+    assert report.low_s == pytest.approx(5.4e-3 + calls_s) and report.high_s == pytest.approx(6.6e-3 + calls_s)
+    assert report.low_s < report.independent_low_s < report.latency_s < report.independent_high_s < report.high_s * 1.1
+    assert report.cost_per_million == pytest.approx(1e3 * report.latency_s)
+    assert [layer.operator for layer in report.layers] == ["linear", "relu"] * 3
+    assert sum(layer.fraction for layer in report.layers) == pytest.approx(1.0)
+    one = eager_latency(mlp(2400, 1), ZEN4, Fixed())  # type: ignore[arg-type]  # 23 MB in a cache of 32
+    assert one.kernel_s == pytest.approx(2e-3) and "stay in" in " ".join(one.assumptions)
+    module = torch.nn.Sequential(torch.nn.Linear(2400, 2400), torch.nn.Linear(2400, 2400))
+    cold = eager_latency(Network.from_torch(module, [torch.randn(1, 2400)]), ZEN4, Fixed())  # type: ignore[arg-type]
+    assert cold.kernel_s == pytest.approx(4e-3) and "do not fit" in " ".join(cold.assumptions)
+
+
+def test_what_is_not_known_is_named() -> None:
+    class Odd(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return torch.special.i0(torch.relu(x))
+
+    network = Network.from_torch(Odd(), [torch.randn(8, 8)])
+    report = eager_latency(network, get_device("epyc-7763@1"), Fixed())  # type: ignore[arg-type]
+    assert report.notes == (
+        "no library operator was measured on epyc-7763@1: predicted from epyc-zen4-2.6ghz@1",
+        "priced by the bytes that they move, 50.0 % of the time: special_i0",
+    )
+    with pytest.raises(NetworkError, match="no operator"):
+        eager_latency(Network.from_torch(torch.nn.Identity(), [torch.randn(2)]), ZEN4, Fixed())  # type: ignore[arg-type]
+
+
+def test_what_ships_prices_a_network_on_every_runtime(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = load_operator_model(kind="cpu")
+    assert ZEN4.name in model.devices
+    report = predict_latency(mlp(512), ZEN4)
+    assert report.schedule == "torch" and 3e-5 < report.latency_s < 3e-3
+    path = tmp_path / "mine.pt2"
+    torch.export.save(torch.export.export(torch.nn.Conv2d(3, 8, 3), (torch.randn(1, 3, 32, 32),)), path)
+    out = tmp_path / "out.json"
+    assert main(["latency", str(path), "--device", "epyc-zen4-2.6ghz@1,h100-sxm", "--json", str(out)]) == 0
+    by_device = {r["device"]: r for r in json.loads(out.read_text())["reports"]}
+    # the CPU's and the GPU's are both of a library: tens of times apart, not thousands
+    assert by_device["h100-sxm"]["latency_s"] < by_device["epyc-zen4-2.6ghz@1"]["latency_s"] < 3e-3
+    assert main(["latency", str(path), "--device", "epyc-zen4-2.6ghz@1", "--runtime", "tvm", "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["schedule"] == "untuned"
+    assert main(["latency", str(path), "--device", "epyc-zen4-2.6ghz@1", "--runtime", "torch", "--schedule", "best"]) == 2
+    assert "--schedule is of --runtime tvm" in capsys.readouterr().err
+
+
+def test_runtimes_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(NetworkError, match="expected torch or tvm"):
+        predict_latency(mlp(8), ZEN4, runtime="onnxruntime")
+    onnx = Network("m.onnx", "user", (), "m.onnx", importer=lambda: None)
+    with pytest.raises(NetworkError, match="m.onnx is no PyTorch network"):
+        eager_latency(onnx, ZEN4, Fixed())  # type: ignore[arg-type]
+    tasks = network_tasks(mlp(8))
+    assert predict_latency(tasks, ZEN4).schedule == "untuned", "what TVM made of it is TVM's"

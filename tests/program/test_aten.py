@@ -1,0 +1,87 @@
+"""Networks as PyTorch runs them: the sizes of each operator, by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cdmpp.program.aten import arguments_of, calls_of, table_of
+from cdmpp.program.network import Network
+from cdmpp.program.operators import work
+
+torch = pytest.importorskip("torch")
+nn, F = torch.nn, torch.nn.functional
+
+
+class Function(nn.Module):
+    def __init__(self, function: Any, **modules: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self, *inputs)
+
+
+def calls(function: Any, *shapes: tuple[int, ...], **modules: Any) -> tuple[list[Any], int]:
+    inputs = [torch.randn(shape) for shape in shapes]
+    return calls_of(Network.from_torch(Function(function, **modules), inputs).export())
+
+
+CASES: list[tuple[Any, list[tuple[int, ...]], Any, dict[str, float]]] = [
+    (nn.Linear(32, 48), [(2, 5, 32)], None, {"op": "gemm", "m": 10, "n": 48, "k": 32}),
+    (None, [(3, 4, 5, 6), (3, 4, 6, 7)], lambda _, a, b: a @ b, {"op": "gemm", "batch": 12, "m": 5, "n": 7, "k": 6}),
+    (None, [(4, 5), (5,)], lambda _, a, b: a @ b, {"op": "gemm", "m": 4, "n": 1, "k": 5}),
+    (nn.Conv2d(8, 12, 3, 2, 1, groups=4), [(2, 8, 9, 11)], None, {"op": "conv", "batch": 2, "in_channels": 8, "out_channels": 12,
+     "height": 9, "width": 11, "out_h": 5, "out_w": 6, "kernel_h": 3, "kernel_w": 3, "stride": 4, "groups": 4, "backward": 0}),
+    (nn.Conv3d(2, 3, 3), [(1, 2, 5, 6, 7)], None, {"op": "conv", "height": 30, "width": 7, "kernel_h": 9, "kernel_w": 3,
+     "out_h": 12, "out_w": 5}),
+    (nn.Conv1d(2, 3, 5, dilation=2), [(1, 2, 20)], None, {"op": "conv", "height": 1, "width": 20, "kernel_h": 1, "out_w": 12,
+     "dilation": 2}),
+    (nn.ConvTranspose2d(6, 4, 4, 2, 1), [(1, 6, 8, 8)], None, {"op": "conv", "in_channels": 4, "out_channels": 6, "height": 16,
+     "out_h": 8, "stride": 4, "backward": 1}),
+    (nn.LSTM(10, 20, 2, bidirectional=True, batch_first=True), [(3, 7, 10)], lambda self, x: self.inner(x)[0],
+     {"op": "lstm", "m": 3, "n": 20, "k": 10, "tokens": 28}),
+    (nn.GroupNorm(2, 8), [(2, 8, 5, 5)], None, {"op": "layernorm", "m": 4, "n": 100}),
+    (None, [(2, 3, 4)], lambda _, x: x.softmax(1), {"op": "softmax", "m": 8, "n": 3}),
+    (None, [(2, 3, 4)], lambda _, x: x.mean(-1), {"op": "reduce", "m": 6, "n": 4}),
+    (None, [(4, 6), (6,)], lambda _, a, b: a + b, {"op": "elementwise", "n": 24, "inputs": 1.25}),
+    (None, [(2, 3, 4)], lambda _, x: x.transpose(1, 2).contiguous(), {"op": "copy", "m": 24, "n": 1}),
+    (nn.MaxPool2d(3, 2), [(2, 4, 9, 9)], None, {"op": "pool", "batch": 2, "out_channels": 4, "out_h": 4, "kernel_w": 3}),
+    (None, [(2, 5, 7, 16), (2, 5, 9, 16)], lambda _, q, k: F.scaled_dot_product_attention(q, k, k),
+     {"op": "attention", "heads": 5, "head_dim": 16, "sequences": 2, "tokens": 14, "kv_tokens": 18, "pairs": 126}),
+    (None, [(1, 2, 8, 4)] * 2, lambda _, q, k: F.scaled_dot_product_attention(q, k, k, is_causal=True),
+     {"op": "attention", "pairs": 36}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "shapes", "function", "expected"), CASES)
+def test_sizes_of_an_operator(module: Any, shapes: Any, function: Any, expected: dict[str, float]) -> None:
+    modules = {} if module is None else {"inner": module}
+    found, _ = calls(function or (lambda self, x: self.inner(x)), *shapes, **modules)
+    row = table_of(found).iloc[-1].to_dict()
+    assert {name: row[name] for name in expected} == expected
+    assert row["known"] and row["weight_bytes"] == sum(4 * p.numel() for p in (module.parameters() if module else ()))
+
+
+def test_work_of_a_transposed_convolution_and_of_a_cell() -> None:
+    (up,), _ = calls(lambda self, x: self.up(x), (1, 6, 8, 8), up=nn.ConvTranspose2d(6, 4, 4, 2, 1, bias=False))
+    assert work(table_of([up]))["matrix"][0] == 2 * 6 * 4 * 16 * 64
+    cell, _ = calls(lambda self, x: self.cell(x)[0], (3, 10), cell=nn.LSTMCell(10, 20))
+    of_cell = work(table_of([call for call in cell if call.name == "lstm_cell"]))
+    assert of_cell["matrix"][0] == 2 * 3 * 4 * 20 * (10 + 20)
+
+
+def test_views_are_counted_and_what_has_no_rule_is_marked() -> None:
+    found, views = calls(lambda _, x: torch.special.i0(x.view(4, 6).t().unsqueeze(0)), (24,))
+    assert [(call.name, call.known) for call in found] == [("special_i0", False)] and views == 3
+    assert table_of(found).iloc[0]["op"] == "elementwise"
+
+
+def test_arguments_run_and_copies_have_weights_of_their_own() -> None:
+    (call,), _ = calls(lambda self, x: self.inner(x), (2, 8), inner=nn.Linear(8, 4))
+    (first, second) = arguments_of(call, 2)
+    assert call.node.target(*first[0], **first[1]).shape == (2, 4)
+    assert first[0][0] is second[0][0] and first[0][1] is not second[0][1]
