@@ -78,7 +78,9 @@ def against_labels(view: DatasetView, counts: Counts, ghz: dict[str, float]) -> 
         # what full units do in a cycle is known best: the clock that few programs seem to exceed
         full = rows[rows["unit_cycles"] > _FULL * rows["core_cycles"]]
         implied = float((full["core_cycles"] / (full["latency_s"] * 1e9)).quantile(_FULL))
-        yield spread(f"{name} at {clock:g} GHz", logs, rows["task"].to_numpy(), without_row=missing, implied_ghz=implied)
+        yield spread(
+            f"{name} at {clock:g} GHz", logs, rows["task"].to_numpy(), without_row=missing, implied_ghz=implied
+        )
 
 
 def loops_of(path: Path) -> Iterator[list[Instruction]]:

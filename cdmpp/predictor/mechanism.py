@@ -78,7 +78,7 @@ MECHANISM_FEATURES: tuple[str, ...] = (
     "rows", "columns", "depth", "products", "rows_aligned", "columns_aligned", "depth_aligned", "intensity",
     "sequences", "group", "head_dim", "seen", "queries", "keys",
     "window", "stride", "dilation", "groups", "depthwise", "backward_input", "backward_weights", "image",
-    "inputs", "ranks", "is_cpu",
+    "inputs", "ranks", "is_cpu", "m", "n",
 )  # fmt: skip
 
 
@@ -279,6 +279,8 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
         "inputs": size["inputs"],
         "ranks": _log1(size["num_workers"]) * collective,
         "is_cpu": np.full(len(table), float(device.kind == "cpu")),
+        "m": _log1(size["m"]),
+        "n": _log1(size["n"]),
     }
     for tile in _SHOWN:
         name, waves = "{}x{}".format(*tile), tiles[tile] / cores

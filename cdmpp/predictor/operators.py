@@ -77,6 +77,10 @@ _FITTED_ROWS = 3000
 _FOLDS = 5
 #: Tables are cut to so many rows of one operator, data type, device and framework.
 _ROWS = 2500
+#: ATen operators with fewer labels are not told apart from others of their kind.
+_LEAST_LABELS = 10
+#: Rows of a step of training, steps at least, and epochs.
+_BATCH, _STEPS, _LEAST_EPOCHS = 1024, 2600, 14
 
 
 @dataclass(frozen=True)
@@ -129,9 +133,8 @@ class OperatorModel:
 
     def parts(self, table: pd.DataFrame, device: Device, framework: str) -> tuple[FloatArray, FloatArray]:
         """The estimate in seconds, and what the networks add to its logarithm, each float64 (n,)."""
-        rows, estimate = encode(table, device, framework, self.constants)
-        own = [_NAMES.index(name) for name in _names(self.inputs)]
-        scaled = torch.from_numpy(np.clip((rows[:, own] - self.mean) / self.std, -_FAR, _FAR))
+        rows, estimate = encode(table, device, framework, self.constants, self.inputs)
+        scaled = torch.from_numpy(np.clip((rows - self.mean) / self.std, -_FAR, _FAR))
         with torch.inference_mode():
             logs = [network(scaled).squeeze(-1).double().numpy() for network in self.networks]
         return estimate, np.mean(logs, axis=0) if logs else np.zeros(len(table))
@@ -201,7 +204,8 @@ class OperatorModel:
         folder = Path(folder)
         try:
             state = json.loads((folder / _FILE).read_text(encoding="utf-8"))
-            if not set(_names(state["inputs"])) <= set(_NAMES):
+            known = [MECHANISM_FEATURES, *_INPUTS[1:4]]
+            if any(set(own) - set(names) for own, names in zip(state["inputs"], known, strict=False)):
                 raise PredictorError(f"{folder} was trained with other features: train it again")
             tensors = load_file(folder / _WEIGHTS)
             networks = []
@@ -235,14 +239,22 @@ def load_operator_model(spec: str | Path = "default", kind: str = "gpu") -> Oper
 
 
 #: What the inputs of the network are, for the check of a file.
-_INPUTS: list[list[str]] = [list(MECHANISM_FEATURES), list(_OPS), list(_DTYPES), list(FRAMEWORKS)]
+_INPUTS: list[list[str]] = [
+    [name for name in MECHANISM_FEATURES if name not in ("m", "n")],
+    list(_OPS),
+    list(_DTYPES),
+    list(FRAMEWORKS),
+    [],
+]
 
 
-def _names(inputs: Sequence[Sequence[str]]) -> list[str]:
-    return [f"{group} {name}" for group, names in enumerate(inputs) for name in names]
-
-
-_NAMES = _names(_INPUTS)
+def inputs_of(table: pd.DataFrame) -> list[list[str]]:
+    """Names of the inputs of networks that learn from labels; of CPUs with plain sizes and the ATen operators, several of which
+    are one of ours."""
+    if any(get_device(name).kind == "gpu" for name in set(table["device"])) or "kernel" not in table:
+        return _INPUTS
+    often = table["kernel"].value_counts()
+    return [list(MECHANISM_FEATURES), *_INPUTS[1:4], sorted(map(str, often.index[often >= _LEAST_LABELS]))]
 
 
 def kinds(table: pd.DataFrame) -> NDArray[np.str_]:
@@ -268,24 +280,33 @@ def constants_of(kind: str, constants: Mapping[str, Constants]) -> Constants:
 
 
 def encode(
-    table: pd.DataFrame, device: Device, framework: str | None, constants: Mapping[str, Constants]
+    table: pd.DataFrame,
+    device: Device,
+    framework: str | None,
+    constants: Mapping[str, Constants],
+    inputs: Sequence[Sequence[str]] = (),
 ) -> tuple[NDArray[np.float32], FloatArray]:
     """What the network sees of operators on one device, float32 (n, inputs), and the estimate in seconds, (n,); each row's own
     framework where none is given."""
     seen = mechanism(table, device)
     names = table["framework"].to_numpy(dtype=str) if framework is None else np.full(len(table), framework)
-    values = (table["op"].to_numpy(dtype=str), table["dtype"].to_numpy(dtype=str), names)
-    flags = [own[:, None] == np.array(known) for own, known in zip(values, _INPUTS[1:], strict=True)]
+    features, *groups = inputs or _INPUTS
+    kernels = table["kernel"].to_numpy(dtype=str) if "kernel" in table else np.full(len(table), "")
+    values = (table["op"].to_numpy(dtype=str), table["dtype"].to_numpy(dtype=str), names, kernels)
+    flags = [own[:, None] == np.array(known, dtype=str) for own, known in zip(values, groups, strict=False)]
+    numbers = seen.features[:, [MECHANISM_FEATURES.index(name) for name in features]]
     estimate, of_kind = np.empty(len(table)), kinds(table)
     for kind in np.unique(of_kind):
         at = of_kind == kind
         estimate[at] = seen.take(at).estimate(constants_of(kind, constants))
-    return np.concatenate([seen.features, *flags], axis=1).astype(np.float32), estimate
+    return np.concatenate([numbers, *flags], axis=1).astype(np.float32), estimate
 
 
 def training_table(table: pd.DataFrame, rows: int = _ROWS, seed: int = 0) -> pd.DataFrame:
     """Labels to learn: the fastest kernel of every operator and device, and the fastest of every framework; at most ``rows`` of
-    one operator, data type, device and framework."""
+    one operator, data type, device and framework. Of CPUs PyTorch's own are all there are."""
+    if all(get_device(name).kind == "cpu" for name in set(table["device"])):
+        return table.assign(framework=table["framework"].replace("torch", BEST)).reset_index(drop=True)
     table = table.assign(framework=table["framework"].where(table["framework"].isin(FRAMEWORKS), "torch"))
     keys = ["device", "op", "dtype", "kv_dtype", *SIZES]
     number = table.groupby(keys, dropna=False, observed=True, sort=False).ngroup()
@@ -298,16 +319,20 @@ def training_table(table: pd.DataFrame, rows: int = _ROWS, seed: int = 0) -> pd.
 
 
 def families(devices: Sequence[Device]) -> dict[str, int]:
-    """Device -> number of its family: those of one architecture whose cores, peaks and bandwidths are nearly the same."""
+    """Device -> number of its family: shares of one device, and those of one
+    architecture whose cores, peaks and bandwidths are nearly the same."""
     found: dict[str, int] = {}
     for i, device in enumerate(devices):
         alike = [
             other
             for other in devices[:i]
-            if other.arch == device.arch
-            and abs(math.log((other.cores or 1) / (device.cores or 1))) < _ALIKE
-            and abs(math.log(_peak(other) / _peak(device))) < _ALIKE
-            and abs(math.log((other.bandwidth_gb_s or 1) / (device.bandwidth_gb_s or 1))) < 2 * _ALIKE
+            if other.base == device.base
+            or (
+                other.arch == device.arch
+                and abs(math.log((other.cores or 1) / (device.cores or 1))) < _ALIKE
+                and abs(math.log(_peak(other) / _peak(device))) < _ALIKE
+                and abs(math.log((other.bandwidth_gb_s or 1) / (device.bandwidth_gb_s or 1))) < 2 * _ALIKE
+            )
         ]
         found[device.name] = found[alike[0].name] if alike else i
     return found
@@ -321,12 +346,12 @@ def train(
     table: pd.DataFrame,
     *,
     members: int = 4,
-    epochs: int = 14,
+    epochs: int | None = None,
     width: int = 96,
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[OperatorModel, pd.DataFrame]:
-    """Train on a :func:`training_table`, also without each family of devices in turn.
+    """Train on a :func:`training_table`, also without each family of devices in turn; for so many steps unless ``epochs`` says.
 
     Returns
     -------
@@ -341,6 +366,7 @@ def train(
     if len(table) < _FOLDS:
         raise PredictorError("an operator model needs labels of operators to learn from")
     table = table.reset_index(drop=True)
+    epochs = epochs or max(_LEAST_EPOCHS, round(_STEPS * _BATCH / len(table)))
     family = table["device"].map(families([get_device(name) for name in sorted(set(table["device"]))])).to_numpy()
     numbers = sorted(set(family))
     estimate, logs = np.empty(len(table)), np.empty(len(table))
@@ -370,7 +396,8 @@ def _of_one_family(
     table: pd.DataFrame, members: int, epochs: int, width: int, seed: int
 ) -> tuple[OperatorModel, pd.DataFrame]:
     """Where no other device can say how far networks are to be trusted, they are on all; errors are of operators left out."""
-    part = np.random.default_rng(seed).permutation(len(table)) % _FOLDS
+    operator = table.groupby(["op", "dtype", *SIZES], dropna=False, observed=True).ngroup().to_numpy()
+    part = (np.random.default_rng(seed).permutation(operator.max() + 1) % _FOLDS)[operator]
     left_s, estimate_s = np.empty(len(table)), np.empty(len(table))
     for number in range(_FOLDS):
         without = _fitted(table[part != number].reset_index(drop=True), max(1, members // 2), epochs, width, seed)
@@ -402,10 +429,11 @@ def left_out_errors(left: pd.DataFrame) -> list[dict[str, Any]]:
 
 def _fitted(table: pd.DataFrame, members: int, epochs: int, width: int, seed: int) -> OperatorModel:
     constants = _fit_constants(table)
-    rows, target = np.empty((len(table), len(_NAMES)), dtype=np.float32), np.empty(len(table))
+    inputs = inputs_of(table)
+    rows, target = np.empty((len(table), sum(map(len, inputs))), dtype=np.float32), np.empty(len(table))
     for name, at in table.groupby("device").indices.items():
         part = table.iloc[at]
-        rows[at], estimate = encode(part, get_device(str(name)), None, constants)
+        rows[at], estimate = encode(part, get_device(str(name)), None, constants, inputs)
         target[at] = np.log(part["seconds"].to_numpy(dtype=np.float64) / estimate)
     mean, std = rows.mean(0), rows.std(0)
     flags = len(MECHANISM_FEATURES)
@@ -416,7 +444,7 @@ def _fitted(table: pd.DataFrame, members: int, epochs: int, width: int, seed: in
     networks = [_fit(scaled, labels, weights, width, epochs, seed + member) for member in range(members)]
     of_kind = pd.Series(kinds(table)).groupby(table["device"].to_numpy())
     devices = {str(name): sorted(set(own)) for name, own in of_kind}
-    return OperatorModel(constants, tuple(networks), mean, std, devices)
+    return OperatorModel(constants, tuple(networks), mean, std, devices, inputs)
 
 
 def _fit_constants(table: pd.DataFrame) -> dict[str, Constants]:
@@ -509,7 +537,7 @@ def _fit(
     torch.manual_seed(seed)
     network = _network(rows.shape[1], width)
     optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3, weight_decay=1e-2)
-    batch = min(1024, len(rows))
+    batch = min(_BATCH, len(rows))
     steps = epochs * (len(rows) // batch)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps + 1)
     generator = torch.Generator().manual_seed(seed)

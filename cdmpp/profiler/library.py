@@ -195,7 +195,7 @@ def _finish(folder: Path, device: Device, version: str) -> pd.DataFrame:
     if not rows:
         raise ProfilerError("no operator of these networks could be measured")
     table = pd.DataFrame(rows).drop_duplicates(["key", "framework"])
-    table = table.assign(device=device.name, kernel=table["name"])
+    table = table.assign(device=device.name)
     meta = {"devices": {device.name: device.to_json()}, "versions": {"torch": version}}
     write_operators(folder, table, replace=True, **meta)
     return table

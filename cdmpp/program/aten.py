@@ -2,8 +2,8 @@
 
 Rows have the columns of :mod:`cdmpp.program.operators`, so that a model of library operators can price them. Convolutions of
 one and three dimensions are folded into two, a transposed one is the backward pass of a convolution, and a cell of a
-recurrent network is one product. Views cost a call and no more. What has no rule is priced by the bytes that it moves, and
-is marked.
+recurrent network is one product, as all steps of a whole one are. Views cost a call and no more. What has no rule is
+priced by the bytes that it moves, and is marked.
 """
 
 from __future__ import annotations
@@ -82,14 +82,16 @@ def calls_of(exported: Any) -> tuple[list[Call], int]:
             continue
         sizes, known = _sizes(name, node)
         weights = [i for i in node.all_input_nodes if i.op == "placeholder" and i.name not in users]
-        calls.append(Call(node, name, sizes, known, {i: _bytes(i) for i in weights}))
+        most = _bytes(node) if name == "embedding" else math.inf  # it reads some rows alone
+        calls.append(Call(node, name, sizes, known, {i: min(_bytes(i), most) for i in weights}))
     return calls, views
 
 
 def table_of(calls: Sequence[Call]) -> pd.DataFrame:
-    """A row of sizes for each call, all in float32, with ``weight_bytes``, ``known`` and the ATen ``name`` besides."""
+    """A row of sizes for each call, all in float32, with ``weight_bytes``, ``known`` and the ATen name (``kernel``) besides."""
     rows = (
-        {"dtype": "float32", "name": c.name, "known": c.known, "weight_bytes": c.weight_bytes, **c.sizes} for c in calls
+        {"dtype": "float32", "kernel": c.name, "known": c.known, "weight_bytes": c.weight_bytes, **c.sizes}
+        for c in calls
     )
     return operator_table(rows)
 
@@ -254,19 +256,13 @@ def _cell(op: str) -> Callable[[Any], dict[str, Any]]:
     return rule
 
 
-def _recurrent(op: str) -> Callable[[Any], dict[str, Any]]:
-    """All steps, layers and directions of ``nn.LSTM`` and ``nn.GRU``: as many steps of a cell."""
-
-    def rule(node: Any) -> dict[str, Any]:
-        x, state = (
-            _value(node.args[0]).shape,
-            _tensors(node)[1].shape,
-        )  # (layers and directions, batch, hidden)
-        batch = state[-2] if len(state) > 2 else 1
-        steps = math.prod(x[:-1]) / batch * state[0]
-        return {"op": op, "m": batch, "n": state[-1], "k": x[-1], "tokens": steps}
-
-    return rule
+def _recurrent(node: Any) -> dict[str, Any]:
+    """All steps, layers and directions of ``nn.LSTM`` and ``nn.GRU`` as one product, of as many operations."""
+    x = _value(node.args[0]).shape
+    weights = [_value(arg).shape for arg in node.args[2] if len(_value(arg).shape) == 2]
+    gates = weights[0][0]  # of an LSTM four times the hidden state
+    runs = len(weights) / 2  # layers and directions: each has weights of the input and of the state
+    return {"op": "gemm", "m": math.prod(x[:-1]) * runs, "n": gates, "k": sum(w[1] for w in weights) / runs}
 
 
 _last = _rows("softmax", lambda node: _value(node.args[0]).shape[node.args[1]])
@@ -289,8 +285,8 @@ _RULES: dict[str, Callable[[Any], dict[str, Any]]] = {
     **dict.fromkeys(("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d"), _pool),
     "lstm_cell": _cell("lstm"),
     "gru_cell": _cell("gru"),
-    "lstm": _recurrent("lstm"),
-    "gru": _recurrent("gru"),
+    "lstm": _recurrent,
+    "gru": _recurrent,
 }
 
 

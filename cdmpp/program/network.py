@@ -140,14 +140,21 @@ def load_network(spec: str | Path, shapes: Mapping[str, Sequence[int]] | None = 
         )
     exported = _load_pt2(path)
     inputs = _fixed(name, _exported_inputs(exported), shapes or {}, batch)
+
+    def exporter() -> Any:
+        if all(0 not in item.shape for item in _exported_inputs(exported)):
+            return exported
+        module = exported.module()
+        module.eval = module.train = lambda *mode: module  # it refuses both
+        return _export(name, module, example_inputs(network))
+
     network = Network(
         name,
         "user",
         inputs,
         source,
         importer=lambda: _import_exported(name, exported, inputs, batch or 1),
-        # again, as its extents may be dynamic
-        exporter=lambda: _export(name, exported.module(), example_inputs(network)),
+        exporter=exporter,
     )
     return network
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ ZEN4 = get_device("epyc-zen4-2.6ghz@1")
 class Fixed:
     """A millisecond an operator, two with cold weights; a tenth to each side."""
 
-    devices = {ZEN4.name: ("gemm float32",)}
+    devices: ClassVar = {ZEN4.name: ("gemm float32",)}
 
     def interval(self, table: Any, device: Any, framework: str) -> tuple[Any, Any, Any]:
         seconds = np.full(len(table), {BEST: 1e-3, COLD: 2e-3}[framework])
@@ -83,7 +83,9 @@ def test_what_ships_prices_a_network_on_every_runtime(tmp_path: Path, capsys: py
     assert by_device["h100-sxm"]["latency_s"] < by_device["epyc-zen4-2.6ghz@1"]["latency_s"] < 3e-3
     assert main(["latency", str(path), "--device", "epyc-zen4-2.6ghz@1", "--runtime", "tvm", "--json", str(out)]) == 0
     assert json.loads(out.read_text())["schedule"] == "untuned"
-    assert main(["latency", str(path), "--device", "epyc-zen4-2.6ghz@1", "--runtime", "torch", "--schedule", "best"]) == 2
+    assert (
+        main(["latency", str(path), "--device", "epyc-zen4-2.6ghz@1", "--runtime", "torch", "--schedule", "best"]) == 2
+    )
     assert "--schedule is of --runtime tvm" in capsys.readouterr().err
 
 
@@ -91,7 +93,7 @@ def test_runtimes_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(NetworkError, match="expected torch or tvm"):
         predict_latency(mlp(8), ZEN4, runtime="onnxruntime")
     onnx = Network("m.onnx", "user", (), "m.onnx", importer=lambda: None)
-    with pytest.raises(NetworkError, match="m.onnx is no PyTorch network"):
+    with pytest.raises(NetworkError, match=r"m\.onnx is no PyTorch network"):
         eager_latency(onnx, ZEN4, Fixed())  # type: ignore[arg-type]
     tasks = network_tasks(mlp(8))
     assert predict_latency(tasks, ZEN4).schedule == "untuned", "what TVM made of it is TVM's"
