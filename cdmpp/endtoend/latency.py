@@ -210,7 +210,7 @@ def compare_devices(
     ]
     if prices and (without := [report.device for report in reports if report.device not in costs]):
         notes.append(f"no price is given for {', '.join(without)}")
-    return Comparison(source.graph.name, tuple(reports), tuple(sorted(costs, key=costs.__getitem__)), tuple(notes))
+    return Comparison(reports[0].network, tuple(reports), tuple(sorted(costs, key=costs.__getitem__)), tuple(notes))
 
 
 def read_prices(path: str | Path) -> dict[str, float]:
