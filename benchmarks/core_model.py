@@ -46,7 +46,8 @@ def estimates(view: DatasetView, counts: Counts) -> pd.DataFrame:
     labels = labels.assign(counts=rows)[[row is not None for row in rows]]
     found = np.stack(labels["counts"].to_list())
     of = {
-        name: found[:, CODEGEN_FEATURES.index(name)] for name in ("core_cycles", "unit_cycles", "unknown_loops", "missing", "run_all")
+        name: found[:, CODEGEN_FEATURES.index(name)]
+        for name in ("core_cycles", "unit_cycles", "unknown_loops", "missing", "run_all")
     }
     labels = labels.assign(**of, bytes=[tasks[task].bytes for task in labels["task"]])
     small = (labels["bytes"] < _SMALL) & (labels["unknown_loops"] == 0) & (labels["latency_s"] > _SHORT)

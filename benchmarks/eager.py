@@ -145,14 +145,14 @@ def main() -> None:
     ape = np.array([abs(row["predicted_ms"] / row["measured_ms"] - 1) for row in rows])
     inside = np.array([row["low_ms"] <= row["measured_ms"] <= row["high_ms"] for row in rows])
     values = {
-        "median error": float(np.median(ape)),
-        "mean error": float(ape.mean()),
-        "largest error": float(ape.max()),
-        "inside 90 % interval": float(inside.mean()),
+        "median_ape": float(np.median(ape)),
+        "mape": float(ape.mean()),
+        "largest APE": float(ape.max()),
+        "in interval": float(inside.mean()),
         "noise": float(np.median([row["noise"] for row in rows])),
     }
     names = np.array([row["network"] for row in rows])
-    interval = {"median error": bootstrap(ape, names, median=True), "mean error": bootstrap(ape, names)}
+    interval = {"median_ape": bootstrap(ape, names, median=True), "mape": bootstrap(ape, names)}
     found = figure(f"networks run eagerly on {device.name}", values, len(rows), interval=interval)
     report(args.json, provenance(__file__, [Path(__file__).parent.parent / "data"]), [found], rows=rows)
 

@@ -155,7 +155,7 @@ def ast(data):
 
 
 def test_cycles_on_a_core_are_times_on_a_device(ast) -> None:
-    device = replace(get_device(XEON), clock_mhz=2000.0, l2_kb=1024, l3_kb=20000, bandwidth_gb_s=16.0)
+    device = replace(get_device(XEON), clock_mhz=2000.0, measured={}, l2_kb=1024, l3_kb=20000, bandwidth_gb_s=16.0)
     row = counts(core_cycles=350, unit_cycles=300, front_cycles=100, call_cycles=20, lines_1024k=50, lines_16384k=4)
     found = times(row, ast, device)
     assert [found[f"{name}_ns"] for name in ("core", "unit", "front", "call", "chain")] == [
