@@ -30,16 +30,7 @@ import yaml
 from common import TITLES, Figure, Results, Row, accuracy_intervals, arguments, mean_figure, provenance, start
 
 from cdmpp.dataset import Split
-from cdmpp.predictor import (
-    Config,
-    Predictor,
-    TrainingData,
-    baselines,
-    few_shot,
-    gather,
-    load_config,
-    split_data,
-)
+from cdmpp.predictor import Config, Predictor, TrainingData, baselines, few_shot, gather, load_config, split_data
 from cdmpp.predictor.baselines import COMPILED_NAMES, MODEL_NAMES, make_model
 from cdmpp.predictor.evaluation import score
 from cdmpp.predictor.evidence import DeviceScaling, Evidence, fit_scaling
@@ -87,12 +78,7 @@ def keep(results: Results, row: Row, **key: Any) -> None:
 
 
 def score_model(
-    results: Results,
-    model: baselines.LatencyModel,
-    data: TrainingData,
-    split: Split,
-    key: Row,
-    measured: bool = True,
+    results: Results, model: baselines.LatencyModel, data: TrainingData, split: Split, key: Row, measured: bool = True
 ) -> Predictor | None:
     """Train a model and keep what it scores, and ours also with compiled code and latencies of other devices. Returns ours.
 
@@ -178,11 +164,7 @@ def trained_without(device: str, data: TrainingData, config: Config) -> Predicto
 
 
 def score_few_shot(
-    data: TrainingData,
-    args: argparse.Namespace,
-    config: Config,
-    results: Results,
-    unseen: dict[str, Predictor],
+    data: TrainingData, args: argparse.Namespace, config: Config, results: Results, unseen: dict[str, Predictor]
 ) -> None:
     """Every device taught by K tasks, starting from the predictors in ``unseen``, or else from one trained here."""
     for device, seed, k, select in itertools.product(

@@ -117,10 +117,7 @@ def versions() -> dict[str, str | None]:
 
 
 def provenance(
-    benchmark: str,
-    data: Iterable[str | Path] = (),
-    weights: str | Path | None = None,
-    seeds: Iterable[int] = (),
+    benchmark: str, data: Iterable[str | Path] = (), weights: str | Path | None = None, seeds: Iterable[int] = ()
 ) -> dict[str, Any]:
     """What the figures of a benchmark (its ``__file__``) depend on: command, commit, machine, versions, seeds, and digests of
     what was read. Weights are a predictor's folder, or ``default``."""

@@ -64,10 +64,7 @@ def spread(name: str, logs: np.ndarray, tasks: np.ndarray, **more: float) -> Fig
         "worst tenth": float(np.quantile(off, 0.9)),
         **more,
     }
-    intervals = {
-        "median log": bootstrap(logs, tasks, median=True),
-        "MAD of log": bootstrap(off, tasks, median=True),
-    }
+    intervals = {"median log": bootstrap(logs, tasks, median=True), "MAD of log": bootstrap(off, tasks, median=True)}
     return figure(name, values, len(logs), interval=intervals)
 
 

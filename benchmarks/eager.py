@@ -138,10 +138,7 @@ def main() -> None:
                 "calls_ms": 1e3 * predicted.gap_s,
             }
         )  # fmt: skip
-        print(
-            " ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{v}" for k, v in rows[-1].items()),
-            flush=True,
-        )
+        print(" ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{v}" for k, v in rows[-1].items()), flush=True)
     ape = np.array([abs(row["predicted_ms"] / row["measured_ms"] - 1) for row in rows])
     inside = np.array([row["low_ms"] <= row["measured_ms"] <= row["high_ms"] for row in rows])
     values = {

@@ -75,12 +75,7 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     config = MeasureConfig(
-        from_source=True,
-        limit=args.programs,
-        builders=args.builders,
-        best_per_task=0,
-        check_per_task=0,
-        seed=args.seed,
+        from_source=True, limit=args.programs, builders=args.builders, best_per_task=0, check_per_task=0, seed=args.seed
     )
     bundle = read_bundle(args.bundle)
     wanted = (args.part,) if args.part else PARTS

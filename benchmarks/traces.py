@@ -44,12 +44,7 @@ def node_rows(graph: NetworkGraph, report: LatencyReport) -> list[Row]:
         if not node.tasks or not measured_s > 0:
             continue
         predicted_s = {**_of_device(node.predicted_s, report.device), OURS: layer.latency_s / node.repeat}
-        row = {
-            "network": graph.name,
-            "node": node.name,
-            "phase": node.phase,
-            "family": node.family or "other",
-        }
+        row = {"network": graph.name, "node": node.name, "phase": node.phase, "family": node.family or "other"}
         rows.append({**row, "repeat": node.repeat, "measured_s": measured_s, "predicted_s": predicted_s})
     return rows
 

@@ -51,10 +51,7 @@ def write_machine(root: Path, facts: dict[str, Any]) -> Path:
         "proc/sys/kernel/arch": "aarch64\n" if "implementer" in facts else "x86_64\n",
     }
     cpu0 = "sys/devices/system/cpu/cpu0"
-    caches = [
-        ("1", "Instruction", "32K"),
-        *zip("123", ("Data", "Unified", "Unified"), facts["caches"], strict=False),
-    ]
+    caches = [("1", "Instruction", "32K"), *zip("123", ("Data", "Unified", "Unified"), facts["caches"], strict=False)]
     for index, (level, kind, size) in enumerate(caches):
         names = {"level": level, "type": kind, "size": size}
         files.update({f"{cpu0}/cache/index{index}/{name}": f"{text}\n" for name, text in names.items()})

@@ -22,15 +22,7 @@ from cdmpp.device import Device, get_device
 from cdmpp.endtoend import network_tasks, predict_latency
 from cdmpp.errors import CdmppError
 from cdmpp.files import seconds_text
-from cdmpp.predictor import (
-    Predictor,
-    TrainingData,
-    evaluate,
-    finetune,
-    finetune_config,
-    gather,
-    program_resolver,
-)
+from cdmpp.predictor import Predictor, TrainingData, evaluate, finetune, finetune_config, gather, program_resolver
 from cdmpp.predictor.baselines import XGBoostModel, evaluate_models
 from cdmpp.profiler.machine import usable_cores
 from cdmpp.profiler.session import ProfileConfig, profile
@@ -57,11 +49,7 @@ class DemoNetwork(nn.Module):
             nn.Conv2d(width, width, 3, stride=2, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         )  # fmt: skip
         self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
-        self.norm, self.down, self.classes = (
-            nn.LayerNorm(width),
-            nn.Linear(hidden, width),
-            nn.Linear(width, 90),
-        )
+        self.norm, self.down, self.classes = (nn.LayerNorm(width), nn.Linear(hidden, width), nn.Linear(width, 90))
         self.gate, self.up = (nn.Linear(width, hidden) for _ in range(2))
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:

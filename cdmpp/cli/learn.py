@@ -33,11 +33,7 @@ _SPLIT = 60
 #: Trials in the table of a search; all of them are in ``summary.json``.
 _TRIALS = 10
 #: What a finetuning learned, and what predictions are made by, in words.
-_LEARNED = {
-    "nothing": "nothing that helps",
-    "correction": "a correction of predictions",
-    "weights": "new weights",
-}
+_LEARNED = {"nothing": "nothing that helps", "correction": "a correction of predictions", "weights": "new weights"}
 _KINDS = {"ast": "AST", "compiled": "compiled code"}
 _STATES = ("complete", "pruned", "failed", "interrupted")
 

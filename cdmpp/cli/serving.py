@@ -78,21 +78,13 @@ def _show(console: Console, report: ServingReport, explain: bool) -> None:
         rows = [[*cells[:2], cells[3], cells[5]] for cells in rows]
         last = {(row["phase"], row["name"]): row for row in report.operators}
         for cells, row in zip(rows, last.values(), strict=True):
-            cells += (
-                row["bound"],
-                percent(row["part"]),
-                percent(row["full"]),
-                number(row["correction"], ".2f"),
-            )
+            cells += (row["bound"], percent(row["part"]), percent(row["full"]), number(row["correction"], ".2f"))
     show_table(console, title, headings, rows)
     say(
         console,
         f"[bold]{seconds_text(report.latency_s)}[/], 90 % interval {interval_text(report.low_s, report.high_s)}",
     )
-    for text, value in (
-        ("first token", report.first_token_s),
-        ("each further token", report.per_token_s),
-    ):
+    for text, value in (("first token", report.first_token_s), ("each further token", report.per_token_s)):
         if value is not None:
             say(console, f"{text}: {seconds_text(value)}")
     if report.tokens_per_s is not None:

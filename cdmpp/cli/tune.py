@@ -118,6 +118,4 @@ def _show_tuning(console: Console, report: TuneReport) -> None:
         say(console, line)
 
 
-VERBS: Verbs = {
-    "tune": (_add_tune, _tune),
-}
+VERBS: Verbs = {"tune": (_add_tune, _tune)}

@@ -258,8 +258,4 @@ def _demo(args: Namespace, console: Console, errors: Console) -> Any:
     return run_demo(console, errors, args.data, args.out)
 
 
-VERBS: Verbs = {
-    "demo": (_add_demo, _demo),
-    "predict": (_add_predict, _predict),
-    "latency": (_add_latency, _latency),
-}
+VERBS: Verbs = {"demo": (_add_demo, _demo), "predict": (_add_predict, _predict), "latency": (_add_latency, _latency)}

@@ -95,10 +95,7 @@ class Split:
 
     @staticmethod
     def parse(
-        spec: str,
-        labels: pd.DataFrame,
-        networks: TaskNetworks | None = None,
-        families: Mapping[str, str] | None = None,
+        spec: str, labels: pd.DataFrame, networks: TaskNetworks | None = None, families: Mapping[str, str] | None = None
     ) -> Split:
         """The split of a label table that a text names (see the module), checked to be disjoint.
 
@@ -299,11 +296,7 @@ def _split(
 
 
 def _choose_networks(
-    every: Sequence[str],
-    members: Mapping[str, set[str]],
-    number: int | None,
-    seed: int,
-    families: Mapping[str, str],
+    every: Sequence[str], members: Mapping[str, set[str]], number: int | None, seed: int, families: Mapping[str, str]
 ) -> list[str]:
     """Networks to hold out: of different families and with few tasks first, never with more than half."""
     few = max(1, len(every) // 3)

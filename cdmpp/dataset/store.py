@@ -372,10 +372,7 @@ def load_datasets(paths: str | Path | Sequence[str | Path]) -> DatasetView:
 
 
 def _tables(
-    tasks: Mapping[str, Task],
-    spaces: Mapping[str, Space],
-    programs: Mapping[str, Program],
-    records: pd.DataFrame,
+    tasks: Mapping[str, Task], spaces: Mapping[str, Space], programs: Mapping[str, Program], records: pd.DataFrame
 ) -> dict[str, pa.Table]:
     objects = {"tasks": tasks, "spaces": spaces, "programs": programs}
     tables = {name: codec.to_arrow(name, known.values()) for name, known in objects.items()}

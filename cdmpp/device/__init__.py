@@ -2,15 +2,7 @@
 
 from cdmpp.device.features import DEVICE_FEATURES, GENERAL_DEVICE_FEATURES, device_features
 from cdmpp.device.spec import Device
-from cdmpp.device.table import (
-    DeviceTable,
-    add_device_file,
-    detect,
-    detect_gpus,
-    get_device,
-    known_devices,
-    load_table,
-)
+from cdmpp.device.table import DeviceTable, add_device_file, detect, detect_gpus, get_device, known_devices, load_table
 
 __all__ = [
     "DEVICE_FEATURES",

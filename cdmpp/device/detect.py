@@ -146,10 +146,7 @@ def machine_facts() -> dict[str, str | int | float | None]:
     """What the CPU of this machine says about itself, as JSON values: to be kept with what is measured on it."""
     facts = asdict(read_cpu_facts())
     virtual = "hypervisor" in facts.pop("flags")
-    return {
-        **{name: facts[name] for name in facts if name not in ("machine", "base_mhz")},
-        "virtual": virtual,
-    }
+    return {**{name: facts[name] for name in facts if name not in ("machine", "base_mhz")}, "virtual": virtual}
 
 
 def detect_cpu(root: Path | None = None, machine: str = "") -> Device:

@@ -36,10 +36,7 @@ _DRAWS, _COMMON = 400, 0.06
 
 
 def eager_latency(
-    network: Network | str,
-    device: Device,
-    model: OperatorModel | None = None,
-    price_per_hour: float | None = None,
+    network: Network | str, device: Device, model: OperatorModel | None = None, price_per_hour: float | None = None
 ) -> LatencyReport:
     """Predict one run of a network on cores of a CPU, with 90 % intervals.
 
@@ -53,6 +50,7 @@ def eager_latency(
     model = load_operator_model(kind="cpu") if model is None else model
     loaded = load_network(network) if isinstance(network, str) else network
     calls, views = calls_of(loaded.export())
+    measured = set(model.inputs[-1])
     if not calls:
         raise NetworkError(f"network {loaded.name} has no operator: there is nothing to predict")
     table = table_of(calls)
@@ -80,7 +78,7 @@ def eager_latency(
                 start_s=start,
                 stream=0,
                 origin="library",
-                unfamiliar=not call.known,
+                unfamiliar=not call.known and call.name not in measured,
                 measured_s=None,
             )
         )
@@ -137,7 +135,7 @@ def _notes(table: pd.DataFrame, seconds: FloatArray, device: Device, model: Oper
         notes.append(
             f"no library operator was measured on {device.name}: predicted from {', '.join(sorted(model.devices))}"
         )
-    unknown = ~table["known"].to_numpy(dtype=bool)
+    unknown = ~(table["known"].astype(bool) | table["kernel"].isin(model.inputs[-1])).to_numpy()
     if unknown.any():
         names = ", ".join(dict.fromkeys(table["kernel"][unknown]))
         part = 100 * seconds[unknown].sum() / seconds.sum()

@@ -290,11 +290,7 @@ def _error_factors(
 
 
 def _layers(
-    source: NetworkTasks,
-    tasks: Mapping[str, TaskLatency],
-    played: Replay,
-    factor: float | None,
-    device: str,
+    source: NetworkTasks, tasks: Mapping[str, TaskLatency], played: Replay, factor: float | None, device: str
 ) -> tuple[LayerLatency, ...]:
     total = sum(time.kernel_s + time.gap_s for time in played.nodes)
     layers = []

@@ -148,12 +148,7 @@ class _Clocks:
         return min(range(len(starts)), key=lambda stream: (starts[stream], stream not in inputs, stream))
 
     def _skip(
-        self,
-        body: list[GraphNode],
-        rest: float,
-        host: FloatArray,
-        free: list[FloatArray],
-        last_end: FloatArray,
+        self, body: list[GraphNode], rest: float, host: FloatArray, free: list[FloatArray], last_end: FloatArray
     ) -> None:
         """Let `rest` further runs pass, each as long as the last one; a negative part takes back of it."""
         period = self.last_end - last_end

@@ -92,14 +92,7 @@ def predict_operators(
     """
     rows = read_operators(path, dtype_name(dtype))
     return [
-        _report(
-            rows,
-            get_device(d) if isinstance(d, str) else d,
-            model,
-            Path(path).stem,
-            dtype_name(dtype),
-            framework,
-        )
+        _report(rows, get_device(d) if isinstance(d, str) else d, model, Path(path).stem, dtype_name(dtype), framework)
         for d in devices
     ]
 
@@ -217,13 +210,7 @@ def _report(
         {"step": _plain(step), "phase": phase, "latency_s": float((part["latency_s"] / part["weight"]).sum())}
         for (step, phase), part in by_step.groupby(["step", "phase"], sort=False)
     ]
-    columns = {
-        "name": table.get("name", ops),
-        "op": ops,
-        "phase": phases,
-        "step": table.get("step"),
-        "count": counts,
-    }
+    columns = {"name": table.get("name", ops), "op": ops, "phase": phases, "step": table.get("step"), "count": counts}
     why = model.explain(table, device) if len(table) else pd.DataFrame()
     listed = pd.DataFrame({**columns, "latency_s": each}).reset_index(drop=True).join(why)
     operators = [{name: _plain(value) for name, value in row.items()} for row in listed.to_dict("records")]
@@ -281,10 +268,7 @@ def _with_rates(report: ServingReport, serving: Serving, memory_gb: float, price
         values["first_token_s"] = report.latency_s
     if price is not None:
         values["price_per_million_tokens"] = 1e6 * serving.tp * price / 3600 / values["tokens_per_s"]
-    values["notes"] = (
-        *report.notes,
-        "kernels alone, as recorded graphs run them: the host's time is not included",
-    )
+    values["notes"] = (*report.notes, "kernels alone, as recorded graphs run them: the host's time is not included")
     return ServingReport(**values)
 
 

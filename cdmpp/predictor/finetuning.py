@@ -34,15 +34,7 @@ from cdmpp.predictor.evidence import NO_EVIDENCE, DeviceScaling, Evidence, fit_s
 from cdmpp.predictor.network import correction_inputs
 from cdmpp.predictor.predictor import Predictor
 from cdmpp.predictor.selection import TaskSelection, select_tasks, write_task_file
-from cdmpp.predictor.training import (
-    HISTORY_FILE,
-    Fitted,
-    calibrated,
-    encode,
-    prepare,
-    recorder,
-    training_summary,
-)
+from cdmpp.predictor.training import HISTORY_FILE, Fitted, calibrated, encode, prepare, recorder, training_summary
 from cdmpp.predictor.transforms import AST, COMPILED, Correction
 
 if TYPE_CHECKING:

@@ -51,15 +51,7 @@ _SPECIAL_PER_CYCLE = 16.0
 #: Bytes a cycle from the second level to a core: this part of 64. Of sm_80 to sm_90 and sm_120 the median of what PipeWeave
 #: measured; of sm_100 what the products of a B200 imply.
 _L2_BYTES = 64.0
-_L2_PART = {
-    "sm_80": 0.33,
-    "sm_86": 0.26,
-    "sm_89": 0.25,
-    "sm_90": 0.57,
-    "sm_100": 1.0,
-    "sm_103": 1.0,
-    "sm_120": 0.26,
-}
+_L2_PART = {"sm_80": 0.33, "sm_86": 0.26, "sm_89": 0.25, "sm_90": 0.57, "sm_100": 1.0, "sm_103": 1.0, "sm_120": 0.26}
 _L2_PART_OF_OTHERS = 0.3
 #: Joules an operation in 16 bits in a process of so many nanometres: those of an L40S.
 _OPERATION_J, _USUAL_NM = 1e-12, 5.0
@@ -108,12 +100,7 @@ def products(table: pd.DataFrame) -> tuple[FloatArray, FloatArray, FloatArray, F
     ins, outs = size["in_channels"] / g, size["out_channels"] / g
     conv = [
         (g, size["batch"] * points, outs, ins * window),
-        (
-            g,
-            size["batch"] * size["height"] * size["width"],
-            ins,
-            outs * window / np.maximum(size["stride"], 1),
-        ),
+        (g, size["batch"] * size["height"] * size["width"], ins, outs * window / np.maximum(size["stride"], 1)),
         (g, outs, ins * window, size["batch"] * points),
     ]
     queries = size["tokens"] / size["sequences"]
@@ -124,10 +111,7 @@ def products(table: pd.DataFrame) -> tuple[FloatArray, FloatArray, FloatArray, F
         (op == "gemm", (size["batch"], size["m"], size["n"], size["k"])),
         (op == "grouped_gemm", (used, size["m"] / used, size["n"], size["k"])),
         *(((op == "conv") & (back == i), conv[i]) for i in range(3)),
-        (
-            op == "attention",
-            (size["sequences"] * size["heads"] / packed, queries * packed, size["head_dim"], seen),
-        ),
+        (op == "attention", (size["sequences"] * size["heads"] / packed, queries * packed, size["head_dim"], seen)),
     ]
     for name, gates in GATES.items():  # one step after the other
         kinds.append((op == name, (size["tokens"], size["m"], gates * size["n"], size["n"] + size["k"])))
@@ -310,11 +294,7 @@ def _energy(table: pd.DataFrame, device: Device, peak: FloatArray) -> FloatArray
 
 
 def _compute(
-    tiles: dict[tuple[int, int], FloatArray],
-    depth: FloatArray,
-    core_peak: FloatArray,
-    cores: float,
-    core_feed: float,
+    tiles: dict[tuple[int, int], FloatArray], depth: FloatArray, core_peak: FloatArray, cores: float, core_feed: float
 ) -> tuple[FloatArray, FloatArray]:
     """Seconds of the products in whole waves of the best tiles, and into how many parts these cut the reduction.
 

@@ -17,13 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.predictor.roofline import (
-    ProgramView,
-    estimate_s,
-    peak_flops,
-    power_headroom,
-    roofline_s,
-)
+from cdmpp.predictor.roofline import ProgramView, estimate_s, peak_flops, power_headroom, roofline_s
 from cdmpp.program.codegen import CACHE_KB, CODEGEN_FEATURES, CYCLE_FEATURES
 
 if TYPE_CHECKING:
@@ -132,10 +126,7 @@ def _power_of_two(extent: FloatArray) -> FloatArray:
 
 
 def pair_rows(
-    asts: Sequence[CompactAST],
-    devices: Sequence[Device],
-    program: NDArray[np.int64],
-    device: NDArray[np.int64],
+    asts: Sequence[CompactAST], devices: Sequence[Device], program: NDArray[np.int64], device: NDArray[np.int64]
 ) -> FloatArray:
     """Raw features of pairs, float64 (n, len(PAIR_FEATURES)), >= 0, NaN where a device's specification does not say.
 

@@ -14,15 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError
-from cdmpp.program.ast.schema import (
-    CAPACITIES,
-    LEAF_FEATURES,
-    N_LOOPS,
-    N_SLOTS,
-    SIMD_BYTES,
-    SPECIAL,
-    size_name,
-)
+from cdmpp.program.ast.schema import CAPACITIES, LEAF_FEATURES, N_LOOPS, N_SLOTS, SIMD_BYTES, SPECIAL, size_name
 
 if TYPE_CHECKING:
     from cdmpp.device import Device

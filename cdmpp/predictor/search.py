@@ -219,12 +219,7 @@ def trial_options(config: Config, model: str, values: Mapping[str, Any]) -> dict
 
 
 def _open_study(
-    config: Config,
-    model: str,
-    space: Mapping[str, BaseDistribution],
-    data: TrainingData,
-    split: Split,
-    out: Path,
+    config: Config, model: str, space: Mapping[str, BaseDistribution], data: TrainingData, split: Split, out: Path
 ) -> optuna.Study:
     """A study, new or continued; PredictorError where it is one of something else."""
     import optuna
@@ -317,12 +312,7 @@ def _errors(fitted: LatencyModel, data: TrainingData, rows: NDArray[np.int64]) -
 
 
 def _write(
-    out: Path,
-    study: optuna.Study,
-    space: Mapping[str, BaseDistribution],
-    config: Config,
-    model: str,
-    split: Split,
+    out: Path, study: optuna.Study, space: Mapping[str, BaseDistribution], config: Config, model: str, split: Split
 ) -> SearchResult:
     """Write what was found so far: the summary and, once a trial succeeded, the best values."""
     import yaml

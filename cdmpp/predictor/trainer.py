@@ -131,10 +131,7 @@ class Trainer:
         else:
             _load(self.network, weights, "weights to start from do")
         self._optimizer = torch.optim.AdamW(
-            self.network.parameters(),
-            lr=config.train.learning_rate,
-            weight_decay=config.train.weight_decay,
-            fused=True,
+            self.network.parameters(), lr=config.train.learning_rate, weight_decay=config.train.weight_decay, fused=True
         )
         self._target = torch.from_numpy(transform.forward(train.latency_s, train.reference_s)).float()
         self._log_latency = torch.from_numpy(np.log(train.latency_s)).float()
@@ -147,9 +144,7 @@ class Trainer:
         self._state = TrainerState()
 
     def fit(
-        self,
-        checkpoint: Callable[[TrainerState], None] | None = None,
-        progress: ProgressCallback | None = None,
+        self, checkpoint: Callable[[TrainerState], None] | None = None, progress: ProgressCallback | None = None
     ) -> TrainerState:
         """Train until the last epoch or until patience runs out. After every epoch ``checkpoint`` is called with the full
         state, then ``progress`` with the line of the history."""
@@ -273,12 +268,7 @@ class Trainer:
         return float(loss.detach()), float(cmd.detach())
 
     def _all_terms(
-        self,
-        network: LatencyNetwork,
-        batch: PaddedBatch,
-        context: Context,
-        truth: _Truth,
-        index: torch.Tensor,
+        self, network: LatencyNetwork, batch: PaddedBatch, context: Context, truth: _Truth, index: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss of our network on pairs with these numbers, (n,), and of it the discrepancy before its weight."""
         terms = self._terms

@@ -195,11 +195,7 @@ def encode(data: TrainingData, encoder: FeatureEncoder, relative_to: str = "") -
 
 
 def calibrated(
-    predictor: Predictor,
-    data: TrainingData,
-    split: Split,
-    seed: int = 0,
-    scaling: DeviceScaling | None = None,
+    predictor: Predictor, data: TrainingData, split: Split, seed: int = 0, scaling: DeviceScaling | None = None
 ) -> Predictor:
     """The predictor with intervals and familiarity, both from the split it was trained with; PredictorError where that has
     no training or no validation records.

@@ -116,12 +116,7 @@ class Calibration:
 
     @classmethod
     def fit(
-        cls,
-        label_s: ArrayLike,
-        predicted_s: ArrayLike,
-        task: Sequence[str],
-        device: Sequence[str],
-        unit: str = "task",
+        cls, label_s: ArrayLike, predicted_s: ArrayLike, task: Sequence[str], device: Sequence[str], unit: str = "task"
     ) -> Calibration:
         """From measured and predicted seconds of n >= 1 calibration records, and the task and device of each.
 

@@ -117,17 +117,9 @@ class Assembler:
         begin = [Instruction.create_reg(Code.PUSH_R64, register) for register in _SAVED]
         begin += [
             Instruction.create_reg_reg(Code.MOV_R64_RM64, register, given)
-            for register, given in (
-                (_COUNT, Register.RDI),
-                (_BUFFER, Register.RSI),
-                (_ARGUMENT, Register.RDX),
-            )
+            for register, given in ((_COUNT, Register.RDI), (_BUFFER, Register.RSI), (_ARGUMENT, Register.RDX))
         ]
-        for register in (
-            Register.YMM13,
-            Register.YMM14,
-            Register.YMM15,
-        ):  # zeros, also of what indices are made of
+        for register in (Register.YMM13, Register.YMM14, Register.YMM15):  # zeros, also of what indices are made of
             begin.append(Instruction.create_reg_reg_reg(Code.VEX_VXORPS_YMM_YMM_YMMM256, register, register, register))
         begin.append(Instruction.create_reg_reg(Code.XOR_R32_RM32, Register.EAX, Register.EAX))
         begin.append(Instruction.create(Code.NOPD))

@@ -111,12 +111,7 @@ def profile_library(
         torch.set_num_threads(threads)
     table = _finish(folder, device, torch.__version__)
     return LibraryReport(
-        folder,
-        device.name,
-        len(table),
-        len(todo) - sum(failures.values()),
-        failures,
-        time.monotonic() - began,
+        folder, device.name, len(table), len(todo) - sum(failures.values()), failures, time.monotonic() - began
     )
 
 

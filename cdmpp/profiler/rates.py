@@ -154,12 +154,7 @@ def _launch_s(cores: int) -> float:
 
 
 def as_row(
-    table: DeviceTable,
-    name: str,
-    kind: str,
-    results: dict[str, float],
-    skipped: Sequence[str] = (),
-    **more: str,
+    table: DeviceTable, name: str, kind: str, results: dict[str, float], skipped: Sequence[str] = (), **more: str
 ) -> MeasuredDevice:
     """A device file's row of what was measured of a device: what the table leaves open, and all results."""
     known = table.find(name)

@@ -142,10 +142,7 @@ class Session:
         return time.perf_counter() - self._started
 
     def take(
-        self,
-        outcomes: Iterable[Outcome],
-        meta: Mapping[str, Any],
-        done: Callable[[Outcome], None] | None = None,
+        self, outcomes: Iterable[Outcome], meta: Mapping[str, Any], done: Callable[[Outcome], None] | None = None
     ) -> None:
         """Put outcomes into the dataset as they come, until the time is up; `meta` is of all records, `done` gets each."""
         for outcome in outcomes:

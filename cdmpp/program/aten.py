@@ -2,14 +2,14 @@
 
 Rows have the columns of :mod:`cdmpp.program.operators`, so that a model of library operators can price them. Convolutions of
 one and three dimensions are folded into two, a transposed one is the backward pass of a convolution, and a cell of a
-recurrent network is one product, as all steps of a whole one are. Views cost a call and no more. What has no rule is
-priced by the bytes that it moves, and is marked.
+recurrent network is one product, as all steps of a whole one are. Views cost a call and no more. What has no rule
+counts as element-wise, by the bytes that it moves, and is marked.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,14 +30,6 @@ _MAYBE_VIEWS = {"contiguous", "reshape", "to", "clone", "type_as", "_to_copy"}
 _ACTIVATIONS = {
     "gelu", "silu", "silu_", "sigmoid", "sigmoid_", "tanh", "exp", "log", "erf", "pow", "cos", "sin", "softplus",
     "mish", "elu", "log_sigmoid", "logit",
-}  # fmt: skip
-_ELEMENTWISE = {
-    "relu", "relu_", "relu6", "add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "div", "div_", "hardtanh",
-    "hardtanh_", "neg", "clamp", "clamp_min", "abs", "where", "masked_fill", "masked_fill_", "hardswish",
-    "hardswish_", "hardsigmoid", "leaky_relu", "leaky_relu_", "prelu", "rsqrt", "sqrt", "minimum", "maximum", "ge",
-    "gt", "le", "lt", "eq", "ne", "logical_not", "logical_and", "__and__", "__or__", "bitwise_not", "square",
-    "reciprocal", "addcmul", "lerp", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros",
-    "new_ones", "new_full", "empty", "arange", "scalar_tensor", "fill", "fill_", "glu",
 }  # fmt: skip
 _COPIES = {
     "cat", "stack", "pad", "constant_pad_nd", "roll", "index", "index_select", "gather", "repeat", "pixel_shuffle",
@@ -166,7 +158,7 @@ def _sizes(name: str, node: Any) -> tuple[dict[str, Any], bool]:
     if name in _COPIES or name in _MAYBE_VIEWS:
         return {"op": "copy", "m": max(1.0, out / _run(node)), "n": _run(node), "inputs": inputs}, True
     op = "activation" if name in _ACTIVATIONS else "elementwise"
-    return {"op": op, "m": 1.0, "n": out, "inputs": inputs}, name in _ACTIVATIONS | _ELEMENTWISE
+    return {"op": op, "m": 1.0, "n": out, "inputs": inputs}, name in _ACTIVATIONS
 
 
 def _run(node: Any) -> float:
@@ -277,19 +269,10 @@ _RULES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "group_norm": _rows("layernorm", lambda node: math.prod(_value(node.args[0]).shape[1:]) // node.args[1]),
     "instance_norm": _rows("layernorm", lambda node: math.prod(_value(node.args[0]).shape[2:])),
     "batch_norm": _rows("batchnorm", lambda node: math.prod(_value(node.args[0]).shape[2:])),
-    "embedding": lambda node: {
-        "op": "embedding",
-        "m": _elements(node.args[1]),
-        "n": _value(node.args[0]).shape[-1],
-    },
+    "embedding": lambda node: {"op": "embedding", "m": _elements(node.args[1]), "n": _value(node.args[0]).shape[-1]},
     **dict.fromkeys(("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d"), _pool),
     "lstm_cell": _cell("lstm"),
     "gru_cell": _cell("gru"),
     "lstm": _recurrent,
     "gru": _recurrent,
 }
-
-
-def unknown_of(calls: Sequence[Call]) -> Iterator[str]:
-    """Names of operators without a rule."""
-    return iter(dict.fromkeys(call.name for call in calls if not call.known))

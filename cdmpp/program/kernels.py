@@ -202,9 +202,7 @@ def image_convolution(height: int, width: int, filter_height: int, filter_width:
     i = builder.reduce_axis((0, filter_height), name="i")
     j = builder.reduce_axis((0, filter_width), name="j")
     result = builder.compute(
-        (height, width),
-        lambda y, x: builder.sum(image[y + i, x + j] * weights[i, j], axis=[i, j]),
-        name="convolution",
+        (height, width), lambda y, x: builder.sum(image[y + i, x + j] * weights[i, j], axis=[i, j]), name="convolution"
     )
     return prim_func([image, weights], result)
 
@@ -228,17 +226,10 @@ def kernel_tuner_convolution(
     border_y, border_x = filter_height - 1, filter_width - 1
     rows, columns = span_y + border_y, span_x + border_x
     reached_y, reached_x = height + border_y, width + border_x
-    shapes = {
-        "image": (reached_y, reached_x),
-        "filter": (filter_height, filter_width),
-        "out": (height, width),
-    }
+    shapes = {"image": (reached_y, reached_x), "filter": (filter_height, filter_width), "out": (height, width)}
     cached = {"cdmpp.read_only": read_only} if read_only else {}
     constant = {"cdmpp.constant_memory": use_cmem} if use_cmem else {}
-    with function(**{name: (shape, "float32") for name, shape in shapes.items()}) as (
-        (image, weights, out),
-        made,
-    ):
+    with function(**{name: (shape, "float32") for name, shape in shapes.items()}) as ((image, weights, out), made):
         # An axis for each loop that separates outputs, so that a thread's registers shrink to its own.
         split = (blocks_y, tile_size_y, block_size_y, blocks_x, tile_size_x, block_size_x)
         sums = T.sblock_alloc_buffer(split, scope="local")

@@ -211,12 +211,7 @@ def work(table: pd.DataFrame) -> dict[str, FloatArray]:
             out[name][rows] = np.broadcast_to(value, len(table))[rows]
 
     b, m, n, k = (size[name] for name in ("batch", "m", "n", "k"))
-    put(
-        op == "gemm",
-        matrix=2 * b * m * n * k,
-        read=b * (m * k * inner + k * n * element),
-        written=b * m * n * outer,
-    )
+    put(op == "gemm", matrix=2 * b * m * n * k, read=b * (m * k * inner + k * n * element), written=b * m * n * outer)
     put(
         op == "grouped_gemm",
         matrix=2 * m * n * k,

@@ -18,12 +18,7 @@ from cdmpp.program.zoo import TASK_COUNTS, zoo_networks
 
 logger = logging.getLogger(__name__)
 
-_PACKED_CALLS = (
-    "tirx.tvm_call_packed",
-    "tirx.tvm_call_cpacked",
-    "tirx.call_extern",
-    "tirx.tvm_call_packed_lowered",
-)
+_PACKED_CALLS = ("tirx.tvm_call_packed", "tirx.tvm_call_cpacked", "tirx.call_extern", "tirx.tvm_call_packed_lowered")
 
 #: Called with the name of a network, its number (from 1) and the number of networks before it is imported.
 Progress = Callable[[str, int, int], None]

@@ -177,10 +177,7 @@ def _groups(
         "pair": [(f"{task} on {device}",) for task, device in zip(tasks, devices, strict=True)],
     }
     noise, floor = records["noise"], records["error_floor"]
-    metrics = {
-        **scores["groups"],
-        **evaluate_groups(label_s, predicted_s, tasks, devices, noise, floor, further),
-    }
+    metrics = {**scores["groups"], **evaluate_groups(label_s, predicted_s, tasks, devices, noise, floor, further)}
     found = {
         grouping: _worst_first(metrics[grouping], predicted_s / label_s, names)
         for grouping, names in {**members, **further}.items()

@@ -21,14 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
 
 #: Okabe and Ito's colours (without yellow, which is too pale on white) with a marker each.
-_STYLES = (
-    ("#0072B2", "o"),
-    ("#D55E00", "^"),
-    ("#009E73", "s"),
-    ("#CC79A7", "D"),
-    ("#E69F00", "v"),
-    ("#56B4E9", "P"),
-)
+_STYLES = (("#0072B2", "o"), ("#D55E00", "^"), ("#009E73", "s"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"))
 #: Name of the families that have no style.
 _OTHERS = "other families"
 _BLUE, _RED = _STYLES[0][0], _STYLES[1][0]

@@ -82,9 +82,7 @@ class TaskTuner:
                 sch_rules=self._rule, postprocs=self._rule, mutator_probs=self._rule
             ),
             search_strategy=ms.search_strategy.EvolutionarySearch(
-                population_size=population,
-                genetic_num_iters=generations,
-                init_min_unmeasured=1,
+                population_size=population, genetic_num_iters=generations, init_min_unmeasured=1
             ),
             task_name=task.name,
             rand_state=seed,

@@ -182,9 +182,7 @@ def make_cost_model(config: TuneConfig, device: Device) -> Any:
         return CostModel(config.predictor, device)
     if config.cost_model == "xgb":
         return cost_model.XGBModel(
-            extractor="per-store-feature",
-            config=cost_model.xgb_model.XGBConfig(seed=config.seed),
-            verbose_eval=False,
+            extractor="per-store-feature", config=cost_model.xgb_model.XGBConfig(seed=config.seed), verbose_eval=False
         )
     return cost_model.RandomModel(seed=config.seed)
 

@@ -52,13 +52,7 @@ _NUMBER = 60
 #: Log odds are kept within this: no count of programs seen makes another one certain.
 _MOST_LOG_ODDS = 6.0
 #: The trees that learn while tuning: together they move log odds by 3 at most, where all records agree.
-_SMALL_TREES: dict[str, Any] = {
-    **_TREES,
-    "max_depth": 3,
-    "eta": 0.15,
-    "min_child_weight": 0.0,
-    "subsample": 1.0,
-}
+_SMALL_TREES: dict[str, Any] = {**_TREES, "max_depth": 3, "eta": 0.15, "min_child_weight": 0.0, "subsample": 1.0}
 _NUMBER_SMALL = 20
 #: Records that they learn from, the latest.
 _MAX_RECORDS = 1024

@@ -40,10 +40,7 @@ class _Earlier:
 
 
 def warm_start(
-    paths: Sequence[str | Path],
-    tuners: Sequence[TaskTuner],
-    device: Device,
-    cost_model: Any,
+    paths: Sequence[str | Path], tuners: Sequence[TaskTuner], device: Device, cost_model: Any
 ) -> tuple[dict[int, list[Candidate]], int]:
     """Teach a cost model from earlier records, and choose what to measure first.
 

@@ -279,11 +279,7 @@ class Workers:
         self._failure: BaseException | None = None
 
     def run(
-        self,
-        config: TuneConfig,
-        device: Device,
-        cores: Sequence[tuple[int, ...]],
-        earlier: Sequence[str | Path],
+        self, config: TuneConfig, device: Device, cores: Sequence[tuple[int, ...]], earlier: Sequence[str | Path]
     ) -> str:
         """Tune until the objective is reached, or until there is nothing more to try; says which.
 

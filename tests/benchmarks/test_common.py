@@ -129,11 +129,7 @@ def test_files_are_small_and_hold_what_was_measured(tmp_path: Path, capsys: pyte
 
 
 def test_spread_is_that_of_a_sample() -> None:
-    assert common.spread_of([1.0, 2.0, 3.0, 4.0]) == {
-        "sd": pytest.approx(np.sqrt(5 / 3)),
-        "min": 1.0,
-        "max": 4.0,
-    }
+    assert common.spread_of([1.0, 2.0, 3.0, 4.0]) == {"sd": pytest.approx(np.sqrt(5 / 3)), "min": 1.0, "max": 4.0}
     assert common.spread_of([2.0])["sd"] is None
 
 

@@ -7,14 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.traces import (
-    compare_networks,
-    compare_nodes,
-    compare_sources,
-    network_row,
-    node_rows,
-    operator_errors,
-)
+from benchmarks.traces import compare_networks, compare_nodes, compare_sources, network_row, node_rows, operator_errors
 from cdmpp.program.graph import GraphNode, network_graph
 
 GPU = "v100-pcie-32gb"

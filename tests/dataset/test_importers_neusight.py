@@ -217,13 +217,7 @@ def test_gradients_without_operators_move_memory(tmp_path: Path) -> None:
 
 
 def test_end_to_end_latencies_join_the_graphs(tmp_path: Path) -> None:
-    row = {
-        "device": "Tesla_V100-PCIE-32GB",
-        "model_name": "gpt2_large",
-        "mode": "inf",
-        "seqlen": 8,
-        "batch": 2,
-    }
+    row = {"device": "Tesla_V100-PCIE-32GB", "model_name": "gpt2_large", "mode": "inf", "seqlen": 8, "batch": 2}
     rows = [
         {**row, "option": None, "label_all_e2e_latency": 12.5, "neusight_all_e2e_latency": 14.0},
         {**row, "option": "tp4", "label_all_e2e_latency": 3.0, "neusight_all_e2e_latency": 4.0},

@@ -54,10 +54,7 @@ def test_serving_operators_are_those_of_aiconfigurator(tmp_path: Path) -> None:
     assert sorted(table["device"]) == ["a100-sxm4-80gb", "l40s", "l40s"]  # the suspect one is left out
     found = table.sort_values("tokens").to_dict("records")
     assert [row["tokens"] for row in found[:2]] == [2, 200]
-    assert [row["pairs"] for row in found[:2]] == [
-        2 * 8,
-        2 * 100 * 101 / 2,
-    ]  # past counts for generation alone
+    assert [row["pairs"] for row in found[:2]] == [2 * 8, 2 * 100 * 101 / 2]  # past counts for generation alone
     assert found[0]["kv_dtype"] == "fp8" and found[0]["dtype"] == "bfloat16"
     assert (found[2]["m"], found[2]["n"], found[2]["k"]) == (64, 4096, 1024)
 

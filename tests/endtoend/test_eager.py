@@ -27,6 +27,7 @@ class Fixed:
     """A millisecond an operator, two with cold weights; a tenth to each side."""
 
     devices: ClassVar = {ZEN4.name: ("gemm float32",)}
+    inputs: ClassVar = [["relu"]]
 
     def interval(self, table: Any, device: Any, framework: str) -> tuple[Any, Any, Any]:
         seconds = np.full(len(table), {BEST: 1e-3, COLD: 2e-3}[framework])

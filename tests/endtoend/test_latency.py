@@ -15,14 +15,7 @@ from cdmpp.dataset import Dataset
 from cdmpp.device import get_device
 from cdmpp.endtoend import NetworkTasks, compare_devices, network_tasks, predict_latency, read_prices
 from cdmpp.endtoend.tasks import candidates
-from cdmpp.errors import (
-    DatasetError,
-    NetworkError,
-    PredictorError,
-    PriceError,
-    TunerError,
-    UnknownDeviceError,
-)
+from cdmpp.errors import DatasetError, NetworkError, PredictorError, PriceError, TunerError, UnknownDeviceError
 from cdmpp.predictor import Predictor
 from cdmpp.predictor.uncertainty import Calibration
 from cdmpp.program.graph import FOLDER, GraphNode, network_graph, save_graph
@@ -252,13 +245,7 @@ def test_the_command_ends_with_one_line_on_bad_input(
 ) -> None:
     monkeypatch.setattr(Predictor, "default", classmethod(lambda cls: fixed(float("nan"))))
     (tmp_path / "prices.yaml").write_text("h2000: 1")
-    for options in (
-        ["h2000"],
-        ["h200,nodevice"],
-        ["h200"],
-        [","],
-        ["h200", "--price", str(tmp_path / "prices.yaml")],
-    ):
+    for options in (["h2000"], ["h200,nodevice"], ["h200"], [","], ["h200", "--price", str(tmp_path / "prices.yaml")]):
         assert main(["latency", str(trace), "--device", *options]) == 2
         error = capsys.readouterr().err
         assert error.startswith("cdmpp: ") and error.count("\n") == 1

@@ -10,21 +10,8 @@ import pytest
 import torch
 
 from cdmpp.errors import DatasetError, FeatureMismatchError, PredictorError
-from cdmpp.predictor.baselines import (
-    MODEL_NAMES,
-    CdmppModel,
-    TaskMedian,
-    XGBoostModel,
-    evaluate_models,
-    make_model,
-)
-from cdmpp.predictor.baselines.networks import (
-    CdmppReleased,
-    LstmModel,
-    LstmNetwork,
-    ReleasedNetwork,
-    ReleasedSizes,
-)
+from cdmpp.predictor.baselines import MODEL_NAMES, CdmppModel, TaskMedian, XGBoostModel, evaluate_models, make_model
+from cdmpp.predictor.baselines.networks import CdmppReleased, LstmModel, LstmNetwork, ReleasedNetwork, ReleasedSizes
 from cdmpp.predictor.baselines.xgboost import (
     AGGREGATED_DIM,
     PER_STORE_DIM,

@@ -93,11 +93,7 @@ def scores(default: Predictor, data: TrainingData) -> dict[str, Any]:
 
 @pytest.mark.parametrize("machine", FIVE)
 def test_figures_are_those_of_the_model_card_on_any_machine(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    default: Predictor,
-    scores: dict[str, Any],
-    machine: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, default: Predictor, scores: dict[str, Any], machine: str
 ) -> None:
     monkeypatch.setenv(ROOT_VARIABLE, str(write_machine(tmp_path, MACHINES[machine])))
     here = gather(FOLDER)

@@ -57,14 +57,7 @@ def test_a_run_folder_holds_what_was_chosen_and_a_predictor(small, base, config,
     base.save(tmp_path / "base")
     lines = []
     result = finetune(
-        tmp_path / "base",
-        small,
-        "fast",
-        tmp_path / "run",
-        tasks=3,
-        seed=5,
-        config=quick(config),
-        progress=lines.append,
+        tmp_path / "base", small, "fast", tmp_path / "run", tasks=3, seed=5, config=quick(config), progress=lines.append
     )
     loaded = Predictor.load(tmp_path / "run")
     about = loaded.training["finetuned"]

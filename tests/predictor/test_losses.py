@@ -8,12 +8,7 @@ import pytest
 import torch
 
 from cdmpp.predictor.config import LossConfig
-from cdmpp.predictor.losses import (
-    central_moment_discrepancy,
-    hybrid_loss,
-    pairwise_ranking,
-    relative_error,
-)
+from cdmpp.predictor.losses import central_moment_discrepancy, hybrid_loss, pairwise_ranking, relative_error
 from cdmpp.predictor.transforms import LabelTransform
 
 

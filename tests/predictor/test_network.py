@@ -14,13 +14,7 @@ from hypothesis import strategies as st
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.batching import Context, PaddedBatch
 from cdmpp.predictor.config import ModelConfig
-from cdmpp.predictor.network import (
-    VARIANTS,
-    LatencyNetwork,
-    PiecewiseLinear,
-    PreOrderEncoding,
-    positional_encoding,
-)
+from cdmpp.predictor.network import VARIANTS, LatencyNetwork, PiecewiseLinear, PreOrderEncoding, positional_encoding
 
 LEAF_DIM, DEVICE_DIM = 7, 3
 SMALL = {"dim": 16, "layers": 2, "heads": 2, "ffn_dim": 32, "embedding_dim": 12, "decoder_dim": 16}

@@ -35,10 +35,7 @@ def gemms(sizes: list[tuple[int, int, int]], dtype: str = "bfloat16") -> pd.Data
     return operator_table([{"op": "gemm", "dtype": dtype, "m": m, "n": n, "k": k} for m, n, k in sizes])
 
 
-@given(
-    size=st.tuples(*[st.integers(1, 20_000)] * 3),
-    name=st.sampled_from(["h200", "t4", "mi300x", "p4", "rtx-4090"]),
-)
+@given(size=st.tuples(*[st.integers(1, 20_000)] * 3), name=st.sampled_from(["h200", "t4", "mi300x", "p4", "rtx-4090"]))
 def test_no_product_beats_its_device(size: tuple[int, int, int], name: str) -> None:
     device, table = get_device(name), gemms([size])
     seconds = mechanism(table, device).estimate(Constants())[0]
@@ -136,12 +133,7 @@ def test_nearly_equal_devices_are_one_family() -> None:
 
 def test_kinds_split_what_has_kernels_of_its_own() -> None:
     rows = [{"op": "gemm", "dtype": dtype, "m": 8, "n": 8, "k": 8} for dtype in ("bf16", "fp8", "int4_wo", "fp32")]
-    assert kinds(operator_table(rows)).tolist() == [
-        "gemm",
-        "gemm narrow",
-        "gemm weights only",
-        "gemm float32",
-    ]
+    assert kinds(operator_table(rows)).tolist() == ["gemm", "gemm narrow", "gemm weights only", "gemm float32"]
 
 
 def test_what_ships_knows_every_gpu_of_the_table() -> None:

@@ -158,13 +158,7 @@ def test_cycles_on_a_core_are_times_on_a_device(ast) -> None:
     device = replace(get_device(XEON), clock_mhz=2000.0, measured={}, l2_kb=1024, l3_kb=20000, bandwidth_gb_s=16.0)
     row = counts(core_cycles=350, unit_cycles=300, front_cycles=100, call_cycles=20, lines_1024k=50, lines_16384k=4)
     found = times(row, ast, device)
-    assert [found[f"{name}_ns"] for name in ("core", "unit", "front", "call", "chain")] == [
-        175,
-        150,
-        50,
-        10,
-        0,
-    ]
+    assert [found[f"{name}_ns"] for name in ("core", "unit", "front", "call", "chain")] == [175, 150, 50, 10, 0]
     assert (found["beyond_l2_ns"], found["beyond_l3_ns"]) == (200, 16)  # 64 bytes a line
 
 

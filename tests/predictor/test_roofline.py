@@ -35,12 +35,7 @@ def test_estimate_takes_the_slowest_resource_of_each_leaf_and_adds_leaves() -> N
 
 def test_chains_wait_unless_others_overlap_them() -> None:
     # One accumulator updated 1e6 times: 4 cycles each. Runs of two updates, of two instructions each, overlap 50-fold.
-    chain = {
-        "iterations": 1e6,
-        "fp_instructions_32b": 1e6,
-        "fp_instructions_packed": 1e6,
-        "mem_instructions_32b": 1e6,
-    }
+    chain = {"iterations": 1e6, "fp_instructions_32b": 1e6, "fp_instructions_packed": 1e6, "mem_instructions_32b": 1e6}
     held = program({**chain, "chain": 1e6, "hold": 1e6})
     short = program({**chain, "chain": 1e6, "hold": 2})
     assert estimate_s([held, short], CPU) == pytest.approx([4e6 / 2e9, 0.5e6 / 2e9])

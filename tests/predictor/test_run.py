@@ -143,14 +143,7 @@ def test_no_data_is_said(config, tmp_path):
 
 
 def test_train_py_reports_bad_input_in_one_line(tmp_path):
-    command = [
-        sys.executable,
-        "train.py",
-        "--config",
-        str(tmp_path / "none.yaml"),
-        "--out",
-        str(tmp_path / "run"),
-    ]
+    command = [sys.executable, "train.py", "--config", str(tmp_path / "none.yaml"), "--out", str(tmp_path / "run")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

@@ -9,10 +9,7 @@ import pytest
 
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.data import split_data
-from cdmpp.predictor.selection import (
-    select_tasks,
-    write_task_file,
-)
+from cdmpp.predictor.selection import select_tasks, write_task_file
 from cdmpp.predictor.training import prepare
 from cdmpp.profiler.session import read_task_file
 from cdmpp.program.ast import LEAF_FEATURES, CompactAST

@@ -64,8 +64,7 @@ ADAPT = "by_network:heldout=net0;valid=0.2;adapt=0.5;seed=0"
 
 
 @pytest.mark.parametrize(
-    ("cut", "options"),
-    [(1, {}), (3, {}), (2, {"spec": ADAPT, "loss": {"cmd_weight": 0.5, "rank_weight": 0.5}})],
+    ("cut", "options"), [(1, {}), (3, {}), (2, {"spec": ADAPT, "loss": {"cmd_weight": 0.5, "rank_weight": 0.5}})]
 )
 def test_resuming_gives_the_result_of_an_unbroken_run(make_trainer, tmp_path, cut, options):
     unbroken = []
@@ -94,8 +93,7 @@ def test_the_best_epoch_is_kept_not_the_last(make_trainer):
     trainer, lines = make_trainer(epochs=6, learning_rate=0.05, ema_decay=0.0), []
     snapshots = {}
     trainer.fit(
-        lambda state: snapshots.update({state.epoch: {k: v.clone() for k, v in state.weights.items()}}),
-        lines.append,
+        lambda state: snapshots.update({state.epoch: {k: v.clone() for k, v in state.weights.items()}}), lines.append
     )
     best = min(lines, key=lambda line: line["valid_mape"])
     assert lines[-1]["best_epoch"] == best["epoch"]

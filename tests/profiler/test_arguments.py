@@ -26,9 +26,7 @@ SPECS = (((6, 9), "float32"), ((5, 7), "int64"), ((300,), "int8"), ((300,), "uin
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(1, 300), min_size=1).map(tuple), st.just("float32"))))
-def test_indices_are_valid_into_every_dimension_of_the_floats(
-    specs: list[tuple[tuple[int, ...], str]],
-) -> None:
+def test_indices_are_valid_into_every_dimension_of_the_floats(specs: list[tuple[tuple[int, ...], str]]) -> None:
     low, high = integer_range("int64", index_bound(specs))
     assert low == 0 < high
     assert all(high <= extent for shape, _ in specs for extent in shape)

@@ -27,13 +27,7 @@ KNOWN = Device(name="g1", kind="gpu", model="Gadget One", clock_mhz=1000, l2_kb=
 
 
 def test_a_measured_row_fills_in_what_the_table_leaves_open(tmp_path: Path) -> None:
-    results = {
-        "copy_gb_s": 123.456,
-        "l2_kb": 1024.0,
-        "launch_us": 2.5,
-        "cores": 20.0,
-        "float32_gflops": 900.0,
-    }
+    results = {"copy_gb_s": 123.456, "l2_kb": 1024.0, "launch_us": 2.5, "cores": 20.0, "float32_gflops": 900.0}
     found = as_row(DeviceTable([KNOWN]), "Gadget One", "gpu", results)
     assert found.known == KNOWN and found.row.name == "g1"
     assert (found.row.bandwidth_gb_s, found.row.launch_overhead_us, found.row.cores) == (123.5, 2.5, 20)

@@ -12,14 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cdmpp.program.ast import (
-    FEATURE_SET,
-    LEAF_FEATURE_DOCS,
-    LEAF_FEATURES,
-    CompactAST,
-    compact_ast,
-    compact_asts,
-)
+from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURE_DOCS, LEAF_FEATURES, CompactAST, compact_ast, compact_asts
 from tests.golden import golden
 from tests.samples.programs import te_task
 from tests.samples.scripts import CHAIN, COLUMNS, CONV, CUDA, GATE, GATHER, MATMUL, PREDICATED, parse

@@ -30,17 +30,7 @@ def conv_net() -> Any:
         for values, low in ranges:
             torch.nn.init.uniform_(values, low, low + 2)
     relu, conv = torch.nn.ReLU(), torch.nn.Conv2d(3, 8, 3, padding=1, bias=False)
-    body = (
-        conv,
-        norms[0],
-        relu,
-        torch.nn.MaxPool2d(2),
-        norms[1],
-        relu,
-        torch.nn.Conv2d(8, 8, 3),
-        norms[2],
-        relu,
-    )
+    body = (conv, norms[0], relu, torch.nn.MaxPool2d(2), norms[1], relu, torch.nn.Conv2d(8, 8, 3), norms[2], relu)
     return torch.nn.Sequential(*body, torch.nn.Flatten(), torch.nn.Linear(8 * 3 * 3, 5)).eval()
 
 

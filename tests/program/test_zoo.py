@@ -35,12 +35,7 @@ def test_listing_networks_and_devices_imports_neither_torch_nor_tvm() -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "hint"),
-    {
-        "resnet81": "resnet18",
-        "bert": "bert_tiny",
-        "mobilenetv2": "mobilenet_v2",
-        "xyzzy": "cdmpp networks",
-    }.items(),
+    {"resnet81": "resnet18", "bert": "bert_tiny", "mobilenetv2": "mobilenet_v2", "xyzzy": "cdmpp networks"}.items(),
 )
 def test_an_unknown_name_suggests_near_ones_or_where_to_look(wrong: str, hint: str) -> None:
     with pytest.raises(NetworkError, match=f"{wrong}.*{hint}") as caught:
@@ -58,8 +53,7 @@ def test_weights_depend_on_the_seed_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["squeezenet", "mobilenet_v3", "shufflenet_v2", "dlrm", "gcn", "gru", "unet", "espcn", "regnet_y_400mf"],
+    "name", ["squeezenet", "mobilenet_v3", "shufflenet_v2", "dlrm", "gcn", "gru", "unet", "espcn", "regnet_y_400mf"]
 )
 def test_networks_run(name: str) -> None:
     with torch.no_grad():

@@ -27,12 +27,7 @@ def tune_config(trials: int, **options: Any) -> TuneConfig:
 
 
 def tuned(
-    engine: FakeEngine,
-    out: Path,
-    trials: int,
-    *sizes: int,
-    options: Mapping[str, Any] | None = None,
-    **more: Any,
+    engine: FakeEngine, out: Path, trials: int, *sizes: int, options: Mapping[str, Any] | None = None, **more: Any
 ) -> TuneReport:
     """Tune products of matrices (one of 32 x 32 if no size is given) with a made-up engine.
 

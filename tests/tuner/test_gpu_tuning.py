@@ -44,13 +44,7 @@ def compiler() -> None:
 
 
 #: A search that takes a moment.
-SMALL: dict[str, Any] = {
-    "cost_model": "random",
-    "builders": 2,
-    "batch": 4,
-    "population": 12,
-    "generations": 1,
-}
+SMALL: dict[str, Any] = {"cost_model": "random", "builders": 2, "batch": 4, "population": 12, "generations": 1}
 
 
 def tuned(
@@ -215,9 +209,7 @@ def test_devices_that_are_not_here(
     assert "needs cupy" in " ".join(said) and "Traceback" not in " ".join(said)
     assert not (tmp_path / "t").exists()
     runtime = SimpleNamespace(
-        CUDARuntimeError=OSError,
-        getDeviceCount=lambda: 1,
-        getDeviceProperties=lambda number: {"name": b"Tesla T4"},
+        CUDARuntimeError=OSError, getDeviceCount=lambda: 1, getDeviceProperties=lambda number: {"name": b"Tesla T4"}
     )
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
     with pytest.raises(TunerError, match="h200 is a gpu that is not here: this machine has a Tesla T4"):

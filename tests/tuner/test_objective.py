@@ -197,11 +197,7 @@ def test_what_is_left_takes_part_in_the_next_round_once() -> None:
     assert leftovers.share(0, None, proposed(6.5), 3.0) == proposed(6.5)
 
 
-@given(
-    st.lists(st.floats(0.1, 100), max_size=40),
-    st.lists(st.floats(0.1, 100), max_size=40),
-    st.floats(0.1, 100),
-)
+@given(st.lists(st.floats(0.1, 100), max_size=40), st.lists(st.floats(0.1, 100), max_size=40), st.floats(0.1, 100))
 def test_no_candidate_is_given_twice_and_none_is_made_up(
     first: list[float], second: list[float], best_s: float
 ) -> None:

@@ -18,14 +18,7 @@ from cdmpp.predictor.training import TrainResult
 from cdmpp.profiler.machine import usable_cores
 from cdmpp.tuner.candidates import TaskTuner, answer_signals, signals_held_back
 from cdmpp.tuner.cost_model import CostModel
-from cdmpp.tuner.store import (
-    CURVE_FILE,
-    DATASET_FOLDER,
-    RECORD_FILE,
-    TUNING_FILE,
-    WORKLOAD_FILE,
-    json_database,
-)
+from cdmpp.tuner.store import CURVE_FILE, DATASET_FOLDER, RECORD_FILE, TUNING_FILE, WORKLOAD_FILE, json_database
 from tests.samples.programs import matmul_task
 from tests.samples.tuning import FakeEngine, interrupt_after, made_up_latency_s, tune_config, tuned
 

@@ -176,19 +176,7 @@ def test_several_shares_are_tuned_on_the_command_line(
     monkeypatch.setattr("cdmpp.tuner.tuning.tune", tune_toy)
     out, file = tmp_path / "t", tmp_path / "out.json"
     small = ("--batch", "6", "--population", "24", "--generations", "1", "--cost-model", "random")
-    args = [
-        "tune",
-        "toy",
-        "--device",
-        "this-cpu",
-        "--share",
-        "1,2",
-        "--trials",
-        "6",
-        "--out",
-        str(out),
-        *small,
-    ]
+    args = ["tune", "toy", "--device", "this-cpu", "--share", "1,2", "--trials", "6", "--out", str(out), *small]
     assert main([*args, "--json", str(file)]) == 0
     assert set(json.loads(file.read_text())["tunings"]) == {"this-cpu@1", "this-cpu@2"}
     assert sorted(folder.name for folder in out.iterdir()) == ["share-1", "share-2"]

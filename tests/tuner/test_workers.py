@@ -44,12 +44,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
 
 
 def sharded(
-    engine: FakeEngine,
-    out: Path,
-    trials: int,
-    *sizes: int,
-    options: dict[str, Any] | None = None,
-    **more: Any,
+    engine: FakeEngine, out: Path, trials: int, *sizes: int, options: dict[str, Any] | None = None, **more: Any
 ) -> TuneReport:
     """Tune products of matrices with two workers."""
     return tuned(engine, out, trials, *(sizes or (32, 48)), options={"shards": 2, **(options or {})}, **more)

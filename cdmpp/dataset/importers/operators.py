@@ -12,14 +12,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from cdmpp.dataset.importers.common import (
-    Import,
-    ImportReport,
-    Paths,
-    Progress,
-    evenly,
-    require_columns,
-)
+from cdmpp.dataset.importers.common import Import, ImportReport, Paths, Progress, evenly, require_columns
 from cdmpp.dataset.operators import write_operators
 from cdmpp.device import Device, DeviceTable
 from cdmpp.errors import DatasetError

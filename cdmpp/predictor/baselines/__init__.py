@@ -6,13 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cdmpp.errors import PredictorError
-from cdmpp.predictor.baselines.models import (
-    CdmppModel,
-    LatencyModel,
-    RooflineModel,
-    TaskMedian,
-    evaluate_models,
-)
+from cdmpp.predictor.baselines.models import CdmppModel, LatencyModel, RooflineModel, TaskMedian, evaluate_models
 from cdmpp.predictor.baselines.xgboost import XGBoostModel
 from cdmpp.predictor.config import LossConfig, TrainConfig, config_from_dict
 

@@ -116,10 +116,7 @@ class RooflineModel(LatencyModel):
 
 
 def evaluate_models(
-    models: Sequence[LatencyModel],
-    data: TrainingData,
-    split: Split,
-    by: Sequence[str] = (),
+    models: Sequence[LatencyModel], data: TrainingData, split: Split, by: Sequence[str] = ()
 ) -> dict[str, dict[str, Any]]:
     """Fit every model to the training part and score it on the test part.
 

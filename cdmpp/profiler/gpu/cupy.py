@@ -293,13 +293,7 @@ class CupyGpu:
     def _faults(self) -> Any:
         """CUDA's errors as :class:`GpuFault`, but for those of a launch that never happened."""
         cupy = self._cupy
-        harmless = [
-            "InvalidValue",
-            "INVALID_VALUE",
-            "OUT_OF_RESOURCES",
-            "LaunchOutOfResources",
-            "OutOfMemory",
-        ]
+        harmless = ["InvalidValue", "INVALID_VALUE", "OUT_OF_RESOURCES", "LaunchOutOfResources", "OutOfMemory"]
         try:
             yield
         except (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError) as err:

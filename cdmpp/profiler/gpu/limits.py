@@ -110,10 +110,7 @@ def shape_fault(kernels: Sequence[KernelShape], arch: str) -> tuple[str, str] | 
         if kernel.grid[0] > _GRID_X or max(kernel.grid[1:]) > _GRID_YZ:
             return "grid", f"a grid of {kernel.grid}, at most ({_GRID_X}, {_GRID_YZ}, {_GRID_YZ})"
         if kernel.shared_bytes > limits.shared_static_bytes:
-            return (
-                "shared",
-                f"{kernel.shared_bytes} bytes of shared memory, at most {limits.shared_static_bytes}",
-            )
+            return ("shared", f"{kernel.shared_bytes} bytes of shared memory, at most {limits.shared_static_bytes}")
     return None
 
 
@@ -134,8 +131,5 @@ def resource_fault(
         if needed > limits.registers_per_block:
             return "registers", f"{needed} registers a block, at most {limits.registers_per_block}"
         if taken.shared_bytes > limits.shared_static_bytes:
-            return (
-                "shared",
-                f"{taken.shared_bytes} bytes of shared memory, at most {limits.shared_static_bytes}",
-            )
+            return ("shared", f"{taken.shared_bytes} bytes of shared memory, at most {limits.shared_static_bytes}")
     return None

@@ -20,13 +20,7 @@ from cdmpp.profiler.engine import Engine, Outcome
 from cdmpp.profiler.gpu.build import KernelJob, MeasureJob
 from cdmpp.profiler.gpu.bundle import Bundle, BundledProgram, read_bundle
 from cdmpp.profiler.gpu.make import BundleConfig, make_bundle
-from cdmpp.profiler.gpu.sampling import (
-    GpuConfig,
-    GpuFacts,
-    GpuMeasurer,
-    is_model,
-    possible_degree,
-)
+from cdmpp.profiler.gpu.sampling import GpuConfig, GpuFacts, GpuMeasurer, is_model, possible_degree
 from cdmpp.profiler.plan import evenly
 from cdmpp.profiler.session import Progress, Report, Session
 
@@ -313,22 +307,10 @@ def profile_gpu(
     if not (resume and path.exists()):
         path.parent.mkdir(parents=True, exist_ok=True)
         make_bundle(
-            networks,
-            device=known.base,
-            out=path,
-            config=bundle_config,
-            resume=resume,
-            progress=progress,
-            notify=notify,
+            networks, device=known.base, out=path, config=bundle_config, resume=resume, progress=progress, notify=notify
         )
     return measure(
-        path,
-        out=out,
-        device=known.name,
-        config=measure_config,
-        resume=resume,
-        progress=progress,
-        notify=notify,
+        path, out=out, device=known.name, config=measure_config, resume=resume, progress=progress, notify=notify
     )
 
 

@@ -77,8 +77,7 @@ def leaf_vectors(table: LeafTable) -> NDArray[np.float32]:
         _instructions(table, nest, feet, auto, registers, times),
         ((table.ops @ _FP) * nest.iterations * neighbour_packs(table, nest, feet, 32))[:, None],
         np.stack(
-            [feet.per_leaf(row) for row in (*(moved * times), *(row * times for row in conflicts), *pages)],
-            axis=1,
+            [feet.per_leaf(row) for row in (*(moved * times), *(row * times for row in conflicts), *pages)], axis=1
         ),
         feet.working_set[:, [min(k, feet.working_set.shape[1] - 1) for k in WORKING_SET_DEPTHS]],
         _program(table, nest, feet, flops),
@@ -180,12 +179,7 @@ def _code(table: LeafTable, nest: LoopNest, feet: Footprints, auto: NDArray[np.b
     next_loop = np.minimum(tile, nest.extent.shape[1] - 1)
     simd_stride = np.abs(feet.stride[at, nest.simd[feet.leaf]])
     gather = table.gathers[at, nest.simd[feet.leaf]]
-    classes = [
-        (simd_stride == 1) & ~gather,
-        (simd_stride == 0) & ~gather,
-        (simd_stride > 1) & ~gather,
-        gather,
-    ]
+    classes = [(simd_stride == 1) & ~gather, (simd_stride == 0) & ~gather, (simd_stride > 1) & ~gather, gather]
     run = feet.runs[at, tile[feet.leaf]]
     runs = [by_leaf(np.maximum, feet.leaf, np.where(have, run, 0.0), n_leaves) for have in (stores, loads)]
     columns = [

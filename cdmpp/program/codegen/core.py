@@ -155,8 +155,7 @@ class Core:
             own = frozenset(units)
             sets |= {own, *(own | other for other in sets if len(sets) < 512)}
         return max(
-            (sum(c for u, c in uses.items() if units.issuperset(u)) / _number(units) for units in sets),
-            default=0.0,
+            (sum(c for u, c in uses.items() if units.issuperset(u)) / _number(units) for units in sets), default=0.0
         )
 
     def _cost(self, instruction: Instruction, kinds: tuple[str, ...]) -> Cost:
@@ -185,11 +184,7 @@ class Core:
         )
         elements = bits // (64 if instruction.name.endswith(("pd", "dq", "qq")) else 32)
         cycles = float(self._facts["gather"].get(elements, 2.0 * elements))
-        return Cost(
-            20.0,
-            cycles * self.width,
-            ((cycles, _ALONE), *((elements * c, u) for c, u in self.load("x").uses)),
-        )
+        return Cost(20.0, cycles * self.width, ((cycles, _ALONE), *((elements * c, u) for c, u in self.load("x").uses)))
 
     def _find(self, name: str, kinds: tuple[str, ...]) -> Cost | None:
         for other in _names(name):

@@ -136,20 +136,10 @@ def count(functions: Sequence[Sequence[Instruction]], core: Core) -> NDArray[np.
                 depth = sum(b <= begin and e >= end for b, e in others)
                 loops.append((depth, each[begin : end + 1].sum(axis=0)))
     depth, hottest = max(
-        loops,
-        key=lambda loop: _arithmetic(loop[1]) * _DEPTH_WEIGHT ** loop[0],
-        default=(0, np.zeros(len(KINDS))),
+        loops, key=lambda loop: _arithmetic(loop[1]) * _DEPTH_WEIGHT ** loop[0], default=(0, np.zeros(len(KINDS)))
     )
     longest.sort(key=lambda loop: -loop[_RUNS] * loop[_CYCLES])
-    found = [
-        total,
-        np.array([len(loops), depth]),
-        hottest,
-        run,
-        np.array([unknown]),
-        cycles,
-        *longest[:LOOPS],
-    ]
+    found = [total, np.array([len(loops), depth]), hottest, run, np.array([unknown]), cycles, *longest[:LOOPS]]
     return np.concatenate(found).astype(np.float32)
 
 
@@ -159,8 +149,7 @@ def kinds_of(instruction: Instruction) -> list[str]:
     memory, stores = instruction.memory, operands[:1] == (instruction.memory,)
     # of mask and integer registers at most 64
     bits = max(
-        [o.index_bits if isinstance(o, Address) else o.bits for o in operands if not isinstance(o, int)],
-        default=0,
+        [o.index_bits if isinstance(o, Address) else o.bits for o in operands if not isinstance(o, int)], default=0
     )
     if bits > 64 and not name.startswith("v"):
         name = f"v{name}"  # SSE names an instruction as AVX does, without the v

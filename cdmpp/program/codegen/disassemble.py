@@ -13,15 +13,7 @@ from elftools.elf.sections import SymbolTableSection
 from iced_x86 import ConditionCode, FlowControl, MemorySizeExt, OpAccess, OpKind, RegisterExt
 
 from cdmpp.errors import ProgramError
-from cdmpp.program.codegen.blocks import (
-    INTEGER_REGISTERS,
-    Address,
-    Instruction,
-    Location,
-    Operand,
-    Register,
-    signed,
-)
+from cdmpp.program.codegen.blocks import INTEGER_REGISTERS, Address, Instruction, Location, Operand, Register, signed
 
 #: Wrappers, error paths and helpers that are the same in all objects.
 _NOT_THE_PROGRAM = re.compile(r"__tvm_ffi_main|__tvm_set_raised|truncsf|extendhf|_init|_fini")

@@ -11,14 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from cdmpp.program.codegen.blocks import (
-    INTEGER_REGISTERS,
-    Address,
-    Instruction,
-    Location,
-    Operand,
-    location_of,
-)
+from cdmpp.program.codegen.blocks import INTEGER_REGISTERS, Address, Instruction, Location, Operand, location_of
 from cdmpp.program.codegen.trips import TripCounts
 
 _LINE = 64

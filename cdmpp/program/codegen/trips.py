@@ -149,10 +149,7 @@ class TripCounts:
         loop, location = self.values.counter(value) or (None, "")
         if loop != number:
             return (self._final_value(value, number), 0) if self.values.is_fixed(value, number) else None
-        step, (symbol, offset) = (
-            self.values.step(number, location),
-            self.values.initial_value(number, location),
-        )
+        step, (symbol, offset) = (self.values.step(number, location), self.values.initial_value(number, location))
         return None if step is None else (self._final_value((symbol, offset + value[1]), number), step)
 
     def _final_value(self, value: Value, number: int) -> Value:

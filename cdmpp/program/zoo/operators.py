@@ -203,11 +203,7 @@ class _Draw:
             keys = queries if self.rng.random() < 0.6 else self.between(8, 512)
             if batch * heads * queries * keys * depth <= _MOST_WORK:
                 break
-        x, y, scores = (
-            (batch, heads, queries, depth),
-            (batch, heads, keys, depth),
-            (batch, heads, queries, keys),
-        )
+        x, y, scores = ((batch, heads, queries, depth), (batch, heads, keys, depth), (batch, heads, queries, keys))
         scale = depth**-0.5
 
         def score(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

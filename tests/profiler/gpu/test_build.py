@@ -88,10 +88,7 @@ def test_the_arguments_of_a_launch_are_in_the_kernels_order(lowering: CudaLoweri
 
 
 def test_without_unrolling_the_launches_are_the_same(lowering: CudaLowering) -> None:
-    wholes, plains = (
-        lowered(lowering, matmul_task(64), 4),
-        lowered(lowering, matmul_task(64), 4, unroll=False),
-    )
+    wholes, plains = (lowered(lowering, matmul_task(64), 4), lowered(lowering, matmul_task(64), 4, unroll=False))
     assert wholes
     for whole, plain in zip(wholes, plains, strict=True):
         assert plain.launches == whole.launches and plain.workspaces == whole.workspaces

@@ -18,14 +18,7 @@ from cdmpp.errors import DatasetError, ProfilerError
 from cdmpp.profiler.calibration import timed_labels
 from cdmpp.profiler.gpu import measure as module
 from cdmpp.profiler.gpu.bundle import write_bundle
-from cdmpp.profiler.gpu.measure import (
-    BUNDLE_FILE,
-    MeasureConfig,
-    check_gpu,
-    device_of,
-    measure,
-    profile_gpu,
-)
+from cdmpp.profiler.gpu.measure import BUNDLE_FILE, MeasureConfig, check_gpu, device_of, measure, profile_gpu
 from tests.samples.gpu import QUICK, toy_bundle
 
 
