@@ -235,7 +235,9 @@ def _show_devices(console: Console, comparison: Comparison) -> None:
             row.append(number(report.cost_per_million, ".4g"))
             row.append(str(comparison.by_cost.index(report.device) + 1) if priced else "-")
         rows.append(row)
-    title = f"{comparison.network} on {len(comparison.reports)} devices, schedule {first.schedule}"
+    eager = any(report.schedule == "torch" for report in comparison.reports)
+    how = "run by PyTorch" if eager else f"schedule {first.schedule}"
+    title = f"{comparison.network} on {len(comparison.reports)} devices, {how}"
     show_table(console, title, columns, rows)
     notes = [(report.device, note) for report in comparison.reports for note in report.notes]
     warn(console, *comparison.notes)

@@ -31,8 +31,9 @@ FloatArray = NDArray[np.float64]
 _CALL_CYCLES = 7400.0
 #: Part of the last cache that holds what the last run used.
 _KEPT = 0.8
-#: Draws of the operators' errors, and how much one network's errors have in common (as a standard deviation of logarithms).
-_DRAWS, _COMMON = 400, 0.06
+#: Draws of the operators' errors, and how much one network's errors have in common (as a standard deviation of logarithms), also
+#: where no kernel was measured.
+_DRAWS, _COMMON, _COMMON_ELSEWHERE = 400, 0.06, 0.3
 
 
 def eager_latency(
@@ -85,7 +86,8 @@ def eager_latency(
         start += float(took) + own
     rng = np.random.default_rng(0)
     spread = np.log(high / low) / 3.29
-    drawn = rng.normal(0, 1, (_DRAWS, len(seconds))) * spread + rng.normal(0, _COMMON, (_DRAWS, 1))
+    common = _COMMON if device.name in model.devices else _COMMON_ELSEWHERE
+    drawn = rng.normal(0, 1, (_DRAWS, len(seconds))) * spread + rng.normal(0, common, (_DRAWS, 1))
     sums = (seconds * np.exp(drawn)).sum(1) + calls_s
     chance_low, chance_high = (float(q) for q in np.quantile(sums, [0.05, 0.95]))
     return LatencyReport(

@@ -115,6 +115,10 @@ def predict_latency(
     resolved = get_device(device) if isinstance(device, str) else device
     if runs_eagerly(network, runtime, schedule) and resolved.kind == "cpu":
         return eager_latency(network, resolved, price_per_hour=price_per_hour)  # type: ignore[arg-type]
+    if runtime == "tvm" and str(schedule) == UNTUNED and resolved.kind == "gpu":
+        raise NetworkError(
+            f"TVM has no untuned programs for {resolved.name}: ask for torch, or for tvm with a schedule"
+        )
     predictor = load_predictor(predictor)
     source = network_tasks(network, data)
     programs, notes = candidates(source, schedule, resolved, programs_per_task, seed)

@@ -66,6 +66,7 @@ def test_what_is_not_known_is_named() -> None:
         "no library operator was measured on epyc-7763@1: predicted from epyc-zen4-2.6ghz@1",
         "priced by the bytes that they move, 50.0 % of the time: special_i0",
     )
+    assert report.independent_high_s > 1.4 * report.latency_s, "a CPU whose kernels nobody measured"
     with pytest.raises(NetworkError, match="no operator"):
         eager_latency(Network.from_torch(torch.nn.Identity(), [torch.randn(2)]), ZEN4, Fixed())  # type: ignore[arg-type]
 
@@ -96,5 +97,7 @@ def test_runtimes_that_cannot_be(tmp_path: Path) -> None:
     onnx = Network("m.onnx", "user", (), "m.onnx", importer=lambda: None)
     with pytest.raises(NetworkError, match=r"m\.onnx is no PyTorch network"):
         eager_latency(onnx, ZEN4, Fixed())  # type: ignore[arg-type]
+    with pytest.raises(NetworkError, match="no untuned programs for h200"):
+        predict_latency(mlp(8), "h200", runtime="tvm")
     tasks = network_tasks(mlp(8))
     assert predict_latency(tasks, ZEN4).schedule == "untuned", "what TVM made of it is TVM's"
