@@ -31,8 +31,8 @@ FloatArray = NDArray[np.float64]
 _CALL_CYCLES = 7400.0
 #: Part of the last cache that holds what the last run used.
 _KEPT = 0.8
-#: Draws of the operators' errors, and how much one network's errors have in common (as a standard deviation of logarithms), also
-#: where no kernel was measured.
+#: Draws of the operators' errors, and how much one network's errors have in common (standard deviation of logarithms), with
+#: kernels that were measured and without.
 _DRAWS, _COMMON, _COMMON_ELSEWHERE = 400, 0.06, 0.3
 
 
