@@ -36,7 +36,7 @@ def _profile(args: Namespace, console: Console, errors: Console) -> Any:
     """Measure programs of networks on a device of this machine, for predictors to learn from.
 
     cdmpp profile mlp resnet18 --out runs/mine          64 programs of each task, on one core
-    cdmpp profile zoo --library --device this-cpu@2 --out runs/library --resume      PyTorch's own operators
+    cdmpp profile zoo --library --out runs/library --resume    PyTorch's own operators
     """
     from cdmpp.device import get_device
     from cdmpp.profiler.session import ProfileConfig, profile, read_task_file
