@@ -19,6 +19,8 @@ from cdmpp.files import replacing, write_text
 from cdmpp.program.operators import SIZES, operator_table
 
 OPERATOR_FILE = "operators.parquet"
+#: Frameworks of PyTorch's kernels; on a CPU with weights in the caches, and with weights that no cache holds.
+TORCH, TORCH_COLD = "torch", "torch-cold"
 
 #: Column of a label -> what it is.
 LABELS: dict[str, str] = {

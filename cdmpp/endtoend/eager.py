@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from cdmpp.dataset.operators import TORCH_COLD
 from cdmpp.endtoend.report import INDEPENDENT, INTERVAL, LatencyReport, LayerLatency
 from cdmpp.errors import NetworkError
-from cdmpp.predictor.operators import BEST, COLD, OperatorModel, load_operator_model
+from cdmpp.predictor.operators import BEST, OperatorModel, load_operator_model
 from cdmpp.program.aten import calls_of, table_of
 from cdmpp.program.network import load_network
 from cdmpp.program.operators import work
@@ -51,10 +52,10 @@ def eager_latency(
     model = load_operator_model(kind="cpu") if model is None else model
     loaded = load_network(network) if isinstance(network, str) else network
     calls, views = calls_of(loaded.export())
-    measured = set(model.inputs[-1])
     if not calls:
         raise NetworkError(f"network {loaded.name} has no operator: there is nothing to predict")
     table = table_of(calls)
+    known = (table["known"].astype(bool) | table["kernel"].isin(model.inputs[-1])).to_numpy()
     weights = {node: bytes_ for call in calls for node, bytes_ in call.weight_sizes.items()}
     todo = work(table)
     results = todo["read"] + todo["written"] - table["weight_bytes"].to_numpy(dtype=np.float64)
@@ -67,7 +68,7 @@ def eager_latency(
     total = float(seconds.sum()) + calls_s
     layers, start = [], 0.0
     own = calls_s / len(calls)
-    for call, took, least, most in zip(calls, seconds, low, high, strict=True):
+    for call, familiar, took, least, most in zip(calls, known, seconds, low, high, strict=True):
         layers.append(
             LayerLatency(
                 *(call.node.name, call.name, "kernel", "", 1.0, (call.name,)),
@@ -79,7 +80,7 @@ def eager_latency(
                 start_s=start,
                 stream=0,
                 origin="library",
-                unfamiliar=not call.known and call.name not in measured,
+                unfamiliar=not familiar,
                 measured_s=None,
             )
         )
@@ -116,7 +117,7 @@ def eager_latency(
             INTERVAL,
             INDEPENDENT,
         ),
-        notes=tuple(_notes(table, seconds, device, model)),
+        notes=tuple(_notes(table[~known], seconds[~known].sum() / seconds.sum(), device, model)),
     )
 
 
@@ -125,21 +126,19 @@ def _priced(
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Seconds of each operator and the ends of its interval, with weights in the caches or, where ``cold``, not."""
     found = np.zeros((3, len(table)))
-    for framework, at in ((BEST, ~cold), (COLD, cold)):
+    for framework, at in ((BEST, ~cold), (TORCH_COLD, cold)):
         if at.any():
             found[:, at] = model.interval(table[at], device, framework)
     return found[0], found[1], found[2]
 
 
-def _notes(table: pd.DataFrame, seconds: FloatArray, device: Device, model: OperatorModel) -> Sequence[str]:
+def _notes(unknown: pd.DataFrame, part: float, device: Device, model: OperatorModel) -> Sequence[str]:
     notes = []
     if device.name not in model.devices:
         notes.append(
             f"no library operator was measured on {device.name}: predicted from {', '.join(sorted(model.devices))}"
         )
-    unknown = ~(table["known"].astype(bool) | table["kernel"].isin(model.inputs[-1])).to_numpy()
-    if unknown.any():
-        names = ", ".join(dict.fromkeys(table["kernel"][unknown]))
-        part = 100 * seconds[unknown].sum() / seconds.sum()
-        notes.append(f"priced by the bytes that they move, {part:.1f} % of the time: {names}")
+    if len(unknown):
+        names = ", ".join(dict.fromkeys(unknown["kernel"]))
+        notes.append(f"priced by the bytes that they move, {100 * part:.1f} % of the time: {names}")
     return notes

@@ -365,10 +365,8 @@ def _train(job: _Job, stop: NDArray[np.bool_], fits: Mapping[str, Fit], progress
     parts = (new, replay, valid, np.zeros(0, np.int64) if job.split is None else job.split.adapt)
     rows = np.concatenate(parts)
     arrays = encode(subset(data, rows), encoder, base.transform.relative_to)
-    constant = Correction.of(
-        _shared_constant(job, fits), encoder.pair_dim + encoder.code_dim + config.model.embedding_dim
-    )
-    factor = np.where(labels["device"].iloc[rows] == name, math.exp(constant.constant), 1.0)
+    shift = _shared_constant(job, fits)
+    factor = np.where(labels["device"].iloc[rows] == name, math.exp(shift), 1.0)
     arrays = replace(arrays, latency_s=arrays.latency_s / factor)
     ends = np.cumsum([len(part) for part in parts])
     known, to_stop, target = np.split(np.arange(ends[-1]), ends[1:3])
@@ -388,6 +386,7 @@ def _train(job: _Job, stop: NDArray[np.bool_], fits: Mapping[str, Fit], progress
     specs = {**{of: data.devices[of] for of in devices}, **base.specs}
     fitted = Fitted(encoder, base.transform, arrays, trainer, {**devices, **base.devices}, specs)
     tuned = fitted.predictor(state.best, training_summary(config, data, used, state))
+    constant = Correction.of(shift, encoder.pair_dim + encoder.code_dim + config.model.embedding_dim)
     corrections = {**base.corrections, name: {AST: constant, COMPILED: constant}}
     return calibrated(replace(tuned, corrections=corrections), data, used, scaling=base.scaling or DeviceScaling())
 

@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from cdmpp.dataset.operators import TORCH, TORCH_COLD
 from cdmpp.device import Device, get_device
 from cdmpp.errors import PredictorError, reason
 from cdmpp.files import write_text
@@ -33,9 +34,7 @@ FloatArray = NDArray[np.float64]
 
 #: The fastest kernel of any framework.
 BEST = "best"
-#: PyTorch with weights that no cache holds; of a CPU, where ``torch`` has them in the caches.
-COLD = "torch-cold"
-FRAMEWORKS = (BEST, "vllm", "sglang", "trtllm", "torch", "miopen", "triton", "nccl", "pipeweave", COLD)
+FRAMEWORKS = (BEST, "vllm", "sglang", "trtllm", TORCH, "miopen", "triton", "nccl", "pipeweave", TORCH_COLD)
 _OPS, _DTYPES = tuple(OPERATORS), tuple(ELEMENT_BYTES)
 #: Data types whose products have kernels of their own.
 _NARROW = ("fp8", "fp8_block", "fp8_static", "nvfp4", "int8", "sq")
@@ -306,8 +305,8 @@ def training_table(table: pd.DataFrame, rows: int = _ROWS, seed: int = 0) -> pd.
     """Labels to learn: the fastest kernel of every operator and device, and the fastest of every framework; at most ``rows`` of
     one operator, data type, device and framework. Of CPUs PyTorch's own are all there are."""
     if all(get_device(name).kind == "cpu" for name in set(table["device"])):
-        return table.assign(framework=table["framework"].replace("torch", BEST)).reset_index(drop=True)
-    table = table.assign(framework=table["framework"].where(table["framework"].isin(FRAMEWORKS), "torch"))
+        return table.assign(framework=table["framework"].replace(TORCH, BEST)).reset_index(drop=True)
+    table = table.assign(framework=table["framework"].where(table["framework"].isin(FRAMEWORKS), TORCH))
     keys = ["device", "op", "dtype", "kv_dtype", *SIZES]
     number = table.groupby(keys, dropna=False, observed=True, sort=False).ngroup()
     fastest = table["seconds"].groupby(number).idxmin()
@@ -369,13 +368,13 @@ def train(
     epochs = epochs or max(_LEAST_EPOCHS, round(_STEPS * _BATCH / len(table)))
     family = table["device"].map(families([get_device(name) for name in sorted(set(table["device"]))])).to_numpy()
     numbers = sorted(set(family))
+    if len(numbers) < 2:
+        return _of_one_family(table, members, epochs, width, seed)
     estimate, logs = np.empty(len(table)), np.empty(len(table))
     for done, number in enumerate(numbers):
         progress(done, len(numbers) + 1)
         mine = np.flatnonzero(family == number)
         others = np.flatnonzero(family != number)
-        if len(others) < 2:
-            return _of_one_family(table, members, epochs, width, seed)
         without = _fitted(table.iloc[others].reset_index(drop=True), max(1, members // 2), epochs, width, seed)
         estimate[mine], logs[mine] = _parts_of_rows(without, table.iloc[mine])
     progress(len(numbers), len(numbers) + 1)

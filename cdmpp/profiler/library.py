@@ -7,7 +7,6 @@ used for so long that no cache holds them (``torch-cold``), as in a network whos
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from cdmpp.dataset.operators import load_operators, write_operators
+from cdmpp.dataset.operators import TORCH, TORCH_COLD, load_operators, write_operators
 from cdmpp.device import Device, get_device
 from cdmpp.errors import DatasetError, ProfilerError, reason
 from cdmpp.files import write_text
@@ -31,9 +30,6 @@ from cdmpp.program.operators import SIZES
 if TYPE_CHECKING:
     from cdmpp.program.network import Network
 
-logger = logging.getLogger(__name__)
-
-WARM, COLD = "torch", "torch-cold"
 _PARTIAL = "measured.jsonl"
 #: Weights take turns over so many times the last cache; smaller ones than this many bytes are not worth it.
 _TURNS, _LEAST_WEIGHTS, _MOST_COPIES = 2.0, 16_384, 1000
@@ -83,25 +79,24 @@ def profile_library(
     folder, began = Path(out), time.monotonic()
     known = _known(folder, device, resume)
     calls = _distinct(networks)
-    todo = [(key, call) for key, call in calls.items() if key not in known]
+    todo = {key: found for key, found in calls.items() if key not in known}
     cores = machine.core_groups(machine.usable_cores(), int(device.share), 1)[0]
     threads, before = torch.get_num_threads(), machine.usable_cores()
     failures: dict[str, int] = {}
-    device = with_clock(device)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         machine.pin(cores)
+        device = with_clock(device)
         torch.set_num_threads(len(cores))
         sentinel = machine.Sentinel()
         with (folder / _PARTIAL).open("a", encoding="utf-8") as file, torch.inference_mode():
-            for done, (key, call) in enumerate(todo):
+            for done, (key, (call, row)) in enumerate(todo.items()):
                 progress(done, len(todo))
                 try:
                     labels = _measured(call, device, sentinel)
                 except (RuntimeError, IndexError, ValueError) as err:  # what a kernel refuses
                     failures[reason(err)] = failures.get(reason(err), 0) + 1
                     continue
-                row = table_of([call]).iloc[0].to_dict()
                 for framework, (seconds, noise) in labels.items():
                     found = {"key": key, **row, "framework": framework, "seconds": seconds, "noise": noise}
                     file.write(json.dumps({k: v for k, v in found.items() if v == v}) + "\n")
@@ -133,25 +128,25 @@ def _known(folder: Path, device: Device, resume: bool) -> set[str]:
     return {json.loads(line)["key"] for line in whole}
 
 
-def _distinct(networks: Iterable[str | Network]) -> dict[str, Call]:
-    """The operators of networks by their sizes."""
-    found: dict[str, Call] = {}
+def _distinct(networks: Iterable[str | Network]) -> dict[str, tuple[Call, dict[str, Any]]]:
+    """The operators of networks by their sizes, and their rows."""
+    found: dict[str, tuple[Call, dict[str, Any]]] = {}
     for network in networks:
         loaded = load_network(network) if isinstance(network, str) else network
         calls, _ = calls_of(loaded.export())
         for call, row in zip(calls, table_of(calls).to_dict("records"), strict=True):
             sizes = " ".join(f"{name}={row[name]:g}" for name in SIZES if row[name] == row[name])
-            found.setdefault(f"{call.name} {sizes}", call)
+            found.setdefault(f"{call.name} {sizes}", (call, row))
     return found
 
 
 def _measured(call: Call, device: Device, sentinel: machine.Sentinel) -> dict[str, tuple[float, float]]:
     """Seconds and noise of a call, warm and, if it has weights, cold."""
     caches = 1024 * (device.l3_kb or device.l2_kb or 1024)
-    found = {WARM: _timed(call.node.target, arguments_of(call), sentinel)}
+    found = {TORCH: _timed(call.node.target, arguments_of(call), sentinel)}
     if call.weight_bytes >= _LEAST_WEIGHTS and call.name != "batch_norm":
         copies = int(np.clip(np.ceil(_TURNS * caches / call.weight_bytes), 2, _MOST_COPIES))
-        found[COLD] = _timed(call.node.target, arguments_of(call, copies), sentinel)
+        found[TORCH_COLD] = _timed(call.node.target, arguments_of(call, copies), sentinel)
     return found
 
 

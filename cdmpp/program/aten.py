@@ -25,7 +25,7 @@ _VIEWS = {
     "_assert_tensor_metadata", "sym_size", "diagonal", "numpy_T",
 }  # fmt: skip
 #: Those that move something only where their input does not lie in memory as the output will.
-_MAYBE_VIEWS = {"contiguous", "reshape", "to", "clone", "type_as", "_to_copy"}
+_MAYBE_VIEWS = {"contiguous", "reshape", "to", "type_as", "_to_copy"}
 #: One exponential or the like an element.
 _ACTIVATIONS = {
     "gelu", "silu", "silu_", "sigmoid", "sigmoid_", "tanh", "exp", "log", "erf", "pow", "cos", "sin", "softplus",
@@ -34,7 +34,7 @@ _ACTIVATIONS = {
 _COPIES = {
     "cat", "stack", "pad", "constant_pad_nd", "roll", "index", "index_select", "gather", "repeat", "pixel_shuffle",
     "pixel_unshuffle", "flip", "channel_shuffle", "upsample_nearest2d", "upsample_bilinear2d", "im2col", "tril",
-    "triu", "copy_",
+    "triu", "copy_", "clone",
 }  # fmt: skip
 _REDUCTIONS = {
     "mean", "sum", "amax", "amin", "max", "min", "argmax", "argmin", "prod", "var", "var_mean", "std", "norm",
@@ -143,7 +143,7 @@ def _bytes(node: Any) -> float:
 def _is_view(node: Any) -> bool:
     """Whether the output lies in memory as the input does: of the same type, and contiguous already."""
     before, after = _value(node.args[0]), _value(node)
-    return str(node.target).startswith("aten.clone") is False and before.dtype == after.dtype and before.is_contiguous()
+    return bool(before.dtype == after.dtype and before.is_contiguous())
 
 
 def _sizes(name: str, node: Any) -> tuple[dict[str, Any], bool]:

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from cdmpp.cli import main
+from cdmpp.dataset.operators import TORCH_COLD
 from cdmpp.device import get_device
 from cdmpp.endtoend import eager, network_tasks, predict_latency
 from cdmpp.endtoend.eager import eager_latency
 from cdmpp.errors import NetworkError
-from cdmpp.predictor.operators import BEST, COLD, load_operator_model
+from cdmpp.predictor.operators import BEST, load_operator_model
 from cdmpp.program.network import Network
 
 torch = pytest.importorskip("torch")
@@ -30,7 +31,7 @@ class Fixed:
     inputs: ClassVar = [["relu"]]
 
     def interval(self, table: Any, device: Any, framework: str) -> tuple[Any, Any, Any]:
-        seconds = np.full(len(table), {BEST: 1e-3, COLD: 2e-3}[framework])
+        seconds = np.full(len(table), {BEST: 1e-3, TORCH_COLD: 2e-3}[framework])
         return seconds, 0.9 * seconds, 1.1 * seconds
 
 
