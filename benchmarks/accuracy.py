@@ -4,7 +4,7 @@
     python benchmarks/accuracy.py --splits by_network --models ours xgboost-perstore roofline --seeds 0 1 2 --json a.json
 
 All models of a split and a seed are trained on the same records in this process. ``by_device`` is zero-shot on each device
-in turn; ``few_shot`` teaches the predictor that saw the other devices the records of K tasks, chosen by KMeans and at random,
+in turn, without the records of any other device of its microarchitecture; ``few_shot`` teaches the predictor that saw the other devices the records of K tasks, chosen by KMeans and at random,
 and tests on the device's other tasks. The baselines get the same K tasks as training records (chosen at random).
 
 ``ours-compiled`` is our predictor given the instructions of each compiled program, ``ours-measured`` given what the same
@@ -34,6 +34,7 @@ from cdmpp.predictor import Config, Predictor, TrainingData, baselines, few_shot
 from cdmpp.predictor.baselines import COMPILED_NAMES, MODEL_NAMES, make_model
 from cdmpp.predictor.evaluation import score
 from cdmpp.predictor.evidence import DeviceScaling, Evidence, fit_scaling
+from cdmpp.predictor.data import subset
 from cdmpp.predictor.training import prepare, training_summary
 
 SPLITS = ("within_task", "by_task", "by_network", "by_device", "few_shot")
@@ -69,6 +70,12 @@ def scored_given(predictor: Predictor, data: TrainingData, split: Split, measure
             predicted_s = model.predict_rows(data, split.test, elsewhere)
             found[name] = scored(data, split.test, predicted_s, n_measured=int(known.sum()))
     return found
+
+
+def without_its_like(data: TrainingData, device: str) -> TrainingData:
+    """Records of a device and of those of other microarchitectures: few have a core of its kind at hand, and another target."""
+    alike = [name for name, other in data.devices.items() if other.arch == data.devices[device].arch and name != device]
+    return subset(data, np.flatnonzero(~data.labels["device"].isin(alike)))
 
 
 def keep(results: Results, row: Row, **key: Any) -> None:
@@ -145,11 +152,12 @@ def score_split(
     unseen = {}
     for seed in args.seeds:
         for spec, held in specifications(kind, args, seed):
-            split = split_data(spec, data)
+            used = without_its_like(data, held) if kind == "by_device" else data
+            split = split_data(spec, used)
             for name in args.models:
                 key = {"split": kind, "held_out": held, "seed": seed, "model": name}
                 options = {"config": config} if name == "ours" else args.baselines.get(name, {})
-                ours = score_model(results, make_model(name, seed, **options), data, split, key)
+                ours = score_model(results, make_model(name, seed, **options), used, split, key)
                 if ours is not None and seed == 0:
                     unseen[held] = ours
     return unseen
@@ -167,9 +175,11 @@ def score_few_shot(
     data: TrainingData, args: argparse.Namespace, config: Config, results: Results, unseen: dict[str, Predictor]
 ) -> None:
     """Every device taught by K tasks, starting from the predictors in ``unseen``, or else from one trained here."""
+    used = {device: without_its_like(data, device) for device in args.devices}
     for device, seed, k, select in itertools.product(
         args.devices, args.few_shot_seeds, args.tasks, ("kmeans", "random")
     ):
+        data = used[device]
         key = {"split": "few_shot", "held_out": device, "seed": seed, "k": k, "select": select}
         if results.find(**key, model="ours") is None:
             if device not in unseen:
