@@ -4,8 +4,9 @@
     python benchmarks/accuracy.py --splits by_network --models ours xgboost-perstore roofline --seeds 0 1 2 --json a.json
 
 All models of a split and a seed are trained on the same records in this process. ``by_device`` is zero-shot on each device
-in turn, without the records of any other device of its microarchitecture; ``few_shot`` teaches the predictor that saw the other devices the records of K tasks, chosen by KMeans and at random,
-and tests on the device's other tasks. The baselines get the same K tasks as training records (chosen at random).
+in turn, without the records of any other device of its microarchitecture; ``few_shot`` teaches the predictor that saw the
+other devices the records of K tasks, chosen by KMeans and at random, and tests on the device's other tasks. The baselines
+get the same K tasks as training records (chosen at random).
 
 ``ours-compiled`` is our predictor given the instructions of each compiled program, ``ours-measured`` given what the same
 programs took on the other devices; ``measured-by-estimate`` scales these latencies by the ratio of two analytical estimates
@@ -32,9 +33,9 @@ from common import TITLES, Figure, Results, Row, accuracy_intervals, arguments, 
 from cdmpp.dataset import Split
 from cdmpp.predictor import Config, Predictor, TrainingData, baselines, few_shot, gather, load_config, split_data
 from cdmpp.predictor.baselines import COMPILED_NAMES, MODEL_NAMES, make_model
+from cdmpp.predictor.data import subset
 from cdmpp.predictor.evaluation import score
 from cdmpp.predictor.evidence import DeviceScaling, Evidence, fit_scaling
-from cdmpp.predictor.data import subset
 from cdmpp.predictor.training import prepare, training_summary
 
 SPLITS = ("within_task", "by_task", "by_network", "by_device", "few_shot")

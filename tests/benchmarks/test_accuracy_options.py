@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
-from benchmarks.accuracy import baseline_options
+from benchmarks.accuracy import baseline_options, without_its_like
+from cdmpp.device import get_device
+from cdmpp.predictor import TrainingData
 from cdmpp.predictor.baselines import make_model
 
 
@@ -28,3 +31,10 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cpu.yaml").write_text("model: {dim: 64}\n")
     with pytest.raises(SystemExit, match=r"cpu.yaml is not a best.yaml of a baseline"):
         baseline_options([tmp_path / "cpu.yaml"], epochs=1, network_seconds=None)
+
+
+def test_a_device_is_held_out_with_its_microarchitecture() -> None:
+    devices = {name: get_device(name) for name in ("epyc-7763@1", "epyc-7763@2", "epyc-zen4-2.6ghz@1")}
+    labels = pd.DataFrame({"device": [*devices] * 2, "program": "p"})
+    data = TrainingData(labels, {"p": None}, devices, {}, {})  # type: ignore[dict-item]
+    assert sorted(without_its_like(data, "epyc-7763@1").devices) == ["epyc-7763@1", "epyc-zen4-2.6ghz@1"]
