@@ -1,0 +1,168 @@
+"""How often the faster of two devices is named, by how far apart they are, and what the stated confidence is worth.
+
+    python benchmarks/device_choice.py --json device_choice.json
+
+* **programs**: those of the networks that the predictor was not trained on, measured on several CPUs of other kinds; the
+  predictor knows these CPUs. ``compiled`` has the instructions of each compiled program. ``peak`` names the CPU with the
+  larger float32 peak, ``usual`` the one that most of the training programs were faster on.
+* **networks**: NeuSight's, each GPU predicted without its labels by ``benchmarks/cross_device.py``, whose results are read;
+  ``peak`` as above; ``neusight`` and ``roofline`` as NeuSight's authors predict, who trained on some of these GPUs.
+
+``stated`` is the mean confidence in what is named, from the width of both intervals, as if their errors had nothing in common.
+Intervals of 95 % are over tasks, or networks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from common import Figure, Row, arguments, bootstrap, figure, load_result, provenance, report, start
+
+from cdmpp.device import get_device
+from cdmpp.predictor import TrainingData, gather, split_data
+from cdmpp.predictor.evidence import Evidence
+from cdmpp.predictor.predictor import Predictor, load_predictor
+
+#: Ratios of the two measured latencies; below the first one either choice is as good.
+RATIOS = (1.1, 1.5, 3.0, np.inf)
+_SIGMA = 2 * NormalDist().inv_cdf(0.95)
+
+
+def choices(
+    measured_s: Mapping[str, float], says: Mapping[str, Mapping[str, float]], sigma: Mapping[str, float]
+) -> list[Row]:
+    """A row for each pair of devices of one case: the ratio of their latencies, whether each source (name -> device -> seconds,
+    or anything that is less for the better one) names the faster one, 0.5 where it cannot tell; ``stated`` is the confidence of
+    ours, by the standard deviations of log latencies by device."""
+    rows = []
+    for one, two in itertools.combinations(sorted(measured_s), 2):
+        ratio = measured_s[two] / measured_s[one]
+        right = {
+            source: 0.5 + 0.5 * float(np.sign(np.log(found[two] / found[one]) * np.log(ratio)))
+            for source, found in says.items()
+            if one in found and two in found
+        }
+        apart = abs(np.log(says["ours"][two] / says["ours"][one])) / np.hypot(sigma[one], sigma[two])
+        stated = NormalDist().cdf(float(apart))
+        rows.append({"devices": f"{one}, {two}", "ratio": max(ratio, 1 / ratio), "right": right, "stated": stated})
+    return rows
+
+
+def program_choices(predictor: Predictor, data: TrainingData) -> list[Row]:
+    """Of programs that were measured on several CPUs of other kinds."""
+    split = split_data(predictor.training["split"], data)
+    train, test = (data.labels.iloc[rows] for rows in (split.train, split.test))
+    rows = split.test[test["device"].str.endswith("@1").to_numpy()]
+    one_of_kind = {name: name for name in set(test["device"]) if not data.devices[name].isa}
+    rows = rows[data.labels["device"].iloc[rows].isin(one_of_kind).to_numpy()]
+    table = data.labels.iloc[rows].assign(
+        ours=predictor.predict_rows(data, rows),
+        compiled=predictor.predict_rows(data, rows, Evidence.of_rows(data, rows, compiled=True)),
+    )
+    calibration = predictor.calibration
+    assert calibration is not None
+    sigma = {name: calibration.half_width(name, 0.9) * 2 / _SIGMA for name in one_of_kind}
+    peak = {name: 1 / data.devices[name].peak_gflops["float32"] for name in one_of_kind}
+    wide = train.pivot_table(index="program", columns="device", values="latency_s")
+    usual = {
+        name: 1 + sum(_slower(wide, name, other) for other in one_of_kind if other != name) for name in one_of_kind
+    }
+    found = []
+    for _, own in table.groupby("program", observed=True):
+        own = own.drop_duplicates("device").set_index("device")
+        if len(own) > 1:
+            says = {"ours": own["ours"].to_dict(), "compiled": own["compiled"].to_dict(), "peak": peak, "usual": usual}
+            cases = choices(own["latency_s"].to_dict(), says, sigma)
+            found += [{"group": str(own["task"].iloc[0]), **case} for case in cases]
+    return found
+
+
+def _slower(wide: pd.DataFrame, name: str, other: str) -> float:
+    """Part of the programs measured on both devices that are slower on the first; 0.5 of none."""
+    if not {name, other} <= set(wide.columns):
+        return 0.5
+    both = wide[[name, other]].dropna()
+    return float((both[name] > both[other]).mean()) if len(both) else 0.5
+
+
+def network_choices(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """Of networks, from the rows of ``cross_device.json`` without labels of the device."""
+    by_network: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        for case in row["end_to_end"]["rows"] if row["k"] == 0 else ():
+            by_network.setdefault(case["network"], {})[row["device"]] = case
+    found = []
+    for network, cases in by_network.items():
+        says = {
+            source: {d: c["predicted_s"][key] for d, c in cases.items() if key in c["predicted_s"]}
+            for source, key in (("ours", "cdmpp"), ("neusight", "neusight"), ("roofline", "roofline"))
+        }
+        says["peak"] = {device: 1 / get_device(device).peak_gflops["float32"] for device in cases}
+        sigma = {device: float(np.log(case["high_s"] / case["low_s"])) / _SIGMA for device, case in cases.items()}
+        measured_s = {device: case["measured_s"] for device, case in cases.items()}
+        found += [{"group": network.split("-")[0], **row} for row in choices(measured_s, says, sigma)]
+    return found
+
+
+def figures(what: str, rows: list[Row]) -> list[Figure]:
+    """A line for each class of ratios and each source, on the pairs that this and ours say something of."""
+    found, least = [], 1.0
+    for most in RATIOS:
+        own = [row for row in rows if least <= row["ratio"] < most]
+        for source in dict.fromkeys(source for row in own for source in row["right"]):
+            known = [row for row in own if source in row["right"]]
+            groups = [row["group"] for row in known]
+            right, ours = ([row["right"][name] for row in known] for name in (source, "ours"))
+            values = {"right": float(np.mean(right)), "ours, on the same": float(np.mean(ours))}
+            interval = {"right": bootstrap(right, groups), "ours, on the same": bootstrap(ours, groups)}
+            if source == "ours":
+                values = {"right": values["right"], "stated": float(np.mean([row["stated"] for row in known]))}
+                interval = {"right": interval["right"]}
+            name = (
+                f"{what}, {least:g} to {most:g} times: {source}"
+                if np.isfinite(most)
+                else f"{what}, over {least:g} times: {source}"
+            )
+            found.append(figure(name, values, len(known), interval=interval))
+        least = most
+    return found
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    add = parser.add_argument
+    add("--predictor", default="default", metavar="DIR")
+    add("--data", nargs="+", default=["data"], metavar="DIR")
+    default = Path(__file__).parent / "results/cross_device.json"
+    add("--networks", type=Path, default=default, metavar="FILE", help="result of benchmarks/cross_device.py")
+    args = parser.parse_args()
+    predictor, data = load_predictor(args.predictor), gather(args.data)
+    programs = program_choices(predictor, data)
+    networks = network_choices(load_result(args.networks)["rows"])
+    made = provenance(__file__, [*args.data, args.networks], args.predictor, [predictor.training["seed"]])
+    sure = [0.5, 0.7, 0.9, 0.99, 1.01]
+    calibration = [
+        figure(
+            f"{what}, stated {100 * low:g} to {100 * min(high, 1):g} %",
+            {
+                "right": float(np.mean([row["right"]["ours"] for row in own])),
+                "stated": float(np.mean([row["stated"] for row in own])),
+            },
+            len(own),
+            interval={"right": bootstrap([row["right"]["ours"] for row in own], [row["group"] for row in own])},
+        )
+        for what, rows in (("programs", programs), ("networks", networks))
+        for low, high in itertools.pairwise(sure)
+        if (own := [row for row in rows if low <= row["stated"] < high])
+    ]
+    report(args.json, made, [*figures("programs", programs), *figures("networks", networks), *calibration])
+
+
+if __name__ == "__main__":
+    start(main)
