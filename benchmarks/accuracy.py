@@ -5,8 +5,9 @@
 
 All models of a split and a seed are trained on the same records in this process. ``by_device`` is zero-shot on each device
 in turn, without the records of any other device of its microarchitecture; ``few_shot`` teaches the predictor that saw the
-other devices the records of K tasks, chosen by KMeans and at random, and tests on the device's other tasks. The baselines
-get the same K tasks as training records (chosen at random).
+other devices the records of K tasks, chosen by KMeans and at random, and tests on the device's other tasks. A baseline that saw
+the other devices takes one constant from the same records; ``elsewhere`` are latencies on each other device times a constant of
+that device, for the programs that were measured there, and the others are scored on these programs too (``same programs``).
 
 ``ours-compiled`` is our predictor given the instructions of each compiled program, ``ours-measured`` given what the same
 programs took on the other devices; ``measured-by-estimate`` scales these latencies by the ratio of two analytical estimates
@@ -36,7 +37,6 @@ from cdmpp.predictor.baselines import COMPILED_NAMES, MODEL_NAMES, make_model
 from cdmpp.predictor.data import subset
 from cdmpp.predictor.evaluation import score
 from cdmpp.predictor.evidence import DeviceScaling, Evidence, fit_scaling
-from cdmpp.predictor.training import prepare, training_summary
 
 SPLITS = ("within_task", "by_task", "by_network", "by_device", "few_shot")
 COMPILED, MEASURED, BY_ESTIMATE = "ours-compiled", "ours-measured", "measured-by-estimate"
@@ -48,17 +48,15 @@ def scored(data: TrainingData, rows: np.ndarray, predicted_s: np.ndarray, **note
     return {**score(data, rows, predicted_s, ())["overall"], **notes, "interval": interval}
 
 
-def scored_given(predictor: Predictor, data: TrainingData, split: Split, measured: bool) -> dict[str, Row]:
-    """Our predictor given the compiled code, and, if ``measured``, latencies on other devices, beside the estimate of these
-    alone; nothing of what it does not take or no program has."""
+def scored_given(predictor: Predictor, data: TrainingData, split: Split) -> dict[str, Row]:
+    """Our predictor given the compiled code, and latencies on other devices, beside the estimate of these alone; nothing of
+    what it does not take or no program has."""
     found = {}
     n_compiled = int(data.counted(split.test).sum()) if predictor.encoder.code_dim else 0
     if n_compiled:
         compiled = Evidence.of_rows(data, split.test, compiled=True)
         predicted_s = predictor.predict_rows(data, split.test, compiled)
         found[COMPILED] = scored(data, split.test, predicted_s, n_compiled=n_compiled)
-    if not measured:
-        return found
     if predictor.scaling is None:
         hidden = np.concatenate([split.test, split.adapt])
         predictor = replace(predictor, scaling=fit_scaling(predictor.predict_rows, data, split.valid, hidden))
@@ -86,9 +84,9 @@ def keep(results: Results, row: Row, **key: Any) -> None:
 
 
 def score_model(
-    results: Results, model: baselines.LatencyModel, data: TrainingData, split: Split, key: Row, measured: bool = True
-) -> Predictor | None:
-    """Train a model and keep what it scores, and ours also with compiled code and latencies of other devices. Returns ours.
+    results: Results, model: baselines.LatencyModel, data: TrainingData, split: Split, key: Row
+) -> baselines.LatencyModel | None:
+    """Train a model and keep what it scores, and ours also with compiled code and latencies of other devices. Returns it.
 
     A model that was scored before is not trained again.
     """
@@ -98,23 +96,17 @@ def score_model(
     ours = model.predictor_ if isinstance(model, baselines.CdmppModel) else None
     notes = {"spec": split.spec, "n_train": len(split.train)}
     if ours is not None:
-        keep_given(results, ours, data, split, key, measured, **notes)
+        keep_given(results, ours, data, split, key, **notes)
     notes.update(fit_s=found["fit_s"], predict_s=found["predict_s"])
     keep(results, scored(data, split.test, model.predict(data, split.test), **notes), **key)
-    return ours
+    return model
 
 
 def keep_given(
-    results: Results,
-    predictor: Predictor,
-    data: TrainingData,
-    split: Split,
-    key: Row,
-    measured: bool = True,
-    **notes: Any,
+    results: Results, predictor: Predictor, data: TrainingData, split: Split, key: Row, **notes: Any
 ) -> None:
     """Keep what our predictor scores with compiled code and with latencies of other devices."""
-    for name, row in scored_given(predictor, data, split, measured).items():
+    for name, row in scored_given(predictor, data, split).items():
         model = name if key["model"] == "ours" else f"{key['model']} ({name})"
         keep(results, {**row, **notes}, **{**key, "model": model})
 
@@ -146,54 +138,82 @@ def specifications(kind: str, args: argparse.Namespace, seed: int) -> list[tuple
     return [(f"{kind}:seed={seed}", "")]
 
 
-def score_split(
-    kind: str, data: TrainingData, args: argparse.Namespace, config: Config, results: Results
-) -> dict[str, Predictor]:
-    """Every model on one kind of split; our predictors of seed 0, by what was held out."""
-    unseen = {}
+Models = dict[tuple[str, str], baselines.LatencyModel]
+
+
+def score_split(kind: str, data: TrainingData, args: argparse.Namespace, config: Config, results: Results) -> Models:
+    """Every model on one kind of split; those of seed 0, by what was held out and their name."""
+    unseen: Models = {}
     for seed in args.seeds:
         for spec, held in specifications(kind, args, seed):
             used = without_its_like(data, held) if kind == "by_device" else data
             split = split_data(spec, used)
             for name in args.models:
                 key = {"split": kind, "held_out": held, "seed": seed, "model": name}
-                options = {"config": config} if name == "ours" else args.baselines.get(name, {})
-                ours = score_model(results, make_model(name, seed, **options), used, split, key)
-                if ours is not None and seed == 0:
-                    unseen[held] = ours
+                model = score_model(results, model_of(name, seed, args, config), used, split, key)
+                if model is not None and seed == 0:
+                    unseen[held, name] = model
     return unseen
 
 
-def trained_without(device: str, data: TrainingData, config: Config) -> Predictor:
-    """Our predictor of all other devices' records."""
-    split = split_data(f"by_device:heldout={device};seed=0", data)
-    fitted = prepare(config, data, split)
-    state = fitted.trainer.fit()
-    return fitted.predictor(state.best, training_summary(config, data, split, state))
+def model_of(name: str, seed: int, args: argparse.Namespace, config: Config) -> baselines.LatencyModel:
+    """An untrained model with the options of this run."""
+    return make_model(name, seed, **({"config": config} if name == "ours" else args.baselines.get(name, {})))
+
+
+def elsewhere_s(data: TrainingData, device: str, shots: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Latencies of the rows' programs on each other device, times the constant that the shots ask for (their median); the
+    geometric mean, float64 (n,), NaN of programs that were measured nowhere else."""
+    logs = np.log(data.labels.pivot_table(index="program", columns="device", values="latency_s", observed=True))
+    taught, others = logs.loc[data.labels["program"].iloc[shots]], logs.drop(columns=device)
+    constants = -taught.drop(columns=device).sub(taught[device], axis=0).median()
+    programs = data.labels["program"].iloc[rows]
+    return np.exp((others + constants).mean(axis=1)).reindex(programs).to_numpy(dtype=np.float64)
 
 
 def score_few_shot(
-    data: TrainingData, args: argparse.Namespace, config: Config, results: Results, unseen: dict[str, Predictor]
+    data: TrainingData, args: argparse.Namespace, config: Config, results: Results, unseen: Models
 ) -> None:
-    """Every device taught by K tasks, starting from the predictors in ``unseen``, or else from one trained here."""
-    used = {device: without_its_like(data, device) for device in args.devices}
-    for device, seed, k, select in itertools.product(
-        args.devices, args.few_shot_seeds, args.tasks, ("kmeans", "random")
-    ):
-        data = used[device]
-        key = {"split": "few_shot", "held_out": device, "seed": seed, "k": k, "select": select}
-        if results.find(**key, model="ours") is None:
-            if device not in unseen:
-                unseen[device] = trained_without(device, data, config)
-            tuned, split = few_shot(unseen[device], data, device, k, select, seed)
-            keep_given(results, tuned, data, split, {**key, "model": "ours"}, spec=split.spec)
-            row = scored(data, split.test, tuned.predict_rows(data, split.test), spec=split.spec)
-            keep(results, row, **key, model="ours")
-        spec = next(row["spec"] for row in results.rows if key.items() <= row.items())
-        for name in args.models if select == "random" else ():
-            if name != "ours":
-                model = make_model(name, seed, **args.baselines.get(name, {}))
-                score_model(results, model, data, split_data(spec, data), {**key, "model": name})
+    """Every device taught by K tasks, starting from the models in ``unseen``, or else from those trained here."""
+    for device in args.devices:
+        used = without_its_like(data, device)
+        split = split_data(f"by_device:heldout={device};seed=0", used)
+        for seed, k, select in itertools.product(args.few_shot_seeds, args.tasks, ("kmeans", "random")):
+            key = {"split": "few_shot", "held_out": device, "seed": seed, "k": k, "select": select}
+            if results.find(**key) is not None:
+                continue
+            for name in args.models:
+                if (device, name) not in unseen:
+                    unseen[device, name] = model_of(name, 0, args, config)
+                    unseen[device, name].fit(used, split)
+            score_taught(used, device, key, {name: unseen[device, name] for name in args.models}, results)
+
+
+def score_taught(
+    data: TrainingData, device: str, key: Row, models: dict[str, baselines.LatencyModel], results: Results
+) -> None:
+    """Ours taught by the K tasks of a device, and the others with one constant of the same records."""
+    ours = models["ours"]
+    assert isinstance(ours, baselines.CdmppModel)
+    tuned, split = few_shot(ours.predictor_, data, device, key["k"], key["select"], key["seed"])
+    shots = split.train[(data.labels["device"].iloc[split.train] == device).to_numpy()]
+    label_s, rows = data.latency_s[shots], split.test
+    predicted = {"ours": tuned.predict_rows(data, rows)}
+    if data.counted(rows).any() and tuned.encoder.code_dim:
+        predicted[COMPILED] = tuned.predict_rows(data, rows, Evidence.of_rows(data, rows, compiled=True))
+    for name, model in models.items():
+        if name != "ours":
+            constant = np.median(label_s / model.predict(data, shots))
+            predicted[f"{name} times a constant"] = constant * model.predict(data, rows)
+    predicted["elsewhere"] = elsewhere_s(data, device, shots, rows)
+    known = np.isfinite(predicted["elsewhere"])
+    for name, predicted_s in predicted.items():
+        notes = {"spec": split.spec, "n_shots": len(shots)}
+        if name != "elsewhere":
+            keep(results, scored(data, rows, predicted_s, **notes), **key, model=name)
+        if known.sum() > 1:
+            same = name if name == "elsewhere" else f"{name}, same programs"
+            keep(results, scored(data, rows[known], predicted_s[known], **notes), **key, model=same)
 
 
 def figures(rows: list[Row]) -> list[Figure]:
@@ -235,7 +255,7 @@ def main() -> None:
     options = {"records": len(data), "config": config.model_dump(mode="json"), "baselines": args.baselines}
     made = provenance(__file__, args.data, seeds={*args.seeds, *args.few_shot_seeds})
     results = Results(args.json, made, options, figures)
-    unseen: dict[str, Predictor] = {}
+    unseen: Models = {}
     for kind in args.splits:
         if kind in ("by_device", "few_shot") and len(data.devices) < 2:
             print(f"{kind} needs records of two devices", file=sys.stderr)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
-from benchmarks.accuracy import baseline_options, without_its_like
+from benchmarks.accuracy import baseline_options, elsewhere_s, without_its_like
 from cdmpp.device import get_device
 from cdmpp.predictor import TrainingData
 from cdmpp.predictor.baselines import make_model
@@ -38,3 +39,21 @@ def test_a_device_is_held_out_with_its_microarchitecture() -> None:
     labels = pd.DataFrame({"device": [*devices] * 2, "program": "p"})
     data = TrainingData(labels, {"p": None}, devices, {}, {})  # type: ignore[dict-item]
     assert sorted(without_its_like(data, "epyc-7763@1").devices) == ["epyc-7763@1", "epyc-zen4-2.6ghz@1"]
+
+
+def test_latencies_elsewhere_take_one_constant_a_device() -> None:
+    rows = [
+        ("a", "d1", 1.0),
+        ("a", "d2", 4.0),
+        ("a", "new", 2.0),
+        ("b", "d1", 3.0),
+        ("b", "d2", 12.0),
+        ("c", "d1", 5.0),
+    ]
+    rows += [("b", "new", 1e9), ("c", "new", 1e9), ("d", "new", 1e9)]
+    labels = pd.DataFrame(rows, columns=["program", "device", "latency_s"])
+    data = TrainingData(labels, {}, {}, {}, {})
+    found = elsewhere_s(data, "new", np.array([2]), np.array([6, 7, 8]))
+    assert found[:2] == pytest.approx([6.0, 10.0]) and np.isnan(found[2]), (
+        "twice d1, half of d2; labels are not looked at"
+    )
