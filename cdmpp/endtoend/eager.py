@@ -7,6 +7,7 @@ where they and the largest results do not fit the last cache together, no operat
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +17,7 @@ from cdmpp.dataset.operators import TORCH_COLD
 from cdmpp.endtoend.report import INDEPENDENT, INTERVAL, LatencyReport, LayerLatency
 from cdmpp.errors import NetworkError
 from cdmpp.predictor.operators import BEST, OperatorModel, load_operator_model
+from cdmpp.predictor.predictor import COVERAGE
 from cdmpp.program.aten import calls_of, table_of
 from cdmpp.program.network import load_network
 from cdmpp.program.operators import work
@@ -38,9 +40,13 @@ _DRAWS, _COMMON, _COMMON_ELSEWHERE = 400, 0.06, 0.3
 
 
 def eager_latency(
-    network: Network | str, device: Device, model: OperatorModel | None = None, price_per_hour: float | None = None
+    network: Network | str,
+    device: Device,
+    model: OperatorModel | None = None,
+    price_per_hour: float | None = None,
+    coverage: float = COVERAGE,
 ) -> LatencyReport:
-    """Predict one run of a network on cores of a CPU, with 90 % intervals.
+    """Predict one run of a network on cores of a CPU.
 
     Raises
     ------
@@ -63,6 +69,9 @@ def eager_latency(
     kept = _KEPT * 1024 * (device.l3_kb or device.l2_kb or 0.0)
     cold = (table["weight_bytes"] > 0).to_numpy() & (together > kept)
     seconds, low, high = _priced(model, table, device, cold)
+    spread = np.log(high / low) / (2 * NormalDist().inv_cdf(0.95))
+    wider = NormalDist().inv_cdf((1 + coverage) / 2) / NormalDist().inv_cdf(0.95)
+    low, high = (seconds * (end / seconds) ** wider for end in (low, high))
     clock = 1e6 * (device.working_mhz or 2500.0)
     calls_s = _CALL_CYCLES * (len(calls) + views) / clock
     total = float(seconds.sum()) + calls_s
@@ -86,11 +95,10 @@ def eager_latency(
         )
         start += float(took) + own
     rng = np.random.default_rng(0)
-    spread = np.log(high / low) / 3.29
     common = _COMMON if device.name in model.devices else _COMMON_ELSEWHERE
     drawn = rng.normal(0, 1, (_DRAWS, len(seconds))) * spread + rng.normal(0, common, (_DRAWS, 1))
     sums = (seconds * np.exp(drawn)).sum(1) + calls_s
-    chance_low, chance_high = (float(q) for q in np.quantile(sums, [0.05, 0.95]))
+    chance_low, chance_high = (float(q) for q in np.quantile(sums, [(1 - coverage) / 2, (1 + coverage) / 2]))
     return LatencyReport(
         network=loaded.name,
         device=device.name,
@@ -100,7 +108,7 @@ def eager_latency(
         high_s=float(high.sum()) + calls_s,
         independent_low_s=min(chance_low, total),
         independent_high_s=max(chance_high, total),
-        coverage=0.9,
+        coverage=coverage,
         kernel_s=float(seconds.sum()),
         gap_s=calls_s,
         launches=float(len(calls)),

@@ -114,7 +114,9 @@ def predict_latency(
     check_coverage(coverage)
     resolved = get_device(device) if isinstance(device, str) else device
     if runs_eagerly(network, runtime, schedule) and resolved.kind == "cpu":
-        return eager_latency(network, resolved, price_per_hour=price_per_hour)  # type: ignore[arg-type]
+        return eager_latency(network, resolved, None, price_per_hour, coverage)  # type: ignore[arg-type]
+    if runtime == "torch" and resolved.kind == "cpu":
+        raise NetworkError("PyTorch runs networks, not tasks, on a CPU: give a network's name or file")
     if runtime == "tvm" and str(schedule) == UNTUNED and resolved.kind == "gpu":
         raise NetworkError(
             f"TVM has no untuned programs for {resolved.name}: ask for torch, or for tvm with a schedule"

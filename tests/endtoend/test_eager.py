@@ -46,6 +46,8 @@ def test_operators_are_added_up_and_cold_weights_cost_more() -> None:
     assert report.latency_s == pytest.approx(6e-3 + calls_s) and report.kernel_s == pytest.approx(6e-3)
     assert report.low_s == pytest.approx(5.4e-3 + calls_s) and report.high_s == pytest.approx(6.6e-3 + calls_s)
     assert report.low_s < report.independent_low_s < report.latency_s < report.independent_high_s < report.high_s * 1.1
+    half = eager_latency(mlp(64), ZEN4, Fixed(), coverage=0.5)  # type: ignore[arg-type]
+    assert half.coverage == 0.5 and half.high_s < report.high_s and half.independent_low_s > report.independent_low_s
     assert report.cost_per_million == pytest.approx(1e3 * report.latency_s)
     assert [layer.operator for layer in report.layers] == ["linear", "relu"] * 3
     assert sum(layer.fraction for layer in report.layers) == pytest.approx(1.0)
@@ -102,3 +104,5 @@ def test_runtimes_that_cannot_be(tmp_path: Path) -> None:
         predict_latency(mlp(8), "h200", runtime="tvm")
     tasks = network_tasks(mlp(8))
     assert predict_latency(tasks, ZEN4).schedule == "untuned", "what TVM made of it is TVM's"
+    with pytest.raises(NetworkError, match="networks, not tasks"):
+        predict_latency(tasks, ZEN4, runtime="torch")
