@@ -4,10 +4,11 @@
     python benchmarks/accuracy.py --splits by_network --models ours xgboost-perstore roofline --seeds 0 1 2 --json a.json
 
 All models of a split and a seed are trained on the same records in this process. ``by_device`` is zero-shot on each device
-in turn, without the records of any other device of its microarchitecture; ``few_shot`` teaches the predictor that saw the
-other devices the records of K tasks, chosen by KMeans and at random, and tests on the device's other tasks. A baseline that saw
-the other devices takes one constant from the same records; ``elsewhere`` are latencies on each other device times a constant of
-that device, for the programs that were measured there, and the others are scored on these programs too (``same programs``).
+in turn, without the records of any other device of its microarchitecture (``--keep-alike``: with them); ``few_shot`` teaches
+the predictor that saw the other devices the records of K tasks, chosen by KMeans and at random, and tests on the device's
+other tasks. A baseline that saw the other devices takes one constant from the same records; ``elsewhere`` are latencies on
+each other device times a constant of that device, for the programs that were measured there, and the others are scored on
+these programs too (``same programs``).
 
 ``ours-compiled`` is our predictor given the instructions of each compiled program, ``ours-measured`` given what the same
 programs took on the other devices; ``measured-by-estimate`` scales these latencies by the ratio of two analytical estimates
@@ -71,8 +72,10 @@ def scored_given(predictor: Predictor, data: TrainingData, split: Split) -> dict
     return found
 
 
-def without_its_like(data: TrainingData, device: str) -> TrainingData:
+def without_its_like(data: TrainingData, device: str, keep: bool = False) -> TrainingData:
     """Records of a device and of those of other microarchitectures: few have a core of its kind at hand, and another target."""
+    if keep:
+        return data
     alike = [name for name, other in data.devices.items() if other.arch == data.devices[device].arch and name != device]
     return subset(data, np.flatnonzero(~data.labels["device"].isin(alike)))
 
@@ -146,7 +149,7 @@ def score_split(kind: str, data: TrainingData, args: argparse.Namespace, config:
     unseen: Models = {}
     for seed in args.seeds:
         for spec, held in specifications(kind, args, seed):
-            used = without_its_like(data, held) if kind == "by_device" else data
+            used = without_its_like(data, held, args.keep_alike) if kind == "by_device" else data
             split = split_data(spec, used)
             for name in args.models:
                 key = {"split": kind, "held_out": held, "seed": seed, "model": name}
@@ -176,7 +179,7 @@ def score_few_shot(
 ) -> None:
     """Every device taught by K tasks, starting from the models in ``unseen``, or else from those trained here."""
     for device in args.devices:
-        used = without_its_like(data, device)
+        used = without_its_like(data, device, args.keep_alike)
         split = split_data(f"by_device:heldout={device};seed=0", used)
         for seed, k, select in itertools.product(args.few_shot_seeds, args.tasks, ("kmeans", "random")):
             key = {"split": "few_shot", "held_out": device, "seed": seed, "k": k, "select": select}
@@ -243,6 +246,7 @@ def main() -> None:
     add("--few-shot-seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     add("--heldout", help="networks of by_network, joined by '+' (default: drawn by the seed)")
     add("--valid", help="validation networks of by_network with --heldout (default: drawn by the seed)")
+    add("--keep-alike", action="store_true", help="train on other devices of the microarchitecture that is held out")
     add("--devices", nargs="+", metavar="D", help="held out by by_device and few_shot (default: each)")
     args = parser.parse_args()
 
