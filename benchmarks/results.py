@@ -36,14 +36,15 @@ def readme_table(name: str, results: Mapping[str, Content]) -> str:
     table = yaml.safe_load(TABLES.read_text(encoding="utf-8"))[name]
     rows = [table["headings"]]
     for line in table["lines"]:
-        known = {shown["name"]: shown for shown in results.get(line["file"], {"figures": ()})["figures"]}
+        files = line["file"].split()
+        known = {shown["name"]: shown for file in files for shown in results.get(file, {"figures": ()})["figures"]}
         row = [line["title"]]
         for shown in line["figures"]:
             for metric in line.get("metrics", table["metrics"]):
                 if metric and metric not in known.get(shown, {"values": ()})["values"]:
                     sys.exit(f"table {name}: {line['file']} has no {metric} of '{shown}'")
                 row.append(cell(known[shown], metric) if metric else "")
-        rows.append(row)
+        rows.append([*row, *["-"] * (len(rows[0]) - len(row))])
     return markdown_table(rows)
 
 
