@@ -217,10 +217,15 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     b, rows, columns, depth = products(table)
     tiles = {tile: b * np.ceil(rows / tile[0]) * np.ceil(columns / tile[1]) for tile in TILES}
     compute, splits = _compute(tiles, depth, peak / cores, cores, cache_rate / cores)
+    attends = (op == "attention") & (size["tokens"] > size["sequences"])
+    waves_of_blocks, scores = _attention(size, cores)
+    flops = 4 * waves_of_blocks * scores * np.ceil(size["head_dim"] / 32) * 32
+    compute = np.where(attends, flops * cores / peak, compute)
+    special = np.where(attends, waves_of_blocks * scores, todo["special"] / cores)
     seconds = {
         "matrix": np.where(todo["matrix"] > 0, compute, 0.0),
         "vector": todo["vector"] / (cores * lanes * clock),
-        "special": todo["special"] / (cores * special_rate * clock),
+        "special": special / (special_rate * clock),
         "memory": moved / bandwidth,
         "cache": moved / cache_rate,
     }
@@ -272,6 +277,7 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
         columns_of[f"idle_{name}"] = log(np.ceil(waves) / waves)
         columns_of[f"padding_{name}"] = log(tiles[tile] * tile[0] * tile[1] / (b * rows * columns))
     blocks = np.where(todo["matrix"] > 0, b * np.ceil(rows / 128) * np.ceil(columns / 128), moved / 65536)
+    blocks = np.where(attends, cores * waves_of_blocks, blocks)
     # ranks wait for each other in every round of a ring, until a tree takes fewer
     blocks = np.where(collective, cores * np.minimum(2 * (ranks - 1), _MOST_ROUNDS), blocks)
     return Mechanism(
@@ -282,6 +288,26 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
         clock=clock,
         features=np.stack([columns_of[name] for name in MECHANISM_FEATURES], axis=1),
     )
+
+
+def _attention(size: dict[str, FloatArray], cores: float) -> tuple[FloatArray, FloatArray]:
+    """Blocks that the busiest core works at one after the other, and scores that each computes.
+
+    A block holds up to 128 queries of a head (64 of a long one) and goes over the keys that they see, 64 at a time, and at the
+    ends over some that a mask hides (FlashAttention-2, Dao 2023, section 3.3); few queries of heads that share keys go
+    together. Blocks of later queries see more keys than others: the longest ends last."""
+    sequences, heads = np.maximum(size["sequences"], 1), np.maximum(size["heads"], 1)
+    queries, keys = np.maximum(size["tokens"] / sequences, 1), np.maximum(size["kv_tokens"] / sequences, 1)
+    together = np.where(queries < 64, heads / np.maximum(size["kv_heads"], 1), 1.0)
+    at_once = queries * together
+    rows = np.select([(at_once > 64) & (size["head_dim"] <= 128), at_once > 16], [128.0, 64.0], 16.0)
+    seen = np.maximum(size["pairs"] / np.maximum(size["tokens"], 1), 1)
+    masked = seen < 0.999 * keys
+    reach = np.where(masked, np.minimum(keys, seen + np.minimum(queries, rows / together) / 2), keys)
+    growing = masked & (seen > 0.95 * (keys - queries / 2))  # otherwise a window, as wide for all
+    steps, most = np.ceil(reach / 64), np.ceil(np.where(growing, keys, reach) / 64)
+    blocks = sequences * heads / together * np.ceil(at_once / rows)
+    return blocks / cores + most / steps, rows * steps * 64
 
 
 def _energy(table: pd.DataFrame, device: Device, peak: FloatArray) -> FloatArray:

@@ -50,19 +50,8 @@ _TRUST = (0.0, 0.25, 0.5, 0.75, 1.0)
 #: Nothing of it is trusted before so many families of devices can be left out: with three it made attention twice as wrong.
 _FAMILIES_TO_TRUST = 4
 #: Bounds of :class:`Constants`, in their order, and how much a fit is held to their defaults.
-_BOUNDS = np.log(
-    [
-        (0.05, 1.3),
-        (0.2, 1.2),
-        (0.03, 1.5),
-        (0.05, 3.0),
-        (1.0, 8.0),
-        (1.0, 6.0),
-        (500.0, 40_000.0),
-        (10.0, 20_000.0),
-        (0.005, 1.0),
-    ]
-)
+_LOW = np.log([0.05, 0.2, 0.03, 0.05, 1.0, 1.0, 500.0, 10.0, 0.005])
+_HIGH = np.log([1.3, 1.2, 1.5, 3.0, 8.0, 6.0, 40_000.0, 20_000.0, 1.0])
 _HELD, _OUTLIER = 0.02, 0.15
 #: Kinds without labels -> the kind whose constants serve, but for the launch: that was not measured in recorded graphs.
 _ALIKE_KINDS = {
@@ -74,6 +63,8 @@ _ALIKE_KINDS = {
 _FITTED_ROWS = 3000
 #: Parts of the operators of a single family of devices that are left out in turn.
 _FOLDS = 5
+#: What was measured by one framework alone, which usually takes so much longer than the fastest, says nothing of the fastest.
+_SLOW = 0.1
 #: Tables are cut to so many rows of one operator, data type, device and framework.
 _ROWS = 2500
 #: ATen operators with fewer labels are not told apart from others of their kind.
@@ -209,11 +200,8 @@ class OperatorModel:
             tensors = load_file(folder / _WEIGHTS)
             networks = []
             for number in sorted({int(name.partition(".")[0]) for name in tensors}):
-                own = {
-                    name.partition(".")[2]: value.float()
-                    for name, value in tensors.items()
-                    if name.startswith(f"{number}.")
-                }
+                prefix = f"{number}."
+                own = {name.removeprefix(prefix): v.float() for name, v in tensors.items() if name.startswith(prefix)}
                 networks.append(_network(*reversed(own["0.weight"].shape)))
                 networks[-1].load_state_dict(own)
             return cls(
@@ -309,7 +297,14 @@ def training_table(table: pd.DataFrame, rows: int = _ROWS, seed: int = 0) -> pd.
     table = table.assign(framework=table["framework"].where(table["framework"].isin(FRAMEWORKS), TORCH))
     keys = ["device", "op", "dtype", "kv_dtype", *SIZES]
     number = table.groupby(keys, dropna=False, observed=True, sort=False).ngroup()
-    fastest = table["seconds"].groupby(number).idxmin()
+    best = table["seconds"].groupby(number)
+    several = table.groupby(number)["framework"].transform("nunique") > 1
+    above = (table["seconds"] / best.transform("min")).where(several)
+    slow = (
+        above.groupby([table[name] for name in (*keys[:4], "framework")], dropna=False).transform("median") > 1 + _SLOW
+    )
+    fastest = best.idxmin()
+    fastest = fastest[~(slow & ~several).loc[fastest].to_numpy()]
     of_framework = table["seconds"].groupby([number, table["framework"]]).idxmin()
     parts = [table.loc[fastest].assign(framework=BEST), table.loc[of_framework]]
     united = pd.concat(parts, ignore_index=True).sample(frac=1.0, random_state=seed)
@@ -411,19 +406,9 @@ def _of_one_family(
 def left_out_errors(left: pd.DataFrame) -> list[dict[str, Any]]:
     """Of the second result of :func:`train`: errors on the fastest kernels by kind, data type and device, fractions."""
     best = left[left["framework"] == BEST]
-    error = (best["left_out_s"] / best["seconds"] - 1).abs()
-    groups = error.groupby([pd.Series(kinds(best), best.index), best["dtype"], best["device"]])
-    return [
-        {
-            "kind": k,
-            "dtype": t,
-            "device": d,
-            "median_ape": float(own.median()),
-            "mape": float(own.mean()),
-            "n": len(own),
-        }
-        for (k, t, d), own in groups
-    ]
+    error = (best["left_out_s"] / best["seconds"] - 1).abs().rename("error")
+    groups = error.groupby([pd.Series(kinds(best), best.index, name="kind"), best["dtype"], best["device"]])
+    return groups.agg(median_ape="median", mape="mean", n="size").reset_index().to_dict("records")
 
 
 def _fitted(table: pd.DataFrame, members: int, epochs: int, width: int, seed: int) -> OperatorModel:
@@ -468,9 +453,8 @@ def _fit_constants(table: pd.DataFrame) -> dict[str, Constants]:
             errors = [w * _soft(np.log(m.estimate(constants)) - y) for m, y, w in devices]
             return np.concatenate([*errors, _HELD * (logs - start)])
 
-        low, high = _BOUNDS.T
-        inside = np.clip(start, low + 1e-6, high - 1e-6)
-        found[str(kind)] = Constants.of(least_squares(off, inside, bounds=(low, high), max_nfev=40).x)
+        inside = np.clip(start, _LOW + 1e-6, _HIGH - 1e-6)
+        found[str(kind)] = Constants.of(least_squares(off, inside, bounds=(_LOW, _HIGH), max_nfev=40).x)
     for kind, like in _ALIKE_KINDS.items():
         if kind not in found and like in found:
             found[kind] = replace(found[like], cycles=Constants().cycles)
@@ -488,13 +472,8 @@ def _trust(measured: FloatArray, logs: FloatArray, rows: NDArray[np.bool_], fami
     """The part of what networks say that is best on devices they did not see; each device family counts alike."""
     if len(set(family[rows])) < _FAMILIES_TO_TRUST:
         return 0.0
-    errors = {
-        part: np.mean(
-            [np.abs(measured - part * logs)[rows & (family == number)].mean() for number in set(family[rows])]
-        )
-        for part in _TRUST
-    }
-    return min(_TRUST, key=lambda part: (errors[part], part))
+    off = [pd.Series(np.abs(measured - part * logs)[rows]).groupby(family[rows]).mean().mean() for part in _TRUST]
+    return _TRUST[int(np.argmin(off))]
 
 
 def _parts_of_rows(model: OperatorModel, table: pd.DataFrame) -> tuple[FloatArray, FloatArray]:
@@ -509,14 +488,10 @@ def _parts_of_rows(model: OperatorModel, table: pd.DataFrame) -> tuple[FloatArra
 def _errors(table: pd.DataFrame, predicted_s: Any) -> dict[str, Errors]:
     """Errors of predictions of the fastest kernels by kind, and of all under ""."""
     best = (table["framework"] == BEST).to_numpy()
-    logs = np.log(table["seconds"].to_numpy(dtype=np.float64) / np.asarray(predicted_s))[best]
-    of_kind = kinds(table)[best]
-    found = {}
-    for kind in ["", *np.unique(of_kind)]:
-        own = logs[(of_kind == kind) | (kind == "")]
-        low, middle, high = np.quantile(own, [0.05, 0.5, 0.95])
-        found[str(kind)] = Errors(float(low), float(middle), float(high), len(own))
-    return found
+    logs = pd.Series(np.log(table["seconds"].to_numpy(dtype=np.float64) / np.asarray(predicted_s))[best])
+    groups = [("", logs), *logs.groupby(kinds(table)[best])]
+    quantiles = {str(kind): (*map(float, own.quantile([0.05, 0.5, 0.95])), len(own)) for kind, own in groups}
+    return {kind: Errors(low, middle, high, n) for kind, (low, middle, high, n) in quantiles.items()}
 
 
 def _weights(table: pd.DataFrame) -> NDArray[np.float32]:
