@@ -490,8 +490,7 @@ def _errors(table: pd.DataFrame, predicted_s: Any) -> dict[str, Errors]:
     best = (table["framework"] == BEST).to_numpy()
     logs = pd.Series(np.log(table["seconds"].to_numpy(dtype=np.float64) / np.asarray(predicted_s))[best])
     groups = [("", logs), *logs.groupby(kinds(table)[best])]
-    quantiles = {str(kind): (*map(float, own.quantile([0.05, 0.5, 0.95])), len(own)) for kind, own in groups}
-    return {kind: Errors(low, middle, high, n) for kind, (low, middle, high, n) in quantiles.items()}
+    return {str(kind): Errors(*[*own.quantile([0.05, 0.5, 0.95]).tolist(), len(own)]) for kind, own in groups}
 
 
 def _weights(table: pd.DataFrame) -> NDArray[np.float32]:
