@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 CORES_VARIABLE = "CDMPP_MEASURING_CORES"
 #: Seconds for an address to answer, for nodes to say what they are, and for measuring processes to start.
 _ANSWER_S, _PROBE_S, _START_S = 10.0, 90.0, 60.0
+#: An empty settings frame of HTTP/2.
+_SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 #: Tasks that are queued for each core, so that none waits for the driver; and times that one is tried on another node.
 _QUEUED, _RETRIES = 2, 3
 #: Packages of which all nodes have the same version.
@@ -170,16 +172,21 @@ class _Measuring:
 
 def _claim_cores(threads: int) -> dict[int, socket.socket]:
     """Cores that no other measuring process of this machine has, with what holds them until this process ends."""
-    named = os.environ.get(CORES_VARIABLE)
     claimed: dict[int, socket.socket] = {}
-    for core in machine.usable_cores()[::-1] if named is None else map(int, named.split(",")):
+    for core in _measuring_cores():
         holder = socket.socket(socket.AF_UNIX)
         with contextlib.suppress(OSError):
             holder.bind(f"\0cdmpp-core-{core}")  # a name without a file, which the kernel gives up with the process
             claimed[core] = holder
         if len(claimed) == threads:
             return claimed
-    raise ProfilerError(f"no {threads} cores for measuring are free: {CORES_VARIABLE} names {named or 'none'}")
+    there = os.environ.get(CORES_VARIABLE, "none")
+    raise ProfilerError(f"fewer than {threads} cores for measuring are free: {CORES_VARIABLE} names {there}")
+
+
+def _measuring_cores() -> list[int]:
+    named = os.environ.get(CORES_VARIABLE)
+    return list(machine.usable_cores())[::-1] if named is None else [int(core) for core in named.split(",")]
 
 
 @dataclass(frozen=True)
@@ -200,11 +207,14 @@ class Node:
 
 def _facts(asked: str) -> dict[str, Any]:
     """Of this node, for :class:`Node`."""
-    here = get_device("this-cpu")
+    before = machine.usable_cores()
+    machine.pin(tuple({*before, *_measuring_cores()}))  # the machine has them all
     try:
-        device = get_device(asked) if asked else None
-    except UnknownDeviceError:
-        device = None
+        here, device = get_device("this-cpu"), None
+        with contextlib.suppress(UnknownDeviceError):
+            device = get_device(asked) if asked else None
+    finally:
+        machine.pin(before)
     return {
         "versions": _versions(),
         "arch": platform.machine(),
@@ -451,7 +461,11 @@ def _initialise(address: str) -> None:
         if not host or not port.isdecimal():
             raise ProfilerError(f"--ray takes HOST:PORT of a cluster's head, or local; got {address!r}")
         try:
-            socket.create_connection((host, int(port)), _ANSWER_S).close()
+            with socket.create_connection((host, int(port)), _ANSWER_S) as connection:
+                # Ray would wait for minutes for an answer. What speaks gRPC answers this with its own settings.
+                connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS)
+                if "RAY_USE_TLS" not in os.environ and connection.recv(9)[3:4] != _SETTINGS[3:4]:
+                    raise OSError("something else does")
         except OSError as err:
             raise ProfilerError(f"no Ray cluster answers at {address}: {reason(err)}") from err
     main = threading.current_thread() is threading.main_thread()
