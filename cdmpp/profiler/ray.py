@@ -61,7 +61,7 @@ def node_command(cores: int, head: str | None = None) -> str:
     if measuring:
         resource = f'{{"device:{get_device("this-cpu").base}": {cores}}}'
         command = f"{CORES_VARIABLE}={_listed(measuring)} {command} --resources='{resource}'"
-    return "RAY_worker_niceness=0 " + command
+    return "RAY_AUTH_MODE=token RAY_worker_niceness=0 " + command
 
 
 def _listed(cores: Sequence[int]) -> str:
@@ -423,6 +423,9 @@ def connect(address: str, device: str | Device = "", workers: int | str = "auto"
     cluster, for ``"auto"``. ProfilerError (one line) where Ray is not installed, nobody answers, nodes have different versions
     of Python, Ray, cdmpp or TVM, no node has the device, or one that claims it is another.
     """
+    # Read when Ray is imported. A head asks for a token by itself where there is one; what joins it has to be told.
+    if "RAY_AUTH_TOKEN" in os.environ or (Path.home() / ".ray/auth_token").exists():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
         import ray
     except ImportError as err:
@@ -473,7 +476,8 @@ def _initialise(address: str) -> None:
     try:
         ray.init(**given)
     except Exception as err:  # a RuntimeError, a ConnectionError, or one of Ray's own
-        raise ProfilerError(f"cannot join the Ray cluster at {address}: {reason(err)[:500]}") from err
+        hint = " (has this machine the cluster's ~/.ray/auth_token?)" if isinstance(err, ConnectionError) else ""
+        raise ProfilerError(f"cannot join the Ray cluster at {address}: {reason(err)[:500]}{hint}") from err
     finally:
         if handler is not None:
             signal.signal(signal.SIGTERM, handler)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import socket
 import subprocess
@@ -11,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,104 +32,6 @@ from tests.samples.programs import QUICK_CPU, QUICK_PLAN, QUICK_PROFILE, matmul_
 from tests.samples.tuning import tune_config
 
 pytestmark = pytest.mark.usefixtures("real_machine")
-
-
-# -- two nodes ---------------------------------------------------------------------------------------------------
-
-
-class TwoNodes:
-    """A cluster of this machine: ``first``, the head, and ``second``; each builds on a core and measures on another."""
-
-    def __init__(self) -> None:
-        from ray.cluster_utils import Cluster
-
-        cores = usable_cores()
-        resources = {f"device:{get_device('this-cpu').base}": 1}
-        self.cluster = Cluster()
-        for name, core in (("first", cores[-1]), ("second", cores[-2])):
-            settings = {CORES_VARIABLE: str(core), "RAY_worker_niceness": "0"}
-            node = self.cluster.add_node(num_cpus=1, resources=resources, node_name=name, env_vars=settings)
-        self.second, self.address = node, self.cluster.address
-
-    def kill_second(self) -> None:
-        self.cluster.remove_node(self.second, allow_graceful=False)
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[TwoNodes]:
-    pytest.importorskip("ray", reason="needs cdmpp[ray]")
-    if len(usable_cores()) < 2:
-        pytest.skip("needs two cores")
-    found = TwoNodes()
-    yield found
-    found.cluster.shutdown()
-
-
-@pytest.fixture(scope="module")
-def joined(nodes: TwoNodes) -> Iterator[TwoNodes]:
-    """This process stays with the cluster, as after `ray.init` in a program: what serves it need not be started again."""
-    import ray
-
-    ray.init(nodes.address, log_to_driver=False)
-    yield nodes
-    ray.shutdown()
-
-
-def test_a_dataset_is_collected_and_its_instructions_counted(nodes: TwoNodes, tmp_path: Path) -> None:
-    config = replace(QUICK_PROFILE, programs_per_task=2, workers="auto", builders=None, ray=nodes.address)
-    report = profile(["mlp"], out=tmp_path, config=config)
-    dataset = Dataset.open(tmp_path)
-    records = dataset.records
-    assert report.ok == len(records) == 2 * len(dataset.tasks) and report.workers == 2
-    assert records["program"].is_unique and set(records["device"]) == {get_device("this-cpu@1").name}
-    assert {json.loads(meta)["node"] for meta in records["meta"]} == {"first", "second"}
-    assert {node["name"] for node in dataset.meta["sessions"][0]["nodes"]} == {"first", "second"}
-    assert main(["codegen", str(tmp_path), "--ray", nodes.address]) == 0
-    there = collect_codegen(tmp_path)
-    assert len(there) == len(records)
-    (tmp_path / "codegen.parquet").unlink()
-    here = collect_codegen(tmp_path)
-    assert all((here[key] == row).all() for key, row in there.items())
-
-
-def test_a_tuning_with_sessions_for_parts_of_the_tasks(joined: TwoNodes, tmp_path: Path) -> None:
-    config = tune_config(4, batch=2, shards="auto", plan=QUICK_PLAN, ray=joined.address)
-    report = tune_tasks("toy", [(matmul_task(n), 1.0) for n in (16, 24)], out=tmp_path / "t", config=config)
-    assert report.stopped == "4 trials" and [task.measured for task in report.tasks] == [2, 2]
-    assert all(task.best_s for task in report.tasks)
-    with pytest.raises(TunerError, match=r"3 shards of .*: the cluster has 2"):
-        tune_tasks("toy", [], out=tmp_path / "u", config=replace(config, shards=3))
-
-
-def test_what_a_cluster_has_not(joined: TwoNodes) -> None:
-    with (
-        pytest.raises(ProfilerError, match="no node has the resource device:xeon-cascadelake"),
-        connect(joined.address, "xeon-cascadelake-2.5ghz@1"),
-    ):
-        pass
-    with (
-        pytest.raises(ProfilerError, match=r"first has 1 cores for measuring, .* needs 2"),
-        connect(joined.address, "this-cpu@2"),
-    ):
-        pass
-    with pytest.raises(ProfilerError, match="h200 is a gpu"), connect(joined.address, "h200"):
-        pass
-
-
-def test_a_node_that_dies_loses_only_what_it_measures(joined: TwoNodes) -> None:
-    jobs = sampled(matmul_task(), 40)
-    with connect(joined.address, "this-cpu@1") as cluster:
-        measurer = CpuMeasurer(replace(QUICK_CPU, builders=None), cluster.device.target, cluster)
-        with Engine(measurer) as engine:
-            run = engine.run(iter(jobs))
-            outcomes = list(itertools.islice(run, 12))
-            joined.kill_second()
-            outcomes += list(run)
-    assert Counter(o.job.program.hash for o in outcomes) == Counter(job.program.hash for job in jobs)
-    lost = [o for o in outcomes if o.status != "ok"]
-    assert len(lost) <= QUICK_CPU.batch_size
-    assert {(o.status, o.meta["node"]) for o in lost} <= {("device_lost", "second")}
-    assert [o.meta["node"] for o in outcomes[-8:]] == ["first"] * 8
 
 
 # -- nodes that do not belong together ---------------------------------------------------------------------------
@@ -322,3 +224,103 @@ def test_the_last_device_that_is_lost_ends_the_run() -> None:
         outcomes.extend(engine.run(endless_jobs(50, [0])))
     assert Counter(o.status for o in outcomes) == {"ok": 2, "device_lost": 6}
     assert {o.meta["node"] for o in outcomes if o.status != "ok"} == {"a", "b"}
+
+
+# -- two nodes ---------------------------------------------------------------------------------------------------
+
+
+class TwoNodes:
+    """A cluster of this machine: ``first``, the head, and ``second``; each builds on a core and measures on another."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        cores = usable_cores()
+        resources = {f"device:{get_device('this-cpu').base}": 1}
+        self.cluster = Cluster()
+        for name, core in (("first", cores[-1]), ("second", cores[-2])):
+            settings = {CORES_VARIABLE: str(core), "RAY_worker_niceness": "0"}
+            node = self.cluster.add_node(num_cpus=1, resources=resources, node_name=name, env_vars=settings)
+        self.second, self.address = node, self.cluster.address
+
+    def kill_second(self) -> None:
+        self.cluster.remove_node(self.second, allow_graceful=False)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[TwoNodes]:
+    pytest.importorskip("ray", reason="needs cdmpp[ray]")
+    if len(usable_cores()) < 2:
+        pytest.skip("needs two cores")
+    found = TwoNodes()
+    yield found
+    found.cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def joined(nodes: TwoNodes) -> Iterator[TwoNodes]:
+    """This process stays with the cluster, as after `ray.init` in a program: what serves it need not be started again."""
+    import ray
+
+    ray.init(nodes.address, log_to_driver=False)
+    yield nodes
+    ray.shutdown()
+
+
+def test_a_dataset_is_collected_and_its_instructions_counted(nodes: TwoNodes, tmp_path: Path) -> None:
+    config = replace(QUICK_PROFILE, programs_per_task=1, workers="auto", builders=None, ray=nodes.address)
+    report = profile(["mlp"], out=tmp_path, config=config)
+    dataset = Dataset.open(tmp_path)
+    records = dataset.records
+    assert report.ok == len(records) == len(dataset.tasks) and report.workers == 2
+    assert records["program"].is_unique and set(records["device"]) == {get_device("this-cpu@1").name}
+    assert {json.loads(meta)["node"] for meta in records["meta"]} <= {"first", "second"}
+    assert {node["name"] for node in dataset.meta["sessions"][0]["nodes"]} == {"first", "second"}
+    assert main(["codegen", str(tmp_path), "--ray", nodes.address]) == 0
+    there = collect_codegen(tmp_path)
+    assert len(there) == len(records)
+    (tmp_path / "codegen.parquet").unlink()
+    here = collect_codegen(tmp_path, pool=SimpleNamespace(map=lambda count, items, chunksize: map(count, items)))
+    assert all((here[key] == row).all() for key, row in there.items())
+
+
+def test_a_tuning_with_sessions_for_parts_of_the_tasks(joined: TwoNodes, tmp_path: Path) -> None:
+    config = tune_config(4, batch=2, shards="auto", plan=QUICK_PLAN, ray=joined.address)
+    report = tune_tasks("toy", [(matmul_task(n), 1.0) for n in (16, 24)], out=tmp_path / "t", config=config)
+    assert report.stopped == "4 trials" and [task.measured for task in report.tasks] == [2, 2]
+    assert all(task.best_s for task in report.tasks)
+    with pytest.raises(TunerError, match=r"3 shards of .*: the cluster has 2"):
+        tune_tasks("toy", [], out=tmp_path / "u", config=replace(config, shards=3))
+
+
+def test_what_a_cluster_has_not(joined: TwoNodes) -> None:
+    with (
+        pytest.raises(ProfilerError, match="no node has the resource device:xeon-cascadelake"),
+        connect(joined.address, "xeon-cascadelake-2.5ghz@1"),
+    ):
+        pass
+    with (
+        pytest.raises(ProfilerError, match=r"first has 1 cores for measuring, .* needs 2"),
+        connect(joined.address, "this-cpu@2"),
+    ):
+        pass
+    with pytest.raises(ProfilerError, match="h200 is a gpu"), connect(joined.address, "h200"):
+        pass
+
+
+def test_a_node_that_dies_loses_only_what_it_measures(joined: TwoNodes) -> None:
+    jobs = sampled(matmul_task(), 40)
+    with connect(joined.address, "this-cpu@1") as cluster:
+        measurer = CpuMeasurer(replace(QUICK_CPU, builders=None), cluster.device.target, cluster)
+        with Engine(measurer) as engine:
+            run = engine.run(iter(jobs))
+            outcomes = [next(run)]
+            while outcomes[-1].meta["node"] != "second":
+                outcomes.append(next(run))
+            joined.kill_second()
+            outcomes += list(run)
+    assert Counter(o.job.program.hash for o in outcomes) == Counter(job.program.hash for job in jobs)
+    lost = [o for o in outcomes if o.status != "ok"]
+    assert len(lost) <= QUICK_CPU.batch_size
+    assert {(o.status, o.meta["node"]) for o in lost} <= {("device_lost", "second")}
+    assert [o.meta["node"] for o in outcomes[-8:]] == ["first"] * 8
