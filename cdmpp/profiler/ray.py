@@ -267,7 +267,8 @@ class RayWorker:
             if isinstance(message, SharedObject) and message.status == "ok":
                 message = replace(message, code=self._code)
         except ray.exceptions.RayActorError as err:
-            message = WorkerLost(f"{self.node} is lost: {_first_line(err)}")
+            logger.info("%s", err)
+            message = WorkerLost(f"node {self.node} is lost, or what measures there")
         except (ray.exceptions.RayError, StopIteration) as err:
             message = WorkerDied(_first_line(err))
         self._message = message
@@ -304,10 +305,7 @@ class RayWorker:
 
 
 def _first_line(err: BaseException) -> str:
-    lines = [line.strip() for line in str(err).splitlines() if line.strip()]
-    return next((line for line in reversed(lines) if line.startswith("The actor died")), (lines or [repr(err)])[0])[
-        :300
-    ]
+    return (str(err).strip().splitlines() or [repr(err)])[0][:300]
 
 
 class RayExecutor:
