@@ -17,7 +17,6 @@ import platform
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
@@ -159,28 +158,30 @@ class _Measuring:
     """The actor of a measuring process: cores of its own, and a folder for the programs of a batch."""
 
     def __init__(
-        self, threads: int, serve: Callable[..., None], config: CpuConfig, sentinel: SharedObject | None, code: bytes
+        self, threads: int, serve: Callable[..., None], config: CpuConfig, sentinel: SharedObject | None
     ) -> None:
         self._folder, self._cores = config.work_folder(), _claim_cores(threads)
-        sentinel = None if sentinel is None else self._here(sentinel, code)
+        sentinel = sentinel and self._here(sentinel)
         self._process = _Process(serve, (config, tuple(sorted(self._cores)), sentinel), "runner")
 
     def ready(self) -> None:
         """Return when it has started."""
 
-    def measure(self, batch: Sequence[SharedObject], timeout_s: float, *codes: bytes) -> Iterator[Any]:
+    def measure(self, batch: Sequence[SharedObject], timeout_s: float) -> Iterator[Any]:
         """Messages of the measuring process about a batch."""
-        here = [self._here(built, code) for built, code in zip(batch, codes, strict=True)]
+        here = [self._here(built) for built in batch]
         try:
             yield from self._process.answers(here, timeout_s)
         finally:
             for built in here:
                 Path(built.path).unlink(missing_ok=True)
 
-    def _here(self, built: SharedObject, code: bytes) -> SharedObject:
+    def _here(self, built: SharedObject) -> SharedObject:
+        import ray
+
         path = self._folder / f"{built.program}.so"
-        path.write_bytes(code)
-        return replace(built, path=str(path))
+        path.write_bytes(ray.get(built.code))
+        return replace(built, path=str(path), code=None)
 
 
 def _claim_cores(threads: int) -> dict[int, socket.socket]:
@@ -309,12 +310,11 @@ class RayExecutor(Executor):
         import ray
 
         resource, threads = f"device:{self.device.base}", int(self.device.share)
-        arguments = threads, serve, config, _without_code(sentinel), sentinel and sentinel.code
         actors: dict[Any, tuple[Any, str]] = {}
         for node in [one for one in self._nodes for _ in range(self._shares(one))][: self.degree]:
             where = {"resources": {resource: threads}, "label_selector": {"ray.io/node-id": node.id}}
             made: Any = ray.remote(_Measuring).options(num_cpus=0, **where)
-            actor = made.remote(*arguments)
+            actor = made.remote(threads, serve, config, sentinel)
             actors[actor.ready.remote()] = actor, node.name
         there, missing = ray.wait(list(actors), num_returns=len(actors), timeout=_START_S)
         for started in missing:
@@ -325,7 +325,7 @@ class RayExecutor(Executor):
             ray.get(there)
         except ray.exceptions.RayError as err:
             raise ProfilerError(f"no measuring process on {resource}: {reason(getattr(err, 'cause', err))}") from err
-        return [_measurer(*actors[started]) for started in there]
+        return [RayWorker(_stream(actor), actor, node) for actor, node in (actors[started] for started in there)]
 
     def ready(self, workers: list[Any], timeout_s: float) -> list[Any]:
         import ray
@@ -346,16 +346,9 @@ class RayExecutor(Executor):
             yield from ray.get(answer)
 
 
-def _measurer(actor: Any, node: str) -> RayWorker:
-    def send(batch: Sequence[SharedObject], timeout_s: float) -> tuple[Any, None]:
-        stream, codes = actor.measure.options(num_returns="streaming"), [built.code for built in batch]
-        return stream.remote([_without_code(built) for built in batch], timeout_s, *codes), None
-
-    return RayWorker(send, actor, node)
-
-
-def _without_code(built: Any) -> Any:
-    return built and replace(built, code=None)
+def _stream(actor: Any) -> Callable[[Any, float], tuple[Any, None]]:
+    measure = actor.measure.options(num_returns="streaming")
+    return lambda batch, timeout_s: (measure.remote(batch, timeout_s), None)
 
 
 def connect(address: str, device: str | Device = "", workers: int | str = "auto") -> RayExecutor:
@@ -407,15 +400,14 @@ def _join(address: str) -> None:
                     raise OSError("something else does")
         except OSError as err:
             raise ProfilerError(f"no Ray cluster answers at {address}: {reason(err)}") from err
-    in_main = threading.current_thread() is threading.main_thread()
-    handler = signal.getsignal(signal.SIGTERM) if in_main else None
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(**given)
     except Exception as err:  # a RuntimeError, a ConnectionError, or one of Ray's own
         hint = " (has this machine the cluster's ~/.ray/auth_token?)" if isinstance(err, ConnectionError) else ""
         raise ProfilerError(f"cannot join the Ray cluster at {address}: {reason(err)[:500]}{hint}") from err
     finally:
-        if handler is not None:
+        with contextlib.suppress(ValueError):  # in another than the main thread Ray left it as it was
             signal.signal(signal.SIGTERM, handler)
 
 

@@ -23,9 +23,9 @@ from cdmpp.device import get_device
 from cdmpp.errors import ProfilerError, TunerError
 from cdmpp.profiler import ray as module
 from cdmpp.profiler.cpu import BatchDone, CpuConfig, CpuMeasurer, SharedObject
-from cdmpp.profiler.engine import BuildJob, Engine, Measured, Outcome, Running
+from cdmpp.profiler.engine import BuildJob, Engine, Executor, Measured, Outcome, Running
 from cdmpp.profiler.machine import WorkerLost, usable_cores
-from cdmpp.profiler.ray import CORES_VARIABLE, Node, RayExecutor, checked, connect, node_command
+from cdmpp.profiler.ray import CORES_VARIABLE, Node, RayExecutor, RayWorker, checked, connect, node_command
 from cdmpp.profiler.session import profile
 from cdmpp.program.types import Program
 from cdmpp.tuner.tuning import tune_tasks
@@ -124,53 +124,42 @@ def test_the_command_that_starts_a_node(monkeypatch: pytest.MonkeyPatch) -> None
 # -- executors that are made up ----------------------------------------------------------------------------------
 
 
-def made_of(job: BuildJob) -> list[Any]:
+def made_of(job: BuildJob, timeout_s: float) -> list[Any]:
     return [SharedObject(job.program.hash, path="/nonexistent")]
 
 
-def measured(batch: list[SharedObject]) -> list[Any]:
+def measured(batch: list[SharedObject], timeout_s: float) -> list[Any]:
     labels = [Measured(built.program, "ok", (1e-3,) * 4) for built in batch]
     return [Running(), *labels, BatchDone(1e-3, 1e-3, 0.0, "fifo")]
 
 
-def lost_at_once(batch: list[SharedObject]) -> list[Any]:
-    return [*measured(batch[:1])[:2], WorkerLost("its node is gone")]
+def lost_at_once(batch: list[SharedObject], timeout_s: float) -> list[Any]:
+    return [*measured(batch[:1], timeout_s)[:2], WorkerLost("its node is gone")]
 
 
-class FakeWorker:
-    """Answers a request with the messages that `answer` makes of it."""
-
-    def __init__(self, answer: Callable[[Any], list[Any]], node: str = "") -> None:
-        self.node, self._answer, self.load, self.messages = node, answer, None, []
+class FakeWorker(RayWorker):
+    """Answers a request with a list of messages."""
 
     def submit(self, request: Any, load: Any, timeout_s: float, *, of_cpu_time: bool = False) -> bool:
-        self.load, self.messages = load, self._answer(request)
+        self.load, self.messages = load, self._send(request, timeout_s)
         return True
 
     def receive(self) -> Any:
-        message = self.messages.pop(0)
-        if isinstance(message, Exception):
-            raise message
-        return message
+        self.message = self.messages.pop(0)
+        return super().receive()
 
-    def overdue(self) -> bool:
-        return False
-
-    def extend(self, timeout_s: float) -> None:
+    def kill(self) -> None:
         pass
 
-    def finished(self) -> None:
-        self.load = None
-
-    replace = kill = close = finished
+    close = kill
 
 
-class FakeExecutor:
+class FakeExecutor(Executor):
     """Nodes by their names; what `slow` has to say comes when nobody else has anything."""
 
     local = False
 
-    def __init__(self, **nodes: Callable[[Any], list[Any]]) -> None:
+    def __init__(self, **nodes: Callable[[Any, float], Any]) -> None:
         self._nodes = nodes
 
     def builder_count(self, asked: int | None) -> int:
@@ -179,8 +168,8 @@ class FakeExecutor:
     def builders(self, builder: Any, count: int) -> list[Any]:
         return [FakeWorker(made_of) for _ in range(count)]
 
-    def measurers(self, serve: Any, config: CpuConfig, sentinel: Any) -> list[Any]:
-        return [FakeWorker(answer, node) for node, answer in self._nodes.items()]
+    def measurers(self, serve: Any, config: Any, sentinel: Any) -> list[Any]:
+        return [FakeWorker(answer, node=node) for node, answer in self._nodes.items()]
 
     def ready(self, workers: list[Any], timeout_s: float) -> list[Any]:
         speaking = [w for w in workers if w.load is not None and w.messages]
