@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 #: Environment variable of a node: its cores for measuring, which Ray does not use, such as ``6,7``.
 CORES_VARIABLE = "CDMPP_MEASURING_CORES"
 #: Seconds for an address to answer, for nodes to say what they are, and for measuring processes to start.
-_ANSWER_S, _DESCRIBE_S, _START_S = 10.0, 90.0, 60.0
+_ANSWER_S, _DESCRIBE_S, _START_S = 10.0, 120.0, 120.0
 #: An empty settings frame of HTTP/2.
 _SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 #: Tasks that are queued for each CPU, so that none waits for the driver; and times that one is tried on another node.
