@@ -287,7 +287,8 @@ def test_a_node_that_dies_loses_only_what_it_measures(nodes: TwoNodes) -> None:
     jobs = sampled(matmul_task(), 24)
     cluster = connect(nodes.address, "this-cpu@1")
     # all is built first, so that both have something to measure
-    measurer = CpuMeasurer(replace(QUICK_CPU, builders=None), cluster.device.target, cluster, overlap=False)
+    config = replace(QUICK_CPU, builders=None, loading_s=30.0)
+    measurer = CpuMeasurer(config, cluster.device.target, cluster, overlap=False)
     with Engine(measurer) as engine:
         run = engine.run(iter(jobs))
         outcomes = [next(run)]
