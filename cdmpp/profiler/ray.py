@@ -55,9 +55,10 @@ def node_command(cores: int, head: str | None = None) -> str:
     building, measuring = usable[: len(usable) - cores], usable[len(usable) - cores :]
     where = f"--address={head}" if head else "--head --port=6379 --include-dashboard=false"
     start = f"ray start {where} --num-cpus={len(building)} --disable-usage-stats"
+    variables = "RAY_AUTH_MODE=token RAY_worker_niceness=0"
     if measuring:
+        variables += f" {CORES_VARIABLE}={','.join(measuring)}"
         start += f""" --resources='{{"device:{get_device("this-cpu").base}": {cores}}}'"""
-    variables = f"RAY_AUTH_MODE=token RAY_worker_niceness=0 {CORES_VARIABLE}={','.join(measuring)}"
     return f"{variables} taskset -c {','.join(building)} {start}"
 
 
