@@ -22,14 +22,23 @@ from cdmpp.dataset.codegen import collect_codegen
 from cdmpp.device import get_device
 from cdmpp.errors import ProfilerError, TunerError
 from cdmpp.profiler import ray as module
-from cdmpp.profiler.cpu import BatchDone, CpuConfig, CpuMeasurer, SharedObject
+from cdmpp.profiler.cpu import BatchDone, CpuConfig, CpuMeasurer, ObjectBuilder, SharedObject
 from cdmpp.profiler.engine import BuildJob, Engine, Executor, Measured, Outcome, Running
 from cdmpp.profiler.machine import WorkerLost, usable_cores
 from cdmpp.profiler.ray import CORES_VARIABLE, Node, RayExecutor, RayWorker, checked, connect, node_command
 from cdmpp.profiler.session import profile
 from cdmpp.program.types import Program
 from cdmpp.tuner.tuning import tune_tasks
-from tests.samples.programs import QUICK_CPU, QUICK_PLAN, QUICK_PROFILE, matmul_task, sampled
+from tests.samples.programs import (
+    QUICK_CPU,
+    QUICK_PLAN,
+    QUICK_PROFILE,
+    TARGET,
+    as_it_is,
+    matmul_task,
+    sampled,
+    slow_build_task,
+)
 from tests.samples.tuning import tune_config
 
 # The clusters of these tests ask for no token, whatever the user of this machine has.
@@ -137,6 +146,11 @@ def lost_at_once(batch: list[SharedObject], timeout_s: float) -> list[Any]:
     return [*measured(batch[:1], timeout_s)[:2], WorkerLost("its node is gone")]
 
 
+def hangs_over_the_first(batch: list[SharedObject], timeout_s: float) -> list[Any]:
+    first = batch[0].program == f"{0:016x}"
+    return [Running((batch[0].program,)), TimeoutError()] if first else measured(batch, timeout_s)
+
+
 class FakeWorker(RayWorker):
     """Answers a request with a list of messages."""
 
@@ -147,6 +161,9 @@ class FakeWorker(RayWorker):
     def receive(self) -> Any:
         self.message = self.messages.pop(0)
         return super().receive()
+
+    def overdue(self) -> bool:
+        return self.load is not None and isinstance(self.messages[0], TimeoutError)
 
     def kill(self) -> None:
         pass
@@ -172,7 +189,7 @@ class FakeExecutor(Executor):
         return [FakeWorker(answer, node=node) for node, answer in self._nodes.items()]
 
     def ready(self, workers: list[Any], timeout_s: float) -> list[Any]:
-        speaking = [w for w in workers if w.load is not None and w.messages]
+        speaking = [w for w in workers if w.load is not None and not w.overdue()]
         return [w for w in speaking if w.node != "slow"] or speaking
 
 
@@ -205,6 +222,24 @@ def test_a_slow_node_holds_up_nobody() -> None:
     assert {o.job.program.hash for o in outcomes[:4]}.isdisjoint(o.job.program.hash for o in outcomes[-4:])
     first_batch = {f"{i:016x}" for i in range(4)}
     assert {o.job.program.hash for o in outcomes[-4:]} == first_batch, "the batch of the slow one comes last"
+
+
+def test_a_limit_that_the_node_kept_is_a_failure_of_one_program() -> None:
+    with engine_of(FakeExecutor(a=hangs_over_the_first)) as engine:
+        outcomes = {o.job.program.hash: o for o in engine.run(endless_jobs(20, [0]))}
+    assert [h for h, o in outcomes.items() if o.status == "run_timeout"] == [f"{0:016x}"]
+    assert {o.meta["node"] for o in outcomes.values() if o.status == "ok"} == {"a"} and len(outcomes) == 20
+
+
+def test_a_build_that_takes_too_long_is_ended_on_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", None)
+    monkeypatch.setattr(module, "_builders", {})
+    builder = (ObjectBuilder, (TARGET, None, QUICK_CPU), 0)
+    assert isinstance(module._build(builder, as_it_is(slow_build_task(10000)), 1.0)[0], TimeoutError)
+    built, code = module._build(builder, as_it_is(matmul_task()), 60.0)
+    assert built.status == "ok" and code.startswith(b"\x7fELF") and not Path(built.path).exists()
+    (process,) = module._builders.values()
+    process.worker.kill()
 
 
 def test_the_last_device_that_is_lost_ends_the_run() -> None:
