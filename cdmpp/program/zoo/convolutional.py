@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ def alexnet() -> nn.Module:
     return nn.Sequential(*layers, nn.MaxPool2d(3, 2), *_classifier(256 * 6 * 6))
 
 
-def vgg(depths: tuple[int, ...]) -> nn.Module:
+def vgg(depths: Sequence[int]) -> nn.Module:
     """VGG (Simonyan 2014) without batch normalisation, by the number of convolutions before each pooling."""
     layers: list[nn.Module] = []
     channels = 3
@@ -140,7 +140,7 @@ def _residual(body: nn.Module, channels_in: int, channels_out: int, stride: int)
     return nn.Sequential(Joined(torch.add, body, shortcut), nn.ReLU())
 
 
-def resnet(depths: tuple[int, ...], *, bottleneck: bool = True, groups: int = 1, group_width: int = 64) -> nn.Module:
+def resnet(depths: Sequence[int], *, bottleneck: bool = True, groups: int = 1, group_width: int = 64) -> nn.Module:
     """ResNet (He 2015; stride in the 3x3 convolution, as torchvision has it) and ResNeXt (Xie 2016)."""
 
     def block(channels: int, out: int, stride: int) -> nn.Module:
