@@ -17,8 +17,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cdmpp.device.spec import Device
 
 _LOG = logging.getLogger(__name__)
@@ -42,6 +40,8 @@ _BRANDS = (
 @cache
 def _cores() -> dict[str, dict[str, Any]]:
     """What is known of cores, by microarchitecture (``cpus.yaml``)."""
+    import yaml  # not at hand where a bundle is measured
+
     rows: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("cpus.yaml").read_text(encoding="utf-8"))
     return rows
 

@@ -14,8 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from cdmpp.errors import NetworkError
 
 if TYPE_CHECKING:
@@ -91,6 +89,8 @@ def _entry(name: str, row: Mapping[str, Any]) -> ZooEntry:
 @cache
 def zoo_networks() -> Mapping[str, ZooEntry]:
     """All networks by name (``networks.yaml``), in the order of their families. Imports neither torch nor TVM."""
+    import yaml
+
     rows = yaml.safe_load(Path(__file__).with_name("networks.yaml").read_text(encoding="utf-8"))
     return {name: _entry(name, row) for name, row in rows.items()}
 
