@@ -15,10 +15,7 @@ from typing import Any
 def replacing(path: Path) -> Iterator[Path]:
     """A draft beside ``path`` to write to; it takes the place of ``path`` at the end, durably, unless an error came before.
 
-    Raises
-    ------
-    OSError
-        The disk is full or the folder cannot be written; what was there stays.
+    OSError: the disk is full or the folder cannot be written; what was there stays.
     """
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:

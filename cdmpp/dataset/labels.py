@@ -54,11 +54,9 @@ def label_table(records: pd.DataFrame, devices: Sequence[str] | None = None) -> 
     (:func:`disturbance`) count only if there are no others. Failures, NaN, infinite, zero and negative latencies and records
     of unknown programs never get in (the latter are logged).
 
-    Returns
-    -------
-    Columns :data:`LABEL_COLUMNS`, sorted by task, program and device, index 0..n-1. ``latency_s`` is the label, ``noise`` the
-    median of the records' relative split-half difference (NaN if unknown), ``n_records`` the number of ok records behind
-    the label, ``error_floor`` that of :func:`error_floor`.
+    Returns columns :data:`LABEL_COLUMNS`, sorted by task, program and device, index 0..n-1. ``latency_s`` is the label,
+    ``noise`` the median of the records' relative split-half difference (NaN if unknown), ``n_records`` the number of ok
+    records behind the label, ``error_floor`` that of :func:`error_floor`.
     """
     chosen = records if devices is None else records[records["device"].isin(list(devices))]
     ok = chosen[chosen["status"] == "ok"]

@@ -102,10 +102,8 @@ def predict_latency(
     data
         Dataset with the tasks of a graph file, where it does not lie in its folder.
 
-    Raises
-    ------
-    CdmppError
-        UnknownDeviceError, NetworkError, DatasetError, TunerError, ProgramError; or PredictorError, for what is no latency too.
+    CdmppError: UnknownDeviceError, NetworkError, DatasetError, TunerError, ProgramError; or PredictorError, for what is
+    no latency too.
     """
     from cdmpp.device import get_device
     from cdmpp.predictor.predictor import load_predictor

@@ -73,10 +73,8 @@ def replay(
     streams
         Kernels that may run at the same time.
 
-    Raises
-    ------
-    NetworkError
-        A task of the graph is not in `task_s`, there is not one stream, or kernels wait for streams and not for a device.
+    NetworkError: a task of the graph is not in `task_s`, there is not one stream, or kernels wait for streams and not
+    for a device.
     """
     if streams < 1:
         raise NetworkError(f"there must be one stream at least, got {streams}")

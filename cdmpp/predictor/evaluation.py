@@ -53,22 +53,17 @@ def evaluate(
         Use what the same programs took on the other devices of the data, scored records included; programs measured
         nowhere else are predicted without. Not together with ``compiled``.
 
-    Returns
-    -------
-    ``{"overall": {...}, "groups": {grouping: {group: {...}}}, "split": str, "part": str, "seed": int,
-    "n_trained_tasks": int, "n_compiled": int, "n_measured": int}``, metrics as of :mod:`cdmpp.predictor.metrics`; the last
-    three are the numbers of scored records whose task was trained on, that were predicted with instruction counts, and with
-    a latency measured elsewhere (of each group too). ``overall`` holds besides, as ``interval``, how well the predictor's
-    90 % intervals hold (:func:`cdmpp.predictor.uncertainty.interval_metrics`), None without any; with ``compiled`` and
-    ``measured`` those of the programs with such evidence.
+    Returns ``{"overall": {...}, "groups": {grouping: {group: {...}}}, "split": str, "part": str, "seed": int,
+    "n_trained_tasks": int, "n_compiled": int, "n_measured": int}``, metrics as of :mod:`cdmpp.predictor.metrics`; the
+    last three are the numbers of scored records whose task was trained on, that were predicted with instruction counts,
+    and with a latency measured elsewhere (of each group too). ``overall`` holds besides, as ``interval``, how well the
+    predictor's 90 % intervals hold (:func:`cdmpp.predictor.uncertainty.interval_metrics`), None without any; with
+    ``compiled`` and ``measured`` those of the programs with such evidence.
 
-    Raises
-    ------
-    PredictorError
-        No records to score, or an unknown part or grouping; ``compiled`` where the predictor takes no instructions or
-        no record of a CPU has any; ``measured`` where it cannot scale or no program was measured elsewhere.
-    SplitError, DatasetError
-        The split cannot be made of this data; a device of the data is not the one that had its name in training.
+    PredictorError: no records to score, or an unknown part or grouping; ``compiled`` where the predictor takes no
+    instructions or no record of a CPU has any; ``measured`` where it cannot scale or no program was measured elsewhere.
+    SplitError, DatasetError: the split cannot be made of this data; a device of the data is not the one that had its
+    name in training.
     """
     check_one_kind(compiled, measured)
     name, rows = rows_to_score(predictor, data, split, part)

@@ -166,10 +166,8 @@ def code_rows(
     """What a network is given of compiled programs: ``counts``, (n, len(CODEGEN_FEATURES)), rows of NaN where unknown, and
     how long they take; pairs as of :func:`pair_rows`.
 
-    Returns
-    -------
-    float64 (n, len(CODE_FEATURES)), and the logarithm of ``core_ns`` over the analytical estimate of the program, (n,).
-    Both are NaN where the counts are.
+    Returns float64 (n, len(CODE_FEATURES)), and the logarithm of ``core_ns`` over the analytical estimate of the
+    program, (n,). Both are NaN where the counts are.
     """
     features, excess = np.full((len(program), len(CODE_FEATURES)), np.nan), np.full(len(program), np.nan)
     known = ~np.isnan(counts[:, 0])

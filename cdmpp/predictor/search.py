@@ -107,13 +107,9 @@ def search(
     continued if there is one, and a trial that was cut short does not count. ``datasets`` as of
     :func:`cdmpp.predictor.train`.
 
-    Raises
-    ------
-    PredictorError
-        ``out`` holds a search and ``resume`` is off, or it is one of another model, configuration or other
-        records; no trial succeeded; Optuna is not installed.
-    DatasetError, SplitError
-        No records; a split that cannot be made.
+    PredictorError: ``out`` holds a search and ``resume`` is off, or it is one of another model, configuration or other
+    records; no trial succeeded; Optuna is not installed. DatasetError, SplitError: no records; a split that cannot be
+    made.
     """
     if trials < 1:
         raise PredictorError(f"a search needs at least one trial, got {trials}")

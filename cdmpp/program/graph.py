@@ -104,16 +104,10 @@ class NetworkGraph:
 def network_graph(name: str, nodes: Iterable[GraphNode], **more: Any) -> NetworkGraph:
     """A graph of nodes in any order; those that are free to run keep the order in which they were given.
 
-    Parameters
-    ----------
-    more
-        Other attributes of :class:`NetworkGraph`.
+    ``more``: other attributes of :class:`NetworkGraph`.
 
-    Raises
-    ------
-    NetworkError
-        Two nodes have the same name, a node waits for one that is not there, nodes wait for each other (the message
-        names a cycle), or a field has no sense.
+    NetworkError: two nodes have the same name, a node waits for one that is not there, nodes wait for each other (the
+    message names a cycle), or a field has no sense.
     """
     given = list(nodes)
     by_name: dict[str, GraphNode] = {}
@@ -166,10 +160,7 @@ def save_graph(graph: NetworkGraph, path: str | Path) -> None:
 def load_graph(path: str | Path) -> NetworkGraph:
     """Read what :func:`save_graph` wrote.
 
-    Raises
-    ------
-    NetworkError
-        The file cannot be read, is no such file, or its graph is not sound (see :func:`network_graph`).
+    NetworkError: the file cannot be read, is no such file, or its graph is not sound (see :func:`network_graph`).
     """
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))

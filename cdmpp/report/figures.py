@@ -33,12 +33,8 @@ _REGRETS = (0.0, 0.05, 0.10, 0.20, 0.50, 1.0, 3.0)
 def scatter_figures(records: pd.DataFrame, noise_floor: float | None) -> dict[str, bytes]:
     """Predicted against measured latency, and their ratio, both logarithmic, by family.
 
-    Parameters
-    ----------
-    records
-        Columns ``latency_s``, ``predicted_s``, ``family``.
-    noise_floor
-        Fraction; drawn as a band where known.
+    ``records``: columns ``latency_s``, ``predicted_s``, ``family``. ``noise_floor``: Fraction; drawn as a band where
+    known.
     """
     low = 0.8 * float(records[["latency_s", "predicted_s"]].min().min())
     high = 1.25 * float(records[["latency_s", "predicted_s"]].max().max())

@@ -33,12 +33,8 @@ _ORDER = ("leaf_count", "program_bytes", "program_flops")
 def save_asts(path: str | Path, asts: Mapping[str, CompactAST]) -> None:
     """Write ASTs by program hash; the file appears whole or not at all, in place of one that exists.
 
-    Raises
-    ------
-    FeatureMismatchError
-        An AST has vectors of another length than :data:`LEAF_FEATURES`.
-    DatasetError
-        The file cannot be written.
+    FeatureMismatchError: an AST has vectors of another length than :data:`LEAF_FEATURES`. DatasetError: the file cannot
+    be written.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -96,12 +92,8 @@ def stored_feature_set(path: str | Path) -> str:
 def load_asts(path: str | Path) -> dict[str, CompactAST]:
     """Read ASTs by program hash, in the order of the file.
 
-    Raises
-    ------
-    FeatureMismatchError
-        The file has features of another feature set.
-    DatasetError
-        The file is missing, damaged or holds no ASTs.
+    FeatureMismatchError: the file has features of another feature set. DatasetError: the file is missing, damaged or
+    holds no ASTs.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
