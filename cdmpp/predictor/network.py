@@ -6,6 +6,8 @@ After CDMPP (EuroSys'24), with a padding mask and pooling in place of one networ
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -19,6 +21,8 @@ from cdmpp.program.codegen import STATIC_FEATURES
 
 #: The table of positional encodings grows in steps of this many positions.
 _POSITION_STEP = 256
+#: Pairs that are predicted together.
+INFERENCE_BATCH = 1024
 #: Where bins begin that no value fills (encoded values are clipped far below).
 _NEVER = 1e6
 #: Encodings that :func:`positional_encoding` knows.
@@ -293,35 +297,40 @@ def _decoder(config: ModelConfig, width: int) -> nn.Sequential:
     return nn.Sequential(*hidden, nn.Linear(widths[-1], 1))
 
 
+@contextmanager
+def evaluating(network: nn.Module) -> Iterator[None]:
+    """Without gradients and drop-out; the network is left as it was."""
+    training = network.training
+    network.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        network.train(training)
+
+
 def correction_inputs(
-    network: LatencyNetwork, arrays: PairArrays, embeddings: np.ndarray | None = None, batch_size: int = 1024
+    network: LatencyNetwork, arrays: PairArrays, embeddings: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """What the network takes of pairs besides their leaves, and what it makes of these: features of program and device and of
     the compiled code (n, r), and embeddings (n, h; computed unless given), both float64."""
     known = torch.cat([arrays.pair, arrays.code * arrays.has_code[:, None]], dim=1).double().numpy()
     if embeddings is not None:
         return known, embeddings
-    where, training = next(network.parameters()).device, network.training
+    where = next(network.parameters()).device
     embeddings = np.empty((len(arrays), network.config.embedding_dim), dtype=np.float64)
-    network.eval()
-    with torch.inference_mode():
-        for rows in inference_batches(arrays.packed.lengths[arrays.program], batch_size):
+    with evaluating(network):
+        for rows in inference_batches(arrays.packed.lengths[arrays.program], INFERENCE_BATCH):
             batch, context = arrays.batch(rows, where)
             embeddings[rows] = network.embed(batch, context.device).double().cpu().numpy()
-    network.train(training)
     return known, embeddings
 
 
-def predict_labels(network: nn.Module, arrays: PairArrays, batch_size: int = 1024) -> np.ndarray:
+def predict_labels(network: nn.Module, arrays: PairArrays) -> np.ndarray:
     """Standardised labels of (program, device) pairs, float64 (n,), in evaluation mode."""
     where = next(network.parameters()).device
-    training = network.training
-    network.eval()
     labels = np.empty(len(arrays), dtype=np.float64)
-    try:
-        with torch.inference_mode():
-            for rows in inference_batches(arrays.packed.lengths[arrays.program], batch_size):
-                labels[rows] = network(*arrays.batch(rows, where)).double().cpu().numpy()
-    finally:
-        network.train(training)
+    with evaluating(network):
+        for rows in inference_batches(arrays.packed.lengths[arrays.program], INFERENCE_BATCH):
+            labels[rows] = network(*arrays.batch(rows, where)).double().cpu().numpy()
     return labels

@@ -125,15 +125,9 @@ def search(
     data = replace(data, labels=data.labels.assign(latency_s=latency_s))
     out.mkdir(parents=True, exist_ok=True)
     study = _open_study(config, model, space, data, split, out)
-    shared: dict[str, Any] = {}  # what all trials of a model share because it is costly to make
-    if model == "xgboost-perstore" and data.view is not None:
-        from cdmpp.predictor.baselines.xgboost import collect_per_store
-
-        rows = np.concatenate([split.train, split.valid])
-        shared["vectors"] = collect_per_store(data.view, data.labels["program"].iloc[rows])
     ended = ("complete", "pruned", "failed")
     while sum(_line(trial)["state"] in ended for trial in study.trials) < trials:
-        number = _run_trial(study, space, config, model, data, split, shared)
+        number = _run_trial(study, space, config, model, data, split)
         _write(out, study, space, config, model, split)
         if progress is not None:
             progress(_line(study.trials[number]))
@@ -228,7 +222,6 @@ def _run_trial(
     model: str,
     data: TrainingData,
     split: Split,
-    shared: Mapping[str, Any],
 ) -> int:
     """Draw values, fit and judge; gives the trial's number."""
     import optuna
@@ -243,7 +236,7 @@ def _run_trial(
         if trial.should_prune():
             raise optuna.TrialPruned
 
-    extra = shared if model.startswith("xgboost") else {"progress": report}
+    extra: dict[str, Any] = {} if model.startswith("xgboost") else {"progress": report}
     try:
         fitted = make_model(**trial_options(config, model, trial.params), **extra)
         fitted.fit(data, split)

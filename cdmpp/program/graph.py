@@ -90,15 +90,8 @@ class NetworkGraph:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values (see the module)."""
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "name": self.name,
-            "meta": dict(self.meta),
-            "measured_s": dict(self.measured_s),
-            "predicted_s": {source: dict(values) for source, values in self.predicted_s.items()},
-            "nodes": [_node_to_json(node) for node in self.nodes],
-        }
+        nodes = [_node_to_json(node) for node in self.nodes]
+        return {"format": FORMAT, "version": VERSION, **asdict(self), "nodes": nodes}
 
 
 def network_graph(name: str, nodes: Iterable[GraphNode], **more: Any) -> NetworkGraph:

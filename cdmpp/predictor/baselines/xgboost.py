@@ -130,8 +130,6 @@ class XGBoostModel(LatencyModel):
         ``"perstore"``: sum, maximum and number of PerStoreFeature rows (TVM's features). ``"ast"``: sum,
         maximum and number of the compact AST's leaves, after a signed logarithm, to compare features with one
         model. ``"ast-codegen"``: these and what ours is given of the compiled program, which needs a compilation.
-    vectors
-        Precomputed per-store vectors, program hash -> (329,); None collects them from the dataset.
     params
         XGBoost parameters on top of the defaults.
     rounds, patience
@@ -141,7 +139,6 @@ class XGBoostModel(LatencyModel):
     def __init__(
         self,
         features: str = "perstore",
-        vectors: Mapping[str, NDArray[np.float32]] | None = None,
         params: Mapping[str, Any] | None = None,
         rounds: int = 1000,
         patience: int = 50,
@@ -152,7 +149,7 @@ class XGBoostModel(LatencyModel):
             raise PredictorError(f"unknown features '{features}' for XGBoost (known: perstore, ast, ast-codegen)")
         self.name = f"xgboost-{features}"
         self._features = features
-        self._vectors: dict[str, NDArray[np.float32]] = dict(vectors or {})
+        self._vectors: dict[str, NDArray[np.float32]] = {}
         self.params: dict[str, Any] = {**_DEFAULT_PARAMS, **(params or {}), "seed": seed, "nthread": threads}
         self._rounds, self._patience = rounds, patience
 
