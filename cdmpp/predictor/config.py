@@ -156,6 +156,9 @@ class TrainConfig(_Section):
         Torch threads; None leaves torch's setting.
     device
         Where to train: ``cpu``, ``cuda`` or ``auto``.
+    precision
+        Of the network's products in training: ``float32``, or ``bf16`` where the device has it (weights, losses and
+        validation stay float32).
     """
 
     epochs: int = Field(60, ge=1)
@@ -170,6 +173,7 @@ class TrainConfig(_Section):
     seed: int = 0
     threads: int | None = Field(None, ge=1)
     device: Literal["cpu", "cuda", "auto"] = "cpu"
+    precision: Literal["float32", "bf16"] = "float32"
 
 
 class DataConfig(_Section):
