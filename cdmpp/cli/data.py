@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,14 @@ def _add_devices(sub: Parser) -> None:
     add(sub, "add", metavar="FILE", help="make the devices of a YAML file known for good")
     add(sub, "measure", action="store_true", help="micro-benchmarks of this machine (some seconds)")
     add(sub, "out", metavar="FILE", help="with --measure: write the results as a device file")
+    add(
+        sub,
+        "measuring_cores",
+        type=int,
+        metavar="N",
+        help="the command that starts a node of Ray here, N cores for measuring",
+    )
+    add(sub, "ray", help="with --measuring-cores: the head to join (default: become one)")
 
 
 def _devices(args: Namespace, console: Console, errors: Console) -> Any:
@@ -44,6 +53,12 @@ def _devices(args: Namespace, console: Console, errors: Console) -> Any:
 
     if args.out and not args.measure:
         raise CdmppError("--out takes what --measure finds: give both")
+    if args.measuring_cores is not None:
+        from cdmpp.profiler.ray import node_command
+
+        command = node_command(args.measuring_cores, args.ray)
+        say(console, command)
+        return {"command": command}
     added = add_device_file(args.add) if args.add else []
     table = load_table(args.device_files)
     if args.measure:
@@ -234,7 +249,7 @@ def _add_codegen(sub: Parser) -> None:
     sub.add_argument("data", nargs="+", metavar="DIR", help="dataset folders with labels of x86 CPUs")
     add(sub, "builders", default=1, help="building processes")
     hide(sub, "--workers", dest="builders", type=int, default=1)
-    add(sub, "object_cache")
+    add(sub, "object_cache", "ray")
 
 
 def _codegen(args: Namespace, console: Console, errors: Console) -> Any:
@@ -246,10 +261,16 @@ def _codegen(args: Namespace, console: Console, errors: Console) -> Any:
     from cdmpp.dataset.codegen import CODEGEN_FILE, collect_codegen
 
     summary: dict[str, int] = {}
-    for folder in args.data:
-        with Bar(errors, f"programs of {folder} without counts") as bar:
-            summary[folder] = len(collect_codegen(folder, args.builders, bar.update, args.object_cache))
-        say(console, f"{folder}/{CODEGEN_FILE}: {summary[folder]} programs")
+    with ExitStack() as open_:
+        pool = None
+        if args.ray is not None:
+            from cdmpp.profiler.ray import connect
+
+            pool = open_.enter_context(connect(args.ray))
+        for folder in args.data:
+            with Bar(errors, f"programs of {folder} without counts") as bar:
+                summary[folder] = len(collect_codegen(folder, args.builders, bar.update, args.object_cache, pool))
+            say(console, f"{folder}/{CODEGEN_FILE}: {summary[folder]} programs")
     return summary
 
 

@@ -103,6 +103,7 @@ OPTIONS = {
     "max_seconds": Option(
         "stop after a time such as 10m (go on with --resume)", "T", "--budget", ("--max-seconds",), duration
     ),
+    "ray": Option("build and measure on the Ray cluster of this head (HOST:PORT), or on a local one", "ADDRESS|local"),
     # tuning
     "budget_s": Option("stop after a time such as 10m, earlier runs included", "T", type=duration),
     "max_measurements": Option("stop after so many candidates built and measured", "N"),

@@ -22,11 +22,11 @@ _NAME = 40
 _EVERY_S = 30.0
 
 
-def console(*, err: bool = False) -> Console:
-    """Of standard output, or of standard error."""
+def console(*, err: bool = False, quiet: bool = False) -> Console:
+    """Of standard output, or of standard error; a quiet one shows nothing."""
     stream = sys.stderr if err else sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else _WIDTH
-    return Console(stderr=err, width=width, highlight=False)
+    return Console(stderr=err, width=width, highlight=False, quiet=quiet)
 
 
 def say(console: Console, text: str) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -65,12 +67,14 @@ def collect_codegen(
     workers: int = 1,
     progress: Callable[[int, int], None] | None = None,
     object_cache: str | Path | None = None,
+    pool: Any = None,
 ) -> Counts:
     """Compile the programs of a dataset that have a label on a CPU and no counts yet, and count their instructions.
 
     The file is written every few hundred programs. A program that does not compile is left out. ``progress`` is called with
     the numbers of programs done and wanted. What ``object_cache`` has (``cdmpp profile --object-cache``) is not compiled
-    again, and what it lacks is kept there. DatasetError: no dataset in the folder, or the file cannot be written;
+    again, and what it lacks is kept there. ``pool``, in place of processes of this machine, has the method ``map`` of
+    :class:`concurrent.futures.Executor`. DatasetError: no dataset in the folder, or the file cannot be written;
     CdmppError: what decodes instructions is not installed.
     """
     from cdmpp.program.codegen.counts import require_decoder
@@ -94,7 +98,7 @@ def collect_codegen(
                 space = view.spaces.get(program.space_hash) if program.space_hash else None
                 wanted[key] = program, view.task_of(program), space, device
     keys = list(wanted)
-    with ProcessPoolExecutor(max(1, workers)) as pool:
+    with ProcessPoolExecutor(max(1, workers)) if pool is None else nullcontext(pool) as pool:
         for begin in range(0, len(keys), _CHUNK):
             chunk = keys[begin : begin + _CHUNK]
             rows = pool.map(partial(_count_one, object_cache), [wanted[key] for key in chunk], chunksize=4)

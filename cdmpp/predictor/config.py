@@ -130,6 +130,9 @@ class TrainConfig(_Section):
     threads: int | None = Field(None, ge=1)
     #: Where to train: ``cpu``, ``cuda`` or ``auto``.
     device: Literal["cpu", "cuda", "auto"] = "cpu"
+    #: Of the network's products in training: ``float32``, or ``bf16`` where the device has it (weights, losses and
+    #: validation stay float32).
+    precision: Literal["float32", "bf16"] = "float32"
 
 
 class DataConfig(_Section):

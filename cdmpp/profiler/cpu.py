@@ -25,7 +25,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -36,8 +36,8 @@ import numpy as np
 
 from cdmpp.errors import ProfilerError, ProgramError
 from cdmpp.profiler import machine
-from cdmpp.profiler.engine import BuildConfig, BuildJob, Built, Measured, Measurer, Running, last_line
-from cdmpp.profiler.machine import Sentinel, Worker, requests
+from cdmpp.profiler.engine import BuildConfig, BuildJob, Built, Executor, Measured, Measurer, Running, last_line
+from cdmpp.profiler.machine import Sentinel, Worker, WorkerDied, WorkerLost, requests
 from cdmpp.profiler.statistics import SamplingPlan, label
 from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.program.types import Program, Task
@@ -70,11 +70,15 @@ _FULL_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class SharedObject(Built):
-    """What became of a job at building; ``path`` and ``args`` are set if ``status`` is ``ok``."""
+    """What became of a job at building; ``path`` and ``args`` are set if ``status`` is ``ok``.
+
+    Where it was built on another machine, ``code`` refers to the file's content.
+    """
 
     program: str
     path: str = ""
     args: tuple[ArgSpec, ...] = ()
+    code: Any = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -184,7 +188,7 @@ def _measure_batch(
     """Measure `batch` interleaved; yields what the parent should know, results as soon as they are final."""
     loaded: list[_Loaded] = []
     for built in batch:
-        yield Running((built.program,))
+        yield Running((built.program,), config.first_run_s)
         try:
             program = _Loaded(built, arguments, config.plan, sentinel)
             program.start()
@@ -196,7 +200,7 @@ def _measure_batch(
             yield Measured(program.hash, "run_timeout", error=error, run_s=program.first_s)
             continue
         loaded.append(program)
-    yield Running()
+    yield Running((), config.sampling_s(len(batch)))
     while loaded:
         for program in loaded:
             program.sample()
@@ -292,6 +296,25 @@ class CpuConfig(BuildConfig):
     #: Where shared objects are kept meanwhile; default a fresh folder in memory.
     work_dir: str | None = None
 
+    @property
+    def first_run_s(self) -> float:
+        """Seconds that loading a program and its first run may take."""
+        return self.run_timeout_s + self.loading_s
+
+    def sampling_s(self, programs: int) -> float:
+        """Seconds for the samples of a batch: each program may overrun its time by a few samples and their retakes."""
+        each = self.plan.max_wait_s + 2 * self.plan.max_measure_s + 8 * self.run_timeout_s
+        return 10.0 + programs * each
+
+    def work_folder(self) -> Path:
+        """A fresh folder for shared objects (ProfilerError if it cannot be made)."""
+        shm = Path("/dev/shm")
+        parent = Path(self.work_dir or (shm if shm.is_dir() else tempfile.gettempdir()))
+        try:
+            return machine.make_work_folder(parent)
+        except OSError as err:
+            raise ProfilerError(f"cannot make a folder for shared objects in {parent}: {err}") from err
+
 
 def sentinel_job() -> BuildJob:
     """The program that shows how the machine drifts, the same arithmetic everywhere: a 96x96x96 float32 matrix product,
@@ -311,16 +334,17 @@ def sentinel_job() -> BuildJob:
 
 
 class ObjectBuilder:
-    """Turns jobs into shared objects, in a memory-backed folder."""
+    """Turns jobs into shared objects in a folder, one of its own where `folder` is None."""
 
-    def __init__(self, target: Mapping[str, Any], folder: Path, object_cache: str | None) -> None:
+    def __init__(self, target: Mapping[str, Any], folder: Path | None, config: CpuConfig) -> None:
         from cdmpp.program.codegen.compile import ObjectCache
         from cdmpp.program.space import Rebuilder
 
+        folder = folder or config.work_folder()
         machine.redirect_stderr(folder / f"stderr-{os.getpid()}")
         import_tvm()
         self._target, self._folder = dict(target), folder
-        self._cache = ObjectCache(object_cache, target)
+        self._cache = ObjectCache(config.object_cache, target)
         self._rebuild = Rebuilder()
 
     def __call__(self, job: BuildJob) -> SharedObject | ProfilerError:
@@ -376,10 +400,10 @@ class _Item:
 class CpuMeasurer(Measurer):
     """Deals batches of programs to measuring processes that own their cores; decides what is measured again.
 
-    Programs are compiled for the TVM target dictionary `target`. There are as many measuring processes as core groups (the
-    degree of parallelism). `sentinel` is timed around every batch to see drift (:func:`sentinel_job`). Without `overlap`
-    everything is built first, then measured with nothing else running. ProfilerError where there are no cores; on opening,
-    if the sentinel program does not build.
+    Programs are compiled for the TVM target dictionary `target`. The `executor` starts the measuring processes (the degree of
+    parallelism). `sentinel` is timed around every batch to see drift (:func:`sentinel_job`). Without `overlap`
+    everything is built first, then measured with nothing else running. On opening, ProfilerError where there are no cores, or
+    if the sentinel program does not build; later, if all devices are lost.
     """
 
     config: CpuConfig
@@ -388,38 +412,29 @@ class CpuMeasurer(Measurer):
         self,
         config: CpuConfig,
         target: Mapping[str, Any],
-        core_groups: Sequence[tuple[int, ...]],
+        executor: Executor,
         sentinel: BuildJob | None = None,
         *,
         overlap: bool = True,
     ) -> None:
-        super().__init__(config)
-        if not core_groups or not all(core_groups):
-            raise ProfilerError("no cores to measure on")
-        self._target, self._core_groups = target, core_groups
-        self._sentinel, self._overlap = sentinel, overlap
+        super().__init__(config, executor)
+        self._target, self._sentinel, self._overlap = target, sentinel, overlap
         self._folder: Path | None = None
         self._built: dict[str, list[_Item]] = {}
         self._batches: deque[list[_Item]] = deque()
         self._later: deque[tuple[float, _Item]] = deque()
         self._retried = self._recovered = 0
-        self._sentinel_times_s: list[float] = []
+        #: In order, by node.
+        self._sentinel_times_s: dict[str, list[float]] = defaultdict(list)
 
     def open(self, build_now: Callable[[BuildJob], Any]) -> None:
-        config, shm = self.config, Path("/dev/shm")
-        parent = Path(config.work_dir or (shm if shm.is_dir() else tempfile.gettempdir()))
-        try:
-            self._folder = machine.make_work_folder(parent)
-        except OSError as err:
-            raise ProfilerError(f"cannot make a folder for shared objects in {parent}: {err}") from err
+        config = self.config
+        self._folder = config.work_folder() if self.executor.local else None
         # Measuring processes preempt builders by themselves where they run under the real-time scheduler.
         niceness = 0 if config.realtime else 10
-        self.builder = (ObjectBuilder, (self._target, self._folder, config.object_cache), niceness)
+        self.builder = (ObjectBuilder, (self._target, self._folder, config), niceness)
         sentinel = None if self._sentinel is None else build_now(self._sentinel)
-        self.workers = [
-            Worker(measure_worker, (config, cores, sentinel), f"runner-{'-'.join(map(str, cores))}")
-            for cores in self._core_groups
-        ]
+        self.workers = self.executor.measurers(measure_worker, config, sentinel)
 
     def close(self, *, kill: bool) -> None:
         super().close(kill=kill)
@@ -428,7 +443,7 @@ class CpuMeasurer(Measurer):
 
     def accepts(self, building: int) -> bool:
         built = sum(map(len, (*self._built.values(), *self._batches)))
-        return not self._overlap or built < 4 * self.config.batch_size * len(self._core_groups)
+        return not self._overlap or built < 4 * self.config.batch_size * len(self.workers)
 
     @property
     def waiting(self) -> bool:
@@ -450,7 +465,7 @@ class CpuMeasurer(Measurer):
             if worker.load is None and self._batches:
                 batch = self._batches.popleft()
                 load = (batch, Running())
-                if not worker.submit([item.built for item in batch], load, self._first_run_s):
+                if not worker.submit([item.built for item in batch], load, self.config.first_run_s):
                     self._batches.appendleft(batch)
 
     def _form_batches(self, coming: Sequence[BuildJob]) -> None:
@@ -467,43 +482,38 @@ class CpuMeasurer(Measurer):
             if not items:
                 del self._built[task]
 
-    @property
-    def _first_run_s(self) -> float:
-        return self.config.run_timeout_s + self.config.loading_s
-
-    def _sampling_s(self, batch: list[_Item]) -> float:
-        # Each program may overrun its time by a few samples and their retakes.
-        plan = self.config.plan
-        each = plan.max_wait_s + 2 * plan.max_measure_s + 8 * self.config.run_timeout_s
-        return 10.0 + len(batch) * each
-
     def receive(self, worker: Worker) -> None:
         batch, _ = worker.load
         try:
-            message: Running | Measured | BatchDone = worker.connection.recv()
-        except (EOFError, ConnectionResetError):
-            self._runner_died(worker, worker.exit_reason())
+            message: Running | Measured | BatchDone = worker.receive()
+        except WorkerLost as err:
+            self._device_lost(worker, str(err))
+            return
+        except WorkerDied as err:
+            self._runner_died(worker, str(err))
             return
         if isinstance(message, Running):
             worker.load = (batch, message)
-            worker.extend(self._first_run_s if message.programs else self._sampling_s(batch))
+            worker.extend(message.timeout_s)
         elif isinstance(message, Measured):
             item = next(i for i in batch if i.built.program == message.program)
             item.measured = message
         else:
-            self._batch_done(batch, message)
+            self._batch_done(batch, message, worker.node)
             worker.finished()
 
-    def _batch_done(self, batch: list[_Item], done: BatchDone) -> None:
+    def _batch_done(self, batch: list[_Item], done: BatchDone, node: str = "") -> None:
+        times_s, baseline_s = self._sentinel_times_s[node], 0.0
         if done.sentinel_before_s > 0:
-            bisect.insort(self._sentinel_times_s, done.sentinel_before_s)
+            bisect.insort(times_s, done.sentinel_before_s)
+            baseline_s = times_s[int(_BASELINE_QUANTILE * len(times_s))]
         config, again = self.config, []
         drift = abs(done.sentinel_after_s / done.sentinel_before_s - 1)
         disturbed = done.steal_pct > config.max_steal_pct or drift > config.max_drift
         for item in batch:
             item.attempts += 1
             if item.measured is None or item.measured.status != "ok":
-                self._finish(item, done)
+                self._finish(item, done, baseline_s)
                 continue
             item.settle()
             share = item.measured.meta.get("disturbed", 0.0)
@@ -518,11 +528,11 @@ class CpuMeasurer(Measurer):
                 item.measured = None
                 again.append(item)
             else:
-                self._finish(item, done)
+                self._finish(item, done, baseline_s)
         if again:
             self._batches.append(again)
 
-    def _finish(self, item: _Item, done: BatchDone | None) -> None:
+    def _finish(self, item: _Item, done: BatchDone | None = None, baseline_s: float = 0.0) -> None:
         measured = item.measured
         if measured is None:
             self._batches.append([item])
@@ -530,14 +540,26 @@ class CpuMeasurer(Measurer):
         Path(item.built.path).unlink(missing_ok=True)
         meta: dict[str, Any] = {"attempts": item.attempts}
         if done is not None and done.sentinel_before_s > 0:
-            times_s = self._sentinel_times_s
-            baseline_s = times_s[int(_BASELINE_QUANTILE * len(times_s))]
             meta["reference_s"] = done.sentinel_before_s
             meta["drift"] = round(done.sentinel_before_s / baseline_s - 1, 4)
             meta["drift_within"] = round(done.sentinel_after_s / done.sentinel_before_s - 1, 4)
             meta["steal_pct"] = round(done.steal_pct, 2)
             meta["scheduler"] = done.scheduler
         self.finish(item.job, item.built, measured, **meta)
+
+    def _device_lost(self, worker: Worker, reason: str) -> None:
+        """Go on without it; what it was measuring is not measured elsewhere, as it may have been the cause."""
+        batch, _ = worker.load
+        worker.finished()
+        self.workers.remove(worker)
+        for item in batch:
+            item.measured = item.measured or item.best
+            if item.measured is not None:
+                self._finish(item)
+            else:
+                self.fail(item.job, "device_lost", reason, node=worker.node)
+        if not self.workers:
+            raise ProfilerError(f"no device is left to measure on: {reason}; what was measured is kept (--resume)")
 
     def _runner_died(self, worker: Worker, reason: str) -> None:
         """Find out which program of the batch did it: the rest is measured again, each alone."""
@@ -546,7 +568,7 @@ class CpuMeasurer(Measurer):
         for item in batch:
             item.measured = item.measured or item.best
             if item.measured is not None:
-                self._finish(item, None)
+                self._finish(item)
                 continue
             item.deaths += 1
             if item.deaths >= 2:
@@ -569,7 +591,7 @@ class CpuMeasurer(Measurer):
             self.fail(slow.job, "run_timeout", f"one run took over {self.config.run_timeout_s:g} s")
         for item in batch:
             if item.measured is not None:
-                self._finish(item, None)
+                self._finish(item)
         rest = [item for item in batch if item.measured is None]
         if rest:
             self._batches.append(rest)

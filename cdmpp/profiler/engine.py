@@ -14,11 +14,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler import machine
-from cdmpp.profiler.machine import Worker, ready, requests
+from cdmpp.profiler.machine import Worker, WorkerDied, requests
 from cdmpp.profiler.statistics import label, split_half_difference
 from cdmpp.program.types import Program, Space, Task
 
@@ -51,9 +51,10 @@ class Built:
 
 @dataclass(frozen=True)
 class Running:
-    """Sent by a measuring process when what runs changes, for the deadline that holds for it: programs by their hash."""
+    """Sent by a measuring process when what runs changes, with the seconds that it may take: programs by their hash."""
 
     programs: tuple[str, ...] = ()
+    timeout_s: float = float("inf")
 
 
 @dataclass(frozen=True)
@@ -124,14 +125,59 @@ def build_worker(connection: Connection, builder: Builder) -> None:
         connection.send(built)
 
 
+class Executor(Protocol):
+    """Where builders and measuring processes run: on this machine, or on a cluster (:mod:`cdmpp.profiler.ray`).
+
+    What it starts has the methods of a :class:`~cdmpp.profiler.machine.Worker`.
+    """
+
+    #: Whether all of them see this machine's files.
+    local: bool
+
+    def builder_count(self, asked: int | None) -> int:
+        """Builders to start: as many as asked for, if a number is."""
+
+    def builders(self, builder: Builder, count: int) -> list[Worker]:
+        """Start builders (:func:`build_worker`)."""
+
+    def measurers(self, serve: Callable[..., None], config: BuildConfig, sentinel: Any) -> list[Worker]:
+        """Start all measuring processes: `serve` with a connection, `config`, cores of its own, and the sentinel program."""
+
+    def ready(self, workers: list[Worker], timeout_s: float) -> list[Worker]:
+        """The busy ones of `workers` that have a message or are dead, waiting at most `timeout_s`."""
+
+
+class LocalExecutor:
+    """Processes of this machine: a builder for each core, and what measures on each of `core_groups`."""
+
+    local = True
+
+    def __init__(self, core_groups: Sequence[tuple[int, ...]] = ()) -> None:
+        self._core_groups = core_groups
+        self.ready = machine.ready
+
+    def builder_count(self, asked: int | None) -> int:
+        return max(1, asked or len(machine.usable_cores()))
+
+    def builders(self, builder: Builder, count: int) -> list[Worker]:
+        return [Worker(build_worker, (builder,), f"builder-{i}") for i in range(count)]
+
+    def measurers(self, serve: Callable[..., None], config: BuildConfig, sentinel: Any) -> list[Worker]:
+        if not self._core_groups or not all(self._core_groups):
+            raise ProfilerError("no cores to measure on")
+        names = ["-".join(map(str, cores)) for cores in self._core_groups]
+        groups = zip(self._core_groups, names, strict=True)
+        return [Worker(serve, (config, cores, sentinel), f"runner-{name}") for cores, name in groups]
+
+
 class Measurer:
     """How programs of one sort of device are built and measured: base of what an :class:`Engine` works with."""
 
     #: Set by :meth:`open` at the latest.
     builder: Builder
 
-    def __init__(self, config: BuildConfig) -> None:
-        self.config = config
+    def __init__(self, config: BuildConfig, executor: Executor | None = None) -> None:
+        self.config, self.executor = config, executor or LocalExecutor()
         #: The measuring processes.
         self.workers: list[Worker] = []
         #: Final outcomes that the engine has not passed on yet.
@@ -201,7 +247,8 @@ class Engine:
 
     def __init__(self, measurer: Measurer) -> None:
         self.config, self.measurer = measurer.config, measurer
-        self._count = max(1, self.config.builders or len(machine.usable_cores()))
+        self._executor = measurer.executor
+        self._count = self._executor.builder_count(self.config.builders)
         self._builders: list[Worker] = []
         #: Jobs, and how many builders died over each; the load of a builder, too, is such a pair.
         self._to_build: deque[tuple[Any, int]] = deque()
@@ -225,20 +272,19 @@ class Engine:
 
     def _start_builders(self) -> None:
         if not self._builders:
-            args = (self.measurer.builder,)
-            self._builders = [Worker(build_worker, args, f"builder-{i}") for i in range(self._count)]
+            self._builders = self._executor.builders(self.measurer.builder, self._count)
 
     def _build_now(self, job: BuildJob) -> Any:
         self._start_builders()
         worker, what = self._builders[0], f"program {job.task.name}"
         worker.submit(job, (job, 0), _FIRST_BUILD_S)
-        if not worker.connection.poll(_FIRST_BUILD_S):
+        if not self._executor.ready([worker], _FIRST_BUILD_S):
             raise ProfilerError(f"{what} does not build: is the compiler working?")
         try:
-            built = worker.connection.recv()
-        except (EOFError, ConnectionResetError) as err:
+            built = worker.receive()
+        except WorkerDied as err:
             raise ProfilerError(
-                f"a worker process ended before it had built {what} ({worker.exit_reason()}). Workers import the "
+                f"a worker process ended before it had built {what} ({err}). Workers import the "
                 'script that starts them: it must call cdmpp under `if __name__ == "__main__":`'
             ) from err
         worker.finished()
@@ -271,7 +317,7 @@ class Engine:
                         return
                     time.sleep(_IDLE_S)
                     continue
-                for worker in ready(busy, 0.2):
+                for worker in self._executor.ready(busy, 0.2):
                     (self._receive if worker in self._builders else measurer.receive)(worker)
                 for worker in busy:
                     if worker.overdue():
@@ -317,9 +363,8 @@ class Engine:
     def _receive(self, worker: Worker) -> None:
         job, deaths = worker.load
         try:
-            built = worker.connection.recv()
-        except (EOFError, ConnectionResetError):
-            reason = worker.exit_reason()
+            built = worker.receive()
+        except WorkerDied as reason:
             worker.replace()
             if deaths == 0:
                 # Killed from outside, or by this program? The second death tells.

@@ -132,8 +132,19 @@ def make_work_folder(parent: Path) -> Path:
 # -- worker processes: started in milliseconds, killed for certain, replaced when they die --------------------------
 
 
+class WorkerDied(Exception):
+    """A worker process ended; says how."""
+
+
+class WorkerLost(WorkerDied):
+    """So did the machine that it ran on: there is none in its place."""
+
+
 class Worker:
     """One process that serves requests over a pipe, one at a time: it runs `target` with its end of the pipe and `args`."""
+
+    #: The node of a cluster that it runs on; "" for this machine.
+    node = ""
 
     def __init__(self, target: Callable[..., None], args: tuple[Any, ...], name: str) -> None:
         self.name = name
@@ -198,6 +209,13 @@ class Worker:
         """Mark the process idle."""
         self.load = None
         self._deadline = self._cpu_deadline = float("inf")
+
+    def receive(self) -> Any:
+        """What it has sent next (WorkerDied)."""
+        try:
+            return self.connection.recv()
+        except (EOFError, ConnectionResetError) as err:
+            raise WorkerDied(self.exit_reason()) from err
 
     def exit_reason(self) -> str:
         """How a dead process ended, in words."""

@@ -21,7 +21,7 @@ from cdmpp.device.detect import machine_facts
 from cdmpp.errors import DatasetError, ProfilerError
 from cdmpp.profiler.core_rates import with_clock
 from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job
-from cdmpp.profiler.engine import BuildJob, Engine, Outcome
+from cdmpp.profiler.engine import BuildJob, Engine, Executor, LocalExecutor, Outcome
 from cdmpp.profiler.machine import core_groups, usable_cores
 from cdmpp.profiler.plan import Plan, TaskPlan, network_tasks, replay_plan, unscheduled_plan
 
@@ -51,6 +51,8 @@ class ProfileConfig(CpuConfig):
     limit: int | None = None
     max_seconds: float | None = None
     seed: int = 0
+    #: Build and measure on a Ray cluster: HOST:PORT of its head, or ``local`` (:func:`cdmpp.profiler.ray.connect`).
+    ray: str | None = None
 
 
 @dataclass(frozen=True)
@@ -205,14 +207,14 @@ def profile(
     progress: Callable[[Progress], None] | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> ProfileReport:
-    """Measure programs on a CPU share of this machine and store them in a dataset.
+    """Measure programs on a CPU share of this machine, or of a cluster's nodes, and store them in a dataset here.
 
     Parameters
     ----------
     networks
         Zoo names, ``.onnx``/``.pt2`` files or :class:`~cdmpp.program.network.Network` objects.
     device
-        A CPU of this machine with a share, such as ``this-cpu@1`` or ``this-cpu.x86-64-v2@1``.
+        A CPU of this machine with a share, such as ``this-cpu@1`` or ``this-cpu.x86-64-v2@1``; or one of the cluster.
     tasks
         Hashes of the tasks to profile; all if None.
     programs_of
@@ -224,20 +226,30 @@ def profile(
     progress, notify
         Called with the state after each outcome, and with one-line news (calibration, ...).
 
-    ProfilerError if the device is not on this machine, or nothing can be measured. DatasetError if `out` holds a dataset and
+    ProfilerError if the device is not here, or nothing can be measured. DatasetError if `out` holds a dataset and
     `resume` was not asked for, or the disk is full; what was measured is kept.
     """
     config = config or ProfileConfig()
     notify = notify or (lambda line: logger.info("%s", line))
-    device = get_device(device) if isinstance(device, str) else device
-    threads, path = _threads(device), Path(out)
+    path = Path(out)
     if (path / "meta.json").exists() and not (resume or remeasure):
         raise DatasetError(f"{path} holds a dataset already: go on with --resume, or choose another folder")
     if remeasure and programs_of is not None and config.limit is None:
         raise ProfilerError("re-measuring needs a limit: how many programs?")
-    plan, families = _plan(networks, config, threads, path, tasks, programs_of, notify)
-    with Dataset.open_or_create(path) as dataset:
-        dataset.set_device(with_clock(device))
+    with contextlib.ExitStack() as open_:
+        cluster = None
+        if config.ray is None:
+            device = get_device(device) if isinstance(device, str) else device
+            threads, measured_as = _threads(device), with_clock(device)
+        else:
+            from cdmpp.profiler.ray import connect
+
+            cluster = open_.enter_context(connect(config.ray, device, config.workers))
+            device = measured_as = cluster.device
+            threads = int(device.share)
+        plan, families = _plan(networks, config, threads, path, tasks, programs_of, notify)
+        dataset = open_.enter_context(Dataset.open_or_create(path))
+        dataset.set_device(measured_as)
         if not remeasure:
             records = dataset.records
             for row in records[records["device"] == device.name].itertuples():
@@ -250,14 +262,21 @@ def profile(
                 dataset.add_task(task)
             complete = {*dataset.meta.get("complete_networks", []), *families}
             dataset.update_meta(complete_networks=sorted(complete))
-        degree, calibration = _degree(config, device, plan, threads, notify)
-        groups = core_groups(usable_cores(), threads, degree)
+        executor: Executor
+        where: dict[str, Any]
+        if cluster is None:
+            degree, calibration = _degree(config, device, plan, threads, notify)
+            groups = core_groups(usable_cores(), threads, degree)
+            executor, where = LocalExecutor(groups), {"core_groups": groups}
+        else:
+            executor, degree, calibration = cluster, cluster.degree, None
+            where = {"nodes": cluster.nodes_json()}
         settings = {
             **asdict(config),
             "target": dict(device.target),
+            **where,
             "workers": degree,
-            "core_groups": groups,
-            "builders": config.builders or len(usable_cores()),
+            "builders": executor.builder_count(config.builders),
             "sampling": asdict(config.plan),
             "cache": "warm",
             "calibration": None if calibration is None else asdict(calibration),
@@ -274,7 +293,7 @@ def profile(
             progress=progress,
             notify=notify,
         )
-        with Engine(CpuMeasurer(config, device.target, groups, sentinel_job())) as engine:
+        with Engine(CpuMeasurer(config, device.target, executor, sentinel_job())) as engine:
             meta = {"workers": degree, "threads": threads, "cache": "warm"}
             session.take(engine.run(plan.jobs()), meta, plan.done)
         return ProfileReport(**session.report(), workers=degree, calibration=calibration)
@@ -342,7 +361,7 @@ def _degree(
 
     def measure(degree: int | None) -> Labels:
         groups, alone = core_groups(cores, threads, degree or 1), degree is None
-        measurer = CpuMeasurer(config, device.target, groups, sentinel, overlap=not alone)
+        measurer = CpuMeasurer(config, device.target, LocalExecutor(groups), sentinel, overlap=not alone)
         with Engine(measurer) as engine:
             return timed_labels(engine.run(iter(jobs)))
 

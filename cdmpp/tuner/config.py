@@ -53,6 +53,8 @@ class TuneConfig:
     run_timeout_s: float = 2.0
     plan: SamplingPlan | None = None
     realtime: bool = True
+    #: Build and measure on a Ray cluster: HOST:PORT of its head, or ``local`` (:func:`cdmpp.profiler.ray.connect`).
+    ray: str | None = None
     #: A class as ``module:Class`` that stands for the GPU, and what it is made with; None for the GPU that is here.
     gpu: str | None = None
     gpu_arguments: Mapping[str, Any] = field(default_factory=dict)

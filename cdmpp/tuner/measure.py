@@ -19,7 +19,7 @@ from cdmpp.errors import ProfilerError, TunerError
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
-    from cdmpp.profiler.engine import BuildJob, Engine, Outcome
+    from cdmpp.profiler.engine import BuildJob, Engine, Executor, Outcome
     from cdmpp.tuner.config import TuneConfig
 
 logger = logging.getLogger(__name__)
@@ -171,8 +171,8 @@ def core_groups_of(device: Device, workers: int) -> tuple[tuple[int, ...], ...]:
     return core_groups(usable_cores(), int(device.share), workers)
 
 
-def make_engine(config: TuneConfig, device: Device, degree: int) -> Engine:
-    """What measures in a tuning on a device of this machine, as many programs at a time as `degree` says.
+def make_engine(config: TuneConfig, device: Device, degree: int, executor: Executor | None = None) -> Engine:
+    """What measures in a tuning, as many programs at a time as `degree` says on a device of this machine, or by `executor`.
 
     On a CPU it builds on as many cores as there are, or as its shards have.
     """
@@ -181,14 +181,16 @@ def make_engine(config: TuneConfig, device: Device, degree: int) -> Engine:
     if device.kind == "gpu":
         gpu = {} if config.gpu is None else {"gpu": config.gpu, "gpu_arguments": config.gpu_arguments}
         return _gpu_engine(device, degree=degree, builders=config.builders, **options, **gpu)
-    builders = config.builders or (None if config.shards is None else degree * int(device.share))
-    return _cpu_engine(device, degree, builders, realtime=config.realtime, **options)
+    local = config.shards is not None and executor is None
+    builders = config.builders or (degree * int(device.share) if local else None)
+    executor = executor or local_executor(device, degree)
+    return _cpu_engine(device, executor, builders=builders, realtime=config.realtime, **options)
 
 
 def alone_engine(device: str | Device) -> Engine:
     """What measures one program at a time on a device of this machine, with nothing built meanwhile, for final latencies."""
     found = device_of_this_machine(device)
-    return _gpu_engine(found) if found.kind == "gpu" else _cpu_engine(found, 1, overlap=False)
+    return _gpu_engine(found) if found.kind == "gpu" else _cpu_engine(found, local_executor(found, 1), overlap=False)
 
 
 def _gpu_engine(device: Device, **options: Any) -> Engine:
@@ -198,14 +200,17 @@ def _gpu_engine(device: Device, **options: Any) -> Engine:
     return Engine(GpuMeasurer(GpuConfig(**options), device))
 
 
-def _cpu_engine(
-    device: Device, degree: int, builders: int | None = None, *, overlap: bool = True, **options: Any
-) -> Engine:
+def local_executor(device: Device, degree: int) -> Executor:
+    from cdmpp.profiler.engine import LocalExecutor
+
+    return LocalExecutor(core_groups_of(device, degree))
+
+
+def _cpu_engine(device: Device, executor: Executor, *, overlap: bool = True, **options: Any) -> Engine:
     from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job
     from cdmpp.profiler.engine import Engine
 
-    config, groups = CpuConfig(builders=builders, **options), core_groups_of(device, degree)
-    return Engine(CpuMeasurer(config, device.target, groups, sentinel_job(), overlap=overlap))
+    return Engine(CpuMeasurer(CpuConfig(**options), device.target, executor, sentinel_job(), overlap=overlap))
 
 
 def job_of_module(mod: Any) -> BuildJob:

@@ -18,6 +18,7 @@ from cdmpp.tuner.store import TuningStore, check_folder
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
+    from cdmpp.profiler.ray import RayExecutor
     from cdmpp.program.network import Network
     from cdmpp.program.types import Task
     from cdmpp.tuner.config import TuneConfig
@@ -38,8 +39,8 @@ def tune(
 ) -> TuneReport:
     """Tune a network (a zoo name, an ``.onnx`` or ``.pt2`` file, or a Network) for a CPU share or a CUDA GPU of this machine.
 
-    On a GPU the network itself is not run: what a tuning gives are the sums over its tasks, against the schedules that TVM
-    Relax gives them by default.
+    On a GPU and on a cluster the network itself is not run: what a tuning gives are the sums over its tasks, on a GPU against
+    the schedules that TVM Relax gives them by default.
 
     `device` is with the share that the network will be served with, such as ``this-cpu@1`` or ``h200@0.5`` (a green context
     with half of the multiprocessors). The folder `out` gets MetaSchedule's database, a dataset of all measurements, the curve
@@ -53,15 +54,15 @@ def tune(
     from cdmpp.program.network import load_network
     from cdmpp.tuner.deployment import apply_database, import_network, measure_network, weighted_tasks
 
-    tuning = _Tuning(device, Path(out), config, resume, warm_start, progress, notify)
-    loaded = load_network(network) if isinstance(network, str) else network
-    tuning.say(f"importing {loaded.name}")
-    fused = import_network(loaded)
-    tasks = weighted_tasks(fused, loaded.name)
-    tuning.say(f"{len(tasks)} tasks")
-    report, database = tuning.run(loaded.name, tasks)
+    with _Tuning(device, Path(out), config, resume, warm_start, progress, notify) as tuning:
+        loaded = load_network(network) if isinstance(network, str) else network
+        tuning.say(f"importing {loaded.name}")
+        fused = import_network(loaded)
+        tasks = weighted_tasks(fused, loaded.name)
+        tuning.say(f"{len(tasks)} tasks")
+        report, database = tuning.run(loaded.name, tasks)
     target_device = tuning.device
-    if target_device.kind == "cpu" and any(task.best_s is not None for task in report.tasks):
+    if target_device.kind == "cpu" and config.ray is None and any(task.best_s is not None for task in report.tasks):
         tuning.say("compiling and running the network with and without the schedules found")
         from cdmpp.program.tvm_env import import_tvm
 
@@ -92,11 +93,11 @@ def tune_tasks(
 
     `measurer` is what measures, already running; None starts one on this machine.
     """
-    tuning = _Tuning(device, Path(out), config, resume, warm_start, progress, notify)
-    return tuning.run(name, tasks, measurer)[0]
+    with _Tuning(device, Path(out), config, resume, warm_start, progress, notify) as tuning:
+        return tuning.run(name, tasks, measurer)[0]
 
 
-class _Tuning:
+class _Tuning(contextlib.ExitStack):
     """A tuning that can begin: all that may be refused is refused here, before a network is imported, which takes a while."""
 
     def __init__(
@@ -109,20 +110,36 @@ class _Tuning:
         report: Callable[[Progress], None] | None,
         notify: Callable[[str], None] | None,
     ) -> None:
-        self.device = device_of_this_machine(device, config.workers, config.gpu)
+        super().__init__()
         self.say = notify or (lambda line: logger.info("%s", line))
-        self._cores: tuple[tuple[int, ...], ...] | None = None
-        if config.shards is not None:
-            from cdmpp.tuner.workers import worker_cores
-
-            self._cores = worker_cores(self.device, config.shards)
+        self._out, self._config, self._resume = out, config, resume
+        self._earlier, self._report = earlier, report
         check_folder(out, resume)
         for path in earlier:
             if not Path(path).is_dir():
                 raise TunerError(f"{path} is no folder of earlier records")
+        with contextlib.ExitStack() as undo:
+            self._begin(device, undo)
+            self.push(undo.pop_all())
+
+    def _begin(self, device: str | Device, open_: contextlib.ExitStack) -> None:
+        config = self._config
+        self._cluster: RayExecutor | None = None
+        if config.ray is None:
+            self.device = device_of_this_machine(device, config.workers, config.gpu)
+        else:
+            from cdmpp.profiler.ray import connect
+
+            asked = config.workers if config.shards is None else config.shards
+            self._cluster = open_.enter_context(connect(config.ray, device, asked))
+            self.device = self._cluster.device
+        self._cores: tuple[tuple[int, ...], ...] | None = None
+        if config.shards is not None:
+            from cdmpp.tuner.workers import worker_cores
+
+            elsewhere = None if self._cluster is None else self._cluster.degree
+            self._cores = worker_cores(self.device, config.shards, elsewhere)
         self._models = Models.of(config, self.device)
-        self._out, self._config, self._resume = out, config, resume
-        self._earlier, self._report = earlier, report
 
     def run(
         self, name: str, tasks: Sequence[tuple[Task, float]], measurer: Measurer | None = None
@@ -135,10 +152,10 @@ class _Tuning:
         with contextlib.ExitStack() as open_:
             open_.callback(store.close)
             store.open_database(tuners)
-            energy = None if config.gpu is not None else energy_meter(device)
+            energy = None if config.gpu or config.ray else energy_meter(device)
             progress = Progress(tasks, store, config.objective, report=self._report, energy=energy)
             if measurer is None:
-                engine = make_engine(config, device, config.workers if cores is None else len(cores))
+                engine = make_engine(config, device, config.workers if cores is None else len(cores), self._cluster)
                 measurer = open_.enter_context(Measurer(engine))
             if cores is None:
                 session = TuningSession(tuners, models, store, measurer, progress, config)

@@ -48,15 +48,20 @@ _ROUNDING = 1e-6
 _LIVES = 3
 
 
-def worker_cores(device: Device, shards: int | str) -> tuple[tuple[int, ...], ...]:
+def worker_cores(device: Device, shards: int | str, elsewhere: int | None = None) -> tuple[tuple[int, ...], ...]:
     """Cores of each of several workers that each get a whole share; of as many as fit for ``"auto"``.
 
-    For a GPU they are those that the workers search on: each has a share of the GPU besides. TunerError where so many do not
-    fit on the GPU, or on the cores that this process may use.
+    For a GPU, and where shares are `elsewhere` (how many), they are those that the workers search on. TunerError where so many
+    do not fit on the GPU, on the cores that this process may use, or elsewhere.
     """
     from cdmpp.profiler.machine import core_groups, usable_cores
 
     cores, gpu = usable_cores(), device.kind == "gpu"
+    if elsewhere is not None:
+        if shards != "auto" and not 1 <= int(shards) <= elsewhere:
+            raise TunerError(f"{shards} shards of {device.name}: the cluster has {elsewhere}")
+        number = elsewhere if shards == "auto" else int(shards)
+        return tuple(cores[i::number] or cores[i % len(cores) :][:1] for i in range(number))
     there = 1.0 if gpu else float(len(cores))
     number = max(1, int(there / device.share + _ROUNDING)) if shards == "auto" else int(shards)
     if number < 1:
