@@ -70,7 +70,7 @@ MECHANISM_FEATURES: tuple[str, ...] = (
     "rows", "columns", "depth", "products", "rows_aligned", "columns_aligned", "depth_aligned", "intensity",
     "sequences", "group", "head_dim", "seen", "queries", "keys",
     "window", "stride", "dilation", "groups", "depthwise", "backward_input", "backward_weights", "image",
-    "inputs", "ranks", "is_cpu", "m", "n",
+    "inputs", "ranks", "is_cpu", "m", "n", "matrix_unit",
 )  # fmt: skip
 
 
@@ -270,6 +270,7 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
         "is_cpu": np.full(len(table), float(device.kind == "cpu")),
         "m": _log1(size["m"]),
         "n": _log1(size["n"]),
+        "matrix_unit": table["dtype"].map({t: "_matrix" in pipe(device, t)[1] for t in of_type}).to_numpy(np.float64),
     }
     for tile in _SHOWN:
         name, waves = "{}x{}".format(*tile), tiles[tile] / cores

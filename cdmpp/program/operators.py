@@ -94,6 +94,10 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     "gru": ("m", "n", "k", "tokens"),
 }  # fmt: skip
 COLLECTIVES = ("all_reduce", "send_recv")
+#: Operators and data types that PyTorch alone can run as one kernel.
+OF_TORCH = ("gemm", "attention", "conv", "rmsnorm", "layernorm", "softmax", "elementwise", "quantize", "embedding",
+            "activation", "copy", "reduce")  # fmt: skip
+DTYPES_OF_TORCH = ("float64", "float32", "float16", "bfloat16", "fp8")
 #: Sizes that are 1 (0: backward) where a row does not say.
 _DEFAULTS = {"batch": 1.0, "inputs": 1.0, "stride": 1.0, "dilation": 1.0, "groups": 1.0, "backward": 0.0}
 #: Vector instructions an element: read, mean, scale and the like. Their exact number hardly matters, memory bounds them.
@@ -331,6 +335,18 @@ def _listed(row: Mapping[str, Any], dtype: str) -> dict[str, Any]:
             sizes |= {"m": 1, "n": float(given["bytes"]) / ELEMENT_BYTES[dtype_name(dtype)]}
     table = operator_table([{"dtype": dtype, **sizes, "op": op}])
     return {**kept, **table.iloc[0].to_dict()}
+
+
+def operator_text(row: Mapping[str, Any]) -> str:
+    """What an operator is, for people: ``gemm 4096 x 4096 x 8192 bfloat16``."""
+    size = {name: f"{row[name]:.0f}" for name in SIZES if row.get(name) == row.get(name) and name in row}
+    if row["op"] == "conv":
+        text = "{batch} x {in_channels} x {height} x {width}, {out_channels} of {kernel_h} x {kernel_w}".format(**size)
+    elif row["op"] == "attention":
+        text = "{tokens} queries, {kv_tokens} keys of {sequences}, {heads} heads of {head_dim}".format(**size)
+    else:
+        text = " x ".join(size[name] for name in OPERATORS[row["op"]])
+    return f"{row['op']} {text} {row['dtype']}"
 
 
 def _missing(value: Any) -> bool:

@@ -177,7 +177,10 @@ def _miopen(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
     same = {"batch": "n", "in_channels": "c", "out_channels": "k", "height": "h", "width": "w", "kernel_h": "kh",
             "kernel_w": "kw", "out_h": "oh", "out_w": "ow", "groups": "groups"}  # fmt: skip
     sizes = {name: _number(frame, column) for name, column in same.items()}
-    return _labels(frame, "miopen", "solver").assign(
+    labels = _labels(frame, "miopen", "solver")
+    layout = _text(frame, "layout", "NCHW")
+    return labels.assign(
+        kernel=labels["kernel"].where(layout == "NCHW", labels["kernel"] + " " + layout),
         op="conv",
         dtype=_text(frame, "dtype"),
         stride=_number(frame, "stride_h") * _number(frame, "stride_w"),
