@@ -84,7 +84,7 @@ def scores(
     left_in = (operators["device"].map(family) != left_out).to_numpy()
     operators, operators_s = operators[left_in].reset_index(drop=True), operators_s[left_in]
     constants = fit_constants(operators.assign(seconds=np.nanmin(operators_s, axis=1), framework=BEST))
-    model = train_solvers(operators, operators_s, names, constants, seed)
+    model = train_solvers(operators, operators_s, names, constants, seed=seed)
     known = (every["device"].map(family) != left_out).to_numpy()
     often = pd.get_dummies(every["best"][known], dtype=float).groupby(every["of_class"]).mean()
     usual = np.log(every_s[known].div(every["estimate"][known], axis=0)).groupby(every["of_class"]).median()

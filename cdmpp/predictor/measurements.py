@@ -72,12 +72,13 @@ def choose(
         apart = KMeans(n_clusters=n, n_init=3, random_state=seed).fit_transform(vectors)
         return order[np.unique(apart.argmin(axis=0))]
     weights = 1 / (kinds @ kinds.sum(0)).clip(1)  # as many of a kind as there are, each counts less
+    moments = (vectors.T * weights) @ vectors
     inverse, chosen = np.eye(vectors.shape[1]), np.zeros(n, dtype=np.int64)
     for i in range(n):
         known = vectors @ inverse
         own = (known * vectors).sum(1)
         # what the variance over all, weighted, falls by where this one is measured
-        gain = ((known @ (vectors.T * weights) @ vectors) * known).sum(1) / (own + _REST**2)
+        gain = ((known @ moments) * known).sum(1) / (own + _REST**2)
         gain[chosen[:i]] = -np.inf
         chosen[i] = best = int(gain.argmax())
         inverse = inverse - np.outer(known[best], known[best]) / (own[best] + _REST**2)

@@ -45,6 +45,12 @@ PIPES: dict[str, tuple[str, ...]] = {
     "nvfp4": ("float4_matrix", "float8_matrix", "bfloat16_matrix", "float16_matrix", "float32"),
 }
 _LIKE = {"fp8_block": "fp8", "fp8_static": "fp8", "sq": "int8", "int4_wo": "bfloat16", "int8_wo": "bfloat16"}
+#: GPUs whose vector units add products of float16 up in float32 at the rate of float16, as libraries do (v_dot2_f32_f16, AMD's
+#: instruction sets); packed arithmetic elsewhere adds up in float16, so that float32's rate is what is left.
+_DOT = ("gfx906", "gfx1011", "gfx1012", "gfx103", "gfx11", "gfx12")
+#: Part of float32's rate that products of bfloat16 reach without a unit for it, as operands are converted first: MIOpen's on
+#: gfx900 and gfx906.
+_EMULATED = 0.6
 #: Exponentials and the like that a core starts a cycle: a quarter of a multiprocessor's 64 lanes (CUDA C++ programming guide,
 #: arithmetic instructions; AMD's quarter rate).
 _SPECIAL_PER_CYCLE = 16.0
@@ -76,9 +82,13 @@ MECHANISM_FEATURES: tuple[str, ...] = (
 
 def pipe(device: Device, dtype: str) -> tuple[float, str]:
     """GFLOP/s of products in a data type, and the pipe that does them: the one of another type where there is none."""
-    for name in PIPES[_LIKE.get(dtype, dtype)]:
+    like = _LIKE.get(dtype, dtype)
+    for name in PIPES[like]:
+        if name == "float16" and device.kind == "gpu" and not device.mcpu.startswith(_DOT):
+            continue
         if device.peak_gflops.get(name):
-            return device.peak_gflops[name], name
+            emulated = like == "bfloat16" and name == "float32"
+            return device.peak_gflops[name] * (_EMULATED if emulated else 1.0), name
     return _DEFAULT_PEAK, ""
 
 

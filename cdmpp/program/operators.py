@@ -95,8 +95,7 @@ OPERATORS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 COLLECTIVES = ("all_reduce", "send_recv")
 #: Operators and data types that PyTorch alone can run as one kernel.
-OF_TORCH = ("gemm", "attention", "conv", "rmsnorm", "layernorm", "softmax", "elementwise", "quantize", "embedding",
-            "activation", "copy", "reduce")  # fmt: skip
+OF_TORCH = ("gemm", "attention", "conv", "rmsnorm", "layernorm", "softmax", "elementwise", "quantize")
 DTYPES_OF_TORCH = ("float64", "float32", "float16", "bfloat16", "fp8")
 #: Sizes that are 1 (0: backward) where a row does not say.
 _DEFAULTS = {"batch": 1.0, "inputs": 1.0, "stride": 1.0, "dilation": 1.0, "groups": 1.0, "backward": 0.0}

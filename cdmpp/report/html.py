@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cdmpp.errors import PredictorError, reason
-from cdmpp.files import write_text
+from cdmpp.files import seconds_text, write_text
 from cdmpp.report.content import Row, RunReport, collect_report
-from cdmpp.report.figures import coverage_figures, history_figures, ranking_figures, scatter_figures
+from cdmpp.report.figures import bound_figures, coverage_figures, history_figures, ranking_figures, scatter_figures
 
 if TYPE_CHECKING:
+    from cdmpp.endtoend.serving import ServingReport
     from cdmpp.predictor import TrainingData
 
 #: Rows of a table, and names of a list, that are shown; more are folded.
@@ -71,14 +72,43 @@ def write_report(
     matplotlib is not installed or the file cannot be written (its folder is made if missing).
     """
     report = collect_report(run, data, split, progress)
-    text = report_html(report)
+    _write(out, report_html(report))
+    return report
+
+
+def write_serving(reports: Sequence[ServingReport], out: str | Path) -> None:
+    """Write what the operators of a serving step, or of a list, take on each device: a picture, and why (PredictorError:
+    matplotlib is not installed, or the file cannot be written)."""
+    title = f"cdmpp latency: {reports[0].network}, {reports[0].dtype}"
+    about = _about(
+        "Bars are coloured by what bounds an operator. Share is of the sum; busy, for which part of an operator's time the "
+        "bounding part works; cores, those with work in the last wave of tiles; learned, what networks add as a factor; far, "
+        "how far the nearest measured operator is, in standard deviations of the training data."
+    )
+    sections = [f"<h1>{escape(title)}</h1>", about]
+    for report in reports:
+        rows = report.by_name()
+        for row in rows:
+            row["label"] = f"{row['phase']} {row['name']}".strip()
+        longest = sorted(rows, key=lambda row: -row["together"])
+        ends = (
+            f"{seconds_text(report.latency_s)}, between {seconds_text(report.low_s)} and {seconds_text(report.high_s)}"
+        )
+        notes = [f'<p class="note">{escape(note)}</p>' for note in report.notes]
+        shown = _figures(bound_figures(longest, f"{report.device}: {seconds_text(report.latency_s)}"))
+        sections.append(
+            _section(f"{escape(report.device)}: {ends}", *notes, shown, _table("operator", longest, _BOUNDS))
+        )
+    _write(out, _page(title, sections))
+
+
+def _write(out: str | Path, text: str) -> None:
     out = Path(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_text(out, text)
     except OSError as err:
         raise PredictorError(f"cannot write {out}: {reason(err)}") from err
-    return report
 
 
 def report_html(report: RunReport) -> str:
@@ -95,6 +125,10 @@ def report_html(report: RunReport) -> str:
         _intervals(report),
         _training(report),
     ]
+    return _page(title, sections)
+
+
+def _page(title: str, sections: Sequence[str]) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -253,6 +287,19 @@ _METRICS = [
     _Column("top5_regret", "top-5 regret", _percent),
     _Column("noise_floor_mape", "noise floor", _percent),
     _Column("n", "n", str, wide=False),
+]
+_BOUNDS = [
+    _Column("together", "together", seconds_text, wide=False),
+    _Column("share", "share", _percent, wide=False),
+    _Column("runs", "runs", _number),
+    _Column("bound", "bound by", escape, wide=False),
+    _Column("part", "busy", _percent),
+    _Column("full", "cores", _percent),
+    _Column("correction", "learned", _number),
+    _Column("kernel", "likely kernel", escape),
+    _Column("nearest", "nearest measured", escape),
+    _Column("on", "on", escape),
+    _Column("far", "far", _number),
 ]
 
 
