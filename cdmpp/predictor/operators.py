@@ -53,7 +53,7 @@ _NARROW = ("fp8", "fp8_block", "fp8_static", "nvfp4", "int8", "sq")
 _LONG_HEAD = 128
 _FILE, _WEIGHTS, _MEASURED = "operators.json", "operators.safetensors", "measured.parquet"
 #: Operators of a kind and device that are kept with a model, at most.
-_KEPT_ROWS = 60
+_KEPT_ROWS = 120
 #: Peaks and cores of one architecture closer than this make devices nearly the same.
 _ALIKE = 0.15
 #: Parts of what the network says that are tried on devices left out.

@@ -18,7 +18,7 @@ from cdmpp.dataset.operators import TORCH, write_operators
 from cdmpp.device import get_device
 from cdmpp.errors import DatasetError, ProfilerError, reason
 from cdmpp.profiler.library import LibraryReport, sampled
-from cdmpp.program.operators import operator_table
+from cdmpp.program.operators import operator_table, runs_in_torch
 
 #: Runs that one graph holds.
 _IN_GRAPH = 20
@@ -58,10 +58,12 @@ def measure_operators(
             raise ProfilerError(f"the GPU here is {found.name}, not {here.name}")
         here = found
     clock = clock or (_wall_clock if on_cpu else _graphs)
-    rows, failures, began = [], Counter[str](), time.monotonic()
+    runs = runs_in_torch(table)
+    failures = Counter(f"{op}: PyTorch has no one kernel of it" for op in table["op"][~runs])
+    rows, began = [], time.monotonic()
     with torch.inference_mode(), torch.device("cpu" if on_cpu else "cuda"):
-        for done, row in enumerate(table.to_dict("records")):
-            progress(done, len(table))
+        for done, row in enumerate(table[runs].to_dict("records")):
+            progress(done, int(runs.sum()))
             try:
                 seconds, noise = sampled(clock(function_of(row)))
             except (RuntimeError, ValueError, ProfilerError) as err:  # of torch: no kernel for it, or no memory
@@ -71,8 +73,8 @@ def measure_operators(
     if not rows:
         raise ProfilerError(f"no operator of {path} could be measured: {', '.join(failures)}")
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
-    about = {"devices": {here.name: here.to_json()}, "versions": versions, "failures": dict(failures)}
-    write_operators(out, pd.DataFrame(rows), **about)
+    devices = {here.name: here.to_json()}
+    write_operators(out, pd.DataFrame(rows), devices=devices, versions=versions, failures=dict(failures))
     return LibraryReport(Path(out), here.name, len(rows), len(rows), dict(failures), time.monotonic() - began)
 
 
@@ -114,17 +116,15 @@ def _graphs(function: Callable[[], Any]) -> Callable[[int], float]:
 
 
 def function_of(row: Mapping[str, Any]) -> Callable[[], Any]:
-    """What runs an operator, a row of :func:`cdmpp.program.operators.operator_table`, once on random tensors of torch's default
-    device (ProfilerError: PyTorch has no kernel that does just this)."""
+    """What runs an operator, a row of a table that :func:`cdmpp.program.operators.runs_in_torch`, once on random tensors of
+    torch's default device (ProfilerError: a convolution whose padding or stride differ by side)."""
     import torch
     from torch.nn import functional
 
     size = {name: int(value) for name, value in row.items() if isinstance(value, float) and value == value}
     op, m, n, batch = row["op"], *(size.get(name, 1) for name in ("m", "n", "batch"))
     narrow = row["dtype"] == "fp8"
-    dtype = torch.bfloat16 if narrow else getattr(torch, row["dtype"], None)
-    if dtype is None or row["kv_dtype"] != row["dtype"] or (narrow and op not in ("gemm", "quantize")):
-        raise ProfilerError(f"PyTorch has no kernel of {row['dtype']}, {row['kv_dtype']}")
+    dtype = torch.bfloat16 if narrow else getattr(torch, row["dtype"])
 
     def tensor(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=dtype)
@@ -139,9 +139,7 @@ def function_of(row: Mapping[str, Any]) -> Callable[[], Any]:
     if op == "attention":
         sequences, heads, dim = (size[name] for name in ("sequences", "heads", "head_dim"))
         queries, keys = (size[name] // sequences for name in ("tokens", "kv_tokens"))
-        causal = queries == keys > 1 and size["pairs"] < sequences * queries * keys
-        if size["pairs"] != sequences * (queries * (queries + 1) // 2 if causal else queries * keys):
-            raise ProfilerError("attention with a window, or of several new tokens after others")
+        causal = size["pairs"] < sequences * queries * keys
         q, k, v = (tensor(sequences, h, t, dim) for h, t in ((heads, queries), *[(size["kv_heads"], keys)] * 2))
         shared = heads != size["kv_heads"]
         return lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=shared)
@@ -168,6 +166,4 @@ def function_of(row: Mapping[str, Any]) -> Callable[[], Any]:
         "softmax": lambda: torch.softmax(x, -1),
         "elementwise": lambda: torch.mul(x, y),
     }
-    if op not in of_rows:
-        raise ProfilerError(f"PyTorch has no one kernel of {op}")
     return of_rows[op]

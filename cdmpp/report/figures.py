@@ -146,7 +146,8 @@ def bound_figures(rows: Sequence[Mapping[str, Any]], title: str) -> dict[str, by
     """Seconds ``together`` of operators (``label``), the longest on top, coloured by what is ``bound``."""
     shown = rows[:_BARS]
     axes = _panel(title, "", "")
-    axes.figure.set_size_inches(7.2, 1.3 + 0.3 * len(shown))
+    figure: Any = axes.figure
+    figure.set_size_inches(7.2, 1.3 + 0.3 * len(shown))
     bounds = list(dict.fromkeys(row["bound"] for row in shown))
     for (colour, _), hatch, bound in zip(_STYLES * 2, _HATCHES * 2, bounds, strict=False):
         own = {i: row["together"] for i, row in enumerate(shown) if row["bound"] == bound}
@@ -154,7 +155,7 @@ def bound_figures(rows: Sequence[Mapping[str, Any]], title: str) -> dict[str, by
     axes.set_yticks(range(len(shown)), [row["label"] for row in shown], fontsize=8)
     axes.invert_yaxis()
     axes.xaxis.set_major_formatter(lambda value, _: seconds_text(value) if value else "0")
-    axes.figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     return {"Time of each operator by what bounds it": _png(axes)}
 
 
