@@ -52,8 +52,10 @@ _DOT = ("gfx906", "gfx1011", "gfx1012", "gfx103", "gfx11", "gfx12")
 #: gfx900 and gfx906.
 _EMULATED = 0.6
 #: Exponentials and the like that a core starts a cycle: a quarter of a multiprocessor's 64 lanes (CUDA C++ programming guide,
-#: arithmetic instructions; AMD's quarter rate).
-_SPECIAL_PER_CYCLE = 16.0
+#: arithmetic instructions; AMD's quarter rate). On sm_100 kernels compute part of the exponentials by polynomials on the FMA
+#: units (FlashAttention-4), on sm_103 the units are doubled.
+_SPECIAL_PER_CYCLE = {"sm_100": 24.0, "sm_103": 32.0}
+_SPECIAL_OF_OTHERS = 16.0
 #: Bytes a cycle from the second level to a core: this part of 64. Of sm_80 to sm_90 and sm_120 the median of what PipeWeave
 #: measured; of sm_100 what the products of a B200 imply.
 _L2_BYTES = 64.0
@@ -218,7 +220,7 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     of_type = {dtype: 1e9 * pipe(device, dtype)[0] for dtype in set(table["dtype"])}
     peak = table["dtype"].map(of_type).to_numpy(dtype=np.float64)
     bandwidth = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH[device.kind])
-    special_rate = _SPECIAL_PER_CYCLE if device.kind == "gpu" else lanes / 8
+    special_rate = _SPECIAL_PER_CYCLE.get(device.mcpu, _SPECIAL_OF_OTHERS) if device.kind == "gpu" else lanes / 8
     collective = np.isin(op, COLLECTIVES)
     moved = todo["read"] + todo["written"]
     cache = 1024.0 * max(device.l2_kb or 0.0, device.l3_kb or 0.0) or 1e6
