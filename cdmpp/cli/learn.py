@@ -123,9 +123,10 @@ def _train_operators(args: Namespace, console: Console, errors: Console) -> Any:
         raise CdmppError("--split and --config are of programs: for operators each device is left out in turn")
     with errors.status("reading operators"):
         table = load_operators(args.data)
+        learned = training_table(table)
     with Bar(errors, "trainings") as bar:
-        model, left = train(training_table(table), progress=bar.update)
-    with_what_was_measured(model, table).save(args.out)
+        model, left = train(learned, progress=bar.update)
+    with_what_was_measured(model, table, learned).save(args.out)
     rows = left_out_errors(left)
     cells = [
         (

@@ -77,7 +77,7 @@ _FOLDS = 5
 #: What was measured by one framework alone, which usually takes so much longer than the fastest, says nothing of the fastest.
 _SLOW = 0.1
 #: Tables are cut to so many rows of one operator, data type, device and framework.
-_ROWS = 1200
+_ROWS = 700
 #: Waves that stand for a Gaussian over the numbers of operators, and how far it reaches in standard deviations of each.
 _WAVES, _REACH = 192, 0.5
 #: ATen operators with fewer labels are not told apart from others of their kind.
@@ -86,7 +86,7 @@ _LEAST_LABELS = 10
 _BATCH, _STEPS, _LEAST_EPOCHS = 1024, 2600, 14
 #: Operators of one device, data type and direction whose solvers are learned, at most; tensors of their networks; and how
 #: likely a solver must be able to run to be named.
-_SOLVER_ROWS, _OF_SOLVERS, _CAN_RUN = 1500, "solvers", 0.3
+_SOLVER_ROWS, _OF_SOLVERS, _CAN_RUN = 900, "solvers", 0.3
 
 
 @dataclass(frozen=True)
@@ -532,12 +532,15 @@ def solver_times(
     return drawn.reset_index(drop=True), seconds[drawn.index], names.tolist()
 
 
-def with_what_was_measured(model: OperatorModel, table: pd.DataFrame, seed: int = 0) -> OperatorModel:
-    """A model with the solvers of a table of all that was measured, if it has any, and with some of its operators."""
+def with_what_was_measured(
+    model: OperatorModel, table: pd.DataFrame, learned: pd.DataFrame, seed: int = 0
+) -> OperatorModel:
+    """A model with the solvers of a table of all that was measured, if it has any, and with some of the operators that it
+    ``learned`` from (:func:`training_table`)."""
     solvers = None
     if ((table["framework"] == FRAMEWORK) & (table["op"] == OPERATOR)).any():
         solvers = train_solvers(*solver_times(table, seed=seed), model.constants, model.inputs, seed)
-    best = training_table(table, _KEPT_ROWS, seed).query("framework == @BEST").reset_index(drop=True)
+    best = learned[learned["framework"] == BEST].reset_index(drop=True)
     kept = best[best.groupby([kinds(best), "device"]).cumcount() < _KEPT_ROWS].reset_index(drop=True)
     kept = kept[["op", "dtype", "kv_dtype", *SIZES, "device", "seconds"]]
     return replace(model, solvers=solvers, measured=kept)

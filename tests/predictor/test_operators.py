@@ -147,7 +147,7 @@ def test_float16_without_a_unit_adds_up_in_float32() -> None:
 
 def test_the_nearest_measured_operator_and_how_far_it_is() -> None:
     every = labels(dict.fromkeys(["a100-pcie-40gb", "l40s"], 1.0)).assign(kernel="")
-    model = with_what_was_measured(train(training_table(every), members=1, epochs=1)[0], every)
+    model = with_what_was_measured(train(training_table(every), members=1, epochs=1)[0], every, training_table(every))
     known = model.measured[model.measured["device"] == "l40s"].head(3)
     why = model.explain(operator_table(known.drop(columns=["device", "seconds"])), "l40s")
     assert why["far"].tolist() == pytest.approx([0, 0, 0], abs=1e-5) and set(why["on"]) == {"l40s"}
@@ -182,7 +182,8 @@ def test_what_is_proposed_can_be_measured_on_the_device() -> None:
     every = labels(dict.fromkeys(["a100-pcie-40gb", "l40s"], 1.0)).assign(kernel="")
     narrow = every.assign(dtype="fp8", kv_dtype="fp8")
     experts = every.assign(op="grouped_gemm")
-    model = with_what_was_measured(SHIPPED, pd.concat([every, narrow, experts], ignore_index=True))
+    every = pd.concat([every, narrow, experts], ignore_index=True)
+    model = with_what_was_measured(SHIPPED, every, training_table(every))
     assert set(candidates(model, get_device("h200"))["dtype"]) == {"bfloat16", "fp8"}
     assert set(candidates(model, get_device("mi210"))["dtype"]) == {"bfloat16"}  # which has no unit for fp8
     assert set(candidates(model, get_device("mi210"))["op"]) == {"gemm"}
