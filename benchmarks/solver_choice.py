@@ -26,17 +26,7 @@ from gpu_operators import distance
 
 from cdmpp.dataset.operators import load_operators
 from cdmpp.device import get_device
-from cdmpp.predictor.mechanism import mechanism
-from cdmpp.predictor.operators import (
-    BEST,
-    constants_of,
-    encode,
-    families,
-    fit_constants,
-    kinds,
-    solver_times,
-    train_solvers,
-)
+from cdmpp.predictor.operators import BEST, encode, families, fit_constants, solver_times, train_solvers
 from cdmpp.program.operators import SIZES
 
 MODELS = ("cdmpp", "most often best", "usual time", "nearest device")
@@ -52,22 +42,15 @@ def by_layout(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
         parts.append((own.assign(layout=layout), pd.DataFrame(seconds, columns=names)))
     problems, seconds = (pd.concat(own, ignore_index=True) for own in zip(*parts, strict=True))
     keys = problems[["dtype", "layout", *SIZES]].fillna(-1)
+    estimate = np.empty(len(problems))
+    for name, at in problems.groupby("device").indices.items():
+        estimate[at] = encode(problems.iloc[at], get_device(str(name)), "miopen", {})[1]
     return problems.assign(
         problem=keys.groupby(list(keys), sort=False).ngroup(),
         of_class=keys.groupby(_CLASS, sort=False).ngroup(),
         best=seconds.idxmin(axis=1),
-        estimate=estimate(problems, {}),
+        estimate=estimate,
     ), seconds
-
-
-def estimate(problems: pd.DataFrame, constants: dict) -> np.ndarray:
-    """Seconds by the mechanism alone, float64 (n,)."""
-    found = np.empty(len(problems))
-    groups = [problems["device"].to_numpy(), kinds(problems)]
-    for (name, kind), at in problems.groupby(groups).indices.items():
-        seen = mechanism(problems.iloc[at], get_device(str(name)))
-        found[at] = seen.estimate(constants_of(str(kind), constants))
-    return found
 
 
 def scores(
@@ -84,7 +67,7 @@ def scores(
     left_in = (operators["device"].map(family) != left_out).to_numpy()
     operators, operators_s = operators[left_in].reset_index(drop=True), operators_s[left_in]
     constants = fit_constants(operators.assign(seconds=np.nanmin(operators_s, axis=1), framework=BEST))
-    model = train_solvers(operators, operators_s, names, constants, seed)
+    model = train_solvers(operators, operators_s, names, constants, seed=seed)
     known = (every["device"].map(family) != left_out).to_numpy()
     often = pd.get_dummies(every["best"][known], dtype=float).groupby(every["of_class"]).mean()
     usual = np.log(every_s[known].div(every["estimate"][known], axis=0)).groupby(every["of_class"]).median()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from cdmpp.cli.options import Namespace, Parser, Verbs, add
 from cdmpp.cli.render import Bar, number, percent, say, show_table
-from cdmpp.errors import CdmppError
+from cdmpp.errors import CdmppError, reason
 
 if TYPE_CHECKING:
     from cdmpp.predictor import Config
@@ -122,9 +123,10 @@ def _train_operators(args: Namespace, console: Console, errors: Console) -> Any:
         raise CdmppError("--split and --config are of programs: for operators each device is left out in turn")
     with errors.status("reading operators"):
         table = load_operators(args.data)
+        learned = training_table(table)
     with Bar(errors, "trainings") as bar:
-        model, left = train(training_table(table), progress=bar.update)
-    with_what_was_measured(model, table).save(args.out)
+        model, left = train(learned, progress=bar.update)
+    with_what_was_measured(model, table, learned).save(args.out)
     rows = left_out_errors(left)
     cells = [
         (
@@ -160,9 +162,8 @@ def _add_finetune(sub: Parser) -> None:
 def _finetune(args: Namespace, console: Console, errors: Console) -> Any:
     """Teach a predictor a new device by records of a few tasks; it chooses which.
 
-    cdmpp finetune --data data --device t4 --tasks 20 --out runs/t4         what to profile
-    cdmpp finetune --data data runs/t4-records --device t4 --out runs/t4    learn from it
-    cdmpp finetune --device h200 --tasks 30 --out h200.csv                  operators to measure (cdmpp measure)
+    cdmpp finetune --data data --device t4 --tasks 20 --out runs/t4    what to profile
+    cdmpp finetune --device h200 --tasks 30 --out h200.csv             operators to measure
     """
     from cdmpp.dataset.operators import holds_operators
     from cdmpp.predictor import evaluate, finetune, load_config
@@ -228,7 +229,10 @@ def _list_operators(args: Namespace, console: Console) -> Any:
     model, device = load_operator_model(args.predictor), get_device(args.device)
     pool = candidates(model, device)
     rows = pool.iloc[choose(*model.traits(pool, device), int(args.tasks), args.select or "variance", args.seed)]
-    write_text(args.out, rows.dropna(axis=1, how="all").to_csv(index=False))
+    try:
+        write_text(Path(args.out), rows.dropna(axis=1, how="all").to_csv(index=False))
+    except OSError as err:
+        raise CdmppError(f"cannot write {args.out}: {reason(err)}") from err
     say(console, f"{args.out}: {len(rows)} of {len(pool)} operators; copy it to {device.name}, where PyTorch is, and\n"
         f"cdmpp measure {args.out} --out DIR\ncdmpp finetune --data DIR --device {device.name} --out PREDICTOR")  # fmt: skip
     return {"path": args.out, "operators": len(rows), "kinds": dict(Counter(map(str, kinds(rows))))}

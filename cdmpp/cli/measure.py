@@ -176,10 +176,10 @@ def _add_measure(sub: Parser) -> None:
 
 
 def _measure(args: Namespace, console: Console, errors: Console) -> Any:
-    """Measure such a bundle on the GPU of this machine, which needs no TVM and no PyTorch; or a list of operators.
+    """Measure such a bundle, or a list of operators, on the GPU of this machine; without TVM.
 
     cdmpp measure h200.bundle --device h200@0.5 --out runs/half --budget 10m
-    cdmpp measure operators.csv --out runs/operators                    needs PyTorch, and no TVM
+    cdmpp measure operators.csv --out runs/operators                of libraries, by PyTorch
     """
     from cdmpp.profiler.gpu.measure import MeasureConfig, measure
 

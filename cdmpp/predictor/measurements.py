@@ -20,7 +20,7 @@ from cdmpp.errors import PredictorError
 from cdmpp.predictor.correction import Fit, fit_correction
 from cdmpp.predictor.mechanism import without_unit
 from cdmpp.predictor.operators import Errors, OperatorModel
-from cdmpp.program.operators import DTYPES_OF_TORCH, OF_TORCH, SIZES, operator_table, work
+from cdmpp.program.operators import SIZES, operator_table, runs_in_torch, work
 
 FloatArray = NDArray[np.float64]
 Select = Literal["variance", "kmeans", "random"]
@@ -43,8 +43,7 @@ def candidates(model: OperatorModel, device: Device) -> pd.DataFrame:
     table = operator_table(pd.concat([table, narrow], ignore_index=True))
     fits = sum(work(table)[name] for name in ("read", "written")) < _USABLE * 1e9 * (device.mem_gb or np.inf)
     has_unit = table["dtype"].map({dtype: not without_unit(device, dtype) for dtype in set(table["dtype"])})
-    runs = table["op"].isin(OF_TORCH) & table[["dtype", "kv_dtype"]].isin(DTYPES_OF_TORCH).all(axis=1)
-    found = table[fits & has_unit.to_numpy(dtype=bool) & runs.to_numpy()].reset_index(drop=True)
+    found = table[fits & has_unit.to_numpy(dtype=bool) & runs_in_torch(table)].reset_index(drop=True)
     if found.empty:
         raise PredictorError(f"no operator that was learned from can be measured on {device.name}")
     return found
@@ -72,12 +71,13 @@ def choose(
         apart = KMeans(n_clusters=n, n_init=3, random_state=seed).fit_transform(vectors)
         return order[np.unique(apart.argmin(axis=0))]
     weights = 1 / (kinds @ kinds.sum(0)).clip(1)  # as many of a kind as there are, each counts less
+    moments = (vectors.T * weights) @ vectors
     inverse, chosen = np.eye(vectors.shape[1]), np.zeros(n, dtype=np.int64)
     for i in range(n):
         known = vectors @ inverse
         own = (known * vectors).sum(1)
         # what the variance over all, weighted, falls by where this one is measured
-        gain = ((known @ (vectors.T * weights) @ vectors) * known).sum(1) / (own + _REST**2)
+        gain = ((known @ moments) * known).sum(1) / (own + _REST**2)
         gain[chosen[:i]] = -np.inf
         chosen[i] = best = int(gain.argmax())
         inverse = inverse - np.outer(known[best], known[best]) / (own[best] + _REST**2)

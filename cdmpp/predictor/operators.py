@@ -53,7 +53,7 @@ _NARROW = ("fp8", "fp8_block", "fp8_static", "nvfp4", "int8", "sq")
 _LONG_HEAD = 128
 _FILE, _WEIGHTS, _MEASURED = "operators.json", "operators.safetensors", "measured.parquet"
 #: Operators of a kind and device that are kept with a model, at most.
-_KEPT_ROWS = 60
+_KEPT_ROWS = 120
 #: Peaks and cores of one architecture closer than this make devices nearly the same.
 _ALIKE = 0.15
 #: Parts of what the network says that are tried on devices left out.
@@ -71,20 +71,22 @@ _ALIKE_KINDS = {
     "softmax": "softmax float32",
 }
 #: Operators of one kind and device that constants are fitted to, at most.
-_FITTED_ROWS = 3000
+_FITTED_ROWS = 700
 #: Parts of the operators of a single family of devices that are left out in turn.
 _FOLDS = 5
 #: What was measured by one framework alone, which usually takes so much longer than the fastest, says nothing of the fastest.
 _SLOW = 0.1
 #: Tables are cut to so many rows of one operator, data type, device and framework.
-_ROWS = 2500
+_ROWS = 700
+#: Waves that stand for a Gaussian over the numbers of operators, and how far it reaches in standard deviations of each.
+_WAVES, _REACH = 192, 0.5
 #: ATen operators with fewer labels are not told apart from others of their kind.
 _LEAST_LABELS = 10
 #: Rows of a step of training, steps at least, and epochs.
 _BATCH, _STEPS, _LEAST_EPOCHS = 1024, 2600, 14
 #: Operators of one device, data type and direction whose solvers are learned, at most; tensors of their networks; and how
 #: likely a solver must be able to run to be named.
-_SOLVER_ROWS, _OF_SOLVERS, _CAN_RUN = 1500, "solvers", 0.3
+_SOLVER_ROWS, _OF_SOLVERS, _CAN_RUN = 900, "solvers", 0.3
 
 
 @dataclass(frozen=True)
@@ -145,12 +147,21 @@ class OperatorModel:
         return estimate * np.exp(logs * parts)
 
     def traits(self, table: pd.DataFrame, device: Device) -> tuple[FloatArray, FloatArray]:
-        """What operators are compared by, which depends on no label: flags of their kinds, (n, kinds), and the numbers that
-        the networks see, standardised, (n, inputs)."""
+        """What operators are compared by, which depends on no label: flags of their kinds, (n, kinds), and waves over the
+        numbers that networks see, (n, _WAVES): products of these are as those of a Gaussian of their distance (random
+        Fourier features by Rahimi and Recht, NIPS 2007)."""
+        scaled = self._numbers(table, device)
+        drawn = np.random.default_rng(0)
+        lengths = _REACH * math.sqrt(scaled.shape[1])
+        waves = drawn.standard_normal((scaled.shape[1], _WAVES)) / lengths
+        flags = kinds(table)[:, None] == np.array(sorted(self.constants))
+        return flags.astype(np.float64), np.cos(scaled @ waves + drawn.uniform(0, 2 * np.pi, _WAVES))
+
+    def _numbers(self, table: pd.DataFrame, device: Device) -> FloatArray:
+        """The numbers that networks see, standardised, (n, inputs)."""
         names = self.inputs[0]
         rows = encode(table, device, BEST, {}, [names])[0]
-        scaled = standardised(rows, self.mean[: len(names)], self.std[: len(names)]).double().numpy()
-        return (kinds(table)[:, None] == np.array(sorted(self.constants))).astype(np.float64), scaled
+        return standardised(rows, self.mean[: len(names)], self.std[: len(names)]).double().numpy()
 
     def parts(self, table: pd.DataFrame, device: Device, framework: str) -> tuple[FloatArray, FloatArray]:
         """The estimate in seconds, and what the networks add to its logarithm, each float64 (n,)."""
@@ -162,9 +173,9 @@ class OperatorModel:
 
     def explain(self, table: pd.DataFrame, device: str | Device) -> pd.DataFrame:
         """What bounds each operator: the part of the device that is ``bound``, for which ``part`` of the estimate, the cores
-        that have work in the last wave of 128 x 128 tiles (``full``), and the ``correction`` that networks learned; the
-        likely ``kernel`` ("" where none is known); and the ``nearest`` operator that was measured, the device it was ``on``,
-        and how ``far`` it is, in standard deviations of the training data (NaN where none of its kind was)."""
+        with work in the last wave of 128 x 128 tiles of a product (``full``), the ``correction`` that networks learned, the
+        likely ``kernel`` ("" where none is known), and the ``nearest`` operator that was measured, the device it was ``on``,
+        and how ``far`` it is in standard deviations of the training data (NaN where none of its kind was)."""
         resolved = get_device(device) if isinstance(device, str) else device
         seen, of_kind = mechanism(table, resolved), kinds(table)
         bound, part = np.empty(len(table), dtype=object), np.empty(len(table))
@@ -176,9 +187,10 @@ class OperatorModel:
             bound[at] = np.array(list(busy), dtype=object)[longest]
             part[at] = np.max(list(busy.values()), axis=0) / own.estimate(constants)
         estimate, _ = self.parts(table, resolved, BEST)
-        full = np.exp(-seen.features[:, MECHANISM_FEATURES.index("idle_128x128")])
+        idle = seen.features[:, MECHANISM_FEATURES.index("idle_128x128")]
+        full = np.where(seen.matrix_s > 0, np.exp(-idle), np.nan)
         correction = self.predict(table, resolved) / estimate
-        first = self.kernels(table, resolved).drop_duplicates("row").set_index("row")["kernel"]
+        first = self.kernels(table, resolved).drop_duplicates("row").set_index("row")["kernel"].astype(object)
         kernel = first.reindex(range(len(table)), fill_value="").to_numpy()
         found = {"bound": bound, "part": part, "full": full, "correction": correction, "kernel": kernel}
         return pd.DataFrame({**found, **self._nearest(table, resolved)})
@@ -190,7 +202,7 @@ class OperatorModel:
             np.full(len(table), "", dtype=object),
             np.full(len(table), np.nan),
         )
-        asked = self.traits(table, device)[1]
+        asked = self._numbers(table, device)
         known = self.measured if self.measured is not None else table[:0].assign(device="")
         of_known = kinds(known)
         for kind, at in table.groupby(kinds(table)).indices.items():
@@ -200,7 +212,7 @@ class OperatorModel:
                 continue
             there = np.empty((len(own), asked.shape[1]))
             for name, mine in own.groupby("device").indices.items():
-                there[mine] = self.traits(own.iloc[mine], get_device(str(name)))[1]
+                there[mine] = self._numbers(own.iloc[mine], get_device(str(name)))
             apart = np.sqrt(((asked[at][:, None] - there) ** 2).mean(axis=2))
             best = apart.argmin(axis=1)
             far[at], on[at] = apart[np.arange(len(at)), best], own["device"].to_numpy()[best]
@@ -263,7 +275,8 @@ class OperatorModel:
         write_text(folder / _FILE, json.dumps(state) + "\n")
         save_file(tensors, folder / _WEIGHTS)
         if self.measured is not None:
-            self.measured.to_parquet(folder / _MEASURED, compression="zstd", compression_level=19, index=False)
+            small = self.measured.astype(dict.fromkeys((*SIZES, "seconds"), "float32"))
+            small.to_parquet(folder / _MEASURED, compression="zstd", compression_level=19, index=False)
 
     @classmethod
     def load(cls, folder: str | Path) -> OperatorModel:
@@ -352,7 +365,7 @@ def kinds(table: pd.DataFrame) -> NDArray[np.str_]:
     attends, narrow = op == "attention", np.isin(dtype, _NARROW)
     of_phase = np.select([attends & single, attends], [" decode", " prefill"], "")
     masks = [
-        narrow & np.isin(op, ("gemm", "attention")),
+        narrow & np.isin(op, ("gemm", "attention", "conv")),
         np.isin(dtype, WEIGHTS_ONLY),
         attends & (table["head_dim"] > _LONG_HEAD).to_numpy(),
         np.isin(dtype, ("float32", "float64")),
@@ -470,7 +483,7 @@ def train(
         progress(done, len(numbers) + 1)
         mine = np.flatnonzero(family == number)
         others = np.flatnonzero(family != number)
-        without = _fitted(table.iloc[others].reset_index(drop=True), max(1, members // 2), epochs, width, seed)
+        without = _fitted(table.iloc[others].reset_index(drop=True), 1, epochs, width, seed)
         estimate[mine], logs[mine] = _parts_of_rows(without, table.iloc[mine])
     progress(len(numbers), len(numbers) + 1)
     measured, kind = np.log(table["seconds"].to_numpy(dtype=np.float64)) - np.log(estimate), kinds(table)
@@ -491,10 +504,11 @@ def train_solvers(
     seconds: FloatArray,
     names: Sequence[str],
     constants: Mapping[str, Constants],
+    inputs: Sequence[Sequence[str]] = (),
     seed: int = 0,
 ) -> SolverModel:
     """Learn which solver is fast from all that were timed (:func:`solver_times`)."""
-    encoded, estimate = _encoded(operators.assign(framework=FRAMEWORK), constants)
+    encoded, estimate = _encoded(operators.assign(framework=FRAMEWORK), constants, inputs)
     return fit_solvers(encoded, np.log(seconds / estimate[:, None]), names, seed)
 
 
@@ -518,15 +532,18 @@ def solver_times(
     return drawn.reset_index(drop=True), seconds[drawn.index], names.tolist()
 
 
-def with_what_was_measured(model: OperatorModel, table: pd.DataFrame, seed: int = 0) -> OperatorModel:
-    """A model with the solvers of a table of all that was measured, if it has any, and with some of its operators."""
+def with_what_was_measured(
+    model: OperatorModel, table: pd.DataFrame, learned: pd.DataFrame, seed: int = 0
+) -> OperatorModel:
+    """A model with the solvers of a table of all that was measured, if it has any, and with some of the operators that it
+    ``learned`` from (:func:`training_table`)."""
     solvers = None
     if ((table["framework"] == FRAMEWORK) & (table["op"] == OPERATOR)).any():
-        solvers = train_solvers(*solver_times(table, seed=seed), model.constants, seed)
-    best = training_table(table, _KEPT_ROWS, seed).query("framework == @BEST").reset_index(drop=True)
+        solvers = train_solvers(*solver_times(table, seed=seed), model.constants, model.inputs, seed)
+    best = learned[learned["framework"] == BEST].reset_index(drop=True)
     kept = best[best.groupby([kinds(best), "device"]).cumcount() < _KEPT_ROWS].reset_index(drop=True)
-    kept = kept[["op", "dtype", "kv_dtype", *SIZES, "device", "seconds"]].astype(dict.fromkeys(SIZES, "float32"))
-    return replace(model, solvers=solvers, measured=kept.dropna(axis=1, how="all"))
+    kept = kept[["op", "dtype", "kv_dtype", *SIZES, "device", "seconds"]]
+    return replace(model, solvers=solvers, measured=kept)
 
 
 def _of_one_family(
@@ -609,7 +626,7 @@ def fit_constants(table: pd.DataFrame) -> dict[str, Constants]:
             return np.concatenate([*errors, _HELD * (logs - start)])
 
         inside = np.clip(start, _LOW + 1e-6, _HIGH - 1e-6)
-        found[str(kind)] = Constants.of(least_squares(off, inside, bounds=(_LOW, _HIGH), max_nfev=40).x)
+        found[str(kind)] = Constants.of(least_squares(off, inside, bounds=(_LOW, _HIGH), max_nfev=40, ftol=1e-4).x)
     for kind, like in _ALIKE_KINDS.items():
         if kind not in found and like in found:
             found[kind] = replace(found[like], cycles=Constants().cycles)

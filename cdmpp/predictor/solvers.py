@@ -20,8 +20,8 @@ from torch import nn
 OPERATOR, VENDOR, FRAMEWORK = "conv", "amd", "miopen"
 #: Standardised features are cut here: farther from the training data nothing is known.
 FAR = 4.0
-#: Rows of a step of training, its highest learning rate, and epochs for solvers.
-_BATCH, _RATE, _EPOCHS = 1024, 3e-3, 20
+#: Rows of a step of training, its highest learning rate, and epochs, or steps at least, for solvers.
+_BATCH, _RATE, _EPOCHS, _STEPS = 1024, 3e-3, 20, 400
 _WIDTH, _MEMBERS = 96, 2
 #: Weight of whether a solver can run, beside by how much it is slower.
 _RUNS = 0.1
@@ -50,7 +50,7 @@ def fit_solvers(
 ) -> SolverModel:
     """Fit to log(seconds / estimate), (n, solvers), NaN where a solver did not run."""
     mean, std = rows.mean(0), rows.std(0)
-    std = np.where(std > 1e-6, std, 1e6).astype(np.float32)
+    std = np.where(std > 1e-4, std, 1e6).astype(np.float32)
     measured = torch.from_numpy(~np.isnan(logs)).float()
     labels = torch.from_numpy(np.nan_to_num(logs).astype(np.float32))
 
@@ -62,7 +62,8 @@ def fit_solvers(
         )
 
     scaled = standardised(rows, mean, std)
-    networks = [fit_network(scaled, 2 * len(names), _WIDTH, _EPOCHS, seed + i, loss) for i in range(_MEMBERS)]
+    epochs = max(_EPOCHS, _STEPS // max(1, len(rows) // _BATCH))
+    networks = [fit_network(scaled, 2 * len(names), _WIDTH, epochs, seed + i, loss) for i in range(_MEMBERS)]
     return SolverModel(tuple(names), tuple(networks), mean, std)
 
 

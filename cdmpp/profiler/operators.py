@@ -15,15 +15,13 @@ from typing import Any
 import pandas as pd
 
 from cdmpp.dataset.operators import TORCH, write_operators
-from cdmpp.device import Device, get_device
-from cdmpp.errors import CdmppError, DatasetError, ProfilerError, reason
+from cdmpp.device import get_device
+from cdmpp.errors import DatasetError, ProfilerError, reason
 from cdmpp.profiler.library import LibraryReport, sampled
-from cdmpp.program.operators import DTYPES_OF_TORCH, operator_table
+from cdmpp.program.operators import operator_table, runs_in_torch
 
 #: Runs that one graph holds.
 _IN_GRAPH = 20
-#: Times so many runs of a function: seconds of all.
-Clock = Callable[[Callable[[], Any]], Callable[[int], float]]
 
 
 def measure_operators(
@@ -31,11 +29,11 @@ def measure_operators(
     out: str | Path,
     device: str | None = None,
     *,
-    clock: Clock | None = None,
+    clock: Callable[[Callable[[], Any]], Callable[[int], float]] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LibraryReport:
-    """Measure the operators of a ``.csv`` file (:data:`cdmpp.program.operators.COLUMNS`) on this machine's GPU, or on
-    its CPU where ``device`` says so; what cannot be run is counted. ``clock`` replaces the device's own.
+    """Measure the operators of a ``.csv`` file (:data:`cdmpp.program.operators.COLUMNS`) on this machine's GPU, or on its CPU
+    where ``device`` says so; what cannot be run is counted. ``clock`` makes of a function what times so many runs of it.
 
     Raises
     ------
@@ -50,42 +48,34 @@ def measure_operators(
         table = operator_table(pd.read_csv(path))
     except (OSError, ValueError) as err:
         raise DatasetError(f"cannot read operators from {path}: {reason(err)}") from err
-    here, place = _here(device, clock)
-    clock = clock or (_graphs if place == "cuda" else _wall_clock)
-    rows, failures, began = [], Counter[str](), time.monotonic()
-    with torch.inference_mode():
-        for done, row in enumerate(table.to_dict("records")):
-            progress(done, len(table))
+    here = None if device is None else get_device(device)
+    on_cpu = here is not None and (clock is not None or here.base == get_device("this-cpu").base)
+    if here is None or not on_cpu:
+        if not torch.cuda.is_available():
+            raise ProfilerError("no GPU here that PyTorch can use: copy the list to a machine that has it")
+        found = get_device(torch.cuda.get_device_name())
+        if here is not None and here.name != found.name:
+            raise ProfilerError(f"the GPU here is {found.name}, not {here.name}")
+        here = found
+    clock = clock or (_wall_clock if on_cpu else _graphs)
+    runs = runs_in_torch(table)
+    failures = Counter(f"{op}: PyTorch has no one kernel of it" for op in table["op"][~runs])
+    rows, began = [], time.monotonic()
+    with torch.inference_mode(), torch.device("cpu" if on_cpu else "cuda"):
+        for done, row in enumerate(table[runs].to_dict("records")):
+            progress(done, int(runs.sum()))
             try:
-                seconds, noise = sampled(clock(function_of(row, place)))
-            except (RuntimeError, ValueError, CdmppError) as err:  # of torch: no kernel for it, or no memory
+                seconds, noise = sampled(clock(function_of(row)))
+            except (RuntimeError, ValueError, ProfilerError) as err:  # of torch: no kernel for it, or no memory
                 failures[f"{row['op']}: {reason(err)[:80]}"] += 1
                 continue
             rows.append({**row, "device": here.name, "framework": TORCH, "seconds": seconds, "noise": noise})
     if not rows:
         raise ProfilerError(f"no operator of {path} could be measured: {', '.join(failures)}")
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
-    write_operators(
-        out, pd.DataFrame(rows), devices={here.name: here.to_json()}, versions=versions, failures=dict(failures)
-    )
+    devices = {here.name: here.to_json()}
+    write_operators(out, pd.DataFrame(rows), devices=devices, versions=versions, failures=dict(failures))
     return LibraryReport(Path(out), here.name, len(rows), len(rows), dict(failures), time.monotonic() - began)
-
-
-def _here(device: str | None, clock: Clock | None) -> tuple[Device, str]:
-    """The device at hand, and PyTorch's name of it."""
-    import torch
-
-    asked = None if device is None else get_device(device)
-    if asked is not None and (clock is not None or (asked.kind == "cpu" and asked.base == get_device("this-cpu").base)):
-        return asked, "cpu"
-    if not torch.cuda.is_available():
-        raise ProfilerError(
-            "no GPU here that PyTorch can use: copy the list to the machine that has one (--device this-cpu@1 is this CPU)"
-        )
-    here = get_device(torch.cuda.get_device_name())
-    if asked is not None and asked.name != here.name:
-        raise ProfilerError(f"the GPU here is {here.name}, not {asked.name}")
-    return here, "cuda"
 
 
 def _wall_clock(function: Callable[[], Any]) -> Callable[[int], float]:
@@ -125,85 +115,55 @@ def _graphs(function: Callable[[], Any]) -> Callable[[int], float]:
     return run
 
 
-def function_of(row: Mapping[str, Any], place: str) -> Callable[[], Any]:
-    """What runs an operator, a row of :func:`cdmpp.program.operators.operator_table`, once on random tensors (ProfilerError:
-    PyTorch has no kernel that does just this)."""
+def function_of(row: Mapping[str, Any]) -> Callable[[], Any]:
+    """What runs an operator, a row of a table that :func:`cdmpp.program.operators.runs_in_torch`, once on random tensors of
+    torch's default device (ProfilerError: a convolution whose padding or stride differ by side)."""
     import torch
     from torch.nn import functional
 
-    op, narrow = row["op"], row["dtype"] == "fp8"
     size = {name: int(value) for name, value in row.items() if isinstance(value, float) and value == value}
-    if row["dtype"] not in DTYPES_OF_TORCH or row["kv_dtype"] != row["dtype"]:
-        raise ProfilerError(f"PyTorch has no kernel of {row['dtype']}, {row['kv_dtype']}")
+    op, m, n, batch = row["op"], *(size.get(name, 1) for name in ("m", "n", "batch"))
+    narrow = row["dtype"] == "fp8"
     dtype = torch.bfloat16 if narrow else getattr(torch, row["dtype"])
 
     def tensor(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, dtype=dtype, device=place)
+        return torch.randn(shape, dtype=dtype)
 
-    m, n = size.get("m", 1), size.get("n", 1)
-    if op == "gemm" and narrow:
-        a, b = (tensor(rows, size["k"]).to(torch.float8_e4m3fn) for rows in (m, n))
-        scale = torch.ones((), device=place)
-        return lambda: torch._scaled_mm(a, b.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
     if op == "gemm":
-        batch = [size["batch"]] if size["batch"] > 1 else []
-        a, b = tensor(*batch, m, size["k"]), tensor(*batch, n, size["k"]).transpose(-1, -2)
-        return lambda: torch.matmul(a, b)
-    if op == "quantize" and narrow:
-        x = tensor(m, n)
-        return lambda: x.to(torch.float8_e4m3fn)
-    if narrow:
-        raise ProfilerError(f"PyTorch has no {op} of fp8")
+        sides = [() if batch == 1 else (batch,)] * 2
+        a, b = (tensor(*side, rows, size["k"]) for side, rows in zip(sides, (m, n), strict=True))
+        if not narrow:
+            return lambda: torch.matmul(a, b.transpose(-1, -2))
+        a, b, scale = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones(())
+        return lambda: torch._scaled_mm(a, b.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
     if op == "attention":
-        return _attention(size, tensor)
+        sequences, heads, dim = (size[name] for name in ("sequences", "heads", "head_dim"))
+        queries, keys = (size[name] // sequences for name in ("tokens", "kv_tokens"))
+        causal = size["pairs"] < sequences * queries * keys
+        q, k, v = (tensor(sequences, h, t, dim) for h, t in ((heads, queries), *[(size["kv_heads"], keys)] * 2))
+        shared = heads != size["kv_heads"]
+        return lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=shared)
     if op == "conv":
-        return _convolution(size, tensor)
-    x, y, w = tensor(m, n), tensor(m, n) if row["inputs"] > 1 else 2.0, tensor(n)
+        stride, dilation = math.isqrt(size["stride"]), math.isqrt(size["dilation"])
+        windows = [dilation * (size[name] - 1) + 1 for name in ("kernel_h", "kernel_w")]
+        ends = [(stride * (size[out] - 1), size[side]) for out, side in (("out_h", "height"), ("out_w", "width"))]
+        padding = [max(0, -(-(e + w - s) // 2)) for (e, s), w in zip(ends, windows, strict=True)]
+        x, y = tensor(batch, size["in_channels"], ends[0][1], ends[1][1]), None
+        w = tensor(size["out_channels"], size["in_channels"] // size["groups"], size["kernel_h"], size["kernel_w"])
+        how = [stride] * 2, padding, [dilation] * 2, False, [0, 0], size["groups"]
+        y = torch.ops.aten.convolution(x, w, None, *how)
+        if y.shape[2:] != (size["out_h"], size["out_w"]):
+            raise ProfilerError("convolution whose padding or stride differ by side")
+        if not size["backward"]:
+            return lambda: torch.ops.aten.convolution(x, w, None, *how)
+        wanted = [size["backward"] == 1, size["backward"] == 2, False]
+        return lambda: torch.ops.aten.convolution_backward(y, x, w, None, *how, wanted)
+    x, y, w = tensor(m, n), tensor(m, n) if size["inputs"] > 1 else 2.0, tensor(n)
     of_rows: dict[str, Callable[[], Any]] = {
+        "quantize": lambda: x.to(torch.float8_e4m3fn),
         "rmsnorm": lambda: functional.rms_norm(x, (n,), w),
         "layernorm": lambda: functional.layer_norm(x, (n,), w, w),
         "softmax": lambda: torch.softmax(x, -1),
         "elementwise": lambda: torch.mul(x, y),
-        "activation": lambda: functional.gelu(x),
-        "copy": lambda: x.clone(),
-        "reduce": lambda: x.sum(-1),
     }
-    if op == "embedding":
-        weights, index = tensor(32_000, n), torch.randint(32_000, (m,), device=place)
-        return lambda: functional.embedding(index, weights)
-    if op not in of_rows:
-        raise ProfilerError(f"PyTorch has no one kernel of {op}")
     return of_rows[op]
-
-
-def _attention(size: Mapping[str, int], tensor: Callable[..., Any]) -> Callable[[], Any]:
-    from torch.nn import functional
-
-    sequences, queries, keys = size["sequences"], *(size[name] // size["sequences"] for name in ("tokens", "kv_tokens"))
-    pairs, causal = size["pairs"] / sequences, queries == keys > 1
-    if pairs != (queries * (queries + 1) / 2 if causal else queries * keys):
-        raise ProfilerError("attention with a window, or of more new tokens after others")
-    q = tensor(sequences, size["heads"], queries, size["head_dim"])
-    k, v = (tensor(sequences, size["kv_heads"], keys, size["head_dim"]) for _ in "kv")
-    shared = size["heads"] != size["kv_heads"]
-    return lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=shared)
-
-
-def _convolution(size: Mapping[str, int], tensor: Callable[..., Any]) -> Callable[[], Any]:
-    import torch
-
-    stride, dilation = math.isqrt(size["stride"]), math.isqrt(size["dilation"])
-    padding = []
-    for length, window, out in (("height", "kernel_h", "out_h"), ("width", "kernel_w", "out_w")):
-        reach = (size[out] - 1) * stride + dilation * (size[window] - 1) + 1
-        padding.append(max(0, math.ceil((reach - size[length]) / 2)))
-        if (size[length] + 2 * padding[-1] - dilation * (size[window] - 1) - 1) // stride + 1 != size[out]:
-            raise ProfilerError("convolution whose padding or stride differ by side")
-    x = tensor(size["batch"], size["in_channels"], size["height"], size["width"])
-    groups = size["groups"]
-    w = tensor(size["out_channels"], size["in_channels"] // groups, size["kernel_h"], size["kernel_w"])
-    how = [stride] * 2, padding, [dilation] * 2, False, [0, 0], groups
-    if not size["backward"]:
-        return lambda: torch.ops.aten.convolution(x, w, None, *how)
-    y, wanted = tensor(size["batch"], size["out_channels"], size["out_h"], size["out_w"]), size["backward"] == 1
-    return lambda: torch.ops.aten.convolution_backward(y, x, w, None, *how, [wanted, not wanted, False])

@@ -94,10 +94,14 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     "gru": ("m", "n", "k", "tokens"),
 }  # fmt: skip
 COLLECTIVES = ("all_reduce", "send_recv")
-#: Operators and data types that PyTorch alone can run as one kernel.
-OF_TORCH = ("gemm", "attention", "conv", "rmsnorm", "layernorm", "softmax", "elementwise", "quantize", "embedding",
-            "activation", "copy", "reduce")  # fmt: skip
-DTYPES_OF_TORCH = ("float64", "float32", "float16", "bfloat16", "fp8")
+#: Data type -> operators that PyTorch alone runs as one kernel.
+_OF_TORCH = {
+    **dict.fromkeys(
+        ("float64", "float32", "float16", "bfloat16"),
+        ("gemm", "attention", "conv", "rmsnorm", "layernorm", "softmax", "elementwise"),
+    ),
+    "fp8": ("gemm", "quantize"),
+}
 #: Sizes that are 1 (0: backward) where a row does not say.
 _DEFAULTS = {"batch": 1.0, "inputs": 1.0, "stride": 1.0, "dilation": 1.0, "groups": 1.0, "backward": 0.0}
 #: Vector instructions an element: read, mean, scale and the like. Their exact number hardly matters, memory bounds them.
@@ -270,6 +274,20 @@ def work(table: pd.DataFrame) -> dict[str, FloatArray]:
     collective = np.isin(op, COLLECTIVES)
     put(collective, read=size["bytes"], written=size["bytes"])
     return out
+
+
+def runs_in_torch(table: pd.DataFrame) -> NDArray[np.bool_]:
+    """Which operators PyTorch alone can run as one kernel: not attention with a window, or of several new queries after others,
+    nor products of fp8 that are not of whole 16 x 16 blocks."""
+    size = {
+        name: table[name].to_numpy(dtype=np.float64) for name in ("n", "k", "sequences", "tokens", "kv_tokens", "pairs")
+    }
+    known = [op in _OF_TORCH.get(dtype, ()) for op, dtype in zip(table["op"], table["dtype"], strict=True)]
+    same, op = (table["kv_dtype"] == table["dtype"]).to_numpy(), table["op"].to_numpy(dtype=str)
+    queries, keys, pairs = (size[name] / size["sequences"] for name in ("tokens", "kv_tokens", "pairs"))
+    plain = (pairs == queries * keys) | ((queries == keys) & (pairs == queries * (queries + 1) / 2))
+    whole = (size["n"] % 16 + size["k"] % 16 == 0) | (table["dtype"] != "fp8").to_numpy()
+    return np.array(known, dtype=bool) & same & (plain | (op != "attention")) & (whole | (op != "gemm"))
 
 
 def used_weights(weights: FloatArray, rows: FloatArray) -> FloatArray:

@@ -1,4 +1,4 @@
-"""A training run as one HTML file: figures embedded, nothing loaded from elsewhere, nothing wider than the page."""
+"""A training run or a serving step as one HTML file: nothing is loaded from elsewhere, nothing is wider than the page."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import PredictorError, reason
-from cdmpp.files import write_text
+from cdmpp.files import seconds_text, write_text
 from cdmpp.report.content import Row, RunReport, collect_report
-from cdmpp.report.figures import coverage_figures, history_figures, ranking_figures, scatter_figures
+from cdmpp.report.figures import bound_figures, coverage_figures, history_figures, ranking_figures, scatter_figures
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cdmpp.endtoend.serving import ServingReport
     from cdmpp.predictor import TrainingData
 
 #: Rows of a table, and names of a list, that are shown; more are folded.
@@ -37,29 +38,34 @@ def write_report(
     matplotlib is not installed or the file cannot be written (its folder is made if missing).
     """
     report = collect_report(run, data, split, progress)
-    text = report_html(report)
+    _write(out, report_html(report))
+    return report
+
+
+def write_serving(reports: Sequence[ServingReport], out: str | Path) -> None:
+    """Write what the operators of a serving step, or of a list, take on each device: a picture, and why (PredictorError:
+    matplotlib is not installed, or the file cannot be written)."""
+    devices = []
+    for report in reports:
+        rows = sorted(report.by_name(), key=lambda row: -row["together"])
+        for row in rows:
+            row["label"] = f"{row['phase']} {row['name']}".strip()
+        devices.append((report, rows, bound_figures(rows, f"{report.device}: {seconds_text(report.latency_s)}")))
+    title = f"cdmpp latency: {reports[0].network}, {reports[0].dtype}"
+    _write(out, _page("serving.html.j2", title=title, devices=devices))
+
+
+def _write(out: str | Path, text: str) -> None:
     out = Path(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_text(out, text)
     except OSError as err:
         raise PredictorError(f"cannot write {out}: {reason(err)}") from err
-    return report
 
 
 def report_html(report: RunReport) -> str:
     """The page (``report.html.j2``)."""
-    from jinja2 import Environment, FileSystemLoader
-
-    pages = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    pages.filters.update(
-        base64=lambda png: base64.b64encode(png).decode("ascii"),
-        by_architecture=_by_architecture,
-        form=_form,
-        known=_known,
-    )
     floor = report.scores["overall"]["noise_floor_mape"]
     figures = {
         "scatter": scatter_figures(report.records, floor),
@@ -69,13 +75,31 @@ def report_html(report: RunReport) -> str:
     }
     coverage = [{"name": f"{100 * entry['coverage']:g} %", **entry} for entry in report.coverage]
     by_device = [f"{name}: {n}" for name, n in report.training.get("records_by_device", {}).items()]
-    page = pages.get_template("report.html.j2")
-    return page.render(report=report, figures=figures, coverage=coverage, by_device=by_device, shown=SHOWN)
+    title = f"cdmpp report: {report.name}"
+    return _page("report.html.j2", title=title, report=report, figures=figures, coverage=coverage, by_device=by_device)
+
+
+def _page(template: str, **values: Any) -> str:
+    from jinja2 import Environment, FileSystemLoader
+
+    pages = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    pages.globals["shown"] = SHOWN
+    pages.filters.update(
+        base64=lambda png: base64.b64encode(png).decode("ascii"),
+        by_architecture=_by_architecture,
+        form=_form,
+        known=_known,
+    )
+    return pages.get_template(template).render(**values)
 
 
 def _form(value: Any, form: str) -> str:
     """A value as text, such as ``12.3 %``."""
-    return "-" if value is None else _FORMS[form].format(value).replace("%", " %")
+    if value is None or form == "time":
+        return "-" if value is None else seconds_text(value)
+    return _FORMS[form].format(value).replace("%", " %")
 
 
 def _known(columns: Sequence[Sequence[str]], rows: Sequence[Row]) -> list[Sequence[str]]:
