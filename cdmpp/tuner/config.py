@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 #: Cost models by the names that the command line has for them.
 COST_MODELS = ("cdmpp", "xgb", "random")
 
+#: Searches likewise.
+SEARCHES = ("cdmpp", "metaschedule")
+
 
 @dataclass(frozen=True)
 class TuneConfig:
@@ -36,6 +39,9 @@ class TuneConfig:
     validity: ValidityModel | str | Path | None = None
     #: Candidates of a round.
     batch: int = 16
+    #: ``"cdmpp"`` for our search (:mod:`cdmpp.tuner.search`), ``"metaschedule"`` for TVM's evolutionary search, which TVM's
+    #: cost models have in any case.
+    search: str = "cdmpp"
     #: Programs of a generation of MetaSchedule's evolutionary search (TVM's default is 512), and generations (4): each round
     #: it asks for about ``population * (generations + 1)`` predictions.
     population: int = 256
@@ -60,6 +66,8 @@ class TuneConfig:
     def __post_init__(self) -> None:
         if self.cost_model not in COST_MODELS:
             raise TunerError(f"no cost model {self.cost_model!r}; there are {', '.join(COST_MODELS)}")
+        if self.search not in SEARCHES:
+            raise TunerError(f"no search {self.search!r}; there are {', '.join(SEARCHES)}")
         if isinstance(self.shards, str) and self.shards != "auto":
             raise TunerError(f"shards are a number or 'auto', got {self.shards!r}")
         if self.shards is not None and self.workers != 1:

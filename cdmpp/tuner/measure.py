@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future, wait
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -120,6 +120,17 @@ class Measurer:
                 future.cancel()
             else:
                 future.set_exception(error)
+
+
+def in_time(measurer: Any, futures: Sequence[Future[Outcome]], left_s: float | None) -> Iterator[Outcome | None]:
+    """Outcomes as they come in order; None for what a budget leaves no time for, None for no budget: that is given up."""
+    if left_s is not None and wait(futures, timeout=left_s).not_done:
+        measurer.abort()
+    for future in futures:
+        try:
+            yield future.result()
+        except CancelledError:
+            yield None
 
 
 # -- engines -------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
@@ -38,22 +39,75 @@ th:first-child, td:first-child { text-align: left; } img { max-width: 100%; heig
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What became of a task, by its hash; the other fields are those of :class:`~cdmpp.tuner.scheduler.TaskState`."""
+    """What became of a task, by its hash."""
 
     task: str
     name: str
     weight: float
+    #: Latency of what runs untuned, and of what is used: the faster of that and of the best schedule found.
     untuned_s: float | None
     best_s: float | None
+    #: What is used: ``untuned``, or the origin and the hash of the schedule; "" where nothing runs.
+    used: str
+    #: Of the best schedule, used or not.
+    scheduled_s: float | None
+    #: Part of the network's time, weighted, before and after; None where a task of it is unknown.
+    share_before: float | None
+    share_after: float | None
     measured: int
     failed: int
     dropped: int
     finished: str
 
     @classmethod
-    def of(cls, task: Task, state: TaskState) -> TaskResult:
-        """Of a task by where its tuning ended."""
-        return cls(task.hash, **{name: getattr(state, name) for name in list(cls.__annotations__)[1:]})
+    def all_of(cls, tasks: Sequence[tuple[Task, float]], states: Sequence[TaskState]) -> list[TaskResult]:
+        """Of all tasks of a network, by where their tuning ended."""
+
+        def shares(seconds: Sequence[float | None]) -> list[float | None]:
+            parts = [state.weight * s for state, s in zip(states, seconds, strict=True) if s is not None]
+            known = len(parts) == len(states) and sum(parts) > 0
+            return [part / sum(parts) for part in parts] if known else [None] * len(states)
+
+        before, after = shares([s.untuned_s for s in states]), shares([s.latency_s for s in states])
+        return [
+            cls(task.hash, state.name, state.weight, state.untuned_s, state.latency_s, state.used, state.best_s, share_before, share_after,
+                state.measured, state.failed, state.dropped, state.finished)
+            for (task, _), state, share_before, share_after in zip(tasks, states, before, after, strict=True)
+        ]  # fmt: skip
+
+
+#: Columns of the table of tasks; "<" is to the left.
+COLUMNS = (
+    "<task",
+    "runs",
+    "untuned",
+    "share",
+    "best",
+    "share",
+    "gain",
+    "<used",
+    "measured",
+    "failed",
+    "dropped",
+    "<ended",
+)
+
+
+def task_rows(tasks: Sequence[TaskResult]) -> list[tuple[str, ...]]:
+    """The table of tasks, those first that the untuned network spends most on."""
+
+    def part(share: float | None) -> str:
+        return "-" if share is None else f"{share:.1%}"
+
+    return [
+        (
+            *(task.name, f"{task.weight:g}"),
+            *(_text(task.untuned_s), part(task.share_before), _text(task.best_s), part(task.share_after)),
+            f"{task.untuned_s / task.best_s:.2f}x" if task.untuned_s and task.best_s else "-",
+            *(task.used or "-", str(task.measured), str(task.failed), str(task.dropped), task.finished),
+        )
+        for task in sorted(tasks, key=lambda task: -(task.share_before or 0.0))
+    ]
 
 
 @dataclass(frozen=True)
@@ -186,17 +240,7 @@ def _text(seconds: float | None) -> str:
 def _html(report: TuneReport, png: bytes) -> str:
     import pandas as pd
 
-    rows = [
-        {
-            "task": task.name,
-            "runs": f"{task.weight:g}",
-            "untuned": _text(task.untuned_s),
-            "best": _text(task.best_s),
-            **{name: getattr(task, name) for name in ("measured", "failed", "dropped")},
-            "ended": task.finished,
-        }
-        for task in report.tasks
-    ]
+    table = pd.DataFrame(task_rows(report.tasks), columns=[name.lstrip("<") for name in COLUMNS])
     image = base64.b64encode(png).decode("ascii")
     title = escape(f"cdmpp tune: {report.name} on {report.device}, {report.cost_model}")
     paragraphs = "".join(f"<p>{escape(line)}</p>" for line in summary_lines(report))
@@ -204,5 +248,5 @@ def _html(report: TuneReport, png: bytes) -> str:
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
         f"<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n{paragraphs}\n"
         f'<img alt="best latency against programs measured and wall time" src="data:image/png;base64,{image}">\n'
-        f"<h2>Tasks</h2>\n{pd.DataFrame(rows).to_html(index=False, border=0)}\n</body>\n</html>\n"
+        f"<h2>Tasks</h2>\n{table.to_html(index=False, border=0)}\n</body>\n</html>\n"
     )
