@@ -26,7 +26,7 @@ def _add_tune(sub: Parser) -> None:
     add(sub, "out", required=True, help="database, measurements, report")
     add_settings(sub, Objective)
     add(sub, "resume")
-    learned_from = "datasets, tunings or databases to learn from"
+    learned_from = "datasets, tunings or databases to learn from; auto: what earlier tunings left in the cache"
     add(sub, "warm_start", nargs="+", default=[], metavar="DIR", help=learned_from)
     hide(sub, "--anchors", nargs="+", default=[])
     add(sub, "no_trim", action="store_true", help="measure every candidate")

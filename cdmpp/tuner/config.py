@@ -48,8 +48,9 @@ class TuneConfig:
     generations: int = 3
     seed: int = 0
     #: Measuring processes, each on cores of its own (on a GPU: programs measured side by side at most, each on
-    #: multiprocessors of its own), and building processes (None: one a core).
-    workers: int = 1
+    #: multiprocessors of its own), ``"auto"`` for as many as leave the labels of a CPU as they are; and building processes
+    #: (None: one a core).
+    workers: int | str = 1
     builders: int | None = None
     #: Workers that tune parts of the tasks at the same time (:mod:`cdmpp.tuner.workers`), as many programs measured at a
     #: time, each on a share of its own: a number, or ``"auto"`` for as many as fit. None: one search.
@@ -76,8 +77,10 @@ class TuneConfig:
             got = f"{self.population} and {self.generations}"
             raise TunerError(f"the search needs a population of 2 and a generation at least, got {got}")
         counts = {"candidates of a round": self.batch, "workers": self.workers, "builders": self.builders}
+        if isinstance(self.workers, str) and self.workers != "auto":
+            raise TunerError(f"workers are a number or 'auto', got {self.workers!r}")
         for name, number in counts.items():
-            if number is not None and number < 1:
+            if isinstance(number, int) and number < 1:
                 raise TunerError(f"{name}: one at least, got {number}")
         for name, seconds in (("build", self.build_timeout_s), ("run", self.run_timeout_s)):
             if not seconds > 0:

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+#: Median difference to labels taken alone that a calibrated degree may have, and programs that it is found with.
+_TOLERANCE, CALIBRATION_PROGRAMS = 0.02, 40
+
+
 class _Aborted(Exception):
     """Ends the engine's loop without waiting for what is under way."""
 
@@ -136,7 +140,7 @@ def in_time(measurer: Any, futures: Sequence[Future[Outcome]], left_s: float | N
 # -- engines -------------------------------------------------------------------------------------------------------
 
 
-def device_of_this_machine(device: str | Device, workers: int = 1, gpu: str | None = None) -> Device:
+def device_of_this_machine(device: str | Device, workers: int | str = 1, gpu: str | None = None) -> Device:
     """The device, checked to be here: a CPU share that this process may use `workers` times, a CUDA GPU or a share of it.
 
     With a class that stands for the GPU (:class:`~cdmpp.tuner.config.TuneConfig`) it does not matter what is here. TunerError
@@ -155,7 +159,7 @@ def device_of_this_machine(device: str | Device, workers: int = 1, gpu: str | No
         raise TunerError(f"{found.name} is not this machine, which is {here.name}")
     if int(found.share) != found.share:
         raise TunerError(f"{found.name}: the share of a CPU is a whole number of cores")
-    core_groups_of(found, workers)
+    core_groups_of(found, 1 if isinstance(workers, str) else workers)
     return found
 
 
@@ -187,13 +191,33 @@ def make_engine(config: TuneConfig, device: Device, degree: int) -> Engine:
 
     On a CPU it builds on as many cores as there are, or as its shards have.
     """
-    given = {name: getattr(config, name) for name in ("build_timeout_s", "run_timeout_s", "plan")}
-    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    options = _timing(config)
     if device.kind == "gpu":
+        del options["realtime"]
         gpu = {} if config.gpu is None else {"gpu": config.gpu, "gpu_arguments": config.gpu_arguments}
         return _gpu_engine(device, degree=degree, builders=config.builders, **options, **gpu)
     builders = config.builders or (None if config.shards is None else degree * int(device.share))
-    return _cpu_engine(device, degree, builders, realtime=config.realtime, **options)
+    return _cpu_engine(device, degree, builders, **options)
+
+
+def calibrated_degree(config: TuneConfig, device: Device, jobs: Sequence[BuildJob], say: Callable[[str], None]) -> int:
+    """Programs measured at the same time that leave the labels of a CPU's share as they are; TunerError for a GPU."""
+    from cdmpp.profiler.machine import usable_cores
+
+    if device.kind != "cpu":
+        raise TunerError(f"{device.name}: --workers auto is for CPUs, give a number")
+    if len(usable_cores()) // int(device.share) <= 1:
+        return 1
+    from cdmpp.profiler.calibration import calibrate_cpu
+    from cdmpp.profiler.cpu import CpuConfig
+
+    options = _timing(config)
+    return calibrate_cpu(jobs, CpuConfig(builders=config.builders, **options), device, _TOLERANCE, say).degree
+
+
+def _timing(config: TuneConfig) -> dict[str, Any]:
+    given = {name: getattr(config, name) for name in ("build_timeout_s", "run_timeout_s", "plan")}
+    return {name: value for name, value in given.items() if value is not None} | {"realtime": config.realtime}
 
 
 def alone_engine(device: str | Device) -> Engine:

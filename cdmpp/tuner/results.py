@@ -69,11 +69,13 @@ class TaskResult:
             return [part / sum(parts) for part in parts] if known else [None] * len(states)
 
         before, after = shares([s.untuned_s for s in states]), shares([s.latency_s for s in states])
-        return [
-            cls(task.hash, state.name, state.weight, state.untuned_s, state.latency_s, state.used, state.best_s, share_before, share_after,
-                state.measured, state.failed, state.dropped, state.finished)
-            for (task, _), state, share_before, share_after in zip(tasks, states, before, after, strict=True)
-        ]  # fmt: skip
+        found = []
+        for (task, _), state, part_before, part_after in zip(tasks, states, before, after, strict=True):
+            names = ("name", "weight", "untuned_s", "used", "measured", "failed", "dropped", "finished")
+            known: dict[str, Any] = {name: getattr(state, name) for name in names}
+            known |= {"best_s": state.latency_s, "scheduled_s": state.best_s}
+            found.append(cls(task.hash, share_before=part_before, share_after=part_after, **known))
+        return found
 
 
 #: Columns of the table of tasks; "<" is to the left.

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 from cdmpp.errors import TunerError
 from cdmpp.tuner.confirm import measure_close_again
 from cdmpp.tuner.kept import keep
-from cdmpp.tuner.measure import Measurer, core_groups_of, device_of_this_machine, energy_meter, make_engine
+from cdmpp.tuner.measure import (
+    CALIBRATION_PROGRAMS,
+    Measurer,
+    calibrated_degree,
+    core_groups_of,
+    device_of_this_machine,
+    energy_meter,
+    make_engine,
+)
 from cdmpp.tuner.progress import Progress
 from cdmpp.tuner.results import TaskResult, TuneReport, write_report
 from cdmpp.tuner.session import Models, TuningSession, make_tuners, summed
@@ -141,7 +149,14 @@ class _Tuning:
             energy = None if config.gpu is not None else energy_meter(device)
             progress = Progress(tasks, store, config.objective, report=self._report, energy=energy)
             if measurer is None:
-                engine = make_engine(config, device, config.workers if cores is None else len(cores))
+                degree = config.workers if cores is None else len(cores)
+                if isinstance(degree, str):
+                    of_each = -(-CALIBRATION_PROGRAMS // len(tuners))
+                    jobs = [
+                        c.job for tuner in tuners[:CALIBRATION_PROGRAMS] for c in tuner.sample(of_each, config.seed)
+                    ]
+                    degree = calibrated_degree(config, device, jobs, self.say)
+                engine = make_engine(config, device, degree)
                 measurer = open_.enter_context(Measurer(engine))
             if cores is None:
                 session = TuningSession(tuners, models, store, measurer, progress, config)
