@@ -30,12 +30,14 @@ def close_programs(store: TuningStore, device: Device, budget: int) -> list[list
     """Programs that may be their task's fastest, of tasks that have several, those first that took longest to measure."""
     records, found = store.dataset.records, []
     records = records[(records["device"] == device.name) & (records["status"] == "ok")]
+    times = records["program"].value_counts()
     for _, rows in records.drop_duplicates("program", keep="last").groupby("task"):
         rows = rows.sort_values("latency_s").head(_OF_TASK)
         noise = np.maximum(rows["noise"].fillna(0.0).to_numpy(), _LEAST)
         latency_s = rows["latency_s"].to_numpy()
         close = rows["program"][latency_s <= latency_s[0] * (1 + np.maximum(noise, noise[0]))].tolist()
-        if len(close) > 1:
+        # not again where a resumed tuning did it before
+        if len(close) > 1 and times[close].min() <= _RUNS:
             found.append((latency_s[0], close))
     chosen: list[list[str]] = []
     for _, close in sorted(found, reverse=True):
