@@ -5,8 +5,9 @@
 
 Nothing is built or measured: what a round proposed counts as measured at its prediction. CPU seconds are those of the process,
 design spaces left out, so others on the machine do no harm. ``cpu`` is ours over TVM's; ``best`` and ``mean of 16`` are ratios
-of the lowest, and of the geometric mean of the 16 lowest, predicted latencies of all rounds, ``first`` of the first round alone.
-Tasks are of networks that the predictor never saw, as in `benchmarks/tuning.py`. Means are geometric, the interval over tasks.
+of the lowest, and of the geometric mean of the 16 lowest, predicted latencies of all rounds, ``first`` of the first round
+alone. Tasks are of networks that the predictor never saw, as in `benchmarks/tuning.py`. Means are geometric, the interval over
+tasks.
 """
 
 from __future__ import annotations
