@@ -78,35 +78,21 @@ class TaskResult:
         return found
 
 
-#: Columns of the table of tasks; "<" is to the left.
-COLUMNS = (
-    "<task",
-    "runs",
-    "untuned",
-    "share",
-    "best",
-    "share",
-    "gain",
-    "<used",
-    "measured",
-    "failed",
-    "dropped",
-    "<ended",
-)
+#: Columns of the table of tasks; "<" is to the left. The shares are parts of the network's time, before and after.
+COLUMNS = ("<task", "runs", "untuned", "share", "best", "share", "used", "measured")
 
 
 def task_rows(tasks: Sequence[TaskResult]) -> list[tuple[str, ...]]:
-    """The table of tasks, those first that the untuned network spends most on."""
+    """The table of tasks, those first that the untuned network spends most on; what is used is ``untuned`` or a hash."""
 
     def part(share: float | None) -> str:
-        return "-" if share is None else f"{share:.1%}"
+        return "-" if share is None else f"{100 * share:.1f} %"
 
     return [
         (
             *(task.name, f"{task.weight:g}"),
             *(_text(task.untuned_s), part(task.share_before), _text(task.best_s), part(task.share_after)),
-            f"{task.untuned_s / task.best_s:.2f}x" if task.untuned_s and task.best_s else "-",
-            *(task.used or "-", str(task.measured), str(task.failed), str(task.dropped), task.finished),
+            *(task.used.rpartition(" ")[2] or "-", str(task.measured)),
         )
         for task in sorted(tasks, key=lambda task: -(task.share_before or 0.0))
     ]
@@ -207,8 +193,12 @@ def curve_figure(report: TuneReport) -> bytes:
 
 def summary_lines(report: TuneReport) -> list[str]:
     """What the tuning gave and cost, in sentences."""
-    costs = report.costs
-    lines = [f"Stopped after {report.stopped}."]
+    costs, ended = report.costs, dict[str, list[str]]()
+    for task in report.tasks:
+        if task.finished:
+            ended.setdefault(task.finished.partition(":")[0].capitalize(), []).append(task.name)
+    lines = [f"{why}: {', '.join(names)}." for why, names in ended.items()]
+    lines.append(f"Stopped after {report.stopped}.")
     if report.network is not None:
         untuned, tuned = (report.network.latency_s[name] for name in ("untuned", "tuned"))
         lines.append(
@@ -231,7 +221,7 @@ def summary_lines(report: TuneReport) -> list[str]:
         else f"Energy: {costs.energy_j:.0f} J of the whole device, with whatever else ran on it.",
     ]
     if report.gain_next_minute is not None:
-        lines.append(f"Another minute is expected to bring {100 * report.gain_next_minute:.2g} %.")
+        lines.append(f"Another minute is expected to bring {100 * report.gain_next_minute:.1f} %.")
     return lines
 
 

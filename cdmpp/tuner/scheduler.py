@@ -103,14 +103,17 @@ def next_task(states: Sequence[TaskState], busy: Sequence[int] = ()) -> int | No
     return max(open_, key=lambda i: promise(states[i]), default=None)
 
 
-def leave_alone(gains: Mapping[int, float], trials: float) -> dict[int, str]:
-    """Tasks that are not worth a trial, and why: of their gains, seconds of the network that tuning is expected to save, those
-    that are less than what a trial brings on the average where there are so many."""
-    total = sum(gains.values())
+def leave_alone(gains: Mapping[int, float], network_s: float, trials: float) -> dict[int, str]:
+    """Tasks that are not worth a trial, and why: those that are expected to save less than one in so many `trials` of what the
+    network is expected to take in the end. ``gains`` are seconds of the network, by task; the network takes `network_s` now.
+
+    What a trial brings on the average would be no measure: the first ones bring nearly all.
+    """
+    tuned_s = network_s - sum(gains.values())
     return {
-        task: f"{LEFT_ALONE}: it may bring {gain / total:.1%} of what there is to gain"
+        task: f"{LEFT_ALONE}: it may bring {gain / tuned_s:.2%} of the tuned network"
         for task, gain in gains.items()
-        if gain < total / trials
+        if gain < tuned_s / trials
     }
 
 

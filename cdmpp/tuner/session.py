@@ -201,14 +201,15 @@ class TuningSession:
         return found, [c.measure for c in found]
 
     def _leave_alone(self) -> None:
-        """Do not begin tasks that can bring the network less than a trial does on the average."""
+        """Do not begin tasks that are not worth a trial."""
         states, gains = self._progress.states, dict[int, float]()
         if self._config.cost_model != "cdmpp" or len(states) < 2:
             return
         for task, state in enumerate(states):
             if state.untuned_s is not None and not state.measured and not state.finished:
                 gains[task] = state.weight * state.untuned_s * self._expected_gain(task, state.untuned_s)
-        for task, why in leave_alone(gains, self._progress.trials_left).items():
+        network_s = sum(state.weight * (state.latency_s or 0.0) for state in states)
+        for task, why in leave_alone(gains, network_s, self._progress.trials_left).items():
             self._progress.give_up(task, why)
 
     def _expected_gain(self, task: int, untuned_s: float) -> float:
