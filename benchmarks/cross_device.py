@@ -37,7 +37,6 @@ from typing import Any
 import numpy as np
 from common import Figure, Results, Row, arguments, bootstrap, figure, provenance, start
 from sampled import SampledView, sample_evenly
-from search_cost import nearest_device
 from traces import FAMILIES, compare_networks, compare_nodes, network_row, node_rows, operator_errors
 
 from cdmpp.dataset import DatasetView, load_datasets
@@ -50,6 +49,7 @@ from cdmpp.predictor.data import subset
 from cdmpp.predictor.predictor import load_predictor
 from cdmpp.program.ast import FEATURE_SET
 from cdmpp.program.graph import NetworkGraph, load_graphs
+from cdmpp.tuner.kept import nearest_device
 
 FILES = ("neusight_ops.parquet", "neusight_traces.parquet", "neusight_e2e.csv")
 

@@ -36,14 +36,7 @@ from cross_device import imported, show_progress, trained_once
 from numpy.typing import NDArray
 from sampled import sample_evenly
 from scipy.stats import spearmanr
-from search_cost import (
-    measurements_by_chance,
-    measurements_in_order,
-    nearest_device,
-    nearly_best,
-    order_of_others,
-    regret_in_order,
-)
+from search_cost import measurements_by_chance, measurements_in_order, nearly_best, order_of_others, regret_in_order
 
 from cdmpp.dataset import DatasetView, load_datasets
 from cdmpp.dataset.importers import import_benchmark_hub
@@ -52,6 +45,7 @@ from cdmpp.device import device_features, get_device
 from cdmpp.predictor import Config, Predictor, TrainingData, gather, load_config
 from cdmpp.predictor.data import collect_asts, subset
 from cdmpp.program.ast import CompactAST
+from cdmpp.tuner.kept import nearest_device
 from cdmpp.tuner.learning import Encoded, OnlineModel, PredictorPrior
 
 METHODS = ("cdmpp", "cdmpp_measured", "cdmpp_online", "nearest", "others", "random_expected", "random_median")

@@ -38,10 +38,14 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n")
 
 
+def cache_folder() -> Path:
+    """The user's cache of what cdmpp computed."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cdmpp"
+
+
 def cache_file(folder: Path, name: str) -> Path:
     """Where a file that is computed from a folder's content is kept: reading a folder does not change it."""
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return caches / "cdmpp" / hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16] / name
+    return cache_folder() / hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16] / name
 
 
 def _sync(path: Path) -> None:
