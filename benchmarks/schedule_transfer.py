@@ -27,7 +27,6 @@ import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -185,19 +184,7 @@ def figures(rows: Sequence[Row]) -> list[Figure]:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    add = parser.add_argument
-    add("--data", type=Path, default=Path("../shared/data/benchmark_hub.parquet"), metavar="FILE")
-    add("--work", type=Path, default=Path("runs/schedule-transfer"), metavar="DIR")
-    add("--only-gpu", nargs="+", default=[], metavar="D", help="leave these out alone")
-    add("--config", default="configs/cpu.yaml", help="of our predictor")
-    add("--epochs", type=int, default=12, metavar="N", help="in place of the configuration's")
-    add("--records", type=int, default=6000, metavar="N", help="of all GPUs together")
-    add("--candidates", type=int, metavar="N", help="of a kernel, the same on all GPUs (default: all)")
-    add("--batch", type=int, default=16, metavar="N", help="measurements before learning")
-    add("--online", type=int, default=256, metavar="N", help="learn from so many; 0: never")
-    add("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(__doc__, __file__).parse_args()
     if not args.data.is_file():
         print(f"skipped: there is no {args.data}", file=sys.stderr)
         return

@@ -13,11 +13,11 @@ import platform
 import re
 import subprocess
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from cdmpp.device.spec import Device
+from cdmpp.files import shipped_table
 
 _LOG = logging.getLogger(__name__)
 
@@ -37,22 +37,15 @@ _BRANDS = (
 )  # fmt: skip
 
 
-@cache
-def _cores() -> dict[str, dict[str, Any]]:
-    """What is known of cores, by microarchitecture (``cpus.yaml``)."""
-    import yaml  # not at hand where a bundle is measured
-
-    rows: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("cpus.yaml").read_text(encoding="utf-8"))
-    return rows
-
-
 def _core(arch: str) -> dict[str, Any]:
-    return _cores().get(arch, {})
+    """What is known of a core (``cpus.yaml``)."""
+    return shipped_table("device/cpus.yaml").get(arch, {})
 
 
 def _core_of(key: str, value: Any) -> str:
     """The microarchitecture that has this value, or this among others; "" if none has."""
-    return next((name for name, core in _cores().items() if value == core.get(key) or value in core.get(key, ())), "")
+    cores = shipped_table("device/cpus.yaml").items()
+    return next((name for name, core in cores if value == core.get(key) or value in core.get(key, ())), "")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 from cdmpp.device.detect import ROOT_VARIABLE, detect_cpu, detect_gpu_names
 from cdmpp.device.spec import ASSUMED_SIMD_PIPES, ISAS, Device
 from cdmpp.errors import UnknownDeviceError, reason
-from cdmpp.files import write_text
+from cdmpp.files import read_yaml, shipped_table, write_text
 
 #: Environment variable: YAML files of devices, separated by ``:``.
 DEVICES_VARIABLE = "CDMPP_DEVICES"
@@ -143,24 +143,10 @@ _BALANCE = (0.7, 1500.0)
 _PEAK_RATIO = (0.05, 20.0)
 
 
-def _yaml(path: Path) -> Any:
-    import yaml
-
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C one is ten times as fast
-    return yaml.load(path.read_text(encoding="utf-8"), loader)
-
-
-@functools.cache
-def _fields() -> Mapping[str, Any]:
-    """Fields of a row and their values (``fields.yaml``)."""
-    fields: dict[str, Any] = _yaml(Path(__file__).with_name("fields.yaml"))
-    return fields
-
-
 @functools.cache
 def row_fields() -> tuple[str, ...]:
     """Fields that a row of a file may have."""
-    own = _fields()
+    own = shipped_table("device/fields.yaml")
     return "name", "kind", "aliases", *own["texts"], *own["flags"], *own["numbers"], "peak_gflops", "measured"
 
 
@@ -173,7 +159,7 @@ def read_device_file(path: str | Path) -> list[Device]:
     import yaml
 
     try:
-        content = _yaml(Path(path))
+        content = read_yaml(Path(path))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UnknownDeviceError(f"cannot read devices from {path}: {reason(error)}") from error
     items = [content] if isinstance(content, dict) else content
@@ -214,9 +200,10 @@ def _value(who: str, name: str, value: Any, kind: str) -> Any:
         return tuple(str(alias) for alias in value or ())
     if name in ("peak_gflops", "measured"):
         return _rates(who, name, value)
-    number = _fields()["numbers"].get(name)
+    own = shipped_table("device/fields.yaml")
+    number = own["numbers"].get(name)
     if number is None:
-        expected, text = (bool, "true or false") if name in _fields()["flags"] else (str, "text")
+        expected, text = (bool, "true or false") if name in own["flags"] else (str, "text")
         if not isinstance(value, expected) and name != "name":  # a name may look like a number
             raise UnknownDeviceError(f"{who}: {name} is {value!r}, expected {text}")
         return str(value) if name == "name" else value
@@ -239,9 +226,10 @@ def _is_number(value: Any) -> bool:
 def _rates(who: str, name: str, values: Any) -> dict[str, float]:
     if not isinstance(values, Mapping):
         raise UnknownDeviceError(f"{who}: {name} is {values!r}, expected names and numbers")
+    peaks = shipped_table("device/fields.yaml")["peaks"]
     for key, value in values.items():
-        if name == "peak_gflops" and key not in _fields()["peaks"]:
-            raise UnknownDeviceError(f"{who}: {name}.{key} is no data type; there are {', '.join(_fields()['peaks'])}")
+        if name == "peak_gflops" and key not in peaks:
+            raise UnknownDeviceError(f"{who}: {name}.{key} is no data type; there are {', '.join(peaks)}")
         if not _is_number(value) or value <= 0:
             raise UnknownDeviceError(f"{who}: {name}.{key} is {value!r}, expected a number above 0")
     return {str(key): float(value) for key, value in values.items()}

@@ -19,6 +19,7 @@ from cdmpp.endtoend.replay import Replay, replay
 from cdmpp.endtoend.report import INDEPENDENT, INTERVAL, LatencyReport, LayerLatency
 from cdmpp.endtoend.tasks import UNTUNED, TaskLatency, candidates, predict_tasks
 from cdmpp.errors import NetworkError, PriceError, UnknownDeviceError, reason
+from cdmpp.files import read_yaml
 from cdmpp.predictor.predictor import COVERAGE, prediction_note
 
 if TYPE_CHECKING:
@@ -72,35 +73,20 @@ def predict_latency(
     seed: int = 0,
     data: str | Path | None = None,
 ) -> LatencyReport:
-    """Predict what a network takes on a device.
+    """Predict what a network takes on a device: every task's program is predicted, and the kernels are replayed over the
+    network's graph (:mod:`cdmpp.endtoend.replay`).
 
-    Every task's program is predicted, and the kernels are replayed over the network's graph
-    (:mod:`cdmpp.endtoend.replay`): on one stream in the order of the graph, or on several.
+    ``network`` is a zoo name, an ``.onnx`` or ``.pt2`` file, a Network, the graph file of an imported trace, or
+    :class:`~cdmpp.endtoend.graph.NetworkTasks`; ``data`` the dataset with the tasks of a graph file, where it does not lie in
+    its folder. ``predictor`` is one, its folder, or ``"default"``. ``runtime`` is what runs it: ``"torch"``, eagerly
+    (:mod:`cdmpp.endtoend.eager`; on a GPU the kernels of its libraries), or ``"tvm"``; None is TVM where the tasks or a
+    schedule are given, else PyTorch. ``schedule`` is what a task's program is: ``"untuned"`` (as it is), ``"best"`` (the best
+    predicted of ``programs_per_task`` random programs of its design space), or the folder of a MetaSchedule JSON database.
 
-    Parameters
-    ----------
-    network
-        A zoo name, an ``.onnx`` or ``.pt2`` file, a Network, the graph file of an imported trace, or
-        :class:`~cdmpp.endtoend.graph.NetworkTasks`.
-    predictor
-        A predictor, its folder, or ``"default"``.
-    runtime
-        What runs it: ``"torch"``, eagerly (:mod:`cdmpp.endtoend.eager`; on a GPU the kernels of its libraries), or ``"tvm"``.
-        None: TVM where the tasks or a schedule are given, else PyTorch.
-    schedule
-        What a task's program is: ``"untuned"`` (as it is), ``"best"`` (the best predicted of `programs_per_task` random
-        programs of its design space), or the folder of a MetaSchedule JSON database.
-    streams
-        Kernels that may run at the same time, where the graph allows (GPU).
-    launch_overhead_us
-        Microseconds between two launches. None: of a GPU what its specification says, 0 where it says nothing; of a
-        CPU 0, whose labels hold the call.
-    coverage
-        Of the intervals, above 0 and below 1.
-    seed
-        Of random programs, and of the draws of the independent interval.
-    data
-        Dataset with the tasks of a graph file, where it does not lie in its folder.
+    ``streams`` are kernels that may run at the same time, where the graph allows (GPU); with one they run in the order of the
+    graph. ``launch_overhead_us`` are microseconds between two launches; None is of a GPU what its specification says, 0 where
+    it says nothing, of a CPU 0, whose labels hold the call. ``coverage`` is that of the intervals, above 0 and below 1;
+    ``seed`` is of random programs, and of the draws of the independent interval.
 
     CdmppError: UnknownDeviceError, NetworkError, DatasetError, TunerError, ProgramError; or PredictorError, for what is
     no latency too.
@@ -229,7 +215,7 @@ def read_prices(path: str | Path) -> dict[str, float]:
 
     path = Path(path)
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_yaml(path)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as err:
         raise PriceError(f"cannot read prices from {path}: {reason(err)}") from err
     if not isinstance(content, dict) or not content:

@@ -37,21 +37,12 @@ def evaluate(
 ) -> dict[str, Any]:
     """Score a predictor; the result is the content of ``cdmpp evaluate --json``.
 
-    Parameters
-    ----------
-    split
-        A split of ``data``, a specification, ``"all"`` for every record, or None for the split the predictor
-        was trained with. A specification that is only a kind (``"by_network"``) also means the split of
-        training where that was of the kind: another one would test on training records.
-    by
-        Groupings: device, network, task, family, origin.
-    part
-        Part of the split to score: train, valid or test.
-    compiled
-        Use the instruction counts of the programs that have some (``cdmpp codegen``); the others are predicted without.
-    measured
-        Use what the same programs took on the other devices of the data, scored records included; programs measured
-        nowhere else are predicted without. Not together with ``compiled``.
+    ``split`` is a split of ``data``, a specification, ``"all"`` for every record, or None for the split that the predictor was
+    trained with. A specification that is only a kind (``"by_network"``) also means the split of training where that was of the
+    kind: another one would test on training records. ``part`` of it is scored: train, valid or test. ``by`` are groupings:
+    device, network, task, family, origin. ``compiled`` uses the instruction counts of the programs that have some
+    (``cdmpp codegen``); the others are predicted without. ``measured`` uses what the same programs took on the other
+    devices of the data, scored records included; programs measured nowhere else are predicted without. Not both.
 
     Returns ``{"overall": {...}, "groups": {grouping: {group: {...}}}, "split": str, "part": str, "seed": int,
     "n_trained_tasks": int, "n_compiled": int, "n_measured": int}``, metrics as of :mod:`cdmpp.predictor.metrics`; the

@@ -12,7 +12,6 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ import yaml
 from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError
-from cdmpp.files import write_text
+from cdmpp.files import shipped_table, write_text
 from cdmpp.predictor.config import Config, config_from_dict, dump_config
 from cdmpp.predictor.data import TrainingData, split_data
 from cdmpp.predictor.evidence import Evidence
@@ -54,13 +53,6 @@ _UNPRUNED_EPOCHS = 0.2
 TrialCallback = Callable[[dict[str, Any]], None]
 
 
-@cache
-def _spaces() -> dict[str, dict[str, Any]]:
-    """``search.yaml``: model -> dotted option -> its choices, or the range of its values."""
-    spaces: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    return spaces
-
-
 def search_space(model: str) -> dict[str, BaseDistribution]:
     """Dotted option -> distribution: keys of the configuration for ``ours``, else arguments of
     :func:`cdmpp.predictor.baselines.make_model`. PredictorError for a model that is not one of :data:`SEARCHED_MODELS`, and
@@ -77,7 +69,7 @@ def search_space(model: str) -> dict[str, BaseDistribution]:
             return CategoricalDistribution(of)
         return IntDistribution(**of) if isinstance(of["low"], int) else FloatDistribution(**of)
 
-    return {name: distribution(of) for name, of in _spaces()[model].items()}
+    return {name: distribution(of) for name, of in shipped_table("predictor/search.yaml")[model].items()}
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,7 @@ from cdmpp.program.tvm_env import import_tvm
 _TEXTS = dict(
     re.findall(r"^# --- (\w+)\n((?:[^#\n].*\n)+)", Path(__file__).with_suffix(".tvmscript").read_text(), re.MULTILINE)
 )
-MATMUL, CONV, CHAIN, GATE, PREDICATED, CUDA, GATHER, COLUMNS = (
-    _TEXTS[name] for name in ("MATMUL", "CONV", "CHAIN", "GATE", "PREDICATED", "CUDA", "GATHER", "COLUMNS")
-)
+MATMUL, CONV, CHAIN, GATE, PREDICATED, CUDA, GATHER, COLUMNS, WITHOUT_BLOCKS, INTEGERS = _TEXTS.values()
 
 
 @lru_cache(maxsize=64)

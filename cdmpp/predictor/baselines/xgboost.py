@@ -124,16 +124,10 @@ _DEFAULT_PARAMS: dict[str, Any] = {
 class XGBoostModel(LatencyModel):
     """Gradient-boosted trees on one vector a program plus the device's features; the target is log seconds.
 
-    Parameters
-    ----------
-    features
-        ``"perstore"``: sum, maximum and number of PerStoreFeature rows (TVM's features). ``"ast"``: sum,
-        maximum and number of the compact AST's leaves, after a signed logarithm, to compare features with one
-        model. ``"ast-codegen"``: these and what ours is given of the compiled program, which needs a compilation.
-    params
-        XGBoost parameters on top of the defaults.
-    rounds, patience
-        Most boosting rounds, and rounds without a better validation error before it stops.
+    ``features``: ``"perstore"`` are sum, maximum and number of PerStoreFeature rows (TVM's features); ``"ast"`` those of the
+    compact AST's leaves, after a signed logarithm, to compare features with one model; ``"ast-codegen"`` these and what ours
+    is given of the compiled program, which needs a compilation. ``params`` are XGBoost's on top of the defaults, ``rounds``
+    most boosting rounds, and ``patience`` rounds without a better validation error before it stops.
     """
 
     def __init__(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import NetworkError
+from cdmpp.files import shipped_table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -89,10 +90,7 @@ def _entry(name: str, row: Mapping[str, Any]) -> ZooEntry:
 @cache
 def zoo_networks() -> Mapping[str, ZooEntry]:
     """All networks by name (``networks.yaml``), in the order of their families. Imports neither torch nor TVM."""
-    import yaml
-
-    rows = yaml.safe_load(Path(__file__).with_name("networks.yaml").read_text(encoding="utf-8"))
-    return {name: _entry(name, row) for name, row in rows.items()}
+    return {name: _entry(name, row) for name, row in shipped_table("program/zoo/networks.yaml").items()}
 
 
 def zoo_entry(name: str) -> ZooEntry:
