@@ -97,6 +97,7 @@ def evaluate_rows(
         predicted_s[shown],
         table["task"].tolist(),
         table["device"].tolist(),
+        difficulty=predictor.difficulty(*predictor.pairs_of_rows(data, rows), evidence)[shown],
     )
     for key, used in counted.items():
         if used is None:

@@ -288,6 +288,12 @@ class Evidence:
         found = rows_elsewhere(data, rows, hidden)
         return cls(elsewhere=[(device, np.where(there >= 0, latency_s[there], np.nan)) for device, there in found])
 
+    def take(self, programs: Sequence[int]) -> Evidence:
+        """Of the programs with these numbers."""
+        if self.elsewhere is not None:
+            return Evidence(elsewhere=[(device, seconds[list(programs)]) for device, seconds in self.elsewhere])
+        return Evidence(code=None if self.code is None else self.code[list(programs)])
+
     def known(self, n: int) -> NDArray[np.bool_]:
         """For which of the n programs there is any, bool (n,)."""
         if self.code is not None:

@@ -29,7 +29,7 @@ from cdmpp.predictor.data import TrainingData, gather, split_data
 from cdmpp.predictor.encoding import FeatureEncoder
 from cdmpp.predictor.evidence import NO_EVIDENCE, DeviceScaling, Evidence, fit_scaling
 from cdmpp.predictor.network import LatencyNetwork
-from cdmpp.predictor.pair_features import CODE_FEATURES, GENERAL_PAIRS, PAIR_FEATURES
+from cdmpp.predictor.pair_features import CODE_FEATURES, GENERAL_PAIRS, LOOP_CODE_FEATURES, PAIR_FEATURES
 from cdmpp.predictor.predictor import Predictor
 from cdmpp.predictor.processes import Processes, torchrun_processes
 from cdmpp.predictor.trainer import ProgressCallback, Trainer
@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINT_FILE = "checkpoint.safetensors"
 HISTORY_FILE = "history.jsonl"
+#: With fewer validation tasks nothing tells which predictions are farther off than others.
+_TASKS_FOR_DIFFICULTY = 100
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,9 @@ def prepare(
     if config.model.pairs:
         parts["pair"] = (data.pair_features[split.train], PAIR_FEATURES)
     if config.model.compiled and data.counted(split.train).any():
-        parts["code"] = (data.code_features[0][split.train], CODE_FEATURES)
+        code = data.code_features
+        parts["code"] = (code.program[split.train], CODE_FEATURES)
+        parts["loop"] = (code.loops[split.train].reshape(-1, len(LOOP_CODE_FEATURES)), LOOP_CODE_FEATURES)
     elif config.model.compiled:
         logger.warning(
             "the training programs have no instruction counts, so the network cannot learn from any: cdmpp codegen DIR "
@@ -236,12 +240,16 @@ def calibrated(
         if not chosen.any():
             return None
         table = data.labels.iloc[rows[chosen]]
+        inputs = None
+        if table["task"].nunique() >= _TASKS_FOR_DIFFICULTY:
+            inputs = predictor.difficulty_inputs(*predictor.pairs_of_rows(data, rows), evidence)[chosen]
         return Calibration.fit(
             table["latency_s"],
             predictor.predict_rows(data, rows, evidence)[chosen],
             table["task"],
             table["device"],
             "record" if split.kind == "within_task" else "task",
+            inputs,
         )
 
     code = Evidence.of_rows(data, rows, compiled=True)
