@@ -117,18 +117,9 @@ def figures(rows: list[Row]) -> list[Figure]:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    add = parser.add_argument
-    models = MODEL_NAMES + COMPILED_NAMES
-    add("--data", nargs="+", default=["data"], metavar="DIR")
-    add("--config", default="configs/cpu.yaml", help="the base")
-    add("--devices", nargs="+", metavar="D", help="records of these alone (default: all)")
-    add("--split", default=SPLIT, help="without the seed")
-    add("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    add("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
-    add("--less", nargs="+", default=[], choices=KINDS, help="no variants: parts of the training records")
-    add("--fractions", nargs="+", type=float, default=[0.25, 0.5, 1.0], help="of --less")
-    add("--models", nargs="+", default=["ours", "xgboost-ast-codegen"], choices=models, help="of --less")
+    models, variants = MODEL_NAMES + COMPILED_NAMES, list(VARIANTS)
+    more = {"split": {"default": SPLIT}, "variants": {"default": variants, "choices": variants}}
+    parser = arguments(__doc__, __file__, less={"choices": KINDS}, models={"choices": models}, **more)
     args = parser.parse_args()
     if not all(0 < fraction <= 1 for fraction in args.fractions):
         parser.error("fractions are above 0 and at most 1")

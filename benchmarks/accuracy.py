@@ -233,21 +233,8 @@ def figures(rows: list[Row]) -> list[Figure]:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    add = parser.add_argument
-    add("--data", nargs="+", default=["data"], metavar="DIR")
-    add("--config", default="configs/cpu.yaml", help="of our predictor")
-    add("--found", nargs="+", type=Path, default=[], metavar="FILE", help="best.yaml of baselines' searches")
-    add("--network-seconds", type=float, metavar="S", help="most that a baseline's network trains")
-    add("--splits", nargs="+", default=list(SPLITS), choices=SPLITS)
-    add("--models", nargs="+", default=list(MODEL_NAMES), choices=MODEL_NAMES + COMPILED_NAMES)
-    add("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    add("--tasks", nargs="+", type=int, default=[5, 10, 20], help="K of few_shot")
-    add("--few-shot-seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
-    add("--heldout", help="networks of by_network, joined by '+' (default: drawn by the seed)")
-    add("--valid", help="validation networks of by_network with --heldout (default: drawn by the seed)")
-    add("--keep-alike", action="store_true", help="train on other devices of the microarchitecture that is held out")
-    add("--devices", nargs="+", metavar="D", help="held out by by_device and few_shot (default: each)")
+    models = {"default": list(MODEL_NAMES), "choices": MODEL_NAMES + COMPILED_NAMES}
+    parser = arguments(__doc__, __file__, splits={"default": list(SPLITS), "choices": SPLITS}, models=models)
     args = parser.parse_args()
 
     config = load_config(args.config)

@@ -27,7 +27,7 @@ import numpy as np
 import pandas as pd
 
 from cdmpp.errors import CdmppError
-from cdmpp.files import write_text
+from cdmpp.files import read_yaml, write_text
 from cdmpp.predictor.metrics import evaluate_predictions, ordered_pairs
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -47,13 +47,19 @@ PERCENT = {
     "mape", "median_ape", "within_20pct", "top1_regret", "top1_regret_of_32", "top5_regret", "noise_floor_mape",
     "end to end", "NeuSight end to end", "APE", "NeuSight's APE", "dropped", "equal", "reached", "against all runs",
     "rounds differ by", "worst tenth", "largest APE", "in interval", "right", "stated", "ours, on the same",
+    "median regret", "mean regret", "fastest or within 5 %",
 }  # fmt: skip
 
 
-def arguments(doc: str | None) -> argparse.ArgumentParser:
-    """A parser that says the first paragraph of a benchmark's text and knows ``--json``."""
+def arguments(doc: str | None, file: str | None = None, **more: Mapping[str, Any]) -> argparse.ArgumentParser:
+    """A parser that says the first paragraph of a benchmark's text and knows ``--json``, and the options of its ``file`` in
+    ``options.yaml`` with ``more`` of some."""
     parser = argparse.ArgumentParser(description=(doc or "").split("\n\n")[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="results, with what they depend on")
+    options = read_yaml(Path(__file__).with_name("options.yaml"))[Path(file).stem] if file else {}
+    for name, option in options.items():
+        kind = {"type": {"int": int, "float": float, "Path": Path}[option["type"]]} if "type" in option else {}
+        parser.add_argument(f"--{name}", **{**option, **kind, **more.get(name, {})})
     return parser
 
 

@@ -141,13 +141,7 @@ def against_mca(
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--data", type=Path, default=REPOSITORY / "data")
-    parser.add_argument("--ghz", nargs="*", default=[], metavar="DEVICE=GHZ", help="clocks that were measured")
-    parser.add_argument("--loops", type=int, default=0, help="loops to give to llvm-mca")
-    parser.add_argument("--device", default="epyc-zen4-2.6ghz@1", help="whose code, and which core")
-    parser.add_argument("--llvm-mca", default="llvm-mca-22", metavar="PROGRAM")
-    args = parser.parse_args()
+    args = arguments(__doc__, __file__, data={"default": REPOSITORY / "data"}).parse_args()
     ghz = {name: float(value) for name, _, value in (text.rpartition("=") for text in args.ghz)}
     view = load_datasets(args.data)
     counts: Counts = {}

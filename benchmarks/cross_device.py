@@ -37,7 +37,6 @@ from typing import Any
 import numpy as np
 from common import Figure, Results, Row, arguments, bootstrap, figure, provenance, start
 from sampled import SampledView, sample_evenly
-from search_cost import nearest_device
 from traces import FAMILIES, compare_networks, compare_nodes, network_row, node_rows, operator_errors
 
 from cdmpp.dataset import DatasetView, load_datasets
@@ -50,6 +49,7 @@ from cdmpp.predictor.data import subset
 from cdmpp.predictor.predictor import load_predictor
 from cdmpp.program.ast import FEATURE_SET
 from cdmpp.program.graph import NetworkGraph, load_graphs
+from cdmpp.tuner.kept import nearest_device
 
 FILES = ("neusight_ops.parquet", "neusight_traces.parquet", "neusight_e2e.csv")
 
@@ -253,21 +253,7 @@ def node_figures(rows: Sequence[Row]) -> list[Figure]:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    add = parser.add_argument
-    add("--data", type=Path, default=Path("../shared/data"), metavar="DIR")
-    add("--work", type=Path, default=Path("runs/cross-device"), metavar="DIR", help="imported and trained")
-    add("--unseen", type=Path, nargs="+", default=[], metavar="FILE", help="of devices never trained on")
-    add("--only-device", nargs="+", default=[], metavar="D", help="of these (default: all with operators)")
-    add("--config", default="configs/cpu.yaml", help="of our predictor")
-    add("--records", type=int, default=28000, metavar="N", help="spread over operators and devices")
-    add("--limit", type=int, metavar="N", help="import so many rows of operators: does it run?")
-    add("--predictor", metavar="DIR", help="given weights, or default: nothing is trained")
-    add("--few-shot", type=int, nargs="*", default=[5, 20, 100], metavar="K", help="none: zero-shot alone")
-    add("--select", nargs="+", default=["kmeans", "random"], choices=("kmeans", "random"))
-    add("--few-shot-seeds", type=int, nargs="+", default=[0])
-    add("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(__doc__, __file__).parse_args()
     missing = [name for name in FILES if not (args.data / name).is_file()]
     if missing:
         print(f"skipped: {args.data} has no {', '.join(missing)}", file=sys.stderr)

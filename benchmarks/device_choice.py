@@ -135,13 +135,8 @@ def figures(what: str, rows: list[Row]) -> list[Figure]:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    add = parser.add_argument
-    add("--predictor", default="default", metavar="DIR")
-    add("--data", nargs="+", default=["data"], metavar="DIR")
     default = Path(__file__).parent / "results/cross_device.json"
-    add("--networks", type=Path, default=default, metavar="FILE", help="result of benchmarks/cross_device.py")
-    args = parser.parse_args()
+    args = arguments(__doc__, __file__, networks={"default": default}).parse_args()
     predictor, data = load_predictor(args.predictor), gather(args.data)
     programs = program_choices(predictor, data)
     networks = network_choices(load_result(args.networks)["rows"])

@@ -116,10 +116,7 @@ def measured_s(run: Callable[[], Any]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--device", default="this-cpu@1")
-    parser.add_argument("--model", default="default", help="folder of an operator model")
-    args = parser.parse_args()
+    args = arguments(__doc__, __file__).parse_args()
     device, model = get_device(args.device), load_operator_model(args.model, "cpu")
     machine.pin(machine.core_groups(machine.usable_cores(), int(device.share), 1)[0])
     torch.set_num_threads(int(device.share))

@@ -187,16 +187,7 @@ def databases(texts: list[str]) -> dict[str, Path]:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    add = parser.add_argument
-    add("--networks", nargs="+", default=list(NETWORKS), metavar="NETWORK")
-    add("--device", default="this-cpu@1", metavar="D")
-    add("--predictor", default="default", metavar="DIR")
-    add("--database", nargs="+", default=[], metavar="NETWORK=DIR", help="what cdmpp tune wrote")
-    add("--rounds", type=int, default=3, metavar="N", help="of measuring all networks")
-    add("--out", type=Path, required=True, metavar="DIR", help="what was measured, to go on with")
-    add("--no-realtime", action="store_true", help="no real-time priority: for a machine that others use")
-    args = parser.parse_args()
+    args = arguments(__doc__, __file__, networks={"default": list(NETWORKS)}).parse_args()
 
     logging.basicConfig(level=logging.WARNING)
     device = device_of_this_machine(args.device)

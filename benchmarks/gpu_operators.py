@@ -11,6 +11,10 @@ trained on, and the fastest kernel of every operator on the family's devices is 
 - ``XGBoost``: on the same features, of the logarithm of latency over roofline.
 
 ``all`` weighs the devices of a kind alike. Intervals are over operators.
+
+How many measurements a new GPU takes: of each device left out 0 to 300 operators are chosen (by what tells most, by KMeans, at
+random), a correction is learned from them, and the device's other operators are scored, kinds weighing alike; ``one constant``
+is the median error of those chosen at random. Intervals are over devices.
 """
 
 from __future__ import annotations
@@ -26,12 +30,17 @@ from common import Figure, Results, Row, arguments, bootstrap, mean_figure, prov
 
 from cdmpp.dataset.operators import load_operators
 from cdmpp.device import Device, get_device
+from cdmpp.predictor.measurements import choose, fit_errors
 from cdmpp.predictor.mechanism import mechanism
-from cdmpp.predictor.operators import BEST, encode, families, kinds, train, training_table
+from cdmpp.predictor.operators import BEST, OperatorModel, encode, families, kinds, train, training_table
 from cdmpp.program.operators import SIZES
 
 MODELS = ("cdmpp", "mechanism alone", "roofline", "nearest device", "XGBoost")
 METRICS = ("median_ape", "mape")
+MEASURED = (10, 30, 100, 300)
+SELECTIONS = ("variance", "kmeans", "random", "one constant")
+#: Operators of a device that are chosen from and scored, at most.
+_POOL = 1500
 
 
 def roofline(table: pd.DataFrame, device: Device) -> np.ndarray:
@@ -106,6 +115,31 @@ def scores(table: pd.DataFrame, seed: int) -> Iterator[Row]:
             }  # fmt: skip
 
 
+def measurements(table: pd.DataFrame, model: OperatorModel, seed: int) -> Iterator[Row]:
+    """A row for each device left out, number of operators measured on it, and way to choose them: errors on the others."""
+    for name, part in table.groupby("device"):
+        part = part.sample(min(len(part), _POOL), random_state=seed)
+        traits = model.traits(part, get_device(str(name)))
+        errors = np.log(part["seconds"] / part["left_out_s"]).to_numpy()
+        for n in (0, *MEASURED):
+            for select in SELECTIONS if n else ("none",):
+                if 2 * n > len(part):
+                    continue
+                rest, shift = np.ones(len(part), dtype=bool), np.zeros(len(part))
+                if n:
+                    chosen = choose(*traits, n, "random" if select == "one constant" else select, seed)
+                    rest[chosen] = False
+                    if select == "one constant":
+                        shift += np.median(errors[chosen])
+                    else:
+                        fit = fit_errors(*(own[chosen] for own in traits), errors[chosen], seed)
+                        shift += 0.0 if fit.correction is None else fit.correction.logs(np.concatenate(traits, axis=1))
+                off = pd.Series(np.abs(np.expm1(shift - errors))[rest])
+                of_kind = off.groupby(kinds(part)[rest]).agg(["median", "mean"]).mean()
+                found = {"median_ape": of_kind["median"], "mape": of_kind["mean"], "n": int(rest.sum())}
+                yield {"device": name, "measured": n, "select": select, "seed": seed, **found}
+
+
 def figures(rows: list[Row]) -> list[Figure]:
     table = pd.DataFrame([row for group in rows for row in group["scores"]])
     found = []
@@ -114,6 +148,14 @@ def figures(rows: list[Row]) -> list[Figure]:
         found.append(mean_figure(f"{kind}, all devices, {model}", of_seed.to_dict("records"), METRICS))
     for (kind, dtype, device), part in table[table["model"] == "cdmpp"].groupby(["kind", "dtype", "device"]):
         found.append(mean_figure(f"{kind}, {dtype}, {device}", part.to_dict("records"), METRICS))
+    taught = pd.DataFrame([row for group in rows for row in group["measurements"]])
+    whole = taught.groupby("device")["measured"].transform("max") == max(MEASURED)  # the same devices for every number
+    for (n, select), part in taught[whole].groupby(["measured", "select"]):
+        of_seed = part.groupby("seed").agg({"median_ape": "mean", "mape": "mean", "n": "sum"}).reset_index()
+        of_device = part.groupby("device")[list(METRICS)].mean()
+        ends = {metric: bootstrap(of_device[metric], np.arange(len(of_device))) for metric in METRICS}
+        shown = mean_figure(f"{n} operators of a new device measured, {select}", of_seed.to_dict("records"), METRICS)
+        found.append({**shown, "interval": ends})
     return found
 
 
@@ -131,9 +173,10 @@ def main() -> None:
         if results.find(seed=seed):
             continue
         table = training_table(load_operators(args.data), args.rows, seed)
-        left = train(table, members=2, epochs=args.epochs, seed=seed)[1]
+        model, left = train(table, members=2, epochs=args.epochs, seed=seed)
         best = left[left["framework"] == BEST].reset_index(drop=True)
-        results.add({"seed": seed, "scores": list(scores(best, seed))})
+        found = {"scores": list(scores(best, seed)), "measurements": list(measurements(best, model, seed))}
+        results.add({"seed": seed, **found})
     results.finish()
 
 

@@ -64,14 +64,9 @@ def difference(name: str, a: dict[str, float], b: dict[str, float]) -> Figure:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    add = parser.add_argument
-    add("bundle")
-    add("--programs", type=int, default=240, help="evenly over the tasks")
-    add("--part", choices=PARTS, help="measure this part only, to stay within a time limit")
-    add("--builders", "--compilers", type=int, metavar="N", help="compiling processes")
-    add("--seed", type=int, default=0)
-    add("--out", required=True, type=Path, metavar="DIR", help="what is measured, to go on with")
+    parser = arguments(__doc__, __file__, part={"choices": PARTS})
+    parser.add_argument("bundle")
+    parser.add_argument("--builders", "--compilers", type=int, metavar="N", help="compiling processes")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     config = MeasureConfig(

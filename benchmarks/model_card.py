@@ -121,12 +121,7 @@ def figures(
 
 
 def main() -> None:
-    parser = common.arguments(__doc__)
-    add = parser.add_argument
-    add("--predictor", default="default", metavar="DIR")
-    add("--data", nargs="+", default=["data"], metavar="DIR")
-    add("--card", type=Path, metavar="FILE", help="the card as Markdown")
-    args = parser.parse_args()
+    args = common.arguments(__doc__, __file__).parse_args()
     predictor = load_predictor(args.predictor)
     data = gather(args.data)
     _, rows = rows_to_score(predictor, data, None)

@@ -104,9 +104,7 @@ def order(number: pd.Series, predicted: pd.Series, cores: pd.Series) -> float:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"), metavar="DIR")
-    args = parser.parse_args()
+    args = arguments(__doc__, __file__).parse_args()
     file = args.data / "ncnn_networks.parquet"
     logs, cpus = labels(file)
     number, networks = fitted(logs)

@@ -176,20 +176,9 @@ def compare_asts(jobs: Sequence[BuildJob], funcs: Sequence[Any], rounds: int) ->
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    add = parser.add_argument
-    add("--predictor", default="default", metavar="DIR")
-    add("--networks", nargs="+", default=list(NETWORKS), metavar="NETWORK")
-    add("--candidates", type=int, default=max(BATCH_SIZES), metavar="N")
-    add("--train-candidates", type=int, default=512, metavar="N", help="XGBModel learns from")
-    add("--batches", type=int, default=8, metavar="N", help="most batches of a size in a repeat")
-    add("--repeats", type=int, default=5)
-    add("--generate-seconds", type=float, default=600.0, metavar="S", help="time for making candidates")
-    add("--seed", type=int, default=0)
-    add("--rounds", type=int, default=5, help="of compact ASTs and PerStoreFeature")
-    add("--asts-only", action="store_true", help="no predictions")
-    add("--quick", action="store_true", help="does it run: 64 candidates of one network")
-    args = parser.parse_args()
+    args = arguments(
+        __doc__, __file__, networks={"default": list(NETWORKS)}, candidates={"default": max(BATCH_SIZES)}
+    ).parse_args()
     if args.quick:
         args.networks, args.candidates, args.train_candidates = ["mlp"], 64, 32
         args.batches, args.repeats, args.rounds, args.generate_seconds = 1, 1, 1, 60.0

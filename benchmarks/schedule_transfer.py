@@ -27,7 +27,6 @@ import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,14 +35,7 @@ from cross_device import imported, show_progress, trained_once
 from numpy.typing import NDArray
 from sampled import sample_evenly
 from scipy.stats import spearmanr
-from search_cost import (
-    measurements_by_chance,
-    measurements_in_order,
-    nearest_device,
-    nearly_best,
-    order_of_others,
-    regret_in_order,
-)
+from search_cost import measurements_by_chance, measurements_in_order, nearly_best, order_of_others, regret_in_order
 
 from cdmpp.dataset import DatasetView, load_datasets
 from cdmpp.dataset.importers import import_benchmark_hub
@@ -52,6 +44,7 @@ from cdmpp.device import device_features, get_device
 from cdmpp.predictor import Config, Predictor, TrainingData, gather, load_config
 from cdmpp.predictor.data import collect_asts, subset
 from cdmpp.program.ast import CompactAST
+from cdmpp.tuner.kept import nearest_device
 from cdmpp.tuner.learning import Encoded, OnlineModel, PredictorPrior
 
 METHODS = ("cdmpp", "cdmpp_measured", "cdmpp_online", "nearest", "others", "random_expected", "random_median")
@@ -191,19 +184,7 @@ def figures(rows: Sequence[Row]) -> list[Figure]:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    add = parser.add_argument
-    add("--data", type=Path, default=Path("../shared/data/benchmark_hub.parquet"), metavar="FILE")
-    add("--work", type=Path, default=Path("runs/schedule-transfer"), metavar="DIR")
-    add("--only-gpu", nargs="+", default=[], metavar="D", help="leave these out alone")
-    add("--config", default="configs/cpu.yaml", help="of our predictor")
-    add("--epochs", type=int, default=12, metavar="N", help="in place of the configuration's")
-    add("--records", type=int, default=6000, metavar="N", help="of all GPUs together")
-    add("--candidates", type=int, metavar="N", help="of a kernel, the same on all GPUs (default: all)")
-    add("--batch", type=int, default=16, metavar="N", help="measurements before learning")
-    add("--online", type=int, default=256, metavar="N", help="learn from so many; 0: never")
-    add("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(__doc__, __file__).parse_args()
     if not args.data.is_file():
         print(f"skipped: there is no {args.data}", file=sys.stderr)
         return

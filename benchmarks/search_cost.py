@@ -6,23 +6,19 @@ A candidate that fails costs its measurement too; its latency is infinite.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError
-from cdmpp.predictor.encoding import signed_log1p
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 #: Within this of the best counts as found.
 WITHIN = 0.05
-
-#: Device features that differ by less than this between all devices do not tell them apart.
-_CONSTANT_STD = 1e-6
 
 
 def nearly_best(latency_s: FloatArray, within: float = WITHIN) -> NDArray[np.bool_]:
@@ -71,19 +67,3 @@ def order_of_others(others_s: Sequence[FloatArray], seed: int = 0) -> IntArray:
     mean = pd.DataFrame(np.log(slowdowns)).mean().fillna(math.inf).to_numpy()
     chance = np.random.default_rng(seed).permutation(len(mean))
     return np.lexsort((chance, mean))
-
-
-def nearest_device(name: str, vectors: Mapping[str, FloatArray]) -> str:
-    """The device whose features (device name -> raw :func:`cdmpp.device.device_features`) are nearest to a device's.
-
-    Logarithms are compared, standardised over the devices; a feature that one of two devices lacks tells nothing of them.
-    """
-    others = sorted(set(vectors) - {name})
-    if not others or name not in vectors:
-        raise PredictorError(f"there is no device to compare {name} with")
-    table = pd.DataFrame({device: signed_log1p(vector) for device, vector in vectors.items()}).T
-    std = table.std(ddof=0)
-    varies = std > _CONSTANT_STD
-    gaps = ((table.loc[others] - table.loc[name]) / std).loc[:, varies]
-    distance = np.sqrt((gaps**2).mean(axis=1)).fillna(math.inf)
-    return min(others, key=lambda other: (distance[other], other))

@@ -29,7 +29,6 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import psutil
 from common import Figure, Results, Row, arguments, figure, in_turn, median_figure, provenance, report, start
@@ -125,21 +124,7 @@ def table(args: argparse.Namespace, tasks: Sequence[tuple[Task, float]], results
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    add = parser.add_argument
-    add("--network", default="mlp")
-    add("--device", default="this-cpu@1", help="with the share of a worker")
-    add("--predictor", default="default", metavar="DIR", help="'none' for an estimate")
-    add("--trials", type=int, default=224, metavar="N", help="of the network")
-    add("--batch", type=int, default=8, metavar="N", help="trials of a round")
-    add("--population", type=int, default=256, metavar="N", help="of the search")
-    add("--generations", type=int, default=3, metavar="N", help="of the search")
-    add("--repetitions", type=int, default=3, metavar="N", help="with a seed each")
-    add("--repeats", type=int, default=5, metavar="N", help="of the final measurements")
-    add("--out", type=Path, required=True, metavar="DIR", help="tunings, to go on with")
-    add("--table", action="store_true", help="tune at every share, run at every share")
-    add("--quick", action="store_true", help="does it run: few trials, one repetition")
-    args = parser.parse_args()
+    args = arguments(__doc__, __file__).parse_args()
     if args.quick:
         args.predictor, args.trials, args.batch, args.population = "none", 8, 4, 16
         args.generations, args.repetitions, args.repeats = 1, 1, 1

@@ -55,17 +55,7 @@ def reached(history: History) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    add = parser.add_argument
-    add("--data", nargs="+", default=["data"], metavar="DIR", help="dataset folders")
-    add("--config", metavar="FILE", help="of ours (default: the default configuration)")
-    add("--split", metavar="SPEC", help="in place of the configuration's")
-    add("--rounds", type=int, default=5)
-    add("--rate-records", type=int, default=3000, metavar="N", help="training records of a rate's epoch")
-    add("--budgets", type=float, nargs="*", default=[30.0, 120.0, 480.0], metavar="S", help="wall time")
-    add("--seed", type=int, default=0)
-    add("--quick", action="store_true", help="does it run: few records")
-    args = parser.parse_args()
+    args = arguments(__doc__, __file__).parse_args()
 
     config = load_config(args.config) if args.config else config_from_dict({})
     if args.quick:

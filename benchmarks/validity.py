@@ -216,14 +216,7 @@ def figures(rows: Sequence[common.Row]) -> list[common.Figure]:
 
 
 def main() -> None:
-    parser = common.arguments(__doc__)
-    add = parser.add_argument
-    add("--data", type=Path, required=True, metavar="FILE", help="benchmark_hub.parquet")
-    add("--out", type=Path, required=True, metavar="DIR", help="ASTs and finished runs, to go on with")
-    add("--seeds", type=int, default=100, metavar="N")
-    add("--cap", type=int, default=3000, metavar="N", help="measurements of a run")
-    add("--quick", action="store_true", help="does it run: two seeds")
-    args = parser.parse_args()
+    args = common.arguments(__doc__, __file__).parse_args()
     if args.quick:
         args.seeds = 2
     if not args.data.exists():

@@ -1,4 +1,4 @@
-"""What all packages share: files that are written whole or not at all, and seconds as text."""
+"""What all packages share: files that are written whole or not at all, tables, and seconds as text."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,7 @@ from typing import Any
 def replacing(path: Path) -> Iterator[Path]:
     """A draft beside ``path`` to write to; it takes the place of ``path`` at the end, durably, unless an error came before.
 
-    Raises
-    ------
-    OSError
-        The disk is full or the folder cannot be written; what was there stays.
+    OSError: the disk is full or the folder cannot be written; what was there stays.
     """
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -41,10 +39,14 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n")
 
 
+def cache_folder() -> Path:
+    """The user's cache of what cdmpp computed."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cdmpp"
+
+
 def cache_file(folder: Path, name: str) -> Path:
     """Where a file that is computed from a folder's content is kept: reading a folder does not change it."""
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return caches / "cdmpp" / hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16] / name
+    return cache_folder() / hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16] / name
 
 
 def _sync(path: Path) -> None:
@@ -61,3 +63,18 @@ def seconds_text(value_s: float) -> str:
         if value_s >= scale * (1 - 1e-9):
             return f"{value_s / scale:.3g} {unit}"
     return f"{value_s / 1e-9:.3g} ns"
+
+
+def read_yaml(path: Path) -> Any:
+    """What a YAML file holds (OSError, yaml.YAMLError, UnicodeDecodeError)."""
+    import yaml  # not at hand where a bundle is measured
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C one is ten times as fast
+    return yaml.load(path.read_text(encoding="utf-8"), loader)
+
+
+@cache
+def shipped_table(name: str) -> dict[str, Any]:
+    """A table of the package, such as ``device/cpus.yaml``; it is read once, and not to be changed."""
+    rows: dict[str, Any] = read_yaml(Path(__file__).parent / name)
+    return rows

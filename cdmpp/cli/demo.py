@@ -129,10 +129,7 @@ def run_demo(
 def _measure(errors: Console, network: Network, device: Device, out: Path, programs_per_task: int) -> TrainingData:
     """The network's tasks without a schedule and some programs of each: latencies, instructions, ASTs.
 
-    Raises
-    ------
-    CdmppError
-        A task does not run without a schedule.
+    CdmppError: a task does not run without a schedule.
     """
     folder, objects = out / "measured", str(out / "objects")
     config = ProfileConfig(programs_per_task=programs_per_task, workers=1, object_cache=objects)

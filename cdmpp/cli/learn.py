@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from cdmpp.cli.options import Namespace, Parser, Verbs, add
 from cdmpp.cli.render import Bar, number, percent, say, show_table
-from cdmpp.errors import CdmppError
+from cdmpp.errors import CdmppError, reason
 
 if TYPE_CHECKING:
     from cdmpp.predictor import Config
@@ -115,15 +117,16 @@ def _train(args: Namespace, console: Console, errors: Console) -> Any:
 def _train_operators(args: Namespace, console: Console, errors: Console) -> Any:
     """The model of library operators, and its errors on devices that were left out."""
     from cdmpp.dataset.operators import load_operators
-    from cdmpp.predictor.operators import left_out_errors, train, training_table
+    from cdmpp.predictor.operators import left_out_errors, train, training_table, with_what_was_measured
 
     if args.split or args.config:
         raise CdmppError("--split and --config are of programs: for operators each device is left out in turn")
     with errors.status("reading operators"):
-        table = training_table(load_operators(args.data))
+        table = load_operators(args.data)
+        learned = training_table(table)
     with Bar(errors, "trainings") as bar:
-        model, left = train(table, progress=bar.update)
-    model.save(args.out)
+        model, left = train(learned, progress=bar.update)
+    with_what_was_measured(model, table, learned).save(args.out)
     rows = left_out_errors(left)
     cells = [
         (
@@ -141,10 +144,15 @@ def _train_operators(args: Namespace, console: Console, errors: Console) -> Any:
 
 def _add_finetune(sub: Parser) -> None:
     add(sub, "predictor", default="default", help="where to start (default: the one that ships)")
-    add(sub, "data", required=True, help="records of D, and of other devices")
+    add(
+        sub,
+        "data",
+        help="records of D, and of other devices; or operators that cdmpp measure timed (none: list K of them)",
+    )
     add(sub, "device", required=True)
     add(sub, "tasks", metavar="K|FILE", help="how many tasks to choose, or which (default: all of D's)")
-    add(sub, "select", choices=("kmeans", "random"), default="kmeans", help="how K tasks are chosen")
+    chosen = "how K tasks are chosen (default: kmeans; of operators variance, what tells most)"
+    add(sub, "select", choices=("kmeans", "random", "variance"), help=chosen)
     add(sub, "seed", default=0, help="of the choice, and of training without --config")
     add(sub, "adapt", default=0.0, metavar="F", help="part of D's other programs seen without labels")
     add(sub, "config", help="its loss, train and data sections are used")
@@ -154,13 +162,18 @@ def _add_finetune(sub: Parser) -> None:
 def _finetune(args: Namespace, console: Console, errors: Console) -> Any:
     """Teach a predictor a new device by records of a few tasks; it chooses which.
 
-    cdmpp finetune --data data --device t4 --tasks 20 --out runs/t4         what to profile
-    cdmpp finetune --data data runs/t4-records --device t4 --out runs/t4    learn from it
+    cdmpp finetune --data data --device t4 --tasks 20 --out runs/t4    what to profile
+    cdmpp finetune --device h200 --tasks 30 --out h200.csv             operators to measure
     """
+    from cdmpp.dataset.operators import holds_operators
     from cdmpp.predictor import evaluate, finetune, load_config
     from cdmpp.predictor.predictor import load_predictor
     from cdmpp.profiler.session import read_task_file
 
+    if not args.data:
+        return _list_operators(args, console)
+    if all(map(holds_operators, args.data)):
+        return _teach_operators(args, console)
     tasks = args.tasks
     if tasks is not None:
         tasks = int(tasks) if tasks.isdigit() else read_task_file(tasks)
@@ -171,7 +184,7 @@ def _finetune(args: Namespace, console: Console, errors: Console) -> Any:
             args.device,
             args.out,
             tasks=tasks,
-            select=args.select,
+            select=args.select or "kmeans",
             seed=args.seed,
             adapt=args.adapt,
             config=load_config(args.config) if args.config else None,
@@ -202,6 +215,43 @@ def _finetune(args: Namespace, console: Console, errors: Console) -> Any:
     scores = evaluate(result.predictor, result.data, result.split)
     _show_overall(console, f"the other tasks on {args.device}", "", scores["overall"])
     return {**summary, **scores}
+
+
+def _list_operators(args: Namespace, console: Console) -> Any:
+    """Write which operators of libraries to measure on a GPU."""
+    from cdmpp.device import get_device
+    from cdmpp.files import write_text
+    from cdmpp.predictor.measurements import candidates, choose
+    from cdmpp.predictor.operators import kinds, load_operator_model
+
+    if not (args.tasks or "").isdigit() or not args.out.lower().endswith(".csv"):
+        raise CdmppError("without --data operators of libraries are listed: expected --tasks K and --out FILE.csv")
+    model, device = load_operator_model(args.predictor), get_device(args.device)
+    pool = candidates(model, device)
+    rows = pool.iloc[choose(*model.traits(pool, device), int(args.tasks), args.select or "variance", args.seed)]
+    try:
+        write_text(Path(args.out), rows.dropna(axis=1, how="all").to_csv(index=False))
+    except OSError as err:
+        raise CdmppError(f"cannot write {args.out}: {reason(err)}") from err
+    say(console, f"{args.out}: {len(rows)} of {len(pool)} operators; copy it to {device.name}, where PyTorch is, and\n"
+        f"cdmpp measure {args.out} --out DIR\ncdmpp finetune --data DIR --device {device.name} --out PREDICTOR")  # fmt: skip
+    return {"path": args.out, "operators": len(rows), "kinds": dict(Counter(map(str, kinds(rows))))}
+
+
+def _teach_operators(args: Namespace, console: Console) -> Any:
+    """Learn from operators that were measured on one device."""
+    from cdmpp.dataset.operators import load_operators
+    from cdmpp.device import get_device
+    from cdmpp.predictor.measurements import teach
+    from cdmpp.predictor.operators import load_operator_model
+
+    device = get_device(args.device)
+    model, fit = teach(load_operator_model(args.predictor, device.kind), load_operators(args.data), device)
+    model.save(args.out)
+    found = {"predictor": args.out, "operators": len(fit.left), "before": fit.before, "corrected": fit.error}
+    say(console, f"{args.out}: learned from {len(fit.left)} operators of {device.name}: MAPE of operators left out "
+        f"{percent(fit.before)} before, {percent(fit.error)} after")  # fmt: skip
+    return {**found, "learned": "nothing" if fit.correction is None else "correction"}
 
 
 def _add_evaluate(sub: Parser) -> None:

@@ -44,8 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parser(argv[0] if argv else None).parse_args(argv)
         level = logging.DEBUG if args.verbose else logging.WARNING
         logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
-        result = args.run(args, console(), console(err=True))
-        if args.json is not None:
+        helper = _helper_of_torchrun(argv)
+        result = args.run(args, console(quiet=helper), console(err=True, quiet=helper))
+        if args.json is not None and not helper:
             _write_json(args.json, result)
     except CdmppError as err:
         print(f"cdmpp: {err}", file=sys.stderr)
@@ -57,6 +58,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
         return 0
     return 0
+
+
+def _helper_of_torchrun(argv: Sequence[str]) -> bool:
+    """Whether another of torchrun's processes shows and writes the result; CdmppError where torchrun is of no use."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
+        return False
+    if argv[0] != "train":
+        raise CdmppError(f"torchrun is for cdmpp train: several processes would do the same {argv[0]}")
+    return os.environ["RANK"] != "0"
 
 
 def _write_json(path: str, result: Any) -> None:

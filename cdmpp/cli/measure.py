@@ -13,6 +13,7 @@ from cdmpp.errors import ProfilerError
 
 if TYPE_CHECKING:
     from cdmpp.profiler.gpu.measure import MeasureReport
+    from cdmpp.profiler.library import LibraryReport
 
 #: Options of ``cdmpp profile`` that a GPU has not.
 _OF_CPUS = ("tasks", "programs_of", "remeasure", "unscheduled", "object_cache")
@@ -79,6 +80,11 @@ def _profile_library(networks: list[str], args: Namespace, console: Console, err
 
     with Bar(errors, "measuring") as bar:
         report = profile_library(networks, args.device, args.out, resume=args.resume, progress=bar.update)
+    return _shown_labels(report, console)
+
+
+def _shown_labels(report: LibraryReport, console: Console) -> Any:
+    """Say how many operators were measured; the same as JSON values."""
     say(
         console,
         f"{report.path}: {report.labels} labels on {report.device}, {report.new} operators in {report.elapsed_s:.0f} s; "
@@ -154,8 +160,15 @@ def _bundle(args: Namespace, console: Console, errors: Console) -> Any:
 def _add_measure(sub: Parser) -> None:
     from cdmpp.profiler.gpu.measure import MeasureConfig
 
-    sub.add_argument("bundle", metavar="FILE", help="what cdmpp bundle wrote")
-    add(sub, "device", help="the bundle's device (default), or a share of it, such as h200@0.5")
+    what = (
+        "what cdmpp bundle wrote, or a .csv of operators (cdmpp finetune --tasks K without --data), which PyTorch runs"
+    )
+    sub.add_argument("bundle", metavar="FILE", help=what)
+    add(
+        sub,
+        "device",
+        help="the bundle's device (default), or a share of it, such as h200@0.5; of operators the GPU here",
+    )
     add(sub, "out", required=True, help="dataset folder")
     add(sub, "resume")
     add(sub, "cache", choices=("warm", "cold"), default="warm", help="level-2 cache before a sample")
@@ -163,13 +176,19 @@ def _add_measure(sub: Parser) -> None:
 
 
 def _measure(args: Namespace, console: Console, errors: Console) -> Any:
-    """Measure such a bundle on the GPU of this machine, which needs no TVM and no PyTorch.
+    """Measure such a bundle, or a list of operators, on the GPU of this machine; without TVM.
 
-    cdmpp measure h200.bundle --out runs/h200
     cdmpp measure h200.bundle --device h200@0.5 --out runs/half --budget 10m
+    cdmpp measure operators.csv --out runs/operators                of libraries, by PyTorch
     """
     from cdmpp.profiler.gpu.measure import MeasureConfig, measure
 
+    if args.bundle.lower().endswith(".csv"):
+        from cdmpp.profiler.operators import measure_operators
+
+        with Bar(errors, "measuring") as bar:
+            found = measure_operators(args.bundle, args.out, args.device, progress=bar.update)
+        return _shown_labels(found, console)
     with Bar(errors, "measuring") as bar:
         report = measure(
             args.bundle,

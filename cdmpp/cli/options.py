@@ -121,6 +121,7 @@ OPTIONS = {
         "DIR",
     ),
     "batch": Option("candidates of a round", "N"),
+    "search": Option("cdmpp's own, or metaschedule: TVM's evolutionary search"),
     "population": Option("programs of a generation of the evolutionary search", "N"),
     "generations": Option("generations of the evolutionary search", "N"),
     "shards": Option("tasks tuned at the same time, each on a share of its own; auto: as many as fit"),

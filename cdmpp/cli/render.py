@@ -22,11 +22,11 @@ _NAME = 40
 _EVERY_S = 30.0
 
 
-def console(*, err: bool = False) -> Console:
-    """Of standard output, or of standard error."""
+def console(*, err: bool = False, quiet: bool = False) -> Console:
+    """Of standard output, or of standard error; a quiet one shows nothing."""
     stream = sys.stderr if err else sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else _WIDTH
-    return Console(stderr=err, width=width, highlight=False)
+    return Console(stderr=err, width=width, highlight=False, quiet=quiet)
 
 
 def say(console: Console, text: str) -> None:
@@ -136,8 +136,9 @@ class Bar:
 
     def tuning(self, state: Any) -> None:
         """Take the progress of a tuning."""
-        latency = "-" if state.latency_s is None else seconds_text(state.latency_s)
-        gain = state.curve.gain()
-        expected = "" if gain is None else f", next minute {100 * gain:.2g} %"
-        text = f"{latency}{expected}, {state.costs.measurements} measured, {state.costs.dropped} dropped"
+        best, untuned = ("-" if s is None else seconds_text(s) for s in (state.latency_s, state.untuned_s))
+        gain, costs = state.curve.gain(), state.costs
+        expected = "" if gain is None else f", next minute -{100 * gain:.1f} %"
+        text = f"best {best}, untuned {untuned}, {costs.wall_s:.0f} s, {costs.measurements} measured, "
+        text += f"{costs.dropped} dropped{expected}"
         self.update(state.costs.trials, state.objective.trials, text)

@@ -28,7 +28,9 @@ def add_options(sub: Parser) -> None:
     add(group, "past", default=0, metavar="N", help="tokens that each sequence has before")
     add(group, "generate", default=0, metavar="N", help="a prefill, and so many tokens after it")
     add(group, "tp", default=1, metavar="N", help="devices that each layer is split over")
-    add(group, "explain", action="store_true", help="what bounds each operator")
+    explain = "what bounds each operator, the likely kernel, and the nearest operator that was measured"
+    add(group, "explain", action="store_true", help=explain)
+    add(group, "html", metavar="FILE", help="the same as a page with a picture")
 
 
 def run(args: Namespace, devices: Sequence[str], console: Console, errors: Console) -> Any:
@@ -51,6 +53,11 @@ def run(args: Namespace, devices: Sequence[str], console: Console, errors: Conso
         _show(console, report, args.explain)
     if len(reports) > 1:
         _compare(console, reports)
+    if args.html is not None:
+        from cdmpp.report import write_serving
+
+        write_serving(reports, args.html)
+        say(console, f"Written to {args.html}.")
     notes = dict.fromkeys(note for report in reports for note in report.notes)
     warn(console, *notes)
     ranked = sorted(reports, key=lambda report: report.latency_s)
@@ -61,25 +68,29 @@ def run(args: Namespace, devices: Sequence[str], console: Console, errors: Conso
 
 def _show(console: Console, report: ServingReport, explain: bool) -> None:
     """What the operators of each name take on one device."""
-    total: dict[tuple[str, str], tuple[float, float]] = {}
-    for row in report.operators:
-        key = (row["phase"], row["name"])
-        count, spent = total.get(key, (0.0, 0.0))
-        total[key] = count + row["count"], spent + row["count"] * row["latency_s"]
+    found = report.by_name()
     rows = [
-        [phase, name, f"{count:g}", seconds_text(spent / count if count else 0.0), seconds_text(spent),
-         percent(spent / report.latency_s if report.latency_s else 0.0)]
-        for (phase, name), (count, spent) in total.items()
+        [row["phase"], row["name"], f"{row['runs']:g}", seconds_text(row["together"] / max(row["runs"], 1e-9)),
+         seconds_text(row["together"]), percent(row["share"])]
+        for row in found
     ]  # fmt: skip
     title = f"{report.network} on {report.device}, {report.dtype}, kernels of {report.framework}"
     headings = ["<phase", "<operator", "runs", "each", "together", "part"]
     if explain:
         headings = [*headings[:2], "each", "part", "<bound by", "for", "cores", "learned"]
         rows = [[*cells[:2], cells[3], cells[5]] for cells in rows]
-        last = {(row["phase"], row["name"]): row for row in report.operators}
-        for cells, row in zip(rows, last.values(), strict=True):
+        for cells, row in zip(rows, found, strict=True):
             cells += (row["bound"], percent(row["part"]), percent(row["full"]), number(row["correction"], ".2f"))
     show_table(console, title, headings, rows)
+    if explain:
+        of_name = [
+            [row["name"], row["kernel"], row["nearest"] or "-", row["on"] or "-", number(row["far"], ".2f")]
+            for row in found
+        ]
+        kernels = any(row["kernel"] for row in found)
+        columns = ["<operator", *["<likely kernel"] * kernels, "<nearest measured", "<on", "far"]
+        shown = [cells if kernels else [cells[0], *cells[2:]] for cells in of_name]
+        show_table(console, "nearest operators measured, how far in standard deviations", columns, shown)
     say(
         console,
         f"[bold]{seconds_text(report.latency_s)}[/], 90 % interval {interval_text(report.low_s, report.high_s)}",

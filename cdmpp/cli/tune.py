@@ -10,7 +10,6 @@ from rich.console import Console
 from cdmpp.cli.options import NETWORK, Namespace, Parser, Verbs, add, add_settings, hide, settings
 from cdmpp.cli.render import Bar, say, show_table
 from cdmpp.errors import TunerError
-from cdmpp.files import seconds_text
 
 if TYPE_CHECKING:
     from cdmpp.tuner import TuneReport
@@ -27,7 +26,7 @@ def _add_tune(sub: Parser) -> None:
     add(sub, "out", required=True, help="database, measurements, report")
     add_settings(sub, Objective)
     add(sub, "resume")
-    learned_from = "datasets, tunings or databases to learn from"
+    learned_from = "datasets, tunings or databases to learn from; auto: what earlier tunings left in the cache"
     add(sub, "warm_start", nargs="+", default=[], metavar="DIR", help=learned_from)
     hide(sub, "--anchors", nargs="+", default=[])
     add(sub, "no_trim", action="store_true", help="measure every candidate")
@@ -101,20 +100,10 @@ def _tune_at(device: str, out: Path, args: Namespace, console: Console, errors: 
 
 def _show_tuning(console: Console, report: TuneReport) -> None:
     """A line a task, and what it all gave."""
-    from cdmpp.tuner.results import summary_lines
+    from cdmpp.tuner.results import COLUMNS, summary_lines, task_rows
 
-    rows = [
-        (
-            task.name,
-            f"{task.weight:g}",
-            *("-" if value_s is None else seconds_text(value_s) for value_s in (task.untuned_s, task.best_s)),
-            *(str(count) for count in (task.measured, task.failed, task.dropped)),
-            task.finished,
-        )
-        for task in report.tasks
-    ]
-    columns = ("<task", "runs", "untuned", "best", "measured", "failed", "dropped", "<ended")
-    show_table(console, f"{report.name} on {report.device}, cost model {report.cost_model}", columns, rows)
+    title = f"{report.name} on {report.device}, cost model {report.cost_model}"
+    show_table(console, title, COLUMNS, task_rows(report.tasks))
     for line in summary_lines(report):
         say(console, line)
 

@@ -30,16 +30,11 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from cdmpp.errors import DatasetError
-
 _LOG = logging.getLogger(__name__)
 
 LABEL_COLUMNS: tuple[str, ...] = (
     "program", "task", "device", "latency_s", "noise", "origin", "n_records", "error_floor",
 )  # fmt: skip
-
-#: How the ok records of one program and device become one label.
-AGGREGATES: tuple[str, ...] = ("median", "mean", "min", "first", "last")
 
 #: A reference program slower by more than this, or halves that differ by more, speak of a disturbed record
 #: where the profiler did not watch the core itself (records without ``disturbed``).
@@ -52,22 +47,17 @@ MIN_REMEASURED = 20
 _PAIR = ["program", "device"]
 
 
-def label_table(records: pd.DataFrame, devices: Sequence[str] | None = None, aggregate: str = "median") -> pd.DataFrame:
-    """One label per (program, device), from its ok records.
+def label_table(records: pd.DataFrame, devices: Sequence[str] | None = None) -> pd.DataFrame:
+    """One label per (program, device): the median of its ok records.
 
     Where a program was measured several times on a device, records that were taken while something else used the core
     (:func:`disturbance`) count only if there are no others. Failures, NaN, infinite, zero and negative latencies and records
-    of unknown programs never get in (the latter are logged). ``aggregate`` is one of :data:`AGGREGATES` (DatasetError);
-    ``first`` and ``last`` are by time.
+    of unknown programs never get in (the latter are logged).
 
-    Returns
-    -------
-    Columns :data:`LABEL_COLUMNS`, sorted by task, program and device, index 0..n-1. ``latency_s`` is the label, ``noise`` the
-    median of the records' relative split-half difference (NaN if unknown), ``n_records`` the number of ok records behind
-    the label, ``error_floor`` that of :func:`error_floor`.
+    Returns columns :data:`LABEL_COLUMNS`, sorted by task, program and device, index 0..n-1. ``latency_s`` is the label,
+    ``noise`` the median of the records' relative split-half difference (NaN if unknown), ``n_records`` the number of ok
+    records behind the label, ``error_floor`` that of :func:`error_floor`.
     """
-    if aggregate not in AGGREGATES:
-        raise DatasetError(f"no aggregate {aggregate!r}; there are {', '.join(AGGREGATES)}")
     chosen = records if devices is None else records[records["device"].isin(list(devices))]
     ok = chosen[chosen["status"] == "ok"]
     latency_s = ok["latency_s"].to_numpy(dtype=np.float64)
@@ -77,7 +67,7 @@ def label_table(records: pd.DataFrame, devices: Sequence[str] | None = None, agg
     ok = _calmest(ok[valid]).sort_values(["task", "program", "device", "measured_at"], kind="stable")
     groups = ok.groupby(["task", "program", "device"], sort=True, observed=True)
     table = groups.agg(
-        latency_s=("latency_s", aggregate),
+        latency_s=("latency_s", "median"),
         noise=("noise", "median"),
         origin=("origin", "first"),
         n_records=("latency_s", "size"),

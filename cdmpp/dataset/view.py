@@ -103,9 +103,9 @@ class DatasetView:
             numbers: dict[str, Any] = {name: _number(row[name]) for name in ("latency_s", "noise")}
             yield Record(**{name: row[name] for name in same}, **numbers, meta=join_meta(row))
 
-    def labels(self, devices: Sequence[str] | None = None, aggregate: str = "median") -> pd.DataFrame:
+    def labels(self, devices: Sequence[str] | None = None) -> pd.DataFrame:
         """One label per (program, device): see :func:`cdmpp.dataset.labels.label_table`."""
-        return label_table(self.records, devices=devices, aggregate=aggregate)
+        return label_table(self.records, devices=devices)
 
     def summary(self) -> dict[str, Any]:
         """``{"total": {...}, "datasets": [{...}, ...]}``, which ``cdmpp dataset --json`` writes.

@@ -14,8 +14,10 @@ import re
 import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from cdmpp.device.spec import Device
+from cdmpp.files import shipped_table
 
 _LOG = logging.getLogger(__name__)
 
@@ -23,64 +25,27 @@ _LOG = logging.getLogger(__name__)
 #: and containers that hide them).
 ROOT_VARIABLE = "CDMPP_SYSTEM_ROOT"
 
-#: Microarchitectures of Intel's family 6 by model. Of models 85, 142 and 158 the stepping decides.
-_INTEL = {
-    model: arch
-    for arch, models in {
-        "sandybridge": (0x2A, 0x2D), "ivybridge": (0x3A, 0x3E), "haswell": (0x3C, 0x3F, 0x45, 0x46),
-        "broadwell": (0x3D, 0x47, 0x4F, 0x56), "skylake": (0x4E, 0x5E), "kabylake": (0x8E, 0x9E),
-        "cometlake": (0xA5, 0xA6), "icelake-server": (0x6A, 0x6C), "icelake-client": (0x7D, 0x7E),
-        "tigerlake": (0x8C, 0x8D), "rocketlake": (0xA7,), "sapphirerapids": (0x8F,), "emeraldrapids": (0xCF,),
-        "graniterapids": (0xAD, 0xAE), "alderlake": (0x97, 0x9A), "raptorlake": (0xB7, 0xBA, 0xBF),
-        "meteorlake": (0xAA, 0xAC),
-    }.items()
-    for model in models
-}  # fmt: skip
-
-#: What LLVM calls a microarchitecture, where it has no name of its own.
-_LLVM_NAMES = {
-    "kabylake": "skylake", "coffeelake": "skylake", "cometlake": "skylake", "emeraldrapids": "sapphirerapids",
-}  # fmt: skip
-
-#: (implementer, part) of an Arm core.
-_ARM = {
-    (0x41, 0xD03): "cortex-a53", (0x41, 0xD08): "cortex-a72", (0x41, 0xD0B): "cortex-a76", (0x41, 0xD0C): "neoverse-n1",
-    (0x41, 0xD40): "neoverse-v1", (0x41, 0xD49): "neoverse-n2", (0x41, 0xD4F): "neoverse-v2",
-}  # fmt: skip
-
-#: Vector width of Arm cores with SVE.
-_SVE_BITS: dict[str, int] = {"neoverse-v1": 256, "neoverse-n2": 128, "neoverse-v2": 128, "a64fx": 512}
-
-_V4 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-_V3 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
-_V2 = {"sse4_2", "ssse3", "popcnt", "cx16"}
-#: Levels of x86-64, from the least; each needs those below it.
-_LEVELS: dict[str, set[str]] = {"x86-64-v2": _V2, "x86-64-v3": _V2 | _V3, "x86-64-v4": _V2 | _V3 | _V4}
-
-#: Flags without which code for an ``mcpu`` may not run: a hypervisor can hide what the real core has.
-_NEEDS: dict[str, set[str]] = {
-    "sandybridge": {"avx"},
-    "ivybridge": {"avx", "f16c"},
-    **dict.fromkeys(("haswell", "broadwell", "skylake", "alderlake", "raptorlake", "meteorlake"), _V3),
-    **dict.fromkeys(("znver1", "znver2", "znver3"), _V3),
-    "skylake-avx512": _V4,
-    "cascadelake": _V4 | {"avx512_vnni"},
-    "cooperlake": _V4 | {"avx512_vnni", "avx512_bf16"},
-    **dict.fromkeys(
-        ("icelake-server", "icelake-client", "tigerlake", "rocketlake"),
-        _V4 | {"avx512_vnni", "avx512_vbmi2", "gfni", "vaes"},
-    ),
-    **dict.fromkeys(("sapphirerapids", "graniterapids"), _V4 | {"avx512_bf16", "avx512_fp16", "amx_tile"}),
-    **dict.fromkeys(("znver4", "znver5"), _V4 | {"avx512_vnni", "avx512_bf16", "avx512_vbmi2"}),
+#: Levels of x86-64, from the least, and the flags that each has beyond those below it.
+_LEVELS: dict[str, set[str]] = {
+    "x86-64-v2": {"sse4_2", "ssse3", "popcnt", "cx16"},
+    "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"},
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
 }
-
-#: Cores that do vector instructions of this width one a cycle: on data paths half as wide, or on one unit.
-#: All others are taken to do two (``ASSUMED_SIMD_PIPES``).
-_ONE_PIPE = {("zen1", 256), ("zen4", 512), ("icelake-client", 512), ("tigerlake", 512), ("rocketlake", 512)}
 
 _BRANDS = (
     "xeon", "epyc", "ryzen", "threadripper", "core", "pentium", "celeron", "atom", "altra", "graviton",
 )  # fmt: skip
+
+
+def _core(arch: str) -> dict[str, Any]:
+    """What is known of a core (``cpus.yaml``)."""
+    return shipped_table("device/cpus.yaml").get(arch, {})
+
+
+def _core_of(key: str, value: Any) -> str:
+    """The microarchitecture that has this value, or this among others; "" if none has."""
+    cores = shipped_table("device/cpus.yaml").items()
+    return next((name for name, core in cores if value == core.get(key) or value in core.get(key, ())), "")
 
 
 @dataclass(frozen=True)
@@ -160,7 +125,7 @@ def detect_cpu(root: Path | None = None, machine: str = "") -> Device:
     name = "-".join(part for part in (brand, arch) if part and part != vendor) or "cpu"
     x86 = facts.machine in ("x86_64", "AMD64")
     simd_bits, fma = _x86_simd(facts.flags) if x86 else _arm_simd(arch, facts.flags)
-    mcpu = _usable_mcpu(wanted, facts.flags) if x86 else wanted
+    mcpu = _usable_mcpu(arch, wanted, facts.flags) if x86 else wanted
     hidden = f"-{mcpu}" if wanted and mcpu != wanted else ""
     return Device(
         name=f"{name}{clock}{hidden}",
@@ -173,7 +138,7 @@ def detect_cpu(root: Path | None = None, machine: str = "") -> Device:
         boost_mhz=facts.max_mhz,
         cores=facts.cores,
         simd_bits=simd_bits,
-        simd_pipes=1 if (arch, simd_bits) in _ONE_PIPE else None,
+        simd_pipes=1 if simd_bits and simd_bits == _core(arch).get("one_pipe") else None,
         fma=fma,
         l1_kb=facts.l1_kb,
         l2_kb=facts.l2_kb,
@@ -198,37 +163,46 @@ def detect_gpu_names() -> list[str]:
 def _microarchitecture(facts: CpuFacts) -> tuple[str, str, str]:
     """Vendor, microarchitecture and LLVM's name ("" if unknown)."""
     if facts.arm_implementer:
-        known = _ARM.get((facts.arm_implementer, facts.arm_part), "")
+        known = _core_of("arm", [facts.arm_implementer, facts.arm_part])
         return "arm", known or f"arm-{facts.arm_implementer:x}-{facts.arm_part:x}", known
     if facts.vendor_id == "GenuineIntel":
-        arch = _INTEL.get(facts.model, "") if facts.family == 6 else ""
+        arch = _core_of("intel", facts.model) if facts.family == 6 else ""
         if facts.family == 6 and facts.model == 0x55:
             late = "cooperlake" if facts.stepping >= 10 else "cascadelake"
             arch = late if facts.stepping >= 5 else "skylake-avx512"
         elif arch == "kabylake" and facts.stepping >= 10:
             arch = "coffeelake"
-        return "intel", arch or f"intel-{facts.family:x}-{facts.model:x}", _LLVM_NAMES.get(arch, arch)
+        return "intel", arch or f"intel-{facts.family:x}-{facts.model:x}", _llvm_name(arch)
     if facts.vendor_id in ("AuthenticAMD", "HygonGenuine"):
-        zen = _zen(facts.family, facts.model)
-        if zen:
-            return "amd", f"zen{zen}", f"znver{zen}"
-        return "amd", f"amd-{facts.family:x}-{facts.model:x}", ""
+        arch = _zen(facts.family, facts.model)
+        return "amd", arch or f"amd-{facts.family:x}-{facts.model:x}", _llvm_name(arch)
     return facts.vendor_id.lower() or "unknown", facts.machine, ""
 
 
-def _zen(family: int, model: int) -> int:
+def _zen(family: int, model: int) -> str:
     if family in (0x17, 0x18):
-        return 1 if model < 0x30 else 2
+        return "zen1" if model < 0x30 else "zen2"
     if family == 0x19:
-        return 4 if 0x10 <= model <= 0x1F or 0x60 <= model <= 0x7F or 0xA0 <= model <= 0xAF else 3
-    return 5 if family == 0x1A else 0
+        late = 0x10 <= model <= 0x1F or 0x60 <= model <= 0x7F or 0xA0 <= model <= 0xAF
+        return "zen4" if late else "zen3"
+    return "zen5" if family == 0x1A else ""
 
 
-def _usable_mcpu(wanted: str, flags: frozenset[str]) -> str:
-    """``wanted`` if all its instructions are there, else the best x86-64 level that is."""
-    if wanted and _NEEDS.get(wanted, set()) <= flags:
+def _llvm_name(arch: str) -> str:
+    return str(_core(arch).get("llvm", arch))
+
+
+def _usable_mcpu(arch: str, wanted: str, flags: frozenset[str]) -> str:
+    """``wanted``, LLVM's name of a microarchitecture, if all its instructions are there, else the best x86-64 level that is."""
+    needs = _core(arch).get("needs") or _core(wanted).get("needs", ())
+    if wanted and set().union(*(_LEVELS.get(name, {name}) for name in needs)) <= flags:
         return wanted
-    return next((level for level in reversed(_LEVELS) if _LEVELS[level] <= flags), "x86-64")
+    best = "x86-64"
+    for level, own in _LEVELS.items():
+        if not own <= flags:
+            break
+        best = level
+    return best
 
 
 def _x86_simd(flags: frozenset[str]) -> tuple[int, bool]:
@@ -237,8 +211,8 @@ def _x86_simd(flags: frozenset[str]) -> tuple[int, bool]:
 
 
 def _arm_simd(arch: str, flags: frozenset[str]) -> tuple[int | None, bool | None]:
-    if "sve" in flags:  # its width is the core's choice, and Linux does not list it
-        return _SVE_BITS.get(arch), True
+    if "sve" in flags:
+        return _core(arch).get("sve_bits"), True
     if "asimd" in flags:
         return 128, True
     return None, None

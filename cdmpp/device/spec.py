@@ -108,17 +108,10 @@ class Device:
     def used(self, share: float | None = None, isa: str = "", cores_here: int | None = None) -> Device:
         """A share of this whole device, its code perhaps restricted to an instruction set.
 
-        Parameters
-        ----------
-        share
-            Cores of a CPU (a whole number), fraction of a GPU (0 < share <= 1); None for all.
-        cores_here
-            Cores of this machine, where the device is its CPU: elsewhere may be a larger virtual machine with that CPU.
+        ``share``: cores of a CPU (a whole number), fraction of a GPU (0 < share <= 1); None for all. ``cores_here``:
+        cores of this machine, where the device is its CPU: elsewhere may be a larger virtual machine with that CPU.
 
-        Raises
-        ------
-        UnknownDeviceError
-            There is no such share or restriction of this device.
+        UnknownDeviceError: there is no such share or restriction of this device.
         """
         if self.kind == "gpu":
             return self._part_of_gpu(share, isa)

@@ -15,7 +15,7 @@ from typing import Any
 from cdmpp.device.detect import ROOT_VARIABLE, detect_cpu, detect_gpu_names
 from cdmpp.device.spec import ASSUMED_SIMD_PIPES, ISAS, Device
 from cdmpp.errors import UnknownDeviceError, reason
-from cdmpp.files import write_text
+from cdmpp.files import read_yaml, shipped_table, write_text
 
 #: Environment variable: YAML files of devices, separated by ``:``.
 DEVICES_VARIABLE = "CDMPP_DEVICES"
@@ -29,13 +29,9 @@ _SHIPPED = Path(__file__).with_name("table.yaml")
 class DeviceTable:
     """Whole devices by name and alias.
 
-    Parameters
-    ----------
-    rows
-        A later row of the same name and kind changes the fields that it gives.
-    this_cpu
-        The CPU at hand as detected, known as ``this-cpu``. Where a row describes it, it has that row's name and facts, of
-        which it changes none; else it becomes a row of its own.
+    ``rows``: a later row of the same name and kind changes the fields that it gives. ``this_cpu``: the CPU at hand as
+    detected, known as ``this-cpu``. Where a row describes it, it has that row's name and facts, of which it changes
+    none; else it becomes a row of its own.
     """
 
     def __init__(self, rows: Iterable[Device], this_cpu: Device | None = None) -> None:
@@ -97,10 +93,7 @@ class DeviceTable:
         ``base`` is as of :meth:`find`, ``isa`` one of :data:`cdmpp.device.spec.ISAS`, ``share`` a number of cores of a CPU
         or a fraction of a GPU.
 
-        Raises
-        ------
-        UnknownDeviceError
-            No such device (the message suggests near names), share or instruction set.
+        UnknownDeviceError: no such device (the message suggests near names), share or instruction set.
         """
         base, at, share_text = name.partition("@")
         share = None
@@ -144,61 +137,29 @@ def _joined(name: str) -> str:
     return "".join(word for word in normalise(name).split("-") if word not in _MAKERS)
 
 
-#: Field of a row in a file -> lowest and highest value of a CPU and of a GPU, around everything that exists, with room; and
-#: the unit for people. What is outside is mostly a unit that is off by 1000.
-_RANGES: dict[str, tuple[tuple[float, float], tuple[float, float], str]] = {
-    "clock_mhz": ((100, 10_000), (100, 10_000), "MHz"),
-    "boost_mhz": ((100, 10_000), (100, 10_000), "MHz"),
-    "cores": ((1, 4096), (1, 4096), "cores, SMs or CUs"),
-    "lanes_per_core": ((1, 1024), (4, 1024), "lanes"),
-    "simd_bits": ((32, 4096), (32, 4096), "bits"),
-    "simd_pipes": ((1, 16), (1, 16), "instructions a cycle"),
-    "l1_kb": ((1, 2048), (1, 2048), "KB of one core"),
-    "l2_kb": ((16, 262_144), (16, 1_048_576), "KB (of one core of a CPU, of the whole GPU)"),
-    "l3_kb": ((256, 8_388_608), (256, 8_388_608), "KB of the whole device"),
-    "shared_kb": ((1, 1024), (1, 1024), "KB of one SM"),
-    "max_shared_per_block_kb": ((1, 1024), (1, 1024), "KB of one block"),
-    "registers_per_core": ((1, 1e9), (1, 1e9), "registers of one SM"),
-    "warp_size": ((1, 128), (1, 128), "threads"),
-    "max_threads_per_core": ((1, 65_536), (1, 65_536), "threads of one SM"),
-    "max_threads_per_block": ((1, 65_536), (1, 65_536), "threads of one block"),
-    "mem_gb": ((0.03, 65_536), (0.1, 4096), "GB"),
-    "bandwidth_gb_s": ((0.5, 10_000), (5, 100_000), "GB/s"),
-    "l2_bandwidth_gb_s": ((5, 100_000), (20, 1_000_000), "GB/s"),
-    "link_gb_s": ((1, 10_000), (1, 100_000), "GB/s"),
-    "tdp_w": ((0.5, 5000), (1, 20_000), "W"),
-    "process_nm": ((0.5, 1000), (0.5, 1000), "nm"),
-    "launch_overhead_us": ((0.001, 1000), (0.2, 1000), "microseconds"),
-}
-_WHOLE = ("cores", "lanes_per_core", "simd_bits", "simd_pipes", "registers_per_core", "warp_size", "max_threads_per_core",
-          "max_threads_per_block")  # fmt: skip
-_TEXTS = ("vendor", "model", "arch", "mcpu", "mtriple", "source")
-_FLAGS = ("fma", "virtual")
-#: Data types that ``peak_gflops`` may name.
-_PEAKS = ("float64", "float32", "float16", "bfloat16", "int8", "float64_matrix", "float32_matrix", "tfloat32_matrix",
-          "float16_matrix", "bfloat16_matrix", "float8_matrix", "float4_matrix", "int8_matrix")  # fmt: skip
-#: Fields that a row of a file may have.
-ROW_FIELDS = ("name", "kind", "aliases", *_TEXTS, *_FLAGS, *_RANGES, "peak_gflops", "measured")
-
 #: GFLOP/s per GB/s of what exists: 7 (A64FX) to 105 (A40, L40S).
 _BALANCE = (0.7, 1500.0)
 #: Stated float32 peak over lanes times clock: 1 with multiply-add counted as one, 2 as two, others by other clocks.
 _PEAK_RATIO = (0.05, 20.0)
 
 
-def read_device_file(path: str | Path) -> list[Device]:
-    """The rows of a YAML file: a list of mappings, or one mapping, with the fields :data:`ROW_FIELDS`.
+@functools.cache
+def row_fields() -> tuple[str, ...]:
+    """Fields that a row of a file may have."""
+    own = shipped_table("device/fields.yaml")
+    return "name", "kind", "aliases", *own["texts"], *own["flags"], *own["numbers"], "peak_gflops", "measured"
 
-    Raises
-    ------
-    UnknownDeviceError
-        The file cannot be read, or a field is wrong or implausible: the message names the row and the field.
+
+def read_device_file(path: str | Path) -> list[Device]:
+    """The rows of a YAML file: a list of mappings, or one mapping, with :func:`row_fields`.
+
+    UnknownDeviceError: the file cannot be read, or a field is wrong or implausible: the message names the row and the
+    field.
     """
     import yaml
 
     try:
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C one is ten times as fast
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), loader)
+        content = read_yaml(Path(path))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UnknownDeviceError(f"cannot read devices from {path}: {reason(error)}") from error
     items = [content] if isinstance(content, dict) else content
@@ -214,8 +175,8 @@ def row_from_mapping(item: Any, where: str = "", number: int = 1) -> Device:
     if not isinstance(item, Mapping):
         raise UnknownDeviceError(f"{who}: expected fields and values, got {item!r}")
     for name in item:
-        if name not in ROW_FIELDS:
-            near = difflib.get_close_matches(str(name), ROW_FIELDS, n=1, cutoff=0.6)
+        if name not in row_fields():
+            near = difflib.get_close_matches(str(name), row_fields(), n=1, cutoff=0.6)
             raise UnknownDeviceError(
                 f"{who}: there is no field {name}" + (f"; did you mean {near[0]}?" if near else "")
             )
@@ -239,22 +200,23 @@ def _value(who: str, name: str, value: Any, kind: str) -> Any:
         return tuple(str(alias) for alias in value or ())
     if name in ("peak_gflops", "measured"):
         return _rates(who, name, value)
-    if name not in _RANGES:
-        expected, text = (bool, "true or false") if name in _FLAGS else (str, "text")
+    own = shipped_table("device/fields.yaml")
+    number = own["numbers"].get(name)
+    if number is None:
+        expected, text = (bool, "true or false") if name in own["flags"] else (str, "text")
         if not isinstance(value, expected) and name != "name":  # a name may look like a number
             raise UnknownDeviceError(f"{who}: {name} is {value!r}, expected {text}")
         return str(value) if name == "name" else value
-    cpu, gpu, unit = _RANGES[name]
-    low, high = gpu if kind == "gpu" else cpu
+    (low, high), unit, whole = number[kind], number["unit"], number.get("whole", False)
     if not _is_number(value):
         raise UnknownDeviceError(f"{who}: {name} is {value!r}, expected {low:g} to {high:g} {unit}")
     if not low <= value <= high:
         raise UnknownDeviceError(
             f"{who}: {name} is {value:g}, expected {low:g} to {high:g} {unit}: is the unit off by 1000?"
         )
-    if name in _WHOLE and value != int(value):
+    if whole and value != int(value):
         raise UnknownDeviceError(f"{who}: {name} is {value:g}, expected a whole number")
-    return int(value) if name in _WHOLE else float(value)
+    return int(value) if whole else float(value)
 
 
 def _is_number(value: Any) -> bool:
@@ -264,9 +226,10 @@ def _is_number(value: Any) -> bool:
 def _rates(who: str, name: str, values: Any) -> dict[str, float]:
     if not isinstance(values, Mapping):
         raise UnknownDeviceError(f"{who}: {name} is {values!r}, expected names and numbers")
+    peaks = shipped_table("device/fields.yaml")["peaks"]
     for key, value in values.items():
-        if name == "peak_gflops" and key not in _PEAKS:
-            raise UnknownDeviceError(f"{who}: {name}.{key} is no data type; there are {', '.join(_PEAKS)}")
+        if name == "peak_gflops" and key not in peaks:
+            raise UnknownDeviceError(f"{who}: {name}.{key} is no data type; there are {', '.join(peaks)}")
         if not _is_number(value) or value <= 0:
             raise UnknownDeviceError(f"{who}: {name}.{key} is {value!r}, expected a number above 0")
     return {str(key): float(value) for key, value in values.items()}
@@ -327,10 +290,7 @@ def load_table(extra: Sequence[str | Path] = (), this_machine: bool = True) -> D
     User's files are ``~/.config/cdmpp/devices.yaml`` (see :func:`add_device_file`), those of the environment variable
     ``CDMPP_DEVICES``, and ``extra``; later ones win.
 
-    Raises
-    ------
-    UnknownDeviceError
-        A file cannot be read or has a wrong field.
+    UnknownDeviceError: a file cannot be read or has a wrong field.
     """
     configured = [Path(p) for p in os.environ.get(DEVICES_VARIABLE, "").split(os.pathsep) if p]
     home = [user_file()] if user_file().exists() else []
@@ -347,10 +307,7 @@ def user_file() -> Path:
 def add_device_file(path: str | Path) -> list[str]:
     """Make the devices of a YAML file known for good, by adding them to :func:`user_file`; gives their names.
 
-    Raises
-    ------
-    UnknownDeviceError
-        The file cannot be read or has a wrong field, or the user's file cannot be written.
+    UnknownDeviceError: the file cannot be read or has a wrong field, or the user's file cannot be written.
     """
     target = user_file()
     known = {row.name: row for row in read_device_file(target)} if target.exists() else {}
@@ -370,7 +327,7 @@ def write_device_file(rows: Sequence[Device], path: str | Path) -> None:
     content = []
     for row in rows:
         values = {**asdict(row), "source": "; ".join(row.sources), "aliases": list(row.aliases)}
-        given = {name: values[name] for name in ROW_FIELDS}
+        given = {name: values[name] for name in row_fields()}
         content.append({name: value for name, value in given.items() if value not in (None, "", [], {})})
     try:
         write_text(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))

@@ -48,12 +48,8 @@ def eager_latency(
 ) -> LatencyReport:
     """Predict one run of a network on cores of a CPU.
 
-    Raises
-    ------
-    NetworkError
-        It cannot be found or exported, or is no PyTorch network.
-    PredictorError
-        The operators that the model knows are of no CPU.
+    NetworkError: it cannot be found or exported, or is no PyTorch network. PredictorError: the operators that the model
+    knows are of no CPU.
     """
     model = load_operator_model(kind="cpu") if model is None else model
     loaded = load_network(network) if isinstance(network, str) else network

@@ -19,6 +19,7 @@ from cdmpp.endtoend.replay import Replay, replay
 from cdmpp.endtoend.report import INDEPENDENT, INTERVAL, LatencyReport, LayerLatency
 from cdmpp.endtoend.tasks import UNTUNED, TaskLatency, candidates, predict_tasks
 from cdmpp.errors import NetworkError, PriceError, UnknownDeviceError, reason
+from cdmpp.files import read_yaml
 from cdmpp.predictor.predictor import COVERAGE, prediction_note
 
 if TYPE_CHECKING:
@@ -72,40 +73,23 @@ def predict_latency(
     seed: int = 0,
     data: str | Path | None = None,
 ) -> LatencyReport:
-    """Predict what a network takes on a device.
+    """Predict what a network takes on a device: every task's program is predicted, and the kernels are replayed over the
+    network's graph (:mod:`cdmpp.endtoend.replay`).
 
-    Every task's program is predicted, and the kernels are replayed over the network's graph
-    (:mod:`cdmpp.endtoend.replay`): on one stream in the order of the graph, or on several.
+    ``network`` is a zoo name, an ``.onnx`` or ``.pt2`` file, a Network, the graph file of an imported trace, or
+    :class:`~cdmpp.endtoend.graph.NetworkTasks`; ``data`` the dataset with the tasks of a graph file, where it does not lie in
+    its folder. ``predictor`` is one, its folder, or ``"default"``. ``runtime`` is what runs it: ``"torch"``, eagerly
+    (:mod:`cdmpp.endtoend.eager`; on a GPU the kernels of its libraries), or ``"tvm"``; None is TVM where the tasks or a
+    schedule are given, else PyTorch. ``schedule`` is what a task's program is: ``"untuned"`` (as it is), ``"best"`` (the best
+    predicted of ``programs_per_task`` random programs of its design space), or the folder of a MetaSchedule JSON database.
 
-    Parameters
-    ----------
-    network
-        A zoo name, an ``.onnx`` or ``.pt2`` file, a Network, the graph file of an imported trace, or
-        :class:`~cdmpp.endtoend.graph.NetworkTasks`.
-    predictor
-        A predictor, its folder, or ``"default"``.
-    runtime
-        What runs it: ``"torch"``, eagerly (:mod:`cdmpp.endtoend.eager`; on a GPU the kernels of its libraries), or ``"tvm"``.
-        None: TVM where the tasks or a schedule are given, else PyTorch.
-    schedule
-        What a task's program is: ``"untuned"`` (as it is), ``"best"`` (the best predicted of `programs_per_task` random
-        programs of its design space), or the folder of a MetaSchedule JSON database.
-    streams
-        Kernels that may run at the same time, where the graph allows (GPU).
-    launch_overhead_us
-        Microseconds between two launches. None: of a GPU what its specification says, 0 where it says nothing; of a
-        CPU 0, whose labels hold the call.
-    coverage
-        Of the intervals, above 0 and below 1.
-    seed
-        Of random programs, and of the draws of the independent interval.
-    data
-        Dataset with the tasks of a graph file, where it does not lie in its folder.
+    ``streams`` are kernels that may run at the same time, where the graph allows (GPU); with one they run in the order of the
+    graph. ``launch_overhead_us`` are microseconds between two launches; None is of a GPU what its specification says, 0 where
+    it says nothing, of a CPU 0, whose labels hold the call. ``coverage`` is that of the intervals, above 0 and below 1;
+    ``seed`` is of random programs, and of the draws of the independent interval.
 
-    Raises
-    ------
-    CdmppError
-        UnknownDeviceError, NetworkError, DatasetError, TunerError, ProgramError; or PredictorError, for what is no latency too.
+    CdmppError: UnknownDeviceError, NetworkError, DatasetError, TunerError, ProgramError; or PredictorError, for what is
+    no latency too.
     """
     from cdmpp.device import get_device
     from cdmpp.predictor.predictor import load_predictor
@@ -125,7 +109,8 @@ def predict_latency(
     source = network_tasks(network, data)
     programs, notes = candidates(source, schedule, resolved, programs_per_task, seed)
     tasks = predict_tasks(predictor, source, programs, resolved)
-    factors = _error_factors(predictor.calibration, resolved.name, coverage, len(tasks), seed)
+    difficulty = np.array([task.difficulty for task in tasks.values()])
+    factors = _error_factors(predictor.calibration, resolved.name, coverage, difficulty, seed)
     cases = {task: tasks[task].latency_s * own for task, own in zip(tasks, factors, strict=True)}
     launch_us, launch_note = _launch(resolved, launch_overhead_us)
     play = partial(replay, source.graph, launch_s=1e-6 * launch_us, asynchronous=resolved.kind != "cpu")
@@ -134,12 +119,13 @@ def predict_latency(
     if streams > 1:
         first = {task: values[:1] for task, values in cases.items()}
         serial_s = float(play(first).latency_s[0])
-    low_s = high_s = chance_low_s = chance_high_s = factor = None  # without intervals
+    low_s = high_s = chance_low_s = chance_high_s = factor_of = None  # without intervals
     if len(played.latency_s) > 1:
         low_s, high_s = map(float, played.latency_s[1:3])
-        tail, factor = (1 - coverage) / 2, float(factors[0, 2])
+        tail = (1 - coverage) / 2
+        factor_of = dict(zip(tasks, factors[:, 2].tolist(), strict=True))
         chance_low_s, chance_high_s = map(float, np.quantile(played.latency_s[3:], [tail, 1 - tail]))
-    layers = _layers(source, tasks, played, factor, resolved.name)
+    layers = _layers(source, tasks, played, factor_of, resolved.name)
     said = (
         prediction_note(predictor, resolved),
         launch_note,
@@ -167,7 +153,7 @@ def predict_latency(
         price_per_hour=price_per_hour,
         cost_per_million=None if price_per_hour is None else 1e6 * latency_s / 3600 * price_per_hour,
         measured_s=source.graph.measured_s.get(resolved.name),
-        assumptions=_assumptions(factor is not None, streams, resolved.kind != "cpu"),
+        assumptions=_assumptions(factor_of is not None, streams, resolved.kind != "cpu"),
         notes=tuple(note for note in said if note),
     )
 
@@ -231,7 +217,7 @@ def read_prices(path: str | Path) -> dict[str, float]:
 
     path = Path(path)
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_yaml(path)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as err:
         raise PriceError(f"cannot read prices from {path}: {reason(err)}") from err
     if not isinstance(content, dict) or not content:
@@ -277,26 +263,30 @@ def _launch(device: Device, given_us: float | None) -> tuple[float, str]:
 
 
 def _error_factors(
-    calibration: Calibration | None, device: str, coverage: float, n_tasks: int, seed: int
+    calibration: Calibration | None, device: str, coverage: float, difficulty: FloatArray, seed: int
 ) -> FloatArray:
-    """Factors of the tasks' latencies in each case that is replayed, float64 (n_tasks, cases).
+    """Factors of the latencies of n tasks of this difficulty in each case that is replayed, float64 (n, cases).
 
     The first case is the prediction. With intervals the second and third are their ends, and the others draw each task's
     error from the calibration scores, up or down by chance.
     """
     if calibration is None or not calibration.supports(coverage):
-        return np.ones((n_tasks, 1))
+        return np.ones((len(difficulty), 1))
     scores = calibration.devices.get(calibration.basis(device, coverage), calibration.pooled)
     half = scores.quantile(coverage)
     rng = np.random.default_rng(seed)
-    steps = np.searchsorted(scores.mass, rng.uniform(0, scores.mass[-1], (n_tasks, _DRAWS)))
+    steps = np.searchsorted(scores.mass, rng.uniform(0, scores.mass[-1], (len(difficulty), _DRAWS)))
     errors = scores.scores[steps] * rng.choice((-1.0, 1.0), steps.shape)
-    same = np.repeat([[0.0, -half, half]], n_tasks, axis=0)
-    return np.exp(np.concatenate([same, errors], axis=1))
+    same = np.repeat([[0.0, -half, half]], len(difficulty), axis=0)
+    return np.exp(np.concatenate([same, errors], axis=1) * difficulty[:, None])
 
 
 def _layers(
-    source: NetworkTasks, tasks: Mapping[str, TaskLatency], played: Replay, factor: float | None, device: str
+    source: NetworkTasks,
+    tasks: Mapping[str, TaskLatency],
+    played: Replay,
+    factor_of: Mapping[str, float] | None,
+    device: str,
 ) -> tuple[LayerLatency, ...]:
     total = sum(time.kernel_s + time.gap_s for time in played.nodes)
     layers = []
@@ -304,6 +294,7 @@ def _layers(
         own = [tasks[task] for task in node.tasks]
         flags = [item.unfamiliar for item in own]
         measured_s = node.measured_s.get(device)
+        factor = None if factor_of is None else max((factor_of[task] for task in node.tasks), default=1.0)
         layers.append(
             LayerLatency(
                 *(node.name, node.operator, node.kind, node.phase, node.repeat, node.tasks),

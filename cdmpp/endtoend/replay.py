@@ -62,21 +62,12 @@ def replay(
 ) -> Replay:
     """Replay a graph in several cases at once, such as lowest, expected and highest latencies of its tasks.
 
-    Parameters
-    ----------
-    task_s
-        Task -> seconds in each case, float64 (m,). Nodes are assigned to streams by the first case.
-    launch_s
-        What the host needs to start one kernel.
-    asynchronous
-        Whether it does so while others run.
-    streams
-        Kernels that may run at the same time.
+    ``task_s``: task -> seconds in each case, float64 (m,); nodes are assigned to streams by the first case. ``launch_s`` is
+    what the host needs to start one kernel, ``asynchronous`` whether it does so while others run, and ``streams`` how many
+    kernels may run at the same time.
 
-    Raises
-    ------
-    NetworkError
-        A task of the graph is not in `task_s`, there is not one stream, or kernels wait for streams and not for a device.
+    NetworkError: a task of the graph is not in `task_s`, there is not one stream, or kernels wait for streams and not
+    for a device.
     """
     if streams < 1:
         raise NetworkError(f"there must be one stream at least, got {streams}")

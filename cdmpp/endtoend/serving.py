@@ -59,6 +59,17 @@ class ServingReport:
         """As JSON values."""
         return asdict(self)
 
+    def by_name(self) -> list[dict[str, Any]]:
+        """Operators of one phase and name together, as they come: ``runs``, seconds ``together`` and their ``share``, and what
+        is said of the last of them."""
+        found: dict[tuple[str, str], dict[str, Any]] = {}
+        for row in self.operators:
+            before = found.get((row["phase"], row["name"]), {"runs": 0.0, "together": 0.0})
+            runs, together = before["runs"] + row["count"], before["together"] + row["count"] * row["latency_s"]
+            share = together / self.latency_s if self.latency_s else 0.0
+            found[row["phase"], row["name"]] = {**row, "runs": runs, "together": together, "share": share}
+        return list(found.values())
+
 
 @dataclass(frozen=True)
 class Serving:
@@ -219,7 +230,9 @@ def _report(
     if unknown:
         share = 1 - known.mean()
         notes.append(f"no time is known of {', '.join(unknown)}: {share:.0%} of the rows are missing from the sum")
-    if unmeasured := sorted(set(kinds(table)) - set(model.devices.get(device.name, ()))):
+    if device.name in model.corrections:
+        notes.append(f"{device.name}: corrected by operators that were measured on it")
+    elif unmeasured := sorted(set(kinds(table)) - set(model.devices.get(device.name, ()))):
         notes.append(
             f"{device.name} was never measured: intervals are those of devices left out ({', '.join(unmeasured)})"
         )
@@ -273,4 +286,5 @@ def _with_rates(report: ServingReport, serving: Serving, memory_gb: float, price
 
 
 def _plain(value: Any) -> Any:
-    return value.item() if hasattr(value, "item") else value
+    plain = value.item() if hasattr(value, "item") else value
+    return None if plain != plain else plain

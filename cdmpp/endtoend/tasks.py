@@ -42,6 +42,8 @@ class TaskLatency(NamedTuple):
     unfamiliar: bool | None
     #: As of :class:`Candidates`.
     origin: str
+    #: How many times as wide as usual its interval is.
+    difficulty: float = 1.0
 
 
 def predict_tasks(
@@ -52,6 +54,7 @@ def predict_tasks(
     seconds = np.asarray(predictor.predict(asts, device), dtype=np.float64)
     flags = None if predictor.familiarity is None else predictor.unfamiliar(asts, device)
     found: dict[str, TaskLatency] = {}
+    chosen: list[CompactAST] = []
     first = 0
     for task, item in programs.items():
         own = seconds[first : first + len(item.asts)]
@@ -64,8 +67,10 @@ def predict_tasks(
         best = int(own.argmin())
         far = None if flags is None else bool(flags[first + best])
         found[task] = TaskLatency(float(own[best]), far, item.origin)
+        chosen.append(asts[first + best])
         first += len(item.asts)
-    return found
+    difficulty = predictor.difficulty(chosen, [device], np.zeros(len(chosen), dtype=np.int64))
+    return {task: found[task]._replace(difficulty=float(d)) for task, d in zip(found, difficulty, strict=True)}
 
 
 def candidates(
@@ -184,12 +189,14 @@ def predict_network(
         funcs = random_programs(task, resolved, programs_per_task, seed) or [task.prim_func()]
         asts = compact_asts(funcs)
         latencies = np.asarray(predictor.predict(asts, resolved))
-        chosen = np.argsort(latencies, kind="stable")[:compile_best]
-        evidence, best_s = NO_EVIDENCE, float(latencies.min())
-        if len(chosen):
-            evidence = predictor.evidence([funcs[i] for i in chosen], resolved, compiled=True)
-            best_s = float(predictor.predict_asts([asts[i] for i in chosen], resolved, evidence).min())
-        low_s, high_s = seconds_interval(predictor, best_s, resolved, evidence)
+        chosen = np.argsort(latencies, kind="stable")[: max(1, compile_best)]
+        evidence = NO_EVIDENCE
+        if compile_best:
+            evidence = predictor.evidence([funcs[i] for i in chosen.tolist()], resolved, compiled=True)
+            latencies[chosen] = predictor.predict_asts([asts[i] for i in chosen], resolved, evidence)
+        of_best = int(np.argmin(latencies[chosen]))
+        best, best_s = asts[chosen[of_best]], float(latencies[chosen[of_best]])
+        low_s, high_s = seconds_interval(predictor, best, best_s, resolved, evidence.take([of_best]))
         flags = None if predictor.familiarity is None else predictor.unfamiliar(asts, resolved)
         rows.append(
             {

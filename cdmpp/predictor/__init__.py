@@ -25,25 +25,7 @@ _NAMES = {
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = [
-    "Config",
-    "FinetuneResult",
-    "Predictor",
-    "TaskSelection",
-    "TrainResult",
-    "TrainingData",
-    "config_from_dict",
-    "evaluate",
-    "few_shot",
-    "finetune",
-    "finetune_config",
-    "gather",
-    "load_config",
-    "program_resolver",
-    "select_tasks",
-    "split_data",
-    "train",
-]
+__all__ = [*sorted(_HOME)]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from cdmpp.predictor.encoding import FeatureEncoder
 
 if TYPE_CHECKING:
+    from cdmpp.predictor.pair_features import CodeRows
     from cdmpp.program.ast import CompactAST
 
 #: Shuffled rows are sorted by length inside windows of this many batches.
@@ -40,8 +41,8 @@ class Context:
     """What the network takes besides the programs, one row each.
 
     ``device`` (batch, device_dim) and ``pair`` (batch, pair_dim, :mod:`cdmpp.predictor.pair_features`) are encoded,
-    float32. ``code``, float32 (batch, code_dim), is the encoded instruction counts of the compiled program and, last, the
-    logarithm of how long they take over the estimate; zeros where ``has_code``, bool (batch,), is not set.
+    float32. ``code``, float32 (batch, code_dim), is what :meth:`~cdmpp.predictor.encoding.FeatureEncoder.encode_codes` gives
+    of the compiled program; zeros where ``has_code``, bool (batch,), is not set.
     """
 
     device: torch.Tensor
@@ -140,15 +141,15 @@ class PairArrays:
         program: NDArray[np.int64],
         device: NDArray[np.int64],
         pair: NDArray[np.float64] | None,
-        code: tuple[NDArray[np.float64], NDArray[np.float64]] | None,
+        code: CodeRows | None,
     ) -> PairArrays:
-        """Of programs, devices that are encoded already, raw pair features (n, n_pair_features) and what
-        :func:`cdmpp.predictor.pair_features.code_rows` gives; None for what the encoder does not take or is not known."""
+        """Of programs, devices that are encoded already, raw pair features (n, n_pair_features) and compiled code; None for
+        what the encoder does not take or is not known."""
         n = len(program)
         pairs = np.zeros((n, 0), np.float32) if pair is None else encoder.encode_pairs(pair)
         codes, known = np.zeros((n, encoder.code_dim), np.float32), np.zeros(n, bool)
         if code is not None:
-            codes, known = encoder.encode_codes(*code)
+            codes, known = encoder.encode_codes(code)
         parts = map(torch.from_numpy, (pairs, codes, known))
         packed = PackedPrograms.pack(asts, encoder)
         return PairArrays(packed, torch.from_numpy(device_rows), program, device, *parts)

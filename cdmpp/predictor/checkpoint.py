@@ -22,7 +22,7 @@ from cdmpp.predictor.config import ModelConfig
 from cdmpp.predictor.encoding import FeatureEncoder
 from cdmpp.predictor.evidence import DeviceScaling
 from cdmpp.predictor.network import LatencyNetwork
-from cdmpp.predictor.pair_features import CODE_FEATURES, PAIR_FEATURES
+from cdmpp.predictor.pair_features import CODE_FEATURES, LOOP_CODE_FEATURES, PAIR_FEATURES
 from cdmpp.predictor.transforms import Correction, transform_from_json
 from cdmpp.predictor.uncertainty import Calibration, Familiarity
 from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURES
@@ -198,7 +198,8 @@ def _check_features(state: Mapping[str, Any], folder: Path) -> None:
         raise FeatureMismatchError(
             f"{folder}: trained on features {encoder.get('feature_set')}, this cdmpp computes {FEATURE_SET}"
         )
-    for part, known in (("device", DEVICE_FEATURES), ("pair", PAIR_FEATURES), ("code", CODE_FEATURES)):
+    every = {"device": DEVICE_FEATURES, "pair": PAIR_FEATURES, "code": CODE_FEATURES, "loop": LOOP_CODE_FEATURES}
+    for part, known in every.items():
         names = encoder.get(f"{part}_features")
         if names != list(known) and (names or part == "device"):
             raise FeatureMismatchError(

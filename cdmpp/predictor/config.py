@@ -9,6 +9,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cdmpp.errors import PredictorError, reason
+from cdmpp.files import read_yaml
 
 
 class _Section(BaseModel):
@@ -16,61 +17,42 @@ class _Section(BaseModel):
 
 
 class ModelConfig(_Section):
-    """The network, see :mod:`cdmpp.predictor.network`.
+    """The network, see :mod:`cdmpp.predictor.network`."""
 
-    Attributes
-    ----------
-    dim, layers, heads, ffn_dim
-        Width, depth, attention heads and feed-forward width of the transformer encoder.
-    dropout
-        Drop-out probability inside the encoder and the decoder.
-    bins
-        Bins of the piecewise-linear encoding that each leaf feature gets besides its value; 0 leaves it out.
-    positional
-        Pre-order positional encoding added to the leaves: ``standard`` frequencies, the ``paper``'s, or
-        ``none``.
-    pooling
-        How leaves become one vector: masked ``sum``, ``mean`` or learned ``attention`` pooling, or ``flatten``
-        (as in CDMPP): one after the other.
-    flatten_leaves
-        How many leaves ``flatten`` keeps; programs with fewer are padded with zeros.
-    device
-        How the device enters: ``film`` scales and shifts every leaf, ``token`` adds one sequence element,
-        ``none`` hides the device from the network.
-    pairs
-        Whether the decoder sees what is computed of program and device together
-        (:mod:`cdmpp.predictor.pair_features`).
-    general_part
-        Part of the GPU examples of each batch of which the network is told only what carries over to GPUs it was not
-        trained on (:data:`cdmpp.device.GENERAL_DEVICE_FEATURES`); above 0, it is told no more of a GPU it never saw.
-    embedding_dim, embedding_activation
-        Size and activation of the pooled embedding; bounded (``tanh``, ``sigmoid``) so that CMD is defined.
-    compiled
-        Whether the network has a second decoder, which is told the instructions of the compiled program besides
-        (:mod:`cdmpp.program.codegen`) and learns from the programs with counts: ``predict(..., compiled=True)``.
-    codegen
-        Whether the network has a second head, used in training only, that predicts the instructions a compiler makes
-        of the program (:mod:`cdmpp.program.codegen`).
-    decoder_dim, decoder_layers
-        Hidden width and number of hidden layers of the MLP from embedding and device to the label.
-    """
-
+    #: Width, depth, attention heads and feed-forward width of the transformer encoder.
     dim: int = Field(128, ge=4)
     layers: int = Field(3, ge=1)
     heads: int = Field(4, ge=1)
     ffn_dim: int = Field(256, ge=1)
+    #: Drop-out probability inside the encoder and the decoder.
     dropout: float = Field(0.05, ge=0, lt=1)
+    #: Bins of the piecewise-linear encoding that each leaf feature gets besides its value; 0 leaves it out.
     bins: int = Field(0, ge=0)
+    #: Pre-order positional encoding added to the leaves: ``standard`` frequencies, the ``paper``'s, or ``none``.
     positional: Literal["standard", "paper", "none"] = "standard"
+    #: How leaves become one vector: masked ``sum``, ``mean`` or learned ``attention`` pooling, or ``flatten`` (as in
+    #: CDMPP): one after the other.
     pooling: Literal["sum", "mean", "attention", "flatten"] = "attention"
+    #: How many leaves ``flatten`` keeps; programs with fewer are padded with zeros.
     flatten_leaves: int = Field(16, ge=1)
+    #: How the device enters: ``film`` scales and shifts every leaf, ``token`` adds one sequence element, ``none`` hides
+    #: the device from the network.
     device: Literal["film", "token", "none"] = "film"
+    #: Whether the decoder sees what is computed of program and device together (:mod:`cdmpp.predictor.pair_features`).
     pairs: bool = True
+    #: Part of the GPU examples of each batch of which the network is told only what carries over to GPUs it was not
+    #: trained on (:data:`cdmpp.device.GENERAL_DEVICE_FEATURES`); above 0, it is told no more of a GPU it never saw.
     general_part: float = Field(0.0, ge=0, le=1)
+    #: Whether the network has a second decoder, which is told the instructions of the compiled program besides
+    #: (:mod:`cdmpp.program.codegen`) and learns from the programs with counts: ``predict(..., compiled=True)``.
     compiled: bool = False
+    #: Size and activation of the pooled embedding; bounded (``tanh``, ``sigmoid``) so that CMD is defined.
     embedding_dim: int = Field(128, ge=1)
     embedding_activation: Literal["tanh", "sigmoid", "none"] = "tanh"
+    #: Whether the network has a second head, used in training only, that predicts the instructions a compiler makes of
+    #: the program (:mod:`cdmpp.program.codegen`).
     codegen: bool = False
+    #: Hidden width and number of hidden layers of the MLP from embedding and device to the label.
     decoder_dim: int = Field(256, ge=1)
     decoder_layers: int = Field(2, ge=0)
 
@@ -99,31 +81,22 @@ class LabelConfig(_Section):
 
 
 class LossConfig(_Section):
-    """Terms of the training loss and their weights, see :mod:`cdmpp.predictor.losses`.
+    """Terms of the training loss and their weights, see :mod:`cdmpp.predictor.losses`."""
 
-    Attributes
-    ----------
-    mse_weight, mape_weight
-        MSE of the transformed labels, MAPE of the seconds.
-    mape_cap
-        Over-prediction factor above which the relative error grows linearly in the log ratio.
-    cmd_weight, cmd_moments
-        Central moment discrepancy between the embeddings of a batch and of as many programs of the split's
-        unlabelled part (``adapt`` in the specification), and its highest moment. Batches are then not sorted by
-        length: the embeddings of programs of one length are not a sample of their domain.
-    codegen_weight
-        MSE of the standardised logarithms of the instruction counts, for the programs that have some; needs
-        ``model.codegen``. Left out, with a warning, where no training program has any.
-    rank_weight
-        Pairwise logistic loss on the order of programs of one task on one device.
-    """
-
+    #: MSE of the transformed labels, MAPE of the seconds.
     mse_weight: float = Field(1.0, ge=0)
     mape_weight: float = Field(0.3, ge=0)
+    #: Over-prediction factor above which the relative error grows linearly in the log ratio.
     mape_cap: float = Field(2.0, gt=1)
+    #: Central moment discrepancy between the embeddings of a batch and of as many programs of the split's unlabelled
+    #: part (``adapt`` in the specification), and its highest moment. Batches are then not sorted by length: the
+    #: embeddings of programs of one length are not a sample of their domain.
     cmd_weight: float = Field(0.0, ge=0)
     cmd_moments: int = Field(5, ge=1)
+    #: MSE of the standardised logarithms of the instruction counts, for the programs that have some; needs
+    #: ``model.codegen``. Left out, with a warning, where no training program has any.
     codegen_weight: float = Field(0.0, ge=0)
+    #: Pairwise logistic loss on the order of programs of one task on one device.
     rank_weight: float = Field(0.0, ge=0)
 
     @model_validator(mode="after")
@@ -134,42 +107,33 @@ class LossConfig(_Section):
 
 
 class TrainConfig(_Section):
-    """Optimisation.
+    """Optimisation."""
 
-    Attributes
-    ----------
-    epochs, patience
-        Most epochs, and epochs without a better validation MAPE after which training stops.
-    select
-        Which epoch's weights are kept: the ``best`` by validation MAPE, or the ``last``, whatever the
-        validation says (and then all epochs are run). With few validation networks their MAPE is ruled by a handful
-        of programs, and the end of the cosine is the safer choice.
-    batch_size
-        Records a step.
-    learning_rate, weight_decay, warmup_fraction, grad_clip
-        AdamW with linear warm-up and cosine decay over ``epochs``; the gradient norm is clipped.
-    ema_decay
-        Decay a step of the averaged weights that are validated and saved; 0 turns averaging off.
-    seed
-        Of initialisation, order and drop-out.
-    threads
-        Torch threads; None leaves torch's setting.
-    device
-        Where to train: ``cpu``, ``cuda`` or ``auto``.
-    """
-
+    #: Most epochs, and epochs without a better validation MAPE after which training stops.
     epochs: int = Field(60, ge=1)
     patience: int = Field(15, ge=1)
+    #: Which epoch's weights are kept: the ``best`` by validation MAPE, or the ``last``, whatever the validation says
+    #: (and then all epochs are run). With few validation networks their MAPE is ruled by a handful of programs, and the
+    #: end of the cosine is the safer choice.
     select: Literal["best", "last"] = "best"
+    #: Records a step.
     batch_size: int = Field(256, ge=1)
+    #: AdamW with linear warm-up and cosine decay over ``epochs``; the gradient norm is clipped.
     learning_rate: float = Field(1e-3, gt=0)
     weight_decay: float = Field(1e-2, ge=0)
     warmup_fraction: float = Field(0.05, ge=0, lt=1)
     grad_clip: float = Field(1.0, gt=0)
+    #: Decay a step of the averaged weights that are validated and saved; 0 turns averaging off.
     ema_decay: float = Field(0.995, ge=0, lt=1)
+    #: Of initialisation, order and drop-out.
     seed: int = 0
+    #: Torch threads; None leaves torch's setting.
     threads: int | None = Field(None, ge=1)
+    #: Where to train: ``cpu``, ``cuda`` or ``auto``.
     device: Literal["cpu", "cuda", "auto"] = "cpu"
+    #: Of the network's products in training: ``float32``, or ``bf16`` where the device has it (weights, losses and
+    #: validation stay float32).
+    precision: Literal["float32", "bf16"] = "float32"
 
 
 class DataConfig(_Section):
@@ -223,7 +187,7 @@ def load_config(path: str | Path) -> Config:
     """Read a configuration from a YAML file; raises PredictorError if it is missing or wrong."""
     path = Path(path)
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = read_yaml(path)
     except OSError as err:
         raise PredictorError(f"{path}: cannot read configuration: {reason(err)}") from err
     except (yaml.YAMLError, UnicodeDecodeError) as err:

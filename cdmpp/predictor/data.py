@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from cdmpp.dataset import DatasetView, Split
     from cdmpp.device import Device
+    from cdmpp.predictor.pair_features import CodeRows
     from cdmpp.program.ast import CompactAST
 
 logger = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ class TrainingData:
         return pair_rows(*self.numbered_pairs())
 
     @cached_property
-    def code_features(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def code_features(self) -> CodeRows:
         """:func:`cdmpp.predictor.pair_features.code_rows` of every pair, rows of NaN where there are no counts. Not to be
         written to."""
         from cdmpp.predictor.pair_features import code_rows

@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 
 from cdmpp.device import GENERAL_DEVICE_FEATURES
 from cdmpp.errors import FeatureMismatchError, PredictorError
+from cdmpp.predictor.pair_features import TIME_PARTS, CodeRows
+from cdmpp.program.codegen import LOOPS
 
 FloatArray = NDArray[np.float32]
 
-_PARTS = ("leaf", "device", "pair", "code")
+_PARTS = ("leaf", "device", "pair", "code", "loop")
 #: Standard deviations (of signed logarithms) below which a column counts as constant.
 _CONSTANT_STD = 1e-5
 
@@ -80,7 +82,7 @@ class ColumnScaler:
 
 @dataclass(frozen=True)
 class FeatureEncoder:
-    """Scalers of leaves, devices, pairs of both and compiled code (:mod:`cdmpp.predictor.pair_features`).
+    """Scalers of leaves, devices, pairs of both, compiled code and its loops (:mod:`cdmpp.predictor.pair_features`).
 
     The device scaler sees every training device once, whatever its number of records. It clips to as far as any of these is
     from their mean: a few devices do not tell what lies beyond, and a network that was shown two of them would extrapolate
@@ -93,13 +95,14 @@ class FeatureEncoder:
     device: ColumnScaler
     pair: ColumnScaler | None = None
     code: ColumnScaler | None = None
+    loop: ColumnScaler | None = None
 
     @classmethod
     def fit(
         cls, feature_set: str, parts: Mapping[str, tuple[NDArray[Any], Sequence[str]]], clip: float = 8.0
     ) -> FeatureEncoder:
-        """Fit to raw rows and column names of each part: ``leaf`` (of all training programs), ``device``, and if any ``pair``
-        and ``code`` (rows of NaN where unknown).
+        """Fit to raw rows and column names of each part: ``leaf`` (of all training programs), ``device``, and if any ``pair``,
+        ``code`` and ``loop`` (rows of NaN where unknown).
 
         Raises
         ------
@@ -130,8 +133,10 @@ class FeatureEncoder:
 
     @property
     def code_dim(self) -> int:
-        """Width of encoded code: values, and how long it takes over the estimate."""
-        return len(self.code.names) + 1 if self.code else 0
+        """Width of encoded code: numbers of the program, of its longest loops, and the parts of its time."""
+        if self.code is None or self.loop is None:
+            return 0
+        return len(self.code.names) + LOOPS * len(self.loop.names) + len(TIME_PARTS)
 
     def encode_leaves(self, leaves: NDArray[Any]) -> FloatArray:
         """Raw leaves (n, n_leaf_features) -> float32 of the same shape."""
@@ -147,13 +152,15 @@ class FeatureEncoder:
         """Raw pairs (n, n_pair_features) -> float32 (n, pair_dim)."""
         return np.zeros((len(pairs), 0), np.float32) if self.pair is None else self.pair.transform(pairs)
 
-    def encode_codes(self, features: NDArray[Any], excess: NDArray[Any]) -> tuple[FloatArray, NDArray[np.bool_]]:
-        """Code features (n, n_code_features) and the logarithm of their time over the estimate (n,) -> float32 (n, code_dim)
-        and bool (n,), whether they are known: rows of 0 where they are NaN, unknown."""
-        if self.code is None:
-            return np.zeros((len(features), 0), np.float32), np.zeros(len(features), bool)
-        known: NDArray[np.bool_] = ~np.isnan(features).any(axis=1)
-        values = np.concatenate([self.code.transform(features), np.asarray(excess)[:, None]], axis=1)
+    def encode_codes(self, rows: CodeRows) -> tuple[FloatArray, NDArray[np.bool_]]:
+        """What is known of n compiled programs -> float32 (n, code_dim) and bool (n,), whether anything is: rows of 0 where
+        not. The parts of the time stay as they are."""
+        n = len(rows.program)
+        if self.code is None or self.loop is None:
+            return np.zeros((n, 0), np.float32), np.zeros(n, bool)
+        known = np.isfinite(rows.program).all(axis=1)
+        loops = self.loop.transform(rows.loops.reshape(n * LOOPS, -1)).reshape(n, -1)
+        values = np.concatenate([self.code.transform(rows.program), loops, rows.times], axis=1)
         return np.where(known[:, None], values, 0.0).astype(np.float32), known
 
     def general_devices(self, encoded: NDArray[np.float32]) -> FloatArray:
@@ -164,7 +171,7 @@ class FeatureEncoder:
         return general.astype(np.float32)
 
     def _scalers(self) -> dict[str, ColumnScaler]:
-        found = {"leaf": self.leaf, "device": self.device, "pair": self.pair, "code": self.code}
+        found = {part: getattr(self, part) for part in _PARTS}
         return {part: scaler for part, scaler in found.items() if scaler is not None}
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:

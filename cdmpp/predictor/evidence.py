@@ -74,25 +74,17 @@ class DevicePair:
 
 @dataclass(frozen=True)
 class DeviceScaling:
-    """What :func:`combine` weighs by.
+    """What :func:`combine` weighs by."""
 
-    Attributes
-    ----------
-    estimate_part
-        c of devices that were never compared: 0 scales by the predictor's ratio of two devices, 1 by the analytical
-        estimate's.
-    own_error, own
-        Mean absolute log error of plain predictions; the same of devices with enough tasks.
-    error_by_distance
-        Error of a scaled latency for each unit of :func:`device_distance`.
-    pairs
-        ``(measured on, asked for)`` -> their comparison, of pairs with enough tasks in common.
-    """
-
+    #: c of devices that were never compared: 0 scales by the predictor's ratio of two devices, 1 by the analytical
+    #: estimate's.
     estimate_part: float = 1.0
+    #: Mean absolute log error of plain predictions; the same of devices with enough tasks.
     own_error: float = _OWN_ERROR
+    #: Error of a scaled latency for each unit of :func:`device_distance`.
     error_by_distance: float = _ERROR_BY_DISTANCE
     own: Mapping[str, float] = field(default_factory=dict)
+    #: ``(measured on, asked for)`` -> their comparison, of pairs with enough tasks in common.
     pairs: Mapping[tuple[str, str], DevicePair] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -295,6 +287,12 @@ class Evidence:
         latency_s = data.latency_s
         found = rows_elsewhere(data, rows, hidden)
         return cls(elsewhere=[(device, np.where(there >= 0, latency_s[there], np.nan)) for device, there in found])
+
+    def take(self, programs: Sequence[int]) -> Evidence:
+        """Of the programs with these numbers."""
+        if self.elsewhere is not None:
+            return Evidence(elsewhere=[(device, seconds[list(programs)]) for device, seconds in self.elsewhere])
+        return Evidence(code=None if self.code is None else self.code[list(programs)])
 
     def known(self, n: int) -> NDArray[np.bool_]:
         """For which of the n programs there is any, bool (n,)."""

@@ -108,12 +108,8 @@ def finetune(
     programs that may be looked at without labels, and are not scored, for ``config.loss.cmd_weight``. ``progress`` is called
     with every epoch's history line.
 
-    Raises
-    ------
-    PredictorError
-        ``out`` holds a run; nothing to choose from; fewer than two programs to learn from; training diverged.
-    UnknownDeviceError, DatasetError
-        No such device; no data.
+    PredictorError: ``out`` holds a run; nothing to choose from; fewer than two programs to learn from; training
+    diverged. UnknownDeviceError, DatasetError: no such device; no data.
     """
     out = Path(out)
     if any((out / name).exists() for name in (HISTORY_FILE, "predictor")):

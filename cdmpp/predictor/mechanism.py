@@ -45,9 +45,17 @@ PIPES: dict[str, tuple[str, ...]] = {
     "nvfp4": ("float4_matrix", "float8_matrix", "bfloat16_matrix", "float16_matrix", "float32"),
 }
 _LIKE = {"fp8_block": "fp8", "fp8_static": "fp8", "sq": "int8", "int4_wo": "bfloat16", "int8_wo": "bfloat16"}
+#: GPUs whose vector units add products of float16 up in float32 at the rate of float16, as libraries do (v_dot2_f32_f16, AMD's
+#: instruction sets); packed arithmetic elsewhere adds up in float16, so that float32's rate is what is left.
+_DOT = ("gfx906", "gfx1011", "gfx1012", "gfx103", "gfx11", "gfx12")
+#: Part of float32's rate that products of bfloat16 reach without a unit for it, as operands are converted first: MIOpen's on
+#: gfx900 and gfx906.
+_EMULATED = 0.6
 #: Exponentials and the like that a core starts a cycle: a quarter of a multiprocessor's 64 lanes (CUDA C++ programming guide,
-#: arithmetic instructions; AMD's quarter rate).
-_SPECIAL_PER_CYCLE = 16.0
+#: arithmetic instructions; AMD's quarter rate). On sm_100 kernels compute part of the exponentials by polynomials on the FMA
+#: units (FlashAttention-4), on sm_103 the units are doubled.
+_SPECIAL_PER_CYCLE = {"sm_100": 24.0, "sm_103": 32.0}
+_SPECIAL_OF_OTHERS = 16.0
 #: Bytes a cycle from the second level to a core: this part of 64. Of sm_80 to sm_90 and sm_120 the median of what PipeWeave
 #: measured; of sm_100 what the products of a B200 imply.
 _L2_BYTES = 64.0
@@ -70,15 +78,19 @@ MECHANISM_FEATURES: tuple[str, ...] = (
     "rows", "columns", "depth", "products", "rows_aligned", "columns_aligned", "depth_aligned", "intensity",
     "sequences", "group", "head_dim", "seen", "queries", "keys",
     "window", "stride", "dilation", "groups", "depthwise", "backward_input", "backward_weights", "image",
-    "inputs", "ranks", "is_cpu", "m", "n",
+    "inputs", "ranks", "is_cpu", "m", "n", "matrix_unit",
 )  # fmt: skip
 
 
 def pipe(device: Device, dtype: str) -> tuple[float, str]:
     """GFLOP/s of products in a data type, and the pipe that does them: the one of another type where there is none."""
-    for name in PIPES[_LIKE.get(dtype, dtype)]:
+    like = _LIKE.get(dtype, dtype)
+    for name in PIPES[like]:
+        if name == "float16" and device.kind == "gpu" and not device.mcpu.startswith(_DOT):
+            continue
         if device.peak_gflops.get(name):
-            return device.peak_gflops[name], name
+            emulated = like == "bfloat16" and name == "float32"
+            return device.peak_gflops[name] * (_EMULATED if emulated else 1.0), name
     return _DEFAULT_PEAK, ""
 
 
@@ -208,7 +220,7 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     of_type = {dtype: 1e9 * pipe(device, dtype)[0] for dtype in set(table["dtype"])}
     peak = table["dtype"].map(of_type).to_numpy(dtype=np.float64)
     bandwidth = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH[device.kind])
-    special_rate = _SPECIAL_PER_CYCLE if device.kind == "gpu" else lanes / 8
+    special_rate = _SPECIAL_PER_CYCLE.get(device.mcpu, _SPECIAL_OF_OTHERS) if device.kind == "gpu" else lanes / 8
     collective = np.isin(op, COLLECTIVES)
     moved = todo["read"] + todo["written"]
     cache = 1024.0 * max(device.l2_kb or 0.0, device.l3_kb or 0.0) or 1e6
@@ -270,6 +282,7 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
         "is_cpu": np.full(len(table), float(device.kind == "cpu")),
         "m": _log1(size["m"]),
         "n": _log1(size["n"]),
+        "matrix_unit": table["dtype"].map({t: "_matrix" in pipe(device, t)[1] for t in of_type}).to_numpy(np.float64),
     }
     for tile in _SHOWN:
         name, waves = "{}x{}".format(*tile), tiles[tile] / cores

@@ -37,22 +37,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from cdmpp.errors import LabelError, PredictorError
 
-#: The keys every scored group holds.
-METRIC_KEYS: tuple[str, ...] = (
-    "mape",
-    "median_ape",
-    "within_10pct",
-    "within_20pct",
-    "rmse_s",
-    "pairwise_accuracy",
-    "spearman",
-    "top1_regret",
-    "top1_regret_of_32",
-    "top5_regret",
-    "n",
-    "noise_floor_mape",
-)
-
 Metrics = dict[str, Any]
 
 #: Programs of a task that ``top1_regret_of_32`` takes into account.

@@ -6,6 +6,8 @@ After CDMPP (EuroSys'24), with a padding mask and pooling in place of one networ
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -15,10 +17,13 @@ from torch import nn
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.batching import Context, LabelledArrays, PaddedBatch, PairArrays, inference_batches
 from cdmpp.predictor.config import ModelConfig
-from cdmpp.program.codegen import STATIC_FEATURES
+from cdmpp.predictor.pair_features import CODE_FEATURES, LOOP_CODE_FEATURES, TIME_PARTS
+from cdmpp.program.codegen import LOOPS, STATIC_FEATURES
 
 #: The table of positional encodings grows in steps of this many positions.
 _POSITION_STEP = 256
+#: Pairs that are predicted together.
+INFERENCE_BATCH = 1024
 #: Where bins begin that no value fills (encoded values are clipped far below).
 _NEVER = 1e6
 #: Encodings that :func:`positional_encoding` knows.
@@ -135,6 +140,43 @@ class AttentionPooling(nn.Module):
         return (weights * heads).sum(1).reshape(batch, dim)
 
 
+class CompiledDecoder(nn.Module):
+    """The label of a compiled program: the sum of what its loops and the rest take by the model of the core
+    (:data:`cdmpp.predictor.pair_features.TIME_PARTS`), each times a ratio that is learned, by one network for all loops.
+
+    ``known`` is the width of what is known besides the compiled code.
+    """
+
+    def __init__(self, config: ModelConfig, known: int) -> None:
+        super().__init__()
+        dim, parts = config.embedding_dim, len(TIME_PARTS)
+        self.program = nn.Sequential(
+            nn.Linear(known + len(CODE_FEATURES), config.decoder_dim), nn.GELU(), nn.Dropout(config.dropout),
+            nn.Linear(config.decoder_dim, dim), nn.GELU(), nn.Dropout(config.dropout),
+        )  # fmt: skip
+        self.loop = nn.Sequential(
+            nn.Linear(dim + len(LOOP_CODE_FEATURES), dim), nn.GELU(), nn.Dropout(config.dropout),
+            nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, 1),
+        )  # fmt: skip
+        self.others = nn.Linear(dim, parts - LOOPS)
+        nn.init.zeros_(self.others.weight)
+        nn.init.zeros_(self.others.bias)
+        self.whole = nn.Linear(dim, 1)
+        # what a unit of the logarithm of the times is of the label
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, embedding: torch.Tensor, known: list[torch.Tensor], code: torch.Tensor) -> torch.Tensor:
+        """Embeddings (batch, embedding_dim), what is known besides and encoded code, (batch, n) each -> labels (batch,)."""
+        widths = (len(CODE_FEATURES), LOOPS * len(LOOP_CODE_FEATURES), len(TIME_PARTS))
+        program, loops, times = code.split(widths, dim=1)
+        hidden = _decode(self.program, embedding, [*known, program])
+        around = hidden[:, None, :].expand(-1, LOOPS, -1)
+        ratios = self.loop(torch.cat([around, loops.unflatten(1, (LOOPS, -1))], dim=2)).squeeze(2)
+        total = torch.logsumexp(times + torch.cat([ratios, self.others(hidden)], dim=1), dim=1)
+        label: torch.Tensor = self.scale * total + self.whole(hidden).squeeze(1)
+        return label
+
+
 class LatencyNetwork(nn.Module):
     """Leaves, positions, mask and device -> one standardised label a program. Takes the widths of an encoded leaf, and of
     the parts of a :class:`~cdmpp.predictor.batching.Context`."""
@@ -165,13 +207,7 @@ class LatencyNetwork(nn.Module):
         pooled_dim = dim * config.flatten_leaves if config.pooling == "flatten" else dim
         self.embedding = nn.Linear(pooled_dim + 1, config.embedding_dim)
         self.decoder = _decoder(config, decoder_in)
-        self.compiled_decoder: nn.Sequential | None = None
-        self.code_bins: PiecewiseLinear | None = None
-        if code_dim:
-            self.code_bins = PiecewiseLinear(code_dim + 1, config.bins) if config.bins else None
-            self.compiled_decoder = _decoder(config, decoder_in + (code_dim + 1) * (1 + config.bins))
-            # how much of what the instructions take over the estimate is the label's
-            self.excess = nn.Parameter(torch.ones(()))
+        self.compiled_decoder = CompiledDecoder(config, decoder_in) if code_dim else None
         self.codegen = nn.Linear(config.embedding_dim, len(STATIC_FEATURES)) if config.codegen else None
 
     def fit_bins(self, train: LabelledArrays) -> None:
@@ -180,8 +216,6 @@ class LatencyNetwork(nn.Module):
             self.bins.fit(train.leaves)
         if self.pair_bins is not None:
             self.pair_bins.fit(train.pair)
-        if self.code_bins is not None:
-            self.code_bins.fit(_with_flag(train.code[train.has_code]))
 
     def forward(self, batch: PaddedBatch, context: Context) -> torch.Tensor:
         """Standardised labels, shape (batch,)."""
@@ -250,12 +284,8 @@ class LatencyNetwork(nn.Module):
         """Standardised labels with instruction counts, shape (batch,), which all rows must have: corrections of how long the
         instructions take (:mod:`cdmpp.predictor.pair_features`)."""
         assert self.compiled_decoder is not None
-        code = _with_flag(context.code)
-        known = [*self._device_and_pair(context), code]
-        if self.code_bins is not None:
-            known.append(self.code_bins(code))
-        labels: torch.Tensor = _decode(self.compiled_decoder, embedding, known).squeeze(-1)
-        return labels + self.excess * context.code[:, -1]
+        labels: torch.Tensor = self.compiled_decoder(embedding, self._device_and_pair(context), context.code)
+        return labels
 
     def _device_and_pair(self, context: Context) -> list[torch.Tensor]:
         """What both decoders see besides the embedding: device and pair, and the bins of the pair."""
@@ -264,11 +294,6 @@ class LatencyNetwork(nn.Module):
         if self.pair_bins is not None:
             parts.append(self.pair_bins(context.pair))
         return parts
-
-
-def _with_flag(code: torch.Tensor) -> torch.Tensor:
-    """Known code and a column of 1, which the weights that ship were trained with."""
-    return torch.cat([code, code.new_ones(len(code), 1)], dim=1)
 
 
 def _decode(decoder: nn.Sequential, embedding: torch.Tensor, known: list[torch.Tensor]) -> torch.Tensor:
@@ -293,35 +318,40 @@ def _decoder(config: ModelConfig, width: int) -> nn.Sequential:
     return nn.Sequential(*hidden, nn.Linear(widths[-1], 1))
 
 
+@contextmanager
+def evaluating(network: nn.Module) -> Iterator[None]:
+    """Without gradients and drop-out; the network is left as it was."""
+    training = network.training
+    network.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        network.train(training)
+
+
 def correction_inputs(
-    network: LatencyNetwork, arrays: PairArrays, embeddings: np.ndarray | None = None, batch_size: int = 1024
+    network: LatencyNetwork, arrays: PairArrays, embeddings: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """What the network takes of pairs besides their leaves, and what it makes of these: features of program and device and of
     the compiled code (n, r), and embeddings (n, h; computed unless given), both float64."""
     known = torch.cat([arrays.pair, arrays.code * arrays.has_code[:, None]], dim=1).double().numpy()
     if embeddings is not None:
         return known, embeddings
-    where, training = next(network.parameters()).device, network.training
+    where = next(network.parameters()).device
     embeddings = np.empty((len(arrays), network.config.embedding_dim), dtype=np.float64)
-    network.eval()
-    with torch.inference_mode():
-        for rows in inference_batches(arrays.packed.lengths[arrays.program], batch_size):
+    with evaluating(network):
+        for rows in inference_batches(arrays.packed.lengths[arrays.program], INFERENCE_BATCH):
             batch, context = arrays.batch(rows, where)
             embeddings[rows] = network.embed(batch, context.device).double().cpu().numpy()
-    network.train(training)
     return known, embeddings
 
 
-def predict_labels(network: nn.Module, arrays: PairArrays, batch_size: int = 1024) -> np.ndarray:
+def predict_labels(network: nn.Module, arrays: PairArrays) -> np.ndarray:
     """Standardised labels of (program, device) pairs, float64 (n,), in evaluation mode."""
     where = next(network.parameters()).device
-    training = network.training
-    network.eval()
     labels = np.empty(len(arrays), dtype=np.float64)
-    try:
-        with torch.inference_mode():
-            for rows in inference_batches(arrays.packed.lengths[arrays.program], batch_size):
-                labels[rows] = network(*arrays.batch(rows, where)).double().cpu().numpy()
-    finally:
-        network.train(training)
+    with evaluating(network):
+        for rows in inference_batches(arrays.packed.lengths[arrays.program], INFERENCE_BATCH):
+            labels[rows] = network(*arrays.batch(rows, where)).double().cpu().numpy()
     return labels

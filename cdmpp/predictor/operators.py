@@ -28,7 +28,18 @@ from cdmpp.device import Device, get_device
 from cdmpp.errors import PredictorError, reason
 from cdmpp.files import write_text
 from cdmpp.predictor.mechanism import MECHANISM_FEATURES, Constants, mechanism
-from cdmpp.program.operators import ELEMENT_BYTES, OPERATORS, SIZES, WEIGHTS_ONLY
+from cdmpp.predictor.solvers import (
+    FRAMEWORK,
+    OPERATOR,
+    VENDOR,
+    SolverModel,
+    fit_network,
+    fit_solvers,
+    network_of,
+    standardised,
+)
+from cdmpp.predictor.transforms import Correction
+from cdmpp.program.operators import ELEMENT_BYTES, OPERATORS, SIZES, WEIGHTS_ONLY, operator_table, operator_text
 
 FloatArray = NDArray[np.float64]
 
@@ -40,9 +51,9 @@ _OPS, _DTYPES = tuple(OPERATORS), tuple(ELEMENT_BYTES)
 _NARROW = ("fp8", "fp8_block", "fp8_static", "nvfp4", "int8", "sq")
 #: Elements of a head beyond which attention has other kernels.
 _LONG_HEAD = 128
-_FILE, _WEIGHTS = "operators.json", "operators.safetensors"
-#: Standardised features are cut here: farther from the training data nothing is known.
-_FAR = 4.0
+_FILE, _WEIGHTS, _MEASURED = "operators.json", "operators.safetensors", "measured.parquet"
+#: Operators of a kind and device that are kept with a model, at most.
+_KEPT_ROWS = 120
 #: Peaks and cores of one architecture closer than this make devices nearly the same.
 _ALIKE = 0.15
 #: Parts of what the network says that are tried on devices left out.
@@ -60,17 +71,22 @@ _ALIKE_KINDS = {
     "softmax": "softmax float32",
 }
 #: Operators of one kind and device that constants are fitted to, at most.
-_FITTED_ROWS = 3000
+_FITTED_ROWS = 700
 #: Parts of the operators of a single family of devices that are left out in turn.
 _FOLDS = 5
 #: What was measured by one framework alone, which usually takes so much longer than the fastest, says nothing of the fastest.
 _SLOW = 0.1
 #: Tables are cut to so many rows of one operator, data type, device and framework.
-_ROWS = 2500
+_ROWS = 700
+#: Waves that stand for a Gaussian over the numbers of operators, and how far it reaches in standard deviations of each.
+_WAVES, _REACH = 192, 0.5
 #: ATen operators with fewer labels are not told apart from others of their kind.
 _LEAST_LABELS = 10
 #: Rows of a step of training, steps at least, and epochs.
 _BATCH, _STEPS, _LEAST_EPOCHS = 1024, 2600, 14
+#: Operators of one device, data type and direction whose solvers are learned, at most; tensors of their networks; and how
+#: likely a solver must be able to run to be named.
+_SOLVER_ROWS, _OF_SOLVERS, _CAN_RUN = 900, "solvers", 0.3
 
 
 @dataclass(frozen=True)
@@ -98,6 +114,12 @@ class OperatorModel:
     trust: Mapping[str, float] = field(default_factory=dict)
     seen: Mapping[str, Errors] = field(default_factory=dict)
     unseen: Mapping[str, Errors] = field(default_factory=dict)
+    solvers: SolverModel | None = None
+    #: Some of the operators learned from, with ``device`` and ``seconds``.
+    measured: pd.DataFrame | None = None
+    #: What few operators of a device taught (:mod:`cdmpp.predictor.measurements`), and what errors that left on it.
+    corrections: Mapping[str, Correction] = field(default_factory=dict)
+    left: Mapping[str, Errors] = field(default_factory=dict)
 
     def predict(self, table: pd.DataFrame, device: str | Device, framework: str = BEST) -> FloatArray:
         """Seconds of each operator of a table (:func:`cdmpp.program.operators.operator_table`), float64 (n,).
@@ -119,19 +141,41 @@ class OperatorModel:
         estimate, logs = self.parts(table, resolved, framework)
         measured = self.devices.get(resolved.name, ())
         parts = [1.0 if kind in measured else self.trust.get(kind, 0.0) for kind in kinds(table)]
+        if (taught := self.corrections.get(resolved.name)) is not None:
+            logs = logs * parts + taught.logs(np.concatenate(self.traits(table, resolved), axis=1))
+            return estimate * np.exp(logs)
         return estimate * np.exp(logs * parts)
+
+    def traits(self, table: pd.DataFrame, device: Device) -> tuple[FloatArray, FloatArray]:
+        """What operators are compared by, which depends on no label: flags of their kinds, (n, kinds), and waves over the
+        numbers that networks see, (n, _WAVES): products of these are as those of a Gaussian of their distance (random
+        Fourier features by Rahimi and Recht, NIPS 2007)."""
+        scaled = self._numbers(table, device)
+        drawn = np.random.default_rng(0)
+        lengths = _REACH * math.sqrt(scaled.shape[1])
+        waves = drawn.standard_normal((scaled.shape[1], _WAVES)) / lengths
+        flags = kinds(table)[:, None] == np.array(sorted(self.constants))
+        return flags.astype(np.float64), np.cos(scaled @ waves + drawn.uniform(0, 2 * np.pi, _WAVES))
+
+    def _numbers(self, table: pd.DataFrame, device: Device) -> FloatArray:
+        """The numbers that networks see, standardised, (n, inputs)."""
+        names = self.inputs[0]
+        rows = encode(table, device, BEST, {}, [names])[0]
+        return standardised(rows, self.mean[: len(names)], self.std[: len(names)]).double().numpy()
 
     def parts(self, table: pd.DataFrame, device: Device, framework: str) -> tuple[FloatArray, FloatArray]:
         """The estimate in seconds, and what the networks add to its logarithm, each float64 (n,)."""
         rows, estimate = encode(table, device, framework, self.constants, self.inputs)
-        scaled = torch.from_numpy(np.clip((rows - self.mean) / self.std, -_FAR, _FAR))
+        scaled = standardised(rows, self.mean, self.std)
         with torch.inference_mode():
             logs = [network(scaled).squeeze(-1).double().numpy() for network in self.networks]
         return estimate, np.mean(logs, axis=0) if logs else np.zeros(len(table))
 
     def explain(self, table: pd.DataFrame, device: str | Device) -> pd.DataFrame:
         """What bounds each operator: the part of the device that is ``bound``, for which ``part`` of the estimate, the cores
-        that have work in the last wave of 128 x 128 tiles (``full``), and the ``correction`` that networks learned."""
+        with work in the last wave of 128 x 128 tiles of a product (``full``), the ``correction`` that networks learned, the
+        likely ``kernel`` ("" where none is known), and the ``nearest`` operator that was measured, the device it was ``on``,
+        and how ``far`` it is in standard deviations of the training data (NaN where none of its kind was)."""
         resolved = get_device(device) if isinstance(device, str) else device
         seen, of_kind = mechanism(table, resolved), kinds(table)
         bound, part = np.empty(len(table), dtype=object), np.empty(len(table))
@@ -143,9 +187,54 @@ class OperatorModel:
             bound[at] = np.array(list(busy), dtype=object)[longest]
             part[at] = np.max(list(busy.values()), axis=0) / own.estimate(constants)
         estimate, _ = self.parts(table, resolved, BEST)
-        full = np.exp(-seen.features[:, MECHANISM_FEATURES.index("idle_128x128")])
+        idle = seen.features[:, MECHANISM_FEATURES.index("idle_128x128")]
+        full = np.where(seen.matrix_s > 0, np.exp(-idle), np.nan)
         correction = self.predict(table, resolved) / estimate
-        return pd.DataFrame({"bound": bound, "part": part, "full": full, "correction": correction})
+        first = self.kernels(table, resolved).drop_duplicates("row").set_index("row")["kernel"].astype(object)
+        kernel = first.reindex(range(len(table)), fill_value="").to_numpy()
+        found = {"bound": bound, "part": part, "full": full, "correction": correction, "kernel": kernel}
+        return pd.DataFrame({**found, **self._nearest(table, resolved)})
+
+    def _nearest(self, table: pd.DataFrame, device: Device) -> dict[str, NDArray[Any]]:
+        """The nearest measured operator of the same kind, or of the kind whose constants serve, by what the networks see."""
+        nearest, on, far = (
+            np.full(len(table), "", dtype=object),
+            np.full(len(table), "", dtype=object),
+            np.full(len(table), np.nan),
+        )
+        asked = self._numbers(table, device)
+        known = self.measured if self.measured is not None else table[:0].assign(device="")
+        of_known = kinds(known)
+        for kind, at in table.groupby(kinds(table)).indices.items():
+            like = str(kind) if kind in of_known else _ALIKE_KINDS.get(str(kind), "")
+            own = known[of_known == like].reset_index(drop=True)
+            if own.empty:
+                continue
+            there = np.empty((len(own), asked.shape[1]))
+            for name, mine in own.groupby("device").indices.items():
+                there[mine] = self._numbers(own.iloc[mine], get_device(str(name)))
+            apart = np.sqrt(((asked[at][:, None] - there) ** 2).mean(axis=2))
+            best = apart.argmin(axis=1)
+            far[at], on[at] = apart[np.arange(len(at)), best], own["device"].to_numpy()[best]
+            nearest[at] = [operator_text(row) for row in own.iloc[best].to_dict("records")]
+        return {"nearest": nearest, "on": on, "far": far}
+
+    def kernels(self, table: pd.DataFrame, device: str | Device) -> pd.DataFrame:
+        """Solvers that may run each convolution on an AMD GPU, the fastest first: ``row`` of the table, ``kernel``, ``seconds``
+        (of the first those of :meth:`predict`), and ``can_run``, how likely it is that it can. Other operators have none."""
+        resolved = get_device(device) if isinstance(device, str) else device
+        at = np.flatnonzero((table["op"] == OPERATOR).to_numpy() & (resolved.vendor == VENDOR))
+        if self.solvers is None or not len(at):
+            return pd.DataFrame({"row": [], "kernel": [], "seconds": [], "can_run": []})
+        part = table.iloc[at]
+        logs, can_run = self.solvers.rank(encode(part, resolved, FRAMEWORK, self.constants, self.inputs)[0])
+        allowed = can_run >= np.minimum(_CAN_RUN, can_run.max(axis=1, keepdims=True))
+        row, solver = np.nonzero(allowed)
+        fastest = np.where(allowed, logs, np.inf).min(axis=1)
+        seconds = self.predict(part, resolved)[row] * np.exp(logs - fastest[:, None])[row, solver]
+        names = np.array(self.solvers.names, dtype=object)[solver]
+        found = {"row": at[row], "kernel": names, "seconds": seconds, "can_run": can_run[row, solver]}
+        return pd.DataFrame(found).sort_values(["row", "seconds"], ignore_index=True)
 
     def interval(
         self, table: pd.DataFrame, device: str | Device, framework: str = BEST
@@ -155,7 +244,7 @@ class OperatorModel:
         seconds = self.predict(table, resolved, framework)
         measured = self.devices.get(resolved.name, ())
         found = [
-            errors.get(kind) or errors.get("") or Errors(-1.0, 0.0, 1.0, 0)
+            self.left.get(resolved.name) or errors.get(kind) or errors.get("") or Errors(-1.0, 0.0, 1.0, 0)
             for kind in kinds(table)
             for errors in (self.seen if kind in measured else self.unseen,)
         ]
@@ -168,22 +257,26 @@ class OperatorModel:
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        records = {name: getattr(self, name) for name in ("constants", "seen", "unseen")}
-        state = {
+        records = {name: getattr(self, name) for name in ("constants", "seen", "unseen", "left")}
+        state: dict[str, Any] = {
             "inputs": self.inputs,
             "mean": [float(v) for v in self.mean],
             "std": [float(v) for v in self.std],
             "devices": {name: list(of_device) for name, of_device in self.devices.items()},
             "trust": dict(self.trust),
+            "corrections": {name: correction.to_json() for name, correction in self.corrections.items()},
             **{name: {kind: vars(value) for kind, value in group.items()} for name, group in records.items()},
         }
+        tensors = _tensors(self.networks)
+        if (solvers := self.solvers) is not None:
+            numbers = {name: [float(f"{v:.6g}") for v in getattr(solvers, name)] for name in ("mean", "std")}
+            state["solvers"] = {"names": list(solvers.names), **numbers}
+            tensors |= _tensors(solvers.networks, _OF_SOLVERS)
         write_text(folder / _FILE, json.dumps(state) + "\n")
-        tensors = {
-            f"{i}.{name}": value.half()
-            for i, network in enumerate(self.networks)
-            for name, value in network.state_dict().items()
-        }
         save_file(tensors, folder / _WEIGHTS)
+        if self.measured is not None:
+            small = self.measured.astype(dict.fromkeys((*SIZES, "seconds"), "float32"))
+            small.to_parquet(folder / _MEASURED, compression="zstd", compression_level=19, index=False)
 
     @classmethod
     def load(cls, folder: str | Path) -> OperatorModel:
@@ -198,15 +291,13 @@ class OperatorModel:
             if any(set(own) - set(names) for own, names in zip(state["inputs"], known, strict=False)):
                 raise PredictorError(f"{folder} was trained with other features: train it again")
             tensors = load_file(folder / _WEIGHTS)
-            networks = []
-            for number in sorted({int(name.partition(".")[0]) for name in tensors}):
-                prefix = f"{number}."
-                own = {name.removeprefix(prefix): v.float() for name, v in tensors.items() if name.startswith(prefix)}
-                networks.append(_network(*reversed(own["0.weight"].shape)))
-                networks[-1].load_state_dict(own)
+            solvers = None
+            if of_solvers := state.get("solvers"):
+                mean, std = (np.array(of_solvers[name], dtype=np.float32) for name in ("mean", "std"))
+                solvers = SolverModel(tuple(of_solvers["names"]), _networks(tensors, _OF_SOLVERS), mean, std)
             return cls(
                 constants={kind: Constants(**values) for kind, values in state["constants"].items()},
-                networks=tuple(network.eval() for network in networks),
+                networks=_networks(tensors),
                 mean=np.array(state["mean"], dtype=np.float32),
                 std=np.array(state["std"], dtype=np.float32),
                 devices=dict(state["devices"]),
@@ -214,9 +305,31 @@ class OperatorModel:
                 trust=state["trust"],
                 seen={kind: Errors(**values) for kind, values in state["seen"].items()},
                 unseen={kind: Errors(**values) for kind, values in state["unseen"].items()},
+                solvers=solvers,
+                corrections={name: Correction.from_json(own) for name, own in state.get("corrections", {}).items()},
+                left={name: Errors(**values) for name, values in state.get("left", {}).items()},
+                measured=operator_table(pd.read_parquet(folder / _MEASURED)) if (folder / _MEASURED).exists() else None,
             )
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as err:
             raise PredictorError(f"cannot read the operator model of {folder}: {reason(err)}") from err
+
+
+def _tensors(networks: Sequence[nn.Module], prefix: str = "") -> dict[str, torch.Tensor]:
+    """Weights of networks by name, in half precision."""
+    states = [(f"{prefix}{i}", network.state_dict()) for i, network in enumerate(networks)]
+    return {f"{number}.{name}": value.half() for number, state in states for name, value in state.items()}
+
+
+def _networks(tensors: Mapping[str, torch.Tensor], prefix: str = "") -> tuple[nn.Module, ...]:
+    """Back from :func:`_tensors`."""
+    found: list[nn.Module] = []
+    while f"{prefix}{len(found)}.0.weight" in tensors:
+        start = f"{prefix}{len(found)}."
+        own = {name.removeprefix(start): v.float() for name, v in tensors.items() if name.startswith(start)}
+        width, inputs = own["0.weight"].shape
+        found.append(network_of(inputs, width, len(own["4.weight"])))
+        found[-1].load_state_dict(own)
+    return tuple(network.eval() for network in found)
 
 
 def load_operator_model(spec: str | Path = "default", kind: str = "gpu") -> OperatorModel:
@@ -252,7 +365,7 @@ def kinds(table: pd.DataFrame) -> NDArray[np.str_]:
     attends, narrow = op == "attention", np.isin(dtype, _NARROW)
     of_phase = np.select([attends & single, attends], [" decode", " prefill"], "")
     masks = [
-        narrow & np.isin(op, ("gemm", "attention")),
+        narrow & np.isin(op, ("gemm", "attention", "conv")),
         np.isin(dtype, WEIGHTS_ONLY),
         attends & (table["head_dim"] > _LONG_HEAD).to_numpy(),
         np.isin(dtype, ("float32", "float64")),
@@ -370,7 +483,7 @@ def train(
         progress(done, len(numbers) + 1)
         mine = np.flatnonzero(family == number)
         others = np.flatnonzero(family != number)
-        without = _fitted(table.iloc[others].reset_index(drop=True), max(1, members // 2), epochs, width, seed)
+        without = _fitted(table.iloc[others].reset_index(drop=True), 1, epochs, width, seed)
         estimate[mine], logs[mine] = _parts_of_rows(without, table.iloc[mine])
     progress(len(numbers), len(numbers) + 1)
     measured, kind = np.log(table["seconds"].to_numpy(dtype=np.float64)) - np.log(estimate), kinds(table)
@@ -384,6 +497,53 @@ def train(
     model = replace(_fitted(table, members, epochs, width, seed), trust=trust, unseen=_errors(left, left["left_out_s"]))
     own_estimate, own_logs = _parts_of_rows(model, table)
     return replace(model, seen=_errors(table, own_estimate * np.exp(own_logs))), left
+
+
+def train_solvers(
+    operators: pd.DataFrame,
+    seconds: FloatArray,
+    names: Sequence[str],
+    constants: Mapping[str, Constants],
+    inputs: Sequence[Sequence[str]] = (),
+    seed: int = 0,
+) -> SolverModel:
+    """Learn which solver is fast from all that were timed (:func:`solver_times`)."""
+    encoded, estimate = _encoded(operators.assign(framework=FRAMEWORK), constants, inputs)
+    return fit_solvers(encoded, np.log(seconds / estimate[:, None]), names, seed)
+
+
+def solver_times(
+    table: pd.DataFrame, rows: int = _SOLVER_ROWS, seed: int = 0
+) -> tuple[pd.DataFrame, FloatArray, list[str]]:
+    """Convolutions on devices, at most ``rows`` of a device, data type and direction; the seconds of each of their solvers,
+    (n, solvers) with NaN where it did not run; and the names of these. PredictorError: the table has none."""
+    table = table[(table["framework"] == FRAMEWORK) & (table["op"] == OPERATOR)].reset_index(drop=True)
+    if table.empty:
+        raise PredictorError(f"no {OPERATOR} by {FRAMEWORK} in it")
+    keys = ["device", "op", "dtype", "kv_dtype", *SIZES]
+    number = table.groupby(keys, dropna=False, observed=True, sort=False).ngroup().to_numpy()
+    operators = table.iloc[np.unique(number, return_index=True)[1]].reset_index(drop=True)
+    drawn = operators.sample(frac=1.0, random_state=seed)
+    drawn = drawn[drawn.groupby(["device", "dtype", "backward"]).cumcount() < rows]
+    names, solver = np.unique(table["kernel"].to_numpy(dtype=str), return_inverse=True)
+    seconds = np.full((len(operators), len(names)), np.nan)
+    slowest_first = np.argsort(-table["seconds"].to_numpy(), kind="stable")
+    seconds[number[slowest_first], solver[slowest_first]] = table["seconds"].to_numpy()[slowest_first]
+    return drawn.reset_index(drop=True), seconds[drawn.index], names.tolist()
+
+
+def with_what_was_measured(
+    model: OperatorModel, table: pd.DataFrame, learned: pd.DataFrame, seed: int = 0
+) -> OperatorModel:
+    """A model with the solvers of a table of all that was measured, if it has any, and with some of the operators that it
+    ``learned`` from (:func:`training_table`)."""
+    solvers = None
+    if ((table["framework"] == FRAMEWORK) & (table["op"] == OPERATOR)).any():
+        solvers = train_solvers(*solver_times(table, seed=seed), model.constants, model.inputs, seed)
+    best = learned[learned["framework"] == BEST].reset_index(drop=True)
+    kept = best[best.groupby([kinds(best), "device"]).cumcount() < _KEPT_ROWS].reset_index(drop=True)
+    kept = kept[["op", "dtype", "kv_dtype", *SIZES, "device", "seconds"]]
+    return replace(model, solvers=solvers, measured=kept)
 
 
 def _of_one_family(
@@ -412,26 +572,38 @@ def left_out_errors(left: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _fitted(table: pd.DataFrame, members: int, epochs: int, width: int, seed: int) -> OperatorModel:
-    constants = _fit_constants(table)
+    constants = fit_constants(table)
     inputs = inputs_of(table)
-    rows, target = np.empty((len(table), sum(map(len, inputs))), dtype=np.float32), np.empty(len(table))
-    for name, at in table.groupby("device").indices.items():
-        part = table.iloc[at]
-        rows[at], estimate = encode(part, get_device(str(name)), None, constants, inputs)
-        target[at] = np.log(part["seconds"].to_numpy(dtype=np.float64) / estimate)
+    rows, estimate = _encoded(table, constants, inputs)
+    target = np.log(table["seconds"].to_numpy(dtype=np.float64) / estimate)
     mean, std = rows.mean(0), rows.std(0)
-    flags = len(MECHANISM_FEATURES)
+    flags = len(inputs[0])
     mean[flags:], std[flags:] = 0.0, 1.0
     std = np.where(std > 1e-6, std, 1e6).astype(np.float32)
-    scaled = torch.from_numpy(np.clip((rows - mean) / std, -_FAR, _FAR))
+    scaled = standardised(rows, mean, std)
     labels, weights = torch.from_numpy(target.astype(np.float32)), torch.from_numpy(_weights(table))
-    networks = [_fit(scaled, labels, weights, width, epochs, seed + member) for member in range(members)]
+
+    def loss(found: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        huber = nn.functional.huber_loss(found.squeeze(-1), labels[at], reduction="none", delta=0.1)
+        return (huber * weights[at]).mean()
+
+    networks = [fit_network(scaled, 1, width, epochs, seed + member, loss) for member in range(members)]
     of_kind = pd.Series(kinds(table)).groupby(table["device"].to_numpy())
     devices = {str(name): sorted(set(own)) for name, own in of_kind}
     return OperatorModel(constants, tuple(networks), mean, std, devices, inputs)
 
 
-def _fit_constants(table: pd.DataFrame) -> dict[str, Constants]:
+def _encoded(
+    table: pd.DataFrame, constants: Mapping[str, Constants], inputs: Sequence[Sequence[str]] = ()
+) -> tuple[NDArray[np.float32], FloatArray]:
+    """:func:`encode` of each row on its own device, by its own framework."""
+    rows, estimate = np.empty((len(table), sum(map(len, inputs or _INPUTS))), dtype=np.float32), np.empty(len(table))
+    for name, at in table.groupby("device").indices.items():
+        rows[at], estimate[at] = encode(table.iloc[at], get_device(str(name)), None, constants, inputs)
+    return rows, estimate
+
+
+def fit_constants(table: pd.DataFrame) -> dict[str, Constants]:
     """Constants of each kind, on the fastest kernels of all devices, each of which counts alike; and of kinds that have no
     labels those of the kind most like it, but for what its labels have of launches."""
     from scipy.optimize import least_squares
@@ -454,7 +626,7 @@ def _fit_constants(table: pd.DataFrame) -> dict[str, Constants]:
             return np.concatenate([*errors, _HELD * (logs - start)])
 
         inside = np.clip(start, _LOW + 1e-6, _HIGH - 1e-6)
-        found[str(kind)] = Constants.of(least_squares(off, inside, bounds=(_LOW, _HIGH), max_nfev=40).x)
+        found[str(kind)] = Constants.of(least_squares(off, inside, bounds=(_LOW, _HIGH), max_nfev=40, ftol=1e-4).x)
     for kind, like in _ALIKE_KINDS.items():
         if kind not in found and like in found:
             found[kind] = replace(found[like], cycles=Constants().cycles)
@@ -498,30 +670,3 @@ def _weights(table: pd.DataFrame) -> NDArray[np.float32]:
     size = table.groupby(["op", "dtype", "device"])["seconds"].transform("size")
     weights = 1.0 / np.sqrt(size.to_numpy(dtype=np.float64))
     return (weights / weights.mean()).astype(np.float32)
-
-
-def _network(inputs: int, width: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(inputs, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 1))
-
-
-def _fit(
-    rows: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, width: int, epochs: int, seed: int
-) -> nn.Module:
-    torch.manual_seed(seed)
-    network = _network(rows.shape[1], width)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3, weight_decay=1e-2)
-    batch = min(_BATCH, len(rows))
-    steps = epochs * (len(rows) // batch)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps + 1)
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(epochs):
-        order = torch.randperm(len(rows), generator=generator)
-        for first in range(0, len(rows) - batch + 1, batch):
-            at = order[first : first + batch]
-            error = network(rows[at]).squeeze(-1) - labels[at]
-            huber = nn.functional.huber_loss(error, torch.zeros_like(error), reduction="none", delta=0.1)
-            optimizer.zero_grad()
-            (huber * weights[at]).mean().backward()
-            optimizer.step()
-            schedule.step()
-    return network.eval()

@@ -12,13 +12,13 @@ Where the program was compiled, how long its loops take on the device's core com
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.predictor.roofline import ProgramView, estimate_s, peak_flops, power_headroom, roofline_s
-from cdmpp.program.codegen import CACHE_KB, CODEGEN_FEATURES, CYCLE_FEATURES
+from cdmpp.program.codegen import CACHE_KB, CODEGEN_FEATURES, CYCLE_FEATURES, KINDS, LOOP_FEATURES, LOOPS
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
@@ -149,11 +149,46 @@ def pair_rows(
 TIME_FEATURES: tuple[str, ...] = (
     "core_ns", "unit_ns", "front_ns", "chain_ns", "line_ns", "call_ns", "outside_ns", "beyond_l2_ns", "beyond_l3_ns",
 )  # fmt: skip
-#: What a network is given of a compiled program: its counts, and the times they take on the device.
-CODE_FEATURES: tuple[str, ...] = (*CODEGEN_FEATURES, *TIME_FEATURES)
+#: Of a loop besides its own columns, a cycle: what its bounds are of the longest, what it works on, and its part of the
+#: program's cycles; bytes it touches of a fetched line; and how often it is entered.
+_LOOP_RATIOS = (
+    "units", "front", "chain", "instructions", "loaded", "stored", "gathers", "arithmetic", "l1_lines", "lines_1024k",
+)  # fmt: skip
+LOOP_CODE_FEATURES: tuple[str, ...] = (
+    *LOOP_FEATURES, *(f"{name}_per_cycle" for name in _LOOP_RATIOS), "part", "bytes_of_line", "entries",
+)  # fmt: skip
+_SHARES = tuple(kind for kind in KINDS if kind != "all")
+#: Of a whole program: counts, the times they take on the device, each time's part of the core's, and each kind's part of the
+#: instructions that run.
+CODE_FEATURES: tuple[str, ...] = (
+    *CODEGEN_FEATURES[: -LOOPS * len(LOOP_FEATURES)],
+    *TIME_FEATURES,
+    *(f"{name}_part" for name in TIME_FEATURES[1:]),
+    *(f"{kind}_part" for kind in _SHARES),
+)
+#: Parts that a program's time is the sum of, each times a ratio that the network learns: its longest loops and the others, code
+#: between loops, lines from beyond capacities (in cycles of one a line), loops entered, calls.
+TIME_PARTS: tuple[str, ...] = (
+    *(f"loop{number}" for number in range(LOOPS)), "other_loops", "outside", *(f"lines_{kb}k" for kb in CACHE_KB),
+    "loop_entries", "calls",
+)  # fmt: skip
+#: Logarithm of a part that a program has not, over the estimate.
+ABSENT = -30.0
 
-#: Logarithms of the two estimates' ratio are cut here: beyond, the counts are misread.
-_MOST_EXCESS = 4.0
+
+class CodeRows(NamedTuple):
+    """What a network is given of n compiled programs, float64, all NaN where nothing is known: numbers of the whole (n,
+    len(CODE_FEATURES)) and of the longest loops (n, LOOPS, len(LOOP_CODE_FEATURES)), and the logarithms of the parts of the
+    time over the analytical estimate of the program, (n, len(TIME_PARTS)), :data:`ABSENT` where there is nothing of a part."""
+
+    program: FloatArray
+    loops: FloatArray
+    times: FloatArray
+
+    @property
+    def flat(self) -> FloatArray:
+        """All of it, float64 (n, columns)."""
+        return np.concatenate([self.program, self.loops.reshape(len(self.program), -1), self.times], axis=1)
 
 
 def code_rows(
@@ -162,42 +197,59 @@ def code_rows(
     devices: Sequence[Device],
     program: NDArray[np.int64],
     device: NDArray[np.int64],
-) -> tuple[FloatArray, FloatArray]:
-    """What a network is given of compiled programs: ``counts``, (n, len(CODEGEN_FEATURES)), rows of NaN where unknown, and
-    how long they take; pairs as of :func:`pair_rows`.
-
-    Returns
-    -------
-    float64 (n, len(CODE_FEATURES)), and the logarithm of ``core_ns`` over the analytical estimate of the program, (n,).
-    Both are NaN where the counts are.
-    """
-    features, excess = np.full((len(program), len(CODE_FEATURES)), np.nan), np.full(len(program), np.nan)
+) -> CodeRows:
+    """Of ``counts``, (n, len(CODEGEN_FEATURES)), rows of NaN where unknown; pairs as of :func:`pair_rows`."""
+    shapes = ((len(CODE_FEATURES),), (LOOPS, len(LOOP_CODE_FEATURES)), (len(TIME_PARTS),))
+    rows = CodeRows(*(np.full((len(program), *shape), np.nan) for shape in shapes))
     known = ~np.isnan(counts[:, 0])
     parallel = ProgramView.of(asts).parallel if known.any() else np.zeros(0)
     for number in np.unique(device[known]):
         here = np.flatnonzero(known & (device == number))
         used, back = np.unique(program[here], return_inverse=True)
         estimates = estimate_s([asts[i] for i in used], devices[number])[back]
-        features[here], excess[here] = _features_of(counts[here], parallel[program[here]], estimates, devices[number])
-    return features, excess
+        known_rows = _code_of(counts[here], parallel[program[here]], estimates, devices[number])
+        for all_rows, values in zip(rows, known_rows, strict=True):
+            all_rows[here] = values
+    return rows
 
 
-def _features_of(
-    counts: NDArray[np.float32], parallel: FloatArray, estimates_s: FloatArray, device: Device
-) -> tuple[FloatArray, FloatArray]:
+def _code_of(counts: NDArray[np.float32], parallel: FloatArray, estimates_s: FloatArray, device: Device) -> CodeRows:
     counts = np.asarray(counts, dtype=np.float64)
-    of = {name: counts[:, CODEGEN_FEATURES.index(name)] for name in CYCLE_FEATURES}
+    program, loops = np.split(counts, [-LOOPS * len(LOOP_FEATURES)], axis=1)
+    of = {
+        name: counts[:, CODEGEN_FEATURES.index(name)] for name in (*CYCLE_FEATURES, *(f"run_{kind}" for kind in KINDS))
+    }
     # counted is what one thread would run: several share it in rounds
     cores = max(1.0, device.cores_used or 1.0)
     share = np.ceil(parallel / cores) / np.maximum(parallel, 1.0)
+    ns_per_cycle = share * 1e3 / (device.working_mhz or 2500.0)
     ns: dict[str, NDArray[np.floating]] = {
-        name: of[name.replace("_ns", "_cycles")] * share * 1e3 / (device.working_mhz or 2500.0)
+        name: of[name.replace("_ns", "_cycles")] * ns_per_cycle
         for name in TIME_FEATURES
         if not name.startswith("beyond")
     }
     for level, capacity in (("l2", device.l2_kb), ("l3", device.l3_kb)):
         kb = max((kb for kb in CACHE_KB if kb <= (capacity or 1024)), default=CACHE_KB[0])
         ns[f"beyond_{level}_ns"] = of[f"lines_{kb}k"] * _LINE / (device.bandwidth_gb_s or _BANDWIDTH)
-    ratio = np.log(np.maximum(ns["core_ns"], 1e-3)) - np.log(_NS * estimates_s)
-    features = np.concatenate([counts, np.stack([ns[name] for name in TIME_FEATURES], axis=1)], axis=1)
-    return features, np.clip(ratio, -_MOST_EXCESS, _MOST_EXCESS)
+    each = loops.reshape(len(counts), LOOPS, len(LOOP_FEATURES))
+    loop = {name: each[:, :, number] for number, name in enumerate(LOOP_FEATURES)}
+    cycles, longest = np.maximum(loop["cycles"], 1e-3), loop["runs"] * loop["cycles"]
+    core = np.maximum(of["core_cycles"], 1e-3)[:, None]
+    ratios = [loop[name] / cycles for name in _LOOP_RATIOS]
+    touched = (loop["loaded"] + loop["stored"]) / np.maximum(_LINE * loop["l1_lines"], 0.01)
+    ratios += [longest / core, np.where(loop["runs"] > 0, touched, 0), loop["runs"] / np.maximum(loop["trips"], 1.0)]
+    every = np.concatenate([each, np.stack(ratios, axis=2)], axis=2)
+    taken = np.stack([ns[name] for name in TIME_FEATURES], axis=1)
+    of_core = _PER_MILLE * taken[:, 1:] / np.maximum(taken[:, :1], 1e-2)
+    run = np.stack([of[f"run_{kind}"] for kind in _SHARES], axis=1) / np.maximum(of["run_all"], 1.0)[:, None]
+    others = np.maximum(of["core_cycles"] - of["outside_cycles"] - longest.sum(axis=1), 0.0)
+    rest = [
+        others,
+        of["outside_cycles"],
+        *(of[f"lines_{kb}k"] for kb in CACHE_KB),
+        of["loop_entries"],
+        of["call_cycles"],
+    ]
+    parts = np.concatenate([longest, np.stack(rest, axis=1)], axis=1) * (ns_per_cycle / (_NS * estimates_s))[:, None]
+    numbers = np.concatenate([program, taken, of_core, run], axis=1)
+    return CodeRows(numbers, every, np.log(np.maximum(parts, np.exp(ABSENT))))

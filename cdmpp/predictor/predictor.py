@@ -174,8 +174,10 @@ class Predictor:
         calibration = self.calibration_of(evidence)
         if calibration is None:
             raise PredictorError("this predictor was not calibrated, so it has no intervals: train it again")
-        factor = math.exp(calibration.half_width(self.device_name(device), coverage))
-        seconds = self.predict_asts(_as_asts(items), device, evidence)
+        half = calibration.half_width(self.device_name(device), coverage)
+        asts = _as_asts(items)
+        factor = np.exp(half * self.difficulty(asts, [device], np.zeros(len(asts), dtype=np.int64), evidence))
+        seconds = self.predict_asts(asts, device, evidence)
         low, high = seconds / factor, seconds * factor
         return (low, high) if many else (float(low[0]), float(high[0]))
 
@@ -184,6 +186,30 @@ class Predictor:
         if evidence.elsewhere is not None:
             return self.measured_calibration
         return self.calibration if evidence.code is None else self.compiled_calibration
+
+    def difficulty(
+        self,
+        asts: Sequence[CompactAST],
+        devices: Sequence[str | Device],
+        device_index: NDArray[np.int64],
+        evidence: Evidence = NO_EVIDENCE,
+    ) -> NDArray[np.float64]:
+        """How many times as wide as usual the intervals of pairs are, as of :meth:`predict_pairs`, float64 (n,)."""
+        calibration = self.calibration_of(evidence)
+        if calibration is None or calibration.difficulty is None:
+            return np.ones(len(asts))
+        return calibration.difficulty.of(self.difficulty_inputs(asts, devices, device_index, evidence))
+
+    def difficulty_inputs(
+        self,
+        asts: Sequence[CompactAST],
+        devices: Sequence[str | Device],
+        device_index: NDArray[np.int64],
+        evidence: Evidence = NO_EVIDENCE,
+    ) -> NDArray[np.float64]:
+        """What tells how far off predictions are expected to be, float64 (n, d)."""
+        arrays = self.encode(asts, devices, device_index, evidence.code)
+        return np.concatenate(correction_inputs(self.network, arrays), axis=1)
 
     def unfamiliar(self, programs: Any, device: str | Device, *, resolver: Resolver | None = None) -> Any:
         """Whether programs on a device are far from the training data (:mod:`cdmpp.predictor.uncertainty`), so that little
@@ -205,10 +231,16 @@ class Predictor:
         self, data: TrainingData, rows: NDArray[np.int64], evidence: Evidence = NO_EVIDENCE
     ) -> NDArray[np.float64]:
         """Latencies in seconds of these rows (n,) of a label table, float64 (n,)."""
+        return self.predict_pairs(*self.pairs_of_rows(data, rows), evidence)
+
+    def pairs_of_rows(
+        self, data: TrainingData, rows: NDArray[np.int64]
+    ) -> tuple[list[CompactAST], list[str | Device], NDArray[np.int64]]:
+        """ASTs, devices and the number of each pair's device, of these rows (n,) of a label table."""
         table = data.labels.iloc[rows]
         names, index = np.unique(table["device"].to_numpy(dtype=str), return_inverse=True)
         devices = [self.as_in_training(data.devices[name]) for name in names]
-        return self.predict_pairs([data.asts[p] for p in table["program"]], devices, index, evidence)
+        return [data.asts[p] for p in table["program"]], devices, index
 
     def predict_pairs(
         self,
@@ -418,7 +450,7 @@ def predict_program_file(
     ast = compact_asts([program])[0]
     evidence = predictor.evidence([program], resolved, compiled=compiled, measured=measured)
     latency_s = float(predictor.predict_asts([ast], resolved, evidence)[0])
-    low_s, high_s = seconds_interval(predictor, latency_s, resolved, evidence)
+    low_s, high_s = seconds_interval(predictor, ast, latency_s, resolved, evidence)
     return {
         "program": str(path),
         "device": resolved.name,
@@ -434,13 +466,14 @@ def predict_program_file(
 
 
 def seconds_interval(
-    predictor: Predictor, latency_s: float, device: Device, evidence: Evidence
+    predictor: Predictor, ast: CompactAST, latency_s: float, device: Device, evidence: Evidence
 ) -> tuple[float, float] | tuple[None, None]:
     """Lowest and highest seconds, None where the predictor cannot say (:func:`prediction_note` says why)."""
     calibration = predictor.calibration_of(evidence)
     if calibration is None or not calibration.supports(COVERAGE):
         return None, None
-    factor = math.exp(calibration.half_width(predictor.device_name(device), COVERAGE))
+    difficulty = float(predictor.difficulty([ast], [device], np.zeros(1, dtype=np.int64), evidence)[0])
+    factor = math.exp(difficulty * calibration.half_width(predictor.device_name(device), COVERAGE))
     return latency_s / factor, latency_s * factor
 
 

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError
-from cdmpp.files import write_text
+from cdmpp.files import shipped_table, write_text
 from cdmpp.predictor.config import Config, config_from_dict, dump_config
 from cdmpp.predictor.data import TrainingData, split_data
 from cdmpp.predictor.evidence import Evidence
@@ -57,60 +58,18 @@ def search_space(model: str) -> dict[str, BaseDistribution]:
     :func:`cdmpp.predictor.baselines.make_model`. PredictorError for a model that is not one of :data:`SEARCHED_MODELS`, and
     without Optuna."""
     try:
-        from optuna.distributions import CategoricalDistribution as Choice
-        from optuna.distributions import FloatDistribution as Float
-        from optuna.distributions import IntDistribution as Int
+        from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
     except ImportError as err:
         raise PredictorError(f"searching needs Optuna: pip install 'cdmpp[search]' ({err})") from err
+    if model not in SEARCHED_MODELS:
+        raise PredictorError(f"no search space for model '{model}' (known: {', '.join(SEARCHED_MODELS)})")
 
-    optimisation: dict[str, BaseDistribution] = {
-        "train.batch_size": Choice([64, 128, 256, 512]),
-        "train.learning_rate": Float(2e-4, 5e-3, log=True),
-        "train.weight_decay": Float(1e-4, 1e-1, log=True),
-        "loss.mape_weight": Float(0.05, 3.0, log=True),
-    }
-    if model == "ours":
-        return {
-            "model.dim": Choice([64, 96, 128, 192]),
-            "model.layers": Int(1, 5),
-            "model.heads": Choice([2, 4, 8]),
-            "model.ffn_dim": Choice([128, 256, 512]),
-            "model.dropout": Float(0.0, 0.4),
-            "model.pooling": Choice(["sum", "mean", "attention"]),
-            "model.device": Choice(["film", "token"]),
-            "model.decoder_dim": Choice([128, 256, 512]),
-            "model.decoder_layers": Int(1, 3),
-            "label.transform": Choice(["box-cox", "log"]),
-            **optimisation,
-            "loss.rank_weight": Choice([0.0, 0.03, 0.1, 0.3]),
-            "train.ema_decay": Choice([0.0, 0.98, 0.99, 0.995, 0.998]),
-        }
-    if model == "lstm":
-        return {
-            "hidden": Choice([64, 128, 192, 256, 384]),
-            "layers": Int(1, 3),
-            "dropout": Float(0.0, 0.3),
-            **optimisation,
-            "train.ema_decay": Choice([0.0, 0.98, 0.99, 0.995, 0.998]),
-        }
-    if model == "released":  # its sizes are what makes it the released network
-        return {
-            **optimisation,
-            "train.batch_size": Choice([128, 256, 600]),
-            "train.learning_rate": Float(1e-5, 1e-3, log=True),
-            "sizes.dropout": Float(0.0, 0.3),
-        }
-    if model.startswith("xgboost-") and model in SEARCHED_MODELS:
-        return {
-            "params.max_depth": Int(4, 12),
-            "params.eta": Float(0.01, 0.3, log=True),
-            "params.subsample": Float(0.5, 1.0),
-            "params.colsample_bytree": Float(0.1, 1.0),
-            "params.min_child_weight": Float(0.5, 50.0, log=True),
-            "params.lambda": Float(1e-2, 100.0, log=True),
-            "params.gamma": Float(1e-4, 1.0, log=True),
-        }
-    raise PredictorError(f"no search space for model '{model}' (known: {', '.join(SEARCHED_MODELS)})")
+    def distribution(of: Any) -> BaseDistribution:
+        if isinstance(of, list):
+            return CategoricalDistribution(of)
+        return IntDistribution(**of) if isinstance(of["low"], int) else FloatDistribution(**of)
+
+    return {name: distribution(of) for name, of in shipped_table("predictor/search.yaml")[model].items()}
 
 
 @dataclass(frozen=True)
@@ -140,13 +99,9 @@ def search(
     continued if there is one, and a trial that was cut short does not count. ``datasets`` as of
     :func:`cdmpp.predictor.train`.
 
-    Raises
-    ------
-    PredictorError
-        ``out`` holds a search and ``resume`` is off, or it is one of another model, configuration or other
-        records; no trial succeeded; Optuna is not installed.
-    DatasetError, SplitError
-        No records; a split that cannot be made.
+    PredictorError: ``out`` holds a search and ``resume`` is off, or it is one of another model, configuration or other
+    records; no trial succeeded; Optuna is not installed. DatasetError, SplitError: no records; a split that cannot be
+    made.
     """
     if trials < 1:
         raise PredictorError(f"a search needs at least one trial, got {trials}")
@@ -162,15 +117,9 @@ def search(
     data = replace(data, labels=data.labels.assign(latency_s=latency_s))
     out.mkdir(parents=True, exist_ok=True)
     study = _open_study(config, model, space, data, split, out)
-    shared: dict[str, Any] = {}  # what all trials of a model share because it is costly to make
-    if model == "xgboost-perstore" and data.view is not None:
-        from cdmpp.predictor.baselines.xgboost import collect_per_store
-
-        rows = np.concatenate([split.train, split.valid])
-        shared["vectors"] = collect_per_store(data.view, data.labels["program"].iloc[rows])
     ended = ("complete", "pruned", "failed")
     while sum(_line(trial)["state"] in ended for trial in study.trials) < trials:
-        number = _run_trial(study, space, config, model, data, split, shared)
+        number = _run_trial(study, space, config, model, data, split)
         _write(out, study, space, config, model, split)
         if progress is not None:
             progress(_line(study.trials[number]))
@@ -265,7 +214,6 @@ def _run_trial(
     model: str,
     data: TrainingData,
     split: Split,
-    shared: Mapping[str, Any],
 ) -> int:
     """Draw values, fit and judge; gives the trial's number."""
     import optuna
@@ -280,7 +228,7 @@ def _run_trial(
         if trial.should_prune():
             raise optuna.TrialPruned
 
-    extra = shared if model.startswith("xgboost") else {"progress": report}
+    extra: dict[str, Any] = {} if model.startswith("xgboost") else {"progress": report}
     try:
         fitted = make_model(**trial_options(config, model, trial.params), **extra)
         fitted.fit(data, split)
@@ -315,8 +263,6 @@ def _write(
     out: Path, study: optuna.Study, space: Mapping[str, BaseDistribution], config: Config, model: str, split: Split
 ) -> SearchResult:
     """Write what was found so far: the summary and, once a trial succeeded, the best values."""
-    import yaml
-
     lines = [_line(trial) for trial in study.trials]
     complete = [line for line in lines if line["state"] == "complete"]
     best = min(complete, key=lambda line: line["value"]) if complete else None

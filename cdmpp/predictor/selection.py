@@ -129,20 +129,16 @@ def embed_programs(predictor: Predictor, asts: Sequence[CompactAST]) -> NDArray[
     import torch
 
     from cdmpp.predictor.batching import PackedPrograms, inference_batches
+    from cdmpp.predictor.network import INFERENCE_BATCH, evaluating
 
     encoder, network = predictor.encoder, predictor.network
     device = torch.from_numpy(encoder.encode_devices(np.stack(list(predictor.devices.values()))).mean(0))
     packed = PackedPrograms.pack(asts, encoder)
     embeddings = np.empty((len(asts), network.config.embedding_dim))
-    training = network.training
-    network.eval()
-    try:
-        with torch.inference_mode():
-            for rows in inference_batches(packed.lengths, 1024):
-                embedding = network.embed(packed.batch(rows), device.expand(len(rows), -1))
-                embeddings[rows] = embedding.double().numpy()
-    finally:
-        network.train(training)
+    with evaluating(network):
+        for rows in inference_batches(packed.lengths, INFERENCE_BATCH):
+            embedding = network.embed(packed.batch(rows), device.expand(len(rows), -1))
+            embeddings[rows] = embedding.double().numpy()
     return embeddings
 
 

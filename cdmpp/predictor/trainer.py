@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from cdmpp.predictor.checkpoint import TrainerState
 from cdmpp.predictor.config import Config
 from cdmpp.predictor.losses import central_moment_discrepancy, hybrid_loss, pairwise_ranking
 from cdmpp.predictor.network import LatencyNetwork, predict_labels
+from cdmpp.predictor.processes import Processes, pick_device
 from cdmpp.predictor.transforms import LabelTransform
 from cdmpp.program.codegen import STATIC_FEATURES
 
@@ -45,15 +46,6 @@ def learning_rate(step: int, total_steps: int, peak: float, warmup_fraction: flo
         return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, total_steps - warmup)
     return peak * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-
-
-def pick_device(name: str) -> torch.device:
-    """``cpu``, ``cuda`` or ``auto`` -> a torch device; PredictorError where CUDA is asked for and missing."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise PredictorError("train.device is cuda, but torch sees no CUDA device; use cpu or auto")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
 
 
 @dataclass
@@ -91,6 +83,8 @@ class Trainer:
         Makes another network than ours, called as ``network(batch, context)`` and trained on the loss of its labels alone.
     max_seconds
         Training stops after this time; the learning rate then falls with the time spent. None: no limit.
+    processes
+        Those that train together (None: this one alone), which needs our network and no ``max_seconds``.
 
     Raises PredictorError: no training or no validation pairs; CMD without pairs to adapt to or with an unbounded embedding;
     weights of another network.
@@ -107,6 +101,7 @@ class Trainer:
         sampler: BatchSampler | None = None,
         make_network: Callable[[], nn.Module] | None = None,
         max_seconds: float | None = None,
+        processes: Processes | None = None,
     ) -> None:
         if not len(train) or not len(valid):
             raise PredictorError(f"training needs training and validation records, got {len(train)} and {len(valid)}")
@@ -117,7 +112,10 @@ class Trainer:
         self._adapt = adapt
         self._bounds = _cmd_bounds(config, adapt)
         self._sampler = sampler or self._every_pair_once
-        self._where = pick_device(config.train.device)
+        self._processes = processes or Processes(pick_device(config.train.device))
+        self._where = self._processes.where
+        if config.train.precision == "bf16" and not _has_bf16(self._where):
+            raise PredictorError(f"train.precision is bf16, which this {self._where.type} has no arithmetic for")
         with seeded(config.train.seed):
             self.network: nn.Module = (
                 LatencyNetwork(config.model, *train.widths) if make_network is None else make_network()
@@ -195,7 +193,8 @@ class Trainer:
         # the number of batches is the same in every epoch
         total_steps = config.epochs * len(batches)
         pairs, sums = 0, np.zeros(2)
-        with seeded(config.seed * 100_003 + state.epoch + 1):
+        # drop-out of a process is its own; the first one's is that of a process alone
+        with seeded(config.seed * 100_003 + state.epoch + 1 + (self._processes.rank << 40)):
             self.network.train()
             for rows in batches:
                 step = max(state.step, int(min(1.0, self._time_spent()) * total_steps))
@@ -247,20 +246,24 @@ class Trainer:
         """One update; gives the loss and, of it, the discrepancy before its weight."""
         where, terms = self._where, self._terms
         index = torch.from_numpy(rows)
-        batch, context = self._train.batch(rows, where, self._as_unseen(len(rows)))
+        own, unseen = self._processes.part(len(rows)), self._as_unseen(len(rows))
+        batch, context = self._train.batch(rows[own], where, None if unseen is None else unseen[own])
         reference = None if self._log_reference is None else self._log_reference[index].to(where)
         log_latency = self._log_latency[index].to(where)
         truth = _Truth(self._target[index].to(where), log_latency, reference)
         if terms.rank_weight:
             truth.group = self._group[index].to(where)
-        if isinstance(self.network, LatencyNetwork):
-            loss, cmd = self._all_terms(self.network, batch, context, truth, index)
-        else:
-            loss, cmd = self._label_loss(self.network(batch, context), truth), torch.zeros(())
+        bf16 = self._config.precision == "bf16"
+        with torch.autocast(where.type, torch.bfloat16) if bf16 else nullcontext():
+            if isinstance(self.network, LatencyNetwork):
+                loss, cmd = self._all_terms(self.network, batch, context, truth, index)
+            else:
+                loss, cmd = self._label_loss(self.network(batch, context).float(), truth), torch.zeros(())
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
+        self._processes.add_gradients(self.network)
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), self._config.grad_clip)
         self._optimizer.step()
         self._state.step += 1
@@ -270,24 +273,27 @@ class Trainer:
     def _all_terms(
         self, network: LatencyNetwork, batch: PaddedBatch, context: Context, truth: _Truth, index: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss of our network on pairs with these numbers, (n,), and of it the discrepancy before its weight."""
-        terms = self._terms
+        """Loss of our network on the batch of the pairs with these numbers, (n,), and of it the discrepancy before its
+        weight; ``batch`` and ``context`` are of this process's part of it."""
+        terms, gathered, n = self._terms, self._processes.gathered, len(index)
         embedding = network.embed(batch, context.device)
-        loss = self._label_loss(network.decode_plain(embedding, context), truth)
-        counted = context.has_code
+        loss = self._label_loss(gathered(network.decode_plain(embedding, context), n), truth)
+        counted = self._train.has_code[index].to(self._where)
         if counted.any():
-            compiled = network.decode_compiled(embedding[counted], context.take(counted))
-            loss = loss + self._label_loss(compiled, truth.of(counted))
+            own = context.has_code
+            compiled = network.decode_compiled(embedding[own], context.take(own))
+            loss = loss + self._label_loss(gathered(compiled, n, counted), truth.of(counted))
         if self._codegen is not None and network.codegen is not None:
             counts = self._codegen[index].to(self._where)
             known = ~torch.isnan(counts)
-            errors = (network.codegen(embedding) - counts.nan_to_num()) ** 2 * known
+            errors = (gathered(network.codegen(embedding), n) - counts.nan_to_num()) ** 2 * known
             loss = loss + terms.codegen_weight * errors.sum() / known.sum().clamp(min=1)
         cmd = torch.zeros(())
-        if terms.cmd_weight:
-            programs, there = self._target_batch(len(index))
-            target = network.embed(programs, there.device)
-            cmd = central_moment_discrepancy(embedding, target, terms.cmd_moments, *self._bounds)
+        if self._adapt is not None and terms.cmd_weight:
+            rows = self._target_rows(len(self._adapt), n)
+            programs, there = self._adapt.batch(rows[self._processes.part(len(rows))], self._where)
+            target = gathered(network.embed(programs, there.device), len(rows))
+            cmd = central_moment_discrepancy(gathered(embedding, n), target, terms.cmd_moments, *self._bounds)
             loss = loss + terms.cmd_weight * cmd
         return loss, cmd
 
@@ -302,12 +308,10 @@ class Trainer:
             loss = loss + terms.rank_weight * ranking
         return loss
 
-    def _target_batch(self, size: int) -> tuple[PaddedBatch, Context]:
-        """Pairs to adapt to, drawn by seed and step alone, so that a resumed run draws the same."""
-        assert self._adapt is not None
+    def _target_rows(self, pairs: int, size: int) -> NDArray[np.int64]:
+        """So many of the pairs to adapt to, drawn by seed and step alone, so that a resumed run draws the same."""
         rng = np.random.default_rng([self._config.seed, self._state.step, 1])
-        rows = rng.choice(len(self._adapt), min(size, len(self._adapt)), replace=False)
-        return self._adapt.batch(rows, self._where)
+        return rng.choice(pairs, min(size, pairs), replace=False)
 
     def _update_average(self) -> None:
         # the decay grows with the steps, so that early averages forget the initial weights
@@ -323,10 +327,19 @@ class Trainer:
     def _validate(self) -> float:
         current = {k: v.detach().clone() for k, v in self.network.state_dict().items()}
         self.network.load_state_dict(self._average)
-        labels = predict_labels(self.network, self._valid.without_code())
-        predicted_s = self._transform.inverse(labels, self._valid.reference_s)
+        n = len(self._valid)
+        own = self._valid.without_code().take(self._processes.part(n))
+        labels = self._processes.gathered(torch.from_numpy(predict_labels(self.network, own)).to(self._where), n)
+        predicted_s = self._transform.inverse(labels.double().cpu().numpy(), self._valid.reference_s)
         self.network.load_state_dict(current)
         return float(np.mean(np.abs(predicted_s / self._valid.latency_s - 1)))
+
+
+def _has_bf16(where: torch.device) -> bool:
+    """Whether a device multiplies bfloat16 numbers itself."""
+    if where.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def _codegen_targets(counts: NDArray[np.float32] | None) -> torch.Tensor | None:

@@ -29,8 +29,9 @@ from cdmpp.predictor.data import TrainingData, gather, split_data
 from cdmpp.predictor.encoding import FeatureEncoder
 from cdmpp.predictor.evidence import NO_EVIDENCE, DeviceScaling, Evidence, fit_scaling
 from cdmpp.predictor.network import LatencyNetwork
-from cdmpp.predictor.pair_features import CODE_FEATURES, GENERAL_PAIRS, PAIR_FEATURES
+from cdmpp.predictor.pair_features import CODE_FEATURES, GENERAL_PAIRS, LOOP_CODE_FEATURES, PAIR_FEATURES
 from cdmpp.predictor.predictor import Predictor
+from cdmpp.predictor.processes import Processes, torchrun_processes
 from cdmpp.predictor.trainer import ProgressCallback, Trainer
 from cdmpp.predictor.transforms import LabelTransform, fit_transform
 from cdmpp.predictor.uncertainty import Calibration, Familiarity
@@ -46,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINT_FILE = "checkpoint.safetensors"
 HISTORY_FILE = "history.jsonl"
+#: With fewer validation tasks nothing tells which predictions are farther off than others.
+_TASKS_FOR_DIFFICULTY = 100
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ def train(
 
     ``datasets`` are data or dataset folders, None takes ``config.data.paths``. ``progress`` is called with every epoch's
     history line. With ``resume`` a run in ``out`` is continued if there is one; the result is that of an unbroken run.
+    Processes that torchrun started train together (:mod:`cdmpp.predictor.processes`); the first one writes.
 
     Raises
     ------
@@ -82,26 +86,40 @@ def train(
     out = Path(out)
     if not resume and any((out / name).exists() for name in (CHECKPOINT_FILE, HISTORY_FILE, "predictor")):
         raise PredictorError(f"{out} holds a training run: resume it, or choose another folder")
-    data = as_data(config, datasets)
+    with torchrun_processes(config.train.device, config.train.batch_size) as processes:
+        with processes.first_alone():
+            data = as_data(config, datasets)
+        return _train(config, data, out, progress, resume, processes)
+
+
+def _train(
+    config: Config, data: TrainingData, out: Path, progress: ProgressCallback | None, resume: bool, processes: Processes
+) -> TrainResult:
+    """:func:`train` of one of some processes, on data in memory."""
     split = split_data(config.split.spec, data)
-    fitted = prepare(config, data, split)
+    fitted = prepare(config, data, split, processes=processes)
     trainer, checkpoint = fitted.trainer, out / CHECKPOINT_FILE
     arrays: list[NDArray[Any]] = [data.latency_s, split.train, split.valid, split.adapt]
     if data.codegen_counts is not None and (config.loss.codegen_weight or config.model.compiled):
         arrays.insert(1, data.codegen_counts)
     run = fingerprint(config, [FEATURE_SET], data, arrays)
-    out.mkdir(parents=True, exist_ok=True)
     history: list[dict[str, Any]] = []
     if resume and checkpoint.exists():
         trainer.restore(load_checkpoint(checkpoint, run))
         lines = (out / HISTORY_FILE).read_text(encoding="utf-8").splitlines()
         history = [json.loads(line) for line in lines[: trainer.state().epoch]]
-    (out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-    (out / "split.json").write_text(split.to_json(), encoding="utf-8")
-    final = trainer.fit(lambda state: save_checkpoint(checkpoint, state, run), recorder(out, history, progress))
+    processes.check_same("records or runs", int(run[:12], 16) + trainer.state().step)
+    if processes.rank == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+        (out / "split.json").write_text(split.to_json(), encoding="utf-8")
+        final = trainer.fit(lambda state: save_checkpoint(checkpoint, state, run), recorder(out, history, progress))
+    else:
+        final = trainer.fit(progress=history.append)
     predictor = fitted.predictor(final.best, training_summary(config, data, split, final))
     predictor = calibrated(predictor, data, split)
-    predictor.save(out / "predictor")
+    if processes.rank == 0:
+        predictor.save(out / "predictor")
     return TrainResult(predictor, data, split, history)
 
 
@@ -132,6 +150,7 @@ def prepare(
     split: Split,
     make_network: Callable[[LabelledArrays, FeatureEncoder], nn.Module] | None = None,
     max_seconds: float | None = None,
+    processes: Processes | None = None,
 ) -> Fitted:
     """Fit encoder and label transform on the training part and make the trainer: of our network, or of what
     ``make_network`` makes for the training pairs."""
@@ -149,7 +168,9 @@ def prepare(
     if config.model.pairs:
         parts["pair"] = (data.pair_features[split.train], PAIR_FEATURES)
     if config.model.compiled and data.counted(split.train).any():
-        parts["code"] = (data.code_features[0][split.train], CODE_FEATURES)
+        code = data.code_features
+        parts["code"] = (code.program[split.train], CODE_FEATURES)
+        parts["loop"] = (code.loops[split.train].reshape(-1, len(LOOP_CODE_FEATURES)), LOOP_CODE_FEATURES)
     elif config.model.compiled:
         logger.warning(
             "the training programs have no instruction counts, so the network cannot learn from any: cdmpp codegen DIR "
@@ -173,6 +194,7 @@ def prepare(
         arrays.unlabelled(split.adapt),
         make_network=None if make_network is None else partial(make_network, fitting, encoder),
         max_seconds=max_seconds,
+        processes=processes,
     )
     return Fitted(encoder, transform, arrays, trainer, devices, specs)
 
@@ -218,12 +240,16 @@ def calibrated(
         if not chosen.any():
             return None
         table = data.labels.iloc[rows[chosen]]
+        inputs = None
+        if table["task"].nunique() >= _TASKS_FOR_DIFFICULTY:
+            inputs = predictor.difficulty_inputs(*predictor.pairs_of_rows(data, rows), evidence)[chosen]
         return Calibration.fit(
             table["latency_s"],
             predictor.predict_rows(data, rows, evidence)[chosen],
             table["task"],
             table["device"],
             "record" if split.kind == "within_task" else "task",
+            inputs,
         )
 
     code = Evidence.of_rows(data, rows, compiled=True)
@@ -279,9 +305,9 @@ def recorder(out: Path, history: list[dict[str, Any]], progress: ProgressCallbac
 
 
 def fingerprint(config: Config, named: list[Any], data: TrainingData, arrays: Sequence[NDArray[Any]]) -> str:
-    """Identifies a configuration but for where data are and the number of threads, JSON values, the pairs of data, and
+    """Identifies a configuration but for where data are, threads and precision, JSON values, the pairs of data, and
     arrays."""
-    settings = config.model_dump(mode="json", exclude={"data": True, "train": {"threads"}})
+    settings = config.model_dump(mode="json", exclude={"data": True, "train": {"threads", "precision"}})
     digest = hashlib.sha256(json.dumps([settings, *named], sort_keys=True).encode())
     for column in ("program", "device"):
         digest.update("\n".join(data.labels[column]).encode())

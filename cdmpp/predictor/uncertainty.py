@@ -2,8 +2,13 @@ r"""How far to trust a prediction: intervals with a finite-sample guarantee, and
 
 *Intervals* are those of split conformal prediction in log seconds.
 
-The score of a validation record is :math:`s = |\log(\text{measured} / \text{predicted})|` of the final weights. The
-interval of a prediction :math:`p` is :math:`[p\,e^{-q}, p\,e^{q}]`, with :math:`q` a quantile of the scores.
+The score of a validation record is :math:`s = |\log(\text{measured} / \text{predicted})| / d` of the final weights. The
+interval of a prediction :math:`p` is :math:`[p\,e^{-qd}, p\,e^{qd}]`, with :math:`q` a quantile of the scores.
+
+*Difficulty.* d is how far off a prediction is expected to be, relative to others: the exponential of a linear function of what
+the network sees (normalised conformal prediction: Papadopoulos et al. 2008; Lei et al. 2018, section 5.2), a ridge regression
+of :math:`\log|\log(\text{measured} / \text{predicted})|` on the validation part. The d of a validation record is that of a
+regression on other tasks, as that of a new task is.
 
 *Units.* Residuals of one task resemble each other: the records of a task are not exchangeable with those of a new
 one. Where the split holds out tasks (``by_network``, ``by_task``, ``by_device``) the unit is the **task**: with K
@@ -44,7 +49,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -105,20 +110,79 @@ class ScoreDistribution:
         return float(self.scores[step]) if step < len(self.scores) else math.inf
 
 
+#: Of the regression of errors: what its weights are held to 0 by, the parts that it is fitted without in turn, what is added to
+#: errors before their logarithm (no label is better than 2 %), and standard deviations beyond which inputs are cut.
+_RIDGE, _FOLDS, _LEAST_ERROR, _FAR = 0.1, 5, 0.02, 3.0
+
+
+@dataclass(frozen=True)
+class Difficulty:
+    """How many times as far off predictions are expected to be as usual: weights float64 (d,) of inputs that are standardised
+    by ``mean`` and ``std``, (d,)."""
+
+    mean: NDArray[np.float64]
+    std: NDArray[np.float64]
+    weights: NDArray[np.float64]
+
+    @classmethod
+    def fit(
+        cls, inputs: NDArray[np.float64], errors: NDArray[np.float64], unit: Sequence[Hashable], seed: int = 0
+    ) -> tuple[Difficulty, NDArray[np.float64]]:
+        """From inputs (n, d), errors >= 0 (n,) and the unit of each record, every unit weighing the same; and the difficulty of
+        each record (n,) by a fit without its unit."""
+        _, number, counts = np.unique(np.asarray([str(u) for u in unit]), return_inverse=True, return_counts=True)
+        std = inputs.std(axis=0)
+        usual = cls(inputs.mean(axis=0), np.where(std > 0, std, 1.0), np.zeros(inputs.shape[1]))
+        rows, logs, weight = usual._standardised(inputs), np.log(errors + _LEAST_ERROR), 1.0 / counts[number]
+        fold = np.random.default_rng(seed).integers(0, min(_FOLDS, len(counts)), len(counts))[number]
+        scales = np.ones(len(errors))
+        for out in np.unique(fold):
+            rest = fold != out
+            if rest.any():
+                scales[~rest] = np.exp(rows[~rest] @ _ridge(rows[rest], logs[rest], weight[rest]))
+        return replace(usual, weights=_ridge(rows, logs, weight)), scales
+
+    def of(self, inputs: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Of predictions with these inputs, (n, d) -> (n,)."""
+        return np.exp(self._standardised(inputs) @ self.weights)
+
+    def _standardised(self, inputs: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.clip((inputs - self.mean) / self.std, -_FAR, _FAR)
+
+
+def _ridge(rows: NDArray[np.float64], values: NDArray[np.float64], weight: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Weights of a ridge regression of values (n,) on rows (n, d) around their means."""
+    total = weight.sum()
+    rows, values = rows - weight @ rows / total, values - weight @ values / total
+    held = _RIDGE * total * np.eye(rows.shape[1])
+    found: NDArray[np.float64] = np.linalg.solve(
+        (rows * weight[:, None]).T @ rows + held, (rows * weight[:, None]).T @ values
+    )
+    return found
+
+
 @dataclass(frozen=True)
 class Calibration:
     """Scores of the validation part, pooled and of each device with :data:`MIN_UNITS` units at least; ``unit`` is
-    ``"task"`` or ``"record"``, see the module's text."""
+    ``"task"`` or ``"record"``, see the module's text. Without a ``difficulty`` all predictions are as usual."""
 
     unit: str
     pooled: ScoreDistribution
     devices: Mapping[str, ScoreDistribution]
+    difficulty: Difficulty | None = None
 
     @classmethod
     def fit(
-        cls, label_s: ArrayLike, predicted_s: ArrayLike, task: Sequence[str], device: Sequence[str], unit: str = "task"
+        cls,
+        label_s: ArrayLike,
+        predicted_s: ArrayLike,
+        task: Sequence[str],
+        device: Sequence[str],
+        unit: str = "task",
+        inputs: NDArray[np.float64] | None = None,
     ) -> Calibration:
-        """From measured and predicted seconds of n >= 1 calibration records, and the task and device of each.
+        """From measured and predicted seconds of n >= 1 calibration records, the task and device of each, and what tells their
+        difficulty, (n, d).
 
         Raises PredictorError: no records, or a unit other than task and record.
         """
@@ -128,13 +192,17 @@ class Calibration:
         if not len(scores):
             raise PredictorError("no records to calibrate with")
         units = np.asarray(list(task)) if unit == "task" else np.arange(len(scores)).astype(str)
+        difficulty = None
+        if inputs is not None:
+            difficulty, scales = Difficulty.fit(inputs, scores, units.tolist())
+            scores = scores / scales
         where = np.asarray(list(device))
         every = {
             str(name): ScoreDistribution.fit(scores[where == name], units[where == name].tolist())
             for name in np.unique(where)
         }
         devices = {name: scored for name, scored in every.items() if scored.units >= MIN_UNITS}
-        return cls(unit, ScoreDistribution.fit(scores, units.tolist()), devices)
+        return cls(unit, ScoreDistribution.fit(scores, units.tolist()), devices, difficulty)
 
     def with_device(self, device: str, errors: ArrayLike, task: Iterable[str]) -> Calibration:
         """With log(measured / predicted) on one device more, or in place of its own, if it has :data:`MIN_UNITS` tasks."""
@@ -151,7 +219,7 @@ class Calibration:
         return device if own is not None and own.quantile(coverage) < math.inf else ALL_DEVICES
 
     def half_width(self, device: str, coverage: float) -> float:
-        """Half the interval's width in log seconds.
+        """Half the width in log seconds of the interval of a prediction as difficult as usual.
 
         Raises PredictorError: the coverage is not between 0 and 1, or more than the number of calibration units can give.
         """
@@ -178,6 +246,8 @@ class Calibration:
         for number, (_, scores) in enumerate(self._named()):
             arrays[f"calibration.{number}.scores"] = scores.scores
             arrays[f"calibration.{number}.mass"] = scores.mass
+        if self.difficulty is not None:
+            arrays.update({f"difficulty.{name}": values for name, values in vars(self.difficulty).items()})
         return arrays
 
     @classmethod
@@ -192,7 +262,11 @@ class Calibration:
             for number, entry in enumerate(state["scores"])
         }
         pooled = every.pop(None)
-        return cls(str(state["unit"]), pooled, every)
+        names = [field.name for field in fields(Difficulty)]
+        told = [
+            np.asarray(arrays[f"difficulty.{name}"], np.float64) for name in names if f"difficulty.{name}" in arrays
+        ]
+        return cls(str(state["unit"]), pooled, every, Difficulty(*told) if told else None)
 
     def _named(self) -> list[tuple[str | None, ScoreDistribution]]:
         return [(None, self.pooled), *sorted(self.devices.items())]
@@ -216,8 +290,9 @@ def interval_metrics(
     task: Sequence[str],
     device: Sequence[str],
     coverage: float = 0.9,
+    difficulty: NDArray[np.float64] | None = None,
 ) -> dict[str, Any] | None:
-    """How well intervals hold on scored records.
+    """How well intervals hold on scored records of this ``difficulty`` (n,), None for usual.
 
     Returns
     -------
@@ -235,6 +310,8 @@ def interval_metrics(
         half[names == name] = calibration.half_width(name, coverage)
         if calibration.basis(name, coverage) == ALL_DEVICES:
             pooled.append(name)
+    if difficulty is not None:
+        half = half * difficulty
     # the record whose score is the quantile is inside, however a CPU rounds its prediction
     inside = log_errors(label_s, predicted_s) <= half + 1e-5
     _, number, counts = np.unique(np.asarray(list(task)), return_inverse=True, return_counts=True)

@@ -6,14 +6,20 @@ comparison.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from cdmpp.device import Device
 from cdmpp.errors import ProfilerError
-from cdmpp.profiler.engine import Outcome
+from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job
+from cdmpp.profiler.engine import BuildJob, Engine, Executor, Outcome
+from cdmpp.profiler.machine import core_groups, usable_cores
+
+logger = logging.getLogger(__name__)
 
 #: Latency in seconds by program, and labels per second.
 Labels = tuple[dict[str, float], float]
@@ -91,6 +97,30 @@ def calibrate(
             chosen = degree
             break
     return Calibration(chosen, tolerance, compare(1, first, again, rate_alone), tuple(results))
+
+
+def calibrate_cpu(
+    jobs: Sequence[BuildJob], config: CpuConfig, device: Device, tolerance: float, notify: Callable[[str], None]
+) -> Calibration:
+    """The degree for a share of this machine, by these programs: a mean difference of twice the tolerance is accepted too."""
+    cores, sentinel, threads = usable_cores(), sentinel_job(), int(device.share)
+    notify(f"calibrating the degree of parallelism on {len(jobs)} programs")
+
+    def measure(degree: int | None) -> Labels:
+        groups, alone = core_groups(cores, threads, degree or 1), degree is None
+        with Engine(CpuMeasurer(config, device.target, Executor(groups), sentinel, overlap=not alone)) as engine:
+            return timed_labels(engine.run(iter(jobs)))
+
+    def accept(result: DegreeResult, rate_alone: float) -> bool:
+        # A few programs that live on memory bandwidth show in the mean.
+        return result.mean_difference is not None and result.mean_difference <= 2 * tolerance
+
+    calibration = calibrate(measure, halved(len(cores) // threads), tolerance, accept)
+    for result in calibration.results:
+        notify(str(result))
+    if not calibration.results[-1].accepted:
+        logger.warning("labels taken while other programs build differ from labels taken alone")
+    return calibration
 
 
 def halved(degree: int) -> list[int]:

@@ -151,7 +151,7 @@ def _measured(call: Call, device: Device, sentinel: machine.Sentinel) -> dict[st
 
 
 def _timed(function: Any, arguments: Sequence[Any], sentinel: machine.Sentinel) -> tuple[float, float]:
-    """Seconds of a run and their noise; the arguments take turns."""
+    """As :func:`sampled`; the arguments take turns."""
     turn = 0
 
     def run(times: int) -> float:
@@ -163,6 +163,12 @@ def _timed(function: Any, arguments: Sequence[Any], sentinel: machine.Sentinel) 
             function(*args, **kwargs)
         return time.perf_counter() - began
 
+    return sampled(run, sentinel)
+
+
+def sampled(run: Callable[[int], float], sentinel: machine.Sentinel | None = None) -> tuple[float, float]:
+    """Seconds of a run and their noise, by what runs it so many times and says how long that took; samples wait for an
+    undisturbed core where a sentinel is given. RuntimeError: a run takes too long."""
     run(1)
     once = run(1)
     if once > _LONGEST_S:
@@ -171,10 +177,12 @@ def _timed(function: Any, arguments: Sequence[Any], sentinel: machine.Sentinel) 
     samples: list[float] = []
     spent = 0.0
     while _PLAN.needs_more(samples, spent):
-        sentinel.wait(_PLAN.max_wait_s)
+        if sentinel is not None:
+            sentinel.wait(_PLAN.max_wait_s)
         took = run(repeats)
         spent += took
-        sentinel.measured(took)
+        if sentinel is not None:
+            sentinel.measured(took)
         samples.append(took / repeats)
     return label(samples), split_half_difference(samples)
 

@@ -26,7 +26,7 @@ from cdmpp.profiler.machine import core_groups, usable_cores
 from cdmpp.profiler.plan import Plan, TaskPlan, network_tasks, replay_plan, unscheduled_plan
 
 if TYPE_CHECKING:
-    from cdmpp.profiler.calibration import Calibration, DegreeResult, Labels
+    from cdmpp.profiler.calibration import Calibration
     from cdmpp.program.network import Network
 
 logger = logging.getLogger(__name__)
@@ -343,30 +343,12 @@ def _degree(
     config: ProfileConfig, device: Device, plan: Plan, threads: int, notify: Callable[[str], None]
 ) -> tuple[int, Calibration | None]:
     """Measuring processes at the same time: as asked for, or calibrated."""
-    cores = usable_cores()
-    most = len(cores) // threads
-    if config.workers != "auto" or most <= 1:
+    if config.workers != "auto" or len(usable_cores()) // threads <= 1:
         return 1 if config.workers == "auto" else int(config.workers), None
-    from cdmpp.profiler.calibration import calibrate, halved, timed_labels
+    from cdmpp.profiler.calibration import calibrate_cpu
 
-    jobs, sentinel = plan.calibration_jobs(config.calibration_programs), sentinel_job()
-    notify(f"calibrating the degree of parallelism on {len(jobs)} programs")
-
-    def measure(degree: int | None) -> Labels:
-        groups, alone = core_groups(cores, threads, degree or 1), degree is None
-        measurer = CpuMeasurer(config, device.target, Executor(groups), sentinel, overlap=not alone)
-        with Engine(measurer) as engine:
-            return timed_labels(engine.run(iter(jobs)))
-
-    def accept(result: DegreeResult, rate_alone: float) -> bool:
-        # A few programs that live on memory bandwidth show in the mean.
-        return result.mean_difference is not None and result.mean_difference <= 2 * config.tolerance
-
-    calibration = calibrate(measure, halved(most), config.tolerance, accept)
-    for result in calibration.results:
-        notify(str(result))
-    if not calibration.results[-1].accepted:
-        logger.warning("labels taken while other programs build differ from labels taken alone")
+    jobs = plan.calibration_jobs(config.calibration_programs)
+    calibration = calibrate_cpu(jobs, config, device, config.tolerance, notify)
     return calibration.degree, calibration
 
 

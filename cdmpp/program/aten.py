@@ -15,32 +15,8 @@ from typing import Any
 
 import pandas as pd
 
+from cdmpp.files import shipped_table
 from cdmpp.program.operators import attention, operator_table
-
-#: Operators that move nothing.
-_VIEWS = {
-    "view", "transpose", "permute", "unsqueeze", "squeeze", "expand", "expand_as", "select", "slice", "chunk",
-    "split", "split_with_sizes", "flatten", "unflatten", "t", "detach", "alias", "unbind", "narrow", "movedim",
-    "swapaxes", "view_as", "getitem", "dropout", "dropout_", "feature_dropout", "alpha_dropout", "lift_fresh_copy",
-    "_assert_tensor_metadata", "sym_size", "diagonal", "numpy_T",
-}  # fmt: skip
-#: Those that move something only where their input does not lie in memory as the output will.
-_MAYBE_VIEWS = {"contiguous", "reshape", "to", "type_as", "_to_copy"}
-#: One exponential or the like an element.
-_ACTIVATIONS = {
-    "gelu", "silu", "silu_", "sigmoid", "sigmoid_", "tanh", "exp", "log", "erf", "pow", "cos", "sin", "softplus",
-    "mish", "elu", "log_sigmoid", "logit",
-}  # fmt: skip
-_COPIES = {
-    "cat", "stack", "pad", "constant_pad_nd", "roll", "index", "index_select", "gather", "repeat", "pixel_shuffle",
-    "pixel_unshuffle", "flip", "channel_shuffle", "upsample_nearest2d", "upsample_bilinear2d", "im2col", "tril",
-    "triu", "copy_", "clone",
-}  # fmt: skip
-_REDUCTIONS = {
-    "mean", "sum", "amax", "amin", "max", "min", "argmax", "argmin", "prod", "var", "var_mean", "std", "norm",
-    "linalg_vector_norm", "cumsum", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "all", "any",
-    "logsumexp",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,7 +45,8 @@ def calls_of(exported: Any) -> tuple[list[Call], int]:
         if node.op != "call_function":
             continue
         name = str(getattr(node.target, "_opname", "") or node.target.__name__)
-        if not _tensors(node) or name in _VIEWS or (name in _MAYBE_VIEWS and _is_view(node)):
+        kind = _kind(name)
+        if not _tensors(node) or kind == "view" or (kind == "maybe_view" and _is_view(node)):
             views += bool(_tensors(node))
             continue
         sizes, known = _sizes(name, node)
@@ -146,19 +123,24 @@ def _is_view(node: Any) -> bool:
     return bool(before.dtype == after.dtype and before.is_contiguous())
 
 
+def _kind(name: str) -> str:
+    """The kind of an operator (``aten.yaml``); "" for one that is not listed."""
+    return next((kind for kind, names in shipped_table("program/aten.yaml").items() if name in names), "")
+
+
 def _sizes(name: str, node: Any) -> tuple[dict[str, Any], bool]:
     """Sizes of a call, and whether there is a rule for it."""
     rule = _RULES.get(name)
     if rule is not None:
         return rule(node), True
     out, read = max(1.0, _elements(node)), sum(map(_elements, node.all_input_nodes))
-    inputs = read / out
-    if name in _REDUCTIONS:
+    inputs, kind = read / out, _kind(name)
+    if kind == "reduction":
         return {"op": "reduce", "m": out, "n": max(1.0, read / out)}, True
-    if name in _COPIES or name in _MAYBE_VIEWS:
+    if kind in ("copy", "maybe_view"):
         return {"op": "copy", "m": max(1.0, out / _run(node)), "n": _run(node), "inputs": inputs}, True
-    op = "activation" if name in _ACTIVATIONS else "elementwise"
-    return {"op": op, "m": 1.0, "n": out, "inputs": inputs}, name in _ACTIVATIONS
+    op = "activation" if kind == "activation" else "elementwise"
+    return {"op": op, "m": 1.0, "n": out, "inputs": inputs}, kind == "activation"
 
 
 def _run(node: Any) -> float:

@@ -48,12 +48,8 @@ class FusedNetwork:
 def fuse(module: Any, target: Any = None) -> FusedNetwork:
     """Legalise and fuse a Relax module whose weights are bound as constants.
 
-    Parameters
-    ----------
-    module
-        ``tvm.IRModule`` with a Relax function ``main``.
-    target
-        ``tvm.target.Target``; one llvm core if None. Legalisation hardly depends on it.
+    ``module``: ``tvm.IRModule`` with a Relax function ``main``. ``target``: ``tvm.target.Target``; one llvm core if
+    None. Legalisation hardly depends on it.
     """
     tvm = import_tvm()
     from tvm import relax

@@ -39,10 +39,7 @@ _GENERATORS: dict[str, Callable[..., Any]] = {
 def build(name: str, arguments: Mapping[str, Any]) -> Any:
     """The PrimFunc of a generator and its arguments (imports TVM).
 
-    Raises
-    ------
-    ProgramError
-        There is no such generator, or it does not take these arguments.
+    ProgramError: there is no such generator, or it does not take these arguments.
     """
     function = _GENERATORS.get(name)
     if function is None:

@@ -90,30 +90,17 @@ class NetworkGraph:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values (see the module)."""
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "name": self.name,
-            "meta": dict(self.meta),
-            "measured_s": dict(self.measured_s),
-            "predicted_s": {source: dict(values) for source, values in self.predicted_s.items()},
-            "nodes": [_node_to_json(node) for node in self.nodes],
-        }
+        nodes = [_node_to_json(node) for node in self.nodes]
+        return {"format": FORMAT, "version": VERSION, **asdict(self), "nodes": nodes}
 
 
 def network_graph(name: str, nodes: Iterable[GraphNode], **more: Any) -> NetworkGraph:
     """A graph of nodes in any order; those that are free to run keep the order in which they were given.
 
-    Parameters
-    ----------
-    more
-        Other attributes of :class:`NetworkGraph`.
+    ``more``: other attributes of :class:`NetworkGraph`.
 
-    Raises
-    ------
-    NetworkError
-        Two nodes have the same name, a node waits for one that is not there, nodes wait for each other (the message
-        names a cycle), or a field has no sense.
+    NetworkError: two nodes have the same name, a node waits for one that is not there, nodes wait for each other (the
+    message names a cycle), or a field has no sense.
     """
     given = list(nodes)
     by_name: dict[str, GraphNode] = {}
@@ -166,10 +153,7 @@ def save_graph(graph: NetworkGraph, path: str | Path) -> None:
 def load_graph(path: str | Path) -> NetworkGraph:
     """Read what :func:`save_graph` wrote.
 
-    Raises
-    ------
-    NetworkError
-        The file cannot be read, is no such file, or its graph is not sound (see :func:`network_graph`).
+    NetworkError: the file cannot be read, is no such file, or its graph is not sound (see :func:`network_graph`).
     """
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -103,10 +103,7 @@ def clblast_gemm(
     fetch A and B; KWI the unrolling of the depth; VWM and VWN vector widths; STRM and STRN strided access of a thread; SA
     and SB shared memory for A and B.
 
-    Raises
-    ------
-    ProgramError
-        The parameters do not divide each other as CLBlast requires.
+    ProgramError: the parameters do not divide each other as CLBlast requires.
     """
     threads = MDIMC * NDIMC
     rules = {

@@ -65,10 +65,7 @@ def conv2d(batch: int, in_channels: int, out_channels: int, kernel: int, size: i
 def elementwise(op: str, shape: Sequence[int], other: Sequence[int] = ()) -> Any:
     """One of :data:`ELEMENTWISE_FLOPS`, of a tensor of `shape`.
 
-    Parameters
-    ----------
-    other
-        Shape of the second tensor of a binary operator, 1 where it is broadcast; empty for the same shape.
+    ``other``: shape of the second tensor of a binary operator, 1 where it is broadcast; empty for the same shape.
     """
     ex = te()
     from tvm import tirx

@@ -42,8 +42,6 @@ _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_siz
 #: Kinds of model whose layers are as described above.
 _KNOWN = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "phi3", "gemma", "granite", "olmo2",
           "starcoder2", "internlm2", "deepseek", "yi", "baichuan")  # fmt: skip
-#: Part of a device's memory that weights, keys and values may fill.
-_USABLE = 0.9
 
 
 @dataclass(frozen=True)

@@ -55,12 +55,8 @@ class Network:
     def to_relax(self) -> Any:
         """Import: a ``tvm.IRModule`` with a Relax function ``main`` and the weights as constants.
 
-        Raises
-        ------
-        NetworkError
-            It cannot be exported or imported.
-        UnsupportedOpError
-            TVM has no import for one of its operators; the message names it.
+        NetworkError: it cannot be exported or imported. UnsupportedOpError: TVM has no import for one of its operators;
+        the message names it.
         """
         return self.importer()
 
@@ -91,19 +87,13 @@ class Network:
 def load_network(spec: str | Path, shapes: Mapping[str, Sequence[int]] | None = None) -> Network:
     """A network by zoo name or by the path of a ``.onnx`` or ``.pt2`` file.
 
-    Parameters
-    ----------
-    spec
-        ``resnet18``, ``resnet18@b4`` (batch 4), ``resnet18@s160`` (images of 160 x 160; of others sequences of 160),
-        ``resnet18@s160b4``, ``path/to/model.onnx``, ``path/to/model.pt2``. A dynamic batch of a file is 1 unless
-        ``@b4`` follows its name. ``operators@s7`` is the seventh draw of :mod:`cdmpp.program.zoo.operators`.
-    shapes
-        Input name -> shape, for files with other dynamic extents.
+    ``spec``: ``resnet18``, ``resnet18@b4`` (batch 4), ``resnet18@s160`` (images of 160 x 160; of others sequences of
+    160), ``resnet18@s160b4``, ``path/to/model.onnx``, ``path/to/model.pt2``. A dynamic batch of a file is 1 unless
+    ``@b4`` follows its name. ``operators@s7`` is the seventh draw of :mod:`cdmpp.program.zoo.operators`. ``shapes``:
+    input name -> shape, for files with other dynamic extents.
 
-    Raises
-    ------
-    NetworkError
-        Unknown name (the message suggests near ones), bad batch or size, missing or unreadable file, unknown shape.
+    NetworkError: unknown name (the message suggests near ones), bad batch or size, missing or unreadable file, unknown
+    shape.
     """
     text = str(spec)
     match = _VARIANT.fullmatch(text)

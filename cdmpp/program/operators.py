@@ -94,6 +94,14 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     "gru": ("m", "n", "k", "tokens"),
 }  # fmt: skip
 COLLECTIVES = ("all_reduce", "send_recv")
+#: Data type -> operators that PyTorch alone runs as one kernel.
+_OF_TORCH = {
+    **dict.fromkeys(
+        ("float64", "float32", "float16", "bfloat16"),
+        ("gemm", "attention", "conv", "rmsnorm", "layernorm", "softmax", "elementwise"),
+    ),
+    "fp8": ("gemm", "quantize"),
+}
 #: Sizes that are 1 (0: backward) where a row does not say.
 _DEFAULTS = {"batch": 1.0, "inputs": 1.0, "stride": 1.0, "dilation": 1.0, "groups": 1.0, "backward": 0.0}
 #: Vector instructions an element: read, mean, scale and the like. Their exact number hardly matters, memory bounds them.
@@ -268,6 +276,20 @@ def work(table: pd.DataFrame) -> dict[str, FloatArray]:
     return out
 
 
+def runs_in_torch(table: pd.DataFrame) -> NDArray[np.bool_]:
+    """Which operators PyTorch alone can run as one kernel: not attention with a window, or of several new queries after others,
+    nor products of fp8 that are not of whole 16 x 16 blocks."""
+    size = {
+        name: table[name].to_numpy(dtype=np.float64) for name in ("n", "k", "sequences", "tokens", "kv_tokens", "pairs")
+    }
+    known = [op in _OF_TORCH.get(dtype, ()) for op, dtype in zip(table["op"], table["dtype"], strict=True)]
+    same, op = (table["kv_dtype"] == table["dtype"]).to_numpy(), table["op"].to_numpy(dtype=str)
+    queries, keys, pairs = (size[name] / size["sequences"] for name in ("tokens", "kv_tokens", "pairs"))
+    plain = (pairs == queries * keys) | ((queries == keys) & (pairs == queries * (queries + 1) / 2))
+    whole = (size["n"] % 16 + size["k"] % 16 == 0) | (table["dtype"] != "fp8").to_numpy()
+    return np.array(known, dtype=bool) & same & (plain | (op != "attention")) & (whole | (op != "gemm"))
+
+
 def used_weights(weights: FloatArray, rows: FloatArray) -> FloatArray:
     """How many of so many weights some of the rows are dealt to, on average, if each is as likely, at least 1."""
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -331,6 +353,18 @@ def _listed(row: Mapping[str, Any], dtype: str) -> dict[str, Any]:
             sizes |= {"m": 1, "n": float(given["bytes"]) / ELEMENT_BYTES[dtype_name(dtype)]}
     table = operator_table([{"dtype": dtype, **sizes, "op": op}])
     return {**kept, **table.iloc[0].to_dict()}
+
+
+def operator_text(row: Mapping[str, Any]) -> str:
+    """What an operator is, for people: ``gemm 4096 x 4096 x 8192 bfloat16``."""
+    size = {name: f"{row[name]:.0f}" for name in SIZES if row.get(name) == row.get(name) and name in row}
+    if row["op"] == "conv":
+        text = "{batch} x {in_channels} x {height} x {width}, {out_channels} of {kernel_h} x {kernel_w}".format(**size)
+    elif row["op"] == "attention":
+        text = "{tokens} queries, {kv_tokens} keys of {sequences}, {heads} heads of {head_dim}".format(**size)
+    else:
+        text = " x ".join(size[name] for name in OPERATORS[row["op"]])
+    return f"{row['op']} {text} {row['dtype']}"
 
 
 def _missing(value: Any) -> bool:

@@ -61,7 +61,7 @@ def _dumps(obj: Any) -> str:
     return json.dumps(obj, separators=(",", ":"))
 
 
-def _instructions_and_decisions(schedule: Any) -> tuple[str, str]:
+def instructions_and_decisions(schedule: Any) -> tuple[str, str]:
     """The trace of a schedule as JSON, without what the postprocessors added."""
     insts, decisions = schedule.trace.as_json(remove_postproc=True)
     return _dumps(_plain(insts)), _dumps(_plain(decisions))
@@ -166,7 +166,7 @@ class TaskSpaces:
         #: Hash -> space, and the live trace that samples it; the rules offer some spaces twice.
         self._traced: dict[str, tuple[Space, Any]] = {}
         for index, schedule in enumerate(schedules):
-            insts, _ = _instructions_and_decisions(schedule)
+            insts, _ = instructions_and_decisions(schedule)
             space = _space(task, rule, self.num_cores, index, insts)
             self._traced.setdefault(space.hash, (space, Trace(list(schedule.trace.insts), {})))
 
@@ -177,7 +177,7 @@ class TaskSpaces:
 
     def _finished(self, schedule: Any, space: Space, origin: str) -> Program | None:
         """The program of a freshly sampled schedule; None if the rule set rejects it."""
-        _, decisions = _instructions_and_decisions(schedule)
+        _, decisions = instructions_and_decisions(schedule)
         if not all(postproc.apply(schedule) for postproc in self._postprocs):
             return None
         digest = structural_hash(schedule.mod["main"])
@@ -318,7 +318,7 @@ def program_of_schedule(
     A search may change instructions besides decisions (how much is parallel): the space is then none of
     :attr:`TaskSpaces.spaces`, and its index is -1.
     """
-    insts, decisions = _instructions_and_decisions(schedule)
+    insts, decisions = instructions_and_decisions(schedule)
     space = _space(task, rule, num_cores if rule == "llvm" else 0, -1, insts)
     return Program(structural_hash(schedule.mod["main"]), task.hash, space.hash, decisions, origin), space
 

@@ -29,25 +29,13 @@ def extract_tasks(
 ) -> list[Task]:
     """The tasks of networks, in the order of first occurrence.
 
-    Parameters
-    ----------
-    networks
-        Networks, or what :func:`cdmpp.program.network.load_network` takes.
-    target
-        ``tvm.target.Target`` (or what its constructor takes); one llvm core if None.
-    progress
-        Called before every network.
+    ``networks``: networks, or what :func:`cdmpp.program.network.load_network` takes. ``target``: ``tvm.target.Target``
+    (or what its constructor takes); one llvm core if None. ``progress``: called before every network.
 
-    Returns
-    -------
-    list of Task
-        One per structural hash; ``networks`` holds how often each network runs it. Functions of dynamic shape
-        and functions without any computation are left out, with a logged reason.
+    Returns a list of tasks: one per structural hash; ``networks`` holds how often each network runs it. Functions of
+    dynamic shape and functions without any computation are left out, with a logged reason.
 
-    Raises
-    ------
-    NetworkError, UnsupportedOpError
-        A network cannot be imported, or two different ones have the same name.
+    NetworkError, UnsupportedOpError: a network cannot be imported, or two different ones have the same name.
     """
     tvm = import_tvm()
     if target is not None and not isinstance(target, tvm.target.Target):
@@ -86,10 +74,7 @@ def extract_tasks(
 def task_from_prim_func(func: Any, name: str = "main", networks: Mapping[str, float] | None = None) -> Task:
     """A task of one unscheduled PrimFunc.
 
-    Raises
-    ------
-    ProgramError
-        The function has no loop, its shapes are not fixed, or it is not made of schedulable blocks.
+    ProgramError: the function has no loop, its shapes are not fixed, or it is not made of schedulable blocks.
     """
     tvm = import_tvm()
     from tvm.s_tir.analysis import estimate_tir_flops

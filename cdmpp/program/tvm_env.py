@@ -2,7 +2,7 @@
 
 The first ``TuneContext`` of a process imports ``tvm.s_tir.tensor_intrin``: 30 to 50 seconds of TVMScript
 parsing, most of it for CUDA tensor cores, Hexagon and ROCm. None of it serves the ``llvm`` and ``cuda`` rule
-sets that cdmpp uses, so an empty module is put in its place unless the caller asks for the real one.
+sets that cdmpp uses, so an empty module is put in its place, unless the real one was imported before.
 """
 
 from __future__ import annotations
@@ -24,27 +24,10 @@ logger = logging.getLogger(__name__)
 _STUB = "tvm.s_tir.tensor_intrin"
 
 
-def import_tvm(tensor_intrinsics: bool = False) -> Any:
-    """Import TVM and return the module.
-
-    Parameters
-    ----------
-    tensor_intrinsics
-        Import the real tensor intrinsics (30-50 s); needed only for tensor-core rule sets. It has no effect
-        if they were stubbed earlier in this process, other than replacing the stub.
-
-    Raises
-    ------
-    CdmppError
-        TVM is not installed.
-    """
-    stubbed = getattr(sys.modules.get(_STUB), "__cdmpp_stub__", False)
-    if tensor_intrinsics and stubbed:
-        del sys.modules[_STUB]
-    if not tensor_intrinsics and _STUB not in sys.modules:
-        stub = types.ModuleType(_STUB, "Placeholder, see cdmpp.program.tvm_env")
-        stub.__cdmpp_stub__ = True  # type: ignore[attr-defined]
-        sys.modules[_STUB] = stub
+def import_tvm() -> Any:
+    """Import TVM and return the module (CdmppError: it is not installed)."""
+    if _STUB not in sys.modules:
+        sys.modules[_STUB] = types.ModuleType(_STUB, "Placeholder, see cdmpp.program.tvm_env")
     try:
         tvm = importlib.import_module("tvm")
         s_tir = importlib.import_module("tvm.s_tir")
@@ -52,8 +35,6 @@ def import_tvm(tensor_intrinsics: bool = False) -> Any:
         raise CdmppError(f"this needs TVM: pip install apache-tvm==0.27.0.post1 ({err})") from err
     if not hasattr(s_tir, "tensor_intrin"):
         vars(s_tir)["tensor_intrin"] = sys.modules.get(_STUB)
-    if tensor_intrinsics:
-        importlib.import_module(_STUB)
     return tvm
 
 

@@ -12,42 +12,28 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Task:
-    """One fused sub-graph of a network as an unscheduled TIR PrimFunc (TVM's *workload*).
+    """One fused sub-graph of a network as an unscheduled TIR PrimFunc (TVM's *workload*)."""
 
-    Attributes
-    ----------
-    hash
-        16 hexadecimal digits of the structural hash of the normalised PrimFunc; equal tasks of several
-        networks have the same hash.
-    name
-        The name Relax gave the fused function, for people.
-    tir_json
-        The PrimFunc as TVM's JSON, or the generator that makes it (:mod:`cdmpp.program.generators`).
-    networks
-        Network name -> weight, the number of times the task occurs in it.
-    flops
-        Floating-point operations of one run, as TVM estimates them.
-    bytes
-        Bytes of all parameters, inputs and outputs, each counted once.
-    dtype
-        Data type of the output.
-    """
-
+    #: 16 hexadecimal digits of the structural hash of the normalised PrimFunc; equal tasks of several networks have the
+    #: same hash.
     hash: str
+    #: The name Relax gave the fused function, for people.
     name: str
+    #: The PrimFunc as TVM's JSON, or the generator that makes it (:mod:`cdmpp.program.generators`).
     tir_json: str = field(repr=False)
+    #: Network name -> weight, the number of times the task occurs in it.
     networks: Mapping[str, float]
+    #: Floating-point operations of one run, as TVM estimates them.
     flops: float
+    #: Bytes of all parameters, inputs and outputs, each counted once.
     bytes: float
+    #: Data type of the output.
     dtype: str = "float32"
 
     def prim_func(self) -> Any:
         """The unscheduled PrimFunc (imports TVM).
 
-        Raises
-        ------
-        ProgramError
-            It is stored as a generator that this version has not.
+        ProgramError: it is stored as a generator that this version has not.
         """
         from cdmpp.program.tvm_env import import_tvm
 
@@ -60,54 +46,37 @@ class Task:
 
 @dataclass(frozen=True)
 class Space:
-    """One design space of a task: the instructions of a MetaSchedule trace, without decisions.
+    """One design space of a task: the instructions of a MetaSchedule trace, without decisions."""
 
-    Attributes
-    ----------
-    hash
-        Of task, rule set, cores and instructions.
-    rule
-        MetaSchedule's rule set: ``"llvm"`` or ``"cuda"``; or ``"generator"`` for the configurations of a
-        parametrised kernel (:mod:`cdmpp.program.generators`).
-    num_cores
-        Cores that the parallel rule was given (CPU); 0 for a GPU.
-    index
-        The space's number among those of the task.
-    insts_json
-        The instructions as JSON (first half of ``Trace.as_json()``); of a generator its name, the names of its
-        parameters, and the arguments that its programs share.
-    """
-
+    #: Of task, rule set, cores and instructions.
     hash: str
     task_hash: str
+    #: MetaSchedule's rule set: ``"llvm"`` or ``"cuda"``; or ``"generator"`` for the configurations of a parametrised
+    #: kernel (:mod:`cdmpp.program.generators`).
     rule: str
+    #: Cores that the parallel rule was given (CPU); 0 for a GPU.
     num_cores: int
+    #: The space's number among those of the task.
     index: int
+    #: The instructions as JSON (first half of ``Trace.as_json()``); of a generator its name, the names of its
+    #: parameters, and the arguments that its programs share.
     insts_json: str = field(repr=False)
 
 
 @dataclass(frozen=True)
 class Program:
-    """One point of a design space, or the unscheduled task where a vendor library runs it.
+    """One point of a design space, or the unscheduled task where a vendor library runs it."""
 
-    Attributes
-    ----------
-    hash
-        16 hexadecimal digits of the structural hash of the scheduled PrimFunc.
-    decisions
-        The decisions of the trace as compact JSON (second half of ``Trace.as_json()``); with the space they
-        rebuild the program exactly. Of a generator the values of its parameters. Empty where ``space_hash`` is None.
-    origin
-        How it was found: ``random`` (uniform over the space), ``search`` (evolutionary search, the fast region a
-        tuner visits), ``generator`` (a configuration of a parametrised kernel), ``unscheduled`` (the task as it is),
-        ``default`` (TVM's schedule for a GPU where nothing was tuned).
-    implementation
-        ``scheduled`` (this TIR is what runs) or ``library`` (the task is run by a vendor library).
-    """
-
+    #: 16 hexadecimal digits of the structural hash of the scheduled PrimFunc.
     hash: str
     task_hash: str
     space_hash: str | None
+    #: The decisions of the trace as compact JSON (second half of ``Trace.as_json()``); with the space they rebuild the
+    #: program exactly. Of a generator the values of its parameters. Empty where ``space_hash`` is None.
     decisions: str = field(repr=False)
+    #: How it was found: ``random`` (uniform over the space), ``search`` (evolutionary search, the fast region a tuner
+    #: visits), ``generator`` (a configuration of a parametrised kernel), ``unscheduled`` (the task as it is),
+    #: ``default`` (TVM's schedule for a GPU where nothing was tuned).
     origin: str = "random"
+    #: ``scheduled`` (this TIR is what runs) or ``library`` (the task is run by a vendor library).
     implementation: str = "scheduled"

@@ -1,5 +1,5 @@
-"""Where a trained predictor errs, as one HTML page."""
+"""Where a trained predictor errs, or what operators of a step take, as one HTML page."""
 
-from cdmpp.report.html import report_html, write_report
+from cdmpp.report.html import report_html, write_report, write_serving
 
-__all__ = ["report_html", "write_report"]
+__all__ = ["report_html", "write_report", "write_serving"]

@@ -100,7 +100,8 @@ def collect_report(
     records = _records(data, rows, predicted_s)
     groups, ranking = _groups(data, rows, records, scores)
     labels = (records["latency_s"], predicted_s, records["task"].tolist(), records["device"].tolist())
-    coverage = [interval_metrics(predictor.calibration, *labels, nominal) for nominal in COVERAGES]
+    difficulty = predictor.difficulty(*predictor.pairs_of_rows(data, rows))
+    coverage = [interval_metrics(predictor.calibration, *labels, nominal, difficulty) for nominal in COVERAGES]
     return RunReport(
         name=str(run),
         config=(run / CONFIG_FILE).read_text(encoding="utf-8"),

@@ -26,6 +26,8 @@ _STYLES = (("#0072B2", "o"), ("#D55E00", "^"), ("#009E73", "s"), ("#CC79A7", "D"
 _OTHERS = "other families"
 _BLUE, _RED = _STYLES[0][0], _STYLES[1][0]
 
+#: Hatches beside colours, and operators that are drawn.
+_HATCHES, _BARS = ("", "///", "...", "xx", "\\\\", "++"), 20
 #: Upper ends of the bars of regrets, fractions; a last bar takes the rest.
 _REGRETS = (0.0, 0.05, 0.10, 0.20, 0.50, 1.0, 3.0)
 
@@ -33,12 +35,8 @@ _REGRETS = (0.0, 0.05, 0.10, 0.20, 0.50, 1.0, 3.0)
 def scatter_figures(records: pd.DataFrame, noise_floor: float | None) -> dict[str, bytes]:
     """Predicted against measured latency, and their ratio, both logarithmic, by family.
 
-    Parameters
-    ----------
-    records
-        Columns ``latency_s``, ``predicted_s``, ``family``.
-    noise_floor
-        Fraction; drawn as a band where known.
+    ``records``: columns ``latency_s``, ``predicted_s``, ``family``. ``noise_floor``: Fraction; drawn as a band where
+    known.
     """
     low = 0.8 * float(records[["latency_s", "predicted_s"]].min().min())
     high = 1.25 * float(records[["latency_s", "predicted_s"]].max().max())
@@ -138,6 +136,23 @@ def coverage_figures(coverage: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
         "Coverage reached against coverage asked for": _png(reached),
         "Width of intervals against coverage asked for": _png(width),
     }
+
+
+def bound_figures(rows: Sequence[Mapping[str, Any]], title: str) -> dict[str, bytes]:
+    """Seconds ``together`` of operators (``label``), the longest on top, coloured by what is ``bound``."""
+    shown = rows[:_BARS]
+    axes = _panel(title, "", "")
+    figure: Any = axes.figure
+    figure.set_size_inches(7.2, 1.3 + 0.3 * len(shown))
+    bounds = list(dict.fromkeys(row["bound"] for row in shown))
+    for (colour, _), hatch, bound in zip(_STYLES * 2, _HATCHES * 2, bounds, strict=False):
+        own = {i: row["together"] for i, row in enumerate(shown) if row["bound"] == bound}
+        axes.barh(list(own), list(own.values()), color=colour, hatch=hatch, edgecolor="white", linewidth=0, label=bound)
+    axes.set_yticks(range(len(shown)), [row["label"] for row in shown], fontsize=8)
+    axes.invert_yaxis()
+    axes.xaxis.set_major_formatter(lambda value, _: seconds_text(value) if value else "0")
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    return {"Time of each operator by what bounds it": _png(axes)}
 
 
 def _scatter_by_family(axes: Axes, records: pd.DataFrame, values: pd.Series) -> None:

@@ -1,4 +1,4 @@
-"""Candidates of one task: MetaSchedule's search proposes them, earlier programs are replayed, leftovers of a search are kept.
+"""Candidates of one task: MetaSchedule's search proposes them, earlier programs are replayed.
 
 What a task runs as where nothing was tuned is the start of a tuning, and what it falls back to. On a CPU that is the task as
 it is, whose loops LLVM compiles. A GPU cannot run that: there it is the schedule that TVM Relax gives by default
@@ -8,8 +8,10 @@ it is, whose loops LLVM compiles. A GPU cannot run that: there it is the schedul
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
+import random
 import signal
 import sys
 import threading
@@ -20,14 +22,19 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from cdmpp.errors import ProgramError
 from cdmpp.profiler.engine import BuildJob
-from cdmpp.program.space import CUDA_SPACE_TARGET, TaskSpaces, program_of_schedule, unscheduled
+from cdmpp.program.space import (
+    CUDA_SPACE_TARGET,
+    TaskSpaces,
+    instructions_and_decisions,
+    program_of_schedule,
+    unscheduled,
+)
 from cdmpp.program.tvm_env import import_tvm, quiet, structural_hash
 from cdmpp.program.types import Program, Space, Task
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
     from cdmpp.program.ast import CompactAST
-    from cdmpp.tuner.trimmer import Trimmer
 
 T = TypeVar("T")
 
@@ -37,10 +44,6 @@ logger = logging.getLogger(__name__)
 DEFAULT = "default"
 #: MetaSchedule's search has a limit of its own, which is not used.
 _NO_LIMIT = 1 << 30
-#: Rounds that a search gives candidates for, with a trimmer.
-ROUNDS = 4
-#: Part of a round that must be left and may win, for no search to be needed.
-_ENOUGH = 0.5
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ class TaskTuner:
             found = self.context.generate_measure_candidates()
         if found is None:
             return None
-        return [self._candidate(measure, "search") for measure in found]
+        return [self.candidate(measure) for measure in found]
 
     def end_round(self, measures: Sequence[Any]) -> None:
         """End the round of candidates that were proposed; MetaSchedule's search counts their results and reads none."""
@@ -144,28 +147,67 @@ class TaskTuner:
 
         ProgramError where it does not replay, or gives another program than its hash says: it was made by another TVM.
         """
-        from tvm.s_tir.schedule import Schedule, Trace
-
         try:
-            schedule = Schedule(self.mod)
-            Trace.apply_json_to_schedule([json.loads(space.insts_json), json.loads(program.decisions)], schedule)
-            schedule.enter_postproc()
-            accepted = all(postproc.apply(schedule) for postproc in self._postprocs)
+            schedule = self._replayed(json.loads(space.insts_json), json.loads(program.decisions))
         except Exception as err:  # TVM raises its own error types
             raise ProgramError(f"program {program.hash} does not replay: {err}") from err
-        digest = structural_hash(schedule.mod["main"])
-        if not accepted or digest != program.hash:
+        digest = None if schedule is None else structural_hash(schedule.mod["main"])
+        if schedule is None or digest != program.hash:
             raise ProgramError(f"program {program.hash} replays as {digest}: made by another TVM?")
         return self.candidate_of(schedule, program.origin)
+
+    def drawn(self, n: int, rng: random.Random) -> Iterator[tuple[str, str]]:
+        """Instructions and decisions, as JSON, of `n` programs that TVM draws of each space; fewer where it fails."""
+        from tvm.s_tir.schedule import Schedule, Trace
+
+        # the rules offer some spaces twice
+        distinct = {instructions_and_decisions(schedule)[0]: schedule for schedule in self._spaces}
+        for insts, space in distinct.items():
+            trace = Trace(list(space.trace.insts), {})
+            for _ in range(n):
+                schedule = Schedule(self.mod, seed=rng.randrange(1, 2**31 - 1))
+                try:
+                    trace.apply_to_schedule(schedule, remove_postproc=True)
+                except Exception as err:  # a decision that a primitive refuses
+                    logger.debug("task %s: a sampled trace does not apply: %s", self.task.hash, err)
+                    continue
+                yield insts, instructions_and_decisions(schedule)[1]
+
+    def measure_of(self, insts: Any, decisions: Any) -> Any | None:
+        """MetaSchedule's candidate of a space's instructions and decisions (JSON values); None where TVM rejects them."""
+        from tvm.s_tir import meta_schedule as ms
+
+        try:
+            schedule = self._replayed(insts, decisions)
+        except Exception as err:  # as in drawn()
+            logger.debug("task %s: decisions do not apply: %s", self.task.hash, err)
+            return None
+        return None if schedule is None else ms.MeasureCandidate(schedule, self._arguments)
+
+    def _replayed(self, insts: Any, decisions: Any) -> Any | None:
+        """A postprocessed schedule; None where a postprocessor rejects it, TVM's own errors where it does not replay."""
+        from tvm.s_tir.schedule import Schedule, Trace
+
+        schedule = Schedule(self.mod)
+        Trace.apply_json_to_schedule([insts, decisions], schedule)
+        schedule.enter_postproc()
+        return schedule if all(postproc.apply(schedule) for postproc in self._postprocs) else None
 
     def candidate_of(self, schedule: Any, origin: str = "search") -> Candidate:
         """A postprocessed schedule of the task as a candidate."""
         from tvm.s_tir import meta_schedule as ms
 
-        args = ms.arg_info.ArgInfo.from_entry_func(schedule.mod, remove_preproc=True)
-        return self._candidate(ms.MeasureCandidate(schedule, args), origin)
+        return self.candidate(ms.MeasureCandidate(schedule, self._arguments), origin)
 
-    def _candidate(self, measure: Any, origin: str) -> Candidate:
+    @functools.cached_property
+    def _arguments(self) -> Any:
+        """Shapes and types as MetaSchedule wants them."""
+        from tvm.s_tir import meta_schedule as ms
+
+        return ms.arg_info.ArgInfo.from_entry_func(self.mod, remove_preproc=True)
+
+    def candidate(self, measure: Any, origin: str = "search") -> Candidate:
+        """One of MetaSchedule's, for the profiler too."""
         program, space = program_of_schedule(measure.sch, self.task, self._rule, self._cores, origin)
         return Candidate(measure, BuildJob(program, self.task, space))
 
@@ -250,49 +292,6 @@ def default_schedule(func: Any, target: Any) -> Any | None:
         if found is not None:
             return found[0] if isinstance(found, list) else found
     return None
-
-
-class Leftovers:
-    """Candidates of searches that their rounds have no room for.
-
-    TVM's search replays a thousand traces for the sixteen programs of a round, which is most of a tuning's time on small tasks.
-    With a trimmer, a search gives :data:`ROUNDS` times as many, for the same time. The likeliest are measured; the others are
-    judged again by what that taught, and measured next if enough of them may still win. Only then is searched again. Without
-    a trimmer every search gives one round.
-    """
-
-    def __init__(self, trimmer: Trimmer | None, batch: int) -> None:
-        self._trimmer, self._batch = trimmer, batch
-        self._left: dict[int, list[Candidate]] = {}
-
-    @property
-    def wanted(self) -> int:
-        """Candidates that a search is asked for."""
-        return self._batch if self._trimmer is None else ROUNDS * self._batch
-
-    def take(self, task: int, context: Any, best_s: float | None) -> list[Candidate]:
-        """A round without a search, likeliest first; empty where too little is left that may beat `best_s`."""
-        left = self._left.get(task, [])
-        if self._trimmer is None or len(left) < _ENOUGH * self._batch:
-            return []
-        left = [left[i] for i in self._trimmer.likeliest(context, [c.measure for c in left], best_s)]
-        self._left[task] = left
-        if len(left) < _ENOUGH * self._batch:
-            return []
-        self._left[task] = left[self._batch :]
-        return left[: self._batch]
-
-    def share(self, task: int, context: Any, found: Sequence[Candidate], best_s: float | None) -> list[Candidate]:
-        """The round of what a search found and what was left before; the rest is kept."""
-        if self._trimmer is None:
-            return list(found)
-        every = {c.hash: c for c in [*self._left.get(task, []), *found]}
-        candidates = list(every.values())
-        order = self._trimmer.likeliest(context, [c.measure for c in candidates], best_s)
-        # what may not win comes last, and is the round's to drop
-        candidates = [candidates[i] for i in dict.fromkeys([*order, *range(len(candidates))])]
-        self._left[task] = candidates[self._batch :]
-        return candidates[: self._batch]
 
 
 # -- Ctrl-C --------------------------------------------------------------------------------------------------------

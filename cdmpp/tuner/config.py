@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 #: Cost models by the names that the command line has for them.
 COST_MODELS = ("cdmpp", "xgb", "random")
 
+#: Searches likewise.
+SEARCHES = ("cdmpp", "metaschedule")
+
 
 @dataclass(frozen=True)
 class TuneConfig:
@@ -36,14 +39,18 @@ class TuneConfig:
     validity: ValidityModel | str | Path | None = None
     #: Candidates of a round.
     batch: int = 16
+    #: ``"cdmpp"`` for our search (:mod:`cdmpp.tuner.search`), ``"metaschedule"`` for TVM's evolutionary search, which TVM's
+    #: cost models have in any case.
+    search: str = "cdmpp"
     #: Programs of a generation of MetaSchedule's evolutionary search (TVM's default is 512), and generations (4): each round
     #: it asks for about ``population * (generations + 1)`` predictions.
     population: int = 256
     generations: int = 3
     seed: int = 0
     #: Measuring processes, each on cores of its own (on a GPU: programs measured side by side at most, each on
-    #: multiprocessors of its own), and building processes (None: one a core).
-    workers: int = 1
+    #: multiprocessors of its own), ``"auto"`` for as many as leave the labels of a CPU as they are; and building processes
+    #: (None: one a core).
+    workers: int | str = 1
     builders: int | None = None
     #: Workers that tune parts of the tasks at the same time (:mod:`cdmpp.tuner.workers`), as many programs measured at a
     #: time, each on a share of its own: a number, or ``"auto"`` for as many as fit. None: one search.
@@ -62,6 +69,8 @@ class TuneConfig:
     def __post_init__(self) -> None:
         if self.cost_model not in COST_MODELS:
             raise TunerError(f"no cost model {self.cost_model!r}; there are {', '.join(COST_MODELS)}")
+        if self.search not in SEARCHES:
+            raise TunerError(f"no search {self.search!r}; there are {', '.join(SEARCHES)}")
         if isinstance(self.shards, str) and self.shards != "auto":
             raise TunerError(f"shards are a number or 'auto', got {self.shards!r}")
         if self.shards is not None and self.workers != 1:
@@ -70,8 +79,10 @@ class TuneConfig:
             got = f"{self.population} and {self.generations}"
             raise TunerError(f"the search needs a population of 2 and a generation at least, got {got}")
         counts = {"candidates of a round": self.batch, "workers": self.workers, "builders": self.builders}
+        if isinstance(self.workers, str) and self.workers != "auto":
+            raise TunerError(f"workers are a number or 'auto', got {self.workers!r}")
         for name, number in counts.items():
-            if number is not None and number < 1:
+            if isinstance(number, int) and number < 1:
                 raise TunerError(f"{name}: one at least, got {number}")
         for name, seconds in (("build", self.build_timeout_s), ("run", self.run_timeout_s)):
             if not seconds > 0:

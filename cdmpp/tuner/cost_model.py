@@ -112,14 +112,6 @@ class CostModel(PyCostModel):
         self.learn(task_hash(context), hashes_of(candidates), funcs_of(candidates), latencies)
         self.model.fit()
 
-    def save(self, path: str) -> None:
-        """Write what was learned into a file."""
-        self.model.save(path)
-
-    def load(self, path: str) -> None:
-        """Read what was learned; see :meth:`cdmpp.tuner.learning.OnlineModel.load` for errors."""
-        self.model.load(path)
-
     def predict_s(self, context: Any, candidates: Sequence[Any]) -> FloatArray:
         """Predicted seconds, float64 (n,); infinite for what failed or cannot be read."""
         seconds = np.full(len(candidates), np.inf)

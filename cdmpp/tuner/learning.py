@@ -18,13 +18,10 @@ errors set their width.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -105,12 +102,6 @@ class PredictorPrior:
                 trained_on,
                 device.name,
             )
-        digest = hashlib.blake2b(device.name.encode(), digest_size=8)
-        for name, value in sorted(predictor.network.state_dict().items()):
-            digest.update(name.encode())
-            digest.update(value.detach().cpu().contiguous().numpy().tobytes())
-        #: Equal for equal weights and device.
-        self.fingerprint = digest.hexdigest()
 
     def encode(self, asts: Sequence[CompactAST]) -> Encoded:
         """Predict and embed n >= 1 programs in one pass through the network."""
@@ -154,7 +145,6 @@ class AnalyticalPrior:
     def __init__(self, device: Device) -> None:
         self._device = device
         self.common = _UNSEEN_DEVICE
-        self.fingerprint = hashlib.blake2b(f"estimate:{device.name}".encode(), digest_size=8).hexdigest()
 
     def encode(self, asts: Sequence[CompactAST]) -> Encoded:
         from cdmpp.predictor.encoding import signed_log1p
@@ -323,7 +313,6 @@ def _inverse(kernel: Kernel, z: FloatArray, task: IntArray) -> FloatArray:
 
 # -- the model -----------------------------------------------------------------------------------------------
 
-FORMAT, FORMAT_VERSION = "cdmpp-cost-model", 1
 #: Records that the correction is fitted to, the latest: its inverse takes a third of a second.
 _MAX_RECORDS = 1024
 #: Records from which on intervals are the correction's; with fewer they are the prior's.
@@ -339,7 +328,7 @@ class OnlineModel:
         #: (task, program) -> log of the prior's prediction, embedding, log of the measured seconds; oldest first.
         self._records: dict[tuple[str, str], tuple[float, FloatArray, float]] = {}
         self._correction: Correction | None = None
-        #: Programs that did not run, kept with what was learned for :class:`cdmpp.tuner.CostModel`.
+        #: Programs that did not run, for :class:`cdmpp.tuner.CostModel`.
         self.failed: set[str] = set()
 
     def __len__(self) -> int:
@@ -405,52 +394,3 @@ class OnlineModel:
             "kernel": None if fitted is None else vars(fitted.kernel),
             "left_out_error": None if fitted is None else fitted.mean_square**0.5,
         }
-
-    def save(self, path: str | Path) -> None:
-        """Write what was learned into one safetensors file; the predictor itself is not in it."""
-        import torch
-
-        from cdmpp.predictor.checkpoint import save_tensors
-
-        log_s, z, label = zip(*self._records.values(), strict=True) if self._records else ([], [], [])
-        tensors = {
-            "log_s": torch.tensor(log_s, dtype=torch.float64),
-            "z": torch.tensor(np.array(z).reshape(len(z), -1 if len(z) else 0)),
-            "label": torch.tensor(label, dtype=torch.float64),
-        }
-        state = {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
-            "prior": self.prior.fingerprint,
-            "keys": list(self._records),
-            "failed": sorted(self.failed),
-        }
-        save_tensors(Path(path), tensors, {"state": json.dumps(state)})
-
-    def load(self, path: str | Path) -> None:
-        """Replace what was learned by what :meth:`save` wrote.
-
-        PredictorError if that is missing, damaged, or learned beside another predictor or for another device.
-        """
-        from cdmpp.predictor.checkpoint import load_tensors
-
-        tensors, metadata = load_tensors(Path(path))
-        try:
-            state: Mapping[str, Any] = json.loads(metadata["state"])
-            known = state["format"] == FORMAT and state["format_version"] == FORMAT_VERSION
-            columns = [tensors[name].numpy() for name in ("log_s", "z", "label")]
-            keys = [(str(task), str(digest)) for task, digest in state["keys"]]
-            failed = {str(digest) for digest in state.get("failed", ())}
-        except (KeyError, ValueError, TypeError) as err:
-            raise PredictorError(f"{path}: not a complete cost model of cdmpp: {err!r}") from err
-        if not known:
-            raise PredictorError(f"{path}: not a cost model that this cdmpp reads")
-        if state["prior"] != self.prior.fingerprint:
-            raise PredictorError(f"{path}: learned beside another predictor or for another device")
-        self._records = {
-            key: (float(log_s), z, float(label)) for key, log_s, z, label in zip(keys, *columns, strict=True)
-        }
-        self.failed = failed
-        self._tasks = {task: i for i, task in enumerate(dict.fromkeys(task for task, _ in keys))}
-        self._correction = None
-        self.fit()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future, wait
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from cdmpp.tuner.config import TuneConfig
 
 logger = logging.getLogger(__name__)
+
+
+#: Median difference to labels taken alone that a calibrated degree may have, and programs that it is found with.
+_TOLERANCE, CALIBRATION_PROGRAMS = 0.02, 40
 
 
 class _Aborted(Exception):
@@ -122,10 +126,21 @@ class Measurer:
                 future.set_exception(error)
 
 
+def in_time(measurer: Any, futures: Sequence[Future[Outcome]], left_s: float | None) -> Iterator[Outcome | None]:
+    """Outcomes as they come in order; None for what a budget leaves no time for, None for no budget: that is given up."""
+    if left_s is not None and wait(futures, timeout=left_s).not_done:
+        measurer.abort()
+    for future in futures:
+        try:
+            yield future.result()
+        except CancelledError:
+            yield None
+
+
 # -- engines -------------------------------------------------------------------------------------------------------
 
 
-def device_of_this_machine(device: str | Device, workers: int = 1, gpu: str | None = None) -> Device:
+def device_of_this_machine(device: str | Device, workers: int | str = 1, gpu: str | None = None) -> Device:
     """The device, checked to be here: a CPU share that this process may use `workers` times, a CUDA GPU or a share of it.
 
     With a class that stands for the GPU (:class:`~cdmpp.tuner.config.TuneConfig`) it does not matter what is here. TunerError
@@ -144,7 +159,7 @@ def device_of_this_machine(device: str | Device, workers: int = 1, gpu: str | No
         raise TunerError(f"{found.name} is not this machine, which is {here.name}")
     if int(found.share) != found.share:
         raise TunerError(f"{found.name}: the share of a CPU is a whole number of cores")
-    core_groups_of(found, workers)
+    core_groups_of(found, 1 if isinstance(workers, str) else workers)
     return found
 
 
@@ -176,14 +191,34 @@ def make_engine(config: TuneConfig, device: Device, degree: int, executor: Execu
 
     On a CPU it builds on as many cores as there are, or as its shards have.
     """
-    given = {name: getattr(config, name) for name in ("build_timeout_s", "run_timeout_s", "plan")}
-    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    options = _timing(config)
     if device.kind == "gpu":
+        del options["realtime"]
         gpu = {} if config.gpu is None else {"gpu": config.gpu, "gpu_arguments": config.gpu_arguments}
         return _gpu_engine(device, degree=degree, builders=config.builders, **options, **gpu)
     local = config.shards is not None and executor is None
     builders = config.builders or (degree * int(device.share) if local else None)
-    return _cpu_engine(device, degree, executor, builders=builders, realtime=config.realtime, **options)
+    return _cpu_engine(device, degree, executor, builders=builders, **options)
+
+
+def calibrated_degree(config: TuneConfig, device: Device, jobs: Sequence[BuildJob], say: Callable[[str], None]) -> int:
+    """Programs measured at the same time that leave the labels of a CPU's share as they are; TunerError for a GPU."""
+    from cdmpp.profiler.machine import usable_cores
+
+    if device.kind != "cpu":
+        raise TunerError(f"{device.name}: --workers auto is for CPUs, give a number")
+    if len(usable_cores()) // int(device.share) <= 1:
+        return 1
+    from cdmpp.profiler.calibration import calibrate_cpu
+    from cdmpp.profiler.cpu import CpuConfig
+
+    options = _timing(config)
+    return calibrate_cpu(jobs, CpuConfig(builders=config.builders, **options), device, _TOLERANCE, say).degree
+
+
+def _timing(config: TuneConfig) -> dict[str, Any]:
+    given = {name: getattr(config, name) for name in ("build_timeout_s", "run_timeout_s", "plan")}
+    return {name: value for name, value in given.items() if value is not None} | {"realtime": config.realtime}
 
 
 def alone_engine(device: str | Device) -> Engine:

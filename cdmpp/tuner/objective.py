@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import asdict, dataclass, field
 
@@ -104,21 +103,22 @@ class Curve:
     def gain(self, seconds: float = 60.0) -> float | None:
         """Expected decrease within the next `seconds`, as a fraction of the latency now; None with too few points.
 
-        Tuning curves are close to straight over the logarithm of time: each doubling brings the same. A line
-        ``latency = a - b log(time)`` is fitted to the points of the later three quarters of the time, by least squares, and
-        ``b log((t + seconds) / t)`` is what it promises. That is a guess about luck, and ends where the space does.
+        Tuning curves are close to straight where both axes are logarithmic: each doubling of the time brings the same part. A
+        line ``log(latency) = a - b log(time)`` is fitted to the points of the later three quarters of the time, by least
+        squares, and ``1 - ((t + seconds) / t) ** -b`` is what it promises. That is a guess about luck, and ends where the
+        space does.
         """
         now = self.points[-1].wall_s if self.points else 0.0
         recent = [p for p in self.points if p.wall_s >= now / 4 and p.wall_s > 0]
         if len(recent) < _LEAST_POINTS:
             return None
         x = np.log([p.wall_s for p in recent])
-        y = np.array([p.latency_s for p in recent])
+        y = np.log([p.latency_s for p in recent])
         spread = float(((x - x.mean()) ** 2).sum())
         if spread < 1e-12:
             return None
         slope = -float(((x - x.mean()) * (y - y.mean())).sum()) / spread
-        return min(1.0, max(0.0, slope * math.log1p(seconds / now) / recent[-1].latency_s))
+        return max(0.0, 1 - (1 + seconds / now) ** -slope)
 
 
 def parse_duration(text: str) -> float:

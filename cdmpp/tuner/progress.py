@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import TunerError
 from cdmpp.tuner.candidates import is_untuned
 from cdmpp.tuner.objective import Costs, Objective, Point
-from cdmpp.tuner.scheduler import TaskState
+from cdmpp.tuner.scheduler import LEFT_ALONE, TaskState
 
 if TYPE_CHECKING:
     from cdmpp.profiler.engine import Outcome
@@ -79,7 +80,7 @@ class Progress:
             if is_untuned(programs[digest]):
                 self.states[number].untuned_s = latency_s
             else:
-                self.states[number].count(latency_s)
+                self.states[number].count(latency_s, programs[digest])
         for state in self.states:
             state.history = [state.best_s or float("inf")] * -(-state.measured // batch)
         # The curve may lack what was measured last.
@@ -104,6 +105,16 @@ class Progress:
         """Of the budget; None without one."""
         budget_s = self.objective.budget_s
         return None if budget_s is None else max(0.0, budget_s - (self._clock() - self._began))
+
+    @property
+    def trials_left(self) -> float:
+        """Trials within all limits, one at least; within the budget as long ones as what was measured so far."""
+        costs, limits = self.costs, [self.objective.trials - self.costs.trials]
+        if self.objective.max_measurements is not None:
+            limits.append(self.objective.max_measurements - costs.measurements)
+        left_s, spent_s = self.time_left_s, costs.build_s + costs.device_s
+        within = math.inf if left_s is None or not spent_s else left_s * len(self.known) / spent_s
+        return max(1.0, min(within, *limits))
 
     def reached(self, reserved: int = 0) -> str | None:
         """Why to stop now, in words; None to go on. What is being measured or reserved counts as measured."""
@@ -142,9 +153,7 @@ class Progress:
         state = self.states[task]
         self._store.add(outcome)
         self.known[outcome.job.program.hash] = outcome.latency_s
-        build_s, run_s = (float(outcome.meta.get(name, 0.0)) for name in ("build_s", "run_s"))
-        self.costs.build_s += build_s
-        self.costs.device_s += run_s
+        spent_s = self.count_costs(outcome)
         if is_untuned(outcome.job.program):
             state.untuned_s = outcome.latency_s
             if self.untuned_s is not None and not self.curve.points:
@@ -154,8 +163,28 @@ class Progress:
         self.costs.trials += 1
         self.costs.measurements += 1
         self.costs.failures += outcome.latency_s is None
-        state.spent_s += build_s + run_s
-        state.count(outcome.latency_s)
+        state.spent_s += spent_s
+        state.count(outcome.latency_s, outcome.job.program)
+
+    def count_costs(self, outcome: Outcome) -> float:
+        """Count what an outcome took to build and to run; gives the sum in seconds."""
+        build_s, run_s = (float(outcome.meta.get(name, 0.0)) for name in ("build_s", "run_s"))
+        self.costs.build_s += build_s
+        self.costs.device_s += run_s
+        return build_s + run_s
+
+    def relabel(self, labels: Mapping[str, float | None], task: str) -> bool:
+        """Take other labels for what was measured of a task (its hash); whether another program is the best now."""
+        state, programs = self.states[self._number_of[task]], self._store.dataset.programs
+        known = {digest: s for digest, s in labels.items() if s is not None and programs[digest].task_hash == task}
+        before, self.known = (state.used, {**self.known, **known})
+        state.best_s = None
+        for digest, latency_s in known.items():
+            if is_untuned(programs[digest]):
+                state.untuned_s = latency_s
+            else:
+                state.take(latency_s, programs[digest])
+        return state.used != before
 
     def end_round(self, task: int, worked: int, error: str = "") -> None:
         """End a round whose outcomes were entered; `worked` of them did, `error` is why one did not."""
@@ -176,7 +205,7 @@ class Progress:
     @staticmethod
     def _say_if_lost(state: TaskState, error: str = "") -> None:
         """One line about a task that is given up without a program that works."""
-        if state.finished and state.best_s is None:
+        if state.finished and state.best_s is None and not state.finished.startswith(LEFT_ALONE):
             reason = f" ({error})" if error else ""
             logger.warning("task %s is given up, the others go on: %s%s", state.name, state.finished, reason)
 

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
@@ -38,22 +39,63 @@ th:first-child, td:first-child { text-align: left; } img { max-width: 100%; heig
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What became of a task, by its hash; the other fields are those of :class:`~cdmpp.tuner.scheduler.TaskState`."""
+    """What became of a task, by its hash."""
 
     task: str
     name: str
     weight: float
+    #: Latency of what runs untuned, and of what is used: the faster of that and of the best schedule found.
     untuned_s: float | None
     best_s: float | None
+    #: What is used: ``untuned``, or the origin and the hash of the schedule; "" where nothing runs.
+    used: str
+    #: Of the best schedule, used or not.
+    scheduled_s: float | None
+    #: Part of the network's time, weighted, before and after; None where a task of it is unknown.
+    share_before: float | None
+    share_after: float | None
     measured: int
     failed: int
     dropped: int
     finished: str
 
     @classmethod
-    def of(cls, task: Task, state: TaskState) -> TaskResult:
-        """Of a task by where its tuning ended."""
-        return cls(task.hash, **{name: getattr(state, name) for name in list(cls.__annotations__)[1:]})
+    def all_of(cls, tasks: Sequence[tuple[Task, float]], states: Sequence[TaskState]) -> list[TaskResult]:
+        """Of all tasks of a network, by where their tuning ended."""
+
+        def shares(seconds: Sequence[float | None]) -> list[float | None]:
+            parts = [state.weight * s for state, s in zip(states, seconds, strict=True) if s is not None]
+            known = len(parts) == len(states) and sum(parts) > 0
+            return [part / sum(parts) for part in parts] if known else [None] * len(states)
+
+        before, after = shares([s.untuned_s for s in states]), shares([s.latency_s for s in states])
+        found = []
+        for (task, _), state, part_before, part_after in zip(tasks, states, before, after, strict=True):
+            names = ("name", "weight", "untuned_s", "used", "measured", "failed", "dropped", "finished")
+            known: dict[str, Any] = {name: getattr(state, name) for name in names}
+            known |= {"best_s": state.latency_s, "scheduled_s": state.best_s}
+            found.append(cls(task.hash, share_before=part_before, share_after=part_after, **known))
+        return found
+
+
+#: Columns of the table of tasks; "<" is to the left. The shares are parts of the network's time, before and after.
+COLUMNS = ("<task", "runs", "untuned", "share", "best", "share", "used", "measured")
+
+
+def task_rows(tasks: Sequence[TaskResult]) -> list[tuple[str, ...]]:
+    """The table of tasks, those first that the untuned network spends most on; what is used is ``untuned`` or a hash."""
+
+    def part(share: float | None) -> str:
+        return "-" if share is None else f"{100 * share:.1f} %"
+
+    return [
+        (
+            *(task.name, f"{task.weight:g}"),
+            *(_text(task.untuned_s), part(task.share_before), _text(task.best_s), part(task.share_after)),
+            *(task.used.rpartition(" ")[2] or "-", str(task.measured)),
+        )
+        for task in sorted(tasks, key=lambda task: -(task.share_before or 0.0))
+    ]
 
 
 @dataclass(frozen=True)
@@ -151,8 +193,12 @@ def curve_figure(report: TuneReport) -> bytes:
 
 def summary_lines(report: TuneReport) -> list[str]:
     """What the tuning gave and cost, in sentences."""
-    costs = report.costs
-    lines = [f"Stopped after {report.stopped}."]
+    costs, ended = report.costs, dict[str, list[str]]()
+    for task in report.tasks:
+        if task.finished:
+            ended.setdefault(task.finished.partition(":")[0].capitalize(), []).append(task.name)
+    lines = [f"{why}: {', '.join(names)}." for why, names in ended.items()]
+    lines.append(f"Stopped after {report.stopped}.")
     if report.network is not None:
         untuned, tuned = (report.network.latency_s[name] for name in ("untuned", "tuned"))
         lines.append(
@@ -175,7 +221,7 @@ def summary_lines(report: TuneReport) -> list[str]:
         else f"Energy: {costs.energy_j:.0f} J of the whole device, with whatever else ran on it.",
     ]
     if report.gain_next_minute is not None:
-        lines.append(f"Another minute is expected to bring {100 * report.gain_next_minute:.2g} %.")
+        lines.append(f"Another minute is expected to bring {100 * report.gain_next_minute:.1f} %.")
     return lines
 
 
@@ -186,17 +232,7 @@ def _text(seconds: float | None) -> str:
 def _html(report: TuneReport, png: bytes) -> str:
     import pandas as pd
 
-    rows = [
-        {
-            "task": task.name,
-            "runs": f"{task.weight:g}",
-            "untuned": _text(task.untuned_s),
-            "best": _text(task.best_s),
-            **{name: getattr(task, name) for name in ("measured", "failed", "dropped")},
-            "ended": task.finished,
-        }
-        for task in report.tasks
-    ]
+    table = pd.DataFrame(task_rows(report.tasks), columns=[name.lstrip("<") for name in COLUMNS])
     image = base64.b64encode(png).decode("ascii")
     title = escape(f"cdmpp tune: {report.name} on {report.device}, {report.cost_model}")
     paragraphs = "".join(f"<p>{escape(line)}</p>" for line in summary_lines(report))
@@ -204,5 +240,5 @@ def _html(report: TuneReport, png: bytes) -> str:
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
         f"<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n{paragraphs}\n"
         f'<img alt="best latency against programs measured and wall time" src="data:image/png;base64,{image}">\n'
-        f"<h2>Tasks</h2>\n{pd.DataFrame(rows).to_html(index=False, border=0)}\n</body>\n</html>\n"
+        f"<h2>Tasks</h2>\n{table.to_html(index=False, border=0)}\n</body>\n</html>\n"
     )

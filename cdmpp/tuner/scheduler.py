@@ -8,10 +8,14 @@ it had.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from cdmpp.tuner.trimmer import KEPT
+
+if TYPE_CHECKING:
+    from cdmpp.program.types import Program
 
 #: Weight of what the last rounds brought against the optimistic guess that latency falls with the number of rounds.
 _ALPHA = 0.2
@@ -19,6 +23,8 @@ _ALPHA = 0.2
 _WINDOW = 3
 #: A task is given up after so many rounds in a row without one program that works, or without one worth measuring.
 _FRUITLESS = 3
+#: How the reason begins why a task is not tuned at all.
+LEFT_ALONE = "left alone"
 #: What is not faster than before by more is no gain: labels repeat to about so much.
 _GAIN = 0.01
 
@@ -36,6 +42,8 @@ class TaskState:
     best_s: float | None = None
     #: ``best_s`` after each round, infinite while there is none.
     history: list[float] = field(default_factory=list)
+    #: That program's origin and hash, "" before there is one.
+    best: str = ""
     #: Candidates.
     measured: int = 0
     failed: int = 0
@@ -54,13 +62,23 @@ class TaskState:
         known = [s for s in (self.best_s, self.untuned_s) if s is not None]
         return min(known, default=None)
 
-    def count(self, latency_s: float | None) -> None:
+    @property
+    def used(self) -> str:
+        """What runs: ``untuned``, or the origin and hash of the best schedule; "" where nothing does."""
+        return "" if self.latency_s is None else "untuned" if self.latency_s == self.untuned_s else self.best
+
+    def count(self, latency_s: float | None, program: Program) -> None:
         """Take note of a scheduled program that was measured; None is a failure."""
         self.measured += 1
         if latency_s is None:
             self.failed += 1
-        elif self.best_s is None or latency_s < self.best_s:
-            self.best_s = latency_s
+        else:
+            self.take(latency_s, program)
+
+    def take(self, latency_s: float, program: Program) -> None:
+        """Take note of a scheduled program's latency."""
+        if self.best_s is None or latency_s < self.best_s:
+            self.best_s, self.best = latency_s, f"{program.origin} {program.hash[:8]}"
 
     def end_round(self, worked: int) -> None:
         """Take note of a round in which so many programs worked; what was measured and dropped in it has been counted."""
@@ -83,6 +101,20 @@ def next_task(states: Sequence[TaskState], busy: Sequence[int] = ()) -> int | No
     """Number of the task to tune next; None if all others are finished or busy."""
     open_ = [i for i, state in enumerate(states) if not state.finished and i not in busy]
     return max(open_, key=lambda i: promise(states[i]), default=None)
+
+
+def leave_alone(gains: Mapping[int, float], network_s: float, trials: float) -> dict[int, str]:
+    """Tasks that are not worth a trial, and why: those that are expected to save less than one in so many `trials` of what the
+    network is expected to take in the end. ``gains`` are seconds of the network, by task; the network takes `network_s` now.
+
+    What a trial brings on the average would be no measure: the first ones bring nearly all.
+    """
+    tuned_s = network_s - sum(gains.values())
+    return {
+        task: f"{LEFT_ALONE}: it may bring {gain / tuned_s:.2%} of the tuned network"
+        for task, gain in gains.items()
+        if gain < tuned_s / trials
+    }
 
 
 def promise(state: TaskState) -> float:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cdmpp.errors import ProgramError, TunerError
-from cdmpp.tuner.candidates import Candidate, Leftovers, TaskTuner, runner_results
+from cdmpp.tuner.candidates import Candidate, TaskTuner, runner_results
+from cdmpp.tuner.measure import in_time
 from cdmpp.tuner.progress import Progress
-from cdmpp.tuner.scheduler import next_task
+from cdmpp.tuner.scheduler import leave_alone, next_task
+from cdmpp.tuner.search import DecisionSearch
 from cdmpp.tuner.store import replayed
 from cdmpp.tuner.trimmer import Trimmer, worth_measuring
+
+FloatArray = NDArray[np.float64]
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
@@ -58,11 +67,6 @@ class Models:
             guard = make_guard(config.validity, device, config.seed)
         return cls(make_cost_model(config, device), guard)
 
-    @property
-    def learned(self) -> dict[str, Any]:
-        """What the cost model learned, as JSON values; empty for TVM's."""
-        return self.cost_model.model.describe() if hasattr(self.cost_model, "model") else {}
-
 
 class TuningSession:
     """Tunes tasks, one tuner each, with one cost model.
@@ -84,19 +88,24 @@ class TuningSession:
         self._store, self._measurer, self._progress, self._batch = store, measurer, progress, config.batch
         trims = config.cost_model == "cdmpp" and config.trim is not None
         self._trimmer = Trimmer(self._model, config.trim or 0.9) if trims else None
-        self._leftovers = Leftovers(self._trimmer, config.batch)
+        self._config = config
         #: Programs of earlier tunings to measure before any search, by task number, best first.
         self._first: dict[int, list[Candidate]] = {}
-        self._started: set[int] = set()
+        #: What is known of a task from before, for its search to begin with.
+        self._parents = defaultdict[int, list[Candidate]](list)
+        #: The search of each task that was begun; None for TVM's.
+        self.searches: dict[int, DecisionSearch | None] = {}
 
     def warm_start(self, earlier: Sequence[str | Path], device: Device, say: Callable[[str], None]) -> TuningSession:
         """Learn from earlier records, and choose what to measure first (:mod:`cdmpp.tuner.warm_start`); gives itself."""
         if earlier:
             from cdmpp.tuner.warm_start import warm_start
 
-            self._first, learned = warm_start(earlier, self._tuners, device, self._model)
+            self._first, learned = warm_start(earlier, self._tuners, device, self._model, say)
             first = sum(map(len, self._first.values()))
             say(f"earlier records: learned from {learned}, {first} programs will be measured first")
+            for task, candidates in self._first.items():
+                self._parents[task] += candidates
         return self
 
     def run(self) -> str:
@@ -105,6 +114,7 @@ class TuningSession:
         progress.start(self._batch)
         self._learn_from_earlier_runs()
         self._measure_untuned()
+        self._leave_alone()
         under_way: deque[_Round] = deque()
         while (reason := progress.reached()) is None:
             task = next_task(progress.states, [r.task for r in under_way])
@@ -120,6 +130,13 @@ class TuningSession:
             self._end_round(begun)
         progress.tick()
         return reason
+
+    @property
+    def learned(self) -> dict[str, Any]:
+        """What the cost model learned and what the searches did, as JSON values; of ours only."""
+        found = self._model.model.describe() if hasattr(self._model, "model") else {}
+        counts = [search.describe() for search in self.searches.values() if search is not None]
+        return {**found, "search": summed(counts)} if counts else found
 
     def _begin_round(self, task: int) -> _Round | None:
         """Search, drop, and hand the rest over; None where nothing is left to measure."""
@@ -147,34 +164,79 @@ class TuningSession:
 
     def _initial(self, task: int) -> list[Candidate] | None:
         """A task's first candidates by the guard; None where it has none to give, or the task was begun."""
-        if self._guard is None or task in self._started or self._progress.states[task].measured:
+        if self._guard is None or task in self.searches or self._progress.states[task].measured:
             return None
         self._start(task)
         return self._guard.initial(self._tuners[task], self._batch, self._model) or None
 
     def _start(self, task: int) -> None:
+        tuner, config = self._tuners[task], self._config
+        if config.search == "cdmpp" and config.cost_model == "cdmpp":
+            score = functools.partial(self._log_s, tuner.context)
+            parents = self._parents.pop(task, [])
+            self.searches[task] = DecisionSearch(tuner, score, self._batch, config.seed, parents)
+            return
         from cdmpp.tuner.cost_model import GuardedModel
 
         model = self._model if self._guard is None else GuardedModel(self._model, self._guard)
-        self._tuners[task].start(self._store.database, model, self._leftovers.wanted)
-        self._started.add(task)
+        tuner.start(self._store.database, model, self._batch)
+        self.searches[task] = None
+
+    def _log_s(self, context: Any, measures: Sequence[Any]) -> FloatArray:
+        """Predicted log seconds over the probability that a program runs, (n,)."""
+        log_s = np.log(self._model.predict_s(context, measures))
+        if self._guard is not None:
+            with np.errstate(divide="ignore"):
+                log_s -= np.log(self._guard.scores(context, measures, np.ones(len(measures))))
+        return log_s
 
     def _search(self, task: int) -> tuple[list[Candidate], list[Any]]:
         """A round's candidates, none where the space gives none, and what MetaSchedule proposed for it."""
-        if task not in self._started:
+        if task not in self.searches:
             self._start(task)
-        tuner, best_s = self._tuners[task], self._progress.states[task].latency_s
-        left = self._leftovers.take(task, tuner.context, best_s)
-        if left:
-            return left, []
-        found = tuner.propose() or []
-        return self._leftovers.share(task, tuner.context, found, best_s), [c.measure for c in found]
+        search = self.searches[task]
+        if search is not None:
+            return search.propose(self._progress.known), []
+        found = self._tuners[task].propose() or []
+        return found, [c.measure for c in found]
+
+    def _leave_alone(self) -> None:
+        """Do not begin tasks that are not worth a trial."""
+        states, gains = self._progress.states, dict[int, float]()
+        if self._config.cost_model != "cdmpp" or len(states) < 2:
+            return
+        for task, state in enumerate(states):
+            if state.untuned_s is not None and not state.measured and not state.finished:
+                gains[task] = state.weight * state.untuned_s * self._expected_gain(task, state.untuned_s)
+        network_s = sum(state.weight * (state.latency_s or 0.0) for state in states)
+        for task, why in leave_alone(gains, network_s, self._progress.trials_left).items():
+            self._progress.give_up(task, why)
+
+    def _expected_gain(self, task: int, untuned_s: float) -> float:
+        """Fraction of a task's time that tuning is expected to save: of the best of a few programs against the untuned one,
+        both predicted; without a predictor, of what the device cannot do faster against what was measured."""
+        tuner = self._tuners[task]
+        if self._config.predictor is None:
+            from cdmpp.predictor.roofline import roofline_s
+            from cdmpp.program.ast import compact_asts
+
+            bound_s = roofline_s(compact_asts([tuner.mod["main"]]), self._model.device)
+            return 1.0 - min(1.0, bound_s[0] / untuned_s)
+        untuned = tuner.untuned_candidate()
+        self._start(task)
+        search = self.searches[task]
+        if untuned is None or search is None:
+            return 1.0
+        best = min(search.sample(self._batch), default=math.inf)
+        if not math.isfinite(best):
+            return 1.0
+        return 1.0 - min(1.0, math.exp(best - self._log_s(tuner.context, [untuned.measure])[0]))
 
     def _end_round(self, begun: _Round) -> None:
         """Wait for the outcomes, as long as the budget allows, and learn from them."""
         tuner = self._tuners[begun.task]
         done: list[tuple[Candidate, Outcome]] = []
-        for candidate, outcome in zip(begun.candidates, self._outcomes(begun.futures), strict=True):
+        for candidate, outcome in zip(begun.candidates, self._in_time(begun.futures), strict=True):
             if outcome is None:
                 continue
             self._progress.enter(begun.task, outcome)
@@ -199,16 +261,8 @@ class TuningSession:
         if self._guard is not None:
             self._guard.learn(tuner.context, measures, [latency_s is not None for latency_s in latencies])
 
-    def _outcomes(self, futures: Sequence[Future[Outcome]]) -> Iterator[Outcome | None]:
-        """Outcomes as they come in order; None for what the budget leaves no time for."""
-        left_s = self._progress.time_left_s
-        if left_s is not None and wait(futures, timeout=left_s).not_done:
-            self._measurer.abort()
-        for future in futures:
-            try:
-                yield future.result()
-            except CancelledError:
-                yield None
+    def _in_time(self, futures: Sequence[Future[Outcome]]) -> Iterator[Outcome | None]:
+        return in_time(self._measurer, futures, self._progress.time_left_s)
 
     def _learn_from_earlier_runs(self) -> None:
         """Let the models learn what earlier runs into this store measured."""
@@ -218,13 +272,14 @@ class TuningSession:
             seen[tuner].append((candidate, known[candidate.hash]))
         for tuner, pairs in seen.items():
             self._learn(tuner, pairs)
+            self._parents[self._tuners.index(tuner)] += [candidate for candidate, _ in pairs]
 
     def _measure_untuned(self) -> None:
         """Measure the untuned tasks: what tuning starts from. They are no trials."""
         untuned, known = enumerate(tuner.untuned() for tuner in self._tuners), self._progress.known
         jobs = [(task, job) for task, job in untuned if job is not None and job.program.hash not in known]
         futures = self._measurer.submit([job for _, job in jobs])
-        for (task, _), outcome in zip(jobs, self._outcomes(futures), strict=True):
+        for (task, _), outcome in zip(jobs, self._in_time(futures), strict=True):
             if outcome is not None:
                 self._progress.enter(task, outcome)
 
@@ -246,6 +301,11 @@ def make_tuners(
     if not tuners:
         raise TunerError("no task has a design space: nothing to tune")
     return tuners, kept
+
+
+def summed(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Sums by name; every one of the counts has the same names."""
+    return {name: sum(count[name] for count in counts) for name in (counts[0] if counts else ())}
 
 
 def work(task: Task, weight: float) -> float:

@@ -53,13 +53,6 @@ class Trimmer:
         worth[likeliest] = np.isfinite(low[likeliest])
         return worth
 
-    def likeliest(self, context: Any, candidates: Sequence[Any], best_s: float | None) -> list[int]:
-        """Numbers of the candidates that may beat `best_s`, those with the lowest lower ends first; all of them in this order
-        where nothing was measured yet."""
-        low, _ = self.model.interval_s(context, candidates, self.coverage)
-        order = np.argsort(low, kind="stable")
-        return [int(i) for i in order if low[i] < (math.inf if best_s is None else best_s)]
-
 
 def worth_measuring(
     guard: Any, trimmer: Trimmer | None, context: Any, candidates: Sequence[Any], best_s: float | None

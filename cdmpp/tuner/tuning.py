@@ -10,11 +10,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import TunerError
-from cdmpp.tuner.measure import Measurer, core_groups_of, device_of_this_machine, energy_meter, make_engine
+from cdmpp.tuner.confirm import measure_close_again
+from cdmpp.tuner.kept import keep
+from cdmpp.tuner.measure import (
+    CALIBRATION_PROGRAMS,
+    Measurer,
+    calibrated_degree,
+    core_groups_of,
+    device_of_this_machine,
+    energy_meter,
+    make_engine,
+)
 from cdmpp.tuner.progress import Progress
 from cdmpp.tuner.results import TaskResult, TuneReport, write_report
-from cdmpp.tuner.session import Models, TuningSession, make_tuners
+from cdmpp.tuner.session import Models, TuningSession, make_tuners, summed
 from cdmpp.tuner.store import TuningStore, check_folder
+from cdmpp.tuner.warm_start import AUTO
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
@@ -45,8 +56,8 @@ def tune(
     `device` is with the share that the network will be served with, such as ``this-cpu@1`` or ``h200@0.5`` (a green context
     with half of the multiprocessors). The folder `out` gets MetaSchedule's database, a dataset of all measurements, the curve
     and the report; with `resume` a tuning that is there goes on, and nothing is measured twice. `warm_start` are folders of
-    earlier records (:func:`cdmpp.tuner.warm_start.warm_start`); `progress` is called after each round, `notify` with one-line
-    news.
+    earlier records, or ``"auto"`` for what is kept in the user's cache (:func:`cdmpp.tuner.warm_start.warm_start`);
+    `progress` is called after each round, `notify` with one-line news.
 
     TunerError where the device is not on this machine, nothing can be tuned, or `out` holds another tuning; NetworkError,
     UnknownDeviceError, PredictorError and DatasetError as their names say.
@@ -126,7 +137,7 @@ class _Tuning:
             self._cores = worker_cores(self.device, config.shards, self._executor.degree if self._executor else None)
         check_folder(out, resume)
         for path in earlier:
-            if not Path(path).is_dir():
+            if path != AUTO and not Path(path).is_dir():
                 raise TunerError(f"{path} is no folder of earlier records")
         self._models = Models.of(config, self.device)
         self._out, self._config, self._resume = out, config, resume
@@ -147,12 +158,20 @@ class _Tuning:
             progress = Progress(tasks, store, config.objective, report=self._report, energy=energy)
             if measurer is None:
                 degree = config.workers if cores is None else len(cores)
+                if self._executor is not None and cores is None:
+                    degree = self._executor.degree
+                if isinstance(degree, str):
+                    of_each = -(-CALIBRATION_PROGRAMS // len(tuners))
+                    jobs = [
+                        c.job for tuner in tuners[:CALIBRATION_PROGRAMS] for c in tuner.sample(of_each, config.seed)
+                    ]
+                    degree = calibrated_degree(config, device, jobs, self.say)
                 engine = make_engine(config, device, degree, self._executor)
                 measurer = open_.enter_context(Measurer(engine))
             if cores is None:
                 session = TuningSession(tuners, models, store, measurer, progress, config)
                 stopped = session.warm_start(self._earlier, device, self.say).run()
-                learned = models.learned
+                learned = session.learned
             else:
                 from cdmpp.tuner.workers import Workers
 
@@ -162,18 +181,21 @@ class _Tuning:
                     config = replace(config, validity=models.guard.validity.model)
                 stopped = workers.run(config, device, cores, self._earlier)
                 learned = _together(workers.learned)
+                # theirs was ended with them
+                measurer = open_.enter_context(Measurer(make_engine(config, device, 1)))
+            measure_close_again(store, device, measurer, progress, self.say)
             for tuner, state in zip(tuners, progress.states, strict=True):
                 if state.untuned_s is not None and state.untuned_s == state.latency_s:
                     store.commit_untuned(tuner, state.untuned_s)
+            keep(store.dataset, device, store.outcomes())
             store.close(done=True)
-        pairs = zip(tasks, progress.states, strict=True)
         report = TuneReport(
             name,
             device.name,
             config.cost_model,
             config.seed,
             stopped,
-            [TaskResult.of(task, state) for (task, _), state in pairs],
+            TaskResult.all_of(tasks, progress.states),
             progress.untuned_s,
             progress.latency_s,
             progress.curve.gain(),
@@ -190,4 +212,6 @@ def _together(learned: Sequence[dict[str, Any]]) -> dict[str, Any]:
     workers = [found for found in learned if found]
     if not workers:
         return {}
-    return {**{key: sum(found[key] for found in workers) for key in ("records", "tasks")}, "workers": workers}
+    together = summed([{key: found[key] for key in ("records", "tasks")} for found in workers])
+    searches = [found["search"] for found in workers if "search" in found]
+    return {**together, **({"search": summed(searches)} if searches else {}), "workers": workers}

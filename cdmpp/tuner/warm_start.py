@@ -8,13 +8,14 @@ here and now, their schedules are.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import ProgramError
 from cdmpp.tuner.candidates import runner_results
+from cdmpp.tuner.kept import kept_programs
 from cdmpp.tuner.store import DATASET_FOLDER, RECORD_FILE, json_database, replayed, tvm_version
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: In place of a folder: the tunings that are kept in the user's cache.
+AUTO = "auto"
 #: Programs of a task to measure before any search.
 _FIRST = 4
 #: Records of tasks that are not tuned, at most: the latest.
@@ -40,12 +43,17 @@ class _Earlier:
 
 
 def warm_start(
-    paths: Sequence[str | Path], tuners: Sequence[TaskTuner], device: Device, cost_model: Any
+    paths: Sequence[str | Path],
+    tuners: Sequence[TaskTuner],
+    device: Device,
+    cost_model: Any,
+    say: Callable[[str], None],
 ) -> tuple[dict[int, list[Candidate]], int]:
     """Teach a cost model from earlier records, and choose what to measure first.
 
-    `paths` are dataset folders (or folders of them), tuning folders, or folders of a MetaSchedule JSON database. Gives task
-    number -> candidates to measure before any search, best first, at most four; and how many records it learned from.
+    `paths` are dataset folders (or folders of them), tuning folders, folders of a MetaSchedule JSON database, or :data:`AUTO`.
+    Gives task number -> candidates to measure before any search, best first, at most four; and how many records it learned
+    from. `say` gets one line about what was passed over.
 
     TunerError for a database that this TVM does not read, DatasetError for a path that is none of these.
     """
@@ -54,8 +62,12 @@ def warm_start(
     earlier: dict[int, dict[str, _Earlier]] = {}
     first: dict[int, list[Candidate]] = {}
     learned = 0
-    for path in map(Path, paths):
-        if (path / RECORD_FILE).exists() and not (path / DATASET_FOLDER).is_dir():
+    for name in paths:
+        path = Path(name)
+        if name == AUTO:
+            kept = kept_programs(tuners, device, say)
+            found: Iterator[tuple[int, _Earlier]] = ((i, _Earlier(c, s, here)) for i, c, s, here in kept)
+        elif (path / RECORD_FILE).exists() and not (path / DATASET_FOLDER).is_dir():
             found = _of_database(path, tuners, device)
         else:
             view = load_datasets([path / DATASET_FOLDER if (path / DATASET_FOLDER).is_dir() else path])

@@ -238,7 +238,7 @@ def run_worker(connection: Connection, config: WorkerConfig) -> None:
         progress = _WorkerProgress(parent, tasks, store, config.tune.objective)
         session = TuningSession(tuners, models, store, parent, progress, config.tune)
         session.warm_start(config.earlier, config.device, say).run()
-        parent.send("ended", models.learned)
+        parent.send("ended", session.learned)
     except CdmppError as err:
         parent.send("failed", err)
 

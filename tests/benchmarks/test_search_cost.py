@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from benchmarks.search_cost import (
     measurements_by_chance,
     measurements_in_order,
-    nearest_device,
     nearly_best,
     order_of_others,
     regret_in_order,
 )
 from cdmpp.errors import PredictorError
+from cdmpp.tuner.kept import nearest_device
 
 INF, NAN = math.inf, math.nan
 

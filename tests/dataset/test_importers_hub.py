@@ -14,25 +14,11 @@ from cdmpp.cli import main
 from cdmpp.dataset import Dataset
 from cdmpp.dataset.importers import ImportReport, import_benchmark_hub
 from cdmpp.errors import DatasetError, ProgramError
+from cdmpp.files import read_yaml
 from cdmpp.predictor.data import program_resolver
 from cdmpp.program.ast import compact_ast
 
-CONVOLUTION = {
-    "kernel": "convolution_milo", "gpu": "A100", "problem_size": "[4096, 4096]", "status": "ok", "latency_ms": 1.9,
-    "compile_ms": 800.0, "rep_cv": 0.01, "n_rep": 32, "p_block_size_x": 48, "p_block_size_y": 4, "p_tile_size_x": 2,
-    "p_tile_size_y": 3, "p_read_only": 1, "p_use_padding": 1, "p_use_shmem": 1, "p_use_cmem": 1, "p_filter_height": 15,
-    "p_filter_width": 15,
-}  # fmt: skip
-GEMM = {
-    "kernel": "gemm", "gpu": "RTX_2080_Ti", "problem_size": "[4096, 4096]", "status": "ok", "latency_ms": 18.0,
-    "p_MWG": 64, "p_NWG": 32, "p_KWG": 32, "p_MDIMC": 16, "p_NDIMC": 8, "p_MDIMA": 32, "p_NDIMB": 8, "p_KWI": 2,
-    "p_VWM": 2, "p_VWN": 4, "p_STRM": 0, "p_STRN": 0, "p_SA": 1, "p_SB": 0, "p_PRECISION": 32,
-}  # fmt: skip
-DEDISPERSION = {
-    "kernel": "dedispersion_milo", "gpu": "MI250X", "problem_size": "[25000, 2048, 1]", "status": "ok",
-    "latency_ms": 90.0, "p_block_size_x": 16, "p_block_size_y": 40, "p_block_size_z": 1, "p_tile_size_x": 2,
-    "p_tile_size_y": 3, "p_tile_stride_x": 1, "p_tile_stride_y": 0, "p_loop_unroll_factor_channel": 0,
-}  # fmt: skip
+CONVOLUTION, GEMM, DEDISPERSION = read_yaml(Path(__file__).with_name("rows.yaml"))["hub"].values()
 ROWS: list[dict[str, Any]] = [
     CONVOLUTION,
     {**CONVOLUTION, "gpu": "W6600", "latency_ms": 5.0},

@@ -14,6 +14,7 @@ from cdmpp.dataset import Dataset, Record
 from cdmpp.dataset.importers import ImportReport, import_neusight
 from cdmpp.dataset.importers.neusight_traces import forward_calls
 from cdmpp.errors import DatasetError, NetworkError
+from cdmpp.files import read_yaml
 from cdmpp.program.ast import compact_ast
 from cdmpp.program.graph import NetworkGraph, load_graphs
 from cdmpp.program.space import rebuild
@@ -24,20 +25,7 @@ from cdmpp.program.types import Task
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 #: Rows of NeuSight's file: op, device, latency in ms and dimensions.
-ROWS: list[dict[str, Any]] = [
-    {"op": "linear", "device": "NVIDIA A100-PCIE-40GB", "latency_ms": 0.054507, "B": 1, "M": 58, "N": 13, "K": 141},
-    {"op": "bmm", "device": "Tesla T4", "latency_ms": 3.312309, "B": 734, "M": 196, "N": 220, "K": 65},
-    {"op": "bmm", "device": "Tesla T4", "latency_ms": 3.4, "B": 734, "M": 196, "N": 220, "K": 65},
-    {"op": "add", "device": "NVIDIA A100-PCIE-40GB", "latency_ms": 0.026816, "B": 127, "H": 168},
-    {"op": "powu", "device": "AMD Instinct MI100", "latency_ms": 0.0139, "B": 127, "H": 168},
-    {"op": "softmax", "device": "Tesla V100-PCIE-32GB", "latency_ms": 0.04, "B": 300, "H": 500},
-    {"op": "ln", "device": "Tesla V100-PCIE-32GB", "latency_ms": 0.04, "B": 300, "H": 512},
-    {
-        "op": "conv", "device": "Tesla P100-PCIE-16GB", "latency_ms": 0.866709, "B": 18, "conv_in_channels": 21,
-        "conv_out_channels": 2034, "conv_kernel": 3, "conv_input_hw": 9, "conv_stride": 1, "conv_padding": 1,
-    },
-]  # fmt: skip
-
+ROWS: list[dict[str, Any]] = read_yaml(Path(__file__).with_name("rows.yaml"))["neusight"]
 DIMENSIONS = {"B", "M", "N", "K", "H", *(name for name in ROWS[-1] if name.startswith("conv_"))}
 
 

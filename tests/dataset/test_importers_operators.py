@@ -11,35 +11,12 @@ import pytest
 from cdmpp.dataset.importers import import_operators
 from cdmpp.dataset.operators import load_operators
 from cdmpp.errors import DatasetError
+from cdmpp.files import read_yaml
 from cdmpp.program.operators import work
 
-GEMM = {
-    "op": "gemm",
-    "system": "a100_sxm",
-    "framework": "vllm",
-    "dtype": "bf16",
-    "m": 64,
-    "n": 4096,
-    "k": 1024,
-    "seconds": 1e-4,
-}
-ATTENTION = {
-    "op": "attention_context", "system": "l40s", "framework": "sglang", "dtype": "bfloat16", "kv_dtype": "fp8", "batch": 2,
-    "seq": 100, "past": 7, "window": 0, "heads": 32, "kv_heads": 8, "head_dim": 128, "seconds": 1e-4,
-}  # fmt: skip
-CONV = {
-    "solver": "ConvBinWinogradRxS", "device": "gfx90a", "dtype": "float16", "direction": "W", "n": 2, "c": 16, "h": 8, "w": 9,
-    "k": 32, "kh": 3, "kw": 3, "oh": 4, "ow": 5, "groups": 1, "stride_h": 2, "stride_w": 2, "dilation_h": 1, "dilation_w": 1,
-    "seconds": 1e-4,
-}  # fmt: skip
-NEUSIGHT = {"op": "linear", "device": "T4", "latency_ms": 2.0, "B": 8, "M": 64, "N": 256, "K": 512, "H": None}
-MOE = {
-    "weight_type": "w13", "device": "A40", "m": 10, "experts": 8, "top_k": 2, "hidden": 256, "intermediate": 512,
-    "seconds": 1e-4,
-}  # fmt: skip
-COLLECTIVE = {
-    "bytes_per_rank": 4096, "device": "H20", "collective": "all_reduce", "num_workers": 4, "seconds": 1e-4,
-}  # fmt: skip
+GEMM, ATTENTION, CONV, NEUSIGHT, MOE, COLLECTIVE = read_yaml(Path(__file__).with_name("rows.yaml"))[
+    "operators"
+].values()
 
 
 def imported(tmp_path: Path, source: str, *rows: dict[str, Any]) -> pd.DataFrame:

@@ -22,7 +22,7 @@ from cdmpp.dataset.labels import (
     label_table,
     remeasured_difference,
 )
-from cdmpp.errors import FAILURE_KINDS, DatasetError
+from cdmpp.errors import FAILURE_KINDS
 from tests.samples.datasets import (
     DEVICE,
     OTHER_DEVICE,
@@ -77,10 +77,6 @@ def test_one_label_per_program_and_device(tmp_path: Path) -> None:
     assert list(labels["n_records"]) == [1, 1, 3, 1]
     assert set(labels["task"]) == {task(1).hash}
     assert len(dataset.labels([OTHER_DEVICE])) == 1
-    assert dataset.labels(aggregate="first")["latency_s"][2] in (2e-3, 5e-3, 9e-3)
-    assert dataset.labels(aggregate="min")["latency_s"][2] == 2e-3
-    with pytest.raises(DatasetError, match="no aggregate 'mode'"):
-        dataset.labels(aggregate="mode")
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, -1.0])

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from cdmpp.dataset import Split
 from cdmpp.dataset.split import PARTS, architecture
 from cdmpp.errors import SplitError
+from cdmpp.files import read_yaml
 from tests.samples.datasets import zoo_dataset
 
 Networks = dict[str, tuple[str, ...]]
@@ -201,31 +202,7 @@ def test_tasks_of_no_network_can_be_tested_and_validated_too() -> None:
     assert units(without, labels)[2] == {"t0", "t1", "t2"}
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("by_magic", "no split 'by_magic'; there are by_network"),
-        ("by_task:heldout=a", "by_task has no 'heldout', only test, valid, seed"),
-        ("by_task:test", "test has no value"),
-        ("by_task:test=much", "must be a fraction"),
-        ("by_task:test=0.7;valid=0.5", "below 1 together"),
-        ("by_task:test=0.2;test=0.3", "given twice"),
-        ("by_task:seed=x", "seed must be a whole number"),
-        ("by_network:heldout=resnet", "no label is of network resnet; there are net"),
-        ("by_network:heldout=net0+net1", "nothing is left to train"),
-        ("by_network:heldout=2", "cannot hold out 2 of 2 networks"),
-        ("by_network:heldout=+", "no network is named"),
-        ("by_network:others=many", "others must be a fraction"),
-        ("by_device:heldout=h300", "no label is of device h300"),
-        ("by_device:heldout=d1", "nothing is left to train"),
-        ("by_device", "at least two devices"),
-        ("by_device:heldout=d1;tasks=nope", "no label of task nope"),
-        ("by_device:heldout=d1;valid=x", "valid must be a fraction"),
-        ("by_device:heldout=d1;adapt=x", "adapt must be a fraction"),
-        ("by_network:heldout=net0;adapt=1", "adapt=1 must be at least 0 and below 1"),
-        ("by_task:adapt=0.3", "by_task has no 'adapt', only test, valid, seed"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "message"), read_yaml(Path(__file__).with_name("refused_splits.yaml")).items())
 def test_specifications_that_cannot_be(spec: str, message: str) -> None:
     labels = one_each(4, "d1")
     networks = {f"t{i}": (f"net{i % 2}",) for i in range(4)}

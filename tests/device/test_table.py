@@ -28,6 +28,7 @@ from cdmpp.device import (
 )
 from cdmpp.device.table import missing_fields, read_device_file, row_from_mapping
 from cdmpp.errors import UnknownDeviceError
+from cdmpp.files import read_yaml
 
 HERE = Device(
     "xeon-cascadelake-2.5ghz", "cpu", vendor="intel", model="Intel(R) Xeon(R) Processor @ 2.50GHz", mcpu="cascadelake",
@@ -36,45 +37,17 @@ HERE = Device(
 SHIPPED = load_table(this_machine=False).rows
 TABLE = DeviceTable(SHIPPED, HERE)
 
-NAMES = {
-    "this-cpu@1": "xeon-cascadelake-2.5ghz@1", "this-cpu@2": "xeon-cascadelake-2.5ghz@2",
-    "this-cpu": "xeon-cascadelake-2.5ghz@2", "This_CPU@1.0": "xeon-cascadelake-2.5ghz@1",
-    "this-cpu.x86-64-v2@1": "xeon-cascadelake-2.5ghz.x86-64-v2@1",
-    "xeon-cascadelake-2.5ghz.x86-64-v2@1": "xeon-cascadelake-2.5ghz.x86-64-v2@1",
-    "h200": "h200", "h200@1.0": "h200", "h200@0.5": "h200@0.5", "H200@0.50": "h200@0.5",
-    "AMD_Instinct  MI100": "mi100", "NVIDIA(R) H200": "h200", "epyc-7763.x86-64-v3@8": "epyc-7763.x86-64-v3@8",
-    # every name in NeuSight's device table and measurements, and in the benchmark hub
-    "AMD Instinct MI100": "mi100", "AMD Instinct MI210": "mi210", "AMD_Instinct_MI250": "mi250", "MI250X": "mi250x",
-    "NVIDIA A100-PCIE-40GB": "a100-pcie-40gb", "NVIDIA A100-SXM4-40GB": "a100-sxm4-40gb", "A100": "a100-pcie-40gb",
-    "NVIDIA A100 80GB PCIe": "a100-pcie-80gb", "NVIDIA A100-PCIE-80GB": "a100-pcie-80gb", "NVIDIA L4": "l4",
-    "NVIDIA_H100_80GB_HBM3": "h100-sxm", "Tesla_V100-PCIE-32GB": "v100-pcie-32gb", "Tesla P4": "p4", "Tesla T4": "t4",
-    "Tesla P100-PCIE-16GB": "p100-pcie-16gb", "NVIDIA RTX A4000": "rtx-a4000", "A4000": "rtx-a4000",
-    "AMD Radeon PRO W6600": "radeon-pro-w6600", "W6600": "radeon-pro-w6600", "RTX_2080_Ti": "rtx-2080-ti",
-    "NVIDIA GeForce RTX 2080 Ti": "rtx-2080-ti", "NVIDIA GeForce RTX 3060 Laptop GPU": "rtx-3060-laptop",
-    "RTX_3060_laptop": "rtx-3060-laptop", "NVIDIA H200": "h200",
-}  # fmt: skip
+CASES: dict[str, Any] = read_yaml(Path(__file__).with_name("cases.yaml"))
 
 
-@pytest.mark.parametrize(("name", "canonical"), NAMES.items())
+@pytest.mark.parametrize(("name", "canonical"), CASES["names"].items())
 def test_canonical_names(name: str, canonical: str) -> None:
     device = TABLE.get(name)
     assert device.name == canonical
     assert TABLE.get(canonical) == device
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    {
-        "h201": "unknown device 'h201'; did you mean h20 or h200", "v101": "did you mean v100",
-        "this-cup@1": "did you mean this-cpu", "zzzzzzzz": "unknown device 'zzzzzzzz'; `cdmpp devices` lists all",
-        "this-cpu@3": "this machine has 2 cores", "epyc-7742@65": "it has 64 cores",
-        "this-cpu@0.5": "a number of cores", "this-cpu@0": "a number of cores", "this-cpu@nan": "a number of cores",
-        "this-cpu@many": "after @ comes a share", "Intel(R) Xeon(R) Processor @ 2.50GHz": "after @ comes a share",
-        "h200@0": "above 0 and at most 1", "h200@2": "above 0 and at most 1", "h200@nan": "above 0 and at most 1",
-        "h200.x86-64-v2": "only a CPU can be restricted", "epyc-7742.x86-64-v4@1": "has no 512-bit vectors",
-        "this-cpu.avx9@1": "unknown device", "": "unknown device",
-    }.items(),
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "message"), CASES["unknown"].items())
 def test_names_that_are_none(name: str, message: str) -> None:
     with pytest.raises(UnknownDeviceError, match=message):
         TABLE.get(name)
@@ -192,42 +165,13 @@ def test_a_device_of_which_little_is_known_still_has_features() -> None:
     assert bare_cpu.used(4).share_fraction is None
 
 
-WRONG_ROWS = {
-    "- {name: x, kind: tpu}": "x: kind is 'tpu', expected 'cpu' or 'gpu'",
-    "- {kind: gpu}": "row 1: name is missing",
-    "- {name: x, kind: gpu}\n- {name: y, kind: gpu, clock_mhz: fast}": "y: clock_mhz is 'fast', expected 100",
-    "- {name: x, kind: gpu, cores: -3}": "x: cores is -3, expected 1 to 4096",
-    "- {name: x, kind: gpu, mem_gb: .nan}": "x: mem_gb",
-    "- {name: x, kind: gpu, clock_ghz: 3}": r"x: there is no field clock_ghz; did you mean clock_mhz\?",
-    "- {name: x, kind: gpu, colour: red}": "x: there is no field colour$",
-    "- {name: x, kind: gpu, peak_gflops: {fp32: 3}}": r"x: peak_gflops\.fp32 is no data type",
-    "- {name: Has Space, kind: gpu}": "Has Space: name is",
-    "- 3": "row 1: expected fields and values, got 3",
-    "- [": "cannot read devices",
-    "": "holds no device",
-}
-#: Kind, field, value.
-OFF_BY_1000 = [
-    ("gpu", "clock_mhz", 1.7), ("gpu", "clock_mhz", 1700000), ("gpu", "bandwidth_gb_s", 0.9),
-    ("gpu", "bandwidth_gb_s", 900000), ("gpu", "l2_kb", 6), ("gpu", "mem_gb", 16384), ("cpu", "bandwidth_gb_s", 0.02),
-    ("gpu", "launch_overhead_us", 0.003),
-]  # fmt: skip
-#: Each number may be; together they may not.
-UNBALANCED = {
-    "name: x, bandwidth_gb_s: 8, peak_gflops: {float32: 14000}": "x: a float32 peak .* fits no device",
-    "name: x, bandwidth_gb_s: 900, peak_gflops: {float32: 14}": "x: a float32 peak .* fits no device",
-    "name: x, cores: 80, lanes_per_core: 64, clock_mhz: 1380, peak_gflops: {float32: 14}": "make 1.41e.04",
-    "name: h200, bandwidth_gb_s: 5": "h200: a float32 peak .* fits no device",
-}
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        *WRONG_ROWS.items(),
+        *CASES["wrong_rows"].items(),
         *((f"{{name: x, kind: {kind}, {field}: {value}}}", f"x: {field} is {re.escape(f'{value:g}')}, expected .*off by 1000")
-          for kind, field, value in OFF_BY_1000),
-        *((f"{{kind: gpu, {text}}}", f"{message}.*off by 1000") for text, message in UNBALANCED.items()),
+          for kind, field, value in CASES["off_by_1000"]),
+        *((f"{{kind: gpu, {text}}}", f"{message}.*off by 1000") for text, message in CASES["unbalanced"].items()),
     ],
 )  # fmt: skip
 def test_a_wrong_row_is_named_with_its_field(tmp_path: Path, text: str, message: str) -> None:
@@ -259,13 +203,7 @@ def test_features_are_raw_and_distinguish_devices() -> None:
     assert {name: found["h200"][name] for name in h200} == pytest.approx(h200)
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    {
-        "p4": [1, 0, 6.1, 0], "v100-pcie-32gb": [1, 0, 7.0, 1], "t4": [1, 0, 7.5, 1], "mi210": [0, 1, math.nan, 0],
-        "this-cpu@1": [0, 0, math.nan, 0],
-    }.items(),
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "expected"), CASES["makers"].items())
 def test_features_of_who_made_a_gpu_and_of_what_generation(name: str, expected: list[float]) -> None:
     found = features(TABLE.get(name))
     names = ("is_nvidia", "is_amd", "compute_capability", "volta_or_later")

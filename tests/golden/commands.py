@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from cdmpp.files import read_yaml
 from tests.golden.golden import DATA, FOLDER, HUB, NEUSIGHT, PREDICTOR, SMALL, dataset
 
 XEON, EPYC = "xeon-cascadelake-2.5ghz@1", "epyc-zen4-2.6ghz@1"
@@ -151,54 +152,26 @@ def misfits(before: Any, now: Any, where: str = "") -> list[str]:
 # -- what is run -----------------------------------------------------------------------------------------------
 
 
-def results_of(out: Path, commands: dict[str, str]) -> dict[str, Any]:
-    return {name: run_json(out, *line.split()) for name, line in commands.items()}
+def results_of(out: Path, group: str, **names: Any) -> dict[str, Any]:
+    """Results of a group of commands (``commands.yaml``), by name."""
+    lines = read_yaml(FOLDER.parent / "commands.yaml")[group]
+    names |= {"out": out, "xeon": XEON, "epyc": EPYC}
+    return {name: run_json(out, *line.format(**names).split()) for name, line in lines.items()}
 
 
 def quick(out: Path) -> dict[str, Any]:
     """Results of commands that take a second, by name."""
-    data = shutil.copytree(FOLDER, out / "data")
     matmul = min((t for t in dataset().tasks.values() if "matmul" in t.name), key=lambda t: (t.flops, t.hash))
     program = out / "program.json"
     program.write_text(matmul.tir_json)
-    evaluate = f"evaluate --data {data} --split all --by"
-    commands = {
-        "devices": "devices",
-        "networks": "networks",
-        "dataset": f"dataset {data}",
-        "evaluate": f"{evaluate} device,network,task,family,origin",
-        "evaluate --compiled": f"{evaluate} device --compiled",
-        "evaluate --measured": f"{evaluate} device --measured",
-        "predict PROGRAM": f"predict {program} --device {XEON}",
-        "predict PROGRAM --compile": f"predict {program} --device {XEON} --compile 1",
-        "predict PROGRAM --measured": f"predict {program} --device {XEON} --measured {EPYC}=1ms",
-        "predict NETWORK": f"predict mlp --device {XEON} --programs-per-task 2",
-        "latency": f"latency mlp --device {XEON}",
-        "latency of devices": "latency mlp --device h200,t4",
-        "import neusight": f"import neusight {NEUSIGHT} --out {out}/neusight",
-        "import benchmark-hub": f"import benchmark-hub {HUB} --out {out}/hub",
-    }
-    return results_of(out, commands)
+    data = shutil.copytree(FOLDER, out / "data")
+    return results_of(out, "quick", data=data, program=program, neusight=NEUSIGHT, hub=HUB)
 
 
 def slow(out: Path) -> dict[str, Any]:
     """Results of commands that measure, train or compile much, by name."""
     data = shutil.copytree(FOLDER, out / "data")
-    on_this = "mlp --device this-cpu@1"
-    few = "--batch 4 --population 16 --generations 1 --predictor none"
-    trained = f"--config {SMALL} --data {data} --split within_task:test=0.3;seed=0"
-    finetune = f"finetune --predictor {PREDICTOR} --data {data} --device"
-    commands = {
-        "profile": f"profile {on_this} --programs-per-task 1 --workers 1 --out {out}/mlp",
-        "codegen": f"codegen {out}/mlp",
-        "tune": f"tune {on_this} --trials 8 {few} --out {out}/tuned",
-        "train": f"train {trained} --out {out}/run",
-        "report": f"report {out}/run --out {out}/report.html",
-        "search": f"search {trained} --trials 1 --out {out}/search",
-        "finetune": f"{finetune} {EPYC} --tasks 10 --config {SMALL} --out {out}/finetuned",
-        "finetune without records": f"{finetune} h200 --tasks 3 --out {out}/h200",
-    }
-    return results_of(out, commands)
+    return results_of(out, "slow", data=data, small=SMALL, predictor=PREDICTOR)
 
 
 def scores(results: dict[str, Any]) -> dict[str, Any]:
@@ -213,5 +186,4 @@ def scores(results: dict[str, Any]) -> dict[str, Any]:
 
 def model_card(out: Path) -> dict[str, Any]:
     """Scores of the weights that ship on the held-out networks of all data."""
-    evaluate = f"evaluate --data {DATA} --by device"
-    return results_of(out, {"evaluate": evaluate, "evaluate --compiled": f"{evaluate} --compiled"})
+    return results_of(out, "model_card", data=DATA)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from cdmpp.errors import PredictorError, ProgramError
 from cdmpp.predictor import Predictor, evaluate
 from cdmpp.predictor.data import split_data
 from cdmpp.predictor.evidence import Evidence
+from cdmpp.predictor.pair_features import TIME_PARTS
 from cdmpp.predictor.search import search
 from cdmpp.predictor.training import prepare, train
 from cdmpp.program.codegen import CODEGEN_FEATURES
@@ -116,6 +118,24 @@ def test_the_decoder_that_is_told_nothing_learns_from_all_programs(counted):
     assert torch.equal(plain, network.decode(embedding, without))
     mixed = network.decode(embedding, context)
     assert torch.equal(mixed[~known], plain[~known]) and not torch.isclose(mixed[known], plain[known]).any()
+
+
+def test_a_part_that_takes_longer_makes_the_program_take_longer_by_its_share(trained, counted):
+    """What the decoder adds up are times: twice the time of all parts is twice the label's, whatever their ratios."""
+    network = trained.predictor.network
+    arrays = trained.predictor.encode(
+        list(counted.asts.values())[:4],
+        [counted.devices["fast"]],
+        np.zeros(4, int),
+        np.full((4, len(CODEGEN_FEATURES)), 9.0),
+    )
+    batch, context = arrays.batch(np.arange(4), torch.device("cpu"))
+    code = context.code.clone()
+    code[:, -len(TIME_PARTS) :] += math.log(2)
+    with torch.inference_mode():
+        embedding = network.embed(batch, context.device)
+        once, twice = (network.decode_compiled(embedding, replace(context, code=c)) for c in (context.code, code))
+    assert torch.allclose(twice - once, math.log(2) * network.compiled_decoder.scale, atol=1e-5)
 
 
 def test_without_counts_in_the_data_nothing_is_told(data, caplog):

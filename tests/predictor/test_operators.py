@@ -14,9 +14,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cdmpp.cli.main import main
+from cdmpp.dataset.operators import write_operators
 from cdmpp.device import get_device, load_table
 from cdmpp.endtoend.serving import Serving, predict_operators, predict_serving
 from cdmpp.errors import NetworkError, PredictorError, ProgramError
+from cdmpp.predictor.measurements import candidates, choose, teach
 from cdmpp.predictor.mechanism import Constants, mechanism, pipe, without_unit
 from cdmpp.predictor.operators import (
     BEST,
@@ -25,8 +28,11 @@ from cdmpp.predictor.operators import (
     kinds,
     left_out_errors,
     load_operator_model,
+    solver_times,
     train,
+    train_solvers,
     training_table,
+    with_what_was_measured,
 )
 from cdmpp.program.operators import operator_table, work
 
@@ -102,6 +108,87 @@ def test_training_leaves_families_out_and_comes_back_from_files(tmp_path: Path) 
     (tmp_path / "operators.json").write_text("{}")
     with pytest.raises(PredictorError, match="cannot read the operator model"):
         OperatorModel.load(tmp_path)
+
+
+def convolutions(device: str, windows: list[int], dtype: str = "float16") -> pd.DataFrame:
+    rows = [
+        {"op": "conv", "dtype": dtype, "batch": 8, "in_channels": c, "out_channels": c, "height": 28, "width": 28,
+         "out_h": 28, "out_w": 28, "kernel_h": k, "kernel_w": k} for k in windows for c in range(32, 512, 8)
+    ]  # fmt: skip
+    return operator_table(rows).assign(device=device, framework="miopen")
+
+
+def test_the_faster_solver_is_named_on_a_gpu_never_seen(tmp_path: Path) -> None:
+    parts = []
+    for name in ("mi210", "mi100"):
+        table = convolutions(name, [1, 3])
+        one = (table["kernel_h"] == 1).to_numpy()
+        parts += [table.assign(kernel="A", seconds=np.where(one, 1e-4, 3e-4)), table.assign(kernel="B", seconds=2e-4)]
+        parts.append(table[~one].assign(kernel="C NHWC", seconds=9e-4))  # runs windows of 3 x 3 alone
+    every = pd.concat(parts, ignore_index=True)
+    operators, seconds, names = solver_times(every)
+    assert names == ["A", "B", "C NHWC"] and len(operators) == 2 * 120 and np.isnan(seconds[:, 2]).sum() == 120
+    model = replace(SHIPPED, solvers=train_solvers(operators, seconds, names, SHIPPED.constants, SHIPPED.inputs))
+    model.save(tmp_path)
+    ranked = OperatorModel.load(tmp_path).kernels(asked := convolutions("", [1, 3]), "mi300x")
+    first = ranked.drop_duplicates("row")
+    assert (first["kernel"] == ["A"] * 60 + ["B"] * 60).mean() > 0.95
+    assert first["seconds"].to_numpy() == pytest.approx(model.predict(asked, "mi300x"), rel=1e-2)
+    assert (ranked.loc[ranked["kernel"] == "C NHWC", "row"] >= 60).mean() > 0.95
+    assert model.explain(asked, "mi300x")["kernel"].tolist()[:1] == ["A"]
+    assert model.kernels(asked, "h200").empty and set(model.explain(asked, "h200")["kernel"]) == {""}
+
+
+def test_float16_without_a_unit_adds_up_in_float32() -> None:
+    assert pipe(get_device("vega-64"), "float16") == (get_device("vega-64").peak_gflops["float32"], "float32")
+    assert pipe(get_device("mi50"), "float16")[1] == "float16"  # it has a dot instruction
+    assert pipe(get_device("mi50"), "bfloat16")[0] < get_device("mi50").peak_gflops["float32"]
+
+
+def test_the_nearest_measured_operator_and_how_far_it_is() -> None:
+    every = labels(dict.fromkeys(["a100-pcie-40gb", "l40s"], 1.0)).assign(kernel="")
+    model = with_what_was_measured(train(training_table(every), members=1, epochs=1)[0], every, training_table(every))
+    known = model.measured[model.measured["device"] == "l40s"].head(3)
+    why = model.explain(operator_table(known.drop(columns=["device", "seconds"])), "l40s")
+    assert why["far"].tolist() == pytest.approx([0, 0, 0], abs=1e-5) and set(why["on"]) == {"l40s"}
+    assert why["nearest"][0].startswith("gemm ") and why["nearest"][0].endswith(" bfloat16")
+    far = model.explain(gemms([(10**6, 64, 64)]), "l40s")["far"][0]
+    assert far > 0.3 and model.solvers is None
+    norm = operator_table([{"op": "rmsnorm", "dtype": "bf16", "m": 8, "n": 8}])
+    assert np.isnan(model.explain(norm, "l40s")["far"][0]), "no norm was measured"
+
+
+def test_few_operators_teach_a_device_what_they_have_in_common(tmp_path: Path) -> None:
+    device, here = get_device("h200"), labels({"h200": 1.0})
+    own = here.assign(seconds=2.5 * SHIPPED.predict(here, device))
+    chosen = choose(*SHIPPED.traits(own, device), 12)
+    assert len(set(chosen)) == 12 and len(choose(*SHIPPED.traits(own, device), 99, "kmeans")) == len(own)
+    model, fit = teach(SHIPPED, own.iloc[chosen], device)
+    assert fit.before == pytest.approx(0.6, abs=0.01) and fit.error < 0.1
+    model.save(tmp_path)
+    rest = own.drop(own.index[chosen])
+    assert OperatorModel.load(tmp_path).predict(rest, device) == pytest.approx(rest["seconds"].to_numpy(), rel=0.1)
+    assert model.predict(rest, "l40s") == pytest.approx(SHIPPED.predict(rest, "l40s")), "other devices stay"
+    whole, _ = teach(SHIPPED, own, device)
+    _, low, high = whole.interval(rest, device)
+    assert (high / low < 1.3).all(), "intervals are those of operators left out"
+    with pytest.raises(PredictorError, match="no operators measured on h100-sxm"):
+        teach(SHIPPED, own, get_device("h100-sxm"))
+    with pytest.raises(PredictorError, match="cannot choose 0 operators"):
+        choose(*SHIPPED.traits(own, device), 0)
+
+
+def test_what_is_proposed_can_be_measured_on_the_device() -> None:
+    every = labels(dict.fromkeys(["a100-pcie-40gb", "l40s"], 1.0)).assign(kernel="")
+    narrow = every.assign(dtype="fp8", kv_dtype="fp8")
+    experts = every.assign(op="grouped_gemm")
+    every = pd.concat([every, narrow, experts], ignore_index=True)
+    model = with_what_was_measured(SHIPPED, every, training_table(every))
+    assert set(candidates(model, get_device("h200"))["dtype"]) == {"bfloat16", "fp8"}
+    assert set(candidates(model, get_device("mi210"))["dtype"]) == {"bfloat16"}  # which has no unit for fp8
+    assert set(candidates(model, get_device("mi210"))["op"]) == {"gemm"}
+    with pytest.raises(PredictorError, match="keeps no operators"):
+        candidates(replace(model, measured=None), get_device("h200"))
 
 
 def test_a_slow_framework_alone_does_not_say_what_is_fastest() -> None:
@@ -196,3 +283,25 @@ def test_lists_leave_the_share_of_unknown_operators_open(tmp_path: Path) -> None
     path.write_text("op,m,n,k\ngemm,4,4,\n")
     with pytest.raises(ProgramError, match="row 1: gemm needs k"):
         predict_operators(path, ["l40s"], SHIPPED)
+
+
+def test_from_a_list_to_a_corrected_latency_and_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    listed, data, taught, page = (tmp_path / name for name in ("h200.csv", "labels", "taught", "page/step.html"))
+    ask = ["finetune", "--device", "h200", "--tasks", "40", "--out"]
+    assert main([*ask, str(listed)]) == 0 and main([*ask, str(tmp_path / "folder")]) == 2
+    assert "expected --tasks K and --out FILE.csv" in capsys.readouterr().err
+    table = operator_table(pd.read_csv(listed))
+    assert len(table) == 40 and len(set(kinds(table))) > 4
+    slow = table.assign(device="h200", framework="torch", seconds=3 * SHIPPED.predict(table, "h200"))
+    write_operators(data, slow)
+    assert main(["finetune", "--data", str(data), "--device", "h200", "--out", str(taught)]) == 0
+    (before,) = predict_serving("llama-3.1-8b", ["h200"], SHIPPED, Serving())
+    step = ["latency", "llama-3.1-8b", "--device", "h200", "--predictor", str(taught), "--explain"]
+    assert main([*step, "--html", str(page), "--json", str(tmp_path / "step.json")]) == 0
+    after = json.loads((tmp_path / "step.json").read_text())
+    assert after["latency_s"] == pytest.approx(3 * before.latency_s, rel=0.15)
+    assert "corrected by operators that were measured on it" in " ".join(after["notes"])
+    (qkv,) = (row for row in after["operators"] if row["name"] == "qkv")
+    assert qkv["nearest"].startswith("gemm ") and qkv["far"] > 0
+    text = page.read_text()
+    assert "data:image/png;base64" in text and "nearest measured" in text and "matrix or FMA units" in text

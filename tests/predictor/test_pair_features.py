@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 
 from cdmpp.device import Device, get_device
-from cdmpp.predictor.pair_features import CODE_FEATURES, PAIR_FEATURES, TIME_FEATURES, code_rows, pair_rows
+from cdmpp.predictor.pair_features import (
+    ABSENT,
+    CODE_FEATURES,
+    LOOP_CODE_FEATURES,
+    PAIR_FEATURES,
+    TIME_PARTS,
+    CodeRows,
+    code_rows,
+    pair_rows,
+)
 from cdmpp.predictor.roofline import ProgramView, estimate_s, power_headroom, roofline_s
 from cdmpp.program.codegen import CODEGEN_FEATURES
 from tests.samples.training import CPU, make_data, program
@@ -140,13 +149,8 @@ def counts(**known: float) -> np.ndarray:
     return row
 
 
-def code_features(rows: np.ndarray, asts, device) -> tuple[np.ndarray, np.ndarray]:
+def code_features(rows: np.ndarray, asts, device) -> CodeRows:
     return code_rows(rows, asts, [device], np.arange(len(asts)), np.zeros(len(asts), int))
-
-
-def times(row: np.ndarray, ast, device) -> dict[str, float]:
-    features, _ = code_features(row[None], [ast], device)
-    return dict(zip(CODE_FEATURES, features[0], strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -156,21 +160,20 @@ def ast(data):
 
 def test_cycles_on_a_core_are_times_on_a_device(ast) -> None:
     device = replace(get_device(XEON), clock_mhz=2000.0, measured={}, l2_kb=1024, l3_kb=20000, bandwidth_gb_s=16.0)
-    row = counts(core_cycles=350, unit_cycles=300, front_cycles=100, call_cycles=20, lines_1024k=50, lines_16384k=4)
-    found = times(row, ast, device)
+    row = counts(
+        core_cycles=350, unit_cycles=300, front_cycles=100, call_cycles=20, outside_cycles=70, lines_1024k=50, lines_16384k=4,
+        loop0_runs=50, loop0_cycles=4, loop0_units=3, loop0_trips=10,
+    )  # fmt: skip
+    rows = code_features(row[None], [ast], device)
+    found = dict(zip(CODE_FEATURES, rows.program[0], strict=True))
     assert [found[f"{name}_ns"] for name in ("core", "unit", "front", "call", "chain")] == [175, 150, 50, 10, 0]
     assert (found["beyond_l2_ns"], found["beyond_l3_ns"]) == (200, 16)  # 64 bytes a line
-
-
-def test_times_scale_with_counts_and_excess_is_their_ratio_to_the_estimate(data) -> None:
-    asts, device = list(data.asts.values())[:6], get_device(XEON)
-    rows = np.random.default_rng(0).integers(100, 10_000, (6, len(CODEGEN_FEATURES))).astype(np.float32)
-    features, excess = code_features(rows, asts, device)
-    twice, _ = code_features(2 * rows, asts, device)
-    start = len(CODEGEN_FEATURES)
-    assert np.allclose(twice[:, start:], 2 * features[:, start:])
-    ratio = features[:, CODE_FEATURES.index("core_ns")] / (1e9 * estimate_s(asts, device))
-    assert np.allclose(excess, np.clip(np.log(ratio), -4, 4))
+    loop = dict(zip(LOOP_CODE_FEATURES, rows.loops[0, 0], strict=True))
+    assert (loop["units_per_cycle"], loop["entries"], loop["part"]) == (0.75, 5, pytest.approx(200 / 350))
+    parts = dict(zip(TIME_PARTS, np.exp(rows.times[0]) * 1e9 * estimate_s([ast], device)[0], strict=True))
+    assert parts["loop0"] == pytest.approx(100) and parts["outside"] == pytest.approx(35)
+    assert parts["other_loops"] == pytest.approx((350 - 70 - 200) / 2), "the whole is the sum of its parts"
+    assert rows.times[0, TIME_PARTS.index("loop1")] == ABSENT
 
 
 def test_rows_of_several_devices_equal_those_of_each_and_unknown_stays_unknown(data) -> None:
@@ -179,9 +182,8 @@ def test_rows_of_several_devices_equal_those_of_each_and_unknown_stays_unknown(d
     program, device = np.array([0, 1, 2, 3, 0]), np.array([0, 1, 0, 1, 1])
     rows = np.random.default_rng(1).integers(1, 999, (5, len(CODEGEN_FEATURES))).astype(np.float32)
     rows[2] = np.nan
-    features, excess = code_rows(rows, asts, devices, program, device)
-    assert features.shape == (5, len(CODEGEN_FEATURES) + len(TIME_FEATURES))
-    assert np.isnan(features[2]).all() and np.isnan(excess[2])
+    together = code_rows(rows, asts, devices, program, device)
+    assert all(np.isnan(part[2]).all() for part in together)
     for i in (0, 1, 3, 4):
-        alone, over = code_features(rows[i : i + 1], [asts[program[i]]], devices[device[i]])
-        assert np.allclose(features[i], alone[0]) and excess[i] == pytest.approx(over[0])
+        alone = code_features(rows[i : i + 1], [asts[program[i]]], devices[device[i]])
+        assert all(np.allclose(part[i], own[0]) for part, own in zip(together, alone, strict=True))

@@ -14,7 +14,7 @@ from cdmpp.predictor.checkpoint import load_checkpoint, save_checkpoint
 from cdmpp.predictor.config import config_from_dict
 from cdmpp.predictor.data import split_data
 from cdmpp.predictor.network import predict_labels
-from cdmpp.predictor.trainer import Trainer, learning_rate, pick_device
+from cdmpp.predictor.trainer import Trainer, learning_rate
 from cdmpp.predictor.training import prepare
 from cdmpp.program.codegen import CODEGEN_FEATURES
 from cdmpp.program.codegen.core import counts_key
@@ -123,13 +123,6 @@ def test_divergence_is_an_error(make_trainer):
         next(trainer.network.parameters()).fill_(math.nan)
     with pytest.raises(PredictorError, match="diverged"):
         trainer.fit()
-
-
-def test_cuda_is_refused_where_there_is_none(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert pick_device("auto").type == "cpu"
-    with pytest.raises(PredictorError, match="no CUDA device"):
-        pick_device("cuda")
 
 
 def test_a_checkpoint_of_another_run_or_damaged_is_refused(make_trainer, tmp_path):

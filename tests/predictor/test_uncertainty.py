@@ -96,6 +96,26 @@ def test_devices_have_their_own_scores_where_there_are_enough():
     assert calibration.basis("near", 0.9) == "near" and calibration.basis("near", 0.98) == ALL_DEVICES
 
 
+def test_difficult_predictions_have_wider_intervals():
+    """Errors that grow with the first of three inputs: every third of them is covered as often as the others."""
+    rng = np.random.default_rng(0)
+    n, tasks = 4000, [f"t{i % 400}" for i in range(4000)]
+    inputs, scale = rng.normal(size=(n, 3)), 0.1
+    measured = np.exp(scale * np.exp(0.6 * inputs[:, 0]) * rng.normal(size=n))
+    calibration = Calibration.fit(measured[:2000], np.ones(2000), tasks[:2000], ["d"] * 2000, inputs=inputs[:2000])
+    assert calibration.difficulty is not None
+    difficulty = calibration.difficulty.of(inputs[2000:])
+    inside = np.abs(np.log(measured[2000:])) <= calibration.half_width("d", 0.9) * difficulty
+    thirds = np.array_split(np.argsort(inputs[2000:, 0]), 3)
+    again = Calibration.from_arrays(calibration.to_json(), calibration.to_arrays())
+    assert again.difficulty is not None and np.array_equal(again.difficulty.of(inputs[2000:]), difficulty)
+    plain = Calibration.fit(measured[:2000], np.ones(2000), tasks[:2000], ["d"] * 2000)
+    wide = np.abs(np.log(measured[2000:])) <= plain.half_width("d", 0.9)
+    assert 0.87 < inside.mean() < 0.93
+    covered, by_one_width = ([hits[third].mean() for third in thirds] for hits in (inside, wide))
+    assert np.ptp(covered) < 0.7 * np.ptp(by_one_width)
+
+
 def test_interval_metrics_known_answer():
     calibration = Calibration.fit(np.full(9, 2.0), np.ones(9), [f"t{i}" for i in range(9)], ["d"] * 9)
     # high / low is 2 * 2; of task a 1 of 2 is inside, of task b 2 of 2

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURE_DOCS, LEAF_FEATURES, CompactAST, compact_ast, compact_asts
 from tests.golden import golden
+from tests.samples import scripts
 from tests.samples.programs import te_task
 from tests.samples.scripts import CHAIN, COLUMNS, CONV, CUDA, GATE, GATHER, MATMUL, PREDICATED, parse
 
@@ -24,27 +25,6 @@ def test_features_are_named_documented_and_unique() -> None:
     assert 150 <= len(set(LEAF_FEATURES)) == len(LEAF_FEATURES) <= 300
     assert tuple(LEAF_FEATURE_DOCS) == LEAF_FEATURES and all(LEAF_FEATURE_DOCS.values())
     assert FEATURE_SET.startswith("ast")
-
-
-WITHOUT_BLOCKS = """
-@T.prim_func
-def main(X: T.Buffer((8, 4), "float32"), Y: T.Buffer((8,), "float32")):
-    for i in range(8):
-        Y[i] = T.float32(0)
-        for k in T.unroll(4):
-            Y[i] = Y[i] + X[i, k]
-"""
-INTEGERS = """
-@T.prim_func(s_tir=True)
-def main(X: T.Buffer((8,), "int64"), Y: T.Buffer((8,), "int64")):
-    with T.sblock("root"):
-        for i in range(8):
-            with T.sblock("b"):
-                v = T.axis.spatial(8, i)
-                T.reads(X[v])
-                T.writes(Y[v])
-                Y[v] = X[v] * T.int64(3) + X[v] // T.int64(5)
-"""
 
 
 def replaced(text: str, *changes: tuple[str, str]) -> str:
@@ -82,7 +62,7 @@ THREADS = replaced(
         (MATMUL, [5, 10], 11),
         # root, c y x pad, f y x c ry rx, init, conv: the loop over one image vanishes.
         (CONV, [4, 11, 12], 13),
-        (WITHOUT_BLOCKS, [2, 4], 5),
+        (scripts.WITHOUT_BLOCKS, [2, 4], 5),
     ],
 )
 def test_shapes_and_pre_order_positions(text: str, positions: list[int], n_nodes: int) -> None:
@@ -158,8 +138,8 @@ KNOWN = [
     known(CHAIN, 1, slot2_unique=256 * 4, slot2_reuse=8, op_fdiv=1, op_fadd=1, simd_auto=1, simd_extent=64, vectorized=1,
         fp_instructions_64b=2 * 2048 / 16),
     known(HALF, 1, itemsize=2, is_float=1, slot2_unique=512, slot1_storage=4096, fp_instructions_64b=128),
-    known(INTEGERS, 0, itemsize=8, is_float=0, op_imul=1, op_iadd=1, op_idivmod=1, flops=0),
-    known(WITHOUT_BLOCKS, 1, iterations=32, domain=0, is_reduction=1, reduction=4, unrolled=4, tile_points=4, hold=1,
+    known(scripts.INTEGERS, 0, itemsize=8, is_float=0, op_imul=1, op_iadd=1, op_idivmod=1, flops=0),
+    known(scripts.WITHOUT_BLOCKS, 1, iterations=32, domain=0, is_reduction=1, reduction=4, unrolled=4, tile_points=4, hold=1,
         tile_outputs=1, tile_inputs=5, slot2_unique=128),
     # predicates. TVM makes a vectorised loop serial if a branch depends on it
     known(PREDICATED, 0, is_init=1, iterations=4, domain=4),

@@ -155,7 +155,7 @@ def test_columns_that_no_row_knows_are_left_out(report, page_of):
 
 
 def test_names_are_escaped(page, run):
-    assert "&lt;script&gt;alert(&#x27;net&#x27;)&lt;/script&gt; &amp; co" in page
+    assert "&lt;script&gt;alert(&#39;net&#39;)&lt;/script&gt; &amp; co" in page
     assert "&lt;b&gt;conv&lt;/b&gt;&amp;t" in page and "&lt;cnn&gt;" in page
     assert "run &lt;1&gt;" in page
     for raw in ("<script", "<b>conv", "<cnn>", "run <1>"):

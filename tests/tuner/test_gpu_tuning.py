@@ -110,8 +110,9 @@ def test_a_task_is_tuned_for_a_share_and_resumed(tmp_path: Path) -> None:
     assert report.device == "h200@0.5" and report.network is None
     assert (costs.trials, costs.measurements, costs.dropped) == (8, 8, 0)
     dataset = Dataset.open(out / DATASET_FOLDER)
-    records = dataset.records
-    assert len(records) == 9 and records["program"].is_unique, "the default schedule besides, nothing twice"
+    # what is as fast as the best is measured again at the end of each tuning
+    records = dataset.records.drop_duplicates("program", keep="last")
+    assert len(records) == 9, "the default schedule besides"
     assert set(records["device"]) == {"h200@0.5"}
     assert dataset.meta["devices"]["h200@0.5"]["cores_used"] == 64, "partitions come in units of 8"
     metas = [join_meta(row) for row in records[records["status"] == "ok"].to_dict("records")]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -108,30 +107,6 @@ def test_what_is_no_latency_is_refused(bad: float) -> None:
     model = OnlineModel(AnalyticalPrior(get_device("this-cpu@1")))
     with pytest.raises(PredictorError, match="finite and above 0"):
         model.learn("t", ["a", "b"], model.prior.encode(asts), [label_s[0], bad])
-
-
-def test_save_and_load_give_the_same_predictions_and_files_of_others_are_refused(
-    predictor: Predictor, model: OnlineModel, tmp_path: Path
-) -> None:
-    asts, label_s = programs(30)
-    again = OnlineModel(PredictorPrior(predictor, make_device("slow", 1000.0)))
-    again.save(tmp_path / "empty")
-    taught(model, "t", asts, label_s).save(tmp_path / "model")
-    again.load(tmp_path / "model")
-    encoded = model.prior.encode(asts)
-    assert again.predict("t", encoded) == pytest.approx(model.predict("t", encoded))
-    assert again.describe() == model.describe()
-    again.load(tmp_path / "empty")
-    assert len(again) == 0
-    other = OnlineModel(PredictorPrior(predictor, make_device("fast", 4000.0)))
-    with pytest.raises(PredictorError, match="another predictor or for another device"):
-        other.load(tmp_path / "model")
-    (tmp_path / "damaged").write_bytes((tmp_path / "model").read_bytes()[:40])
-    with pytest.raises(PredictorError, match="safetensors"):
-        model.load(tmp_path / "damaged")
-    predictor.save(tmp_path / "predictor")
-    with pytest.raises(PredictorError, match="not a complete cost model"):
-        model.load(tmp_path / "predictor" / "weights.safetensors")
 
 
 def test_a_device_never_seen_is_extrapolated_to_with_one_warning(

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cdmpp.errors import TunerError
-from cdmpp.tuner.candidates import ROUNDS, Leftovers
+from cdmpp.program.types import Program
 from cdmpp.tuner.objective import Costs, Curve, Objective, Point, parse_duration, parse_fraction
 from cdmpp.tuner.scheduler import TaskState, next_task
 from cdmpp.tuner.trimmer import Trimmer, worth_measuring
@@ -24,9 +21,8 @@ def curve(latency_s: Any, times: Sequence[float]) -> Curve:
 
 
 def test_forecast_of_known_answer() -> None:
-    straight = curve(lambda t: 10 - math.log(t), [10, 20, 40, 60, 80, 100])
-    now = 10 - math.log(100)
-    assert straight.gain(60) == pytest.approx(math.log(160 / 100) / now)
+    straight = curve(lambda t: t**-0.3, [10, 20, 40, 60, 80, 100])
+    assert straight.gain(60) == pytest.approx(1 - 1.6**-0.3)
     assert straight.gain(0) == 0
     flat = curve(lambda t: 3.0, [10, 20, 40, 60, 80, 100])
     assert flat.gain() == 0
@@ -122,7 +118,7 @@ def test_a_task_whose_programs_are_not_expected_to_win_and_do_not_is_given_up() 
         state = TaskState("t", 1.0)
         for latency_s in latencies:
             for _ in range(4):
-                state.count(latency_s)
+                state.count(latency_s, Program("p", "t", "s", "", "search"))
             state.dropped += dropped
             state.end_round(4)
         return state
@@ -159,53 +155,6 @@ def test_candidates_that_cannot_win_are_dropped() -> None:
     for coverage in (0.0, 1.0, 1.5):
         with pytest.raises(TunerError, match="between 0 and 1"):
             Trimmer(Intervals(), coverage)
-
-
-@dataclass(frozen=True)
-class Proposed:
-    """A candidate whose program and MetaSchedule object are its latency."""
-
-    measure: float
-
-    @property
-    def hash(self) -> str:
-        return str(self.measure)
-
-
-def proposed(*latencies: float) -> list[Proposed]:
-    return [Proposed(latency) for latency in latencies]
-
-
-def test_what_a_search_found_too_much_is_measured_before_the_next_search() -> None:
-    leftovers = Leftovers(Trimmer(Intervals()), 4)
-    assert leftovers.wanted == 4 * ROUNDS
-    assert leftovers.take(0, None, None) == [], "nothing was searched for yet"
-    found = proposed(8.0, 3.0, 1.0, 7.0, 5.0, 2.0, 6.0, 4.0)
-    assert leftovers.share(0, None, found, None) == proposed(1.0, 2.0, 3.0, 4.0)
-    assert leftovers.take(1, None, 9.0) == [], "that was another task's"
-    # of 5 to 8 the intervals reach down to half: three may beat 3.8
-    assert leftovers.take(0, None, 3.8) == proposed(5.0, 6.0, 7.0)
-    assert leftovers.take(0, None, 3.8) == []
-
-
-def test_what_is_left_takes_part_in_the_next_round_once() -> None:
-    leftovers = Leftovers(Trimmer(Intervals()), 4)
-    leftovers.share(0, None, proposed(1.0, 2.0, 3.0, 4.0, 5.0, 9.0, 9.5), None)
-    assert leftovers.take(0, None, 3.0) == [], "one that may win is too little for a round"
-    # 5 is found again; 9 and 9.5 could not win and are forgotten
-    assert leftovers.share(0, None, proposed(6.5, 5.0, 2.5, 7.0), 3.0) == proposed(2.5, 5.0, 6.5, 7.0)
-    assert leftovers.share(0, None, proposed(6.5), 3.0) == proposed(6.5)
-
-
-@given(st.lists(st.floats(0.1, 100), max_size=40), st.lists(st.floats(0.1, 100), max_size=40), st.floats(0.1, 100))
-def test_no_candidate_is_given_twice_and_none_is_made_up(
-    first: list[float], second: list[float], best_s: float
-) -> None:
-    leftovers = Leftovers(Trimmer(Intervals()), 8)
-    given_out = leftovers.share(0, None, proposed(*first), None) + leftovers.take(0, None, best_s)
-    assert len(set(given_out)) == len(given_out) and set(given_out) <= set(proposed(*first))
-    after = leftovers.share(0, None, [p for p in proposed(*second) if p not in given_out], best_s)
-    assert not set(after) & set(given_out) and set(after) <= set(proposed(*first, *second))
 
 
 class Even:

@@ -20,7 +20,7 @@ from cdmpp.tuner.candidates import TaskTuner, answer_signals, signals_held_back
 from cdmpp.tuner.cost_model import CostModel
 from cdmpp.tuner.store import CURVE_FILE, DATASET_FOLDER, RECORD_FILE, TUNING_FILE, WORKLOAD_FILE, json_database
 from tests.samples.programs import matmul_task
-from tests.samples.tuning import FakeEngine, interrupt_after, made_up_latency_s, tune_config, tuned
+from tests.samples.tuning import FakeEngine, interrupt_after, made_up_latency_s, tuned
 
 pytestmark = pytest.mark.usefixtures("on_zen3")
 
@@ -94,8 +94,10 @@ def test_a_space_without_valid_programs_ends_the_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad = matmul_task(48).hash
-    propose = TaskTuner.propose
-    monkeypatch.setattr(TaskTuner, "propose", lambda self: None if self.task.hash == bad else propose(self))
+    replayed = TaskTuner.measure_of
+    monkeypatch.setattr(
+        TaskTuner, "measure_of", lambda self, *of: None if self.task.hash == bad else replayed(self, *of)
+    )
     report = tuned(FakeEngine(), tmp_path / "t", 12, 32, 48)
     by_hash = {t.task: t for t in report.tasks}
     assert "no more valid programs" in by_hash[bad].finished
@@ -108,7 +110,7 @@ def test_a_budget_shorter_than_one_measurement(tmp_path: Path) -> None:
     report = tuned(engine, tmp_path / "t", 50, options={"budget_s": 0.1})
     assert "budget" in report.stopped
     assert report.costs.measurements == 0 and report.costs.trials == 0
-    assert report.tasks[0].best_s is None
+    assert report.tasks[0].scheduled_s is None and report.tasks[0].used in ("untuned", "")
 
 
 def test_a_predictor_trained_for_other_devices_is_used_with_its_uncertainty(
@@ -276,30 +278,6 @@ def test_the_trimmer_saves_measurements(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(latencies) < 25
 
 
-def test_with_a_trimmer_a_search_lasts_for_several_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While everything that is left may win: with two rounds half of the searches, as many measurements, nothing twice."""
-    asked: list[int] = []
-    propose = TaskTuner.propose
-
-    def counted(self: TaskTuner) -> Any:
-        found = propose(self)
-        asked.append(len(found or ()))
-        return found
-
-    monkeypatch.setattr(TaskTuner, "propose", counted)
-    monkeypatch.setattr("cdmpp.tuner.candidates.ROUNDS", 2)
-    batch = tune_config(1).batch
-    engine = FakeEngine()
-    # intervals so wide that nothing is dropped
-    report = tuned(engine, tmp_path / "t", 4 * batch, options={"trim": 1 - 1e-9})
-    assert report.costs.measurements == 4 * batch and report.costs.dropped == 0
-    assert asked == [2 * batch, 2 * batch]
-    assert max(engine.counts.values()) == 1
-    asked.clear()
-    tuned(FakeEngine(), tmp_path / "without", 4 * batch)
-    assert asked == [batch] * 4
-
-
 def test_ctrl_c_in_the_middle_of_a_search_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python hears of Ctrl-C while TVM's search calls the cost model."""
     asked: list[int] = []
@@ -314,7 +292,7 @@ def test_ctrl_c_in_the_middle_of_a_search_ends_it(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(CostModel._cls, "predict", interrupted)
     engine = FakeEngine()
     with pytest.raises(KeyboardInterrupt):
-        tuned(engine, tmp_path / "t", 60)
+        tuned(engine, tmp_path / "t", 60, options={"search": "metaschedule"})
     monkeypatch.undo()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert tuned(FakeEngine(), tmp_path / "t", 18, resume=True).costs.trials == 18

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -30,6 +31,7 @@ from cdmpp.dataset.importers.common import (
 from cdmpp.dataset.record import Record
 from cdmpp.device import Device, DeviceTable
 from cdmpp.errors import DatasetError, ProgramError
+from cdmpp.files import shipped_table
 from cdmpp.program import generators
 from cdmpp.program.space import build_program, generator_program, generator_space
 from cdmpp.program.tvm_env import structural_hash
@@ -39,49 +41,19 @@ logger = logging.getLogger(__name__)
 
 COLUMNS: tuple[str, ...] = ("kernel", "gpu", "problem_size", "status", "latency_ms")
 
-#: Status in the hub -> status of a record. Kernel Tuner names a failure after its exception.
-_STATUSES: dict[str, str] = {
-    "ok": "ok",
-    "CompilationFailedConfig": "build_error",
-    "RuntimeFailedConfig": "run_error",
-    "InvalidConfig": "invalid_config",
-    "TimeoutConfig": "run_timeout",
-}
-
-#: Columns that go into a record's meta, as they are called there.
-_META = {"collection": "collection", "kernel": "kernel", "n_rep": "repeats", "rep_cv": "cv"}
+#: How its files are read (``importers.yaml``).
+_HOW: Mapping[str, Any] = shipped_table("dataset/importers/importers.yaml")["benchmark_hub"]
 
 
-@dataclass(frozen=True)
-class _Kernel:
-    """How to read the rows of a kernel: the generators of its unscheduled task and of a configuration's program.
-
-    ``sizes`` names the numbers of ``problem_size``; ``fixed`` are other arguments of the task, which the hub's scripts have
-    as constants; ``in_columns`` those that are columns. ``defaults`` are parameters that older kernels have not, and what
-    they do instead.
-    """
+class _Kernel(NamedTuple):
+    """How to read the rows of a kernel (``importers.yaml``)."""
 
     task: str
     generator: str
-    sizes: tuple[str, ...]
-    fixed: Mapping[str, int]
-    in_columns: tuple[str, ...]
-    defaults: Mapping[str, int]
-
-
-_KERNELS: dict[str, _Kernel] = {
-    "convolution": _Kernel(
-        "image_convolution", "kernel_tuner_convolution", ("width", "height"), {},
-        ("filter_height", "filter_width"), {"use_shmem": 1, "use_cmem": 1},
-    ),
-    "gemm": _Kernel(
-        "gemm", "clblast_gemm", ("m", "n"), {}, (), {"STRM": 0, "STRN": 0},
-    ),
-    "dedispersion": _Kernel(
-        "dedispersion", "kernel_tuner_dedispersion", ("samples", "measures"),
-        {"channels": 1536, "max_shift": 650}, (), {},
-    ),
-}  # fmt: skip
+    sizes: Sequence[str]
+    fixed: Mapping[str, int] = {}
+    in_columns: Sequence[str] = ()
+    defaults: Mapping[str, int] = {}
 
 
 def import_benchmark_hub(
@@ -144,11 +116,12 @@ class _Group:
 def _groups(path: Path, frame: pd.DataFrame, found: Import) -> Iterator[_Group]:
     devices = found.resolve(frame["gpu"], path)
     for (name, gpu, size), rows in frame.groupby(["kernel", "gpu", "problem_size"], sort=False):
-        kernel = _KERNELS.get(str(name).removesuffix("_milo"))
-        if kernel is None:
+        how = _HOW["kernels"].get(str(name).removesuffix("_milo"))
+        if how is None:
             found.unknown[str(name)] += len(rows)
             continue
-        known = rows["status"].isin(list(_STATUSES))
+        kernel = _Kernel(**how)
+        known = rows["status"].isin(list(_HOW["statuses"]))
         found.unknown.update(f"{name}, status {status}" for status in rows["status"][~known])
         rows = rows[known]
         if not len(rows):
@@ -217,9 +190,9 @@ def _add(group: _Group, found: Import, configurations: dict[tuple[str, str], Pro
         if program is None:
             continue
         found.programs[program.hash] = program
-        status = _STATUSES[row["status"]]
+        status = _HOW["statuses"][row["status"]]
         meta = {"session": "benchmark_hub", "row": int(number)}
-        meta.update({kept: row[column] for column, kept in _META.items() if column in row})
+        meta.update({kept: row[column] for column, kept in _HOW["meta"].items() if column in row})
         build_ms = row.get("compile_ms")
         if build_ms and build_ms == build_ms:
             meta["build_s"] = build_ms / 1e3

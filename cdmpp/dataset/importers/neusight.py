@@ -30,7 +30,7 @@ from cdmpp.dataset.importers.common import (
     refuse_implausible,
     require_columns,
 )
-from cdmpp.dataset.importers.neusight_traces import TRACE_COLUMNS, add_end_to_end, read_traces
+from cdmpp.dataset.importers.neusight_traces import HOW, add_end_to_end, read_traces
 from cdmpp.dataset.record import Record
 from cdmpp.device import Device, DeviceTable
 from cdmpp.errors import DatasetError
@@ -38,22 +38,6 @@ from cdmpp.program.graph import FOLDER, NetworkGraph, save_graph
 from cdmpp.program.library_ops import operator_bytes, operator_flops
 from cdmpp.program.space import unscheduled
 from cdmpp.program.tasks import library_task
-
-_ROWS = {"rows": "B", "columns": "H"}
-_ELEMENTWISE = ("add", "mul", "div", "pow", "addu", "mulu", "divu", "powu", "tanh", "relu", "gelu")
-
-#: Operator -> generator, and its arguments' columns.
-_OPERATORS: dict[str, tuple[str, dict[str, str]]] = {
-    "linear": ("linear", {"m": "M", "n": "N", "k": "K"}),
-    "bmm": ("bmm", {"b": "B", "m": "M", "n": "N", "k": "K"}),
-    "conv": ("conv2d", {
-        "batch": "B", "in_channels": "conv_in_channels", "out_channels": "conv_out_channels", "kernel": "conv_kernel",
-        "size": "conv_input_hw", "stride": "conv_stride", "padding": "conv_padding",
-    }),
-    "softmax": ("softmax", _ROWS),
-    "ln": ("layer_norm", _ROWS),
-    **dict.fromkeys(_ELEMENTWISE, ("elementwise", _ROWS)),
-}  # fmt: skip
 
 #: Winograd and the like do a 3x3 convolution with fewer multiplications than its formula has: at most by this factor.
 _FAST_CONVOLUTION = 5.0
@@ -67,16 +51,6 @@ _TILED = ("bmm", "linear", "conv")
 _LAUNCH = ["grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z"]
 #: Kernel names of templates are hundreds of characters long; those that tell a tile are short.
 _KERNEL_CHARS = 64
-
-#: Kind of file -> the column that only it has, and those that it must have.
-_KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "operators": ("op", ("op", "device", "latency_ms")),
-    "traces": ("FwOps", TRACE_COLUMNS),
-    "end-to-end": (
-        "label_all_e2e_latency",
-        ("device", "model_name", "mode", "seqlen", "batch", "label_all_e2e_latency"),
-    ),
-}
 
 
 def import_neusight(
@@ -93,7 +67,7 @@ def import_neusight(
     as of :func:`cdmpp.dataset.importers.import_benchmark_hub`, and NetworkError where the nodes of a trace wait for each other.
     """
     found = Import(paths, out, table, progress)
-    frames: dict[str, list[tuple[Path, pd.DataFrame]]] = {kind: [] for kind in _KINDS}
+    frames: dict[str, list[tuple[Path, pd.DataFrame]]] = {kind: [] for kind in HOW["files"]}
     for path, frame in found.frames:
         frames[_kind(frame, path)].append((path, frame))
     checked = [_checked(path, evenly(frame, limit), found) for path, frame in frames["operators"]]
@@ -131,11 +105,12 @@ def _versions(frames: Sequence[pd.DataFrame]) -> dict[str, list[str]]:
 
 
 def _kind(frame: pd.DataFrame, path: Path) -> str:
-    for kind, (mark, columns) in _KINDS.items():
-        if mark in frame:
-            require_columns(frame, columns, path)
+    files: dict[str, dict[str, Any]] = HOW["files"]
+    for kind, file in files.items():
+        if file["only"] in frame:
+            require_columns(frame, file["columns"], path)
             return kind
-    expected = "; ".join(f"{kind} have {', '.join(columns)}" for kind, (_, columns) in _KINDS.items())
+    expected = "; ".join(f"{kind} have {', '.join(file['columns'])}" for kind, file in files.items())
     raise DatasetError(f"{path} is none of NeuSight's tables: {expected}")
 
 
@@ -164,7 +139,7 @@ def _checked(path: Path, frame: pd.DataFrame, found: Import) -> _Operators:
     for op in dict.fromkeys(names):
         found.unknown.update(f"{op} ({dtype})" for dtype in dtypes[(names == op) & (dtypes != "float32")])
         places = np.flatnonzero((names == op) & (dtypes == "float32"))
-        if op not in _OPERATORS:
+        if op not in HOW["operators"]:
             found.unknown.update([op] * len(places))
         elif len(places):
             operators.arguments[op] = _arguments(path, frame, op, places)
@@ -187,7 +162,7 @@ def _checked(path: Path, frame: pd.DataFrame, found: Import) -> _Operators:
 
 
 def _arguments(path: Path, frame: pd.DataFrame, op: str, places: NDArray[np.int64]) -> pd.DataFrame:
-    columns = _OPERATORS[op][1]
+    columns = HOW["operators"][op]["columns"]
     require_columns(frame, columns.values(), path)
     made = {name: _dimension(path, frame, column, op, places) for name, column in columns.items()}
     if op == "linear" and "B" in frame:
@@ -210,7 +185,7 @@ def _dimension(path: Path, frame: pd.DataFrame, column: str, op: str, places: ND
 
 def _call(op: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The generator of an operator, and the arguments as it takes them."""
-    generator = _OPERATORS[op][0]
+    generator = HOW["operators"][op]["generator"]
     if generator == "elementwise":
         arguments = {"op": op, "shape": [arguments["rows"], arguments["columns"]]}
     return generator, arguments

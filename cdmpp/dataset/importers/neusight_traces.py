@@ -4,7 +4,8 @@ A trace lists the nodes of a torch.fx graph in the order of execution, with the 
 to read it:
 
 * of a language model it holds **one layer** of all equal ones; NeuSight repeats it when it adds up a network
-  (``aggregate_gpt`` in its source). :data:`LAYERS` and :data:`_LAYER_BOUNDS` say so here, as ``repeat`` of the nodes;
+  (``aggregate_gpt`` in its source). ``layers`` and ``layer_bounds`` of ``importers.yaml`` say so here, as ``repeat`` of the
+  nodes;
 * nodes without operators (``misc``) are views and numbers, but also some kernels that NeuSight counts as nothing
   (embeddings, masks, copies, the gradient of a maximum): those move memory here, as their names and shapes say;
 * a binary operator's second tensor may be a number or be broadcast, which not its operator but its shapes tell;
@@ -20,7 +21,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ import pandas as pd
 from cdmpp.dataset.importers.common import Import, literal, refuse_implausible
 from cdmpp.device import Device
 from cdmpp.errors import DatasetError
+from cdmpp.files import shipped_table
 from cdmpp.program import generators
 from cdmpp.program.graph import GraphNode, NetworkGraph, network_graph
 from cdmpp.program.library_ops import BINARY, ELEMENTWISE_FLOPS
@@ -43,36 +45,13 @@ Shape = tuple[int, ...]
 #: Of a trace, one node each.
 Rows = list[dict[str, Any]]
 
-#: Nodes without operators that nevertheless run a kernel: it reads the tensors of the output's size and writes that.
-_MOVES = re.compile(
-    r"(^|_)(max|masked_fill_?|embeddings?|wpe|wte|sub|lt|full|ones|zeros|bool|where|arange|cumsum|tril|"
-    r"triu|gather|index_select|cat|stack|pad|clone|copy_?)$"
-)
-#: Nodes that run none: views, shapes and numbers of Python, dropout that is off, conversions (most are to the same type).
-_VIEWS = re.compile(
-    r"(^|_)(size|getitem|getattr|view|permute|transpose|t|expand|expand_as|unsqueeze|squeeze|split|chunk|unbind|dim|eq|ne|"
-    r"gt|to|long|float|type|type_as|dropout|drop|tensor|finfo|device|output|flatten|detach|add|mul|truediv|floordiv|pow|and_|"
-    r"not_|is_floating_point)$"
-)
-#: Nodes that look rows of a table up: their gradient is added to those rows.
-_LOOKUPS = re.compile(r"(^|_)(embeddings?|wpe|wte)$")
+#: How NeuSight's files are read (``importers.yaml``).
+HOW: Mapping[str, Any] = shipped_table("dataset/importers/importers.yaml")["neusight"]
 
 
 class UnknownOperatorError(DatasetError):
     """An operator that no generator stands for."""
 
-
-#: Model -> its number of equal layers, of which the trace holds the first.
-LAYERS: dict[str, int] = {
-    "bert_large": 24, "gpt2_large": 36, "gpt3_xl": 24, "gpt3_27": 32, "opt_13": 24,
-}  # fmt: skip
-
-#: Part of a model's name -> names of the first and the last node of that layer.
-_LAYER_BOUNDS: dict[str, tuple[str, str]] = {
-    "bert": ("bert_encoder_layer_0_attention_self_query", "bert_encoder_layer_0_output_layer_norm"),
-    "gpt": ("transformer_h_0_ln_1", "add_15"),
-    "opt": ("model_decoder_layers_0_self_attn_layer_norm", "view_11"),
-}
 
 #: Phase -> column of its operators, and the suffix of the columns of its times.
 _PHASES = {"forward": ("FwOps", "fw"), "backward": ("BwOps", "bw"), "accumulate": ("AccOps", "acc")}
@@ -80,8 +59,8 @@ _PHASES = {"forward": ("FwOps", "fw"), "backward": ("BwOps", "bw"), "accumulate"
 #: Whose predictions a trace may have, besides the measured ``label``.
 SOURCES: tuple[str, ...] = ("neusight", "habitat", "roofline", "micro")
 
+#: Columns in which the traces of devices that share a graph are alike.
 _STRUCTURE = ("Name", "OpName", "FwOps", "BwOps", "AccOps", "InputShapes", "OutputShape")
-TRACE_COLUMNS: tuple[str, ...] = (*_STRUCTURE, "device", "desc", "model", "mode", "label_fw")
 
 #: The part of a node's whole time that its operators may be below their roofline: what a node reads may be in caches.
 _IN_TRACE = 0.5
@@ -187,15 +166,15 @@ class _Reader:
 
     def _repeats(self, model: str) -> list[float]:
         repeats = [1.0] * len(self.rows)
-        bounds = next((b for part, b in _LAYER_BOUNDS.items() if part in model), None)
+        bounds = next((b for part, b in HOW["layer_bounds"].items() if part in model), None)
         second = any("_layer_1_" in name or "_layers_1_" in name or "_h_1_" in name for name in self.names)
         if bounds is None or second or not set(bounds) <= set(self.names):
             return repeats
-        if model not in LAYERS:
+        if model not in HOW["layers"]:
             self.found.notes.append(f"{self.name}: the number of layers of {model} is unknown: its one layer runs once")
             return repeats
         first, last = map(self.names.index, bounds)
-        return [float(LAYERS[model]) if first <= i <= last else 1.0 for i in range(len(self.rows))]
+        return [float(HOW["layers"][model]) if first <= i <= last else 1.0 for i in range(len(self.rows))]
 
     def _node(self, i: int, phase: str, repeat: float) -> GraphNode | None:
         row, name = self.rows[i], self.names[i]
@@ -288,6 +267,11 @@ def base_name(name: str) -> str:
     return re.sub(r"(_\d+)+$", "", name)
 
 
+def _ends_in(name: str, kind: str) -> bool:
+    """Whether a name is, or ends in ``_`` and, one of a kind of nodes (``importers.yaml``)."""
+    return any(f"_{name}".endswith(f"_{end}") for end in HOW["nodes"][kind])
+
+
 def forward_calls(
     name: str, operator: str, ops: Sequence[Any], inputs: Sequence[Shape], output: Shape, before: str = ""
 ) -> tuple[str, list[Call]]:
@@ -306,9 +290,9 @@ def forward_calls(
         return "kernel", calls
     if not inputs or math.prod(output) == 1:
         return "view", []  # a placeholder, a weight, a number
-    if _MOVES.search(base):
+    if _ends_in(base, "moves"):
         return "kernel", [_move(inputs, output)]
-    if _VIEWS.search(base):
+    if _ends_in(base, "views"):
         return "view", []
     raise UnknownOperatorError(base)
 
@@ -337,7 +321,7 @@ def unlisted_backward_calls(name: str, inputs: Sequence[Shape], output: Shape) -
         return []
     if re.search(r"(^|_)max$", base) and len(inputs) == 2:
         return [("memory", {"elements": elements, "inputs": read}) for read in (0, 1, 2, 0, 1)]
-    if _LOOKUPS.search(base):
+    if _ends_in(base, "lookups"):
         rows: Call = ("memory", {"elements": elements, "inputs": 2})
         table = math.prod(inputs[1]) if len(inputs) == 2 else 0
         return [("memory", {"elements": table, "inputs": 0}), rows] if table else [rows]

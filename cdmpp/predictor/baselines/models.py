@@ -123,9 +123,7 @@ def evaluate_models(
     Of a split without a validation part (as of few-shot training, whose predictor makes its own) a tenth of the training
     programs is taken to stop by. ``by`` are groupings as of :meth:`TrainingData.members`.
 
-    Returns
-    -------
-    Model name -> ``{"overall": ..., "groups": ..., "fit_s": float, "predict_s": float}``; the noise floor of
+    Returns model name -> ``{"overall": ..., "groups": ..., "fit_s": float, "predict_s": float}``; the noise floor of
     the labels is ``noise_floor_mape`` of each, the same for all.
     """
     rows = np.asarray(split.test, dtype=np.int64)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
-import statistics
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,8 +38,7 @@ class NetworkModel(LatencyModel):
 
     It sees what our network sees but for what we compute of program and device together, encoded in the same way; only
     ``mse_weight`` and ``mape_weight`` of ``loss`` count. Training stops after ``max_seconds``; the learning rate then falls
-    with the time spent. ``history_`` has one line an epoch, as :class:`cdmpp.predictor.trainer.Trainer` reports it, and
-    ``samples_per_s_`` is the median of the training records a second, validation included.
+    with the time spent. ``history_`` has one line an epoch, as :class:`cdmpp.predictor.trainer.Trainer` reports it.
     """
 
     #: Label transform, see :class:`cdmpp.predictor.config.LabelConfig`.
@@ -63,7 +60,6 @@ class NetworkModel(LatencyModel):
         self.encoder_: FeatureEncoder
         self.transform_: LabelTransform
         self.history_: list[dict[str, Any]] = []
-        self.samples_per_s_: float = math.nan
 
     @abstractmethod
     def make_network(self, train: LabelledArrays, encoder: FeatureEncoder) -> nn.Module:
@@ -84,7 +80,6 @@ class NetworkModel(LatencyModel):
         self.check_programs(fitted.arrays.take(np.asarray(split.valid)))
         self.history_ = []
         state = fitted.trainer.fit(progress=self._record)
-        self.samples_per_s_ = statistics.median(line["samples_per_s"] for line in self.history_)
         self.network_ = fitted.trainer.network.cpu()
         self.network_.load_state_dict(state.best)
 

@@ -124,24 +124,15 @@ _DEFAULT_PARAMS: dict[str, Any] = {
 class XGBoostModel(LatencyModel):
     """Gradient-boosted trees on one vector a program plus the device's features; the target is log seconds.
 
-    Parameters
-    ----------
-    features
-        ``"perstore"``: sum, maximum and number of PerStoreFeature rows (TVM's features). ``"ast"``: sum,
-        maximum and number of the compact AST's leaves, after a signed logarithm, to compare features with one
-        model. ``"ast-codegen"``: these and what ours is given of the compiled program, which needs a compilation.
-    vectors
-        Precomputed per-store vectors, program hash -> (329,); None collects them from the dataset.
-    params
-        XGBoost parameters on top of the defaults.
-    rounds, patience
-        Most boosting rounds, and rounds without a better validation error before it stops.
+    ``features``: ``"perstore"`` are sum, maximum and number of PerStoreFeature rows (TVM's features); ``"ast"`` those of the
+    compact AST's leaves, after a signed logarithm, to compare features with one model; ``"ast-codegen"`` these and what ours
+    is given of the compiled program, which needs a compilation. ``params`` are XGBoost's on top of the defaults, ``rounds``
+    most boosting rounds, and ``patience`` rounds without a better validation error before it stops.
     """
 
     def __init__(
         self,
         features: str = "perstore",
-        vectors: Mapping[str, NDArray[np.float32]] | None = None,
         params: Mapping[str, Any] | None = None,
         rounds: int = 1000,
         patience: int = 50,
@@ -152,7 +143,7 @@ class XGBoostModel(LatencyModel):
             raise PredictorError(f"unknown features '{features}' for XGBoost (known: perstore, ast, ast-codegen)")
         self.name = f"xgboost-{features}"
         self._features = features
-        self._vectors: dict[str, NDArray[np.float32]] = dict(vectors or {})
+        self._vectors: dict[str, NDArray[np.float32]] = {}
         self.params: dict[str, Any] = {**_DEFAULT_PARAMS, **(params or {}), "seed": seed, "nthread": threads}
         self._rounds, self._patience = rounds, patience
 
@@ -187,8 +178,8 @@ class XGBoostModel(LatencyModel):
         if self._features == "ast-codegen":
             if data.codegen_counts is None:
                 raise PredictorError("xgboost-ast-codegen needs instruction counts: make them with cdmpp codegen DIR")
-            features, excess = data.code_features
-            parts += [np.log1p(features[rows]), excess[rows, None]]
+            code = data.code_features
+            parts += [np.log1p(code.program[rows]), np.log1p(code.loops[rows].reshape(len(rows), -1)), code.times[rows]]
         x = np.concatenate(parts, axis=1, dtype=np.float32)
         return xgb.DMatrix(x, label=np.log(table["latency_s"].to_numpy(dtype=np.float64)))
 

@@ -17,6 +17,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,24 +28,6 @@ from cdmpp.profiler.arguments import ArgSpec, argument_bytes, index_bound, integ
 from cdmpp.profiler.gpu.bundle import BundledProgram, CudaProgram
 from cdmpp.profiler.gpu.sampling import GpuFacts, GpuFault
 
-_HELPERS = r"""
-__device__ unsigned long long now() {
-  unsigned long long t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t;
-}
-extern "C" __global__ void wait_ns(unsigned long long ns) {
-  unsigned long long end = now() + ns; while (now() < end) { }
-}
-extern "C" __global__ void seen_sms(unsigned int* seen) {
-  unsigned int id; asm volatile("mov.u32 %0, %smid;" : "=r"(id));
-  unsigned long long end = now() + 20000; while (now() < end) { }
-  if (threadIdx.x == 0) atomicOr(seen + id, 1u);
-}
-extern "C" __global__ void busy(float* x, int n) {
-  float v = x[blockIdx.x * blockDim.x + threadIdx.x];
-  for (int i = 0; i < n; ++i) v = v * 0.999f + 0.001f;
-  x[blockIdx.x * blockDim.x + threadIdx.x] = v;
-}
-"""
 #: Nanoseconds that queueing one operation from Python takes at most.
 _QUEUE_NS = 15_000
 #: Buffers begin at multiples of this, as those of an allocator do.
@@ -103,7 +86,9 @@ class CupyGpu:
             self._streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(lanes)]
         self._gate = cupy.cuda.Stream(non_blocking=True)
         self._gate_open = cupy.cuda.Event(disable_timing=True)
-        helpers = cupy.RawModule(code=_HELPERS, backend="nvrtc")
+        helpers = cupy.RawModule(
+            code=Path(__file__).with_name("helpers.cu").read_text(encoding="utf-8"), backend="nvrtc"
+        )
         self._wait, self._seen, self._busy = (helpers.get_function(n).kernel for n in ("wait_ns", "seen_sms", "busy"))
         self._flush = cupy.empty(2 * int(properties["l2CacheSize"]), dtype=cupy.uint8)
         self._arenas: dict[tuple[int, str], Any] = {}

@@ -29,19 +29,17 @@ class ArchLimits:
     registers_per_thread: int = 255
     #: Of one multiprocessor, for the occupancy.
     threads_per_sm: int = 2048
-    blocks_per_sm: int = 32
     shared_per_sm_bytes: int = 49152
     registers_per_sm: int = 65536
     #: Whether it has ``cp.async``.
     async_copies: bool = True
 
 
-def _arch(optin_kb: int, sm_kb: int, threads: int = 2048, blocks: int = 32, async_copies: bool = True) -> ArchLimits:
+def _arch(optin_kb: int, sm_kb: int, threads: int = 2048, async_copies: bool = True) -> ArchLimits:
     return ArchLimits(
         shared_optin_bytes=optin_kb * 1024,
         shared_per_sm_bytes=sm_kb * 1024,
         threads_per_sm=threads,
-        blocks_per_sm=blocks,
         async_copies=async_copies,
     )
 
@@ -49,10 +47,10 @@ def _arch(optin_kb: int, sm_kb: int, threads: int = 2048, blocks: int = 32, asyn
 #: Architecture -> limits.
 ARCH_LIMITS: Mapping[str, ArchLimits] = {
     "sm_70": _arch(96, 96, async_copies=False),
-    "sm_75": _arch(64, 64, threads=1024, blocks=16, async_copies=False),
+    "sm_75": _arch(64, 64, threads=1024, async_copies=False),
     "sm_80": _arch(163, 164),
-    "sm_86": _arch(99, 100, threads=1536, blocks=16),
-    "sm_89": _arch(99, 100, threads=1536, blocks=24),
+    "sm_86": _arch(99, 100, threads=1536),
+    "sm_89": _arch(99, 100, threads=1536),
     "sm_90": _arch(227, 228),
 }
 

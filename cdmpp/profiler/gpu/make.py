@@ -195,19 +195,10 @@ def make_bundle(
 ) -> BundleReport:
     """Compile programs of networks (zoo names, ``.onnx`` or ``.pt2`` files) for a GPU that is elsewhere.
 
-    Parameters
-    ----------
-    device
-        A CUDA device of the table, such as ``h200``.
-    tasks_of
-        A dataset that has the tasks of these networks.
-    mutants_of
-        A dataset measured on this device: draw mutants of each task's fastest programs in place of random points (the
-        region that a tuner visits).
-    resume
-        Go on with a bundle that was not finished.
-    progress
-        Called after each program; ``done`` of ``total`` are those that can run.
+    ``device`` is a CUDA device of the table, such as ``h200``. ``tasks_of`` is a dataset that has the tasks of these networks.
+    ``mutants_of`` is one measured on this device: mutants of each task's fastest programs are drawn in place of random points
+    (the region that a tuner visits). ``resume`` goes on with a bundle that was not finished. ``progress`` is called after each
+    program; ``done`` of ``total`` are those that can run.
 
     ProfilerError if the device is no CUDA device, there is no compiler for it, or no task. BundleError if the file exists, or
     is half made and `resume` was not asked for.

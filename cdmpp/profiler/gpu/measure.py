@@ -84,14 +84,9 @@ def measure(
 ) -> MeasureReport:
     """Measure the programs of a bundle on this machine's GPU and store them in a dataset.
 
-    Parameters
-    ----------
-    device
-        The bundle's device or a share of it, such as ``h200@0.5`` (default: the bundle's device).
-    resume
-        Go on with the dataset in `out`; programs that have a record are not measured again.
-    progress, notify
-        Called with the state after each outcome, and with one-line news.
+    ``device``: the bundle's device or a share of it, such as ``h200@0.5`` (default: the bundle's device). ``resume``:
+    go on with the dataset in `out`; programs that have a record are not measured again. ``progress``, ``notify``:
+    called with the state after each outcome, and with one-line news.
 
     ProfilerError if the GPU is missing, another one, lost, or cannot be partitioned. DatasetError if `out` holds records of
     this device and `resume` was not asked for, or of another, or the disk is full. What was measured is kept.

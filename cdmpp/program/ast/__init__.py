@@ -66,12 +66,8 @@ class CompactAST:
 def compact_asts(funcs: Iterable[Any]) -> list[CompactAST]:
     """Compact ASTs of PrimFuncs or IRModules with one PrimFunc each, in order.
 
-    Raises
-    ------
-    ProgramError
-        A program has no computation or symbolic shapes; the message says which.
-    CdmppError
-        TVM or the C++ extension is missing.
+    ProgramError: a program has no computation or symbolic shapes; the message says which. CdmppError: TVM or the C++
+    extension is missing.
     """
     funcs = list(funcs)
     asts: list[CompactAST] = []
@@ -83,10 +79,7 @@ def compact_asts(funcs: Iterable[Any]) -> list[CompactAST]:
 def compact_ast(func: Any) -> CompactAST:
     """The compact AST of one program; for many programs :func:`compact_asts` is several times faster.
 
-    Raises
-    ------
-    ProgramError, CdmppError
-        As :func:`compact_asts`.
+    ProgramError, CdmppError: as :func:`compact_asts`.
     """
     return compact_asts([func])[0]
 

@@ -33,12 +33,8 @@ _ORDER = ("leaf_count", "program_bytes", "program_flops")
 def save_asts(path: str | Path, asts: Mapping[str, CompactAST]) -> None:
     """Write ASTs by program hash; the file appears whole or not at all, in place of one that exists.
 
-    Raises
-    ------
-    FeatureMismatchError
-        An AST has vectors of another length than :data:`LEAF_FEATURES`.
-    DatasetError
-        The file cannot be written.
+    FeatureMismatchError: an AST has vectors of another length than :data:`LEAF_FEATURES`. DatasetError: the file cannot
+    be written.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -79,41 +75,25 @@ def save_asts(path: str | Path, asts: Mapping[str, CompactAST]) -> None:
         raise DatasetError(f"cannot write {path}: {reason(error)}") from error
 
 
-def stored_feature_set(path: str | Path) -> str:
-    """The feature set a file was written with (DatasetError: the file is missing, unreadable or holds no ASTs)."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        metadata = pq.read_schema(Path(path)).metadata or {}
-        return str(json.loads(metadata[_META_KEY])["feature_set"])
-    except (OSError, pa.ArrowException) as error:
-        raise DatasetError(f"cannot read {path}: {reason(error)}") from error
-    except (KeyError, ValueError) as error:
-        raise DatasetError(f"{path} holds no compact ASTs") from error
-
-
 def load_asts(path: str | Path) -> dict[str, CompactAST]:
     """Read ASTs by program hash, in the order of the file.
 
-    Raises
-    ------
-    FeatureMismatchError
-        The file has features of another feature set.
-    DatasetError
-        The file is missing, damaged or holds no ASTs.
+    FeatureMismatchError: the file has features of another feature set. DatasetError: the file is missing, damaged or
+    holds no ASTs.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    path = Path(path)
-    found = stored_feature_set(path)
-    if found != FEATURE_SET:
-        raise FeatureMismatchError(f"{path} has the features {found}, this version has {FEATURE_SET}: make it anew")
     try:
-        table = pq.read_table(path, page_checksum_verification=True)
+        file = pq.ParquetFile(path, page_checksum_verification=True)
+        found = json.loads(file.schema_arrow.metadata[_META_KEY])["feature_set"]
+        if found != FEATURE_SET:
+            raise FeatureMismatchError(f"{path} has the features {found}, this version has {FEATURE_SET}: make it anew")
+        table = file.read()
     except (OSError, pa.ArrowException) as error:
         raise DatasetError(f"cannot read {path}: {reason(error)}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise DatasetError(f"{path} holds no compact ASTs") from error
     if table.num_rows == 0:
         return {}
     leaves = table.column("leaf").combine_chunks().flatten().to_numpy().reshape(-1, len(LEAF_FEATURES))

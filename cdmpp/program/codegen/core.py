@@ -12,8 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import yaml
-
+from cdmpp.files import shipped_table
 from cdmpp.program.codegen.blocks import Address, Instruction
 from cdmpp.program.codegen.compile import code_key
 
@@ -45,9 +44,8 @@ class Cost(NamedTuple):
 
 @cache
 def _facts() -> Mapping[str, Any]:
-    facts: dict[str, Any] = yaml.safe_load((_FOLDER / "cores.yaml").read_text(encoding="utf-8"))
-    facts["core_of"] = {name: core for core, names in facts["same"].items() for name in names}
-    return facts
+    facts = shipped_table("program/codegen/cores.yaml")
+    return {**facts, "core_of": {name: core for core, names in facts["same"].items() for name in names}}
 
 
 @cache

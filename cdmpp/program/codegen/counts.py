@@ -46,12 +46,8 @@ FloatArray = NDArray[np.float64]
 def codegen_features(path: str | Path, core: Core) -> NDArray[np.float32]:
     """Counts of an object file or shared object, and what it takes on a core, float32 (len(CODEGEN_FEATURES),).
 
-    Raises
-    ------
-    ProgramError
-        It is no object file for x86-64, has no symbols or no function of a program.
-    CdmppError
-        As :func:`require_decoder`.
+    ProgramError: it is no object file for x86-64, has no symbols or no function of a program. CdmppError: as
+    :func:`require_decoder`.
     """
     require_decoder()
     from cdmpp.program.codegen.disassemble import read_functions
@@ -83,12 +79,8 @@ def instruction_counts(programs: Sequence[Any], device: Device) -> NDArray[np.fl
 
     A program that does not compile gets a row of NaN, and a warning says so.
 
-    Raises
-    ------
-    ProgramError
-        The device is no x86 CPU with a target; a program is none that can be compiled.
-    CdmppError
-        TVM or what decodes instructions is not installed.
+    ProgramError: the device is no x86 CPU with a target; a program is none that can be compiled. CdmppError: TVM or
+    what decodes instructions is not installed.
     """
     if device.target.get("kind") != "llvm" or device.vendor not in ("intel", "amd"):
         raise ProgramError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ def _plain(channels: int, *layers: tuple[Any, ...]) -> list[nn.Module]:
     return list(itertools.chain(*pairs))
 
 
-def _stages(channels: int, stages: Iterable[tuple[Any, ...]], block: Callable[..., nn.Module]) -> list[nn.Module]:
+def _stages(channels: int, stages: Iterable[Sequence[Any]], block: Callable[..., nn.Module]) -> list[nn.Module]:
     """Blocks by stages of (channels out, depth, stride of the first block, further arguments of ``block``).
 
     ``block`` takes channels in, channels out, the stride and these arguments.
@@ -102,7 +102,7 @@ def alexnet() -> nn.Module:
     return nn.Sequential(*layers, nn.MaxPool2d(3, 2), *_classifier(256 * 6 * 6))
 
 
-def vgg(depths: tuple[int, ...]) -> nn.Module:
+def vgg(depths: Sequence[int]) -> nn.Module:
     """VGG (Simonyan 2014) without batch normalisation, by the number of convolutions before each pooling."""
     layers: list[nn.Module] = []
     channels = 3
@@ -112,14 +112,8 @@ def vgg(depths: tuple[int, ...]) -> nn.Module:
     return nn.Sequential(*layers, *_classifier(512 * 7 * 7))
 
 
-def squeezenet() -> nn.Module:
-    """SqueezeNet 1.1 (Iandola 2016)."""
-    # (channels in, squeezed, of each of the expanding branches)
-    stages = (
-        ((64, 16, 64), (128, 16, 64)),
-        ((128, 32, 128), (256, 32, 128)),
-        ((256, 48, 192), (384, 48, 192), (384, 64, 256), (512, 64, 256)),
-    )
+def squeezenet(stages: Iterable[Iterable[Sequence[int]]]) -> nn.Module:
+    """SqueezeNet (Iandola 2016), by stages of (channels in, squeezed, of each of the expanding branches)."""
     layers = _plain(3, (64, 3, 2))
     for stage in stages:
         layers.append(nn.MaxPool2d(3, 2))
@@ -140,7 +134,7 @@ def _residual(body: nn.Module, channels_in: int, channels_out: int, stride: int)
     return nn.Sequential(Joined(torch.add, body, shortcut), nn.ReLU())
 
 
-def resnet(depths: tuple[int, ...], *, bottleneck: bool = True, groups: int = 1, group_width: int = 64) -> nn.Module:
+def resnet(depths: Sequence[int], *, bottleneck: bool = True, groups: int = 1, group_width: int = 64) -> nn.Module:
     """ResNet (He 2015; stride in the 3x3 convolution, as torchvision has it) and ResNeXt (Xie 2016)."""
 
     def block(channels: int, out: int, stride: int) -> nn.Module:
@@ -199,8 +193,9 @@ def _inverted_residual(
     return Joined(torch.add, body, nn.Identity()) if stride == 1 and channels == out else body
 
 
-def _inverted_residuals(stages: Iterable[tuple[int, ...]], act: Make, *, excited: bool) -> nn.Module:
-    """Stages of (width, depth, stride, expansion, kernel)."""
+def inverted_residuals(stages: Iterable[Sequence[int]], activation: str, *, excited: bool) -> nn.Module:
+    """MobileNet V2 and EfficientNet (Tan 2019), by stages of (width, depth, stride, expansion, kernel)."""
+    act = getattr(nn, activation)
 
     def block(channels: int, width: int, stride: int, expansion: int, kernel: int) -> nn.Module:
         squeezed = channels // 4 if excited else 0
@@ -210,24 +205,6 @@ def _inverted_residuals(stages: Iterable[tuple[int, ...]], act: Make, *, excited
 
     layers = [_conv(3, 32, 3, 2, act=act), *_stages(32, stages, block), _conv(320, 1280, 1, act=act)]
     return nn.Sequential(*layers, _head(1280))
-
-
-def mobilenet_v2() -> nn.Module:
-    """MobileNet V2, width 1.0."""
-    stages = (
-        (16, 1, 1, 1, 3), (24, 2, 2, 6, 3), (32, 3, 2, 6, 3), (64, 4, 2, 6, 3), (96, 3, 1, 6, 3), (160, 3, 2, 6, 3),
-        (320, 1, 1, 6, 3),
-    )  # fmt: skip
-    return _inverted_residuals(stages, nn.ReLU6, excited=False)
-
-
-def efficientnet_b0() -> nn.Module:
-    """EfficientNet-B0 (Tan 2019): SiLU and squeeze-and-excite throughout."""
-    stages = (
-        (16, 1, 1, 1, 3), (24, 2, 2, 6, 3), (40, 2, 2, 6, 5), (80, 3, 2, 6, 3), (112, 3, 1, 6, 5), (192, 4, 2, 6, 5),
-        (320, 1, 1, 6, 3),
-    )  # fmt: skip
-    return _inverted_residuals(stages, nn.SiLU, excited=True)
 
 
 def mobilenet_v3_small() -> nn.Module:
@@ -269,16 +246,9 @@ def shufflenet_v2() -> nn.Module:
 # -- parallel branches and dense connections -------------------------------------------------------------------
 
 
-def googlenet() -> nn.Module:
-    """GoogLeNet (Szegedy 2014) without the auxiliary heads; 3x3 in the third branch, like torchvision."""
-    stages = (
-        ((64, (96, 128), (16, 32), 32), (128, (128, 192), (32, 96), 64)),
-        (
-            (192, (96, 208), (16, 48), 64), (160, (112, 224), (24, 64), 64), (128, (128, 256), (24, 64), 64),
-            (112, (144, 288), (32, 64), 64), (256, (160, 320), (32, 128), 128),
-        ),
-        ((256, (160, 320), (32, 128), 128), (384, (192, 384), (48, 128), 128)),
-    )  # fmt: skip
+def googlenet(stages: Iterable[Iterable[Any]]) -> nn.Module:
+    """GoogLeNet (Szegedy 2014) without the auxiliary heads; 3x3 in the third branch, like torchvision. By stages of blocks: the
+    width of the 1x1 branch, two of each of the next, and that behind the pooling."""
     layers = [_conv(3, 64, 7, 2), nn.MaxPool2d(3, 2, 1), _chain(64, (64, 1), (192, 3))]
     channels = 192
     for stage in stages:

@@ -150,11 +150,8 @@ class _Draw:
                 groups, after = before, before * self.one_of((1, 1, 2))
             else:
                 before, after = -(-before // groups) * groups, -(-after // groups) * groups
-            kernel, stride, dilation = (
-                self.one_of((1, 1, 3, 3, 3, 5, 7)),
-                self.one_of((1, 1, 1, 2, 3)),
-                self.one_of((1, 1, 1, 2, 4)),
-            )
+            kernel, stride = self.one_of((1, 1, 3, 3, 3, 5, 7)), self.one_of((1, 1, 1, 2, 3))
+            dilation = self.one_of((1, 1, 1, 2, 4))
             reach = dilation * (kernel - 1)
             padding = self.one_of((0, reach // 2, reach // 2))
             if min(size) + 2 * padding <= reach:
@@ -194,12 +191,8 @@ class _Draw:
     def attention(self) -> _Operator:
         """Scores of queries and keys with a mask, or what they take of the values; or all of it."""
         while True:
-            batch, heads, queries, depth = (
-                self.batch(),
-                self.between(1, 16),
-                self.between(1, 256),
-                self.one_of((16, 24, 32, 64, 80, 128)),
-            )
+            batch, heads, queries = self.batch(), self.between(1, 16), self.between(1, 256)
+            depth = self.one_of((16, 24, 32, 64, 80, 128))
             keys = queries if self.rng.random() < 0.6 else self.between(8, 512)
             if batch * heads * queries * keys * depth <= _MOST_WORK:
                 break

@@ -6,6 +6,7 @@ Only the *code* of the ``transformers`` package is used: every network is built 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 class _Wrapped(nn.Module):
     """Calls a transformers model with keyword arguments and returns one tensor of its output."""
 
-    def __init__(self, model: nn.Module, keywords: tuple[str, ...], output: str) -> None:
+    def __init__(self, model: nn.Module, keywords: Sequence[str], output: str) -> None:
         super().__init__()
         self.model, self.keywords, self.output = model, keywords, output
 
@@ -24,7 +25,9 @@ class _Wrapped(nn.Module):
         return found
 
 
-def huggingface(model: str, output: str, keywords: tuple[str, ...], **settings: Any) -> nn.Module:
+def huggingface(
+    model: str, output: str = "logits", keywords: Sequence[str] = ("pixel_values",), **settings: Any
+) -> nn.Module:
     """A model class of transformers with the settings of its config.
 
     With ``attn_implementation="eager"`` attention appears as matmul, softmax and matmul.

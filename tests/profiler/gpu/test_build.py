@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cdmpp.dataset import Dataset
+from cdmpp.device import get_device
 from cdmpp.errors import BundleError, NetworkError, ProfilerError, ProgramError
 from cdmpp.profiler.gpu.build import CudaLowering, rule_fault
 from cdmpp.profiler.gpu.bundle import CudaProgram, read_bundle
@@ -28,13 +29,6 @@ from cdmpp.program.space import Rebuilder, TaskSpaces
 from tests.samples.gpu import toy_program
 from tests.samples.programs import matmul_task, te_task
 
-TARGET = {
-    "kind": "cuda",
-    "arch": "sm_90",
-    "max_threads_per_block": 1024,
-    "max_shared_memory_per_block": 49152,
-    "thread_warp_size": 32,
-}
 needs_nvcc = pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
 
 
@@ -48,7 +42,7 @@ def compiler() -> CudaCompiler:
 
 @pytest.fixture(scope="module")
 def lowering() -> CudaLowering:
-    return CudaLowering(TARGET)
+    return CudaLowering(dict(get_device("h200").target))
 
 
 def lowered(lowering: CudaLowering, task: Any, n: int, **options: bool) -> list[CudaProgram]:
@@ -213,21 +207,9 @@ def test_networks_without_tasks_are_refused(
 
 # -- compilers and limits -----------------------------------------------------------------------------------------
 
-LOG = """
-ptxas info    : 0 bytes gmem
-ptxas info    : Compiling entry function 'main_kernel_1' for 'sm_90'
-ptxas info    : Function properties for main_kernel_1
-    432 bytes stack frame, 120 bytes spill stores, 124 bytes spill loads
-ptxas info    : Used 255 registers, used 1 barriers, 432 bytes cumulative stack size, 37248 bytes smem
-ptxas info    : Compiling entry function 'main_kernel' for 'sm_90'
-ptxas info    : Function properties for main_kernel
-    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
-ptxas info    : Used 12 registers, 380 bytes cmem[0]
-"""
-
 
 def test_resources_of_each_kernel_are_read() -> None:
-    assert parse_ptxas(LOG) == {
+    assert parse_ptxas(Path(__file__).with_name("ptxas.txt").read_text()) == {
         "main_kernel_1": KernelResources(255, 120, 124, 37248, 432),
         "main_kernel": KernelResources(12),
     }

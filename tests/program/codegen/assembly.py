@@ -1,4 +1,5 @@
-"""Machine code of short listings in GNU assembler's (AT&T) syntax: assembled once, kept in ``assembled.json``.
+"""Machine code of short listings in GNU assembler's (AT&T) syntax: assembled once, kept in ``assembled.json``. Those of which
+one number or a few are known are rows of ``cases.yaml``.
 
 ``ASSEMBLE=1 python -m pytest tests/program/codegen`` assembles listings that are new; it needs ``as`` and ``objcopy``.
 """
@@ -10,13 +11,16 @@ import os
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
+from cdmpp.files import read_yaml
 from cdmpp.program.codegen import CODEGEN_FEATURES
 from cdmpp.program.codegen.blocks import Instruction
 from cdmpp.program.codegen.core import core_of
 from cdmpp.program.codegen.counts import count
 from cdmpp.program.codegen.disassemble import decode
 
+CASES: dict[str, Any] = read_yaml(Path(__file__).with_name("cases.yaml"))
 _FILE = Path(__file__).with_name("assembled.json")
 _ASSEMBLED: dict[str, str] = json.loads(_FILE.read_text()) if _FILE.exists() else {}
 

@@ -15,7 +15,7 @@ from cdmpp.program.codegen import CODEGEN_FEATURES
 from cdmpp.program.codegen.compile import code_key
 from cdmpp.program.codegen.counts import instruction_counts, kinds_of
 from cdmpp.program.tvm_env import import_tvm
-from tests.program.codegen.assembly import code, counts
+from tests.program.codegen.assembly import CASES, code, counts
 from tests.samples.programs import te_task
 
 LISTING = (
@@ -37,33 +37,7 @@ def test_known_answer_of_a_program_and_its_hottest_loop() -> None:
     assert {name: found[name] for name in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("listing", "kinds"),
-    [
-        ("vfmadd213ss %xmm1,%xmm2,%xmm3", "fma_s"),
-        ("mulps %xmm1,%xmm2", "fp_x"),  # as CPUs without AVX have it
-        ("addss (%rax),%xmm2", "fp_s load_s"),
-        ("divps %xmm1,%xmm2", "div"),
-        ("shufps $0x0,%xmm1,%xmm2", "shuffle"),
-        ("movups (%rax),%xmm0", "load_x"),
-        ("movaps %xmm0,0x10(%rsp)", "store_x stack_store"),
-        ("cvtsi2ss %eax,%xmm0", "convert"),
-        ("vmulps %ymm1,%ymm2,%ymm3", "fp_y"),
-        ("vdivps %xmm1,%xmm2,%xmm3", "div"),
-        ("vunpcklps %xmm1,%xmm2,%xmm3", "shuffle"),
-        ("vmovups (%rax),%ymm0", "load_y"),
-        ("vmovups %xmm0,(%rax)", "store_x"),
-        ("vmovups %zmm0,(%rax){%k1}", "store_z"),
-        ("vgatherqps (%rax,%zmm1,4),%ymm0{%k1}", "gather load_z"),  # by the addresses
-        ("{evex} vpsllq $0xa,(%r15),%ymm1", "load_y"),
-        ("mov 0x8(%rsp),%rax", "integer stack_load"),
-        ("kxnorw %k0,%k0,%k1", "mask"),
-        ("idiv %ecx", "idiv"),
-        ("imul %rax,%rcx", "imul"),
-        ("call expf@plt", "call"),
-        ("nopw 0x0(%rax,%rax,1)", "integer"),
-    ],
-)
+@pytest.mark.parametrize(("listing", "kinds"), CASES["kinds"].items())
 def test_kinds(listing: str, kinds: str) -> None:
     (instruction,) = code(listing)
     assert kinds_of(instruction) == ["all", *kinds.split()]

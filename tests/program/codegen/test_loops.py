@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,63 +17,33 @@ from cdmpp.program.codegen.loops import cycles_of_chain
 from cdmpp.program.codegen.strides import Piece, Strides, lines, lines_fetched
 from cdmpp.program.codegen.trips import TripCounts
 from cdmpp.program.codegen.values import CodeValues
-from tests.program.codegen.assembly import code, counts
+from tests.program.codegen.assembly import CASES, code, counts
 
 ENDS = "inc %rax; cmp $0x40,%rax; jne 1b"
-ONE_SUM = f"vaddss (%rdi,%rax,4),%xmm0,%xmm0; {ENDS}"
 
 
-@pytest.mark.parametrize(
-    ("listing", "zen4", "skylake"),
-    [
-        # an addition waits for the one before; two of them overlap
-        (ONE_SUM, 3, 4),
-        (f"vaddss (%rdi,%rax,4),%xmm0,%xmm0; vaddss (%rsi,%rax,4),%xmm1,%xmm1; {ENDS}", 3, 4),
-        # stored, forwarded, added
-        (f"vmovss (%rdi),%xmm0; vaddss (%rsi,%rax,4),%xmm0,%xmm0; vmovss %xmm0,(%rdi); {ENDS}", 9 + 3, 5 + 4),
-        # a general register goes through memory in no time (Zen 2 and later: memory renaming)
-        (f"mov (%rdi),%rcx; add $0x3,%rcx; mov %rcx,(%rdi); {ENDS}", 1, 4 + 1),
-        # a register that is cleared waits for nothing
-        (f"vxorps %xmm0,%xmm0,%xmm0; vfmadd231ps (%rdi,%rax,4),%zmm1,%zmm0; {ENDS}", 1, 5 / 4),
-        # its target is an operand
-        (f"vfmadd231ps (%rdi,%rax,4),%zmm1,%zmm0; {ENDS}", 4, 4),
-        (f"vfmadd231ps (%rdi,%rax,4),%zmm1,%zmm0; vmovups (%rsi,%rax,4),%zmm0; {ENDS}", 1, 5 / 4),
-        # each writes one of four elements and keeps the others
-        (f"insertps $0x10,%xmm1,%xmm0; insertps $0x20,%xmm2,%xmm0; insertps $0x30,%xmm3,%xmm0; {ENDS}", 3, 3),
-        # what a conditional move does not write stays
-        (f"cmovl %rcx,%rdx; add %rdx,%rdx; {ENDS}", 2, 2),
-    ],
-)
-def test_cycles_of_dependent_instructions(listing: str, zen4: float, skylake: float) -> None:
-    body = code(f"1: {listing}")
-    assert cycles_of_chain(body, core_of("znver4")) == pytest.approx(zen4, abs=0.2)
-    assert cycles_of_chain(body, core_of("skylake-avx512")) == pytest.approx(skylake, abs=0.2)
+@pytest.mark.parametrize("case", CASES["chains"], ids=lambda case: case["code"])
+def test_cycles_of_dependent_instructions(case: dict[str, Any]) -> None:
+    body = code(f"1: {case['code']}")
+    for core, cycles in case["cycles"].items():
+        assert cycles_of_chain(body, core_of(core)) == pytest.approx(cycles, abs=0.2)
 
 
-@pytest.mark.parametrize(
-    ("listing", "zen4", "skylake"),
-    [
-        # a Zen 4 loads half of 64 bytes at a time and stores them in two cycles
-        ("vmovups 0x40(%rdi),%zmm0; vmovups 0x80(%rdi),%zmm1; vmovups 0xc0(%rdi),%zmm2; vmovups 0x100(%rdi),%zmm3", 4, 2),
-        ("vmovups %zmm0,0x40(%rdi); vmovups %zmm0,0x80(%rdi); vmovups %zmm0,0xc0(%rdi)", 6, 3),
-        ("vmovups %ymm0,0x40(%rdi); vmovups %ymm0,0x80(%rdi); vmovups %ymm0,0xc0(%rdi)", 3, 3),
-        # two units of 256 bits, or one and a half pair of 512
-        ("vmulps %zmm1,%zmm2,%zmm0; vmulps %zmm1,%zmm2,%zmm3; vmulps %zmm1,%zmm2,%zmm4; vmulps %zmm1,%zmm2,%zmm5", 4, 2),
-        ("vmulps %ymm1,%ymm2,%ymm0; vmulps %ymm1,%ymm2,%ymm3; vmulps %ymm1,%ymm2,%ymm4; vmulps %ymm1,%ymm2,%ymm5", 2, 2),
-        ("vgatherdps (%rdi,%zmm1,4),%zmm0{%k1}", 17.2, 25),
-    ],
-)  # fmt: skip
-def test_cycles_of_the_busiest_units(listing: str, zen4: float, skylake: float) -> None:
-    for core, cycles in (("znver4", zen4), ("skylake-avx512", skylake)):
-        found = counts(f"xor %eax,%eax; 1: {listing}; {ENDS}; ret", core)
+@pytest.mark.parametrize("case", CASES["units"], ids=lambda case: case["code"])
+def test_cycles_of_the_busiest_units(case: dict[str, Any]) -> None:
+    for core, cycles in case["cycles"].items():
+        found = counts(f"xor %eax,%eax; 1: {case['code']}; {ENDS}; ret", core)
         assert found["unit_cycles"] == pytest.approx(64 * cycles, rel=0.02)
         assert found["missing"] == found["call_cycles"] == 0
+
+
+def test_calls_take_their_time() -> None:
     call = counts("xor %ebx,%ebx; 1: call g; inc %rbx; cmp $0x40,%rbx; jne 1b; ret")
     assert call["call_cycles"] == pytest.approx(64 * 11.5) and call["loop0_calls"] == 1
 
 
 def test_a_loop_takes_the_longest_of_what_bounds_it() -> None:
-    found = counts(f"xor %eax,%eax; 1: {ONE_SUM}; ret".replace("0x40", "0x400"))
+    found = counts("xor %eax,%eax; 1: vaddss (%rdi,%rax,4),%xmm0,%xmm0; inc %rax; cmp $0x400,%rax; jne 1b; ret")
     assert found["chain_cycles"] == pytest.approx(1024 * 3, rel=0.01) and found["loop_entries"] == 1
     assert found["core_cycles"] == pytest.approx(found["chain_cycles"] + found["outside_cycles"])
     assert found["front_cycles"] == pytest.approx(1024 * 3 / 6)  # the jump is one micro-op with the comparison

@@ -1,0 +1,109 @@
+"""What a search costs and what it proposes: ours over decisions against TVM's evolutionary search, with the same predictor.
+
+    python benchmarks/search.py --json benchmarks/results/search.json
+    python benchmarks/search.py --quick                    # does it run? figures mean nothing
+
+Nothing is built or measured: what a round proposed counts as measured at its prediction. CPU seconds are those of the process,
+design spaces left out, so others on the machine do no harm. ``cpu`` is ours over TVM's; ``best`` and ``mean of 16`` are ratios
+of the lowest, and of the geometric mean of the 16 lowest, predicted latencies of all rounds, ``first`` of the first round
+alone. Tasks are of networks that the predictor never saw, as in `benchmarks/tuning.py`. Means are geometric, the interval over
+tasks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from common import Figure, arguments, bootstrap, figure, provenance, report, start
+from tuning import DEVICE, NETWORKS, held_out_predictor, held_out_tasks
+
+from cdmpp.predictor import Predictor
+from cdmpp.program.types import Task
+from cdmpp.tuner.candidates import Candidate, TaskTuner
+from cdmpp.tuner.cost_model import CostModel
+from cdmpp.tuner.measure import device_of_this_machine
+from cdmpp.tuner.search import DecisionSearch
+from cdmpp.tuner.store import tuning_record
+
+RATIOS = ("cpu", "best", "mean of 16", "first: cpu", "first: best", "first: mean of 16")
+
+
+def searched(args: Any, task: Task, predictor: Predictor, seed: int, ours: bool) -> dict[str, Any]:
+    """CPU seconds and predictions of some rounds of a search, after the first and after all of them."""
+    from tvm.s_tir.meta_schedule.database import MemoryDatabase
+
+    tuner = TaskTuner(task, device_of_this_machine(DEVICE), seed + 1, args.population, args.generations)
+    model, database = CostModel(predictor, DEVICE), MemoryDatabase()
+
+    def seconds(found: Sequence[Candidate]) -> np.ndarray:
+        return model.predict_s(tuner.context, [candidate.measure for candidate in found])
+
+    began, rounds, found = time.process_time(), [], list[Candidate]()
+    if ours:
+        search = DecisionSearch(tuner, lambda m: np.log(model.predict_s(tuner.context, m)), args.batch, seed)
+    else:
+        tuner.start(database, model, args.batch)
+    for _ in range(args.rounds):
+        new = search.propose({c.hash for c in found}) if ours else tuner.propose() or []
+        found += new
+        spent_s, lowest = time.process_time() - began, np.sort(seconds(found))[: args.batch]
+        rounds.append({"cpu": spent_s, "best": lowest[0], "mean of 16": np.exp(np.log(lowest).mean())})
+        if not ours and new:
+            for candidate, latency_s in zip(new, seconds(new), strict=True):
+                database.commit_tuning_record(tuning_record(database, tuner, candidate, float(latency_s)))
+            tuner.end_round([candidate.measure for candidate in new])
+    counts = search.describe() if ours else {"replayed": model.cache.computed}
+    own = {**rounds[-1], **{f"first: {name}": value for name, value in rounds[0].items()}}
+    return {
+        "task": task.hash,
+        "name": task.name,
+        "seed": seed,
+        "ours": ours,
+        "proposed": len(found),
+        **own,
+        "counts": counts,
+    }
+
+
+def ratios(rows: Sequence[dict[str, Any]]) -> Figure:
+    """Ours over TVM's."""
+    pairs = list(zip(rows[::2], rows[1::2], strict=True))
+    logs = {name: [float(np.log(mine[name] / theirs[name])) for mine, theirs in pairs] for name in RATIOS}
+    tasks, values = [mine["task"] for mine, _ in pairs], {name: np.exp(np.mean(log)) for name, log in logs.items()}
+    interval = {name: np.exp(bootstrap(log, tasks)).tolist() for name, log in logs.items()}
+    values["cpu s a round"] = float(np.mean([mine["cpu"] for mine, _ in pairs])) / rows[0]["rounds"]
+    return figure("our search over TVM's", values, len(pairs), [r["seed"] for r in rows], interval=interval)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    add = parser.add_argument
+    add("--predictor", default="default", metavar="DIR")
+    add("--networks", nargs="+", default=list(NETWORKS), help="that it never saw")
+    add("--tasks", type=int, default=8, metavar="N")
+    add("--rounds", type=int, default=4, metavar="N", help="of a search")
+    add("--batch", type=int, default=16, metavar="N", help="candidates of a round")
+    add("--population", type=int, default=256, metavar="N", help="of TVM's search")
+    add("--generations", type=int, default=3, metavar="N", help="of TVM's search")
+    add("--seeds", nargs="+", type=int, default=[0, 1])
+    add("--quick", action="store_true", help="does it run: one task of a small network")
+    args = parser.parse_args()
+    if args.quick:
+        args.networks, args.tasks, args.rounds, args.batch, args.population, args.seeds = ["gcn"], 1, 2, 4, 16, [0]
+    args.trials = args.rounds * args.batch
+    made = provenance(__file__, (), args.predictor, args.seeds)
+    predictor = held_out_predictor(args.predictor, args.networks)
+    rows = [
+        {**searched(args, task, predictor, seed, ours), "rounds": args.rounds}
+        for task in held_out_tasks(args, predictor)
+        for seed in args.seeds
+        for ours in (True, False)
+    ]
+    report(args.json, made, [ratios(rows)], runs=rows)
+
+
+if __name__ == "__main__":
+    start(main)

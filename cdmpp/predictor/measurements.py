@@ -1,0 +1,112 @@
+"""Which operators to measure on a GPU that is new, and what a model learns from them.
+
+Errors of predictions on one device have much in common: a constant, one of each kind of operator, and what goes with what an
+operator asks of the device. With Gaussian priors of these (:mod:`cdmpp.predictor.correction`) the operators that tell most
+are known before any is measured: each next one is that which leaves the least variance over all (active learning by Cohn,
+Neural Networks 1996), kinds weighing alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal, get_args
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from cdmpp.device import Device
+from cdmpp.errors import PredictorError
+from cdmpp.predictor.correction import Fit, fit_correction
+from cdmpp.predictor.mechanism import without_unit
+from cdmpp.predictor.operators import Errors, OperatorModel
+from cdmpp.program.operators import SIZES, operator_table, runs_in_torch, work
+
+FloatArray = NDArray[np.float64]
+Select = Literal["variance", "kmeans", "random"]
+
+#: Standard deviations of the constant, of kinds and of what goes with the numbers; and of what stays unexplained.
+_PRIORS, _REST = (1.0, 0.3, 0.3), 0.25
+#: Operators that are chosen from at most, and part of a memory that the tensors of one may fill.
+_POOL, _USABLE = 4000, 0.5
+#: Fewer operators say too little of how far off predictions are.
+_LEAST_FOR_ERRORS = 30
+_LIKE_IN_16_BITS = ("layernorm", "softmax", "elementwise")
+
+
+def candidates(model: OperatorModel, device: Device) -> pd.DataFrame:
+    """Operators of the kind that the model learned from which PyTorch can run on a device (PredictorError: there are none)."""
+    if model.measured is None:
+        raise PredictorError("the predictor keeps no operators that could be measured: train it again")
+    table = model.measured.drop_duplicates(["op", "dtype", "kv_dtype", *SIZES])[["op", "dtype", "kv_dtype", *SIZES]]
+    narrow = table[table["op"].isin(_LIKE_IN_16_BITS)].assign(dtype="bfloat16", kv_dtype="bfloat16")
+    table = operator_table(pd.concat([table, narrow], ignore_index=True))
+    fits = sum(work(table)[name] for name in ("read", "written")) < _USABLE * 1e9 * (device.mem_gb or np.inf)
+    has_unit = table["dtype"].map({dtype: not without_unit(device, dtype) for dtype in set(table["dtype"])})
+    found = table[fits & has_unit.to_numpy(dtype=bool) & runs_in_torch(table)].reset_index(drop=True)
+    if found.empty:
+        raise PredictorError(f"no operator that was learned from can be measured on {device.name}")
+    return found
+
+
+def choose(
+    kinds: FloatArray, numbers: FloatArray, n: int, select: str = "variance", seed: int = 0
+) -> NDArray[np.int64]:
+    """Rows of ``n`` operators (:meth:`OperatorModel.traits`) to measure, all if there are fewer; in the order in which they
+    tell most, by ``variance``. PredictorError: ``n`` below 1, or no such way to choose."""
+    if n < 1 or select not in get_args(Select):
+        raise PredictorError(
+            f"cannot choose {n} operators by {select}: expected 1 or more by {', '.join(get_args(Select))}"
+        )
+    order = np.random.default_rng(seed).permutation(len(kinds))[:_POOL]
+    if select == "random" or len(order) <= n:
+        return order[:n]
+    kinds, numbers = kinds[order], numbers[order]
+    parts = [np.ones((len(order), 1)), kinds - kinds.mean(0), numbers - numbers.mean(0)]
+    parts = [sd * part / np.sqrt(max((part**2).sum(1).mean(), 1e-9)) for sd, part in zip(_PRIORS, parts, strict=True)]
+    vectors = np.concatenate(parts, axis=1)
+    if select == "kmeans":
+        from sklearn.cluster import KMeans
+
+        apart = KMeans(n_clusters=n, n_init=3, random_state=seed).fit_transform(vectors)
+        return order[np.unique(apart.argmin(axis=0))]
+    weights = 1 / (kinds @ kinds.sum(0)).clip(1)  # as many of a kind as there are, each counts less
+    moments = (vectors.T * weights) @ vectors
+    inverse, chosen = np.eye(vectors.shape[1]), np.zeros(n, dtype=np.int64)
+    for i in range(n):
+        known = vectors @ inverse
+        own = (known * vectors).sum(1)
+        # what the variance over all, weighted, falls by where this one is measured
+        gain = ((known @ moments) * known).sum(1) / (own + _REST**2)
+        gain[chosen[:i]] = -np.inf
+        chosen[i] = best = int(gain.argmax())
+        inverse = inverse - np.outer(known[best], known[best]) / (own[best] + _REST**2)
+    return order[chosen]
+
+
+def fit_errors(kinds: FloatArray, numbers: FloatArray, errors: FloatArray, seed: int = 0) -> Fit:
+    """A correction fitted to log(measured / predicted) (n,) of operators with these traits."""
+    return fit_correction(errors, [str(i) for i in range(len(errors))], kinds, numbers, seed)
+
+
+def teach(model: OperatorModel, table: pd.DataFrame, device: Device) -> tuple[OperatorModel, Fit]:
+    """A model that learned from the labels (``seconds``) of one device; the fastest of an operator counts.
+
+    Raises
+    ------
+    PredictorError
+        There are none of the device.
+    """
+    table = table[(table["device"] == device.name).to_numpy()]
+    table = table.sort_values("seconds").drop_duplicates(["op", "dtype", "kv_dtype", *SIZES])
+    base = replace(model, corrections={n: c for n, c in model.corrections.items() if n != device.name})
+    errors = np.log(table["seconds"].to_numpy(dtype=np.float64) / base.predict(table, device))
+    if not len(errors):
+        raise PredictorError(f"there are no operators measured on {device.name}")
+    fit = fit_errors(*base.traits(table, device), errors)
+    corrections = base.corrections if fit.correction is None else {**base.corrections, device.name: fit.correction}
+    left = dict(model.left)
+    if len(fit.left) >= _LEAST_FOR_ERRORS:
+        low, middle, high = np.quantile(fit.left, [0.05, 0.5, 0.95])
+        left[device.name] = Errors(float(low), float(middle), float(high), len(fit.left))
+    return replace(base, corrections=corrections, left=left), fit
