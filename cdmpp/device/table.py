@@ -15,7 +15,7 @@ from typing import Any
 from cdmpp.device.detect import ROOT_VARIABLE, detect_cpu, detect_gpu_names
 from cdmpp.device.spec import ASSUMED_SIMD_PIPES, ISAS, Device
 from cdmpp.errors import UnknownDeviceError, reason
-from cdmpp.files import write_text
+from cdmpp.files import read_yaml, write_text
 
 #: Environment variable: YAML files of devices, separated by ``:``.
 DEVICES_VARIABLE = "CDMPP_DEVICES"
@@ -194,12 +194,9 @@ def read_device_file(path: str | Path) -> list[Device]:
     UnknownDeviceError
         The file cannot be read, or a field is wrong or implausible: the message names the row and the field.
     """
-    import yaml
-
     try:
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C one is ten times as fast
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        content = read_yaml(path)
+    except (OSError, ValueError) as error:
         raise UnknownDeviceError(f"cannot read devices from {path}: {reason(error)}") from error
     items = [content] if isinstance(content, dict) else content
     if not isinstance(items, list) or not items:

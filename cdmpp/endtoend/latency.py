@@ -19,6 +19,7 @@ from cdmpp.endtoend.replay import Replay, replay
 from cdmpp.endtoend.report import INDEPENDENT, INTERVAL, LatencyReport, LayerLatency
 from cdmpp.endtoend.tasks import UNTUNED, TaskLatency, candidates, predict_tasks
 from cdmpp.errors import NetworkError, PriceError, UnknownDeviceError, reason
+from cdmpp.files import read_yaml
 from cdmpp.predictor.predictor import COVERAGE, prediction_note
 
 if TYPE_CHECKING:
@@ -225,14 +226,12 @@ def read_prices(path: str | Path) -> dict[str, float]:
     The file is a mapping of device names, with their share where it is not the whole device, to prices, as YAML or JSON.
     PriceError where it is not, or a price is not positive and finite, or is given twice; UnknownDeviceError for a name.
     """
-    import yaml
-
     from cdmpp.device import get_device, load_table
 
     path = Path(path)
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as err:
+        content = read_yaml(path)
+    except (OSError, ValueError) as err:
         raise PriceError(f"cannot read prices from {path}: {reason(err)}") from err
     if not isinstance(content, dict) or not content:
         raise PriceError(f"{path}: expected device names and prices of an hour, such as 'h200: 4.5'")

@@ -9,6 +9,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cdmpp.errors import PredictorError, reason
+from cdmpp.files import read_yaml
 
 
 class _Section(BaseModel):
@@ -227,10 +228,10 @@ def load_config(path: str | Path) -> Config:
     """Read a configuration from a YAML file; raises PredictorError if it is missing or wrong."""
     path = Path(path)
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = read_yaml(path)
     except OSError as err:
         raise PredictorError(f"{path}: cannot read configuration: {reason(err)}") from err
-    except (yaml.YAMLError, UnicodeDecodeError) as err:
+    except ValueError as err:
         raise PredictorError(f"{path}: not valid YAML: {reason(err)}") from err
     return config_from_dict(values, str(path))
 
