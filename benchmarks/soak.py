@@ -22,20 +22,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
-from common import arguments, figure, provenance, report, start
 
-from cdmpp.dataset import Dataset
 from cdmpp.device import get_device
 from cdmpp.errors import STATUSES, CdmppError
 from cdmpp.profiler import machine
 from cdmpp.profiler.cpu import BatchDone, CpuConfig, CpuMeasurer, SharedObject
 from cdmpp.profiler.engine import BuildJob, Engine, LocalExecutor, Measured, Running
-from cdmpp.profiler.session import Session
 from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.types import Program, Task
+
+if TYPE_CHECKING:
+    from cdmpp.dataset import Dataset
 
 #: What goes wrong with a program -> statuses that its record may have.
 FATES: dict[str, tuple[str, ...]] = {
@@ -160,6 +160,10 @@ def _jobs(programs: Sequence[Program], dataset: Dataset, full_at: set[int]) -> I
 
 def soak(count: int, rate: float, seed: int, folder: Path, full_s: float = 5.0) -> dict[str, Any]:
     """Profile so many programs; what became of them, and what is wrong with that."""
+    # not above: every process that is started anew imports this file
+    from cdmpp.dataset import Dataset
+    from cdmpp.profiler.session import Session
+
     programs, this = programs_of(count, rate, seed), psutil.Process()
     dataset, sizes, interruptions = Dataset.open_or_create(folder / "dataset"), [], []
     dataset.set_device(get_device(_DEVICE))
@@ -213,6 +217,8 @@ def soak(count: int, rate: float, seed: int, folder: Path, full_s: float = 5.0) 
 
 
 def main() -> None:
+    from common import arguments, figure, provenance, report
+
     parser = arguments(__doc__)
     parser.add_argument("--programs", type=int, default=20_000)
     parser.add_argument("--rate", type=float, default=0.01, help="part of the programs for each of what goes wrong")
@@ -233,4 +239,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    start(main)
+    main()

@@ -260,7 +260,7 @@ def requests(connection: Connection) -> Iterator[Any]:
     """The requests to a process, until the last (None) or until the other end is closed."""
     try:
         yield from iter(connection.recv, None)
-    except EOFError:
+    except (EOFError, ConnectionResetError):
         return
 
 
