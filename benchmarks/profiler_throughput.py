@@ -26,7 +26,7 @@ from prediction_speed import draw, rebuilt
 
 from cdmpp.device import get_device
 from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job
-from cdmpp.profiler.engine import BuildJob, Engine, LocalExecutor
+from cdmpp.profiler.engine import BuildJob, Engine, Executor
 from cdmpp.profiler.machine import core_groups, usable_cores
 from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.tvm_env import import_tvm
@@ -116,7 +116,7 @@ def main() -> None:
     sides = ("ours", "metaschedule")
     labels: dict[tuple[str, int], dict[str, float]] = {(side, r): {} for side in sides for r in (0, 1)}
     rates: dict[str, list[float]] = {side: [] for side in sides}
-    with Engine(CpuMeasurer(config, device.target, LocalExecutor(groups), sentinel_job())) as engine:
+    with Engine(CpuMeasurer(config, device.target, Executor(groups), sentinel_job())) as engine:
         ours(engine, jobs[:4])  # processes are up and warm
         for repeat in (0, 1):
             for begin in range(0, len(jobs), args.chunk):

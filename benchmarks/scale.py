@@ -36,7 +36,7 @@ from cdmpp.dataset.codec import join_meta
 from cdmpp.device import get_device
 from cdmpp.errors import DatasetError
 from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job
-from cdmpp.profiler.engine import BuildJob, Engine, LocalExecutor
+from cdmpp.profiler.engine import BuildJob, Engine, Executor
 from cdmpp.profiler.machine import core_groups, usable_cores
 from cdmpp.program.types import Program, Task
 
@@ -156,7 +156,7 @@ def measured(count: int, networks: list[str], seed: int, driver_s: float) -> lis
     cores, target, rows, times = usable_cores(), get_device("this-cpu@1").target, [], None
     for builders in (1, 2):
         config = CpuConfig(builders=builders)
-        executor = LocalExecutor(core_groups(cores, 1, 1))
+        executor = Executor(core_groups(cores, 1, 1))
         with Engine(CpuMeasurer(config, target, executor, sentinel_job())) as engine:
             list(engine.run(iter(jobs[:4])))  # processes are up and warm
             started = time.perf_counter()

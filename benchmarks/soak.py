@@ -30,7 +30,7 @@ from cdmpp.device import get_device
 from cdmpp.errors import STATUSES, CdmppError
 from cdmpp.profiler import machine
 from cdmpp.profiler.cpu import BatchDone, CpuConfig, CpuMeasurer, SharedObject
-from cdmpp.profiler.engine import BuildJob, Engine, LocalExecutor, Measured, Running
+from cdmpp.profiler.engine import BuildJob, Engine, Executor, Measured, Running
 from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.types import Program, Task
 
@@ -115,7 +115,7 @@ def fake_device(connection: Connection, config: CpuConfig, folder: str) -> None:
         connection.send(BatchDone(1e-4, 1e-4, 0.0, "normal"))
 
 
-class FakeExecutor(LocalExecutor):
+class FakeExecutor(Executor):
     """Two fake devices."""
 
     def __init__(self, folder: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -33,11 +32,7 @@ def _add_devices(sub: Parser) -> None:
     add(sub, "measure", action="store_true", help="micro-benchmarks of this machine (some seconds)")
     add(sub, "out", metavar="FILE", help="with --measure: write the results as a device file")
     add(
-        sub,
-        "measuring_cores",
-        type=int,
-        metavar="N",
-        help="the command that starts a node of Ray here, N cores for measuring",
+        sub, "measuring_cores", type=int, metavar="N", help="how a node of Ray is started here that measures on N cores"
     )
     add(sub, "ray", help="with --measuring-cores: the head to join (default: become one)")
 
@@ -261,16 +256,15 @@ def _codegen(args: Namespace, console: Console, errors: Console) -> Any:
     from cdmpp.dataset.codegen import CODEGEN_FILE, collect_codegen
 
     summary: dict[str, int] = {}
-    with ExitStack() as open_:
-        pool = None
-        if args.ray is not None:
-            from cdmpp.profiler.ray import connect
+    pool = None
+    if args.ray is not None:
+        from cdmpp.profiler.ray import connect
 
-            pool = open_.enter_context(connect(args.ray))
-        for folder in args.data:
-            with Bar(errors, f"programs of {folder} without counts") as bar:
-                summary[folder] = len(collect_codegen(folder, args.builders, bar.update, args.object_cache, pool))
-            say(console, f"{folder}/{CODEGEN_FILE}: {summary[folder]} programs")
+        pool = connect(args.ray)
+    for folder in args.data:
+        with Bar(errors, f"programs of {folder} without counts") as bar:
+            summary[folder] = len(collect_codegen(folder, args.builders, bar.update, args.object_cache, pool))
+        say(console, f"{folder}/{CODEGEN_FILE}: {summary[folder]} programs")
     return summary
 
 

@@ -559,7 +559,7 @@ class CpuMeasurer(Measurer):
     def _device_lost(self, worker: Worker, reason: str) -> None:
         """Go on without it; what it was measuring is not measured elsewhere, as it may have been the cause."""
         batch, _ = worker.load
-        worker.finished()
+        worker.kill()
         self.workers.remove(worker)
         for item in batch:
             item.measured = item.measured or item.best

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler import machine
@@ -125,49 +125,39 @@ def build_worker(connection: Connection, builder: Builder) -> None:
         connection.send(built)
 
 
-class Executor(Protocol):
-    """Where builders and measuring processes run: on this machine, or on a cluster (:mod:`cdmpp.profiler.ray`).
+class Executor:
+    """Builders, and what measures on each of `core_groups`, as processes of this machine.
 
-    What it starts has the methods of a :class:`~cdmpp.profiler.machine.Worker`.
+    :mod:`cdmpp.profiler.ray` has those of a cluster, with the methods of a :class:`~cdmpp.profiler.machine.Worker`.
     """
 
     #: Whether all of them see this machine's files.
-    local: bool
-
-    def builder_count(self, asked: int | None) -> int:
-        """Builders to start: as many as asked for, if a number is."""
-
-    def builders(self, builder: Builder, count: int) -> list[Worker]:
-        """Start builders (:func:`build_worker`)."""
-
-    def measurers(self, serve: Callable[..., None], config: BuildConfig, sentinel: Any) -> list[Worker]:
-        """Start all measuring processes: `serve` with a connection, `config`, cores of its own, and the sentinel program."""
-
-    def ready(self, workers: list[Worker], timeout_s: float) -> list[Worker]:
-        """The busy ones of `workers` that have a message or are dead, waiting at most `timeout_s`."""
-
-
-class LocalExecutor:
-    """Processes of this machine: a builder for each core, and what measures on each of `core_groups`."""
-
     local = True
 
     def __init__(self, core_groups: Sequence[tuple[int, ...]] = ()) -> None:
-        self._core_groups = core_groups
-        self.ready = machine.ready
+        self._core_groups, self.degree = core_groups, len(core_groups)
+
+    def facts(self) -> dict[str, Any]:
+        """Where they run, as JSON values."""
+        return {"core_groups": self._core_groups}
 
     def builder_count(self, asked: int | None) -> int:
+        """Builders to start: as many as asked for, if a number is."""
         return max(1, asked or len(machine.usable_cores()))
 
-    def builders(self, builder: Builder, count: int) -> list[Worker]:
+    def builders(self, builder: Builder, count: int) -> list[Any]:
+        """Start builders (:func:`build_worker`)."""
         return [Worker(build_worker, (builder,), f"builder-{i}") for i in range(count)]
 
-    def measurers(self, serve: Callable[..., None], config: BuildConfig, sentinel: Any) -> list[Worker]:
+    def measurers(self, serve: Callable[..., None], config: BuildConfig, sentinel: Any) -> list[Any]:
+        """Start what measures: `serve` with a connection, `config`, cores of its own, and the sentinel program."""
         if not self._core_groups or not all(self._core_groups):
             raise ProfilerError("no cores to measure on")
-        names = ["-".join(map(str, cores)) for cores in self._core_groups]
-        groups = zip(self._core_groups, names, strict=True)
-        return [Worker(serve, (config, cores, sentinel), f"runner-{name}") for cores, name in groups]
+        return [Worker(serve, (config, cores, sentinel), f"runner-{cores[0]}") for cores in self._core_groups]
+
+    def ready(self, workers: list[Any], timeout_s: float) -> list[Any]:
+        """The busy ones of `workers` that have a message or are dead, waiting at most `timeout_s`."""
+        return machine.ready(workers, timeout_s)
 
 
 class Measurer:
@@ -177,7 +167,7 @@ class Measurer:
     builder: Builder
 
     def __init__(self, config: BuildConfig, executor: Executor | None = None) -> None:
-        self.config, self.executor = config, executor or LocalExecutor()
+        self.config, self.executor = config, executor or Executor()
         #: The measuring processes.
         self.workers: list[Worker] = []
         #: Final outcomes that the engine has not passed on yet.

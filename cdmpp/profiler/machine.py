@@ -137,7 +137,7 @@ class WorkerDied(Exception):
 
 
 class WorkerLost(WorkerDied):
-    """So did the machine that it ran on: there is none in its place."""
+    """A worker is gone with the machine that it ran on, or its device: there is none in its place."""
 
 
 class Worker:

@@ -22,7 +22,7 @@ from cdmpp.device import Device
 from cdmpp.errors import ProfilerError, reason
 from cdmpp.profiler import machine
 from cdmpp.profiler.cpu import Arguments, BatchDone, CpuConfig, LoadedProgram, SharedObject, measure_batch
-from cdmpp.profiler.engine import LocalExecutor, Measured, Running, last_line
+from cdmpp.profiler.engine import Executor, Measured, Running, last_line
 from cdmpp.profiler.machine import Sentinel, Worker, WorkerLost, requests
 from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.tvm_env import import_tvm
@@ -165,27 +165,26 @@ class _BoardWorker(Worker):
         return message
 
 
-class Boards(LocalExecutor):
+class Boards(Executor):
     """Builders of this machine, and a process for each of ``degree`` boards that waits for what its board measures."""
 
     def __init__(self, tracker: Tracker, device: Device, degree: int) -> None:
         super().__init__()
-        self.device, self.degree, self._tracker = device, degree, tracker
+        self._device, self.degree, self._tracker = device, degree, tracker
 
-    def nodes_json(self) -> list[dict[str, Any]]:
-        """The boards as JSON values, to be kept with what they measured."""
-        return [{"rpc": self._tracker.key, "boards": self.degree}]
+    def facts(self) -> dict[str, Any]:
+        return {"boards": self.degree}
 
     def measurers(self, serve: Any, config: Any, sentinel: Any) -> list[Worker]:
-        """As of :class:`~cdmpp.profiler.engine.Executor`; ProfilerError where the board cannot run the sentinel program."""
+        """As of :class:`Executor`; ProfilerError where the board cannot run the sentinel program."""
         tracker = self._tracker
         session = tracker.session(_PROBE_S)
         try:
             BoardProgram(sentinel, Arguments(0, session.cpu(0)), config.plan, session).start()
         except Exception as err:  # whatever TVM raises, here or there
-            target = " ".join(f"{k}={v}" for k, v in self.device.target.items() if k in ("mcpu", "mtriple"))
+            target = " ".join(f"{k}={v}" for k, v in self._device.target.items() if k in ("mcpu", "mtriple"))
             raise ProfilerError(
-                f"the board with the key {tracker.key} does not run code for {self.device.name} ({target}): "
+                f"the board with the key {tracker.key} does not run code for {self._device.name} ({target}): "
                 f"{last_line(err)[:200]}"
             ) from err
         return [_BoardWorker(board_worker, (config, tracker, sentinel), f"board-{i}") for i in range(self.degree)]

@@ -21,14 +21,12 @@ from cdmpp.errors import DatasetError, ProfilerError
 from cdmpp.files import parse_json, read_text
 from cdmpp.profiler.core_rates import with_clock
 from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job
-from cdmpp.profiler.engine import BuildJob, Engine, Executor, LocalExecutor, Outcome
+from cdmpp.profiler.engine import BuildJob, Engine, Executor, Outcome
 from cdmpp.profiler.machine import core_groups, usable_cores
 from cdmpp.profiler.plan import Plan, TaskPlan, network_tasks, replay_plan, unscheduled_plan
 
 if TYPE_CHECKING:
     from cdmpp.profiler.calibration import Calibration, DegreeResult, Labels
-    from cdmpp.profiler.ray import RayExecutor
-    from cdmpp.profiler.rpc import Boards
     from cdmpp.program.network import Network
 
 logger = logging.getLogger(__name__)
@@ -236,30 +234,29 @@ def profile(
     """
     config = config or ProfileConfig()
     notify = notify or (lambda line: logger.info("%s", line))
-    path = Path(out)
+    path, calibration = Path(out), None
+    executor: Executor | None = None
     if (path / "meta.json").exists() and not (resume or remeasure):
         raise DatasetError(f"{path} holds a dataset already: go on with --resume, or choose another folder")
     if remeasure and programs_of is not None and config.limit is None:
         raise ProfilerError("re-measuring needs a limit: how many programs?")
-    with contextlib.ExitStack() as open_:
-        cluster: Boards | RayExecutor | None = None
-        if config.rpc is not None:
-            from cdmpp.profiler import rpc
+    if config.rpc is not None:
+        from cdmpp.profiler import rpc
 
-            device = measured_as = get_device(device) if isinstance(device, str) else device
-            cluster, threads = rpc.connect(config.rpc, config.key, device, config.workers), int(device.share)
-        elif config.ray is None:
-            device = get_device(device) if isinstance(device, str) else device
-            threads, measured_as = _threads(device), with_clock(device)
-        else:
-            from cdmpp.profiler.ray import connect
+        device = measured = get_device(device) if isinstance(device, str) else device
+        threads, executor = int(device.share), rpc.connect(config.rpc, config.key, device, config.workers)
+    elif config.ray is None:
+        device = get_device(device) if isinstance(device, str) else device
+        threads, measured = _threads(device), with_clock(device)
+    else:
+        from cdmpp.profiler.ray import connect
 
-            cluster = open_.enter_context(connect(config.ray, device, config.workers))
-            device = measured_as = cluster.device
-            threads = int(device.share)
-        plan, families = _plan(networks, config, threads, path, tasks, programs_of, notify)
-        dataset = open_.enter_context(Dataset.open_or_create(path))
-        dataset.set_device(measured_as)
+        executor = cluster = connect(config.ray, device, config.workers)
+        device = measured = cluster.device
+        threads = int(cluster.device.share)
+    plan, families = _plan(networks, config, threads, path, tasks, programs_of, notify)
+    with Dataset.open_or_create(path) as dataset:
+        dataset.set_device(measured)
         if not remeasure:
             records = dataset.records
             for row in records[records["device"] == device.name].itertuples():
@@ -272,20 +269,14 @@ def profile(
                 dataset.add_task(task)
             complete = {*dataset.meta.get("complete_networks", []), *families}
             dataset.update_meta(complete_networks=sorted(complete))
-        executor: Executor
-        where: dict[str, Any]
-        if cluster is None:
+        if executor is None:
             degree, calibration = _degree(config, device, plan, threads, notify)
-            groups = core_groups(usable_cores(), threads, degree)
-            executor, where = LocalExecutor(groups), {"core_groups": groups}
-        else:
-            executor, degree, calibration = cluster, cluster.degree, None
-            where = {"nodes": cluster.nodes_json()}
+            executor = Executor(core_groups(usable_cores(), threads, degree))
         settings = {
             **asdict(config),
             "target": dict(device.target),
-            **where,
-            "workers": degree,
+            **executor.facts(),
+            "workers": executor.degree,
             "builders": executor.builder_count(config.builders),
             "sampling": asdict(config.plan),
             "cache": "warm",
@@ -304,11 +295,11 @@ def profile(
             notify=notify,
         )
         with Engine(CpuMeasurer(config, device.target, executor, sentinel_job())) as engine:
-            meta = {"workers": degree, "threads": threads, "cache": "warm"}
+            meta = {"workers": executor.degree, "threads": threads, "cache": "warm"}
             if config.rpc is not None:
                 meta["rpc"] = config.key
             session.take(engine.run(plan.jobs()), meta, plan.done)
-        return ProfileReport(**session.report(), workers=degree, calibration=calibration)
+        return ProfileReport(**session.report(), workers=executor.degree, calibration=calibration)
 
 
 def _plan(
@@ -373,7 +364,7 @@ def _degree(
 
     def measure(degree: int | None) -> Labels:
         groups, alone = core_groups(cores, threads, degree or 1), degree is None
-        measurer = CpuMeasurer(config, device.target, LocalExecutor(groups), sentinel, overlap=not alone)
+        measurer = CpuMeasurer(config, device.target, Executor(groups), sentinel, overlap=not alone)
         with Engine(measurer) as engine:
             return timed_labels(engine.run(iter(jobs)))
 

@@ -183,14 +183,13 @@ def make_engine(config: TuneConfig, device: Device, degree: int, executor: Execu
         return _gpu_engine(device, degree=degree, builders=config.builders, **options, **gpu)
     local = config.shards is not None and executor is None
     builders = config.builders or (degree * int(device.share) if local else None)
-    executor = executor or local_executor(device, degree)
-    return _cpu_engine(device, executor, builders=builders, realtime=config.realtime, **options)
+    return _cpu_engine(device, degree, executor, builders=builders, realtime=config.realtime, **options)
 
 
 def alone_engine(device: str | Device) -> Engine:
     """What measures one program at a time on a device of this machine, with nothing built meanwhile, for final latencies."""
     found = device_of_this_machine(device)
-    return _gpu_engine(found) if found.kind == "gpu" else _cpu_engine(found, local_executor(found, 1), overlap=False)
+    return _gpu_engine(found) if found.kind == "gpu" else _cpu_engine(found, 1, overlap=False)
 
 
 def _gpu_engine(device: Device, **options: Any) -> Engine:
@@ -200,16 +199,13 @@ def _gpu_engine(device: Device, **options: Any) -> Engine:
     return Engine(GpuMeasurer(GpuConfig(**options), device))
 
 
-def local_executor(device: Device, degree: int) -> Executor:
-    from cdmpp.profiler.engine import LocalExecutor
-
-    return LocalExecutor(core_groups_of(device, degree))
-
-
-def _cpu_engine(device: Device, executor: Executor, *, overlap: bool = True, **options: Any) -> Engine:
+def _cpu_engine(
+    device: Device, degree: int, executor: Executor | None = None, *, overlap: bool = True, **options: Any
+) -> Engine:
     from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job
-    from cdmpp.profiler.engine import Engine
+    from cdmpp.profiler.engine import Engine, Executor
 
+    executor = executor or Executor(core_groups_of(device, degree))
     return Engine(CpuMeasurer(CpuConfig(**options), device.target, executor, sentinel_job(), overlap=overlap))
 
 

@@ -54,13 +54,13 @@ def tune(
     from cdmpp.program.network import load_network
     from cdmpp.tuner.deployment import apply_database, import_network, measure_network, weighted_tasks
 
-    with _Tuning(device, Path(out), config, resume, warm_start, progress, notify) as tuning:
-        loaded = load_network(network) if isinstance(network, str) else network
-        tuning.say(f"importing {loaded.name}")
-        fused = import_network(loaded)
-        tasks = weighted_tasks(fused, loaded.name)
-        tuning.say(f"{len(tasks)} tasks")
-        report, database = tuning.run(loaded.name, tasks)
+    tuning = _Tuning(device, Path(out), config, resume, warm_start, progress, notify)
+    loaded = load_network(network) if isinstance(network, str) else network
+    tuning.say(f"importing {loaded.name}")
+    fused = import_network(loaded)
+    tasks = weighted_tasks(fused, loaded.name)
+    tuning.say(f"{len(tasks)} tasks")
+    report, database = tuning.run(loaded.name, tasks)
     target_device = tuning.device
     if target_device.kind == "cpu" and config.ray is None and any(task.best_s is not None for task in report.tasks):
         tuning.say("compiling and running the network with and without the schedules found")
@@ -93,11 +93,11 @@ def tune_tasks(
 
     `measurer` is what measures, already running; None starts one on this machine.
     """
-    with _Tuning(device, Path(out), config, resume, warm_start, progress, notify) as tuning:
-        return tuning.run(name, tasks, measurer)[0]
+    tuning = _Tuning(device, Path(out), config, resume, warm_start, progress, notify)
+    return tuning.run(name, tasks, measurer)[0]
 
 
-class _Tuning(contextlib.ExitStack):
+class _Tuning:
     """A tuning that can begin: all that may be refused is refused here, before a network is imported, which takes a while."""
 
     def __init__(
@@ -110,36 +110,27 @@ class _Tuning(contextlib.ExitStack):
         report: Callable[[Progress], None] | None,
         notify: Callable[[str], None] | None,
     ) -> None:
-        super().__init__()
-        self.say = notify or (lambda line: logger.info("%s", line))
-        self._out, self._config, self._resume = out, config, resume
-        self._earlier, self._report = earlier, report
-        check_folder(out, resume)
-        for path in earlier:
-            if not Path(path).is_dir():
-                raise TunerError(f"{path} is no folder of earlier records")
-        with contextlib.ExitStack() as undo:
-            self._begin(device, undo)
-            self.push(undo.pop_all())
-
-    def _begin(self, device: str | Device, open_: contextlib.ExitStack) -> None:
-        config = self._config
-        self._cluster: RayExecutor | None = None
+        self._executor: RayExecutor | None = None
         if config.ray is None:
             self.device = device_of_this_machine(device, config.workers, config.gpu)
         else:
             from cdmpp.profiler.ray import connect
 
-            asked = config.workers if config.shards is None else config.shards
-            self._cluster = open_.enter_context(connect(config.ray, device, asked))
-            self.device = self._cluster.device
+            self._executor = connect(config.ray, device, config.shards or config.workers)
+            self.device = self._executor.device
+        self.say = notify or (lambda line: logger.info("%s", line))
         self._cores: tuple[tuple[int, ...], ...] | None = None
         if config.shards is not None:
             from cdmpp.tuner.workers import worker_cores
 
-            elsewhere = None if self._cluster is None else self._cluster.degree
-            self._cores = worker_cores(self.device, config.shards, elsewhere)
+            self._cores = worker_cores(self.device, config.shards, self._executor.degree if self._executor else None)
+        check_folder(out, resume)
+        for path in earlier:
+            if not Path(path).is_dir():
+                raise TunerError(f"{path} is no folder of earlier records")
         self._models = Models.of(config, self.device)
+        self._out, self._config, self._resume = out, config, resume
+        self._earlier, self._report = earlier, report
 
     def run(
         self, name: str, tasks: Sequence[tuple[Task, float]], measurer: Measurer | None = None
@@ -155,7 +146,8 @@ class _Tuning(contextlib.ExitStack):
             energy = None if config.gpu or config.ray else energy_meter(device)
             progress = Progress(tasks, store, config.objective, report=self._report, energy=energy)
             if measurer is None:
-                engine = make_engine(config, device, config.workers if cores is None else len(cores), self._cluster)
+                degree = config.workers if cores is None else len(cores)
+                engine = make_engine(config, device, degree, self._executor)
                 measurer = open_.enter_context(Measurer(engine))
             if cores is None:
                 session = TuningSession(tuners, models, store, measurer, progress, config)

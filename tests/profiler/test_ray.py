@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,114 +23,19 @@ from cdmpp.device import get_device
 from cdmpp.errors import ProfilerError, TunerError
 from cdmpp.profiler import ray as module
 from cdmpp.profiler.cpu import BatchDone, CpuConfig, CpuMeasurer, SharedObject
-from cdmpp.profiler.engine import BuildJob, Engine, Measured, Outcome, Running
+from cdmpp.profiler.engine import BuildJob, Engine, Executor, Measured, Outcome, Running
 from cdmpp.profiler.machine import WorkerLost, usable_cores
-from cdmpp.profiler.ray import CORES_VARIABLE, Node, RayExecutor, connect, node_command
+from cdmpp.profiler.ray import CORES_VARIABLE, Node, RayExecutor, RayWorker, checked, connect, node_command
 from cdmpp.profiler.session import profile
 from cdmpp.program.types import Program
 from cdmpp.tuner.tuning import tune_tasks
 from tests.samples.programs import QUICK_CPU, QUICK_PLAN, QUICK_PROFILE, matmul_task, sampled
 from tests.samples.tuning import tune_config
 
+# The clusters of these tests ask for no token, whatever the user of this machine has.
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+
 pytestmark = pytest.mark.usefixtures("real_machine")
-
-
-# -- two nodes ---------------------------------------------------------------------------------------------------
-
-
-class TwoNodes:
-    """A cluster of this machine: ``first``, the head, and ``second``; each builds on a core and measures on another."""
-
-    def __init__(self) -> None:
-        from ray.cluster_utils import Cluster
-
-        cores = usable_cores()
-        resources = {f"device:{get_device('this-cpu').base}": 1}
-        self.cluster = Cluster()
-        for name, core in (("first", cores[-1]), ("second", cores[-2])):
-            settings = {CORES_VARIABLE: str(core), "RAY_worker_niceness": "0"}
-            node = self.cluster.add_node(num_cpus=1, resources=resources, node_name=name, env_vars=settings)
-        self.second, self.address = node, self.cluster.address
-
-    def kill_second(self) -> None:
-        self.cluster.remove_node(self.second, allow_graceful=False)
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[TwoNodes]:
-    pytest.importorskip("ray", reason="needs cdmpp[ray]")
-    if len(usable_cores()) < 2:
-        pytest.skip("needs two cores")
-    found = TwoNodes()
-    yield found
-    found.cluster.shutdown()
-
-
-@pytest.fixture(scope="module")
-def joined(nodes: TwoNodes) -> Iterator[TwoNodes]:
-    """This process stays with the cluster, as after `ray.init` in a program: what serves it need not be started again."""
-    import ray
-
-    ray.init(nodes.address, log_to_driver=False)
-    yield nodes
-    ray.shutdown()
-
-
-def test_a_dataset_is_collected_and_its_instructions_counted(nodes: TwoNodes, tmp_path: Path) -> None:
-    config = replace(QUICK_PROFILE, programs_per_task=2, workers="auto", builders=None, ray=nodes.address)
-    report = profile(["mlp"], out=tmp_path, config=config)
-    dataset = Dataset.open(tmp_path)
-    records = dataset.records
-    assert report.ok == len(records) == 2 * len(dataset.tasks) and report.workers == 2
-    assert records["program"].is_unique and set(records["device"]) == {get_device("this-cpu@1").name}
-    assert {json.loads(meta)["node"] for meta in records["meta"]} == {"first", "second"}
-    assert {node["name"] for node in dataset.meta["sessions"][0]["nodes"]} == {"first", "second"}
-    assert main(["codegen", str(tmp_path), "--ray", nodes.address]) == 0
-    there = collect_codegen(tmp_path)
-    assert len(there) == len(records)
-    (tmp_path / "codegen.parquet").unlink()
-    here = collect_codegen(tmp_path)
-    assert all((here[key] == row).all() for key, row in there.items())
-
-
-def test_a_tuning_with_sessions_for_parts_of_the_tasks(joined: TwoNodes, tmp_path: Path) -> None:
-    config = tune_config(4, batch=2, shards="auto", plan=QUICK_PLAN, ray=joined.address)
-    report = tune_tasks("toy", [(matmul_task(n), 1.0) for n in (16, 24)], out=tmp_path / "t", config=config)
-    assert report.stopped == "4 trials" and [task.measured for task in report.tasks] == [2, 2]
-    assert all(task.best_s for task in report.tasks)
-    with pytest.raises(TunerError, match=r"3 shards of .*: the cluster has 2"):
-        tune_tasks("toy", [], out=tmp_path / "u", config=replace(config, shards=3))
-
-
-def test_what_a_cluster_has_not(joined: TwoNodes) -> None:
-    with (
-        pytest.raises(ProfilerError, match="no node has the resource device:xeon-cascadelake"),
-        connect(joined.address, "xeon-cascadelake-2.5ghz@1"),
-    ):
-        pass
-    with (
-        pytest.raises(ProfilerError, match=r"first has 1 cores for measuring, .* needs 2"),
-        connect(joined.address, "this-cpu@2"),
-    ):
-        pass
-    with pytest.raises(ProfilerError, match="h200 is a gpu"), connect(joined.address, "h200"):
-        pass
-
-
-def test_a_node_that_dies_loses_only_what_it_measures(joined: TwoNodes) -> None:
-    jobs = sampled(matmul_task(), 40)
-    with connect(joined.address, "this-cpu@1") as cluster:
-        measurer = CpuMeasurer(replace(QUICK_CPU, builders=None), cluster.device.target, cluster)
-        with Engine(measurer) as engine:
-            run = engine.run(iter(jobs))
-            outcomes = list(itertools.islice(run, 12))
-            joined.kill_second()
-            outcomes += list(run)
-    assert Counter(o.job.program.hash for o in outcomes) == Counter(job.program.hash for job in jobs)
-    lost = [o for o in outcomes if o.status != "ok"]
-    assert len(lost) <= QUICK_CPU.batch_size
-    assert {(o.status, o.meta["node"]) for o in lost} <= {("device_lost", "second")}
-    assert [o.meta["node"] for o in outcomes[-8:]] == ["first"] * 8
 
 
 # -- nodes that do not belong together ---------------------------------------------------------------------------
@@ -144,19 +50,19 @@ def node(name: str, **changes: Any) -> Node:
 def test_all_nodes_with_the_device_measure_and_those_of_its_architecture_build() -> None:
     device = get_device("xeon-cascadelake-2.5ghz@2")
     builder = node("c", claims={}, here="epyc-zen3", device=None)
-    checked = module._checked([node("a"), node("b"), builder, replace(builder, id="d", arch="aarch64")], device.name)
-    assert [n.id for n in checked] == ["a", "b", "c"]
-    assert RayExecutor(checked, get_device("xeon-cascadelake-2.5ghz@1"), "auto").degree == 4
-    assert RayExecutor(checked, device, "auto").degree == 2
-    assert RayExecutor(checked, device, 1).degree == 1
+    kept = checked([node("a"), node("b"), builder, replace(builder, id="d", arch="aarch64")], device.name)
+    assert [n.id for n in kept] == ["a", "b", "c"]
+    assert RayExecutor(kept, get_device("xeon-cascadelake-2.5ghz@1"), "auto").degree == 4
+    assert RayExecutor(kept, device, "auto").degree == 2
+    assert RayExecutor(kept, device, 1).degree == 1
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"versions": {"cdmpp": "0.0.9"}}, "node b has cdmpp 0.0.9, this machine 0.1"),
-        ({"versions": {"python": "3.9.1"}}, "node b has python 3.9.1, this machine 3"),
-        ({"versions": {"apache-tvm": ""}}, "node b has apache-tvm not installed, this machine 0"),
+        ({"versions": {"cdmpp": "0.0.9"}}, "cdmpp is 0.0.9 on node b, and 0.1.0 here"),
+        ({"versions": {"python": "3.9.1"}}, "python is 3.9.1 on node b, and 3"),
+        ({"versions": {"apache-tvm": "not installed"}}, "apache-tvm is not installed on node b, and 0"),
         ({"device": None, "here": "epyc-zen3"}, "node b claims to have device:xeon-cascadelake.*, and is epyc-zen3"),
         ({"l2_kb": 2048.0}, "nodes a and b both claim to have device:xeon.*, and differ in l2_kb 1024.* / 2048"),
     ],
@@ -169,7 +75,7 @@ def test_nodes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str
     if "versions" in changes:
         changes["versions"] = {**other.versions, **changes["versions"]}
     with pytest.raises(ProfilerError, match=message):
-        module._checked([node("a"), replace(other, **changes)], other.device.name)
+        checked([node("a"), replace(other, **changes)], other.device.name)
 
 
 def test_ray_of_another_version_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,8 +85,8 @@ def test_ray_of_another_version_is_one_line(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("Version mismatch: The cluster was started with:\n    Ray: 2.9.0\n    Python: 3.12.1\n")
 
     monkeypatch.setattr(ray, "init", init)
-    with pytest.raises(ProfilerError, match=r"join the Ray cluster.*: Ray: 2\.9\.0 Python: 3\.12\.1"), connect("local"):
-        pass
+    with pytest.raises(ProfilerError, match=r"join the Ray cluster.*: Ray: 2\.9\.0 Python: 3\.12\.1"):
+        connect("local")
 
 
 def test_addresses_that_do_not_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,11 +94,8 @@ def test_addresses_that_do_not_answer(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(module, "_ANSWER_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        with (
-            pytest.raises(ProfilerError, match=f"no Ray cluster answers at 127.0.0.1:{port}: timed out"),
-            connect(f"127.0.0.1:{port}"),
-        ):
-            pass
+        with pytest.raises(ProfilerError, match=f"no Ray cluster answers at 127.0.0.1:{port}: timed out"):
+            connect(f"127.0.0.1:{port}")
     for address, message in ((f"127.0.0.1:{port}", "Connection refused"), ("rack", "takes HOST:PORT")):
         assert main(["profile", "mlp", "--out", "/nonexistent", "--ray", address]) == 2
         err = capsys.readouterr().err
@@ -221,53 +124,42 @@ def test_the_command_that_starts_a_node(monkeypatch: pytest.MonkeyPatch) -> None
 # -- executors that are made up ----------------------------------------------------------------------------------
 
 
-def made_of(job: BuildJob) -> list[Any]:
+def made_of(job: BuildJob, timeout_s: float) -> list[Any]:
     return [SharedObject(job.program.hash, path="/nonexistent")]
 
 
-def measured(batch: list[SharedObject]) -> list[Any]:
+def measured(batch: list[SharedObject], timeout_s: float) -> list[Any]:
     labels = [Measured(built.program, "ok", (1e-3,) * 4) for built in batch]
     return [Running(), *labels, BatchDone(1e-3, 1e-3, 0.0, "fifo")]
 
 
-def lost_at_once(batch: list[SharedObject]) -> list[Any]:
-    return [*measured(batch[:1])[:2], WorkerLost("its node is gone")]
+def lost_at_once(batch: list[SharedObject], timeout_s: float) -> list[Any]:
+    return [*measured(batch[:1], timeout_s)[:2], WorkerLost("its node is gone")]
 
 
-class FakeWorker:
-    """Answers a request with the messages that `answer` makes of it."""
-
-    def __init__(self, answer: Callable[[Any], list[Any]], node: str = "") -> None:
-        self.node, self._answer, self.load, self.messages = node, answer, None, []
+class FakeWorker(RayWorker):
+    """Answers a request with a list of messages."""
 
     def submit(self, request: Any, load: Any, timeout_s: float, *, of_cpu_time: bool = False) -> bool:
-        self.load, self.messages = load, self._answer(request)
+        self.load, self.messages = load, self._send(request, timeout_s)
         return True
 
     def receive(self) -> Any:
-        message = self.messages.pop(0)
-        if isinstance(message, Exception):
-            raise message
-        return message
+        self.message = self.messages.pop(0)
+        return super().receive()
 
-    def overdue(self) -> bool:
-        return False
-
-    def extend(self, timeout_s: float) -> None:
+    def kill(self) -> None:
         pass
 
-    def finished(self) -> None:
-        self.load = None
-
-    replace = kill = close = finished
+    close = kill
 
 
-class FakeExecutor:
+class FakeExecutor(Executor):
     """Nodes by their names; what `slow` has to say comes when nobody else has anything."""
 
     local = False
 
-    def __init__(self, **nodes: Callable[[Any], list[Any]]) -> None:
+    def __init__(self, **nodes: Callable[[Any, float], Any]) -> None:
         self._nodes = nodes
 
     def builder_count(self, asked: int | None) -> int:
@@ -276,8 +168,8 @@ class FakeExecutor:
     def builders(self, builder: Any, count: int) -> list[Any]:
         return [FakeWorker(made_of) for _ in range(count)]
 
-    def measurers(self, serve: Any, config: CpuConfig, sentinel: Any) -> list[Any]:
-        return [FakeWorker(answer, node) for node, answer in self._nodes.items()]
+    def measurers(self, serve: Any, config: Any, sentinel: Any) -> list[Any]:
+        return [FakeWorker(answer, node=node) for node, answer in self._nodes.items()]
 
     def ready(self, workers: list[Any], timeout_s: float) -> list[Any]:
         speaking = [w for w in workers if w.load is not None and w.messages]
@@ -301,7 +193,7 @@ def test_of_many_programs_few_are_in_memory() -> None:
         for done, outcome in enumerate(engine.run(endless_jobs(100_000, drawn)), 1):
             assert outcome.status == "ok"
             most = max(most, drawn[0] - done)
-            if done == 3000:
+            if done == 1000:
                 break
     assert most <= 3 * 8 + 4 * 4 * 2 + 2 * 4, "queued for builders, built, being measured"
 
@@ -322,3 +214,90 @@ def test_the_last_device_that_is_lost_ends_the_run() -> None:
         outcomes.extend(engine.run(endless_jobs(50, [0])))
     assert Counter(o.status for o in outcomes) == {"ok": 2, "device_lost": 6}
     assert {o.meta["node"] for o in outcomes if o.status != "ok"} == {"a", "b"}
+
+
+# -- two nodes ---------------------------------------------------------------------------------------------------
+
+
+class TwoNodes:
+    """A cluster of this machine: ``first``, the head, and ``second``; each builds on a core and measures on another."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        cores = usable_cores()
+        resources = {f"device:{get_device('this-cpu').base}": 1}
+        self.cluster = Cluster()
+        for name, core in (("first", cores[-1]), ("second", cores[-2])):
+            settings = {CORES_VARIABLE: str(core), "RAY_worker_niceness": "0"}
+            node = self.cluster.add_node(num_cpus=1, resources=resources, node_name=name, env_vars=settings)
+        self.second, self.address = node, self.cluster.address
+
+    def kill_second(self) -> None:
+        self.cluster.remove_node(self.second, allow_graceful=False)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[TwoNodes]:
+    ray = pytest.importorskip("ray", reason="needs cdmpp[ray]")
+    if len(usable_cores()) < 2:
+        pytest.skip("needs two cores")
+    found = TwoNodes()
+    yield found
+    ray.shutdown()
+    found.cluster.shutdown()
+
+
+def test_a_dataset_is_collected_and_its_instructions_counted(nodes: TwoNodes, tmp_path: Path) -> None:
+    config = replace(QUICK_PROFILE, programs_per_task=1, workers="auto", builders=None, ray=nodes.address)
+    report = profile(["mlp"], out=tmp_path, config=config)
+    dataset = Dataset.open(tmp_path)
+    records = dataset.records
+    assert report.ok == len(records) == len(dataset.tasks) and report.workers == 2
+    assert records["program"].is_unique and set(records["device"]) == {get_device("this-cpu@1").name}
+    assert {json.loads(meta)["node"] for meta in records["meta"]} <= {"first", "second"}
+    assert {node["name"] for node in dataset.meta["sessions"][0]["nodes"]} == {"first", "second"}
+    assert main(["codegen", str(tmp_path), "--ray", nodes.address]) == 0
+    there = collect_codegen(tmp_path)
+    assert len(there) == len(records)
+    (tmp_path / "codegen.parquet").unlink()
+    here = collect_codegen(tmp_path, pool=SimpleNamespace(map=lambda count, items, chunksize: map(count, items)))
+    assert all((here[key] == row).all() for key, row in there.items())
+
+
+def test_a_tuning_with_sessions_for_parts_of_the_tasks(nodes: TwoNodes, tmp_path: Path) -> None:
+    config = tune_config(4, batch=2, shards="auto", plan=QUICK_PLAN, ray=nodes.address)
+    report = tune_tasks("toy", [(matmul_task(n), 1.0) for n in (16, 24)], out=tmp_path / "t", config=config)
+    assert report.stopped == "4 trials" and [task.measured for task in report.tasks] == [2, 2]
+    assert all(task.best_s for task in report.tasks)
+    with pytest.raises(TunerError, match=r"3 shards of .*: the cluster has 2"):
+        tune_tasks("toy", [], out=tmp_path / "u", config=replace(config, shards=3))
+
+
+def test_what_a_cluster_has_not(nodes: TwoNodes) -> None:
+    with pytest.raises(ProfilerError, match="no node has the resource device:xeon-cascadelake"):
+        connect(nodes.address, "xeon-cascadelake-2.5ghz@1")
+    with pytest.raises(ProfilerError, match=r"@2: node (first|second) has 1 cores for measuring"):
+        connect(nodes.address, "this-cpu@2")
+    with pytest.raises(ProfilerError, match="h200 is a gpu"):
+        connect(nodes.address, "h200")
+
+
+def test_a_node_that_dies_loses_only_what_it_measures(nodes: TwoNodes) -> None:
+    jobs = sampled(matmul_task(), 24)
+    cluster = connect(nodes.address, "this-cpu@1")
+    # all is built first, so that both have something to measure
+    config = replace(QUICK_CPU, builders=None, loading_s=30.0)
+    measurer = CpuMeasurer(config, cluster.device.target, cluster, overlap=False)
+    with Engine(measurer) as engine:
+        run = engine.run(iter(jobs))
+        outcomes = [next(run)]
+        while outcomes[-1].meta["node"] != "second":
+            outcomes.append(next(run))
+        nodes.kill_second()
+        outcomes += list(run)
+    assert Counter(o.job.program.hash for o in outcomes) == Counter(job.program.hash for job in jobs)
+    lost = [o for o in outcomes if o.status != "ok"]
+    assert len(lost) <= QUICK_CPU.batch_size
+    assert {(o.status, o.meta["node"]) for o in lost} <= {("device_lost", "second")}
+    assert [o.meta["node"] for o in outcomes].count("first") >= 8

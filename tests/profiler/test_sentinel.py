@@ -9,7 +9,7 @@ import pytest
 
 from cdmpp.profiler import machine as module
 from cdmpp.profiler.cpu import BatchDone, CpuConfig, CpuMeasurer, LoadedProgram, SharedObject, _Item
-from cdmpp.profiler.engine import LocalExecutor, Measured, Outcome
+from cdmpp.profiler.engine import Executor, Measured, Outcome
 from cdmpp.profiler.machine import Sentinel
 from cdmpp.profiler.statistics import SamplingPlan
 
@@ -134,7 +134,7 @@ def item_of(program: str) -> _Item:
 
 def outcomes(attempts: list[tuple[float, float]]) -> tuple[list[Outcome], int]:
     """Feed one program's attempts (latency, disturbed share) to a measurer that has no processes."""
-    measurer = CpuMeasurer(CpuConfig(), {}, LocalExecutor(), None)
+    measurer = CpuMeasurer(CpuConfig(), {}, Executor(), None)
     item = item_of("p")
     for n, (latency_s, share) in enumerate(attempts, 1):
         item.measured = Measured("p", "ok", (latency_s,) * 4, meta={"disturbed": share})
@@ -163,7 +163,7 @@ def test_disturbed_programs_are_measured_again_later(
 
 
 def test_measuring_again_is_given_up_where_it_does_not_help() -> None:
-    measurer = CpuMeasurer(CpuConfig(), {}, LocalExecutor(), None)
+    measurer = CpuMeasurer(CpuConfig(), {}, Executor(), None)
     attempts = []
     for number in range(40):
         item = item_of(f"p{number}")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer
-from cdmpp.profiler.engine import BuildJob, Engine, LocalExecutor
+from cdmpp.profiler.engine import BuildJob, Engine, Executor
 from cdmpp.profiler.machine import core_groups, usable_cores
 from cdmpp.profiler.session import ProfileConfig
 from cdmpp.profiler.statistics import SamplingPlan
@@ -27,7 +27,7 @@ def quick_engine(
     config: CpuConfig = QUICK_CPU, target: dict[str, Any] = TARGET, sentinel: BuildJob | None = None
 ) -> Engine:
     """An engine that measures on one core."""
-    return Engine(CpuMeasurer(config, target, LocalExecutor(core_groups(usable_cores(), 1, 1)), sentinel))
+    return Engine(CpuMeasurer(config, target, Executor(core_groups(usable_cores(), 1, 1)), sentinel))
 
 
 def task_of(func: Any, name: str) -> Task:
