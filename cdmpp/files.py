@@ -11,6 +11,42 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+#: Bytes of text that are read at most.
+MOST_TEXT = 1 << 28
+
+
+def read_text(path: str | Path) -> str:
+    """A text file (OSError; ValueError: not UTF-8, or too large to be one of ours)."""
+    if (size := Path(path).stat().st_size) > MOST_TEXT:
+        raise ValueError(f"{size} bytes, expected {MOST_TEXT} at most")
+    return Path(path).read_text(encoding="utf-8")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of JSON (ValueError, also where it is nested too deeply)."""
+    try:
+        return json.loads(text)
+    except RecursionError as err:
+        raise ValueError("nested too deeply") from err
+
+
+def read_json(path: str | Path) -> Any:
+    """The value of a JSON file (OSError, ValueError)."""
+    return parse_json(read_text(path))
+
+
+def read_yaml(path: str | Path) -> Any:
+    """The values of a YAML file, plain ones alone (OSError, ValueError)."""
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C one is ten times as fast
+    try:
+        return yaml.load(read_text(path), loader)
+    except RecursionError as err:
+        raise ValueError("nested too deeply") from err
+    except yaml.YAMLError as err:
+        raise ValueError(" ".join(str(err).split())) from err
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
@@ -63,14 +99,6 @@ def seconds_text(value_s: float) -> str:
         if value_s >= scale * (1 - 1e-9):
             return f"{value_s / scale:.3g} {unit}"
     return f"{value_s / 1e-9:.3g} ns"
-
-
-def read_yaml(path: Path) -> Any:
-    """What a YAML file holds (OSError, yaml.YAMLError, UnicodeDecodeError)."""
-    import yaml  # not at hand where a bundle is measured
-
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C one is ten times as fast
-    return yaml.load(path.read_text(encoding="utf-8"), loader)
 
 
 @cache

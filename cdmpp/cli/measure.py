@@ -47,11 +47,11 @@ def _profile(args: Namespace, console: Console, errors: Console) -> Any:
         raise ProfilerError("name networks to profile, or a dataset with --programs-of, not both")
     if args.unscheduled and args.programs_of:
         raise ProfilerError("--unscheduled measures the tasks of networks, not the programs of a dataset")
-    if args.library and args.ray:
-        raise ProfilerError("--library measures on this machine alone: leave --ray out")
+    if ((args.library or args.rpc) and args.ray) or (args.library and args.rpc):
+        raise ProfilerError("--library, --ray and --rpc measure in different places: choose one")
     if args.library:
         return _profile_library(networks, args, console, errors)
-    if args.ray is None and get_device(args.device).kind == "gpu":
+    if args.ray is None and args.rpc is None and get_device(args.device).kind == "gpu":
         return _profile_gpu(networks, args, console, errors)
     with Bar(errors, "measuring") as bar:
         report = profile(

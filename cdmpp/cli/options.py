@@ -103,6 +103,8 @@ OPTIONS = {
     "max_seconds": Option(
         "stop after a time such as 10m (go on with --resume)", "T", "--budget", ("--max-seconds",), duration
     ),
+    "rpc": Option("measure on boards at this TVM RPC tracker, building here", "HOST:PORT"),
+    "key": Option("with --rpc: what the boards are registered as", "KEY"),
     "ray": Option("build and measure on the Ray cluster of this head (HOST:PORT), or on a local one", "ADDRESS|local"),
     # tuning
     "budget_s": Option("stop after a time such as 10m, earlier runs included", "T", type=duration),

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import pandas as pd
@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from cdmpp.dataset.record import Record
 from cdmpp.dataset.schema import MAX_ERROR_CHARS, META_COLUMNS, SCHEMAS
+from cdmpp.files import parse_json
 from cdmpp.program.types import Program, Space, Task
 
 
@@ -105,9 +106,26 @@ def from_arrow(table: str, stored: pa.Table) -> dict[str, Any]:
     """Inverse of :func:`to_arrow`, by hash."""
     columns = {name: stored.column(name).to_pylist() for name in SCHEMAS[table].names}
     if table == "tasks":
-        columns["networks"] = list(map(json.loads, columns["networks"]))
-    items = (_TYPES[table](*values) for values in zip(*columns.values(), strict=True))
+        columns["networks"] = list(map(parse_json, columns["networks"]))
+    items = (checked(_TYPES[table](*values)) for values in zip(*columns.values(), strict=True))
     return {item.hash: item for item in items}
+
+
+#: Type of a field as it is written -> what its value may be.
+_VALUES: dict[str, Any] = {
+    "str": str, "str | None": (str, type(None)), "int": int, "float": (int, float), "float | None": (int, float, type(None)),
+}  # fmt: skip
+
+
+def checked(item: Any) -> Any:
+    """A task, space, program or record, if its fields have their types (TypeError)."""
+    for field in fields(item):
+        value = getattr(item, field.name)
+        kind = _VALUES.get(str(field.type), Mapping if str(field.type).startswith("Mapping") else object)
+        known = isinstance(value, kind) and not isinstance(value, bool)
+        if not known or (isinstance(value, tuple) and not all(isinstance(each, int | float) for each in value)):
+            raise TypeError(f"{field.name} is {value!r:.60}, expected {field.type}")
+    return item
 
 
 def records_to_frame(records: Iterable[Record]) -> pd.DataFrame:

@@ -79,7 +79,12 @@ def load_operators(folders: str | Path | Iterable[str | Path]) -> pd.DataFrame:
         categories = table.select_dtypes("category").columns
         tables.append(table.astype(dict.fromkeys(categories, object)))
     united = pd.concat(tables, ignore_index=True)
-    return operator_table(united.assign(framework=united.get("framework", "").fillna("")))
+    if "framework" not in united:
+        united["framework"] = ""
+    try:
+        return operator_table(united.assign(framework=united["framework"].fillna("")))
+    except (TypeError, ValueError, AttributeError, OverflowError) as err:
+        raise DatasetError(f"{', '.join(map(str, files))}: a column is of another type: {reason(err)}") from err
 
 
 def holds_operators(folder: str | Path) -> bool:

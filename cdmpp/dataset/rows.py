@@ -17,6 +17,7 @@ from uuid import uuid4
 import psutil
 
 from cdmpp.errors import DatasetError
+from cdmpp.files import parse_json
 
 #: Seconds after which what was added is made to survive a power cut, too.
 _SYNC_INTERVAL_S = 1.0
@@ -106,7 +107,7 @@ class RowStore:
         """Number and value of the rows of a table with numbers above ``after`` (DatasetError if the file is damaged)."""
         query = "SELECT number, value FROM rows WHERE kind = ? AND number > ? ORDER BY number"
         with self._errors("read"):
-            return [(int(n), json.loads(text)) for n, text in self._db.execute(query, (kind, after))]
+            return [(int(n), parse_json(text)) for n, text in self._db.execute(query, (kind, after))]
 
     @property
     def last(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 import os
 import time
@@ -32,7 +32,7 @@ from cdmpp.dataset.schema import (
 from cdmpp.dataset.view import DatasetView, check_same
 from cdmpp.device import Device
 from cdmpp.errors import DatasetError, LabelError, reason
-from cdmpp.files import write_json
+from cdmpp.files import parse_json, read_json, write_json
 from cdmpp.program.types import Program, Space, Task
 
 _LOG = logging.getLogger(__name__)
@@ -166,7 +166,10 @@ class Dataset(DatasetView):
         arrow, note = SCHEMAS[table].empty_table(), dict[str, Any]()
         if file.exists():
             arrow, note = read_parquet(file, SCHEMAS[table])
-        stored = codec.records_from_arrow(arrow) if table == "records" else codec.from_arrow(table, arrow)
+        try:
+            stored = codec.records_from_arrow(arrow) if table == "records" else codec.from_arrow(table, arrow)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise DatasetError(f"{file} is damaged: {reason(error)}") from error
         # Notes tell what the file holds already, where the process ended before the rows were deleted.
         values, damaged = read_journal(self.path / f"{table}.jsonl", note.get("ingested"))
         self._corrupt[table] = int(note.get("corrupt_lines", 0)) + damaged
@@ -184,8 +187,8 @@ class Dataset(DatasetView):
         """Rows as objects; one of another shape counts as damaged."""
         for row in rows:
             try:
-                item = decode(row)
-            except (TypeError, KeyError, ValueError, LabelError, DatasetError):
+                item = codec.checked(decode(row))
+            except (TypeError, KeyError, ValueError, AttributeError, LabelError, DatasetError):
                 self._corrupt[table] += 1
             else:
                 yield item
@@ -313,7 +316,11 @@ def read_journal(path: Path, ingested: Sequence[int] | None = None) -> tuple[lis
         data = data[ingested[0] :]
     lines = [line for line in data.split(b"\n") if line]
     whole = [line[9:] for line in lines if line[:9] == b"%08x " % zlib.crc32(line[9:])]
-    return list(map(json.loads, whole)), len(lines) - len(whole)
+    values = []
+    for text in whole:
+        with contextlib.suppress(ValueError):
+            values.append(parse_json(text))
+    return values, len(lines) - len(values)
 
 
 #: Of zstd: what is imported is made again rather than shipped, so that time counts more than size.
@@ -396,7 +403,7 @@ def _require(who: str, **parts: tuple[str | None, Collection[str]]) -> None:
 def _read_meta(path: Path) -> dict[str, Any]:
     file = path / META_FILE
     try:
-        meta = json.loads(file.read_text(encoding="utf-8"))
+        meta = read_json(file)
     except FileNotFoundError as error:
         raise DatasetError(f"{path} is no dataset: it has no {META_FILE}") from error
     except (OSError, ValueError) as error:

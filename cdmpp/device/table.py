@@ -156,11 +156,9 @@ def read_device_file(path: str | Path) -> list[Device]:
     UnknownDeviceError: the file cannot be read, or a field is wrong or implausible: the message names the row and the
     field.
     """
-    import yaml
-
     try:
-        content = read_yaml(Path(path))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        content = read_yaml(path)
+    except (OSError, ValueError) as error:
         raise UnknownDeviceError(f"cannot read devices from {path}: {reason(error)}") from error
     items = [content] if isinstance(content, dict) else content
     if not isinstance(items, list) or not items:

@@ -211,14 +211,12 @@ def read_prices(path: str | Path) -> dict[str, float]:
     The file is a mapping of device names, with their share where it is not the whole device, to prices, as YAML or JSON.
     PriceError where it is not, or a price is not positive and finite, or is given twice; UnknownDeviceError for a name.
     """
-    import yaml
-
     from cdmpp.device import get_device, load_table
 
     path = Path(path)
     try:
         content = read_yaml(path)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as err:
+    except (OSError, ValueError) as err:
         raise PriceError(f"cannot read prices from {path}: {reason(err)}") from err
     if not isinstance(content, dict) or not content:
         raise PriceError(f"{path}: expected device names and prices of an hour, such as 'h200: 4.5'")

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from cdmpp.device import DEVICE_FEATURES, Device
 from cdmpp.errors import FeatureMismatchError, PredictorError
+from cdmpp.files import parse_json, read_json, replacing, write_text
 from cdmpp.predictor.config import ModelConfig
 from cdmpp.predictor.encoding import FeatureEncoder
 from cdmpp.predictor.evidence import DeviceScaling
@@ -63,8 +64,6 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapp
     """Write a safetensors file atomically."""
     from safetensors.torch import save
 
-    from cdmpp.files import replacing
-
     contiguous = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     with replacing(path) as draft:
         draft.write_bytes(save(contiguous, metadata=dict(metadata)))
@@ -97,7 +96,7 @@ def load_checkpoint(path: Path, fingerprint: str) -> TrainerState:
     """Read a checkpoint; PredictorError if it is damaged, of another version, or of another configuration or other records."""
     tensors, metadata = load_tensors(path)
     try:
-        progress: dict[str, Any] = json.loads(metadata["progress"])
+        progress: dict[str, Any] = parse_json(metadata["progress"])
         if progress["version"] != CHECKPOINT_VERSION:
             raise PredictorError(f"{path}: checkpoint version {progress['version']}, expected {CHECKPOINT_VERSION}")
         if progress["fingerprint"] != fingerprint:
@@ -118,7 +117,6 @@ def load_checkpoint(path: Path, fingerprint: str) -> TrainerState:
 def save_fields(folder: Path, fields: Mapping[str, Any]) -> None:
     """Write the fields of a :class:`~cdmpp.predictor.predictor.Predictor` into a folder (made if missing)."""
     import cdmpp
-    from cdmpp.files import write_text
 
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"network.{k}": v for k, v in fields["network"].state_dict().items()}
@@ -176,7 +174,7 @@ def load_fields(folder: Path) -> dict[str, Any]:
 def _read_state(folder: Path) -> dict[str, Any]:
     path = folder / _JSON_FILE
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = read_json(path)
     except OSError as err:
         raise PredictorError(f"{folder}: no predictor here, expected {_JSON_FILE} and {_WEIGHTS_FILE}") from err
     except ValueError as err:

@@ -190,7 +190,7 @@ def load_config(path: str | Path) -> Config:
         values = read_yaml(path)
     except OSError as err:
         raise PredictorError(f"{path}: cannot read configuration: {reason(err)}") from err
-    except (yaml.YAMLError, UnicodeDecodeError) as err:
+    except ValueError as err:
         raise PredictorError(f"{path}: not valid YAML: {reason(err)}") from err
     return config_from_dict(values, str(path))
 

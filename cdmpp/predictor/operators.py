@@ -26,7 +26,7 @@ from torch import nn
 from cdmpp.dataset.operators import TORCH, TORCH_COLD
 from cdmpp.device import Device, get_device
 from cdmpp.errors import PredictorError, reason
-from cdmpp.files import write_text
+from cdmpp.files import read_json, write_text
 from cdmpp.predictor.mechanism import MECHANISM_FEATURES, Constants, mechanism
 from cdmpp.predictor.solvers import (
     FRAMEWORK,
@@ -286,7 +286,7 @@ class OperatorModel:
 
         folder = Path(folder)
         try:
-            state = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+            state = read_json(folder / _FILE)
             known = [MECHANISM_FEATURES, *_INPUTS[1:4]]
             if any(set(own) - set(names) for own, names in zip(state["inputs"], known, strict=False)):
                 raise PredictorError(f"{folder} was trained with other features: train it again")

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from cdmpp.device import Device, device_features, get_device
 from cdmpp.errors import PredictorError, ProgramError, reason
+from cdmpp.files import read_text
 from cdmpp.predictor.batching import PairArrays
 from cdmpp.predictor.checkpoint import load_fields, save_fields
 from cdmpp.predictor.encoding import FeatureEncoder
@@ -435,18 +436,8 @@ def predict_program_file(
         it is far from the training data, None where the predictor cannot tell), and ``note`` where the prediction needs
         one.
     """
-    tvm = import_tvm()
+    program = load_program(path)
     resolved = get_device(device) if isinstance(device, str) else device
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as err:
-        raise ProgramError(f"cannot read {path}: {reason(err)}") from err
-    try:
-        program = tvm.ir.load_json(text)
-    except Exception as err:  # TVM raises its own error types for anything that is not its JSON
-        raise ProgramError(f"{path} is no TIR: expected what tvm.ir.save_json(prim_func) writes") from err
-    if not isinstance(program, tvm.tirx.PrimFunc | tvm.IRModule):
-        raise ProgramError(f"{path} holds a {type(program).__name__}: expected a PrimFunc or an IRModule")
     ast = compact_asts([program])[0]
     evidence = predictor.evidence([program], resolved, compiled=compiled, measured=measured)
     latency_s = float(predictor.predict_asts([ast], resolved, evidence)[0])
@@ -463,6 +454,22 @@ def predict_program_file(
         "unfamiliar": None if predictor.familiarity is None else predictor.unfamiliar(ast, resolved),
         "note": prediction_note(predictor, resolved),
     }
+
+
+def load_program(path: str | Path) -> Any:
+    """A PrimFunc or IRModule from TVM's JSON (ProgramError: the file is missing, or no such JSON)."""
+    tvm = import_tvm()
+    try:
+        text = read_text(path)
+    except (OSError, ValueError) as err:
+        raise ProgramError(f"cannot read {path}: {reason(err)}") from err
+    try:
+        program = tvm.ir.load_json(text)
+    except Exception as err:  # TVM raises its own error types for anything that is not its JSON
+        raise ProgramError(f"{path} is no TIR: expected what tvm.ir.save_json(prim_func) writes") from err
+    if not isinstance(program, tvm.tirx.PrimFunc | tvm.IRModule):
+        raise ProgramError(f"{path} holds a {type(program).__name__}: expected a PrimFunc or an IRModule")
+    return program
 
 
 def seconds_interval(

@@ -92,11 +92,11 @@ class BatchDone:
     scheduler: str
 
 
-class _Arguments:
-    """Allocated arguments by signature, least recently used given up first."""
+class Arguments:
+    """Arguments by signature, least recently used given up first; allocated on a TVM device, None for this CPU."""
 
-    def __init__(self, seed: int) -> None:
-        self._rng = np.random.RandomState(seed)
+    def __init__(self, seed: int, where: Any = None) -> None:
+        self._rng, self._where = np.random.RandomState(seed), where
         self._cache: OrderedDict[tuple[ArgSpec, ...], tuple[int, list[Any]]] = OrderedDict()
 
     def get(self, specs: tuple[ArgSpec, ...]) -> list[Any]:
@@ -110,26 +110,30 @@ class _Arguments:
         size = sum(int(np.prod(shape)) * 8 for shape, _ in specs)
         while self._cache and sum(s for s, _ in self._cache.values()) + size > _ARGUMENT_CACHE_BYTES:
             self._cache.popitem(last=False)
-        arrays = [tvm.runtime.tensor(values) for values in random_values(specs, self._rng)]
+        arrays = [tvm.runtime.tensor(values, self._where) for values in random_values(specs, self._rng)]
         self._cache[specs] = (size, arrays)
         return arrays
 
 
-class _Loaded:
+class LoadedProgram:
     """A program ready to run, with its samples so far."""
 
-    def __init__(self, built: SharedObject, arguments: _Arguments, plan: SamplingPlan, sentinel: Sentinel) -> None:
-        import tvm
-
+    def __init__(self, built: SharedObject, arguments: Arguments, plan: SamplingPlan, sentinel: Sentinel) -> None:
         self.hash, self.plan, self.sentinel = built.program, plan, sentinel
         self.args = arguments.get(built.args)
-        self.module = tvm.runtime.load_module(built.path)
+        self.module = self.load(built.path)
         self.entry = self.module["main"]
         self.calm: list[float] = []
         self.disturbed: list[float] = []
         self.spent_s = self.waited_s = self.first_s = 0.0
         self.repeats = 1
         self._timer: Any = None
+
+    def load(self, path: str) -> Any:
+        """The TVM module of a shared object."""
+        import tvm
+
+        return tvm.runtime.load_module(path)
 
     def start(self) -> None:
         """First run (page faults, lazy binding), then the length of a sample."""
@@ -182,15 +186,15 @@ class _Loaded:
         return tuple(taken), len(self.disturbed) / len(taken)
 
 
-def _measure_batch(
-    batch: list[SharedObject], config: CpuConfig, arguments: _Arguments, sentinel: Sentinel
+def measure_batch(
+    batch: list[SharedObject], config: CpuConfig, load: Callable[[SharedObject], LoadedProgram]
 ) -> Iterator[Running | Measured]:
     """Measure `batch` interleaved; yields what the parent should know, results as soon as they are final."""
-    loaded: list[_Loaded] = []
+    loaded: list[LoadedProgram] = []
     for built in batch:
         yield Running((built.program,), config.first_run_s)
         try:
-            program = _Loaded(built, arguments, config.plan, sentinel)
+            program = load(built)
             program.start()
         except Exception as err:  # whatever a foreign shared object or the runtime raises
             yield Measured(built.program, "run_error", error=f"{type(err).__name__}: {err}"[:500])
@@ -237,10 +241,14 @@ def measure_worker(
     os.environ["TVM_BIND_THREADS"] = "0"
     scheduler = machine.own_the_core() if config.realtime else "normal"
     import_tvm()
-    arguments, watch = _Arguments(0), Sentinel()
-    program: _Loaded | None = None
+    arguments, watch = Arguments(0), Sentinel()
+
+    def load(built: SharedObject) -> LoadedProgram:
+        return LoadedProgram(built, arguments, config.plan, watch)
+
+    program: LoadedProgram | None = None
     if sentinel is not None:
-        program = _Loaded(sentinel, arguments, config.plan, watch)
+        program = load(sentinel)
         program.start()
 
     def time_sentinel() -> float:
@@ -259,7 +267,7 @@ def measure_worker(
     for batch in requests(connection):
         started, stolen = time.perf_counter(), machine.steal_ticks(cores)
         before_s = time_sentinel()
-        for message in _measure_batch(batch, config, arguments, watch):
+        for message in measure_batch(batch, config, load):
             connection.send(message)
         after_s = time_sentinel()
         elapsed = time.perf_counter() - started
@@ -485,7 +493,7 @@ class CpuMeasurer(Measurer):
     def receive(self, worker: Worker) -> None:
         batch, _ = worker.load
         try:
-            message: Running | Measured | BatchDone = worker.receive()
+            message: Any = worker.receive()
         except WorkerLost as err:
             self._device_lost(worker, str(err))
             return
@@ -495,12 +503,13 @@ class CpuMeasurer(Measurer):
         if isinstance(message, Running):
             worker.load = (batch, message)
             worker.extend(message.timeout_s)
-        elif isinstance(message, Measured):
-            item = next(i for i in batch if i.built.program == message.program)
-            item.measured = message
-        else:
+        elif isinstance(message, BatchDone):
             self._batch_done(batch, message, worker.node)
             worker.finished()
+        elif isinstance(message, Measured) and message.program in (known := {i.built.program: i for i in batch}):
+            known[message.program].measured = message
+        else:
+            self._runner_died(worker, "it sent what is no result")
 
     def _batch_done(self, batch: list[_Item], done: BatchDone, node: str = "") -> None:
         times_s, baseline_s = self._sentinel_times_s[node], 0.0

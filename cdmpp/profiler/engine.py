@@ -214,11 +214,11 @@ class Measurer:
         if measured.status != "ok":
             self.fail(job, measured.status, measured.error, **meta)
             return
-        value, noise = label(measured.samples_s), split_half_difference(measured.samples_s)
-        if 0 < value < float("inf"):
+        if measured.samples_s and all(0 < sample_s < float("inf") for sample_s in measured.samples_s):
+            value, noise = label(measured.samples_s), split_half_difference(measured.samples_s)
             self.outcomes.append(Outcome(job, "ok", value, measured.samples_s, noise, meta=meta))
         else:
-            self.fail(job, "run_error", f"the clock gave {value} s", **meta)
+            self.fail(job, "run_error", f"the clock gave {min(measured.samples_s, default=0.0)} s", **meta)
 
 
 class BuildOnly(Measurer):

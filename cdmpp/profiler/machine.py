@@ -216,6 +216,8 @@ class Worker:
             return self.connection.recv()
         except (EOFError, ConnectionResetError) as err:
             raise WorkerDied(self.exit_reason()) from err
+        except Exception as err:  # a program that overwrote the memory of its process: pickle raises anything
+            raise WorkerDied(f"it sent what cannot be read: {err}") from err
 
     def exit_reason(self) -> str:
         """How a dead process ended, in words."""
@@ -258,7 +260,7 @@ def requests(connection: Connection) -> Iterator[Any]:
     """The requests to a process, until the last (None) or until the other end is closed."""
     try:
         yield from iter(connection.recv, None)
-    except EOFError:
+    except (EOFError, ConnectionResetError):
         return
 
 

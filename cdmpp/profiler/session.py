@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import platform
 import time
@@ -19,6 +18,7 @@ from cdmpp.dataset import Dataset, Record
 from cdmpp.device import Device, get_device
 from cdmpp.device.detect import machine_facts
 from cdmpp.errors import DatasetError, ProfilerError
+from cdmpp.files import parse_json, read_text
 from cdmpp.profiler.core_rates import with_clock
 from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job
 from cdmpp.profiler.engine import BuildJob, Engine, Executor, Outcome
@@ -53,6 +53,9 @@ class ProfileConfig(CpuConfig):
     seed: int = 0
     #: Build and measure on a Ray cluster: HOST:PORT of its head, or ``local`` (:func:`cdmpp.profiler.ray.connect`).
     ray: str | None = None
+    #: Measure on boards with a key at a TVM RPC tracker, HOST:PORT (:func:`cdmpp.profiler.rpc.connect`).
+    rpc: str | None = None
+    key: str | None = None
 
 
 @dataclass(frozen=True)
@@ -237,7 +240,12 @@ def profile(
         raise DatasetError(f"{path} holds a dataset already: go on with --resume, or choose another folder")
     if remeasure and programs_of is not None and config.limit is None:
         raise ProfilerError("re-measuring needs a limit: how many programs?")
-    if config.ray is None:
+    if config.rpc is not None:
+        from cdmpp.profiler import rpc
+
+        device = measured = get_device(device) if isinstance(device, str) else device
+        threads, executor = int(device.share), rpc.connect(config.rpc, config.key, device, config.workers)
+    elif config.ray is None:
         device = get_device(device) if isinstance(device, str) else device
         threads, measured = _threads(device), with_clock(device)
     else:
@@ -288,6 +296,8 @@ def profile(
         )
         with Engine(CpuMeasurer(config, device.target, executor, sentinel_job())) as engine:
             meta = {"workers": executor.degree, "threads": threads, "cache": "warm"}
+            if config.rpc is not None:
+                meta["rpc"] = config.key
             session.take(engine.run(plan.jobs()), meta, plan.done)
         return ProfileReport(**session.report(), workers=executor.degree, calibration=calibration)
 
@@ -355,8 +365,10 @@ def _degree(
 def read_task_file(path: str | Path) -> list[str]:
     """Task hashes from a file: JSON with a list ``tasks``, or one hash a line (ProfilerError if it holds none)."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        hashes = json.loads(text)["tasks"] if text.lstrip().startswith("{") else text.split()
+        text = read_text(path)
+        hashes = parse_json(text)["tasks"] if text.lstrip().startswith("{") else text.split()
+        if not isinstance(hashes, list):
+            raise ValueError(f"'tasks' is {hashes!r:.40}, expected a list")
     except (OSError, ValueError, KeyError) as err:
         raise ProfilerError(f"{path} is no task file (JSON with 'tasks', or one hash a line): {err}") from err
     if not hashes:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from cdmpp.errors import NetworkError, reason
-from cdmpp.files import write_text
+from cdmpp.files import read_json, write_text
 
 FORMAT = "cdmpp.network_graph"
 VERSION = 1
@@ -156,8 +156,8 @@ def load_graph(path: str | Path) -> NetworkGraph:
     NetworkError: the file cannot be read, is no such file, or its graph is not sound (see :func:`network_graph`).
     """
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as err:
+        value = read_json(path)
+    except (OSError, ValueError) as err:
         raise NetworkError(f"cannot read {path}: {reason(err)}") from err
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise NetworkError(f"{path} is no network graph: expected JSON with format {FORMAT!r}")

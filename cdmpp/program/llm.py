@@ -7,13 +7,13 @@ grouped products, and with ``tp`` ranks two all-reduces a layer (Shoeybi et al.,
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cdmpp.errors import NetworkError, reason
+from cdmpp.files import read_json
 from cdmpp.program.operators import ELEMENT_BYTES, attention
 
 #: Sizes of open models that are often asked for, from their published configurations.
@@ -139,18 +139,22 @@ def load_decoder(spec: str | Path) -> Decoder:
     if name in MODELS:
         return _decoder(MODELS[name], name)
     try:
-        config = json.loads(Path(spec).read_text(encoding="utf-8"))
+        config = read_json(spec)
     except (OSError, ValueError) as err:
         raise NetworkError(f"cannot read {spec}: {reason(err)}") from err
     if not isinstance(config, dict):
         raise NetworkError(f"{spec} holds no configuration: expected names and values")
-    return _decoder({**config, **config.get("text_config", {})}, Path(spec).parent.name or name)
+    name = Path(spec).parent.name or name
+    try:
+        return _decoder({**config, **config.get("text_config", {})}, name)
+    except (TypeError, ValueError, LookupError, ArithmeticError) as err:
+        raise NetworkError(f"{name}: a size of its configuration cannot be: {reason(err)}") from err
 
 
 def is_config(path: str | Path) -> bool:
     """Whether a JSON file is the configuration of a transformer, rather than a graph of ours."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = read_json(path)
     except (OSError, ValueError):
         return False
     return isinstance(content, dict) and bool({"model_type", "architectures", "hidden_size"} & content.keys())

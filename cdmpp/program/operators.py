@@ -321,8 +321,8 @@ def read_operators(path: str | Path, dtype: str) -> pd.DataFrame:
     for number, row in enumerate(table.to_dict("records"), start=1):
         try:
             rows.append(_listed(row, dtype))
-        except ProgramError as err:
-            raise ProgramError(f"{path}, row {number}: {str(err).removeprefix('row 1: ')}") from err
+        except (ProgramError, OverflowError) as err:
+            raise ProgramError(f"{path}, row {number}: {reason(err).removeprefix('row 1: ')}") from err
     return pd.DataFrame(rows)
 
 

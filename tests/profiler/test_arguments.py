@@ -18,7 +18,7 @@ from cdmpp.profiler.arguments import (
     reference_inputs,
     summarise_outputs,
 )
-from cdmpp.profiler.cpu import _Arguments
+from cdmpp.profiler.cpu import Arguments
 from cdmpp.profiler.gpu.build import task_reference
 from tests.samples.programs import matmul_task
 
@@ -33,7 +33,7 @@ def test_indices_are_valid_into_every_dimension_of_the_floats(specs: list[tuple[
 
 
 def test_both_profilers_fill_with_valid_indices_and_masks_that_hide_nothing() -> None:
-    on_cpu = [tensor.numpy() for tensor in _Arguments(0).get(SPECS)]
+    on_cpu = [tensor.numpy() for tensor in Arguments(0).get(SPECS)]
     for floats, indices, *masks in (on_cpu, reference_inputs(SPECS, 0)):
         assert floats.min() > 0
         assert set(np.unique(indices)) <= set(range(6)) and len(np.unique(indices)) > 1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cdmpp.profiler import machine as module
-from cdmpp.profiler.cpu import BatchDone, CpuConfig, CpuMeasurer, SharedObject, _Item, _Loaded
+from cdmpp.profiler.cpu import BatchDone, CpuConfig, CpuMeasurer, LoadedProgram, SharedObject, _Item
 from cdmpp.profiler.engine import Executor, Measured, Outcome
 from cdmpp.profiler.machine import Sentinel
 from cdmpp.profiler.statistics import SamplingPlan
@@ -97,7 +97,7 @@ class Script:
 
 
 def loaded(answers: list[bool], plan: SamplingPlan) -> Any:
-    program = _Loaded.__new__(_Loaded)
+    program = LoadedProgram.__new__(LoadedProgram)
     program.plan, program.sentinel = plan, Script(answers)  # type: ignore[assignment]
     program.calm, program.disturbed = [], []
     program.spent_s = program.waited_s = 0.0

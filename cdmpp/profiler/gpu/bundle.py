@@ -20,7 +20,7 @@ import numpy as np
 
 from cdmpp.dataset import codec
 from cdmpp.errors import BundleError, reason
-from cdmpp.files import replacing
+from cdmpp.files import parse_json, replacing
 from cdmpp.profiler.arguments import ArgSpec, Reference
 from cdmpp.profiler.engine import Built
 from cdmpp.profiler.gpu.limits import KernelShape
@@ -202,7 +202,9 @@ def read_bundle(path: str | Path) -> Bundle:
             damaged = archive.testzip()
             if damaged is not None:
                 raise BundleError(f"{path} is damaged: {damaged} does not match its checksum")
-            note = json.loads(archive.read(_NOTE))
+            if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
+                raise BundleError(f"{path} is no bundle: its parts are compressed")
+            note = parse_json(archive.read(_NOTE))
             tables = {
                 name: pq.read_table(io.BytesIO(archive.read(f"{name}.parquet")))
                 for name in ("tasks", "spaces", "programs", "kernels", "references")
@@ -211,21 +213,17 @@ def read_bundle(path: str | Path) -> Bundle:
         raise BundleError(f"{path} does not exist") from err
     except KeyError as err:
         raise BundleError(f"{path} is no bundle: {err.args[0]}") from err
-    except (OSError, ValueError, zipfile.BadZipFile, pa.ArrowException) as err:
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError, pa.ArrowException) as err:
         raise BundleError(f"{path} is no bundle, or damaged: {' '.join(str(err).split())[:200]}") from err
-    if note.get("bundle_version") != BUNDLE_VERSION:
-        raise BundleError(
-            f"{path} has bundle version {note.get('bundle_version')!r}; this cdmpp reads {BUNDLE_VERSION}"
-        )
-    tasks, spaces, programs = (codec.from_arrow(name, tables[name]) for name in ("tasks", "spaces", "programs"))
-    return Bundle(
-        note,
-        tasks,
-        spaces,
-        programs,
-        [_kernel(row) for row in tables["kernels"].to_pylist()],
-        _references(tables["references"].to_pylist()),
-    )
+    if not isinstance(note, dict) or note.get("bundle_version") != BUNDLE_VERSION:
+        version = note.get("bundle_version") if isinstance(note, dict) else None
+        raise BundleError(f"{path} has bundle version {version!r}; this cdmpp reads {BUNDLE_VERSION}")
+    try:
+        tasks, spaces, programs = (codec.from_arrow(name, tables[name]) for name in ("tasks", "spaces", "programs"))
+        kernels = [_kernel(row) for row in tables["kernels"].to_pylist()]
+        return Bundle(note, tasks, spaces, programs, kernels, _references(tables["references"].to_pylist()))
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as err:
+        raise BundleError(f"{path} is damaged: {' '.join(str(err).split())[:200]}") from err
 
 
 def _kernel(row: dict[str, Any]) -> BundledProgram:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -15,13 +16,17 @@ from cdmpp.program.tvm_env import import_tvm
 
 
 def compile_to_shared_object(func: Any, target: dict[str, Any], path: Path) -> None:
-    """Compile `func` for `target` (llvm) into the shared object `path`; its entry is ``main``.
+    """Compile `func` for `target` (llvm) into the shared object `path`; its entry is ``main``. For a machine of another kind
+    than this one `path` is an object that it has to link.
 
     Linked by ``ld`` itself (5 ms; the compiler driver that TVM would start takes 30).
     """
     tvm = import_tvm()
     mod = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
     executable = tvm.compile(mod, target=tvm.target.Target(target))
+    if str(target.get("mtriple", "")).partition("-")[0] not in ("", platform.machine()):
+        executable.mod.write_to_file(str(path), "o")
+        return
     linker = shutil.which("ld")
     if linker is None:
         executable.export_library(str(path))

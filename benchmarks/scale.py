@@ -1,0 +1,229 @@
+"""Labels a second of a cluster that is not here: simulated from measured times, for 1 to 512 builder cores and 1 to 64 devices.
+
+``python benchmarks/scale.py --measure 200 --json benchmarks/results/scale.json`` on a quiet machine.
+
+Events: a builder core builds one program after another; an object goes to the machine of the device over its network (one
+at a time, at the bandwidth that is stated); the device measures one at a time; the driver, one process, takes every
+outcome. Builders wait where more than four batches a device are built and not measured. Times to build and to measure are
+drawn from the records of a dataset, failures included; the size of objects is that of compiled programs of the tests, and
+what the driver takes for an outcome is timed here. Not in it: Ray's own share of the cores, nodes of unequal speed, and
+start-up.
+
+``--measure N`` profiles N programs here with one builder and with two, and compares the labels a second with those
+simulated for this machine, from the times of the run with one builder alone. Where there are fewer cores than builders and
+devices, a builder rests while its core measures.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import sys
+import tempfile
+import time
+import zipfile
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import REPOSITORY, arguments, figure, provenance, report, start
+
+from cdmpp.dataset import Dataset, Record
+from cdmpp.dataset.codec import join_meta
+from cdmpp.device import get_device
+from cdmpp.errors import DatasetError
+from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job
+from cdmpp.profiler.engine import BuildJob, Engine, Executor
+from cdmpp.profiler.machine import core_groups, usable_cores
+from cdmpp.program.types import Program, Task
+
+OBJECTS = REPOSITORY / "tests/golden/objects.zip"
+CORES, DEVICES = [2**k for k in range(10)], [2**k for k in range(7)]
+#: Of the most that so many devices give: from here on more cores are of no use.
+_SATURATED = 0.95
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of programs to build and to measure, (n,) each, nothing of the second where a build failed; of the driver for
+    each outcome, and of the network for each object."""
+
+    build_s: np.ndarray
+    run_s: np.ndarray
+    driver_s: float
+    transfer_s: float
+
+
+def simulate(
+    times: Times, programs: Sequence[int], builders: int, devices: int, cores: int | None = None
+) -> dict[str, Any]:
+    """Labels a second over the programs with these numbers, and how much of the time each part is busy. With `cores` all
+    is on one machine, where builders rest while devices take their cores."""
+    config = CpuConfig()
+    most = 4 * config.batch_size * devices
+    waiting, queue, events = deque(programs), deque[int](), list[tuple[float, int, str, int]]()
+    shared = 0 if cores is None else max(0, builders + devices - cores)
+    ends: dict[int, float] = {}  # of the builds that rest while something is measured
+    idle_builders, idle_devices, built, labels, now, order = list(range(builders)), devices, 0, 0, 0.0, 0
+    link_free, driver_free, busy = (
+        [0.0] * devices,
+        0.0,
+        dict.fromkeys(("builders", "devices", "network", "driver"), 0.0),
+    )
+    programs_of: dict[int, int] = {}
+
+    def at(when: float, what: str, who: int) -> None:
+        nonlocal order
+        order += 1
+        heapq.heappush(events, (when, order, what, who))
+
+    while True:
+        while idle_builders and waiting and built < most:
+            who, program = idle_builders.pop(), waiting.popleft()
+            built += 1
+            programs_of[who], ends[who] = program, now + times.build_s[program]
+            busy["builders"] += times.build_s[program]
+            at(ends[who], "built", who)
+        while idle_devices and queue:
+            program, idle_devices = queue.popleft(), idle_devices - 1
+            busy["devices"] += times.run_s[program]
+            for who in [who for who in range(shared) if who in ends]:
+                ends[who] += times.run_s[program]
+            at(now + times.run_s[program], "measured", program)
+        if not events:
+            break
+        now, _, what, who = heapq.heappop(events)
+        if what == "built":
+            if ends[who] > now:
+                at(ends[who], "built", who)
+                continue
+            program = programs_of.pop(who)
+            idle_builders.append(who)
+            del ends[who]
+            if times.run_s[program] > 0:
+                link = min(range(devices), key=link_free.__getitem__)
+                link_free[link] = max(link_free[link], now) + times.transfer_s
+                busy["network"] += times.transfer_s
+                at(link_free[link], "arrived", program)
+            else:
+                built -= 1
+        elif what == "arrived":
+            queue.append(who)
+        else:
+            idle_devices, built, labels = idle_devices + 1, built - 1, labels + 1
+            driver_free = max(driver_free, now) + times.driver_s
+            busy["driver"] += times.driver_s
+    now = max(now, driver_free)
+    parts = {"builders": builders, "devices": devices, "network": devices, "driver": 1}
+    used = {name: busy[name] / now / count for name, count in parts.items()}
+    return {"labels_per_s": labels / now, "used": used, "bound_by": max(used, key=used.__getitem__)}
+
+
+def driver_seconds(outcomes: int = 2000) -> float:
+    """What the driver takes to store an outcome."""
+    with tempfile.TemporaryDirectory() as folder, Dataset.open_or_create(Path(folder) / "d") as dataset:
+        dataset.set_device(get_device("this-cpu@1"))
+        dataset.add_task(Task("t", "t", "{}", {}, 1.0, 1.0))
+        started = time.perf_counter()
+        for i in range(outcomes):
+            dataset.add_program(Program(f"p{i}", "t", None, ""))
+            samples_s = tuple(1e-4 + 1e-7 * k for k in range(8))
+            dataset.add_record(
+                Record(f"p{i}", "this-cpu@1", "ok", 1e-4, samples_s, 0.01, measured_at=1.0, meta={"run_s": 0.1})
+            )
+        return (time.perf_counter() - started) / outcomes
+
+
+def times_of(records: Any, bandwidth_gbit: float, driver_s: float, bytes_: float) -> Times:
+    """Of a dataset's records that say how long they took (DatasetError without any)."""
+    metas = [join_meta(row) for row in records[records["build_s"].notna()].to_dict("records")]
+    if not metas:
+        raise DatasetError("no record says how long it was built")
+    run_s = [meta.get("run_s", 0.0) + meta.get("waited_s", 0.0) for meta in metas]
+    return Times(
+        np.array([meta["build_s"] for meta in metas]), np.array(run_s), driver_s, bytes_ * 8 / (bandwidth_gbit * 1e9)
+    )
+
+
+def measured(count: int, networks: list[str], seed: int, driver_s: float) -> list[dict[str, Any]]:
+    """Labels a second here with one and two builders, and as simulated."""
+    from prediction_speed import draw
+
+    jobs: list[BuildJob] = draw(networks, count + 4, seed)
+    cores, target, rows, times = usable_cores(), get_device("this-cpu@1").target, [], None
+    for builders in (1, 2):
+        config = CpuConfig(builders=builders)
+        executor = Executor(core_groups(cores, 1, 1))
+        with Engine(CpuMeasurer(config, target, executor, sentinel_job())) as engine:
+            list(engine.run(iter(jobs[:4])))  # processes are up and warm
+            started = time.perf_counter()
+            outcomes = {o.job.program.hash: o for o in engine.run(iter(jobs[4:]))}
+            elapsed_s = time.perf_counter() - started
+        metas = [outcomes[job.program.hash].meta for job in jobs[4:]]
+        if times is None:
+            sentinel_s = 2 * 3 * 2 * config.plan.min_sample_s / config.batch_size  # before and after each batch
+            run_s = [m.get("run_s", 0.0) + m.get("waited_s", 0.0) + sentinel_s if "run_s" in m else 0.0 for m in metas]
+            times = Times(np.array([m.get("build_s", 0.0) for m in metas]), np.array(run_s), driver_s, 0.0)
+        expected = simulate(times, range(len(metas)), builders, 1, len(cores))["labels_per_s"]
+        found = sum(o.status == "ok" for o in outcomes.values()) / elapsed_s
+        rows.append(
+            {"builders": builders, "labels_per_s": found, "simulated": expected, "difference": found / expected - 1}
+        )
+        print(f"{builders} builders: {found:.2f} labels/s, simulated {expected:.2f}", file=sys.stderr)
+    return rows
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    add = parser.add_argument
+    add("--data", type=Path, default=REPOSITORY / "data/epyc-zen4-1core", help="whose records say how long they took")
+    add("--bandwidth", type=float, default=1.0, metavar="GBIT", help="of the network of each device, Gbit/s")
+    add("--programs", type=int, default=4000, help="of a simulation, at least")
+    add("--measure", type=int, default=0, metavar="N", help="profile so many programs here and compare")
+    add("--networks", nargs="+", default=["resnet18", "bert_tiny"])
+    add("--seed", type=int, default=0)
+    args = parser.parse_args()
+    made = provenance(__file__, [args.data, OBJECTS], seeds=[args.seed])
+    with zipfile.ZipFile(OBJECTS) as archive:
+        bytes_ = float(np.mean([part.file_size for part in archive.infolist()]))
+    driver_s = driver_seconds()
+    times = times_of(Dataset.open(args.data).records, args.bandwidth, driver_s, bytes_)
+    rng, rows, figures = np.random.default_rng(args.seed), [], []
+    for devices in DEVICES:
+        of_cores = {}
+        for cores in CORES:
+            programs = rng.integers(len(times.build_s), size=max(args.programs, 30 * cores, 100 * devices)).tolist()
+            of_cores[cores] = simulate(times, programs, cores, devices)
+            rows.append({"cores": cores, "devices": devices, **of_cores[cores]})
+        best = max(row["labels_per_s"] for row in of_cores.values())
+        enough = next(cores for cores in CORES if of_cores[cores]["labels_per_s"] >= _SATURATED * best)
+        values = {f"{cores} cores": round(row["labels_per_s"], 2) for cores, row in of_cores.items()}
+        why = of_cores[enough]["bound_by"]
+        figures.append(
+            figure(
+                f"labels/s, {devices} devices (from {enough} cores on bound by {why})",
+                values,
+                args.programs,
+                [args.seed],
+            )
+        )
+    checked = measured(args.measure, args.networks, args.seed, driver_s) if args.measure else []
+    for row in checked:
+        name = f"{row['builders']} builders here, 1 device"
+        values = {
+            "measured, labels/s": row["labels_per_s"],
+            "simulated": row["simulated"],
+            "difference, %": 100 * row["difference"],
+        }
+        figures.append(figure(name, values, args.measure, [args.seed]))
+    means = {"build_s": float(times.build_s.mean()), "run_s": float(times.run_s[times.run_s > 0].mean())}
+    failed = math.fsum(times.run_s == 0) / len(times.run_s)
+    report(args.json, made, figures, rows=rows, times={**means, "driver_s": driver_s, "transfer_s": times.transfer_s,
+           "object_bytes": bytes_, "not_measured": failed}, measured=checked)  # fmt: skip
+
+
+if __name__ == "__main__":
+    start(main)
