@@ -150,6 +150,8 @@ def device_of_this_machine(device: str | Device, workers: int | str = 1, gpu: st
 
     found = get_device(device) if isinstance(device, str) else device
     if found.kind == "gpu":
+        if workers == "auto":
+            raise TunerError(f"{found.name}: --workers auto is for CPUs, give a number")
         _check_gpu(found, gpu)
         return found
     if found.kind != "cpu":
@@ -201,11 +203,9 @@ def make_engine(config: TuneConfig, device: Device, degree: int) -> Engine:
 
 
 def calibrated_degree(config: TuneConfig, device: Device, jobs: Sequence[BuildJob], say: Callable[[str], None]) -> int:
-    """Programs measured at the same time that leave the labels of a CPU's share as they are; TunerError for a GPU."""
+    """Programs measured at the same time that leave the labels of a CPU's share as they are."""
     from cdmpp.profiler.machine import usable_cores
 
-    if device.kind != "cpu":
-        raise TunerError(f"{device.name}: --workers auto is for CPUs, give a number")
     if len(usable_cores()) // int(device.share) <= 1:
         return 1
     from cdmpp.profiler.calibration import calibrate_cpu
