@@ -203,6 +203,7 @@ class Engine:
         self.config, self.measurer = measurer.config, measurer
         self._count = max(1, self.config.builders or len(machine.usable_cores()))
         self._builders: list[Worker] = []
+        self._cancelled = False
         #: Jobs, and how many builders died over each; the load of a builder, too, is such a pair.
         self._to_build: deque[tuple[Any, int]] = deque()
 
@@ -217,6 +218,10 @@ class Engine:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._close(kill=kind is not None)
+
+    def cancel(self) -> None:
+        """Have :meth:`run` end without waiting for what is built or measured; from any thread."""
+        self._cancelled = True
 
     def _close(self, *, kill: bool) -> None:
         for worker in self._builders:
@@ -256,7 +261,7 @@ class Engine:
         is built, or the device is lost; all that is final was yielded before.
         """
         measurer, exhausted = self.measurer, False
-        while True:
+        while not self._cancelled:
             if not exhausted:
                 exhausted = not self._draw(jobs)
             self._build()

@@ -60,9 +60,9 @@ class Measurer:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None:
-            self._abort.set()
         self._closing.set()
+        if kind is not None:
+            self.abort()
         self._thread.join()
         aborted = self._abort.is_set() and kind is None
         self._engine.__exit__(_Aborted if aborted else kind, value, trace)
@@ -88,6 +88,8 @@ class Measurer:
     def abort(self) -> None:
         """Give up what is under way; its futures are cancelled."""
         self._abort.set()
+        # it does not ask for jobs while all that it has are being built
+        self._engine.cancel()
         self._thread.join()
 
     def _jobs(self) -> Iterator[BuildJob | None]:
@@ -110,6 +112,8 @@ class Measurer:
                     future.set_result(outcome)
                 if self._abort.is_set():
                     raise _Aborted
+            if self._abort.is_set():
+                self._end(None)
         except _Aborted:
             self._end(None)
         except BaseException as err:  # raised where a future is waited for
