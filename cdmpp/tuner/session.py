@@ -166,9 +166,9 @@ class TuningSession:
 
     def _initial(self, task: int) -> list[Candidate] | None:
         """A task's first candidates by the guard; None where it has none to give, or the task was begun."""
-        if self._guard is None or task in self.searches or self._progress.states[task].measured:
+        state = self._progress.states[task]
+        if self._guard is None or state.history or state.measured:
             return None
-        self._start(task)
         return self._guard.initial(self._tuners[task], self._batch, self._model) or None
 
     def _start(self, task: int) -> None:
