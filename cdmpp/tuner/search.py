@@ -185,8 +185,8 @@ class DecisionSearch:
         return list(self._log_s.values())
 
     def propose(self, known: Collection[str]) -> list[Candidate]:
-        """The next candidates, likeliest first, none of them known or proposed before (what is then dropped is not proposed again);
-        fewer where the spaces give no more, at last none."""
+        """The next candidates, likeliest first, none of them known, or proposed before though it was dropped; fewer where the
+        spaces give no more, at last none."""
         self._predict(list(self._kept))
         self.sample(max(_FRESH * self._batch, _FIRST * self._batch - len(self._hashes)))
         for _ in range(self._steps):
