@@ -49,7 +49,7 @@ from cdmpp.predictor.data import subset
 from cdmpp.predictor.predictor import load_predictor
 from cdmpp.program.ast import FEATURE_SET
 from cdmpp.program.graph import NetworkGraph, load_graphs
-from cdmpp.tuner.kept import nearest_device
+from cdmpp.tuner.warm_start import nearest_device
 
 FILES = ("neusight_ops.parquet", "neusight_traces.parquet", "neusight_e2e.csv")
 

@@ -44,8 +44,8 @@ from cdmpp.device import device_features, get_device
 from cdmpp.predictor import Config, Predictor, TrainingData, gather, load_config
 from cdmpp.predictor.data import collect_asts, subset
 from cdmpp.program.ast import CompactAST
-from cdmpp.tuner.kept import nearest_device
 from cdmpp.tuner.learning import Encoded, OnlineModel, PredictorPrior
+from cdmpp.tuner.warm_start import nearest_device
 
 METHODS = ("cdmpp", "cdmpp_measured", "cdmpp_online", "nearest", "others", "random_expected", "random_median")
 

@@ -300,11 +300,17 @@ def _add_report(sub: Parser) -> None:
 
 
 def _report(args: Namespace, console: Console, errors: Console) -> Any:
-    """Where a trained predictor errs, as one HTML page.
+    """Where a trained predictor errs, or what a tuning gave, as one HTML page.
 
     cdmpp report runs/predictor --out report.html
     cdmpp report runs/t4 --data runs/t4-records --split all --out t4.html
     """
+    if (Path(args.run_dir) / "tuning.json").is_file():
+        from cdmpp.tuner.results import write_page
+
+        content = write_page(Path(args.run_dir), Path(args.out))
+        say(console, f"Written to {args.out}.")
+        return {**content, "path": str(args.out)}
     from cdmpp.report import write_report
 
     with Bar(errors, "reading ASTs") as bar:

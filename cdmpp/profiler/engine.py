@@ -240,6 +240,7 @@ class Engine:
         self._executor = measurer.executor
         self._count = self._executor.builder_count(self.config.builders)
         self._builders: list[Worker] = []
+        self._cancelled = False
         #: Jobs, and how many builders died over each; the load of a builder, too, is such a pair.
         self._to_build: deque[tuple[Any, int]] = deque()
 
@@ -254,6 +255,10 @@ class Engine:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._close(kill=kind is not None)
+
+    def cancel(self) -> None:
+        """Have :meth:`run` end without waiting for what is built or measured; from any thread."""
+        self._cancelled = True
 
     def _close(self, *, kill: bool) -> None:
         for worker in self._builders:
@@ -292,7 +297,7 @@ class Engine:
         is built, or the device is lost; all that is final was yielded before.
         """
         measurer, exhausted = self.measurer, False
-        while True:
+        while not self._cancelled:
             if not exhausted:
                 exhausted = not self._draw(jobs)
             self._build()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import TunerError
 from cdmpp.tuner.objective import Objective
-from cdmpp.tuner.trimmer import check_coverage
+from cdmpp.tuner.scheduler import check_coverage
 
 if TYPE_CHECKING:
     from cdmpp.predictor import Predictor
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 #: Cost models by the names that the command line has for them.
 COST_MODELS = ("cdmpp", "xgb", "random")
 
+#: In place of a folder of earlier records: the tunings that are kept in the user's cache.
+AUTO = "auto"
 #: Searches likewise.
 SEARCHES = ("cdmpp", "metaschedule")
 

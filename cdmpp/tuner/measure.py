@@ -60,9 +60,9 @@ class Measurer:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None:
-            self._abort.set()
         self._closing.set()
+        if kind is not None:
+            self.abort()
         self._thread.join()
         aborted = self._abort.is_set() and kind is None
         self._engine.__exit__(_Aborted if aborted else kind, value, trace)
@@ -88,6 +88,8 @@ class Measurer:
     def abort(self) -> None:
         """Give up what is under way; its futures are cancelled."""
         self._abort.set()
+        # it does not ask for jobs while all that it has are being built
+        self._engine.cancel()
         self._thread.join()
 
     def _jobs(self) -> Iterator[BuildJob | None]:
@@ -110,6 +112,8 @@ class Measurer:
                     future.set_result(outcome)
                 if self._abort.is_set():
                     raise _Aborted
+            if self._abort.is_set():
+                self._end(None)
         except _Aborted:
             self._end(None)
         except BaseException as err:  # raised where a future is waited for
@@ -150,6 +154,8 @@ def device_of_this_machine(device: str | Device, workers: int | str = 1, gpu: st
 
     found = get_device(device) if isinstance(device, str) else device
     if found.kind == "gpu":
+        if workers == "auto":
+            raise TunerError(f"{found.name}: --workers auto is for CPUs, give a number")
         _check_gpu(found, gpu)
         return found
     if found.kind != "cpu":
@@ -202,11 +208,9 @@ def make_engine(config: TuneConfig, device: Device, degree: int, executor: Execu
 
 
 def calibrated_degree(config: TuneConfig, device: Device, jobs: Sequence[BuildJob], say: Callable[[str], None]) -> int:
-    """Programs measured at the same time that leave the labels of a CPU's share as they are; TunerError for a GPU."""
+    """Programs measured at the same time that leave the labels of a CPU's share as they are."""
     from cdmpp.profiler.machine import usable_cores
 
-    if device.kind != "cpu":
-        raise TunerError(f"{device.name}: --workers auto is for CPUs, give a number")
     if len(usable_cores()) // int(device.share) <= 1:
         return 1
     from cdmpp.profiler.calibration import calibrate_cpu

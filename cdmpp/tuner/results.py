@@ -12,7 +12,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cdmpp.files import seconds_text
+from cdmpp.errors import TunerError
+from cdmpp.files import seconds_text, write_text
 from cdmpp.tuner.objective import Costs, Curve
 from cdmpp.tuner.store import writing
 
@@ -28,6 +29,8 @@ FIGURE_FILE = "curve.png"
 HTML_FILE = "report.html"
 #: So much of a network's latency may be measured while others used the core before it is said.
 _DISTURBED = 0.05
+#: A latency that falls by more is drawn on a logarithmic axis.
+_STEEP = 5.0
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
@@ -165,6 +168,18 @@ def write_report(report: TuneReport, folder: Path) -> None:
         (folder / HTML_FILE).write_text(_html(report, png), encoding="utf-8")
 
 
+def write_page(folder: Path, out: Path) -> dict[str, Any]:
+    """Write the HTML page of a tuning's folder to another place; gives its ``report.json``. TunerError where it did not end."""
+    try:
+        page = (folder / HTML_FILE).read_text(encoding="utf-8")
+        content: dict[str, Any] = json.loads((folder / JSON_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as err:
+        raise TunerError(f"{folder} holds no report of a tuning that has ended: {err}") from err
+    with writing(out):
+        write_text(out, page)
+    return content
+
+
 def curve_figure(report: TuneReport) -> bytes:
     """Best latency against trials and against wall time, as the bytes of a PNG."""
     from matplotlib.figure import Figure
@@ -175,13 +190,18 @@ def curve_figure(report: TuneReport) -> bytes:
     latency_ms = [1e3 * p.latency_s for p in points]
     best = f"best: {seconds_text(points[-1].latency_s)}"
     left.step([p.measurements for p in points], latency_ms, where="post", color="#0072B2", label=best)
-    left.set(xlabel="trials measured", ylabel="sum over the tasks in ms", ylim=(0, None))
+    left.set(xlabel="trials measured", ylabel="sum over the tasks in ms")
     right.step([p.wall_s for p in points], latency_ms, where="post", color="#0072B2")
     right.set(xlabel="wall time in s")
     if report.untuned_s is not None:
         untuned = f"untuned: {seconds_text(report.untuned_s)}"
         for axes in (left, right):
             axes.axhline(1e3 * report.untuned_s, color="#777777", linestyle=":", label=untuned)
+    if latency_ms[0] > _STEEP * latency_ms[-1]:
+        left.set_yscale("log")
+        left.yaxis.set_major_formatter("{x:g}")
+    else:
+        left.set_ylim(0, None)
     left.legend(frameon=False)
     left.grid(color="#eeeeee")
     right.grid(color="#eeeeee")

@@ -167,6 +167,7 @@ class DecisionSearch:
         #: Predicted log seconds of all programs; decisions and MetaSchedule's candidate of those kept.
         self._log_s: dict[str, float] = {}
         self._kept: dict[str, tuple[Genes, Any]] = {}
+        self._proposed: set[str] = set()
         self._templates: list[Genes] = []
         self._steps = _STEPS
         for candidate in earlier:
@@ -184,14 +185,16 @@ class DecisionSearch:
         return list(self._log_s.values())
 
     def propose(self, known: Collection[str]) -> list[Candidate]:
-        """The next candidates, likeliest first, none of them known; fewer where the spaces give no more, at last none."""
+        """The next candidates, likeliest first, none of them known, or proposed before though it was dropped; fewer where the
+        spaces give no more, at last none."""
         self._predict(list(self._kept))
         self.sample(max(_FRESH * self._batch, _FIRST * self._batch - len(self._hashes)))
         for _ in range(self._steps):
             self._replay(self._children(_REPLAYED * self._batch))
         self._steps = _LATER
         likeliest = sorted(self._kept, key=self._log_s.__getitem__)
-        chosen = [digest for digest in likeliest if digest not in known][: self._batch]
+        chosen = [digest for digest in likeliest if digest not in known and digest not in self._proposed][: self._batch]
+        self._proposed.update(chosen)
         self.counts.proposed += len(chosen)
         found = [self._tuner.candidate(self._kept[digest][1]) for digest in chosen]
         for digest in likeliest[_KEPT:]:

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import ProgramError, TunerError
+from cdmpp.profiler.engine import BuildJob
 from cdmpp.tuner.candidates import Candidate, TaskTuner, runner_results
 from cdmpp.tuner.measure import in_time
 from cdmpp.tuner.progress import Progress
-from cdmpp.tuner.scheduler import leave_alone, next_task
+from cdmpp.tuner.scheduler import Trimmer, leave_alone, next_task, worth_measuring
 from cdmpp.tuner.search import DecisionSearch
 from cdmpp.tuner.store import replayed
-from cdmpp.tuner.trimmer import Trimmer, worth_measuring
 
 FloatArray = NDArray[np.float64]
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from cdmpp.profiler.engine import Outcome
     from cdmpp.program.types import Task
     from cdmpp.tuner.config import TuneConfig
+    from cdmpp.tuner.measure import Measurer
+    from cdmpp.tuner.store import TuningStore
     from cdmpp.tuner.validity import ValidityGuard
 
 #: Rounds of different tasks under way at a time: one is searched for while another is measured.
@@ -164,9 +166,9 @@ class TuningSession:
 
     def _initial(self, task: int) -> list[Candidate] | None:
         """A task's first candidates by the guard; None where it has none to give, or the task was begun."""
-        if self._guard is None or task in self.searches or self._progress.states[task].measured:
+        state = self._progress.states[task]
+        if self._guard is None or state.history or state.measured:
             return None
-        self._start(task)
         return self._guard.initial(self._tuners[task], self._batch, self._model) or None
 
     def _start(self, task: int) -> None:
@@ -311,3 +313,69 @@ def summed(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
 def work(task: Task, weight: float) -> float:
     """Operations and bytes that a network spends on a task that it runs so often."""
     return weight * (task.flops + task.bytes)
+
+
+# -- before the best is named -----------------------------------------------------------------------------------------
+
+#: Programs of a task at most that are measured again, runs of each, and measurements for each one of the tuning.
+_OF_TASK, _RUNS, _PART = 3, 2, 0.1
+#: Noise that a label has at least.
+_LEAST = 0.01
+
+
+def close_programs(store: TuningStore, device: Device, budget: int) -> list[list[str]]:
+    """Programs that may be their task's fastest, of tasks that have several, those first that took longest to measure."""
+    records, found = store.dataset.records, []
+    records = records[(records["device"] == device.name) & (records["status"] == "ok")]
+    times = records["program"].value_counts()
+    for _, rows in records.drop_duplicates("program", keep="last").groupby("task"):
+        rows = rows.sort_values("latency_s").head(_OF_TASK)
+        noise = np.maximum(rows["noise"].fillna(0.0).to_numpy(), _LEAST)
+        latency_s = rows["latency_s"].to_numpy()
+        close = rows["program"][latency_s <= latency_s[0] * (1 + np.maximum(noise, noise[0]))].tolist()
+        # not again where a resumed tuning did it before
+        if len(close) > 1 and times[close].min() <= _RUNS:
+            found.append((latency_s[0], close))
+    chosen: list[list[str]] = []
+    for _, close in sorted(found, reverse=True):
+        if _RUNS * sum(map(len, [*chosen, close])) <= budget:
+            chosen.append(close)
+    return chosen
+
+
+def measure_close_again(
+    store: TuningStore, device: Device, measurer: Measurer, progress: Progress, say: Callable[[str], None]
+) -> None:
+    """Measure programs as fast as their task's best within the noise again, in turn, before the best is named: within a tenth
+    of the tuning's measurements and the time that is left.
+
+    Of many programs the one with the lowest label was lucky besides fast. Of two runs the better one counts; the first label
+    does not, as it was taken at another time than those it is compared with.
+    """
+    dataset, before = store.dataset, store.outcomes()
+    groups = close_programs(store, device, max(_RUNS * _OF_TASK, round(_PART * progress.costs.measurements)))
+    if not groups or progress.time_left_s == 0.0:
+        return
+    programs = [dataset.programs[digest] for close in groups for digest in close]
+    jobs = [
+        BuildJob(p, dataset.tasks[p.task_hash], None if p.space_hash is None else dataset.spaces[p.space_hash])
+        for p in programs
+    ]
+    runs: dict[str, list[Outcome]] = {program.hash: [] for program in programs}
+    for _ in range(_RUNS):
+        for outcome in in_time(measurer, measurer.submit(jobs), progress.time_left_s):
+            if outcome is not None and outcome.latency_s is not None:
+                runs[outcome.job.program.hash].append(outcome)
+    changed = 0
+    for close in groups:
+        # compared are only labels of the same two runs
+        if all(len(runs[digest]) == _RUNS for digest in close):
+            for digest in close:
+                for outcome in sorted(runs[digest], key=lambda o: -(o.latency_s or 0.0)):
+                    store.add(outcome)  # the last one is the label
+                    progress.count_costs(outcome)
+            changed += progress.relabel(store.outcomes(), dataset.programs[close[0]].task_hash)
+    store.relabel(before)
+    say(
+        f"{len(programs)} programs of {len(groups)} tasks were close: measured again, another one is the best in {changed}"
+    )

@@ -18,20 +18,23 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cdmpp.device import Device
 from cdmpp.errors import DatasetError, ProgramError, TunerError, reason
-from cdmpp.files import write_json
+from cdmpp.files import cache_folder, write_json
 from cdmpp.tuner.candidates import is_untuned
 from cdmpp.tuner.objective import Costs, Curve, Point
 
 if TYPE_CHECKING:
     from cdmpp.dataset import Dataset
-    from cdmpp.device import Device
     from cdmpp.profiler.engine import Outcome
+    from cdmpp.program.types import Program
     from cdmpp.tuner.candidates import Candidate, TaskTuner
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = KEPT_VERSION = 1
+#: Programs kept of a task on a device, the fastest.
+_MOST_KEPT = 16
 TUNING_FILE = "tuning.json"
 CURVE_FILE = "curve.jsonl"
 DATASET_FOLDER = "measured"
@@ -297,3 +300,48 @@ def _check_same(folder: Path, settings: Mapping[str, Any]) -> None:
             )
     if not (folder / DATASET_FOLDER).is_dir():
         raise DatasetError(f"{folder / DATASET_FOLDER} is missing: what was measured cannot be read")
+
+
+# -- kept for later tunings -----------------------------------------------------------------------------------------
+
+
+def kept_folder() -> Path:
+    """Of the user's cache: a file a task and device, ``TASK/DEVICE.json``, with the fastest programs, their spaces and
+    latencies, the device as it was, and the TVM that made it."""
+    return cache_folder() / "tunings"
+
+
+def keep(dataset: Dataset, device: Device, labels: Mapping[str, float | None]) -> None:
+    """Keep the fastest scheduled programs of a tuning beside those of earlier ones; a cache that cannot be written is said."""
+    fastest: dict[str, list[tuple[float, Program]]] = {}
+    for digest, latency_s in labels.items():
+        program = dataset.programs[digest]
+        if latency_s is not None and program.space_hash is not None:
+            fastest.setdefault(program.task_hash, []).append((latency_s, program))
+    for task, found in fastest.items():
+        path = kept_folder() / task / f"{device.name}.json"
+        earlier = read_kept(path) if path.is_file() else None
+        entries = {} if earlier is None else {entry["program"]["hash"]: entry for entry in earlier["programs"]}
+        for latency_s, program in found:
+            space = dataset.spaces[str(program.space_hash)]
+            entries[program.hash] = {"latency_s": latency_s, "program": asdict(program), "space": asdict(space)}
+        programs = sorted(entries.values(), key=lambda entry: entry["latency_s"])[:_MOST_KEPT]
+        head = {"format_version": KEPT_VERSION, "tvm": tvm_version(), "device": device.to_json()}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, {**head, "programs": programs})
+        except OSError as err:
+            logger.warning("the tuning is not kept for later ones: %s", err)
+            return
+
+
+def read_kept(path: Path) -> dict[str, Any] | None:
+    """A file of the cache; None for one of another TVM or format, or a damaged one."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        Device.from_json(content["device"])
+        same = content["format_version"] == KEPT_VERSION and content["tvm"] == tvm_version()
+        return content if same and all(entry["program"] and entry["space"] for entry in content["programs"]) else None
+    except (OSError, ValueError, KeyError, TypeError) as err:
+        logger.debug("%s: %s", path, err)
+        return None

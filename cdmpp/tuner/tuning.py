@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import TunerError
-from cdmpp.tuner.confirm import measure_close_again
-from cdmpp.tuner.kept import keep
+from cdmpp.tuner.config import AUTO
 from cdmpp.tuner.measure import (
     CALIBRATION_PROGRAMS,
     Measurer,
@@ -23,9 +22,8 @@ from cdmpp.tuner.measure import (
 )
 from cdmpp.tuner.progress import Progress
 from cdmpp.tuner.results import TaskResult, TuneReport, write_report
-from cdmpp.tuner.session import Models, TuningSession, make_tuners, summed
-from cdmpp.tuner.store import TuningStore, check_folder
-from cdmpp.tuner.warm_start import AUTO
+from cdmpp.tuner.session import Models, TuningSession, make_tuners, measure_close_again, summed
+from cdmpp.tuner.store import TuningStore, check_folder, keep
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
@@ -172,6 +170,7 @@ class _Tuning:
                 session = TuningSession(tuners, models, store, measurer, progress, config)
                 stopped = session.warm_start(self._earlier, device, self.say).run()
                 learned = session.learned
+                measure_close_again(store, device, measurer, progress, self.say)
             else:
                 from cdmpp.tuner.workers import Workers
 
@@ -181,9 +180,6 @@ class _Tuning:
                     config = replace(config, validity=models.guard.validity.model)
                 stopped = workers.run(config, device, cores, self._earlier)
                 learned = _together(workers.learned)
-                # theirs was ended with them
-                measurer = open_.enter_context(Measurer(make_engine(config, device, 1)))
-            measure_close_again(store, device, measurer, progress, self.say)
             for tuner, state in zip(tuners, progress.states, strict=True):
                 if state.untuned_s is not None and state.untuned_s == state.latency_s:
                     store.commit_untuned(tuner, state.untuned_s)

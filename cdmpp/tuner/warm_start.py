@@ -2,31 +2,37 @@
 
 Of the same device they teach the cost model, whatever tasks they are of (only cdmpp's learns from tasks that are not
 tuned). Of the same tasks, whatever the device, the best of them are measured first: their labels are not trusted to hold
-here and now, their schedules are.
+here and now, their schedules are. Of tunings that are kept in the user's cache those of the device are taken, or else those of
+the nearest one.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cdmpp.errors import ProgramError
+import numpy as np
+from numpy.typing import NDArray
+
+from cdmpp.device import Device, device_features
+from cdmpp.errors import PredictorError, ProgramError
+from cdmpp.program.types import Program, Space
 from cdmpp.tuner.candidates import runner_results
-from cdmpp.tuner.kept import kept_programs
-from cdmpp.tuner.store import DATASET_FOLDER, RECORD_FILE, json_database, replayed, tvm_version
+from cdmpp.tuner.config import AUTO
+from cdmpp.tuner.store import DATASET_FOLDER, RECORD_FILE, json_database, kept_folder, read_kept, replayed, tvm_version
 
 if TYPE_CHECKING:
     from cdmpp.dataset import DatasetView
-    from cdmpp.device import Device
     from cdmpp.tuner.candidates import Candidate, TaskTuner
 
 logger = logging.getLogger(__name__)
 
-#: In place of a folder: the tunings that are kept in the user's cache.
-AUTO = "auto"
+#: Device features that differ by less than this between all devices do not tell them apart.
+_CONSTANT_STD = 1e-6
 #: Programs of a task to measure before any search.
 _FIRST = 4
 #: Records of tasks that are not tuned, at most: the latest.
@@ -132,8 +138,6 @@ def _learn_other_tasks(view: DatasetView, tuners: Sequence[TaskTuner], device: D
 
 
 def _of_database(path: Path, tuners: Sequence[TaskTuner], device: Device) -> Iterator[tuple[int, _Earlier]]:
-    import numpy as np
-
     from cdmpp.program.tvm_env import structural_hash
 
     number = {tuner.task.hash: i for i, tuner in enumerate(tuners)}
@@ -162,3 +166,58 @@ def _same_target(target: Any, wanted: Mapping[str, Any]) -> bool:
         return False
     attributes, names = dict(target.attrs), ("mcpu", "num-cores", "arch")
     return all(str(attributes.get(name, "")) == str(wanted.get(name, "")) for name in names)
+
+
+def kept_programs(
+    tuners: Sequence[TaskTuner], device: Device, say: Callable[[str], None]
+) -> Iterator[tuple[int, Candidate, float, bool]]:
+    """Number of a task, a program kept of it, its latency in seconds, and whether it was measured on this device.
+
+    A task's are those of the device, or else of the nearest one that has some. What another TVM wrote is passed over.
+    """
+    others, lost = 0, 0
+    for number, tuner in enumerate(tuners):
+        found: dict[str, dict[str, Any]] = {}
+        for path in sorted((kept_folder() / tuner.task.hash).glob("*.json")):
+            content = read_kept(path)
+            if content is None:
+                others += 1
+            elif content["device"]["kind"] == device.kind:
+                found[path.stem] = content
+        if not found:
+            continue
+        vectors = {name: device_features(Device.from_json(content["device"])) for name, content in found.items()}
+        here = device.name in found
+        name = device.name if here else nearest_device(device.name, {**vectors, device.name: device_features(device)})
+        for entry in found[name]["programs"]:
+            try:
+                candidate = tuner.replay(Program(**entry["program"]), Space(**entry["space"]))
+            except ProgramError as err:
+                logger.debug("%s", err)
+                lost += 1
+                continue
+            yield number, candidate, float(entry["latency_s"]), here
+    if others or lost:
+        say(
+            f"kept tunings: {others} files of another TVM (or damaged) and {lost} programs that do not replay passed over"
+        )
+
+
+def nearest_device(name: str, vectors: Mapping[str, NDArray[np.float64]]) -> str:
+    """The device whose features (device name -> raw :func:`cdmpp.device.device_features`) are nearest to a device's.
+
+    Logarithms are compared, standardised over the devices; a feature that one of two devices lacks tells nothing of them.
+    """
+    import pandas as pd
+
+    from cdmpp.predictor.encoding import signed_log1p
+
+    others = sorted(set(vectors) - {name})
+    if not others or name not in vectors:
+        raise PredictorError(f"there is no device to compare {name} with")
+    table = pd.DataFrame({device: signed_log1p(vector) for device, vector in vectors.items()}).T
+    std = table.std(ddof=0)
+    varies = std > _CONSTANT_STD
+    gaps = ((table.loc[others] - table.loc[name]) / std).loc[:, varies]
+    distance = np.sqrt((gaps**2).mean(axis=1)).fillna(math.inf)
+    return min(others, key=lambda other: (distance[other], other))

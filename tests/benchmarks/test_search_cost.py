@@ -17,7 +17,7 @@ from benchmarks.search_cost import (
     regret_in_order,
 )
 from cdmpp.errors import PredictorError
-from cdmpp.tuner.kept import nearest_device
+from cdmpp.tuner.warm_start import nearest_device
 
 INF, NAN = math.inf, math.nan
 

@@ -76,6 +76,9 @@ class FakeEngine:
     def __exit__(self, *error: object) -> None:
         pass
 
+    def cancel(self) -> None:
+        pass
+
     def run(self, jobs: Iterator[BuildJob | None]) -> Iterator[Outcome]:
         for job in jobs:
             if job is None:

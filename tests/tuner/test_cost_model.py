@@ -103,6 +103,21 @@ def test_tune_tir_takes_cost_model_builder_and_runner(tmp_path: Path) -> None:
     assert len(model.model) == 12 and model.cache.asked > model.cache.computed
 
 
+def test_it_is_a_drop_in_for_tvms_own_builder_and_runner(tmp_path: Path) -> None:
+    model = CostModel("default", "this-cpu@1")
+    mod = tvm.IRModule({"main": matmul_task(32).prim_func()})
+    builder = ms.builder.LocalBuilder(max_workers=1, initializer=import_tvm)
+    given = {
+        "builder": builder,
+        "runner": ms.runner.LocalRunner(initializer=import_tvm),
+        "cost_model": model,
+        "num_tuning_cores": 1,
+    }
+    database = ms.tune_tir(mod, LLVM, str(tmp_path), 4, num_trials_per_iter=4, **given, **by_tvm())
+    assert len(database) == len(model.model) == 4
+    assert all(0 < float(record.run_secs[0]) < 1 for record in database.get_all_tuning_records())
+
+
 def test_tune_relax_takes_them_too_and_its_database_deploys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from tvm.relax.transform import MetaScheduleApplyDatabase

@@ -12,7 +12,7 @@ import pytest
 
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler.engine import BuildJob, Outcome
-from cdmpp.tuner.measure import Measurer, job_of_module
+from cdmpp.tuner.measure import Measurer, in_time, job_of_module
 from tests.samples.programs import as_it_is, matmul_task, quick_engine, sampled, segfault_task
 from tests.samples.tuning import FakeEngine, made_up_latency_s
 
@@ -59,6 +59,17 @@ def test_a_program_that_kills_its_process_costs_one_outcome() -> None:
     with Measurer(quick_engine()) as measurer:
         outcomes = [f.result(timeout=PATIENCE_S) for f in measurer.submit([bad, *good])]
     assert [o.status for o in outcomes] == ["run_error", "ok", "ok"]
+
+
+def test_giving_up_does_not_wait_for_what_is_being_compiled() -> None:
+    engine = quick_engine()
+    with Measurer(engine) as measurer:
+        measurer.submit(sampled(matmul_task(), 1))[0].result(timeout=PATIENCE_S)
+        for builder in engine._builders:
+            os.kill(builder.pid, signal.SIGSTOP)  # a compilation without an end
+        futures = measurer.submit(sampled(matmul_task(48), 12))
+        outcomes = list(in_time(measurer, futures, 0.5))
+    assert outcomes == [None] * 12
 
 
 class BrokenEngine(FakeEngine):

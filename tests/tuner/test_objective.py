@@ -12,8 +12,7 @@ import pytest
 from cdmpp.errors import TunerError
 from cdmpp.program.types import Program
 from cdmpp.tuner.objective import Costs, Curve, Objective, Point, parse_duration, parse_fraction
-from cdmpp.tuner.scheduler import TaskState, next_task
-from cdmpp.tuner.trimmer import Trimmer, worth_measuring
+from cdmpp.tuner.scheduler import TaskState, Trimmer, next_task, worth_measuring
 
 
 def curve(latency_s: Any, times: Sequence[float]) -> Curve:

@@ -31,7 +31,7 @@ def by_hash(measures: Sequence[Any]) -> np.ndarray:
 def test_candidates_are_new_distinct_and_replay_exactly(tuner: TaskTuner) -> None:
     search, known = DecisionSearch(tuner, by_hash, 6, 0), set[str]()
     for _ in range(3):
-        found = search.propose(known)
+        found = search.propose(set())
         hashes = [c.hash for c in found]
         assert len(found) == 6 and len(set(hashes)) == 6 and not known & set(hashes)
         latencies = [made_up_latency_s(digest) for digest in hashes]

@@ -13,10 +13,11 @@ from cdmpp.cli import main
 from cdmpp.cli.tune import devices_with_shares
 from cdmpp.device import Device
 from cdmpp.errors import TunerError
+from cdmpp.profiler.calibration import Calibration, DegreeResult
 from cdmpp.program.network import Network
 from cdmpp.tuner.config import TuneConfig
 from cdmpp.tuner.deployment import apply_database, import_network, measure_network
-from cdmpp.tuner.measure import Measurer, device_of_this_machine
+from cdmpp.tuner.measure import Measurer, calibrated_degree, device_of_this_machine
 from cdmpp.tuner.results import TuneReport
 from cdmpp.tuner.tuning import tune, tune_tasks
 from tests.samples.programs import QUICK_PLAN, matmul_task
@@ -82,6 +83,8 @@ def test_a_network_that_does_not_compile(network: Network) -> None:
     [
         ({"batch": 0}, "candidates of a round: one at least, got 0"),
         ({"workers": 0}, "workers: one at least"),
+        ({"workers": "many"}, "workers are a number or 'auto', got 'many'"),
+        ({"search": "blind"}, "no search 'blind'; there are cdmpp, metaschedule"),
         ({"builders": 0}, "builders: one at least"),
         ({"build_timeout_s": 0.0}, "build timeout must be above 0 s"),
         ({"run_timeout_s": float("nan")}, "run timeout must be above 0 s"),
@@ -105,6 +108,10 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "importing mlp" in shown.err
     result = json.loads(file.read_text())
     assert {"speedup", "network", "costs", "curve", "tasks", "gain_next_minute"} <= set(result)
+    assert result["tuned_s"] == pytest.approx(sum(task["weight"] * task["best_s"] for task in result["tasks"]))
+    assert main(["report", str(out), "--out", str(tmp_path / "page.html")]) == 0
+    assert "<h2>Tasks</h2>" in (tmp_path / "page.html").read_text()
+    capsys.readouterr()
 
     def error_of(*more: str) -> str:
         assert main([*args, *more]) == 2
@@ -120,6 +127,25 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "no folder of earlier records" in error_of(
         "--trials", "9", "--out", str(tmp_path / "u"), "--warm-start", str(tmp_path / "no")
     )
+
+
+@pytest.mark.parametrize(("cores", "chosen"), [(1, 1), (2, 2)])
+def test_the_degree_is_calibrated_where_more_than_one_share_fits(
+    monkeypatch: pytest.MonkeyPatch, cores: int, chosen: int
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("cdmpp.profiler.machine.usable_cores", lambda: tuple(range(cores)))
+    monkeypatch.setattr("cdmpp.profiler.calibration.usable_cores", lambda: tuple(range(cores)))
+
+    def calibrate(measure: Any, degrees: list[int], *_: Any) -> Any:
+        return Calibration(degrees[0], 0.02, DegreeResult(1, 1.0), (DegreeResult(degrees[0], 1.5, accepted=True),))
+
+    monkeypatch.setattr("cdmpp.profiler.calibration.calibrate", calibrate)
+    config, device = tune_config(8, workers="auto"), device_of_this_machine("this-cpu@1", "auto")
+    assert calibrated_degree(config, device, [], said.append) == chosen
+    assert len(said) == (0 if chosen == 1 else 2), "it says what it does and what it found"
+    with pytest.raises(TunerError, match="--workers auto is for CPUs"):
+        device_of_this_machine("h200", "auto")
 
 
 def test_what_is_wrong_is_said_before_the_network_is_imported(
