@@ -103,7 +103,8 @@ def test_tune_tir_takes_cost_model_builder_and_runner(tmp_path: Path) -> None:
     assert len(model.model) == 12 and model.cache.asked > model.cache.computed
 
 
-def test_it_is_a_drop_in_for_tvms_own_builder_and_runner(tmp_path: Path) -> None:
+def test_it_is_a_drop_in_for_tvms_own_builder_and_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("tvm.s_tir.meta_schedule"), "handlers", [])  # as below
     model = CostModel("default", "this-cpu@1")
     mod = tvm.IRModule({"main": matmul_task(32).prim_func()})
     builder = ms.builder.LocalBuilder(max_workers=1, initializer=import_tvm)
