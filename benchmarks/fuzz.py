@@ -23,7 +23,6 @@ import tempfile
 import time
 import traceback
 import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -115,18 +114,21 @@ def _text(name: str, text: str) -> Callable[[Path], Path]:
     return write
 
 
-def _operators(folder: Path) -> Path:
-    rows = [{"op": "gemm", "m": 8.0, "n": 64.0, "k": 64.0, "count": 1, "dtype": "float16"}]
-    path = folder / "operators.parquet"
-    pq.write_table(pa.Table.from_pylist(rows), path)
+def _parquet(folder: Path, rows: int = 1) -> Path:
+    row = {
+        "op": "gemm",
+        "m": 8.0,
+        "n": 64.0,
+        "k": 64.0,
+        "dtype": "float16",
+        "device": "h200",
+        "seconds": 1e-5,
+        "count": 1,
+    }
+    path = folder / "operators/operators.parquet"
+    path.parent.mkdir()
+    pq.write_table(pa.Table.from_pylist([row] * rows), path)
     return path
-
-
-def _measured_operators(folder: Path) -> Path:
-    row = {"op": "gemm", "m": 8.0, "n": 64.0, "k": 64.0, "dtype": "float16", "device": "h200", "seconds": 1e-5}
-    (folder / "operators").mkdir()
-    pq.write_table(pa.Table.from_pylist([row] * 3), folder / "operators/operators.parquet")
-    return folder / "operators"
 
 
 def _tir(folder: Path) -> Path:
@@ -165,8 +167,8 @@ KINDS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Any]]] = {
     "predictor": (_predictor, Predictor.load),
     "bundle": (_bundle, read_bundle),
     "operator list (CSV)": (_text("operators.csv", _CSV), lambda path: read_operators(path, "float16")),
-    "operator list (parquet)": (_operators, lambda path: read_operators(path, "float16")),
-    "measured operators": (_measured_operators, load_operators),
+    "operator list (parquet)": (_parquet, lambda path: read_operators(path, "float16")),
+    "measured operators": (lambda folder: _parquet(folder, 3).parent, load_operators),
     "device YAML": (_text("devices.yaml", _DEVICE), read_device_file),
     "TIR JSON": (_tir, lambda path: compact_ast(load_program(path))),
     "configuration YAML": (_text("config.yaml", dump_config(Config())), load_config),
@@ -246,12 +248,6 @@ def _change_inside(path: Path, rng: random.Random) -> None:
         with zipfile.ZipFile(path, "w") as archive:
             for name, content in parts.items():
                 archive.writestr(name, content)
-    elif path.suffix == ".jsonl":
-        lines = data.splitlines()
-        at = rng.randrange(len(lines))
-        text = str(_changed_text(lines[at][9:], rng)).encode()
-        lines[at] = b"%08x " % zlib.crc32(text) + text
-        path.write_bytes(b"\n".join(lines) + b"\n")
     else:
         path.write_text(json.dumps(_changed_json(json.loads(data), rng)), encoding="utf-8")
 

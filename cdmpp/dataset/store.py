@@ -37,6 +37,9 @@ from cdmpp.program.types import Program, Space, Task
 
 _LOG = logging.getLogger(__name__)
 
+#: Records that are kept in memory, besides those that were read, while more are added.
+_FRESH_RECORDS = 1000
+
 
 class Dataset(DatasetView):
     """One dataset folder (see :mod:`cdmpp.dataset.schema` for what is in it), ``path``, and its ``meta.json``, ``meta``.
@@ -235,6 +238,10 @@ class Dataset(DatasetView):
         rows.add("records", codec.record_to_json(record))
         if self._records is not None:
             self._fresh.append(record)
+            if (
+                len(self._fresh) >= _FRESH_RECORDS
+            ):  # read again where they are asked for: a run of days has no room for all
+                self._records, self._fresh = None, []
 
     def update_meta(self, **meta: Any) -> None:
         """Change entries of ``meta.json``."""

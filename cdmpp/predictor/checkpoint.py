@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from cdmpp.device import DEVICE_FEATURES, Device
-from cdmpp.errors import FeatureMismatchError, PredictorError
+from cdmpp.errors import FeatureMismatchError, PredictorError, reason
 from cdmpp.files import parse_json, read_json, replacing, write_text
 from cdmpp.predictor.config import ModelConfig
 from cdmpp.predictor.encoding import FeatureEncoder
@@ -166,7 +166,7 @@ def load_fields(folder: Path) -> dict[str, Any]:
     try:
         fields["network"].load_state_dict(weights)
     except RuntimeError as err:
-        raise PredictorError(f"{folder}: weights do not fit the network of {_JSON_FILE}: {err}") from err
+        raise PredictorError(f"{folder}: weights do not fit the network of {_JSON_FILE}: {reason(err)[:400]}") from err
     fields["network"].eval()
     return fields
 

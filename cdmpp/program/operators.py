@@ -151,7 +151,7 @@ def operator_table(rows: Iterable[Mapping[str, Any]] | pd.DataFrame) -> pd.DataF
         if lacking.to_numpy().any():
             at, name = next((at, name) for at, row in lacking.iterrows() for name in needed if row[name])
             raise ProgramError(f"row {at + 1}: {op} needs {name}, a number above 0")
-    table["dtype"] = table["dtype"].map(dtype_name)
+    table["dtype"] = table["dtype"].astype(str).map(dtype_name)
     kv = table["kv_dtype"] if "kv_dtype" in table else pd.Series(None, index=table.index)
     known = kv.notna() & (kv.astype(str) != "")
     table["kv_dtype"] = table["dtype"].where(~known, kv.where(known).map(dtype_name, na_action="ignore"))
@@ -321,7 +321,7 @@ def read_operators(path: str | Path, dtype: str) -> pd.DataFrame:
     for number, row in enumerate(table.to_dict("records"), start=1):
         try:
             rows.append(_listed(row, dtype))
-        except (ProgramError, OverflowError) as err:
+        except (ProgramError, TypeError, ValueError, OverflowError) as err:
             raise ProgramError(f"{path}, row {number}: {reason(err).removeprefix('row 1: ')}") from err
     return pd.DataFrame(rows)
 
