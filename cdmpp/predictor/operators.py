@@ -71,13 +71,13 @@ _ALIKE_KINDS = {
     "softmax": "softmax float32",
 }
 #: Operators of one kind and device that constants are fitted to, at most.
-_FITTED_ROWS = 700
+_FITTED_ROWS = 3000
 #: Parts of the operators of a single family of devices that are left out in turn.
 _FOLDS = 5
 #: What was measured by one framework alone, which usually takes so much longer than the fastest, says nothing of the fastest.
 _SLOW = 0.1
 #: Tables are cut to so many rows of one operator, data type, device and framework.
-_ROWS = 700
+_ROWS = 2500
 #: Waves that stand for a Gaussian over the numbers of operators, and how far it reaches in standard deviations of each.
 _WAVES, _REACH = 192, 0.5
 #: ATen operators with fewer labels are not told apart from others of their kind.
@@ -483,7 +483,7 @@ def train(
         progress(done, len(numbers) + 1)
         mine = np.flatnonzero(family == number)
         others = np.flatnonzero(family != number)
-        without = _fitted(table.iloc[others].reset_index(drop=True), 1, epochs, width, seed)
+        without = _fitted(table.iloc[others].reset_index(drop=True), max(1, members // 2), epochs, width, seed)
         estimate[mine], logs[mine] = _parts_of_rows(without, table.iloc[mine])
     progress(len(numbers), len(numbers) + 1)
     measured, kind = np.log(table["seconds"].to_numpy(dtype=np.float64)) - np.log(estimate), kinds(table)
