@@ -175,7 +175,8 @@ def _compiled(asts: list[CompactAST], device: str) -> NDArray[np.float64]:
     """With the stored counts of those CPU programs that have some, rows of NaN for the others."""
     evidence = Evidence(code=counts_on(device, programs("cpu")))
     seconds = predictor().predict_asts(asts, device, evidence)
-    factor = np.exp(predictor().calibration_of(evidence).half_width(device, 0.9))
+    difficulty = predictor().difficulty(asts, [device], np.zeros(len(asts), np.int64), evidence)
+    factor = np.exp(predictor().calibration_of(evidence).half_width(device, 0.9) * difficulty)
     rows = np.stack([seconds, seconds / factor, seconds * factor], axis=1)
     rows[np.isnan(evidence.code[:, 0])] = np.nan
     return rows
