@@ -143,9 +143,11 @@ def promise(state: TaskState) -> float:
 def worth_measuring(
     guard: Any, coverage: float | None, model: Any, context: Any, candidates: Sequence[Any], best_s: float | None
 ) -> NDArray[np.bool_]:
-    """Whether each candidate is worth building, bool (n,): likely to run by the guard
-    (:class:`cdmpp.tuner.validity.ValidityGuard`), and among those that may beat `best_s` by the intervals of this coverage that a
-    model (:class:`cdmpp.tuner.CostModel`) gives, or the :data:`KEPT` likeliest. None of them objects to nothing."""
+    """Whether each candidate is worth building, bool (n,); a guard or a coverage of None objects to nothing.
+
+    It is where a guard (:class:`cdmpp.tuner.validity.ValidityGuard`) thinks that it runs, and where by the intervals of this
+    coverage that a model (:class:`cdmpp.tuner.CostModel`) gives it may beat `best_s`, or is of the :data:`KEPT` likeliest.
+    """
     worth = np.ones(len(candidates), dtype=bool)
     if guard is not None:
         worth[:] = guard.worth(context, candidates)
