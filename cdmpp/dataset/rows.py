@@ -51,7 +51,9 @@ class RowStore:
                 path = self._copied()  # to read a log that nobody has open, SQLite has to write beside it
             # A reader, too, rolls back what a killed writer left half-written, for which SQLite has to write.
             mode = "rwc" if write else "rw"
-            self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None)
+            where = f"{path.absolute().as_uri()}?mode={mode}"
+            # threads may take turns
+            self._db = sqlite3.connect(where, uri=True, isolation_level=None, check_same_thread=False)
             self._db.execute(f"PRAGMA query_only = {int(not write)}")
             if write:
                 local = _file_system(path.parent) not in _SHARED_FILE_SYSTEMS

@@ -18,36 +18,22 @@ if TYPE_CHECKING:
     from cdmpp.tuner.tuning import tune, tune_tasks
     from cdmpp.tuner.validity import ValidityModel, train_validity
 
-_HOME = {
-    "CostModel": "cdmpp.tuner.cost_model",
-    "Measurer": "cdmpp.tuner.measure",
-    "Objective": "cdmpp.tuner.objective",
-    "TuneConfig": "cdmpp.tuner.config",
-    "TuneReport": "cdmpp.tuner.results",
-    "ValidityModel": "cdmpp.tuner.validity",
-    "builder_and_runner": "cdmpp.tuner.cost_model",
-    "import_network": "cdmpp.tuner.deployment",
-    "train_validity": "cdmpp.tuner.validity",
-    "tune": "cdmpp.tuner.tuning",
-    "tune_tasks": "cdmpp.tuner.tuning",
+_NAMES = {
+    "config": ("TuneConfig",),
+    "cost_model": ("CostModel", "builder_and_runner"),
+    "deployment": ("import_network",),
+    "measure": ("Measurer",),
+    "objective": ("Objective",),
+    "results": ("TuneReport",),
+    "tuning": ("tune", "tune_tasks"),
+    "validity": ("ValidityModel", "train_validity"),
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = [
-    "CostModel",
-    "Measurer",
-    "Objective",
-    "TuneConfig",
-    "TuneReport",
-    "ValidityModel",
-    "builder_and_runner",
-    "import_network",
-    "train_validity",
-    "tune",
-    "tune_tasks",
-]
+__all__ = [*sorted(_HOME)]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'cdmpp.tuner' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -296,17 +296,14 @@ def default_schedule(func: Any, target: Any) -> Any | None:
 
 # -- Ctrl-C --------------------------------------------------------------------------------------------------------
 
-#: Signals received inside of :func:`signals_held_back` and not yet answered.
-_RECEIVED: list[int] = []
-
 
 @contextlib.contextmanager
 def signals_held_back() -> Iterator[None]:
     """Keep Ctrl-C while TVM's search runs until an exception does no harm: in the search's threads it ends the process
     (``std::terminate``), in a callback it becomes an error of TVM's own.
 
-    The first one (or SIGTERM, where it has a handler) is answered at the next :func:`answer_signals`, or at the end; a
-    second one at once. In other threads than the main one nothing changes.
+    The first one (or SIGTERM, where it has a handler) is answered at the end; a second one at once. In other threads than the
+    main one nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -314,31 +311,22 @@ def signals_held_back() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     # Signals that are ignored or end the process go on doing so.
     handlers = {number: handler for number, handler in before.items() if callable(handler)}
+    received: list[signal.Signals] = []
+
+    def restore() -> None:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
     def receive(number: int, frame: Any) -> None:
-        _RECEIVED.append(number)
-        if len(_RECEIVED) > 1:
-            handlers[signal.Signals(number)](number, frame)
+        restore()
+        received.append(signal.Signals(number))
         print("stopping after this step of the search; Ctrl-C again stops at once", file=sys.stderr)
 
     for number in handlers:
         signal.signal(number, receive)
     try:
         yield
-    except Exception as err:  # TVM's own error types
-        if _RECEIVED:
-            raise KeyboardInterrupt from err
-        raise
     finally:
-        received = list(_RECEIVED)
-        _RECEIVED.clear()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    if received:
-        handlers[signal.Signals(received[0])](received[0], None)
-
-
-def answer_signals() -> None:
-    """KeyboardInterrupt if a signal is held back; for callbacks, whose exceptions TVM hands on."""
-    if _RECEIVED:
-        raise KeyboardInterrupt
+        restore()
+    for number in received:
+        handlers[number](number, None)

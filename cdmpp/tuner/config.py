@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import TunerError
 from cdmpp.tuner.objective import Objective
-from cdmpp.tuner.scheduler import check_coverage
 
 if TYPE_CHECKING:
     from cdmpp.predictor import Predictor
@@ -89,5 +88,5 @@ class TuneConfig:
         for name, seconds in (("build", self.build_timeout_s), ("run", self.run_timeout_s)):
             if not seconds > 0:
                 raise TunerError(f"the {name} timeout must be above 0 s, got {seconds:g}")
-        if self.trim is not None:
-            check_coverage(self.trim)
+        if self.trim is not None and not 0 < self.trim < 1:
+            raise TunerError(f"the trimmer's coverage must be between 0 and 1, got {self.trim:g}")

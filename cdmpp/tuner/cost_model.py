@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.program.tvm_env import import_tvm
-from cdmpp.tuner.candidates import CandidateCache, answer_signals, funcs_of, hashes_of, task_hash
+from cdmpp.tuner.candidates import CandidateCache, funcs_of, hashes_of, task_hash
 from cdmpp.tuner.learning import AnalyticalPrior, Encoded, OnlineModel, PredictorPrior
 from cdmpp.tuner.measure import Measurer, job_of_module
 
@@ -93,7 +93,6 @@ class CostModel(PyCostModel):
 
         Programs that failed when they were measured, and those that cannot be read, have a score of 0.
         """
-        answer_signals()
         seconds = self.predict_s(context, candidates)
         task = task_hash(context)
         finite = seconds[np.isfinite(seconds)]

@@ -28,7 +28,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,8 +60,6 @@ _SETTLE_S = 2.0
 _SAME_OUTPUT = 1e-2
 #: Longer runs are not looked at as a whole.
 _SHORT_RUN_S = 0.03
-#: Functions without enough quiet samples may make so much of the sum.
-_OPEN = 0.01
 #: How the VM's own functions are called; all others are the network's.
 _OWN = "vm.builtin."
 
@@ -208,24 +206,20 @@ def _compile(module: Any, target: Any, path: Path) -> str:
     from tvm import relax
     from tvm.relax.backend.cpu_generic.pipeline import dataflow_lower_passes, finalize_passes
 
+    def link(output: str, objects: Sequence[str], **_: Any) -> None:
+        """Without a compiler driver, as the profiler does."""
+        subprocess.run(["ld", "-shared", "-o", output, *objects], check=True, capture_output=True, text=True)
+
+    link.output_format = "so"  # type: ignore[attr-defined]
     passes = tvm.transform.Sequential([*dataflow_lower_passes(target), *finalize_passes(target)])
     try:
         with quiet(), target, tvm.transform.PassContext(opt_level=3):
             executable = relax.build(module, target=target, relax_pipeline=passes)
-            linker = {} if shutil.which("ld") is None else {"fcompile": _link}
-            executable.export_library(str(path), **linker)
+            executable.export_library(str(path), **({} if shutil.which("ld") is None else {"fcompile": link}))
     except Exception as err:  # TVM reports through its own error types
         reason = (str(err).strip().splitlines() or [type(err).__name__])[-1]
         raise TunerError(f"the network does not compile: {reason[:300]}") from err
     return str(path)
-
-
-def _link(output: str, objects: Sequence[str], **_: Any) -> None:
-    """Link without a compiler driver, as the profiler does."""
-    subprocess.run(["ld", "-shared", "-o", output, *objects], check=True, capture_output=True, text=True)
-
-
-_link.output_format = "so"  # type: ignore[attr-defined]
 
 
 def _serve(
@@ -257,24 +251,17 @@ def _serve(
 
 # -- sampling ------------------------------------------------------------------------------------------------------
 
+#: Seconds, and whether nothing disturbed them.
+Sample = tuple[float, bool]
 
-@dataclass
-class _Samples:
-    """Seconds of quiet and of disturbed samples."""
 
-    quiet: list[float] = field(default_factory=list)
-    disturbed: list[float] = field(default_factory=list)
+def _quiet(samples: Sequence[Sample]) -> list[float]:
+    return [seconds for seconds, quiet in samples if quiet]
 
-    def add(self, seconds: float, is_quiet: bool) -> None:
-        (self.quiet if is_quiet else self.disturbed).append(seconds)
 
-    @property
-    def chosen(self) -> list[float]:
-        """What a label is made of."""
-        return self.quiet or self.disturbed
-
-    def __len__(self) -> int:
-        return len(self.quiet) + len(self.disturbed)
+def _chosen(samples: Sequence[Sample]) -> list[float]:
+    """What a label is made of: the quiet samples, or all where there is no quiet one."""
+    return _quiet(samples) or [seconds for seconds, _ in samples]
 
 
 class Sampled:
@@ -294,13 +281,16 @@ class Sampled:
     ) -> None:
         self._network, self._sentinel, self._plan = network, sentinel, plan
         self._clock, self._preemptions = clock, preemptions
-        self.runs = _Samples()
-        self.calls: list[tuple[str, _Samples]] = []
+        self.runs: list[Sample] = []
+        self.calls: list[tuple[str, list[Sample]]] = []
         #: Whether every run calls the same functions in the same order.
         self.steady = True
         self.passes = 0
         self._own_s = float("inf")
         self._spent_s = self._waited_s = 0.0
+        self._limit_s = plan.max_measure_s + plan.max_wait_s
+        #: Samples are enough for a label from here on.
+        self._enough = max(2, plan.min_samples // 2)
         started = clock()
         network.run()
         self._run_s = clock() - started
@@ -313,8 +303,8 @@ class Sampled:
         self._waited_s += waited_s
         return calm, self._preemptions(), self._clock()
 
-    def _end(self, mark: tuple[bool, int, float]) -> tuple[float, bool]:
-        """Seconds since the mark, and whether nothing disturbed them."""
+    def _end(self, mark: tuple[bool, int, float]) -> Sample:
+        """What was since the mark."""
         calm, preempted, began = mark
         seconds = self._clock() - began
         self._sentinel.measured(seconds)
@@ -325,26 +315,25 @@ class Sampled:
         started, mark = self._clock(), self._begin()
         for _ in range(self._repeats):
             self._network.run()
-        seconds, is_quiet = self._end(mark)
-        self.runs.add(seconds / self._repeats, is_quiet and self._run_s <= _SHORT_RUN_S)
+        seconds, quiet = self._end(mark)
+        self.runs.append((seconds / self._repeats, quiet and self._run_s <= _SHORT_RUN_S))
         self._spent_s += self._clock() - started
 
     def sample_calls(self) -> None:
         """One run, call by call."""
-        position, depth, own_since = 0, 0, 0.0
-        mark = (False, 0, 0.0)
+        position, depth, mark = 0, 0, (False, 0, 0.0)
 
         def before(name: str) -> None:
-            nonlocal depth, mark, own_since
+            nonlocal depth, mark
             depth += 1
             if depth > 1:  # calls within calls count once
                 return
             if name.startswith(_OWN):
-                own_since = self._clock()
+                mark = (False, 0, self._clock())
                 return
             if position == len(self.calls):
-                self.calls.append((name, _Samples()))
-            mark = self._begin(patient=not self._settled(self.calls[position][1]))
+                self.calls.append((name, []))
+            mark = self._begin(patient=len(_quiet(self.calls[position][1])) < self._enough)
 
         def after(name: str) -> None:
             nonlocal depth, position
@@ -352,11 +341,11 @@ class Sampled:
             if depth:
                 return
             if name.startswith(_OWN):
-                self._own_s = min(self._own_s, self._clock() - own_since)
+                self._own_s = min(self._own_s, self._clock() - mark[2])
                 return
             known, samples = self.calls[position]
             self.steady &= known == name
-            samples.add(*self._end(mark))
+            samples.append(self._end(mark))
             position += 1
 
         started = self._clock()
@@ -365,58 +354,44 @@ class Sampled:
         self.passes += 1
         self._spent_s += self._clock() - started
 
-    def _settled(self, samples: _Samples) -> bool:
-        """Whether there are enough quiet samples for a label."""
-        return len(samples.quiet) >= max(2, self._plan.min_samples // 2)
-
     @property
     def wants_runs(self) -> bool:
         """Whether another sample of whole runs is wanted: two in any case."""
         if len(self.runs) < 2:
             return True
-        in_time = self._spent_s < 0.5 * (self._plan.max_measure_s + self._plan.max_wait_s)
-        return self._run_s <= _SHORT_RUN_S and in_time and self._plan.needs_more(self.runs.quiet, 0.0)
+        in_time = self._run_s <= _SHORT_RUN_S and self._spent_s < 0.5 * self._limit_s
+        return in_time and self._plan.needs_more(_quiet(self.runs), 0.0)
 
     @property
     def wants_calls(self) -> bool:
-        """Whether another run call by call is wanted: two in any case."""
+        """Whether another run call by call is wanted: two in any case, then until all calls have enough quiet samples."""
         if self.passes < 2:
             return True
         another_s = self._spent_s / (len(self.runs) + self.passes)
-        if self._spent_s + another_s > self._plan.max_measure_s + self._plan.max_wait_s:
-            return False
-        if not self.calls or not self.steady or self.passes >= 2 * self._plan.max_samples:
-            return False
-        times = np.array([call.latency_s for call in self._call_latencies()])
-        open_s = times[[not self._settled(samples) for _, samples in self.calls]].sum()
-        noise = self._calls_noise()
-        return bool(open_s > _OPEN * times.sum() or noise is None or noise > self._plan.target_noise)
+        in_time = self._spent_s + another_s <= self._limit_s and self.passes < 2 * self._plan.max_samples
+        open_ = any(len(_quiet(samples)) < self._enough for _, samples in self.calls)
+        return self.steady and in_time and (open_ or self.passes < self._plan.min_samples)
 
     def _call_latencies(self) -> tuple[CallLatency, ...]:
         cost_s, found = self._own_s if self._own_s < float("inf") else 0.0, []
-        for name, samples in self.calls:
-            seconds, number = max(0.0, label(samples.chosen) - cost_s), len(samples.quiet)
+        for name, samples in self.calls if self.steady else ():
+            seconds, number = max(0.0, label(_chosen(samples)) - cost_s), len(_quiet(samples))
             found.append(CallLatency(name, seconds, float(not number), len(samples), number))
         return tuple(found)
 
-    def _calls_noise(self) -> float | None:
-        """Relative difference of the sums of the odd and of the even samples; None without two of any."""
-        several = [samples.quiet for _, samples in self.calls if len(samples.quiet) > 1]
-        odd, even = (sum(label(values[i::2]) for values in several) for i in (0, 1))
-        return abs(odd - even) / ((odd + even) / 2) if several else None
-
     def result(self) -> VariantLatency:
         """The label and what it is made of."""
-        calls = self._call_latencies() if self.steady else ()
+        calls, quiet = self._call_latencies(), len(_quiet(self.runs))
         calls_s = sum(call.latency_s for call in calls) if calls else None
-        plain_s = label([*self.runs.quiet, *self.runs.disturbed])
-        counts = (plain_s, calls_s, len(self.runs), len(self.runs.quiet), calls)
-        if not self._settled(self.runs) and calls_s:
+        counts = (label([seconds for seconds, _ in self.runs]), calls_s, len(self.runs), quiet, calls)
+        if quiet < self._enough and calls_s:
             disturbed = sum(call.latency_s * call.disturbed for call in calls) / calls_s
-            return VariantLatency(calls_s, "calls", self._calls_noise(), disturbed, *counts)
-        chosen = self.runs.chosen
-        noise = split_half_difference(chosen)
-        return VariantLatency(label(chosen), "runs", noise, float(not self.runs.quiet), *counts)
+            several = [values for values in (_quiet(samples) for _, samples in self.calls) if len(values) > 1]
+            odd, even = (sum(label(values[i::2]) for values in several) for i in (0, 1))
+            noise = abs(odd - even) / ((odd + even) / 2) if several else None
+            return VariantLatency(calls_s, "calls", noise, disturbed, *counts)
+        chosen = _chosen(self.runs)
+        return VariantLatency(label(chosen), "runs", split_half_difference(chosen), float(not quiet), *counts)
 
 
 def sample_in_turn(variants: Sequence[Sampled]) -> None:
@@ -475,14 +450,13 @@ class Loaded:
 def largest_difference(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> float:
     """Largest difference of floating-point outputs, relative to the largest finite value."""
     worst = 0.0
-    for a, b in zip(first, second, strict=True):
-        if a.dtype.kind != "f":
+    for x, y in zip(first, second, strict=True):
+        if x.dtype.kind != "f":
             continue
-        x, y = a.astype(np.float64), b.astype(np.float64)
         both = np.isfinite(x) & np.isfinite(y)
-        scale = float(np.abs(x[both]).max(initial=0.0))
-        if scale > 0:
-            worst = max(worst, float(np.abs(x[both] - y[both]).max()) / scale)
         if (np.isfinite(x) != np.isfinite(y)).any():
-            worst = float("inf")
+            return float("inf")
+        a, b = x[both].astype(np.float64), y[both].astype(np.float64)
+        if scale := np.abs(a).max(initial=0.0):
+            worst = max(worst, float(np.abs(a - b).max() / scale))
     return worst

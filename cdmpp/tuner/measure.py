@@ -68,7 +68,7 @@ class Measurer:
         self._engine.__exit__(_Aborted if aborted else kind, value, trace)
 
     def submit(self, jobs: Sequence[BuildJob]) -> list[Future[Outcome]]:
-        """Have programs measured; a future each, with the engine's error where it has failed.
+        """Have programs measured; a future each, with the engine's error where it has failed, cancelled after :meth:`abort`.
 
         A program that is under way already is not measured twice.
         """
@@ -80,6 +80,8 @@ class Measurer:
                     future = Future()
                     if self._broken is not None:
                         future.set_exception(self._broken)
+                    elif self._abort.is_set():
+                        future.cancel()
                     else:
                         self._waiting[job.program.hash], self._futures[job.program.hash] = job, future
                 futures.append(future)
@@ -121,7 +123,7 @@ class Measurer:
 
     def _end(self, error: BaseException | None) -> None:
         with self._lock:
-            self._broken = error or TunerError("given up")
+            self._broken = error
             futures, self._futures, self._waiting = list(self._futures.values()), {}, {}
         for future in futures:
             if error is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -42,6 +43,8 @@ class Progress:
         if not tasks:
             raise TunerError("no task to tune")
         self.objective, self._store = objective, store
+        #: Of several sessions that take turns to change this.
+        self.lock = threading.RLock()
         self._report, self._clock = report, clock
         self.states = [TaskState(task.name, weight) for task, weight in tasks]
         self._number_of = {task.hash: i for i, (task, _) in enumerate(tasks)}
@@ -132,17 +135,14 @@ class Progress:
         number = min(len(worth), max(0, self.objective.trials - planned.trials))
         while limit is not None and any(worth[:number]) and planned.measurements + sum(worth[:number]) > limit:
             number -= 1
-        self._count_claim(task, worth[:number])
-        return number
-
-    def _count_claim(self, task: int, worth: Sequence[bool]) -> None:
-        state, measured = self.states[task], sum(worth)
-        dropped = len(worth) - measured
+        state, measured = self.states[task], sum(worth[:number])
+        dropped = number - measured
         self._under_way += measured
         self.costs.trials += dropped
         self.costs.dropped += dropped
         self.costs.saved_s += dropped * state.spent_s / max(1, state.measured)
         state.dropped += dropped
+        return number
 
     def release(self, number: int) -> None:
         """So many of the programs that were chosen are not going to be measured."""
@@ -192,7 +192,7 @@ class Progress:
         open_before = not state.finished
         state.end_round(worked)
         if open_before:
-            self._say_if_lost(state, error)
+            _say_if_lost(state, error)
         self._note(state.name)
 
     def give_up(self, task: int, why: str) -> None:
@@ -200,14 +200,7 @@ class Progress:
         state = self.states[task]
         if not state.finished:
             state.finished = why
-            self._say_if_lost(state)
-
-    @staticmethod
-    def _say_if_lost(state: TaskState, error: str = "") -> None:
-        """One line about a task that is given up without a program that works."""
-        if state.finished and state.best_s is None and not state.finished.startswith(LEFT_ALONE):
-            reason = f" ({error})" if error else ""
-            logger.warning("task %s is given up, the others go on: %s%s", state.name, state.finished, reason)
+            _say_if_lost(state)
 
     def _note(self, task: str) -> None:
         """Add a point to the curve and report."""
@@ -219,6 +212,13 @@ class Progress:
             self._store.add_point(point, self.costs)
         if self._report is not None:
             self._report(self)
+
+
+def _say_if_lost(state: TaskState, error: str = "") -> None:
+    """One line about a task that is given up without a program that works."""
+    if state.finished and state.best_s is None and not state.finished.startswith(LEFT_ALONE):
+        reason = f" ({error})" if error else ""
+        logger.warning("task %s is given up, the others go on: %s%s", state.name, state.finished, reason)
 
 
 def _total(parts: Sequence[tuple[float, float | None]]) -> float | None:

@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.errors import TunerError
-
 if TYPE_CHECKING:
     from cdmpp.program.types import Program
 
@@ -142,45 +140,23 @@ def promise(state: TaskState) -> float:
     return state.weight * (_ALPHA * brought + (1 - _ALPHA) * best / rounds)
 
 
-def check_coverage(coverage: float) -> None:
-    """TunerError for a coverage that a trimmer cannot have."""
-    if not 0 < coverage < 1:
-        raise TunerError(f"the trimmer's coverage must be between 0 and 1, got {coverage:g}")
-
-
-@dataclass(frozen=True)
-class Trimmer:
-    """Says which candidates are worth building, by the intervals of a model (``interval_s`` of
-    :class:`cdmpp.tuner.CostModel`) of a coverage: the less, the more is dropped."""
-
-    model: Any
-    coverage: float = 0.9
-
-    def __post_init__(self) -> None:
-        check_coverage(self.coverage)
-
-    def worth(self, context: Any, candidates: Sequence[Any], best_s: float | None) -> NDArray[np.bool_]:
-        """Whether each candidate is to be measured, bool (n,): those that may beat `best_s`, and :data:`KEPT` of all at least;
-        all of them where nothing was measured yet."""
-        if best_s is None or not candidates:
-            return np.ones(len(candidates), dtype=bool)
-        low, _ = self.model.interval_s(context, candidates, self.coverage)
-        worth: NDArray[np.bool_] = low < best_s
-        # what failed before is infinitely slow
-        likeliest = np.argsort(low, kind="stable")[: math.ceil(KEPT * len(low))]
-        worth[likeliest] = np.isfinite(low[likeliest])
-        return worth
-
-
 def worth_measuring(
-    guard: Any, trimmer: Trimmer | None, context: Any, candidates: Sequence[Any], best_s: float | None
+    guard: Any, coverage: float | None, model: Any, context: Any, candidates: Sequence[Any], best_s: float | None
 ) -> NDArray[np.bool_]:
-    """Whether each candidate is likely to run (by a :class:`cdmpp.tuner.validity.ValidityGuard`) and may beat `best_s` (by a
-    trimmer), bool (n,); None of either objects to nothing."""
+    """Whether each candidate is worth building, bool (n,); a guard or a coverage of None objects to nothing.
+
+    It is where a guard (:class:`cdmpp.tuner.validity.ValidityGuard`) thinks that it runs, and where by the intervals of this
+    coverage that a model (:class:`cdmpp.tuner.CostModel`) gives it may beat `best_s`, or is of the :data:`KEPT` likeliest.
+    """
     worth = np.ones(len(candidates), dtype=bool)
     if guard is not None:
         worth[:] = guard.worth(context, candidates)
     left = np.flatnonzero(worth)
-    if trimmer is not None and len(left):
-        worth[left] = trimmer.worth(context, [candidates[int(i)] for i in left], best_s)
+    if coverage is None or best_s is None or not len(left):
+        return worth
+    low, _ = model.interval_s(context, [candidates[int(i)] for i in left], coverage)
+    worth[left] = low < best_s
+    # what failed before is infinitely slow
+    likeliest = np.argsort(low, kind="stable")[: math.ceil(KEPT * len(low))]
+    worth[left[likeliest]] = np.isfinite(low[likeliest])
     return worth

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from cdmpp.profiler.engine import BuildJob
 from cdmpp.tuner.candidates import Candidate, TaskTuner, runner_results
 from cdmpp.tuner.measure import in_time
 from cdmpp.tuner.progress import Progress
-from cdmpp.tuner.scheduler import Trimmer, leave_alone, next_task, worth_measuring
+from cdmpp.tuner.scheduler import leave_alone, next_task, worth_measuring
 from cdmpp.tuner.search import DecisionSearch
 from cdmpp.tuner.store import replayed
 
@@ -40,14 +40,11 @@ _DEPTH = 2
 
 @dataclass
 class _Round:
-    """Candidates of one task on their way through measuring; ``proposed`` are MetaSchedule's own objects, none where the
-    candidates are not of its search."""
+    """Candidates of one task on their way through measuring."""
 
     task: int
-    candidates: list[Candidate]
     futures: list[Future[Outcome]]
     dropped: int
-    proposed: list[Any]
 
 
 @dataclass(frozen=True)
@@ -70,119 +67,142 @@ class Models:
         return cls(make_cost_model(config, device), guard)
 
 
-class TuningSession:
-    """Tunes tasks, one tuner each, with one cost model.
+class Searches:
+    """Proposes candidates of tasks, and learns what became of them.
 
-    What `store` holds already is not measured again; the measurer is running. In a worker, store, measurer and progress are
-    those of :mod:`cdmpp.tuner.workers`.
+    It may be in a process of its own (:mod:`cdmpp.tuner.workers`): tasks go in as their hashes, candidates come out as jobs.
+    `database` is MetaSchedule's, which `commit` puts a program that ran into.
     """
 
     def __init__(
         self,
         tuners: Sequence[TaskTuner],
         models: Models,
-        store: Any,
-        measurer: Any,
-        progress: Progress,
         config: TuneConfig,
+        database: Any,
+        commit: Callable[[TaskTuner, Candidate, float], None],
     ) -> None:
         self._tuners, self._model, self._guard = tuners, models.cost_model, models.guard
-        self._store, self._measurer, self._progress, self._batch = store, measurer, progress, config.batch
-        trims = config.cost_model == "cdmpp" and config.trim is not None
-        self._trimmer = Trimmer(self._model, config.trim or 0.9) if trims else None
-        self._config = config
-        #: Programs of earlier tunings to measure before any search, by task number, best first.
-        self._first: dict[int, list[Candidate]] = {}
+        self._by_hash = {tuner.task.hash: tuner for tuner in tuners}
+        self._config, self._database, self._commit = config, database, commit
+        #: Of the intervals that candidates are dropped by.
+        self._coverage = config.trim if config.cost_model == "cdmpp" else None
+        #: Programs of earlier tunings to measure before any search, by task, best first.
+        self._first: dict[str, list[Candidate]] = {}
         #: What is known of a task from before, for its search to begin with.
-        self._parents = defaultdict[int, list[Candidate]](list)
+        self._parents = defaultdict[str, list[Candidate]](list)
         #: The search of each task that was begun; None for TVM's.
-        self.searches: dict[int, DecisionSearch | None] = {}
+        self._searches: dict[str, DecisionSearch | None] = {}
+        #: Programs that were measured or are going to be.
+        self._known: set[str] = set()
+        #: A task's candidates that are being measured, and what MetaSchedule proposed for them.
+        self._under_way: dict[str, tuple[dict[str, Candidate], list[Any]]] = {}
 
-    def warm_start(self, earlier: Sequence[str | Path], device: Device, say: Callable[[str], None]) -> TuningSession:
-        """Learn from earlier records, and choose what to measure first (:mod:`cdmpp.tuner.warm_start`); gives itself."""
+    def begin(
+        self,
+        dataset: Any,
+        labels: Mapping[str, float | None],
+        earlier: Sequence[str | Path],
+        device: Device,
+        say: Callable[[str], None],
+    ) -> None:
+        """Learn from earlier records, choose what to measure first (:mod:`cdmpp.tuner.warm_start`), and learn what this tuning
+        measured before (labels of a dataset)."""
         if earlier:
             from cdmpp.tuner.warm_start import warm_start
 
-            self._first, learned = warm_start(earlier, self._tuners, device, self._model, say)
-            first = sum(map(len, self._first.values()))
-            say(f"earlier records: learned from {learned}, {first} programs will be measured first")
-            for task, candidates in self._first.items():
-                self._parents[task] += candidates
-        return self
+            first, learned = warm_start(earlier, self._tuners, device, self._model, say)
+            say(
+                f"earlier records: learned from {learned}, {sum(map(len, first.values()))} programs will be measured first"
+            )
+            self._first = {self._tuners[number].task.hash: found for number, found in first.items()}
+            self._parents.update({task: list(found) for task, found in self._first.items()})
+        self._known.update(labels)
+        seen = defaultdict[str, list[Candidate]](list)
+        for tuner, candidate in replayed(dataset, list(labels), self._by_hash):
+            seen[tuner.task.hash].append(candidate)
+        for task, found in seen.items():
+            self._teach(self._by_hash[task], [(candidate, labels[candidate.hash]) for candidate in found])
+            self._parents[task] += found
 
-    def run(self) -> str:
-        """Tune until the objective is reached, or until there is nothing more to try; says which."""
-        progress = self._progress
-        progress.start(self._batch)
-        self._learn_from_earlier_runs()
-        self._measure_untuned()
-        self._leave_alone()
-        under_way: deque[_Round] = deque()
-        while (reason := progress.reached()) is None:
-            task = next_task(progress.states, [r.task for r in under_way])
-            if task is None and not under_way:
-                return "nothing more to try"
-            if task is not None:
-                begun = self._begin_round(task)
-                if begun is not None:
-                    under_way.append(begun)
-            if under_way and (task is None or len(under_way) >= _DEPTH):
-                self._end_round(under_way.popleft())
-        for begun in under_way:
-            self._end_round(begun)
-        progress.tick()
-        return reason
-
-    @property
-    def learned(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """What the cost model learned and what the searches did, as JSON values; of ours only."""
         found = self._model.model.describe() if hasattr(self._model, "model") else {}
-        counts = [search.describe() for search in self.searches.values() if search is not None]
+        counts = [search.describe() for search in self._searches.values() if search is not None]
         return {**found, "search": summed(counts)} if counts else found
 
-    def _begin_round(self, task: int) -> _Round | None:
-        """Search, drop, and hand the rest over; None where nothing is left to measure."""
-        candidates = self._first.pop(task, None) or self._initial(task)
-        proposed: list[Any] = []
-        if candidates is None:
-            candidates, proposed = self._search(task)
+    def propose(self, task: str, best_s: float | None, first: bool) -> tuple[list[BuildJob], list[bool]] | None:
+        """A round's candidates, and whether each is worth measuring; None where the space gives no more. Before the `first`
+        round the guard may choose them."""
+        tuner, proposed = self._by_hash[task], list[Any]()
+        candidates = self._first.pop(task, None)
+        if not candidates and first and self._guard is not None:
+            candidates = self._guard.initial(tuner, self._config.batch, self._model)
+        if not candidates:
+            search = self._begun(task)
+            if search is not None:
+                candidates = search.propose(self._known)
+            else:
+                candidates = tuner.propose() or []
+                proposed = [c.measure for c in candidates]
             if not candidates:
-                self._progress.give_up(task, "its space gives no more valid programs")
                 return None
-        known = self._progress.known
-        candidates = [c for c in candidates if c.hash not in known]
-        measures, best_s = [c.measure for c in candidates], self._progress.states[task].latency_s
-        context = self._tuners[task].context
-        worth = worth_measuring(self._guard, self._trimmer, context, measures, best_s).tolist()
-        worth = worth[: self._progress.claim(task, worth)]
-        kept = [c for c, good in zip(candidates, worth, strict=False) if good]
-        known.update((c.hash, None) for c in kept)
-        futures = self._measurer.submit([c.job for c in kept])
-        begun = _Round(task, kept, futures, len(worth) - len(kept), proposed)
-        if kept:
-            return begun
-        self._end_round(begun)
-        return None
+        candidates = [c for c in candidates if c.hash not in self._known]
+        measures = [c.measure for c in candidates]
+        worth = worth_measuring(self._guard, self._coverage, self._model, tuner.context, measures, best_s).tolist()
+        self._known.update(c.hash for c, good in zip(candidates, worth, strict=True) if good)
+        self._under_way[task] = {c.hash: c for c in candidates}, proposed
+        return [c.job for c in candidates], worth
 
-    def _initial(self, task: int) -> list[Candidate] | None:
-        """A task's first candidates by the guard; None where it has none to give, or the task was begun."""
-        state = self._progress.states[task]
-        if self._guard is None or state.history or state.measured:
-            return None
-        return self._guard.initial(self._tuners[task], self._batch, self._model) or None
+    def learn(self, task: str, outcomes: Sequence[Outcome]) -> None:
+        """End a task's round, and learn from what was measured in it."""
+        tuner, pairs = self._by_hash[task], list[tuple[Candidate, float | None]]()
+        candidates, proposed = self._under_way.pop(task, ({}, []))
+        for outcome in outcomes:
+            program, space = outcome.job.program, outcome.job.space
+            # what a process proposed that died is replayed
+            candidate = candidates.get(program.hash) or tuner.replay(program, space)
+            if outcome.latency_s is not None:
+                self._commit(tuner, candidate, outcome.latency_s)
+            if outcome.status != "device_lost":
+                pairs.append((candidate, outcome.latency_s))
+        self._teach(tuner, pairs)
+        if proposed:
+            tuner.end_round(proposed)
 
-    def _start(self, task: int) -> None:
-        tuner, config = self._tuners[task], self._config
-        if config.search == "cdmpp" and config.cost_model == "cdmpp":
-            score = functools.partial(self._log_s, tuner.context)
-            parents = self._parents.pop(task, [])
-            self.searches[task] = DecisionSearch(tuner, score, self._batch, config.seed, parents)
-            return
-        from cdmpp.tuner.cost_model import GuardedModel
+    def expected_gain(self, task: str, untuned_s: float) -> float:
+        """Fraction of a task's time that tuning is expected to save: of the best of a few programs against the untuned one,
+        both predicted; without a predictor, of what the device cannot do faster against what was measured."""
+        tuner = self._by_hash[task]
+        if self._config.predictor is None:
+            from cdmpp.predictor.roofline import roofline_s
+            from cdmpp.program.ast import compact_asts
 
-        model = self._model if self._guard is None else GuardedModel(self._model, self._guard)
-        tuner.start(self._store.database, model, self._batch)
-        self.searches[task] = None
+            bound_s = roofline_s(compact_asts([tuner.mod["main"]]), self._model.device)
+            return 1.0 - min(1.0, bound_s[0] / untuned_s)
+        untuned, search = tuner.untuned_candidate(), self._begun(task)
+        if untuned is None or search is None:
+            return 1.0
+        best = min(search.sample(self._config.batch), default=math.inf)
+        if not math.isfinite(best):
+            return 1.0
+        return 1.0 - min(1.0, math.exp(best - self._log_s(tuner.context, [untuned.measure])[0]))
+
+    def _begun(self, task: str) -> DecisionSearch | None:
+        """A task's search."""
+        if task not in self._searches:
+            tuner, config = self._by_hash[task], self._config
+            if config.search == "cdmpp" and config.cost_model == "cdmpp":
+                score = functools.partial(self._log_s, tuner.context)
+                parents = self._parents.pop(task, [])
+                self._searches[task] = DecisionSearch(tuner, score, config.batch, config.seed, parents)
+            else:
+                from cdmpp.tuner.cost_model import GuardedModel
+
+                model = self._model if self._guard is None else GuardedModel(self._model, self._guard)
+                tuner.start(self._database, model, config.batch)
+                self._searches[task] = None
+        return self._searches[task]
 
     def _log_s(self, context: Any, measures: Sequence[Any]) -> FloatArray:
         """Predicted log seconds over the probability that a program runs, (n,)."""
@@ -192,69 +212,7 @@ class TuningSession:
                 log_s -= np.log(self._guard.scores(context, measures, np.ones(len(measures))))
         return log_s
 
-    def _search(self, task: int) -> tuple[list[Candidate], list[Any]]:
-        """A round's candidates, none where the space gives none, and what MetaSchedule proposed for it."""
-        if task not in self.searches:
-            self._start(task)
-        search = self.searches[task]
-        if search is not None:
-            return search.propose(self._progress.known), []
-        found = self._tuners[task].propose() or []
-        return found, [c.measure for c in found]
-
-    def _leave_alone(self) -> None:
-        """Do not begin tasks that are not worth a trial."""
-        states, gains = self._progress.states, dict[int, float]()
-        if self._config.cost_model != "cdmpp" or len(states) < 2:
-            return
-        for task, state in enumerate(states):
-            if state.untuned_s is not None and not state.measured and not state.finished:
-                gains[task] = state.weight * state.untuned_s * self._expected_gain(task, state.untuned_s)
-        network_s = sum(state.weight * (state.latency_s or 0.0) for state in states)
-        for task, why in leave_alone(gains, network_s, self._progress.trials_left).items():
-            self._progress.give_up(task, why)
-
-    def _expected_gain(self, task: int, untuned_s: float) -> float:
-        """Fraction of a task's time that tuning is expected to save: of the best of a few programs against the untuned one,
-        both predicted; without a predictor, of what the device cannot do faster against what was measured."""
-        tuner = self._tuners[task]
-        if self._config.predictor is None:
-            from cdmpp.predictor.roofline import roofline_s
-            from cdmpp.program.ast import compact_asts
-
-            bound_s = roofline_s(compact_asts([tuner.mod["main"]]), self._model.device)
-            return 1.0 - min(1.0, bound_s[0] / untuned_s)
-        untuned = tuner.untuned_candidate()
-        self._start(task)
-        search = self.searches[task]
-        if untuned is None or search is None:
-            return 1.0
-        best = min(search.sample(self._batch), default=math.inf)
-        if not math.isfinite(best):
-            return 1.0
-        return 1.0 - min(1.0, math.exp(best - self._log_s(tuner.context, [untuned.measure])[0]))
-
-    def _end_round(self, begun: _Round) -> None:
-        """Wait for the outcomes, as long as the budget allows, and learn from them."""
-        tuner = self._tuners[begun.task]
-        done: list[tuple[Candidate, Outcome]] = []
-        for candidate, outcome in zip(begun.candidates, self._in_time(begun.futures), strict=True):
-            if outcome is None:
-                continue
-            self._progress.enter(begun.task, outcome)
-            if outcome.latency_s is not None:
-                self._store.commit(tuner, candidate, outcome.latency_s)
-            done.append((candidate, outcome))
-        if done:
-            self._learn(tuner, [(c, o.latency_s) for c, o in done if o.status != "device_lost"])
-        if begun.proposed:
-            tuner.end_round(begun.proposed)
-        # A resumed search proposes what was measured before once more: such a round says nothing.
-        if done or begun.dropped:
-            error = next((f"{o.status}: {o.error}" for _, o in done if o.error), "")
-            self._progress.end_round(begun.task, sum(o.latency_s is not None for _, o in done), error)
-
-    def _learn(self, tuner: TaskTuner, pairs: Sequence[tuple[Candidate, float | None]]) -> None:
+    def _teach(self, tuner: TaskTuner, pairs: Sequence[tuple[Candidate, float | None]]) -> None:
         """Teach the models what became of candidates; None is a failure."""
         if not pairs:
             return
@@ -263,27 +221,112 @@ class TuningSession:
         if self._guard is not None:
             self._guard.learn(tuner.context, measures, [latency_s is not None for latency_s in latencies])
 
-    def _in_time(self, futures: Sequence[Future[Outcome]]) -> Iterator[Outcome | None]:
-        return in_time(self._measurer, futures, self._progress.time_left_s)
 
-    def _learn_from_earlier_runs(self) -> None:
-        """Let the models learn what earlier runs into this store measured."""
-        known, seen = self._progress.known, defaultdict[TaskTuner, list[tuple[Candidate, float | None]]](list)
-        tuners = {tuner.task.hash: tuner for tuner in self._tuners}
-        for tuner, candidate in replayed(self._store.dataset, list(known), tuners):
-            seen[tuner].append((candidate, known[candidate.hash]))
-        for tuner, pairs in seen.items():
-            self._learn(tuner, pairs)
-            self._parents[self._tuners.index(tuner)] += [candidate for candidate, _ in pairs]
+class TuningSession:
+    """Tunes some of a network's tasks (number -> tuner); `searches` may stand for :class:`Searches` in another process.
 
-    def _measure_untuned(self) -> None:
-        """Measure the untuned tasks: what tuning starts from. They are no trials."""
-        untuned, known = enumerate(tuner.untuned() for tuner in self._tuners), self._progress.known
-        jobs = [(task, job) for task, job in untuned if job is not None and job.program.hash not in known]
-        futures = self._measurer.submit([job for _, job in jobs])
-        for (task, _), outcome in zip(jobs, self._in_time(futures), strict=True):
-            if outcome is not None:
-                self._progress.enter(task, outcome)
+    The measurer is running; several sessions may share it and the progress, each in a thread of its own.
+    """
+
+    def __init__(
+        self, tuners: Mapping[int, TaskTuner], searches: Any, measurer: Measurer, progress: Progress, config: TuneConfig
+    ) -> None:
+        self.tuners, self.searches = tuners, searches
+        self._measurer, self._progress, self._config = measurer, progress, config
+        self._under_way = deque[_Round]()
+        #: Trials that it has for certain, and those that it has begun.
+        self.least = self.claimed = 0
+        #: Those that share the limits.
+        self.others: Sequence[TuningSession] = ()
+
+    def run(self) -> str:
+        """Tune until the objective is reached, or until there is nothing more to try; says which."""
+        progress, others = self._progress, set(range(len(self._progress.states))) - self.tuners.keys()
+        self._leave_alone()
+        while (reason := progress.reached(self._reserved())) is None:
+            task = next_task(progress.states, [*others, *(r.task for r in self._under_way)])
+            if task is None and not self._under_way:
+                return "nothing more to try"
+            if task is not None:
+                self._begin_round(task)
+            if self._under_way and (task is None or len(self._under_way) >= _DEPTH):
+                self._end_round(self._under_way.popleft())
+        while self._under_way:
+            self._end_round(self._under_way.popleft())
+        progress.tick()
+        return reason
+
+    def _reserved(self) -> int:
+        """Trials that others still have for certain."""
+        return sum(max(0, other.least - other.claimed) for other in self.others)
+
+    def abandon(self, why: str) -> None:
+        """Give all tasks up, and what is being measured."""
+        with self._progress.lock:
+            self._progress.release(sum(len(begun.futures) for begun in self._under_way))
+            for task in self.tuners:
+                self._progress.give_up(task, why)
+
+    def _begin_round(self, task: int) -> None:
+        """Search, drop, and hand the rest over."""
+        progress, state = self._progress, self._progress.states[task]
+        first = not state.history and not state.measured
+        found = self.searches.propose(self.tuners[task].task.hash, state.latency_s, first)
+        with progress.lock:
+            if found is None:
+                progress.give_up(task, "its space gives no more valid programs")
+                return
+            fresh = [(job, good) for job, good in zip(*found, strict=True) if job.program.hash not in progress.known]
+            worth = [good for _, good in fresh]
+            worth = worth[: progress.claim(task, worth, self._reserved())]
+            self.claimed += len(worth)
+            jobs = [job for (job, _), good in zip(fresh, worth, strict=False) if good]
+            progress.known.update((job.program.hash, None) for job in jobs)
+        begun = _Round(task, self._measurer.submit(jobs), len(worth) - len(jobs))
+        if jobs:
+            self._under_way.append(begun)
+        else:
+            self._end_round(begun)
+
+    def _end_round(self, begun: _Round) -> None:
+        """Wait for the outcomes, as long as the budget allows, and learn from them."""
+        progress = self._progress
+        done = [
+            outcome for outcome in in_time(self._measurer, begun.futures, progress.time_left_s) if outcome is not None
+        ]
+        with progress.lock:
+            for outcome in done:
+                progress.enter(begun.task, outcome)
+        self.searches.learn(self.tuners[begun.task].task.hash, done)
+        # A resumed search proposes what was measured before once more: such a round says nothing.
+        if done or begun.dropped:
+            error = next((f"{o.status}: {o.error}" for o in done if o.error), "")
+            with progress.lock:
+                progress.end_round(begun.task, sum(o.latency_s is not None for o in done), error)
+
+    def _leave_alone(self) -> None:
+        """Do not begin tasks that are not worth a trial."""
+        states, gains = {task: self._progress.states[task] for task in self.tuners}, dict[int, float]()
+        if self._config.cost_model != "cdmpp" or len(states) < 2:
+            return
+        for task, state in states.items():
+            if state.untuned_s is not None and not state.measured and not state.finished:
+                gain = self.searches.expected_gain(self.tuners[task].task.hash, state.untuned_s)
+                gains[task] = state.weight * state.untuned_s * gain
+        network_s = sum(state.weight * (state.latency_s or 0.0) for state in states.values())
+        with self._progress.lock:
+            for task, why in leave_alone(gains, network_s, self._progress.trials_left).items():
+                self._progress.give_up(task, why)
+
+
+def measure_untuned(tuners: Sequence[TaskTuner], measurer: Measurer, progress: Progress) -> None:
+    """Measure the untuned tasks: what tuning starts from. They are no trials."""
+    untuned = enumerate(tuner.untuned() for tuner in tuners)
+    jobs = {task: job for task, job in untuned if job is not None and job.program.hash not in progress.known}
+    futures = measurer.submit(list(jobs.values()))
+    for task, outcome in zip(jobs, in_time(measurer, futures, progress.time_left_s), strict=True):
+        if outcome is not None:
+            progress.enter(task, outcome)
 
 
 def make_tuners(
@@ -344,7 +387,12 @@ def close_programs(store: TuningStore, device: Device, budget: int) -> list[list
 
 
 def measure_close_again(
-    store: TuningStore, device: Device, measurer: Measurer, progress: Progress, say: Callable[[str], None]
+    store: TuningStore,
+    device: Device,
+    tuners: Sequence[TaskTuner],
+    measurer: Measurer,
+    progress: Progress,
+    say: Callable[[str], None],
 ) -> None:
     """Measure programs as fast as their task's best within the noise again, in turn, before the best is named: within a tenth
     of the tuning's measurements and the time that is left.
@@ -352,7 +400,7 @@ def measure_close_again(
     Of many programs the one with the lowest label was lucky besides fast. Of two runs the better one counts; the first label
     does not, as it was taken at another time than those it is compared with.
     """
-    dataset, before = store.dataset, store.outcomes()
+    dataset = store.dataset
     groups = close_programs(store, device, max(_RUNS * _OF_TASK, round(_PART * progress.costs.measurements)))
     if not groups or progress.time_left_s == 0.0:
         return
@@ -375,7 +423,7 @@ def measure_close_again(
                     store.add(outcome)  # the last one is the label
                     progress.count_costs(outcome)
             changed += progress.relabel(store.outcomes(), dataset.programs[close[0]].task_hash)
-    store.relabel(before)
+    store.open_database(tuners, anew=True)
     say(
         f"{len(programs)} programs of {len(groups)} tasks were close: measured again, another one is the best in {changed}"
     )

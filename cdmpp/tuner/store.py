@@ -84,8 +84,8 @@ class TuningStore:
         finally:
             self.dataset.close()
 
-    def open_database(self, tuners: Sequence[TaskTuner]) -> None:
-        """Open the MetaSchedule database, made anew from the dataset if they differ."""
+    def open_database(self, tuners: Sequence[TaskTuner], anew: bool = False) -> None:
+        """Open the MetaSchedule database, made anew from the dataset if they differ, or if labels have changed."""
         latencies = {
             program: latency_s
             for program, latency_s in self.outcomes().items()
@@ -93,7 +93,7 @@ class TuningStore:
         }
         try:
             self.database = json_database(self.folder)
-            if len(self.database) == len(latencies):
+            if len(self.database) == len(latencies) and not anew:
                 return
         except TunerError as err:
             logger.warning("%s; it is made anew from %s", err, self.folder / DATASET_FOLDER)
@@ -146,30 +146,6 @@ class TuningStore:
 
         workload = self.database.commit_workload(tuner.mod)
         self.database.commit_tuning_record(ms.database.TuningRecord.from_json(record, workload))
-
-    def relabel(self, before: Mapping[str, float | None]) -> None:
-        """Bring the MetaSchedule database up to labels that changed; `before` are the earlier ones by program."""
-        from tvm.s_tir import meta_schedule as ms
-
-        from cdmpp.program.tvm_env import structural_hash
-
-        programs, now = self.dataset.programs, self.outcomes()
-        # a record names no program: its task and its latency do
-        changed = {
-            (programs[digest].task_hash, f"{latency_s:.9e}"): now[digest]
-            for digest, latency_s in before.items()
-            if latency_s is not None and now[digest] != latency_s
-        }
-        records = list(self.database.get_all_tuning_records()) if changed else []
-        for name in (WORKLOAD_FILE, RECORD_FILE) if changed else ():
-            (self.folder / name).unlink(missing_ok=True)
-        self.database = json_database(self.folder) if changed else self.database
-        for record in records:
-            seconds = [float(s) for s in record.run_secs]
-            key = structural_hash(record.workload.mod["main"]), f"{seconds[0]:.9e}"
-            workload = self.database.commit_workload(record.workload.mod)
-            parts = (record.trace, workload, [changed.get(key, seconds[0])], record.target, record.args_info)
-            self.database.commit_tuning_record(ms.database.TuningRecord(*parts))
 
     def commit_untuned(self, tuner: TaskTuner, latency_s: float) -> None:
         """Put what a task runs as untuned into the MetaSchedule database, as a trace with no choice in it.

@@ -22,7 +22,15 @@ from cdmpp.tuner.measure import (
 )
 from cdmpp.tuner.progress import Progress
 from cdmpp.tuner.results import TaskResult, TuneReport, write_report
-from cdmpp.tuner.session import Models, TuningSession, make_tuners, measure_close_again, summed
+from cdmpp.tuner.session import (
+    Models,
+    Searches,
+    TuningSession,
+    make_tuners,
+    measure_close_again,
+    measure_untuned,
+    summed,
+)
 from cdmpp.tuner.store import TuningStore, check_folder, keep
 
 if TYPE_CHECKING:
@@ -166,20 +174,24 @@ class _Tuning:
                     degree = calibrated_degree(config, device, jobs, self.say)
                 engine = make_engine(config, device, degree, self._executor)
                 measurer = open_.enter_context(Measurer(engine))
+            progress.start(config.batch)
             if cores is None:
-                session = TuningSession(tuners, models, store, measurer, progress, config)
-                stopped = session.warm_start(self._earlier, device, self.say).run()
-                learned = session.learned
-                measure_close_again(store, device, measurer, progress, self.say)
+                searches = Searches(tuners, models, config, store.database, store.commit)
+                searches.begin(store.dataset, progress.known, self._earlier, device, self.say)
+                measure_untuned(tuners, measurer, progress)
+                stopped = TuningSession(dict(enumerate(tuners)), searches, measurer, progress, config).run()
+                learned = searches.describe()
+                measure_close_again(store, device, tuners, measurer, progress, self.say)
             else:
-                from cdmpp.tuner.workers import Workers
+                from cdmpp.tuner.workers import tune_with_workers
 
-                workers = Workers(tuners, tasks, store, measurer, progress, self.say)
                 if models.guard is not None and models.guard.validity.model is not None:
                     # it was read or trained here: not again by every worker
                     config = replace(config, validity=models.guard.validity.model)
-                stopped = workers.run(config, device, cores, self._earlier)
-                learned = _together(workers.learned)
+                stopped, found = tune_with_workers(
+                    tuners, tasks, store, measurer, progress, config, device, cores, self._earlier, self.say
+                )
+                learned = _together(found)
             for tuner, state in zip(tuners, progress.states, strict=True):
                 if state.untuned_s is not None and state.untuned_s == state.latency_s:
                     store.commit_untuned(tuner, state.untuned_s)

@@ -1,10 +1,9 @@
 """A network's tasks tuned by several workers at once, after Dhakal et al., who share a GPU's multiprocessors in space.
 
-One process cannot search for two tasks at once. So each worker is a process with an ordinary session
-(:class:`~cdmpp.tuner.session.TuningSession`) for its part of the tasks, on cores of its own. This side has what there is
-one of: the queue of programs to measure, the store with its database, and the progress, which grants trials as they are
-asked for, but reserves some for each worker. What was measured is kept at once: a worker that dies costs what it was
-searching for.
+One process cannot search for two tasks at once. So each worker is a process that searches
+(:class:`~cdmpp.tuner.session.Searches`) for its part of the tasks, on cores of its own. This side has a session for each, in a
+thread, and what there is one of: the queue of programs to measure, the store, and the progress. What was measured is kept at
+once: a worker that dies costs what it was searching for.
 """
 
 from __future__ import annotations
@@ -13,31 +12,26 @@ import contextlib
 import functools
 import logging
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import CdmppError, TunerError
-from cdmpp.profiler.machine import Worker
-from cdmpp.tuner.candidates import Candidate, TaskTuner, is_untuned
-from cdmpp.tuner.objective import Costs, Curve, Point
+from cdmpp.profiler.machine import Worker, WorkerDied, requests
+from cdmpp.tuner.candidates import Candidate, TaskTuner
 from cdmpp.tuner.progress import Progress
-from cdmpp.tuner.session import Models, TuningSession, make_tuners, work
+from cdmpp.tuner.session import Models, Searches, TuningSession, make_tuners, measure_untuned, work
 from cdmpp.tuner.store import DATASET_FOLDER, labels_of, tuning_record
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
-    from cdmpp.profiler.engine import BuildJob, Outcome
     from cdmpp.program.types import Task
     from cdmpp.tuner.config import TuneConfig
     from cdmpp.tuner.measure import Measurer
-    from cdmpp.tuner.scheduler import TaskState
     from cdmpp.tuner.store import TuningStore
 
 logger = logging.getLogger(__name__)
@@ -96,7 +90,7 @@ def partition(tasks: Sequence[tuple[Task, float]], parts: int) -> list[list[int]
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """What a worker starts with; ``folder`` is the tuning's, ``began`` when the tuning would have begun without a pause."""
+    """What a worker starts with; ``folder`` is the tuning's."""
 
     number: int
     cores: tuple[int, ...]
@@ -105,119 +99,11 @@ class WorkerConfig:
     tasks: tuple[tuple[Task, float], ...]
     folder: Path
     earlier: tuple[str | Path, ...]
-    began: float
-
-
-class _Parent:
-    """The process that has the queue, the store and the progress, as a worker's session sees it: also its measurer."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection, self._sending = connection, threading.Lock()
-        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._futures: dict[str, Future[Outcome]] = {}
-        threading.Thread(target=self._read, name="reader", daemon=True).start()
-
-    def send(self, kind: str, *content: Any) -> None:
-        with self._sending:
-            self._connection.send((kind, content))
-
-    def ask(self, kind: str, *content: Any) -> Any:
-        self.send(kind, *content)
-        return self._answers.get()
-
-    def submit(self, jobs: Sequence[BuildJob]) -> list[Future[Outcome]]:
-        """As :meth:`cdmpp.tuner.measure.Measurer.submit`."""
-        futures = [self._futures.setdefault(job.program.hash, Future()) for job in jobs]
-        self.send("measure", list(jobs))
-        return futures
-
-    def abort(self) -> None:
-        """As :meth:`cdmpp.tuner.measure.Measurer.abort`."""
-        for future in list(self._futures.values()):
-            future.cancel()
-
-    def _read(self) -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                kind, content = self._connection.recv()
-                if kind == "answer":
-                    self._answers.put(content)
-                    continue
-                future = self._futures.pop(content.job.program.hash, None)
-                if future is not None and future.set_running_or_notify_cancel():
-                    future.set_result(content)
-
-
-class _WorkerStore:
-    """What stands for a :class:`~cdmpp.tuner.store.TuningStore` in a worker: reads the folder, lets the parent write."""
-
-    def __init__(self, parent: _Parent, config: WorkerConfig) -> None:
-        from tvm.s_tir import meta_schedule as ms
-
-        from cdmpp.dataset import Dataset
-
-        self._parent, self._device, self._began = parent, config.device, config.began
-        self.dataset = Dataset.open(config.folder / DATASET_FOLDER)
-        self.database = ms.database.MemoryDatabase()
-
-    def curve(self) -> tuple[Curve, Costs]:
-        """Nothing but the time that has gone."""
-        return Curve(), Costs(wall_s=time.monotonic() - self._began)
-
-    def outcomes(self) -> dict[str, float | None]:
-        """Labels of what was measured before the worker was started."""
-        return labels_of(self.dataset, self._device)
-
-    def add(self, outcome: Outcome) -> None:
-        """Keep an outcome."""
-        self._parent.send("enter", outcome)
-
-    def commit(self, tuner: TaskTuner, candidate: Candidate, latency_s: float) -> None:
-        """Into the worker's own database, for its search, and into the parent's."""
-        record = tuning_record(self.database, tuner, candidate, latency_s)
-        self.database.commit_tuning_record(record)
-        self._parent.send("commit", tuner.task.hash, record.as_json())
-
-    def add_point(self, point: Point, costs: Costs) -> None:
-        """The curve is the parent's."""
-
-
-class _WorkerProgress(Progress):
-    """Of a worker's tasks: the parent grants trials, says when to stop, and counts what was done."""
-
-    def __init__(self, parent: _Parent, tasks: Sequence[tuple[Task, float]], *args: Any) -> None:
-        super().__init__(tasks, *args)
-        self._parent, self._hashes = parent, [task.hash for task, _ in tasks]
-
-    def tick(self) -> None:
-        before = self.costs.search_cpu_s
-        super().tick()
-        self._parent.send("searched", self.costs.search_cpu_s - before)
-
-    def reached(self, reserved: int = 0) -> str | None:
-        answer: str | None = self._parent.ask("reached")
-        return answer
-
-    def claim(self, task: int, worth: Sequence[bool], reserved: int = 0) -> int:
-        number: int = self._parent.ask("claim", self._hashes[task], list(worth))
-        self._count_claim(task, worth[:number])
-        return number
-
-    def end_round(self, task: int, worked: int, error: str = "") -> None:
-        super().end_round(task, worked, error)
-        self._parent.send("end_round", self._hashes[task], worked, error)
-
-    def give_up(self, task: int, why: str) -> None:
-        super().give_up(task, why)
-        self._parent.send("give_up", self._hashes[task], why)
-
-    @staticmethod
-    def _say_if_lost(state: TaskState, error: str = "") -> None:
-        """The parent says it."""
 
 
 def run_worker(connection: Connection, config: WorkerConfig) -> None:
-    """One session for a part of the tasks (runs in its own process)."""
+    """Answer calls of :class:`~cdmpp.tuner.session.Searches` (runs in its own process), each with what it gives or an error,
+    seconds of CPU, records for the database as (task, ``TuningRecord.as_json``), and lines to say."""
     from cdmpp.profiler import machine
 
     machine.die_with_parent()
@@ -226,189 +112,176 @@ def run_worker(connection: Connection, config: WorkerConfig) -> None:
     from cdmpp.program.tvm_env import import_tvm
 
     import_tvm()
-    parent = _Parent(connection)
+    from tvm.s_tir import meta_schedule as ms
 
-    def say(line: str) -> None:
-        parent.send("say", f"worker {config.number}: {line}")
+    from cdmpp.dataset import Dataset
+
+    records, said = list[tuple[str, Any]](), list[str]()
+    database, since = ms.database.MemoryDatabase(), time.process_time()
+
+    def commit(tuner: TaskTuner, candidate: Candidate, latency_s: float) -> None:
+        record = tuning_record(database, tuner, candidate, latency_s)
+        database.commit_tuning_record(record)
+        records.append((tuner.task.hash, record.as_json()))
+
+    def answer(found: Any) -> None:
+        nonlocal since
+        connection.send((found, time.process_time() - since, records, said))
+        since = time.process_time()
+        records.clear()
+        said.clear()
 
     try:
         models = Models.of(config.tune, config.device)
-        tuners, tasks = make_tuners(config.tasks, config.device, config.tune, say)
-        store = _WorkerStore(parent, config)
-        progress = _WorkerProgress(parent, tasks, store, config.tune.objective)
-        session = TuningSession(tuners, models, store, parent, progress, config.tune)
-        session.warm_start(config.earlier, config.device, say).run()
-        parent.send("ended", session.learned)
+        tuners, _ = make_tuners(config.tasks, config.device, config.tune, said.append)
+        searches = Searches(tuners, models, config.tune, database, commit)
+        dataset = Dataset.open(config.folder / DATASET_FOLDER)
+        labels = labels_of(dataset, config.device)
+        searches.begin(dataset, labels, config.earlier, config.device, said.append)
+        answer(None)
+        for method, arguments in requests(connection):
+            answer(getattr(searches, method)(*arguments))
     except CdmppError as err:
-        parent.send("failed", err)
+        answer(err)
 
 
 # -- where the workers are started ---------------------------------------------------------------------------------
 
 
-@dataclass
-class _Member:
-    """A worker; ``least`` are trials that it has for certain, ``claimed`` those that it has begun, and ``under_way`` those of
-    them that are not measured yet."""
-
-    config: WorkerConfig
-    process: Worker
-    least: int
-    lives: int = _LIVES
-    ready: bool = False
-    claimed: int = 0
-    under_way: int = 0
-
-
-class Workers:
-    """Workers that tune the parts of a network's tasks; `tuners` and `tasks` are all of them, the measurer is running."""
+class _Remote:
+    """Searches in a worker, started anew when it dies, as often as it has lives: it takes up what was measured."""
 
     def __init__(
         self,
+        config: WorkerConfig,
         tuners: Sequence[TaskTuner],
-        tasks: Sequence[tuple[Task, float]],
         store: TuningStore,
-        measurer: Measurer,
         progress: Progress,
         say: Callable[[str], None],
     ) -> None:
-        self._tuners, self._tasks = tuners, tasks
-        self._store, self._measurer, self._progress, self._say = store, measurer, progress, say
-        self._number_of = {task.hash: i for i, (task, _) in enumerate(tasks)}
-        #: What each cost model learned, as JSON values.
-        self.learned: list[dict[str, Any]] = []
-        self._members: list[_Member] = []
-        #: Workers that asked whether to go on, and have no answer yet.
-        self._asking: list[_Member] = []
-        self._sending = threading.Lock()
-        self._failure: BaseException | None = None
+        self._config, self._tuners = config, {tuner.task.hash: tuner for tuner in tuners}
+        self._store, self._progress, self._say = store, progress, say
+        self._process, self._lives, self._begun = _started(config), _LIVES, False
+        self._reason = "killed"
 
-    def run(
-        self, config: TuneConfig, device: Device, cores: Sequence[tuple[int, ...]], earlier: Sequence[str | Path]
-    ) -> str:
-        """Tune until the objective is reached, or until there is nothing more to try; says which.
+    def begin(self) -> None:
+        """Wait until the worker has learned what there is."""
+        with contextlib.suppress(WorkerDied):  # heard of at the next call
+            self._call("")
 
-        TunerError where no worker stays alive; other errors as measuring or a worker says that it cannot go on.
-        """
-        progress, folder = self._progress, self._store.folder
-        progress.start(config.batch)
-        began = time.monotonic() - progress.costs.wall_s
-        parts = partition(self._tasks, len(cores))
-        limits = (config.objective.trials, config.objective.max_measurements or config.objective.trials)
-        share = (min(limits) - progress.costs.trials) // len(parts)
-        self._say(f"{len(parts)} workers at the same time, each on a {device.name} of its own")
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return functools.partial(self._call, method)
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        while True:
+            try:
+                if not self._begun:
+                    self._receive()
+                    self._begun = True
+                if not method:
+                    return None
+                self._process.connection.send((method, arguments))
+                return self._receive()
+            except (WorkerDied, OSError) as err:
+                if self._lives:
+                    self._reason = self._process.exit_reason()
+                    logger.warning("worker %d of the tuning died (%s)", self._config.number, self._reason)
+                    self.kill(self._lives - 1)
+                if not self._lives:
+                    raise WorkerDied(self._reason) from err
+                self._process, self._begun = _started(self._config), False
+
+    def _receive(self) -> Any:
+        found, searched_s, records, said = self._process.receive()
+        with self._progress.lock:
+            self._progress.elsewhere_s += searched_s
+            for task, record in records:
+                self._store.commit_record(self._tuners[task], record)
+            for line in said:
+                self._say(f"worker {self._config.number}: {line}")
+        if isinstance(found, CdmppError):
+            raise found
+        return found
+
+    def kill(self, lives: int = 0) -> None:
+        """End the process, for good without lives."""
+        self._lives = lives
+        self._process.kill()
+
+
+def tune_with_workers(
+    tuners: Sequence[TaskTuner],
+    tasks: Sequence[tuple[Task, float]],
+    store: TuningStore,
+    measurer: Measurer,
+    progress: Progress,
+    config: TuneConfig,
+    device: Device,
+    cores: Sequence[tuple[int, ...]],
+    earlier: Sequence[str | Path],
+    say: Callable[[str], None],
+) -> tuple[str, list[dict[str, Any]]]:
+    """Tune until the objective is reached, or until there is nothing more to try: says which, and what each cost model learned.
+
+    TunerError where no worker stays alive; other errors as measuring or a worker says that it cannot go on.
+    """
+    parts, learned = partition(tasks, len(cores)), list[dict[str, Any]]()
+    say(f"{len(parts)} workers at the same time, each on a {device.name} of its own")
+    limits = (config.objective.trials, config.objective.max_measurements or config.objective.trials)
+    share = (min(limits) - progress.costs.trials) // len(parts)
+    sessions: list[TuningSession] = []
+    deaths: list[WorkerDied] = []
+    failures: list[BaseException] = []
+
+    def run(session: TuningSession) -> None:
         try:
-            for number, part in enumerate(parts):
-                own = tuple(self._tasks[i] for i in part)
-                start = WorkerConfig(number, cores[number], device, config, own, folder, tuple(earlier), began)
-                # a round for each of its tasks, however slowly it begins
-                least = min(share, max(share // 2, config.batch * len(part)))
-                self._members.append(_Member(start, _started(start), least))
-            self._serve()
-        finally:
-            for member in self._members:
-                member.process.kill()
-            # nobody is left who waits for what is still being measured
-            self._measurer.abort()
-        return progress.reached() or "nothing more to try"
+            session.run()
+            learned.append(session.searches.describe())
+        except WorkerDied as err:
+            if not failures:
+                deaths.append(err)
+                session.abandon(f"its worker died, last {err}")
+        except BaseException as err:  # raised below
+            failures.append(err)
+        session.least = 0
 
-    def _serve(self) -> None:
-        while self._members:
-            left_s = self._progress.time_left_s
-            if left_s == 0:
-                return
-            by_connection = {member.process.connection: member for member in self._members}
-            for connection in wait(list(by_connection), 1.0 if left_s is None else min(1.0, left_s)):
-                assert isinstance(connection, Connection)
-                member = by_connection[connection]
-                try:
-                    kind, content = connection.recv()
-                except (EOFError, OSError):
-                    self._died(member)
-                else:
-                    self._handle(member, kind, content)
-                self._answer()
-            if self._failure is not None:
-                raise self._failure
-
-    def _handle(self, member: _Member, kind: str, content: tuple[Any, ...]) -> None:
-        progress, number_of = self._progress, self._number_of
-        match kind, content:
-            case "reached", ():
-                member.ready = True
-                self._asking.append(member)
-            case "claim", (task, worth):
-                number = progress.claim(number_of[task], worth, self._reserved(member))
-                member.claimed += number
-                member.under_way += sum(worth[:number])
-                self._send(member, "answer", number)
-            case "measure", (jobs,):
-                for future in self._measurer.submit(jobs):
-                    future.add_done_callback(functools.partial(self._measured, member))
-            case "enter", (outcome,):
-                member.under_way -= not is_untuned(outcome.job.program)
-                progress.enter(number_of[outcome.job.task.hash], outcome)
-            case "commit", (task, record):
-                self._store.commit_record(self._tuners[number_of[task]], record)
-            case "end_round", (task, worked, error):
-                progress.end_round(number_of[task], worked, error)
-            case "give_up", (task, why):
-                progress.give_up(number_of[task], why)
-            case "searched", (seconds,):
-                progress.elsewhere_s += seconds
-            case "say", (line,):
-                self._say(line)
-            case "ended", (learned,):
-                self.learned.append(learned)
-                self._members.remove(member)
-                with self._sending:
-                    member.process.kill()
-            case "failed", (error,):
-                raise error
-
-    def _reserved(self, member: _Member) -> int:
-        """Trials that other workers still have for certain."""
-        others = (other for other in self._members if other is not member)
-        return sum(max(0, other.least - other.claimed) for other in others)
-
-    def _answer(self) -> None:
-        """Say whether to go on; nobody begins before all others have started and measured what their tasks run as untuned."""
-        if all(member.ready for member in self._members):
-            for member in self._asking:
-                self._send(member, "answer", self._progress.reached(self._reserved(member)))
-            self._asking.clear()
-
-    def _measured(self, member: _Member, future: Future[Outcome]) -> None:
-        """Hand an outcome to the worker that wanted it (runs in the measurer's thread)."""
-        if not future.cancelled():
-            self._failure = self._failure or future.exception()
-            if self._failure is None:
-                self._send(member, "outcome", future.result())
-
-    def _send(self, member: _Member, kind: str, content: Any) -> None:
-        # that a worker is dead is seen where its messages are waited for
-        with self._sending, contextlib.suppress(OSError):
-            member.process.connection.send((kind, content))
-
-    def _died(self, member: _Member) -> None:
-        """Start a worker anew, as often as it has lives: it takes up what it had measured."""
-        reason = member.process.exit_reason()
-        logger.warning("worker %d of the tuning died (%s)", member.config.number, reason)
-        with self._sending:  # closing a pipe frees its number: what is being sent would go to the next worker
-            member.process.kill()
-        self._members.remove(member)
-        self._progress.release(member.under_way)
-        if member.lives > 1:
-            left = member.least - member.claimed + member.under_way
-            self._members.append(_Member(member.config, _started(member.config), left, member.lives - 1))
-            return
-        for task, _ in member.config.tasks:
-            self._progress.give_up(self._number_of[task.hash], f"its worker died, last {reason}")
-        if not self._members and not self.learned:
-            raise TunerError(
-                f"no worker of the tuning stays alive, the last one {reason}; what was measured is kept: "
-                "go on with --resume"
-            )
+    threads: list[threading.Thread] = []
+    try:
+        for number, part in enumerate(parts):
+            own = tuple(tasks[i] for i in part)
+            start = WorkerConfig(number, cores[number], device, config, own, store.folder, tuple(earlier))
+            searches = _Remote(start, tuners, store, progress, say)
+            session = TuningSession({i: tuners[i] for i in part}, searches, measurer, progress, config)
+            # a round for each of its tasks, however slowly it begins
+            session.least = min(share, max(share // 2, config.batch * len(part)))
+            sessions.append(session)
+        for session in sessions:
+            session.searches.begin()
+        measure_untuned(tuners, measurer, progress)
+        for session in sessions:
+            session.others = [other for other in sessions if other is not session]
+            threads.append(threading.Thread(target=run, args=(session,), daemon=True))
+            threads[-1].start()
+        while not failures and any(thread.is_alive() for thread in threads):
+            for thread in threads:
+                thread.join(0.05)
+    except BaseException as err:
+        failures.append(err)
+        raise
+    finally:
+        for session in sessions:
+            session.searches.kill()
+        # nobody is left who waits for what is still being measured
+        measurer.abort()
+        for thread in threads:
+            thread.join()
+    if failures:
+        raise failures[0]
+    if deaths and not learned:
+        raise TunerError(
+            f"no worker of the tuning stays alive, the last one {deaths[-1]}; what was measured is kept: go on with --resume"
+        )
+    return progress.reached() or "nothing more to try", learned
 
 
 def _started(config: WorkerConfig) -> Worker:

@@ -79,22 +79,19 @@ def phases(period_s: float, quiet_s: float) -> Callable[[float], bool]:
     return lambda now: now % period_s >= quiet_s
 
 
-def test_an_undisturbed_network_is_labelled_by_its_runs_and_the_calls_add_up() -> None:
+def test_a_short_network_is_labelled_by_its_runs_and_the_calls_add_up() -> None:
+    functions = [("first", 0.003), ("second", 0.005)]
     core = Core(lambda now: False)
-    result = measured(core, FakeNetwork(core, [("first", 0.003), ("second", 0.005)]))
+    result = measured(core, FakeNetwork(core, functions))
     assert (result.method, result.disturbed) == ("runs", 0.0) and result.noise == pytest.approx(0, abs=1e-6)
     assert result.latency_s == result.plain_s == pytest.approx(0.008)
     assert result.calls_s == pytest.approx(0.008), "the cost of looking (2 us a call) is taken off"
-    assert [call.name for call in result.calls] == ["first", "second"]
-    assert [call.latency_s for call in result.calls] == pytest.approx([0.003, 0.005])
+    assert [(call.name, call.latency_s) for call in result.calls] == [(n, pytest.approx(s)) for n, s in functions]
     assert result.quiet_runs == result.runs == 8, "no more than it takes"
-
-
-def test_a_short_run_is_measured_in_the_gaps() -> None:
     core = Core(phases(0.3, 0.06))
-    result = measured(core, FakeNetwork(core, [("first", 0.003), ("second", 0.005)]))
+    result = measured(core, FakeNetwork(core, functions))
     assert (result.method, result.disturbed) == ("runs", 0.0)
-    assert result.latency_s == pytest.approx(0.008) and result.quiet_runs >= 4
+    assert result.latency_s == pytest.approx(0.008) and result.quiet_runs >= 4, "in the gaps"
 
 
 def test_a_run_longer_than_the_gaps_is_the_sum_of_its_calls() -> None:
@@ -122,15 +119,10 @@ def test_a_call_longer_than_the_gaps_is_said_to_be_disturbed() -> None:
 
 def test_another_process_on_the_core_is_seen() -> None:
     core = Core(lambda now: False)
-
-    class Shared(FakeNetwork):
-        def run(self) -> None:
-            super().run()
-            self.core.preempted += 1
-
-    found = sampled(core, Shared(core, [("first", 0.005)]))
+    network = FakeNetwork(core, [("first", 0.005)])
+    found = Sampled(network, core, PLAN, clock=lambda: core.now, preemptions=iter(range(9)).__next__)  # type: ignore[arg-type]
     found.sample_run()
-    assert not found.runs.quiet and found.runs.disturbed == pytest.approx([0.005])
+    assert found.runs == [(pytest.approx(0.005), False)]
 
 
 def test_where_neighbours_never_rest_time_is_bounded_and_it_is_said() -> None:
@@ -151,17 +143,14 @@ def test_a_network_that_takes_longer_than_the_time_there_is_runs_four_times() ->
 
 
 def test_variants_are_sampled_in_turn() -> None:
-    core, order = Core(lambda now: False), []
-
-    class Named(FakeNetwork):
-        def run(self) -> None:
-            order.append(self.functions[0][0])
-            super().run()
-
-    variants = [sampled(core, Named(core, [(name, 0.01)])) for name in ("a", "b")]
-    order.clear()
+    core = Core(lambda now: False)
+    variants = [sampled(core, FakeNetwork(core, [(name, 0.01)])) for name in ("a", "b")]
+    order: list[int] = []
+    for number, variant in enumerate(variants):
+        take = variant.sample_run
+        variant.sample_run = lambda number=number, take=take: (order.append(number), take())  # type: ignore[method-assign]
     sample_in_turn(variants)
-    assert order == ["a", "b"] * 8
+    assert order == [0, 1] * 8
 
 
 def test_calls_within_calls_count_once() -> None:

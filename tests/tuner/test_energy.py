@@ -81,33 +81,31 @@ def test_a_gpu_counts_or_does_not_tell(monkeypatch: pytest.MonkeyPatch, tells: b
     assert energy_meter(get_device("h200")) is None, "nvidia-ml-py is not installed"
 
 
-class Steps:
+def steps(until: int = 1_000) -> Any:
     """Two joules more each time; breaks after some."""
+    asked = iter(range(1, until + 1))
 
-    def __init__(self, until: int = 1_000) -> None:
-        self.asked, self._until = 0, until
+    def joules() -> float:
+        for number in asked:
+            return 2.0 * number
+        raise OSError("gone")
 
-    def joules(self) -> float:
-        self.asked += 1
-        if self.asked > self._until:
-            raise OSError("gone")
-        return 2.0 * self.asked
+    return types.SimpleNamespace(joules=joules)
 
 
-def counted(out: Path, trials: int, counter: Steps | None, monkeypatch: pytest.MonkeyPatch, **more: Any) -> TuneReport:
-    monkeypatch.setattr("cdmpp.tuner.tuning.energy_meter", lambda device: counter)
+def counted(out: Path, trials: int, meter: Any, monkeypatch: pytest.MonkeyPatch, **more: Any) -> TuneReport:
+    monkeypatch.setattr("cdmpp.tuner.tuning.energy_meter", lambda device: meter)
     return tuned(FakeEngine(), out, trials, options={"cost_model": "random"}, **more)
 
 
 def test_a_tuning_counts_what_all_its_runs_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = Steps(), Steps()
-    report = counted(tmp_path / "t", 6, first, monkeypatch)
-    assert report.costs.energy_j == 2.0 * first.asked > 0
-    assert any(f"Energy: {report.costs.energy_j:.0f} J" in line for line in summary_lines(report))
-    assert report.to_json()["costs"]["energy_j"] == report.costs.energy_j
-    resumed = counted(tmp_path / "t", 12, second, monkeypatch, resume=True)
-    kept = resumed.costs.energy_j
-    assert kept is not None and kept > 2.0 * second.asked, "with what the first run's curve had"
+    report = counted(tmp_path / "t", 6, steps(), monkeypatch)
+    first_j = report.costs.energy_j
+    assert first_j is not None and f"Energy: {first_j:.0f} J" in "".join(summary_lines(report))
+    assert report.to_json()["costs"]["energy_j"] == first_j
+    second = steps()
+    both_j = counted(tmp_path / "t", 12, second, monkeypatch, resume=True).costs.energy_j
+    assert both_j is not None and both_j > second.joules() - 2.0, "with what the first run's curve had"
 
 
 def test_what_was_not_counted_throughout_is_not_told(
@@ -115,7 +113,7 @@ def test_what_was_not_counted_throughout_is_not_told(
 ) -> None:
     report = counted(tmp_path / "t", 6, None, monkeypatch)
     assert report.costs.energy_j is None and "Energy: the device does not tell." in summary_lines(report)
-    assert counted(tmp_path / "t", 12, Steps(), monkeypatch, resume=True).costs.energy_j is None
+    assert counted(tmp_path / "t", 12, steps(), monkeypatch, resume=True).costs.energy_j is None
     with caplog.at_level(logging.WARNING):
-        assert counted(tmp_path / "u", 12, Steps(2), monkeypatch).costs.energy_j is None
+        assert counted(tmp_path / "u", 12, steps(2), monkeypatch).costs.energy_j is None
     assert caplog.text.count("not counted any more: gone") == 1

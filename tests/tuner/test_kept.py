@@ -29,6 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_tuning_is_kept_and_begins_the_next_one(tmp_path: Path, cache: Path) -> None:
+    assert list(kept_programs([], device_of_this_machine("this-cpu@1"), print)) == []
     tuned(FakeEngine(), tmp_path / "a", 12)
     (path,) = cache.iterdir()
     kept = json.loads(path.read_text())["programs"]
@@ -129,7 +130,3 @@ def test_a_task_that_can_bring_less_than_a_trial_does_is_left_alone(tmp_path: Pa
     assert left.finished.startswith(LEFT_ALONE) and left.measured == 0 and left.used == "untuned"
     assert report.costs.measurements == 24, "the others get its trials"
     assert "Left alone: matmul32." in summary_lines(report)
-
-
-def test_nothing_kept_is_no_error(cache: Path) -> None:
-    assert list(kept_programs([], device_of_this_machine("this-cpu@1"), print)) == []

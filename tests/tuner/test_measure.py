@@ -13,7 +13,7 @@ import pytest
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler.engine import BuildJob, Outcome
 from cdmpp.tuner.measure import Measurer, in_time, job_of_module
-from tests.samples.programs import as_it_is, matmul_task, quick_engine, sampled, segfault_task
+from tests.samples.programs import matmul_task, quick_engine, sampled
 from tests.samples.tuning import FakeEngine, made_up_latency_s
 
 #: Nothing here depends on how fast the machine is; without an end a failure would hang.
@@ -41,24 +41,6 @@ def test_scheduled_modules_are_measured_as_they_are() -> None:
         (future,) = measurer.submit([job])
         assert future.result(timeout=PATIENCE_S).status == "ok"
     assert job.program.hash == matmul_task().hash
-
-
-def test_a_builder_that_dies_in_the_middle_of_a_batch_costs_nothing() -> None:
-    engine = quick_engine()
-    jobs = sampled(matmul_task(), 6)
-    with Measurer(engine) as measurer:
-        futures = measurer.submit(jobs)
-        futures[0].result(timeout=PATIENCE_S)
-        os.kill(engine._builders[0].pid, signal.SIGKILL)
-        outcomes = [future.result(timeout=PATIENCE_S) for future in futures]
-    assert [o.status for o in outcomes] == ["ok"] * 6
-
-
-def test_a_program_that_kills_its_process_costs_one_outcome() -> None:
-    bad, good = as_it_is(segfault_task()), sampled(matmul_task(), 2)
-    with Measurer(quick_engine()) as measurer:
-        outcomes = [f.result(timeout=PATIENCE_S) for f in measurer.submit([bad, *good])]
-    assert [o.status for o in outcomes] == ["run_error", "ok", "ok"]
 
 
 def test_giving_up_does_not_wait_for_what_is_being_compiled() -> None:

@@ -12,7 +12,7 @@ import pytest
 from cdmpp.errors import TunerError
 from cdmpp.program.types import Program
 from cdmpp.tuner.objective import Costs, Curve, Objective, Point, parse_duration, parse_fraction
-from cdmpp.tuner.scheduler import TaskState, Trimmer, next_task, worth_measuring
+from cdmpp.tuner.scheduler import TaskState, next_task, worth_measuring
 
 
 def curve(latency_s: Any, times: Sequence[float]) -> Curve:
@@ -142,18 +142,17 @@ class Intervals:
         return np.array(candidates) / 2, np.array(candidates) * 2
 
 
+def worth(candidates: list[float], best_s: float | None, guard: Any = None, coverage: float | None = 0.9) -> list[bool]:
+    return [bool(good) for good in worth_measuring(guard, coverage, Intervals(), None, candidates, best_s)]
+
+
 def test_candidates_that_cannot_win_are_dropped() -> None:
-    trimmer = Trimmer(Intervals())
-    assert trimmer.worth(None, [1.0, 3.0, 2.1, 1.9], 1.0).tolist() == [True, False, False, True]
-    assert trimmer.worth(None, [1.0, 3.0], None).all(), "there is nothing to beat yet"
-    assert trimmer.worth(None, [], 1.0).tolist() == []
-    nothing_wins = trimmer.worth(None, [9.0, 5.0, 8.0, 7.0, 6.0], 1.0)
-    assert nothing_wins.tolist() == [False, True, False, False, True], "a quarter is measured in any case"
-    failed = trimmer.worth(None, [float("inf"), float("inf")], 1.0)
-    assert not failed.any(), "but not what failed before"
-    for coverage in (0.0, 1.0, 1.5):
-        with pytest.raises(TunerError, match="between 0 and 1"):
-            Trimmer(Intervals(), coverage)
+    assert worth([1.0, 3.0, 2.1, 1.9], 1.0) == [True, False, False, True]
+    assert all(worth([1.0, 3.0], None)), "there is nothing to beat yet"
+    assert worth([], 1.0) == []
+    nothing_wins = worth([9.0, 5.0, 8.0, 7.0, 6.0], 1.0)
+    assert nothing_wins == [False, True, False, False, True], "a quarter is measured in any case"
+    assert not any(worth([float("inf"), float("inf")], 1.0)), "but not what failed before"
 
 
 class Even:
@@ -164,10 +163,9 @@ class Even:
 
 
 def test_what_will_not_run_is_not_asked_whether_it_can_win() -> None:
-    trimmer = Trimmer(Intervals())
     candidates = [2.0, 3.0, 4.0, 1.0]
-    assert worth_measuring(None, None, None, candidates, 1.5).all()
-    assert worth_measuring(Even(), None, None, candidates, 1.5).tolist() == [True, False, True, False]
-    assert worth_measuring(None, trimmer, None, candidates, 1.6).tolist() == [True, True, False, True]
-    assert worth_measuring(Even(), trimmer, None, candidates, 1.6).tolist() == [True, False, False, False]
-    assert worth_measuring(Even(), trimmer, None, [], 1.6).tolist() == []
+    assert all(worth(candidates, 1.5, coverage=None))
+    assert worth(candidates, 1.5, Even(), coverage=None) == [True, False, True, False]
+    assert worth(candidates, 1.6) == [True, True, False, True]
+    assert worth(candidates, 1.6, Even()) == [True, False, False, False]
+    assert worth([], 1.6, Even()) == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import replace
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,8 @@ from cdmpp.tuner.results import TuneReport
 from cdmpp.tuner.store import DATASET_FOLDER, json_database
 from cdmpp.tuner.tuning import tune_tasks
 from cdmpp.tuner.workers import partition, worker_cores
-from tests.samples.programs import as_it_is, matmul_task
-from tests.samples.tuning import FakeEngine, interrupt_after, outcome_of, tune_config, tuned
+from tests.samples.programs import matmul_task
+from tests.samples.tuning import FakeEngine, interrupt_after, tune_config, tuned
 
 pytestmark = pytest.mark.usefixtures("real_machine")
 
@@ -173,16 +172,6 @@ def test_interrupted_and_resumed_it_measures_nothing_twice(tmp_path: Path, start
     assert walls == sorted(walls), "time goes on where it stopped"
 
 
-def test_earlier_records_are_measured_first_and_learned_from(tmp_path: Path, started: list[Worker]) -> None:
-    sharded(FakeEngine(), tmp_path / "a", 18, 32)
-    engine, said = FakeEngine(), list[str]()
-    sharded(engine, tmp_path / "b", 12, 32, warm_start=[tmp_path / "a"], notify=said.append)
-    earlier = records_of(tmp_path / "a")
-    best = earlier[earlier["origin"] == "search"].sort_values("latency_s")["program"].tolist()[:4]
-    assert engine.measured[1:5] == best
-    assert any("earlier records: learned from 18, 4 programs" in line for line in said)
-
-
 def test_tasks_are_parted_by_work() -> None:
     def weighing(*flops: float) -> list[tuple[Task, float]]:
         return [(replace(matmul_task(16), flops=each / 2, bytes=0.0), 2.0) for each in flops]
@@ -222,13 +211,3 @@ def test_workers_beside_the_real_engine_keep_to_their_cores(tmp_path: Path, star
     assert seen <= {frozenset({core}) for core in usable_cores()} and seen
     assert len(seen) == 2 or len(usable_cores()) < 2
     assert records_of(tmp_path / "t")["program"].is_unique
-
-
-def test_an_outcome_that_nobody_waits_for_stops_no_worker() -> None:
-    here, there = Pipe()
-    parent = workers._Parent(there)
-    jobs = [as_it_is(matmul_task(size)) for size in (32, 48)]
-    (wanted,) = parent.submit(jobs[1:])
-    for job in jobs:
-        here.send(("outcome", outcome_of(job, 1e-3)))
-    assert wanted.result(timeout=30).job.program == jobs[1].program
