@@ -124,12 +124,8 @@ class OperatorModel:
     def predict(self, table: pd.DataFrame, device: str | Device, framework: str = BEST) -> FloatArray:
         """Seconds of each operator of a table (:func:`cdmpp.program.operators.operator_table`), float64 (n,).
 
-        Raises
-        ------
-        UnknownDeviceError
-            No such device.
-        PredictorError
-            No such framework, or a device of a kind that no labels are of.
+        UnknownDeviceError: no such device. PredictorError: no such framework, or a device of a kind that no labels are
+        of.
         """
         if framework not in FRAMEWORKS:
             raise PredictorError(f"no framework {framework!r}; there are {', '.join(FRAMEWORKS)}")
@@ -458,17 +454,12 @@ def train(
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[OperatorModel, pd.DataFrame]:
-    """Train on a :func:`training_table`, also without each family of devices in turn; for so many steps unless ``epochs`` says.
+    """Train on a :func:`training_table`, also without each family of devices in turn; for so many steps unless
+    ``epochs`` says.
 
-    Returns
-    -------
-    The model, and the table with what was predicted of every row without its device's family: ``left_out_s`` with the trust
-    that the other families ask for, and ``left_out_estimate_s`` by the estimate alone.
-
-    Raises
-    ------
-    PredictorError
-        There is nothing to learn from.
+    Gives the model, and the table with what was predicted of every row without its device's family: ``left_out_s`` with
+    the trust that the other families ask for, and ``left_out_estimate_s`` by the estimate alone. PredictorError:
+    nothing to learn from.
     """
     if len(table) < _FOLDS:
         raise PredictorError("an operator model needs labels of operators to learn from")

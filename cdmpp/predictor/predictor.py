@@ -76,33 +76,19 @@ class Predictor:
     ) -> Any:
         """Latency in seconds: a float for one program, a float64 array of shape (n,) for a list.
 
-        Parameters
-        ----------
-        programs
-            One program or a list of them, each a CompactAST, a TIR PrimFunc or IRModule, a
-            :class:`~cdmpp.program.types.Task` (as it is, unscheduled) or, with ``resolver``, a
-            :class:`~cdmpp.program.types.Program`.
-        device
-            A device name or a Device. Devices that were not seen in training are extrapolated to.
-        resolver
-            Gives the AST or PrimFunc of a Program (such as ``cdmpp.predictor.program_resolver(dataset)``).
-        compiled
-            Compile the programs for the device's target, on this machine and without running them, and give the network
-            their instructions: more accurate, at the price of a compilation each. x86 CPUs only; a program that does
-            not compile is predicted without.
-        measured
-            What the programs took on other devices of the same kind (CPU, GPU): a device -> seconds, float or (n,), NaN where
-            unknown. They are scaled and weighed in (:mod:`cdmpp.predictor.evidence`). Not together with ``compiled``.
+        Each of ``programs`` is a CompactAST, a TIR PrimFunc or IRModule, a :class:`~cdmpp.program.types.Task` (as it
+        is, unscheduled) or, with a ``resolver`` (such as ``cdmpp.predictor.program_resolver(dataset)``), a
+        :class:`~cdmpp.program.types.Program`. Devices that were not seen in training are extrapolated to.
 
-        Raises
-        ------
-        UnknownDeviceError
-            No such device.
-        ProgramError
-            A program has no computation or cannot be read; ``compiled`` with an AST or a device that is no x86 CPU.
-        PredictorError
-            A Program was given without a resolver; ``compiled`` with a predictor that takes no instructions; ``measured`` on a
-            device of another kind, or what are no latencies.
+        With ``compiled`` the programs are compiled for the device's target, on this machine and without running them,
+        and the network is given their instructions: more accurate, at the price of a compilation each; x86 CPUs only. A
+        program that does not compile is predicted without. ``measured`` is what the programs took on other devices of
+        the same kind (CPU, GPU): a device -> seconds, float or (n,), NaN where unknown; they are scaled and weighed in
+        (:mod:`cdmpp.predictor.evidence`). Not both.
+
+        UnknownDeviceError: no such device. ProgramError: a program has no computation or cannot be read; ``compiled``
+        with an AST or a device that is no x86 CPU. PredictorError: a Program without a resolver; evidence that the
+        predictor cannot take, or that is none.
         """
         items, many = _resolved(programs, resolver)
         evidence = self.evidence(items, device, compiled=compiled, measured=measured)
@@ -412,8 +398,7 @@ def predict(
     compiled: bool = False,
     measured: Mapping[str, ArrayLike] | None = None,
 ) -> Any:
-    """Latency in seconds: :meth:`Predictor.predict` with the predictor that ships (``"default"``), or another, or its
-    folder."""
+    """:meth:`Predictor.predict` with the predictor that ships (``"default"``), or another, or its folder."""
     return load_predictor(predictor).predict(programs, device, compiled=compiled, measured=measured)
 
 
@@ -425,16 +410,11 @@ def predict_program_file(
     compiled: bool = False,
     measured: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Predicted latency of one program: a PrimFunc or IRModule as TVM's JSON (``tvm.ir.save_json``); ProgramError where the
-    file is missing or is not such JSON. ``compiled`` and ``measured`` as :meth:`Predictor.predict` takes them.
+    """Predicted latency of one program, a PrimFunc or IRModule as TVM's JSON (``tvm.ir.save_json``; ProgramError where
+    it is none); ``compiled`` and ``measured`` as :meth:`Predictor.predict` takes them.
 
-    Returns
-    -------
-    dict
-        ``program``, ``device``, ``latency_s``, ``compiled``, ``measured`` (device -> seconds, as given), ``low_s`` and
-        ``high_s`` (its interval, None where the predictor has none), ``coverage`` of the interval, ``unfamiliar`` (whether
-        it is far from the training data, None where the predictor cannot tell), and ``note`` where the prediction needs
-        one.
+    ``low_s``, ``high_s`` and ``unfamiliar`` are None where the predictor cannot tell; ``note`` says what the prediction
+    needs.
     """
     program = load_program(path)
     resolved = get_device(device) if isinstance(device, str) else device

@@ -67,25 +67,14 @@ class _Truth:
 class Trainer:
     """Trains one network.
 
-    Parameters
-    ----------
-    transform
-        Label transform fitted on the training labels.
-    adapt
-        Pairs of the domain to adapt to, without labels; needed where ``loss.cmd_weight`` is above 0.
-    weights
-        Where the network starts; None starts at random.
-    sampler
-        Makes the batches of an epoch; None takes every training pair once, in batches of similar length.
-    make_network
-        Makes another network than ours, called as ``network(batch, context)`` and trained on the loss of its labels alone.
-    max_seconds
-        Training stops after this time; the learning rate then falls with the time spent. None: no limit.
-    processes
-        Those that train together (None: this one alone), which needs our network and no ``max_seconds``.
+    ``transform`` was fitted on the training labels; ``adapt`` are pairs of the domain to adapt to, without labels (for
+    ``loss.cmd_weight``); ``weights`` are where the network starts (None: at random); ``sampler`` makes the batches of
+    an epoch (None: every training pair once, in batches of similar length); ``make_network`` makes another network than
+    ours, called as ``network(batch, context)`` and trained on the loss of its labels alone; after ``max_seconds``
+    training stops, and the learning rate falls with the time spent; ``processes`` train together (None: this one
+    alone), with our network and no ``max_seconds``.
 
-    Raises PredictorError: no training or no validation pairs; CMD without pairs to adapt to;
-    weights of another network.
+    PredictorError: no training or no validation pairs; CMD without pairs to adapt to; weights of another network.
     """
 
     def __init__(

@@ -50,14 +50,9 @@ def core_rates(device: Device) -> tuple[dict[str, float], list[str]]:
     """Rates of one core, and why some are missing; some ten seconds.
 
     ``clock_ghz``, ``clock_256_ghz`` and ``clock_512_ghz`` (beside vector arithmetic), instructions a nanosecond
-    (``fma_256_per_ns``: multiply-adds, loads, stores, shuffles, divides by bits; gathered elements; calls of ``expf``), and of
-    each cache level and memory the latency (``l2_ns``) and the bandwidth of loads (``l2_gb_s``).
-
-    Raises
-    ------
-    CdmppError
-        No x86-64 with AVX2, or no iced-x86; another program uses the core, so that the clock is not the same twice (the
-        message has the spread).
+    (``fma_256_per_ns``: multiply-adds, loads, stores, shuffles, divides by bits; gathered elements; calls of ``expf``),
+    and of each cache level and memory the latency (``l2_ns``) and the bandwidth of loads (``l2_gb_s``). CdmppError: no
+    x86-64 with AVX2, or no iced-x86; another program uses the core, so that the clock is not the same twice.
     """
     asm = _assembler(device)
     before = os.sched_getaffinity(0)
