@@ -93,7 +93,7 @@ def evaluate_rows(
         predicted_s[shown],
         table["task"].tolist(),
         table["device"].tolist(),
-        difficulty=predictor.difficulty(*predictor.pairs_of_rows(data, rows), evidence)[shown],
+        difficulty=predictor.difficulty(predictor.pairs_of_rows(data, rows, evidence))[shown],
     )
     for key, used in counted.items():
         if used is None:
@@ -138,7 +138,7 @@ def score(
         table["error_floor"].to_numpy(dtype=np.float64),
     )
     groups = {grouping: data.members(grouping, rows) for grouping in by}
-    return {"overall": evaluate_predictions(*columns), "groups": evaluate_groups(*columns, groups)}
+    return {"overall": evaluate_predictions(*columns), "groups": evaluate_groups(columns, groups)}
 
 
 def rows_to_score(

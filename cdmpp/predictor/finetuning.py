@@ -284,17 +284,14 @@ def _fits(job: _Job, rows: NDArray[np.int64], predictor: Predictor | None = None
     instruction counts, with these."""
     predictor, data = predictor or job.base, job.data
     table, found = data.labels.iloc[rows], {}
-    asts, index = [data.asts[program] for program in table["program"]], np.zeros(len(rows), dtype=np.int64)
-    device = predictor.as_in_training(data.devices[job.device])
     code = Evidence.of_rows(data, rows, compiled=True) if predictor.encoder.code_dim else NO_EVIDENCE
     known = {AST: NO_EVIDENCE}
     if code.code is not None and code.known(len(rows)).all():
         known[COMPILED] = code
     for kind, evidence in known.items():
-        predicted_s = predictor.predict_pairs(asts, [device], index, evidence)
-        errors = np.log(table["latency_s"].to_numpy(dtype=np.float64) / predicted_s)
-        arrays = predictor.encode(asts, [device], index, evidence.code)
-        inputs = correction_inputs(predictor.network, arrays)
+        pairs = predictor.pairs_of_rows(data, rows, evidence)
+        errors = np.log(table["latency_s"].to_numpy(dtype=np.float64) / predictor.predict_pairs(pairs))
+        inputs = correction_inputs(predictor.network, predictor.encode(*pairs[:3], evidence.code))
         found[kind] = fit_correction(errors, table["task"].tolist(), *inputs, seed=job.selection.seed)
     return found
 

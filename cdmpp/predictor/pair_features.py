@@ -182,11 +182,6 @@ class CodeRows(NamedTuple):
     loops: FloatArray
     times: FloatArray
 
-    @property
-    def flat(self) -> FloatArray:
-        """All of it, float64 (n, columns)."""
-        return np.concatenate([self.program, self.loops.reshape(len(self.program), -1), self.times], axis=1)
-
 
 def code_rows(
     counts: NDArray[np.float32],

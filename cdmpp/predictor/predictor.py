@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +38,20 @@ _DEFAULT_FOLDER = Path(__file__).parent / "weights" / "default"
 
 #: Program -> its AST or PrimFunc.
 Resolver = Callable[[Program], Any]
+
+
+class Pairs(NamedTuple):
+    """``asts[i]`` on ``devices[device_index[i]]``, int64 (n,), and what is known of them besides."""
+
+    asts: Sequence[CompactAST]
+    devices: Sequence[str | Device]
+    device_index: NDArray[np.int64]
+    evidence: Evidence = NO_EVIDENCE
+
+    @classmethod
+    def of(cls, asts: Sequence[CompactAST], device: str | Device, evidence: Evidence = NO_EVIDENCE) -> Pairs:
+        """Programs on one device."""
+        return cls(asts, [device], np.zeros(len(asts), dtype=np.int64), evidence)
 
 
 @dataclass(frozen=True)
@@ -162,9 +176,8 @@ class Predictor:
         if calibration is None:
             raise PredictorError("this predictor was not calibrated, so it has no intervals: train it again")
         half = calibration.half_width(self.device_name(device), coverage)
-        asts = _as_asts(items)
-        factor = np.exp(half * self.difficulty(asts, [device], np.zeros(len(asts), dtype=np.int64), evidence))
-        seconds = self.predict_asts(asts, device, evidence)
+        pairs = Pairs.of(_as_asts(items), device, evidence)
+        factor, seconds = np.exp(half * self.difficulty(pairs)), self.predict_pairs(pairs)
         low, high = seconds / factor, seconds * factor
         return (low, high) if many else (float(low[0]), float(high[0]))
 
@@ -174,28 +187,16 @@ class Predictor:
             return self.measured_calibration
         return self.calibration if evidence.code is None else self.compiled_calibration
 
-    def difficulty(
-        self,
-        asts: Sequence[CompactAST],
-        devices: Sequence[str | Device],
-        device_index: NDArray[np.int64],
-        evidence: Evidence = NO_EVIDENCE,
-    ) -> NDArray[np.float64]:
-        """How many times as wide as usual the intervals of pairs are, as of :meth:`predict_pairs`, float64 (n,)."""
-        calibration = self.calibration_of(evidence)
+    def difficulty(self, pairs: Pairs) -> NDArray[np.float64]:
+        """How many times as wide as usual the intervals of pairs are, float64 (n,)."""
+        calibration = self.calibration_of(pairs.evidence)
         if calibration is None or calibration.difficulty is None:
-            return np.ones(len(asts))
-        return calibration.difficulty.of(self.difficulty_inputs(asts, devices, device_index, evidence))
+            return np.ones(len(pairs.asts))
+        return calibration.difficulty.of(self.difficulty_inputs(pairs))
 
-    def difficulty_inputs(
-        self,
-        asts: Sequence[CompactAST],
-        devices: Sequence[str | Device],
-        device_index: NDArray[np.int64],
-        evidence: Evidence = NO_EVIDENCE,
-    ) -> NDArray[np.float64]:
+    def difficulty_inputs(self, pairs: Pairs) -> NDArray[np.float64]:
         """What tells how far off predictions are expected to be, float64 (n, d)."""
-        arrays = self.encode(asts, devices, device_index, evidence.code)
+        arrays = self.encode(*pairs[:3], pairs.evidence.code)
         return np.concatenate(correction_inputs(self.network, arrays), axis=1)
 
     def unfamiliar(self, programs: Any, device: str | Device, *, resolver: Resolver | None = None) -> Any:
@@ -212,33 +213,24 @@ class Predictor:
         self, asts: Sequence[CompactAST], device: str | Device, evidence: Evidence = NO_EVIDENCE
     ) -> NDArray[np.float64]:
         """Latencies in seconds of ASTs on one device, float64 (n,)."""
-        return self.predict_pairs(asts, [device], np.zeros(len(asts), dtype=np.int64), evidence)
+        return self.predict_pairs(Pairs.of(asts, device, evidence))
 
     def predict_rows(
         self, data: TrainingData, rows: NDArray[np.int64], evidence: Evidence = NO_EVIDENCE
     ) -> NDArray[np.float64]:
         """Latencies in seconds of these rows (n,) of a label table, float64 (n,)."""
-        return self.predict_pairs(*self.pairs_of_rows(data, rows), evidence)
+        return self.predict_pairs(self.pairs_of_rows(data, rows, evidence))
 
-    def pairs_of_rows(
-        self, data: TrainingData, rows: NDArray[np.int64]
-    ) -> tuple[list[CompactAST], list[str | Device], NDArray[np.int64]]:
-        """ASTs, devices and the number of each pair's device, of these rows (n,) of a label table."""
+    def pairs_of_rows(self, data: TrainingData, rows: NDArray[np.int64], evidence: Evidence = NO_EVIDENCE) -> Pairs:
+        """These rows (n,) of a label table."""
         table = data.labels.iloc[rows]
         names, index = np.unique(table["device"].to_numpy(dtype=str), return_inverse=True)
         devices = [self.as_in_training(data.devices[name]) for name in names]
-        return [data.asts[p] for p in table["program"]], devices, index
+        return Pairs([data.asts[p] for p in table["program"]], devices, index, evidence)
 
-    def predict_pairs(
-        self,
-        asts: Sequence[CompactAST],
-        devices: Sequence[str | Device],
-        device_index: NDArray[np.int64],
-        evidence: Evidence = NO_EVIDENCE,
-    ) -> NDArray[np.float64]:
-        """Latencies in seconds of ``asts[i]`` on ``devices[device_index[i]]``, float64 (n,), with evidence of these
-        pairs. A predictor that takes no instruction counts ignores them."""
-        device_index = np.asarray(device_index)
+    def predict_pairs(self, pairs: Pairs) -> NDArray[np.float64]:
+        """Latencies in seconds, float64 (n,). A predictor that takes no instruction counts ignores them."""
+        asts, devices, device_index, evidence = pairs
         arrays = self.encode(asts, devices, device_index, evidence.code)
         labels = predict_labels(self.network, arrays)
         corrected = self.corrected([self.device_name(device) for device in devices], arrays)
@@ -249,19 +241,15 @@ class Predictor:
         seconds = self.transform.inverse(labels, references) * np.exp(corrected)
         if evidence.elsewhere is None:
             return seconds
-        return self._combined(asts, devices, device_index, seconds, evidence.elsewhere)
+        return self._combined(pairs, seconds, evidence.elsewhere)
 
     def _combined(
-        self,
-        asts: Sequence[CompactAST],
-        devices: Sequence[str | Device],
-        device_index: NDArray[np.int64],
-        predicted_s: NDArray[np.float64],
-        elsewhere: Sequence[tuple[Device, NDArray[np.float64]]],
+        self, pairs: Pairs, predicted_s: NDArray[np.float64], elsewhere: Sequence[tuple[Device, NDArray[np.float64]]]
     ) -> NDArray[np.float64]:
         """Predictions of pairs combined with what was measured elsewhere (:mod:`cdmpp.predictor.evidence`)."""
         self.check_scales()
         assert self.scaling is not None
+        asts, devices, device_index, _ = pairs
         # one program may be in many pairs: it is predicted once on each device where it was measured
         number = {id(ast): i for i, ast in enumerate(asts)}
         program = np.array([number[id(ast)] for ast in asts], dtype=np.int64)
@@ -459,7 +447,7 @@ def seconds_interval(
     calibration = predictor.calibration_of(evidence)
     if calibration is None or not calibration.supports(COVERAGE):
         return None, None
-    difficulty = float(predictor.difficulty([ast], [device], np.zeros(1, dtype=np.int64), evidence)[0])
+    difficulty = float(predictor.difficulty(Pairs.of([ast], device, evidence))[0])
     factor = math.exp(difficulty * calibration.half_width(predictor.device_name(device), COVERAGE))
     return latency_s / factor, latency_s * factor
 

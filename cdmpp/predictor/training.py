@@ -238,7 +238,7 @@ def calibrated(
         table = data.labels.iloc[rows[chosen]]
         inputs = None
         if table["task"].nunique() >= _TASKS_FOR_DIFFICULTY:
-            inputs = predictor.difficulty_inputs(*predictor.pairs_of_rows(data, rows), evidence)[chosen]
+            inputs = predictor.difficulty_inputs(predictor.pairs_of_rows(data, rows, evidence))[chosen]
         return Calibration.fit(
             table["latency_s"],
             predictor.predict_rows(data, rows, evidence)[chosen],

@@ -103,7 +103,7 @@ def test_all_keys_are_there_and_json():
 
 def test_groups_may_overlap():
     groups = {"network": [("a",), ("a", "b"), ()], "device": [("d",)] * 3}
-    result = evaluate_groups([1, 2, 4], [1, 3, 4], list("ttt"), list("ddd"), None, None, groups)
+    result = evaluate_groups([[1, 2, 4], [1, 3, 4], list("ttt"), list("ddd")], groups)
     assert {name: m["n"] for name, m in result["network"].items()} == {"a": 2, "b": 1}
     assert result["network"]["b"]["mape"] == pytest.approx(0.5)
     assert result["device"]["d"]["n"] == 3
