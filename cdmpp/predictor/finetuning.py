@@ -34,7 +34,7 @@ from cdmpp.predictor.evidence import NO_EVIDENCE, DeviceScaling, Evidence, fit_s
 from cdmpp.predictor.network import correction_inputs
 from cdmpp.predictor.predictor import Predictor
 from cdmpp.predictor.selection import TaskSelection, select_tasks, write_task_file
-from cdmpp.predictor.training import HISTORY_FILE, Fitted, calibrated, encode, prepare, recorder, training_summary
+from cdmpp.predictor.training import HISTORY_FILE, Fitted, calibrated, encode, recorder, training_summary
 from cdmpp.predictor.transforms import AST, COMPILED, Correction
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def finetune(
 
 
 def few_shot(
-    predictor: Predictor | Config,
+    predictor: Predictor,
     data: TrainingData,
     device: str,
     k: int,
@@ -150,27 +150,18 @@ def few_shot(
     config: Config | None = None,
     adapt: float = 0.0,
 ) -> tuple[Predictor, Split]:
-    """A predictor that saw ``k`` tasks of a device, and the split whose test part are the device's other tasks.
-
-    ``predictor`` is one that never saw the device, or the configuration to train one with, on the records of the other
-    devices. Tasks are chosen among those with records on the device and on another. Other arguments are those of
-    :func:`finetune`. PredictorError: the predictor was trained on the device; no records of it; fewer than two programs to
-    learn from. SplitError: no task is left to test.
+    """A predictor that saw ``k`` tasks of a device, and the split whose test part are the device's other tasks, from
+    one that never saw the device. Tasks are chosen among those with records on the device and on another; other
+    arguments are those of :func:`finetune`. PredictorError: the predictor was trained on the device; no records of it;
+    fewer than two programs to learn from. SplitError: no task is left to test.
     """
     name = _device_name(device, data)
-    if isinstance(predictor, Config):
-        split = split_data(f"by_device:heldout={name};seed={seed}", data)
-        fitted = prepare(predictor, data, split)
-        state = fitted.trainer.fit()
-        base = fitted.predictor(state.best, training_summary(predictor, data, split, state))
-    else:
-        base = predictor
-    if name in base.training.get("records_by_device", base.devices):
+    if name in predictor.training.get("records_by_device", predictor.devices):
         raise PredictorError(f"the predictor was trained on {name}: few-shot starts from one that never saw it")
-    selection = choose_tasks(base, data, name, k, select, seed)
+    selection = choose_tasks(predictor, data, name, k, select, seed)
     if not selection.tasks:
         raise PredictorError(f"there are no records of {name}")
-    job = _Job.of(base, _IN_MEMORY, data, name, selection, config or finetune_config(seed), adapt)
+    job = _Job.of(predictor, _IN_MEMORY, data, name, selection, config or finetune_config(seed), adapt)
     if job.split is None:
         raise SplitError(f"every task with records on {name} is chosen: none is left to test")
     return _tune(job), job.split

@@ -199,13 +199,13 @@ class Predictor:
         arrays = self.encode(*pairs[:3], pairs.evidence.code)
         return np.concatenate(correction_inputs(self.network, arrays), axis=1)
 
-    def unfamiliar(self, programs: Any, device: str | Device, *, resolver: Resolver | None = None) -> Any:
+    def unfamiliar(self, programs: Any, device: str | Device) -> Any:
         """Whether programs on a device are far from the training data (:mod:`cdmpp.predictor.uncertainty`), so that little
         speaks for the prediction: a bool for one program, a bool array of shape (n,) for a list. Arguments and errors as of
         :meth:`predict`; a PredictorError where the predictor was saved without what this needs."""
         if self.familiarity is None:
             raise PredictorError("this predictor does not know how far its training data reach: train it again")
-        items, many = _resolved(programs, resolver)
+        items, many = _resolved(programs, None)
         flags = self.familiarity.unfamiliar(self.encoder, _as_asts(items), self.device_vector(device))
         return flags if many else bool(flags[0])
 

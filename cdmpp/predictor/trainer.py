@@ -140,7 +140,8 @@ class Trainer:
         config = self._config
         with torch_threads(config.threads):
             self._started = time.perf_counter()
-            while self._state.epoch < config.epochs and not self.out_of_patience():
+            state = self._state
+            while state.epoch < config.epochs and state.epoch - state.best_epoch < config.patience:
                 line = self._run_epoch()
                 if checkpoint is not None:
                     checkpoint(self.state())
@@ -149,10 +150,6 @@ class Trainer:
                 if self._time_spent() >= 1:
                     break
         return self.state()
-
-    def out_of_patience(self) -> bool:
-        """Whether validation has not improved for ``patience`` epochs."""
-        return self._state.epoch - self._state.best_epoch >= self._config.patience
 
     def _time_spent(self) -> float:
         """Part of ``max_seconds`` that is over, 0 without a limit."""
@@ -281,7 +278,9 @@ class Trainer:
             loss = loss + terms.codegen_weight * errors.sum() / known.sum().clamp(min=1)
         cmd = torch.zeros(())
         if self._adapt is not None and terms.cmd_weight:
-            rows = self._target_rows(len(self._adapt), n)
+            # drawn by seed and step alone, so that a resumed run draws the same
+            rng = np.random.default_rng([self._config.seed, self._state.step, 1])
+            rows = rng.choice(len(self._adapt), min(n, len(self._adapt)), replace=False)
             programs, there = self._adapt.batch(rows[self._processes.part(len(rows))], self._where)
             target = gathered(network.embed(programs, there.device), len(rows))
             cmd = central_moment_discrepancy(gathered(embedding, n), target, terms.cmd_moments)
@@ -298,11 +297,6 @@ class Trainer:
             ranking = pairwise_ranking(log_predicted, truth.log_latency, truth.group)
             loss = loss + terms.rank_weight * ranking
         return loss
-
-    def _target_rows(self, pairs: int, size: int) -> NDArray[np.int64]:
-        """So many of the pairs to adapt to, drawn by seed and step alone, so that a resumed run draws the same."""
-        rng = np.random.default_rng([self._config.seed, self._state.step, 1])
-        return rng.choice(pairs, min(size, pairs), replace=False)
 
     def _update_average(self) -> None:
         # the decay grows with the steps, so that early averages forget the initial weights

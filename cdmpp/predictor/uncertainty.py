@@ -347,7 +347,13 @@ class Familiarity:
         from sklearn.cluster import KMeans
 
         rng = np.random.default_rng(seed)
-        train, valid = (_describe_rows(encoder, data, _sample(rng, rows)) for rows in (train_rows, valid_rows))
+        vectors, described = data.device_vectors(), []
+        for rows in (train_rows, valid_rows):
+            drawn = rows if len(rows) <= _MAX_PAIRS else np.sort(rng.choice(rows, _MAX_PAIRS, replace=False))
+            table = data.labels.iloc[drawn]
+            asts, devices = [data.asts[p] for p in table["program"]], [vectors[name] for name in table["device"]]
+            described.append(describe_pairs(encoder, asts, np.stack(devices)))
+        train, valid = described
         distinct = len(np.unique(train, axis=0))
         number = min(MAX_CENTRES, max(1, _MAX_NUMBERS // train.shape[1]), distinct)
         clusters = KMeans(number, n_init=1, max_iter=25, random_state=seed).fit(train)
@@ -397,16 +403,6 @@ def describe_pairs(
         means[part] = np.add.reduceat(encoded, starts, axis=0) / lengths[part, None]
     counts = np.log(lengths).astype(np.float32)[:, None]
     return np.concatenate([means, counts, encoder.encode_devices(devices)], axis=1)
-
-
-def _describe_rows(encoder: FeatureEncoder, data: TrainingData, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-    table, vectors = data.labels.iloc[rows], data.device_vectors()
-    devices = np.stack([vectors[name] for name in table["device"]])
-    return describe_pairs(encoder, [data.asts[program] for program in table["program"]], devices)
-
-
-def _sample(rng: np.random.Generator, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    return rows if len(rows) <= _MAX_PAIRS else np.sort(rng.choice(rows, _MAX_PAIRS, replace=False))
 
 
 def _distance_to_nearest(pairs: NDArray[np.float32], centres: NDArray[np.float32]) -> NDArray[np.float64]:

@@ -82,11 +82,11 @@ def core_groups(cores: Sequence[int], threads: int, degree: int) -> tuple[tuple[
     return tuple(tuple(sorted(chosen[i * threads : (i + 1) * threads])) for i in range(degree))
 
 
-def own_the_core(priority: int = 10) -> str:
+def own_the_core() -> str:
     """Run before everything else on this process's cores, if the system allows it: ``"fifo"`` under the real-time scheduler,
     ``"nice"`` with a raised normal priority, else ``"normal"``."""
     try:
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(priority))
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
         return "fifo"
     except (OSError, AttributeError) as err:
         logger.debug("no real-time priority: %s", err)
