@@ -162,10 +162,14 @@ class OperatorModel:
     def parts(self, table: pd.DataFrame, device: Device, framework: str) -> tuple[FloatArray, FloatArray]:
         """The estimate in seconds, and what the networks add to its logarithm, each float64 (n,)."""
         rows, estimate = encode(table, device, framework, self.constants, self.inputs)
+        return estimate, self.logs(rows)
+
+    def logs(self, rows: NDArray[np.float32]) -> FloatArray:
+        """What the networks add to the logarithm of the estimate of encoded operators, float64 (n,)."""
         scaled = standardised(rows, self.mean, self.std)
         with torch.inference_mode():
             logs = [network(scaled).squeeze(-1).double().numpy() for network in self.networks]
-        return estimate, np.mean(logs, axis=0) if logs else np.zeros(len(table))
+        return np.mean(logs, axis=0) if logs else np.zeros(len(rows))
 
     def explain(self, table: pd.DataFrame, device: str | Device) -> pd.DataFrame:
         """What bounds each operator: the part of the device that is ``bound``, for which ``part`` of the estimate, the cores
@@ -466,17 +470,24 @@ def train(
     table = table.reset_index(drop=True)
     epochs = epochs or max(_LEAST_EPOCHS, round(_STEPS * _BATCH / len(table)))
     family = table["device"].map(families([get_device(name) for name in sorted(set(table["device"]))])).to_numpy()
-    numbers = sorted(set(family))
-    if len(numbers) < 2:
-        return _of_one_family(table, members, epochs, width, seed)
+    part, few, one_family = family, 1, len(set(family)) < 2
+    if one_family:
+        operator = table.groupby(["op", "dtype", *SIZES], dropna=False, observed=True).ngroup().to_numpy()
+        part = (np.random.default_rng(seed).permutation(operator.max() + 1) % _FOLDS)[operator]
+        few = max(1, members // 2)
+    numbers = sorted(set(part))
     estimate, logs = np.empty(len(table)), np.empty(len(table))
     for done, number in enumerate(numbers):
         progress(done, len(numbers) + 1)
-        mine = np.flatnonzero(family == number)
-        others = np.flatnonzero(family != number)
-        without = _fitted(table.iloc[others].reset_index(drop=True), 1, epochs, width, seed)
-        estimate[mine], logs[mine] = _parts_of_rows(without, table.iloc[mine])
+        mine = part == number
+        without = _fitted(table[~mine].reset_index(drop=True), few, epochs, width, seed)
+        estimate[mine], logs[mine] = _parts_of_rows(without, table[mine])
     progress(len(numbers), len(numbers) + 1)
+    if one_family:  # no other device can say how far the networks are to be trusted: they are on all
+        left = table.assign(left_out_s=estimate * np.exp(logs), left_out_estimate_s=estimate)
+        errors = _errors(left.assign(framework=BEST), left["left_out_s"])
+        trust = dict.fromkeys(map(str, np.unique(kinds(table))), 1.0)
+        return replace(_fitted(table, members, epochs, width, seed), trust=trust, seen=errors), left
     measured, kind = np.log(table["seconds"].to_numpy(dtype=np.float64)) - np.log(estimate), kinds(table)
     trust = {str(k): _trust(measured, logs, kind == k, family) for k in np.unique(kind)}
     trusted = np.empty(len(table))
@@ -535,23 +546,6 @@ def with_what_was_measured(
     kept = best[best.groupby([kinds(best), "device"]).cumcount() < _KEPT_ROWS].reset_index(drop=True)
     kept = kept[["op", "dtype", "kv_dtype", *SIZES, "device", "seconds"]]
     return replace(model, solvers=solvers, measured=kept)
-
-
-def _of_one_family(
-    table: pd.DataFrame, members: int, epochs: int, width: int, seed: int
-) -> tuple[OperatorModel, pd.DataFrame]:
-    """Where no other device can say how far networks are to be trusted, they are on all; errors are of operators left out."""
-    operator = table.groupby(["op", "dtype", *SIZES], dropna=False, observed=True).ngroup().to_numpy()
-    part = (np.random.default_rng(seed).permutation(operator.max() + 1) % _FOLDS)[operator]
-    left_s, estimate_s = np.empty(len(table)), np.empty(len(table))
-    for number in range(_FOLDS):
-        without = _fitted(table[part != number].reset_index(drop=True), max(1, members // 2), epochs, width, seed)
-        estimate, logs = _parts_of_rows(without, table[part == number])
-        estimate_s[part == number], left_s[part == number] = estimate, estimate * np.exp(logs)
-    left = table.assign(left_out_s=left_s, left_out_estimate_s=estimate_s)
-    errors = _errors(left.assign(framework=BEST), left_s)
-    trust = dict.fromkeys(map(str, np.unique(kinds(table))), 1.0)
-    return replace(_fitted(table, members, epochs, width, seed), trust=trust, seen=errors), left
 
 
 def left_out_errors(left: pd.DataFrame) -> list[dict[str, Any]]:
@@ -641,11 +635,8 @@ def _trust(measured: FloatArray, logs: FloatArray, rows: NDArray[np.bool_], fami
 
 def _parts_of_rows(model: OperatorModel, table: pd.DataFrame) -> tuple[FloatArray, FloatArray]:
     """:meth:`OperatorModel.parts` of each row on its own device and by its own framework."""
-    estimate, logs = np.empty(len(table)), np.empty(len(table))
-    table = table.reset_index(drop=True)
-    for (name, framework), at in table.groupby(["device", "framework"]).indices.items():
-        estimate[at], logs[at] = model.parts(table.iloc[at], get_device(str(name)), str(framework))
-    return estimate, logs
+    rows, estimate = _encoded(table, model.constants, model.inputs)
+    return estimate, model.logs(rows)
 
 
 def _errors(table: pd.DataFrame, predicted_s: Any) -> dict[str, Errors]:
