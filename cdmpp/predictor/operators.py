@@ -27,6 +27,7 @@ from cdmpp.dataset.operators import TORCH, TORCH_COLD
 from cdmpp.device import Device, get_device
 from cdmpp.errors import PredictorError, reason
 from cdmpp.files import read_json, write_text
+from cdmpp.predictor.checkpoint import load_tensors, save_tensors
 from cdmpp.predictor.mechanism import MECHANISM_FEATURES, Constants, mechanism
 from cdmpp.predictor.solvers import (
     FRAMEWORK,
@@ -253,8 +254,6 @@ class OperatorModel:
 
     def save(self, folder: str | Path) -> None:
         """Write ``operators.json`` and ``operators.safetensors``; nothing in them can run code."""
-        from safetensors.torch import save_file
-
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         records = {name: getattr(self, name) for name in ("constants", "seen", "unseen", "left")}
@@ -273,7 +272,7 @@ class OperatorModel:
             state["solvers"] = {"names": list(solvers.names), **numbers}
             tensors |= _tensors(solvers.networks, _OF_SOLVERS)
         write_text(folder / _FILE, json.dumps(state) + "\n")
-        save_file(tensors, folder / _WEIGHTS)
+        save_tensors(folder / _WEIGHTS, tensors, {})
         if self.measured is not None:
             small = self.measured.astype(dict.fromkeys((*SIZES, "seconds"), "float32"))
             small.to_parquet(folder / _MEASURED, compression="zstd", compression_level=19, index=False)
@@ -281,16 +280,13 @@ class OperatorModel:
     @classmethod
     def load(cls, folder: str | Path) -> OperatorModel:
         """Back from :meth:`save` (PredictorError: missing, damaged, or of other features than this version's)."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
         folder = Path(folder)
         try:
             state = read_json(folder / _FILE)
             known = [MECHANISM_FEATURES, *_INPUTS[1:4]]
             if any(set(own) - set(names) for own, names in zip(state["inputs"], known, strict=False)):
                 raise PredictorError(f"{folder} was trained with other features: train it again")
-            tensors = load_file(folder / _WEIGHTS)
+            tensors, _ = load_tensors(folder / _WEIGHTS)
             solvers = None
             if of_solvers := state.get("solvers"):
                 mean, std = (np.array(of_solvers[name], dtype=np.float32) for name in ("mean", "std"))
@@ -310,7 +306,7 @@ class OperatorModel:
                 left={name: Errors(**values) for name, values in state.get("left", {}).items()},
                 measured=operator_table(pd.read_parquet(folder / _MEASURED)) if (folder / _MEASURED).exists() else None,
             )
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as err:
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as err:
             raise PredictorError(f"cannot read the operator model of {folder}: {reason(err)}") from err
 
 
