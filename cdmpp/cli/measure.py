@@ -184,7 +184,7 @@ def _measure(args: Namespace, console: Console, errors: Console) -> Any:
     from cdmpp.profiler.gpu.measure import MeasureConfig, measure
 
     if args.bundle.lower().endswith(".csv"):
-        from cdmpp.profiler.operators import measure_operators
+        from cdmpp.profiler.library import measure_operators
 
         with Bar(errors, "measuring") as bar:
             found = measure_operators(args.bundle, args.out, args.device, progress=bar.update)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -52,7 +52,12 @@ def run(args: Namespace, devices: Sequence[str], console: Console, errors: Conso
     for report in reports if len(reports) == 1 else ():
         _show(console, report, args.explain)
     if len(reports) > 1:
-        _compare(console, reports)
+        more = {
+            "tokens/s": lambda report: number(report.tokens_per_s, ".4g"),
+            "a million tokens": lambda report: number(report.price_per_million_tokens, ".4g"),
+        }
+        title = f"{reports[0].network} on {len(reports)} devices, {reports[0].dtype}"
+        show_ranked(console, title, reports, more)
     if args.html is not None:
         from cdmpp.report import write_serving
 
@@ -106,7 +111,8 @@ def _show(console: Console, report: ServingReport, explain: bool) -> None:
         say(console, f"{report.memory_gb:.1f} GB of memory on each device")
 
 
-def _compare(console: Console, reports: Sequence[ServingReport]) -> None:
+def show_ranked(console: Console, title: str, reports: Sequence[Any], more: Mapping[str, Callable[[Any], str]]) -> None:
+    """Devices, the fastest first: their latency, its interval, and ``more`` columns."""
     ranked = sorted(reports, key=lambda report: report.latency_s)
     rows = [
         (
@@ -114,10 +120,8 @@ def _compare(console: Console, reports: Sequence[ServingReport]) -> None:
             seconds_text(report.latency_s),
             interval_text(report.low_s, report.high_s),
             f"{report.latency_s / ranked[0].latency_s:.2f}",
-            number(report.tokens_per_s, ".4g"),
-            number(report.price_per_million_tokens, ".4g"),
+            *(cell(report) for cell in more.values()),
         )
         for report in ranked
     ]
-    columns = ("<device", "latency", "90 % interval", "times the fastest", "tokens/s", "a million tokens")
-    show_table(console, f"{reports[0].network} on {len(reports)} devices, {reports[0].dtype}", columns, rows)
+    show_table(console, title, ("<device", "latency", "90 % interval", "times the fastest", *more), rows)

@@ -219,26 +219,17 @@ def _show_layers(console: Console, comparison: Comparison, shown: int) -> None:
 
 def _show_devices(console: Console, comparison: Comparison) -> None:
     """A network on several devices, the fastest first."""
-    first = comparison.reports[0]
-    columns = ["<device", "latency", f"{100 * first.coverage:g} % interval", "times the fastest"]
-    columns += ["a million runs", "rank by cost"] if comparison.by_cost else []
-    rows = []
-    for report in comparison.reports:
-        row = [
-            report.device,
-            seconds_text(report.latency_s),
-            interval_text(report.low_s, report.high_s),
-            f"{report.latency_s / first.latency_s:.2f}",
-        ]
-        if comparison.by_cost:
-            priced = report.device in comparison.by_cost
-            row.append(number(report.cost_per_million, ".4g"))
-            row.append(str(comparison.by_cost.index(report.device) + 1) if priced else "-")
-        rows.append(row)
+    from cdmpp.cli.serving import show_ranked
+
+    def rank(report: Any) -> str:
+        priced = report.device in comparison.by_cost
+        return str(comparison.by_cost.index(report.device) + 1) if priced else "-"
+
+    cost = {"a million runs": lambda report: number(report.cost_per_million, ".4g"), "rank by cost": rank}
     eager = any(report.schedule == "torch" for report in comparison.reports)
-    how = "run by PyTorch" if eager else f"schedule {first.schedule}"
+    how = "run by PyTorch" if eager else f"schedule {comparison.reports[0].schedule}"
     title = f"{comparison.network} on {len(comparison.reports)} devices, {how}"
-    show_table(console, title, columns, rows)
+    show_ranked(console, title, comparison.reports, cost if comparison.by_cost else {})
     notes = [(report.device, note) for report in comparison.reports for note in report.notes]
     warn(console, *comparison.notes)
     warn(console, *(note if device in note else f"{device}: {note}" for device, note in notes))

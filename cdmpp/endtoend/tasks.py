@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cdmpp.errors import PredictorError, ProgramError, TunerError
-from cdmpp.predictor.predictor import COVERAGE, prediction_note, seconds_interval
+from cdmpp.predictor.predictor import COVERAGE, Pairs, prediction_note, seconds_interval
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
@@ -69,7 +69,7 @@ def predict_tasks(
         found[task] = TaskLatency(float(own[best]), far, item.origin)
         chosen.append(asts[first + best])
         first += len(item.asts)
-    difficulty = predictor.difficulty(chosen, [device], np.zeros(len(chosen), dtype=np.int64))
+    difficulty = predictor.difficulty(Pairs.of(chosen, device))
     return {task: found[task]._replace(difficulty=float(d)) for task, d in zip(found, difficulty, strict=True)}
 
 

@@ -197,18 +197,9 @@ class PairArrays:
 
 @dataclass(frozen=True)
 class LabelledArrays(PairArrays):
-    """Labelled pairs.
-
-    Attributes
-    ----------
-    latency_s
-        float64 (n,), the labels.
-    reference_s
-        float64 (n,), where the label transform is relative.
-    group
-        int64 (n,), equal where task and device are; the ranking loss needs it.
-    codegen
-        float32 (n, len(CODEGEN_FEATURES)), instruction counts; rows of NaN where there are none.
+    """Labelled pairs: ``latency_s`` float64 (n,), ``reference_s`` where labels are relative to it, ``group`` int64
+    (n,), equal where task and device are (for the ranking loss), and ``codegen``, instruction counts, float32 (n,
+    len(CODEGEN_FEATURES)), NaN for none.
     """
 
     latency_s: NDArray[np.float64]

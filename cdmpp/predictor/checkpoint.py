@@ -7,7 +7,7 @@ optimiser state and progress. Files are replaced atomically: a killed run leaves
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -135,7 +135,9 @@ def save_fields(folder: Path, fields: Mapping[str, Any]) -> None:
         "encoder": fields["encoder"].to_json(),
         "counting_version": COUNTING_VERSION,
         "label_transform": fields["transform"].to_json(),
-        "devices": {name: _to_json(vector) for name, vector in fields["devices"].items()},
+        "devices": {
+            name: [None if np.isnan(v) else float(v) for v in vector] for name, vector in fields["devices"].items()
+        },
         "specs": {name: device.to_json() for name, device in fields["specs"].items()},
         "training": dict(fields["training"]),
         "corrections": {
@@ -222,7 +224,10 @@ def _build(state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> dict
         ),
         "encoder": encoder,
         "transform": transform_from_json(state["label_transform"]),
-        "devices": {str(name): _from_json(vector) for name, vector in state["devices"].items()},
+        "devices": {
+            str(name): np.array([np.nan if v is None else v for v in vector], dtype=np.float64)
+            for name, vector in state["devices"].items()
+        },
         "specs": {str(name): Device.from_json(spec) for name, spec in state["specs"].items()},
         "training": dict(state["training"]),
         "corrections": {
@@ -239,11 +244,3 @@ def _build(state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> dict
     if "scaling" in state:
         fields["scaling"] = DeviceScaling.from_json(state["scaling"])
     return fields
-
-
-def _to_json(vector: NDArray[np.float64]) -> list[float | None]:
-    return [None if np.isnan(value) else float(value) for value in vector]
-
-
-def _from_json(values: Sequence[float | None]) -> NDArray[np.float64]:
-    return np.asarray([np.nan if value is None else value for value in values], dtype=np.float64)

@@ -32,19 +32,9 @@ def signed_log1p(values: NDArray[Any]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class ColumnScaler:
-    """Signed logarithm and standardisation per column.
-
-    Attributes
-    ----------
-    names
-        Of the columns, in order.
-    mean, std
-        Shape (n_columns,), of the signed logarithm of the training rows, ignoring NaN.
-    active
-        Columns that varied in training. The others are encoded as 0 always: whatever weights they meet
-        were never trained.
-    clip
-        Standardised values are clipped to ``[-clip, clip]``.
+    """Signed logarithm and standardisation per column: ``mean`` and ``std``, (n_columns,), are of the signed logarithm
+    of the training rows, ignoring NaN. Columns that did not vary in training are not ``active``: they are encoded as 0
+    always, as whatever weights they meet were never trained. Standardised values are clipped to ``[-clip, clip]``.
     """
 
     names: tuple[str, ...]
@@ -101,15 +91,9 @@ class FeatureEncoder:
     def fit(
         cls, feature_set: str, parts: Mapping[str, tuple[NDArray[Any], Sequence[str]]], clip: float = 8.0
     ) -> FeatureEncoder:
-        """Fit to raw rows and column names of each part: ``leaf`` (of all training programs), ``device``, and if any ``pair``,
-        ``code`` and ``loop`` (rows of NaN where unknown).
-
-        Raises
-        ------
-        FeatureMismatchError
-            Columns and names differ in number.
-        PredictorError
-            A leaf value is not finite, or there are no rows.
+        """Fit to raw rows and column names of each part: ``leaf`` (of all training programs), ``device``, and if any
+        ``pair``, ``code`` and ``loop`` (rows of NaN where unknown). FeatureMismatchError: columns and names differ in
+        number. PredictorError: a leaf value is not finite, or there are no rows.
         """
         _check_finite(parts["leaf"][0])
         scalers = {part: ColumnScaler.fit(rows, names, clip) for part, (rows, names) in parts.items()}

@@ -37,24 +37,20 @@ def evaluate(
 ) -> dict[str, Any]:
     """Score a predictor; the result is the content of ``cdmpp evaluate --json``.
 
-    ``split`` is a split of ``data``, a specification, ``"all"`` for every record, or None for the split that the predictor was
-    trained with. A specification that is only a kind (``"by_network"``) also means the split of training where that was of the
-    kind: another one would test on training records. ``part`` of it is scored: train, valid or test. ``by`` are groupings:
-    device, network, task, family, origin. ``compiled`` uses the instruction counts of the programs that have some
-    (``cdmpp codegen``); the others are predicted without. ``measured`` uses what the same programs took on the other
-    devices of the data, scored records included; programs measured nowhere else are predicted without. Not both.
+    ``split`` is a split of ``data``, a specification, ``"all"`` for every record, or None for the split of training; so
+    is a specification that is only its kind (``"by_network"``), as another one would test on training records. ``part``
+    of it is scored: train, valid or test. ``by`` are groupings: device, network, task, family, origin. ``compiled``
+    uses the instruction counts of the programs that have some (``cdmpp codegen``), ``measured`` what the same programs
+    took on the other devices of the data, scored records included; others are predicted without. Not both.
 
-    Returns ``{"overall": {...}, "groups": {grouping: {group: {...}}}, "split": str, "part": str, "seed": int,
-    "n_trained_tasks": int, "n_compiled": int, "n_measured": int}``, metrics as of :mod:`cdmpp.predictor.metrics`; the
-    last three are the numbers of scored records whose task was trained on, that were predicted with instruction counts,
-    and with a latency measured elsewhere (of each group too). ``overall`` holds besides, as ``interval``, how well the
-    predictor's 90 % intervals hold (:func:`cdmpp.predictor.uncertainty.interval_metrics`), None without any; with
-    ``compiled`` and ``measured`` those of the programs with such evidence.
+    Gives ``{"overall": {...}, "groups": {grouping: {group: {...}}}, "split", "part", "seed", "n_trained_tasks",
+    "n_compiled", "n_measured"}``, metrics as of :mod:`cdmpp.predictor.metrics`, the last three numbers of scored
+    records; and in ``overall``, as ``interval``, how well 90 % intervals hold
+    (:func:`cdmpp.predictor.uncertainty.interval_metrics`), of those with such evidence.
 
-    PredictorError: no records to score, or an unknown part or grouping; ``compiled`` where the predictor takes no
-    instructions or no record of a CPU has any; ``measured`` where it cannot scale or no program was measured elsewhere.
-    SplitError, DatasetError: the split cannot be made of this data; a device of the data is not the one that had its
-    name in training.
+    PredictorError: no records to score, an unknown part or grouping, or no evidence of the kind. SplitError,
+    DatasetError: the split cannot be made of this data; a device of the data is not the one that had its name in
+    training.
     """
     check_one_kind(compiled, measured)
     name, rows = rows_to_score(predictor, data, split, part)
@@ -97,7 +93,7 @@ def evaluate_rows(
         predicted_s[shown],
         table["task"].tolist(),
         table["device"].tolist(),
-        difficulty=predictor.difficulty(*predictor.pairs_of_rows(data, rows), evidence)[shown],
+        difficulty=predictor.difficulty(predictor.pairs_of_rows(data, rows, evidence))[shown],
     )
     for key, used in counted.items():
         if used is None:
@@ -142,7 +138,7 @@ def score(
         table["error_floor"].to_numpy(dtype=np.float64),
     )
     groups = {grouping: data.members(grouping, rows) for grouping in by}
-    return {"overall": evaluate_predictions(*columns), "groups": evaluate_groups(*columns, groups)}
+    return {"overall": evaluate_predictions(*columns), "groups": evaluate_groups(columns, groups)}
 
 
 def rows_to_score(

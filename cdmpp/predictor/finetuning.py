@@ -34,7 +34,7 @@ from cdmpp.predictor.evidence import NO_EVIDENCE, DeviceScaling, Evidence, fit_s
 from cdmpp.predictor.network import correction_inputs
 from cdmpp.predictor.predictor import Predictor
 from cdmpp.predictor.selection import TaskSelection, select_tasks, write_task_file
-from cdmpp.predictor.training import HISTORY_FILE, Fitted, calibrated, encode, prepare, recorder, training_summary
+from cdmpp.predictor.training import HISTORY_FILE, Fitted, calibrated, encode, recorder, training_summary
 from cdmpp.predictor.transforms import AST, COMPILED, Correction
 
 if TYPE_CHECKING:
@@ -96,17 +96,16 @@ def finetune(
 ) -> FinetuneResult:
     """Teach a predictor (or the one in a folder) a device and write a run folder.
 
-    It learns from the chosen tasks' records of the device (see the module); where weights are trained, half of each batch, at
-    most, are records of other devices and tasks they were trained on before. Where the device has no records, the result is a
-    file of the chosen tasks and the command that profiles them.
+    It learns from the chosen tasks' records of the device (see the module); where weights are trained, half of each
+    batch, at most, are records of other devices and tasks they were trained on before. Without records of the device
+    the result is a file of the chosen tasks and the command that profiles them.
 
-    ``datasets`` are data or dataset folders: the device's records and, to be kept in mind, others. ``tasks`` is how many to
-    choose, or which; None takes every task with records of the device. ``select`` and ``seed`` are how
-    (:func:`cdmpp.predictor.selection.select_tasks`; programs measured on other devices are compared, if there are any, so
-    that the choice is the same before and after the device is profiled); the seed is also that of training unless
-    ``config`` is given, whose ``loss``, ``train`` and ``data`` are used. ``adapt`` is the fraction of the device's other
-    programs that may be looked at without labels, and are not scored, for ``config.loss.cmd_weight``. ``progress`` is called
-    with every epoch's history line.
+    ``datasets`` are data or dataset folders: the device's records and, to be kept in mind, others. ``tasks`` is how
+    many to choose, or which; None takes every task with records of the device. ``select`` and ``seed`` are how
+    (:func:`choose_tasks`: the choice is the same before and after the device is profiled); the seed is also that of
+    training unless ``config`` is given, whose ``loss``, ``train`` and ``data`` are used. ``adapt`` is the fraction of
+    the device's other programs that may be looked at without labels, and are not scored, for
+    ``config.loss.cmd_weight``.
 
     PredictorError: ``out`` holds a run; nothing to choose from; fewer than two programs to learn from; training
     diverged. UnknownDeviceError, DatasetError: no such device; no data.
@@ -141,7 +140,7 @@ def finetune(
 
 
 def few_shot(
-    predictor: Predictor | Config,
+    predictor: Predictor,
     data: TrainingData,
     device: str,
     k: int,
@@ -151,27 +150,18 @@ def few_shot(
     config: Config | None = None,
     adapt: float = 0.0,
 ) -> tuple[Predictor, Split]:
-    """A predictor that saw ``k`` tasks of a device, and the split whose test part are the device's other tasks.
-
-    ``predictor`` is one that never saw the device, or the configuration to train one with, on the records of the other
-    devices. Tasks are chosen among those with records on the device and on another. Other arguments are those of
-    :func:`finetune`. PredictorError: the predictor was trained on the device; no records of it; fewer than two programs to
-    learn from. SplitError: no task is left to test.
+    """A predictor that saw ``k`` tasks of a device, and the split whose test part are the device's other tasks, from
+    one that never saw the device. Tasks are chosen among those with records on the device and on another; other
+    arguments are those of :func:`finetune`. PredictorError: the predictor was trained on the device; no records of it;
+    fewer than two programs to learn from. SplitError: no task is left to test.
     """
     name = _device_name(device, data)
-    if isinstance(predictor, Config):
-        split = split_data(f"by_device:heldout={name};seed={seed}", data)
-        fitted = prepare(predictor, data, split)
-        state = fitted.trainer.fit()
-        base = fitted.predictor(state.best, training_summary(predictor, data, split, state))
-    else:
-        base = predictor
-    if name in base.training.get("records_by_device", base.devices):
+    if name in predictor.training.get("records_by_device", predictor.devices):
         raise PredictorError(f"the predictor was trained on {name}: few-shot starts from one that never saw it")
-    selection = choose_tasks(base, data, name, k, select, seed)
+    selection = choose_tasks(predictor, data, name, k, select, seed)
     if not selection.tasks:
         raise PredictorError(f"there are no records of {name}")
-    job = _Job.of(base, _IN_MEMORY, data, name, selection, config or finetune_config(seed), adapt)
+    job = _Job.of(predictor, _IN_MEMORY, data, name, selection, config or finetune_config(seed), adapt)
     if job.split is None:
         raise SplitError(f"every task with records on {name} is chosen: none is left to test")
     return _tune(job), job.split
@@ -285,17 +275,14 @@ def _fits(job: _Job, rows: NDArray[np.int64], predictor: Predictor | None = None
     instruction counts, with these."""
     predictor, data = predictor or job.base, job.data
     table, found = data.labels.iloc[rows], {}
-    asts, index = [data.asts[program] for program in table["program"]], np.zeros(len(rows), dtype=np.int64)
-    device = predictor.as_in_training(data.devices[job.device])
     code = Evidence.of_rows(data, rows, compiled=True) if predictor.encoder.code_dim else NO_EVIDENCE
     known = {AST: NO_EVIDENCE}
     if code.code is not None and code.known(len(rows)).all():
         known[COMPILED] = code
     for kind, evidence in known.items():
-        predicted_s = predictor.predict_pairs(asts, [device], index, evidence)
-        errors = np.log(table["latency_s"].to_numpy(dtype=np.float64) / predicted_s)
-        arrays = predictor.encode(asts, [device], index, evidence.code)
-        inputs = correction_inputs(predictor.network, arrays)
+        pairs = predictor.pairs_of_rows(data, rows, evidence)
+        errors = np.log(table["latency_s"].to_numpy(dtype=np.float64) / predictor.predict_pairs(pairs))
+        inputs = correction_inputs(predictor.network, predictor.encode(*pairs[:3], evidence.code))
         found[kind] = fit_correction(errors, table["task"].tolist(), *inputs, seed=job.selection.seed)
     return found
 
@@ -399,8 +386,6 @@ def devices_seen_as(base: Predictor, encoder: FeatureEncoder, data: TrainingData
     """Other devices that the network sees as this one: their labels would contradict its."""
     vectors = data.device_vectors()
     others = [name for name in sorted(vectors) if name != device]
-    if base.network.config.device == "none":
-        return others
     encoded = encoder.encode_devices(np.stack([vectors[name] for name in [device, *others]]))
     same = np.abs(encoded[1:] - encoded[0]).max(axis=1, initial=0.0) < _SAME
     return [name for name, is_same in zip(others, same, strict=True) if is_same]
@@ -436,9 +421,8 @@ def extend_encoder(
 def starting_weights(base: Predictor, fresh: NDArray[np.int64]) -> dict[str, torch.Tensor]:
     """The predictor's weights; those that device features met which were always 0 are still random: they become 0."""
     weights = {name: value.detach().clone() for name, value in base.network.state_dict().items()}
-    if base.network.config.device != "none":
-        weights["device_projection.0.weight"][:, fresh] = 0.0
-        weights["decoder.0.weight"][:, base.network.config.embedding_dim + fresh] = 0.0
+    weights["device_projection.0.weight"][:, fresh] = 0.0
+    weights["decoder.0.weight"][:, base.network.config.embedding_dim + fresh] = 0.0
     return weights
 
 

@@ -90,12 +90,8 @@ def fit_errors(kinds: FloatArray, numbers: FloatArray, errors: FloatArray, seed:
 
 
 def teach(model: OperatorModel, table: pd.DataFrame, device: Device) -> tuple[OperatorModel, Fit]:
-    """A model that learned from the labels (``seconds``) of one device; the fastest of an operator counts.
-
-    Raises
-    ------
-    PredictorError
-        There are none of the device.
+    """A model that learned from the labels (``seconds``) of one device, of which the fastest of an operator counts
+    (PredictorError: there are none).
     """
     table = table[(table["device"] == device.name).to_numpy()]
     table = table.sort_values("seconds").drop_duplicates(["op", "dtype", "kv_dtype", *SIZES])

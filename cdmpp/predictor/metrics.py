@@ -88,38 +88,25 @@ def evaluate_predictions(
 
 
 def evaluate_groups(
-    label_s: ArrayLike,
-    predicted_s: ArrayLike,
-    task: Sequence[Hashable],
-    device: Sequence[Hashable],
-    noise: ArrayLike | None,
-    error_floor: ArrayLike | None,
-    groups: Mapping[str, Sequence[Iterable[str]]],
+    columns: Sequence[Any], groups: Mapping[str, Sequence[Iterable[str]]]
 ) -> dict[str, dict[str, Metrics]]:
     """Score subsets of the records: grouping (such as ``"network"``) -> group -> metrics, groups sorted by name.
 
-    ``groups`` are grouping -> for each record the groups it belongs to: several (a task of two networks) or none.
+    ``columns`` are the arguments of :func:`evaluate_predictions`; ``groups`` are grouping -> for each record the groups it
+    belongs to: several (a task of two networks) or none.
     """
-    labels, predictions = np.asarray(label_s, dtype=np.float64), np.asarray(predicted_s, dtype=np.float64)
-    noises = _or_unknown(noise, len(labels))
-    floors = noises / 2 if error_floor is None else _or_unknown(error_floor, len(labels))
+    arrays = [None if column is None else np.asarray(column) for column in columns]
+
+    def taken(index: list[int]) -> list[Any]:
+        return [None if array is None else array[index] for array in arrays]
+
     scored: dict[str, dict[str, Metrics]] = {}
     for grouping, members in groups.items():
         rows: dict[str, list[int]] = {}
         for row, names in enumerate(members):
             for name in names:
                 rows.setdefault(name, []).append(row)
-        scored[grouping] = {
-            name: evaluate_predictions(
-                labels[index],
-                predictions[index],
-                [task[i] for i in index],
-                [device[i] for i in index],
-                noises[index],
-                floors[index],
-            )
-            for name, index in sorted(rows.items())
-        }
+        scored[grouping] = {name: evaluate_predictions(*taken(index)) for name, index in sorted(rows.items())}
     return scored
 
 

@@ -27,6 +27,7 @@ from cdmpp.dataset.operators import TORCH, TORCH_COLD
 from cdmpp.device import Device, get_device
 from cdmpp.errors import PredictorError, reason
 from cdmpp.files import read_json, write_text
+from cdmpp.predictor.checkpoint import load_tensors, save_tensors
 from cdmpp.predictor.mechanism import MECHANISM_FEATURES, Constants, mechanism
 from cdmpp.predictor.solvers import (
     FRAMEWORK,
@@ -124,12 +125,8 @@ class OperatorModel:
     def predict(self, table: pd.DataFrame, device: str | Device, framework: str = BEST) -> FloatArray:
         """Seconds of each operator of a table (:func:`cdmpp.program.operators.operator_table`), float64 (n,).
 
-        Raises
-        ------
-        UnknownDeviceError
-            No such device.
-        PredictorError
-            No such framework, or a device of a kind that no labels are of.
+        UnknownDeviceError: no such device. PredictorError: no such framework, or a device of a kind that no labels are
+        of.
         """
         if framework not in FRAMEWORKS:
             raise PredictorError(f"no framework {framework!r}; there are {', '.join(FRAMEWORKS)}")
@@ -166,10 +163,14 @@ class OperatorModel:
     def parts(self, table: pd.DataFrame, device: Device, framework: str) -> tuple[FloatArray, FloatArray]:
         """The estimate in seconds, and what the networks add to its logarithm, each float64 (n,)."""
         rows, estimate = encode(table, device, framework, self.constants, self.inputs)
+        return estimate, self.logs(rows)
+
+    def logs(self, rows: NDArray[np.float32]) -> FloatArray:
+        """What the networks add to the logarithm of the estimate of encoded operators, float64 (n,)."""
         scaled = standardised(rows, self.mean, self.std)
         with torch.inference_mode():
             logs = [network(scaled).squeeze(-1).double().numpy() for network in self.networks]
-        return estimate, np.mean(logs, axis=0) if logs else np.zeros(len(table))
+        return np.mean(logs, axis=0) if logs else np.zeros(len(rows))
 
     def explain(self, table: pd.DataFrame, device: str | Device) -> pd.DataFrame:
         """What bounds each operator: the part of the device that is ``bound``, for which ``part`` of the estimate, the cores
@@ -253,8 +254,6 @@ class OperatorModel:
 
     def save(self, folder: str | Path) -> None:
         """Write ``operators.json`` and ``operators.safetensors``; nothing in them can run code."""
-        from safetensors.torch import save_file
-
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         records = {name: getattr(self, name) for name in ("constants", "seen", "unseen", "left")}
@@ -273,7 +272,7 @@ class OperatorModel:
             state["solvers"] = {"names": list(solvers.names), **numbers}
             tensors |= _tensors(solvers.networks, _OF_SOLVERS)
         write_text(folder / _FILE, json.dumps(state) + "\n")
-        save_file(tensors, folder / _WEIGHTS)
+        save_tensors(folder / _WEIGHTS, tensors, {})
         if self.measured is not None:
             small = self.measured.astype(dict.fromkeys((*SIZES, "seconds"), "float32"))
             small.to_parquet(folder / _MEASURED, compression="zstd", compression_level=19, index=False)
@@ -281,16 +280,13 @@ class OperatorModel:
     @classmethod
     def load(cls, folder: str | Path) -> OperatorModel:
         """Back from :meth:`save` (PredictorError: missing, damaged, or of other features than this version's)."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
         folder = Path(folder)
         try:
             state = read_json(folder / _FILE)
             known = [MECHANISM_FEATURES, *_INPUTS[1:4]]
             if any(set(own) - set(names) for own, names in zip(state["inputs"], known, strict=False)):
                 raise PredictorError(f"{folder} was trained with other features: train it again")
-            tensors = load_file(folder / _WEIGHTS)
+            tensors, _ = load_tensors(folder / _WEIGHTS)
             solvers = None
             if of_solvers := state.get("solvers"):
                 mean, std = (np.array(of_solvers[name], dtype=np.float32) for name in ("mean", "std"))
@@ -310,7 +306,7 @@ class OperatorModel:
                 left={name: Errors(**values) for name, values in state.get("left", {}).items()},
                 measured=operator_table(pd.read_parquet(folder / _MEASURED)) if (folder / _MEASURED).exists() else None,
             )
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as err:
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as err:
             raise PredictorError(f"cannot read the operator model of {folder}: {reason(err)}") from err
 
 
@@ -458,34 +454,35 @@ def train(
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[OperatorModel, pd.DataFrame]:
-    """Train on a :func:`training_table`, also without each family of devices in turn; for so many steps unless ``epochs`` says.
+    """Train on a :func:`training_table`, also without each family of devices in turn; for so many steps unless
+    ``epochs`` says.
 
-    Returns
-    -------
-    The model, and the table with what was predicted of every row without its device's family: ``left_out_s`` with the trust
-    that the other families ask for, and ``left_out_estimate_s`` by the estimate alone.
-
-    Raises
-    ------
-    PredictorError
-        There is nothing to learn from.
+    Gives the model, and the table with what was predicted of every row without its device's family: ``left_out_s`` with
+    the trust that the other families ask for, and ``left_out_estimate_s`` by the estimate alone. PredictorError:
+    nothing to learn from.
     """
     if len(table) < _FOLDS:
         raise PredictorError("an operator model needs labels of operators to learn from")
     table = table.reset_index(drop=True)
     epochs = epochs or max(_LEAST_EPOCHS, round(_STEPS * _BATCH / len(table)))
     family = table["device"].map(families([get_device(name) for name in sorted(set(table["device"]))])).to_numpy()
-    numbers = sorted(set(family))
-    if len(numbers) < 2:
-        return _of_one_family(table, members, epochs, width, seed)
+    part, one_family = family, len(set(family)) < 2
+    if one_family:
+        operator = table.groupby(["op", "dtype", *SIZES], dropna=False, observed=True).ngroup().to_numpy()
+        part = (np.random.default_rng(seed).permutation(operator.max() + 1) % _FOLDS)[operator]
+    numbers = sorted(set(part))
     estimate, logs = np.empty(len(table)), np.empty(len(table))
     for done, number in enumerate(numbers):
         progress(done, len(numbers) + 1)
-        mine = np.flatnonzero(family == number)
-        others = np.flatnonzero(family != number)
-        without = _fitted(table.iloc[others].reset_index(drop=True), max(1, members // 2), epochs, width, seed)
-        estimate[mine], logs[mine] = _parts_of_rows(without, table.iloc[mine])
+        mine = part == number
+        without = _fitted(table[~mine].reset_index(drop=True), max(1, members // 2), epochs, width, seed)
+        estimate[mine], logs[mine] = _parts_of_rows(without, table[mine])
     progress(len(numbers), len(numbers) + 1)
+    if one_family:  # no other device can say how far the networks are to be trusted: they are on all
+        left = table.assign(left_out_s=estimate * np.exp(logs), left_out_estimate_s=estimate)
+        errors = _errors(left.assign(framework=BEST), left["left_out_s"])
+        trust = dict.fromkeys(map(str, np.unique(kinds(table))), 1.0)
+        return replace(_fitted(table, members, epochs, width, seed), trust=trust, seen=errors), left
     measured, kind = np.log(table["seconds"].to_numpy(dtype=np.float64)) - np.log(estimate), kinds(table)
     trust = {str(k): _trust(measured, logs, kind == k, family) for k in np.unique(kind)}
     trusted = np.empty(len(table))
@@ -544,23 +541,6 @@ def with_what_was_measured(
     kept = best[best.groupby([kinds(best), "device"]).cumcount() < _KEPT_ROWS].reset_index(drop=True)
     kept = kept[["op", "dtype", "kv_dtype", *SIZES, "device", "seconds"]]
     return replace(model, solvers=solvers, measured=kept)
-
-
-def _of_one_family(
-    table: pd.DataFrame, members: int, epochs: int, width: int, seed: int
-) -> tuple[OperatorModel, pd.DataFrame]:
-    """Where no other device can say how far networks are to be trusted, they are on all; errors are of operators left out."""
-    operator = table.groupby(["op", "dtype", *SIZES], dropna=False, observed=True).ngroup().to_numpy()
-    part = (np.random.default_rng(seed).permutation(operator.max() + 1) % _FOLDS)[operator]
-    left_s, estimate_s = np.empty(len(table)), np.empty(len(table))
-    for number in range(_FOLDS):
-        without = _fitted(table[part != number].reset_index(drop=True), max(1, members // 2), epochs, width, seed)
-        estimate, logs = _parts_of_rows(without, table[part == number])
-        estimate_s[part == number], left_s[part == number] = estimate, estimate * np.exp(logs)
-    left = table.assign(left_out_s=left_s, left_out_estimate_s=estimate_s)
-    errors = _errors(left.assign(framework=BEST), left_s)
-    trust = dict.fromkeys(map(str, np.unique(kinds(table))), 1.0)
-    return replace(_fitted(table, members, epochs, width, seed), trust=trust, seen=errors), left
 
 
 def left_out_errors(left: pd.DataFrame) -> list[dict[str, Any]]:
@@ -650,11 +630,8 @@ def _trust(measured: FloatArray, logs: FloatArray, rows: NDArray[np.bool_], fami
 
 def _parts_of_rows(model: OperatorModel, table: pd.DataFrame) -> tuple[FloatArray, FloatArray]:
     """:meth:`OperatorModel.parts` of each row on its own device and by its own framework."""
-    estimate, logs = np.empty(len(table)), np.empty(len(table))
-    table = table.reset_index(drop=True)
-    for (name, framework), at in table.groupby(["device", "framework"]).indices.items():
-        estimate[at], logs[at] = model.parts(table.iloc[at], get_device(str(name)), str(framework))
-    return estimate, logs
+    rows, estimate = _encoded(table, model.constants, model.inputs)
+    return estimate, model.logs(rows)
 
 
 def _errors(table: pd.DataFrame, predicted_s: Any) -> dict[str, Errors]:

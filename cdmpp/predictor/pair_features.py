@@ -1,12 +1,9 @@
 """What can be said of a program and a device together, as numbers for the network: how the one fills the other.
 
-Leaf vectors know nothing of the device and device vectors nothing of the program. A network that is to carry over to a
-device it has not seen should not have to learn from a handful of devices how a product of matrices is cut into tiles for
-their cores (NeuSight, Lee et al., ASPLOS'25, section 4, predicts utilisation from such numbers). Everything here comes from
-the compact AST and the device's specification.
-
-Where the program was compiled, how long its loops take on the device's core comes besides (:func:`code_rows`), by the model of
-:mod:`cdmpp.program.codegen.loops`.
+A network that is to carry over to a device it has not seen should not have to learn from a handful of devices how a
+product of matrices is cut into tiles for their cores (NeuSight, Lee et al., ASPLOS'25, section 4). Everything here
+comes from the compact AST and the device's specification; for compiled programs also how long loops take on the core
+(:mod:`cdmpp.program.codegen.loops`).
 """
 
 from __future__ import annotations
@@ -184,11 +181,6 @@ class CodeRows(NamedTuple):
     program: FloatArray
     loops: FloatArray
     times: FloatArray
-
-    @property
-    def flat(self) -> FloatArray:
-        """All of it, float64 (n, columns)."""
-        return np.concatenate([self.program, self.loops.reshape(len(self.program), -1), self.times], axis=1)
 
 
 def code_rows(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +38,20 @@ _DEFAULT_FOLDER = Path(__file__).parent / "weights" / "default"
 
 #: Program -> its AST or PrimFunc.
 Resolver = Callable[[Program], Any]
+
+
+class Pairs(NamedTuple):
+    """``asts[i]`` on ``devices[device_index[i]]``, int64 (n,), and what is known of them besides."""
+
+    asts: Sequence[CompactAST]
+    devices: Sequence[str | Device]
+    device_index: NDArray[np.int64]
+    evidence: Evidence = NO_EVIDENCE
+
+    @classmethod
+    def of(cls, asts: Sequence[CompactAST], device: str | Device, evidence: Evidence = NO_EVIDENCE) -> Pairs:
+        """Programs on one device."""
+        return cls(asts, [device], np.zeros(len(asts), dtype=np.int64), evidence)
 
 
 @dataclass(frozen=True)
@@ -76,33 +90,19 @@ class Predictor:
     ) -> Any:
         """Latency in seconds: a float for one program, a float64 array of shape (n,) for a list.
 
-        Parameters
-        ----------
-        programs
-            One program or a list of them, each a CompactAST, a TIR PrimFunc or IRModule, a
-            :class:`~cdmpp.program.types.Task` (as it is, unscheduled) or, with ``resolver``, a
-            :class:`~cdmpp.program.types.Program`.
-        device
-            A device name or a Device. Devices that were not seen in training are extrapolated to.
-        resolver
-            Gives the AST or PrimFunc of a Program (such as ``cdmpp.predictor.program_resolver(dataset)``).
-        compiled
-            Compile the programs for the device's target, on this machine and without running them, and give the network
-            their instructions: more accurate, at the price of a compilation each. x86 CPUs only; a program that does
-            not compile is predicted without.
-        measured
-            What the programs took on other devices of the same kind (CPU, GPU): a device -> seconds, float or (n,), NaN where
-            unknown. They are scaled and weighed in (:mod:`cdmpp.predictor.evidence`). Not together with ``compiled``.
+        Each of ``programs`` is a CompactAST, a TIR PrimFunc or IRModule, a :class:`~cdmpp.program.types.Task` (as it
+        is, unscheduled) or, with a ``resolver`` (such as ``cdmpp.predictor.program_resolver(dataset)``), a
+        :class:`~cdmpp.program.types.Program`. Devices that were not seen in training are extrapolated to.
 
-        Raises
-        ------
-        UnknownDeviceError
-            No such device.
-        ProgramError
-            A program has no computation or cannot be read; ``compiled`` with an AST or a device that is no x86 CPU.
-        PredictorError
-            A Program was given without a resolver; ``compiled`` with a predictor that takes no instructions; ``measured`` on a
-            device of another kind, or what are no latencies.
+        With ``compiled`` the programs are compiled for the device's target, on this machine and without running them,
+        and the network is given their instructions: more accurate, at the price of a compilation each; x86 CPUs only. A
+        program that does not compile is predicted without. ``measured`` is what the programs took on other devices of
+        the same kind (CPU, GPU): a device -> seconds, float or (n,), NaN where unknown; they are scaled and weighed in
+        (:mod:`cdmpp.predictor.evidence`). Not both.
+
+        UnknownDeviceError: no such device. ProgramError: a program has no computation or cannot be read; ``compiled``
+        with an AST or a device that is no x86 CPU. PredictorError: a Program without a resolver; evidence that the
+        predictor cannot take, or that is none.
         """
         items, many = _resolved(programs, resolver)
         evidence = self.evidence(items, device, compiled=compiled, measured=measured)
@@ -176,9 +176,8 @@ class Predictor:
         if calibration is None:
             raise PredictorError("this predictor was not calibrated, so it has no intervals: train it again")
         half = calibration.half_width(self.device_name(device), coverage)
-        asts = _as_asts(items)
-        factor = np.exp(half * self.difficulty(asts, [device], np.zeros(len(asts), dtype=np.int64), evidence))
-        seconds = self.predict_asts(asts, device, evidence)
+        pairs = Pairs.of(_as_asts(items), device, evidence)
+        factor, seconds = np.exp(half * self.difficulty(pairs)), self.predict_pairs(pairs)
         low, high = seconds / factor, seconds * factor
         return (low, high) if many else (float(low[0]), float(high[0]))
 
@@ -188,37 +187,25 @@ class Predictor:
             return self.measured_calibration
         return self.calibration if evidence.code is None else self.compiled_calibration
 
-    def difficulty(
-        self,
-        asts: Sequence[CompactAST],
-        devices: Sequence[str | Device],
-        device_index: NDArray[np.int64],
-        evidence: Evidence = NO_EVIDENCE,
-    ) -> NDArray[np.float64]:
-        """How many times as wide as usual the intervals of pairs are, as of :meth:`predict_pairs`, float64 (n,)."""
-        calibration = self.calibration_of(evidence)
+    def difficulty(self, pairs: Pairs) -> NDArray[np.float64]:
+        """How many times as wide as usual the intervals of pairs are, float64 (n,)."""
+        calibration = self.calibration_of(pairs.evidence)
         if calibration is None or calibration.difficulty is None:
-            return np.ones(len(asts))
-        return calibration.difficulty.of(self.difficulty_inputs(asts, devices, device_index, evidence))
+            return np.ones(len(pairs.asts))
+        return calibration.difficulty.of(self.difficulty_inputs(pairs))
 
-    def difficulty_inputs(
-        self,
-        asts: Sequence[CompactAST],
-        devices: Sequence[str | Device],
-        device_index: NDArray[np.int64],
-        evidence: Evidence = NO_EVIDENCE,
-    ) -> NDArray[np.float64]:
+    def difficulty_inputs(self, pairs: Pairs) -> NDArray[np.float64]:
         """What tells how far off predictions are expected to be, float64 (n, d)."""
-        arrays = self.encode(asts, devices, device_index, evidence.code)
+        arrays = self.encode(*pairs[:3], pairs.evidence.code)
         return np.concatenate(correction_inputs(self.network, arrays), axis=1)
 
-    def unfamiliar(self, programs: Any, device: str | Device, *, resolver: Resolver | None = None) -> Any:
+    def unfamiliar(self, programs: Any, device: str | Device) -> Any:
         """Whether programs on a device are far from the training data (:mod:`cdmpp.predictor.uncertainty`), so that little
         speaks for the prediction: a bool for one program, a bool array of shape (n,) for a list. Arguments and errors as of
         :meth:`predict`; a PredictorError where the predictor was saved without what this needs."""
         if self.familiarity is None:
             raise PredictorError("this predictor does not know how far its training data reach: train it again")
-        items, many = _resolved(programs, resolver)
+        items, many = _resolved(programs, None)
         flags = self.familiarity.unfamiliar(self.encoder, _as_asts(items), self.device_vector(device))
         return flags if many else bool(flags[0])
 
@@ -226,33 +213,24 @@ class Predictor:
         self, asts: Sequence[CompactAST], device: str | Device, evidence: Evidence = NO_EVIDENCE
     ) -> NDArray[np.float64]:
         """Latencies in seconds of ASTs on one device, float64 (n,)."""
-        return self.predict_pairs(asts, [device], np.zeros(len(asts), dtype=np.int64), evidence)
+        return self.predict_pairs(Pairs.of(asts, device, evidence))
 
     def predict_rows(
         self, data: TrainingData, rows: NDArray[np.int64], evidence: Evidence = NO_EVIDENCE
     ) -> NDArray[np.float64]:
         """Latencies in seconds of these rows (n,) of a label table, float64 (n,)."""
-        return self.predict_pairs(*self.pairs_of_rows(data, rows), evidence)
+        return self.predict_pairs(self.pairs_of_rows(data, rows, evidence))
 
-    def pairs_of_rows(
-        self, data: TrainingData, rows: NDArray[np.int64]
-    ) -> tuple[list[CompactAST], list[str | Device], NDArray[np.int64]]:
-        """ASTs, devices and the number of each pair's device, of these rows (n,) of a label table."""
+    def pairs_of_rows(self, data: TrainingData, rows: NDArray[np.int64], evidence: Evidence = NO_EVIDENCE) -> Pairs:
+        """These rows (n,) of a label table."""
         table = data.labels.iloc[rows]
         names, index = np.unique(table["device"].to_numpy(dtype=str), return_inverse=True)
         devices = [self.as_in_training(data.devices[name]) for name in names]
-        return [data.asts[p] for p in table["program"]], devices, index
+        return Pairs([data.asts[p] for p in table["program"]], devices, index, evidence)
 
-    def predict_pairs(
-        self,
-        asts: Sequence[CompactAST],
-        devices: Sequence[str | Device],
-        device_index: NDArray[np.int64],
-        evidence: Evidence = NO_EVIDENCE,
-    ) -> NDArray[np.float64]:
-        """Latencies in seconds of ``asts[i]`` on ``devices[device_index[i]]``, float64 (n,), with evidence of these
-        pairs. A predictor that takes no instruction counts ignores them."""
-        device_index = np.asarray(device_index)
+    def predict_pairs(self, pairs: Pairs) -> NDArray[np.float64]:
+        """Latencies in seconds, float64 (n,). A predictor that takes no instruction counts ignores them."""
+        asts, devices, device_index, evidence = pairs
         arrays = self.encode(asts, devices, device_index, evidence.code)
         labels = predict_labels(self.network, arrays)
         corrected = self.corrected([self.device_name(device) for device in devices], arrays)
@@ -263,19 +241,15 @@ class Predictor:
         seconds = self.transform.inverse(labels, references) * np.exp(corrected)
         if evidence.elsewhere is None:
             return seconds
-        return self._combined(asts, devices, device_index, seconds, evidence.elsewhere)
+        return self._combined(pairs, seconds, evidence.elsewhere)
 
     def _combined(
-        self,
-        asts: Sequence[CompactAST],
-        devices: Sequence[str | Device],
-        device_index: NDArray[np.int64],
-        predicted_s: NDArray[np.float64],
-        elsewhere: Sequence[tuple[Device, NDArray[np.float64]]],
+        self, pairs: Pairs, predicted_s: NDArray[np.float64], elsewhere: Sequence[tuple[Device, NDArray[np.float64]]]
     ) -> NDArray[np.float64]:
         """Predictions of pairs combined with what was measured elsewhere (:mod:`cdmpp.predictor.evidence`)."""
         self.check_scales()
         assert self.scaling is not None
+        asts, devices, device_index, _ = pairs
         # one program may be in many pairs: it is predicted once on each device where it was measured
         number = {id(ast): i for i, ast in enumerate(asts)}
         program = np.array([number[id(ast)] for ast in asts], dtype=np.int64)
@@ -412,8 +386,7 @@ def predict(
     compiled: bool = False,
     measured: Mapping[str, ArrayLike] | None = None,
 ) -> Any:
-    """Latency in seconds: :meth:`Predictor.predict` with the predictor that ships (``"default"``), or another, or its
-    folder."""
+    """:meth:`Predictor.predict` with the predictor that ships (``"default"``), or another, or its folder."""
     return load_predictor(predictor).predict(programs, device, compiled=compiled, measured=measured)
 
 
@@ -425,16 +398,11 @@ def predict_program_file(
     compiled: bool = False,
     measured: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Predicted latency of one program: a PrimFunc or IRModule as TVM's JSON (``tvm.ir.save_json``); ProgramError where the
-    file is missing or is not such JSON. ``compiled`` and ``measured`` as :meth:`Predictor.predict` takes them.
+    """Predicted latency of one program, a PrimFunc or IRModule as TVM's JSON (``tvm.ir.save_json``; ProgramError where
+    it is none); ``compiled`` and ``measured`` as :meth:`Predictor.predict` takes them.
 
-    Returns
-    -------
-    dict
-        ``program``, ``device``, ``latency_s``, ``compiled``, ``measured`` (device -> seconds, as given), ``low_s`` and
-        ``high_s`` (its interval, None where the predictor has none), ``coverage`` of the interval, ``unfamiliar`` (whether
-        it is far from the training data, None where the predictor cannot tell), and ``note`` where the prediction needs
-        one.
+    ``low_s``, ``high_s`` and ``unfamiliar`` are None where the predictor cannot tell; ``note`` says what the prediction
+    needs.
     """
     program = load_program(path)
     resolved = get_device(device) if isinstance(device, str) else device
@@ -479,7 +447,7 @@ def seconds_interval(
     calibration = predictor.calibration_of(evidence)
     if calibration is None or not calibration.supports(COVERAGE):
         return None, None
-    difficulty = float(predictor.difficulty([ast], [device], np.zeros(1, dtype=np.int64), evidence)[0])
+    difficulty = float(predictor.difficulty(Pairs.of([ast], device, evidence))[0])
     factor = math.exp(difficulty * calibration.half_width(predictor.device_name(device), COVERAGE))
     return latency_s / factor, latency_s * factor
 

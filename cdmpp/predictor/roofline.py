@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +69,10 @@ _REDUCTION = [_COLUMN[f"loop{i}_reduction"] for i in range(1, N_LOOPS + 1)]
 _FP_OPS = ("fadd", "fmul", "fma", "fdiv", "fminmax")
 
 
+def _column(leaves: NDArray[Any], name: str) -> FloatArray:
+    return np.asarray(leaves[:, _COLUMN[name]], dtype=np.float64)
+
+
 @dataclass(frozen=True)
 class ProgramView:
     """Numbers of n programs, each float64 or bool (n,). The *main leaf* is the one with the most operations.
@@ -112,8 +117,7 @@ class ProgramView:
         starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
         leaves = np.concatenate([ast.leaves for ast in asts]) if len(asts) else np.zeros((0, len(LEAF_FEATURES)))
 
-        def column(name: str) -> FloatArray:
-            return leaves[:, _COLUMN[name]].astype(np.float64)
+        column = partial(_column, leaves)
 
         def largest(name: str) -> FloatArray:
             return np.maximum.reduceat(column(name), starts) if len(asts) else np.zeros(0)
@@ -226,9 +230,7 @@ def _library_s(view: ProgramView, special: FloatArray, device: Device) -> FloatA
 
 
 def _cpu_leaf_s(leaves: FloatArray, device: Device) -> FloatArray:
-    def column(name: str) -> FloatArray:
-        return leaves[:, _COLUMN[name]]
-
+    column = partial(_column, leaves)
     clock = 1e6 * (device.working_mhz or _DEFAULT_CLOCK_MHZ)
     width = max(w for w in SIMD_BYTES if w <= max((device.simd_bits or 128) / 8, SIMD_BYTES[0]))
     pipes = max(1.0, (device.lanes_per_core or width / 2) / (width / 4))
@@ -271,9 +273,7 @@ def _gathered(leaves: FloatArray) -> FloatArray:
     LLVM vectorises an innermost loop that is no reduction also where accesses stride along it, if there are gathers.
     """
 
-    def column(name: str) -> FloatArray:
-        return leaves[:, _COLUMN[name]]
-
+    column = partial(_column, leaves)
     second = (column("loop1_extent") <= _UNROLLED_EXTENT) & (column("loop1_extent") > 0)
 
     def along(name: str) -> FloatArray:
@@ -290,9 +290,7 @@ def _gathered(leaves: FloatArray) -> FloatArray:
 
 
 def _gpu_leaf_s(leaves: FloatArray, device: Device) -> FloatArray:
-    def column(name: str) -> FloatArray:
-        return leaves[:, _COLUMN[name]]
-
+    column = partial(_column, leaves)
     peak = 1e9 * (device.peak_gflops.get("float32") or _DEFAULT_PEAK_GFLOPS)
     bandwidth = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH_GB_S)
     cores = max(1.0, device.cores_used or 1.0)

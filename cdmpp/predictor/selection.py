@@ -48,7 +48,7 @@ class TaskSelection:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
+        return {**asdict(self), "tasks": list(self.tasks), "wanted": list(self.wanted)}
 
 
 def select_tasks(

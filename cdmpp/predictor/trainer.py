@@ -33,8 +33,6 @@ ProgressCallback = Callable[[dict[str, Any]], None]
 #: An epoch's batches, as numbers of training pairs; the same number of batches in every epoch.
 BatchSampler = Callable[[np.random.Generator], list[NDArray[np.int64]]]
 
-#: Bounds of the embedding by its activation: CMD is defined between bounded samples only.
-_BOUNDS = {"tanh": (-1.0, 1.0), "sigmoid": (0.0, 1.0)}
 #: Standard deviations of logarithms below which an instruction count is constant.
 _CONSTANT_STD = 1e-5
 
@@ -69,25 +67,14 @@ class _Truth:
 class Trainer:
     """Trains one network.
 
-    Parameters
-    ----------
-    transform
-        Label transform fitted on the training labels.
-    adapt
-        Pairs of the domain to adapt to, without labels; needed where ``loss.cmd_weight`` is above 0.
-    weights
-        Where the network starts; None starts at random.
-    sampler
-        Makes the batches of an epoch; None takes every training pair once, in batches of similar length.
-    make_network
-        Makes another network than ours, called as ``network(batch, context)`` and trained on the loss of its labels alone.
-    max_seconds
-        Training stops after this time; the learning rate then falls with the time spent. None: no limit.
-    processes
-        Those that train together (None: this one alone), which needs our network and no ``max_seconds``.
+    ``transform`` was fitted on the training labels; ``adapt`` are pairs of the domain to adapt to, without labels (for
+    ``loss.cmd_weight``); ``weights`` are where the network starts (None: at random); ``sampler`` makes the batches of
+    an epoch (None: every training pair once, in batches of similar length); ``make_network`` makes another network than
+    ours, called as ``network(batch, context)`` and trained on the loss of its labels alone; after ``max_seconds``
+    training stops, and the learning rate falls with the time spent; ``processes`` train together (None: this one
+    alone), with our network and no ``max_seconds``.
 
-    Raises PredictorError: no training or no validation pairs; CMD without pairs to adapt to or with an unbounded embedding;
-    weights of another network.
+    PredictorError: no training or no validation pairs; CMD without pairs to adapt to; weights of another network.
     """
 
     def __init__(
@@ -110,7 +97,11 @@ class Trainer:
         self._train, self._valid = train, valid
         self._terms = config.loss
         self._adapt = adapt
-        self._bounds = _cmd_bounds(config, adapt)
+        if config.loss.cmd_weight and (adapt is None or not len(adapt)):
+            raise PredictorError(
+                "loss.cmd_weight is above 0, but there are no programs to adapt to: a by_network or by_device split "
+                "has them with adapt=0.3, a finetuning with --adapt 0.3"
+            )
         self._sampler = sampler or self._every_pair_once
         self._processes = processes or Processes(pick_device(config.train.device))
         self._where = self._processes.where
@@ -149,7 +140,8 @@ class Trainer:
         config = self._config
         with torch_threads(config.threads):
             self._started = time.perf_counter()
-            while self._state.epoch < config.epochs and not self.out_of_patience():
+            state = self._state
+            while state.epoch < config.epochs and state.epoch - state.best_epoch < config.patience:
                 line = self._run_epoch()
                 if checkpoint is not None:
                     checkpoint(self.state())
@@ -158,10 +150,6 @@ class Trainer:
                 if self._time_spent() >= 1:
                     break
         return self.state()
-
-    def out_of_patience(self) -> bool:
-        """Whether validation has not improved for ``patience`` epochs."""
-        return self._state.epoch - self._state.best_epoch >= self._config.patience
 
     def _time_spent(self) -> float:
         """Part of ``max_seconds`` that is over, 0 without a limit."""
@@ -290,10 +278,12 @@ class Trainer:
             loss = loss + terms.codegen_weight * errors.sum() / known.sum().clamp(min=1)
         cmd = torch.zeros(())
         if self._adapt is not None and terms.cmd_weight:
-            rows = self._target_rows(len(self._adapt), n)
+            # drawn by seed and step alone, so that a resumed run draws the same
+            rng = np.random.default_rng([self._config.seed, self._state.step, 1])
+            rows = rng.choice(len(self._adapt), min(n, len(self._adapt)), replace=False)
             programs, there = self._adapt.batch(rows[self._processes.part(len(rows))], self._where)
             target = gathered(network.embed(programs, there.device), len(rows))
-            cmd = central_moment_discrepancy(gathered(embedding, n), target, terms.cmd_moments, *self._bounds)
+            cmd = central_moment_discrepancy(gathered(embedding, n), target, terms.cmd_moments)
             loss = loss + terms.cmd_weight * cmd
         return loss, cmd
 
@@ -307,11 +297,6 @@ class Trainer:
             ranking = pairwise_ranking(log_predicted, truth.log_latency, truth.group)
             loss = loss + terms.rank_weight * ranking
         return loss
-
-    def _target_rows(self, pairs: int, size: int) -> NDArray[np.int64]:
-        """So many of the pairs to adapt to, drawn by seed and step alone, so that a resumed run draws the same."""
-        rng = np.random.default_rng([self._config.seed, self._state.step, 1])
-        return rng.choice(pairs, min(size, pairs), replace=False)
 
     def _update_average(self) -> None:
         # the decay grows with the steps, so that early averages forget the initial weights
@@ -354,23 +339,6 @@ def _codegen_targets(counts: NDArray[np.float32] | None) -> torch.Tensor | None:
     logs = np.log1p(counts[:, : len(STATIC_FEATURES)])
     std = np.nanstd(logs, axis=0)
     return torch.from_numpy((logs - np.nanmean(logs, axis=0)) / np.where(std > _CONSTANT_STD, std, 1.0)).float()
-
-
-def _cmd_bounds(config: Config, adapt: PairArrays | None) -> tuple[float, float]:
-    """Bounds of the embedding; PredictorError where CMD is asked for and cannot be had."""
-    activation = config.model.embedding_activation
-    if config.loss.cmd_weight:
-        if adapt is None or not len(adapt):
-            raise PredictorError(
-                "loss.cmd_weight is above 0, but there are no programs to adapt to: a by_network or by_device split "
-                "has them with adapt=0.3, a finetuning with --adapt 0.3"
-            )
-        if activation not in _BOUNDS:
-            raise PredictorError(
-                f"loss.cmd_weight needs a bounded embedding: model.embedding_activation is {activation}, "
-                f"not {' or '.join(_BOUNDS)}"
-            )
-    return _BOUNDS.get(activation, (-1.0, 1.0))
 
 
 def _load(network: nn.Module, weights: Mapping[str, torch.Tensor], what: str) -> None:

@@ -71,17 +71,13 @@ def train(
 ) -> TrainResult:
     """Train a predictor and write the run folder.
 
-    ``datasets`` are data or dataset folders, None takes ``config.data.paths``. ``progress`` is called with every epoch's
-    history line. With ``resume`` a run in ``out`` is continued if there is one; the result is that of an unbroken run.
-    Processes that torchrun started train together (:mod:`cdmpp.predictor.processes`); the first one writes.
+    ``datasets`` are data or dataset folders, None takes ``config.data.paths``. ``progress`` is called with every
+    epoch's history line. With ``resume`` a run in ``out`` is continued if there is one; the result is that of an
+    unbroken run. Processes that torchrun started train together (:mod:`cdmpp.predictor.processes`); the first one
+    writes.
 
-    Raises
-    ------
-    PredictorError
-        ``out`` holds a run and ``resume`` is off, or it belongs to another configuration or other records;
-        training diverged.
-    DatasetError, SplitError
-        No records; a split that cannot be made.
+    PredictorError: ``out`` holds a run and ``resume`` is off, or one of another configuration or other records;
+    training diverged. DatasetError, SplitError: no records; a split that cannot be made.
     """
     out = Path(out)
     if not resume and any((out / name).exists() for name in (CHECKPOINT_FILE, HISTORY_FILE, "predictor")):
@@ -242,7 +238,7 @@ def calibrated(
         table = data.labels.iloc[rows[chosen]]
         inputs = None
         if table["task"].nunique() >= _TASKS_FOR_DIFFICULTY:
-            inputs = predictor.difficulty_inputs(*predictor.pairs_of_rows(data, rows), evidence)[chosen]
+            inputs = predictor.difficulty_inputs(predictor.pairs_of_rows(data, rows, evidence))[chosen]
         return Calibration.fit(
             table["latency_s"],
             predictor.predict_rows(data, rows, evidence)[chosen],

@@ -1,48 +1,35 @@
-r"""How far to trust a prediction: intervals with a finite-sample guarantee, and whether a program is like those trained on.
+r"""How far to trust a prediction: intervals with a finite-sample guarantee, and whether a program is like those trained
+on.
 
-*Intervals* are those of split conformal prediction in log seconds.
+*Intervals* are those of split conformal prediction in log seconds. The score of a validation record is :math:`s =
+|\log(\text{measured} / \text{predicted})| / d`, the interval of a prediction :math:`p` is :math:`[p\,e^{-qd},
+p\,e^{qd}]`, with :math:`q` a quantile of the scores.
 
-The score of a validation record is :math:`s = |\log(\text{measured} / \text{predicted})| / d` of the final weights. The
-interval of a prediction :math:`p` is :math:`[p\,e^{-qd}, p\,e^{qd}]`, with :math:`q` a quantile of the scores.
+*Difficulty.* d is how far off a prediction is expected to be, relative to others (normalised conformal prediction:
+Papadopoulos et al. 2008; Lei et al. 2018, section 5.2): the exponential of a ridge regression of the logarithm of
+validation errors on what the network sees. The d of a validation record is that of a regression on other tasks, as that
+of a new task is.
 
-*Difficulty.* d is how far off a prediction is expected to be, relative to others: the exponential of a linear function of what
-the network sees (normalised conformal prediction: Papadopoulos et al. 2008; Lei et al. 2018, section 5.2), a ridge regression
-of :math:`\log|\log(\text{measured} / \text{predicted})|` on the validation part. The d of a validation record is that of a
-regression on other tasks, as that of a new task is.
-
-*Units.* Residuals of one task resemble each other: the records of a task are not exchangeable with those of a new
-one. Where the split holds out tasks (``by_network``, ``by_task``, ``by_device``) the unit is the **task**: with K
-calibration tasks of :math:`N_k` records each, q is the smallest score with
+*Units.* Records of one task resemble each other. Where the split holds out tasks (``by_network``, ``by_task``,
+``by_device``) the unit is the **task**: with K tasks of :math:`N_k` records each, q is the smallest score with
 
 .. math:: \sum_k \frac{1}{N_k}\,\#\{i : s_{ki} \le q\} \;\ge\; (K + 1)\,(1 - \alpha),
 
-so every task weighs the same whatever its number of records, and a record of a new task is covered with probability
-:math:`1 - \alpha` at least (hierarchical conformal prediction: Lee, Barber and Willett, "Distribution-free inference
-with hierarchical data", 2023). With one record a unit, q is the :math:`\lceil (n + 1)(1 - \alpha) \rceil`-th smallest
-of n scores, the ordinary split conformal quantile; that is taken for ``within_task``, where a new program is as good
-as any other of the same tasks and the unit is the **record**.
+so that a record of a new task is covered with probability :math:`1 - \alpha` at least (hierarchical conformal
+prediction: Lee, Barber and Willett, "Distribution-free inference with hierarchical data", 2023). For ``within_task``
+the unit is the **record**, and q the ordinary split conformal quantile. Scores are kept per device, and pooled for
+devices with fewer than :data:`MIN_UNITS` units.
 
-*Devices.* Scores are kept per device. A device with fewer than :data:`MIN_UNITS` units, and one that was not in the
-validation part, takes the scores of all devices pooled.
-
-*When the guarantee does not hold.* It is for tasks drawn as the calibration tasks were. Tasks of a held-out network
-are not: they share a kind of layers that validation networks may not have, and there are too few networks to take
-them as the unit (a coverage of 0.9 needs nine). A held-out device has no scores of its own. The validation part
-also chose the epoch, which makes its residuals a little too small. Adaptive choice breaks it too: the program
-predicted fastest of many is more often slower than predicted than a program picked blindly. ``evaluate`` reports
+*When the guarantee does not hold.* It is for tasks drawn as the calibration tasks were; those of a held-out network
+share a kind of layers that validation networks may not have. The validation part also chose the epoch. Of many
+programs, the one predicted fastest is more often slower than predicted than one picked blindly. ``evaluate`` reports
 the coverage that is reached.
 
-*Familiarity.* A (program, device) pair is described by what the network is given of it: the mean of the program's encoded
-leaves, the logarithm of their number, and the encoded device. Inputs rather than the network's embedding, because a network
-is free to map what it never saw next to what it knows. A pair is *unfamiliar* if
-
-* its Euclidean distance to the nearest of some 200 KMeans centres of training pairs is above a threshold, the 99 %
-  quantile of the distances of the validation pairs (so where the split holds out tasks: farther than all but 1 % of
-  new tasks' programs were), or
-* a leaf has another value than all of training in a feature that did not vary there. The encoder hides such
-  features, so no distance can show them.
-
-An unfamiliar program is not known to be predicted badly, nor a familiar one well.
+*Familiarity.* A (program, device) pair is described by what the network is given of it, as a network is free to map
+what it never saw next to what it knows. A pair is *unfamiliar* if it is farther from the nearest of some 200 KMeans
+centres of training pairs than 99 % of the validation pairs, or if a leaf has another value than all of training in a
+feature that did not vary there, which the encoder hides. An unfamiliar program is not known to be predicted badly, nor
+a familiar one well.
 """
 
 from __future__ import annotations
@@ -292,13 +279,10 @@ def interval_metrics(
     coverage: float = 0.9,
     difficulty: NDArray[np.float64] | None = None,
 ) -> dict[str, Any] | None:
-    """How well intervals hold on scored records of this ``difficulty`` (n,), None for usual.
-
-    Returns
-    -------
-    ``{"coverage": asked for, "covered": fraction of the records inside, "covered_by_task": mean over the tasks of
-    that fraction, "width": median of high / low, "pooled_devices": devices without scores of their own}``; None
-    without a calibration, or with too few units for the coverage.
+    """How well intervals hold on scored records of this ``difficulty`` (n,), None for usual: the ``coverage`` asked
+    for, the fraction ``covered`` and its mean over tasks, ``covered_by_task``, the median of high / low (``width``),
+    and the ``pooled_devices``, without scores of their own. None without a calibration, or with too few units for the
+    coverage.
     """
     check_coverage(coverage)
     if calibration is None or not calibration.supports(coverage):
@@ -363,7 +347,13 @@ class Familiarity:
         from sklearn.cluster import KMeans
 
         rng = np.random.default_rng(seed)
-        train, valid = (_describe_rows(encoder, data, _sample(rng, rows)) for rows in (train_rows, valid_rows))
+        vectors, described = data.device_vectors(), []
+        for rows in (train_rows, valid_rows):
+            drawn = rows if len(rows) <= _MAX_PAIRS else np.sort(rng.choice(rows, _MAX_PAIRS, replace=False))
+            table = data.labels.iloc[drawn]
+            asts, devices = [data.asts[p] for p in table["program"]], [vectors[name] for name in table["device"]]
+            described.append(describe_pairs(encoder, asts, np.stack(devices)))
+        train, valid = described
         distinct = len(np.unique(train, axis=0))
         number = min(MAX_CENTRES, max(1, _MAX_NUMBERS // train.shape[1]), distinct)
         clusters = KMeans(number, n_init=1, max_iter=25, random_state=seed).fit(train)
@@ -413,16 +403,6 @@ def describe_pairs(
         means[part] = np.add.reduceat(encoded, starts, axis=0) / lengths[part, None]
     counts = np.log(lengths).astype(np.float32)[:, None]
     return np.concatenate([means, counts, encoder.encode_devices(devices)], axis=1)
-
-
-def _describe_rows(encoder: FeatureEncoder, data: TrainingData, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-    table, vectors = data.labels.iloc[rows], data.device_vectors()
-    devices = np.stack([vectors[name] for name in table["device"]])
-    return describe_pairs(encoder, [data.asts[program] for program in table["program"]], devices)
-
-
-def _sample(rng: np.random.Generator, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    return rows if len(rows) <= _MAX_PAIRS else np.sort(rng.choice(rows, _MAX_PAIRS, replace=False))
 
 
 def _distance_to_nearest(pairs: NDArray[np.float32], centres: NDArray[np.float32]) -> NDArray[np.float64]:

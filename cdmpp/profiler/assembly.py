@@ -48,14 +48,10 @@ class Assembler:
         """Additions that wait for each other."""
         return [Instruction.create_reg_i32(Code.ADD_RM64_IMM8, Register.RAX, 1) for _ in range(length)]
 
-    def fma(self, bits: int, number: int) -> Body:
-        return self._of_three("fma", bits, number)
-
-    def divide(self, bits: int, number: int) -> Body:
-        return self._of_three("divide", bits, number)
-
-    def shuffle(self, bits: int, number: int) -> Body:
-        return self._of_three("shuffle", bits, number)
+    def of_three(self, name: str, bits: int, number: int) -> Body:
+        """Multiply-adds (``fma``), divisions or shuffles of registers."""
+        code, first = _CODES[name, bits], _FIRST[bits]
+        return [Instruction.create_reg_reg_reg(code, first + i, first + 13, first + 14) for i in range(number)]
 
     def load(self, bits: int, number: int) -> Body:
         code, first = _CODES["load", bits], _FIRST[bits]
@@ -92,10 +88,6 @@ class Assembler:
         """Loads of which each gives the next one's offset."""
         memory = MemoryOperand(_BUFFER, Register.RAX)
         return [Instruction.create_reg_mem(Code.MOV_R64_RM64, Register.RAX, memory)] * number
-
-    def _of_three(self, name: str, bits: int, number: int) -> Body:
-        code, first = _CODES[name, bits], _FIRST[bits]
-        return [Instruction.create_reg_reg_reg(code, first + i, first + 13, first + 14) for i in range(number)]
 
     def stream(self, bits: int, lines: int) -> Callable[[int, int, int], None]:
         """A loop that loads so many lines in a row, as often as the argument says, from the buffer's beginning each time."""

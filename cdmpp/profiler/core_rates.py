@@ -15,6 +15,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,14 +51,9 @@ def core_rates(device: Device) -> tuple[dict[str, float], list[str]]:
     """Rates of one core, and why some are missing; some ten seconds.
 
     ``clock_ghz``, ``clock_256_ghz`` and ``clock_512_ghz`` (beside vector arithmetic), instructions a nanosecond
-    (``fma_256_per_ns``: multiply-adds, loads, stores, shuffles, divides by bits; gathered elements; calls of ``expf``), and of
-    each cache level and memory the latency (``l2_ns``) and the bandwidth of loads (``l2_gb_s``).
-
-    Raises
-    ------
-    CdmppError
-        No x86-64 with AVX2, or no iced-x86; another program uses the core, so that the clock is not the same twice (the
-        message has the spread).
+    (``fma_256_per_ns``: multiply-adds, loads, stores, shuffles, divides by bits; gathered elements; calls of ``expf``),
+    and of each cache level and memory the latency (``l2_ns``) and the bandwidth of loads (``l2_gb_s``). CdmppError: no
+    x86-64 with AVX2, or no iced-x86; another program uses the core, so that the clock is not the same twice.
     """
     asm = _assembler(device)
     before = os.sched_getaffinity(0)
@@ -131,10 +127,10 @@ def _kernels(asm: Any, device: Device) -> Iterable[_Kernel]:
     widths = [bits for bits in (128, 256, 512) if bits <= (device.simd_bits or 256)]
     yield _Kernel("clock_ghz", asm.loop(asm.chain(40)), 40)
     for bits in widths[1:]:
-        yield _Kernel(f"clock_{bits}_ghz", asm.loop([*asm.chain(16), *asm.fma(bits, 6)] * 2), 32)
+        yield _Kernel(f"clock_{bits}_ghz", asm.loop([*asm.chain(16), *asm.of_three("fma", bits, 6)] * 2), 32)
     for bits in widths:
         for name in ("fma", "load", "store", "shuffle", "divide"):
-            body = getattr(asm, name)(bits, _UNROLLED)
+            body = getattr(asm, name, partial(asm.of_three, name))(bits, _UNROLLED)
             yield _Kernel(f"{name}_{bits}_per_ns", asm.loop(body), _UNROLLED, here)
     for bits in widths[1:]:
         yield _Kernel(f"gather_{bits}_per_ns", asm.loop(asm.gather(bits, 4)), 4 * bits / 32, here)

@@ -1,15 +1,20 @@
-"""Labels of PyTorch's own kernels on the CPU at hand: every operator of networks, run eagerly on the cores of a share.
+"""Labels of libraries' operators, by PyTorch: those of networks on the CPU at hand, and those of a list on its GPU or CPU.
 
-Two labels an operator: with operands that the last run left in the caches (framework ``torch``), and with weights that were not
-used for so long that no cache holds them (``torch-cold``), as in a network whose weights are larger than the caches.
+Of networks there are two labels an operator: with operands that the last run left in the caches (framework ``torch``), and with
+weights that were not used for so long that no cache holds them (``torch-cold``), as in a network whose weights are larger than
+the caches. On a GPU runs are captured into a CUDA graph, so that a label is of kernels as a recorded graph runs them, without
+the host.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +30,7 @@ from cdmpp.profiler.core_rates import with_clock
 from cdmpp.profiler.statistics import SamplingPlan, label, split_half_difference
 from cdmpp.program.aten import Call, arguments_of, calls_of, table_of
 from cdmpp.program.network import load_network
-from cdmpp.program.operators import SIZES
+from cdmpp.program.operators import SIZES, operator_table, runs_in_torch
 
 if TYPE_CHECKING:
     from cdmpp.program.network import Network
@@ -35,6 +40,8 @@ _PARTIAL = "measured.jsonl"
 _TURNS, _LEAST_WEIGHTS, _MOST_COPIES = 2.0, 16_384, 1000
 #: A run of more is not measured.
 _LONGEST_S = 2.0
+#: Runs that one graph holds.
+_IN_GRAPH = 20
 _PLAN = SamplingPlan(min_sample_s=0.001, min_samples=6, max_samples=16, target_noise=0.02, max_measure_s=0.2)
 
 
@@ -60,16 +67,9 @@ def profile_library(
 ) -> LibraryReport:
     """Measure every distinct operator of networks with PyTorch on cores of this machine.
 
-    Labels are written as they come: a run that was killed goes on with ``resume``.
-
-    Raises
-    ------
-    ProfilerError
-        The device is not this machine's CPU, or has more cores than this process may use.
-    DatasetError
-        There is a dataset already and `resume` was not asked for, or it is of another device.
-    NetworkError
-        A network cannot be found or exported.
+    Labels are written as they come: a run that was killed goes on with ``resume``. ProfilerError: the device is not this
+    machine's CPU, or has more cores than this process may use. DatasetError: there is a dataset already and `resume` was not
+    asked for, or it is of another device. NetworkError: a network cannot be found or exported.
     """
     import torch
 
@@ -82,7 +82,7 @@ def profile_library(
     todo = {key: found for key, found in calls.items() if key not in known}
     cores = machine.core_groups(machine.usable_cores(), int(device.share), 1)[0]
     threads, before = torch.get_num_threads(), machine.usable_cores()
-    failures: dict[str, int] = {}
+    failures: Counter[str] = Counter()
     folder.mkdir(parents=True, exist_ok=True)
     try:
         machine.pin(cores)
@@ -90,24 +90,78 @@ def profile_library(
         torch.set_num_threads(len(cores))
         sentinel = machine.Sentinel()
         with (folder / _PARTIAL).open("a", encoding="utf-8") as file, torch.inference_mode():
-            for done, (key, (call, row)) in enumerate(todo.items()):
-                progress(done, len(todo))
-                try:
-                    labels = _measured(call, device, sentinel)
-                except (RuntimeError, IndexError, ValueError) as err:  # what a kernel refuses
-                    failures[reason(err)] = failures.get(reason(err), 0) + 1
-                    continue
-                for framework, (seconds, noise) in labels.items():
-                    found = {"key": key, **row, "framework": framework, "seconds": seconds, "noise": noise}
-                    file.write(json.dumps({k: v for k, v in found.items() if v == v}) + "\n")
+            jobs = [
+                ({"key": key, **row}, partial(_measured, call, device, sentinel)) for key, (call, row) in todo.items()
+            ]
+            for found in _labelled(jobs, failures, progress):
+                file.write(json.dumps({k: v for k, v in found.items() if v == v}) + "\n")
                 file.flush()
     finally:
         machine.pin(before)
         torch.set_num_threads(threads)
     table = _finish(folder, device, torch.__version__)
-    return LibraryReport(
-        folder, device.name, len(table), len(todo) - sum(failures.values()), failures, time.monotonic() - began
-    )
+    done, took_s = len(todo) - failures.total(), time.monotonic() - began
+    return LibraryReport(folder, device.name, len(table), done, dict(failures), took_s)
+
+
+def measure_operators(
+    path: str | Path,
+    out: str | Path,
+    device: str | None = None,
+    *,
+    clock: Callable[[Callable[[], Any]], Callable[[int], float]] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> LibraryReport:
+    """Measure the operators of a ``.csv`` file (:data:`cdmpp.program.operators.COLUMNS`) on this machine's GPU, or on its CPU
+    where ``device`` says so; what cannot be run is counted. ``clock`` makes of a function what times so many runs of it.
+
+    ProfilerError: there is no GPU that PyTorch can use, it is another one than ``device``, or no operator could be measured.
+    ProgramError, DatasetError: the list is wrong; there is a dataset in ``out`` already.
+    """
+    import torch
+
+    try:
+        table = operator_table(pd.read_csv(path))
+    except (OSError, ValueError) as err:
+        raise DatasetError(f"cannot read operators from {path}: {reason(err)}") from err
+    here = None if device is None else get_device(device)
+    on_cpu = here is not None and (clock is not None or here.base == get_device("this-cpu").base)
+    if here is None or not on_cpu:
+        if not torch.cuda.is_available():
+            raise ProfilerError("no GPU here that PyTorch can use: copy the list to a machine that has it")
+        found = get_device(torch.cuda.get_device_name())
+        if here is not None and here.name != found.name:
+            raise ProfilerError(f"the GPU here is {found.name}, not {here.name}")
+        here = found
+    timed, began = clock or (_wall_clock if on_cpu else _graphs), time.monotonic()
+    runs = runs_in_torch(table)
+    failures = Counter(f"{op}: PyTorch has no one kernel of it" for op in table["op"][~runs])
+    jobs = [(row, lambda row=row: {TORCH: sampled(timed(function_of(row)))}) for row in table[runs].to_dict("records")]
+    with torch.inference_mode(), torch.device("cpu" if on_cpu else "cuda"):
+        rows = [{**row, "device": here.name} for row in _labelled(jobs, failures, progress)]
+    if not rows:
+        raise ProfilerError(f"no operator of {path} could be measured: {', '.join(failures)}")
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
+    devices = {here.name: here.to_json()}
+    write_operators(out, pd.DataFrame(rows), devices=devices, versions=versions, failures=dict(failures))
+    return LibraryReport(Path(out), here.name, len(rows), len(rows), dict(failures), time.monotonic() - began)
+
+
+def _labelled(
+    jobs: Sequence[tuple[dict[str, Any], Callable[[], dict[str, tuple[float, float]]]]],
+    failures: Counter[str],
+    progress: Callable[[int, int], None],
+) -> Iterator[dict[str, Any]]:
+    """Rows of operators with each framework's seconds and noise; those that cannot be measured are counted."""
+    for done, (row, measure) in enumerate(jobs):
+        progress(done, len(jobs))
+        try:
+            labels = measure()
+        except (RuntimeError, IndexError, ValueError, ProfilerError) as err:  # what a kernel refuses
+            failures[f"{row['op']}: {reason(err)[:80]}"] += 1
+            continue
+        for framework, (seconds, noise) in labels.items():
+            yield {**row, "framework": framework, "seconds": seconds, "noise": noise}
 
 
 def _known(folder: Path, device: Device, resume: bool) -> set[str]:
@@ -143,15 +197,15 @@ def _distinct(networks: Iterable[str | Network]) -> dict[str, tuple[Call, dict[s
 def _measured(call: Call, device: Device, sentinel: machine.Sentinel) -> dict[str, tuple[float, float]]:
     """Seconds and noise of a call, warm and, if it has weights, cold."""
     caches = 1024 * (device.l3_kb or device.l2_kb or 1024)
-    found = {TORCH: _timed(call.node.target, arguments_of(call), sentinel)}
+    found = {TORCH: sampled(_wall_clock(call.node.target, arguments_of(call)), sentinel)}
     if call.weight_bytes >= _LEAST_WEIGHTS and call.name != "batch_norm":
         copies = int(np.clip(np.ceil(_TURNS * caches / call.weight_bytes), 2, _MOST_COPIES))
-        found[TORCH_COLD] = _timed(call.node.target, arguments_of(call, copies), sentinel)
+        found[TORCH_COLD] = sampled(_wall_clock(call.node.target, arguments_of(call, copies)), sentinel)
     return found
 
 
-def _timed(function: Any, arguments: Sequence[Any], sentinel: machine.Sentinel) -> tuple[float, float]:
-    """As :func:`sampled`; the arguments take turns."""
+def _wall_clock(function: Callable[..., Any], arguments: Sequence[Any] = (((), {}),)) -> Callable[[int], float]:
+    """What times so many runs of a function, whose arguments take turns."""
     turn = 0
 
     def run(times: int) -> float:
@@ -163,7 +217,34 @@ def _timed(function: Any, arguments: Sequence[Any], sentinel: machine.Sentinel) 
             function(*args, **kwargs)
         return time.perf_counter() - began
 
-    return sampled(run, sentinel)
+    return run
+
+
+def _graphs(function: Callable[[], Any]) -> Callable[[int], float]:
+    import torch
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # libraries choose kernels and allocate before anything is captured
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_IN_GRAPH):
+            function()
+    begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def run(times: int) -> float:
+        replays = math.ceil(times / _IN_GRAPH)
+        begun.record()
+        for _ in range(replays):
+            graph.replay()
+        ended.record()
+        ended.synchronize()
+        return float(begun.elapsed_time(ended)) / 1e3 * times / (replays * _IN_GRAPH)
+
+    return run
 
 
 def sampled(run: Callable[[int], float], sentinel: machine.Sentinel | None = None) -> tuple[float, float]:
@@ -197,3 +278,57 @@ def _finish(folder: Path, device: Device, version: str) -> pd.DataFrame:
     meta = {"devices": {device.name: device.to_json()}, "versions": {"torch": version}}
     write_operators(folder, table, replace=True, **meta)
     return table
+
+
+def function_of(row: Mapping[str, Any]) -> Callable[[], Any]:
+    """What runs an operator, a row of a table that :func:`cdmpp.program.operators.runs_in_torch`, once on random tensors of
+    torch's default device (ProfilerError: a convolution whose padding or stride differ by side)."""
+    import torch
+    from torch.nn import functional
+
+    size = {name: int(value) for name, value in row.items() if isinstance(value, float) and value == value}
+    op, m, n, batch = row["op"], *(size.get(name, 1) for name in ("m", "n", "batch"))
+    narrow = row["dtype"] == "fp8"
+    dtype = torch.bfloat16 if narrow else getattr(torch, row["dtype"])
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=dtype)
+
+    if op == "gemm":
+        sides = [() if batch == 1 else (batch,)] * 2
+        a, b = (tensor(*side, rows, size["k"]) for side, rows in zip(sides, (m, n), strict=True))
+        if not narrow:
+            return lambda: torch.matmul(a, b.transpose(-1, -2))
+        a, b, scale = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones(())
+        return lambda: torch._scaled_mm(a, b.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
+    if op == "attention":
+        sequences, heads, dim = (size[name] for name in ("sequences", "heads", "head_dim"))
+        queries, keys = (size[name] // sequences for name in ("tokens", "kv_tokens"))
+        causal = size["pairs"] < sequences * queries * keys
+        q, k, v = (tensor(sequences, h, t, dim) for h, t in ((heads, queries), *[(size["kv_heads"], keys)] * 2))
+        shared = heads != size["kv_heads"]
+        return lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=shared)
+    if op == "conv":
+        stride, dilation = math.isqrt(size["stride"]), math.isqrt(size["dilation"])
+        windows = [dilation * (size[name] - 1) + 1 for name in ("kernel_h", "kernel_w")]
+        ends = [(stride * (size[out] - 1), size[side]) for out, side in (("out_h", "height"), ("out_w", "width"))]
+        padding = [max(0, -(-(e + w - s) // 2)) for (e, s), w in zip(ends, windows, strict=True)]
+        x, y = tensor(batch, size["in_channels"], ends[0][1], ends[1][1]), None
+        w = tensor(size["out_channels"], size["in_channels"] // size["groups"], size["kernel_h"], size["kernel_w"])
+        how = [stride] * 2, padding, [dilation] * 2, False, [0, 0], size["groups"]
+        y = torch.ops.aten.convolution(x, w, None, *how)
+        if y.shape[2:] != (size["out_h"], size["out_w"]):
+            raise ProfilerError("convolution whose padding or stride differ by side")
+        if not size["backward"]:
+            return lambda: torch.ops.aten.convolution(x, w, None, *how)
+        wanted = [size["backward"] == 1, size["backward"] == 2, False]
+        return lambda: torch.ops.aten.convolution_backward(y, x, w, None, *how, wanted)
+    x, y, w = tensor(m, n), tensor(m, n) if size["inputs"] > 1 else 2.0, tensor(n)
+    of_rows: dict[str, Callable[[], Any]] = {
+        "quantize": lambda: x.to(torch.float8_e4m3fn),
+        "rmsnorm": lambda: functional.rms_norm(x, (n,), w),
+        "layernorm": lambda: functional.layer_norm(x, (n,), w, w),
+        "softmax": lambda: torch.softmax(x, -1),
+        "elementwise": lambda: torch.mul(x, y),
+    }
+    return of_rows[op]

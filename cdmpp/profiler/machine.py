@@ -82,11 +82,11 @@ def core_groups(cores: Sequence[int], threads: int, degree: int) -> tuple[tuple[
     return tuple(tuple(sorted(chosen[i * threads : (i + 1) * threads])) for i in range(degree))
 
 
-def own_the_core(priority: int = 10) -> str:
+def own_the_core() -> str:
     """Run before everything else on this process's cores, if the system allows it: ``"fifo"`` under the real-time scheduler,
     ``"nice"`` with a raised normal priority, else ``"normal"``."""
     try:
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(priority))
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
         return "fifo"
     except (OSError, AttributeError) as err:
         logger.debug("no real-time priority: %s", err)
@@ -270,13 +270,10 @@ def requests(connection: Connection) -> Iterator[Any]:
 class Sentinel:
     """Tells whether somebody else is using the core that the calling thread runs on (of several cores: only this one).
 
-    On a rented machine the other hardware thread of a core may belong to a stranger. While it is busy every program here runs
-    up to twice as long, in phases of ten milliseconds to minutes, and nothing says so: the hypervisor's steal time stays
-    zero, and a reference program timed every few seconds misses what comes and goes between. A loop of fixed work of
-    some ten microseconds, timed right before and after a sample, sees it: on the machine this was written on it
-    takes 12.8 us alone and 22 to 28 us beside a neighbour.
-
-    `settle_s` is spent on finding how fast the undisturbed loop is; later faster passes correct it.
+    On a rented machine the other hardware thread of a core may belong to a stranger: while it is busy every program
+    here runs up to twice as long, in phases of ten milliseconds to minutes, and steal time stays zero. A loop of fixed
+    work, timed right before and after a sample, sees it: it took 12.8 us alone and 22 to 28 us beside a neighbour.
+    ``settle_s`` is spent on finding how fast the undisturbed loop is; later faster passes correct it.
     """
 
     def __init__(self, settle_s: float = 0.3) -> None:

@@ -212,22 +212,12 @@ def profile(
 ) -> ProfileReport:
     """Measure programs on a CPU share of this machine, or of a cluster's nodes, and store them in a dataset here.
 
-    Parameters
-    ----------
-    networks
-        Zoo names, ``.onnx``/``.pt2`` files or :class:`~cdmpp.program.network.Network` objects.
-    device
-        A CPU of this machine with a share, such as ``this-cpu@1`` or ``this-cpu.x86-64-v2@1``; or one of the cluster.
-    tasks
-        Hashes of the tasks to profile; all if None.
-    programs_of
-        Measure the programs of this dataset in place of drawing new ones from networks.
-    resume
-        Go on with the dataset in `out`; programs that have a record are not measured again.
-    remeasure
-        With `programs_of`: measure them once more though the dataset in `out` has them (label quality).
-    progress, notify
-        Called with the state after each outcome, and with one-line news (calibration, ...).
+    ``networks`` are zoo names, ``.onnx``/``.pt2`` files or :class:`~cdmpp.program.network.Network` objects, of which
+    ``tasks`` (hashes, None: all) are profiled; in place of drawing new programs of them, those of the dataset
+    ``programs_of`` can be measured. ``device`` is a CPU of this machine with a share, such as ``this-cpu@1`` or
+    ``this-cpu.x86-64-v2@1``; or one of the cluster. With ``resume`` the dataset in ``out`` is gone on with; with
+    ``remeasure`` and ``programs_of`` what it has is measured once more (label quality). ``progress`` and ``notify`` are
+    called with the state after each outcome, and with one-line news.
 
     ProfilerError if the device is not here, or nothing can be measured. DatasetError if `out` holds a dataset and
     `resume` was not asked for, or the disk is full; what was measured is kept.

@@ -100,7 +100,7 @@ def collect_report(
     records = _records(data, rows, predicted_s)
     groups, ranking = _groups(data, rows, records, scores)
     labels = (records["latency_s"], predicted_s, records["task"].tolist(), records["device"].tolist())
-    difficulty = predictor.difficulty(*predictor.pairs_of_rows(data, rows))
+    difficulty = predictor.difficulty(predictor.pairs_of_rows(data, rows))
     coverage = [interval_metrics(predictor.calibration, *labels, nominal, difficulty) for nominal in COVERAGES]
     return RunReport(
         name=str(run),
@@ -178,7 +178,7 @@ def _groups(
         "pair": [(f"{task} on {device}",) for task, device in zip(tasks, devices, strict=True)],
     }
     noise, floor = records["noise"], records["error_floor"]
-    metrics = {**scores["groups"], **evaluate_groups(label_s, predicted_s, tasks, devices, noise, floor, further)}
+    metrics = {**scores["groups"], **evaluate_groups((label_s, predicted_s, tasks, devices, noise, floor), further)}
     found = {
         grouping: _worst_first(metrics[grouping], predicted_s / label_s, names)
         for grouping, names in {**members, **further}.items()

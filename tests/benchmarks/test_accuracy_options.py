@@ -50,7 +50,7 @@ def test_latencies_elsewhere_take_one_constant_a_device() -> None:
         ("b", "d2", 12.0),
         ("c", "d1", 5.0),
     ]
-    rows += [("b", "new", 1e9), ("c", "new", 1e9), ("d", "new", 1e9)]
+    rows += [(name, "new", 1e9) for name in "bcd"]
     labels = pd.DataFrame(rows, columns=["program", "device", "latency_s"])
     data = TrainingData(labels, {}, {}, {}, {})
     found = elsewhere_s(data, "new", np.array([2]), np.array([6, 7, 8]))

@@ -80,6 +80,8 @@ def test_both_learn_from_the_same_records_and_are_scored_on_other_tasks(first: D
     _, data, split = first.calls["evaluate_models"][0]
     assert set(data.labels["task"].iloc[split.train]) == learned
     assert set(data.labels["task"].iloc[split.test]) == scored
+    assert first.result["known_tasks"] == {"data": 1, "weights": 0}
+    assert "Of these tasks, 1 are among" in first.text
 
 
 def test_every_model_is_scored_on_every_scored_program_and_shown(first: Demo) -> None:
@@ -113,11 +115,6 @@ def test_a_program_and_the_network_are_shown_beside_what_they_took(first: Demo) 
     as_it_is = first.records[first.records["origin"] == "unscheduled"]
     assert network[3] == pytest.approx(as_it_is["latency_s"].sum())
     json.dumps(first.result, allow_nan=False)
-
-
-def test_tasks_that_the_data_have_are_counted(first: Demo) -> None:
-    assert first.result["known_tasks"] == {"data": 1, "weights": 0}
-    assert "Of these tasks, 1 are among" in first.text
 
 
 def test_another_run_measures_nothing_twice(first: Demo) -> None:

@@ -80,6 +80,8 @@ def test_programs_without_counts_are_predicted_alike(trained, counted):
     device = counted.devices["fast"]
     plain = predictor.predict_asts(asts, device)
     assert np.array_equal(predictor.predict_asts(asts, device, Evidence(code=unknown)), plain)
+    with pytest.raises(ProgramError, match="CompactAST"):
+        predictor.predict(asts[0], get_device("xeon-cascadelake-2.5ghz@1"), compiled=True)
 
 
 def test_saved_and_loaded_it_is_the_same(trained, counted, tmp_path: Path):
@@ -123,12 +125,8 @@ def test_the_decoder_that_is_told_nothing_learns_from_all_programs(counted):
 def test_a_part_that_takes_longer_makes_the_program_take_longer_by_its_share(trained, counted):
     """What the decoder adds up are times: twice the time of all parts is twice the label's, whatever their ratios."""
     network = trained.predictor.network
-    arrays = trained.predictor.encode(
-        list(counted.asts.values())[:4],
-        [counted.devices["fast"]],
-        np.zeros(4, int),
-        np.full((4, len(CODEGEN_FEATURES)), 9.0),
-    )
+    asts, counts = list(counted.asts.values())[:4], np.full((4, len(CODEGEN_FEATURES)), 9.0)
+    arrays = trained.predictor.encode(asts, [counted.devices["fast"]], np.zeros(4, int), counts)
     batch, context = arrays.batch(np.arange(4), torch.device("cpu"))
     code = context.code.clone()
     code[:, -len(TIME_PARTS) :] += math.log(2)
@@ -146,13 +144,6 @@ def test_without_counts_in_the_data_nothing_is_told(data, caplog):
         predictor.predict(list(data.asts.values())[:1], data.devices["fast"], compiled=True)
     with pytest.raises(PredictorError, match="without instruction counts"):
         evaluate(predictor, data, SPEC, compiled=True)
-
-
-def test_an_ast_cannot_be_compiled(trained, counted):
-    with pytest.raises(ProgramError, match="CompactAST"):
-        trained.predictor.predict(
-            next(iter(counted.asts.values())), get_device("xeon-cascadelake-2.5ghz@1"), compiled=True
-        )
 
 
 def test_a_search_judges_both_decoders(counted, tmp_path: Path):

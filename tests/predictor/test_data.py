@@ -17,6 +17,7 @@ from cdmpp.predictor.baselines import XGBoostModel, evaluate_models
 from cdmpp.predictor.baselines.xgboost import PER_STORE_FILE, collect_per_store
 from cdmpp.predictor.config import DataConfig
 from cdmpp.predictor.data import AST_FILE, subset
+from tests.samples.programs import matmul_task
 
 DEVICES = ("h200", "v100")
 
@@ -25,23 +26,12 @@ DEVICES = ("h200", "v100")
 def folder(tmp_path_factory):
     """Two tasks of three networks, 12 random programs each, made-up latencies on two devices, one failure."""
     from cdmpp.program.space import TaskSpaces
-    from cdmpp.program.tasks import task_from_prim_func
-    from cdmpp.program.tvm_env import import_tvm
-
-    import_tvm()
-    from tvm import te
-
-    def matmul(n):
-        a, b = te.placeholder((n, n), name="a"), te.placeholder((n, n), name="b")
-        k = te.reduce_axis((0, n), name="k")
-        c = te.compute((n, n), lambda i, j: te.sum(a[i, k] * b[k, j], axis=k), name="c")
-        return te.create_prim_func([a, b, c])
 
     path = tmp_path_factory.mktemp("data") / "d"
     rng = np.random.default_rng(0)
     with Dataset.create(path, network_families={"one": "mlp", "two": "mlp", "three": "cnn"}) as dataset:
         for n, networks in ((64, {"one": 1.0, "two": 2.0}), (128, {"two": 1.0}), (96, {"three": 1.0})):
-            task = task_from_prim_func(matmul(n), "matmul", networks)
+            task = replace(matmul_task(n), networks=networks)
             spaces = TaskSpaces(task)
             dataset.add_task(task)
             for space in spaces.spaces:

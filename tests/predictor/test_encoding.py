@@ -56,10 +56,7 @@ def test_missing_device_values_become_the_mean_with_a_flag():
     assert encoded[0, 1] == 0 and encoded[1, 0] == 0
     assert encoded[0, 0] < 0  # 10 is the smallest of the fitted devices
     assert encoded[:, 2:].tolist() == [[0, 1], [1, 0]]
-
-
-def test_a_column_missing_on_all_training_devices_is_constant():
-    encoder = make_encoder([[1.0], [2.0]], [[1.0, np.nan], [2.0, np.nan]])
+    encoder = make_encoder([[1.0], [2.0]], [[1.0, np.nan], [2.0, np.nan]])  # missing on all: constant
     assert encoder.encode_devices(np.array([[1.0, 7.0]]))[0, 1] == 0
 
 

@@ -254,12 +254,6 @@ def test_few_shot_is_a_few_lines(small, base, config):
         assert all((weights[name] == value).all() for name, value in tuned.network.state_dict().items())
 
 
-def test_few_shot_from_a_configuration_trains_without_the_device(small, config):
-    tuned, split = few_shot(quick(config, epochs=1), small, "fast", 3, config=quick(config, epochs=1))
-    assert tuned.training["finetuned"]["before"]["records_by_device"].keys() == {"slow"}
-    assert len(split.test) == 7 * 12
-
-
 def test_few_shot_with_unlabelled_programs(small, base, config, trains):
     loss = config.loss.model_copy(update={"cmd_weight": 1.0})
     changed = quick(config, epochs=1).model_copy(update={"loss": loss})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
@@ -43,12 +42,8 @@ def pad(batch: PaddedBatch, extra: int, value: float) -> PaddedBatch:
     )
 
 
-POOLINGS_AND_DEVICES = list(itertools.product(("sum", "mean", "attention", "flatten"), ("film", "token", "none")))
-
-
-@pytest.mark.parametrize(("pooling", "device"), POOLINGS_AND_DEVICES)
-def test_padding_changes_nothing_whatever_it_holds(pooling, device):
-    network = make_network(pooling=pooling, device=device)
+def test_padding_changes_nothing_whatever_it_holds():
+    network = make_network()
     batch, devices = make_batch()
     with torch.no_grad():
         plain, padded = network(batch, devices), network(pad(batch, 5, 1e4), devices)
@@ -56,33 +51,22 @@ def test_padding_changes_nothing_whatever_it_holds(pooling, device):
     torch.testing.assert_close(padded, plain, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("activation", "low", "high"), [("tanh", -1.0, 1.0), ("sigmoid", 0.0, 1.0)])
-def test_embeddings_are_bounded(activation, low, high):
+def test_embeddings_are_bounded():
     batch, devices = make_batch()
-    embedding = make_network(embedding_activation=activation).embed(
-        PaddedBatch(batch.leaves * 1e3, batch.positions, batch.padding), devices.device
-    )
-    assert embedding.shape == (3, SMALL["embedding_dim"])
-    assert embedding.min() >= low and embedding.max() <= high
+    far = PaddedBatch(batch.leaves * 1e3, batch.positions, batch.padding)
+    embedding = make_network().embed(far, devices.device)
+    assert embedding.shape == (3, SMALL["embedding_dim"]) and embedding.abs().max() <= 1
 
 
-@pytest.mark.parametrize("device", ["film", "token", "none"])
-def test_the_device_matters_unless_hidden(device):
-    network = make_network(device=device)
-    batch, devices = make_batch()
-    with torch.no_grad():
-        changed = not torch.equal(network(batch, devices), network(batch, Context.of_devices(devices.device + 1.0)))
-    assert changed == (device != "none")
-
-
-@pytest.mark.parametrize("positional", ["standard", "paper", "none"])
-def test_positions_matter_unless_turned_off(positional):
+@pytest.mark.parametrize("positional", ["standard", "paper"])
+def test_device_and_positions_matter(positional):
     network = make_network(positional=positional)
     batch, devices = make_batch()
     moved = PaddedBatch(batch.leaves, batch.positions * 5, batch.padding)
     with torch.no_grad():
-        changed = not torch.equal(network(batch, devices), network(moved, devices))
-    assert changed == (positional != "none")
+        plain = network(batch, devices)
+        assert not torch.equal(plain, network(batch, Context.of_devices(devices.device + 1.0)))
+        assert not torch.equal(plain, network(moved, devices))
 
 
 def test_positional_table_grows_and_agrees_with_the_encoding():
@@ -93,9 +77,8 @@ def test_positional_table_grows_and_agrees_with_the_encoding():
     assert not encoding.state_dict()  # it is computed, not stored
 
 
-@pytest.mark.parametrize(("pooling", "device"), POOLINGS_AND_DEVICES)
-def test_every_parameter_gets_a_gradient(pooling, device):
-    network = make_network(pooling=pooling, device=device).train()
+def test_every_parameter_gets_a_gradient():
+    network = make_network().train()
     batch, devices = make_batch()
     network(batch, devices).square().sum().backward()
     assert [name for name, p in network.named_parameters() if p.grad is None] == []
@@ -123,18 +106,6 @@ def test_rare_values_get_bins_where_most_values_are_the_same() -> None:
     encoding = PiecewiseLinear(1, 3)
     encoding.fit(rows)
     assert torch.allclose(encoding(torch.tensor([[2.0]])), torch.tensor([[1.0, 1.0, 0.0]]))
-
-
-def test_outputs_are_monotone_and_bounded() -> None:
-    rng = np.random.default_rng(0)
-    rows = torch.from_numpy(rng.normal(size=(500, 4)).astype(np.float32))
-    encoding = PiecewiseLinear(4, 8)
-    encoding.fit(rows)
-    line = torch.linspace(-5, 5, 101)[:, None].expand(101, 4)
-    out = encoding(line)
-    assert out.shape == (101, 32)
-    assert out.min() == 0 and out.max() == 1
-    assert (out.diff(dim=0) >= 0).all()
 
 
 def test_columns_left_out_are_always_0() -> None:
@@ -189,15 +160,10 @@ def test_a_shift_is_a_rotation_of_the_standard_encoding(position: int, shift: in
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dim", [1, 5, 64])
-def test_shapes_bounds_and_distinct_positions(variant: str, dim: int) -> None:
-    positions = np.arange(60).reshape(3, 20)
-    found = positional_encoding(positions, dim, variant)
-    assert found.shape == (3, 20, dim)
-    assert np.abs(found).max() <= 1
-    flat = found.reshape(60, dim)
-    assert len({row.tobytes() for row in flat}) == 60
-    assert positional_encoding(np.zeros(0, int), dim, variant).shape == (0, dim)
+def test_positions_are_told_apart(variant: str) -> None:
+    found = positional_encoding(np.arange(60).reshape(3, 20), 5, variant)
+    assert found.shape == (3, 20, 5) and np.abs(found).max() <= 1
+    assert len(np.unique(found.reshape(60, 5), axis=0)) == 60
 
 
 def test_bad_arguments() -> None:

@@ -54,24 +54,10 @@ def test_only_multiply_adds_are_split_and_copied_where_there_are_no_fused_ones()
     assert estimate_s([loads], SSE) == pytest.approx([4.9e6 / 4 / 2e9])
 
 
-def test_chains_of_additions_are_as_long_without_fused_multiply_adds() -> None:
-    chain = program({"iterations": 1e6, "chain": 1e6, "hold": 1e6, "op_fma": 1.0, "index_ops": 1e3})
-    assert estimate_s([chain], SSE) == pytest.approx([4e6 / 2e9])
-    assert estimate_s([chain], CPU) == pytest.approx([4e6 / 2e9])
-
-
 def test_side_by_side_statements_fill_no_wider_registers_than_there_are() -> None:
     # One instruction for eight float32 with 32 bytes is one for four with 16.
-    packed = program(
-        {
-            "iterations": 8e6,
-            "itemsize": 4.0,
-            "op_fadd": 1.0,
-            "fp_instructions_16b": 8e6,
-            "fp_instructions_32b": 8e6,
-            "fp_instructions_packed": 1e6,
-        }
-    )
+    each = {"op_fadd": 1.0, "fp_instructions_16b": 8e6, "fp_instructions_32b": 8e6, "fp_instructions_packed": 1e6}
+    packed = program({"iterations": 8e6, "itemsize": 4.0, **each})
     assert estimate_s([packed], CPU) == pytest.approx([2.5e-4])
     assert estimate_s([packed], SSE) == pytest.approx([5e-4])
 
@@ -85,16 +71,10 @@ def test_gathers_cost_where_microcode_slows_them_down() -> None:
     # 1e6 loads that stride along a loop that a compiler can vectorise: 0.5 cycles each, and half of them in
     # gathers of eight that take 25.
     strided = {
-        "iterations": 1e6,
-        "mem_instructions_16b": 1e6,
-        "mem_instructions_32b": 1e6,
-        "loop1_extent": 64.0,
-        "loop2_extent": 64.0,
-        "slot1_loads": 1.0,
-        "slot1_stride_1": 7.0,
-        "slot1_stride_2": 1.0,
+        "iterations": 1e6, "mem_instructions_16b": 1e6, "mem_instructions_32b": 1e6, "loop1_extent": 64.0,
+        "loop2_extent": 64.0, "slot1_loads": 1.0, "slot1_stride_1": 7.0, "slot1_stride_2": 1.0,
         "slot1_register_elements": 1e6,
-    }
+    }  # fmt: skip
     slow = replace(CPU, arch="cascadelake")
     plain, gathered = 0.5e6 / 2e9, (0.5e6 + 25e6 / 16) / 2e9
     assert estimate_s([program(strided)], slow) == pytest.approx([gathered])
@@ -128,9 +108,6 @@ def test_references_are_finite_positive_and_never_below_the_bound(kind: str, dev
     assert found.shape == (6,)
     assert np.isfinite(found).all() and (found > 0).all()
     assert (found >= roofline_s(asts, get_device(device))).all()
-
-
-def test_unknown_reference_is_refused_with_the_known_ones() -> None:
     with pytest.raises(PredictorError, match=r"roofline, estimate"):
         reference_s("guess", [], CPU)
 

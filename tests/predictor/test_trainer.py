@@ -169,11 +169,9 @@ def test_labels_of_the_adapted_part_change_nothing(data, config):
     assert any(not torch.equal(expected[name], other[name]) for name in expected)
 
 
-def test_cmd_needs_programs_to_adapt_to_and_a_bounded_embedding(make_trainer):
+def test_cmd_needs_programs_to_adapt_to(make_trainer):
     with pytest.raises(PredictorError, match=r"no programs to adapt to: .* adapt=0\.3"):
         make_trainer(loss={"cmd_weight": 1.0})
-    with pytest.raises(PredictorError, match="embedding_activation is none, not tanh or sigmoid"):
-        make_trainer(ADAPT, {"cmd_weight": 1.0}, {"embedding_activation": "none"})
 
 
 def test_ranking_improves_the_order_within_tasks(make_trainer):
@@ -203,13 +201,14 @@ def test_starting_weights_are_taken_and_must_fit(make_trainer, data, config):
         Trainer(ranked, fitted.transform, replace(train, group=None), valid)
 
 
+def counting(config, loss, **train):
+    parts = {"model": {"codegen": True}, "loss": {"codegen_weight": 1.0, **loss}, "train": train}
+    changed = {name: getattr(config, name).model_copy(update=values) for name, values in parts.items()}
+    return config.model_copy(update=changed)
+
+
 def test_instruction_counts_are_learnt_where_there_are_some(data, config):
-    changed = {
-        "model": config.model.model_copy(update={"codegen": True}),
-        "loss": config.loss.model_copy(update={"codegen_weight": 1.0, "mse_weight": 1e-6, "mape_weight": 0.0}),
-        "train": config.train.model_copy(update={"epochs": 12, "patience": 12, "batch_size": 32}),
-    }
-    config = config.model_copy(update=changed)
+    config = counting(config, {"mse_weight": 1e-6, "mape_weight": 0.0}, epochs=12, patience=12, batch_size=32)
     split = split_data("within_task:seed=0", data)
     codes = {counts_key(device) for device in data.devices.values()}
     half = list(data.asts)[::2]  # the others have none
@@ -224,12 +223,7 @@ def test_instruction_counts_are_learnt_where_there_are_some(data, config):
 
 
 def test_without_counts_they_are_left_out_with_a_warning(data, config, caplog):
-    changed = {
-        "model": config.model.model_copy(update={"codegen": True}),
-        "loss": config.loss.model_copy(update={"codegen_weight": 1.0}),
-        "train": config.train.model_copy(update={"epochs": 1}),
-    }
-    fitted = prepare(config.model_copy(update=changed), data, split_data("within_task:seed=0", data))
+    fitted = prepare(counting(config, {}, epochs=1), data, split_data("within_task:seed=0", data))
     assert math.isfinite(fitted.trainer.fit().best_mape)
     assert "cdmpp codegen" in caplog.text
 

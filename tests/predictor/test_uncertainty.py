@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cdmpp.errors import PredictorError
-from cdmpp.predictor import Predictor, evaluate, train
+from cdmpp.predictor import Predictor, evaluate, split_data, train
 from cdmpp.predictor.training import calibrated
 from cdmpp.predictor.uncertainty import (
     ALL_DEVICES,
@@ -179,6 +179,8 @@ def test_the_validation_part_alone_calibrates(run):
     labels.loc[split.test, "latency_s"] *= 1e3
     again = calibrated(predictor, replace(data, labels=labels), split)
     assert again.calibration.half_width("slow", 0.9) == predictor.calibration.half_width("slow", 0.9)
+    within = split_data("within_task:seed=0", data)
+    assert calibrated(predictor, data, within).calibration.unit == "record"
 
 
 def test_evaluate_reports_coverage(run):
@@ -194,13 +196,6 @@ def test_evaluate_reports_coverage(run):
     assert interval["covered"] == pytest.approx(np.mean(inside), abs=0.01)
     bare = replace(run.predictor, calibration=None)
     assert evaluate(bare, run.data, run.split)["overall"]["interval"] is None
-
-
-def test_programs_within_tasks_are_units_where_the_split_says_so(run):
-    from cdmpp.predictor import split_data
-
-    split = split_data("within_task:seed=0", run.data)
-    assert calibrated(run.predictor, run.data, split).calibration.unit == "record"
 
 
 def test_save_and_load_keep_intervals_and_flags(run, asts, tmp_path):
@@ -257,12 +252,8 @@ def test_a_malformed_calibration_is_refused(run, tmp_path, edit):
 def test_unfamiliar_flags_what_is_far(run, asts):
     predictor = run.predictor
     table = run.data.labels.iloc[run.split.valid]
-    flags = np.concatenate(
-        [
-            predictor.unfamiliar([run.data.asts[p] for p in rows["program"]], device)
-            for device, rows in table.groupby("device")
-        ]
-    )
+    groups = table.groupby("device")["program"]
+    flags = np.concatenate([predictor.unfamiliar([run.data.asts[p] for p in own], name) for name, own in groups])
     assert flags.mean() == pytest.approx(1 - FAMILIAR_QUANTILE, abs=0.01)
     assert predictor.unfamiliar(asts, "slow").dtype == bool
     assert predictor.unfamiliar(asts[0], "slow") is False
@@ -271,11 +262,8 @@ def test_unfamiliar_flags_what_is_far(run, asts):
     assert predictor.unfamiliar(big, "slow") is True
     deep = make_ast(np.random.default_rng(1), 5000)
     assert predictor.unfamiliar([asts[0], deep], "slow").tolist() == [False, True]
-
-
-def test_unfamiliar_sees_features_that_never_varied(run, asts):
-    leaves = asts[0].leaves.copy()
+    leaves = asts[0].leaves.copy()  # a feature that never varied
     leaves[0, 50] = 1.0
     novel = replace(asts[0], leaves=leaves)
-    assert run.predictor.predict(novel, "slow") == run.predictor.predict(asts[0], "slow")
-    assert run.predictor.unfamiliar(novel, "slow") is True
+    assert predictor.predict(novel, "slow") == predictor.predict(asts[0], "slow")
+    assert predictor.unfamiliar(novel, "slow") is True

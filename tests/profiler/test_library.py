@@ -1,15 +1,19 @@
-"""Labels of PyTorch's own kernels: real ones of a small network, and what is kept when a run dies."""
+"""Labels of PyTorch's own kernels: those of a small network and of a list, and what is kept when a run dies."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cdmpp.cli.main import main
 from cdmpp.dataset.operators import load_operators
-from cdmpp.errors import DatasetError, ProfilerError
+from cdmpp.errors import CdmppError, DatasetError, ProfilerError
 from cdmpp.profiler import library
-from cdmpp.profiler.library import profile_library
+from cdmpp.profiler.library import measure_operators, profile_library
 from cdmpp.profiler.machine import usable_cores
 from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.network import Network
@@ -58,3 +62,44 @@ def test_other_devices_are_refused(tmp_path: Path) -> None:
     for device in ("h200", "graviton3@1"):
         with pytest.raises(ProfilerError, match="is not this machine's CPU"):
             profile_library([network()], device, tmp_path / "l")
+
+
+LIST = """op,dtype,m,n,k,batch,heads,kv_heads,head_dim,sequences,tokens,kv_tokens,pairs,longest,in_channels,out_channels,height,width,kernel_h,kernel_w,out_h,out_w,backward,stride
+gemm,float32,32,48,64,,,,,,,,,,,,,,,,,,,
+gemm,bfloat16,32,48,64,2,,,,,,,,,,,,,,,,,,
+attention,float32,,,,,4,2,16,2,16,16,72,8,,,,,,,,,,
+attention,float32,,,,,4,2,16,2,2,64,64,32,,,,,,,,,,
+attention,float32,,,,,4,2,16,2,16,16,50,8,,,,,,,,,,
+conv,float32,,,,2,,,,,,,,,8,4,9,9,3,3,5,5,0,4
+conv,float32,,,,2,,,,,,,,,8,4,9,9,3,3,9,9,2,1
+layernorm,float32,8,64,,,,,,,,,,,,,,,,,,,,
+grouped_gemm,float32,8,64,8,4,,,,,,,,,,,,,,,,,,
+"""  # noqa: E501
+
+
+def ten_microseconds(function: Callable[[], Any]) -> Callable[[int], float]:
+    function()  # what is asked of PyTorch must run
+    return lambda times: 1e-5 * times
+
+
+def test_a_list_becomes_a_dataset_of_the_device(tmp_path: Path) -> None:
+    (tmp_path / "list.csv").write_text(LIST)
+    report = measure_operators(tmp_path / "list.csv", tmp_path / "out", "mi210", clock=ten_microseconds)
+    assert report.labels == 7 and sum(report.failures.values()) == 2  # a window, and experts
+    table = load_operators(tmp_path / "out")
+    assert table["seconds"].tolist() == pytest.approx([1e-5] * 7)
+    assert set(table["device"]) == {"mi210"} and set(table["framework"]) == {"torch"} and table["noise"].max() < 1e-9
+    meta = json.loads((tmp_path / "out" / "meta.json").read_text())
+    assert meta["versions"]["torch"] and meta["devices"]["mi210"]["arch"] == "cdna2"
+
+
+def test_this_cpu_is_measured_for_real_and_no_gpu_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    path, out = tmp_path / "list.csv", tmp_path / "out"
+    path.write_text("op,dtype,m,n,k\ngemm,float32,64,64,64\n")
+    assert main(["measure", str(path), "--device", "this-cpu@1", "--out", str(out)]) == 0
+    assert 0 < load_operators(out)["seconds"][0] < 0.1
+    assert main(["measure", str(path), "--out", str(tmp_path / "gpu")]) == 2
+    assert "no GPU here that PyTorch can use" in capsys.readouterr().err
+    path.write_text("op,dtype,m,n,k\ngemm,float32,64,64,\n")
+    with pytest.raises(CdmppError, match="row 1: gemm needs k"):
+        measure_operators(path, tmp_path / "wrong", "this-cpu@1")

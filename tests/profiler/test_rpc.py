@@ -38,19 +38,8 @@ def address() -> Iterator[str]:
 
 
 def test_records_say_that_they_came_over_rpc(address: str, tmp_path, capsys) -> None:
-    command = [
-        "profile",
-        "--programs-of",
-        FOLDER,
-        "--limit",
-        "2",
-        "--rpc",
-        address,
-        "--key",
-        "board",
-        "--out",
-        tmp_path / "d",
-    ]
+    source, out = ["--programs-of", FOLDER, "--limit", 2], ["--out", tmp_path / "d"]
+    command = ["profile", *source, "--rpc", address, "--key", "board", *out]
     assert main([*map(str, command), "--json", str(tmp_path / "report")]) == 0, capsys.readouterr().err
     assert json.loads((tmp_path / "report").read_text())["ok"] == 2
     with Dataset.open(tmp_path / "d") as dataset:

@@ -118,13 +118,9 @@ class RooflineModel(LatencyModel):
 def evaluate_models(
     models: Sequence[LatencyModel], data: TrainingData, split: Split, by: Sequence[str] = ()
 ) -> dict[str, dict[str, Any]]:
-    """Fit every model to the training part and score it on the test part.
-
-    Of a split without a validation part (as of few-shot training, whose predictor makes its own) a tenth of the training
-    programs is taken to stop by. ``by`` are groupings as of :meth:`TrainingData.members`.
-
-    Returns model name -> ``{"overall": ..., "groups": ..., "fit_s": float, "predict_s": float}``; the noise floor of
-    the labels is ``noise_floor_mape`` of each, the same for all.
+    """Fit every model to the training part and score it on the test part: model name -> ``{"overall": ..., "groups":
+    ..., "fit_s": float, "predict_s": float}``, groups as of :meth:`TrainingData.members`. Of a split without a
+    validation part (as of few-shot training) a tenth of the training programs is taken to stop by.
     """
     rows = np.asarray(split.test, dtype=np.int64)
     if not len(split.valid):

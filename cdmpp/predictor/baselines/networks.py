@@ -217,25 +217,17 @@ class ReleasedNetwork(nn.Module):
 
 
 class CdmppReleased(NetworkModel):
-    """CDMPP's network as its authors released it (EuroSys'24, sections 4 and 5), on the same records, features and split.
+    """CDMPP's network as its authors released it (EuroSys'24, sections 4 and 5), on the same records, features and
+    split: 11 transformer layers without an attention mask, the paper's positional encoding, flattened leaves to an
+    embedding beside the device's, batch normalisation throughout, Box-Cox labels, MSE + MAPE, and the sizes, batch and
+    weight decay of its configuration.
 
-    As released: 11 transformer layers of width 164 with 4 heads and FFN 2048 without an attention mask, the paper's
-    positional encoding, flattened leaves to an embedding, the device's embedding beside it, a decoder 930 x 3, batch
-    normalisation throughout, Box-Cox labels, MSE + MAPE, and the sizes, batch and weight decay of the released
-    configuration.
-
-    Not as released, so that it can take part in a comparison on clean splits:
-
-    * A leaf there has 164 numbers, which is the width of the transformer. Ours has more, and all of them are
-      given, through a linear projection to 164: less would handicap the baseline, another width would not be
-      the released network.
-    * There, programs of every number of leaves have a network of their own, too little data each for some
-      thousands of records. Here one network takes all: the encoder runs over the programs of one number of
-      leaves at a time, so no leaf attends to padding, as there; the flattened leaves are zero-padded to the
-      longest program of training. Longer programs are cut when predicted, and a warning says how many.
-    * Warm-up and cosine decay to the peak of the released cyclic learning rate, gradient clipping and early
-      stopping on the validation part, as for our own network.
-    * The released code adds the two embeddings; the paper's figure concatenates them, and so does this.
+    Not as released: leaves have more numbers than the transformer is wide, and get there by a linear projection. One
+    network takes programs of every number of leaves (there each has its own): the encoder runs over those of one number
+    at a time, so that no leaf attends to padding, and flattened leaves are padded to the longest program of training;
+    longer ones are cut, with a warning. The learning rate has our warm-up and decay, to the peak of the released cycle,
+    and training stops early. The two embeddings are concatenated, as in the paper's figure; the released code adds
+    them.
     """
 
     name = "released"

@@ -193,15 +193,15 @@ def make_bundle(
     progress: Callable[[Progress], None] | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> BundleReport:
-    """Compile programs of networks (zoo names, ``.onnx`` or ``.pt2`` files) for a GPU that is elsewhere.
+    """Compile programs of networks (zoo names, ``.onnx`` or ``.pt2`` files) for a CUDA GPU that is elsewhere, such as
+    ``h200``.
 
-    ``device`` is a CUDA device of the table, such as ``h200``. ``tasks_of`` is a dataset that has the tasks of these networks.
-    ``mutants_of`` is one measured on this device: mutants of each task's fastest programs are drawn in place of random points
-    (the region that a tuner visits). ``resume`` goes on with a bundle that was not finished. ``progress`` is called after each
-    program; ``done`` of ``total`` are those that can run.
+    ``tasks_of`` is a dataset that has the tasks of these networks, ``mutants_of`` one measured on this device: mutants
+    of each task's fastest programs are drawn in place of random points (the region that a tuner visits). ``resume``
+    goes on with a bundle that was not finished. ``progress`` counts programs that can run.
 
-    ProfilerError if the device is no CUDA device, there is no compiler for it, or no task. BundleError if the file exists, or
-    is half made and `resume` was not asked for.
+    ProfilerError if the device is no CUDA device, there is no compiler for it, or no task. BundleError if the file
+    exists, or is half made and `resume` was not asked for.
     """
     config = config or BundleConfig()
     notify = notify or (lambda line: logger.info("%s", line))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,12 +110,6 @@ def test_what_goes_from_kernel_to_kernel_is_a_workspace(lowering: CudaLowering) 
         first, second = program.launches
         assert 2 in first.buffers and 2 in second.buffers
         assert program.outputs == (1,)
-
-
-def test_a_lowered_program_survives_json(lowering: CudaLowering) -> None:
-    for program in lowered(lowering, two_steps(), 2):
-        text = json.dumps(program.to_json())
-        assert CudaProgram.from_json(json.loads(text), program.source) == program
 
 
 def test_the_compiler_counts_the_shared_memory_that_lowering_does(

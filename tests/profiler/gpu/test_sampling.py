@@ -20,7 +20,7 @@ from cdmpp.profiler.engine import Engine, Measured, Outcome, Running
 from cdmpp.profiler.gpu.build import KernelJob, MeasureJob
 from cdmpp.profiler.gpu.bundle import Bundle
 from cdmpp.profiler.gpu.compile import find_nvcc
-from cdmpp.profiler.gpu.sampling import GpuConfig, GpuFault, GpuMeasurer, Sampler, possible_degree
+from cdmpp.profiler.gpu.sampling import GpuConfig, GpuMeasurer, Sampler, possible_degree
 from cdmpp.profiler.statistics import SamplingPlan
 from tests.samples.gpu import QUICK, FakeGpu, jobs_of, no_reference, toy_bundle, toy_program
 
@@ -128,11 +128,6 @@ def test_outputs_are_compared_with_the_reference() -> None:
     assert results["p000"].meta["checked"] and results["p000"].meta["output_error"] < 1e-6
     assert results["p001"].status == "run_error" and "wrong output" in results["p001"].error
     assert results["p002"].status == "run_error"
-
-
-def test_a_broken_context_ends_the_process() -> None:
-    with pytest.raises(GpuFault):
-        measured(FakeGpu({"p000": {"fault": "sample"}}), kernels_of(toy_bundle(1, 1)))
 
 
 # -- with processes ----------------------------------------------------------------------------------------------
