@@ -32,12 +32,14 @@ KINDS = ("tasks", "programs", "networks")
 #: Variant -> what differs from the base configuration, by section.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "base": {},
+    "no positional encoding": {"model": {"positional": "none"}},
     "paper's positional encoding": {"model": {"positional": "paper"}},
     "standard positional encoding": {"model": {"positional": "standard"}},
     "no CMD": {"loss": {"cmd_weight": 0.0}},
     "CMD 0.1": {"loss": {"cmd_weight": 0.1}},
     "no ranking term": {"loss": {"rank_weight": 0.0}},
     "ranking term 0.3": {"loss": {"rank_weight": 0.3}},
+    "no device features": {"model": {"device": "none"}},
     "absolute labels": {"label": {"relative_to": "none"}},
     "labels relative to the roofline": {"label": {"relative_to": "roofline"}},
     "labels relative to the estimate": {"label": {"relative_to": "estimate"}},
@@ -45,6 +47,10 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "log labels": {"label": {"transform": "log"}},
     "no piecewise-linear encoding": {"model": {"bins": 0}},
     "no instruction counts": {"loss": {"codegen_weight": 0.0}},
+    "flatten": {"model": {"pooling": "flatten"}},
+    "sum pooling": {"model": {"pooling": "sum"}},
+    "mean pooling": {"model": {"pooling": "mean"}},
+    "attention pooling": {"model": {"pooling": "attention"}},
 }
 #: The networks that the configurations that ship hold out and validate with.
 SPLIT = "by_network:heldout=densenet121+gcn+inception_v3+vgg16;valid=efficientnet_b0+gpt2+mlp_mixer+unet;adapt=0.3"

@@ -28,12 +28,16 @@ class ModelConfig(_Section):
     dropout: float = Field(0.05, ge=0, lt=1)
     #: Bins of the piecewise-linear encoding that each leaf feature gets besides its value; 0 leaves it out.
     bins: int = Field(0, ge=0)
-    #: Frequencies of the pre-order positional encoding added to the leaves: ``standard``, or the ``paper``'s.
-    positional: Literal["standard", "paper"] = "standard"
-    #: Former choices, each with the one value that is left: how leaves become one vector and how the device enters.
-    pooling: Literal["attention"] = "attention"
-    flatten_leaves: int = 16
-    device: Literal["film"] = "film"
+    #: Pre-order positional encoding added to the leaves: ``standard`` frequencies, the ``paper``'s, or ``none``.
+    positional: Literal["standard", "paper", "none"] = "standard"
+    #: How leaves become one vector: masked ``sum``, ``mean`` or learned ``attention`` pooling, or ``flatten`` (as in
+    #: CDMPP): one after the other.
+    pooling: Literal["sum", "mean", "attention", "flatten"] = "attention"
+    #: How many leaves ``flatten`` keeps; programs with fewer are padded with zeros.
+    flatten_leaves: int = Field(16, ge=1)
+    #: How the device enters: ``film`` scales and shifts every leaf, ``token`` adds one sequence element, ``none`` hides
+    #: the device from the network.
+    device: Literal["film", "token", "none"] = "film"
     #: Whether the decoder sees what is computed of program and device together (:mod:`cdmpp.predictor.pair_features`).
     pairs: bool = True
     #: Part of the GPU examples of each batch of which the network is told only what carries over to GPUs it was not
@@ -42,9 +46,9 @@ class ModelConfig(_Section):
     #: Whether the network has a second decoder, which is told the instructions of the compiled program besides
     #: (:mod:`cdmpp.program.codegen`) and learns from the programs with counts: ``predict(..., compiled=True)``.
     compiled: bool = False
-    #: Size of the pooled embedding; ``tanh`` bounds it, so that CMD is defined.
+    #: Size and activation of the pooled embedding; bounded (``tanh``, ``sigmoid``) so that CMD is defined.
     embedding_dim: int = Field(128, ge=1)
-    embedding_activation: Literal["tanh"] = "tanh"
+    embedding_activation: Literal["tanh", "sigmoid", "none"] = "tanh"
     #: Whether the network has a second head, used in training only, that predicts the instructions a compiler makes of
     #: the program (:mod:`cdmpp.program.codegen`).
     codegen: bool = False

@@ -386,6 +386,8 @@ def devices_seen_as(base: Predictor, encoder: FeatureEncoder, data: TrainingData
     """Other devices that the network sees as this one: their labels would contradict its."""
     vectors = data.device_vectors()
     others = [name for name in sorted(vectors) if name != device]
+    if base.network.config.device == "none":
+        return others
     encoded = encoder.encode_devices(np.stack([vectors[name] for name in [device, *others]]))
     same = np.abs(encoded[1:] - encoded[0]).max(axis=1, initial=0.0) < _SAME
     return [name for name, is_same in zip(others, same, strict=True) if is_same]
@@ -421,8 +423,9 @@ def extend_encoder(
 def starting_weights(base: Predictor, fresh: NDArray[np.int64]) -> dict[str, torch.Tensor]:
     """The predictor's weights; those that device features met which were always 0 are still random: they become 0."""
     weights = {name: value.detach().clone() for name, value in base.network.state_dict().items()}
-    weights["device_projection.0.weight"][:, fresh] = 0.0
-    weights["decoder.0.weight"][:, base.network.config.embedding_dim + fresh] = 0.0
+    if base.network.config.device != "none":
+        weights["device_projection.0.weight"][:, fresh] = 0.0
+        weights["decoder.0.weight"][:, base.network.config.embedding_dim + fresh] = 0.0
     return weights
 
 

@@ -185,18 +185,22 @@ class LatencyNetwork(nn.Module):
         self.bins = PiecewiseLinear(leaf_dim, config.bins) if config.bins else None
         self.pair_bins = PiecewiseLinear(pair_dim, config.bins) if config.bins and pair_dim else None
         self.leaf_projection = nn.Linear(leaf_dim * (1 + config.bins), dim)
-        self.position = PreOrderEncoding(dim, config.positional)
-        decoder_in = config.embedding_dim + pair_dim * (1 + config.bins) + device_dim
-        # the device scales and shifts every leaf
-        self.device_projection = nn.Sequential(nn.Linear(device_dim, dim), nn.GELU(), nn.Linear(dim, 2 * dim))
+        self.position = None if config.positional == "none" else PreOrderEncoding(dim, config.positional)
+        self.device_projection: nn.Module | None = None
+        decoder_in = config.embedding_dim + pair_dim * (1 + config.bins)
+        if config.device != "none":
+            out = 2 * dim if config.device == "film" else dim
+            self.device_projection = nn.Sequential(nn.Linear(device_dim, dim), nn.GELU(), nn.Linear(dim, out))
+            decoder_in += device_dim
         layer = nn.TransformerEncoderLayer(
             dim, config.heads, config.ffn_dim, config.dropout, "gelu", batch_first=True, norm_first=True
         )
         self.encoder = nn.TransformerEncoder(layer, config.layers, enable_nested_tensor=False)
         self.norm = nn.LayerNorm(dim)
-        self.pool = AttentionPooling(dim, config.heads)
-        # beside the logarithm of the number of leaves, which a mean does not tell
-        self.embedding = nn.Linear(dim + 1, config.embedding_dim)
+        self.pool = AttentionPooling(dim, config.heads) if config.pooling == "attention" else None
+        # sums grow with the number of leaves, so the pooled vector also carries its logarithm
+        pooled_dim = dim * config.flatten_leaves if config.pooling == "flatten" else dim
+        self.embedding = nn.Linear(pooled_dim + 1, config.embedding_dim)
         self.decoder = _decoder(config, decoder_in)
         self.compiled_decoder = CompiledDecoder(config, decoder_in) if code_dim else None
         self.codegen = nn.Linear(config.embedding_dim, len(STATIC_FEATURES)) if config.codegen else None
@@ -214,12 +218,35 @@ class LatencyNetwork(nn.Module):
 
     def embed(self, batch: PaddedBatch, device: torch.Tensor) -> torch.Tensor:
         """Bounded embedding of each program on its device, shape (batch, embedding_dim)."""
-        padding = batch.padding
-        scale, shift = self.device_projection(device)[:, None, :].chunk(2, dim=-1)
-        leaves = (self._project(batch) + self.position(batch.positions)) * (1 + scale) + shift
+        config, padding = self.config, batch.padding
+        leaves = self._project(batch)
+        if self.position is not None:
+            leaves = leaves + self.position(batch.positions)
+        if self.device_projection is not None:
+            condition = self.device_projection(device)[:, None, :]
+            if config.device == "film":
+                scale, shift = condition.chunk(2, dim=-1)
+                leaves = leaves * (1 + scale) + shift
+            else:
+                leaves = torch.cat([condition, leaves], dim=1)
+                padding = torch.cat([padding.new_zeros(len(padding), 1), padding], dim=1)
         hidden = self.norm(self.encoder(leaves, src_key_padding_mask=padding))
         count = (~padding).sum(1, keepdim=True).to(hidden.dtype)
-        return torch.tanh(self.embedding(torch.cat([self.pool(hidden, padding), torch.log(count)], dim=1)))
+        if self.pool is not None:
+            pooled = self.pool(hidden, padding)
+        else:
+            hidden = hidden.masked_fill(padding[:, :, None], 0.0)
+            if config.pooling == "flatten":
+                kept = hidden[:, : config.flatten_leaves]
+                pooled = nn.functional.pad(kept, (0, 0, 0, config.flatten_leaves - kept.shape[1])).flatten(1)
+            else:
+                pooled = hidden.sum(1) / (count if config.pooling == "mean" else 1.0)
+        embedding = self.embedding(torch.cat([pooled, torch.log(count)], dim=1))
+        if config.embedding_activation == "tanh":
+            return torch.tanh(embedding)
+        if config.embedding_activation == "sigmoid":
+            return torch.sigmoid(embedding)
+        return embedding
 
     def _project(self, batch: PaddedBatch) -> torch.Tensor:
         """``leaf_projection`` of leaves and their bins, (batch, length, dim), without what padding and bins that are
@@ -257,7 +284,8 @@ class LatencyNetwork(nn.Module):
 
     def _device_and_pair(self, context: Context) -> list[torch.Tensor]:
         """What both decoders see besides the embedding: device and pair, and the bins of the pair."""
-        parts = [context.device, context.pair]
+        parts = [context.device] if self.device_projection is not None else []
+        parts.append(context.pair)
         if self.pair_bins is not None:
             parts.append(self.pair_bins(context.pair))
         return parts

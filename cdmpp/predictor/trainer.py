@@ -33,6 +33,8 @@ ProgressCallback = Callable[[dict[str, Any]], None]
 #: An epoch's batches, as numbers of training pairs; the same number of batches in every epoch.
 BatchSampler = Callable[[np.random.Generator], list[NDArray[np.int64]]]
 
+#: Bounds of the embedding by its activation: CMD is defined between bounded samples only.
+_BOUNDS = {"tanh": (-1.0, 1.0), "sigmoid": (0.0, 1.0)}
 #: Standard deviations of logarithms below which an instruction count is constant.
 _CONSTANT_STD = 1e-5
 
@@ -74,7 +76,8 @@ class Trainer:
     training stops, and the learning rate falls with the time spent; ``processes`` train together (None: this one
     alone), with our network and no ``max_seconds``.
 
-    PredictorError: no training or no validation pairs; CMD without pairs to adapt to; weights of another network.
+    PredictorError: no training or no validation pairs; CMD without pairs to adapt to or with an unbounded embedding;
+    weights of another network.
     """
 
     def __init__(
@@ -97,11 +100,7 @@ class Trainer:
         self._train, self._valid = train, valid
         self._terms = config.loss
         self._adapt = adapt
-        if config.loss.cmd_weight and (adapt is None or not len(adapt)):
-            raise PredictorError(
-                "loss.cmd_weight is above 0, but there are no programs to adapt to: a by_network or by_device split "
-                "has them with adapt=0.3, a finetuning with --adapt 0.3"
-            )
+        self._bounds = _cmd_bounds(config, adapt)
         self._sampler = sampler or self._every_pair_once
         self._processes = processes or Processes(pick_device(config.train.device))
         self._where = self._processes.where
@@ -283,7 +282,7 @@ class Trainer:
             rows = rng.choice(len(self._adapt), min(n, len(self._adapt)), replace=False)
             programs, there = self._adapt.batch(rows[self._processes.part(len(rows))], self._where)
             target = gathered(network.embed(programs, there.device), len(rows))
-            cmd = central_moment_discrepancy(gathered(embedding, n), target, terms.cmd_moments)
+            cmd = central_moment_discrepancy(gathered(embedding, n), target, terms.cmd_moments, *self._bounds)
             loss = loss + terms.cmd_weight * cmd
         return loss, cmd
 
@@ -339,6 +338,23 @@ def _codegen_targets(counts: NDArray[np.float32] | None) -> torch.Tensor | None:
     logs = np.log1p(counts[:, : len(STATIC_FEATURES)])
     std = np.nanstd(logs, axis=0)
     return torch.from_numpy((logs - np.nanmean(logs, axis=0)) / np.where(std > _CONSTANT_STD, std, 1.0)).float()
+
+
+def _cmd_bounds(config: Config, adapt: PairArrays | None) -> tuple[float, float]:
+    """Bounds of the embedding; PredictorError where CMD is asked for and cannot be had."""
+    activation = config.model.embedding_activation
+    if config.loss.cmd_weight:
+        if adapt is None or not len(adapt):
+            raise PredictorError(
+                "loss.cmd_weight is above 0, but there are no programs to adapt to: a by_network or by_device split "
+                "has them with adapt=0.3, a finetuning with --adapt 0.3"
+            )
+        if activation not in _BOUNDS:
+            raise PredictorError(
+                f"loss.cmd_weight needs a bounded embedding: model.embedding_activation is {activation}, "
+                f"not {' or '.join(_BOUNDS)}"
+            )
+    return _BOUNDS.get(activation, (-1.0, 1.0))
 
 
 def _load(network: nn.Module, weights: Mapping[str, torch.Tensor], what: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -42,8 +43,12 @@ def pad(batch: PaddedBatch, extra: int, value: float) -> PaddedBatch:
     )
 
 
-def test_padding_changes_nothing_whatever_it_holds():
-    network = make_network()
+POOLINGS_AND_DEVICES = list(itertools.product(("sum", "mean", "attention", "flatten"), ("film", "token", "none")))
+
+
+@pytest.mark.parametrize(("pooling", "device"), POOLINGS_AND_DEVICES)
+def test_padding_changes_nothing_whatever_it_holds(pooling, device):
+    network = make_network(pooling=pooling, device=device)
     batch, devices = make_batch()
     with torch.no_grad():
         plain, padded = network(batch, devices), network(pad(batch, 5, 1e4), devices)
@@ -51,22 +56,33 @@ def test_padding_changes_nothing_whatever_it_holds():
     torch.testing.assert_close(padded, plain, rtol=1e-4, atol=1e-5)
 
 
-def test_embeddings_are_bounded():
+@pytest.mark.parametrize(("activation", "low", "high"), [("tanh", -1.0, 1.0), ("sigmoid", 0.0, 1.0)])
+def test_embeddings_are_bounded(activation, low, high):
     batch, devices = make_batch()
-    far = PaddedBatch(batch.leaves * 1e3, batch.positions, batch.padding)
-    embedding = make_network().embed(far, devices.device)
-    assert embedding.shape == (3, SMALL["embedding_dim"]) and embedding.abs().max() <= 1
+    embedding = make_network(embedding_activation=activation).embed(
+        PaddedBatch(batch.leaves * 1e3, batch.positions, batch.padding), devices.device
+    )
+    assert embedding.shape == (3, SMALL["embedding_dim"])
+    assert embedding.min() >= low and embedding.max() <= high
 
 
-@pytest.mark.parametrize("positional", ["standard", "paper"])
-def test_device_and_positions_matter(positional):
+@pytest.mark.parametrize("device", ["film", "token", "none"])
+def test_the_device_matters_unless_hidden(device):
+    network = make_network(device=device)
+    batch, devices = make_batch()
+    with torch.no_grad():
+        changed = not torch.equal(network(batch, devices), network(batch, Context.of_devices(devices.device + 1.0)))
+    assert changed == (device != "none")
+
+
+@pytest.mark.parametrize("positional", ["standard", "paper", "none"])
+def test_positions_matter_unless_turned_off(positional):
     network = make_network(positional=positional)
     batch, devices = make_batch()
     moved = PaddedBatch(batch.leaves, batch.positions * 5, batch.padding)
     with torch.no_grad():
-        plain = network(batch, devices)
-        assert not torch.equal(plain, network(batch, Context.of_devices(devices.device + 1.0)))
-        assert not torch.equal(plain, network(moved, devices))
+        changed = not torch.equal(network(batch, devices), network(moved, devices))
+    assert changed == (positional != "none")
 
 
 def test_positional_table_grows_and_agrees_with_the_encoding():
@@ -77,8 +93,9 @@ def test_positional_table_grows_and_agrees_with_the_encoding():
     assert not encoding.state_dict()  # it is computed, not stored
 
 
-def test_every_parameter_gets_a_gradient():
-    network = make_network().train()
+@pytest.mark.parametrize(("pooling", "device"), POOLINGS_AND_DEVICES)
+def test_every_parameter_gets_a_gradient(pooling, device):
+    network = make_network(pooling=pooling, device=device).train()
     batch, devices = make_batch()
     network(batch, devices).square().sum().backward()
     assert [name for name, p in network.named_parameters() if p.grad is None] == []

@@ -169,9 +169,11 @@ def test_labels_of_the_adapted_part_change_nothing(data, config):
     assert any(not torch.equal(expected[name], other[name]) for name in expected)
 
 
-def test_cmd_needs_programs_to_adapt_to(make_trainer):
+def test_cmd_needs_programs_to_adapt_to_and_a_bounded_embedding(make_trainer):
     with pytest.raises(PredictorError, match=r"no programs to adapt to: .* adapt=0\.3"):
         make_trainer(loss={"cmd_weight": 1.0})
+    with pytest.raises(PredictorError, match="embedding_activation is none, not tanh or sigmoid"):
+        make_trainer(ADAPT, {"cmd_weight": 1.0}, {"embedding_activation": "none"})
 
 
 def test_ranking_improves_the_order_within_tasks(make_trainer):
