@@ -24,7 +24,7 @@ from cdmpp.errors import CdmppError, TunerError
 from cdmpp.profiler.machine import Worker, WorkerDied, requests
 from cdmpp.tuner.candidates import Candidate, TaskTuner
 from cdmpp.tuner.progress import Progress
-from cdmpp.tuner.session import Models, Searches, TuningSession, make_tuners, measure_untuned, work
+from cdmpp.tuner.session import Searches, TuningSession, make_models, make_tuners, measure_untuned, work
 from cdmpp.tuner.store import DATASET_FOLDER, labels_of, tuning_record
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def run_worker(connection: Connection, config: WorkerConfig) -> None:
         said.clear()
 
     try:
-        models = Models.of(config.tune, config.device)
+        models = make_models(config.tune, config.device)
         tuners, _ = make_tuners(config.tasks, config.device, config.tune, said.append)
         searches = Searches(tuners, models, config.tune, database, commit)
         dataset = Dataset.open(config.folder / DATASET_FOLDER)

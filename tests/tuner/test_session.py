@@ -13,7 +13,6 @@ import pytest
 
 from cdmpp.dataset import Dataset
 from cdmpp.errors import DatasetError, TunerError
-from cdmpp.predictor.training import TrainResult
 from cdmpp.profiler.machine import usable_cores
 from cdmpp.tuner.candidates import TaskTuner, signals_held_back
 from cdmpp.tuner.cost_model import CostModel
@@ -110,17 +109,6 @@ def test_a_budget_shorter_than_one_measurement(tmp_path: Path) -> None:
     assert "budget" in report.stopped
     assert report.costs.measurements == 0 and report.costs.trials == 0
     assert report.tasks[0].scheduled_s is None and report.tasks[0].used in ("untuned", "")
-
-
-def test_a_predictor_trained_for_other_devices_is_used_with_its_uncertainty(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, trained: TrainResult
-) -> None:
-    options = {"predictor": trained.predictor, "trim": 0.9}
-    with caplog.at_level(logging.WARNING):
-        report = tuned(FakeEngine(), tmp_path / "t", 24, options=options)
-    assert caplog.text.count("its predictions are extrapolations until") == 1
-    assert report.costs.trials == 24 and report.costs.measurements > 0
-    assert report.tasks[0].best_s is not None and report.learned["records"] == report.costs.measurements
 
 
 @pytest.mark.parametrize("cost_model", ["cdmpp", "xgb"])
