@@ -108,8 +108,6 @@ def test_it_learns_a_limit_of_tasks_it_has_not_seen() -> None:
     model = ValidityModel().fit(data, split.train)
     p, valid = probabilities(model, data)[split.test], data.valid[split.test]
     assert p[valid].min() > p[~valid].max() and brier(p, valid) < 0.02
-    assert model.training_["rows"] == len(split.train), "nothing of the test part"
-    assert model.training_["devices"] == ["sm_75", "sm_86"]
     again = ValidityModel().fit(data, split.train)
     assert np.array_equal(probabilities(again, data)[split.test], p), "the same rows give the same model"
 
@@ -379,7 +377,6 @@ def test_what_a_guard_is_made_from(tmp_path: Path) -> None:
     folder = dataset_of(tmp_path / "d", records)
     for source in (folder, train_validity([folder], device)):
         model = make_guard(source, device, 0).validity.model
-        assert model is not None
-        assert model.training_ == {"rows": 30, "valid": 20, "devices": ["rtx-2080-ti"], "tasks": 1}
+        assert model is not None and model.constant_ == pytest.approx(np.log(21 / 11)), "of 30 rows 20 are valid"
     with pytest.raises(DatasetError, match="does not exist"):
         make_guard(tmp_path / "nothing", device, 0)
