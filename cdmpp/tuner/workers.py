@@ -164,10 +164,13 @@ class _Remote:
         self._process, self._lives, self._begun = _started(config), _LIVES, False
         self._reason = "killed"
 
-    def begin(self) -> None:
-        """Wait until the worker has learned what there is."""
+    def begin(self) -> bool:
+        """Wait until the worker has learned what there is, as long as the budget allows; whether it has."""
+        if not self._process.connection.poll(self._progress.time_left_s):
+            return False
         with contextlib.suppress(WorkerDied):  # heard of at the next call
             self._call("")
+        return True
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         return functools.partial(self._call, method)
@@ -255,10 +258,10 @@ def tune_with_workers(
             # a round for each of its tasks, however slowly it begins
             session.least = min(share, max(share // 2, config.batch * len(part)))
             sessions.append(session)
-        for session in sessions:
-            session.searches.begin()
-        measure_untuned(tuners, measurer, progress)
-        for session in sessions:
+        in_time = all(session.searches.begin() for session in sessions)
+        if in_time:
+            measure_untuned(tuners, measurer, progress)
+        for session in sessions if in_time else ():
             session.others = [other for other in sessions if other is not session]
             threads.append(threading.Thread(target=run, args=(session,), daemon=True))
             threads[-1].start()
