@@ -237,18 +237,17 @@ def hashes_of(measures: Sequence[Any]) -> list[str]:
 class CandidateCache(Generic[T]):
     """What a model makes of programs, computed once for each: a search asks for some of them again and again.
 
-    `compute` gives something for each of n >= 1 ASTs; `most` programs are kept. ``asked`` and ``computed`` count programs.
+    `compute` gives something for each of n >= 1 ASTs; `most` programs are kept. ``computed`` counts programs.
     """
 
     def __init__(self, compute: Callable[[Sequence[CompactAST]], Sequence[T]], most: int) -> None:
         self._compute, self._most = compute, most
-        self.asked = self.computed = 0
+        self.computed = 0
         self._kept: OrderedDict[str, T | None] = OrderedDict()
 
     def get(self, hashes: Sequence[str], funcs: Sequence[Any]) -> list[T | None]:
         """Of scheduled PrimFuncs with these hashes; None for what cannot be read."""
         missing = {h: f for h, f in zip(hashes, funcs, strict=True) if h not in self._kept}
-        self.asked += len(hashes)
         self.computed += len(missing)
         if missing:
             self._kept.update(zip(missing, self._read(list(missing.values())), strict=True))

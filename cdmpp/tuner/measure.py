@@ -194,19 +194,31 @@ def core_groups_of(device: Device, workers: int) -> tuple[tuple[int, ...], ...]:
     return core_groups(usable_cores(), int(device.share), workers)
 
 
-def make_engine(config: TuneConfig, device: Device, degree: int, executor: Executor | None = None) -> Engine:
-    """What measures in a tuning, as many programs at a time as `degree` says on a device of this machine, or by `executor`.
+def make_engine(
+    config: TuneConfig, device: Device, degree: int, executor: Executor | None = None, *, overlap: bool = True
+) -> Engine:
+    """What measures in a tuning, as many programs at a time as `degree` says on a device of this machine, or by `executor`;
+    without `overlap` nothing is built on a CPU meanwhile.
 
     On a CPU it builds on as many cores as there are, or as its shards have.
     """
+    from cdmpp.profiler.engine import Engine, Executor
+
     options = _timing(config)
     if device.kind == "gpu":
+        from cdmpp.profiler.gpu.sampling import GpuConfig, GpuMeasurer
+
         del options["realtime"]
-        gpu = {} if config.gpu is None else {"gpu": config.gpu, "gpu_arguments": config.gpu_arguments}
-        return _gpu_engine(device, degree=degree, builders=config.builders, **options, **gpu)
+        if config.gpu is not None:
+            options |= {"gpu": config.gpu, "gpu_arguments": config.gpu_arguments}
+        return Engine(GpuMeasurer(GpuConfig(degree=degree, builders=config.builders, **options), device))
+    from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job
+
     local = config.shards is not None and executor is None
     builders = config.builders or (degree * int(device.share) if local else None)
-    return _cpu_engine(device, degree, executor, builders=builders, **options)
+    cpu = CpuConfig(builders=builders, **options)
+    executor = executor or Executor(core_groups_of(device, degree))
+    return Engine(CpuMeasurer(cpu, device.target, executor, sentinel_job(), overlap=overlap))
 
 
 def calibrated_degree(config: TuneConfig, device: Device, jobs: Sequence[BuildJob], say: Callable[[str], None]) -> int:
@@ -229,25 +241,9 @@ def _timing(config: TuneConfig) -> dict[str, Any]:
 
 def alone_engine(device: str | Device) -> Engine:
     """What measures one program at a time on a device of this machine, with nothing built meanwhile, for final latencies."""
-    found = device_of_this_machine(device)
-    return _gpu_engine(found) if found.kind == "gpu" else _cpu_engine(found, 1, overlap=False)
+    from cdmpp.tuner.config import Objective, TuneConfig
 
-
-def _gpu_engine(device: Device, **options: Any) -> Engine:
-    from cdmpp.profiler.engine import Engine
-    from cdmpp.profiler.gpu.sampling import GpuConfig, GpuMeasurer
-
-    return Engine(GpuMeasurer(GpuConfig(**options), device))
-
-
-def _cpu_engine(
-    device: Device, degree: int, executor: Executor | None = None, *, overlap: bool = True, **options: Any
-) -> Engine:
-    from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job
-    from cdmpp.profiler.engine import Engine, Executor
-
-    executor = executor or Executor(core_groups_of(device, degree))
-    return Engine(CpuMeasurer(CpuConfig(**options), device.target, executor, sentinel_job(), overlap=overlap))
+    return make_engine(TuneConfig(Objective(1)), device_of_this_machine(device), 1, overlap=False)
 
 
 def job_of_module(mod: Any) -> BuildJob:

@@ -37,7 +37,6 @@ class Progress:
         objective: Objective,
         *,
         report: Callable[[Progress], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
         energy: EnergyMeter | None = None,
     ) -> None:
         if not tasks:
@@ -45,7 +44,7 @@ class Progress:
         self.objective, self._store = objective, store
         #: Of several sessions that take turns to change this.
         self.lock = threading.RLock()
-        self._report, self._clock = report, clock
+        self._report = report
         self.states = [TaskState(task.name, weight) for task, weight in tasks]
         self._number_of = {task.hash: i for i, (task, _) in enumerate(tasks)}
         # earlier runs of a resumed tuning included
@@ -73,7 +72,7 @@ class Progress:
 
     def start(self, batch: int) -> None:
         """Start the clocks where earlier runs stopped them, and count what those measured, in rounds of `batch` candidates."""
-        self._began = self._clock() - self.costs.wall_s
+        self._began = time.monotonic() - self.costs.wall_s
         self._cpu = time.process_time() - self.costs.search_cpu_s
         programs = self._store.dataset.programs
         for digest, latency_s in self.known.items():
@@ -93,7 +92,7 @@ class Progress:
 
     def tick(self) -> None:
         """Bring the costs up to now."""
-        self.costs.wall_s = self._clock() - self._began
+        self.costs.wall_s = time.monotonic() - self._began
         self.costs.search_cpu_s = time.process_time() - self._cpu + self.elsewhere_s
         self.costs.energy_j = None
         if self._energy is not None and self._before_j is not None:
@@ -107,7 +106,7 @@ class Progress:
     def time_left_s(self) -> float | None:
         """Of the budget; None without one."""
         budget_s = self.objective.budget_s
-        return None if budget_s is None else max(0.0, budget_s - (self._clock() - self._began))
+        return None if budget_s is None else max(0.0, budget_s - (time.monotonic() - self._began))
 
     @property
     def trials_left(self) -> float:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from cdmpp.tuner.store import TuningStore
     from cdmpp.tuner.validity import ValidityGuard
 
+Models = tuple[Any, "ValidityGuard | None"]
+
 #: Rounds of different tasks under way at a time: one is searched for while another is measured.
 _DEPTH = 2
 
@@ -47,24 +49,16 @@ class _Round:
     dropped: int
 
 
-@dataclass(frozen=True)
-class Models:
-    """What scores candidates, and what tells whether they run."""
+def make_models(config: TuneConfig, device: Device) -> Models:
+    """Those that a configuration names, read or trained: what scores candidates, and what tells whether they run."""
+    from cdmpp.tuner.cost_model import make_cost_model
 
-    cost_model: Any
-    guard: ValidityGuard | None
+    guard = None
+    if config.validity is not None:
+        from cdmpp.tuner.validity import make_guard
 
-    @classmethod
-    def of(cls, config: TuneConfig, device: Device) -> Models:
-        """Those that a configuration names, read or trained."""
-        from cdmpp.tuner.cost_model import make_cost_model
-
-        guard = None
-        if config.validity is not None:
-            from cdmpp.tuner.validity import make_guard
-
-            guard = make_guard(config.validity, device, config.seed)
-        return cls(make_cost_model(config, device), guard)
+        guard = make_guard(config.validity, device, config.seed)
+    return make_cost_model(config, device), guard
 
 
 class Searches:
@@ -82,7 +76,7 @@ class Searches:
         database: Any,
         commit: Callable[[TaskTuner, Candidate, float], None],
     ) -> None:
-        self._tuners, self._model, self._guard = tuners, models.cost_model, models.guard
+        self._tuners, (self._model, self._guard) = tuners, models
         self._by_hash = {tuner.task.hash: tuner for tuner in tuners}
         self._config, self._database, self._commit = config, database, commit
         #: Of the intervals that candidates are dropped by.

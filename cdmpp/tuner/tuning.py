@@ -23,9 +23,9 @@ from cdmpp.tuner.measure import (
 from cdmpp.tuner.progress import Progress
 from cdmpp.tuner.results import TaskResult, TuneReport, write_report
 from cdmpp.tuner.session import (
-    Models,
     Searches,
     TuningSession,
+    make_models,
     make_tuners,
     measure_close_again,
     measure_untuned,
@@ -145,7 +145,7 @@ class _Tuning:
         for path in earlier:
             if path != AUTO and not Path(path).is_dir():
                 raise TunerError(f"{path} is no folder of earlier records")
-        self._models = Models.of(config, self.device)
+        self._models = make_models(config, self.device)
         self._out, self._config, self._resume = out, config, resume
         self._earlier, self._report = earlier, report
 
@@ -185,9 +185,10 @@ class _Tuning:
             else:
                 from cdmpp.tuner.workers import tune_with_workers
 
-                if models.guard is not None and models.guard.validity.model is not None:
+                guard = models[1]
+                if guard is not None and guard.validity.model is not None:
                     # it was read or trained here: not again by every worker
-                    config = replace(config, validity=models.guard.validity.model)
+                    config = replace(config, validity=guard.validity.model)
                 stopped, found = tune_with_workers(
                     tuners, tasks, store, measurer, progress, config, device, cores, self._earlier, self.say
                 )

@@ -269,13 +269,10 @@ def _verdicts(path: Path) -> pd.DataFrame:
 class ValidityModel:
     """P(valid | program, device)."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self.seed = seed
+    def __init__(self) -> None:
         #: An ``xgboost.Booster``, or None where every row was alike: then all log odds are ``constant_``.
         self.trees_: Any = None
         self.constant_ = 0.0
-        #: Rows, rows that are valid, devices, number of tasks.
-        self.training_: dict[str, Any] = {}
 
     def fit(self, data: ValidityData, rows: IntArray | None = None) -> ValidityModel:
         """Learn from rows (all of them if None) and nothing else; gives itself. PredictorError without rows."""
@@ -284,19 +281,13 @@ class ValidityModel:
         rows = np.arange(len(data)) if rows is None else np.asarray(rows)
         if not len(rows):
             raise PredictorError("a validity model needs rows to learn from")
-        valid, table = data.valid[rows], data.table.iloc[rows]
-        self.training_ = {
-            "rows": len(rows),
-            "valid": int(valid.sum()),
-            "devices": sorted(set(table["device"])),
-            "tasks": int(table["task"].nunique()),
-        }
+        valid = data.valid[rows]
         # Laplace's rule of succession keeps the probability from 0 and 1
         self.constant_ = float(np.log((valid.sum() + 1) / ((~valid).sum() + 1)))
         self.trees_ = None
         if not valid.all() and valid.any():
             matrix = xgb.DMatrix(data.features[rows], valid)
-            self.trees_ = xgb.train({**_TREES, "seed": self.seed}, matrix, num_boost_round=_NUMBER)
+            self.trees_ = xgb.train(_TREES, matrix, num_boost_round=_NUMBER)
         return self
 
     def log_odds(self, features: Features) -> FloatArray:
@@ -309,13 +300,13 @@ class ValidityModel:
         return np.clip(margins.astype(np.float64), -_MOST_LOG_ODDS, _MOST_LOG_ODDS)
 
 
-def train_validity(folders: Sequence[str | Path], device: Device | None = None, *, seed: int = 0) -> ValidityModel:
+def train_validity(folders: Sequence[str | Path], device: Device | None = None) -> ValidityModel:
     """A model that learned from folders (see :func:`read_validity`, also for errors).
 
     Where they have programs that ran or failed on `device` or its architecture, it learns from these alone.
     """
     data = read_validity(folders)
-    return ValidityModel(seed).fit(data if device is None else data.of(device))
+    return ValidityModel().fit(data if device is None else data.of(device))
 
 
 def sigmoid(log_odds: NDArray[Any]) -> FloatArray:

@@ -71,8 +71,7 @@ def warm_start(
     for name in paths:
         path = Path(name)
         if name == AUTO:
-            kept = kept_programs(tuners, device, say)
-            found: Iterator[tuple[int, _Earlier]] = ((i, _Earlier(c, s, here)) for i, c, s, here in kept)
+            found = kept_programs(tuners, device, say)
         elif (path / RECORD_FILE).exists() and not (path / DATASET_FOLDER).is_dir():
             found = _of_database(path, tuners, device)
         else:
@@ -170,8 +169,8 @@ def _same_target(target: Any, wanted: Mapping[str, Any]) -> bool:
 
 def kept_programs(
     tuners: Sequence[TaskTuner], device: Device, say: Callable[[str], None]
-) -> Iterator[tuple[int, Candidate, float, bool]]:
-    """Number of a task, a program kept of it, its latency in seconds, and whether it was measured on this device.
+) -> Iterator[tuple[int, _Earlier]]:
+    """Numbers of tasks, and programs kept of them.
 
     A task's are those of the device, or else of the nearest one that has some. What another TVM wrote is passed over.
     """
@@ -196,7 +195,7 @@ def kept_programs(
                 logger.debug("%s", err)
                 lost += 1
                 continue
-            yield number, candidate, float(entry["latency_s"]), here
+            yield number, _Earlier(candidate, float(entry["latency_s"]), here)
     if others or lost:
         say(
             f"kept tunings: {others} files of another TVM (or damaged) and {lost} programs that do not replay passed over"

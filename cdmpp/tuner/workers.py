@@ -24,7 +24,7 @@ from cdmpp.errors import CdmppError, TunerError
 from cdmpp.profiler.machine import Worker, WorkerDied, requests
 from cdmpp.tuner.candidates import Candidate, TaskTuner
 from cdmpp.tuner.progress import Progress
-from cdmpp.tuner.session import Models, Searches, TuningSession, make_tuners, measure_untuned, work
+from cdmpp.tuner.session import Searches, TuningSession, make_models, make_tuners, measure_untuned, work
 from cdmpp.tuner.store import DATASET_FOLDER, labels_of, tuning_record
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def run_worker(connection: Connection, config: WorkerConfig) -> None:
         said.clear()
 
     try:
-        models = Models.of(config.tune, config.device)
+        models = make_models(config.tune, config.device)
         tuners, _ = make_tuners(config.tasks, config.device, config.tune, said.append)
         searches = Searches(tuners, models, config.tune, database, commit)
         dataset = Dataset.open(config.folder / DATASET_FOLDER)
@@ -164,10 +164,13 @@ class _Remote:
         self._process, self._lives, self._begun = _started(config), _LIVES, False
         self._reason = "killed"
 
-    def begin(self) -> None:
-        """Wait until the worker has learned what there is."""
+    def begin(self) -> bool:
+        """Wait until the worker has learned what there is, as long as the budget allows; whether it has."""
+        if not self._process.connection.poll(self._progress.time_left_s):
+            return False
         with contextlib.suppress(WorkerDied):  # heard of at the next call
             self._call("")
+        return True
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         return functools.partial(self._call, method)
@@ -255,10 +258,10 @@ def tune_with_workers(
             # a round for each of its tasks, however slowly it begins
             session.least = min(share, max(share // 2, config.batch * len(part)))
             sessions.append(session)
-        for session in sessions:
-            session.searches.begin()
-        measure_untuned(tuners, measurer, progress)
-        for session in sessions:
+        in_time = all(session.searches.begin() for session in sessions)
+        if in_time:
+            measure_untuned(tuners, measurer, progress)
+        for session in sessions if in_time else ():
             session.others = [other for other in sessions if other is not session]
             threads.append(threading.Thread(target=run, args=(session,), daemon=True))
             threads[-1].start()

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import cdmpp
-from cdmpp.errors import UnknownDeviceError
 from cdmpp.predictor.training import TrainResult
 from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.tuner import CostModel, Measurer, builder_and_runner
@@ -54,7 +53,7 @@ def test_what_is_asked_again_is_not_computed_again(context_and_candidates: tuple
     model = CostModel(None, "this-cpu@1")
     before = model.predict_s(context, candidates)
     computed = len({structural_hash(c.sch.mod["main"]) for c in candidates})
-    assert (model.cache.asked, model.cache.computed) == (len(candidates), computed)
+    assert model.cache.computed == computed
     model.update(context, candidates[:4], runner_results([1.0, 2.0, 3.0, 4.0]))
     after = model.predict_s(context, candidates)
     assert model.cache.computed == computed, "measurements change predictions, not what is cached"
@@ -72,11 +71,6 @@ def test_it_learns_and_remembers_failures(context_and_candidates: tuple[Any, lis
     assert np.isinf(seconds[-1]) and model.predict(context, candidates)[-1] == 0
     assert np.isinf(model.interval_s(context, candidates, 0.9)[0][-1]), "so that it is dropped"
     assert model.predict(context, candidates).max() <= 1e6
-
-
-def test_bad_devices_are_refused() -> None:
-    with pytest.raises(UnknownDeviceError):
-        CostModel(None, "no-such-device")
 
 
 def by_tvm() -> dict[str, Any]:
@@ -100,7 +94,7 @@ def test_tune_tir_takes_cost_model_builder_and_runner(tmp_path: Path) -> None:
     assert len(engine.measured) == 12 and len(database) == 12
     found = sorted(float(record.run_secs[0]) for record in database.get_all_tuning_records())
     assert found == pytest.approx(sorted(made_up_latency_s(h) for h in engine.measured))
-    assert len(model.model) == 12 and model.cache.asked > model.cache.computed
+    assert len(model.model) == 12 <= model.cache.computed
 
 
 def test_it_is_a_drop_in_for_tvms_own_builder_and_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,15 +14,7 @@ from cdmpp.errors import PredictorError
 from cdmpp.predictor import Predictor
 from cdmpp.predictor.training import TrainResult
 from cdmpp.program.ast import CompactAST
-from cdmpp.tuner.learning import (
-    AnalyticalPrior,
-    Correction,
-    Kernel,
-    OnlineModel,
-    PredictorPrior,
-    fit_correction,
-    squared_distances,
-)
+from cdmpp.tuner.learning import AnalyticalPrior, Correction, Kernel, OnlineModel, PredictorPrior, fit_correction
 from tests.samples.training import make_ast, make_device
 
 pytestmark = pytest.mark.usefixtures("on_zen3")
@@ -152,15 +144,6 @@ def test_one_record_of_known_answer() -> None:
     assert deviation == pytest.approx([math.sqrt(1.25)])
 
 
-def test_covariance_of_known_answer() -> None:
-    a, b = np.array([[0.0, 0.0]]), np.array([[3.0, 4.0]])
-    assert squared_distances(a, b) == pytest.approx(np.array([[25.0]]))
-    near = math.exp(-0.5 * 25 / 1.5**2)
-    same, other = np.zeros(1, np.int64), np.ones(1, np.int64)
-    assert KERNEL.covariance(a, same, b, other)[0, 0] == pytest.approx(0.1 + 0.2 * near)
-    assert KERNEL.covariance(a, same, b, same)[0, 0] == pytest.approx(0.1 + 0.2 * near + 0.5 + 0.3 * near)
-
-
 def test_leaving_one_out_is_what_fitting_the_others_gives() -> None:
     z, task, residual = records(12)
     left_out = Correction(KERNEL, z, task, residual)
@@ -170,14 +153,6 @@ def test_leaving_one_out_is_what_fitting_the_others_gives() -> None:
         one = z[i : i + 1], int(task[i])
         assert left_out.error[i] == pytest.approx(residual[i] - fitted.mean(*one)[0])
         assert left_out.error_deviation[i] == pytest.approx(fitted.deviation(*one)[0])
-
-
-def test_far_from_everything_measured_the_prediction_is_left_alone() -> None:
-    z, task, residual = records(60)
-    shared = fit_correction(z, task, residual)
-    mean, deviation = shared.mean(z + 100, 7), shared.deviation(z + 100, 7)
-    assert np.abs(mean).max() < 1e-6
-    assert (deviation > shared.deviation(z, 0)).all(), "and it is less sure there"
 
 
 def test_nothing_is_corrected_where_that_does_no_good() -> None:

@@ -129,12 +129,6 @@ def test_a_task_whose_programs_are_not_expected_to_win_and_do_not_is_given_up() 
     assert not tuned([1.0, 1.0, 1.0, 1.0], dropped=0).finished, "without trimming all count"
 
 
-def test_the_network_runs_what_is_fastest() -> None:
-    assert TaskState("t", 1.0, untuned_s=1.0, best_s=2.0).latency_s == 1.0
-    assert TaskState("t", 1.0, untuned_s=None, best_s=2.0).latency_s == 2.0
-    assert TaskState("t", 1.0).latency_s is None
-
-
 class Intervals:
     """Candidates are their own latencies; intervals are half and twice that."""
 

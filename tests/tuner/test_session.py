@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -13,7 +14,6 @@ import pytest
 
 from cdmpp.dataset import Dataset
 from cdmpp.errors import DatasetError, TunerError
-from cdmpp.predictor.training import TrainResult
 from cdmpp.profiler.machine import usable_cores
 from cdmpp.tuner.candidates import TaskTuner, signals_held_back
 from cdmpp.tuner.cost_model import CostModel
@@ -22,6 +22,13 @@ from tests.samples.programs import matmul_task
 from tests.samples.tuning import FakeEngine, interrupt_after, made_up_latency_s, tuned
 
 pytestmark = pytest.mark.usefixtures("on_zen3")
+
+
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two shares fit everywhere."""
+    core = usable_cores()[0]
+    monkeypatch.setattr("cdmpp.profiler.machine.usable_cores", lambda: (core, core))
 
 
 @pytest.mark.parametrize("cost_model", ["cdmpp", "xgb", "random"])
@@ -73,10 +80,9 @@ def test_where_no_schedule_is_faster_the_database_says_so(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("shards", [None, 2])
 def test_a_task_whose_whole_space_is_invalid_is_given_up(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, shards: int | None
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, two_cores: None, shards: int | None
 ) -> None:
-    bad, core = matmul_task(32), usable_cores()[0]
-    monkeypatch.setattr("cdmpp.profiler.machine.usable_cores", lambda: (core, core))  # two shares fit everywhere
+    bad = matmul_task(32)
     engine = FakeEngine(lambda digest: None)
     report = tuned(engine, tmp_path / "t", 200, 32, options={"shards": shards})
     assert caplog.text.count("is given up") == 1 and "(run_error: made up)" in caplog.text
@@ -112,22 +118,15 @@ def test_a_budget_shorter_than_one_measurement(tmp_path: Path) -> None:
     assert report.tasks[0].scheduled_s is None and report.tasks[0].used in ("untuned", "")
 
 
-def test_a_predictor_trained_for_other_devices_is_used_with_its_uncertainty(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, trained: TrainResult
+@pytest.mark.parametrize(("cost_model", "shards"), [("cdmpp", None), ("xgb", None), ("cdmpp", 2)])
+def test_interrupted_and_resumed_it_measures_nothing_twice(
+    tmp_path: Path, two_cores: None, cost_model: str, shards: int | None
 ) -> None:
-    options = {"predictor": trained.predictor, "trim": 0.9}
-    with caplog.at_level(logging.WARNING):
-        report = tuned(FakeEngine(), tmp_path / "t", 24, options=options)
-    assert caplog.text.count("its predictions are extrapolations until") == 1
-    assert report.costs.trials == 24 and report.costs.measurements > 0
-    assert report.tasks[0].best_s is not None and report.learned["records"] == report.costs.measurements
-
-
-@pytest.mark.parametrize("cost_model", ["cdmpp", "xgb"])
-def test_interrupted_and_resumed_it_measures_nothing_twice(tmp_path: Path, cost_model: str) -> None:
+    """Also where one search goes on with what two workers had begun."""
     out, engine, options = tmp_path / "t", FakeEngine(), {"cost_model": cost_model}
     with pytest.raises(KeyboardInterrupt):
-        tuned(engine, out, 24, 32, 48, options=options, progress=interrupt_after(3))
+        tuned(engine, out, 24, 32, 48, options={**options, "shards": shards}, progress=interrupt_after(3))
+    assert not multiprocessing.active_children()
     before = len(Dataset.open(out / DATASET_FOLDER).records)
     assert 0 < before < 26
     with pytest.raises(TunerError, match="--resume"):

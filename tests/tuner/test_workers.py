@@ -25,7 +25,7 @@ from cdmpp.tuner.store import DATASET_FOLDER, json_database
 from cdmpp.tuner.tuning import tune_tasks
 from cdmpp.tuner.workers import partition, worker_cores
 from tests.samples.programs import matmul_task
-from tests.samples.tuning import FakeEngine, interrupt_after, tune_config, tuned
+from tests.samples.tuning import FakeEngine, tune_config, tuned
 
 pytestmark = pytest.mark.usefixtures("real_machine")
 
@@ -154,22 +154,6 @@ def test_what_a_worker_cannot_read_is_said(tmp_path: Path, started: list[Worker]
     (tmp_path / "earlier").mkdir()
     with pytest.raises(Exception, match="no dataset"):
         sharded(FakeEngine(), tmp_path / "t", 12, warm_start=[tmp_path / "earlier"])
-
-
-def test_interrupted_and_resumed_it_measures_nothing_twice(tmp_path: Path, started: list[Worker]) -> None:
-    out = tmp_path / "t"
-    with pytest.raises(KeyboardInterrupt):
-        sharded(FakeEngine(), out, 36, progress=interrupt_after(3))
-    before = set(records_of(out)["program"])
-    assert 0 < len(before) < 38
-    assert not any(worker._process.is_alive() for worker in started)
-    engine = FakeEngine()
-    report = sharded(engine, out, 36, resume=True, options={"shards": None})
-    assert report.costs.trials == 36, "also with another number of workers, or none"
-    assert not set(engine.measured) & before and len(set(engine.measured) | before) == 38
-    assert len(json_database(out)) == 36 + kept_untuned(report)
-    walls = [p.wall_s for p in report.curve.points]
-    assert walls == sorted(walls), "time goes on where it stopped"
 
 
 def test_tasks_are_parted_by_work() -> None:
