@@ -18,7 +18,7 @@ from cdmpp.errors import LabelError, PredictorError
 from cdmpp.predictor import config_from_dict, load_config, train
 from cdmpp.predictor.baselines import CdmppModel, LatencyModel, TaskMedian, make_model
 from cdmpp.predictor.search import SEARCHED_MODELS, own_values, search, search_space, trial_options
-from tests.samples.training import make_data
+from tests.samples.training import make_data, small_config
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +27,9 @@ def data():
 
 
 @pytest.fixture()
-def small(config):
+def small():
     """Values of the search space decide about size, so epochs keep the tests short."""
-    return config.model_copy(
-        update={
-            "train": config.train.model_copy(update={"epochs": 2, "patience": 2}),
-            "split": config.split.model_copy(update={"spec": "by_task:seed=0"}),
-        }
-    )
+    return small_config("by_task:seed=0", epochs=2, patience=2)
 
 
 @pytest.fixture()
