@@ -223,6 +223,8 @@ def test_the_first_trial_is_the_configuration_itself_where_the_space_holds_it(da
     assert values["model.dim"] == 96 and values["train.ema_decay"] == config.train.ema_decay
     found = search(config, data, tmp_path / "s", trials=1).summary["trials"][0]["values"]
     assert values.items() <= found.items()
+    odd = small.model_copy(update={"model": small.model.model_copy(update={"dim": 24, "dropout": 0.9})})
+    assert {"model.dim", "model.dropout"}.isdisjoint(own_values(odd, search_space("ours"))), "left to the search"
 
 
 @pytest.mark.parametrize(("name", "option", "value"), [("lstm", "hidden", 128), ("released", "train.batch_size", 600)])
@@ -230,11 +232,6 @@ def test_a_baseline_starts_with_what_it_has(data, small, tmp_path, scripted, nam
     scripted(lambda number, model: None)
     (first,) = search(small, data, tmp_path / "s", trials=1, model=name).summary["trials"]
     assert first["values"][option] == value
-
-
-def test_values_outside_of_the_space_are_left_to_the_search(small) -> None:
-    odd = small.model_copy(update={"model": small.model.model_copy(update={"dim": 24, "dropout": 0.9})})
-    assert {"model.dim", "model.dropout"}.isdisjoint(own_values(odd, search_space("ours")))
 
 
 @pytest.mark.parametrize(("config", "besides"), [
