@@ -54,18 +54,9 @@ def _profile(args: Namespace, console: Console, errors: Console) -> Any:
     if args.ray is None and args.rpc is None and get_device(args.device).kind == "gpu":
         return _profile_gpu(networks, args, console, errors)
     with Bar(errors, "measuring") as bar:
-        report = profile(
-            networks,
-            device=args.device,
-            out=args.out,
-            config=settings(args, ProfileConfig),
-            tasks=None if args.tasks is None else read_task_file(args.tasks),
-            programs_of=args.programs_of,
-            resume=args.resume,
-            remeasure=args.remeasure,
-            progress=bar.follow,
-            notify=bar.say,
-        )
+        tasks = None if args.tasks is None else read_task_file(args.tasks)
+        chosen: dict[str, Any] = {"tasks": tasks, "programs_of": args.programs_of, "remeasure": args.remeasure}
+        report = profile(networks, config=settings(args, ProfileConfig), **chosen, **_run(args, bar))
     say(
         console,
         f"{report.path}: {report.ok} labels on {report.device} in {report.elapsed_s:.0f} s "
@@ -73,6 +64,12 @@ def _profile(args: Namespace, console: Console, errors: Console) -> Any:
         f"failures: {counts_text(report.failures)}",
     )
     return asdict(report)
+
+
+def _run(args: Namespace, bar: Bar) -> dict[str, Any]:
+    """What all that measure or compile are told: where, for what, and whom to tell."""
+    given = {name: getattr(args, name) for name in ("device", "out", "resume")}
+    return {**given, "progress": bar.follow, "notify": bar.say}
 
 
 def _profile_library(networks: list[str], args: Namespace, console: Console, errors: Console) -> Any:
@@ -103,16 +100,11 @@ def _profile_gpu(networks: list[str], args: Namespace, console: Console, errors:
                 f"--{option.replace('_', '-')} is for CPUs: for a GPU, cdmpp bundle and cdmpp measure have more options"
             )
     with Bar(errors, "measuring") as bar:
-        report = profile_gpu(
-            networks,
-            device=args.device,
-            out=args.out,
-            bundle_config=settings(args, BundleConfig),
-            measure_config=settings(args, MeasureConfig),
-            resume=args.resume,
-            progress=bar.follow,
-            notify=bar.say,
-        )
+        configs: dict[str, Any] = {
+            "bundle_config": settings(args, BundleConfig),
+            "measure_config": settings(args, MeasureConfig),
+        }
+        report = profile_gpu(networks, **configs, **_run(args, bar))
     return _shown(report, console)
 
 
@@ -138,17 +130,9 @@ def _bundle(args: Namespace, console: Console, errors: Console) -> Any:
     from cdmpp.profiler.gpu.make import BundleConfig, make_bundle
 
     with Bar(errors, "compiling") as bar:
-        report = make_bundle(
-            networks_of(args.networks),
-            device=args.device,
-            out=args.out,
-            config=settings(args, BundleConfig, cubins=args.code != "source", sources=args.code != "cubin"),
-            tasks_of=args.tasks_of,
-            mutants_of=args.mutants_of,
-            resume=args.resume,
-            progress=bar.follow,
-            notify=bar.say,
-        )
+        config = settings(args, BundleConfig, cubins=args.code != "source", sources=args.code != "cubin")
+        drawn = {"tasks_of": args.tasks_of, "mutants_of": args.mutants_of}
+        report = make_bundle(networks_of(args.networks), config=config, **drawn, **_run(args, bar))
     say(
         console,
         f"{report.path}: {counts_text(report.statuses)} of {report.tasks} tasks for {report.device} by "
@@ -190,15 +174,8 @@ def _measure(args: Namespace, console: Console, errors: Console) -> Any:
             found = measure_operators(args.bundle, args.out, args.device, progress=bar.update)
         return _shown_labels(found, console)
     with Bar(errors, "measuring") as bar:
-        report = measure(
-            args.bundle,
-            out=args.out,
-            device=args.device,
-            config=settings(args, MeasureConfig, cold=args.cache == "cold"),
-            resume=args.resume,
-            progress=bar.follow,
-            notify=bar.say,
-        )
+        config = settings(args, MeasureConfig, cold=args.cache == "cold")
+        report = measure(args.bundle, config=config, **_run(args, bar))
     return _shown(report, console)
 
 

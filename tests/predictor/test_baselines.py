@@ -24,7 +24,7 @@ from cdmpp.predictor.config import TrainConfig
 from cdmpp.predictor.data import split_data
 from cdmpp.program.codegen import CODEGEN_FEATURES
 from cdmpp.program.codegen.core import counts_key
-from tests.samples.training import make_ast, make_data
+from tests.samples.training import make_ast
 
 
 @pytest.fixture(scope="module")
@@ -250,8 +250,6 @@ def test_models_by_name(config):
             model.predict(None, np.array([0]))
 
 
-def test_one_training_record_is_too_few():
-    data = make_data(1, 3)
-    split = split_data("within_task:seed=0", data)
+def test_one_training_record_is_too_few(data, within):
     with pytest.raises(PredictorError, match="at least two"):
-        lstm().fit(data, replace(split, train=split.train[:1]))
+        lstm().fit(data, replace(within, train=within.train[:1]))

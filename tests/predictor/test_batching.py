@@ -23,17 +23,13 @@ def packed_and_asts():
     return PackedPrograms.pack(asts, encoder), asts, encoder
 
 
-def test_a_batch_holds_the_leaves_of_its_programs_in_order(packed_and_asts):
+def test_a_batch_holds_the_leaves_of_its_programs_in_order_and_marks_padding(packed_and_asts):
     packed, asts, encoder = packed_and_asts
     batch = packed.batch(np.array([2, 0]))
     assert batch.leaves.shape[:2] == (2, 5)
     assert (batch.leaves[0].numpy() == encoder.encode_leaves(asts[2].leaves)).all()
     assert (batch.leaves[1, :3].numpy() == encoder.encode_leaves(asts[0].leaves)).all()
     assert (batch.positions[1, :3].numpy() == asts[0].positions).all()
-
-
-def test_padding_is_marked_and_zero(packed_and_asts):
-    packed, _, _ = packed_and_asts
     batch = packed.batch(np.array([1, 2, 3]))
     assert batch.padding.tolist() == [[False] + [True] * 4, [False] * 5, [False] * 2 + [True] * 3]
     assert (batch.leaves[batch.padding] == 0).all()

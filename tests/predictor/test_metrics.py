@@ -113,11 +113,7 @@ def test_ranking_is_perfect_and_blind_to_scale(labels, factor):
 
 def test_many_programs_of_one_task_give_the_same_as_pair_by_pair():
     rng = np.random.default_rng(0)
-    labels, predictions, noise = (
-        rng.exponential(1, 700) + 0.1,
-        rng.exponential(1, 700) + 0.1,
-        rng.uniform(0, 0.3, 700),
-    )
+    labels, predictions, noise = *(rng.exponential(1, (2, 700)) + 0.1), rng.uniform(0, 0.3, 700)
     right = total = 0.0
     for i in range(700):
         later = np.arange(i + 1, 700)

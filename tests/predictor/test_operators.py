@@ -73,10 +73,13 @@ def test_energy_lowers_what_is_reached() -> None:
     assert 1.5 < slow / fast < 2.1
 
 
-def test_a_missing_unit_is_said() -> None:
+def test_a_missing_unit_is_said_and_float16_without_one_adds_up_in_float32() -> None:
     assert "has no unit for fp8: bfloat16_matrix is used" in without_unit(get_device("a100-sxm4-80gb"), "fp8")
     assert without_unit(get_device("h100-sxm"), "fp8") == ""
     assert without_unit(get_device("mi210"), "float32") == without_unit(get_device("t4"), "float32") == ""
+    assert pipe(get_device("vega-64"), "float16") == (get_device("vega-64").peak_gflops["float32"], "float32")
+    assert pipe(get_device("mi50"), "float16")[1] == "float16"  # it has a dot instruction
+    assert pipe(get_device("mi50"), "bfloat16")[0] < get_device("mi50").peak_gflops["float32"]
 
 
 def labels(factors: dict[str, float], n: int = 60) -> pd.DataFrame:
@@ -137,12 +140,6 @@ def test_the_faster_solver_is_named_on_a_gpu_never_seen(tmp_path: Path) -> None:
     assert (ranked.loc[ranked["kernel"] == "C NHWC", "row"] >= 60).mean() > 0.95
     assert model.explain(asked, "mi300x")["kernel"].tolist()[:1] == ["A"]
     assert model.kernels(asked, "h200").empty and set(model.explain(asked, "h200")["kernel"]) == {""}
-
-
-def test_float16_without_a_unit_adds_up_in_float32() -> None:
-    assert pipe(get_device("vega-64"), "float16") == (get_device("vega-64").peak_gflops["float32"], "float32")
-    assert pipe(get_device("mi50"), "float16")[1] == "float16"  # it has a dot instruction
-    assert pipe(get_device("mi50"), "bfloat16")[0] < get_device("mi50").peak_gflops["float32"]
 
 
 def test_the_nearest_measured_operator_and_how_far_it_is() -> None:
@@ -223,14 +220,9 @@ def test_a_model_with_fewer_inputs_than_this_version_knows_is_read(tmp_path: Pat
         OperatorModel.load(tmp_path)
 
 
-def test_nearly_equal_devices_are_one_family() -> None:
-    names = ["mi210", "mi250x", "mi100", "h100-sxm", "h200", "a100-pcie-40gb"]
-    found = families([get_device(name) for name in names])
-    assert found["mi210"] == found["mi250x"] != found["mi100"]
-    assert found["h100-sxm"] != found["a100-pcie-40gb"]
-
-
-def test_kinds_split_what_has_kernels_of_its_own() -> None:
+def test_nearly_equal_devices_are_one_family_and_what_has_kernels_of_its_own_is_a_kind() -> None:
+    found = families([get_device(name) for name in ("mi210", "mi250x", "mi100", "h100-sxm", "a100-pcie-40gb")])
+    assert found["mi210"] == found["mi250x"] != found["mi100"] and found["h100-sxm"] != found["a100-pcie-40gb"]
     rows = [{"op": "gemm", "dtype": dtype, "m": 8, "n": 8, "k": 8} for dtype in ("bf16", "fp8", "int4_wo", "fp32")]
     assert kinds(operator_table(rows)).tolist() == ["gemm", "gemm narrow", "gemm weights only", "gemm float32"]
 
@@ -257,9 +249,6 @@ def test_serving_steps_add_up() -> None:
     assert whole.price_per_million_tokens == pytest.approx(1000 / whole.tokens_per_s)
     assert decode.low_s < decode.latency_s < decode.high_s
     assert decode.latency_s > 0.9 * 16.06 / get_device("h200").bandwidth_gb_s  # two bytes of 8 billion parameters
-
-
-def test_what_does_not_fit_is_refused_with_what_would() -> None:
     with pytest.raises(NetworkError, match=r"141 GB.*--tp 2 would fit"):
         predict_serving("llama-3.1-70b", ["h200"], SHIPPED, Serving())
     with pytest.raises(NetworkError, match="--batch is 0"):

@@ -71,9 +71,8 @@ def test_times_and_caches() -> None:
 
 def test_a_power_limit_slows_arithmetic_where_it_binds() -> None:
     # Tesla V100 for PCIe: 250 W for 14,000 GFLOP/s in 12 nm is the measure.
-    assert power_headroom(replace(GPU, tdp_w=250.0, process_nm=12.0, peak_gflops={"float32": 14e3})) == (
-        pytest.approx(1.0)
-    )
+    usual = replace(GPU, tdp_w=250.0, process_nm=12.0, peak_gflops={"float32": 14e3})
+    assert power_headroom(usual) == pytest.approx(1.0)
     assert power_headroom(replace(GPU, tdp_w=None)) is None
     headroom = power_headroom(GPU)
     assert headroom is not None and headroom > 1

@@ -121,12 +121,9 @@ def test_labels_of_hidden_rows_are_not_looked_at(trained, hidden):
     spoilt[some] *= 100
     other = replace(hidden, labels=hidden.labels.assign(latency_s=spoilt))
     own = np.setdiff1d(rows, some)
-    assert fit_scaling(trained.predictor.predict_rows, other, own, some) == fit_scaling(
-        trained.predictor.predict_rows, hidden, own, some
-    )
-    assert fit_scaling(trained.predictor.predict_rows, other, own) != fit_scaling(
-        trained.predictor.predict_rows, hidden, own
-    )
+    predict = trained.predictor.predict_rows
+    assert fit_scaling(predict, other, own, some) == fit_scaling(predict, hidden, own, some)
+    assert fit_scaling(predict, other, own) != fit_scaling(predict, hidden, own)
 
 
 def test_saved_and_loaded_it_is_the_same(trained, tmp_path: Path):

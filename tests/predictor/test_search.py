@@ -18,7 +18,7 @@ from cdmpp.errors import LabelError, PredictorError
 from cdmpp.predictor import config_from_dict, load_config, train
 from cdmpp.predictor.baselines import CdmppModel, LatencyModel, TaskMedian, make_model
 from cdmpp.predictor.search import SEARCHED_MODELS, own_values, search, search_space, trial_options
-from tests.samples.training import make_data
+from tests.samples.training import make_data, small_config
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +27,9 @@ def data():
 
 
 @pytest.fixture()
-def small(config):
+def small():
     """Values of the search space decide about size, so epochs keep the tests short."""
-    return config.model_copy(
-        update={
-            "train": config.train.model_copy(update={"epochs": 2, "patience": 2}),
-            "split": config.split.model_copy(update={"spec": "by_task:seed=0"}),
-        }
-    )
+    return small_config("by_task:seed=0", epochs=2, patience=2)
 
 
 @pytest.fixture()
@@ -228,6 +223,8 @@ def test_the_first_trial_is_the_configuration_itself_where_the_space_holds_it(da
     assert values["model.dim"] == 96 and values["train.ema_decay"] == config.train.ema_decay
     found = search(config, data, tmp_path / "s", trials=1).summary["trials"][0]["values"]
     assert values.items() <= found.items()
+    odd = small.model_copy(update={"model": small.model.model_copy(update={"dim": 24, "dropout": 0.9})})
+    assert {"model.dim", "model.dropout"}.isdisjoint(own_values(odd, search_space("ours"))), "left to the search"
 
 
 @pytest.mark.parametrize(("name", "option", "value"), [("lstm", "hidden", 128), ("released", "train.batch_size", 600)])
@@ -235,11 +232,6 @@ def test_a_baseline_starts_with_what_it_has(data, small, tmp_path, scripted, nam
     scripted(lambda number, model: None)
     (first,) = search(small, data, tmp_path / "s", trials=1, model=name).summary["trials"]
     assert first["values"][option] == value
-
-
-def test_values_outside_of_the_space_are_left_to_the_search(small) -> None:
-    odd = small.model_copy(update={"model": small.model.model_copy(update={"dim": 24, "dropout": 0.9})})
-    assert {"model.dim", "model.dropout"}.isdisjoint(own_values(odd, search_space("ours")))
 
 
 @pytest.mark.parametrize(("config", "besides"), [

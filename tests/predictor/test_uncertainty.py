@@ -202,9 +202,8 @@ def test_save_and_load_keep_intervals_and_flags(run, asts, tmp_path):
     run.predictor.save(tmp_path)
     loaded = Predictor.load(tmp_path)
     for coverage in (0.5, 0.9):
-        assert loaded.predict_interval(asts[0], "fast", coverage) == run.predictor.predict_interval(
-            asts[0], "fast", coverage
-        )
+        kept = [predictor.predict_interval(asts[0], "fast", coverage) for predictor in (loaded, run.predictor)]
+        assert kept[0] == kept[1]
     far = [make_ast(np.random.default_rng(0), 40, scale=1e6), *asts]
     assert (loaded.unfamiliar(far, "fast") == run.predictor.unfamiliar(far, "fast")).all()
     arrays = [*loaded.calibration.to_arrays().values(), *loaded.familiarity.to_arrays().values()]

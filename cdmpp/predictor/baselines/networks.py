@@ -137,11 +137,9 @@ class LstmModel(NetworkModel):
         dropout: float = 0.05,
         train: TrainConfig | None = None,
         loss: LossConfig | None = None,
-        max_seconds: float | None = None,
-        progress: ProgressCallback | None = None,
+        **more: Any,
     ) -> None:
-        defaults = Config()
-        super().__init__(train or defaults.train, loss or defaults.loss, max_seconds, progress)
+        super().__init__(train or Config().train, loss or Config().loss, **more)
         self.hidden, self.layers, self.dropout = hidden, layers, dropout
 
     def make_network(self, train: LabelledArrays, encoder: FeatureEncoder) -> nn.Module:
@@ -238,10 +236,9 @@ class CdmppReleased(NetworkModel):
         sizes: ReleasedSizes | None = None,
         train: TrainConfig = RELEASED_TRAIN,
         loss: LossConfig = RELEASED_LOSS,
-        max_seconds: float | None = None,
-        progress: ProgressCallback | None = None,
+        **more: Any,
     ) -> None:
-        super().__init__(train, loss, max_seconds, progress)
+        super().__init__(train, loss, **more)
         self.sizes = sizes or ReleasedSizes()
         self.max_leaves_ = 0
 

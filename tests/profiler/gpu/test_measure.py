@@ -133,13 +133,8 @@ if __name__ == "__main__":
     script = tmp_path / "run.py"
     script.write_text(code)
     root = Path(__file__).parents[3]
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin"},
-    )
+    env = {"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines() == ["3", "2"]
     assert "needs cupy" in done.stderr
