@@ -142,7 +142,7 @@ class FeatureEncoder:
         n = len(rows.program)
         if self.code is None or self.loop is None:
             return np.zeros((n, 0), np.float32), np.zeros(n, bool)
-        known: NDArray[np.bool_] = np.atleast_1d(np.isfinite(rows.program).all(axis=1))
+        known: NDArray[np.bool_] = np.asarray(np.isfinite(rows.program).all(axis=1))
         loops = self.loop.transform(rows.loops.reshape(n * LOOPS, -1)).reshape(n, -1)
         values = np.concatenate([self.code.transform(rows.program), loops, rows.times], axis=1)
         return np.where(known[:, None], values, 0.0).astype(np.float32), known
