@@ -27,6 +27,7 @@ from cdmpp.dataset.importers import import_benchmark_hub, import_neusight
 from cdmpp.predictor import load_config
 from cdmpp.predictor.data import AST_FILE
 from cdmpp.predictor.evidence import Evidence
+from cdmpp.predictor.predictor import Pairs
 from cdmpp.program.ast import LEAF_FEATURES, compact_asts
 from cdmpp.program.ast.store import load_asts, save_asts
 from cdmpp.program.codegen import CODEGEN_FEATURES
@@ -175,7 +176,7 @@ def _compiled(asts: list[CompactAST], device: str) -> NDArray[np.float64]:
     """With the stored counts of those CPU programs that have some, rows of NaN for the others."""
     evidence = Evidence(code=counts_on(device, programs("cpu")))
     seconds = predictor().predict_asts(asts, device, evidence)
-    difficulty = predictor().difficulty(asts, [device], np.zeros(len(asts), np.int64), evidence)
+    difficulty = predictor().difficulty(Pairs.of(asts, device, evidence))
     factor = np.exp(predictor().calibration_of(evidence).half_width(device, 0.9) * difficulty)
     rows = np.stack([seconds, seconds / factor, seconds * factor], axis=1)
     rows[np.isnan(evidence.code[:, 0])] = np.nan
