@@ -177,7 +177,8 @@ class Predictor:
             raise PredictorError("this predictor was not calibrated, so it has no intervals: train it again")
         half = calibration.half_width(self.device_name(device), coverage)
         pairs = Pairs.of(_as_asts(items), device, evidence)
-        factor, seconds = np.exp(half * self.difficulty(pairs)), self.predict_pairs(pairs)
+        arrays = self._encoded(pairs)
+        factor, seconds = np.exp(half * self.difficulty(pairs, arrays)), self.predict_pairs(pairs, arrays)
         low, high = seconds / factor, seconds * factor
         return (low, high) if many else (float(low[0]), float(high[0]))
 
@@ -187,17 +188,18 @@ class Predictor:
             return self.measured_calibration
         return self.calibration if evidence.code is None else self.compiled_calibration
 
-    def difficulty(self, pairs: Pairs) -> NDArray[np.float64]:
-        """How many times as wide as usual the intervals of pairs are, float64 (n,)."""
+    def difficulty(self, pairs: Pairs, arrays: PairArrays | None = None) -> NDArray[np.float64]:
+        """How many times as wide as usual the intervals of pairs are, float64 (n,); ``arrays`` where they are encoded."""
         calibration = self.calibration_of(pairs.evidence)
         if calibration is None or calibration.difficulty is None:
             return np.ones(len(pairs.asts))
-        return calibration.difficulty.of(self.difficulty_inputs(pairs))
+        return calibration.difficulty.of(self.difficulty_inputs(pairs, arrays))
 
-    def difficulty_inputs(self, pairs: Pairs) -> NDArray[np.float64]:
+    def difficulty_inputs(self, pairs: Pairs, arrays: PairArrays | None = None) -> NDArray[np.float64]:
         """What tells how far off predictions are expected to be, float64 (n, d)."""
-        arrays = self.encode(*pairs[:3], pairs.evidence.code)
-        return np.concatenate(correction_inputs(self.network, arrays), axis=1)
+        return np.concatenate(
+            correction_inputs(self.network, self._encoded(pairs) if arrays is None else arrays), axis=1
+        )
 
     def unfamiliar(self, programs: Any, device: str | Device) -> Any:
         """Whether programs on a device are far from the training data (:mod:`cdmpp.predictor.uncertainty`), so that little
@@ -228,10 +230,11 @@ class Predictor:
         devices = [self.as_in_training(data.devices[name]) for name in names]
         return Pairs([data.asts[p] for p in table["program"]], devices, index, evidence)
 
-    def predict_pairs(self, pairs: Pairs) -> NDArray[np.float64]:
-        """Latencies in seconds, float64 (n,). A predictor that takes no instruction counts ignores them."""
+    def predict_pairs(self, pairs: Pairs, arrays: PairArrays | None = None) -> NDArray[np.float64]:
+        """Latencies in seconds, float64 (n,); ``arrays`` where they are encoded. A predictor that takes no instruction counts
+        ignores them."""
         asts, devices, device_index, evidence = pairs
-        arrays = self.encode(asts, devices, device_index, evidence.code)
+        arrays = self._encoded(pairs) if arrays is None else arrays
         labels = predict_labels(self.network, arrays)
         corrected = self.corrected([self.device_name(device) for device in devices], arrays)
         references = None
@@ -302,6 +305,9 @@ class Predictor:
         unseen = [i for i, device in enumerate(devices) if self.uses_general_features_only(device)]
         encoded[unseen] = self.encoder.general_devices(encoded[unseen])
         return encoded
+
+    def _encoded(self, pairs: Pairs) -> PairArrays:
+        return self.encode(pairs.asts, pairs.devices, pairs.device_index, pairs.evidence.code)
 
     def encode(
         self,

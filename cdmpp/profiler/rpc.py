@@ -196,7 +196,7 @@ def connect(address: str, key: str | None, device: Device, workers: int | str, f
     ProfilerError (one line): no tracker answers, it has no board of that key, none becomes free, the device is no CPU.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal():
         raise ProfilerError(f"--rpc {address}: expected HOST:PORT of an RPC tracker")
     if not key:
         raise ProfilerError("--rpc needs --key: what the board is registered as")

@@ -93,19 +93,20 @@ def _postprocessors(context: Any, verify: bool) -> list[Any]:
     return [p for p in context.space_generator.postprocs if verify or "VerifyGPUCode" not in str(p)]
 
 
-def _replayed(mod: Any, insts: Any, program: Program) -> Any:
-    """The schedule of a program before postprocessing; ``insts`` is the JSON value of its space."""
+def schedule_of(mod: Any, insts: Any, decisions: Any) -> Any:
+    """The schedule that a space's instructions and decisions (JSON values) make of a task's module, before postprocessing;
+    TVM's own errors where they do not apply."""
     from tvm.s_tir.schedule import Schedule, Trace
 
     schedule = Schedule(mod)
-    Trace.apply_json_to_schedule([insts, json.loads(program.decisions)], schedule)
+    Trace.apply_json_to_schedule([insts, decisions], schedule)
     return schedule
 
 
 def _rebuilt(mod: Any, insts: Any, program: Program, postprocs: Sequence[Any]) -> Any:
     """The PrimFunc of a program, ProgramError if it does not replay or gives another one than its hash says."""
     try:
-        schedule = _replayed(mod, insts, program)
+        schedule = schedule_of(mod, insts, json.loads(program.decisions))
         rejecting = next((p for p in postprocs if not p.apply(schedule)), None)
     except Exception as err:  # TVM raises its own error types
         raise ProgramError(f"program {program.hash} does not replay: {err}") from err
@@ -240,7 +241,7 @@ class TaskSpaces:
             parent = rng.choice(pool)
             space, _ = self._traced[str(parent.space_hash)]
             try:
-                trace = _replayed(self._mod, json.loads(space.insts_json), parent).trace
+                trace = schedule_of(self._mod, json.loads(space.insts_json), json.loads(parent.decisions)).trace
                 for _ in range(rng.choice((1, 1, 2, 3))):
                     trace = rng.choices(mutators, weights)[0].apply(trace) or trace
                 child = Schedule(self._mod)

@@ -27,6 +27,7 @@ from cdmpp.program.space import (
     TaskSpaces,
     instructions_and_decisions,
     program_of_schedule,
+    schedule_of,
     unscheduled,
 )
 from cdmpp.program.tvm_env import import_tvm, quiet, structural_hash
@@ -186,10 +187,7 @@ class TaskTuner:
 
     def _replayed(self, insts: Any, decisions: Any) -> Any | None:
         """A postprocessed schedule; None where a postprocessor rejects it, TVM's own errors where it does not replay."""
-        from tvm.s_tir.schedule import Schedule, Trace
-
-        schedule = Schedule(self.mod)
-        Trace.apply_json_to_schedule([insts, decisions], schedule)
+        schedule = schedule_of(self.mod, insts, decisions)
         schedule.enter_postproc()
         return schedule if all(postproc.apply(schedule) for postproc in self._postprocs) else None
 

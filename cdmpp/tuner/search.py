@@ -160,7 +160,9 @@ class DecisionSearch:
         self._tuner, self._score, self._batch = tuner, score, batch
         self._rng = random.Random(f"{tuner.task.hash}:{seed}")
         self.counts = SearchCounts()
-        self._spaces: dict[str, tuple[int, _Space]] = {}
+        #: The design spaces, and the number of each by the JSON of its instructions.
+        self._spaces: list[_Space] = []
+        self._numbers: dict[str, int] = {}
         #: Hash of the program of all decisions that were replayed, None of what was rejected; features of the decisions.
         self._hashes: dict[Genes, str | None] = {}
         self._features: dict[Genes, list[float]] = {}
@@ -172,7 +174,7 @@ class DecisionSearch:
         self._steps = _STEPS
         for candidate in earlier:
             assert candidate.job.space is not None
-            number = self._space(candidate.job.space.insts_json)[0]
+            number = self._number(candidate.job.space.insts_json)
             genes = number, _decisions(candidate.job.program.decisions)
             self._take(genes, candidate.hash, candidate.measure)
         self._show()
@@ -206,25 +208,25 @@ class DecisionSearch:
         spaces = {genes[0] for genes, _ in self._kept.values()}
         return {**asdict(self.counts), "distinct": len(self._log_s), "spaces": len(spaces)}
 
-    def _space(self, insts_json: str) -> tuple[int, _Space]:
-        return self._spaces.setdefault(insts_json, (len(self._spaces), _Space(insts_json)))
+    def _number(self, insts_json: str) -> int:
+        """Of a design space, which is read when it is met first."""
+        if insts_json not in self._numbers:
+            self._numbers[insts_json] = len(self._spaces)
+            self._spaces.append(_Space(insts_json))
+        return self._numbers[insts_json]
 
     def _show(self) -> None:
         """Have TVM draw a few programs of each space, from which all others are made."""
         for insts_json, sampled in self._tuner.drawn(_SHOWN, self._rng):
-            number, space = self._space(insts_json)
-            genes = number, _decisions(sampled)
-            space.see(genes[1])
+            genes = self._number(insts_json), _decisions(sampled)
+            self._spaces[genes[0]].see(genes[1])
             self._templates.append(genes)
         self._replay(self._templates)
 
     def _drawn(self) -> Genes:
         number, decisions = self._rng.choice(self._templates)
-        space = self._numbered(number)
+        space = self._spaces[number]
         return number, tuple((at, space.drawn(at, decision, self._rng)) for at, decision in decisions)
-
-    def _numbered(self, number: int) -> _Space:
-        return list(self._spaces.values())[number][1]
 
     def _replay(self, wanted: Sequence[Genes]) -> None:
         """Replay what is new, and predict it."""
@@ -232,7 +234,7 @@ class DecisionSearch:
         for genes in wanted:
             if genes in self._hashes:
                 continue
-            space = self._numbered(genes[0])
+            space = self._spaces[genes[0]]
             self.counts.replayed += 1
             measure = self._tuner.measure_of(space.insts, [list(pair) for pair in genes[1]])
             if measure is None:
@@ -285,7 +287,7 @@ class DecisionSearch:
         rng = self._rng
         # the first ones more often: as often as 1 / (place + 2)
         number, first = parents[_place(len(parents), rng)]
-        made, space = list(first), self._numbered(number)
+        made, space = list(first), self._spaces[number]
         if rng.random() < _CROSSED:
             other_number, other = parents[_place(len(parents), rng)]
             if other_number == number:

@@ -28,13 +28,13 @@ BOARD = replace(get_device("this-cpu@1"), target=TARGET)
 def address() -> Iterator[str]:
     """A tracker with one board, registered as ``board``."""
     import_tvm()
-    from tvm.rpc import connect_tracker as rpc_tracker
+    from tvm.rpc import connect_tracker
     from tvm.rpc.server import Server
     from tvm.rpc.tracker import Tracker
 
     tracker = Tracker("127.0.0.1", 29190, 29290, silent=True)
     server = Server("127.0.0.1", 29300, 29400, key="board", tracker_addr=("127.0.0.1", tracker.port), silent=True)
-    asked = rpc_tracker("127.0.0.1", tracker.port)
+    asked = connect_tracker("127.0.0.1", tracker.port)
     while not asked.summary()["server_info"]:  # the server registers itself while this goes on
         time.sleep(0.1)
     yield f"127.0.0.1:{tracker.port}"
