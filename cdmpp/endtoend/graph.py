@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cdmpp.errors import DatasetError, NetworkError, ProgramError
-from cdmpp.program.fusion import VIEWS, FusedNetwork, fuse
+from cdmpp.errors import DatasetError, NetworkError
+from cdmpp.program.fusion import VIEWS, FusedNetwork, callee, fuse
 from cdmpp.program.graph import FOLDER, GraphNode, NetworkGraph, load_graph, network_graph
-from cdmpp.program.tasks import task_from_prim_func
+from cdmpp.program.tasks import tasks_of
 from cdmpp.program.tvm_env import import_tvm, quiet
 
 if TYPE_CHECKING:
     from cdmpp.program.network import Network
     from cdmpp.program.types import Task
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -79,81 +76,47 @@ def graph_of_fused(fused: FusedNetwork, name: str) -> NetworkTasks:
     them. Reshapes are views. Functions that are no task (see :func:`cdmpp.program.tasks.task_from_prim_func`),
     operators that did not become TIR, and branches are ``unknown``.
     """
-    builder = _Builder(fused, name)
-    for block in fused.module["main"].body.blocks:
-        for binding in block.bindings:
-            builder.add(binding)
-    tasks = {task.hash: task for task in builder.tasks.values() if task is not None}
-    return NetworkTasks(network_graph(name, builder.nodes, meta={"source": "relax"}), tasks)
+    from tvm import relax
 
+    tasks = tasks_of(fused, name)
+    nodes: list[GraphNode] = []
+    used = Counter[str]()
+    # Relax names variables more than once: they are told apart by the object's address, which hash() gives.
+    made_by: dict[int, tuple[str, ...]] = {}
 
-class _Builder:
-    """Collects nodes while walking ``main``."""
-
-    def __init__(self, fused: FusedNetwork, network: str) -> None:
-        from tvm import relax
-
-        self._relax = relax
-        self._fused, self._network = fused, network
-        self._calls, self._used = Counter(fused.calls), Counter[str]()
-        # Relax names variables more than once: they are told apart by the object's address, which hash() gives.
-        self._made_by: dict[int, tuple[str, ...]] = {}
-        self.nodes: list[GraphNode] = []
-        self.tasks: dict[str, Task | None] = {}
-
-    def add(self, binding: Any) -> None:
-        value, key = binding.value, hash(binding.var)
-        if isinstance(value, self._relax.Call):
-            operator, arguments, kind, tasks = self._called(value)
-        elif isinstance(value, self._relax.If):
-            operator, arguments, kind, tasks = "if", value.cond, "unknown", ()
-        else:
-            self._made_by[key] = self._sources(value)
-            return
-        self._used[operator] += 1
-        number = self._used[operator]
-        node = GraphNode(
-            name=operator if number == 1 else f"{operator}#{number}",
-            tasks=tasks,
-            inputs=self._sources(arguments),
-            operator=operator,
-            kind=kind,
-            output_shape=_shape(binding.var),
-        )
-        self.nodes.append(node)
-        self._made_by[key] = (node.name,)
-
-    def _called(self, call: Any) -> tuple[str, Any, str, tuple[str, ...]]:
-        """Name, arguments, kind and tasks of a call."""
-        operator = str(getattr(call.op, "name", "?"))
-        if operator.startswith("relax.call_tir"):
-            function = str(call.args[0].name_hint)
-            task = self._task(function)
-            return function, call.args[1], *(("unknown", ()) if task is None else ("kernel", (task.hash,)))
-        if operator == "relax.call_dps_packed":
-            return str(call.args[0].global_symbol), call.args[1], "unknown", ()
-        return operator, self._relax.Tuple(list(call.args)), "view" if operator in VIEWS else "unknown", ()
-
-    def _task(self, function: str) -> Task | None:
-        if function not in self.tasks:
-            weight = {self._network: float(self._calls[function])}
-            try:
-                self.tasks[function] = task_from_prim_func(self._fused.module[function], function, weight)
-            except ProgramError as err:
-                logger.info("%s: not predicted: %s", self._network, err)
-                self.tasks[function] = None
-        return self.tasks[function]
-
-    def _sources(self, expr: Any) -> tuple[str, ...]:
-        """Names of the nodes that an expression's variables come from, each once."""
+    def sources(*expressions: Any) -> tuple[str, ...]:
+        """Names of the nodes that the variables of expressions come from, each once."""
         found: dict[str, None] = {}
 
         def visit(part: Any) -> None:
-            if isinstance(part, self._relax.Var):
-                found.update(dict.fromkeys(self._made_by.get(hash(part), ())))
+            if isinstance(part, relax.Var):
+                found.update(dict.fromkeys(made_by.get(hash(part), ())))
 
-        self._relax.analysis.post_order_visit(expr, visit)
+        for expression in expressions:
+            relax.analysis.post_order_visit(expression, visit)
         return tuple(found)
+
+    for binding in (binding for block in fused.module["main"].body.blocks for binding in block.bindings):
+        value, variable = binding.value, binding.var
+        if not isinstance(value, relax.Call | relax.If):
+            made_by[hash(variable)] = sources(value)
+            continue
+        operator, arguments, _ = callee(value) if isinstance(value, relax.Call) else ("if", [value.cond], False)
+        task = tasks.get(operator)
+        used[operator] += 1
+        number = used[operator]
+        node = GraphNode(
+            name=operator if number == 1 else f"{operator}#{number}",
+            tasks=() if task is None else (task.hash,),
+            inputs=sources(*arguments),
+            operator=operator,
+            kind="view" if operator in VIEWS else "unknown" if task is None else "kernel",
+            output_shape=_shape(variable),
+        )
+        nodes.append(node)
+        made_by[hash(variable)] = (node.name,)
+    by_hash = {task.hash: task for task in tasks.values()}
+    return NetworkTasks(network_graph(name, nodes, meta={"source": "relax"}), by_hash)
 
 
 def _shape(variable: Any) -> tuple[int, ...]:

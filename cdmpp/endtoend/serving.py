@@ -96,10 +96,7 @@ def predict_operators(
 ) -> list[ServingReport]:
     """Predict the operators of a file (:func:`cdmpp.program.operators.read_operators`) on each device.
 
-    Raises
-    ------
-    ProgramError, UnknownDeviceError, PredictorError
-        A row, a device or the framework is wrong.
+    ProgramError, UnknownDeviceError, PredictorError: a row, a device or the framework is wrong.
     """
     rows = read_operators(path, dtype_name(dtype))
     return [
@@ -119,12 +116,8 @@ def predict_serving(
 ) -> list[ServingReport]:
     """Predict a decoder (:func:`cdmpp.program.llm.load_decoder`) on each device, of which there are ``serving.tp`` alike.
 
-    Raises
-    ------
-    NetworkError
-        The decoder is not known, cannot be split, or does not fit into memory.
-    UnknownDeviceError, PredictorError
-        A device or the framework is wrong.
+    NetworkError: the decoder is not known, cannot be split, or does not fit into memory. UnknownDeviceError,
+    PredictorError: a device or the framework is wrong.
     """
     decoder = load_decoder(spec)
     _check(serving)

@@ -7,6 +7,7 @@ folding constants compiles every operator, moving them costs milliseconds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,28 +22,19 @@ VIEWS = ("relax.reshape", "relax.shape_of", "relax.shape_to_tensor", "relax.memo
 
 @dataclass(frozen=True)
 class FusedNetwork:
-    """A network as calls of fused PrimFuncs.
+    """A network as calls of fused PrimFuncs."""
 
-    Attributes
-    ----------
-    module
-        ``tvm.IRModule``: ``main(*inputs, *prepared_weights)`` calls PrimFuncs by ``call_tir``;
-        ``main_transform_params(weights)`` returns the tuple of prepared weights.
-    weights
-        The network's weights as runtime tensors, in the order ``main_transform_params`` takes them.
-    num_inputs
-        How many of ``main``'s parameters are inputs.
-    calls
-        Names of the PrimFuncs that ``main`` calls, in order of execution.
-    untranslated
-        Names of the operators in ``main`` that did not become TIR, so that no task stands for them.
-    """
-
+    #: ``tvm.IRModule``: ``main(*inputs, *prepared_weights)`` calls PrimFuncs by ``call_tir``;
+    #: ``main_transform_params(weights)`` returns the tuple of prepared weights.
     module: Any
+    #: The network's weights as runtime tensors, in the order ``main_transform_params`` takes them.
     weights: tuple[Any, ...] = field(repr=False)
+    #: How many of ``main``'s parameters are inputs.
     num_inputs: int
+    #: Names of the PrimFuncs that ``main`` calls, in order of execution.
     calls: tuple[str, ...]
-    untranslated: tuple[str, ...] = ()
+    #: Names of the operators in ``main`` that did not become TIR, so that no task stands for them.
+    untranslated: tuple[str, ...]
 
 
 def fuse(module: Any, target: Any = None) -> FusedNetwork:
@@ -144,6 +136,16 @@ def _constants_to_parameters(module: Any) -> tuple[Any, tuple[Any, ...]]:
     return module, tuple(value for _, value in lifter.parameters.values())
 
 
+def callee(call: Any) -> tuple[str, Sequence[Any], bool]:
+    """What a Relax call runs: its name, the arguments, and whether it is a PrimFunc."""
+    operator = str(getattr(call.op, "name", "?"))
+    if operator.startswith("relax.call_tir"):
+        return str(call.args[0].name_hint), [call.args[1]], True
+    if operator == "relax.call_dps_packed":
+        return str(call.args[0].global_symbol), [call.args[1]], False
+    return operator, list(call.args), False
+
+
 def _calls(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     from tvm import relax
 
@@ -151,15 +153,12 @@ def _calls(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     others: list[str] = []
 
     def visit(expr: Any) -> None:
-        if not isinstance(expr, relax.Call):
-            return
-        operator = str(getattr(expr.op, "name", "?"))
-        if operator.startswith("relax.call_tir"):
-            calls.append(str(expr.args[0].name_hint))
-        elif operator == "relax.call_dps_packed":
-            others.append(str(expr.args[0].global_symbol))
-        elif operator not in VIEWS:
-            others.append(operator)
+        if isinstance(expr, relax.Call):
+            name, _, is_prim_func = callee(expr)
+            if is_prim_func:
+                calls.append(name)
+            elif name not in VIEWS:
+                others.append(name)
 
     relax.analysis.post_order_visit(function.body, visit)
     return tuple(calls), tuple(others)

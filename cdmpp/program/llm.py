@@ -130,10 +130,7 @@ class Decoder:
 def load_decoder(spec: str | Path) -> Decoder:
     """A decoder by a name of :data:`MODELS` or the path of its ``config.json``.
 
-    Raises
-    ------
-    NetworkError
-        The file cannot be read, is of another kind of model, or lacks a size; names it.
+    NetworkError: the file cannot be read, is of another kind of model, or lacks a size; names it.
     """
     name = str(spec)
     if name in MODELS:

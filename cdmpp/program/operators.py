@@ -125,10 +125,7 @@ def dtype_name(text: str) -> str:
 def operator_table(rows: Iterable[Mapping[str, Any]] | pd.DataFrame) -> pd.DataFrame:
     """A table of rows, whose missing sizes become NaN or what is usual (:data:`COLUMNS`; other columns are kept).
 
-    Raises
-    ------
-    ProgramError
-        An operator is not known, or a size that it needs is missing, negative or no number; names the row.
+    ProgramError: an operator is not known, or a size that it needs is missing, negative or no number; names the row.
     """
     table = pd.DataFrame(rows if isinstance(rows, pd.DataFrame) else list(rows)).reset_index(drop=True)
     for name in ("op", "dtype"):
@@ -166,10 +163,7 @@ def attention(
 
     A query sees the keys up to its own, of these the last ``window`` if that is not 0; without ``causal`` it sees all.
 
-    Raises
-    ------
-    ProgramError
-        The lengths do not fit each other, or a head of keys does not serve a whole number of query heads.
+    ProgramError: the lengths do not fit each other, or a head of keys does not serve a whole number of query heads.
     """
     q, kv = np.asarray(q_lengths, dtype=np.float64), np.asarray(kv_lengths, dtype=np.float64)
     if q.shape != kv.shape or not len(q):
@@ -305,10 +299,7 @@ def read_operators(path: str | Path, dtype: str) -> pd.DataFrame:
     ``num_workers``, and optionally ``step`` and ``phase``. Operators that are not in :data:`OPERATORS` stay, with
     ``known`` false.
 
-    Raises
-    ------
-    ProgramError
-        The file cannot be read, has no ``op``, or a row has a size that cannot be; names the row.
+    ProgramError: the file cannot be read, has no ``op``, or a row has a size that cannot be; names the row.
     """
     path = Path(path)
     try:

@@ -42,29 +42,15 @@ _MAX_REJECTED = 300
 _MAX_REPEATED = 40
 
 
-def _plain(obj: Any) -> Any:
-    """TVM's boxed numbers and containers as what ``json`` can write."""
-    from tvm.tirx import FloatImm, IntImm
-
-    if isinstance(obj, IntImm):
-        return int(obj.value)
-    if isinstance(obj, FloatImm):
-        return float(obj.value)
-    if isinstance(obj, list | tuple):
-        return [_plain(x) for x in obj]
-    if isinstance(obj, dict):
-        return {str(k): _plain(v) for k, v in obj.items()}
-    return obj
-
-
-def _dumps(obj: Any) -> str:
-    return json.dumps(obj, separators=(",", ":"))
+def _dumps(value: Any) -> str:
+    """Compact JSON; of a number that TVM has boxed (``IntImm``, ``FloatImm``) its value."""
+    return json.dumps(value, separators=(",", ":"), default=lambda boxed: boxed.value)
 
 
 def instructions_and_decisions(schedule: Any) -> tuple[str, str]:
     """The trace of a schedule as JSON, without what the postprocessors added."""
     insts, decisions = schedule.trace.as_json(remove_postproc=True)
-    return _dumps(_plain(insts)), _dumps(_plain(decisions))
+    return _dumps(insts), _dumps(decisions)
 
 
 def _space(task: Task, rule: str, num_cores: int, index: int, insts: str) -> Space:
@@ -123,22 +109,12 @@ def _checked(program: Program, func: Any, verb: str, maker: str) -> Any:
 
 
 class TaskSpaces:
-    """The design spaces of one task under one rule set.
+    """The design spaces of one task under one rule set, ``"llvm"`` or ``"cuda"`` (no tensor cores).
 
-    Parameters
-    ----------
-    rule
-        ``"llvm"`` or ``"cuda"`` (no tensor cores).
-    num_cores
-        Cores the llvm rules parallelise for; ignored for cuda.
-    verify
-        Reject programs that cannot run on a GPU (MetaSchedule's ``VerifyGPUCode``). Without it both kinds are
-        drawn, which is what a validity model learns from.
+    ``num_cores`` are what the llvm rules parallelise for. With ``verify`` programs that cannot run on a GPU are rejected
+    (MetaSchedule's ``VerifyGPUCode``); without it both kinds are drawn, which is what a validity model learns from.
 
-    Raises
-    ------
-    ProgramError
-        The rule set is unknown or TVM cannot make a space of the task.
+    ProgramError: the rule set is unknown or TVM cannot make a space of the task.
     """
 
     def __init__(self, task: Task, rule: str = "llvm", num_cores: int = 1, *, verify: bool = True) -> None:
@@ -264,12 +240,8 @@ class Rebuilder:
     """Rebuilds programs of many tasks; keeps what TVM needs per task.
 
     Making a :class:`TaskSpaces` costs tens of milliseconds (the rules run), replaying a program about three.
-    To rebuild without running the rules again, only the postprocessors are set up here.
-
-    Parameters
-    ----------
-    verify
-        As for :class:`TaskSpaces`: without it programs are rebuilt that cannot run.
+    To rebuild without running the rules again, only the postprocessors are set up here. ``verify`` is as for
+    :class:`TaskSpaces`: without it programs are rebuilt that cannot run.
     """
 
     def __init__(self, *, verify: bool = True) -> None:
@@ -282,10 +254,7 @@ class Rebuilder:
     def __call__(self, program: Program, task: Task, space: Space | None) -> Any:
         """The PrimFunc of `program`; the task's own where it is unscheduled.
 
-        Raises
-        ------
-        ProgramError
-            The program does not replay or gives another hash.
+        ProgramError: the program does not replay or gives another hash.
         """
         if program.space_hash is None:
             return task.prim_func()
@@ -337,12 +306,8 @@ def sample_programs(task: Task, n: int, *, rule: str = "llvm", num_cores: int = 
 def generator_space(task_hash: str, name: str, parameters: Sequence[str], fixed: Mapping[str, Any]) -> Space:
     """The space of a generator's programs of a task.
 
-    Parameters
-    ----------
-    parameters
-        Names of the arguments that differ from program to program, in the order of their values in the decisions.
-    fixed
-        Arguments that all programs share, such as the problem's size.
+    ``parameters``: names of the arguments that differ from program to program, in the order of their values in the
+    decisions. ``fixed``: arguments that all programs share, such as the problem's size.
     """
     content = _dumps({"generator": name, "parameters": list(parameters), "fixed": dict(fixed)})
     digest = hashlib.blake2b(f"{task_hash}|{GENERATOR_RULE}|{content}".encode(), digest_size=8).hexdigest()
@@ -357,10 +322,7 @@ def generator_program(space: Space, program_hash: str, values: Sequence[int]) ->
 def build_program(space: Space, decisions: str) -> Any:
     """The PrimFunc of a program of a generator space.
 
-    Raises
-    ------
-    ProgramError
-        The space is not a generator's, the decisions are not values of its parameters, or it does not take them.
+    ProgramError: it is not a generator's, the decisions are not values of its parameters, or it does not take them.
     """
     try:
         content = json.loads(space.insts_json)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from cdmpp.errors import NetworkError, ProgramError
-from cdmpp.program.fusion import fuse
+from cdmpp.program.fusion import FusedNetwork, fuse
 from cdmpp.program.network import Network, load_network
 from cdmpp.program.tvm_env import import_tvm, normalise, quiet, structural_hash
 from cdmpp.program.types import Task
@@ -59,16 +59,29 @@ def extract_tasks(
         if fused.untranslated:
             names = ", ".join(sorted(set(fused.untranslated)))
             logger.warning("%s: no task stands for %s, which TVM does not translate to TIR", network.name, names)
-        for name, count in Counter(fused.calls).items():
-            try:
-                task = task_from_prim_func(fused.module[name], name)
-            except ProgramError as err:
-                logger.info("%s: left out: %s", network.name, err)
-                continue
-            task = tasks.get(task.hash, task)
-            weight = task.networks.get(network.name, 0.0) + count
-            tasks[task.hash] = replace(task, networks={**task.networks, network.name: weight})
+        for task in tasks_of(fused, network.name).values():
+            known = tasks.get(task.hash, task)
+            tasks[task.hash] = replace(known, networks={**known.networks, **task.networks})
     return list(tasks.values())
+
+
+def tasks_of(fused: FusedNetwork, network: str) -> dict[str, Task]:
+    """Function that a network calls -> its task, equal ones the same, with how often the network runs it.
+
+    Functions that are no task (see :func:`task_from_prim_func`) are left out, with a logged reason.
+    """
+    found: dict[str, Task] = {}
+    weights = Counter[str]()
+    for name, count in Counter(fused.calls).items():
+        try:
+            found[name] = task_from_prim_func(fused.module[name], name)
+        except ProgramError as err:
+            logger.info("%s: left out: %s", network, err)
+        else:
+            weights[found[name].hash] += count
+    first = {task.hash: task for task in reversed(found.values())}
+    tasks = {key: replace(task, networks={network: float(weights[key])}) for key, task in first.items()}
+    return {name: tasks[task.hash] for name, task in found.items()}
 
 
 def task_from_prim_func(func: Any, name: str = "main", networks: Mapping[str, float] | None = None) -> Task:
@@ -126,26 +139,19 @@ def _check_schedulable(func: Any, name: str) -> None:
     tvm = import_tvm()
     from tvm.s_tir.stmt import SBlock
 
-    loops: list[Any] = []
-    external: list[str] = []
-    scheduled: list[Any] = []
+    def nodes_in(body: Any) -> list[Any]:
+        found: list[Any] = []
+        tvm_ffi.structural_walk(body, found.append, order="pre")
+        return found
 
-    def visit(node: Any) -> None:
-        if isinstance(node, tvm.tirx.For):
-            loops.append(node)
-        elif isinstance(node, tvm.ir.Call) and str(getattr(node.op, "name", "")) in _PACKED_CALLS:
-            external.append(str(getattr(node.args[0], "value", "?")))
-
-    tvm_ffi.structural_walk(func.body, visit, order="pre")
-    if external:
-        raise ProgramError(f"{name} calls the external function {external[0]}")
+    nodes = nodes_in(func.body)
+    for node in nodes:
+        if isinstance(node, tvm.ir.Call) and str(getattr(node.op, "name", "")) in _PACKED_CALLS:
+            raise ProgramError(f"{name} calls the external function {getattr(node.args[0], 'value', '?')}")
+    loops = [node for node in nodes if isinstance(node, tvm.tirx.For)]
     if not loops:
         raise ProgramError(f"{name} has no loop")
-    for loop in loops:
-        tvm_ffi.structural_walk(
-            loop.body, lambda node: scheduled.append(node) if isinstance(node, SBlock) else None, order="pre"
-        )
-    if not scheduled:
+    if not any(isinstance(node, SBlock) for loop in loops for node in nodes_in(loop.body)):
         raise ProgramError(f"{name} has loops inside of an opaque block only: there is nothing to schedule")
 
 

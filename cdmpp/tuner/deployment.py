@@ -26,7 +26,6 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -35,12 +34,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cdmpp.errors import ProgramError, TunerError
+from cdmpp.errors import TunerError
 from cdmpp.profiler import machine
 from cdmpp.profiler.machine import Sentinel
 from cdmpp.profiler.statistics import SamplingPlan, label, split_half_difference
 from cdmpp.program.fusion import PREPARE_WEIGHTS, FusedNetwork, fuse
-from cdmpp.program.tasks import task_from_prim_func
+from cdmpp.program.tasks import tasks_of
 from cdmpp.program.tvm_env import import_tvm, normalise, quiet
 
 if TYPE_CHECKING:
@@ -125,18 +124,10 @@ def import_network(network: Network) -> FusedNetwork:
 
 def weighted_tasks(fused: FusedNetwork, network: str) -> list[tuple[Task, float]]:
     """The distinct tasks of a network and how often it runs each; TunerError where none of its functions can be scheduled."""
-    found: dict[str, tuple[Task, float]] = {}
-    for name, count in Counter(fused.calls).items():
-        try:
-            task = task_from_prim_func(fused.module[name], name, {network: float(count)})
-        except ProgramError as err:
-            logger.info("%s: not tuned: %s", network, err)
-            continue
-        first, before = found.get(task.hash, (task, 0))
-        found[task.hash] = (first, before + count)
-    if not found:
+    tasks = {task.hash: task for task in tasks_of(fused, network).values()}
+    if not tasks:
         raise TunerError(f"{network} has no task that can be tuned")
-    return list(found.values())
+    return [(task, task.networks[network]) for task in tasks.values()]
 
 
 def apply_database(module: Any, database: Any, target: Any) -> tuple[Any, list[str]]:
