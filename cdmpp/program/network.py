@@ -49,8 +49,10 @@ class Network:
     source: str
     #: One line, for people.
     description: str = ""
-    importer: Callable[[], Any] = field(repr=False, compare=False, kw_only=True)
-    exporter: Callable[[], Any] | None = field(default=None, repr=False, compare=False, kw_only=True)
+    #: Gives ``torch.export``'s program of the network; None where it cannot be had.
+    exporter: Callable[[Network], Any] | None = field(default=None, repr=False, compare=False, kw_only=True)
+    #: Gives its Relax module, where that is not made of what it exports.
+    importer: Callable[[], Any] | None = field(default=None, repr=False, compare=False, kw_only=True)
 
     def to_relax(self) -> Any:
         """Import: a ``tvm.IRModule`` with a Relax function ``main`` and the weights as constants.
@@ -58,13 +60,13 @@ class Network:
         NetworkError: it cannot be exported or imported. UnsupportedOpError: TVM has no import for one of its operators;
         the message names it.
         """
-        return self.importer()
+        return self.importer() if self.importer is not None else _import_exported(self.name, self.export())
 
     def export(self) -> Any:
         """``torch.export``'s program of it, with fixed shapes (NetworkError where it cannot be had, as of ONNX)."""
         if self.exporter is None:
             raise NetworkError(f"{self.name} is no PyTorch network: its operators are known by torch.export alone")
-        return self.exporter()
+        return self.exporter(self)
 
     @staticmethod
     def from_torch(module: nn.Module, args: Sequence[Any], name: str = "network") -> Network:
@@ -73,15 +75,8 @@ class Network:
             TensorSpec(f"x{index}", tuple(arg.shape), str(arg.dtype).removeprefix("torch."))
             for index, arg in enumerate(args)
         )
-        return Network(
-            name,
-            "user",
-            inputs,
-            "torch",
-            type(module).__name__,
-            importer=lambda: _import_exported(name, _export(name, module, args)),
-            exporter=lambda: _export(name, module, args),
-        )
+        kind = type(module).__name__
+        return Network(name, "user", inputs, "torch", kind, exporter=lambda _: _export(name, module, args))
 
 
 def load_network(spec: str | Path, shapes: Mapping[str, Sequence[int]] | None = None) -> Network:
@@ -131,22 +126,17 @@ def load_network(spec: str | Path, shapes: Mapping[str, Sequence[int]] | None = 
     exported = _load_pt2(path)
     inputs = _fixed(name, _exported_inputs(exported), shapes or {}, batch)
 
-    def exporter() -> Any:
+    def exporter(network: Network) -> Any:
         if all(0 not in item.shape for item in _exported_inputs(exported)):
             return exported
         module = exported.module()
         module.eval = module.train = lambda *mode: module  # it refuses both
         return _export(name, module, example_inputs(network))
 
-    network = Network(
-        name,
-        "user",
-        inputs,
-        source,
-        importer=lambda: _import_exported(name, exported, inputs, batch or 1),
-        exporter=exporter,
-    )
-    return network
+    def importer() -> Any:
+        return _import_exported(name, exported, inputs, batch or 1)
+
+    return Network(name, "user", inputs, source, exporter=exporter, importer=importer)
 
 
 def example_inputs(network: Network, seed: int = 0) -> tuple[Any, ...]:
@@ -172,19 +162,10 @@ def _from_zoo(entry: ZooEntry, batch: int, size: int | None) -> Network:
     variant = (f"s{size}" if resized else "") + ("" if batch == 1 else f"b{batch}")
     name = f"{entry.name}@{variant}" if variant else entry.name
 
-    def exporter() -> Any:
+    def exporter(network: Network) -> Any:
         return _export(name, entry.build(), example_inputs(network))
 
-    network = Network(
-        name,
-        entry.family,
-        inputs,
-        "zoo",
-        entry.description,
-        importer=lambda: _import_exported(name, exporter()),
-        exporter=exporter,
-    )
-    return network
+    return Network(name, entry.family, inputs, "zoo", entry.description, exporter=exporter)
 
 
 def _drawn(name: str, number: int) -> Network:

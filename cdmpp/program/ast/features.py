@@ -93,16 +93,17 @@ def _context(table: LeafTable) -> FloatArray:
     leaf = table.leaf
     program = leaf[:, 0].astype(np.int64)
     nest = leaf[:, _LEAF["nest"]].astype(np.int64)
-    offsets = np.cumsum(table.program_nests) - table.program_nests
+    leaves, nests, _ = table.program.T
+    offsets = np.cumsum(nests) - nests
     nest_key = offsets[program] + nest
     names = (
         "itemsize", "is_float", "stores", "is_init", "is_reduction", "guarded", "predicated", "opaque", "divmod",
         "divmod_inner", "branch_inner", "index",
     )  # fmt: skip
     extra = [
-        table.program_leaves[program],
+        leaves[program],
         nest,
-        table.program_nests[program],
+        nests[program],
         np.bincount(nest_key)[nest_key],
         leaf[:, _LEAF["shared_before"]],
         leaf[:, _LEAF["shared_after"]],
@@ -241,9 +242,8 @@ def _allocations(table: LeafTable, feet: Footprints) -> list[FloatArray]:
     program = table.leaf[feet.leaf[first], 0].astype(np.int64)
     allocated = table.access[first, _ACCESS["allocated"]] > 0
     scope = table.access[first, _ACCESS["scope"]]
-    n = len(table.program_leaves)
     return [
-        np.bincount(program, feet.storage[first] * (allocated & (scope == s)), n)
+        np.bincount(program, feet.storage[first] * (allocated & (scope == s)), len(table.program))
         for s in (Scope.GLOBAL, Scope.SHARED, Scope.LOCAL)
     ]
 

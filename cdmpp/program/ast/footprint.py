@@ -126,9 +126,10 @@ def _storage_shape(table: LeafTable, buffer: IntArray) -> FloatArray:
     allocated = table.access[table.row_access, _ACCESS["allocated"]] > 0
     if not allocated.any():
         return shape
-    dims = int(table.row_dim.max()) + 1
-    key = buffer[table.row_access] * dims + table.row_dim
-    live = np.zeros(table.n_buffers * dims)
+    dimension = table.row[:, 1]
+    dims = int(dimension.max()) + 1
+    key = buffer[table.row_access] * dims + dimension
+    live = np.zeros(len(table.buffer) * dims)
     np.maximum.at(live, key, table.span[:, -1] + 1)
     return np.where(allocated, np.minimum(shape, live[key]), shape)
 
@@ -190,14 +191,14 @@ def _working_sets(
     A buffer that several leaves touch counts once, with the largest of their footprints.
     """
     n_leaves, loops = nest.extent.shape
-    n_nodes, n_programs = len(table.node_program), len(table.program_leaves)
+    n_nodes, n_programs = len(table.node), len(table.program)
     node = nest.node[leaf]
     root = n_nodes + table.leaf[leaf, 0].astype(np.int64)
     have = node >= 0
     nodes = np.concatenate([node[have], root])
     buffers = np.concatenate([np.broadcast_to(buffer[:, None], node.shape)[have], buffer])
     values = np.concatenate([lines[:, 1:][have], lines[:, -1]])
-    key = nodes * max(1, table.n_buffers) + buffers
+    key = nodes * max(1, len(table.buffer)) + buffers
     order = np.argsort(key, kind="stable")
     key = key[order]
     first = np.flatnonzero(np.diff(key, prepend=-1))

@@ -55,7 +55,7 @@ class Collected:
     leaf: FloatArray
     #: float64 (leaves, len(OP_KINDS)), operations per iteration.
     ops: FloatArray
-    #: float64 (accesses, 6): the first six of :data:`ACCESS_COLUMNS`.
+    #: float64 (accesses, 6): the first six of :data:`ACCESS_COLUMNS`, ordered by leaf.
     access: FloatArray
     #: int64 (accesses,): its leaf, and its buffer's number in the batch.
     access_leaf: IntArray
@@ -158,24 +158,14 @@ def with_one(array: FloatArray) -> FloatArray:
 
 
 @dataclass(frozen=True)
-class LeafTable:
-    """Everything the features of a batch of programs are computed from."""
+class LeafTable(Collected):
+    """Everything the features of a batch of programs are computed from; ``access`` has all :data:`ACCESS_COLUMNS`."""
 
-    #: float64 (leaves, len(LEAF_COLUMNS)).
-    leaf: FloatArray
-    #: float64 (leaves, len(OP_KINDS)), operations per iteration.
-    ops: FloatArray
     nest: LoopNest
-    #: float64 (accesses, len(ACCESS_COLUMNS)), ordered by leaf.
-    access: FloatArray
-    #: int64 (accesses,): its leaf, and its buffer's number in the batch.
-    access_leaf: IntArray
-    access_buffer: IntArray
     #: float64 (rows,): a row is one dimension of one access; extent of the buffer in it.
     shape: FloatArray
-    #: int64 (rows,): the access, and the dimension counted from the last.
+    #: int64 (rows,): the access.
     row_access: IntArray
-    row_dim: IntArray
     #: float64 (rows, loops): change of the index by one iteration of the loop alone.
     coef: FloatArray
     #: float64 (rows, depths): largest minus smallest index while the ``k`` innermost loops vary.
@@ -186,19 +176,12 @@ class LeafTable:
     gathers: BoolArray
     #: bool (accesses, loops): every iteration of the loop uses the storage of the buffer anew.
     renewed: BoolArray
-    #: Number of buffers of all programs.
-    n_buffers: int
-    #: int64 (loops of all programs,): the program of each loop.
-    node_program: IntArray
-    #: int64 (programs,): number of leaves and of top-level loop nests.
-    program_leaves: IntArray
-    program_nests: IntArray
 
 
 def leaf_table(found: Collected) -> LeafTable:
     """The table of the programs that were collected."""
     nest = LoopNest.of(found)
-    row_access, row_dim, row_extent = found.row.T
+    row_access, _, row_extent = found.row.T
     leaf, k, _, pair_depth, _ = found.place.T
     depth = np.full(nest.kind.shape, np.iinfo(np.int64).max)
     depth[leaf, k] = pair_depth
@@ -222,23 +205,15 @@ def leaf_table(found: Collected) -> LeafTable:
     opaque[found.opaque] = 1
     gathers = np.zeros((len(found.access), nest.kind.shape[1]), dtype=bool)
     gathers[found.gather[:, 0], found.gather[:, 1]] = True
+    access = np.column_stack([found.access, np.maximum(prefix, 0), prefix >= 0, opaque])
     return LeafTable(
-        leaf=found.leaf,
-        ops=found.ops,
+        **{**vars(found), "access": access},
         nest=nest,
-        access=np.column_stack([found.access, np.maximum(prefix, 0), prefix >= 0, opaque]),
-        access_leaf=found.access_leaf,
-        access_buffer=found.access_buffer,
         shape=shape,
         row_access=row_access,
-        row_dim=row_dim,
         coef=linear,
         span=span,
         uses=uses,
         gathers=gathers,
         renewed=renewed,
-        n_buffers=len(found.buffer),
-        node_program=found.node_program,
-        program_leaves=found.program[:, 0],
-        program_nests=found.program[:, 1],
     )
