@@ -11,7 +11,6 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cdmpp.dataset.operators import TORCH_COLD
 from cdmpp.endtoend.report import INDEPENDENT, INTERVAL, LatencyReport, LayerLatency
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
     from cdmpp.device import Device
     from cdmpp.program.network import Network
-
-FloatArray = NDArray[np.float64]
 
 #: Cycles that Python spends around an operator or a view: what an LSTM and a DLRM take beyond their kernels on a Zen 4, 2 us.
 _CALL_CYCLES = 7400.0
@@ -64,7 +61,11 @@ def eager_latency(
     together = sum(weights.values()) + float(results.max())
     kept = _KEPT * 1024 * (device.l3_kb or device.l2_kb or 0.0)
     cold = (table["weight_bytes"] > 0).to_numpy() & (together > kept)
-    seconds, low, high = _priced(model, table, device, cold)
+    priced = np.zeros((3, len(table)))
+    for framework, at in ((BEST, ~cold), (TORCH_COLD, cold)):
+        if at.any():
+            priced[:, at] = model.interval(table[at], device, framework)
+    seconds, low, high = priced
     spread = np.log(high / low) / (2 * NormalDist().inv_cdf(0.95))
     wider = NormalDist().inv_cdf((1 + coverage) / 2) / NormalDist().inv_cdf(0.95)
     low, high = (seconds * (end / seconds) ** wider for end in (low, high))
@@ -123,17 +124,6 @@ def eager_latency(
         ),
         notes=tuple(_notes(table[~known], seconds[~known].sum() / seconds.sum(), device, model)),
     )
-
-
-def _priced(
-    model: OperatorModel, table: pd.DataFrame, device: Device, cold: NDArray[np.bool_]
-) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Seconds of each operator and the ends of its interval, with weights in the caches or, where ``cold``, not."""
-    found = np.zeros((3, len(table)))
-    for framework, at in ((BEST, ~cold), (TORCH_COLD, cold)):
-        if at.any():
-            found[:, at] = model.interval(table[at], device, framework)
-    return found[0], found[1], found[2]
 
 
 def _notes(unknown: pd.DataFrame, part: float, device: Device, model: OperatorModel) -> Sequence[str]:

@@ -126,13 +126,7 @@ def predict_latency(
         factor_of = dict(zip(tasks, factors[:, 2].tolist(), strict=True))
         chance_low_s, chance_high_s = map(float, np.quantile(played.latency_s[3:], [tail, 1 - tail]))
     layers = _layers(source, tasks, played, factor_of, resolved.name)
-    said = (
-        prediction_note(predictor, resolved),
-        launch_note,
-        *notes,
-        _unknown_note(source.graph.nodes),
-        *_task_notes(tasks.values()),
-    )
+    said = (prediction_note(predictor, resolved), launch_note, *notes, *_notes(source.graph.nodes, tasks.values()))
     return LatencyReport(
         network=source.graph.name,
         device=resolved.name,
@@ -249,15 +243,12 @@ def runs_eagerly(network: object, runtime: str | None, schedule: str | Path) -> 
 
 def _launch(device: Device, given_us: float | None) -> tuple[float, str]:
     """Microseconds between launches, and what to say about them."""
-    if given_us is not None:
-        if not (given_us >= 0 and np.isfinite(given_us)):
-            raise NetworkError(f"the launch overhead must be 0 or more microseconds, got {given_us}")
-        return float(given_us), ""
-    if device.kind == "cpu":
-        return 0.0, ""
-    if device.launch_overhead_us is None:
+    known_us = given_us if given_us is not None else 0.0 if device.kind == "cpu" else device.launch_overhead_us
+    if known_us is None:
         return 0.0, f"the launch overhead of {device.name} is unknown: no launch gaps are counted"
-    return float(device.launch_overhead_us), ""
+    if not 0 <= known_us < math.inf:
+        raise NetworkError(f"the launch overhead must be 0 or more microseconds, got {known_us}")
+    return float(known_us), ""
 
 
 def _error_factors(
@@ -312,26 +303,19 @@ def _layers(
 
 
 def _assumptions(intervals: bool, streams: int, asynchronous: bool) -> tuple[str, ...]:
-    first = "a task takes in the network what it takes alone, with warm caches"
+    alone = "a task takes in the network what it takes alone, with warm caches"
     order = f"kernels run one after the other{', launched while others run' if asynchronous else ''}"
     if streams > 1:
-        order = (
-            f"up to {streams} kernels run at the same time without slowing each other down: the least that concurrency "
-            "can give"
-        )
-    return (first, order, *((INTERVAL, INDEPENDENT) if intervals else ()))
+        together = f"up to {streams} kernels run at the same time without slowing each other down"
+        order = f"{together}: the least that concurrency can give"
+    return (alone, order, *((INTERVAL, INDEPENDENT) if intervals else ()))
 
 
-def _unknown_note(nodes: Sequence[GraphNode]) -> str:
-    unknown = [node.operator or node.name for node in nodes if node.kind == "unknown"]
-    if not unknown:
-        return ""
-    names = list(dict.fromkeys(unknown))
-    more = f" and {len(names) - 5} others" if len(names) > 5 else ""
-    return f"{len(unknown)} of {len(nodes)} nodes are unknown and count as nothing: {', '.join(names[:5])}{more}"
-
-
-def _task_notes(tasks: Collection[TaskLatency]) -> Iterator[str]:
+def _notes(nodes: Sequence[GraphNode], tasks: Collection[TaskLatency]) -> Iterator[str]:
+    if unknown := [node.operator or node.name for node in nodes if node.kind == "unknown"]:
+        names = list(dict.fromkeys(unknown))
+        more = f" and {len(names) - 5} others" if len(names) > 5 else ""
+        yield f"{len(unknown)} of {len(nodes)} nodes are unknown and count as nothing: {', '.join(names[:5])}{more}"
     if far := sum(bool(task.unfamiliar) for task in tasks):
         yield f"{far} of {len(tasks)} tasks are far from the training data"
     if any(task.origin == "random" for task in tasks):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,21 +135,17 @@ def predict_serving(
 
 
 def _check(serving: Serving) -> None:
-    for name in ("batch", "seq", "tp"):
-        if getattr(serving, name) < 1:
-            raise NetworkError(f"--{name} is {getattr(serving, name)}, expected 1 or more")
-    for name in ("past", "generate"):
-        if getattr(serving, name) < 0:
-            raise NetworkError(f"--{name} is {getattr(serving, name)}, expected 0 or more")
+    for name, least in {"batch": 1, "seq": 1, "tp": 1, "past": 0, "generate": 0}.items():
+        if getattr(serving, name) < least:
+            raise NetworkError(f"--{name} is {getattr(serving, name)}, expected {least} or more")
     if serving.phase not in ("prefill", "decode"):
         raise NetworkError(f"--phase is {serving.phase!r}, expected prefill or decode")
 
 
 def _steps(decoder: Decoder, serving: Serving, dtype: str, kv_dtype: str) -> pd.DataFrame:
     """The operators of all steps that are predicted; ``weight`` says how many steps of a generation each stands for."""
-    plan: list[tuple[str, int, int, int, float]] = []
+    plan = [("prefill", 0, serving.seq, serving.past, 1.0)]
     if serving.generate:
-        plan.append(("prefill", 0, serving.seq, serving.past, 1.0))
         start = serving.past + serving.seq
         at = np.unique(np.linspace(0, serving.generate - 1, min(_SAMPLED_STEPS, serving.generate)).astype(int))
         weights = np.zeros(len(at))
@@ -159,17 +155,14 @@ def _steps(decoder: Decoder, serving: Serving, dtype: str, kv_dtype: str) -> pd.
             weights[j] += 1 - part
             weights[min(j + 1, len(at) - 1)] += part
         plan += [("decode", int(s) + 1, 1, start + int(s), float(w)) for s, w in zip(at, weights, strict=True)]
-    elif serving.phase == "prefill":
-        plan.append(("prefill", 0, serving.seq, serving.past, 1.0))
-    else:
-        plan.append(("decode", 0, 1, serving.past or serving.seq, 1.0))
+    elif serving.phase == "decode":
+        plan = [("decode", 0, 1, serving.past or serving.seq, 1.0)]
     rows: list[dict[str, Any]] = []
     for phase, step, new, past, weight in plan:
         for row in decoder.step(serving.batch, new, past, dtype, kv_dtype, serving.tp):
             more = {"phase": phase, "step": step, "known": True, "weight": weight}
             rows.append({**row, **more, "count": row["count"] * weight})
-    table = operator_table(rows)
-    return table
+    return operator_table(rows)
 
 
 def _check_memory(decoder: Decoder, serving: Serving, device: Device, dtype: str, kv_dtype: str) -> float:
@@ -202,24 +195,21 @@ def _report(
     known = rows["known"].to_numpy(dtype=bool)
     table = operator_table(rows[known]) if known.any() else rows[known]
     each, low, high = model.interval(table, device, framework)
-    counts = table["count"].to_numpy(dtype=np.float64) if len(table) else np.zeros(0)
+    counts, ops, phases = table["count"].to_numpy(dtype=np.float64), table["op"], table["phase"].astype(str)
     seconds = each * counts
     total = float(seconds.sum())
     low_s, high_s = _interval(seconds, np.log(np.maximum(low, 1e-12) / each), np.log(high / each))
-    phases, ops = table.get("phase", pd.Series(dtype=str)).astype(str), table.get("op", pd.Series(dtype=str))
-    by_step = pd.DataFrame(
-        {"step": table.get("step"), "phase": phases, "latency_s": seconds, "weight": table.get("weight", 1.0)}
-    )
+    own_s = pd.Series(seconds / table.get("weight", 1.0), index=table.index)  # of one step, not all that it stands for
     steps = [
-        {"step": _plain(step), "phase": phase, "latency_s": float((part["latency_s"] / part["weight"]).sum())}
-        for (step, phase), part in by_step.groupby(["step", "phase"], sort=False)
+        {"step": _plain(step), "phase": phase, "latency_s": float(step_s)}
+        for (step, phase), step_s in own_s.groupby([table["step"], phases], sort=False).sum().items()
     ]
-    columns = {"name": table.get("name", ops), "op": ops, "phase": phases, "step": table.get("step"), "count": counts}
+    columns = {"name": table["name"], "op": ops, "phase": phases, "step": table["step"], "count": counts}
     why = model.explain(table, device) if len(table) else pd.DataFrame()
-    listed = pd.DataFrame({**columns, "latency_s": each}).reset_index(drop=True).join(why)
+    listed = pd.DataFrame({**columns, "latency_s": each}).join(why)
     operators = [{name: _plain(value) for name, value in row.items()} for row in listed.to_dict("records")]
     unknown = rows.loc[~known, "op"].value_counts().to_dict()
-    notes = [note for note in {without_unit(device, d) for d in set(table.get("dtype", []))} if note]
+    notes = [note for note in {without_unit(device, d) for d in set(table["dtype"])} if note]
     if unknown:
         share = 1 - known.mean()
         notes.append(f"no time is known of {', '.join(unknown)}: {share:.0%} of the rows are missing from the sum")
@@ -262,20 +252,18 @@ def _interval(seconds: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[f
 
 def _with_rates(report: ServingReport, serving: Serving, memory_gb: float, price: float | None) -> ServingReport:
     """With what a user of the service sees: time to the first token, time a token, tokens a second, their price."""
-    values: dict[str, Any] = {**vars(report), "memory_gb": memory_gb}
     tokens = serving.batch * (serving.generate or (serving.seq if serving.phase == "prefill" else 1))
-    values["tokens_per_s"] = tokens / report.latency_s
-    if serving.generate:
-        values["first_token_s"] = report.by_phase["prefill"]
-        values["per_token_s"] = report.by_phase["decode"] / serving.generate
-    elif serving.phase == "decode":
-        values["per_token_s"] = report.latency_s
-    else:
-        values["first_token_s"] = report.latency_s
-    if price is not None:
-        values["price_per_million_tokens"] = 1e6 * serving.tp * price / 3600 / values["tokens_per_s"]
-    values["notes"] = (*report.notes, "kernels alone, as recorded graphs run them: the host's time is not included")
-    return ServingReport(**values)
+    rate = tokens / report.latency_s
+    decode_s = report.by_phase.get("decode")
+    return replace(
+        report,
+        memory_gb=memory_gb,
+        tokens_per_s=rate,
+        first_token_s=report.by_phase.get("prefill"),
+        per_token_s=None if decode_s is None else decode_s / (serving.generate or 1),
+        price_per_million_tokens=None if price is None else 1e6 * serving.tp * price / 3600 / rate,
+        notes=(*report.notes, "kernels alone, as recorded graphs run them: the host's time is not included"),
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -145,11 +145,9 @@ def _sizes(name: str, node: Any) -> tuple[dict[str, Any], bool]:
 
 def _run(node: Any) -> float:
     """Elements that the first input has one after the other in memory, counted along its last dimensions."""
-    value = next((v for i in node.all_input_nodes for v in _tensors(i)), None)
     run = 1.0
-    for extent, stride in (
-        zip(*(reversed(part) for part in (value.shape, value.stride())), strict=True) if value is not None else ()
-    ):
+    first = next((zip(v.shape, v.stride(), strict=True) for i in node.all_input_nodes for v in _tensors(i)), ())
+    for extent, stride in reversed(list(first)):
         if stride != run:
             break
         run *= extent

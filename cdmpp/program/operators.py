@@ -71,9 +71,7 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     "gemm": ("m", "n", "k"),
     "grouped_gemm": ("batch", "m", "n", "k"),
     "attention": ("heads", "kv_heads", "head_dim", "sequences", "tokens", "kv_tokens", "pairs", "longest"),
-    "conv": (
-        "batch", "in_channels", "out_channels", "height", "width", "kernel_h", "kernel_w", "out_h", "out_w",
-    ),
+    "conv": ("batch", "in_channels", "out_channels", "height", "width", "kernel_h", "kernel_w", "out_h", "out_w"),
     "rmsnorm": ("m", "n"),
     "layernorm": ("m", "n"),
     "softmax": ("m", "n"),
@@ -87,9 +85,7 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     "batchnorm": ("m", "n"),
     "copy": ("m", "n"),
     "reduce": ("m", "n"),
-    "pool": (
-        "batch", "in_channels", "height", "width", "kernel_h", "kernel_w", "out_h", "out_w",
-    ),
+    "pool": ("batch", "in_channels", "height", "width", "kernel_h", "kernel_w", "out_h", "out_w"),
     "lstm": ("m", "n", "k", "tokens"),
     "gru": ("m", "n", "k", "tokens"),
 }  # fmt: skip
@@ -359,9 +355,7 @@ def operator_text(row: Mapping[str, Any]) -> str:
 
 
 def _missing(value: Any) -> bool:
-    if isinstance(value, list | tuple | np.ndarray):
-        return len(value) == 0
-    return value is None or value is pd.NA or (isinstance(value, float) and np.isnan(value)) or value == ""
+    return len(value) == 0 if np.ndim(value) else bool(pd.isna(value) or value == "")
 
 
 def _lengths(value: Any, name: str) -> list[int]:

@@ -190,6 +190,14 @@ class FlowGraph:
         """Condition of the jump at the end of a block; None where there is none that is known."""
         return self.function[self.blocks[block][1]].condition
 
+    def nest(self, number: int | None) -> list[int]:
+        """A loop and those around it, the innermost first; none for None."""
+        found = []
+        while number is not None:
+            found.append(number)
+            number = self.loops[number].parent
+        return found
+
     def dominates(self, over: int, block: int) -> bool:
         """Whether every way to a block passes another."""
         while block != over:

@@ -66,7 +66,7 @@ def function_cycles(trips: TripCounts, times: FloatArray, core: Core) -> tuple[F
         units, front, calls = throughput(parts, core)
         # short loops are over before the core has looked through its window: the next entry's iterations overlap
         chain = cycles_of_chain(body, core) / max(1.0, core.window / (len(body) * trips.guess(number)))
-        nest = [trips.guess(around) for around in strides.nest(number)]
+        nest = [trips.guess(around) for around in graph.nest(number)]
         pieces = strides.pieces(number)
         lines = {kb: lines_fetched(pieces, nest, runs, 1024.0 * kb) / runs for kb in (core.l1_kb, *CACHE_KB)}
         fetching, unknown = core.line * lines[core.l1_kb], sum(None in piece.steps for piece in pieces)

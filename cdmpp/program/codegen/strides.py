@@ -60,17 +60,9 @@ class Strides:
         #: Loop -> instruction -> bytes by which its address changes in an iteration of the loop.
         self._found = [self._of_loop(number) for number in range(len(self._graph.loops))]
 
-    def nest(self, number: int | None) -> list[int]:
-        """A loop and those around it, the innermost first."""
-        found = []
-        while number is not None:
-            found.append(number)
-            number = self._graph.loops[number].parent
-        return found
-
     def pieces(self, number: int) -> list[Piece]:
         """What an iteration of an innermost loop touches outside of the stack; what is less than a line apart is one."""
-        nest, groups = self.nest(number), defaultdict(list)
+        nest, groups = self._graph.nest(number), defaultdict(list)
         for block in self._graph.loops[number].body:
             for i in self._graph.code(block):
                 if i.memory is None or not (i.loads or i.stores) or i.memory.is_slot or i.memory.base == "rip":

@@ -7,6 +7,7 @@ changes by a constant in every iteration, from a value that is known where the l
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 
@@ -128,10 +129,10 @@ class TripCounts:
 
     def _part_taken(self, block: int) -> float | None:
         graph, flags = self.graph, self.values.flags[block]
-        condition, number = graph.condition(block), graph.loop_of[block]
+        condition = graph.condition(block)
         if flags is None or condition is None:
             return None
-        while number is not None:
+        for number in graph.nest(graph.loop_of[block]):
             trips = self.of(number)
             left, right = (self._induction(number, value) for value in (flags.left, flags.right))
             if trips and trips <= _MOST_LOOKED_AT and left is not None and right is not None:
@@ -140,7 +141,6 @@ class TripCounts:
                     pairs = ((a + step * i, b + other_step * i) for i in range(trips))
                     taken = [Flags(flags.kind, (None, x), (None, y)).satisfies(condition) for x, y in pairs]
                     return sum(map(bool, taken)) / trips
-            number = graph.loops[number].parent
         return None
 
     def _induction(self, number: int, value: Value) -> tuple[Value, int] | None:
@@ -242,9 +242,8 @@ def _part_to(trips: TripCounts, block: int, after: int) -> float:
         if exits and block not in exits:
             return 0.0
         share = 1.0
-        while number is not None and after not in graph.loops[number].body:
-            share /= trips.guess(number)
-            number = graph.loops[number].parent
+        for left in itertools.takewhile(lambda n: after not in graph.loops[n].body, graph.nest(number)):
+            share /= trips.guess(left)
         return share
     others = [b for b in trips.values.taken[block] if b != after and b in body]
     if not others:
