@@ -17,6 +17,7 @@ from tests.machines import MACHINES, write_machine
 if TYPE_CHECKING:
     from cdmpp.predictor.data import TrainingData
     from cdmpp.predictor.training import TrainResult
+    from tests.samples.command import Command
 
 # Tests are many small computations: threads cost more than they give.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -56,6 +57,13 @@ def real_machine() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(ROOT_VARIABLE, raising=False)
         yield
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    from tests.samples.command import Command
+
+    return Command(capsys, tmp_path)
 
 
 @pytest.fixture(scope="session")

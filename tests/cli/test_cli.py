@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cdmpp.cli import main
+from tests.samples.command import Command
 from tests.samples.programs import matmul_task
 
 pytestmark = pytest.mark.usefixtures("real_machine")
@@ -16,12 +17,6 @@ _METRICS = {
     "mape", "median_ape", "within_10pct", "within_20pct", "rmse_s", "pairwise_accuracy", "spearman",
     "top1_regret", "top5_regret", "n", "noise_floor_mape",
 }  # fmt: skip
-
-
-def run(tmp_path: Path, *args: str) -> dict:
-    out = tmp_path / "out.json"
-    assert main([*args, "--json", str(out)]) == 0
-    return json.loads(out.read_text())
 
 
 @pytest.fixture(scope="module")
@@ -32,43 +27,33 @@ def predictor(mlp: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def error_of(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    assert main(list(args)) == 2
-    err = capsys.readouterr().err.strip()
-    assert err.startswith("cdmpp: ") and "\n" not in err, "one clear line"
-    return err
+def test_devices_names_this_machine(command: Command) -> None:
+    assert command.json("devices")["this_machine"]["kind"] == "cpu"
+    assert "this machine" in command.out
 
 
-def test_devices_names_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(tmp_path, "devices")["this_machine"]["kind"] == "cpu"
-    assert "this machine" in capsys.readouterr().out
-
-
-def test_finetune_trains_or_says_what_to_profile(
-    tmp_path: Path, mlp: Path, predictor: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_finetune_trains_or_says_what_to_profile(tmp_path: Path, mlp: Path, predictor: Path, command: Command) -> None:
     base = ("finetune", "--predictor", str(predictor), "--data", str(mlp))
     out = tmp_path / "tuned"
     args = ("--device", "this-cpu@1", "--tasks", "2", "--config", "configs/smoke.yaml", "--out", str(out))
-    result = run(tmp_path, *base, *args)
+    result = command.json(*base, *args)
     assert len(result["selection"]["tasks"]) == 2 and result["next_command"] is None
     assert set(result["overall"]) >= _METRICS
-    run(tmp_path, "evaluate", "--predictor", str(out), "--data", str(mlp))
+    command.json("evaluate", "--predictor", str(out), "--data", str(mlp))
 
-    capsys.readouterr()
     elsewhere = ("--device", "h200", "--out", str(tmp_path / "h200"))
-    result = run(tmp_path, *base, *elsewhere, "--tasks", "3")
-    assert "finetune again" in (shown := capsys.readouterr().out) and result["next_command"] in shown
+    result = command.json(*base, *elsewhere, "--tasks", "3")
+    assert "finetune again" in command.out and result["next_command"] in command.out
     assert f"--tasks {result['task_file']}" in result["next_command"]
     assert len(json.loads(Path(result["task_file"]).read_text())["tasks"]) == 3
-    assert "no records of h200" in error_of(capsys, *base, *elsewhere)
-    assert "at least 1, got 0" in error_of(capsys, *base, *elsewhere, "--tasks", "0")
-    assert "no task file" in error_of(capsys, *base, *elsewhere, "--tasks", "nothing.json")
+    assert "no records of h200" in command.error(*base, *elsewhere)
+    assert "at least 1, got 0" in command.error(*base, *elsewhere, "--tasks", "0")
+    assert "no task file" in command.error(*base, *elsewhere, "--tasks", "nothing.json")
 
 
-def test_predict_a_network_per_task(tmp_path: Path, predictor: Path) -> None:
+def test_predict_a_network_per_task(predictor: Path, command: Command) -> None:
     there = ("--predictor", str(predictor), "--device", "this-cpu@1")
-    result = run(tmp_path, "predict", *there, "mlp", "--programs-per-task", "4")
+    result = command.json("predict", *there, "mlp", "--programs-per-task", "4")
     assert len(result["tasks"]) >= 3
     for row in result["tasks"]:
         assert 0 < row["best_s"] <= row["median_s"] <= row["worst_s"]
@@ -80,60 +65,55 @@ def test_predict_a_network_per_task(tmp_path: Path, predictor: Path) -> None:
     assert result["total_best_s"] == pytest.approx(total)
 
 
-def test_predictions_with_instruction_counts(
-    tmp_path: Path, mlp: Path, predictor: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_predictions_with_instruction_counts(tmp_path: Path, mlp: Path, predictor: Path, command: Command) -> None:
     program = tmp_path / "program.json"
     program.write_text(matmul_task(32).tir_json)
     there = ("--device", "this-cpu@1")
-    error = error_of(capsys, "predict", "--predictor", str(predictor), *there, str(program), "--compile", "1")
+    error = command.error("predict", "--predictor", str(predictor), *there, str(program), "--compile", "1")
     assert "model.compiled" in error
     shutil.copytree(mlp, tmp_path / "data")
-    run(tmp_path, "codegen", str(tmp_path / "data"))
+    command.json("codegen", str(tmp_path / "data"))
     config = tmp_path / "c.yaml"
     config.write_text("model: {dim: 16, heads: 2, layers: 1, compiled: true}\ntrain: {epochs: 1}\n")
     out = ("--data", str(tmp_path / "data"), "--out", str(tmp_path / "run"))
-    run(tmp_path, "train", "--config", str(config), *out, "--split", "within_task:test=0.3")
+    command.json("train", "--config", str(config), *out, "--split", "within_task:test=0.3")
     trained = ("--predictor", str(tmp_path / "run"))
-    result = run(tmp_path, "predict", *trained, *there, str(program), "--compile", "1")
+    result = command.json("predict", *trained, *there, str(program), "--compile", "1")
     assert result["compiled"] and result["latency_s"] > 0
-    result = run(tmp_path, "predict", *trained, *there, "mlp", "--programs-per-task", "4", "--compile", "2")
+    result = command.json("predict", *trained, *there, "mlp", "--programs-per-task", "4", "--compile", "2")
     assert {row["compiled"] for row in result["tasks"]} <= {1, 2} and result["total_best_s"] > 0
-    scores = run(tmp_path, "evaluate", *trained, "--data", str(tmp_path / "data"), "--compiled")
+    scores = command.json("evaluate", *trained, "--data", str(tmp_path / "data"), "--compiled")
     assert scores["n_compiled"] == scores["overall"]["n"]
-    capsys.readouterr()
-    assert "cdmpp codegen" in error_of(capsys, "evaluate", *trained, "--data", str(mlp), "--compiled")
+    assert "cdmpp codegen" in command.error("evaluate", *trained, "--data", str(mlp), "--compiled")
 
 
 def test_predictions_with_what_was_measured_elsewhere(
-    tmp_path: Path, mlp: Path, predictor: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, mlp: Path, predictor: Path, command: Command
 ) -> None:
     program = tmp_path / "program.json"
     program.write_text(matmul_task(32).tir_json)
     there = ("predict", "--predictor", str(predictor), "--device", "epyc-7763@1", str(program))
-    plain = run(tmp_path, *there)["latency_s"]
-    given = [run(tmp_path, *there, "--measured", f"this-cpu@1={t}ms") for t in (1, 100)]
+    plain = command.json(*there)["latency_s"]
+    given = [command.json(*there, "--measured", f"this-cpu@1={t}ms") for t in (1, 100)]
     assert given[0]["measured"] == {"this-cpu@1": pytest.approx(1e-3)}
     assert len({plain, *(result["latency_s"] for result in given)}) == 3
     assert given[0]["latency_s"] < given[1]["latency_s"]
-    assert "(PROGRAM.json)" in error_of(capsys, *there[:-1], "mlp", "--measured", "this-cpu@1=1ms")
-    assert "rtx-3060=1.3ms" in error_of(capsys, *there, "--measured", "this-cpu@1")
-    assert "too little of a cpu" in error_of(capsys, *there, "--measured", "h200=1ms")
-    assert "not both" in error_of(capsys, *there, "--measured", "this-cpu@1=1ms", "--compile", "1")
+    assert "(PROGRAM.json)" in command.error(*there[:-1], "mlp", "--measured", "this-cpu@1=1ms")
+    assert "rtx-3060=1.3ms" in command.error(*there, "--measured", "this-cpu@1")
+    assert "too little of a cpu" in command.error(*there, "--measured", "h200=1ms")
+    assert "not both" in command.error(*there, "--measured", "this-cpu@1=1ms", "--compile", "1")
     evaluate = ("evaluate", "--predictor", str(predictor), "--data", str(mlp), "--measured")
-    assert "measured on another device" in error_of(capsys, *evaluate)
+    assert "measured on another device" in command.error(*evaluate)
 
 
-def test_report_is_one_file(tmp_path: Path, predictor: Path) -> None:
+def test_report_is_one_file(tmp_path: Path, predictor: Path, command: Command) -> None:
     out = tmp_path / "report.html"
-    result = run(tmp_path, "report", str(predictor), "--out", str(out))
+    result = command.json("report", str(predictor), "--out", str(out))
     assert set(result["overall"]) >= _METRICS
     assert out.read_text().startswith("<!DOCTYPE html>")
 
 
-def test_bad_input_is_one_line_and_exit_code_2(
-    tmp_path: Path, predictor: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, predictor: Path, command: Command) -> None:
     for name, content in (("not.onnx", "not a network"), ("not.json", "{}")):
         (tmp_path / name).write_text(content)
     predict = f"predict --predictor {predictor} --device"
@@ -145,4 +125,4 @@ def test_bad_input_is_one_line_and_exit_code_2(
         (f"evaluate --predictor {tmp_path} --data {tmp_path}", "no predictor"),
         (f"profile --out {tmp_path}/x", "not both"),
     ):
-        assert said in error_of(capsys, *command.split())
+        assert said in command.error(*command.split())

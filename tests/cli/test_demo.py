@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from cdmpp.cli import demo, main
+from cdmpp.cli import demo
 from cdmpp.cli.main import _parser
 from cdmpp.dataset import Dataset
 from cdmpp.device import get_device
@@ -23,6 +23,7 @@ from cdmpp.predictor import Predictor, finetune_config
 from cdmpp.program.network import Network
 from cdmpp.program.tasks import extract_tasks
 from cdmpp.program.zoo import zoo_networks
+from tests.samples.command import Command
 
 pytestmark = pytest.mark.usefixtures("real_machine")
 MODELS = [
@@ -124,10 +125,9 @@ def test_another_run_measures_nothing_twice(first: Demo) -> None:
     assert Dataset.open(first.out / "measured").records.equals(first.records)
 
 
-def test_data_that_are_not_there_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--data", str(tmp_path / "none"), "--out", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err.strip().splitlines()
-    assert len(error) == 1 and "none" in error[0] and not (tmp_path / "out").exists()
+def test_data_that_are_not_there_are_one_line(tmp_path: Path, command: Command) -> None:
+    assert "none" in command.error("demo", "--data", tmp_path / "none", "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_nothing_that_ships_has_a_task_of_the_demo() -> None:

@@ -13,6 +13,7 @@ from cdmpp.cli.main import _parser, verb_groups
 from cdmpp.cli.options import settings
 from cdmpp.profiler.session import ProfileConfig
 from cdmpp.tuner import Objective, TuneConfig
+from tests.samples.command import Command
 
 VERBS = {name: run for group in verb_groups().values() for name, (_, run) in group.items()}
 
@@ -75,10 +76,8 @@ def test_an_option_has_one_name_and_its_former_ones() -> None:
         (["networks", "--json", "no/such/folder/x.json"], "cannot write"),
     ],
 )
-def test_bad_options_are_one_line(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(args) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("cdmpp: ") and said in line
+def test_bad_options_are_one_line(args: list[str], said: str, command: Command) -> None:
+    assert said in command.error(*args)
 
 
 def test_progress_is_a_line_now_and_then_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from cdmpp.cli import main
 from cdmpp.dataset import Dataset
 from cdmpp.dataset.importers import ImportReport, import_benchmark_hub
 from cdmpp.errors import DatasetError, ProgramError
 from cdmpp.files import read_yaml
 from cdmpp.predictor.data import program_resolver
 from cdmpp.program.ast import compact_ast
+from tests.samples.command import Command
 
 CONVOLUTION, GEMM, DEDISPERSION = read_yaml(Path(__file__).with_name("rows.yaml"))["hub"].values()
 ROWS: list[dict[str, Any]] = [
@@ -163,9 +163,7 @@ def test_unknown_kernels_and_states_are_counted(tmp_path: Path) -> None:
     assert report.notes == ("1 configurations stand for no program: their parameters do not divide each other",)
 
 
-def test_an_unknown_gpu_is_named_with_near_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_gpu_is_named_with_near_ones(tmp_path: Path, command: Command) -> None:
     file = table(tmp_path / "hub.parquet", [{**CONVOLUTION, "gpu": "A4001"}])
-    assert main(["import", "benchmark-hub", str(file), "--out", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "hub.parquet: unknown device 'A4001'; did you mean" in error
-    assert "a4000" in error
+    error = command.error("import", "benchmark-hub", file, "--out", tmp_path / "out")
+    assert "hub.parquet: unknown device 'A4001'; did you mean" in error and "a4000" in error

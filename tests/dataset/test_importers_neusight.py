@@ -9,7 +9,6 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from cdmpp.cli import main
 from cdmpp.dataset import Dataset, Record
 from cdmpp.dataset.importers import ImportReport, import_neusight
 from cdmpp.dataset.importers.neusight_traces import forward_calls
@@ -21,6 +20,7 @@ from cdmpp.program.space import rebuild
 from cdmpp.program.tasks import task_from_prim_func
 from cdmpp.program.tvm_env import import_tvm
 from cdmpp.program.types import Task
+from tests.samples.command import Command
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -323,21 +323,16 @@ def test_a_bad_node_is_named(tmp_path: Path, rows: list[dict[str, Any]], message
     assert "\n" not in str(caught.value)
 
 
-def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line(tmp_path: Path, command: Command) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text("{name: t5, kind: gpu, aliases: [Tesla T5], bandwidth_gb_s: 320}")
-    file = str(operators(tmp_path / "ops.parquet", changed(1, device="Tesla T5")))
-    out = str(tmp_path / "out")
-    assert main(["import", "neusight", file, "--out", out]) == 2
-    error = capsys.readouterr().err
+    file = operators(tmp_path / "ops.parquet", changed(1, device="Tesla T5"))
+    imported = ("import", "neusight", file, "--out", tmp_path / "out")
+    error = command.error(*imported)
     assert "ops.parquet: unknown device 'Tesla T5'; did you mean" in error and "t4" in error
-    report = tmp_path / "report.json"
-    arguments = ["import", "neusight", file, "--out", out, "--devices", str(mine), "--limit", "4"]
-    assert main([*arguments, "--json", str(report)]) == 0
-    assert "4 labels (failures: none)" in capsys.readouterr().out
-    assert json.loads(report.read_text())["records"] == {"ok": 4}
-    assert main([*arguments]) == 2  # the folder is a dataset now
-    assert "is a dataset already" in capsys.readouterr().err
+    assert command.json(*imported, "--devices", mine, "--limit", 4)["records"] == {"ok": 4}
+    assert "4 labels (failures: none)" in command.out
+    assert "is a dataset already" in command.error(*imported, "--devices", mine, "--limit", 4)
 
 
 # -- the published files ----------------------------------------------------------------------------------------------

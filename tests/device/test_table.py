@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cdmpp.cli import main
 from cdmpp.device import (
     DEVICE_FEATURES,
     GENERAL_DEVICE_FEATURES,
@@ -29,6 +28,7 @@ from cdmpp.device import (
 from cdmpp.device.table import missing_fields, read_device_file, row_from_mapping
 from cdmpp.errors import UnknownDeviceError
 from cdmpp.files import read_yaml
+from tests.samples.command import Command
 
 HERE = Device(
     "xeon-cascadelake-2.5ghz", "cpu", vendor="intel", model="Intel(R) Xeon(R) Processor @ 2.50GHz", mcpu="cascadelake",
@@ -229,21 +229,17 @@ def test_a_row_says_what_it_lacks() -> None:
 
 
 @pytest.mark.usefixtures("own_config")
-def test_the_command_line_shows_and_adds_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, shown = write(tmp_path / "mine.yaml", MY_GPU), tmp_path / "shown.json"
-    assert main(["devices", "--devices", str(file), "--json", str(shown)]) == 0
-    assert "my-gpu: unknown: l1_kb, l2_kb" in capsys.readouterr().out
-    found = json.loads(shown.read_text())
+def test_the_command_line_shows_and_adds_devices(tmp_path: Path, command: Command) -> None:
+    file = write(tmp_path / "mine.yaml", MY_GPU)
+    found = command.json("devices", "--devices", file)
+    assert "my-gpu: unknown: l1_kb, l2_kb" in command.out
     assert "my-gpu" in [device["name"] for device in found["devices"]]
     assert "bandwidth_gb_s" in found["missing"]["my-gpu"] and found["added"] == []
     with pytest.raises(UnknownDeviceError):
         get_device("my-gpu")
-    assert main(["devices", "--add", str(file)]) == 0
-    assert "my-gpu added to" in capsys.readouterr().out and get_device("my-gpu").cores == 10
+    assert "my-gpu added to" in command("devices", "--add", file) and get_device("my-gpu").cores == 10
     wrong = write(tmp_path / "wrong.yaml", "{name: my-gpu, kind: gpu, clock_mhz: 1}")
-    assert main(["devices", "--add", str(wrong)]) == 2
-    error = capsys.readouterr().err
-    assert "my-gpu: clock_mhz is 1" in error and error.count("\n") == 1
+    assert "my-gpu: clock_mhz is 1" in command.error("devices", "--add", wrong)
 
 
 def test_programs_see_the_measured_clock_else_the_highest_else_the_nominal_one() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cdmpp.cli import main
 from cdmpp.dataset import Dataset
 from cdmpp.device import get_device
 from cdmpp.endtoend import NetworkTasks, compare_devices, network_tasks, predict_latency, read_prices
@@ -25,6 +24,7 @@ from cdmpp.program.tasks import task_from_prim_func
 from cdmpp.program.types import Task
 from cdmpp.tuner.measure import Measurer
 from cdmpp.tuner.tuning import tune_tasks
+from tests.samples.command import Command
 from tests.samples.tuning import FakeEngine, tune_config
 
 pytest.importorskip("tvm")
@@ -219,16 +219,13 @@ def test_an_order_within_the_intervals_is_called_uncertain(trace: Path) -> None:
 
 
 def test_the_command_prints_and_writes_the_same_numbers(
-    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trace: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setattr(Predictor, "default", classmethod(lambda cls: fixed()))
-    out = tmp_path / "out.json"
-    assert main(["latency", str(trace), "--device", "h200", "--launch-us", "0", "--json", str(out)]) == 0
-    assert json.loads(out.read_text())["latency_s"] == pytest.approx(4e-3)
-    assert "4 ms a run on h200" in capsys.readouterr().out
-    assert main(["latency", str(trace), "--device", "h200,t4", "--json", str(out)]) == 0
-    assert set(json.loads(out.read_text())["by_latency"]) == {"h200", "t4"}
-    assert "on 2 devices" in capsys.readouterr().out
+    one = command.json("latency", trace, "--device", "h200", "--launch-us", "0")
+    assert one["latency_s"] == pytest.approx(4e-3) and "4 ms a run on h200" in command.out
+    two = command.json("latency", trace, "--device", "h200,t4")
+    assert set(two["by_latency"]) == {"h200", "t4"} and "on 2 devices" in command.out
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------
@@ -241,14 +238,12 @@ def test_a_prediction_that_is_no_latency_names_the_task(trace: Path, seconds: fl
 
 
 def test_the_command_ends_with_one_line_on_bad_input(
-    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setattr(Predictor, "default", classmethod(lambda cls: fixed(float("nan"))))
     (tmp_path / "prices.yaml").write_text("h2000: 1")
     for options in (["h2000"], ["h200,nodevice"], ["h200"], [","], ["h200", "--price", str(tmp_path / "prices.yaml")]):
-        assert main(["latency", str(trace), "--device", *options]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("cdmpp: ") and error.count("\n") == 1
+        error = command.error("latency", trace, "--device", *options)
         assert ("unknown device" in error) == any("h2000" in o or "nodevice" in o or "yaml" in o for o in options)
 
 

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cdmpp.cli import main
 from cdmpp.errors import CdmppError, PredictorError
 from cdmpp.files import seconds_text
 from cdmpp.predictor import Predictor, evaluate, train
@@ -185,7 +184,7 @@ def test_decades(latency_s, decade):
     assert seconds_text(1.25e-3) == "1.25 ms"
 
 
-def test_bad_input_is_one_clear_error(run, data, tmp_path, capsys):
+def test_bad_input_is_one_clear_error(run, data, tmp_path, command):
     for folder, of, message in (
         (tmp_path / "none", data, "no such run folder"),
         (tmp_path, data, r"config\.yaml"),
@@ -193,9 +192,7 @@ def test_bad_input_is_one_clear_error(run, data, tmp_path, capsys):
     ):
         with pytest.raises(CdmppError, match=message):
             collect_report(folder, of)
-    assert main(["report", str(tmp_path / "none"), "--out", str(tmp_path / "r.html")]) == 2
-    err = capsys.readouterr().err.strip()
-    assert err.startswith("cdmpp: ") and "\n" not in err
+    assert "no such run folder" in command.error("report", tmp_path / "none", "--out", tmp_path / "r.html")
     (tmp_path / "file").write_text("")
     with pytest.raises(PredictorError, match="cannot write"):
         write_report(run, tmp_path / "file" / "report.html", data)
