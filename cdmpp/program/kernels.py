@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from cdmpp.errors import ProgramError
-from cdmpp.program.library_ops import prim_func, te
+from cdmpp.program.library_ops import placeholders, prim_func, te
 from cdmpp.program.tvm_env import import_tvm, normalise
 
 
@@ -84,9 +84,7 @@ def within(*edges: tuple[Any, int, int]) -> list[Any]:
 def gemm(m: int, n: int, k: int) -> Any:
     """The task: ``out[n, m] = sum_k a[k, m] b[k, n] + c[n, m]`` (CLBlast's layout; alpha and beta are 1)."""
     builder = te()
-    a = builder.placeholder((k, m), name="a")
-    b = builder.placeholder((k, n), name="b")
-    c = builder.placeholder((n, m), name="c")
+    a, b, c = placeholders(a=(k, m), b=(k, n), c=(n, m))
     r = builder.reduce_axis((0, k), name="r")
     product = builder.compute((n, m), lambda j, i: builder.sum(a[r, i] * b[r, j], axis=r), name="matmul")
     return prim_func([a, b, c], builder.compute((n, m), lambda j, i: product[j, i] + c[j, i], name="out"))
@@ -194,8 +192,8 @@ _BANKS = 32
 def image_convolution(height: int, width: int, filter_height: int, filter_width: int) -> Any:
     """The task: one image of ``(height, width)`` with a filter, the input larger by the filter's border."""
     builder = te()
-    image = builder.placeholder((height + filter_height - 1, width + filter_width - 1), name="image")
-    weights = builder.placeholder((filter_height, filter_width), name="filter")
+    reached = (height + filter_height - 1, width + filter_width - 1)
+    image, weights = placeholders(image=reached, filter=(filter_height, filter_width))
     i = builder.reduce_axis((0, filter_height), name="i")
     j = builder.reduce_axis((0, filter_width), name="j")
     result = builder.compute(
@@ -289,7 +287,7 @@ def dedispersion(samples: int, measures: int, channels: int, max_shift: int) -> 
     from tvm import tirx
 
     signal = builder.placeholder((channels, samples + max_shift), dtype="uint8", name="signal")
-    shifts = builder.placeholder((channels,), name="shifts")
+    (shifts,) = placeholders(shifts=(channels,))
     c = builder.reduce_axis((0, channels), name="c")
 
     def value(dm: Any, t: Any) -> Any:

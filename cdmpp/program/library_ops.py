@@ -36,8 +36,7 @@ _NUMBER = 0.5
 def linear(m: int, n: int, k: int) -> Any:
     """``y[m, k] = sum_n x[m, n] w[k, n] + b[k]``: `n` is the reduction, `k` the output (NeuSight's names)."""
     ex = te()
-    x, w = ex.placeholder((m, n), name="x"), ex.placeholder((k, n), name="w")
-    b = ex.placeholder((k,), name="b")
+    x, w, b = placeholders(x=(m, n), w=(k, n), b=(k,))
     r = ex.reduce_axis((0, n), name="r")
     product = ex.compute((m, k), lambda i, j: ex.sum(x[i, r] * w[j, r], axis=r), name="matmul")
     return prim_func([x, w, b], ex.compute((m, k), lambda i, j: product[i, j] + b[j], name="add"))
@@ -46,7 +45,7 @@ def linear(m: int, n: int, k: int) -> Any:
 def bmm(b: int, m: int, n: int, k: int) -> Any:
     """``z[b, m, k] = sum_n x[b, m, n] y[b, n, k]``: `n` is the reduction, `k` the output (NeuSight's names)."""
     ex = te()
-    x, y = ex.placeholder((b, m, n), name="x"), ex.placeholder((b, n, k), name="y")
+    x, y = placeholders(x=(b, m, n), y=(b, n, k))
     r = ex.reduce_axis((0, n), name="r")
     product = ex.compute((b, m, k), lambda h, i, j: ex.sum(x[h, i, r] * y[h, r, j], axis=r), name="matmul")
     return prim_func([x, y], product)
@@ -54,11 +53,9 @@ def bmm(b: int, m: int, n: int, k: int) -> Any:
 
 def conv2d(batch: int, in_channels: int, out_channels: int, kernel: int, size: int, stride: int, padding: int) -> Any:
     """Square 2-D convolution of ``(batch, in_channels, size, size)``, without bias."""
-    ex = te()
+    x, w = placeholders(x=(batch, in_channels, size, size), w=(out_channels, in_channels, kernel, kernel))
     from tvm import topi
 
-    x = ex.placeholder((batch, in_channels, size, size), name="x")
-    w = ex.placeholder((out_channels, in_channels, kernel, kernel), name="w")
     return prim_func([x, w], topi.nn.conv2d_nchw(x, w, stride, padding, 1))
 
 
@@ -81,11 +78,11 @@ def elementwise(op: str, shape: Sequence[int], other: Sequence[int] = ()) -> Any
         "gelu": lambda a: half * a * (one + tirx.erf(a * tirx.const(math.sqrt(0.5), "float32"))),
         **{f"{name}u": (lambda a, f=function: f(a, number)) for name, function in binary.items()},
     }
-    x = ex.placeholder(tuple(shape), name="x")
+    (x,) = placeholders(x=shape)
     if op not in binary:
         return prim_func([x], ex.compute(tuple(shape), lambda *i: unary[op](x(*i)), name=op))
     sizes = tuple(other) or tuple(shape)
-    y = ex.placeholder(sizes, name="y")
+    (y,) = placeholders(y=sizes)
 
     def there(index: Sequence[Any]) -> list[Any]:
         return [0 if size == 1 else i for i, size in zip(index, sizes, strict=True)]
@@ -95,20 +92,17 @@ def elementwise(op: str, shape: Sequence[int], other: Sequence[int] = ()) -> Any
 
 def softmax(rows: int, columns: int) -> Any:
     """Softmax over the columns."""
-    ex = te()
+    (x,) = placeholders(x=(rows, columns))
     from tvm import topi
 
-    x = ex.placeholder((rows, columns), name="x")
     return prim_func([x], topi.nn.softmax(x, axis=-1))
 
 
 def layer_norm(rows: int, columns: int) -> Any:
     """Layer normalisation over the columns, with scale and bias."""
-    ex = te()
+    x, scale, bias = placeholders(x=(rows, columns), scale=(columns,), bias=(columns,))
     from tvm import topi
 
-    x = ex.placeholder((rows, columns), name="x")
-    scale, bias = ex.placeholder((columns,), name="scale"), ex.placeholder((columns,), name="bias")
     return prim_func([x, scale, bias], topi.nn.layer_norm(x, scale, bias, axis=[1], epsilon=1e-5))
 
 
@@ -117,7 +111,7 @@ def memory(elements: int, inputs: int = 1) -> Any:
     ex = te()
     from tvm import tirx
 
-    sources = [ex.placeholder((elements,), name=f"x{i}") for i in range(inputs)]
+    sources = placeholders(**{f"x{i}": (elements,) for i in range(inputs)})
 
     def value(i: Any) -> Any:
         if not sources:
@@ -173,6 +167,11 @@ def te() -> Any:
     from tvm import te as module
 
     return module
+
+
+def placeholders(**shapes: Sequence[int]) -> list[Any]:
+    """Inputs of an expression in float32, by name."""
+    return [te().placeholder(tuple(shape), name=name) for name, shape in shapes.items()]
 
 
 def prim_func(inputs: Sequence[Any], output: Any) -> Any:

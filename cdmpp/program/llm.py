@@ -16,27 +16,22 @@ from cdmpp.errors import NetworkError, reason
 from cdmpp.files import read_json
 from cdmpp.program.operators import ELEMENT_BYTES, attention
 
-#: Sizes of open models that are often asked for, from their published configurations.
+_SIZES = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+          "num_key_value_heads", "vocab_size")  # fmt: skip
+#: Configurations of open models that are often asked for, as published: these sizes and what else they have.
 MODELS: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-                     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
-    "llama-3.1-70b": {"model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
-                      "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256},
-    "mistral-7b": {"model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-                   "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32768},
-    "qwen2.5-7b": {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-                   "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064},
-    "qwen3-8b": {"model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-                 "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
-    "qwen3-32b": {"model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64,
-                  "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
-    "qwen3-30b-a3b": {"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
-                      "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
-                      "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128,
-                      "num_experts_per_tok": 8},
-    "mixtral-8x7b": {"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-                     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 8,
-                     "num_experts_per_tok": 2},
+    name: {**dict(zip(_SIZES, sizes, strict=True)), **more}
+    for name, sizes, more in (
+        ("llama-3.1-8b", ("llama", 4096, 14336, 32, 32, 8, 128256), {}),
+        ("llama-3.1-70b", ("llama", 8192, 28672, 80, 64, 8, 128256), {}),
+        ("mistral-7b", ("mistral", 4096, 14336, 32, 32, 8, 32768), {}),
+        ("qwen2.5-7b", ("qwen2", 3584, 18944, 28, 28, 4, 152064), {}),
+        ("qwen3-8b", ("qwen3", 4096, 12288, 36, 32, 8, 151936), {"head_dim": 128}),
+        ("qwen3-32b", ("qwen3", 5120, 25600, 64, 64, 8, 151936), {"head_dim": 128}),
+        ("qwen3-30b-a3b", ("qwen3_moe", 2048, 6144, 48, 32, 4, 151936),
+         {"head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}),
+        ("mixtral-8x7b", ("mixtral", 4096, 14336, 32, 32, 8, 32000), {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    )
 }  # fmt: skip
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 #: Kinds of model whose layers are as described above.

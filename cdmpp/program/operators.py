@@ -101,8 +101,8 @@ _OF_TORCH = {
 #: Sizes that are 1 (0: backward) where a row does not say.
 _DEFAULTS = {"batch": 1.0, "inputs": 1.0, "stride": 1.0, "dilation": 1.0, "groups": 1.0, "backward": 0.0}
 #: Vector instructions an element: read, mean, scale and the like. Their exact number hardly matters, memory bounds them.
-_VECTOR = {"rmsnorm": 4, "layernorm": 7, "softmax": 4, "silu_mul": 3, "elementwise": 1, "quantize": 3,
-           "activation": 4, "batchnorm": 2, "reduce": 1}  # fmt: skip
+_VECTOR = {"rmsnorm": 4, "layernorm": 7, "softmax": 4, "silu_mul": 3, "elementwise": 1, "quantize": 3, "embedding": 0,
+           "activation": 4, "batchnorm": 2, "copy": 0, "reduce": 1}  # fmt: skip
 #: Exponentials and the like an element.
 _SPECIAL = {"softmax": 1, "silu_mul": 2, "activation": 1}
 #: Products of a cell of a recurrent network, by operator.
@@ -248,15 +248,12 @@ def work(table: pd.DataFrame) -> dict[str, FloatArray]:
             read=(cell + m * (n + k)) * element * size["tokens"],
             written=m * n * element * size["tokens"],
         )
-    for name in (
-        "rmsnorm", "layernorm", "softmax", "silu_mul", "elementwise", "quantize", "embedding", "activation", "batchnorm",
-        "copy", "reduce",
-    ):  # fmt: skip
+    for name, instructions in _VECTOR.items():
         inputs = {"silu_mul": 2.0}.get(name, size["inputs"] if name in ("elementwise", "activation", "copy") else 1.0)
         written = {"quantize": points * element, "reduce": m * outer}.get(name, points * outer)
         put(
             op == name,
-            vector=_VECTOR.get(name, 0) * points,
+            vector=instructions * points,
             special=_SPECIAL.get(name, 0) * points,
             read=inputs * points * outer,
             written=written,
