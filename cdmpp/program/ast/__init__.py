@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from cdmpp.errors import CdmppError, ProgramError
 from cdmpp.program.ast.features import leaf_vectors
 from cdmpp.program.ast.schema import FEATURE_SET, LEAF_FEATURE_DOCS, LEAF_FEATURES, OP_KINDS
-from cdmpp.program.ast.table import LEAF_COLUMNS, Collected, leaf_table
+from cdmpp.program.ast.table import ACCESS_COLUMNS, LEAF_COLUMNS, Collected, leaf_table
 from cdmpp.program.tvm_env import import_tvm
 
 __all__ = [
@@ -113,9 +113,11 @@ def _chunk(funcs: Sequence[Any], first: int) -> list[CompactAST]:
     except ValueError as err:
         raise ProgramError(str(err)) from err
     arrays: dict[str, Any] = {str(name): np.from_dlpack(column) for name, column in columns.items()}
+    for name, names in (("leaf", LEAF_COLUMNS), ("access", ACCESS_COLUMNS)):
+        arrays[name] = dict(zip(names, arrays[name].T, strict=True))
     found = Collected(**arrays)
     vectors = leaf_vectors(leaf_table(found))
-    positions = found.leaf[:, LEAF_COLUMNS.index("position")].astype(np.int32)
+    positions = found.leaf["position"].astype(np.int32)
     counts, _, n_nodes = found.program.T
     ends = np.cumsum(counts)
     return [

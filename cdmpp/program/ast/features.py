@@ -31,19 +31,8 @@ from cdmpp.program.ast.schema import (
     TLB_ENTRIES,
     WORKING_SET_DEPTHS,
 )  # fmt: skip
-from cdmpp.program.ast.table import (
-    ACCESS_COLUMNS,
-    LEAF_COLUMNS,
-    FloatArray,
-    IntArray,
-    LeafTable,
-    LoopKind,
-    LoopNest,
-    Scope,
-)
+from cdmpp.program.ast.table import FloatArray, IntArray, LeafTable, LoopKind, LoopNest, Scope
 
-_LEAF = {name: i for i, name in enumerate(LEAF_COLUMNS)}
-_ACCESS = {name: i for i, name in enumerate(ACCESS_COLUMNS)}
 #: Floating-point operations that each kind of operation counts as.
 _FLOPS = np.array([{"fadd": 1, "fmul": 1, "fma": 2, "fdiv": 1, "fminmax": 1}.get(k, 0) for k in OP_KINDS], float)
 #: Floating-point instructions that each kind is, where it is one.
@@ -63,15 +52,15 @@ def leaf_vectors(table: LeafTable) -> NDArray[np.float32]:
         for capacity, period in zip((32 << 10, 1 << 20), SET_PERIODS, strict=True)
     ]
     pages = page_traffic(nest, feet, TLB_ENTRIES)
-    times = (table.access[:, _ACCESS["loads"]] > 0).astype(float) + (table.access[:, _ACCESS["stores"]] > 0)
+    times = (table.access["loads"] > 0).astype(float) + (table.access["stores"] > 0)
     auto = auto_simd(table, nest, feet)
     flops = table.ops @ _FLOPS
-    special = table.ops @ _SPECIAL / table.leaf[:, _LEAF["hoisted"]]
+    special = table.ops @ _SPECIAL / table.leaf["hoisted"]
     blocks = [
         _context(table),
         _loops(table, nest, feet),
         table.ops,
-        np.stack([flops, special, table.ops @ _INTEGER, feet.per_leaf(table.access[:, _ACCESS["loads"]])], axis=1)
+        np.stack([flops, special, table.ops @ _INTEGER, feet.per_leaf(table.access["loads"])], axis=1)
         * nest.iterations[:, None],
         _code(table, nest, feet, auto),
         _instructions(table, nest, feet, auto, registers, times),
@@ -91,8 +80,8 @@ def leaf_vectors(table: LeafTable) -> NDArray[np.float32]:
 
 def _context(table: LeafTable) -> FloatArray:
     leaf = table.leaf
-    program = leaf[:, 0].astype(np.int64)
-    nest = leaf[:, _LEAF["nest"]].astype(np.int64)
+    program = leaf["program"].astype(np.int64)
+    nest = leaf["nest"].astype(np.int64)
     leaves, nests, _ = table.program.T
     offsets = np.cumsum(nests) - nests
     nest_key = offsets[program] + nest
@@ -100,15 +89,8 @@ def _context(table: LeafTable) -> FloatArray:
         "itemsize", "is_float", "stores", "is_init", "is_reduction", "guarded", "predicated", "opaque", "divmod",
         "divmod_inner", "branch_inner", "index",
     )  # fmt: skip
-    extra = [
-        leaves[program],
-        nest,
-        nests[program],
-        np.bincount(nest_key)[nest_key],
-        leaf[:, _LEAF["shared_before"]],
-        leaf[:, _LEAF["shared_after"]],
-    ]
-    return np.concatenate([leaf[:, [_LEAF[n] for n in names]], np.stack(extra, axis=1)], axis=1)
+    extra = [leaves[program], nest, nests[program], np.bincount(nest_key)[nest_key]]
+    return np.stack([*(leaf[name] for name in names), *extra, leaf["shared_before"], leaf["shared_after"]], axis=1)
 
 
 def _loops(table: LeafTable, nest: LoopNest, feet: Footprints) -> FloatArray:
@@ -128,12 +110,9 @@ def _loops(table: LeafTable, nest: LoopNest, feet: Footprints) -> FloatArray:
     has_parallel = (kind == LoopKind.PARALLEL).any(axis=1)
     inner = np.where(has_parallel, (kind == LoopKind.PARALLEL).argmax(axis=1), extent.shape[1])
     iterations = nest.iterations
-    domain = table.leaf[:, _LEAF["domain"]]
-    blocks, threads, vthreads = (
-        product(kind == LoopKind.BLOCK_IDX),
-        product(kind == LoopKind.THREAD_IDX),
-        product(kind == LoopKind.VTHREAD),
-    )
+    domain = table.leaf["domain"]
+    of_gpu = (LoopKind.BLOCK_IDX, LoopKind.THREAD_IDX, LoopKind.VTHREAD)
+    blocks, threads, vthreads = (product(kind == own) for own in of_gpu)
     columns = [
         nest.n,
         iterations,
@@ -154,26 +133,25 @@ def _loops(table: LeafTable, nest: LoopNest, feet: Footprints) -> FloatArray:
         threads,
         vthreads,
         iterations / (blocks * threads),
-        table.leaf[:, _LEAF["max_step"]],
-        table.leaf[:, _LEAF["explicit"]],
+        table.leaf["max_step"],
+        table.leaf["explicit"],
         *[np.ceil(parallel / n) * n / parallel for n in CORES],
     ]
     return np.stack(columns, axis=1)
 
 
 def _code(table: LeafTable, nest: LoopNest, feet: Footprints, auto: NDArray[np.bool_]) -> FloatArray:
-    n_leaves = len(table.leaf)
-    rows = np.arange(n_leaves)
+    rows = np.arange(len(table.ops))
     at = np.arange(len(feet.leaf))
     tile = nest.tile
     in_tile = feet.data[at, tile[feet.leaf]]
-    stores = table.access[:, _ACCESS["stores"]] > 0
+    stores = table.access["stores"] > 0
     outputs = feet.per_leaf(in_tile * stores)
-    loads = table.access[:, _ACCESS["loads"]] > 0
+    loads = table.access["loads"] > 0
     inputs = feet.per_leaf(in_tile * loads)
-    is_reduction = table.leaf[:, _LEAF["is_reduction"]]
+    is_reduction = table.leaf["is_reduction"]
     loops = np.arange(nest.extent.shape[1])
-    outside = loops[None, :] >= tile[:, None]
+    outside = loops >= tile[:, None]
     # Reduction loops directly around the tile, up to the first loop that is none.
     hold = np.logical_and.accumulate(nest.reduction | ~outside, axis=1) & outside
     has_next = tile < nest.n
@@ -182,7 +160,7 @@ def _code(table: LeafTable, nest: LoopNest, feet: Footprints, auto: NDArray[np.b
     gather = table.gathers[at, nest.simd[feet.leaf]]
     classes = [(simd_stride == 1) & ~gather, (simd_stride == 0) & ~gather, (simd_stride > 1) & ~gather, gather]
     run = feet.runs[at, tile[feet.leaf]]
-    runs = [by_leaf(np.maximum, feet.leaf, np.where(have, run, 0.0), n_leaves) for have in (stores, loads)]
+    runs = [by_leaf(np.maximum, feet.leaf, np.where(have, run, 0.0), len(rows)) for have in (stores, loads)]
     columns = [
         nest.points[rows, tile],
         outputs,
@@ -221,7 +199,7 @@ def _instructions(
 
 
 def _program(table: LeafTable, nest: LoopNest, feet: Footprints, flops: FloatArray) -> FloatArray:
-    program = table.leaf[:, 0].astype(np.int64)
+    program = table.leaf["program"].astype(np.int64)
     leaf_flops = flops * nest.iterations
     all_flops = np.bincount(program, weights=leaf_flops)[program]
     all_iterations = np.bincount(program, weights=nest.iterations)[program]
@@ -239,9 +217,9 @@ def _program(table: LeafTable, nest: LoopNest, feet: Footprints, flops: FloatArr
 def _allocations(table: LeafTable, feet: Footprints) -> list[FloatArray]:
     """Bytes of the buffers each program allocates, by scope."""
     _, first = np.unique(table.access_buffer, return_index=True)
-    program = table.leaf[feet.leaf[first], 0].astype(np.int64)
-    allocated = table.access[first, _ACCESS["allocated"]] > 0
-    scope = table.access[first, _ACCESS["scope"]]
+    program = table.leaf["program"][feet.leaf[first]].astype(np.int64)
+    allocated = table.access["allocated"][first]
+    scope = table.access["scope"][first]
     return [
         np.bincount(program, feet.storage[first] * (allocated & (scope == s)), len(table.program))
         for s in (Scope.GLOBAL, Scope.SHARED, Scope.LOCAL)
@@ -249,17 +227,12 @@ def _allocations(table: LeafTable, feet: Footprints) -> list[FloatArray]:
 
 
 def _window(nest: LoopNest) -> FloatArray:
-    n_leaves, loops = nest.extent.shape
-    out = np.zeros((n_leaves, N_LOOPS, 5))
-    n = min(loops, N_LOOPS)
-    have = nest.kind[:, :n] >= 0
-    kind = nest.kind[:, :n]
-    out[:, :n, 0] = nest.extent[:, :n] * have
-    out[:, :n, 1] = nest.reduction[:, :n]
-    out[:, :n, 2] = nest.vector[:, :n]
-    out[:, :n, 3] = nest.unrolled[:, :n]
-    out[:, :n, 4] = (kind == LoopKind.PARALLEL) | (kind == LoopKind.BLOCK_IDX) | (kind == LoopKind.THREAD_IDX)
-    return out.reshape(n_leaves, -1)
+    parallel = np.isin(nest.kind, (LoopKind.PARALLEL, LoopKind.BLOCK_IDX, LoopKind.THREAD_IDX))
+    facts = [nest.extent * (nest.kind >= 0), nest.reduction, nest.vector, nest.unrolled, parallel]
+    known = np.stack(facts, axis=2)[:, :N_LOOPS]
+    out = np.zeros((len(known), N_LOOPS, len(facts)))
+    out[:, : known.shape[1]] = known
+    return out.reshape(len(known), -1)
 
 
 def _slots(table: LeafTable, nest: LoopNest, feet: Footprints, moved: FloatArray, registers: FloatArray) -> FloatArray:
@@ -272,17 +245,16 @@ def _slots(table: LeafTable, nest: LoopNest, feet: Footprints, moved: FloatArray
     again = ~feet.uses & (nest.kind[leaf] >= 0)
     carries = again.any(axis=1)
     first = again.argmax(axis=1)
-    shared = access[:, _ACCESS["prefix"]].astype(np.int64)
-    allocated = access[:, _ACCESS["allocated"]] > 0
-    below = np.clip(nest.n[leaf] - shared, 0, depths - 1)
+    allocated = access["allocated"]
+    below = np.clip(nest.n[leaf] - access["prefix"], 0, depths - 1)
     columns = [
-        access[:, _ACCESS["itemsize"]],
-        access[:, _ACCESS["stores"]],
-        access[:, _ACCESS["loads"]],
-        access[:, _ACCESS["scope"]] == 1,
-        access[:, _ACCESS["scope"]] == 2,
+        access["itemsize"],
+        access["stores"],
+        access["loads"],
+        access["scope"] == 1,
+        access["scope"] == 2,
         allocated,
-        access[:, _ACCESS["irregular"]],
+        access["irregular"],
         stride[at, nest.simd[leaf]],
         *[stride[:, k] if k < depths - 1 else np.zeros(n) for k in range(3)],
         feet.runs[at, nest.tile[leaf]],
@@ -290,7 +262,7 @@ def _slots(table: LeafTable, nest: LoopNest, feet: Footprints, moved: FloatArray
         registers,
         *[feet.lines[:, min(k, depths - 1)] for k in SLOT_DEPTHS],
         feet.lines[:, -1],
-        feet.elements[:, -1] * access[:, _ACCESS["itemsize"]],
+        feet.elements[:, -1] * access["itemsize"],
         feet.storage,
         iterations / feet.data[:, -1],
         np.where(carries, feet.working_set[leaf, first], 0.0),
@@ -305,6 +277,6 @@ def _slots(table: LeafTable, nest: LoopNest, feet: Footprints, moved: FloatArray
     rank: IntArray = np.empty(n, dtype=np.int64)
     rank[order] = at - np.searchsorted(leaf, leaf)
     keep = rank < N_SLOTS
-    out = np.zeros((len(table.leaf), N_SLOTS, len(SLOT_FEATURES)))
+    out = np.zeros((len(table.ops), N_SLOTS, len(SLOT_FEATURES)))
     out[leaf[keep], rank[keep]] = values[keep]
-    return out.reshape(len(table.leaf), -1)
+    return out.reshape(len(table.ops), -1)

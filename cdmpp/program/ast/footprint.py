@@ -15,24 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.program.ast.schema import SIMD_BYTES
-from cdmpp.program.ast.table import (
-    ACCESS_COLUMNS,
-    LEAF_COLUMNS,
-    BoolArray,
-    FloatArray,
-    IntArray,
-    LeafTable,
-    LoopKind,
-    LoopNest,
-    with_one,
-)
+from cdmpp.program.ast.table import BoolArray, FloatArray, IntArray, LeafTable, LoopKind, LoopNest, with_one
 
 LINE_BYTES = 64.0
 PAGE_BYTES = 4096.0
 #: Sets of a cache of 64 sets (32 KB, 8 ways) and of 1024 sets (1 MB, 16 ways) repeat after so many bytes.
 SET_PERIODS = (4 << 10, 64 << 10)
-_ACCESS = {name: i for i, name in enumerate(ACCESS_COLUMNS)}
-_LEAF = {name: i for i, name in enumerate(LEAF_COLUMNS)}
 
 
 @dataclass(frozen=True)
@@ -69,9 +57,8 @@ class Footprints:
     @classmethod
     def of(cls, table: LeafTable, nest: LoopNest) -> Footprints:
         """The footprints of a batch."""
-        access = table.access
-        leaf, buffer = table.access_leaf, table.access_buffer
-        starts = np.searchsorted(table.row_access, np.arange(len(access)))
+        leaf, buffer, itemsize = table.access_leaf, table.access_buffer, table.access["itemsize"]
+        starts = np.searchsorted(table.row_access, np.arange(len(leaf)))
         row_leaf = leaf[table.row_access]
         shape = _storage_shape(table, buffer)
         caps = with_one(np.cumprod(np.where(table.uses, nest.extent[row_leaf], 1.0), axis=1))
@@ -81,11 +68,7 @@ class Footprints:
         points = with_one(np.cumprod(np.where(uses, nest.extent[leaf], 1.0), axis=1))
         elements = np.minimum(_by_access(np.multiply, starts, count), points)
         extents = _extents(table, starts, shape, span, count)
-        itemsize = access[:, _ACCESS["itemsize"]]
         lines = np.minimum(extents.blocks(LINE_BYTES / itemsize), elements) * LINE_BYTES
-        strides = extents.strides
-        stride = _by_access(np.add, starts, table.coef * strides[:, None])
-        storage = _by_access(np.multiply, starts, shape) * access[:, _ACCESS["itemsize"]]
         working_set, program_bytes = _working_sets(table, nest, leaf, buffer, lines)
         return cls(
             leaf=leaf,
@@ -94,9 +77,9 @@ class Footprints:
             lines=lines,
             pages=np.minimum(extents.blocks(PAGE_BYTES / itemsize), elements),
             runs=np.minimum(np.minimum(extents.run, extents.run_count), elements),
-            stride=stride,
+            stride=_by_access(np.add, starts, table.coef * extents.strides[:, None]),
             uses=uses | table.renewed,
-            storage=storage,
+            storage=_by_access(np.multiply, starts, shape) * itemsize,
             working_set=working_set,
             program_bytes=program_bytes,
         )
@@ -123,7 +106,7 @@ def _storage_shape(table: LeafTable, buffer: IntArray) -> FloatArray:
     """Extent of each row's dimension as allocated: TVM shrinks a buffer to what is live between the loops that
     all its accesses share."""
     shape = table.shape
-    allocated = table.access[table.row_access, _ACCESS["allocated"]] > 0
+    allocated = table.access["allocated"][table.row_access]
     if not allocated.any():
         return shape
     dimension = table.row[:, 1]
@@ -193,7 +176,7 @@ def _working_sets(
     n_leaves, loops = nest.extent.shape
     n_nodes, n_programs = len(table.node), len(table.program)
     node = nest.node[leaf]
-    root = n_nodes + table.leaf[leaf, 0].astype(np.int64)
+    root = n_nodes + table.leaf["program"][leaf].astype(np.int64)
     have = node >= 0
     nodes = np.concatenate([node[have], root])
     buffers = np.concatenate([np.broadcast_to(buffer[:, None], node.shape)[have], buffer])
@@ -205,12 +188,11 @@ def _working_sets(
     largest = np.maximum.reduceat(values[order], first) if len(key) else values
     total = np.bincount(nodes[order][first], weights=largest, minlength=n_nodes + n_programs)
     own = np.bincount(leaf, weights=lines[:, 0], minlength=n_leaves)
-    program = table.leaf[:, 0].astype(np.int64)
     working_set = np.empty((n_leaves, loops + 1))
     working_set[:, 0] = own
     working_set[:, 1:] = np.where(nest.node >= 0, total[nest.node], 0.0)
     np.maximum.accumulate(working_set, axis=1, out=working_set)
-    return working_set, total[n_nodes:][:n_programs] if len(program) else np.zeros(n_programs)
+    return working_set, total[n_nodes:]
 
 
 def traffic(nest: LoopNest, feet: Footprints, capacity: float) -> FloatArray:
@@ -229,7 +211,7 @@ def conflict_traffic(table: LeafTable, nest: LoopNest, feet: Footprints, capacit
     as many times faster as there are sets that it leaves out.
     """
     sets = period / LINE_BYTES
-    itemsize = table.access[:, _ACCESS["itemsize"]][:, None]
+    itemsize = table.access["itemsize"][:, None]
     extent = np.where(feet.uses, nest.extent[feet.leaf], 1.0)
     step = np.abs(feet.stride) * itemsize
     whole = np.where(table.gathers | (step == 0), 1, step).astype(np.int64)
@@ -273,7 +255,7 @@ def auto_simd(table: LeafTable, nest: LoopNest, feet: Footprints) -> BoolArray:
     kind = nest.kind[:, 0]
     simple = np.isin(kind, (LoopKind.SERIAL, LoopKind.UNROLLED)) & ~nest.reduction[:, 0] & ~nest.explicit_simd
     for name in ("branch_inner", "opaque", "guarded"):
-        simple &= table.leaf[:, _LEAF[name]] == 0
+        simple &= table.leaf[name] == 0
     bad = (np.abs(feet.stride[:, 0]) > 1) | table.gathers[:, 0]
     return simple & (feet.per_leaf(bad) == 0)
 
@@ -284,7 +266,7 @@ def simd_packs(table: LeafTable, nest: LoopNest, auto: BoolArray, simd_bytes: in
     A vectorised loop is one vector that is cut into registers, the last one partly used. A compiler uses the widest
     registers that suit the number of iterations, and runs the rest one by one.
     """
-    itemsize = np.maximum(table.leaf[:, _LEAF["itemsize"]], 1.0)
+    itemsize = np.maximum(table.leaf["itemsize"], 1.0)
     extent = nest.extent[np.arange(len(itemsize)), nest.simd]
     explicit = np.ceil(extent / np.maximum(1.0, simd_bytes / itemsize)) / extent
     automatic = np.ones(len(itemsize))
@@ -302,9 +284,9 @@ def neighbour_packs(table: LeafTable, nest: LoopNest, feet: Footprints, simd_byt
     statement store to neighbouring elements (superword-level parallelism).
     """
     at = np.arange(len(feet.leaf))
-    stores = table.access[:, _ACCESS["stores"]] > 0
+    stores = table.access["stores"] > 0
     run = np.where(stores, feet.runs[at, nest.tile[feet.leaf]], 0.0)
-    beside = by_leaf(np.maximum, feet.leaf, run, len(table.leaf))
-    lanes = np.maximum(1.0, simd_bytes / np.maximum(table.leaf[:, _LEAF["itemsize"]], 1.0))
+    beside = by_leaf(np.maximum, feet.leaf, run, len(table.ops))
+    lanes = np.maximum(1.0, simd_bytes / np.maximum(table.leaf["itemsize"], 1.0))
     used = np.exp2(np.floor(np.log2(np.clip(beside, 1.0, lanes))))
     return 1.0 / used

@@ -7,6 +7,7 @@ The threads of a GPU block run together: loops bound to threads count as innermo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -31,17 +32,15 @@ class Scope(IntEnum):
     GLOBAL, SHARED, LOCAL = range(3)
 
 
-#: Columns of :attr:`LeafTable.leaf`; ``hoisted`` are the iterations of the innermost loops that no argument of an
+#: Columns of :attr:`Collected.leaf`; ``hoisted`` are the iterations of the innermost loops that no argument of an
 #: exponential, a root or the like depends on: compilers compute it once outside of them.
 LEAF_COLUMNS = (
     "program", "loops", "itemsize", "is_float", "stores", "is_init", "is_reduction", "guarded", "predicated",
     "position", "nest", "max_step", "explicit", "domain", "branch_inner", "divmod", "divmod_inner", "opaque",
     "index", "shared_before", "shared_after", "hoisted",
 )  # fmt: skip
-#: Columns of :attr:`LeafTable.access`; the first six are those of :attr:`Collected.access`.
-ACCESS_COLUMNS = (
-    "itemsize", "loads", "stores", "scope", "elements", "dims", "prefix", "allocated", "irregular",
-)  # fmt: skip
+#: Columns of :attr:`Collected.access`.
+ACCESS_COLUMNS = ("itemsize", "loads", "stores", "scope", "elements", "dims")
 
 
 @dataclass(frozen=True)
@@ -51,12 +50,12 @@ class Collected:
     *Cells* name elements of a large array of which most are zero, one in each line.
     """
 
-    #: float64 (leaves, len(LEAF_COLUMNS)).
-    leaf: FloatArray
+    #: Column -> float64 (leaves,).
+    leaf: Mapping[str, FloatArray]
     #: float64 (leaves, len(OP_KINDS)), operations per iteration.
     ops: FloatArray
-    #: float64 (accesses, 6): the first six of :data:`ACCESS_COLUMNS`, ordered by leaf.
-    access: FloatArray
+    #: Column -> (accesses,), ordered by leaf.
+    access: Mapping[str, FloatArray]
     #: int64 (accesses,): its leaf, and its buffer's number in the batch.
     access_leaf: IntArray
     access_buffer: IntArray
@@ -122,7 +121,7 @@ class LoopNest:
     @classmethod
     def of(cls, found: Collected) -> LoopNest:
         """The loops of a batch."""
-        n = found.leaf[:, LEAF_COLUMNS.index("loops")].astype(np.int64)
+        n = found.leaf["loops"].astype(np.int64)
         leaf, k, node, _, reduction = found.place.T
 
         def spread(values: IntArray, absent: int) -> IntArray:
@@ -159,7 +158,10 @@ def with_one(array: FloatArray) -> FloatArray:
 
 @dataclass(frozen=True)
 class LeafTable(Collected):
-    """Everything the features of a batch of programs are computed from; ``access`` has all :data:`ACCESS_COLUMNS`."""
+    """Everything the features of a batch of programs are computed from.
+
+    ``access`` has the columns ``prefix`` (of :attr:`buffer`, 0 for parameters), ``allocated`` and ``irregular`` besides.
+    """
 
     nest: LoopNest
     #: float64 (rows,): a row is one dimension of one access; extent of the buffer in it.
@@ -201,13 +203,13 @@ def leaf_table(found: Collected) -> LeafTable:
     for first, last in found.flat:
         shape[last] = shape[first : last + 1].prod()
         shape[first:last] = 1.0
-    opaque = np.zeros(len(found.access))
-    opaque[found.opaque] = 1
-    gathers = np.zeros((len(found.access), nest.kind.shape[1]), dtype=bool)
+    irregular = np.zeros(len(prefix), dtype=bool)
+    irregular[found.opaque] = True
+    gathers = np.zeros((len(prefix), nest.kind.shape[1]), dtype=bool)
     gathers[found.gather[:, 0], found.gather[:, 1]] = True
-    access = np.column_stack([found.access, np.maximum(prefix, 0), prefix >= 0, opaque])
+    more = {"prefix": np.maximum(prefix, 0), "allocated": prefix >= 0, "irregular": irregular}
     return LeafTable(
-        **{**vars(found), "access": access},
+        **{**vars(found), "access": {**found.access, **more}},
         nest=nest,
         shape=shape,
         row_access=row_access,
