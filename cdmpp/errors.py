@@ -9,13 +9,8 @@ from __future__ import annotations
 
 #: Why a program has no latency. These are data: they train the validity model.
 FAILURE_KINDS: tuple[str, ...] = (
-    "build_error",
-    "build_timeout",
-    "run_error",
-    "run_timeout",
-    "device_lost",
-    "invalid_config",
-)
+    "build_error", "build_timeout", "run_error", "run_timeout", "device_lost", "invalid_config",
+)  # fmt: skip
 
 #: Every status a record may have.
 STATUSES: tuple[str, ...] = ("ok", *FAILURE_KINDS)

@@ -25,26 +25,14 @@ def write_machine(root: Path, facts: dict[str, Any]) -> Path:
     threads = facts.get("threads", 1)
     for cpu in range(facts["cores"] * threads):
         if "implementer" in facts:
-            lines = [
-                f"processor\t: {cpu}",
-                f"Features\t: {flags}",
-                f"CPU implementer\t: {facts['implementer']:#x}",
-                f"CPU part\t: {facts['part']:#x}",
-            ]
+            own = {"Features": flags, "CPU implementer": hex(facts["implementer"]), "CPU part": hex(facts["part"])}
         else:
-            lines = [
-                f"processor\t: {cpu}",
-                f"vendor_id\t: {facts['vendor']}",
-                f"cpu family\t: {facts['family']}",
-                f"model\t\t: {facts['model']}",
-                f"model name\t: {facts['name']}",
-                f"stepping\t: {facts['stepping']}",
-                f"cpu MHz\t\t: {facts['mhz']}",
-                "physical id\t: 0",
-                f"core id\t\t: {cpu // threads}",
-                f"flags\t\t: {flags}",
-            ]
-        blocks.append("\n".join(lines) + "\n")
+            own = {
+                "vendor_id": facts["vendor"], "cpu family": facts["family"], "model": facts["model"],
+                "model name": facts["name"], "stepping": facts["stepping"], "cpu MHz": facts["mhz"], "physical id": 0,
+                "core id": cpu // threads, "flags": flags,
+            }  # fmt: skip
+        blocks.append("".join(f"{name}\t: {value}\n" for name, value in {"processor": cpu, **own}.items()))
     files = {
         "proc/cpuinfo": "\n".join(blocks),
         "proc/meminfo": "MemTotal:       16777216 kB\nMemFree: 1 kB\n",

@@ -11,19 +11,10 @@ import pytest
 import cdmpp
 
 _CORE = (
-    "cdmpp",
-    "cdmpp.cli",
-    "cdmpp.dataset",
-    "cdmpp.dataset.split",
-    "cdmpp.device",
-    "cdmpp.predictor",
-    "cdmpp.predictor.training",
-    "cdmpp.predictor.trainer",
-    "cdmpp.program.ast",
-    "cdmpp.program.ast.store",
-    "cdmpp.program.types",
-    "cdmpp.predictor.metrics",
-)
+    "cdmpp", "cdmpp.cli", "cdmpp.dataset", "cdmpp.dataset.split", "cdmpp.device", "cdmpp.predictor",
+    "cdmpp.predictor.training", "cdmpp.predictor.trainer", "cdmpp.program.ast", "cdmpp.program.ast.store",
+    "cdmpp.program.types", "cdmpp.predictor.metrics",
+)  # fmt: skip
 
 
 def _modules_after(code: str) -> set[str]:

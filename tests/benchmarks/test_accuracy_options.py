@@ -42,14 +42,8 @@ def test_a_device_is_held_out_with_its_microarchitecture() -> None:
 
 
 def test_latencies_elsewhere_take_one_constant_a_device() -> None:
-    rows = [
-        ("a", "d1", 1.0),
-        ("a", "d2", 4.0),
-        ("a", "new", 2.0),
-        ("b", "d1", 3.0),
-        ("b", "d2", 12.0),
-        ("c", "d1", 5.0),
-    ]
+    known = {"a": {"d1": 1.0, "d2": 4.0, "new": 2.0}, "b": {"d1": 3.0, "d2": 12.0}, "c": {"d1": 5.0}}
+    rows = [(name, device, latency_s) for name, own in known.items() for device, latency_s in own.items()]
     rows += [(name, "new", 1e9) for name in "bcd"]
     labels = pd.DataFrame(rows, columns=["program", "device", "latency_s"])
     data = TrainingData(labels, {}, {}, {}, {})

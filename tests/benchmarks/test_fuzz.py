@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 import zipfile
 from pathlib import Path
@@ -12,24 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.fuzz import KINDS, make_input, read
-from cdmpp.errors import BundleError, NetworkError, UnknownDeviceError
+from cdmpp.errors import BundleError, UnknownDeviceError
 from cdmpp.files import read_text
 from cdmpp.profiler.gpu.bundle import read_bundle
 from cdmpp.profiler.machine import make_work_folder
-from cdmpp.program.network import load_network
+from tests.samples.pickles import pickle_that_touches
 
 #: Of those that are not read in a millisecond.
 INPUTS = {"predictor": 6, "operator list (CSV)": 6}
-
-
-class Bomb:
-    """Makes a file where it is unpickled."""
-
-    def __init__(self, canary: Path) -> None:
-        self.canary = canary
-
-    def __reduce__(self):
-        return Path.touch, (self.canary,)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -37,7 +26,7 @@ def test_damaged_files_and_pickles_are_accepted_or_refused_in_one_line_and_run_n
     kind: str, tmp_path: Path
 ) -> None:
     """Each file of the kind in turn; parquet also with the metadata by which old versions of Arrow unpickled a type."""
-    canary, bomb = tmp_path / "canary", pickle.dumps(Bomb(tmp_path / "canary"))
+    canary, bomb = tmp_path / "canary", pickle_that_touches(tmp_path / "canary")
     (tmp_path / "sample").mkdir()
     sample = KINDS[kind][0](tmp_path / "sample")
     assert read(kind, sample, canary) == "accepted"
@@ -56,21 +45,6 @@ def test_damaged_files_and_pickles_are_accepted_or_refused_in_one_line_and_run_n
             assert read(kind, sample, canary) in ("accepted", "refused"), file.name
         file.write_bytes(kept)
     assert not canary.exists()
-
-
-def test_a_pickle_in_a_network_runs_nothing(tmp_path: Path) -> None:
-    """A ``.pt2`` and an ``.onnx`` are programs of the user, but what they hold is described, not pickled."""
-    canary, bomb = tmp_path / "canary", pickle.dumps(Bomb(tmp_path / "canary"))
-    with zipfile.ZipFile(tmp_path / "a.pt2", "w") as archive:
-        for name in ("archive/data.pkl", "archive/version", "archive/data/weights/model.pt"):
-            archive.writestr(name, bomb)
-    (tmp_path / "a.onnx").write_bytes(bomb)
-    for name in ("a.pt2", "a.onnx"):
-        with pytest.raises(NetworkError):
-            load_network(str(tmp_path / name))
-    assert not canary.exists()
-    pickle.loads(bomb)
-    assert canary.exists(), "it works"
 
 
 def test_what_is_too_large_is_not_read(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from cdmpp.errors import NetworkError, UnsupportedOpError
 from cdmpp.program.network import Network, example_inputs, load_network
 from cdmpp.program.tasks import extract_tasks
+from tests.samples.pickles import pickle_that_touches
 
 torch = pytest.importorskip("torch")
 onnx = pytest.importorskip("onnx")
@@ -170,17 +171,10 @@ def test_file_that_is_not_a_network_or_cut_in_half(
     assert "\n" not in str(caught.value)
 
 
-class _Evil:
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> Any:
-        return (Path.touch, (self.marker,))
-
-
-def test_pt2_with_pickled_code_does_not_run_it(tmp_path: Path) -> None:
+def test_networks_with_pickled_code_do_not_run_it(tmp_path: Path) -> None:
+    """They are programs of the user, but what they hold is described, not pickled."""
     path, marker = save_pt2(tmp_path / "evil.pt2"), tmp_path / "ran"
-    evil = pickle.dumps(_Evil(marker))
+    evil = pickle_that_touches(marker)
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     replaced = [n for n in members if n.endswith(".pt") or "/weights/" in n or "constants" in n]
@@ -190,7 +184,12 @@ def test_pt2_with_pickled_code_does_not_run_it(tmp_path: Path) -> None:
             archive.writestr(name, evil if name in replaced and not name.endswith(".json") else data)
     with pytest.raises(NetworkError, match=r"not a readable \.pt2"):
         load_network(path)
+    (tmp_path / "evil.onnx").write_bytes(evil)
+    with pytest.raises(NetworkError, match=r"evil\.onnx is not a"):
+        load_network(tmp_path / "evil.onnx")
     assert not marker.exists()
+    pickle.loads(evil)
+    assert marker.exists(), "it works"
 
 
 @pytest.mark.parametrize(

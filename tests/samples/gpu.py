@@ -148,31 +148,20 @@ def toy_bundle(
     for i in range(programs):
         task, digest = f"{i % tasks:016x}", f"p{i:03d}"
         program_of[digest] = Program(digest, task, f"s{i % tasks}", json.dumps([i]))
-        status = (statuses or {}).get(i, "ok")
-        cuda = toy_program(blocks[i % len(blocks)]) if status == "ok" else None
-        resources = {"main_kernel": {"registers": 10, "spill_store_bytes": 0}} if cuda else {}
-        kernels.append(
-            BundledProgram(
-                digest,
-                cuda,
-                b"cubin" if cubins and cuda else b"",
-                resources,
-                status=status,
-                error="" if status == "ok" else f"{status}: for a reason",
-                build_s=0.25,
-            )
+        if status := (statuses or {}).get(i):
+            kernels.append(BundledProgram(digest, status=status, error=f"{status}: for a reason", build_s=0.25))
+            continue
+        cuda, resources = (
+            toy_program(blocks[i % len(blocks)]),
+            {"main_kernel": {"registers": 10, "spill_store_bytes": 0}},
         )
-        if cuda is not None and task not in references:
+        kernels.append(BundledProgram(digest, cuda, b"cubin" if cubins else b"", resources, build_s=0.25))
+        if task not in references:
             inputs = reference_inputs(cuda.params, 7)
             references[task] = summarise_outputs(task, 7, {1: inputs[0] * 2})
-    note = {
-        "device": "h200",
-        "arch": "sm_90",
-        "compiler": "none",
-        "devices": {name: get_device(name).to_json() for name in ("h200", "h200@0.5")},
-        "network_families": {"toy": "mlp"},
-        "versions": {},
-    }
+    devices = {name: get_device(name).to_json() for name in ("h200", "h200@0.5")}
+    note = {"device": "h200", "arch": "sm_90", "compiler": "none", "devices": devices, "versions": {}}
+    note["network_families"] = {"toy": "mlp"}
     return Bundle(note, task_of, space_of, program_of, kernels, references)
 
 

@@ -27,14 +27,8 @@ from cdmpp.program.ast.table import ACCESS_COLUMNS, LEAF_COLUMNS, Collected, lea
 from cdmpp.program.tvm_env import import_tvm
 
 __all__ = [
-    "FEATURE_SET",
-    "LEAF_FEATURES",
-    "LEAF_FEATURE_DOCS",
-    "CompactAST",
-    "compact_ast",
-    "compact_asts",
-    "prim_func",
-]
+    "FEATURE_SET", "LEAF_FEATURES", "LEAF_FEATURE_DOCS", "CompactAST", "compact_ast", "compact_asts", "prim_func",
+]  # fmt: skip
 
 #: Programs whose features are computed together: enough to hide numpy's overhead, little enough for the caches.
 _CHUNK = 128
