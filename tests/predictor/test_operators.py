@@ -14,7 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cdmpp.cli.main import main
 from cdmpp.dataset.operators import write_operators
 from cdmpp.device import get_device, load_table
 from cdmpp.endtoend.serving import Serving, predict_operators, predict_serving
@@ -35,6 +34,7 @@ from cdmpp.predictor.operators import (
     with_what_was_measured,
 )
 from cdmpp.program.operators import operator_table, work
+from tests.samples.command import Command
 
 SHIPPED = load_operator_model()
 
@@ -274,20 +274,19 @@ def test_lists_leave_the_share_of_unknown_operators_open(tmp_path: Path) -> None
         predict_operators(path, ["l40s"], SHIPPED)
 
 
-def test_from_a_list_to_a_corrected_latency_and_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_from_a_list_to_a_corrected_latency_and_its_picture(tmp_path: Path, command: Command) -> None:
     listed, data, taught, page = (tmp_path / name for name in ("h200.csv", "labels", "taught", "page/step.html"))
     ask = ["finetune", "--device", "h200", "--tasks", "40", "--out"]
-    assert main([*ask, str(listed)]) == 0 and main([*ask, str(tmp_path / "folder")]) == 2
-    assert "expected --tasks K and --out FILE.csv" in capsys.readouterr().err
+    command(*ask, listed)
+    assert "expected --tasks K and --out FILE.csv" in command.error(*ask, tmp_path / "folder")
     table = operator_table(pd.read_csv(listed))
     assert len(table) == 40 and len(set(kinds(table))) > 4
     slow = table.assign(device="h200", framework="torch", seconds=3 * SHIPPED.predict(table, "h200"))
     write_operators(data, slow)
-    assert main(["finetune", "--data", str(data), "--device", "h200", "--out", str(taught)]) == 0
+    command("finetune", "--data", data, "--device", "h200", "--out", taught)
     (before,) = predict_serving("llama-3.1-8b", ["h200"], SHIPPED, Serving())
-    step = ["latency", "llama-3.1-8b", "--device", "h200", "--predictor", str(taught), "--explain"]
-    assert main([*step, "--html", str(page), "--json", str(tmp_path / "step.json")]) == 0
-    after = json.loads((tmp_path / "step.json").read_text())
+    step = ["latency", "llama-3.1-8b", "--device", "h200", "--predictor", taught, "--explain"]
+    after = command.json(*step, "--html", page)
     assert after["latency_s"] == pytest.approx(3 * before.latency_s, rel=0.15)
     assert "corrected by operators that were measured on it" in " ".join(after["notes"])
     (qkv,) = (row for row in after["operators"] if row["name"] == "qkv")

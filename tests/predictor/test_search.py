@@ -12,7 +12,6 @@ import pytest
 import yaml
 from rich.console import Console
 
-from cdmpp.cli import main
 from cdmpp.cli.learn import show_search
 from cdmpp.errors import LabelError, PredictorError
 from cdmpp.predictor import config_from_dict, load_config, train
@@ -190,21 +189,17 @@ def test_the_test_part_cannot_be_looked_at(data, small, tmp_path, monkeypatch):
     assert len(seen[0]) and np.isnan(seen[0]).all()
 
 
-def test_the_command_goes_on_where_it_stopped(data, tmp_path, monkeypatch, capsys):
+def test_the_command_goes_on_where_it_stopped(data, tmp_path, monkeypatch, command):
     monkeypatch.setattr("cdmpp.predictor.training.gather", lambda paths, config: data)
-    out, shown = tmp_path / "search", tmp_path / "shown.json"
     args = ["search", "--config", "configs/smoke.yaml", "--data", "somewhere", "--model", "xgboost-ast"]
-    args += ["--split", "within_task:test=0.3", "--out", str(out), "--json", str(shown)]
-    assert main([*args, "--trials", "1"]) == 0
-    first = json.loads(shown.read_text())
-    assert first == json.loads((out / "summary.json").read_text())
-    assert first["split"].startswith("within_task") and "trial   0" in capsys.readouterr().err
-    assert main([*args, "--trials", "2"]) == 2
-    assert "holds a search" in capsys.readouterr().err
-    assert main([*args, "--trials", "2", "--resume"]) == 0
-    more = json.loads(shown.read_text())
+    args += ["--split", "within_task:test=0.3", "--out", tmp_path / "search"]
+    first = command.json(*args, "--trials", 1)
+    assert first == json.loads((tmp_path / "search" / "summary.json").read_text())
+    assert first["split"].startswith("within_task") and "trial   0" in command.err
+    assert "holds a search" in command.error(*args, "--trials", 2)
+    more = command.json(*args, "--trials", 2, "--resume")
     assert more["trials"][0] == first["trials"][0] and len(more["trials"]) == 2
-    assert "2 complete" in capsys.readouterr().out
+    assert "2 complete" in command.out
 
 
 def test_bad_input(data, small, tmp_path):

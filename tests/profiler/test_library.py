@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from cdmpp.cli.main import main
 from cdmpp.dataset.operators import load_operators
 from cdmpp.errors import CdmppError, DatasetError, ProfilerError
 from cdmpp.profiler import library
@@ -17,6 +16,7 @@ from cdmpp.profiler.library import measure_operators, profile_library
 from cdmpp.profiler.machine import usable_cores
 from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.network import Network
+from tests.samples.command import Command
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("real_machine")
@@ -93,13 +93,12 @@ def test_a_list_becomes_a_dataset_of_the_device(tmp_path: Path) -> None:
     assert meta["versions"]["torch"] and meta["devices"]["mi210"]["arch"] == "cdna2"
 
 
-def test_this_cpu_is_measured_for_real_and_no_gpu_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_this_cpu_is_measured_for_real_and_no_gpu_is_one_line(tmp_path: Path, command: Command) -> None:
     path, out = tmp_path / "list.csv", tmp_path / "out"
     path.write_text("op,dtype,m,n,k\ngemm,float32,64,64,64\n")
-    assert main(["measure", str(path), "--device", "this-cpu@1", "--out", str(out)]) == 0
+    command("measure", path, "--device", "this-cpu@1", "--out", out)
     assert 0 < load_operators(out)["seconds"][0] < 0.1
-    assert main(["measure", str(path), "--out", str(tmp_path / "gpu")]) == 2
-    assert "no GPU here that PyTorch can use" in capsys.readouterr().err
+    assert "no GPU here that PyTorch can use" in command.error("measure", path, "--out", tmp_path / "gpu")
     path.write_text("op,dtype,m,n,k\ngemm,float32,64,64,\n")
     with pytest.raises(CdmppError, match="row 1: gemm needs k"):
         measure_operators(path, tmp_path / "wrong", "this-cpu@1")

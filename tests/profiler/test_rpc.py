@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 
 from cdmpp import Dataset
-from cdmpp.cli import main
 from cdmpp.device import Device, get_device
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler import rpc
@@ -42,11 +41,9 @@ def address() -> Iterator[str]:
     tracker.terminate()
 
 
-def test_records_say_that_they_came_over_rpc(address: str, tmp_path, capsys) -> None:
+def test_records_say_that_they_came_over_rpc(address: str, tmp_path, command) -> None:
     source, out = ["--programs-of", FOLDER, "--limit", 2], ["--out", tmp_path / "d"]
-    command = ["profile", *source, "--rpc", address, "--key", "board", *out]
-    assert main([*map(str, command), "--json", str(tmp_path / "report")]) == 0, capsys.readouterr().err
-    assert json.loads((tmp_path / "report").read_text())["ok"] == 2
+    assert command.json("profile", *source, "--rpc", address, "--key", "board", *out)["ok"] == 2
     with Dataset.open(tmp_path / "d") as dataset:
         records = dataset.records
         assert set(records["device"]) == {get_device("this-cpu@1").name}

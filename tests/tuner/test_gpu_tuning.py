@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from cdmpp.cli import main
 from cdmpp.dataset import Dataset
 from cdmpp.dataset.codec import join_meta
 from cdmpp.device import get_device
@@ -20,7 +19,6 @@ from cdmpp.profiler.gpu.compile import find_compiler
 from cdmpp.profiler.gpu.measure import profile_gpu
 from cdmpp.profiler.gpu.sampling import GpuConfig, GpuMeasurer
 from cdmpp.profiler.statistics import SamplingPlan
-from cdmpp.program.space import TaskSpaces
 from cdmpp.tuner.candidates import DEFAULT, TaskTuner, default_schedule
 from cdmpp.tuner.config import TuneConfig
 from cdmpp.tuner.measure import alone_engine, device_of_this_machine
@@ -29,8 +27,9 @@ from cdmpp.tuner.results import TuneReport
 from cdmpp.tuner.store import DATASET_FOLDER, json_database
 from cdmpp.tuner.tuning import tune_tasks
 from cdmpp.tuner.workers import worker_cores
+from tests.samples.command import Command
 from tests.samples.gpu import TUNING_GPU, fails, gpu_latency_s
-from tests.samples.programs import matmul_task
+from tests.samples.programs import matmul_task, sampled
 
 PLAN = SamplingPlan(min_sample_s=0.001, min_samples=2, max_samples=4, max_measure_s=0.2)
 
@@ -61,10 +60,7 @@ def measure(config: GpuConfig, jobs: list[BuildJob], device: str = "h200") -> di
 
 
 def drawn(n: int, verify: bool = True, size: int = 64) -> list[BuildJob]:
-    task = matmul_task(size)
-    spaces = TaskSpaces(task, "cuda", verify=verify)
-    by_hash = {space.hash: space for space in spaces.spaces}
-    return [BuildJob(p, task, by_hash[str(p.space_hash)]) for p in spaces.sample(n, 1)]
+    return sampled(matmul_task(size), n, 1, rule="cuda", verify=verify)
 
 
 def test_what_the_limits_exclude_is_not_built() -> None:
@@ -183,17 +179,14 @@ def test_shares_that_do_not_fit() -> None:
     assert len(worker_cores(get_device("h200@0.142"), 7)) == 7
 
 
-def test_devices_that_are_not_here(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Command) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(TunerError, match=r"h200@0.5 is a gpu: .*needs cupy.*on one machine"):
         device_of_this_machine("h200@0.5")
     with pytest.raises(TunerError, match="mi210 is a gpu: mi210 is no CUDA device"):
         device_of_this_machine("mi210")
-    assert main(["tune", "mlp", "--device", "h200", "--trials", "8", "--out", str(tmp_path / "t")]) == 2
-    said = capsys.readouterr().err.strip().splitlines()
-    assert "needs cupy" in " ".join(said) and "Traceback" not in " ".join(said)
+    command("tune", "mlp", "--device", "h200", "--trials", 8, "--out", tmp_path / "t", code=2)
+    assert "needs cupy" in command.err.replace("\n", " ") and "Traceback" not in command.err
     assert not (tmp_path / "t").exists()
     runtime = SimpleNamespace(
         CUDARuntimeError=OSError, getDeviceCount=lambda: 1, getDeviceProperties=lambda number: {"name": b"Tesla T4"}

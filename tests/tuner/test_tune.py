@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from cdmpp.cli import main
 from cdmpp.cli.tune import devices_with_shares
 from cdmpp.device import Device
 from cdmpp.errors import TunerError
@@ -20,6 +19,7 @@ from cdmpp.tuner.deployment import apply_database, import_network, measure_netwo
 from cdmpp.tuner.measure import Measurer, calibrated_degree, device_of_this_machine
 from cdmpp.tuner.results import TuneReport
 from cdmpp.tuner.tuning import tune, tune_tasks
+from tests.samples.command import Command
 from tests.samples.programs import QUICK_PLAN, matmul_task
 from tests.samples.tuning import FakeEngine, tune_config
 
@@ -98,29 +98,25 @@ def test_settings_that_are_refused(bad: dict[str, Any], message: str) -> None:
         tune_config(1, **bad)
 
 
-def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, file = tmp_path / "t", tmp_path / "out.json"
-    small = ("--batch", "2", "--population", "8", "--generations", "1", "--predictor", "none")
-    args: tuple[Any, ...] = ("tune", "mlp", "--device", "this-cpu@1", "--out", str(out), *small)
-    assert main([*args, "--trials", "4", "--json", str(file)]) == 0
-    shown = capsys.readouterr()
-    assert "times as fast" in shown.out and "4 trials: 4 measured" in shown.out
-    assert "importing mlp" in shown.err
-    result = json.loads(file.read_text())
+def test_command_line(tmp_path: Path, command: Command) -> None:
+    out = tmp_path / "t"
+    small = ("--batch", 2, "--population", 8, "--generations", 1, "--predictor", "none")
+    args = ("tune", "mlp", "--device", "this-cpu@1", "--out", out, *small)
+    result = command.json(*args, "--trials", 4)
+    assert "times as fast" in command.out and "4 trials: 4 measured" in command.out
+    assert "importing mlp" in command.err
     assert {"speedup", "network", "costs", "curve", "tasks", "gain_next_minute"} <= set(result)
     assert result["tuned_s"] == pytest.approx(sum(task["weight"] * task["best_s"] for task in result["tasks"]))
-    assert main(["report", str(out), "--out", str(tmp_path / "page.html")]) == 0
+    command("report", out, "--out", tmp_path / "page.html")
     assert "<h2>Tasks</h2>" in (tmp_path / "page.html").read_text()
-    capsys.readouterr()
-
-    def error_of(*more: str) -> str:
-        assert main([*args, *more]) == 2
-        return capsys.readouterr().err.strip().splitlines()[-1]
-
-    assert "--resume" in error_of("--trials", "8")
-    assert "99 shards of" in error_of("--trials", "9", "--shards", "99")
-    assert "give the share once" in error_of("--trials", "9", "--share", "2")
-    assert "cost_model cdmpp, not random" in error_of("--trials", "9", "--cost-model", "random", "--resume")
+    for more, said in (
+        (("--trials", 8), "--resume"),
+        (("--trials", 9, "--shards", 99), "99 shards of"),
+        (("--trials", 9, "--share", 2), "give the share once"),
+        (("--trials", 9, "--cost-model", "random", "--resume"), "cost_model cdmpp, not random"),
+    ):
+        command(*args, *more, code=2)
+        assert said in command.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(("cores", "chosen"), [(1, 1), (2, 2)])
@@ -143,26 +139,19 @@ def test_the_degree_is_calibrated_where_more_than_one_share_fits(
 
 
 def test_what_is_wrong_is_said_before_the_network_is_imported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def importing(*_: Any) -> Any:
         raise AssertionError("it began to import the network")
 
     monkeypatch.setattr("cdmpp.program.network.load_network", importing)
-    out, no = tmp_path / "t", str(tmp_path / "no")
+    out, no = tmp_path / "t", tmp_path / "no"
     (tmp_path / "file").write_text("")
-
-    def error_of(*more: str, folder: Path = out) -> str:
-        command = ("tune", "mlp", "--device", "this-cpu@1", "--trials", "8", "--out", str(folder))
-        assert main([*command, *more]) == 2
-        lines = capsys.readouterr().err.strip().splitlines()
-        assert len(lines) == 1
-        return lines[0]
-
-    assert "no predictor here" in error_of("--predictor", no)
-    assert "does not exist" in error_of("--validity", no)
-    assert "no folder of earlier records" in error_of("--warm-start", no)
-    assert "is a file" in error_of(folder=tmp_path / "file")
+    args = ("tune", "mlp", "--device", "this-cpu@1", "--trials", 8, "--out")
+    assert "no predictor here" in command.error(*args, out, "--predictor", no)
+    assert "does not exist" in command.error(*args, out, "--validity", no)
+    assert "no folder of earlier records" in command.error(*args, out, "--warm-start", no)
+    assert "is a file" in command.error(*args, tmp_path / "file")
     assert not out.exists()
 
 
@@ -176,7 +165,7 @@ def test_shares_on_the_command_line() -> None:
 
 
 def test_several_shares_are_tuned_on_the_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = device_of_this_machine("this-cpu@1")
 
@@ -192,13 +181,10 @@ def test_several_shares_are_tuned_on_the_command_line(
     for module in ("measure", "tuning"):
         monkeypatch.setattr(f"cdmpp.tuner.{module}.device_of_this_machine", device_of)
     monkeypatch.setattr("cdmpp.tuner.tuning.tune", tune_toy)
-    out, file = tmp_path / "t", tmp_path / "out.json"
-    small = ("--batch", "6", "--population", "24", "--generations", "1", "--cost-model", "random")
-    args = ["tune", "toy", "--device", "this-cpu", "--share", "1,2", "--trials", "6", "--out", str(out), *small]
-    assert main([*args, "--json", str(file)]) == 0
-    assert set(json.loads(file.read_text())["tunings"]) == {"this-cpu@1", "this-cpu@2"}
+    out, small = tmp_path / "t", ("--batch", 6, "--population", 24, "--generations", 1, "--cost-model", "random")
+    args = ("tune", "toy", "--device", "this-cpu", "--share", "1,2", "--trials", 6, "--out", out, *small)
+    assert set(command.json(*args)["tunings"]) == {"this-cpu@1", "this-cpu@2"}
     assert sorted(folder.name for folder in out.iterdir()) == ["share-1", "share-2"]
     (out / "share-1").rename(tmp_path / "elsewhere")
-    assert main(args) == 2
-    assert "share-2 holds a tuning already" in capsys.readouterr().err
+    assert "share-2 holds a tuning already" in command.error(*args)
     assert not (out / "share-1").exists(), "said before the first is tuned"

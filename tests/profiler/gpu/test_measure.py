@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from cdmpp.cli import main
 from cdmpp.dataset import Dataset
 from cdmpp.errors import DatasetError, ProfilerError
 from cdmpp.profiler.calibration import timed_labels
 from cdmpp.profiler.gpu import measure as module
 from cdmpp.profiler.gpu.bundle import write_bundle
 from cdmpp.profiler.gpu.measure import BUNDLE_FILE, MeasureConfig, check_gpu, device_of, measure, profile_gpu
+from tests.samples.command import Command
 from tests.samples.gpu import QUICK, toy_bundle
 
 
@@ -156,16 +156,14 @@ def test_compiling_and_measuring_in_one_go(tmp_path: Path, monkeypatch: pytest.M
     assert len(Dataset.open(tmp_path / "d").records) == 6
 
 
-def test_without_a_gpu_nothing_is_compiled(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_gpu_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Command) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     for options, message in (
         ((), r"needs cupy.*cdmpp bundle.*cdmpp measure"),
         (("--remeasure",), "--remeasure is for CPUs"),
     ):
-        assert main(["profile", "mlp", "--device", "h200", *options, "--out", str(tmp_path / "d")]) == 2
-        assert re.search(message, capsys.readouterr().err.replace("\n", " "))
+        command("profile", "mlp", "--device", "h200", *options, "--out", tmp_path / "d", code=2)
+        assert re.search(message, command.err.replace("\n", " "))
     assert not (tmp_path / "d").exists()
 
 
