@@ -7,6 +7,9 @@ line and exits with code 2. A failed measurement is not an exception but a recor
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 #: Why a program has no latency. These are data: they train the validity model.
 FAILURE_KINDS: tuple[str, ...] = (
     "build_error", "build_timeout", "run_error", "run_timeout", "device_lost", "invalid_config",
@@ -79,3 +82,12 @@ class PriceError(CdmppError):
 def reason(error: Exception) -> str:
     """What an error says, in one line; of an OSError without the path, which the message names already."""
     return getattr(error, "strerror", None) or " ".join(str(error).split())
+
+
+@contextmanager
+def raised_as(error: type[CdmppError], sentence: str, *more: type[Exception]) -> Iterator[None]:
+    """An error of ours for what files and their content raise: OSError, ValueError and ``more``; the sentence, then why."""
+    try:
+        yield
+    except (OSError, ValueError, *more) as err:
+        raise error(f"{sentence}: {reason(err)}") from err

@@ -18,7 +18,7 @@ from cdmpp.endtoend.graph import NetworkTasks, network_tasks
 from cdmpp.endtoend.replay import Replay, replay
 from cdmpp.endtoend.report import INDEPENDENT, INTERVAL, LatencyReport, LayerLatency
 from cdmpp.endtoend.tasks import UNTUNED, TaskLatency, candidates, predict_tasks
-from cdmpp.errors import NetworkError, PriceError, UnknownDeviceError, reason
+from cdmpp.errors import NetworkError, PriceError, UnknownDeviceError, raised_as
 from cdmpp.files import read_yaml
 from cdmpp.predictor.predictor import COVERAGE, prediction_note
 
@@ -208,10 +208,8 @@ def read_prices(path: str | Path) -> dict[str, float]:
     from cdmpp.device import get_device, load_table
 
     path = Path(path)
-    try:
+    with raised_as(PriceError, f"cannot read prices from {path}"):
         content = read_yaml(path)
-    except (OSError, ValueError) as err:
-        raise PriceError(f"cannot read prices from {path}: {reason(err)}") from err
     if not isinstance(content, dict) or not content:
         raise PriceError(f"{path}: expected device names and prices of an hour, such as 'h200: 4.5'")
     table = load_table()

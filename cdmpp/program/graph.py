@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from cdmpp.errors import NetworkError, reason
+from cdmpp.errors import NetworkError, raised_as
 from cdmpp.files import read_json, write_text
 
 FORMAT = "cdmpp.network_graph"
@@ -143,11 +143,9 @@ def _sorted(name: str, given: Sequence[GraphNode], by_name: Mapping[str, GraphNo
 def save_graph(graph: NetworkGraph, path: str | Path) -> None:
     """Write a graph; the file appears whole or not at all (NetworkError if it cannot be written)."""
     path = Path(path)
-    try:
+    with raised_as(NetworkError, f"cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(graph.to_json(), indent=1, allow_nan=False) + "\n")
-    except (OSError, ValueError) as err:
-        raise NetworkError(f"cannot write {path}: {reason(err)}") from err
 
 
 def load_graph(path: str | Path) -> NetworkGraph:
@@ -155,10 +153,8 @@ def load_graph(path: str | Path) -> NetworkGraph:
 
     NetworkError: the file cannot be read, is no such file, or its graph is not sound (see :func:`network_graph`).
     """
-    try:
+    with raised_as(NetworkError, f"cannot read {path}"):
         value = read_json(path)
-    except (OSError, ValueError) as err:
-        raise NetworkError(f"cannot read {path}: {reason(err)}") from err
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise NetworkError(f"{path} is no network graph: expected JSON with format {FORMAT!r}")
     if value.get("version") != VERSION:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cdmpp.errors import NetworkError, reason
+from cdmpp.errors import NetworkError, raised_as
 from cdmpp.files import read_json
 from cdmpp.program.operators import ELEMENT_BYTES, attention
 
@@ -130,17 +130,15 @@ def load_decoder(spec: str | Path) -> Decoder:
     name = str(spec)
     if name in MODELS:
         return _decoder(MODELS[name], name)
-    try:
+    with raised_as(NetworkError, f"cannot read {spec}"):
         config = read_json(spec)
-    except (OSError, ValueError) as err:
-        raise NetworkError(f"cannot read {spec}: {reason(err)}") from err
     if not isinstance(config, dict):
         raise NetworkError(f"{spec} holds no configuration: expected names and values")
     name = Path(spec).parent.name or name
-    try:
+    with raised_as(
+        NetworkError, f"{name}: a size of its configuration cannot be", TypeError, LookupError, ArithmeticError
+    ):
         return _decoder({**config, **config.get("text_config", {})}, name)
-    except (TypeError, ValueError, LookupError, ArithmeticError) as err:
-        raise NetworkError(f"{name}: a size of its configuration cannot be: {reason(err)}") from err
 
 
 def is_config(path: str | Path) -> bool:

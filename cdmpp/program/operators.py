@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from cdmpp.errors import ProgramError, reason
+from cdmpp.errors import ProgramError, raised_as, reason
 
 FloatArray = NDArray[np.float64]
 
@@ -295,10 +295,8 @@ def read_operators(path: str | Path, dtype: str) -> pd.DataFrame:
     ProgramError: the file cannot be read, has no ``op``, or a row has a size that cannot be; names the row.
     """
     path = Path(path)
-    try:
+    with raised_as(ProgramError, f"cannot read operators from {path}", ImportError):
         table = pd.read_csv(path) if path.suffix.lower() == ".csv" else pd.read_parquet(path)
-    except (OSError, ValueError, ImportError) as err:
-        raise ProgramError(f"cannot read operators from {path}: {reason(err)}") from err
     if "op" not in table:
         raise ProgramError(f"{path} has no column op: expected one row an operator")
     rows = []

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cdmpp.errors import PredictorError, reason
+from cdmpp.errors import PredictorError, raised_as
 from cdmpp.files import seconds_text, write_text
 from cdmpp.report.content import Row, RunReport, collect_report
 from cdmpp.report.figures import bound_figures, coverage_figures, history_figures, ranking_figures, scatter_figures
@@ -56,12 +56,9 @@ def write_serving(reports: Sequence[ServingReport], out: str | Path) -> None:
 
 
 def _write(out: str | Path, text: str) -> None:
-    out = Path(out)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_text(out, text)
-    except OSError as err:
-        raise PredictorError(f"cannot write {out}: {reason(err)}") from err
+    with raised_as(PredictorError, f"cannot write {out}"):
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        write_text(Path(out), text)
 
 
 def report_html(report: RunReport) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cdmpp.errors import DatasetError, FeatureMismatchError, reason
+from cdmpp.errors import DatasetError, FeatureMismatchError, raised_as, reason
 from cdmpp.files import replacing
 from cdmpp.program.ast import CompactAST
 from cdmpp.program.ast.schema import FEATURE_SET, LEAF_FEATURES
@@ -58,21 +58,18 @@ def save_asts(path: str | Path, asts: Mapping[str, CompactAST]) -> None:
     columns["leaf"] = pa.FixedSizeListArray.from_arrays(pa.array(leaves.ravel()), width)
     note = json.dumps({"feature_set": FEATURE_SET, "features": LEAF_FEATURES}).encode()
     table = pa.table(columns).replace_schema_metadata({_META_KEY: note})
-    try:
-        with replacing(path) as draft:
-            pq.write_table(
-                table,
-                draft,
-                compression="zstd",
-                compression_level=_COMPRESSION_LEVEL,
-                use_dictionary=["program"],
-                write_statistics=False,
-                data_page_size=_PAGE_BYTES,
-                row_group_size=_GROUP_ROWS,
-                write_page_checksum=True,
-            )
-    except (OSError, pa.ArrowException) as error:
-        raise DatasetError(f"cannot write {path}: {reason(error)}") from error
+    with raised_as(DatasetError, f"cannot write {path}", pa.ArrowException), replacing(path) as draft:
+        pq.write_table(
+            table,
+            draft,
+            compression="zstd",
+            compression_level=_COMPRESSION_LEVEL,
+            use_dictionary=["program"],
+            write_statistics=False,
+            data_page_size=_PAGE_BYTES,
+            row_group_size=_GROUP_ROWS,
+            write_page_checksum=True,
+        )
 
 
 def load_asts(path: str | Path) -> dict[str, CompactAST]:
