@@ -148,12 +148,8 @@ def _steps(decoder: Decoder, serving: Serving, dtype: str, kv_dtype: str) -> pd.
     if serving.generate:
         start = serving.past + serving.seq
         at = np.unique(np.linspace(0, serving.generate - 1, min(_SAMPLED_STEPS, serving.generate)).astype(int))
-        weights = np.zeros(len(at))
-        for step in range(serving.generate):  # linear interpolation between the lengths that are predicted
-            j = min(int(np.searchsorted(at, step, side="right")) - 1, max(len(at) - 2, 0))
-            part = (step - at[j]) / (at[j + 1] - at[j]) if len(at) > 1 else 0.0
-            weights[j] += 1 - part
-            weights[min(j + 1, len(at) - 1)] += part
+        # linear interpolation between the lengths that are predicted
+        weights = [np.interp(np.arange(serving.generate), at, own).sum() for own in np.eye(len(at))]
         plan += [("decode", int(s) + 1, 1, start + int(s), float(w)) for s, w in zip(at, weights, strict=True)]
     elif serving.phase == "decode":
         plan = [("decode", 0, 1, serving.past or serving.seq, 1.0)]
@@ -196,10 +192,10 @@ def _report(
     table = operator_table(rows[known]) if known.any() else rows[known]
     each, low, high = model.interval(table, device, framework)
     counts, ops, phases = table["count"].to_numpy(dtype=np.float64), table["op"], table["phase"].astype(str)
-    seconds = each * counts
+    seconds = pd.Series(each * counts, index=table.index)
     total = float(seconds.sum())
-    low_s, high_s = _interval(seconds, np.log(np.maximum(low, 1e-12) / each), np.log(high / each))
-    own_s = pd.Series(seconds / table.get("weight", 1.0), index=table.index)  # of one step, not all that it stands for
+    low_s, high_s = _interval(each * counts, np.log(np.maximum(low, 1e-12) / each), np.log(high / each))
+    own_s = seconds / table.get("weight", 1.0)  # of one step, not all that it stands for
     steps = [
         {"step": _plain(step), "phase": phase, "latency_s": float(step_s)}
         for (step, phase), step_s in own_s.groupby([table["step"], phases], sort=False).sum().items()
@@ -227,11 +223,11 @@ def _report(
         latency_s=total,
         low_s=low_s,
         high_s=high_s,
-        by_phase={str(k): float(v) for k, v in pd.Series(seconds).groupby(phases.to_numpy()).sum().items()},
-        by_op={str(k): float(v) for k, v in pd.Series(seconds).groupby(ops.to_numpy()).sum().items()},
+        by_phase=seconds.groupby(phases).sum().to_dict(),
+        by_op=seconds.groupby(ops).sum().to_dict(),
         steps=steps,
         operators=operators,
-        unknown={str(k): int(v) for k, v in unknown.items()},
+        unknown=unknown,
         notes=tuple(notes),
     )
 
