@@ -93,15 +93,10 @@ def test_known_trip_counts(case: dict[str, Any]) -> None:
     assert [found.of(number) for number in range(len(found.graph.loops))] == case["trips"]
 
 
-def test_instructions_of_nested_loops_count_as_often_as_they_run() -> None:
-    listing = (
-        "xor %ecx,%ecx; 1: xor %eax,%eax; 2: vfmadd231ps (%rsi),%zmm1,%zmm0; add $0x10,%rax; "
-        "cmp $0x40,%rax; jne 2b; inc %rcx; cmp $0x5,%rcx; jne 1b"
-    )
-    found = counts(f"{listing}; end: ret")
-    assert found["program_fma_z"] == 1 and found["run_fma_z"] == 5 * 4
-    assert found["run_all"] == 2 + 5 * 4 + 5 * 4 * 4  # the ends, the outer loop's own, the inner loop's
-    assert found["unknown_loops"] == 0
+@pytest.mark.parametrize("case", CASES["counted"], ids=lambda case: case["what"])
+def test_what_is_counted(case: dict[str, Any]) -> None:
+    found = counts(f"{case['code']}; end: ret")
+    assert {name: found[name] for name in case["counts"]} == pytest.approx(case["counts"])
 
 
 def test_what_is_misread_stays_finite() -> None:
@@ -134,24 +129,3 @@ PADDED = (
 def test_a_branch_on_a_counter_is_taken_in_the_iterations_that_say_so(condition: str, kept: int) -> None:
     found = counts(PADDED.replace("CONDITION", condition) + "; end: ret")
     assert found["run_fma_z"] == pytest.approx(kept)
-
-
-def test_a_branch_in_an_inner_loop_follows_the_counter_of_the_outer_one() -> None:
-    listing = (
-        "xor %ecx,%ecx; 1: xor %eax,%eax; 2: test %rcx,%rcx; je 3f; vfmadd231ps (%rsi),%zmm1,%zmm0; "
-        "3: inc %rax; cmp $0x4,%rax; jne 2b; inc %rcx; cmp $0x5,%rcx; jne 1b"
-    )
-    found = counts(f"{listing}; end: ret")
-    assert found["run_fma_z"] == pytest.approx(4 * 4)  # not in the first of five
-
-
-def test_buffers_do_not_overlap() -> None:
-    """LLVM's loop without SIMD, run where each buffer begins before the other ends, is not."""
-    listing = (
-        "lea 0x400(%rdi),%r8; lea 0x400(%rsi),%r9; cmp %r9,%rdi; setb %al; cmp %r8,%rsi; setb %cl; "
-        "and %al,%cl; test %cl,%cl; jne 2f; xor %eax,%eax; 1: vfmadd231ps (%rsi,%rax,4),%zmm1,%zmm0; "
-        "add $0x10,%rax; cmp $0x100,%rax; jne 1b; ret; 2: xor %eax,%eax; "
-        "3: vfmadd231ss (%rsi,%rax,4),%xmm1,%xmm0; inc %rax; cmp $0x100,%rax; jne 3b"
-    )
-    found = counts(f"{listing}; end: ret")
-    assert found["run_fma_z"] == 16 and found["run_fma_s"] == 0
