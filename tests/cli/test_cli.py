@@ -117,7 +117,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, predictor: Path, 
     for name, content in (("not.onnx", "not a network"), ("not.json", "{}")):
         (tmp_path / name).write_text(content)
     predict = f"predict --predictor {predictor} --device"
-    for command, said in (
+    for line, said in (
         (f"{predict} h201 mlp", "h200"),
         (f"{predict} this-cpu@1 resnet19", "resnet18"),
         *((f"{predict} this-cpu@1 {tmp_path}/{name}", name) for name in ("not.onnx", "not.json")),
@@ -125,4 +125,4 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, predictor: Path, 
         (f"evaluate --predictor {tmp_path} --data {tmp_path}", "no predictor"),
         (f"profile --out {tmp_path}/x", "not both"),
     ):
-        assert said in command.error(*command.split())
+        assert said in command.error(*line.split())
