@@ -32,16 +32,6 @@ def unite_networks(task: Task, other: Task) -> Task:
     return replace(task, networks={**other.networks, **task.networks})
 
 
-def space_from_json(row: Mapping[str, Any], known: Mapping[str, Space]) -> Space:
-    """The first of its hash."""
-    return known.get(row["hash"], Space(**row))
-
-
-def program_from_json(row: Mapping[str, Any], known: Mapping[str, Program]) -> Program:
-    """The first of its hash."""
-    return known.get(row["hash"], Program(**{"space_hash": None, **row}))
-
-
 def record_to_json(record: Record) -> dict[str, Any]:
     """A row of a record; empty fields are left out, samples keep seven digits (float32)."""
     row = {

@@ -114,20 +114,23 @@ class Dataset(DatasetView):
 
     @cached_property
     def tasks(self) -> dict[str, Task]:
-        return self._by_hash("tasks", codec.task_from_json)
+        known, rows = self._read("tasks")
+        for task in self._decoded("tasks", rows, lambda row: codec.task_from_json(row, known)):
+            known[task.hash] = task
+        return known
 
     @cached_property
     def spaces(self) -> dict[str, Space]:
-        return self._by_hash("spaces", codec.space_from_json)
+        return self._first_of_each_hash("spaces", lambda row: Space(**row))
 
     @cached_property
     def programs(self) -> dict[str, Program]:
-        return self._by_hash("programs", codec.program_from_json)
+        return self._first_of_each_hash("programs", lambda row: Program(**{"space_hash": None, **row}))
 
-    def _by_hash(self, table: str, from_json: Callable[[Any, dict[str, Any]], Any]) -> dict[str, Any]:
+    def _first_of_each_hash(self, table: str, decode: Callable[[Any], Any]) -> dict[str, Any]:
         known, rows = self._read(table)
-        for item in self._decoded(table, rows, lambda row: from_json(row, known)):
-            known[item.hash] = item
+        for item in self._decoded(table, rows, decode):
+            known.setdefault(item.hash, item)
         return known
 
     @property

@@ -178,18 +178,16 @@ class FeatureEncoder:
 
     @classmethod
     def from_arrays(cls, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> FeatureEncoder:
-        """Rebuild from :meth:`to_json` and :meth:`to_arrays`; PredictorError if they do not fit together."""
-        try:
-            scalers = {}
-            for part in _PARTS:
-                names = tuple(state.get(f"{part}_features", ()))  # early predictors had no code features
-                if names or part in ("leaf", "device"):
-                    mean, std, active = (arrays[f"encoder.{part}.{key}"] for key in ("mean", "std", "active"))
-                    clip = float(state["clip"][part])
-                    scalers[part] = ColumnScaler(names, mean, std, np.asarray(active, dtype=bool), clip)
-            return cls(str(state["feature_set"]), **scalers)
-        except (KeyError, TypeError, ValueError) as err:
-            raise PredictorError(f"encoder state is incomplete or malformed: {err!r}") from err
+        """Rebuild from :meth:`to_json` and :meth:`to_arrays`; KeyError, TypeError, ValueError or PredictorError if they do not
+        fit together."""
+        scalers = {}
+        for part in _PARTS:
+            names = tuple(state.get(f"{part}_features", ()))  # early predictors had no code features
+            if names or part in ("leaf", "device"):
+                mean, std, active = (arrays[f"encoder.{part}.{key}"] for key in ("mean", "std", "active"))
+                clip = float(state["clip"][part])
+                scalers[part] = ColumnScaler(names, mean, std, np.asarray(active, dtype=bool), clip)
+        return cls(str(state["feature_set"]), **scalers)
 
 
 def _check_columns(rows: NDArray[Any], names: Sequence[str]) -> None:

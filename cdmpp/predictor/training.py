@@ -28,7 +28,6 @@ from cdmpp.predictor.config import Config, dump_config
 from cdmpp.predictor.data import TrainingData, gather, split_data
 from cdmpp.predictor.encoding import FeatureEncoder
 from cdmpp.predictor.evidence import NO_EVIDENCE, DeviceScaling, Evidence, fit_scaling
-from cdmpp.predictor.network import LatencyNetwork
 from cdmpp.predictor.pair_features import CODE_FEATURES, GENERAL_PAIRS, LOOP_CODE_FEATURES, PAIR_FEATURES
 from cdmpp.predictor.predictor import Predictor
 from cdmpp.predictor.processes import Processes, torchrun_processes
@@ -133,8 +132,7 @@ class Fitted:
 
     def predictor(self, weights: dict[str, Any], training: dict[str, Any]) -> Predictor:
         """The predictor with these weights; takes over the trainer's network."""
-        network = self.trainer.network.cpu()
-        assert isinstance(network, LatencyNetwork)
+        network: Any = self.trainer.network.cpu()
         network.load_state_dict(weights)
         network.eval()
         return Predictor(network, self.encoder, self.transform, self.devices, training, specs=dict(self.specs))
