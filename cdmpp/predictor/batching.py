@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from cdmpp.predictor.encoding import FeatureEncoder
-
-if TYPE_CHECKING:
-    from cdmpp.predictor.pair_features import CodeRows
-    from cdmpp.program.ast import CompactAST
+from cdmpp.predictor.pair_features import CodeRows
+from cdmpp.program.ast import CompactAST
 
 #: Shuffled rows are sorted by length inside windows of this many batches.
 _BUCKET_BATCHES = 16

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cdmpp.dataset import Split
 from cdmpp.dataset.view import unite_devices
 from cdmpp.errors import PredictorError, SplitError
 from cdmpp.predictor.data import TrainingData, split_data, warn_of_missing_counts
@@ -16,9 +17,6 @@ from cdmpp.predictor.evidence import NO_EVIDENCE, Evidence, check_one_kind
 from cdmpp.predictor.metrics import evaluate_groups, evaluate_predictions
 from cdmpp.predictor.predictor import Predictor
 from cdmpp.predictor.uncertainty import interval_metrics
-
-if TYPE_CHECKING:
-    from cdmpp.dataset import Split
 
 logger = logging.getLogger(__name__)
 

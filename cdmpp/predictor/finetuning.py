@@ -18,13 +18,16 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from cdmpp.dataset import DatasetView, Split
 from cdmpp.dataset.split import ordered
 from cdmpp.dataset.view import unite_devices
+from cdmpp.device import get_device
 from cdmpp.errors import PredictorError, SplitError
 from cdmpp.predictor.config import Config, TrainConfig, dump_config
 from cdmpp.predictor.correction import Fit, fit_correction
@@ -34,14 +37,9 @@ from cdmpp.predictor.evidence import NO_EVIDENCE, DeviceScaling, Evidence, fit_s
 from cdmpp.predictor.network import correction_inputs
 from cdmpp.predictor.predictor import Predictor
 from cdmpp.predictor.selection import TaskSelection, select_tasks, write_task_file
+from cdmpp.predictor.trainer import ProgressCallback, Trainer
 from cdmpp.predictor.training import HISTORY_FILE, Fitted, calibrated, encode, recorder, training_summary
 from cdmpp.predictor.transforms import AST, COMPILED, Correction
-
-if TYPE_CHECKING:
-    import torch
-
-    from cdmpp.dataset import DatasetView, Split
-    from cdmpp.predictor.trainer import ProgressCallback
 
 logger = logging.getLogger(__name__)
 
@@ -312,9 +310,6 @@ def _described(job: _Job, source: str, tuned: Predictor, learned: str, errors: M
 def _train(job: _Job, stop: NDArray[np.bool_], fits: Mapping[str, Fit], progress: ProgressCallback | None) -> Predictor:
     """The base trained further on the chosen tasks but for records to stop by, bool (n,), and on records of other devices; what
     they show to be the same for all programs comes first."""
-    from cdmpp.dataset import Split
-    from cdmpp.predictor.trainer import Trainer
-
     base, data, config, name = job.base, job.data, job.config, job.device
     vectors, labels = data.device_vectors(), data.labels
     encoder, fresh = extend_encoder(base.encoder, list(base.devices.values()), vectors[name])
@@ -430,8 +425,6 @@ def mixed_batches(new: int, replay: int, batch_size: int, rng: np.random.Generat
 
 
 def _device_name(device: str, data: TrainingData) -> str:
-    from cdmpp.device import get_device
-
     return device if device in data.devices else get_device(device).name
 
 

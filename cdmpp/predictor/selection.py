@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError, reason
 from cdmpp.files import write_text
+from cdmpp.predictor.batching import PairArrays
+from cdmpp.predictor.data import TrainingData
 from cdmpp.predictor.encoding import signed_log1p
-
-if TYPE_CHECKING:
-    from cdmpp.predictor.data import TrainingData
-    from cdmpp.predictor.predictor import Predictor
-    from cdmpp.program.ast import CompactAST
+from cdmpp.predictor.network import correction_inputs
+from cdmpp.predictor.predictor import Predictor
+from cdmpp.program.ast import CompactAST
 
 logger = logging.getLogger(__name__)
 
@@ -117,9 +118,6 @@ def embed_programs(predictor: Predictor, asts: Sequence[CompactAST]) -> NDArray[
     Every program is embedded on the same made-up device, the mean of the encoded training devices: what differs
     between two embeddings is the programs' own.
     """
-    from cdmpp.predictor.batching import PairArrays
-    from cdmpp.predictor.network import correction_inputs
-
     device = predictor.encoder.encode_devices(np.stack(list(predictor.devices.values()))).mean(0, keepdims=True)
     program = np.arange(len(asts))
     arrays = PairArrays.encode(predictor.encoder, asts, device, program, np.zeros_like(program), None, None)
@@ -151,8 +149,6 @@ def write_task_file(path: str | Path, selection: TaskSelection, **notes: Any) ->
 
 def _distances(vectors: NDArray[np.float64], k: int, seed: int) -> NDArray[np.float64]:
     """Distances of every task to every centre, float64 (tasks, k)."""
-    import warnings
-
     from sklearn.cluster import KMeans
     from sklearn.exceptions import ConvergenceWarning
 

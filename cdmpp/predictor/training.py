@@ -13,13 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
-from cdmpp.device import DEVICE_FEATURES, device_features
+from cdmpp.dataset import DatasetView, Split, noise_floor_mape
+from cdmpp.device import DEVICE_FEATURES, Device, device_features
 from cdmpp.errors import PredictorError
 from cdmpp.files import write_text
 from cdmpp.predictor.batching import GeneralInputs, LabelledArrays, PairArrays
@@ -35,12 +37,6 @@ from cdmpp.predictor.trainer import ProgressCallback, Trainer
 from cdmpp.predictor.transforms import LabelTransform, fit_transform
 from cdmpp.predictor.uncertainty import Calibration, Familiarity
 from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURES
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from cdmpp.dataset import DatasetView, Split
-    from cdmpp.device import Device
 
 logger = logging.getLogger(__name__)
 
@@ -257,8 +253,6 @@ def calibrated(
 
 def training_summary(config: Config, data: TrainingData, split: Split, state: TrainerState) -> dict[str, Any]:
     """JSON values that say what a predictor was trained on and how it ended."""
-    from cdmpp.dataset import noise_floor_mape
-
     table = data.labels.iloc[split.train]
     tasks = sorted(table["task"].unique())
     return {

@@ -6,25 +6,24 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import nn
 
+from cdmpp.dataset import Split
 from cdmpp.dataset.split import ordered
 from cdmpp.errors import PredictorError
+from cdmpp.predictor.batching import LabelledArrays
 from cdmpp.predictor.config import Config
+from cdmpp.predictor.data import TrainingData
+from cdmpp.predictor.encoding import FeatureEncoder
 from cdmpp.predictor.evaluation import score
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from cdmpp.dataset import Split
-    from cdmpp.predictor.batching import LabelledArrays
-    from cdmpp.predictor.data import TrainingData
-    from cdmpp.predictor.encoding import FeatureEncoder
-    from cdmpp.predictor.predictor import Predictor
-    from cdmpp.predictor.trainer import ProgressCallback
+from cdmpp.predictor.network import LatencyNetwork
+from cdmpp.predictor.predictor import Predictor
+from cdmpp.predictor.trainer import ProgressCallback
+from cdmpp.predictor.training import prepare, training_summary
 
 #: Part of the training programs to stop by where a split has no validation part.
 STOP_FRACTION = 0.1
@@ -66,8 +65,6 @@ class TrainedModel(LatencyModel):
         """The untrained network for these training pairs, called as ``network(batch, context)``."""
 
     def fit(self, data: TrainingData, split: Split) -> None:
-        from cdmpp.predictor.training import prepare, training_summary
-
         def record(line: dict[str, Any]) -> None:
             self.history_.append(line)
             if self._progress is not None:
@@ -94,8 +91,6 @@ class CdmppModel(TrainedModel):
         self.name, self.predictor_ = name, predictor
 
     def make_network(self, train: LabelledArrays, encoder: FeatureEncoder) -> nn.Module:
-        from cdmpp.predictor.network import LatencyNetwork
-
         return LatencyNetwork(self._config.model, *train.widths)
 
 

@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,16 +14,14 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
+from cdmpp.dataset import Split
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.baselines.models import TrainedModel
 from cdmpp.predictor.batching import Context, LabelledArrays, PaddedBatch
 from cdmpp.predictor.config import Config, LossConfig, TrainConfig, config_from_dict
+from cdmpp.predictor.data import TrainingData
+from cdmpp.predictor.encoding import FeatureEncoder
 from cdmpp.predictor.network import PreOrderEncoding
-
-if TYPE_CHECKING:
-    from cdmpp.dataset import Split
-    from cdmpp.predictor.data import TrainingData
-    from cdmpp.predictor.encoding import FeatureEncoder
 
 logger = logging.getLogger(__name__)
 
