@@ -35,9 +35,7 @@ def unite_networks(task: Task, other: Task) -> Task:
 def record_to_json(record: Record) -> dict[str, Any]:
     """A row of a record; empty fields are left out, samples keep seven digits (float32)."""
     row = {
-        "program": record.program,
-        "device": record.device,
-        "status": record.status,
+        **vars(record),
         "latency_s": None if record.latency_s is None else float(record.latency_s),
         "samples_s": [float(f"{sample_s:.7g}") for sample_s in record.samples_s],
         "noise": None if record.noise is None else float(f"{record.noise:.7g}"),

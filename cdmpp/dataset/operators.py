@@ -35,10 +35,7 @@ LABELS: dict[str, str] = {
 def write_operators(folder: str | Path, table: pd.DataFrame, *, replace: bool = False, **meta: Any) -> None:
     """Write a new dataset (or ``replace`` one) of a table with the columns of :data:`LABELS` besides those of operators.
 
-    Raises
-    ------
-    DatasetError
-        There is a dataset already, or the files cannot be written.
+    DatasetError: there is a dataset already, or the files cannot be written.
     """
     folder = Path(folder)
     if (folder / META_FILE).exists() and not replace:
@@ -57,13 +54,8 @@ def write_operators(folder: str | Path, table: pd.DataFrame, *, replace: bool = 
 
 
 def load_operators(folders: str | Path | Iterable[str | Path]) -> pd.DataFrame:
-    """The operators of dataset folders, or of folders of them, in one table.
-
-    Raises
-    ------
-    DatasetError
-        There are none, or a file cannot be read.
-    """
+    """The operators of dataset folders, or of folders of them, in one table (DatasetError: there are none, or a file cannot be
+    read)."""
     given = [folders] if isinstance(folders, str | Path) else folders
     files = [file for folder in map(Path, given) for file in _files(folder)]
     if not files:

@@ -76,14 +76,10 @@ class PackedPrograms:
     @classmethod
     def pack(cls, asts: Sequence[CompactAST], encoder: FeatureEncoder) -> PackedPrograms:
         """Encode and concatenate; every AST has at least one leaf."""
-        lengths = [ast.leaves.shape[0] for ast in asts]
-        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        if asts:
-            leaves = encoder.encode_leaves(np.concatenate([ast.leaves for ast in asts]))
-            positions = np.concatenate([ast.positions for ast in asts]).astype(np.int64)
-        else:
-            leaves, positions = np.zeros((0, encoder.leaf_dim), np.float32), np.zeros(0, np.int64)
-        return cls(torch.from_numpy(leaves), torch.from_numpy(positions), torch.from_numpy(offsets))
+        offsets = np.cumsum([0, *(ast.n_leaves for ast in asts)], dtype=np.int64)
+        leaves = np.concatenate([np.zeros((0, encoder.leaf_dim), np.float32), *(ast.leaves for ast in asts)])
+        positions = np.concatenate([np.zeros(0, np.int64), *(ast.positions for ast in asts)])
+        return cls(*map(torch.from_numpy, (encoder.encode_leaves(leaves), positions, offsets)))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -144,7 +140,7 @@ class PairArrays:
         """Of programs, devices that are encoded already, raw pair features (n, n_pair_features) and compiled code; None for
         what the encoder does not take or is not known."""
         n = len(program)
-        pairs = np.zeros((n, 0), np.float32) if pair is None else encoder.encode_pairs(pair)
+        pairs = np.zeros((n, 0), np.float32) if pair is None or encoder.pair is None else encoder.pair.transform(pair)
         codes, known = np.zeros((n, encoder.code_dim), np.float32), np.zeros(n, bool)
         if code is not None:
             codes, known = encoder.encode_codes(code)

@@ -132,10 +132,6 @@ class FeatureEncoder:
         """Raw devices (m, n_device_features) -> float32 (m, device_dim): values, then missing flags."""
         return np.concatenate([self.device.transform(devices), np.isnan(devices).astype(np.float32)], axis=1)
 
-    def encode_pairs(self, pairs: NDArray[Any]) -> FloatArray:
-        """Raw pairs (n, n_pair_features) -> float32 (n, pair_dim)."""
-        return np.zeros((len(pairs), 0), np.float32) if self.pair is None else self.pair.transform(pairs)
-
     def encode_codes(self, rows: CodeRows) -> tuple[FloatArray, NDArray[np.bool_]]:
         """What is known of n compiled programs -> float32 (n, code_dim) and bool (n,), whether anything is: rows of 0 where
         not. The parts of the time stay as they are."""

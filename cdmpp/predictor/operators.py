@@ -199,11 +199,8 @@ class OperatorModel:
 
     def _nearest(self, table: pd.DataFrame, device: Device) -> dict[str, NDArray[Any]]:
         """The nearest measured operator of the same kind, or of the kind whose constants serve, by what the networks see."""
-        nearest, on, far = (
-            np.full(len(table), "", dtype=object),
-            np.full(len(table), "", dtype=object),
-            np.full(len(table), np.nan),
-        )
+        nearest, on = np.full((2, len(table)), "", dtype=object)
+        far = np.full(len(table), np.nan)
         asked = self._numbers(table, device)
         known = self.measured if self.measured is not None else table[:0].assign(device="")
         of_known = kinds(known)

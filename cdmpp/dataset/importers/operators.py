@@ -45,14 +45,9 @@ def import_operators(
 ) -> ImportReport:
     """Import files of one of :data:`SOURCES` into a new dataset of operators.
 
-    Groups of rows that the source marks as impossible (``suspect_group``) are left out and counted.
-
-    Raises
-    ------
-    DatasetError
-        A file cannot be read or lacks a column, ``out`` is a dataset, or a row is faster than the device can be.
-    UnknownDeviceError
-        A file names a device that the table does not have.
+    Groups of rows that the source marks as impossible (``suspect_group``) are left out and counted. DatasetError: a file cannot
+    be read or lacks a column, ``out`` is a dataset, or a row is faster than the device can be. UnknownDeviceError: a device
+    is not in the table.
     """
     found = Import(paths, out, table, progress)
     parts: list[pd.DataFrame] = []
