@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -20,8 +20,7 @@ _BUCKET_BATCHES = 16
 IntArray = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class PaddedBatch:
+class PaddedBatch(NamedTuple):
     """A batch of programs: leaves float32 (batch, length, features), pre-order node positions int64 (batch, length), and
     padding bool (batch, length), True where there is no leaf; leaves and positions are 0 there."""
 
@@ -31,11 +30,10 @@ class PaddedBatch:
 
     def to(self, device: torch.device) -> PaddedBatch:
         """The batch on another torch device."""
-        return PaddedBatch(self.leaves.to(device), self.positions.to(device), self.padding.to(device))
+        return PaddedBatch(*(part.to(device) for part in self))
 
 
-@dataclass(frozen=True)
-class Context:
+class Context(NamedTuple):
     """What the network takes besides the programs, one row each.
 
     ``device`` (batch, device_dim) and ``pair`` (batch, pair_dim, :mod:`cdmpp.predictor.pair_features`) are encoded,
@@ -56,12 +54,11 @@ class Context:
 
     def take(self, rows: torch.Tensor) -> Context:
         """The rows with these numbers, int64, or where True, bool (batch,)."""
-        return Context(self.device[rows], self.pair[rows], self.code[rows], self.has_code[rows])
+        return Context(*(part[rows] for part in self))
 
     def to(self, where: torch.device) -> Context:
         """The same on another torch device."""
-        parts = (self.device, self.pair, self.code, self.has_code)
-        return Context(*(part.to(where) for part in parts))
+        return Context(*(part.to(where) for part in self))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,3 +73,11 @@ def small_config(spec: str = "within_task;seed=1", model: dict[str, Any] | None 
     settings = {"epochs": 4, "batch_size": 64, "learning_rate": 0.01, "threads": 1, **training}
     settings.setdefault("patience", settings["epochs"])
     return config_from_dict({"model": {**size, **(model or {})}, "train": settings, "split": {"spec": spec}})
+
+
+def change_state(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    """Edit what a predictor's folder says besides its weights."""
+    path = folder / "predictor.json"
+    state = json.loads(path.read_text())
+    edit(state)
+    path.write_text(json.dumps(state))
