@@ -67,15 +67,7 @@ def import_operators(
     files = [path.name for path, _ in found.frames]
     write_operators(out, united, source=source, files=files, left_out=dict(found.unknown))
     operators = united.drop(columns=["device", "framework", "kernel", "seconds", "noise"], errors="ignore")
-    return ImportReport(
-        Path(out),
-        {"ok": len(united)},
-        len(operators.drop_duplicates()),
-        0,
-        sorted(found.devices),
-        dict(found.unknown.most_common()),
-        notes=tuple(found.notes),
-    )
+    return found.report({"ok": len(united)}, tasks=len(operators.drop_duplicates()), programs=0)
 
 
 def _kind(source: str, frame: pd.DataFrame, path: Path) -> str:
