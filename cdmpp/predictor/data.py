@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from cdmpp.dataset import DatasetView, Split, load_datasets, noise_floor_mape
+from cdmpp.dataset import DatasetView, Split, load_datasets
 from cdmpp.dataset.codegen import CODEGEN_FILE, load_codegen
 from cdmpp.device import Device, device_features
 from cdmpp.errors import DatasetError, FeatureMismatchError, PredictorError, ProgramError
@@ -65,11 +65,6 @@ class TrainingData:
     def latency_s(self) -> NDArray[np.float64]:
         """The labels (n,)."""
         return self.labels["latency_s"].to_numpy(dtype=np.float64)
-
-    @property
-    def noise_floor_mape(self) -> float | None:
-        """Expected MAPE of a perfect predictor on these labels; None where their noise is unknown."""
-        return noise_floor_mape(self.labels)
 
     def reference_s(self, kind: str, rows: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
         """:func:`cdmpp.predictor.roofline.references_s` of these rows of the label table (None: all), seconds (n,)."""

@@ -19,8 +19,7 @@ from cdmpp.predictor.pair_features import TIME_PARTS
 from cdmpp.predictor.search import search
 from cdmpp.predictor.training import prepare, train
 from cdmpp.program.codegen import CODEGEN_FEATURES
-from cdmpp.program.codegen.core import counts_key
-from tests.samples.training import change_state, make_data, small_config
+from tests.samples.training import change_state, make_data, small_config, with_counts
 
 SPEC = "within_task:seed=0"
 
@@ -35,17 +34,11 @@ def counted(data):
     """Programs that a compiler makes up to e^2 times slower, which their counts alone tell; every eighth has none."""
     rng = np.random.default_rng(0)
     hidden = {program: rng.uniform(-2, 2) for program in data.asts}
-    codes = {counts_key(device) for device in data.devices.values()}
     cycles = 4e6 * data.labels.groupby("program")["latency_s"].mean()
-    counts = {
-        (program, code): np.full(len(CODEGEN_FEATURES), cycles[program] * np.exp(hidden[program]), dtype=np.float32)
-        for i, program in enumerate(data.asts)
-        for code in codes
-        if i % 8
-    }
+    counts = {program: cycles[program] * np.exp(hidden[program]) for i, program in enumerate(data.asts) if i % 8}
     factor = np.exp([hidden[program] for program in data.labels["program"]])
     labels = data.labels.assign(latency_s=data.labels["latency_s"] * factor)
-    return replace(data, labels=labels, codegen=counts)
+    return with_counts(replace(data, labels=labels), counts)
 
 
 #: Of an epoch.
