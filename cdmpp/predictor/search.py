@@ -38,10 +38,9 @@ STORAGE_FILE = "search.db"
 SUMMARY_FILE = "summary.json"
 BEST_FILE = "best.yaml"
 
+_SPACES = shipped_table("predictor/search.yaml")
 #: Models that have a search space.
-SEARCHED_MODELS: tuple[str, ...] = (
-    "ours", "xgboost-perstore", "xgboost-ast", "xgboost-ast-codegen", "lstm", "released",
-)  # fmt: skip
+SEARCHED_MODELS: tuple[str, ...] = tuple(_SPACES)
 
 #: Trials drawn at random before TPE takes over, and trials that must have reached an epoch before one is pruned there.
 _RANDOM_TRIALS = 10
@@ -70,7 +69,7 @@ def search_space(model: str) -> dict[str, BaseDistribution]:
             return CategoricalDistribution(of)
         return IntDistribution(**of) if isinstance(of["low"], int) else FloatDistribution(**of)
 
-    return {name: distribution(of) for name, of in shipped_table("predictor/search.yaml")[model].items()}
+    return {name: distribution(of) for name, of in _SPACES[model].items()}
 
 
 @dataclass(frozen=True)
