@@ -74,7 +74,7 @@ class PackedPrograms:
     def pack(cls, asts: Sequence[CompactAST], encoder: FeatureEncoder) -> PackedPrograms:
         """Encode and concatenate; every AST has at least one leaf."""
         offsets = np.cumsum([0, *(ast.n_leaves for ast in asts)], dtype=np.int64)
-        leaves = np.concatenate([np.zeros((0, encoder.leaf_dim), np.float32), *(ast.leaves for ast in asts)])
+        leaves = np.concatenate([ast.leaves for ast in asts]) if asts else np.zeros((0, encoder.leaf_dim), np.float32)
         positions = np.concatenate([np.zeros(0, np.int64), *(ast.positions for ast in asts)])
         return cls(*map(torch.from_numpy, (encoder.encode_leaves(leaves), positions, offsets)))
 
