@@ -82,16 +82,14 @@ def evaluate_rows(
     scores = score(data, rows, predicted_s, by)
     known = evidence.known(len(rows))
     counted = {"n_compiled": evidence.code, "n_measured": evidence.elsewhere}
-    plain = evidence.code is None and evidence.elsewhere is None
-    shown = np.ones(len(rows), dtype=bool) if plain else known
-    table = data.labels.iloc[rows[shown]]
+    table = data.labels.iloc[rows[known]]
     scores["overall"]["interval"] = interval_metrics(
         predictor.calibration_of(evidence),
         table["latency_s"].to_numpy(dtype=np.float64),
-        predicted_s[shown],
+        predicted_s[known],
         table["task"].tolist(),
         table["device"].tolist(),
-        difficulty=predictor.difficulty(predictor.pairs_of_rows(data, rows, evidence))[shown],
+        difficulty=predictor.difficulty(predictor.pairs_of_rows(data, rows, evidence))[known],
     )
     for key, used in counted.items():
         if used is None:

@@ -139,10 +139,10 @@ class OperatorModel:
         estimate, logs = self.parts(table, resolved, framework)
         measured = self.devices.get(resolved.name, ())
         parts = [1.0 if kind in measured else self.trust.get(kind, 0.0) for kind in kinds(table)]
+        logs = logs * parts
         if (taught := self.corrections.get(resolved.name)) is not None:
-            logs = logs * parts + taught.logs(np.concatenate(self.traits(table, resolved), axis=1))
-            return estimate * np.exp(logs)
-        return estimate * np.exp(logs * parts)
+            logs = logs + taught.logs(np.concatenate(self.traits(table, resolved), axis=1))
+        return estimate * np.exp(logs)
 
     def traits(self, table: pd.DataFrame, device: Device) -> tuple[FloatArray, FloatArray]:
         """What operators are compared by, which depends on no label: flags of their kinds, (n, kinds), and waves over the

@@ -225,8 +225,7 @@ def calibrated(
     predictor = replace(predictor, scaling=scaling, familiarity=familiarity)
 
     def fit(evidence: Evidence) -> Calibration | None:
-        plain = evidence.code is None and evidence.elsewhere is None
-        chosen = np.ones(len(rows), bool) if plain else evidence.known(len(rows))
+        chosen = evidence.known(len(rows))
         if not chosen.any():
             return None
         table = data.labels.iloc[rows[chosen]]
