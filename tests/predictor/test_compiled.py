@@ -19,14 +19,9 @@ from cdmpp.predictor.pair_features import TIME_PARTS
 from cdmpp.predictor.search import search
 from cdmpp.predictor.training import prepare, train
 from cdmpp.program.codegen import CODEGEN_FEATURES
-from tests.samples.training import change_state, make_data, small_config, with_counts
+from tests.samples.training import change_state, small_config, with_counts
 
 SPEC = "within_task:seed=0"
-
-
-@pytest.fixture(scope="module")
-def data():
-    return make_data()
 
 
 @pytest.fixture(scope="module")
