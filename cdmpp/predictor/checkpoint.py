@@ -160,9 +160,7 @@ def load_fields(folder: Path) -> dict[str, Any]:
     try:
         fields = _build(state, arrays)
     except (KeyError, TypeError, ValueError, AttributeError) as err:
-        raise PredictorError(
-            f"{folder / _JSON_FILE}: incomplete or malformed: {' '.join(str(err).split()) or err!r}"
-        ) from err
+        raise PredictorError(f"{folder / _JSON_FILE}: incomplete or malformed: {reason(err)}") from err
     try:
         fields["network"].load_state_dict(weights)
     except RuntimeError as err:
