@@ -95,7 +95,7 @@ def evaluate_groups(
     ``columns`` are the arguments of :func:`evaluate_predictions`; ``groups`` are grouping -> for each record the groups it
     belongs to: several (a task of two networks) or none.
     """
-    arrays = [np.asarray(column) for column in columns]
+    arrays: list[Any] = [np.asarray(column) for column in columns]
     scored: dict[str, dict[str, Metrics]] = {}
     for grouping, members in groups.items():
         rows: dict[str, list[int]] = {}
