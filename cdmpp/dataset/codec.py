@@ -32,22 +32,10 @@ def unite_networks(task: Task, other: Task) -> Task:
     return replace(task, networks={**other.networks, **task.networks})
 
 
-def space_from_json(row: Mapping[str, Any], known: Mapping[str, Space]) -> Space:
-    """The first of its hash."""
-    return known.get(row["hash"], Space(**row))
-
-
-def program_from_json(row: Mapping[str, Any], known: Mapping[str, Program]) -> Program:
-    """The first of its hash."""
-    return known.get(row["hash"], Program(**{"space_hash": None, **row}))
-
-
 def record_to_json(record: Record) -> dict[str, Any]:
     """A row of a record; empty fields are left out, samples keep seven digits (float32)."""
     row = {
-        "program": record.program,
-        "device": record.device,
-        "status": record.status,
+        **vars(record),
         "latency_s": None if record.latency_s is None else float(record.latency_s),
         "samples_s": [float(f"{sample_s:.7g}") for sample_s in record.samples_s],
         "noise": None if record.noise is None else float(f"{record.noise:.7g}"),

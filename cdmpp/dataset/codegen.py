@@ -21,6 +21,7 @@ from cdmpp.errors import CdmppError, DatasetError
 from cdmpp.program.codegen import CODEGEN_FEATURES, COUNTING_VERSION
 from cdmpp.program.codegen.compile import ObjectCache
 from cdmpp.program.codegen.core import core_name, core_of, counts_key
+from cdmpp.program.codegen.counts import codegen_features, compiled_features, require_decoder
 from cdmpp.program.space import Rebuilder
 from cdmpp.program.types import Program, Space, Task
 
@@ -77,8 +78,6 @@ def collect_codegen(
     :class:`concurrent.futures.Executor`. DatasetError: no dataset in the folder, or the file cannot be written;
     CdmppError: what decodes instructions is not installed.
     """
-    from cdmpp.program.codegen.counts import require_decoder
-
     require_decoder()
     view = load_datasets(folder)
     path = Path(folder) / CODEGEN_FILE
@@ -116,8 +115,6 @@ _rebuilder = cache(Rebuilder)
 
 
 def _count_one(object_cache: str | Path | None, wanted: _Wanted) -> NDArray[np.float32] | None:
-    from cdmpp.program.codegen.counts import codegen_features, compiled_features
-
     program, task, space, device = wanted
     try:
         objects = ObjectCache(object_cache, device.target)

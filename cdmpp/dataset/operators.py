@@ -16,7 +16,7 @@ import pandas as pd
 from cdmpp.dataset.schema import META_FILE
 from cdmpp.errors import DatasetError, reason
 from cdmpp.files import replacing, write_text
-from cdmpp.program.operators import SIZES, operator_table
+from cdmpp.program.operators import COLUMNS, SIZES, operator_table
 
 OPERATOR_FILE = "operators.parquet"
 #: Frameworks of PyTorch's kernels; on a CPU with weights in the caches, and with weights that no cache holds.
@@ -35,15 +35,12 @@ LABELS: dict[str, str] = {
 def write_operators(folder: str | Path, table: pd.DataFrame, *, replace: bool = False, **meta: Any) -> None:
     """Write a new dataset (or ``replace`` one) of a table with the columns of :data:`LABELS` besides those of operators.
 
-    Raises
-    ------
-    DatasetError
-        There is a dataset already, or the files cannot be written.
+    DatasetError: there is a dataset already, or the files cannot be written.
     """
     folder = Path(folder)
     if (folder / META_FILE).exists() and not replace:
         raise DatasetError(f"{folder} is a dataset already: choose a new folder")
-    table = table.reindex(columns=["op", "dtype", "kv_dtype", *SIZES, *LABELS])
+    table = table.reindex(columns=[*COLUMNS, *LABELS])
     texts = [name for name in table if name not in (*SIZES, "seconds", "noise")]
     table = table.astype({**dict.fromkeys(texts, "category"), **dict.fromkeys((*SIZES, "noise"), "float32")})
     table = table.sort_values(["device", "op", "dtype", *SIZES], kind="stable").dropna(axis=1, how="all")
@@ -57,13 +54,8 @@ def write_operators(folder: str | Path, table: pd.DataFrame, *, replace: bool = 
 
 
 def load_operators(folders: str | Path | Iterable[str | Path]) -> pd.DataFrame:
-    """The operators of dataset folders, or of folders of them, in one table.
-
-    Raises
-    ------
-    DatasetError
-        There are none, or a file cannot be read.
-    """
+    """The operators of dataset folders, or of folders of them, in one table (DatasetError: there are none, or a file cannot be
+    read)."""
     given = [folders] if isinstance(folders, str | Path) else folders
     files = [file for folder in map(Path, given) for file in _files(folder)]
     if not files:

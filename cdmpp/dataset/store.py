@@ -37,9 +37,6 @@ from cdmpp.program.types import Program, Space, Task
 
 _LOG = logging.getLogger(__name__)
 
-#: Records that are kept in memory, besides those that were read, while more are added.
-_FRESH_RECORDS = 1000
-
 
 class Dataset(DatasetView):
     """One dataset folder (see :mod:`cdmpp.dataset.schema` for what is in it), ``path``, and its ``meta.json``, ``meta``.
@@ -57,11 +54,9 @@ class Dataset(DatasetView):
 
     def _forget(self) -> None:
         """Drop what was read, to read it anew when asked."""
-        for name in ("tasks", "spaces", "programs"):
+        for name in ("tasks", "spaces", "programs", "records"):
             self.__dict__.pop(name, None)
         self._corrupt: dict[str, int] = {}  # of the tables that were read
-        self._records: pd.DataFrame | None = None
-        self._fresh: list[Record] = []  # added since the records were read
 
     # -- opening ------------------------------------------------------------------------------------------
 
@@ -114,38 +109,32 @@ class Dataset(DatasetView):
 
     @cached_property
     def tasks(self) -> dict[str, Task]:
-        return self._by_hash("tasks", codec.task_from_json)
+        known, rows = self._read("tasks")
+        for task in self._decoded("tasks", rows, lambda row: codec.task_from_json(row, known)):
+            known[task.hash] = task
+        return known
 
     @cached_property
     def spaces(self) -> dict[str, Space]:
-        return self._by_hash("spaces", codec.space_from_json)
+        return self._first_of_each_hash("spaces", lambda row: Space(**row))
 
     @cached_property
     def programs(self) -> dict[str, Program]:
-        return self._by_hash("programs", codec.program_from_json)
+        return self._first_of_each_hash("programs", lambda row: Program(**{"space_hash": None, **row}))
 
-    def _by_hash(self, table: str, from_json: Callable[[Any, dict[str, Any]], Any]) -> dict[str, Any]:
+    def _first_of_each_hash(self, table: str, decode: Callable[[Any], Any]) -> dict[str, Any]:
         known, rows = self._read(table)
-        for item in self._decoded(table, rows, lambda row: from_json(row, known)):
-            known[item.hash] = item
+        for item in self._decoded(table, rows, decode):
+            known.setdefault(item.hash, item)
         return known
 
-    @property
+    @cached_property
     def records(self) -> pd.DataFrame:
-        if self._records is None:
-            stored, rows = self._read("records")
-            added = self._decoded("records", rows, codec.record_from_json)
-            self._records = _stacked(self._with_programs(stored), self._frame(added))
-            self._fresh = []
-        if self._fresh:
-            self._records = _stacked(self._records, self._frame(self._fresh))
-            self._fresh = []
-        return self._records
-
-    def _frame(self, records: Iterable[Record]) -> pd.DataFrame:
-        return self._with_programs(codec.records_to_frame(records))
-
-    def _with_programs(self, frame: pd.DataFrame) -> pd.DataFrame:
+        stored, rows = self._read("records")
+        added = codec.records_to_frame(self._decoded("records", rows, codec.record_from_json))
+        # an empty one does not change the other's types
+        frames = [frame for frame in (stored, added) if len(frame)] or [stored]
+        frame = pd.concat(frames, ignore_index=True)
         known = [self.programs.get(program) for program in frame["program"]]
         return frame.assign(
             task=[program.task_hash if program else "" for program in known],
@@ -236,12 +225,7 @@ class Dataset(DatasetView):
         rows = self._writable()
         _require(f"{self.path}: a record", program=(record.program, self.programs))
         rows.add("records", codec.record_to_json(record))
-        if self._records is not None:
-            self._fresh.append(record)
-            if (
-                len(self._fresh) >= _FRESH_RECORDS
-            ):  # read again where they are asked for: a run of days has no room for all
-                self._records, self._fresh = None, []
+        self.__dict__.pop("records", None)  # read again where they are asked for: a run of days has no room for all
 
     def update_meta(self, **meta: Any) -> None:
         """Change entries of ``meta.json``."""
@@ -391,13 +375,6 @@ def _tables(
     objects = {"tasks": tasks, "spaces": spaces, "programs": programs}
     tables = {name: codec.to_arrow(name, known.values()) for name, known in objects.items()}
     return {**tables, "records": codec.records_to_arrow(records)}
-
-
-def _stacked(frame: pd.DataFrame, more: pd.DataFrame) -> pd.DataFrame:
-    """One after the other; an empty one does not change the other's types."""
-    if not len(more):
-        return frame
-    return pd.concat([frame, more], ignore_index=True) if len(frame) else more
 
 
 def _require(who: str, **parts: tuple[str | None, Collection[str]]) -> None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from cdmpp.predictor.encoding import FeatureEncoder
-
-if TYPE_CHECKING:
-    from cdmpp.predictor.pair_features import CodeRows
-    from cdmpp.program.ast import CompactAST
+from cdmpp.predictor.pair_features import CodeRows
+from cdmpp.program.ast import CompactAST
 
 #: Shuffled rows are sorted by length inside windows of this many batches.
 _BUCKET_BATCHES = 16
@@ -22,8 +20,7 @@ _BUCKET_BATCHES = 16
 IntArray = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class PaddedBatch:
+class PaddedBatch(NamedTuple):
     """A batch of programs: leaves float32 (batch, length, features), pre-order node positions int64 (batch, length), and
     padding bool (batch, length), True where there is no leaf; leaves and positions are 0 there."""
 
@@ -33,11 +30,10 @@ class PaddedBatch:
 
     def to(self, device: torch.device) -> PaddedBatch:
         """The batch on another torch device."""
-        return PaddedBatch(self.leaves.to(device), self.positions.to(device), self.padding.to(device))
+        return PaddedBatch(*(part.to(device) for part in self))
 
 
-@dataclass(frozen=True)
-class Context:
+class Context(NamedTuple):
     """What the network takes besides the programs, one row each.
 
     ``device`` (batch, device_dim) and ``pair`` (batch, pair_dim, :mod:`cdmpp.predictor.pair_features`) are encoded,
@@ -58,12 +54,11 @@ class Context:
 
     def take(self, rows: torch.Tensor) -> Context:
         """The rows with these numbers, int64, or where True, bool (batch,)."""
-        return Context(self.device[rows], self.pair[rows], self.code[rows], self.has_code[rows])
+        return Context(*(part[rows] for part in self))
 
     def to(self, where: torch.device) -> Context:
         """The same on another torch device."""
-        parts = (self.device, self.pair, self.code, self.has_code)
-        return Context(*(part.to(where) for part in parts))
+        return Context(*(part.to(where) for part in self))
 
 
 @dataclass(frozen=True)
@@ -78,14 +73,10 @@ class PackedPrograms:
     @classmethod
     def pack(cls, asts: Sequence[CompactAST], encoder: FeatureEncoder) -> PackedPrograms:
         """Encode and concatenate; every AST has at least one leaf."""
-        lengths = [ast.leaves.shape[0] for ast in asts]
-        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        if asts:
-            leaves = encoder.encode_leaves(np.concatenate([ast.leaves for ast in asts]))
-            positions = np.concatenate([ast.positions for ast in asts]).astype(np.int64)
-        else:
-            leaves, positions = np.zeros((0, encoder.leaf_dim), np.float32), np.zeros(0, np.int64)
-        return cls(torch.from_numpy(leaves), torch.from_numpy(positions), torch.from_numpy(offsets))
+        offsets = np.cumsum([0, *(ast.n_leaves for ast in asts)], dtype=np.int64)
+        leaves = np.concatenate([ast.leaves for ast in asts]) if asts else np.zeros((0, encoder.leaf_dim), np.float32)
+        positions = np.concatenate([np.zeros(0, np.int64), *(ast.positions for ast in asts)])
+        return cls(*map(torch.from_numpy, (encoder.encode_leaves(leaves), positions, offsets)))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -146,7 +137,7 @@ class PairArrays:
         """Of programs, devices that are encoded already, raw pair features (n, n_pair_features) and compiled code; None for
         what the encoder does not take or is not known."""
         n = len(program)
-        pairs = np.zeros((n, 0), np.float32) if pair is None else encoder.encode_pairs(pair)
+        pairs = np.zeros((n, 0), np.float32) if pair is None or encoder.pair is None else encoder.pair.transform(pair)
         codes, known = np.zeros((n, encoder.code_dim), np.float32), np.zeros(n, bool)
         if code is not None:
             codes, known = encoder.encode_codes(code)

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 
 from cdmpp.device import DEVICE_FEATURES, Device
 from cdmpp.errors import FeatureMismatchError, PredictorError, reason
@@ -62,8 +64,6 @@ class TrainerState:
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file atomically."""
-    from safetensors.torch import save
-
     contiguous = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     with replacing(path) as draft:
         draft.write_bytes(save(contiguous, metadata=dict(metadata)))
@@ -71,8 +71,6 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapp
 
 def load_tensors(path: Path) -> tuple[Tensors, dict[str, str]]:
     """Read a safetensors file and its metadata; PredictorError if it is missing or damaged."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(path, framework="pt") as file:
             names = list(file.keys())
@@ -162,9 +160,7 @@ def load_fields(folder: Path) -> dict[str, Any]:
     try:
         fields = _build(state, arrays)
     except (KeyError, TypeError, ValueError, AttributeError) as err:
-        raise PredictorError(
-            f"{folder / _JSON_FILE}: incomplete or malformed: {' '.join(str(err).split()) or err!r}"
-        ) from err
+        raise PredictorError(f"{folder / _JSON_FILE}: incomplete or malformed: {reason(err)}") from err
     try:
         fields["network"].load_state_dict(weights)
     except RuntimeError as err:

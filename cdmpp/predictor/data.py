@@ -7,23 +7,26 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
+from cdmpp.dataset import DatasetView, Split, load_datasets
+from cdmpp.dataset.codegen import CODEGEN_FILE, load_codegen
+from cdmpp.device import Device, device_features
 from cdmpp.errors import DatasetError, FeatureMismatchError, PredictorError, ProgramError
 from cdmpp.files import cache_file
 from cdmpp.predictor.config import DataConfig
+from cdmpp.predictor.pair_features import CodeRows, code_rows, pair_rows
+from cdmpp.predictor.roofline import references_s
+from cdmpp.program.ast import CompactAST, compact_asts
+from cdmpp.program.ast.store import load_asts, save_asts
+from cdmpp.program.codegen import CODEGEN_FEATURES
+from cdmpp.program.codegen.core import counts_key
+from cdmpp.program.space import Rebuilder
 from cdmpp.program.types import Program
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from cdmpp.dataset import DatasetView, Split
-    from cdmpp.device import Device
-    from cdmpp.predictor.pair_features import CodeRows
-    from cdmpp.program.ast import CompactAST
 
 logger = logging.getLogger(__name__)
 
@@ -63,34 +66,20 @@ class TrainingData:
         """The labels (n,)."""
         return self.labels["latency_s"].to_numpy(dtype=np.float64)
 
-    @property
-    def noise_floor_mape(self) -> float | None:
-        """Expected MAPE of a perfect predictor on these labels; None where their noise is unknown."""
-        from cdmpp.dataset import noise_floor_mape
-
-        return noise_floor_mape(self.labels)
-
     def reference_s(self, kind: str, rows: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
         """:func:`cdmpp.predictor.roofline.references_s` of these rows of the label table (None: all), seconds (n,)."""
-        from cdmpp.predictor.roofline import references_s
-
         asts, devices, program, device = self.numbered_pairs()
         chosen = slice(None) if rows is None else rows
         return references_s(kind, [asts[i] for i in program[chosen]], devices, device[chosen])
 
     def device_vectors(self) -> dict[str, NDArray[np.float64]]:
         """Raw features of every device."""
-        from cdmpp.device import device_features
-
         return {name: np.asarray(device_features(device), dtype=np.float64) for name, device in self.devices.items()}
 
     @cached_property
     def codegen_counts(self) -> NDArray[np.float32] | None:
         """Instruction counts of every pair, float32 (n, len(CODEGEN_FEATURES)), NaN where there are none; None
         where no pair has any. Not to be written to."""
-        from cdmpp.program.codegen import CODEGEN_FEATURES
-        from cdmpp.program.codegen.core import counts_key
-
         if not self.codegen:
             return None
         codes = {name: counts_key(device) for name, device in self.devices.items()}
@@ -110,17 +99,12 @@ class TrainingData:
     @cached_property
     def pair_features(self) -> NDArray[np.float64]:
         """:func:`cdmpp.predictor.pair_features.pair_rows` of every pair."""
-        from cdmpp.predictor.pair_features import pair_rows
-
         return pair_rows(*self.numbered_pairs())
 
     @cached_property
     def code_features(self) -> CodeRows:
         """:func:`cdmpp.predictor.pair_features.code_rows` of every pair, rows of NaN where there are no counts. Not to be
         written to."""
-        from cdmpp.predictor.pair_features import code_rows
-        from cdmpp.program.codegen import CODEGEN_FEATURES
-
         counts = self.codegen_counts
         if counts is None:
             counts = np.full((len(self), len(CODEGEN_FEATURES)), np.nan, np.float32)
@@ -175,8 +159,6 @@ def gather(
     """Collect labels, ASTs and devices of datasets. ASTs are read from each dataset's ``asts.parquet``; missing ones are
     computed, which needs TVM and some milliseconds a program, and kept in the user's cache. DatasetError: no dataset,
     none of its records is left after the choice of devices and origins, or a device has no specification, or two."""
-    from cdmpp.dataset import DatasetView, load_datasets
-
     view = datasets if isinstance(datasets, DatasetView) else load_datasets(datasets)
     config = config or DataConfig()
     labels = view.labels(list(config.devices) if config.devices is not None else None)
@@ -206,8 +188,6 @@ def gather(
 
 def _collect_codegen(view: DatasetView) -> dict[tuple[str, str], NDArray[np.float32]]:
     """Instruction counts kept beside the datasets' records; training does without those that cannot be read."""
-    from cdmpp.dataset.codegen import CODEGEN_FILE, load_codegen
-
     counts: dict[tuple[str, str], NDArray[np.float32]] = {}
     for part in view.parts:
         path = Path(part.path) / CODEGEN_FILE
@@ -223,9 +203,6 @@ def collect_asts(
     view: DatasetView, programs: Iterable[str], progress: CountCallback | None = None
 ) -> dict[str, CompactAST]:
     """ASTs of programs, from the datasets' ``asts.parquet`` or computed; programs that cannot be rebuilt are left out."""
-    from cdmpp.program.ast import compact_asts
-    from cdmpp.program.ast.store import load_asts, save_asts
-
     return collect_derived(view, programs, AST_FILE, compact_asts, load_asts, save_asts, progress)
 
 
@@ -308,8 +285,6 @@ def first_holders(view: DatasetView) -> dict[Path, set[str]]:
 
 def program_resolver(view: DatasetView) -> Callable[[Program], Any]:
     """A function from the programs of a dataset to their PrimFuncs (rebuilds them with TVM)."""
-    from cdmpp.program.space import Rebuilder
-
     # also of programs that cannot run: what fails is data as well
     rebuild = Rebuilder(verify=False)
 
@@ -331,6 +306,4 @@ def subset(data: TrainingData, rows: NDArray[np.int64]) -> TrainingData:
 def split_data(spec: str, data: TrainingData) -> Split:
     """The split of the data's label table that a specification (:meth:`cdmpp.dataset.Split.parse`) names; SplitError where
     it is malformed, or a part would be empty or not disjoint."""
-    from cdmpp.dataset import Split
-
     return Split.parse(spec, data.labels, data.networks, data.families)

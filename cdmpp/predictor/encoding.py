@@ -132,10 +132,6 @@ class FeatureEncoder:
         """Raw devices (m, n_device_features) -> float32 (m, device_dim): values, then missing flags."""
         return np.concatenate([self.device.transform(devices), np.isnan(devices).astype(np.float32)], axis=1)
 
-    def encode_pairs(self, pairs: NDArray[Any]) -> FloatArray:
-        """Raw pairs (n, n_pair_features) -> float32 (n, pair_dim)."""
-        return np.zeros((len(pairs), 0), np.float32) if self.pair is None else self.pair.transform(pairs)
-
     def encode_codes(self, rows: CodeRows) -> tuple[FloatArray, NDArray[np.bool_]]:
         """What is known of n compiled programs -> float32 (n, code_dim) and bool (n,), whether anything is: rows of 0 where
         not. The parts of the time stay as they are."""
@@ -178,18 +174,16 @@ class FeatureEncoder:
 
     @classmethod
     def from_arrays(cls, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> FeatureEncoder:
-        """Rebuild from :meth:`to_json` and :meth:`to_arrays`; PredictorError if they do not fit together."""
-        try:
-            scalers = {}
-            for part in _PARTS:
-                names = tuple(state.get(f"{part}_features", ()))  # early predictors had no code features
-                if names or part in ("leaf", "device"):
-                    mean, std, active = (arrays[f"encoder.{part}.{key}"] for key in ("mean", "std", "active"))
-                    clip = float(state["clip"][part])
-                    scalers[part] = ColumnScaler(names, mean, std, np.asarray(active, dtype=bool), clip)
-            return cls(str(state["feature_set"]), **scalers)
-        except (KeyError, TypeError, ValueError) as err:
-            raise PredictorError(f"encoder state is incomplete or malformed: {err!r}") from err
+        """Rebuild from :meth:`to_json` and :meth:`to_arrays`; KeyError, TypeError, ValueError or PredictorError if they do not
+        fit together."""
+        scalers = {}
+        for part in _PARTS:
+            names = tuple(state.get(f"{part}_features", ()))  # early predictors had no code features
+            if names or part in ("leaf", "device"):
+                mean, std, active = (arrays[f"encoder.{part}.{key}"] for key in ("mean", "std", "active"))
+                clip = float(state["clip"][part])
+                scalers[part] = ColumnScaler(names, mean, std, np.asarray(active, dtype=bool), clip)
+        return cls(str(state["feature_set"]), **scalers)
 
 
 def _check_columns(rows: NDArray[Any], names: Sequence[str]) -> None:

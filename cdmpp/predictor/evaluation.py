@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cdmpp.dataset import Split
 from cdmpp.dataset.view import unite_devices
 from cdmpp.errors import PredictorError, SplitError
 from cdmpp.predictor.data import TrainingData, split_data, warn_of_missing_counts
@@ -16,9 +17,6 @@ from cdmpp.predictor.evidence import NO_EVIDENCE, Evidence, check_one_kind
 from cdmpp.predictor.metrics import evaluate_groups, evaluate_predictions
 from cdmpp.predictor.predictor import Predictor
 from cdmpp.predictor.uncertainty import interval_metrics
-
-if TYPE_CHECKING:
-    from cdmpp.dataset import Split
 
 logger = logging.getLogger(__name__)
 
@@ -84,16 +82,14 @@ def evaluate_rows(
     scores = score(data, rows, predicted_s, by)
     known = evidence.known(len(rows))
     counted = {"n_compiled": evidence.code, "n_measured": evidence.elsewhere}
-    plain = evidence.code is None and evidence.elsewhere is None
-    shown = np.ones(len(rows), dtype=bool) if plain else known
-    table = data.labels.iloc[rows[shown]]
+    table = data.labels.iloc[rows[known]]
     scores["overall"]["interval"] = interval_metrics(
         predictor.calibration_of(evidence),
         table["latency_s"].to_numpy(dtype=np.float64),
-        predicted_s[shown],
+        predicted_s[known],
         table["task"].tolist(),
         table["device"].tolist(),
-        difficulty=predictor.difficulty(predictor.pairs_of_rows(data, rows, evidence))[shown],
+        difficulty=predictor.difficulty(predictor.pairs_of_rows(data, rows, evidence))[known],
     )
     for key, used in counted.items():
         if used is None:

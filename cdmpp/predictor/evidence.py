@@ -295,10 +295,10 @@ class Evidence:
         return Evidence(code=None if self.code is None else self.code[list(programs)])
 
     def known(self, n: int) -> NDArray[np.bool_]:
-        """For which of the n programs there is any, bool (n,)."""
+        """For which of the n programs there is any, bool (n,); all where nothing is to be known."""
         if self.code is not None:
             return ~np.isnan(self.code[:, 0])
-        known: NDArray[np.bool_] = np.zeros(n, dtype=bool)
+        known: NDArray[np.bool_] = np.full(n, self.elsewhere is None)
         for _, seconds in self.elsewhere or ():
             known |= ~np.isnan(seconds)
         return known

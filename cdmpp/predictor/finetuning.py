@@ -18,13 +18,16 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from cdmpp.dataset import DatasetView, Split
 from cdmpp.dataset.split import ordered
 from cdmpp.dataset.view import unite_devices
+from cdmpp.device import get_device
 from cdmpp.errors import PredictorError, SplitError
 from cdmpp.predictor.config import Config, TrainConfig, dump_config
 from cdmpp.predictor.correction import Fit, fit_correction
@@ -34,14 +37,9 @@ from cdmpp.predictor.evidence import NO_EVIDENCE, DeviceScaling, Evidence, fit_s
 from cdmpp.predictor.network import correction_inputs
 from cdmpp.predictor.predictor import Predictor
 from cdmpp.predictor.selection import TaskSelection, select_tasks, write_task_file
+from cdmpp.predictor.trainer import ProgressCallback, Trainer
 from cdmpp.predictor.training import HISTORY_FILE, Fitted, calibrated, encode, recorder, training_summary
 from cdmpp.predictor.transforms import AST, COMPILED, Correction
-
-if TYPE_CHECKING:
-    import torch
-
-    from cdmpp.dataset import DatasetView, Split
-    from cdmpp.predictor.trainer import ProgressCallback
 
 logger = logging.getLogger(__name__)
 
@@ -129,12 +127,12 @@ def finetune(
             f"--tasks {shlex.quote(str(task_file))} --out DIR"
         )
         return FinetuneResult(None, None, data, selection, task_file, command, [])
-    job = _Job.of(base, source, data, name, selection, config, adapt)
+    job = _Job(base, data, name, selection, config, adapt)
     (out / "config.yaml").write_text(dump_config(job.config), encoding="utf-8")
     if job.split is not None:  # cdmpp report scores a run by it
         (out / "split.json").write_text(job.split.to_json(), encoding="utf-8")
     history: list[dict[str, Any]] = []
-    tuned = _tune(job, recorder(out, history, progress))
+    tuned = _tune(job, source, recorder(out, history, progress))
     tuned.save(out / "predictor")
     return FinetuneResult(tuned, job.split, data, selection, task_file, None, history)
 
@@ -161,7 +159,7 @@ def few_shot(
     selection = choose_tasks(predictor, data, name, k, select, seed)
     if not selection.tasks:
         raise PredictorError(f"there are no records of {name}")
-    job = _Job.of(predictor, _IN_MEMORY, data, name, selection, config or finetune_config(seed), adapt)
+    job = _Job(predictor, data, name, selection, config or finetune_config(seed), adapt)
     if job.split is None:
         raise SplitError(f"every task with records on {name} is chosen: none is left to test")
     return _tune(job), job.split
@@ -200,46 +198,28 @@ def choose_tasks(
     return TaskSelection(chosen_tasks, tuple(wanted), "named", seed, "none", len(measured))
 
 
-class _Job(NamedTuple):
+class _Job:
     """What a finetuning starts from: ``spec`` and ``split`` test the device's other tasks (None: there are none), and
-    ``shots``, bool (n,), are the records of the chosen tasks there."""
+    ``shots``, bool (n,), are the records of the chosen tasks there. ``config`` has the model and the label transform of the
+    predictor."""
 
-    base: Predictor
-    source: str
-    data: TrainingData
-    device: str
-    selection: TaskSelection
-    config: Config
-    spec: str
-    split: Split | None
-    shots: NDArray[np.bool_]
-
-    @classmethod
-    def of(
-        cls,
-        base: Predictor,
-        source: str,
-        data: TrainingData,
-        device: str,
-        selection: TaskSelection,
-        config: Config,
-        adapt: float,
-    ) -> _Job:
-        """With the model and the label transform of the predictor."""
+    def __init__(
+        self, base: Predictor, data: TrainingData, device: str, selection: TaskSelection, config: Config, adapt: float
+    ) -> None:
+        self.base, self.data, self.device, self.selection = base, data, device, selection
         transform = {"transform": base.transform.kind, "relative_to": base.transform.relative_to or "none"}
         label = config.label.model_copy(update=transform)
-        config = config.model_copy(update={"model": base.network.config, "label": label})
+        self.config = config.model_copy(update={"model": base.network.config, "label": label})
         # nothing of the split is spared to validate
         extra = f";adapt={adapt:g}" if adapt else ""
         tasks = "+".join(selection.tasks)
-        spec = f"by_device:heldout={device};tasks={tasks};valid=0{extra};seed={selection.seed}"
+        self.spec = f"by_device:heldout={device};tasks={tasks};valid=0{extra};seed={selection.seed}"
         on_device = (data.labels["device"] == device).to_numpy(dtype=bool)
-        shots = on_device & data.labels["task"].isin(selection.tasks).to_numpy()
-        split = split_data(spec, data) if (on_device & ~shots).any() else None
-        return cls(base, source, data, device, selection, config, spec, split, shots)
+        self.shots = on_device & data.labels["task"].isin(selection.tasks).to_numpy()
+        self.split: Split | None = split_data(self.spec, data) if (on_device & ~self.shots).any() else None
 
 
-def _tune(job: _Job, progress: ProgressCallback | None = None) -> Predictor:
+def _tune(job: _Job, source: str = _IN_MEMORY, progress: ProgressCallback | None = None) -> Predictor:
     """The base with what the chosen tasks say of its errors; or trained further, where there are tasks enough to show, on some
     that are left out, that this is better."""
     shots = np.flatnonzero(job.shots)
@@ -261,7 +241,7 @@ def _tune(job: _Job, progress: ProgressCallback | None = None) -> Predictor:
             errors[kind]["trained, on tasks held out"] = fit.before
         if better(errors):
             chosen, learned = trained, "weights"
-    return _described(job, chosen, learned, errors)
+    return _described(job, source, chosen, learned, errors)
 
 
 def better(errors: Mapping[str, Mapping[str, float]]) -> bool:
@@ -301,7 +281,7 @@ def _corrected(job: _Job, fits: Mapping[str, Fit]) -> Predictor:
     return replace(base, corrections=corrections, specs=specs, calibration=plain, compiled_calibration=code)
 
 
-def _described(job: _Job, tuned: Predictor, learned: str, errors: Mapping[str, Any]) -> Predictor:
+def _described(job: _Job, source: str, tuned: Predictor, learned: str, errors: Mapping[str, Any]) -> Predictor:
     """With the summary of both trainings, and with scaling between the device and others as the chosen tasks show it."""
     before, shots = job.base.training, np.flatnonzero(job.shots)
     tasks = set(job.selection.tasks)
@@ -313,7 +293,7 @@ def _described(job: _Job, tuned: Predictor, learned: str, errors: Mapping[str, A
         **before.get("records_by_device", {}), **tuned.training.get("records_by_device", {}), job.device: len(shots)
     }  # fmt: skip
     summary["finetuned"] = {
-        "predictor": job.source,
+        "predictor": source,
         "device": job.device,
         "learned": learned,
         "errors": errors,
@@ -330,9 +310,6 @@ def _described(job: _Job, tuned: Predictor, learned: str, errors: Mapping[str, A
 def _train(job: _Job, stop: NDArray[np.bool_], fits: Mapping[str, Fit], progress: ProgressCallback | None) -> Predictor:
     """The base trained further on the chosen tasks but for records to stop by, bool (n,), and on records of other devices; what
     they show to be the same for all programs comes first."""
-    from cdmpp.dataset import Split
-    from cdmpp.predictor.trainer import Trainer
-
     base, data, config, name = job.base, job.data, job.config, job.device
     vectors, labels = data.device_vectors(), data.labels
     encoder, fresh = extend_encoder(base.encoder, list(base.devices.values()), vectors[name])
@@ -448,8 +425,6 @@ def mixed_batches(new: int, replay: int, batch_size: int, rng: np.random.Generat
 
 
 def _device_name(device: str, data: TrainingData) -> str:
-    from cdmpp.device import get_device
-
     return device if device in data.devices else get_device(device).name
 
 

@@ -20,7 +20,7 @@ from cdmpp.errors import PredictorError
 from cdmpp.predictor.correction import Fit, fit_correction
 from cdmpp.predictor.mechanism import without_unit
 from cdmpp.predictor.operators import Errors, OperatorModel
-from cdmpp.program.operators import SIZES, operator_table, runs_in_torch, work
+from cdmpp.program.operators import COLUMNS, operator_table, runs_in_torch, work
 
 FloatArray = NDArray[np.float64]
 Select = Literal["variance", "kmeans", "random"]
@@ -38,7 +38,7 @@ def candidates(model: OperatorModel, device: Device) -> pd.DataFrame:
     """Operators of the kind that the model learned from which PyTorch can run on a device (PredictorError: there are none)."""
     if model.measured is None:
         raise PredictorError("the predictor keeps no operators that could be measured: train it again")
-    table = model.measured.drop_duplicates(["op", "dtype", "kv_dtype", *SIZES])[["op", "dtype", "kv_dtype", *SIZES]]
+    table = model.measured[[*COLUMNS]].drop_duplicates()
     narrow = table[table["op"].isin(_LIKE_IN_16_BITS)].assign(dtype="bfloat16", kv_dtype="bfloat16")
     table = operator_table(pd.concat([table, narrow], ignore_index=True))
     fits = sum(work(table)[name] for name in ("read", "written")) < _USABLE * 1e9 * (device.mem_gb or np.inf)
@@ -94,7 +94,7 @@ def teach(model: OperatorModel, table: pd.DataFrame, device: Device) -> tuple[Op
     (PredictorError: there are none).
     """
     table = table[(table["device"] == device.name).to_numpy()]
-    table = table.sort_values("seconds").drop_duplicates(["op", "dtype", "kv_dtype", *SIZES])
+    table = table.sort_values("seconds").drop_duplicates([*COLUMNS])
     base = replace(model, corrections={n: c for n, c in model.corrections.items() if n != device.name})
     errors = np.log(table["seconds"].to_numpy(dtype=np.float64) / base.predict(table, device))
     if not len(errors):

@@ -9,17 +9,13 @@ stands for, attention two of them with an exponential between. All of it follows
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
+from cdmpp.device import Device
 from cdmpp.program.operators import COLLECTIVES, ELEMENT_BYTES, GATES, SIZES, used_weights, work
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from cdmpp.device import Device
 
 FloatArray = NDArray[np.float64]
 

@@ -95,18 +95,16 @@ def evaluate_groups(
     ``columns`` are the arguments of :func:`evaluate_predictions`; ``groups`` are grouping -> for each record the groups it
     belongs to: several (a task of two networks) or none.
     """
-    arrays = [None if column is None else np.asarray(column) for column in columns]
-
-    def taken(index: list[int]) -> list[Any]:
-        return [None if array is None else array[index] for array in arrays]
-
+    arrays: list[Any] = [np.asarray(column) for column in columns]
     scored: dict[str, dict[str, Metrics]] = {}
     for grouping, members in groups.items():
         rows: dict[str, list[int]] = {}
         for row, names in enumerate(members):
             for name in names:
                 rows.setdefault(name, []).append(row)
-        scored[grouping] = {name: evaluate_predictions(*taken(index)) for name, index in sorted(rows.items())}
+        scored[grouping] = {
+            name: evaluate_predictions(*(array[index] for array in arrays)) for name, index in sorted(rows.items())
+        }
     return scored
 
 

@@ -139,10 +139,10 @@ class OperatorModel:
         estimate, logs = self.parts(table, resolved, framework)
         measured = self.devices.get(resolved.name, ())
         parts = [1.0 if kind in measured else self.trust.get(kind, 0.0) for kind in kinds(table)]
+        logs = logs * parts
         if (taught := self.corrections.get(resolved.name)) is not None:
-            logs = logs * parts + taught.logs(np.concatenate(self.traits(table, resolved), axis=1))
-            return estimate * np.exp(logs)
-        return estimate * np.exp(logs * parts)
+            logs = logs + taught.logs(np.concatenate(self.traits(table, resolved), axis=1))
+        return estimate * np.exp(logs)
 
     def traits(self, table: pd.DataFrame, device: Device) -> tuple[FloatArray, FloatArray]:
         """What operators are compared by, which depends on no label: flags of their kinds, (n, kinds), and waves over the
@@ -161,8 +161,11 @@ class OperatorModel:
         rows = encode(table, device, BEST, {}, [names])[0]
         return standardised(rows, self.mean[: len(names)], self.std[: len(names)]).double().numpy()
 
-    def parts(self, table: pd.DataFrame, device: Device, framework: str) -> tuple[FloatArray, FloatArray]:
-        """The estimate in seconds, and what the networks add to its logarithm, each float64 (n,)."""
+    def parts(
+        self, table: pd.DataFrame, device: Device | None = None, framework: str | None = None
+    ) -> tuple[FloatArray, FloatArray]:
+        """The estimate in seconds, and what the networks add to its logarithm, each float64 (n,); by each row's own device and
+        framework where none is given."""
         rows, estimate = encode(table, device, framework, self.constants, self.inputs)
         return estimate, self.logs(rows)
 
@@ -199,11 +202,8 @@ class OperatorModel:
 
     def _nearest(self, table: pd.DataFrame, device: Device) -> dict[str, NDArray[Any]]:
         """The nearest measured operator of the same kind, or of the kind whose constants serve, by what the networks see."""
-        nearest, on, far = (
-            np.full(len(table), "", dtype=object),
-            np.full(len(table), "", dtype=object),
-            np.full(len(table), np.nan),
-        )
+        nearest, on = np.full((2, len(table)), "", dtype=object)
+        far = np.full(len(table), np.nan)
         asked = self._numbers(table, device)
         known = self.measured if self.measured is not None else table[:0].assign(device="")
         of_known = kinds(known)
@@ -378,21 +378,28 @@ def constants_of(kind: str, constants: Mapping[str, Constants]) -> Constants:
 
 def encode(
     table: pd.DataFrame,
-    device: Device,
+    device: Device | None,
     framework: str | None,
     constants: Mapping[str, Constants],
     inputs: Sequence[Sequence[str]] = (),
 ) -> tuple[NDArray[np.float32], FloatArray]:
-    """What the network sees of operators on one device, float32 (n, inputs), and the estimate in seconds, (n,); each row's own
-    framework where none is given."""
+    """What the network sees of operators, float32 (n, inputs), and the estimate in seconds, (n,); on each row's own device
+    and by its own framework where none is given."""
+    inputs = inputs or _INPUTS
+    estimate = np.empty(len(table))
+    if device is None:
+        rows = np.empty((len(table), sum(map(len, inputs))), dtype=np.float32)
+        for name, at in table.groupby("device").indices.items():
+            rows[at], estimate[at] = encode(table.iloc[at], get_device(str(name)), framework, constants, inputs)
+        return rows, estimate
     seen = mechanism(table, device)
     names = table["framework"].to_numpy(dtype=str) if framework is None else np.full(len(table), framework)
-    features, *groups = inputs or _INPUTS
+    features, *groups = inputs
     kernels = table["kernel"].to_numpy(dtype=str) if "kernel" in table else np.full(len(table), "")
     values = (table["op"].to_numpy(dtype=str), table["dtype"].to_numpy(dtype=str), names, kernels)
     flags = [own[:, None] == np.array(known, dtype=str) for own, known in zip(values, groups, strict=False)]
     numbers = seen.features[:, [MECHANISM_FEATURES.index(name) for name in features]]
-    estimate, of_kind = np.empty(len(table)), kinds(table)
+    of_kind = kinds(table)
     for kind in np.unique(of_kind):
         at = of_kind == kind
         estimate[at] = seen.take(at).estimate(constants_of(kind, constants))
@@ -418,7 +425,7 @@ def training_table(table: pd.DataFrame, rows: int = _ROWS, seed: int = 0) -> pd.
     of_framework = table["seconds"].groupby([number, table["framework"]]).idxmin()
     parts = [table.loc[fastest].assign(framework=BEST), table.loc[of_framework]]
     united = pd.concat(parts, ignore_index=True).sample(frac=1.0, random_state=seed)
-    groups = [united["op"], united["dtype"], united["kv_dtype"], united["device"], united["framework"]]
+    groups = ["op", "dtype", "kv_dtype", "device", "framework"]
     return united[united.groupby(groups, observed=True).cumcount() < rows].reset_index(drop=True)
 
 
@@ -477,7 +484,7 @@ def train(
         progress(done, len(numbers) + 1)
         mine = part == number
         without = _fitted(table[~mine].reset_index(drop=True), max(1, members // 2), epochs, width, seed)
-        estimate[mine], logs[mine] = _parts_of_rows(without, table[mine])
+        estimate[mine], logs[mine] = without.parts(table[mine])
     progress(len(numbers), len(numbers) + 1)
     if one_family:  # no other device can say how far the networks are to be trusted: they are on all
         left = table.assign(left_out_s=estimate * np.exp(logs), left_out_estimate_s=estimate)
@@ -493,7 +500,7 @@ def train(
             trusted[at] = _trust(measured, logs, (kind == k) & (family != number), family)
     left = table.assign(left_out_s=estimate * np.exp(trusted * logs), left_out_estimate_s=estimate)
     model = replace(_fitted(table, members, epochs, width, seed), trust=trust, unseen=_errors(left, left["left_out_s"]))
-    own_estimate, own_logs = _parts_of_rows(model, table)
+    own_estimate, own_logs = model.parts(table)
     return replace(model, seen=_errors(table, own_estimate * np.exp(own_logs))), left
 
 
@@ -506,7 +513,7 @@ def train_solvers(
     seed: int = 0,
 ) -> SolverModel:
     """Learn which solver is fast from all that were timed (:func:`solver_times`)."""
-    encoded, estimate = _encoded(operators.assign(framework=FRAMEWORK), constants, inputs)
+    encoded, estimate = encode(operators, None, FRAMEWORK, constants, inputs)
     return fit_solvers(encoded, np.log(seconds / estimate[:, None]), names, seed)
 
 
@@ -555,7 +562,7 @@ def left_out_errors(left: pd.DataFrame) -> list[dict[str, Any]]:
 def _fitted(table: pd.DataFrame, members: int, epochs: int, width: int, seed: int) -> OperatorModel:
     constants = fit_constants(table)
     inputs = inputs_of(table)
-    rows, estimate = _encoded(table, constants, inputs)
+    rows, estimate = encode(table, None, None, constants, inputs)
     target = np.log(table["seconds"].to_numpy(dtype=np.float64) / estimate)
     mean, std = rows.mean(0), rows.std(0)
     flags = len(inputs[0])
@@ -572,16 +579,6 @@ def _fitted(table: pd.DataFrame, members: int, epochs: int, width: int, seed: in
     of_kind = pd.Series(kinds(table)).groupby(table["device"].to_numpy())
     devices = {str(name): sorted(set(own)) for name, own in of_kind}
     return OperatorModel(constants, tuple(networks), mean, std, devices, inputs)
-
-
-def _encoded(
-    table: pd.DataFrame, constants: Mapping[str, Constants], inputs: Sequence[Sequence[str]] = ()
-) -> tuple[NDArray[np.float32], FloatArray]:
-    """:func:`encode` of each row on its own device, by its own framework."""
-    rows, estimate = np.empty((len(table), sum(map(len, inputs or _INPUTS))), dtype=np.float32), np.empty(len(table))
-    for name, at in table.groupby("device").indices.items():
-        rows[at], estimate[at] = encode(table.iloc[at], get_device(str(name)), None, constants, inputs)
-    return rows, estimate
 
 
 def fit_constants(table: pd.DataFrame) -> dict[str, Constants]:
@@ -627,12 +624,6 @@ def _trust(measured: FloatArray, logs: FloatArray, rows: NDArray[np.bool_], fami
         return 0.0
     off = [pd.Series(np.abs(measured - part * logs)[rows]).groupby(family[rows]).mean().mean() for part in _TRUST]
     return _TRUST[int(np.argmin(off))]
-
-
-def _parts_of_rows(model: OperatorModel, table: pd.DataFrame) -> tuple[FloatArray, FloatArray]:
-    """:meth:`OperatorModel.parts` of each row on its own device and by its own framework."""
-    rows, estimate = _encoded(table, model.constants, model.inputs)
-    return estimate, model.logs(rows)
 
 
 def _errors(table: pd.DataFrame, predicted_s: Any) -> dict[str, Errors]:

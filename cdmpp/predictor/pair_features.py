@@ -9,17 +9,15 @@ comes from the compact AST and the device's specification; for compiled programs
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cdmpp.device import Device
 from cdmpp.predictor.roofline import ProgramView, estimate_s, peak_flops, power_headroom, roofline_s
+from cdmpp.program.ast import CompactAST
 from cdmpp.program.codegen import CACHE_KB, CODEGEN_FEATURES, CYCLE_FEATURES, KINDS, LOOP_FEATURES, LOOPS
-
-if TYPE_CHECKING:
-    from cdmpp.device import Device
-    from cdmpp.program.ast import CompactAST
 
 FloatArray = NDArray[np.float64]
 

@@ -175,7 +175,7 @@ class Predictor:
         calibration = self.calibration_of(evidence)
         if calibration is None:
             raise PredictorError("this predictor was not calibrated, so it has no intervals: train it again")
-        half = calibration.half_width(self.device_name(device), coverage)
+        half = calibration.half_width(self.device(device).name, coverage)
         pairs = Pairs.of(_as_asts(items), device, evidence)
         arrays = self._encoded(pairs)
         factor, seconds = np.exp(half * self.difficulty(pairs, arrays)), self.predict_pairs(pairs, arrays)
@@ -236,10 +236,10 @@ class Predictor:
         asts, devices, device_index, evidence = pairs
         arrays = self._encoded(pairs) if arrays is None else arrays
         labels = predict_labels(self.network, arrays)
-        corrected = self.corrected([self.device_name(device) for device in devices], arrays)
+        known = [self.device(device) for device in devices]
+        corrected = self.corrected([device.name for device in known], arrays)
         references = None
         if self.transform.relative:
-            known = [self.device(device) for device in devices]
             references = references_s(self.transform.relative_to, asts, known, device_index)
         seconds = self.transform.inverse(labels, references) * np.exp(corrected)
         if evidence.elsewhere is None:
@@ -335,7 +335,8 @@ class Predictor:
         """Whether the network is given only the features that carry over to GPUs it was not trained on."""
         if not self.network.config.general_part:
             return False
-        return self.device_name(device) not in self.devices and self.device(device).kind == "gpu"
+        found = self.device(device)
+        return found.name not in self.devices and found.kind == "gpu"
 
     def device(self, device: str | Device) -> Device:
         """A device by its name: as in training where it was seen, else of the device table; PredictorError where it is not
@@ -356,12 +357,6 @@ class Predictor:
         if isinstance(device, str) and device in self.devices:
             return self.devices[device]
         return np.asarray(device_features(self.device(device)), dtype=np.float64)
-
-    def device_name(self, device: str | Device) -> str:
-        """Canonical name of a device: a training device's is taken as it is, aliases are resolved."""
-        if isinstance(device, str):
-            return device if device in self.devices else self.device(device).name
-        return device.name
 
     def save(self, folder: str | Path) -> None:
         """Write ``predictor.json`` and ``weights.safetensors`` into a folder (made if missing)."""
@@ -454,7 +449,7 @@ def seconds_interval(
     if calibration is None or not calibration.supports(COVERAGE):
         return None, None
     difficulty = float(predictor.difficulty(Pairs.of([ast], device, evidence))[0])
-    factor = math.exp(difficulty * calibration.half_width(predictor.device_name(device), COVERAGE))
+    factor = math.exp(difficulty * calibration.half_width(device.name, COVERAGE))
     return latency_s / factor, latency_s * factor
 
 

@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cdmpp.device import Device
 from cdmpp.errors import PredictorError
+from cdmpp.program.ast import CompactAST
 from cdmpp.program.ast.schema import CAPACITIES, LEAF_FEATURES, N_LOOPS, N_SLOTS, SIMD_BYTES, SPECIAL, size_name
-
-if TYPE_CHECKING:
-    from cdmpp.device import Device
-    from cdmpp.program.ast import CompactAST
 
 FloatArray = NDArray[np.float64]
 

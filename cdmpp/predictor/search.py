@@ -21,26 +21,26 @@ from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError
 from cdmpp.files import shipped_table, write_text
+from cdmpp.predictor import baselines
 from cdmpp.predictor.config import Config, config_from_dict, dump_config
 from cdmpp.predictor.data import TrainingData, split_data
 from cdmpp.predictor.evidence import Evidence
 from cdmpp.predictor.training import as_data, fingerprint
+from cdmpp.program.ast import FEATURE_SET
 
 if TYPE_CHECKING:
     import optuna
     from optuna.distributions import BaseDistribution
 
     from cdmpp.dataset import DatasetView, Split
-    from cdmpp.predictor.baselines import LatencyModel
 
 STORAGE_FILE = "search.db"
 SUMMARY_FILE = "summary.json"
 BEST_FILE = "best.yaml"
 
+_SPACES = shipped_table("predictor/search.yaml")
 #: Models that have a search space.
-SEARCHED_MODELS: tuple[str, ...] = (
-    "ours", "xgboost-perstore", "xgboost-ast", "xgboost-ast-codegen", "lstm", "released",
-)  # fmt: skip
+SEARCHED_MODELS: tuple[str, ...] = tuple(_SPACES)
 
 #: Trials drawn at random before TPE takes over, and trials that must have reached an epoch before one is pruned there.
 _RANDOM_TRIALS = 10
@@ -69,7 +69,7 @@ def search_space(model: str) -> dict[str, BaseDistribution]:
             return CategoricalDistribution(of)
         return IntDistribution(**of) if isinstance(of["low"], int) else FloatDistribution(**of)
 
-    return {name: distribution(of) for name, of in shipped_table("predictor/search.yaml")[model].items()}
+    return {name: distribution(of) for name, of in _SPACES[model].items()}
 
 
 @dataclass(frozen=True)
@@ -173,9 +173,6 @@ def _open_study(
     import optuna
     from optuna.trial import TrialState
 
-    from cdmpp.predictor.baselines import make_model
-    from cdmpp.program.ast import FEATURE_SET
-
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(
         storage=f"sqlite:///{(out / STORAGE_FILE).resolve()}",
@@ -201,7 +198,7 @@ def _open_study(
         seed=config.train.seed + len(study.trials), n_startup_trials=_RANDOM_TRIALS
     )
     if not study.trials:
-        start = config if model == "ours" else make_model(**trial_options(config, model, {}))
+        start = config if model == "ours" else baselines.make_model(**trial_options(config, model, {}))
         study.enqueue_trial(own_values(start, space))
     return study
 
@@ -218,8 +215,6 @@ def _run_trial(
     import optuna
     from optuna.trial import TrialState
 
-    from cdmpp.predictor.baselines import make_model
-
     trial = study.ask(space)
 
     def report(line: Mapping[str, Any]) -> None:
@@ -229,7 +224,7 @@ def _run_trial(
 
     extra: dict[str, Any] = {} if model.startswith("xgboost") else {"progress": report}
     try:
-        fitted = make_model(**trial_options(config, model, trial.params), **extra)
+        fitted = baselines.make_model(**trial_options(config, model, trial.params), **extra)
         fitted.fit(data, split)
         errors = _errors(fitted, data, split.valid)
         if not all(math.isfinite(error) for error in errors.values()):
@@ -246,12 +241,10 @@ def _run_trial(
     return trial.number
 
 
-def _errors(fitted: LatencyModel, data: TrainingData, rows: NDArray[np.int64]) -> dict[str, float]:
+def _errors(fitted: baselines.LatencyModel, data: TrainingData, rows: NDArray[np.int64]) -> dict[str, float]:
     """MAPE of these rows by its name in a trial's line: ours also with instruction counts."""
-    from cdmpp.predictor.baselines import CdmppModel
-
     predicted = {"valid_mape": fitted.predict(data, rows)}
-    ours = fitted.predictor_ if isinstance(fitted, CdmppModel) else None
+    ours = fitted.predictor_ if isinstance(fitted, baselines.CdmppModel) else None
     if ours is not None and ours.encoder.code_dim and data.counted(rows).any():
         evidence = Evidence.of_rows(data, rows, compiled=True)
         predicted["valid_mape_compiled"] = ours.predict_rows(data, rows, evidence)

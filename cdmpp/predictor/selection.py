@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
+import warnings
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError, reason
 from cdmpp.files import write_text
+from cdmpp.predictor.batching import PairArrays
+from cdmpp.predictor.data import TrainingData
 from cdmpp.predictor.encoding import signed_log1p
-
-if TYPE_CHECKING:
-    from cdmpp.predictor.data import TrainingData
-    from cdmpp.predictor.predictor import Predictor
-    from cdmpp.program.ast import CompactAST
+from cdmpp.predictor.network import correction_inputs
+from cdmpp.predictor.predictor import Predictor
+from cdmpp.program.ast import CompactAST
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +88,7 @@ def select_tasks(
         chosen, wanted = ([i for i in order if mask[i]][:k] for mask in (free, everything))
     else:
         features = "ast" if predictor is None else "embedding"
-        vectors = task_vectors(tasks, programs["program"], programs["task"], data.asts, predictor)
-        distances = _distances(vectors, min(k, len(tasks)), seed)
+        distances = _distances(_task_vectors(programs, data, predictor), min(k, len(tasks)), seed)
         chosen, wanted = (_nearest(distances, mask) for mask in (free, everything))
     names = [tuple(sorted(tasks[i] for i in picked)) for picked in (chosen, wanted)]
     missing = len(set(names[1]) - set(names[0]))
@@ -97,22 +97,14 @@ def select_tasks(
     return TaskSelection(names[0], names[1], select, seed, features, len(tasks))
 
 
-def task_vectors(
-    tasks: Sequence[str],
-    programs: Sequence[str],
-    task_of: Sequence[str],
-    asts: Mapping[str, CompactAST],
-    predictor: Predictor | None = None,
-) -> NDArray[np.float64]:
-    """The mean over the programs of every task, float64 (tasks, features): of :func:`embed_programs`, or without a
-    predictor of :func:`ast_features`, standardised. ``programs`` are hashes, ``task_of`` the task of each."""
-    chosen = [asts[program] for program in programs]
-    rows = ast_features(chosen) if predictor is None else embed_programs(predictor, chosen)
-    number = {task: i for i, task in enumerate(tasks)}
-    index = np.asarray([number[task] for task in task_of], dtype=np.int64)
+def _task_vectors(programs: Any, data: TrainingData, predictor: Predictor | None) -> NDArray[np.float64]:
+    """The mean over the programs of every task, in order of their hashes, float64 (tasks, features)."""
+    asts = [data.asts[program] for program in programs["program"]]
+    rows = ast_features(asts) if predictor is None else embed_programs(predictor, asts)
+    tasks, index = np.unique(programs["task"].to_numpy(dtype=str), return_inverse=True)
     sums = np.zeros((len(tasks), rows.shape[1]))
     np.add.at(sums, index, rows)
-    vectors = sums / np.bincount(index, minlength=len(tasks))[:, None]
+    vectors = sums / np.bincount(index)[:, None]
     if predictor is not None:
         return vectors
     std = vectors.std(0)
@@ -126,20 +118,10 @@ def embed_programs(predictor: Predictor, asts: Sequence[CompactAST]) -> NDArray[
     Every program is embedded on the same made-up device, the mean of the encoded training devices: what differs
     between two embeddings is the programs' own.
     """
-    import torch
-
-    from cdmpp.predictor.batching import PackedPrograms, inference_batches
-    from cdmpp.predictor.network import INFERENCE_BATCH, evaluating
-
-    encoder, network = predictor.encoder, predictor.network
-    device = torch.from_numpy(encoder.encode_devices(np.stack(list(predictor.devices.values()))).mean(0))
-    packed = PackedPrograms.pack(asts, encoder)
-    embeddings = np.empty((len(asts), network.config.embedding_dim))
-    with evaluating(network):
-        for rows in inference_batches(packed.lengths, INFERENCE_BATCH):
-            embedding = network.embed(packed.batch(rows), device.expand(len(rows), -1))
-            embeddings[rows] = embedding.double().numpy()
-    return embeddings
+    device = predictor.encoder.encode_devices(np.stack(list(predictor.devices.values()))).mean(0, keepdims=True)
+    program = np.arange(len(asts))
+    arrays = PairArrays.encode(predictor.encoder, asts, device, program, np.zeros_like(program), None, None)
+    return correction_inputs(predictor.network, arrays)[1]
 
 
 def ast_features(asts: Sequence[CompactAST]) -> NDArray[np.float64]:
@@ -167,8 +149,6 @@ def write_task_file(path: str | Path, selection: TaskSelection, **notes: Any) ->
 
 def _distances(vectors: NDArray[np.float64], k: int, seed: int) -> NDArray[np.float64]:
     """Distances of every task to every centre, float64 (tasks, k)."""
-    import warnings
-
     from sklearn.cluster import KMeans
     from sklearn.exceptions import ConvergenceWarning
 

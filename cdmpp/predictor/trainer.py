@@ -7,8 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,22 +47,19 @@ def learning_rate(step: int, total_steps: int, peak: float, warmup_fraction: flo
     return peak * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-@dataclass
-class _Truth:
-    """What labels of a batch are compared with, (n,) each: standardised labels, logarithms of seconds, of the reference
+class _Truth(NamedTuple):
+    """What predicted labels are compared with, (n,) each: standardised labels, logarithms of seconds, of the reference
     (None where labels are not relative to one), and a group, equal where task and device are (None where order does not
     count)."""
 
     target: torch.Tensor
     log_latency: torch.Tensor
     log_reference: torch.Tensor | None
-    group: torch.Tensor | None = None
+    group: torch.Tensor | None
 
-    def of(self, chosen: torch.Tensor) -> _Truth:
-        """The same of some, bool (n,)."""
-        reference = None if self.log_reference is None else self.log_reference[chosen]
-        group = None if self.group is None else self.group[chosen]
-        return _Truth(self.target[chosen], self.log_latency[chosen], reference, group)
+    def of(self, chosen: torch.Tensor, where: torch.device) -> _Truth:
+        """The same of some, their numbers or bool (n,), on a torch device."""
+        return _Truth(*(None if values is None else values[chosen].to(where) for values in self))  # type: ignore[arg-type]
 
 
 class Trainer:
@@ -121,13 +117,16 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(
             self.network.parameters(), lr=config.train.learning_rate, weight_decay=config.train.weight_decay, fused=True
         )
-        self._target = torch.from_numpy(transform.forward(train.latency_s, train.reference_s)).float()
-        self._log_latency = torch.from_numpy(np.log(train.latency_s)).float()
-        self._log_reference = None if train.reference_s is None else torch.from_numpy(np.log(train.reference_s)).float()
-        self._codegen = _codegen_targets(train.codegen) if config.loss.codegen_weight else None
-        if config.loss.rank_weight and train.group is None:
+        group = train.group if config.loss.rank_weight else None
+        if config.loss.rank_weight and group is None:
             raise PredictorError("loss.rank_weight is above 0, but the pairs' tasks are not known")
-        self._group = torch.from_numpy(np.zeros(0, np.int64) if train.group is None else train.group)
+        self._truth = _Truth(
+            torch.from_numpy(transform.forward(train.latency_s, train.reference_s)).float(),
+            torch.from_numpy(np.log(train.latency_s)).float(),
+            None if train.reference_s is None else torch.from_numpy(np.log(train.reference_s)).float(),
+            None if group is None else torch.from_numpy(group),
+        )
+        self._codegen = _codegen_targets(train.codegen) if config.loss.codegen_weight else None
         self._average = {k: v.detach().clone() for k, v in self.network.state_dict().items()}
         self._state = TrainerState()
 
@@ -231,15 +230,10 @@ class Trainer:
 
     def _step(self, rows: NDArray[np.int64], rate: float) -> tuple[float, float]:
         """One update; gives the loss and, of it, the discrepancy before its weight."""
-        where, terms = self._where, self._terms
-        index = torch.from_numpy(rows)
+        where, index = self._where, torch.from_numpy(rows)
         own, unseen = self._processes.part(len(rows)), self._as_unseen(len(rows))
         batch, context = self._train.batch(rows[own], where, None if unseen is None else unseen[own])
-        reference = None if self._log_reference is None else self._log_reference[index].to(where)
-        log_latency = self._log_latency[index].to(where)
-        truth = _Truth(self._target[index].to(where), log_latency, reference)
-        if terms.rank_weight:
-            truth.group = self._group[index].to(where)
+        truth = self._truth.of(index, where)
         bf16 = self._config.precision == "bf16"
         with torch.autocast(where.type, torch.bfloat16) if bf16 else nullcontext():
             if isinstance(self.network, LatencyNetwork):
@@ -269,7 +263,7 @@ class Trainer:
         if counted.any():
             own = context.has_code
             compiled = network.decode_compiled(embedding[own], context.take(own))
-            loss = loss + self._label_loss(gathered(compiled, n, counted), truth.of(counted))
+            loss = loss + self._label_loss(gathered(compiled, n, counted), truth.of(counted, self._where))
         if self._codegen is not None and network.codegen is not None:
             counts = self._codegen[index].to(self._where)
             known = ~torch.isnan(counts)
@@ -288,13 +282,10 @@ class Trainer:
 
     def _label_loss(self, label: torch.Tensor, truth: _Truth) -> torch.Tensor:
         """Loss of predicted labels (n,)."""
-        terms = self._terms
-        known = (truth.target, truth.log_latency, truth.log_reference)
-        loss = hybrid_loss(terms, self._transform, label, *known)
+        loss = hybrid_loss(self._terms, self._transform, label, *truth[:3])
         if truth.group is not None:
             log_predicted = self._transform.log_inverse(label, truth.log_reference)
-            ranking = pairwise_ranking(log_predicted, truth.log_latency, truth.group)
-            loss = loss + terms.rank_weight * ranking
+            loss = loss + self._terms.rank_weight * pairwise_ranking(log_predicted, truth.log_latency, truth.group)
         return loss
 
     def _update_average(self) -> None:

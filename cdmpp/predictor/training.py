@@ -13,13 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
-from cdmpp.device import DEVICE_FEATURES, device_features
+from cdmpp.dataset import DatasetView, Split, noise_floor_mape
+from cdmpp.device import DEVICE_FEATURES, Device, device_features
 from cdmpp.errors import PredictorError
 from cdmpp.files import write_text
 from cdmpp.predictor.batching import GeneralInputs, LabelledArrays, PairArrays
@@ -28,7 +30,6 @@ from cdmpp.predictor.config import Config, dump_config
 from cdmpp.predictor.data import TrainingData, gather, split_data
 from cdmpp.predictor.encoding import FeatureEncoder
 from cdmpp.predictor.evidence import NO_EVIDENCE, DeviceScaling, Evidence, fit_scaling
-from cdmpp.predictor.network import LatencyNetwork
 from cdmpp.predictor.pair_features import CODE_FEATURES, GENERAL_PAIRS, LOOP_CODE_FEATURES, PAIR_FEATURES
 from cdmpp.predictor.predictor import Predictor
 from cdmpp.predictor.processes import Processes, torchrun_processes
@@ -36,12 +37,6 @@ from cdmpp.predictor.trainer import ProgressCallback, Trainer
 from cdmpp.predictor.transforms import LabelTransform, fit_transform
 from cdmpp.predictor.uncertainty import Calibration, Familiarity
 from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURES
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from cdmpp.dataset import DatasetView, Split
-    from cdmpp.device import Device
 
 logger = logging.getLogger(__name__)
 
@@ -133,8 +128,7 @@ class Fitted:
 
     def predictor(self, weights: dict[str, Any], training: dict[str, Any]) -> Predictor:
         """The predictor with these weights; takes over the trainer's network."""
-        network = self.trainer.network.cpu()
-        assert isinstance(network, LatencyNetwork)
+        network: Any = self.trainer.network.cpu()
         network.load_state_dict(weights)
         network.eval()
         return Predictor(network, self.encoder, self.transform, self.devices, training, specs=dict(self.specs))
@@ -231,8 +225,7 @@ def calibrated(
     predictor = replace(predictor, scaling=scaling, familiarity=familiarity)
 
     def fit(evidence: Evidence) -> Calibration | None:
-        plain = evidence.code is None and evidence.elsewhere is None
-        chosen = np.ones(len(rows), bool) if plain else evidence.known(len(rows))
+        chosen = evidence.known(len(rows))
         if not chosen.any():
             return None
         table = data.labels.iloc[rows[chosen]]
@@ -259,8 +252,6 @@ def calibrated(
 
 def training_summary(config: Config, data: TrainingData, split: Split, state: TrainerState) -> dict[str, Any]:
     """JSON values that say what a predictor was trained on and how it ended."""
-    from cdmpp.dataset import noise_floor_mape
-
     table = data.labels.iloc[split.train]
     tasks = sorted(table["task"].unique())
     return {

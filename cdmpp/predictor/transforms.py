@@ -147,16 +147,13 @@ def fit_transform(
 
 
 def transform_from_json(state: dict[str, Any]) -> LabelTransform:
-    """Rebuild a transform from :meth:`LabelTransform.to_json`; PredictorError if the state is not one."""
-    try:
-        _check_kind(kind := state["kind"])
-        names = ("mean", "std", "log_low", "log_high")
-        values = {name: float(state[name]) for name in names}
-        if kind == "box-cox":
-            values.update(lambda_=float(state["lambda"]), log_scale=float(state["log_scale"]))
-        return LabelTransform(kind, relative_to=str(state["relative_to"]), **values)
-    except (KeyError, TypeError, ValueError) as err:
-        raise PredictorError(f"label transform state is incomplete or malformed: {err!r}") from err
+    """Rebuild a transform from :meth:`LabelTransform.to_json`; PredictorError of an unknown kind, KeyError, TypeError or
+    ValueError if the state is not one."""
+    _check_kind(kind := state["kind"])
+    values = {name: float(state[name]) for name in ("mean", "std", "log_low", "log_high")}
+    if kind == "box-cox":
+        values.update(lambda_=float(state["lambda"]), log_scale=float(state["log_scale"]))
+    return LabelTransform(kind, relative_to=str(state["relative_to"]), **values)
 
 
 def _check_kind(kind: Any) -> None:

@@ -20,6 +20,7 @@ GEMM, ATTENTION, CONV, NEUSIGHT, MOE, COLLECTIVE = read_yaml(Path(__file__).with
 
 
 def imported(tmp_path: Path, source: str, *rows: dict[str, Any]) -> pd.DataFrame:
+    tmp_path.mkdir(exist_ok=True)
     pd.DataFrame(rows).to_parquet(tmp_path / "file.parquet")
     import_operators(source, tmp_path / "file.parquet", tmp_path / "out")
     return load_operators(tmp_path / "out")
@@ -67,9 +68,3 @@ def test_convolutions_experts_and_collectives_keep_their_conventions(tmp_path: P
 def test_files_that_cannot_be_are_refused(source: str, row: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=message):
         imported(tmp_path, source, row)
-
-
-@pytest.fixture(autouse=True)
-def _folders(tmp_path: Path) -> None:
-    for name in "abcd":
-        (tmp_path / name).mkdir()

@@ -392,13 +392,3 @@ def test_thirty_thousand_programs_are_a_few_megabytes(tmp_path: Path) -> None:
     with write_dataset(tmp_path / "d", tasks, map(space, range(60)), programs, records) as dataset:
         dataset.finalize()
     assert sum(file.stat().st_size for file in (tmp_path / "d").iterdir()) < 350_000
-
-
-def test_memory_does_not_hold_all_that_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_FRESH_RECORDS", 2)
-    with small_dataset(tmp_path / "d") as dataset:
-        known = len(dataset.records)
-        for _ in range(5):
-            dataset.add_record(failure(0))
-            assert len(dataset._fresh) < 2
-        assert len(dataset.records) == known + 5

@@ -22,9 +22,7 @@ from cdmpp.predictor.baselines.xgboost import (
 from cdmpp.predictor.batching import Context, PaddedBatch
 from cdmpp.predictor.config import TrainConfig
 from cdmpp.predictor.data import split_data
-from cdmpp.program.codegen import CODEGEN_FEATURES
-from cdmpp.program.codegen.core import counts_key
-from tests.samples.training import make_ast
+from tests.samples.training import changed, make_ast, with_counts
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +52,7 @@ def test_a_split_without_validation_leaves_programs_to_stop_by(data):
 
 
 def test_the_harness_scores_all_models_on_the_same_records(data, split, config):
-    shorter = config.model_copy(update={"train": config.train.model_copy(update={"epochs": 2})})
-    models = [TaskMedian(), XGBoostModel("ast", rounds=80), CdmppModel(shorter)]
+    models = [TaskMedian(), XGBoostModel("ast", rounds=80), CdmppModel(changed(config, train={"epochs": 2}))]
     results = evaluate_models(models, data, split, by=("device",))
     assert list(results) == ["task_median", "xgboost-ast", "cdmpp"]
     assert {r["overall"]["n"] for r in results.values()} == {len(split.test)}
@@ -107,15 +104,9 @@ def test_one_needs_instruction_counts_and_uses_them(data):
     split = split_data("within_task:seed=0", data)
     with pytest.raises(PredictorError, match="cdmpp codegen"):
         make_model("xgboost-ast-codegen", rounds=2).fit(data, split)
-    label = dict(zip(data.labels["program"], data.labels["latency_s"], strict=True))
-    codes = {counts_key(device) for device in data.devices.values()}
-    counts = {
-        (program, code): np.full(len(CODEGEN_FEATURES), 1e9 * seconds, dtype=np.float32)
-        for program, seconds in label.items()
-        for code in codes
-    }
+    counted = with_counts(data, dict(zip(data.labels["program"], 1e9 * data.labels["latency_s"], strict=True)))
     models = [make_model("xgboost-ast", rounds=40), make_model("xgboost-ast-codegen", rounds=40)]
-    plain, told = evaluate_models(models, replace(data, codegen=counts), split).values()
+    plain, told = evaluate_models(models, counted, split).values()
     assert told["overall"]["mape"] < plain["overall"]["mape"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -20,15 +19,9 @@ from cdmpp.predictor.pair_features import TIME_PARTS
 from cdmpp.predictor.search import search
 from cdmpp.predictor.training import prepare, train
 from cdmpp.program.codegen import CODEGEN_FEATURES
-from cdmpp.program.codegen.core import counts_key
-from tests.samples.training import make_data, small_config
+from tests.samples.training import change_state, small_config, with_counts
 
 SPEC = "within_task:seed=0"
-
-
-@pytest.fixture(scope="module")
-def data():
-    return make_data()
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +29,11 @@ def counted(data):
     """Programs that a compiler makes up to e^2 times slower, which their counts alone tell; every eighth has none."""
     rng = np.random.default_rng(0)
     hidden = {program: rng.uniform(-2, 2) for program in data.asts}
-    codes = {counts_key(device) for device in data.devices.values()}
     cycles = 4e6 * data.labels.groupby("program")["latency_s"].mean()
-    counts = {
-        (program, code): np.full(len(CODEGEN_FEATURES), cycles[program] * np.exp(hidden[program]), dtype=np.float32)
-        for i, program in enumerate(data.asts)
-        for code in codes
-        if i % 8
-    }
+    counts = {program: cycles[program] * np.exp(hidden[program]) for i, program in enumerate(data.asts) if i % 8}
     factor = np.exp([hidden[program] for program in data.labels["program"]])
     labels = data.labels.assign(latency_s=data.labels["latency_s"] * factor)
-    return replace(data, labels=labels, codegen=counts)
+    return with_counts(replace(data, labels=labels), counts)
 
 
 #: Of an epoch.
@@ -95,12 +82,10 @@ def test_saved_and_loaded_it_is_the_same(trained, counted, tmp_path: Path):
     assert loaded.compiled_calibration.half_width("slow", 0.8) == pytest.approx(
         trained.predictor.compiled_calibration.half_width("slow", 0.8)
     )
-    state = json.loads((tmp_path / "predictor.json").read_text())
-    (tmp_path / "predictor.json").write_text(json.dumps({**state, "counting_version": 1}))
+    change_state(tmp_path, lambda state: state.update(counting_version=1))
     with pytest.raises(PredictorError, match="counted by version 1"):
         Predictor.load(tmp_path)
-    state["encoder"]["code_features"][0] = "another"
-    (tmp_path / "predictor.json").write_text(json.dumps(state))
+    change_state(tmp_path, lambda state: state["encoder"]["code_features"].reverse())
     with pytest.raises(PredictorError, match="code features"):
         Predictor.load(tmp_path)
 
@@ -132,7 +117,7 @@ def test_a_part_that_takes_longer_makes_the_program_take_longer_by_its_share(tra
     code[:, -len(TIME_PARTS) :] += math.log(2)
     with torch.inference_mode():
         embedding = network.embed(batch, context.device)
-        once, twice = (network.decode_compiled(embedding, replace(context, code=c)) for c in (context.code, code))
+        once, twice = (network.decode_compiled(embedding, context._replace(code=c)) for c in (context.code, code))
     assert torch.allclose(twice - once, math.log(2) * network.compiled_decoder.scale, atol=1e-5)
 
 

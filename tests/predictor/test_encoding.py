@@ -86,7 +86,3 @@ def test_errors_say_what_is_wrong():
         encoder.encode_leaves(np.zeros((3, 5)))
     with pytest.raises(PredictorError, match="row 1, column 0"):
         encoder.encode_leaves(np.array([[1.0, 1.0], [np.nan, 1.0]]))
-    arrays = encoder.to_arrays()
-    del arrays["encoder.leaf.std"]
-    with pytest.raises(PredictorError, match="incomplete"):
-        FeatureEncoder.from_arrays(encoder.to_json(), arrays)

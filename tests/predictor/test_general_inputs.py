@@ -12,7 +12,7 @@ from cdmpp.device import DEVICE_FEATURES, GENERAL_DEVICE_FEATURES
 from cdmpp.predictor.data import split_data
 from cdmpp.predictor.pair_features import GENERAL_PAIR_FEATURES, PAIR_FEATURES
 from cdmpp.predictor.training import prepare
-from tests.samples.training import make_data, make_device
+from tests.samples.training import changed, make_data, make_device
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +29,8 @@ def mixed():
 
 
 def fitted(mixed, config, part, epochs=2):
-    model = config.model.model_copy(update={"general_part": part})
-    train = config.train.model_copy(update={"epochs": epochs})
-    changed = config.model_copy(update={"model": model, "train": train})
-    return prepare(changed, mixed, split_data("within_task:seed=0", mixed))
+    config = changed(config, model={"general_part": part}, train={"epochs": epochs})
+    return prepare(config, mixed, split_data("within_task:seed=0", mixed))
 
 
 def test_all_but_what_carries_over_is_missing(mixed, config):

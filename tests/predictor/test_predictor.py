@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
@@ -11,7 +9,7 @@ from cdmpp.errors import FeatureMismatchError, PredictorError, UnknownDeviceErro
 from cdmpp.predictor import Predictor
 from cdmpp.predictor import predictor as module
 from cdmpp.program.types import Program
-from tests.samples.training import make_ast, make_device
+from tests.samples.training import change_state, make_ast, make_device
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +55,8 @@ def test_programs_need_a_resolver(predictor, asts):
         predictor.predict(program, "fast")
 
 
-def change(folder, edit):
-    path = folder / "predictor.json"
-    state = json.loads(path.read_text())
-    edit(state)
-    path.write_text(json.dumps(state))
+#: Of two means and one weight.
+CORRECTION = {"constant": 0.0, "mean": [0.0, 0.0], "weights": [0.0], "low": 0.0, "high": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -71,7 +66,15 @@ def change(folder, edit):
         (lambda s: s["encoder"]["device_features"].pop(), FeatureMismatchError, "device features"),
         (lambda s: s.update(format_version=99), PredictorError, "99"),
         (lambda s: s.update(format="other"), PredictorError, "cdmpp-predictor"),
-        (lambda s: s.pop("label_transform"), PredictorError, "label_transform"),
+        (lambda s: s.pop("label_transform"), PredictorError, "malformed: 'label_transform'"),
+        (lambda s: s["label_transform"].pop("mean"), PredictorError, "malformed: 'mean'"),
+        (lambda s: s["label_transform"].update(kind="cube"), PredictorError, "unknown label transform 'cube'"),
+        (lambda s: s["encoder"]["clip"].pop("leaf"), PredictorError, "malformed: 'leaf'"),
+        (lambda s: s["calibration"]["scores"].append({"device": "x", "units": 3}), PredictorError, "malformed"),
+        (lambda s: s["calibration"]["scores"].pop(0), PredictorError, "malformed"),
+        (lambda s: s["familiarity"].pop("threshold"), PredictorError, "malformed: 'threshold'"),
+        (lambda s: s["scaling"].pop("own"), PredictorError, "malformed: 'own'"),
+        (lambda s: s["corrections"].update(fast={"ast": CORRECTION}), PredictorError, "as many weights as means"),
         (lambda s: s["model"].update(depth=3), PredictorError, "depth"),
         (lambda s: s["model"].update(dim=32), PredictorError, "do not fit"),
         (lambda s: s.pop("encoder"), PredictorError, "encoder"),
@@ -79,7 +82,7 @@ def change(folder, edit):
 )
 def test_a_predictor_that_does_not_fit_is_refused(predictor, tmp_path, edit, error, message):
     predictor.save(tmp_path)
-    change(tmp_path, edit)
+    change_state(tmp_path, edit)
     with pytest.raises(error, match=message):
         Predictor.load(tmp_path)
 

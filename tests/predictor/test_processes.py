@@ -13,11 +13,12 @@ import yaml
 
 from cdmpp.cli import main
 from cdmpp.errors import PredictorError
-from cdmpp.predictor import Predictor, load_config, train
+from cdmpp.predictor import Predictor, load_config, split_data, train, trainer
 from cdmpp.predictor.processes import pick_device, torchrun_processes
-from cdmpp.predictor.trainer import Trainer
+from cdmpp.predictor.training import prepare
 from tests.golden.golden import FOLDER, SMALL
 from tests.samples.gradients import ROWS, gradients
+from tests.samples.training import changed
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,15 +90,10 @@ def test_cuda_is_refused_where_there_is_none(monkeypatch):
 
 
 def test_bf16_is_refused_or_learns_alike(data, config, monkeypatch):
-    from cdmpp.predictor import trainer
-    from cdmpp.predictor.data import split_data
-    from cdmpp.predictor.training import prepare
-
     def losses(precision: str) -> list[float]:
-        settings = config.train.model_copy(update={"precision": precision})
         lines: list[dict[str, float]] = []
-        changed = config.model_copy(update={"train": settings})
-        made: Trainer = prepare(changed, data, split_data("within_task:seed=1", data)).trainer
+        settings = changed(config, train={"precision": precision})
+        made = prepare(settings, data, split_data("within_task:seed=1", data)).trainer
         made.fit(progress=lines.append)
         assert all(p.dtype == torch.float32 for p in made.network.parameters())
         return [line["train_loss"] for line in lines]

@@ -14,18 +14,17 @@ import pytest
 
 from cdmpp.errors import PredictorError
 from cdmpp.predictor import Predictor, evaluate, load_config, train
-from cdmpp.predictor.config import LabelConfig
 from cdmpp.predictor.data import split_data
 from cdmpp.predictor.roofline import REFERENCES
 from cdmpp.predictor.training import prepare
-from tests.samples.training import make_data
+from tests.samples.training import changed, make_data
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture()
 def by_task(config):
-    return config.model_copy(update={"split": config.split.model_copy(update={"spec": "by_task:seed=0"})})
+    return changed(config, split={"spec": "by_task:seed=0"})
 
 
 def test_a_run_folder_holds_everything(data, by_task, tmp_path):
@@ -54,9 +53,8 @@ def test_a_run_is_not_overwritten(data, by_task, tmp_path):
 
 def test_resuming_another_configuration_or_other_data_is_refused(data, by_task, tmp_path):
     train(by_task, data, tmp_path)
-    other = by_task.model_copy(update={"loss": by_task.loss.model_copy(update={"mape_weight": 0.9})})
     with pytest.raises(PredictorError, match="another configuration"):
-        train(other, data, tmp_path, resume=True)
+        train(changed(by_task, loss={"mape_weight": 0.9}), data, tmp_path, resume=True)
     labels = data.labels.assign(latency_s=data.labels["latency_s"] * 1.001)
     with pytest.raises(PredictorError, match="other records"):
         train(by_task, replace(data, labels=labels), tmp_path, resume=True)
@@ -72,8 +70,8 @@ train(load_config(sys.argv[1]), make_data(8, 15), sys.argv[2], resume=True)
 
 def test_a_killed_run_resumes_to_the_same_predictor(by_task, tmp_path):
     epochs = 10
-    more = by_task.train.model_copy(update={"epochs": epochs, "patience": epochs})
-    config, data, run = by_task.model_copy(update={"train": more}), make_data(8, 15), tmp_path / "killed"
+    config = changed(by_task, train={"epochs": epochs, "patience": epochs})
+    data, run = make_data(8, 15), tmp_path / "killed"
     expected = train(config, data, tmp_path / "unbroken")
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(tmp_path / "unbroken" / "config.yaml"), str(run)], cwd=ROOT
@@ -150,7 +148,7 @@ def test_train_py_reports_bad_input_in_one_line(tmp_path):
 
 @pytest.mark.parametrize("reference", ["roofline", "estimate"])
 def test_labels_relative_to_a_reference(data, by_task, tmp_path, monkeypatch, reference):
-    config = by_task.model_copy(update={"label": LabelConfig(transform="log", relative_to=reference)})
+    config = changed(by_task, label={"transform": "log", "relative_to": reference})
     result = train(config, data, tmp_path / "run")
     assert result.predictor.transform.relative_to == reference
     loaded = Predictor.load(tmp_path / "run" / "predictor")

@@ -17,7 +17,7 @@ from cdmpp.errors import LabelError, PredictorError
 from cdmpp.predictor import config_from_dict, load_config, train
 from cdmpp.predictor.baselines import CdmppModel, LatencyModel, TaskMedian, make_model
 from cdmpp.predictor.search import SEARCHED_MODELS, own_values, search, search_space, trial_options
-from tests.samples.training import make_data, small_config
+from tests.samples.training import changed, make_data, small_config
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_a_resumed_search_goes_on(data, small, tmp_path, scripted):
 def test_another_model_configuration_or_other_records_are_refused(data, small, tmp_path, scripted):
     scripted(lambda number, model: None)
     search(small, data, tmp_path, 1, model="lstm")
-    other = small.model_copy(update={"train": small.train.model_copy(update={"epochs": 3})})
+    other = changed(small, train={"epochs": 3})
     labels = data.labels.assign(latency_s=data.labels["latency_s"] * 1.01)
     for config, records, model in (
         (small, data, "ours"),
@@ -213,12 +213,12 @@ def test_bad_input(data, small, tmp_path):
 
 def test_the_first_trial_is_the_configuration_itself_where_the_space_holds_it(data, small, tmp_path, scripted) -> None:
     scripted(lambda number, model: None)
-    config = small.model_copy(update={"model": small.model.model_copy(update={"dim": 96, "heads": 4})})
+    config = changed(small, model={"dim": 96, "heads": 4})
     values = own_values(config, search_space("ours"))
     assert values["model.dim"] == 96 and values["train.ema_decay"] == config.train.ema_decay
     found = search(config, data, tmp_path / "s", trials=1).summary["trials"][0]["values"]
     assert values.items() <= found.items()
-    odd = small.model_copy(update={"model": small.model.model_copy(update={"dim": 24, "dropout": 0.9})})
+    odd = changed(small, model={"dim": 24, "dropout": 0.9})
     assert {"model.dim", "model.dropout"}.isdisjoint(own_values(odd, search_space("ours"))), "left to the search"
 
 

@@ -16,19 +16,15 @@ from cdmpp.predictor.data import split_data
 from cdmpp.predictor.network import predict_labels
 from cdmpp.predictor.trainer import Trainer, learning_rate
 from cdmpp.predictor.training import prepare
-from cdmpp.program.codegen import CODEGEN_FEATURES
-from cdmpp.program.codegen.core import counts_key
+from tests.samples.training import changed, with_counts
 
 
 @pytest.fixture()
 def make_trainer(data, config):
     def make(spec="by_task:seed=0", loss=None, model=None, **train):
-        changed = {
-            "train": config.train.model_copy(update=train),
-            "loss": config.loss.model_copy(update=loss or {}),
-            "model": config.model.model_copy(update=model or {}),
-        }
-        return prepare(config.model_copy(update=changed), data, split_data(spec, data)).trainer
+        return prepare(
+            changed(config, train=train, loss=loss or {}, model=model or {}), data, split_data(spec, data)
+        ).trainer
 
     return make
 
@@ -151,21 +147,20 @@ def test_cmd_draws_the_domains_together(make_trainer, spec):
 
 def test_labels_of_the_adapted_part_change_nothing(data, config):
     """Neither do labels and programs of the tested part."""
-    loss = config.loss.model_copy(update={"cmd_weight": 1.0, "rank_weight": 1.0})
-    changed = config.model_copy(update={"loss": loss, "train": config.train.model_copy(update={"epochs": 2})})
+    config = changed(config, loss={"cmd_weight": 1.0, "rank_weight": 1.0}, train={"epochs": 2})
     split = split_data(ADAPT, data)
     assert len(split.adapt) and len(split.test)
-    expected = prepare(changed, data, split).trainer.fit().best
+    expected = prepare(config, data, split).trainer.fit().best
     latency_s = data.labels["latency_s"].to_numpy().copy()
     latency_s[np.concatenate([split.adapt, split.test])] *= 77
     tested = set(data.labels["program"].iloc[split.test])
     asts = {p: replace(ast, leaves=ast.leaves * 99) if p in tested else ast for p, ast in data.asts.items()}
     wild = replace(data, labels=data.labels.assign(latency_s=latency_s), asts=asts)
-    assert_same(prepare(changed, wild, split).trainer.fit().best, expected)
+    assert_same(prepare(config, wild, split).trainer.fit().best, expected)
     # programs of the adapted part do
     seen = set(data.labels["program"].iloc[split.adapt])
     asts = {p: replace(ast, leaves=ast.leaves * 99) if p in seen else ast for p, ast in data.asts.items()}
-    other = prepare(changed, replace(data, asts=asts), split).trainer.fit().best
+    other = prepare(config, replace(data, asts=asts), split).trainer.fit().best
     assert any(not torch.equal(expected[name], other[name]) for name in expected)
 
 
@@ -195,32 +190,22 @@ def test_starting_weights_are_taken_and_must_fit(make_trainer, data, config):
     trainer = Trainer(config, fitted.transform, train, valid, weights=trained)
     assert_same(trainer.network.state_dict(), trained)
     with pytest.raises(PredictorError, match="do not fit the network"):
-        wider = config.model.model_copy(update={"dim": 2 * config.model.dim})
-        other = config.model_copy(update={"model": wider})
-        Trainer(other, fitted.transform, train, valid, weights=trained)
+        Trainer(changed(config, model={"dim": 2 * config.model.dim}), fitted.transform, train, valid, weights=trained)
     with pytest.raises(PredictorError, match="tasks are not known"):
-        ranked = config.model_copy(update={"loss": config.loss.model_copy(update={"rank_weight": 1.0})})
-        Trainer(ranked, fitted.transform, replace(train, group=None), valid)
+        Trainer(changed(config, loss={"rank_weight": 1.0}), fitted.transform, replace(train, group=None), valid)
 
 
 def counting(config, loss, **train):
-    parts = {"model": {"codegen": True}, "loss": {"codegen_weight": 1.0, **loss}, "train": train}
-    changed = {name: getattr(config, name).model_copy(update=values) for name, values in parts.items()}
-    return config.model_copy(update=changed)
+    return changed(config, model={"codegen": True}, loss={"codegen_weight": 1.0, **loss}, train=train)
 
 
 def test_instruction_counts_are_learnt_where_there_are_some(data, config):
     config = counting(config, {"mse_weight": 1e-6, "mape_weight": 0.0}, epochs=12, patience=12, batch_size=32)
     split = split_data("within_task:seed=0", data)
-    codes = {counts_key(device) for device in data.devices.values()}
-    half = list(data.asts)[::2]  # the others have none
-    counts = {
-        (program, code): np.full(len(CODEGEN_FEATURES), data.asts[program].n_leaves, dtype=np.float32)
-        for program in half
-        for code in codes
-    }
+    # the other half has none
+    counted = with_counts(data, {program: data.asts[program].n_leaves for program in list(data.asts)[::2]})
     lines = []
-    prepare(config, replace(data, codegen=counts), split).trainer.fit(progress=lines.append)
+    prepare(config, counted, split).trainer.fit(progress=lines.append)
     assert lines[-1]["train_loss"] < 0.5 * lines[0]["train_loss"]
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +15,8 @@ from cdmpp.device import Device
 from cdmpp.predictor.config import Config, config_from_dict
 from cdmpp.predictor.data import TrainingData
 from cdmpp.program.ast import LEAF_FEATURES, CompactAST
+from cdmpp.program.codegen import CODEGEN_FEATURES
+from cdmpp.program.codegen.core import counts_key
 
 CPU = Device(
     name="c", base="c", kind="cpu", vendor="intel", model="c", share=1.0, cores=4, cores_used=1.0,
@@ -70,3 +76,24 @@ def small_config(spec: str = "within_task;seed=1", model: dict[str, Any] | None 
     settings = {"epochs": 4, "batch_size": 64, "learning_rate": 0.01, "threads": 1, **training}
     settings.setdefault("patience", settings["epochs"])
     return config_from_dict({"model": {**size, **(model or {})}, "train": settings, "split": {"spec": spec}})
+
+
+def changed(config: Config, **sections: dict[str, Any]) -> Config:
+    """The configuration with other values of some fields of its sections."""
+    found = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update=found)
+
+
+def with_counts(data: TrainingData, counts: Mapping[str, float]) -> TrainingData:
+    """Data with as many of each instruction as said of these programs, on all devices."""
+    codes = {counts_key(device) for device in data.devices.values()}
+    rows = {program: np.full(len(CODEGEN_FEATURES), number, dtype=np.float32) for program, number in counts.items()}
+    return replace(data, codegen={(program, code): row for program, row in rows.items() for code in codes})
+
+
+def change_state(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    """Edit what a predictor's folder says besides its weights."""
+    path = folder / "predictor.json"
+    state = json.loads(path.read_text())
+    edit(state)
+    path.write_text(json.dumps(state))

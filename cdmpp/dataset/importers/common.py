@@ -89,16 +89,13 @@ class Import:
         meta["files"] = [path.name for path, _ in self.frames]
         programs = self.programs.values()
         write_dataset(self.out, self.tasks.values(), self.spaces.values(), programs, self.records, **meta)
-        return ImportReport(
-            self.out,
-            dict(Counter(record.status for record in self.records)) or {"ok": 0},
-            len(self.tasks),
-            len(programs),
-            sorted(self.devices),
-            dict(self.unknown.most_common()),
-            graphs,
-            tuple(self.notes),
-        )
+        records = dict(Counter(record.status for record in self.records)) or {"ok": 0}
+        return self.report(records, len(self.tasks), len(programs), graphs)
+
+    def report(self, records: dict[str, int], tasks: int, programs: int, graphs: Sequence[str] = ()) -> ImportReport:
+        """What was made, and what was found on the way."""
+        devices, unknown, notes = sorted(self.devices), dict(self.unknown.most_common()), tuple(self.notes)
+        return ImportReport(self.out, records, tasks, programs, devices, unknown, graphs, notes)
 
 
 def _read_table(path: Path) -> pd.DataFrame:

@@ -328,22 +328,23 @@ def unlisted_backward_calls(name: str, inputs: Sequence[Shape], output: Shape) -
     return []
 
 
+#: Operator -> generator, and what its sizes are called there.
+_GENERATORS: dict[str, tuple[str, Sequence[str]]] = {
+    "Linear": ("linear", "mnk"), "BMM": ("bmm", "bmnk"), "VECsoftmax": ("softmax", ("rows", "columns")),
+    "VECln": ("layer_norm", ("rows", "columns")),
+}  # fmt: skip
+
+
 def _call(op: Any, inputs: Sequence[Shape], output: Shape) -> Call:
     try:
         name, sizes = op
-        if name == "Linear":
-            m, n, k = sizes
-            return "linear", {"m": m, "n": n, "k": k}
-        if name == "BMM":
-            b, m, n, k = sizes
-            return "bmm", {"b": b, "m": m, "n": n, "k": k}
+        if name in _GENERATORS:
+            generator, arguments = _GENERATORS[name]
+            return generator, dict(zip(arguments, sizes, strict=True))
         if name == "MEM":
             moved = shapes(sizes)
             return _move(moved[:-1], moved[-1])
         kind = name.removeprefix("VEC")
-        if name.startswith("VEC") and kind in ("softmax", "ln"):
-            rows, columns = sizes
-            return ("softmax" if kind == "softmax" else "layer_norm"), {"rows": rows, "columns": columns}
         if name.startswith("VEC") and kind in ELEMENTWISE_FLOPS:
             rows, columns = sizes
             return _elementwise(kind, (rows, columns), inputs, output)

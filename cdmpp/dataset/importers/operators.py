@@ -45,14 +45,9 @@ def import_operators(
 ) -> ImportReport:
     """Import files of one of :data:`SOURCES` into a new dataset of operators.
 
-    Groups of rows that the source marks as impossible (``suspect_group``) are left out and counted.
-
-    Raises
-    ------
-    DatasetError
-        A file cannot be read or lacks a column, ``out`` is a dataset, or a row is faster than the device can be.
-    UnknownDeviceError
-        A file names a device that the table does not have.
+    Groups of rows that the source marks as impossible (``suspect_group``) are left out and counted. DatasetError: a file cannot
+    be read or lacks a column, ``out`` is a dataset, or a row is faster than the device can be. UnknownDeviceError: a device
+    is not in the table.
     """
     found = Import(paths, out, table, progress)
     parts: list[pd.DataFrame] = []
@@ -72,15 +67,7 @@ def import_operators(
     files = [path.name for path, _ in found.frames]
     write_operators(out, united, source=source, files=files, left_out=dict(found.unknown))
     operators = united.drop(columns=["device", "framework", "kernel", "seconds", "noise"], errors="ignore")
-    return ImportReport(
-        Path(out),
-        {"ok": len(united)},
-        len(operators.drop_duplicates()),
-        0,
-        sorted(found.devices),
-        dict(found.unknown.most_common()),
-        notes=tuple(found.notes),
-    )
+    return found.report({"ok": len(united)}, tasks=len(operators.drop_duplicates()), programs=0)
 
 
 def _kind(source: str, frame: pd.DataFrame, path: Path) -> str:

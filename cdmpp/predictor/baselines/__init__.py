@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cdmpp.errors import PredictorError
+from cdmpp.predictor.baselines import networks
 from cdmpp.predictor.baselines.models import CdmppModel, LatencyModel, RooflineModel, TaskMedian, evaluate_models
 from cdmpp.predictor.baselines.xgboost import XGBoostModel
 from cdmpp.predictor.config import LossConfig, TrainConfig, config_from_dict
@@ -45,8 +46,6 @@ def make_model(name: str, seed: int = 0, **options: Any) -> LatencyModel:
     if name in ("xgboost-perstore", "xgboost-ast", *COMPILED_NAMES):
         return XGBoostModel(name.removeprefix("xgboost-"), seed=seed, **options)
     if name in ("released", "lstm"):
-        from cdmpp.predictor.baselines import networks
-
         if name == "lstm":
             return networks.LstmModel(**_network_options(options, seed, TrainConfig(), LossConfig()))  # type: ignore[call-arg]
         if isinstance(options.get("sizes"), Mapping):

@@ -6,21 +6,24 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import nn
 
+from cdmpp.dataset import Split
 from cdmpp.dataset.split import ordered
 from cdmpp.errors import PredictorError
+from cdmpp.predictor.batching import LabelledArrays
 from cdmpp.predictor.config import Config
+from cdmpp.predictor.data import TrainingData
+from cdmpp.predictor.encoding import FeatureEncoder
 from cdmpp.predictor.evaluation import score
-
-if TYPE_CHECKING:
-    from cdmpp.dataset import Split
-    from cdmpp.predictor.data import TrainingData
-    from cdmpp.predictor.predictor import Predictor
-    from cdmpp.predictor.trainer import ProgressCallback
+from cdmpp.predictor.network import LatencyNetwork
+from cdmpp.predictor.predictor import Predictor
+from cdmpp.predictor.trainer import ProgressCallback
+from cdmpp.predictor.training import prepare, training_summary
 
 #: Part of the training programs to stop by where a split has no validation part.
 STOP_FRACTION = 0.1
@@ -45,29 +48,50 @@ class LatencyModel(ABC):
         """Seconds for ``data.labels.iloc[rows]``, float64 (n,), finite and above 0."""
 
 
-class CdmppModel(LatencyModel):
-    """Trains :class:`~cdmpp.predictor.predictor.Predictor` in memory, or wraps a trained one."""
+class TrainedModel(LatencyModel):
+    """Trains a network in memory, at most ``max_seconds``; ``history_`` has one line an epoch, which ``progress`` is told."""
 
     def __init__(
-        self, config: Config | None = None, *, predictor: Predictor | None = None, name: str = "cdmpp",
-        progress: ProgressCallback | None = None,
-    ) -> None:  # fmt: skip
-        self.name = name
-        self._config = config or Config()
-        self._progress = progress
-        self.predictor_ = predictor
+        self, config: Config, max_seconds: float | None = None, progress: ProgressCallback | None = None
+    ) -> None:
+        if max_seconds is not None and not max_seconds > 0:
+            raise PredictorError(f"max_seconds must be above 0, got {max_seconds}")
+        self._config, self._max_seconds, self._progress = config, max_seconds, progress
+        self.predictor_: Predictor | None = None
+        self.history_: list[dict[str, Any]] = []
+
+    @abstractmethod
+    def make_network(self, train: LabelledArrays, encoder: FeatureEncoder) -> nn.Module:
+        """The untrained network for these training pairs, called as ``network(batch, context)``."""
 
     def fit(self, data: TrainingData, split: Split) -> None:
-        from cdmpp.predictor.training import prepare, training_summary
+        def record(line: dict[str, Any]) -> None:
+            self.history_.append(line)
+            if self._progress is not None:
+                self._progress(line)
 
-        fitted = prepare(self._config, data, split)
-        state = fitted.trainer.fit(progress=self._progress)
+        self.history_ = []
+        fitted = prepare(self._config, data, split, self.make_network, self._max_seconds)
+        state = fitted.trainer.fit(progress=record)
         self.predictor_ = fitted.predictor(state.best, training_summary(self._config, data, split, state))
 
     def predict(self, data: TrainingData, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         if self.predictor_ is None:
             raise PredictorError(f"model {self.name} is not fitted")
         return self.predictor_.predict_rows(data, rows)
+
+
+class CdmppModel(TrainedModel):
+    """Trains :class:`~cdmpp.predictor.predictor.Predictor` in memory, or wraps a trained one."""
+
+    def __init__(
+        self, config: Config | None = None, *, predictor: Predictor | None = None, name: str = "cdmpp", **more: Any
+    ) -> None:
+        super().__init__(config or Config(), **more)
+        self.name, self.predictor_ = name, predictor
+
+    def make_network(self, train: LabelledArrays, encoder: FeatureEncoder) -> nn.Module:
+        return LatencyNetwork(self._config.model, *train.widths)
 
 
 class TaskMedian(LatencyModel):

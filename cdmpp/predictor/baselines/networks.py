@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,25 +14,22 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
+from cdmpp.dataset import Split
 from cdmpp.errors import PredictorError
-from cdmpp.predictor.baselines.models import LatencyModel
+from cdmpp.predictor.baselines.models import TrainedModel
 from cdmpp.predictor.batching import Context, LabelledArrays, PaddedBatch
 from cdmpp.predictor.config import Config, LossConfig, TrainConfig, config_from_dict
-from cdmpp.predictor.data import subset
-from cdmpp.predictor.network import PreOrderEncoding, predict_labels
-from cdmpp.predictor.trainer import ProgressCallback
-from cdmpp.predictor.training import encode, prepare
-
-if TYPE_CHECKING:
-    from cdmpp.dataset import Split
-    from cdmpp.predictor.data import TrainingData
-    from cdmpp.predictor.encoding import FeatureEncoder
-    from cdmpp.predictor.transforms import LabelTransform
+from cdmpp.predictor.data import TrainingData
+from cdmpp.predictor.encoding import FeatureEncoder
+from cdmpp.predictor.network import PreOrderEncoding
 
 logger = logging.getLogger(__name__)
 
+#: The baselines are what others published: they do not see what we compute of program and device together.
+_MODEL = config_from_dict({"model": {"pairs": False}}).model
 
-class NetworkModel(LatencyModel):
+
+class NetworkModel(TrainedModel):
     """A network from a padded batch and the device to one standardised label a program.
 
     It sees what our network sees but for what we compute of program and device together, encoded in the same way; only
@@ -44,62 +40,22 @@ class NetworkModel(LatencyModel):
     #: Label transform, see :class:`cdmpp.predictor.config.LabelConfig`.
     label: Literal["box-cox", "log"] = "box-cox"
 
-    def __init__(
-        self,
-        train: TrainConfig,
-        loss: LossConfig,
-        max_seconds: float | None = None,
-        progress: ProgressCallback | None = None,
-    ) -> None:
-        if max_seconds is not None and not max_seconds > 0:
-            raise PredictorError(f"max_seconds must be above 0, got {max_seconds}")
+    def __init__(self, train: TrainConfig, loss: LossConfig, **more: Any) -> None:
+        config = config_from_dict({"label": {"transform": self.label}})
+        super().__init__(config.model_copy(update={"model": _MODEL, "train": train, "loss": loss}), **more)
         self.train, self.loss = train, loss
-        self.max_seconds = max_seconds
-        self._progress = progress
-        self.network_: nn.Module | None = None
-        self.encoder_: FeatureEncoder
-        self.transform_: LabelTransform
-        self.history_: list[dict[str, Any]] = []
-
-    @abstractmethod
-    def make_network(self, train: LabelledArrays, encoder: FeatureEncoder) -> nn.Module:
-        """The untrained network for these training pairs, called as ``network(batch, context)``."""
-
-    def check_programs(self, arrays: LabelledArrays) -> None:
-        """Called with pairs before they are predicted; warns of what the network cannot take."""
 
     def fit(self, data: TrainingData, split: Split) -> None:
-
         if len(split.train) < 2:
             raise PredictorError(f"training needs at least two training records, got {len(split.train)}")
-        # the baselines are what others published: they do not see what we compute of program and device together
-        config = config_from_dict({"model": {"pairs": False}, "label": {"transform": self.label}})
-        config = config.model_copy(update={"train": self.train, "loss": self.loss})
-        fitted = prepare(config, data, split, self.make_network, self.max_seconds)
-        self.encoder_, self.transform_ = fitted.encoder, fitted.transform
-        self.check_programs(fitted.arrays.take(np.asarray(split.valid)))
-        self.history_ = []
-        state = fitted.trainer.fit(progress=self._record)
-        self.network_ = fitted.trainer.network.cpu()
-        self.network_.load_state_dict(state.best)
-
-    def _record(self, line: dict[str, Any]) -> None:
-        self.history_.append(line)
-        if self._progress is not None:
-            self._progress(line)
-
-    def predict(self, data: TrainingData, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-
-        if self.network_ is None:
-            raise PredictorError(f"model {self.name} is not fitted")
-        arrays = encode(subset(data, np.asarray(rows)), self.encoder_)
-        self.check_programs(arrays)
-        return self.transform_.inverse(predict_labels(self.network_, arrays), arrays.reference_s)
+        super().fit(data, split)
 
 
 class LstmNetwork(nn.Module):
     """Leaves in pre-order -> last state, device features -> one standardised label; ``hidden`` is also the width of the
     layers around the LSTM."""
+
+    config = _MODEL
 
     def __init__(self, leaf_dim: int, device_dim: int, hidden: int, layers: int, dropout: float) -> None:
         super().__init__()
@@ -182,6 +138,8 @@ class ReleasedSizes:
 class ReleasedNetwork(nn.Module):
     """See :class:`CdmppReleased` for where it differs from the released one; it sees the first ``max_leaves`` leaves."""
 
+    config = _MODEL
+
     def __init__(self, leaf_dim: int, device_dim: int, max_leaves: int, sizes: ReleasedSizes) -> None:
         super().__init__()
         self.max_leaves, self.dim = max_leaves, sizes.dim
@@ -246,15 +204,14 @@ class CdmppReleased(NetworkModel):
         self.max_leaves_ = int(train.packed.lengths[train.program].max())
         return ReleasedNetwork(encoder.leaf_dim, encoder.device_dim, self.max_leaves_, self.sizes)
 
-    def check_programs(self, arrays: LabelledArrays) -> None:
-        longer = int((arrays.packed.lengths[arrays.program] > self.max_leaves_).sum())
+    def predict(self, data: TrainingData, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        seconds = super().predict(data, rows)
+        leaves = [data.asts[program].n_leaves for program in data.labels["program"].iloc[rows]]
+        longer = int((np.array(leaves) > self.max_leaves_).sum())
         if longer:
-            logger.warning(
-                "%d of %d programs have more leaves than any in training: only the first %d are seen",
-                longer,
-                len(arrays),
-                self.max_leaves_,
-            )
+            message = "%d of %d programs have more leaves than any in training: only the first %d are seen"
+            logger.warning(message, longer, len(leaves), self.max_leaves_)
+        return seconds
 
 
 def _mlp(*widths: int) -> nn.Sequential:

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from cdmpp.dataset import DatasetView, Split
 from cdmpp.errors import DatasetError, FeatureMismatchError, PredictorError, ProgramError
 from cdmpp.files import replacing
 from cdmpp.predictor.baselines.models import LatencyModel
-from cdmpp.predictor.data import collect_derived
+from cdmpp.predictor.data import TrainingData, collect_derived
 from cdmpp.predictor.encoding import signed_log1p
-
-if TYPE_CHECKING:
-    from cdmpp.dataset import DatasetView, Split
-    from cdmpp.predictor.data import TrainingData
 
 #: File in a dataset folder that keeps the aggregated features of its programs.
 PER_STORE_FILE = "perstore.parquet"
@@ -69,9 +68,6 @@ def aggregate_per_store(matrix: NDArray[np.float64]) -> NDArray[np.float32]:
 
 def save_per_store(path: str | Path, features: Mapping[str, NDArray[np.float32]]) -> None:
     """Write aggregated features, program hash -> float32 (329,); kept in half precision."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     programs = list(features)
     stacked = np.stack([features[p] for p in programs]) if programs else np.zeros((0, AGGREGATED_DIM))
     matrix = np.clip(stacked, -65504, 65504).astype(np.float16)
@@ -85,9 +81,6 @@ def save_per_store(path: str | Path, features: Mapping[str, NDArray[np.float32]]
 def load_per_store(path: str | Path) -> dict[str, NDArray[np.float32]]:
     """Read what :func:`save_per_store` wrote; FeatureMismatchError where it was written for another feature set,
     DatasetError where it is missing or damaged."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     try:
         table = pq.read_table(path)
     except (OSError, pa.ArrowException) as err:
