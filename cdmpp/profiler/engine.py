@@ -10,10 +10,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any
 
 from cdmpp.errors import ProfilerError
@@ -245,15 +243,14 @@ class Engine:
         self._to_build: deque[tuple[Any, int]] = deque()
 
     def __enter__(self) -> Engine:
-        with ExitStack() as undo:
-            undo.callback(self._close, kill=True)
+        try:
             self.measurer.open(self._build_now)
-            undo.pop_all()
+        except BaseException:
+            self._close(kill=True)
+            raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._close(kill=kind is not None)
 
     def cancel(self) -> None:

@@ -45,9 +45,7 @@ _PAUSE_S = 0.004
 def die_with_parent() -> None:
     """Leave Ctrl-C to the parent, and ask the kernel to kill this process when the one that started it dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    libc = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, "prctl"):
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def redirect_stderr(path: Path) -> None:
@@ -59,15 +57,12 @@ def redirect_stderr(path: Path) -> None:
 
 def pin(cores: tuple[int, ...]) -> None:
     """Keep this process on `cores`."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)
+    os.sched_setaffinity(0, cores)
 
 
 def usable_cores() -> tuple[int, ...]:
     """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return tuple(sorted(os.sched_getaffinity(0)))
-    return tuple(range(os.cpu_count() or 1))
+    return tuple(sorted(os.sched_getaffinity(0)))
 
 
 def core_groups(cores: Sequence[int], threads: int, degree: int) -> tuple[tuple[int, ...], ...]:
@@ -88,7 +83,7 @@ def own_the_core() -> str:
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
         return "fifo"
-    except (OSError, AttributeError) as err:
+    except OSError as err:
         logger.debug("no real-time priority: %s", err)
     try:
         os.setpriority(os.PRIO_PROCESS, 0, -10)
@@ -151,11 +146,8 @@ class Worker:
         self._target, self._args = target, args
         self._process: Any = None
         self.connection: Connection
-        #: What it is working on; None when idle.
-        self.load: Any = None
-        self._deadline = float("inf")
-        self._cpu_deadline = float("inf")
         self._start()
+        self.finished()
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -207,17 +199,21 @@ class Worker:
 
     def finished(self) -> None:
         """Mark the process idle."""
-        self.load = None
+        #: What it is working on; None when idle.
+        self.load: Any = None
         self._deadline = self._cpu_deadline = float("inf")
 
     def receive(self) -> Any:
-        """What it has sent next (WorkerDied)."""
+        """What it has sent next (WorkerDied, also where it has sent that)."""
         try:
-            return self.connection.recv()
+            message = self.connection.recv()
         except (EOFError, ConnectionResetError) as err:
             raise WorkerDied(self.exit_reason()) from err
         except Exception as err:  # a program that overwrote the memory of its process: pickle raises anything
             raise WorkerDied(f"it sent what cannot be read: {err}") from err
+        if isinstance(message, WorkerDied):
+            raise message
+        return message
 
     def exit_reason(self) -> str:
         """How a dead process ended, in words."""

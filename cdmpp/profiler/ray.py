@@ -101,36 +101,35 @@ def _versions() -> dict[str, str]:
     return found
 
 
-class _Process:
-    """A worker process of this node and its limits of time."""
+class _Process(Worker):
+    """A worker process of this node, which keeps the limits of time."""
 
     def __init__(self, target: Callable[..., None], args: tuple[Any, ...], name: str) -> None:
         # A fork server's children import the main module, which is Ray's.
         sys.modules["__main__"].__file__ = None
-        self.worker = Worker(target, args, name)
+        super().__init__(target, args, name)
 
     def answers(self, request: Any, timeout_s: float, *, of_cpu_time: bool = False) -> Iterator[Any]:
         """What it sends until the request is done; at last WorkerDied or TimeoutError, as values, where it ended over it."""
-        worker = self.worker
-        while not worker.submit(request, True, timeout_s, of_cpu_time=of_cpu_time):
+        while not self.submit(request, True, timeout_s, of_cpu_time=of_cpu_time):
             pass
         message: Any = Running()
         while isinstance(message, Running | Measured):
-            if machine.ready([worker], 0.2):
+            if machine.ready([self], 0.2):
                 try:
-                    message = worker.receive()
+                    message = self.receive()
                 except WorkerDied as err:
                     message = err
                 if isinstance(message, Running):
-                    worker.extend(message.timeout_s)
-            elif worker.overdue():
+                    self.extend(message.timeout_s)
+            elif self.overdue():
                 message = TimeoutError()
             else:
                 continue
             if isinstance(message, Exception):
-                worker.replace()
+                self.replace()
             yield message
-        worker.finished()
+        self.finished()
 
 
 #: The builder of this process of Ray's, by what it was made of: it serves one task after another.
@@ -141,7 +140,7 @@ def _build(builder: Builder, job: Any, timeout_s: float) -> tuple[Any, bytes]:
     """What was built, and the content of its file (runs on a node)."""
     if (key := repr(builder)) not in _builders:
         while _builders:
-            _builders.popitem()[1].worker.kill()
+            _builders.popitem()[1].kill()
         _builders[key] = _Process(build_worker, (builder,), "builder")
     (built,) = _builders[key].answers(job, timeout_s, of_cpu_time=True)
     if not isinstance(built, SharedObject) or not built.path:
@@ -158,9 +157,7 @@ def _call(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
 class _Measuring:
     """The actor of a measuring process: cores of its own, and a folder for the programs of a batch."""
 
-    def __init__(
-        self, threads: int, serve: Callable[..., None], config: CpuConfig, sentinel: SharedObject | None
-    ) -> None:
+    def __init__(self, threads: int, serve: Callable[..., None], config: CpuConfig, sentinel: Any) -> None:
         self._folder, self._cores = config.work_folder(), _claim_cores(threads)
         sentinel = sentinel and self._here(sentinel)
         self._process = _Process(serve, (config, tuple(sorted(self._cores)), sentinel), "runner")

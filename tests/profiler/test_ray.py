@@ -239,7 +239,7 @@ def test_a_build_that_takes_too_long_is_ended_on_its_node(monkeypatch: pytest.Mo
     built, code = module._build(builder, as_it_is(matmul_task()), 60.0)
     assert built.status == "ok" and code.startswith(b"\x7fELF") and not Path(built.path).exists()
     (process,) = module._builders.values()
-    process.worker.kill()
+    process.kill()
 
 
 def test_the_last_device_that_is_lost_ends_the_run() -> None:

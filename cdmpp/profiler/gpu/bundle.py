@@ -14,9 +14,11 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from cdmpp.dataset import codec
 from cdmpp.errors import BundleError, reason
@@ -26,15 +28,20 @@ from cdmpp.profiler.engine import Built
 from cdmpp.profiler.gpu.limits import KernelShape
 from cdmpp.program.types import Program, Space, Task
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
 #: Version of what is described above; another is refused.
 BUNDLE_VERSION = 2
 _NOTE = "bundle.json"
 #: Kernels of neighbouring programs are alike: one page holds many of them.
 _PAGE_BYTES = 1 << 24
 _GROUP_ROWS = 512
+#: Columns of a bundle's own tables.
+_KERNELS = pa.schema({
+    "program": pa.string(), "status": pa.string(), "error": pa.string(), "source": pa.large_string(),
+    "launches": pa.string(), "cubin": pa.large_binary(), "resources": pa.string(), "build_s": pa.float32(),
+}.items())  # fmt: skip
+_REFERENCES = pa.schema({
+    "task": pa.string(), "seed": pa.int64(), "output": pa.int32(), "values": pa.list_(pa.float32()), "mean": pa.float64(),
+}.items())  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +130,6 @@ class Bundle:
 
 def write_bundle(path: str | Path, bundle: Bundle, *, level: int = 19) -> None:
     """Write a bundle, compressed by zstd at a level; the file appears whole or not at all (BundleError)."""
-    import pyarrow as pa
-
     path = Path(path)
     note = {**bundle.note, "bundle_version": BUNDLE_VERSION}
     kernels = [
@@ -145,8 +150,8 @@ def write_bundle(path: str | Path, bundle: Bundle, *, level: int = 19) -> None:
         "tasks": codec.to_arrow("tasks", bundle.tasks.values()),
         "spaces": codec.to_arrow("spaces", bundle.spaces.values()),
         "programs": codec.to_arrow("programs", bundle.programs.values()),
-        "kernels": pa.Table.from_pylist(kernels, _schema("kernels")),
-        "references": pa.Table.from_pylist(references, _schema("references")),
+        "kernels": pa.Table.from_pylist(kernels, _KERNELS),
+        "references": pa.Table.from_pylist(references, _REFERENCES),
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -158,26 +163,7 @@ def write_bundle(path: str | Path, bundle: Bundle, *, level: int = 19) -> None:
         raise BundleError(f"cannot write {path}: {reason(err)}") from err
 
 
-def _schema(table: str) -> pa.Schema:
-    """Columns of a bundle's own tables."""
-    import pyarrow as pa
-
-    columns = {
-        "kernels": {
-            "program": pa.string(), "status": pa.string(), "error": pa.string(), "source": pa.large_string(),
-            "launches": pa.string(), "cubin": pa.large_binary(), "resources": pa.string(), "build_s": pa.float32(),
-        },
-        "references": {
-            "task": pa.string(), "seed": pa.int64(), "output": pa.int32(), "values": pa.list_(pa.float32()),
-            "mean": pa.float64(),
-        },
-    }  # fmt: skip
-    return pa.schema(columns[table].items())
-
-
 def _parquet(table: pa.Table, level: int) -> bytes:
-    import pyarrow.parquet as pq
-
     sink = io.BytesIO()
     pq.write_table(
         table,
@@ -194,9 +180,6 @@ def _parquet(table: pa.Table, level: int) -> bytes:
 
 def read_bundle(path: str | Path) -> Bundle:
     """Read a bundle (BundleError if there is none, or it is damaged or of another version)."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -307,47 +307,38 @@ class _Nvml:
     """What NVML says, where ``nvidia-ml-py`` is installed."""
 
     def __init__(self) -> None:
-        self._handle: Any = None
         self.driver = ""
         self._asked_at, self._state = 0.0, dict[str, Any]()
+        self._questions: dict[str, Callable[[], Any]] = {}
         try:
-            import pynvml
+            import pynvml as nvml
         except ImportError:
             return
-        self._pynvml = pynvml
-        try:
-            pynvml.nvmlInit()
-            self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-            self.driver = str(pynvml.nvmlSystemGetDriverVersion())
-        except pynvml.NVMLError:
-            self._handle = None
+        self._error = nvml.NVMLError
+        with contextlib.suppress(nvml.NVMLError):
+            nvml.nvmlInit()
+            gpu = nvml.nvmlDeviceGetHandleByIndex(0)
+            self.driver = str(nvml.nvmlSystemGetDriverVersion())
+            self._questions = {
+                "clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+                "memory_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM),
+                "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+                "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
+                "throttle": lambda: _throttled(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)),
+            }
 
     def state(self) -> dict[str, Any]:
         now = time.monotonic()
-        if self._handle is None or now - self._asked_at < _STATE_S:
-            return self._state
-        nvml = self._pynvml
-
-        def ask(question: Any, *args: Any) -> Any:
-            try:
-                return question(self._handle, *args)
-            except nvml.NVMLError:
-                return None
-
-        reasons = ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons)
-        power = ask(nvml.nvmlDeviceGetPowerUsage)
-        state = {
-            "clock_mhz": ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
-            "memory_clock_mhz": ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_MEM),
-            "temperature_c": ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
-            "power_w": None if power is None else power / 1e3,
-            "throttle": None
-            if reasons is None
-            else ",".join(sorted({word for bit, word in _THROTTLE.items() if reasons & bit})),
-        }
-        self._asked_at = now
-        self._state = {name: value for name, value in state.items() if value is not None}
+        if self._questions and now - self._asked_at >= _STATE_S:
+            self._asked_at, self._state = now, {}
+            for name, ask in self._questions.items():
+                with contextlib.suppress(self._error):
+                    self._state[name] = ask()
         return self._state
+
+
+def _throttled(reasons: int) -> str:
+    return ",".join(sorted({word for bit, word in _THROTTLE.items() if reasons & bit}))
 
 
 # -- shares ------------------------------------------------------------------------------------------------------

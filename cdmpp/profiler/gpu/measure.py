@@ -79,8 +79,8 @@ def measure(
     device: str | None = None,
     config: MeasureConfig | None = None,
     resume: bool = False,
-    progress: Callable[[Progress], None] | None = None,
-    notify: Callable[[str], None] | None = None,
+    progress: Callable[[Progress], None] = lambda state: None,
+    notify: Callable[[str], None] = logger.info,
 ) -> MeasureReport:
     """Measure the programs of a bundle on this machine's GPU and store them in a dataset.
 
@@ -92,7 +92,6 @@ def measure(
     this device and `resume` was not asked for, or of another, or the disk is full. What was measured is kept.
     """
     config = config or MeasureConfig()
-    notify = notify or (lambda line: logger.info("%s", line))
     content = bundle if isinstance(bundle, Bundle) else read_bundle(bundle)
     target_device, path = device_of(content, device), Path(out)
     name = target_device.name
@@ -283,8 +282,8 @@ def profile_gpu(
     bundle_config: BundleConfig | None = None,
     measure_config: MeasureConfig | None = None,
     resume: bool = False,
-    progress: Callable[[Progress], None] | None = None,
-    notify: Callable[[str], None] | None = None,
+    progress: Callable[[Progress], None] = lambda state: None,
+    notify: Callable[[str], None] = logger.info,
 ) -> MeasureReport:
     """Measure programs of networks on a GPU of this machine, which needs TVM as well as cupy.
 
