@@ -7,6 +7,7 @@ evenly spaced positions of each output and the mean of all absolute values, so t
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,6 @@ from cdmpp.errors import ProgramError
 #: Shape and dtype of a parameter or workspace.
 ArgSpec = tuple[tuple[int, ...], str]
 
-_BYTES = {
-    "bool": 1, "int8": 1, "uint8": 1,
-    "float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2,
-    "float64": 8, "int64": 8, "uint64": 8,
-}  # fmt: skip
 #: Values kept of each output.
 _POSITIONS = 1024
 #: Allowed difference, relative to the value and to the mean of the output: sums in another order, and the fast
@@ -44,8 +40,9 @@ class Reference:
 
 
 def argument_bytes(spec: ArgSpec) -> int:
-    """Bytes of an argument; elements of a dtype that is not listed have 4."""
-    return math.prod(spec[0]) * _BYTES.get(spec[1], 4)
+    """Bytes of an argument; the dtype's name says its bits, but for ``bool``."""
+    bits = re.search(r"\d+", spec[1])
+    return math.prod(spec[0]) * (max(1, int(bits[0]) // 8) if bits else 1)
 
 
 def argument_specs(func: Any) -> tuple[ArgSpec, ...]:

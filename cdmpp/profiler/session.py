@@ -223,25 +223,25 @@ def profile(
     """
     config = config or ProfileConfig()
     path, calibration = Path(out), None
-    executor: Executor | None = None
     if (path / "meta.json").exists() and not (resume or remeasure):
         raise DatasetError(f"{path} holds a dataset already: go on with --resume, or choose another folder")
     if remeasure and programs_of is not None and config.limit is None:
         raise ProfilerError("re-measuring needs a limit: how many programs?")
-    if config.rpc is not None:
-        from cdmpp.profiler import rpc
+    executor: Executor | None = None
+    if config.ray is not None:
+        from cdmpp.profiler import ray
 
-        device = measured = get_device(device) if isinstance(device, str) else device
-        threads, executor = int(device.share), rpc.connect(config.rpc, config.key, device, config.workers)
-    elif config.ray is None:
-        device = get_device(device) if isinstance(device, str) else device
-        threads, measured = _threads(device), with_clock(device)
-    else:
-        from cdmpp.profiler.ray import connect
-
-        executor = cluster = connect(config.ray, device, config.workers)
+        executor = cluster = ray.connect(config.ray, device, config.workers)
         device = measured = cluster.device
-        threads = int(cluster.device.share)
+    else:
+        device = measured = get_device(device) if isinstance(device, str) else device
+        if config.rpc is None:
+            measured = with_clock(_checked(device))
+        else:
+            from cdmpp.profiler import rpc
+
+            executor = rpc.connect(config.rpc, config.key, device, config.workers)
+    threads = int(device.share)
     plan, families = _plan(networks, config, threads, path, tasks, programs_of, notify)
     with Dataset.open_or_create(path) as dataset:
         dataset.set_device(measured)
@@ -321,8 +321,8 @@ def _plan(
     return plan, families
 
 
-def _threads(device: Device) -> int:
-    """Cores of the share, checked against this machine."""
+def _checked(device: Device) -> Device:
+    """The device, if it is a share of this machine's CPU."""
     if device.kind != "cpu":
         raise ProfilerError(
             f"{device.name} is a {device.kind}: cdmpp.profiler.gpu.measure.profile_gpu measures those of this machine, "
@@ -331,10 +331,9 @@ def _threads(device: Device) -> int:
     here = get_device("this-cpu")
     if device.base != here.base:
         raise ProfilerError(f"{device.name} is not this machine, which is {here.name}")
-    threads = int(device.share)
-    if threads != device.share or not 1 <= threads <= len(usable_cores()):
+    if device.share not in range(1, len(usable_cores()) + 1):
         raise ProfilerError(f"{device.name}: this process may use {len(usable_cores())} whole cores")
-    return threads
+    return device
 
 
 def _degree(

@@ -23,7 +23,7 @@ from cdmpp.profiler.arguments import (
 from cdmpp.profiler.engine import BuildJob, Built, last_line
 from cdmpp.profiler.gpu.bundle import BundledProgram, CudaProgram, Launch
 from cdmpp.profiler.gpu.compile import find_compiler
-from cdmpp.profiler.gpu.limits import arch_limits, resource_fault, shape_fault
+from cdmpp.profiler.gpu.limits import resource_fault, rule_fault
 from cdmpp.program.types import Program, Space, Task
 
 #: The source needs no more of the C++ library than this; TVM's own list makes NVRTC read all of libcu++.
@@ -153,20 +153,11 @@ class KernelBuilder:
             return BundledProgram(program, status=status, error=str(err))
         except TimeoutError as err:
             return BundledProgram(program, status="build_timeout", error=str(err))
-        taken = [compiled.resources[launch.kernel] for launch in cuda.launches]
-        fault = resource_fault(cuda.launches, taken, self._arch)
+        fault = resource_fault(cuda, compiled.resources, self._arch)
         if fault is not None:
             return _invalid(program, fault)
         resources = {name: asdict(r) for name, r in compiled.resources.items()}
         return BundledProgram(program, cuda, compiled.cubin, resources)
-
-
-def rule_fault(cuda: CudaProgram, arch: str) -> tuple[str, str] | None:
-    """Why a lowered program cannot run on an architecture, as far as that shows before it is compiled: kind and sentence."""
-    fault = shape_fault(cuda.launches, arch)
-    if fault is None and cuda.async_copies and not arch_limits(arch).async_copies:
-        return "async", f"it copies asynchronously, which {arch} cannot"
-    return fault
 
 
 def _invalid(program: str, fault: tuple[str, str]) -> BundledProgram:

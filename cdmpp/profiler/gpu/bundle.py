@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -25,7 +26,6 @@ from cdmpp.errors import BundleError, reason
 from cdmpp.files import parse_json, replacing
 from cdmpp.profiler.arguments import ArgSpec, Reference
 from cdmpp.profiler.engine import Built
-from cdmpp.profiler.gpu.limits import KernelShape
 from cdmpp.program.types import Program, Space, Task
 
 #: Version of what is described above; another is refused.
@@ -44,12 +44,26 @@ _REFERENCES = pa.schema({
 }.items())  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launch(KernelShape):
-    """One kernel launch: the entry function, and its pointer arguments as indices into parameters followed by workspaces."""
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch: grid and block extents (x, y, z), and the shared bytes that the kernel declares."""
 
-    kernel: str
-    buffers: tuple[int, ...]
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int = 0
+    #: The entry function, and its pointer arguments as indices into parameters followed by workspaces.
+    kernel: str = ""
+    buffers: tuple[int, ...] = ()
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return math.prod(self.block)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the grid."""
+        return math.prod(self.grid)
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ Guide.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cdmpp.device import Device
 from cdmpp.errors import ProfilerError
+from cdmpp.profiler.gpu.bundle import CudaProgram
 from cdmpp.profiler.gpu.compile import KernelResources
 
 
@@ -60,25 +60,6 @@ _GRID_X, _GRID_YZ = 2**31 - 1, 65535
 _REGISTER_UNIT = 256
 
 
-@dataclass(frozen=True)
-class KernelShape:
-    """How a kernel is launched: grid and block extents (x, y, z), and the shared bytes that it declares."""
-
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    shared_bytes: int = 0
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return math.prod(self.block)
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of the grid."""
-        return math.prod(self.grid)
-
-
 def arch_limits(arch: str) -> ArchLimits:
     """The limits of an architecture (ProfilerError for one that is not in the table)."""
     try:
@@ -96,20 +77,26 @@ def cuda_arch(device: Device) -> str:
     return arch
 
 
-def shape_fault(kernels: Sequence[KernelShape], arch: str) -> tuple[str, str] | None:
-    """Why a program cannot be launched, as far as that shows before it is compiled: its kind (``threads``, ``block``,
-    ``grid`` or ``shared``) and a sentence; None if nothing speaks against it."""
+def rule_fault(cuda: CudaProgram, arch: str) -> tuple[str, str] | None:
+    """Why a program cannot run, as far as that shows before it is compiled: its kind (``threads``, ``block``, ``grid``,
+    ``shared`` or ``async``) and a sentence; None if nothing speaks against it."""
     limits = arch_limits(arch)
-    for kernel in kernels:
-        if kernel.threads > limits.threads_per_block:
-            return "threads", f"{kernel.threads} threads a block, at most {limits.threads_per_block}"
-        if kernel.block[2] > limits.block_z:
-            return "block", f"{kernel.block[2]} threads along z, at most {limits.block_z}"
-        if kernel.grid[0] > _GRID_X or max(kernel.grid[1:]) > _GRID_YZ:
-            return "grid", f"a grid of {kernel.grid}, at most ({_GRID_X}, {_GRID_YZ}, {_GRID_YZ})"
-        if kernel.shared_bytes > limits.shared_static_bytes:
-            return ("shared", f"{kernel.shared_bytes} bytes of shared memory, at most {limits.shared_static_bytes}")
+    for launch in cuda.launches:
+        if launch.threads > limits.threads_per_block:
+            return "threads", f"{launch.threads} threads a block, at most {limits.threads_per_block}"
+        if launch.block[2] > limits.block_z:
+            return "block", f"{launch.block[2]} threads along z, at most {limits.block_z}"
+        if launch.grid[0] > _GRID_X or max(launch.grid[1:]) > _GRID_YZ:
+            return "grid", f"a grid of {launch.grid}, at most ({_GRID_X}, {_GRID_YZ}, {_GRID_YZ})"
+        if launch.shared_bytes > limits.shared_static_bytes:
+            return _shared_fault(launch.shared_bytes, limits)
+    if cuda.async_copies and not limits.async_copies:
+        return "async", f"it copies asynchronously, which {arch} cannot"
     return None
+
+
+def _shared_fault(needed: int, limits: ArchLimits) -> tuple[str, str]:
+    return "shared", f"{needed} bytes of shared memory, at most {limits.shared_static_bytes}"
 
 
 def block_registers(registers: int, threads: int) -> int:
@@ -119,15 +106,14 @@ def block_registers(registers: int, threads: int) -> int:
     return warps * per_warp
 
 
-def resource_fault(
-    kernels: Sequence[KernelShape], resources: Sequence[KernelResources], arch: str
-) -> tuple[str, str] | None:
-    """Why a compiled program cannot be launched: its registers or what ptxas counts of shared memory."""
+def resource_fault(cuda: CudaProgram, resources: Mapping[str, KernelResources], arch: str) -> tuple[str, str] | None:
+    """Why a compiled program cannot run: its registers or what ptxas counts of shared memory."""
     limits = arch_limits(arch)
-    for kernel, taken in zip(kernels, resources, strict=True):
-        needed = block_registers(taken.registers, kernel.threads)
+    for launch in cuda.launches:
+        taken = resources[launch.kernel]
+        needed = block_registers(taken.registers, launch.threads)
         if needed > limits.registers_per_block:
             return "registers", f"{needed} registers a block, at most {limits.registers_per_block}"
         if taken.shared_bytes > limits.shared_static_bytes:
-            return ("shared", f"{taken.shared_bytes} bytes of shared memory, at most {limits.shared_static_bytes}")
+            return _shared_fault(taken.shared_bytes, limits)
     return None
