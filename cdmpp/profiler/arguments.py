@@ -83,15 +83,17 @@ def reference_inputs(params: Sequence[ArgSpec], seed: int) -> list[NDArray[Any]]
 def random_values(params: Sequence[ArgSpec], rng: np.random.RandomState) -> Iterator[NDArray[Any]]:
     """Values of all parameters: floats in [0.1, 1), away from zero and denormals; integers by :func:`integer_range`."""
     bound = index_bound(params)
-    values: Any
     for shape, dtype in params:
-        if dtype == "bool":
-            values = rng.randint(0, 2, shape)
-        elif "int" in dtype:
-            values = rng.randint(*integer_range(dtype, bound), shape)
-        else:
-            values = rng.random_sample(shape) * 0.9 + 0.1
-        yield np.array(values, dtype)
+        yield np.array(drawn(dtype, shape, bound, rng), dtype)
+
+
+def drawn(dtype: str, shape: int | tuple[int, ...], bound: int, rng: Any) -> Any:
+    """Values for a parameter that are still to be cast to its dtype, by a ``RandomState`` of NumPy or of cupy."""
+    if dtype == "bool":
+        return rng.randint(0, 2, shape)
+    if "int" in dtype:
+        return rng.randint(*integer_range(dtype, bound), shape)
+    return rng.random_sample(shape) * 0.9 + 0.1
 
 
 def positions(size: int) -> NDArray[np.int64]:

@@ -63,28 +63,20 @@ class Compiled:
     resources: Mapping[str, KernelResources]
 
 
-_ENTRY = re.compile(r"Compiling entry function '([^']+)'|Function properties for '?([\w$]+)'?")
-_STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
-_USED = re.compile(r"Used (\d+) registers(.*)")
-_SHARED = re.compile(r"(\d+)(?:\+\d+)? bytes smem")
+#: What ``ptxas -v`` says of a kernel: groups are the fields of :class:`KernelResources`.
+_KERNEL = re.compile(
+    r"Function properties for '?(?P<kernel>[\w$]+)'?\s+(?P<stack_bytes>\d+) bytes stack frame, "
+    r"(?P<spill_store_bytes>\d+) bytes spill stores, (?P<spill_load_bytes>\d+) bytes spill loads\s+ptxas info\s*: "
+    r"Used (?P<registers>\d+) registers(?:.*?(?P<shared_bytes>\d+)(?:\+\d+)? bytes smem)?"
+)
 
 
 def parse_ptxas(log: str) -> dict[str, KernelResources]:
     """The resources of each kernel from the output of ``ptxas -v``."""
-    found: dict[str, KernelResources] = {}
-    kernel, stack = "", (0, 0, 0)
-    for line in log.splitlines():
-        if match := _ENTRY.search(line):
-            name = match[1] or match[2]
-            if name != kernel:
-                kernel, stack = name, (0, 0, 0)
-        elif match := _STACK.search(line):
-            stack = (int(match[1]), int(match[2]), int(match[3]))
-        elif (match := _USED.search(line)) and kernel:
-            shared = _SHARED.search(match[2])
-            found[kernel] = KernelResources(
-                int(match[1]), stack[1], stack[2], int(shared[1]) if shared else 0, stack[0]
-            )
+    found = {}
+    for match in _KERNEL.finditer(log):
+        taken = match.groupdict(default="0")
+        found[taken.pop("kernel")] = KernelResources(**{name: int(number) for name, number in taken.items()})
     return found
 
 

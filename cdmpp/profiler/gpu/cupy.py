@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import ProfilerError
-from cdmpp.profiler.arguments import ArgSpec, argument_bytes, index_bound, integer_range
+from cdmpp.profiler.arguments import ArgSpec, argument_bytes, drawn, index_bound
 from cdmpp.profiler.gpu.bundle import BundledProgram, CudaProgram
 from cdmpp.profiler.gpu.sampling import GpuFacts, GpuFault
 
@@ -239,17 +239,11 @@ class CupyGpu:
         length = 1 << max(20, (size - 1).bit_length())
         dtype, _, bound = (kind if kind != _SCRATCH else "float32").partition("<")
         rng = cupy.random.RandomState(self._seed + lane)
-        if dtype == "bool":
-            values = rng.randint(0, 2, length, dtype=cupy.int32).astype(cupy.bool_)
-        elif bound:
-            low, high = integer_range(dtype, int(bound))
-            values = rng.randint(low, high, length // np.dtype(dtype).itemsize).astype(dtype)
-        elif dtype == "bfloat16":
-            whole = rng.random_sample(length // 2).astype(cupy.float32) * 0.9 + 0.1
-            values = (whole.view(cupy.uint32) >> 16).astype(cupy.uint16)  # its upper half
+        values = drawn(dtype, length // argument_bytes(((), dtype)), int(bound or 0), rng)
+        if dtype == "bfloat16":
+            values = (values.astype(cupy.float32).view(cupy.uint32) >> 16).astype(cupy.uint16)  # its upper half
         else:
-            count = length // np.dtype(dtype).itemsize
-            values = (rng.random_sample(count).astype(cupy.float32) * 0.9 + 0.1).astype(dtype)
+            values = values.astype(dtype)
         self._arenas[lane, kind] = values.view(cupy.uint8)
         cupy.cuda.Device(0).synchronize()
 
