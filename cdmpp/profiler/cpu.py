@@ -30,20 +30,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from cdmpp.errors import ProfilerError, ProgramError
 from cdmpp.profiler import machine
+from cdmpp.profiler.arguments import ArgSpec, argument_specs, random_values
 from cdmpp.profiler.engine import BuildConfig, BuildJob, Built, Executor, Measured, Measurer, Running, last_line
 from cdmpp.profiler.machine import Sentinel, Worker, WorkerDied, WorkerLost, requests
 from cdmpp.profiler.statistics import SamplingPlan, label
 from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.program.types import Program, Task
-
-if TYPE_CHECKING:
-    from cdmpp.profiler.arguments import ArgSpec
 
 #: Bytes of arguments kept between batches for programs of equal signature.
 _ARGUMENT_CACHE_BYTES = 2 << 30
@@ -101,8 +99,6 @@ class Arguments:
 
     def get(self, specs: tuple[ArgSpec, ...]) -> list[Any]:
         import tvm
-
-        from cdmpp.profiler.arguments import random_values
 
         if specs in self._cache:
             self._cache.move_to_end(specs)
@@ -228,10 +224,7 @@ def measure_batch(
 def measure_worker(
     connection: Connection, config: CpuConfig, cores: tuple[int, ...], sentinel: SharedObject | None
 ) -> None:
-    """Serve lists of :class:`SharedObject` until the connection closes (runs in its own process).
-
-    `cores` are the ones it owns; one thread each.
-    """
+    """Serve lists of :class:`SharedObject` on its cores, a thread on each (runs in its own process)."""
     machine.die_with_parent()
     machine.pin(cores)
 
@@ -356,7 +349,6 @@ class ObjectBuilder:
         self._rebuild = Rebuilder()
 
     def __call__(self, job: BuildJob) -> SharedObject | ProfilerError:
-        from cdmpp.profiler.arguments import argument_specs
         from cdmpp.program.codegen.compile import compile_to_shared_object
 
         program = job.program.hash

@@ -142,7 +142,7 @@ class KernelBuilder:
     def _excluded(self, program: str, func: Any) -> BundledProgram | None:
         """A program that the limits exclude, which shows before it is compiled (ProgramError if TVM does not lower it)."""
         fault = rule_fault(self._lower(func, unroll=False), self._arch)
-        return None if fault is None else _invalid(program, fault)
+        return BundledProgram(program, status="invalid_config", error=fault) if fault else None
 
     def _compile(self, program: str, cuda: CudaProgram | None) -> BundledProgram:
         assert cuda is not None
@@ -155,13 +155,9 @@ class KernelBuilder:
             return BundledProgram(program, status="build_timeout", error=str(err))
         fault = resource_fault(cuda, compiled.resources, self._arch)
         if fault is not None:
-            return _invalid(program, fault)
+            return BundledProgram(program, status="invalid_config", error=fault)
         resources = {name: asdict(r) for name, r in compiled.resources.items()}
         return BundledProgram(program, cuda, compiled.cubin, resources)
-
-
-def _invalid(program: str, fault: tuple[str, str]) -> BundledProgram:
-    return BundledProgram(program, status="invalid_config", error=f"{fault[0]}: {fault[1]}")
 
 
 def task_reference(task: Task, seed: int) -> Reference:

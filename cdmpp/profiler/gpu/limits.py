@@ -77,26 +77,26 @@ def cuda_arch(device: Device) -> str:
     return arch
 
 
-def rule_fault(cuda: CudaProgram, arch: str) -> tuple[str, str] | None:
-    """Why a program cannot run, as far as that shows before it is compiled: its kind (``threads``, ``block``, ``grid``,
-    ``shared`` or ``async``) and a sentence; None if nothing speaks against it."""
+def rule_fault(cuda: CudaProgram, arch: str) -> str | None:
+    """Why a program cannot run, as far as that shows before it is compiled: ``threads``, ``block``, ``grid``, ``shared`` or
+    ``async``, a colon and a sentence; None if nothing speaks against it."""
     limits = arch_limits(arch)
     for launch in cuda.launches:
         if launch.threads > limits.threads_per_block:
-            return "threads", f"{launch.threads} threads a block, at most {limits.threads_per_block}"
+            return f"threads: {launch.threads} threads a block, at most {limits.threads_per_block}"
         if launch.block[2] > limits.block_z:
-            return "block", f"{launch.block[2]} threads along z, at most {limits.block_z}"
+            return f"block: {launch.block[2]} threads along z, at most {limits.block_z}"
         if launch.grid[0] > _GRID_X or max(launch.grid[1:]) > _GRID_YZ:
-            return "grid", f"a grid of {launch.grid}, at most ({_GRID_X}, {_GRID_YZ}, {_GRID_YZ})"
+            return f"grid: a grid of {launch.grid}, at most ({_GRID_X}, {_GRID_YZ}, {_GRID_YZ})"
         if launch.shared_bytes > limits.shared_static_bytes:
             return _shared_fault(launch.shared_bytes, limits)
     if cuda.async_copies and not limits.async_copies:
-        return "async", f"it copies asynchronously, which {arch} cannot"
+        return f"async: it copies asynchronously, which {arch} cannot"
     return None
 
 
-def _shared_fault(needed: int, limits: ArchLimits) -> tuple[str, str]:
-    return "shared", f"{needed} bytes of shared memory, at most {limits.shared_static_bytes}"
+def _shared_fault(needed: int, limits: ArchLimits) -> str:
+    return f"shared: {needed} bytes of shared memory, at most {limits.shared_static_bytes}"
 
 
 def block_registers(registers: int, threads: int) -> int:
@@ -106,14 +106,14 @@ def block_registers(registers: int, threads: int) -> int:
     return warps * per_warp
 
 
-def resource_fault(cuda: CudaProgram, resources: Mapping[str, KernelResources], arch: str) -> tuple[str, str] | None:
+def resource_fault(cuda: CudaProgram, resources: Mapping[str, KernelResources], arch: str) -> str | None:
     """Why a compiled program cannot run: its registers or what ptxas counts of shared memory."""
     limits = arch_limits(arch)
     for launch in cuda.launches:
         taken = resources[launch.kernel]
         needed = block_registers(taken.registers, launch.threads)
         if needed > limits.registers_per_block:
-            return "registers", f"{needed} registers a block, at most {limits.registers_per_block}"
+            return f"registers: {needed} registers a block, at most {limits.registers_per_block}"
         if taken.shared_bytes > limits.shared_static_bytes:
             return _shared_fault(taken.shared_bytes, limits)
     return None

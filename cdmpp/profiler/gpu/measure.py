@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from cdmpp.dataset import Dataset
-from cdmpp.device import Device, get_device
-from cdmpp.errors import DatasetError, ProfilerError
+from cdmpp.device import Device, DeviceTable, get_device
+from cdmpp.errors import DatasetError, ProfilerError, UnknownDeviceError
 from cdmpp.profiler.calibration import DegreeResult, Labels, calibrate, halved, timed_labels
 from cdmpp.profiler.engine import Engine, Outcome
 from cdmpp.profiler.gpu.build import KernelJob, MeasureJob
@@ -156,17 +156,14 @@ def measure(
 def device_of(bundle: Bundle, name: str | None) -> Device:
     """The device to measure on: that of the bundle (None), or a share of it (ProfilerError for any other)."""
     base = bundle.device.partition("@")[0]
-    asked, at, text = (name or bundle.device).partition("@")
+    whole = Device.from_json(bundle.note["devices"][base])
     try:
-        share = float(text) if at else 1.0
-    except ValueError:
-        share = -1.0
-    if asked != base or not 0 < share <= 1:
+        device = DeviceTable([whole]).get(name or bundle.device)
+    except UnknownDeviceError as err:
         raise ProfilerError(
             f"the bundle is for {base}: expected {base} or a share of it, such as {base}@0.5, not {name}"
-        )
-    whole = Device.from_json(bundle.note["devices"][base])
-    return replace(whole.used(share), target={**whole.target, "arch": bundle.arch})
+        ) from err
+    return replace(device, target={**whole.target, "arch": bundle.arch})
 
 
 def _chosen(bundle: Bundle, config: MeasureConfig) -> list[BundledProgram]:
