@@ -113,11 +113,9 @@ def summarise_outputs(task: str, seed: int, outputs: Mapping[int, NDArray[Any]])
 
 
 def output_error(found: Reference, expected: Reference) -> float:
-    """Largest difference of outputs from a reference of the same task and seed; up to :data:`TOLERANCE` they are equal.
-
-    It is relative to the larger of the expected value and the output's mean, so that a sum that cancels is not asked for
-    digits that it does not have. NaN equals NaN.
-    """
+    """Largest difference of outputs from a reference of the same task and seed; up to :data:`TOLERANCE` they are equal. It is
+    relative to the larger of the expected value and the output's mean, so that a sum that cancels is not asked for digits
+    that it does not have. NaN equals NaN."""
     worst, tiny = 0.0, np.finfo(np.float32).tiny
     for number, values in expected.outputs.items():
         other, scale = found.outputs[number], expected.means[number]

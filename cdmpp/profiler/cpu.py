@@ -68,10 +68,8 @@ _FULL_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class SharedObject(Built):
-    """What became of a job at building; ``path`` and ``args`` are set if ``status`` is ``ok``.
-
-    Where it was built on another machine, ``code`` refers to the file's content.
-    """
+    """What became of a job at building; ``path`` and ``args`` are set if ``status`` is ``ok``. Where it was built on another
+    machine, ``code`` refers to the file's content."""
 
     program: str
     path: str = ""
@@ -400,10 +398,9 @@ class _Item:
 class CpuMeasurer(Measurer):
     """Deals batches of programs to measuring processes that own their cores; decides what is measured again.
 
-    Programs are compiled for the TVM target dictionary `target`. The `executor` starts the measuring processes (the degree of
-    parallelism). `sentinel` is timed around every batch to see drift (:func:`sentinel_job`). Without `overlap`
-    everything is built first, then measured with nothing else running. On opening, ProfilerError where there are no cores, or
-    if the sentinel program does not build; later, if all devices are lost.
+    Programs are compiled for the TVM target dictionary `target`. `sentinel` (:func:`sentinel_job`) is timed around every batch
+    to see drift. Without `overlap` everything is built first, then measured with nothing else running. ProfilerError on
+    opening where there are no cores, or the sentinel program does not build; later, if all devices are lost.
     """
 
     config: CpuConfig

@@ -212,9 +212,8 @@ def profile(
     """Measure programs on a CPU share of this machine, or of a cluster's nodes, and store them in a dataset here.
 
     ``networks`` are zoo names, ``.onnx``/``.pt2`` files or :class:`~cdmpp.program.network.Network` objects, of which
-    ``tasks`` (hashes, None: all) are profiled; in place of drawing new programs of them, those of the dataset
-    ``programs_of`` can be measured. ``device`` is a CPU of this machine with a share, such as ``this-cpu@1`` or
-    ``this-cpu.x86-64-v2@1``; or one of the cluster. With ``resume`` the dataset in ``out`` is gone on with; with
+    ``tasks`` (hashes, None: all) are profiled; or the programs of the dataset ``programs_of`` are. ``device`` is a CPU with a
+    share, such as ``this-cpu@1`` or ``this-cpu.x86-64-v2@1``. With ``resume`` the dataset in ``out`` is gone on with; with
     ``remeasure`` and ``programs_of`` what it has is measured once more (label quality). ``progress`` and ``notify`` are
     called with the state after each outcome, and with one-line news.
 

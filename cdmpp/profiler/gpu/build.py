@@ -61,10 +61,8 @@ class KernelJob(BuildJob):
 
 @dataclass(frozen=True)
 class DrawJob:
-    """Candidates to draw from the design spaces of a task: random points, or mutants of `parents`.
-
-    Drawn by builders, because it costs most: of some spaces a point in fifty can run, and each has to be lowered to know.
-    """
+    """Candidates to draw from the design spaces of a task: random points, or mutants of `parents`. Builders do it, because it
+    costs most: of some spaces a point in fifty can run, and each has to be lowered to know."""
 
     task: Task
     n: int

@@ -118,10 +118,8 @@ class NvccCompiler:
 
 
 class NvrtcCompiler:
-    """NVRTC in this process (ProfilerError if ``cuda-bindings`` or the library is not there).
-
-    It cannot be interrupted: run it in a process that may be killed.
-    """
+    """NVRTC in this process, which cannot be interrupted but by being killed (ProfilerError if ``cuda-bindings`` or the library
+    is not there)."""
 
     def __init__(self) -> None:
         try:

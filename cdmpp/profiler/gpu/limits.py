@@ -1,8 +1,5 @@
-"""What a CUDA kernel may take on each architecture, and whether a program stays within it.
-
-The numbers are those of the table "Technical Specifications per Compute Capability" of the CUDA C++ Programming
-Guide.
-"""
+"""What a CUDA kernel may take on each architecture, and whether a program stays within it: the numbers of the table "Technical
+Specifications per Compute Capability" of the CUDA C++ Programming Guide."""
 
 from __future__ import annotations
 

@@ -88,11 +88,8 @@ class Gpu(Protocol):
         """Make a sample of `repeats` runs back to back ready to start."""
 
     def sample(self, prepared: Sequence[Any], cold: bool) -> list[float]:
-        """One sample in each lane at the same time; mean seconds of a run, in order.
-
-        Warm: after an untimed run of the same program. Cold: after the level-2 cache was filled with something else; a
-        sample is then one run.
-        """
+        """One sample in each lane at the same time; mean seconds of a run, in order. Warm: after an untimed run of the same
+        program. Cold: after the level-2 cache was filled with something else; a sample is then one run."""
 
     def outputs(self, loaded: Any, inputs: Sequence[NDArray[Any]]) -> dict[int, NDArray[Any]]:
         """Run once with these input values; the outputs by number of the parameter."""
@@ -274,8 +271,8 @@ class Sampler:
 def gpu_worker(connection: Connection, config: GpuConfig, arguments: Mapping[str, Any]) -> None:
     """Serve :class:`MeasureJob` after :class:`MeasureJob` until the connection closes (runs in its own process).
 
-    Makes the GPU of `arguments`. Sends its :class:`GpuFacts` first (or the ProfilerError that there is none), then what
-    :class:`Sampler` sends, and the :class:`GpuFault` before it ends because the context is broken.
+    Sends :class:`GpuFacts` first (or the ProfilerError that there is no GPU), then what :class:`Sampler` sends, and the
+    :class:`GpuFault` before it ends because the context is broken.
     """
     machine.die_with_parent()
     try:
@@ -307,12 +304,9 @@ def gpu_worker(connection: Connection, config: GpuConfig, arguments: Mapping[str
 
 
 def possible_degree(cuda: CudaProgram, facts: GpuFacts) -> int:
-    """Programs like this one that fit side by side: a power of two up to the number of lanes.
-
-    Where lanes are partitions every program has its own, so all lanes may work.
-    """
+    """Programs like this one that fit side by side: a power of two up to the number of lanes."""
     if facts.partition != "whole":
-        return facts.lanes
+        return facts.lanes  # each has a partition of its own
     blocks = max(shape.blocks for shape in cuda.launches)
     degree = 1
     while 2 * degree <= facts.lanes and 2 * degree * blocks <= facts.sms:
