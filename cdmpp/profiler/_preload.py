@@ -17,6 +17,4 @@ with contextlib.suppress(CdmppError):  # a machine with the GPU need not have TV
     import_tvm()
 del sys.modules["torch"]
 
-import cdmpp.profiler.cpu
-import cdmpp.program.codegen.compile
-import cdmpp.program.space  # noqa: F401
+import cdmpp.profiler.cpu  # noqa: F401

@@ -40,6 +40,8 @@ from cdmpp.profiler.arguments import ArgSpec, argument_specs, random_values
 from cdmpp.profiler.engine import BuildConfig, BuildJob, Built, Executor, Measured, Measurer, Running, last_line
 from cdmpp.profiler.machine import Sentinel, Worker, WorkerDied, WorkerLost, requests
 from cdmpp.profiler.statistics import SamplingPlan, label
+from cdmpp.program.codegen.compile import ObjectCache, compile_to_shared_object
+from cdmpp.program.space import Rebuilder
 from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.program.types import Program, Task
 
@@ -336,19 +338,15 @@ class ObjectBuilder:
     """Turns jobs into shared objects in a folder, one of its own where `folder` is None."""
 
     def __init__(self, target: Mapping[str, Any], folder: Path | None, config: CpuConfig) -> None:
-        from cdmpp.program.codegen.compile import ObjectCache
-        from cdmpp.program.space import Rebuilder
-
         folder = folder or config.work_folder()
-        machine.redirect_stderr(folder / f"stderr-{os.getpid()}")
+        with (folder / f"stderr-{os.getpid()}").open("ab") as complaints:  # of C++ code, too
+            os.dup2(complaints.fileno(), 2)
         import_tvm()
         self._target, self._folder = dict(target), folder
         self._cache = ObjectCache(config.object_cache, target)
         self._rebuild = Rebuilder()
 
     def __call__(self, job: BuildJob) -> SharedObject | ProfilerError:
-        from cdmpp.program.codegen.compile import compile_to_shared_object
-
         program = job.program.hash
         path = self._folder / f"{program}-{time.monotonic_ns():x}.so"
         try:

@@ -7,11 +7,12 @@ built and measured is its :class:`Measurer`'s. The engine knows nothing of datas
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from cdmpp.errors import ProfilerError
@@ -113,7 +114,7 @@ def build_worker(connection: Connection, builder: Builder) -> None:
     """Build job after job until the connection closes (runs in its own process; it never runs what it built)."""
     make, args, niceness = builder
     machine.die_with_parent()
-    machine.stand_back(niceness)
+    os.nice(niceness)  # measuring processes go first
     build = make(*args)
     for job in requests(connection):
         started = time.perf_counter()
@@ -155,7 +156,8 @@ class Executor:
 
     def ready(self, workers: list[Any], timeout_s: float) -> list[Any]:
         """The busy ones of `workers` that have a message or are dead, waiting at most `timeout_s`."""
-        return machine.ready(workers, timeout_s)
+        busy = {w.connection: w for w in workers if w.load is not None}
+        return [busy[c] for c in wait(list(busy), timeout_s)] if busy else []
 
 
 class Measurer:

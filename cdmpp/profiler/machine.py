@@ -14,7 +14,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,6 @@ def die_with_parent() -> None:
     """Leave Ctrl-C to the parent, and ask the kernel to kill this process when the one that started it dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def redirect_stderr(path: Path) -> None:
-    """Let this process, and the C++ code in it, write its complaints to a file."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
 
 
 def pin(cores: tuple[int, ...]) -> None:
@@ -90,14 +83,6 @@ def own_the_core() -> str:
         return "nice"
     except OSError:
         return "normal"
-
-
-def stand_back(niceness: int = 10) -> None:
-    """Give way to measuring processes."""
-    try:
-        os.setpriority(os.PRIO_PROCESS, 0, niceness)
-    except OSError as err:
-        logger.debug("cannot lower the priority: %s", err)
 
 
 def preemptions() -> int:
@@ -244,12 +229,6 @@ class Worker:
         except OSError:
             pass
         self.kill()
-
-
-def ready(workers: list[Worker], timeout_s: float) -> list[Worker]:
-    """The busy workers that have sent something (or are dead), waiting at most `timeout_s`."""
-    busy = {w.connection: w for w in workers if w.load is not None}
-    return [busy[c] for c in wait(list(busy), timeout_s)] if busy else []  # type: ignore[index]
 
 
 def requests(connection: Connection) -> Iterator[Any]:

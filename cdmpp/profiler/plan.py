@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from cdmpp.dataset import Dataset, DatasetView
 from cdmpp.errors import ProfilerError, ProgramError
 from cdmpp.profiler.engine import BuildJob, Outcome
+from cdmpp.program.space import TaskSpaces
 from cdmpp.program.types import Program, Task
 
 if TYPE_CHECKING:
@@ -142,8 +143,6 @@ class TaskPlan:
 
     def _draw(self, task: Task, origin: str, wanted: int) -> Iterator[BuildJob | None]:
         """What is missing of a task's random or searched programs, of `wanted` in all."""
-        from cdmpp.program.space import TaskSpaces
-
         known = self._programs[task.hash]
         have = sum(p.origin == origin for p in known.values())
         share = self.search_fraction if origin == "search" else 1 - self.search_fraction

@@ -115,7 +115,7 @@ class _Process(Worker):
             pass
         message: Any = Running()
         while isinstance(message, Running | Measured):
-            if machine.ready([self], 0.2):
+            if self.connection.poll(0.2):
                 try:
                     message = self.receive()
                 except WorkerDied as err:

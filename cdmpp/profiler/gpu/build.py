@@ -12,18 +12,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cdmpp.errors import ProfilerError, ProgramError
-from cdmpp.profiler.arguments import (
-    ArgSpec,
-    Reference,
-    argument_bytes,
-    argument_specs,
-    reference_inputs,
-    summarise_outputs,
-)
+from cdmpp.profiler import arguments
+from cdmpp.profiler.arguments import ArgSpec, Reference, argument_specs
 from cdmpp.profiler.engine import BuildJob, Built, last_line
 from cdmpp.profiler.gpu.bundle import BundledProgram, CudaProgram, Launch
 from cdmpp.profiler.gpu.compile import find_compiler
 from cdmpp.profiler.gpu.limits import resource_fault, rule_fault
+from cdmpp.program.space import Rebuilder, TaskSpaces
+from cdmpp.program.tvm_env import import_tvm, quiet
 from cdmpp.program.types import Program, Space, Task
 
 #: The source needs no more of the C++ library than this; TVM's own list makes NVRTC read all of libcu++.
@@ -89,8 +85,6 @@ class KernelBuilder:
     def __init__(self, arch: str, target: Mapping[str, Any] | None) -> None:
         self._arch = arch
         if target is not None:
-            from cdmpp.program.space import Rebuilder
-
             # Without the postprocessor that only rejects: what is wrong with a program is to be said, not that it is.
             self._lower, self._rebuild = CudaLowering(dict(target)), Rebuilder(verify=False)
 
@@ -110,8 +104,6 @@ class KernelBuilder:
             return BundledProgram(program, status="build_error", error=str(err))
 
     def _draw(self, job: DrawJob) -> Drawn:
-        from cdmpp.program.space import TaskSpaces
-
         try:
             spaces = TaskSpaces(job.task, "cuda", verify=False)
         except ProgramError as err:
@@ -160,15 +152,13 @@ class KernelBuilder:
 
 def task_reference(task: Task, seed: int) -> Reference:
     """What a task computes, found out by running it unscheduled on the CPU."""
-    from cdmpp.program.tvm_env import import_tvm, quiet
-
     tvm = import_tvm()
     func = task.prim_func().with_attr("global_symbol", "main")
     with quiet():
         executable = tvm.compile(tvm.IRModule({"main": func}), target=tvm.target.Target("llvm"))
-    arrays = [tvm.runtime.tensor(a) for a in reference_inputs(argument_specs(func), seed)]
+    arrays = [tvm.runtime.tensor(a) for a in arguments.reference_inputs(argument_specs(func), seed)]
     executable["main"](*arrays)
-    return summarise_outputs(task.hash, seed, {number: arrays[number].numpy() for number in _written(func)})
+    return arguments.summarise_outputs(task.hash, seed, {number: arrays[number].numpy() for number in _written(func)})
 
 
 # -- scheduled programs to CUDA C++ ------------------------------------------------------------------------------
@@ -179,8 +169,6 @@ class CudaLowering:
     may use; keeps the passes."""
 
     def __init__(self, target: dict[str, Any]) -> None:
-        from cdmpp.program.tvm_env import import_tvm
-
         tvm = import_tvm()
         from tvm.ir.instrument import pass_instrument
 
@@ -206,8 +194,6 @@ class CudaLowering:
         """
         tvm = self._tvm
         from tvm.tirx.build import codegen_build, split_host_device_mods
-
-        from cdmpp.program.tvm_env import quiet
 
         mod = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
         self._host.module = None
@@ -287,7 +273,7 @@ def _launch(call: Any, mod: Any, numbers: dict[Any, int]) -> Launch:
     if extents:
         raise ProgramError(f"{name} is launched with {', '.join(sorted(extents))}")
     shared = [
-        argument_bytes(_spec(node.buffer))
+        arguments.argument_bytes(_spec(node.buffer))
         for node in _nodes(kernel.body)
         if type(node).__name__ == "AllocBuffer" and str(node.buffer.scope()).startswith("shared")
     ]
