@@ -17,4 +17,6 @@ with contextlib.suppress(CdmppError):  # a machine with the GPU need not have TV
     import_tvm()
 del sys.modules["torch"]
 
-import cdmpp.profiler.cpu  # noqa: F401
+import cdmpp.profiler.arguments
+import cdmpp.profiler.cpu
+import cdmpp.program.codegen.compile  # noqa: F401

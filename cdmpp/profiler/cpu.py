@@ -30,20 +30,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cdmpp.errors import ProfilerError, ProgramError
 from cdmpp.profiler import machine
-from cdmpp.profiler.arguments import ArgSpec, argument_specs, random_values
 from cdmpp.profiler.engine import BuildConfig, BuildJob, Built, Executor, Measured, Measurer, Running, last_line
 from cdmpp.profiler.machine import Sentinel, Worker, WorkerDied, WorkerLost, requests
 from cdmpp.profiler.statistics import SamplingPlan, label
-from cdmpp.program.codegen.compile import ObjectCache, compile_to_shared_object
 from cdmpp.program.space import Rebuilder
 from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.program.types import Program, Task
+
+if TYPE_CHECKING:
+    from cdmpp.profiler.arguments import ArgSpec
 
 #: Bytes of arguments kept between batches for programs of equal signature.
 _ARGUMENT_CACHE_BYTES = 2 << 30
@@ -99,6 +100,8 @@ class Arguments:
 
     def get(self, specs: tuple[ArgSpec, ...]) -> list[Any]:
         import tvm
+
+        from cdmpp.profiler.arguments import random_values
 
         if specs in self._cache:
             self._cache.move_to_end(specs)
@@ -338,6 +341,8 @@ class ObjectBuilder:
     """Turns jobs into shared objects in a folder, one of its own where `folder` is None."""
 
     def __init__(self, target: Mapping[str, Any], folder: Path | None, config: CpuConfig) -> None:
+        from cdmpp.program.codegen.compile import ObjectCache
+
         folder = folder or config.work_folder()
         with (folder / f"stderr-{os.getpid()}").open("ab") as complaints:  # of C++ code, too
             os.dup2(complaints.fileno(), 2)
@@ -347,6 +352,9 @@ class ObjectBuilder:
         self._rebuild = Rebuilder()
 
     def __call__(self, job: BuildJob) -> SharedObject | ProfilerError:
+        from cdmpp.profiler.arguments import argument_specs
+        from cdmpp.program.codegen.compile import compile_to_shared_object
+
         program = job.program.hash
         path = self._folder / f"{program}-{time.monotonic_ns():x}.so"
         try:

@@ -19,7 +19,6 @@ from cdmpp.device import Device, get_device
 from cdmpp.device.detect import machine_facts
 from cdmpp.errors import DatasetError, ProfilerError
 from cdmpp.files import parse_json, read_text
-from cdmpp.profiler.calibration import Calibration, calibrate_cpu
 from cdmpp.profiler.core_rates import with_clock
 from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job
 from cdmpp.profiler.engine import BuildJob, Engine, Executor, Outcome
@@ -27,6 +26,7 @@ from cdmpp.profiler.machine import core_groups, usable_cores
 from cdmpp.profiler.plan import Plan, TaskPlan, network_tasks, replay_plan, unscheduled_plan
 
 if TYPE_CHECKING:
+    from cdmpp.profiler.calibration import Calibration
     from cdmpp.program.network import Network
 
 logger = logging.getLogger(__name__)
@@ -341,6 +341,8 @@ def _degree(
     """Measuring processes at the same time: as asked for, or calibrated."""
     if config.workers != "auto" or len(usable_cores()) // threads <= 1:
         return 1 if config.workers == "auto" else int(config.workers), None
+    from cdmpp.profiler.calibration import calibrate_cpu
+
     jobs = plan.calibration_jobs(config.calibration_programs)
     calibration = calibrate_cpu(jobs, config, device, config.tolerance, notify)
     return calibration.degree, calibration
