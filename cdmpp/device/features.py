@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from cdmpp.device.spec import Device
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 def _per_flop(device: Device) -> float | None:
@@ -72,7 +70,5 @@ GENERAL_DEVICE_FEATURES = frozenset(
 
 def device_features(device: Device) -> np.ndarray:
     """Raw features of a device, float32, shape ``(len(DEVICE_FEATURES),)``; NaN where unknown."""
-    import numpy as np
-
     values = [_COMPUTED[name](device) if name in _COMPUTED else getattr(device, name) for name in DEVICE_FEATURES]
     return np.array(values, dtype=np.float32)  # of None it makes NaN

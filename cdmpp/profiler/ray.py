@@ -274,6 +274,9 @@ class RayExecutor(Executor):
     local = False
 
     def __init__(self, nodes: Sequence[Node], device: Any, asked: int | str) -> None:
+        import ray
+
+        self._ray: Any = ray
         self._nodes = nodes
         self.device: Device = device
         self._cpus = int(sum(node.cpus for node in nodes))
@@ -293,55 +296,46 @@ class RayExecutor(Executor):
         return asked or _QUEUED * self._cpus
 
     def builders(self, builder: Builder, count: int) -> list[Any]:
-        import ray
-
-        what, build = ray.put(builder), self._task(_build, num_returns=2)
+        what, build = self._ray.put(builder), self._task(_build, num_returns=2)
         return [RayWorker(lambda job, timeout_s: build.remote(what, job, timeout_s)) for _ in range(count)]
 
     def _task(self, function: Callable[..., Any], **options: Any) -> Any:
-        import ray
-
         options |= {"num_cpus": 1, "max_retries": _RETRIES, "scheduling_strategy": "SPREAD"}
-        return ray.remote(function).options(label_selector=self._where, **options)
+        return self._ray.remote(function).options(label_selector=self._where, **options)
 
     def measurers(self, serve: Callable[..., None], config: Any, sentinel: Any) -> list[Any]:
-        import ray
-
         resource, threads = f"device:{self.device.base}", int(self.device.share)
         actors: dict[Any, tuple[Any, str]] = {}
         for node in [one for one in self._nodes for _ in range(self._shares(one))][: self.degree]:
             where = {"resources": {resource: threads}, "label_selector": {"ray.io/node-id": node.id}}
-            made: Any = ray.remote(_Measuring).options(num_cpus=0, **where)
+            made: Any = self._ray.remote(_Measuring).options(num_cpus=0, **where)
             actor = made.remote(threads, serve, config, sentinel)
             actors[actor.ready.remote()] = actor, node.name
-        there, missing = ray.wait(list(actors), num_returns=len(actors), timeout=_START_S)
+        there, missing = self._ray.wait(list(actors), num_returns=len(actors), timeout=_START_S)
         for started in missing:
-            ray.kill(actors[started][0])
+            self._ray.kill(actors[started][0])
         if not there:
             raise ProfilerError(f"{resource} is in use: no node gave a core of it within {_START_S:g} s")
         try:
-            ray.get(there)
-        except ray.exceptions.RayError as err:
+            self._ray.get(there)
+        except self._ray.exceptions.RayError as err:
             raise ProfilerError(f"no measuring process on {resource}: {reason(getattr(err, 'cause', err))}") from err
         return [RayWorker(_stream(actor), actor, node) for actor, node in (actors[started] for started in there)]
 
     def ready(self, workers: list[Any], timeout_s: float) -> list[Any]:
-        import ray
-
         waiting = {worker.answer: worker for worker in workers if worker.load is not None and worker.message is None}
-        there: Sequence[Any] = list(waiting)
+        there = list(waiting)
         for number, seconds in ((1, timeout_s), (len(waiting), 0)):  # for one, then all that are there
-            there = ray.wait(list(waiting), num_returns=number, timeout=seconds, fetch_local=False)[0] if there else []
+            if there:
+                there, _ = self._ray.wait(list(waiting), num_returns=number, timeout=seconds, fetch_local=False)
         return [waiting[answer] for answer in there if waiting[answer].fetch()]
 
     def map(self, function: Callable[[Any], Any], items: Iterable[Any], chunksize: int = 1) -> Iterator[Any]:
         """As that of :class:`concurrent.futures.Executor`."""
-        import ray
-
         call, left = self._task(_call), iter(items)
         chunks = iter(lambda: list(itertools.islice(left, chunksize)), [])
         for answer in [call.remote(function, chunk) for chunk in chunks]:
-            yield from ray.get(answer)
+            yield from self._ray.get(answer)
 
 
 def _stream(actor: Any) -> Callable[[Any, float], tuple[Any, None]]:
