@@ -146,7 +146,7 @@ class Executor:
 
     def builders(self, builder: Builder, count: int) -> list[Any]:
         """Start builders (:func:`build_worker`)."""
-        return [Worker(build_worker, (builder,), f"builder-{i}") for i in range(count)]
+        return [Worker(build_worker, (builder,), f"builder-{i}", of_cpu_time=True) for i in range(count)]
 
     def measurers(self, serve: Callable[..., None], config: BuildConfig, sentinel: Any) -> list[Any]:
         """Start what measures: `serve` with a connection, `config`, cores of its own, and the sentinel program."""
@@ -343,7 +343,7 @@ class Engine:
         for worker in self._builders:
             if worker.load is None and self._to_build:
                 load = self._to_build.popleft()
-                if not worker.submit(load[0], load, self.config.build_timeout_s, of_cpu_time=True):
+                if not worker.submit(load[0], load, self.config.build_timeout_s):
                     self._to_build.appendleft(load)
 
     def _take(self, job: Any, built: Built) -> None:

@@ -121,13 +121,18 @@ class WorkerLost(WorkerDied):
 
 
 class Worker:
-    """One process that serves requests over a pipe, one at a time: it runs `target` with its end of the pipe and `args`."""
+    """One process that serves requests over a pipe, one at a time: it runs `target` with its end of the pipe and `args`.
+
+    Deadlines are `of_cpu_time` where the process may wait for a core (up to five times as long).
+    """
 
     #: The node of a cluster that it runs on; "" for this machine.
     node = ""
 
-    def __init__(self, target: Callable[..., None], args: tuple[Any, ...], name: str) -> None:
-        self.name = name
+    def __init__(
+        self, target: Callable[..., None], args: tuple[Any, ...], name: str, *, of_cpu_time: bool = False
+    ) -> None:
+        self.name, self._of_cpu_time = name, of_cpu_time
         self._target, self._args = target, args
         self._process: Any = None
         self.connection: Connection
@@ -147,7 +152,7 @@ class Worker:
     def pid(self) -> int:
         return int(self._process.pid)
 
-    def submit(self, request: Any, load: Any, timeout_s: float, *, of_cpu_time: bool = False) -> bool:
+    def submit(self, request: Any, load: Any, timeout_s: float) -> bool:
         """Send a request; False if the process was found dead (it is then replaced and idle)."""
         try:
             self.connection.send(request)
@@ -155,18 +160,13 @@ class Worker:
             self.replace()
             return False
         self.load = load
-        self.extend(timeout_s, of_cpu_time=of_cpu_time)
+        self.extend(timeout_s)
         return True
 
-    def extend(self, timeout_s: float, *, of_cpu_time: bool = False) -> None:
-        """Set the deadline `timeout_s` from now; with `of_cpu_time` the process may wait for a core meanwhile
-        (up to five times as long)."""
-        now = time.monotonic()
-        if of_cpu_time:
-            self._cpu_deadline = self._cpu_time() + timeout_s
-            self._deadline = now + 5 * timeout_s
-        else:
-            self._deadline = now + timeout_s
+    def extend(self, timeout_s: float) -> None:
+        """Set the deadline `timeout_s` from now."""
+        self._deadline = time.monotonic() + timeout_s * (5 if self._of_cpu_time else 1)
+        self._cpu_deadline = self._cpu_time() + timeout_s if self._of_cpu_time else float("inf")
 
     def _cpu_time(self) -> float:
         try:
@@ -177,16 +177,14 @@ class Worker:
 
     def overdue(self) -> bool:
         """Whether the deadline has passed."""
-        late = time.monotonic() > self._deadline
-        return self.load is not None and (
-            late or (self._cpu_deadline < float("inf") and self._cpu_time() > self._cpu_deadline)
-        )
+        if self.load is None:
+            return False
+        return time.monotonic() > self._deadline or (self._of_cpu_time and self._cpu_time() > self._cpu_deadline)
 
     def finished(self) -> None:
         """Mark the process idle."""
         #: What it is working on; None when idle.
         self.load: Any = None
-        self._deadline = self._cpu_deadline = float("inf")
 
     def receive(self) -> Any:
         """What it has sent next (WorkerDied, also where it has sent that)."""

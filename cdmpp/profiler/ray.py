@@ -104,14 +104,14 @@ def _versions() -> dict[str, str]:
 class _Process(Worker):
     """A worker process of this node, which keeps the limits of time."""
 
-    def __init__(self, target: Callable[..., None], args: tuple[Any, ...], name: str) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         # A fork server's children import the main module, which is Ray's.
         sys.modules["__main__"].__file__ = None
-        super().__init__(target, args, name)
+        super().__init__(*args, **options)
 
-    def answers(self, request: Any, timeout_s: float, *, of_cpu_time: bool = False) -> Iterator[Any]:
+    def answers(self, request: Any, timeout_s: float) -> Iterator[Any]:
         """What it sends until the request is done; at last WorkerDied or TimeoutError, as values, where it ended over it."""
-        while not self.submit(request, True, timeout_s, of_cpu_time=of_cpu_time):
+        while not self.submit(request, True, timeout_s):
             pass
         message: Any = Running()
         while isinstance(message, Running | Measured):
@@ -141,8 +141,8 @@ def _build(builder: Builder, job: Any, timeout_s: float) -> tuple[Any, bytes]:
     if (key := repr(builder)) not in _builders:
         while _builders:
             _builders.popitem()[1].kill()
-        _builders[key] = _Process(build_worker, (builder,), "builder")
-    (built,) = _builders[key].answers(job, timeout_s, of_cpu_time=True)
+        _builders[key] = _Process(build_worker, (builder,), "builder", of_cpu_time=True)
+    (built,) = _builders[key].answers(job, timeout_s)
     if not isinstance(built, SharedObject) or not built.path:
         return built, b""
     code = Path(built.path).read_bytes()
@@ -223,7 +223,7 @@ class RayWorker:
     #: The node has started another process.
     replace = finished
 
-    def submit(self, request: Any, load: Any, timeout_s: float, *, of_cpu_time: bool = False) -> bool:
+    def submit(self, request: Any, load: Any, timeout_s: float) -> bool:
         self.answer, self._code = self._send(request, timeout_s)
         self.load = load
         return True

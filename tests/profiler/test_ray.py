@@ -154,7 +154,7 @@ def hangs_over_the_first(batch: list[SharedObject], timeout_s: float) -> list[An
 class FakeWorker(RayWorker):
     """Answers a request with a list of messages."""
 
-    def submit(self, request: Any, load: Any, timeout_s: float, *, of_cpu_time: bool = False) -> bool:
+    def submit(self, request: Any, load: Any, timeout_s: float) -> bool:
         self.load, self.messages = load, self._send(request, timeout_s)
         return True
 
