@@ -180,7 +180,8 @@ def _chosen(bundle: Bundle, config: MeasureConfig) -> list[BundledProgram]:
     return evenly(by_task, config.seed)[: config.limit]
 
 
-def _job(bundle: Bundle, kernel: BundledProgram, **options: Any) -> KernelJob:
+def job_of(bundle: Bundle, kernel: BundledProgram, **options: Any) -> KernelJob:
+    """A job of a program of the bundle; options are those of :class:`MeasureJob`."""
     program = bundle.programs[kernel.program]
     space = None if program.space_hash is None else bundle.spaces[program.space_hash]
     return KernelJob(program, bundle.tasks[program.task_hash], space, MeasureJob(kernel, **options))
@@ -205,7 +206,7 @@ def _jobs(
                 if checked[task] < config.check_per_task:
                     reference = bundle.references.get(task)
                     checked[task] += reference is not None
-            jobs.append(_job(bundle, kernel, degree=degree, reference=reference))
+            jobs.append(job_of(bundle, kernel, degree=degree, reference=reference))
         yield from sorted(jobs, key=lambda job: job.measure.degree)
 
 
@@ -234,7 +235,7 @@ def _degrees(
         sample = members[:: max(1, len(members) // n)][:n]
 
         def labels(degree: int | None, sample: Sequence[BundledProgram] = sample) -> Labels:
-            jobs = [_job(bundle, kernel, degree=degree or 1) for kernel in sample]
+            jobs = [job_of(bundle, kernel, degree=degree or 1) for kernel in sample]
             return timed_labels(engine.run(iter(jobs)))
 
         candidates = [d for d in halved(group) if d > 1]
@@ -265,7 +266,7 @@ def _best(
     wanted = []
     for _, part in frame.sort_values("latency_s").drop_duplicates("program").groupby("task"):
         wanted += [h for h in part["program"].head(config.best_per_task) if h not in alone and h in by_hash]
-    return [_job(bundle, by_hash[h]) for h in wanted]
+    return [job_of(bundle, by_hash[h]) for h in wanted]
 
 
 # -- compiling and measuring in one go ---------------------------------------------------------------------------
