@@ -351,7 +351,7 @@ class ObjectBuilder:
         self._cache = ObjectCache(config.object_cache, target)
         self._rebuild = Rebuilder()
 
-    def __call__(self, job: BuildJob) -> SharedObject | ProfilerError:
+    def __call__(self, job: BuildJob) -> SharedObject:
         from cdmpp.profiler.arguments import argument_specs
         from cdmpp.program.codegen.compile import compile_to_shared_object
 
@@ -374,7 +374,7 @@ class ObjectBuilder:
         except Exception as err:  # TVM reports through its own error types
             error = f"{type(err).__name__}: {last_line(err)}"[:500]
         if "No space left" in error or shutil.disk_usage(self._folder).free < _FULL_BYTES:
-            return ProfilerError(
+            raise ProfilerError(
                 f"no space left in {self._folder} for shared objects; what was measured is kept, "
                 "free some space and go on with --resume"
             )

@@ -106,8 +106,8 @@ def last_line(err: Exception) -> str:
 
 
 #: A class that builds, made in each building process with these arguments, and the process's niceness. Objects of it are
-#: called with a job and give what was built, or a ProfilerError that ends the run.
-Builder = tuple[Callable[..., Callable[[Any], Built | ProfilerError]], tuple[Any, ...], int]
+#: called with a job and give what was built; a ProfilerError ends the run.
+Builder = tuple[Callable[..., Callable[[Any], Built]], tuple[Any, ...], int]
 
 
 def build_worker(connection: Connection, builder: Builder) -> None:
@@ -118,10 +118,10 @@ def build_worker(connection: Connection, builder: Builder) -> None:
     build = make(*args)
     for job in requests(connection):
         started = time.perf_counter()
-        built = build(job)
-        if not isinstance(built, ProfilerError):
-            built = replace(built, build_s=time.perf_counter() - started)
-        connection.send(built)
+        try:
+            connection.send(replace(build(job), build_s=time.perf_counter() - started))
+        except ProfilerError as err:
+            connection.send(err)
 
 
 class Executor:
@@ -282,8 +282,6 @@ class Engine:
                 'script that starts them: it must call cdmpp under `if __name__ == "__main__":`'
             ) from err
         worker.finished()
-        if isinstance(built, ProfilerError):
-            raise built
         if built.status != "ok":
             raise ProfilerError(f"{what} does not build: {built.error}")
         return built
@@ -367,8 +365,6 @@ class Engine:
                 self.measurer.fail(job, "build_error", f"the compiler died twice, last {reason}")
             return
         worker.finished()
-        if isinstance(built, ProfilerError):
-            raise built
         self._take(job, built)
 
     def _overdue(self, worker: Worker) -> None:

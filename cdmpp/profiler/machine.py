@@ -187,14 +187,14 @@ class Worker:
         self.load: Any = None
 
     def receive(self) -> Any:
-        """What it has sent next (WorkerDied, also where it has sent that)."""
+        """What it has sent next; an exception is raised, WorkerDied where it is dead."""
         try:
             message = self.connection.recv()
         except (EOFError, ConnectionResetError) as err:
             raise WorkerDied(self.exit_reason()) from err
         except Exception as err:  # a program that overwrote the memory of its process: pickle raises anything
             raise WorkerDied(f"it sent what cannot be read: {err}") from err
-        if isinstance(message, WorkerDied):
+        if isinstance(message, Exception):
             raise message
         return message
 

@@ -110,7 +110,7 @@ class _Process(Worker):
         super().__init__(*args, **options)
 
     def answers(self, request: Any, timeout_s: float) -> Iterator[Any]:
-        """What it sends until the request is done; at last WorkerDied or TimeoutError, as values, where it ended over it."""
+        """What it sends until the request is done; at last why it ended over it, as a value."""
         while not self.submit(request, True, timeout_s):
             pass
         message: Any = Running()
@@ -118,7 +118,7 @@ class _Process(Worker):
             if self.connection.poll(0.2):
                 try:
                     message = self.receive()
-                except WorkerDied as err:
+                except (WorkerDied, ProfilerError) as err:
                     message = err
                 if isinstance(message, Running):
                     self.extend(message.timeout_s)
@@ -244,7 +244,7 @@ class RayWorker:
 
     def receive(self) -> Any:
         message, self.message = self.message, None
-        if isinstance(message, WorkerDied):
+        if isinstance(message, Exception):
             raise message
         if isinstance(message, Measured):
             message.meta["node"] = self.node

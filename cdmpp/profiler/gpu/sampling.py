@@ -10,6 +10,7 @@ The GPU itself is an interface: the real one is :mod:`cdmpp.profiler.gpu.cupy`, 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -31,7 +32,7 @@ from cdmpp.profiler.engine import BuildConfig, BuildJob, Measured, Measurer, Run
 from cdmpp.profiler.gpu.build import KernelBuilder, KernelJob, MeasureJob
 from cdmpp.profiler.gpu.bundle import BundledProgram, CudaProgram
 from cdmpp.profiler.gpu.limits import cuda_arch
-from cdmpp.profiler.machine import Worker
+from cdmpp.profiler.machine import Worker, WorkerDied
 from cdmpp.profiler.statistics import SamplingPlan
 
 logger = logging.getLogger(__name__)
@@ -353,15 +354,10 @@ class GpuMeasurer(Measurer):
     def _wait_for_facts(self) -> None:
         """Wait until the measuring process has its GPU; start another if it dies over it."""
         for _ in range(_STARTS):
-            try:
+            with contextlib.suppress(WorkerDied):
                 if self._gpu.connection.poll(_START_S):
-                    message = self._gpu.connection.recv()
-                    if isinstance(message, ProfilerError):
-                        raise message
-                    self.facts = message
+                    self.facts = self._gpu.receive()
                     return
-            except EOFError:
-                pass
             self._gpu.replace()
         raise ProfilerError("the GPU does not answer: it is lost, or its driver hangs")
 
@@ -408,15 +404,16 @@ class GpuMeasurer(Measurer):
 
     def receive(self, worker: Worker) -> None:
         try:
-            message: Running | Measured | GpuFault = self._gpu.connection.recv()
-        except (EOFError, ConnectionResetError):
-            self._restart("run_error", f"the measuring process died ({self._gpu.exit_reason()})")
+            message: Running | Measured = worker.receive()
+        except WorkerDied as err:
+            self._restart("run_error", f"the measuring process died ({err})")
             return
-        self._gpu.extend(self._patience_s)
+        except GpuFault as err:
+            self._restart("run_error", str(err))
+            return
+        worker.extend(self._patience_s)
         if isinstance(message, Running):
             self._running = message.programs
-        elif isinstance(message, GpuFault):
-            self._restart("run_error", str(message))
         else:
             job, measure = self._in_flight.pop(message.program)
             self._running = tuple(p for p in self._running if p != message.program)
