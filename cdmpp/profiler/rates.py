@@ -55,13 +55,8 @@ class MeasuredDevice:
 def measure_machine(table: DeviceTable | None = None) -> list[MeasuredDevice]:
     """Measure this machine's CPU, and its GPU where torch reaches one."""
     table = table or load_table()
-    devices = [measure_cpu(table)]
-    gpu = measure_gpu()
-    if gpu is not None:
-        name, arch, results = gpu
-        vendor = "nvidia" if arch.startswith("sm_") else "amd"
-        devices.append(as_row(table, name, "gpu", results, vendor=vendor, mcpu=arch))
-    return devices
+    found = [measure_cpu(table), measure_gpu(table)]
+    return [device for device in found if device is not None]
 
 
 def measure_cpu(table: DeviceTable | None = None) -> MeasuredDevice:
@@ -168,8 +163,8 @@ def as_row(
     return MeasuredDevice(row, known, results, tuple(skipped))
 
 
-def measure_gpu() -> tuple[str, str, dict[str, float]] | None:
-    """Model, LLVM's architecture and results of the first GPU that torch reaches (CUDA or ROCm); None without one."""
+def measure_gpu(table: DeviceTable) -> MeasuredDevice | None:
+    """Measure the first GPU that torch reaches (CUDA or ROCm); None without one."""
     import torch
 
     if not torch.cuda.is_available():
@@ -182,9 +177,10 @@ def measure_gpu() -> tuple[str, str, dict[str, float]] | None:
     ):  # fmt: skip
         if getattr(found, name, 0):
             results[quantity] = getattr(found, name) / unit
-    rocm = getattr(found, "gcnArchName", "") if torch.version.hip else ""
-    arch = rocm.partition(":")[0] or f"sm_{found.major}{found.minor}"
-    return found.name, arch, results | _gpu_rates("cuda", _gpu_seconds)
+    results |= _gpu_rates("cuda", _gpu_seconds)
+    if torch.version.hip:
+        return as_row(table, found.name, "gpu", results, vendor="amd", mcpu=found.gcnArchName.partition(":")[0])
+    return as_row(table, found.name, "gpu", results, vendor="nvidia", mcpu=f"sm_{found.major}{found.minor}")
 
 
 def _gpu_rates(where: str, seconds: Callable[[Callable[[], Any]], float]) -> dict[str, float]:
