@@ -8,7 +8,7 @@ and ``MakePackedAPI`` it is a list of workspace allocations and kernel calls wit
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from cdmpp.errors import ProfilerError, ProgramError
@@ -137,17 +137,16 @@ class KernelBuilder:
     def _compile(self, program: str, cuda: CudaProgram | None) -> BundledProgram:
         assert cuda is not None
         try:
-            compiled = find_compiler(self._arch).compile(cuda.source, self._arch)
+            cubin, resources = find_compiler(self._arch).compile(cuda.source, self._arch)
         except ProfilerError as err:
             status = "invalid_config" if "too much shared" in str(err) else "build_error"
             return BundledProgram(program, status=status, error=str(err))
         except TimeoutError as err:
             return BundledProgram(program, status="build_timeout", error=str(err))
-        fault = resource_fault(cuda, compiled.resources, self._arch)
+        fault = resource_fault(cuda, resources, self._arch)
         if fault is not None:
             return BundledProgram(program, status="invalid_config", error=fault)
-        resources = {name: asdict(r) for name, r in compiled.resources.items()}
-        return BundledProgram(program, cuda, compiled.cubin, resources)
+        return BundledProgram(program, cuda, cubin, resources)
 
 
 def task_reference(task: Task, seed: int) -> Reference:

@@ -26,6 +26,7 @@ from cdmpp.errors import BundleError, reason
 from cdmpp.files import parse_json, replacing
 from cdmpp.profiler.arguments import ArgSpec, Reference
 from cdmpp.profiler.engine import Built
+from cdmpp.profiler.gpu.compile import Resources
 from cdmpp.program.types import Program, Space, Task
 
 #: Version of what is described above; another is refused.
@@ -113,8 +114,7 @@ class BundledProgram(Built):
     cuda: CudaProgram | None = None
     #: Machine code for the bundle's architecture; b"" where only the source is kept.
     cubin: bytes = field(default=b"", repr=False)
-    #: Kernel -> what ptxas says of it (registers, spills, shared memory, stack).
-    resources: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    resources: Resources = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def write_bundle(path: str | Path, bundle: Bundle, *, level: int = 19) -> None:
             **{name: getattr(k, name) for name in ("program", "status", "error", "cubin", "build_s")},
             "source": None if k.cuda is None else k.cuda.source,
             "launches": None if k.cuda is None else json.dumps(k.cuda.to_json()),
-            "resources": json.dumps({name: dict(taken) for name, taken in k.resources.items()}),
+            "resources": json.dumps(k.resources),
         }
         for k in bundle.kernels
     ]

@@ -1,4 +1,4 @@
-"""CUDA C++ to cubins, with what ptxas says about each kernel; needs no GPU.
+"""CUDA C++ to cubins, and what their kernels take; needs no GPU.
 
 Two compilers: NVRTC in this process (through ``cuda-bindings``; some 0.1 s a program, and any architecture that its
 release knows), and ``nvcc`` (a process of its own, 0.7 s and more). Both are asked for the same code as TVM's own
@@ -14,7 +14,6 @@ import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,30 +39,11 @@ class CompileError(ProfilerError):
     """The compiler refuses a program; the message is its first error."""
 
 
-@dataclass(frozen=True)
-class KernelResources:
-    """What one kernel takes, as ptxas reports it."""
+#: What kernels take: of a thread 32-bit ``registers``, ``stack_bytes`` (local arrays and spills), ``spill_store_bytes`` and
+#: ``spill_load_bytes`` (registers that did not fit); of a block ``shared_bytes`` (static).
+Resources = Mapping[str, Mapping[str, int]]
 
-    #: 32-bit registers of a thread.
-    registers: int
-    #: Registers that did not fit and go to local memory, by thread.
-    spill_store_bytes: int = 0
-    spill_load_bytes: int = 0
-    #: Static shared memory of a block.
-    shared_bytes: int = 0
-    #: Stack frame of a thread (local arrays and spills).
-    stack_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A cubin and the resources of its kernels by name."""
-
-    cubin: bytes
-    resources: Mapping[str, KernelResources]
-
-
-#: What ``ptxas -v`` says of a kernel: groups are the fields of :class:`KernelResources`.
+#: As ``ptxas -v`` says it.
 _KERNEL = re.compile(
     r"Function properties for '?(?P<kernel>[\w$]+)'?\s+(?P<stack_bytes>\d+) bytes stack frame, "
     r"(?P<spill_store_bytes>\d+) bytes spill stores, (?P<spill_load_bytes>\d+) bytes spill loads\s+ptxas info\s*: "
@@ -71,12 +51,12 @@ _KERNEL = re.compile(
 )
 
 
-def parse_ptxas(log: str) -> dict[str, KernelResources]:
+def parse_ptxas(log: str) -> Resources:
     """The resources of each kernel from the output of ``ptxas -v``."""
     found = {}
     for match in _KERNEL.finditer(log):
         taken = match.groupdict(default="0")
-        found[taken.pop("kernel")] = KernelResources(**{name: int(number) for name, number in taken.items()})
+        found[taken.pop("kernel")] = {name: int(number) for name, number in taken.items()}
     return found
 
 
@@ -105,7 +85,7 @@ class NvccCompiler:
         except subprocess.TimeoutExpired as err:
             raise TimeoutError(f"nvcc took over {timeout_s:g} s") from err
 
-    def compile(self, source: str, arch: str) -> Compiled:
+    def compile(self, source: str, arch: str) -> tuple[bytes, Resources]:
         with tempfile.TemporaryDirectory() as folder:
             code, cubin = Path(folder) / "kernels.cu", Path(folder) / "kernels.cubin"
             code.write_text(source, encoding="utf-8")
@@ -114,7 +94,7 @@ class NvccCompiler:
             done = self._run(*options, "-o", str(cubin), str(code), check=False)
             if done.returncode != 0:
                 raise CompileError(_first_error(done.stderr + done.stdout))
-            return Compiled(cubin.read_bytes(), parse_ptxas(done.stderr + done.stdout))
+            return cubin.read_bytes(), parse_ptxas(done.stderr + done.stdout)
 
 
 class NvrtcCompiler:
@@ -140,7 +120,7 @@ class NvrtcCompiler:
             raise CompileError(f"NVRTC: {result[0].name}")
         return result[1:]
 
-    def compile(self, source: str, arch: str) -> Compiled:
+    def compile(self, source: str, arch: str) -> tuple[bytes, Resources]:
         nvrtc = self._nvrtc
         lines = [line for line in source.splitlines() if line.strip() != "#include <cuda.h>"]
         text = _NVRTC_PREAMBLE + "\n".join(lines)
@@ -156,7 +136,7 @@ class NvrtcCompiler:
             (size,) = self._call(nvrtc.nvrtcGetCUBINSize(program))
             cubin = b" " * size
             self._call(nvrtc.nvrtcGetCUBIN(program, cubin))
-            return Compiled(cubin, parse_ptxas(log))
+            return cubin, parse_ptxas(log)
         finally:
             nvrtc.nvrtcDestroyProgram(program)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cdmpp.device import Device
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler.gpu.bundle import CudaProgram
-from cdmpp.profiler.gpu.compile import KernelResources
+from cdmpp.profiler.gpu.compile import Resources
 
 
 @dataclass(frozen=True)
@@ -32,23 +32,16 @@ class ArchLimits:
     async_copies: bool = True
 
 
-def _arch(optin_kb: int, sm_kb: int, threads: int = 2048, async_copies: bool = True) -> ArchLimits:
-    return ArchLimits(
-        shared_optin_bytes=optin_kb * 1024,
-        shared_per_sm_bytes=sm_kb * 1024,
-        threads_per_sm=threads,
-        async_copies=async_copies,
-    )
-
-
 #: Architecture -> limits.
 ARCH_LIMITS: Mapping[str, ArchLimits] = {
-    "sm_70": _arch(96, 96, async_copies=False),
-    "sm_75": _arch(64, 64, threads=1024, async_copies=False),
-    "sm_80": _arch(163, 164),
-    "sm_86": _arch(99, 100, threads=1536),
-    "sm_89": _arch(99, 100, threads=1536),
-    "sm_90": _arch(227, 228),
+    "sm_70": ArchLimits(shared_optin_bytes=96 << 10, shared_per_sm_bytes=96 << 10, async_copies=False),
+    "sm_75": ArchLimits(
+        shared_optin_bytes=64 << 10, shared_per_sm_bytes=64 << 10, threads_per_sm=1024, async_copies=False
+    ),
+    "sm_80": ArchLimits(shared_optin_bytes=163 << 10, shared_per_sm_bytes=164 << 10),
+    "sm_86": ArchLimits(shared_optin_bytes=99 << 10, shared_per_sm_bytes=100 << 10, threads_per_sm=1536),
+    "sm_89": ArchLimits(shared_optin_bytes=99 << 10, shared_per_sm_bytes=100 << 10, threads_per_sm=1536),
+    "sm_90": ArchLimits(shared_optin_bytes=227 << 10, shared_per_sm_bytes=228 << 10),
 }
 
 #: Largest grid: its first extent, and the other two.
@@ -103,14 +96,14 @@ def block_registers(registers: int, threads: int) -> int:
     return warps * per_warp
 
 
-def resource_fault(cuda: CudaProgram, resources: Mapping[str, KernelResources], arch: str) -> str | None:
+def resource_fault(cuda: CudaProgram, resources: Resources, arch: str) -> str | None:
     """Why a compiled program cannot run: its registers or what ptxas counts of shared memory."""
     limits = arch_limits(arch)
     for launch in cuda.launches:
         taken = resources[launch.kernel]
-        needed = block_registers(taken.registers, launch.threads)
+        needed = block_registers(taken["registers"], launch.threads)
         if needed > limits.registers_per_block:
             return f"registers: {needed} registers a block, at most {limits.registers_per_block}"
-        if taken.shared_bytes > limits.shared_static_bytes:
-            return _shared_fault(taken.shared_bytes, limits)
+        if taken["shared_bytes"] > limits.shared_static_bytes:
+            return _shared_fault(taken["shared_bytes"], limits)
     return None

@@ -427,7 +427,7 @@ class GpuMeasurer(Measurer):
     def _meta(self, measure: MeasureJob) -> dict[str, Any]:
         meta: dict[str, Any] = {"sms": self.facts.share_sms, "workers": measure.degree}
         if measure.kernel.resources:
-            meta["resources"] = {name: dict(taken) for name, taken in measure.kernel.resources.items()}
+            meta["resources"] = measure.kernel.resources
         return meta
 
     def _restart(self, status: str, error: str) -> None:

@@ -13,15 +13,7 @@ from cdmpp.device import get_device
 from cdmpp.errors import BundleError, NetworkError, ProfilerError, ProgramError
 from cdmpp.profiler.gpu.build import CudaLowering
 from cdmpp.profiler.gpu.bundle import CudaProgram, Launch, read_bundle
-from cdmpp.profiler.gpu.compile import (
-    CompileError,
-    CudaCompiler,
-    KernelResources,
-    NvccCompiler,
-    find_compiler,
-    find_nvcc,
-    parse_ptxas,
-)
+from cdmpp.profiler.gpu.compile import CompileError, CudaCompiler, NvccCompiler, find_compiler, find_nvcc, parse_ptxas
 from cdmpp.profiler.gpu.limits import arch_limits, block_registers, resource_fault, rule_fault
 from cdmpp.profiler.gpu.make import BundleConfig, make_bundle
 from cdmpp.program.space import Rebuilder, TaskSpaces
@@ -120,9 +112,9 @@ def test_the_compiler_counts_the_shared_memory_that_lowering_does(
         for p in lowered(lowering, matmul_task(64), 4)
         if p.launches[0].shared_bytes and rule_fault(p, "sm_90") is None
     )
-    compiled = compiler.compile(program.source, "sm_90")
+    _, resources = compiler.compile(program.source, "sm_90")
     declared = program.launches[0].shared_bytes
-    assert declared <= compiled.resources["main_kernel"].shared_bytes < declared + 1024
+    assert declared <= resources["main_kernel"]["shared_bytes"] < declared + 1024
 
 
 @pytest.fixture(scope="module")
@@ -201,10 +193,15 @@ def test_networks_without_tasks_are_refused(
 # -- compilers and limits -----------------------------------------------------------------------------------------
 
 
+def taken(registers: int, spills: tuple[int, int] = (0, 0), shared: int = 0, stack: int = 0) -> dict[str, int]:
+    found = {"registers": registers, "spill_store_bytes": spills[0], "spill_load_bytes": spills[1]}
+    return {**found, "shared_bytes": shared, "stack_bytes": stack}
+
+
 def test_resources_of_each_kernel_are_read() -> None:
     assert parse_ptxas(Path(__file__).with_name("ptxas.txt").read_text()) == {
-        "main_kernel_1": KernelResources(255, 120, 124, 37248, 432),
-        "main_kernel": KernelResources(12),
+        "main_kernel_1": taken(registers=255, spills=(120, 124), shared=37248, stack=432),
+        "main_kernel": taken(registers=12),
     }
 
 
@@ -234,8 +231,8 @@ def test_what_exceeds_a_limit_is_named(launch: Launch, kind: str | None) -> None
 
 @pytest.mark.parametrize(("registers", "kind"), [(64, None), (65, "registers")])
 def test_what_takes_too_much_when_compiled_is_named(registers: int, kind: str | None) -> None:
-    taken = {"k": KernelResources(registers, shared_bytes=49152)}
-    fault = resource_fault(launched(Launch((1, 1, 1), (1024, 1, 1), kernel="k")), taken, "sm_90")
+    resources = {"k": taken(registers, shared=49152)}
+    fault = resource_fault(launched(Launch((1, 1, 1), (1024, 1, 1), kernel="k")), resources, "sm_90")
     assert (fault and fault.partition(":")[0]) == kind
 
 
@@ -249,9 +246,9 @@ def test_an_unknown_architecture_is_refused() -> None:
 @needs_nvcc
 def test_nvcc_builds_cubins_and_says_why_not() -> None:
     toy, nvcc = toy_program().source, NvccCompiler()
-    compiled = nvcc.compile(toy, "sm_90")
-    assert compiled.cubin[:4] == b"\x7fELF"
-    assert 0 < compiled.resources["main_kernel"].registers < 32
+    cubin, resources = nvcc.compile(toy, "sm_90")
+    assert cubin[:4] == b"\x7fELF"
+    assert 0 < resources["main_kernel"]["registers"] < 32
     greedy = "{\n  __shared__ float s[20000]; s[threadIdx.x] = a[0]; __syncthreads(); a[1] = s[threadIdx.x ^ 1];\n"
     with pytest.raises(CompileError, match="too much shared data"):
         nvcc.compile(toy.replace("{\n", greedy), "sm_90")
