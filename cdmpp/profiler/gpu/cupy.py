@@ -342,13 +342,6 @@ _UNITS = {6: 1, 7: 2, 8: 2}
 _HOPPER_UNIT = 8
 
 
-def partition_sms(sms: int, share: float, unit: int) -> int:
-    """Multiprocessors of a share, rounded down to the unit of partitions (at least one unit)."""
-    if not 0 < share < 1:
-        raise ProfilerError(f"a share is a fraction between 0 and 1, not {share:g}")
-    return max(unit, int(sms * share + 1e-9) // unit * unit)
-
-
 def make_partitions(share: float, lanes: int, capability: int) -> tuple[list[int], int, Any]:
     """As many partitions of `share` as fit, at most `lanes`; the primary context must be current. The address of a stream in
     each, the multiprocessors of each, and what must live as long as the streams.
@@ -371,8 +364,9 @@ def make_partitions(share: float, lanes: int, capability: int) -> tuple[list[int
     device = call(driver.cuCtxGetDevice())
     whole = call(driver.cuDeviceGetDevResource(device, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM))
     unit = int(getattr(whole.sm, "smCoscheduledAlignment", 0)) or _UNITS.get(capability, _HOPPER_UNIT)
-    wanted = partition_sms(int(whole.sm.smCount), share, unit)
-    count = max(1, min(lanes, int(whole.sm.smCount) // wanted))
+    sms = int(whole.sm.smCount)
+    wanted = max(unit, int(sms * share + 1e-9) // unit * unit)
+    count = max(1, min(lanes, sms // wanted))
     groups, made, _ = call(driver.cuDevSmResourceSplitByCount(count, whole, 0, wanted))
     keep = []
     for group in groups[:made]:
