@@ -232,8 +232,7 @@ class Device:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
-        lists = {"aliases": list(self.aliases), "sources": list(self.sources)}
-        return {**asdict(self), **lists}
+        return {**asdict(self), "aliases": list(self.aliases), "sources": list(self.sources)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Device:

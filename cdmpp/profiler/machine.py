@@ -4,6 +4,7 @@ the core itself say about disturbances (Linux).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import multiprocessing
@@ -14,6 +15,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,15 @@ def steal_ticks(cores: tuple[int, ...]) -> int:
         return 0
     wanted = {f"cpu{c}" for c in cores}
     return sum(int(fields[8]) for fields in lines if fields and fields[0] in wanted and len(fields) > 8)
+
+
+def installed(*packages: str) -> dict[str, str]:
+    """The versions of those that are installed."""
+    found = {}
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
 
 
 def make_work_folder(parent: Path) -> Path:

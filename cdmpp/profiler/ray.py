@@ -19,7 +19,6 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +93,7 @@ def _described(node: Node, asked: str) -> Node:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in ("cdmpp", "ray", "apache-tvm"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
+    return {"python": platform.python_version(), **machine.installed("cdmpp", "ray", "apache-tvm")}
 
 
 class _Process(Worker):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import platform
 import time
@@ -10,7 +9,6 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +20,7 @@ from cdmpp.files import parse_json, read_text
 from cdmpp.profiler.core_rates import with_clock
 from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job
 from cdmpp.profiler.engine import BuildJob, Engine, Executor, Outcome
-from cdmpp.profiler.machine import core_groups, usable_cores
+from cdmpp.profiler.machine import core_groups, installed, usable_cores
 from cdmpp.profiler.plan import Plan, TaskPlan, network_tasks, replay_plan, unscheduled_plan
 
 if TYPE_CHECKING:
@@ -118,10 +116,6 @@ class Session:
         self.new = self.ok = 0
         self.failures: Counter[str] = Counter()
         self.stopped = False
-        versions = {}
-        for package in ("cdmpp", "numpy", *packages):
-            with contextlib.suppress(metadata.PackageNotFoundError):
-                versions[package] = metadata.version(package)
         entry = {
             "session": self.name,
             "started_at": time.time(),
@@ -132,7 +126,7 @@ class Session:
                 "kernel": platform.release(),
                 "python": platform.python_version(),
             },
-            "versions": versions,
+            "versions": installed("cdmpp", "numpy", *packages),
             **settings,
         }
         meta = dataset.meta

@@ -10,7 +10,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from cdmpp.profiler.gpu.build import DrawJob, Drawn, KernelBuilder
 from cdmpp.profiler.gpu.bundle import Bundle, BundledProgram, read_bundle, write_bundle
 from cdmpp.profiler.gpu.compile import find_compiler
 from cdmpp.profiler.gpu.limits import cuda_arch
+from cdmpp.profiler.machine import installed
 from cdmpp.profiler.plan import CHUNK, ELITE, network_tasks, seed_of
 from cdmpp.profiler.session import Progress
 from cdmpp.program.types import Program, Space, Task
@@ -246,7 +246,7 @@ def make_bundle(
         "devices": {d.name: d.to_json() for d in (device, *shares)},
         "network_families": families,
         "made_at": time.time(),
-        "versions": {p: metadata.version(p) for p in ("cdmpp", "apache-tvm", "apache-tvm-ffi", "numpy")},
+        "versions": installed("cdmpp", "apache-tvm", "apache-tvm-ffi", "numpy"),
         "config": asdict(config),
     }
     order = sorted(draft.kernels, key=lambda h: (draft.programs[h].task_hash, h))
