@@ -12,7 +12,7 @@ import io
 import json
 import math
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,12 +124,12 @@ class Bundle:
     #: ``device`` (name), ``arch``, ``compiler``, ``devices`` (name -> specification, of the shares too),
     #: ``network_families``, ``versions``, ``config``.
     note: Mapping[str, Any]
-    tasks: Mapping[str, Task]
-    spaces: Mapping[str, Space]
-    programs: Mapping[str, Program]
+    tasks: dict[str, Task]
+    spaces: dict[str, Space]
+    programs: dict[str, Program]
     #: In the order in which they are to be measured: those of one task together.
-    kernels: Sequence[BundledProgram]
-    references: Mapping[str, Reference]
+    kernels: list[BundledProgram]
+    references: dict[str, Reference]
 
     @property
     def device(self) -> str:
