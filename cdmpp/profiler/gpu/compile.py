@@ -20,7 +20,7 @@ from typing import Any
 
 from cdmpp.errors import ProfilerError
 
-_PTXAS_FLAGS = ("-v", "--register-usage-level=10")
+_OPTIONS = ("--use_fast_math", "-w", "--ptxas-options=-v", "--ptxas-options=--register-usage-level=10")
 
 #: What NVRTC lacks of nvcc's world and TVM's sources use.
 _NVRTC_PREAMBLE = """
@@ -89,8 +89,7 @@ class NvccCompiler:
         with tempfile.TemporaryDirectory() as folder:
             code, cubin = Path(folder) / "kernels.cu", Path(folder) / "kernels.cubin"
             code.write_text(source, encoding="utf-8")
-            options = ["-cubin", "-O3", f"-arch={arch}", "--use_fast_math", "-w"]
-            options += [f"-Xptxas={flag}" for flag in _PTXAS_FLAGS]
+            options = "-cubin", "-O3", f"--gpu-architecture={arch}", *_OPTIONS
             done = self._run(*options, "-o", str(cubin), str(code), check=False)
             if done.returncode != 0:
                 raise CompileError(_first_error(done.stderr + done.stdout))
@@ -125,8 +124,7 @@ class NvrtcCompiler:
         lines = [line for line in source.splitlines() if line.strip() != "#include <cuda.h>"]
         text = _NVRTC_PREAMBLE + "\n".join(lines)
         (program,) = self._call(nvrtc.nvrtcCreateProgram(text.encode(), b"kernels.cu", 0, [], []))
-        options = [f"--gpu-architecture={arch}", "--use_fast_math", "-w", "-default-device"]
-        options += [f"--ptxas-options={flag}" for flag in _PTXAS_FLAGS]
+        options = [f"--gpu-architecture={arch}", "-default-device", *_OPTIONS]
         options += [f"--include-path={folder}" for folder in self._include]
         try:
             status = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])[0]
