@@ -112,7 +112,10 @@ class NvrtcCompiler:
         except RuntimeError as err:  # cuda-bindings cannot load the library
             raise ProfilerError(f"NVRTC cannot be loaded: {err}") from err
         self.name = f"nvrtc {major}.{minor}"
-        self._include = _include_folders()
+        # CUDA's headers, of a toolkit or of pip packages
+        folders = [Path(home) / "include" for home in _toolkits()]
+        folders += sorted(Path(sysconfig.get_paths()["purelib"]).glob("nvidia/*/include"))
+        self._include = [folder for folder in folders if (folder / "cuda_fp16.h").exists()]
 
     def _call(self, result: tuple[Any, ...]) -> tuple[Any, ...]:
         if int(result[0]) != 0:
@@ -148,13 +151,6 @@ class NvrtcCompiler:
 def _toolkits() -> list[str]:
     homes = os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"
     return [home for home in homes if home]
-
-
-def _include_folders() -> list[str]:
-    """Where CUDA's headers may lie (``cuda_fp16.h``): the toolkit's folder, and those of pip packages."""
-    folders = [Path(home) / "include" for home in _toolkits()]
-    folders += sorted(Path(sysconfig.get_paths()["purelib"]).glob("nvidia/*/include"))
-    return [str(f) for f in folders if (f / "cuda_fp16.h").exists()]
 
 
 def find_nvcc() -> str | None:

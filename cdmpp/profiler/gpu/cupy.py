@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import ProfilerError
-from cdmpp.profiler.arguments import ArgSpec, argument_bytes, drawn, index_bound
+from cdmpp.profiler.arguments import argument_bytes, drawn, index_bound
 from cdmpp.profiler.gpu.bundle import BundledProgram, CudaProgram
 from cdmpp.profiler.gpu.sampling import GpuFacts, GpuFault
 
@@ -210,7 +210,7 @@ class CupyGpu:
             function(launch.grid, launch.block, arguments, stream=stream)
 
     def _arguments(self, loaded: _Loaded, lane: int) -> None:
-        """Slices of the lane's buffers for every parameter and workspace."""
+        """Slices of the lane's buffers, one of each dtype (and bound of integers), for every parameter and workspace."""
         if lane in loaded.arguments:
             return
         offsets: dict[str, int] = {}
@@ -218,7 +218,8 @@ class CupyGpu:
         bound = index_bound(loaded.cuda.params)
         for number, spec in enumerate(loaded.cuda.buffers):
             written = number in loaded.cuda.outputs or number >= len(loaded.cuda.params)
-            kind = _SCRATCH if written else _kind(spec, bound)
+            values = f"{spec[1]}<{bound}" if "int" in spec[1] else spec[1]
+            kind = _SCRATCH if written else values
             slices.append((kind, offsets.get(kind, 0)))
             offsets[kind] = offsets.get(kind, 0) + -(-argument_bytes(spec) // _ALIGNMENT) * _ALIGNMENT
         for kind, size in offsets.items():
@@ -279,12 +280,6 @@ class CupyGpu:
             if any(word in str(err) for word in harmless):
                 raise ValueError(str(err)) from err
             raise GpuFault(str(err)) from err
-
-
-def _kind(spec: ArgSpec, bound: int) -> str:
-    """Which buffer a parameter is a slice of: its dtype, and for integers the bound of the values."""
-    dtype = spec[1]
-    return f"{dtype}<{bound}" if "int" in dtype else dtype
 
 
 @dataclass(frozen=True)
