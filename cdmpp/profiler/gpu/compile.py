@@ -103,14 +103,12 @@ class NvrtcCompiler:
     def __init__(self) -> None:
         try:
             from cuda.bindings import nvrtc
-        except ImportError as err:
-            raise ProfilerError(f"NVRTC needs cuda-bindings and nvidia-cuda-nvrtc: {err}") from err
-        self._nvrtc = nvrtc
-        try:
+
             major, minor = self._call(nvrtc.nvrtcVersion())
             self.archs = {f"sm_{number}" for number in self._call(nvrtc.nvrtcGetSupportedArchs())[0]}
-        except RuntimeError as err:  # cuda-bindings cannot load the library
-            raise ProfilerError(f"NVRTC cannot be loaded: {err}") from err
+        except (ImportError, RuntimeError) as err:  # no cuda-bindings, or no library that they can load
+            raise ProfilerError(f"NVRTC needs cuda-bindings and nvidia-cuda-nvrtc: {err}") from err
+        self._nvrtc = nvrtc
         self.name = f"nvrtc {major}.{minor}"
         # CUDA's headers, of a toolkit or of pip packages
         folders = [Path(home) / "include" for home in _toolkits()]
