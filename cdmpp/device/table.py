@@ -324,10 +324,10 @@ def write_device_file(rows: Sequence[Device], path: str | Path) -> None:
         raise UnknownDeviceError(f"cannot write {path}: {reason(error)}") from error
 
 
-def get_device(name: str, table: DeviceTable | None = None) -> Device:
+def get_device(name: str | Device, table: DeviceTable | None = None) -> Device:
     """The device of a name such as ``this-cpu.x86-64-v2@1`` or ``h200@0.5``: :meth:`DeviceTable.get` of the table, else of
-    :func:`load_table`."""
-    return (table or load_table()).get(name)
+    :func:`load_table`. A device is given back as it is."""
+    return name if isinstance(name, Device) else (table or load_table()).get(name)
 
 
 def detect() -> Device:

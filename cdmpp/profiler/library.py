@@ -73,7 +73,7 @@ def profile_library(
     """
     import torch
 
-    device = get_device(device) if isinstance(device, str) else device
+    device = get_device(device)
     if device.base != get_device("this-cpu").base:
         raise ProfilerError(f"{device.name} is not this machine's CPU, whose kernels alone can be timed here")
     folder, began = Path(out), time.monotonic()

@@ -227,7 +227,7 @@ def profile(
         executor = cluster = ray.connect(config.ray, device, config.workers)
         device = measured = cluster.device
     else:
-        device = measured = get_device(device) if isinstance(device, str) else device
+        device = measured = get_device(device)
         if config.rpc is None:
             measured = with_clock(_checked(device))
         else:

@@ -198,7 +198,7 @@ def make_bundle(
     exists, or is half made and `resume` was not asked for.
     """
     config = config or BundleConfig()
-    device = get_device(device) if isinstance(device, str) else device
+    device = get_device(device)
     arch = cuda_arch(device)
     if not (config.cubins or config.sources):
         raise ProfilerError("a bundle needs sources or cubins")

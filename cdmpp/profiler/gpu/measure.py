@@ -290,7 +290,7 @@ def profile_gpu(
     where no GPU answers, or another one, which is found out before anything is compiled.
     """
     measure_config = measure_config or MeasureConfig()
-    known = get_device(device) if isinstance(device, str) else device
+    known = get_device(device)
     if measure_config.gpu == MeasureConfig().gpu:
         here = check_gpu()
         if not is_model(here, known.model):
