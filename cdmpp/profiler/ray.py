@@ -355,10 +355,11 @@ def connect(address: str, device: str | Device = "", workers: int | str = "auto"
         raise ProfilerError("a cluster needs Ray: install cdmpp[ray]") from err
     name = device if isinstance(device, str) else device.name
     with contextlib.suppress(UnknownDeviceError):  # of another node, perhaps
-        known = get_device(name) if name else None
-        if known is not None and known.kind != "cpu":
-            raise ProfilerError(f"{known.name} is a {known.kind}: on a cluster cdmpp measures on CPUs")
-        name = known.name if known is not None else ""
+        if name:
+            known = get_device(device)
+            if known.kind != "cpu":
+                raise ProfilerError(f"{known.name} is a {known.kind}: on a cluster cdmpp measures on CPUs")
+            name = known.name
     if not ray.is_initialized():
         _join(address)
     nodes = checked(_nodes(name), name)

@@ -56,7 +56,8 @@ def parse_ptxas(log: str) -> Resources:
     found = {}
     for match in _KERNEL.finditer(log):
         taken = match.groupdict(default="0")
-        found[taken.pop("kernel")] = {name: int(number) for name, number in taken.items()}
+        kernel = taken.pop("kernel")
+        found[kernel] = {name: int(number) for name, number in taken.items()}
     return found
 
 
