@@ -147,8 +147,9 @@ class Worker:
         self._target, self._args = target, args
         self._process: Any = None
         self.connection: Connection
+        #: What it is working on; None when idle.
+        self.load: Any = None
         self._start()
-        self.finished()
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -194,8 +195,7 @@ class Worker:
 
     def finished(self) -> None:
         """Mark the process idle."""
-        #: What it is working on; None when idle.
-        self.load: Any = None
+        self.load = None
 
     def receive(self) -> Any:
         """What it has sent next; an exception is raised, WorkerDied where it is dead."""

@@ -107,7 +107,7 @@ class Session:
         known: int,
         total: Callable[[], int],
         max_seconds: float | None,
-        progress: Callable[[Progress], None],
+        progress: Callable[[Progress], None] | None,
         notify: Callable[[str], None],
     ) -> None:
         self._dataset, self._device, self._known, self._total = dataset, device, known, total
@@ -153,9 +153,10 @@ class Session:
                 self.ok += 1
             else:
                 self.failures[outcome.status] += 1
-            count, failures = self._known + self.new, dict(self.failures)
-            total = max(self._total(), count)
-            self._progress(Progress(count, total, self.new, self.ok, failures, self.elapsed_s))
+            if self._progress is not None:
+                count, failures = self._known + self.new, dict(self.failures)
+                total = max(self._total(), count)
+                self._progress(Progress(count, total, self.new, self.ok, failures, self.elapsed_s))
             if self._max_seconds is not None and self.elapsed_s > self._max_seconds:
                 self.stopped = True
                 self._notify(f"stopped after {self._max_seconds:g} s; go on with --resume")
@@ -200,8 +201,8 @@ def profile(
     programs_of: str | Path | None = None,
     resume: bool = False,
     remeasure: bool = False,
-    progress: Callable[[Progress], None] = lambda state: None,
-    notify: Callable[[str], None] = logger.info,
+    progress: Callable[[Progress], None] | None = None,
+    notify: Callable[[str], None] | None = None,
 ) -> ProfileReport:
     """Measure programs on a CPU share of this machine, or of a cluster's nodes, and store them in a dataset here.
 
@@ -214,7 +215,7 @@ def profile(
     ProfilerError if the device is not here, or nothing can be measured. DatasetError if `out` holds a dataset and
     `resume` was not asked for, or the disk is full; what was measured is kept.
     """
-    config = config or ProfileConfig()
+    config, notify = config or ProfileConfig(), notify or logger.info
     path, calibration = Path(out), None
     if (path / "meta.json").exists() and not (resume or remeasure):
         raise DatasetError(f"{path} holds a dataset already: go on with --resume, or choose another folder")

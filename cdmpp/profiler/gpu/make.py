@@ -184,8 +184,8 @@ def make_bundle(
     tasks_of: str | Path | None = None,
     mutants_of: str | Path | None = None,
     resume: bool = False,
-    progress: Callable[[Progress], None] = lambda state: None,
-    notify: Callable[[str], None] = logger.info,
+    progress: Callable[[Progress], None] | None = None,
+    notify: Callable[[str], None] | None = None,
 ) -> BundleReport:
     """Compile programs of networks (zoo names, ``.onnx`` or ``.pt2`` files) for a CUDA GPU that is elsewhere, such as
     ``h200``.
@@ -197,7 +197,7 @@ def make_bundle(
     ProfilerError if the device is no CUDA device, there is no compiler for it, or no task. BundleError if the file
     exists, or is half made and `resume` was not asked for.
     """
-    config = config or BundleConfig()
+    config, notify = config or BundleConfig(), notify or logger.info
     device = get_device(device)
     arch = cuda_arch(device)
     if not (config.cubins or config.sources):
@@ -222,7 +222,7 @@ def make_bundle(
         with Engine(BuildOnly(config, (KernelBuilder, (arch, device.target), 10))) as engine:
             for outcome in engine.run(_jobs(list(plans.values()), config)):
                 plans[outcome.job.task.hash].take(outcome)
-                if isinstance(outcome.job, BuildJob):
+                if progress is not None and isinstance(outcome.job, BuildJob):
                     failures = {status: n for status, n in draft.statuses.items() if status != "ok"}
                     done = sum(plan.ok for plan in plans.values())
                     total = config.programs_per_task * len(plans)

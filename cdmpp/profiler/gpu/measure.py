@@ -79,8 +79,8 @@ def measure(
     device: str | None = None,
     config: MeasureConfig | None = None,
     resume: bool = False,
-    progress: Callable[[Progress], None] = lambda state: None,
-    notify: Callable[[str], None] = logger.info,
+    progress: Callable[[Progress], None] | None = None,
+    notify: Callable[[str], None] | None = None,
 ) -> MeasureReport:
     """Measure the programs of a bundle on this machine's GPU and store them in a dataset.
 
@@ -91,7 +91,7 @@ def measure(
     ProfilerError if the GPU is missing, another one, lost, or cannot be partitioned. DatasetError if `out` holds records of
     this device and `resume` was not asked for, or of another, or the disk is full. What was measured is kept.
     """
-    config = config or MeasureConfig()
+    config, notify = config or MeasureConfig(), notify or logger.info
     content = bundle if isinstance(bundle, Bundle) else read_bundle(bundle)
     target_device, path = device_of(content, device), Path(out)
     name = target_device.name
@@ -280,8 +280,8 @@ def profile_gpu(
     bundle_config: BundleConfig | None = None,
     measure_config: MeasureConfig | None = None,
     resume: bool = False,
-    progress: Callable[[Progress], None] = lambda state: None,
-    notify: Callable[[str], None] = logger.info,
+    progress: Callable[[Progress], None] | None = None,
+    notify: Callable[[str], None] | None = None,
 ) -> MeasureReport:
     """Measure programs of networks on a GPU of this machine, which needs TVM as well as cupy.
 
