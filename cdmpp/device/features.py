@@ -2,60 +2,51 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from cdmpp.device.spec import Device
 
-if TYPE_CHECKING:
-    import numpy as np
 
-_NAN = math.nan
-
-
-def _float(value: float | None) -> float:
-    return _NAN if value is None else float(value)
-
-
-def _per_flop(device: Device) -> float:
+def _per_flop(device: Device) -> float | None:
     peak = device.peak_gflops.get("float32")
-    return _NAN if not peak or not device.bandwidth_gb_s else device.bandwidth_gb_s / peak
+    return device.bandwidth_gb_s / peak if peak and device.bandwidth_gb_s else None
 
 
-def _compute_capability(device: Device) -> float:
-    """``sm_86`` -> 8.6; NaN for devices that have none."""
+def _compute_capability(device: Device) -> float | None:
+    """``sm_86`` -> 8.6; None for devices that have none."""
     arch = str(device.target.get("arch", ""))
     digits = arch.removeprefix("sm_").rstrip("af")
     if device.vendor != "nvidia" or not arch.startswith("sm_") or not digits.isdigit():
-        return _NAN
+        return None
     return int(digits) / 10
 
 
-def _volta_or_later(device: Device) -> float:
+def _volta_or_later(device: Device) -> bool:
     """NVIDIA's libraries have other kernels from Volta on (NVIDIA, Volta tuning guide: one L1 and shared memory, threads
     that are scheduled by themselves): products of matrices that share no tile size or stride limit with Pascal's."""
-    return float(_compute_capability(device) >= 7.0)  # NaN compares as false
+    return (_compute_capability(device) or 0.0) >= 7.0
 
 
-def _matrix_peak(device: Device) -> float:
+def _matrix_peak(device: Device) -> float | None:
     # not of 4 bits, which the weights that ship were not trained with
     peaks = [p for name, p in device.peak_gflops.items() if name.endswith("_matrix") and "float4" not in name]
-    return max(peaks, default=_NAN)
+    return max(peaks, default=None)
 
 
 #: Features that are no fields of a device.
-_COMPUTED: dict[str, Callable[[Device], float]] = {
-    "is_cpu": lambda d: float(d.kind == "cpu"),
-    "is_gpu": lambda d: float(d.kind == "gpu"),
-    "clock_mhz": lambda d: _float(d.working_mhz),
-    "peak_float32_gflops": lambda d: _float(d.peak_gflops.get("float32")),
-    "peak_float64_gflops": lambda d: _float(d.peak_gflops.get("float64")),
-    "peak_float16_gflops": lambda d: _float(d.peak_gflops.get("float16")),
+_COMPUTED: dict[str, Callable[[Device], float | None]] = {
+    "is_cpu": lambda d: d.kind == "cpu",
+    "is_gpu": lambda d: d.kind == "gpu",
+    "clock_mhz": lambda d: d.working_mhz,
+    "peak_float32_gflops": lambda d: d.peak_gflops.get("float32"),
+    "peak_float64_gflops": lambda d: d.peak_gflops.get("float64"),
+    "peak_float16_gflops": lambda d: d.peak_gflops.get("float16"),
     "peak_matrix_gflops": _matrix_peak,
     "bytes_per_flop": _per_flop,
-    "is_nvidia": lambda d: float(d.vendor == "nvidia"),
-    "is_amd": lambda d: float(d.vendor == "amd"),
+    "is_nvidia": lambda d: d.vendor == "nvidia",
+    "is_amd": lambda d: d.vendor == "amd",
     "compute_capability": _compute_capability,
     "volta_or_later": _volta_or_later,
 }
@@ -79,9 +70,5 @@ GENERAL_DEVICE_FEATURES = frozenset(
 
 def device_features(device: Device) -> np.ndarray:
     """Raw features of a device, float32, shape ``(len(DEVICE_FEATURES),)``; NaN where unknown."""
-    import numpy as np
-
-    values = [
-        _COMPUTED[name](device) if name in _COMPUTED else _float(getattr(device, name)) for name in DEVICE_FEATURES
-    ]
-    return np.array(values, dtype=np.float32)
+    values = [_COMPUTED[name](device) if name in _COMPUTED else getattr(device, name) for name in DEVICE_FEATURES]
+    return np.array(values, dtype=np.float32)  # of None it makes NaN

@@ -106,12 +106,11 @@ class Device:
         return 1e3 * measured_ghz if measured_ghz else self.boost_mhz or self.clock_mhz
 
     def used(self, share: float | None = None, isa: str = "", cores_here: int | None = None) -> Device:
-        """A share of this whole device, its code perhaps restricted to an instruction set.
+        """A share of this whole device, its code perhaps restricted to an instruction set (UnknownDeviceError if it has none
+        such).
 
         ``share``: cores of a CPU (a whole number), fraction of a GPU (0 < share <= 1); None for all. ``cores_here``:
         cores of this machine, where the device is its CPU: elsewhere may be a larger virtual machine with that CPU.
-
-        UnknownDeviceError: there is no such share or restriction of this device.
         """
         if self.kind == "gpu":
             return self._part_of_gpu(share, isa)
@@ -233,8 +232,7 @@ class Device:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
-        lists = {"aliases": list(self.aliases), "sources": list(self.sources)}
-        return {**asdict(self), **lists}
+        return {**asdict(self), "aliases": list(self.aliases), "sources": list(self.sources)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Device:

@@ -88,10 +88,8 @@ class DeviceTable:
         return self._rows.get(key)
 
     def get(self, name: str) -> Device:
-        """The device of a name ``base[.isa][@share]``.
-
-        ``base`` is as of :meth:`find`, ``isa`` one of :data:`cdmpp.device.spec.ISAS`, ``share`` a number of cores of a CPU
-        or a fraction of a GPU.
+        """The device of a name ``base[.isa][@share]``: ``base`` as of :meth:`find`, ``isa`` one of
+        :data:`cdmpp.device.spec.ISAS`, ``share`` a number of cores of a CPU or a fraction of a GPU.
 
         UnknownDeviceError: no such device (the message suggests near names), share or instruction set.
         """
@@ -151,11 +149,8 @@ def row_fields() -> tuple[str, ...]:
 
 
 def read_device_file(path: str | Path) -> list[Device]:
-    """The rows of a YAML file: a list of mappings, or one mapping, with :func:`row_fields`.
-
-    UnknownDeviceError: the file cannot be read, or a field is wrong or implausible: the message names the row and the
-    field.
-    """
+    """The rows of a YAML file: a list of mappings, or one mapping, with :func:`row_fields`. UnknownDeviceError where it cannot
+    be read, or a field is wrong or implausible: the message names the row and the field."""
     try:
         content = read_yaml(path)
     except (OSError, ValueError) as error:
@@ -285,10 +280,8 @@ _this_cpu = functools.cache(detect_cpu)
 def load_table(extra: Sequence[str | Path] = (), this_machine: bool = True) -> DeviceTable:
     """The shipped rows, the user's files and this machine's CPU (unless it is not asked for).
 
-    User's files are ``~/.config/cdmpp/devices.yaml`` (see :func:`add_device_file`), those of the environment variable
-    ``CDMPP_DEVICES``, and ``extra``; later ones win.
-
-    UnknownDeviceError: a file cannot be read or has a wrong field.
+    User's files are :func:`user_file`, those of the environment variable ``CDMPP_DEVICES``, and ``extra``; later ones win.
+    UnknownDeviceError: one cannot be read or has a wrong field.
     """
     configured = [Path(p) for p in os.environ.get(DEVICES_VARIABLE, "").split(os.pathsep) if p]
     home = [user_file()] if user_file().exists() else []
@@ -304,9 +297,7 @@ def user_file() -> Path:
 
 def add_device_file(path: str | Path) -> list[str]:
     """Make the devices of a YAML file known for good, by adding them to :func:`user_file`; gives their names.
-
-    UnknownDeviceError: the file cannot be read or has a wrong field, or the user's file cannot be written.
-    """
+    UnknownDeviceError: the file cannot be read or has a wrong field, or the user's file cannot be written."""
     target = user_file()
     known = {row.name: row for row in read_device_file(target)} if target.exists() else {}
     added = read_device_file(path)
@@ -333,10 +324,10 @@ def write_device_file(rows: Sequence[Device], path: str | Path) -> None:
         raise UnknownDeviceError(f"cannot write {path}: {reason(error)}") from error
 
 
-def get_device(name: str, table: DeviceTable | None = None) -> Device:
+def get_device(name: str | Device, table: DeviceTable | None = None) -> Device:
     """The device of a name such as ``this-cpu.x86-64-v2@1`` or ``h200@0.5``: :meth:`DeviceTable.get` of the table, else of
-    :func:`load_table`."""
-    return (table or load_table()).get(name)
+    :func:`load_table`. A device is given back as it is."""
+    return name if isinstance(name, Device) else (table or load_table()).get(name)
 
 
 def detect() -> Device:

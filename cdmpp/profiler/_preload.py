@@ -19,5 +19,4 @@ del sys.modules["torch"]
 
 import cdmpp.profiler.arguments
 import cdmpp.profiler.cpu
-import cdmpp.program.codegen.compile
-import cdmpp.program.space  # noqa: F401
+import cdmpp.program.codegen.compile  # noqa: F401

@@ -7,6 +7,7 @@ evenly spaced positions of each output and the mean of all absolute values, so t
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,6 @@ from cdmpp.errors import ProgramError
 #: Shape and dtype of a parameter or workspace.
 ArgSpec = tuple[tuple[int, ...], str]
 
-_BYTES = {
-    "bool": 1, "int8": 1, "uint8": 1,
-    "float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2,
-    "float64": 8, "int64": 8, "uint64": 8,
-}  # fmt: skip
 #: Values kept of each output.
 _POSITIONS = 1024
 #: Allowed difference, relative to the value and to the mean of the output: sums in another order, and the fast
@@ -44,8 +40,9 @@ class Reference:
 
 
 def argument_bytes(spec: ArgSpec) -> int:
-    """Bytes of an argument; elements of a dtype that is not listed have 4."""
-    return math.prod(spec[0]) * _BYTES.get(spec[1], 4)
+    """Bytes of an argument; the dtype's name says its bits, but for ``bool``."""
+    bits = re.search(r"\d+", spec[1])
+    return math.prod(spec[0]) * (max(1, int(bits[0]) // 8) if bits else 1)
 
 
 def argument_specs(func: Any) -> tuple[ArgSpec, ...]:
@@ -86,15 +83,17 @@ def reference_inputs(params: Sequence[ArgSpec], seed: int) -> list[NDArray[Any]]
 def random_values(params: Sequence[ArgSpec], rng: np.random.RandomState) -> Iterator[NDArray[Any]]:
     """Values of all parameters: floats in [0.1, 1), away from zero and denormals; integers by :func:`integer_range`."""
     bound = index_bound(params)
-    values: Any
     for shape, dtype in params:
-        if dtype == "bool":
-            values = rng.randint(0, 2, shape)
-        elif "int" in dtype:
-            values = rng.randint(*integer_range(dtype, bound), shape)
-        else:
-            values = rng.random_sample(shape) * 0.9 + 0.1
-        yield np.array(values, dtype)
+        yield np.array(drawn(dtype, shape, bound, rng), dtype)
+
+
+def drawn(dtype: str, shape: int | tuple[int, ...], bound: int, rng: Any) -> Any:
+    """Values for a parameter that are still to be cast to its dtype, by a ``RandomState`` of NumPy or of cupy."""
+    if dtype == "bool":
+        return rng.randint(0, 2, shape)
+    if "int" in dtype:
+        return rng.randint(*integer_range(dtype, bound), shape)
+    return rng.random_sample(shape) * 0.9 + 0.1
 
 
 def positions(size: int) -> NDArray[np.int64]:
@@ -114,11 +113,9 @@ def summarise_outputs(task: str, seed: int, outputs: Mapping[int, NDArray[Any]])
 
 
 def output_error(found: Reference, expected: Reference) -> float:
-    """Largest difference of outputs from a reference of the same task and seed; up to :data:`TOLERANCE` they are equal.
-
-    It is relative to the larger of the expected value and the output's mean, so that a sum that cancels is not asked for
-    digits that it does not have. NaN equals NaN.
-    """
+    """Largest difference of outputs from a reference of the same task and seed; up to :data:`TOLERANCE` they are equal. It is
+    relative to the larger of the expected value and the output's mean, so that a sum that cancels is not asked for digits
+    that it does not have. NaN equals NaN."""
     worst, tiny = 0.0, np.finfo(np.float32).tiny
     for number, values in expected.outputs.items():
         other, scale = found.outputs[number], expected.means[number]

@@ -41,94 +41,91 @@ def _of_buffer(offset: int = 0) -> MemoryOperand:
     return MemoryOperand(_BUFFER, displ=offset, displ_size=8)
 
 
-class Assembler:
-    """Bodies of loops, and loops of bodies."""
+def chain(length: int) -> Body:
+    """Additions that wait for each other."""
+    return [Instruction.create_reg_i32(Code.ADD_RM64_IMM8, Register.RAX, 1) for _ in range(length)]
 
-    def chain(self, length: int) -> Body:
-        """Additions that wait for each other."""
-        return [Instruction.create_reg_i32(Code.ADD_RM64_IMM8, Register.RAX, 1) for _ in range(length)]
 
-    def of_three(self, name: str, bits: int, number: int) -> Body:
-        """Multiply-adds (``fma``), divisions or shuffles of registers."""
-        code, first = _CODES[name, bits], _FIRST[bits]
-        return [Instruction.create_reg_reg_reg(code, first + i, first + 13, first + 14) for i in range(number)]
-
-    def load(self, bits: int, number: int) -> Body:
-        code, first = _CODES["load", bits], _FIRST[bits]
+def alike(name: str, bits: int, number: int) -> Body:
+    """Multiply-adds (``fma``), divisions or shuffles of registers, loads from the buffer, or stores to it."""
+    code, first = _CODES[name, bits], _FIRST[bits]
+    if name == "load":
         return [Instruction.create_reg_mem(code, first + i, _of_buffer(64 * i)) for i in range(number)]
-
-    def store(self, bits: int, number: int) -> Body:
-        code, first = _CODES["store", bits], _FIRST[bits]
+    if name == "store":
         return [Instruction.create_mem_reg(code, _of_buffer(64 * i), first + i) for i in range(number)]
+    return [Instruction.create_reg_reg_reg(code, first + i, first + 13, first + 14) for i in range(number)]
 
-    def gather(self, bits: int, number: int) -> Body:
-        """Elements a cache line apart at most; each gather sets its mask anew, which it clears."""
-        found: Body = []
-        for i in range(number):
-            memory = MemoryOperand(_BUFFER, _FIRST[bits] + 15, 4)
-            if bits == 512:
-                ones = Instruction.create_reg_reg_reg(Code.VEX_KXNORW_KR_KR_KR, Register.K1, Register.K0, Register.K0)
-                gather = Instruction.create_reg_mem(Code.EVEX_VGATHERDPS_ZMM_K1_VM32Z, _FIRST[bits] + i, memory)
-                gather.op_mask = Register.K1
-            else:
-                mask = _FIRST[bits] + 14
-                ones = Instruction.create_reg_reg_reg(Code.VEX_VPCMPEQD_YMM_YMM_YMMM256, mask, mask, mask)
-                gather = Instruction.create_reg_mem_reg(
-                    Code.VEX_VGATHERDPS_YMM_VM32Y_YMM, _FIRST[bits] + i, memory, mask
-                )
-            found += [ones, gather]
-        return found
 
-    def call(self, number: int) -> Body:
-        """Calls of the function that the argument points to, of the buffer's first element."""
-        load = Instruction.create_reg_mem(Code.VEX_VMOVSS_XMM_M32, Register.XMM0, _of_buffer())
-        return [load, Instruction.create_reg(Code.CALL_RM64, _ARGUMENT)] * number
+def gather(bits: int, number: int) -> Body:
+    """Elements a cache line apart at most; each gather sets its mask anew, which it clears."""
+    found: Body = []
+    for i in range(number):
+        memory = MemoryOperand(_BUFFER, _FIRST[bits] + 15, 4)
+        if bits == 512:
+            ones = Instruction.create_reg_reg_reg(Code.VEX_KXNORW_KR_KR_KR, Register.K1, Register.K0, Register.K0)
+            gather = Instruction.create_reg_mem(Code.EVEX_VGATHERDPS_ZMM_K1_VM32Z, _FIRST[bits] + i, memory)
+            gather.op_mask = Register.K1
+        else:
+            mask = _FIRST[bits] + 14
+            ones = Instruction.create_reg_reg_reg(Code.VEX_VPCMPEQD_YMM_YMM_YMMM256, mask, mask, mask)
+            gather = Instruction.create_reg_mem_reg(Code.VEX_VGATHERDPS_YMM_VM32Y_YMM, _FIRST[bits] + i, memory, mask)
+        found += [ones, gather]
+    return found
 
-    def chase(self, number: int) -> Body:
-        """Loads of which each gives the next one's offset."""
-        memory = MemoryOperand(_BUFFER, Register.RAX)
-        return [Instruction.create_reg_mem(Code.MOV_R64_RM64, Register.RAX, memory)] * number
 
-    def stream(self, bits: int, lines: int) -> Callable[[int, int, int], None]:
-        """A loop that loads so many lines in a row, as often as the argument says, from the buffer's beginning each time."""
-        memory = [MemoryOperand(Register.RAX, displ=at, displ_size=8) for at in range(0, 64 * lines, bits // 8)]
-        code, first = _CODES["load", bits], _FIRST[bits]
-        inner = [Instruction.create_reg_mem(code, first + i % 12, place) for i, place in enumerate(memory)]
-        inner[0].ip = _AGAIN
-        return self.loop([
-            Instruction.create_reg_reg(Code.MOV_R64_RM64, Register.RAX, _BUFFER),
-            Instruction.create_reg_reg(Code.MOV_R64_RM64, Register.RCX, _ARGUMENT),
-            *inner,
-            Instruction.create_reg_i32(Code.ADD_RM64_IMM32, Register.RAX, 64 * lines),
-            Instruction.create_reg_i32(Code.SUB_RM64_IMM8, Register.RCX, 1),
-            Instruction.create_branch(Code.JNE_REL32_64, _AGAIN),
-        ])  # fmt: skip
+def call(number: int) -> Body:
+    """Calls of the function that the argument points to, of the buffer's first element."""
+    load = Instruction.create_reg_mem(Code.VEX_VMOVSS_XMM_M32, Register.XMM0, _of_buffer())
+    return [load, Instruction.create_reg(Code.CALL_RM64, _ARGUMENT)] * number
 
-    def loop(self, body: Sequence[Instruction]) -> Callable[[int, int, int], None]:
-        """A function that runs a body as often as its first argument says."""
-        begin = [Instruction.create_reg(Code.PUSH_R64, register) for register in _SAVED]
-        begin += [
-            Instruction.create_reg_reg(Code.MOV_R64_RM64, register, given)
-            for register, given in ((_COUNT, Register.RDI), (_BUFFER, Register.RSI), (_ARGUMENT, Register.RDX))
-        ]
-        for register in (Register.YMM13, Register.YMM14, Register.YMM15):  # zeros, also of what indices are made of
-            begin.append(Instruction.create_reg_reg_reg(Code.VEX_VXORPS_YMM_YMM_YMMM256, register, register, register))
-        begin.append(Instruction.create_reg_reg(Code.XOR_R32_RM32, Register.EAX, Register.EAX))
-        begin.append(Instruction.create(Code.NOPD))
-        begin[-1].ip = _BODY
-        end = [
-            Instruction.create_reg_i32(Code.SUB_RM64_IMM8, _COUNT, 1),
-            Instruction.create_branch(Code.JNE_REL32_64, _BODY),
-            Instruction.create(Code.VEX_VZEROUPPER),
-            *(Instruction.create_reg(Code.POP_R64, register) for register in reversed(_SAVED)),
-            Instruction.create(Code.RETNQ),
-        ]
-        encoder = BlockEncoder(64)
-        encoder.add_many([*begin, *body, *end])
-        code = encoder.encode(0)
-        memory = mmap.mmap(-1, len(code), prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
-        memory.write(code)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        function = ctypes.CFUNCTYPE(None, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)(address)
-        function.code = memory  # type: ignore[attr-defined]  # which lives as long as the function
-        return function
+
+def chase(number: int) -> Body:
+    """Loads of which each gives the next one's offset."""
+    memory = MemoryOperand(_BUFFER, Register.RAX)
+    return [Instruction.create_reg_mem(Code.MOV_R64_RM64, Register.RAX, memory)] * number
+
+
+def stream(bits: int, lines: int) -> Callable[[int, int, int], None]:
+    """A loop that loads so many lines in a row, as often as the argument says, from the buffer's beginning each time."""
+    memory = [MemoryOperand(Register.RAX, displ=at, displ_size=8) for at in range(0, 64 * lines, bits // 8)]
+    code, first = _CODES["load", bits], _FIRST[bits]
+    inner = [Instruction.create_reg_mem(code, first + i % 12, place) for i, place in enumerate(memory)]
+    inner[0].ip = _AGAIN
+    return loop([
+        Instruction.create_reg_reg(Code.MOV_R64_RM64, Register.RAX, _BUFFER),
+        Instruction.create_reg_reg(Code.MOV_R64_RM64, Register.RCX, _ARGUMENT),
+        *inner,
+        Instruction.create_reg_i32(Code.ADD_RM64_IMM32, Register.RAX, 64 * lines),
+        Instruction.create_reg_i32(Code.SUB_RM64_IMM8, Register.RCX, 1),
+        Instruction.create_branch(Code.JNE_REL32_64, _AGAIN),
+    ])  # fmt: skip
+
+
+def loop(body: Sequence[Instruction]) -> Callable[[int, int, int], None]:
+    """A function that runs a body as often as its first argument says."""
+    begin = [Instruction.create_reg(Code.PUSH_R64, register) for register in _SAVED]
+    begin += [
+        Instruction.create_reg_reg(Code.MOV_R64_RM64, register, given)
+        for register, given in ((_COUNT, Register.RDI), (_BUFFER, Register.RSI), (_ARGUMENT, Register.RDX))
+    ]
+    for register in (Register.YMM13, Register.YMM14, Register.YMM15):  # zeros, also of what indices are made of
+        begin.append(Instruction.create_reg_reg_reg(Code.VEX_VXORPS_YMM_YMM_YMMM256, register, register, register))
+    begin.append(Instruction.create_reg_reg(Code.XOR_R32_RM32, Register.EAX, Register.EAX))
+    begin.append(Instruction.create(Code.NOPD))
+    begin[-1].ip = _BODY
+    end = [
+        Instruction.create_reg_i32(Code.SUB_RM64_IMM8, _COUNT, 1),
+        Instruction.create_branch(Code.JNE_REL32_64, _BODY),
+        Instruction.create(Code.VEX_VZEROUPPER),
+        *(Instruction.create_reg(Code.POP_R64, register) for register in reversed(_SAVED)),
+        Instruction.create(Code.RETNQ),
+    ]
+    encoder = BlockEncoder(64)
+    encoder.add_many([*begin, *body, *end])
+    code = encoder.encode(0)
+    memory = mmap.mmap(-1, len(code), prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    memory.write(code)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    function = ctypes.CFUNCTYPE(None, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)(address)
+    function.code = memory  # type: ignore[attr-defined]  # which lives as long as the function
+    return function

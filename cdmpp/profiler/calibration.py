@@ -27,11 +27,8 @@ Labels = tuple[dict[str, float], float]
 
 @dataclass(frozen=True)
 class DegreeResult:
-    """How labels taken at one degree compare with labels taken alone, over `n` programs that have both.
-
-    ``median_difference`` and ``mean_difference`` are of |together / alone - 1|, ``bias`` is the median of
-    together / alone - 1; None if no program has both. ``spearman`` is None for fewer than three programs.
-    """
+    """How labels taken at one degree compare with labels taken alone, over `n` programs that have both: differences are of
+    |together / alone - 1|, ``bias`` is the median of together / alone - 1. None where there are none, or too few."""
 
     degree: int
     labels_per_s: float

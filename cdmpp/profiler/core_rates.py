@@ -15,7 +15,6 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,12 +37,12 @@ _KB = 1024
 
 @dataclass(frozen=True)
 class _Kernel:
-    """A loop: ``per_run`` of what is counted in each of its iterations, on a buffer from the given address."""
+    """A loop: ``per_run`` of what is counted in each of its iterations, on a buffer if it has one."""
 
     name: str
     code: Callable[..., float]
     per_run: float
-    address: int = 0
+    buffer: np.ndarray | None = None
     argument: int = 0
 
 
@@ -79,10 +78,10 @@ def _assembler(device: Device) -> Any:
     if platform.machine() != "x86_64" or (device.simd_bits or 0) < 256:
         raise CdmppError(f"{device.name}: rates of a core are measured on x86-64 with AVX2 alone")
     try:
-        from cdmpp.profiler.assembly import Assembler
+        from cdmpp.profiler import assembly
     except ImportError as error:
         raise CdmppError(f"assembling loops needs iced-x86: install cdmpp[tvm] ({error})") from error
-    return Assembler()
+    return assembly
 
 
 def _measure(kernels: Sequence[_Kernel]) -> tuple[dict[str, float], list[str]]:
@@ -112,10 +111,10 @@ def _spread(halves: Sequence[float]) -> float:
 
 def _rate(kernel: _Kernel) -> float:
     """Of what is counted, how much in a nanosecond; the number of iterations is doubled until a run is long enough."""
-    runs = 64
+    runs, address = 64, 0 if kernel.buffer is None else kernel.buffer.ctypes.data
     while True:
         began = time.thread_time_ns()  # of this thread alone: others may take the core between
-        kernel.code(runs, kernel.address, kernel.argument)
+        kernel.code(runs, address, kernel.argument)
         took = time.thread_time_ns() - began
         if took > 1e9 * _RUN_S:
             return kernel.per_run * runs / took
@@ -123,15 +122,14 @@ def _rate(kernel: _Kernel) -> float:
 
 
 def _kernels(asm: Any, device: Device) -> Iterable[_Kernel]:
-    here = _pages(4 * _KB).ctypes.data
+    here = _pages(4 * _KB)
     widths = [bits for bits in (128, 256, 512) if bits <= (device.simd_bits or 256)]
     yield _Kernel("clock_ghz", asm.loop(asm.chain(40)), 40)
     for bits in widths[1:]:
-        yield _Kernel(f"clock_{bits}_ghz", asm.loop([*asm.chain(16), *asm.of_three("fma", bits, 6)] * 2), 32)
+        yield _Kernel(f"clock_{bits}_ghz", asm.loop([*asm.chain(16), *asm.alike("fma", bits, 6)] * 2), 32)
     for bits in widths:
         for name in ("fma", "load", "store", "shuffle", "divide"):
-            body = getattr(asm, name, partial(asm.of_three, name))(bits, _UNROLLED)
-            yield _Kernel(f"{name}_{bits}_per_ns", asm.loop(body), _UNROLLED, here)
+            yield _Kernel(f"{name}_{bits}_per_ns", asm.loop(asm.alike(name, bits, _UNROLLED)), _UNROLLED, here)
     for bits in widths[1:]:
         yield _Kernel(f"gather_{bits}_per_ns", asm.loop(asm.gather(bits, 4)), 4 * bits / 32, here)
     library = ctypes.CDLL(ctypes.util.find_library("m") or "libm.so.6")
@@ -151,21 +149,16 @@ def _kernels(asm: Any, device: Device) -> Iterable[_Kernel]:
         yield _Kernel(f"{level}_gb_s", asm.stream(widths[-1], 8), turns * 8 * _LINE, chain, turns)
 
 
-#: What loops read and write.
-_BUFFERS: list[np.ndarray] = []
-
-
 def _pages(bytes_: int) -> np.ndarray:
-    """Zeros that begin with a page and are not freed, int64."""
+    """Zeros that begin with a page, int64."""
     buffer = np.zeros(bytes_ // 8 + 512, dtype=np.int64)
-    _BUFFERS.append(buffer)
     start = -buffer.ctypes.data % 4096 // 8
     return buffer[start : start + bytes_ // 8]
 
 
-def _cycle(lines: int) -> int:
-    """Address of lines of which each begins with the offset of another one, all in one random cycle."""
+def _cycle(lines: int) -> np.ndarray:
+    """Cache lines of which each begins with the offset of another one, all in one random cycle."""
     found = _pages(lines * _LINE)
     order = np.random.default_rng(0).permutation(lines)
     found[order * (_LINE // 8)] = np.roll(order, -1) * _LINE
-    return int(found.ctypes.data)
+    return found

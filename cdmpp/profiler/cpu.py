@@ -39,6 +39,7 @@ from cdmpp.profiler import machine
 from cdmpp.profiler.engine import BuildConfig, BuildJob, Built, Executor, Measured, Measurer, Running, last_line
 from cdmpp.profiler.machine import Sentinel, Worker, WorkerDied, WorkerLost, requests
 from cdmpp.profiler.statistics import SamplingPlan, label
+from cdmpp.program.space import Rebuilder
 from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.program.types import Program, Task
 
@@ -70,10 +71,8 @@ _FULL_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class SharedObject(Built):
-    """What became of a job at building; ``path`` and ``args`` are set if ``status`` is ``ok``.
-
-    Where it was built on another machine, ``code`` refers to the file's content.
-    """
+    """What became of a job at building; ``path`` and ``args`` are set if ``status`` is ``ok``. Where it was built on another
+    machine, ``code`` refers to the file's content."""
 
     program: str
     path: str = ""
@@ -228,10 +227,7 @@ def measure_batch(
 def measure_worker(
     connection: Connection, config: CpuConfig, cores: tuple[int, ...], sentinel: SharedObject | None
 ) -> None:
-    """Serve lists of :class:`SharedObject` until the connection closes (runs in its own process).
-
-    `cores` are the ones it owns; one thread each.
-    """
+    """Serve lists of :class:`SharedObject` on its cores, a thread on each (runs in its own process)."""
     machine.die_with_parent()
     machine.pin(cores)
 
@@ -346,16 +342,16 @@ class ObjectBuilder:
 
     def __init__(self, target: Mapping[str, Any], folder: Path | None, config: CpuConfig) -> None:
         from cdmpp.program.codegen.compile import ObjectCache
-        from cdmpp.program.space import Rebuilder
 
         folder = folder or config.work_folder()
-        machine.redirect_stderr(folder / f"stderr-{os.getpid()}")
+        with (folder / f"stderr-{os.getpid()}").open("ab") as complaints:  # of C++ code, too
+            os.dup2(complaints.fileno(), 2)
         import_tvm()
         self._target, self._folder = dict(target), folder
         self._cache = ObjectCache(config.object_cache, target)
         self._rebuild = Rebuilder()
 
-    def __call__(self, job: BuildJob) -> SharedObject | ProfilerError:
+    def __call__(self, job: BuildJob) -> SharedObject:
         from cdmpp.profiler.arguments import argument_specs
         from cdmpp.program.codegen.compile import compile_to_shared_object
 
@@ -378,7 +374,7 @@ class ObjectBuilder:
         except Exception as err:  # TVM reports through its own error types
             error = f"{type(err).__name__}: {last_line(err)}"[:500]
         if "No space left" in error or shutil.disk_usage(self._folder).free < _FULL_BYTES:
-            return ProfilerError(
+            raise ProfilerError(
                 f"no space left in {self._folder} for shared objects; what was measured is kept, "
                 "free some space and go on with --resume"
             )
@@ -408,10 +404,9 @@ class _Item:
 class CpuMeasurer(Measurer):
     """Deals batches of programs to measuring processes that own their cores; decides what is measured again.
 
-    Programs are compiled for the TVM target dictionary `target`. The `executor` starts the measuring processes (the degree of
-    parallelism). `sentinel` is timed around every batch to see drift (:func:`sentinel_job`). Without `overlap`
-    everything is built first, then measured with nothing else running. On opening, ProfilerError where there are no cores, or
-    if the sentinel program does not build; later, if all devices are lost.
+    Programs are compiled for the TVM target dictionary `target`. `sentinel` (:func:`sentinel_job`) is timed around every batch
+    to see drift. Without `overlap` everything is built first, then measured with nothing else running. ProfilerError on
+    opening where there are no cores, or the sentinel program does not build; later, if all devices are lost.
     """
 
     config: CpuConfig

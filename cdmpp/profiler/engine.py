@@ -7,13 +7,12 @@ built and measured is its :class:`Measurer`'s. The engine knows nothing of datas
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
-from types import TracebackType
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from cdmpp.errors import ProfilerError
@@ -107,22 +106,22 @@ def last_line(err: Exception) -> str:
 
 
 #: A class that builds, made in each building process with these arguments, and the process's niceness. Objects of it are
-#: called with a job and give what was built, or a ProfilerError that ends the run.
-Builder = tuple[Callable[..., Callable[[Any], Built | ProfilerError]], tuple[Any, ...], int]
+#: called with a job and give what was built; a ProfilerError ends the run.
+Builder = tuple[Callable[..., Callable[[Any], Built]], tuple[Any, ...], int]
 
 
 def build_worker(connection: Connection, builder: Builder) -> None:
     """Build job after job until the connection closes (runs in its own process; it never runs what it built)."""
     make, args, niceness = builder
     machine.die_with_parent()
-    machine.stand_back(niceness)
+    os.nice(niceness)  # measuring processes go first
     build = make(*args)
     for job in requests(connection):
         started = time.perf_counter()
-        built = build(job)
-        if not isinstance(built, ProfilerError):
-            built = replace(built, build_s=time.perf_counter() - started)
-        connection.send(built)
+        try:
+            connection.send(replace(build(job), build_s=time.perf_counter() - started))
+        except ProfilerError as err:
+            connection.send(err)
 
 
 class Executor:
@@ -147,7 +146,7 @@ class Executor:
 
     def builders(self, builder: Builder, count: int) -> list[Any]:
         """Start builders (:func:`build_worker`)."""
-        return [Worker(build_worker, (builder,), f"builder-{i}") for i in range(count)]
+        return [Worker(build_worker, (builder,), f"builder-{i}", of_cpu_time=True) for i in range(count)]
 
     def measurers(self, serve: Callable[..., None], config: BuildConfig, sentinel: Any) -> list[Any]:
         """Start what measures: `serve` with a connection, `config`, cores of its own, and the sentinel program."""
@@ -157,7 +156,8 @@ class Executor:
 
     def ready(self, workers: list[Any], timeout_s: float) -> list[Any]:
         """The busy ones of `workers` that have a message or are dead, waiting at most `timeout_s`."""
-        return machine.ready(workers, timeout_s)
+        busy = {w.connection: w for w in workers if w.load is not None}
+        return [busy[c] for c in wait(list(busy), timeout_s)] if busy else []
 
 
 class Measurer:
@@ -245,15 +245,14 @@ class Engine:
         self._to_build: deque[tuple[Any, int]] = deque()
 
     def __enter__(self) -> Engine:
-        with ExitStack() as undo:
-            undo.callback(self._close, kill=True)
+        try:
             self.measurer.open(self._build_now)
-            undo.pop_all()
+        except BaseException:
+            self._close(kill=True)
+            raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._close(kill=kind is not None)
 
     def cancel(self) -> None:
@@ -283,8 +282,6 @@ class Engine:
                 'script that starts them: it must call cdmpp under `if __name__ == "__main__":`'
             ) from err
         worker.finished()
-        if isinstance(built, ProfilerError):
-            raise built
         if built.status != "ok":
             raise ProfilerError(f"{what} does not build: {built.error}")
         return built
@@ -344,7 +341,7 @@ class Engine:
         for worker in self._builders:
             if worker.load is None and self._to_build:
                 load = self._to_build.popleft()
-                if not worker.submit(load[0], load, self.config.build_timeout_s, of_cpu_time=True):
+                if not worker.submit(load[0], load, self.config.build_timeout_s):
                     self._to_build.appendleft(load)
 
     def _take(self, job: Any, built: Built) -> None:
@@ -368,8 +365,6 @@ class Engine:
                 self.measurer.fail(job, "build_error", f"the compiler died twice, last {reason}")
             return
         worker.finished()
-        if isinstance(built, ProfilerError):
-            raise built
         self._take(job, built)
 
     def _overdue(self, worker: Worker) -> None:

@@ -73,8 +73,8 @@ def profile_library(
     """
     import torch
 
-    device = get_device(device) if isinstance(device, str) else device
-    if device.base != getattr(get_device("this-cpu"), "base", None):
+    device = get_device(device)
+    if device.base != get_device("this-cpu").base:
         raise ProfilerError(f"{device.name} is not this machine's CPU, whose kernels alone can be timed here")
     folder, began = Path(out), time.monotonic()
     known = _known(folder, device, resume)

@@ -4,6 +4,7 @@ the core itself say about disturbances (Linux).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import multiprocessing
@@ -14,7 +15,8 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection, wait
+from importlib import metadata
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -45,29 +47,17 @@ _PAUSE_S = 0.004
 def die_with_parent() -> None:
     """Leave Ctrl-C to the parent, and ask the kernel to kill this process when the one that started it dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    libc = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, "prctl"):
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def redirect_stderr(path: Path) -> None:
-    """Let this process, and the C++ code in it, write its complaints to a file."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def pin(cores: tuple[int, ...]) -> None:
     """Keep this process on `cores`."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)
+    os.sched_setaffinity(0, cores)
 
 
 def usable_cores() -> tuple[int, ...]:
     """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return tuple(sorted(os.sched_getaffinity(0)))
-    return tuple(range(os.cpu_count() or 1))
+    return tuple(sorted(os.sched_getaffinity(0)))
 
 
 def core_groups(cores: Sequence[int], threads: int, degree: int) -> tuple[tuple[int, ...], ...]:
@@ -88,21 +78,13 @@ def own_the_core() -> str:
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
         return "fifo"
-    except (OSError, AttributeError) as err:
+    except OSError as err:
         logger.debug("no real-time priority: %s", err)
     try:
         os.setpriority(os.PRIO_PROCESS, 0, -10)
         return "nice"
     except OSError:
         return "normal"
-
-
-def stand_back(niceness: int = 10) -> None:
-    """Give way to measuring processes."""
-    try:
-        os.setpriority(os.PRIO_PROCESS, 0, niceness)
-    except OSError as err:
-        logger.debug("cannot lower the priority: %s", err)
 
 
 def preemptions() -> int:
@@ -118,6 +100,15 @@ def steal_ticks(cores: tuple[int, ...]) -> int:
         return 0
     wanted = {f"cpu{c}" for c in cores}
     return sum(int(fields[8]) for fields in lines if fields and fields[0] in wanted and len(fields) > 8)
+
+
+def installed(*packages: str) -> dict[str, str]:
+    """The versions of those that are installed."""
+    found = {}
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
 
 
 def make_work_folder(parent: Path) -> Path:
@@ -141,20 +132,23 @@ class WorkerLost(WorkerDied):
 
 
 class Worker:
-    """One process that serves requests over a pipe, one at a time: it runs `target` with its end of the pipe and `args`."""
+    """One process that serves requests over a pipe, one at a time: it runs `target` with its end of the pipe and `args`.
+
+    Deadlines are `of_cpu_time` where the process may wait for a core (up to five times as long).
+    """
 
     #: The node of a cluster that it runs on; "" for this machine.
     node = ""
 
-    def __init__(self, target: Callable[..., None], args: tuple[Any, ...], name: str) -> None:
-        self.name = name
+    def __init__(
+        self, target: Callable[..., None], args: tuple[Any, ...], name: str, *, of_cpu_time: bool = False
+    ) -> None:
+        self.name, self._of_cpu_time = name, of_cpu_time
         self._target, self._args = target, args
         self._process: Any = None
         self.connection: Connection
         #: What it is working on; None when idle.
         self.load: Any = None
-        self._deadline = float("inf")
-        self._cpu_deadline = float("inf")
         self._start()
 
     def _start(self) -> None:
@@ -170,7 +164,7 @@ class Worker:
     def pid(self) -> int:
         return int(self._process.pid)
 
-    def submit(self, request: Any, load: Any, timeout_s: float, *, of_cpu_time: bool = False) -> bool:
+    def submit(self, request: Any, load: Any, timeout_s: float) -> bool:
         """Send a request; False if the process was found dead (it is then replaced and idle)."""
         try:
             self.connection.send(request)
@@ -178,18 +172,13 @@ class Worker:
             self.replace()
             return False
         self.load = load
-        self.extend(timeout_s, of_cpu_time=of_cpu_time)
+        self.extend(timeout_s)
         return True
 
-    def extend(self, timeout_s: float, *, of_cpu_time: bool = False) -> None:
-        """Set the deadline `timeout_s` from now; with `of_cpu_time` the process may wait for a core meanwhile
-        (up to five times as long)."""
-        now = time.monotonic()
-        if of_cpu_time:
-            self._cpu_deadline = self._cpu_time() + timeout_s
-            self._deadline = now + 5 * timeout_s
-        else:
-            self._deadline = now + timeout_s
+    def extend(self, timeout_s: float) -> None:
+        """Set the deadline `timeout_s` from now."""
+        self._deadline = time.monotonic() + timeout_s * (5 if self._of_cpu_time else 1)
+        self._cpu_deadline = self._cpu_time() + timeout_s if self._of_cpu_time else float("inf")
 
     def _cpu_time(self) -> float:
         try:
@@ -200,24 +189,25 @@ class Worker:
 
     def overdue(self) -> bool:
         """Whether the deadline has passed."""
-        late = time.monotonic() > self._deadline
-        return self.load is not None and (
-            late or (self._cpu_deadline < float("inf") and self._cpu_time() > self._cpu_deadline)
-        )
+        if self.load is None:
+            return False
+        return time.monotonic() > self._deadline or (self._of_cpu_time and self._cpu_time() > self._cpu_deadline)
 
     def finished(self) -> None:
         """Mark the process idle."""
         self.load = None
-        self._deadline = self._cpu_deadline = float("inf")
 
     def receive(self) -> Any:
-        """What it has sent next (WorkerDied)."""
+        """What it has sent next; an exception is raised, WorkerDied where it is dead."""
         try:
-            return self.connection.recv()
+            message = self.connection.recv()
         except (EOFError, ConnectionResetError) as err:
             raise WorkerDied(self.exit_reason()) from err
         except Exception as err:  # a program that overwrote the memory of its process: pickle raises anything
             raise WorkerDied(f"it sent what cannot be read: {err}") from err
+        if isinstance(message, Exception):
+            raise message
+        return message
 
     def exit_reason(self) -> str:
         """How a dead process ended, in words."""
@@ -248,12 +238,6 @@ class Worker:
         except OSError:
             pass
         self.kill()
-
-
-def ready(workers: list[Worker], timeout_s: float) -> list[Worker]:
-    """The busy workers that have sent something (or are dead), waiting at most `timeout_s`."""
-    busy = {w.connection: w for w in workers if w.load is not None}
-    return [busy[c] for c in wait(list(busy), timeout_s)] if busy else []  # type: ignore[index]
 
 
 def requests(connection: Connection) -> Iterator[Any]:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from cdmpp.dataset import Dataset, DatasetView
 from cdmpp.errors import ProfilerError, ProgramError
 from cdmpp.profiler.engine import BuildJob, Outcome
+from cdmpp.program.space import TaskSpaces
 from cdmpp.program.types import Program, Task
 
 if TYPE_CHECKING:
-    from cdmpp.dataset import DatasetView
     from cdmpp.program.network import Network
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,6 @@ def network_tasks(
     so, and if the networks are all of the zoo, where a name says everything. NetworkError for a network that is unknown or
     cannot be imported, ProfilerError if there is no task.
     """
-    from cdmpp.dataset import Dataset
     from cdmpp.program.network import load_network
     from cdmpp.program.tasks import extract_tasks
 
@@ -143,8 +143,6 @@ class TaskPlan:
 
     def _draw(self, task: Task, origin: str, wanted: int) -> Iterator[BuildJob | None]:
         """What is missing of a task's random or searched programs, of `wanted` in all."""
-        from cdmpp.program.space import TaskSpaces
-
         known = self._programs[task.hash]
         have = sum(p.origin == origin for p in known.values())
         share = self.search_fraction if origin == "search" else 1 - self.search_fraction

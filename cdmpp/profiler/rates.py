@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from cdmpp.device import Device, DeviceTable, load_table
@@ -33,12 +34,7 @@ _GIVEN = 0.6
 _FILLS = {
     "copy_gb_s": "bandwidth_gb_s",
     "launch_us": "launch_overhead_us",
-    "l2_kb": "l2_kb",
-    "cores": "cores",
-    "mem_gb": "mem_gb",
-    "clock_mhz": "clock_mhz",
-    "max_threads_per_core": "max_threads_per_core",
-    "shared_kb": "shared_kb",
+    **{name: name for name in ("l2_kb", "cores", "mem_gb", "clock_mhz", "max_threads_per_core", "shared_kb")},
 }
 
 
@@ -59,13 +55,8 @@ class MeasuredDevice:
 def measure_machine(table: DeviceTable | None = None) -> list[MeasuredDevice]:
     """Measure this machine's CPU, and its GPU where torch reaches one."""
     table = table or load_table()
-    devices = [measure_cpu(table)]
-    gpu = measure_gpu()
-    if gpu is not None:
-        name, arch, results = gpu
-        vendor = "nvidia" if arch.startswith("sm_") else "amd"
-        devices.append(as_row(table, name, "gpu", results, vendor=vendor, mcpu=arch))
-    return devices
+    found = [measure_cpu(table), measure_gpu(table)]
+    return [device for device in found if device is not None]
 
 
 def measure_cpu(table: DeviceTable | None = None) -> MeasuredDevice:
@@ -172,80 +163,64 @@ def as_row(
     return MeasuredDevice(row, known, results, tuple(skipped))
 
 
-def measure_gpu() -> tuple[str, str, dict[str, float]] | None:
-    """Model, LLVM's architecture and results of the first GPU; None without one."""
-    library = _torch_gpu()
-    if library is None:
+def measure_gpu(table: DeviceTable) -> MeasuredDevice | None:
+    """Measure the first GPU that torch reaches (CUDA or ROCm); None without one."""
+    import torch
+
+    if not torch.cuda.is_available():
         return None
-    name, arch, results = library.properties()
-    results["copy_gb_s"] = 2 * _GPU_STREAM_BYTES / library.seconds(library.copy()) / 1e9
-    for dtype, quantity in (
-        ("float32", "float32_gflops"), ("tfloat32", "tfloat32_matrix_gflops"), ("float16", "float16_matrix_gflops"),
+    found: Any = torch.cuda.get_device_properties(0)
+    results = {"cores": float(found.multi_processor_count), "mem_gb": found.total_memory / 2**30}
+    for name, quantity, unit in (
+        ("L2_cache_size", "l2_kb", 1024.0), ("max_threads_per_multi_processor", "max_threads_per_core", 1.0),
+        ("shared_memory_per_multiprocessor", "shared_kb", 1024.0), ("clock_rate", "clock_mhz", 1000.0),
     ):  # fmt: skip
-        results[quantity] = 2 * _GPU_SIDE**3 / library.seconds(library.product(dtype)) / 1e9
-    tiny = library.tiny()
+        if getattr(found, name, 0):
+            results[quantity] = getattr(found, name) / unit
+    results |= _gpu_rates("cuda", _gpu_seconds)
+    if torch.version.hip:
+        return as_row(table, found.name, "gpu", results, vendor="amd", mcpu=found.gcnArchName.partition(":")[0])
+    return as_row(table, found.name, "gpu", results, vendor="nvidia", mcpu=f"sm_{found.major}{found.minor}")
+
+
+def _gpu_rates(where: str, seconds: Callable[[Callable[[], Any]], float]) -> dict[str, float]:
+    """Bandwidth of a copy, rates of matrix products, and the cost of a launch, on a device of torch."""
+    import torch
+
+    a = torch.ones(_GPU_STREAM_BYTES // 4, device=where)
+    b = torch.empty_like(a)
+    results = {"copy_gb_s": 2 * _GPU_STREAM_BYTES / seconds(lambda: b.copy_(a)) / 1e9}
+    switch = torch.backends.cuda.matmul
+    before = switch.allow_tf32
+    for quantity, dtype, tf32 in (
+        ("float32_gflops", torch.float32, False), ("tfloat32_matrix_gflops", torch.float32, True),
+        ("float16_matrix_gflops", torch.float16, False),
+    ):  # fmt: skip
+        x, y = (torch.ones(_GPU_SIDE, _GPU_SIDE, device=where, dtype=dtype) for _ in range(2))
+        switch.allow_tf32 = tf32
+        results[quantity] = 2 * _GPU_SIDE**3 / seconds(partial(torch.mm, x, y)) / 1e9
+    switch.allow_tf32 = before
+    one = torch.ones(1, device=where)
 
     def many() -> None:
         for _ in range(_LAUNCHES):
-            tiny()
+            one.add_(1.0)
 
-    results["launch_us"] = 1e6 * library.seconds(many) / _LAUNCHES
-    return name, arch, results
-
-
-def _torch_gpu() -> _TorchGpu | None:
-    import torch
-
-    return _TorchGpu(torch) if torch.cuda.is_available() else None
+    results["launch_us"] = 1e6 * seconds(many) / _LAUNCHES
+    return results
 
 
-class _TorchGpu:
-    """What the benchmarks need of a GPU, by torch (CUDA or ROCm)."""
+def _gpu_seconds(run: Callable[[], Any]) -> float:
+    """Shortest of several runs by the GPU's own clock, after one that does not count."""
+    from torch import cuda
 
-    def __init__(self, torch: Any) -> None:
-        self.torch = torch
-
-    def properties(self) -> tuple[str, str, dict[str, float]]:
-        found = self.torch.cuda.get_device_properties(0)
-        results = {"cores": float(found.multi_processor_count), "mem_gb": found.total_memory / 2**30}
-        for name, quantity, unit in (
-            ("L2_cache_size", "l2_kb", 1024.0), ("max_threads_per_multi_processor", "max_threads_per_core", 1.0),
-            ("shared_memory_per_multiprocessor", "shared_kb", 1024.0), ("clock_rate", "clock_mhz", 1000.0),
-        ):  # fmt: skip
-            if getattr(found, name, 0):
-                results[quantity] = getattr(found, name) / unit
-        rocm = getattr(found, "gcnArchName", "") if self.torch.version.hip else ""
-        return found.name, rocm.partition(":")[0] or f"sm_{found.major}{found.minor}", results
-
-    def seconds(self, run: Callable[[], Any]) -> float:
-        cuda, times_ms = self.torch.cuda, []
+    times_ms = []
+    run()
+    for _ in range(_RUNS):
+        start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        start.record()
         run()
-        for _ in range(_RUNS):
-            start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-            start.record()
-            run()
-            end.record()
-            cuda.synchronize()
-            times_ms.append(start.elapsed_time(end))
-        return float(min(times_ms)) / 1e3
-
-    def copy(self) -> Callable[[], Any]:
-        a = self.torch.ones(_GPU_STREAM_BYTES // 4, device="cuda")
-        b = self.torch.empty_like(a)
-        return lambda: b.copy_(a)
-
-    def product(self, dtype: str) -> Callable[[], Any]:
-        kind = self.torch.float16 if dtype == "float16" else self.torch.float32
-        a, b = (self.torch.ones(_GPU_SIDE, _GPU_SIDE, device="cuda", dtype=kind) for _ in range(2))
-        switch = self.torch.backends.cuda.matmul
-
-        def run() -> None:
-            before, switch.allow_tf32 = switch.allow_tf32, dtype == "tfloat32"
-            self.torch.mm(a, b)
-            switch.allow_tf32 = before
-
-        return run
-
-    def tiny(self) -> Callable[[], Any]:
-        a = self.torch.ones(1, device="cuda")
-        return lambda: a.add_(1.0)
+        end.record()
+        cuda.synchronize()
+        times_ms.append(start.elapsed_time(end))
+    return float(min(times_ms)) / 1e3

@@ -19,7 +19,6 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -94,43 +93,38 @@ def _described(node: Node, asked: str) -> Node:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in ("cdmpp", "ray", "apache-tvm"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
+    return {"python": platform.python_version(), **machine.installed("cdmpp", "ray", "apache-tvm")}
 
 
-class _Process:
-    """A worker process of this node and its limits of time."""
+class _Process(Worker):
+    """A worker process of this node, which keeps the limits of time."""
 
-    def __init__(self, target: Callable[..., None], args: tuple[Any, ...], name: str) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         # A fork server's children import the main module, which is Ray's.
         sys.modules["__main__"].__file__ = None
-        self.worker = Worker(target, args, name)
+        super().__init__(*args, **options)
 
-    def answers(self, request: Any, timeout_s: float, *, of_cpu_time: bool = False) -> Iterator[Any]:
-        """What it sends until the request is done; at last WorkerDied or TimeoutError, as values, where it ended over it."""
-        worker = self.worker
-        while not worker.submit(request, True, timeout_s, of_cpu_time=of_cpu_time):
+    def answers(self, request: Any, timeout_s: float) -> Iterator[Any]:
+        """What it sends until the request is done; at last why it ended over it, as a value."""
+        while not self.submit(request, True, timeout_s):
             pass
         message: Any = Running()
         while isinstance(message, Running | Measured):
-            if machine.ready([worker], 0.2):
+            if self.connection.poll(0.2):
                 try:
-                    message = worker.receive()
-                except WorkerDied as err:
+                    message = self.receive()
+                except (WorkerDied, ProfilerError) as err:
                     message = err
                 if isinstance(message, Running):
-                    worker.extend(message.timeout_s)
-            elif worker.overdue():
+                    self.extend(message.timeout_s)
+            elif self.overdue():
                 message = TimeoutError()
             else:
                 continue
             if isinstance(message, Exception):
-                worker.replace()
+                self.replace()
             yield message
-        worker.finished()
+        self.finished()
 
 
 #: The builder of this process of Ray's, by what it was made of: it serves one task after another.
@@ -141,9 +135,9 @@ def _build(builder: Builder, job: Any, timeout_s: float) -> tuple[Any, bytes]:
     """What was built, and the content of its file (runs on a node)."""
     if (key := repr(builder)) not in _builders:
         while _builders:
-            _builders.popitem()[1].worker.kill()
-        _builders[key] = _Process(build_worker, (builder,), "builder")
-    (built,) = _builders[key].answers(job, timeout_s, of_cpu_time=True)
+            _builders.popitem()[1].kill()
+        _builders[key] = _Process(build_worker, (builder,), "builder", of_cpu_time=True)
+    (built,) = _builders[key].answers(job, timeout_s)
     if not isinstance(built, SharedObject) or not built.path:
         return built, b""
     code = Path(built.path).read_bytes()
@@ -158,9 +152,7 @@ def _call(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
 class _Measuring:
     """The actor of a measuring process: cores of its own, and a folder for the programs of a batch."""
 
-    def __init__(
-        self, threads: int, serve: Callable[..., None], config: CpuConfig, sentinel: SharedObject | None
-    ) -> None:
+    def __init__(self, threads: int, serve: Callable[..., None], config: CpuConfig, sentinel: Any) -> None:
         self._folder, self._cores = config.work_folder(), _claim_cores(threads)
         sentinel = sentinel and self._here(sentinel)
         self._process = _Process(serve, (config, tuple(sorted(self._cores)), sentinel), "runner")
@@ -226,7 +218,7 @@ class RayWorker:
     #: The node has started another process.
     replace = finished
 
-    def submit(self, request: Any, load: Any, timeout_s: float, *, of_cpu_time: bool = False) -> bool:
+    def submit(self, request: Any, load: Any, timeout_s: float) -> bool:
         self.answer, self._code = self._send(request, timeout_s)
         self.load = load
         return True
@@ -247,7 +239,7 @@ class RayWorker:
 
     def receive(self) -> Any:
         message, self.message = self.message, None
-        if isinstance(message, WorkerDied):
+        if isinstance(message, Exception):
             raise message
         if isinstance(message, Measured):
             message.meta["node"] = self.node
@@ -277,6 +269,9 @@ class RayExecutor(Executor):
     local = False
 
     def __init__(self, nodes: Sequence[Node], device: Any, asked: int | str) -> None:
+        import ray
+
+        self._ray: Any = ray
         self._nodes = nodes
         self.device: Device = device
         self._cpus = int(sum(node.cpus for node in nodes))
@@ -296,55 +291,46 @@ class RayExecutor(Executor):
         return asked or _QUEUED * self._cpus
 
     def builders(self, builder: Builder, count: int) -> list[Any]:
-        import ray
-
-        what, build = ray.put(builder), self._task(_build, num_returns=2)
+        what, build = self._ray.put(builder), self._task(_build, num_returns=2)
         return [RayWorker(lambda job, timeout_s: build.remote(what, job, timeout_s)) for _ in range(count)]
 
     def _task(self, function: Callable[..., Any], **options: Any) -> Any:
-        import ray
-
         options |= {"num_cpus": 1, "max_retries": _RETRIES, "scheduling_strategy": "SPREAD"}
-        return ray.remote(function).options(label_selector=self._where, **options)
+        return self._ray.remote(function).options(label_selector=self._where, **options)
 
     def measurers(self, serve: Callable[..., None], config: Any, sentinel: Any) -> list[Any]:
-        import ray
-
         resource, threads = f"device:{self.device.base}", int(self.device.share)
         actors: dict[Any, tuple[Any, str]] = {}
         for node in [one for one in self._nodes for _ in range(self._shares(one))][: self.degree]:
             where = {"resources": {resource: threads}, "label_selector": {"ray.io/node-id": node.id}}
-            made: Any = ray.remote(_Measuring).options(num_cpus=0, **where)
+            made: Any = self._ray.remote(_Measuring).options(num_cpus=0, **where)
             actor = made.remote(threads, serve, config, sentinel)
             actors[actor.ready.remote()] = actor, node.name
-        there, missing = ray.wait(list(actors), num_returns=len(actors), timeout=_START_S)
+        there, missing = self._ray.wait(list(actors), num_returns=len(actors), timeout=_START_S)
         for started in missing:
-            ray.kill(actors[started][0])
+            self._ray.kill(actors[started][0])
         if not there:
             raise ProfilerError(f"{resource} is in use: no node gave a core of it within {_START_S:g} s")
         try:
-            ray.get(there)
-        except ray.exceptions.RayError as err:
+            self._ray.get(there)
+        except self._ray.exceptions.RayError as err:
             raise ProfilerError(f"no measuring process on {resource}: {reason(getattr(err, 'cause', err))}") from err
         return [RayWorker(_stream(actor), actor, node) for actor, node in (actors[started] for started in there)]
 
     def ready(self, workers: list[Any], timeout_s: float) -> list[Any]:
-        import ray
-
         waiting = {worker.answer: worker for worker in workers if worker.load is not None and worker.message is None}
-        there: Sequence[Any] = list(waiting)
+        there = list(waiting)
         for number, seconds in ((1, timeout_s), (len(waiting), 0)):  # for one, then all that are there
-            there = ray.wait(list(waiting), num_returns=number, timeout=seconds, fetch_local=False)[0] if there else []
+            if there:
+                there, _ = self._ray.wait(list(waiting), num_returns=number, timeout=seconds, fetch_local=False)
         return [waiting[answer] for answer in there if waiting[answer].fetch()]
 
     def map(self, function: Callable[[Any], Any], items: Iterable[Any], chunksize: int = 1) -> Iterator[Any]:
         """As that of :class:`concurrent.futures.Executor`."""
-        import ray
-
         call, left = self._task(_call), iter(items)
         chunks = iter(lambda: list(itertools.islice(left, chunksize)), [])
         for answer in [call.remote(function, chunk) for chunk in chunks]:
-            yield from ray.get(answer)
+            yield from self._ray.get(answer)
 
 
 def _stream(actor: Any) -> Callable[[Any, float], tuple[Any, None]]:
@@ -369,10 +355,11 @@ def connect(address: str, device: str | Device = "", workers: int | str = "auto"
         raise ProfilerError("a cluster needs Ray: install cdmpp[ray]") from err
     name = device if isinstance(device, str) else device.name
     with contextlib.suppress(UnknownDeviceError):  # of another node, perhaps
-        known = get_device(name) if name else None
-        if known is not None and known.kind != "cpu":
-            raise ProfilerError(f"{known.name} is a {known.kind}: on a cluster cdmpp measures on CPUs")
-        name = known.name if known is not None else ""
+        if name:
+            known = get_device(device)
+            if known.kind != "cpu":
+                raise ProfilerError(f"{known.name} is a {known.kind}: on a cluster cdmpp measures on CPUs")
+            name = known.name
     if not ray.is_initialized():
         _join(address)
     nodes = checked(_nodes(name), name)

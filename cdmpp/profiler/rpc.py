@@ -156,15 +156,6 @@ def _measure(
     connection.send(BatchDone(before_s, reference_s(), 0.0, "rpc"))
 
 
-class _BoardWorker(Worker):
-    def receive(self) -> Any:
-        message = super().receive()
-        if isinstance(message, WorkerLost):
-            self.kill()
-            raise message
-        return message
-
-
 class Boards(Executor):
     """Builders of this machine, and a process for each of ``degree`` boards that waits for what its board measures."""
 
@@ -187,7 +178,7 @@ class Boards(Executor):
                 f"the board with the key {tracker.key} does not run code for {self._device.name} ({target}): "
                 f"{last_line(err)[:200]}"
             ) from err
-        return [_BoardWorker(board_worker, (config, tracker, sentinel), f"board-{i}") for i in range(self.degree)]
+        return [Worker(board_worker, (config, tracker, sentinel), f"board-{i}") for i in range(self.degree)]
 
 
 def connect(address: str, key: str | None, device: Device, workers: int | str, free_s: float = 60.0) -> Boards:
@@ -204,13 +195,11 @@ def connect(address: str, key: str | None, device: Device, workers: int | str, f
         raise ProfilerError(f"--rpc measures on CPUs, {device.name} is a {device.kind}: use cdmpp bundle and measure")
     import_tvm()
     tracker = Tracker(host, int(port), key, int(device.share), free_s)
-    until = time.monotonic() + tracker.free_s
-    count, free = tracker.boards()
-    while not free:
-        if time.monotonic() > until:
-            raise ProfilerError(
-                f"the key {key} is taken: none of {count} boards became free within {tracker.free_s:g} s"
-            )
-        time.sleep(0.5)
+    until = time.monotonic() + free_s
+    while True:
         count, free = tracker.boards()
-    return Boards(tracker, device, count if workers == "auto" else min(count, int(workers)))
+        if free:
+            return Boards(tracker, device, count if workers == "auto" else min(count, int(workers)))
+        if time.monotonic() > until:
+            raise ProfilerError(f"the key {key} is taken: none of {count} boards became free within {free_s:g} s")
+        time.sleep(0.5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import platform
 import time
@@ -10,7 +9,6 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +20,7 @@ from cdmpp.files import parse_json, read_text
 from cdmpp.profiler.core_rates import with_clock
 from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job
 from cdmpp.profiler.engine import BuildJob, Engine, Executor, Outcome
-from cdmpp.profiler.machine import core_groups, usable_cores
+from cdmpp.profiler.machine import core_groups, installed, usable_cores
 from cdmpp.profiler.plan import Plan, TaskPlan, network_tasks, replay_plan, unscheduled_plan
 
 if TYPE_CHECKING:
@@ -118,10 +116,6 @@ class Session:
         self.new = self.ok = 0
         self.failures: Counter[str] = Counter()
         self.stopped = False
-        versions = {}
-        for package in ("cdmpp", "numpy", *packages):
-            with contextlib.suppress(metadata.PackageNotFoundError):
-                versions[package] = metadata.version(package)
         entry = {
             "session": self.name,
             "started_at": time.time(),
@@ -132,7 +126,7 @@ class Session:
                 "kernel": platform.release(),
                 "python": platform.python_version(),
             },
-            "versions": versions,
+            "versions": installed("cdmpp", "numpy", *packages),
             **settings,
         }
         meta = dataset.meta
@@ -213,37 +207,35 @@ def profile(
     """Measure programs on a CPU share of this machine, or of a cluster's nodes, and store them in a dataset here.
 
     ``networks`` are zoo names, ``.onnx``/``.pt2`` files or :class:`~cdmpp.program.network.Network` objects, of which
-    ``tasks`` (hashes, None: all) are profiled; in place of drawing new programs of them, those of the dataset
-    ``programs_of`` can be measured. ``device`` is a CPU of this machine with a share, such as ``this-cpu@1`` or
-    ``this-cpu.x86-64-v2@1``; or one of the cluster. With ``resume`` the dataset in ``out`` is gone on with; with
+    ``tasks`` (hashes, None: all) are profiled; or the programs of the dataset ``programs_of`` are. ``device`` is a CPU with a
+    share, such as ``this-cpu@1`` or ``this-cpu.x86-64-v2@1``. With ``resume`` the dataset in ``out`` is gone on with; with
     ``remeasure`` and ``programs_of`` what it has is measured once more (label quality). ``progress`` and ``notify`` are
     called with the state after each outcome, and with one-line news.
 
     ProfilerError if the device is not here, or nothing can be measured. DatasetError if `out` holds a dataset and
     `resume` was not asked for, or the disk is full; what was measured is kept.
     """
-    config = config or ProfileConfig()
-    notify = notify or (lambda line: logger.info("%s", line))
+    config, notify = config or ProfileConfig(), notify or logger.info
     path, calibration = Path(out), None
-    executor: Executor | None = None
     if (path / "meta.json").exists() and not (resume or remeasure):
         raise DatasetError(f"{path} holds a dataset already: go on with --resume, or choose another folder")
     if remeasure and programs_of is not None and config.limit is None:
         raise ProfilerError("re-measuring needs a limit: how many programs?")
-    if config.rpc is not None:
-        from cdmpp.profiler import rpc
+    executor: Executor | None = None
+    if config.ray is not None:
+        from cdmpp.profiler import ray
 
-        device = measured = get_device(device) if isinstance(device, str) else device
-        threads, executor = int(device.share), rpc.connect(config.rpc, config.key, device, config.workers)
-    elif config.ray is None:
-        device = get_device(device) if isinstance(device, str) else device
-        threads, measured = _threads(device), with_clock(device)
-    else:
-        from cdmpp.profiler.ray import connect
-
-        executor = cluster = connect(config.ray, device, config.workers)
+        executor = cluster = ray.connect(config.ray, device, config.workers)
         device = measured = cluster.device
-        threads = int(cluster.device.share)
+    else:
+        device = measured = get_device(device)
+        if config.rpc is None:
+            measured = with_clock(_checked(device))
+        else:
+            from cdmpp.profiler import rpc
+
+            executor = rpc.connect(config.rpc, config.key, device, config.workers)
+    threads = int(device.share)
     plan, families = _plan(networks, config, threads, path, tasks, programs_of, notify)
     with Dataset.open_or_create(path) as dataset:
         dataset.set_device(measured)
@@ -323,8 +315,8 @@ def _plan(
     return plan, families
 
 
-def _threads(device: Device) -> int:
-    """Cores of the share, checked against this machine."""
+def _checked(device: Device) -> Device:
+    """The device, if it is a share of this machine's CPU."""
     if device.kind != "cpu":
         raise ProfilerError(
             f"{device.name} is a {device.kind}: cdmpp.profiler.gpu.measure.profile_gpu measures those of this machine, "
@@ -333,10 +325,9 @@ def _threads(device: Device) -> int:
     here = get_device("this-cpu")
     if device.base != here.base:
         raise ProfilerError(f"{device.name} is not this machine, which is {here.name}")
-    threads = int(device.share)
-    if threads != device.share or not 1 <= threads <= len(usable_cores()):
+    if device.share not in range(1, len(usable_cores()) + 1):
         raise ProfilerError(f"{device.name}: this process may use {len(usable_cores())} whole cores")
-    return threads
+    return device
 
 
 def _degree(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,38 +88,21 @@ def test_out_needs_measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "give both" in capsys.readouterr().err
 
 
-class _FakeGpu:
-    """A GPU library whose clock is what each benchmark should take."""
-
-    def __init__(self) -> None:
-        self.launches, product = 0, 2 * 4096**3
-        times = {"float32": product / 2e13, "tfloat32": product / 2e14, "float16": product / 4e14}
-        self.product, self.copy = times.__getitem__, lambda: 2 * (512 << 20) / 1e12
-
-    def properties(self) -> tuple[str, str, dict[str, float]]:
-        return "NVIDIA H200", "sm_90", {"cores": 132.0, "l2_kb": 51200.0}
-
-    def seconds(self, run: Any) -> float:
-        if isinstance(run, float):
-            return run
-        run()
-        return 2000 * 3e-6
-
-    def tiny(self) -> Any:
-        def launch() -> None:
-            self.launches += 1
-
-        return launch
-
-
 def test_a_gpu_is_measured_beside_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = _FakeGpu()
-    monkeypatch.setattr(rates, "_torch_gpu", lambda: fake)
-    monkeypatch.setattr(rates, "measure_cpu", lambda table: as_row(table, "this", "cpu", {}))
-    _, gpu = rates.measure_machine()
-    assert gpu.row.name == "h200" and fake.launches == 2000
+    product, bytes_ = 2 * 32**3, 1 << 12
+    monkeypatch.setattr(rates, "_GPU_SIDE", 32)
+    monkeypatch.setattr(rates, "_GPU_STREAM_BYTES", bytes_)
+    times = iter([2 * bytes_ / 1e12, product / 2e13, product / 2e14, product / 4e14, 2000 * 3e-6])
+
+    def seconds(run: Callable[[], Any]) -> float:
+        run()
+        return next(times)
+
+    found = {"cores": 132.0, "l2_kb": 51200.0, **rates._gpu_rates("cpu", seconds)}
+    gpu = as_row(load_table(), "NVIDIA H200", "gpu", found)
+    assert gpu.row.name == "h200"
     assert gpu.results["copy_gb_s"] == pytest.approx(1000) and gpu.results["launch_us"] == pytest.approx(3)
     assert gpu.results["float32_gflops"] == pytest.approx(2e4)
+    assert gpu.results["tfloat32_matrix_gflops"] == pytest.approx(2e5)
     assert gpu.row.launch_overhead_us == 3.0  # the table leaves it open; the rest it says
     assert (gpu.row.bandwidth_gb_s, gpu.row.cores, gpu.row.l2_kb) == (None, None, None)
-    assert gpu.results["tfloat32_matrix_gflops"] == pytest.approx(2e5)

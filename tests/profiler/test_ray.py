@@ -154,7 +154,7 @@ def hangs_over_the_first(batch: list[SharedObject], timeout_s: float) -> list[An
 class FakeWorker(RayWorker):
     """Answers a request with a list of messages."""
 
-    def submit(self, request: Any, load: Any, timeout_s: float, *, of_cpu_time: bool = False) -> bool:
+    def submit(self, request: Any, load: Any, timeout_s: float) -> bool:
         self.load, self.messages = load, self._send(request, timeout_s)
         return True
 
@@ -239,7 +239,7 @@ def test_a_build_that_takes_too_long_is_ended_on_its_node(monkeypatch: pytest.Mo
     built, code = module._build(builder, as_it_is(matmul_task()), 60.0)
     assert built.status == "ok" and code.startswith(b"\x7fELF") and not Path(built.path).exists()
     (process,) = module._builders.values()
-    process.worker.kill()
+    process.kill()
 
 
 def test_the_last_device_that_is_lost_ends_the_run() -> None:
@@ -254,36 +254,24 @@ def test_the_last_device_that_is_lost_ends_the_run() -> None:
 # -- two nodes ---------------------------------------------------------------------------------------------------
 
 
-class TwoNodes:
-    """A cluster of this machine: ``first``, the head, and ``second``; each builds on a core and measures on another."""
-
-    def __init__(self) -> None:
-        from ray.cluster_utils import Cluster
-
-        cores = usable_cores()
-        resources = {f"device:{get_device('this-cpu').base}": 1}
-        self.cluster = Cluster()
-        for name, core in (("first", cores[-1]), ("second", cores[-2])):
-            settings = {CORES_VARIABLE: str(core), "RAY_worker_niceness": "0"}
-            node = self.cluster.add_node(num_cpus=1, resources=resources, node_name=name, env_vars=settings)
-        self.second, self.address = node, self.cluster.address
-
-    def kill_second(self) -> None:
-        self.cluster.remove_node(self.second, allow_graceful=False)
-
-
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[TwoNodes]:
+def nodes() -> Iterator[Any]:
+    """A cluster of this machine: ``first``, the head, and ``second``; each builds on a core and measures on another."""
     ray = pytest.importorskip("ray", reason="needs cdmpp[ray]")
+    from ray.cluster_utils import Cluster
+
     if len(usable_cores()) < 2:
         pytest.skip("needs two cores")
-    found = TwoNodes()
-    yield found
+    cluster, resources = Cluster(), {f"device:{get_device('this-cpu').base}": 1}
+    for name, core in zip(("first", "second"), usable_cores()[::-1], strict=False):
+        settings = {CORES_VARIABLE: str(core), "RAY_worker_niceness": "0"}
+        cluster.add_node(num_cpus=1, resources=resources, node_name=name, env_vars=settings)
+    yield cluster
     ray.shutdown()
-    found.cluster.shutdown()
+    cluster.shutdown()
 
 
-def test_a_dataset_is_collected_and_its_instructions_counted(nodes: TwoNodes, tmp_path: Path) -> None:
+def test_a_dataset_is_collected_and_its_instructions_counted(nodes: Any, tmp_path: Path) -> None:
     config = replace(QUICK_PROFILE, programs_per_task=1, workers="auto", builders=None, ray=nodes.address)
     report = profile(["mlp"], out=tmp_path, config=config)
     dataset = Dataset.open(tmp_path)
@@ -300,7 +288,7 @@ def test_a_dataset_is_collected_and_its_instructions_counted(nodes: TwoNodes, tm
     assert all((here[key] == row).all() for key, row in there.items())
 
 
-def test_a_tuning_with_sessions_for_parts_of_the_tasks(nodes: TwoNodes, tmp_path: Path) -> None:
+def test_a_tuning_with_sessions_for_parts_of_the_tasks(nodes: Any, tmp_path: Path) -> None:
     config = tune_config(4, batch=2, shards="auto", plan=QUICK_PLAN, ray=nodes.address)
     report = tune_tasks("toy", [(matmul_task(n), 1.0) for n in (16, 24)], out=tmp_path / "t", config=config)
     assert report.stopped == "4 trials" and [task.measured for task in report.tasks] == [2, 2]
@@ -309,7 +297,7 @@ def test_a_tuning_with_sessions_for_parts_of_the_tasks(nodes: TwoNodes, tmp_path
         tune_tasks("toy", [], out=tmp_path / "u", config=replace(config, shards=3))
 
 
-def test_what_a_cluster_has_not(nodes: TwoNodes) -> None:
+def test_what_a_cluster_has_not(nodes: Any) -> None:
     with pytest.raises(ProfilerError, match="no node has the resource device:xeon-cascadelake"):
         connect(nodes.address, "xeon-cascadelake-2.5ghz@1")
     with pytest.raises(ProfilerError, match=r"@2: node (first|second) has 1 cores for measuring"):
@@ -318,7 +306,7 @@ def test_what_a_cluster_has_not(nodes: TwoNodes) -> None:
         connect(nodes.address, "h200")
 
 
-def test_a_node_that_dies_loses_only_what_it_measures(nodes: TwoNodes) -> None:
+def test_a_node_that_dies_loses_only_what_it_measures(nodes: Any) -> None:
     jobs = sampled(matmul_task(), 24)
     cluster = connect(nodes.address, "this-cpu@1")
     # all is built first, so that both have something to measure
@@ -329,7 +317,7 @@ def test_a_node_that_dies_loses_only_what_it_measures(nodes: TwoNodes) -> None:
         outcomes = [next(run)]
         while outcomes[-1].meta["node"] != "second":
             outcomes.append(next(run))
-        nodes.kill_second()
+        nodes.remove_node(*nodes.worker_nodes, allow_graceful=False)
         outcomes += list(run)
     assert Counter(o.job.program.hash for o in outcomes) == Counter(job.program.hash for job in jobs)
     lost = [o for o in outcomes if o.status != "ok"]

@@ -14,8 +14,9 @@ import numpy as np
 from cdmpp.device import get_device
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler.arguments import Reference, reference_inputs, summarise_outputs
-from cdmpp.profiler.gpu.build import KernelJob, MeasureJob
+from cdmpp.profiler.gpu.build import KernelJob
 from cdmpp.profiler.gpu.bundle import Bundle, BundledProgram, CudaProgram, Launch
+from cdmpp.profiler.gpu.measure import job_of
 from cdmpp.profiler.gpu.sampling import GpuFacts, GpuFault
 from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.types import Program, Space, Task
@@ -167,11 +168,7 @@ def toy_bundle(
 
 def jobs_of(bundle: Bundle, degree: int = 1) -> list[KernelJob]:
     """A job a program."""
-    programs = [bundle.programs[kernel.program] for kernel in bundle.kernels]
-    return [
-        KernelJob(p, bundle.tasks[p.task_hash], bundle.spaces[str(p.space_hash)], MeasureJob(kernel, degree))
-        for p, kernel in zip(programs, bundle.kernels, strict=True)
-    ]
+    return [job_of(bundle, kernel, degree=degree) for kernel in bundle.kernels]
 
 
 def no_reference(task: str) -> Reference:

@@ -8,22 +8,18 @@ and ``MakePackedAPI`` it is a list of workspace allocations and kernel calls wit
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from cdmpp.errors import ProfilerError, ProgramError
-from cdmpp.profiler.arguments import (
-    ArgSpec,
-    Reference,
-    argument_bytes,
-    argument_specs,
-    reference_inputs,
-    summarise_outputs,
-)
+from cdmpp.profiler import arguments
+from cdmpp.profiler.arguments import ArgSpec, Reference, argument_specs
 from cdmpp.profiler.engine import BuildJob, Built, last_line
 from cdmpp.profiler.gpu.bundle import BundledProgram, CudaProgram, Launch
 from cdmpp.profiler.gpu.compile import find_compiler
-from cdmpp.profiler.gpu.limits import arch_limits, resource_fault, shape_fault
+from cdmpp.profiler.gpu.limits import resource_fault, rule_fault
+from cdmpp.program.space import Rebuilder, TaskSpaces
+from cdmpp.program.tvm_env import import_tvm, quiet
 from cdmpp.program.types import Program, Space, Task
 
 #: The source needs no more of the C++ library than this; TVM's own list makes NVRTC read all of libcu++.
@@ -61,10 +57,8 @@ class KernelJob(BuildJob):
 
 @dataclass(frozen=True)
 class DrawJob:
-    """Candidates to draw from the design spaces of a task: random points, or mutants of `parents`.
-
-    Drawn by builders, because it costs most: of some spaces a point in fifty can run, and each has to be lowered to know.
-    """
+    """Candidates to draw from the design spaces of a task: random points, or mutants of `parents`. Builders do it, because it
+    costs most: of some spaces a point in fifty can run, and each has to be lowered to know."""
 
     task: Task
     n: int
@@ -91,8 +85,6 @@ class KernelBuilder:
     def __init__(self, arch: str, target: Mapping[str, Any] | None) -> None:
         self._arch = arch
         if target is not None:
-            from cdmpp.program.space import Rebuilder
-
             # Without the postprocessor that only rejects: what is wrong with a program is to be said, not that it is.
             self._lower, self._rebuild = CudaLowering(dict(target)), Rebuilder(verify=False)
 
@@ -112,8 +104,6 @@ class KernelBuilder:
             return BundledProgram(program, status="build_error", error=str(err))
 
     def _draw(self, job: DrawJob) -> Drawn:
-        from cdmpp.program.space import TaskSpaces
-
         try:
             spaces = TaskSpaces(job.task, "cuda", verify=False)
         except ProgramError as err:
@@ -142,48 +132,32 @@ class KernelBuilder:
     def _excluded(self, program: str, func: Any) -> BundledProgram | None:
         """A program that the limits exclude, which shows before it is compiled (ProgramError if TVM does not lower it)."""
         fault = rule_fault(self._lower(func, unroll=False), self._arch)
-        return None if fault is None else _invalid(program, fault)
+        return BundledProgram(program, status="invalid_config", error=fault) if fault else None
 
     def _compile(self, program: str, cuda: CudaProgram | None) -> BundledProgram:
         assert cuda is not None
         try:
-            compiled = find_compiler(self._arch).compile(cuda.source, self._arch)
+            cubin, resources = find_compiler(self._arch).compile(cuda.source, self._arch)
         except ProfilerError as err:
             status = "invalid_config" if "too much shared" in str(err) else "build_error"
             return BundledProgram(program, status=status, error=str(err))
         except TimeoutError as err:
             return BundledProgram(program, status="build_timeout", error=str(err))
-        taken = [compiled.resources[launch.kernel] for launch in cuda.launches]
-        fault = resource_fault(cuda.launches, taken, self._arch)
+        fault = resource_fault(cuda, resources, self._arch)
         if fault is not None:
-            return _invalid(program, fault)
-        resources = {name: asdict(r) for name, r in compiled.resources.items()}
-        return BundledProgram(program, cuda, compiled.cubin, resources)
-
-
-def rule_fault(cuda: CudaProgram, arch: str) -> tuple[str, str] | None:
-    """Why a lowered program cannot run on an architecture, as far as that shows before it is compiled: kind and sentence."""
-    fault = shape_fault(cuda.launches, arch)
-    if fault is None and cuda.async_copies and not arch_limits(arch).async_copies:
-        return "async", f"it copies asynchronously, which {arch} cannot"
-    return fault
-
-
-def _invalid(program: str, fault: tuple[str, str]) -> BundledProgram:
-    return BundledProgram(program, status="invalid_config", error=f"{fault[0]}: {fault[1]}")
+            return BundledProgram(program, status="invalid_config", error=fault)
+        return BundledProgram(program, cuda, cubin, resources)
 
 
 def task_reference(task: Task, seed: int) -> Reference:
     """What a task computes, found out by running it unscheduled on the CPU."""
-    from cdmpp.program.tvm_env import import_tvm, quiet
-
     tvm = import_tvm()
     func = task.prim_func().with_attr("global_symbol", "main")
     with quiet():
         executable = tvm.compile(tvm.IRModule({"main": func}), target=tvm.target.Target("llvm"))
-    arrays = [tvm.runtime.tensor(a) for a in reference_inputs(argument_specs(func), seed)]
+    arrays = [tvm.runtime.tensor(a) for a in arguments.reference_inputs(argument_specs(func), seed)]
     executable["main"](*arrays)
-    return summarise_outputs(task.hash, seed, {number: arrays[number].numpy() for number in _written(func)})
+    return arguments.summarise_outputs(task.hash, seed, {number: arrays[number].numpy() for number in _written(func)})
 
 
 # -- scheduled programs to CUDA C++ ------------------------------------------------------------------------------
@@ -194,8 +168,6 @@ class CudaLowering:
     may use; keeps the passes."""
 
     def __init__(self, target: dict[str, Any]) -> None:
-        from cdmpp.program.tvm_env import import_tvm
-
         tvm = import_tvm()
         from tvm.ir.instrument import pass_instrument
 
@@ -221,8 +193,6 @@ class CudaLowering:
         """
         tvm = self._tvm
         from tvm.tirx.build import codegen_build, split_host_device_mods
-
-        from cdmpp.program.tvm_env import quiet
 
         mod = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
         self._host.module = None
@@ -302,7 +272,7 @@ def _launch(call: Any, mod: Any, numbers: dict[Any, int]) -> Launch:
     if extents:
         raise ProgramError(f"{name} is launched with {', '.join(sorted(extents))}")
     shared = [
-        argument_bytes(_spec(node.buffer))
+        arguments.argument_bytes(_spec(node.buffer))
         for node in _nodes(kernel.body)
         if type(node).__name__ == "AllocBuffer" and str(node.buffer.scope()).startswith("shared")
     ]

@@ -10,24 +10,24 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from cdmpp.dataset import codec
 from cdmpp.errors import BundleError, reason
 from cdmpp.files import parse_json, replacing
 from cdmpp.profiler.arguments import ArgSpec, Reference
 from cdmpp.profiler.engine import Built
-from cdmpp.profiler.gpu.limits import KernelShape
+from cdmpp.profiler.gpu.compile import Resources
 from cdmpp.program.types import Program, Space, Task
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 #: Version of what is described above; another is refused.
 BUNDLE_VERSION = 2
@@ -35,14 +35,36 @@ _NOTE = "bundle.json"
 #: Kernels of neighbouring programs are alike: one page holds many of them.
 _PAGE_BYTES = 1 << 24
 _GROUP_ROWS = 512
+#: Columns of a bundle's own tables.
+_KERNELS = pa.schema({
+    "program": pa.string(), "status": pa.string(), "error": pa.string(), "source": pa.large_string(),
+    "launches": pa.string(), "cubin": pa.large_binary(), "resources": pa.string(), "build_s": pa.float32(),
+}.items())  # fmt: skip
+_REFERENCES = pa.schema({
+    "task": pa.string(), "seed": pa.int64(), "output": pa.int32(), "values": pa.list_(pa.float32()), "mean": pa.float64(),
+}.items())  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launch(KernelShape):
-    """One kernel launch: the entry function, and its pointer arguments as indices into parameters followed by workspaces."""
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch: grid and block extents (x, y, z), and the shared bytes that the kernel declares."""
 
-    kernel: str
-    buffers: tuple[int, ...]
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int = 0
+    #: The entry function, and its pointer arguments as indices into parameters followed by workspaces.
+    kernel: str = ""
+    buffers: tuple[int, ...] = ()
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return math.prod(self.block)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the grid."""
+        return math.prod(self.grid)
 
 
 @dataclass(frozen=True)
@@ -92,8 +114,7 @@ class BundledProgram(Built):
     cuda: CudaProgram | None = None
     #: Machine code for the bundle's architecture; b"" where only the source is kept.
     cubin: bytes = field(default=b"", repr=False)
-    #: Kernel -> what ptxas says of it (registers, spills, shared memory, stack).
-    resources: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    resources: Resources = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -103,12 +124,12 @@ class Bundle:
     #: ``device`` (name), ``arch``, ``compiler``, ``devices`` (name -> specification, of the shares too),
     #: ``network_families``, ``versions``, ``config``.
     note: Mapping[str, Any]
-    tasks: Mapping[str, Task]
-    spaces: Mapping[str, Space]
-    programs: Mapping[str, Program]
+    tasks: dict[str, Task]
+    spaces: dict[str, Space]
+    programs: dict[str, Program]
     #: In the order in which they are to be measured: those of one task together.
-    kernels: Sequence[BundledProgram]
-    references: Mapping[str, Reference]
+    kernels: list[BundledProgram]
+    references: dict[str, Reference]
 
     @property
     def device(self) -> str:
@@ -123,8 +144,6 @@ class Bundle:
 
 def write_bundle(path: str | Path, bundle: Bundle, *, level: int = 19) -> None:
     """Write a bundle, compressed by zstd at a level; the file appears whole or not at all (BundleError)."""
-    import pyarrow as pa
-
     path = Path(path)
     note = {**bundle.note, "bundle_version": BUNDLE_VERSION}
     kernels = [
@@ -132,7 +151,7 @@ def write_bundle(path: str | Path, bundle: Bundle, *, level: int = 19) -> None:
             **{name: getattr(k, name) for name in ("program", "status", "error", "cubin", "build_s")},
             "source": None if k.cuda is None else k.cuda.source,
             "launches": None if k.cuda is None else json.dumps(k.cuda.to_json()),
-            "resources": json.dumps({name: dict(taken) for name, taken in k.resources.items()}),
+            "resources": json.dumps(k.resources),
         }
         for k in bundle.kernels
     ]
@@ -145,8 +164,8 @@ def write_bundle(path: str | Path, bundle: Bundle, *, level: int = 19) -> None:
         "tasks": codec.to_arrow("tasks", bundle.tasks.values()),
         "spaces": codec.to_arrow("spaces", bundle.spaces.values()),
         "programs": codec.to_arrow("programs", bundle.programs.values()),
-        "kernels": pa.Table.from_pylist(kernels, _schema("kernels")),
-        "references": pa.Table.from_pylist(references, _schema("references")),
+        "kernels": pa.Table.from_pylist(kernels, _KERNELS),
+        "references": pa.Table.from_pylist(references, _REFERENCES),
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -158,26 +177,7 @@ def write_bundle(path: str | Path, bundle: Bundle, *, level: int = 19) -> None:
         raise BundleError(f"cannot write {path}: {reason(err)}") from err
 
 
-def _schema(table: str) -> pa.Schema:
-    """Columns of a bundle's own tables."""
-    import pyarrow as pa
-
-    columns = {
-        "kernels": {
-            "program": pa.string(), "status": pa.string(), "error": pa.string(), "source": pa.large_string(),
-            "launches": pa.string(), "cubin": pa.large_binary(), "resources": pa.string(), "build_s": pa.float32(),
-        },
-        "references": {
-            "task": pa.string(), "seed": pa.int64(), "output": pa.int32(), "values": pa.list_(pa.float32()),
-            "mean": pa.float64(),
-        },
-    }  # fmt: skip
-    return pa.schema(columns[table].items())
-
-
 def _parquet(table: pa.Table, level: int) -> bytes:
-    import pyarrow.parquet as pq
-
     sink = io.BytesIO()
     pq.write_table(
         table,
@@ -194,9 +194,6 @@ def _parquet(table: pa.Table, level: int) -> bytes:
 
 def read_bundle(path: str | Path) -> Bundle:
     """Read a bundle (BundleError if there is none, or it is damaged or of another version)."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()

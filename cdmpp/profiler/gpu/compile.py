@@ -1,4 +1,4 @@
-"""CUDA C++ to cubins, with what ptxas says about each kernel; needs no GPU.
+"""CUDA C++ to cubins, and what their kernels take; needs no GPU.
 
 Two compilers: NVRTC in this process (through ``cuda-bindings``; some 0.1 s a program, and any architecture that its
 release knows), and ``nvcc`` (a process of its own, 0.7 s and more). Both are asked for the same code as TVM's own
@@ -14,14 +14,13 @@ import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from cdmpp.errors import ProfilerError
 
-_PTXAS_FLAGS = ("-v", "--register-usage-level=10")
+_OPTIONS = ("--use_fast_math", "-w", "--ptxas-options=-v", "--ptxas-options=--register-usage-level=10")
 
 #: What NVRTC lacks of nvcc's world and TVM's sources use.
 _NVRTC_PREAMBLE = """
@@ -40,51 +39,25 @@ class CompileError(ProfilerError):
     """The compiler refuses a program; the message is its first error."""
 
 
-@dataclass(frozen=True)
-class KernelResources:
-    """What one kernel takes, as ptxas reports it."""
+#: What kernels take: of a thread 32-bit ``registers``, ``stack_bytes`` (local arrays and spills), ``spill_store_bytes`` and
+#: ``spill_load_bytes`` (registers that did not fit); of a block ``shared_bytes`` (static).
+Resources = Mapping[str, Mapping[str, int]]
 
-    #: 32-bit registers of a thread.
-    registers: int
-    #: Registers that did not fit and go to local memory, by thread.
-    spill_store_bytes: int = 0
-    spill_load_bytes: int = 0
-    #: Static shared memory of a block.
-    shared_bytes: int = 0
-    #: Stack frame of a thread (local arrays and spills).
-    stack_bytes: int = 0
+#: As ``ptxas -v`` says it.
+_KERNEL = re.compile(
+    r"Function properties for '?(?P<kernel>[\w$]+)'?\s+(?P<stack_bytes>\d+) bytes stack frame, "
+    r"(?P<spill_store_bytes>\d+) bytes spill stores, (?P<spill_load_bytes>\d+) bytes spill loads\s+ptxas info\s*: "
+    r"Used (?P<registers>\d+) registers(?:.*?(?P<shared_bytes>\d+)(?:\+\d+)? bytes smem)?"
+)
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """A cubin and the resources of its kernels by name."""
-
-    cubin: bytes
-    resources: Mapping[str, KernelResources]
-
-
-_ENTRY = re.compile(r"Compiling entry function '([^']+)'|Function properties for '?([\w$]+)'?")
-_STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
-_USED = re.compile(r"Used (\d+) registers(.*)")
-_SHARED = re.compile(r"(\d+)(?:\+\d+)? bytes smem")
-
-
-def parse_ptxas(log: str) -> dict[str, KernelResources]:
+def parse_ptxas(log: str) -> Resources:
     """The resources of each kernel from the output of ``ptxas -v``."""
-    found: dict[str, KernelResources] = {}
-    kernel, stack = "", (0, 0, 0)
-    for line in log.splitlines():
-        if match := _ENTRY.search(line):
-            name = match[1] or match[2]
-            if name != kernel:
-                kernel, stack = name, (0, 0, 0)
-        elif match := _STACK.search(line):
-            stack = (int(match[1]), int(match[2]), int(match[3]))
-        elif (match := _USED.search(line)) and kernel:
-            shared = _SHARED.search(match[2])
-            found[kernel] = KernelResources(
-                int(match[1]), stack[1], stack[2], int(shared[1]) if shared else 0, stack[0]
-            )
+    found = {}
+    for match in _KERNEL.finditer(log):
+        taken = match.groupdict(default="0")
+        kernel = taken.pop("kernel")
+        found[kernel] = {name: int(number) for name, number in taken.items()}
     return found
 
 
@@ -113,50 +86,47 @@ class NvccCompiler:
         except subprocess.TimeoutExpired as err:
             raise TimeoutError(f"nvcc took over {timeout_s:g} s") from err
 
-    def compile(self, source: str, arch: str) -> Compiled:
+    def compile(self, source: str, arch: str) -> tuple[bytes, Resources]:
         with tempfile.TemporaryDirectory() as folder:
             code, cubin = Path(folder) / "kernels.cu", Path(folder) / "kernels.cubin"
             code.write_text(source, encoding="utf-8")
-            options = ["-cubin", "-O3", f"-arch={arch}", "--use_fast_math", "-w"]
-            options += [f"-Xptxas={flag}" for flag in _PTXAS_FLAGS]
+            options = "-cubin", "-O3", f"--gpu-architecture={arch}", *_OPTIONS
             done = self._run(*options, "-o", str(cubin), str(code), check=False)
             if done.returncode != 0:
                 raise CompileError(_first_error(done.stderr + done.stdout))
-            return Compiled(cubin.read_bytes(), parse_ptxas(done.stderr + done.stdout))
+            return cubin.read_bytes(), parse_ptxas(done.stderr + done.stdout)
 
 
 class NvrtcCompiler:
-    """NVRTC in this process (ProfilerError if ``cuda-bindings`` or the library is not there).
-
-    It cannot be interrupted: run it in a process that may be killed.
-    """
+    """NVRTC in this process, which cannot be interrupted but by being killed (ProfilerError if ``cuda-bindings`` or the library
+    is not there)."""
 
     def __init__(self) -> None:
         try:
             from cuda.bindings import nvrtc
-        except ImportError as err:
-            raise ProfilerError(f"NVRTC needs cuda-bindings and nvidia-cuda-nvrtc: {err}") from err
-        self._nvrtc = nvrtc
-        try:
+
             major, minor = self._call(nvrtc.nvrtcVersion())
             self.archs = {f"sm_{number}" for number in self._call(nvrtc.nvrtcGetSupportedArchs())[0]}
-        except RuntimeError as err:  # cuda-bindings cannot load the library
-            raise ProfilerError(f"NVRTC cannot be loaded: {err}") from err
+        except (ImportError, RuntimeError) as err:  # no cuda-bindings, or no library that they can load
+            raise ProfilerError(f"NVRTC needs cuda-bindings and nvidia-cuda-nvrtc: {err}") from err
+        self._nvrtc = nvrtc
         self.name = f"nvrtc {major}.{minor}"
-        self._include = _include_folders()
+        # CUDA's headers, of a toolkit or of pip packages
+        folders = [Path(home) / "include" for home in _toolkits()]
+        folders += sorted(Path(sysconfig.get_paths()["purelib"]).glob("nvidia/*/include"))
+        self._include = [folder for folder in folders if (folder / "cuda_fp16.h").exists()]
 
     def _call(self, result: tuple[Any, ...]) -> tuple[Any, ...]:
         if int(result[0]) != 0:
             raise CompileError(f"NVRTC: {result[0].name}")
         return result[1:]
 
-    def compile(self, source: str, arch: str) -> Compiled:
+    def compile(self, source: str, arch: str) -> tuple[bytes, Resources]:
         nvrtc = self._nvrtc
         lines = [line for line in source.splitlines() if line.strip() != "#include <cuda.h>"]
         text = _NVRTC_PREAMBLE + "\n".join(lines)
         (program,) = self._call(nvrtc.nvrtcCreateProgram(text.encode(), b"kernels.cu", 0, [], []))
-        options = [f"--gpu-architecture={arch}", "--use_fast_math", "-w", "-default-device"]
-        options += [f"--ptxas-options={flag}" for flag in _PTXAS_FLAGS]
+        options = [f"--gpu-architecture={arch}", "-default-device", *_OPTIONS]
         options += [f"--include-path={folder}" for folder in self._include]
         try:
             status = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])[0]
@@ -166,7 +136,7 @@ class NvrtcCompiler:
             (size,) = self._call(nvrtc.nvrtcGetCUBINSize(program))
             cubin = b" " * size
             self._call(nvrtc.nvrtcGetCUBIN(program, cubin))
-            return Compiled(cubin, parse_ptxas(log))
+            return cubin, parse_ptxas(log)
         finally:
             nvrtc.nvrtcDestroyProgram(program)
 
@@ -180,13 +150,6 @@ class NvrtcCompiler:
 def _toolkits() -> list[str]:
     homes = os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"
     return [home for home in homes if home]
-
-
-def _include_folders() -> list[str]:
-    """Where CUDA's headers may lie (``cuda_fp16.h``): the toolkit's folder, and those of pip packages."""
-    folders = [Path(home) / "include" for home in _toolkits()]
-    folders += sorted(Path(sysconfig.get_paths()["purelib"]).glob("nvidia/*/include"))
-    return [str(f) for f in folders if (f / "cuda_fp16.h").exists()]
 
 
 def find_nvcc() -> str | None:

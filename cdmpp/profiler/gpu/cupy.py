@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import ProfilerError
-from cdmpp.profiler.arguments import ArgSpec, argument_bytes, index_bound, integer_range
+from cdmpp.profiler.arguments import argument_bytes, drawn, index_bound
 from cdmpp.profiler.gpu.bundle import BundledProgram, CudaProgram
 from cdmpp.profiler.gpu.sampling import GpuFacts, GpuFault
 
@@ -210,7 +210,7 @@ class CupyGpu:
             function(launch.grid, launch.block, arguments, stream=stream)
 
     def _arguments(self, loaded: _Loaded, lane: int) -> None:
-        """Slices of the lane's buffers for every parameter and workspace."""
+        """Slices of the lane's buffers, one of each dtype (and bound of integers), for every parameter and workspace."""
         if lane in loaded.arguments:
             return
         offsets: dict[str, int] = {}
@@ -218,7 +218,8 @@ class CupyGpu:
         bound = index_bound(loaded.cuda.params)
         for number, spec in enumerate(loaded.cuda.buffers):
             written = number in loaded.cuda.outputs or number >= len(loaded.cuda.params)
-            kind = _SCRATCH if written else _kind(spec, bound)
+            values = f"{spec[1]}<{bound}" if "int" in spec[1] else spec[1]
+            kind = _SCRATCH if written else values
             slices.append((kind, offsets.get(kind, 0)))
             offsets[kind] = offsets.get(kind, 0) + -(-argument_bytes(spec) // _ALIGNMENT) * _ALIGNMENT
         for kind, size in offsets.items():
@@ -239,17 +240,11 @@ class CupyGpu:
         length = 1 << max(20, (size - 1).bit_length())
         dtype, _, bound = (kind if kind != _SCRATCH else "float32").partition("<")
         rng = cupy.random.RandomState(self._seed + lane)
-        if dtype == "bool":
-            values = rng.randint(0, 2, length, dtype=cupy.int32).astype(cupy.bool_)
-        elif bound:
-            low, high = integer_range(dtype, int(bound))
-            values = rng.randint(low, high, length // np.dtype(dtype).itemsize).astype(dtype)
-        elif dtype == "bfloat16":
-            whole = rng.random_sample(length // 2).astype(cupy.float32) * 0.9 + 0.1
-            values = (whole.view(cupy.uint32) >> 16).astype(cupy.uint16)  # its upper half
+        values = drawn(dtype, length // argument_bytes(((), dtype)), int(bound or 0), rng)
+        if dtype == "bfloat16":
+            values = (values.astype(cupy.float32).view(cupy.uint32) >> 16).astype(cupy.uint16)  # its upper half
         else:
-            count = length // np.dtype(dtype).itemsize
-            values = (rng.random_sample(count).astype(cupy.float32) * 0.9 + 0.1).astype(dtype)
+            values = values.astype(dtype)
         self._arenas[lane, kind] = values.view(cupy.uint8)
         cupy.cuda.Device(0).synchronize()
 
@@ -287,12 +282,6 @@ class CupyGpu:
             raise GpuFault(str(err)) from err
 
 
-def _kind(spec: ArgSpec, bound: int) -> str:
-    """Which buffer a parameter is a slice of: its dtype, and for integers the bound of the values."""
-    dtype = spec[1]
-    return f"{dtype}<{bound}" if "int" in dtype else dtype
-
-
 @dataclass(frozen=True)
 class _Foreign:
     """A stream that was not made by cupy, as cupy takes it."""
@@ -307,47 +296,38 @@ class _Nvml:
     """What NVML says, where ``nvidia-ml-py`` is installed."""
 
     def __init__(self) -> None:
-        self._handle: Any = None
         self.driver = ""
         self._asked_at, self._state = 0.0, dict[str, Any]()
+        self._questions: dict[str, Callable[[], Any]] = {}
         try:
-            import pynvml
+            import pynvml as nvml
         except ImportError:
             return
-        self._pynvml = pynvml
-        try:
-            pynvml.nvmlInit()
-            self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-            self.driver = str(pynvml.nvmlSystemGetDriverVersion())
-        except pynvml.NVMLError:
-            self._handle = None
+        self._error = nvml.NVMLError
+        with contextlib.suppress(nvml.NVMLError):
+            nvml.nvmlInit()
+            gpu = nvml.nvmlDeviceGetHandleByIndex(0)
+            self.driver = str(nvml.nvmlSystemGetDriverVersion())
+            self._questions = {
+                "clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+                "memory_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM),
+                "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+                "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
+                "throttle": lambda: _throttled(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)),
+            }
 
     def state(self) -> dict[str, Any]:
         now = time.monotonic()
-        if self._handle is None or now - self._asked_at < _STATE_S:
-            return self._state
-        nvml = self._pynvml
-
-        def ask(question: Any, *args: Any) -> Any:
-            try:
-                return question(self._handle, *args)
-            except nvml.NVMLError:
-                return None
-
-        reasons = ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons)
-        power = ask(nvml.nvmlDeviceGetPowerUsage)
-        state = {
-            "clock_mhz": ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
-            "memory_clock_mhz": ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_MEM),
-            "temperature_c": ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
-            "power_w": None if power is None else power / 1e3,
-            "throttle": None
-            if reasons is None
-            else ",".join(sorted({word for bit, word in _THROTTLE.items() if reasons & bit})),
-        }
-        self._asked_at = now
-        self._state = {name: value for name, value in state.items() if value is not None}
+        if self._questions and now - self._asked_at >= _STATE_S:
+            self._asked_at, self._state = now, {}
+            for name, ask in self._questions.items():
+                with contextlib.suppress(self._error):
+                    self._state[name] = ask()
         return self._state
+
+
+def _throttled(reasons: int) -> str:
+    return ",".join(sorted({word for bit, word in _THROTTLE.items() if reasons & bit}))
 
 
 # -- shares ------------------------------------------------------------------------------------------------------
@@ -355,13 +335,6 @@ class _Nvml:
 #: Unit of partitions where the driver does not say, by major compute capability.
 _UNITS = {6: 1, 7: 2, 8: 2}
 _HOPPER_UNIT = 8
-
-
-def partition_sms(sms: int, share: float, unit: int) -> int:
-    """Multiprocessors of a share, rounded down to the unit of partitions (at least one unit)."""
-    if not 0 < share < 1:
-        raise ProfilerError(f"a share is a fraction between 0 and 1, not {share:g}")
-    return max(unit, int(sms * share + 1e-9) // unit * unit)
 
 
 def make_partitions(share: float, lanes: int, capability: int) -> tuple[list[int], int, Any]:
@@ -386,8 +359,9 @@ def make_partitions(share: float, lanes: int, capability: int) -> tuple[list[int
     device = call(driver.cuCtxGetDevice())
     whole = call(driver.cuDeviceGetDevResource(device, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM))
     unit = int(getattr(whole.sm, "smCoscheduledAlignment", 0)) or _UNITS.get(capability, _HOPPER_UNIT)
-    wanted = partition_sms(int(whole.sm.smCount), share, unit)
-    count = max(1, min(lanes, int(whole.sm.smCount) // wanted))
+    sms = int(whole.sm.smCount)
+    wanted = max(unit, int(sms * share + 1e-9) // unit * unit)
+    count = max(1, min(lanes, sms // wanted))
     groups, made, _ = call(driver.cuDevSmResourceSplitByCount(count, whole, 0, wanted))
     keep = []
     for group in groups[:made]:

@@ -1,18 +1,15 @@
-"""What a CUDA kernel may take on each architecture, and whether a program stays within it.
-
-The numbers are those of the table "Technical Specifications per Compute Capability" of the CUDA C++ Programming
-Guide.
-"""
+"""What a CUDA kernel may take on each architecture, and whether a program stays within it: the numbers of the table "Technical
+Specifications per Compute Capability" of the CUDA C++ Programming Guide."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cdmpp.device import Device
 from cdmpp.errors import ProfilerError
-from cdmpp.profiler.gpu.compile import KernelResources
+from cdmpp.profiler.gpu.bundle import CudaProgram
+from cdmpp.profiler.gpu.compile import Resources
 
 
 @dataclass(frozen=True)
@@ -35,48 +32,22 @@ class ArchLimits:
     async_copies: bool = True
 
 
-def _arch(optin_kb: int, sm_kb: int, threads: int = 2048, async_copies: bool = True) -> ArchLimits:
-    return ArchLimits(
-        shared_optin_bytes=optin_kb * 1024,
-        shared_per_sm_bytes=sm_kb * 1024,
-        threads_per_sm=threads,
-        async_copies=async_copies,
-    )
-
-
 #: Architecture -> limits.
 ARCH_LIMITS: Mapping[str, ArchLimits] = {
-    "sm_70": _arch(96, 96, async_copies=False),
-    "sm_75": _arch(64, 64, threads=1024, async_copies=False),
-    "sm_80": _arch(163, 164),
-    "sm_86": _arch(99, 100, threads=1536),
-    "sm_89": _arch(99, 100, threads=1536),
-    "sm_90": _arch(227, 228),
+    "sm_70": ArchLimits(shared_optin_bytes=96 << 10, shared_per_sm_bytes=96 << 10, async_copies=False),
+    "sm_75": ArchLimits(
+        shared_optin_bytes=64 << 10, shared_per_sm_bytes=64 << 10, threads_per_sm=1024, async_copies=False
+    ),
+    "sm_80": ArchLimits(shared_optin_bytes=163 << 10, shared_per_sm_bytes=164 << 10),
+    "sm_86": ArchLimits(shared_optin_bytes=99 << 10, shared_per_sm_bytes=100 << 10, threads_per_sm=1536),
+    "sm_89": ArchLimits(shared_optin_bytes=99 << 10, shared_per_sm_bytes=100 << 10, threads_per_sm=1536),
+    "sm_90": ArchLimits(shared_optin_bytes=227 << 10, shared_per_sm_bytes=228 << 10),
 }
 
 #: Largest grid: its first extent, and the other two.
 _GRID_X, _GRID_YZ = 2**31 - 1, 65535
 #: Registers are handed out to warps in units of so many.
 _REGISTER_UNIT = 256
-
-
-@dataclass(frozen=True)
-class KernelShape:
-    """How a kernel is launched: grid and block extents (x, y, z), and the shared bytes that it declares."""
-
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    shared_bytes: int = 0
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return math.prod(self.block)
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of the grid."""
-        return math.prod(self.grid)
 
 
 def arch_limits(arch: str) -> ArchLimits:
@@ -96,20 +67,26 @@ def cuda_arch(device: Device) -> str:
     return arch
 
 
-def shape_fault(kernels: Sequence[KernelShape], arch: str) -> tuple[str, str] | None:
-    """Why a program cannot be launched, as far as that shows before it is compiled: its kind (``threads``, ``block``,
-    ``grid`` or ``shared``) and a sentence; None if nothing speaks against it."""
+def rule_fault(cuda: CudaProgram, arch: str) -> str | None:
+    """Why a program cannot run, as far as that shows before it is compiled: ``threads``, ``block``, ``grid``, ``shared`` or
+    ``async``, a colon and a sentence; None if nothing speaks against it."""
     limits = arch_limits(arch)
-    for kernel in kernels:
-        if kernel.threads > limits.threads_per_block:
-            return "threads", f"{kernel.threads} threads a block, at most {limits.threads_per_block}"
-        if kernel.block[2] > limits.block_z:
-            return "block", f"{kernel.block[2]} threads along z, at most {limits.block_z}"
-        if kernel.grid[0] > _GRID_X or max(kernel.grid[1:]) > _GRID_YZ:
-            return "grid", f"a grid of {kernel.grid}, at most ({_GRID_X}, {_GRID_YZ}, {_GRID_YZ})"
-        if kernel.shared_bytes > limits.shared_static_bytes:
-            return ("shared", f"{kernel.shared_bytes} bytes of shared memory, at most {limits.shared_static_bytes}")
+    for launch in cuda.launches:
+        if launch.threads > limits.threads_per_block:
+            return f"threads: {launch.threads} threads a block, at most {limits.threads_per_block}"
+        if launch.block[2] > limits.block_z:
+            return f"block: {launch.block[2]} threads along z, at most {limits.block_z}"
+        if launch.grid[0] > _GRID_X or max(launch.grid[1:]) > _GRID_YZ:
+            return f"grid: a grid of {launch.grid}, at most ({_GRID_X}, {_GRID_YZ}, {_GRID_YZ})"
+        if launch.shared_bytes > limits.shared_static_bytes:
+            return _shared_fault(launch.shared_bytes, limits)
+    if cuda.async_copies and not limits.async_copies:
+        return f"async: it copies asynchronously, which {arch} cannot"
     return None
+
+
+def _shared_fault(needed: int, limits: ArchLimits) -> str:
+    return f"shared: {needed} bytes of shared memory, at most {limits.shared_static_bytes}"
 
 
 def block_registers(registers: int, threads: int) -> int:
@@ -119,15 +96,14 @@ def block_registers(registers: int, threads: int) -> int:
     return warps * per_warp
 
 
-def resource_fault(
-    kernels: Sequence[KernelShape], resources: Sequence[KernelResources], arch: str
-) -> tuple[str, str] | None:
-    """Why a compiled program cannot be launched: its registers or what ptxas counts of shared memory."""
+def resource_fault(cuda: CudaProgram, resources: Resources, arch: str) -> str | None:
+    """Why a compiled program cannot run: its registers or what ptxas counts of shared memory."""
     limits = arch_limits(arch)
-    for kernel, taken in zip(kernels, resources, strict=True):
-        needed = block_registers(taken.registers, kernel.threads)
+    for launch in cuda.launches:
+        taken = resources[launch.kernel]
+        needed = block_registers(taken["registers"], launch.threads)
         if needed > limits.registers_per_block:
-            return "registers", f"{needed} registers a block, at most {limits.registers_per_block}"
-        if taken.shared_bytes > limits.shared_static_bytes:
-            return ("shared", f"{taken.shared_bytes} bytes of shared memory, at most {limits.shared_static_bytes}")
+            return f"registers: {needed} registers a block, at most {limits.registers_per_block}"
+        if taken["shared_bytes"] > limits.shared_static_bytes:
+            return _shared_fault(taken["shared_bytes"], limits)
     return None

@@ -8,9 +8,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from cdmpp.profiler.gpu.build import DrawJob, Drawn, KernelBuilder
 from cdmpp.profiler.gpu.bundle import Bundle, BundledProgram, read_bundle, write_bundle
 from cdmpp.profiler.gpu.compile import find_compiler
 from cdmpp.profiler.gpu.limits import cuda_arch
+from cdmpp.profiler.machine import installed
 from cdmpp.profiler.plan import CHUNK, ELITE, network_tasks, seed_of
 from cdmpp.profiler.session import Progress
 from cdmpp.program.types import Program, Space, Task
@@ -77,30 +77,24 @@ class _Draft:
 
     def __init__(self, path: Path) -> None:
         self._path, self._saved_at, self._save_s = path, time.monotonic(), 0.0
-        bundle = read_bundle(path) if path.exists() else Bundle({}, {}, {}, {}, [], {})
-        self.tasks, self.spaces = dict(bundle.tasks), dict(bundle.spaces)
-        self.programs, self.references = dict(bundle.programs), dict(bundle.references)
-        self.kernels = {kernel.program: kernel for kernel in bundle.kernels}
-        self.statuses = Counter(kernel.status for kernel in bundle.kernels)
+        self.bundle = read_bundle(path) if path.exists() else Bundle({}, {}, {}, {}, [], {})
+        self.statuses = Counter(kernel.status for kernel in self.bundle.kernels)
         #: Tasks whose spaces hold no more.
-        self.exhausted: set[str] = set(bundle.note.get("exhausted", ()))
+        self.exhausted: set[str] = set(self.bundle.note.get("exhausted", ()))
 
     def add(self, task: Task, program: Program, space: Space, kernel: BundledProgram) -> None:
-        self.tasks[task.hash], self.spaces[space.hash] = task, space
-        self.programs[program.hash], self.kernels[program.hash] = program, kernel
+        self.bundle.tasks[task.hash], self.bundle.spaces[space.hash] = task, space
+        self.bundle.programs[program.hash] = program
+        self.bundle.kernels.append(kernel)
         self.statuses[kernel.status] += 1
         if time.monotonic() - self._saved_at > max(_SAVE_S, 20 * self._save_s):
             self.save()
 
     def save(self) -> None:
         started = time.monotonic()
-        note = {"exhausted": sorted(self.exhausted)}
-        write_bundle(self._path, self.bundle(note, list(self.kernels.values())), level=1)
+        write_bundle(self._path, replace(self.bundle, note={"exhausted": sorted(self.exhausted)}), level=1)
         self._saved_at = time.monotonic()
         self._save_s = self._saved_at - started
-
-    def bundle(self, note: Mapping[str, Any], kernels: Sequence[BundledProgram]) -> Bundle:
-        return Bundle(note, self.tasks, self.spaces, self.programs, kernels, self.references)
 
 
 class _TaskPlan:
@@ -108,8 +102,8 @@ class _TaskPlan:
 
     def __init__(self, task: Task, parents: tuple[Program, ...], config: BundleConfig, draft: _Draft) -> None:
         self.task, self._parents, self._config, self._draft = task, parents, config, draft
-        self._seen = {p.hash for p in draft.programs.values() if p.task_hash == task.hash}
-        kept = [draft.kernels[h].status for h in self._seen]
+        self._seen = {p.hash for p in draft.bundle.programs.values() if p.task_hash == task.hash}
+        kept = [kernel.status for kernel in draft.bundle.kernels if kernel.program in self._seen]
         self.ok, self._invalid = kept.count("ok"), kept.count("invalid_config")
         self._candidates: deque[tuple[Program, Space]] = deque()
         self._drawing = False
@@ -140,7 +134,7 @@ class _TaskPlan:
             return
         self._drawing = True
         seed = seed_of(config.seed, self.task.hash, len(self._seen), self._broken)
-        wants = self.task.hash not in self._draft.references and self.task.flops <= config.reference_flops
+        wants = self.task.hash not in self._draft.bundle.references and self.task.flops <= config.reference_flops
         reference = config.seed if wants else None
         yield DrawJob(self.task, _DRAWN, seed, frozenset(self._seen), self._parents, reference)
 
@@ -170,7 +164,7 @@ class _TaskPlan:
         if not drawn.candidates and not drawn.excluded:
             self._exhaust()
         if drawn.reference is not None:
-            self._draft.references[self.task.hash] = drawn.reference
+            self._draft.bundle.references[self.task.hash] = drawn.reference
         self._tries += len(drawn.candidates) + len(drawn.excluded)
         self._candidates.extend(drawn.candidates)
         self._seen.update(program.hash for program, _ in drawn.candidates)
@@ -203,9 +197,8 @@ def make_bundle(
     ProfilerError if the device is no CUDA device, there is no compiler for it, or no task. BundleError if the file
     exists, or is half made and `resume` was not asked for.
     """
-    config = config or BundleConfig()
-    notify = notify or (lambda line: logger.info("%s", line))
-    device = get_device(device) if isinstance(device, str) else device
+    config, notify = config or BundleConfig(), notify or logger.info
+    device = get_device(device)
     arch = cuda_arch(device)
     if not (config.cubins or config.sources):
         raise ProfilerError("a bundle needs sources or cubins")
@@ -224,7 +217,7 @@ def make_bundle(
             raise ProfilerError(f"{mutants_of} has no measured program of these tasks on {device.name}")
     draft = _Draft(unfinished)
     plans = {task.hash: _TaskPlan(task, parents.get(task.hash, ()), config, draft) for task in tasks}
-    started, before = time.perf_counter(), len(draft.kernels)
+    bundle, started, before = draft.bundle, time.perf_counter(), len(draft.bundle.kernels)
     try:
         with Engine(BuildOnly(config, (KernelBuilder, (arch, device.target), 10))) as engine:
             for outcome in engine.run(_jobs(list(plans.values()), config)):
@@ -233,7 +226,7 @@ def make_bundle(
                     failures = {status: n for status, n in draft.statuses.items() if status != "ok"}
                     done = sum(plan.ok for plan in plans.values())
                     total = config.programs_per_task * len(plans)
-                    new, elapsed_s = len(draft.kernels) - before, time.perf_counter() - started
+                    new, elapsed_s = len(bundle.kernels) - before, time.perf_counter() - started
                     progress(Progress(done, total, new, draft.statuses["ok"], failures, elapsed_s))
     finally:
         draft.save()
@@ -247,13 +240,13 @@ def make_bundle(
         "devices": {d.name: d.to_json() for d in (device, *shares)},
         "network_families": families,
         "made_at": time.time(),
-        "versions": {p: metadata.version(p) for p in ("cdmpp", "apache-tvm", "apache-tvm-ffi", "numpy")},
+        "versions": installed("cdmpp", "apache-tvm", "apache-tvm-ffi", "numpy"),
         "config": asdict(config),
     }
-    order = sorted(draft.kernels, key=lambda h: (draft.programs[h].task_hash, h))
-    write_bundle(out, draft.bundle(note, [_kept(draft.kernels[h], config) for h in order]))
+    kernels = sorted(bundle.kernels, key=lambda kernel: (bundle.programs[kernel.program].task_hash, kernel.program))
+    write_bundle(out, replace(bundle, note=note, kernels=[_kept(kernel, config) for kernel in kernels]))
     unfinished.unlink()
-    tasks_n, references_n, statuses = len(draft.tasks), len(draft.references), dict(draft.statuses)
+    tasks_n, references_n, statuses = len(bundle.tasks), len(bundle.references), dict(draft.statuses)
     return BundleReport(out, device.name, compiler, tasks_n, references_n, statuses, out.stat().st_size)
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from cdmpp.dataset import Dataset
-from cdmpp.device import Device, get_device
-from cdmpp.errors import DatasetError, ProfilerError
+from cdmpp.device import Device, DeviceTable, get_device
+from cdmpp.errors import DatasetError, ProfilerError, UnknownDeviceError
 from cdmpp.profiler.calibration import DegreeResult, Labels, calibrate, halved, timed_labels
 from cdmpp.profiler.engine import Engine, Outcome
 from cdmpp.profiler.gpu.build import KernelJob, MeasureJob
@@ -91,8 +91,7 @@ def measure(
     ProfilerError if the GPU is missing, another one, lost, or cannot be partitioned. DatasetError if `out` holds records of
     this device and `resume` was not asked for, or of another, or the disk is full. What was measured is kept.
     """
-    config = config or MeasureConfig()
-    notify = notify or (lambda line: logger.info("%s", line))
+    config, notify = config or MeasureConfig(), notify or logger.info
     content = bundle if isinstance(bundle, Bundle) else read_bundle(bundle)
     target_device, path = device_of(content, device), Path(out)
     name = target_device.name
@@ -157,17 +156,14 @@ def measure(
 def device_of(bundle: Bundle, name: str | None) -> Device:
     """The device to measure on: that of the bundle (None), or a share of it (ProfilerError for any other)."""
     base = bundle.device.partition("@")[0]
-    asked, at, text = (name or bundle.device).partition("@")
+    whole = Device.from_json(bundle.note["devices"][base])
     try:
-        share = float(text) if at else 1.0
-    except ValueError:
-        share = -1.0
-    if asked != base or not 0 < share <= 1:
+        device = DeviceTable([whole]).get(name or bundle.device)
+    except UnknownDeviceError as err:
         raise ProfilerError(
             f"the bundle is for {base}: expected {base} or a share of it, such as {base}@0.5, not {name}"
-        )
-    whole = Device.from_json(bundle.note["devices"][base])
-    return replace(whole.used(share), target={**whole.target, "arch": bundle.arch})
+        ) from err
+    return replace(device, target={**whole.target, "arch": bundle.arch})
 
 
 def _chosen(bundle: Bundle, config: MeasureConfig) -> list[BundledProgram]:
@@ -184,7 +180,8 @@ def _chosen(bundle: Bundle, config: MeasureConfig) -> list[BundledProgram]:
     return evenly(by_task, config.seed)[: config.limit]
 
 
-def _job(bundle: Bundle, kernel: BundledProgram, **options: Any) -> KernelJob:
+def job_of(bundle: Bundle, kernel: BundledProgram, **options: Any) -> KernelJob:
+    """A job of a program of the bundle; options are those of :class:`MeasureJob`."""
     program = bundle.programs[kernel.program]
     space = None if program.space_hash is None else bundle.spaces[program.space_hash]
     return KernelJob(program, bundle.tasks[program.task_hash], space, MeasureJob(kernel, **options))
@@ -209,7 +206,7 @@ def _jobs(
                 if checked[task] < config.check_per_task:
                     reference = bundle.references.get(task)
                     checked[task] += reference is not None
-            jobs.append(_job(bundle, kernel, degree=degree, reference=reference))
+            jobs.append(job_of(bundle, kernel, degree=degree, reference=reference))
         yield from sorted(jobs, key=lambda job: job.measure.degree)
 
 
@@ -238,7 +235,7 @@ def _degrees(
         sample = members[:: max(1, len(members) // n)][:n]
 
         def labels(degree: int | None, sample: Sequence[BundledProgram] = sample) -> Labels:
-            jobs = [_job(bundle, kernel, degree=degree or 1) for kernel in sample]
+            jobs = [job_of(bundle, kernel, degree=degree or 1) for kernel in sample]
             return timed_labels(engine.run(iter(jobs)))
 
         candidates = [d for d in halved(group) if d > 1]
@@ -269,7 +266,7 @@ def _best(
     wanted = []
     for _, part in frame.sort_values("latency_s").drop_duplicates("program").groupby("task"):
         wanted += [h for h in part["program"].head(config.best_per_task) if h not in alone and h in by_hash]
-    return [_job(bundle, by_hash[h]) for h in wanted]
+    return [job_of(bundle, by_hash[h]) for h in wanted]
 
 
 # -- compiling and measuring in one go ---------------------------------------------------------------------------
@@ -293,7 +290,7 @@ def profile_gpu(
     where no GPU answers, or another one, which is found out before anything is compiled.
     """
     measure_config = measure_config or MeasureConfig()
-    known = get_device(device) if isinstance(device, str) else device
+    known = get_device(device)
     if measure_config.gpu == MeasureConfig().gpu:
         here = check_gpu()
         if not is_model(here, known.model):

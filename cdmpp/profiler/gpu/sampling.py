@@ -10,6 +10,7 @@ The GPU itself is an interface: the real one is :mod:`cdmpp.profiler.gpu.cupy`, 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -31,7 +32,7 @@ from cdmpp.profiler.engine import BuildConfig, BuildJob, Measured, Measurer, Run
 from cdmpp.profiler.gpu.build import KernelBuilder, KernelJob, MeasureJob
 from cdmpp.profiler.gpu.bundle import BundledProgram, CudaProgram
 from cdmpp.profiler.gpu.limits import cuda_arch
-from cdmpp.profiler.machine import Worker
+from cdmpp.profiler.machine import Worker, WorkerDied
 from cdmpp.profiler.statistics import SamplingPlan
 
 logger = logging.getLogger(__name__)
@@ -88,11 +89,8 @@ class Gpu(Protocol):
         """Make a sample of `repeats` runs back to back ready to start."""
 
     def sample(self, prepared: Sequence[Any], cold: bool) -> list[float]:
-        """One sample in each lane at the same time; mean seconds of a run, in order.
-
-        Warm: after an untimed run of the same program. Cold: after the level-2 cache was filled with something else; a
-        sample is then one run.
-        """
+        """One sample in each lane at the same time; mean seconds of a run, in order. Warm: after an untimed run of the same
+        program. Cold: after the level-2 cache was filled with something else; a sample is then one run."""
 
     def outputs(self, loaded: Any, inputs: Sequence[NDArray[Any]]) -> dict[int, NDArray[Any]]:
         """Run once with these input values; the outputs by number of the parameter."""
@@ -274,8 +272,8 @@ class Sampler:
 def gpu_worker(connection: Connection, config: GpuConfig, arguments: Mapping[str, Any]) -> None:
     """Serve :class:`MeasureJob` after :class:`MeasureJob` until the connection closes (runs in its own process).
 
-    Makes the GPU of `arguments`. Sends its :class:`GpuFacts` first (or the ProfilerError that there is none), then what
-    :class:`Sampler` sends, and the :class:`GpuFault` before it ends because the context is broken.
+    Sends :class:`GpuFacts` first (or the ProfilerError that there is no GPU), then what :class:`Sampler` sends, and the
+    :class:`GpuFault` before it ends because the context is broken.
     """
     machine.die_with_parent()
     try:
@@ -307,12 +305,9 @@ def gpu_worker(connection: Connection, config: GpuConfig, arguments: Mapping[str
 
 
 def possible_degree(cuda: CudaProgram, facts: GpuFacts) -> int:
-    """Programs like this one that fit side by side: a power of two up to the number of lanes.
-
-    Where lanes are partitions every program has its own, so all lanes may work.
-    """
+    """Programs like this one that fit side by side: a power of two up to the number of lanes."""
     if facts.partition != "whole":
-        return facts.lanes
+        return facts.lanes  # each has a partition of its own
     blocks = max(shape.blocks for shape in cuda.launches)
     degree = 1
     while 2 * degree <= facts.lanes and 2 * degree * blocks <= facts.sms:
@@ -359,15 +354,10 @@ class GpuMeasurer(Measurer):
     def _wait_for_facts(self) -> None:
         """Wait until the measuring process has its GPU; start another if it dies over it."""
         for _ in range(_STARTS):
-            try:
+            with contextlib.suppress(WorkerDied):
                 if self._gpu.connection.poll(_START_S):
-                    message = self._gpu.connection.recv()
-                    if isinstance(message, ProfilerError):
-                        raise message
-                    self.facts = message
+                    self.facts = self._gpu.receive()
                     return
-            except EOFError:
-                pass
             self._gpu.replace()
         raise ProfilerError("the GPU does not answer: it is lost, or its driver hangs")
 
@@ -414,15 +404,16 @@ class GpuMeasurer(Measurer):
 
     def receive(self, worker: Worker) -> None:
         try:
-            message: Running | Measured | GpuFault = self._gpu.connection.recv()
-        except (EOFError, ConnectionResetError):
-            self._restart("run_error", f"the measuring process died ({self._gpu.exit_reason()})")
+            message: Running | Measured = worker.receive()
+        except WorkerDied as err:
+            self._restart("run_error", f"the measuring process died ({err})")
             return
-        self._gpu.extend(self._patience_s)
+        except GpuFault as err:
+            self._restart("run_error", str(err))
+            return
+        worker.extend(self._patience_s)
         if isinstance(message, Running):
             self._running = message.programs
-        elif isinstance(message, GpuFault):
-            self._restart("run_error", str(message))
         else:
             job, measure = self._in_flight.pop(message.program)
             self._running = tuple(p for p in self._running if p != message.program)
@@ -436,7 +427,7 @@ class GpuMeasurer(Measurer):
     def _meta(self, measure: MeasureJob) -> dict[str, Any]:
         meta: dict[str, Any] = {"sms": self.facts.share_sms, "workers": measure.degree}
         if measure.kernel.resources:
-            meta["resources"] = {name: dict(taken) for name, taken in measure.kernel.resources.items()}
+            meta["resources"] = measure.kernel.resources
         return meta
 
     def _restart(self, status: str, error: str) -> None:

@@ -11,18 +11,10 @@ import pytest
 from cdmpp.dataset import Dataset
 from cdmpp.device import get_device
 from cdmpp.errors import BundleError, NetworkError, ProfilerError, ProgramError
-from cdmpp.profiler.gpu.build import CudaLowering, rule_fault
-from cdmpp.profiler.gpu.bundle import CudaProgram, read_bundle
-from cdmpp.profiler.gpu.compile import (
-    CompileError,
-    CudaCompiler,
-    KernelResources,
-    NvccCompiler,
-    find_compiler,
-    find_nvcc,
-    parse_ptxas,
-)
-from cdmpp.profiler.gpu.limits import KernelShape, arch_limits, block_registers, resource_fault, shape_fault
+from cdmpp.profiler.gpu.build import CudaLowering
+from cdmpp.profiler.gpu.bundle import CudaProgram, Launch, read_bundle
+from cdmpp.profiler.gpu.compile import CompileError, CudaCompiler, NvccCompiler, find_compiler, find_nvcc, parse_ptxas
+from cdmpp.profiler.gpu.limits import arch_limits, block_registers, resource_fault, rule_fault
 from cdmpp.profiler.gpu.make import BundleConfig, make_bundle
 from cdmpp.program.space import Rebuilder, TaskSpaces
 from tests.samples.gpu import toy_program
@@ -118,11 +110,11 @@ def test_the_compiler_counts_the_shared_memory_that_lowering_does(
     program = next(
         p
         for p in lowered(lowering, matmul_task(64), 4)
-        if p.launches[0].shared_bytes and shape_fault(p.launches, "sm_90") is None
+        if p.launches[0].shared_bytes and rule_fault(p, "sm_90") is None
     )
-    compiled = compiler.compile(program.source, "sm_90")
+    _, resources = compiler.compile(program.source, "sm_90")
     declared = program.launches[0].shared_bytes
-    assert declared <= compiled.resources["main_kernel"].shared_bytes < declared + 1024
+    assert declared <= resources["main_kernel"]["shared_bytes"] < declared + 1024
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +146,7 @@ def test_a_bundle_is_made_read_and_rebuilt(source: Path, tmp_path: Path) -> None
         if kernel.status == "ok":
             assert kernel.cuda is not None and kernel.cubin[:4] == b"\x7fELF"
             assert set(kernel.resources) == {launch.kernel for launch in kernel.cuda.launches}
-            assert shape_fault(kernel.cuda.launches, "sm_90") is None
+            assert rule_fault(kernel.cuda, "sm_90") is None
     with pytest.raises(BundleError, match="exists"):
         make_bundle(["mlp"], device="h200", out=out, config=CONFIG, tasks_of=source)
 
@@ -201,15 +193,20 @@ def test_networks_without_tasks_are_refused(
 # -- compilers and limits -----------------------------------------------------------------------------------------
 
 
+def taken(registers: int, spills: tuple[int, int] = (0, 0), shared: int = 0, stack: int = 0) -> dict[str, int]:
+    found = {"registers": registers, "spill_store_bytes": spills[0], "spill_load_bytes": spills[1]}
+    return {**found, "shared_bytes": shared, "stack_bytes": stack}
+
+
 def test_resources_of_each_kernel_are_read() -> None:
     assert parse_ptxas(Path(__file__).with_name("ptxas.txt").read_text()) == {
-        "main_kernel_1": KernelResources(255, 120, 124, 37248, 432),
-        "main_kernel": KernelResources(12),
+        "main_kernel_1": taken(registers=255, spills=(120, 124), shared=37248, stack=432),
+        "main_kernel": taken(registers=12),
     }
 
 
-def shape(threads: int, shared: int = 0) -> KernelShape:
-    return KernelShape((1, 1, 1), (threads, 1, 1), shared)
+def launched(*launches: Launch) -> CudaProgram:
+    return replace(toy_program(), launches=launches)
 
 
 def test_registers_are_handed_out_by_the_warp() -> None:
@@ -218,24 +215,25 @@ def test_registers_are_handed_out_by_the_warp() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "kind"),
+    ("launch", "kind"),
     [
-        (shape(1025), "threads"),
-        (KernelShape((1, 1, 1), (1, 1, 65)), "block"),
-        (KernelShape((1, 65536, 1), (1, 1, 1)), "grid"),
-        (shape(32, 49153), "shared"),
-        (KernelShape((2**31 - 1, 65535, 65535), (16, 1, 64), 49152), None),
+        (Launch((1, 1, 1), (1025, 1, 1)), "threads"),
+        (Launch((1, 1, 1), (1, 1, 65)), "block"),
+        (Launch((1, 65536, 1), (1, 1, 1)), "grid"),
+        (Launch((1, 1, 1), (32, 1, 1), 49153), "shared"),
+        (Launch((2**31 - 1, 65535, 65535), (16, 1, 64), 49152), None),
     ],
 )
-def test_what_exceeds_a_limit_is_named(kernel: KernelShape, kind: str | None) -> None:
-    fault = shape_fault([shape(32), kernel], "sm_70")
-    assert (fault and fault[0]) == kind
+def test_what_exceeds_a_limit_is_named(launch: Launch, kind: str | None) -> None:
+    fault = rule_fault(launched(Launch((1, 1, 1), (32, 1, 1)), launch), "sm_70")
+    assert (fault and fault.partition(":")[0]) == kind
 
 
 @pytest.mark.parametrize(("registers", "kind"), [(64, None), (65, "registers")])
 def test_what_takes_too_much_when_compiled_is_named(registers: int, kind: str | None) -> None:
-    fault = resource_fault([shape(1024)], [KernelResources(registers, shared_bytes=49152)], "sm_90")
-    assert (fault and fault[0]) == kind
+    resources = {"k": taken(registers, shared=49152)}
+    fault = resource_fault(launched(Launch((1, 1, 1), (1024, 1, 1), kernel="k")), resources, "sm_90")
+    assert (fault and fault.partition(":")[0]) == kind
 
 
 def test_an_unknown_architecture_is_refused() -> None:
@@ -248,9 +246,9 @@ def test_an_unknown_architecture_is_refused() -> None:
 @needs_nvcc
 def test_nvcc_builds_cubins_and_says_why_not() -> None:
     toy, nvcc = toy_program().source, NvccCompiler()
-    compiled = nvcc.compile(toy, "sm_90")
-    assert compiled.cubin[:4] == b"\x7fELF"
-    assert 0 < compiled.resources["main_kernel"].registers < 32
+    cubin, resources = nvcc.compile(toy, "sm_90")
+    assert cubin[:4] == b"\x7fELF"
+    assert 0 < resources["main_kernel"]["registers"] < 32
     greedy = "{\n  __shared__ float s[20000]; s[threadIdx.x] = a[0]; __syncthreads(); a[1] = s[threadIdx.x ^ 1];\n"
     with pytest.raises(CompileError, match="too much shared data"):
         nvcc.compile(toy.replace("{\n", greedy), "sm_90")
@@ -263,8 +261,5 @@ def test_nvcc_builds_cubins_and_says_why_not() -> None:
 
 def test_asynchronous_copies_need_ampere() -> None:
     cuda = replace(toy_program(), async_copies=True)
-    assert rule_fault(cuda, "sm_75") == ("async", "it copies asynchronously, which sm_75 cannot")
+    assert rule_fault(cuda, "sm_75") == "async: it copies asynchronously, which sm_75 cannot"
     assert rule_fault(cuda, "sm_80") is None
-    launch = replace(cuda.launches[0], block=(2048, 1, 1))
-    fault = rule_fault(replace(cuda, launches=(launch,)), "sm_75")
-    assert fault is not None and fault[0] == "threads", "limits come first"

@@ -21,10 +21,7 @@ def test_a_bundle_reads_back_as_written(tmp_path: Path) -> None:
     write_bundle(tmp_path / "x.bundle", bundle)
     back = read_bundle(tmp_path / "x.bundle")
     assert (back.device, back.arch) == ("h200", "sm_90")
-    assert dict(back.tasks) == dict(bundle.tasks)
-    assert dict(back.spaces) == dict(bundle.spaces)
-    assert dict(back.programs) == dict(bundle.programs)
-    assert list(back.kernels) == list(bundle.kernels)
+    assert replace(back, note={}, references={}) == replace(bundle, note={}, references={})
     assert back.kernels[0].cuda is not None
     assert back.kernels[0].cuda.launches[0].grid == (1, 1, 1)
     for task, reference in bundle.references.items():

@@ -50,7 +50,7 @@ def gpu() -> Gpu:
 
 
 def built(name: str, cuda: CudaProgram, arch: str) -> BundledProgram:
-    return BundledProgram(name, cuda, find_compiler(arch).compile(cuda.source, arch).cubin)
+    return BundledProgram(name, cuda, find_compiler(arch).compile(cuda.source, arch)[0])
 
 
 def spin(ns: int, arch: str, blocks: int = 1, name: str = "spin") -> BundledProgram:

@@ -7,7 +7,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,15 +30,11 @@ PLAN = SamplingPlan(min_sample_s=0.001, min_samples=4, max_samples=8, target_noi
 # -- inside the process ------------------------------------------------------------------------------------------
 
 
-class AtOnce(Executor):
+class AtOnce(ThreadPoolExecutor):
     """Does what it is given at once."""
 
-    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except ValueError as err:
-            future.set_exception(err)
+    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        wait([future := super().submit(*args, **kwargs)])
         return future
 
 
