@@ -70,48 +70,35 @@ class TaskTuner:
         tvm = import_tvm()
         from tvm.s_tir import meta_schedule as ms
 
-        self.task = task
-        self.mod = tvm.IRModule({"main": task.prim_func()})
-        self._rule, self._cores = ("llvm", int(device.share)) if device.kind == "cpu" else ("cuda", 0)
-        self.context = ms.TuneContext(
-            mod=self.mod,
-            target=tvm.target.Target(
-                # GPU programs are drawn within the limits that cdmpp.program.space.Rebuilder replays them with.
-                dict(device.target)
-                if device.kind == "cpu"
-                else {**CUDA_SPACE_TARGET, "arch": str(device.target["arch"])}
-            ),
-            # Asked for by name: what TVM chooses for AVX-512 or tensor cores needs its slow import of tensor intrinsics.
-            space_generator=ms.space_generator.PostOrderApply(
-                sch_rules=self._rule, postprocs=self._rule, mutator_probs=self._rule
-            ),
-            search_strategy=ms.search_strategy.EvolutionarySearch(
-                population_size=population, genetic_num_iters=generations, init_min_unmeasured=1
-            ),
+        self.task, self._on_cpu = task, device.kind == "cpu"
+        # GPU programs are drawn within the limits that cdmpp.program.space.Rebuilder replays them with.
+        limits = {} if self._on_cpu else {**CUDA_SPACE_TARGET, "arch": str(device.target["arch"])}
+        strategy = ms.search_strategy.EvolutionarySearch(
+            population_size=population, genetic_num_iters=generations, init_min_unmeasured=1
+        )
+        self._spaces = TaskSpaces(
+            task,
+            "llvm" if self._on_cpu else "cuda",
+            int(device.share),
+            target=tvm.target.Target(limits or dict(device.target)),
+            search_strategy=strategy,
             task_name=task.name,
             rand_state=seed,
-            num_threads=1,
             logger=logging.getLogger(f"{__name__}.metaschedule"),
         )
-        try:
-            with quiet():
-                self._spaces = self.context.generate_design_space()
-        except Exception as err:  # TVM raises its own InternalError types, by message only
-            raise ProgramError(f"TVM found no design space for task {task.name}: {err}") from err
+        self.context = self._spaces.context
+        self.mod = self.context.mod
         self._postprocs = list(self.context.space_generator.postprocs)
 
     def sample(self, n: int, seed: int) -> list[Candidate]:
         """Random programs of all spaces in turn, at most `n`, no two alike; fewer where there are no more."""
-        spaces = TaskSpaces(self.task, self._rule, max(1, self._cores))
-        by_hash = {space.hash: space for space in spaces.spaces}
-        return [
-            self.replay(replace(program, origin="search"), by_hash[str(program.space_hash)])
-            for program in spaces.sample(n, seed)
-        ]
+        by_hash = {space.hash: space for space in self._spaces.spaces}
+        programs = [replace(program, origin="search") for program in self._spaces.sample(n, seed)]
+        return [self.replay(program, by_hash[str(program.space_hash)]) for program in programs]
 
     def untuned(self) -> BuildJob | None:
         """What runs where nothing was tuned, see the module's text; None where there is nothing."""
-        if self._rule == "llvm":
+        if self._on_cpu:
             return BuildJob(unscheduled(self.task), self.task, None)
         return candidate.job if (candidate := self.untuned_candidate()) else None
 
@@ -119,7 +106,7 @@ class TaskTuner:
         """The same as a trace, for MetaSchedule's database."""
         from tvm.s_tir.schedule import Schedule
 
-        if self._rule == "llvm":
+        if self._on_cpu:
             schedule = Schedule(self.mod)
             # A record whose trace has no instruction is none to MetaSchedule.
             schedule.get_sblock("root", func_name="main")
@@ -129,7 +116,7 @@ class TaskTuner:
 
     def start(self, database: Any, cost_model: Any, batch: int) -> None:
         """Begin the search, with the best programs of a MetaSchedule database as parents."""
-        self.context.pre_tuning(_NO_LIMIT, batch, self._spaces, database, cost_model)
+        self.context.pre_tuning(_NO_LIMIT, batch, self._spaces.schedules, database, cost_model)
 
     def propose(self) -> list[Candidate] | None:
         """The next candidates, none of them proposed before; None where the space gives none."""
@@ -159,20 +146,13 @@ class TaskTuner:
 
     def drawn(self, n: int, rng: random.Random) -> Iterator[tuple[str, str]]:
         """Instructions and decisions, as JSON, of `n` programs that TVM draws of each space; fewer where it fails."""
-        from tvm.s_tir.schedule import Schedule, Trace
-
-        # the rules offer some spaces twice
-        distinct = {instructions_and_decisions(schedule)[0]: schedule for schedule in self._spaces}
-        for insts, space in distinct.items():
-            trace = Trace(list(space.trace.insts), {})
-            for _ in range(n):
-                schedule = Schedule(self.mod, seed=rng.randrange(1, 2**31 - 1))
-                try:
-                    trace.apply_to_schedule(schedule, remove_postproc=True)
-                except Exception as err:  # a decision that a primitive refuses
-                    logger.debug("task %s: a sampled trace does not apply: %s", self.task.hash, err)
-                    continue
-                yield insts, instructions_and_decisions(schedule)[1]
+        for space in [space for space in self._spaces.spaces for _ in range(n)]:
+            try:
+                schedule = self._spaces.draw(space, rng)
+            except Exception as err:  # a decision that a primitive refuses
+                logger.debug("task %s: a sampled trace does not apply: %s", self.task.hash, err)
+                continue
+            yield space.insts_json, instructions_and_decisions(schedule)[1]
 
     def measure_of(self, insts: Any, decisions: Any) -> Any | None:
         """MetaSchedule's candidate of a space's instructions and decisions (JSON values); None where TVM rejects them."""
@@ -206,7 +186,8 @@ class TaskTuner:
 
     def candidate(self, measure: Any, origin: str = "search") -> Candidate:
         """One of MetaSchedule's, for the profiler too."""
-        program, space = program_of_schedule(measure.sch, self.task, self._rule, self._cores, origin)
+        rule, cores = self._spaces.rule, self._spaces.num_cores
+        program, space = program_of_schedule(measure.sch, self.task, rule, cores, origin)
         return Candidate(measure, BuildJob(program, self.task, space))
 
 
