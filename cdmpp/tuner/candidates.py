@@ -59,6 +59,11 @@ class Candidate:
         """Of the program."""
         return self.job.program.hash
 
+    @property
+    def task(self) -> str:
+        """The task's hash."""
+        return self.job.task.hash
+
 
 class TaskTuner:
     """Search for programs of one task; the device's kind, TVM target and number of cores make the design space.
@@ -110,9 +115,9 @@ class TaskTuner:
             schedule = Schedule(self.mod)
             # A record whose trace has no instruction is none to MetaSchedule.
             schedule.get_sblock("root", func_name="main")
-            return self.candidate_of(schedule, "unscheduled")
+            return self.candidate(schedule, "unscheduled")
         schedule = default_schedule(self.mod["main"], self.context.target)
-        return None if schedule is None else self.candidate_of(schedule, DEFAULT)
+        return None if schedule is None else self.candidate(schedule, DEFAULT)
 
     def start(self, database: Any, cost_model: Any, batch: int) -> None:
         """Begin the search, with the best programs of a MetaSchedule database as parents."""
@@ -124,7 +129,7 @@ class TaskTuner:
             found = self.context.generate_measure_candidates()
         if found is None:
             return None
-        return [self.candidate(measure) for measure in found]
+        return [self.candidate(measure.sch) for measure in found]
 
     def end_round(self, measures: Sequence[Any]) -> None:
         """End the round of candidates that were proposed; MetaSchedule's search counts their results and reads none."""
@@ -142,7 +147,7 @@ class TaskTuner:
         digest = None if schedule is None else structural_hash(schedule.mod["main"])
         if schedule is None or digest != program.hash:
             raise ProgramError(f"program {program.hash} replays as {digest}: made by another TVM?")
-        return self.candidate_of(schedule, program.origin)
+        return self.candidate(schedule, program.origin)
 
     def drawn(self, n: int, rng: random.Random) -> Iterator[tuple[str, str]]:
         """Instructions and decisions, as JSON, of `n` programs that TVM draws of each space; fewer where it fails."""
@@ -171,12 +176,6 @@ class TaskTuner:
         schedule.enter_postproc()
         return schedule if all(postproc.apply(schedule) for postproc in self._postprocs) else None
 
-    def candidate_of(self, schedule: Any, origin: str = "search") -> Candidate:
-        """A postprocessed schedule of the task as a candidate."""
-        from tvm.s_tir import meta_schedule as ms
-
-        return self.candidate(ms.MeasureCandidate(schedule, self._arguments), origin)
-
     @functools.cached_property
     def _arguments(self) -> Any:
         """Shapes and types as MetaSchedule wants them."""
@@ -184,11 +183,13 @@ class TaskTuner:
 
         return ms.arg_info.ArgInfo.from_entry_func(self.mod, remove_preproc=True)
 
-    def candidate(self, measure: Any, origin: str = "search") -> Candidate:
-        """One of MetaSchedule's, for the profiler too."""
+    def candidate(self, schedule: Any, origin: str = "search") -> Candidate:
+        """A postprocessed schedule of the task as a candidate."""
+        from tvm.s_tir import meta_schedule as ms
+
         rule, cores = self._spaces.rule, self._spaces.num_cores
-        program, space = program_of_schedule(measure.sch, self.task, rule, cores, origin)
-        return Candidate(measure, BuildJob(program, self.task, space))
+        program, space = program_of_schedule(schedule, self.task, rule, cores, origin)
+        return Candidate(ms.MeasureCandidate(schedule, self._arguments), BuildJob(program, self.task, space))
 
 
 def runner_results(latency_s: Sequence[float | None]) -> list[Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ import_tvm()
 from tvm.ir.utils import derived_object  # noqa: E402
 from tvm.s_tir.meta_schedule.builder import BuilderResult, PyBuilder  # noqa: E402
 from tvm.s_tir.meta_schedule.cost_model import PyCostModel  # noqa: E402
-from tvm.s_tir.meta_schedule.runner import PyRunner, PyRunnerFuture, RunnerResult  # noqa: E402
+from tvm.s_tir.meta_schedule.runner import PyRunner, RunnerFuture, RunnerResult  # noqa: E402
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
@@ -224,24 +225,13 @@ class EngineRunner(PyRunner):
 
     def run(self, runner_inputs: Sequence[Any]) -> list[Any]:
         """One future an input."""
-        return [EngineRunnerFuture(self._tickets.pop(str(item.artifact_path))) for item in runner_inputs]
+        futures = [self._tickets.pop(str(item.artifact_path)) for item in runner_inputs]
+        return [RunnerFuture(future.done, partial(_result, future)) for future in futures]
 
 
-@derived_object
-class EngineRunnerFuture(PyRunnerFuture):
-    """The outcome of one program: its label in seconds, or the reason why there is none."""
-
-    def __init__(self, future: Future[Outcome]) -> None:
-        super().__init__()
-        self._future = future
-
-    def done(self) -> bool:
-        """Whether :meth:`result` would not wait."""
-        return self._future.done()
-
-    def result(self) -> Any:
-        """Wait for the outcome."""
-        outcome = self._future.result()
-        if outcome.latency_s is None:
-            return RunnerResult(None, f"{outcome.status}: {outcome.error}")
-        return RunnerResult([outcome.latency_s], None)
+def _result(future: Future[Outcome]) -> Any:
+    """The label of a program in seconds, or the reason why there is none; it waits for the outcome."""
+    outcome = future.result()
+    if outcome.latency_s is None:
+        return RunnerResult(None, f"{outcome.status}: {outcome.error}")
+    return RunnerResult([outcome.latency_s], None)

@@ -106,6 +106,7 @@ class Measurer:
             yield job
 
     def _serve(self) -> None:
+        error: BaseException | None = None
         try:
             for outcome in self._engine.run(self._jobs()):
                 with self._lock:
@@ -113,15 +114,11 @@ class Measurer:
                 if future is not None:
                     future.set_result(outcome)
                 if self._abort.is_set():
-                    raise _Aborted
-            if self._abort.is_set():
-                self._end(None)
+                    break
         except _Aborted:
-            self._end(None)
+            pass
         except BaseException as err:  # raised where a future is waited for
-            self._end(err)
-
-    def _end(self, error: BaseException | None) -> None:
+            error = err
         with self._lock:
             self._broken = error
             futures, self._futures, self._waiting = list(self._futures.values()), {}, {}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import asdict, dataclass, field
-
-import numpy as np
+from statistics import linear_regression
 
 from cdmpp.errors import TunerError
 
@@ -110,15 +110,10 @@ class Curve:
         """
         now = self.points[-1].wall_s if self.points else 0.0
         recent = [p for p in self.points if p.wall_s >= now / 4 and p.wall_s > 0]
-        if len(recent) < _LEAST_POINTS:
+        if len(recent) < _LEAST_POINTS or recent[0].wall_s == now:
             return None
-        x = np.log([p.wall_s for p in recent])
-        y = np.log([p.latency_s for p in recent])
-        spread = float(((x - x.mean()) ** 2).sum())
-        if spread < 1e-12:
-            return None
-        slope = -float(((x - x.mean()) * (y - y.mean())).sum()) / spread
-        return max(0.0, 1 - (1 + seconds / now) ** -slope)
+        line = linear_regression([math.log(p.wall_s) for p in recent], [math.log(p.latency_s) for p in recent])
+        return max(0.0, 1 - (1 + seconds / now) ** line.slope)
 
 
 def parse_duration(text: str) -> float:

@@ -198,7 +198,7 @@ class DecisionSearch:
         chosen = [digest for digest in likeliest if digest not in known and digest not in self._proposed][: self._batch]
         self._proposed.update(chosen)
         self.counts.proposed += len(chosen)
-        found = [self._tuner.candidate(self._kept[digest][1]) for digest in chosen]
+        found = [self._tuner.candidate(self._kept[digest][1].sch) for digest in chosen]
         for digest in likeliest[_KEPT:]:
             del self._kept[digest]
         return found

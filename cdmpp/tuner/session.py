@@ -76,7 +76,7 @@ class Searches:
         database: Any,
         commit: Callable[[TaskTuner, Candidate, float], None],
     ) -> None:
-        self._tuners, (self._model, self._guard) = tuners, models
+        self._model, self._guard = models
         self._by_hash = {tuner.task.hash: tuner for tuner in tuners}
         self._config, self._database, self._commit = config, database, commit
         #: Of the intervals that candidates are dropped by.
@@ -105,16 +105,14 @@ class Searches:
         if earlier:
             from cdmpp.tuner.warm_start import warm_start
 
-            first, learned = warm_start(earlier, self._tuners, device, self._model, say)
-            say(
-                f"earlier records: learned from {learned}, {sum(map(len, first.values()))} programs will be measured first"
-            )
-            self._first = {self._tuners[number].task.hash: found for number, found in first.items()}
+            self._first, learned = warm_start(earlier, self._by_hash, device, self._model, say)
+            number = sum(map(len, self._first.values()))
+            say(f"earlier records: learned from {learned}, {number} programs will be measured first")
             self._parents.update({task: list(found) for task, found in self._first.items()})
         self._known.update(labels)
         seen = defaultdict[str, list[Candidate]](list)
-        for tuner, candidate in replayed(dataset, list(labels), self._by_hash):
-            seen[tuner.task.hash].append(candidate)
+        for candidate in replayed(dataset, list(labels), self._by_hash):
+            seen[candidate.task].append(candidate)
         for task, found in seen.items():
             self._teach(self._by_hash[task], [(candidate, labels[candidate.hash]) for candidate in found])
             self._parents[task] += found
@@ -228,8 +226,8 @@ class TuningSession:
         self.tuners, self.searches = tuners, searches
         self._measurer, self._progress, self._config = measurer, progress, config
         self._under_way = deque[_Round]()
-        #: Trials that it has for certain, and those that it has begun.
-        self.least = self.claimed = 0
+        #: Trials that it has for certain and has not begun.
+        self.reserved = 0
         #: Those that share the limits.
         self.others: Sequence[TuningSession] = ()
 
@@ -252,7 +250,7 @@ class TuningSession:
 
     def _reserved(self) -> int:
         """Trials that others still have for certain."""
-        return sum(max(0, other.least - other.claimed) for other in self.others)
+        return sum(other.reserved for other in self.others)
 
     def abandon(self, why: str) -> None:
         """Give all tasks up, and what is being measured."""
@@ -273,7 +271,7 @@ class TuningSession:
             fresh = [(job, good) for job, good in zip(*found, strict=True) if job.program.hash not in progress.known]
             worth = [good for _, good in fresh]
             worth = worth[: progress.claim(task, worth, self._reserved())]
-            self.claimed += len(worth)
+            self.reserved = max(0, self.reserved - len(worth))
             jobs = [job for (job, _), good in zip(fresh, worth, strict=False) if good]
             progress.known.update((job.program.hash, None) for job in jobs)
         begun = _Round(task, self._measurer.submit(jobs), len(worth) - len(jobs))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from cdmpp.device import Device
 from cdmpp.errors import DatasetError, ProgramError, TunerError, reason
-from cdmpp.files import cache_folder, write_json
+from cdmpp.files import cache_folder, read_json, write_json
 from cdmpp.tuner.candidates import is_untuned
 from cdmpp.tuner.objective import Costs, Curve, Point
 
@@ -101,8 +101,8 @@ class TuningStore:
             (self.folder / name).unlink(missing_ok=True)
         self.database = json_database(self.folder)
         by_task = {tuner.task.hash: tuner for tuner in tuners}
-        for tuner, candidate in replayed(self.dataset, sorted(latencies), by_task):
-            self.commit(tuner, candidate, latencies[candidate.hash])
+        for candidate in replayed(self.dataset, sorted(latencies), by_task):
+            self.commit(by_task[candidate.task], candidate, latencies[candidate.hash])
 
     def outcomes(self) -> dict[str, float | None]:
         """Label of every program measured so far, in the order of measuring; None where it failed."""
@@ -240,10 +240,8 @@ def json_database(folder: Path) -> Any:
         ) from err
 
 
-def replayed(
-    dataset: Any, programs: Sequence[str], tuners: Mapping[str, TaskTuner]
-) -> Iterator[tuple[TaskTuner, Candidate]]:
-    """Programs of a dataset as candidates, of the tasks that there are; those that do not replay are counted and left."""
+def replayed(dataset: Any, programs: Sequence[str], tuners: Mapping[str, TaskTuner]) -> Iterator[Candidate]:
+    """Programs of a dataset as candidates, of tasks (hash -> tuner); those that do not replay are counted and left."""
     lost = 0
     for digest in programs:
         program = dataset.programs[digest]
@@ -251,7 +249,7 @@ def replayed(
         if tuner is None or program.space_hash is None or is_untuned(program):
             continue
         try:
-            yield tuner, tuner.replay(program, dataset.spaces[program.space_hash])
+            yield tuner.replay(program, dataset.spaces[program.space_hash])
         except ProgramError as err:
             logger.debug("%s", err)
             lost += 1
@@ -263,7 +261,7 @@ def _check_same(folder: Path, settings: Mapping[str, Any]) -> None:
     """TunerError where ``tuning.json`` is damaged, of another version or of another tuning."""
     path = folder / TUNING_FILE
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))
+        known = read_json(path)
         version = known["format_version"]
     except (OSError, ValueError, KeyError, TypeError) as err:
         raise TunerError(f"{path} is damaged: {err}") from err
@@ -314,7 +312,7 @@ def keep(dataset: Dataset, device: Device, labels: Mapping[str, float | None]) -
 def read_kept(path: Path) -> dict[str, Any] | None:
     """A file of the cache; None for one of another TVM or format, or a damaged one."""
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = read_json(path)
         Device.from_json(content["device"])
         same = content["format_version"] == KEPT_VERSION and content["tvm"] == tvm_version()
         return content if same and all(entry["program"] and entry["space"] for entry in content["programs"]) else None

@@ -309,11 +309,6 @@ def train_validity(folders: Sequence[str | Path], device: Device | None = None) 
     return ValidityModel().fit(data if device is None else data.of(device))
 
 
-def sigmoid(log_odds: NDArray[Any]) -> FloatArray:
-    """Probabilities of log odds."""
-    return 1.0 / (1.0 + np.exp(-np.asarray(log_odds, dtype=np.float64)))
-
-
 # -- while tuning ----------------------------------------------------------------------------------------------
 
 
@@ -340,12 +335,14 @@ class OnlineValidity:
 
     def predict(self, features: Features) -> FloatArray:
         """P(valid) of programs, float64 (n,)."""
+        from scipy.special import expit
+
         odds = self._prior(features)
         if self._trees is not None and len(features):
             import xgboost as xgb
 
             odds = self._trees.predict(xgb.DMatrix(features, base_margin=odds), output_margin=True)
-        return sigmoid(odds)
+        return np.asarray(expit(odds), dtype=np.float64)
 
     def learn(self, programs: Sequence[str], features: Features, valid: Sequence[bool] | NDArray[np.bool_]) -> None:
         """Take programs (their hashes) that worked or failed, and correct the model by all records so far."""

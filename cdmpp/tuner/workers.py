@@ -15,7 +15,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,27 +87,23 @@ def partition(tasks: Sequence[tuple[Task, float]], parts: int) -> list[list[int]
 # -- in a worker ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class WorkerConfig:
-    """What a worker starts with; ``folder`` is the tuning's."""
-
-    number: int
-    cores: tuple[int, ...]
-    device: Device
-    tune: TuneConfig
-    tasks: tuple[tuple[Task, float], ...]
-    folder: Path
-    earlier: tuple[str | Path, ...]
-
-
-def run_worker(connection: Connection, config: WorkerConfig) -> None:
+def run_worker(
+    connection: Connection,
+    cores: tuple[int, ...],
+    tasks: Sequence[tuple[Task, float]],
+    device: Device,
+    config: TuneConfig,
+    earlier: Sequence[str | Path],
+    folder: Path,
+) -> None:
     """Answer calls of :class:`~cdmpp.tuner.session.Searches` (runs in its own process), each with what it gives or an error,
-    seconds of CPU, records for the database as (task, ``TuningRecord.as_json``), and lines to say."""
+    seconds of CPU, records for the database as (task, ``TuningRecord.as_json``), and lines to say; the folder is the tuning's.
+    """
     from cdmpp.profiler import machine
 
     machine.die_with_parent()
-    machine.pin(config.cores)
-    os.environ["OMP_NUM_THREADS"] = str(len(config.cores))
+    machine.pin(cores)
+    os.environ["OMP_NUM_THREADS"] = str(len(cores))
     from cdmpp.program.tvm_env import import_tvm
 
     import_tvm()
@@ -132,12 +127,11 @@ def run_worker(connection: Connection, config: WorkerConfig) -> None:
         said.clear()
 
     try:
-        models = make_models(config.tune, config.device)
-        tuners, _ = make_tuners(config.tasks, config.device, config.tune, said.append)
-        searches = Searches(tuners, models, config.tune, database, commit)
-        dataset = Dataset.open(config.folder / DATASET_FOLDER)
-        labels = labels_of(dataset, config.device)
-        searches.begin(dataset, labels, config.earlier, config.device, said.append)
+        models = make_models(config, device)
+        tuners, _ = make_tuners(tasks, device, config, said.append)
+        searches = Searches(tuners, models, config, database, commit)
+        dataset = Dataset.open(folder / DATASET_FOLDER)
+        searches.begin(dataset, labels_of(dataset, device), earlier, device, said.append)
         answer(None)
         for method, arguments in requests(connection):
             answer(getattr(searches, method)(*arguments))
@@ -149,19 +143,23 @@ def run_worker(connection: Connection, config: WorkerConfig) -> None:
 
 
 class _Remote:
-    """Searches in a worker, started anew when it dies, as often as it has lives: it takes up what was measured."""
+    """Searches in a worker, started anew when it dies, as often as it has lives: it takes up what was measured.
+
+    `start` are the arguments of :func:`run_worker`.
+    """
 
     def __init__(
         self,
-        config: WorkerConfig,
+        number: int,
+        start: tuple[Any, ...],
         tuners: Sequence[TaskTuner],
         store: TuningStore,
         progress: Progress,
         say: Callable[[str], None],
     ) -> None:
-        self._config, self._tuners = config, {tuner.task.hash: tuner for tuner in tuners}
+        self._number, self._start, self._tuners = number, start, {tuner.task.hash: tuner for tuner in tuners}
         self._store, self._progress, self._say = store, progress, say
-        self._process, self._lives, self._begun = _started(config), _LIVES, False
+        self._process, self._lives, self._begun = _started(number, start), _LIVES, False
         self._reason = "killed"
 
     def begin(self) -> bool:
@@ -188,11 +186,11 @@ class _Remote:
             except (WorkerDied, OSError) as err:
                 if self._lives:
                     self._reason = self._process.exit_reason()
-                    logger.warning("worker %d of the tuning died (%s)", self._config.number, self._reason)
+                    logger.warning("worker %d of the tuning died (%s)", self._number, self._reason)
                     self.kill(self._lives - 1)
                 if not self._lives:
                     raise WorkerDied(self._reason) from err
-                self._process, self._begun = _started(self._config), False
+                self._process, self._begun = _started(self._number, self._start), False
 
     def _receive(self) -> Any:
         found, searched_s, records, said = self._process.receive()
@@ -201,7 +199,7 @@ class _Remote:
             for task, record in records:
                 self._store.commit_record(self._tuners[task], record)
             for line in said:
-                self._say(f"worker {self._config.number}: {line}")
+                self._say(f"worker {self._number}: {line}")
         if isinstance(found, CdmppError):
             raise found
         return found
@@ -246,17 +244,16 @@ def tune_with_workers(
                 session.abandon(f"its worker died, last {err}")
         except BaseException as err:  # raised below
             failures.append(err)
-        session.least = 0
+        session.reserved = 0
 
     threads: list[threading.Thread] = []
     try:
         for number, part in enumerate(parts):
-            own = tuple(tasks[i] for i in part)
-            start = WorkerConfig(number, cores[number], device, config, own, store.folder, tuple(earlier))
-            searches = _Remote(start, tuners, store, progress, say)
+            start = (cores[number], [tasks[i] for i in part], device, config, earlier, store.folder)
+            searches = _Remote(number, start, tuners, store, progress, say)
             session = TuningSession({i: tuners[i] for i in part}, searches, measurer, progress, config)
             # a round for each of its tasks, however slowly it begins
-            session.least = min(share, max(share // 2, config.batch * len(part)))
+            session.reserved = min(share, max(share // 2, config.batch * len(part)))
             sessions.append(session)
         in_time = all(session.searches.begin() for session in sessions)
         if in_time:
@@ -287,5 +284,5 @@ def tune_with_workers(
     return progress.reached() or "nothing more to try", learned
 
 
-def _started(config: WorkerConfig) -> Worker:
-    return Worker(run_worker, (config,), f"tuner-{config.number}")
+def _started(number: int, start: tuple[Any, ...]) -> Worker:
+    return Worker(run_worker, start, f"tuner-{number}")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.special import expit
 
 from cdmpp.dataset import Dataset, Record, Split
 from cdmpp.device import get_device
@@ -34,7 +35,6 @@ from cdmpp.tuner.validity import (
     make_guard,
     pooled,
     read_validity,
-    sigmoid,
     train_validity,
     validity_features,
 )
@@ -65,7 +65,7 @@ def made_up(limit_kb: dict[str, float], n: int = 120, seed: int = 0) -> Validity
 
 
 def probabilities(model: ValidityModel, data: ValidityData) -> np.ndarray:
-    return sigmoid(model.log_odds(data.features))
+    return expit(model.log_odds(data.features))
 
 
 def brier(p: np.ndarray, valid: np.ndarray) -> float:

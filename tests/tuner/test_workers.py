@@ -38,7 +38,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
         monkeypatch.setattr("cdmpp.profiler.machine.usable_cores", lambda: (core, core))
     found: list[Worker] = []
     start = workers._started
-    monkeypatch.setattr(workers, "_started", lambda config: found.append(start(config)) or found[-1])
+    monkeypatch.setattr(workers, "_started", lambda *of: found.append(start(*of)) or found[-1])
     return found
 
 
