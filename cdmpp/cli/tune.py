@@ -37,10 +37,7 @@ def _add_tune(sub: Parser) -> None:
 def devices_with_shares(device: str, shares: str | None) -> list[str]:
     """``D@S`` for a device and every share of a list such as ``1,2``; the device alone where there is none.
 
-    Raises
-    ------
-    TunerError
-        The device names another share.
+    TunerError where the device names another share.
     """
     base, at, named = device.partition("@")
     if shares is None or named == shares:

@@ -24,7 +24,6 @@ import logging
 import os
 import shutil
 import subprocess
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +36,8 @@ import numpy as np
 
 from cdmpp.errors import ProgramError, TunerError
 from cdmpp.profiler import machine
-from cdmpp.profiler.machine import Sentinel
+from cdmpp.profiler.cpu import CpuConfig
+from cdmpp.profiler.machine import Sentinel, Worker, WorkerDied
 from cdmpp.profiler.statistics import SamplingPlan, label, split_half_difference
 from cdmpp.program.fusion import PREPARE_WEIGHTS, FusedNetwork, fuse
 from cdmpp.program.tasks import task_from_prim_func
@@ -171,13 +171,11 @@ def measure_network(
     A variant may take ``max_measure_s + max_wait_s`` seconds of the plan, and at least four runs. TunerError where one does
     not compile, or the process died.
     """
-    from cdmpp.profiler.machine import Worker
     from cdmpp.program.network import example_inputs
 
     tvm = import_tvm()
     target = tvm.target.Target(dict(device.target))
-    shm = Path("/dev/shm")
-    folder = machine.make_work_folder(shm if shm.is_dir() else Path(tempfile.gettempdir()))
+    folder = CpuConfig().work_folder()
     try:
         paths = {name: _compile(module, target, folder / f"{name}.so") for name, module in modules.items()}
         arrays = [*(t.numpy() for t in example_inputs(network)), *(w.numpy() for w in fused.weights)]
@@ -186,9 +184,9 @@ def measure_network(
         try:
             if not worker.connection.poll(_TIMEOUT_S):
                 raise TunerError(f"running {network.name} took over {_TIMEOUT_S:g} s")
-            answer: NetworkLatency | str = worker.connection.recv()
-        except (EOFError, ConnectionResetError) as err:
-            raise TunerError(f"running {network.name} failed: {worker.exit_reason()}") from err
+            answer: NetworkLatency | str = worker.receive()
+        except WorkerDied as err:
+            raise TunerError(f"running {network.name} failed: {err}") from err
         finally:
             worker.kill()
     finally:
@@ -286,7 +284,8 @@ class Sampled:
         #: Whether every run calls the same functions in the same order.
         self.steady = True
         self.passes = 0
-        self._own_s = float("inf")
+        #: Of the VM's own functions: the shortest is the cost of looking.
+        self._own_s: list[float] = []
         self._spent_s = self._waited_s = 0.0
         self._limit_s = plan.max_measure_s + plan.max_wait_s
         #: Samples are enough for a label from here on.
@@ -341,7 +340,7 @@ class Sampled:
             if depth:
                 return
             if name.startswith(_OWN):
-                self._own_s = min(self._own_s, self._clock() - mark[2])
+                self._own_s.append(self._clock() - mark[2])
                 return
             known, samples = self.calls[position]
             self.steady &= known == name
@@ -373,7 +372,7 @@ class Sampled:
         return self.steady and in_time and (open_ or self.passes < self._plan.min_samples)
 
     def _call_latencies(self) -> tuple[CallLatency, ...]:
-        cost_s, found = self._own_s if self._own_s < float("inf") else 0.0, []
+        cost_s, found = min(self._own_s, default=0.0), []
         for name, samples in self.calls if self.steady else ():
             seconds, number = max(0.0, label(_chosen(samples)) - cost_s), len(_quiet(samples))
             found.append(CallLatency(name, seconds, float(not number), len(samples), number))
@@ -453,10 +452,10 @@ def largest_difference(first: Sequence[np.ndarray], second: Sequence[np.ndarray]
     for x, y in zip(first, second, strict=True):
         if x.dtype.kind != "f":
             continue
-        both = np.isfinite(x) & np.isfinite(y)
-        if (np.isfinite(x) != np.isfinite(y)).any():
+        finite = np.isfinite(x)
+        if not np.array_equal(finite, np.isfinite(y)):
             return float("inf")
-        a, b = x[both].astype(np.float64), y[both].astype(np.float64)
+        a, b = x[finite].astype(np.float64), y[finite].astype(np.float64)
         if scale := np.abs(a).max(initial=0.0):
             worst = max(worst, float(np.abs(a - b).max() / scale))
     return worst
