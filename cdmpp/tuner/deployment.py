@@ -37,6 +37,7 @@ import numpy as np
 from cdmpp.errors import ProgramError, TunerError
 from cdmpp.profiler import machine
 from cdmpp.profiler.cpu import CpuConfig
+from cdmpp.profiler.engine import last_line
 from cdmpp.profiler.machine import Sentinel, Worker, WorkerDied
 from cdmpp.profiler.statistics import SamplingPlan, label, split_half_difference
 from cdmpp.program.fusion import PREPARE_WEIGHTS, FusedNetwork, fuse
@@ -112,7 +113,6 @@ class NetworkLatency:
 
     @property
     def latency_s(self) -> dict[str, float]:
-        """The label of each variant."""
         return self.of_each("latency_s")
 
 
@@ -215,8 +215,7 @@ def _compile(module: Any, target: Any, path: Path) -> str:
             executable = relax.build(module, target=target, relax_pipeline=passes)
             executable.export_library(str(path), **({} if shutil.which("ld") is None else {"fcompile": link}))
     except Exception as err:  # TVM reports through its own error types
-        reason = (str(err).strip().splitlines() or [type(err).__name__])[-1]
-        raise TunerError(f"the network does not compile: {reason[:300]}") from err
+        raise TunerError(f"the network does not compile: {last_line(err)[:300]}") from err
     return str(path)
 
 
@@ -310,7 +309,6 @@ class Sampled:
         return seconds, calm and self._preemptions() == preempted and self._sentinel.calm()
 
     def sample_run(self) -> None:
-        """One sample of whole runs."""
         started, mark = self._clock(), self._begin()
         for _ in range(self._repeats):
             self._network.run()
@@ -422,7 +420,6 @@ class Loaded:
         self._main(*self._args)
 
     def run(self) -> None:
-        """One run."""
         self._main(*self._args)
 
     def run_instrumented(self, before: Callable[[str], None], after: Callable[[str], None]) -> None:
@@ -440,7 +437,6 @@ class Loaded:
             self._vm.set_instrument(None)
 
     def outputs(self) -> list[np.ndarray]:
-        """All output tensors."""
         result = self._main(*self._args)
         flat = [result] if hasattr(result, "numpy") else list(result)
         return [item.numpy() for item in flat if hasattr(item, "numpy")]

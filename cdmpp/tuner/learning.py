@@ -66,7 +66,6 @@ class Encoded:
         return len(self.log_s)
 
     def take(self, rows: Sequence[int] | NDArray[np.int64]) -> Encoded:
-        """Some of the programs."""
         return Encoded(self.log_s[rows], self.z[rows])
 
     @classmethod
@@ -108,14 +107,14 @@ class PredictorPrior:
         import torch
 
         from cdmpp.predictor.batching import inference_batches
+        from cdmpp.predictor.network import evaluating
         from cdmpp.predictor.roofline import reference_s
 
         predictor = self._predictor
         arrays = predictor.encode(asts, [self._device], np.zeros(len(asts), dtype=np.int64))
         labels = np.empty(len(asts))
         z = np.empty((len(asts), predictor.network.config.embedding_dim))
-        predictor.network.eval()
-        with torch.inference_mode():
+        with evaluating(predictor.network):
             for rows in inference_batches(arrays.packed.lengths, 1024):
                 batch, context = arrays.batch(rows, torch.device("cpu"))
                 embedding = predictor.network.embed(batch, context.device)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from cdmpp.device import Device
 from cdmpp.errors import DatasetError, ProgramError, TunerError, reason
 from cdmpp.files import cache_folder, read_json, write_json
+from cdmpp.profiler.engine import last_line
 from cdmpp.tuner.candidates import is_untuned
 from cdmpp.tuner.objective import Costs, Curve, Point
 
@@ -46,7 +47,6 @@ _FIXED = ("network", "device", "cost_model", "seed", "tvm")
 
 
 def tvm_version() -> str:
-    """Version of the TVM in use."""
     return metadata.version("apache-tvm")
 
 
@@ -233,10 +233,9 @@ def json_database(folder: Path) -> Any:
         with quiet():
             return ms.database.JSONDatabase(work_dir=str(folder))
     except Exception as err:  # TVM raises its own error types
-        reason = (str(err).strip().splitlines() or ["no reason given"])[-1]
+        said = "(written by another TVM, or damaged)"
         raise TunerError(
-            f"{folder} holds no database that TVM {tvm_version()} reads (written by another TVM, or damaged): "
-            f"{reason[:200]}"
+            f"{folder} holds no database that TVM {tvm_version()} reads {said}: {last_line(err)[:200]}"
         ) from err
 
 
@@ -246,7 +245,7 @@ def replayed(dataset: Any, programs: Sequence[str], tuners: Mapping[str, TaskTun
     for digest in programs:
         program = dataset.programs[digest]
         tuner = tuners.get(program.task_hash)
-        if tuner is None or program.space_hash is None or is_untuned(program):
+        if tuner is None or is_untuned(program):
             continue
         try:
             yield tuner.replay(program, dataset.spaces[program.space_hash])
