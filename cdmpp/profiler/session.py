@@ -151,7 +151,7 @@ class Session:
     ) -> None:
         """Put outcomes into the dataset as they come, until the time is up; `meta` is of all records, `done` gets each."""
         for outcome in outcomes:
-            self._add(outcome, meta)
+            add_outcome(self._dataset, self._device, outcome, {"session": self.name, **meta})
             if done is not None:
                 done(outcome)
             self.new += 1
@@ -168,26 +168,6 @@ class Session:
                 self._notify(f"stopped after {self._max_seconds:g} s; go on with --resume")
                 return
 
-    def _add(self, outcome: Outcome, meta: Mapping[str, Any]) -> None:
-        job: BuildJob = outcome.job
-        self._dataset.add_task(job.task)
-        if job.space is not None:
-            self._dataset.add_space(job.space)
-        self._dataset.add_program(job.program)
-        self._dataset.add_record(
-            Record(
-                program=job.program.hash,
-                device=self._device,
-                status=outcome.status,
-                latency_s=outcome.latency_s,
-                samples_s=outcome.samples_s,
-                noise=outcome.noise,
-                error=outcome.error,
-                measured_at=time.time(),
-                meta={"session": self.name, **meta, **outcome.meta},
-            )
-        )
-
     def report(self) -> dict[str, Any]:
         """Finish the dataset; the fields of a :class:`Report` (ProfilerError if nothing was ever measured)."""
         if not self.new and not self._known:
@@ -195,6 +175,18 @@ class Session:
         values = Report(self._dataset.path, self._device, self.new, self.ok, dict(self.failures), self.elapsed_s)
         self._dataset.finalize()
         return vars(values)
+
+
+def add_outcome(dataset: Dataset, device: str, outcome: Outcome, meta: Mapping[str, Any]) -> None:
+    """Put what became of a program into a dataset, with its task and space; `meta` is of the record besides the outcome's."""
+    job: BuildJob = outcome.job
+    dataset.add_task(job.task)
+    if job.space is not None:
+        dataset.add_space(job.space)
+    dataset.add_program(job.program)
+    values = {name: getattr(outcome, name) for name in ("status", "latency_s", "samples_s", "noise", "error")}
+    record = Record(job.program.hash, device, **values, measured_at=time.time(), meta={**meta, **outcome.meta})
+    dataset.add_record(record)
 
 
 def profile(
@@ -237,7 +229,7 @@ def profile(
         threads, executor = int(device.share), rpc.connect(config.rpc, config.key, device, config.workers)
     elif config.ray is None:
         device = get_device(device) if isinstance(device, str) else device
-        threads, measured = _threads(device), with_clock(device)
+        threads, measured = threads_of(device), with_clock(device)
     else:
         from cdmpp.profiler.ray import connect
 
@@ -323,8 +315,8 @@ def _plan(
     return plan, families
 
 
-def _threads(device: Device) -> int:
-    """Cores of the share, checked against this machine."""
+def threads_of(device: Device) -> int:
+    """Cores of a CPU's share; ProfilerError where it is not this machine, or has not so many."""
     if device.kind != "cpu":
         raise ProfilerError(
             f"{device.name} is a {device.kind}: cdmpp.profiler.gpu.measure.profile_gpu measures those of this machine, "

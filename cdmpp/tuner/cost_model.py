@@ -81,8 +81,6 @@ class CostModel(PyCostModel):
         )
         #: Network outputs of the programs asked for.
         self.cache = CandidateCache(self._encode_asts, _CACHED)
-        #: Seconds that have a score of 1, by task; they change with measurements only, so that scores compare.
-        self._unit_s: dict[str, float] = {}
 
     @property
     def pretrained(self) -> bool:
@@ -90,16 +88,11 @@ class CostModel(PyCostModel):
         return self.model.prior.common == 0.0
 
     def predict(self, context: Any, candidates: Sequence[Any]) -> FloatArray:
-        """Scores, float64 (n,), higher is better: seconds of the best program known over predicted seconds.
+        """Scores, float64 (n,), higher is better: predicted runs a second.
 
         Programs that failed when they were measured, and those that cannot be read, have a score of 0.
         """
-        seconds = self.predict_s(context, candidates)
-        task = task_hash(context)
-        finite = seconds[np.isfinite(seconds)]
-        if task not in self._unit_s and len(finite):
-            self._unit_s[task] = float(finite.min())
-        return self._unit_s.get(task, 1.0) / seconds
+        return 1.0 / self.predict_s(context, candidates)
 
     def update(self, context: Any, candidates: Sequence[Any], results: Sequence[Any]) -> None:
         """Learn from measurements; failed ones are remembered."""
@@ -138,7 +131,6 @@ class CostModel(PyCostModel):
         if usable:
             known, programs, seconds = zip(*usable, strict=True)
             self.model.learn(task, known, Encoded.stack(programs), seconds)
-            self._unit_s[task] = min(self._unit_s.get(task, np.inf), *seconds)
 
     def _encode(self, context: Any, candidates: Sequence[Any]) -> tuple[list[int], Encoded | None]:
         """Numbers of the candidates that can be read and have not failed, and their network outputs."""

@@ -147,7 +147,7 @@ def device_of_this_machine(device: str | Device, workers: int | str = 1, gpu: st
     """The device, checked to be here: a CPU share that this process may use `workers` times, a CUDA GPU or a share of it.
 
     With a class that stands for the GPU (:class:`~cdmpp.tuner.config.TuneConfig`) it does not matter what is here. TunerError
-    where it is not, or where there is no compiler for the GPU.
+    or ProfilerError where it is not, TunerError where there is no compiler for the GPU.
     """
     from cdmpp.device import get_device
 
@@ -156,15 +156,8 @@ def device_of_this_machine(device: str | Device, workers: int | str = 1, gpu: st
         if workers == "auto":
             raise TunerError(f"{found.name}: --workers auto is for CPUs, give a number")
         _check_gpu(found, gpu)
-        return found
-    if found.kind != "cpu":
-        raise TunerError(f"{found.name} is a {found.kind}: tuning measures on CPUs and CUDA GPUs of this machine")
-    here = get_device("this-cpu")
-    if found.base != here.base:
-        raise TunerError(f"{found.name} is not this machine, which is {here.name}")
-    if int(found.share) != found.share:
-        raise TunerError(f"{found.name}: the share of a CPU is a whole number of cores")
-    core_groups_of(found, 1 if isinstance(workers, str) else workers)
+    else:
+        core_groups_of(found, 1 if isinstance(workers, str) else workers)
     return found
 
 
@@ -185,10 +178,11 @@ def _check_gpu(device: Device, gpu: str | None) -> None:
 
 
 def core_groups_of(device: Device, workers: int) -> tuple[tuple[int, ...], ...]:
-    """Cores of each of several measuring processes of a share."""
+    """Cores of each of several measuring processes of a share of this machine's CPU; ProfilerError where they do not fit."""
     from cdmpp.profiler.machine import core_groups, usable_cores
+    from cdmpp.profiler.session import threads_of
 
-    return core_groups(usable_cores(), int(device.share), workers)
+    return core_groups(usable_cores(), threads_of(device), workers)
 
 
 def make_engine(

@@ -22,6 +22,7 @@ from cdmpp.device import Device
 from cdmpp.errors import DatasetError, ProgramError, TunerError, reason
 from cdmpp.files import cache_folder, read_json, write_json
 from cdmpp.profiler.engine import last_line
+from cdmpp.profiler.session import add_outcome
 from cdmpp.tuner.candidates import is_untuned
 from cdmpp.tuner.objective import Costs, Curve, Point
 
@@ -110,31 +111,12 @@ class TuningStore:
 
     def add(self, outcome: Outcome) -> None:
         """Put an outcome into the dataset."""
-        from cdmpp.dataset import Record
-
-        job = outcome.job
-        self.dataset.add_task(job.task)
-        if job.space is not None:
-            self.dataset.add_space(job.space)
-        self.dataset.add_program(job.program)
         threads = {"threads": int(self._device.share)} if self._device.kind == "cpu" else {}
         sms, devices, name = outcome.meta.get("sms"), self.dataset.meta["devices"], self._device.name
         if sms is not None and devices[name]["cores_used"] != sms:
             # how many a share of a GPU has: partitions come in units, and the device table has what was asked for
             self.dataset.update_meta(devices={**devices, name: {**devices[name], "cores_used": float(sms)}})
-        self.dataset.add_record(
-            Record(
-                program=job.program.hash,
-                device=self._device.name,
-                status=outcome.status,
-                latency_s=outcome.latency_s,
-                samples_s=outcome.samples_s,
-                noise=outcome.noise,
-                error=outcome.error,
-                measured_at=time.time(),
-                meta={**threads, "cache": "warm", **outcome.meta},
-            )
-        )
+        add_outcome(self.dataset, name, outcome, {**threads, "cache": "warm"})
 
     def commit(self, tuner: TaskTuner, candidate: Candidate, latency_s: float) -> None:
         """Put a program that ran into the MetaSchedule database."""
