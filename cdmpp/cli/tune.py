@@ -71,6 +71,7 @@ def _tune(args: Namespace, console: Console, errors: Console) -> Any:
 
 def _tune_at(device: str, out: Path, args: Namespace, console: Console, errors: Console) -> TuneReport:
     from cdmpp.tuner import Objective, TuneConfig, tune
+    from cdmpp.tuner.results import COLUMNS, summary_lines, task_rows
 
     config = settings(
         args,
@@ -90,19 +91,12 @@ def _tune_at(device: str, out: Path, args: Namespace, console: Console, errors: 
             progress=bar.tuning,
             notify=bar.say,
         )
-    _show_tuning(console, report)
-    say(console, f"Written to {out}.")
-    return report
-
-
-def _show_tuning(console: Console, report: TuneReport) -> None:
-    """A line a task, and what it all gave."""
-    from cdmpp.tuner.results import COLUMNS, summary_lines, task_rows
-
     title = f"{report.name} on {report.device}, cost model {report.cost_model}"
     show_table(console, title, COLUMNS, task_rows(report.tasks))
     for line in summary_lines(report):
         say(console, line)
+    say(console, f"Written to {out}.")
+    return report
 
 
 VERBS: Verbs = {"tune": (_add_tune, _tune)}

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cdmpp.tuner.candidates import is_untuned
+
 if TYPE_CHECKING:
     from cdmpp.program.types import Program
 
@@ -78,16 +80,17 @@ class TaskState:
         return "" if self.latency_s is None else "untuned" if self.latency_s == self.untuned_s else self.best
 
     def count(self, latency_s: float | None, program: Program) -> None:
-        """Take note of a scheduled program that was measured; None is a failure."""
-        self.measured += 1
-        if latency_s is None:
-            self.failed += 1
-        else:
-            self.take(latency_s, program)
+        """Take note of a program that was measured; None is a failure."""
+        if not is_untuned(program):
+            self.measured += 1
+            self.failed += latency_s is None
+        self.take(latency_s, program)
 
-    def take(self, latency_s: float, program: Program) -> None:
-        """Take note of a scheduled program's latency."""
-        if self.best_s is None or latency_s < self.best_s:
+    def take(self, latency_s: float | None, program: Program) -> None:
+        """Take note of a program's latency alone."""
+        if is_untuned(program):
+            self.untuned_s = latency_s
+        elif latency_s is not None and (self.best_s is None or latency_s < self.best_s):
             self.best_s, self.best = latency_s, f"{program.origin} {program.hash[:8]}"
 
     def end_round(self, worked: int) -> None:
