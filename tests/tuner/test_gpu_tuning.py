@@ -15,7 +15,7 @@ from cdmpp.dataset import Dataset
 from cdmpp.dataset.codec import join_meta
 from cdmpp.device import get_device
 from cdmpp.errors import ProfilerError, TunerError
-from cdmpp.profiler.engine import BuildJob, Engine, Outcome
+from cdmpp.profiler.engine import BuildJob, Engine
 from cdmpp.profiler.gpu.compile import find_compiler
 from cdmpp.profiler.gpu.measure import profile_gpu
 from cdmpp.profiler.gpu.sampling import GpuConfig, GpuMeasurer
@@ -55,21 +55,13 @@ def tuned(
     return tune_tasks("toy", tasks, device=device, out=out, config=config, resume=resume)
 
 
-def measure(config: GpuConfig, jobs: list[BuildJob], device: str = "h200") -> dict[str, Outcome]:
-    with Engine(GpuMeasurer(config, get_device(device))) as engine:
-        return {outcome.job.program.hash: outcome for outcome in engine.run(iter([None, *jobs]))}
-
-
-def drawn(n: int, verify: bool = True, size: int = 64) -> list[BuildJob]:
-    task = matmul_task(size)
-    spaces = TaskSpaces(task, "cuda", verify=verify)
-    by_hash = {space.hash: space for space in spaces.spaces}
-    return [BuildJob(p, task, by_hash[str(p.space_hash)]) for p in spaces.sample(n, 1)]
-
-
 def test_what_the_limits_exclude_is_not_built() -> None:
-    jobs = drawn(8, verify=False, size=512)
-    outcomes = measure(GpuConfig(gpu=TUNING_GPU, plan=PLAN, builders=2), jobs)
+    task = matmul_task(512)
+    spaces = TaskSpaces(task, "cuda", verify=False)
+    by_hash = {space.hash: space for space in spaces.spaces}
+    jobs = [BuildJob(p, task, by_hash[str(p.space_hash)]) for p in spaces.sample(8, 1)]
+    with Engine(GpuMeasurer(GpuConfig(gpu=TUNING_GPU, plan=PLAN, builders=2), get_device("h200"))) as engine:
+        outcomes = {outcome.job.program.hash: outcome for outcome in engine.run(iter([None, *jobs]))}
     assert set(outcomes) == {job.program.hash for job in jobs}
     statuses = Counter(outcome.status for outcome in outcomes.values())
     assert {"ok", "invalid_config"} <= set(statuses) <= {"ok", "invalid_config", "build_error"}, statuses
@@ -80,12 +72,6 @@ def test_what_the_limits_exclude_is_not_built() -> None:
         elif outcome.status == "invalid_config":
             assert outcome.error.startswith(("threads: ", "shared: ")), outcome.error
             assert "resources" not in outcome.meta, "no compiler was asked"
-
-
-def test_programs_side_by_side_have_partitions_of_their_own() -> None:
-    config = GpuConfig(degree=4, gpu=TUNING_GPU, plan=PLAN, builders=2)
-    outcomes = measure(config, drawn(4), "h200@0.25")
-    assert {(o.status, o.meta["workers"], o.meta["sms"]) for o in outcomes.values()} == {("ok", 4, 32)}
 
 
 def test_a_task_is_tuned_for_a_share_and_resumed(tmp_path: Path) -> None:

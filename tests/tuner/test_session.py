@@ -53,17 +53,6 @@ def test_it_measures_as_many_as_asked_and_keeps_the_best(tmp_path: Path, cost_mo
     assert latencies[0] == report.untuned_s and latencies == sorted(latencies, reverse=True)
 
 
-def test_the_database_is_tvms_own(tmp_path: Path) -> None:
-    report = tuned(FakeEngine(), tmp_path / "t", 12)
-    from tvm.s_tir import meta_schedule as ms
-
-    database, func = ms.database.JSONDatabase(work_dir=str(tmp_path / "t")), matmul_task().prim_func()
-    assert len(database) == 12
-    assert ms.tir_integration.compile_tir(database, func, {"kind": "llvm", "num-cores": 1}) is not None
-    best = min(float(r.run_secs[0]) for r in database.get_all_tuning_records())
-    assert best == pytest.approx(report.tasks[0].best_s)
-
-
 def test_where_no_schedule_is_faster_the_database_says_so(tmp_path: Path) -> None:
     plain = matmul_task().hash
     engine = FakeEngine(lambda digest: 1e-7 if digest == plain else 1e-5)

@@ -320,15 +320,6 @@ def tuner(on_zen3: None) -> TaskTuner:
     return TaskTuner(matmul_task(32), get_device("this-cpu@1"), 1, **SEARCH)
 
 
-def test_samples_are_distinct_and_hang_on_the_seed(tuner: TaskTuner) -> None:
-    hashes = [[c.hash for c in tuner.sample(10, seed)] for seed in (0, 0, 1)]
-    assert len(set(hashes[0])) == 10
-    assert hashes[0] == hashes[1] != hashes[2]
-    for candidate in tuner.sample(2, 3):
-        job = candidate.job
-        assert job.space is not None and tuner.replay(job.program, job.space).hash == candidate.hash
-
-
 def test_the_likeliest_are_measured_where_nothing_is_likely(tuner: TaskTuner) -> None:
     guard = ValidityGuard(Oracle(lambda _: False))
     measures = [c.measure for c in tuner.sample(6, 0)]
