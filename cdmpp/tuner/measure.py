@@ -230,13 +230,6 @@ def _timing(config: TuneConfig) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None} | {"realtime": config.realtime}
 
 
-def alone_engine(device: str | Device) -> Engine:
-    """What measures one program at a time on a device of this machine, with nothing built meanwhile, for final latencies."""
-    from cdmpp.tuner.config import Objective, TuneConfig
-
-    return make_engine(TuneConfig(Objective(1)), device_of_this_machine(device), 1, overlap=False)
-
-
 def job_of_module(mod: Any) -> BuildJob:
     """A scheduled IRModule with one function ``main`` as a job."""
     from cdmpp.profiler.engine import BuildJob

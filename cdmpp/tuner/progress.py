@@ -36,8 +36,8 @@ class Progress:
         store: Any,
         objective: Objective,
         *,
-        report: Callable[[Progress], None] | None = None,
-        energy: EnergyMeter | None = None,
+        report: Callable[[Progress], None],
+        energy: EnergyMeter | None,
     ) -> None:
         if not tasks:
             raise TunerError("no task to tune")
@@ -201,8 +201,7 @@ class Progress:
             point = Point(self.costs.wall_s, self.costs.trials, self.costs.measurements, latency_s, task)
             self.curve.points.append(point)
             self._store.add_point(point, self.costs)
-        if self._report is not None:
-            self._report(self)
+        self._report(self)
 
 
 def _say_if_lost(state: TaskState, error: str = "") -> None:

@@ -129,16 +129,6 @@ class TuningStore:
         workload = self.database.commit_workload(tuner.mod)
         self.database.commit_tuning_record(ms.database.TuningRecord.from_json(record, workload))
 
-    def commit_untuned(self, tuner: TaskTuner, latency_s: float) -> None:
-        """Put what a task runs as untuned into the MetaSchedule database, as a trace with no choice in it.
-
-        For tasks that no schedule makes faster. To be called after the search, which cannot mutate such a trace: a
-        resumed tuning makes the database anew without it.
-        """
-        candidate = tuner.untuned_candidate()
-        if candidate is not None:
-            self.commit(tuner, candidate, latency_s)
-
     def add_point(self, point: Point, costs: Costs) -> None:
         """Append to the curve, with what everything has cost so far."""
         line = json.dumps({"point": asdict(point), "costs": asdict(costs)})

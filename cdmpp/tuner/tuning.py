@@ -51,8 +51,8 @@ def tune(
     config: TuneConfig,
     resume: bool = False,
     warm_start: Sequence[str | Path] = (),
-    progress: Callable[[Progress], None] | None = None,
-    notify: Callable[[str], None] | None = None,
+    progress: Callable[[Progress], None] = lambda state: None,
+    notify: Callable[[str], None] = logger.info,
 ) -> TuneReport:
     """Tune a network (a zoo name, an ``.onnx`` or ``.pt2`` file, or a Network) for a CPU share or a CUDA GPU of this machine.
 
@@ -102,8 +102,8 @@ def tune_tasks(
     config: TuneConfig,
     resume: bool = False,
     warm_start: Sequence[str | Path] = (),
-    progress: Callable[[Progress], None] | None = None,
-    notify: Callable[[str], None] | None = None,
+    progress: Callable[[Progress], None] = lambda state: None,
+    notify: Callable[[str], None] = logger.info,
     measurer: Measurer | None = None,
 ) -> TuneReport:
     """Tune tasks, with their weights, without a network around them: :func:`tune` otherwise.
@@ -124,8 +124,8 @@ class _Tuning:
         config: TuneConfig,
         resume: bool,
         earlier: Sequence[str | Path],
-        report: Callable[[Progress], None] | None,
-        notify: Callable[[str], None] | None,
+        report: Callable[[Progress], None],
+        say: Callable[[str], None],
     ) -> None:
         self._executor: RayExecutor | None = None
         if config.ray is None:
@@ -135,7 +135,6 @@ class _Tuning:
 
             self._executor = connect(config.ray, device, config.shards or config.workers)
             self.device = self._executor.device
-        self.say = notify or (lambda line: logger.info("%s", line))
         self._cores: tuple[tuple[int, ...], ...] | None = None
         if config.shards is not None:
             from cdmpp.tuner.workers import worker_cores
@@ -147,7 +146,7 @@ class _Tuning:
                 raise TunerError(f"{path} is no folder of earlier records")
         self._models = make_models(config, self.device)
         self._out, self._config, self._resume = out, config, resume
-        self._earlier, self._report = earlier, report
+        self._earlier, self._report, self.say = earlier, report, say
 
     def run(
         self, name: str, tasks: Sequence[tuple[Task, float]], measurer: Measurer | None = None
@@ -193,9 +192,12 @@ class _Tuning:
                     tuners, tasks, store, measurer, progress, config, device, cores, self._earlier, self.say
                 )
                 learned = _together(found)
+            # Tasks that no schedule makes faster are in the database as they run untuned; not before the search has ended,
+            # which cannot mutate a trace with no choice in it (a resumed tuning makes the database anew without it).
             for tuner, state in zip(tuners, progress.states, strict=True):
-                if state.untuned_s is not None and state.untuned_s == state.latency_s:
-                    store.commit_untuned(tuner, state.untuned_s)
+                kept = state.untuned_s is not None and state.untuned_s == state.latency_s
+                if kept and (candidate := tuner.untuned_candidate()):
+                    store.commit(tuner, candidate, state.untuned_s)
             keep(store.dataset, device, store.outcomes())
             store.close(done=True)
         report = TuneReport(

@@ -23,7 +23,7 @@ from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.space import TaskSpaces
 from cdmpp.tuner.candidates import DEFAULT, TaskTuner, default_schedule
 from cdmpp.tuner.config import TuneConfig
-from cdmpp.tuner.measure import alone_engine, device_of_this_machine
+from cdmpp.tuner.measure import device_of_this_machine, make_engine
 from cdmpp.tuner.objective import Objective
 from cdmpp.tuner.results import TuneReport
 from cdmpp.tuner.store import DATASET_FOLDER, json_database
@@ -187,7 +187,7 @@ def test_devices_that_are_not_here(
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
     with pytest.raises(TunerError, match="h200 is a gpu that is not here: this machine has a Tesla T4"):
         device_of_this_machine("h200")
-    t4 = alone_engine("t4")
+    t4 = make_engine(TuneConfig(Objective(1)), device_of_this_machine("t4"), 1, overlap=False)
     assert isinstance(t4.measurer, GpuMeasurer), "final latencies are of programs alone"
     assert t4.measurer.config.degree == 1 and t4.measurer._device.name == "t4"
     with pytest.raises(ProfilerError, match="h200 is not here, this machine has a Tesla T4: compile with"):
