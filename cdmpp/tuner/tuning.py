@@ -195,9 +195,9 @@ class _Tuning:
             # Tasks that no schedule makes faster are in the database as they run untuned; not before the search has ended,
             # which cannot mutate a trace with no choice in it (a resumed tuning makes the database anew without it).
             for tuner, state in zip(tuners, progress.states, strict=True):
-                kept = state.untuned_s is not None and state.untuned_s == state.latency_s
-                if kept and (candidate := tuner.untuned_candidate()):
-                    store.commit(tuner, candidate, state.untuned_s)
+                untuned_s = state.untuned_s
+                if untuned_s is not None and untuned_s == state.latency_s and (candidate := tuner.untuned_candidate()):
+                    store.commit(tuner, candidate, untuned_s)
             keep(store.dataset, device, store.outcomes())
             store.close(done=True)
         report = TuneReport(
