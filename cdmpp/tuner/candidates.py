@@ -225,13 +225,13 @@ class CandidateCache(Generic[T]):
         self.computed = 0
         self._kept: OrderedDict[str, T | None] = OrderedDict()
 
-    def get(self, hashes: Sequence[str], funcs: Sequence[Any]) -> list[T | None]:
-        """Of scheduled PrimFuncs with these hashes; None for what cannot be read."""
+    def get(self, hashes: Sequence[str], funcs: Sequence[Any]) -> dict[int, T]:
+        """Of scheduled PrimFuncs with these hashes, by their numbers, but for what cannot be read."""
         missing = {h: f for h, f in zip(hashes, funcs, strict=True) if h not in self._kept}
         self.computed += len(missing)
         if missing:
             self._kept.update(zip(missing, self._read(list(missing.values())), strict=True))
-        found = [self._kept[digest] for digest in hashes]
+        found = {i: kept for i, digest in enumerate(hashes) if (kept := self._kept[digest]) is not None}
         for digest in hashes:
             self._kept.move_to_end(digest)
         while len(self._kept) > self._most:

@@ -127,16 +127,15 @@ class CostModel(PyCostModel):
         ran = [(h, f, s) for h, f, s in zip(hashes, funcs, latency_s, strict=True) if s is not None]
         self.model.failed.update({*hashes} - {h for h, _, _ in ran})
         encoded = self.cache.get([h for h, _, _ in ran], [f for _, f, _ in ran])
-        usable = [(h, e, s) for (h, _, s), e in zip(ran, encoded, strict=True) if e is not None]
-        if usable:
-            known, programs, seconds = zip(*usable, strict=True)
-            self.model.learn(task, known, Encoded.stack(programs), seconds)
+        if encoded:
+            known, seconds = [ran[i][0] for i in encoded], [ran[i][2] for i in encoded]
+            self.model.learn(task, known, Encoded.stack(list(encoded.values())), seconds)
 
     def _encode(self, context: Any, candidates: Sequence[Any]) -> tuple[list[int], Encoded | None]:
         """Numbers of the candidates that can be read and have not failed, and their network outputs."""
         hashes = hashes_of(candidates)
-        outputs = enumerate(self.cache.get(hashes, funcs_of(candidates)))
-        known = {i: e for i, e in outputs if e is not None and hashes[i] not in self.model.failed}
+        outputs = self.cache.get(hashes, funcs_of(candidates))
+        known = {i: encoded for i, encoded in outputs.items() if hashes[i] not in self.model.failed}
         return list(known), Encoded.stack(list(known.values())) if known else None
 
     def _encode_asts(self, asts: Sequence[CompactAST]) -> list[Encoded]:
@@ -155,7 +154,7 @@ class GuardedModel(PyCostModel):
     def predict(self, context: Any, candidates: Sequence[Any]) -> FloatArray:
         """Scores, float64 (n,)."""
         scores = np.asarray(self._cost_model.predict(context, candidates), dtype=np.float64)
-        return self._guard.scores(context, candidates, scores)
+        return self._guard.scores(candidates, scores)
 
 
 def make_cost_model(config: TuneConfig, device: Device) -> Any:

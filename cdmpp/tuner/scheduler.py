@@ -153,7 +153,7 @@ def worth_measuring(
     """
     worth = np.ones(len(candidates), dtype=bool)
     if guard is not None:
-        worth[:] = guard.worth(context, candidates)
+        worth[:] = guard.worth(candidates)
     left = np.flatnonzero(worth)
     if coverage is None or best_s is None or not len(left):
         return worth

@@ -201,7 +201,7 @@ class Searches:
         log_s = np.log(self._model.predict_s(context, measures))
         if self._guard is not None:
             with np.errstate(divide="ignore"):
-                log_s -= np.log(self._guard.scores(context, measures, np.ones(len(measures))))
+                log_s -= np.log(self._guard.scores(measures, np.ones(len(measures))))
         return log_s
 
     def _teach(self, tuner: TaskTuner, pairs: Sequence[tuple[Candidate, float | None]]) -> None:
@@ -211,7 +211,7 @@ class Searches:
         measures, latencies = [c.measure for c, _ in pairs], [latency_s for _, latency_s in pairs]
         self._model.update(tuner.context, measures, runner_results(latencies))
         if self._guard is not None:
-            self._guard.learn(tuner.context, measures, [latency_s is not None for latency_s in latencies])
+            self._guard.learn(measures, [latency_s is not None for latency_s in latencies])
 
 
 class TuningSession:

@@ -65,8 +65,8 @@ def tune(
     earlier records, or ``"auto"`` for what is kept in the user's cache (:func:`cdmpp.tuner.warm_start.warm_start`);
     `progress` is called after each round, `notify` with one-line news.
 
-    TunerError where the device is not on this machine, nothing can be tuned, or `out` holds another tuning; NetworkError,
-    UnknownDeviceError, PredictorError and DatasetError as their names say.
+    TunerError where nothing can be tuned, or `out` holds another tuning; TunerError or ProfilerError where the device is not
+    on this machine; NetworkError, UnknownDeviceError, PredictorError and DatasetError as their names say.
     """
     from cdmpp.program.network import load_network
     from cdmpp.tuner.deployment import apply_database, import_network, measure_network, weighted_tasks

@@ -409,30 +409,30 @@ class ValidityGuard:
         self.validity, self._seed = validity, seed
         self._cache: CandidateCache[Features] = CandidateCache(lambda asts: list(validity.features(asts)), _CACHED)
 
-    def probability(self, context: Any, measures: Sequence[Any]) -> FloatArray:
+    def probability(self, measures: Sequence[Any]) -> FloatArray:
         """P(valid) of MetaSchedule's candidates of one task, float64 (n,); 1 for what has no AST to judge by."""
-        known, features = self._features(context, measures)
+        known, features = self._features(measures)
         out = np.ones(len(measures))
         if known:
             out[known] = self.validity.predict(features)
         return out
 
-    def worth(self, context: Any, measures: Sequence[Any]) -> NDArray[np.bool_]:
+    def worth(self, measures: Sequence[Any]) -> NDArray[np.bool_]:
         """Which candidates to measure, bool (n,)."""
-        p = self.probability(context, measures)
+        p = self.probability(measures)
         likely: NDArray[np.bool_] = p >= SKIP_BELOW
         likely[np.argsort(-p, kind="stable")[:_PROBES]] = True
         return likely
 
-    def scores(self, context: Any, measures: Sequence[Any], scores: FloatArray) -> FloatArray:
+    def scores(self, measures: Sequence[Any], scores: FloatArray) -> FloatArray:
         """Expected scores, float64 (n,): an invalid program is worth nothing."""
-        p = self.probability(context, measures)
+        p = self.probability(measures)
         # TVM's models may predict slightly negative throughputs.
         return np.where(p < SKIP_BELOW, 0.0, p * np.maximum(scores, 0.0))
 
-    def learn(self, context: Any, measures: Sequence[Any], worked: Sequence[bool]) -> None:
+    def learn(self, measures: Sequence[Any], worked: Sequence[bool]) -> None:
         """Take what became of candidates of one task."""
-        known, features = self._features(context, measures)
+        known, features = self._features(measures)
         if known:
             hashes = hashes_of(measures)
             self.validity.learn([hashes[i] for i in known], features, [worked[i] for i in known])
@@ -442,7 +442,7 @@ class ValidityGuard:
         model with a trained predictor foresees."""
         candidates = tuner.sample(SAMPLED, self._seed)
         measures = [candidate.measure for candidate in candidates]
-        known, features = self._features(tuner.context, measures)
+        known, features = self._features(measures)
         if not known:
             return candidates[:n]
         log_s = None
@@ -451,11 +451,10 @@ class ValidityGuard:
         chosen = initial_population(pooled(features), self.validity.predict(features), n, log_s=log_s, seed=self._seed)
         return [candidates[known[i]] for i in chosen]
 
-    def _features(self, context: Any, measures: Sequence[Any]) -> tuple[list[int], Features]:
+    def _features(self, measures: Sequence[Any]) -> tuple[list[int], Features]:
         """Numbers of the candidates that can be read, and their features."""
         rows = self._cache.get(hashes_of(measures), funcs_of(measures))
-        known = [i for i, row in enumerate(rows) if row is not None]
-        return known, np.array([row for row in rows if row is not None], dtype=np.float32)
+        return list(rows), np.array(list(rows.values()), dtype=np.float32)
 
 
 def make_guard(validity: ValidityModel | str | Path, device: Device, seed: int) -> ValidityGuard:

@@ -141,7 +141,7 @@ def test_candidates_that_cannot_win_are_dropped() -> None:
 class Even:
     """Even numbers run."""
 
-    def worth(self, context: Any, measures: Sequence[Any]) -> list[bool]:
+    def worth(self, measures: Sequence[Any]) -> list[bool]:
         return [m % 2 == 0 for m in measures]
 
 

@@ -323,18 +323,18 @@ def tuner(on_zen3: None) -> TaskTuner:
 def test_the_likeliest_are_measured_where_nothing_is_likely(tuner: TaskTuner) -> None:
     guard = ValidityGuard(Oracle(lambda _: False))
     measures = [c.measure for c in tuner.sample(6, 0)]
-    assert guard.worth(tuner.context, measures).sum() == 2
-    assert guard.worth(tuner.context, measures[:1]).all()
-    assert len(guard.worth(tuner.context, [])) == 0
+    assert guard.worth(measures).sum() == 2
+    assert guard.worth(measures[:1]).all()
+    assert len(guard.worth([])) == 0
 
 
 def test_scores_of_the_unlikely_are_0_and_never_negative(tuner: TaskTuner) -> None:
     guard = ValidityGuard(Oracle(small))
     candidates = tuner.sample(24, 0)
     measures = [c.measure for c in candidates]
-    p = guard.probability(tuner.context, measures)
+    p = guard.probability(measures)
     assert set(np.round(p, 2)) == {0.05, 0.95}
-    scores = guard.scores(tuner.context, measures, np.full(24, -0.1))
+    scores = guard.scores(measures, np.full(24, -0.1))
     assert (scores == 0).all()
 
     class Ones:
@@ -356,8 +356,8 @@ def test_what_cannot_be_read_counts_as_valid(tuner: TaskTuner, monkeypatch: pyte
         return compact_asts(funcs)
 
     monkeypatch.setattr("cdmpp.program.ast.compact_asts", refusing)
-    assert guard.probability(tuner.context, measures) == pytest.approx([0.05, 1.0, 0.05, 0.05])
-    guard.learn(tuner.context, measures, [False] * 4)
+    assert guard.probability(measures) == pytest.approx([0.05, 1.0, 0.05, 0.05])
+    guard.learn(measures, [False] * 4)
     assert len(guard.validity) == 3
 
 
