@@ -21,6 +21,7 @@ from cdmpp.profiler.gpu.measure import profile_gpu
 from cdmpp.profiler.gpu.sampling import GpuConfig, GpuMeasurer
 from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.space import TaskSpaces
+from cdmpp.program.tvm_env import structural_hash
 from cdmpp.tuner.candidates import DEFAULT, TaskTuner, default_schedule
 from cdmpp.tuner.config import TuneConfig
 from cdmpp.tuner.measure import device_of_this_machine, make_engine
@@ -31,6 +32,7 @@ from cdmpp.tuner.tuning import tune_tasks
 from cdmpp.tuner.workers import worker_cores
 from tests.samples.gpu import TUNING_GPU, fails, gpu_latency_s
 from tests.samples.programs import matmul_task
+from tests.samples.tuning import kept_untuned
 
 PLAN = SamplingPlan(min_sample_s=0.001, min_samples=2, max_samples=4, max_measure_s=0.2)
 
@@ -109,8 +111,6 @@ def test_a_task_is_tuned_for_a_share_and_resumed(tmp_path: Path) -> None:
 
 
 def structural_hash_of(entry: Any) -> str:
-    from cdmpp.program.tvm_env import structural_hash
-
     return structural_hash(entry.as_measure_candidate().sch.mod["main"])
 
 
@@ -148,8 +148,7 @@ def test_workers_search_and_one_process_measures(tmp_path: Path) -> None:
     assert len(records) == 8 and records["program"].is_unique
     metas = [join_meta(row) for row in records.to_dict("records")]
     assert {(meta["workers"], meta["sms"]) for meta in metas} == {(2, 64)}, "side by side, each on its half"
-    kept = sum(task.untuned_s <= task.best_s for task in report.tasks if task.untuned_s and task.best_s)
-    assert len(json_database(out)) == 6 + kept
+    assert len(json_database(out)) == 6 + kept_untuned(report)
 
 
 def test_a_gpu_that_is_lost_ends_all_workers(tmp_path: Path) -> None:

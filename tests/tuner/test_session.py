@@ -10,11 +10,13 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cdmpp.dataset import Dataset
 from cdmpp.errors import DatasetError, TunerError
 from cdmpp.profiler.machine import usable_cores
+from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.tuner.candidates import TaskTuner, signals_held_back
 from cdmpp.tuner.cost_model import CostModel
 from cdmpp.tuner.store import CURVE_FILE, DATASET_FOLDER, RECORD_FILE, TUNING_FILE, WORKLOAD_FILE, json_database
@@ -58,8 +60,6 @@ def test_where_no_schedule_is_faster_the_database_says_so(tmp_path: Path) -> Non
     engine = FakeEngine(lambda digest: 1e-7 if digest == plain else 1e-5)
     report = tuned(engine, tmp_path / "t", 6)
     assert report.tuned_s == pytest.approx(1e-7)
-    from cdmpp.program.tvm_env import import_tvm, structural_hash
-
     tvm = import_tvm()
     database = json_database(tmp_path / "t")
     workload = tvm.IRModule({"main": matmul_task().prim_func()})
@@ -238,9 +238,6 @@ def test_a_database_of_another_tvm_is_refused(tmp_path: Path) -> None:
 
 def test_the_trimmer_saves_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Intervals that are exact: everything that is not an improvement is dropped."""
-    import numpy as np
-
-    from cdmpp.program.tvm_env import structural_hash
 
     def interval_s(self: Any, context: Any, candidates: Any, coverage: float) -> Any:
         low = np.array([made_up_latency_s(structural_hash(c.sch.mod["main"])) for c in candidates])
