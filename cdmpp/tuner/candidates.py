@@ -123,17 +123,14 @@ class TaskTuner:
         """Begin the search, with the best programs of a MetaSchedule database as parents."""
         self.context.pre_tuning(_NO_LIMIT, batch, self._spaces.schedules, database, cost_model)
 
-    def propose(self) -> list[Candidate] | None:
-        """The next candidates, none of them proposed before; None where the space gives none."""
+    def propose(self) -> list[Candidate]:
+        """The next candidates, none of them proposed before; none where the space gives no more."""
         with signals_held_back():
-            found = self.context.generate_measure_candidates()
-        if found is None:
-            return None
+            found = list(self.context.generate_measure_candidates() or ())
+        if found:
+            # MetaSchedule's search counts the results that it is told of, and reads none.
+            self.context.notify_runner_results(found, runner_results([None] * len(found)))
         return [self.candidate(measure.sch) for measure in found]
-
-    def end_round(self, measures: Sequence[Any]) -> None:
-        """End the round of candidates that were proposed; MetaSchedule's search counts their results and reads none."""
-        self.context.notify_runner_results(list(measures), runner_results([None] * len(measures)))
 
     def replay(self, program: Program, space: Space) -> Candidate:
         """An earlier program of the task as a candidate.

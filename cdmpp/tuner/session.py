@@ -89,8 +89,8 @@ class Searches:
         self._searches: dict[str, DecisionSearch | None] = {}
         #: Programs that were measured or are going to be.
         self._known: set[str] = set()
-        #: A task's candidates that are being measured, and what MetaSchedule proposed for them.
-        self._under_way: dict[str, tuple[dict[str, Candidate], list[Any]]] = {}
+        #: A task's candidates that are being measured.
+        self._under_way: dict[str, dict[str, Candidate]] = {}
 
     def begin(
         self,
@@ -126,30 +126,26 @@ class Searches:
     def propose(self, task: str, best_s: float | None, first: bool) -> tuple[list[BuildJob], list[bool]] | None:
         """A round's candidates, and whether each is worth measuring; None where the space gives no more. Before the `first`
         round the guard may choose them."""
-        tuner, proposed = self._by_hash[task], list[Any]()
+        tuner = self._by_hash[task]
         candidates = self._first.pop(task, None)
         if not candidates and first and self._guard is not None:
             candidates = self._guard.initial(tuner, self._config.batch, self._model)
         if not candidates:
             search = self._begun(task)
-            if search is not None:
-                candidates = search.propose(self._known)
-            else:
-                candidates = tuner.propose() or []
-                proposed = [c.measure for c in candidates]
+            candidates = tuner.propose() if search is None else search.propose(self._known)
             if not candidates:
                 return None
         candidates = [c for c in candidates if c.hash not in self._known]
         measures = [c.measure for c in candidates]
         worth = worth_measuring(self._guard, self._coverage, self._model, tuner.context, measures, best_s).tolist()
         self._known.update(c.hash for c, good in zip(candidates, worth, strict=True) if good)
-        self._under_way[task] = {c.hash: c for c in candidates}, proposed
+        self._under_way[task] = {c.hash: c for c in candidates}
         return [c.job for c in candidates], worth
 
     def learn(self, task: str, outcomes: Sequence[Outcome]) -> None:
         """End a task's round, and learn from what was measured in it."""
         tuner, pairs = self._by_hash[task], list[tuple[Candidate, float | None]]()
-        candidates, proposed = self._under_way.pop(task, ({}, []))
+        candidates = self._under_way.pop(task, {})
         for outcome in outcomes:
             program, space = outcome.job.program, outcome.job.space
             # what a process proposed that died is replayed
@@ -159,8 +155,6 @@ class Searches:
             if outcome.status != "device_lost":
                 pairs.append((candidate, outcome.latency_s))
         self._teach(tuner, pairs)
-        if proposed:
-            tuner.end_round(proposed)
 
     def expected_gain(self, task: str, untuned_s: float) -> float:
         """Fraction of a task's time that tuning is expected to save: of the best of a few programs against the untuned one,

@@ -30,7 +30,7 @@ LLVM = {"kind": "llvm", "num-cores": 1}
 def context_and_candidates(on_zen3: None) -> tuple[Any, list[Any]]:
     tuner = TaskTuner(matmul_task(48), cdmpp.get_device("this-cpu@1"), 1, **SEARCH)
     tuner.start(ms.database.MemoryDatabase(), ms.cost_model.RandomModel(), 12)
-    return tuner.context, [c.measure for c in tuner.propose() or ()]
+    return tuner.context, [c.measure for c in tuner.propose()]
 
 
 def test_scores_are_throughputs_of_predicted_seconds(
