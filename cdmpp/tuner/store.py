@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib import metadata
@@ -29,7 +30,6 @@ from cdmpp.tuner.objective import Costs, Curve, Point
 if TYPE_CHECKING:
     from cdmpp.dataset import Dataset
     from cdmpp.profiler.engine import Outcome
-    from cdmpp.program.types import Program
     from cdmpp.tuner.candidates import Candidate, TaskTuner
 
 logger = logging.getLogger(__name__)
@@ -258,19 +258,16 @@ def kept_folder() -> Path:
 
 def keep(dataset: Dataset, device: Device, labels: Mapping[str, float | None]) -> None:
     """Keep the fastest scheduled programs of a tuning beside those of earlier ones; a cache that cannot be written is said."""
-    fastest: dict[str, list[tuple[float, Program]]] = {}
+    found = defaultdict[str, dict[str, Any]](dict)
     for digest, latency_s in labels.items():
         program = dataset.programs[digest]
         if latency_s is not None and program.space_hash is not None:
-            fastest.setdefault(program.task_hash, []).append((latency_s, program))
-    for task, found in fastest.items():
+            space = asdict(dataset.spaces[program.space_hash])
+            found[program.task_hash][digest] = {"latency_s": latency_s, "program": asdict(program), "space": space}
+    for task, entries in found.items():
         path = kept_folder() / task / f"{device.name}.json"
-        earlier = read_kept(path) if path.is_file() else None
-        entries = {} if earlier is None else {entry["program"]["hash"]: entry for entry in earlier["programs"]}
-        for latency_s, program in found:
-            space = dataset.spaces[str(program.space_hash)]
-            entries[program.hash] = {"latency_s": latency_s, "program": asdict(program), "space": asdict(space)}
-        programs = sorted(entries.values(), key=lambda entry: entry["latency_s"])[:_MOST_KEPT]
+        earlier = {entry["program"]["hash"]: entry for entry in (read_kept(path) or {"programs": []})["programs"]}
+        programs = sorted({**earlier, **entries}.values(), key=lambda entry: entry["latency_s"])[:_MOST_KEPT]
         head = {"format_version": KEPT_VERSION, "tvm": tvm_version(), "device": device.to_json()}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
