@@ -80,16 +80,9 @@ class Bar:
 
     def __init__(self, console: Console, what: str) -> None:
         self._console, self._what = console, what
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(compact=True),
-            TextColumn("{task.fields[text]}"),
-            console=console,
-            transient=True,
-        )
+        bar = TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn()
+        beside = TimeElapsedColumn(), TimeRemainingColumn(compact=True), TextColumn("{task.fields[text]}")
+        self._progress = Progress(*bar, *beside, console=console, transient=True)
         self._task: Any = None
         self._first: tuple[float, int] | None = None
         self._last_line_s = time.monotonic()
