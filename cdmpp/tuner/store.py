@@ -19,16 +19,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cdmpp.dataset import Dataset
 from cdmpp.device import Device
 from cdmpp.errors import DatasetError, ProgramError, TunerError, reason
 from cdmpp.files import cache_folder, read_json, write_json
 from cdmpp.profiler.engine import last_line
 from cdmpp.profiler.session import add_outcome
+from cdmpp.program.tvm_env import import_tvm, quiet
 from cdmpp.tuner.candidates import is_untuned
 from cdmpp.tuner.objective import Costs, Curve, Point
 
 if TYPE_CHECKING:
-    from cdmpp.dataset import Dataset
     from cdmpp.profiler.engine import Outcome
     from cdmpp.tuner.candidates import Candidate, TaskTuner
 
@@ -58,8 +59,6 @@ class TuningStore:
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], device: Device, resume: bool) -> None:
-        from cdmpp.dataset import Dataset
-
         self.folder, self._device = folder, device
         settings = {**settings, "device": device.name, "tvm": tvm_version(), "format_version": FORMAT_VERSION}
         check_folder(folder, resume)
@@ -71,7 +70,7 @@ class TuningStore:
             raise TunerError(f"cannot make {folder}: {reason(err)}") from err
         with writing(folder / TUNING_FILE):
             write_json(folder / TUNING_FILE, settings)
-        self.dataset: Dataset = Dataset.open_or_create(folder / DATASET_FOLDER)
+        self.dataset = Dataset.open_or_create(folder / DATASET_FOLDER)
         self.dataset.set_device(device)
         now = {"started_at": time.time(), "device": device.name, "versions": {"apache-tvm": tvm_version()}}
         self.dataset.update_meta(sessions=[*self.dataset.meta.get("sessions", []), now])
@@ -172,8 +171,6 @@ def check_folder(folder: Path, resume: bool) -> None:
 
 def _begun(folder: Path) -> bool:
     """Whether something was measured: what ended before that, as on bad input, is no tuning."""
-    from cdmpp.dataset import Dataset
-
     if not (folder / TUNING_FILE).exists():
         return False
     # resuming says whether it is damaged
@@ -196,8 +193,6 @@ def tuning_record(database: Any, tuner: TaskTuner, candidate: Candidate, latency
 
 def json_database(folder: Path) -> Any:
     """MetaSchedule's JSON database of a folder, made if missing; TunerError where it is damaged or of another TVM."""
-    from cdmpp.program.tvm_env import import_tvm, quiet
-
     import_tvm()
     from tvm.s_tir import meta_schedule as ms
 

@@ -19,8 +19,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cdmpp.dataset import Dataset
 from cdmpp.errors import CdmppError, TunerError
+from cdmpp.profiler import machine
 from cdmpp.profiler.machine import Worker, WorkerDied, requests
+from cdmpp.program.tvm_env import import_tvm
 from cdmpp.tuner.candidates import Candidate, TaskTuner
 from cdmpp.tuner.progress import Progress
 from cdmpp.tuner.session import Searches, TuningSession, make_models, make_tuners, measure_untuned, work
@@ -47,9 +50,7 @@ def worker_cores(device: Device, shards: int | str, elsewhere: int | None = None
     For a GPU, and where shares are `elsewhere` (how many), they are those that the workers search on. TunerError where so many
     do not fit on the GPU, on the cores that this process may use, or elsewhere.
     """
-    from cdmpp.profiler.machine import core_groups, usable_cores
-
-    cores, gpu = usable_cores(), device.kind == "gpu"
+    cores, gpu = machine.usable_cores(), device.kind == "gpu"
     if elsewhere is not None:
         if shards != "auto" and not 1 <= int(shards) <= elsewhere:
             raise TunerError(f"{shards} shards of {device.name}: the cluster has {elsewhere}")
@@ -69,7 +70,7 @@ def worker_cores(device: Device, shards: int | str, elsewhere: int | None = None
         raise TunerError(f"{number} shards of {device.name} {too_many}: take fewer shards{smaller}")
     if gpu:
         return tuple(cores[i::number] or cores for i in range(number))
-    return core_groups(cores, int(device.share), number)
+    return machine.core_groups(cores, int(device.share), number)
 
 
 def partition(tasks: Sequence[tuple[Task, float]], parts: int) -> list[list[int]]:
@@ -99,17 +100,11 @@ def run_worker(
     """Answer calls of :class:`~cdmpp.tuner.session.Searches` (runs in its own process), each with what it gives or an error,
     seconds of CPU, records for the database as (task, ``TuningRecord.as_json``), and lines to say; the folder is the tuning's.
     """
-    from cdmpp.profiler import machine
-
     machine.die_with_parent()
     machine.pin(cores)
     os.environ["OMP_NUM_THREADS"] = str(len(cores))
-    from cdmpp.program.tvm_env import import_tvm
-
     import_tvm()
     from tvm.s_tir import meta_schedule as ms
-
-    from cdmpp.dataset import Dataset
 
     records, said = list[tuple[str, Any]](), list[str]()
     database, since = ms.database.MemoryDatabase(), time.process_time()
