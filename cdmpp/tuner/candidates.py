@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from cdmpp.errors import ProgramError
 from cdmpp.profiler.engine import BuildJob
+from cdmpp.program.ast import CompactAST, compact_asts
 from cdmpp.program.space import (
     CUDA_SPACE_TARGET,
     TaskSpaces,
@@ -35,7 +36,6 @@ from cdmpp.program.types import Program, Space, Task
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
-    from cdmpp.program.ast import CompactAST
 
 T = TypeVar("T")
 
@@ -236,8 +236,6 @@ class CandidateCache(Generic[T]):
         return found
 
     def _read(self, funcs: list[Any]) -> list[T | None]:
-        from cdmpp.program.ast import compact_asts
-
         try:
             return list(self._compute(compact_asts(funcs)))
         except ProgramError as err:

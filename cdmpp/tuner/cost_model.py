@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cdmpp.device import Device, get_device
+from cdmpp.profiler.statistics import label
 from cdmpp.program.tvm_env import import_tvm
 from cdmpp.tuner.candidates import CandidateCache, funcs_of, hashes_of, task_hash
 from cdmpp.tuner.learning import AnalyticalPrior, Encoded, OnlineModel, PredictorPrior
@@ -30,7 +32,6 @@ from tvm.s_tir.meta_schedule.cost_model import PyCostModel  # noqa: E402
 from tvm.s_tir.meta_schedule.runner import PyRunner, RunnerFuture, RunnerResult  # noqa: E402
 
 if TYPE_CHECKING:
-    from cdmpp.device import Device
     from cdmpp.predictor import Predictor
     from cdmpp.profiler.engine import Outcome
     from cdmpp.program.ast import CompactAST
@@ -70,7 +71,6 @@ class CostModel(PyCostModel):
 
     def __init__(self, predictor: Predictor | str | Path | None, device: str | Device) -> None:
         super().__init__()
-        from cdmpp.device import get_device
         from cdmpp.predictor.predictor import load_predictor
 
         self.device = get_device(device) if isinstance(device, str) else device
@@ -96,8 +96,6 @@ class CostModel(PyCostModel):
 
     def update(self, context: Any, candidates: Sequence[Any], results: Sequence[Any]) -> None:
         """Learn from measurements; failed ones are remembered."""
-        from cdmpp.profiler.statistics import label
-
         latencies = []
         for result in results:
             run_s = [float(s) for s in result.run_secs or ()]

@@ -41,12 +41,12 @@ from cdmpp.profiler.engine import last_line
 from cdmpp.profiler.machine import Sentinel, Worker, WorkerDied
 from cdmpp.profiler.statistics import SamplingPlan, label, split_half_difference
 from cdmpp.program.fusion import PREPARE_WEIGHTS, FusedNetwork, fuse
+from cdmpp.program.network import Network, example_inputs
 from cdmpp.program.tasks import task_from_prim_func
 from cdmpp.program.tvm_env import import_tvm, normalise, quiet
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
-    from cdmpp.program.network import Network
     from cdmpp.program.types import Task
 
 logger = logging.getLogger(__name__)
@@ -171,8 +171,6 @@ def measure_network(
     A variant may take ``max_measure_s + max_wait_s`` seconds of the plan, and at least four runs. TunerError where one does
     not compile, or the process died.
     """
-    from cdmpp.program.network import example_inputs
-
     tvm = import_tvm()
     target = tvm.target.Target(dict(device.target))
     folder = CpuConfig().work_folder()

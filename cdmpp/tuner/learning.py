@@ -26,11 +26,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.linalg import cho_factor, cho_solve
 
+from cdmpp.device import DEVICE_FEATURES, Device
 from cdmpp.errors import PredictorError
+from cdmpp.predictor.encoding import signed_log1p
+from cdmpp.predictor.roofline import estimate_s, reference_s
 
 if TYPE_CHECKING:
-    from cdmpp.device import Device
     from cdmpp.predictor import Predictor
     from cdmpp.program.ast import CompactAST
 
@@ -81,8 +84,6 @@ class PredictorPrior:
     """
 
     def __init__(self, predictor: Predictor, device: Device) -> None:
-        from cdmpp.device import DEVICE_FEATURES
-
         self._predictor, self._device = predictor, device
         #: Variance of an error that all predictions on the device have in common, squared log seconds.
         self.common = 0.0
@@ -108,7 +109,6 @@ class PredictorPrior:
 
         from cdmpp.predictor.batching import inference_batches
         from cdmpp.predictor.network import evaluating
-        from cdmpp.predictor.roofline import reference_s
 
         predictor = self._predictor
         arrays = predictor.encode(asts, [self._device], np.zeros(len(asts), dtype=np.int64))
@@ -146,9 +146,6 @@ class AnalyticalPrior:
         self.common = _UNSEEN_DEVICE
 
     def encode(self, asts: Sequence[CompactAST]) -> Encoded:
-        from cdmpp.predictor.encoding import signed_log1p
-        from cdmpp.predictor.roofline import estimate_s
-
         z = np.stack([np.concatenate([ast.leaves.sum(0), ast.leaves.max(0)]) for ast in asts])
         return Encoded(np.log(estimate_s(asts, self._device)), signed_log1p(z.astype(np.float64)))
 
@@ -300,8 +297,6 @@ def _tasks_help_each_other(
 
 
 def _inverse(kernel: Kernel, z: FloatArray, task: IntArray) -> FloatArray:
-    from scipy.linalg import cho_factor, cho_solve
-
     if not len(task):
         return np.zeros((0, 0))
     covariance = kernel.covariance(z, task, z, task)

@@ -15,11 +15,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from cdmpp.device import Device, get_device
 from cdmpp.errors import ProfilerError, TunerError
+from cdmpp.profiler import machine
+from cdmpp.profiler.calibration import calibrate_cpu
+from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job
+from cdmpp.profiler.engine import BuildJob, Engine, Executor, Outcome
+from cdmpp.profiler.session import threads_of
+from cdmpp.program.tvm_env import import_tvm, structural_hash
+from cdmpp.program.types import Program, Task
 
 if TYPE_CHECKING:
-    from cdmpp.device import Device
-    from cdmpp.profiler.engine import BuildJob, Engine, Executor, Outcome
     from cdmpp.tuner.config import TuneConfig
 
 logger = logging.getLogger(__name__)
@@ -149,8 +155,6 @@ def device_of_this_machine(device: str | Device, workers: int | str = 1, gpu: st
     With a class that stands for the GPU (:class:`~cdmpp.tuner.config.TuneConfig`) it does not matter what is here. TunerError
     or ProfilerError where it is not, TunerError where there is no compiler for the GPU.
     """
-    from cdmpp.device import get_device
-
     found = get_device(device) if isinstance(device, str) else device
     if found.kind == "gpu":
         if workers == "auto":
@@ -179,10 +183,7 @@ def _check_gpu(device: Device, gpu: str | None) -> None:
 
 def core_groups_of(device: Device, workers: int) -> tuple[tuple[int, ...], ...]:
     """Cores of each of several measuring processes of a share of this machine's CPU; ProfilerError where they do not fit."""
-    from cdmpp.profiler.machine import core_groups, usable_cores
-    from cdmpp.profiler.session import threads_of
-
-    return core_groups(usable_cores(), threads_of(device), workers)
+    return machine.core_groups(machine.usable_cores(), threads_of(device), workers)
 
 
 def make_engine(
@@ -193,8 +194,6 @@ def make_engine(
 
     On a CPU it builds on as many cores as there are, or as its shards have.
     """
-    from cdmpp.profiler.engine import Engine, Executor
-
     options = _timing(config)
     if device.kind == "gpu":
         from cdmpp.profiler.gpu.sampling import GpuConfig, GpuMeasurer
@@ -203,8 +202,6 @@ def make_engine(
         if config.gpu is not None:
             options |= {"gpu": config.gpu, "gpu_arguments": config.gpu_arguments}
         return Engine(GpuMeasurer(GpuConfig(degree=degree, builders=config.builders, **options), device))
-    from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job
-
     local = config.shards is not None and executor is None
     builders = config.builders or (degree * int(device.share) if local else None)
     cpu = CpuConfig(builders=builders, **options)
@@ -214,13 +211,8 @@ def make_engine(
 
 def calibrated_degree(config: TuneConfig, device: Device, jobs: Sequence[BuildJob], say: Callable[[str], None]) -> int:
     """Programs measured at the same time that leave the labels of a CPU's share as they are."""
-    from cdmpp.profiler.machine import usable_cores
-
-    if len(usable_cores()) // int(device.share) <= 1:
+    if len(machine.usable_cores()) // int(device.share) <= 1:
         return 1
-    from cdmpp.profiler.calibration import calibrate_cpu
-    from cdmpp.profiler.cpu import CpuConfig
-
     options = _timing(config)
     return calibrate_cpu(jobs, CpuConfig(builders=config.builders, **options), device, _TOLERANCE, say).degree
 
@@ -232,10 +224,6 @@ def _timing(config: TuneConfig) -> dict[str, Any]:
 
 def job_of_module(mod: Any) -> BuildJob:
     """A scheduled IRModule with one function ``main`` as a job."""
-    from cdmpp.profiler.engine import BuildJob
-    from cdmpp.program.tvm_env import import_tvm, structural_hash
-    from cdmpp.program.types import Program, Task
-
     tvm = import_tvm()
     func = mod["main"]
     digest = structural_hash(func)

@@ -12,6 +12,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
+
 from cdmpp.errors import TunerError
 from cdmpp.files import seconds_text, write_text
 from cdmpp.tuner.objective import Costs, Curve
@@ -247,8 +249,6 @@ def summary_lines(report: TuneReport) -> list[str]:
 
 
 def _html(report: TuneReport, png: bytes) -> str:
-    import pandas as pd
-
     table = pd.DataFrame(task_rows(report.tasks), columns=[name.lstrip("<") for name in COLUMNS])
     image = base64.b64encode(png).decode("ascii")
     title = escape(f"cdmpp tune: {report.name} on {report.device}, {report.cost_model}")

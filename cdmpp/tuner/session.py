@@ -15,13 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import ProgramError, TunerError
+from cdmpp.predictor.roofline import roofline_s
 from cdmpp.profiler.engine import BuildJob
+from cdmpp.program.ast import compact_asts
 from cdmpp.tuner.candidates import Candidate, TaskTuner, runner_results
 from cdmpp.tuner.measure import in_time
 from cdmpp.tuner.progress import Progress
 from cdmpp.tuner.scheduler import leave_alone, next_task, worth_measuring
 from cdmpp.tuner.search import DecisionSearch
 from cdmpp.tuner.store import replayed
+from cdmpp.tuner.warm_start import warm_start
 
 FloatArray = NDArray[np.float64]
 
@@ -103,8 +106,6 @@ class Searches:
         """Learn from earlier records, choose what to measure first (:mod:`cdmpp.tuner.warm_start`), and learn what this tuning
         measured before (labels of a dataset)."""
         if earlier:
-            from cdmpp.tuner.warm_start import warm_start
-
             self._first, learned = warm_start(earlier, self._by_hash, device, self._model, say)
             number = sum(map(len, self._first.values()))
             say(f"earlier records: learned from {learned}, {number} programs will be measured first")
@@ -161,9 +162,6 @@ class Searches:
         both predicted; without a predictor, of what the device cannot do faster against what was measured."""
         tuner = self._by_hash[task]
         if self._config.predictor is None:
-            from cdmpp.predictor.roofline import roofline_s
-            from cdmpp.program.ast import compact_asts
-
             bound_s = roofline_s(compact_asts([tuner.mod["main"]]), self._model.device)
             return 1.0 - min(1.0, bound_s[0] / untuned_s)
         untuned, search = tuner.untuned_candidate(), self._begun(task)

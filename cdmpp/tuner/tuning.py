@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import TunerError
+from cdmpp.program.tvm_env import import_tvm
 from cdmpp.tuner.config import AUTO
+from cdmpp.tuner.deployment import apply_database, import_network, measure_network, weighted_tasks
 from cdmpp.tuner.measure import (
     CALIBRATION_PROGRAMS,
     Measurer,
@@ -32,6 +34,7 @@ from cdmpp.tuner.session import (
     summed,
 )
 from cdmpp.tuner.store import TuningStore, check_folder, keep
+from cdmpp.tuner.workers import tune_with_workers, worker_cores
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
@@ -69,7 +72,6 @@ def tune(
     on this machine; NetworkError, UnknownDeviceError, PredictorError and DatasetError as their names say.
     """
     from cdmpp.program.network import load_network
-    from cdmpp.tuner.deployment import apply_database, import_network, measure_network, weighted_tasks
 
     tuning = _Tuning(device, Path(out), config, resume, warm_start, progress, notify)
     loaded = load_network(network) if isinstance(network, str) else network
@@ -81,8 +83,6 @@ def tune(
     target_device = tuning.device
     if target_device.kind == "cpu" and config.ray is None and any(task.best_s is not None for task in report.tasks):
         tuning.say("compiling and running the network with and without the schedules found")
-        from cdmpp.program.tvm_env import import_tvm
-
         target = import_tvm().target.Target(dict(target_device.target))
         tuned, _ = apply_database(fused.module, database, target)
         modules = {"untuned": fused.module, "tuned": tuned}
@@ -137,8 +137,6 @@ class _Tuning:
             self.device = self._executor.device
         self._cores: tuple[tuple[int, ...], ...] | None = None
         if config.shards is not None:
-            from cdmpp.tuner.workers import worker_cores
-
             self._cores = worker_cores(self.device, config.shards, self._executor.degree if self._executor else None)
         check_folder(out, resume)
         for path in earlier:
@@ -182,8 +180,6 @@ class _Tuning:
                 learned = searches.describe()
                 measure_close_again(store, device, tuners, measurer, progress, self.say)
             else:
-                from cdmpp.tuner.workers import tune_with_workers
-
                 guard = models[1]
                 if guard is not None and guard.validity.model is not None:
                     # it was read or trained here: not again by every worker

@@ -15,16 +15,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
+import xgboost as xgb
 from numpy.typing import NDArray
+from scipy.special import expit
 
+from cdmpp.dataset import load_datasets
+from cdmpp.device import Device, get_device
 from cdmpp.errors import DatasetError, PredictorError, ProfilerError
+from cdmpp.predictor.data import collect_asts
+from cdmpp.predictor.encoding import signed_log1p
+from cdmpp.predictor.roofline import estimate_s
+from cdmpp.profiler.gpu.limits import arch_limits
 from cdmpp.program.ast.schema import LEAF_FEATURES
 from cdmpp.tuner.candidates import CandidateCache, funcs_of, hashes_of
 
 if TYPE_CHECKING:
-    import pandas as pd
-
-    from cdmpp.device import Device
     from cdmpp.program.ast import CompactAST
     from cdmpp.tuner.candidates import Candidate, TaskTuner
 
@@ -118,8 +125,6 @@ def limits_of(where: Device | str) -> dict[str, float]:
 
     NaN is what is unknown or does not exist, as on a CPU. ProfilerError for an ``sm_*`` that is not in the table.
     """
-    from cdmpp.profiler.gpu.limits import arch_limits
-
     limits = dict.fromkeys(LIMITS, np.nan)
     if not isinstance(where, str) and where.kind != "gpu":
         return {**limits, "is_gpu": 0.0}
@@ -139,8 +144,6 @@ def validity_features(asts: Sequence[CompactAST], where: Device | str) -> Featur
 
     An architecture has no clock, so there is no analytical estimate, by which programs run into a timeout.
     """
-    from cdmpp.predictor.roofline import estimate_s
-
     limits = limits_of(where)
     out = np.empty((len(asts), len(VALIDITY_FEATURES)), dtype=np.float32)
     for start in range(0, len(asts), _CHUNK):
@@ -160,8 +163,6 @@ def pooled(features: Features) -> Features:
 
 def _pool(asts: Sequence[CompactAST]) -> FloatArray:
     """Signed logarithms of the sums and maxima of all leaf features, and once of what leaves say of their whole program."""
-    from cdmpp.predictor.encoding import signed_log1p
-
     leaves = np.concatenate([ast.leaves for ast in asts]).astype(np.float64)
     starts = np.cumsum([0, *(ast.n_leaves for ast in asts[:-1])])
     own = np.array([name not in _OF_PROGRAM for name in LEAF_FEATURES])
@@ -206,8 +207,6 @@ class ValidityData:
     @cached_property
     def features(self) -> Features:
         """:func:`validity_features` of every row."""
-        from cdmpp.device import get_device
-
         out = np.empty((len(self), len(VALIDITY_FEATURES)), dtype=np.float32)
         for name, rows in self.table.groupby("device", sort=False).indices.items():
             where = str(name) if str(name).startswith("sm_") else get_device(str(name))
@@ -226,11 +225,6 @@ def read_validity(folders: Sequence[str | Path]) -> ValidityData:
     A program that ran once on a device works there. Lost devices say nothing about programs, and unscheduled tasks are no
     points of a space. DatasetError where a folder cannot be read, or there is no row.
     """
-    import pandas as pd
-
-    from cdmpp.dataset import load_datasets
-    from cdmpp.predictor.data import collect_asts
-
     tables, asts = [], dict[str, "CompactAST"]()
     for folder in map(Path, folders):
         judged = (folder / VERDICTS_FILE).exists()
@@ -253,9 +247,6 @@ def read_validity(folders: Sequence[str | Path]) -> ValidityData:
 
 
 def _verdicts(path: Path) -> pd.DataFrame:
-    import pandas as pd
-    import pyarrow as pa
-
     try:
         table = pd.read_parquet(path, columns=["program", "task", "arch", "valid"])
     except (OSError, pa.ArrowException, ValueError) as err:
@@ -276,8 +267,6 @@ class ValidityModel:
 
     def fit(self, data: ValidityData, rows: IntArray | None = None) -> ValidityModel:
         """Learn from rows (all of them if None) and nothing else; gives itself. PredictorError without rows."""
-        import xgboost as xgb
-
         rows = np.arange(len(data)) if rows is None else np.asarray(rows)
         if not len(rows):
             raise PredictorError("a validity model needs rows to learn from")
@@ -294,8 +283,6 @@ class ValidityModel:
         """Log odds of :func:`validity_features` (n, d), float64 (n,), within +-6."""
         if self.trees_ is None:
             return np.full(len(features), self.constant_)
-        import xgboost as xgb
-
         margins = self.trees_.predict(xgb.DMatrix(features), output_margin=True)
         return np.clip(margins.astype(np.float64), -_MOST_LOG_ODDS, _MOST_LOG_ODDS)
 
@@ -335,12 +322,8 @@ class OnlineValidity:
 
     def predict(self, features: Features) -> FloatArray:
         """P(valid) of programs, float64 (n,)."""
-        from scipy.special import expit
-
         odds = self._prior(features)
         if self._trees is not None and len(features):
-            import xgboost as xgb
-
             odds = self._trees.predict(xgb.DMatrix(features, base_margin=odds), output_margin=True)
         return np.asarray(expit(odds), dtype=np.float64)
 
@@ -353,8 +336,6 @@ class OnlineValidity:
         self._trees = None
         if all(works for _, works in latest):
             return
-        import xgboost as xgb
-
         x = np.stack([row for row, _ in latest])
         y = np.array([works for _, works in latest], dtype=np.float64)
         data = xgb.DMatrix(x, y, base_margin=self._prior(x))

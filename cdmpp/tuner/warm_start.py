@@ -17,17 +17,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
+from cdmpp.dataset import DatasetView, load_datasets
 from cdmpp.device import Device, device_features
 from cdmpp.errors import PredictorError, ProgramError
+from cdmpp.predictor.encoding import signed_log1p
+from cdmpp.program.space import Rebuilder
+from cdmpp.program.tvm_env import structural_hash
 from cdmpp.program.types import Program, Space
 from cdmpp.tuner.candidates import runner_results
 from cdmpp.tuner.config import AUTO
 from cdmpp.tuner.store import DATASET_FOLDER, RECORD_FILE, json_database, kept_folder, read_kept, replayed, tvm_version
 
 if TYPE_CHECKING:
-    from cdmpp.dataset import DatasetView
     from cdmpp.tuner.candidates import Candidate, TaskTuner
 
 logger = logging.getLogger(__name__)
@@ -64,8 +68,6 @@ def warm_start(
 
     TunerError for a database that this TVM does not read, DatasetError for a path that is none of these.
     """
-    from cdmpp.dataset import load_datasets
-
     earlier = defaultdict[str, dict[str, _Earlier]](dict)
     first: dict[str, list[Candidate]] = {}
     learned = 0
@@ -108,8 +110,6 @@ def _of_dataset(view: DatasetView, tuners: Mapping[str, TaskTuner], device: Devi
 
 def _learn_other_tasks(view: DatasetView, tuners: Mapping[str, TaskTuner], device: Device, cost_model: Any) -> int:
     """Let a cost model that can learn from tasks that are not tuned; gives how many records it took."""
-    from cdmpp.program.space import Rebuilder
-
     if not hasattr(cost_model, "learn"):
         return 0
     frame = view.records
@@ -135,8 +135,6 @@ def _learn_other_tasks(view: DatasetView, tuners: Mapping[str, TaskTuner], devic
 
 
 def _of_database(path: Path, tuners: Mapping[str, TaskTuner], device: Device) -> Iterator[_Earlier]:
-    from cdmpp.program.tvm_env import structural_hash
-
     lost = 0
     for record in json_database(path).get_all_tuning_records():
         tuner = tuners.get(structural_hash(record.workload.mod["main"]))
@@ -200,10 +198,6 @@ def nearest_device(name: str, vectors: Mapping[str, NDArray[np.float64]]) -> str
 
     Logarithms are compared, standardised over the devices; a feature that one of two devices lacks tells nothing of them.
     """
-    import pandas as pd
-
-    from cdmpp.predictor.encoding import signed_log1p
-
     others = sorted(set(vectors) - {name})
     if not others or name not in vectors:
         raise PredictorError(f"there is no device to compare {name} with")

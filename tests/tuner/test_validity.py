@@ -355,7 +355,7 @@ def test_what_cannot_be_read_counts_as_valid(tuner: TaskTuner, monkeypatch: pyte
             raise ProgramError("made up")
         return compact_asts(funcs)
 
-    monkeypatch.setattr("cdmpp.program.ast.compact_asts", refusing)
+    monkeypatch.setattr("cdmpp.tuner.candidates.compact_asts", refusing)
     assert guard.probability(measures) == pytest.approx([0.05, 1.0, 0.05, 0.05])
     guard.learn(measures, [False] * 4)
     assert len(guard.validity) == 3
