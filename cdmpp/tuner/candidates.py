@@ -18,8 +18,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from cdmpp.device import Device
 from cdmpp.errors import ProgramError
 from cdmpp.profiler.engine import BuildJob
 from cdmpp.program.ast import CompactAST, compact_asts
@@ -33,9 +34,6 @@ from cdmpp.program.space import (
 )
 from cdmpp.program.tvm_env import import_tvm, quiet, structural_hash
 from cdmpp.program.types import Program, Space, Task
-
-if TYPE_CHECKING:
-    from cdmpp.device import Device
 
 T = TypeVar("T")
 

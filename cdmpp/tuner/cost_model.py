@@ -18,9 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.device import Device, get_device
+from cdmpp.profiler.engine import Outcome
 from cdmpp.profiler.statistics import label
+from cdmpp.program.ast import CompactAST
 from cdmpp.program.tvm_env import import_tvm
 from cdmpp.tuner.candidates import CandidateCache, funcs_of, hashes_of, task_hash
+from cdmpp.tuner.config import TuneConfig
 from cdmpp.tuner.learning import AnalyticalPrior, Encoded, OnlineModel, PredictorPrior
 from cdmpp.tuner.measure import Measurer, job_of_module
 
@@ -33,9 +36,6 @@ from tvm.s_tir.meta_schedule.runner import PyRunner, RunnerFuture, RunnerResult 
 
 if TYPE_CHECKING:
     from cdmpp.predictor import Predictor
-    from cdmpp.profiler.engine import Outcome
-    from cdmpp.program.ast import CompactAST
-    from cdmpp.tuner.config import TuneConfig
     from cdmpp.tuner.validity import ValidityGuard
 
 FloatArray = NDArray[np.float64]

@@ -30,10 +30,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from cdmpp.device import Device
 from cdmpp.errors import ProgramError, TunerError
 from cdmpp.profiler import machine
 from cdmpp.profiler.cpu import CpuConfig
@@ -44,10 +45,7 @@ from cdmpp.program.fusion import PREPARE_WEIGHTS, FusedNetwork, fuse
 from cdmpp.program.network import Network, example_inputs
 from cdmpp.program.tasks import task_from_prim_func
 from cdmpp.program.tvm_env import import_tvm, normalise, quiet
-
-if TYPE_CHECKING:
-    from cdmpp.device import Device
-    from cdmpp.program.types import Task
+from cdmpp.program.types import Task
 
 logger = logging.getLogger(__name__)
 

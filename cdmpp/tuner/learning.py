@@ -32,10 +32,10 @@ from cdmpp.device import DEVICE_FEATURES, Device
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.encoding import signed_log1p
 from cdmpp.predictor.roofline import estimate_s, reference_s
+from cdmpp.program.ast import CompactAST
 
 if TYPE_CHECKING:
     from cdmpp.predictor import Predictor
-    from cdmpp.program.ast import CompactAST
 
 logger = logging.getLogger(__name__)
 

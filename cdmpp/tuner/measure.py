@@ -13,7 +13,7 @@ from concurrent.futures import CancelledError, Future, wait
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cdmpp.device import Device, get_device
 from cdmpp.errors import ProfilerError, TunerError
@@ -24,9 +24,7 @@ from cdmpp.profiler.engine import BuildJob, Engine, Executor, Outcome
 from cdmpp.profiler.session import threads_of
 from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.program.types import Program, Task
-
-if TYPE_CHECKING:
-    from cdmpp.tuner.config import TuneConfig
+from cdmpp.tuner.config import TuneConfig
 
 logger = logging.getLogger(__name__)
 

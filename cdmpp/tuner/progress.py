@@ -8,17 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cdmpp.errors import TunerError
+from cdmpp.profiler.engine import Outcome
+from cdmpp.program.types import Task
 from cdmpp.tuner.candidates import is_untuned
+from cdmpp.tuner.measure import EnergyMeter
 from cdmpp.tuner.objective import Costs, Objective, Point
 from cdmpp.tuner.scheduler import LEFT_ALONE, TaskState
-
-if TYPE_CHECKING:
-    from cdmpp.profiler.engine import Outcome
-    from cdmpp.program.types import Task
-    from cdmpp.tuner.measure import EnergyMeter
 
 logger = logging.getLogger(__name__)
 

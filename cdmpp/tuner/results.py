@@ -10,19 +10,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
 from cdmpp.errors import TunerError
 from cdmpp.files import seconds_text, write_text
+from cdmpp.program.types import Task
+from cdmpp.tuner.deployment import NetworkLatency
 from cdmpp.tuner.objective import Costs, Curve
+from cdmpp.tuner.scheduler import TaskState
 from cdmpp.tuner.store import writing
-
-if TYPE_CHECKING:
-    from cdmpp.program.types import Task
-    from cdmpp.tuner.deployment import NetworkLatency
-    from cdmpp.tuner.scheduler import TaskState
 
 logger = logging.getLogger(__name__)
 

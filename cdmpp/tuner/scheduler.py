@@ -17,15 +17,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cdmpp.program.types import Program
 from cdmpp.tuner.candidates import is_untuned
-
-if TYPE_CHECKING:
-    from cdmpp.program.types import Program
 
 #: Part of a round that is measured in any case.
 KEPT = 0.25

@@ -17,15 +17,13 @@ import math
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.program.tvm_env import structural_hash
-
-if TYPE_CHECKING:
-    from cdmpp.tuner.candidates import Candidate, TaskTuner
+from cdmpp.tuner.candidates import Candidate, TaskTuner
 
 logger = logging.getLogger(__name__)
 

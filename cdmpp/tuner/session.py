@@ -14,29 +14,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cdmpp.device import Device
 from cdmpp.errors import ProgramError, TunerError
 from cdmpp.predictor.roofline import roofline_s
-from cdmpp.profiler.engine import BuildJob
+from cdmpp.profiler.engine import BuildJob, Outcome
 from cdmpp.program.ast import compact_asts
+from cdmpp.program.types import Task
 from cdmpp.tuner.candidates import Candidate, TaskTuner, runner_results
-from cdmpp.tuner.measure import in_time
+from cdmpp.tuner.config import TuneConfig
+from cdmpp.tuner.measure import Measurer, in_time
 from cdmpp.tuner.progress import Progress
 from cdmpp.tuner.scheduler import leave_alone, next_task, worth_measuring
 from cdmpp.tuner.search import DecisionSearch
-from cdmpp.tuner.store import replayed
+from cdmpp.tuner.store import TuningStore, replayed
 from cdmpp.tuner.warm_start import warm_start
 
-FloatArray = NDArray[np.float64]
-
 if TYPE_CHECKING:
-    from cdmpp.device import Device
-    from cdmpp.profiler.engine import Outcome
-    from cdmpp.program.types import Task
-    from cdmpp.tuner.config import TuneConfig
-    from cdmpp.tuner.measure import Measurer
-    from cdmpp.tuner.store import TuningStore
     from cdmpp.tuner.validity import ValidityGuard
 
+FloatArray = NDArray[np.float64]
 Models = tuple[Any, "ValidityGuard | None"]
 
 #: Rounds of different tasks under way at a time: one is searched for while another is measured.

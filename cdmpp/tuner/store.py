@@ -17,21 +17,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cdmpp.dataset import Dataset
 from cdmpp.device import Device
 from cdmpp.errors import DatasetError, ProgramError, TunerError, reason
 from cdmpp.files import cache_folder, read_json, write_json
-from cdmpp.profiler.engine import last_line
+from cdmpp.profiler.engine import Outcome, last_line
 from cdmpp.profiler.session import add_outcome
 from cdmpp.program.tvm_env import import_tvm, quiet
-from cdmpp.tuner.candidates import is_untuned
+from cdmpp.tuner.candidates import Candidate, TaskTuner, is_untuned
 from cdmpp.tuner.objective import Costs, Curve, Point
-
-if TYPE_CHECKING:
-    from cdmpp.profiler.engine import Outcome
-    from cdmpp.tuner.candidates import Candidate, TaskTuner
 
 logger = logging.getLogger(__name__)
 

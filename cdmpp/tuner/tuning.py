@@ -9,9 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cdmpp.device import Device
 from cdmpp.errors import TunerError
+from cdmpp.program.network import Network
 from cdmpp.program.tvm_env import import_tvm
-from cdmpp.tuner.config import AUTO
+from cdmpp.program.types import Task
+from cdmpp.tuner.config import AUTO, TuneConfig
 from cdmpp.tuner.deployment import apply_database, import_network, measure_network, weighted_tasks
 from cdmpp.tuner.measure import (
     CALIBRATION_PROGRAMS,
@@ -37,11 +40,7 @@ from cdmpp.tuner.store import TuningStore, check_folder, keep
 from cdmpp.tuner.workers import tune_with_workers, worker_cores
 
 if TYPE_CHECKING:
-    from cdmpp.device import Device
     from cdmpp.profiler.ray import RayExecutor
-    from cdmpp.program.network import Network
-    from cdmpp.program.types import Task
-    from cdmpp.tuner.config import TuneConfig
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -28,12 +28,9 @@ from cdmpp.predictor.data import collect_asts
 from cdmpp.predictor.encoding import signed_log1p
 from cdmpp.predictor.roofline import estimate_s
 from cdmpp.profiler.gpu.limits import arch_limits
+from cdmpp.program.ast import CompactAST
 from cdmpp.program.ast.schema import LEAF_FEATURES
-from cdmpp.tuner.candidates import CandidateCache, funcs_of, hashes_of
-
-if TYPE_CHECKING:
-    from cdmpp.program.ast import CompactAST
-    from cdmpp.tuner.candidates import Candidate, TaskTuner
+from cdmpp.tuner.candidates import Candidate, CandidateCache, TaskTuner, funcs_of, hashes_of
 
 FloatArray = NDArray[np.float64]
 Features = NDArray[np.float32]

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -27,12 +27,9 @@ from cdmpp.predictor.encoding import signed_log1p
 from cdmpp.program.space import Rebuilder
 from cdmpp.program.tvm_env import structural_hash
 from cdmpp.program.types import Program, Space
-from cdmpp.tuner.candidates import runner_results
+from cdmpp.tuner.candidates import Candidate, TaskTuner, runner_results
 from cdmpp.tuner.config import AUTO
 from cdmpp.tuner.store import DATASET_FOLDER, RECORD_FILE, json_database, kept_folder, read_kept, replayed, tvm_version
-
-if TYPE_CHECKING:
-    from cdmpp.tuner.candidates import Candidate, TaskTuner
 
 logger = logging.getLogger(__name__)
 

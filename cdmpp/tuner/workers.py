@@ -17,24 +17,21 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cdmpp.dataset import Dataset
+from cdmpp.device import Device
 from cdmpp.errors import CdmppError, TunerError
 from cdmpp.profiler import machine
 from cdmpp.profiler.machine import Worker, WorkerDied, requests
 from cdmpp.program.tvm_env import import_tvm
+from cdmpp.program.types import Task
 from cdmpp.tuner.candidates import Candidate, TaskTuner
+from cdmpp.tuner.config import TuneConfig
+from cdmpp.tuner.measure import Measurer
 from cdmpp.tuner.progress import Progress
 from cdmpp.tuner.session import Searches, TuningSession, make_models, make_tuners, measure_untuned, work
-from cdmpp.tuner.store import DATASET_FOLDER, labels_of, tuning_record
-
-if TYPE_CHECKING:
-    from cdmpp.device import Device
-    from cdmpp.program.types import Task
-    from cdmpp.tuner.config import TuneConfig
-    from cdmpp.tuner.measure import Measurer
-    from cdmpp.tuner.store import TuningStore
+from cdmpp.tuner.store import DATASET_FOLDER, TuningStore, labels_of, tuning_record
 
 logger = logging.getLogger(__name__)
 
