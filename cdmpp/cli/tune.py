@@ -10,14 +10,13 @@ from rich.console import Console
 from cdmpp.cli.options import NETWORK, Namespace, Parser, Verbs, add, add_settings, hide, settings
 from cdmpp.cli.render import Bar, say, show_table
 from cdmpp.errors import TunerError
+from cdmpp.tuner import Objective, TuneConfig
 
 if TYPE_CHECKING:
     from cdmpp.tuner import TuneReport
 
 
 def _add_tune(sub: Parser) -> None:
-    from cdmpp.tuner import Objective, TuneConfig
-
     sub.add_argument("network", metavar="NETWORK", help=NETWORK)
     share = "a device of this machine with the share to tune for: this-cpu@1, or h200@0.5, half of its SMs"
     add(sub, "device", required=True, help=share)
@@ -70,7 +69,7 @@ def _tune(args: Namespace, console: Console, errors: Console) -> Any:
 
 
 def _tune_at(device: str, out: Path, args: Namespace, console: Console, errors: Console) -> TuneReport:
-    from cdmpp.tuner import Objective, TuneConfig, tune
+    from cdmpp.tuner import tune
     from cdmpp.tuner.results import COLUMNS, summary_lines, task_rows
 
     config = settings(
