@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import cdmpp
 from cdmpp.predictor.training import TrainResult
+from cdmpp.program.network import Network
 from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.tuner import CostModel, Measurer, builder_and_runner
 from cdmpp.tuner.candidates import TaskTuner, runner_results
+from cdmpp.tuner.deployment import import_network
 from tests.samples.programs import matmul_task
 from tests.samples.training import make_device
 from tests.samples.tuning import SEARCH, FakeEngine, made_up_latency_s
@@ -113,11 +116,7 @@ def test_it_is_a_drop_in_for_tvms_own_builder_and_runner(tmp_path: Path, monkeyp
 
 
 def test_tune_relax_takes_them_too_and_its_database_deploys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
     from tvm.relax.transform import MetaScheduleApplyDatabase
-
-    from cdmpp.program.network import Network
-    from cdmpp.tuner.deployment import import_network
 
     # TVM names its logger's handlers by themselves and stops at those that other tests leave without a name
     monkeypatch.setattr(logging.getLogger("tvm.s_tir.meta_schedule"), "handlers", [])

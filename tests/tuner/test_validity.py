@@ -287,12 +287,10 @@ def test_what_will_not_run_is_not_measured(tmp_path: Path, oracle: Oracle, cost_
         assert without.costs.failures >= 4
 
 
-def test_the_first_round_is_the_guards_choice(tmp_path: Path, oracle: Oracle) -> None:
+def test_the_first_round_is_the_guards_choice(tmp_path: Path, oracle: Oracle, tuner: TaskTuner) -> None:
     engine = FailingEngine(small)
     tuned(engine, tmp_path / "t", 6, options=GUARDED)
-    guard = ValidityGuard(oracle)
-    tuner = TaskTuner(matmul_task(32), get_device("this-cpu@1"), 1, **SEARCH)
-    chosen = [c.hash for c in guard.initial(tuner, 6)]
+    chosen = [c.hash for c in ValidityGuard(oracle).initial(tuner, 6)]
     assert engine.measured[1:] == chosen, "after the unscheduled task"
     assert len(set(chosen)) == 6
 
