@@ -222,7 +222,7 @@ def read_validity(folders: Sequence[str | Path]) -> ValidityData:
     A program that ran once on a device works there. Lost devices say nothing about programs, and unscheduled tasks are no
     points of a space. DatasetError where a folder cannot be read, or there is no row.
     """
-    tables, asts = [], dict[str, "CompactAST"]()
+    tables, asts = [], dict[str, CompactAST]()
     for folder in map(Path, folders):
         judged = (folder / VERDICTS_FILE).exists()
         view = load_datasets(folder / PROGRAMS_FOLDER if judged else folder)
@@ -322,7 +322,8 @@ class OnlineValidity:
         odds = self._prior(features)
         if self._trees is not None and len(features):
             odds = self._trees.predict(xgb.DMatrix(features, base_margin=odds), output_margin=True)
-        return np.asarray(expit(odds), dtype=np.float64)
+        p: FloatArray = expit(odds.astype(np.float64))
+        return p
 
     def learn(self, programs: Sequence[str], features: Features, valid: Sequence[bool] | NDArray[np.bool_]) -> None:
         """Take programs (their hashes) that worked or failed, and correct the model by all records so far."""

@@ -245,7 +245,7 @@ def tune_with_workers(
             searches = _Remote(number, start, tuners, store, progress, say)
             session = TuningSession({i: tuners[i] for i in part}, searches, measurer, progress, config)
             # a round for each of its tasks, however slowly it begins
-            session.reserved = min(share, max(share // 2, config.batch * len(part)))
+            session.reserved = max(0, min(share, max(share // 2, config.batch * len(part))))
             sessions.append(session)
         in_time = all(session.searches.begin() for session in sessions)
         if in_time:
