@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -224,51 +225,42 @@ def tune_with_workers(
     share = (min(limits) - progress.costs.trials) // len(parts)
     sessions: list[TuningSession] = []
     deaths: list[WorkerDied] = []
-    failures: list[BaseException] = []
+    ended = threading.Event()
 
     def run(session: TuningSession) -> None:
         try:
             session.run()
             learned.append(session.searches.describe())
         except WorkerDied as err:
-            if not failures:
+            if not ended.is_set():
                 deaths.append(err)
                 session.abandon(f"its worker died, last {err}")
-        except BaseException as err:  # raised below
-            failures.append(err)
-        session.reserved = 0
+        finally:
+            session.reserved = 0
 
-    threads: list[threading.Thread] = []
-    try:
-        for number, part in enumerate(parts):
-            start = (cores[number], [tasks[i] for i in part], device, config, earlier, store.folder)
-            searches = _Remote(number, start, tuners, store, progress, say)
-            session = TuningSession({i: tuners[i] for i in part}, searches, measurer, progress, config)
-            # a round for each of its tasks, however slowly it begins
-            session.reserved = max(0, min(share, max(share // 2, config.batch * len(part))))
-            sessions.append(session)
-        in_time = all(session.searches.begin() for session in sessions)
-        if in_time:
-            measure_untuned(tuners, measurer, progress)
-        for session in sessions if in_time else ():
-            session.others = [other for other in sessions if other is not session]
-            threads.append(threading.Thread(target=run, args=(session,), daemon=True))
-            threads[-1].start()
-        while not failures and any(thread.is_alive() for thread in threads):
-            for thread in threads:
-                thread.join(0.05)
-    except BaseException as err:
-        failures.append(err)
-        raise
-    finally:
-        for session in sessions:
-            session.searches.kill()
-        # nobody is left who waits for what is still being measured
-        measurer.abort()
-        for thread in threads:
-            thread.join()
-    if failures:
-        raise failures[0]
+    with ThreadPoolExecutor(len(parts)) as pool:
+        try:
+            for number, part in enumerate(parts):
+                start = (cores[number], [tasks[i] for i in part], device, config, earlier, store.folder)
+                searches = _Remote(number, start, tuners, store, progress, say)
+                session = TuningSession({i: tuners[i] for i in part}, searches, measurer, progress, config)
+                # a round for each of its tasks, however slowly it begins
+                session.reserved = max(0, min(share, max(share // 2, config.batch * len(part))))
+                sessions.append(session)
+            for session in sessions:
+                session.others = [other for other in sessions if other is not session]
+            in_time = all(session.searches.begin() for session in sessions)
+            if in_time:
+                measure_untuned(tuners, measurer, progress)
+            running = [pool.submit(run, session) for session in sessions if in_time]
+            for future in wait(running, return_when=FIRST_EXCEPTION).done:
+                future.result()
+        finally:
+            ended.set()
+            for session in sessions:
+                session.searches.kill()
+            # nobody is left who waits for what is still being measured
+            measurer.abort()
     if deaths and not learned:
         raise TunerError(
             f"no worker of the tuning stays alive, the last one {deaths[-1]}; what was measured is kept: go on with --resume"
