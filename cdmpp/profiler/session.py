@@ -14,14 +14,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cdmpp.dataset import Dataset, Record
+from cdmpp.dataset import Dataset
 from cdmpp.device import Device, get_device
 from cdmpp.device.detect import machine_facts
 from cdmpp.errors import DatasetError, ProfilerError
 from cdmpp.files import parse_json, read_text
 from cdmpp.profiler.core_rates import with_clock
-from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job
-from cdmpp.profiler.engine import BuildJob, Engine, Executor, Outcome
+from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job, threads_of
+from cdmpp.profiler.engine import Engine, Executor, Outcome, add_outcome
 from cdmpp.profiler.machine import core_groups, usable_cores
 from cdmpp.profiler.plan import Plan, TaskPlan, network_tasks, replay_plan, unscheduled_plan
 
@@ -177,18 +177,6 @@ class Session:
         return vars(values)
 
 
-def add_outcome(dataset: Dataset, device: str, outcome: Outcome, meta: Mapping[str, Any]) -> None:
-    """Put what became of a program into a dataset, with its task and space; `meta` is of the record besides the outcome's."""
-    job: BuildJob = outcome.job
-    dataset.add_task(job.task)
-    if job.space is not None:
-        dataset.add_space(job.space)
-    dataset.add_program(job.program)
-    values = {name: getattr(outcome, name) for name in ("status", "latency_s", "samples_s", "noise", "error")}
-    record = Record(job.program.hash, device, **values, measured_at=time.time(), meta={**meta, **outcome.meta})
-    dataset.add_record(record)
-
-
 def profile(
     networks: Sequence[Network | str] = (),
     *,
@@ -313,22 +301,6 @@ def _plan(
     if not plan.tasks:
         raise ProfilerError(f"no task to profile: none of the tasks asked for is among {where}")
     return plan, families
-
-
-def threads_of(device: Device) -> int:
-    """Cores of a CPU's share; ProfilerError where it is not this machine, or has not so many."""
-    if device.kind != "cpu":
-        raise ProfilerError(
-            f"{device.name} is a {device.kind}: cdmpp.profiler.gpu.measure.profile_gpu measures those of this machine, "
-            "cdmpp bundle and cdmpp measure those of another"
-        )
-    here = get_device("this-cpu")
-    if device.base != here.base:
-        raise ProfilerError(f"{device.name} is not this machine, which is {here.name}")
-    threads = int(device.share)
-    if threads != device.share or not 1 <= threads <= len(usable_cores()):
-        raise ProfilerError(f"{device.name}: this process may use {len(usable_cores())} whole cores")
-    return threads
 
 
 def _degree(

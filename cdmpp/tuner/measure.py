@@ -18,10 +18,8 @@ from typing import Any
 from cdmpp.device import Device, get_device
 from cdmpp.errors import ProfilerError, TunerError
 from cdmpp.profiler import machine
-from cdmpp.profiler.calibration import calibrate_cpu
-from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job
+from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job, threads_of
 from cdmpp.profiler.engine import BuildJob, Engine, Executor, Outcome
-from cdmpp.profiler.session import threads_of
 from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.program.types import Program, Task
 from cdmpp.tuner.config import TuneConfig
@@ -211,6 +209,8 @@ def calibrated_degree(config: TuneConfig, device: Device, jobs: Sequence[BuildJo
     """Programs measured at the same time that leave the labels of a CPU's share as they are."""
     if len(machine.usable_cores()) // int(device.share) <= 1:
         return 1
+    from cdmpp.profiler.calibration import calibrate_cpu
+
     options = _timing(config)
     return calibrate_cpu(jobs, CpuConfig(builders=config.builders, **options), device, _TOLERANCE, say).degree
 

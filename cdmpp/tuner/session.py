@@ -27,7 +27,6 @@ from cdmpp.tuner.progress import Progress
 from cdmpp.tuner.scheduler import leave_alone, next_task, worth_measuring
 from cdmpp.tuner.search import DecisionSearch
 from cdmpp.tuner.store import TuningStore, replayed
-from cdmpp.tuner.warm_start import warm_start
 
 if TYPE_CHECKING:
     from cdmpp.tuner.validity import ValidityGuard
@@ -102,6 +101,8 @@ class Searches:
         """Learn from earlier records, choose what to measure first (:mod:`cdmpp.tuner.warm_start`), and learn what this tuning
         measured before (labels of a dataset)."""
         if earlier:
+            from cdmpp.tuner.warm_start import warm_start
+
             self._first, learned = warm_start(earlier, self._by_hash, device, self._model, say)
             number = sum(map(len, self._first.values()))
             say(f"earlier records: learned from {learned}, {number} programs will be measured first")

@@ -23,8 +23,7 @@ from cdmpp.dataset import Dataset
 from cdmpp.device import Device
 from cdmpp.errors import DatasetError, ProgramError, TunerError, reason
 from cdmpp.files import cache_folder, read_json, write_json
-from cdmpp.profiler.engine import Outcome, last_line
-from cdmpp.profiler.session import add_outcome
+from cdmpp.profiler.engine import Outcome, add_outcome, last_line
 from cdmpp.program.tvm_env import import_tvm, quiet
 from cdmpp.tuner.candidates import Candidate, TaskTuner, is_untuned
 from cdmpp.tuner.objective import Costs, Curve, Point

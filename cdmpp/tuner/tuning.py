@@ -37,7 +37,6 @@ from cdmpp.tuner.session import (
     summed,
 )
 from cdmpp.tuner.store import TuningStore, check_folder, keep
-from cdmpp.tuner.workers import tune_with_workers, worker_cores
 
 if TYPE_CHECKING:
     from cdmpp.profiler.ray import RayExecutor
@@ -136,6 +135,8 @@ class _Tuning:
             self.device = self._executor.device
         self._cores: tuple[tuple[int, ...], ...] | None = None
         if config.shards is not None:
+            from cdmpp.tuner.workers import worker_cores
+
             self._cores = worker_cores(self.device, config.shards, self._executor.degree if self._executor else None)
         check_folder(out, resume)
         for path in earlier:
@@ -179,6 +180,8 @@ class _Tuning:
                 learned = searches.describe()
                 measure_close_again(store, device, tuners, measurer, progress, self.say)
             else:
+                from cdmpp.tuner.workers import tune_with_workers
+
                 guard = models[1]
                 if guard is not None and guard.validity.model is not None:
                     # it was read or trained here: not again by every worker
