@@ -47,14 +47,13 @@ def searched(args: Any, task: Task, predictor: Predictor, seed: int, ours: bool)
     else:
         tuner.start(database, model, args.batch)
     for _ in range(args.rounds):
-        new = search.propose({c.hash for c in found}) if ours else tuner.propose() or []
+        new = search.propose({c.hash for c in found}) if ours else tuner.propose()
         found += new
         spent_s, lowest = time.process_time() - began, np.sort(seconds(found))[: args.batch]
         rounds.append({"cpu": spent_s, "best": lowest[0], "mean of 16": np.exp(np.log(lowest).mean())})
         if not ours and new:
             for candidate, latency_s in zip(new, seconds(new), strict=True):
                 database.commit_tuning_record(tuning_record(database, tuner, candidate, float(latency_s)))
-            tuner.end_round([candidate.measure for candidate in new])
     counts = search.describe() if ours else {"replayed": model.cache.computed}
     own = {**rounds[-1], **{f"first: {name}": value for name, value in rounds[0].items()}}
     return {

@@ -44,7 +44,7 @@ from cdmpp.program.tasks import extract_tasks
 from cdmpp.program.types import Task
 from cdmpp.tuner.candidates import TaskTuner
 from cdmpp.tuner.config import TuneConfig
-from cdmpp.tuner.measure import alone_engine, device_of_this_machine
+from cdmpp.tuner.measure import device_of_this_machine, make_engine
 from cdmpp.tuner.objective import Curve, Objective, Point
 from cdmpp.tuner.tuning import tune_tasks
 
@@ -151,7 +151,7 @@ def measure_again(args: argparse.Namespace, device: str, rows: Sequence[Row], re
     jobs = {job.program.hash: job for found in best for job in found.values()}
     seconds: dict[str, list[float]] = defaultdict(list)
     for _ in range(args.repeats if jobs else 0):
-        with alone_engine(device) as engine:
+        with make_engine(TuneConfig(Objective(1)), device_of_this_machine(device), 1, overlap=False) as engine:
             for outcome in engine.run(iter(jobs.values())):
                 if outcome.latency_s is not None:
                     seconds[outcome.job.program.hash].append(outcome.latency_s)

@@ -93,8 +93,10 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def seconds_text(value_s: float) -> str:
-    """Seconds with three digits and a unit: ``1.25 ms``."""
+def seconds_text(value_s: float | None) -> str:
+    """Seconds with three digits and a unit: ``1.25 ms``; ``-`` for None."""
+    if value_s is None:
+        return "-"
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if value_s >= scale * (1 - 1e-9):
             return f"{value_s / scale:.3g} {unit}"

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from cdmpp.cli.options import Namespace, Parser, Verbs, add, hide
 from cdmpp.cli.render import Bar, counts_text, number, percent, say, show_table, warn
 from cdmpp.errors import CdmppError
+
+if TYPE_CHECKING:
+    from cdmpp.device import Device
 
 #: Measured quantity -> what the table says about it: a field, or a key of ``peak_gflops``.
 _BESIDE = {
@@ -58,19 +61,13 @@ def _devices(args: Namespace, console: Console, errors: Console) -> Any:
     table = load_table(args.device_files)
     if args.measure:
         return _measure_rates(args.out, table, console, errors)
+
+    def cells(of: Device) -> tuple[str, ...]:
+        numbers = (of.cores, of.clock_mhz, of.mem_gb, of.bandwidth_gb_s, of.peak_gflops.get("float32"))
+        return (of.name, _NOISE.sub("", of.model), *(number(value, ".0f") for value in numbers))
+
     here, known = table.get("this-cpu"), known_devices(table)
-    rows = [
-        (
-            device.name,
-            _NOISE.sub("", device.model),
-            number(device.cores),
-            number(device.clock_mhz, ".0f"),
-            number(device.mem_gb, ".0f"),
-            number(device.bandwidth_gb_s, ".0f"),
-            number(device.peak_gflops.get("float32"), ".0f"),
-        )
-        for device in [here, *(d for d in known if d.name != here.name)]
-    ]
+    rows = [cells(here), *(cells(device) for device in known if device.name != here.name)]
     columns = ("<name", "<model", "cores", "MHz", "GB", "GB/s", "GFLOP/s")
     show_table(console, "devices; the first is this machine", columns, rows)
     console.print(
@@ -86,12 +83,8 @@ def _devices(args: Namespace, console: Console, errors: Console) -> Any:
         say(console, f"{name}: {unknown}")
     if added:
         say(console, f"{', '.join(added)} added to {user_file()}")
-    return {
-        "this_machine": here.to_json(),
-        "devices": [device.to_json() for device in known],
-        "added": added,
-        "missing": missing,
-    }
+    devices = [device.to_json() for device in known]
+    return {"this_machine": here.to_json(), "devices": devices, "added": added, "missing": missing}
 
 
 def _measure_rates(out: str | None, table: Any, console: Console, errors: Console) -> Any:
@@ -109,15 +102,8 @@ def _measure_rates(out: str | None, table: Any, console: Console, errors: Consol
         show_table(console, f"{device.row.name}, measured", ("<quantity", "measured", "table"), cells)
         for reason in device.skipped:
             say(console, f"not measured: {reason}")
-        results.append(
-            {
-                "name": device.row.name,
-                "measured": device.results,
-                "table": known,
-                "skipped": list(device.skipped),
-                "row": device.row.to_json(),
-            }
-        )
+        result = {"name": device.row.name, "measured": device.results, "table": known}
+        results.append({**result, "skipped": list(device.skipped), "row": device.row.to_json()})
     if out:
         write_device_file([device.row for device in found], out)
         say(console, f"{out} is a device file: cdmpp devices --add {out}")

@@ -129,12 +129,7 @@ def _train_operators(args: Namespace, console: Console, errors: Console) -> Any:
     with_what_was_measured(model, table, learned).save(args.out)
     rows = left_out_errors(left)
     cells = [
-        (
-            *(row[name] for name in ("kind", "dtype", "device")),
-            percent(row["median_ape"]),
-            percent(row["mape"]),
-            number(row["n"]),
-        )
+        (row["kind"], row["dtype"], row["device"], percent(row["median_ape"]), percent(row["mape"]), number(row["n"]))
         for row in rows
     ]
     title = f"{args.out}: the fastest kernels of each device, which was left out"

@@ -50,7 +50,11 @@ def _profile(args: Namespace, console: Console, errors: Console) -> Any:
     if ((args.library or args.rpc) and args.ray) or (args.library and args.rpc):
         raise ProfilerError("--library, --ray and --rpc measure in different places: choose one")
     if args.library:
-        return _profile_library(networks, args, console, errors)
+        from cdmpp.profiler.library import profile_library
+
+        with Bar(errors, "measuring") as bar:
+            found = profile_library(networks, args.device, args.out, resume=args.resume, progress=bar.update)
+        return _shown_labels(found, console)
     if args.ray is None and args.rpc is None and get_device(args.device).kind == "gpu":
         return _profile_gpu(networks, args, console, errors)
     with Bar(errors, "measuring") as bar:
@@ -70,14 +74,6 @@ def _run(args: Namespace, bar: Bar) -> dict[str, Any]:
     """What all that measure or compile are told: where, for what, and whom to tell."""
     given = {name: getattr(args, name) for name in ("device", "out", "resume")}
     return {**given, "progress": bar.follow, "notify": bar.say}
-
-
-def _profile_library(networks: list[str], args: Namespace, console: Console, errors: Console) -> Any:
-    from cdmpp.profiler.library import profile_library
-
-    with Bar(errors, "measuring") as bar:
-        report = profile_library(networks, args.device, args.out, resume=args.resume, progress=bar.update)
-    return _shown_labels(report, console)
 
 
 def _shown_labels(report: LibraryReport, console: Console) -> Any:

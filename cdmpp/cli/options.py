@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, TypeVar
 
 from rich.console import Console
+
+from cdmpp.errors import CdmppError
 
 Namespace = argparse.Namespace
 Settings = TypeVar("Settings")
@@ -17,14 +20,13 @@ Verbs = dict[str, tuple[Callable[["Parser"], None], Callable[[Namespace, Console
 
 NETWORK = "zoo name (name@b4, name@s160), .onnx or .pt2 file"
 NETWORKS = f"{NETWORK}, or 'zoo' for all"
+_DURATION = re.compile(r"(?:([0-9.]+)h)?(?:([0-9.]+)m(?:in)?)?(?:([0-9.]+)s?)?")
 
 
 class Parser(argparse.ArgumentParser):
     """Bad arguments are a :class:`CdmppError`, so that they are one line as all bad input is."""
 
     def error(self, message: str) -> Any:
-        from cdmpp.errors import CdmppError
-
         raise CdmppError(f"{message} (see {self.prog} --help)")
 
 
@@ -56,17 +58,23 @@ def auto_or_number(text: str) -> int | str:
 
 
 def duration(text: str) -> float:
-    """Seconds of ``90``, ``10m`` or ``1h30m``."""
-    from cdmpp.tuner.objective import parse_duration
-
-    return parse_duration(text)
+    """Seconds of ``90``, ``90s``, ``10m`` or ``1h30m``."""
+    match = _DURATION.fullmatch(text.strip().lower())
+    try:
+        if match is None or not match[0]:
+            raise ValueError
+        hours, minutes, seconds = (float(part or 0.0) for part in match.groups())
+    except ValueError:
+        raise CdmppError(f"{text!r} is no duration: expected such as 90s, 10m or 1h30m") from None
+    return 3600 * hours + 60 * minutes + seconds
 
 
 def fraction(text: str) -> float:
     """0.01 of ``0.01`` or ``1%``."""
-    from cdmpp.tuner.objective import parse_fraction
-
-    return parse_fraction(text)
+    try:
+        return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError as err:
+        raise CdmppError(f"{text!r} is no fraction: expected such as 0.01 or 1%") from err
 
 
 #: Options that several verbs have, and all that are fields of settings: a field has an option if it is named here.

@@ -43,15 +43,18 @@ def warn(console: Console, *notes: str) -> None:
 def show_table(
     console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], total: bool = False
 ) -> None:
-    """Columns whose names begin with ``<`` are text, the others numbers; the last row may be a total."""
+    """Columns whose names begin with ``<`` are text, the others numbers; a ``?`` before that leaves a column out where every
+    row has ``-``. The last row may be a total."""
     table, cells = Table(title=title), list(rows)
-    for number, name in enumerate(columns):
+    shown = [i for i, name in enumerate(columns) if not name.startswith("?") or any(row[i] != "-" for row in cells)]
+    for number in shown:
+        name = columns[number].removeprefix("?")
         left = name.startswith("<")
         whole = not left or (number == 0 and all(len(row[0]) <= _NAME for row in cells))
         justify: Literal["left", "right"] = "left" if left else "right"
         table.add_column(name.removeprefix("<"), justify=justify, overflow="fold", no_wrap=whole)
     for number, row in enumerate(cells, 1):
-        table.add_row(*row, style="bold" if total and number == len(cells) else None)
+        table.add_row(*(row[i] for i in shown), style="bold" if total and number == len(cells) else None)
     console.print(table)
 
 
@@ -77,16 +80,9 @@ class Bar:
 
     def __init__(self, console: Console, what: str) -> None:
         self._console, self._what = console, what
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(compact=True),
-            TextColumn("{task.fields[text]}"),
-            console=console,
-            transient=True,
-        )
+        bar = TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn()
+        beside = TimeElapsedColumn(), TimeRemainingColumn(compact=True), TextColumn("{task.fields[text]}")
+        self._progress = Progress(*bar, *beside, console=console, transient=True)
         self._task: Any = None
         self._first: tuple[float, int] | None = None
         self._last_line_s = time.monotonic()
@@ -136,7 +132,7 @@ class Bar:
 
     def tuning(self, state: Any) -> None:
         """Take the progress of a tuning."""
-        best, untuned = ("-" if s is None else seconds_text(s) for s in (state.latency_s, state.untuned_s))
+        best, untuned = map(seconds_text, (state.latency_s, state.untuned_s))
         gain, costs = state.curve.gain(), state.costs
         expected = "" if gain is None else f", next minute -{100 * gain:.1f} %"
         text = f"best {best}, untuned {untuned}, {costs.wall_s:.0f} s, {costs.measurements} measured, "

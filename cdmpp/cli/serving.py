@@ -89,13 +89,11 @@ def _show(console: Console, report: ServingReport, explain: bool) -> None:
     show_table(console, title, headings, rows)
     if explain:
         of_name = [
-            [row["name"], row["kernel"], row["nearest"] or "-", row["on"] or "-", number(row["far"], ".2f")]
+            (row["name"], *(row[key] or "-" for key in ("kernel", "nearest", "on")), number(row["far"], ".2f"))
             for row in found
         ]
-        kernels = any(row["kernel"] for row in found)
-        columns = ["<operator", *["<likely kernel"] * kernels, "<nearest measured", "<on", "far"]
-        shown = [cells if kernels else [cells[0], *cells[2:]] for cells in of_name]
-        show_table(console, "nearest operators measured, how far in standard deviations", columns, shown)
+        columns = ("<operator", "?<likely kernel", "<nearest measured", "<on", "far")
+        show_table(console, "nearest operators measured, how far in standard deviations", columns, of_name)
     say(
         console,
         f"[bold]{seconds_text(report.latency_s)}[/], 90 % interval {interval_text(report.low_s, report.high_s)}",
@@ -112,7 +110,7 @@ def _show(console: Console, report: ServingReport, explain: bool) -> None:
 
 
 def show_ranked(console: Console, title: str, reports: Sequence[Any], more: Mapping[str, Callable[[Any], str]]) -> None:
-    """Devices, the fastest first: their latency, its interval, and ``more`` columns."""
+    """Devices, the fastest first: their latency, its interval, and ``more`` columns (as of :func:`show_table`)."""
     ranked = sorted(reports, key=lambda report: report.latency_s)
     rows = [
         (

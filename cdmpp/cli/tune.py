@@ -10,14 +10,13 @@ from rich.console import Console
 from cdmpp.cli.options import NETWORK, Namespace, Parser, Verbs, add, add_settings, hide, settings
 from cdmpp.cli.render import Bar, say, show_table
 from cdmpp.errors import TunerError
+from cdmpp.tuner import Objective, TuneConfig
 
 if TYPE_CHECKING:
     from cdmpp.tuner import TuneReport
 
 
 def _add_tune(sub: Parser) -> None:
-    from cdmpp.tuner import Objective, TuneConfig
-
     sub.add_argument("network", metavar="NETWORK", help=NETWORK)
     share = "a device of this machine with the share to tune for: this-cpu@1, or h200@0.5, half of its SMs"
     add(sub, "device", required=True, help=share)
@@ -37,10 +36,7 @@ def _add_tune(sub: Parser) -> None:
 def devices_with_shares(device: str, shares: str | None) -> list[str]:
     """``D@S`` for a device and every share of a list such as ``1,2``; the device alone where there is none.
 
-    Raises
-    ------
-    TunerError
-        The device names another share.
+    TunerError where the device names another share.
     """
     base, at, named = device.partition("@")
     if shares is None or named == shares:
@@ -73,7 +69,8 @@ def _tune(args: Namespace, console: Console, errors: Console) -> Any:
 
 
 def _tune_at(device: str, out: Path, args: Namespace, console: Console, errors: Console) -> TuneReport:
-    from cdmpp.tuner import Objective, TuneConfig, tune
+    from cdmpp.tuner import tune
+    from cdmpp.tuner.results import COLUMNS, summary_lines, task_rows
 
     config = settings(
         args,
@@ -93,19 +90,12 @@ def _tune_at(device: str, out: Path, args: Namespace, console: Console, errors: 
             progress=bar.tuning,
             notify=bar.say,
         )
-    _show_tuning(console, report)
-    say(console, f"Written to {out}.")
-    return report
-
-
-def _show_tuning(console: Console, report: TuneReport) -> None:
-    """A line a task, and what it all gave."""
-    from cdmpp.tuner.results import COLUMNS, summary_lines, task_rows
-
     title = f"{report.name} on {report.device}, cost model {report.cost_model}"
     show_table(console, title, COLUMNS, task_rows(report.tasks))
     for line in summary_lines(report):
         say(console, line)
+    say(console, f"Written to {out}.")
+    return report
 
 
 VERBS: Verbs = {"tune": (_add_tune, _tune)}

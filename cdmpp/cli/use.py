@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from cdmpp.cli.options import NETWORK, Namespace, Parser, Verbs, add
-from cdmpp.cli.render import Bar, interval_text, number, say, show_table, warn
+from cdmpp.cli.render import Bar, interval_text, number, percent, say, show_table, warn
 from cdmpp.errors import CdmppError, UnknownDeviceError
 from cdmpp.files import seconds_text
 
@@ -172,48 +172,39 @@ def _show_layers(console: Console, comparison: Comparison, shown: int) -> None:
     layers = [layer for layer in report.layers if layer.tasks]
     longest = sorted(layers, key=lambda layer: -layer.fraction)[: shown or None]
     what = f"the {len(longest)} longest of {len(layers)} layers" if len(longest) < len(layers) else "layers"
-    measured = any(layer.measured_s is not None for layer in layers)
-    gaps = any(layer.gap_s for layer in layers)
     interval = f"{100 * report.coverage:g} % interval"
-    columns = ["<layer", "<programs", "runs", "latency", interval, "part"]
-    columns += ["gap"] * gaps + ["measured"] * measured
-    rows = []
-    for layer in (layer for layer in layers if layer in longest):
-        row = [
+    columns = ("<layer", "<programs", "runs", "latency", interval, "part", "?gap", "?measured")
+    rows = [
+        (
             layer.name,
             layer.origin + (" [yellow]unfamiliar[/]" if layer.unfamiliar else ""),
             f"{layer.repeat:g}",
             seconds_text(layer.latency_s),
             interval_text(layer.low_s, layer.high_s),
-            f"{100 * layer.fraction:.1f} %",
-        ]
-        if gaps:
-            row.append(seconds_text(layer.gap_s) if layer.gap_s else "-")
-        if measured:
-            row.append("-" if layer.measured_s is None else seconds_text(layer.measured_s))
-        rows.append(row)
+            percent(layer.fraction),
+            seconds_text(layer.gap_s or None),
+            seconds_text(layer.measured_s),
+        )
+        for layer in layers
+        if layer in longest
+    ]
     title = f"{report.network} on {report.device}: {what}, in the order of execution"
     show_table(console, title, columns, rows)
     of_gaps = f", {seconds_text(report.gap_s)} of it launch gaps" if report.gap_s else ""
-    lines = [
-        f"[bold]{seconds_text(report.latency_s)}[/] a run on {report.device} ({report.launches:g} kernels, schedule "
-        f"{report.schedule}{of_gaps})"
-    ]
+    kernels = f"{report.launches:g} kernels, schedule {report.schedule}{of_gaps}"
+    say(console, f"[bold]{seconds_text(report.latency_s)}[/] a run on {report.device} ({kernels})")
     if report.streams > 1:
-        lines.append(f"on one stream instead of {report.streams}: {seconds_text(report.serial_s)}")
+        say(console, f"on one stream instead of {report.streams}: {seconds_text(report.serial_s)}")
     for low_s, high_s, when in (
         (report.low_s, report.high_s, "all tasks' errors go the same way"),
         (report.independent_low_s, report.independent_high_s, "they differ by chance"),
     ):
         if low_s is not None and high_s is not None:
-            lines.append(f"between {seconds_text(low_s)} and {seconds_text(high_s)} if {when}")
-    if report.measured_s is not None and report.ape is not None:
-        lines.append(f"measured: {seconds_text(report.measured_s)}, so the error is {100 * report.ape:.1f} %")
+            say(console, f"between {seconds_text(low_s)} and {seconds_text(high_s)} if {when}")
+    if report.measured_s is not None:
+        say(console, f"measured: {seconds_text(report.measured_s)}, so the error is {percent(report.ape)}")
     if report.cost_per_million is not None:
-        price = f"{report.price_per_hour:g} an hour"
-        lines.append(f"a million runs cost {report.cost_per_million:.4g} at {price}")
-    for line in lines:
-        say(console, line)
+        say(console, f"a million runs cost {report.cost_per_million:.4g} at {report.price_per_hour:g} an hour")
     warn(console, *report.notes, *comparison.notes)
 
 
@@ -225,11 +216,11 @@ def _show_devices(console: Console, comparison: Comparison) -> None:
         priced = report.device in comparison.by_cost
         return str(comparison.by_cost.index(report.device) + 1) if priced else "-"
 
-    cost = {"a million runs": lambda report: number(report.cost_per_million, ".4g"), "rank by cost": rank}
+    cost = {"?a million runs": lambda report: number(report.cost_per_million, ".4g"), "?rank by cost": rank}
     eager = any(report.schedule == "torch" for report in comparison.reports)
     how = "run by PyTorch" if eager else f"schedule {comparison.reports[0].schedule}"
     title = f"{comparison.network} on {len(comparison.reports)} devices, {how}"
-    show_ranked(console, title, comparison.reports, cost if comparison.by_cost else {})
+    show_ranked(console, title, comparison.reports, cost)
     notes = [(report.device, note) for report in comparison.reports for note in report.notes]
     warn(console, *comparison.notes)
     warn(console, *(note if device in note else f"{device}: {note}" for device, note in notes))

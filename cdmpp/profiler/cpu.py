@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cdmpp.device import Device, get_device
 from cdmpp.errors import ProfilerError, ProgramError
 from cdmpp.profiler import machine
 from cdmpp.profiler.engine import BuildConfig, BuildJob, Built, Executor, Measured, Measurer, Running, last_line
@@ -318,6 +319,22 @@ class CpuConfig(BuildConfig):
             return machine.make_work_folder(parent)
         except OSError as err:
             raise ProfilerError(f"cannot make a folder for shared objects in {parent}: {err}") from err
+
+
+def threads_of(device: Device) -> int:
+    """Cores of a CPU's share; ProfilerError where it is not this machine, or has not so many."""
+    if device.kind != "cpu":
+        raise ProfilerError(
+            f"{device.name} is a {device.kind}: cdmpp.profiler.gpu.measure.profile_gpu measures those of this machine, "
+            "cdmpp bundle and cdmpp measure those of another"
+        )
+    here = get_device("this-cpu")
+    if device.base != here.base:
+        raise ProfilerError(f"{device.name} is not this machine, which is {here.name}")
+    threads = int(device.share)
+    if threads != device.share or not 1 <= threads <= len(machine.usable_cores()):
+        raise ProfilerError(f"{device.name}: this process may use {len(machine.usable_cores())} whole cores")
+    return threads
 
 
 def sentinel_job() -> BuildJob:

@@ -2,7 +2,8 @@
 
 The idea is DOPpler's: what does not touch the timing (rebuilding, compiling, linking, loading) of many candidates overlaps
 with the measuring of others, and measuring itself is parallel as far as a calibration allows. How programs of a device are
-built and measured is its :class:`Measurer`'s. The engine knows nothing of datasets or networks.
+built and measured is its :class:`Measurer`'s. The engine knows nothing of networks, and of datasets
+only how an outcome is put into one.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from cdmpp.dataset import Record
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler import machine
 from cdmpp.profiler.machine import Worker, WorkerDied, requests
 from cdmpp.profiler.statistics import label, split_half_difference
 from cdmpp.program.types import Program, Space, Task
+
+if TYPE_CHECKING:
+    from cdmpp.dataset import Dataset
 
 #: Seconds in which a fresh builder has to build a small program.
 _FIRST_BUILD_S = 120.0
@@ -98,6 +103,18 @@ class Outcome:
     error: str = ""
     meta: dict[str, Any] = field(default_factory=dict)
     built: Any = field(default=None, repr=False)
+
+
+def add_outcome(dataset: Dataset, device: str, outcome: Outcome, meta: Mapping[str, Any]) -> None:
+    """Put what became of a program into a dataset, with its task and space; `meta` is of the record besides the outcome's."""
+    job = outcome.job
+    dataset.add_task(job.task)
+    if job.space is not None:
+        dataset.add_space(job.space)
+    dataset.add_program(job.program)
+    values = {name: getattr(outcome, name) for name in ("status", "latency_s", "samples_s", "noise", "error")}
+    record = Record(job.program.hash, device, **values, measured_at=time.time(), meta={**meta, **outcome.meta})
+    dataset.add_record(record)
 
 
 def last_line(err: Exception) -> str:

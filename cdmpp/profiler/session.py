@@ -12,14 +12,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cdmpp.dataset import Dataset, Record
+from cdmpp.dataset import Dataset
 from cdmpp.device import Device, get_device
 from cdmpp.device.detect import machine_facts
 from cdmpp.errors import DatasetError, ProfilerError
 from cdmpp.files import parse_json, read_text
 from cdmpp.profiler.core_rates import with_clock
-from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job
-from cdmpp.profiler.engine import BuildJob, Engine, Executor, Outcome
+from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job, threads_of
+from cdmpp.profiler.engine import Engine, Executor, Outcome, add_outcome
 from cdmpp.profiler.machine import core_groups, installed, usable_cores
 from cdmpp.profiler.plan import Plan, TaskPlan, network_tasks, replay_plan, unscheduled_plan
 
@@ -145,7 +145,7 @@ class Session:
     ) -> None:
         """Put outcomes into the dataset as they come, until the time is up; `meta` is of all records, `done` gets each."""
         for outcome in outcomes:
-            self._add(outcome, meta)
+            add_outcome(self._dataset, self._device, outcome, {"session": self.name, **meta})
             if done is not None:
                 done(outcome)
             self.new += 1
@@ -161,26 +161,6 @@ class Session:
                 self.stopped = True
                 self._notify(f"stopped after {self._max_seconds:g} s; go on with --resume")
                 return
-
-    def _add(self, outcome: Outcome, meta: Mapping[str, Any]) -> None:
-        job: BuildJob = outcome.job
-        self._dataset.add_task(job.task)
-        if job.space is not None:
-            self._dataset.add_space(job.space)
-        self._dataset.add_program(job.program)
-        self._dataset.add_record(
-            Record(
-                program=job.program.hash,
-                device=self._device,
-                status=outcome.status,
-                latency_s=outcome.latency_s,
-                samples_s=outcome.samples_s,
-                noise=outcome.noise,
-                error=outcome.error,
-                measured_at=time.time(),
-                meta={"session": self.name, **meta, **outcome.meta},
-            )
-        )
 
     def report(self) -> dict[str, Any]:
         """Finish the dataset; the fields of a :class:`Report` (ProfilerError if nothing was ever measured)."""
@@ -230,7 +210,8 @@ def profile(
     else:
         device = measured = get_device(device)
         if config.rpc is None:
-            measured = with_clock(_checked(device))
+            threads_of(device)
+            measured = with_clock(device)
         else:
             from cdmpp.profiler import rpc
 
@@ -313,21 +294,6 @@ def _plan(
     if not plan.tasks:
         raise ProfilerError(f"no task to profile: none of the tasks asked for is among {where}")
     return plan, families
-
-
-def _checked(device: Device) -> Device:
-    """The device, if it is a share of this machine's CPU."""
-    if device.kind != "cpu":
-        raise ProfilerError(
-            f"{device.name} is a {device.kind}: cdmpp.profiler.gpu.measure.profile_gpu measures those of this machine, "
-            "cdmpp bundle and cdmpp measure those of another"
-        )
-    here = get_device("this-cpu")
-    if device.base != here.base:
-        raise ProfilerError(f"{device.name} is not this machine, which is {here.name}")
-    if device.share not in range(1, len(usable_cores()) + 1):
-        raise ProfilerError(f"{device.name}: this process may use {len(usable_cores())} whole cores")
-    return device
 
 
 def _degree(

@@ -59,19 +59,17 @@ def _space(task: Task, rule: str, num_cores: int, index: int, insts: str) -> Spa
     return Space(digest, task.hash, rule, num_cores, index, insts)
 
 
-def _context(mod: Any, rule: str, num_cores: int) -> Any:
-    """MetaSchedule's context of a rule set; the rules have not run yet."""
+def _context(mod: Any, rule: str, num_cores: int, **options: Any) -> Any:
+    """MetaSchedule's context of a rule set, with further options of it or other ones; the rules have not run yet."""
     tvm = import_tvm()
     from tvm.s_tir import meta_schedule as ms
 
-    return ms.TuneContext(
-        mod=mod,
-        target=tvm.target.Target({"kind": "llvm", "num-cores": num_cores} if rule == "llvm" else CUDA_SPACE_TARGET),
-        space_generator=ms.space_generator.PostOrderApply(sch_rules=rule, postprocs=rule, mutator_probs=rule),
-        num_threads=1,
-        # Also seeds the spaces' own sampling; the programs are drawn with seeds of their own.
-        rand_state=1,
-    )
+    target = {"kind": "llvm", "num-cores": num_cores} if rule == "llvm" else CUDA_SPACE_TARGET
+    # Asked for by name: what TVM chooses for AVX-512 or tensor cores needs its slow import of tensor intrinsics.
+    generator = ms.space_generator.PostOrderApply(sch_rules=rule, postprocs=rule, mutator_probs=rule)
+    # The state also seeds the spaces' own sampling; the programs are drawn with seeds of their own.
+    options = {"target": tvm.target.Target(target), "rand_state": 1, **options}
+    return ms.TuneContext(mod=mod, space_generator=generator, num_threads=1, **options)
 
 
 def _postprocessors(context: Any, verify: bool) -> list[Any]:
@@ -117,7 +115,9 @@ class TaskSpaces:
     ProgramError: the rule set is unknown or TVM cannot make a space of the task.
     """
 
-    def __init__(self, task: Task, rule: str = "llvm", num_cores: int = 1, *, verify: bool = True) -> None:
+    def __init__(
+        self, task: Task, rule: str = "llvm", num_cores: int = 1, *, verify: bool = True, **options: Any
+    ) -> None:
         if rule not in ("llvm", "cuda"):
             raise ProgramError(f"unknown rule set {rule!r}: expected 'llvm' or 'cuda'")
         tvm = import_tvm()
@@ -127,22 +127,23 @@ class TaskSpaces:
         self.rule = rule
         self.num_cores = num_cores if rule == "llvm" else 0
         self._mod = tvm.IRModule({"main": task.prim_func()})
-        self._context = _context(self._mod, rule, num_cores)
+        #: MetaSchedule's, made with ``options`` besides.
+        self.context = _context(self._mod, rule, num_cores, **options)
         try:
             with quiet():
-                schedules = self._context.generate_design_space()
+                self.schedules = self.context.generate_design_space()
         except Exception as err:  # TVM raises its own InternalError types, by message only
             raise ProgramError(f"TVM found no design space for task {task.name} ({task.hash}): {err}") from err
-        self._postprocs = _postprocessors(self._context, verify)
+        self._postprocs = _postprocessors(self.context, verify)
         # MutateParallel changes an instruction in place of a decision, so its programs are not of the space any more.
         self._mutators = {
             mutator: float(probability)
-            for mutator, probability in self._context.space_generator.mutator_probs.items()
+            for mutator, probability in self.context.space_generator.mutator_probs.items()
             if "MutateParallel" not in str(mutator)
         }
         #: Hash -> space, and the live trace that samples it; the rules offer some spaces twice.
         self._traced: dict[str, tuple[Space, Any]] = {}
-        for index, schedule in enumerate(schedules):
+        for index, schedule in enumerate(self.schedules):
             insts, _ = instructions_and_decisions(schedule)
             space = _space(task, rule, self.num_cores, index, insts)
             self._traced.setdefault(space.hash, (space, Trace(list(schedule.trace.insts), {})))
@@ -151,6 +152,14 @@ class TaskSpaces:
     def spaces(self) -> list[Space]:
         """The distinct spaces."""
         return [space for space, _ in self._traced.values()]
+
+    def draw(self, space: Space, rng: random.Random) -> Any:
+        """A random schedule of a space, before postprocessing; TVM's own errors where a primitive refuses a decision."""
+        from tvm.s_tir.schedule import Schedule
+
+        schedule = Schedule(self._mod, seed=rng.randrange(1, 2**31 - 1))
+        self._traced[space.hash][1].apply_to_schedule(schedule, remove_postproc=True)
+        return schedule
 
     def _finished(self, schedule: Any, space: Space, origin: str) -> Program | None:
         """The program of a freshly sampled schedule; None if the rule set rejects it."""
@@ -166,8 +175,6 @@ class TaskSpaces:
         Spaces are visited in turn, so that a space with few points does not hide the others; fewer than `n`
         programs come back where the spaces hold no more.
         """
-        from tvm.s_tir.schedule import Schedule
-
         rng = random.Random(f"{self.task.hash}:{seed}")
         seen = set(exclude)
         programs: list[Program] = []
@@ -175,13 +182,11 @@ class TaskSpaces:
         rejected, repeated = dict.fromkeys(alive, 0), dict.fromkeys(alive, 0)
         while alive and len(programs) < n:
             key = alive[len(programs) % len(alive)]
-            space, trace = self._traced[key]
-            schedule = Schedule(self._mod, seed=rng.randrange(1, 2**31 - 1))
+            space, _ = self._traced[key]
             program: Program | None = None
             try:
-                trace.apply_to_schedule(schedule, remove_postproc=True)
-                program = self._finished(schedule, space, "random")
-            except Exception as err:  # a decision the primitive refuses; TVM raises ScheduleError and others
+                program = self._finished(self.draw(space, rng), space, "random")
+            except Exception as err:  # as of draw(); TVM raises ScheduleError and others
                 logger.debug("task %s: sampled trace does not apply: %s", self.task.hash, err)
             if program is not None and program.hash not in seen:
                 rejected[key] = repeated[key] = 0

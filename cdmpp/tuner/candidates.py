@@ -18,10 +18,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from cdmpp.device import Device
 from cdmpp.errors import ProgramError
 from cdmpp.profiler.engine import BuildJob
+from cdmpp.program.ast import CompactAST, compact_asts
 from cdmpp.program.space import (
     CUDA_SPACE_TARGET,
     TaskSpaces,
@@ -32,10 +34,6 @@ from cdmpp.program.space import (
 )
 from cdmpp.program.tvm_env import import_tvm, quiet, structural_hash
 from cdmpp.program.types import Program, Space, Task
-
-if TYPE_CHECKING:
-    from cdmpp.device import Device
-    from cdmpp.program.ast import CompactAST
 
 T = TypeVar("T")
 
@@ -59,6 +57,11 @@ class Candidate:
         """Of the program."""
         return self.job.program.hash
 
+    @property
+    def task(self) -> str:
+        """The task's hash."""
+        return self.job.task.hash
+
 
 class TaskTuner:
     """Search for programs of one task; the device's kind, TVM target and number of cores make the design space.
@@ -70,48 +73,35 @@ class TaskTuner:
         tvm = import_tvm()
         from tvm.s_tir import meta_schedule as ms
 
-        self.task = task
-        self.mod = tvm.IRModule({"main": task.prim_func()})
-        self._rule, self._cores = ("llvm", int(device.share)) if device.kind == "cpu" else ("cuda", 0)
-        self.context = ms.TuneContext(
-            mod=self.mod,
-            target=tvm.target.Target(
-                # GPU programs are drawn within the limits that cdmpp.program.space.Rebuilder replays them with.
-                dict(device.target)
-                if device.kind == "cpu"
-                else {**CUDA_SPACE_TARGET, "arch": str(device.target["arch"])}
-            ),
-            # Asked for by name: what TVM chooses for AVX-512 or tensor cores needs its slow import of tensor intrinsics.
-            space_generator=ms.space_generator.PostOrderApply(
-                sch_rules=self._rule, postprocs=self._rule, mutator_probs=self._rule
-            ),
-            search_strategy=ms.search_strategy.EvolutionarySearch(
-                population_size=population, genetic_num_iters=generations, init_min_unmeasured=1
-            ),
+        self.task, self._on_cpu = task, device.kind == "cpu"
+        # GPU programs are drawn within the limits that cdmpp.program.space.Rebuilder replays them with.
+        limits = {} if self._on_cpu else {**CUDA_SPACE_TARGET, "arch": str(device.target["arch"])}
+        strategy = ms.search_strategy.EvolutionarySearch(
+            population_size=population, genetic_num_iters=generations, init_min_unmeasured=1
+        )
+        self._spaces = TaskSpaces(
+            task,
+            "llvm" if self._on_cpu else "cuda",
+            int(device.share),
+            target=tvm.target.Target(limits or dict(device.target)),
+            search_strategy=strategy,
             task_name=task.name,
             rand_state=seed,
-            num_threads=1,
             logger=logging.getLogger(f"{__name__}.metaschedule"),
         )
-        try:
-            with quiet():
-                self._spaces = self.context.generate_design_space()
-        except Exception as err:  # TVM raises its own InternalError types, by message only
-            raise ProgramError(f"TVM found no design space for task {task.name}: {err}") from err
+        self.context = self._spaces.context
+        self.mod = self.context.mod
         self._postprocs = list(self.context.space_generator.postprocs)
 
     def sample(self, n: int, seed: int) -> list[Candidate]:
         """Random programs of all spaces in turn, at most `n`, no two alike; fewer where there are no more."""
-        spaces = TaskSpaces(self.task, self._rule, max(1, self._cores))
-        by_hash = {space.hash: space for space in spaces.spaces}
-        return [
-            self.replay(replace(program, origin="search"), by_hash[str(program.space_hash)])
-            for program in spaces.sample(n, seed)
-        ]
+        by_hash = {space.hash: space for space in self._spaces.spaces}
+        programs = [replace(program, origin="search") for program in self._spaces.sample(n, seed)]
+        return [self.replay(program, by_hash[str(program.space_hash)]) for program in programs]
 
     def untuned(self) -> BuildJob | None:
         """What runs where nothing was tuned, see the module's text; None where there is nothing."""
-        if self._rule == "llvm":
+        if self._on_cpu:
             return BuildJob(unscheduled(self.task), self.task, None)
         return candidate.job if (candidate := self.untuned_candidate()) else None
 
@@ -119,29 +109,26 @@ class TaskTuner:
         """The same as a trace, for MetaSchedule's database."""
         from tvm.s_tir.schedule import Schedule
 
-        if self._rule == "llvm":
+        if self._on_cpu:
             schedule = Schedule(self.mod)
             # A record whose trace has no instruction is none to MetaSchedule.
             schedule.get_sblock("root", func_name="main")
-            return self.candidate_of(schedule, "unscheduled")
+            return self.candidate(schedule, "unscheduled")
         schedule = default_schedule(self.mod["main"], self.context.target)
-        return None if schedule is None else self.candidate_of(schedule, DEFAULT)
+        return None if schedule is None else self.candidate(schedule, DEFAULT)
 
     def start(self, database: Any, cost_model: Any, batch: int) -> None:
         """Begin the search, with the best programs of a MetaSchedule database as parents."""
-        self.context.pre_tuning(_NO_LIMIT, batch, self._spaces, database, cost_model)
+        self.context.pre_tuning(_NO_LIMIT, batch, self._spaces.schedules, database, cost_model)
 
-    def propose(self) -> list[Candidate] | None:
-        """The next candidates, none of them proposed before; None where the space gives none."""
+    def propose(self) -> list[Candidate]:
+        """The next candidates, none of them proposed before; none where the space gives no more."""
         with signals_held_back():
-            found = self.context.generate_measure_candidates()
-        if found is None:
-            return None
-        return [self.candidate(measure) for measure in found]
-
-    def end_round(self, measures: Sequence[Any]) -> None:
-        """End the round of candidates that were proposed; MetaSchedule's search counts their results and reads none."""
-        self.context.notify_runner_results(list(measures), runner_results([None] * len(measures)))
+            found = list(self.context.generate_measure_candidates() or ())
+        if found:
+            # MetaSchedule's search counts the results that it is told of, and reads none.
+            self.context.notify_runner_results(found, runner_results([None] * len(found)))
+        return [self.candidate(measure.sch) for measure in found]
 
     def replay(self, program: Program, space: Space) -> Candidate:
         """An earlier program of the task as a candidate.
@@ -155,24 +142,17 @@ class TaskTuner:
         digest = None if schedule is None else structural_hash(schedule.mod["main"])
         if schedule is None or digest != program.hash:
             raise ProgramError(f"program {program.hash} replays as {digest}: made by another TVM?")
-        return self.candidate_of(schedule, program.origin)
+        return self.candidate(schedule, program.origin)
 
     def drawn(self, n: int, rng: random.Random) -> Iterator[tuple[str, str]]:
         """Instructions and decisions, as JSON, of `n` programs that TVM draws of each space; fewer where it fails."""
-        from tvm.s_tir.schedule import Schedule, Trace
-
-        # the rules offer some spaces twice
-        distinct = {instructions_and_decisions(schedule)[0]: schedule for schedule in self._spaces}
-        for insts, space in distinct.items():
-            trace = Trace(list(space.trace.insts), {})
-            for _ in range(n):
-                schedule = Schedule(self.mod, seed=rng.randrange(1, 2**31 - 1))
-                try:
-                    trace.apply_to_schedule(schedule, remove_postproc=True)
-                except Exception as err:  # a decision that a primitive refuses
-                    logger.debug("task %s: a sampled trace does not apply: %s", self.task.hash, err)
-                    continue
-                yield insts, instructions_and_decisions(schedule)[1]
+        for space in [space for space in self._spaces.spaces for _ in range(n)]:
+            try:
+                schedule = self._spaces.draw(space, rng)
+            except Exception as err:  # a decision that a primitive refuses
+                logger.debug("task %s: a sampled trace does not apply: %s", self.task.hash, err)
+                continue
+            yield space.insts_json, instructions_and_decisions(schedule)[1]
 
     def measure_of(self, insts: Any, decisions: Any) -> Any | None:
         """MetaSchedule's candidate of a space's instructions and decisions (JSON values); None where TVM rejects them."""
@@ -191,12 +171,6 @@ class TaskTuner:
         schedule.enter_postproc()
         return schedule if all(postproc.apply(schedule) for postproc in self._postprocs) else None
 
-    def candidate_of(self, schedule: Any, origin: str = "search") -> Candidate:
-        """A postprocessed schedule of the task as a candidate."""
-        from tvm.s_tir import meta_schedule as ms
-
-        return self.candidate(ms.MeasureCandidate(schedule, self._arguments), origin)
-
     @functools.cached_property
     def _arguments(self) -> Any:
         """Shapes and types as MetaSchedule wants them."""
@@ -204,10 +178,13 @@ class TaskTuner:
 
         return ms.arg_info.ArgInfo.from_entry_func(self.mod, remove_preproc=True)
 
-    def candidate(self, measure: Any, origin: str = "search") -> Candidate:
-        """One of MetaSchedule's, for the profiler too."""
-        program, space = program_of_schedule(measure.sch, self.task, self._rule, self._cores, origin)
-        return Candidate(measure, BuildJob(program, self.task, space))
+    def candidate(self, schedule: Any, origin: str = "search") -> Candidate:
+        """A postprocessed schedule of the task as a candidate."""
+        from tvm.s_tir import meta_schedule as ms
+
+        rule, cores = self._spaces.rule, self._spaces.num_cores
+        program, space = program_of_schedule(schedule, self.task, rule, cores, origin)
+        return Candidate(ms.MeasureCandidate(schedule, self._arguments), BuildJob(program, self.task, space))
 
 
 def runner_results(latency_s: Sequence[float | None]) -> list[Any]:
@@ -243,13 +220,13 @@ class CandidateCache(Generic[T]):
         self.computed = 0
         self._kept: OrderedDict[str, T | None] = OrderedDict()
 
-    def get(self, hashes: Sequence[str], funcs: Sequence[Any]) -> list[T | None]:
-        """Of scheduled PrimFuncs with these hashes; None for what cannot be read."""
+    def get(self, hashes: Sequence[str], funcs: Sequence[Any]) -> dict[int, T]:
+        """Of scheduled PrimFuncs with these hashes, by their numbers, but for what cannot be read."""
         missing = {h: f for h, f in zip(hashes, funcs, strict=True) if h not in self._kept}
         self.computed += len(missing)
         if missing:
             self._kept.update(zip(missing, self._read(list(missing.values())), strict=True))
-        found = [self._kept[digest] for digest in hashes]
+        found = {i: kept for i, digest in enumerate(hashes) if (kept := self._kept[digest]) is not None}
         for digest in hashes:
             self._kept.move_to_end(digest)
         while len(self._kept) > self._most:
@@ -257,8 +234,6 @@ class CandidateCache(Generic[T]):
         return found
 
     def _read(self, funcs: list[Any]) -> list[T | None]:
-        from cdmpp.program.ast import compact_asts
-
         try:
             return list(self._compute(compact_asts(funcs)))
         except ProgramError as err:

@@ -68,20 +68,18 @@ class TuneConfig:
     gpu_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.cost_model not in COST_MODELS:
-            raise TunerError(f"no cost model {self.cost_model!r}; there are {', '.join(COST_MODELS)}")
-        if self.search not in SEARCHES:
-            raise TunerError(f"no search {self.search!r}; there are {', '.join(SEARCHES)}")
-        if isinstance(self.shards, str) and self.shards != "auto":
-            raise TunerError(f"shards are a number or 'auto', got {self.shards!r}")
+        for what, name, known in (("cost model", self.cost_model, COST_MODELS), ("search", self.search, SEARCHES)):
+            if name not in known:
+                raise TunerError(f"no {what} {name!r}; there are {', '.join(known)}")
+        for what, value in (("shards", self.shards), ("workers", self.workers)):
+            if isinstance(value, str) and value != "auto":
+                raise TunerError(f"{what} are a number or 'auto', got {value!r}")
         if self.shards is not None and self.workers != 1:
             raise TunerError("each shard has one measuring process: choose shards or workers, not both")
         if self.population < 2 or self.generations < 1:
             got = f"{self.population} and {self.generations}"
             raise TunerError(f"the search needs a population of 2 and a generation at least, got {got}")
         counts = {"candidates of a round": self.batch, "workers": self.workers, "builders": self.builders}
-        if isinstance(self.workers, str) and self.workers != "auto":
-            raise TunerError(f"workers are a number or 'auto', got {self.workers!r}")
         for name, number in counts.items():
             if isinstance(number, int) and number < 1:
                 raise TunerError(f"{name}: one at least, got {number}")

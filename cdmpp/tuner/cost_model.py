@@ -10,14 +10,20 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cdmpp.device import Device, get_device
+from cdmpp.profiler.engine import Outcome
+from cdmpp.profiler.statistics import label
+from cdmpp.program.ast import CompactAST
 from cdmpp.program.tvm_env import import_tvm
 from cdmpp.tuner.candidates import CandidateCache, funcs_of, hashes_of, task_hash
+from cdmpp.tuner.config import TuneConfig
 from cdmpp.tuner.learning import AnalyticalPrior, Encoded, OnlineModel, PredictorPrior
 from cdmpp.tuner.measure import Measurer, job_of_module
 
@@ -26,14 +32,10 @@ import_tvm()
 from tvm.ir.utils import derived_object  # noqa: E402
 from tvm.s_tir.meta_schedule.builder import BuilderResult, PyBuilder  # noqa: E402
 from tvm.s_tir.meta_schedule.cost_model import PyCostModel  # noqa: E402
-from tvm.s_tir.meta_schedule.runner import PyRunner, PyRunnerFuture, RunnerResult  # noqa: E402
+from tvm.s_tir.meta_schedule.runner import PyRunner, RunnerFuture, RunnerResult  # noqa: E402
 
 if TYPE_CHECKING:
-    from cdmpp.device import Device
     from cdmpp.predictor import Predictor
-    from cdmpp.profiler.engine import Outcome
-    from cdmpp.program.ast import CompactAST
-    from cdmpp.tuner.config import TuneConfig
     from cdmpp.tuner.validity import ValidityGuard
 
 FloatArray = NDArray[np.float64]
@@ -69,7 +71,6 @@ class CostModel(PyCostModel):
 
     def __init__(self, predictor: Predictor | str | Path | None, device: str | Device) -> None:
         super().__init__()
-        from cdmpp.device import get_device
         from cdmpp.predictor.predictor import load_predictor
 
         self.device = get_device(device) if isinstance(device, str) else device
@@ -80,8 +81,6 @@ class CostModel(PyCostModel):
         )
         #: Network outputs of the programs asked for.
         self.cache = CandidateCache(self._encode_asts, _CACHED)
-        #: Seconds that have a score of 1, by task; they change with measurements only, so that scores compare.
-        self._unit_s: dict[str, float] = {}
 
     @property
     def pretrained(self) -> bool:
@@ -89,21 +88,14 @@ class CostModel(PyCostModel):
         return self.model.prior.common == 0.0
 
     def predict(self, context: Any, candidates: Sequence[Any]) -> FloatArray:
-        """Scores, float64 (n,), higher is better: seconds of the best program known over predicted seconds.
+        """Scores, float64 (n,), higher is better: predicted runs a second.
 
         Programs that failed when they were measured, and those that cannot be read, have a score of 0.
         """
-        seconds = self.predict_s(context, candidates)
-        task = task_hash(context)
-        finite = seconds[np.isfinite(seconds)]
-        if task not in self._unit_s and len(finite):
-            self._unit_s[task] = float(finite.min())
-        return self._unit_s.get(task, 1.0) / seconds
+        return 1.0 / self.predict_s(context, candidates)
 
     def update(self, context: Any, candidates: Sequence[Any], results: Sequence[Any]) -> None:
         """Learn from measurements; failed ones are remembered."""
-        from cdmpp.profiler.statistics import label
-
         latencies = []
         for result in results:
             run_s = [float(s) for s in result.run_secs or ()]
@@ -133,17 +125,15 @@ class CostModel(PyCostModel):
         ran = [(h, f, s) for h, f, s in zip(hashes, funcs, latency_s, strict=True) if s is not None]
         self.model.failed.update({*hashes} - {h for h, _, _ in ran})
         encoded = self.cache.get([h for h, _, _ in ran], [f for _, f, _ in ran])
-        usable = [(h, e, s) for (h, _, s), e in zip(ran, encoded, strict=True) if e is not None]
-        if usable:
-            known, programs, seconds = zip(*usable, strict=True)
-            self.model.learn(task, known, Encoded.stack(programs), seconds)
-            self._unit_s[task] = min(self._unit_s.get(task, np.inf), *seconds)
+        if encoded:
+            known, seconds = [ran[i][0] for i in encoded], [ran[i][2] for i in encoded]
+            self.model.learn(task, known, Encoded.stack(list(encoded.values())), seconds)
 
     def _encode(self, context: Any, candidates: Sequence[Any]) -> tuple[list[int], Encoded | None]:
         """Numbers of the candidates that can be read and have not failed, and their network outputs."""
         hashes = hashes_of(candidates)
-        outputs = enumerate(self.cache.get(hashes, funcs_of(candidates)))
-        known = {i: e for i, e in outputs if e is not None and hashes[i] not in self.model.failed}
+        outputs = self.cache.get(hashes, funcs_of(candidates))
+        known = {i: encoded for i, encoded in outputs.items() if hashes[i] not in self.model.failed}
         return list(known), Encoded.stack(list(known.values())) if known else None
 
     def _encode_asts(self, asts: Sequence[CompactAST]) -> list[Encoded]:
@@ -162,7 +152,7 @@ class GuardedModel(PyCostModel):
     def predict(self, context: Any, candidates: Sequence[Any]) -> FloatArray:
         """Scores, float64 (n,)."""
         scores = np.asarray(self._cost_model.predict(context, candidates), dtype=np.float64)
-        return self._guard.scores(context, candidates, scores)
+        return self._guard.scores(candidates, scores)
 
 
 def make_cost_model(config: TuneConfig, device: Device) -> Any:
@@ -224,24 +214,13 @@ class EngineRunner(PyRunner):
 
     def run(self, runner_inputs: Sequence[Any]) -> list[Any]:
         """One future an input."""
-        return [EngineRunnerFuture(self._tickets.pop(str(item.artifact_path))) for item in runner_inputs]
+        futures = [self._tickets.pop(str(item.artifact_path)) for item in runner_inputs]
+        return [RunnerFuture(future.done, partial(_result, future)) for future in futures]
 
 
-@derived_object
-class EngineRunnerFuture(PyRunnerFuture):
-    """The outcome of one program: its label in seconds, or the reason why there is none."""
-
-    def __init__(self, future: Future[Outcome]) -> None:
-        super().__init__()
-        self._future = future
-
-    def done(self) -> bool:
-        """Whether :meth:`result` would not wait."""
-        return self._future.done()
-
-    def result(self) -> Any:
-        """Wait for the outcome."""
-        outcome = self._future.result()
-        if outcome.latency_s is None:
-            return RunnerResult(None, f"{outcome.status}: {outcome.error}")
-        return RunnerResult([outcome.latency_s], None)
+def _result(future: Future[Outcome]) -> Any:
+    """The label of a program in seconds, or the reason why there is none; it waits for the outcome."""
+    outcome = future.result()
+    if outcome.latency_s is None:
+        return RunnerResult(None, f"{outcome.status}: {outcome.error}")
+    return RunnerResult([outcome.latency_s], None)

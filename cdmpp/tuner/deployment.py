@@ -24,28 +24,27 @@ import logging
 import os
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from cdmpp.device import Device
 from cdmpp.errors import TunerError
 from cdmpp.profiler import machine
-from cdmpp.profiler.machine import Sentinel
+from cdmpp.profiler.cpu import CpuConfig
+from cdmpp.profiler.engine import last_line
+from cdmpp.profiler.machine import Sentinel, Worker, WorkerDied
 from cdmpp.profiler.statistics import SamplingPlan, label, split_half_difference
 from cdmpp.program.fusion import PREPARE_WEIGHTS, FusedNetwork, fuse
+from cdmpp.program.network import Network, example_inputs
 from cdmpp.program.tasks import tasks_of
 from cdmpp.program.tvm_env import import_tvm, normalise, quiet
-
-if TYPE_CHECKING:
-    from cdmpp.device import Device
-    from cdmpp.program.network import Network
-    from cdmpp.program.types import Task
+from cdmpp.program.types import Task
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +110,6 @@ class NetworkLatency:
 
     @property
     def latency_s(self) -> dict[str, float]:
-        """The label of each variant."""
         return self.of_each("latency_s")
 
 
@@ -162,13 +160,9 @@ def measure_network(
     A variant may take ``max_measure_s + max_wait_s`` seconds of the plan, and at least four runs. TunerError where one does
     not compile, or the process died.
     """
-    from cdmpp.profiler.machine import Worker
-    from cdmpp.program.network import example_inputs
-
     tvm = import_tvm()
     target = tvm.target.Target(dict(device.target))
-    shm = Path("/dev/shm")
-    folder = machine.make_work_folder(shm if shm.is_dir() else Path(tempfile.gettempdir()))
+    folder = CpuConfig().work_folder()
     try:
         paths = {name: _compile(module, target, folder / f"{name}.so") for name, module in modules.items()}
         arrays = [*(t.numpy() for t in example_inputs(network)), *(w.numpy() for w in fused.weights)]
@@ -177,9 +171,9 @@ def measure_network(
         try:
             if not worker.connection.poll(_TIMEOUT_S):
                 raise TunerError(f"running {network.name} took over {_TIMEOUT_S:g} s")
-            answer: NetworkLatency | str = worker.connection.recv()
-        except (EOFError, ConnectionResetError) as err:
-            raise TunerError(f"running {network.name} failed: {worker.exit_reason()}") from err
+            answer: NetworkLatency | str = worker.receive()
+        except WorkerDied as err:
+            raise TunerError(f"running {network.name} failed: {err}") from err
         finally:
             worker.kill()
     finally:
@@ -208,8 +202,7 @@ def _compile(module: Any, target: Any, path: Path) -> str:
             executable = relax.build(module, target=target, relax_pipeline=passes)
             executable.export_library(str(path), **({} if shutil.which("ld") is None else {"fcompile": link}))
     except Exception as err:  # TVM reports through its own error types
-        reason = (str(err).strip().splitlines() or [type(err).__name__])[-1]
-        raise TunerError(f"the network does not compile: {reason[:300]}") from err
+        raise TunerError(f"the network does not compile: {last_line(err)[:300]}") from err
     return str(path)
 
 
@@ -277,7 +270,8 @@ class Sampled:
         #: Whether every run calls the same functions in the same order.
         self.steady = True
         self.passes = 0
-        self._own_s = float("inf")
+        #: Of the VM's own functions: the shortest is the cost of looking.
+        self._own_s: list[float] = []
         self._spent_s = self._waited_s = 0.0
         self._limit_s = plan.max_measure_s + plan.max_wait_s
         #: Samples are enough for a label from here on.
@@ -302,7 +296,6 @@ class Sampled:
         return seconds, calm and self._preemptions() == preempted and self._sentinel.calm()
 
     def sample_run(self) -> None:
-        """One sample of whole runs."""
         started, mark = self._clock(), self._begin()
         for _ in range(self._repeats):
             self._network.run()
@@ -332,7 +325,7 @@ class Sampled:
             if depth:
                 return
             if name.startswith(_OWN):
-                self._own_s = min(self._own_s, self._clock() - mark[2])
+                self._own_s.append(self._clock() - mark[2])
                 return
             known, samples = self.calls[position]
             self.steady &= known == name
@@ -364,7 +357,7 @@ class Sampled:
         return self.steady and in_time and (open_ or self.passes < self._plan.min_samples)
 
     def _call_latencies(self) -> tuple[CallLatency, ...]:
-        cost_s, found = self._own_s if self._own_s < float("inf") else 0.0, []
+        cost_s, found = min(self._own_s, default=0.0), []
         for name, samples in self.calls if self.steady else ():
             seconds, number = max(0.0, label(_chosen(samples)) - cost_s), len(_quiet(samples))
             found.append(CallLatency(name, seconds, float(not number), len(samples), number))
@@ -414,7 +407,6 @@ class Loaded:
         self._main(*self._args)
 
     def run(self) -> None:
-        """One run."""
         self._main(*self._args)
 
     def run_instrumented(self, before: Callable[[str], None], after: Callable[[str], None]) -> None:
@@ -432,7 +424,6 @@ class Loaded:
             self._vm.set_instrument(None)
 
     def outputs(self) -> list[np.ndarray]:
-        """All output tensors."""
         result = self._main(*self._args)
         flat = [result] if hasattr(result, "numpy") else list(result)
         return [item.numpy() for item in flat if hasattr(item, "numpy")]
@@ -444,10 +435,10 @@ def largest_difference(first: Sequence[np.ndarray], second: Sequence[np.ndarray]
     for x, y in zip(first, second, strict=True):
         if x.dtype.kind != "f":
             continue
-        both = np.isfinite(x) & np.isfinite(y)
-        if (np.isfinite(x) != np.isfinite(y)).any():
+        finite = np.isfinite(x)
+        if not np.array_equal(finite, np.isfinite(y)):
             return float("inf")
-        a, b = x[both].astype(np.float64), y[both].astype(np.float64)
+        a, b = x[finite].astype(np.float64), y[finite].astype(np.float64)
         if scale := np.abs(a).max(initial=0.0):
             worst = max(worst, float(np.abs(a - b).max() / scale))
     return worst

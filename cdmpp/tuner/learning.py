@@ -26,13 +26,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.linalg import cho_factor, cho_solve
 
+from cdmpp.device import DEVICE_FEATURES, Device
 from cdmpp.errors import PredictorError
+from cdmpp.predictor.encoding import signed_log1p
+from cdmpp.predictor.roofline import estimate_s, reference_s
+from cdmpp.program.ast import CompactAST
 
 if TYPE_CHECKING:
-    from cdmpp.device import Device
     from cdmpp.predictor import Predictor
-    from cdmpp.program.ast import CompactAST
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +69,6 @@ class Encoded:
         return len(self.log_s)
 
     def take(self, rows: Sequence[int] | NDArray[np.int64]) -> Encoded:
-        """Some of the programs."""
         return Encoded(self.log_s[rows], self.z[rows])
 
     @classmethod
@@ -82,8 +84,6 @@ class PredictorPrior:
     """
 
     def __init__(self, predictor: Predictor, device: Device) -> None:
-        from cdmpp.device import DEVICE_FEATURES
-
         self._predictor, self._device = predictor, device
         #: Variance of an error that all predictions on the device have in common, squared log seconds.
         self.common = 0.0
@@ -108,14 +108,13 @@ class PredictorPrior:
         import torch
 
         from cdmpp.predictor.batching import inference_batches
-        from cdmpp.predictor.roofline import reference_s
+        from cdmpp.predictor.network import evaluating
 
         predictor = self._predictor
         arrays = predictor.encode(asts, [self._device], np.zeros(len(asts), dtype=np.int64))
         labels = np.empty(len(asts))
         z = np.empty((len(asts), predictor.network.config.embedding_dim))
-        predictor.network.eval()
-        with torch.inference_mode():
+        with evaluating(predictor.network):
             for rows in inference_batches(arrays.packed.lengths, 1024):
                 batch, context = arrays.batch(rows, torch.device("cpu"))
                 embedding = predictor.network.embed(batch, context.device)
@@ -147,9 +146,6 @@ class AnalyticalPrior:
         self.common = _UNSEEN_DEVICE
 
     def encode(self, asts: Sequence[CompactAST]) -> Encoded:
-        from cdmpp.predictor.encoding import signed_log1p
-        from cdmpp.predictor.roofline import estimate_s
-
         z = np.stack([np.concatenate([ast.leaves.sum(0), ast.leaves.max(0)]) for ast in asts])
         return Encoded(np.log(estimate_s(asts, self._device)), signed_log1p(z.astype(np.float64)))
 
@@ -301,8 +297,6 @@ def _tasks_help_each_other(
 
 
 def _inverse(kernel: Kernel, z: FloatArray, task: IntArray) -> FloatArray:
-    from scipy.linalg import cho_factor, cho_solve
-
     if not len(task):
         return np.zeros((0, 0))
     covariance = kernel.covariance(z, task, z, task)

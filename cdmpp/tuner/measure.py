@@ -13,14 +13,16 @@ from concurrent.futures import CancelledError, Future, wait
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from cdmpp.device import Device, get_device
 from cdmpp.errors import ProfilerError, TunerError
-
-if TYPE_CHECKING:
-    from cdmpp.device import Device
-    from cdmpp.profiler.engine import BuildJob, Engine, Executor, Outcome
-    from cdmpp.tuner.config import TuneConfig
+from cdmpp.profiler import machine
+from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job, threads_of
+from cdmpp.profiler.engine import BuildJob, Engine, Executor, Outcome
+from cdmpp.program.tvm_env import import_tvm, structural_hash
+from cdmpp.program.types import Program, Task
+from cdmpp.tuner.config import TuneConfig
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +108,7 @@ class Measurer:
             yield job
 
     def _serve(self) -> None:
+        error: BaseException | None = None
         try:
             for outcome in self._engine.run(self._jobs()):
                 with self._lock:
@@ -113,15 +116,11 @@ class Measurer:
                 if future is not None:
                     future.set_result(outcome)
                 if self._abort.is_set():
-                    raise _Aborted
-            if self._abort.is_set():
-                self._end(None)
+                    break
         except _Aborted:
-            self._end(None)
+            pass
         except BaseException as err:  # raised where a future is waited for
-            self._end(err)
-
-    def _end(self, error: BaseException | None) -> None:
+            error = err
         with self._lock:
             self._broken = error
             futures, self._futures, self._waiting = list(self._futures.values()), {}, {}
@@ -150,24 +149,15 @@ def device_of_this_machine(device: str | Device, workers: int | str = 1, gpu: st
     """The device, checked to be here: a CPU share that this process may use `workers` times, a CUDA GPU or a share of it.
 
     With a class that stands for the GPU (:class:`~cdmpp.tuner.config.TuneConfig`) it does not matter what is here. TunerError
-    where it is not, or where there is no compiler for the GPU.
+    or ProfilerError where it is not, TunerError where there is no compiler for the GPU.
     """
-    from cdmpp.device import get_device
-
     found = get_device(device) if isinstance(device, str) else device
     if found.kind == "gpu":
         if workers == "auto":
             raise TunerError(f"{found.name}: --workers auto is for CPUs, give a number")
         _check_gpu(found, gpu)
-        return found
-    if found.kind != "cpu":
-        raise TunerError(f"{found.name} is a {found.kind}: tuning measures on CPUs and CUDA GPUs of this machine")
-    here = get_device("this-cpu")
-    if found.base != here.base:
-        raise TunerError(f"{found.name} is not this machine, which is {here.name}")
-    if int(found.share) != found.share:
-        raise TunerError(f"{found.name}: the share of a CPU is a whole number of cores")
-    core_groups_of(found, 1 if isinstance(workers, str) else workers)
+    else:
+        core_groups_of(found, 1 if isinstance(workers, str) else workers)
     return found
 
 
@@ -188,10 +178,8 @@ def _check_gpu(device: Device, gpu: str | None) -> None:
 
 
 def core_groups_of(device: Device, workers: int) -> tuple[tuple[int, ...], ...]:
-    """Cores of each of several measuring processes of a share."""
-    from cdmpp.profiler.machine import core_groups, usable_cores
-
-    return core_groups(usable_cores(), int(device.share), workers)
+    """Cores of each of several measuring processes of a share of this machine's CPU; ProfilerError where they do not fit."""
+    return machine.core_groups(machine.usable_cores(), threads_of(device), workers)
 
 
 def make_engine(
@@ -202,8 +190,6 @@ def make_engine(
 
     On a CPU it builds on as many cores as there are, or as its shards have.
     """
-    from cdmpp.profiler.engine import Engine, Executor
-
     options = _timing(config)
     if device.kind == "gpu":
         from cdmpp.profiler.gpu.sampling import GpuConfig, GpuMeasurer
@@ -212,8 +198,6 @@ def make_engine(
         if config.gpu is not None:
             options |= {"gpu": config.gpu, "gpu_arguments": config.gpu_arguments}
         return Engine(GpuMeasurer(GpuConfig(degree=degree, builders=config.builders, **options), device))
-    from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job
-
     local = config.shards is not None and executor is None
     builders = config.builders or (degree * int(device.share) if local else None)
     cpu = CpuConfig(builders=builders, **options)
@@ -223,12 +207,9 @@ def make_engine(
 
 def calibrated_degree(config: TuneConfig, device: Device, jobs: Sequence[BuildJob], say: Callable[[str], None]) -> int:
     """Programs measured at the same time that leave the labels of a CPU's share as they are."""
-    from cdmpp.profiler.machine import usable_cores
-
-    if len(usable_cores()) // int(device.share) <= 1:
+    if len(machine.usable_cores()) // int(device.share) <= 1:
         return 1
     from cdmpp.profiler.calibration import calibrate_cpu
-    from cdmpp.profiler.cpu import CpuConfig
 
     options = _timing(config)
     return calibrate_cpu(jobs, CpuConfig(builders=config.builders, **options), device, _TOLERANCE, say).degree
@@ -239,19 +220,8 @@ def _timing(config: TuneConfig) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None} | {"realtime": config.realtime}
 
 
-def alone_engine(device: str | Device) -> Engine:
-    """What measures one program at a time on a device of this machine, with nothing built meanwhile, for final latencies."""
-    from cdmpp.tuner.config import Objective, TuneConfig
-
-    return make_engine(TuneConfig(Objective(1)), device_of_this_machine(device), 1, overlap=False)
-
-
 def job_of_module(mod: Any) -> BuildJob:
     """A scheduled IRModule with one function ``main`` as a job."""
-    from cdmpp.profiler.engine import BuildJob
-    from cdmpp.program.tvm_env import import_tvm, structural_hash
-    from cdmpp.program.types import Program, Task
-
     tvm = import_tvm()
     func = mod["main"]
     digest = structural_hash(func)

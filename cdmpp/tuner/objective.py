@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
+import math
 from dataclasses import asdict, dataclass, field
-
-import numpy as np
+from statistics import linear_regression
 
 from cdmpp.errors import TunerError
-
-_DURATION = re.compile(r"(?:([0-9.]+)h)?(?:([0-9.]+)m(?:in)?)?(?:([0-9.]+)s?)?")
 
 #: Limits as they are called in messages.
 _IN_WORDS = {
@@ -110,32 +107,7 @@ class Curve:
         """
         now = self.points[-1].wall_s if self.points else 0.0
         recent = [p for p in self.points if p.wall_s >= now / 4 and p.wall_s > 0]
-        if len(recent) < _LEAST_POINTS:
+        if len(recent) < _LEAST_POINTS or recent[0].wall_s == now:
             return None
-        x = np.log([p.wall_s for p in recent])
-        y = np.log([p.latency_s for p in recent])
-        spread = float(((x - x.mean()) ** 2).sum())
-        if spread < 1e-12:
-            return None
-        slope = -float(((x - x.mean()) * (y - y.mean())).sum()) / spread
-        return max(0.0, 1 - (1 + seconds / now) ** -slope)
-
-
-def parse_duration(text: str) -> float:
-    """Seconds of ``90``, ``90s``, ``10m`` or ``1h30m``; TunerError for anything else."""
-    match = _DURATION.fullmatch(text.strip().lower())
-    try:
-        if match is None or not match[0]:
-            raise ValueError
-        hours, minutes, seconds = (float(part or 0.0) for part in match.groups())
-    except ValueError:
-        raise TunerError(f"{text!r} is no duration: expected such as 90s, 10m or 1h30m") from None
-    return 3600 * hours + 60 * minutes + seconds
-
-
-def parse_fraction(text: str) -> float:
-    """0.01 of ``0.01`` or ``1%``; TunerError for anything else."""
-    try:
-        return float(text[:-1]) / 100 if text.endswith("%") else float(text)
-    except ValueError as err:
-        raise TunerError(f"{text!r} is no fraction: expected such as 0.01 or 1%") from err
+        line = linear_regression([math.log(p.wall_s) for p in recent], [math.log(p.latency_s) for p in recent])
+        return max(0.0, 1 - (1 + seconds / now) ** line.slope)

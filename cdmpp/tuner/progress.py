@@ -8,17 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cdmpp.errors import TunerError
+from cdmpp.profiler.engine import Outcome
+from cdmpp.program.types import Task
 from cdmpp.tuner.candidates import is_untuned
+from cdmpp.tuner.measure import EnergyMeter
 from cdmpp.tuner.objective import Costs, Objective, Point
 from cdmpp.tuner.scheduler import LEFT_ALONE, TaskState
-
-if TYPE_CHECKING:
-    from cdmpp.profiler.engine import Outcome
-    from cdmpp.program.types import Task
-    from cdmpp.tuner.measure import EnergyMeter
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +34,8 @@ class Progress:
         store: Any,
         objective: Objective,
         *,
-        report: Callable[[Progress], None] | None = None,
-        energy: EnergyMeter | None = None,
+        report: Callable[[Progress], None],
+        energy: EnergyMeter | None,
     ) -> None:
         if not tasks:
             raise TunerError("no task to tune")
@@ -77,11 +75,7 @@ class Progress:
         programs = self._store.dataset.programs
         for digest, latency_s in self.known.items():
             number = self._number_of.get(programs[digest].task_hash)
-            if number is None:
-                continue
-            if is_untuned(programs[digest]):
-                self.states[number].untuned_s = latency_s
-            else:
+            if number is not None:
                 self.states[number].count(latency_s, programs[digest])
         for state in self.states:
             state.history = [state.best_s or float("inf")] * -(-state.measured // batch)
@@ -153,8 +147,8 @@ class Progress:
         self._store.add(outcome)
         self.known[outcome.job.program.hash] = outcome.latency_s
         spent_s = self.count_costs(outcome)
+        state.count(outcome.latency_s, outcome.job.program)
         if is_untuned(outcome.job.program):
-            state.untuned_s = outcome.latency_s
             if self.untuned_s is not None and not self.curve.points:
                 self._note("")
             return
@@ -163,7 +157,6 @@ class Progress:
         self.costs.measurements += 1
         self.costs.failures += outcome.latency_s is None
         state.spent_s += spent_s
-        state.count(outcome.latency_s, outcome.job.program)
 
     def count_costs(self, outcome: Outcome) -> float:
         """Count what an outcome took to build and to run; gives the sum in seconds."""
@@ -179,10 +172,7 @@ class Progress:
         before, self.known = (state.used, {**self.known, **known})
         state.best_s = None
         for digest, latency_s in known.items():
-            if is_untuned(programs[digest]):
-                state.untuned_s = latency_s
-            else:
-                state.take(latency_s, programs[digest])
+            state.take(latency_s, programs[digest])
         return state.used != before
 
     def end_round(self, task: int, worked: int, error: str = "") -> None:
@@ -209,8 +199,7 @@ class Progress:
             point = Point(self.costs.wall_s, self.costs.trials, self.costs.measurements, latency_s, task)
             self.curve.points.append(point)
             self._store.add_point(point, self.costs)
-        if self._report is not None:
-            self._report(self)
+        self._report(self)
 
 
 def _say_if_lost(state: TaskState, error: str = "") -> None:

@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from cdmpp.errors import TunerError
 from cdmpp.files import seconds_text, write_text
+from cdmpp.program.types import Task
+from cdmpp.tuner.deployment import NetworkLatency
 from cdmpp.tuner.objective import Costs, Curve
+from cdmpp.tuner.scheduler import TaskState
 from cdmpp.tuner.store import writing
-
-if TYPE_CHECKING:
-    from cdmpp.program.types import Task
-    from cdmpp.tuner.deployment import NetworkLatency
-    from cdmpp.tuner.scheduler import TaskState
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def task_rows(tasks: Sequence[TaskResult]) -> list[tuple[str, ...]]:
     return [
         (
             *(task.name, f"{task.weight:g}"),
-            *(_text(task.untuned_s), part(task.share_before), _text(task.best_s), part(task.share_after)),
+            *(seconds_text(task.untuned_s), part(task.share_before), seconds_text(task.best_s), part(task.share_after)),
             *(task.used.rpartition(" ")[2] or "-", str(task.measured)),
         )
         for task in sorted(tasks, key=lambda task: -(task.share_before or 0.0))
@@ -220,17 +220,18 @@ def summary_lines(report: TuneReport) -> list[str]:
     lines = [f"{why}: {', '.join(names)}." for why, names in ended.items()]
     lines.append(f"Stopped after {report.stopped}.")
     if report.network is not None:
-        untuned, tuned = (report.network.latency_s[name] for name in ("untuned", "tuned"))
+        untuned, tuned = (seconds_text(report.network.latency_s[name]) for name in ("untuned", "tuned"))
         lines.append(
-            f"{report.name} on {report.device}: {seconds_text(untuned)} untuned, {seconds_text(tuned)} tuned, "
-            f"{untuned / tuned:.2f} times as fast (the whole network in the Relax VM)."
+            f"{report.name} on {report.device}: {untuned} untuned, {tuned} tuned, {report.speedup:.2f} times as fast "
+            "(the whole network in the Relax VM)."
         )
         disturbed = report.network.of_each("disturbed").items()
         parts = ", ".join(f"{part:.0%} of the time {name}" for name, part in disturbed if part > _DISTURBED)
         if parts:
             lines.append(f"Others used the core while the network ran ({parts}): it may be faster than that.")
     if report.tuned_s is not None:
-        lines.append(f"Sum over its tasks: {_text(report.untuned_s)} untuned, {seconds_text(report.tuned_s)} tuned.")
+        untuned, tuned = map(seconds_text, (report.untuned_s, report.tuned_s))
+        lines.append(f"Sum over its tasks: {untuned} untuned, {tuned} tuned.")
     lines += [
         f"{costs.trials} trials: {costs.measurements} measured, {costs.failures} of them failed, {costs.dropped} "
         f"dropped without building (some {costs.saved_s:.0f} s saved).",
@@ -245,13 +246,7 @@ def summary_lines(report: TuneReport) -> list[str]:
     return lines
 
 
-def _text(seconds: float | None) -> str:
-    return "-" if seconds is None else seconds_text(seconds)
-
-
 def _html(report: TuneReport, png: bytes) -> str:
-    import pandas as pd
-
     table = pd.DataFrame(task_rows(report.tasks), columns=[name.lstrip("<") for name in COLUMNS])
     image = base64.b64encode(png).decode("ascii")
     title = escape(f"cdmpp tune: {report.name} on {report.device}, {report.cost_model}")

@@ -17,13 +17,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from cdmpp.program.types import Program
+from cdmpp.program.types import Program
+from cdmpp.tuner.candidates import is_untuned
 
 #: Part of a round that is measured in any case.
 KEPT = 0.25
@@ -78,16 +78,17 @@ class TaskState:
         return "" if self.latency_s is None else "untuned" if self.latency_s == self.untuned_s else self.best
 
     def count(self, latency_s: float | None, program: Program) -> None:
-        """Take note of a scheduled program that was measured; None is a failure."""
-        self.measured += 1
-        if latency_s is None:
-            self.failed += 1
-        else:
-            self.take(latency_s, program)
+        """Take note of a program that was measured; None is a failure."""
+        if not is_untuned(program):
+            self.measured += 1
+            self.failed += latency_s is None
+        self.take(latency_s, program)
 
-    def take(self, latency_s: float, program: Program) -> None:
-        """Take note of a scheduled program's latency."""
-        if self.best_s is None or latency_s < self.best_s:
+    def take(self, latency_s: float | None, program: Program) -> None:
+        """Take note of a program's latency alone."""
+        if is_untuned(program):
+            self.untuned_s = latency_s
+        elif latency_s is not None and (self.best_s is None or latency_s < self.best_s):
             self.best_s, self.best = latency_s, f"{program.origin} {program.hash[:8]}"
 
     def end_round(self, worked: int) -> None:
@@ -150,7 +151,7 @@ def worth_measuring(
     """
     worth = np.ones(len(candidates), dtype=bool)
     if guard is not None:
-        worth[:] = guard.worth(context, candidates)
+        worth[:] = guard.worth(candidates)
     left = np.flatnonzero(worth)
     if coverage is None or best_s is None or not len(left):
         return worth

@@ -17,15 +17,13 @@ import math
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.program.tvm_env import structural_hash
-
-if TYPE_CHECKING:
-    from cdmpp.tuner.candidates import Candidate, TaskTuner
+from cdmpp.tuner.candidates import Candidate, TaskTuner
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +196,7 @@ class DecisionSearch:
         chosen = [digest for digest in likeliest if digest not in known and digest not in self._proposed][: self._batch]
         self._proposed.update(chosen)
         self.counts.proposed += len(chosen)
-        found = [self._tuner.candidate(self._kept[digest][1]) for digest in chosen]
+        found = [self._tuner.candidate(self._kept[digest][1].sch) for digest in chosen]
         for digest in likeliest[_KEPT:]:
             del self._kept[digest]
         return found

@@ -14,26 +14,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cdmpp.device import Device
 from cdmpp.errors import ProgramError, TunerError
-from cdmpp.profiler.engine import BuildJob
+from cdmpp.predictor.roofline import roofline_s
+from cdmpp.profiler.engine import BuildJob, Outcome
+from cdmpp.program.ast import compact_asts
+from cdmpp.program.types import Task
 from cdmpp.tuner.candidates import Candidate, TaskTuner, runner_results
-from cdmpp.tuner.measure import in_time
+from cdmpp.tuner.config import TuneConfig
+from cdmpp.tuner.measure import Measurer, in_time
 from cdmpp.tuner.progress import Progress
 from cdmpp.tuner.scheduler import leave_alone, next_task, worth_measuring
 from cdmpp.tuner.search import DecisionSearch
-from cdmpp.tuner.store import replayed
-
-FloatArray = NDArray[np.float64]
+from cdmpp.tuner.store import TuningStore, replayed
 
 if TYPE_CHECKING:
-    from cdmpp.device import Device
-    from cdmpp.profiler.engine import Outcome
-    from cdmpp.program.types import Task
-    from cdmpp.tuner.config import TuneConfig
-    from cdmpp.tuner.measure import Measurer
-    from cdmpp.tuner.store import TuningStore
     from cdmpp.tuner.validity import ValidityGuard
 
+FloatArray = NDArray[np.float64]
 Models = tuple[Any, "ValidityGuard | None"]
 
 #: Rounds of different tasks under way at a time: one is searched for while another is measured.
@@ -76,7 +74,7 @@ class Searches:
         database: Any,
         commit: Callable[[TaskTuner, Candidate, float], None],
     ) -> None:
-        self._tuners, (self._model, self._guard) = tuners, models
+        self._model, self._guard = models
         self._by_hash = {tuner.task.hash: tuner for tuner in tuners}
         self._config, self._database, self._commit = config, database, commit
         #: Of the intervals that candidates are dropped by.
@@ -89,8 +87,8 @@ class Searches:
         self._searches: dict[str, DecisionSearch | None] = {}
         #: Programs that were measured or are going to be.
         self._known: set[str] = set()
-        #: A task's candidates that are being measured, and what MetaSchedule proposed for them.
-        self._under_way: dict[str, tuple[dict[str, Candidate], list[Any]]] = {}
+        #: A task's candidates that are being measured.
+        self._under_way: dict[str, dict[str, Candidate]] = {}
 
     def begin(
         self,
@@ -105,16 +103,14 @@ class Searches:
         if earlier:
             from cdmpp.tuner.warm_start import warm_start
 
-            first, learned = warm_start(earlier, self._tuners, device, self._model, say)
-            say(
-                f"earlier records: learned from {learned}, {sum(map(len, first.values()))} programs will be measured first"
-            )
-            self._first = {self._tuners[number].task.hash: found for number, found in first.items()}
+            self._first, learned = warm_start(earlier, self._by_hash, device, self._model, say)
+            number = sum(map(len, self._first.values()))
+            say(f"earlier records: learned from {learned}, {number} programs will be measured first")
             self._parents.update({task: list(found) for task, found in self._first.items()})
         self._known.update(labels)
         seen = defaultdict[str, list[Candidate]](list)
-        for tuner, candidate in replayed(dataset, list(labels), self._by_hash):
-            seen[tuner.task.hash].append(candidate)
+        for candidate in replayed(dataset, list(labels), self._by_hash):
+            seen[candidate.task].append(candidate)
         for task, found in seen.items():
             self._teach(self._by_hash[task], [(candidate, labels[candidate.hash]) for candidate in found])
             self._parents[task] += found
@@ -128,30 +124,26 @@ class Searches:
     def propose(self, task: str, best_s: float | None, first: bool) -> tuple[list[BuildJob], list[bool]] | None:
         """A round's candidates, and whether each is worth measuring; None where the space gives no more. Before the `first`
         round the guard may choose them."""
-        tuner, proposed = self._by_hash[task], list[Any]()
+        tuner = self._by_hash[task]
         candidates = self._first.pop(task, None)
         if not candidates and first and self._guard is not None:
             candidates = self._guard.initial(tuner, self._config.batch, self._model)
         if not candidates:
             search = self._begun(task)
-            if search is not None:
-                candidates = search.propose(self._known)
-            else:
-                candidates = tuner.propose() or []
-                proposed = [c.measure for c in candidates]
+            candidates = tuner.propose() if search is None else search.propose(self._known)
             if not candidates:
                 return None
         candidates = [c for c in candidates if c.hash not in self._known]
         measures = [c.measure for c in candidates]
         worth = worth_measuring(self._guard, self._coverage, self._model, tuner.context, measures, best_s).tolist()
         self._known.update(c.hash for c, good in zip(candidates, worth, strict=True) if good)
-        self._under_way[task] = {c.hash: c for c in candidates}, proposed
+        self._under_way[task] = {c.hash: c for c in candidates}
         return [c.job for c in candidates], worth
 
     def learn(self, task: str, outcomes: Sequence[Outcome]) -> None:
         """End a task's round, and learn from what was measured in it."""
         tuner, pairs = self._by_hash[task], list[tuple[Candidate, float | None]]()
-        candidates, proposed = self._under_way.pop(task, ({}, []))
+        candidates = self._under_way.pop(task, {})
         for outcome in outcomes:
             program, space = outcome.job.program, outcome.job.space
             # what a process proposed that died is replayed
@@ -161,17 +153,12 @@ class Searches:
             if outcome.status != "device_lost":
                 pairs.append((candidate, outcome.latency_s))
         self._teach(tuner, pairs)
-        if proposed:
-            tuner.end_round(proposed)
 
     def expected_gain(self, task: str, untuned_s: float) -> float:
         """Fraction of a task's time that tuning is expected to save: of the best of a few programs against the untuned one,
         both predicted; without a predictor, of what the device cannot do faster against what was measured."""
         tuner = self._by_hash[task]
         if self._config.predictor is None:
-            from cdmpp.predictor.roofline import roofline_s
-            from cdmpp.program.ast import compact_asts
-
             bound_s = roofline_s(compact_asts([tuner.mod["main"]]), self._model.device)
             return 1.0 - min(1.0, bound_s[0] / untuned_s)
         untuned, search = tuner.untuned_candidate(), self._begun(task)
@@ -203,7 +190,7 @@ class Searches:
         log_s = np.log(self._model.predict_s(context, measures))
         if self._guard is not None:
             with np.errstate(divide="ignore"):
-                log_s -= np.log(self._guard.scores(context, measures, np.ones(len(measures))))
+                log_s -= np.log(self._guard.scores(measures, np.ones(len(measures))))
         return log_s
 
     def _teach(self, tuner: TaskTuner, pairs: Sequence[tuple[Candidate, float | None]]) -> None:
@@ -213,7 +200,7 @@ class Searches:
         measures, latencies = [c.measure for c, _ in pairs], [latency_s for _, latency_s in pairs]
         self._model.update(tuner.context, measures, runner_results(latencies))
         if self._guard is not None:
-            self._guard.learn(tuner.context, measures, [latency_s is not None for latency_s in latencies])
+            self._guard.learn(measures, [latency_s is not None for latency_s in latencies])
 
 
 class TuningSession:
@@ -228,8 +215,8 @@ class TuningSession:
         self.tuners, self.searches = tuners, searches
         self._measurer, self._progress, self._config = measurer, progress, config
         self._under_way = deque[_Round]()
-        #: Trials that it has for certain, and those that it has begun.
-        self.least = self.claimed = 0
+        #: Trials that it has for certain and has not begun.
+        self.reserved = 0
         #: Those that share the limits.
         self.others: Sequence[TuningSession] = ()
 
@@ -252,7 +239,7 @@ class TuningSession:
 
     def _reserved(self) -> int:
         """Trials that others still have for certain."""
-        return sum(max(0, other.least - other.claimed) for other in self.others)
+        return sum(other.reserved for other in self.others)
 
     def abandon(self, why: str) -> None:
         """Give all tasks up, and what is being measured."""
@@ -273,7 +260,7 @@ class TuningSession:
             fresh = [(job, good) for job, good in zip(*found, strict=True) if job.program.hash not in progress.known]
             worth = [good for _, good in fresh]
             worth = worth[: progress.claim(task, worth, self._reserved())]
-            self.claimed += len(worth)
+            self.reserved = max(0, self.reserved - len(worth))
             jobs = [job for (job, _), good in zip(fresh, worth, strict=False) if good]
             progress.known.update((job.program.hash, None) for job in jobs)
         begun = _Round(task, self._measurer.submit(jobs), len(worth) - len(jobs))

@@ -12,23 +12,21 @@ import contextlib
 import json
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from cdmpp.dataset import Dataset
 from cdmpp.device import Device
 from cdmpp.errors import DatasetError, ProgramError, TunerError, reason
-from cdmpp.files import cache_folder, write_json
-from cdmpp.tuner.candidates import is_untuned
+from cdmpp.files import cache_folder, read_json, write_json
+from cdmpp.profiler.engine import Outcome, add_outcome, last_line
+from cdmpp.program.tvm_env import import_tvm, quiet
+from cdmpp.tuner.candidates import Candidate, TaskTuner, is_untuned
 from cdmpp.tuner.objective import Costs, Curve, Point
-
-if TYPE_CHECKING:
-    from cdmpp.dataset import Dataset
-    from cdmpp.profiler.engine import Outcome
-    from cdmpp.program.types import Program
-    from cdmpp.tuner.candidates import Candidate, TaskTuner
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +44,6 @@ _FIXED = ("network", "device", "cost_model", "seed", "tvm")
 
 
 def tvm_version() -> str:
-    """Version of the TVM in use."""
     return metadata.version("apache-tvm")
 
 
@@ -57,8 +54,6 @@ class TuningStore:
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], device: Device, resume: bool) -> None:
-        from cdmpp.dataset import Dataset
-
         self.folder, self._device = folder, device
         settings = {**settings, "device": device.name, "tvm": tvm_version(), "format_version": FORMAT_VERSION}
         check_folder(folder, resume)
@@ -70,7 +65,7 @@ class TuningStore:
             raise TunerError(f"cannot make {folder}: {reason(err)}") from err
         with writing(folder / TUNING_FILE):
             write_json(folder / TUNING_FILE, settings)
-        self.dataset: Dataset = Dataset.open_or_create(folder / DATASET_FOLDER)
+        self.dataset = Dataset.open_or_create(folder / DATASET_FOLDER)
         self.dataset.set_device(device)
         now = {"started_at": time.time(), "device": device.name, "versions": {"apache-tvm": tvm_version()}}
         self.dataset.update_meta(sessions=[*self.dataset.meta.get("sessions", []), now])
@@ -101,8 +96,8 @@ class TuningStore:
             (self.folder / name).unlink(missing_ok=True)
         self.database = json_database(self.folder)
         by_task = {tuner.task.hash: tuner for tuner in tuners}
-        for tuner, candidate in replayed(self.dataset, sorted(latencies), by_task):
-            self.commit(tuner, candidate, latencies[candidate.hash])
+        for candidate in replayed(self.dataset, sorted(latencies), by_task):
+            self.commit(by_task[candidate.task], candidate, latencies[candidate.hash])
 
     def outcomes(self) -> dict[str, float | None]:
         """Label of every program measured so far, in the order of measuring; None where it failed."""
@@ -110,31 +105,12 @@ class TuningStore:
 
     def add(self, outcome: Outcome) -> None:
         """Put an outcome into the dataset."""
-        from cdmpp.dataset import Record
-
-        job = outcome.job
-        self.dataset.add_task(job.task)
-        if job.space is not None:
-            self.dataset.add_space(job.space)
-        self.dataset.add_program(job.program)
         threads = {"threads": int(self._device.share)} if self._device.kind == "cpu" else {}
         sms, devices, name = outcome.meta.get("sms"), self.dataset.meta["devices"], self._device.name
         if sms is not None and devices[name]["cores_used"] != sms:
             # how many a share of a GPU has: partitions come in units, and the device table has what was asked for
             self.dataset.update_meta(devices={**devices, name: {**devices[name], "cores_used": float(sms)}})
-        self.dataset.add_record(
-            Record(
-                program=job.program.hash,
-                device=self._device.name,
-                status=outcome.status,
-                latency_s=outcome.latency_s,
-                samples_s=outcome.samples_s,
-                noise=outcome.noise,
-                error=outcome.error,
-                measured_at=time.time(),
-                meta={**threads, "cache": "warm", **outcome.meta},
-            )
-        )
+        add_outcome(self.dataset, name, outcome, {**threads, "cache": "warm"})
 
     def commit(self, tuner: TaskTuner, candidate: Candidate, latency_s: float) -> None:
         """Put a program that ran into the MetaSchedule database."""
@@ -146,16 +122,6 @@ class TuningStore:
 
         workload = self.database.commit_workload(tuner.mod)
         self.database.commit_tuning_record(ms.database.TuningRecord.from_json(record, workload))
-
-    def commit_untuned(self, tuner: TaskTuner, latency_s: float) -> None:
-        """Put what a task runs as untuned into the MetaSchedule database, as a trace with no choice in it.
-
-        For tasks that no schedule makes faster. To be called after the search, which cannot mutate such a trace: a
-        resumed tuning makes the database anew without it.
-        """
-        candidate = tuner.untuned_candidate()
-        if candidate is not None:
-            self.commit(tuner, candidate, latency_s)
 
     def add_point(self, point: Point, costs: Costs) -> None:
         """Append to the curve, with what everything has cost so far."""
@@ -200,8 +166,6 @@ def check_folder(folder: Path, resume: bool) -> None:
 
 def _begun(folder: Path) -> bool:
     """Whether something was measured: what ended before that, as on bad input, is no tuning."""
-    from cdmpp.dataset import Dataset
-
     if not (folder / TUNING_FILE).exists():
         return False
     # resuming says whether it is damaged
@@ -224,8 +188,6 @@ def tuning_record(database: Any, tuner: TaskTuner, candidate: Candidate, latency
 
 def json_database(folder: Path) -> Any:
     """MetaSchedule's JSON database of a folder, made if missing; TunerError where it is damaged or of another TVM."""
-    from cdmpp.program.tvm_env import import_tvm, quiet
-
     import_tvm()
     from tvm.s_tir import meta_schedule as ms
 
@@ -233,25 +195,22 @@ def json_database(folder: Path) -> Any:
         with quiet():
             return ms.database.JSONDatabase(work_dir=str(folder))
     except Exception as err:  # TVM raises its own error types
-        reason = (str(err).strip().splitlines() or ["no reason given"])[-1]
+        said = "(written by another TVM, or damaged)"
         raise TunerError(
-            f"{folder} holds no database that TVM {tvm_version()} reads (written by another TVM, or damaged): "
-            f"{reason[:200]}"
+            f"{folder} holds no database that TVM {tvm_version()} reads {said}: {last_line(err)[:200]}"
         ) from err
 
 
-def replayed(
-    dataset: Any, programs: Sequence[str], tuners: Mapping[str, TaskTuner]
-) -> Iterator[tuple[TaskTuner, Candidate]]:
-    """Programs of a dataset as candidates, of the tasks that there are; those that do not replay are counted and left."""
+def replayed(dataset: Any, programs: Sequence[str], tuners: Mapping[str, TaskTuner]) -> Iterator[Candidate]:
+    """Programs of a dataset as candidates, of tasks (hash -> tuner); those that do not replay are counted and left."""
     lost = 0
     for digest in programs:
         program = dataset.programs[digest]
         tuner = tuners.get(program.task_hash)
-        if tuner is None or program.space_hash is None or is_untuned(program):
+        if tuner is None or is_untuned(program):
             continue
         try:
-            yield tuner, tuner.replay(program, dataset.spaces[program.space_hash])
+            yield tuner.replay(program, dataset.spaces[program.space_hash])
         except ProgramError as err:
             logger.debug("%s", err)
             lost += 1
@@ -263,7 +222,7 @@ def _check_same(folder: Path, settings: Mapping[str, Any]) -> None:
     """TunerError where ``tuning.json`` is damaged, of another version or of another tuning."""
     path = folder / TUNING_FILE
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))
+        known = read_json(path)
         version = known["format_version"]
     except (OSError, ValueError, KeyError, TypeError) as err:
         raise TunerError(f"{path} is damaged: {err}") from err
@@ -289,19 +248,16 @@ def kept_folder() -> Path:
 
 def keep(dataset: Dataset, device: Device, labels: Mapping[str, float | None]) -> None:
     """Keep the fastest scheduled programs of a tuning beside those of earlier ones; a cache that cannot be written is said."""
-    fastest: dict[str, list[tuple[float, Program]]] = {}
+    found = defaultdict[str, dict[str, Any]](dict)
     for digest, latency_s in labels.items():
         program = dataset.programs[digest]
         if latency_s is not None and program.space_hash is not None:
-            fastest.setdefault(program.task_hash, []).append((latency_s, program))
-    for task, found in fastest.items():
+            space = asdict(dataset.spaces[program.space_hash])
+            found[program.task_hash][digest] = {"latency_s": latency_s, "program": asdict(program), "space": space}
+    for task, entries in found.items():
         path = kept_folder() / task / f"{device.name}.json"
-        earlier = read_kept(path) if path.is_file() else None
-        entries = {} if earlier is None else {entry["program"]["hash"]: entry for entry in earlier["programs"]}
-        for latency_s, program in found:
-            space = dataset.spaces[str(program.space_hash)]
-            entries[program.hash] = {"latency_s": latency_s, "program": asdict(program), "space": asdict(space)}
-        programs = sorted(entries.values(), key=lambda entry: entry["latency_s"])[:_MOST_KEPT]
+        earlier = {entry["program"]["hash"]: entry for entry in (read_kept(path) or {"programs": []})["programs"]}
+        programs = sorted({**earlier, **entries}.values(), key=lambda entry: entry["latency_s"])[:_MOST_KEPT]
         head = {"format_version": KEPT_VERSION, "tvm": tvm_version(), "device": device.to_json()}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -314,7 +270,7 @@ def keep(dataset: Dataset, device: Device, labels: Mapping[str, float | None]) -
 def read_kept(path: Path) -> dict[str, Any] | None:
     """A file of the cache; None for one of another TVM or format, or a damaged one."""
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = read_json(path)
         Device.from_json(content["device"])
         same = content["format_version"] == KEPT_VERSION and content["tvm"] == tvm_version()
         return content if same and all(entry["program"] and entry["space"] for entry in content["programs"]) else None

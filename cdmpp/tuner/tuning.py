@@ -9,8 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cdmpp.device import Device
 from cdmpp.errors import TunerError
-from cdmpp.tuner.config import AUTO
+from cdmpp.program.network import Network
+from cdmpp.program.tvm_env import import_tvm
+from cdmpp.program.types import Task
+from cdmpp.tuner.config import AUTO, TuneConfig
+from cdmpp.tuner.deployment import apply_database, import_network, measure_network, weighted_tasks
 from cdmpp.tuner.measure import (
     CALIBRATION_PROGRAMS,
     Measurer,
@@ -34,11 +39,7 @@ from cdmpp.tuner.session import (
 from cdmpp.tuner.store import TuningStore, check_folder, keep
 
 if TYPE_CHECKING:
-    from cdmpp.device import Device
     from cdmpp.profiler.ray import RayExecutor
-    from cdmpp.program.network import Network
-    from cdmpp.program.types import Task
-    from cdmpp.tuner.config import TuneConfig
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +52,8 @@ def tune(
     config: TuneConfig,
     resume: bool = False,
     warm_start: Sequence[str | Path] = (),
-    progress: Callable[[Progress], None] | None = None,
-    notify: Callable[[str], None] | None = None,
+    progress: Callable[[Progress], None] = lambda state: None,
+    notify: Callable[[str], None] = logger.info,
 ) -> TuneReport:
     """Tune a network (a zoo name, an ``.onnx`` or ``.pt2`` file, or a Network) for a CPU share or a CUDA GPU of this machine.
 
@@ -65,11 +66,10 @@ def tune(
     earlier records, or ``"auto"`` for what is kept in the user's cache (:func:`cdmpp.tuner.warm_start.warm_start`);
     `progress` is called after each round, `notify` with one-line news.
 
-    TunerError where the device is not on this machine, nothing can be tuned, or `out` holds another tuning; NetworkError,
-    UnknownDeviceError, PredictorError and DatasetError as their names say.
+    TunerError where nothing can be tuned, or `out` holds another tuning; TunerError or ProfilerError where the device is not
+    on this machine; NetworkError, UnknownDeviceError, PredictorError and DatasetError as their names say.
     """
     from cdmpp.program.network import load_network
-    from cdmpp.tuner.deployment import apply_database, import_network, measure_network, weighted_tasks
 
     tuning = _Tuning(device, Path(out), config, resume, warm_start, progress, notify)
     loaded = load_network(network) if isinstance(network, str) else network
@@ -81,8 +81,6 @@ def tune(
     target_device = tuning.device
     if target_device.kind == "cpu" and config.ray is None and any(task.best_s is not None for task in report.tasks):
         tuning.say("compiling and running the network with and without the schedules found")
-        from cdmpp.program.tvm_env import import_tvm
-
         target = import_tvm().target.Target(dict(target_device.target))
         tuned, _ = apply_database(fused.module, database, target)
         modules = {"untuned": fused.module, "tuned": tuned}
@@ -102,8 +100,8 @@ def tune_tasks(
     config: TuneConfig,
     resume: bool = False,
     warm_start: Sequence[str | Path] = (),
-    progress: Callable[[Progress], None] | None = None,
-    notify: Callable[[str], None] | None = None,
+    progress: Callable[[Progress], None] = lambda state: None,
+    notify: Callable[[str], None] = logger.info,
     measurer: Measurer | None = None,
 ) -> TuneReport:
     """Tune tasks, with their weights, without a network around them: :func:`tune` otherwise.
@@ -124,8 +122,8 @@ class _Tuning:
         config: TuneConfig,
         resume: bool,
         earlier: Sequence[str | Path],
-        report: Callable[[Progress], None] | None,
-        notify: Callable[[str], None] | None,
+        report: Callable[[Progress], None],
+        say: Callable[[str], None],
     ) -> None:
         self._executor: RayExecutor | None = None
         if config.ray is None:
@@ -135,7 +133,6 @@ class _Tuning:
 
             self._executor = connect(config.ray, device, config.shards or config.workers)
             self.device = self._executor.device
-        self.say = notify or (lambda line: logger.info("%s", line))
         self._cores: tuple[tuple[int, ...], ...] | None = None
         if config.shards is not None:
             from cdmpp.tuner.workers import worker_cores
@@ -147,7 +144,7 @@ class _Tuning:
                 raise TunerError(f"{path} is no folder of earlier records")
         self._models = make_models(config, self.device)
         self._out, self._config, self._resume = out, config, resume
-        self._earlier, self._report = earlier, report
+        self._earlier, self._report, self.say = earlier, report, say
 
     def run(
         self, name: str, tasks: Sequence[tuple[Task, float]], measurer: Measurer | None = None
@@ -193,9 +190,12 @@ class _Tuning:
                     tuners, tasks, store, measurer, progress, config, device, cores, self._earlier, self.say
                 )
                 learned = _together(found)
+            # Tasks that no schedule makes faster are in the database as they run untuned; not before the search has ended,
+            # which cannot mutate a trace with no choice in it (a resumed tuning makes the database anew without it).
             for tuner, state in zip(tuners, progress.states, strict=True):
-                if state.untuned_s is not None and state.untuned_s == state.latency_s:
-                    store.commit_untuned(tuner, state.untuned_s)
+                untuned_s = state.untuned_s
+                if untuned_s is not None and untuned_s == state.latency_s and (candidate := tuner.untuned_candidate()):
+                    store.commit(tuner, candidate, untuned_s)
             keep(store.dataset, device, store.outcomes())
             store.close(done=True)
         report = TuneReport(

@@ -12,21 +12,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
+import xgboost as xgb
 from numpy.typing import NDArray
+from scipy.special import expit
 
+from cdmpp.dataset import load_datasets
+from cdmpp.device import Device, get_device
 from cdmpp.errors import DatasetError, PredictorError, ProfilerError
+from cdmpp.predictor.data import collect_asts
+from cdmpp.predictor.encoding import signed_log1p
+from cdmpp.predictor.roofline import estimate_s
+from cdmpp.profiler.gpu.limits import arch_limits
+from cdmpp.program.ast import CompactAST
 from cdmpp.program.ast.schema import LEAF_FEATURES
-from cdmpp.tuner.candidates import CandidateCache, funcs_of, hashes_of
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from cdmpp.device import Device
-    from cdmpp.program.ast import CompactAST
-    from cdmpp.tuner.candidates import Candidate, TaskTuner
+from cdmpp.tuner.candidates import Candidate, CandidateCache, TaskTuner, funcs_of, hashes_of
 
 FloatArray = NDArray[np.float64]
 Features = NDArray[np.float32]
@@ -118,8 +122,6 @@ def limits_of(where: Device | str) -> dict[str, float]:
 
     NaN is what is unknown or does not exist, as on a CPU. ProfilerError for an ``sm_*`` that is not in the table.
     """
-    from cdmpp.profiler.gpu.limits import arch_limits
-
     limits = dict.fromkeys(LIMITS, np.nan)
     if not isinstance(where, str) and where.kind != "gpu":
         return {**limits, "is_gpu": 0.0}
@@ -139,8 +141,6 @@ def validity_features(asts: Sequence[CompactAST], where: Device | str) -> Featur
 
     An architecture has no clock, so there is no analytical estimate, by which programs run into a timeout.
     """
-    from cdmpp.predictor.roofline import estimate_s
-
     limits = limits_of(where)
     out = np.empty((len(asts), len(VALIDITY_FEATURES)), dtype=np.float32)
     for start in range(0, len(asts), _CHUNK):
@@ -160,8 +160,6 @@ def pooled(features: Features) -> Features:
 
 def _pool(asts: Sequence[CompactAST]) -> FloatArray:
     """Signed logarithms of the sums and maxima of all leaf features, and once of what leaves say of their whole program."""
-    from cdmpp.predictor.encoding import signed_log1p
-
     leaves = np.concatenate([ast.leaves for ast in asts]).astype(np.float64)
     starts = np.cumsum([0, *(ast.n_leaves for ast in asts[:-1])])
     own = np.array([name not in _OF_PROGRAM for name in LEAF_FEATURES])
@@ -206,8 +204,6 @@ class ValidityData:
     @cached_property
     def features(self) -> Features:
         """:func:`validity_features` of every row."""
-        from cdmpp.device import get_device
-
         out = np.empty((len(self), len(VALIDITY_FEATURES)), dtype=np.float32)
         for name, rows in self.table.groupby("device", sort=False).indices.items():
             where = str(name) if str(name).startswith("sm_") else get_device(str(name))
@@ -226,12 +222,7 @@ def read_validity(folders: Sequence[str | Path]) -> ValidityData:
     A program that ran once on a device works there. Lost devices say nothing about programs, and unscheduled tasks are no
     points of a space. DatasetError where a folder cannot be read, or there is no row.
     """
-    import pandas as pd
-
-    from cdmpp.dataset import load_datasets
-    from cdmpp.predictor.data import collect_asts
-
-    tables, asts = [], dict[str, "CompactAST"]()
+    tables, asts = [], dict[str, CompactAST]()
     for folder in map(Path, folders):
         judged = (folder / VERDICTS_FILE).exists()
         view = load_datasets(folder / PROGRAMS_FOLDER if judged else folder)
@@ -253,9 +244,6 @@ def read_validity(folders: Sequence[str | Path]) -> ValidityData:
 
 
 def _verdicts(path: Path) -> pd.DataFrame:
-    import pandas as pd
-    import pyarrow as pa
-
     try:
         table = pd.read_parquet(path, columns=["program", "task", "arch", "valid"])
     except (OSError, pa.ArrowException, ValueError) as err:
@@ -276,8 +264,6 @@ class ValidityModel:
 
     def fit(self, data: ValidityData, rows: IntArray | None = None) -> ValidityModel:
         """Learn from rows (all of them if None) and nothing else; gives itself. PredictorError without rows."""
-        import xgboost as xgb
-
         rows = np.arange(len(data)) if rows is None else np.asarray(rows)
         if not len(rows):
             raise PredictorError("a validity model needs rows to learn from")
@@ -294,8 +280,6 @@ class ValidityModel:
         """Log odds of :func:`validity_features` (n, d), float64 (n,), within +-6."""
         if self.trees_ is None:
             return np.full(len(features), self.constant_)
-        import xgboost as xgb
-
         margins = self.trees_.predict(xgb.DMatrix(features), output_margin=True)
         return np.clip(margins.astype(np.float64), -_MOST_LOG_ODDS, _MOST_LOG_ODDS)
 
@@ -307,11 +291,6 @@ def train_validity(folders: Sequence[str | Path], device: Device | None = None) 
     """
     data = read_validity(folders)
     return ValidityModel().fit(data if device is None else data.of(device))
-
-
-def sigmoid(log_odds: NDArray[Any]) -> FloatArray:
-    """Probabilities of log odds."""
-    return 1.0 / (1.0 + np.exp(-np.asarray(log_odds, dtype=np.float64)))
 
 
 # -- while tuning ----------------------------------------------------------------------------------------------
@@ -342,10 +321,9 @@ class OnlineValidity:
         """P(valid) of programs, float64 (n,)."""
         odds = self._prior(features)
         if self._trees is not None and len(features):
-            import xgboost as xgb
-
             odds = self._trees.predict(xgb.DMatrix(features, base_margin=odds), output_margin=True)
-        return sigmoid(odds)
+        p: FloatArray = expit(odds.astype(np.float64))
+        return p
 
     def learn(self, programs: Sequence[str], features: Features, valid: Sequence[bool] | NDArray[np.bool_]) -> None:
         """Take programs (their hashes) that worked or failed, and correct the model by all records so far."""
@@ -356,8 +334,6 @@ class OnlineValidity:
         self._trees = None
         if all(works for _, works in latest):
             return
-        import xgboost as xgb
-
         x = np.stack([row for row, _ in latest])
         y = np.array([works for _, works in latest], dtype=np.float64)
         data = xgb.DMatrix(x, y, base_margin=self._prior(x))
@@ -412,30 +388,30 @@ class ValidityGuard:
         self.validity, self._seed = validity, seed
         self._cache: CandidateCache[Features] = CandidateCache(lambda asts: list(validity.features(asts)), _CACHED)
 
-    def probability(self, context: Any, measures: Sequence[Any]) -> FloatArray:
+    def probability(self, measures: Sequence[Any]) -> FloatArray:
         """P(valid) of MetaSchedule's candidates of one task, float64 (n,); 1 for what has no AST to judge by."""
-        known, features = self._features(context, measures)
+        known, features = self._features(measures)
         out = np.ones(len(measures))
         if known:
             out[known] = self.validity.predict(features)
         return out
 
-    def worth(self, context: Any, measures: Sequence[Any]) -> NDArray[np.bool_]:
+    def worth(self, measures: Sequence[Any]) -> NDArray[np.bool_]:
         """Which candidates to measure, bool (n,)."""
-        p = self.probability(context, measures)
+        p = self.probability(measures)
         likely: NDArray[np.bool_] = p >= SKIP_BELOW
         likely[np.argsort(-p, kind="stable")[:_PROBES]] = True
         return likely
 
-    def scores(self, context: Any, measures: Sequence[Any], scores: FloatArray) -> FloatArray:
+    def scores(self, measures: Sequence[Any], scores: FloatArray) -> FloatArray:
         """Expected scores, float64 (n,): an invalid program is worth nothing."""
-        p = self.probability(context, measures)
+        p = self.probability(measures)
         # TVM's models may predict slightly negative throughputs.
         return np.where(p < SKIP_BELOW, 0.0, p * np.maximum(scores, 0.0))
 
-    def learn(self, context: Any, measures: Sequence[Any], worked: Sequence[bool]) -> None:
+    def learn(self, measures: Sequence[Any], worked: Sequence[bool]) -> None:
         """Take what became of candidates of one task."""
-        known, features = self._features(context, measures)
+        known, features = self._features(measures)
         if known:
             hashes = hashes_of(measures)
             self.validity.learn([hashes[i] for i in known], features, [worked[i] for i in known])
@@ -445,7 +421,7 @@ class ValidityGuard:
         model with a trained predictor foresees."""
         candidates = tuner.sample(SAMPLED, self._seed)
         measures = [candidate.measure for candidate in candidates]
-        known, features = self._features(tuner.context, measures)
+        known, features = self._features(measures)
         if not known:
             return candidates[:n]
         log_s = None
@@ -454,11 +430,10 @@ class ValidityGuard:
         chosen = initial_population(pooled(features), self.validity.predict(features), n, log_s=log_s, seed=self._seed)
         return [candidates[known[i]] for i in chosen]
 
-    def _features(self, context: Any, measures: Sequence[Any]) -> tuple[list[int], Features]:
+    def _features(self, measures: Sequence[Any]) -> tuple[list[int], Features]:
         """Numbers of the candidates that can be read, and their features."""
         rows = self._cache.get(hashes_of(measures), funcs_of(measures))
-        known = [i for i, row in enumerate(rows) if row is not None]
-        return known, np.array([row for row in rows if row is not None], dtype=np.float32)
+        return list(rows), np.array(list(rows.values()), dtype=np.float32)
 
 
 def make_guard(validity: ValidityModel | str | Path, device: Device, seed: int) -> ValidityGuard:

@@ -10,24 +10,26 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
+from cdmpp.dataset import DatasetView, load_datasets
 from cdmpp.device import Device, device_features
 from cdmpp.errors import PredictorError, ProgramError
+from cdmpp.predictor.encoding import signed_log1p
+from cdmpp.program.space import Rebuilder
+from cdmpp.program.tvm_env import structural_hash
 from cdmpp.program.types import Program, Space
-from cdmpp.tuner.candidates import runner_results
+from cdmpp.tuner.candidates import Candidate, TaskTuner, runner_results
 from cdmpp.tuner.config import AUTO
 from cdmpp.tuner.store import DATASET_FOLDER, RECORD_FILE, json_database, kept_folder, read_kept, replayed, tvm_version
-
-if TYPE_CHECKING:
-    from cdmpp.dataset import DatasetView
-    from cdmpp.tuner.candidates import Candidate, TaskTuner
 
 logger = logging.getLogger(__name__)
 
@@ -50,23 +52,21 @@ class _Earlier:
 
 def warm_start(
     paths: Sequence[str | Path],
-    tuners: Sequence[TaskTuner],
+    tuners: Mapping[str, TaskTuner],
     device: Device,
     cost_model: Any,
     say: Callable[[str], None],
-) -> tuple[dict[int, list[Candidate]], int]:
+) -> tuple[dict[str, list[Candidate]], int]:
     """Teach a cost model from earlier records, and choose what to measure first.
 
-    `paths` are dataset folders (or folders of them), tuning folders, folders of a MetaSchedule JSON database, or :data:`AUTO`.
-    Gives task number -> candidates to measure before any search, best first, at most four; and how many records it learned
-    from. `say` gets one line about what was passed over.
+    `paths` are dataset folders (or folders of them), tuning folders, folders of a MetaSchedule JSON database, or :data:`AUTO`;
+    `tuners` are by their task's hash. Gives, by task, candidates to measure before any search, best first, at most four; and
+    how many records it learned from. `say` gets one line about what was passed over.
 
     TunerError for a database that this TVM does not read, DatasetError for a path that is none of these.
     """
-    from cdmpp.dataset import load_datasets
-
-    earlier: dict[int, dict[str, _Earlier]] = {}
-    first: dict[int, list[Candidate]] = {}
+    earlier = defaultdict[str, dict[str, _Earlier]](dict)
+    first: dict[str, list[Candidate]] = {}
     learned = 0
     for name in paths:
         path = Path(name)
@@ -78,45 +78,40 @@ def warm_start(
             view = load_datasets([path / DATASET_FOLDER if (path / DATASET_FOLDER).is_dir() else path])
             found = _of_dataset(view, tuners, device)
             learned += _learn_other_tasks(view, tuners, device, cost_model)
-        for index, entry in found:
-            earlier.setdefault(index, {})[entry.candidate.hash] = entry
-    for index, entries in earlier.items():
+        for entry in found:
+            earlier[entry.candidate.task][entry.candidate.hash] = entry
+    for task, entries in earlier.items():
         here = [e for e in entries.values() if e.here]
         if here:
             results = runner_results([e.latency_s for e in here])
-            cost_model.update(tuners[index].context, [e.candidate.measure for e in here], results)
+            cost_model.update(tuners[task].context, [e.candidate.measure for e in here], results)
             learned += len(here)
         ran = [e for e in entries.values() if e.latency_s is not None]
         # what was measured here first, then by latency: other devices' order is only a hint
         ran.sort(key=lambda e: (not e.here, e.latency_s))
         if ran:
-            first[index] = [e.candidate for e in ran[:_FIRST]]
+            first[task] = [e.candidate for e in ran[:_FIRST]]
     return first, learned
 
 
-def _of_dataset(view: DatasetView, tuners: Sequence[TaskTuner], device: Device) -> Iterator[tuple[int, _Earlier]]:
-    number = {tuner.task.hash: i for i, tuner in enumerate(tuners)}
+def _of_dataset(view: DatasetView, tuners: Mapping[str, TaskTuner], device: Device) -> Iterator[_Earlier]:
     frame = view.records
-    frame = frame[frame["task"].isin(list(number))]
+    frame = frame[frame["task"].isin(list(tuners))]
     # records of this device count, where there are others of the same program too
     frame = frame.assign(here=frame["device"] == device.name).sort_values("here", kind="stable")
     rows = {str(row.program): row for row in frame.itertuples()}
-    for tuner, candidate in replayed(view, list(rows), {t.task.hash: t for t in tuners}):
+    for candidate in replayed(view, list(rows), tuners):
         row = rows[candidate.hash]
-        latency_s = float(row.latency_s) if row.status == "ok" else None
-        yield number[tuner.task.hash], _Earlier(candidate, latency_s, bool(row.here))
+        yield _Earlier(candidate, float(row.latency_s) if row.status == "ok" else None, bool(row.here))
 
 
-def _learn_other_tasks(view: DatasetView, tuners: Sequence[TaskTuner], device: Device, cost_model: Any) -> int:
+def _learn_other_tasks(view: DatasetView, tuners: Mapping[str, TaskTuner], device: Device, cost_model: Any) -> int:
     """Let a cost model that can learn from tasks that are not tuned; gives how many records it took."""
-    from cdmpp.program.space import Rebuilder
-
     if not hasattr(cost_model, "learn"):
         return 0
     frame = view.records
-    tuned = {tuner.task.hash for tuner in tuners}
     frame = frame[(frame["device"] == device.name) & (frame["status"] == "ok")]
-    frame = frame[~frame["task"].isin(tuned) & (frame["origin"] != "unscheduled")]
+    frame = frame[~frame["task"].isin(list(tuners)) & (frame["origin"] != "unscheduled")]
     rebuild, taken = Rebuilder(), 0
     for task_hash, rows in frame.tail(_OTHER_TASKS).groupby("task", sort=False):
         funcs, hashes, latencies = [], [], []
@@ -136,17 +131,14 @@ def _learn_other_tasks(view: DatasetView, tuners: Sequence[TaskTuner], device: D
     return taken
 
 
-def _of_database(path: Path, tuners: Sequence[TaskTuner], device: Device) -> Iterator[tuple[int, _Earlier]]:
-    from cdmpp.program.tvm_env import structural_hash
-
-    number = {tuner.task.hash: i for i, tuner in enumerate(tuners)}
+def _of_database(path: Path, tuners: Mapping[str, TaskTuner], device: Device) -> Iterator[_Earlier]:
     lost = 0
     for record in json_database(path).get_all_tuning_records():
-        index = number.get(structural_hash(record.workload.mod["main"]))
-        if index is None:
+        tuner = tuners.get(structural_hash(record.workload.mod["main"]))
+        if tuner is None:
             continue
         try:
-            candidate = tuners[index].candidate_of(record.as_measure_candidate().sch, "earlier")
+            candidate = tuner.candidate(record.as_measure_candidate().sch, "earlier")
         except Exception as err:  # TVM raises its own error types
             logger.debug("a record does not replay: %s", err)
             lost += 1
@@ -154,7 +146,7 @@ def _of_database(path: Path, tuners: Sequence[TaskTuner], device: Device) -> Ite
         seconds = [float(s) for s in record.run_secs or ()]
         # TVM writes failures as 1e10 seconds
         latency_s = float(np.median(seconds)) if seconds and max(seconds) < 1e9 else None
-        yield index, _Earlier(candidate, latency_s, _same_target(record.target, device.target))
+        yield _Earlier(candidate, latency_s, _same_target(record.target, device.target))
     if lost:
         logger.warning("%s: %d records do not replay with TVM %s", path, lost, tvm_version())
 
@@ -167,17 +159,13 @@ def _same_target(target: Any, wanted: Mapping[str, Any]) -> bool:
     return all(str(attributes.get(name, "")) == str(wanted.get(name, "")) for name in names)
 
 
-def kept_programs(
-    tuners: Sequence[TaskTuner], device: Device, say: Callable[[str], None]
-) -> Iterator[tuple[int, _Earlier]]:
-    """Numbers of tasks, and programs kept of them.
-
-    A task's are those of the device, or else of the nearest one that has some. What another TVM wrote is passed over.
-    """
+def kept_programs(tuners: Mapping[str, TaskTuner], device: Device, say: Callable[[str], None]) -> Iterator[_Earlier]:
+    """Programs kept of tasks: those of the device, or else of the nearest one that has some. What another TVM wrote is passed
+    over."""
     others, lost = 0, 0
-    for number, tuner in enumerate(tuners):
+    for task, tuner in tuners.items():
         found: dict[str, dict[str, Any]] = {}
-        for path in sorted((kept_folder() / tuner.task.hash).glob("*.json")):
+        for path in sorted((kept_folder() / task).glob("*.json")):
             content = read_kept(path)
             if content is None:
                 others += 1
@@ -195,7 +183,7 @@ def kept_programs(
                 logger.debug("%s", err)
                 lost += 1
                 continue
-            yield number, _Earlier(candidate, float(entry["latency_s"]), here)
+            yield _Earlier(candidate, float(entry["latency_s"]), here)
     if others or lost:
         say(
             f"kept tunings: {others} files of another TVM (or damaged) and {lost} programs that do not replay passed over"
@@ -207,10 +195,6 @@ def nearest_device(name: str, vectors: Mapping[str, NDArray[np.float64]]) -> str
 
     Logarithms are compared, standardised over the devices; a feature that one of two devices lacks tells nothing of them.
     """
-    import pandas as pd
-
-    from cdmpp.predictor.encoding import signed_log1p
-
     others = sorted(set(vectors) - {name})
     if not others or name not in vectors:
         raise PredictorError(f"there is no device to compare {name} with")

@@ -15,24 +15,24 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from cdmpp.dataset import Dataset
+from cdmpp.device import Device
 from cdmpp.errors import CdmppError, TunerError
+from cdmpp.profiler import machine
 from cdmpp.profiler.machine import Worker, WorkerDied, requests
+from cdmpp.program.tvm_env import import_tvm
+from cdmpp.program.types import Task
 from cdmpp.tuner.candidates import Candidate, TaskTuner
+from cdmpp.tuner.config import TuneConfig
+from cdmpp.tuner.measure import Measurer
 from cdmpp.tuner.progress import Progress
 from cdmpp.tuner.session import Searches, TuningSession, make_models, make_tuners, measure_untuned, work
-from cdmpp.tuner.store import DATASET_FOLDER, labels_of, tuning_record
-
-if TYPE_CHECKING:
-    from cdmpp.device import Device
-    from cdmpp.program.types import Task
-    from cdmpp.tuner.config import TuneConfig
-    from cdmpp.tuner.measure import Measurer
-    from cdmpp.tuner.store import TuningStore
+from cdmpp.tuner.store import DATASET_FOLDER, TuningStore, labels_of, tuning_record
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +48,7 @@ def worker_cores(device: Device, shards: int | str, elsewhere: int | None = None
     For a GPU, and where shares are `elsewhere` (how many), they are those that the workers search on. TunerError where so many
     do not fit on the GPU, on the cores that this process may use, or elsewhere.
     """
-    from cdmpp.profiler.machine import core_groups, usable_cores
-
-    cores, gpu = usable_cores(), device.kind == "gpu"
+    cores, gpu = machine.usable_cores(), device.kind == "gpu"
     if elsewhere is not None:
         if shards != "auto" and not 1 <= int(shards) <= elsewhere:
             raise TunerError(f"{shards} shards of {device.name}: the cluster has {elsewhere}")
@@ -70,7 +68,7 @@ def worker_cores(device: Device, shards: int | str, elsewhere: int | None = None
         raise TunerError(f"{number} shards of {device.name} {too_many}: take fewer shards{smaller}")
     if gpu:
         return tuple(cores[i::number] or cores for i in range(number))
-    return core_groups(cores, int(device.share), number)
+    return machine.core_groups(cores, int(device.share), number)
 
 
 def partition(tasks: Sequence[tuple[Task, float]], parts: int) -> list[list[int]]:
@@ -88,33 +86,23 @@ def partition(tasks: Sequence[tuple[Task, float]], parts: int) -> list[list[int]
 # -- in a worker ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class WorkerConfig:
-    """What a worker starts with; ``folder`` is the tuning's."""
-
-    number: int
-    cores: tuple[int, ...]
-    device: Device
-    tune: TuneConfig
-    tasks: tuple[tuple[Task, float], ...]
-    folder: Path
-    earlier: tuple[str | Path, ...]
-
-
-def run_worker(connection: Connection, config: WorkerConfig) -> None:
+def run_worker(
+    connection: Connection,
+    cores: tuple[int, ...],
+    tasks: Sequence[tuple[Task, float]],
+    device: Device,
+    config: TuneConfig,
+    earlier: Sequence[str | Path],
+    folder: Path,
+) -> None:
     """Answer calls of :class:`~cdmpp.tuner.session.Searches` (runs in its own process), each with what it gives or an error,
-    seconds of CPU, records for the database as (task, ``TuningRecord.as_json``), and lines to say."""
-    from cdmpp.profiler import machine
-
+    seconds of CPU, records for the database as (task, ``TuningRecord.as_json``), and lines to say; the folder is the tuning's.
+    """
     machine.die_with_parent()
-    machine.pin(config.cores)
-    os.environ["OMP_NUM_THREADS"] = str(len(config.cores))
-    from cdmpp.program.tvm_env import import_tvm
-
+    machine.pin(cores)
+    os.environ["OMP_NUM_THREADS"] = str(len(cores))
     import_tvm()
     from tvm.s_tir import meta_schedule as ms
-
-    from cdmpp.dataset import Dataset
 
     records, said = list[tuple[str, Any]](), list[str]()
     database, since = ms.database.MemoryDatabase(), time.process_time()
@@ -132,12 +120,11 @@ def run_worker(connection: Connection, config: WorkerConfig) -> None:
         said.clear()
 
     try:
-        models = make_models(config.tune, config.device)
-        tuners, _ = make_tuners(config.tasks, config.device, config.tune, said.append)
-        searches = Searches(tuners, models, config.tune, database, commit)
-        dataset = Dataset.open(config.folder / DATASET_FOLDER)
-        labels = labels_of(dataset, config.device)
-        searches.begin(dataset, labels, config.earlier, config.device, said.append)
+        models = make_models(config, device)
+        tuners, _ = make_tuners(tasks, device, config, said.append)
+        searches = Searches(tuners, models, config, database, commit)
+        dataset = Dataset.open(folder / DATASET_FOLDER)
+        searches.begin(dataset, labels_of(dataset, device), earlier, device, said.append)
         answer(None)
         for method, arguments in requests(connection):
             answer(getattr(searches, method)(*arguments))
@@ -149,19 +136,23 @@ def run_worker(connection: Connection, config: WorkerConfig) -> None:
 
 
 class _Remote:
-    """Searches in a worker, started anew when it dies, as often as it has lives: it takes up what was measured."""
+    """Searches in a worker, started anew when it dies, as often as it has lives: it takes up what was measured.
+
+    `start` are the arguments of :func:`run_worker`.
+    """
 
     def __init__(
         self,
-        config: WorkerConfig,
+        number: int,
+        start: tuple[Any, ...],
         tuners: Sequence[TaskTuner],
         store: TuningStore,
         progress: Progress,
         say: Callable[[str], None],
     ) -> None:
-        self._config, self._tuners = config, {tuner.task.hash: tuner for tuner in tuners}
+        self._number, self._start, self._tuners = number, start, {tuner.task.hash: tuner for tuner in tuners}
         self._store, self._progress, self._say = store, progress, say
-        self._process, self._lives, self._begun = _started(config), _LIVES, False
+        self._process, self._lives, self._begun = _started(number, start), _LIVES, False
         self._reason = "killed"
 
     def begin(self) -> bool:
@@ -188,11 +179,11 @@ class _Remote:
             except (WorkerDied, OSError) as err:
                 if self._lives:
                     self._reason = self._process.exit_reason()
-                    logger.warning("worker %d of the tuning died (%s)", self._config.number, self._reason)
+                    logger.warning("worker %d of the tuning died (%s)", self._number, self._reason)
                     self.kill(self._lives - 1)
                 if not self._lives:
                     raise WorkerDied(self._reason) from err
-                self._process, self._begun = _started(self._config), False
+                self._process, self._begun = _started(self._number, self._start), False
 
     def _receive(self) -> Any:
         found, searched_s, records, said = self._process.receive()
@@ -201,7 +192,7 @@ class _Remote:
             for task, record in records:
                 self._store.commit_record(self._tuners[task], record)
             for line in said:
-                self._say(f"worker {self._config.number}: {line}")
+                self._say(f"worker {self._number}: {line}")
         if isinstance(found, CdmppError):
             raise found
         return found
@@ -234,52 +225,42 @@ def tune_with_workers(
     share = (min(limits) - progress.costs.trials) // len(parts)
     sessions: list[TuningSession] = []
     deaths: list[WorkerDied] = []
-    failures: list[BaseException] = []
+    ended = threading.Event()
 
     def run(session: TuningSession) -> None:
         try:
             session.run()
             learned.append(session.searches.describe())
         except WorkerDied as err:
-            if not failures:
+            if not ended.is_set():
                 deaths.append(err)
                 session.abandon(f"its worker died, last {err}")
-        except BaseException as err:  # raised below
-            failures.append(err)
-        session.least = 0
+        finally:
+            session.reserved = 0
 
-    threads: list[threading.Thread] = []
-    try:
-        for number, part in enumerate(parts):
-            own = tuple(tasks[i] for i in part)
-            start = WorkerConfig(number, cores[number], device, config, own, store.folder, tuple(earlier))
-            searches = _Remote(start, tuners, store, progress, say)
-            session = TuningSession({i: tuners[i] for i in part}, searches, measurer, progress, config)
-            # a round for each of its tasks, however slowly it begins
-            session.least = min(share, max(share // 2, config.batch * len(part)))
-            sessions.append(session)
-        in_time = all(session.searches.begin() for session in sessions)
-        if in_time:
-            measure_untuned(tuners, measurer, progress)
-        for session in sessions if in_time else ():
-            session.others = [other for other in sessions if other is not session]
-            threads.append(threading.Thread(target=run, args=(session,), daemon=True))
-            threads[-1].start()
-        while not failures and any(thread.is_alive() for thread in threads):
-            for thread in threads:
-                thread.join(0.05)
-    except BaseException as err:
-        failures.append(err)
-        raise
-    finally:
-        for session in sessions:
-            session.searches.kill()
-        # nobody is left who waits for what is still being measured
-        measurer.abort()
-        for thread in threads:
-            thread.join()
-    if failures:
-        raise failures[0]
+    with ThreadPoolExecutor(len(parts)) as pool:
+        try:
+            for number, part in enumerate(parts):
+                start = (cores[number], [tasks[i] for i in part], device, config, earlier, store.folder)
+                searches = _Remote(number, start, tuners, store, progress, say)
+                session = TuningSession({i: tuners[i] for i in part}, searches, measurer, progress, config)
+                # a round for each of its tasks, however slowly it begins
+                session.reserved = max(0, min(share, max(share // 2, config.batch * len(part))))
+                sessions.append(session)
+            for session in sessions:
+                session.others = [other for other in sessions if other is not session]
+            in_time = all(session.searches.begin() for session in sessions)
+            if in_time:
+                measure_untuned(tuners, measurer, progress)
+            running = [pool.submit(run, session) for session in sessions if in_time]
+            for future in wait(running, return_when=FIRST_EXCEPTION).done:
+                future.result()
+        finally:
+            ended.set()
+            for session in sessions:
+                session.searches.kill()
+            # nobody is left who waits for what is still being measured
+            measurer.abort()
     if deaths and not learned:
         raise TunerError(
             f"no worker of the tuning stays alive, the last one {deaths[-1]}; what was measured is kept: go on with --resume"
@@ -287,5 +268,5 @@ def tune_with_workers(
     return progress.reached() or "nothing more to try", learned
 
 
-def _started(config: WorkerConfig) -> Worker:
-    return Worker(run_worker, (config,), f"tuner-{config.number}")
+def _started(number: int, start: tuple[Any, ...]) -> Worker:
+    return Worker(run_worker, start, f"tuner-{number}")

@@ -8,9 +8,10 @@ import shlex
 import pytest
 from rich.console import Console
 
-from cdmpp.cli import learn, main, render
+from cdmpp.cli import learn, main, options, render
 from cdmpp.cli.main import _parser, verb_groups
 from cdmpp.cli.options import settings
+from cdmpp.errors import CdmppError
 from cdmpp.profiler.session import ProfileConfig
 from cdmpp.tuner import Objective, TuneConfig
 from tests.samples.command import Command
@@ -101,3 +102,14 @@ def test_tables_of_metrics_fit(name: str, width: int) -> None:
     heading, row = (line for line in text.getvalue().splitlines() if line[0] in "┃│")
     assert name in row and "43.2 %" in row and "12345" in row
     assert all(word in heading for word in ("MAPE", "median", "pairwise"))
+
+
+def test_durations_and_fractions() -> None:
+    found = [options.duration(t) for t in ("90", "90s", "10m", "1h30m", "1.5h", "2min")]
+    assert found == [90, 90, 600, 5400, 5400, 120]
+    assert options.fraction("1%") == pytest.approx(0.01) and options.fraction("0.02") == 0.02
+    for bad in ("", "ten", "10x", "m", "1..2m"):
+        with pytest.raises(CdmppError, match="no duration"):
+            options.duration(bad)
+    with pytest.raises(CdmppError, match="no fraction"):
+        options.fraction("much")

@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import cdmpp
 from cdmpp.predictor.training import TrainResult
+from cdmpp.program.network import Network
 from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.tuner import CostModel, Measurer, builder_and_runner
 from cdmpp.tuner.candidates import TaskTuner, runner_results
+from cdmpp.tuner.deployment import import_network
 from tests.samples.programs import matmul_task
 from tests.samples.training import make_device
 from tests.samples.tuning import SEARCH, FakeEngine, made_up_latency_s
@@ -30,7 +33,7 @@ LLVM = {"kind": "llvm", "num-cores": 1}
 def context_and_candidates(on_zen3: None) -> tuple[Any, list[Any]]:
     tuner = TaskTuner(matmul_task(48), cdmpp.get_device("this-cpu@1"), 1, **SEARCH)
     tuner.start(ms.database.MemoryDatabase(), ms.cost_model.RandomModel(), 12)
-    return tuner.context, [c.measure for c in tuner.propose() or ()]
+    return tuner.context, [c.measure for c in tuner.propose()]
 
 
 def test_scores_are_throughputs_of_predicted_seconds(
@@ -44,8 +47,7 @@ def test_scores_are_throughputs_of_predicted_seconds(
     assert model.predict_s(context, candidates) == pytest.approx(seconds, rel=1e-4)
     scores = model.predict(context, candidates)
     assert scores.dtype == np.float64 and scores.shape == (len(candidates),)
-    assert scores == pytest.approx(seconds.min() / seconds, rel=1e-4)
-    assert model.predict(context, candidates[3:5]) == pytest.approx(scores[3:5]), "scores of calls compare"
+    assert scores == pytest.approx(1 / seconds, rel=1e-4)
 
 
 def test_what_is_asked_again_is_not_computed_again(context_and_candidates: tuple[Any, list[Any]]) -> None:
@@ -114,11 +116,7 @@ def test_it_is_a_drop_in_for_tvms_own_builder_and_runner(tmp_path: Path, monkeyp
 
 
 def test_tune_relax_takes_them_too_and_its_database_deploys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
     from tvm.relax.transform import MetaScheduleApplyDatabase
-
-    from cdmpp.program.network import Network
-    from cdmpp.tuner.deployment import import_network
 
     # TVM names its logger's handlers by themselves and stops at those that other tests leave without a name
     monkeypatch.setattr(logging.getLogger("tvm.s_tir.meta_schedule"), "handlers", [])

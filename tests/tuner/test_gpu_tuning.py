@@ -14,14 +14,16 @@ from cdmpp.dataset import Dataset
 from cdmpp.dataset.codec import join_meta
 from cdmpp.device import get_device
 from cdmpp.errors import ProfilerError, TunerError
-from cdmpp.profiler.engine import BuildJob, Engine, Outcome
+from cdmpp.profiler.engine import BuildJob, Engine
 from cdmpp.profiler.gpu.compile import find_compiler
 from cdmpp.profiler.gpu.measure import profile_gpu
 from cdmpp.profiler.gpu.sampling import GpuConfig, GpuMeasurer
 from cdmpp.profiler.statistics import SamplingPlan
+from cdmpp.program.space import TaskSpaces
+from cdmpp.program.tvm_env import structural_hash
 from cdmpp.tuner.candidates import DEFAULT, TaskTuner, default_schedule
 from cdmpp.tuner.config import TuneConfig
-from cdmpp.tuner.measure import alone_engine, device_of_this_machine
+from cdmpp.tuner.measure import device_of_this_machine, make_engine
 from cdmpp.tuner.objective import Objective
 from cdmpp.tuner.results import TuneReport
 from cdmpp.tuner.store import DATASET_FOLDER, json_database
@@ -29,7 +31,8 @@ from cdmpp.tuner.tuning import tune_tasks
 from cdmpp.tuner.workers import worker_cores
 from tests.samples.command import Command
 from tests.samples.gpu import TUNING_GPU, fails, gpu_latency_s
-from tests.samples.programs import matmul_task, sampled
+from tests.samples.programs import matmul_task
+from tests.samples.tuning import kept_untuned
 
 PLAN = SamplingPlan(min_sample_s=0.001, min_samples=2, max_samples=4, max_measure_s=0.2)
 
@@ -54,18 +57,13 @@ def tuned(
     return tune_tasks("toy", tasks, device=device, out=out, config=config, resume=resume)
 
 
-def measure(config: GpuConfig, jobs: list[BuildJob], device: str = "h200") -> dict[str, Outcome]:
-    with Engine(GpuMeasurer(config, get_device(device))) as engine:
-        return {outcome.job.program.hash: outcome for outcome in engine.run(iter([None, *jobs]))}
-
-
-def drawn(n: int, verify: bool = True, size: int = 64) -> list[BuildJob]:
-    return sampled(matmul_task(size), n, 1, rule="cuda", verify=verify)
-
-
 def test_what_the_limits_exclude_is_not_built() -> None:
-    jobs = drawn(8, verify=False, size=512)
-    outcomes = measure(GpuConfig(gpu=TUNING_GPU, plan=PLAN, builders=2), jobs)
+    task = matmul_task(512)
+    spaces = TaskSpaces(task, "cuda", verify=False)
+    by_hash = {space.hash: space for space in spaces.spaces}
+    jobs = [BuildJob(p, task, by_hash[str(p.space_hash)]) for p in spaces.sample(8, 1)]
+    with Engine(GpuMeasurer(GpuConfig(gpu=TUNING_GPU, plan=PLAN, builders=2), get_device("h200"))) as engine:
+        outcomes = {outcome.job.program.hash: outcome for outcome in engine.run(iter([None, *jobs]))}
     assert set(outcomes) == {job.program.hash for job in jobs}
     statuses = Counter(outcome.status for outcome in outcomes.values())
     assert {"ok", "invalid_config"} <= set(statuses) <= {"ok", "invalid_config", "build_error"}, statuses
@@ -76,12 +74,6 @@ def test_what_the_limits_exclude_is_not_built() -> None:
         elif outcome.status == "invalid_config":
             assert outcome.error.startswith(("threads: ", "shared: ")), outcome.error
             assert "resources" not in outcome.meta, "no compiler was asked"
-
-
-def test_programs_side_by_side_have_partitions_of_their_own() -> None:
-    config = GpuConfig(degree=4, gpu=TUNING_GPU, plan=PLAN, builders=2)
-    outcomes = measure(config, drawn(4), "h200@0.25")
-    assert {(o.status, o.meta["workers"], o.meta["sms"]) for o in outcomes.values()} == {("ok", 4, 32)}
 
 
 def test_a_task_is_tuned_for_a_share_and_resumed(tmp_path: Path) -> None:
@@ -119,8 +111,6 @@ def test_a_task_is_tuned_for_a_share_and_resumed(tmp_path: Path) -> None:
 
 
 def structural_hash_of(entry: Any) -> str:
-    from cdmpp.program.tvm_env import structural_hash
-
     return structural_hash(entry.as_measure_candidate().sch.mod["main"])
 
 
@@ -158,8 +148,7 @@ def test_workers_search_and_one_process_measures(tmp_path: Path) -> None:
     assert len(records) == 8 and records["program"].is_unique
     metas = [join_meta(row) for row in records.to_dict("records")]
     assert {(meta["workers"], meta["sms"]) for meta in metas} == {(2, 64)}, "side by side, each on its half"
-    kept = sum(task.untuned_s <= task.best_s for task in report.tasks if task.untuned_s and task.best_s)
-    assert len(json_database(out)) == 6 + kept
+    assert len(json_database(out)) == 6 + kept_untuned(report)
 
 
 def test_a_gpu_that_is_lost_ends_all_workers(tmp_path: Path) -> None:
@@ -194,7 +183,7 @@ def test_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
     with pytest.raises(TunerError, match="h200 is a gpu that is not here: this machine has a Tesla T4"):
         device_of_this_machine("h200")
-    t4 = alone_engine("t4")
+    t4 = make_engine(TuneConfig(Objective(1)), device_of_this_machine("t4"), 1, overlap=False)
     assert isinstance(t4.measurer, GpuMeasurer), "final latencies are of programs alone"
     assert t4.measurer.config.degree == 1 and t4.measurer._device.name == "t4"
     with pytest.raises(ProfilerError, match="h200 is not here, this machine has a Tesla T4: compile with"):

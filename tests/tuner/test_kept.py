@@ -29,7 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_tuning_is_kept_and_begins_the_next_one(tmp_path: Path, cache: Path) -> None:
-    assert list(kept_programs([], device_of_this_machine("this-cpu@1"), print)) == []
+    assert list(kept_programs({}, device_of_this_machine("this-cpu@1"), print)) == []
     tuned(FakeEngine(), tmp_path / "a", 12)
     (path,) = cache.iterdir()
     kept = json.loads(path.read_text())["programs"]

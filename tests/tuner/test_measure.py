@@ -12,6 +12,7 @@ import pytest
 
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler.engine import BuildJob, Outcome
+from cdmpp.program.tvm_env import import_tvm
 from cdmpp.tuner.measure import Measurer, in_time, job_of_module
 from tests.samples.programs import matmul_task, quick_engine, sampled
 from tests.samples.tuning import FakeEngine, made_up_latency_s
@@ -33,10 +34,7 @@ def test_outcomes_come_to_whom_they_belong_and_nothing_is_measured_twice() -> No
 
 
 def test_scheduled_modules_are_measured_as_they_are() -> None:
-    from cdmpp.program.tvm_env import import_tvm
-
-    tvm = import_tvm()
-    job = job_of_module(tvm.IRModule({"main": matmul_task().prim_func()}))
+    job = job_of_module(import_tvm().IRModule({"main": matmul_task().prim_func()}))
     with Measurer(quick_engine()) as measurer:
         (future,) = measurer.submit([job])
         assert future.result(timeout=PATIENCE_S).status == "ok"

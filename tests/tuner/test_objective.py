@@ -11,7 +11,7 @@ import pytest
 
 from cdmpp.errors import TunerError
 from cdmpp.program.types import Program
-from cdmpp.tuner.objective import Costs, Curve, Objective, Point, parse_duration, parse_fraction
+from cdmpp.tuner.objective import Costs, Curve, Objective, Point
 from cdmpp.tuner.scheduler import TaskState, next_task, worth_measuring
 
 
@@ -65,17 +65,6 @@ def test_stopping_when_little_more_is_expected() -> None:
 def test_limits_that_are_none_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(TunerError, match=r"^the (number of|budget in|gain per) .* must be above 0"):
         Objective(**bad)
-
-
-def test_durations_and_fractions() -> None:
-    found = [parse_duration(t) for t in ("90", "90s", "10m", "1h30m", "1.5h", "2min")]
-    assert found == [90, 90, 600, 5400, 5400, 120]
-    assert parse_fraction("1%") == pytest.approx(0.01) and parse_fraction("0.02") == 0.02
-    for bad in ("", "ten", "10x", "m", "1..2m"):
-        with pytest.raises(TunerError, match="no duration"):
-            parse_duration(bad)
-    with pytest.raises(TunerError, match="no fraction"):
-        parse_fraction("much")
 
 
 def state(weight: float, history: list[float], finished: str = "") -> TaskState:
@@ -152,7 +141,7 @@ def test_candidates_that_cannot_win_are_dropped() -> None:
 class Even:
     """Even numbers run."""
 
-    def worth(self, context: Any, measures: Sequence[Any]) -> list[bool]:
+    def worth(self, measures: Sequence[Any]) -> list[bool]:
         return [m % 2 == 0 for m in measures]
 
 

@@ -10,11 +10,13 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cdmpp.dataset import Dataset
 from cdmpp.errors import DatasetError, TunerError
 from cdmpp.profiler.machine import usable_cores
+from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.tuner.candidates import TaskTuner, signals_held_back
 from cdmpp.tuner.cost_model import CostModel
 from cdmpp.tuner.store import CURVE_FILE, DATASET_FOLDER, RECORD_FILE, TUNING_FILE, WORKLOAD_FILE, json_database
@@ -53,24 +55,11 @@ def test_it_measures_as_many_as_asked_and_keeps_the_best(tmp_path: Path, cost_mo
     assert latencies[0] == report.untuned_s and latencies == sorted(latencies, reverse=True)
 
 
-def test_the_database_is_tvms_own(tmp_path: Path) -> None:
-    report = tuned(FakeEngine(), tmp_path / "t", 12)
-    from tvm.s_tir import meta_schedule as ms
-
-    database, func = ms.database.JSONDatabase(work_dir=str(tmp_path / "t")), matmul_task().prim_func()
-    assert len(database) == 12
-    assert ms.tir_integration.compile_tir(database, func, {"kind": "llvm", "num-cores": 1}) is not None
-    best = min(float(r.run_secs[0]) for r in database.get_all_tuning_records())
-    assert best == pytest.approx(report.tasks[0].best_s)
-
-
 def test_where_no_schedule_is_faster_the_database_says_so(tmp_path: Path) -> None:
     plain = matmul_task().hash
     engine = FakeEngine(lambda digest: 1e-7 if digest == plain else 1e-5)
     report = tuned(engine, tmp_path / "t", 6)
     assert report.tuned_s == pytest.approx(1e-7)
-    from cdmpp.program.tvm_env import import_tvm, structural_hash
-
     tvm = import_tvm()
     database = json_database(tmp_path / "t")
     workload = tvm.IRModule({"main": matmul_task().prim_func()})
@@ -249,9 +238,6 @@ def test_a_database_of_another_tvm_is_refused(tmp_path: Path) -> None:
 
 def test_the_trimmer_saves_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Intervals that are exact: everything that is not an improvement is dropped."""
-    import numpy as np
-
-    from cdmpp.program.tvm_env import structural_hash
 
     def interval_s(self: Any, context: Any, candidates: Any, coverage: float) -> Any:
         low = np.array([made_up_latency_s(structural_hash(c.sch.mod["main"])) for c in candidates])

@@ -14,10 +14,12 @@ from cdmpp.device import Device
 from cdmpp.errors import TunerError
 from cdmpp.profiler.calibration import Calibration, DegreeResult
 from cdmpp.program.network import Network
+from cdmpp.program.tvm_env import import_tvm
 from cdmpp.tuner.config import TuneConfig
 from cdmpp.tuner.deployment import apply_database, import_network, measure_network
 from cdmpp.tuner.measure import Measurer, calibrated_degree, device_of_this_machine
 from cdmpp.tuner.results import TuneReport
+from cdmpp.tuner.store import json_database
 from cdmpp.tuner.tuning import tune, tune_tasks
 from tests.samples.command import Command
 from tests.samples.programs import QUICK_PLAN, matmul_task
@@ -51,14 +53,9 @@ def test_a_network_is_tuned_and_runs_as_before(tmp_path: Path, network: Network)
     page = (out / "report.html").read_text()
     assert "two_layers" in page and "times as fast" in page
 
-    from tvm.s_tir import meta_schedule as ms
-
-    from cdmpp.program.tvm_env import import_tvm
-
     target = import_tvm().target.Target({"kind": "llvm", "num-cores": 1})
     fused = import_network(network)
-    database = ms.database.JSONDatabase(work_dir=str(out))
-    _, tuned = apply_database(fused.module, database, target)
+    _, tuned = apply_database(fused.module, json_database(out), target)
     assert sorted(tuned) == sorted(set(fused.calls)), "every task that the network runs has a record"
 
     from tvm.relax.transform import MetaScheduleApplyDatabase

@@ -25,7 +25,7 @@ from cdmpp.tuner.store import DATASET_FOLDER, json_database
 from cdmpp.tuner.tuning import tune_tasks
 from cdmpp.tuner.workers import partition, worker_cores
 from tests.samples.programs import matmul_task
-from tests.samples.tuning import FakeEngine, tune_config, tuned
+from tests.samples.tuning import FakeEngine, kept_untuned, tune_config, tuned
 
 pytestmark = pytest.mark.usefixtures("real_machine")
 
@@ -38,7 +38,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
         monkeypatch.setattr("cdmpp.profiler.machine.usable_cores", lambda: (core, core))
     found: list[Worker] = []
     start = workers._started
-    monkeypatch.setattr(workers, "_started", lambda config: found.append(start(config)) or found[-1])
+    monkeypatch.setattr(workers, "_started", lambda *of: found.append(start(*of)) or found[-1])
     return found
 
 
@@ -51,12 +51,6 @@ def sharded(
 
 def records_of(out: Path) -> Any:
     return Dataset.open(out / DATASET_FOLDER).records
-
-
-def kept_untuned(report: TuneReport) -> int:
-    """Tasks that no program was faster than: the database has what they run as untuned besides."""
-    best = [(task.untuned_s, task.best_s) for task in report.tasks if task.untuned_s is not None]
-    return sum(tuned is None or untuned <= tuned for untuned, tuned in best)
 
 
 @pytest.mark.parametrize("cost_model", ["cdmpp", "xgb"])
