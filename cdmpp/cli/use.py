@@ -179,7 +179,7 @@ def _latency_on(args: Namespace, devices: Sequence[str], console: Console, error
     if len(comparison.reports) == 1:
         _show_layers(console, comparison, args.layers)
         return comparison.reports[0].to_json()
-    _show_devices(console, comparison)
+    _show_devices(console, comparison, devices[-1] if args.shares else None)
     return comparison.to_json()
 
 
@@ -234,8 +234,8 @@ def _show_layers(console: Console, comparison: Comparison, shown: int) -> None:
     warn(console, *report.notes, *comparison.notes)
 
 
-def _show_devices(console: Console, comparison: Comparison) -> None:
-    """A network on several devices, the fastest first."""
+def _show_devices(console: Console, comparison: Comparison, whole: str | None) -> None:
+    """A network on several devices, the fastest first; of shares the notes of the `whole` alone."""
     from cdmpp.cli.serving import show_ranked
 
     def rank(report: Any) -> str:
@@ -247,8 +247,9 @@ def _show_devices(console: Console, comparison: Comparison) -> None:
     how = "run by PyTorch" if eager else f"schedule {comparison.reports[0].schedule}"
     title = f"{comparison.network} on {len(comparison.reports)} devices, {how}"
     show_ranked(console, title, comparison.reports, cost if comparison.by_cost else {})
-    notes = [(report.device, note) for report in comparison.reports for note in report.notes]
-    warn(console, *comparison.notes)
+    noted = [report for report in comparison.reports if whole in (None, report.device)]
+    notes = [(report.device, note) for report in noted for note in report.notes]
+    warn(console, *(comparison.notes if whole is None else ()))
     warn(console, *(note if device in note else f"{device}: {note}" for device, note in notes))
 
 
