@@ -9,9 +9,10 @@ The space is Kernel Tuner's 2-D convolution (4096 x 4096, filter 15 x 15), every
 The search is the tuner's own, with rounds of 16 measurements, at first of random configurations. Its cost model
 (:class:`cdmpp.tuner.learning.OnlineModel` beside the analytical estimate, no predictor) learns from every round; an
 evolutionary search over the parameters (population 256, 3 generations) proposes by it; 5 % of the candidates are random.
-Failures are not measured again, but nothing is learned from them (``plain``). With ``full``, the first 16 are likely valid and
-represent the space (k-means on pooled AST features), candidates that are likely invalid are skipped throughout, and failures
-of the search itself are learned.
+Failures are not measured again, but nothing is learned from them (``plain``). With ``initial``, the first 16 are likely valid
+and represent the space (k-means on pooled AST features); with ``skip``, candidates that are likely invalid are skipped
+throughout, and failures of the search itself are learned; ``full`` is both. ``random`` is a search by chance, with the same
+four arms.
 
 P(valid) is learned from the *other* GPU's failures alone. Ratios are of geometric means over the seeds, and of both GPUs,
 over those of ``plain``; their interval is over resampled seeds. A search that is not there after ``--cap`` measurements
@@ -20,8 +21,10 @@ counts as if it then were (``never``). Every run depends on its seed alone. ``--
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +46,7 @@ from cdmpp.tuner.validity import ValidityModel
 
 KERNEL = "convolution"
 GPUS = {"RTX_2080_Ti": "rtx-2080-ti", "RTX_3060_laptop": "rtx-3060-laptop"}
-ARMS = ("plain", "full")
+ARMS, SEARCHES = ("plain", "initial", "skip", "full"), ("tuner", "random")
 WITHIN = 1.01
 BATCH, POPULATION, GENERATIONS, MUTATED, RANDOM_SHARE = 16, 256, 3, 0.85, 0.05
 #: Part of a generation that descends from the best configurations measured.
@@ -119,17 +122,17 @@ def failures_of(space: Space) -> ValidityModel:
 def initial(space: Space, arm: str, p_valid: np.ndarray, seed: int, rng: np.random.Generator) -> np.ndarray:
     """The first round of an arm."""
     drawn = rng.permutation(len(space.asts))[:SAMPLED]
-    if arm == "plain":
+    if arm in ("plain", "skip"):
         return drawn[:BATCH]
     return drawn[validity.initial_population(validity.pooled(space.features[drawn]), p_valid[drawn], BATCH, seed=seed)]
 
 
-def search(space: Space, arm: str, seed: int, cap: int, model: ValidityModel) -> common.Row:
+def search(space: Space, way: str, arm: str, seed: int, cap: int, model: ValidityModel) -> common.Row:
     """One run: measurements until within 1 %, how many of them failed, and whether it got there."""
     rng = np.random.default_rng(seed)
     n, goal = len(space.asts), WITHIN * space.latency_s.min()
     online = validity.OnlineValidity(model, get_device(space.device), seed)
-    skips = arm != "plain"
+    skips = arm in ("skip", "full")
     p_valid = online.predict(space.features)
     batch = initial(space, arm, p_valid, seed, rng)
     cost_model = OnlineModel(AnalyticalPrior(get_device(space.device)))
@@ -147,6 +150,9 @@ def search(space: Space, arm: str, seed: int, cap: int, model: ValidityModel) ->
             p_valid = online.predict(space.features)
         likely = p_valid >= validity.SKIP_BELOW if skips else np.ones(n, dtype=bool)
         likely = likely if (likely & ~measured).any() else np.ones(n, dtype=bool)
+        if way == "random":
+            batch = rng.permutation(np.flatnonzero(~measured & likely))[:BATCH]
+            continue
         ok = batch[np.isfinite(space.latency_s[batch])]
         cost_model.learn(KERNEL, [str(row) for row in ok], space.encoded.take(ok), space.latency_s[ok])
         cost_model.fit()
@@ -192,22 +198,25 @@ def propose(
 
 
 def figures(rows: Sequence[common.Row]) -> list[common.Figure]:
-    """Geometric means of ``full`` over ``plain``, per GPU and together, and of both arms the measurements over the seeds."""
+    """Geometric means of each arm over ``plain``, of the GPUs together, and of all arms the measurements over the seeds."""
     devices = list(dict.fromkeys(row["device"] for row in rows))
-    runs = {(arm, device): [] for arm in ARMS for device in devices}
+    runs = defaultdict[tuple[str, str, str], list[common.Row]](list)
     for row in sorted(rows, key=lambda row: row["seed"]):
-        runs[row["arm"], row["device"]].append(row)
+        runs[row["search"], row["arm"], row["device"]].append(row)
     logs = {key: np.log([row["measurements"] for row in own]) for key, own in runs.items()}
-    by_gpu = np.array([logs["full", device] - logs["plain", device] for device in devices])
-    each, both = np.exp(by_gpu.mean(1)), by_gpu.mean(0)
-    ends = np.exp(common.bootstrap(both, np.arange(len(both)), resamples=2000)).tolist()
-    values, spread = {"ratio": float(np.exp(both.mean()))}, {"ratio": common.spread_of(each.tolist())}
-    found = [common.figure("full over plain", values, len(both), spread=spread, interval={"ratio": ends})]
-    for (arm, device), own in runs.items():
+    found = []
+    for way, arm in dict.fromkeys((way, arm) for way, arm, _ in runs if arm != "plain"):
+        by_gpu = np.array([logs[way, arm, device] - logs[way, "plain", device] for device in devices])
+        each, both = np.exp(by_gpu.mean(1)), by_gpu.mean(0)
+        ends = np.exp(common.bootstrap(both, np.arange(len(both)), resamples=2000)).tolist()
+        values, spread = {"ratio": float(np.exp(both.mean()))}, {"ratio": common.spread_of(each.tolist())}
+        name = f"{way}: {arm} over plain"
+        found.append(common.figure(name, values, len(both), spread=spread, interval={"ratio": ends}))
+    for (way, arm, device), own in runs.items():
         counts = {"measurements (median)": [row["measurements"] for row in own]}
-        of_arm = common.median_figure(f"{arm}, {device}", counts)
+        of_arm = common.median_figure(f"{way}: {arm}, {device}", counts)
         of_arm["values"] |= {
-            "geometric mean": float(np.exp(logs[arm, device].mean())),
+            "geometric mean": float(np.exp(logs[way, arm, device].mean())),
             "failed (mean)": float(np.mean([row["failed"] for row in own])),
             "never": sum(not row["reached"] for row in own),
         }
@@ -228,11 +237,11 @@ def main() -> None:
     runs = common.Results(args.out / "runs.json", made)
     rows = []
     for space, model in zip(spaces, others, strict=True):
-        for arm in ARMS:
+        for way, arm in itertools.product(SEARCHES, ARMS):
             for seed in range(args.seeds):
-                key = {"device": space.device, "arm": arm, "seed": seed, "cap": args.cap}
-                rows.append(runs.once(partial(search, space, arm, seed, args.cap, model), **key))
-            print(f"{space.device} {arm}: done", file=sys.stderr, flush=True)
+                key = {"device": space.device, "search": way, "arm": arm, "seed": seed, "cap": args.cap}
+                rows.append(runs.once(partial(search, space, way, arm, seed, args.cap, model), **key))
+            print(f"{space.device} {way} {arm}: done", file=sys.stderr, flush=True)
     found = figures(rows)
     for space, model, other in zip(spaces, others, spaces[::-1], strict=True):
         valid = np.isfinite(space.latency_s)

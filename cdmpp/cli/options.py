@@ -116,6 +116,10 @@ OPTIONS = {
     "ray": Option("build and measure on the Ray cluster of this head (HOST:PORT), or on a local one", "ADDRESS|local"),
     # tuning
     "budget_s": Option("stop after a time such as 10m, earlier runs included", "T", type=duration),
+    "cpu_budget_s": Option("stop after so much CPU time of search, building and measuring", "T", type=duration),
+    "energy_budget_j": Option(
+        "stop after so many joules of the device, where they are counted", "J", "--energy-budget"
+    ),
     "max_measurements": Option("stop after so many candidates built and measured", "N"),
     "least_gain_per_minute": Option(
         "stop when another minute is expected to bring less than a part such as 0.5%%",
@@ -126,8 +130,8 @@ OPTIONS = {
     "cost_model": Option("what ranks candidates", more={"choices": ("cdmpp", "xgb", "random")}),
     "trim": Option("coverage of the intervals by which candidates are dropped unmeasured", "C"),
     "validity": Option(
-        "skip candidates that will not run: learn which from the failures of a dataset or of data/validity-cuda "
-        "('online': here alone)",
+        "skip candidates that will not run: by the model that ships (on GPUs), or learn which from the failures of a dataset "
+        "('online': here alone; 'none': measure whatever is proposed)",
         "DIR",
     ),
     "batch": Option("candidates of a round", "N"),

@@ -135,6 +135,8 @@ class Bar:
         best, untuned = map(seconds_text, (state.latency_s, state.untuned_s))
         gain, costs = state.curve.gain(), state.costs
         expected = "" if gain is None else f", next minute -{100 * gain:.1f} %"
-        text = f"best {best}, untuned {untuned}, {costs.wall_s:.0f} s, {costs.measurements} measured, "
+        energy = "" if costs.energy_j is None else f", {costs.energy_j:.0f} J"
+        text = f"best {best}, untuned {untuned}, {costs.wall_s:.0f} s ({costs.cpu_s:.0f} of CPUs{energy}), "
+        text += f"{costs.measurements} measured, "
         text += f"{costs.dropped} dropped{expected}"
         self.update(state.costs.trials, state.objective.trials, text)

@@ -63,7 +63,8 @@ def run(args: Namespace, devices: Sequence[str], console: Console, errors: Conso
 
         write_serving(reports, args.html)
         say(console, f"Written to {args.html}.")
-    notes = dict.fromkeys(note for report in reports for note in report.notes)
+    noted = reports[-1:] if args.shares else reports
+    notes = dict.fromkeys(note for report in noted for note in report.notes)
     warn(console, *notes)
     ranked = sorted(reports, key=lambda report: report.latency_s)
     rows = [report.to_json() for report in reports]

@@ -78,6 +78,7 @@ def _tune_at(device: str, out: Path, args: Namespace, console: Console, errors: 
         objective=settings(args, Objective),
         predictor=None if args.predictor == "none" else args.predictor,
         trim=None if args.no_trim else args.trim,
+        validity=None if args.validity == "none" else args.validity,
     )
     with Bar(errors, "trials") as bar:
         report = tune(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -117,6 +117,8 @@ def _add_latency(sub: Parser) -> None:
     add(sub, "programs_per_task", default=64, help="of --schedule best")
     add(sub, "seed", default=0)
     add(sub, "streams", default=1, metavar="N", help="kernels at the same time on a GPU, at most")
+    shares = "of one device: predict its shares, and name the smallest that is as fast as all of it within 5 %%"
+    add(sub, "shares", action="store_true", help=shares)
     launch = "between two launches (default: the device's, if known)"
     add(sub, "launch_us", type=float, metavar="F", help=launch)
     price = "YAML or JSON of device names and prices of an hour: rank by cost, too"
@@ -132,13 +134,28 @@ def _latency(args: Namespace, console: Console, errors: Console) -> Any:
     cdmpp latency resnet18@b4 --device h200
     cdmpp latency llama-3.1-8b --device h200,l40s --dtype fp8 --batch 8 --seq 2048 --generate 256
     """
+    devices = [name.strip() for name in args.device.split(",") if name.strip()]
+    if not devices:
+        raise UnknownDeviceError("--device names no device")
+    if not args.shares:
+        return _latency_on(args, devices, console, errors)
+    from cdmpp.endtoend import shares_of, smallest_share
+
+    if len(devices) > 1:
+        raise UnknownDeviceError("--shares is of one device")
+    shares = [device.name for device in shares_of(devices[0])]
+    result = _latency_on(args, shares, console, errors)
+    latency_s = {report["device"]: report["latency_s"] for report in result.get("reports", [result])}
+    smallest = shares[smallest_share([latency_s[share] for share in shares])]
+    say(console, f"The smallest share that is as fast as {shares[-1]}, within 5 %: [bold]{smallest}[/].")
+    return {**result, "smallest_share": smallest}
+
+
+def _latency_on(args: Namespace, devices: Sequence[str], console: Console, errors: Console) -> Any:
     from cdmpp.cli.serving import run as run_serving
     from cdmpp.endtoend import compare_devices, read_prices
     from cdmpp.program.llm import MODELS, is_config
 
-    devices = [name.strip() for name in args.device.split(",") if name.strip()]
-    if not devices:
-        raise UnknownDeviceError("--device names no device")
     listed = args.network.lower().endswith((".parquet", ".csv"))
     if listed or args.network in MODELS or (args.network.endswith(".json") and is_config(args.network)):
         return run_serving(args, devices, console, errors)
@@ -162,7 +179,7 @@ def _latency(args: Namespace, console: Console, errors: Console) -> Any:
     if len(comparison.reports) == 1:
         _show_layers(console, comparison, args.layers)
         return comparison.reports[0].to_json()
-    _show_devices(console, comparison)
+    _show_devices(console, comparison, devices[-1] if args.shares else None)
     return comparison.to_json()
 
 
@@ -208,8 +225,8 @@ def _show_layers(console: Console, comparison: Comparison, shown: int) -> None:
     warn(console, *report.notes, *comparison.notes)
 
 
-def _show_devices(console: Console, comparison: Comparison) -> None:
-    """A network on several devices, the fastest first."""
+def _show_devices(console: Console, comparison: Comparison, whole: str | None) -> None:
+    """A network on several devices, the fastest first; of shares the notes of the `whole` alone."""
     from cdmpp.cli.serving import show_ranked
 
     def rank(report: Any) -> str:
@@ -221,8 +238,9 @@ def _show_devices(console: Console, comparison: Comparison) -> None:
     how = "run by PyTorch" if eager else f"schedule {comparison.reports[0].schedule}"
     title = f"{comparison.network} on {len(comparison.reports)} devices, {how}"
     show_ranked(console, title, comparison.reports, cost)
-    notes = [(report.device, note) for report in comparison.reports for note in report.notes]
-    warn(console, *comparison.notes)
+    noted = [report for report in comparison.reports if whole in (None, report.device)]
+    notes = [(report.device, note) for report in noted for note in report.notes]
+    warn(console, *(comparison.notes if whole is None else ()))
     warn(console, *(note if device in note else f"{device}: {note}" for device, note in notes))
 
 

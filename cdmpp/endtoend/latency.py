@@ -33,6 +33,8 @@ FloatArray = NDArray[np.float64]
 
 #: Draws of the tasks' errors: the ends of a 90 % interval are then known to within some two points of coverage.
 _DRAWS = 400
+#: A share whose latency is at most so many times that of the whole device is as fast.
+_AS_FAST = 1.05
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,27 @@ def compare_devices(
     if prices and (without := [report.device for report in reports if report.device not in costs]):
         notes.append(f"no price is given for {', '.join(without)}")
     return Comparison(reports[0].network, tuple(reports), tuple(sorted(costs, key=costs.__getitem__)), tuple(notes))
+
+
+def shares_of(name: str) -> list[Device]:
+    """A device at its shares, the smallest first: cores of a CPU in powers of two, eighths of a GPU; and all of it.
+
+    UnknownDeviceError: it is unknown, or is a share itself.
+    """
+    from cdmpp.device import get_device
+
+    if "@" in name:
+        raise UnknownDeviceError(f"{name} is a share itself: shares are of a whole device, {name.partition('@')[0]}")
+    whole = get_device(name)
+    if whole.kind == "gpu":
+        return [get_device(f"{name}@{eighths / 8:g}") for eighths in range(1, 8)] + [whole]
+    cores = int(whole.share)
+    return [get_device(f"{name}@{n}") for n in sorted({min(2**k, cores) for k in range(cores.bit_length() + 1)})]
+
+
+def smallest_share(latency_s: Sequence[float]) -> int:
+    """Number of the first of a device's shares (the smallest first) that is as fast as all of it, within 5 %."""
+    return next(number for number, seconds in enumerate(latency_s) if seconds <= _AS_FAST * latency_s[-1])
 
 
 def read_prices(path: str | Path) -> dict[str, float]:

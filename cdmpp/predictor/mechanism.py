@@ -221,7 +221,10 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     moved = todo["read"] + todo["written"]
     cache = 1024.0 * max(device.l2_kb or 0.0, device.l3_kb or 0.0) or 1e6
     part = _L2_PART.get(device.mcpu, _L2_PART_OF_OTHERS)
-    cache_rate = 1e9 * (device.l2_bandwidth_gb_s or 0.0) or cores * clock * _L2_BYTES * part
+    of_share = device.share if device.kind == "gpu" else 1.0
+    cache_rate = 1e9 * of_share * (device.l2_bandwidth_gb_s or 0.0) or cores * clock * _L2_BYTES * part
+    if of_share < 1:  # what memory gives comes through the last cache: a few cores cannot take all of it
+        bandwidth = min(bandwidth, cache_rate)
     b, rows, columns, depth = products(table)
     tiles = {tile: b * np.ceil(rows / tile[0]) * np.ceil(columns / tile[1]) for tile in TILES}
     compute, splits = _compute(tiles, depth, peak / cores, cores, cache_rate / cores)

@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 
 #: Bytes of arguments kept between batches for programs of equal signature.
 _ARGUMENT_CACHE_BYTES = 2 << 30
+#: A program whose fastest samples take so many times as long as the best of its task is clearly slower: two undisturbed ones
+#: are enough, as labels repeat to a few per cent.
+_CLEARLY_SLOWER = 1.25
 #: Samples in all, disturbed ones included, relative to ``SamplingPlan.max_samples``.
 _MAX_TAKEN = 2
 #: Undisturbed samples of the sentinel program, of three times as many attempts.
@@ -78,6 +81,7 @@ class SharedObject(Built):
     program: str
     path: str = ""
     args: tuple[ArgSpec, ...] = ()
+    best_s: float | None = None
     code: Any = field(default=None, repr=False, compare=False)
 
 
@@ -120,6 +124,7 @@ class LoadedProgram:
 
     def __init__(self, built: SharedObject, arguments: Arguments, plan: SamplingPlan, sentinel: Sentinel) -> None:
         self.hash, self.plan, self.sentinel = built.program, plan, sentinel
+        self.best_s = built.best_s
         self.args = arguments.get(built.args)
         self.module = self.load(built.path)
         self.entry = self.module["main"]
@@ -168,9 +173,16 @@ class LoadedProgram:
         self.sentinel.measured(elapsed_s)
 
     @property
+    def clearly_slower(self) -> bool:
+        """Than the best of its task, as far as that is known."""
+        return self.best_s is not None and len(self.calm) >= 2 and min(self.calm) > _CLEARLY_SLOWER * self.best_s
+
+    @property
     def wants_more(self) -> bool:
         taken = len(self.calm) + len(self.disturbed)
         if taken >= 2 and self.spent_s >= self.plan.max_measure_s:
+            return False
+        if self.clearly_slower:
             return False
         patient = self.waited_s < self.plan.max_wait_s and self.sentinel.patient
         if taken >= max(2, self.plan.min_samples // 2) and self.disturbed and not patient:
@@ -180,7 +192,8 @@ class LoadedProgram:
 
     def result(self) -> tuple[tuple[float, ...], float]:
         """The samples that the label is made of, and the share of disturbed ones among them."""
-        if len(self.calm) >= max(2, self.plan.min_samples // 2) or not self.disturbed:
+        enough = 2 if self.clearly_slower else max(2, self.plan.min_samples // 2)
+        if len(self.calm) >= enough or not self.disturbed:
             return tuple(self.calm), 0.0
         taken = self.calm + self.disturbed
         return tuple(taken), len(self.disturbed) / len(taken)
@@ -383,7 +396,7 @@ class ObjectBuilder:
             else:
                 compile_to_shared_object(func, self._target, path)
                 self._cache.keep(program, path)
-            return SharedObject(program, str(path), args)
+            return SharedObject(program, str(path), args, job.best_s)
         except ProgramError as err:
             return SharedObject(program, status="invalid_config", error=str(err))
         except subprocess.CalledProcessError as err:

@@ -80,6 +80,8 @@ class BuildJob:
     program: Program
     task: Task
     space: Space | None
+    #: A program that is clearly slower than this on a CPU is not sampled to the end.
+    best_s: float | None = field(default=None, kw_only=True)
 
     @property
     def built(self) -> Built | None:

@@ -33,11 +33,13 @@ class TuneConfig:
     cost_model: str = "cdmpp"
     #: What ours starts from: a predictor, its folder or ``"default"``; None for an analytical estimate.
     predictor: Predictor | str | Path | None = "default"
-    #: Coverage of the intervals that the trimmer drops candidates by; None drops none. Only for ours.
+    #: Coverage of the intervals that the trimmer drops candidates by (only ours has intervals); a measurement on a CPU ends
+    #: when the program is clearly slower than the best of its task. None measures every candidate to the end.
     trim: float | None = 0.9
-    #: Which candidates will not run, and which to measure first: a validity model, a folder of failures to
-    #: learn one from, ``"online"`` to learn it from this tuning's failures alone; None measures whatever is proposed.
-    validity: ValidityModel | str | Path | None = None
+    #: Which candidates will not run, and which to measure first: a validity model, a folder of failures to learn one from,
+    #: ``"online"`` to learn it from this tuning's failures alone; ``"default"`` is the model that ships on a GPU, and none on
+    #: a CPU, where all programs run. None measures whatever is proposed.
+    validity: ValidityModel | str | Path | None = "default"
     #: Candidates of a round.
     batch: int = 16
     #: ``"cdmpp"`` for our search (:mod:`cdmpp.tuner.search`), ``"metaschedule"`` for TVM's evolutionary search, which TVM's

@@ -13,6 +13,8 @@ _IN_WORDS = {
     "trials": "the number of trials",
     "max_measurements": "the number of measurements",
     "budget_s": "the budget in seconds",
+    "cpu_budget_s": "the budget in CPU seconds",
+    "energy_budget_j": "the budget in joules",
     "least_gain_per_minute": "the gain per minute to stop at",
 }
 #: Points that a forecast needs.
@@ -29,6 +31,10 @@ class Objective:
     max_measurements: int | None = None
     #: Wall time.
     budget_s: float | None = None
+    #: CPU seconds of search, builders and measuring together (:attr:`Costs.cpu_s`).
+    cpu_budget_s: float | None = None
+    #: Joules of the whole device (:attr:`Costs.energy_j`).
+    energy_budget_j: float | None = None
     #: Fraction of the network's latency that the next minute must be expected to bring: see :meth:`Curve.gain`.
     least_gain_per_minute: float | None = None
 
@@ -43,8 +49,13 @@ class Objective:
             return f"{self.trials} trials"
         if self.max_measurements is not None and costs.measurements >= self.max_measurements:
             return f"{self.max_measurements} measurements"
-        if self.budget_s is not None and costs.wall_s >= self.budget_s:
-            return f"the budget of {self.budget_s:g} s"
+        for limit, spent, unit in (
+            (self.budget_s, costs.wall_s, "s"),
+            (self.cpu_budget_s, costs.cpu_s, "CPU seconds"),
+            (self.energy_budget_j, costs.energy_j or 0.0, "J"),
+        ):
+            if limit is not None and spent >= limit:
+                return f"the budget of {limit:g} {unit}"
         if self.least_gain_per_minute is not None:
             gain = curve.gain()
             if gain is not None and gain < self.least_gain_per_minute:

@@ -7,7 +7,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +52,8 @@ def make_models(config: TuneConfig, device: Device) -> Models:
     from cdmpp.tuner.cost_model import make_cost_model
 
     guard = None
-    if config.validity is not None:
+    # all programs run on a CPU
+    if config.validity is not None and (device.kind == "gpu" or config.validity != "default"):
         from cdmpp.tuner.validity import make_guard
 
         guard = make_guard(config.validity, device, config.seed)
@@ -261,7 +262,8 @@ class TuningSession:
             worth = [good for _, good in fresh]
             worth = worth[: progress.claim(task, worth, self._reserved())]
             self.reserved = max(0, self.reserved - len(worth))
-            jobs = [job for (job, _), good in zip(fresh, worth, strict=False) if good]
+            best_s = None if self._config.trim is None else state.latency_s
+            jobs = [replace(job, best_s=best_s) for (job, _), good in zip(fresh, worth, strict=False) if good]
             progress.known.update((job.program.hash, None) for job in jobs)
         begun = _Round(task, self._measurer.submit(jobs), len(worth) - len(jobs))
         if jobs:

@@ -158,6 +158,8 @@ class _Tuning:
             open_.callback(store.close)
             store.open_database(tuners)
             energy = None if config.gpu or config.ray else energy_meter(device)
+            if config.objective.energy_budget_j is not None and energy is None:
+                raise TunerError(f"an energy budget needs a meter, and nothing here counts the energy of {device.name}")
             progress = Progress(tasks, store, config.objective, report=self._report, energy=energy)
             if measurer is None:
                 degree = config.workers if cores is None else len(cores)

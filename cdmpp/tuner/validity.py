@@ -39,6 +39,8 @@ IntArray = NDArray[np.int64]
 #: A folder of programs that a CUDA compiler judged (``data/validity-cuda``): its table, and the programs as a dataset.
 VERDICTS_FILE, PROGRAMS_FOLDER = "validity.parquet", "programs"
 
+#: The trees that ship, of all of ``data/validity-cuda``.
+_SHIPPED = Path(__file__).with_name("validity_cuda.json")
 #: The trees. XGBoost would start from the rows' mean: one margin, whatever the rows, needs no fitting.
 _TREES: dict[str, Any] = {
     "max_depth": 5,
@@ -436,12 +438,24 @@ class ValidityGuard:
         return list(rows), np.array(list(rows.values()), dtype=np.float32)
 
 
+def shipped_model() -> ValidityModel:
+    """The model of CUDA programs that ships."""
+    import xgboost as xgb
+
+    model = ValidityModel()
+    model.trees_ = xgb.Booster(model_file=_SHIPPED)
+    return model
+
+
 def make_guard(validity: ValidityModel | str | Path, device: Device, seed: int) -> ValidityGuard:
-    """The guard of a tuning by a model, or by one learned from a folder of failures; ``"online"`` starts from nothing.
+    """The guard of a tuning by a model, or by one learned from a folder of failures; ``"default"`` is the model that ships,
+    ``"online"`` starts from nothing.
 
     DatasetError as of :func:`read_validity`.
     """
-    if isinstance(validity, str | Path):
+    if validity == "default":
+        model: ValidityModel | None = shipped_model()
+    elif isinstance(validity, str | Path):
         model = None if validity == "online" else train_validity([validity], device)
     else:
         model = validity

@@ -33,25 +33,28 @@ def small_space() -> bench.Space:
 def test_searches_end_and_depend_on_their_seed() -> None:
     space = small_space()
     model = bench.failures_of(space)
-    plain, full, again = (bench.search(space, arm, 3, 144, model) for arm in ("plain", "full", "full"))
-    assert full == again and plain["reached"] and full["reached"]
-    assert full["failed"] <= 2 < plain["failed"]
-    capped = bench.search(space, "plain", 0, 1, model)
+    for way in bench.SEARCHES:
+        runs = {arm: bench.search(space, way, arm, 3, 144, model) for arm in bench.ARMS}
+        assert runs["full"] == bench.search(space, way, "full", 3, 144, model)
+        assert all(run["reached"] for run in runs.values())
+        failed = {arm: run["failed"] for arm, run in runs.items()}
+        assert failed["full"] <= 2 < failed["plain"] and failed["full"] <= failed["skip"], way
+    capped = bench.search(space, "tuner", "plain", 0, 1, model)
     assert (capped["measurements"], capped["reached"]) == (1, False)
 
 
 def test_ratios_are_of_geometric_means() -> None:
     def rows(device: str, arm: str, *counts: int) -> list[dict[str, Any]]:
-        run = {"device": device, "arm": arm, "failed": 2, "reached": True}
+        run = {"device": device, "search": "tuner", "arm": arm, "failed": 2, "reached": True}
         return [{**run, "seed": seed, "measurements": count} for seed, count in enumerate(counts)]
 
     full, plain = rows("a", "full", 10, 40) + rows("b", "full", 5, 5), rows("a", "plain", 20, 80)
-    ratio, first, *_ = bench.figures(full + plain + rows("b", "plain", 10, 40))
+    ratio, first, *_ = bench.figures(plain + full + rows("b", "plain", 10, 40))
     assert ratio["values"]["ratio"] == pytest.approx(np.sqrt(0.5 * np.sqrt(0.5 * 0.125)))
     assert (ratio["spread"]["ratio"]["min"], ratio["spread"]["ratio"]["max"]) == pytest.approx((0.25, 0.5))
     low, high = ratio["interval"]["ratio"]
     assert low <= ratio["values"]["ratio"] <= high
-    assert first["name"] == "plain, a"
+    assert ratio["name"] == "tuner: full over plain" and first["name"] == "tuner: plain, a"
     assert first["values"] == {
         "measurements (median)": 50, "geometric mean": pytest.approx(40), "failed (mean)": 2, "never": 0,
     }  # fmt: skip

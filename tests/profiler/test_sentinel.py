@@ -96,12 +96,12 @@ class Script:
         return (True, 0.0) if at_most_s > 0 else (False, 0.0)
 
 
-def loaded(answers: list[bool], plan: SamplingPlan) -> Any:
+def loaded(answers: list[bool], plan: SamplingPlan, best_s: float | None = None) -> Any:
     program = LoadedProgram.__new__(LoadedProgram)
     program.plan, program.sentinel = plan, Script(answers)  # type: ignore[assignment]
     program.calm, program.disturbed = [], []
     program.spent_s = program.waited_s = 0.0
-    program._timer = None
+    program.best_s, program._timer = best_s, None
     values = iter(float(i) for i in range(1, 100))
     program._run_once = lambda: next(values)  # type: ignore[method-assign]
     return program
@@ -125,6 +125,16 @@ def test_undisturbed_samples_count_or_the_share_of_others_is_told(
         program.sample()
     found, disturbed = program.result()
     assert set(found) == samples_s and len(found) == len(samples_s) and disturbed == pytest.approx(share)
+
+
+@pytest.mark.parametrize(("best_s", "taken"), [(None, 9), (1.6, 9), (1.59, 3)])
+def test_what_is_clearly_slower_than_the_best_is_not_sampled_to_the_end(best_s: float | None, taken: int) -> None:
+    """The first sample, of 1 s, is disturbed; the others take 2 s and more."""
+    program = loaded([False], SamplingPlan(min_samples=8, max_samples=8), best_s)
+    while program.wants_more:
+        program.sample()
+    found, disturbed = program.result()
+    assert min(found) == 2.0 and len(found) == taken - 1 and disturbed == 0.0
 
 
 def item_of(program: str) -> _Item:

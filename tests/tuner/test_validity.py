@@ -170,6 +170,11 @@ def test_what_ships_was_judged_for_architectures(tmp_path: Path) -> None:
     data = read_validity([REPOSITORY / "data" / "validity-cuda"])
     assert len(data) > 50_000 and set(data.table["device"]) == {"sm_70", "sm_75", "sm_80", "sm_86", "sm_90"}
     assert 0.4 < data.valid.mean() < 0.6
+    shipped = make_guard("default", get_device("h200"), 0).validity.model
+    assert shipped is not None
+    own = data.of(get_device("h200"))
+    right = (shipped.log_odds(own.features) > 0) == own.valid
+    assert right.mean() > 0.9, "the model that ships learned from them"
     (tmp_path / "validity.parquet").write_bytes(b"PAR1")
     (tmp_path / "programs").symlink_to(REPOSITORY / "data" / "validity-cuda" / "programs")
     with pytest.raises(DatasetError, match="is damaged"):
