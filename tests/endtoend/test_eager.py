@@ -88,19 +88,17 @@ def test_what_ships_prices_a_network_on_every_runtime(tmp_path: Path, command: C
     assert "--schedule is of --runtime tvm" in command.error(*here, "--runtime", "torch", "--schedule", "best")
 
 
-def test_the_smallest_share_that_is_as_fast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_smallest_share_that_is_as_fast(tmp_path: Path, command: Command) -> None:
     assert [smallest_share(s) for s in ([4.0, 2.0, 1.05, 1.0], [1.0, 1.2, 1.0], [2.0])] == [2, 0, 0]
     assert [device.name for device in shares_of("epyc-7551")] == [f"epyc-7551@{n}" for n in (1, 2, 4, 8, 16, 32)]
-    path, out = tmp_path / "mine.pt2", tmp_path / "out.json"
+    path = tmp_path / "mine.pt2"
     torch.export.save(torch.export.export(torch.nn.Linear(4096, 4096), (torch.randn(64, 4096),)), path)
-    assert main(["latency", str(path), "--device", "h100-sxm", "--shares", "--json", str(out)]) == 0
-    found = json.loads(out.read_text())
+    found = command.json("latency", path, "--device", "h100-sxm", "--shares")
     latency_s = {report["device"]: report["latency_s"] for report in found["reports"]}
     assert len(latency_s) == 8 and latency_s["h100-sxm@0.125"] > 2 * latency_s["h100-sxm"]
     assert latency_s[found["smallest_share"]] <= 1.05 * latency_s["h100-sxm"]
     for devices, said in (("h200,h100-sxm", "of one device"), ("h200@0.5", "is a share itself")):
-        assert main(["latency", str(path), "--device", devices, "--shares"]) == 2
-        assert said in capsys.readouterr().err
+        assert said in command.error("latency", path, "--device", devices, "--shares")
 
 
 def test_runtimes_that_cannot_be(tmp_path: Path) -> None:
