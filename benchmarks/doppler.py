@@ -116,21 +116,7 @@ def simulated(folder: Path, cores: int, programs: int = 2000) -> Figure:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    add = parser.add_argument
-    add("--predictor", default="default", metavar="DIR")
-    add("--networks", nargs="+", default=list(NETWORKS), help="that it never saw; their tasks are tuned")
-    add("--tasks", type=int, default=4, metavar="N")
-    add("--trials", type=int, default=64, metavar="N", help="of a task")
-    add("--batch", type=int, default=16, metavar="N", help="trials of a round")
-    add("--population", type=int, default=256, metavar="N", help="of the search")
-    add("--generations", type=int, default=3, metavar="N", help="of the search")
-    add("--builders", type=int, metavar="N", help="(default: one a core)")
-    add("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    add("--repeats", type=int, default=3, metavar="N", help="of the final measurements")
-    add("--out", type=Path, required=True, metavar="DIR", help="tunings, to go on with")
-    add("--quick", action="store_true", help="does it run: one task of a small network")
-    args = parser.parse_args()
+    args = arguments(__doc__, __file__, networks={"default": list(NETWORKS)}).parse_args()
     if args.quick:
         args.networks, args.tasks, args.trials, args.batch, args.seeds, args.repeats = ["gcn"], 1, 8, 4, [0], 1
     made = provenance(__file__, (), args.predictor, args.seeds)

@@ -242,23 +242,8 @@ def kept(rows: Iterable[Row]) -> list[Row]:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    add = parser.add_argument
-    add("--predictor", default="default", metavar="DIR")
-    add("--networks", nargs="+", default=list(NETWORKS), help="that it never saw; their tasks are tuned")
-    add("--runs", nargs="+", default=["cdmpp", "xgb", "random"], choices=RUNS)
-    add("--tasks", type=int, default=8, metavar="N")
-    add("--trials", type=int, default=128, metavar="N", help="of a task")
-    add("--batch", type=int, default=16, metavar="N", help="trials of a round")
-    add("--population", type=int, default=256, metavar="N", help="of the search")
-    add("--generations", type=int, default=3, metavar="N", help="of the search")
-    add("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    add("--repeats", type=int, default=5, metavar="N", help="of the final measurements")
-    add("--coverage", type=float, default=0.9, help="of the trimmer's intervals")
-    add("--least-gain", type=float, default=0.01, help="per minute, of the trimmed runs cut short")
-    add("--out", type=Path, required=True, metavar="DIR", help="tunings, to go on with")
-    add("--quick", action="store_true", help="does it run: two tasks of a small network")
-    args = parser.parse_args()
+    given = {"networks": {"default": list(NETWORKS)}, "runs": {"choices": RUNS}}
+    args = arguments(__doc__, __file__, **given).parse_args()
     if args.quick:
         args.networks, args.tasks, args.trials = ["gcn"], 2, 12
         args.batch, args.population, args.generations, args.seeds, args.repeats = 4, 16, 1, [0], 1
