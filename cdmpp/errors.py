@@ -87,7 +87,8 @@ def reason(error: Exception) -> str:
 @contextmanager
 def raised_as(error: type[CdmppError], sentence: str, *more: type[Exception]) -> Iterator[None]:
     """An error of ours for what files and their content raise: OSError, ValueError and ``more``; the sentence, then why."""
+    kinds: tuple[type[Exception], ...] = (OSError, ValueError, *more)
     try:
         yield
-    except (OSError, ValueError, *more) as err:
+    except kinds as err:
         raise error(f"{sentence}: {reason(err)}") from err
