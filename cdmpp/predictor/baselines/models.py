@@ -56,7 +56,7 @@ class TrainedModel(LatencyModel):
     ) -> None:
         if max_seconds is not None and not max_seconds > 0:
             raise PredictorError(f"max_seconds must be above 0, got {max_seconds}")
-        self._config, self._max_seconds, self._progress = config, max_seconds, progress
+        self._config, self.max_seconds, self._progress = config, max_seconds, progress
         self.predictor_: Predictor | None = None
         self.history_: list[dict[str, Any]] = []
 
@@ -71,7 +71,7 @@ class TrainedModel(LatencyModel):
                 self._progress(line)
 
         self.history_ = []
-        fitted = prepare(self._config, data, split, self.make_network, self._max_seconds)
+        fitted = prepare(self._config, data, split, self.make_network, self.max_seconds)
         state = fitted.trainer.fit(progress=record)
         self.predictor_ = fitted.predictor(state.best, training_summary(self._config, data, split, state))
 
