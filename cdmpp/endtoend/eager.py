@@ -13,19 +13,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cdmpp.dataset.operators import TORCH_COLD
+from cdmpp.device import Device
 from cdmpp.endtoend.report import INDEPENDENT, INTERVAL, LatencyReport, LayerLatency
 from cdmpp.errors import NetworkError
 from cdmpp.predictor.operators import BEST, OperatorModel, load_operator_model
 from cdmpp.predictor.predictor import COVERAGE
 from cdmpp.program.aten import calls_of, table_of
-from cdmpp.program.network import load_network
+from cdmpp.program.network import Network, load_network
 from cdmpp.program.operators import work
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from cdmpp.device import Device
-    from cdmpp.program.network import Network
 
 #: Cycles that Python spends around an operator or a view: what an LSTM and a DLRM take beyond their kernels on a Zen 4, 2 us.
 _CALL_CYCLES = 7400.0

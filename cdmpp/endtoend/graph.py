@@ -6,17 +6,16 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from cdmpp.dataset import Dataset
 from cdmpp.errors import DatasetError, NetworkError
 from cdmpp.program.fusion import VIEWS, FusedNetwork, callee, fuse
 from cdmpp.program.graph import FOLDER, GraphNode, NetworkGraph, load_graph, network_graph
+from cdmpp.program.network import Network, load_network
 from cdmpp.program.tasks import tasks_of
 from cdmpp.program.tvm_env import import_tvm, quiet
-
-if TYPE_CHECKING:
-    from cdmpp.program.network import Network
-    from cdmpp.program.types import Task
+from cdmpp.program.types import Task
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,6 @@ def network_tasks(network: Network | NetworkTasks | str | Path, data: str | Path
     NetworkError where a network cannot be found or imported, its nodes wait for each other, or it has no task;
     DatasetError where there is no dataset with the tasks of a graph file.
     """
-    from cdmpp.program.network import load_network
-
     if isinstance(network, NetworkTasks):
         return network
     if isinstance(network, str | Path):
@@ -55,8 +52,6 @@ def network_tasks(network: Network | NetworkTasks | str | Path, data: str | Path
 
 
 def _of_file(path: Path, data: str | Path | None) -> NetworkTasks:
-    from cdmpp.dataset import Dataset
-
     graph = load_graph(path)
     folder = Path(data) if data is not None else path.parent.parent
     if data is None and path.parent.name != FOLDER:

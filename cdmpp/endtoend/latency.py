@@ -8,11 +8,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cdmpp.device import Device, get_device, load_table
 from cdmpp.endtoend.eager import eager_latency
 from cdmpp.endtoend.graph import NetworkTasks, network_tasks
 from cdmpp.endtoend.replay import Replay, replay
@@ -20,14 +21,11 @@ from cdmpp.endtoend.report import INDEPENDENT, INTERVAL, LatencyReport, LayerLat
 from cdmpp.endtoend.tasks import UNTUNED, TaskLatency, candidates, predict_tasks
 from cdmpp.errors import NetworkError, PriceError, UnknownDeviceError, raised_as
 from cdmpp.files import read_yaml
-from cdmpp.predictor.predictor import COVERAGE, prediction_note
-
-if TYPE_CHECKING:
-    from cdmpp.device import Device
-    from cdmpp.predictor import Predictor
-    from cdmpp.predictor.uncertainty import Calibration
-    from cdmpp.program.graph import GraphNode
-    from cdmpp.program.network import Network
+from cdmpp.predictor import Predictor
+from cdmpp.predictor.predictor import COVERAGE, load_predictor, prediction_note
+from cdmpp.predictor.uncertainty import Calibration, check_coverage
+from cdmpp.program.graph import GraphNode
+from cdmpp.program.network import Network
 
 FloatArray = NDArray[np.float64]
 
@@ -93,12 +91,8 @@ def predict_latency(
     CdmppError: UnknownDeviceError, NetworkError, DatasetError, TunerError, ProgramError; or PredictorError, for what is
     no latency too.
     """
-    from cdmpp.device import get_device
-    from cdmpp.predictor.predictor import load_predictor
-    from cdmpp.predictor.uncertainty import check_coverage
-
     check_coverage(coverage)
-    resolved = get_device(device) if isinstance(device, str) else device
+    resolved = get_device(device)
     if runs_eagerly(network, runtime, schedule) and resolved.kind == "cpu":
         return eager_latency(network, resolved, None, price_per_hour, coverage)  # type: ignore[arg-type]
     if runtime == "torch" and resolved.kind == "cpu":
@@ -168,10 +162,7 @@ def compare_devices(
     Options and errors are those of :func:`predict_latency`; every device is looked up before anything is predicted.
     `prices` of an hour are by canonical device name (:func:`read_prices`); a share of a device has a price of its own.
     """
-    from cdmpp.device import get_device
-    from cdmpp.predictor.predictor import load_predictor
-
-    resolved = [get_device(device) if isinstance(device, str) else device for device in devices]
+    resolved = [get_device(device) for device in devices]
     eager = runs_eagerly(network, options.get("runtime"), options.get("schedule", UNTUNED))
     source: Any = network
     if not eager or any(device.kind == "gpu" for device in resolved):
@@ -206,8 +197,6 @@ def shares_of(name: str) -> list[Device]:
 
     UnknownDeviceError: it is unknown, or is a share itself.
     """
-    from cdmpp.device import get_device
-
     if "@" in name:
         raise UnknownDeviceError(f"{name} is a share itself: shares are of a whole device, {name.partition('@')[0]}")
     whole = get_device(name)
@@ -228,8 +217,6 @@ def read_prices(path: str | Path) -> dict[str, float]:
     The file is a mapping of device names, with their share where it is not the whole device, to prices, as YAML or JSON.
     PriceError where it is not, or a price is not positive and finite, or is given twice; UnknownDeviceError for a name.
     """
-    from cdmpp.device import get_device, load_table
-
     path = Path(path)
     with raised_as(PriceError, f"cannot read prices from {path}"):
         content = read_yaml(path)

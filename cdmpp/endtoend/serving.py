@@ -99,10 +99,7 @@ def predict_operators(
     ProgramError, UnknownDeviceError, PredictorError: a row, a device or the framework is wrong.
     """
     rows = read_operators(path, dtype_name(dtype))
-    return [
-        _report(rows, get_device(d) if isinstance(d, str) else d, model, Path(path).stem, dtype_name(dtype), framework)
-        for d in devices
-    ]
+    return [_report(rows, get_device(d), model, Path(path).stem, dtype_name(dtype), framework) for d in devices]
 
 
 def predict_serving(
@@ -126,7 +123,7 @@ def predict_serving(
     rows = _steps(decoder, serving, dtype, kv_dtype)
     reports = []
     for name in devices:
-        device = get_device(name) if isinstance(name, str) else name
+        device = get_device(name)
         memory = _check_memory(decoder, serving, device, dtype, kv_dtype)
         report = _report(rows, device, model, decoder.name, dtype, framework)
         price = (prices or {}).get(device.name)

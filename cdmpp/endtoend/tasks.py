@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from cdmpp.device import Device, get_device
+from cdmpp.endtoend.graph import NetworkTasks
 from cdmpp.errors import PredictorError, ProgramError, TunerError
+from cdmpp.predictor import Predictor
+from cdmpp.predictor.evidence import NO_EVIDENCE
 from cdmpp.predictor.predictor import COVERAGE, Pairs, prediction_note, seconds_interval
-
-if TYPE_CHECKING:
-    from cdmpp.device import Device
-    from cdmpp.endtoend.graph import NetworkTasks
-    from cdmpp.predictor import Predictor
-    from cdmpp.program.ast import CompactAST
-    from cdmpp.program.network import Network
-    from cdmpp.program.types import Task
+from cdmpp.program.ast import CompactAST, compact_asts
+from cdmpp.program.network import Network, load_network
+from cdmpp.program.space import TaskSpaces
+from cdmpp.program.tasks import extract_tasks
+from cdmpp.program.tvm_env import import_tvm, quiet
+from cdmpp.program.types import Task
+from cdmpp.tuner.store import RECORD_FILE, TUNING_FILE, WORKLOAD_FILE, json_database
 
 #: The unscheduled PrimFunc. LLVM compiles its loops as they are; on a GPU it stands for what a vendor library runs.
 UNTUNED = "untuned"
@@ -82,8 +85,6 @@ def candidates(
     database (``cdmpp tune`` writes one); tasks that it has no schedule for are as they are. TunerError where there is
     none such, or a library runs the tasks: then :data:`UNTUNED` alone makes sense.
     """
-    from cdmpp.program.ast import compact_asts
-
     kind = str(schedule)
     if source.library and kind != UNTUNED:
         raise TunerError(f"schedule {kind}: the tasks of an imported trace are run by a library, which has its own")
@@ -110,8 +111,6 @@ def candidates(
 
 def random_programs(task: Task, device: Device, n: int, seed: int) -> list[Any]:
     """PrimFuncs of up to `n` random points of a task's design space for a device; none where it has no space."""
-    from cdmpp.program.space import TaskSpaces
-
     rule = "llvm" if device.kind == "cpu" else "cuda"
     try:
         spaces = TaskSpaces(task, rule, int(device.share) if rule == "llvm" else 0)
@@ -124,9 +123,6 @@ def random_programs(task: Task, device: Device, n: int, seed: int) -> list[Any]:
 
 def _of_database(folder: Path, tasks: Iterable[Task], device: Device, notes: list[str]) -> dict[str, Any]:
     """The best schedule of every task that a database has one for."""
-    from cdmpp.program.tvm_env import import_tvm, quiet
-    from cdmpp.tuner.store import RECORD_FILE, TUNING_FILE, WORKLOAD_FILE, json_database
-
     absent = [name for name in (WORKLOAD_FILE, RECORD_FILE) if not (folder / name).is_file()]
     if absent:
         raise TunerError(
@@ -172,15 +168,9 @@ def predict_network(
     ``best_low_s`` and ``best_high_s`` are None where the predictor has no intervals; ``unfamiliar`` says how many of the
     programs are far from the training data, None where it cannot tell; ``total_*_s`` are weighted sums over the tasks.
     """
-    from cdmpp.device import get_device
-    from cdmpp.predictor.evidence import NO_EVIDENCE
-    from cdmpp.program.ast import compact_asts
-    from cdmpp.program.network import load_network
-    from cdmpp.program.tasks import extract_tasks
-
     if compile_best < 0:
         raise PredictorError(f"compile_best must be 0 or more, got {compile_best}")
-    resolved = get_device(device) if isinstance(device, str) else device
+    resolved = get_device(device)
     loaded = load_network(network) if isinstance(network, str) else network
     rows: list[dict[str, Any]] = []
     tasks = extract_tasks([loaded])

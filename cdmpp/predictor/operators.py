@@ -133,7 +133,7 @@ class OperatorModel:
             raise PredictorError(f"no framework {framework!r}; there are {', '.join(FRAMEWORKS)}")
         if not len(table):
             return np.zeros(0)
-        resolved = get_device(device) if isinstance(device, str) else device
+        resolved = get_device(device)
         if resolved.kind not in {get_device(name).kind for name in self.devices}:
             raise PredictorError(f"these library operators are of no {resolved.kind.upper()}, as {resolved.name} is")
         estimate, logs = self.parts(table, resolved, framework)
@@ -181,7 +181,7 @@ class OperatorModel:
         with work in the last wave of 128 x 128 tiles of a product (``full``), the ``correction`` that networks learned, the
         likely ``kernel`` ("" where none is known), and the ``nearest`` operator that was measured, the device it was ``on``,
         and how ``far`` it is in standard deviations of the training data (NaN where none of its kind was)."""
-        resolved = get_device(device) if isinstance(device, str) else device
+        resolved = get_device(device)
         seen, of_kind = mechanism(table, resolved), kinds(table)
         bound, part = np.empty(len(table), dtype=object), np.empty(len(table))
         for kind in np.unique(of_kind):
@@ -224,7 +224,7 @@ class OperatorModel:
     def kernels(self, table: pd.DataFrame, device: str | Device) -> pd.DataFrame:
         """Solvers that may run each convolution on an AMD GPU, the fastest first: ``row`` of the table, ``kernel``, ``seconds``
         (of the first those of :meth:`predict`), and ``can_run``, how likely it is that it can. Other operators have none."""
-        resolved = get_device(device) if isinstance(device, str) else device
+        resolved = get_device(device)
         at = np.flatnonzero((table["op"] == OPERATOR).to_numpy() & (resolved.vendor == VENDOR))
         if self.solvers is None or not len(at):
             return pd.DataFrame({"row": [], "kernel": [], "seconds": [], "can_run": []})
@@ -242,7 +242,7 @@ class OperatorModel:
         self, table: pd.DataFrame, device: str | Device, framework: str = BEST
     ) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Seconds, and the ends between which nine of ten operators of such a kind were; each float64 (n,)."""
-        resolved = get_device(device) if isinstance(device, str) else device
+        resolved = get_device(device)
         seconds = self.predict(table, resolved, framework)
         measured = self.devices.get(resolved.name, ())
         found = [

@@ -343,7 +343,7 @@ class Predictor:
         the device that had its name in training."""
         if isinstance(device, str) and device in self.specs:
             return self.specs[device]
-        found = get_device(device) if isinstance(device, str) else device
+        found = get_device(device)
         known = self.specs.get(found.name)
         if known is not None and known.differences(found):
             raise PredictorError(
@@ -406,7 +406,7 @@ def predict_program_file(
     needs.
     """
     program = load_program(path)
-    resolved = get_device(device) if isinstance(device, str) else device
+    resolved = get_device(device)
     ast = compact_asts([program])[0]
     evidence = predictor.evidence([program], resolved, compiled=compiled, measured=measured)
     latency_s = float(predictor.predict_asts([ast], resolved, evidence)[0])

@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cdmpp.dataset import DatasetView, Split
+from cdmpp.dataset.split import architecture
 from cdmpp.errors import PredictorError, SplitError
 from cdmpp.files import seconds_text
+from cdmpp.predictor import Predictor, TrainingData, gather, load_config
+from cdmpp.predictor.evaluation import evaluate_rows, rows_to_score
 from cdmpp.predictor.metrics import evaluate_groups
+from cdmpp.predictor.uncertainty import interval_metrics
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from cdmpp.dataset import DatasetView, Split
-    from cdmpp.predictor import Predictor, TrainingData
 
 #: Nominal coverages that intervals are checked at.
 COVERAGES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
@@ -79,10 +81,6 @@ def collect_report(
     anew on these records. PredictorError for no run folder, no finished predictor in it, no data, or a damaged file;
     else as :func:`cdmpp.predictor.evaluate` and :func:`cdmpp.predictor.gather`.
     """
-    from cdmpp.predictor import Predictor, TrainingData, gather, load_config
-    from cdmpp.predictor.evaluation import evaluate_rows, rows_to_score
-    from cdmpp.predictor.uncertainty import interval_metrics
-
     run = Path(run)
     if not run.is_dir():
         raise PredictorError(f"{run}: no such run folder (cdmpp train writes one)")
@@ -125,8 +123,6 @@ def latency_decade(latency_s: float) -> str:
 
 def _own_split(run: Path, data: TrainingData, notes: list[str]) -> Split | None:
     """The run's split; None, and a note, where it is one of other records."""
-    from cdmpp.dataset import Split
-
     try:
         text = (run / SPLIT_FILE).read_text(encoding="utf-8")
     except OSError as err:
@@ -167,8 +163,6 @@ def _groups(
     data: TrainingData, rows: NDArray[np.int64], records: pd.DataFrame, scores: Mapping[str, Any]
 ) -> tuple[dict[str, list[Row]], list[Row]]:
     """``groups`` and ``ranking`` of a report."""
-    from cdmpp.dataset.split import architecture
-
     label_s, predicted_s = records["latency_s"], records["predicted_s"]
     tasks, devices = records["task"].tolist(), records["device"].tolist()
     members = {grouping: data.members(grouping, rows) for grouping in scores["groups"]}

@@ -7,16 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cdmpp.dataset.split import architecture
+from cdmpp.endtoend.serving import ServingReport
 from cdmpp.errors import PredictorError, raised_as
 from cdmpp.files import seconds_text, write_text
+from cdmpp.predictor import TrainingData
 from cdmpp.report.content import Row, RunReport, collect_report
 from cdmpp.report.figures import bound_figures, coverage_figures, history_figures, ranking_figures, scatter_figures
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from cdmpp.endtoend.serving import ServingReport
-    from cdmpp.predictor import TrainingData
 
 #: Rows of a table, and names of a list, that are shown; more are folded.
 SHOWN = 15
@@ -106,8 +106,6 @@ def _known(columns: Sequence[Sequence[str]], rows: Sequence[Row]) -> list[Sequen
 
 def _by_architecture(networks: Iterable[str]) -> list[str]:
     """Networks with their sizes counted: ``resnet50 (20 sizes)``."""
-    from cdmpp.dataset.split import architecture
-
     sizes: dict[str, list[str]] = {}
     for name in networks:
         sizes.setdefault(architecture(name), []).append(name)

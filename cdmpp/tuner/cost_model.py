@@ -73,7 +73,7 @@ class CostModel(PyCostModel):
         super().__init__()
         from cdmpp.predictor.predictor import load_predictor
 
-        self.device = get_device(device) if isinstance(device, str) else device
+        self.device = get_device(device)
         self.model = OnlineModel(
             AnalyticalPrior(self.device)
             if predictor is None

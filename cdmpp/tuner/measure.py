@@ -151,7 +151,7 @@ def device_of_this_machine(device: str | Device, workers: int | str = 1, gpu: st
     With a class that stands for the GPU (:class:`~cdmpp.tuner.config.TuneConfig`) it does not matter what is here. TunerError
     or ProfilerError where it is not, TunerError where there is no compiler for the GPU.
     """
-    found = get_device(device) if isinstance(device, str) else device
+    found = get_device(device)
     if found.kind == "gpu":
         if workers == "auto":
             raise TunerError(f"{found.name}: --workers auto is for CPUs, give a number")
