@@ -10,10 +10,9 @@ A dataset is a folder::
     programs.parquet
     records.parquet
 
-The columns of the parquet files are the fields of :class:`~cdmpp.program.types.Task`,
-:class:`~cdmpp.program.types.Space`, :class:`~cdmpp.program.types.Program` and
-:class:`~cdmpp.dataset.record.Record`. Of a record's ``meta``, the keys of :data:`META_COLUMNS` are columns of
-their own; the rest is one JSON string.
+The columns of the parquet files are the fields of :class:`~cdmpp.program.types.Task`, :class:`~cdmpp.program.types.Space`,
+:class:`~cdmpp.program.types.Program` and :class:`~cdmpp.dataset.record.Record`. Of a record's ``meta``, the keys of
+:data:`META_COLUMNS` are columns of their own; the rest is one JSON string.
 """
 
 from __future__ import annotations

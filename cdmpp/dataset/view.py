@@ -56,8 +56,7 @@ class DatasetView:
     def records(self) -> pd.DataFrame:
         """All records, one a row, columns :data:`cdmpp.dataset.schema.RECORD_COLUMNS`.
 
-        ``latency_s`` and ``noise`` are NaN where there is none, ``task`` and ``origin`` are "" where the
-        program is unknown.
+        ``latency_s`` and ``noise`` are NaN where there is none, ``task`` and ``origin`` are "" where the program is unknown.
         """
         return pd.concat([part.records for part in self.parts], ignore_index=True)
 
@@ -114,12 +113,11 @@ class DatasetView:
         ``tasks``, ``networks`` and ``devices`` (numbers), ``noise_floor_mape`` (fraction or None). Tasks and
         programs of several datasets count once in ``total``.
 
-        A dataset holds besides: ``path``, ``network_names``, ``device_names``, ``by_device``
-        ({device: records, ok, failures, tasks, programs, split_half_median, split_half_mean, noise_floor_mape}),
-        ``origins`` ({origin: ok records}), ``invalid_records`` (ok records without a usable latency or program),
-        ``corrupt_lines`` (damaged rows that were skipped), ``remeasured`` (programs with several ok records on a
-        device), ``remeasured_difference``, ``remeasured_mean`` and ``remeasured_p90`` (median, mean and 90th percentile
-        of the relative difference of those; None without any).
+        A dataset holds besides: ``path``, ``network_names``, ``device_names``, ``by_device`` ({device: records, ok, failures,
+        tasks, programs, split_half_median, split_half_mean, noise_floor_mape}), ``origins`` ({origin: ok records}),
+        ``invalid_records`` (ok records without a usable latency or program), ``corrupt_lines`` (damaged rows that were
+        skipped), ``remeasured`` (programs with several ok records on a device), ``remeasured_difference``, ``remeasured_mean``
+        and ``remeasured_p90`` (median, mean and 90th percentile of the relative difference of those; None without any).
         """
         return {"total": _totals(self), "datasets": [_details(part) for part in self.parts]}
 

@@ -76,8 +76,7 @@ class DevicePair:
 class DeviceScaling:
     """What :func:`combine` weighs by."""
 
-    #: c of devices that were never compared: 0 scales by the predictor's ratio of two devices, 1 by the analytical
-    #: estimate's.
+    #: c of devices that were never compared: 0 scales by the predictor's ratio of two devices, 1 by the analytical estimate's.
     estimate_part: float = 1.0
     #: Mean absolute log error of plain predictions; the same of devices with enough tasks.
     own_error: float = _OWN_ERROR

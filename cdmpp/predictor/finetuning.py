@@ -98,12 +98,11 @@ def finetune(
     batch, at most, are records of other devices and tasks they were trained on before. Without records of the device
     the result is a file of the chosen tasks and the command that profiles them.
 
-    ``datasets`` are data or dataset folders: the device's records and, to be kept in mind, others. ``tasks`` is how
-    many to choose, or which; None takes every task with records of the device. ``select`` and ``seed`` are how
-    (:func:`choose_tasks`: the choice is the same before and after the device is profiled); the seed is also that of
-    training unless ``config`` is given, whose ``loss``, ``train`` and ``data`` are used. ``adapt`` is the fraction of
-    the device's other programs that may be looked at without labels, and are not scored, for
-    ``config.loss.cmd_weight``.
+    ``datasets`` are data or dataset folders: the device's records and, to be kept in mind, others. ``tasks`` is how many to
+    choose, or which; None takes every task with records of the device. ``select`` and ``seed`` are how (:func:`choose_tasks`:
+    the choice is the same before and after the device is profiled); the seed is also that of training unless ``config`` is
+    given, whose ``loss``, ``train`` and ``data`` are used. ``adapt`` is the fraction of the device's other programs that may be
+    looked at without labels, and are not scored, for ``config.loss.cmd_weight``.
 
     PredictorError: ``out`` holds a run; nothing to choose from; fewer than two programs to learn from; training
     diverged. UnknownDeviceError, DatasetError: no such device; no data.

@@ -33,11 +33,10 @@ _BASE = 10000.0
 
 
 def positional_encoding(positions: ArrayLike, dim: int, variant: str = "standard") -> NDArray[np.float32]:
-    """Encode pre-order positions, float32 ``positions.shape + (dim,)``: column ``k`` is ``sin(pos * f_k)`` for even
-    ``k`` and ``cos(pos * f_k)`` for odd ``k``. In ``standard`` a sine and a cosine share a frequency, ``f_k = 10000 **
-    (-2 * (k // 2) / dim)``, as in *Attention is all you need*; in ``paper``, CDMPP's formula with ``k`` counting
-    columns, none does: ``10000 ** (-2 * k / dim)``. PredictorError for an unknown variant, no columns or a negative
-    position.
+    """Encode pre-order positions, float32 ``positions.shape + (dim,)``: column ``k`` is ``sin(pos * f_k)`` for even ``k`` and
+    ``cos(pos * f_k)`` for odd ``k``. In ``standard`` a sine and a cosine share a frequency, ``f_k = 10000 ** (-2 * (k // 2) /
+    dim)``, as in *Attention is all you need*; in ``paper``, CDMPP's formula with ``k`` counting columns, none does: ``10000 **
+    (-2 * k / dim)``. PredictorError for an unknown variant, no columns or a negative position.
     """
     if variant not in VARIANTS:
         raise PredictorError(f"unknown positional encoding {variant!r}: expected one of {', '.join(VARIANTS)}")

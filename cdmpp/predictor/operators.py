@@ -126,8 +126,7 @@ class OperatorModel:
     def predict(self, table: pd.DataFrame, device: str | Device, framework: str = BEST) -> FloatArray:
         """Seconds of each operator of a table (:func:`cdmpp.program.operators.operator_table`), float64 (n,).
 
-        UnknownDeviceError: no such device. PredictorError: no such framework, or a device of a kind that no labels are
-        of.
+        UnknownDeviceError: no such device. PredictorError: no such framework, or a device of a kind that no labels are of.
         """
         if framework not in FRAMEWORKS:
             raise PredictorError(f"no framework {framework!r}; there are {', '.join(FRAMEWORKS)}")
@@ -462,8 +461,7 @@ def train(
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[OperatorModel, pd.DataFrame]:
-    """Train on a :func:`training_table`, also without each family of devices in turn; for so many steps unless
-    ``epochs`` says.
+    """Train on a :func:`training_table`, also without each family of devices in turn; for so many steps unless ``epochs`` says.
 
     Gives the model, and the table with what was predicted of every row without its device's family: ``left_out_s`` with
     the trust that the other families ask for, and ``left_out_estimate_s`` by the estimate alone. PredictorError:

@@ -402,8 +402,7 @@ def predict_program_file(
     """Predicted latency of one program, a PrimFunc or IRModule as TVM's JSON (``tvm.ir.save_json``; ProgramError where
     it is none); ``compiled`` and ``measured`` as :meth:`Predictor.predict` takes them.
 
-    ``low_s``, ``high_s`` and ``unfamiliar`` are None where the predictor cannot tell; ``note`` says what the prediction
-    needs.
+    ``low_s``, ``high_s`` and ``unfamiliar`` are None where the predictor cannot tell; ``note`` says what the prediction needs.
     """
     program = load_program(path)
     resolved = get_device(device)

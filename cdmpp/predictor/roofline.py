@@ -194,10 +194,9 @@ def estimate_s(asts: Sequence[CompactAST], device: Device) -> FloatArray:
 
     On a CPU, and for a program that was scheduled for a GPU, the sum over its leaves. A leaf takes as long as its slowest
     resource in the core (arithmetic, loads and stores, the chain of dependent updates) plus the lines that each cache level
-    moves for it, over the cores that its parallel loops keep busy; on a GPU the same with lanes in place of SIMD registers.
-    A program that a library runs on a GPU takes as long as its arithmetic in whole waves of tiles, or its inputs and outputs
-    in memory. Constants are of current hardware in general; it is meant to rank programs and to give their scale, not
-    to be exact.
+    moves for it, over the cores that its parallel loops keep busy; on a GPU the same with lanes in place of SIMD registers. A
+    program that a library runs on a GPU takes as long as its arithmetic in whole waves of tiles, or its inputs and outputs in
+    memory. Constants are of current hardware in general; it is meant to rank programs and to give their scale, not to be exact.
     """
     view = ProgramView.of(asts)
     leaves = np.concatenate([ast.leaves for ast in asts]).astype(np.float64)

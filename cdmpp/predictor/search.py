@@ -92,15 +92,13 @@ def search(
 ) -> SearchResult:
     """Search for the hyper-parameters with the lowest MAPE on the validation part.
 
-    Labels of the test part are blanked first, so nothing can look at them. The first trial is the model as it is (ours:
-    the configuration), so that what is found is no worse; what lies outside of the space is drawn in its place. What is
-    not searched is that of ``config``. ``trials`` are all of them, those of resumed searches, pruned and failed ones
-    included; with ``resume`` a search in ``out`` is continued if there is one, and a trial that was cut short does not
-    count.
+    Labels of the test part are blanked first, so nothing can look at them. The first trial is the model as it is (ours: the
+    configuration), so that what is found is no worse; what lies outside of the space is drawn in its place. What is not
+    searched is that of ``config``. ``trials`` are all of them, those of resumed searches, pruned and failed ones included; with
+    ``resume`` a search in ``out`` is continued if there is one, and a trial that was cut short does not count.
 
-    PredictorError: ``out`` holds a search and ``resume`` is off, or one of another model, configuration or other
-    records; no trial succeeded; Optuna is not installed. DatasetError, SplitError: no records; a split that cannot be
-    made.
+    PredictorError: ``out`` holds a search and ``resume`` is off, or one of another model, configuration or other records; no
+    trial succeeded; Optuna is not installed. DatasetError, SplitError: no records; a split that cannot be made.
     """
     if trials < 1:
         raise PredictorError(f"a search needs at least one trial, got {trials}")

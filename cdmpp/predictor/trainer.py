@@ -48,9 +48,8 @@ def learning_rate(step: int, total_steps: int, peak: float, warmup_fraction: flo
 
 
 class _Truth(NamedTuple):
-    """What predicted labels are compared with, (n,) each: standardised labels, logarithms of seconds, of the reference
-    (None where labels are not relative to one), and a group, equal where task and device are (None where order does not
-    count)."""
+    """What predicted labels are compared with, (n,) each: standardised labels, logarithms of seconds, of the reference (None
+    where labels are not relative to one), and a group, equal where task and device are (None where order does not count)."""
 
     target: torch.Tensor
     log_latency: torch.Tensor

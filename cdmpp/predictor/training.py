@@ -66,10 +66,9 @@ def train(
 ) -> TrainResult:
     """Train a predictor and write the run folder.
 
-    ``datasets`` are data or dataset folders, None takes ``config.data.paths``. ``progress`` is called with every
-    epoch's history line. With ``resume`` a run in ``out`` is continued if there is one; the result is that of an
-    unbroken run. Processes that torchrun started train together (:mod:`cdmpp.predictor.processes`); the first one
-    writes.
+    ``datasets`` are data or dataset folders, None takes ``config.data.paths``. ``progress`` is called with every epoch's
+    history line. With ``resume`` a run in ``out`` is continued if there is one; the result is that of an unbroken run.
+    Processes that torchrun started train together (:mod:`cdmpp.predictor.processes`); the first one writes.
 
     PredictorError: ``out`` holds a run and ``resume`` is off, or one of another configuration or other records;
     training diverged. DatasetError, SplitError: no records; a split that cannot be made.
@@ -292,8 +291,7 @@ def recorder(out: Path, history: list[dict[str, Any]], progress: ProgressCallbac
 
 
 def fingerprint(config: Config, named: list[Any], data: TrainingData, arrays: Sequence[NDArray[Any]]) -> str:
-    """Identifies a configuration but for where data are, threads and precision, JSON values, the pairs of data, and
-    arrays."""
+    """Identifies a configuration but for where data are, threads and precision, JSON values, the pairs of data, and arrays."""
     settings = config.model_dump(mode="json", exclude={"data": True, "train": {"threads", "precision"}})
     digest = hashlib.sha256(json.dumps([settings, *named], sort_keys=True).encode())
     for column in ("program", "device"):

@@ -1,5 +1,4 @@
-r"""How far to trust a prediction: intervals with a finite-sample guarantee, and whether a program is like those trained
-on.
+r"""How far to trust a prediction: intervals with a finite-sample guarantee, and whether a program is like those trained on.
 
 *Intervals* are those of split conformal prediction in log seconds. The score of a validation record is :math:`s =
 |\log(\text{measured} / \text{predicted})| / d`, the interval of a prediction :math:`p` is :math:`[p\,e^{-qd},
@@ -279,10 +278,9 @@ def interval_metrics(
     coverage: float = 0.9,
     difficulty: NDArray[np.float64] | None = None,
 ) -> dict[str, Any] | None:
-    """How well intervals hold on scored records of this ``difficulty`` (n,), None for usual: the ``coverage`` asked
-    for, the fraction ``covered`` and its mean over tasks, ``covered_by_task``, the median of high / low (``width``),
-    and the ``pooled_devices``, without scores of their own. None without a calibration, or with too few units for the
-    coverage.
+    """How well intervals hold on scored records of this ``difficulty`` (n,), None for usual: the ``coverage`` asked for, the
+    fraction ``covered`` and its mean over tasks, ``covered_by_task``, the median of high / low (``width``), and the
+    ``pooled_devices``, without scores of their own. None without a calibration, or with too few units for the coverage.
     """
     check_coverage(coverage)
     if calibration is None or not calibration.supports(coverage):

@@ -1,9 +1,8 @@
 """The AutoTuning Association's benchmark hub as a dataset of scheduled GPU programs.
 
-A row is a configuration of a kernel on a GPU: its parameters, and its latency or why there is none. It becomes the
-scheduled TIR program it stands for (:mod:`cdmpp.program.kernels`), stored as the kernel's name and the parameters' values.
-Every configuration is a program of its own, whichever GPUs it ran on; configurations that did not compile or run are
-failure records.
+A row is a configuration of a kernel on a GPU: its parameters, and its latency or why there is none. It becomes the scheduled
+TIR program it stands for (:mod:`cdmpp.program.kernels`), stored as the kernel's name and the parameters' values. Every
+configuration is a program of its own, whichever GPUs it ran on; configurations that did not compile or run are failure records.
 """
 
 from __future__ import annotations

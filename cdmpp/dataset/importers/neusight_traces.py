@@ -3,9 +3,8 @@
 A trace lists the nodes of a torch.fx graph in the order of execution, with the operators of each phase. What has to be known
 to read it:
 
-* of a language model it holds **one layer** of all equal ones; NeuSight repeats it when it adds up a network
-  (``aggregate_gpt`` in its source). ``layers`` and ``layer_bounds`` of ``importers.yaml`` say so here, as ``repeat`` of the
-  nodes;
+* of a language model it holds **one layer** of all equal ones; NeuSight repeats it when it adds up a network (``aggregate_gpt``
+  in its source). ``layers`` and ``layer_bounds`` of ``importers.yaml`` say so here, as ``repeat`` of the nodes;
 * nodes without operators (``misc``) are views and numbers, but also some kernels that NeuSight counts as nothing
   (embeddings, masks, copies, the gradient of a maximum): those move memory here, as their names and shapes say;
 * a binary operator's second tensor may be a number or be broadcast, which not its operator but its shapes tell;

@@ -178,12 +178,11 @@ class CdmppReleased(NetworkModel):
     embedding beside the device's, batch normalisation throughout, Box-Cox labels, MSE + MAPE, and the sizes, batch and
     weight decay of its configuration.
 
-    Not as released: leaves have more numbers than the transformer is wide, and get there by a linear projection. One
-    network takes programs of every number of leaves (there each has its own): the encoder runs over those of one number
-    at a time, so that no leaf attends to padding, and flattened leaves are padded to the longest program of training;
-    longer ones are cut, with a warning. The learning rate has our warm-up and decay, to the peak of the released cycle,
-    and training stops early. The two embeddings are concatenated, as in the paper's figure; the released code adds
-    them.
+    Not as released: leaves have more numbers than the transformer is wide, and get there by a linear projection. One network
+    takes programs of every number of leaves (there each has its own): the encoder runs over those of one number at a time, so
+    that no leaf attends to padding, and flattened leaves are padded to the longest program of training; longer ones are cut,
+    with a warning. The learning rate has our warm-up and decay, to the peak of the released cycle, and training stops early.
+    The two embeddings are concatenated, as in the paper's figure; the released code adds them.
     """
 
     name = "released"
