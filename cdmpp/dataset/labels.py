@@ -1,19 +1,18 @@
 r"""Records -> one label per (program, device), and how wrong the labels themselves are.
 
-Let a label be the true latency times :math:`1 + e`, with :math:`e` normal of standard deviation
-:math:`\sigma`. A predictor that knows the true latency still shows an absolute relative error of
-:math:`E|e| = \sigma \sqrt{2 / \pi}` on average: the noise floor of a MAPE.
+Let a label be the true latency times :math:`1 + e`, with :math:`e` normal of standard deviation :math:`\sigma`. A predictor
+that knows the true latency still shows a mean absolute relative error of :math:`E|e| = \sigma \sqrt{2 / \pi}`: the noise floor
+of a MAPE.
 
-*Split halves.* A record's ``noise`` is the relative difference of the labels of the two halves of its
-samples. Half the samples have :math:`\sigma_h = \sqrt 2 \sigma`, so :math:`E\,\mathrm{noise} = E|e_1 - e_2|
-= 2 \sigma_h / \sqrt\pi = 2 \sqrt{2 / \pi}\,\sigma`: the floor is **half of the mean noise**. This is exact
-for labels that are means of independent samples, and a good approximation for medians.
+*Split halves.* A record's ``noise`` is the relative difference of the labels of the two halves of its samples. Half the samples
+have :math:`\sigma_h = \sqrt 2 \sigma`, so :math:`E\,\mathrm{noise} = E|e_1 - e_2| = 2 \sigma_h / \sqrt\pi = 2 \sqrt{2 /
+\pi}\,\sigma`: the floor is **half of the mean noise**. This is exact for means of independent samples, and a good approximation
+for medians.
 
-*Re-measurements.* Two records of one program and device, taken at different times, differ by :math:`E|e_1 -
-e_2| = 2 \sigma / \sqrt\pi`: the floor is **their mean relative difference over** :math:`\sqrt 2`. This sees
-what split halves cannot (another process, another placement in memory, another hour), so where a device has
-re-measurements its split-half floors are scaled to agree with them. The scaling also mends what adaptive
-sampling does to split halves: who stops when the halves agree reports a difference that is too small.
+*Re-measurements.* Two records of one program and device, taken at different times, differ by :math:`E|e_1 - e_2| = 2 \sigma /
+\sqrt\pi`: the floor is **their mean relative difference over** :math:`\sqrt 2`. This sees what split halves cannot (another
+process, another placement in memory, another hour), so where a device has re-measurements its split-half floors are scaled to
+agree with them. That also mends adaptive sampling: who stops when the halves agree reports a difference that is too small.
 
 A label of n records has its floor divided by :math:`\sqrt n`.
 """
@@ -48,15 +47,12 @@ _PAIR = ["program", "device"]
 
 
 def label_table(records: pd.DataFrame, devices: Sequence[str] | None = None) -> pd.DataFrame:
-    """One label per (program, device): the median of its ok records.
+    """One label per (program, device): the median of its ok records, of several the least disturbed ones (:func:`disturbance`).
+    Unusable latencies and records of unknown programs never get in (and are logged).
 
-    Where a program was measured several times on a device, records that were taken while something else used the core
-    (:func:`disturbance`) count only if there are no others. Failures, NaN, infinite, zero and negative latencies and records
-    of unknown programs never get in (the latter are logged).
-
-    Returns columns :data:`LABEL_COLUMNS`, sorted by task, program and device, index 0..n-1. ``latency_s`` is the label,
-    ``noise`` the median of the records' relative split-half difference (NaN if unknown), ``n_records`` the number of ok
-    records behind the label, ``error_floor`` that of :func:`error_floor`.
+    Gives columns :data:`LABEL_COLUMNS`, sorted by task, program and device, index 0..n-1: ``noise`` is the median of the
+    records' relative split-half difference (NaN if unknown), ``n_records`` how many are behind the label, ``error_floor`` that
+    of :func:`error_floor`.
     """
     chosen = records if devices is None else records[records["device"].isin(list(devices))]
     ok = chosen[chosen["status"] == "ok"]
@@ -86,11 +82,8 @@ def label_fingerprint(labels: pd.DataFrame) -> str:
 
 
 def disturbance(records: pd.DataFrame) -> NDArray[np.float64]:
-    """Share of disturbed samples behind each record, float64 (n,), as far as it is known (0 if not).
-
-    Records of a profiler that did not look at every sample are 1 where the reference program was slow or the
-    halves of the samples disagree, else 0.
-    """
+    """Share of disturbed samples behind each record, float64 (n,), 0 if unknown. Records of a profiler that did not look at
+    every sample are 1 where the reference program was slow or the halves of the samples disagree, else 0."""
     share = (records["noise"].to_numpy(dtype=np.float64) > _DISTURBED_NOISE).astype(np.float64)
     if "drift" in records:
         share[records["drift"].to_numpy(dtype=np.float64) > _DISTURBED_DRIFT] = 1.0
@@ -121,10 +114,7 @@ def noise_floor_mape(labels: pd.DataFrame) -> float | None:
 
 
 def remeasured_difference(ok_records: pd.DataFrame) -> pd.Series:
-    """Mean relative difference |a - b| / mean(a, b) over the pairs of ok records of each (program, device).
-
-    Indexed by (program, device), without those that have one record only.
-    """
+    """Mean relative difference |a - b| / mean(a, b) over the pairs of ok records of each (program, device) that has several."""
     repeated = ok_records[ok_records.duplicated(_PAIR, keep=False)]
     values, index = [], []
     for key, latencies in repeated.groupby(_PAIR, sort=True, observed=True)["latency_s"]:

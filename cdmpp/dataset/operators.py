@@ -1,8 +1,5 @@
-"""A dataset of operators that libraries ran: one parquet file of latencies, and what is known of how they were measured.
-
-``operators.parquet`` has the columns of :data:`cdmpp.program.operators.COLUMNS` and those of :data:`LABELS`; ``meta.json``
-says where they are from.
-"""
+"""A dataset of operators that libraries ran: ``operators.parquet``, with the columns of :data:`cdmpp.program.operators.COLUMNS`
+and of :data:`LABELS`, and ``meta.json``, which says where they are from."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from cdmpp.dataset.schema import META_FILE
-from cdmpp.errors import DatasetError, reason
+from cdmpp.errors import DatasetError, raised_as, reason
 from cdmpp.files import replacing, write_text
 from cdmpp.program.operators import COLUMNS, SIZES, operator_table
 
@@ -33,10 +30,8 @@ LABELS: dict[str, str] = {
 
 
 def write_operators(folder: str | Path, table: pd.DataFrame, *, replace: bool = False, **meta: Any) -> None:
-    """Write a new dataset (or ``replace`` one) of a table with the columns of :data:`LABELS` besides those of operators.
-
-    DatasetError: there is a dataset already, or the files cannot be written.
-    """
+    """Write a new dataset (or ``replace`` one) of a table with the columns of :data:`LABELS` besides those of operators;
+    DatasetError: there is one already, or the files cannot be written."""
     folder = Path(folder)
     if (folder / META_FILE).exists() and not replace:
         raise DatasetError(f"{folder} is a dataset already: choose a new folder")
@@ -62,10 +57,8 @@ def load_operators(folders: str | Path | Iterable[str | Path]) -> pd.DataFrame:
         raise DatasetError(f"{', '.join(map(str, given))}: no {OPERATOR_FILE} in it")
     tables = []
     for file in files:
-        try:
+        with raised_as(DatasetError, f"cannot read {file}"):
             table = pd.read_parquet(file)
-        except (OSError, ValueError) as err:
-            raise DatasetError(f"cannot read {file}: {reason(err)}") from err
         if missing := [name for name in ("op", "dtype", "device", "seconds") if name not in table]:
             raise DatasetError(f"{file} has no column {', '.join(missing)}")
         categories = table.select_dtypes("category").columns
@@ -73,10 +66,9 @@ def load_operators(folders: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     united = pd.concat(tables, ignore_index=True)
     if "framework" not in united:
         united["framework"] = ""
-    try:
+    sentence = f"{', '.join(map(str, files))}: a column is of another type"
+    with raised_as(DatasetError, sentence, TypeError, AttributeError, OverflowError):
         return operator_table(united.assign(framework=united["framework"].fillna("")))
-    except (TypeError, ValueError, AttributeError, OverflowError) as err:
-        raise DatasetError(f"{', '.join(map(str, files))}: a column is of another type: {reason(err)}") from err
 
 
 def holds_operators(folder: str | Path) -> bool:

@@ -16,9 +16,9 @@ class Record:
 
     ``device`` is a canonical name, ``status`` "ok" or one of :data:`cdmpp.errors.FAILURE_KINDS`. ``latency_s`` is the label
     (None for a failure), made of ``samples_s`` in the order in which they were taken (stored as float32); ``noise`` is the
-    relative difference of the labels of the two halves of the samples, |a - b| / mean(a, b) (None if unknown). ``error`` is
-    what went wrong, for people; ``measured_at`` Unix time in seconds; ``meta`` everything else worth keeping (JSON values):
-    build_s, run_s, attempts, workers, threads, drift, steal_pct, session, ...
+    relative difference of the labels of their two halves, |a - b| / mean(a, b) (None if unknown). ``error`` is what went wrong,
+    for people; ``measured_at`` Unix time in seconds; ``meta`` everything else worth keeping (JSON values), such as build_s,
+    attempts, session.
     """
 
     program: str
@@ -32,11 +32,8 @@ class Record:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def validate(self) -> None:
-        """Refuse what cannot be a measurement; the message names the record.
-
-        DatasetError: an unknown status, no program or no device. LabelError: an ok record whose latency or samples are missing,
-        NaN, infinite, zero or negative; a failure that has a latency.
-        """
+        """Refuse what cannot be a measurement; the message names the record. DatasetError: an unknown status, no program or no
+        device. LabelError: a latency or sample that is no :func:`is_label`, a noise below 0; a failure that has a latency."""
         if not self.program or not self.device:
             raise DatasetError(f"a record needs a program and a device, got {self.program!r} and {self.device!r}")
         if self.status not in STATUSES:

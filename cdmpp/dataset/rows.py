@@ -32,11 +32,10 @@ _SHARED_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "9p", "lustre", "gpfs", "
 class RowStore:
     """Rows of JSON in tables, in the order in which they were added; one writer, any number of readers.
 
-    A row is safe from a killed process when :meth:`add` returns, and from a power cut a second later (:meth:`sync`).
-
-    ``write`` makes the file if it is missing, and keeps other writers out until :meth:`close` or the end of the process.
-    ``id`` is that of this file: another one that takes its place has another. DatasetError: another process (or another
-    object of this one) writes it; it cannot be opened; it is no such file.
+    A row is safe from a killed process when :meth:`add` returns, and from a power cut a second later (:meth:`sync`). ``write``
+    makes the file if it is missing, and keeps other writers out until :meth:`close` or the end of the process. ``id`` is that
+    of this file: another one that takes its place has another. DatasetError: another process (or another object of this one)
+    writes it; it cannot be opened; it is no such file.
     """
 
     def __init__(self, path: Path, write: bool = False) -> None:
@@ -89,11 +88,8 @@ class RowStore:
         return Path(self._copy.name) / self.path.name
 
     def add(self, kind: str, value: Any, key: str | None = None) -> None:
-        """Add a row of JSON to a table, unless the table has one of that key.
-
-        DatasetError: the disk is full or the file cannot be written (all rows before stay); the value cannot be JSON; the
-        process was forked from the one that opened the file.
-        """
+        """Add a row of JSON to a table, unless the table has one of that key. DatasetError: the file cannot be written (all
+        rows before stay); the value cannot be JSON; the process was forked from the one that opened the file."""
         if os.getpid() != self._owner:
             raise DatasetError(f"{self.path}: a forked process may not write what its parent opened")
         try:

@@ -25,7 +25,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cdmpp.errors import DatasetError, SchemaVersionError, reason
+from cdmpp.errors import DatasetError, SchemaVersionError, raised_as
 from cdmpp.files import replacing
 
 #: Version of everything described above. Another version is refused, never guessed at.
@@ -78,39 +78,32 @@ SCHEMAS: dict[str, pa.Schema] = {
 
 
 def write_parquet(path: Path, table: pa.Table, compression_level: int = 19, **note: Any) -> None:
-    """Write, read back and compare, then move into place; ``note`` are JSON values for the file's metadata.
-
-    Of zstd, level 19 makes the smallest file, 9 one that is a tenth larger and many times faster to write. DatasetError: the
-    disk is full, or what was read back differs; the file that was there before is untouched.
-    """
+    """Write, read back and compare, then move into place; ``note`` are JSON values for the file's metadata. Of zstd, level 19
+    makes the smallest file, 9 one that is a tenth larger and many times faster to write. DatasetError: the disk is full, or
+    what was read back differs; the file that was there before is untouched."""
     metadata = json.dumps({"schema_version": SCHEMA_VERSION, **note}).encode()
     table = table.replace_schema_metadata({_META_KEY: metadata})
     # Numbers with their bytes in separate streams, which saves a third; the rest by dictionary.
     lists = [f"{column.name}.list.element" for column in table.schema if pa.types.is_list(column.type)]
     numbers = [column.name for column in table.schema if pa.types.is_floating(column.type)]
     others = [c.name for c in table.schema if not pa.types.is_list(c.type) and c.name not in numbers]
-    try:
-        with replacing(path) as draft:
-            pq.write_table(
-                table,
-                draft,
-                compression="zstd",
-                compression_level=compression_level,
-                use_byte_stream_split=lists + numbers,
-                use_dictionary=others,
-                write_page_checksum=True,
-            )
-            if not pq.read_table(draft, schema=table.schema).equals(table):
-                raise DatasetError(f"{path}: what was written does not read back; nothing is replaced")
-    except (OSError, pa.ArrowException) as error:
-        raise DatasetError(f"cannot write {path}: {reason(error)}") from error
+    with raised_as(DatasetError, f"cannot write {path}", pa.ArrowException), replacing(path) as draft:
+        pq.write_table(
+            table,
+            draft,
+            compression="zstd",
+            compression_level=compression_level,
+            use_byte_stream_split=lists + numbers,
+            use_dictionary=others,
+            write_page_checksum=True,
+        )
+        if not pq.read_table(draft, schema=table.schema).equals(table):
+            raise DatasetError(f"{path}: what was written does not read back; nothing is replaced")
 
 
 def read_parquet(path: Path, schema: pa.Schema) -> tuple[pa.Table, dict[str, Any]]:
-    """The columns of ``schema``, and the note of :func:`write_parquet`.
-
-    DatasetError: the file is damaged, not one of ours, or lacks columns. SchemaVersionError: another version wrote it.
-    """
+    """The columns of ``schema``, and the note of :func:`write_parquet`. DatasetError: the file is damaged, not one of ours, or
+    lacks columns. SchemaVersionError: another version wrote it."""
     try:
         file = pq.ParquetFile(path, page_checksum_verification=True)
         note = json.loads((file.schema_arrow.metadata or {}).get(_META_KEY, b"null"))

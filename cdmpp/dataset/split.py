@@ -19,8 +19,7 @@
     Tests on programs that are not in training, of tasks that are; ``test`` (0.2) and ``valid`` (0.1) are fractions of the
     programs. The easiest of the four: it says how well the predictor fits, not what it knows of new work.
 
-Choices depend on the seed and on the *names* of what is chosen from (a hash of both), not on the order of the
-labels: more data later moves few tasks from one part to another.
+Choices depend on a hash of the seed and the *names* of what is chosen from: more data later moves few tasks to another part.
 """
 
 from __future__ import annotations
@@ -76,10 +75,9 @@ class Split:
     """Row numbers (sorted, int64) of a label table. Everything fitted is fitted on train.
 
     ``spec`` makes the same split again, choices spelt out. ``held_out`` are networks (``by_network``) or devices
-    (``by_device``), ``allowed_tasks`` those whose labels on held-out devices may train. The rows of ``adapt`` are of what is
-    held out: their programs may be looked at, but not their labels (domain adaptation), and none of them is in test; compare
-    models with and without adaptation on the same split. ``fingerprint`` is that of the label table
-    (:func:`cdmpp.dataset.labels.label_fingerprint`).
+    (``by_device``), ``allowed_tasks`` those whose labels on held-out devices may train. Programs of ``adapt`` are held out as
+    well and may be looked at, but not their labels (domain adaptation), and none is in test: compare models with and without on
+    the same split. ``fingerprint`` is that of the label table (:func:`cdmpp.dataset.labels.label_fingerprint`).
     """
 
     kind: str
@@ -121,12 +119,9 @@ class Split:
         return rows
 
     def check_disjoint(self, labels: pd.DataFrame, networks: TaskNetworks | None = None) -> None:
-        """Make sure that nothing of the test part is known in training; ``networks`` are needed for ``by_network``.
-
-        SplitError: the table is another one, a part has a row twice or shares one with another part, train, valid and test
-        share what they must not (:data:`KINDS`), adapt and test share a program, or a task of a held-out network is in
-        train or valid.
-        """
+        """Make sure that nothing of the test part is known in training; ``networks`` are needed for ``by_network``. SplitError:
+        the table is another one, parts share a row, train, valid and test share what they must not (:data:`KINDS`), adapt and
+        test share a program, or a task of a held-out network is in train or valid."""
         self.check_table(labels)
         rows = np.concatenate([self.part(name) for name in PARTS])
         if len(rows) and (rows.min() < 0 or rows.max() >= len(labels)):
@@ -427,10 +422,8 @@ def _check_fractions(test: float, valid: float) -> None:
 
 
 def _known_names(names: Iterable[str], every: Collection[str], what: str) -> list[str]:
-    """The names that have labels, sorted; SplitError if none has, a warning if some have not.
-
-    The specification of a predictor's split must serve on data that have some of its networks only.
-    """
+    """The names that have labels, sorted; SplitError if none has, a warning if some have not: the specification of a
+    predictor's split must serve on data that have some of its networks only."""
     asked = sorted(set(names))
     found = [name for name in asked if name in every]
     if not asked:

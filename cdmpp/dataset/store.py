@@ -31,7 +31,7 @@ from cdmpp.dataset.schema import (
 )
 from cdmpp.dataset.view import DatasetView, check_same
 from cdmpp.device import Device
-from cdmpp.errors import DatasetError, LabelError, reason
+from cdmpp.errors import DatasetError, LabelError, raised_as
 from cdmpp.files import parse_json, read_json, write_json
 from cdmpp.program.types import Program, Space, Task
 
@@ -40,10 +40,8 @@ _LOG = logging.getLogger(__name__)
 
 class Dataset(DatasetView):
     """One dataset folder (see :mod:`cdmpp.dataset.schema` for what is in it), ``path``, and its ``meta.json``, ``meta``.
-
     Reading is lazy. The first ``add_...`` keeps other writers out until :meth:`close` (or use the dataset as a context
-    manager). Not for several threads at once.
-    """
+    manager). Not for several threads at once."""
 
     def __init__(self, path: Path, meta: dict[str, Any]) -> None:
         self.path = path
@@ -63,16 +61,12 @@ class Dataset(DatasetView):
     @classmethod
     def create(cls, path: str | Path, **meta: Any) -> Dataset:
         """Make a new dataset and lock it for writing; ``meta`` are JSON values, such as ``network_families={network: family}``.
-
-        DatasetError: there is a dataset already, the folder holds other files of these names, or it cannot be written.
-        """
+        DatasetError: there is a dataset already, the folder holds other files of these names, or it cannot be written."""
         path = Path(path)
         if (path / META_FILE).exists():
             raise DatasetError(f"{path} is a dataset already; open it to add to it")
-        try:
+        with raised_as(DatasetError, f"cannot make {path}"):
             path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DatasetError(f"cannot make {path}: {reason(error)}") from error
         for name in (ROWS_FILE, *(f"{table}.{form}" for table in SCHEMAS for form in ("parquet", "jsonl"))):
             if (path / name).exists():
                 raise DatasetError(f"{path / name} is there without a {META_FILE}; choose an empty folder")
@@ -158,10 +152,8 @@ class Dataset(DatasetView):
         arrow, note = SCHEMAS[table].empty_table(), dict[str, Any]()
         if file.exists():
             arrow, note = read_parquet(file, SCHEMAS[table])
-        try:
+        with raised_as(DatasetError, f"{file} is damaged", TypeError, AttributeError):
             stored = codec.records_from_arrow(arrow) if table == "records" else codec.from_arrow(table, arrow)
-        except (TypeError, ValueError, AttributeError) as error:
-            raise DatasetError(f"{file} is damaged: {reason(error)}") from error
         # Notes tell what the file holds already, where the process ended before the rows were deleted.
         values, damaged = read_journal(self.path / f"{table}.jsonl", note.get("ingested"))
         self._corrupt[table] = int(note.get("corrupt_lines", 0)) + damaged
@@ -216,11 +208,8 @@ class Dataset(DatasetView):
             self.programs[program.hash] = program
 
     def add_record(self, record: Record) -> None:
-        """Append a record. A second record of the same program and device is kept beside the first.
-
-        Errors as of :meth:`Record.validate`; DatasetError also for an unknown program and a full disk, where what was added
-        before stays readable.
-        """
+        """Append a record; a second one of a program and device is kept beside the first. Errors as of :meth:`Record.validate`;
+        DatasetError also for an unknown program and a full disk, where what was added before stays readable."""
         record.validate()
         rows = self._writable()
         _require(f"{self.path}: a record", program=(record.program, self.programs))
@@ -247,11 +236,9 @@ class Dataset(DatasetView):
         self.update_meta(devices={device.name: device.to_json()})
 
     def finalize(self) -> None:
-        """Turn the rows into parquet files. The rows go only after the parquet files were read back.
-
-        A crash in between loses nothing and doubles nothing. More can be added afterwards. Where the disk is full
-        (DatasetError), rows and the former parquet files stay as they were.
-        """
+        """Turn the rows into parquet files, and delete them once these were read back: a crash in between loses nothing and
+        doubles nothing. More can be added afterwards. DatasetError, such as for a full disk: rows and former parquet files
+        stay."""
         rows = self._writable()
         self._forget()
         tables = _tables(self.tasks, self.spaces, self.programs, self.records)
@@ -292,17 +279,13 @@ class Dataset(DatasetView):
 
 
 def read_journal(path: Path, ingested: Sequence[int] | None = None) -> tuple[list[Any], int]:
-    """Rows of a journal as cdmpp wrote them before they were in SQLite, and how many damaged lines were skipped.
-
-    A line is ``<crc32 of the JSON, 8 hex digits> <JSON>``. ``ingested`` is the length and crc32 of a beginning that a parquet
-    file holds already. DatasetError if the file is there and cannot be read.
-    """
+    """Rows of a journal as cdmpp wrote them before they were in SQLite, ``<crc32 of the JSON, 8 hex digits> <JSON>`` a line,
+    and how many damaged lines were skipped. ``ingested`` is the length and crc32 of a beginning that a parquet file holds
+    already. DatasetError if the file cannot be read."""
     if not path.exists():
         return [], 0
-    try:
+    with raised_as(DatasetError, f"cannot read {path}"):
         data = path.read_bytes()
-    except OSError as error:
-        raise DatasetError(f"cannot read {path}: {reason(error)}") from error
     if ingested and 0 < ingested[0] <= len(data) and zlib.crc32(data[: ingested[0]]) == ingested[1]:
         data = data[ingested[0] :]
     lines = [line for line in data.split(b"\n") if line]
@@ -326,10 +309,8 @@ def write_dataset(
     records: Iterable[Record],
     **meta: Any,
 ) -> Dataset:
-    """Write a new dataset as parquet files; several times faster than adding records one by one.
-
-    Each hash is there once. Errors as of :meth:`Dataset.create` and the ``add_...`` methods.
-    """
+    """Write a new dataset as parquet files, several times faster than adding records one by one. Each hash is there once.
+    Errors as of :meth:`Dataset.create` and the ``add_...`` methods."""
     known_tasks = {task.hash: task for task in tasks}
     known_spaces = {space.hash: space for space in spaces}
     known = {program.hash: program for program in programs}

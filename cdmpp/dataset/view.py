@@ -19,11 +19,9 @@ from cdmpp.program.types import Program, Space, Task
 
 
 class DatasetView:
-    """One dataset, or several read as one: tasks, spaces, programs and records. Made by :func:`cdmpp.dataset.load_datasets`.
-
-    The first dataset that has a task, space or program defines it; the networks of a task are united.
-    Records are all kept, in the order of the datasets.
-    """
+    """One dataset, or several read as one by :func:`cdmpp.dataset.load_datasets`: tasks, spaces, programs and records. The
+    first dataset that has a task, space or program defines it; the networks of a task are united. Records are all kept, in
+    order."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self._parts = parts
@@ -54,10 +52,8 @@ class DatasetView:
 
     @cached_property
     def records(self) -> pd.DataFrame:
-        """All records, one a row, columns :data:`cdmpp.dataset.schema.RECORD_COLUMNS`.
-
-        ``latency_s`` and ``noise`` are NaN where there is none, ``task`` and ``origin`` are "" where the program is unknown.
-        """
+        """All records, one a row, columns :data:`cdmpp.dataset.schema.RECORD_COLUMNS`. ``latency_s`` and ``noise`` are NaN
+        where there is none, ``task`` and ``origin`` are "" where the program is unknown."""
         return pd.concat([part.records for part in self.parts], ignore_index=True)
 
     @property
@@ -76,11 +72,8 @@ class DatasetView:
         return unite_devices({str(part.path): _stored_devices(part) for part in self.parts})
 
     def task_of(self, program: Program) -> Task:
-        """The task that a program of this dataset schedules (KeyError for none).
-
-        Tasks of one hash may call their blocks differently, and a program's trace names them: where several datasets have the
-        task, this is that of the dataset which has the program.
-        """
+        """The task that a program of this dataset schedules (KeyError for none): that of a dataset which has the program, as
+        tasks of one hash may call their blocks differently, and a program's trace names them."""
         view = next((part for part in self.parts if program.hash in part.programs), self)
         task: Task = view.tasks[program.task_hash]
         return task
@@ -185,11 +178,8 @@ def _number(value: float) -> float | None:
 
 
 def _stored_devices(part: Any) -> dict[str, Device]:
-    """The specifications of a dataset's devices, by name.
-
-    A device that ``meta.json`` does not describe (imported measurements) is taken from the device table, never from the
-    machine at hand. DatasetError: a device is described neither there nor in the table, or otherwise than in the table.
-    """
+    """The specifications of a dataset's devices, by name, of ``meta.json`` or else (imported measurements) of the device table,
+    never of the machine at hand. DatasetError: a device is in neither, or described otherwise than in the table."""
     table, where = load_table(this_machine=False), f"{part.path}"
     described = part.meta.get("devices", {})
     if not isinstance(described, dict) or not all(isinstance(spec, dict) for spec in described.values()):

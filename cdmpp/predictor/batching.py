@@ -34,12 +34,9 @@ class PaddedBatch(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What the network takes besides the programs, one row each.
-
-    ``device`` (batch, device_dim) and ``pair`` (batch, pair_dim, :mod:`cdmpp.predictor.pair_features`) are encoded,
-    float32. ``code``, float32 (batch, code_dim), is what :meth:`~cdmpp.predictor.encoding.FeatureEncoder.encode_codes` gives
-    of the compiled program; zeros where ``has_code``, bool (batch,), is not set.
-    """
+    """What the network takes besides the programs, one row each, float32: encoded ``device`` (batch, device_dim) and ``pair``
+    (batch, pair_dim, :mod:`cdmpp.predictor.pair_features`), and ``code`` (batch, code_dim) as of
+    :meth:`~cdmpp.predictor.encoding.FeatureEncoder.encode_codes`; zeros where ``has_code``, bool (batch,), is not set."""
 
     device: torch.Tensor
     pair: torch.Tensor
@@ -190,8 +187,7 @@ class PairArrays:
 class LabelledArrays(PairArrays):
     """Labelled pairs: ``latency_s`` float64 (n,), ``reference_s`` where labels are relative to it, ``group`` int64
     (n,), equal where task and device are (for the ranking loss), and ``codegen``, instruction counts, float32 (n,
-    len(CODEGEN_FEATURES)), NaN for none.
-    """
+    len(CODEGEN_FEATURES)), NaN for none."""
 
     latency_s: NDArray[np.float64]
     reference_s: NDArray[np.float64] | None = None

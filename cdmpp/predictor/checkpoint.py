@@ -1,8 +1,5 @@
-"""What is kept on disk: the folder of a predictor, and the checkpoint of a training run.
-
-A predictor is ``predictor.json`` and ``weights.safetensors``. A checkpoint is one safetensors file with weights, averages,
-optimiser state and progress. Files are replaced atomically: a killed run leaves either the old one or the new one.
-"""
+"""What is kept on disk: the folder of a predictor (``predictor.json`` and ``weights.safetensors``), and the checkpoint of a
+training run, one safetensors file. A killed run leaves either the old file or the new one."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from cdmpp.device import DEVICE_FEATURES, Device
-from cdmpp.errors import FeatureMismatchError, PredictorError, reason
+from cdmpp.errors import FeatureMismatchError, PredictorError, raised_as, reason
 from cdmpp.files import parse_json, read_json, replacing, write_text
 from cdmpp.predictor.config import ModelConfig
 from cdmpp.predictor.encoding import FeatureEncoder
@@ -157,10 +154,9 @@ def load_fields(folder: Path) -> dict[str, Any]:
     tensors, _ = load_tensors(folder / _WEIGHTS_FILE)
     arrays = {name: t.numpy() for name, t in tensors.items() if not name.startswith("network.")}
     weights = {name.removeprefix("network."): t for name, t in tensors.items() if name.startswith("network.")}
-    try:
+    sentence = f"{folder / _JSON_FILE}: incomplete or malformed"
+    with raised_as(PredictorError, sentence, KeyError, TypeError, AttributeError):
         fields = _build(state, arrays)
-    except (KeyError, TypeError, ValueError, AttributeError) as err:
-        raise PredictorError(f"{folder / _JSON_FILE}: incomplete or malformed: {reason(err)}") from err
     try:
         fields["network"].load_state_dict(weights)
     except RuntimeError as err:

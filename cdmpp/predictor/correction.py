@@ -54,10 +54,8 @@ class Fit(NamedTuple):
 def fit_correction(
     errors: FloatArray, tasks: Sequence[str], resources: FloatArray, embeddings: FloatArray, seed: int = 0
 ) -> Fit:
-    """Fit to log(measured / predicted) (n,) of programs of these tasks.
-
-    ``resources`` (n, r) and ``embeddings`` (n, h) are what the network takes and makes of them. PredictorError: no programs.
-    """
+    """Fit to log(measured / predicted) (n,) of programs of these tasks; ``resources`` (n, r) and ``embeddings`` (n, h) are what
+    the network takes and makes of them. PredictorError: no programs."""
     if not len(errors):
         raise PredictorError("a correction needs measured programs")
     rows = _chosen(np.asarray(tasks), seed)

@@ -90,8 +90,7 @@ class TrainingData:
         return counts
 
     def numbered_pairs(self) -> tuple[list[CompactAST], list[Device], NDArray[np.int64], NDArray[np.int64]]:
-        """ASTs of the distinct programs, the distinct devices, and of every pair the numbers of its program and of its
-        device among them, int64 (n,) each."""
+        """ASTs of the distinct programs, the distinct devices, and the numbers among them of every pair's, int64 (n,) each."""
         programs, program = np.unique(self.labels["program"].to_numpy(dtype=str), return_inverse=True)
         names, device = np.unique(self.labels["device"].to_numpy(dtype=str), return_inverse=True)
         return [self.asts[p] for p in programs], [self.devices[n] for n in names], program, device
@@ -156,9 +155,8 @@ def gather(
     config: DataConfig | None = None,
     progress: CountCallback | None = None,
 ) -> TrainingData:
-    """Collect labels, ASTs and devices of datasets. ASTs are read from each dataset's ``asts.parquet``; missing ones are
-    computed, which needs TVM and some milliseconds a program, and kept in the user's cache. DatasetError: no dataset,
-    none of its records is left after the choice of devices and origins, or a device has no specification, or two."""
+    """Collect labels, ASTs and devices of datasets; missing ASTs are computed, as of :func:`collect_derived`. DatasetError: no
+    dataset, none of its records is left after the choice of devices and origins, or a device has no specification, or two."""
     view = datasets if isinstance(datasets, DatasetView) else load_datasets(datasets)
     config = config or DataConfig()
     labels = view.labels(list(config.devices) if config.devices is not None else None)
@@ -304,6 +302,5 @@ def subset(data: TrainingData, rows: NDArray[np.int64]) -> TrainingData:
 
 
 def split_data(spec: str, data: TrainingData) -> Split:
-    """The split of the data's label table that a specification (:meth:`cdmpp.dataset.Split.parse`) names; SplitError where
-    it is malformed, or a part would be empty or not disjoint."""
+    """The split of the data's label table that a specification names; errors as of :meth:`cdmpp.dataset.Split.parse`."""
     return Split.parse(spec, data.labels, data.networks, data.families)

@@ -1,7 +1,5 @@
-"""From raw feature values to what the network sees: signed logarithm, standardisation, clipping.
-
-All statistics are fitted on training programs and training devices alone.
-"""
+"""From raw feature values to what the network sees: signed logarithm, standardisation, clipping, fitted on training data
+alone."""
 
 from __future__ import annotations
 
@@ -34,8 +32,7 @@ def signed_log1p(values: NDArray[Any]) -> NDArray[np.float64]:
 class ColumnScaler:
     """Signed logarithm and standardisation per column: ``mean`` and ``std``, (n_columns,), are of the signed logarithm
     of the training rows, ignoring NaN. Columns that did not vary in training are not ``active``: they are encoded as 0
-    always, as whatever weights they meet were never trained. Standardised values are clipped to ``[-clip, clip]``.
-    """
+    always, as whatever weights they meet were never trained. Standardised values are clipped to ``[-clip, clip]``."""
 
     names: tuple[str, ...]
     mean: NDArray[np.float64]
@@ -93,8 +90,7 @@ class FeatureEncoder:
     ) -> FeatureEncoder:
         """Fit to raw rows and column names of each part: ``leaf`` (of all training programs), ``device``, and if any
         ``pair``, ``code`` and ``loop`` (rows of NaN where unknown). FeatureMismatchError: columns and names differ in
-        number. PredictorError: a leaf value is not finite, or there are no rows.
-        """
+        number. PredictorError: a leaf value is not finite, or there are no rows."""
         _check_finite(parts["leaf"][0])
         scalers = {part: ColumnScaler.fit(rows, names, clip) for part, (rows, names) in parts.items()}
         furthest = float(np.abs(scalers["device"].transform(parts["device"][0])).max(initial=1.0))

@@ -35,16 +35,15 @@ def evaluate(
 ) -> dict[str, Any]:
     """Score a predictor; the result is the content of ``cdmpp evaluate --json``.
 
-    ``split`` is a split of ``data``, a specification, ``"all"`` for every record, or None for the split of training; so
-    is a specification that is only its kind (``"by_network"``), as another one would test on training records. ``part``
-    of it is scored: train, valid or test. ``by`` are groupings: device, network, task, family, origin. ``compiled``
-    uses the instruction counts of the programs that have some (``cdmpp codegen``), ``measured`` what the same programs
-    took on the other devices of the data, scored records included; others are predicted without. Not both.
+    ``split`` is a split of ``data``, a specification, ``"all"`` for every record, or None for the split of training; so is a
+    specification that is only its kind (``"by_network"``), as another one would test on training records. ``part`` of it is
+    scored: train, valid or test. ``by`` are groupings: device, network, task, family, origin. ``compiled`` uses the instruction
+    counts of the programs that have some (``cdmpp codegen``), ``measured`` what the same programs took on the other devices of
+    the data, scored records included; others are predicted without. Not both.
 
-    Gives ``{"overall": {...}, "groups": {grouping: {group: {...}}}, "split", "part", "seed", "n_trained_tasks",
-    "n_compiled", "n_measured"}``, metrics as of :mod:`cdmpp.predictor.metrics`, the last three numbers of scored
-    records; and in ``overall``, as ``interval``, how well 90 % intervals hold
-    (:func:`cdmpp.predictor.uncertainty.interval_metrics`), of those with such evidence.
+    Gives ``{"overall": {...}, "groups": {grouping: {group: {...}}}, "split", "part", "seed", "n_trained_tasks", "n_compiled",
+    "n_measured"}``, metrics as of :mod:`cdmpp.predictor.metrics`, the last three numbers of scored records; and in ``overall``
+    ``interval``, how well 90 % intervals hold (:func:`cdmpp.predictor.uncertainty.interval_metrics`) with such evidence.
 
     PredictorError: no records to score, an unknown part or grouping, or no evidence of the kind. SplitError, DatasetError: the
     split cannot be made of this data; a device of the data is not the one that had its name in training.

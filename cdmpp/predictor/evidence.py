@@ -1,20 +1,16 @@
 r"""What may be known of programs besides their ASTs: their compiled code, or their latencies on other devices.
 
-A latency measured elsewhere says what no model of programs knows (cache conflicts, what the compiler made of it). Scaled to
-the device asked for it is one more prediction. The scale is the ratio of two predictions (Habitat, Yu et al., USENIX ATC'21,
-scales operators from GPU to GPU so): of a program measured to take :math:`y_s` on device s,
+A latency measured elsewhere says what no model of programs knows (cache conflicts, what the compiler made of it). Scaled to the
+device asked for it is one more prediction. The scale is the ratio of two predictions (Habitat, Yu et al., USENIX ATC'21, scales
+operators from GPU to GPU so): of a program measured to take :math:`y_s` on device s,
 
 .. math:: z_s = y_s\, (f_t / f_s)^{1 - c}\, (e_t / e_s)^{c}\, e^{b},
 
-with f the predictor's latency, e the analytical estimate (:func:`cdmpp.predictor.roofline.estimate_s`), and
-b what is left between the two devices on the whole. The answer is the geometric mean of :math:`f_t` and the
-:math:`z_s`, each weighted by the inverse square of its error:
-
-* of :math:`f_t`: the predictor's on validation records;
-* of :math:`z_s`, where validation records have programs on both s and t: how far apart they were, with b and c of their own
-  (:class:`DevicePair`);
-* else in proportion to the distance of the two devices (:func:`device_distance`), as in a linear variogram; b is 0, and c
-  what is best on average.
+with f the predictor's latency, e the analytical estimate (:func:`cdmpp.predictor.roofline.estimate_s`), and b what is left
+between the two devices on the whole. The answer is the geometric mean of :math:`f_t` and the :math:`z_s`, each weighted by the
+inverse square of its error: of :math:`f_t` the predictor's on validation records; of :math:`z_s` how far apart s and t were,
+with b and c of their own (:class:`DevicePair`), where validation records have programs on both; else in proportion to the
+distance of the two (:func:`device_distance`), as in a linear variogram, with b 0 and c what is best on average.
 
 All of it is fitted to validation records of programs that were measured on several devices; a finetuning fits it to the new
 device's tasks. Only devices of one kind (CPU, GPU) are combined.
@@ -122,12 +118,9 @@ def combine(
     estimate_s: FloatArray,
     sources: Sequence[tuple[Device, FloatArray, FloatArray, FloatArray]],
 ) -> FloatArray:
-    """Latencies in seconds of programs on a device, float64 (n,), given those measured on others.
-
-    ``predicted_s`` and ``estimate_s`` are the predictor's latencies and the analytical estimates there, (n,). ``sources``
-    are for other devices of its kind: the device, measured seconds (n,), NaN where there are none, and the predictor's and
-    the estimate's there.
-    """
+    """Latencies in seconds of programs on a device, float64 (n,), given the predictor's and the estimate's there, (n,), and for
+    other devices of its kind: the device, measured seconds (n,), NaN where there are none, and the predictor's and the
+    estimate's there."""
     own = max(_LEAST_ERROR, scaling.own.get(device.name, scaling.own_error))
     logs = [np.log(predicted_s)]
     weights = [np.full(len(predicted_s), own**-2)]
@@ -160,12 +153,9 @@ def fit_scaling(
     hidden: NDArray[np.int64] | None = None,
     learned: NDArray[np.int64] | None = None,
 ) -> DeviceScaling:
-    """Fit to rows of records that were not trained on, by the labels of their programs on other devices.
-
-    Labels of ``hidden`` rows are not looked at. ``learned`` are further rows, which were trained on: predictions of these
-    prove nothing, so devices are then compared by the analytical estimate alone (c is 1), on all of these rows; None where
-    there are ``rows`` enough.
-    """
+    """Fit to rows of records that were not trained on, by the labels of their programs on other devices but for ``hidden``
+    rows. ``learned`` are further rows, which were trained on (None: ``rows`` are enough): predictions of these prove nothing,
+    so devices are then compared by the analytical estimate alone (c is 1), on all of these rows."""
     parts = _ESTIMATE_PARTS if learned is None else (1.0,)
     every = rows if learned is None else np.union1d(rows, learned)
     sources = rows_elsewhere(data, every, hidden)
@@ -212,9 +202,8 @@ def fit_scaling(
 def rows_elsewhere(
     data: TrainingData, rows: NDArray[np.int64], hidden: NDArray[np.int64] | None = None
 ) -> list[tuple[Device, NDArray[np.int64]]]:
-    """Every device of which some programs of these rows (n,) of the label table have records, and the rows of these
-    programs there, int64 (n,): -1 for none, for ``hidden`` ones, and where the row's own device is this one or of
-    another kind (CPU, GPU)."""
+    """Every device of which programs of these rows (n,) of the label table have records, and the rows of these there, int64
+    (n,): -1 for none, for ``hidden`` ones, and where the row's own device is this one or of another kind (CPU, GPU)."""
     table = data.labels
     programs, program = np.unique(table["program"].to_numpy(dtype=str), return_inverse=True)
     names, number = np.unique(table["device"].to_numpy(dtype=str), return_inverse=True)
@@ -312,10 +301,8 @@ _UNITS_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
 def measured_latencies(texts: Sequence[str]) -> dict[str, float] | None:
-    """Device -> seconds of ``D=LATENCY`` texts, the latency in s, ms, us or ns (``rtx-3060=1.3ms``); None of none.
-
-    Raises PredictorError: a text that is none, or a device twice.
-    """
+    """Device -> seconds of ``D=LATENCY`` texts, in s, ms, us or ns (``rtx-3060=1.3ms``); None of none. PredictorError: a text
+    that is none, or a device twice."""
     found: dict[str, float] = {}
     for text in texts:
         match = _MEASURED.fullmatch(text)

@@ -1,13 +1,13 @@
 """A trained predictor taught a new device by the records of a few tasks.
 
 What is learned grows with what was measured. From few tasks it is a correction of what the predictor says
-(:mod:`cdmpp.predictor.correction`): a constant of the device, or also a part that goes with what bounds a program; nothing,
-where none helps on tasks left out. From :data:`TASKS_TO_TRAIN` on the weights are trained further, at a low learning rate, with
-the label transform and the encoding of everything the predictor knows as they are; they are kept where they err less than the
-correction on tasks that neither saw. The run folder holds ``config.yaml``, ``tasks.json`` (what was chosen, and how),
-``split.json`` (whose test part are the device's other tasks), ``history.jsonl`` of what was trained, and ``predictor/``.
+(:mod:`cdmpp.predictor.correction`), or nothing, where none helps on tasks left out. From :data:`TASKS_TO_TRAIN` on the weights
+are trained further, at a low learning rate, with the label transform and encoding that the predictor has; they are kept where
+they err less than the correction on tasks that neither saw. Tasks left out also calibrate intervals on the device, if there are
+enough.
 
-Intervals on the device are calibrated on tasks that were left out, if there are enough.
+The run folder holds ``config.yaml``, ``tasks.json`` (what was chosen, and how), ``split.json`` (whose test part are the
+device's other tasks), ``history.jsonl`` of what was trained, and ``predictor/``.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ _BATCHES_PER_EPOCH = 20
 
 @dataclass(frozen=True)
 class FinetuneResult:
-    """What a finetuning gives. ``predictor``, and ``split``, the few-shot split that it may be scored on, are None where
-    the device has no records yet; then ``selection.tasks`` is empty, ``task_file`` lists the tasks to be profiled, and
-    ``next_command`` does it. ``split`` is also None where no record of the device is left to score."""
+    """What a finetuning gives. Without records of the device ``predictor`` is None, ``selection.tasks`` empty, and
+    ``next_command`` profiles the tasks of ``task_file``. ``split`` is the few-shot split to score by; None where no record is
+    left to score."""
 
     predictor: Predictor | None
     split: Split | None
@@ -92,20 +92,18 @@ def finetune(
     config: Config | None = None,
     progress: ProgressCallback | None = None,
 ) -> FinetuneResult:
-    """Teach a predictor (or the one in a folder) a device and write a run folder.
-
-    It learns from the chosen tasks' records of the device (see the module); where weights are trained, half of each
-    batch, at most, are records of other devices and tasks they were trained on before. Without records of the device
-    the result is a file of the chosen tasks and the command that profiles them.
+    """Teach a predictor (or the one in a folder) a device by the chosen tasks' records of it, and write a run folder. Where
+    weights are trained, half of each batch, at most, are records that they were trained on before. Without records of the
+    device the result is a file of the chosen tasks and the command that profiles them.
 
     ``datasets`` are data or dataset folders: the device's records and, to be kept in mind, others. ``tasks`` is how many to
-    choose, or which; None takes every task with records of the device. ``select`` and ``seed`` are how (:func:`choose_tasks`:
-    the choice is the same before and after the device is profiled); the seed is also that of training unless ``config`` is
-    given, whose ``loss``, ``train`` and ``data`` are used. ``adapt`` is the fraction of the device's other programs that may be
-    looked at without labels, and are not scored, for ``config.loss.cmd_weight``.
+    choose, or which; None takes every task with records of the device. ``select`` and ``seed`` are how (the choice is the same
+    before and after the device is profiled); the seed is also that of training unless ``config`` is given, whose ``loss``,
+    ``train`` and ``data`` are used. ``adapt`` is the fraction of the device's other programs that may be looked at without
+    labels, and are not scored, for ``config.loss.cmd_weight``.
 
-    PredictorError: ``out`` holds a run; nothing to choose from; fewer than two programs to learn from; training
-    diverged. UnknownDeviceError, DatasetError: no such device; no data.
+    PredictorError: ``out`` holds a run; nothing to choose from; fewer than two programs to learn from; training diverged.
+    UnknownDeviceError, DatasetError: no such device; no data.
     """
     out = Path(out)
     if any((out / name).exists() for name in (HISTORY_FILE, "predictor")):
@@ -147,11 +145,10 @@ def few_shot(
     config: Config | None = None,
     adapt: float = 0.0,
 ) -> tuple[Predictor, Split]:
-    """A predictor that saw ``k`` tasks of a device, and the split whose test part are the device's other tasks, from
-    one that never saw the device. Tasks are chosen among those with records on the device and on another; other
-    arguments are those of :func:`finetune`. PredictorError: the predictor was trained on the device; no records of it;
-    fewer than two programs to learn from. SplitError: no task is left to test.
-    """
+    """A predictor that saw ``k`` tasks of a device, from one that never saw it, and the split whose test part are the device's
+    other tasks. Tasks are chosen among those with records on the device and on another; other arguments as of :func:`finetune`.
+    PredictorError: the predictor was trained on the device; no records of it; fewer than two programs. SplitError: no task is
+    left to test."""
     name = _device_name(device, data)
     if name in predictor.training.get("records_by_device", predictor.devices):
         raise PredictorError(f"the predictor was trained on {name}: few-shot starts from one that never saw it")
@@ -372,12 +369,9 @@ def devices_seen_as(base: Predictor, encoder: FeatureEncoder, data: TrainingData
 def extend_encoder(
     encoder: FeatureEncoder, known: Sequence[NDArray[np.float64]], vector: NDArray[np.float64]
 ) -> tuple[FeatureEncoder, NDArray[np.int64]]:
-    """Make device features that were constant in training, and so are hidden, tell a new device from the known.
-
-    Known devices are encoded as before, and so are all features that varied. Where a feature did not vary and has another
-    value on the new device, that is encoded as 1 or -1. Takes raw features of the training devices and of the new one;
-    gives the encoder, and the columns of an encoded device that were 0 in training and are not on the new device.
-    """
+    """The encoder, given raw features of the training devices and of a new one, made to tell these apart: what did not vary,
+    and so was hidden, and has another value on the new device is encoded as 1 or -1 there; all else as before. Also the columns
+    of an encoded device that were 0 in training and are not on the new one."""
     scaler = encoder.device
     logs = signed_log1p(vector)
     seen = signed_log1p(np.stack(known))
@@ -406,11 +400,8 @@ def starting_weights(base: Predictor, fresh: NDArray[np.int64]) -> dict[str, tor
 
 
 def mixed_batches(new: int, replay: int, batch_size: int, rng: np.random.Generator) -> list[NDArray[np.int64]]:
-    """Batches of pairs ``0..new-1`` (the new device's) and ``new..new+replay-1``, at least half of each new.
-
-    Every new pair is taken equally often; so many replayed ones are drawn as a batch has new ones, fewer where the
-    batch is full or there are no more.
-    """
+    """Batches of pairs ``0..new-1`` (the new device's), each equally often, and as many of ``new..new+replay-1``, drawn at
+    random; fewer where the batch is full or there are no more."""
     own = max(1, batch_size - batch_size // 2) if replay else batch_size
     rounds = -(-_BATCHES_PER_EPOCH // -(-new // own))
     batches = []

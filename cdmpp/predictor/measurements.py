@@ -91,8 +91,7 @@ def fit_errors(kinds: FloatArray, numbers: FloatArray, errors: FloatArray, seed:
 
 def teach(model: OperatorModel, table: pd.DataFrame, device: Device) -> tuple[OperatorModel, Fit]:
     """A model that learned from the labels (``seconds``) of one device, of which the fastest of an operator counts
-    (PredictorError: there are none).
-    """
+    (PredictorError: there are none)."""
     table = table[(table["device"] == device.name).to_numpy()]
     table = table.sort_values("seconds").drop_duplicates([*COLUMNS])
     base = replace(model, corrections={n: c for n, c in model.corrections.items() if n != device.name})

@@ -1,27 +1,23 @@
 """Accuracy and ranking metrics of predicted latencies, with exactly the keys of ``cdmpp evaluate --json``.
 
-Definitions
------------
 ``mape, median_ape, within_10pct, within_20pct``
-    Mean and median of ``|predicted - label| / label`` over the records, and the fractions of records within
-    10 % and 20 %. Fractions: 0.14 is 14 %.
+    Mean and median of ``|predicted - label| / label``, and the fractions of records within 10 % and 20 %; 0.14 is 14 %.
 ``rmse_s``
     Root mean squared error in seconds.
 ``pairwise_accuracy``
-    Over all pairs of programs of the same task on the same device, the fraction ordered as their labels are.
-    Pairs whose labels differ by no more than the larger noise of the two, relative to the smaller label, are
-    ties and left out (equal labels always are). Equal predictions count one half.
+    Over all pairs of programs of the same task on the same device, the fraction ordered as their labels are. Pairs whose labels
+    differ by no more than the larger noise of the two, relative to the smaller label, are ties and left out (equal labels
+    always are). Equal predictions count one half.
 ``spearman``
-    Spearman's rank correlation within a task on a device, averaged over those with at least three programs
-    and labels that differ (constant predictions count 0).
+    Spearman's rank correlation within a task on a device, averaged over those with at least three programs and labels that
+    differ (constant predictions count 0).
 ``top1_regret, top5_regret``
-    Latency of the best among the 1 or 5 programs predicted fastest, over that of the best program of the task
-    on the device, minus one, averaged over those with at least two programs (for top 5: six).
-    ``top1_regret_median`` is the median in place of the mean, ``top1_regret_of_32`` the median over those with at least
-    32 programs: where there are few to choose from, choosing is easy.
+    Latency of the best among the 1 or 5 programs predicted fastest, over that of the best program of the task on the device,
+    minus one, averaged over those with at least two programs (for top 5: six). ``top1_regret_median`` is the median in place of
+    the mean, ``top1_regret_of_32`` the median over those with at least 32 programs: choosing from few is easy.
 ``noise_floor_mape``
-    Expected MAPE of a perfect predictor, given the labels' noise (:mod:`cdmpp.dataset.labels`): mean error
-    floor of the labels, or half of the mean noise where error floors are not given.
+    Expected MAPE of a perfect predictor: mean error floor of the labels (:mod:`cdmpp.dataset.labels`), or half of the mean
+    noise where error floors are not given.
 
 A metric that is not defined on the records (no pair, no noise figure) is None.
 """
@@ -51,13 +47,10 @@ def evaluate_predictions(
     noise: ArrayLike | None = None,
     error_floor: ArrayLike | None = None,
 ) -> Metrics:
-    """Score predictions of n records in seconds; see the module's text for every definition.
-
-    Programs are ranked within task and device. ``noise`` is the relative split-half noise of each label, and decides which
-    pairs are ties; ``error_floor`` the expected relative error of a perfect predictor on it; NaN where unknown. LabelError
-    where a label is not finite and positive; PredictorError where a prediction is not, where lengths differ, or without
-    records.
-    """
+    """Score predictions of n records in seconds, ranked within task and device; the module's text defines every metric.
+    ``noise`` is the relative split-half noise of each label, and decides which pairs are ties; ``error_floor`` the expected
+    relative error of a perfect predictor on it; NaN where unknown. LabelError where a label is not finite and positive;
+    PredictorError where a prediction is not, where lengths differ, or without records."""
     labels = np.asarray(label_s, dtype=np.float64)
     predictions = np.asarray(predicted_s, dtype=np.float64)
     noises = _or_unknown(noise, len(labels))
@@ -90,11 +83,9 @@ def evaluate_predictions(
 def evaluate_groups(
     columns: Sequence[Any], groups: Mapping[str, Sequence[Iterable[str]]]
 ) -> dict[str, dict[str, Metrics]]:
-    """Score subsets of the records: grouping (such as ``"network"``) -> group -> metrics, groups sorted by name.
-
-    ``columns`` are the arguments of :func:`evaluate_predictions`; ``groups`` are grouping -> for each record the groups it
-    belongs to: several (a task of two networks) or none.
-    """
+    """Score subsets of the records: grouping (such as ``"network"``) -> group -> metrics, sorted by name. ``columns`` are the
+    arguments of :func:`evaluate_predictions`; ``groups`` are grouping -> for each record the groups it belongs to, several or
+    none."""
     arrays: list[Any] = [np.asarray(column) for column in columns]
     scored: dict[str, dict[str, Metrics]] = {}
     for grouping, members in groups.items():

@@ -36,8 +36,7 @@ def positional_encoding(positions: ArrayLike, dim: int, variant: str = "standard
     """Encode pre-order positions, float32 ``positions.shape + (dim,)``: column ``k`` is ``sin(pos * f_k)`` for even ``k`` and
     ``cos(pos * f_k)`` for odd ``k``. In ``standard`` a sine and a cosine share a frequency, ``f_k = 10000 ** (-2 * (k // 2) /
     dim)``, as in *Attention is all you need*; in ``paper``, CDMPP's formula with ``k`` counting columns, none does: ``10000 **
-    (-2 * k / dim)``. PredictorError for an unknown variant, no columns or a negative position.
-    """
+    (-2 * k / dim)``. PredictorError for an unknown variant, no columns or a negative position."""
     if variant not in VARIANTS:
         raise PredictorError(f"unknown positional encoding {variant!r}: expected one of {', '.join(VARIANTS)}")
     if dim < 1:
@@ -73,12 +72,9 @@ class PreOrderEncoding(nn.Module):
 
 
 class PiecewiseLinear(nn.Module):
-    """Piecewise-linear encoding of numerical features (Gorishniy et al., NeurIPS 2022, section 3.2).
-
-    Each feature is cut into bins at quantiles of the training data (fewer for few distinct values); a value fills the bins
-    below it, its own in part, and none above. A linear layer on top can then treat an extent of 7 unlike one of 8, which it
-    cannot from the value itself.
-    """
+    """Piecewise-linear encoding of numerical features (Gorishniy et al., NeurIPS 2022, section 3.2): each is cut into bins at
+    quantiles of the training data (fewer for few distinct values); a value fills the bins below it, its own in part, and none
+    above. A linear layer on top can then treat an extent of 7 unlike one of 8, which it cannot from the value itself."""
 
     def __init__(self, features: int, bins: int) -> None:
         super().__init__()
@@ -137,9 +133,7 @@ class AttentionPooling(nn.Module):
 class CompiledDecoder(nn.Module):
     """The label of a compiled program: the sum of what its loops and the rest take by the model of the core
     (:data:`cdmpp.predictor.pair_features.TIME_PARTS`), each times a ratio that is learned, by one network for all loops.
-
-    ``known`` is the width of what is known besides the compiled code.
-    """
+    ``known`` is the width of what is known besides the compiled code."""
 
     def __init__(self, config: ModelConfig, known: int) -> None:
         super().__init__()

@@ -1,11 +1,9 @@
 """Latencies of library operators on devices that may never have been measured.
 
 :mod:`cdmpp.predictor.mechanism` says how busy an operator keeps each pipe of a device; a few constants a kind of operator,
-fitted over all devices, turn that into an estimate. A small network, several of which are averaged, learns what is left. On
-devices it was trained on it counts in full; on others by the part that helped on devices that were left out (:func:`train`):
-with few devices that may be nothing. Labels are the fastest kernel of an operator and, besides, the fastest of each framework.
-
-Devices that are nearly the same are left out together (:func:`families`). Intervals come from the same errors, by kind.
+fitted over all devices, turn that into an estimate. What is left is learned by a few small networks, which are averaged. On
+devices they were trained on they count in full; on others by the part that helped on families of devices that were left out
+(:func:`train`), which also give the intervals: with few devices that may be nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from torch import nn
 
 from cdmpp.dataset.operators import TORCH, TORCH_COLD
 from cdmpp.device import Device, get_device
-from cdmpp.errors import PredictorError, reason
+from cdmpp.errors import PredictorError, raised_as
 from cdmpp.files import read_json, write_text
 from cdmpp.predictor.checkpoint import load_tensors, save_tensors
 from cdmpp.predictor.mechanism import MECHANISM_FEATURES, Constants, mechanism
@@ -145,8 +143,7 @@ class OperatorModel:
 
     def traits(self, table: pd.DataFrame, device: Device) -> tuple[FloatArray, FloatArray]:
         """What operators are compared by, which depends on no label: flags of their kinds, (n, kinds), and waves over the
-        numbers that networks see, (n, _WAVES): products of these are as those of a Gaussian of their distance (random
-        Fourier features by Rahimi and Recht, NIPS 2007)."""
+        numbers that networks see, (n, _WAVES): random Fourier features of a Gaussian (Rahimi and Recht, NIPS 2007)."""
         scaled = self._numbers(table, device)
         drawn = np.random.default_rng(0)
         lengths = _REACH * math.sqrt(scaled.shape[1])
@@ -281,7 +278,8 @@ class OperatorModel:
     def load(cls, folder: str | Path) -> OperatorModel:
         """Back from :meth:`save` (PredictorError: missing, damaged, or of other features than this version's)."""
         folder = Path(folder)
-        try:
+        sentence = f"cannot read the operator model of {folder}"
+        with raised_as(PredictorError, sentence, KeyError, TypeError, RuntimeError):
             state = read_json(folder / _FILE)
             known = [MECHANISM_FEATURES, *_INPUTS[1:4]]
             if any(set(own) - set(names) for own, names in zip(state["inputs"], known, strict=False)):
@@ -306,8 +304,6 @@ class OperatorModel:
                 left={name: Errors(**values) for name, values in state.get("left", {}).items()},
                 measured=operator_table(pd.read_parquet(folder / _MEASURED)) if (folder / _MEASURED).exists() else None,
             )
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as err:
-            raise PredictorError(f"cannot read the operator model of {folder}: {reason(err)}") from err
 
 
 def _tensors(networks: Sequence[nn.Module], prefix: str = "") -> dict[str, torch.Tensor]:
@@ -429,8 +425,7 @@ def training_table(table: pd.DataFrame, rows: int = _ROWS, seed: int = 0) -> pd.
 
 
 def families(devices: Sequence[Device]) -> dict[str, int]:
-    """Device -> number of its family: shares of one device, and those of one
-    architecture whose cores, peaks and bandwidths are nearly the same."""
+    """Device -> number of its family: shares of one device, or devices of one architecture that are nearly the same."""
     found: dict[str, int] = {}
     for i, device in enumerate(devices):
         alike = [
@@ -463,9 +458,8 @@ def train(
 ) -> tuple[OperatorModel, pd.DataFrame]:
     """Train on a :func:`training_table`, also without each family of devices in turn; for so many steps unless ``epochs`` says.
 
-    Gives the model, and the table with what was predicted of every row without its device's family: ``left_out_s`` with
-    the trust that the other families ask for, and ``left_out_estimate_s`` by the estimate alone. PredictorError:
-    nothing to learn from.
+    Gives the model, and the table with what was predicted without the row's family: ``left_out_s`` with the trust that the
+    other families ask for, ``left_out_estimate_s`` by the estimate alone. PredictorError: nothing to learn from.
     """
     if len(table) < _FOLDS:
         raise PredictorError("an operator model needs labels of operators to learn from")
@@ -538,8 +532,7 @@ def solver_times(
 def with_what_was_measured(
     model: OperatorModel, table: pd.DataFrame, learned: pd.DataFrame, seed: int = 0
 ) -> OperatorModel:
-    """A model with the solvers of a table of all that was measured, if it has any, and with some of the operators that it
-    ``learned`` from (:func:`training_table`)."""
+    """A model with the solvers of a table of all that was measured, if any, and some operators that it ``learned`` from."""
     solvers = None
     if ((table["framework"] == FRAMEWORK) & (table["op"] == OPERATOR)).any():
         solvers = train_solvers(*solver_times(table, seed=seed), model.constants, model.inputs, seed)

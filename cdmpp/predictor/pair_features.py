@@ -1,10 +1,7 @@
-"""What can be said of a program and a device together, as numbers for the network: how the one fills the other.
-
-A network that is to carry over to a device it has not seen should not have to learn from a handful of devices how a
-product of matrices is cut into tiles for their cores (NeuSight, Lee et al., ASPLOS'25, section 4). Everything here
-comes from the compact AST and the device's specification; for compiled programs also how long loops take on the core
-(:mod:`cdmpp.program.codegen.loops`).
-"""
+"""What can be said of a program and a device together, as numbers for the network: how the one fills the other, from AST and
+specification; for compiled programs also how long loops take on the core (:mod:`cdmpp.program.codegen.loops`). A network that
+is to carry over to new devices should not have to learn from a handful of them how a product of matrices is cut into tiles for
+their cores (NeuSight, Lee et al., ASPLOS'25, section 4)."""
 
 from __future__ import annotations
 
@@ -123,10 +120,8 @@ def _power_of_two(extent: FloatArray) -> FloatArray:
 def pair_rows(
     asts: Sequence[CompactAST], devices: Sequence[Device], program: NDArray[np.int64], device: NDArray[np.int64]
 ) -> FloatArray:
-    """Raw features of pairs, float64 (n, len(PAIR_FEATURES)), >= 0, NaN where a device's specification does not say.
-
-    ``program`` and ``device``, int (n,), are the numbers in ``asts`` and in ``devices`` of each pair.
-    """
+    """Raw features of pairs, float64 (n, len(PAIR_FEATURES)), >= 0, NaN where a device's specification does not say; of each
+    pair ``program`` and ``device``, int (n,), are the numbers in ``asts`` and in ``devices``."""
     out = np.empty((len(program), len(PAIR_FEATURES)))
     if not len(program):
         return out

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from cdmpp.device import Device, device_features, get_device
-from cdmpp.errors import PredictorError, ProgramError, reason
+from cdmpp.errors import PredictorError, ProgramError, raised_as
 from cdmpp.files import read_text
 from cdmpp.predictor.batching import PairArrays
 from cdmpp.predictor.checkpoint import load_fields, save_fields
@@ -58,11 +58,10 @@ class Pairs(NamedTuple):
 class Predictor:
     """A trained latency model. Make one with :func:`cdmpp.predictor.train`, :meth:`load` or :meth:`default`.
 
-    ``devices`` and ``specs`` are those of training, by name: raw features, and specification. ``training`` is a summary of
-    the training data and run (JSON values). What :meth:`predict_interval` and :meth:`unfamiliar` need may be None for a
-    predictor that was saved without: ``familiarity``, and one calibration for each kind of evidence (none, compiled code,
-    latencies measured on other devices, which ``scaling`` scales). ``corrections`` are what measurements of a device that came
-    to a trained network say of its errors there (:mod:`cdmpp.predictor.correction`), by device, and by whether the compiled
+    ``devices`` (raw features) and ``specs`` are those of training, by name; ``training`` sums up its data and run (JSON
+    values). What :meth:`predict_interval` and :meth:`unfamiliar` need may be None: ``familiarity``, and a calibration for each
+    kind of evidence (none, compiled code, latencies on other devices, which ``scaling`` scales). ``corrections``
+    (:mod:`cdmpp.predictor.correction`) are what measurements told a trained network: by device, and by whether the compiled
     code is known (``compiled``) or not (``ast``).
     """
 
@@ -162,12 +161,11 @@ class Predictor:
         compiled: bool = False,
         measured: Mapping[str, ArrayLike] | None = None,
     ) -> tuple[Any, Any]:
-        """Lowest and highest latency in seconds that the measurement of a program falls between with probability
-        ``coverage``: floats for one program, float64 arrays (n,) for a list. The prediction is their geometric middle.
+        """Lowest and highest latency in seconds that the measurement of a program falls between with probability ``coverage``:
+        floats for one program, float64 arrays (n,) for a list. The prediction is their geometric middle.
 
-        Split conformal, see :mod:`cdmpp.predictor.uncertainty` for what is guaranteed and when it is not. Other arguments
-        and errors are those of :meth:`predict`; besides, a PredictorError where the predictor was not calibrated, or on too
-        few tasks for this coverage.
+        Split conformal: :mod:`cdmpp.predictor.uncertainty` says what is guaranteed and when it is not. Arguments and errors as
+        of :meth:`predict`, and a PredictorError where the predictor was not calibrated, or on too few tasks for this coverage.
         """
         check_coverage(coverage)
         items, many = _resolved(programs, resolver)
@@ -202,9 +200,9 @@ class Predictor:
         )
 
     def unfamiliar(self, programs: Any, device: str | Device) -> Any:
-        """Whether programs on a device are far from the training data (:mod:`cdmpp.predictor.uncertainty`), so that little
-        speaks for the prediction: a bool for one program, a bool array of shape (n,) for a list. Arguments and errors as of
-        :meth:`predict`; a PredictorError where the predictor was saved without what this needs."""
+        """Whether programs on a device are far from the training data (:mod:`cdmpp.predictor.uncertainty`): a bool for one
+        program, a bool array (n,) for a list. Arguments and errors as of :meth:`predict`; a PredictorError where the predictor
+        was saved without what this needs."""
         if self.familiarity is None:
             raise PredictorError("this predictor does not know how far its training data reach: train it again")
         items, many = _resolved(programs, None)
@@ -286,8 +284,7 @@ class Predictor:
     def corrected(
         self, names: Sequence[str], arrays: PairArrays, embeddings: NDArray[np.float64] | None = None
     ) -> NDArray[np.float64]:
-        """What corrections add to the logarithms of pairs whose devices have these names, float64 (n,); ``embeddings`` (n, h)
-        where they are known."""
+        """What corrections add to the logarithms of pairs on devices of these names, (n,); ``embeddings`` (n, h) if known."""
         logs = np.zeros(len(arrays))
         if not any(name in self.corrections for name in names):
             return logs
@@ -399,11 +396,9 @@ def predict_program_file(
     compiled: bool = False,
     measured: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Predicted latency of one program, a PrimFunc or IRModule as TVM's JSON (``tvm.ir.save_json``; ProgramError where
-    it is none); ``compiled`` and ``measured`` as :meth:`Predictor.predict` takes them.
-
-    ``low_s``, ``high_s`` and ``unfamiliar`` are None where the predictor cannot tell; ``note`` says what the prediction needs.
-    """
+    """Predicted latency of one program (:func:`load_program`); ``compiled`` and ``measured`` as of :meth:`Predictor.predict`.
+    ``low_s``, ``high_s`` and ``unfamiliar`` are None where the predictor cannot tell; ``note`` says what the prediction
+    needs."""
     program = load_program(path)
     resolved = get_device(device)
     ast = compact_asts([program])[0]
@@ -427,10 +422,8 @@ def predict_program_file(
 def load_program(path: str | Path) -> Any:
     """A PrimFunc or IRModule from TVM's JSON (ProgramError: the file is missing, or no such JSON)."""
     tvm = import_tvm()
-    try:
+    with raised_as(ProgramError, f"cannot read {path}"):
         text = read_text(path)
-    except (OSError, ValueError) as err:
-        raise ProgramError(f"cannot read {path}: {reason(err)}") from err
     try:
         program = tvm.ir.load_json(text)
     except Exception as err:  # TVM raises its own error types for anything that is not its JSON

@@ -1,10 +1,9 @@
 """Several processes that train one network, each with its part of every batch: what torchrun starts.
 
-The loss of a step is that of the whole batch. Every process embeds and decodes its own rows; embeddings and labels of all rows
-are gathered, and every process computes the whole loss, which it differentiates with respect to its own rows. The sum of the
-processes' gradients is then that of one process, also for what couples the rows of a batch: CMD, the order within tasks, means
-over the rows that have instruction counts. What is sent a step is the gradient, and some hundred numbers a row. Only drop-out
-differs from one process: each draws for its own rows.
+The loss of a step is that of the whole batch: embeddings and labels of all rows are gathered, and every process computes the
+whole loss, which it differentiates with respect to its own rows. The sum of the processes' gradients is then that of one
+process, also for what couples the rows of a batch: CMD, the order within tasks, means over the rows that have instruction
+counts. What is sent a step is the gradient, and some hundred numbers a row. Only drop-out differs from one process.
 """
 
 from __future__ import annotations
@@ -110,10 +109,8 @@ def pick_device(name: str) -> torch.device:
 
 @contextmanager
 def torchrun_processes(device: str, batch_size: int) -> Iterator[Processes]:
-    """The processes that torchrun started, joined by NCCL on GPUs and gloo on CPUs; without torchrun, this one.
-
-    ``device`` as :func:`pick_device` takes it. PredictorError: batches of fewer rows than there are processes.
-    """
+    """The processes that torchrun started, joined by NCCL on GPUs and gloo on CPUs; without torchrun, this one. ``device`` as
+    :func:`pick_device` takes it. PredictorError: batches of fewer rows than there are processes."""
     where = pick_device(device)
     if not dist.is_torchelastic_launched():
         yield Processes(where)

@@ -1,8 +1,6 @@
-"""What can be said about a program's latency without learning: a lower bound, and an analytical estimate.
-
-Both are computed from the compact AST and the device's specification alone. They serve as baselines, and as the scale
-that labels are relative to: the network then predicts how far a program stays behind (CDMPP predicts the time itself).
-"""
+"""What can be said about a program's latency without learning, from its AST and the device's specification: a lower bound, and
+an analytical estimate. They are baselines, and the scale that labels are relative to: the network then predicts how far a
+program stays behind (CDMPP predicts the time itself)."""
 
 from __future__ import annotations
 
@@ -75,13 +73,12 @@ def _column(leaves: NDArray[Any], name: str) -> FloatArray:
 class ProgramView:
     """Numbers of n programs, each float64 or bool (n,). The *main leaf* is the one with the most operations.
 
-    ``io_bytes`` are those of inputs and outputs; what a program allocates in between is left out, as it may stay in a
-    cache. Of the main leaf, ``columns``, ``rows`` and ``batch`` are output loops (the innermost, the one around it, the
-    product of the others; 1 where there is none), ``depth`` is the product of its reduction loops, ``parallel`` its
-    parallel iterations. ``blocks``, ``threads`` and ``shared_bytes`` are of the largest GPU launch (1, 1 and 0 without). A
-    program on a GPU that is not ``scheduled_for_gpu`` (no loop is bound to blocks or threads) is run by a library. A
-    ``contraction`` is a sum of products: what matrix units do. A ``windowed`` program reduces over several loops, as a
-    convolution does: libraries then run a product of matrices over all output points at once.
+    ``io_bytes`` are of inputs and outputs; what a program allocates in between may stay in a cache. Of the main leaf,
+    ``columns``, ``rows`` and ``batch`` are output loops (the innermost, the one around it, the product of the others; 1 where
+    there is none), ``depth`` is the product of its reduction loops, ``parallel`` its parallel iterations. ``blocks``,
+    ``threads`` and ``shared_bytes`` are of the largest GPU launch (1, 1 and 0 without). A program on a GPU that is not
+    ``scheduled_for_gpu`` is run by a library. A ``contraction`` is a sum of products: what matrix units do. A ``windowed``
+    program reduces over several loops, as a convolution does: libraries run one product of matrices over all output points.
     """
 
     flops: FloatArray
@@ -153,12 +150,9 @@ class ProgramView:
 
 
 def roofline_s(asts: Sequence[CompactAST], device: Device) -> FloatArray:
-    """Lower bound of each program's latency on a device, float64 seconds (n,).
-
-    Williams et al. (CACM 2009): floating-point operations over peak, or bytes of inputs and outputs over memory bandwidth,
-    whichever is longer; plus the launch overhead, where known. What fits the last-level cache may come from there, so
-    bytes count against memory only beyond its size.
-    """
+    """Lower bound of each program's latency on a device, float64 seconds (n,), by Williams et al. (CACM 2009): floating-point
+    operations over peak, or bytes of inputs and outputs over memory bandwidth, whichever is longer; plus the launch overhead,
+    where known. Bytes count only beyond the size of the last-level cache, as what fits may come from there."""
     view = ProgramView.of(asts)
     bandwidth = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH_GB_S)
     cache = 1024.0 * max(device.l3_kb or 0.0, device.l2_kb or 0.0)
@@ -178,11 +172,9 @@ def peak_flops(view: ProgramView, device: Device) -> FloatArray:
 
 
 def power_headroom(device: Device) -> float | None:
-    """Power limit over the power that all lanes need at their peak clock, where both are known.
-
-    The energy of an operation is taken to be proportional to the feature size of the process, from a device that
-    sustains its peak. Below 1 the clock falls under load: cards of 70 W have the lanes of cards of 250 W.
-    """
+    """Power limit over the power that all lanes need at their peak clock, where both are known; below 1 the clock falls under
+    load. The energy of an operation is taken to be proportional to the feature size of the process, from a device that sustains
+    its peak."""
     peak = device.peak_gflops.get("float32")
     if not peak or not device.tdp_w or not device.process_nm:
         return None

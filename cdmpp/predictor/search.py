@@ -1,10 +1,7 @@
-"""Hyper-parameter search with Optuna: TPE, median pruning, resumable; judged by the validation part alone.
-
-Ours, where it takes instruction counts, by the geometric mean of its two errors: without and with them.
-Every model has a space of its own (:func:`search_space`); the same number of trials for each is what "tuned
-with equal effort" means here. The search folder holds ``search.db`` (Optuna's storage), ``summary.json`` (every
-trial) and ``best.yaml``, both written anew after every trial.
-"""
+"""Hyper-parameter search with Optuna: TPE, median pruning, resumable; judged by the validation part alone, ours with
+instruction counts by the geometric mean of its errors without and with them. Every model has a space of its own; the same
+number of trials for each is what "tuned with equal effort" means. The search folder holds ``search.db`` (Optuna's storage),
+``summary.json`` (every trial) and ``best.yaml``, both written anew after every trial."""
 
 from __future__ import annotations
 
@@ -55,8 +52,7 @@ TrialCallback = Callable[[dict[str, Any]], None]
 
 def search_space(model: str) -> dict[str, BaseDistribution]:
     """Dotted option -> distribution: keys of the configuration for ``ours``, else arguments of
-    :func:`cdmpp.predictor.baselines.make_model`. PredictorError for a model that is not one of :data:`SEARCHED_MODELS`, and
-    without Optuna."""
+    :func:`cdmpp.predictor.baselines.make_model`. PredictorError: no such model in :data:`SEARCHED_MODELS`, no Optuna."""
     try:
         from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
     except ImportError as err:
@@ -90,12 +86,11 @@ def search(
     resume: bool = False,
     progress: TrialCallback | None = None,
 ) -> SearchResult:
-    """Search for the hyper-parameters with the lowest MAPE on the validation part.
+    """Search for the hyper-parameters with the lowest MAPE on the validation part; labels of the test part are blanked first.
 
-    Labels of the test part are blanked first, so nothing can look at them. The first trial is the model as it is (ours: the
-    configuration), so that what is found is no worse; what lies outside of the space is drawn in its place. What is not
-    searched is that of ``config``. ``trials`` are all of them, those of resumed searches, pruned and failed ones included; with
-    ``resume`` a search in ``out`` is continued if there is one, and a trial that was cut short does not count.
+    The first trial is the model as it is (ours: the configuration), so that what is found is no worse; what lies outside of the
+    space is drawn in its place. What is not searched is that of ``config``. ``trials`` are all of them, those of resumed
+    searches, pruned and failed ones included, but not one that was cut short; with ``resume`` a search in ``out`` is continued.
 
     PredictorError: ``out`` holds a search and ``resume`` is off, or one of another model, configuration or other records; no
     trial succeeded; Optuna is not installed. DatasetError, SplitError: no records; a split that cannot be made.

@@ -1,8 +1,5 @@
-"""Which tasks to measure on a new device: KMeans over what the model sees of them.
-
-After CDMPP (EuroSys'24), which clusters programs and measures the tasks nearest the centres. Here a task is one
-point, the mean of its programs: tasks with many programs do not take over.
-"""
+"""Which tasks to measure on a new device: KMeans over what the model sees of them, after CDMPP (EuroSys'24), which clusters
+programs. Here a task is one point, the mean of its programs: tasks with many programs do not take over."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.errors import PredictorError, reason
+from cdmpp.errors import PredictorError, raised_as
 from cdmpp.files import write_text
 from cdmpp.predictor.batching import PairArrays
 from cdmpp.predictor.data import TrainingData
@@ -62,14 +59,13 @@ def select_tasks(
     rows: NDArray[np.int64] | None = None,
     available: Collection[str] | None = None,
 ) -> TaskSelection:
-    """Choose ``k`` tasks (all if there are fewer) to measure on a new device, of those of these rows of ``data.labels``
-    (None: all). Labels are not looked at. Equal arguments give an equal choice.
+    """Choose ``k`` tasks (all if there are fewer) to measure on a new device, of those of these rows of ``data.labels`` (None:
+    all). Labels are not looked at. Equal arguments give an equal choice. PredictorError: ``k`` below 1, another ``select``, or
+    no task.
 
     Tasks are compared by the predictor's embeddings (:func:`embed_programs`), or without one by :func:`ast_features`
-    standardised over the tasks; ``select="random"`` is the baseline. In place of one that is not among ``available`` (None:
-    all are), the next nearest of its cluster is chosen, and where there is none, the nearest of all.
-
-    Raises PredictorError: ``k`` below 1, another ``select``, or no task to choose.
+    standardised over the tasks; ``select="random"`` is the baseline. In place of one that is not among ``available`` (None: all
+    are), the next nearest of its cluster is chosen, and where there is none, the nearest of all.
     """
     if k < 1:
         raise PredictorError(f"the number of tasks must be at least 1, got {k}")
@@ -112,12 +108,8 @@ def _task_vectors(programs: Any, data: TrainingData, predictor: Predictor | None
 
 
 def embed_programs(predictor: Predictor, asts: Sequence[CompactAST]) -> NDArray[np.float64]:
-    """The network's pooled embeddings of programs, float64 (n, embedding_dim).
-
-    The device enters the network before its encoder does its work, so there is no embedding of the program alone.
-    Every program is embedded on the same made-up device, the mean of the encoded training devices: what differs
-    between two embeddings is the programs' own.
-    """
+    """The network's pooled embeddings of programs, float64 (n, embedding_dim), all on one made-up device, the mean of the
+    encoded training devices: the device enters before the encoder, so there is no embedding of the program alone."""
     device = predictor.encoder.encode_devices(np.stack(list(predictor.devices.values()))).mean(0, keepdims=True)
     program = np.arange(len(asts))
     arrays = PairArrays.encode(predictor.encoder, asts, device, program, np.zeros_like(program), None, None)
@@ -134,17 +126,12 @@ def ast_features(asts: Sequence[CompactAST]) -> NDArray[np.float64]:
 
 
 def write_task_file(path: str | Path, selection: TaskSelection, **notes: Any) -> None:
-    """Write the file that ``cdmpp profile --tasks`` takes: what is *wanted*, how it was chosen, and notes.
-
-    ``cdmpp.profiler.session.read_task_file`` reads the tasks back.
-    """
+    """Write the file that ``cdmpp profile --tasks`` takes: what is *wanted*, how it was chosen, and notes."""
     value = {**selection.to_json(), "tasks": list(selection.wanted), **notes}
     path = Path(path)
-    try:
+    with raised_as(PredictorError, f"cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
-    except OSError as err:
-        raise PredictorError(f"cannot write {path}: {reason(err)}") from err
 
 
 def _distances(vectors: NDArray[np.float64], k: int, seed: int) -> NDArray[np.float64]:

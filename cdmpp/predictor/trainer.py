@@ -65,14 +65,13 @@ class Trainer:
     """Trains one network.
 
     ``transform`` was fitted on the training labels; ``adapt`` are pairs of the domain to adapt to, without labels (for
-    ``loss.cmd_weight``); ``weights`` are where the network starts (None: at random); ``sampler`` makes the batches of
-    an epoch (None: every training pair once, in batches of similar length); ``make_network`` makes another network than
-    ours, called as ``network(batch, context)`` and trained on the loss of its labels alone; after ``max_seconds``
-    training stops, and the learning rate falls with the time spent; ``processes`` train together (None: this one
-    alone), with our network and no ``max_seconds``.
+    ``loss.cmd_weight``); ``weights`` are where the network starts (None: at random); ``sampler`` makes an epoch's batches
+    (None: every training pair once, by length); ``make_network`` makes another network, called as ``network(batch, context)``
+    and trained on the loss of its labels alone; the learning rate falls so that training ends after ``max_seconds``;
+    ``processes`` train together (None: this one alone), with our network and no ``max_seconds``.
 
-    PredictorError: no training or no validation pairs; CMD without pairs to adapt to or with an unbounded embedding;
-    weights of another network.
+    PredictorError: no training or no validation pairs; CMD without pairs to adapt to or with an unbounded embedding; weights of
+    another network.
     """
 
     def __init__(
@@ -132,8 +131,8 @@ class Trainer:
     def fit(
         self, checkpoint: Callable[[TrainerState], None] | None = None, progress: ProgressCallback | None = None
     ) -> TrainerState:
-        """Train until the last epoch or until patience runs out. After every epoch ``checkpoint`` is called with the full
-        state, then ``progress`` with the line of the history."""
+        """Train to the last epoch or until patience runs out; after each ``checkpoint`` gets the state, ``progress`` its
+        line."""
         config = self._config
         with torch_threads(config.threads):
             self._started = time.perf_counter()

@@ -1,8 +1,5 @@
-"""A training run from configuration and datasets to a folder with a predictor.
-
-The run folder holds ``config.yaml``, ``split.json``, ``history.jsonl`` (one line an epoch),
-``checkpoint.safetensors`` and, when training is done, ``predictor/``.
-"""
+"""A training run from configuration and datasets to a folder with a predictor: ``config.yaml``, ``split.json``,
+``history.jsonl`` (one line an epoch), ``checkpoint.safetensors`` and, when training is done, ``predictor/``."""
 
 from __future__ import annotations
 
@@ -48,8 +45,7 @@ _TASKS_FOR_DIFFICULTY = 100
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a training run gives: the predictor of the best epoch, the data and split to evaluate it with, and one line an
-    epoch, as in ``history.jsonl``."""
+    """The predictor of the best epoch, the data and split to evaluate it with, and the lines of ``history.jsonl``."""
 
     predictor: Predictor
     data: TrainingData
@@ -64,14 +60,12 @@ def train(
     progress: ProgressCallback | None = None,
     resume: bool = False,
 ) -> TrainResult:
-    """Train a predictor and write the run folder.
+    """Train a predictor and write the run folder. ``datasets`` are data or dataset folders, None takes ``config.data.paths``.
+    ``progress`` is called with every epoch's history line. With ``resume`` a run in ``out`` is continued if there is one; the
+    result is that of an unbroken run. Processes that torchrun started train together (:mod:`cdmpp.predictor.processes`).
 
-    ``datasets`` are data or dataset folders, None takes ``config.data.paths``. ``progress`` is called with every epoch's
-    history line. With ``resume`` a run in ``out`` is continued if there is one; the result is that of an unbroken run.
-    Processes that torchrun started train together (:mod:`cdmpp.predictor.processes`); the first one writes.
-
-    PredictorError: ``out`` holds a run and ``resume`` is off, or one of another configuration or other records;
-    training diverged. DatasetError, SplitError: no records; a split that cannot be made.
+    PredictorError: ``out`` holds a run and ``resume`` is off, or one of another configuration or other records; training
+    diverged. DatasetError, SplitError: no records; a split that cannot be made.
     """
     out = Path(out)
     if not resume and any((out / name).exists() for name in (CHECKPOINT_FILE, HISTORY_FILE, "predictor")):
@@ -208,13 +202,10 @@ def encode(data: TrainingData, encoder: FeatureEncoder, relative_to: str = "") -
 def calibrated(
     predictor: Predictor, data: TrainingData, split: Split, seed: int = 0, scaling: DeviceScaling | None = None
 ) -> Predictor:
-    """The predictor with intervals and familiarity, both from the split it was trained with; PredictorError where that has
-    no training or no validation records.
-
-    Intervals are calibrated on the validation part alone (:mod:`cdmpp.predictor.uncertainty`): of plain predictions, of
-    those with instruction counts, and of those with latencies on other devices, whose scaling is fitted there too unless it
-    is given. Familiarity is fitted to the training part, its threshold to the validation part.
-    """
+    """The predictor with intervals and familiarity from the split it was trained with (PredictorError: no training or no
+    validation records). Intervals are calibrated on the validation part alone (:mod:`cdmpp.predictor.uncertainty`): of plain
+    predictions, of those with instruction counts, and of those with latencies on other devices, whose scaling is fitted there
+    too unless given."""
     rows = split.valid
     if not len(rows) or not len(split.train):
         raise PredictorError("calibrating needs training and validation records")

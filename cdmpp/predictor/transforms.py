@@ -1,8 +1,5 @@
-"""Label transforms: latency in seconds <-> the scale the network predicts; corrections of what comes out.
-
-Fitted on training labels only, invertible, and safe on any network output: the inverse is clamped to a wide
-range around the training labels, because a Box-Cox inverse is undefined beyond ``-1 / lambda``.
-"""
+"""Label transforms: latency in seconds <-> the scale the network predicts; corrections of what comes out. Fitted on training
+labels only; the inverse is clamped to a wide range around these, as that of Box-Cox is undefined beyond ``-1 / lambda``."""
 
 from __future__ import annotations
 
@@ -39,14 +36,12 @@ _LOG_LAMBDA = 1e-6
 class LabelTransform:
     """An invertible, increasing, standardised map of ``latency / reference``, of one of :data:`KINDS`.
 
-    ``box-cox`` is ``((y / scale)**lambda - 1) / lambda`` (CDMPP's label normalisation), with the geometric mean of the
-    training labels as ``scale``: that does not change the fitted ``lambda`` and keeps microseconds and seconds well
-    conditioned. ``log`` is its limit for ``lambda = 0``, with a scale of 1.
-
-    ``mean`` and ``std`` are of the unstandardised transformed training labels; ``log_low`` and ``log_high`` the natural
-    logarithm of the smallest and largest ratio the inverse returns. ``relative_to`` is what latencies are divided by
-    first: a per-program reference (a key of :data:`cdmpp.predictor.roofline.REFERENCES`), which every method then needs
-    as ``reference_s`` (PredictorError without it); "" for nothing.
+    ``box-cox`` is ``((y / scale)**lambda - 1) / lambda`` (CDMPP's label normalisation), with the geometric mean of the training
+    labels as ``scale``, which keeps microseconds and seconds well conditioned; ``log`` is its limit for ``lambda = 0``, with a
+    scale of 1. ``mean`` and ``std`` are of the unstandardised transformed training labels; ``log_low`` and ``log_high`` the
+    natural logarithm of the smallest and largest ratio the inverse returns. ``relative_to`` is what latencies are divided by
+    first: a per-program reference (a key of :data:`cdmpp.predictor.roofline.REFERENCES`), which every method then needs as
+    ``reference_s`` (PredictorError without it); "" for nothing.
     """
 
     kind: str
@@ -115,11 +110,9 @@ class LabelTransform:
 def fit_transform(
     kind: str, latency_s: ArrayLike, reference_s: ArrayLike | None = None, relative_to: str = "reference"
 ) -> LabelTransform:
-    """Fit to training labels in seconds (n,), relative to references in seconds (n,) of that name where they are given.
-
-    scikit-learn's PowerTransformer finds the lambda of Box-Cox by maximum likelihood. LabelError: no labels, or one that is
-    not finite and positive; PredictorError: unknown kind.
-    """
+    """Fit to training labels in seconds (n,), relative to references in seconds (n,) of that name where they are given;
+    Box-Cox's lambda by maximum likelihood. LabelError: no labels, or one that is not finite and positive; PredictorError:
+    unknown kind."""
     log_ratio = np.log(_checked(latency_s, "latency"))
     if reference_s is not None:
         log_ratio = log_ratio - np.log(_checked(reference_s, "reference"))

@@ -1,34 +1,28 @@
 r"""How far to trust a prediction: intervals with a finite-sample guarantee, and whether a program is like those trained on.
 
 *Intervals* are those of split conformal prediction in log seconds. The score of a validation record is :math:`s =
-|\log(\text{measured} / \text{predicted})| / d`, the interval of a prediction :math:`p` is :math:`[p\,e^{-qd},
-p\,e^{qd}]`, with :math:`q` a quantile of the scores.
+|\log(\text{measured} / \text{predicted})| / d`, the interval of a prediction :math:`p` is :math:`[p\,e^{-qd}, p\,e^{qd}]`, with
+:math:`q` a quantile of the scores. d, the *difficulty*, is how far off a prediction is expected to be (normalised conformal
+prediction: Papadopoulos et al. 2008; Lei et al. 2018, section 5.2): the exponential of a ridge regression of log errors on what
+the network sees; of a validation record that of a regression on other tasks, as that of a new task is.
 
-*Difficulty.* d is how far off a prediction is expected to be, relative to others (normalised conformal prediction:
-Papadopoulos et al. 2008; Lei et al. 2018, section 5.2): the exponential of a ridge regression of the logarithm of
-validation errors on what the network sees. The d of a validation record is that of a regression on other tasks, as that
-of a new task is.
-
-*Units.* Records of one task resemble each other. Where the split holds out tasks (``by_network``, ``by_task``,
-``by_device``) the unit is the **task**: with K tasks of :math:`N_k` records each, q is the smallest score with
+*Units.* Records of one task resemble each other. Where the split holds out tasks (``by_network``, ``by_task``, ``by_device``)
+the unit is the **task**: with K tasks of :math:`N_k` records each, q is the smallest score with
 
 .. math:: \sum_k \frac{1}{N_k}\,\#\{i : s_{ki} \le q\} \;\ge\; (K + 1)\,(1 - \alpha),
 
-so that a record of a new task is covered with probability :math:`1 - \alpha` at least (hierarchical conformal
-prediction: Lee, Barber and Willett, "Distribution-free inference with hierarchical data", 2023). For ``within_task``
-the unit is the **record**, and q the ordinary split conformal quantile. Scores are kept per device, and pooled for
-devices with fewer than :data:`MIN_UNITS` units.
+so that a record of a new task is covered with probability :math:`1 - \alpha` at least (hierarchical conformal prediction: Lee,
+Barber and Willett, "Distribution-free inference with hierarchical data", 2023). For ``within_task`` the unit is the **record**,
+and q the ordinary quantile. Devices with fewer than :data:`MIN_UNITS` units share pooled scores.
 
-*When the guarantee does not hold.* It is for tasks drawn as the calibration tasks were; those of a held-out network
-share a kind of layers that validation networks may not have. The validation part also chose the epoch. Of many
-programs, the one predicted fastest is more often slower than predicted than one picked blindly. ``evaluate`` reports
-the coverage that is reached.
+*When the guarantee does not hold.* It is for tasks drawn as the calibration tasks were; those of a held-out network share a
+kind of layers that validation networks may not have. The validation part also chose the epoch. Of many programs, the one
+predicted fastest is more often slower than predicted than any other. ``evaluate`` reports the coverage that is reached.
 
-*Familiarity.* A (program, device) pair is described by what the network is given of it, as a network is free to map
-what it never saw next to what it knows. A pair is *unfamiliar* if it is farther from the nearest of some 200 KMeans
-centres of training pairs than 99 % of the validation pairs, or if a leaf has another value than all of training in a
-feature that did not vary there, which the encoder hides. An unfamiliar program is not known to be predicted badly, nor
-a familiar one well.
+*Familiarity.* A (program, device) pair is described by what the network is given of it, as a network may map what it never saw
+next to what it knows. A pair is *unfamiliar* if it is farther from the nearest of some 200 KMeans centres of training pairs
+than 99 % of the validation pairs, or if a leaf has another value than all of training in a feature that did not vary there,
+which the encoder hides. An unfamiliar program is not known to be predicted badly, nor a familiar one well.
 """
 
 from __future__ import annotations
@@ -167,11 +161,8 @@ class Calibration:
         unit: str = "task",
         inputs: NDArray[np.float64] | None = None,
     ) -> Calibration:
-        """From measured and predicted seconds of n >= 1 calibration records, the task and device of each, and what tells their
-        difficulty, (n, d).
-
-        Raises PredictorError: no records, or a unit other than task and record.
-        """
+        """From measured and predicted seconds of n >= 1 records, the task and device of each, and what tells their difficulty,
+        (n, d). PredictorError: no records, or a unit other than task and record."""
         if unit not in ("task", "record"):
             raise PredictorError(f"unknown calibration unit '{unit}' (known: task, record)")
         scores = log_errors(label_s, predicted_s)
@@ -205,10 +196,8 @@ class Calibration:
         return device if own is not None and own.quantile(coverage) < math.inf else ALL_DEVICES
 
     def half_width(self, device: str, coverage: float) -> float:
-        """Half the width in log seconds of the interval of a prediction as difficult as usual.
-
-        Raises PredictorError: the coverage is not between 0 and 1, or more than the number of calibration units can give.
-        """
+        """Half the width in log seconds of the interval of a prediction as difficult as usual. PredictorError: the coverage is
+        not between 0 and 1, or more than the number of calibration units can give."""
         check_coverage(coverage)
         scores = self.devices.get(self.basis(device, coverage), self.pooled)
         if not self.supports(coverage):
@@ -280,8 +269,7 @@ def interval_metrics(
 ) -> dict[str, Any] | None:
     """How well intervals hold on scored records of this ``difficulty`` (n,), None for usual: the ``coverage`` asked for, the
     fraction ``covered`` and its mean over tasks, ``covered_by_task``, the median of high / low (``width``), and the
-    ``pooled_devices``, without scores of their own. None without a calibration, or with too few units for the coverage.
-    """
+    ``pooled_devices``, without scores of their own. None without a calibration, or with too few units for the coverage."""
     check_coverage(coverage)
     if calibration is None or not calibration.supports(coverage):
         return None
@@ -340,8 +328,8 @@ class Familiarity:
         valid_rows: NDArray[np.int64],
         seed: int = 0,
     ) -> Familiarity:
-        """Cluster the training pairs and set the threshold on the validation pairs: rows of ``data.labels``, one at least
-        of each. The encoder was fitted on the training part."""
+        """Cluster the training pairs and set the threshold on the validation pairs: rows of ``data.labels``, one at least of
+        each. The encoder was fitted on the training part."""
         from sklearn.cluster import KMeans
 
         rng = np.random.default_rng(seed)

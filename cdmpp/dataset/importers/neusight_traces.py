@@ -93,10 +93,8 @@ def read_traces(path: Path, frame: pd.DataFrame, found: Import) -> list[NetworkG
 def add_end_to_end(
     path: Path, frame: pd.DataFrame, graphs: Sequence[NetworkGraph], found: Import
 ) -> list[NetworkGraph]:
-    """The graphs with the measured and predicted latencies of whole networks, in seconds.
-
-    Rows of several devices at work (``option`` such as ``tp4``) or of networks without a trace are counted in the notes.
-    """
+    """The graphs with the measured and predicted latencies of whole networks, in seconds. Rows of several devices at work
+    (``option`` such as ``tp4``) or of networks without a trace are counted in the notes."""
     devices = found.resolve(frame["device"], path)
     totals: list[tuple[dict[str, float], dict[str, dict[str, float]]]] = [({}, {}) for _ in graphs]
     left = 0
@@ -275,9 +273,7 @@ def forward_calls(
     name: str, operator: str, ops: Sequence[Any], inputs: Sequence[Shape], output: Shape, before: str = ""
 ) -> tuple[str, list[Call]]:
     """Kind of a node (see :mod:`cdmpp.program.graph`) and what its forward pass runs (UnknownOperatorError names what it is).
-
-    ``before`` is the name of the node before: ``contiguous`` and ``reshape`` copy what was transposed, and nothing else.
-    """
+    ``contiguous`` and ``reshape`` copy what was transposed by the node ``before``, and nothing else."""
     if operator in ("getitem", "output"):
         return "view", []
     base = base_name(name)
@@ -309,10 +305,9 @@ def phase_calls(operator: str, ops: Sequence[Any]) -> list[Call]:
 def unlisted_backward_calls(name: str, inputs: Sequence[Shape], output: Shape) -> list[Call]:
     """What the backward pass of a node runs for which the trace lists no operator; nothing for a view.
 
-    The maximum of two tensors has, in PyTorch, the gradient ``where(a == b, grad / 2, grad).masked_fill(a < b, 0)``:
-    two comparisons, which read a tensor and write next to nothing, a division, a selection and a fill. NeuSight
-    counts it as nothing; it is an eighth of OPT's training. A lookup's gradient is a table of zeros (where the
-    trace has its size) to which rows are added.
+    The maximum of two tensors has, in PyTorch, the gradient ``where(a == b, grad / 2, grad).masked_fill(a < b, 0)``: two
+    comparisons, which write next to nothing, a division, a selection and a fill. NeuSight counts it as nothing; it is an eighth
+    of OPT's training. A lookup's gradient is a table of zeros (where the trace has its size) to which rows are added.
     """
     base = base_name(name)
     elements = math.prod(output)

@@ -43,12 +43,9 @@ def import_operators(
     limit: int | None = None,
     progress: Progress | None = None,
 ) -> ImportReport:
-    """Import files of one of :data:`SOURCES` into a new dataset of operators.
-
-    Groups of rows that the source marks as impossible (``suspect_group``) are left out and counted. DatasetError: a file cannot
-    be read or lacks a column, ``out`` is a dataset, or a row is faster than the device can be. UnknownDeviceError: a device
-    is not in the table.
-    """
+    """Import files of one of :data:`SOURCES` into a new dataset of operators; groups of rows that the source marks as
+    impossible (``suspect_group``) are left out and counted. DatasetError: a file cannot be read or lacks a column, ``out`` is a
+    dataset, or a row is faster than the device can be. UnknownDeviceError: a device is not in the table."""
     found = Import(paths, out, table, progress)
     parts: list[pd.DataFrame] = []
     for number, (path, frame) in enumerate(found.frames):

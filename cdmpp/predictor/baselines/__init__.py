@@ -34,10 +34,8 @@ __all__ = [
 def make_model(name: str, seed: int = 0, **options: Any) -> LatencyModel:
     """One of :data:`MODEL_NAMES` or :data:`COMPILED_NAMES`; models without chance ignore the seed.
 
-    ``options`` are arguments of the model's constructor. Configurations (``config`` of ours; ``train``, ``loss`` and
-    ``sizes`` of the networks) may be mappings, as a YAML file gives them.
-
-    Raises PredictorError: no such model, or a configuration with an unknown key or a value out of range.
+    ``options`` are arguments of the model's constructor. Configurations (``config`` of ours; ``train``, ``loss`` and ``sizes``
+    of the networks) may be mappings, as of YAML. PredictorError: no such model, an unknown key, or a value out of range.
     """
     if name == "ours":
         config = options.pop("config", None)

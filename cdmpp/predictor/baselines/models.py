@@ -30,11 +30,8 @@ STOP_FRACTION = 0.1
 
 
 class LatencyModel(ABC):
-    """Fits to the training part of a split and predicts rows of the label table.
-
-    Everything configurable, the seed included, is given to the constructor. ``fit`` may use the validation
-    part to stop early and must not look at the test part.
-    """
+    """Fits to the training part of a split and predicts rows of the label table. Everything configurable, the seed included, is
+    given to the constructor. ``fit`` may use the validation part to stop early and must not look at the test part."""
 
     #: Short name for tables.
     name: str = "model"
@@ -95,8 +92,7 @@ class CdmppModel(TrainedModel):
 
 
 class TaskMedian(LatencyModel):
-    """Median training latency of the task on the device; of the device for a task not seen there, of all for a device not
-    seen."""
+    """Median training latency of the task on the device, else of the device, else (a device not seen) of all."""
 
     name = "task_median"
 
@@ -144,8 +140,7 @@ def evaluate_models(
 ) -> dict[str, dict[str, Any]]:
     """Fit every model to the training part and score it on the test part: model name -> ``{"overall": ..., "groups":
     ..., "fit_s": float, "predict_s": float}``, groups as of :meth:`TrainingData.members`. Of a split without a
-    validation part (as of few-shot training) a tenth of the training programs is taken to stop by.
-    """
+    validation part (as of few-shot training) a tenth of the training programs is taken to stop by."""
     rows = np.asarray(split.test, dtype=np.int64)
     if not len(split.valid):
         split = _with_validation(data, split)

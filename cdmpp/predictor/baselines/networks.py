@@ -77,11 +77,9 @@ class LstmNetwork(nn.Module):
 
 
 class LstmModel(NetworkModel):
-    """An LSTM over the leaves, after Tiramisu's cost model (Baghdadi et al., MLSys'21); predicts log seconds.
-
-    Tiramisu's is a recursive network over the loop tree with one LSTM a level. The compact AST is flat, so one
-    LSTM reads the leaves in pre-order with their positions.
-    """
+    """An LSTM over the leaves, after Tiramisu's cost model (Baghdadi et al., MLSys'21); predicts log seconds. Tiramisu's is
+    recursive, with one LSTM a level of the loop tree. The compact AST is flat: one LSTM reads it in pre-order with
+    positions."""
 
     name = "lstm"
     label = "log"
