@@ -16,8 +16,8 @@ Barber and Willett, "Distribution-free inference with hierarchical data", 2023).
 and q the ordinary quantile. Devices with fewer than :data:`MIN_UNITS` units share pooled scores.
 
 *When the guarantee does not hold.* It is for tasks drawn as the calibration tasks were; those of a held-out network share a
-kind of layers that validation networks may not have. The validation part also chose the epoch. Of many programs, the one
-predicted fastest is more often slower than predicted than any other. ``evaluate`` reports the coverage that is reached.
+kind of layers that validation networks may not have. The validation part also chose the epoch. Of many programs, that predicted
+fastest is more often slower than predicted than one picked blindly. ``evaluate`` reports the coverage that is reached.
 
 *Familiarity.* A (program, device) pair is described by what the network is given of it, as a network may map what it never saw
 next to what it knows. A pair is *unfamiliar* if it is farther from the nearest of some 200 KMeans centres of training pairs
