@@ -73,12 +73,8 @@ def run_demo(
     network: Network | None = None,
     programs_per_task: int = 8,
 ) -> dict[str, Any]:
-    """Show the main job on one core of this machine; gives the figures as JSON values.
-
-    Results go to ``console``, progress to ``errors``. ``out/measured`` is a dataset, which another run goes on with;
-    ``out/learned`` and ``out/report.html`` are made anew. ``data`` are the datasets that ship: the tasks that they and
-    the network have in common are counted.
-    """
+    """Show the main job on one core of this machine; gives the figures as JSON values. ``out/measured`` is a dataset, which
+    another run goes on with; ``data`` are the datasets that ship, whose tasks in common with the network are counted."""
     started, out, device = time.perf_counter(), Path(out), get_device("this-cpu@1")
     network = network or demo_network()
     with errors.status("reading the weights and the data that ship"):
@@ -127,10 +123,7 @@ def run_demo(
 
 
 def _measure(errors: Console, network: Network, device: Device, out: Path, programs_per_task: int) -> TrainingData:
-    """The network's tasks without a schedule and some programs of each: latencies, instructions, ASTs.
-
-    CdmppError: a task does not run without a schedule.
-    """
+    """The network's tasks unscheduled and some programs of each, measured (CdmppError: a task does not run unscheduled)."""
     folder, objects = out / "measured", str(out / "objects")
     config = ProfileConfig(programs_per_task=programs_per_task, workers=1, object_cache=objects)
     for step in (replace(config, unscheduled=True), config):

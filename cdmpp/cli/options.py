@@ -32,11 +32,8 @@ class Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class Option:
-    """What the help says of an option.
-
-    Without a ``name`` it is made of the key, less a unit as in ``_s``; without a ``type`` it is made of the default, or of
-    the field's annotation. ``aliases`` are former names, which are not shown; ``more`` is for ``add_argument``.
-    """
+    """What the help says of an option. Without a ``name`` it is the key, less a unit as in ``_s``; without a ``type`` the
+    default's, or the field annotation's. ``aliases`` are former names, not shown; ``more`` is for ``add_argument``."""
 
     help: str
     metavar: str | None = None
@@ -143,10 +140,7 @@ OPTIONS = {
 
 
 def add(parser: argparse._ActionsContainer, *keys: str, **changes: Any) -> None:
-    """Add options by their keys in :data:`OPTIONS`, or a verb's own.
-
-    ``changes`` are arguments of ``add_argument`` for all of them; the type is that of the default where none is given.
-    """
+    """Add options by their keys in :data:`OPTIONS`, or a verb's own; all get ``changes``, arguments of ``add_argument``."""
     for key in keys:
         option = OPTIONS.get(key, Option(""))
         given: dict[str, Any] = {"metavar": option.metavar, "help": option.help, "type": option.type}
@@ -168,10 +162,8 @@ def hide(parser: argparse._ActionsContainer, *names: str, **given: Any) -> None:
 
 
 def add_settings(parser: argparse.ArgumentParser, *classes: type, **helps: str) -> None:
-    """Add an option for each field of settings that is in :data:`OPTIONS`: its type and default are the field's.
-
-    A field that is True by default has an option that makes it False. ``helps`` are texts in place of those in the table.
-    """
+    """An option for each field of settings that is in :data:`OPTIONS`, with its type and default; of a field that is True by
+    default the option makes it False. ``helps`` are texts in place of the table's."""
     for cls in classes:
         for own in fields(cls):
             option = OPTIONS.get(own.name)

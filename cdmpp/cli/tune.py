@@ -34,10 +34,7 @@ def _add_tune(sub: Parser) -> None:
 
 
 def devices_with_shares(device: str, shares: str | None) -> list[str]:
-    """``D@S`` for a device and every share of a list such as ``1,2``; the device alone where there is none.
-
-    TunerError where the device names another share.
-    """
+    """``D@S`` for every share of a list such as ``1,2``, else the device alone (TunerError where it names another share)."""
     base, at, named = device.partition("@")
     if shares is None or named == shares:
         return [device]

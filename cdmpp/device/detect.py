@@ -1,9 +1,5 @@
-"""What this machine is.
-
-Read from ``/proc/cpuinfo``, ``/proc/meminfo`` and ``/sys``; nothing is measured. The microarchitecture follows from family
-and model, not from the flags: a Zen 4 whose AVX-512 a hypervisor hides is still a Zen 4 (and code for it is then restricted
-to what the flags allow).
-"""
+"""What this machine is, by ``/proc`` and ``/sys``; nothing is measured. The microarchitecture follows from family and model,
+not from the flags: a Zen 4 whose AVX-512 a hypervisor hides is a Zen 4, whose code is restricted to what the flags allow."""
 
 from __future__ import annotations
 

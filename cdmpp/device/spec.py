@@ -107,11 +107,8 @@ class Device:
 
     def used(self, share: float | None = None, isa: str = "", cores_here: int | None = None) -> Device:
         """A share of this whole device, its code perhaps restricted to an instruction set (UnknownDeviceError if it has none
-        such).
-
-        ``share``: cores of a CPU (a whole number), fraction of a GPU (0 < share <= 1); None for all. ``cores_here``:
-        cores of this machine, where the device is its CPU: elsewhere may be a larger virtual machine with that CPU.
-        """
+        such). ``share``: cores of a CPU (a whole number), fraction of a GPU (0 < share <= 1); None for all. ``cores_here``:
+        cores of this machine, where the device is its CPU: elsewhere may be a larger virtual machine with that CPU."""
         if self.kind == "gpu":
             return self._part_of_gpu(share, isa)
         return self._part_of_cpu(share, isa, cores_here)
@@ -208,11 +205,8 @@ class Device:
         return self.share / self.cores if self.cores else None
 
     def differences(self, other: Device) -> list[str]:
-        """The facts that make a device what it is and that two specifications give differently, as ``"arch zen3 / zen4"``.
-
-        Unknown ones differ from nothing, clocks within 3 % are equal. Not among them: the model string, stepping, L3, memory,
-        and the cores of a CPU, which hypervisors vary.
-        """
+        """The facts that make a device what it is and differ, as ``"arch zen3 / zen4"``: not those that hypervisors vary (model
+        string, stepping, L3, memory, cores of a CPU). Unknown ones differ from nothing, clocks within 3 % are equal."""
         found = []
         for name in _GPU_IDENTITY if "gpu" in (self.kind, other.kind) else _CPU_IDENTITY:
             mine, others = self._fact(name), other._fact(name)

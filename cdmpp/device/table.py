@@ -14,7 +14,7 @@ from typing import Any
 
 from cdmpp.device.detect import ROOT_VARIABLE, detect_cpu, detect_gpu_names
 from cdmpp.device.spec import ASSUMED_SIMD_PIPES, ISAS, Device
-from cdmpp.errors import UnknownDeviceError, reason
+from cdmpp.errors import UnknownDeviceError, raised_as, reason
 from cdmpp.files import read_yaml, shipped_table, write_text
 
 #: Environment variable: YAML files of devices, separated by ``:``.
@@ -27,12 +27,9 @@ _SHIPPED = Path(__file__).with_name("table.yaml")
 
 
 class DeviceTable:
-    """Whole devices by name and alias.
-
-    ``rows``: a later row of the same name and kind changes the fields that it gives. ``this_cpu``: the CPU at hand as
-    detected, known as ``this-cpu``. Where a row describes it, it has that row's name and facts, of which it changes
-    none; else it becomes a row of its own.
-    """
+    """Whole devices by name and alias; a later row of the same name and kind changes the fields that it gives. ``this_cpu`` is
+    the CPU at hand as detected, known as ``this-cpu``: a row that describes it gives it name and facts, else it becomes a row
+    of its own."""
 
     def __init__(self, rows: Iterable[Device], this_cpu: Device | None = None) -> None:
         self._rows: dict[str, Device] = {}
@@ -89,10 +86,8 @@ class DeviceTable:
 
     def get(self, name: str) -> Device:
         """The device of a name ``base[.isa][@share]``: ``base`` as of :meth:`find`, ``isa`` one of
-        :data:`cdmpp.device.spec.ISAS`, ``share`` a number of cores of a CPU or a fraction of a GPU.
-
-        UnknownDeviceError: no such device (the message suggests near names), share or instruction set.
-        """
+        :data:`cdmpp.device.spec.ISAS`, ``share`` as of :meth:`Device.used`. UnknownDeviceError: there is no such one (the
+        message suggests near names)."""
         base, at, share_text = name.partition("@")
         share = None
         if at:
@@ -151,10 +146,8 @@ def row_fields() -> tuple[str, ...]:
 def read_device_file(path: str | Path) -> list[Device]:
     """The rows of a YAML file: a list of mappings, or one mapping, with :func:`row_fields`. UnknownDeviceError where it cannot
     be read, or a field is wrong or implausible: the message names the row and the field."""
-    try:
+    with raised_as(UnknownDeviceError, f"cannot read devices from {path}"):
         content = read_yaml(path)
-    except (OSError, ValueError) as error:
-        raise UnknownDeviceError(f"cannot read devices from {path}: {reason(error)}") from error
     items = [content] if isinstance(content, dict) else content
     if not isinstance(items, list) or not items:
         raise UnknownDeviceError(f"{path} holds no device")
@@ -278,11 +271,8 @@ _this_cpu = functools.cache(detect_cpu)
 
 
 def load_table(extra: Sequence[str | Path] = (), this_machine: bool = True) -> DeviceTable:
-    """The shipped rows, the user's files and this machine's CPU (unless it is not asked for).
-
-    User's files are :func:`user_file`, those of the environment variable ``CDMPP_DEVICES``, and ``extra``; later ones win.
-    UnknownDeviceError: one cannot be read or has a wrong field.
-    """
+    """The shipped rows, this machine's CPU, and the user's files: :func:`user_file`, those of the environment variable
+    ``CDMPP_DEVICES``, and ``extra``; later ones win. UnknownDeviceError: one cannot be read or has a wrong field."""
     configured = [Path(p) for p in os.environ.get(DEVICES_VARIABLE, "").split(os.pathsep) if p]
     home = [user_file()] if user_file().exists() else []
     own = [row for path in (*home, *configured, *map(Path, extra)) for row in read_device_file(path)]

@@ -1,7 +1,5 @@
-"""Loops of x86-64 instructions for :mod:`cdmpp.profiler.core_rates`, assembled in memory and called.
-
-A loop is called with its number of iterations, the address of a buffer and one argument more.
-"""
+"""Loops of x86-64 instructions, assembled in memory, that take a number of iterations, a buffer's address and one argument
+more."""
 
 from __future__ import annotations
 

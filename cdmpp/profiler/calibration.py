@@ -1,8 +1,5 @@
-"""Finding the degree of parallelism: as many programs measured at the same time as leave the labels as they are.
-
-The yardstick is the same sample of programs measured with nothing else running. DOPpler finds its degree by the same
-comparison.
-"""
+"""Finding the degree of parallelism: as many programs measured at the same time as leave the labels as they are when nothing
+else runs. DOPpler finds its degree by the same comparison."""
 
 from __future__ import annotations
 
@@ -74,10 +71,8 @@ def calibrate(
     accept: Callable[[DegreeResult, float], bool],
 ) -> Calibration:
     """Measure the same programs alone, twice, and together at falling degrees; the first accepted degree wins, else 1.
-
     `measure` takes the labels at a degree (None for alone). A median difference up to `tolerance` is accepted if `accept` is
-    content with the result, given the labels per second alone. ProfilerError if no program could be measured alone.
-    """
+    content with the result and the labels per second alone. ProfilerError if no program could be measured alone."""
     first, _ = measure(None)
     again, rate_alone = measure(None)
     if not first:

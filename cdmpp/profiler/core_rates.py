@@ -1,8 +1,8 @@
 """What one core of this machine does in a nanosecond: clock, instructions by kind, and what comes from caches and memory.
 
-Loops of single instructions, assembled here, so that no compiler decides what is measured (as uops.info does: Abel and Reineke,
-ASPLOS'19; MAPLE, Abbasi et al. 2022, describes devices by such measurements). The clock is that of a chain of additions, one a
-cycle on every x86 core; while it runs beside vector arithmetic it shows what the core lowers it to. x86-64 with AVX2 alone.
+Loops of single instructions are assembled here, so that no compiler decides what is measured (as uops.info does: Abel and
+Reineke, ASPLOS'19). The clock is that of a chain of additions, one a cycle on every x86 core; beside vector arithmetic it shows
+what the core lowers it to. x86-64 with AVX2 alone.
 """
 
 from __future__ import annotations
@@ -47,13 +47,11 @@ class _Kernel:
 
 
 def core_rates(device: Device) -> tuple[dict[str, float], list[str]]:
-    """Rates of one core, and why some are missing; some ten seconds.
-
-    ``clock_ghz``, ``clock_256_ghz`` and ``clock_512_ghz`` (beside vector arithmetic), instructions a nanosecond
-    (``fma_256_per_ns``: multiply-adds, loads, stores, shuffles, divides by bits; gathered elements; calls of ``expf``),
-    and of each cache level and memory the latency (``l2_ns``) and the bandwidth of loads (``l2_gb_s``). CdmppError: no
-    x86-64 with AVX2, or no iced-x86; another program uses the core, so that the clock is not the same twice.
-    """
+    """Rates of one core, and why some are missing; some ten seconds. ``clock_ghz``, ``clock_256_ghz`` and ``clock_512_ghz``
+    (beside vector arithmetic), instructions a nanosecond (``fma_256_per_ns``: multiply-adds, loads, stores, shuffles, divides
+    by bits; gathered elements; calls of ``expf``), and of each cache level and memory the latency (``l2_ns``) and the bandwidth
+    of loads (``l2_gb_s``). CdmppError: no x86-64 with AVX2, no iced-x86, or another program uses the core, so that the clock is
+    not the same twice."""
     asm = _assembler(device)
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(before)})

@@ -2,19 +2,17 @@
 
 State that a label depends on, and how it is fixed here:
 
-* **Cores**: the process is pinned to its cores, TVM's thread pool has one thread per core, and the process runs under
-  the real-time scheduler where the system allows it, so that builders on the same core wait.
-* **First touch**: arguments are allocated and filled with random numbers by this process, on its cores, before
-  the first run.
-* **Caches**: warm. Each sample starts with one untimed run of the same program (unless one run takes over 20 ms),
-  then as many timed runs back to back as fill ``SamplingPlan.min_sample_s``.
-* **Interleaving**: the samples of a batch of programs are taken in turn (A B C A B C ...), so that a slow
-  disturbance hits all of them and is seen by the split-half difference.
-* **Disturbance**: a sample is taken when a :class:`~cdmpp.profiler.machine.Sentinel` says that the core is
-  undisturbed, and counts only if it still says so afterwards and the thread was not preempted; waiting costs nothing,
-  builders use the core meanwhile. A program that gets too few such samples in its time is reported with the
-  others, and with their share. A sentinel program is timed before and after each batch, and its drift and the
-  hypervisor's steal time come with the results.
+* **Cores**: the process is pinned to its cores, with one thread of TVM's pool on each, under the real-time scheduler where the
+  system allows it, so that builders on the same core wait.
+* **First touch**: arguments are allocated and filled with random numbers by this process, on its cores, before the first run.
+* **Caches**: warm. Each sample is one untimed run (unless one takes over 20 ms), then as many timed runs as fill
+  ``SamplingPlan.min_sample_s``.
+* **Interleaving**: the samples of a batch of programs are taken in turn (A B C A B C ...), so that a slow disturbance hits all
+  of them and is seen by the split-half difference.
+* **Disturbance**: a sample counts if a :class:`~cdmpp.profiler.machine.Sentinel` finds the core undisturbed before and after it
+  and the thread was not preempted; builders use the core while it waits. A program that gets too few such samples in its time
+  is reported with the others, and with their share. The time of a sentinel program before and after each batch, and the
+  hypervisor's steal time, come with the results.
 """
 
 from __future__ import annotations
@@ -432,12 +430,10 @@ class _Item:
 
 
 class CpuMeasurer(Measurer):
-    """Deals batches of programs to measuring processes that own their cores; decides what is measured again.
-
-    Programs are compiled for the TVM target dictionary `target`. `sentinel` (:func:`sentinel_job`) is timed around every batch
-    to see drift. Without `overlap` everything is built first, then measured with nothing else running. ProfilerError on
-    opening where there are no cores, or the sentinel program does not build; later, if all devices are lost.
-    """
+    """Deals batches of programs to measuring processes that own their cores; decides what is measured again. Programs are
+    compiled for the TVM target dictionary `target`; `sentinel` (:func:`sentinel_job`) is timed around every batch to see drift.
+    Without `overlap` everything is built first. ProfilerError on opening where there are no cores, or the sentinel program does
+    not build; later, if all devices are lost."""
 
     config: CpuConfig
 

@@ -1,10 +1,6 @@
-"""Programs in, outcomes out: builders are kept busy beside whatever measures.
-
-The idea is DOPpler's: what does not touch the timing (rebuilding, compiling, linking, loading) of many candidates overlaps
-with the measuring of others, and measuring itself is parallel as far as a calibration allows. How programs of a device are
-built and measured is its :class:`Measurer`'s. The engine knows nothing of networks, and of datasets
-only how an outcome is put into one.
-"""
+"""Programs in, outcomes out: builders are kept busy beside whatever measures. The idea is DOPpler's: what does not touch the
+timing (rebuilding, compiling, loading) overlaps with measuring, which is parallel as far as a calibration allows. How programs
+of a device are built and measured is its :class:`Measurer`'s."""
 
 from __future__ import annotations
 
@@ -42,11 +38,8 @@ class BuildConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """What a builder has made of a job: base of what the builders of a device give.
-
-    ``status`` is ``ok``, ``build_error``, ``build_timeout`` or ``invalid_config`` (the program cannot run on any device of
-    this sort, or cannot be rebuilt); ``error`` says why, unless it is ``ok``.
-    """
+    """What a builder has made of a job, base of a device's own. ``status`` is ``ok``, ``build_error``, ``build_timeout`` or
+    ``invalid_config`` (the program cannot run on any device of this sort, or cannot be rebuilt); ``error`` says why."""
 
     status: str = "ok"
     error: str = ""
@@ -91,11 +84,8 @@ class BuildJob:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One measured (or failed) program.
-
-    ``noise`` is the relative split-half difference of ``latency_s``; both are None unless ``status`` is ``ok``. ``built`` is
-    set where nothing was to be measured.
-    """
+    """One measured (or failed) program. ``noise`` is the relative split-half difference of ``latency_s``; both are None unless
+    ``status`` is ``ok``. ``built`` is set where nothing was to be measured."""
 
     job: Any
     status: str
@@ -144,10 +134,8 @@ def build_worker(connection: Connection, builder: Builder) -> None:
 
 
 class Executor:
-    """Builders, and what measures on each of `core_groups`, as processes of this machine.
-
-    :mod:`cdmpp.profiler.ray` has those of a cluster, with the methods of a :class:`~cdmpp.profiler.machine.Worker`.
-    """
+    """Builders, and what measures on each of `core_groups`, as processes here; :mod:`cdmpp.profiler.ray` has those of a
+    cluster."""
 
     #: Whether all of them see this machine's files.
     local = True
@@ -306,12 +294,9 @@ class Engine:
         return built
 
     def run(self, jobs: Iterator[Any]) -> Iterator[Outcome]:
-        """Measure `jobs`, yielding outcomes as they become final (not in the order of the jobs).
-
-        The iterator is asked for a job when a builder is about to be idle; it may yield None to say "nothing yet",
-        when what comes next depends on outcomes, and is asked again later. ProfilerError if there is no space left for what
-        is built, or the device is lost; all that is final was yielded before.
-        """
+        """Measure `jobs`, yielding outcomes as they become final, in any order. The iterator is asked for a job when a builder
+        is about to be idle; None means "nothing yet", when what comes next depends on outcomes. ProfilerError if there is no
+        space left for what is built, or the device is lost; all that is final was yielded before."""
         measurer, exhausted = self.measurer, False
         while not self._cancelled:
             if not exhausted:

@@ -1,10 +1,7 @@
-"""Labels of libraries' operators, by PyTorch: those of networks on the CPU at hand, and those of a list on its GPU or CPU.
-
-Of networks there are two labels an operator: with operands that the last run left in the caches (framework ``torch``), and with
-weights that were not used for so long that no cache holds them (``torch-cold``), as in a network whose weights are larger than
-the caches. On a GPU runs are captured into a CUDA graph, so that a label is of kernels as a recorded graph runs them, without
-the host.
-"""
+"""Labels of libraries' operators, by PyTorch: those of networks on the CPU at hand, and those of a list on its GPU or CPU. Of
+networks there are two labels an operator: with operands in the caches (framework ``torch``), and with weights that no cache
+holds (``torch-cold``), as in a network whose weights are larger than the caches. Runs on a GPU are captured into a CUDA graph:
+labels are without the host."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ import pandas as pd
 
 from cdmpp.dataset.operators import TORCH, TORCH_COLD, load_operators, write_operators
 from cdmpp.device import Device, get_device
-from cdmpp.errors import DatasetError, ProfilerError, reason
+from cdmpp.errors import DatasetError, ProfilerError, raised_as, reason
 from cdmpp.files import write_text
 from cdmpp.profiler import machine
 from cdmpp.profiler.core_rates import with_clock
@@ -65,12 +62,10 @@ def profile_library(
     resume: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LibraryReport:
-    """Measure every distinct operator of networks with PyTorch on cores of this machine.
-
-    Labels are written as they come: a run that was killed goes on with ``resume``. ProfilerError: the device is not this
-    machine's CPU, or has more cores than this process may use. DatasetError: there is a dataset already and `resume` was not
-    asked for, or it is of another device. NetworkError: a network cannot be found or exported.
-    """
+    """Measure every distinct operator of networks with PyTorch on cores of this machine; a run that was killed goes on with
+    ``resume``. ProfilerError: the device is not this machine's CPU, or has more cores than this process may use. DatasetError:
+    there is a dataset already and `resume` was not asked for, or it is of another device. NetworkError: a network cannot be
+    found or exported."""
     import torch
 
     device = get_device(device)
@@ -114,16 +109,12 @@ def measure_operators(
 ) -> LibraryReport:
     """Measure the operators of a ``.csv`` file (:data:`cdmpp.program.operators.COLUMNS`) on this machine's GPU, or on its CPU
     where ``device`` says so; what cannot be run is counted. ``clock`` makes of a function what times so many runs of it.
-
     ProfilerError: there is no GPU that PyTorch can use, it is another one than ``device``, or no operator could be measured.
-    ProgramError, DatasetError: the list is wrong; there is a dataset in ``out`` already.
-    """
+    ProgramError, DatasetError: the list is wrong; there is a dataset in ``out`` already."""
     import torch
 
-    try:
+    with raised_as(DatasetError, f"cannot read operators from {path}"):
         table = operator_table(pd.read_csv(path))
-    except (OSError, ValueError) as err:
-        raise DatasetError(f"cannot read operators from {path}: {reason(err)}") from err
     here = None if device is None else get_device(device)
     on_cpu = here is not None and (clock is not None or here.base == get_device("this-cpu").base)
     if here is None or not on_cpu:

@@ -1,6 +1,4 @@
-"""What the operating system gives a measuring process: cores, priorities, worker processes with deadlines; and what it and
-the core itself say about disturbances (Linux).
-"""
+"""What Linux gives a measuring process: cores, priorities, worker processes with deadlines; and what tells of disturbances."""
 
 from __future__ import annotations
 
@@ -133,9 +131,7 @@ class WorkerLost(WorkerDied):
 
 class Worker:
     """One process that serves requests over a pipe, one at a time: it runs `target` with its end of the pipe and `args`.
-
-    Deadlines are `of_cpu_time` where the process may wait for a core (up to five times as long).
-    """
+    Deadlines are `of_cpu_time` where the process may wait for a core (up to five times as long)."""
 
     #: The node of a cluster that it runs on; "" for this machine.
     node = ""

@@ -36,12 +36,9 @@ def network_tasks(
     tasks_of: str | Path | None = None,
     resumed: Path | None = None,
 ) -> tuple[list[Task], dict[str, str]]:
-    """Tasks of networks, and the networks' families.
-
-    Importing all of the zoo takes minutes: `tasks_of` is a dataset that has the tasks, `resumed` one that has them if it says
-    so, and if the networks are all of the zoo, where a name says everything. NetworkError for a network that is unknown or
-    cannot be imported, ProfilerError if there is no task.
-    """
+    """Tasks of networks, and the networks' families. Importing all of the zoo takes minutes: `tasks_of` is a dataset that has
+    the tasks, `resumed` one that has them if it says so, and if the networks are all of the zoo, where a name says everything.
+    NetworkError for a network that is unknown or cannot be imported, ProfilerError if there is no task."""
     from cdmpp.program.network import load_network
     from cdmpp.program.tasks import extract_tasks
 
@@ -65,11 +62,8 @@ def network_tasks(
 
 
 class TaskPlan:
-    """Random programs of every task and, from their latencies, programs of an evolutionary search.
-
-    A task whose spaces hold fewer than `programs_per_task` gives fewer. `search_fraction` of them are mutants of the fastest
-    programs measured so far (the region that a tuner visits).
-    """
+    """Random programs of every task and, from their latencies, programs of an evolutionary search: `search_fraction` of them
+    are mutants of the fastest measured so far (the region that a tuner visits). A task with smaller spaces gives fewer."""
 
     def __init__(
         self,

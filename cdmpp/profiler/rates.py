@@ -1,8 +1,5 @@
-"""Micro-benchmarks of the machine at hand: what a specification does not say, or says too well.
-
-Memory bandwidth, peak arithmetic, what one core does, and what a call costs, as simply as they can be measured
-(MAPLE, Abbasi et al. 2022, describes devices by such measurements). Some twenty seconds in all.
-"""
+"""Micro-benchmarks of the machine at hand, some twenty seconds: what a specification does not say, or says too well. Memory
+bandwidth, peak arithmetic, what one core does, and what a call costs (as MAPLE, Abbasi et al. 2022, describes devices)."""
 
 from __future__ import annotations
 

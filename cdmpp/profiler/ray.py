@@ -1,10 +1,9 @@
 """Building and measuring on the nodes of a Ray cluster (extra ``cdmpp[ray]``).
 
-Programs are built by tasks on all nodes that were there when the run began; a task that is lost with its node runs again
-elsewhere. What was built goes through Ray's object store from the node that built to the node that measures. A node measures
-that has the resource ``device:NAME``, on as many cores; an actor has each share of them, and in it the measuring process of
-:mod:`cdmpp.profiler.cpu`, as on one machine. Limits of time are kept on the node, so that neither labels nor failures depend on
-the network or on how busy the driver is.
+Programs are built by tasks on all nodes that were there when the run began, and go through Ray's object store to the node that
+measures. That is one with the resource ``device:NAME``, on as many cores; an actor has each share of them, and in it the
+measuring process of :mod:`cdmpp.profiler.cpu`. Limits of time are kept on the node, so that neither labels nor failures depend
+on the network or on how busy the driver is.
 """
 
 from __future__ import annotations
@@ -44,10 +43,8 @@ _QUEUED, _RETRIES = 2, 3
 
 
 def node_command(cores: int, head: str | None = None) -> str:
-    """The shell command that makes this machine a node, of the cluster at `head` (HOST:PORT) or as the head of a new one.
-
-    `cores` of its cores are for measuring: Ray and what builds run on the others. ProfilerError if there are too few.
-    """
+    """The shell command that makes this machine a node of the cluster at `head` (HOST:PORT), or the head of a new one. `cores`
+    of its cores are for measuring, the others for Ray and builders (ProfilerError if there are too few)."""
     usable = [str(core) for core in machine.usable_cores()]
     if not 0 <= cores < len(usable):
         raise ProfilerError(f"this machine has {len(usable)} cores: one at least is for Ray and for building")
@@ -199,10 +196,8 @@ def _measuring_cores() -> list[int]:
 
 
 class RayWorker:
-    """A builder or a measuring process on a node, as the engine sees it (:class:`~cdmpp.profiler.machine.Worker`).
-
-    `send` gives a reference to the answer to a request, and one to its file; or a stream of answers.
-    """
+    """A builder or a measuring process on a node, as the engine sees it (:class:`~cdmpp.profiler.machine.Worker`). `send` gives
+    a reference to the answer to a request, and one to its file; or a stream of answers."""
 
     def __init__(self, send: Callable[[Any, float], tuple[Any, Any]], actor: Any = None, node: str = "") -> None:
         self._send, self._actor, self.node = send, actor, node
@@ -340,12 +335,10 @@ def _stream(actor: Any) -> Callable[[Any, float], tuple[Any, None]]:
 
 def connect(address: str, device: str | Device = "", workers: int | str = "auto") -> RayExecutor:
     """Join the cluster with its head at `address` (HOST:PORT), of which this machine is a node, or make one of this machine
-    alone (``local``). A process that is with a cluster already stays with that, and with this one until it ends.
-
-    There are `workers` measuring processes on shares of `device` at most; for ``"auto"`` as many as nodes have cores for, or
-    one on a local cluster. ProfilerError (one line) where Ray is not installed, nobody answers, nodes have different versions
-    of Python, Ray, cdmpp or TVM, no node has the device, or one that claims it is another.
-    """
+    alone (``local``); a process stays with its cluster until it ends. There are `workers` measuring processes on shares of
+    `device` at most; for ``"auto"`` as many as nodes have cores for, or one on a local cluster. ProfilerError (one line) where
+    Ray is not installed, nobody answers, nodes have different versions of Python, Ray, cdmpp or TVM, no node has the device, or
+    one that claims it is another."""
     # Read when Ray is imported. A head asks for a token by itself where there is one; what joins it has to be told.
     if "ray" not in sys.modules and (Path.home() / ".ray/auth_token").exists():
         os.environ.setdefault("RAY_AUTH_MODE", "token")

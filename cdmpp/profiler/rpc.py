@@ -1,8 +1,7 @@
 """Measuring on boards that can run neither Ray nor Python programs of ours: by TVM's RPC tracker.
 
-Programs are built here for the board's target and loaded there by TVM's runtime. The board's own clock takes the samples
-(``time_evaluator``), those of a batch in turn, so that the network is in none of them. Each batch has a session of its own:
-boards are shared with others, and a server ends what hangs when the time of its session is over. A program that crashes takes
+Programs are built here and loaded there; the board's own clock takes the samples (``time_evaluator``), so that the network is
+in none of them. Each batch has a session of its own: a server ends what hangs with its session. A program that crashes takes
 TVM's server with it: its record says ``device_lost``, and the run goes on with the boards that are left.
 """
 
@@ -183,9 +182,7 @@ class Boards(Executor):
 
 def connect(address: str, key: str | None, device: Device, workers: int | str, free_s: float = 60.0) -> Boards:
     """Boards with a `key` at the tracker at `address`, HOST:PORT; as many at the same time as there are, or `workers`.
-
-    ProfilerError (one line): no tracker answers, it has no board of that key, none becomes free, the device is no CPU.
-    """
+    ProfilerError (one line): no tracker answers, it has no board of that key, none becomes free, the device is no CPU."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ProfilerError(f"--rpc {address}: expected HOST:PORT of an RPC tracker")

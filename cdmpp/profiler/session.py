@@ -90,11 +90,9 @@ class ProfileReport(Report):
 
 
 class Session:
-    """One run that measures: its records, what is written beside them, progress, and when it stops.
-
-    Of ``total()`` programs at most (it may fall), `known` have a record already. The `settings` that the labels depend on are
-    kept with the machine and the versions of `packages`; time counts from then on.
-    """
+    """One run that measures: its records, what is written beside them, progress, and when it stops. Of ``total()`` programs at
+    most (it may fall), `known` have a record already. The `settings` that the labels depend on are kept with the machine and
+    the versions of `packages`; time counts from then on."""
 
     def __init__(
         self,
@@ -184,16 +182,15 @@ def profile(
     progress: Callable[[Progress], None] | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> ProfileReport:
-    """Measure programs on a CPU share of this machine, or of a cluster's nodes, and store them in a dataset here.
+    """Measure programs on a CPU share of this machine, or of a cluster's nodes, and store them in a dataset here. ``networks``
+    are zoo names, ``.onnx``/``.pt2`` files or :class:`~cdmpp.program.network.Network` objects, of which ``tasks`` (hashes,
+    None: all) are profiled; or the programs of the dataset ``programs_of`` are. ``device`` is a CPU with a share, such as
+    ``this-cpu@1``. With ``resume`` the dataset in ``out`` is gone on with; with ``remeasure`` and ``programs_of`` what it has
+    is measured once more (label quality). ``progress`` and ``notify`` are called with the state after each outcome, and with
+    one-line news.
 
-    ``networks`` are zoo names, ``.onnx``/``.pt2`` files or :class:`~cdmpp.program.network.Network` objects, of which
-    ``tasks`` (hashes, None: all) are profiled; or the programs of the dataset ``programs_of`` are. ``device`` is a CPU with a
-    share, such as ``this-cpu@1`` or ``this-cpu.x86-64-v2@1``. With ``resume`` the dataset in ``out`` is gone on with; with
-    ``remeasure`` and ``programs_of`` what it has is measured once more (label quality). ``progress`` and ``notify`` are
-    called with the state after each outcome, and with one-line news.
-
-    ProfilerError if the device is not here, or nothing can be measured. DatasetError if `out` holds a dataset and
-    `resume` was not asked for, or the disk is full; what was measured is kept.
+    ProfilerError if the device is not here, or nothing can be measured. DatasetError if `out` holds a dataset and `resume` was
+    not asked for, or the disk is full; what was measured is kept.
     """
     config, notify = config or ProfileConfig(), notify or logger.info
     path, calibration = Path(out), None

@@ -1,7 +1,4 @@
-"""From latency samples to one label, its noise, and the decision to go on sampling.
-
-Pure functions of numbers, so that the rules that make labels can be read and tested apart from any clock.
-"""
+"""From latency samples to a label, its noise, and whether to go on sampling: pure functions of numbers, without a clock."""
 
 from __future__ import annotations
 
@@ -44,11 +41,8 @@ class SamplingPlan:
 
 
 def label(samples_s: Sequence[float]) -> float:
-    """The latency reported for `samples_s`: the mean of the lower half, in seconds.
-
-    Disturbances only ever add time, so the upper half holds them; the minimum alone is an extreme value whose
-    expectation falls with the number of samples.
-    """
+    """The latency reported for `samples_s`: the mean of the lower half, in seconds. Disturbances only ever add time, so the
+    upper half holds them; the minimum alone is an extreme value whose expectation falls with the number of samples."""
     ordered = np.sort(np.asarray(samples_s, dtype=np.float64))
     return float(ordered[: (len(ordered) + 1) // 2].mean())
 

@@ -1,7 +1,4 @@
-"""Tuning: MetaSchedule's search with a cost model that is pretrained, and a profiler that wastes little.
-
-Everything below is imported when it is first used: :class:`CostModel` and what searches need TVM.
-"""
+"""Tuning: MetaSchedule's search with a pretrained cost model, and a profiler that wastes little; imported on first use."""
 
 from __future__ import annotations
 

@@ -64,10 +64,8 @@ class Candidate:
 
 
 class TaskTuner:
-    """Search for programs of one task; the device's kind, TVM target and number of cores make the design space.
-
-    ProgramError where TVM finds none.
-    """
+    """Search for programs of one task, in a space by the device's kind, TVM target and cores (ProgramError if TVM finds
+    none)."""
 
     def __init__(self, task: Task, device: Device, seed: int, population: int = 256, generations: int = 3) -> None:
         tvm = import_tvm()
@@ -131,10 +129,7 @@ class TaskTuner:
         return [self.candidate(measure.sch) for measure in found]
 
     def replay(self, program: Program, space: Space) -> Candidate:
-        """An earlier program of the task as a candidate.
-
-        ProgramError where it does not replay, or gives another program than its hash says: it was made by another TVM.
-        """
+        """An earlier program as a candidate (ProgramError where it does not replay as itself: it was made by another TVM)."""
         try:
             schedule = self._replayed(json.loads(space.insts_json), json.loads(program.decisions))
         except Exception as err:  # TVM raises its own error types
@@ -210,10 +205,8 @@ def hashes_of(measures: Sequence[Any]) -> list[str]:
 
 
 class CandidateCache(Generic[T]):
-    """What a model makes of programs, computed once for each: a search asks for some of them again and again.
-
-    `compute` gives something for each of n >= 1 ASTs; `most` programs are kept. ``computed`` counts programs.
-    """
+    """What a model makes of programs, computed once for each: a search asks for some of them again and again. `compute` gives
+    something for each of n >= 1 ASTs; `most` programs are kept. ``computed`` counts programs."""
 
     def __init__(self, compute: Callable[[Sequence[CompactAST]], Sequence[T]], most: int) -> None:
         self._compute, self._most = compute, most
@@ -272,11 +265,8 @@ def default_schedule(func: Any, target: Any) -> Any | None:
 @contextlib.contextmanager
 def signals_held_back() -> Iterator[None]:
     """Keep Ctrl-C while TVM's search runs until an exception does no harm: in the search's threads it ends the process
-    (``std::terminate``), in a callback it becomes an error of TVM's own.
-
-    The first one (or SIGTERM, where it has a handler) is answered at the end; a second one at once. In other threads than the
-    main one nothing changes.
-    """
+    (``std::terminate``), in a callback it becomes an error of TVM's own. The first one (or SIGTERM, where it has a handler) is
+    answered at the end, a second one at once. In other threads than the main one nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

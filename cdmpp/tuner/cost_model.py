@@ -1,9 +1,6 @@
-"""What MetaSchedule is given in place of its own: a cost model, and the profiler as builder and runner.
-
-Evolutionary search asks for some thousand predictions to measure sixteen programs. Candidates that it asks for again are
-answered from a cache; what is cached is the network's output before the correction, so it holds when measurements
-change what is predicted.
-"""
+"""What MetaSchedule is given in place of its own: a cost model, and the profiler as builder and runner. Evolutionary search
+asks for some thousand predictions to measure sixteen programs, for many again: the network's output is cached, before the
+correction, so that it holds when measurements change what is predicted."""
 
 from __future__ import annotations
 
@@ -46,27 +43,12 @@ _CACHED = 50_000
 
 @derived_object
 class CostModel(PyCostModel):
-    """A MetaSchedule cost model in seconds, pretrained, that learns from the measurements of the tuning.
-
-    To be passed as ``cost_model`` to ``ms.tune_tir``, ``ms.relax_integration.tune_relax`` and the like::
-
-        device = cdmpp.get_device("this-cpu@1")
-        fused = cdmpp.tuner.import_network(cdmpp.program.network.load_network("mlp"))
-        database = ms.relax_integration.tune_relax(
-            fused.module, {}, dict(device.target), "runs/mlp", 64,
-            cost_model=cdmpp.tuner.CostModel("default", device),
-            builder=ms.builder.LocalBuilder(initializer=import_tvm),
-            space=ms.space_generator.PostOrderApply(sch_rules="llvm", postprocs="llvm", mutator_probs="llvm"),
-        )
-
-    Two arguments save half a minute each, of importing intrinsics that are not needed: ``import_tvm`` of
-    :mod:`cdmpp.program.tvm_env` in the builders, and the rules of the space, where TVM would take those for AVX-512 or
-    tensor cores.
+    """A MetaSchedule cost model in seconds, pretrained, that learns from the measurements of the tuning: ``cost_model`` of
+    ``ms.tune_tir``, ``ms.relax_integration.tune_relax`` and the like (examples, and what saves time: docs/metaschedule.md).
 
     It starts from a predictor, its folder, or ``"default"``; with None from an analytical estimate. `device` is with its share:
-    ``this-cpu@1``.
-
-    PredictorError where the predictor never saw a device of this kind, UnknownDeviceError where there is no such device.
+    ``this-cpu@1``. PredictorError where the predictor never saw a device of this kind, UnknownDeviceError where there is no
+    such device.
     """
 
     def __init__(self, predictor: Predictor | str | Path | None, device: str | Device) -> None:
@@ -88,10 +70,7 @@ class CostModel(PyCostModel):
         return self.model.prior.common == 0.0
 
     def predict(self, context: Any, candidates: Sequence[Any]) -> FloatArray:
-        """Scores, float64 (n,), higher is better: predicted runs a second.
-
-        Programs that failed when they were measured, and those that cannot be read, have a score of 0.
-        """
+        """Scores, float64 (n,): predicted runs a second; 0 for programs that failed when measured or cannot be read."""
         return 1.0 / self.predict_s(context, candidates)
 
     def update(self, context: Any, candidates: Sequence[Any], results: Sequence[Any]) -> None:
@@ -175,12 +154,9 @@ Tickets = dict[str, "Future[Outcome]"]
 
 
 def builder_and_runner(measurer: Measurer) -> tuple[Any, Any]:
-    """A MetaSchedule Builder and Runner for ``ms.tune_tir`` and the like, that measure with a running Measurer.
-
-    What the builder returns as the path of a built file stands for a program that was handed over; the runner waits for its
-    outcome, and hands on what failed, be it building or measuring. What is measured is compiled for the measurer's target,
-    whatever target the tuning names.
-    """
+    """A MetaSchedule Builder and Runner for ``ms.tune_tir`` and the like, that measure with a running Measurer, for its target,
+    whatever the tuning names. The path of a built file stands for a program; the runner waits for its outcome, and hands on
+    what failed."""
     tickets: Tickets = {}
     return EngineBuilder(measurer, tickets), EngineRunner(tickets)
 

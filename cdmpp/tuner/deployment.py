@@ -1,21 +1,20 @@
 """A whole network compiled with and without tuned schedules, and run side by side in the Relax VM.
 
-Both modules differ in the schedules of the tasks alone. Without them LLVM compiles the loops as the operators define
-them, which is what TVM does on a CPU by default.
+The modules differ in the schedules of the tasks alone. Without them LLVM compiles the loops as operators define them, as TVM
+does on a CPU by default.
 
-Samples are taken by the rule of :mod:`cdmpp.profiler.cpu`: one is *quiet* if the core was undisturbed right before and
-right after it and the thread was not preempted. On a rented machine disturbances leave gaps of ten to a hundred
-milliseconds, into which a short run fits. A longer one does not, but each of the functions that it calls may (what comes and
-goes within a long call is not seen). So there are two figures of every network:
+A sample is *quiet* as in :mod:`cdmpp.profiler.cpu`: the core was undisturbed right before and after it and the thread was not
+preempted. On a rented machine disturbances leave gaps of ten to a hundred milliseconds, into which a short run fits. A longer
+one does not, but each of the functions that it calls may. So there are two figures of every network:
 
-* **runs**: whole runs as they are served, samples of one run each (of several where one takes under
-  ``SamplingPlan.min_sample_s``). Only runs of up to 30 ms can be quiet.
-* **calls**: the Relax VM's instrument tells when a function begins and ends, in the network as it runs. The shortest call
-  of the VM's own functions, which is the cost of looking, is taken off each. What the VM does between the calls, about a
+* **runs**: whole runs, several a sample where one takes under ``SamplingPlan.min_sample_s``. Only runs of up to 30 ms can be
+  quiet.
+* **calls**: the Relax VM's instrument tells when a function begins and ends, in the network as it runs. The shortest call of
+  the VM's own functions, which is the cost of looking, is taken off each. What the VM does between the calls, about a
   microsecond a function, is not counted; the caches may be colder after a wait.
 
-Each is the mean of the faster half of the quiet samples, or of all samples where there is no quiet one. The label is that of
-the runs where enough of them were quiet, else the sum of the calls.
+Each is the mean of the faster half of the quiet samples, or of all where there is no quiet one. The label is that of the runs
+where enough of them were quiet, else the sum of the calls.
 """
 
 from __future__ import annotations
@@ -154,12 +153,9 @@ def measure_network(
     plan: SamplingPlan = PLAN,
     realtime: bool = True,
 ) -> NetworkLatency:
-    """Compile variants of a fused network (name -> module) for a device and run them in turn, in a process that owns its
-    cores, with one thread on each; their outputs are compared.
-
-    A variant may take ``max_measure_s + max_wait_s`` seconds of the plan, and at least four runs. TunerError where one does
-    not compile, or the process died.
-    """
+    """Compile variants of a fused network (name -> module) for a device and run them in turn, in a process that owns its cores;
+    their outputs are compared. A variant may take ``max_measure_s + max_wait_s`` seconds of the plan, and at least four runs.
+    TunerError where one does not compile, or the process died."""
     tvm = import_tvm()
     target = tvm.target.Target(dict(device.target))
     folder = CpuConfig().work_folder()
@@ -249,10 +245,8 @@ def _chosen(samples: Sequence[Sample]) -> list[float]:
 
 
 class Sampled:
-    """A compiled network (:class:`Loaded`) with its samples so far; it runs once, untimed, before the first.
-
-    `clock` gives seconds, `preemptions` how often the thread was taken off its core.
-    """
+    """A compiled network (:class:`Loaded`) with its samples so far; it runs once, untimed, before the first. `clock` gives
+    seconds, `preemptions` how often the thread was taken off its core."""
 
     def __init__(
         self,

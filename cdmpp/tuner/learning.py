@@ -78,10 +78,8 @@ class Encoded:
 
 
 class PredictorPrior:
-    """A trained predictor: its predictions, and its network's embeddings of programs on the device.
-
-    For a device that it never saw it extrapolates, with a warning; PredictorError where it never saw one of this kind.
-    """
+    """A trained predictor: its predictions, and its network's embeddings of programs on the device. For a device that it never
+    saw it extrapolates, with a warning; PredictorError where it never saw one of this kind."""
 
     def __init__(self, predictor: Predictor, device: Device) -> None:
         self._predictor, self._device = predictor, device
@@ -136,10 +134,7 @@ class PredictorPrior:
 
 
 class AnalyticalPrior:
-    """No predictor: the analytical estimate of :mod:`cdmpp.predictor.roofline`; programs lie as their leaf vectors do.
-
-    The embedding is the logarithm of the sums and of the maxima of all leaf features.
-    """
+    """No predictor: :mod:`cdmpp.predictor.roofline`; embeddings are logarithms of sums and maxima of all leaf features."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -180,11 +175,9 @@ class Kernel:
 
 
 class Correction:
-    """A kernel with records: embeddings (n, d), tasks (n,), log(measured / predicted) (n,); n may be 0.
-
-    Make one with :func:`fit_correction`. ``error`` and ``error_deviation`` are of each record as the others predict it:
-    measured minus predicted residual, and the predicted standard deviation, (n,).
-    """
+    """A kernel with records: embeddings (n, d), tasks (n,), log(measured / predicted) (n,); n may be 0 (:func:`fit_correction`
+    makes it). ``error`` and ``error_deviation`` are of each record as the others predict it: measured minus predicted residual,
+    and the predicted standard deviation, (n,)."""
 
     def __init__(self, kernel: Kernel, z: FloatArray, task: IntArray, residual: FloatArray) -> None:
         self.kernel = kernel
@@ -223,21 +216,16 @@ class Correction:
         return self.kernel.covariance(z, tasks, self._z, self._task)
 
     def width(self, coverage: float) -> float | None:
-        """Standard deviations that an interval reaches to either side; None with too few records to tell.
-
-        The conformal quantile of the standardised leave-one-out errors.
-        """
+        """Standard deviations that an interval reaches to either side (a conformal quantile); None with too few records."""
         scores = np.sort(np.abs(self.error) / self.error_deviation)
         rank = math.ceil((len(scores) + 1) * coverage - 1e-9)
         return float(scores[rank - 1]) if 0 < rank <= len(scores) else None
 
 
 def fit_correction(z: FloatArray, task: IntArray, residual: FloatArray, common: float = 0.0) -> Correction:
-    """The correction whose kernel predicts left-out records best; no correction where that predicts them better.
-
-    Records (n, d), (n,), (n,) are in the order in which they were measured; `common` is the variance of an offset common
-    to all programs, for a device that the predictor never saw.
-    """
+    """The correction whose kernel predicts left-out records best; no correction where that predicts them better. Records (n,
+    d), (n,), (n,) are in the order in which they were measured; `common` is the variance of an offset common to all programs,
+    for a device that the predictor never saw."""
     if not len(residual):
         return Correction(Kernel(_LEAST**2), z, task, residual)
     rows = slice(max(0, len(residual) - _COMPARED), None)
@@ -335,11 +323,9 @@ class OnlineModel:
         return np.exp(programs.log_s + self._correction.mean(programs.z, self._number(task)))
 
     def interval(self, task: str, programs: Encoded, coverage: float) -> tuple[FloatArray, FloatArray]:
-        """Lowest and highest seconds that measurements fall between, (n,) each: (0, inf) where nothing tells.
-
-        The prior's interval before there are enough records, then that of the corrected prediction; both conformal,
-        though a search that picks the best of many programs is not the random choice their guarantee is for.
-        """
+        """Lowest and highest seconds that measurements fall between, (n,) each: (0, inf) where nothing tells. Before there are
+        enough records it is the prior's. Conformal, though a search that picks the best of many is not the random choice that
+        this guarantee is for."""
         seconds, correction = self.predict(task, programs), self._correction
         of_prior = self.prior.half_width(coverage)
         half = np.full(len(programs), math.inf if of_prior is None else of_prior)
@@ -357,10 +343,7 @@ class OnlineModel:
     def learn(
         self, task: str, hashes: Sequence[str], programs: Encoded, latency_s: Sequence[float] | FloatArray
     ) -> None:
-        """Take measurements of programs of one task; call :meth:`fit` when all are in.
-
-        PredictorError for a latency that is not finite and above 0.
-        """
+        """Take measurements of one task, finite and above 0 (else PredictorError); call :meth:`fit` when all are in."""
         labels = np.asarray(latency_s, dtype=np.float64)
         if not (np.isfinite(labels) & (labels > 0)).all():
             raise PredictorError("measured latencies must be finite and above 0")

@@ -1,8 +1,5 @@
 """What measures in a tuning: the profiler on a device of this machine, in the background, and the energy that it takes.
-
-A thread feeds the engine's builders and measuring processes and takes their outcomes; submitting a program gives a future.
-So the search of one task's next programs overlaps with the building and measuring of another's.
-"""
+Submitting a program gives a future, so that the search for one task's programs overlaps with the measuring of another's."""
 
 from __future__ import annotations
 
@@ -36,13 +33,8 @@ class _Aborted(Exception):
 
 
 class Measurer:
-    """Measures programs in the background; use as a context manager.
-
-    `engine` is a :class:`~cdmpp.profiler.engine.Engine` that is not started yet, or a stand-in for it.
-
-    Leaving it after an error or Ctrl-C ends builders and measuring processes at once; otherwise what was submitted
-    is finished first.
-    """
+    """Measures programs in the background by an `engine` that is not started yet; use as a context manager. Leaving it after an
+    error or Ctrl-C ends builders and measuring processes at once; otherwise what was submitted is finished first."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -70,10 +62,8 @@ class Measurer:
         self._engine.__exit__(_Aborted if aborted else kind, value, trace)
 
     def submit(self, jobs: Sequence[BuildJob]) -> list[Future[Outcome]]:
-        """Have programs measured; a future each, with the engine's error where it has failed, cancelled after :meth:`abort`.
-
-        A program that is under way already is not measured twice.
-        """
+        """Have programs measured, none twice at a time; a future each, with the engine's error where it failed, cancelled after
+        :meth:`abort`."""
         futures = []
         with self._lock:
             for job in jobs:
@@ -146,11 +136,9 @@ def in_time(measurer: Any, futures: Sequence[Future[Outcome]], left_s: float | N
 
 
 def device_of_this_machine(device: str | Device, workers: int | str = 1, gpu: str | None = None) -> Device:
-    """The device, checked to be here: a CPU share that this process may use `workers` times, a CUDA GPU or a share of it.
-
-    With a class that stands for the GPU (:class:`~cdmpp.tuner.config.TuneConfig`) it does not matter what is here. TunerError
-    or ProfilerError where it is not, TunerError where there is no compiler for the GPU.
-    """
+    """The device, checked to be here: a CPU share that this process may use `workers` times, a CUDA GPU or a share of it,
+    unless a class stands for that (:class:`~cdmpp.tuner.config.TuneConfig`). TunerError or ProfilerError where it is not,
+    TunerError where there is no compiler for the GPU."""
     found = get_device(device)
     if found.kind == "gpu":
         if workers == "auto":
@@ -186,10 +174,8 @@ def make_engine(
     config: TuneConfig, device: Device, degree: int, executor: Executor | None = None, *, overlap: bool = True
 ) -> Engine:
     """What measures in a tuning, as many programs at a time as `degree` says on a device of this machine, or by `executor`;
-    without `overlap` nothing is built on a CPU meanwhile.
-
-    On a CPU it builds on as many cores as there are, or as its shards have.
-    """
+    without `overlap` nothing is built on a CPU meanwhile. A CPU's builders have as many cores as there are, or as its shards
+    have."""
     options = _timing(config)
     if device.kind == "gpu":
         from cdmpp.profiler.gpu.sampling import GpuConfig, GpuMeasurer
@@ -234,10 +220,8 @@ def job_of_module(mod: Any) -> BuildJob:
 
 
 class EnergyMeter:
-    """Energy that a device took since the meter was made, by whatever process.
-
-    `counters` each give microjoules, and go on at 0 after a highest value.
-    """
+    """Energy that a device took since the meter was made, by whatever process, by counters of microjoules that go on at 0 after
+    a highest value."""
 
     def __init__(self, counters: Sequence[tuple[Callable[[], int], int]]) -> None:
         self._counters = counters

@@ -109,13 +109,10 @@ class Curve:
     points: list[Point] = field(default_factory=list)
 
     def gain(self, seconds: float = 60.0) -> float | None:
-        """Expected decrease within the next `seconds`, as a fraction of the latency now; None with too few points.
-
-        Tuning curves are close to straight where both axes are logarithmic: each doubling of the time brings the same part. A
-        line ``log(latency) = a - b log(time)`` is fitted to the points of the later three quarters of the time, by least
-        squares, and ``1 - ((t + seconds) / t) ** -b`` is what it promises. That is a guess about luck, and ends where the
-        space does.
-        """
+        """Expected decrease within the next `seconds`, as a fraction of the latency now; None with too few points. Tuning
+        curves are close to straight where both axes are logarithmic: ``log(latency) = a - b log(time)`` is fitted to the points
+        of the later three quarters of the time, by least squares. What it promises is a guess about luck, and ends where the
+        space does."""
         now = self.points[-1].wall_s if self.points else 0.0
         recent = [p for p in self.points if p.wall_s >= now / 4 and p.wall_s > 0]
         if len(recent) < _LEAST_POINTS or recent[0].wall_s == now:

@@ -22,11 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 class Progress:
-    """Counts what a tuning does, and says when to stop.
-
-    `tasks` are with how often the network runs each; `store` keeps what is measured (:class:`~cdmpp.tuner.store.TuningStore`,
-    or what stands for it in a worker); `report` is called with this after every round. TunerError where there is no task.
-    """
+    """Counts what a tuning does, and says when to stop. `tasks` are with how often the network runs each; `store` is a
+    :class:`~cdmpp.tuner.store.TuningStore`, or stands for it in a worker; `report` is called after every round. TunerError: no
+    task."""
 
     def __init__(
         self,

@@ -1,15 +1,13 @@
 """Which task of a network to tune next, and which of its candidates are worth building.
 
-The rule is that of TVM's gradient-based scheduler, after Ansor (Zheng et al., OSDI'20, section 6): every task gets one
-round, then the one whose next round promises most for the network, judged by what its last rounds brought and by how many
-it had.
+The rule is that of TVM's gradient-based scheduler, after Ansor (Zheng et al., OSDI'20, section 6): every task gets one round,
+then the one whose next round promises most for the network, judged by its last rounds and by how many it had.
 
-A candidate is dropped where even the lower end of its predicted interval is no better than the best program measured of
-its task. As far as the intervals hold (:meth:`cdmpp.tuner.learning.OnlineModel.interval`), a coverage of 0.9 loses one in
-twenty of those that would have won. Where they do not hold, dropping everything would hide it: a quarter of every round
-is measured whatever the intervals say, those of the lowest lower ends, and the model learns from them. A task of which
-round after round only this quarter is measured, and brings nothing, is given up
-(:meth:`cdmpp.tuner.scheduler.TaskState.end_round`).
+A candidate is dropped where even the lower end of its predicted interval is no better than the best program measured of its
+task. As far as the intervals hold (:meth:`cdmpp.tuner.learning.OnlineModel.interval`), a coverage of 0.9 loses one in twenty of
+those that would have won. Where they do not hold, dropping everything would hide it: a quarter of every round, with the lowest
+lower ends, is measured whatever they say, and the model learns from it. A task of which only this is measured, in vain, round
+after round, is given up.
 """
 
 from __future__ import annotations
@@ -117,9 +115,7 @@ def next_task(states: Sequence[TaskState], busy: Sequence[int] = ()) -> int | No
 def leave_alone(gains: Mapping[int, float], network_s: float, trials: float) -> dict[int, str]:
     """Tasks that are not worth a trial, and why: those that are expected to save less than one in so many `trials` of what the
     network is expected to take in the end. ``gains`` are seconds of the network, by task; the network takes `network_s` now.
-
-    What a trial brings on the average would be no measure: the first ones bring nearly all.
-    """
+    What a trial brings on the average would be no measure: the first ones bring nearly all."""
     tuned_s = network_s - sum(gains.values())
     return {
         task: f"{LEFT_ALONE}: it may bring {gain / tuned_s:.2%} of the tuned network"
@@ -144,11 +140,8 @@ def promise(state: TaskState) -> float:
 def worth_measuring(
     guard: Any, coverage: float | None, model: Any, context: Any, candidates: Sequence[Any], best_s: float | None
 ) -> NDArray[np.bool_]:
-    """Whether each candidate is worth building, bool (n,); a guard or a coverage of None objects to nothing.
-
-    It is where a guard (:class:`cdmpp.tuner.validity.ValidityGuard`) thinks that it runs, and where by the intervals of this
-    coverage that a model (:class:`cdmpp.tuner.CostModel`) gives it may beat `best_s`, or is of the :data:`KEPT` likeliest.
-    """
+    """Whether each candidate is worth building, bool (n,); a guard or a coverage of None objects to nothing. A guard must think
+    that it runs, and by the model's intervals of this coverage it may beat `best_s`, or is of the :data:`KEPT` likeliest."""
     worth = np.ones(len(candidates), dtype=bool)
     if guard is not None:
         worth[:] = guard.worth(candidates)

@@ -1,11 +1,9 @@
 """Search for fast programs of a task over the decisions of its design spaces.
 
 Replaying a trace is what a search costs: TVM takes 3 to 12 ms of a CPU for each program whose AST is to be predicted, and holds
-Python's lock meanwhile, so threads do not help. TVM's evolutionary search replays a thousand for sixteen that are measured.
-Here most children are never replayed: small trees over the decisions, fitted to the predictions of what was replayed so far,
-say which of some thousand mutants and crossings are likely to be fast, and the predictor ranks those few by their ASTs. What a
-postprocessor rejects teaches the trees as well. Programs stay from round to round, and are predicted again by what was
-measured meanwhile.
+Python's lock meanwhile; its evolutionary search replays a thousand for sixteen that are measured. Here most children are never
+replayed: small trees over the decisions, fitted to the predictions (and rejections) of what was replayed so far, say which of
+some thousand mutants and crossings are likely to be fast, and the predictor ranks those few by their ASTs.
 """
 
 from __future__ import annotations
@@ -141,11 +139,8 @@ class _Space:
 
 
 class DecisionSearch:
-    """The search for one task.
-
-    `score` gives predicted log seconds, float64 (n,), of MetaSchedule's candidates, infinite for what failed; a round has
-    `batch` candidates. `earlier` programs are parents from the start.
-    """
+    """The search for one task. `score` gives predicted log seconds, float64 (n,), of MetaSchedule's candidates, infinite for
+    what failed; a round has `batch` candidates. `earlier` programs are parents from the start."""
 
     def __init__(
         self,

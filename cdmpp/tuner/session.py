@@ -61,11 +61,9 @@ def make_models(config: TuneConfig, device: Device) -> Models:
 
 
 class Searches:
-    """Proposes candidates of tasks, and learns what became of them.
-
-    It may be in a process of its own (:mod:`cdmpp.tuner.workers`): tasks go in as their hashes, candidates come out as jobs.
-    `database` is MetaSchedule's, which `commit` puts a program that ran into.
-    """
+    """Proposes candidates of tasks, and learns what became of them; perhaps in a process of its own
+    (:mod:`cdmpp.tuner.workers`), so that tasks go in as hashes and candidates come out as jobs. `commit` puts a program that
+    ran into MetaSchedule's `database`."""
 
     def __init__(
         self,
@@ -205,10 +203,8 @@ class Searches:
 
 
 class TuningSession:
-    """Tunes some of a network's tasks (number -> tuner); `searches` may stand for :class:`Searches` in another process.
-
-    The measurer is running; several sessions may share it and the progress, each in a thread of its own.
-    """
+    """Tunes some of a network's tasks (number -> tuner); `searches` may stand for :class:`Searches` in another process. Several
+    sessions may share the running measurer and the progress, each in a thread of its own."""
 
     def __init__(
         self, tuners: Mapping[int, TaskTuner], searches: Any, measurer: Measurer, progress: Progress, config: TuneConfig
@@ -315,10 +311,8 @@ def measure_untuned(tuners: Sequence[TaskTuner], measurer: Measurer, progress: P
 def make_tuners(
     tasks: Sequence[tuple[Task, float]], device: Device, config: TuneConfig, say: Callable[[str], None]
 ) -> tuple[list[TaskTuner], list[tuple[Task, float]]]:
-    """A search for every task that has a design space, those first that the network spends most on, and these tasks.
-
-    TunerError where no task has one.
-    """
+    """A search for every task that has a design space, those first that the network spends most on, and these tasks
+    (TunerError: none)."""
     tuners, kept = [], []
     for task, weight in sorted(tasks, key=lambda pair: -work(*pair)):
         try:
@@ -378,11 +372,8 @@ def measure_close_again(
     say: Callable[[str], None],
 ) -> None:
     """Measure programs as fast as their task's best within the noise again, in turn, before the best is named: within a tenth
-    of the tuning's measurements and the time that is left.
-
-    Of many programs the one with the lowest label was lucky besides fast. Of two runs the better one counts; the first label
-    does not, as it was taken at another time than those it is compared with.
-    """
+    of the tuning's measurements and the time that is left. Of many programs the one with the lowest label was lucky besides
+    fast. Of two runs the better one counts; the first label was taken at another time than those it is compared with."""
     dataset = store.dataset
     groups = close_programs(store, device, max(_RUNS * _OF_TASK, round(_PART * progress.costs.measurements)))
     if not groups or progress.time_left_s == 0.0:

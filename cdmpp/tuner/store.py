@@ -1,10 +1,7 @@
-"""What a tuning leaves behind: a MetaSchedule database, and a dataset of everything that was measured.
-
-The folder holds ``database_workload.json`` and ``database_tuning_record.json`` in TVM's own format (every program that
-ran), ``measured/`` (a cdmpp dataset: every measurement with its samples, failures included, so that predictors can learn
-from it), ``tuning.json`` (what was tuned, and how) and ``curve.jsonl``. The dataset is written first; the database is
-made from it anew where the two differ after a crash.
-"""
+"""What a tuning leaves behind: a folder with a MetaSchedule database in TVM's own format (every program that ran),
+``measured/`` (a cdmpp dataset of all measurements, failures included, for predictors to learn from), ``tuning.json`` (what was
+tuned, and how) and ``curve.jsonl``. The database is made anew from the dataset, written first, where the two differ after a
+crash."""
 
 from __future__ import annotations
 
@@ -48,10 +45,8 @@ def tvm_version() -> str:
 
 
 class TuningStore:
-    """A tuning's folder, made if missing; `settings` are JSON values that say what is tuned and how.
-
-    TunerError where there is a tuning and `resume` was not asked for, or where it is of something else or by another TVM.
-    """
+    """A tuning's folder, made if missing; `settings` are JSON values that say what is tuned and how. TunerError where there is
+    a tuning and `resume` was not asked for, or where it is of something else or by another TVM."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], device: Device, resume: bool) -> None:
         self.folder, self._device = folder, device

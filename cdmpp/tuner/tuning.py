@@ -56,18 +56,16 @@ def tune(
     notify: Callable[[str], None] = logger.info,
 ) -> TuneReport:
     """Tune a network (a zoo name, an ``.onnx`` or ``.pt2`` file, or a Network) for a CPU share or a CUDA GPU of this machine.
-
     On a GPU and on a cluster the network itself is not run: what a tuning gives are the sums over its tasks, on a GPU against
     the schedules that TVM Relax gives them by default.
 
-    `device` is with the share that the network will be served with, such as ``this-cpu@1`` or ``h200@0.5`` (a green context
-    with half of the multiprocessors). The folder `out` gets MetaSchedule's database, a dataset of all measurements, the curve
-    and the report; with `resume` a tuning that is there goes on, and nothing is measured twice. `warm_start` are folders of
-    earlier records, or ``"auto"`` for what is kept in the user's cache (:func:`cdmpp.tuner.warm_start.warm_start`);
-    `progress` is called after each round, `notify` with one-line news.
+    `device` is with the share that the network will be served with, such as ``this-cpu@1`` or ``h200@0.5``. `out` is a folder
+    (:mod:`cdmpp.tuner.store`); with `resume` a tuning that is there goes on, and nothing is measured twice. `warm_start` are
+    folders of earlier records, or ``"auto"`` (:func:`cdmpp.tuner.warm_start.warm_start`); `progress` is called after each
+    round, `notify` with one-line news.
 
-    TunerError where nothing can be tuned, or `out` holds another tuning; TunerError or ProfilerError where the device is not
-    on this machine; NetworkError, UnknownDeviceError, PredictorError and DatasetError as their names say.
+    TunerError where nothing can be tuned, or `out` holds another tuning; TunerError or ProfilerError where the device is not on
+    this machine; NetworkError, UnknownDeviceError, PredictorError and DatasetError as their names say.
     """
     from cdmpp.program.network import load_network
 
@@ -104,10 +102,7 @@ def tune_tasks(
     notify: Callable[[str], None] = logger.info,
     measurer: Measurer | None = None,
 ) -> TuneReport:
-    """Tune tasks, with their weights, without a network around them: :func:`tune` otherwise.
-
-    `measurer` is what measures, already running; None starts one on this machine.
-    """
+    """:func:`tune` for tasks, with their weights, without a network; a `measurer` is running already, None starts one here."""
     tuning = _Tuning(device, Path(out), config, resume, warm_start, progress, notify)
     return tuning.run(name, tasks, measurer)[0]
 

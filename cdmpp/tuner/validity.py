@@ -1,10 +1,7 @@
-"""Which programs run on a device: learned from failures, and used to begin a search and to skip candidates.
-
-After Rieber et al., "HW-Aware Initialization of DNN Auto-Tuning to Improve Exploration Time and Robustness" (2022): where a
-part of a design space does not compile or run, a tuner that knows which wastes fewer measurements. Theirs is a check of one
+"""Which programs run on a device: learned from failures, and used to begin a search and to skip candidates. After Rieber et
+al., "HW-Aware Initialization of DNN Auto-Tuning to Improve Exploration Time and Robustness" (2022). Theirs is a check of one
 accelerator's rules; here P(valid | program, device) is learned: gradient-boosted trees on the compact AST and the device's
-limits. While tuning, a few more trees learn from what works and what fails here.
-"""
+limits, and, while tuning, a few more on what works and what fails here."""
 
 from __future__ import annotations
 
@@ -120,10 +117,8 @@ _N_POOLED = len(VALIDITY_FEATURES) - len(LIMITS) - len(_DEMANDS) - 1
 
 
 def limits_of(where: Device | str) -> dict[str, float]:
-    """Limits by their names, of a device or of an NVIDIA architecture such as ``sm_86``.
-
-    NaN is what is unknown or does not exist, as on a CPU. ProfilerError for an ``sm_*`` that is not in the table.
-    """
+    """Limits of a device or an NVIDIA architecture such as ``sm_86`` (ProfilerError: not in the table); NaN is unknown, or
+    there is none."""
     limits = dict.fromkeys(LIMITS, np.nan)
     if not isinstance(where, str) and where.kind != "gpu":
         return {**limits, "is_gpu": 0.0}
@@ -139,10 +134,8 @@ def limits_of(where: Device | str) -> dict[str, float]:
 
 
 def validity_features(asts: Sequence[CompactAST], where: Device | str) -> Features:
-    """Programs on a device or an architecture, float32 (n, len(VALIDITY_FEATURES)), n >= 1; NaN for what is unknown.
-
-    An architecture has no clock, so there is no analytical estimate, by which programs run into a timeout.
-    """
+    """Programs on a device or an architecture, float32 (n, len(VALIDITY_FEATURES)), n >= 1; NaN for what is unknown. An
+    architecture has no clock, and so no analytical estimate, by which programs run into a timeout."""
     limits = limits_of(where)
     out = np.empty((len(asts), len(VALIDITY_FEATURES)), dtype=np.float32)
     for start in range(0, len(asts), _CHUNK):
@@ -219,11 +212,9 @@ class ValidityData:
 
 
 def read_validity(folders: Sequence[str | Path]) -> ValidityData:
-    """Rows of folders, which are datasets, folders of them, or programs that a compiler judged (``data/validity-cuda``).
-
-    A program that ran once on a device works there. Lost devices say nothing about programs, and unscheduled tasks are no
-    points of a space. DatasetError where a folder cannot be read, or there is no row.
-    """
+    """Rows of folders, which are datasets, folders of them, or programs that a compiler judged (``data/validity-cuda``). A
+    program that ran once on a device works there; lost devices and unscheduled tasks say nothing. DatasetError where a folder
+    cannot be read, or there is no row."""
     tables, asts = [], dict[str, CompactAST]()
     for folder in map(Path, folders):
         judged = (folder / VERDICTS_FILE).exists()
@@ -287,10 +278,8 @@ class ValidityModel:
 
 
 def train_validity(folders: Sequence[str | Path], device: Device | None = None) -> ValidityModel:
-    """A model that learned from folders (see :func:`read_validity`, also for errors).
-
-    Where they have programs that ran or failed on `device` or its architecture, it learns from these alone.
-    """
+    """A model that learned from folders (see :func:`read_validity`, also for errors): of the programs on `device` or its
+    architecture alone, where there are such."""
     data = read_validity(folders)
     return ValidityModel().fit(data if device is None else data.of(device))
 
@@ -299,11 +288,8 @@ def train_validity(folders: Sequence[str | Path], device: Device | None = None) 
 
 
 class OnlineValidity:
-    """P(valid) on one device, with what was seen on it.
-
-    The model stays as it was trained (None: nothing is known). A few small trees, grown anew on the tuning's own records
-    with the model's log odds as their start (XGBoost's base margin), say how far it is off.
-    """
+    """P(valid) on one device, with what was seen on it. The model stays as it was trained (None: nothing is known); a few small
+    trees, grown anew on the tuning's records from its log odds (XGBoost's base margin), say how far it is off."""
 
     def __init__(self, model: ValidityModel | None, device: Device, seed: int = 0) -> None:
         self.model, self.device = model, device
@@ -350,13 +336,10 @@ class OnlineValidity:
 def initial_population(
     z: Features, p_valid: FloatArray, n: int, *, log_s: FloatArray | None = None, seed: int = 0
 ) -> IntArray:
-    """Choose `n` of many random programs to begin a search with, as rows, int64 (min(n, m),).
-
-    Of those that are likely valid (all of them where fewer than `n` are: then the likeliest), the part with the lowest
-    predicted latency, and of that the programs nearest to the centres of `n` clusters: they stand for the others, while
-    the programs farthest from each other would be the space's odd ones. `z` (m, d) are pooled features; `log_s` (m,), log of
-    the predicted seconds, is None where nothing is known of the device.
-    """
+    """Choose `n` of many random programs to begin a search with, as rows, int64 (min(n, m),): of the likely valid (or the
+    likeliest, where fewer than `n` are) the part with the lowest predicted latency, and of that the nearest to the centres of
+    `n` clusters: they stand for the others, while the programs farthest from each other would be the space's odd ones. `z` (m,
+    d) are pooled features; `log_s` (m,), log of the predicted seconds, is None where nothing is known of the device."""
     rows = np.flatnonzero(p_valid >= _LIKELY)
     if len(rows) < n:
         # A random order first, so that equal ones are not taken by their number.
@@ -448,11 +431,8 @@ def shipped_model() -> ValidityModel:
 
 
 def make_guard(validity: ValidityModel | str | Path, device: Device, seed: int) -> ValidityGuard:
-    """The guard of a tuning by a model, or by one learned from a folder of failures; ``"default"`` is the model that ships,
-    ``"online"`` starts from nothing.
-
-    DatasetError as of :func:`read_validity`.
-    """
+    """The guard of a tuning by a model, or by one learned from a folder of failures (DatasetError as of :func:`read_validity`);
+    ``"default"`` is the model that ships, ``"online"`` starts from nothing."""
     if validity == "default":
         model: ValidityModel | None = shipped_model()
     elif isinstance(validity, str | Path):

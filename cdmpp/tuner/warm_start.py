@@ -1,10 +1,7 @@
-"""Records of earlier tunings and collections as the start of a new one.
-
-Of the same device they teach the cost model, whatever tasks they are of (only cdmpp's learns from tasks that are not
-tuned). Of the same tasks, whatever the device, the best of them are measured first: their labels are not trusted to hold
-here and now, their schedules are. Of tunings that are kept in the user's cache those of the device are taken, or else those of
-the nearest one.
-"""
+"""Records of earlier tunings and collections as the start of a new one. Of the same device they teach the cost model, whatever
+tasks they are of (cdmpp's alone learns from other tasks). Of the same tasks, whatever the device, the best are measured first:
+their labels are not trusted to hold here and now, their schedules are. Of kept tunings those of the device are taken, else of
+the nearest."""
 
 from __future__ import annotations
 
@@ -57,14 +54,10 @@ def warm_start(
     cost_model: Any,
     say: Callable[[str], None],
 ) -> tuple[dict[str, list[Candidate]], int]:
-    """Teach a cost model from earlier records, and choose what to measure first.
-
-    `paths` are dataset folders (or folders of them), tuning folders, folders of a MetaSchedule JSON database, or :data:`AUTO`;
-    `tuners` are by their task's hash. Gives, by task, candidates to measure before any search, best first, at most four; and
-    how many records it learned from. `say` gets one line about what was passed over.
-
-    TunerError for a database that this TVM does not read, DatasetError for a path that is none of these.
-    """
+    """Teach a cost model from earlier records, and choose what to measure first. `paths` are dataset folders (or folders of
+    them), tuning folders, folders of a MetaSchedule JSON database, or :data:`AUTO`; `tuners` are by their task's hash. Gives,
+    by task, candidates to measure before any search, best first, at most four; and how many records it learned from. TunerError
+    for a database that this TVM does not read, DatasetError for a path that is none of these."""
     earlier = defaultdict[str, dict[str, _Earlier]](dict)
     first: dict[str, list[Candidate]] = {}
     learned = 0
@@ -160,8 +153,7 @@ def _same_target(target: Any, wanted: Mapping[str, Any]) -> bool:
 
 
 def kept_programs(tuners: Mapping[str, TaskTuner], device: Device, say: Callable[[str], None]) -> Iterator[_Earlier]:
-    """Programs kept of tasks: those of the device, or else of the nearest one that has some. What another TVM wrote is passed
-    over."""
+    """Programs kept of tasks, by this TVM: those of the device, or else of the nearest one that has some."""
     others, lost = 0, 0
     for task, tuner in tuners.items():
         found: dict[str, dict[str, Any]] = {}
@@ -191,10 +183,8 @@ def kept_programs(tuners: Mapping[str, TaskTuner], device: Device, say: Callable
 
 
 def nearest_device(name: str, vectors: Mapping[str, NDArray[np.float64]]) -> str:
-    """The device whose features (device name -> raw :func:`cdmpp.device.device_features`) are nearest to a device's.
-
-    Logarithms are compared, standardised over the devices; a feature that one of two devices lacks tells nothing of them.
-    """
+    """The device whose features (device name -> raw :func:`cdmpp.device.device_features`) are nearest to a device's, as
+    logarithms standardised over the devices; a feature that one of two devices lacks tells nothing of them."""
     others = sorted(set(vectors) - {name})
     if not others or name not in vectors:
         raise PredictorError(f"there is no device to compare {name} with")

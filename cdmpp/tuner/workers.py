@@ -1,10 +1,7 @@
-"""A network's tasks tuned by several workers at once, after Dhakal et al., who share a GPU's multiprocessors in space.
-
-One process cannot search for two tasks at once. So each worker is a process that searches
-(:class:`~cdmpp.tuner.session.Searches`) for its part of the tasks, on cores of its own. This side has a session for each, in a
-thread, and what there is one of: the queue of programs to measure, the store, and the progress. What was measured is kept at
-once: a worker that dies costs what it was searching for.
-"""
+"""A network's tasks tuned by several workers at once, after Dhakal et al., who share a GPU's multiprocessors in space. A worker
+is a process that searches (:class:`~cdmpp.tuner.session.Searches`) for its part of the tasks, on cores of its own. This side
+has a session for each, in a thread, and one queue of programs to measure, store, and progress. What was measured is kept at
+once: a worker that dies costs what it was searching for."""
 
 from __future__ import annotations
 
@@ -43,11 +40,9 @@ _LIVES = 3
 
 
 def worker_cores(device: Device, shards: int | str, elsewhere: int | None = None) -> tuple[tuple[int, ...], ...]:
-    """Cores of each of several workers that each get a whole share; of as many as fit for ``"auto"``.
-
-    For a GPU, and where shares are `elsewhere` (how many), they are those that the workers search on. TunerError where so many
-    do not fit on the GPU, on the cores that this process may use, or elsewhere.
-    """
+    """Cores of each of several workers that each get a whole share; of as many as fit for ``"auto"``. For a GPU, and where
+    shares are `elsewhere` (how many), they are those that the workers search on. TunerError where so many do not fit on the
+    GPU, on the cores that this process may use, or elsewhere."""
     cores, gpu = machine.usable_cores(), device.kind == "gpu"
     if elsewhere is not None:
         if shards != "auto" and not 1 <= int(shards) <= elsewhere:
@@ -136,10 +131,7 @@ def run_worker(
 
 
 class _Remote:
-    """Searches in a worker, started anew when it dies, as often as it has lives: it takes up what was measured.
-
-    `start` are the arguments of :func:`run_worker`.
-    """
+    """Searches in a worker (`start`: :func:`run_worker`'s arguments), started anew when it dies, as often as it has lives."""
 
     def __init__(
         self,
@@ -215,10 +207,8 @@ def tune_with_workers(
     earlier: Sequence[str | Path],
     say: Callable[[str], None],
 ) -> tuple[str, list[dict[str, Any]]]:
-    """Tune until the objective is reached, or until there is nothing more to try: says which, and what each cost model learned.
-
-    TunerError where no worker stays alive; other errors as measuring or a worker says that it cannot go on.
-    """
+    """Tune until the objective is reached, or nothing is left to try: says which, and what each cost model learned. TunerError
+    where no worker stays alive; other errors as measuring or a worker says that it cannot go on."""
     parts, learned = partition(tasks, len(cores)), list[dict[str, Any]]()
     say(f"{len(parts)} workers at the same time, each on a {device.name} of its own")
     limits = (config.objective.trials, config.objective.max_measurements or config.objective.trials)

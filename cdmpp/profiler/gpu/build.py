@@ -1,9 +1,7 @@
-"""Building for a GPU, in processes of their own: scheduled programs to cubins, or the reason why they cannot run; sources
-alone to cubins; and, for bundles, programs drawn from a task's design space. Needs no GPU; TVM for all but sources.
-
-TVM's own passes and code generator lower a program. Its host side is read, not built: between the passes ``SplitHostDevice``
-and ``MakePackedAPI`` it is a list of workspace allocations and kernel calls with fixed launch parameters.
-"""
+"""Building for a GPU, in processes of their own: scheduled programs or sources to cubins, or the reason why they cannot run;
+and programs drawn from a task's design space. Needs no GPU; TVM for all but sources. The host side of what TVM lowers is read,
+not built: between the passes ``SplitHostDevice`` and ``MakePackedAPI`` it is workspace allocations and kernel calls with fixed
+launch parameters."""
 
 from __future__ import annotations
 
@@ -35,8 +33,7 @@ _DIMENSIONS = ("x", "y", "z")
 
 @dataclass(frozen=True)
 class MeasureJob:
-    """A program to measure, with at most `degree` programs at the same time, itself included; its output is compared with
-    the `reference`, if there is one."""
+    """A program to measure, with at most `degree` at a time, itself included; its output is compared with a `reference`."""
 
     kernel: BundledProgram
     degree: int = 1
@@ -187,10 +184,8 @@ class CudaLowering:
         self._host = HostBefore()
 
     def __call__(self, func: Any, *, unroll: bool = True) -> CudaProgram:
-        """Lower a scheduled PrimFunc (ProgramError if TVM's passes refuse it, or its host side is more than launches).
-
-        Without `unroll` there is no source, and all else in a tenth of the time where the schedule unrolls a lot.
-        """
+        """Lower a scheduled PrimFunc (ProgramError if TVM's passes refuse it, or its host side is more than launches). Without
+        `unroll` there is no source, and all else in a tenth of the time where the schedule unrolls a lot."""
         tvm = self._tvm
         from tvm.tirx.build import codegen_build, split_host_device_mods
 

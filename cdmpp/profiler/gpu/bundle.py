@@ -1,10 +1,7 @@
-"""CUDA programs as data, and bundles of them: programs compiled for a device that is elsewhere, in one file.
-
-Reading one needs neither TVM nor CUDA. A bundle is a zip archive of parquet files (zstd inside, so the archive itself is not
-compressed): tasks, spaces and programs as a dataset keeps them, ``kernels.parquet`` with a row a program (status, CUDA C++,
-cubin, launches, resources), ``references.parquet`` with what some tasks should compute, and ``bundle.json`` with the device,
-the compiler and the settings.
-"""
+"""CUDA programs as data, and bundles of them: programs compiled for a device that is elsewhere, in one file. Reading one needs
+neither TVM nor CUDA. It is a zip archive of parquet files, which are compressed themselves: tasks, spaces and programs as a
+dataset keeps them, ``kernels.parquet`` (a row a program), ``references.parquet`` (what some tasks should compute), and
+``bundle.json`` with the device, the compiler and the settings."""
 
 from __future__ import annotations
 

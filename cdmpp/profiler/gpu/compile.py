@@ -1,9 +1,6 @@
-"""CUDA C++ to cubins, and what their kernels take; needs no GPU.
-
-Two compilers: NVRTC in this process (through ``cuda-bindings``; some 0.1 s a program, and any architecture that its
-release knows), and ``nvcc`` (a process of its own, 0.7 s and more). Both are asked for the same code as TVM's own
-build asks for (``tvm/support/nvcc.py``): fast math, and ptxas' register usage level 10.
-"""
+"""CUDA C++ to cubins, and what their kernels take; needs no GPU. NVRTC in this process (by ``cuda-bindings``) takes some 0.1 s
+a program, ``nvcc`` 0.7 s and more. Both are asked for the same code as TVM's own build asks for (``tvm/support/nvcc.py``): fast
+math, and ptxas' register usage level 10."""
 
 from __future__ import annotations
 
@@ -98,8 +95,7 @@ class NvccCompiler:
 
 
 class NvrtcCompiler:
-    """NVRTC in this process, which cannot be interrupted but by being killed (ProfilerError if ``cuda-bindings`` or the library
-    is not there)."""
+    """NVRTC in this process, which cannot be interrupted but by being killed (ProfilerError where it is not installed)."""
 
     def __init__(self) -> None:
         try:

@@ -2,13 +2,12 @@
 
 State that a label depends on, and how it is fixed here:
 
-* **Launch gaps**: all runs of a sample are one CUDA graph. Everything of a round of samples is queued behind a kernel
-  that waits, so the GPU never waits for Python between two events.
-* **Input values**: parameters are slices of buffers that were filled with random numbers in [0.1, 1) before measuring;
-  integer parameters are valid indices. Nothing is allocated, filled or copied between samples.
+* **Launch gaps**: all runs of a sample are one CUDA graph. A round of samples is queued behind a kernel that waits, so the GPU
+  never waits for Python between two events.
+* **Input values**: slices of buffers filled before with random numbers in [0.1, 1); integers are valid indices.
 * **Caches**: warm (an untimed run before each sample) or cold (a buffer of twice the level-2 cache is written first).
-* **Clocks**: kernels run for a while before the first sample; clocks, temperature and throttling come with every
-  program where NVML says them. No setting of the card is changed.
+* **Clocks**: kernels run for a while before the first sample; clocks, temperature and throttling come with every program where
+  NVML says them. No setting of the card is changed.
 """
 
 from __future__ import annotations
@@ -338,13 +337,12 @@ _HOPPER_UNIT = 8
 
 
 def make_partitions(share: float, lanes: int, capability: int) -> tuple[list[int], int, Any]:
-    """As many partitions of `share` as fit, at most `lanes`; the primary context must be current. The address of a stream in
-    each, the multiprocessors of each, and what must live as long as the streams.
+    """As many partitions of `share` as fit, at most `lanes`: the address of a stream in each, the multiprocessors of each, and
+    what must live as long as the streams; the primary context must be current.
 
-    They are made by CUDA green contexts (driver API, CUDA 12.4 and later). Nothing is set on the card: a green context is a
-    property of this process's streams. Partitions come in units of the architecture (8 multiprocessors on Hopper), so a
-    share is rounded down to one; the real count is kept in the records. ProfilerError if cuda-bindings is missing, or the
-    driver refuses.
+    They are CUDA green contexts (driver API, CUDA 12.4 and later): properties of this process's streams, nothing is set on the
+    card. Their units are the architecture's (8 multiprocessors on Hopper): a share is rounded down. ProfilerError if
+    cuda-bindings is missing, or the driver refuses.
     """
     try:
         from cuda.bindings import driver

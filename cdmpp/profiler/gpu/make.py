@@ -1,7 +1,5 @@
-"""Making a bundle: networks and a device in, one file out; resumable until the file is written.
-
-While it is made, ``FILE.building`` is a bundle of what was built so far, some 20 seconds old at most.
-"""
+"""Making a bundle: networks and a device in, one file out. While it is made, ``FILE.building`` is a bundle of what was built so
+far, some 20 seconds old at most, to resume from."""
 
 from __future__ import annotations
 
@@ -187,15 +185,12 @@ def make_bundle(
     progress: Callable[[Progress], None] | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> BundleReport:
-    """Compile programs of networks (zoo names, ``.onnx`` or ``.pt2`` files) for a CUDA GPU that is elsewhere, such as
-    ``h200``.
+    """Compile programs of networks (zoo names, ``.onnx`` or ``.pt2`` files) for a CUDA GPU that is elsewhere, such as ``h200``.
 
-    ``tasks_of`` is a dataset that has the tasks of these networks, ``mutants_of`` one measured on this device: mutants
-    of each task's fastest programs are drawn in place of random points (the region that a tuner visits). ``resume``
-    goes on with a bundle that was not finished. ``progress`` counts programs that can run.
-
-    ProfilerError if the device is no CUDA device, there is no compiler for it, or no task. BundleError if the file
-    exists, or is half made and `resume` was not asked for.
+    ``tasks_of`` is a dataset that has the tasks of these networks. With ``mutants_of``, a dataset measured on this device,
+    mutants of each task's fastest programs are drawn in place of random points (the region that a tuner visits). ``progress``
+    counts programs that can run. ProfilerError if the device is no CUDA device, there is no compiler for it, or no task.
+    BundleError if the file exists, or is half made and `resume` was not asked for.
     """
     config, notify = config or BundleConfig(), notify or logger.info
     device = get_device(device)

@@ -1,6 +1,4 @@
-"""Measuring a bundle on the GPU of this machine: from a file to a dataset, with neither TVM nor a device table. And, where
-TVM is too, compiling and measuring in one go.
-"""
+"""Measuring a bundle on this machine's GPU, without TVM or a device table; and, where TVM is too, compiling and measuring."""
 
 from __future__ import annotations
 
@@ -59,10 +57,8 @@ class MeasureConfig(GpuConfig):
 
 @dataclass(frozen=True)
 class MeasureReport(Report):
-    """What a run of :func:`measure` did; ``labels_per_s`` is of the measuring alone, without the calibration.
-
-    ``degrees`` and ``calibration`` are by group: programs of which so many fit side by side.
-    """
+    """What a run of :func:`measure` did: ``labels_per_s`` without the calibration; ``degrees`` and ``calibration`` by group,
+    programs of which so many fit side by side."""
 
     labels_per_s: float
     restarts: int
@@ -82,11 +78,9 @@ def measure(
     progress: Callable[[Progress], None] | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> MeasureReport:
-    """Measure the programs of a bundle on this machine's GPU and store them in a dataset.
-
-    ``device``: the bundle's device or a share of it, such as ``h200@0.5`` (default: the bundle's device). ``resume``:
-    go on with the dataset in `out`; programs that have a record are not measured again. ``progress``, ``notify``:
-    called with the state after each outcome, and with one-line news.
+    """Measure the programs of a bundle on this machine's GPU and store them in a dataset. ``device`` is the bundle's device
+    (None) or a share of it, such as ``h200@0.5``. With ``resume`` the dataset in `out` is gone on with. ``progress`` and
+    ``notify`` are called with the state after each outcome, and with one-line news.
 
     ProfilerError if the GPU is missing, another one, lost, or cannot be partitioned. DatasetError if `out` holds records of
     this device and `resume` was not asked for, or of another, or the disk is full. What was measured is kept.
@@ -283,12 +277,9 @@ def profile_gpu(
     progress: Callable[[Progress], None] | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> MeasureReport:
-    """Measure programs of networks on a GPU of this machine, which needs TVM as well as cupy.
-
-    `out` becomes the dataset, with the bundle in it; of a share of a device, such as ``h200@0.5``, the bundle is for the whole.
-    Where TVM and the GPU are on different machines, ``cdmpp bundle`` and ``cdmpp measure`` do the two halves. ProfilerError
-    where no GPU answers, or another one, which is found out before anything is compiled.
-    """
+    """Measure programs of networks on a GPU of this machine, which needs TVM as well as cupy (else ``cdmpp bundle`` and ``cdmpp
+    measure`` do the two halves). `out` becomes the dataset, with the bundle in it: of a share it is for the whole device.
+    ProfilerError where no GPU answers, or another one, before anything is compiled."""
     measure_config = measure_config or MeasureConfig()
     known = get_device(device)
     if measure_config.gpu == MeasureConfig().gpu:

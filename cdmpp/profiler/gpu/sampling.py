@@ -1,11 +1,9 @@
 """GPUs: the process that keeps a GPU's lanes filled and samples them in rounds, and what deals programs to it.
 
-A GPU has lanes. A lane runs one program at a time; programs in different lanes run side by side, on the same multiprocessors
-or, where lanes are partitions of the GPU, each on its own. A round takes one sample in every lane at the same time. Samples are
-of equal length whatever the program (``SamplingPlan.min_sample_s``), so that lanes keep each other company for all of it. A
-program's first run is alone: it tells how long a run is, and a fault or hang is then certainly its own.
-
-The GPU itself is an interface: the real one is :mod:`cdmpp.profiler.gpu.cupy`, tests have one with a scripted clock.
+A lane runs one program at a time; lanes run side by side, on the same multiprocessors or on partitions of the GPU. A round
+takes one sample in every lane at the same time, of equal length whatever the program (``SamplingPlan.min_sample_s``), so that
+lanes keep each other company for all of it. A program's first run is alone: it tells how long a run is, and a fault or hang is
+then certainly its own.
 """
 
 from __future__ import annotations
@@ -72,10 +70,8 @@ class GpuFacts:
 
 
 class Gpu(Protocol):
-    """One GPU, or a share of it, in one process.
-
-    Methods raise :class:`GpuFault` where the context is broken, other exceptions for what concerns one program only.
-    """
+    """One GPU, or a share of it, in one process: a GPU of a test has a scripted clock. Methods raise :class:`GpuFault` where
+    the context is broken, other exceptions for what concerns one program only."""
 
     facts: GpuFacts
 
@@ -270,11 +266,9 @@ class Sampler:
 
 
 def gpu_worker(connection: Connection, config: GpuConfig, arguments: Mapping[str, Any]) -> None:
-    """Serve :class:`MeasureJob` after :class:`MeasureJob` until the connection closes (runs in its own process).
-
-    Sends :class:`GpuFacts` first (or the ProfilerError that there is no GPU), then what :class:`Sampler` sends, and the
-    :class:`GpuFault` before it ends because the context is broken.
-    """
+    """Serve :class:`MeasureJob` after :class:`MeasureJob` until the connection closes (runs in its own process). Sends
+    :class:`GpuFacts` (or the ProfilerError that there is no GPU), what :class:`Sampler` sends, and the :class:`GpuFault` that
+    ends it."""
     machine.die_with_parent()
     try:
         gpu = make_gpu(config.gpu, arguments)
@@ -316,12 +310,9 @@ def possible_degree(cuda: CudaProgram, facts: GpuFacts) -> int:
 
 
 class GpuMeasurer(Measurer):
-    """Keeps the process supplied that measures on a CUDA GPU of this machine, or on a share of it; a context that breaks, or
-    a hang, costs one program.
-
-    Without `builds` programs come as :class:`KernelJob`, so that TVM is not needed. ProfilerError if it is no CUDA device; on
-    opening, if there is no GPU or another one.
-    """
+    """Keeps the process supplied that measures on a CUDA GPU of this machine, or on a share of it; a context that breaks, or a
+    hang, costs one program. Without `builds` programs come as :class:`KernelJob`, so that TVM is not needed. ProfilerError if
+    it is no CUDA device; on opening, if there is no GPU or another one."""
 
     config: GpuConfig
 
@@ -431,9 +422,8 @@ class GpuMeasurer(Measurer):
         return meta
 
     def _restart(self, status: str, error: str) -> None:
-        """Start another measuring process, and find out who did it: one that ran alone; of several, each gets another
-        try, alone. ProfilerError if the GPU does not answer any more; the programs that it was lost with are ``device_lost``.
-        """
+        """Start another measuring process, and find out who did it: one that ran alone; of several, each is tried again, alone.
+        ProfilerError if the GPU does not answer any more; what it was lost with is ``device_lost``."""
         self.restarts += 1
         logger.warning("the GPU's context is lost (%s); %d programs are measured again", error, len(self._in_flight))
         suspects = [p for p in self._running if p in self._in_flight] or list(self._in_flight)[:1]
