@@ -45,10 +45,8 @@ def estimates(view: DatasetView, counts: Counts) -> pd.DataFrame:
     rows = [counts.get((p, keys.get(d, ""))) for p, d in zip(labels["program"], labels["device"], strict=True)]
     labels = labels.assign(counts=rows)[[row is not None for row in rows]]
     found = np.stack(labels["counts"].to_list())
-    of = {
-        name: found[:, CODEGEN_FEATURES.index(name)]
-        for name in ("core_cycles", "unit_cycles", "unknown_loops", "missing", "run_all")
-    }
+    names = ("core_cycles", "unit_cycles", "unknown_loops", "missing", "run_all")
+    of = {name: found[:, CODEGEN_FEATURES.index(name)] for name in names}
     labels = labels.assign(**of, bytes=[tasks[task].bytes for task in labels["task"]])
     small = (labels["bytes"] < _SMALL) & (labels["unknown_loops"] == 0) & (labels["latency_s"] > _SHORT)
     return labels[small & (labels["device"].map(lambda name: devices[name].cores_used) == 1)]
@@ -76,9 +74,8 @@ def against_labels(view: DatasetView, counts: Counts, ghz: dict[str, float]) -> 
         # what full units do in a cycle is known best: the clock that few programs seem to exceed
         full = rows[rows["unit_cycles"] > _FULL * rows["core_cycles"]]
         implied = float((full["core_cycles"] / (full["latency_s"] * 1e9)).quantile(_FULL))
-        yield spread(
-            f"{name} at {clock:g} GHz", logs, rows["task"].to_numpy(), without_row=missing, implied_ghz=implied
-        )
+        tasks = rows["task"].to_numpy()
+        yield spread(f"{name} at {clock:g} GHz", logs, tasks, without_row=missing, implied_ghz=implied)
 
 
 def loops_of(path: Path) -> Iterator[list[Instruction]]:
@@ -97,12 +94,8 @@ def by_mca(mca: str, core: Core, path: Path, body: list[Instruction]) -> float |
     """Cycles of an iteration by llvm-mca, data in the first cache level; None where it refuses the code."""
     objdump = mca.replace("llvm-mca", "llvm-objdump")
     span = [f"--start-address={body[0].address}", f"--stop-address={body[-1].address + 1}"]
-    text = subprocess.run(
-        [objdump, "-d", "--no-show-raw-insn", "--no-leading-addr", *span, path],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    command = [objdump, "-d", "--no-show-raw-insn", "--no-leading-addr", *span, path]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     lines = [re.sub(r"\s*(#|<).*", "", line) for line in text.splitlines() if line.startswith((" ", "\t"))]
     done = subprocess.run(
         [mca, "-mtriple=x86_64", f"-mcpu={core.name}", f"-iterations={_ITERATIONS}", "-all-views=false", "-summary-view"],

@@ -243,11 +243,9 @@ def node_figures(rows: Sequence[Row]) -> list[Figure]:
         theirs = [source for source in theirs if source.get("n_own")]
         if theirs:
             counts = [source["n_own"] for source in theirs]
-            titles = {"APE": "ours_ape_mean_own", "NeuSight's APE": "ape_mean_own"}
-            values = {
-                title: float(np.average([source[key] for source in theirs], weights=counts))
-                for title, key in titles.items()
-            }
+            values = {}
+            for title, key in (("APE", "ours_ape_mean_own"), ("NeuSight's APE", "ape_mean_own")):
+                values[title] = float(np.average([source[key] for source in theirs], weights=counts))
             found.append(figure(f"nodes, forward, {family}, unseen (NVIDIA's)", values, sum(counts)))
     return found
 

@@ -124,12 +124,8 @@ def figures(what: str, rows: list[Row]) -> list[Figure]:
             if source == "ours":
                 values = {"right": values["right"], "stated": float(np.mean([row["stated"] for row in known]))}
                 interval = {"right": interval["right"]}
-            name = (
-                f"{what}, {least:g} to {most:g} times: {source}"
-                if np.isfinite(most)
-                else f"{what}, over {least:g} times: {source}"
-            )
-            found.append(figure(name, values, len(known), interval=interval))
+            apart = f"{least:g} to {most:g}" if np.isfinite(most) else f"over {least:g}"
+            found.append(figure(f"{what}, {apart} times: {source}", values, len(known), interval=interval))
         least = most
     return found
 

@@ -2,11 +2,10 @@
 
 ``python benchmarks/fuzz.py --inputs 10000 --json benchmarks/results/fuzz.json`` (some minutes a kind on one core).
 
-An input is a file that cdmpp wrote with a few changes: bytes that are flipped, cut, repeated or inserted (among them
-pickles, YAML tags and deep nesting), or, so that checksums are right, values inside of JSON, parquet, SQLite, safetensors
-and zip. Each kind is read in a process of its own. An input is accepted or refused by an error of :mod:`cdmpp.errors`;
-anything else is a finding: another error, more than ``--limit`` seconds or 3 GiB, a dead process, or the file that the
-inserted code would make.
+An input is a file that cdmpp wrote with a few changes: bytes flipped, cut, repeated or inserted (pickles, YAML tags and deep
+nesting among them), or, so that checksums are right, values inside of JSON, parquet, SQLite, safetensors and zip. It is
+accepted, or refused by an error of :mod:`cdmpp.errors`; anything else is a finding: another error, more than ``--limit``
+seconds or 3 GiB, a dead process, or the file that the inserted code would make. Each kind is read in a process of its own.
 """
 
 from __future__ import annotations
@@ -75,19 +74,9 @@ def _dataset(folder: Path, finish: bool) -> Path:
     dataset.add_space(space)
     for i in range(8):
         dataset.add_program(Program(f"p{i}", "t", "s", json.dumps([i])))
-        ok = i < 6
-        dataset.add_record(
-            Record(
-                program=f"p{i}",
-                device="xeon-cascadelake-2.5ghz@1",
-                status="ok" if ok else "run_error",
-                latency_s=1e-4 * (i + 1) if ok else None,
-                samples_s=(1e-4, 1.1e-4) if ok else (),
-                noise=0.01 if ok else None,
-                measured_at=1.0,
-                meta={"build_s": 0.5, "run_s": 0.1},
-            )
-        )
+        found: Any = ("ok", 1e-4 * (i + 1), (1e-4, 1.1e-4), 0.01) if i < 6 else ("run_error", None, (), None)
+        took = {"build_s": 0.5, "run_s": 0.1}
+        dataset.add_record(Record(f"p{i}", "xeon-cascadelake-2.5ghz@1", *found, measured_at=1.0, meta=took))
     if finish:
         dataset.finalize()
     dataset.close()
@@ -115,16 +104,8 @@ def _text(name: str, text: str) -> Callable[[Path], Path]:
 
 
 def _parquet(folder: Path, rows: int = 1) -> Path:
-    row = {
-        "op": "gemm",
-        "m": 8.0,
-        "n": 64.0,
-        "k": 64.0,
-        "dtype": "float16",
-        "device": "h200",
-        "seconds": 1e-5,
-        "count": 1,
-    }
+    sizes = {"m": 8.0, "n": 64.0, "k": 64.0}
+    row = {"op": "gemm", **sizes, "dtype": "float16", "device": "h200", "seconds": 1e-5, "count": 1}
     path = folder / "operators/operators.parquet"
     path.parent.mkdir()
     pq.write_table(pa.Table.from_pylist([row] * rows), path)
@@ -349,12 +330,7 @@ def fuzz(kind: str, inputs: int, seed: int, limit_s: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--inputs", type=int, default=10_000, help="of each kind of file")
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds for an input")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(__doc__, __file__, kinds={"choices": list(KINDS), "default": list(KINDS)}).parse_args()
     made, rows = provenance(__file__, seeds=[args.seed]), []
     for kind in args.kinds:
         rows.append(fuzz(kind, args.inputs, args.seed, args.limit))

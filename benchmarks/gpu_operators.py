@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -86,11 +85,9 @@ def baselines(table: pd.DataFrame, seed: int) -> pd.DataFrame:
 
 def distance(one: Device, other: Device) -> float:
     """How far apart two devices are in peak and bandwidth; those of another maker are farthest."""
-    ratios = [
-        math.log(max(one.peak_gflops.values(), default=1.0) / max(other.peak_gflops.values(), default=1.0)),
-        math.log((one.bandwidth_gb_s or 1.0) / (other.bandwidth_gb_s or 1.0)),
-    ]
-    return math.hypot(*ratios) + 100.0 * (one.vendor != other.vendor)
+    peak = math.log(max(one.peak_gflops.values(), default=1.0) / max(other.peak_gflops.values(), default=1.0))
+    bandwidth = math.log((one.bandwidth_gb_s or 1.0) / (other.bandwidth_gb_s or 1.0))
+    return math.hypot(peak, bandwidth) + 100.0 * (one.vendor != other.vendor)
 
 
 def scores(table: pd.DataFrame, seed: int) -> Iterator[Row]:
@@ -160,13 +157,7 @@ def figures(rows: list[Row]) -> list[Figure]:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    add = parser.add_argument
-    add("--data", type=Path, nargs="+", required=True, help="datasets of operators")
-    add("--rows", type=int, default=700, help="of one operator, data type, device and framework, at most")
-    add("--epochs", type=int, default=14)
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    args = parser.parse_args()
+    args = arguments(__doc__, __file__).parse_args()
     made = provenance(__file__, args.data, seeds=args.seeds)
     results = Results(args.json, made, {"rows": args.rows, "epochs": args.epochs}, figures)
     for seed in args.seeds:

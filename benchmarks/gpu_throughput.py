@@ -36,13 +36,9 @@ def take(bundle: Bundle, part: str, out: Path, config: MeasureConfig) -> dict[st
         if part != "together":
             config = replace(config, degree=1, overlap=False)
         done = measure(bundle, out=folder, config=config, notify=lambda line: print(line, file=sys.stderr), resume=True)
-        value = {
-            "labels_per_s": done.labels_per_s,
-            "degrees": {str(group): degree for group, degree in done.degrees.items()},
-            "calibration": done.calibration,
-            "gpu": asdict(done.facts),
-        }
-        note.write_text(json.dumps(value))
+        degrees = {str(group): degree for group, degree in done.degrees.items()}
+        value = {"labels_per_s": done.labels_per_s, "degrees": degrees, "calibration": done.calibration}
+        note.write_text(json.dumps({**value, "gpu": asdict(done.facts)}))
     result: dict[str, Any] = json.loads(note.read_text())
     frame = Dataset.open(folder).records
     frame = frame[frame["status"] == "ok"].drop_duplicates("program")

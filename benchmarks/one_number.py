@@ -39,9 +39,8 @@ def labels(path: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
     table = table[(table["backend"] == "cpu") & ~table["int8"] & (table["threads"] == 1) & (table["powersave"] != 1)]
     logs = np.log(table.pivot_table(index="device", columns="network", values="seconds", aggfunc="median"))
     logs = logs.loc[logs.notna().sum(axis=1) >= _LEAST, logs.notna().sum() >= _LEAST]
-    first = (
-        table.groupby("device")["cores"].first().loc[logs.index].fillna("").str.split("+").str[0].str.split("@").str[0]
-    )
+    cores = table.groupby("device")["cores"].first().loc[logs.index].fillna("")
+    first = cores.str.split("+").str[0].str.split("@").str[0]
     clock = table.groupby("device")["clock_hz"].first().loc[logs.index] / 1e9
     return logs, pd.DataFrame({"core": first.map(lambda name: _CORES.get(name, name.lower())), "ghz": clock})
 
@@ -113,17 +112,13 @@ def main() -> None:
     of_others = pd.DataFrame({name: fitted(logs.drop(name))[1] for name in logs.index}).T.reindex(columns=logs.columns)
     known = [(logs[network] - of_others[network], network) for network in logs.columns]
     cases = [(of_others.add(own, axis=0), network) for own, network in known]
-    every = [
-        scored("", logs, predicted, np.tile(logs.columns == network, (len(logs), 1))) for predicted, network in cases
-    ]
-    ranked = sorted(
-        zip([own["values"]["mape"] for own in every], logs.columns, every, strict=True), key=lambda row: row[0]
-    )
+    every = [scored("", logs, own, np.tile(logs.columns == network, (len(logs), 1))) for own, network in cases]
+    ranked = sorted(zip(logs.columns, every, strict=True), key=lambda row: row[1]["values"]["mape"])
     mean = {metric: float(np.mean([own["values"][metric] for own in every])) for metric in ("mape", "median_ape")}
     found.append(figure("one known network, mean over which", mean, len(every)))
     found += [
         {**own, "name": f"one known network, {which}: {name}"}
-        for which, (_, name, own) in (("best", ranked[0]), ("worst", ranked[-1]))
+        for which, (name, own) in (("best", ranked[0]), ("worst", ranked[-1]))
     ]
     facts = specification(cpus, args.data)
     for name, columns in (("the clock", ["clock"]), ("clock and LLVM's model of the core", list(facts))):

@@ -80,9 +80,8 @@ class TvmXgb:
         self.candidates = [ms.MeasureCandidate(Schedule(mod), []) for mod in mods]
         self.context = ms.TuneContext(mod=mods[0], target=tvm.target.Target({"kind": "llvm", "num-cores": 1}))
         # with fewer samples than its warm-up wants it would answer at random
-        self.model = XGBModel(
-            extractor="per-store-feature", num_warmup_samples=min(100, len(latency_s)), verbose_eval=False
-        )
+        warm_up = min(100, len(latency_s))
+        self.model = XGBModel(extractor="per-store-feature", num_warmup_samples=warm_up, verbose_eval=False)
         results = [ms.runner.RunnerResult([float(s)], None) for s in latency_s]
         self.model.update(self.context, self.candidates[: len(latency_s)], results)
         assert self.model.booster is not None, "it was trained"
@@ -176,9 +175,8 @@ def compare_asts(jobs: Sequence[BuildJob], funcs: Sequence[Any], rounds: int) ->
 
 
 def main() -> None:
-    args = arguments(
-        __doc__, __file__, networks={"default": list(NETWORKS)}, candidates={"default": max(BATCH_SIZES)}
-    ).parse_args()
+    given = {"networks": {"default": list(NETWORKS)}, "candidates": {"default": max(BATCH_SIZES)}}
+    args = arguments(__doc__, __file__, **given).parse_args()
     if args.quick:
         args.networks, args.candidates, args.train_candidates = ["mlp"], 64, 32
         args.batches, args.repeats, args.rounds, args.generate_seconds = 1, 1, 1, 60.0

@@ -1,11 +1,10 @@
 """Labels per second: cdmpp's profiler against MetaSchedule's LocalBuilder + LocalRunner.
 
-Both get the same programs, the same cores and the same number and length of samples; MetaSchedule builds on all cores and
-runs on one worker, as it always does. The 30-50 s import of tensor intrinsics, which every worker of MetaSchedule would do,
-is replaced by the stub that cdmpp uses itself, and processes are started before the clock runs where the design allows it
-(MetaSchedule restarts its builders for every batch, which a tuner pays for too). The two alternate over chunks of the
-programs, and measure everything twice, so that their disagreement can be held against each one's own re-measurement
-difference.
+Both get the same programs, cores, and number and length of samples; MetaSchedule builds on all cores and runs on one worker,
+as it always does. The 30-50 s import of tensor intrinsics in each of its workers is replaced by the stub that cdmpp uses, and
+processes are started before the clock runs where the design allows it (MetaSchedule restarts its builders for every batch,
+which a tuner pays for too). The two alternate over chunks of the programs, and measure everything twice, so that their
+disagreement can be held against each one's own re-measurement difference.
 
     python benchmarks/profiler_throughput.py --programs 224 --json throughput.json
 """
@@ -96,13 +95,7 @@ def difference(a: dict[str, float], b: dict[str, float]) -> float:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    add = parser.add_argument
-    add("--programs", type=int, default=224)
-    add("--networks", nargs="+", default=list(NETWORKS))
-    add("--chunk", type=int, default=112, help="programs between changes of side")
-    add("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(__doc__, __file__, networks={"default": list(NETWORKS)}).parse_args()
 
     made = provenance(__file__, seeds=[args.seed])
     device = get_device("this-cpu@1")

@@ -2,16 +2,15 @@
 
 ``python benchmarks/scale.py --measure 200 --json benchmarks/results/scale.json`` on a quiet machine.
 
-Events: a builder core builds one program after another; an object goes to the machine of the device over its network (one
-at a time, at the bandwidth that is stated); the device measures one at a time; the driver, one process, takes every
-outcome. Builders wait where more than four batches a device are built and not measured. Times to build and to measure are
-drawn from the records of a dataset, failures included; the size of objects is that of compiled programs of the tests, and
-what the driver takes for an outcome is timed here. Not in it: Ray's own share of the cores, nodes of unequal speed, and
-start-up.
+A builder core builds one program after another; an object goes to the machine of the device over its network (one at a time,
+at the bandwidth that is stated); the device measures one at a time; the driver, one process, takes every outcome. Builders
+wait where more than four batches a device are built and not measured. Times to build and to measure are drawn from the records
+of a dataset, failures included; the size of objects is that of the tests' compiled programs, and what the driver takes for an
+outcome is timed here. Not in it: Ray's own share of the cores, nodes of unequal speed, and start-up.
 
-``--measure N`` profiles N programs here with one builder and with two, and compares the labels a second with those
-simulated for this machine, from the times of the run with one builder alone. Where there are fewer cores than builders and
-devices, a builder rests while its core measures.
+``--measure N`` profiles N programs here with one builder and with two, and compares the labels a second with those simulated
+for this machine from the times with one builder. With fewer cores than builders and devices a builder rests while its core
+measures.
 """
 
 from __future__ import annotations
@@ -68,12 +67,8 @@ def simulate(
     shared = 0 if cores is None else max(0, builders + devices - cores)
     ends: dict[int, float] = {}  # of the builds that rest while something is measured
     idle_builders, idle_devices, built, labels, now, order = list(range(builders)), devices, 0, 0, 0.0, 0
-    link_free, driver_free, busy = (
-        [0.0] * devices,
-        0.0,
-        dict.fromkeys(("builders", "devices", "network", "driver"), 0.0),
-    )
-    programs_of: dict[int, int] = {}
+    busy = dict.fromkeys(("builders", "devices", "network", "driver"), 0.0)
+    link_free, driver_free, programs_of = [0.0] * devices, 0.0, dict[int, int]()
 
     def at(when: float, what: str, who: int) -> None:
         nonlocal order
@@ -131,9 +126,8 @@ def driver_seconds(outcomes: int = 2000) -> float:
         for i in range(outcomes):
             dataset.add_program(Program(f"p{i}", "t", None, ""))
             samples_s = tuple(1e-4 + 1e-7 * k for k in range(8))
-            dataset.add_record(
-                Record(f"p{i}", "this-cpu@1", "ok", 1e-4, samples_s, 0.01, measured_at=1.0, meta={"run_s": 0.1})
-            )
+            took = {"run_s": 0.1}
+            dataset.add_record(Record(f"p{i}", "this-cpu@1", "ok", 1e-4, samples_s, 0.01, measured_at=1.0, meta=took))
         return (time.perf_counter() - started) / outcomes
 
 
@@ -142,10 +136,9 @@ def times_of(records: Any, bandwidth_gbit: float, driver_s: float, bytes_: float
     metas = [join_meta(row) for row in records[records["build_s"].notna()].to_dict("records")]
     if not metas:
         raise DatasetError("no record says how long it was built")
-    run_s = [meta.get("run_s", 0.0) + meta.get("waited_s", 0.0) for meta in metas]
-    return Times(
-        np.array([meta["build_s"] for meta in metas]), np.array(run_s), driver_s, bytes_ * 8 / (bandwidth_gbit * 1e9)
-    )
+    build_s = np.array([meta["build_s"] for meta in metas])
+    run_s = np.array([meta.get("run_s", 0.0) + meta.get("waited_s", 0.0) for meta in metas])
+    return Times(build_s, run_s, driver_s, bytes_ * 8 / (bandwidth_gbit * 1e9))
 
 
 def measured(count: int, networks: list[str], seed: int, driver_s: float) -> list[dict[str, Any]]:
@@ -169,23 +162,14 @@ def measured(count: int, networks: list[str], seed: int, driver_s: float) -> lis
             times = Times(np.array([m.get("build_s", 0.0) for m in metas]), np.array(run_s), driver_s, 0.0)
         expected = simulate(times, range(len(metas)), builders, 1, len(cores))["labels_per_s"]
         found = sum(o.status == "ok" for o in outcomes.values()) / elapsed_s
-        rows.append(
-            {"builders": builders, "labels_per_s": found, "simulated": expected, "difference": found / expected - 1}
-        )
+        row = {"builders": builders, "labels_per_s": found, "simulated": expected, "difference": found / expected - 1}
+        rows.append(row)
         print(f"{builders} builders: {found:.2f} labels/s, simulated {expected:.2f}", file=sys.stderr)
     return rows
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    add = parser.add_argument
-    add("--data", type=Path, default=REPOSITORY / "data/epyc-zen4-1core", help="whose records say how long they took")
-    add("--bandwidth", type=float, default=1.0, metavar="GBIT", help="of the network of each device, Gbit/s")
-    add("--programs", type=int, default=4000, help="of a simulation, at least")
-    add("--measure", type=int, default=0, metavar="N", help="profile so many programs here and compare")
-    add("--networks", nargs="+", default=["resnet18", "bert_tiny"])
-    add("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(__doc__, __file__, data={"default": REPOSITORY / "data/epyc-zen4-1core"}).parse_args()
     made = provenance(__file__, [args.data, OBJECTS], seeds=[args.seed])
     with zipfile.ZipFile(OBJECTS) as archive:
         bytes_ = float(np.mean([part.file_size for part in archive.infolist()]))
@@ -201,24 +185,13 @@ def main() -> None:
         best = max(row["labels_per_s"] for row in of_cores.values())
         enough = next(cores for cores in CORES if of_cores[cores]["labels_per_s"] >= _SATURATED * best)
         values = {f"{cores} cores": round(row["labels_per_s"], 2) for cores, row in of_cores.items()}
-        why = of_cores[enough]["bound_by"]
-        figures.append(
-            figure(
-                f"labels/s, {devices} devices (from {enough} cores on bound by {why})",
-                values,
-                args.programs,
-                [args.seed],
-            )
-        )
+        name = f"labels/s, {devices} devices (from {enough} cores on bound by {of_cores[enough]['bound_by']})"
+        figures.append(figure(name, values, args.programs, [args.seed]))
     checked = measured(args.measure, args.networks, args.seed, driver_s) if args.measure else []
     for row in checked:
-        name = f"{row['builders']} builders here, 1 device"
-        values = {
-            "measured, labels/s": row["labels_per_s"],
-            "simulated": row["simulated"],
-            "difference, %": 100 * row["difference"],
-        }
-        figures.append(figure(name, values, args.measure, [args.seed]))
+        values = {"measured, labels/s": row["labels_per_s"], "simulated": row["simulated"]}
+        values["difference, %"] = 100 * row["difference"]
+        figures.append(figure(f"{row['builders']} builders here, 1 device", values, args.measure, [args.seed]))
     means = {"build_s": float(times.build_s.mean()), "run_s": float(times.run_s[times.run_s > 0].mean())}
     failed = math.fsum(times.run_s == 0) / len(times.run_s)
     report(args.json, made, figures, rows=rows, times={**means, "driver_s": driver_s, "transfer_s": times.transfer_s,

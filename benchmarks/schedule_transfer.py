@@ -116,9 +116,8 @@ def evaluate_case(
     near = nearest_device(gpu, {name: device_features(get_device(name)) for name in by_gpu})
     chosen = [asts[program] for program in programs]
     predicted_s = predictor.predict(chosen, gpu)
-    given_s = predictor.predict(
-        chosen, gpu, measured={name: np.where(np.isinf(s), math.nan, s) for name, s in elsewhere.items()}
-    )
+    measured = {name: np.where(np.isinf(s), math.nan, s) for name, s in elsewhere.items()}
+    given_s = predictor.predict(chosen, gpu, measured=measured)
     failures = np.sum([np.isinf(s) for s in elsewhere.values()], axis=0)
     orders = {
         "cdmpp": np.argsort(predicted_s, kind="stable"),
@@ -130,9 +129,8 @@ def evaluate_case(
     measurements = {name: measurements_in_order(latency_s, order) for name, order in orders.items()}
     if args.online:
         model = OnlineModel(PredictorPrior(predictor, get_device(gpu)))
-        measurements["cdmpp_online"] = measurements_online(
-            model, model.prior.encode(chosen), latency_s, args.batch, args.online
-        )
+        encoded = model.prior.encode(chosen)
+        measurements["cdmpp_online"] = measurements_online(model, encoded, latency_s, args.batch, args.online)
     both = works & np.isfinite(elsewhere[near])
     return {
         "n": len(programs),
@@ -207,11 +205,8 @@ def main() -> None:
     asts = collect_asts(view, sorted(every), show_progress)
     data = gather(sample_evenly(view, args.records, args.seed), progress=show_progress)
     for gpu in wanted:
-        cases = {
-            kernel: by_gpu
-            for kernel, by_gpu in known.items()
-            if gpu in by_gpu and results.find(kernel=kernel, gpu=gpu) is None
-        }
+        missing = [kernel for kernel in known if gpu in known[kernel] and results.find(kernel=kernel, gpu=gpu) is None]
+        cases = {kernel: known[kernel] for kernel in missing}
         predictor = trained_without(args, config, data, gpu) if cases else None
         for kernel, by_gpu in cases.items():
             case = evaluate_case(args, predictor, gpu, by_gpu, asts)

@@ -3,11 +3,10 @@
     python benchmarks/search.py --json benchmarks/results/search.json
     python benchmarks/search.py --quick                    # does it run? figures mean nothing
 
-Nothing is built or measured: what a round proposed counts as measured at its prediction. CPU seconds are those of the process,
-design spaces left out, so others on the machine do no harm. ``cpu`` is ours over TVM's; ``best`` and ``mean of 16`` are ratios
-of the lowest, and of the geometric mean of the 16 lowest, predicted latencies of all rounds, ``first`` of the first round
-alone. Tasks are of networks that the predictor never saw, as in `benchmarks/tuning.py`. Means are geometric, the interval over
-tasks.
+Nothing is built or measured: what a round proposed counts as measured at its prediction. CPU seconds are the process's own,
+without design spaces. ``cpu`` is ours over TVM's; ``best`` and ``mean of 16`` are ratios of the lowest, and of the geometric
+mean of the 16 lowest, predicted latencies of all rounds, ``first`` of the first round alone. Tasks are of networks that the
+predictor never saw, as in `benchmarks/tuning.py`. Means are geometric, the interval over tasks.
 """
 
 from __future__ import annotations
@@ -56,15 +55,8 @@ def searched(args: Any, task: Task, predictor: Predictor, seed: int, ours: bool)
                 database.commit_tuning_record(tuning_record(database, tuner, candidate, float(latency_s)))
     counts = search.describe() if ours else {"replayed": model.cache.computed}
     own = {**rounds[-1], **{f"first: {name}": value for name, value in rounds[0].items()}}
-    return {
-        "task": task.hash,
-        "name": task.name,
-        "seed": seed,
-        "ours": ours,
-        "proposed": len(found),
-        **own,
-        "counts": counts,
-    }
+    key = {"task": task.hash, "name": task.name, "seed": seed, "ours": ours}
+    return {**key, "proposed": len(found), **own, "counts": counts}
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> Figure:
@@ -78,18 +70,7 @@ def ratios(rows: Sequence[dict[str, Any]]) -> Figure:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    add = parser.add_argument
-    add("--predictor", default="default", metavar="DIR")
-    add("--networks", nargs="+", default=list(NETWORKS), help="that it never saw")
-    add("--tasks", type=int, default=8, metavar="N")
-    add("--rounds", type=int, default=4, metavar="N", help="of a search")
-    add("--batch", type=int, default=16, metavar="N", help="candidates of a round")
-    add("--population", type=int, default=256, metavar="N", help="of TVM's search")
-    add("--generations", type=int, default=3, metavar="N", help="of TVM's search")
-    add("--seeds", nargs="+", type=int, default=[0, 1])
-    add("--quick", action="store_true", help="does it run: one task of a small network")
-    args = parser.parse_args()
+    args = arguments(__doc__, __file__, networks={"default": list(NETWORKS)}).parse_args()
     if args.quick:
         args.networks, args.tasks, args.rounds, args.batch, args.population, args.seeds = ["gcn"], 1, 2, 4, 16, [0]
     args.trials = args.rounds * args.batch

@@ -42,9 +42,8 @@ def regret_in_order(latency_s: FloatArray, order: IntArray) -> float:
 def measurements_by_chance(latency_s: FloatArray, within: float = WITHIN) -> tuple[float, int]:
     """Expected and median number of measurements of candidates drawn blindly, none twice.
 
-    With `good` of `n` candidates nearly the best, the first of them is expected at ``(n + 1) / (good + 1)``; the
-    median is the least number of draws that hit one with a probability of one half (hypergeometric).
-    """
+    With `good` of `n` candidates nearly the best, the first of them is expected at ``(n + 1) / (good + 1)``; the median is the
+    least number of draws that hit one with a probability of one half (hypergeometric)."""
     good, n = int(nearly_best(latency_s, within).sum()), len(latency_s)
     miss, draws = 1.0, 0
     while miss > 0.5:
@@ -56,10 +55,9 @@ def measurements_by_chance(latency_s: FloatArray, within: float = WITHIN) -> tup
 def order_of_others(others_s: Sequence[FloatArray], seed: int = 0) -> IntArray:
     """Candidates in the order in which other devices measured them, the fastest first, (n,).
 
-    Their latencies are (n,) each: infinite for a failure, NaN where it was not measured there. Of several devices, the
-    mean over those that measured a candidate of its slowdown against the device's best counts, after a logarithm;
-    failures anywhere come after all that never failed, in an order drawn by the seed, with what nobody measured.
-    """
+    Latencies are (n,) each: infinite for a failure, NaN where it was not measured. Of several devices the mean over those that
+    measured a candidate of the log of its slowdown against the device's best counts; failures anywhere come after all that
+    never failed, in an order drawn by the seed, with what nobody measured."""
     slowdowns = []
     for latency_s in others_s:
         works = np.isfinite(latency_s)

@@ -104,10 +104,10 @@ def table(args: argparse.Namespace, tasks: Sequence[tuple[Task, float]], results
     devices = [f"{base}@{share}" for share in sorted({min(2**i, cores) for i in range(cores.bit_length() + 1)})]
     final_s: dict[tuple[str, str, int], float] = {}
     for seed in range(args.repetitions):
-        tuned = {
-            device: results.once(partial(tuned_once, args, tasks, device, device, seed), way=device, seed=seed)
-            for device in devices
-        }
+        tuned = {}
+        for device in devices:
+            tune = partial(tuned_once, args, tasks, device, device, seed)
+            tuned[device] = results.once(tune, way=device, seed=seed)
         for run_at in devices:
             rows = {device: dict(row) for device, row in tuned.items()}
             measure_again(args, run_at, list(rows.values()), results)

@@ -2,12 +2,11 @@
 
 ``python benchmarks/soak.py --programs 20000 --json benchmarks/results/soak.json`` (some ten minutes).
 
-Engine, worker processes, limits of time, session and dataset are those of ``cdmpp profile``. Of each hundred programs one
-each has its builder killed, has its measuring process killed, hangs in the compiler, hangs when run, crashes the compiler,
-crashes when run, sends what no process of ours sends, gives samples that are no numbers, and sees the clock jump. Twice the
-disk is full for five seconds: SQLite may not grow its file, and the run goes on as with ``--resume``. In the end every
-program has one record, a label or a typed failure, the dataset opens and adds up, and memory, processes and open files are
-what they were.
+Engine, worker processes, limits of time, session and dataset are those of ``cdmpp profile``. Of each hundred programs one each
+has its builder killed, has its measuring process killed, hangs in the compiler, hangs when run, crashes the compiler, crashes
+when run, sends what no process of ours sends, gives samples that are no numbers, and sees the clock jump. Twice the disk is
+full for five seconds: SQLite may not grow its file, and the run goes on as with ``--resume``. In the end every program has one
+record, the dataset opens and adds up, and memory, processes and open files are what they were.
 """
 
 from __future__ import annotations
@@ -219,20 +218,13 @@ def soak(count: int, rate: float, seed: int, folder: Path, full_s: float = 5.0) 
 def main() -> None:
     from common import arguments, figure, provenance, report
 
-    parser = arguments(__doc__)
-    parser.add_argument("--programs", type=int, default=20_000)
-    parser.add_argument("--rate", type=float, default=0.01, help="part of the programs for each of what goes wrong")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(__doc__, __file__).parse_args()
     made, started = provenance(__file__, seeds=[args.seed]), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         found = soak(args.programs, args.rate, args.seed, Path(folder))
     seconds = time.perf_counter() - started
-    values = {
-        "labelled or failed once": found["once"],
-        **found["statuses"],
-        "memory grew by MB": found["memory grew by MB"],
-    }
+    values = {"labelled or failed once": found["once"], **found["statuses"]}
+    values["memory grew by MB"] = found["memory grew by MB"]
     report(args.json, made, [figure("soak", values, args.programs, [args.seed])], **found, seconds=seconds)
     if found["once"] != args.programs or found["other status than expected"] or found["damaged rows"]:
         sys.exit(f"{found['programs'] - found['once']} programs without one record: {found}")

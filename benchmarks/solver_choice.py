@@ -17,7 +17,6 @@ timed for a problem, of problems with two or more; a problem has one layout. The
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -121,11 +120,7 @@ def figures(rows: list[Row]) -> list[Figure]:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--data", type=Path, nargs="+", required=True, help="datasets of operators")
-    parser.add_argument("--rows", type=int, default=900, help="of one device, data type and direction, at most")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    args = parser.parse_args()
+    args = arguments(__doc__, __file__).parse_args()
     results = Results(args.json, provenance(__file__, args.data, seeds=args.seeds), {"rows": args.rows}, figures)
     table = load_operators(args.data)
     family = families([get_device(name) for name in sorted(set(table["device"]))])

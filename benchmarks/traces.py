@@ -2,9 +2,8 @@
 
 A row is a node, or a whole network, on one device: ``{"measured_s": seconds, "predicted_s": {source: seconds}, ...}``.
 :data:`OURS` is this library's source; the others are those of the graph (``neusight``, ``habitat``, ...). All sources are
-compared on the rows for which each of them has a prediction (``n_common``). That leaves out what one of them cannot predict,
-which tend to be the hard ones, so each is compared with ours on the rows that it has, too. APE is
-``|predicted / measured - 1|``, a fraction.
+compared on the rows that all of them predict (``n_common``), which leaves out the hard ones, so each is compared with ours on
+the rows that it has, too. APE is ``|predicted / measured - 1|``, a fraction.
 """
 
 from __future__ import annotations
@@ -79,8 +78,7 @@ def compare_sources(rows: Sequence[Row]) -> dict[str, Any]:
 
     Means and medians are over the ``n_common`` rows that all sources have (None without any; ``bias`` is the mean of
     ``predicted / measured - 1``). ``ape_mean_own`` is over the ``n_own`` rows that the source and this library have,
-    ``ours_ape_mean_own`` this library's on the same.
-    """
+    ``ours_ape_mean_own`` this library's on the same."""
     sources = list(dict.fromkeys(source for row in rows for source in row["predicted_s"]))
     common = [row for row in rows if all(source in row["predicted_s"] for source in sources)]
     found = {}
@@ -137,9 +135,8 @@ def compare_networks(rows: Sequence[Row]) -> dict[str, Any]:
 def operator_errors(names: Sequence[str], labels: ArrayLike, predictions: ArrayLike) -> dict[str, Any]:
     """MAPE of library operators measured alone, by the names of their tasks; labels and predictions are seconds, (n,).
 
-    ``n``, ``mape`` and ``median_ape`` of all, of those of 50 us and longer (``above_50us``), and of each family
-    (``families``); None where there are none.
-    """
+    ``n``, ``mape`` and ``median_ape`` of all, of those of 50 us and longer (``above_50us``), and of each family (``families``);
+    None where there are none."""
     label_s = np.asarray(labels, np.float64)
     error = np.abs(np.asarray(predictions, np.float64) / label_s - 1)
     families = np.array([_TASK_FAMILIES.get(name, "elementwise") for name in names])

@@ -3,13 +3,13 @@
     python benchmarks/training_speed.py --data data --json training_speed.json
     python benchmarks/training_speed.py --quick            # does it run? seconds, figures mean nothing
 
-Both train on the same records and the same split in this process, in turns, each with its own batch size, with a torch
-thread a core. A rate is that of one epoch, validation included, as a user pays for it; features are encoded before. The
-released network runs without padding in its encoder (see ``CdmppReleased``), as the released code does.
+Both train on the same records and split in this process, in turns, each with its own batch size, with a torch thread a core. A
+rate is that of one epoch, validation included; features are encoded before. The released network runs without padding in its
+encoder (see ``CdmppReleased``), as the released code does.
 
-For the error against wall time, each trains anew for every budget, with a learning-rate schedule that ends with it: ours
-for as many epochs as its rate says fit, the released network for the budget, or for the time ours took if that was
-longer. The error is the validation MAPE of the best epoch; the test part is not used.
+For the error against wall time each trains anew for every budget, with a learning-rate schedule that ends with it: ours for as
+many epochs as its rate says fit, the released network for the budget, or the time ours took if that was longer. The error is
+the validation MAPE of the best epoch; the test part is not used.
 """
 
 from __future__ import annotations

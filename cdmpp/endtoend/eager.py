@@ -41,11 +41,8 @@ def eager_latency(
     price_per_hour: float | None = None,
     coverage: float = COVERAGE,
 ) -> LatencyReport:
-    """Predict one run of a network on cores of a CPU.
-
-    NetworkError: it cannot be found or exported, or is no PyTorch network. PredictorError: the operators that the model
-    knows are of no CPU.
-    """
+    """Predict one run of a network on cores of a CPU. NetworkError: it cannot be found or exported, or is no PyTorch network.
+    PredictorError: the operators that the model knows are of no CPU."""
     model = load_operator_model(kind="cpu") if model is None else model
     loaded = load_network(network) if isinstance(network, str) else network
     calls, views = calls_of(loaded.export())

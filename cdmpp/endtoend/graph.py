@@ -36,9 +36,8 @@ def network_tasks(network: Network | NetworkTasks | str | Path, data: str | Path
     """The graph and tasks of a zoo name, an ``.onnx`` or ``.pt2`` file, a Network, or an imported trace's graph file.
 
     `data` is the dataset that holds the tasks of a graph file; None for the one whose ``networks/`` the file lies in.
-    NetworkError where a network cannot be found or imported, its nodes wait for each other, or it has no task;
-    DatasetError where there is no dataset with the tasks of a graph file.
-    """
+    NetworkError where a network cannot be found or imported, its nodes wait for each other, or it has no task; DatasetError
+    where there is no dataset with the tasks of a graph file."""
     if isinstance(network, NetworkTasks):
         return network
     if isinstance(network, str | Path):
@@ -67,10 +66,8 @@ def _of_file(path: Path, data: str | Path | None) -> NetworkTasks:
 def graph_of_fused(fused: FusedNetwork, name: str) -> NetworkTasks:
     """A node for every call in ``main``, in the order of execution, named after the function that it calls.
 
-    A function that is called again has its calls numbered. Inputs and weights are there from the start: nothing waits for
-    them. Reshapes are views. Functions that are no task (see :func:`cdmpp.program.tasks.task_from_prim_func`),
-    operators that did not become TIR, and branches are ``unknown``.
-    """
+    Further calls of a function are numbered. Nothing waits for inputs and weights. Reshapes are views. Functions that are no
+    task (:func:`cdmpp.program.tasks.task_from_prim_func`), operators that did not become TIR, and branches are ``unknown``."""
     from tvm import relax
 
     tasks = tasks_of(fused, name)

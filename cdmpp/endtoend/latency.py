@@ -86,11 +86,8 @@ def predict_latency(
     ``streams`` are kernels that may run at the same time, where the graph allows (GPU); with one they run in the order of the
     graph. ``launch_overhead_us`` are microseconds between two launches; None is of a GPU what its specification says, 0 where
     it says nothing, of a CPU 0, whose labels hold the call. ``coverage`` is that of the intervals, above 0 and below 1;
-    ``seed`` is of random programs, and of the draws of the independent interval.
-
-    CdmppError: UnknownDeviceError, NetworkError, DatasetError, TunerError, ProgramError; or PredictorError, for what is
-    no latency too.
-    """
+    ``seed`` is of random programs, and of the draws of the independent interval. CdmppError: UnknownDeviceError, NetworkError,
+    DatasetError, TunerError, ProgramError; or PredictorError, for what is no latency too."""
     check_coverage(coverage)
     resolved = get_device(device)
     if runs_eagerly(network, runtime, schedule) and resolved.kind == "cpu":
@@ -159,25 +156,18 @@ def compare_devices(
 ) -> Comparison:
     """Predict a network on several devices (one that is named twice counts once) and rank them.
 
-    Options and errors are those of :func:`predict_latency`; every device is looked up before anything is predicted.
-    `prices` of an hour are by canonical device name (:func:`read_prices`); a share of a device has a price of its own.
-    """
+    Options and errors are those of :func:`predict_latency`; every device is looked up before anything is predicted. `prices` of
+    an hour are by canonical device name (:func:`read_prices`); a share of a device has a price of its own."""
     resolved = [get_device(device) for device in devices]
     eager = runs_eagerly(network, options.get("runtime"), options.get("schedule", UNTUNED))
     source: Any = network
     if not eager or any(device.kind == "gpu" for device in resolved):
         predictor, source = load_predictor(predictor), network_tasks(network, data)
     prices = prices or {}
-    reports = [
-        predict_latency(
-            network if eager and device.kind == "cpu" else source,
-            device,
-            predictor,
-            price_per_hour=prices.get(name),
-            **options,
-        )
-        for name, device in {device.name: device for device in resolved}.items()
-    ]
+    reports = []
+    for name, device in {device.name: device for device in resolved}.items():
+        given = network if eager and device.kind == "cpu" else source
+        reports.append(predict_latency(given, device, predictor, price_per_hour=prices.get(name), **options))
     reports.sort(key=lambda report: report.latency_s)
     costs = {r.device: r.cost_per_million for r in reports if r.cost_per_million is not None}
     notes = [
@@ -193,10 +183,8 @@ def compare_devices(
 
 
 def shares_of(name: str) -> list[Device]:
-    """A device at its shares, the smallest first: cores of a CPU in powers of two, eighths of a GPU; and all of it.
-
-    UnknownDeviceError: it is unknown, or is a share itself.
-    """
+    """A device at its shares, the smallest first: cores of a CPU in powers of two, eighths of a GPU; and all of it
+    (UnknownDeviceError: it is unknown, or is a share itself)."""
     if "@" in name:
         raise UnknownDeviceError(f"{name} is a share itself: shares are of a whole device, {name.partition('@')[0]}")
     whole = get_device(name)
@@ -212,11 +200,9 @@ def smallest_share(latency_s: Sequence[float]) -> int:
 
 
 def read_prices(path: str | Path) -> dict[str, float]:
-    """Canonical device name -> price of an hour, in the user's currency.
-
-    The file is a mapping of device names, with their share where it is not the whole device, to prices, as YAML or JSON.
-    PriceError where it is not, or a price is not positive and finite, or is given twice; UnknownDeviceError for a name.
-    """
+    """Canonical device name -> price of an hour, in the user's currency. The file maps device names, with their share where it
+    is not the whole device, to prices, as YAML or JSON. PriceError where it does not, or a price is not positive and finite, or
+    is given twice; UnknownDeviceError for a name."""
     path = Path(path)
     with raised_as(PriceError, f"cannot read prices from {path}"):
         content = read_yaml(path)
@@ -262,11 +248,8 @@ def _launch(device: Device, given_us: float | None) -> tuple[float, str]:
 def _error_factors(
     calibration: Calibration | None, device: str, coverage: float, difficulty: FloatArray, seed: int
 ) -> FloatArray:
-    """Factors of the latencies of n tasks of this difficulty in each case that is replayed, float64 (n, cases).
-
-    The first case is the prediction. With intervals the second and third are their ends, and the others draw each task's
-    error from the calibration scores, up or down by chance.
-    """
+    """Factors of the latencies of n tasks in each case that is replayed, float64 (n, cases): the prediction, and with intervals
+    their two ends, then draws of each task's error from the calibration scores, up or down by chance."""
     if calibration is None or not calibration.supports(coverage):
         return np.ones((len(difficulty), 1))
     scores = calibration.devices.get(calibration.basis(device, coverage), calibration.pooled)

@@ -1,14 +1,12 @@
 """Replaying a graph of tasks: when each of its kernels runs, on one stream or several.
 
-A host issues kernels in the order of the graph, one every ``launch_s`` seconds. On a GPU it does so while kernels run: a
-kernel starts when it has been issued, the nodes that it waits for are done and its stream is free. A gap is left where
-kernels are shorter than it takes to issue them. On a CPU the host runs the kernels itself, so each costs its launch besides.
+A host issues kernels in the order of the graph, one every ``launch_s`` seconds. On a GPU it does so while kernels run: a kernel
+starts when it has been issued, the nodes that it waits for are done and its stream is free; where kernels are shorter than it
+takes to issue them a gap is left. On a CPU the host runs the kernels itself, so each costs its launch besides.
 
-Kernels of different streams do not slow each other down here, and an event that makes one stream wait for another
-costs nothing: with several streams the result is what concurrency can give at best.
-
-A node that runs several times belongs to a layer of which the graph holds one: neighbours of equal ``repeat`` are a body
-that runs so often, each run after the end of the one before. Views and unknown nodes take no time.
+Kernels of different streams do not slow each other down here, and events cost nothing: with several streams the result is what
+concurrency can give at best. A node that runs several times belongs to a layer of which the graph holds one: neighbours of
+equal ``repeat`` are a body that runs so often, each run after the end of the one before. Views and unknown nodes take no time.
 """
 
 from __future__ import annotations
@@ -64,11 +62,8 @@ def replay(
 
     ``task_s``: task -> seconds in each case, float64 (m,); nodes are assigned to streams by the first case. ``launch_s`` is
     what the host needs to start one kernel, ``asynchronous`` whether it does so while others run, and ``streams`` how many
-    kernels may run at the same time.
-
-    NetworkError: a task of the graph is not in `task_s`, there is not one stream, or kernels wait for streams and not
-    for a device.
-    """
+    kernels may run at the same time. NetworkError: a task of the graph is not in `task_s`, there is not one stream, or several
+    on a CPU."""
     if streams < 1:
         raise NetworkError(f"there must be one stream at least, got {streams}")
     if streams > 1 and not asynchronous:

@@ -94,10 +94,8 @@ def predict_operators(
     dtype: str = "bfloat16",
     framework: str = BEST,
 ) -> list[ServingReport]:
-    """Predict the operators of a file (:func:`cdmpp.program.operators.read_operators`) on each device.
-
-    ProgramError, UnknownDeviceError, PredictorError: a row, a device or the framework is wrong.
-    """
+    """Predict the operators of a file (:func:`cdmpp.program.operators.read_operators`) on each device (ProgramError,
+    UnknownDeviceError, PredictorError: a row, a device or the framework is wrong)."""
     rows = read_operators(path, dtype_name(dtype))
     return [_report(rows, get_device(d), model, Path(path).stem, dtype_name(dtype), framework) for d in devices]
 
@@ -112,10 +110,8 @@ def predict_serving(
     prices: Mapping[str, float] | None = None,
 ) -> list[ServingReport]:
     """Predict a decoder (:func:`cdmpp.program.llm.load_decoder`) on each device, of which there are ``serving.tp`` alike.
-
-    NetworkError: the decoder is not known, cannot be split, or does not fit into memory. UnknownDeviceError,
-    PredictorError: a device or the framework is wrong.
-    """
+    NetworkError: the decoder is not known, cannot be split, or does not fit into memory. UnknownDeviceError, PredictorError: a
+    device or the framework is wrong."""
     decoder = load_decoder(spec)
     _check(serving)
     dtype = dtype_name(serving.dtype)

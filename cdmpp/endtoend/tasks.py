@@ -82,9 +82,8 @@ def candidates(
     """Programs of each task by its hash, and what is to be said about them.
 
     The schedule is :data:`UNTUNED`, :data:`BEST` (of `programs_per_task`, by `seed`), or the folder of a MetaSchedule JSON
-    database (``cdmpp tune`` writes one); tasks that it has no schedule for are as they are. TunerError where there is
-    none such, or a library runs the tasks: then :data:`UNTUNED` alone makes sense.
-    """
+    database; tasks that it has no schedule for are as they are. TunerError where there is none such, or a library runs the
+    tasks: then :data:`UNTUNED` alone makes sense."""
     kind = str(schedule)
     if source.library and kind != UNTUNED:
         raise TunerError(f"schedule {kind}: the tasks of an imported trace are run by a library, which has its own")
@@ -158,16 +157,14 @@ def predict_network(
 ) -> dict[str, Any]:
     """Predicted latency of every task of a network, as ``cdmpp predict NETWORK --json`` writes it.
 
-    A task has no latency by itself, its programs have: of each task, `programs_per_task` random programs are drawn
-    from MetaSchedule's design space for the device and predicted. ``best_s`` is what a cost-model-guided choice among
-    them would promise, ``median_s`` what a blind choice would get. The interval is the one of the best program's own
-    prediction: the best of many predictions is more often too low than one of them picked blindly. With `compile_best`
-    so many of the best predicted programs of each task are compiled (not run) and predicted again from their
-    instructions; ``best_s`` is then the best of these.
+    Of each task `programs_per_task` random programs are drawn from MetaSchedule's design space for the device and predicted.
+    ``best_s`` is what a choice by the predictor would promise, ``median_s`` what a blind choice would get. The interval is that
+    of the best program's own prediction: the best of many is more often too low than one picked blindly. With `compile_best` so
+    many of the best predicted programs of each task are compiled (not run) and predicted again from their instructions;
+    ``best_s`` is then the best of these.
 
     ``best_low_s`` and ``best_high_s`` are None where the predictor has no intervals; ``unfamiliar`` says how many of the
-    programs are far from the training data, None where it cannot tell; ``total_*_s`` are weighted sums over the tasks.
-    """
+    programs are far from the training data, None where it cannot tell; ``total_*_s`` are weighted sums over the tasks."""
     if compile_best < 0:
         raise PredictorError(f"compile_best must be 0 or more, got {compile_best}")
     resolved = get_device(device)

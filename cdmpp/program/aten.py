@@ -1,9 +1,8 @@
 """A network as PyTorch runs it eagerly: one row for each ATen operator of its ``torch.export`` graph.
 
 Rows have the columns of :mod:`cdmpp.program.operators`, so that a model of library operators can price them. Convolutions of
-one and three dimensions are folded into two, a transposed one is the backward pass of a convolution, and a cell of a
-recurrent network is one product, as all steps of a whole one are. Views cost a call and no more. What has no rule
-counts as element-wise, by the bytes that it moves, and is marked.
+one and three dimensions are folded into two, a transposed one is the backward pass of a convolution, and a cell of a recurrent
+network is one product. Views cost a call and no more. What has no rule counts as element-wise, by its bytes, and is marked.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """From a Relax module with its weights to fused, legalised TIR functions, as TVM would run them.
 
-Everything that depends on weights alone (transposes, batch-norm scales) is moved into a function of its own,
-which a deployment runs once at load time, so that it is not among the tasks. It is moved, not computed:
-folding constants compiles every operator, moving them costs milliseconds.
+What depends on weights alone (transposes, batch-norm scales) is moved into a function of its own, which a deployment runs once
+at load time, so that it is not among the tasks. It is not computed: folding constants would compile every operator.
 """
 
 from __future__ import annotations
@@ -38,11 +37,8 @@ class FusedNetwork:
 
 
 def fuse(module: Any, target: Any = None) -> FusedNetwork:
-    """Legalise and fuse a Relax module whose weights are bound as constants.
-
-    ``module``: ``tvm.IRModule`` with a Relax function ``main``. ``target``: ``tvm.target.Target``; one llvm core if
-    None. Legalisation hardly depends on it.
-    """
+    """Legalise and fuse a ``tvm.IRModule`` with a Relax function ``main`` whose weights are constants, for a
+    ``tvm.target.Target`` (one llvm core if None); legalisation hardly depends on it."""
     tvm = import_tvm()
     from tvm import relax
 
@@ -107,10 +103,8 @@ def _simplify_batch_norm(module: Any) -> Any:
 
 
 def _constants_to_parameters(module: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Turn every constant tensor of ``main`` into a parameter, so that it is data and not part of a task.
-
-    Returns the module and the constants' values in the order of the new parameters, which follow the inputs.
-    """
+    """Turn the constant tensors of ``main`` into parameters after its inputs, so that they are no part of a task; the module
+    and their values."""
     from tvm import relax
 
     @relax.expr_functor.mutator

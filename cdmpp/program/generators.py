@@ -7,10 +7,8 @@ A generator is a pure function from plain arguments to a PrimFunc. Two kinds are
 * a **program** of a hand-written, parametrised kernel (:mod:`cdmpp.program.kernels`): its space says which generator and
   which parameters, its decisions are their values (:func:`cdmpp.program.space.generator_space`).
 
-The structural hash of what is built tells whether a generator changed: programs and tasks refuse to be another one than
-they were stored as.
-
-Importing this module does not import TVM; building does.
+The structural hash of what is built tells whether a generator changed: programs and tasks refuse to be another one than they
+were stored as. Importing this module does not import TVM; building does.
 """
 
 from __future__ import annotations
@@ -37,10 +35,7 @@ _GENERATORS: dict[str, Callable[..., Any]] = {
 
 
 def build(name: str, arguments: Mapping[str, Any]) -> Any:
-    """The PrimFunc of a generator and its arguments (imports TVM).
-
-    ProgramError: there is no such generator, or it does not take these arguments.
-    """
+    """The PrimFunc of a generator and its arguments (ProgramError: there is no such one, or it does not take these)."""
     function = _GENERATORS.get(name)
     if function is None:
         raise ProgramError(f"no generator {name!r}; this version has {', '.join(sorted(_GENERATORS))}")

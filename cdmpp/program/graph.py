@@ -95,13 +95,10 @@ class NetworkGraph:
 
 
 def network_graph(name: str, nodes: Iterable[GraphNode], **more: Any) -> NetworkGraph:
-    """A graph of nodes in any order; those that are free to run keep the order in which they were given.
+    """A graph of nodes in any order, with ``more`` attributes; nodes that are free to run keep the order that they have.
 
-    ``more``: other attributes of :class:`NetworkGraph`.
-
-    NetworkError: two nodes have the same name, a node waits for one that is not there, nodes wait for each other (the
-    message names a cycle), or a field has no sense.
-    """
+    NetworkError: two nodes have the same name, a node waits for one that is not there, nodes wait for each other (the message
+    names a cycle), or a field has no sense."""
     given = list(nodes)
     by_name: dict[str, GraphNode] = {}
     for node in given:
@@ -149,10 +146,7 @@ def save_graph(graph: NetworkGraph, path: str | Path) -> None:
 
 
 def load_graph(path: str | Path) -> NetworkGraph:
-    """Read what :func:`save_graph` wrote.
-
-    NetworkError: the file cannot be read, is no such file, or its graph is not sound (see :func:`network_graph`).
-    """
+    """Read what :func:`save_graph` wrote (NetworkError: it cannot be read, is none, or :func:`network_graph` refuses it)."""
     with raised_as(NetworkError, f"cannot read {path}"):
         value = read_json(path)
     if not isinstance(value, dict) or value.get("format") != FORMAT:

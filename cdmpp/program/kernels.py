@@ -1,12 +1,9 @@
 """Hand-written GPU kernels with parameters, as scheduled TIR: what the configurations of public auto-tuning data stand for.
 
 For each kernel there is a function of the task, unscheduled, and one from the parameters of a configuration (its keyword-only
-arguments) to a PrimFunc with its blocks, threads, tiles, vector widths, unrolled loops and shared memory. Buffers in
-shared memory and registers are indexed as the tensors they hold parts of, as in MetaSchedule's programs; TVM shrinks
-them when it lowers.
-
-What a configuration chooses and TIR cannot say (a read-only cache) is an annotation of the block, so that two
-configurations are never one program.
+arguments) to a scheduled PrimFunc. Buffers in shared memory and registers are indexed as the tensors they hold parts of, as in
+MetaSchedule's programs; TVM shrinks them when it lowers. What a configuration chooses and TIR cannot say (a read-only cache) is
+an annotation of the block, so that two configurations are never one program.
 """
 
 from __future__ import annotations
@@ -97,12 +94,9 @@ def clblast_gemm(
 ) -> Any:  # fmt: skip
     """CLBlast's kernel 0 of ``xgemm`` (Nugteren, IWOCL'18) in a configuration, its parameters as CLBlast calls them.
 
-    MWG x NWG is the tile of a block and KWG its depth, MDIMC x NDIMC its threads; MDIMA and NDIMB the shape in which they
-    fetch A and B; KWI the unrolling of the depth; VWM and VWN vector widths; STRM and STRN strided access of a thread; SA
-    and SB shared memory for A and B.
-
-    ProgramError: the parameters do not divide each other as CLBlast requires.
-    """
+    MWG x NWG is the tile of a block and KWG its depth, MDIMC x NDIMC its threads; MDIMA and NDIMB the shape in which they fetch
+    A and B; KWI the unrolling of the depth; VWM and VWN vector widths; STRM and STRN strided access of a thread; SA and SB
+    shared memory for A and B. ProgramError: the parameters do not divide each other as CLBlast requires."""
     threads = MDIMC * NDIMC
     rules = {
         "MWG % (MDIMC VWM)": MWG % (MDIMC * VWM), "NWG % (NDIMC VWN)": NWG % (NDIMC * VWN),
@@ -207,14 +201,12 @@ def kernel_tuner_convolution(
     block_size_x: int, block_size_y: int, tile_size_x: int, tile_size_y: int, read_only: int, use_padding: int,
     use_shmem: int, use_cmem: int,
 ) -> Any:  # fmt: skip
-    """Kernel Tuner's convolution (van Werkhoven et al., FGCS 2014) in a configuration.
+    """Kernel Tuner's convolution (van Werkhoven et al., FGCS 2014) in a configuration: threads of a block, outputs of a thread,
+    loads through the read-only cache, rows of shared memory padded against bank conflicts, the input in shared memory at all,
+    the filter in constant memory.
 
-    Threads of a block, outputs of a thread, loads through the read-only cache, rows of shared memory padded against bank
-    conflicts, the input in shared memory at all, the filter in constant memory.
-
-    Outputs of a thread lie a block apart, so that neighbouring threads have neighbouring ones. Loops over the filter and
-    over a thread's outputs are unrolled, as their pragmas ask.
-    """
+    Outputs of a thread lie a block apart, so that neighbouring threads have neighbouring ones. Loops over the filter and over a
+    thread's outputs are unrolled, as their pragmas ask."""
     T = script()
     span_y, span_x = block_size_y * tile_size_y, block_size_x * tile_size_x
     blocks_y, blocks_x = -(-height // span_y), -(-width // span_x)
@@ -302,11 +294,9 @@ def kernel_tuner_dedispersion(
     block_size_x: int, block_size_y: int, tile_size_x: int, tile_size_y: int, tile_stride_x: int, tile_stride_y: int,
     loop_unroll_factor_channel: int,
 ) -> Any:  # fmt: skip
-    """Dedispersion of radio signals (Sclocco et al., Astronomy and Computing 2016) in a configuration of Kernel Tuner.
-
-    Threads of a block, outputs of a thread, whether those lie a block apart (1) or side by side (0), and by how much the loop
-    over the channels is unrolled (0: as the compiler likes).
-    """
+    """Dedispersion of radio signals (Sclocco et al., Astronomy and Computing 2016) in a configuration of Kernel Tuner: threads
+    of a block, outputs of a thread, whether those lie a block apart (1) or side by side (0), and by how much the loop over the
+    channels is unrolled (0: as the compiler likes)."""
     T = script()
     span_x, span_y = block_size_x * tile_size_x, block_size_y * tile_size_y
     blocks_x, blocks_y = -(-samples // span_x), -(-measures // span_y)

@@ -1,10 +1,9 @@
 """Operators as a vendor library runs them, as canonical tasks: unscheduled PrimFuncs in float32.
 
-One function an operator, from its dimensions to a PrimFunc; they are generators (:mod:`cdmpp.program.generators`), so
-that a task of them is stored as its dimensions: :func:`cdmpp.program.tasks.library_task`.
-
-Elementwise operators and copies are one block each, as a library runs them in one kernel; matrix products keep the
-bias as a block of its own, softmax and layer normalisation are TVM's own formulations, as in imported networks.
+One function an operator, from its dimensions to a PrimFunc: generators (:mod:`cdmpp.program.generators`), so that a task is
+stored as its dimensions (:func:`cdmpp.program.tasks.library_task`). Elementwise operators and copies are one block each, as a
+library runs them in one kernel; matrix products keep the bias as a block of its own, softmax and layer normalisation are TVM's
+own formulations, as in imported networks.
 """
 
 from __future__ import annotations
@@ -60,10 +59,8 @@ def conv2d(batch: int, in_channels: int, out_channels: int, kernel: int, size: i
 
 
 def elementwise(op: str, shape: Sequence[int], other: Sequence[int] = ()) -> Any:
-    """One of :data:`ELEMENTWISE_FLOPS`, of a tensor of `shape`.
-
-    ``other``: shape of the second tensor of a binary operator, 1 where it is broadcast; empty for the same shape.
-    """
+    """One of :data:`ELEMENTWISE_FLOPS`, of a tensor of `shape`; ``other`` is the shape of the second tensor of a binary
+    operator, 1 where it is broadcast, or empty for the same shape."""
     ex = te()
     from tvm import tirx
 

@@ -123,10 +123,8 @@ class Decoder:
 
 
 def load_decoder(spec: str | Path) -> Decoder:
-    """A decoder by a name of :data:`MODELS` or the path of its ``config.json``.
-
-    NetworkError: the file cannot be read, is of another kind of model, or lacks a size; names it.
-    """
+    """A decoder by a name of :data:`MODELS` or the path of its ``config.json`` (NetworkError: the file cannot be read, is of
+    another kind of model, or lacks a size; names it)."""
     name = str(spec)
     if name in MODELS:
         return _decoder(MODELS[name], name)
@@ -135,9 +133,8 @@ def load_decoder(spec: str | Path) -> Decoder:
     if not isinstance(config, dict):
         raise NetworkError(f"{spec} holds no configuration: expected names and values")
     name = Path(spec).parent.name or name
-    with raised_as(
-        NetworkError, f"{name}: a size of its configuration cannot be", TypeError, LookupError, ArithmeticError
-    ):
+    sentence = f"{name}: a size of its configuration cannot be"
+    with raised_as(NetworkError, sentence, TypeError, LookupError, ArithmeticError):
         return _decoder({**config, **config.get("text_config", {})}, name)
 
 

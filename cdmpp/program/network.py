@@ -1,7 +1,7 @@
 """Networks: of the zoo, of a ``.onnx`` or ``.pt2`` file, or a torch module; and their import into Relax.
 
-Relax's front ends raise whatever Python raises where they meet something unforeseen (AssertionError,
-KeyError, TVM's own errors), so the calls into them, and only those, catch ``Exception``.
+Relax's front ends raise whatever Python raises where they meet something unforeseen (AssertionError, KeyError, TVM's own
+errors), so the calls into them, and only those, catch ``Exception``.
 """
 
 from __future__ import annotations
@@ -55,11 +55,8 @@ class Network:
     importer: Callable[[], Any] | None = field(default=None, repr=False, compare=False, kw_only=True)
 
     def to_relax(self) -> Any:
-        """Import: a ``tvm.IRModule`` with a Relax function ``main`` and the weights as constants.
-
-        NetworkError: it cannot be exported or imported. UnsupportedOpError: TVM has no import for one of its operators;
-        the message names it.
-        """
+        """Import: a ``tvm.IRModule`` with a Relax function ``main`` and the weights as constants. NetworkError: it cannot be
+        exported or imported. UnsupportedOpError: TVM has no import for one of its operators; the message names it."""
         return self.importer() if self.importer is not None else _import_exported(self.name, self.export())
 
     def export(self) -> Any:
@@ -82,14 +79,13 @@ class Network:
 def load_network(spec: str | Path, shapes: Mapping[str, Sequence[int]] | None = None) -> Network:
     """A network by zoo name or by the path of a ``.onnx`` or ``.pt2`` file.
 
-    ``spec``: ``resnet18``, ``resnet18@b4`` (batch 4), ``resnet18@s160`` (images of 160 x 160; of others sequences of
-    160), ``resnet18@s160b4``, ``path/to/model.onnx``, ``path/to/model.pt2``. A dynamic batch of a file is 1 unless
-    ``@b4`` follows its name. ``operators@s7`` is the seventh draw of :mod:`cdmpp.program.zoo.operators`. ``shapes``:
-    input name -> shape, for files with other dynamic extents.
+    ``spec``: ``resnet18``, ``resnet18@b4`` (batch 4), ``resnet18@s160`` (images of 160 x 160; of others sequences of 160),
+    ``resnet18@s160b4``, ``path/to/model.onnx``. A dynamic batch of a file is 1 unless ``@b4`` follows its name.
+    ``operators@s7`` is the seventh draw of :mod:`cdmpp.program.zoo.operators`. ``shapes``: input name -> shape, for files with
+    other dynamic extents.
 
     NetworkError: unknown name (the message suggests near ones), bad batch or size, missing or unreadable file, unknown
-    shape.
-    """
+    shape."""
     text = str(spec)
     match = _VARIANT.fullmatch(text)
     base = match["base"] if match else text
@@ -312,10 +308,7 @@ def _import_onnx(name: str, model: Any, inputs: Sequence[TensorSpec]) -> Any:
 def _fixed(
     name: str, inputs: Sequence[TensorSpec], shapes: Mapping[str, Sequence[int]], batch: int | None
 ) -> tuple[TensorSpec, ...]:
-    """Inputs with every extent known: given by ``shapes``, or the batch where the first extent is dynamic.
-
-    A dynamic first extent is ``batch``, or 1 if that is None, and this is logged.
-    """
+    """Inputs with every extent known: by ``shapes``, or where the first is dynamic the batch (1 if None, which is logged)."""
     unknown = sorted(set(shapes) - {item.name for item in inputs})
     if unknown:
         known = ", ".join(item.name for item in inputs)

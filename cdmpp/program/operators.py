@@ -1,7 +1,6 @@
 """Operators as libraries run them, one row each: what they compute, in which data type, and the sizes that decide the time.
 
-A table is a DataFrame with the columns of :data:`COLUMNS`; sizes that an operator does not have are NaN. Nothing of it
-needs TVM or torch.
+A table is a DataFrame with the columns of :data:`COLUMNS`; sizes that an operator does not have are NaN.
 """
 
 from __future__ import annotations
@@ -119,10 +118,8 @@ def dtype_name(text: str) -> str:
 
 
 def operator_table(rows: Iterable[Mapping[str, Any]] | pd.DataFrame) -> pd.DataFrame:
-    """A table of rows, whose missing sizes become NaN or what is usual (:data:`COLUMNS`; other columns are kept).
-
-    ProgramError: an operator is not known, or a size that it needs is missing, negative or no number; names the row.
-    """
+    """A table of rows, whose missing sizes become NaN or what is usual (:data:`COLUMNS`; other columns are kept). ProgramError:
+    an operator is not known, or a size that it needs is missing, negative or no number; names the row."""
     table = pd.DataFrame(rows if isinstance(rows, pd.DataFrame) else list(rows)).reset_index(drop=True)
     for name in ("op", "dtype"):
         if name not in table:
@@ -158,9 +155,7 @@ def attention(
     """Sizes of attention over sequences: ``q_lengths`` new queries each, ``kv_lengths`` keys each, the new ones among them.
 
     A query sees the keys up to its own, of these the last ``window`` if that is not 0; without ``causal`` it sees all.
-
-    ProgramError: the lengths do not fit each other, or a head of keys does not serve a whole number of query heads.
-    """
+    ProgramError: the lengths do not fit each other, or a head of keys does not serve a whole number of query heads."""
     q, kv = np.asarray(q_lengths, dtype=np.float64), np.asarray(kv_lengths, dtype=np.float64)
     if q.shape != kv.shape or not len(q):
         raise ProgramError(f"attention of {len(q)} query lengths and {len(kv)} key lengths: expected as many")
@@ -210,32 +205,20 @@ def work(table: pd.DataFrame) -> dict[str, FloatArray]:
 
     b, m, n, k = (size[name] for name in ("batch", "m", "n", "k"))
     put(op == "gemm", matrix=2 * b * m * n * k, read=b * (m * k * inner + k * n * element), written=b * m * n * outer)
-    put(
-        op == "grouped_gemm",
-        matrix=2 * m * n * k,
-        read=m * k * inner + used_weights(b, m) * k * n * element,
-        written=m * n * outer,
-    )
-    heads, dim, pairs = size["heads"], size["head_dim"], size["pairs"]
-    put(
-        op == "attention",
-        matrix=4 * heads * dim * pairs,
-        special=heads * pairs,
-        vector=4 * heads * pairs,
-        read=heads * dim * size["tokens"] * outer + 2 * size["kv_heads"] * dim * size["kv_tokens"] * kv_bytes,
-        written=heads * dim * size["tokens"] * outer,
-    )
+    dealt = m * k * inner + used_weights(b, m) * k * n * element
+    put(op == "grouped_gemm", matrix=2 * m * n * k, read=dealt, written=m * n * outer)
+    heads, dim, pairs, attends = size["heads"], size["head_dim"], size["pairs"], op == "attention"
+    queries, keys = heads * dim * size["tokens"] * outer, 2 * size["kv_heads"] * dim * size["kv_tokens"] * kv_bytes
+    put(attends, matrix=4 * heads * dim * pairs, special=heads * pairs, vector=4 * heads * pairs)
+    put(attends, read=queries + keys, written=queries)
     image = b * size["in_channels"] * size["height"] * size["width"] * element
     result = b * size["out_channels"] * size["out_h"] * size["out_w"] * element
     window = size["kernel_h"] * size["kernel_w"]
     weights = size["in_channels"] * size["out_channels"] * window / np.maximum(size["groups"], 1) * element
     back = size["backward"]
-    put(
-        op == "conv",
-        matrix=2 * weights / element * b * size["out_h"] * size["out_w"],
-        read=np.select([back == 1, back == 2], [result + weights, image + result], image + weights),
-        written=np.select([back == 1, back == 2], [image, weights], result),
-    )
+    takes = np.select([back == 1, back == 2], [result + weights, image + result], image + weights)
+    gives = np.select([back == 1, back == 2], [image, weights], result)
+    put(op == "conv", matrix=2 * weights / element * b * size["out_h"] * size["out_w"], read=takes, written=gives)
     points = m * n
     results = b * size["in_channels"] * size["out_h"] * size["out_w"]
     put(op == "pool", vector=results * window, read=image, written=results * element)
@@ -251,24 +234,17 @@ def work(table: pd.DataFrame) -> dict[str, FloatArray]:
     for name, instructions in _VECTOR.items():
         inputs = {"silu_mul": 2.0}.get(name, size["inputs"] if name in ("elementwise", "activation", "copy") else 1.0)
         written = {"quantize": points * element, "reduce": m * outer}.get(name, points * outer)
-        put(
-            op == name,
-            vector=instructions * points,
-            special=_SPECIAL.get(name, 0) * points,
-            read=inputs * points * outer,
-            written=written,
-        )
-    collective = np.isin(op, COLLECTIVES)
-    put(collective, read=size["bytes"], written=size["bytes"])
+        put(op == name, vector=instructions * points, special=_SPECIAL.get(name, 0) * points)
+        put(op == name, read=inputs * points * outer, written=written)
+    put(np.isin(op, COLLECTIVES), read=size["bytes"], written=size["bytes"])
     return out
 
 
 def runs_in_torch(table: pd.DataFrame) -> NDArray[np.bool_]:
     """Which operators PyTorch alone can run as one kernel: not attention with a window, or of several new queries after others,
     nor products of fp8 that are not of whole 16 x 16 blocks."""
-    size = {
-        name: table[name].to_numpy(dtype=np.float64) for name in ("n", "k", "sequences", "tokens", "kv_tokens", "pairs")
-    }
+    names = ("n", "k", "sequences", "tokens", "kv_tokens", "pairs")
+    size = {name: table[name].to_numpy(dtype=np.float64) for name in names}
     known = [op in _OF_TORCH.get(dtype, ()) for op, dtype in zip(table["op"], table["dtype"], strict=True)]
     same, op = (table["kv_dtype"] == table["dtype"]).to_numpy(), table["op"].to_numpy(dtype=str)
     queries, keys, pairs = (size[name] / size["sequences"] for name in ("tokens", "kv_tokens", "pairs"))
@@ -287,13 +263,10 @@ def used_weights(weights: FloatArray, rows: FloatArray) -> FloatArray:
 def read_operators(path: str | Path, dtype: str) -> pd.DataFrame:
     """The operators of a ``.parquet`` or ``.csv`` file, one row an operator of a step, in ``dtype`` where a row has none.
 
-    Columns are ``op``, ``count`` (1), and what the operator has of ``m``, ``n``, ``k``, ``heads``, ``kv_heads``,
-    ``head_dim``, ``q_lengths``, ``kv_lengths`` (one entry a sequence; in CSV separated by spaces), ``bytes``,
-    ``num_workers``, and optionally ``step`` and ``phase``. Operators that are not in :data:`OPERATORS` stay, with
-    ``known`` false.
-
-    ProgramError: the file cannot be read, has no ``op``, or a row has a size that cannot be; names the row.
-    """
+    Columns are ``op``, ``count`` (1), and what the operator has of ``m``, ``n``, ``k``, ``heads``, ``kv_heads``, ``head_dim``,
+    ``q_lengths``, ``kv_lengths`` (one entry a sequence; in CSV separated by spaces), ``bytes``, ``num_workers``, and optionally
+    ``step`` and ``phase``. Operators that are not in :data:`OPERATORS` stay, with ``known`` false. ProgramError: the file
+    cannot be read, has no ``op``, or a row has a size that cannot be; names the row."""
     path = Path(path)
     with raised_as(ProgramError, f"cannot read operators from {path}", ImportError):
         table = pd.read_csv(path) if path.suffix.lower() == ".csv" else pd.read_parquet(path)
@@ -315,13 +288,8 @@ def _listed(row: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     count = given.get("count", 1)
     if isinstance(count, str) or not np.isfinite(count) or count < 0:
         raise ProgramError(f"count is {count}, expected a number, 0 or more")
-    kept = {
-        "name": op,
-        "count": float(count),
-        "step": given.get("step", 0),
-        "phase": str(given.get("phase", "")),
-        "known": op in OPERATORS,
-    }
+    place = {"step": given.get("step", 0), "phase": str(given.get("phase", ""))}
+    kept = {"name": op, "count": float(count), **place, "known": op in OPERATORS}
     if op not in OPERATORS:
         return {**kept, "op": op, "dtype": dtype_name(str(given.get("dtype", dtype)))}
     sizes = {name: given[name] for name in (*SIZES, "dtype", "kv_dtype") if name in given}

@@ -1,11 +1,9 @@
 """Tasks to programs: points of MetaSchedule's design spaces, and their exact rebuilding.
 
-A design space is a trace of schedule instructions; a program is the space plus the decisions of its sampling
-instructions. Replaying instructions and decisions and then applying the rule set's postprocessors gives the
-same PrimFunc every time, so some 200 bytes store a program exactly (a seed would not: TVM's sampling is not
-reproducible between versions or with several threads).
-
-The configurations of a parametrised kernel are a space of their own: a generator and the names of its parameters.
+A design space is a trace of schedule instructions; a program is the space plus the decisions of its sampling instructions.
+Replaying both and then applying the rule set's postprocessors gives the same PrimFunc every time, so some 200 bytes store a
+program exactly (a seed would not: TVM's sampling is not reproducible between versions or with several threads). The
+configurations of a parametrised kernel are a space of their own: a generator and the names of its parameters.
 """
 
 from __future__ import annotations
@@ -111,9 +109,7 @@ class TaskSpaces:
 
     ``num_cores`` are what the llvm rules parallelise for. With ``verify`` programs that cannot run on a GPU are rejected
     (MetaSchedule's ``VerifyGPUCode``); without it both kinds are drawn, which is what a validity model learns from.
-
-    ProgramError: the rule set is unknown or TVM cannot make a space of the task.
-    """
+    ProgramError: the rule set is unknown or TVM cannot make a space of the task."""
 
     def __init__(
         self, task: Task, rule: str = "llvm", num_cores: int = 1, *, verify: bool = True, **options: Any
@@ -170,11 +166,8 @@ class TaskSpaces:
         return Program(digest, self.task.hash, space.hash, decisions, origin)
 
     def sample(self, n: int, seed: int, exclude: Iterable[str] = ()) -> list[Program]:
-        """Draw up to `n` random programs, unique by structural hash.
-
-        Spaces are visited in turn, so that a space with few points does not hide the others; fewer than `n`
-        programs come back where the spaces hold no more.
-        """
+        """Draw up to `n` random programs, unique by structural hash; fewer where the spaces hold no more. Spaces are visited in
+        turn, so that one with few points does not hide the others."""
         rng = random.Random(f"{self.task.hash}:{seed}")
         seen = set(exclude)
         programs: list[Program] = []
@@ -203,11 +196,8 @@ class TaskSpaces:
         return programs
 
     def mutate(self, parents: Iterable[Program], n: int, seed: int, exclude: Iterable[str] = ()) -> list[Program]:
-        """Up to `n` unique mutants of `parents` by MetaSchedule's own mutators (origin ``search``).
-
-        One to three mutations each, mutators drawn with the rule set's probabilities, as its evolutionary
-        search does.
-        """
+        """Up to `n` unique mutants of `parents` by MetaSchedule's own mutators (origin ``search``): one to three mutations
+        each, drawn with the rule set's probabilities, as its evolutionary search does."""
         from tvm.s_tir.schedule import Schedule
 
         rng = random.Random(f"{self.task.hash}:mutate:{seed}")
@@ -242,12 +232,8 @@ class TaskSpaces:
 
 
 class Rebuilder:
-    """Rebuilds programs of many tasks; keeps what TVM needs per task.
-
-    Making a :class:`TaskSpaces` costs tens of milliseconds (the rules run), replaying a program about three.
-    To rebuild without running the rules again, only the postprocessors are set up here. ``verify`` is as for
-    :class:`TaskSpaces`: without it programs are rebuilt that cannot run.
-    """
+    """Rebuilds programs of many tasks; keeps what TVM needs per task. Making a :class:`TaskSpaces` costs tens of milliseconds,
+    replaying a program about three, so only the postprocessors are set up here. ``verify`` is as for :class:`TaskSpaces`."""
 
     def __init__(self, *, verify: bool = True) -> None:
         self._verify = verify
@@ -257,10 +243,7 @@ class Rebuilder:
         self._insts: dict[str, Any] = {}
 
     def __call__(self, program: Program, task: Task, space: Space | None) -> Any:
-        """The PrimFunc of `program`; the task's own where it is unscheduled.
-
-        ProgramError: the program does not replay or gives another hash.
-        """
+        """The PrimFunc of `program`, the task's own where it is unscheduled (ProgramError: it does not replay exactly)."""
         if program.space_hash is None:
             return task.prim_func()
         if space is None or space.hash != program.space_hash:
@@ -288,11 +271,8 @@ def rebuild(program: Program, task: Task, space: Space | None) -> Any:
 def program_of_schedule(
     schedule: Any, task: Task, rule: str = "llvm", num_cores: int = 1, origin: str = "search"
 ) -> tuple[Program, Space]:
-    """A postprocessed schedule, as MetaSchedule's search makes them, as a program and its design space.
-
-    A search may change instructions besides decisions (how much is parallel): the space is then none of
-    :attr:`TaskSpaces.spaces`, and its index is -1.
-    """
+    """A postprocessed schedule of MetaSchedule's search as a program and its design space. A search may change instructions
+    besides decisions (how much is parallel): the space is then none of :attr:`TaskSpaces.spaces`, so its index is -1."""
     insts, decisions = instructions_and_decisions(schedule)
     space = _space(task, rule, num_cores if rule == "llvm" else 0, -1, insts)
     return Program(structural_hash(schedule.mod["main"]), task.hash, space.hash, decisions, origin), space
@@ -309,11 +289,8 @@ def sample_programs(task: Task, n: int, *, rule: str = "llvm", num_cores: int = 
 
 
 def generator_space(task_hash: str, name: str, parameters: Sequence[str], fixed: Mapping[str, Any]) -> Space:
-    """The space of a generator's programs of a task.
-
-    ``parameters``: names of the arguments that differ from program to program, in the order of their values in the
-    decisions. ``fixed``: arguments that all programs share, such as the problem's size.
-    """
+    """The space of a generator's programs of a task: names of the arguments that differ, in the order of their values in the
+    decisions, and those that all programs share, such as the problem's size."""
     content = _dumps({"generator": name, "parameters": list(parameters), "fixed": dict(fixed)})
     digest = hashlib.blake2b(f"{task_hash}|{GENERATOR_RULE}|{content}".encode(), digest_size=8).hexdigest()
     return Space(digest, task_hash, GENERATOR_RULE, 0, 0, content)
@@ -325,10 +302,8 @@ def generator_program(space: Space, program_hash: str, values: Sequence[int]) ->
 
 
 def build_program(space: Space, decisions: str) -> Any:
-    """The PrimFunc of a program of a generator space.
-
-    ProgramError: it is not a generator's, the decisions are not values of its parameters, or it does not take them.
-    """
+    """The PrimFunc of a program of a generator space (ProgramError: it is none, the decisions are not values of its parameters,
+    or it does not take them)."""
     try:
         content = json.loads(space.insts_json)
         values = dict(zip(content["parameters"], json.loads(decisions), strict=True))

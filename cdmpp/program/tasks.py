@@ -27,16 +27,12 @@ Progress = Callable[[str, int, int], None]
 def extract_tasks(
     networks: Iterable[Network | str], target: Any = None, progress: Progress | None = None
 ) -> list[Task]:
-    """The tasks of networks, in the order of first occurrence.
+    """The tasks of networks (or of what :func:`cdmpp.program.network.load_network` takes), one per structural hash, in the
+    order of first occurrence; their ``networks`` say how often each network runs them.
 
-    ``networks``: networks, or what :func:`cdmpp.program.network.load_network` takes. ``target``: ``tvm.target.Target``
-    (or what its constructor takes); one llvm core if None. ``progress``: called before every network.
-
-    Returns a list of tasks: one per structural hash; ``networks`` holds how often each network runs it. Functions of
-    dynamic shape and functions without any computation are left out, with a logged reason.
-
-    NetworkError, UnsupportedOpError: a network cannot be imported, or two different ones have the same name.
-    """
+    ``target``: ``tvm.target.Target`` (or what its constructor takes); one llvm core if None. Functions of dynamic shape or
+    without any computation are left out, with a logged reason. NetworkError, UnsupportedOpError: a network cannot be imported,
+    or two different ones have the same name."""
     tvm = import_tvm()
     if target is not None and not isinstance(target, tvm.target.Target):
         target = tvm.target.Target(target)
@@ -66,10 +62,8 @@ def extract_tasks(
 
 
 def tasks_of(fused: FusedNetwork, network: str) -> dict[str, Task]:
-    """Function that a network calls -> its task, equal ones the same, with how often the network runs it.
-
-    Functions that are no task (see :func:`task_from_prim_func`) are left out, with a logged reason.
-    """
+    """Function that a network calls -> its task, equal ones the same, with how often the network runs it. Functions that are no
+    task (see :func:`task_from_prim_func`) are left out, with a logged reason."""
     found: dict[str, Task] = {}
     weights = Counter[str]()
     for name, count in Counter(fused.calls).items():
@@ -85,10 +79,7 @@ def tasks_of(fused: FusedNetwork, network: str) -> dict[str, Task]:
 
 
 def task_from_prim_func(func: Any, name: str = "main", networks: Mapping[str, float] | None = None) -> Task:
-    """A task of one unscheduled PrimFunc.
-
-    ProgramError: the function has no loop, its shapes are not fixed, or it is not made of schedulable blocks.
-    """
+    """A task of one unscheduled PrimFunc (ProgramError: it has no loop, no fixed shapes, or no schedulable blocks)."""
     tvm = import_tvm()
     from tvm.s_tir.analysis import estimate_tir_flops
 

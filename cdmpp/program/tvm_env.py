@@ -1,8 +1,7 @@
 """Importing TVM, once and cheaply.
 
-The first ``TuneContext`` of a process imports ``tvm.s_tir.tensor_intrin``: 30 to 50 seconds of TVMScript
-parsing, most of it for CUDA tensor cores, Hexagon and ROCm. None of it serves the ``llvm`` and ``cuda`` rule
-sets that cdmpp uses, so an empty module is put in its place, unless the real one was imported before.
+The first ``TuneContext`` of a process imports ``tvm.s_tir.tensor_intrin``: 30 to 50 seconds of TVMScript parsing. None of it
+serves the ``llvm`` and ``cuda`` rule sets, so an empty module is put in its place, unless the real one was imported before.
 """
 
 from __future__ import annotations
@@ -40,10 +39,8 @@ def import_tvm() -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Send what TVM's C++ side writes to stderr (hundreds of warnings a network) to the debug log.
-
-    Only the process's file descriptor 2 is redirected, so Python code inside should log rather than print.
-    """
+    """Send what TVM's C++ side writes to stderr (hundreds of warnings a network) to the debug log: all of file descriptor 2, so
+    Python code inside should log rather than print."""
     sys.stderr.flush()
     try:
         saved = os.dup(2)

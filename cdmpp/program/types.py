@@ -1,7 +1,4 @@
-"""Task, Space and Program: what is measured and predicted, as plain data.
-
-Nothing here imports TVM; :meth:`Task.prim_func` does when it is called.
-"""
+"""Task, Space and Program: what is measured and predicted, as plain data; :meth:`Task.prim_func` alone imports TVM."""
 
 from __future__ import annotations
 
@@ -14,8 +11,7 @@ from typing import Any
 class Task:
     """One fused sub-graph of a network as an unscheduled TIR PrimFunc (TVM's *workload*)."""
 
-    #: 16 hexadecimal digits of the structural hash of the normalised PrimFunc; equal tasks of several networks have the
-    #: same hash.
+    #: 16 hexadecimal digits of the structural hash of the normalised PrimFunc, the same for equal tasks of several networks.
     hash: str
     #: The name Relax gave the fused function, for people.
     name: str
@@ -31,10 +27,7 @@ class Task:
     dtype: str = "float32"
 
     def prim_func(self) -> Any:
-        """The unscheduled PrimFunc (imports TVM).
-
-        ProgramError: it is stored as a generator that this version has not.
-        """
+        """The unscheduled PrimFunc (ProgramError: it is stored as a generator that this version has not)."""
         from cdmpp.program.tvm_env import import_tvm
 
         if self.tir_json.startswith('{"cdmpp_generator":'):

@@ -77,10 +77,9 @@ def collect_report(
     """Score the predictor of a run folder and collect what a report of it says.
 
     Without `data` (records, or their dataset folders) those of the run's configuration are scored; without a `split`, as
-    ``cdmpp evaluate`` takes it, the run's own where the records are those of the run, else the split of training made
-    anew on these records. PredictorError for no run folder, no finished predictor in it, no data, or a damaged file;
-    else as :func:`cdmpp.predictor.evaluate` and :func:`cdmpp.predictor.gather`.
-    """
+    ``cdmpp evaluate`` takes it, the run's own where the records are those of the run, else that of training made anew on these
+    records. PredictorError for no run folder, no finished predictor in it, no data, or a damaged file; else as
+    :func:`cdmpp.predictor.evaluate` and :func:`cdmpp.predictor.gather`."""
     run = Path(run)
     if not run.is_dir():
         raise PredictorError(f"{run}: no such run folder (cdmpp train writes one)")
@@ -153,9 +152,8 @@ def _notes(predictor: Predictor, scores: Mapping[str, Any]) -> list[str]:
 
 def _records(data: TrainingData, rows: NDArray[np.int64], predicted_s: NDArray[np.float64]) -> pd.DataFrame:
     table = data.labels.iloc[rows][["task", "device", "latency_s", "noise", "error_floor"]]
-    families = [
-        "unknown" if not names else names[0] if len(names) == 1 else "several" for names in data.members("family", rows)
-    ]
+    members = data.members("family", rows)
+    families = ["unknown" if not names else names[0] if len(names) == 1 else "several" for names in members]
     return table.reset_index(drop=True).assign(predicted_s=predicted_s, family=families)
 
 

@@ -1,7 +1,6 @@
 """The figures of a report: what each shows -> a PNG of one panel, so that a narrow page can put them under each other.
 
-Colours are those of Okabe and Ito, which colour-blind people can tell apart; markers and line styles differ besides,
-so that a print in black and white can be read.
+Colours are those of Okabe and Ito, which colour-blind people can tell apart; markers and line styles differ besides.
 """
 
 from __future__ import annotations
@@ -33,11 +32,8 @@ _REGRETS = (0.0, 0.05, 0.10, 0.20, 0.50, 1.0, 3.0)
 
 
 def scatter_figures(records: pd.DataFrame, noise_floor: float | None) -> dict[str, bytes]:
-    """Predicted against measured latency, and their ratio, both logarithmic, by family.
-
-    ``records``: columns ``latency_s``, ``predicted_s``, ``family``. ``noise_floor``: Fraction; drawn as a band where
-    known.
-    """
+    """Predicted against measured latency, and their ratio, both logarithmic, by family (columns ``latency_s``, ``predicted_s``,
+    ``family``); the noise floor, a fraction, is drawn as a band where known."""
     low = 0.8 * float(records[["latency_s", "predicted_s"]].min().min())
     high = 1.25 * float(records[["latency_s", "predicted_s"]].max().max())
     ratio = records["predicted_s"] / records["latency_s"]

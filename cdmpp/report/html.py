@@ -34,9 +34,8 @@ def write_report(
 ) -> RunReport:
     """Score a run's predictor, write what there is to say about it as one HTML file and return the numbers in it.
 
-    The arguments and errors are those of :func:`cdmpp.report.content.collect_report`; PredictorError, too, where
-    matplotlib is not installed or the file cannot be written (its folder is made if missing).
-    """
+    Arguments and errors are those of :func:`cdmpp.report.content.collect_report`; PredictorError, too, where matplotlib is not
+    installed or the file cannot be written (its folder is made if missing)."""
     report = collect_report(run, data, split, progress)
     _write(out, report_html(report))
     return report
@@ -79,16 +78,11 @@ def report_html(report: RunReport) -> str:
 def _page(template: str, **values: Any) -> str:
     from jinja2 import Environment, FileSystemLoader
 
-    pages = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
+    folder = FileSystemLoader(Path(__file__).parent)
+    pages = Environment(loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     pages.globals["shown"] = SHOWN
-    pages.filters.update(
-        base64=lambda png: base64.b64encode(png).decode("ascii"),
-        by_architecture=_by_architecture,
-        form=_form,
-        known=_known,
-    )
+    pages.filters["base64"] = lambda png: base64.b64encode(png).decode("ascii")
+    pages.filters.update(by_architecture=_by_architecture, form=_form, known=_known)
     return pages.get_template(template).render(**values)
 
 

@@ -1,12 +1,10 @@
 """Compact ASTs: what the model sees of a program.
 
-A :class:`CompactAST` has the computations (leaves) of a PrimFunc in pre-order, a vector of named numbers for
-each (:data:`~cdmpp.program.ast.schema.LEAF_FEATURES`), and their positions in the pre-order of the AST. It is made
-from the blocks of scheduled TIR, without lowering it.
-
-The TIR is read by a C++ extension (``native/``; ``walk.h`` says what counts as a node), which is built when cdmpp is
-installed. Without it everything else works, stored ASTs included. Importing this module imports neither TVM nor the
-extension.
+A :class:`CompactAST` has the computations (leaves) of a PrimFunc in pre-order, a vector of named numbers for each
+(:data:`~cdmpp.program.ast.schema.LEAF_FEATURES`), and their positions in the pre-order of the AST. It is made from the blocks
+of scheduled TIR, without lowering it, by a C++ extension (``native/``; ``walk.h`` says what counts as a node), which is built
+when cdmpp is installed. Without it everything else works, stored ASTs included. Importing this module imports neither it nor
+TVM.
 """
 
 from __future__ import annotations
@@ -58,11 +56,8 @@ class CompactAST:
 
 
 def compact_asts(funcs: Iterable[Any]) -> list[CompactAST]:
-    """Compact ASTs of PrimFuncs or IRModules with one PrimFunc each, in order.
-
-    ProgramError: a program has no computation or symbolic shapes; the message says which. CdmppError: TVM or the C++
-    extension is missing.
-    """
+    """Compact ASTs of PrimFuncs or IRModules with one PrimFunc each, in order. ProgramError: a program has no computation or
+    symbolic shapes; the message says which. CdmppError: TVM or the C++ extension is missing."""
     funcs = list(funcs)
     asts: list[CompactAST] = []
     for start in range(0, len(funcs), _CHUNK):
@@ -71,10 +66,7 @@ def compact_asts(funcs: Iterable[Any]) -> list[CompactAST]:
 
 
 def compact_ast(func: Any) -> CompactAST:
-    """The compact AST of one program; for many programs :func:`compact_asts` is several times faster.
-
-    ProgramError, CdmppError: as :func:`compact_asts`.
-    """
+    """The compact AST of one program; for many :func:`compact_asts`, with the same errors, is several times faster."""
     return compact_asts([func])[0]
 
 

@@ -1,8 +1,7 @@
 """How much memory a leaf touches while its inner loops run, and what that means for caches and registers.
 
-A classical analytical model, independent of the device: sizes of the caches appear as a fixed series of
-capacities only. All arrays are over (leaf | access, depth or loop from inside), see
-:mod:`cdmpp.program.ast.table`.
+An analytical model, independent of the device: sizes of the caches appear as a fixed series of capacities only. All arrays are
+over (leaf | access, depth or loop from inside), see :mod:`cdmpp.program.ast.table`.
 """
 
 from __future__ import annotations
@@ -91,10 +90,8 @@ def _by_access(function: np.ufunc, starts: IntArray, values: NDArray[Any]) -> ND
 
 
 def by_leaf(function: np.ufunc, leaf: IntArray, values: NDArray[Any], n_leaves: int) -> NDArray[Any]:
-    """Sum, maximum or the like over the accesses or rows of each leaf, (leaves, ...); zero for leaves without any.
-
-    ``leaf`` (accesses | rows,) must not decrease.
-    """
+    """Sum, maximum or the like over the accesses or rows of each leaf, (leaves, ...); zero for leaves without any. ``leaf``
+    (accesses | rows,) must not decrease."""
     out = np.zeros((n_leaves, *values.shape[1:]), dtype=values.dtype)
     first = np.flatnonzero(np.diff(leaf, prepend=-1))
     if len(first):
@@ -119,12 +116,9 @@ def _storage_shape(table: LeafTable, buffer: IntArray) -> FloatArray:
 
 @dataclass(frozen=True)
 class _Extents:
-    """Where in storage the elements of each access lie, (accesses, depths) each.
-
-    ``run`` elements from first to last without a gap between rows, ``run_count`` of them touched, ``outer`` such
-    runs, ``linear`` elements from the very first to the very last. ``strides`` is the element stride of each
-    row, (rows,).
-    """
+    """Where in storage the elements of each access lie, (accesses, depths) each: ``run`` elements from first to last without a
+    gap between rows, ``run_count`` of them touched, ``outer`` such runs, ``linear`` elements from the very first to the very
+    last. ``strides`` is the element stride of each row, (rows,)."""
 
     run: FloatArray
     run_count: FloatArray
@@ -169,10 +163,8 @@ def _extents(table: LeafTable, starts: IntArray, shape: FloatArray, span: FloatA
 def _working_sets(
     table: LeafTable, nest: LoopNest, leaf: IntArray, buffer: IntArray, lines: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
-    """Bytes touched below each loop by all leaves in it, and by each program.
-
-    A buffer that several leaves touch counts once, with the largest of their footprints.
-    """
+    """Bytes touched below each loop by all leaves in it, and by each program; a buffer that several leaves touch counts once,
+    with the largest of their footprints."""
     n_leaves, loops = nest.extent.shape
     n_nodes, n_programs = len(table.node), len(table.program)
     node = nest.node[leaf]
@@ -198,18 +190,16 @@ def _working_sets(
 def traffic(nest: LoopNest, feet: Footprints, capacity: float) -> FloatArray:
     """Bytes each access moves into a memory of some capacity, (accesses,).
 
-    Let ``k`` inner loops be the most whose working set fits. Loop ``k + 1`` then finds again what one iteration
-    left, so that its new data are moved once; every loop around it moves all of that again.
-    """
+    Let ``k`` inner loops be the most whose working set fits. Loop ``k + 1`` then finds again what one iteration left, so that
+    its new data are moved once; every loop around it moves all of that again."""
     return _moved(nest, feet, feet.lines, feet.working_set[:, 1:] <= capacity)
 
 
 def conflict_traffic(table: LeafTable, nest: LoopNest, feet: Footprints, capacity: float, period: int) -> FloatArray:
     """As :func:`traffic`, into a cache whose sets repeat after ``period`` bytes, (accesses,).
 
-    An access that strides by a multiple of a large power of two uses few of the sets. Its lines then fill the cache
-    as many times faster as there are sets that it leaves out.
-    """
+    An access that strides by a multiple of a large power of two uses few of the sets. Its lines then fill the cache as many
+    times faster as there are sets that it leaves out."""
     sets = period / LINE_BYTES
     itemsize = table.access["itemsize"][:, None]
     extent = np.where(feet.uses, nest.extent[feet.leaf], 1.0)
@@ -239,10 +229,8 @@ def _moved(nest: LoopNest, feet: Footprints, touched: FloatArray, fits: BoolArra
 
 
 def register_elements(nest: LoopNest, feet: Footprints) -> FloatArray:
-    """Element loads (or stores) each access needs when straight-line code loads an element once, (accesses,).
-
-    If the loop around the straight-line code does not move the access, it stays in registers across it.
-    """
+    """Element loads (or stores) each access needs when straight-line code loads an element once, (accesses,); an access that
+    the loop around such code does not move stays in registers across it."""
     k = nest.tile[feet.leaf]
     rows = np.arange(len(k))
     still = (k < nest.n[feet.leaf]) & ~feet.uses[rows, np.minimum(k, feet.uses.shape[1] - 1)]
@@ -263,9 +251,8 @@ def auto_simd(table: LeafTable, nest: LoopNest, feet: Footprints) -> BoolArray:
 def simd_packs(table: LeafTable, nest: LoopNest, auto: BoolArray, simd_bytes: int) -> FloatArray:
     """Instructions per iteration of a leaf if lanes are ``simd_bytes`` wide, (leaves,): 1 for scalar code.
 
-    A vectorised loop is one vector that is cut into registers, the last one partly used. A compiler uses the widest
-    registers that suit the number of iterations, and runs the rest one by one.
-    """
+    A vectorised loop is one vector that is cut into registers, the last one partly used. A compiler uses the widest registers
+    that suit the number of iterations, and runs the rest one by one."""
     itemsize = np.maximum(table.leaf["itemsize"], 1.0)
     extent = nest.extent[np.arange(len(itemsize)), nest.simd]
     explicit = np.ceil(extent / np.maximum(1.0, simd_bytes / itemsize)) / extent
@@ -278,11 +265,8 @@ def simd_packs(table: LeafTable, nest: LoopNest, auto: BoolArray, simd_bytes: in
 
 
 def neighbour_packs(table: LeafTable, nest: LoopNest, feet: Footprints, simd_bytes: int) -> FloatArray:
-    """Instructions per iteration if a compiler packs statements that store side by side, (leaves,).
-
-    Straight-line code that is not vectorised by the schedule can still be put into lanes, where copies of a
-    statement store to neighbouring elements (superword-level parallelism).
-    """
+    """Instructions per iteration, (leaves,), if a compiler puts straight-line code into lanes where copies of a statement store
+    to neighbouring elements (superword-level parallelism)."""
     at = np.arange(len(feet.leaf))
     stores = table.access["stores"] > 0
     run = np.where(stores, feet.runs[at, nest.tile[feet.leaf]], 0.0)

@@ -1,10 +1,9 @@
 """Compact ASTs of many programs in one parquet file.
 
-One row is one leaf: the hash of its program, its position, the number of nodes of the AST, and its vector. The
-vectors are kept whole, not by column: a number often occurs several times in a vector and again in the like
-vectors around it (programs are ordered so that those of one task are neighbours), which zstd turns into some 80
-bytes a leaf; separate columns, with or without dictionaries or split bytes, take a third more. Feature set and
-names are in the metadata of the file.
+One row is one leaf: the hash of its program, its position, the number of nodes of the AST, and its vector. Vectors are kept
+whole, not by column: a number often occurs several times in a vector and again in the like vectors around it (programs are
+ordered so that those of one task are neighbours), which zstd turns into some 80 bytes a leaf; separate columns take a third
+more. Feature set and names are in the metadata of the file.
 """
 
 from __future__ import annotations
@@ -31,11 +30,8 @@ _ORDER = ("leaf_count", "program_bytes", "program_flops")
 
 
 def save_asts(path: str | Path, asts: Mapping[str, CompactAST]) -> None:
-    """Write ASTs by program hash; the file appears whole or not at all, in place of one that exists.
-
-    FeatureMismatchError: an AST has vectors of another length than :data:`LEAF_FEATURES`. DatasetError: the file cannot
-    be written.
-    """
+    """Write ASTs by program hash; the file appears whole or not at all, in place of one that exists. FeatureMismatchError: an
+    AST has vectors of another length than :data:`LEAF_FEATURES`. DatasetError: the file cannot be written."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -73,11 +69,8 @@ def save_asts(path: str | Path, asts: Mapping[str, CompactAST]) -> None:
 
 
 def load_asts(path: str | Path) -> dict[str, CompactAST]:
-    """Read ASTs by program hash, in the order of the file.
-
-    FeatureMismatchError: the file has features of another feature set. DatasetError: the file is missing, damaged or
-    holds no ASTs.
-    """
+    """Read ASTs by program hash, in the order of the file. FeatureMismatchError: it has another feature set. DatasetError: it
+    is missing, damaged or holds no ASTs."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

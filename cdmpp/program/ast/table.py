@@ -1,8 +1,8 @@
 """Leaves of many programs as flat arrays, on which all features are computed at once.
 
-Loops are numbered from the innermost here: column ``k`` of an array over loops is the ``k``-th loop from inside,
-column ``k`` of an array over *depths* is the state in which the ``k`` innermost loops vary (0: one iteration).
-The threads of a GPU block run together: loops bound to threads count as innermost, but for a vectorised loop.
+Loops are numbered from the innermost here: column ``k`` of an array over loops is the ``k``-th loop from inside, column ``k``
+of an array over *depths* is the state in which the ``k`` innermost loops vary (0: one iteration). The threads of a GPU block
+run together: loops bound to threads count as innermost, but for a vectorised loop.
 """
 
 from __future__ import annotations
@@ -45,10 +45,8 @@ ACCESS_COLUMNS = ("itemsize", "loads", "stores", "scope", "elements", "dims")
 
 @dataclass(frozen=True)
 class Collected:
-    """Leaves of a batch of programs as they are read (``native/table.h``).
-
-    *Cells* name elements of a large array of which most are zero, one in each line.
-    """
+    """Leaves of a batch of programs as they are read (``native/table.h``). *Cells* name elements of a large array of which most
+    are zero, one in each line."""
 
     #: Column -> float64 (leaves,).
     leaf: Mapping[str, FloatArray]
@@ -109,8 +107,7 @@ class LoopNest:
     simd: IntArray
     #: (leaves,): there is a vectorised one.
     explicit_simd: BoolArray
-    #: (leaves,): number of inner loops that are vectorised, unrolled or GPU threads: their iterations are
-    #: straight-line code.
+    #: (leaves,): number of inner loops that are vectorised, unrolled or GPU threads: their iterations are straight-line code.
     tile: IntArray
 
     @property
@@ -158,10 +155,8 @@ def with_one(array: FloatArray) -> FloatArray:
 
 @dataclass(frozen=True)
 class LeafTable(Collected):
-    """Everything the features of a batch of programs are computed from.
-
-    ``access`` has the columns ``prefix`` (of :attr:`buffer`, 0 for parameters), ``allocated`` and ``irregular`` besides.
-    """
+    """Everything the features of a batch of programs are computed from; ``access`` has the columns ``prefix`` (of
+    :attr:`buffer`, 0 for parameters), ``allocated`` and ``irregular`` besides."""
 
     nest: LoopNest
     #: float64 (rows,): a row is one dimension of one access; extent of the buffer in it.
