@@ -10,8 +10,8 @@ other's final one, over the other's wall time (twice its own if it never was); `
 the bound``: labels a second over cores / (core seconds to build and to measure a label).
 
 ``simulated`` is no measurement: labels a second that the pipeline of ``scale.py`` gives on one machine of so many cores, with
-the times of the records of ``degree 1``: all built, then measured one by one; degree 1; and the best degree, with disturbance
-by neighbours not in it.
+the times of the records of ``degree 1``: all built, then measured one by one; degree 1; and the best degree. Builders have the
+cores that do not measure, and disturbance by neighbours is not in it: of two cores it says too little.
 """
 
 from __future__ import annotations
