@@ -266,12 +266,14 @@ def read_operators(path: str | Path, dtype: str) -> pd.DataFrame:
     Columns are ``op``, ``count`` (1), and what the operator has of ``m``, ``n``, ``k``, ``heads``, ``kv_heads``, ``head_dim``,
     ``q_lengths``, ``kv_lengths`` (one entry a sequence; in CSV separated by spaces), ``bytes``, ``num_workers``, and optionally
     ``step`` and ``phase``. Operators that are not in :data:`OPERATORS` stay, with ``known`` false. ProgramError: the file
-    cannot be read, has no ``op``, or a row has a size that cannot be; names the row."""
+    cannot be read, has no ``op`` or no row, or a row has a size that cannot be; names the row."""
     path = Path(path)
     with raised_as(ProgramError, f"cannot read operators from {path}", ImportError):
         table = pd.read_csv(path) if path.suffix.lower() == ".csv" else pd.read_parquet(path)
     if "op" not in table:
         raise ProgramError(f"{path} has no column op: expected one row an operator")
+    if table.empty:
+        raise ProgramError(f"{path} lists no operator: expected one row an operator")
     rows = []
     for number, row in enumerate(table.to_dict("records"), start=1):
         try:

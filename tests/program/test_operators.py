@@ -76,6 +76,9 @@ def test_a_wrong_row_is_named(row: dict[str, Any], message: str, tmp_path: Path)
     pd.DataFrame([{"op": "rmsnorm", "m": 1, "n": 8}, row]).to_csv(path, index=False)
     with pytest.raises(ProgramError, match=message):
         read_operators(path, "bfloat16")
+    path.write_text("op,m,n,k\n")
+    with pytest.raises(ProgramError, match="lists no operator"):
+        read_operators(path, "bfloat16")
 
 
 def test_lists_of_operators_keep_what_is_unknown(tmp_path: Path) -> None:
