@@ -23,6 +23,7 @@ from cdmpp.predictor.mechanism import Constants, mechanism, pipe, without_unit
 from cdmpp.predictor.operators import (
     BEST,
     OperatorModel,
+    _trust,
     families,
     kinds,
     left_out_errors,
@@ -111,6 +112,14 @@ def test_training_leaves_families_out_and_comes_back_from_files(tmp_path: Path) 
     (tmp_path / "operators.json").write_text("{}")
     with pytest.raises(PredictorError, match="cannot read the operator model"):
         OperatorModel.load(tmp_path)
+
+
+@pytest.mark.parametrize(("worst", "part"), [(0.1, 1.0), (1.04, 1.0), (3.0, 0.0)])
+def test_networks_that_make_one_family_much_worse_are_not_trusted(worst: float, part: float) -> None:
+    """On three families of four what the network says halves the error; on one it errs `worst` times as much."""
+    family, measured = np.repeat(np.arange(4), 10), np.ones(40)
+    logs = np.where(family == 0, 1 - worst, 0.5)
+    assert _trust(measured, logs, np.ones(40, dtype=bool), family) == part
 
 
 def convolutions(device: str, windows: list[int], dtype: str = "float16") -> pd.DataFrame:
