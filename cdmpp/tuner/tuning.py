@@ -18,6 +18,7 @@ from cdmpp.tuner.config import AUTO, TuneConfig
 from cdmpp.tuner.deployment import apply_database, import_network, measure_network, weighted_tasks
 from cdmpp.tuner.measure import (
     CALIBRATION_PROGRAMS,
+    EnergyMeter,
     Measurer,
     calibrated_degree,
     core_groups_of,
@@ -133,13 +134,20 @@ class _Tuning:
             from cdmpp.tuner.workers import worker_cores
 
             self._cores = worker_cores(self.device, config.shards, self._executor.degree if self._executor else None)
+        self._config = config
+        if config.objective.energy_budget_j is not None and self._meter() is None:
+            raise TunerError(f"an energy budget needs a meter: nothing here counts the energy of {self.device.name}")
         check_folder(out, resume)
         for path in earlier:
             if path != AUTO and not Path(path).is_dir():
                 raise TunerError(f"{path} is no folder of earlier records")
         self._models = make_models(config, self.device)
-        self._out, self._config, self._resume = out, config, resume
+        self._out, self._resume = out, resume
         self._earlier, self._report, self.say = earlier, report, say
+
+    def _meter(self) -> EnergyMeter | None:
+        """A new one of the device, where it is here and counts."""
+        return None if self._config.gpu or self._config.ray else energy_meter(self.device)
 
     def run(
         self, name: str, tasks: Sequence[tuple[Task, float]], measurer: Measurer | None = None
@@ -152,10 +160,7 @@ class _Tuning:
         with contextlib.ExitStack() as open_:
             open_.callback(store.close)
             store.open_database(tuners)
-            energy = None if config.gpu or config.ray else energy_meter(device)
-            if config.objective.energy_budget_j is not None and energy is None:
-                raise TunerError(f"an energy budget needs a meter, and nothing here counts the energy of {device.name}")
-            progress = Progress(tasks, store, config.objective, report=self._report, energy=energy)
+            progress = Progress(tasks, store, config.objective, report=self._report, energy=self._meter())
             if measurer is None:
                 degree = config.workers if cores is None else len(cores)
                 if self._executor is not None and cores is None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cdmpp.device import get_device
+from cdmpp.errors import TunerError
 from cdmpp.tuner.measure import energy_meter
 from cdmpp.tuner.results import TuneReport, summary_lines
 from tests.samples.tuning import FakeEngine, tuned
@@ -52,6 +53,15 @@ def test_a_processor_that_does_not_tell(tmp_path: Path) -> None:
     (path / "energy_uj").unlink()
     (path / "energy_uj").mkdir()  # which nobody may read, whoever runs this
     assert energy_meter(device, tmp_path) is None
+
+
+def test_an_energy_budget_that_nobody_can_count_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cdmpp.tuner.tuning.energy_meter", lambda device: None)
+    with pytest.raises(TunerError, match="nothing here counts the energy of"):
+        tuned(FakeEngine(), tmp_path / "t", 4, options={"energy_budget_j": 5.0})
+    assert not (tmp_path / "t").exists(), "so that the same folder serves without it"
 
 
 class NvmlError(Exception):
