@@ -163,6 +163,10 @@ class PairArrays:
     ) -> tuple[PaddedBatch, Context]:
         """What the network takes of the pairs with these numbers, on a torch device; of the ``unseen``, bool (n,), as if their
         devices were not in training."""
+        return self.packed.batch(self.program[rows]).to(where), self.context(rows, where, unseen)
+
+    def context(self, rows: NDArray[np.int64], where: torch.device, unseen: NDArray[np.bool_] | None = None) -> Context:
+        """The second part of :meth:`batch`."""
         index = torch.from_numpy(rows)
         number = torch.from_numpy(self.device[rows])
         device, pair = self.device_rows[number], self.pair[index]
@@ -170,8 +174,7 @@ class PairArrays:
             chosen = torch.from_numpy(unseen)[:, None]
             device = torch.where(chosen, self.general.device_rows[number], device)
             pair = torch.where(chosen, pair * self.general.pair_keep[number], pair)
-        context = Context(device, pair, self.code[index], self.has_code[index])
-        return self.packed.batch(self.program[rows]).to(where), context.to(where)
+        return Context(device, pair, self.code[index], self.has_code[index]).to(where)
 
     def without_code(self) -> Self:
         """The same pairs, of whose compiled code nothing is known."""

@@ -324,15 +324,20 @@ def correction_inputs(
     """What the network takes of pairs besides their leaves, and what it makes of these: features of program and device and of
     the compiled code (n, r), and embeddings (n, h; computed unless given), both float64."""
     known = torch.cat([arrays.pair, arrays.code * arrays.has_code[:, None]], dim=1).double().numpy()
-    if embeddings is not None:
-        return known, embeddings
+    if embeddings is None:
+        embeddings = embeddings_of(network, arrays).double().numpy()
+    return known, embeddings
+
+
+def embeddings_of(network: LatencyNetwork, arrays: PairArrays) -> torch.Tensor:
+    """Of (program, device) pairs, float32 (n, embedding_dim), in evaluation mode."""
     where = next(network.parameters()).device
-    embeddings = np.empty((len(arrays), network.config.embedding_dim), dtype=np.float64)
+    embeddings = torch.empty(len(arrays), network.config.embedding_dim)
     with evaluating(network):
         for rows in inference_batches(arrays.packed.lengths[arrays.program], INFERENCE_BATCH):
             batch, context = arrays.batch(rows, where)
-            embeddings[rows] = network.embed(batch, context.device).double().cpu().numpy()
-    return known, embeddings
+            embeddings[torch.from_numpy(rows)] = network.embed(batch, context.device).cpu()
+    return embeddings
 
 
 def predict_labels(network: nn.Module, arrays: PairArrays) -> np.ndarray:

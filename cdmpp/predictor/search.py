@@ -211,7 +211,8 @@ def _run_trial(
     trial = study.ask(space)
 
     def report(line: Mapping[str, Any]) -> None:
-        trial.report(float(line["valid_mape"]), int(line["epoch"]))
+        if "valid_mape" in line:
+            trial.report(float(line["valid_mape"]), int(line["epoch"]))
         if trial.should_prune():
             raise optuna.TrialPruned
 

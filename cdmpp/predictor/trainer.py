@@ -19,7 +19,7 @@ from cdmpp.predictor.batching import Context, LabelledArrays, PaddedBatch, PairA
 from cdmpp.predictor.checkpoint import TrainerState
 from cdmpp.predictor.config import Config
 from cdmpp.predictor.losses import central_moment_discrepancy, hybrid_loss, pairwise_ranking
-from cdmpp.predictor.network import LatencyNetwork, predict_labels
+from cdmpp.predictor.network import LatencyNetwork, embeddings_of, predict_labels
 from cdmpp.predictor.processes import Processes, pick_device
 from cdmpp.predictor.transforms import LabelTransform
 from cdmpp.program.codegen import STATIC_FEATURES
@@ -145,7 +145,42 @@ class Trainer:
                     progress(line)
                 if self._time_spent() >= 1:
                     break
+            if config.decoder_epochs and isinstance(self.network, LatencyNetwork) and self._train.has_code.any():
+                self._train_compiled_decoder(self.network, progress)
         return self.state()
+
+    def _train_compiled_decoder(self, network: LatencyNetwork, progress: ProgressCallback | None) -> None:
+        """Train the decoder of compiled code on by itself; embeddings are made once, of the weights that are kept."""
+        config, where, decoder = self._config, self._where, network.compiled_decoder
+        assert decoder is not None
+        network.load_state_dict(self._state.best)
+        counted = torch.nonzero(self._train.has_code).squeeze(1)
+        pairs, truth = self._train.take(counted.numpy()), self._truth.of(counted, where)
+        embeddings = embeddings_of(network, pairs).to(where)
+        average = {name: value.detach().clone() for name, value in decoder.state_dict().items()}
+        optimizer = torch.optim.AdamW(decoder.parameters(), weight_decay=config.weight_decay, fused=True)
+        total = config.decoder_epochs * -(-len(pairs) // config.batch_size)
+        step = 0
+        for epoch in range(config.decoder_epochs):
+            started, loss_sum = time.perf_counter(), 0.0
+            order = np.random.default_rng([config.seed, epoch, 3]).permutation(len(pairs))
+            with seeded(config.seed * 100_003 + epoch + 1 + (1 << 50)):
+                network.train()
+                for begin in range(0, len(order), config.batch_size):
+                    rows = order[begin : begin + config.batch_size]
+                    rate = learning_rate(step, total, config.learning_rate, config.warmup_fraction)
+                    of_rows = torch.from_numpy(rows).to(where)
+                    labels = network.decode_compiled(embeddings[of_rows], pairs.context(rows, where))
+                    loss = self._label_loss(labels, truth.of(of_rows, where))
+                    self._descend(decoder, optimizer, loss, rate)
+                    step += 1
+                    update_average(average, decoder, step, config.ema_decay)
+                    loss_sum += float(loss.detach()) * len(rows)
+            if progress is not None:
+                done = {"epoch": config.epochs + epoch + 1, "epochs": config.epochs + config.decoder_epochs}
+                taken = {"elapsed_s": round(time.perf_counter() - started, 3)}
+                progress({**done, "train_loss": loss_sum / len(pairs), **taken})
+        self._state.best |= {f"compiled_decoder.{name}": value for name, value in average.items()}
 
     def _time_spent(self) -> float:
         """Part of ``max_seconds`` that is over, 0 without a limit."""
@@ -238,16 +273,24 @@ class Trainer:
                 loss, cmd = self._all_terms(self.network, batch, context, truth, index)
             else:
                 loss, cmd = self._label_loss(self.network(batch, context).float(), truth), torch.zeros(())
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        self._processes.add_gradients(self.network)
-        torch.nn.utils.clip_grad_norm_(self.network.parameters(), self._config.grad_clip)
-        self._optimizer.step()
+        self._descend(self.network, self._optimizer, loss, rate, self._processes)
         self._state.step += 1
-        self._update_average()
+        update_average(self._average, self.network, self._state.step, self._config.ema_decay)
         return float(loss.detach()), float(cmd.detach())
+
+    def _descend(
+        self, network: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor, rate: float,
+        processes: Processes | None = None,
+    ) -> None:  # fmt: skip
+        """A step of an optimiser, by the gradients of all processes where some train together."""
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        if processes is not None:
+            processes.add_gradients(network)
+        torch.nn.utils.clip_grad_norm_(network.parameters(), self._config.grad_clip)
+        optimizer.step()
 
     def _all_terms(
         self, network: LatencyNetwork, batch: PaddedBatch, context: Context, truth: _Truth, index: torch.Tensor
@@ -286,17 +329,6 @@ class Trainer:
             loss = loss + self._terms.rank_weight * pairwise_ranking(log_predicted, truth.log_latency, truth.group)
         return loss
 
-    def _update_average(self) -> None:
-        # the decay grows with the steps, so that early averages forget the initial weights
-        step = self._state.step
-        decay = min(self._config.ema_decay, (1 + step) / (10 + step))
-        with torch.no_grad():
-            for name, value in self.network.state_dict().items():
-                if value.is_floating_point():
-                    self._average[name].lerp_(value, 1 - decay)
-                else:  # batch normalisation counts its batches
-                    self._average[name].copy_(value)
-
     def _validate(self) -> float:
         current = {k: v.detach().clone() for k, v in self.network.state_dict().items()}
         self.network.load_state_dict(self._average)
@@ -306,6 +338,18 @@ class Trainer:
         predicted_s = self._transform.inverse(labels.double().cpu().numpy(), self._valid.reference_s)
         self.network.load_state_dict(current)
         return float(np.mean(np.abs(predicted_s / self._valid.latency_s - 1)))
+
+
+def update_average(average: dict[str, torch.Tensor], network: nn.Module, step: int, most: float) -> None:
+    """Move averaged weights towards a network's after a step, with ``most`` as the decay in the end."""
+    # the decay grows with the steps, so that early averages forget the initial weights
+    decay = min(most, (1 + step) / (10 + step))
+    with torch.no_grad():
+        for name, value in network.state_dict().items():
+            if value.is_floating_point():
+                average[name].lerp_(value, 1 - decay)
+            else:  # batch normalisation counts its batches
+                average[name].copy_(value)
 
 
 def _has_bf16(where: torch.device) -> bool:

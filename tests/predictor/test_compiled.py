@@ -121,6 +121,13 @@ def test_a_part_that_takes_longer_makes_the_program_take_longer_by_its_share(tra
     assert torch.allclose(twice - once, math.log(2) * network.compiled_decoder.scale, atol=1e-5)
 
 
+def test_epochs_of_the_compiled_decoder_change_nothing_else(trained, counted, tmp_path: Path):
+    longer = SHORT.model_copy(update={"train": SHORT.train.model_copy(update={"decoder_epochs": 2})})
+    state = train(longer, counted, tmp_path).predictor.network.state_dict()
+    changed = {k for k, v in trained.predictor.network.state_dict().items() if not torch.equal(v, state[k])}
+    assert changed and all(name.startswith("compiled_decoder.") for name in changed)
+
+
 def test_without_counts_in_the_data_nothing_is_told(data, caplog):
     fitted = prepare(SHORT, data, split_data(SPEC, data))
     assert fitted.encoder.code_dim == 0 and "cdmpp codegen" in caplog.text
