@@ -22,6 +22,7 @@ from cdmpp.program.codegen import CODEGEN_FEATURES
 from tests.samples.training import change_state, small_config, with_counts
 
 SPEC = "within_task:seed=0"
+LONG, STEPS = (SPEC, {"compiled": True}), {"epochs": 15, "batch_size": 32, "learning_rate": 0.02}
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +43,7 @@ SHORT = small_config(SPEC, {"compiled": True}, epochs=1)
 
 @pytest.fixture(scope="module")
 def trained(counted, tmp_path_factory):
-    config = small_config(SPEC, {"compiled": True}, epochs=15, batch_size=32, learning_rate=0.02)
-    return train(config, counted, tmp_path_factory.mktemp("run") / "run")
+    return train(small_config(*LONG, **STEPS), counted, tmp_path_factory.mktemp("run") / "run")
 
 
 def test_being_told_the_instructions_helps_and_doing_without_works(trained, counted):
@@ -122,8 +122,7 @@ def test_a_part_that_takes_longer_makes_the_program_take_longer_by_its_share(tra
 
 
 def test_epochs_of_the_compiled_decoder_change_nothing_else(trained, counted, tmp_path: Path):
-    longer = SHORT.model_copy(update={"train": SHORT.train.model_copy(update={"decoder_epochs": 2})})
-    state = train(longer, counted, tmp_path).predictor.network.state_dict()
+    state = train(small_config(*LONG, **STEPS, decoder_epochs=2), counted, tmp_path).predictor.network.state_dict()
     changed = {k for k, v in trained.predictor.network.state_dict().items() if not torch.equal(v, state[k])}
     assert changed and all(name.startswith("compiled_decoder.") for name in changed)
 
