@@ -148,10 +148,11 @@ def programs_of(count: int, rate: float, seed: int) -> list[Program]:
     return found
 
 
-def _jobs(programs: Sequence[Program], dataset: Dataset, full_at: set[int]) -> Iterator[BuildJob]:
+def _jobs(programs: Sequence[Program], dataset: Dataset, full_at: list[int]) -> Iterator[BuildJob]:
+    """``full_at``: the disk is full from this job on, once for each entry; what was measured by then is not a job any more."""
     for number, program in enumerate(programs):
-        if number in full_at:  # SQLite's own limit: what it says is what it says of a full disk
-            full_at.discard(number)
+        if full_at and number == full_at[-1]:  # SQLite's own limit: what it says is what it says of a full disk
+            full_at.pop()
             db = dataset._writable()._db
             db.execute(f"PRAGMA max_page_count = {db.execute('PRAGMA page_count').fetchone()[0]}")
         yield BuildJob(program, Task(program.task_hash, program.task_hash, "{}", {}, 1.0, 1.0), None)
@@ -166,7 +167,7 @@ def soak(count: int, rate: float, seed: int, folder: Path, full_s: float = 5.0) 
     programs, this = programs_of(count, rate, seed), psutil.Process()
     dataset, sizes, interruptions = Dataset.open_or_create(folder / "dataset"), [], []
     dataset.set_device(get_device(_DEVICE))
-    device, full_at = get_device(_DEVICE).name, {count // 3, 2 * count // 3}
+    device, full_at = get_device(_DEVICE).name, [count // 4] * 2
     done = 0
     while len(interruptions) < 10:
         known = dataset.measured(device)

@@ -52,18 +52,35 @@ def _facts() -> Mapping[str, Any]:
 def _names_of_cores() -> frozenset[str]:
     import pyarrow.parquet as pq
 
-    return frozenset(pq.read_table(_FOLDER / "cores.parquet", columns=["core"])["core"].unique().to_pylist())
+    of_table = pq.read_table(_FOLDER / "cores.parquet", columns=["core"])["core"].unique().to_pylist()
+    return frozenset((*of_table, *(name for name, facts in _facts()["cores"].items() if "rows_of" in facts)))
 
 
 @cache
 def _rows(core: str) -> dict[str, Cost]:
     import pyarrow.parquet as pq
 
+    facts = _facts()["cores"].get(core, {})
+    if "rows_of" in facts:
+        return _rows_unlike(_rows(facts["rows_of"]), facts)
     found = {}
     for row in pq.read_table(_FOLDER / "cores.parquet", filters=[("core", "=", core)]).to_pylist():
         terms = [term.partition("*") for term in row["ports"].split()]
         uses = tuple((float(cycles), tuple(units.split("|"))) for cycles, _, units in terms)
         found[row["instruction"]] = Cost(float(row["latency"]), float(row["micro_ops"]), uses)
+    return found
+
+
+def _rows_unlike(rows: Mapping[str, Cost], facts: Mapping[str, Any]) -> dict[str, Cost]:
+    """Rows of one core with what another's facts say differs."""
+    found = {}
+    for name, cost in rows.items():
+        if facts.get("full_width"):
+            cost = rows.get(name.replace(" z", " y"), cost)
+        cycles = next((c for pattern, c in facts["latency"].items() if re.fullmatch(pattern, name.split()[0])), None)
+        uses = tuple((c, tuple(facts["units"].get("|".join(u), "|".join(u)).split("|"))) for c, u in cost.uses)
+        memory = " m" in name
+        found[name] = Cost(cost.latency if cycles is None or memory else cycles, cost.micro_ops, uses)
     return found
 
 
