@@ -17,6 +17,9 @@ import pandas as pd
 from cdmpp.files import shipped_table
 from cdmpp.program.operators import attention, operator_table
 
+#: Bytes that copies of weights may take.
+_MOST_BYTES = 1 << 30
+
 
 @dataclass(frozen=True)
 class Call:
@@ -65,7 +68,8 @@ def table_of(calls: Sequence[Call]) -> pd.DataFrame:
 
 
 def arguments_of(call: Call, copies: int = 1) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Arguments to run a call with, of random numbers; each further copy has weights of its own."""
+    """Arguments to run a call with, of random numbers; each further copy has weights of its own, but no more than
+    :data:`_MOST_BYTES` in all, and looks up other rows."""
     import torch
     from torch.fx.node import map_arg
 
@@ -79,9 +83,14 @@ def arguments_of(call: Call, copies: int = 1) -> list[tuple[tuple[Any, ...], dic
         return _random(value, rows, generator)
 
     shared = {node: made(node) for node in call.node.all_input_nodes}
-    found = []
+    most = max(1, int(_MOST_BYTES / max(1.0, sum(map(_bytes, call.weight_sizes)))))
+    found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    weights = [shared]
     for copy in range(copies):
-        tensors = {n: made(n) if copy and n in call.weight_sizes else value for n, value in shared.items()}
+        if 0 < copy < most:
+            weights.append({n: made(n) for n in call.weight_sizes})
+        others = {n: made(n) for n in shared if copy and call.name == "embedding" and n not in call.weight_sizes}
+        tensors = {**shared, **weights[copy % len(weights)], **others}
         found.append((map_arg(call.node.args, tensors.get), map_arg(dict(call.node.kwargs), tensors.get)))
     return found
 

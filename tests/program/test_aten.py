@@ -88,3 +88,10 @@ def test_arguments_run_and_copies_have_weights_of_their_own() -> None:
     (first, second) = arguments_of(call, 2)
     assert call.node.target(*first[0], **first[1]).shape == (2, 4)
     assert first[0][0] is second[0][0] and first[0][1] is not second[0][1]
+
+
+def test_copies_of_a_large_table_share_it_and_look_up_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cdmpp.program.aten._MOST_BYTES", 4 * 64 * 90)
+    (*_, call), _ = calls(lambda self, x: self.inner(x.long()), (2, 8), inner=nn.Embedding(90, 64))
+    (table, rows), (same, others) = (args for args, _ in arguments_of(call, 2))
+    assert table is same and not torch.equal(rows, others)
