@@ -130,7 +130,7 @@ def main() -> None:
     given: dict[str, Scores | None] = {"compiled": None, "measured": None}
     for option, name, knows in (
         ("compiled", "with compiled code", predictor.encoder.code_dim),
-        ("measured", "with latencies elsewhere", predictor.scaling),
+        ("measured", "with latencies elsewhere", predictor.scaling and data.labels["device"].nunique() > 1),
     ):
         if knows:
             given[option] = own = evaluate(predictor, data, by=("device",), **{option: True})
