@@ -59,6 +59,17 @@ _L2_PART = {"sm_80": 0.33, "sm_86": 0.26, "sm_89": 0.25, "sm_90": 0.57, "sm_100"
 _L2_PART_OF_OTHERS = 0.3
 #: Joules an operation in 16 bits in a process of so many nanometres: those of an L40S.
 _OPERATION_J, _USUAL_NM = 1e-12, 5.0
+#: Attention of one query: keys of a split at least, of a step, blocks a core that splits are to fill, and launches that adding up
+#: the splits is worth (FlashInfer on an L40S: 5.1 us without, 7.1 with).
+_SPLIT_KEYS, _STEP_KEYS, _DECODE_BLOCKS, _COMBINE = 256.0, 64.0, 2.0, 0.5
+#: GPUs whose last cache is of two halves, each of which keeps what its own cores read (NVIDIA A100 whitepaper).
+_HALVES = ("sm_80", "sm_90", "sm_100", "sm_103")
+#: FlashAttention-2 alone was measured on these, whose launch takes so much longer than that of the others, and its blocks, which
+#: fill more of a core: an L40S, which has both, takes 7.7 and 5.1 us, and 13,000 and 3,600 cycles with one block a core, not two.
+_FLASH, _FLASH_LAUNCH, _FLASH_BLOCK = ("sm_80",), 1.5, 2.0
+#: Keys in fp8 are converted, but on GPUs that TRT-LLM's kernels have units for: FlashInfer takes so much longer (an L40S: 9.1 and
+#: 5.9 us, a B200: 12.5 and 6.3).
+_TAKES_FP8, _CONVERTED = ("sm_100", "sm_103"), 1.6
 #: Adding up the parts of a reduction that was cut.
 _SPLIT_S = 1e-6
 #: PCIe 4.0 with 16 lanes has 64 in both directions together; without peers each copy crosses it twice.
@@ -165,8 +176,8 @@ class Constants:
 class Mechanism:
     """What n operators ask of one device: ``matrix_s`` in whole waves of the best tiles, ``vector_s``, ``special_s``,
     ``memory_s`` if all comes from memory and ``cache_s`` if all comes from the last cache, each at the device's peak; bytes
-    ``moved`` over the size of that cache; ``blocks`` a core; the ``energy`` there is for an operation, in parts of what is
-    usual; the clock; and ``features``, which do not depend on constants, float64 (n, len(MECHANISM_FEATURES))."""
+    ``moved`` over the size of that cache; ``blocks`` a core; ``launches``, of kernels as long as usual; the ``energy`` there is
+    for an operation, in parts of what is usual; the clock; and ``features``, which do not depend on constants, float64 (n, len(MECHANISM_FEATURES))."""
 
     matrix_s: FloatArray
     vector_s: FloatArray
@@ -175,6 +186,7 @@ class Mechanism:
     cache_s: FloatArray
     moved: FloatArray
     blocks: FloatArray
+    launches: FloatArray
     energy: FloatArray
     clock: float
     features: FloatArray
@@ -196,7 +208,7 @@ class Mechanism:
             "special functions": self.special_s / c.peak,
             "memory and caches": self.memory_s * (1 - kept) / c.memory + self.cache_s * kept / c.cache,
             "start of blocks": self.blocks * c.block_cycles / self.clock,
-            "launch": np.full(len(self.blocks), c.cycles / self.clock),
+            "launch": self.launches * c.cycles / self.clock,
         }
 
     def estimate(self, constants: Constants) -> FloatArray:
@@ -233,6 +245,12 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     flops = 4 * waves_of_blocks * scores * np.ceil(size["head_dim"] / 32) * 32
     compute = np.where(attends, flops * cores / peak, compute)
     special = np.where(attends, waves_of_blocks * scores, todo["special"] / cores)
+    decodes, (one_by_one, of_block, launches) = (op == "attention") & ~attends, _decode(size, cores)
+    compute = np.where(decodes, 4 * one_by_one * of_block * size["head_dim"] * cores / peak, compute)
+    flash = decodes & (device.mcpu in _FLASH)
+    converts = decodes & (table["dtype"] != table["kv_dtype"]).to_numpy() & (device.mcpu not in _TAKES_FP8)
+    longer = np.where(converts, _CONVERTED, 1.0)
+    launches = np.where(decodes, launches * longer * np.where(flash, _FLASH_LAUNCH, 1.0), 1.0)
     seconds = {
         "matrix": np.where(todo["matrix"] > 0, compute, 0.0),
         "vector": todo["vector"] / (cores * lanes * clock),
@@ -290,12 +308,14 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
         columns_of[f"padding_{name}"] = log(tiles[tile] * tile[0] * tile[1] / (b * rows * columns))
     blocks = np.where(todo["matrix"] > 0, b * np.ceil(rows / 128) * np.ceil(columns / 128), moved / 65536)
     blocks = np.where(attends, cores * waves_of_blocks, blocks)
+    blocks = np.where(decodes, cores * one_by_one * longer * np.where(flash, _FLASH_BLOCK, 1.0), blocks)
     # ranks wait for each other in every round of a ring, until a tree takes fewer
     blocks = np.where(collective, cores * np.minimum(2 * (ranks - 1), _MOST_ROUNDS), blocks)
     return Mechanism(
         **{f"{name}_s": value for name, value in seconds.items()},
-        moved=moved / cache,
+        moved=moved / np.where(decodes & (device.mcpu in _HALVES), cache / 2, cache),
         blocks=blocks / cores,
+        launches=launches,
         energy=_energy(table, device, peak),
         clock=clock,
         features=np.stack([columns_of[name] for name in MECHANISM_FEATURES], axis=1),
@@ -320,6 +340,21 @@ def _attention(size: dict[str, FloatArray], cores: float) -> tuple[FloatArray, F
     steps, most = np.ceil(reach / 64), np.ceil(np.where(growing, keys, reach) / 64)
     blocks = sequences * heads / together * np.ceil(at_once / rows)
     return blocks / cores + most / steps, rows * steps * 64
+
+
+def _decode(size: dict[str, FloatArray], cores: float) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Of attention of one query a sequence: blocks that the busiest core works at one after the other, scores that each computes,
+    and launches.
+
+    A block takes the queries of up to 64 heads that share keys, padded to 16, and all keys or a split of them: as many splits as
+    fill the cores, which are added up afterwards (Flash-Decoding, Dao et al. 2023; FlashInfer, arXiv 2501.01005, section 3.3)."""
+    sequences, kv_heads = np.maximum(size["sequences"], 1), np.maximum(size["kv_heads"], 1)
+    group, keys = size["heads"] / kv_heads, np.maximum(size["kv_tokens"] / sequences, 1)
+    blocks = sequences * kv_heads * np.ceil(group / 64)
+    most = np.ceil(keys / _SPLIT_KEYS)
+    splits = np.clip(np.floor(_DECODE_BLOCKS * cores / np.maximum(blocks, 1)), 1, most)
+    rows, steps = 16 * np.ceil(np.minimum(group, 64) / 16), np.ceil(keys / splits / _STEP_KEYS)
+    return np.ceil(blocks * splits / cores), rows * steps * _STEP_KEYS, np.where(splits > 1, 1 + _COMBINE, 1.0)
 
 
 def _energy(table: pd.DataFrame, device: Device, peak: FloatArray) -> FloatArray:
