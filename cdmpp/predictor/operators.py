@@ -64,6 +64,8 @@ _FAMILIES_TO_TRUST = 4
 _LOW = np.log([0.05, 0.2, 0.03, 0.05, 1.0, 1.0, 500.0, 10.0, 0.005])
 _HIGH = np.log([1.3, 1.2, 1.5, 3.0, 8.0, 6.0, 40_000.0, 20_000.0, 1.0])
 _HELD, _OUTLIER = 0.02, 0.15
+#: Where the fit of attention of one query starts: keys come in their order, so that the cache has all of them or none.
+_STREAMS, _KEPT_HELD = Constants(kept=1.0, kept_power=7.0), 0.3
 #: Kinds without labels -> the kind whose constants serve, but for the launch: that was not measured in recorded graphs. A root
 #: mean square is one pass of an engine's fused kernel over its rows, unlike PyTorch's layer norm with its two.
 _ALIKE_KINDS = {
@@ -352,13 +354,14 @@ def inputs_of(table: pd.DataFrame) -> list[list[str]]:
 
 def kinds(table: pd.DataFrame) -> NDArray[np.str_]:
     """The kind of each operator, which have constants of their own: by operator, of attention by whether a sequence has more
-    than one query, and by what has kernels of its own: data types of one byte or of four, weights alone, long heads."""
+    than one query, and by what has kernels of its own: data types of one byte or of four, weights alone, long heads. One
+    query is bound by the keys that it reads, whatever the arithmetic is in."""
     op, dtype = table["op"].to_numpy(dtype=str), table["dtype"].to_numpy(dtype=str)
     single = (table["tokens"] <= table["sequences"]).to_numpy()
     attends, narrow = op == "attention", np.isin(dtype, _NARROW)
     of_phase = np.select([attends & single, attends], [" decode", " prefill"], "")
     masks = [
-        narrow & np.isin(op, ("gemm", "attention", "conv")),
+        narrow & np.isin(op, ("gemm", "attention", "conv")) & ~(attends & single),
         np.isin(dtype, WEIGHTS_ONLY),
         attends & (table["head_dim"] > _LONG_HEAD).to_numpy(),
         np.isin(dtype, ("float32", "float64")),
@@ -404,20 +407,28 @@ def encode(
 
 def training_table(table: pd.DataFrame, rows: int = _ROWS, seed: int = 0) -> pd.DataFrame:
     """Labels to learn: the fastest kernel of every operator and device, and the fastest of every framework; at most ``rows`` of
-    one operator, data type, device and framework. Of CPUs PyTorch's own are all there are."""
+    one operator, data type, device and framework. Of CPUs PyTorch's own are all there are.
+
+    Where all that measured an operator are usually slower than others, nothing says what is fastest: of attention, whose
+    frameworks have several kernels each, these count, not frameworks. Attention to a single key is left out: it has no
+    kernel of its own, but was timed with those for many queries."""
     if all(get_device(name).kind == "cpu" for name in set(table["device"])):
         return table.assign(framework=table["framework"].replace(TORCH, BEST)).reset_index(drop=True)
     table = table.assign(framework=table["framework"].where(table["framework"].isin(FRAMEWORKS), TORCH))
+    attends = table["op"] == "attention"
+    table = table[~(attends & (table["longest"] <= 1))].reset_index(drop=True)
+    attends, kernel = table["op"] == "attention", table["kernel"] if "kernel" in table else table["framework"]
+    source = table["framework"].where(~attends, table["framework"] + " " + kernel.fillna("").astype(str))
     keys = ["device", "op", "dtype", "kv_dtype", *SIZES]
     number = table.groupby(keys, dropna=False, observed=True, sort=False).ngroup()
     best = table["seconds"].groupby(number)
-    several = table.groupby(number)["framework"].transform("nunique") > 1
+    several = source.groupby(number).transform("nunique") > 1
     above = (table["seconds"] / best.transform("min")).where(several)
-    slow = (
-        above.groupby([table[name] for name in (*keys[:4], "framework")], dropna=False).transform("median") > 1 + _SLOW
-    )
+    of_source = [*(table[name] for name in keys[:4]), kinds(table), source]
+    slow = above.groupby(of_source, dropna=False).transform("median") > 1 + _SLOW
+    unknown = slow.groupby(number).transform("all") & (attends | ~several)
     fastest = best.idxmin()
-    fastest = fastest[~(slow & ~several).loc[fastest].to_numpy()]
+    fastest = fastest[~unknown.loc[fastest].to_numpy()]
     of_framework = table["seconds"].groupby([number, table["framework"]]).idxmin()
     parts = [table.loc[fastest].assign(framework=BEST), table.loc[of_framework]]
     united = pd.concat(parts, ignore_index=True).sample(frac=1.0, random_state=seed)
@@ -581,8 +592,10 @@ def fit_constants(table: pd.DataFrame) -> dict[str, Constants]:
     found: dict[str, Constants] = {}
     table = table[table["framework"] == BEST].reset_index(drop=True)
     of_kind = kinds(table)
-    start = Constants().vector()
     for kind in np.unique(of_kind):
+        streams = " decode" in kind
+        start, held = (_STREAMS if streams else Constants()).vector(), np.full(len(_LOW), _HELD)
+        held[3:5] = _KEPT_HELD if streams else _HELD
         part = table[of_kind == kind].reset_index(drop=True)
         devices = []
         for name, at in part.groupby("device").indices.items():
@@ -590,10 +603,10 @@ def fit_constants(table: pd.DataFrame) -> dict[str, Constants]:
             target = np.log(part["seconds"].to_numpy(dtype=np.float64)[at])
             devices.append((mechanism(part.iloc[at], get_device(str(name))), target, 1 / math.sqrt(len(at))))
 
-        def off(logs: FloatArray, devices: Any = devices) -> FloatArray:
+        def off(logs: FloatArray, devices: Any = devices, start: Any = start, held: Any = held) -> FloatArray:
             constants = Constants.of(logs)
             errors = [w * _soft(np.log(m.estimate(constants)) - y) for m, y, w in devices]
-            return np.concatenate([*errors, _HELD * (logs - start)])
+            return np.concatenate([*errors, held * (logs - start)])
 
         inside = np.clip(start, _LOW + 1e-6, _HIGH - 1e-6)
         found[str(kind)] = Constants.of(least_squares(off, inside, bounds=(_LOW, _HIGH), max_nfev=40, ftol=1e-4).x)
