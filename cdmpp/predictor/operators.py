@@ -73,6 +73,10 @@ _ALIKE_KINDS = {
     "layernorm": "layernorm float32",
     "softmax": "softmax float32",
 }
+#: Kinds of attention -> the kind that they are fitted with, and whose constants serve though there are labels: in fp8 an L40S has
+#: them of TRT-LLM alone, which is slower than others in bfloat16, so that they say nothing of other GPUs.
+_FITTED_WITH = {"attention prefill long": "attention prefill"}
+_SERVED_BY = {**_FITTED_WITH, "attention prefill narrow": "attention prefill"}
 #: Operators of one kind and device that constants are fitted to, at most.
 _FITTED_ROWS = 3000
 #: Parts of the operators of a single family of devices that are left out in turn.
@@ -591,7 +595,7 @@ def fit_constants(table: pd.DataFrame) -> dict[str, Constants]:
 
     found: dict[str, Constants] = {}
     table = table[table["framework"] == BEST].reset_index(drop=True)
-    of_kind = kinds(table)
+    of_kind = pd.Series(kinds(table)).replace(_FITTED_WITH).to_numpy(dtype=str)
     for kind in np.unique(of_kind):
         streams = " decode" in kind
         start, held = (_STREAMS if streams else Constants()).vector(), np.full(len(_LOW), _HELD)
@@ -610,6 +614,7 @@ def fit_constants(table: pd.DataFrame) -> dict[str, Constants]:
 
         inside = np.clip(start, _LOW + 1e-6, _HIGH - 1e-6)
         found[str(kind)] = Constants.of(least_squares(off, inside, bounds=(_LOW, _HIGH), max_nfev=40, ftol=1e-4).x)
+    found |= {kind: found[like] for kind, like in _SERVED_BY.items() if like in found}
     for kind, like in _ALIKE_KINDS.items():
         if kind not in found and like in found:
             found[kind] = replace(found[like], cycles=Constants().cycles)
