@@ -67,9 +67,9 @@ _HALVES = ("sm_80", "sm_90", "sm_100", "sm_103")
 #: FlashAttention-2 alone was measured on these, whose launch takes so much longer than that of the others, and its blocks, which
 #: fill more of a core: an L40S, which has both, takes 7.7 and 5.1 us, and 13,000 and 3,600 cycles with one block a core, not two.
 _FLASH, _FLASH_LAUNCH, _FLASH_BLOCK = ("sm_80",), 1.5, 2.0
-#: Keys in fp8 are converted, but on GPUs that TRT-LLM's kernels have units for: FlashInfer takes so much longer (an L40S: 9.1 and
-#: 5.9 us, a B200: 12.5 and 6.3).
-_TAKES_FP8, _CONVERTED = ("sm_100", "sm_103"), 1.6
+#: GPUs of TRT-LLM's newest kernels, which take keys in fp8 as they are, but several queries of each head apart. Elsewhere keys in
+#: fp8 are converted, for which FlashInfer takes so much longer (an L40S: 9.1 and 5.9 us, a B200: 12.5 and 6.3).
+_NEWEST, _CONVERTED = ("sm_100", "sm_103"), 1.6
 #: Adding up the parts of a reduction that was cut.
 _SPLIT_S = 1e-6
 #: PCIe 4.0 with 16 lanes has 64 in both directions together; without peers each copy crosses it twice.
@@ -244,14 +244,14 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     tiles = {tile: b * np.ceil(rows / tile[0]) * np.ceil(columns / tile[1]) for tile in TILES}
     compute, splits = _compute(tiles, depth, peak / cores, cores, cache_rate / cores)
     attends = (op == "attention") & (size["tokens"] > size["sequences"])
-    waves_of_blocks, scores = _attention(size, cores)
+    waves_of_blocks, scores = _attention(size, cores, packed=device.mcpu not in _NEWEST)
     flops = 4 * waves_of_blocks * scores * np.ceil(size["head_dim"] / 32) * 32
     compute = np.where(attends, flops * cores / peak, compute)
     special = np.where(attends, waves_of_blocks * scores, todo["special"] / cores)
     decodes, (one_by_one, of_block, launches) = (op == "attention") & ~attends, _decode(size, cores)
     compute = np.where(decodes, 4 * one_by_one * of_block * size["head_dim"] * cores / peak, compute)
     flash = decodes & (device.mcpu in _FLASH)
-    converts = decodes & (table["dtype"] != table["kv_dtype"]).to_numpy() & (device.mcpu not in _TAKES_FP8)
+    converts = decodes & (table["dtype"] != table["kv_dtype"]).to_numpy() & (device.mcpu not in _NEWEST)
     longer = np.where(converts, _CONVERTED, 1.0)
     launches = np.where(decodes, launches * longer * np.where(flash, _FLASH_LAUNCH, 1.0), 1.0)
     seconds = {
@@ -325,15 +325,15 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     )
 
 
-def _attention(size: dict[str, FloatArray], cores: float) -> tuple[FloatArray, FloatArray]:
+def _attention(size: dict[str, FloatArray], cores: float, packed: bool) -> tuple[FloatArray, FloatArray]:
     """Blocks that the busiest core works at one after the other, and scores that each computes.
 
     A block holds up to 128 queries of a head (64 of a long one) and goes over the keys that they see, 64 at a time, and at the
     ends over some that a mask hides (FlashAttention-2, Dao 2023, section 3.3); few queries of heads that share keys go
-    together. Blocks of later queries see more keys than others: the longest ends last."""
+    together where they are ``packed``. Blocks of later queries see more keys than others: the longest ends last."""
     sequences, heads = np.maximum(size["sequences"], 1), np.maximum(size["heads"], 1)
     queries, keys = np.maximum(size["tokens"] / sequences, 1), np.maximum(size["kv_tokens"] / sequences, 1)
-    together = np.where(queries < 64, heads / np.maximum(size["kv_heads"], 1), 1.0)
+    together = np.where(packed & (queries < 64), heads / np.maximum(size["kv_heads"], 1), 1.0)
     at_once = queries * together
     rows = np.select([(at_once > 64) & (size["head_dim"] <= 128), at_once > 16], [128.0, 64.0], 16.0)
     seen = np.maximum(size["pairs"] / np.maximum(size["tokens"], 1), 1)
