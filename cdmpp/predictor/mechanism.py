@@ -59,17 +59,15 @@ _L2_PART = {"sm_80": 0.33, "sm_86": 0.26, "sm_89": 0.25, "sm_90": 0.57, "sm_100"
 _L2_PART_OF_OTHERS = 0.3
 #: Joules an operation in 16 bits in a process of so many nanometres: those of an L40S.
 _OPERATION_J, _USUAL_NM = 1e-12, 5.0
-#: Attention of one query: keys of a split at least, of a step, blocks a core that splits are to fill, and launches that adding up
+#: Attention of one query: keys of a split at least, elements of a step's keys, blocks a core that splits are to fill, and launches that adding up
 #: the splits is worth (FlashInfer on an L40S: 5.1 us without, 7.1 with).
-_SPLIT_KEYS, _STEP_KEYS, _DECODE_BLOCKS, _COMBINE = 256.0, 64.0, 2.0, 0.5
-#: GPUs whose last cache is of two halves, each of which keeps what its own cores read (NVIDIA A100 whitepaper).
-_HALVES = ("sm_80", "sm_90", "sm_100", "sm_103")
+_SPLIT_KEYS, _STEP, _DECODE_BLOCKS, _COMBINE = 128.0, 128.0 * 128, 2.0, 0.5
 #: FlashAttention-2 alone was measured on these, whose launch takes so much longer than that of the others, and its blocks, which
 #: fill more of a core: an L40S, which has both, takes 7.7 and 5.1 us, and 13,000 and 3,600 cycles with one block a core, not two.
 _FLASH, _FLASH_LAUNCH, _FLASH_BLOCK = ("sm_80",), 1.5, 2.0
 #: GPUs of TRT-LLM's newest kernels, which take keys in fp8 as they are, but several queries of each head apart. Elsewhere keys in
 #: fp8 are converted, for which FlashInfer takes so much longer (an L40S: 9.1 and 5.9 us, a B200: 12.5 and 6.3).
-_NEWEST, _CONVERTED = ("sm_100", "sm_103"), 1.6
+_NEWEST, _CONVERTED = ("sm_100", "sm_103"), 1.8
 #: Adding up the parts of a reduction that was cut.
 _SPLIT_S = 1e-6
 #: PCIe 4.0 with 16 lanes has 64 in both directions together; without peers each copy crosses it twice.
@@ -316,7 +314,7 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     blocks = np.where(collective, cores * np.minimum(2 * (ranks - 1), _MOST_ROUNDS), blocks)
     return Mechanism(
         **{f"{name}_s": value for name, value in seconds.items()},
-        moved=moved / np.where(decodes & (device.mcpu in _HALVES), cache / 2, cache),
+        moved=moved / cache,
         blocks=blocks / cores,
         launches=launches,
         energy=_energy(arithmetic, device, peak),
@@ -356,8 +354,8 @@ def _decode(size: dict[str, FloatArray], cores: float) -> tuple[FloatArray, Floa
     blocks = sequences * kv_heads * np.ceil(group / 64)
     most = np.ceil(keys / _SPLIT_KEYS)
     splits = np.clip(np.floor(_DECODE_BLOCKS * cores / np.maximum(blocks, 1)), 1, most)
-    rows, steps = 16 * np.ceil(np.minimum(group, 64) / 16), np.ceil(keys / splits / _STEP_KEYS)
-    return np.ceil(blocks * splits / cores), rows * steps * _STEP_KEYS, np.where(splits > 1, 1 + _COMBINE, 1.0)
+    rows, step = 16 * np.ceil(np.minimum(group, 64) / 16), _STEP / np.maximum(size["head_dim"], 1)
+    return np.ceil(blocks * splits / cores), rows * step * np.ceil(keys / splits / step), np.where(splits > 1, 1 + _COMBINE, 1.0)
 
 
 def _energy(dtype: pd.Series[str], device: Device, peak: FloatArray) -> FloatArray:
