@@ -59,14 +59,15 @@ _L2_PART = {"sm_80": 0.33, "sm_86": 0.26, "sm_89": 0.25, "sm_90": 0.57, "sm_100"
 _L2_PART_OF_OTHERS = 0.3
 #: Joules an operation in 16 bits in a process of so many nanometres: those of an L40S.
 _OPERATION_J, _USUAL_NM = 1e-12, 5.0
-#: Attention of one query: keys of a split at least, elements of a step's keys, blocks a core that splits are to fill, and launches that adding up
-#: the splits is worth (FlashInfer on an L40S: 5.1 us without, 7.1 with).
+#: Attention of one query: keys of a split at least (FlashInfer's), elements of the keys of a step, blocks a core that splits
+#: are to fill, and launches that adding up the splits is worth (FlashInfer on an L40S: 5.1 us without, 7.1 with).
 _SPLIT_KEYS, _STEP, _DECODE_BLOCKS, _COMBINE = 128.0, 128.0 * 128, 2.0, 0.5
-#: FlashAttention-2 alone was measured on these, whose launch takes so much longer than that of the others, and its blocks, which
-#: fill more of a core: an L40S, which has both, takes 7.7 and 5.1 us, and 13,000 and 3,600 cycles with one block a core, not two.
+#: GPUs on which FlashAttention-2 alone was measured for one query, and by what its launch takes longer than that of others
+#: and its blocks, which fill more of a core: an L40S, which has both, takes 7.7 and 5.1 us, and 13,000 cycles with one block a
+#: core for 3,600 with two.
 _FLASH, _FLASH_LAUNCH, _FLASH_BLOCK = ("sm_80",), 1.5, 2.0
-#: GPUs of TRT-LLM's newest kernels, which take keys in fp8 as they are, but several queries of each head apart. Elsewhere keys in
-#: fp8 are converted, for which FlashInfer takes so much longer (an L40S: 9.1 and 5.9 us, a B200: 12.5 and 6.3).
+#: GPUs of TRT-LLM's newest kernels, which take keys in fp8 as they are, but several queries of each head apart. Elsewhere
+#: keys in fp8 are converted, for which FlashInfer takes so much longer (an L40S: 1.5 to 1.8 times, a B200: 1.7 to 2.3).
 _NEWEST, _CONVERTED = ("sm_100", "sm_103"), 1.8
 #: Adding up the parts of a reduction that was cut.
 _SPLIT_S = 1e-6
@@ -175,7 +176,8 @@ class Mechanism:
     """What n operators ask of one device: ``matrix_s`` in whole waves of the best tiles, ``vector_s``, ``special_s``,
     ``memory_s`` if all comes from memory and ``cache_s`` if all comes from the last cache, each at the device's peak; bytes
     ``moved`` over the size of that cache; ``blocks`` a core; ``launches``, of kernels as long as usual; the ``energy`` there is
-    for an operation, in parts of what is usual; the clock; and ``features``, which do not depend on constants, float64 (n, len(MECHANISM_FEATURES))."""
+    for an operation, in parts of what is usual; the clock; and ``features``, which do not depend on constants, float64
+    (n, len(MECHANISM_FEATURES))."""
 
     matrix_s: FloatArray
     vector_s: FloatArray
@@ -246,12 +248,12 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     flops = 4 * waves_of_blocks * scores * np.ceil(size["head_dim"] / 32) * 32
     compute = np.where(attends, flops * cores / peak, compute)
     special = np.where(attends, waves_of_blocks * scores, todo["special"] / cores)
-    decodes, (one_by_one, of_block, launches) = (op == "attention") & ~attends, _decode(size, cores)
-    compute = np.where(decodes, 4 * one_by_one * of_block * size["head_dim"] * cores / peak, compute)
-    flash = decodes & (device.mcpu in _FLASH)
-    converts = decodes & (table["dtype"] != table["kv_dtype"]).to_numpy() & (device.mcpu not in _NEWEST)
-    longer = np.where(converts, _CONVERTED, 1.0)
-    launches = np.where(decodes, launches * longer * np.where(flash, _FLASH_LAUNCH, 1.0), 1.0)
+    decodes = (op == "attention") & ~attends & (device.kind == "gpu")
+    one_by_one, scores, launches = _decode(size, cores)
+    compute = np.where(decodes, 4 * one_by_one * scores * size["head_dim"] * cores / peak, compute)
+    converts = (table["dtype"] != table["kv_dtype"]).to_numpy() & (device.mcpu not in _NEWEST)
+    longer, flash = np.where(converts, _CONVERTED, 1.0), device.mcpu in _FLASH
+    launches = np.where(decodes, launches * longer * (_FLASH_LAUNCH if flash else 1.0), 1.0)
     seconds = {
         "matrix": np.where(todo["matrix"] > 0, compute, 0.0),
         "vector": todo["vector"] / (cores * lanes * clock),
@@ -309,7 +311,7 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
         columns_of[f"padding_{name}"] = log(tiles[tile] * tile[0] * tile[1] / (b * rows * columns))
     blocks = np.where(todo["matrix"] > 0, b * np.ceil(rows / 128) * np.ceil(columns / 128), moved / 65536)
     blocks = np.where(attends, cores * waves_of_blocks, blocks)
-    blocks = np.where(decodes, cores * one_by_one * longer * np.where(flash, _FLASH_BLOCK, 1.0), blocks)
+    blocks = np.where(decodes, cores * one_by_one * longer * (_FLASH_BLOCK if flash else 1.0), blocks)
     # ranks wait for each other in every round of a ring, until a tree takes fewer
     blocks = np.where(collective, cores * np.minimum(2 * (ranks - 1), _MOST_ROUNDS), blocks)
     return Mechanism(
@@ -344,18 +346,18 @@ def _attention(size: dict[str, FloatArray], cores: float, packed: bool) -> tuple
 
 
 def _decode(size: dict[str, FloatArray], cores: float) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Of attention of one query a sequence: blocks that the busiest core works at one after the other, scores that each computes,
-    and launches.
+    """Of attention of one query a sequence: blocks that the busiest core works at one after the other, scores that each
+    computes, and launches.
 
-    A block takes the queries of up to 64 heads that share keys, padded to 16, and all keys or a split of them: as many splits as
-    fill the cores, which are added up afterwards (Flash-Decoding, Dao et al. 2023; FlashInfer, arXiv 2501.01005, section 3.3)."""
+    A block takes the queries of up to 64 heads that share keys, padded to 16, and a split of the keys: as many as fill the
+    cores, which are added up afterwards (Flash-Decoding, Dao et al. 2023; FlashInfer, arXiv 2501.01005, section 3.3)."""
     sequences, kv_heads = np.maximum(size["sequences"], 1), np.maximum(size["kv_heads"], 1)
     group, keys = size["heads"] / kv_heads, np.maximum(size["kv_tokens"] / sequences, 1)
-    blocks = sequences * kv_heads * np.ceil(group / 64)
-    most = np.ceil(keys / _SPLIT_KEYS)
-    splits = np.clip(np.floor(_DECODE_BLOCKS * cores / np.maximum(blocks, 1)), 1, most)
-    rows, step = 16 * np.ceil(np.minimum(group, 64) / 16), _STEP / np.maximum(size["head_dim"], 1)
-    return np.ceil(blocks * splits / cores), rows * step * np.ceil(keys / splits / step), np.where(splits > 1, 1 + _COMBINE, 1.0)
+    blocks = sequences * kv_heads * np.ceil(np.maximum(group, 1) / 64)
+    splits = np.clip(np.floor(_DECODE_BLOCKS * cores / blocks), 1, np.ceil(keys / _SPLIT_KEYS))
+    step = _STEP / np.maximum(size["head_dim"], 1)
+    scores = 16 * np.ceil(np.minimum(group, 64) / 16) * step * np.ceil(keys / splits / step)
+    return np.ceil(blocks * splits / cores), scores, np.where(splits > 1, 1 + _COMBINE, 1.0)
 
 
 def _energy(dtype: pd.Series[str], device: Device, peak: FloatArray) -> FloatArray:

@@ -73,8 +73,8 @@ _ALIKE_KINDS = {
     "layernorm": "layernorm float32",
     "softmax": "softmax float32",
 }
-#: Kinds of attention -> the kind that they are fitted with, and whose constants serve though there are labels: in fp8 an L40S has
-#: them of TRT-LLM alone, which is slower than others in bfloat16, so that they say nothing of other GPUs.
+#: Kinds of attention -> the kind that they are fitted with, and whose constants serve though there are labels: an L40S has
+#: those of fp8 of TRT-LLM alone, which is slower than others in bfloat16, so that they say nothing of other GPUs.
 _FITTED_WITH = {"attention prefill long": "attention prefill"}
 _SERVED_BY = {**_FITTED_WITH, "attention prefill narrow": "attention prefill"}
 #: Operators of one kind and device that constants are fitted to, at most.
@@ -597,10 +597,10 @@ def fit_constants(table: pd.DataFrame) -> dict[str, Constants]:
     table = table[table["framework"] == BEST].reset_index(drop=True)
     of_kind = pd.Series(kinds(table)).replace(_FITTED_WITH).to_numpy(dtype=str)
     for kind in np.unique(of_kind):
-        streams = " decode" in kind
+        part = table[of_kind == kind].reset_index(drop=True)
+        streams = " decode" in kind and get_device(str(part["device"][0])).kind == "gpu"
         start, held = (_STREAMS if streams else Constants()).vector(), np.full(len(_LOW), _HELD)
         held[3:5] = _KEPT_HELD if streams else _HELD
-        part = table[of_kind == kind].reset_index(drop=True)
         devices = []
         for name, at in part.groupby("device").indices.items():
             at = at[:_FITTED_ROWS]
