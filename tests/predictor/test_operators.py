@@ -34,7 +34,7 @@ from cdmpp.predictor.operators import (
     training_table,
     with_what_was_measured,
 )
-from cdmpp.program.operators import operator_table, work
+from cdmpp.program.operators import attention, operator_table, work
 from tests.samples.command import Command
 
 SHIPPED = load_operator_model()
@@ -60,17 +60,27 @@ def test_waves_make_steps() -> None:
 
 def test_blocks_of_queries_are_dealt_out() -> None:
     device = get_device("a100-sxm4-80gb")  # 108 cores: one wave of 128 queries of 27 heads, and what the longest takes
-    sizes = {"sequences": 1, "tokens": 512, "kv_tokens": 512, "longest": 512, "pairs": 512 * 512, "head_dim": 128}
-    table = operator_table([{"op": "attention", "dtype": "bfloat16", "heads": 27, "kv_heads": 27, **sizes}])
+    table = operator_table([{"op": "attention", "dtype": "bf16", **attention(27, 27, 128, [512], [512], causal=False)}])
     assert mechanism(table, device).special_s[0] * 16e6 * device.working_mhz == pytest.approx(2 * 128 * 512)
+
+
+def test_splits_of_the_keys_of_one_query_fill_the_cores() -> None:
+    device = get_device("l40s")  # 142 cores: two splits of 128 keys each, whose 8 queries are padded to 16
+    rows = [
+        {"op": "attention", "dtype": "bf16", "kv_dtype": kv, **attention(8, 1, 128, [1], [284 * 128])}
+        for kv in ("bf16", "fp8")
+    ]
+    table = operator_table([*rows, {**rows[0], **attention(8, 1, 128, [1], [128])}])
+    seen = mechanism(table, device)
+    assert seen.matrix_s[:2] * 1e9 * pipe(device, "bfloat16")[0] == pytest.approx(2 * 142 * 4 * 16 * 128 * 128)
+    assert seen.blocks * 142 == pytest.approx([284, 1.8 * 284, 142]) and seen.launches == pytest.approx([1.5, 2.7, 1])
+    assert mechanism(table, get_device("a100-sxm4-80gb")).launches[2] == 1.5  # FlashAttention alone was measured
 
 
 def test_energy_lowers_what_is_reached() -> None:
     device, table = get_device("l40s"), gemms([(8192, 8192, 8192)])
-    fast, slow = (
-        mechanism(table, replace(device, tdp_w=watts)).estimate(Constants(energy_power=0.5))[0]
-        for watts in (350.0, 90.0)
-    )
+    drawn = [mechanism(table, replace(device, tdp_w=watts)) for watts in (350.0, 90.0)]
+    fast, slow = (one.estimate(Constants(energy_power=0.5))[0] for one in drawn)
     assert 1.5 < slow / fast < 2.1
 
 
@@ -87,10 +97,8 @@ def labels(factors: dict[str, float], n: int = 60) -> pd.DataFrame:
     """Labels by the mechanism itself, times a factor a device."""
     sizes = np.random.default_rng(0).integers(16, 4096, (n, 3)).tolist()
     table = gemms([tuple(size) for size in sizes])
-    seconds = {
-        name: by * mechanism(table, get_device(name)).estimate(Constants(peak=0.6)) for name, by in factors.items()
-    }
-    parts = [table.assign(device=name, framework="vllm", seconds=own) for name, own in seconds.items()]
+    once = {name: mechanism(table, get_device(name)).estimate(Constants(peak=0.6)) for name in factors}
+    parts = [table.assign(device=name, framework="vllm", seconds=by * once[name]) for name, by in factors.items()]
     return pd.concat(parts, ignore_index=True)
 
 
@@ -200,6 +208,10 @@ def test_what_is_proposed_can_be_measured_on_the_device() -> None:
 def test_a_slow_framework_alone_does_not_say_what_is_fastest() -> None:
     fast, slow = labels({"l40s": 1.0}), labels({"l40s": 2.0}).assign(framework="trtllm")
     assert (training_table(pd.concat([fast[1:], slow], ignore_index=True))["framework"] == BEST).sum() == len(fast) - 1
+    table = operator_table([{"op": "attention", "dtype": "bf16", **attention(1, 1, 64, [1], [n])} for n in (1, 8, 9)])
+    fast, slow = (table.assign(device="l40s", framework="vllm", kernel=f"{by}", seconds=by) for by in (1.0, 2.0))
+    learned = training_table(pd.concat([fast[:2], slow], ignore_index=True))  # a key alone; both; the slow kernel alone
+    assert learned.loc[learned["framework"] == BEST, ["longest", "seconds"]].to_numpy().tolist() == [[8, 1]]
 
 
 def test_of_one_family_operators_are_left_out_and_networks_count_elsewhere(tmp_path: Path) -> None:
