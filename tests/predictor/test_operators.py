@@ -52,34 +52,25 @@ def test_no_product_beats_its_device(size: tuple[int, int, int], name: str) -> N
     assert seconds >= work(table)["matrix"][0] / (1e9 * pipe(device, "bfloat16")[0])
 
 
-def test_waves_make_steps() -> None:
-    device = get_device("a100-sxm4-80gb")  # 108 cores
-    full, more = mechanism(gemms([(128 * 27, 256 * 4, 8192), (128 * 27 + 1, 256 * 4, 8192)]), device).matrix_s
+def test_waves_make_steps_and_blocks_of_attention_are_dealt_out() -> None:
+    a100, l40s = get_device("a100-sxm4-80gb"), get_device("l40s")  # 108 and 142 cores
+    full, more = mechanism(gemms([(128 * 27, 256 * 4, 8192), (128 * 27 + 1, 256 * 4, 8192)]), a100).matrix_s
     assert 1.05 < more / full < 2.1  # of 0.03 % more operations
-
-
-def test_blocks_of_queries_are_dealt_out() -> None:
-    device = get_device("a100-sxm4-80gb")  # 108 cores: one wave of 128 queries of 27 heads, and what the longest takes
-    table = operator_table([{"op": "attention", "dtype": "bf16", **attention(27, 27, 128, [512], [512], causal=False)}])
-    assert mechanism(table, device).special_s[0] * 16e6 * device.working_mhz == pytest.approx(2 * 128 * 512)
-
-
-def test_splits_of_the_keys_of_one_query_fill_the_cores() -> None:
-    device = get_device("l40s")  # 142 cores: two splits of 128 keys each, whose 8 queries are padded to 16
-    rows = [
-        {"op": "attention", "dtype": "bf16", "kv_dtype": kv, **attention(8, 1, 128, [1], [284 * 128])}
-        for kv in ("bf16", "fp8")
-    ]
-    table = operator_table([*rows, {**rows[0], **attention(8, 1, 128, [1], [128])}])
-    seen = mechanism(table, device)
-    assert seen.matrix_s[:2] * 1e9 * pipe(device, "bfloat16")[0] == pytest.approx(2 * 142 * 4 * 16 * 128 * 128)
-    assert seen.blocks * 142 == pytest.approx([284, 1.8 * 284, 142]) and seen.launches == pytest.approx([1.5, 2.7, 1])
-    assert mechanism(table, get_device("a100-sxm4-80gb")).launches[2] == 1.5  # FlashAttention alone was measured
+    whole = {**attention(27, 27, 128, [512], [512], causal=False), "kv_dtype": ""}
+    asked = (284 * 128, ""), (284 * 128, "fp8"), (128, "")
+    rows = [whole, *({**attention(8, 1, 128, [1], [one]), "kv_dtype": kv} for one, kv in asked)]
+    table = operator_table([{"op": "attention", "dtype": "bf16", **row} for row in rows])
+    seen, others = mechanism(table, l40s), mechanism(table, a100)
+    assert others.special_s[0] * 16e6 * a100.working_mhz == pytest.approx(2 * 128 * 512)
+    # above a wave of 128 queries of 27 heads and what the longest takes; two splits of 128 keys a core for 8 heads padded to 16
+    assert seen.matrix_s[1:3] * 1e9 * pipe(l40s, "bfloat16")[0] == pytest.approx(2 * 142 * 4 * 16 * 128 * 128)
+    assert seen.blocks[1:] == pytest.approx([2, 3.6, 1]) and seen.launches == pytest.approx([1, 1.5, 2.7, 1])
+    assert others.launches[3] == 1.5  # FlashAttention alone was measured
 
 
 def test_energy_lowers_what_is_reached() -> None:
     device, table = get_device("l40s"), gemms([(8192, 8192, 8192)])
-    drawn = [mechanism(table, replace(device, tdp_w=watts)) for watts in (350.0, 90.0)]
+    drawn = (mechanism(table, replace(device, tdp_w=watts)) for watts in (350.0, 90.0))
     fast, slow = (one.estimate(Constants(energy_power=0.5))[0] for one in drawn)
     assert 1.5 < slow / fast < 2.1
 
@@ -166,8 +157,7 @@ def test_the_nearest_measured_operator_and_how_far_it_is() -> None:
     why = model.explain(operator_table(known.drop(columns=["device", "seconds"])), "l40s")
     assert why["far"].tolist() == pytest.approx([0, 0, 0], abs=1e-5) and set(why["on"]) == {"l40s"}
     assert why["nearest"][0].startswith("gemm ") and why["nearest"][0].endswith(" bfloat16")
-    far = model.explain(gemms([(10**6, 64, 64)]), "l40s")["far"][0]
-    assert far > 0.3 and model.solvers is None
+    assert model.explain(gemms([(10**6, 64, 64)]), "l40s")["far"][0] > 0.3 and model.solvers is None
     norm = operator_table([{"op": "rmsnorm", "dtype": "bf16", "m": 8, "n": 8}])
     assert np.isnan(model.explain(norm, "l40s")["far"][0]), "no norm was measured"
 
