@@ -69,6 +69,8 @@ _FLASH, _FLASH_LAUNCH, _FLASH_BLOCK = ("sm_80",), 1.5, 2.0
 #: GPUs of TRT-LLM's newest kernels, which take keys in fp8 as they are, but several queries of each head apart. Elsewhere
 #: keys in fp8 are converted, for which FlashInfer takes so much longer (an L40S: 1.5 to 1.8 times, a B200: 1.7 to 2.3).
 _NEWEST, _CONVERTED = ("sm_100", "sm_103"), 1.8
+#: By what scores take longer where a mask hides half of them: what left-out GPUs were predicted well by.
+_MASKED = 2.0
 #: Adding up the parts of a reduction that was cut.
 _SPLIT_S = 1e-6
 #: PCIe 4.0 with 16 lanes has 64 in both directions together; without peers each copy crosses it twice.
@@ -329,16 +331,16 @@ def _attention(size: dict[str, FloatArray], cores: float, packed: bool) -> tuple
     """Blocks that the busiest core works at one after the other, and scores that each computes.
 
     A block holds up to 128 queries of a head (64 of a long one) and goes over the keys that they see, 64 at a time, and at the
-    ends over some that a mask hides (FlashAttention-2, Dao 2023, section 3.3); few queries of heads that share keys go
+    ends, slowly, over some that a mask hides (FlashAttention-2, Dao 2023, section 3.3); few queries of heads that share keys go
     together where they are ``packed``. Blocks of later queries see more keys than others: the longest ends last."""
     sequences, heads = np.maximum(size["sequences"], 1), np.maximum(size["heads"], 1)
     queries, keys = np.maximum(size["tokens"] / sequences, 1), np.maximum(size["kv_tokens"] / sequences, 1)
-    together = np.where(packed & (queries < 64), heads / np.maximum(size["kv_heads"], 1), 1.0)
+    together = np.where(packed & (queries < 128), heads / np.maximum(size["kv_heads"], 1), 1.0)
     at_once = queries * together
     rows = np.select([(at_once > 64) & (size["head_dim"] <= 128), at_once > 16], [128.0, 64.0], 16.0)
     seen = np.maximum(size["pairs"] / np.maximum(size["tokens"], 1), 1)
     masked = seen < 0.999 * keys
-    reach = np.where(masked, np.minimum(keys, seen + np.minimum(queries, rows / together) / 2), keys)
+    reach = np.where(masked, np.minimum(keys, seen + (_MASKED - 0.5) * np.minimum(queries, rows / together)), keys)
     growing = masked & (seen > 0.95 * (keys - queries / 2))  # otherwise a window, as wide for all
     steps, most = np.ceil(reach / 64), np.ceil(np.where(growing, keys, reach) / 64)
     blocks = sequences * heads / together * np.ceil(at_once / rows)
