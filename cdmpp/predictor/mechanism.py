@@ -60,8 +60,9 @@ _L2_PART_OF_OTHERS = 0.3
 #: Joules an operation in 16 bits in a process of so many nanometres: those of an L40S.
 _OPERATION_J, _USUAL_NM = 1e-12, 5.0
 #: Attention of one query: keys of a split at least (FlashInfer's), elements of the keys of a step, blocks a core that splits
-#: are to fill, and launches that adding up the splits is worth (FlashInfer on an L40S: 5.1 us without, 7.1 with).
-_SPLIT_KEYS, _STEP, _DECODE_BLOCKS, _COMBINE = 128.0, 128.0 * 128, 2.0, 0.5
+#: are to fill, launches that adding up the splits is worth (FlashInfer on an L40S: 5.1 us without, 7.1 with), and rows that
+#: matrix units take.
+_SPLIT_KEYS, _STEP, _DECODE_BLOCKS, _COMBINE, _PADDED = 128.0, 128.0 * 128, 2.0, 0.5, 16.0
 #: GPUs on which FlashAttention-2 alone was measured for one query, and by what its launch takes longer than that of others
 #: and its blocks, which fill more of a core: an L40S, which has both, takes 7.7 and 5.1 us, and 13,000 cycles with one block a
 #: core for 3,600 with two.
@@ -232,6 +233,7 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     arithmetic = table["dtype"].mask(narrow, "bfloat16")
     of_type = {dtype: 1e9 * pipe(device, dtype)[0] for dtype in {*table["dtype"], *arithmetic}}
     peak = arithmetic.map(of_type).to_numpy(dtype=np.float64)
+    has_unit = arithmetic.map({dtype: "_matrix" in pipe(device, dtype)[1] for dtype in of_type}).to_numpy(np.float64)
     bandwidth = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH[device.kind])
     special_rate = _SPECIAL_PER_CYCLE.get(device.mcpu, _SPECIAL_OF_OTHERS) if device.kind == "gpu" else lanes / 8
     collective = np.isin(op, COLLECTIVES)
@@ -251,7 +253,7 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     compute = np.where(attends, flops * cores / peak, compute)
     special = np.where(attends, waves_of_blocks * scores, todo["special"] / cores)
     decodes = (op == "attention") & ~attends & (device.kind == "gpu")
-    one_by_one, scores, launches = _decode(size, cores)
+    one_by_one, scores, launches = _decode(size, cores, np.where(has_unit > 0, _PADDED, 1.0))
     compute = np.where(decodes, 4 * one_by_one * scores * size["head_dim"] * cores / peak, compute)
     converts = (table["dtype"] != table["kv_dtype"]).to_numpy() & (device.mcpu not in _NEWEST)
     longer, flash = np.where(converts, _CONVERTED, 1.0), device.mcpu in _FLASH
@@ -304,7 +306,7 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
         "is_cpu": np.full(len(table), float(device.kind == "cpu")),
         "m": _log1(size["m"]),
         "n": _log1(size["n"]),
-        "matrix_unit": table["dtype"].map({t: "_matrix" in pipe(device, t)[1] for t in of_type}).to_numpy(np.float64),
+        "matrix_unit": has_unit,
     }
     for tile in _SHOWN:
         name, waves = "{}x{}".format(*tile), tiles[tile] / cores
@@ -347,18 +349,18 @@ def _attention(size: dict[str, FloatArray], cores: float, packed: bool) -> tuple
     return blocks / cores + most / steps, rows * steps * 64
 
 
-def _decode(size: dict[str, FloatArray], cores: float) -> tuple[FloatArray, FloatArray, FloatArray]:
+def _decode(size: dict[str, FloatArray], cores: float, padded: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Of attention of one query a sequence: blocks that the busiest core works at one after the other, scores that each
     computes, and launches.
 
-    A block takes the queries of up to 64 heads that share keys, padded to 16, and a split of the keys: as many as fill the
+    A block takes the queries of up to 64 heads that share keys, ``padded``, and a split of the keys: as many as fill the
     cores, which are added up afterwards (Flash-Decoding, Dao et al. 2023; FlashInfer, arXiv 2501.01005, section 3.3)."""
     sequences, kv_heads = np.maximum(size["sequences"], 1), np.maximum(size["kv_heads"], 1)
     group, keys = size["heads"] / kv_heads, np.maximum(size["kv_tokens"] / sequences, 1)
     blocks = sequences * kv_heads * np.ceil(np.maximum(group, 1) / 64)
     splits = np.clip(np.floor(_DECODE_BLOCKS * cores / blocks), 1, np.ceil(keys / _SPLIT_KEYS))
     step = _STEP / np.maximum(size["head_dim"], 1)
-    scores = 16 * np.ceil(np.minimum(group, 64) / 16) * step * np.ceil(keys / splits / step)
+    scores = padded * np.ceil(np.minimum(group, 64) / padded) * step * np.ceil(keys / splits / step)
     return np.ceil(blocks * splits / cores), scores, np.where(splits > 1, 1 + _COMBINE, 1.0)
 
 
